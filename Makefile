@@ -1,0 +1,62 @@
+# make demo    fresh machine: environment, train on the shipped sample, evaluate four splits -> runs/demo
+# make test    fresh machine: environment, all tests
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+RUN    ?= runs/demo
+SPLITS := val_id val_ood_ads val_ood_cat val_ood_both
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test lint types format clean
+
+help:
+	@echo "make demo    train on the shipped sample and evaluate the four splits, into $(RUN)"
+	@echo "make test    all tests"
+	@echo "make lint    ruff check and format --check"
+	@echo "make types   mypy"
+	@echo "make format  rewrite the files in ruff's format"
+	@echo "make env     only the environment, $(VENV)"
+	@echo "make clean   remove $(VENV) and caches (runs/ is kept)"
+
+env: $(VENV)/.molflt
+
+# The stamps make the set-up happen once, and again only when what it depends on has changed.
+$(VENV)/.molflt: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "molflt needs Python >= 3.11; $(PYTHON) is " + sys.version.split()[0] + "; use make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.molflt-dev: $(VENV)/.molflt
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	@touch $@
+
+# An interrupted demo is continued and a finished one only evaluated again. When configs/demo.yaml has
+# changed since, the old run is moved aside, because it could only be continued as it was begun.
+demo: $(VENV)/.molflt
+	@if [ -e $(RUN)/config.yaml ] && [ configs/demo.yaml -nt $(RUN)/config.yaml ]; then \
+	    old=$(RUN).$$(date +%Y%m%d-%H%M%S); mv $(RUN) $$old; \
+	    echo "configs/demo.yaml is newer than $(RUN), which is now $$old"; fi
+	@if [ -e $(RUN)/checkpoints/last.ckpt ]; then \
+	    $(BIN)/molflt train --resume $(RUN); \
+	else \
+	    rm -rf $(RUN); $(BIN)/molflt train --config configs/demo.yaml --run $(RUN); fi
+	$(BIN)/molflt evaluate $(RUN) --splits $(SPLITS)
+
+test: $(VENV)/.molflt-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+lint: $(VENV)/.molflt-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.molflt-dev
+	$(BIN)/mypy
+
+format: $(VENV)/.molflt-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
