@@ -1,0 +1,7 @@
+"""Atoms: PyG batches in and out of the dense attention core, and the IS2RE energy regressor."""
+
+from molflt.graph.dense import DenseAtoms, to_dense
+from molflt.graph.neighbors import Neighbors, neighbor_list
+from molflt.graph.regressor import EnergyRegressor
+
+__all__ = ["DenseAtoms", "EnergyRegressor", "Neighbors", "neighbor_list", "to_dense"]

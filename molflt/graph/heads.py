@@ -1,0 +1,131 @@
+"""What goes in and what comes out: atom embedding, energy readout, position head."""
+
+import warnings
+
+import torch
+from e3nn.math import soft_one_hot_linspace
+from torch import Tensor, nn
+from torch_geometric.utils import scatter
+
+from molflt.graph.neighbors import Neighbors
+
+NUM_ELEMENTS = 119  # atomic numbers 0 (unused) to 118
+NUM_TAGS = 3
+SURFACE = 1
+
+
+def radial_basis(distance: Tensor, number: int, cutoff: float) -> Tensor:
+    """Smooth bumps of finite support, zero with all derivatives at `cutoff`: (pairs, number).
+
+    e3nn's "smooth_finite" basis (arXiv:2207.09453), scaled to a second moment of about one.
+    """
+    basis: Tensor = soft_one_hot_linspace(
+        distance, 0.0, cutoff, number, basis="smooth_finite", cutoff=True
+    )
+    return basis * number**0.5
+
+
+class AtomEmbedding(nn.Module):
+    """Element + tag + (optional) a radial summary of the neighborhood.
+
+    The summary is sum_j W b(|r_ij|) * u(Z_j): what stands how far away, before any attention.
+
+    Args:
+        dim: width of the embedding.
+        num_basis: size of the radial basis b; 0 leaves the summary out.
+        cutoff: radius of the neighborhood, Å.
+    """
+
+    def __init__(self, dim: int, num_basis: int = 0, cutoff: float = 6.0) -> None:
+        super().__init__()
+        self.num_basis = num_basis
+        self.cutoff = cutoff
+        self.element = nn.Embedding(NUM_ELEMENTS, dim)
+        self.tag = nn.Embedding(NUM_TAGS, dim)
+        if num_basis:
+            self.neighbor_element = nn.Embedding(NUM_ELEMENTS, dim)
+            self.radial = nn.Linear(num_basis, dim, bias=False)
+
+    def forward(self, numbers: Tensor, tags: Tensor, neighbors: Neighbors | None) -> Tensor:
+        """(atoms,) atomic numbers and tags, and pairs, to (atoms, dim)."""
+        x = self.element(numbers) + self.tag(tags)
+        if self.num_basis:
+            if neighbors is None:
+                raise ValueError("the radial summary needs neighbors; got None")
+            basis = radial_basis(neighbors.distance, self.num_basis, self.cutoff)
+            message = self.radial(basis.to(x.dtype))
+            message = message * self.neighbor_element(numbers[neighbors.neighbor])
+            x = x + scatter(message, neighbors.center, dim=0, dim_size=len(x), reduce="sum")
+        return x
+
+
+class EnergyReadout(nn.Module):
+    """E = sum over atoms with tag > 0 of MLP(h) times a learned factor per tag (3D-Graphormer).
+
+    A graph in which no atom has tag > 0 (tags unknown) sums over all its atoms as if they were
+    surface atoms, and warns once, instead of returning 0.
+
+    Args:
+        dim: width of tokens.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, 1))
+        self.factor = nn.Embedding(NUM_TAGS, 1)
+        nn.init.normal_(self.factor.weight, std=0.01)
+
+    def forward(self, h: Tensor, tags: Tensor, batch: Tensor, graphs: int) -> Tensor:
+        """Tokens (atoms, dim), tags (atoms,), graph index (atoms,) -> energies (graphs,)."""
+        counted = tags > 0
+        tagged = scatter(counted.long(), batch, dim=0, dim_size=graphs, reduce="sum") > 0
+        untagged = ~tagged[batch]
+        if not torch.compiler.is_compiling() and bool(untagged.any()):
+            warnings.warn(
+                f"{int((~tagged).sum())} structure(s) have no atom with tag > 0; their energy sums "
+                "over all atoms. Set tags (1 surface, 2 adsorbate) for adsorption energies.",
+                stacklevel=2,
+            )
+        tags = torch.where(untagged, SURFACE, tags)
+        atomic = (self.mlp(h) * self.factor(tags)).squeeze(-1)
+        atomic = torch.where(counted | untagged, atomic, 0.0)
+        return scatter(atomic, batch, dim=0, dim_size=graphs, reduce="sum")
+
+
+class PositionHead(nn.Module):
+    """Displacement to the relaxed position: sum over neighbors of w_ij (r_j - r_i), in Å.
+
+    The weights come from invariants only, w_ij = MLP(h_i, h_j, b(|r_ij|)), so the result turns with
+    the structure as exactly as h stays unchanged. Pairs fade smoothly at the cutoff.
+
+    Args:
+        dim: width of tokens.
+        hidden: width of the pair network.
+        num_basis: size of the radial basis.
+        cutoff: radius of the neighborhood, Å.
+    """
+
+    def __init__(
+        self, dim: int, hidden: int = 64, num_basis: int = 16, cutoff: float = 5.0
+    ) -> None:
+        super().__init__()
+        self.num_basis = num_basis
+        self.cutoff = cutoff
+        self.from_center = nn.Linear(dim, hidden)
+        self.from_neighbor = nn.Linear(dim, hidden, bias=False)
+        self.from_distance = nn.Linear(num_basis, hidden, bias=False)
+        self.weight = nn.Linear(hidden, num_basis, bias=False)
+        nn.init.zeros_(self.weight.weight)  # start from "nothing moves"
+
+    def forward(self, h: Tensor, neighbors: Neighbors) -> Tensor:
+        """Tokens (atoms, dim) and pairs -> displacements (atoms, 3), Å."""
+        center, neighbor, vector, distance = neighbors
+        basis = radial_basis(distance, self.num_basis, self.cutoff).to(h.dtype)
+        hidden = (
+            self.from_center(h)[center]
+            + self.from_neighbor(h)[neighbor]
+            + self.from_distance(basis)
+        )
+        # The basis also gates the weight: it vanishes smoothly at the cutoff.
+        weight = (self.weight(nn.functional.silu(hidden)) * basis).sum(dim=-1, keepdim=True)
+        return scatter(weight * vector, center, dim=0, dim_size=len(h), reduce="sum")

@@ -1,0 +1,52 @@
+"""Neighbors within a cutoff, periodic images included."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Batch
+from vesin import NeighborList
+
+
+class Neighbors(NamedTuple):
+    """Pairs (center, neighbor) closer than the cutoff; a periodic image counts as its own pair."""
+
+    center: Tensor  # (pairs,) atom index
+    neighbor: Tensor  # (pairs,) atom index
+    vector: Tensor  # (pairs, 3) from center to neighbor, Å; differentiable in pos and cell
+    distance: Tensor  # (pairs,) Å
+
+
+def neighbor_list(batch: Batch, cutoff: float) -> Neighbors:
+    """All pairs within `cutoff`, graph by graph, through vesin.
+
+    Args:
+        batch: PyG batch with pos (atoms, 3) Å, cell (graphs, 3, 3) Å, pbc (graphs, 3), ptr.
+        cutoff: radius, Å.
+
+    Returns:
+        Pairs of every graph with indices into the batch's atoms; every pair appears in both
+        directions.
+    """
+    pos, cell = batch.pos, batch.cell
+    search = NeighborList(cutoff=cutoff, full_list=True)
+    points = pos.detach().cpu().double().numpy()
+    boxes = cell.detach().cpu().double().numpy()
+    periodic = batch.pbc.cpu().numpy()
+    ptr = batch.ptr.tolist()
+    found = []
+    for graph, (start, stop) in enumerate(zip(ptr[:-1], ptr[1:], strict=True)):
+        i, j, shift = search.compute(
+            points[start:stop], boxes[graph], periodic[graph], quantities="ijS"
+        )
+        ends = np.stack((i, j)).astype(np.int64) + start
+        found.append((ends, shift, np.full(len(i), graph)))
+    ends, shift, graph_index = (
+        torch.from_numpy(np.concatenate(part, axis=axis)).to(pos.device)
+        for part, axis in zip(zip(*found, strict=True), (1, 0, 0), strict=True)
+    )
+    center, neighbor = ends
+    offset = torch.einsum("ps,psc->pc", shift.to(cell.dtype), cell[graph_index])
+    vector = pos[neighbor] - pos[center] + offset
+    return Neighbors(center, neighbor, vector, vector.norm(dim=-1))
