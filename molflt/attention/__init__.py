@@ -1,6 +1,6 @@
-"""The attention core: kernelized attention, relative positional encodings and their exact oracles.
+"""The attention core: kernelized attention, relative positional encodings and oracles.
 
-Depends on torch alone. It knows nothing of graphs, files or tasks; `molflt.graph` adapts it to atoms.
+Depends on torch alone. It knows nothing of graphs, files or tasks; `molflt.graph` brings atoms.
 """
 
 from molflt.attention.feature_maps import FEATURE_MAPS, FeatureMap

@@ -24,7 +24,7 @@ class Encoding(NamedTuple):
 def encode(
     position: SpectralPosition | None, mixing: str, query_positions: Tensor, key_positions: Tensor
 ) -> Encoding:
-    """Evaluates a position module: the exact mask for softmax, its factors for kernelized attention.
+    """Evaluates a position module: the exact mask for softmax, else its factors.
 
     Args:
         position: the module, or None for attention without positions.
@@ -48,7 +48,7 @@ class Attention(nn.Module):
     Args:
         dim: width of tokens; a multiple of `heads`.
         heads: number of heads.
-        mixing: "linear" (O(N)), "quadratic" (the same numbers through the N x N matrix) or "softmax".
+        mixing: "linear" (O(N)), "quadratic" (the same through the N x N matrix) or "softmax".
         feature_map: key of `FEATURE_MAPS`; not used by softmax.
         num_features: random or learned features m per head.
         projection: how random features are drawn, key of `PROJECTIONS`.
@@ -276,5 +276,6 @@ class Stack(nn.Module):
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws new random features of every block in place; nodes of the mask stay as they are."""
-        for block in self.blocks:
-            block.attention.redraw_(generator)
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.redraw_(generator)

@@ -1,6 +1,7 @@
 """How tokens mix: pure functions of queries, keys (or their features) and values.
 
-Shapes are (batch, heads, tokens, dim) throughout. Sums run in float32 at least, also under autocast.
+Shapes are (batch, heads, tokens, dim) throughout. Sums of kernelized attention run in float32 at
+least, also under autocast.
 """
 
 import torch

@@ -34,8 +34,8 @@ class SpectralPosition(nn.Module):
         self.spectrum = spectrum
         self.nodes = nodes
 
-    # Below this the two sides are no longer balanced, so that the gradient stays finite (and, unlike
-    # that of a square root times a square root, does not vanish) where the spectrum crosses zero.
+    # Below this the two sides are no longer balanced, so that the gradient stays finite (and,
+    # unlike that of two square roots, does not vanish) where the spectrum crosses zero.
     floor = 1e-4
 
     @property
@@ -86,10 +86,9 @@ def _full(x: Tensor) -> Tensor:
 
 
 def _waves(positions: Tensor, nodes: Tensor) -> Tensor:
-    """[cos, sin](2 pi xi_s . r_i): (batch, tokens, l), (heads, r, l) -> (batch, heads, tokens, 2r)."""
-    phase = (
-        2 * math.pi * torch.einsum("bnl,hsl->bhns", _full(positions), nodes.to(_full(positions)))
-    )
+    """[cos, sin](2 pi xi_s . r_i): (batch, n, l), (heads, r, l) -> (batch, heads, n, 2r)."""
+    positions = _full(positions)
+    phase = 2 * math.pi * torch.einsum("bnl,hsl->bhns", positions, nodes.to(positions.dtype))
     return torch.cat((phase.cos(), phase.sin()), dim=-1)
 
 

@@ -16,7 +16,7 @@ class GaussianBasis(nn.Module):
     f_h(z) = sum_t a_ht exp(-|z|^2 / 2 sigma_t^2)
     g_h(xi) = sum_t a_ht (2 pi sigma_t^2)^(l/2) exp(-2 pi^2 sigma_t^2 |xi|^2)
 
-    This is FLT's basis for molecules (arXiv:2302.01925v4, section 5.3) with the weights
+    This is FLT's basis for molecules (arXiv:2302.01925, OC20 experiment) with the weights
     w_t = a_t (2 pi sigma_t^2)^(l/2): the amplitude a_t is what the mask adds to a logit at zero
     distance, so amplitudes of all widths share one scale.
 
@@ -50,9 +50,8 @@ class GaussianBasis(nn.Module):
         volume = (2 * math.pi * variance) ** (self.dim / 2)
         square = xi.square().sum(dim=-1, keepdim=True)  # [h or 1, s, 1]
         gaussians = (-2 * math.pi**2 * variance * square).exp() * volume  # [h or 1, s, t]
-        return torch.einsum(
-            "hst,ht->hs", gaussians.expand(len(self.amplitude), -1, -1), self.amplitude
-        )
+        gaussians = gaussians.expand(len(self.amplitude), -1, -1)
+        return torch.einsum("hst,ht->hs", gaussians, self.amplitude)
 
     def mask(self, delta: Tensor) -> Tensor:
         """f(z) per head: differences (batch, ..., l) -> (batch, heads, ...)."""

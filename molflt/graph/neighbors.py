@@ -1,5 +1,6 @@
 """Neighbors within a cutoff, periodic images included."""
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +37,7 @@ def neighbor_list(batch: Batch, cutoff: float) -> Neighbors:
     periodic = batch.pbc.cpu().numpy()
     ptr = batch.ptr.tolist()
     found = []
-    for graph, (start, stop) in enumerate(zip(ptr[:-1], ptr[1:], strict=True)):
+    for graph, (start, stop) in enumerate(pairwise(ptr)):
         i, j, shift = search.compute(
             points[start:stop], boxes[graph], periodic[graph], quantities="ijS"
         )

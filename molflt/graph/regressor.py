@@ -17,8 +17,8 @@ class EnergyRegressor(nn.Module):
     """Transformer that maps an initial structure to its relaxed energy.
 
     Element and tag embeddings, blocks of attention with a relative encoding learned per head and
-    shared by all layers, several passes with shared weights, tag-weighted sum over atoms. FLT's OC20
-    model (arXiv:2302.01925v4, section 5.3) on 3D-Graphormer's recipe (arXiv:2203.04810).
+    shared by all layers, several passes with shared weights, tag-weighted sum over atoms. FLT's
+    OC20 model (arXiv:2302.01925) on 3D-Graphormer's recipe (arXiv:2203.04810).
 
     Args:
         dim: width of tokens.
