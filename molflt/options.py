@@ -38,16 +38,17 @@ def _is_flag(action: Action) -> bool:
     return getattr(action, "_typehint", None) is bool
 
 
-def _is_list(action: Action) -> bool:
+def _is_list(action: Action, container: type = list) -> bool:
     hint = getattr(action, "_typehint", None)
-    return any(kind is list or get_origin(kind) is list for kind in (hint, *get_args(hint)))
+    kinds = (hint, *get_args(hint))
+    return any(kind is container or get_origin(kind) is container for kind in kinds)
 
 
 def show_flags(parser: ArgumentParser) -> None:
     for action in options_of(parser).values():
         if _is_flag(action):
             action.metavar = ""
-        elif _is_list(action):
+        elif _is_list(action) or _is_list(action, tuple):
             action.option_strings = [o for o in action.option_strings if not o.endswith("+")]
             action.metavar = "ITEM ..."
 
@@ -82,13 +83,15 @@ def normalize(words: Sequence[str], parser: ArgumentParser) -> list[str]:
         elif _is_flag(options[name]) and not equals:
             explicit = rest.pop(0) if rest and rest[0].lower() in ("true", "false") else "true"
             out.append(f"{name}={explicit.lower()}")
-        elif _is_list(options[name]) and not equals:
+        elif (_is_list(options[name]) or _is_list(options[name], tuple)) and not equals:
             items = _take_items(rest)
             if not items:
                 raise UsageError(f"option {typed}; expected at least one value; got none")
             if items[0].startswith("["):
                 out.append(f"{name}{'+' * append}={items[0]}")
                 rest[:0] = items[1:]
+            elif _is_list(options[name], tuple):
+                out.append(f"{name}=[{', '.join(items)}]")
             else:
                 out += [] if append else [f"{name}=[]"]
                 out += [f"{name}+={item}" for item in items]
