@@ -119,7 +119,8 @@ class ExponentialFeatures(FeatureMap):
             key_max = log_k.amax(dim=-2, keepdim=True)
             key_max = torch.where(key_max.isfinite(), key_max, 0.0)  # no valid key at all
             query_max = (log_q + key_max).amax(dim=-1, keepdim=True)
-        return (log_q + (key_max - query_max)).exp(), (log_k - key_max).exp()
+        # In this order of operations the largest exponent is exactly 0.
+        return (log_q + key_max - query_max).exp(), (log_k - key_max).exp()
 
 
 class PositiveFeatures(ExponentialFeatures):

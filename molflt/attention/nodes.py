@@ -10,7 +10,7 @@ class GaussianNodes(nn.Module):
     """Monte Carlo nodes xi = sigma eps, eps ~ N(0, I) fixed, sigma learnable per head.
 
     Importance sampling with p = N(0, sigma^2 I): c_s = 1 / (r p(xi_s)), which makes the mask
-    estimate unbiased for every sigma. FLT (arXiv:2302.01925), eq. 5; learnable sigma: its OC20 section.
+    estimate unbiased for every sigma. FLT (arXiv:2302.01925), eq. 5 and OC20 experiment.
 
     Args:
         heads: number of heads; every head has its own draw and its own sigma.
