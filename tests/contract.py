@@ -10,6 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
 from molflt.attention import (
     FEATURE_MAPS,
     MIXINGS,
@@ -20,8 +23,6 @@ from molflt.attention import (
     SpectralPosition,
     Stack,
 )
-from safetensors.torch import load, save
-from torch import Tensor, nn
 
 EXACT = {"rtol": 0.0, "atol": 1e-10}
 POSITION_CHOICES = ("none", "spectral")
@@ -174,7 +175,7 @@ def check_precision(stack: Stack) -> None:
 
 
 def check_save_load(module: nn.Module, twin: nn.Module, call: Callable[[nn.Module], Any]) -> None:
-    """A twin built from another seed gives the same numbers after loading, random draws included."""
+    """A twin from another seed gives the same numbers after loading, random draws included."""
     twin.load_state_dict(load(save(module.state_dict())))
     buffer = io.BytesIO()
     torch.save(module.state_dict(), buffer)

@@ -2,6 +2,7 @@
 
 import contract
 import pytest
+
 from molflt.attention import MIXINGS, Attention
 
 CHECKS = (

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from molflt.attention import FEATURE_MAPS, PROJECTIONS, linear
 from molflt.attention.feature_maps import PositiveFeatures
 

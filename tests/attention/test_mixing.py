@@ -3,6 +3,7 @@
 import contract
 import pytest
 import torch
+
 from molflt.attention import FEATURE_MAPS, linear, quadratic, softmax
 from molflt.attention.layer import Attention
 

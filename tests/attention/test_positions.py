@@ -5,8 +5,9 @@ import math
 import contract
 import pytest
 import torch
-from molflt.attention import GaussianBasis, GaussianNodes, SpectralPosition
 from scipy.integrate import quad
+
+from molflt.attention import GaussianBasis, GaussianNodes, SpectralPosition
 
 
 def make_position(heads: int, nodes: int, seed: int = 0) -> SpectralPosition:
