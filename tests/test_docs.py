@@ -1,0 +1,84 @@
+"""What the documentation shows works: Python examples, commands, options and links."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from jsonargparse import ArgumentParser
+
+from molflt import cli
+from molflt.options import normalize, options_of
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "configs" / "README.md"])
+EXAMPLES = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.M | re.S)
+
+
+def commands() -> list[str]:
+    """Every ``molflt ...`` line inside a code block of the documentation."""
+    lines = []
+    for page in PAGES:
+        for block in re.findall(r"^```(?:bash|sh)?\n(.*?)^```", page.read_text(), re.M | re.S):
+            lines += [line for line in block.splitlines() if line.startswith("molflt ")]
+    return sorted(set(lines))
+
+
+def parser_of(path: tuple[str, ...]) -> ArgumentParser:
+    command = cli.COMMANDS[path]
+    if command.parser is not None:
+        parser: ArgumentParser = cli._load(command.parser)()
+        return parser
+    parser = ArgumentParser()
+    parser.add_function_arguments(cli._load(command.function), as_group=False, as_positional=True)
+    return parser
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=["structure", "attention"])
+def test_readme_example_prints_what_its_comments_say(example: str) -> None:
+    torch.manual_seed(0)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(example, str(README), "exec"), {})
+    expected = re.findall(r"^print\(.*\)\s+# (torch\.Size\(.*?\))", example, re.M)
+    assert expected and printed.getvalue().splitlines() == expected
+
+
+@pytest.mark.parametrize("line", commands())
+def test_commands_exist_with_their_options(line: str) -> None:
+    words = shlex.split(line.split("  #")[0].replace("[", "").replace("]", ""))[1:]
+    path = tuple(words[:2]) if words[0] == "data" else tuple(words[:1])
+    if path[0].startswith("-") or "--help" in words:
+        return
+    normalize(words[len(path) :], parser_of(path))  # raises at an option that does not exist
+
+
+def test_keys_named_in_the_documentation_exist() -> None:
+    known = set(options_of(parser_of(("train",))))
+    pages = "\n".join(page.read_text() for page in PAGES)
+    named = set(re.findall(r"--(?:model|data|task|trainer)\.\w+", pages))
+    assert named and named <= known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
+    dead = [
+        link for link in links if "://" not in link and not (page.parent / link).resolve().exists()
+    ]
+    assert not dead
+
+
+def test_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    named = set()
+    for page in PAGES:
+        for line in re.findall(r"^make ([a-z ]+?)(?: +#.*)?$", page.read_text(), re.M):
+            named |= set(line.split())
+    assert {"demo", "test"} <= named <= targets
