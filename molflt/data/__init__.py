@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from molflt.data.oc20_lmdb import Oc20Lmdb
     from molflt.data.store import StructureStore
 
-__all__ = ["open_dataset"]
+__all__ = ["is_lmdb", "open_dataset"]
 
 
 def open_dataset(
@@ -47,10 +47,15 @@ def open_dataset(
         from molflt.data.store import StructureStore
 
         return StructureStore(path, skip_bad=skip_bad)
-    if path.is_dir() or path.suffix in (".lmdb", ".mdb"):
+    if is_lmdb(path):
         from molflt.data.oc20_lmdb import Oc20Lmdb
 
         return Oc20Lmdb(path, skip_bad=skip_bad)
     from molflt.data.ase_files import AseStructures
 
     return AseStructures(path, skip_bad=skip_bad)
+
+
+def is_lmdb(path: Path) -> bool:
+    """Whether :func:`open_dataset` takes a path for an OC20 LMDB: a folder, or by its ending."""
+    return path.is_dir() or path.suffix in (".lmdb", ".mdb")
