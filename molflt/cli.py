@@ -140,6 +140,7 @@ def _run(path: tuple[str, ...], words: list[str]) -> int:
     function = _load(command.function)
     if command.parser is not None:
         parser = _load(command.parser)()
+        parser.usage = f"{' '.join(('molflt', *path))} [--OPTION VALUE ...]"  # else a page long
     else:
         parser = ArgumentParser(description=_first_paragraphs(function))
         parser.add_function_arguments(function, as_group=False, as_positional=True)

@@ -141,7 +141,8 @@ def explain(message: str, parser: ArgumentParser, words: Sequence[str]) -> str:
 
     missing = re.search(r"the following arguments are required: (.+)", message)
     if missing:
-        return f"missing {missing[1]}; see `{parser.prog} --help`"
+        names = [f"--{n}" if n in keys else n for n in missing[1].split(", ")]
+        return f"missing {', '.join(names)}; see `{parser.prog} --help`"
 
     absent = re.search(r"File does not exist: '(.+)'", message)
     if absent:

@@ -295,6 +295,7 @@ def test_missing_paths(words: list[str], capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
+        (["train"], "missing --data.root"),
         (["train", "--model.head", "4"], "did you mean --model.heads?"),
         (["train", "--model.mixing", "lineer"], "'linear'"),
         (["train", "--data.batchsize", "4"], "did you mean --data.batch_size?"),

@@ -61,7 +61,7 @@ def test_commands_exist_with_their_options(line: str) -> None:
 
 def test_keys_named_in_the_documentation_exist() -> None:
     known = set(options_of(parser_of(("train",))))
-    pages = "\n".join(page.read_text() for page in PAGES)
+    pages = "\n".join(page.read_text() for page in PAGES if page.name != "problems.md")
     named = set(re.findall(r"--(?:model|data|task|trainer)\.\w+", pages))
     assert named and named <= known
 
