@@ -1,0 +1,321 @@
+"""What happens around the steps: metrics file, checkpoints, signals, progress bar."""
+
+from __future__ import annotations
+
+import csv
+import io
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, Checkpoint, TQDMProgressBar
+from torch import Tensor
+
+from molflt.checkpoint import save_weights, write_atomically
+from molflt.task import IS2RETask, energy_summary
+
+__all__ = [
+    "COLUMNS",
+    "Interrupted",
+    "LastCheckpoint",
+    "MetricsFile",
+    "StepBar",
+]
+
+COLUMNS = (
+    "step",
+    "lr",
+    "train_loss",
+    "train_mae_eV",
+    "train_ewt_percent",
+    "train_displacement_mae_A",
+    "gradient_norm",
+    "atoms_per_s",
+    "val_mae_eV",
+    "val_ewt_percent",
+    "val_mse_eV2",
+)
+
+
+class Interrupted(Exception):
+    """A signal asked training to stop, and its state has been saved."""
+
+    def __init__(self, signum: int, step: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name} at step {step}")
+        self.signum = signum
+        self.step = step
+
+
+class MetricsFile(Callback):
+    """Writes ``metrics.csv`` and the best weights.
+
+    It stands before the averaging callback: at the end of a validation epoch callbacks are called
+    in turn, and there the model still holds the averaged weights that were validated.
+
+    Args:
+        folder: the run's folder.
+        log_every: steps between rows of training metrics, which average over those steps.
+    """
+
+    def __init__(self, folder: Path, log_every: int) -> None:
+        self.path = folder / "metrics.csv"
+        self.best_path = folder / "checkpoints" / "best.safetensors"
+        self.log_every = log_every
+        self.best = {"mae_eV": float("inf"), "step": 0}
+        self.shown: dict[str, str] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._since = time.perf_counter()
+        self._steps = 0
+        self._totals: Tensor | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.is_global_zero:
+            self._rewind(trainer)
+        self._forget()
+
+    def _rewind(self, trainer: pl.Trainer) -> None:
+        """Drops rows that were written after the checkpoint; those steps come again."""
+        rows = []
+        if self.path.exists() and trainer.global_step > 0:
+            with open(self.path, newline="") as file:
+                rows = [row for row in csv.DictReader(file) if self._stays(row, trainer)]
+        buffer = io.StringIO()
+        writer = csv.DictWriter(buffer, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        write_atomically(self.path, buffer.getvalue().encode())
+
+    @staticmethod
+    def _stays(row: dict[str, str], trainer: pl.Trainer) -> bool:
+        step = int(row["step"] or 0)
+        if row["val_mae_eV"] and step == trainer.global_step:
+            return not _validates(trainer)
+        return step <= trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, i: int
+    ) -> None:
+        parts = [outputs["loss"].detach().reshape(1), outputs["displacement_mae"].reshape(1)]
+        atoms = outputs["loss"].new_tensor([float(batch.num_nodes), 1.0])
+        row = torch.cat([*parts, atoms, outputs["sums"]]).double()
+        self._totals = row if self._totals is None else self._totals + row
+        self._steps += 1
+        if trainer.global_step % self.log_every == 0 or trainer.global_step >= trainer.max_steps:
+            self._log_training(trainer, pl_module)
+
+    def _log_training(self, trainer: pl.Trainer, task: Any) -> None:
+        total: Any = trainer.strategy.reduce(self._totals, reduce_op="sum")
+        loss, displacement, atoms, batches = total[:4].tolist()
+        energy = energy_summary(total[4:])
+        # the scheduler has stepped already; this row describes the steps before it
+        row = {
+            "step": trainer.global_step,
+            "lr": task.last_lr,
+            "train_loss": loss / batches,
+            "train_mae_eV": energy["mae_eV"],
+            "train_ewt_percent": energy["ewt_percent"],
+            "train_displacement_mae_A": displacement / batches,
+            "gradient_norm": task.gradient_norm,
+            "atoms_per_s": atoms / (time.perf_counter() - self._since),
+        }
+        self._append(trainer, row)
+        self.shown = {
+            **self.shown,
+            "loss": f"{row['train_loss']:.3g}",
+            "mae_eV": f"{row['train_mae_eV']:.3f}",
+            "ewt_%": f"{row['train_ewt_percent']:.1f}",
+            "lr": f"{row['lr']:.2g}",
+            "atoms/s": f"{row['atoms_per_s']:.0f}",
+        }
+        self._forget()
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not isinstance(pl_module, IS2RETask) or trainer.sanity_checking:
+            return
+        metrics = pl_module.validation_metrics()
+        row = {f"val_{name}": value for name, value in metrics.items()}
+        self._append(trainer, {"step": trainer.global_step, **row})
+        self.shown["val_mae_eV"] = f"{metrics['mae_eV']:.3f}"
+        self.shown["val_ewt_%"] = f"{metrics['ewt_percent']:.1f}"
+        if metrics["mae_eV"] < self.best["mae_eV"]:
+            self.best = {"mae_eV": metrics["mae_eV"], "step": trainer.global_step}
+            if trainer.is_global_zero:
+                header = {"step": trainer.global_step, "val_mae_eV": metrics["mae_eV"]}
+                save_weights(self.best_path, pl_module.model.state_dict(), header)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._since += time.perf_counter() - self._paused  # atoms/s counts training only
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._paused = time.perf_counter()
+
+    def _append(self, trainer: pl.Trainer, row: dict[str, Any]) -> None:
+        if trainer.is_global_zero:
+            with open(self.path, "a", newline="") as file:
+                csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.best)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best = dict(state_dict)
+
+
+def _validates(trainer: pl.Trainer) -> bool:
+    """Whether the step just taken is followed by a validation."""
+    step = trainer.global_step
+    return step > 0 and (step >= trainer.max_steps or step % int(trainer.val_check_interval) == 0)
+
+
+class LastCheckpoint(Checkpoint):
+    """Saves ``last.ckpt`` and ``last.safetensors``, and stops on SIGINT and SIGTERM.
+
+    A checkpoint is taken when a step is complete: after the optimizer, the schedule and the
+    averages, and before the validation of that step if it has one, so that a run killed during
+    validation validates again. After the last step it is taken when validation is over.
+
+    Lightning sorts `Checkpoint` callbacks last, behind the averaging of weights, which is needed.
+
+    Args:
+        folder: the run's folder.
+        every: steps between checkpoints.
+    """
+
+    def __init__(self, folder: Path, every: int) -> None:
+        self.folder = folder / "checkpoints"
+        self.every = every
+        self.signum = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Takes the two signals over; Lightning restores the earlier handlers when it is done.
+
+        Its own SIGTERM handler communicates between ranks from within the handler, and its way
+        with SIGINT stops in the middle of a step.
+        """
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(signum, self._note)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        if self.signum:
+            raise KeyboardInterrupt  # asked twice: do not wait for the step
+        self.signum = signum
+
+    def _stopping(self, trainer: pl.Trainer) -> bool:
+        if trainer.world_size == 1:
+            return self.signum != 0
+        flag = torch.tensor(float(self.signum), device=trainer.strategy.root_device)
+        signum: Any = trainer.strategy.reduce(flag, reduce_op="max")
+        self.signum = int(signum)
+        return self.signum != 0
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, i: int
+    ) -> None:
+        step = trainer.global_step
+        if step >= trainer.max_steps:
+            trainer.should_stop = True  # Lightning then validates, whatever the interval
+        elif not _validates(trainer):
+            stopping = self._stopping(trainer)
+            if stopping or step % self.every == 0:
+                self._save(trainer)
+            if stopping:
+                raise Interrupted(self.signum, step)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.sanity_checking and trainer.global_step < trainer.max_steps:
+            self._save(trainer, validation_due=True)
+            if self._stopping(trainer):
+                raise Interrupted(self.signum, trainer.global_step)
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        # several ranks may have different numbers of batches: they agree at the end
+        if self.signum and trainer.world_size == 1 and trainer.global_step < trainer.max_steps:
+            raise Interrupted(self.signum, trainer.global_step)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.sanity_checking:
+            return
+        if trainer.global_step >= trainer.max_steps:
+            self._save(trainer)
+        elif self._stopping(trainer):
+            raise Interrupted(self.signum, trainer.global_step)
+
+    def _save(self, trainer: pl.Trainer, validation_due: bool = False) -> None:
+        self._validation_due = validation_due
+        trainer.save_checkpoint(self.folder / "last.ckpt")
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        # Lightning's way of saying that a validation was begun and has to be run
+        if self._validation_due:
+            progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
+            progress["total"] = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+            progress["current"] = {"ready": 0, "started": 0, "processed": 0, "completed": 0}
+        # with averaging on, "state_dict" is the averaged model
+        weights = {
+            name.removeprefix("model."): tensor
+            for name, tensor in checkpoint["state_dict"].items()
+            if name.startswith("model.")
+        }
+        if trainer.is_global_zero:
+            save_weights(self.folder / "last.safetensors", weights, {"step": trainer.global_step})
+
+
+class StepBar(TQDMProgressBar):
+    """Lightning's progress bar, counting steps of the whole training, with our figures.
+
+    Args:
+        shown: returns what stands behind the bar.
+        refresh_rate: steps between updates.
+    """
+
+    def __init__(self, shown: Callable[[], dict[str, str]], refresh_rate: int) -> None:
+        super().__init__(refresh_rate=refresh_rate)
+        self._shown = shown
+
+    @property
+    def train_description(self) -> str:
+        return "training"
+
+    def init_sanity_tqdm(self) -> Any:
+        return self._on_terminal(super().init_sanity_tqdm)
+
+    def init_validation_tqdm(self) -> Any:
+        return self._on_terminal(super().init_validation_tqdm)
+
+    def _on_terminal(self, make: Callable[[], Any]) -> Any:
+        """A bar that a log file does without: there each one would leave its lines behind."""
+        enabled = self._enabled
+        self._enabled = enabled and sys.stdout.isatty()
+        bar = make()
+        self._enabled = enabled
+        return bar
+
+    def get_metrics(self, *_: Any) -> dict[str, Any]:
+        return dict(self._shown())
+
+    def on_train_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        super().on_train_start(trainer, *args)
+        bar = self.train_progress_bar
+        bar.total = trainer.max_steps
+        bar.initial = bar.n = trainer.global_step
+        bar.refresh()
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        """There is one endless epoch; Lightning would reset the bar to it."""
+
+    def on_exception(self, *_: Any) -> None:
+        for bar in (self._train_progress_bar, self._val_progress_bar):
+            if bar is not None:
+                bar.close()

@@ -1,0 +1,168 @@
+"""Training and validation structures as Lightning wants them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+from torch_geometric.data import Batch
+from torch_geometric.loader import DataLoader
+from tqdm import tqdm
+
+from molflt.data import open_dataset
+from molflt.data.sampler import SizeBucketedBatchSampler, TrainingStream
+from molflt.data.splits import split_path
+
+__all__ = ["IS2REData"]
+
+
+class IS2REData(pl.LightningDataModule):
+    """Structures with relaxed energies, in batches of similar size.
+
+    Args:
+        root: folder of the data set, with a file or a folder per split.
+        train_split: split to train on.
+        val_split: split to validate on.
+        batch_size: structures in a batch, per device.
+        max_atoms: most padded atoms in a batch (its structures times the atoms of its largest one);
+            null for no cap.
+        workers: processes that read ahead; 0 reads in the main process.
+        skip_bad: leave out records with NaN or infinite numbers, counted and listed, instead of
+            stopping at the first one.
+    """
+
+    # One process more than validation batches is no error: each system is counted once all the same
+    allow_zero_length_dataloader_with_multiple_devices = True
+
+    def __init__(
+        self,
+        root: Path,
+        train_split: str = "train",
+        val_split: str = "val_id",
+        batch_size: int = 32,
+        max_atoms: int | None = None,
+        workers: int = 0,
+        skip_bad: bool = False,
+    ) -> None:
+        super().__init__()
+        if batch_size < 1:
+            raise ValueError(f"data.batch_size must be at least 1; got {batch_size}")
+        if workers < 0:
+            raise ValueError(f"data.workers must be at least 0; got {workers}")
+        self.root = Path(root)
+        self.splits = {"train": train_split, "val": val_split}
+        self.batch_size = batch_size
+        self.max_atoms = max_atoms
+        self.workers = workers
+        self.skip_bad = skip_bad
+        self.seed = 0
+        self.start_step = 0
+        self.datasets: dict[str, Any] = {}
+
+    def setup(self, stage: str = "fit") -> None:
+        """Opens both splits, once.
+
+        Raises:
+            ValueError: if a split is empty, or a structure exceeds `max_atoms`.
+        """
+        for use, split in self.splits.items():
+            if use in self.datasets:
+                continue
+            path = split_path(self.root, split)
+            dataset = open_dataset(path, skip_bad=self.skip_bad)
+            if len(dataset) == 0:
+                raise ValueError(
+                    f"{path}: split {split!r} is empty; expected at least one structure; "
+                    f"got 0 ({len(dataset.bad)} left out as bad)"
+                )
+            self.datasets[use] = dataset
+            self._sampler(use, rank=0, world=1)
+
+    def normalizer(self) -> tuple[float, float]:
+        """Mean and standard deviation of the relaxed energies of the training split, eV.
+
+        Raises:
+            ValueError: naming the file and the sid of a structure without a finite label.
+        """
+        self.setup()
+        dataset = self.datasets["train"]
+        energies = np.empty(len(dataset))
+        # Silent where it is quick; a pickled LMDB of OC20's size takes minutes
+        for i in tqdm(range(len(dataset)), desc="reading labels", delay=5, leave=False):
+            record = dataset[i]
+            energies[i] = float(record.y_relaxed)
+            if not np.isfinite(energies[i]):
+                raise ValueError(_no_label(dataset.path, [int(record.sid)]))
+        spread = float(energies.std())
+        return float(energies.mean()), spread if spread > 0 else 1.0
+
+    def train_dataloader(self) -> DataLoader:
+        """Endless batches from step `start_step` on."""
+        trainer = self.trainer
+        rank, world = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
+        stream = TrainingStream(self._sampler("train", rank, world), self.start_step)
+        return self._loader("train", stream)
+
+    def val_dataloader(self) -> DataLoader:
+        """One pass over the validation split; no structure on two ranks."""
+        trainer = self.trainer
+        rank, world = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
+        return self._loader("val", self._sampler("val", rank, world))
+
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Refuses structures without a finite energy; a missing label must not count as zero.
+
+        Raises:
+            ValueError: naming the file and the sids.
+        """
+        finite = torch.isfinite(batch.y_relaxed)
+        if not bool(finite.all()):
+            use = "train" if self.trainer is None or self.trainer.training else "val"
+            raise ValueError(_no_label(self.datasets[use].path, batch.sid[~finite].tolist()))
+        return batch
+
+    def state_dict(self) -> dict[str, int]:
+        """The position in the stream of batches is the number of steps taken."""
+        return {"step": self.trainer.global_step if self.trainer else self.start_step}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.start_step = int(state_dict["step"])
+
+    def _sampler(self, use: str, rank: int, world: int) -> SizeBucketedBatchSampler:
+        dataset = self.datasets[use]
+        try:
+            return SizeBucketedBatchSampler(
+                dataset.natoms,
+                self.batch_size,
+                self.max_atoms,
+                shuffle=use == "train",
+                seed=self.seed,
+                rank=rank,
+                world=world,
+            )
+        except ValueError as error:
+            raise ValueError(f"{dataset.path}: {error}") from None
+
+    def _loader(self, use: str, batches: SizeBucketedBatchSampler | TrainingStream) -> DataLoader:
+        dataset: Dataset[Any] = self.datasets[use]
+        return DataLoader(
+            dataset,
+            batch_sampler=batches,
+            num_workers=self.workers,
+            persistent_workers=self.workers > 0,
+            pin_memory=torch.cuda.is_available(),
+            # without its own generator a loader draws from the global one, which training uses
+            generator=torch.Generator().manual_seed(self.seed),
+        )
+
+
+def _no_label(path: Path, sids: list[int]) -> str:
+    shown = ", ".join(map(str, sids[:5])) + (", ..." if len(sids) > 5 else "")
+    return (
+        f"{path}: sid {shown}: y_relaxed must be a finite energy in eV; got none; "
+        "train and validate on labeled splits, or convert the file without these records"
+    )

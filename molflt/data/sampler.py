@@ -1,0 +1,135 @@
+"""Batches of structures of similar size, as a pure function of seed and epoch.
+
+A dense batch pads every structure to the largest one in it, so similar sizes bound the waste, and a
+cap on padded atoms bounds the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from torch.utils.data import Sampler
+
+__all__ = ["SizeBucketedBatchSampler", "TrainingStream"]
+
+# Batches per window that is sorted by size: enough to find similar sizes, few enough that a batch
+# stays a random draw where there are thousands of batches.
+WINDOW = 100
+
+
+class SizeBucketedBatchSampler(Sampler[list[int]]):
+    """Cuts a data set into batches of similar size; every structure comes exactly once per pass.
+
+    Iterating makes one pass in order of size (``shuffle=False``) or through the epoch ``epoch``
+    (``shuffle=True``). Rank r of w gets the batches r, r + w, ...: no structure is counted twice,
+    and ranks may differ by one batch. Training uses :class:`TrainingStream`, where they do not.
+
+    Args:
+        natoms: atoms in each structure, (structures,).
+        batch_size: most structures in a batch.
+        max_atoms: most padded atoms in a batch, that is structures times the atoms of the largest;
+            None for no cap.
+        shuffle: draw the batches anew for every epoch.
+        seed: of the draws; a batch depends on `seed`, `epoch` and the sizes only.
+        rank: index of this process.
+        world: number of processes.
+
+    Raises:
+        ValueError: if there are no structures, or one that alone exceeds `max_atoms`.
+    """
+
+    def __init__(
+        self,
+        natoms: np.ndarray,
+        batch_size: int,
+        max_atoms: int | None = None,
+        shuffle: bool = False,
+        seed: int = 0,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        self.natoms = np.asarray(natoms, dtype=np.int64)
+        if self.natoms.ndim != 1 or len(self.natoms) == 0:
+            raise ValueError(f"natoms must be (structures,), at least 1; got {self.natoms.shape}")
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1; got {batch_size}")
+        if not 0 <= rank < world:
+            raise ValueError(f"rank must be in 0..{world - 1}; got {rank}")
+        if max_atoms is not None and self.natoms.max() > max_atoms:
+            index = int(self.natoms.argmax())
+            raise ValueError(
+                f"structure {index} has {self.natoms[index]} atoms; expected at most "
+                f"max_atoms={max_atoms}; raise max_atoms"
+            )
+        self.batch_size = batch_size
+        self.max_atoms = max_atoms
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.rank = rank
+        self.world = world
+
+    def batches(self, epoch: int = 0) -> list[np.ndarray]:
+        """All batches of one epoch, of all ranks, as arrays of indices."""
+        if not self.shuffle:
+            return self._cut(np.argsort(self.natoms, kind="stable"))
+        draw = np.random.default_rng([self.seed, epoch])
+        order = draw.permutation(len(self.natoms))
+        width = WINDOW * self.batch_size
+        batches: list[np.ndarray] = []
+        for start in range(0, len(order), width):
+            window = order[start : start + width]
+            batches += self._cut(window[np.argsort(self.natoms[window], kind="stable")])
+        return [batches[i] for i in draw.permutation(len(batches))]
+
+    def _cut(self, order: np.ndarray) -> list[np.ndarray]:
+        """Cuts indices that are sorted by size, smallest first."""
+        if self.max_atoms is None:
+            return np.split(order, range(self.batch_size, len(order), self.batch_size))
+        sizes = self.natoms[order]
+        cuts = []
+        start = 0
+        for end in range(1, len(order)):
+            count = end - start + 1  # with the structure at `end`, the largest so far
+            if count > self.batch_size or count * sizes[end] > self.max_atoms:
+                cuts.append(end)
+                start = end
+        return np.split(order, cuts)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self.batches(self.epoch)[self.rank :: self.world]:
+            yield batch.tolist()
+
+    def __len__(self) -> int:
+        count = len(self.batches(self.epoch))
+        return (count - self.rank + self.world - 1) // self.world
+
+
+class TrainingStream(Sampler[list[int]]):
+    """Epoch after epoch without end, from any step on: what makes resuming in mid-epoch exact.
+
+    The batches of all epochs stand in one line and rank r takes number ``step * world + r`` at each
+    step. So all ranks always have a batch, every structure still comes exactly once per epoch, and
+    the stream from step s is the same whether or not the steps before it were drawn.
+
+    Args:
+        batches: what to repeat; `shuffle`, `rank` and `world` are its own.
+        start_step: first step to draw.
+    """
+
+    def __init__(self, batches: SizeBucketedBatchSampler, start_step: int = 0) -> None:
+        self.sampler = batches
+        self.start_step = start_step
+
+    def __iter__(self) -> Iterator[list[int]]:
+        number = self.start_step * self.sampler.world + self.sampler.rank
+        epoch = 0
+        batches = self.sampler.batches(epoch)
+        while True:
+            while number >= len(batches):
+                number -= len(batches)
+                epoch += 1
+                batches = self.sampler.batches(epoch)
+            yield batches[number].tolist()
+            number += self.sampler.world

@@ -1,0 +1,67 @@
+"""Two processes on the CPU: the metrics of one, each system counted once, and the same resume."""
+
+import csv
+
+import pytest
+import torch
+from tiny_run import arguments, config, last_state, run_command, write_data
+
+from molflt.train import train
+
+if not torch.distributed.is_available():
+    pytest.skip("torch was built without torch.distributed", allow_module_level=True)
+
+# A learning rate next to nothing: both runs validate (nearly) the initial weights
+STILL = [
+    "--task.lr=1e-30",
+    "--trainer.max_steps=7",
+    "--trainer.val_every=4",
+    "--trainer.log_every=7",
+    "--trainer.num_sanity=0",
+]
+
+
+def rows(run, key):
+    with open(run / "metrics.csv", newline="") as file:
+        return [row for row in csv.DictReader(file) if row[key]]
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ddp")
+    data = write_data(folder / "data", train=24, val=21)  # 6 validation batches, the last of one
+    train(config(data, folder / "one", *STILL, "--data.batch_size=4"))
+    words = ["--trainer.devices=2", "--trainer.strategy=ddp"]
+    run_command(*arguments(data, folder / "two", *STILL, *words))
+    return folder / "one", folder / "two"
+
+
+def test_validation_counts_each_system_once(both):
+    one, two = (rows(run, "val_mae_eV") for run in both)
+    assert [row["step"] for row in one] == [row["step"] for row in two] == ["4", "7"]
+    for key in ("val_mae_eV", "val_ewt_percent", "val_mse_eV2"):
+        assert [float(row[key]) for row in two] == pytest.approx(
+            [float(row[key]) for row in one], rel=1e-9
+        )
+
+
+def test_two_processes_train_on_twice_as_many_systems(both):
+    """14 batches in 7 steps of 2 are the batches of 14 steps of 1: the same mean error."""
+    one, two = both
+    assert last_state(two)["global_step"] == 7
+    weights = {name: last_state(run)["state_dict"] for name, run in (("one", one), ("two", two))}
+    for name, tensor in weights["one"].items():
+        assert torch.allclose(tensor, weights["two"][name], rtol=0, atol=1e-12), name
+    sids = both[0].parent / "data"
+    train(
+        config(
+            sids,
+            both[0].parent / "long",
+            *STILL,
+            "--trainer.max_steps=14",
+            "--trainer.log_every=14",
+        )
+    )
+    longer = rows(both[0].parent / "long", "train_mae_eV")[-1]
+    ours = rows(two, "train_mae_eV")[-1]
+    assert float(ours["train_mae_eV"]) == pytest.approx(float(longer["train_mae_eV"]), rel=1e-9)

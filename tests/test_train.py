@@ -1,0 +1,332 @@
+"""Training: loss, schedule, metrics, the run folder and the errors of ``molflt train``."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tiny_run import arguments, config, structures, write_data
+from torch_geometric.data import Batch
+
+from molflt.cli import main
+from molflt.data.store import StructureStore, write_store
+from molflt.graph.regressor import EnergyRegressor
+from molflt.task import (
+    IS2RETask,
+    displacement_error,
+    energy_summary,
+    energy_sums,
+    lr_factor,
+)
+from molflt.train import build_parser, load_run, train
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def run(data, tmp_path_factory):
+    """A short run with everything at its defaults, as the command line does it."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    words = ["--trainer.max_steps=24", "--trainer.val_every=10", "--trainer.log_every=6"]
+    assert main(["train", *arguments(data, folder, *words)]) == 0
+    return folder
+
+
+def rows(run):
+    with open(run / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def energies(root, split, model):
+    """Predictions and labels, one structure at a time."""
+    store = StructureStore(root / f"{split}.safetensors")
+    with torch.no_grad():
+        out = [float(model(Batch.from_data_list([record]))["energy"]) for record in store]
+    return np.array(out), np.array([float(record.y_relaxed) for record in store])
+
+
+# --- the run folder -------------------------------------------------------------------------
+
+
+def test_run_folder(run):
+    saved = yaml.safe_load((run / "config.yaml").read_text())
+    assert saved["model"]["dim"] == 16  # given
+    assert saved["task"]["position_weight"] == 15.0  # a default
+    assert saved["task"]["energy_mean"] is None and saved["data"]["max_atoms"] is None
+    assert set(saved) == {"run", "seed", "model", "data", "task", "trainer"}
+    versions = json.loads((run / "versions.json").read_text())
+    assert versions["torch"] == torch.__version__
+    assert {"molflt", "python", "lightning", "torch-geometric", "platform", "started"} <= {
+        *versions
+    }
+    names = {path.name for path in (run / "checkpoints").iterdir()}
+    assert names == {"last.ckpt", "best.safetensors", "last.safetensors"}
+    assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_metrics_file_has_units_and_every_row(run):
+    table = rows(run)
+    trained = [int(row["step"]) for row in table if row["train_loss"]]
+    validated = [int(row["step"]) for row in table if row["val_mae_eV"]]
+    assert trained == [6, 12, 18, 24]
+    assert validated == [10, 20, 24]  # the last step in any case
+    assert {"train_mae_eV", "train_ewt_percent", "val_ewt_percent", "val_mse_eV2"} <= {*table[0]}
+    for row in table:
+        assert all(np.isfinite(float(value)) for value in row.values() if value)
+
+
+def test_best_weights_give_the_best_logged_mae(data, run):
+    model, saved = load_run(run)
+    assert not model.training and saved["data"]["root"] == str(data)
+    predicted, labels = energies(data, "val_id", model)
+    best = min(
+        (row for row in rows(run) if row["val_mae_eV"]), key=lambda row: float(row["val_mae_eV"])
+    )
+    assert np.abs(predicted - labels).mean() == pytest.approx(float(best["val_mae_eV"]), rel=1e-5)
+    with safe_open(run / "checkpoints" / "best.safetensors", framework="pt") as file:
+        assert file.metadata() == {"step": best["step"], "val_mae_eV": best["val_mae_eV"]}
+
+
+def test_checkpoints_hold_the_normalizer_of_the_training_set(data, run):
+    _, labels = energies(data, "train", lambda batch: {"energy": torch.zeros(1)})
+    model, _ = load_run(run, "last")
+    assert float(model.energy_mean) == pytest.approx(labels.mean(), abs=1e-12)
+    assert float(model.energy_std) == pytest.approx(labels.std(), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "column"),
+    [
+        (
+            "--task.position_weight=0 --task.position_weight_final=0 --model.radial_basis=8",
+            "train_mae_eV",
+        ),
+        ("--task.position_weight=1", "train_displacement_mae_A"),
+    ],
+)
+def test_training_learns(data, tmp_path, options, column):
+    words = ["--trainer.max_steps=160", "--task.lr=1e-2", "--trainer.log_every=20"]
+    train(config(data, tmp_path / "run", *words, *options.split()))
+    trained = [float(row[column]) for row in rows(tmp_path / "run") if row[column]]
+    assert trained[-1] < 0.5 * trained[0]
+
+
+def test_same_seed_same_weights_other_seed_other_weights(data, tmp_path):
+    def weights(name, seed):
+        words = [f"--seed={seed}", "--trainer.max_steps=5", "--model.dropout=0.3"]
+        train(config(data, tmp_path / name, *words))
+        return (tmp_path / name / "checkpoints" / "last.safetensors").read_bytes()
+
+    assert weights("a", 4) == weights("b", 4) != weights("c", 5)
+
+
+def test_averaged_weights_are_validated_and_kept(data, tmp_path):
+    """EMA from hand, against the file; with decay 1 - 1e-9 the first step's weights stay."""
+    words = ["--trainer.max_steps=12", "--trainer.val_every=6", "--task.lr=0.01"]
+    train(config(data, tmp_path / "still", *words, "--trainer.ema_decay=0.999999999"))
+    train(config(data, tmp_path / "plain", *words))
+    still, plain = rows(tmp_path / "still"), rows(tmp_path / "plain")
+    maes = [float(row["val_mae_eV"]) for row in still if row["val_mae_eV"]]
+    assert maes[0] == pytest.approx(maes[1], rel=1e-4)
+    others = [float(row["val_mae_eV"]) for row in plain if row["val_mae_eV"]]
+    assert others[0] != pytest.approx(others[1], rel=1e-3)
+    # training itself is untouched by averaging
+    assert [row["train_loss"] for row in still] == [row["train_loss"] for row in plain]
+    model, _ = load_run(tmp_path / "still", "last")
+    predicted, labels = energies(data, "val_id", model)
+    assert np.abs(predicted - labels).mean() == pytest.approx(maes[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
+def test_precisions(data, tmp_path, precision):
+    words = [f"--trainer.precision={precision}", "--trainer.max_steps=4"]
+    assert train(config(data, tmp_path / "run", *words)) == 0
+    model, _ = load_run(tmp_path / "run")
+    assert next(model.parameters()).dtype == torch.float32
+
+
+def test_structures_without_relaxed_positions_train_on_energies_alone(tmp_path):
+    def bare(seed):
+        for record in structures(9, seed):
+            record.pos_relaxed = torch.full_like(record.pos, float("nan"))
+            yield record
+
+    write_store(tmp_path / "train.safetensors", bare(0))
+    write_store(tmp_path / "val_id.safetensors", bare(1))
+    assert train(config(tmp_path, tmp_path / "run", "--trainer.max_steps=4")) == 0
+
+
+# --- loss, schedule, metrics ----------------------------------------------------------------
+
+
+def test_displacement_error_by_hand():
+    records = list(structures(3))
+    records[2].pos_relaxed = torch.full_like(records[2].pos, float("nan"))
+    batch = Batch.from_data_list(records)
+    prediction = torch.randn(batch.num_nodes, 3, generator=torch.Generator().manual_seed(0))
+    expected = []
+    for i, record in enumerate(records[:2]):
+        own = prediction[batch.batch == i]
+        error = (own - (record.pos_relaxed - record.pos))[~record.fixed]
+        expected.append(error.abs().mean())
+    value = displacement_error(prediction, batch)
+    assert float(value) == pytest.approx(float(torch.stack(expected).mean()), rel=1e-6)
+
+
+def test_displacement_error_has_no_gradient_at_fixed_or_unknown_atoms():
+    records = list(structures(2))
+    records[1].pos_relaxed = torch.full_like(records[1].pos, float("nan"))
+    batch = Batch.from_data_list(records)
+    prediction = torch.zeros(batch.num_nodes, 3, requires_grad=True)
+    displacement_error(prediction, batch).backward()
+    counted = ~batch.fixed & (batch.batch == 0)
+    assert torch.isfinite(prediction.grad).all()
+    assert (prediction.grad[counted] != 0).all() and (prediction.grad[~counted] == 0).all()
+
+
+def test_learning_rate_rises_and_falls_linearly():
+    factors = [lr_factor(step, 4, 12) for step in range(13)]
+    assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert factors[4:] == pytest.approx(np.linspace(1, 0, 9))
+    assert lr_factor(0, 0, 10) == 1.0
+
+
+def test_position_weight_falls_linearly(data, tmp_path, monkeypatch):
+    seen = []
+    original = IS2RETask._position_weight
+
+    def noting(self):
+        seen.append(original(self))
+        return seen[-1]
+
+    monkeypatch.setattr(IS2RETask, "_position_weight", noting)
+    words = ["--trainer.max_steps=8", "--task.position_weight=9", "--task.position_weight_final=1"]
+    train(config(data, tmp_path / "run", *words))
+    assert seen == pytest.approx(np.linspace(9, 1, 9)[:8])
+
+
+def test_energy_within_threshold_is_strict():
+    target = torch.tensor([0.0, 0.0, 0.0, 5.0], dtype=torch.float64)
+    energy = torch.tensor([0.02, 0.0199999, -0.03, 5.0], dtype=torch.float64)
+    metrics = energy_summary(energy_sums(energy, target))
+    assert metrics["ewt_percent"] == 50.0
+    assert metrics["mae_eV"] == pytest.approx(0.0699999 / 4)
+    assert metrics["mse_eV2"] == pytest.approx((0.02**2 + 0.0199999**2 + 0.03**2) / 4)
+
+
+def test_shapes_that_would_broadcast_are_refused():
+    with pytest.raises(ValueError, match=r"one shape; got \(3, 1\) and \(3,\)"):
+        energy_sums(torch.zeros(3, 1), torch.zeros(3))
+
+
+def test_redraw_changes_features_at_its_steps_only(data, tmp_path, monkeypatch):
+    steps = []
+    original = EnergyRegressor.redraw_
+
+    def feature_map(model):
+        return model.stack.blocks[0].attention.feature_map
+
+    def noting(self, generator=None):
+        original(self, generator)
+        steps.append(feature_map(self).projection.clone())
+
+    monkeypatch.setattr(EnergyRegressor, "redraw_", noting)
+    words = ["--trainer.max_steps=9", "--task.redraw_every=4"]
+    train(config(data, tmp_path / "run", *words))
+    assert len(steps) == 2 and not torch.equal(*steps)  # before steps 4 and 8
+    model, _ = load_run(tmp_path / "run", "last")
+    assert torch.equal(feature_map(model).projection, steps[-1])
+
+
+# --- bad input ------------------------------------------------------------------------------
+
+
+def error_line(capsys, *words):
+    assert main(["train", *words]) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+    assert len(lines) == 1 and lines[0].startswith("molflt: error: ")
+    return lines[0]
+
+
+def test_a_folder_with_checkpoints_is_not_overwritten(data, run, capsys):
+    before = (run / "checkpoints" / "last.ckpt").read_bytes()
+    line = error_line(capsys, *arguments(data, run))
+    assert "holds checkpoints of an earlier run" in line and f"--resume {run}" in line
+    assert (run / "checkpoints" / "last.ckpt").read_bytes() == before
+
+
+@pytest.mark.parametrize("split", ["train", "val_id"])
+@pytest.mark.parametrize("normalizer", [[], ["--task.energy_mean=0", "--task.energy_std=1"]])
+def test_missing_labels_name_file_and_sid(tmp_path, capsys, split, normalizer):
+    write_data(tmp_path, 6, 6)
+    records = list(structures(6, first_sid=40))
+    records[3].y_relaxed = torch.full((1,), float("nan"), dtype=torch.float64)
+    (tmp_path / f"{split}.safetensors").unlink()
+    write_store(tmp_path / f"{split}.safetensors", records)
+    words = arguments(tmp_path, tmp_path / "run", "--trainer.max_steps=9", *normalizer)
+    line = error_line(capsys, *words)
+    assert f"{split}.safetensors: sid 43: y_relaxed must be a finite energy" in line
+
+
+def test_missing_data(tmp_path, capsys):
+    line = error_line(capsys, *arguments(tmp_path / "absent", tmp_path / "run"))
+    assert str(tmp_path / "absent") in line
+
+
+def test_structure_beyond_the_cap_on_atoms(data, tmp_path, capsys):
+    line = error_line(capsys, *arguments(data, tmp_path / "run", "--data.max_atoms=10"))
+    assert "train.safetensors: structure" in line and "max_atoms=10; raise max_atoms" in line
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("--trainer.max_steps=0", "trainer.max_steps must be at least 1; got 0"),
+        ("--trainer.max_steps=2", "task.warmup_steps must be less than trainer.max_steps=2; got 2"),
+        ("--task.lr=0", "task.lr must be more than 0"),
+        ("--data.batch_size=0", "data.batch_size must be at least 1; got 0"),
+        ("--trainer.precision=8", "trainer.precision"),
+        ("--trainer.max_step=8", "did you mean --trainer.max_steps?"),
+    ],
+)
+def test_bad_options(data, tmp_path, capsys, word, message):
+    assert message in error_line(capsys, *arguments(data, tmp_path / "run", word))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_print_config_is_a_configuration(data, tmp_path, capsys):
+    words = [*arguments(data, tmp_path / "run", "--model.dim=24"), "--print_config"]
+    assert main(["train", *words]) == 0
+    (tmp_path / "config.yaml").write_text(capsys.readouterr().out)
+    parsed = build_parser().parse_args([f"--config={tmp_path / 'config.yaml'}"])
+    assert parsed.model.dim == 24 and str(parsed.data.root) == str(data)
+
+
+def test_weights_of_another_shape_name_the_key(run, tmp_path):
+    path = tmp_path / "other.safetensors"
+    weights = EnergyRegressor(**yaml.safe_load((run / "config.yaml").read_text())["model"])
+    state = weights.state_dict()
+    name = "readout.mlp.0.weight"
+    save_file({**state, name: torch.zeros(8, 16)}, path)
+    with pytest.raises(ValueError, match=rf"'{name}'.* expects \(16, 16\); got \(8, 16\)"):
+        load_run(run, str(path))
+    save_file({key: value for key, value in state.items() if key != name}, path)
+    with pytest.raises(ValueError, match=rf"'{name}'.* got no such key"):
+        load_run(run, str(path))
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ValueError, match="not a complete safetensors file"):
+        load_run(run, str(path))
+
+
+def test_loading_what_is_not_there(run, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"config\.yaml: no such file"):
+        load_run(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"no such checkpoint; there: none"):
+        load_run(run, str(tmp_path / "absent.safetensors"))
