@@ -213,7 +213,7 @@ def _write_picture(
     energy_histogram(left, energies)
     draw_structure(top, structure, "top")
     draw_structure(side, structure, "side")
-    figure.suptitle(source.name)
+    figure.suptitle(f"{source.name} (thick edge: adsorbate; hatched: fixed)")
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=120)
 
@@ -231,7 +231,7 @@ def energy_histogram(axes: Axes, energies: dict[str, np.ndarray]) -> None:
         everything.min(), everything.max()
     )  # fmt: skip
     margin = max(0.05 * (high - low), 0.1)
-    edges = np.linspace(low - margin, high + margin, 41)
+    edges = np.linspace(low - margin, high + margin, min(41, 8 + len(everything) // 4))
     for name, values in present.items():
         outside = int(((values < edges[0]) | (values > edges[-1])).sum())
         note = f", {outside} outside" if outside else ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import re
 from collections import OrderedDict
 from typing import Any, NoReturn
@@ -19,17 +20,11 @@ from torch import Tensor
 __all__ = ["decode_count", "decode_record"]
 
 
-class _Sealed(type):
-    """Type of the stand-ins: a pickle can set attributes on any object it reaches, not on these."""
-
-    def __setattr__(cls, name: str, value: Any) -> None:
-        raise pickle.UnpicklingError(f"the record sets {name!r} on the class {cls.__name__}")
-
-
-class _Inert(metaclass=_Sealed):
+class _Inert:
     """Stand-in for PyG's Data and storage classes: keeps the state it is given, has no behaviour.
 
-    Without a ``__dict__`` a pickle cannot plant ``__setstate__`` or any other hook on it.
+    Without a ``__dict__`` a pickle cannot plant a hook on an instance, and because the class has
+    ``__setstate__`` the pickle's BUILD never sets attributes, be it on an instance or the class.
     """
 
     __slots__ = ("state",)
@@ -57,7 +52,7 @@ class _Attribute(_Inert):
     __slots__ = ()
 
 
-class _Dtype(metaclass=_Sealed):
+class _Dtype:
     """Stand-in for ``numpy.dtype`` of a plain number."""
 
     __slots__ = ("code",)
@@ -77,7 +72,7 @@ class _Dtype(metaclass=_Sealed):
         self.code = order + self.code.lstrip("<>|=")
 
 
-class _Function(metaclass=_Sealed):
+class _Function:
     """Base of the callables; instances have no ``__dict__`` to tamper with."""
 
     __slots__ = ()
@@ -110,9 +105,9 @@ class _LoadFromBytes(_Function):
             with io.BytesIO(content) as file:
                 storage = torch.load(file, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
-            named = re.search(r"(?:GLOBAL|global:?)\s+([\w.]+\.[\w.]+)", str(error))
-            what = f"the global {named.group(1)}" if named else _first_line(error)
-            raise _Refused(f"{what}, nested in a tensor's storage") from None
+            named = re.search(r"GLOBAL ([\w.]+\.[\w.]+)", str(error))
+            name = named.group(1) if named else _first_global(content)
+            raise _Refused(f"the global {name}, nested in a tensor's storage") from None
         if not isinstance(storage, torch.storage.TypedStorage):
             raise pickle.UnpicklingError(
                 f"expected a tensor's storage; got {type(storage).__name__}"
@@ -224,6 +219,22 @@ def _unpickle(content: bytes, where: str, expected: str) -> Any:
             f"{where}: cannot be read; expected {expected}; {_first_line(error)}; "
             "the file is damaged or of another kind"
         ) from None
+
+
+def _first_global(content: bytes) -> str:
+    """Name that a pickle looks up first, for a message; found without running the pickle."""
+    strings = [""]
+    try:
+        for opcode, argument, _ in pickletools.genops(content):
+            if opcode.name == "GLOBAL":
+                return str(argument).replace(" ", ".")
+            if opcode.name == "STACK_GLOBAL":
+                return ".".join(strings[-2:])
+            if isinstance(argument, str):
+                strings.append(argument)
+    except ValueError:
+        pass
+    return "(unnamed)"
 
 
 def _first_line(error: BaseException) -> str:

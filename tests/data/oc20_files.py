@@ -1,0 +1,82 @@
+"""Structures and hand-made OC20 files for the tests of the data package."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import numpy as np
+import torch
+
+from molflt.data.records import make_record
+
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "oc20"
+
+
+def fields(seed: int = 0, atoms: int = 7, **changes: Any) -> dict[str, Any]:
+    """Fields of one record in OC20's names and types, relaxed positions wrapped into the cell."""
+    rng = np.random.default_rng(seed)
+    cell = np.array([[6.0, 0.0, 0.0], [1.5, 7.0, 0.0], [0.0, 0.0, 20.0]])
+    pos = rng.random((atoms, 3)) @ cell
+    pos[1:3, :2] *= 0.01  # atoms at the corner, so that some relax out of the cell
+    inside = (pos + rng.normal(scale=0.3, size=pos.shape)) @ np.linalg.inv(cell)
+    found = {
+        "pos": torch.tensor(pos, dtype=torch.float32),
+        "cell": torch.tensor(cell, dtype=torch.float32)[None],
+        "atomic_numbers": torch.tensor(rng.integers(1, 80, atoms), dtype=torch.float32),
+        "natoms": atoms,
+        "tags": torch.arange(atoms) % 3,
+        "fixed": (torch.arange(atoms) % 3 == 0).float(),
+        "sid": 1000 + seed,
+        "y_init": 1.5 + seed,
+        "y_relaxed": -0.25 * seed - 1.0,
+        "pos_relaxed": torch.tensor((inside % 1.0) @ cell, dtype=torch.float32),
+    }
+    found.update(changes)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def record(seed: int = 0, **changes: Any):
+    found = fields(seed, **changes)
+    found.pop("natoms")
+    return make_record(**found)
+
+
+def old_pickle(state: bytes) -> bytes:
+    """A Data of PyG 1.x whose state is the given protocol-3 opcodes."""
+    return b"\x80\x03ctorch_geometric.data.data\nData\n)\x81" + state + b"b."
+
+
+def opcodes(value: Any) -> bytes:
+    """Protocol-3 opcodes that leave a value on the stack."""
+    return pickle.dumps(value, 3)[2:-1]
+
+
+def old_record(seed: int = 0, **changes: Any) -> bytes:
+    state = {"x": None, "edge_index": None, **fields(seed, **changes)}
+    return old_pickle(opcodes(state))
+
+
+def write_lmdb(path: Path, content: dict[str, bytes]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    environment = lmdb.open(str(path), subdir=False, map_size=1 << 26, lock=False)
+    with environment.begin(write=True) as transaction:
+        for key, value in content.items():
+            transaction.put(key.encode(), value)
+    environment.close()
+    return path
+
+
+def same(a: Any, b: Any) -> None:
+    """Two records are equal, NaN where NaN, with equal types."""
+    assert sorted(a.keys()) == sorted(b.keys())
+    for key in a.keys():  # noqa: SIM118  (Data iterates over pairs)
+        x, y = a[key], b[key]
+        assert type(x) is type(y), key
+        if isinstance(x, torch.Tensor):
+            assert (x.dtype, x.shape) == (y.dtype, y.shape), key
+            torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert x == y, key

@@ -1,0 +1,179 @@
+"""Structures through ASE: what is taken, and that nothing that can carry code is opened."""
+
+from __future__ import annotations
+
+import pickle
+
+import ase.db
+import ase.io
+import numpy as np
+import pytest
+import torch
+from ase.build import add_adsorbate, fcc111, molecule
+from ase.calculators.emt import EMT
+from ase.calculators.singlepoint import SinglePointCalculator
+from ase.constraints import FixAtoms, FixCartesian, FixedPlane
+from oc20_files import same
+from torch_geometric.loader import DataLoader
+
+from molflt.data import open_dataset
+from molflt.data.ase_files import AseStructures, record_from_atoms
+
+
+def slab(number=0):
+    """CO on Cu(111) with OC20 tags, a fixed lower part, a stored energy, relaxed positions."""
+    atoms = fcc111("Cu", (2, 2, 3), vacuum=6)
+    atoms.set_tags(np.where(atoms.get_tags() == 1, 1, 0))
+    surface = len(atoms)
+    add_adsorbate(atoms, molecule("CO"), 2.0, "ontop")
+    tags = atoms.get_tags()
+    tags[surface:] = 2
+    atoms.set_tags(tags)
+    atoms.info = {"sid": 100 + number, "y_init": 0.5 + number}
+    atoms.set_constraint(FixAtoms(np.flatnonzero(tags == 0)))
+    atoms.calc = SinglePointCalculator(atoms, energy=-1.0 - number)
+    return atoms
+
+
+def write(path, frames):
+    if path.suffix in (".db", ".json"):
+        with ase.db.connect(path) as database:
+            for atoms in frames:
+                database.write(atoms, **atoms.info)
+    else:
+        ase.io.write(path, frames, format=path.suffix[1:])
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["traj", "extxyz", "db", "json"])
+def test_everything_is_taken(tmp_path, suffix):
+    path = write(tmp_path / f"some.{suffix}", [slab(i) for i in range(3)])
+    dataset = open_dataset(path)
+    assert isinstance(dataset, AseStructures)
+    assert len(dataset) == 3 and dataset.path == path and dataset.natoms.tolist() == [14] * 3
+    for number, record in enumerate(dataset):
+        atoms = slab(number)
+        torch.testing.assert_close(record.pos, torch.tensor(atoms.positions).float())
+        torch.testing.assert_close(record.cell[0], torch.tensor(atoms.cell.array).float())
+        assert record.atomic_numbers.tolist() == atoms.numbers.tolist()
+        assert record.tags.tolist() == [0] * 8 + [1] * 4 + [2] * 2
+        assert record.fixed.tolist() == [True] * 8 + [False] * 6
+        assert record.pbc.tolist() == [[True, True, False]]
+        assert (record.sid, float(record.y_init)) == (100 + number, 0.5 + number)
+        assert float(record.y_relaxed) == -1.0 - number
+        assert record.pos_relaxed.isnan().all()
+    same(dataset[-1], dataset[2])
+
+
+def test_frames_do_not_share_memory(tmp_path):
+    dataset = open_dataset(write(tmp_path / "a.traj", [slab()]))
+    dataset[0].pos.zero_()
+    assert dataset[0].pos.any()
+
+
+@pytest.mark.parametrize("suffix", ["cif", "vasp", "xsf", "xyz"])
+def test_formats_without_labels(tmp_path, suffix):
+    path = write(tmp_path / f"some.{suffix}", slab())
+    record = open_dataset(path)[0]
+    assert sorted(record.atomic_numbers.tolist()) == sorted(slab().numbers.tolist())
+    assert record.y_relaxed.isnan().all() and record.y_init.isnan().all()
+    assert not record.tags.any() and record.sid == 0
+
+
+def test_relaxed_positions_come_from_an_array_and_are_unwrapped(tmp_path):
+    atoms = slab()
+    moved = atoms.positions + np.array([0.1, 0.0, 0.05])
+    atoms.set_array("pos_relaxed", moved + atoms.cell[0] - 2 * atoms.cell[1])
+    record = open_dataset(write(tmp_path / "a.extxyz", [atoms]))[0]
+    torch.testing.assert_close(record.pos_relaxed, torch.tensor(moved).float(), atol=1e-5, rtol=0)
+
+
+def test_precedence_of_energies_and_that_nothing_is_computed():
+    atoms = slab()
+    atoms.info["energy"] = 7.0
+    assert float(record_from_atoms(atoms).y_relaxed) == -1.0
+    atoms.info["y_relaxed"] = 3.0
+    assert float(record_from_atoms(atoms).y_relaxed) == 3.0
+    atoms.calc = None
+    del atoms.info["y_relaxed"]
+    assert float(record_from_atoms(atoms).y_relaxed) == 7.0
+    del atoms.info["energy"]
+    atoms.calc = EMT()
+    assert record_from_atoms(atoms).y_relaxed.isnan().all()
+
+
+def test_only_atoms_held_in_all_directions_are_fixed():
+    atoms = slab()
+    atoms.set_constraint(
+        [FixCartesian(0), FixCartesian(1, [True, True, False]), FixedPlane(2, [0, 0, 1])]
+    )
+    assert record_from_atoms(atoms).fixed.nonzero().flatten().tolist() == [0]
+
+
+def test_layer_tags_of_ase_are_refused_not_misread(tmp_path):
+    atoms = fcc111("Cu", (1, 1, 4), vacuum=6)
+    path = write(tmp_path / "layers.traj", [slab(), atoms])
+    with pytest.raises(
+        ValueError, match=r"layers\.traj: frame 1: sid 1: tags must .* got 4.*set_t"
+    ):
+        open_dataset(path)
+
+
+def test_bad_frames_are_named_or_left_out(tmp_path):
+    bad = slab()
+    bad.positions[3, 1] = np.nan
+    path = write(tmp_path / "some.traj", [slab(0), bad, slab(2)])
+    with pytest.raises(ValueError, match=r"some\.traj: frame 1: sid 100: pos must be finite"):
+        open_dataset(path)
+    dataset = open_dataset(path, skip_bad=True)
+    assert [record.sid for record in dataset] == [100, 102]
+    assert dataset.bad[0][0] == f"{path}: frame 1" and "pos must be finite" in dataset.bad[0][1]
+
+
+def test_energy_that_is_present_but_nan(tmp_path):
+    atoms = slab()
+    atoms.calc.results["energy"] = float("nan")
+    with pytest.raises(ValueError, match="sid 100: y_relaxed must be a finite energy"):
+        open_dataset(write(tmp_path / "a.traj", [atoms]))
+
+
+def test_in_workers(tmp_path):
+    dataset = open_dataset(write(tmp_path / "a.traj", [slab(i) for i in range(4)]))
+    loader = DataLoader(dataset, 2, num_workers=1, multiprocessing_context="fork")
+    assert torch.cat([batch.sid for batch in loader]).tolist() == [100, 101, 102, 103]
+    again = pickle.dumps(dataset)  # what spawn would send
+    assert len(again) < 100_000
+
+
+@pytest.mark.parametrize("name", ["a.pkl", "a.py", "a.pickle", "a.npz", "a", "a.bundle"])
+def test_formats_that_can_carry_code_are_refused(tmp_path, name):
+    sentinel = tmp_path / "it-ran"
+    path = tmp_path / name
+    path.write_text(f"open({str(sentinel)!r}, 'w')\n")
+    with pytest.raises(ValueError, match=r"unknown ending .* can carry code"):
+        open_dataset(path)
+    assert not sentinel.exists()
+
+
+@pytest.mark.parametrize("suffix", ["traj", "extxyz", "db", "json", "cif", "vasp"])
+def test_damaged_files(tmp_path, suffix):
+    path = tmp_path / f"broken.{suffix}"
+    path.write_bytes(b"certainly not a structure\n" * 3)
+    with pytest.raises(ValueError, match=rf"broken\.{suffix}: ") as caught:
+        open_dataset(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_empty_and_absent_files(tmp_path):
+    (tmp_path / "empty.extxyz").write_text("")
+    with pytest.raises(ValueError, match=r"empty\.extxyz: "):
+        open_dataset(tmp_path / "empty.extxyz")
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        open_dataset(tmp_path / "absent.traj")
+
+
+def test_at_sign_in_a_path_is_part_of_the_name(tmp_path):
+    path = tmp_path / "run@300K.traj"
+    ase.io.write(tmp_path / "run.traj", [slab()])
+    (tmp_path / "run.traj").rename(path)
+    assert len(open_dataset(path)) == 1

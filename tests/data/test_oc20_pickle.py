@@ -1,0 +1,238 @@
+"""Pickles that try to run code are refused by name, and nothing of them has run."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import pickletools
+
+import numpy as np
+import pytest
+import torch
+from oc20_files import fields, old_pickle, old_record, opcodes, write_lmdb
+from torch_geometric.data import Data
+
+from molflt.data import open_dataset
+from molflt.data.oc20_pickle import decode_count, decode_record
+
+STORAGE = b"ctorch.storage\n_load_from_bytes\n"
+REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
+DATA = b"ctorch_geometric.data.data\nData\n"
+POS = b"X\x03\x00\x00\x00pos"
+
+
+class Evil:
+    """Touches a file when unpickled."""
+
+    def __init__(self, sentinel):
+        self.sentinel = sentinel
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.sentinel}",)
+
+
+def saved(thing, zipped):
+    file = io.BytesIO()
+    torch.save(thing, file, _use_new_zipfile_serialization=zipped)
+    return file.getvalue()
+
+
+def nested(payload):
+    """A record whose pos is a tensor on the storage that ``payload`` is said to be."""
+    load = STORAGE + opcodes(payload) + b"\x85R"
+    tensor = REBUILD + b"(" + load + b"K\x00K\x02K\x03\x86K\x03K\x01\x86\x89NtR"
+    return old_pickle(b"}" + POS + tensor + b"s")
+
+
+def direct(evil):
+    return pickle.dumps(evil)
+
+
+def inside_old_data(evil):
+    return old_pickle(b"}" + POS + opcodes(evil) + b"s")
+
+
+def inside_new_data(evil):
+    return pickle.dumps(Data(pos=evil))
+
+
+def nested_plain(evil):
+    return nested(pickle.dumps(evil))
+
+
+def nested_legacy(evil):
+    return nested(saved(evil, zipped=False))
+
+
+def nested_zip(evil):
+    return nested(saved({"a": evil}, zipped=True))
+
+
+def numpy_reconstruct(evil):
+    return pickle.dumps(np.array([evil], dtype=object))
+
+
+def numpy_reconstruct_in_data(evil):
+    return pickle.dumps(Data(pos=np.array([evil], dtype=object)))
+
+
+def state_of_data(evil):
+    return old_pickle(opcodes({"pos": 1}) + b"\x86" + opcodes(evil))
+
+
+def setstate_planted(evil):
+    """Plants the evil callable as the instance's __setstate__ and builds again."""
+    plant = b"}X\x0c\x00\x00\x00__setstate__cposix\nsystem\nsb"
+    return b"\x80\x03" + DATA + b")\x81" + plant + opcodes(f"touch {evil.sentinel}") + b"b."
+
+
+def evil_builtin(evil):
+    code = opcodes(f"open({str(evil.sentinel)!r}, 'w')")
+    return b"\x80\x03cbuiltins\neval\n" + code + b"\x85R."
+
+
+REFUSED = {
+    direct: "posix.system",
+    inside_old_data: "posix.system",
+    inside_new_data: "posix.system",
+    nested_plain: "posix.system, nested in a tensor's storage",
+    nested_legacy: "posix.system, nested in a tensor's storage",
+    nested_zip: "posix.system, nested in a tensor's storage",
+    numpy_reconstruct: "_reconstruct",
+    numpy_reconstruct_in_data: "_reconstruct",
+    state_of_data: "posix.system",
+    setstate_planted: "posix.system",
+    evil_builtin: "builtins.eval",
+}
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("build", REFUSED, ids=lambda build: build.__name__)
+def test_code_is_refused_by_name_and_does_not_run(tmp_path, build):
+    sentinel = tmp_path / "it-ran"
+    payload = build(Evil(sentinel))
+    # the attack is real: the payload names a callable and asks for it to be called
+    assert {"REDUCE", "BUILD"} & {op.name for op, _, _ in pickletools.genops(payload)}
+    assert b"system" in payload or b"eval" in payload
+    path = write_lmdb(tmp_path / "data.lmdb", {"0": old_record(0), "1": payload})
+    dataset = open_dataset(path)
+    assert dataset[0].sid == 1000
+    with pytest.raises(ValueError) as caught:
+        dataset[1]
+    message = str(caught.value)
+    assert message.startswith(f"{path}: key '1': refused to read the pickle: it wants ")
+    assert REFUSED[build] in message and "\n" not in message
+    kept = open_dataset(path, skip_bad=True)
+    assert len(kept) == 1 and kept.bad[0][0] == f"{path}: key '1'"
+    assert not sentinel.exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("torch_geometric.data.data", "Data.__init__.__globals__"),
+        ("torch_geometric.data.data", "Data.__reduce__"),
+        ("torch_geometric.data.data", "os"),
+        ("torch_geometric.data.storage", "GlobalStorage.__class__"),
+        ("torch.storage", "_load_from_bytes.__globals__"),
+        ("torch.storage", "io"),
+        ("torch", "load"),
+        ("torch._utils", "_rebuild_parameter"),
+        ("collections", "OrderedDict.__init_subclass__"),
+        ("numpy", "load"),
+        ("numpy.core.multiarray", "_reconstruct"),
+        ("copyreg", "_reconstructor"),
+        ("builtins", "getattr"),
+    ],
+)
+def test_names_beyond_the_list(module, name):
+    payload = b"\x80\x04" + opcodes(module) + opcodes(name) + b"\x93."
+    with pytest.raises(ValueError, match="it wants the global ") as caught:
+        decode_record(payload, "f: key '0'")
+    assert f"{module}.{name};" in str(caught.value)
+
+
+TAMPERING = {
+    "attribute of the Data class": DATA + b"N}X\x07\x00\x00\x00__new__" + STORAGE + b"s\x86b.",
+    "dict of the Data class": DATA + b"}X\x07\x00\x00\x00__new__" + STORAGE + b"sb.",
+    "attribute of a function": REBUILD + b"N}X\x08\x00\x00\x00__call__" + STORAGE + b"s\x86b.",
+    "dict of a function": STORAGE + b"}X\x08\x00\x00\x00__call__" + REBUILD + b"sb.",
+    "attribute of OrderedDict": b"ccollections\nOrderedDict\nN}X\x01\x00\x00\x00aK\x01s\x86b.",
+    "hook on a Data": DATA + b")\x81N}X\x0c\x00\x00\x00__setstate__" + STORAGE + b"s\x86b.",
+    "call of a Data": DATA + b")\x81)R.",
+    "Data with arguments": DATA + b"K\x01\x85\x81.",
+    "new from a function": STORAGE + b")\x81.",
+    "append to a Data": DATA + b")\x81(K\x01e.",
+    "persistent id": b"K\x01Q.",
+    "extension code": b"\x82\x01.",
+}
+
+
+@pytest.mark.parametrize("payload", TAMPERING.values(), ids=TAMPERING)
+def test_tampering_with_the_stand_ins_fails_and_leaves_no_trace(payload):
+    with pytest.raises(ValueError, match=r"f: key '0': (cannot be read|refused)"):
+        decode_record(b"\x80\x03" + payload, "f: key '0'")
+    again = decode_record(old_record(3), "f: key '1'")
+    assert torch.equal(again["pos"], fields(3)["pos"])
+
+
+def test_planted_hook_is_data_not_behaviour():
+    state = b"}X\x0c\x00\x00\x00__setstate__" + STORAGE + b"sb}" + POS + b"K\x05s"
+    decoded = decode_record(old_pickle(state), "f")  # built twice: the second state counts
+    assert decoded == {"pos": 5}
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_a_tensor_cannot_reach_beyond_its_storage():
+    content = io.BytesIO()
+    torch.save(torch.zeros(4).storage(), content, _use_new_zipfile_serialization=False)
+    with pytest.raises(ValueError, match="reaches beyond its 4 numbers"):
+        decode_record(nested(content.getvalue()), "f")
+
+
+@pytest.mark.parametrize(
+    "dtype", ["O", "O8", "V8", "M8", "f8,O", "U4", "f16"], ids=lambda d: f"dtype {d}"
+)
+def test_numpy_scalars_of_other_kinds(dtype):
+    scalar = b"cnumpy.core.multiarray\nscalar\ncnumpy\ndtype\n" + opcodes(dtype) + b"\x85R"
+    with pytest.raises(ValueError, match="dtype of a plain number"):
+        decode_record(old_pickle(b"}" + POS + scalar + opcodes(b"\0" * 8) + b"\x86Rs"), "f")
+
+
+def test_plain_numpy_scalars_are_read():
+    changes = {
+        "y_relaxed": np.float64(-1.25),
+        "y_init": np.float32(0.5),
+        "natoms": np.int64(7),
+        "sid": np.int32(5),
+    }
+    decoded = decode_record(old_record(0, **changes), "f")
+    for name, value in changes.items():
+        assert decoded[name] == value and decoded[name].dtype == value.dtype
+    decoded = decode_record(old_record(0, sid=np.array(9, dtype=">i4")[()]), "f")
+    assert decoded["sid"] == 9
+
+
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+def test_new_pyg_records(protocol):
+    decoded = decode_record(pickle.dumps(Data(**fields(2)), protocol=protocol), "f")
+    assert sorted(decoded) == sorted(fields(2))
+    for name, value in fields(2).items():
+        assert torch.equal(torch.as_tensor(decoded[name]), torch.as_tensor(value)), name
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80", b"garbage", old_record(0)[:200]])
+def test_damaged_pickles(content):
+    with pytest.raises(ValueError, match="f: key '7': cannot be read; expected a pickled") as found:
+        decode_record(content, "f: key '7'")
+    assert "\n" not in str(found.value)
+
+
+def test_other_objects():
+    with pytest.raises(ValueError, match="expected a pickled torch_geometric Data; got dict"):
+        decode_record(pickle.dumps({"pos": 1}), "f")
+    assert decode_count(pickle.dumps(12), "f") == 12
+    for wrong in (-1, 1.5, "12"):
+        with pytest.raises(ValueError, match="expected a pickled whole number"):
+            decode_count(pickle.dumps(wrong), "f")

@@ -1,0 +1,145 @@
+"""Records: types, checks that name the sid, and unwrapping by the minimum image."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from ase.geometry import find_mic
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from molflt.data.records import make_record, minimum_image
+
+CELL = np.diag([4.0, 5.0, 20.0])
+
+
+def small(**changes):
+    fields = {
+        "pos": [[0.1, 0.0, 0.0], [1.0, 2.0, 3.0]],
+        "atomic_numbers": [8, 78],
+        "cell": CELL,
+        "sid": 77,
+    }
+    return make_record(**{**fields, **changes})
+
+
+def test_types_shapes_and_defaults():
+    record = small()
+    expected = {
+        "pos": ((2, 3), torch.float32),
+        "pos_relaxed": ((2, 3), torch.float32),
+        "cell": ((1, 3, 3), torch.float32),
+        "pbc": ((1, 3), torch.bool),
+        "atomic_numbers": ((2,), torch.int64),
+        "tags": ((2,), torch.int64),
+        "fixed": ((2,), torch.bool),
+        "y_init": ((1,), torch.float64),
+        "y_relaxed": ((1,), torch.float64),
+    }
+    assert sorted(record.keys()) == sorted([*expected, "natoms", "sid"])
+    for key, (shape, dtype) in expected.items():
+        assert tuple(record[key].shape) == shape and record[key].dtype == dtype, key
+    assert (record.natoms, record.sid) == (2, 77) and type(record.sid) is int
+    assert record.pbc.all() and not record.tags.any() and not record.fixed.any()
+    assert record.y_relaxed.isnan().all() and record.pos_relaxed.isnan().all()
+    assert not small(cell=None).pbc.any()
+
+
+def test_oc20_floats_become_integers_and_booleans():
+    record = small(atomic_numbers=torch.tensor([8.0, 78.0]), fixed=torch.tensor([0.0, 1.0]))
+    assert record.atomic_numbers.tolist() == [8, 78]
+    assert record.fixed.tolist() == [False, True]
+
+
+def test_does_not_share_memory_with_a_numpy_source():
+    pos = np.zeros((2, 3), dtype=np.float32)
+    record = small(pos=pos)
+    pos[:] = 9
+    assert not record.pos.any()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pos": [[0.0, 0.0, float("nan")], [0.0, 0.0, 0.0]]}, "pos must be finite.*atom 0"),
+        ({"pos": [[0.0, 0.0, 0.0], [0.0, float("inf"), 0.0]]}, "pos must be finite.*atom 1"),
+        ({"pos": [[0.0, 0.0], [0.0, 0.0]]}, r"pos must be \(N, 3\) in Å"),
+        ({"pos": np.zeros((0, 3)), "atomic_numbers": []}, "at least one atom"),
+        ({"pos_relaxed": [[0.0, 0.0, float("nan")], [0.0, 0.0, 0.0]]}, "pos_relaxed must be fin"),
+        ({"pos_relaxed": np.zeros((3, 3))}, r"pos_relaxed must be \(2, 3\)"),
+        ({"atomic_numbers": [8, 119]}, "1 to 118; got 119; no such element"),
+        ({"atomic_numbers": [0, 8]}, "1 to 118; got 0"),
+        ({"atomic_numbers": [8.0, 7.5]}, "whole numbers; got 7.5"),
+        ({"atomic_numbers": [8]}, r"shape \(2,\)"),
+        ({"atomic_numbers": ["O", "Pt"]}, "array of numbers"),
+        ({"tags": [1, 4]}, "tags must be 0 .* got 4"),
+        ({"tags": [1, -1]}, "tags must be 0 .* got -1"),
+        ({"fixed": [float("nan"), 0.0]}, "fixed must be whole"),
+        ({"y_relaxed": float("nan")}, "y_relaxed must be a finite energy in eV"),
+        ({"y_init": float("-inf")}, "y_init must be a finite energy"),
+        ({"y_init": [1.0, 2.0]}, "y_init must be one energy"),
+        ({"cell": np.eye(2)}, r"cell must be \(3, 3\)"),
+        ({"cell": np.full((3, 3), np.nan)}, "cell must be finite"),
+        ({"cell": np.diag([4.0, 5.0, 0.0])}, "linearly independent.*set pbc to False"),
+        ({"cell": None, "pbc": True}, "linearly independent"),
+        ({"pbc": [True, False]}, "pbc must be three booleans"),
+    ],
+)
+def test_refuses_naming_the_sid(change, message):
+    with pytest.raises(ValueError, match="^sid 77: .*" + message) as caught:
+        small(**change)
+    assert "\n" not in str(caught.value)
+
+
+def test_sid_itself_must_be_a_number():
+    with pytest.raises(ValueError, match="sid must be an integer; got 'random5'"):
+        small(sid="random5")
+
+
+def test_relaxed_positions_are_unwrapped_only_along_periodic_axes():
+    relaxed = [[3.9, 4.9, 19.8], [1.1, 2.0, 3.0]]
+    free = small(pos_relaxed=relaxed)
+    torch.testing.assert_close(free.pos_relaxed[0], torch.tensor([-0.1, -0.1, -0.2]))
+    assert torch.equal(free.pos_relaxed[1], torch.tensor([1.1, 2.0, 3.0]))
+    slab = small(pos_relaxed=relaxed, pbc=[True, True, False])
+    torch.testing.assert_close(slab.pos_relaxed[0], torch.tensor([-0.1, -0.1, 19.8]))
+
+
+cells = st.tuples(
+    st.floats(2, 12), st.floats(2, 12), st.floats(2, 12), st.lists(st.floats(-2, 2), min_size=3)
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cells, st.integers(0, 2**32 - 1))
+def test_minimum_image_equals_ase_in_skewed_cells(numbers, seed):
+    a, b, c, skew = numbers
+    cell = np.array([[a, 0, 0], [skew[0] * a, b, 0], [skew[1] * a, skew[2] * b, c]])
+    delta = np.random.default_rng(seed).normal(scale=15, size=(12, 3))
+    found = minimum_image(torch.from_numpy(delta), torch.from_numpy(cell), torch.ones(1, 3).bool())
+    np.testing.assert_allclose(found.norm(dim=1), find_mic(delta, cell)[1], atol=1e-9)
+    counts = (delta - found.numpy()) @ np.linalg.inv(cell)
+    np.testing.assert_allclose(counts, counts.round(), atol=1e-8)  # a lattice vector away
+
+
+def test_minimum_image_against_all_images_when_partly_periodic():
+    rng = np.random.default_rng(3)
+    cell = np.array([[3.0, 0.2, 0.0], [2.6, 3.0, 0.1], [1.0, 1.0, 9.0]])
+    delta = rng.normal(scale=6, size=(40, 3))
+    for pbc in ([True, True, False], [False, True, False], [False, False, False]):
+        steps = [range(-12, 13) if axis else (0,) for axis in pbc]
+        grid = np.stack(np.meshgrid(*steps, indexing="ij"), -1).reshape(-1, 3) @ cell
+        shortest = np.linalg.norm(delta[:, None] - grid, axis=2).min(axis=1)
+        found = minimum_image(torch.from_numpy(delta), torch.from_numpy(cell), torch.tensor(pbc))
+        np.testing.assert_allclose(found.norm(dim=1), shortest, atol=1e-12)
+
+
+def test_minimum_image_leaves_short_vectors_bit_for_bit():
+    delta = torch.rand(50, 3) * 1.9
+    assert torch.equal(minimum_image(delta, torch.tensor(CELL), torch.ones(3).bool()), delta)
+
+
+def test_minimum_image_refuses_dependent_vectors():
+    with pytest.raises(ValueError, match="linearly independent"):
+        minimum_image(torch.ones(1, 3), torch.ones(3, 3), torch.ones(3).bool())
