@@ -40,7 +40,7 @@ demo: $(VENV)/.molflt
 	@if [ -e $(RUN)/checkpoints/last.ckpt ]; then \
 	    $(BIN)/molflt train --resume $(RUN); \
 	else \
-	    rm -rf $(RUN); $(BIN)/molflt train --config configs/demo.yaml --run $(RUN); fi
+	    $(BIN)/molflt train --config configs/demo.yaml --run $(RUN); fi
 	$(BIN)/molflt evaluate $(RUN) --splits $(SPLITS)
 
 test: $(VENV)/.molflt-dev

@@ -23,7 +23,7 @@ UNPICKLER = "molflt.data.oc20_pickle"
 
 # Parts of the package, and the other parts that each may import.
 ADAPTERS = {"graph", "sequence", "image"}
-TOP = {"train", "task", "callbacks", "evaluate", "submission"}
+TOP = {"train", "task", "callbacks", "checkpoint", "evaluate", "inference", "report", "submission"}
 ALLOWED: dict[str, set[str]] = {
     "attention": set(),
     "data": set(),

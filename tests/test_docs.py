@@ -59,6 +59,25 @@ def test_commands_exist_with_their_options(line: str) -> None:
     normalize(words[len(path) :], parser_of(path))  # raises at an option that does not exist
 
 
+def quoted_messages() -> list[str]:
+    """The fixed words of each message in the table of problems, without names and values."""
+    text = (ROOT / "docs" / "problems.md").read_text()
+    cells = re.findall(r"^\| (?:[^|]*?)`([^`]+)`[^|]* \|", text, re.M)
+    gaps = r"\.\.\.|'[^']*'|--model\.\w+|x\.yaml|(?<=\s)[XYMN](?=[\s;]|$)|\d+(?:\.\d+)?\)?$"
+    return [max(re.split(gaps, cell), key=len).strip(" ;:()?") for cell in cells]
+
+
+FROM_ELSEWHERE = {"No space left on device", "CUDA out of memory"}
+
+
+@pytest.mark.parametrize("message", quoted_messages())
+def test_messages_in_the_table_of_problems_exist(message: str) -> None:
+    source = "\n".join(path.read_text() for path in (ROOT / "molflt").rglob("*.py"))
+    source = re.sub(r'"\s*\n\s*f?"', "", source)  # strings that go on in the next line
+    assert len(message) > 5
+    assert message in source or message in FROM_ELSEWHERE
+
+
 def test_keys_named_in_the_documentation_exist() -> None:
     known = set(options_of(parser_of(("train",))))
     pages = "\n".join(page.read_text() for page in PAGES if page.name != "problems.md")
