@@ -71,11 +71,11 @@ def records_with_unwrapped(
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1; got {limit}")
+    from molflt.data.oc20_lmdb import Oc20Lmdb
+
     # An LMDB is checked record by record below: checking it on opening would read it twice.
     dataset = open_dataset(src, skip_bad=skip_bad and not is_lmdb(src))
     bad.extend(dataset.bad)
-    from molflt.data.oc20_lmdb import Oc20Lmdb
-
     count = 0
     total = min(len(dataset), limit or len(dataset))
     with tqdm(total=total, desc=src.name, unit=" structures", disable=None) as bar:
@@ -88,8 +88,8 @@ def records_with_unwrapped(
             except ValueError as error:
                 if not skip_bad:
                     raise
-                name, _, reason = str(error).partition(": sid ")
-                bad.append((name, f"sid {reason}") if reason else (str(src), str(error)))
+                name = dataset.where(index) if isinstance(dataset, Oc20Lmdb) else str(src)
+                bad.append((name, str(error).removeprefix(f"{name}: ")))
                 continue
             yield record, moved
             count += 1

@@ -167,8 +167,8 @@ class Oc20Lmdb(Dataset[Data]):
             try:
                 record = self._record(self._fields(index), index)
             except ValueError as error:
-                reason = str(error).removeprefix(f"{self._where(index)}: ")
-                self.bad.append((self._where(index), reason))
+                reason = str(error).removeprefix(f"{self.where(index)}: ")
+                self.bad.append((self.where(index), reason))
             else:
                 kept.append(index)
                 counts.append(record.natoms)
@@ -180,7 +180,8 @@ class Oc20Lmdb(Dataset[Data]):
         keys = self._keys[shard]
         return self.shards[shard], keys[index - int(self._ends[shard]) + len(keys)]
 
-    def _where(self, index: int) -> str:
+    def where(self, index: int) -> str:
+        """File and key of a record of the whole source, as messages name it."""
         shard, key = self._locate(index)
         return f"{shard}: key '{key}'"
 
@@ -203,7 +204,7 @@ class Oc20Lmdb(Dataset[Data]):
         return fields
 
     def _record(self, fields: dict[str, Any], index: int) -> Data:
-        where = self._where(index)
+        where = self.where(index)
         try:
             record = make_record(
                 sid=fields.get("sid", self._locate(index)[1]),

@@ -1,0 +1,245 @@
+"""The download, against a local server: space, resuming, md5, unpacking in part."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import shutil
+import tarfile
+import threading
+from collections import namedtuple
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from oc20_files import old_record, write_lmdb
+
+from molflt.cli import main
+from molflt.data import download as module
+from molflt.data import open_dataset
+from molflt.data.download import download, unpack
+from molflt.data.splits import OC20_ARCHIVE, OC20_FILES, split_path
+
+INNER = OC20_ARCHIVE.inner
+
+
+class Server:
+    """Serves one archive; can cut connections, ignore ranges, and remembers the ranges asked."""
+
+    def __init__(self):
+        self.content = b""
+        self.cut = []  # bytes to send before dropping the connection, one entry per request
+        self.ranges = True
+        self.asked = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_HEAD(self):
+                self.answer(200, outer.content, head=True)
+
+            def do_GET(self):
+                wanted = self.headers.get("Range")
+                outer.asked.append(wanted)
+                if wanted and outer.ranges:
+                    start = int(wanted.removeprefix("bytes=").rstrip("-"))
+                    self.answer(206, outer.content[start:])
+                else:
+                    self.answer(200, outer.content)
+
+            def answer(self, status, body, head=False):
+                if self.path != f"/data/{OC20_ARCHIVE.name}":
+                    self.send_error(404)
+                    return
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                if not head:
+                    self.wfile.write(body[: outer.cut.pop(0)] if outer.cut else body)
+
+            def log_message(self, *args):
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}/data"
+        self.thread = threading.Thread(target=self.http.serve_forever, daemon=True)
+        self.thread.start()
+
+    def close(self):
+        self.http.shutdown()
+        self.http.server_close()
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
+    running = Server()
+    running.content = archive(tmp_path)
+    yield running
+    running.close()
+
+
+def archive(tmp_path, names=("10k/train", "all/val_id", "all/val_ood_ads"), extra=()):
+    """A small tar.gz in the layout of the official one."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w:gz") as tar:
+        for number, name in enumerate(names):
+            records = {str(i): old_record(10 * number + i) for i in range(2)}
+            lmdb = write_lmdb(tmp_path / "made" / f"{number}.lmdb", records)
+            tar.add(lmdb, f"{INNER}/{name}/data.lmdb")
+            add(tar, f"{INNER}/{name}/data.lmdb-lock", b"lock")
+        add(tar, "is2res_train_val_test_lmdbs/data/is2rs/all/train/data.lmdb", b"other task")
+        for member, content in extra:
+            add(tar, member, content)
+    return file.getvalue()
+
+
+def add(tar, member, content):
+    entry = member if isinstance(member, tarfile.TarInfo) else tarfile.TarInfo(member)
+    entry.size = len(content)
+    tar.addfile(entry, io.BytesIO(content))
+
+
+def md5(content):
+    return hashlib.md5(content).hexdigest()
+
+
+def get(server, directory, splits=("10k/train", "val_id"), **options):
+    options.setdefault("md5", md5(server.content))
+    download("oc20-is2re", directory, list(splits), base_url=server.url, **options)
+
+
+def test_only_wanted_splits_are_unpacked_and_readable(server, tmp_path, capsys):
+    target = tmp_path / "oc20"
+    words = ["data", "download", "oc20-is2re", str(target), "--splits", "10k/train", "val_id"]
+    assert main([*words, "--base_url", server.url, "--md5", md5(server.content)]) == 0
+    files = sorted(str(p.relative_to(target)) for p in target.rglob("*") if p.is_file())
+    assert files == ["is2re/10k/train/data.lmdb", "is2re/all/val_id/data.lmdb"]
+    assert [r.sid for r in open_dataset(split_path(target, "train"))] == [1000, 1001]
+    assert [r.sid for r in open_dataset(split_path(target, "val_id"))] == [1010, 1011]
+    out = capsys.readouterr().out
+    assert "0 bytes of it already here" in out and f"free in {target}" in out
+    asked = len(server.asked)
+    assert main([*words, "--base_url", server.url]) == 0
+    assert "already has 10k/train, all/val_id" in capsys.readouterr().out
+    assert len(server.asked) == asked
+
+
+def test_kept_archive_serves_more_splits_without_a_download(server, tmp_path):
+    get(server, tmp_path / "a", ["val_id"], keep_archive=True)
+    assert (tmp_path / "a" / OC20_ARCHIVE.name).read_bytes() == server.content
+    get(server, tmp_path / "a", ["val_id", "val_ood_ads"])
+    assert server.asked == [None]
+    assert (tmp_path / "a/is2re/all/val_ood_ads/data.lmdb").is_file()
+    assert not (tmp_path / "a" / OC20_ARCHIVE.name).exists()
+
+
+def test_interrupted_connections_are_continued(server, tmp_path):
+    size = len(server.content)
+    server.cut = [1000, 0, 500, 0, 0]
+    get(server, tmp_path / "a")
+    expected = [None, "bytes=1000-", "bytes=1000-", "bytes=1500-", "bytes=1500-", "bytes=1500-"]
+    assert server.asked == expected and size > 1500
+
+
+def test_an_earlier_calls_part_is_continued(server, tmp_path, capsys):
+    server.cut = [2000] + [0] * module._ATTEMPTS
+    with pytest.raises(OSError, match=r"cannot be downloaded; .*run the same command again"):
+        get(server, tmp_path / "a")
+    part = tmp_path / "a" / f"{OC20_ARCHIVE.name}.part"
+    assert part.read_bytes() == server.content[:2000]
+    server.asked.clear()
+    get(server, tmp_path / "a")
+    assert server.asked == ["bytes=2000-"] and not part.exists()
+    assert "2.0 kB of it already here" in capsys.readouterr().out
+
+
+def test_server_without_ranges_starts_over(server, tmp_path):
+    server.ranges = False
+    server.cut = [1000]
+    get(server, tmp_path / "a")
+    assert server.asked == [None, "bytes=1000-"]
+    assert (tmp_path / "a/is2re/10k/train/data.lmdb").is_file()
+
+
+def test_wrong_md5_is_refused_and_nothing_is_unpacked(server, tmp_path):
+    with pytest.raises(ValueError, match="expected md5 0000; got " + md5(server.content)):
+        get(server, tmp_path / "a", md5="0000")
+    assert list((tmp_path / "a").iterdir()) == []
+
+
+def test_damaged_part_is_found_by_the_md5(server, tmp_path):
+    part = tmp_path / "a" / f"{OC20_ARCHIVE.name}.part"
+    part.parent.mkdir()
+    part.write_bytes(b"x" * 700)
+    with pytest.raises(ValueError, match="the download was damaged"):
+        get(server, tmp_path / "a")
+    get(server, tmp_path / "a")
+    part.write_bytes(b"x" * (len(server.content) + 1))  # longer than the file: starts over
+    shutil.rmtree(tmp_path / "a" / "is2re")
+    get(server, tmp_path / "a")
+
+
+def test_full_disk_is_said_first_with_numbers(server, tmp_path, monkeypatch, capsys):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage(10**12, 0, 2 * 10**9))
+    with pytest.raises(ValueError, match=r"not enough disk: 5\.2 GB needed; 2\.0 GB free"):
+        get(server, tmp_path / "a", md5=OC20_ARCHIVE.md5)  # 1.35 + 3.8 GB unpacked
+    assert server.asked == []
+    assert "2.0 GB free" in capsys.readouterr().out
+
+
+def test_absent_file_and_server(server, tmp_path):
+    with pytest.raises(OSError, match=r"cannot be downloaded; .*Not Found"):
+        download("oc20-is2re", tmp_path / "a", ["val_id"], base_url=f"{server.url}/elsewhere")
+    server.close()
+    with pytest.raises(OSError, match=r"cannot be downloaded; .*refused"):
+        get(server, tmp_path / "a")
+
+
+@pytest.mark.parametrize("split", ["train", "val", "50k/train", "10k/val_id"])
+def test_unknown_splits(tmp_path, split):
+    with pytest.raises(ValueError, match=f"expected some of 10k/train, .*got '{split}'"):
+        download("oc20-is2re", tmp_path, [split])
+
+
+def link(name, to):
+    entry = tarfile.TarInfo(name)
+    entry.type, entry.linkname = tarfile.SYMTYPE, to
+    return entry
+
+
+def test_hostile_members_stay_outside(tmp_path):
+    outside = tmp_path / "outside"
+    extra = [
+        (f"{INNER}/all/val_id/../../../../../../../outside", b"x"),
+        ("../outside", b"x"),
+        (str(outside), b"x"),
+        (link(f"{INNER}/all/val_id/link", str(tmp_path)), b""),
+    ]
+    path = tmp_path / "some.tar.gz"
+    path.write_bytes(archive(tmp_path, ["all/val_id"], extra))
+    unpack(path, tmp_path / "in", ["all/val_id"], verify=False)
+    files = [str(p.relative_to(tmp_path / "in")) for p in (tmp_path / "in").rglob("*.*")]
+    assert files == ["is2re/all/val_id/data.lmdb"] and not outside.exists()
+
+
+def test_unpacked_sums_and_missing_splits(tmp_path, monkeypatch):
+    path = tmp_path / "some.tar.gz"
+    path.write_bytes(archive(tmp_path, ["all/val_id"]))
+    with pytest.raises(ValueError, match=r"all/val_id/data\.lmdb: expected md5 8e27674668a1ac43"):
+        unpack(path, tmp_path / "in", ["all/val_id"])
+    with pytest.raises(ValueError, match=f"holds no {INNER}/10k/train"):
+        unpack(path, tmp_path / "in", ["10k/train"])
+    assert list((tmp_path / "in").rglob("*")) == []
+    made = md5((tmp_path / "made/0.lmdb").read_bytes())
+    monkeypatch.setitem(OC20_FILES, "all/val_id", OC20_FILES["all/val_id"]._replace(md5=made))
+    unpack(path, tmp_path / "in", ["all/val_id"])
+    assert (tmp_path / "in/is2re/all/val_id/data.lmdb").is_file()
+
+
+@pytest.mark.parametrize("damage", [lambda c: c[: len(c) // 2], lambda c: b"not a tar" * 99])
+def test_damaged_archive(tmp_path, damage):
+    path = tmp_path / "some.tar.gz"
+    path.write_bytes(damage(archive(tmp_path, ["all/val_id"])))
+    with pytest.raises(ValueError, match=r"some\.tar\.gz: not a complete tar\.gz"):
+        unpack(path, tmp_path / "in", ["all/val_id"], verify=False)
+    assert list((tmp_path / "in").rglob("*")) == []

@@ -1,0 +1,168 @@
+"""molflt data inspect and convert, through the command line."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from matplotlib.figure import Figure
+from oc20_files import old_record, record, same, write_lmdb
+
+from molflt.cli import main
+from molflt.data import open_dataset
+from molflt.data.inspect import draw_structure, energy_histogram, summarize
+from molflt.data.store import write_store
+
+
+def as_json(capsys, *words):
+    assert main(["data", "inspect", *map(str, words), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)  # one object and nothing else
+    assert isinstance(found, dict)
+    return found
+
+
+def test_genuine_records(real_lmdb, capsys):
+    found = as_json(capsys, real_lmdb)
+    assert (found["systems"], found["atoms_total"], found["with_labels"]) == (20, 1695, 20)
+    assert sum(found["elements"].values()) == 1695 and found["elements"]["H"] == 198
+    assert found["tags"] == {"subsurface": 1189, "surface": 403, "adsorbate": 103}
+    assert found["unwrapped_atoms"] == 47
+    assert found["warnings"] == ["wrapped relaxed positions: unwrapped 47 of 506 free atoms"]
+    assert found["displacements_A"]["max"] == pytest.approx(4.1885, abs=1e-4)
+
+
+def test_text_has_units_and_picture(tmp_path, capsys):
+    path = tmp_path / "val_id.safetensors"
+    records = [record(i) for i in range(6)]
+    write_store(path, records)
+    picture = tmp_path / "new" / "look.png"
+    assert main(["data", "inspect", str(path), "--plot", str(picture)]) == 0
+    text = capsys.readouterr().out
+    energies = [float(item.y_relaxed) for item in records]
+    assert f"{min(energies):.3f} to {max(energies):.3f} eV" in text
+    for words in ("systems     6", "atoms       42 in all", "eV, mean", "Å, mean", str(picture)):
+        assert words in text
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and picture.stat().st_size > 10_000
+
+
+def test_warnings(tmp_path, capsys):
+    path = tmp_path / "user.safetensors"
+    strange = [
+        record(0, tags=None),
+        record(1, y_relaxed=None),
+        record(2, y_init=514.0),
+        record(3, pos_relaxed=None, sid=1002),
+    ]
+    write_store(path, strange)
+    found = as_json(capsys, path)
+    assert found["with_labels"] == 3 and found["with_relaxed_positions"] == 3
+    text = "\n".join(found["warnings"])
+    for words in (
+        "no tags: 1 of 4 systems",
+        "no labels: 1 of 4 systems",
+        "no relaxed positions: 1 of 4",
+        "absurd labels: |y_init| > 100 eV in 1 systems, for instance sid 1002 with 514.000 eV",
+        "repeated sids: 1 systems",
+    ):
+        assert words in text
+    assert len(found["warnings"]) == 5
+    write_store(path, [record(i) for i in range(3)])
+    assert as_json(capsys, path)["warnings"] == []
+
+
+def test_without_any_labels(tmp_path, capsys):
+    path = tmp_path / "test_id.safetensors"
+    write_store(path, [record(i, y_init=None, y_relaxed=None, pos_relaxed=None) for i in (1, 2)])
+    found = as_json(capsys, path, "--plot", tmp_path / "a.png")
+    assert found["with_labels"] == 0
+    assert found["energies_eV"] == {"y_init": None, "y_relaxed": None}
+    assert found["displacements_A"] is None and (tmp_path / "a.png").is_file()
+    assert main(["data", "inspect", str(path)]) == 0
+    assert "y_relaxed   unknown" in capsys.readouterr().out
+
+
+def bad_lmdb(tmp_path):
+    content = {str(i): old_record(i) for i in range(5)}
+    content["1"] = old_record(1, y_relaxed=math.nan)
+    content["3"] = b"damaged"
+    return write_lmdb(tmp_path / "data.lmdb", content)
+
+
+def test_bad_records_stop_or_are_listed(tmp_path, capsys):
+    path = bad_lmdb(tmp_path)
+    assert main(["data", "inspect", str(path)]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert f"{path}: key '1': sid 1001: y_relaxed must be a finite energy in eV" in error
+    found = as_json(capsys, path, "--skip_bad")
+    assert found["systems"] == 3
+    names = [item["name"] for item in found["left_out"]]
+    assert names == [f"{path}: key '1'", f"{path}: key '3'"]
+    assert found["left_out"][0]["reason"].startswith("sid 1001: y_relaxed must be")
+    assert "left out: 2 structures are not valid" in found["warnings"]
+
+
+def test_limit_and_wrong_options(tmp_path, capsys):
+    path = bad_lmdb(tmp_path)
+    assert as_json(capsys, path, "--limit", 1)["systems"] == 1
+    assert as_json(capsys, path, "--limit", 2, "--skip_bad")["systems"] == 2
+    for words in (["--limit", "0"], ["--plot", str(tmp_path / "a.pdf")]):
+        assert main(["data", "inspect", str(path), *words]) == 2
+    error = capsys.readouterr().err
+    assert "limit must be at least 1; got 0" in error and "file ending in .png" in error
+    assert main(["data", "inspect", str(tmp_path / "absent.lmdb")]) == 2
+    assert "absent.lmdb: no such file or folder" in capsys.readouterr().err
+
+
+def test_drawing_marks_what_it_says():
+    figure = Figure()
+    histogram, view = figure.subplots(1, 2)
+    structure = record(0)
+    draw_structure(view, structure, "side")
+    edges = sorted(patch.get_linewidth() for patch in view.patches)
+    hatched = [patch for patch in view.patches if patch.get_hatch()]
+    assert len(view.patches) == structure.natoms
+    assert edges.count(2.0) == int((structure.tags == 2).sum()) == 2
+    assert len(hatched) == int(structure.fixed.sum()) == 3
+    _, energies, _ = {}, {"y_relaxed": structure.y_relaxed.numpy()}, None
+    energy_histogram(histogram, energies)
+    assert sum(bar.get_height() for bar in histogram.patches) == 1
+    assert "eV" in histogram.get_xlabel() and "Å" in view.get_xlabel()
+
+
+def test_convert(tmp_path, capsys, real_lmdb):
+    store = tmp_path / "out" / "val.safetensors"
+    assert main(["data", "convert", str(real_lmdb), str(store), "--limit", "7"]) == 0
+    out = capsys.readouterr().out
+    assert "(2.9 MB) -> " in out and "7 structures" in out
+    assert "relaxed positions were stored in another periodic image; unwrapped" in out
+    original = open_dataset(real_lmdb)
+    converted = open_dataset(store)
+    assert len(converted) == 7 and converted.source == real_lmdb.name
+    for index, item in enumerate(converted):
+        same(original[index], item)
+
+
+def test_convert_leaves_out_bad_records_in_one_pass(tmp_path, capsys):
+    path, store = bad_lmdb(tmp_path), tmp_path / "a.safetensors"
+    assert main(["data", "convert", str(path), str(store)]) == 2
+    assert "sid 1001" in capsys.readouterr().err and not store.exists()
+    assert main(["data", "convert", str(path), str(store), "--skip_bad"]) == 0
+    error = capsys.readouterr().err
+    assert "left out 2 structures" in error and "key '3'" in error
+    assert [item.sid for item in open_dataset(store)] == [1000, 1002, 1004]
+    again = tmp_path / "b.safetensors"
+    assert main(["data", "convert", str(store), str(again)]) == 0
+    for a, b in zip(open_dataset(store), open_dataset(again), strict=True):
+        same(a, b)
+
+
+def test_convert_refuses_before_reading(tmp_path, capsys):
+    assert main(["data", "convert", str(bad_lmdb(tmp_path)), str(tmp_path / "a.lmdb")]) == 2
+    assert "ends in .safetensors; got '.lmdb'" in capsys.readouterr().err
+
+
+def test_everything_bad(tmp_path):
+    path = write_lmdb(tmp_path / "data.lmdb", {"0": b"damaged"})
+    with pytest.raises(ValueError, match=r"no valid structures; expected at least one: .*damaged"):
+        summarize(path, skip_bad=True)
