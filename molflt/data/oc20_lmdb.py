@@ -158,7 +158,7 @@ class Oc20Lmdb(Dataset[Data]):
 
     def _every(self, what: str) -> Iterator[int]:
         total = int(self._ends[-1])
-        disable = total < _FEW_RECORDS
+        disable = True if total < _FEW_RECORDS else None  # None: only on a terminal
         yield from tqdm(range(total), desc=f"{self.path.name}: {what}", disable=disable)
 
     def _leave_out_bad(self) -> None:
