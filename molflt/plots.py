@@ -216,7 +216,9 @@ def _parity_panel(axes: Axes, target: Array, energy: Array, low: float, high: fl
         axes.scatter(target, energy, s=9, alpha=0.5, color=BLUE, linewidths=0, zorder=2)
     else:
         box = (low, high, low, high)
-        density = axes.hexbin(target, energy, None, 60, "log", extent=box, mincnt=1, cmap="cividis")
+        density = axes.hexbin(
+            target, energy, gridsize=60, extent=box, bins="log", mincnt=1, cmap="cividis"
+        )
         densities.append(density)
     axes.set(xlim=(low, high), ylim=(low, high), aspect="equal")
     axes.grid(alpha=0.3)

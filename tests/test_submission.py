@@ -106,7 +106,7 @@ def test_splits_are_exactly_four(tmp_path: Path) -> None:
 
 
 def test_name_must_be_npz(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="must end in .npz; got '.json'"):
+    with pytest.raises(ValueError, match=r"must end in \.npz; got '.json'"):
         write_submission(tmp_path / "a.json", small(), any_counts=True)
 
 
