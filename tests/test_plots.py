@@ -91,7 +91,7 @@ def test_parity(tmp_path: Path, figures) -> None:
     assert first.get_title() == f"val_id: MAE {mae:.3f} eV (n = 500)"
     assert second.get_title() == "val_ood_ads: MAE 0.000 eV (n = 500)"
     assert first.get_xlim() == first.get_ylim() == second.get_xlim()
-    assert -5 < first.get_xlim()[0] and first.get_xlim()[1] < 2
+    assert first.get_xlim()[0] > -5 and first.get_xlim()[1] < 2
     assert texts(figures[0]) == ["1 outside"]
 
 
