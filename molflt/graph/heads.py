@@ -73,7 +73,7 @@ class EnergyReadout(nn.Module):
         super().__init__()
         self.mlp = nn.Sequential(nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, 1))
         self.factor = nn.Embedding(NUM_TAGS, 1)
-        nn.init.normal_(self.factor.weight, std=0.01)
+        nn.init.constant_(self.factor.weight, 0.1)
 
     def forward(self, h: Tensor, tags: Tensor, batch: Tensor, graphs: int) -> Tensor:
         """Tokens (atoms, dim), tags (atoms,), graph index (atoms,) -> energies (graphs,)."""
