@@ -210,13 +210,14 @@ class LastCheckpoint(Checkpoint):
             raise KeyboardInterrupt  # asked twice: do not wait for the step
         self.signum = signum
 
-    def _stopping(self, trainer: pl.Trainer) -> bool:
+    def _agreed_signal(self, trainer: pl.Trainer) -> int:
+        """The signal that any rank has received, or 0; all ranks call it at the same places."""
         if trainer.world_size == 1:
-            return self.signum != 0
+            return self.signum
+        # `signum` itself stays: a signal may arrive while the ranks are talking
         flag = torch.tensor(float(self.signum), device=trainer.strategy.root_device)
-        signum: Any = trainer.strategy.reduce(flag, reduce_op="max")
-        self.signum = int(signum)
-        return self.signum != 0
+        agreed: Any = trainer.strategy.reduce(flag, reduce_op="max")
+        return int(agreed)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, i: int
@@ -225,17 +226,17 @@ class LastCheckpoint(Checkpoint):
         if step >= trainer.max_steps:
             trainer.should_stop = True  # Lightning then validates, whatever the interval
         elif not _validates(trainer):
-            stopping = self._stopping(trainer)
-            if stopping or step % self.every == 0:
+            signum = self._agreed_signal(trainer)
+            if signum or step % self.every == 0:
                 self._save(trainer)
-            if stopping:
-                raise Interrupted(self.signum, step)
+            if signum:
+                raise Interrupted(signum, step)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.sanity_checking and trainer.global_step < trainer.max_steps:
             self._save(trainer, validation_due=True)
-            if self._stopping(trainer):
-                raise Interrupted(self.signum, trainer.global_step)
+            if signum := self._agreed_signal(trainer):
+                raise Interrupted(signum, trainer.global_step)
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         # several ranks may have different numbers of batches: they agree at the end
@@ -247,8 +248,8 @@ class LastCheckpoint(Checkpoint):
             return
         if trainer.global_step >= trainer.max_steps:
             self._save(trainer)
-        elif self._stopping(trainer):
-            raise Interrupted(self.signum, trainer.global_step)
+        elif signum := self._agreed_signal(trainer):
+            raise Interrupted(signum, trainer.global_step)
 
     def _save(self, trainer: pl.Trainer, validation_due: bool = False) -> None:
         self._validation_due = validation_due

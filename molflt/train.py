@@ -168,8 +168,10 @@ def train(config: Namespace) -> int:
         if _is_first_rank():
             print(f"\n{stop}; state saved; to go on: molflt train --resume {run}", file=sys.stderr)
         return 128 + stop.signum
-    except SystemExit as stop:  # Lightning's answer to a second Ctrl-C
-        raise KeyboardInterrupt from stop
+    except SystemExit as stop:
+        if isinstance(stop.__context__, KeyboardInterrupt):  # a second Ctrl-C, in Lightning's words
+            raise KeyboardInterrupt from stop
+        raise
     finally:
         if _is_first_rank():
             _draw_curve(run)
@@ -313,3 +315,5 @@ def _silence_lightning() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=PossibleUserWarning)
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # of Lightning's own making
+    # its replacement also broadcasts buffers once more and is not in every release we support
+    warnings.filterwarnings("ignore", message=".*`broadcast_buffers` is deprecated.*")

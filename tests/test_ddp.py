@@ -1,11 +1,14 @@
 """Two processes on the CPU: the metrics of one, each system counted once, and the same resume."""
 
 import csv
+import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny_run import arguments, config, last_state, run_command, write_data
 
+from molflt.callbacks import LastCheckpoint
 from molflt.train import train
 
 if not torch.distributed.is_available():
@@ -65,3 +68,19 @@ def test_two_processes_train_on_twice_as_many_systems(both):
     longer = rows(both[0].parent / "long", "train_mae_eV")[-1]
     ours = rows(two, "train_mae_eV")[-1]
     assert float(ours["train_mae_eV"]) == pytest.approx(float(longer["train_mae_eV"]), rel=1e-9)
+
+
+def test_a_signal_that_arrives_while_ranks_agree_is_not_lost(tmp_path):
+    callback = LastCheckpoint(tmp_path, every=10)
+
+    class Strategy:
+        root_device = torch.device("cpu")
+
+        def reduce(self, flag, reduce_op):
+            agreed = flag.clone()
+            callback._note(signal.SIGTERM, None)  # too late for this step
+            return agreed
+
+    trainer = SimpleNamespace(world_size=2, strategy=Strategy())
+    assert callback._agreed_signal(trainer) == 0
+    assert callback.signum == signal.SIGTERM

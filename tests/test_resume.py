@@ -94,7 +94,7 @@ def crash_at(monkeypatch, method, step):
 
 def test_kill_nine_in_mid_epoch_then_resume_gives_the_same_weights(data, tmp_path):
     """A real SIGKILL to a real process."""
-    steps = 150
+    steps = 120
     options = [*STATEFUL, f"--trainer.max_steps={steps}"]
     reference = tmp_path / "reference"
     train(config(data, reference, *options))
@@ -107,7 +107,7 @@ def test_kill_nine_in_mid_epoch_then_resume_gives_the_same_weights(data, tmp_pat
         stderr=subprocess.DEVNULL,
     )
     metrics = run / "metrics.csv"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not (metrics.exists() and metrics.read_text().count("\n") > 9):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.002)
@@ -188,7 +188,7 @@ def test_ctrl_c_in_a_terminal(data, tmp_path):
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not (run / "checkpoints" / "last.ckpt").exists():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
@@ -199,6 +199,23 @@ def test_ctrl_c_in_a_terminal(data, tmp_path):
     assert "Traceback" not in errors
     assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert load_run(run, "last")[1]["trainer"]["max_steps"] == 100000
+
+
+def test_a_second_signal_does_not_wait_for_the_step(data, tmp_path, monkeypatch, capsys):
+    run = tmp_path / "run"
+    original = IS2RETask.training_step
+
+    def signalling(self, batch, index):
+        if self.global_step == 9:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(self, batch, index)
+
+    monkeypatch.setattr(IS2RETask, "training_step", signalling)
+    assert main(["train", *arguments(data, run, *STATEFUL, "--trainer.max_steps=30")]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "molflt: interrupted"
+    assert last_state(run)["global_step"] == 8
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
 def test_more_steps_may_be_asked_for_and_nothing_else(data, tmp_path):

@@ -155,8 +155,6 @@ class IS2REData(pl.LightningDataModule):
             num_workers=self.workers,
             persistent_workers=self.workers > 0,
             pin_memory=torch.cuda.is_available(),
-            # without its own generator a loader draws from the global one, which training uses
-            generator=torch.Generator().manual_seed(self.seed),
         )
 
 
