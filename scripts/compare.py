@@ -1,0 +1,231 @@
+"""FLT against Performer against softmax with and without mask: mean and sd over seeds.
+
+    python scripts/compare.py --config configs/demo.yaml --out runs/compare --jobs 2
+    python scripts/compare.py ... -- --trainer.max_steps 600      # more options for every training
+
+Trains every variant with every seed, evaluates the four validation splits, and writes
+comparison.md, .csv and .json. Started again, it goes on where it was stopped and repeats nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from tqdm import tqdm
+
+from molflt.data.splits import VAL_SPLITS
+from molflt.train import load_run
+
+VARIANTS = {
+    "flt": ["--model.mixing=linear", "--model.position=spectral"],
+    "performer": ["--model.mixing=linear", "--model.position=none"],
+    "softmax-mask": ["--model.mixing=softmax", "--model.position=spectral"],
+    "softmax": ["--model.mixing=softmax", "--model.position=none"],
+}
+
+
+def job_of(options: argparse.Namespace, variant: str, seed: int) -> dict:
+    """What makes a run what it is; kept beside it, so that no other run is taken for it."""
+    return {
+        "config": str(options.config),
+        "sha256": hashlib.sha256(options.config.read_bytes()).hexdigest(),
+        "words": [*VARIANTS[variant], f"--seed={seed}", *options.words],
+    }
+
+
+def prepare(run: Path, job: dict) -> None:
+    """Notes the job in a new folder, or checks that the folder belongs to it.
+
+    Raises:
+        ValueError: if the folder holds a run with other options.
+    """
+    note = run / "job.json"
+    if note.exists() and json.loads(note.read_text()) != job:
+        raise ValueError(
+            f"{note}: this run was made with other options or another {job['config']}; choose "
+            "another --out, or remove it"
+        )
+    run.mkdir(parents=True, exist_ok=True)
+    note.write_text(json.dumps(job, indent=1) + "\n")
+
+
+def work(run: Path, job: dict, threads: int) -> None:
+    """Trains, or goes on training, and evaluates one run.
+
+    Raises:
+        RuntimeError: with the last line of the log, if either fails.
+    """
+    if (run / "results.json").exists():
+        return
+    train = ["train", "--config", job["config"], "--run", str(run), *job["words"]]
+    if (run / "checkpoints" / "last.ckpt").exists():
+        train = ["train", "--resume", str(run)]
+    else:
+        shutil.rmtree(run / "checkpoints", ignore_errors=True)  # stopped before the first
+    evaluate = ["evaluate", str(run), "--splits", *VAL_SPLITS]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    with open(run / "log.txt", "a") as log:
+        for words in (train, evaluate):
+            command = [sys.executable, "-m", "molflt", *words]
+            done = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)
+            if done.returncode != 0:
+                last = (run / "log.txt").read_text().strip().splitlines()[-1:]
+                raise RuntimeError(
+                    f"{run}: molflt {words[0]} exited with {done.returncode}: {last}"
+                )
+
+
+def collect(out: Path, variants: list[str], seeds: list[int]) -> list[dict]:
+    """One row per finished run and split: MAE and baseline in eV, EwT in percent."""
+    rows = []
+    for variant in variants:
+        for seed in seeds:
+            path = out / variant / f"seed{seed}" / "results.json"
+            for split, result in json.loads(path.read_text()).items() if path.exists() else ():
+                row = {
+                    "variant": variant,
+                    "seed": seed,
+                    "split": split,
+                    "energy_mae_eV": result["energy_mae"],
+                    "ewt_percent": 100 * result["energy_within_threshold"],
+                    "baseline_mae_eV": result["baseline_mae"],
+                    "n": result["n"],
+                }
+                rows.append(row)
+    return rows
+
+
+def summarize(rows: list[dict], out: Path) -> dict:
+    """Mean and standard deviation over seeds, per variant and split; and sizes of the models."""
+    summary: dict = {}
+    for variant in dict.fromkeys(row["variant"] for row in rows):
+        own = [row for row in rows if row["variant"] == variant]
+        seeds = sorted({row["seed"] for row in own})
+        model, _ = load_run(out / variant / f"seed{seeds[0]}")
+        splits = {}
+        for split in dict.fromkeys(row["split"] for row in own):
+            part = [row for row in own if row["split"] == split]
+            splits[split] = {
+                name: {"mean": statistics.fmean(values), "sd": spread(values)}
+                for name in ("energy_mae_eV", "ewt_percent")
+                for values in [[row[name] for row in part]]
+            }
+        parameters = sum(p.numel() for p in model.parameters())
+        summary[variant] = {"parameters": parameters, "seeds": seeds, "splits": splits}
+    return summary
+
+
+def spread(values: list[float]) -> float | None:
+    """Sample standard deviation; None from a single seed."""
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
+def table(summary: dict, rows: list[dict]) -> str:
+    """Markdown: MAE in eV per split, EwT of val_id, and the ratio that FLT is judged by."""
+    head = [
+        "variant",
+        "parameters",
+        "seeds",
+        *(f"{s} MAE, eV" for s in VAL_SPLITS),
+        "val_id EwT, %",
+    ]
+    lines = [head, ["---"] * len(head)]
+    for variant, entry in summary.items():
+        cells = [number(entry["splits"][split]["energy_mae_eV"], 4) for split in VAL_SPLITS]
+        ewt = number(entry["splits"]["val_id"]["ewt_percent"], 1)
+        count = str(len(entry["seeds"]))
+        lines.append([variant, f"{entry['parameters']:,}", count, *cells, ewt])
+    baseline = {row["split"]: f"{row['baseline_mae_eV']:.4f}" for row in rows}
+    lines.append(["training median", "", "", *(baseline[split] for split in VAL_SPLITS), ""])
+    text = "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    if {"flt", "performer"} <= summary.keys():
+        mae = {
+            name: summary[name]["splits"]["val_id"]["energy_mae_eV"]["mean"]
+            for name in ("flt", "performer")
+        }
+        text += f"\nval_id MAE, FLT / Performer: {mae['flt'] / mae['performer']:.3f}\n"
+    return text
+
+
+def number(value: dict, digits: int) -> str:
+    text = f"{value['mean']:.{digits}f}"
+    return text if value["sd"] is None else f"{text} ± {value['sd']:.{digits}f}"
+
+
+def write(out: Path, variants: list[str], seeds: list[int]) -> None:
+    """Writes and prints the comparison of all runs that are finished."""
+    rows = collect(out, variants, seeds)
+    if not rows:
+        return
+    summary = summarize(rows, out)
+    text = table(summary, rows)
+    (out / "comparison.md").write_text(text)
+    (out / "comparison.json").write_text(json.dumps(summary, indent=2) + "\n")
+    with open(out / "comparison.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    print(text)
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """Options of the script; what follows -- goes to every training."""
+    words = sys.argv[1:] if words is None else words
+    cut = words.index("--") if "--" in words else len(words)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", type=Path, default=Path("configs/demo.yaml"))
+    parser.add_argument("--out", type=Path, default=Path("runs/compare"))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=1, help="trainings at the same time")
+    parser.add_argument("--threads", type=int, default=1, help="of each training")
+    options = parser.parse_args(words[:cut])
+    options.words = words[cut + 1 :]
+    return options
+
+
+def main(words: list[str] | None = None) -> int:
+    """Runs what is not finished; returns 1 if a run failed."""
+    options = parse(words)
+    try:
+        # seeds outside, so that a comparison stopped early has all variants
+        jobs = {
+            options.out / variant / f"seed{seed}": job_of(options, variant, seed)
+            for seed in options.seeds
+            for variant in options.variants
+        }
+        for run, job in jobs.items():
+            prepare(run, job)
+    except (ValueError, OSError) as error:
+        print(f"compare.py: error: {error}", file=sys.stderr)
+        return 2
+    failed = False
+    with ThreadPoolExecutor(options.jobs) as pool:
+        waiting = [pool.submit(work, run, job, options.threads) for run, job in jobs.items()]
+        try:
+            for done in tqdm(as_completed(waiting), total=len(waiting), unit=" runs"):
+                if done.exception() is not None:
+                    failed = True
+                    tqdm.write(str(done.exception()), file=sys.stderr)
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            print("interrupted; start again with the same options to go on", file=sys.stderr)
+            return 130
+    write(options.out, options.variants, options.seeds)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""scripts/compare.py: its statistics, and that it repeats nothing; trainings are stood in for."""
+
+import importlib.util
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from molflt.data.splits import VAL_SPLITS
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "compare.py"
+
+
+class Trainings:
+    """Takes the place of `subprocess.run`: notes each command, and leaves what it would leave."""
+
+    def __init__(self) -> None:
+        self.commands: list[list[str]] = []
+        self.broken = ""
+
+    def __call__(self, command, **_) -> SimpleNamespace:
+        words = command[3:]
+        self.commands.append(words)
+        if self.broken and self.broken in " ".join(words):
+            return SimpleNamespace(returncode=2)
+        if words[0] == "evaluate":
+            run = Path(words[1])
+            seed = int(run.name.removeprefix("seed"))
+            mae = {"flt": 0.2, "performer": 0.5}[run.parent.name] + 0.01 * seed
+            row = {"energy_mae": mae, "energy_within_threshold": 0.04 * seed, "baseline_mae": 1.1}
+            (run / "results.json").write_text(json.dumps({s: {**row, "n": 9} for s in VAL_SPLITS}))
+        return SimpleNamespace(returncode=0)
+
+
+@pytest.fixture
+def compare(monkeypatch):
+    spec = importlib.util.spec_from_file_location("compare", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=Trainings()))
+    monkeypatch.setattr(module, "load_run", lambda run: (torch.nn.Linear(9, 1), {}))
+    return module
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    (tmp_path / "c.yaml").write_text("seed: 0\n")
+    options = ["--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "out")]
+    return [*options, "--variants", "flt", "performer", "--seeds", "0", "1", "2"]
+
+
+def test_mean_and_spread(compare, words, tmp_path, capsys) -> None:
+    assert compare.main([*words, "--", "--trainer.max_steps=7"]) == 0
+    trainings = compare.subprocess.run.commands
+    assert len(trainings) == 12
+    first = trainings[0]
+    assert first[0] == "train" and "--trainer.max_steps=7" in first and "--seed=0" in first
+    assert "--model.position=spectral" in first
+    text = capsys.readouterr().out
+    assert text.strip() == (tmp_path / "out" / "comparison.md").read_text().strip()
+    # 0.2, 0.21, 0.22 eV: sample standard deviation 0.01; EwT 0, 4, 8 %
+    flt = next(line for line in text.splitlines() if line.startswith("| flt"))
+    cells = ["10", "3", *["0.2100 ± 0.0100"] * 4, "4.0 ± 4.0"]
+    assert [cell.strip() for cell in flt.split("|")[2:-1]] == cells
+    assert "FLT / Performer: 0.412" in text  # 0.21 / 0.51
+    summary = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert summary["performer"]["splits"]["val_id"]["energy_mae_eV"]["mean"] == pytest.approx(0.51)
+    assert len((tmp_path / "out" / "comparison.csv").read_text().splitlines()) == 1 + 2 * 3 * 4
+
+
+def test_nothing_is_repeated(compare, words, tmp_path) -> None:
+    compare.subprocess.run.broken = "evaluate " + str(tmp_path / "out" / "flt" / "seed1")
+    assert compare.main(words) == 1
+    compare.subprocess.run.broken = ""
+    compare.subprocess.run.commands.clear()
+    run = tmp_path / "out" / "flt" / "seed1"
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints" / "last.ckpt").touch()
+    assert compare.main(words) == 0
+    done = compare.subprocess.run.commands
+    assert done == [
+        ["train", "--resume", str(run)],
+        ["evaluate", str(run), "--splits", *VAL_SPLITS],
+    ]
+
+
+def test_other_options_are_not_taken_for_the_same_run(compare, words, capsys) -> None:
+    assert compare.main(words) == 0
+    compare.subprocess.run.commands.clear()
+    assert compare.main([*words, "--", "--model.dim=8"]) == 2
+    assert "made with other options" in capsys.readouterr().err
+    Path(words[1]).write_text("seed: 1\n")
+    assert compare.main(words) == 2
+    assert compare.main(["--config", "nothing.yaml"]) == 2
+    assert compare.subprocess.run.commands == []
+
+
+def test_a_single_seed_has_no_spread(compare, words, capsys) -> None:
+    assert compare.main([*words, "--seeds", "2"]) == 0
+    assert "| 0.2200 |" in capsys.readouterr().out
