@@ -301,6 +301,16 @@ def test_sample_energies_follow_from_the_stored_positions(sample, split: str) ->
         )
 
 
+@pytest.mark.parametrize(("split", "index"), [("train", 0), ("val_ood_both", 3)])
+def test_sample_can_be_made_again(sample, split: str, index: int) -> None:  # type: ignore[no-untyped-def]
+    stored, again = sample[split][index], emt_systems.relax_system(0, split, index).fields
+    assert stored.sid == again["sid"]
+    assert stored.atomic_numbers.tolist() == again["atomic_numbers"].tolist()
+    # Other processors and versions round differently, which a relaxation amplifies a little.
+    np.testing.assert_allclose(stored.pos.numpy(), again["pos"], atol=1e-3)
+    assert float(stored.y_relaxed) == pytest.approx(again["y_relaxed"], abs=1e-2)
+
+
 def test_card_has_the_checksums_and_the_size_is_kept() -> None:
     card = (SAMPLE / "README.md").read_text(encoding="utf-8")
     files = {p.name: p for p in SAMPLE.glob("*.safetensors")}
