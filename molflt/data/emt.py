@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["make_emt"]
 
 # Raise when the same seed would give other systems: an interrupted run must not mix the two.
-GENERATOR_VERSION = 1
+GENERATOR_VERSION = 3
 SETTINGS = "emt.json"
 PARTS = ".parts"
 SYSTEMS_PER_PART = 25

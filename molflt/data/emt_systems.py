@@ -58,14 +58,18 @@ VACUUM = 8.0  # Å on each side of the slab; EMT's neighbour search ends below 6
 FORCE_TOLERANCE = 0.05  # eV/Å
 MAX_STEPS = 300
 MAX_STEP = 0.1  # Å; BFGS, as LBFGS climbs where EMT is not convex: 22 of 30 trials converged
-# First contact in units of the sum of the covalent radii. From close by, every molecule falls into
-# the same wells and its name alone gives the energy; from further out it depends on the geometry.
-CONTACT = (1.1, 1.8)
+# Distance at the start, in units of the sum of the covalent radii. From close by (1.0), every molecule
+# falls into the same wells and its name alone gives the energy; from far away (2.2) most stay unbound.
+CONTACT = (1.0, 2.2)
+# Where a molecule comes apart depends on its start in a way no model can follow, so the initial
+# structure is taken after it has settled on the frozen slab, and is then rattled.
+SETTLED = 0.1  # eV/Å
+RATTLE = 0.1  # Å, standard deviation of each coordinate of the adsorbate
 MAX_ENERGY = 10.0  # eV, relaxed
 MAX_START_ENERGY = 20.0  # eV, unrelaxed
 BOND = 1.3  # a bond: closer than this times the sum of the covalent radii
 SCATTERED = 5.0  # Å between two atoms that were bonded in the gas phase
-DESORBED = 3.5  # Å between the adsorbate and the nearest atom of the slab
+DESORBED = 6.0  # Å between the adsorbate and the nearest atom of the slab: beyond EMT's reach
 MAX_SHIFT = 2.0  # Å, largest displacement of an atom of the slab
 REJECTIONS = ("not_converged", "energy", "scattered", "desorbed", "reconstructed")
 MAX_ATTEMPTS = 50
@@ -83,7 +87,7 @@ class System(NamedTuple):
     rejected: np.ndarray
 
 
-def _relax(atoms: Atoms) -> tuple[float, float, bool]:
+def _relax(atoms: Atoms, tolerance: float = FORCE_TOLERANCE) -> tuple[float, float, bool]:
     """Relax in place; returns energy before and after in eV, and whether it converged."""
     from ase.calculators.emt import EMT
     from ase.optimize import BFGS
@@ -91,7 +95,7 @@ def _relax(atoms: Atoms) -> tuple[float, float, bool]:
     atoms.calc = EMT()
     start = float(atoms.get_potential_energy())
     optimizer = BFGS(atoms, logfile=None, maxstep=MAX_STEP)
-    converged = bool(optimizer.run(fmax=FORCE_TOLERANCE, steps=MAX_STEPS))
+    converged = bool(optimizer.run(fmax=tolerance, steps=MAX_STEPS))
     return start, float(atoms.get_potential_energy()), converged
 
 
@@ -172,6 +176,19 @@ def _place(rng: np.random.Generator, slab: Atoms, molecule: Atoms) -> Atoms:
     return system
 
 
+def _settle(rng: np.random.Generator, system: Atoms) -> bool:
+    """Relax the adsorbate alone, then rattle it; returns whether it converged."""
+    from ase.constraints import FixAtoms
+
+    mine = system.get_tags() == 2
+    constraints = system.constraints
+    system.set_constraint(FixAtoms(mask=~mine))
+    _, _, converged = _relax(system, SETTLED)
+    system.set_constraint(constraints)
+    system.positions[mine] += rng.normal(scale=RATTLE, size=(int(mine.sum()), 3))
+    return converged
+
+
 def _rejection(
     start: np.ndarray, relaxed: Atoms, molecule: Atoms, energies: tuple[float, float], slab: int
 ) -> str | None:
@@ -204,6 +221,8 @@ def _attempt(rng: np.random.Generator, split: str, sid: int) -> dict[str, Any] |
     if not converged:
         return "not_converged"
     system = _place(rng, slab, molecule)
+    if not _settle(rng, system):
+        return "not_converged"
     start = system.positions.copy()
     before, after, converged = _relax(system)
     if not converged:
@@ -234,7 +253,7 @@ def relax_system(seed: int, split: str, index: int) -> System:
     A draw is refused, and the next one of the same (seed, split, index) taken, when the slab or
     the system needs more than 300 BFGS steps to reach 0.05 eV/Å, when |y_relaxed| > 10 eV or
     |y_init| > 20 eV, when two bonded atoms of the adsorbate end more than 5 Å apart, when the
-    adsorbate ends more than 3.5 Å from the slab, or when an atom of the slab moves by more than
+    adsorbate ends more than 6 Å from the slab, or when an atom of the slab moves by more than
     2 Å. Dissociation as such is kept: with EMT most molecules come apart on most surfaces.
 
     Args:

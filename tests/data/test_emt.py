@@ -150,7 +150,8 @@ def test_damaged_part_is_made_again(
 
 
 def test_other_settings_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "emt.json").write_text('{"generator": 1, "seed": 0, "train": 5, "val": 2}')
+    settings = {"generator": emt.GENERATOR_VERSION, "seed": 0, "train": 5, "val": 2}
+    (tmp_path / "emt.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match=r"other settings: seed 0 \(now 1\), train 5 \(now 6\);"):
         make_emt(tmp_path, train=6, val=2, seed=1)
     (tmp_path / "emt.json").write_text("[]")
@@ -201,6 +202,26 @@ def test_adsorbate_is_lowered_to_first_contact(name: str) -> None:
         )  # no image in reach
 
 
+def test_adsorbate_settles_on_a_frozen_slab(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(3)
+    slab = emt_systems._draw_slab(rng, ("Ni",), single_atom=False)
+    system = emt_systems._place(rng, slab, molecule("OH"))
+    placed, fixed = system.positions.copy(), system.constraints[0].index.copy()
+    monkeypatch.setattr(emt_systems, "RATTLE", 0.0)
+    assert emt_systems._settle(rng, system)
+    np.testing.assert_array_equal(system.positions[:-2], placed[:-2])
+    np.testing.assert_array_equal(system.constraints[0].index, fixed)
+    system.calc = EMT()
+    forces = system.get_forces(apply_constraint=False)
+    assert np.linalg.norm(forces[-2:], axis=1).max() <= emt_systems.SETTLED + 1e-9
+
+    settled = system.positions.copy()
+    monkeypatch.setattr(emt_systems, "RATTLE", 0.1)
+    assert emt_systems._settle(rng, system)
+    shift = system.positions - settled
+    assert not shift[:-2].any() and 0.01 < np.abs(shift[-2:]).max() < 0.6
+
+
 def test_every_rule_of_refusal() -> None:
     gas = molecule("CO")
     slab = fcc111("Cu", (2, 2, 3), vacuum=8.0, periodic=True)
@@ -220,7 +241,7 @@ def test_every_rule_of_refusal() -> None:
 
     assert reason({}) is None
     assert reason({}, (25.0, -1.0)) == reason({}, (1.0, float("nan"))) == "energy"
-    up = (0.0, 0.0, 2.5)
+    up = (0.0, 0.0, 5.0)
     assert reason({n: up, n + 1: up}) == "desorbed"
     assert reason({n: (0.0, 0.0, 4.5)}) == "scattered"
     assert reason({0: (0.0, 0.0, 2.1)}) == "reconstructed"
