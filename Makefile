@@ -7,13 +7,14 @@ RUN    ?= runs/demo
 SPLITS := val_id val_ood_ads val_ood_cat val_ood_both
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint types format clean
+.PHONY: help env check demo test lint types format clean
 
 help:
 	@echo "make demo    train on the shipped sample and evaluate the four splits, into $(RUN)"
 	@echo "make test    all tests"
 	@echo "make lint    ruff check and format --check"
 	@echo "make types   mypy"
+	@echo "make check   whether the installed packages fit together"
 	@echo "make format  rewrite the files in ruff's format"
 	@echo "make env     only the environment, $(VENV)"
 	@echo "make clean   remove $(VENV) and caches (runs/ is kept)"
@@ -30,6 +31,9 @@ $(VENV)/.molflt: pyproject.toml constraints.txt
 $(VENV)/.molflt-dev: $(VENV)/.molflt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	@touch $@
+
+check: $(VENV)/.molflt-dev
+	$(BIN)/python -m pip check
 
 # An interrupted demo is continued and a finished one only evaluated again. When configs/demo.yaml has
 # changed since, the old run is moved aside, because it could only be continued as it was begun.
