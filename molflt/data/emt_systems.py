@@ -62,9 +62,9 @@ MAX_STEP = 0.1  # Å; BFGS, as LBFGS climbs where EMT is not convex: 22 of 30 tr
 # molecule falls into the same wells and its name alone gives the energy; from far away (2.2) most
 # stay unbound. The range makes energies a question of geometry.
 CONTACT = (1.0, 2.2)
-# Where a molecule comes apart depends on fine details of its start: shifts of 0.03 Å changed one
-# energy in six (contact 1.6) by more than 0.1 eV. So the initial structure is taken after the molecule has
-# settled on the frozen slab, and is then rattled.
+# Where a molecule comes apart depends on fine details of its start: from 1.6, shifts of 0.03 Å
+# changed one energy in six by more than 0.1 eV. So the initial structure is taken after the
+# molecule has settled on the frozen slab, and is then rattled.
 SETTLED = 0.1  # eV/Å
 RATTLE = 0.1  # Å, standard deviation of each coordinate of the adsorbate
 MAX_ENERGY = 10.0  # eV, relaxed

@@ -85,6 +85,20 @@ def test_energy_alone_in_any_batch_and_any_order(variant):
         torch.testing.assert_close(other, alone, **EXACT)
 
 
+@pytest.mark.filterwarnings("ignore:.*no atom with tag")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_structures_without_atoms(variant):
+    """The energy of nothing is the empty sum, and it leaves the rest of the batch alone."""
+    net = model(**VARIANTS[variant])
+    nothing = STRUCTURES[0].subgraph(torch.zeros(6, dtype=torch.bool))
+    nothing.natoms = 0
+    alone = predict(net, STRUCTURES[:1])["energy"]
+    for batch, place in (([nothing], []), ([nothing, STRUCTURES[0]], [1])):
+        energy = predict(net, batch)["energy"]
+        assert energy[0] == net.energy_mean
+        torch.testing.assert_close(energy[place], alone[: len(place)], **EXACT)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_atom_order(variant):
     net = model(**VARIANTS[variant])
