@@ -1,7 +1,7 @@
 """Batches of structures of similar size, as a pure function of seed and epoch.
 
 A dense batch pads every structure to the largest one in it, so similar sizes bound the waste, and a
-cap on padded atoms bounds the memory.
+cap on padded atoms bounds the memory. But a batch of one size is no random draw: see `bucket`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,6 @@ import numpy as np
 from torch.utils.data import Sampler
 
 __all__ = ["SizeBucketedBatchSampler", "TrainingStream"]
-
-# Batches per window that is sorted by size: enough to find similar sizes, few enough that a batch
-# stays a random draw where there are thousands of batches.
-WINDOW = 100
-
 
 class SizeBucketedBatchSampler(Sampler[list[int]]):
     """Cuts a data set into batches of similar size; every structure comes exactly once per pass.
@@ -31,6 +26,9 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
         max_atoms: most padded atoms in a batch, that is structures times the atoms of the largest;
             None for no cap.
         shuffle: draw the batches anew for every epoch.
+        bucket: with `shuffle`, how many random batches are pooled, sorted by size and cut again.
+            1 leaves random batches. More saves padding, but structures of one size have much else
+            in common, and gradients become noisier: measured in docs/results.md.
         seed: of the draws; a batch depends on `seed`, `epoch` and the sizes only.
         rank: index of this process.
         world: number of processes.
@@ -45,6 +43,7 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
         batch_size: int,
         max_atoms: int | None = None,
         shuffle: bool = False,
+        bucket: int = 1,
         seed: int = 0,
         rank: int = 0,
         world: int = 1,
@@ -54,6 +53,8 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
             raise ValueError(f"natoms must be (structures,), at least 1; got {self.natoms.shape}")
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1; got {batch_size}")
+        if bucket < 1:
+            raise ValueError(f"bucket must be at least 1; got {bucket}")
         if not 0 <= rank < world:
             raise ValueError(f"rank must be in 0..{world - 1}; got {rank}")
         if max_atoms is not None and self.natoms.max() > max_atoms:
@@ -65,6 +66,7 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
         self.batch_size = batch_size
         self.max_atoms = max_atoms
         self.shuffle = shuffle
+        self.bucket = bucket
         self.seed = seed
         self.epoch = 0
         self.rank = rank
@@ -76,7 +78,7 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
             return self._cut(np.argsort(self.natoms, kind="stable"))
         draw = np.random.default_rng([self.seed, epoch])
         order = draw.permutation(len(self.natoms))
-        width = WINDOW * self.batch_size
+        width = self.bucket * self.batch_size
         batches: list[np.ndarray] = []
         for start in range(0, len(order), width):
             window = order[start : start + width]

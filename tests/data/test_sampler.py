@@ -44,17 +44,19 @@ def test_ranks_share_an_evaluation_without_overlap(natoms, world):
     assert sorted(everything) == list(range(len(natoms)))
 
 
-def test_similar_sizes_keep_padding_small():
+def test_a_large_bucket_keeps_padding_small():
     natoms = np.random.default_rng(0).integers(20, 225, 3000)
 
     def padding(batches):
         padded = sum(natoms[b].max() * len(b) for b in batches)
         return padded / natoms.sum() - 1
 
-    shuffled = SizeBucketedBatchSampler(natoms, 32, shuffle=True).batches()
-    random = np.array_split(np.random.default_rng(1).permutation(3000), 94)
+    random, sorted_ = (
+        SizeBucketedBatchSampler(natoms, 32, shuffle=True, bucket=bucket).batches()
+        for bucket in (1, 100)
+    )
     assert padding(random) > 0.5
-    assert padding(shuffled) < 0.05
+    assert padding(sorted_) < 0.05
 
 
 def test_epochs_differ_and_repeat():
