@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from molflt.metrics import EWT_THRESHOLD
+
 if TYPE_CHECKING:
     import torch
     from matplotlib.axes import Axes
@@ -29,7 +31,6 @@ SERIES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, GREY, "black")
 
 MAX_POINTS = 2000  # more than these are drawn as a density
 MAX_BARS = 20
-EWT_THRESHOLD = 0.02  # eV
 
 Array = NDArray[np.float64]
 
@@ -298,7 +299,9 @@ def _distribution(axes: Axes, absolute: Mapping[str, Array]) -> None:
         ordered = np.append(ordered[0], ordered)  # each curve begins at 0 %
         axes.step(ordered, share, where="post", color=color, label=split)
     axes.axvline(EWT_THRESHOLD, color="black", linestyle="--", linewidth=1)
-    axes.text(EWT_THRESHOLD * 0.92, 99, "EwT: 0.02 eV", rotation=90, ha="right", va="top")
+    axes.text(
+        EWT_THRESHOLD * 0.92, 99, f"EwT: {EWT_THRESHOLD} eV", rotation=90, ha="right", va="top"
+    )
     axes.set_xscale("log")
     largest = max(float(np.quantile(values, 0.999)) for values in absolute.values())
     axes.set(xlim=(floor, max(2 * EWT_THRESHOLD, 1.2 * largest)), ylim=(0, 101))

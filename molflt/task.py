@@ -231,7 +231,7 @@ def displacement_error(displacement: Tensor, batch: Batch) -> Tensor:
 
 
 def energy_sums(energy: Tensor, target: Tensor) -> Tensor:
-    """Sum of |error|, of error^2, count of |error| < 0.02 eV and count: (4,) float64.
+    """Sum of |error|, of error^2, count of |error| < EWT_THRESHOLD and count: (4,) float64.
 
     Sums over batches and ranks add up to the metrics of the whole split (see `molflt.metrics`).
 

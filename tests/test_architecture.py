@@ -27,7 +27,7 @@ ADAPTERS = {"graph", "sequence", "image"}
 ALLOWED: dict[str, set[str]] = {
     "attention": set(),
     "data": set(),
-    "plots": set(),
+    "plots": {"metrics"},
     "metrics": set(),
     "options": set(),
     **{adapter: {"attention"} for adapter in ADAPTERS},

@@ -13,6 +13,7 @@ from torch.utils.data import Sampler
 
 __all__ = ["SizeBucketedBatchSampler", "TrainingStream"]
 
+
 class SizeBucketedBatchSampler(Sampler[list[int]]):
     """Cuts a data set into batches of similar size; every structure comes exactly once per pass.
 

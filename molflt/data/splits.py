@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 __all__ = [
-    "EWT_THRESHOLD",
     "OC20_ARCHIVE",
     "OC20_FILES",
     "OC20_NORMALIZER",
@@ -20,7 +19,6 @@ __all__ = [
 
 VAL_SPLITS = ("val_id", "val_ood_ads", "val_ood_cat", "val_ood_both")
 TEST_SPLITS = ("test_id", "test_ood_ads", "test_ood_cat", "test_ood_both")
-EWT_THRESHOLD = 0.02  # eV, |error| strictly below
 
 
 class Oc20File(NamedTuple):
