@@ -299,8 +299,7 @@ def _distribution(axes: Axes, absolute: Mapping[str, Array]) -> None:
         ordered = np.append(ordered[0], ordered)  # each curve begins at 0 %
         axes.step(ordered, share, where="post", color=color, label=split)
     axes.axvline(EWT_THRESHOLD, color="black", linestyle="--", linewidth=1)
-    label = f"EwT: {EWT_THRESHOLD} eV"
-    axes.text(EWT_THRESHOLD * 0.92, 99, label, rotation=90, ha="right", va="top")
+    axes.text(EWT_THRESHOLD, 99, f"EwT: {EWT_THRESHOLD} eV ", rotation=90, ha="right", va="top")
     axes.set_xscale("log")
     largest = max(float(np.quantile(values, 0.999)) for values in absolute.values())
     axes.set(xlim=(floor, max(2 * EWT_THRESHOLD, 1.2 * largest)), ylim=(0, 101))
