@@ -8,6 +8,7 @@ of every structure, its mean over structures, beside the MAE of the unturned str
 import argparse
 from pathlib import Path
 
+import numpy as np
 import torch
 from scipy.spatial.transform import Rotation
 from torch_geometric.data import Batch
@@ -47,9 +48,8 @@ def main() -> None:
             if about == "all":
                 turns = Rotation.random(options.rotations, rng=0)
             else:
-                turns = Rotation.from_euler(
-                    "z", torch.linspace(0, 360, options.rotations + 1)[1:].numpy(), degrees=True
-                )
+                angles = np.linspace(0, 360, options.rotations, endpoint=False)
+                turns = Rotation.from_euler("z", angles[:, None], degrees=True)
             turned = torch.stack(
                 [energies(model, structures, torch.from_numpy(t)) for t in turns.as_matrix()]
             )
