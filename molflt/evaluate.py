@@ -137,7 +137,7 @@ def predict(
     model, _ = load_run(run, checkpoint, device := resolve_device(device))
     dataset = _open(structures, skip_bad)
     found = infer(model, dataset, batch_size, device, structures.name)
-    _say_untagged(str(structures), found)
+    _say_doubts(str(structures), found)
     if out.suffix in (".csv", ".json"):
         from molflt.callbacks import write_atomically
 
@@ -217,7 +217,7 @@ def _is_oc20(datasets: Mapping[str, Any]) -> bool:
 
 def _say_what_is_missing(found: Mapping[str, Predictions]) -> None:
     for split, part in found.items():
-        _say_untagged(split, part)
+        _say_doubts(split, part)
         absent = int((~part.labeled).sum())
         if absent == len(part.energy):
             _warn(f"{split}: no labels; predicted only")
@@ -227,7 +227,12 @@ def _say_what_is_missing(found: Mapping[str, Predictions]) -> None:
             )
 
 
-def _say_untagged(name: str, part: Predictions) -> None:
+def _say_doubts(name: str, part: Predictions) -> None:
+    if part.unknown:
+        _warn(
+            f"{name}: {', '.join(part.unknown)} did not occur in training; energies of structures "
+            "with them mean nothing; train on data that have them"
+        )
     if part.untagged:
         _warn(
             f"{name}: {part.untagged} of {len(part.energy)} structures have no atom with a tag "

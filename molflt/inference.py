@@ -30,6 +30,7 @@ class Predictions:
         formula: Hill formula of each system.
         adsorbate: Hill formula of its atoms with tag 2, or "unknown".
         untagged: number of structures in which no atom has a tag above 0.
+        unknown: symbols of the elements that the model has not seen in training.
     """
 
     sid: NDArray[np.int64]
@@ -39,6 +40,7 @@ class Predictions:
     formula: list[str]
     adsorbate: list[str]
     untagged: int
+    unknown: list[str]
 
     @property
     def ids(self) -> NDArray[np.str_]:
@@ -102,6 +104,7 @@ def infer(model: nn.Module, dataset: Any, batch_size: int, device: str, name: st
     energy, target = np.empty(count), np.empty(count)
     formula, adsorbate = [""] * count, [""] * count
     untagged = 0
+    present: set[int] = set()
     # disable=None: no bar where stderr is a file
     bar = tqdm(total=count, desc=name, unit=" systems", leave=False, disable=None)
     with bar, torch.inference_mode(), warnings.catch_warnings():
@@ -111,13 +114,24 @@ def infer(model: nn.Module, dataset: Any, batch_size: int, device: str, name: st
             records = [dataset[i] for i in indices]
             batch = Batch.from_data_list(records).to(device)
             energy[indices] = _energies(model, batch, dataset.path)
+            present.update(batch.atomic_numbers.unique().tolist())
             for i, record in zip(indices, records, strict=True):
                 sid[i], natoms[i], target[i] = record.sid, record.natoms, float(record.y_relaxed)
                 formula[i] = _hill(record.atomic_numbers.numpy())
                 adsorbate[i] = _hill(record.atomic_numbers[record.tags == 2].numpy()) or UNKNOWN
                 untagged += not bool((record.tags > 0).any())
             bar.update(len(indices))
-    return Predictions(sid, natoms, energy, target, formula, adsorbate, untagged)
+    unknown = _unknown_elements(model, present)
+    return Predictions(sid, natoms, energy, target, formula, adsorbate, untagged, unknown)
+
+
+def _unknown_elements(model: nn.Module, present: set[int]) -> list[str]:
+    from ase.data import chemical_symbols
+
+    trained = getattr(model, "trained_elements", None)
+    if trained is None:
+        return []
+    return [chemical_symbols[number] for number in sorted(present) if not bool(trained[number])]
 
 
 def _energies(model: nn.Module, batch: Any, path: Path) -> NDArray[np.float64]:

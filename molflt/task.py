@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import numpy as np
@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch_geometric.data import Batch
 from torch_geometric.utils import scatter
 
+from molflt.data.augment import random_orthogonal, turn
 from molflt.metrics import EWT_THRESHOLD
 
 __all__ = ["IS2RETask", "energy_summary", "energy_sums", "lr_factor"]
@@ -39,6 +40,8 @@ class IS2RETask(pl.LightningModule):
         position_weight_final: w at the last step.
         energy_mean: eV, subtracted from energies in the loss; null: that of the training set.
         energy_std: eV, divides energies in the loss; null: that of the training set.
+        rotate: turn and mirror every training structure at random, about z (the surface normal)
+            or in all directions. FLT's random nodes are not rotation invariant; this teaches them.
         redraw_every: steps between draws of new random features; null keeps the first ones.
         seed: of dropout and of redrawn features.
 
@@ -58,6 +61,7 @@ class IS2RETask(pl.LightningModule):
         position_weight_final: float = 1.0,
         energy_mean: float | None = None,
         energy_std: float | None = None,
+        rotate: Literal["none", "z", "all"] = "none",
         redraw_every: int | None = None,
         seed: int = 0,
     ) -> None:
@@ -80,6 +84,7 @@ class IS2RETask(pl.LightningModule):
         self.position_weight_final = position_weight_final
         self.energy_mean = energy_mean
         self.energy_std = energy_std
+        self.rotate = rotate
         self.redraw_every = redraw_every
         self.seed = seed
         self.gradient_norm = float("nan")
@@ -110,6 +115,8 @@ class IS2RETask(pl.LightningModule):
         Raises:
             ValueError: if the loss is not finite; names step, sids and learning rate.
         """
+        if self.rotate != "none":
+            batch = turn(batch, random_orthogonal(batch.num_graphs, self.rotate))
         out = self.model(batch)
         energy, target = out["energy"], batch.y_relaxed
         _same_shape(energy, target)

@@ -1,6 +1,6 @@
 """FLT against Performer against softmax with and without mask: mean and sd over seeds.
 
-    python scripts/compare.py --config configs/demo.yaml --out runs/compare --jobs 2
+    python scripts/compare.py --config configs/compare.yaml --out runs/compare --jobs 2
     python scripts/compare.py ... -- --trainer.max_steps 600      # more options for every training
 
 Trains every variant with every seed, evaluates the four validation splits, and writes
@@ -185,7 +185,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", type=Path, default=Path("configs/demo.yaml"))
+    parser.add_argument("--config", type=Path, default=Path("configs/compare.yaml"))
     parser.add_argument("--out", type=Path, default=Path("runs/compare"))
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])

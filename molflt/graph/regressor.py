@@ -9,7 +9,7 @@ from torch_geometric.data import Batch
 
 from molflt.attention import Attention, Block, GaussianBasis, GaussianNodes, SpectralPosition, Stack
 from molflt.graph.dense import to_dense
-from molflt.graph.heads import AtomEmbedding, EnergyReadout, PositionHead
+from molflt.graph.heads import NUM_ELEMENTS, AtomEmbedding, EnergyReadout, PositionHead
 from molflt.graph.neighbors import neighbor_list
 
 
@@ -45,10 +45,13 @@ class EnergyRegressor(nn.Module):
 
     Attributes:
         energy_mean, energy_std: eV, buffers that turn the normalized output into eV.
+        trained_elements: (119,) bool, buffer: the atomic numbers seen in training. Embeddings of
+            other elements are random, and so are energies of structures that contain them.
     """
 
     energy_mean: Tensor
     energy_std: Tensor
+    trained_elements: Tensor
 
     def __init__(
         self,
@@ -106,6 +109,7 @@ class EnergyRegressor(nn.Module):
         self.position_head = PositionHead(dim, cutoff=neighbor_cutoff) if position_head else None
         self.register_buffer("energy_mean", torch.zeros((), dtype=torch.float64))
         self.register_buffer("energy_std", torch.ones((), dtype=torch.float64))
+        self.register_buffer("trained_elements", torch.zeros(NUM_ELEMENTS, dtype=torch.bool))
 
     def forward(self, batch: Batch) -> Mapping[str, Tensor]:
         """Predicts a batch.
@@ -121,6 +125,8 @@ class EnergyRegressor(nn.Module):
         neighbors = None
         if self.position_head is not None or self.embedding.num_basis:
             neighbors = neighbor_list(batch, self.neighbor_cutoff)
+        if self.training:
+            self.trained_elements[batch.atomic_numbers] = True
         dense = to_dense(batch, self.periodic, self.image_cutoff)
         tokens = self.embedding(batch.atomic_numbers, batch.tags, neighbors)
         x = tokens.new_zeros(*dense.mask.shape, tokens.shape[-1])

@@ -1,0 +1,51 @@
+"""Turned structures keep every distance, and matrices are what they say."""
+
+import numpy as np
+import pytest
+import torch
+from torch_geometric.data import Batch
+
+from molflt.data.augment import random_orthogonal, turn
+from molflt.data.records import make_record
+
+
+@pytest.mark.parametrize("about", ["z", "all"])
+def test_matrices_are_orthogonal_and_uniform(about):
+    torch.manual_seed(0)
+    matrices = random_orthogonal(20_000, about).double()
+    identity = torch.eye(3, dtype=torch.float64).expand_as(matrices)
+    torch.testing.assert_close(matrices @ matrices.mT, identity, rtol=0, atol=1e-5)
+    assert abs((torch.linalg.det(matrices) > 0).double().mean() - 0.5) < 0.02
+    mean = matrices.mean(dim=0)
+    if about == "z":
+        assert (matrices[:, 2] == torch.tensor([0.0, 0.0, 1.0])).all()
+        mean[2, 2] = 0.0
+    else:  # every entry of a Haar matrix has variance 1/3
+        assert (matrices.square().mean(dim=0) - 1 / 3).abs().max() < 0.01
+    assert mean.abs().max() < 0.02
+
+
+def test_distances_and_cells_turn_together():
+    rng = np.random.default_rng(0)
+    records = [
+        make_record(
+            pos=rng.normal(size=(n, 3)),
+            pos_relaxed=rng.normal(size=(n, 3)),
+            atomic_numbers=np.ones(n),
+            cell=np.diag([40.0, 41.0, 42.0]),
+            pbc=True,
+            sid=n,
+        )
+        for n in (3, 5)
+    ]
+    batch = Batch.from_data_list(records)
+    before = batch.pos.clone()
+    turned = turn(batch, random_orthogonal(2, "all"))
+    assert torch.equal(batch.pos, before)  # the original is left alone
+    assert (turned.pos - batch.pos).abs().max() > 0.1
+    for graph in range(2):
+        own = batch.batch == graph
+        old, new = (
+            torch.cat((b.pos[own], b.pos_relaxed[own], b.cell[graph])) for b in (batch, turned)
+        )
+        torch.testing.assert_close(torch.cdist(new, new), torch.cdist(old, old), rtol=0, atol=1e-4)
