@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from molflt.attention import (
     FEATURE_MAPS,
     MIXINGS,
+    POSITIONS,
     Attention,
     Block,
     GaussianBasis,
@@ -25,7 +26,7 @@ from molflt.attention import (
 )
 
 EXACT = {"rtol": 0.0, "atol": 1e-10}
-POSITION_CHOICES = ("none", "spectral")
+POSITION_CHOICES = ("none", *POSITIONS)
 SIZES = (7, 1, 12, 0, 5)  # tokens of the sequences in one batch: ragged, one token, none
 
 

@@ -5,6 +5,8 @@ Inputs are already scaled (x = q d^(-1/4)); keys outside `key_mask` get the feat
 leave the numerator and the normalizer alike.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -57,9 +59,13 @@ class FeatureMap(nn.Module):
         """
         if not self.random:
             return
-        rows = [self.draw(self.num_features, self.dim, generator) for _ in range(self.heads)]
         with torch.no_grad():
-            self.projection.copy_(torch.stack(rows))
+            self.projection.copy_(self._draw_rows(generator))
+
+    def _draw_rows(self, generator: torch.Generator | None = None) -> Tensor:
+        """One random matrix per head: (heads, m, dim) float64."""
+        rows = [self.draw(self.num_features, self.dim, generator) for _ in range(self.heads)]
+        return torch.stack(rows)
 
     def phi(self, x: Tensor) -> Tensor:
         """Features of tokens: (batch, heads, tokens, dim) -> (batch, heads, tokens, features)."""
@@ -135,11 +141,8 @@ class PositiveFeatures(ExponentialFeatures):
     def log_features(self, x: Tensor) -> Tensor:
         """w_s . x - |x|^2 / 2 - log(m) / 2."""
         projected = x @ self.projection.to(x.dtype).transpose(-1, -2)
-        shift = (
-            x.square().sum(dim=-1, keepdim=True) / 2
-            + torch.log(torch.tensor(self.num_features, dtype=x.dtype, device=x.device)) / 2
-        )
-        return projected - shift
+        shift = x.square().sum(dim=-1, keepdim=True) + math.log(self.num_features)
+        return projected - shift / 2
 
 
 class LearnableFeatures(ExponentialFeatures):
@@ -152,8 +155,7 @@ class LearnableFeatures(ExponentialFeatures):
         self, dim: int, heads: int, num_features: int = 64, projection: str = "orthogonal"
     ) -> None:
         super().__init__(dim, heads, num_features, projection)
-        rows = [self.draw(num_features, dim, None) for _ in range(heads)]
-        self.weight = nn.Parameter(torch.stack(rows).to(torch.get_default_dtype()))
+        self.weight = nn.Parameter(self._draw_rows().to(torch.get_default_dtype()))
 
     def log_features(self, x: Tensor) -> Tensor:
         """W x."""

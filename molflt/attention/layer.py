@@ -155,8 +155,7 @@ class Attention(nn.Module):
         if self.feature_map is None:
             raise RuntimeError("softmax attention has no features")
         with torch.autocast(query.device.type, enabled=False):
-            if query.dtype in (torch.float16, torch.bfloat16):
-                query, key = query.float(), key.float()
+            query, key = mixing.at_least_float32(query), mixing.at_least_float32(key)
             if encoding.factors is not None:
                 left, right = encoding.factors
                 query = torch.cat((left.to(query.dtype), query), dim=-1)

@@ -60,7 +60,7 @@ def quadratic(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         (batch, heads, queries, dv); rows whose normalizer is 0 are 0.
     """
     with torch.autocast(query.device.type, enabled=False):
-        query, key, full = _promote(query), _promote(key), _promote(value)
+        query, key, full = at_least_float32(query), at_least_float32(key), at_least_float32(value)
         weights = query @ key.transpose(-1, -2)
         return _divide(weights @ full, weights.sum(dim=-1, keepdim=True)).to(value.dtype)
 
@@ -71,13 +71,14 @@ def linear(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     Performer (arXiv:2009.14794), eq. 4. Arguments and result as for `quadratic`.
     """
     with torch.autocast(query.device.type, enabled=False):
-        query, key, full = _promote(query), _promote(key), _promote(value)
+        query, key, full = at_least_float32(query), at_least_float32(key), at_least_float32(value)
         context = key.transpose(-1, -2) @ full  # [b, h, m, dv]
         total = key.sum(dim=-2).unsqueeze(-1)  # [b, h, m, 1]
         return _divide(query @ context, query @ total).to(value.dtype)
 
 
-def _promote(x: Tensor) -> Tensor:
+def at_least_float32(x: Tensor) -> Tensor:
+    """Half precision to float32: it overflows exponentials and loses the phase of a few Å."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 

@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from molflt.attention.mixing import at_least_float32
 from molflt.attention.nodes import GaussianNodes
 from molflt.attention.spectra import GaussianBasis
 
@@ -46,7 +47,7 @@ class SpectralPosition(nn.Module):
     def bias(self, delta: Tensor) -> Tensor:
         """Exact mask: differences (batch, queries, keys, l) -> (batch, heads, queries, keys)."""
         with torch.autocast(delta.device.type, enabled=False):
-            return self.spectrum.mask(_full(delta))
+            return self.spectrum.mask(at_least_float32(delta))
 
     def factors(self, query_positions: Tensor, key_positions: Tensor) -> tuple[Tensor, Tensor]:
         """Fourier factors of the mask.
@@ -64,9 +65,12 @@ class SpectralPosition(nn.Module):
             # a b = product whatever a is; a = sqrt|product| minimizes the norms of both sides.
             left = (product.abs() + self.floor).sqrt()
             right = product / left
+            waves = _waves(query_positions, nodes)
+            same = key_positions is query_positions  # no images: the usual case, computed once
+            key_waves = waves if same else _waves(key_positions, nodes)
             return (
-                _waves(query_positions, nodes) * left.repeat(1, 2)[:, None],
-                _waves(key_positions, nodes) * right.repeat(1, 2)[:, None],
+                waves * left.repeat(1, 2)[:, None],
+                key_waves * right.repeat(1, 2)[:, None],
             )
 
     def radial_profile(self, distances: Tensor) -> Tensor:
@@ -80,14 +84,9 @@ class SpectralPosition(nn.Module):
         self.nodes.redraw_(generator)
 
 
-def _full(x: Tensor) -> Tensor:
-    """At least float32: half precision loses the phase of a few Å."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
 def _waves(positions: Tensor, nodes: Tensor) -> Tensor:
     """[cos, sin](2 pi xi_s . r_i): (batch, n, l), (heads, r, l) -> (batch, heads, n, 2r)."""
-    positions = _full(positions)
+    positions = at_least_float32(positions)
     phase = 2 * math.pi * torch.einsum("bnl,hsl->bhns", positions, nodes.to(positions.dtype))
     return torch.cat((phase.cos(), phase.sin()), dim=-1)
 
