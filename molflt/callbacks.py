@@ -18,7 +18,8 @@ import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint, TQDMProgressBar
 from torch import Tensor
 
-from molflt.checkpoint import save_weights, write_atomically
+from molflt.checkpoint import save_weights
+from molflt.files import write_atomically
 from molflt.task import IS2RETask, energy_summary
 
 __all__ = [

@@ -15,6 +15,7 @@ import numpy as np
 
 from molflt.data import open_dataset
 from molflt.data.splits import OC20_FILES, TEST_SPLITS, VAL_SPLITS, split_path
+from molflt.files import write_atomically
 from molflt.inference import Predictions, infer, resolve_device
 from molflt.report import (
     csv_text,
@@ -139,8 +140,6 @@ def predict(
     found = infer(model, dataset, batch_size, device, structures.name)
     _say_doubts(str(structures), found)
     if out.suffix in (".csv", ".json"):
-        from molflt.callbacks import write_atomically
-
         rows = _rows(found)
         text = csv_text(rows) if out.suffix == ".csv" else json.dumps(rows, indent=1) + "\n"
         write_atomically(out, text.encode())

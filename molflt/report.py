@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from molflt.data.splits import PUBLISHED, VAL_SPLITS
+from molflt.files import write_atomically
 from molflt.inference import Predictions
 from molflt.metrics import energy_mae, energy_within_threshold
 from molflt.plots import GroupError
@@ -232,8 +233,6 @@ def write_files(
             for group in members
         ]
         contents["errors_by_group.csv"] = csv_text(rows).encode()
-    from molflt.callbacks import write_atomically
-
     for name, content in contents.items():
         write_atomically(out / name, content)
     return [out / name for name in contents]

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from molflt.data.splits import OC20_FILES
+from molflt.files import write_atomically
 
 __all__ = ["SUBMISSION_SPLITS", "check_submission", "read_submission", "write_submission"]
 
@@ -36,8 +37,6 @@ def write_submission(path: Path, predictions: Predictions, *, any_counts: bool =
     path = Path(path)
     check_submission_name(path)
     arrays = check_submission(predictions, any_counts=any_counts)
-    from molflt.callbacks import write_atomically
-
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
     write_atomically(path, buffer.getvalue())

@@ -23,8 +23,9 @@ from lightning.pytorch.utilities.warnings import PossibleUserWarning
 
 from molflt import __version__
 from molflt.callbacks import Interrupted, LastCheckpoint, MetricsFile, StepBar
-from molflt.checkpoint import AtomicCheckpointIO, load_run, write_atomically
+from molflt.checkpoint import AtomicCheckpointIO, load_run
 from molflt.data.datamodule import IS2REData
+from molflt.files import write_atomically
 from molflt.graph.regressor import EnergyRegressor
 from molflt.task import IS2RETask
 

@@ -26,7 +26,8 @@ UNPICKLER = "molflt.data.oc20_pickle"
 ADAPTERS = {"graph", "sequence", "image"}
 ALLOWED: dict[str, set[str]] = {
     "attention": set(),
-    "data": set(),
+    "files": set(),
+    "data": {"files"},
     "plots": {"metrics"},
     "metrics": set(),
     "options": set(),

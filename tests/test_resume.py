@@ -20,7 +20,7 @@ from tiny_run import (
     write_data,
 )
 
-import molflt.checkpoint
+import molflt.files
 from molflt.cli import main
 from molflt.task import IS2RETask
 from molflt.train import build_parser, load_run, train
@@ -259,7 +259,7 @@ def test_full_disk_keeps_the_last_good_checkpoint(data, whole, tmp_path, monkeyp
         real(handle)
 
     with monkeypatch.context() as full:
-        full.setattr(molflt.checkpoint.os, "fsync", full_after_some)
+        full.setattr(molflt.files.os, "fsync", full_after_some)
         words = arguments(data, run, *STATEFUL, f"--trainer.max_steps={STEPS}")
         assert main(["train", *words]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if "molflt: error" in line]

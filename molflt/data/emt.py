@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from molflt.data.emt_systems import REJECTIONS, SIDS_PER_SPLIT, SPLITS, System, relax_system
+from molflt.files import write_atomically
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
@@ -117,7 +118,7 @@ def _claim(directory: Path, settings: dict[str, int]) -> None:
                     f"{_store_path(directory, split)}: already there, and not from make-emt "
                     f"(no {SETTINGS} beside it); choose another folder"
                 )
-        _write_text(path, json.dumps(settings, indent=1) + "\n")
+        write_atomically(path, (json.dumps(settings, indent=1) + "\n").encode())
         return
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -137,12 +138,6 @@ def _claim(directory: Path, settings: dict[str, int]) -> None:
             f"{directory}: begun with other settings: {words}; repeat those, or choose another "
             "folder"
         )
-
-
-def _write_text(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def _relax_parts(directory: Path, parts: list[Part], seed: int, workers: int) -> None:
@@ -256,7 +251,7 @@ def _join_parts(directory: Path, split: str, parts: list[Part], settings: dict[s
     path = directory / SETTINGS
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     found.setdefault("rejected", {})[split] = rejected
-    _write_text(path, json.dumps(found, indent=1) + "\n")
+    write_atomically(path, (json.dumps(found, indent=1) + "\n").encode())
 
 
 def _print_summary(directory: Path) -> None:
