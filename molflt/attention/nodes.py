@@ -1,33 +1,101 @@
-"""Nodes xi_s and weights c_s at which a spectrum is sampled: integral g ~= sum_s c_s g(xi_s)."""
+"""Nodes xi_s and weights c_s at which a spectrum is sampled: integral g ~= sum_s c_s g(xi_s).
+
+Monte Carlo by importance sampling: xi_s ~ p and c_s = 1 / (r p(xi_s)), FLT (arXiv:2302.01925),
+eqs. 4-5.
+"""
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from molflt.attention.kernels import ShiftInvariantKernel
 
-class GaussianNodes(nn.Module):
-    """Monte Carlo nodes xi = sigma eps, eps ~ N(0, I) fixed, sigma learnable per head.
 
-    Importance sampling with p = N(0, sigma^2 I): c_s = 1 / (r p(xi_s)), which makes the mask
-    estimate unbiased for every sigma. FLT (arXiv:2302.01925), eq. 5 and OC20 experiment.
+class Nodes(nn.Module):
+    """Base class of the node rules: random frequencies whose density p is known.
+
+    Attributes:
+        num_nodes: number of nodes r.
+        dim: dimension l of positions.
+    """
+
+    num_nodes: int
+    dim: int
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Returns nodes (heads, r, l) in cycles per unit of length and weights (heads, r)."""
+        raise NotImplementedError(f"{type(self).__name__} must override forward()")
+
+    def redraw_(self, generator: torch.Generator | None = None) -> None:
+        """Draws new nodes in place; give a generator seeded alike on every rank."""
+        raise NotImplementedError(f"{type(self).__name__} must override redraw_(generator)")
+
+    def log_density(self, xi: Tensor) -> Tensor:
+        """log p(xi), to judge by g / p how well the nodes fit a spectrum.
+
+        Args:
+            xi: frequencies (heads or 1, n, l), in cycles per unit of length.
+
+        Returns:
+            (heads, n).
+        """
+        raise NotImplementedError(f"{type(self).__name__} must override log_density(xi)")
+
+
+class GaussianNodes(Nodes):
+    """Monte Carlo nodes xi = mu + sigma eps, eps ~ N(0, I) fixed, sigma learnable per head.
+
+    Importance sampling with p = N(mu, sigma^2 I): c_s = 1 / (r p(xi_s)), which makes the mask
+    estimate unbiased for every sigma and mu at which it has an expectation. FLT
+    (arXiv:2302.01925), eq. 5 and OC20 experiment; the paper's language models have the standard
+    normal distribution instead: `sigma=1.0, learn_sigma=False`.
+
+    The variance is finite only if g falls faster than sqrt(p): for a Gaussian mask of width w, if
+    sigma > 1 / (2 sqrt(2) pi w); never for spectra with power-law tails.
 
     Args:
         heads: number of heads; every head has its own draw and its own sigma.
         num_nodes: number of nodes r.
         dim: dimension l of positions.
         sigma: initial standard deviation, in cycles per unit of length.
+        mean: "zero", or "learned" for one mu (heads, l) that starts at zero.
+        learn_sigma: whether sigma is a parameter; otherwise it stays as it is given (a buffer).
+
+    Raises:
+        ValueError: if a count is below 1, sigma is not positive, or mean is another word.
     """
 
     eps: Tensor
+    log_sigma: Tensor
+    mean: nn.Parameter | None
 
-    def __init__(self, heads: int, num_nodes: int = 16, dim: int = 3, sigma: float = 0.15) -> None:
+    def __init__(
+        self,
+        heads: int,
+        num_nodes: int = 16,
+        dim: int = 3,
+        sigma: float = 0.15,
+        mean: Literal["zero", "learned"] = "zero",
+        learn_sigma: bool = True,
+    ) -> None:
         super().__init__()
         if num_nodes < 1:
             raise ValueError(f"num_nodes must be at least 1; got {num_nodes}")
+        if sigma <= 0:
+            raise ValueError(f"sigma must be positive (cycles per unit of length); got {sigma}")
+        if mean not in ("zero", "learned"):
+            raise ValueError(f"mean must be 'zero' or 'learned'; got {mean!r}")
         self.num_nodes = num_nodes
         self.dim = dim
-        self.log_sigma = nn.Parameter(torch.full((heads,), math.log(sigma)))
+        log_sigma = torch.full((heads,), math.log(sigma))
+        if learn_sigma:
+            self.log_sigma = nn.Parameter(log_sigma)
+        else:
+            self.register_buffer("log_sigma", log_sigma)
+        learned = nn.Parameter(torch.zeros(heads, dim)) if mean == "learned" else None
+        self.register_parameter("mean", learned)
         self.register_buffer("eps", torch.empty(heads, num_nodes, dim))
         self.redraw_()
 
@@ -41,8 +109,79 @@ class GaussianNodes(nn.Module):
         """Returns nodes (heads, r, l) in cycles per unit of length and weights (heads, r)."""
         sigma = self.log_sigma.exp()[:, None]  # [h, 1]
         nodes = sigma[..., None] * self.eps
-        # log p(xi) = -|eps|^2 / 2 - l log(sigma) - l log(2 pi) / 2
-        log_inverse_density = self.eps.square().sum(dim=-1) / 2 + self.dim * (
-            sigma.log() + 0.5 * math.log(2 * math.pi)
-        )
-        return nodes, log_inverse_density.exp() / self.num_nodes
+        if self.mean is not None:
+            nodes = nodes + self.mean[:, None]
+        return nodes, (-self._log_density(self.eps.square().sum(dim=-1))).exp() / self.num_nodes
+
+    def log_density(self, xi: Tensor) -> Tensor:
+        """log p(xi): frequencies (heads or 1, n, l) -> (heads, n)."""
+        centered = xi if self.mean is None else xi - self.mean[:, None]
+        eps = centered / self.log_sigma.exp()[:, None, None]
+        return self._log_density(eps.square().sum(dim=-1))
+
+    def _log_density(self, square: Tensor) -> Tensor:
+        """log p from |eps|^2 (heads, n), with the Jacobian of sigma: (heads, n)."""
+        log_volume = self.dim * (self.log_sigma[:, None] + 0.5 * math.log(2 * math.pi))
+        return -0.5 * square - log_volume
+
+
+class KernelNodes(Nodes):
+    """Nodes drawn from the spectral density of a shift-invariant kernel, xi = u / length.
+
+    For the kernel's own spectrum every c_s g(xi_s) is C / r: the ratio g / p is constant, which is
+    the best density there is for Theorem 4.2 of FLT (arXiv:2302.01925, eq. 7 and appendix A.4).
+    The draws u are fixed; length stays learnable through the reparametrization. Another spectrum
+    may be sampled at these nodes too, with finite variance where g^2 / p is integrable.
+
+    Args:
+        kernel: whose density is drawn; its number of heads and dimension are those of the nodes.
+        num_nodes: number of nodes r.
+        shared: True if the kernel is the spectrum that is sampled, and so already part of the
+            model: it is then referred to, not registered, so that no parameter is saved twice.
+            False if it is a proposal for another spectrum: its length is a parameter of the nodes.
+
+    Raises:
+        ValueError: if num_nodes is below 1.
+    """
+
+    unit: Tensor
+
+    def __init__(
+        self, kernel: ShiftInvariantKernel, num_nodes: int = 16, shared: bool = True
+    ) -> None:
+        super().__init__()
+        if num_nodes < 1:
+            raise ValueError(f"num_nodes must be at least 1; got {num_nodes}")
+        self.num_nodes = num_nodes
+        self.dim = kernel.dim
+        if not shared:
+            kernel.amplitude.requires_grad_(False)  # the density does not depend on it
+            self.proposal = kernel
+        self._kernel = (kernel,)  # a tuple hides it from the registration of submodules
+        self.register_buffer("unit", torch.empty(kernel.heads, num_nodes, kernel.dim))
+        self.redraw_()
+
+    @property
+    def kernel(self) -> ShiftInvariantKernel:
+        """The kernel whose spectral density is drawn."""
+        return self._kernel[0]
+
+    def redraw_(self, generator: torch.Generator | None = None) -> None:
+        """Draws new nodes in place; give a generator seeded alike on every rank."""
+        draw = self.kernel.draw(self.num_nodes, generator)
+        with torch.no_grad():
+            self.unit.copy_(draw)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Returns nodes (heads, r, l) in cycles per unit of length and weights (heads, r)."""
+        kernel = self.kernel
+        nodes = self.unit / kernel.log_length.exp()[:, None, None]
+        log_density = kernel.unit_log_density(self.unit) + self.dim * kernel.log_length[:, None]
+        return nodes, (-log_density).exp() / self.num_nodes
+
+    def log_density(self, xi: Tensor) -> Tensor:
+        """log p(xi): frequencies (heads or 1, n, l) -> (heads, n)."""
+        return self.kernel.log_density(xi)
+
+
+NODES: dict[str, type[Nodes]] = {"gaussian": GaussianNodes, "kernel": KernelNodes}

@@ -1,0 +1,221 @@
+"""Nodes: draws by their distribution, importance ratios, errors of the sampled masks."""
+
+import copy
+import math
+
+import pytest
+import torch
+from families import EXACT, estimates, make, randn, same_heads
+from scipy import stats
+
+from molflt.attention.nodes import NODES, GaussianNodes, KernelNodes
+from molflt.attention.spectra import GaussianKernel, LaplaceKernel, MaternKernel, Spectrum
+
+
+@pytest.mark.parametrize("dim", [1, 3])
+@pytest.mark.parametrize(
+    ("variant", "nu"),
+    [("gaussian", None), ("laplace", None)] + [("matern", nu) for nu in (0.5, 1.5, 2.5)],
+)
+def test_draws_follow_the_spectral_density(variant, nu, dim):
+    """Kolmogorov-Smirnov against scipy, and the kernel as the characteristic function."""
+    options = {} if nu is None else {"nu": nu}
+    kernel = make(variant, heads=1, dim=dim, **options)
+    draws = kernel.draw(40_000, torch.Generator().manual_seed(0))
+    assert draws.shape == (1, 40_000, dim) and draws.dtype == torch.float64
+    omega = 2 * math.pi * draws[0]
+    if variant == "laplace":
+        tests = [stats.kstest(omega[:, j].numpy(), "cauchy") for j in range(dim)]
+    elif variant == "gaussian":
+        tests = [stats.kstest(omega[:, j].numpy(), "norm") for j in range(dim)]
+    else:  # |omega|^2 / l is F-distributed, and every coordinate t
+        square = omega.square().sum(-1).numpy() / dim
+        tests = [stats.kstest(square, "f", args=(dim, 2 * nu))]
+        tests += [stats.kstest(omega[:, j].numpy(), "t", args=(2 * nu,)) for j in range(dim)]
+    assert min(test.pvalue for test in tests) > 1e-3, tests
+    z = randn(8, dim, seed=3)
+    waves = (2 * math.pi * z @ draws[0].T).cos()
+    score = (waves.mean(-1) - kernel.kernel(z)) / (waves.std(-1) / math.sqrt(40_000))
+    assert score.abs().max() < 4, score
+
+
+@pytest.mark.parametrize("variant", ["gaussian", "laplace", "matern", "matern, nu=0.5"])
+def test_nodes_of_a_kernel_have_one_importance_ratio(variant):
+    """c_s g(xi_s) = C / r at every node and length, and no gradient of it but that of C."""
+    kernel = make(variant, heads=4)
+    nodes = KernelNodes(kernel, 50).double()
+    xi, weights = nodes()
+    product = weights * kernel.spectrum(xi)
+    expected = (kernel.amplitude / 50)[:, None].expand_as(product)
+    torch.testing.assert_close(product, expected, rtol=1e-10, atol=0)
+    torch.testing.assert_close((-nodes.log_density(xi)).exp() / 50, weights, rtol=1e-9, atol=0)
+    grad_length, grad_c = torch.autograd.grad(
+        product.sum(), [kernel.log_length, kernel.amplitude], retain_graph=True
+    )
+    assert grad_length.abs().max() < 1e-10
+    torch.testing.assert_close(grad_c, torch.ones(4).double(), **EXACT)
+    grad = torch.autograd.grad(xi.square().log().sum(), kernel.log_length)[0]
+    torch.testing.assert_close(grad, torch.full((4,), -2.0 * 50 * 3).double(), **EXACT)
+
+
+@pytest.mark.parametrize("variant", ["gaussian", "laplace", "matern", "matern, nu=0.5"])
+def test_kernel_nodes_have_the_variance_of_theory(variant):
+    """Zero bias, and C^2 [(1 + K(2 z)) / 2 - K(z)^2] / r exactly, for every kernel and length."""
+    heads, r = 3000, 16
+    kernel = same_heads(make(variant, heads=heads))
+    nodes = KernelNodes(kernel, r).double()
+    nodes.redraw_(torch.Generator().manual_seed(0))
+    z = 0.7 * randn(6, 3, seed=3)
+    with torch.no_grad():
+        exact, twice = kernel.mask(z[None])[0, 0], kernel.mask(2 * z[None])[0, 0]
+    c = kernel.amplitude[0].item()
+    variance = (0.5 * c * (c + twice) - exact.square()) / r
+    errors = estimates(kernel, nodes, z) - exact
+    assert (errors.mean(0) / (variance / heads).sqrt()).abs().max() < 4
+    assert (errors.var(0) / variance - 1).abs().max() < 0.12
+
+
+PAIRS = {
+    "gaussian_basis": lambda s, r: GaussianNodes(s.heads, r, s.dim, sigma=0.25),
+    "gaussian_mixture": lambda s, r: GaussianNodes(s.heads, r, s.dim, 0.35, "learned"),
+    "gaussian_mixture, asymmetric": lambda s, r: GaussianNodes(
+        s.heads, r, s.dim, 0.35, learn_sigma=False
+    ),
+    "smooth_local": lambda s, r: cauchy(s, r),
+    "smooth_local, order 2": lambda s, r: cauchy(s, r),
+    "smooth_local, order 5, product": lambda s, r: cauchy(s, r),
+    "gaussian": lambda s, r: KernelNodes(s, r),
+    "laplace": lambda s, r: KernelNodes(s, r),
+    "matern": lambda s, r: KernelNodes(s, r),
+    "matern, nu=0.5": lambda s, r: KernelNodes(s, r),
+}
+
+
+def cauchy(spectrum: Spectrum, r: int) -> KernelNodes:
+    """Heavy-tailed nodes, for spectra that fall as a power."""
+    proposal = LaplaceKernel(spectrum.heads, spectrum.dim, length_range=(0.7, 0.7))
+    return KernelNodes(proposal, r, shared=False)
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+@pytest.mark.parametrize("variant", PAIRS)
+def test_estimates_are_unbiased_and_their_error_falls_as_one_over_sqrt_r(variant, dim):
+    heads, errors = 1200, {}
+    options = (
+        {}
+        if variant in ("gaussian", "laplace") or "matern" in variant
+        else {"radius_range" if "local" in variant else "width_range": (0.9, 2.0)}
+    )
+    family = same_heads(make(variant, heads=heads, dim=dim, **options))
+    z = 1.2 * randn(6, dim, seed=3)
+    exact = family.mask(z[None])[0, 0].detach()
+    for r in (16, 256):
+        nodes = PAIRS[variant](family, r).double()
+        if isinstance(nodes, GaussianNodes) and nodes.mean is not None:
+            with torch.no_grad():
+                nodes.mean.fill_(0.05)
+        nodes.redraw_(torch.Generator().manual_seed(r))
+        error = estimates(family, nodes, z) - exact
+        errors[r] = error.square().mean().sqrt().item()
+        score = error.mean(0) / (error.std(0) / math.sqrt(heads))
+        assert score.abs().max() < 4.5, score
+    slope = math.log(errors[256] / errors[16]) / math.log(16)
+    assert abs(slope + 0.5) < 0.06, errors
+
+
+def test_sampled_boxes_do_not_converge():
+    """No density gives `local` a variance: under heavy tails the typical error stays as it is."""
+    heads, median, smooth = 400, {}, {}
+    z = 1.2 * randn(6, 1, seed=3)
+    for name, found in (("local", median), ("smooth_local, order 2", smooth)):
+        family = same_heads(make(name, heads=heads, dim=1))
+        for r in (16, 1024):
+            nodes = cauchy(family, r).double()
+            nodes.redraw_(torch.Generator().manual_seed(r))
+            error = estimates(family, nodes, z) - family.mask(z[None])[0, 0].detach()
+            found[r] = error.abs().median().item()
+    slopes = [math.log(found[1024] / found[16]) / math.log(64) for found in (median, smooth)]
+    print(f"slope of the median error: boxes {slopes[0]:.2f}, order 2 {slopes[1]:.2f}")
+    assert abs(slopes[0]) < 0.2 and abs(slopes[1] + 0.5) < 0.1, slopes
+
+
+def test_importance_ratio_of_smooth_boxes_is_bounded_under_cauchy_nodes():
+    """What Theorem 4.2 of FLT asks for; under Gaussian nodes the ratio grows without bound."""
+    family = make("smooth_local, order 2", heads=1, dim=1)
+    nodes = cauchy(family, 4).double()
+    gaussian = GaussianNodes(1, 4, 1, sigma=0.5).double()
+
+    def largest_log_ratio(rule, low, high):
+        xi = torch.linspace(low, high, 20_001, dtype=torch.float64)[None, :, None]
+        return (family.spectrum(xi).abs().log() - rule.log_density(xi)).max().item()
+
+    near, far = (largest_log_ratio(nodes, *ends) for ends in ((0, 5), (50, 60)))
+    assert far < near + 0.5
+    near, far = (largest_log_ratio(gaussian, *ends) for ends in ((0, 1), (9, 10)))
+    assert far > near + 100
+
+
+@pytest.mark.parametrize("mean", ["zero", "learned"])
+def test_density_of_gaussian_nodes(mean):
+    nodes = GaussianNodes(2, 7, 3, sigma=0.3, mean=mean).double()
+    if mean == "learned":
+        assert nodes.mean.shape == (2, 3)
+        with torch.no_grad():
+            nodes.mean.copy_(0.2 * randn(2, 3))
+    xi, weights = nodes()
+    center = torch.zeros(2, 3).double() if nodes.mean is None else nodes.mean
+    normal = torch.distributions.Normal(center[:, None], nodes.log_sigma.exp()[:, None, None])
+    expected = normal.log_prob(xi).sum(dim=-1)
+    torch.testing.assert_close(nodes.log_density(xi), expected, **EXACT)
+    torch.testing.assert_close(weights.log(), -expected - math.log(7), **EXACT)
+
+
+def test_fixed_sigma_is_a_buffer_and_checkpoints_are_alike():
+    fixed, learned = GaussianNodes(2, 4, sigma=1.0, learn_sigma=False), GaussianNodes(2, 4)
+    assert not list(fixed.parameters()) and fixed.state_dict().keys() == learned.state_dict().keys()
+    torch.testing.assert_close(fixed()[0], fixed.eps)
+
+
+def test_a_shared_kernel_is_saved_once_and_survives_a_copy():
+    module = torch.nn.Module()
+    module.spectrum = make("matern")
+    module.nodes = KernelNodes(module.spectrum, 5)
+    assert sorted(module.state_dict()) == [
+        "nodes.unit",
+        "spectrum.amplitude",
+        "spectrum.log_length",
+    ]
+    twin = copy.deepcopy(module)
+    assert twin.nodes.kernel is twin.spectrum is not module.spectrum
+    own = KernelNodes(make("laplace"), 5, shared=False)
+    assert [name for name, p in own.named_parameters() if p.requires_grad] == [
+        "proposal.log_length"
+    ]
+
+
+@pytest.mark.parametrize("rule", NODES)
+def test_redraw_follows_the_generator_and_compiles(rule):
+    kernel = MaternKernel(2)
+    nodes = GaussianNodes(2, 8) if rule == "gaussian" else KernelNodes(kernel, 8)
+    first = nodes()[0].clone()
+    nodes.redraw_(torch.Generator().manual_seed(5))
+    second = nodes()[0].clone()
+    nodes.redraw_(torch.Generator().manual_seed(5))
+    assert torch.equal(nodes()[0], second) and not torch.equal(first, second)
+    assert nodes.num_nodes == 8 and nodes.dim == 3
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda: nodes(), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(), nodes())
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: GaussianNodes(2, sigma=0.0), "sigma must be positive"),
+        (lambda: GaussianNodes(2, mean="free"), "mean must be 'zero' or 'learned'; got 'free'"),
+        (lambda: KernelNodes(GaussianKernel(2), 0), "num_nodes must be at least 1; got 0"),
+    ],
+)
+def test_errors_say_what_is_wrong(build, words):
+    with pytest.raises(ValueError, match=words):
+        build()
