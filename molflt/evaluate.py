@@ -257,7 +257,8 @@ def _draw(
         everything = groups["all"]
         plots.errors(everything["adsorbate"], everything["natoms"], absolute, out / "errors.png")
         drawn += [out / "parity.png", out / "errors.png"]
-    if getattr(getattr(model, "stack", None), "position", None) is not None:
+    position = getattr(getattr(model, "stack", None), "position", None)
+    if position is not None and plots.has_bias(position):
         plots.rpe_profiles(model, out / "encoding.png")
         drawn.append(out / "encoding.png")
     return drawn

@@ -5,7 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from molflt.metrics import EWT_THRESHOLD, energy_mae, energy_mse, energy_within_threshold
+from molflt.metrics import (
+    EWT_THRESHOLD,
+    energy_mae,
+    energy_mse,
+    energy_within_threshold,
+    locality,
+)
 
 METRICS = (energy_mae, energy_mse, energy_within_threshold)
 OCP = Path(__file__).resolve().parents[2] / "shared/data/oc20/ocp_predictions"
@@ -71,3 +77,112 @@ def test_real_predictions() -> None:
     half = energy.astype(np.float16)  # what ocp wrote by default costs up to a third of 0.02 eV
     assert 0.005 < np.abs(half - energy).max() < 0.01
     assert energy_mae(half, energy) < 0.001
+
+
+def offsets(tokens: int) -> np.ndarray:
+    """|i - j| of tokens in a row."""
+    return np.abs(np.arange(tokens)[:, None] - np.arange(tokens)).astype(float)
+
+
+def random_rows(*shape: int, causal: bool = False) -> np.ndarray:
+    weights = np.random.default_rng(0).gamma(0.3, size=shape)
+    weights = np.tril(weights) if causal else weights
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def test_locality_by_hand() -> None:
+    """Of ten keys one is the nearest; two at the edge of what is wanted count half each."""
+    weights = np.array([[[0.4, 0.25, 0.15, 0.05, 0.05, 0.02, 0.02, 0.02, 0.01, 0.03]]])
+    distances = np.arange(10.0)[None]
+    assert locality(weights, distances) == (pytest.approx([0.4]), pytest.approx([0.03]))
+    found = locality(weights, distances, fraction=0.25)
+    assert found.nearest == pytest.approx([0.4 + 0.25 + 0.15 / 2])
+    assert found.farthest == pytest.approx([0.03 + 0.01 + 0.02 / 2])
+    distances[0, 1] = 2.0  # the second and the third are equally far
+    assert locality(weights, distances, fraction=0.2).nearest == pytest.approx([0.4 + 0.2])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_locality_of_uniform_attention_is_the_fraction(causal: bool) -> None:
+    """However few keys a query sees, so that 0.279 and 0.068 can be read against 0.1."""
+    weights = np.tril(np.ones((3, 57, 57))) if causal else np.ones((3, 57, 57))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    for fraction in (0.1, 0.37, 1.0):
+        found = locality(weights, offsets(57), fraction, causal)
+        np.testing.assert_allclose(found, np.full((2, 3), fraction), atol=1e-14)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_locality_sorts_and_adds(causal: bool) -> None:
+    """Against a loop that sorts the keys of each query; 60 keys with distances that never tie."""
+    weights = random_rows(2, 60, 60, causal=causal)
+    distances = np.random.default_rng(1).uniform(size=(60, 60))
+    expected = np.zeros((2, 2))
+    for head in range(2):
+        for query in range(60):
+            seen = query + 1 if causal else 60
+            ordered = weights[head, query, :seen][np.argsort(distances[query, :seen])]
+            whole, part = divmod(seen / 10, 1)
+            for side, row in enumerate((ordered, ordered[::-1])):
+                expected[side, head] += row[: int(whole)].sum() + part * row[int(whole)]
+    found = locality(weights, distances, causal=causal)
+    np.testing.assert_allclose(found, expected / 60, atol=1e-14)
+
+
+def test_locality_tells_near_from_far_heads() -> None:
+    near = np.exp(-offsets(40) / 2)
+    far = np.exp(offsets(40) / 2)
+    weights = np.stack((near, far))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    found = locality(weights, offsets(40))
+    assert found.nearest[0] > 0.6 and found.farthest[0] < 0.01
+    assert found.nearest[1] < 0.01 and found.farthest[1] > 0.6
+
+
+def test_locality_leaves_out_what_is_out_of_sight() -> None:
+    """Padded keys, at an infinite distance, change nothing; nor does the order of keys."""
+    weights, distances = random_rows(2, 30, 30), offsets(30)
+    expected = locality(weights, distances)
+    padded = np.pad(distances, ((0, 0), (0, 13)), constant_values=np.inf)
+    found = locality(np.pad(weights, ((0, 0), (0, 0), (0, 13))), padded)
+    np.testing.assert_allclose(found, expected, atol=1e-14)
+    order = np.random.default_rng(2).permutation(30)
+    found = locality(weights[..., order], distances[:, order])
+    np.testing.assert_allclose(found, expected, atol=1e-14)
+    cut = locality(weights[:, 20:], distances[20:])  # some of the queries, of both heads at once
+    alone = locality(weights[1, 20:], np.broadcast_to(distances[20:], (10, 30)))
+    assert cut.nearest[1] == pytest.approx(alone.nearest) and alone.nearest.shape == ()
+    assert distances.max() == 29  # the argument was not written to
+    causal = random_rows(30, 30, causal=True)
+    last = locality(causal[20:], distances[20:], causal=True)  # the last query sees all keys
+    each = [
+        locality(causal[i : i + 1, : i + 1], distances[i : i + 1, : i + 1]) for i in range(20, 30)
+    ]
+    np.testing.assert_allclose(last, np.mean(each, axis=0), atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("weights", "distances", "options", "message"),
+    [
+        (np.eye(3), offsets(4), {}, r"got \(3, 3\) and \(4, 4\)"),
+        (
+            np.eye(3),
+            np.zeros((2, 3, 3)),
+            {},
+            r"got \(3, 3\) and \(2, 3, 3\)",
+        ),
+        (np.eye(3), np.arange(3.0), {}, r"got \(3, 3\) and \(3,\)"),
+        (np.zeros((0, 3)), np.zeros((0, 3)), {}, "none of them 0"),
+        (np.eye(3), -offsets(3), {}, "at least 0"),
+        (np.eye(3), offsets(3) * np.nan, {}, "at least 0"),
+        (np.eye(3), offsets(3), {"fraction": 0.0}, "fraction must be above 0"),
+        (2 * np.eye(3), offsets(3), {}, r"must sum to 1; got 2.0 for query 0 \(3 of 3"),
+        (np.eye(3) * np.nan, offsets(3), {}, "must sum to 1; got nan"),
+        (np.full((3, 3), 1 / 3), offsets(3), {"causal": True}, "cannot see; got 0.333"),
+        (np.eye(3), offsets(3) + np.diag([np.inf, 0, 0]), {}, "cannot see; got 1.0"),
+        (np.eye(3)[:, :2], offsets(3)[:, :2], {"causal": True}, "query 0 sees none"),
+    ],
+)
+def test_locality_refuses(weights, distances, options, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        locality(weights, distances, **options)

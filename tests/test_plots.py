@@ -1,5 +1,7 @@
 """Pictures are drawn from odd input too; what stands in them is checked through their figures."""
 
+import subprocess
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +12,15 @@ import torch
 from torch import nn
 
 from molflt import plots
-from molflt.attention import GaussianBasis, GaussianNodes, SpectralPosition
-from molflt.plots import GroupError
+from molflt.attention.encoding import Encoding, Position, differences
+from molflt.attention.gaussian_bias import GaussianBias
+from molflt.attention.grid import BucketedPosition, LowRankPosition, ToeplitzPosition
+from molflt.attention.layer import Attention
+from molflt.attention.nodes import GaussianNodes
+from molflt.attention.rotations import RotaryPosition
+from molflt.attention.spectra import GaussianBasis, GaussianMixture, Local
+from molflt.attention.spectral import SpectralPosition
+from molflt.plots import GroupError, attention, encodings, figure, training
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -20,15 +29,15 @@ PNG = b"\x89PNG\r\n\x1a\n"
 def figures(monkeypatch) -> list:
     """Every figure that is drawn, for looking into after it was written."""
     drawn: list = []
-    original = plots._figure
 
     @contextmanager
     def remember(png, **options):
-        with original(png, **options) as figure:
-            drawn.append(figure)
-            yield figure
+        with figure.picture(png, **options) as made:
+            drawn.append(made)
+            yield made
 
-    monkeypatch.setattr(plots, "_figure", remember)
+    for module in (training, attention, encodings):
+        monkeypatch.setattr(module, "picture", remember)
     return drawn
 
 
@@ -36,8 +45,44 @@ def is_picture(path: Path) -> bool:
     return path.read_bytes().startswith(PNG) and path.stat().st_size > 5000
 
 
-def texts(figure) -> list[str]:
-    return [text.get_text() for axes in figure.axes for text in axes.texts]
+def texts(drawn) -> list[str]:
+    return [text.get_text() for axes in drawn.axes for text in axes.texts]
+
+
+def visible(drawn) -> list:
+    return [axes for axes in drawn.axes if axes.get_visible()]
+
+
+def spectral(family, heads: int, dim: int, **options) -> SpectralPosition:
+    torch.manual_seed(0)
+    position = SpectralPosition(family(heads, 4, dim, **options), GaussianNodes(heads, 4, dim))
+    return position.double()
+
+
+class Grid(Position):
+    """An encoding that knows nothing but the places of tokens that fill a grid in order."""
+
+    grid = True
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, mixing, query_positions, key_positions) -> Encoding:
+        assert mixing == "softmax" and key_positions is query_positions
+        self.seen.append(query_positions)
+        z = differences(query_positions, key_positions)
+        bias = sum((axis + 1) * z[..., axis] + z[..., axis] ** 2 for axis in range(self.dim))
+        bias = torch.where(z[..., 0] < -1, -torch.inf, bias)
+        return Encoding(bias=torch.stack((bias, -bias.clamp(min=-9)), dim=1))
+
+
+def test_importing_loads_no_torch_and_no_matplotlib() -> None:
+    code = "import molflt.plots, sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    assert "numpy" in loaded and not loaded & {"torch", "matplotlib", "molflt.attention"}
 
 
 def test_training_curve(tmp_path: Path, figures) -> None:
@@ -148,6 +193,114 @@ def test_errors_refuses_nothing() -> None:
         plots.errors([], [], {}, Path("never.png"))
 
 
+def test_attention_matrices_show_the_weights(tmp_path: Path, figures) -> None:
+    torch.manual_seed(0)
+    position = spectral(GaussianMixture, 6, 1, amplitude=1.0)
+    layer = Attention(24, 6, mixing="softmax", causal=True, position=position).double()
+    r = torch.arange(9, dtype=torch.float64)[None, :, None]
+    x = torch.randn(1, 9, 24, dtype=torch.float64)
+    weights = layer.weights(x, position("softmax", r, r))[0]
+    plots.attention_matrices(weights, tmp_path / "a.png", title="layer 1", scale="linear")
+    assert is_picture(tmp_path / "a.png")
+    drawn = figures[0]
+    *heads, bar = visible(drawn)
+    assert [axes.get_title() for axes in heads] == [f"head {i}" for i in range(6)]
+    assert drawn.get_supxlabel() == "key" and drawn.get_supylabel() == "query"
+    assert drawn.get_suptitle() == "layer 1"
+    assert bar.get_ylabel() == "attention weight, linear scale; gray: 0"
+    for axes, expected in zip(heads, weights.detach().numpy(), strict=True):
+        (image,) = axes.images
+        shown = image.get_array()
+        np.testing.assert_array_equal(shown.filled(0.0), expected)
+        np.testing.assert_array_equal(shown.mask, np.triu(np.ones((9, 9), bool), 1))
+        assert image.get_clim() == (0.0, weights.max().item())  # shared, not this head's own
+        assert image.get_extent() == [-0.5, 8.5, 8.5, -0.5]
+        assert axes.get_ylim()[0] > axes.get_ylim()[1]  # the first query on top
+
+
+def test_large_attention_matrices_are_averaged_over_blocks(tmp_path: Path, figures) -> None:
+    """Each spike is in the picture, in the mean of its block."""
+    queries, keys = 1100, 700
+    weights = np.zeros((1, queries, keys))
+    spikes = [(0, 0), (601, 333), (1099, 699), (1097, 698)]
+    for query, key in spikes:
+        weights[0, query, key] = 0.6
+    plots.attention_matrices(weights, tmp_path / "a.png", title="first layer", scale="linear")
+    (image,) = figures[0].axes[0].images
+    shown = image.get_array().filled(0.0)
+    assert shown.shape == (367, 350)  # blocks of 3 x 2; the last has 2 queries
+    assert (
+        figures[0].get_suptitle() == "first layer\neach pixel is the mean over 3 queries × 2 keys"
+    )
+    expected = np.zeros_like(shown)
+    for query, key in spikes:
+        expected[query // 3, key // 2] += 0.6 / (2 * (2 if query >= 1098 else 3))
+    np.testing.assert_allclose(shown, expected, atol=1e-15)
+    axes = figures[0].axes[0]
+    assert axes.get_xlim() == (-0.5, 699.5) and axes.get_ylim() == (1099.5, -0.5)
+    assert image.get_extent() == [-0.5, 699.5, 1100.5, -0.5]
+    dots = axes.get_window_extent().height / figures[0].dpi * figure.DPI
+    assert dots > 0.9 * len(shown)
+
+
+@pytest.mark.parametrize(
+    ("values", "scale", "kind", "limits", "label"),
+    [
+        ([[0.4, 0.6], [0.5, 0.5]], "auto", "Normalize", (0.0, 0.6), "linear scale"),
+        ([[0.01, 0.99], [0.01, 0.99], [0.01, 0.99]], "auto", "Normalize", (0.0, 0.99), "linear"),
+        ([[0.9, 0.01, 0.01, 0.08]], "auto", "Normalize", (0.0, 0.9), "linear"),
+        ([[0.97, 0.01, 0.01, 0.01]], "auto", "LogNorm", (0.01, 0.97), "logarithmic scale"),
+        ([[1.0, 1e-9, 1e-3, 0.0]], "auto", "LogNorm", (1e-4, 1.0), "logarithmic scale; gray: 0"),
+        ([[0.5, 0.5]], "log", "LogNorm", (0.05, 0.5), "logarithmic"),
+        ([[1.5, -0.5]], "auto", "Normalize", (-1.5, 1.5), "linear scale"),
+        ([[0.0, 0.0]], "log", "Normalize", (0.0, 1.0), "linear scale; gray: 0"),
+    ],
+)
+def test_scales_of_weights(tmp_path: Path, figures, values, scale, kind, limits, label) -> None:
+    plots.attention_matrices([values], tmp_path / "a.png", scale=scale)
+    axes, bar = figures[0].axes
+    norm = axes.images[0].norm
+    assert type(norm).__name__ == kind
+    np.testing.assert_allclose((norm.vmin, norm.vmax), limits, rtol=1e-12)
+    assert bar.get_ylabel().startswith(f"attention weight, {label}")
+    assert ("gray" in bar.get_ylabel()) == (0.0 in np.ravel(values))
+
+
+def test_spoiled_rows_leave_the_other_signed_weights_visible(tmp_path: Path, figures) -> None:
+    weights = np.random.default_rng(0).uniform(-0.1, 0.2, (2, 40, 40))
+    weights[1, 3, :4] = [400.0, -399.0, 20.0, -20.0]
+    plots.attention_matrices(weights, tmp_path / "a.png")
+    low, high = figures[0].axes[0].images[0].get_clim()
+    assert -low == high and 0.15 < high < 0.2
+    assert figures[0].get_suptitle() == "1 % of the pixels are beyond the color scale"
+
+
+def test_attention_matrices_take_half_precision_and_rows(tmp_path: Path, figures) -> None:
+    weights = torch.rand(3, 4, 40, requires_grad=True).bfloat16()
+    plots.attention_matrices(weights, tmp_path / "a.png", rows=3)
+    boxes = [axes.get_position() for axes in figures[0].axes[:3]]
+    assert len({round(box.x0, 6) for box in boxes}) == 1
+    assert boxes[0].y0 > boxes[1].y0 > boxes[2].y0
+
+
+@pytest.mark.parametrize(
+    ("weights", "options", "message"),
+    [
+        (np.ones((2, 3)), {}, r"must be \(heads, queries, keys\).*got \(2, 3\)"),
+        (np.ones((1, 2, 3, 3)), {}, r"of a batch, give one: weights\[0\]"),
+        (np.ones((2, 0, 3)), {}, r"got \(2, 0, 3\)"),
+        ([[[1.0, np.nan]]], {}, r"got nan at head 0, query 0, key 1 \(1 of 2"),
+        (np.ones((2, 3, 3)), {"rows": 3}, "rows must be 1 to 2"),
+        (np.ones((2, 3, 3)), {"scale": "ln"}, "expected one of auto, linear, log"),
+        ([[[1.5, -0.5]]], {"scale": "log"}, "at least 0; got -0.5"),
+    ],
+)
+def test_attention_matrices_refuse(tmp_path: Path, weights, options, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plots.attention_matrices(weights, tmp_path / "never.png", **options)
+    assert not (tmp_path / "never.png").exists()
+
+
 @pytest.mark.parametrize("heads", [1, 6, 17])
 def test_rpe_profiles(tmp_path: Path, figures, heads: int) -> None:
     position = SpectralPosition(GaussianBasis(heads, 8), GaussianNodes(heads, 4))
@@ -166,7 +319,163 @@ def test_rpe_profiles(tmp_path: Path, figures, heads: int) -> None:
     )
 
 
+def test_rpe_profiles_of_a_module_alone(tmp_path: Path, figures) -> None:
+    """With its own profile, or else along the first axis of what it adds to logits."""
+
+    class Tilted(Position):
+        dim = 3
+
+        def forward(self, mixing, query_positions, key_positions) -> Encoding:
+            z = differences(query_positions, key_positions)
+            return Encoding(bias=(z[..., 0] - 2 * z[..., 1])[:, None])
+
+    bias = GaussianBias(2).double()
+    plots.rpe_profiles(bias, tmp_path / "a.png")
+    plots.rpe_profiles(Tilted(), tmp_path / "b.png", r_max=3.0, unit="nm")
+    curve = figures[0].axes[1].lines[1]
+    expected = bias.radial_profile(torch.as_tensor(curve.get_xdata()))[1].detach()
+    np.testing.assert_allclose(curve.get_ydata(), expected, rtol=1e-12)
+    assert figures[0].get_supxlabel() == "distance r / Å"
+    curve = figures[1].axes[0].lines[1]
+    np.testing.assert_allclose(curve.get_ydata(), curve.get_xdata())
+    assert curve.get_xdata()[-1] == 3.0 and figures[1].get_supxlabel() == "distance r / nm"
+    assert figures[1].get_supylabel() == "f(r), added to the logit"
+
+
 def test_rpe_profiles_refuses_a_model_without() -> None:
     model = SimpleNamespace(stack=SimpleNamespace(position=None))
     with pytest.raises(ValueError, match="no relative encoding"):
         plots.rpe_profiles(model, Path("never.png"))
+
+
+def test_rpe_curves_tell_before_from_after(tmp_path: Path, figures) -> None:
+    position = spectral(GaussianMixture, 5, 1, asymmetric=True)
+    model = SimpleNamespace(stack=SimpleNamespace(position=position))
+    plots.rpe_curves(model, tmp_path / "c.png", 6)
+    assert is_picture(tmp_path / "c.png")
+    drawn = figures[0]
+    heads = visible(drawn)
+    assert [axes.get_title() for axes in heads] == [f"head {i}" for i in range(5)]
+    assert drawn.get_supxlabel().startswith("offset $r_i - r_j$ / tokens")
+    assert "left: keys after the query" in drawn.get_supxlabel()
+    assert drawn.get_supylabel() == "f($r_i - r_j$), added to the logit"
+    for head, axes in enumerate(heads):
+        x, y = axes.lines[-1].get_data()
+        assert set(range(-6, 7)) <= set(np.round(x, 9)) and x.min() == -6 and x.max() == 6
+        query = torch.zeros(1, 1, 1, dtype=torch.float64)
+        key = torch.as_tensor(-x)[None, :, None]
+        expected = position("softmax", query, key).bias[0, head, 0].detach()
+        np.testing.assert_allclose(y, expected, atol=1e-12)
+        assert np.abs(y - y[::-1]).max() > 0.01  # not even
+
+
+def test_rpe_curves_of_tokens_on_a_grid(tmp_path: Path, figures) -> None:
+    position = Grid(1)
+    plots.rpe_curves(position, tmp_path / "c.png", 4, unit="pixels")
+    np.testing.assert_array_equal(position.seen[-1][0, :, 0], np.arange(5))  # all tokens in order
+    x, y = figures[0].axes[0].lines[-1].get_data()
+    np.testing.assert_array_equal(x, np.arange(-4, 5))
+    np.testing.assert_array_equal(y, np.where(x < -1, np.nan, x + x**2))  # -inf is a gap
+    assert "/ pixels" in figures[0].get_supxlabel()
+
+
+def test_rpe_surfaces(tmp_path: Path, figures) -> None:
+    position = spectral(Local, 3, 2, amplitude=1.0, per_axis=True)
+    with torch.no_grad():
+        position.spectrum.log_radius[..., 0] += 0.3  # boxes longer along the first axis
+    plots.rpe_surfaces(position, tmp_path / "s.png", (8, 4), points=33)
+    assert is_picture(tmp_path / "s.png")
+    drawn = figures[0]
+    *heads, bar = visible(drawn)
+    assert bar.get_ylabel() == "f($r_i - r_j$), added to the logit"
+    assert drawn.get_supxlabel() == "offset along axis 2 / patches"
+    assert drawn.get_supylabel() == "offset along axis 1 / patches"
+    ends = torch.linspace(-1, 1, 33, dtype=torch.float64)
+    delta = torch.cartesian_prod(8 * ends, 4 * ends)[None]
+    expected = position.bias(delta[:, None])[0, :, 0].detach().numpy().reshape(3, 33, 33)
+    most = np.abs(expected).max()
+    for axes, surface in zip(heads, expected, strict=True):
+        (image,) = axes.images
+        np.testing.assert_allclose(image.get_array(), surface, atol=1e-12)
+        assert image.get_clim() == pytest.approx((-most, most), rel=1e-12)
+        # the middles of the outer pixels are at the ends, and the first axis points down
+        assert image.get_extent() == pytest.approx([-4.125, 4.125, 8.25, -8.25])
+    title = f"head 0: {expected[0].min():.2g} to {expected[0].max():.2g}".replace("-", "−")
+    assert heads[0].get_title() == title
+
+
+def test_rpe_surfaces_in_space_are_cuts(tmp_path: Path, figures) -> None:
+    position = spectral(GaussianMixture, 1, 3, amplitude=1.0)
+    plots.rpe_surfaces(position, tmp_path / "s.png", 5.0, unit="Å", points=11)
+    delta = torch.zeros(1, 1, 3, dtype=torch.float64)
+    delta[0, 0, :2] = torch.tensor([-5.0, 3.0])
+    shown = figures[0].axes[0].images[0].get_array()[0, 8]
+    assert shown == pytest.approx(position.bias(delta[:, None]).item(), abs=1e-12)
+    assert "offset 0 along all other axes" in figures[0].get_suptitle()
+
+
+def test_rpe_surfaces_of_tokens_on_a_grid(tmp_path: Path, figures) -> None:
+    position = Grid(2)
+    plots.rpe_surfaces(position, tmp_path / "s.png", (3, 2))
+    cells = [(y, x) for y in range(4) for x in range(3)]
+    np.testing.assert_array_equal(position.seen[-1][0], cells)
+    first, second, bar = figures[0].axes
+    dy, dx = np.mgrid[-3:4, -2:3]
+    f = dy + dy**2 + 2 * dx + dx**2
+    shown = first.images[0].get_array()
+    np.testing.assert_array_equal(shown.mask, dy < -1)
+    np.testing.assert_array_equal(shown.compressed(), f[dy >= -1])
+    assert bar.get_ylabel().endswith("gray: −∞")
+    assert second.get_title() == "head 1: −20 to 9"
+    assert first.images[0].get_extent() == [-2.5, 2.5, 3.5, -3.5]
+
+
+def test_tables_are_drawn_as_they_are(tmp_path: Path, figures) -> None:
+    """Tables hold b at j - i, pictures show f(r_i - r_j): the one is the other turned round."""
+    line, plane = ToeplitzPosition(2, max_tokens=7, std=1.0), ToeplitzPosition(2, shape=(4, 3))
+    plots.rpe_curves(line, tmp_path / "c.png", 6)
+    y = figures[0].axes[1].lines[-1].get_ydata()
+    np.testing.assert_array_equal(y, line.table[1].flip(0).detach().double())
+    plots.rpe_surfaces(plane, tmp_path / "s.png", (3, 2))
+    shown = figures[1].axes[1].images[0].get_array()
+    np.testing.assert_array_equal(shown, plane.table[1].flip(0, 1).detach().double())
+    with pytest.raises(ValueError, match="differ by at most 6"):
+        plots.rpe_curves(line, tmp_path / "c.png", 7)
+
+
+@pytest.mark.parametrize("position", [BucketedPosition(3), LowRankPosition(3, max_tokens=40)])
+def test_other_tables_can_be_drawn(tmp_path: Path, figures, position) -> None:
+    plots.rpe_curves(position, tmp_path / "c.png", 39)
+    x, y = figures[0].axes[2].lines[-1].get_data()
+    query = torch.arange(40.0)[None, :, None]
+    bias = position("softmax", query, query).bias[0, 2].detach()
+    whole = np.flatnonzero(np.abs(x - np.round(x)) < 1e-4)
+    expected = [bias[max(n, 0), max(-n, 0)] for n in range(-39, 40)]
+    np.testing.assert_array_equal(y[whole], np.array(expected, dtype=float))
+
+
+def test_encodings_that_add_nothing_to_logits_are_refused() -> None:
+    rotary = RotaryPosition(8)
+    assert not plots.has_bias(rotary)
+    assert plots.has_bias(GaussianBias(2)) and plots.has_bias(Grid(2))
+    with pytest.raises(ValueError, match="got RotaryPosition, which adds nothing to logits"):
+        plots.rpe_curves(rotary, Path("never.png"), 4)
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (lambda png: plots.rpe_curves(GaussianBias(2), png, 4), "1; got GaussianBias of 3"),
+        (lambda png: plots.rpe_surfaces(Grid(1), png, 4), "dimension 2 or more; got Grid of 1"),
+        (
+            lambda png: plots.rpe_curves(Grid(1), png, 0),
+            "max_offset must be one positive number; got 0",
+        ),
+        (lambda png: plots.rpe_surfaces(Grid(2), png, (4.0, 1.5)), "whole on a grid.*1.5"),
+        (lambda png: plots.rpe_surfaces(Grid(2), png, (4, 3, 2)), "one positive number or 2, one"),
+    ],
+)
+def test_encodings_refuse(tmp_path: Path, draw, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        draw(tmp_path / "never.png")
+    assert not (tmp_path / "never.png").exists()

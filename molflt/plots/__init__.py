@@ -1,0 +1,21 @@
+"""Pictures of training, predictions, errors, attention and learned encodings, as PNG.
+
+Matplotlib is imported when a picture is drawn, and drawn without a display. Colors of lines are
+those of Okabe and Ito, which stay apart for color-blind readers.
+"""
+
+from molflt.plots.attention import attention_matrices
+from molflt.plots.encodings import has_bias, rpe_curves, rpe_profiles, rpe_surfaces
+from molflt.plots.training import GroupError, errors, parity, training_curve
+
+__all__ = [
+    "GroupError",
+    "attention_matrices",
+    "errors",
+    "has_bias",
+    "parity",
+    "rpe_curves",
+    "rpe_profiles",
+    "rpe_surfaces",
+    "training_curve",
+]

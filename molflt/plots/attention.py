@@ -1,0 +1,145 @@
+"""Pictures of attention matrices, a panel per head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from molflt.plots.figure import DPI, ZERO, as_array, grid_shape, panels, picture
+
+if TYPE_CHECKING:
+    import torch
+    from matplotlib.colors import Normalize
+
+MAX_PIXELS = 512  # of a heat map along each side
+LOG_RANGE = 1e4  # largest over smallest weight that a logarithmic color scale tells apart
+USUAL = 0.99  # share of signed weights within the color scale, if the others are far beyond it
+SCALES = ("auto", "linear", "log")
+
+Array = NDArray[np.float64]
+
+
+def attention_matrices(
+    weights: ArrayLike | torch.Tensor,
+    png: Path,
+    *,
+    title: str | None = None,
+    rows: int | None = None,
+    scale: str = "auto",
+) -> None:
+    """Draws the attention matrix of each head, as FLT (arXiv:2302.01925), fig. 5.
+
+    All heads have one color scale. Weights that are exactly 0, such as those of keys that a causal
+    query does not see, are gray. Negative weights, which signed features may give, get a scale of
+    two colors around 0; if a few are far beyond all others, it leaves out 1 % and says so. Matrices
+    with more than 512 queries or keys are averaged over blocks, so that no weight is left out, and
+    the picture says so.
+
+    Args:
+        weights: (heads, queries, keys), without unit, as of one sequence from `Attention.weights`.
+        png: file to write.
+        title: what stands above, such as the layer.
+        rows: rows of panels; None chooses.
+        scale: "linear" from 0, "log" over at most four decades, or "auto": linear if weights are
+            of both signs or the largest is below 30 times the median, else log.
+
+    Raises:
+        ValueError: weights are of another shape, empty or not finite, rows or scale cannot be, or
+            a logarithm is asked of negative weights.
+    """
+    matrices = _matrices(weights)
+    if scale not in SCALES:
+        raise ValueError(f"scale={scale!r} is unknown; expected one of {', '.join(SCALES)}")
+    heads, queries, keys = matrices.shape
+    shape = grid_shape(heads, rows)
+    step = -(-queries // MAX_PIXELS), -(-keys // MAX_PIXELS)
+    pixels = _block_means(matrices, *step)
+    norm, colors, word, extend = _weight_colors(pixels, scale)
+    signed = bool((pixels < 0).any())
+    shown = np.ma.masked_equal(pixels, 0.0) if not signed else np.ma.asarray(pixels)
+    notes = [title] if title else []
+    beyond = float((np.abs(pixels) > norm.vmax).mean())
+    if beyond:
+        notes.append(f"{100 * beyond:.1g} % of the pixels are beyond the color scale")
+    if max(step) > 1:
+        notes.append(f"each pixel is the mean over {step[0]} queries × {step[1]} keys")
+    square = 1 / 3 < queries / keys < 3
+    # A panel has a dot on paper for each pixel, or drawing would leave out what averaging kept.
+    side = max(max(pixels.shape[1:]) / DPI, 2.2) + 0.2
+    size = (1.7 + side * shape[1], 0.8 + 0.2 * len(notes) + (side + 0.15) * shape[0])
+    with picture(png, figsize=size) as figure:
+        shown_axes = panels(figure, heads, shape, share_y=True)
+        for axes, matrix in zip(shown_axes, shown, strict=True):
+            right, bottom = step[1] * matrix.shape[1], step[0] * matrix.shape[0]
+            image = axes.imshow(
+                matrix,
+                cmap=colors,
+                norm=norm,
+                extent=(-0.5, right - 0.5, bottom - 0.5, -0.5),
+                aspect="equal" if square else "auto",
+            )
+            axes.set(xlim=(-0.5, keys - 0.5), ylim=(queries - 0.5, -0.5))
+            axes.locator_params(nbins=5, integer=True)
+        bar = figure.colorbar(image, ax=shown_axes, extend=extend, aspect=30, fraction=0.05)
+        gray = "; gray: 0" if np.ma.is_masked(shown) else ""
+        bar.set_label(f"attention weight, {word} scale{gray}")
+        figure.supxlabel("key")
+        figure.supylabel("query")
+        if notes:
+            figure.suptitle("\n".join(notes), fontsize="medium")
+
+
+def _matrices(weights: Any) -> Array:
+    """(heads, queries, keys) in float64, after the checks."""
+    matrices = as_array(weights)
+    if matrices.ndim != 3 or matrices.size == 0:
+        raise ValueError(
+            f"weights must be (heads, queries, keys), none of them 0; got {matrices.shape}; of a "
+            "batch, give one: weights[0]"
+        )
+    bad = np.argwhere(~np.isfinite(matrices))
+    if len(bad):
+        head, query, key = bad[0]
+        raise ValueError(
+            f"weights must be finite; got {matrices[head, query, key]} at head {head}, query "
+            f"{query}, key {key} ({len(bad)} of {matrices.size} in all); leave out padding"
+        )
+    return matrices
+
+
+def _block_means(matrices: Array, down: int, across: int) -> Array:
+    """Means over blocks of so many queries and keys; the last ones may be smaller."""
+    for axis, step in ((1, down), (2, across)):
+        starts = np.arange(0, matrices.shape[axis], step)
+        counts = np.diff(np.append(starts, matrices.shape[axis]))
+        sums = np.add.reduceat(matrices, starts, axis=axis)
+        matrices = sums / (counts[:, None] if axis == 1 else counts)
+    return matrices
+
+
+def _weight_colors(pixels: Array, scale: str) -> tuple[Normalize, Any, str, str]:
+    """Norm, color map, the name of the scale, and which end of the color bar goes on."""
+    from matplotlib import colormaps
+    from matplotlib.colors import LogNorm, Normalize
+
+    most = float(np.abs(pixels).max()) or 1.0
+    if (pixels < 0).any():
+        if scale == "log":
+            least = float(pixels.min())
+            raise ValueError(f"scale='log' needs weights of at least 0; got {least}; use 'linear'")
+        usual = float(np.quantile(np.abs(pixels), USUAL))
+        if 0 < usual < most / 3:  # a few rows with normalizers near 0 would whiten all others
+            return Normalize(-usual, usual), colormaps["RdBu_r"], "linear", "both"
+        return Normalize(-most, most), colormaps["RdBu_r"], "linear", "neither"
+    colors = colormaps["viridis"].with_extremes(bad=ZERO)
+    positive = pixels[pixels > 0]
+    wide = positive.size > 0 and most >= 30 * float(np.median(positive))
+    if positive.size and (scale == "log" or (scale == "auto" and wide)):
+        least = float(positive.min())
+        low = max(least, most / LOG_RANGE)
+        low = low if low < most else most / 10  # a single value
+        return LogNorm(low, most), colors, "logarithmic", "min" if least < low else "neither"
+    return Normalize(0.0, most), colors, "linear", "neither"

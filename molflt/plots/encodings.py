@@ -1,0 +1,277 @@
+"""Pictures of relative positional encodings: what they add to logits, a panel per head."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from molflt.plots.figure import BLUE, GREY, ZERO, as_array, grid_shape, panels, picture
+
+if TYPE_CHECKING:
+    import torch
+
+Array = NDArray[np.float64]
+
+
+def has_bias(position: torch.nn.Module) -> bool:
+    """Whether an encoding adds something to logits that the functions here can draw.
+
+    Rotations and stochastic encodings change queries and keys instead.
+
+    Args:
+        position: a position module of any dimension.
+    """
+    module: Any = position
+    if "softmax" not in module.mixings:
+        return False
+    return _evaluate(module, _like(module).new_zeros(1, 1, module.dim)) is not None
+
+
+def rpe_profiles(model: torch.nn.Module, png: Path, r_max: float = 8.0, unit: str = "Å") -> None:
+    """Draws the relative encoding f(r) that each head has learned, each head on its own scale.
+
+    Softmax attention adds f(r) to its logits as it is; linear attention an estimate from r nodes.
+    An encoding that is not isotropic is drawn along the first axis.
+
+    Args:
+        model: a position module, or a model that has one at `stack.position`.
+        png: file to write.
+        r_max: largest distance, in `unit`.
+        unit: unit of positions.
+
+    Raises:
+        ValueError: if there is no relative encoding, as Performer has none, or none that is added
+            to logits.
+    """
+    import torch
+
+    position = _found(model, "rpe_profiles")
+    distances = torch.linspace(0.0, r_max, 321, dtype=torch.float64).to(_like(position))
+    if hasattr(position, "radial_profile"):
+        with torch.no_grad():
+            profiles = as_array(position.radial_profile(distances))  # [head, r]
+    else:
+        delta = distances[:, None] * torch.eye(position.dim)[0].to(distances)
+        profiles = _bias(position, delta)
+    _draw_curves(png, as_array(distances), profiles, f"distance r / {unit}", "f(r)")
+
+
+def rpe_curves(
+    position: torch.nn.Module, png: Path, max_offset: float, unit: str = "tokens"
+) -> None:
+    """Draws the encoding f(r_i - r_j) of positions on a line, for offsets of both signs.
+
+    So a mask that tells before from after shows. Each head has its own scale; where f is -inf, the
+    curve has a gap.
+
+    Args:
+        position: a position module of dimension 1, or a model that has one at `stack.position`.
+        png: file to write.
+        max_offset: largest offset between query and key, in `unit`; an integer for encodings on a
+            grid of tokens.
+        unit: unit of positions.
+
+    Raises:
+        ValueError: the module has another dimension or nothing that is added to logits, or the
+            offset is not positive.
+    """
+    import torch
+
+    module = _found(position, "rpe_curves")
+    _expect_dim(module, "rpe_curves", module.dim == 1, "1", "rpe_profiles or rpe_surfaces")
+    (reach,) = _extents("max_offset", max_offset, 1, module.grid)
+    if module.grid:
+        offsets = np.arange(-reach, reach + 1.0)
+        curves = _grid_bias(module, (reach,))
+    else:
+        # So fine that steps look like steps, and, to a whole end, on every whole offset.
+        parts = max(1, -(-400 // math.ceil(reach)))
+        count = 2 * math.ceil(reach) * parts + 1
+        line = torch.linspace(-reach, reach, count, dtype=torch.float64).to(_like(module))
+        offsets, curves = as_array(line), _bias(module, line[:, None])
+    label = f"offset $r_i - r_j$ / {unit}\n(left: keys after the query; right: before it)"
+    marker = "." if len(offsets) <= 65 else ""
+    _draw_curves(png, offsets, curves, label, "f($r_i - r_j$)", marker)
+
+
+def _draw_curves(
+    png: Path, x: Array, curves: Array, x_label: str, y_label: str, marker: str = ""
+) -> None:
+    shape = grid_shape(len(curves))
+    size = (max(0.6 + 2.3 * shape[1], 3.4), max(0.9 + 1.8 * shape[0], 2.9))
+    with picture(png, figsize=size) as figure:
+        for axes, curve in zip(panels(figure, len(curves), shape, False), curves, strict=True):
+            axes.axhline(0.0, color=GREY, linewidth=0.8)
+            if x[0] < 0:
+                axes.axvline(0.0, color=GREY, linewidth=0.8)
+            axes.plot(x, np.where(np.isfinite(curve), curve, np.nan), color=BLUE, marker=marker)
+            axes.margins(x=0.01)
+            axes.grid(alpha=0.3)
+        figure.supxlabel(x_label, fontsize="medium")
+        figure.supylabel(f"{y_label}, added to the logit", fontsize="medium")
+
+
+def rpe_surfaces(
+    position: torch.nn.Module,
+    png: Path,
+    extent: float | tuple[float, float],
+    unit: str = "patches",
+    points: int = 129,
+) -> None:
+    """Draws the encoding f(r_i - r_j) over the first two axes of the offset, as heat maps.
+
+    FLT (arXiv:2302.01925), fig. 4, shows such functions as surfaces; heat maps hide nothing behind
+    a peak. All heads have one color scale around 0, and the range of each stands in its title.
+    Positions of more dimensions are cut where their other offsets are 0. As in images, the first
+    axis points down.
+
+    Args:
+        position: a position module of dimension 2 or more, or a model that has one at
+            `stack.position`.
+        png: file to write.
+        extent: largest offset along both axes or each, in `unit`; for encodings on a grid of H x W
+            tokens, (H - 1, W - 1).
+        unit: unit of positions.
+        points: values along each axis; at grids there is one for each offset instead.
+
+    Raises:
+        ValueError: the module has one dimension or nothing that is added to logits, or `extent` is
+            not positive.
+    """
+    import torch
+
+    module = _found(position, "rpe_surfaces")
+    _expect_dim(module, "rpe_surfaces", module.dim >= 2, "2 or more", "rpe_curves")
+    reach = _extents("extent", extent, 2, module.grid)
+    if module.grid:
+        surfaces = _grid_bias(module, reach)
+        surfaces = surfaces.reshape(-1, 2 * reach[0] + 1, 2 * reach[1] + 1)
+        pad = (0.5, 0.5)
+    else:
+        lines = [torch.linspace(-end, end, points, dtype=torch.float64) for end in reach]
+        plane = torch.cartesian_prod(*lines)
+        delta = plane.new_zeros(len(plane), module.dim)
+        delta[:, :2] = plane
+        surfaces = _bias(module, delta.to(_like(module))).reshape(-1, points, points)
+        pad = (reach[0] / (points - 1), reach[1] / (points - 1))  # half a pixel
+    cut = "" if module.dim == 2 else "cut through offset 0 along all other axes"
+    _draw_surfaces(png, surfaces, (reach[0] + pad[0], reach[1] + pad[1]), unit, cut)
+
+
+def _draw_surfaces(
+    png: Path, surfaces: Array, ends: tuple[float, float], unit: str, title: str
+) -> None:
+    from matplotlib import colormaps
+    from matplotlib.colors import Normalize
+
+    finite = np.ma.masked_invalid(surfaces)
+    most = float(np.abs(finite).max() or 1.0)
+    colors = colormaps["RdBu_r"].with_extremes(bad=ZERO)
+    shape = grid_shape(len(surfaces))
+    across, down = (2.4 * end / max(ends) for end in reversed(ends))
+    size = (1.7 + max(across, 1.4) * shape[1], 0.8 + (max(down, 1.0) + 0.25) * shape[0])
+    with picture(png, figsize=size) as figure:
+        shown = panels(figure, len(surfaces), shape, share_y=True)
+        for head, (axes, surface) in enumerate(zip(shown, finite, strict=True)):
+            image = axes.imshow(
+                surface,
+                cmap=colors,
+                norm=Normalize(-most, most),
+                extent=(-ends[1], ends[1], ends[0], -ends[0]),
+                aspect="equal",
+            )
+            axes.set_title(f"head {head}: {_range(surface)}", fontsize="small")
+            axes.locator_params(nbins=5)
+        gray = "; gray: −∞" if np.ma.is_masked(finite) else ""
+        label = f"f($r_i - r_j$), added to the logit{gray}"
+        figure.colorbar(image, ax=shown, label=label, aspect=30, fraction=0.05)
+        figure.supxlabel(f"offset along axis 2 / {unit}", fontsize="medium")
+        figure.supylabel(f"offset along axis 1 / {unit}", fontsize="medium")
+        if title:
+            figure.suptitle(title, fontsize="medium")
+
+
+def _range(surface: Any) -> str:
+    if np.ma.count(surface) == 0:
+        return "−∞"
+    return f"{surface.min():.2g} to {surface.max():.2g}".replace("-", "−")
+
+
+def _found(model: Any, caller: str) -> Any:
+    """The position module that was given, or that of a stack or of a model with a stack."""
+    stack = getattr(model, "stack", model)
+    position = getattr(stack, "position", model if hasattr(model, "grid") else None)
+    if position is None:
+        raise ValueError(
+            f"{caller}: the model has no relative encoding (position: none); expected a position "
+            "module, or a model that has one at stack.position; give one of them"
+        )
+    if not has_bias(position):
+        raise ValueError(
+            f"{caller}: expected a position with a bias for mixing 'softmax'; got "
+            f"{type(position).__name__}, which adds nothing to logits; draw attention_matrices"
+        )
+    return position
+
+
+def _like(position: Any) -> torch.Tensor:
+    """A tensor with the dtype and device that the module computes in."""
+    import torch
+
+    for tensor in (*position.parameters(), *position.buffers()):
+        if tensor.is_floating_point():
+            return tensor.detach()
+    return torch.empty(0)
+
+
+def _evaluate(position: Any, positions: torch.Tensor, keys: Any = None) -> Array | None:
+    """What is added to logits: (1, queries, l), (1, keys, l) -> (heads, queries, keys)."""
+    import torch
+
+    with torch.no_grad():
+        bias = position("softmax", positions, positions if keys is None else keys).bias
+    return None if bias is None else as_array(bias)[0]
+
+
+def _bias(position: Any, delta: torch.Tensor) -> Array:
+    """f at offsets (n, l): (heads, n), from a query at 0 and keys at -delta."""
+    values = _evaluate(position, delta.new_zeros(1, 1, delta.shape[-1]), -delta[None])
+    return np.empty((0, 0)) if values is None else values[:, 0]
+
+
+def _grid_bias(position: Any, ends: tuple[int, ...]) -> Array:
+    """f at all offsets -end..end per axis, in row-major order: (heads, offsets).
+
+    Encodings on a grid take all its tokens in order, so each offset is read off a pair that has it.
+    """
+    shape = tuple(end + 1 for end in ends)
+    cells = np.stack(np.unravel_index(np.arange(math.prod(shape)), shape), axis=-1)
+    values = _evaluate(position, _like(position).new_tensor(cells[None]))
+    offsets = np.indices([2 * end + 1 for end in ends]).reshape(len(ends), -1)
+    offsets = offsets - np.array(ends)[:, None]
+    queries = np.ravel_multi_index(tuple(np.maximum(offsets, 0)), shape)
+    keys = np.ravel_multi_index(tuple(np.maximum(-offsets, 0)), shape)
+    return np.empty((0, 0)) if values is None else values[:, queries, keys]
+
+
+def _expect_dim(position: Any, caller: str, fits: bool, expected: str, other: str) -> None:
+    if not fits:
+        raise ValueError(
+            f"{caller}: expected a position module of dimension {expected}; got "
+            f"{type(position).__name__} of {position.dim}; use {other}"
+        )
+
+
+def _extents(name: str, extent: float | tuple[float, ...], axes: int, whole: bool) -> Any:
+    """The largest offset along each axis."""
+    ends = tuple(extent) if isinstance(extent, tuple | list) else (extent,) * axes
+    if len(ends) != axes or not all(0 < end < math.inf for end in ends):
+        expected = "one positive number" + f" or {axes}, one per axis" * (axes > 1)
+        raise ValueError(f"{name} must be {expected}; got {extent}; change it")
+    if whole and any(end != int(end) for end in ends):
+        raise ValueError(f"{name} must be whole on a grid of tokens; got {extent}; round it")
+    return tuple(int(end) if whole else float(end) for end in ends)
