@@ -3,27 +3,49 @@
 Depends on torch alone. It knows nothing of graphs, files or tasks; `molflt.graph` brings atoms.
 """
 
+from molflt.attention.causal import causal
+from molflt.attention.convert import convert_weights_
+from molflt.attention.encoding import MIXINGS, Encoding, Position
 from molflt.attention.feature_maps import FEATURE_MAPS, FeatureMap
-from molflt.attention.layer import MIXINGS, Attention, Block, Stack
-from molflt.attention.mixing import linear, quadratic, softmax
-from molflt.attention.nodes import GaussianNodes
-from molflt.attention.positions import POSITIONS, SpectralPosition
+from molflt.attention.fourier import TOKEN_MIXERS
+from molflt.attention.layer import Attention
+from molflt.attention.mixing import NORMALIZE, Features, Sums, linear, quadratic, softmax
+from molflt.attention.nodes import NODES, GaussianNodes, KernelNodes
+from molflt.attention.positions import POSITIONS, make_position
 from molflt.attention.projections import PROJECTIONS
-from molflt.attention.spectra import GaussianBasis
+from molflt.attention.spectra import SPECTRA, GaussianBasis, GaussianMixture, Spectrum
+from molflt.attention.spectral import SpectralPosition
+from molflt.attention.stack import Block, Stack
+from molflt.attention.toeplitz import toeplitz
 
 __all__ = [
     "FEATURE_MAPS",
     "MIXINGS",
+    "NODES",
+    "NORMALIZE",
     "POSITIONS",
     "PROJECTIONS",
+    "SPECTRA",
+    "TOKEN_MIXERS",
     "Attention",
     "Block",
+    "Encoding",
     "FeatureMap",
+    "Features",
     "GaussianBasis",
+    "GaussianMixture",
     "GaussianNodes",
+    "KernelNodes",
+    "Position",
     "SpectralPosition",
+    "Spectrum",
     "Stack",
+    "Sums",
+    "causal",
+    "convert_weights_",
     "linear",
+    "make_position",
     "quadratic",
     "softmax",
+    "toeplitz",
 ]

@@ -1,42 +1,54 @@
 """Feature maps phi of kernelized attention, A_ij = phi(q_i) . phi(k_j).
 
-A map sees queries and keys together, because the stabilizer of exponential features needs both.
-Inputs are already scaled (x = q d^(-1/4)); keys outside `key_mask` get the features 0, so that they
-leave the numerator and the normalizer alike.
+Inputs are already scaled (x = q d^(-1/4)). A map returns `Features`: exponentials give their
+logarithm, so that the mixing can subtract what cancels before it evaluates them.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from molflt.attention.projections import PROJECTIONS
+from molflt.attention.mixing import Features
+from molflt.attention.projections import PROJECTIONS, Projection
 
 
 class FeatureMap(nn.Module):
-    """Base class: one `phi` applied to queries and keys, masked keys set to zero.
+    """Base class: one map, applied to queries and to keys.
 
-    A new map overrides `phi` (any non-negative function of the token) or, for exponentials, derives
-    from `ExponentialFeatures` and overrides `log_features`.
+    A new map overrides `forward` and gets a line in `FEATURE_MAPS`.
 
     Args:
         dim: width of the queries and keys given to the map.
         heads: number of heads; every head has its own projection.
-        num_features: number of features m; ignored by maps of fixed width.
-        projection: key of `PROJECTIONS`; how the rows of a random matrix are drawn.
+        num_features: rows m of the projection; ignored by maps that have none.
+        projection: key of `PROJECTIONS`, how the rows of a random matrix are drawn; "orthogonal" by
+            default. Maps without a projection refuse one.
 
     Attributes:
-        num_features: width of the features that `forward` returns.
+        width: number of features per token that `forward` returns.
+        projection: the random matrix, or None.
+        signed: whether features can be negative, so that normalizers can be 0 or negative: count
+            those in `Attention.sums(...).normalizer`.
     """
 
     random = False  # whether the map owns a random projection that `redraw_` can renew
-    projection: Tensor
+    learned = False  # whether it learns one that is drawn at the start
+    signed = False
+    projection: Projection | None
 
     def __init__(
-        self, dim: int, heads: int, num_features: int = 64, projection: str = "orthogonal"
+        self, dim: int, heads: int, num_features: int = 64, projection: str | None = None
     ) -> None:
         super().__init__()
+        if projection is not None and not (self.random or self.learned):
+            raise ValueError(
+                f"{type(self).__name__} projects nothing; got projection={projection!r}; leave it "
+                "out"
+            )
+        projection = projection or "orthogonal"
         if projection not in PROJECTIONS:
             raise ValueError(
                 f"projection={projection!r} is unknown; expected one of {', '.join(PROJECTIONS)}"
@@ -45,11 +57,8 @@ class FeatureMap(nn.Module):
             raise ValueError(f"num_features must be at least 1; got {num_features}")
         self.dim = dim
         self.heads = heads
-        self.num_features = num_features
-        self.draw = PROJECTIONS[projection]
-        if self.random:
-            self.register_buffer("projection", torch.empty(heads, num_features, dim))
-            self.redraw_()
+        self.width = num_features
+        self.projection = PROJECTIONS[projection](heads, num_features, dim) if self.random else None
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws a new random projection in place; does nothing for deterministic maps.
@@ -57,79 +66,26 @@ class FeatureMap(nn.Module):
         Args:
             generator: CPU generator. Give one seeded alike on every rank of a distributed run.
         """
-        if not self.random:
-            return
-        with torch.no_grad():
-            self.projection.copy_(self._draw_rows(generator))
+        if self.projection is not None:
+            self.projection.redraw_(generator)
 
-    def _draw_rows(self, generator: torch.Generator | None = None) -> Tensor:
-        """One random matrix per head: (heads, m, dim) float64."""
-        rows = [self.draw(self.num_features, self.dim, generator) for _ in range(self.heads)]
-        return torch.stack(rows)
-
-    def phi(self, x: Tensor) -> Tensor:
-        """Features of tokens: (batch, heads, tokens, dim) -> (batch, heads, tokens, features)."""
+    def forward(self, x: Tensor) -> Features:
+        """Features of tokens: (batch, heads, tokens, dim) -> (batch, heads, tokens, width)."""
         raise NotImplementedError
 
-    def forward(
-        self, query: Tensor, key: Tensor, key_mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Maps queries and keys to features.
-
-        Args:
-            query: (batch, heads, queries, dim), scaled.
-            key: (batch, heads, keys, dim), scaled.
-            key_mask: broadcastable to (batch, heads, keys), True where a key exists.
-
-        Returns:
-            Features (batch, heads, queries, m) and (batch, heads, keys, m). Only their ratio
-            phi_q . phi_k / sum_k phi_q . phi_k has a meaning.
-        """
-        features = self.phi(key)
-        if key_mask is not None:
-            features = features.masked_fill(~key_mask[..., None], 0.0)
-        return self.phi(query), features
+    def project(self, x: Tensor) -> Tensor:
+        """w_s . x: (batch, heads, tokens, dim) -> (batch, heads, tokens, m)."""
+        if self.projection is None:
+            raise TypeError(f"{type(self).__name__} has no random projection")
+        out: Tensor = self.projection(x)
+        return out
 
     def extra_repr(self) -> str:
         """Sizes, for `print(module)`."""
-        return f"dim={self.dim}, heads={self.heads}, num_features={self.num_features}"
+        return f"dim={self.dim}, heads={self.heads}, width={self.width}"
 
 
-class ExponentialFeatures(FeatureMap):
-    """Base class of exponential maps, given by their logarithm and stabilized without a floor."""
-
-    def log_features(self, x: Tensor) -> Tensor:
-        """log phi(x): (batch, heads, tokens, dim) -> (batch, heads, tokens, m)."""
-        raise NotImplementedError
-
-    def phi(self, x: Tensor) -> Tensor:
-        """Features without stabilizer, for estimates of the kernel itself."""
-        return self.log_features(x).exp()
-
-    def forward(
-        self, query: Tensor, key: Tensor, key_mask: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """As `FeatureMap.forward`.
-
-        The key's maximum over the valid tokens of the same graph, one per feature, is moved to the
-        query's side, where the maximum over features is then subtracted. Both shifts cancel in the
-        ratio, so nothing is detached from the gradient and nothing leaks between graphs; and the
-        largest term of every normalizer is exactly 1 x 1, so no normalizer can underflow.
-        """
-        log_q, log_k = self.log_features(query), self.log_features(key)
-        if key_mask is not None:
-            log_k = log_k.masked_fill(~key_mask[..., None], -torch.inf)
-        if log_k.shape[-2] == 0:
-            return self.phi(query), log_k
-        with torch.no_grad():
-            key_max = log_k.amax(dim=-2, keepdim=True)
-            key_max = torch.where(key_max.isfinite(), key_max, 0.0)  # no valid key at all
-            query_max = (log_q + key_max).amax(dim=-1, keepdim=True)
-        # In this order of operations the largest exponent is exactly 0.
-        return (log_q + key_max - query_max).exp(), (log_k - key_max).exp()
-
-
-class PositiveFeatures(ExponentialFeatures):
+class PositiveFeatures(FeatureMap):
     """Positive random features: phi(x) = exp(w_s . x - |x|^2 / 2) / sqrt(m).
 
     Unbiased: E[phi(x) . phi(y)] = exp(x . y). Performer (arXiv:2009.14794), lemma 1; kernelized
@@ -138,60 +94,241 @@ class PositiveFeatures(ExponentialFeatures):
 
     random = True
 
-    def log_features(self, x: Tensor) -> Tensor:
-        """w_s . x - |x|^2 / 2 - log(m) / 2."""
-        projected = x @ self.projection.to(x.dtype).transpose(-1, -2)
-        shift = x.square().sum(dim=-1, keepdim=True) + math.log(self.num_features)
-        return projected - shift / 2
+    def forward(self, x: Tensor) -> Features:
+        """See `FeatureMap.forward`."""
+        shift = x.square().sum(dim=-1, keepdim=True) + math.log(self.width)
+        return Features(None, self.project(x) - shift / 2)
 
 
-class LearnableFeatures(ExponentialFeatures):
-    """Exponential of a learned projection per head: phi(x) = exp(W x).
+class TrigonometricFeatures(FeatureMap):
+    """phi(x) = exp(|x|^2 / 2) [sin(w_s . x), cos(w_s . x)] / sqrt(m), of width 2m.
 
-    FLT (arXiv:2302.01925), image experiments; W starts as a random draw of `projection`.
+    Unbiased for exp(x . y), but signed: the variance explodes where exp(x . y) is small. NPRF
+    (arXiv:2106.12566), eq. 4; safe on queries and keys of unit norm.
     """
 
+    random = True
+    signed = True
+
     def __init__(
-        self, dim: int, heads: int, num_features: int = 64, projection: str = "orthogonal"
+        self, dim: int, heads: int, num_features: int = 64, projection: str | None = None
     ) -> None:
         super().__init__(dim, heads, num_features, projection)
-        self.weight = nn.Parameter(self._draw_rows().to(torch.get_default_dtype()))
+        self.width = 2 * num_features
 
-    def log_features(self, x: Tensor) -> Tensor:
-        """W x."""
-        return x @ self.weight.to(x.dtype).transpose(-1, -2)
+    def forward(self, x: Tensor) -> Features:
+        """See `FeatureMap.forward`."""
+        projected = self.project(x)
+        waves = torch.cat((projected.sin(), projected.cos()), dim=-1)
+        values = waves * (2 / self.width) ** 0.5
+        return Features(values, x.square().sum(dim=-1, keepdim=True) / 2)
 
 
-class ReluFeatures(FeatureMap):
-    """Generalized attention with f = ReLU: phi(x) = relu(w_s . x) + eps.
+class Favor2020Features(FeatureMap):
+    """FAVOR as first published: phi(x) = D_x sqrt(2 / m) cos(w_s . x + b_s).
 
-    FAVOR (arXiv:2006.03555), section 2.2. eps > 0 keeps every normalizer positive.
+    D_x = exp(|x|^2 / 2), which is exp(|q|^2 / 2 sqrt(d)) of the unscaled query: D_Q and D_K of
+    FAVOR (arXiv:2006.03555), eqs. 5-12. b_s is uniform in [0, 2 pi). Unbiased for exp(x . y);
+    signed.
+    """
+
+    random = True
+    signed = True
+    phase: Tensor
+
+    def __init__(
+        self, dim: int, heads: int, num_features: int = 64, projection: str | None = None
+    ) -> None:
+        super().__init__(dim, heads, num_features, projection)
+        self.register_buffer("phase", torch.empty(heads, 1, num_features))
+        self._draw_phase()
+
+    def redraw_(self, generator: torch.Generator | None = None) -> None:
+        """Draws projection and phases."""
+        super().redraw_(generator)
+        self._draw_phase(generator)
+
+    def _draw_phase(self, generator: torch.Generator | None = None) -> None:
+        turns = torch.rand(self.phase.shape, dtype=torch.float64, generator=generator)
+        with torch.no_grad():
+            self.phase.copy_(2 * math.pi * turns)
+
+    def forward(self, x: Tensor) -> Features:
+        """See `FeatureMap.forward`."""
+        values = (self.project(x) + self.phase.to(x.dtype)).cos() * (2 / self.width) ** 0.5
+        return Features(values, x.square().sum(dim=-1, keepdim=True) / 2)
+
+
+class GeneralizedFeatures(FeatureMap):
+    """Generalized attention: phi(x) = f(w_s . x) + eps.
+
+    FAVOR (arXiv:2006.03555), sections 2.2 and 4.3; `normalize="none"` of `Attention` switches off
+    what that paper calls renormalization. eps > 0 keeps every normalizer of a non-negative f
+    positive; with a signed f it would only hide a failure, so it is 0 there.
     """
 
     random = True
     eps = 1e-3
 
-    def phi(self, x: Tensor) -> Tensor:
-        """relu(w_s . x) + eps."""
-        return F.relu(x @ self.projection.to(x.dtype).transpose(-1, -2)) + self.eps
+    @staticmethod
+    def function(x: Tensor) -> Tensor:
+        """f, element by element."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Features:
+        """See `FeatureMap.forward`."""
+        return Features(self.function(self.project(x)) + (0.0 if self.signed else self.eps))
+
+
+def generalized(name: str, f: Callable[[Tensor], Tensor], signed: bool) -> type[FeatureMap]:
+    """The generalized attention of one function f."""
+    words = f"Generalized attention with f = {name}: see `GeneralizedFeatures`."
+    fields = {"function": staticmethod(f), "signed": signed, "__doc__": words}
+    title = "".join(word.capitalize() for word in name.split("_"))
+    return type(f"{title}Features", (GeneralizedFeatures,), {**fields, "__module__": __name__})
+
+
+class ExpFeatures(FeatureMap):
+    """Generalized attention with f = exp: phi(x) = exp(w_s . x), through its logarithm.
+
+    FAVOR (arXiv:2006.03555), section 4.3. Positive without an eps.
+    """
+
+    random = True
+
+    def forward(self, x: Tensor) -> Features:
+        """See `FeatureMap.forward`."""
+        return Features(None, self.project(x))
+
+
+class LearnableExpFeatures(FeatureMap):
+    """Exponential of a learned projection per head: phi(x) = exp(W x).
+
+    FLT (arXiv:2302.01925), image experiments; W starts as a random draw of `projection`.
+    """
+
+    learned = True
+
+    def __init__(
+        self, dim: int, heads: int, num_features: int = 64, projection: str | None = None
+    ) -> None:
+        super().__init__(dim, heads, num_features, projection)
+        rows = PROJECTIONS[projection or "orthogonal"](heads, num_features, dim).matrix()
+        self.weight = nn.Parameter(rows.to(torch.get_default_dtype()))
+
+    def product(self, x: Tensor) -> Tensor:
+        """W x: (batch, heads, tokens, dim) -> (batch, heads, tokens, m)."""
+        return x @ self.weight.to(x.dtype).transpose(-1, -2)
+
+    def forward(self, x: Tensor) -> Features:
+        """See `FeatureMap.forward`."""
+        return Features(None, self.product(x))
+
+
+class LearnableReluFeatures(LearnableExpFeatures):
+    """ReLU of a learned projection per head: phi(x) = relu(W x) + eps.
+
+    FLT (arXiv:2302.01925), image experiments.
+    """
+
+    eps = GeneralizedFeatures.eps
+
+    def forward(self, x: Tensor) -> Features:
+        """See `FeatureMap.forward`."""
+        return Features(F.relu(self.product(x)) + self.eps)
 
 
 class EluFeatures(FeatureMap):
     """Linear Transformer: phi(x) = elu(x) + 1, of the width of x (arXiv:2006.16236, eq. 7)."""
 
     def __init__(
-        self, dim: int, heads: int, num_features: int = 64, projection: str = "orthogonal"
+        self, dim: int, heads: int, num_features: int = 64, projection: str | None = None
     ) -> None:
-        super().__init__(dim, heads, dim, projection)
+        super().__init__(dim, heads, num_features, projection)
+        self.width = dim
 
-    def phi(self, x: Tensor) -> Tensor:
-        """elu(x) + 1."""
-        return F.elu(x) + 1.0
+    def forward(self, x: Tensor) -> Features:
+        """See `FeatureMap.forward`."""
+        return Features(F.elu(x) + 1.0)
+
+
+class CosformerFeatures(EluFeatures):
+    """cosFormer: phi(x) = relu(x), of the width of x (arXiv:2202.08791, eq. 7).
+
+    Its other half, the re-weighting by position, is `position="cosine"`.
+    """
+
+    def forward(self, x: Tensor) -> Features:
+        """See `FeatureMap.forward`."""
+        return Features(F.relu(x))
+
+
+class RfaFeatures(FeatureMap):
+    """Base of the features of random feature attention, RFA (arXiv:2103.02143), section 3.1.
+
+    Queries and keys are divided by their norms and stretched by a learned scale per head and
+    dimension, the reparametrized width of the random rows.
+    """
+
+    random = True
+
+    def __init__(
+        self, dim: int, heads: int, num_features: int = 64, projection: str | None = None
+    ) -> None:
+        super().__init__(dim, heads, num_features, projection)
+        self.scale = nn.Parameter(torch.ones(heads, 1, dim))
+
+    def project(self, x: Tensor) -> Tensor:
+        """w_s . (scale x / |x|)."""
+        return super().project(F.normalize(x, dim=-1) * self.scale.to(x.dtype))
+
+
+class RfaGaussianFeatures(RfaFeatures):
+    """RFA with a Gaussian kernel: phi(x) = [sin(w_s . x), cos(w_s . x)] / sqrt(m), of width 2m.
+
+    Signed.
+    """
+
+    signed = True
+
+    def __init__(
+        self, dim: int, heads: int, num_features: int = 64, projection: str | None = None
+    ) -> None:
+        super().__init__(dim, heads, num_features, projection)
+        self.width = 2 * num_features
+
+    def forward(self, x: Tensor) -> Features:
+        """See `FeatureMap.forward`."""
+        projected = self.project(x)
+        waves = torch.cat((projected.sin(), projected.cos()), dim=-1)
+        return Features(waves * (2 / self.width) ** 0.5)
+
+
+class RfaArccosFeatures(RfaFeatures):
+    """RFA with the arc-cosine kernel of order 1: phi(x) = relu(w_s . x) / sqrt(m)."""
+
+    def forward(self, x: Tensor) -> Features:
+        """See `FeatureMap.forward`."""
+        return Features(F.relu(self.project(x)) * self.width**-0.5)
 
 
 FEATURE_MAPS: dict[str, type[FeatureMap]] = {
     "positive": PositiveFeatures,
-    "relu": ReluFeatures,
+    "trigonometric": TrigonometricFeatures,
+    "favor2020": Favor2020Features,
+    "relu": generalized("relu", F.relu, signed=False),
+    "squared_relu": generalized("squared_relu", lambda x: F.relu(x).square(), signed=False),
+    "sigmoid": generalized("sigmoid", torch.sigmoid, signed=False),
+    "abs": generalized("abs", torch.abs, signed=False),
+    "exp": ExpFeatures,
+    "gelu": generalized("gelu", F.gelu, signed=True),
+    "cos": generalized("cos", torch.cos, signed=True),
+    "tanh": generalized("tanh", torch.tanh, signed=True),
+    "identity": generalized("identity", lambda x: x, signed=True),
+    "learnable_exp": LearnableExpFeatures,
+    "learnable_relu": LearnableReluFeatures,
     "elu": EluFeatures,
-    "learnable": LearnableFeatures,
+    "cosformer": CosformerFeatures,
+    "rfa_gaussian": RfaGaussianFeatures,
+    "rfa_arccos": RfaArccosFeatures,
 }

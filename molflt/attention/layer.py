@@ -1,65 +1,51 @@
-"""Attention, the pre-LayerNorm Transformer block, and a stack of blocks with refinement."""
+"""Multi-head attention: one layer for every feature map, positional encoding and mixing."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from molflt.attention import mixing
+from molflt.attention import mixing as mix
+from molflt.attention.causal import DecodeState, KeyValues, State, causal
+from molflt.attention.encoding import MIXINGS, Encoding, Position
 from molflt.attention.feature_maps import FEATURE_MAPS, FeatureMap
-from molflt.attention.positions import SpectralPosition
-
-MIXINGS = ("linear", "quadratic", "softmax")
-
-
-class Encoding(NamedTuple):
-    """A relative positional encoding evaluated for one batch; the face that the mixing needs."""
-
-    factors: tuple[Tensor, Tensor] | None = None  # N1 (b, h, queries, 2r), N2 (b, h, keys, 2r)
-    bias: Tensor | None = None  # (b, h, queries, keys)
-
-
-def encode(
-    position: SpectralPosition | None, mixing: str, query_positions: Tensor, key_positions: Tensor
-) -> Encoding:
-    """Evaluates a position module: the exact mask for softmax, else its factors.
-
-    Args:
-        position: the module, or None for attention without positions.
-        mixing: one of `MIXINGS`.
-        query_positions: (batch, queries, l), centred per graph.
-        key_positions: (batch, keys, l), from the same centre.
-    """
-    if position is None:
-        return Encoding()
-    if mixing == "softmax":
-        return Encoding(bias=position.bias(query_positions[:, :, None] - key_positions[:, None]))
-    return Encoding(factors=position.factors(query_positions, key_positions))
+from molflt.attention.toeplitz import dense_log_kernel, toeplitz
 
 
 class Attention(nn.Module):
-    """Multi-head attention with a relative positional encoding in additive placement.
+    """Multi-head attention with a relative positional encoding.
 
-    Kernelized: A_ij = phi(q^_i) . phi(k^_j) with q^ = [N1, q d^(-1/4)], k^ = [N2, k d^(-1/4)], FLT
-    (arXiv:2302.01925), eq. 3. Softmax: A_ij = exp(q_i . k_j / sqrt(d) + f(r_i - r_j)), eq. 1.
+    Kernelized: A_ij = phi(q^_i) . phi(k^_j), where the encoding enters as FLT's factors, q^ = [N1,
+    q d^(-1/4)] and k^ = [N2, k d^(-1/4)] (arXiv:2302.01925, eq. 3), as a positional kernel that
+    multiplies the products, or as a rotation of q and k. Softmax: A_ij = exp(q_i . k_j / sqrt(d) +
+    f(r_i - r_j)), eq. 1.
 
     Args:
         dim: width of tokens; a multiple of `heads`.
         heads: number of heads.
         mixing: "linear" (O(N)), "quadratic" (the same through the N x N matrix) or "softmax".
+        causal: each token sees itself and those before it.
         feature_map: key of `FEATURE_MAPS`; not used by softmax.
         num_features: random or learned features m per head.
-        projection: how random features are drawn, key of `PROJECTIONS`.
-        position_width: columns that the factors of the encoding append (`position.width`).
+        projection: how random features are drawn, key of `PROJECTIONS`; None for the map's own
+            default, "orthogonal", or nothing.
+        position: the encoding whose evaluations `forward` will get. Only read, to fit widths and to
+            refuse what does not go together; it stays where it is shared by all layers.
         normalize_qk: divide queries and keys by their norms, logits in [-1, 1] (NPRF,
             arXiv:2106.12566, section 3.3).
+        normalize: what kernelized attention divides by. "masked": sum_j A_ij; "unmasked": the same
+            without factors and positional kernel; "none": nothing, so that outputs grow with the
+            number of keys (FAVOR, arXiv:2006.03555, section 4.3: renormalization off).
+        floor: smallest absolute normalizer, see `Sums.ratio`; for signed features and kernels.
+        gate: forget with a learned rate per token and head, sum_j of (1 - g_j) prod_(j<l<=i) g_l;
+            causal only. RFA (arXiv:2103.02143), section 3.2.
         dropout: attention dropout. Softmax drops single weights; kernelized attention, which has
             no single weights, drops whole keys per head.
 
     Raises:
-        ValueError: an unknown choice, or `dim` is no multiple of `heads`.
+        ValueError: an unknown choice, choices that do not go together, or `dim` is no multiple of
+            `heads`.
     """
 
     def __init__(
@@ -68,36 +54,54 @@ class Attention(nn.Module):
         heads: int,
         *,
         mixing: str = "linear",
+        causal: bool = False,
         feature_map: str = "positive",
         num_features: int = 64,
-        projection: str = "orthogonal",
-        position_width: int = 0,
+        projection: str | None = None,
+        position: Position | None = None,
         normalize_qk: bool = False,
+        normalize: str = "masked",
+        floor: float = 0.0,
+        gate: bool = False,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
         if heads < 1 or dim % heads:
             raise ValueError(f"dim={dim} must be a multiple of heads={heads}; change one of them")
-        if mixing not in MIXINGS:
-            raise ValueError(f"mixing={mixing!r} is unknown; expected one of {', '.join(MIXINGS)}")
-        if feature_map not in FEATURE_MAPS:
-            raise ValueError(
-                f"feature_map={feature_map!r} is unknown; expected one of {', '.join(FEATURE_MAPS)}"
-            )
+        _known("mixing", mixing, MIXINGS)
+        _known("feature_map", feature_map, FEATURE_MAPS)
+        _known("normalize", normalize, mix.NORMALIZE)
         self.dim = dim
         self.heads = heads
+        self.head_dim = dim // heads
         self.mixing = mixing
+        self.causal = causal
         self.normalize_qk = normalize_qk
+        self.normalize = normalize
+        self.floor = floor
         self.dropout = dropout
+        self._refuse_misfits(position, gate)
         self.to_query = nn.Linear(dim, dim)
         self.to_key = nn.Linear(dim, dim)
         self.to_value = nn.Linear(dim, dim)
         self.to_out = nn.Linear(dim, dim)
+        self.to_gate = nn.Linear(dim, heads) if gate else None
         self.feature_map: FeatureMap | None = None
         if mixing != "softmax":
-            self.feature_map = FEATURE_MAPS[feature_map](
-                dim // heads + position_width, heads, num_features, projection
+            width = self.head_dim if position is None else position.width(self.head_dim)
+            self.feature_map = FEATURE_MAPS[feature_map](width, heads, num_features, projection)
+
+    def _refuse_misfits(self, position: Position | None, gate: bool) -> None:
+        softmax = self.mixing == "softmax"
+        if softmax and (self.normalize != "masked" or gate):
+            option = "gate=True" if gate else f"normalize={self.normalize!r}"
+            raise ValueError(
+                f"mixing='softmax' goes without {option}; use 'linear' or leave it out"
             )
+        if gate and not self.causal:
+            raise ValueError("gate=True forgets the past and needs causal=True; set it, or no gate")
+        if position is not None:
+            position.expect(self.mixing, self.causal, gate)
 
     def forward(
         self,
@@ -105,63 +109,210 @@ class Attention(nn.Module):
         encoding: Encoding | None = None,
         key_mask: Tensor | None = None,
         key_index: Tensor | None = None,
+        context: Tensor | None = None,
     ) -> Tensor:
         """Mixes tokens.
 
         Args:
             x: (batch, tokens, dim).
-            encoding: result of `encode`.
+            encoding: what the position module returned for these tokens.
             key_mask: (batch, keys), True where a key exists.
             key_index: (batch, keys), the token that each key copies; by default key j is token j.
                 Periodic images of an atom are keys with the atom's index and their own positions.
+            context: (batch, keys, dim), tokens to attend to instead of x (cross-attention).
 
         Returns:
             (batch, tokens, dim).
         """
-        encoding = encoding or Encoding()
-        query, key, value = self._split(x, key_index)
+        query, key, value = self._split(x, context, key_index)
         mask = None if key_mask is None else key_mask[:, None]
-        if self.feature_map is None:
-            dropout = self.dropout if self.training else 0.0
-            out = mixing.softmax(query, key, value, encoding.bias, mask, dropout)
-        else:
-            if self.training and self.dropout:
-                mask = _drop_keys(key, mask, self.dropout)
-            query, key = self._features(query, key, encoding, mask)
-            mix = mixing.linear if self.mixing == "linear" else mixing.quadratic
-            out = mix(query, key, value)
-        return self.to_out(out.transpose(1, 2).flatten(2))
+        if self.training and self.dropout and self.mixing != "softmax":
+            mask = _drop_keys(key, mask, self.dropout)
+        out, _ = self._attend(query, key, value, encoding or Encoding(), mask, self._gate(x))
+        return self._join(out)
 
-    def _split(self, x: Tensor, key_index: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def decode(
+        self, x: Tensor, encoding: Encoding | None = None, state: DecodeState | None = None
+    ) -> tuple[Tensor, DecodeState]:
+        """Causal attention of new tokens to those before them, without going over these again.
+
+        `forward(x)` equals `decode(x)[0]`, and decoding piece by piece gives the same.
+
+        Args:
+            x: (batch, new tokens, dim); one, or a whole prompt.
+            encoding: evaluated for the new tokens; for softmax with all tokens so far as keys.
+            state: returned by the call before; None at the beginning. Constant in size for linear
+                attention; keys and values of all tokens for softmax.
+
+        Raises:
+            ValueError: for mechanisms without such a state.
+        """
+        if not self.causal or self.mixing == "quadratic":
+            raise ValueError(
+                f"decode needs causal=True and mixing 'linear' or 'softmax'; got causal="
+                f"{self.causal}, mixing={self.mixing!r}"
+            )
+        encoding = encoding or Encoding()
+        if encoding.toeplitz is not None:
+            raise ValueError(
+                "a Toeplitz kernel leaves no state of constant size to decode from; call forward "
+                "on the whole sequence, or choose a spectral position"
+            )
+        query, key, value = self._split(x)
+        if self.mixing == "softmax":
+            if isinstance(state, KeyValues):
+                key = torch.cat((state.key, key), dim=2)
+                value = torch.cat((state.value, value), dim=2)
+            out, _ = self._attend(query, key, value, encoding)
+            return self._join(out), KeyValues(key, value)
+        past = () if state is None or isinstance(state, KeyValues) else state
+        out, states = self._attend(query, key, value, encoding, gate=self._gate(x), state=past)
+        return self._join(out), states
+
+    def weights(
+        self,
+        x: Tensor,
+        encoding: Encoding | None = None,
+        key_mask: Tensor | None = None,
+        key_index: Tensor | None = None,
+        context: Tensor | None = None,
+    ) -> Tensor:
+        """The attention matrix, for plots and tests: (batch, heads, queries, keys).
+
+        Arguments as for `forward`. Whatever the mechanism, it is what comes out when the value of
+        each key is a unit vector; so it costs O(N^2) memory, and no dropout is applied.
+        """
+        query, key, _ = self._split(x, context, key_index)
+        mask = None if key_mask is None else key_mask[:, None]
+        keys = key.shape[2]
+        unit = torch.eye(keys, dtype=key.dtype, device=key.device).expand(*key.shape[:2], -1, -1)
+        encoding = encoding or Encoding()
+        return self._attend(query, key, unit, encoding, mask, self._gate(x), dropout=False)[0]
+
+    def sums(
+        self,
+        x: Tensor,
+        encoding: Encoding | None = None,
+        key_mask: Tensor | None = None,
+        key_index: Tensor | None = None,
+        context: Tensor | None = None,
+    ) -> mix.Sums:
+        """Numerators and normalizers of kernelized attention before the division.
+
+        Arguments as for `forward`. `(sums.normalizer <= 0).sum()` counts the rows that signed
+        features have spoiled.
+        """
+        query, key, value = self._split(x, context, key_index)
+        mask = None if key_mask is None else key_mask[:, None]
+        encoding = encoding or Encoding()
+        features = self._features(query, key, encoding, mask)
+        return self._mix(*features, value, encoding, self._gate(x))[0]
+
+    def _split(
+        self, x: Tensor, context: Tensor | None = None, key_index: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Scaled queries and keys, and values: (batch, heads, tokens, d) each."""
-        d = self.dim // self.heads
+        if self.causal and (context is not None or key_index is not None):
+            raise ValueError("causal attention has no context and no key_index; set causal=False")
+        source = x if context is None else context
         query, key, value = (
-            to(x).unflatten(-1, (self.heads, d)).transpose(1, 2)
-            for to in (self.to_query, self.to_key, self.to_value)
+            to(tokens).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
+            for to, tokens in ((self.to_query, x), (self.to_key, source), (self.to_value, source))
         )
         if self.normalize_qk:
             query, key = F.normalize(query, dim=-1), F.normalize(key, dim=-1)
         else:
-            query, key = query * d**-0.25, key * d**-0.25
+            scale = self.head_dim**-0.25
+            query, key = query * scale, key * scale
         if key_index is not None:
-            index = key_index[:, None, :, None].expand(-1, self.heads, -1, d)
+            index = key_index[:, None, :, None].expand(-1, self.heads, -1, self.head_dim)
             key, value = key.gather(2, index), value.gather(2, index)
         return query, key, value
 
+    def _join(self, out: Tensor) -> Tensor:
+        joined: Tensor = self.to_out(out.transpose(1, 2).flatten(2))
+        return joined
+
+    def _gate(self, x: Tensor) -> Tensor | None:
+        """Logits of what each token keeps of the past: (batch, heads, tokens)."""
+        return None if self.to_gate is None else self.to_gate(x).transpose(1, 2)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        encoding: Encoding,
+        mask: Tensor | None = None,
+        gate: Tensor | None = None,
+        state: tuple[State, ...] = (),
+        dropout: bool = True,
+    ) -> tuple[Tensor, tuple[State, ...]]:
+        """Outputs per head, and the states of linear causal attention after the last token."""
+        if encoding.transform is not None:
+            query, key = encoding.transform(query, key)
+        if self.mixing == "softmax":
+            rate = self.dropout if self.training and dropout else 0.0
+            bias = encoding.bias
+            return mix.softmax(query, key, value, bias, mask, rate, self.causal), ()
+        first, second = (*state, None, None)[:2]
+        features = self._features(query, key, encoding, mask)
+        sums, last = self._mix(*features, value, encoding, gate, first)
+        states = (last,) if last is not None else ()
+        if self.normalize == "masked":
+            return sums.ratio(self.floor).to(value.dtype), states
+        if self.normalize == "none":
+            return sums.extensive().to(value.dtype), states
+        # The same queries and keys without their encoding, to normalize by; no values needed.
+        bare = self._features(query, key, encoding._replace(factors=None, kernel=None), mask)
+        plain = encoding._replace(toeplitz=None)
+        other, last = self._mix(*bare, value[..., :0], plain, gate, second)
+        states = (*states, last) if last is not None else states
+        return sums.ratio_to(other, self.floor).to(value.dtype), states
+
     def _features(
         self, query: Tensor, key: Tensor, encoding: Encoding, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[mix.Features, mix.Features]:
         """phi of [N1, q] and [N2, k], in float32 at least."""
         if self.feature_map is None:
-            raise RuntimeError("softmax attention has no features")
+            raise ValueError("softmax attention has no features and no sums; use weights()")
         with torch.autocast(query.device.type, enabled=False):
-            query, key = mixing.at_least_float32(query), mixing.at_least_float32(key)
-            if encoding.factors is not None:
-                left, right = encoding.factors
-                query = torch.cat((left.to(query.dtype), query), dim=-1)
-                key = torch.cat((right.to(key.dtype), key), dim=-1)
-            features: tuple[Tensor, Tensor] = self.feature_map(query, key, mask)
-            return features
+            query, key = mix.at_least_float32(query), mix.at_least_float32(key)
+            left, right = encoding.factors or (None, None)
+            phi_q = self.feature_map(_append(query, left, self.feature_map.dim))
+            phi_k = self.feature_map(_append(key, right, self.feature_map.dim)).masked(mask)
+            if encoding.kernel is not None:
+                phi_q, phi_k = (
+                    phi.times(mix.at_least_float32(factor))
+                    for phi, factor in zip((phi_q, phi_k), encoding.kernel, strict=True)
+                )
+            return phi_q, phi_k
+
+    def _mix(
+        self,
+        query: mix.Features,
+        key: mix.Features,
+        value: Tensor,
+        encoding: Encoding,
+        gate: Tensor | None = None,
+        state: State | None = None,
+    ) -> tuple[mix.Sums, State | None]:
+        kernel, log_decay = encoding.toeplitz, None
+        if gate is not None:
+            gate = mix.at_least_float32(gate)
+            key, log_decay = key.scaled(F.logsigmoid(-gate)), F.logsigmoid(gate)
+        if self.mixing == "quadratic":
+            if kernel is not None:
+                kernel = dense_log_kernel(kernel, query.tokens, value.shape[-2])
+            sums = mix.quadratic(
+                query, key, value, causal=self.causal, log_kernel=kernel, log_decay=log_decay
+            )
+            return sums, None
+        if kernel is not None:
+            return toeplitz(query, key, value, kernel, causal=self.causal), None
+        if self.causal:
+            return causal(query, key, value, log_decay, state)
+        return mix.linear(query, key, value), None
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws new random features in place (see `FeatureMap.redraw_`)."""
@@ -170,111 +321,25 @@ class Attention(nn.Module):
 
     def extra_repr(self) -> str:
         """Sizes, for `print(module)`."""
-        return f"dim={self.dim}, heads={self.heads}, mixing={self.mixing!r}"
+        words = f"dim={self.dim}, heads={self.heads}, mixing={self.mixing!r}"
+        return f"{words}, causal=True" if self.causal else words
+
+
+def _known(option: str, choice: str, choices: Collection[str]) -> None:
+    if choice not in choices:
+        raise ValueError(f"{option}={choice!r} is unknown; expected one of {', '.join(choices)}")
+
+
+def _append(x: Tensor, factors: Tensor | None, width: int) -> Tensor:
+    """[factors, x], or [0, x] where factors are left out of a map that was made for them."""
+    if factors is not None:
+        batch, heads = x.shape[:2]
+        return torch.cat((factors.to(x.dtype).expand(batch, heads, -1, -1), x), dim=-1)
+    missing = width - x.shape[-1]
+    return F.pad(x, (missing, 0)) if missing else x
 
 
 def _drop_keys(key: Tensor, mask: Tensor | None, rate: float) -> Tensor:
     """Random (batch, heads, keys) mask; the normalizer makes rescaling by 1 / (1 - rate) moot."""
     kept = torch.rand(key.shape[:-1], device=key.device) >= rate
     return kept if mask is None else kept & mask
-
-
-class Block(nn.Module):
-    """Pre-LayerNorm Transformer block: x + Attention(LN x), then x + FFN(LN x).
-
-    Args:
-        attention: the attention layer; its `dim` is the width of the block.
-        ffn_dim: hidden width of the feed-forward network (GELU).
-        dropout: probability of dropout after attention and in the feed-forward network.
-    """
-
-    def __init__(self, attention: Attention, ffn_dim: int, dropout: float = 0.0) -> None:
-        super().__init__()
-        dim = attention.dim
-        self.attention = attention
-        self.attention_norm = nn.LayerNorm(dim)
-        self.ffn_norm = nn.LayerNorm(dim)
-        self.ffn = nn.Sequential(
-            nn.Linear(dim, ffn_dim), nn.GELU(), nn.Dropout(dropout), nn.Linear(ffn_dim, dim)
-        )
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(
-        self,
-        x: Tensor,
-        encoding: Encoding | None = None,
-        key_mask: Tensor | None = None,
-        key_index: Tensor | None = None,
-    ) -> Tensor:
-        """Arguments and result as for `Attention.forward`."""
-        mixed = self.attention(self.attention_norm(x), encoding, key_mask, key_index)
-        x = x + self.dropout(mixed)
-        out: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
-        return out
-
-
-class Stack(nn.Module):
-    """Distinct blocks, applied several times with shared weights, one mask for all of them.
-
-    The output of each pass is fed back as the input of the next (`refinements` passes), as in
-    3D-Graphormer (arXiv:2203.04810) and FLT's OC20 experiment. The encoding is evaluated once.
-
-    Args:
-        blocks: the distinct layers.
-        position: relative encoding shared by all blocks, or None.
-        refinements: number of passes.
-    """
-
-    def __init__(
-        self,
-        blocks: Sequence[Block],
-        position: SpectralPosition | None = None,
-        refinements: int = 1,
-    ) -> None:
-        super().__init__()
-        if not blocks or refinements < 1:
-            raise ValueError(
-                f"a Stack needs at least one block and one pass; got layers={len(blocks)}, "
-                f"refinements={refinements}"
-            )
-        self.blocks = nn.ModuleList(blocks)
-        self.position = position
-        self.refinements = refinements
-        attention = blocks[0].attention
-        self.mixing = attention.mixing
-        self.norm = nn.LayerNorm(attention.dim)
-
-    def forward(
-        self,
-        x: Tensor,
-        query_positions: Tensor,
-        key_positions: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        key_index: Tensor | None = None,
-    ) -> Tensor:
-        """Refines tokens.
-
-        Args:
-            x: (batch, tokens, dim).
-            query_positions: (batch, tokens, l), centred per graph.
-            key_positions: (batch, keys, l), from the same centre; the queries' if None.
-            key_mask: (batch, keys), True where a key exists.
-            key_index: (batch, keys), as in `Attention.forward`.
-
-        Returns:
-            (batch, tokens, dim), normalized by a last LayerNorm.
-        """
-        if key_positions is None:
-            key_positions = query_positions
-        encoding = encode(self.position, self.mixing, query_positions, key_positions)
-        for _ in range(self.refinements):
-            for block in self.blocks:
-                x = block(x, encoding, key_mask, key_index)
-        out: Tensor = self.norm(x)
-        return out
-
-    def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new random features of every block in place; nodes of the mask stay as they are."""
-        for module in self.modules():
-            if isinstance(module, Attention):
-                module.redraw_(generator)

@@ -7,10 +7,34 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.data import Batch
 
-from molflt.attention import Attention, Block, GaussianBasis, GaussianNodes, SpectralPosition, Stack
+from molflt.attention import Attention, Block, Stack, make_position
 from molflt.graph.dense import to_dense
 from molflt.graph.heads import NUM_ELEMENTS, AtomEmbedding, EnergyReadout, PositionHead
 from molflt.graph.neighbors import neighbor_list
+
+# The attention core's names, spelled out so that the command line can list and check them; a test
+# compares them with the core's dictionaries.
+FeatureMapName = Literal[
+    "positive",
+    "trigonometric",
+    "favor2020",
+    "relu",
+    "squared_relu",
+    "sigmoid",
+    "abs",
+    "exp",
+    "gelu",
+    "cos",
+    "tanh",
+    "identity",
+    "learnable_exp",
+    "learnable_relu",
+    "elu",
+    "cosformer",
+    "rfa_gaussian",
+    "rfa_arccos",
+]
+ProjectionName = Literal["iid", "orthogonal", "hadamard", "givens", "sphere", "sobol"]
 
 
 class EnergyRegressor(nn.Module):
@@ -29,7 +53,8 @@ class EnergyRegressor(nn.Module):
         mixing: "linear" (O(atoms)), "quadratic" (its oracle) or "softmax" (exact mask, O(atoms^2)).
         feature_map: phi of kernelized attention.
         num_features: features m per head.
-        projection: how random features are drawn.
+        projection: how random features are drawn; "orthogonal" if none is given and the map is
+            random.
         normalize_qk: divide queries and keys by their norms.
         position: "spectral" (FLT's mask) or "none" (Performer; plain softmax).
         num_nodes: Fourier nodes r of the mask.
@@ -61,9 +86,9 @@ class EnergyRegressor(nn.Module):
         refinements: int = 1,
         ffn_dim: int = 256,
         mixing: Literal["linear", "quadratic", "softmax"] = "linear",
-        feature_map: Literal["positive", "relu", "elu", "learnable"] = "positive",
+        feature_map: FeatureMapName = "positive",
         num_features: int = 64,
-        projection: Literal["iid", "orthogonal"] = "orthogonal",
+        projection: ProjectionName | None = None,
         normalize_qk: bool = False,
         position: Literal["spectral", "none"] = "spectral",
         num_nodes: int = 16,
@@ -79,8 +104,8 @@ class EnergyRegressor(nn.Module):
         super().__init__()
         encoding = None
         if position == "spectral":
-            encoding = SpectralPosition(
-                GaussianBasis(heads, num_gaussians), GaussianNodes(heads, num_nodes)
+            encoding = make_position(
+                position, heads, dim // heads, num_nodes=num_nodes, num_gaussians=num_gaussians
             )
         blocks = [
             Block(
@@ -91,7 +116,7 @@ class EnergyRegressor(nn.Module):
                     feature_map=feature_map,
                     num_features=num_features,
                     projection=projection,
-                    position_width=encoding.width if encoding is not None else 0,
+                    position=encoding,
                     normalize_qk=normalize_qk,
                     dropout=attention_dropout,
                 ),

@@ -1,40 +1,34 @@
-"""Fast mixing against its oracle, and the limits of the normalizer."""
+"""Mixing against its oracles, and the limits of the normalizer."""
 
 import contract
 import pytest
 import torch
+from contract import Combination, plain
 
-from molflt.attention import FEATURE_MAPS, linear, quadratic, softmax
-from molflt.attention.layer import Attention
+from molflt.attention import (
+    FEATURE_MAPS,
+    Attention,
+    Encoding,
+    Features,
+    causal,
+    linear,
+    quadratic,
+    softmax,
+)
 
 
-@pytest.mark.parametrize("position", contract.POSITION_CHOICES)
-@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
-def test_linear_equals_quadratic_with_gradients(feature_map, position):
-    outputs, gradients = [], []
-    for mixing in ("linear", "quadratic"):
-        stack = contract.make_stack(feature_map, position, mixing)
-        x, r, mask = contract.pad(contract.ragged(), 12)
-        x.requires_grad_()
-        r.requires_grad_()
-        out = stack(x, r, key_mask=mask)[mask]
-        loss = (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)).sum()
-        parameters = [p for p in stack.parameters() if p.requires_grad]
-        loss = loss + 0 * r.sum()
-        outputs.append(out)
-        gradients.append(torch.autograd.grad(loss, [x, r, *parameters]))
-    torch.testing.assert_close(*outputs, **contract.EXACT)
-    for fast, exact in zip(*gradients, strict=True):
-        torch.testing.assert_close(fast, exact, rtol=1e-10, atol=1e-10)
-    # The comparison means something: the mask reaches the gradient.
-    assert (gradients[0][1].abs().max() > 1e-6) == (position == "spectral")
+def qkv(*lengths: int, width: int = 4, seed: int = 0, grad: bool = False) -> list[torch.Tensor]:
+    torch.manual_seed(seed)
+    return [torch.rand(2, 3, n, width, dtype=torch.float64, requires_grad=grad) for n in lengths]
 
 
 def test_linear_is_twice_differentiable():
     torch.manual_seed(0)
     q, k = (torch.rand(1, 1, 3, 4, dtype=torch.float64, requires_grad=True) for _ in "qk")
     v = torch.randn(1, 1, 3, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradgradcheck(linear, (q, k, v))
+    assert torch.autograd.gradgradcheck(
+        lambda q, k, v: linear(Features(None, q), Features(None, k), v).ratio(), (q, k, v)
+    )
 
 
 def test_softmax_is_the_formula_of_the_paper():
@@ -47,17 +41,200 @@ def test_softmax_is_the_formula_of_the_paper():
     torch.testing.assert_close(softmax(q, k, v, bias, mask), expected, **contract.EXACT)
 
 
+@pytest.mark.parametrize("causally", [False, True])
+def test_softmax_with_a_bias_equals_flex_attention(causally):
+    flex = pytest.importorskip("torch.nn.attention.flex_attention").flex_attention
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 16, 16) for _ in "qkv")
+    bias = torch.randn(2, 3, 16, 16)
+
+    def score(score, b, h, i, j):
+        biased = score + bias[b, h, i, j]
+        return torch.where(i >= j, biased, -torch.inf) if causally else biased
+
+    with torch.no_grad():
+        theirs = flex(q, k, v, score_mod=score, scale=1.0)
+    ours = softmax(q, k, v, bias, causal=causally)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 64])
+@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
+def test_causal_equals_its_quadratic_form_for_every_chunk(feature_map, chunk):
+    """With decay, masked keys and a prompt; extensive sums, because signed ones cancel."""
+    torch.manual_seed(0)
+    phi = FEATURE_MAPS[feature_map](8, 2, 12).double()
+    q, k, v = (0.7 * torch.randn(2, 2, 11, 8, dtype=torch.float64) for _ in "qkv")
+    decay = -torch.rand(2, 2, 11, dtype=torch.float64)
+    mask = torch.rand(2, 1, 11) > 0.2
+    for t in (q, k, v, decay):
+        t.requires_grad_()
+    query, key = phi(q), phi(k).masked(mask)
+
+    def cut(features, *ends):
+        return Features(*(None if t is None else t[:, :, slice(*ends)] for t in features))
+
+    def pieces():
+        state, outs = None, []
+        for ends in ((0, 4), (4, 5), (5, 5), (5, 11)):
+            a = slice(*ends)
+            sums, state = causal(
+                cut(query, *ends), cut(key, *ends), v[:, :, a], decay[:, :, a], state, chunk
+            )
+            outs.append(sums.extensive())
+        return torch.cat(outs, dim=2)
+
+    exact = quadratic(query, key, v, causal=True, log_decay=decay).extensive()
+    whole = causal(query, key, v, decay, chunk=chunk)[0].extensive()
+    scale = exact.abs().max().detach()
+    for fast in (whole, pieces()):
+        torch.testing.assert_close(fast / scale, exact / scale, **contract.EXACT)
+        grads = [
+            torch.autograd.grad((o / scale).sum(), (q, k, v, decay), retain_graph=True)
+            for o in (fast, exact)
+        ]
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_causal_equals_performer_pytorch():
+    performer = pytest.importorskip("performer_pytorch.performer_pytorch")
+    q, k, v = qkv(40, 40, 40)
+    theirs = performer.causal_linear_attention_noncuda(q, k, v, chunk_size=8, eps=0.0)
+    ours = causal(plain(q), plain(k), v, chunk=16)[0].ratio()
+    torch.testing.assert_close(ours, theirs, **contract.EXACT)
+
+
+@pytest.mark.parametrize("factor", [-3.0, 3.0, 30.0, 0.0])
+@pytest.mark.parametrize("std", [0.3, 1.0, 3.0])
+def test_a_later_key_cannot_reach_back_in_float32(std, factor):
+    """Not even by underflow: where a maximum over all keys leaks, and no gradient shows it."""
+    torch.manual_seed(0)
+    phi = FEATURE_MAPS["positive"](16, 2, 32)
+    q, k = (std * torch.randn(1, 2, 300, 16) for _ in "qk")
+    v = torch.randn(1, 2, 300, 8)
+    before = causal(phi(q), phi(k), v)[0]
+    k[:, :, 200:] *= factor
+    after = causal(phi(q), phi(k), v)[0]
+    assert torch.equal(after.ratio()[:, :, :200], before.ratio()[:, :, :200])
+    assert (after.normalizer > 0).all() and torch.isfinite(after.ratio()).all()
+    exact = [Features(None, phi(x).log_scale.double()) for x in (q, k)]
+    expected = quadratic(*exact, v.double(), causal=True).ratio()
+    torch.testing.assert_close(after.ratio().double(), expected, rtol=0, atol=1e-4)
+
+
+def test_causal_never_holds_a_prefix_tensor():
+    """The (tokens, m, dv) tensor of a plain cumulative sum would be 16 times the largest here."""
+    n, m, dv = 2048, 64, 64
+    largest = []
+
+    def pack(tensor):
+        largest.append(tensor.numel())
+        return tensor
+
+    q, k, v = (torch.rand(1, 1, n, width, requires_grad=True) for width in (m, m, dv))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        causal(plain(q), plain(k), v)[0].ratio().sum()
+    assert max(largest) <= 2 * n * 128
+    assert sum(largest) < n * m * dv / 2
+
+
+def test_gate_is_the_recurrence_of_rfa():
+    """S_t = g_t S_(t-1) + (1 - g_t) phi(k_t) v_t, RFA (arXiv:2103.02143), section 3.2."""
+    torch.manual_seed(0)
+    attention = Attention(16, 2, causal=True, gate=True, feature_map="rfa_arccos").double()
+    with torch.no_grad():
+        attention.to_gate.weight.normal_()
+    x = torch.randn(2, 9, 16, dtype=torch.float64)
+    query, key, value = attention._split(x)
+    phi_q, phi_k = (attention.feature_map(t).materialize() for t in (query, key))
+    g = torch.sigmoid(attention.to_gate(x)).transpose(1, 2)[..., None]
+    state = torch.zeros(2, 2, 64, 8, dtype=torch.float64)
+    total = torch.zeros(2, 2, 64, 1, dtype=torch.float64)
+    outs = []
+    for t in range(9):
+        gt = g[:, :, t, :, None]
+        state = gt * state + (1 - gt) * phi_k[:, :, t, :, None] * value[:, :, t, None]
+        total = gt * total + (1 - gt) * phi_k[:, :, t, :, None]
+        outs.append((phi_q[:, :, t, None] @ state) / (phi_q[:, :, t, None] @ total))
+    expected = attention.to_out(torch.cat(outs, dim=2).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(attention(x), expected, **contract.EXACT)
+
+
+@pytest.mark.parametrize("feature_map", ["positive", "rfa_gaussian", "elu"])
+def test_gate_keeps_the_contract(feature_map):
+    combination = Combination(feature_map, "gaussian_mixture", "linear", True)
+    stacks = [
+        contract.make_stack(c, gate=True)
+        for c in (combination, combination._replace(mixing="quadratic"))
+    ]
+    x, r = contract.ragged("gaussian_mixture")[2]
+    fast, exact = (stack(x[None], r[None]) for stack in stacks)
+    torch.testing.assert_close(fast, exact, **contract.EXACT)
+    outs, state = [], None
+    for t in range(len(x)):
+        out, state = stacks[0].decode(x[None, t : t + 1], r[None, t : t + 1], state)
+        outs.append(out)
+    torch.testing.assert_close(torch.cat(outs, dim=1), fast, **contract.EXACT)
+
+
+@pytest.mark.parametrize("normalize", ["masked", "unmasked", "none"])
+@pytest.mark.parametrize("causally", [False, True])
+@pytest.mark.parametrize("case", ["gaussian_mixture", "toeplitz", "cosine"])
+def test_normalize_divides_by_what_it_says(case, causally, normalize):
+    torch.manual_seed(0)
+    position = contract.CASES[case].build()
+    options = {"causal": causally, "position": position, "feature_map": "exp"}
+    attention = Attention(16, 2, normalize=normalize, **options).double()
+    other = Attention(16, 2, mixing="quadratic", normalize=normalize, **options).double()
+    other.load_state_dict(attention.state_dict())
+    x, r = contract.ragged(case)[2]
+    x, r = x[None], r[None]
+    encoding = position.double()("linear", r, r)
+    query, key, value = attention._split(x)
+    n = x.shape[1]
+
+    def kernel(with_position):
+        width = attention.feature_map.dim
+        left, right = query, key
+        if with_position and encoding.factors is not None:
+            left = torch.cat((encoding.factors[0], query), -1)
+            right = torch.cat((encoding.factors[1], key), -1)
+        pads = (width - left.shape[-1], 0)
+        left, right = (torch.nn.functional.pad(t, pads) for t in (left, right))
+        out = attention.feature_map(left).materialize() @ (
+            attention.feature_map(right).materialize().transpose(-1, -2)
+        )
+        if with_position and encoding.kernel is not None:
+            out = out * (encoding.kernel[0] @ encoding.kernel[1].transpose(-1, -2))
+        if with_position and encoding.toeplitz is not None:
+            i = torch.arange(n)
+            out = out * encoding.toeplitz.exp()[:, i - i[:, None] + n - 1]
+        return out.tril() if causally else out
+
+    weights = kernel(True)
+    if normalize != "none":
+        weights = weights / kernel(normalize == "masked").sum(-1, keepdim=True)
+    expected = attention.to_out((weights @ value).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(attention(x, encoding), expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(other(x, encoding), expected, rtol=1e-10, atol=1e-10)
+
+
 def test_a_row_without_keys_is_zero_and_its_gradient_finite():
-    q, k, v = (torch.rand(1, 2, 4, 3, dtype=torch.float64, requires_grad=True) for _ in "qkv")
+    q, k, v = qkv(4, 4, 4, grad=True)
     nobody = torch.zeros(1, 1, 4, dtype=torch.bool)
-    for out in (
-        linear(q, k * 0, v),
-        quadratic(q, k * 0, v),
-        softmax(q, k, v, None, nobody),
-    ):
+    none = plain(k).masked(nobody), Features(None, k).masked(nobody)
+    outs = [softmax(q, k, v, None, nobody)]
+    for query, key in zip((plain(q), Features(None, q)), none, strict=True):
+        outs += [
+            linear(query, key, v).ratio(),
+            quadratic(query, key, v).ratio(),
+            causal(query, key, v)[0].ratio(),
+        ]
+    for out in outs:
         assert (out == 0).all()
-        for grad in torch.autograd.grad(out.sum(), (q, v)):
-            assert torch.isfinite(grad).all()
+        for grad in torch.autograd.grad(out.sum(), (q, v), allow_unused=True):
+            assert grad is None or torch.isfinite(grad).all()
 
 
 @pytest.mark.parametrize("std", [1.0, 3.0, 10.0, 100.0])
@@ -66,11 +243,77 @@ def test_normalizer_of_exponential_features_is_at_least_one(std):
     torch.manual_seed(0)
     q, k = (std * torch.randn(2, 4, 50, 16) for _ in "qk")
     mask = torch.rand(2, 1, 50) > 0.5
-    for name in ("positive", "learnable"):
-        phi_q, phi_k = FEATURE_MAPS[name](16, 4, 32)(q, k, mask)
-        assert torch.isfinite(phi_q).all() and torch.isfinite(phi_k).all()
-        normalizer = (phi_q @ phi_k.transpose(-1, -2)).sum(dim=-1)
-        assert normalizer.min() >= 1.0
+    v = torch.randn(2, 4, 50, 3)
+    for name in ("positive", "exp", "learnable_exp"):
+        phi = FEATURE_MAPS[name](16, 4, 32)
+        sums = linear(phi(q), phi(k).masked(mask), v)
+        assert torch.isfinite(sums.numerator).all()
+        assert sums.normalizer.min() >= 1.0
+
+
+def test_floor_and_the_count_of_spoiled_rows():
+    """Trigonometric features spoil rows beyond unit norm; a floor bounds what they can do."""
+    torch.manual_seed(0)
+    attention = Attention(32, 2, feature_map="trigonometric", num_features=16).double()
+    with torch.no_grad():
+        for layer in (attention.to_query, attention.to_key):
+            layer.weight.normal_(std=0.35)
+    x = torch.randn(4, 50, 32, dtype=torch.float64)
+    normalizer = attention.sums(x).normalizer
+    spoiled = (normalizer <= 0).double().mean()
+    assert 0.2 < spoiled < 0.6  # measured: 0.45
+    free = attention(x)
+    attention.floor = 0.1
+    floored = attention(x)
+    low = (normalizer.abs() < 0.1).squeeze(-1).any(dim=1)  # [batch, query]
+    assert low.any() and not low.all()
+    torch.testing.assert_close(floored[~low], free[~low], rtol=0, atol=0)
+    assert (floored[low] - free[low]).abs().max() > 1e-6
+    sums = attention.sums(x)
+    assert (sums.ratio(0.1).abs() <= (sums.numerator / 0.1).abs() + 1e-12).all()
+
+
+def test_no_floor_is_ever_needed_for_positive_features():
+    attention = Attention(16, 2).double()
+    x = torch.randn(2, 30, 16, dtype=torch.float64)
+    assert attention.sums(x).normalizer.min() >= 1.0
+
+
+@pytest.mark.parametrize("mixing", ["linear", "quadratic", "softmax"])
+def test_cross_attention_is_attention_to_other_tokens(mixing):
+    torch.manual_seed(0)
+    attention = Attention(16, 2, mixing=mixing).double()
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    context = torch.randn(2, 9, 16, dtype=torch.float64)
+    mask = torch.rand(2, 9) > 0.3
+    out = attention(x, key_mask=mask, context=context)
+    assert out.shape == x.shape
+    for i in range(2):
+        alone = attention(x[i : i + 1], context=context[i : i + 1, mask[i]])
+        torch.testing.assert_close(out[i : i + 1], alone, **contract.EXACT)
+    # Attention to itself is the special case.
+    torch.testing.assert_close(attention(x, context=x), attention(x), **contract.EXACT)
+
+
+@pytest.mark.parametrize("combination", contract.combinations(), ids=str)
+def test_weights_are_the_matrix_that_mixes_the_values(combination):
+    stack = contract.make_stack(combination)
+    attention = stack.blocks[0].attention
+    x, r, mask = contract.pad(contract.ragged(combination.case), 12, combination.case)
+    encoding = Encoding() if stack.position is None else stack.position(combination.mixing, r, r)
+    weights = attention.weights(x, encoding, mask)
+    assert weights.shape == (len(x), contract.HEADS, 12, 12)
+    value = attention._split(x)[2]
+    out = attention._join(weights @ value)
+    torch.testing.assert_close(out, attention(x, encoding, mask), rtol=1e-9, atol=1e-9)
+    assert (weights.transpose(-1, -2)[~mask.unsqueeze(1).expand(-1, 2, -1)] == 0).all()
+    if combination.causal:
+        assert (weights.triu(1) == 0).all()
+    if attention.normalize == "masked":
+        total = weights.sum(-1)[:, :, 0][mask.any(1)]
+        if combination.feature_map == "cosformer":  # relu(q) . relu(k) can be 0 for the only key
+            total = total[total != 0]
+        torch.testing.assert_close(total, torch.ones_like(total))
 
 
 def test_key_dropout_only_in_training():
@@ -81,3 +324,26 @@ def test_key_dropout_only_in_training():
     torch.testing.assert_close(attention(x), attention(x), rtol=0, atol=0)
     attention.train()
     assert (attention(x) - attention(x)).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("causally", [False, True])
+def test_half_precision_at_a_standard_deviation_of_three(dtype, causally):
+    """q and k of standard deviation 3: no NaN; the error is that of rounding q, k and v."""
+    torch.manual_seed(0)
+    phi = FEATURE_MAPS["positive"](64, 2, 64)
+    exact_phi = FEATURE_MAPS["positive"](64, 2, 64).double()
+    exact_phi.load_state_dict(phi.state_dict())
+    scale = 64**-0.25
+    q, k, v = (torch.randn(1, 2, 256, 64) for _ in "qkv")
+    q, k = 3 * scale * q, 3 * scale * k
+    mix = (lambda *a: causal(*a)[0]) if causally else linear
+    expected = mix(exact_phi(q.double()), exact_phi(k.double()), v.double()).ratio()
+    with torch.autocast("cpu", dtype=dtype):
+        half = [t.to(dtype) for t in (q, k, v)]
+        phi_q, phi_k = (phi(t.float()) for t in half[:2])
+        got = mix(phi_q, phi_k, half[2]).ratio()
+    assert torch.isfinite(got).all()
+    error = (got.double() - expected).norm() / expected.norm()
+    bound = {torch.float16: 0.05, torch.bfloat16: 0.4}[dtype]
+    assert error < bound, error

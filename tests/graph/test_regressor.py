@@ -18,7 +18,7 @@ VARIANTS = {
     "flt": {},
     "flt-images": {"periodic": "images"},
     "flt-normalized-quadratic": {"normalize_qk": True, "mixing": "quadratic"},
-    "flt-learnable": {"feature_map": "learnable", "projection": "iid"},
+    "flt-learnable": {"feature_map": "learnable_exp", "projection": "iid"},
     "relu": {"feature_map": "relu"},
     "elu": {"feature_map": "elu"},
     "performer": {"position": "none"},

@@ -1,0 +1,166 @@
+"""Causal kernelized attention in linear time, with a state of constant size for decoding."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from molflt.attention.mixing import Features, Sums, at_least_float32, causal_mask
+
+CHUNK = 128  # fastest of 32..512 for m = 64 and d = 64 on a CPU: scripts/scaling.py --chunks
+EMPTY = -1e30  # logarithm of an empty sum: finite, so that differences of two of them are
+
+
+class State(NamedTuple):
+    """All that the tokens seen so far leave behind: sum_j phi(k_j) [v_j, 1] = sums exp(log_max)."""
+
+    log_max: Tensor
+    """running maximum of the key's log scale, (batch, heads, m or 1, 1)"""
+    sums: Tensor
+    """(batch, heads, m, dv + 1)"""
+
+
+class KeyValues(NamedTuple):
+    """What softmax attention has to remember of the tokens so far: all of them."""
+
+    key: Tensor
+    """(batch, heads, tokens, d), scaled, before any rotation"""
+    value: Tensor
+    """(batch, heads, tokens, d)"""
+
+
+DecodeState = KeyValues | tuple[State, ...]
+
+
+def causal(
+    query: Features,
+    key: Features,
+    value: Tensor,
+    log_decay: Tensor | None = None,
+    state: State | None = None,
+    chunk: int = CHUNK,
+) -> tuple[Sums, State]:
+    """Kernelized attention of each token to itself and those before it. O(N m dv) time.
+
+    Inside a chunk weights are materialized, (chunk, chunk); across chunks a running sum is carried,
+    as in the chunked forms of linear attention (Transformer Quality in Linear Time,
+    arXiv:2202.10447, section 3.2). Memory is O(N (m + chunk) + N m dv / chunk), never (N, m, dv).
+
+    No query is scaled by anything that comes after it. Keys have a maximum per token inside a
+    chunk, the carried sum has a running maximum per feature, and each query subtracts the largest
+    exponent among those that it sees. So no later key, however large, can make an earlier sum
+    underflow; and there is no eps.
+
+    Args:
+        query: (batch, heads, tokens, m).
+        key: (batch, heads, tokens, m), zero for keys to be left out.
+        value: (batch, heads, tokens, dv).
+        log_decay: (batch, heads, tokens), at most 0: the weight of key j for query i is multiplied
+            by exp(sum of log_decay over j < l <= i).
+        state: what an earlier call returned, to go on after its tokens.
+        chunk: tokens per chunk.
+
+    Returns:
+        The sums, and the state after the last token.
+    """
+    tokens = value.shape[-2]
+    with torch.autocast(value.device.type, enabled=False):
+        length = max(1, min(chunk, tokens))
+        parts = _Chunks.cut(query.full(), key.full(), at_least_float32(value), log_decay, length)
+        start = state if state is not None else parts.empty_state()
+        before, last = parts.carry(start)
+        sums = parts.mix(before)
+    return Sums(*(part.flatten(2, 3)[:, :, :tokens] for part in sums)), last
+
+
+class _Chunks(NamedTuple):
+    """A sequence cut into chunks: (batch, heads, chunks, length, .) each."""
+
+    query: Tensor  # values exp(log_q - query_max)
+    log_q: Tensor  # log_q - query_max, (..., m or 1)
+    query_max: Tensor  # (..., 1)
+    query_values: Tensor | None
+    key_values: Tensor | None
+    log_k: Tensor  # (..., m or 1)
+    value: Tensor  # [v, 1]
+    decay: Tensor  # running sum of log_decay inside the chunk, (..., length, 1)
+
+    @classmethod
+    def cut(
+        cls, query: Features, key: Features, value: Tensor, log_decay: Tensor | None, length: int
+    ) -> "_Chunks":
+        extra = -value.shape[-2] % length
+
+        def split(x: Tensor, fill: float = 0.0) -> Tensor:
+            padded = F.pad(x, (0, 0, 0, extra), value=fill) if extra else x
+            return padded.unflatten(-2, (-1, length))
+
+        zero = value.new_zeros(*value.shape[:-1], 1)
+        log_q = split(zero if query.log_scale is None else query.log_scale)
+        query_max = log_q.detach().amax(dim=-1, keepdim=True)
+        log_q = log_q - query_max
+        query_values = None if query.values is None else split(query.values)
+        scale = log_q.exp()
+        log_k = split(zero if key.log_scale is None else key.log_scale, EMPTY)
+        decay = zero if log_decay is None else at_least_float32(log_decay)[..., None]
+        return cls(
+            scale if query_values is None else query_values * scale,
+            log_q,
+            query_max,
+            query_values,
+            None if key.values is None else split(key.values),
+            log_k.clamp(min=EMPTY),
+            split(torch.cat((value, torch.ones_like(zero)), dim=-1)),
+            split(decay).cumsum(dim=-2),
+        )
+
+    def empty_state(self) -> State:
+        """The state before the first token."""
+        b, h = self.value.shape[:2]
+        log_max = self.value.new_full((b, h, self.log_k.shape[-1], 1), EMPTY)
+        width = Features(self.key_values, self.log_k).width
+        return State(log_max, self.value.new_zeros(b, h, width, self.value.shape[-1]))
+
+    def carry(self, state: State) -> tuple[State, State]:
+        """States before each chunk, stacked along a chunk axis, and the state after the last."""
+        total = self.decay[..., -1:, :]  # [b, h, c, 1, 1]
+        log_k = self.log_k + (total - self.decay)  # as seen from the end of the chunk
+        highest = log_k.detach().amax(dim=-2, keepdim=True)  # [b, h, c, 1, m]
+        # Where a chunk has no key, its maximum is EMPTY, and its features must be exp(EMPTY) = 0.
+        phi = Features(self.key_values, log_k).shifted(highest.where(highest > EMPTY / 2, 0.0))
+        added = phi.transpose(-1, -2) @ self.value  # [b, h, c, m, dv + 1]
+        highest = highest.transpose(-1, -2)
+        before = []
+        log_max, sums = state
+        for c in range(self.value.shape[2]):
+            before.append(State(log_max, sums))
+            decayed = log_max + total[:, :, c]
+            log_max = torch.maximum(decayed.detach(), highest[:, :, c])
+            sums = (
+                sums * (decayed - log_max).exp()
+                + added[:, :, c] * (highest[:, :, c] - log_max).exp()
+            )
+        if not before:  # no token at all
+            empty = (x.unsqueeze(2)[:, :, :0] for x in state)
+            return State(*empty), state
+        stacked = (torch.stack(parts, dim=2) for parts in zip(*before, strict=True))
+        return State(*stacked), State(log_max, sums)
+
+    def mix(self, before: State) -> tuple[Tensor, Tensor, Tensor]:
+        """Numerator, normalizer and log scale of each query."""
+        key_max = self.log_k.detach().amax(dim=-1, keepdim=True)
+        own = (key_max - self.decay.detach()).cummax(dim=-2).values  # largest one in the chunk
+        past = self.log_q + before.log_max.transpose(-1, -2)
+        row = torch.maximum(own, past.detach().amax(dim=-1, keepdim=True))
+        row = torch.where(row > EMPTY / 2, row, 0.0)  # no key at all so far
+
+        key = Features(self.key_values, self.log_k).shifted(key_max)
+        inside = self.query @ key.transpose(-1, -2)
+        scale = (key_max - self.decay).transpose(-1, -2) - row  # [b, h, c, query, key]
+        seen = causal_mask(inside.shape[-2], inside.shape[-1], inside.device)
+        inside = inside * scale.masked_fill(~seen, -torch.inf).exp()
+        carried = Features(self.query_values, past - row)
+        sums = inside @ self.value + carried.materialize() @ before.sums
+        # The query's own running decay multiplies both parts alike.
+        return sums[..., :-1], sums[..., -1:], self.query_max + row + self.decay

@@ -1,0 +1,43 @@
+"""Trained weights of one attention mechanism in another."""
+
+import torch
+from torch import nn
+
+
+def convert_weights_(source: nn.Module, target: nn.Module) -> list[str]:
+    """Copies what two models have in common, such as a trained softmax model and a kernelized one.
+
+    Queries, keys, values and outputs mean the same in every mechanism, so a trained softmax layer
+    can go on as a kernelized one, and back: Performer's backward compatibility (FAVOR,
+    arXiv:2006.03555, section 4.2) and the conversion of NPRF (arXiv:2106.12566, section 4).
+
+    Args:
+        source: any module; not changed.
+        target: a module of the same architecture but for the mechanism of its attention; changed
+            in place. It keeps its own random projections, where the source has none.
+
+    Returns:
+        Names of the target's parameters that the source does not have, such as those of a learned
+        feature map; they stay as they were.
+
+    Raises:
+        ValueError: a parameter of another shape, or nothing in common; the target is unchanged.
+    """
+    given, own = source.state_dict(), target.state_dict()
+    shared = [name for name in own if name in given]
+    parameters = {name for name, _ in target.named_parameters()}
+    if not parameters.intersection(shared):
+        raise ValueError(
+            f"{type(source).__name__} and {type(target).__name__} have no parameter in common; "
+            "give two modules of one architecture"
+        )
+    for name in shared:
+        if given[name].shape != own[name].shape:
+            raise ValueError(
+                f"{name}: {tuple(given[name].shape)} in the source; expected "
+                f"{tuple(own[name].shape)}; build the target with the source's sizes"
+            )
+    with torch.no_grad():
+        for name in shared:
+            own[name].copy_(given[name])
+    return sorted(parameters.difference(shared))

@@ -1,0 +1,340 @@
+"""Encodings learned by offset: tables, T5's buckets and low-rank factors."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+
+from molflt.attention.encoding import Position
+from molflt.attention.grid import BucketedPosition, LowRankPosition, ToeplitzPosition
+from molflt.attention.toeplitz import dense_log_kernel
+
+EXACT = {"rtol": 1e-10, "atol": 1e-10}
+HEADS = 2
+HEAD_DIM = 8
+
+
+def line(tokens, start=0.0):
+    """(1, tokens, 1)"""
+    return start + torch.arange(tokens, dtype=torch.float64)[None, :, None]
+
+
+def cells(tokens, width):
+    """(1, tokens, 2), row by row"""
+    index = torch.arange(tokens)
+    return torch.stack((index // width, index % width), dim=-1)[None].double()
+
+
+def large(position: Position) -> Position:
+    """With a table of order one, in float64."""
+    with torch.no_grad():
+        position.table.normal_(generator=torch.Generator().manual_seed(0))
+    return position.double()
+
+
+def smooth(position: LowRankPosition) -> LowRankPosition:
+    """With masks whose singular values fall fast, one of them asymmetric."""
+    n = position.shape[0]
+    z = torch.arange(1 - n, n) / n
+    with torch.no_grad():
+        position.table.copy_(torch.exp(-((torch.stack((z, z - 0.3)) / 0.2) ** 2)))
+    return position.double()
+
+
+def toeplitz_case(name):
+    if name == "2d":
+        return large(ToeplitzPosition(HEADS, HEAD_DIM, shape=(5, 4))), lambda n: cells(n, 4)
+    kinds = {"1d": ToeplitzPosition, "bucketed": BucketedPosition}
+    options = {"1d": {"max_tokens": 20}, "bucketed": {"num_buckets": 8, "max_distance": 10}}
+    return large(kinds[name](HEADS, HEAD_DIM, **options[name])), line
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys"), [(13, 13), (6, 11), (11, 6), (1, 1), (20, 20), (0, 0)]
+)
+@pytest.mark.parametrize("name", ["1d", "2d", "bucketed"])
+def test_kernel_and_bias_are_one_function_of_the_offset(name, queries, keys):
+    position, places = toeplitz_case(name)
+    query_positions, key_positions = places(queries), places(keys)
+    bias = position("softmax", query_positions, key_positions).bias
+    assert bias.shape == (1, HEADS, queries, keys)
+    for mixing in ("linear", "quadratic"):
+        log_kernel = position(mixing, query_positions, key_positions).toeplitz
+        dense = dense_log_kernel(log_kernel, queries, keys)
+        torch.testing.assert_close(dense, bias[0], rtol=0.0, atol=0.0)
+
+
+def test_bias_is_the_entry_of_key_less_query():
+    position = ToeplitzPosition(1, max_tokens=4)
+    with torch.no_grad():
+        position.table.copy_(torch.arange(-3.0, 4.0)[None])
+    r = torch.tensor([[[0.0], [3.0], [1.0]]])
+    expected = torch.tensor([[0.0, 3, 1], [-3, 0, -2], [-1, 2, 0]])
+    torch.testing.assert_close(position("softmax", r, r).bias[0, 0], expected)
+
+
+def test_bias_on_a_grid_is_the_entry_of_both_offsets():
+    position = large(ToeplitzPosition(HEADS, shape=(3, 4)))
+    r = cells(12, 4)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(1))
+    bias = position("softmax", r[:, order], r).bias
+    for i, place in enumerate(order.tolist()):
+        for j in range(12):
+            dy, dx = j // 4 - place // 4, j % 4 - place % 4
+            expected = position.table[:, dy + 2, dx + 3]
+            torch.testing.assert_close(bias[0, :, i, j], expected, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("name", ["1d", "2d", "bucketed"])
+def test_only_differences_count(name):
+    position, places = toeplitz_case(name)
+    r = places(8)
+    for shift in (-3.5, 7.0):
+        for mixing in ("softmax", "linear"):
+            here, there = position(mixing, r, r), position(mixing, r + shift, r + shift)
+            for a, b in zip(here, there, strict=True):
+                assert (a is None and b is None) or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["1d", "2d", "bucketed"])
+def test_gradients_reach_every_entry_that_is_used(name):
+    position, places = toeplitz_case(name)
+    r = places(20)
+    found = []
+    for mixing in ("softmax", "linear"):
+        encoding = position(mixing, r, r)
+        matrix = (
+            encoding.bias[0] if mixing == "softmax" else dense_log_kernel(encoding.toeplitz, 20, 20)
+        )
+        weights = torch.arange(matrix.numel(), dtype=matrix.dtype).sin().view_as(matrix)
+        found.append(torch.autograd.grad((matrix * weights).sum(), position.table)[0])
+    torch.testing.assert_close(*found, **EXACT)
+    # T5's scheme has a bucket for keys at distance 0 after the query.
+    assert (found[0] == 0).sum() == (HEADS if name == "bucketed" else 0)
+
+
+@pytest.mark.parametrize("name", ["1d", "2d", "bucketed"])
+@pytest.mark.parametrize("change", ["order", "gap", "shift of the keys", "second sequence", "nan"])
+def test_tokens_that_are_not_on_the_grid_are_refused_where_it_matters(name, change):
+    position, places = toeplitz_case(name)
+    r = places(8)
+    other, keys = r.clone(), None
+    if change == "order":
+        other = r.flip(1)
+    elif change == "gap":
+        other[:, 5:] += 1
+    elif change == "shift of the keys":
+        keys = r + 1
+    elif change == "second sequence":
+        other = torch.cat((r, r.flip(1)))
+    else:
+        other[0, 3, 0] = torch.nan
+    keys = other if keys is None else keys
+    for mixing in ("linear", "quadratic"):
+        with pytest.raises(ValueError, match="use mixing='softmax'"):
+            position(mixing, other, keys)
+    if change == "order" or (name != "2d" and change != "nan"):  # still within the table
+        position("softmax", other, keys)
+
+
+@pytest.mark.parametrize("mixing", ["linear", "softmax"])
+@pytest.mark.parametrize(("name", "places"), [("1d", "20 places"), ("2d", "20 places")])
+def test_positions_beyond_the_table_are_named(mixing, name, places):
+    position, positions = toeplitz_case(name)
+    r = positions(21)
+    position(mixing, r[:, :20], r[:, :20])
+    with pytest.raises(ValueError, match=places if mixing == "linear" else "differ by at most"):
+        position(mixing, r, r)
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (8, 20), (6, 9), (64, 1000)])
+def test_buckets_are_t5s(bidirectional, num_buckets, max_distance):
+    t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
+    position = BucketedPosition(1, HEAD_DIM, num_buckets, max_distance, bidirectional)
+    offsets = torch.arange(-1500, 1501)
+    expected = t5.T5Attention._relative_position_bucket(
+        offsets, bidirectional, num_buckets, max_distance
+    )
+    assert torch.equal(position.bucket(offsets), expected)
+    assert position.bucket(offsets).max() == num_buckets - 1
+
+
+def matrix(position: LowRankPosition) -> torch.Tensor:
+    """N, (heads, L, L)."""
+    return dense_log_kernel(position.table, *position.shape * 2)
+
+
+def test_factors_of_full_rank_are_the_mask_with_its_gradient():
+    position = large(LowRankPosition(HEADS, HEAD_DIM, max_tokens=12, rank=12))
+    left, right = position.factors()
+    product = left @ right.transpose(-1, -2)
+    torch.testing.assert_close(product, matrix(position), **EXACT)
+    weights = torch.arange(product.numel(), dtype=product.dtype).sin().view_as(product)
+    fast, exact = (
+        torch.autograd.grad((m * weights).sum(), position.table)[0]
+        for m in (product, matrix(position))
+    )
+    torch.testing.assert_close(fast, exact, **EXACT)
+
+
+@pytest.mark.parametrize("power_iterations", [0, 1])
+@pytest.mark.parametrize("rank", [4, 6, 10])
+def test_error_is_near_the_best_of_that_rank(rank, power_iterations):
+    """Halko et al. (arXiv:0909.4061), theorem 10.5: E error^2 <= (1 + k / (p - 1)) tail_k^2.
+
+    r = k + p. The mean over draws of the probe, against the smallest bound over k.
+    """
+    torch.manual_seed(0)
+    position = smooth(
+        LowRankPosition(HEADS, max_tokens=64, rank=rank, power_iterations=power_iterations)
+    )
+    exact = matrix(position)
+    singular = torch.linalg.svdvals(exact)
+    tail = singular.square().flip(-1).cumsum(-1).flip(-1)  # sum of squares from k on
+    squares = []
+    for seed in range(40):
+        position.redraw_(torch.Generator().manual_seed(seed))
+        left, right = position.factors()
+        squares.append((left @ right.transpose(-1, -2) - exact).square().sum((-1, -2)))
+    mean = torch.stack(squares).mean(0)
+    bound = torch.stack([tail[:, k] * (1 + k / (rank - k - 1)) for k in range(rank - 1)]).amin(0)
+    best = tail[:, rank]
+    assert (mean >= best * (1 - 1e-9)).all()
+    assert (mean <= bound).all(), (mean, bound)
+    if power_iterations:  # measured: 1.16 to 1.42; without, 5 to 80
+        assert (mean <= 1.7 * best).all(), mean / best
+
+
+def test_error_falls_to_zero_with_rank():
+    errors = []
+    for rank in (1, 2, 4, 8, 16, 32):
+        torch.manual_seed(0)
+        position = smooth(LowRankPosition(HEADS, max_tokens=32, rank=rank))
+        left, right = position.factors()
+        errors.append((left @ right.transpose(-1, -2) - matrix(position)).norm().item())
+    assert all(a > 1.4 * b for a, b in itertools.pairwise(errors)), errors
+    assert errors[-1] < 1e-12
+
+
+@pytest.mark.parametrize("table", ["zero", "constant", "one entry", "tiny", "huge"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_masks_of_low_rank_have_finite_factors_and_gradients(table, dtype):
+    """A constant mask has rank 1: Gram-Schmidt would divide by rounding noise."""
+    position = LowRankPosition(HEADS, max_tokens=24, rank=8, power_iterations=2)
+    with torch.no_grad():
+        position.table.zero_()
+        if table == "one entry":
+            position.table[:, 0] = 1.0
+        elif table != "zero":
+            position.table.fill_({"constant": 1.0, "tiny": 1e-18, "huge": 1e12}[table])
+    position = position.to(dtype)
+    left, right = position.factors()
+    exact = matrix(position).detach()
+    tolerance = 3e-6 if dtype == torch.float32 else 1e-13
+    error = (left @ right.transpose(-1, -2) - exact).abs().max()
+    assert error <= tolerance * exact.abs().max()
+    weights = torch.randn(exact.shape, dtype=dtype)
+    ((left @ right.transpose(-1, -2)) * weights).sum().backward()
+    assert torch.isfinite(position.table.grad).all()
+    assert position.table.grad.abs().max() > 1e-3  # also from zero
+
+
+def test_gradient_is_that_of_the_projection():
+    """Q is a constant: d(Q Q^T N) and not d(Q(N) Q(N)^T N)."""
+    position = large(LowRankPosition(HEADS, max_tokens=10, rank=3))
+    left, right = position.factors()
+    weights = torch.randn(HEADS, 10, 10, dtype=torch.float64)
+    fast = torch.autograd.grad((left @ right.transpose(-1, -2) * weights).sum(), position.table)
+    basis = torch.linalg.qr(left.detach()).Q
+    projected = basis @ basis.transpose(-1, -2) @ matrix(position)
+    exact = torch.autograd.grad((projected * weights).sum(), position.table)
+    torch.testing.assert_close(fast, exact, **EXACT)
+
+
+def test_factors_are_balanced():
+    left, right = large(LowRankPosition(HEADS, max_tokens=30, rank=5)).factors()
+    torch.testing.assert_close(left.norm(dim=1), right.norm(dim=1), **EXACT)
+
+
+def test_rows_are_gathered_by_position():
+    position = smooth(LowRankPosition(HEADS, HEAD_DIM, max_tokens=16, rank=16))
+    generator = torch.Generator().manual_seed(0)
+    query_positions = torch.randint(0, 16, (3, 5, 1), generator=generator)
+    key_positions = torch.randint(0, 16, (3, 7, 1), generator=generator).double()
+    left, right = position("linear", query_positions, key_positions).factors
+    assert left.shape == (3, HEADS, 5, 16) and position.width(HEAD_DIM) == HEAD_DIM + 16
+    bias = position("softmax", query_positions, key_positions).bias
+    torch.testing.assert_close(left @ right.transpose(-1, -2), bias, **EXACT)
+    with pytest.raises(ValueError, match=r"in \[0, 16\)"):
+        position("linear", query_positions + 16, key_positions)
+
+
+def test_redraw_is_reproducible_and_the_probe_is_saved():
+    position = large(LowRankPosition(HEADS, max_tokens=20, rank=4))
+    twin = copy.deepcopy(position)
+    before = position.factors()[0]
+    position.redraw_(torch.Generator().manual_seed(1))
+    assert (position.factors()[0] - before).abs().max() > 1e-3
+    twin.redraw_(torch.Generator().manual_seed(1))
+    assert torch.equal(twin.probe, position.probe)
+    other = LowRankPosition(HEADS, max_tokens=20, rank=4).double()
+    other.load_state_dict(position.state_dict())
+    torch.testing.assert_close(other.factors(), position.factors(), rtol=0.0, atol=0.0)
+
+
+def test_half_precision_and_autocast():
+    position = smooth(LowRankPosition(HEADS, max_tokens=24, rank=8))
+    exact = position.factors()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = copy.deepcopy(position).float().factors()
+    assert found[0].dtype == torch.float32
+    for a, b in ((found, exact), (copy.deepcopy(position).bfloat16().factors(), exact)):
+        product, expected = (x[0] @ x[1].transpose(-1, -2) for x in (a, b))
+        torch.testing.assert_close(product.double(), expected, rtol=0.0, atol=0.02)
+
+
+@pytest.mark.parametrize("mixing", ["linear", "softmax"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ToeplitzPosition(HEADS, max_tokens=9),
+        lambda: ToeplitzPosition(HEADS, shape=(3, 3)),
+        lambda: BucketedPosition(HEADS),
+        lambda: LowRankPosition(HEADS, max_tokens=9, rank=3),
+    ],
+    ids=["1d", "2d", "bucketed", "low_rank"],
+)
+def test_compiles(make, mixing):
+    position = large(make())
+    r = cells(9, 3) if position.dim == 2 else line(9)
+    compiled = torch.compile(position, fullgraph=True, backend="aot_eager")
+    for a, b in zip(compiled(mixing, r, r), position(mixing, r, r), strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: ToeplitzPosition(0), ["heads", "0"]),
+        (lambda: ToeplitzPosition(2, max_tokens=0), ["max_tokens", "0"]),
+        (lambda: ToeplitzPosition(2, shape=(4, 0)), ["shape", "0"]),
+        (lambda: ToeplitzPosition(2, shape=(4, 3, 2)), ["shape", "(4, 3, 2)"]),
+        (lambda: BucketedPosition(2, num_buckets=3), ["num_buckets=3"]),
+        (lambda: BucketedPosition(2, num_buckets=31), ["num_buckets=31"]),
+        (lambda: BucketedPosition(2, max_distance=8), ["max_distance=8"]),
+        (lambda: LowRankPosition(2, max_tokens=8, rank=9), ["rank=9", "max_tokens=8"]),
+        (lambda: LowRankPosition(2, rank=0), ["rank", "0"]),
+        (lambda: LowRankPosition(2, power_iterations=-1), ["power_iterations=-1"]),
+        (lambda: ToeplitzPosition(2)("linear", torch.zeros(3, 1), torch.zeros(3, 1)), ["(3, 1)"]),
+        (lambda: ToeplitzPosition(2)("softmax", line(3), cells(3, 3)), ["(1, 3, 2)"]),
+    ],
+)
+def test_what_does_not_fit_is_named(make, words):
+    with pytest.raises(ValueError) as error:
+        make()
+    for word in words:
+        assert word in str(error.value)

@@ -1,0 +1,347 @@
+"""SPE: exact kernels with orthogonal noise, unbiased with random noise, one noise for all calls."""
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from molflt.attention.mixing import softmax
+from molflt.attention.stochastic import ConvSPE, SineSPE
+
+EXACT = {"rtol": 0.0, "atol": 1e-10}
+F64 = torch.float64
+HEADS, DIM = 2, 3
+
+
+def make(kind: str, realizations: int = 8, heads: int = HEADS, gated: bool = True, seed: int = 0):
+    """Small encodings of visible kernels: a few tokens are a sizable part of every period."""
+    torch.manual_seed(seed)
+    if kind == "sine":
+        spe = SineSPE(heads, DIM, realizations, num_sines=4, gated=gated)
+        with torch.no_grad():
+            spe.frequency.add_(3.0)
+            spe.gain.normal_()
+    else:
+        spe = ConvSPE(heads, DIM, realizations, kernel_size=5, gated=gated, max_tokens=12)
+    return spe.double()
+
+
+def qk(tokens: int, heads: int = HEADS, batch: int = 2, seed: int = 1):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (batch, heads, tokens, DIM)
+    return [torch.randn(shape, dtype=F64, generator=generator) for _ in "qk"]
+
+
+def count(tokens: int, start: int = 0) -> torch.Tensor:
+    return torch.arange(start, start + tokens, dtype=F64)[None, :, None]
+
+
+def encode(spe, r, q, k):
+    return spe("linear", r, r).transform(q, k)
+
+
+def logits(spe, r, q, k):
+    a, b = encode(spe, r, q, k)
+    return a @ b.mT
+
+
+def expectation(spe, r, q, k):
+    """sum_d q_d P_d(i - j) k_d, from the closed form."""
+    kernel = spe.kernel(r[0] - r[0].T)  # [h, d, i, j]
+    return torch.einsum("bhid,hdij,bhjd->bhij", q, kernel, k)
+
+
+def loop_kernel(spe, lag: int, head: int, d: int) -> float:
+    """The papers' formulas, term by term."""
+    if isinstance(spe, SineSPE):
+        value = 0.0
+        for k in range(spe.num_sines):
+            f = 0.5 / (1 + math.exp(-spe.frequency[head, d, k].item()))
+            gain = math.log1p(math.exp(spe.gain[head, d, k].item()))
+            phase = 2 * math.pi * f * lag + spe.offset[head, d, k].item()
+            value += gain**2 * math.cos(phase)
+    else:
+        size = spe.kernel_size
+        value = sum(
+            spe.query_filter[head, d, p].item() * spe.key_filter[head, d, p + lag].item()
+            for p in range(size)
+            if 0 <= p + lag < size
+        )
+    if spe.gate is None:
+        return value
+    gate = 1 / (1 + math.exp(-spe.gate[head, d].item()))
+    return gate + (1 - gate) * value
+
+
+KINDS = pytest.mark.parametrize("kind", ["sine", "conv"])
+GATES = pytest.mark.parametrize("gated", [False, True])
+
+
+@KINDS
+@GATES
+def test_kernel_is_the_formula(kind, gated):
+    spe = make(kind, gated=gated)
+    lags = torch.arange(-7, 8)
+    kernel = spe.kernel(lags)
+    assert kernel.shape == (HEADS, DIM, 15)
+    for head in range(HEADS):
+        for d in range(DIM):
+            for i, lag in enumerate(lags.tolist()):
+                assert abs(kernel[head, d, i].item() - loop_kernel(spe, lag, head, d)) < 1e-12
+    # It is not even: phases and two filters tell the past from the future.
+    assert (kernel - kernel.flip(-1)).abs().max() > 0.05
+
+
+@KINDS
+@GATES
+def test_orthogonal_noise_gives_the_kernel_exactly(kind, gated):
+    """With noise of exactly unit covariance, one realization set equals its expectation."""
+    per_coordinate = 8 if kind == "sine" else 16  # 2 sines; max_tokens + kernel_size - 1
+    rows = DIM * (per_coordinate + gated)
+    spe = make(kind, rows, gated=gated)
+    unit = math.sqrt(rows) * torch.eye(rows, dtype=F64).view(DIM, -1, rows)  # [d, component, r]
+    with torch.no_grad():
+        spe.noise.copy_(unit[:, :per_coordinate])
+        if gated:
+            spe.gate_noise.copy_(unit[:, -1])
+    q, k = qk(9)
+    r = count(9, start=2)
+    torch.testing.assert_close(logits(spe, r, q, k), expectation(spe, r, q, k), **EXACT)
+    if kind == "sine":  # real positions in any order
+        r = 7 * torch.randn(1, 9, 1, dtype=F64)
+        torch.testing.assert_close(logits(spe, r, q, k), expectation(spe, r, q, k), **EXACT)
+
+
+def share_parameters(spe) -> None:
+    """Heads of one kernel are independent draws of the same estimator."""
+    with torch.no_grad():
+        for parameter in spe.parameters():
+            parameter.copy_(parameter[:1].expand_as(parameter))
+
+
+@KINDS
+@GATES
+def test_logits_are_unbiased_over_redraws(kind, gated):
+    heads = 500
+    spe = make(kind, 4, heads, gated)
+    share_parameters(spe)
+    q, k = (x[:1, :1].expand(-1, heads, -1, -1) for x in qk(5))
+    r = count(5)
+    generator = torch.Generator().manual_seed(3)
+    draws = []
+    for _ in range(4):
+        spe.redraw_(generator)
+        draws.append(logits(spe, r, q, k)[0])
+    draws = torch.cat(draws)
+    exact = expectation(spe, r, q, k)[0, :1]
+    z = (draws.mean(0) - exact[0]) / (draws.std(0) / math.sqrt(len(draws)))
+    assert z.abs().max() < 4.0, z
+    # A kernel without positions would be told apart.
+    assert ((draws.mean(0) - q[0, 0] @ k[0, 0].T) / draws.std(0)).abs().max() > 0.1
+
+
+@KINDS
+def test_error_falls_as_one_over_sqrt_r(kind):
+    heads, errors = 400, {}
+    parameters = dict(make(kind, 8, heads).named_parameters())
+    for realizations in (8, 128):
+        spe = make(kind, realizations, heads)
+        spe.load_state_dict(parameters, strict=False)
+        share_parameters(spe)
+        q, k = (x[:1, :1].expand(-1, heads, -1, -1) for x in qk(5))
+        r = count(5)
+        error = logits(spe, r, q, k) - expectation(spe, r, q, k)
+        errors[realizations] = error.square().mean().sqrt().item()
+    slope = math.log(errors[128] / errors[8]) / math.log(16)
+    assert abs(slope + 0.5) < 0.06, errors
+
+
+@KINDS
+def test_translation_holds_in_expectation_only(kind):
+    heads = 2000
+    spe = make(kind, 4, heads)
+    share_parameters(spe)
+    q, k = (x[:1, :1].expand(-1, heads, -1, -1) for x in qk(5))
+    change = (logits(spe, count(5, start=5), q, k) - logits(spe, count(5), q, k))[0]
+    z = change.mean(0) / (change.std(0) / math.sqrt(heads))
+    assert z.abs().max() < 4.0, z
+    assert change.abs().max() > 0.5  # one draw
+
+
+@KINDS
+def test_gradients(kind):
+    spe = make(kind, 4)
+    q, k = (x[:1, :, :3].requires_grad_() for x in qk(3))
+    r = count(3)
+    assert torch.autograd.gradcheck(lambda q, k: encode(spe, r, q, k), (q, k))
+    if kind == "sine":
+        moving = (1.7 * r).requires_grad_()
+        assert torch.autograd.gradcheck(lambda r: encode(spe, r, q, k), (moving,))
+
+    def of_parameters(*parameters):
+        names = [name for name, _ in spe.named_parameters()]
+        state = dict(zip(names, parameters, strict=True))
+        call = torch.func.functional_call
+        return call(_Logits(spe), {f"spe.{n}": p for n, p in state.items()}, (r, q, k))
+
+    assert torch.autograd.gradcheck(of_parameters, tuple(spe.parameters()))
+    with torch.no_grad():  # a gate that has saturated keeps finite gradients
+        spe.gate.copy_(torch.tensor([[-800.0, 800.0, 0.0]]))
+    logits(spe, r, q, k).square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in spe.parameters())
+
+
+class _Logits(torch.nn.Module):
+    def __init__(self, spe) -> None:
+        super().__init__()
+        self.spe = spe
+
+    def forward(self, r, q, k):
+        return logits(self.spe, r, q, k)
+
+
+@KINDS
+def test_noise_is_the_same_until_redrawn(kind):
+    spe = make(kind)
+    q, k = qk(6)
+    before = logits(spe.train(), count(6), q, k)
+    torch.manual_seed(99)
+    for twin in (spe, spe.eval(), copy.deepcopy(spe)):
+        torch.testing.assert_close(logits(twin, count(6), q, k), before, rtol=0, atol=0)
+    spe.redraw_(torch.Generator().manual_seed(1))
+    first = logits(spe, count(6), q, k)
+    spe.redraw_(torch.Generator().manual_seed(1))
+    torch.testing.assert_close(logits(spe, count(6), q, k), first, rtol=0, atol=0)
+    assert (first - before).abs().max() > 0.1
+
+
+@KINDS
+def test_batching_is_exact(kind):
+    """Alone == padded == in a batch, whether positions are shared, given per row or permuted."""
+    spe = make(kind)
+    q, k = qk(10)
+    alone = logits(spe, count(4, start=3), q[:1, :, :4], k[:1, :, :4])
+    rows = torch.cat((count(10), count(10)))
+    rows[0, :4] = count(4, start=3)
+    rows[0, 4:] = 0.0  # padding, at one place
+    batch = logits(spe, rows, q, k)
+    tight = {"rtol": 0.0, "atol": 1e-12}
+    torch.testing.assert_close(batch[:1, :, :4, :4], alone, **tight)
+    shared = logits(spe, count(10), q, k)
+    torch.testing.assert_close(batch[1], shared[1], **tight)
+    torch.testing.assert_close(logits(spe, count(10).expand(2, -1, -1), q, k), shared, **tight)
+    order = torch.randperm(10, generator=torch.Generator().manual_seed(0))
+    permuted = logits(spe, count(10)[:, order], q[:, :, order], k[:, :, order])
+    torch.testing.assert_close(permuted, shared[:, :, order][..., order], **tight)
+    assert logits(spe, rows[:0], q[:0], k[:0]).shape == (0, HEADS, 10, 10)
+
+
+@KINDS
+def test_one_token_at_a_time_equals_the_whole(kind):
+    """As in decoding: positions are absolute, so the code of a token never changes."""
+    spe = make(kind)
+    q, k = qk(12)
+    whole = encode(spe, count(12), q, k)
+    for i in range(12):
+        one = slice(i, i + 1)
+        parts = encode(spe, count(1, start=i), q[:, :, one], k[:, :, one])
+        for part, all_tokens in zip(parts, whole, strict=True):
+            torch.testing.assert_close(part, all_tokens[:, :, one], rtol=0, atol=1e-12)
+
+
+def test_conv_rows_of_few_tokens_equal_the_bank():
+    spe = make("conv")
+    q, k = qk(3)
+    rows = torch.cat((count(3, start=1), count(3, start=8)))
+    few = encode(spe, rows, q, k)
+    whole = encode(spe, count(12), *(F.pad(x, (0, 0, 1, 8)) for x in (q, k)))
+    for a, b in zip(few, whole, strict=True):
+        torch.testing.assert_close(a[0], b[0, :, 1:4], rtol=0, atol=1e-12)
+
+
+@KINDS
+def test_softmax_attention_of_many_realizations_is_that_of_the_kernel(kind):
+    spe = make(kind, 40_000, heads=1)
+    q, k = (0.5 * x for x in qk(6, heads=1))
+    v = torch.randn(2, 1, 6, 4, dtype=F64)
+    r = count(6)
+    got = softmax(*encode(spe, r, q, k), v)
+    exact = softmax(q, 0 * k, v, expectation(spe, r, q, k))
+    without = softmax(q, k, v)
+    error = (got - exact).norm() / exact.norm()
+    assert error < 0.02 < 0.05 < (without - exact).norm() / exact.norm(), error
+
+
+@KINDS
+def test_precision_and_save_load(kind):
+    spe = make(kind)
+    q, k = qk(6)
+    exact = encode(spe, count(6), q, k)
+    single = copy.deepcopy(spe).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half = encode(single, count(6).float(), q.bfloat16(), k.bfloat16())
+    full = encode(single, count(6).float(), q.float(), k.float())
+    for a, b, c in zip(exact, full, half, strict=True):
+        assert b.dtype == torch.float32 and c.dtype == torch.bfloat16
+        torch.testing.assert_close(b.double(), a, rtol=0, atol=1e-5)
+        torch.testing.assert_close(c.double(), a, rtol=0, atol=0.05)
+    buffer = io.BytesIO()
+    torch.save(spe.state_dict(), buffer)
+    buffer.seek(0)
+    twin = make(kind, seed=5)
+    twin.load_state_dict(torch.load(buffer, weights_only=True))
+    for a, b in zip(encode(twin, count(6), q, k), exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@KINDS
+def test_compiled_equals_eager_with_gradients(kind):
+    spe = make(kind)
+    q, k = (x.requires_grad_() for x in qk(8))
+    rows = torch.cat((count(8), count(8, start=3)))
+    compiled = torch.compile(_Logits(spe), fullgraph=True, backend="aot_eager")
+    for r in (count(8), rows):
+        outputs = [module(r, q, k) for module in (compiled, _Logits(spe))]
+        torch.testing.assert_close(*outputs, **EXACT)
+        grads = [torch.autograd.grad(x.square().sum(), (q, *spe.parameters())) for x in outputs]
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (12.0, r"must be in \[0, 12\); got 0 to 12"),
+        (-1.0, r"must be in \[0, 12\)"),
+        (float("nan"), r"must be in \[0, 12\)"),
+        (1.5, "must be integers; got fractions"),
+    ],
+)
+def test_conv_refuses_positions_off_its_grid(bad, message):
+    r = torch.tensor([0.0, bad, 2.0], dtype=F64)[None, :, None]
+    with pytest.raises(ValueError, match=message):
+        make("conv")("linear", r, r)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: SineSPE(2, 3, 0), "num_realizations must be at least 1"),
+        (lambda: SineSPE(2, 3, num_sines=0), "num_sines must be at least 1"),
+        (lambda: SineSPE(2, 3, max_frequency=-1.0), "max_frequency must be positive"),
+        (lambda: ConvSPE(2, 3, kernel_size=0), "kernel_size must be at least 1"),
+        (lambda: ConvSPE(0, 3), "heads must be at least 1"),
+        (lambda: make("sine").width(5), "built for head_dim=3; got .* width 5"),
+        (lambda: make("sine")("linear", *[torch.zeros(1, 4, 2)] * 2), "got .1, 4, 2."),
+    ],
+)
+def test_wrong_arguments_are_errors(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_width_is_the_number_of_realizations():
+    assert make("sine", 16).width(DIM) == make("conv", 16).width(DIM) == 16

@@ -1,0 +1,350 @@
+"""Toeplitz products: both fast forms against the dense oracle, loops and scipy."""
+
+import importlib
+
+import pytest
+import torch
+from scipy.linalg import matmul_toeplitz
+
+from molflt.attention.mixing import Features, quadratic
+from molflt.attention.toeplitz import dense_log_kernel, toeplitz, toeplitz_matmul
+
+# The package exports the function under the module's name.
+module = importlib.import_module("molflt.attention.toeplitz")
+
+EXACT = {"rtol": 1e-10, "atol": 1e-10}
+HEADS, M, DV = 3, 5, 4
+FORMS = ("fft", "blocks")
+# queries, keys, shape of the grid (None: one dimension)
+SIZES = {
+    "1d": (13, 13, None),
+    "1d, more keys": (6, 11, None),
+    "1d, more queries": (11, 6, None),
+    "1d, one token": (1, 1, None),
+    "2d": (12, 12, (3, 4)),
+    "2d, part of a row": (10, 10, (5, 4)),
+    "2d, more keys": (6, 11, (3, 4)),
+    "2d, more queries": (11, 6, (3, 4)),
+    "2d, one column": (5, 5, (5, 1)),
+    "2d, one row": (5, 5, (1, 5)),
+}
+KINDS = ("log", "plain", "both", "signed")
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    """Several blocks and several chunks already for a dozen tokens."""
+    monkeypatch.setattr(module, "BLOCK", 4)
+    monkeypatch.setitem(module.TRANSIENT, "cpu", 1000)
+
+
+def features(kind, tokens, seed, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(m):
+        return torch.randn(2, HEADS, tokens, m, dtype=dtype, generator=generator)
+
+    return {
+        "log": lambda: Features(None, 2 * draw(M)),
+        "plain": lambda: Features(draw(M).abs()),
+        "both": lambda: Features(draw(M).abs(), draw(M)),
+        "signed": lambda: Features(draw(M), 3 * draw(1)),
+    }[kind]()
+
+
+def kernel(queries, keys, shape, seed=3, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    sizes = (queries + keys - 1,) if shape is None else tuple(2 * n - 1 for n in shape)
+    return torch.randn(HEADS, *sizes, dtype=dtype, generator=generator)
+
+
+def values(keys, seed=4, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, HEADS, keys, DV, dtype=dtype, generator=generator)
+
+
+def leaves(query, key, value, log_kernel):
+    found = [x for x in (*query, *key, value, log_kernel) if x is not None]
+    return [x.requires_grad_() for x in found]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("method", FORMS)
+@pytest.mark.parametrize(
+    ("size", "causal"),
+    [(s, c) for s, (n, k, g) in SIZES.items() for c in (False, True) if not (c and g and n != k)],
+)
+def test_equals_the_dense_form_with_gradients(size, causal, method, kind):
+    queries, keys, shape = SIZES[size]
+    mask = torch.ones(2, 1, keys, dtype=torch.bool)
+    mask[0, :, keys // 2 + 1 :] = False  # ragged: a short sequence
+    mask[1, :, : keys // 3] = False  # and one whose first queries have no key, if causal
+    found = []
+    for fast in (True, False):
+        query, key = features(kind, queries, 0), features(kind, keys, 1)
+        value, log_kernel = values(keys), kernel(queries, keys, shape)
+        inputs = leaves(query, key, value, log_kernel)
+        key = key.masked(mask)
+        if fast:
+            sums = toeplitz(query, key, value, log_kernel, causal=causal, method=method)
+        else:
+            dense = dense_log_kernel(log_kernel, queries, keys)
+            sums = quadratic(query, key, value, causal=causal, log_kernel=dense)
+        assert sums.numerator.shape == (2, HEADS, queries, DV)
+        assert sums.normalizer.shape == (2, HEADS, queries, 1)
+        # Signed normalizers come near 0: compare what is not divided.
+        out = sums.extensive() if kind == "signed" else sums.ratio()
+        norm = sums.normalizer * sums.log_scale.exp()
+        loss = (out * torch.arange(out.numel(), dtype=out.dtype).cos().view_as(out)).sum()
+        grads = torch.autograd.grad(loss, inputs)
+        found.append([out, norm, *grads])
+    assert ((found[0][1] == 0) == (found[1][1] == 0)).all()  # rows without a key
+    for fast, exact in zip(*found, strict=True):
+        scale = exact.abs().max().clamp(min=1.0)
+        torch.testing.assert_close(fast / scale, exact / scale, **EXACT)
+
+
+@pytest.mark.parametrize("method", FORMS)
+def test_two_dimensions_are_the_sum_that_they_should_be(method):
+    """Independent of the oracle's gather: loops over cells."""
+    height, width, tokens = 3, 4, 10
+    phi_q, phi_k = features("plain", tokens, 0), features("plain", tokens, 1)
+    value, log_kernel = values(tokens), kernel(tokens, tokens, (height, width))
+    for causal in (False, True):
+        expected = torch.zeros(2, HEADS, tokens, DV, dtype=torch.float64)
+        for i in range(tokens):
+            for j in range(i + 1 if causal else tokens):
+                dy, dx = j // width - i // width, j % width - i % width
+                c = log_kernel[:, dy + height - 1, dx + width - 1].exp()
+                product = (phi_q.values[:, :, i] * phi_k.values[:, :, j]).sum(-1)
+                expected[:, :, i] += (product * c)[..., None] * value[:, :, j]
+        sums = toeplitz(phi_q, phi_k, value, log_kernel, causal=causal, method=method)
+        torch.testing.assert_close(sums.extensive(), expected, **EXACT)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(50, 50), (17, 40), (40, 17), (1, 1)])
+def test_products_are_scipys(rows, columns):
+    table, x = kernel(rows, columns, None), values(columns)[0]
+    found = toeplitz_matmul(table, x)
+    for head in range(HEADS):
+        c = table[head].numpy()
+        expected = matmul_toeplitz((c[:rows][::-1], c[rows - 1 :]), x[head].numpy())
+        torch.testing.assert_close(found[head].numpy(), expected, rtol=0.0, atol=3e-14)
+
+
+def test_the_first_query_is_at_the_first_key():
+    log_kernel = torch.arange(6.0)[None]
+    expected = torch.tensor([[[1.0, 2, 3, 4, 5], [0, 1, 2, 3, 4]]])
+    torch.testing.assert_close(dense_log_kernel(log_kernel, 2, 5), expected)
+
+
+@pytest.mark.parametrize("shape", [None, (3, 5)], ids=["1d", "2d"])
+def test_the_future_has_no_effect_at_all_in_blocks(shape):
+    tokens, cut = 14, 9
+    query, key, value = features("log", tokens, 0), features("log", tokens, 1), values(tokens)
+    log_kernel = kernel(tokens, tokens, shape)
+
+    def outputs(key, value):
+        sums = toeplitz(query, key, value, log_kernel, causal=True, method="blocks")
+        return sums.numerator[:, :, :cut], sums.normalizer[:, :, :cut], sums.log_scale[:, :, :cut]
+
+    straight, later = outputs(key, value), value[:, :, cut:]
+    for factor in (3.0, 400.0):
+        log_scale = key.log_scale.clone()
+        log_scale[:, :, cut:] = log_scale[:, :, cut:].abs() * factor
+        other = outputs(Features(None, log_scale), torch.cat((value[:, :, :cut], -later), 2))
+        for a, b in zip(straight, other, strict=True):
+            torch.testing.assert_close(a, b, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("method", FORMS)
+def test_truncation(method):
+    """The outputs of the first tokens are those of the first tokens alone."""
+    tokens, cut = 13, 7
+    query, key, value = features("log", tokens, 0), features("log", tokens, 1), values(tokens)
+    log_kernel = kernel(tokens, tokens, None)
+    whole = toeplitz(query, key, value, log_kernel, causal=True, method=method).ratio()
+    query, key = (Features(None, x.log_scale[:, :, :cut]) for x in (query, key))
+    part = log_kernel[:, tokens - cut : tokens - 1 + cut]
+    alone = toeplitz(query, key, value[:, :, :cut], part, causal=True, method=method).ratio()
+    torch.testing.assert_close(whole[:, :, :cut], alone, **EXACT)
+
+
+def test_every_row_has_its_own_scale_in_blocks():
+    """float32 with keys that grow by exp(300) and a kernel down to exp(-300)."""
+    tokens = 40
+    slope = torch.linspace(0, 300, tokens)
+    query, key = (features("log", tokens, seed, torch.float32) for seed in (0, 1))
+    key = Features(None, key.log_scale + slope[:, None])
+    value = values(tokens, dtype=torch.float32)
+    log_kernel = -8.0 * torch.arange(1 - tokens, tokens).abs()[None].expand(HEADS, -1)
+    sums = toeplitz(query, key, value, log_kernel, causal=True, method="blocks")
+    assert sums.normalizer.min() > 1e-3
+    log_q, log_k = query.log_scale.double()[:, :, :, None], key.log_scale.double()[:, :, None]
+    logits = torch.logsumexp(log_q + log_k, dim=-1) + dense_log_kernel(log_kernel, tokens, tokens)
+    past = torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    expected = logits.masked_fill(~past, -torch.inf).softmax(-1) @ value.double()
+    torch.testing.assert_close(sums.ratio().double(), expected, rtol=0.0, atol=2e-4)
+
+
+@pytest.mark.parametrize("method", FORMS)
+def test_large_kernels_do_not_overflow(method):
+    arguments = features("log", 9, 0), features("log", 9, 1), values(9)
+    log_kernel = kernel(9, 9, None)
+    small, large = (toeplitz(*arguments, log_kernel + x, method=method).ratio() for x in (0, 2000))
+    torch.testing.assert_close(large, small, rtol=0.0, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", FORMS)
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+def test_a_kernel_that_vanishes_beyond_a_window(method, causal):
+    tokens = 12
+    query, key, value = features("both", tokens, 0), features("both", tokens, 1), values(tokens)
+    offsets = torch.arange(1 - tokens, tokens)
+    log_kernel = kernel(tokens, tokens, None).masked_fill(offsets.abs() > 2, -torch.inf)
+    key = key.masked(torch.arange(tokens) >= 6)  # the first queries see no key in their window
+    log_kernel.requires_grad_()
+    sums = toeplitz(query, key, value, log_kernel, causal=causal, method=method)
+    dense = dense_log_kernel(log_kernel.detach(), tokens, tokens)
+    expected = quadratic(query, key, value, causal=causal, log_kernel=dense)
+    torch.testing.assert_close(sums.ratio(), expected.ratio(), **EXACT)
+    assert (sums.normalizer[:, :, :4] == 0).all() and (sums.ratio()[:, :, :4] == 0).all()
+    (grad,) = torch.autograd.grad(sums.ratio().square().sum(), log_kernel)
+    assert torch.isfinite(grad).all()
+
+
+@pytest.mark.parametrize("method", FORMS)
+@pytest.mark.parametrize(("queries", "keys"), [(0, 0), (0, 3), (3, 0)])
+def test_no_tokens(method, queries, keys):
+    for log_kernel in (kernel(4, 4, None)[:, : max(0, queries + keys - 1)], kernel(4, 4, (2, 2))):
+        phi_q, phi_k = features("log", queries, 0), features("log", keys, 1)
+        sums = toeplitz(phi_q, phi_k, values(keys), log_kernel, method=method)
+        assert sums.ratio().shape == (2, HEADS, queries, DV)
+        assert (sums.ratio() == 0).all()
+        assert dense_log_kernel(log_kernel, queries, keys).shape == (HEADS, queries, keys)
+
+
+@pytest.mark.parametrize("method", FORMS)
+def test_only_the_normalizer(method):
+    """Values without columns, for normalizing by other sums."""
+    query, key = features("plain", 9, 0), features("plain", 9, 1)
+    log_kernel = kernel(9, 9, None)
+    full = toeplitz(query, key, values(9), log_kernel, method=method)
+    bare = toeplitz(query, key, values(9)[..., :0], log_kernel, method=method)
+    assert bare.numerator.shape[-1] == 0
+    torch.testing.assert_close(bare.normalizer, full.normalizer, **EXACT)
+
+
+@pytest.mark.parametrize("method", FORMS)
+def test_a_sequence_alone_is_a_sequence_in_a_batch_with_padding(method):
+    tokens, length = 7, 13
+    query, key, value = features("log", length, 0), features("log", length, 1), values(length)
+    log_kernel = kernel(length, length, None)
+    mask = (torch.arange(length) < tokens) | torch.tensor([[[False]], [[True]]])
+    out = toeplitz(query, key.masked(mask), value, log_kernel, method=method).ratio()
+    one = [Features(None, x.log_scale[:1, :, :tokens]) for x in (query, key)]
+    part = log_kernel[:, length - tokens : length - 1 + tokens]
+    alone = toeplitz(*one, value[:1, :, :tokens], part, method=method).ratio()
+    torch.testing.assert_close(out[:1, :, :tokens], alone, **EXACT)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_memory_is_that_of_the_arguments(form, monkeypatch):
+    """What is kept for the gradient is far below the N x N matrix and m dv numbers per token."""
+    tokens, m, dv = 1024, 16, 16
+    monkeypatch.setattr(module, "BLOCK", 64)
+    monkeypatch.setitem(module.TRANSIENT, "cpu", 2**16)
+    x = [torch.ones(1, 1, tokens, n, requires_grad=True) for n in (m, m, dv)]
+    query, key, value = Features(None, x[0]), Features(None, x[1]), x[2]
+    log_kernel = torch.zeros(1, 2 * tokens - 1, requires_grad=True)
+    sizes = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes() // 4
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = toeplitz(query, key, value, log_kernel, method=form)
+        kept = sum(sizes.values())
+        dense = dense_log_kernel(log_kernel, tokens, tokens)
+        oracle = quadratic(query, key, value, log_kernel=dense)
+    assert sum(sizes.values()) > kept + tokens**2  # the matrix would be seen
+    assert kept < 80 * tokens  # measured: 55 (fft) and 52 (blocks), of which 48 are arguments
+    torch.testing.assert_close(out.ratio(), oracle.ratio())
+
+
+def test_auto_takes_blocks_for_short_sequences_and_transforms_for_long_ones():
+    def choice(tokens, m, causal=False, shape=None):
+        layout = module._Layout(shape or (tokens,), shape or (tokens,))
+        return module._faster(layout, m, 64, causal)
+
+    assert choice(512, 16) == choice(4096, 64) == choice(8192, 128) == "blocks"
+    assert choice(4096, 16) == choice(16384, 64) == choice(16384, 128) == "fft"
+    assert choice(16384, 64, causal=True) == "blocks"
+    assert choice(2**18, 64, causal=True) == "fft"
+    assert choice(32 * 32, 64, shape=(32, 32)) == "blocks"
+    assert choice(256 * 256, 64, shape=(256, 256)) == "fft"
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("method", FORMS)
+def test_half_precision_is_left_before_exponentials_and_transforms(method, causal):
+    logs = [features("log", 13, seed).log_scale.bfloat16() for seed in (0, 1)]
+    rest = values(13).bfloat16(), kernel(13, 13, None).bfloat16()
+
+    def mix(query, key, value, log_kernel):
+        phi = Features(None, query), Features(None, key)
+        return toeplitz(*phi, value, log_kernel, causal=causal, method=method)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = mix(*logs, *rest)
+    assert found.numerator.dtype == found.normalizer.dtype == torch.float32
+    expected = mix(*(x.double() for x in (*logs, *rest))).ratio()
+    torch.testing.assert_close(found.ratio().double(), expected, rtol=0.0, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", FORMS)
+def test_gradients_of_gradients(method):
+    log_kernel = kernel(5, 5, None)[:1].requires_grad_()
+    q, k, v = (torch.rand(1, 1, 5, 2, dtype=torch.float64, requires_grad=True) for _ in "qkv")
+
+    def out(q, k, v, c):
+        return toeplitz(Features(q), Features(k), v, c, method=method).ratio()
+
+    assert torch.autograd.gradcheck(out, (q, k, v, log_kernel))
+    assert torch.autograd.gradgradcheck(out, (q, k, v, log_kernel))
+
+
+def test_blocks_compile():
+    query, key, value = features("log", 9, 0), features("log", 9, 1), values(9)
+    log_kernel = kernel(9, 9, None)
+    inputs = leaves(query, key, value, log_kernel)
+
+    def out(query, key, value, log_kernel):
+        return toeplitz(query, key, value, log_kernel, causal=True).ratio()
+
+    found = []
+    for function in (out, torch.compile(out, fullgraph=True, backend="aot_eager")):
+        result = function(query, key, value, log_kernel)
+        found.append([result, *torch.autograd.grad(result.square().sum(), inputs)])
+    for compiled, eager in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, eager, **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "shape", "options", "words"),
+    [
+        (4, 4, (8,), {}, ["(3, 8)", "4 queries and 4 keys", "(heads, 7)"]),
+        (7, 7, (3, 5), {}, ["(3, 3, 5)", "7 queries"]),
+        (4, 4, (4, 5), {}, ["(3, 4, 5)"]),
+        (4, 4, (7,), {"method": "fast"}, ["method='fast'", "auto, fft, blocks"]),
+        (4, 6, (3, 5), {"causal": True}, ["4 and 6", "causal=False"]),
+    ],
+)
+def test_what_does_not_fit_is_named(queries, keys, shape, options, words):
+    phi_q, phi_k = features("plain", queries, 0), features("plain", keys, 1)
+    with pytest.raises(ValueError) as error:
+        toeplitz(phi_q, phi_k, values(keys), torch.zeros(HEADS, *shape), **options)
+    for word in words:
+        assert word in str(error.value)
