@@ -1,0 +1,185 @@
+"""Blocks and stacks: FNet's post-LayerNorm block, hybrids, decoding, conversion of weights."""
+
+import contract
+import pytest
+import torch
+from contract import Combination
+
+from molflt.attention import (
+    TOKEN_MIXERS,
+    Attention,
+    Block,
+    GaussianBasis,
+    GaussianNodes,
+    SpectralPosition,
+    Stack,
+    convert_weights_,
+    make_position,
+)
+
+DIM = 16
+
+
+def mixer(name: str):
+    build = TOKEN_MIXERS[name]
+    return build(DIM, 24) if build.bounded else build(DIM)
+
+
+def stack_of(*names: str, norm: str = "post", **options) -> Stack:
+    """Mixers by name; "attention" for attention with the options."""
+    torch.manual_seed(0)
+    layers = [Attention(DIM, 2, **options) if n == "attention" else mixer(n) for n in names]
+    return Stack([Block(layer, 24, norm=norm) for layer in layers]).double().eval()
+
+
+def test_fnet_block_equals_transformers():
+    """A whole layer: Fourier sublayer, post-LayerNorm, feed-forward network with GELU."""
+    fnet = pytest.importorskip("transformers.models.fnet.modeling_fnet")
+    from transformers import FNetConfig
+
+    config = FNetConfig(
+        hidden_size=DIM,
+        intermediate_size=24,
+        hidden_act="gelu",
+        hidden_dropout_prob=0.0,
+        layer_norm_eps=1e-5,
+        use_tpu_fourier_optimizations=False,
+    )
+    theirs = fnet.FNetLayer(config).double().eval()
+    ours = Block(TOKEN_MIXERS["fourier"](DIM), 24, norm="post").double().eval()
+    pairs = (
+        (ours.attention_norm, theirs.fourier.output.LayerNorm),
+        (ours.ffn[0], theirs.intermediate.dense),
+        (ours.ffn[3], theirs.output.dense),
+        (ours.ffn_norm, theirs.output.LayerNorm),
+    )
+    for mine, other in pairs:
+        mine.load_state_dict(other.state_dict())
+    x = torch.randn(3, 11, DIM, dtype=torch.float64)
+    torch.testing.assert_close(ours(x), theirs(x)[0], **contract.EXACT)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        *[(name, name) for name in TOKEN_MIXERS],
+        ("fourier", "fourier", "attention"),  # FNet's hybrid: attention in the last layers
+        ("dense", "attention"),
+    ],
+    ids="-".join,
+)
+def test_mixers_keep_the_contract(names):
+    """Alone == in a batch == any padding == any order; no gradient across sequences."""
+    stack = stack_of(*names)
+    items = contract.ragged()
+    together = contract.run(stack, items, 12)
+    padded = contract.run(stack, items, 21, fill=3.7)
+    backwards = contract.run(stack, items[::-1], 12)[::-1]
+    for i, item in enumerate(items):
+        alone = contract.run(stack, [item], len(item[0]))[0]
+        for other in (together[i], padded[i], backwards[i]):
+            torch.testing.assert_close(other, alone, **contract.EXACT)
+    x, r, mask = contract.pad(items, 12)
+    x.requires_grad_()
+    out = stack(x, r, key_mask=mask)
+    grad = torch.autograd.grad(out[2][mask[2]].square().sum(), x)[0]
+    assert (grad[[0, 1, 3, 4]] == 0).all() and grad[2].abs().max() > 0
+
+
+def test_attention_of_a_hybrid_gets_its_encoding():
+    torch.manual_seed(0)
+    position = make_position("spectral", 2, DIM // 2, dim=1, num_nodes=3)
+    blocks = [
+        Block(TOKEN_MIXERS["fourier"](DIM), 24, norm="post"),
+        Block(Attention(DIM, 2, position=position), 24, norm="post"),
+        Block(Attention(DIM, 2, mixing="softmax", position=position), 24, norm="post"),
+    ]
+    stack = Stack(blocks, position).double().eval()
+    assert stack.mixings == ["linear", "softmax"]
+    x = torch.randn(1, 7, DIM, dtype=torch.float64)
+    r = torch.arange(7.0, dtype=torch.float64)[None, :, None]
+    h = blocks[0](x)
+    h = blocks[1](h, position("linear", r, r))
+    h = blocks[2](h, position("softmax", r, r))
+    torch.testing.assert_close(stack(x, r), h, **contract.EXACT)
+
+
+@pytest.mark.parametrize("name", TOKEN_MIXERS)
+def test_mixers_do_not_decode_and_need_no_position(name):
+    stack = stack_of(name)
+    with pytest.raises(ValueError, match="mixes all tokens at once"):
+        stack.decode(torch.zeros(1, 2, DIM).double(), torch.zeros(1, 2, 1))
+    with pytest.raises(ValueError, match="needs attention, and no block has any"):
+        Stack([Block(mixer(name), 24)], SpectralPosition(GaussianBasis(2, 3), GaussianNodes(2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: Stack([]), "at least one block"),
+        (lambda: Block(Attention(DIM, 2), 24, norm="sandwich"), "norm='sandwich'.*pre, post"),
+        (lambda: make_position("sinusoid", 2, 8), "position='sinusoid'.*spectral"),
+        (lambda: make_position("toeplitz", 2, 8, radius=3), "no option radius; .*max_tokens"),
+        (lambda: make_position("spectral", 2, 8, spectrum="box"), "spectrum='box'.*local"),
+    ],
+)
+def test_bad_input(build, words):
+    with pytest.raises(ValueError, match=words):
+        build()
+
+
+def test_redraw_renews_features_and_noise_but_not_the_nodes_of_a_mask():
+    for case, moves in (("sine_spe", True), ("gaussian_basis", False)):
+        stack = contract.make_stack(Combination("positive", case, "linear", False))
+        before = {key: value.clone() for key, value in stack.state_dict().items()}
+        stack.redraw_(torch.Generator().manual_seed(9))
+        changed = {k for k, v in stack.state_dict().items() if not torch.equal(v, before[k])}
+        assert any("feature_map.projection" in key for key in changed)
+        assert any(key.startswith("position.") for key in changed) == moves
+        buffers = {key for key, _ in stack.named_buffers()}
+        assert changed <= buffers
+
+
+# --- conversion of weights ------------------------------------------------------------------
+
+
+def pair(mixing: str, seed: int, **options) -> Stack:
+    torch.manual_seed(seed)
+    position = make_position("spectral", 2, DIM // 2, dim=1, num_nodes=512, num_gaussians=4)
+    blocks = [
+        Block(Attention(DIM, 2, mixing=mixing, position=position, **options), 24) for _ in range(2)
+    ]
+    return Stack(blocks, position).double().eval()
+
+
+def test_softmax_to_kernelized_and_back():
+    """The outputs of the converted model approach those of the trained one as m grows."""
+    trained = pair("softmax", 0)
+    x = torch.randn(2, 30, DIM, dtype=torch.float64)
+    r = torch.arange(30.0, dtype=torch.float64).sub(14.5)[None, :, None].expand(2, -1, -1)
+    errors = []
+    for m in (16, 4096):
+        fast = pair("linear", 1, num_features=m)
+        assert convert_weights_(trained, fast) == []
+        errors.append((fast(x, r) - trained(x, r)).norm().item())
+    assert errors[1] < errors[0] / 3, errors
+    back = pair("softmax", 2)
+    assert convert_weights_(fast, back) == []
+    torch.testing.assert_close(back(x, r), trained(x, r), rtol=0, atol=0)
+
+
+def test_conversion_names_what_it_could_not_fill():
+    left = convert_weights_(
+        pair("softmax", 0), pair("linear", 1, feature_map="learnable_exp", num_features=8)
+    )
+    assert left == [f"blocks.{i}.attention.feature_map.weight" for i in (0, 1)]
+
+
+def test_conversion_refuses_other_shapes_and_changes_nothing():
+    wide = Attention(2 * DIM, 2)
+    before = {key: value.clone() for key, value in wide.state_dict().items()}
+    with pytest.raises(ValueError, match=r"to_query.weight: \(16, 16\) in the source; expected"):
+        convert_weights_(Attention(DIM, 2, mixing="softmax"), wide)
+    assert all(torch.equal(value, before[key]) for key, value in wide.state_dict().items())
+    with pytest.raises(ValueError, match="no parameter in common"):
+        convert_weights_(torch.nn.Linear(3, 3), wide)
