@@ -36,18 +36,18 @@ def plain(values: Tensor) -> Features:
     return Features(values)
 
 
-def _cloud(size: int, generator: torch.Generator) -> Tensor:
+def cloud(size: int, generator: torch.Generator) -> Tensor:
     """Centred points in space."""
     r = 3 * torch.randn(size, 3, dtype=torch.float64, generator=generator)
     return r - r.mean(dim=0) if size else r
 
 
-def _line(size: int, generator: torch.Generator | None = None) -> Tensor:
+def line(size: int, generator: torch.Generator | None = None) -> Tensor:
     """0, 1, 2, ..."""
     return torch.arange(size, dtype=torch.float64)[:, None]
 
 
-def _cells(size: int, generator: torch.Generator | None = None) -> Tensor:
+def cells(size: int, generator: torch.Generator | None = None) -> Tensor:
     """Cells of `GRID`, row by row."""
     index = torch.arange(size)
     return torch.stack((index // GRID[1], index % GRID[1]), dim=-1).double()
@@ -74,26 +74,26 @@ def _spectral(positions: Callable, dim: int, spectrum: str, **options: Any) -> C
 
 
 CASES: dict[str, Case] = {
-    "none": Case("none", {}, _cloud),
-    "gaussian_basis": _spectral(_cloud, 3, "gaussian_basis", num_gaussians=6),
-    "gaussian_mixture": _spectral(_line, 1, "gaussian_mixture", num_gaussians=6),
-    "asymmetric": _spectral(_cells, 2, "gaussian_mixture", num_gaussians=6, asymmetric=True),
-    "gaussian": _spectral(_cloud, 3, "gaussian"),
-    "laplace": _spectral(_cells, 2, "laplace"),
-    "matern": _spectral(_cloud, 3, "matern"),
-    "local": _spectral(_line, 1, "local"),
-    "smooth_local": _spectral(_cells, 2, "smooth_local"),
-    "toeplitz": Case("toeplitz", {"max_tokens": LONGEST}, _line),
-    "toeplitz_2d": Case("toeplitz", {"shape": GRID}, _cells),
-    "bucketed": Case("bucketed", {}, _line),
-    "low_rank": Case("low_rank", {"max_tokens": LONGEST, "rank": 4}, _line),
-    "gaussian_bias": Case("gaussian_bias", {"num_gaussians": 6}, _cloud),
-    "rotary": Case("rotary", {"dim": 1}, _line),
-    "rotary_3d": Case("rotary", {"dim": 3}, _cloud),
-    "cosine": Case("cosine", {"max_tokens": 2 * LONGEST}, _line),
-    "sine_spe": Case("sine_spe", {"num_realizations": 12}, _line, relative=False),
+    "none": Case("none", {}, cloud),
+    "gaussian_basis": _spectral(cloud, 3, "gaussian_basis", num_gaussians=6),
+    "gaussian_mixture": _spectral(line, 1, "gaussian_mixture", num_gaussians=6),
+    "asymmetric": _spectral(cells, 2, "gaussian_mixture", num_gaussians=6, asymmetric=True),
+    "gaussian": _spectral(cloud, 3, "gaussian"),
+    "laplace": _spectral(cells, 2, "laplace"),
+    "matern": _spectral(cloud, 3, "matern"),
+    "local": _spectral(line, 1, "local"),
+    "smooth_local": _spectral(cells, 2, "smooth_local"),
+    "toeplitz": Case("toeplitz", {"max_tokens": LONGEST}, line),
+    "toeplitz_2d": Case("toeplitz", {"shape": GRID}, cells),
+    "bucketed": Case("bucketed", {}, line),
+    "low_rank": Case("low_rank", {"max_tokens": LONGEST, "rank": 4}, line),
+    "gaussian_bias": Case("gaussian_bias", {"num_gaussians": 6}, cloud),
+    "rotary": Case("rotary", {"dim": 1}, line),
+    "rotary_3d": Case("rotary", {"dim": 3}, cloud),
+    "cosine": Case("cosine", {"max_tokens": 2 * LONGEST}, line),
+    "sine_spe": Case("sine_spe", {"num_realizations": 12}, line, relative=False),
     "conv_spe": Case(
-        "conv_spe", {"num_realizations": 12, "max_tokens": LONGEST}, _line, relative=False
+        "conv_spe", {"num_realizations": 12, "max_tokens": LONGEST}, line, relative=False
     ),
 }
 
@@ -193,7 +193,7 @@ def pad(items: list[Item], length: int, case: str = "none", fill: float = 0.0) -
     """
     generator = torch.Generator().manual_seed(3)
     r = CASES[case].positions(length, generator).expand(len(items), -1, -1).clone()
-    if CASES[case].positions is _cloud:
+    if CASES[case].positions is cloud:
         r.fill_(fill)
     x = torch.full((len(items), length, DIM), fill, dtype=items[0][0].dtype)
     r = r.to(items[0][1].dtype)
@@ -282,6 +282,19 @@ def check_key_copies(combination: Combination) -> None:
     index = torch.arange(len(x)).repeat(2)[None]
     twice = stack(x[None], r[None], r.repeat(2, 1)[None], None, index)
     torch.testing.assert_close(twice, stack(x[None], r[None]), **EXACT)
+
+
+def check_cross(combination: Combination) -> None:
+    """Queries may be fewer than keys: the first ones attend as they do among all."""
+    stack, case = make_stack(combination, refinements=1), combination.case
+    x, r = ragged(case)[2]
+    attention, position, few = stack.blocks[0].attention, stack.position, 5
+
+    def attend(n: int) -> Tensor:
+        encoding = position(combination.mixing, r[None, :n], r[None]) if position else None
+        return attention(x[None, :n], encoding, context=x[None])
+
+    torch.testing.assert_close(attend(few), attend(len(x))[:, :few], **EXACT)
 
 
 def check_translation(combination: Combination) -> None:

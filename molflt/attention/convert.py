@@ -9,7 +9,7 @@ def convert_weights_(source: nn.Module, target: nn.Module) -> list[str]:
 
     Queries, keys, values and outputs mean the same in every mechanism, so a trained softmax layer
     can go on as a kernelized one, and back: Performer's backward compatibility (FAVOR,
-    arXiv:2006.03555, section 4.2) and the conversion of NPRF (arXiv:2106.12566, section 4).
+    arXiv:2006.03555, section 4.2) and the conversion of NPRF (arXiv:2106.12566, section 4.5).
 
     Args:
         source: any module; not changed.

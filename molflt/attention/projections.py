@@ -162,7 +162,7 @@ class SphereProjection(DenseProjection):
     E w = 0 and E w w^T = I, but equal norms make E exp(w . z) = Gamma(d/2) I_{d/2-1}(t) /
     (t/2)^{d/2-1}, t = sqrt(d) |z|, I the modified Bessel function. That is below exp(|z|^2 / 2) by
     the fraction |z|^4 / (4 (d + 2)) to leading order: at d = 16 (64) by 1.3 % (0.4 %) for |z| = 1
-    and by 16 % (5 %) for |z| = 2. Kernelized attention with RPE (arXiv:2106.12566), section 4.4.
+    and by 16 % (5 %) for |z| = 2. Kernelized attention with RPE (arXiv:2106.12566), section 4.5.
     """
 
     @staticmethod
@@ -174,7 +174,8 @@ class SobolProjection(DenseProjection):
     """Rows from scrambled Sobol points, mapped to N(0, I) by the inverse normal distribution.
 
     The scramble's random shift makes every single point uniform, so each row is N(0, I) and the
-    estimate unbiased; together they fill space evenly, best if `rows` is a power of two.
+    estimate unbiased; together they fill space evenly, best if `rows` is a power of two. Quasi-Monte
+    Carlo feature maps (arXiv:1412.8293).
 
     Raises:
         ValueError: dim exceeds the table of Sobol's direction numbers (21201).

@@ -1,0 +1,282 @@
+"""Time and peak memory of one attention layer against the length: ours and others' in one run.
+
+    python scripts/scaling.py --out runs/scaling
+    python scripts/scaling.py --out runs/scaling --lengths 512 1024 --mechanisms flt performer
+    python scripts/scaling.py --chunks          # time of the causal scan by its chunk size
+
+One sequence of tokens of width 512, 8 heads of 64, m = 64, float32, one thread, on the CPU; a layer
+with its projections of queries, keys, values and outputs (FNet has none), and its encoding.
+
+Time: all mechanisms take turns, round after round, so that a busy moment hits all; the CSV has
+medians over rounds, and ratios of two mechanisms are medians of the ratios within each round.
+Memory (Linux): every measurement has a process of its own, forked from one that has computed
+nothing. It warms up on 64 tokens, sets the kernel's peak of resident memory to the present value
+(/proc/self/clear_refs) and reports by how much one pass raises it; parameters and input are there
+before. It sees what any library allocates, and no block is reused in silence, because the allocator
+is told to give every block above 64 KiB back to the system (MALLOC_MMAP_THRESHOLD_).
+What would need more than 6 GB or 60 s, judged from the lengths before, is skipped and says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import json
+import math
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from molflt.attention import Attention, FeatureMap, Features, causal, make_position
+from molflt.attention.encoding import Position
+from molflt.attention.fourier import FourierMixer
+from molflt.plots.figure import SERIES, picture
+
+HEADS, HEAD_DIM, FEATURES, NODES = 8, 64, 64, 32
+DIM = HEADS * HEAD_DIM
+LENGTHS, QUICK_LENGTHS = (512, 1024, 2048, 4096, 8192), (256, 512, 1024)
+PASSES = ("forward", "forward+backward")
+MAX_MIB, MAX_SECONDS = 6e9 / 2**20, 60.0
+ROUNDS, BUDGET = 9, 12.0  # most rounds; seconds after which a mechanism stops taking turns
+CHUNKS = (32, 64, 128, 256, 512)
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+
+Key = tuple[str, bool, int, str]  # mechanism, causal, length, pass
+
+
+class Layer(nn.Module):
+    """Attention with its encoding, evaluated anew in every pass as in training."""
+
+    def __init__(self, mixing: nn.Module, position: Position | None, places: Tensor) -> None:
+        super().__init__()
+        self.mixing, self.position, self.places = mixing, position, places
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.position is None:
+            return self.mixing(x)
+        return self.mixing(x, self.position(self.mixing.mixing, self.places, self.places))
+
+
+def ours(length: int, causal: bool, position: str = "none", dim: int = 1, **options: Any) -> Layer:
+    """Our layer; places along a line, or random ones in space at the density of a metal."""
+    places = torch.arange(length)[None, :, None].float()
+    if dim == 3:
+        places = torch.rand(1, length, 3) * (12.0 * length) ** (1 / 3)
+    sizes = {
+        "toeplitz": {"max_tokens": length},
+        "spectral": {"spectrum": "gaussian_basis", "dim": dim, "num_nodes": NODES},
+    }
+    encoding = make_position(position, HEADS, HEAD_DIM, **sizes.get(position, {}))
+    options.setdefault("num_features", FEATURES)
+    mixing = Attention(DIM, HEADS, causal=causal, position=encoding, **options)
+    return Layer(mixing, encoding, places)
+
+
+def performer_pytorch(length: int, causal: bool) -> nn.Module:
+    """Its chunked causal form in PyTorch: the other one needs CUDA and fast-transformers."""
+    from performer_pytorch import SelfAttention
+
+    return SelfAttention(DIM, causal=causal, heads=HEADS, dim_head=HEAD_DIM, nb_features=FEATURES)
+
+
+def pyg(length: int, causal: bool) -> nn.Module:
+    """PyTorch Geometric's Performer; it fixes m = d log d = 266, so m is set afterwards."""
+    from torch_geometric.nn.attention import PerformerAttention
+    from torch_geometric.nn.attention.performer import orthogonal_matrix
+
+    layer = PerformerAttention(DIM, HEADS, head_channels=HEAD_DIM)
+    layer.fast_attn.num_rows = FEATURES
+    layer.fast_attn.projection_matrix = orthogonal_matrix(FEATURES, HEAD_DIM)
+    return layer
+
+
+def transformers_fnet(length: int, causal: bool) -> nn.Module:
+    """Hugging Face's Fourier sublayer; its outputs come in a tuple."""
+    from transformers import FNetConfig
+    from transformers.models.fnet.modeling_fnet import FNetBasicFourierTransform
+
+    class First(FNetBasicFourierTransform):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)[0]
+
+    return First(FNetConfig(hidden_size=DIM))
+
+
+class Mechanism(NamedTuple):
+    """How a layer is built, whose it is, which forms it has, and whether its memory is O(N)."""
+
+    build: Callable[[int, bool], nn.Module]
+    who: str = "molflt"
+    causal: tuple[bool, ...] = (False, True)
+    linear: bool = True
+
+
+BOTH, ONE_WAY = (False, True), (False,)
+MECHANISMS = {
+    "softmax": Mechanism(partial(ours, mixing="softmax")),  # SDPA keeps no N x N matrix
+    "softmax, spectral mask": Mechanism(
+        partial(ours, mixing="softmax", position="spectral", dim=3), causal=ONE_WAY, linear=False
+    ),
+    "softmax, Toeplitz bias": Mechanism(
+        partial(ours, mixing="softmax", position="toeplitz"), linear=False
+    ),
+    "performer": Mechanism(ours),
+    "performer, relu": Mechanism(partial(ours, feature_map="relu"), causal=ONE_WAY),
+    "flt": Mechanism(partial(ours, position="spectral", dim=3)),
+    "flt, l = 1": Mechanism(partial(ours, position="spectral")),
+    "log-linear": Mechanism(partial(ours, position="toeplitz")),
+    "elu": Mechanism(partial(ours, feature_map="elu")),
+    "fnet": Mechanism(lambda length, causal: FourierMixer(DIM), causal=ONE_WAY),
+    "performer-pytorch": Mechanism(performer_pytorch, "performer-pytorch"),
+    "PyG performer, relu": Mechanism(pyg, "torch_geometric", ONE_WAY),
+    "transformers fnet": Mechanism(transformers_fnet, "transformers", ONE_WAY),
+}
+
+
+def prepare(name: str, causal: bool, length: int, which: str) -> Callable[[], None]:
+    """A function that makes one pass."""
+    torch.manual_seed(0)
+    with contextlib.redirect_stdout(sys.stderr):  # one of them prints
+        layer = MECHANISMS[name].build(length, causal)
+    back = which != PASSES[0]
+    x = torch.randn(1, length, DIM, requires_grad=back)
+
+    def once() -> None:
+        with torch.set_grad_enabled(back):
+            out = layer(x)
+        if back:
+            x.grad = None
+            layer.zero_grad(set_to_none=True)
+            out.sum().backward()
+
+    return once
+
+
+def growth(work: Callable[[], None]) -> float:
+    """MiB by which a call raises this process's resident memory at its peak."""
+
+    def status(field: str) -> float:
+        text = Path("/proc/self/status").read_text()
+        return int(re.search(rf"{field}:\s+(\d+) kB", text)[1]) / 1024
+
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    work()
+    return status("VmHWM") - before
+
+
+def cost(name: str, causal: bool, length: int, which: str) -> dict[str, Any]:
+    """Peak memory of one pass, and its seconds as a first estimate; or why there is none."""
+    try:
+        prepare(name, causal, 64, which)()
+        work = prepare(name, causal, length, which)
+        start = time.perf_counter()
+        return {"MiB": growth(work), "seconds": time.perf_counter() - start}
+    except (ImportError, RuntimeError, MemoryError) as error:
+        return {"note": f"{type(error).__name__}: {error}".splitlines()[0]}
+
+
+def serve() -> None:
+    """Answers keys on standard input by their `cost`, each in a fork of this process."""
+    torch.set_num_threads(1)
+    for name in {key: m.who for key, m in MECHANISMS.items()}:
+        with contextlib.suppress(ImportError), contextlib.redirect_stdout(sys.stderr):
+            MECHANISMS[name].build(64, False)  # imports; no backward, which would break forks
+    for line in sys.stdin:
+        read, write = os.pipe()
+        if (child := os.fork()) == 0:
+            os.write(write, json.dumps(cost(*json.loads(line))).encode())
+            os._exit(0)
+        os.close(write)
+        with open(read) as answer:
+            print(answer.read() or '{"note": "the process was killed"}', flush=True)
+        os.waitpid(child, 0)
+
+
+@contextlib.contextmanager
+def server() -> Iterator[Callable[[Key], dict[str, Any]]]:
+    """Asks a process that runs `serve`."""
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        raise SystemExit("peak memory is read from /proc/self/clear_refs, which only Linux has")
+    command = [sys.executable, __file__, "--serve"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env={**os.environ, **ALLOCATOR}, **pipes) as process:
+
+        def ask(key: Key) -> dict[str, Any]:
+            process.stdin.write(json.dumps(key) + "\n")
+            process.stdin.flush()
+            return json.loads(process.stdout.readline())
+
+        yield ask
+        process.stdin.close()
+
+
+def expected(costs: dict[Key, dict[str, Any]], key: Key, quantity: str) -> float:
+    """What a length will need, from the two lengths before, or in proportion to the one before."""
+    name, causal, length, which = key
+    known = [
+        (other[2], found[quantity])
+        for other, found in costs.items()
+        if (other[0], other[1], other[3]) == (name, causal, which) and quantity in found
+    ]
+    if not known:
+        return 0.0
+    slope = exponent(known[-2:]) if len(known) > 1 else 1.0
+    return known[-1][1] * (length / known[-1][0]) ** slope
+
+
+def exponent(points: list[tuple[int, float]]) -> float:
+    """Slope in the doubly logarithmic plane: cost ~ length^exponent."""
+    x, y = ([math.log(value) for value in axis] for axis in zip(*points, strict=True))
+    return statistics.linear_regression(x, y).slope
+
+
+def take_turns(works: dict[Key, tuple[Callable[[], None], int]]) -> dict[Key, list[float]]:
+    """Seconds of every round in which a mechanism took part, after a round that is not counted."""
+    times: dict[Key, list[float]] = {key: [] for key in works}
+    for turn in range(-1, max((rounds for _, rounds in works.values()), default=0)):
+        for key, (work, rounds) in works.items():
+            if turn >= rounds or (turn < 0 and rounds == 1):
+                continue
+            start = time.perf_counter()
+            work()
+            if turn >= 0:
+                times[key].append(time.perf_counter() - start)
+    return times
+
+
+def measure(names: list[str], lengths: list[int], most: int) -> tuple[dict, dict]:
+    """Costs (peak memory or a note) and seconds per round, by key."""
+    costs: dict[Key, dict[str, Any]] = {}
+    times: dict[Key, list[float]] = {}
+    groups = [(n, c, p) for n in lengths for c in BOTH for p in PASSES]
+    with server() as ask:
+        for length, causal, which in tqdm(groups, desc="scaling", unit=" groups", leave=False):
+            works = {}
+            for name in names:
+                key = (name, causal, length, which)
+                if causal not in MECHANISMS[name].causal:
+                    continue
+                mib, seconds = (expected(costs, key, what) for what in ("MiB", "seconds"))
+                if mib > MAX_MIB or seconds > MAX_SECONDS:
+                    need = f"about {mib * 2**20 / 1e9:.1f} GB and {seconds:.0f} s"
+                    costs[key] = {"note": f"skipped: would need {need}"}
+                    continue
+                costs[key] = ask(key)
+                if "note" not in costs[key]:
+                    rounds = max(1, min(most, int(BUDGET / costs[key]["seconds"])))
+                    works[key] = prepare(*key), rounds
+            times.update(take_turns(works))
+    return costs, times
