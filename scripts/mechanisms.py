@@ -21,7 +21,6 @@ from molflt.attention import (
     PROJECTIONS,
     SPECTRA,
     TOKEN_MIXERS,
-    Position,
 )
 
 README = Path(__file__).resolve().parents[1] / "README.md"
@@ -125,6 +124,13 @@ LINES: dict[str, dict[str, Line]] = {
         ),
     },
     "position": {
+        "kernel": Line(
+            NPRF,
+            "sec. 3.2, in any dimension",
+            "N m r d",
+            "quadratic form; Fourier integral",
+            "contract::fast_equals_quadratic",
+        ),
         "toeplitz": Line(
             NPRF, "sec. 3.2", "N log N m d", "scipy's matmul_toeplitz", "toeplitz::products_are"
         ),
@@ -195,7 +201,7 @@ def abilities(kind: str, key: str) -> tuple[str, ...]:
         can = (True, True, True, key != "quadratic", True)
     elif kind == "position":
         build = POSITIONS[key]
-        cls = build if inspect.isclass(build) else Position
+        cls = build if inspect.isclass(build) else build.__self__
         linear = "linear" in cls.mixings
         periodic = "dim" in inspect.signature(build).parameters
         can = (cls.causal, True, True, cls.decodes and linear, periodic)

@@ -83,6 +83,11 @@ CASES: dict[str, Case] = {
     "matern": _spectral(cloud, 3, "matern"),
     "local": _spectral(line, 1, "local"),
     "smooth_local": _spectral(cells, 2, "smooth_local"),
+    "kernel": Case(
+        "kernel",
+        {"dim": 3, "num_nodes": 5, "num_gaussians": 6, "background": 9.0},
+        cloud,
+    ),
     "toeplitz": Case("toeplitz", {"max_tokens": LONGEST}, line),
     "toeplitz_2d": Case("toeplitz", {"shape": GRID}, cells),
     "bucketed": Case("bucketed", {}, line),

@@ -5,11 +5,12 @@ Depends on torch alone. It knows nothing of graphs, files or tasks; `molflt.grap
 
 from molflt.attention.causal import causal
 from molflt.attention.convert import convert_weights_
-from molflt.attention.encoding import MIXINGS, Encoding, Position
+from molflt.attention.encoding import MIXINGS, Encoding, Pairs, Position
 from molflt.attention.feature_maps import FEATURE_MAPS, FeatureMap
 from molflt.attention.fourier import TOKEN_MIXERS
 from molflt.attention.layer import Attention
 from molflt.attention.mixing import NORMALIZE, Features, Sums, linear, quadratic, softmax
+from molflt.attention.multiplicative import KernelPosition, NearField, linear_with_kernel
 from molflt.attention.nodes import NODES, GaussianNodes, KernelNodes
 from molflt.attention.positions import POSITIONS, make_position
 from molflt.attention.projections import PROJECTIONS
@@ -36,6 +37,9 @@ __all__ = [
     "GaussianMixture",
     "GaussianNodes",
     "KernelNodes",
+    "KernelPosition",
+    "NearField",
+    "Pairs",
     "Position",
     "SpectralPosition",
     "Spectrum",
@@ -44,6 +48,7 @@ __all__ = [
     "causal",
     "convert_weights_",
     "linear",
+    "linear_with_kernel",
     "make_position",
     "quadratic",
     "softmax",

@@ -9,6 +9,25 @@ from torch import Tensor, nn
 MIXINGS = ("linear", "quadratic", "softmax")
 
 
+class Pairs(NamedTuple):
+    """What is added to the positional kernel of single pairs, a sparse matrix per head."""
+
+    batch: Tensor
+    """(pairs,)"""
+    query: Tensor
+    """(pairs,) index of the query"""
+    key: Tensor
+    """(pairs,) index of the key; a pair may appear several times"""
+    weight: Tensor
+    """(heads or 1, pairs)"""
+
+    def dense(self, batch: int, queries: int, keys: int) -> Tensor:
+        """(batch, heads or 1, queries, keys)."""
+        flat = (self.batch * queries + self.query) * keys + self.key
+        out = self.weight.new_zeros(len(self.weight), batch * queries * keys)
+        return out.index_add(1, flat, self.weight).view(-1, batch, queries, keys).transpose(0, 1)
+
+
 class Encoding(NamedTuple):
     """A positional encoding evaluated for one batch. Fields that a mechanism does not use are None.
 
@@ -21,10 +40,23 @@ class Encoding(NamedTuple):
     """N1 (b, h, queries, 2r), N2 (b, h, keys, 2r), appended to queries and keys (FLT)"""
     kernel: tuple[Tensor, Tensor] | None = None
     """U (b, h, queries, p), V (b, h, keys, p): phi_i . phi_j is multiplied by U_i . V_j"""
+    pairs: Pairs | None = None
+    """added to U_i . V_j: the near field"""
     toeplitz: Tensor | None = None
     """log c of a kernel on a grid, multiplied likewise: see `molflt.attention.toeplitz`"""
     transform: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     """maps scaled queries and keys, (batch, heads, tokens, d), to those that are compared"""
+
+    def dense_kernel(self) -> Tensor | None:
+        """U V^T and the pairs as one matrix, (b, h, queries, keys); None without a kernel."""
+        if self.kernel is None:
+            return None
+        left, right = self.kernel
+        kernel = left @ right.transpose(-1, -2)
+        if self.pairs is None:
+            return kernel
+        batch, _, queries, keys = kernel.shape
+        return kernel + self.pairs.dense(batch, queries, keys)
 
 
 class Position(nn.Module):

@@ -35,7 +35,6 @@ class ToeplitzPosition(Position):
 
     Args:
         heads: number of heads.
-        head_dim: not used: any width of queries and keys will do.
         max_tokens: longest sequence L, for a table of 2L - 1 offsets; not used with `shape`.
         shape: rows H and columns W of a grid of two dimensions, whose positions are (row, column).
         std: standard deviation of the initial b.
@@ -50,7 +49,6 @@ class ToeplitzPosition(Position):
     def __init__(
         self,
         heads: int,
-        head_dim: int | None = None,
         max_tokens: int = 512,
         shape: tuple[int, int] | None = None,
         std: float = 0.02,
@@ -114,7 +112,6 @@ class BucketedPosition(Position):
 
     Args:
         heads: number of heads.
-        head_dim: not used: any width of queries and keys will do.
         num_buckets: buckets of both directions together.
         max_distance: distance from which on all tokens are in the last bucket.
         bidirectional: whether keys after the query have buckets of their own, half of them. If not,
@@ -135,7 +132,6 @@ class BucketedPosition(Position):
     def __init__(
         self,
         heads: int,
-        head_dim: int | None = None,
         num_buckets: int = 32,
         max_distance: int = 128,
         bidirectional: bool = True,
@@ -209,7 +205,6 @@ class LowRankPosition(ToeplitzPosition):
 
     Args:
         heads: number of heads.
-        head_dim: not used: any width of queries and keys will do.
         max_tokens: L; positions are integers in [0, L), those of padding as well.
         rank: r, columns that are appended, at most L.
         power_iterations: products with N N^T before the basis is taken. For Gaussian masks of a
@@ -230,7 +225,6 @@ class LowRankPosition(ToeplitzPosition):
     def __init__(
         self,
         heads: int,
-        head_dim: int | None = None,
         max_tokens: int = 512,
         rank: int = 32,
         power_iterations: int = 1,

@@ -10,6 +10,7 @@ from molflt.attention import mixing as mix
 from molflt.attention.causal import DecodeState, KeyValues, State, causal
 from molflt.attention.encoding import MIXINGS, Encoding, Position
 from molflt.attention.feature_maps import FEATURE_MAPS, FeatureMap
+from molflt.attention.multiplicative import linear_with_kernel
 from molflt.attention.toeplitz import dense_log_kernel, toeplitz
 
 
@@ -264,8 +265,8 @@ class Attention(nn.Module):
         if self.normalize == "none":
             return sums.extensive().to(value.dtype), states
         # The same queries and keys without their encoding, to normalize by; no values needed.
-        bare = self._features(query, key, encoding._replace(factors=None, kernel=None), mask)
-        plain = encoding._replace(toeplitz=None)
+        bare = self._features(query, key, encoding._replace(factors=None), mask)
+        plain = Encoding()
         other, last = self._mix(*bare, value[..., :0], plain, gate, second)
         states = (*states, last) if last is not None else states
         return sums.ratio_to(other, self.floor).to(value.dtype), states
@@ -281,11 +282,6 @@ class Attention(nn.Module):
             left, right = encoding.factors or (None, None)
             phi_q = self.feature_map(_append(query, left, self.feature_map.dim))
             phi_k = self.feature_map(_append(key, right, self.feature_map.dim)).masked(mask)
-            if encoding.kernel is not None:
-                phi_q, phi_k = (
-                    phi.times(mix.at_least_float32(factor))
-                    for phi, factor in zip((phi_q, phi_k), encoding.kernel, strict=True)
-                )
             return phi_q, phi_k
 
     def _mix(
@@ -297,21 +293,26 @@ class Attention(nn.Module):
         gate: Tensor | None = None,
         state: State | None = None,
     ) -> tuple[mix.Sums, State | None]:
-        kernel, log_decay = encoding.toeplitz, None
+        offsets, kernel, log_decay = encoding.toeplitz, encoding.kernel, None
         if gate is not None:
             gate = mix.at_least_float32(gate)
             key, log_decay = key.scaled(F.logsigmoid(-gate)), F.logsigmoid(gate)
         if self.mixing == "quadratic":
-            if kernel is not None:
-                kernel = dense_log_kernel(kernel, query.tokens, value.shape[-2])
-            sums = mix.quadratic(
-                query, key, value, causal=self.causal, log_kernel=kernel, log_decay=log_decay
-            )
-            return sums, None
-        if kernel is not None:
-            return toeplitz(query, key, value, kernel, causal=self.causal), None
+            dense = encoding.dense_kernel()
+            if offsets is not None:
+                offsets = dense_log_kernel(offsets, query.tokens, value.shape[-2])
+            return mix.quadratic(query, key, value, self.causal, dense, offsets, log_decay), None
+        if offsets is not None:
+            return toeplitz(query, key, value, offsets, causal=self.causal), None
         if self.causal:
+            if encoding.pairs is not None:
+                raise ValueError("causal attention has no near field; leave it out")
+            if kernel is not None:
+                left, right = (mix.at_least_float32(factor) for factor in kernel)
+                query, key = query.times(left), key.times(right)
             return causal(query, key, value, log_decay, state)
+        if kernel is not None:
+            return linear_with_kernel(query, key, value, kernel, encoding.pairs), None
         return mix.linear(query, key, value), None
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:

@@ -162,27 +162,29 @@ def quadratic(
     query: Features,
     key: Features,
     value: Tensor,
-    *,
     causal: bool = False,
+    kernel: Tensor | None = None,
     log_kernel: Tensor | None = None,
     log_decay: Tensor | None = None,
 ) -> Sums:
     """Kernelized attention by its own N x N matrix: the oracle of all linear-time forms, O(N^2).
 
-    A_ij = phi(q_i) . phi(k_j) exp(log_kernel_ij) prod_(j < l <= i) exp(log_decay_l)
+    A_ij = phi(q_i) . phi(k_j) kernel_ij exp(log_kernel_ij) prod_(j < l <= i) exp(log_decay_l)
 
     Args:
         query: (batch, heads, queries, m).
         key: (batch, heads, keys, m), zero for keys to be left out.
         value: (batch, heads, keys, dv).
         causal: each query sees the keys up to its own place; the last query sees all keys.
-        log_kernel: logarithm of a positive positional kernel, broadcastable to (batch, heads,
-            queries, keys).
+        kernel: positional kernel, broadcastable to (batch, heads, queries, keys).
+        log_kernel: logarithm of a positive one, of the same shape.
         log_decay: (batch, heads, keys), at most 0; needs `causal` and as many queries as keys.
     """
     with torch.autocast(value.device.type, enabled=False):
         phi_q, phi_k, shift = stabilize(query.full(), key.full())
         weights = phi_q @ phi_k.transpose(-1, -2)
+        if kernel is not None:
+            weights = weights * at_least_float32(kernel)
         if log_decay is not None:
             total = at_least_float32(log_decay).cumsum(dim=-1)
             decay = total[..., :, None] - total[..., None, :]

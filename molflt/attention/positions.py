@@ -7,12 +7,14 @@ from typing import Any
 from molflt.attention.encoding import Position
 from molflt.attention.gaussian_bias import GaussianBias
 from molflt.attention.grid import BucketedPosition, LowRankPosition, ToeplitzPosition
+from molflt.attention.multiplicative import KernelPosition
 from molflt.attention.rotations import CosinePosition, RotaryPosition
 from molflt.attention.spectral import SpectralPosition
 from molflt.attention.stochastic import ConvSPE, SineSPE
 
 POSITIONS: dict[str, Callable[..., Position]] = {
     "spectral": SpectralPosition.build,
+    "kernel": KernelPosition.build,
     "toeplitz": ToeplitzPosition,
     "bucketed": BucketedPosition,
     "low_rank": LowRankPosition,

@@ -174,8 +174,8 @@ class SobolProjection(DenseProjection):
     """Rows from scrambled Sobol points, mapped to N(0, I) by the inverse normal distribution.
 
     The scramble's random shift makes every single point uniform, so each row is N(0, I) and the
-    estimate unbiased; together they fill space evenly, best if `rows` is a power of two. Quasi-Monte
-    Carlo feature maps (arXiv:1412.8293).
+    estimate unbiased; together they fill space evenly, best if `rows` is a power of two.
+    Quasi-Monte Carlo feature maps (arXiv:1412.8293).
 
     Raises:
         ValueError: dim exceeds the table of Sobol's direction numbers (21201).

@@ -1,7 +1,7 @@
 """FLT's relative positional encoding: a mask learned through its Fourier transform."""
 
 import math
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from molflt.attention.kernels import ShiftInvariantKernel
 from molflt.attention.mixing import at_least_float32
 from molflt.attention.nodes import GaussianNodes, KernelNodes, Nodes
 from molflt.attention.spectra import SPECTRA, Spectrum
+
+GraphNodes = tuple[Tensor, Tensor]  # nodes (batch, r, l) and weights (batch, r) of each graph
 
 
 class SpectralPosition(Position):
@@ -52,7 +54,7 @@ class SpectralPosition(Position):
         spectrum: str = "gaussian_basis",
         num_nodes: int = 16,
         **options: Any,
-    ) -> "SpectralPosition":
+    ) -> Self:
         """From the names of its parts, as in a configuration.
 
         Args:
@@ -91,25 +93,28 @@ class SpectralPosition(Position):
         with torch.autocast(delta.device.type, enabled=False):
             return self.spectrum.mask(at_least_float32(delta))
 
-    def factors(self, query_positions: Tensor, key_positions: Tensor) -> tuple[Tensor, Tensor]:
+    def factors(
+        self, query_positions: Tensor, key_positions: Tensor, nodes: GraphNodes | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Fourier factors of the mask.
 
         Args:
             query_positions: (batch, queries, l), centred per graph.
             key_positions: (batch, keys, l), from the same centre.
+            nodes: nodes (batch, r, l) and weights (batch, r) of each graph, such as those of its
+                reciprocal lattice, instead of the module's own.
 
         Returns:
             N1 (batch, heads, queries, 2r) and N2 (batch, heads, keys, 2r).
         """
         with torch.autocast(query_positions.device.type, enabled=False):
-            nodes, weights = self.nodes()
-            product = weights * self.spectrum.spectrum(nodes)  # [h, s]
+            xi, product = self._sampled(nodes)
             # a b = product whatever a is; a = sqrt|product| minimizes the norms of both sides.
-            left = (product.abs() + self.floor).sqrt()[:, None]
-            right = product[:, None] / left
-            cos, sin = _waves(query_positions, nodes)
+            left = (product.abs() + self.floor).sqrt()[..., None, :]
+            right = product[..., None, :] / left
+            cos, sin = _waves(query_positions, xi)
             same = key_positions is query_positions  # no images: the usual case, computed once
-            key_cos, key_sin = (cos, sin) if same else _waves(key_positions, nodes)
+            key_cos, key_sin = (cos, sin) if same else _waves(key_positions, xi)
             if right.is_complex():
                 # Re[(a + ib) exp(i(x - y))], the phase of a + ib put on the key's side
                 a, b = right.real, right.imag
@@ -120,6 +125,16 @@ class SpectralPosition(Position):
                 torch.cat((left * cos, left * sin), dim=-1),
                 torch.cat((key_cos, key_sin), dim=-1),
             )
+
+    def _sampled(self, nodes: GraphNodes | None) -> tuple[Tensor, Tensor]:
+        """xi (heads or 1, r, l) or (batch, 1, r, l), and c_s g(xi_s), (heads, r) or (b, h, r)."""
+        if nodes is None:
+            xi, weights = self.nodes()
+            return xi, weights * self.spectrum.spectrum(xi)
+        xi, weights = nodes
+        graphs, r, _ = xi.shape
+        g = self.spectrum.spectrum(xi.reshape(1, graphs * r, -1))  # [h, b r]
+        return xi[:, None], weights[:, None] * g.unflatten(-1, (graphs, r)).transpose(0, 1)
 
     def radial_profile(self, distances: Tensor) -> Tensor:
         """Exact mask along a line: distances (n,) -> (heads, n), for plots."""
@@ -133,7 +148,15 @@ class SpectralPosition(Position):
 
 
 def _waves(positions: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of 2 pi xi_s . r_i: (batch, n, l), (heads, r, l) -> (batch, heads, n, r)."""
-    positions = at_least_float32(positions)
-    phase = 2 * math.pi * torch.einsum("bnl,hsl->bhns", positions, nodes.to(positions.dtype))
+    """cos and sin of 2 pi xi_s . r_i.
+
+    Args:
+        positions: (batch, n, l).
+        nodes: (heads or 1, r, l), or one set for each graph, (batch, 1, r, l).
+
+    Returns:
+        (batch, heads or 1, n, r) each.
+    """
+    positions = at_least_float32(positions)[:, None]
+    phase = 2 * math.pi * positions @ nodes.to(positions.dtype).transpose(-1, -2)
     return phase.cos(), phase.sin()

@@ -44,10 +44,10 @@ def smooth(position: LowRankPosition) -> LowRankPosition:
 
 def toeplitz_case(name):
     if name == "2d":
-        return large(ToeplitzPosition(HEADS, HEAD_DIM, shape=(5, 4))), lambda n: cells(n, 4)
+        return large(ToeplitzPosition(HEADS, shape=(5, 4))), lambda n: cells(n, 4)
     kinds = {"1d": ToeplitzPosition, "bucketed": BucketedPosition}
     options = {"1d": {"max_tokens": 20}, "bucketed": {"num_buckets": 8, "max_distance": 10}}
-    return large(kinds[name](HEADS, HEAD_DIM, **options[name])), line
+    return large(kinds[name](HEADS, **options[name])), line
 
 
 @pytest.mark.parametrize(
@@ -152,13 +152,14 @@ def test_positions_beyond_the_table_are_named(mixing, name, places):
 @pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (8, 20), (6, 9), (64, 1000)])
 def test_buckets_are_t5s(bidirectional, num_buckets, max_distance):
     t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
-    position = BucketedPosition(1, HEAD_DIM, num_buckets, max_distance, bidirectional)
+    position = BucketedPosition(1, num_buckets, max_distance, bidirectional)
     offsets = torch.arange(-1500, 1501)
     expected = t5.T5Attention._relative_position_bucket(
         offsets, bidirectional, num_buckets, max_distance
     )
     assert torch.equal(position.bucket(offsets), expected)
     assert position.bucket(offsets).max() == num_buckets - 1
+    assert list(position.state_dict()) == ["table"]
 
 
 def matrix(position: LowRankPosition) -> torch.Tensor:
@@ -167,7 +168,7 @@ def matrix(position: LowRankPosition) -> torch.Tensor:
 
 
 def test_factors_of_full_rank_are_the_mask_with_its_gradient():
-    position = large(LowRankPosition(HEADS, HEAD_DIM, max_tokens=12, rank=12))
+    position = large(LowRankPosition(HEADS, max_tokens=12, rank=12))
     left, right = position.factors()
     product = left @ right.transpose(-1, -2)
     torch.testing.assert_close(product, matrix(position), **EXACT)
@@ -259,7 +260,7 @@ def test_factors_are_balanced():
 
 
 def test_rows_are_gathered_by_position():
-    position = smooth(LowRankPosition(HEADS, HEAD_DIM, max_tokens=16, rank=16))
+    position = smooth(LowRankPosition(HEADS, max_tokens=16, rank=16))
     generator = torch.Generator().manual_seed(0)
     query_positions = torch.randint(0, 16, (3, 5, 1), generator=generator)
     key_positions = torch.randint(0, 16, (3, 7, 1), generator=generator).double()
