@@ -21,9 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import json
-import math
 import os
 import re
 import statistics
@@ -35,25 +33,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import scaling_report as report
 import torch
+from scaling_report import PASSES, Costs, Key, Times, exponent
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from molflt.attention import Attention, FeatureMap, Features, causal, make_position
+from molflt.attention import Attention, Features, make_position
+from molflt.attention.causal import causal as causal_scan
 from molflt.attention.encoding import Position
 from molflt.attention.fourier import FourierMixer
-from molflt.plots.figure import SERIES, picture
 
 HEADS, HEAD_DIM, FEATURES, NODES = 8, 64, 64, 32
 DIM = HEADS * HEAD_DIM
 LENGTHS, QUICK_LENGTHS = (512, 1024, 2048, 4096, 8192), (256, 512, 1024)
-PASSES = ("forward", "forward+backward")
 MAX_MIB, MAX_SECONDS = 6e9 / 2**20, 60.0
 ROUNDS, BUDGET = 9, 12.0  # most rounds; seconds after which a mechanism stops taking turns
 CHUNKS = (32, 64, 128, 256, 512)
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
-
-Key = tuple[str, bool, int, str]  # mechanism, causal, length, pass
 
 
 class Layer(nn.Module):
@@ -191,9 +188,9 @@ def cost(name: str, causal: bool, length: int, which: str) -> dict[str, Any]:
 def serve() -> None:
     """Answers keys on standard input by their `cost`, each in a fork of this process."""
     torch.set_num_threads(1)
-    for name in {key: m.who for key, m in MECHANISMS.items()}:
+    for mechanism in MECHANISMS.values():
         with contextlib.suppress(ImportError), contextlib.redirect_stdout(sys.stderr):
-            MECHANISMS[name].build(64, False)  # imports; no backward, which would break forks
+            mechanism.build(64, False)  # imports; no backward, which would break forks
     for line in sys.stdin:
         read, write = os.pipe()
         if (child := os.fork()) == 0:
@@ -223,7 +220,7 @@ def server() -> Iterator[Callable[[Key], dict[str, Any]]]:
         process.stdin.close()
 
 
-def expected(costs: dict[Key, dict[str, Any]], key: Key, quantity: str) -> float:
+def expected(costs: Costs, key: Key, quantity: str) -> float:
     """What a length will need, from the two lengths before, or in proportion to the one before."""
     name, causal, length, which = key
     known = [
@@ -237,15 +234,9 @@ def expected(costs: dict[Key, dict[str, Any]], key: Key, quantity: str) -> float
     return known[-1][1] * (length / known[-1][0]) ** slope
 
 
-def exponent(points: list[tuple[int, float]]) -> float:
-    """Slope in the doubly logarithmic plane: cost ~ length^exponent."""
-    x, y = ([math.log(value) for value in axis] for axis in zip(*points, strict=True))
-    return statistics.linear_regression(x, y).slope
-
-
-def take_turns(works: dict[Key, tuple[Callable[[], None], int]]) -> dict[Key, list[float]]:
+def take_turns(works: dict[Key, tuple[Callable[[], None], int]]) -> Times:
     """Seconds of every round in which a mechanism took part, after a round that is not counted."""
-    times: dict[Key, list[float]] = {key: [] for key in works}
+    times: Times = {key: [] for key in works}
     for turn in range(-1, max((rounds for _, rounds in works.values()), default=0)):
         for key, (work, rounds) in works.items():
             if turn >= rounds or (turn < 0 and rounds == 1):
@@ -257,11 +248,13 @@ def take_turns(works: dict[Key, tuple[Callable[[], None], int]]) -> dict[Key, li
     return times
 
 
-def measure(names: list[str], lengths: list[int], most: int) -> tuple[dict, dict]:
-    """Costs (peak memory or a note) and seconds per round, by key."""
-    costs: dict[Key, dict[str, Any]] = {}
-    times: dict[Key, list[float]] = {}
-    groups = [(n, c, p) for n in lengths for c in BOTH for p in PASSES]
+def measure(
+    names: list[str], lengths: list[int], most: int, passes: tuple[str, ...] = PASSES
+) -> tuple[Costs, Times]:
+    """Costs (peak memory or a note) and seconds per round, of at most so many, by key."""
+    costs: Costs = {}
+    times: Times = {}
+    groups = [(n, c, p) for n in lengths for c in BOTH for p in passes]
     with server() as ask:
         for length, causal, which in tqdm(groups, desc="scaling", unit=" groups", leave=False):
             works = {}
@@ -280,3 +273,63 @@ def measure(names: list[str], lengths: list[int], most: int) -> tuple[dict, dict
                     works[key] = prepare(*key), rounds
             times.update(take_turns(works))
     return costs, times
+
+
+def features(tokens: int, width: int) -> Features:
+    """Logarithms of random positive features."""
+    return Features(None, torch.randn(1, HEADS, tokens, width, requires_grad=True))
+
+
+def chunks(lengths: list[int]) -> str:
+    """Markdown: milliseconds of the causal scan, forward and backward, by tokens per chunk."""
+    lines = [["m", "tokens", *map(str, CHUNKS)], ["---"] * (2 + len(CHUNKS))]
+    for width in (16, 64, 256):
+        for length in lengths:
+            query, key = features(length, width), features(length, width)
+            value = torch.randn(1, HEADS, length, HEAD_DIM, requires_grad=True)
+
+            def work(chunk: int, q: Features = query, k: Features = key, v: Tensor = value) -> None:
+                causal_scan(q, k, v, chunk=chunk)[0].ratio().sum().backward()
+
+            times = take_turns(
+                {(str(c), True, length, ""): (partial(work, c), ROUNDS) for c in CHUNKS}
+            )
+            cells = [f"{1e3 * statistics.median(own):.0f}" for own in times.values()]
+            lines.append([str(width), str(length), *cells])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/scaling"))
+    parser.add_argument("--lengths", type=int, nargs="+")
+    parser.add_argument("--mechanisms", nargs="+", choices=MECHANISMS, default=list(MECHANISMS))
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="most turns of a mechanism")
+    parser.add_argument(
+        "--quick", action="store_true", help="short sequences, one round, no inference"
+    )
+    parser.add_argument("--chunks", action="store_true", help="the causal scan by its chunk size")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(words)
+
+
+def main(words: list[str] | None = None) -> int:
+    options = parse(words)
+    torch.set_num_threads(1)
+    if options.serve:
+        serve()
+        return 0
+    lengths = sorted(options.lengths or (QUICK_LENGTHS if options.quick else LENGTHS))
+    if options.chunks:
+        print(chunks(lengths))
+        return 0
+    few = {"most": 1, "passes": PASSES[1:]} if options.quick else {"most": options.rounds}
+    costs, times = measure(options.mechanisms, lengths, **few)
+    report.write(options.out, costs, times, MECHANISMS)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -18,7 +18,14 @@ from molflt.options import normalize, options_of
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "configs" / "README.md"])
-EXAMPLES = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.M | re.S)
+EXAMPLES = [
+    pytest.param(page, code, id=f"{page.stem}-{count}")
+    for page in PAGES
+    for count, code in enumerate(
+        re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+    )
+    if "runs/mine" not in code  # a run that only the reader has
+]
 
 
 def commands() -> list[str]:
@@ -40,14 +47,19 @@ def parser_of(path: tuple[str, ...]) -> ArgumentParser:
     return parser
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=["structure", "attention"])
-def test_readme_example_prints_what_its_comments_say(example: str) -> None:
+@pytest.mark.parametrize(("page", "example"), EXAMPLES)
+def test_examples_run_and_print_what_their_comments_say(page: Path, example: str) -> None:
     torch.manual_seed(0)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(compile(example, str(README), "exec"), {})
-    expected = re.findall(r"^print\(.*\)\s+# (torch\.Size\(.*?\))", example, re.M)
-    assert expected and printed.getvalue().splitlines() == expected
+        exec(compile(example, str(page), "exec"), {})
+    expected = re.findall(r"^print\(.*\) +# (torch\.Size\(.*?\)|\[.*?\])", example, re.M)
+    assert printed.getvalue().splitlines() == expected
+
+
+def test_examples_are_found() -> None:
+    pages = [example.values[0].name for example in EXAMPLES]
+    assert {"README.md", "attention.md"} <= set(pages) and len(pages) >= 5
 
 
 @pytest.mark.parametrize("line", commands())

@@ -1,14 +1,16 @@
 """Causal kernelized attention in linear time, with a state of constant size for decoding."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from molflt.attention.mixing import Features, Sums, at_least_float32, causal_mask
 
 CHUNK = 128  # fastest of 32..512 for m = 64 and d = 64 on a CPU: scripts/scaling.py --chunks
+CHUNKS_AT_ONCE = 8  # what a piece needs inside is computed again in backward, not kept
 EMPTY = -1e30  # logarithm of an empty sum: finite, so that differences of two of them are
 
 
@@ -45,7 +47,9 @@ def causal(
 
     Inside a chunk weights are materialized, (chunk, chunk); across chunks a running sum is carried,
     as in the chunked forms of linear attention (Transformer Quality in Linear Time,
-    arXiv:2202.10447, section 3.2). Memory is O(N (m + chunk) + N m dv / chunk), never (N, m, dv).
+    arXiv:2202.10447, section 3.2). Pieces of `CHUNKS_AT_ONCE` chunks follow one another, each
+    computed again in backward: beyond queries, keys, values and sums, O(N m dv / chunk)
+    numbers at most are kept, never (N, m, dv).
 
     No query is scaled by anything that comes after it. Keys have a maximum per token inside a
     chunk, the carried sum has a running maximum per feature, and each query subtracts the largest
@@ -64,12 +68,48 @@ def causal(
     Returns:
         The sums, and the state after the last token.
     """
+    tokens, span = value.shape[-2], CHUNKS_AT_ONCE * chunk
+    if tokens <= span:
+        return _scan(query, key, value, log_decay, state, chunk)
+    pieces = []
+    for start in range(0, tokens, span):
+        piece = slice(start, start + span)
+        q, k = (Features(*(_cut(part, piece) for part in parts)) for parts in (query, key))
+        decay = None if log_decay is None else log_decay[..., piece]
+        run = _recomputed if torch.is_grad_enabled() else _scan
+        sums, state = run(q, k, value[..., piece, :], decay, state, chunk)
+        pieces.append(sums)
+    joined = (torch.cat(parts, dim=-2) for parts in zip(*pieces, strict=True))
+    assert state is not None
+    return Sums(*joined), state
+
+
+def _cut(part: Tensor | None, piece: slice) -> Tensor | None:
+    return None if part is None else part[..., piece, :]
+
+
+def _recomputed(*arguments: Any) -> tuple[Sums, State]:
+    """`_scan`, of which backward keeps the arguments alone."""
+    out: tuple[Sums, State] = checkpoint(
+        _scan, *arguments, use_reentrant=False, preserve_rng_state=False
+    )
+    return out
+
+
+def _scan(
+    query: Features,
+    key: Features,
+    value: Tensor,
+    log_decay: Tensor | None,
+    state: State | None,
+    chunk: int,
+) -> tuple[Sums, State]:
+    """`causal`, all chunks at once."""
     tokens = value.shape[-2]
     with torch.autocast(value.device.type, enabled=False):
         length = max(1, min(chunk, tokens))
         parts = _Chunks.cut(query.full(), key.full(), at_least_float32(value), log_decay, length)
-        start = state if state is not None else parts.empty_state()
-        before, last = parts.carry(start)
+        before, last = parts.carry(state if state is not None else parts.empty_state())
         sums = parts.mix(before)
     return Sums(*(part.flatten(2, 3)[:, :, :tokens] for part in sums)), last
 

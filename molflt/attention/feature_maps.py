@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from molflt.attention.kernels import at_least_one
 from molflt.attention.mixing import Features
 from molflt.attention.projections import PROJECTIONS, Projection
 
@@ -53,8 +54,7 @@ class FeatureMap(nn.Module):
             raise ValueError(
                 f"projection={projection!r} is unknown; expected one of {', '.join(PROJECTIONS)}"
             )
-        if num_features < 1:
-            raise ValueError(f"num_features must be at least 1; got {num_features}")
+        at_least_one(num_features=num_features)
         self.dim = dim
         self.heads = heads
         self.width = num_features
@@ -69,15 +69,18 @@ class FeatureMap(nn.Module):
         if self.projection is not None:
             self.projection.redraw_(generator)
 
-    def forward(self, x: Tensor) -> Features:
-        """Features of tokens: (batch, heads, tokens, dim) -> (batch, heads, tokens, width)."""
+    def forward(self, *parts: Tensor) -> Features:
+        """Features of tokens: (batch, heads, tokens, dim) -> (batch, heads, tokens, width).
+
+        Several parts stand for what they are joined to along their last axis, as in [N1, q], and
+        spare most maps the copy.
+        """
         raise NotImplementedError
 
-    def project(self, x: Tensor) -> Tensor:
-        """w_s . x: (batch, heads, tokens, dim) -> (batch, heads, tokens, m)."""
-        if self.projection is None:
-            raise TypeError(f"{type(self).__name__} has no random projection")
-        out: Tensor = self.projection(x)
+    def project(self, *parts: Tensor) -> Tensor:
+        """w_s . x: (batch, heads, tokens, dim), in parts -> (batch, heads, tokens, m)."""
+        assert self.projection is not None, "the map has no random projection"
+        out: Tensor = self.projection(*parts)
         return out
 
     def extra_repr(self) -> str:
@@ -94,10 +97,10 @@ class PositiveFeatures(FeatureMap):
 
     random = True
 
-    def forward(self, x: Tensor) -> Features:
+    def forward(self, *parts: Tensor) -> Features:
         """See `FeatureMap.forward`."""
-        shift = x.square().sum(dim=-1, keepdim=True) + math.log(self.width)
-        return Features(None, self.project(x) - shift / 2)
+        shift = squared_norm(*parts) + math.log(self.width)
+        return Features(None, self.project(*parts) - shift / 2)
 
 
 class TrigonometricFeatures(FeatureMap):
@@ -116,12 +119,12 @@ class TrigonometricFeatures(FeatureMap):
         super().__init__(dim, heads, num_features, projection)
         self.width = 2 * num_features
 
-    def forward(self, x: Tensor) -> Features:
+    def forward(self, *parts: Tensor) -> Features:
         """See `FeatureMap.forward`."""
-        projected = self.project(x)
+        projected = self.project(*parts)
         waves = torch.cat((projected.sin(), projected.cos()), dim=-1)
         values = waves * (2 / self.width) ** 0.5
-        return Features(values, x.square().sum(dim=-1, keepdim=True) / 2)
+        return Features(values, squared_norm(*parts) / 2)
 
 
 class Favor2020Features(FeatureMap):
@@ -153,10 +156,11 @@ class Favor2020Features(FeatureMap):
         with torch.no_grad():
             self.phase.copy_(2 * math.pi * turns)
 
-    def forward(self, x: Tensor) -> Features:
+    def forward(self, *parts: Tensor) -> Features:
         """See `FeatureMap.forward`."""
-        values = (self.project(x) + self.phase.to(x.dtype)).cos() * (2 / self.width) ** 0.5
-        return Features(values, x.square().sum(dim=-1, keepdim=True) / 2)
+        projected = self.project(*parts)
+        waves = (projected + self.phase.to(projected.dtype)).cos()
+        return Features(waves * (2 / self.width) ** 0.5, squared_norm(*parts) / 2)
 
 
 class GeneralizedFeatures(FeatureMap):
@@ -175,9 +179,9 @@ class GeneralizedFeatures(FeatureMap):
         """f, element by element."""
         raise NotImplementedError
 
-    def forward(self, x: Tensor) -> Features:
+    def forward(self, *parts: Tensor) -> Features:
         """See `FeatureMap.forward`."""
-        return Features(self.function(self.project(x)) + (0.0 if self.signed else self.eps))
+        return Features(self.function(self.project(*parts)) + (0.0 if self.signed else self.eps))
 
 
 def generalized(name: str, f: Callable[[Tensor], Tensor], signed: bool) -> type[FeatureMap]:
@@ -196,9 +200,9 @@ class ExpFeatures(FeatureMap):
 
     random = True
 
-    def forward(self, x: Tensor) -> Features:
+    def forward(self, *parts: Tensor) -> Features:
         """See `FeatureMap.forward`."""
-        return Features(None, self.project(x))
+        return Features(None, self.project(*parts))
 
 
 class LearnableExpFeatures(FeatureMap):
@@ -216,13 +220,14 @@ class LearnableExpFeatures(FeatureMap):
         rows = PROJECTIONS[projection or "orthogonal"](heads, num_features, dim).matrix()
         self.weight = nn.Parameter(rows.to(torch.get_default_dtype()))
 
-    def product(self, x: Tensor) -> Tensor:
-        """W x: (batch, heads, tokens, dim) -> (batch, heads, tokens, m)."""
+    def product(self, *parts: Tensor) -> Tensor:
+        """W x: (batch, heads, tokens, dim), in parts -> (batch, heads, tokens, m)."""
+        x = joined(*parts)
         return x @ self.weight.to(x.dtype).transpose(-1, -2)
 
-    def forward(self, x: Tensor) -> Features:
+    def forward(self, *parts: Tensor) -> Features:
         """See `FeatureMap.forward`."""
-        return Features(None, self.product(x))
+        return Features(None, self.product(*parts))
 
 
 class LearnableReluFeatures(LearnableExpFeatures):
@@ -233,9 +238,9 @@ class LearnableReluFeatures(LearnableExpFeatures):
 
     eps = GeneralizedFeatures.eps
 
-    def forward(self, x: Tensor) -> Features:
+    def forward(self, *parts: Tensor) -> Features:
         """See `FeatureMap.forward`."""
-        return Features(F.relu(self.product(x)) + self.eps)
+        return Features(F.relu(self.product(*parts)) + self.eps)
 
 
 class EluFeatures(FeatureMap):
@@ -247,9 +252,9 @@ class EluFeatures(FeatureMap):
         super().__init__(dim, heads, num_features, projection)
         self.width = dim
 
-    def forward(self, x: Tensor) -> Features:
+    def forward(self, *parts: Tensor) -> Features:
         """See `FeatureMap.forward`."""
-        return Features(F.elu(x) + 1.0)
+        return Features(F.elu(joined(*parts)) + 1.0)
 
 
 class CosformerFeatures(EluFeatures):
@@ -258,9 +263,9 @@ class CosformerFeatures(EluFeatures):
     Its other half, the re-weighting by position, is `position="cosine"`.
     """
 
-    def forward(self, x: Tensor) -> Features:
+    def forward(self, *parts: Tensor) -> Features:
         """See `FeatureMap.forward`."""
-        return Features(F.relu(x))
+        return Features(F.relu(joined(*parts)))
 
 
 class RfaFeatures(FeatureMap):
@@ -278,8 +283,9 @@ class RfaFeatures(FeatureMap):
         super().__init__(dim, heads, num_features, projection)
         self.scale = nn.Parameter(torch.ones(heads, 1, dim))
 
-    def project(self, x: Tensor) -> Tensor:
+    def project(self, *parts: Tensor) -> Tensor:
         """w_s . (scale x / |x|)."""
+        x = joined(*parts)
         return super().project(F.normalize(x, dim=-1) * self.scale.to(x.dtype))
 
 
@@ -297,9 +303,9 @@ class RfaGaussianFeatures(RfaFeatures):
         super().__init__(dim, heads, num_features, projection)
         self.width = 2 * num_features
 
-    def forward(self, x: Tensor) -> Features:
+    def forward(self, *parts: Tensor) -> Features:
         """See `FeatureMap.forward`."""
-        projected = self.project(x)
+        projected = self.project(*parts)
         waves = torch.cat((projected.sin(), projected.cos()), dim=-1)
         return Features(waves * (2 / self.width) ** 0.5)
 
@@ -307,9 +313,19 @@ class RfaGaussianFeatures(RfaFeatures):
 class RfaArccosFeatures(RfaFeatures):
     """RFA with the arc-cosine kernel of order 1: phi(x) = relu(w_s . x) / sqrt(m)."""
 
-    def forward(self, x: Tensor) -> Features:
+    def forward(self, *parts: Tensor) -> Features:
         """See `FeatureMap.forward`."""
-        return Features(F.relu(self.project(x)) * self.width**-0.5)
+        return Features(F.relu(self.project(*parts)) * self.width**-0.5)
+
+
+def joined(*parts: Tensor) -> Tensor:
+    """Parts along their last axis as one tensor; a single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def squared_norm(*parts: Tensor) -> Tensor:
+    """|x|^2 of x in parts: (..., n, .) -> (..., n, 1). By norms: squares would keep a copy of x."""
+    return torch.stack([x.norm(dim=-1, keepdim=True).square() for x in parts]).sum(dim=0)
 
 
 FEATURE_MAPS: dict[str, type[FeatureMap]] = {

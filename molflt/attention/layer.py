@@ -125,11 +125,7 @@ class Attention(nn.Module):
         Returns:
             (batch, tokens, dim).
         """
-        query, key, value = self._split(x, context, key_index)
-        mask = None if key_mask is None else key_mask[:, None]
-        if self.training and self.dropout and self.mixing != "softmax":
-            mask = _drop_keys(key, mask, self.dropout)
-        out, _ = self._attend(query, key, value, encoding or Encoding(), mask, self._gate(x))
+        out, _ = self._attend(x, encoding, key_mask, key_index, context)
         return self._join(out)
 
     def decode(
@@ -153,22 +149,14 @@ class Attention(nn.Module):
                 f"decode needs causal=True and mixing 'linear' or 'softmax'; got causal="
                 f"{self.causal}, mixing={self.mixing!r}"
             )
-        encoding = encoding or Encoding()
-        if encoding.toeplitz is not None:
+        if encoding is not None and encoding.toeplitz is not None:
             raise ValueError(
                 "a Toeplitz kernel leaves no state of constant size to decode from; call forward "
                 "on the whole sequence, or choose a spectral position"
             )
-        query, key, value = self._split(x)
-        if self.mixing == "softmax":
-            if isinstance(state, KeyValues):
-                key = torch.cat((state.key, key), dim=2)
-                value = torch.cat((state.value, value), dim=2)
-            out, _ = self._attend(query, key, value, encoding)
-            return self._join(out), KeyValues(key, value)
-        past = () if state is None or isinstance(state, KeyValues) else state
-        out, states = self._attend(query, key, value, encoding, gate=self._gate(x), state=past)
-        return self._join(out), states
+        out, state = self._attend(x, encoding, state=state)
+        assert state is not None
+        return self._join(out), state
 
     def weights(
         self,
@@ -183,12 +171,7 @@ class Attention(nn.Module):
         Arguments as for `forward`. Whatever the mechanism, it is what comes out when the value of
         each key is a unit vector; so it costs O(N^2) memory, and no dropout is applied.
         """
-        query, key, _ = self._split(x, context, key_index)
-        mask = None if key_mask is None else key_mask[:, None]
-        keys = key.shape[2]
-        unit = torch.eye(keys, dtype=key.dtype, device=key.device).expand(*key.shape[:2], -1, -1)
-        encoding = encoding or Encoding()
-        return self._attend(query, key, unit, encoding, mask, self._gate(x), dropout=False)[0]
+        return self._attend(x, encoding, key_mask, key_index, context, unit=True)[0]
 
     def sums(
         self,
@@ -240,35 +223,54 @@ class Attention(nn.Module):
 
     def _attend(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        encoding: Encoding,
-        mask: Tensor | None = None,
-        gate: Tensor | None = None,
-        state: tuple[State, ...] = (),
-        dropout: bool = True,
-    ) -> tuple[Tensor, tuple[State, ...]]:
-        """Outputs per head, and the states of linear causal attention after the last token."""
+        x: Tensor,
+        encoding: Encoding | None = None,
+        key_mask: Tensor | None = None,
+        key_index: Tensor | None = None,
+        context: Tensor | None = None,
+        state: DecodeState | None = None,
+        unit: bool = False,
+    ) -> tuple[Tensor, DecodeState | None]:
+        """Outputs per head, and the state after the last token of causal attention.
+
+        Args beyond those of `forward` and `decode`:
+            unit: the value of each key is a unit vector, and nothing is dropped.
+        """
+        encoding = encoding or Encoding()
+        query, key, value = self._split(x, context, key_index)
+        if unit:
+            eye = torch.eye(key.shape[2], dtype=key.dtype, device=key.device)
+            value = eye.expand(*key.shape[:2], -1, -1)
+        rate = self.dropout if self.training and not unit else 0.0
+        mask = None if key_mask is None else key_mask[:, None]
+        if isinstance(state, KeyValues):
+            key = torch.cat((state.key, key), dim=2)
+            value = torch.cat((state.value, value), dim=2)
+        seen = KeyValues(key, value)
         if encoding.transform is not None:
             query, key = encoding.transform(query, key)
         if self.mixing == "softmax":
-            rate = self.dropout if self.training and dropout else 0.0
-            bias = encoding.bias
-            return mix.softmax(query, key, value, bias, mask, rate, self.causal), ()
-        first, second = (*state, None, None)[:2]
+            out = mix.softmax(query, key, value, encoding.bias, mask, rate, self.causal)
+            return out, seen
+        if rate:
+            mask = _drop_keys(key, mask, rate)
+        gate = self._gate(x)
         features = self._features(query, key, encoding, mask)
+        bare = None
+        if self.normalize == "unmasked":
+            bare = self._features(query, key, encoding._replace(factors=None), mask)
+        del query, key, seen  # with factors appended they are copies that backward does without
+        past = () if state is None or isinstance(state, KeyValues) else state
+        first, second = (*past, None, None)[:2]
         sums, last = self._mix(*features, value, encoding, gate, first)
-        states = (last,) if last is not None else ()
-        if self.normalize == "masked":
-            return sums.ratio(self.floor).to(value.dtype), states
+        states = () if last is None else (last,)
         if self.normalize == "none":
             return sums.extensive().to(value.dtype), states
+        if bare is None:
+            return sums.ratio(self.floor).to(value.dtype), states
         # The same queries and keys without their encoding, to normalize by; no values needed.
-        bare = self._features(query, key, encoding._replace(factors=None), mask)
-        plain = Encoding()
-        other, last = self._mix(*bare, value[..., :0], plain, gate, second)
-        states = (*states, last) if last is not None else states
+        other, last = self._mix(*bare, value[..., :0], Encoding(), gate, second)
+        states = states if last is None else (*states, last)
         return sums.ratio_to(other, self.floor).to(value.dtype), states
 
     def _features(
@@ -280,8 +282,8 @@ class Attention(nn.Module):
         with torch.autocast(query.device.type, enabled=False):
             query, key = mix.at_least_float32(query), mix.at_least_float32(key)
             left, right = encoding.factors or (None, None)
-            phi_q = self.feature_map(_append(query, left, self.feature_map.dim))
-            phi_k = self.feature_map(_append(key, right, self.feature_map.dim)).masked(mask)
+            phi_q = self.feature_map(*_parts(query, left, self.feature_map.dim))
+            phi_k = self.feature_map(*_parts(key, right, self.feature_map.dim)).masked(mask)
             return phi_q, phi_k
 
     def _mix(
@@ -331,13 +333,14 @@ def _known(option: str, choice: str, choices: Collection[str]) -> None:
         raise ValueError(f"{option}={choice!r} is unknown; expected one of {', '.join(choices)}")
 
 
-def _append(x: Tensor, factors: Tensor | None, width: int) -> Tensor:
+def _parts(x: Tensor, factors: Tensor | None, width: int) -> tuple[Tensor, ...]:
     """[factors, x], or [0, x] where factors are left out of a map that was made for them."""
-    if factors is not None:
-        batch, heads = x.shape[:2]
-        return torch.cat((factors.to(x.dtype).expand(batch, heads, -1, -1), x), dim=-1)
     missing = width - x.shape[-1]
-    return F.pad(x, (missing, 0)) if missing else x
+    if not missing:
+        return (x,)
+    if factors is None:
+        factors = x.new_zeros(())[None, None, None, None].expand(1, 1, 1, missing)
+    return factors.to(x.dtype).expand(*x.shape[:-1], -1), x
 
 
 def _drop_keys(key: Tensor, mask: Tensor | None, rate: float) -> Tensor:

@@ -258,4 +258,5 @@ def _divide(numerator: Tensor, normalizer: Tensor, floor: float) -> Tensor:
     if floor:
         least = torch.copysign(torch.full_like(normalizer, floor), normalizer)
         normalizer = torch.where(normalizer.abs() < floor, least, normalizer)
-    return (numerator / normalizer.masked_fill(empty, 1.0)).masked_fill(empty, 0.0)
+    inverse = normalizer.masked_fill(empty, 1.0).reciprocal().masked_fill(empty, 0.0)
+    return numerator * inverse

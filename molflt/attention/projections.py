@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from molflt.attention.kernels import at_least_one
+
 # On the CPU whatever torch's default device is: the generator lives there.
 _rand = partial(torch.rand, dtype=torch.float64, device="cpu")
 _randn = partial(torch.randn, dtype=torch.float64, device="cpu")
@@ -33,9 +35,7 @@ class Projection(nn.Module):
 
     def __init__(self, heads: int, rows: int, dim: int) -> None:
         super().__init__()
-        for size, value in (("heads", heads), ("num_features", rows), ("dim", dim)):
-            if value < 1:
-                raise ValueError(f"{size} must be at least 1; got {value}")
+        at_least_one(heads=heads, num_features=rows, dim=dim)
         self.heads = heads
         self.num_rows = rows
         self.dim = dim
@@ -47,8 +47,8 @@ class Projection(nn.Module):
         """Buffers of one head by name, on the CPU; real numbers in float64."""
         raise NotImplementedError
 
-    def _project(self, x: Tensor) -> Tensor:
-        """The projection of (batch, heads, tokens, dim), shapes already checked."""
+    def _project(self, *parts: Tensor) -> Tensor:
+        """The projection of (batch, heads, tokens, dim) in parts, shapes already checked."""
         raise NotImplementedError
 
     def _draw_heads(self, generator: torch.Generator | None) -> dict[str, Tensor]:
@@ -69,30 +69,28 @@ class Projection(nn.Module):
             ValueError: the generator is not on the CPU.
         """
         if generator is not None and generator.device.type != "cpu":
-            raise ValueError(
-                f"generator must be on the CPU; got {generator.device}; use torch.Generator()"
-            )
+            got = generator.device
+            raise ValueError(f"generator must be on the CPU; got {got}; use torch.Generator()")
         for name, value in self._draw_heads(generator).items():
             self.get_buffer(name).copy_(value)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Projects tokens, in the precision of x.
+    def forward(self, *parts: Tensor) -> Tensor:
+        """Projects tokens x, in the precision of x.
 
         Args:
-            x: (batch, heads, tokens, dim); usually q d^(-1/4) or k d^(-1/4), without unit.
+            parts: x, (batch, heads, tokens, dim), usually q d^(-1/4), without unit; or several
+                tensors that joined along the last axis give x.
 
         Returns:
-            w_s . x, (batch, heads, tokens, rows), in the dtype of x.
-
-        Raises:
-            ValueError: x has another shape.
+            w_s . x, (batch, heads, tokens, rows). ValueError if x has another shape.
         """
-        if x.ndim != 4 or x.shape[1] != self.heads or x.shape[3] != self.dim:
+        width = sum(x.shape[-1] for x in parts)
+        if width != self.dim or any(x.ndim != 4 or x.shape[1] != self.heads for x in parts):
             raise ValueError(
-                f"x must have shape (batch, {self.heads}, tokens, {self.dim}); "
-                f"got {tuple(x.shape)}; build the projection for its heads and dim"
+                f"x must have shape (batch, {self.heads}, tokens, {self.dim}); got "
+                f"{', '.join(str(tuple(x.shape)) for x in parts)}; build it for these heads and dim"
             )
-        return self._project(x)
+        return self._project(*parts)
 
     def matrix(self) -> Tensor:
         """The rows w_s themselves, (heads, rows, dim) in the dtype of the buffers: a fresh copy."""
@@ -118,8 +116,10 @@ class DenseProjection(Projection):
     def _draw(self, generator: torch.Generator | None) -> dict[str, Tensor]:
         return {"rows": self._draw_rows(self.num_rows, self.dim, generator)}
 
-    def _project(self, x: Tensor) -> Tensor:
-        return x @ self.rows.to(x.dtype).mT
+    def _project(self, *parts: Tensor) -> Tensor:
+        rows = self.rows.to(parts[0].dtype).split([x.shape[-1] for x in parts], dim=-1)
+        first, *others = (x @ row.mT for x, row in zip(parts, rows, strict=True))
+        return sum(others, first)
 
     def matrix(self) -> Tensor:
         """As `Projection.matrix`, without a product that could round."""
@@ -228,7 +228,8 @@ class FactoredProjection(Projection):
         signs = 2 * _rand(self.num_rows, generator=generator).round() - 1
         return {**factors, "norms": norms * signs}
 
-    def _project(self, x: Tensor) -> Tensor:
+    def _project(self, *parts: Tensor) -> Tensor:
+        x = torch.cat(parts, dim=-1)
         batch, heads, tokens, dim = x.shape
         rotated = self._rotate(x.permute(1, 3, 0, 2).reshape(heads, dim, batch * tokens))
         rows = rotated.reshape(heads, self.blocks * self.size, batch, tokens)[:, : self.num_rows]
@@ -274,9 +275,8 @@ class GivensProjection(FactoredProjection):
     """Rows of a product of random Givens rotations (G-ORF).
 
     A layer permutes the coordinates at random and rotates pairs (2 k, 2 k + 1) by angles uniform
-    on the circle: dim // 2 disjoint rotations; for odd dim one coordinate rests. Every block has
-    L = `LAYERS_PER_LEVEL` ceil(log2 dim) layers of its own. O(m log d) operations and numbers, but
-    bound by memory: slower than a dense matrix at any usual head dimension (on CPU 10x at 64).
+    on the circle, dim // 2 at a time. Every block has L = `LAYERS_PER_LEVEL` ceil(log2 dim) layers
+    of its own. O(m log d) operations, bound by memory: on a CPU 10x slower than dense at d = 64.
     FAVOR (arXiv:2006.03555), section 2.4; Choromanski et al. 2019, Unifying orthogonal Monte Carlo.
 
     Blocks are orthogonal, E w = 0 and E w w^T = I exactly. E (w . z)^4 = 3 |z|^4 (1 + e r^L) in the

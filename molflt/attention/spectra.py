@@ -53,7 +53,9 @@ class GaussianBasis(Spectrum):
         num_gaussians: number of Gaussians T.
         dim: dimension l of positions.
         width_range: smallest and largest initial width sigma_t, spaced evenly in the logarithm.
-        amplitude: standard deviation of the initial amplitudes a_ht.
+        amplitude: standard deviation of the initial amplitudes a_ht; with `positive` their size.
+        positive: a_ht = exp(.), so that f is above 0 everywhere and decays: a kernel that may be
+            summed over the images of a crystal and that multiplies (`KernelPosition`).
     """
 
     def __init__(
@@ -63,11 +65,17 @@ class GaussianBasis(Spectrum):
         dim: int = 3,
         width_range: tuple[float, float] = (0.7, 5.0),
         amplitude: float = 0.1,
+        positive: bool = False,
     ) -> None:
         super().__init__(heads, dim)
         at_least_one(num_gaussians=num_gaussians)
         self.log_width = nn.Parameter(log_spaced("width_range", width_range, num_gaussians))
-        self.amplitude = nn.Parameter(amplitude * torch.randn(heads, num_gaussians))
+        random = torch.randn(heads, num_gaussians)
+        self.positive = positive
+        if positive:
+            self.log_amplitude = nn.Parameter(math.log(amplitude) + 0.1 * random)
+        else:
+            self.amplitude = nn.Parameter(amplitude * random)
 
     def spectrum(self, xi: Tensor) -> Tensor:
         """g(xi) per head, real: frequencies (heads or 1, nodes, l) -> (heads, nodes)."""
@@ -75,14 +83,18 @@ class GaussianBasis(Spectrum):
         volume = (2 * math.pi * variance) ** (self.dim / 2)
         square = xi.square().sum(dim=-1, keepdim=True)  # [h or 1, s, 1]
         gaussians = (-2 * math.pi**2 * variance * square).exp() * volume  # [h or 1, s, t]
-        gaussians = gaussians.expand(len(self.amplitude), -1, -1)
-        return torch.einsum("hst,ht->hs", gaussians, self.amplitude)
+        gaussians = gaussians.expand(self.heads, -1, -1)
+        return torch.einsum("hst,ht->hs", gaussians, self._amplitudes())
 
     def mask(self, delta: Tensor) -> Tensor:
         """f(z) per head: differences (batch, ..., l) -> (batch, heads, ...)."""
         square = delta.square().sum(dim=-1, keepdim=True)
         gaussians = (-0.5 * square * (-2 * self.log_width).exp()).exp()  # [b, ..., t]
-        return (gaussians @ self.amplitude.T).movedim(-1, 1)
+        return (gaussians @ self._amplitudes().T).movedim(-1, 1)
+
+    def _amplitudes(self) -> Tensor:
+        """a_ht, (heads, T)."""
+        return self.log_amplitude.exp() if self.positive else self.amplitude
 
 
 class GaussianMixture(Spectrum):

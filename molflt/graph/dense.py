@@ -47,10 +47,10 @@ def to_dense(batch: Batch, periodic: str = "none", image_cutoff: float = 8.0) ->
     if periodic == "none":
         return DenseAtoms(mask, positions, mask, positions, None)
     tags, _ = to_dense_batch(batch.tags, batch.batch, batch_size=graphs)
-    return _with_images(batch, mask, positions, tags, image_cutoff)
+    return with_images(batch, mask, positions, tags, image_cutoff)
 
 
-def _with_images(
+def with_images(
     batch: Batch, mask: Tensor, positions: Tensor, tags: Tensor, cutoff: float
 ) -> DenseAtoms:
     """Appends the kept images behind the atoms, packed so that keys are as few as possible."""

@@ -223,3 +223,20 @@ def test_shapes_single_precision_and_compile(variant):
 def test_errors_say_what_is_wrong(build, words):
     with pytest.raises(ValueError, match=words):
         build()
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3])
+def test_a_positive_basis_is_the_same_mask_with_positive_amplitudes(dim):
+    torch.manual_seed(0)
+    positive = GaussianBasis(2, 4, dim, positive=True).double()
+    free = GaussianBasis(2, 4, dim).double()
+    with torch.no_grad():
+        free.amplitude.copy_(positive.log_amplitude.exp())
+    z = 20 * torch.randn(1, 50, dim, dtype=torch.float64)
+    xi = torch.randn(1, 50, dim, dtype=torch.float64)
+    assert (positive.mask(z) > 0).all()
+    torch.testing.assert_close(positive.mask(z), free.mask(z), **EXACT)
+    torch.testing.assert_close(positive.spectrum(xi), free.spectrum(xi), **EXACT)
+    with torch.no_grad():
+        positive.log_amplitude.fill_(-5.0)
+    assert 0 < positive.mask(z).max() < 0.03

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from typing import get_args
 
 import contract
 import numpy as np
@@ -10,7 +11,9 @@ import torch
 from scipy.spatial.transform import Rotation
 from torch_geometric.data import Batch, Data
 
+from molflt.attention import FEATURE_MAPS, PROJECTIONS
 from molflt.graph import EnergyRegressor, neighbor_list, to_dense
+from molflt.graph.regressor import FeatureMapName, ProjectionName
 
 EXACT = {"rtol": 0.0, "atol": 1e-10}
 SMALL = {"dim": 16, "heads": 2, "layers": 2, "refinements": 2, "ffn_dim": 24, "num_features": 16}
@@ -277,3 +280,8 @@ def test_wrong_sizes_are_named():
         EnergyRegressor(dim=10, heads=3)
     with pytest.raises(ValueError, match="layers=0"):
         EnergyRegressor(layers=0)
+
+
+def test_names_offered_by_the_command_line_are_those_of_the_core():
+    assert get_args(FeatureMapName) == tuple(FEATURE_MAPS)
+    assert get_args(ProjectionName) == tuple(PROJECTIONS)
