@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch_geometric.data import Batch
 from torch_geometric.utils import scatter
 
-from molflt.data.augment import random_orthogonal, turn
+from molflt.data.augment import along_the_way, random_orthogonal, turn
 from molflt.metrics import EWT_THRESHOLD
 
 __all__ = ["IS2RETask", "energy_summary", "energy_sums", "lr_factor"]
@@ -26,7 +26,8 @@ class IS2RETask(pl.LightningModule):
 
     Loss = L1(normalized energy) + w(t) L1(displacement), where the displacement error is averaged
     over the free atoms of a structure and then over structures, and w falls linearly over training.
-    Structures without relaxed positions have no second term.
+    Structures without relaxed positions have no second term. A model that moves atoms between its
+    passes is judged by the mean error of the displacements after each pass.
 
     Args:
         model: `molflt.graph.regressor.EnergyRegressor`, or what has its forward.
@@ -42,6 +43,10 @@ class IS2RETask(pl.LightningModule):
         energy_std: eV, divides energies in the loss; null: that of the training set.
         rotate: turn and mirror every training structure at random, about z (the surface normal)
             or in all directions. FLT's random nodes are not rotation invariant; this teaches them.
+        interpolate: share of training structures that start from a random point of the straight way
+            from their initial to their relaxed positions. Energies are those of the relaxed
+            structure all the same.
+        noise: standard deviation of normal noise on the free atoms of such structures, Å.
         redraw_every: steps between draws of new random features; null keeps the first ones.
         seed: of dropout and of redrawn features.
 
@@ -62,6 +67,8 @@ class IS2RETask(pl.LightningModule):
         energy_mean: float | None = None,
         energy_std: float | None = None,
         rotate: Literal["none", "z", "all"] = "none",
+        interpolate: float = 0.0,
+        noise: float = 0.0,
         redraw_every: int | None = None,
         seed: int = 0,
     ) -> None:
@@ -74,6 +81,11 @@ class IS2RETask(pl.LightningModule):
         ):
             if not value > low:
                 raise ValueError(f"task.{name} must be more than {low}; got {value}")
+        if not 0 <= interpolate <= 1 or noise < 0 or (noise and not interpolate):
+            raise ValueError(
+                "task.interpolate must lie in [0, 1], and task.noise be at least 0 and go with it; "
+                f"got interpolate={interpolate}, noise={noise}"
+            )
         self.model = model
         self.lr = lr
         self.warmup_steps = warmup_steps
@@ -85,6 +97,8 @@ class IS2RETask(pl.LightningModule):
         self.energy_mean = energy_mean
         self.energy_std = energy_std
         self.rotate = rotate
+        self.interpolate = interpolate
+        self.noise = noise
         self.redraw_every = redraw_every
         self.seed = seed
         self.gradient_norm = float("nan")
@@ -115,6 +129,8 @@ class IS2RETask(pl.LightningModule):
         Raises:
             ValueError: if the loss is not finite; names step, sids and learning rate.
         """
+        if self.interpolate:
+            batch = along_the_way(batch, self.interpolate, self.noise)
         if self.rotate != "none":
             batch = turn(batch, random_orthogonal(batch.num_graphs, self.rotate))
         out = self.model(batch)
@@ -124,9 +140,10 @@ class IS2RETask(pl.LightningModule):
         loss = F.l1_loss(energy / scale, target / scale)
         displacement_mae = torch.full_like(loss, float("nan")).detach()
         if "displacement" in out:
-            error = displacement_error(out["displacement"], batch)
-            loss = loss + self._position_weight() * error
-            displacement_mae = error.detach()
+            by_pass = out.get("displacement_by_pass", out["displacement"][None])
+            errors = torch.stack([displacement_error(moved, batch) for moved in by_pass])
+            loss = loss + self._position_weight() * errors.mean()
+            displacement_mae = errors[-1].detach()
         if not bool(torch.isfinite(loss)):
             raise ValueError(self._diverged("loss", loss.item(), batch))
         self._sids = batch.sid

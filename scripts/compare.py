@@ -26,12 +26,28 @@ from tqdm import tqdm
 from molflt.data.splits import VAL_SPLITS
 from molflt.train import load_run
 
+SHELLS = ["--model.nodes=shells", "--model.diameter=16", "--model.max_frequency=0.15"]
+KERNEL = ["--model.mixing=auto", "--model.placement=multiplicative"]
+RECIPROCAL = ["--model.periodic=reciprocal", "--model.max_frequency=0.25"]
+NEAR = ["--model.near_field=5"]
 VARIANTS = {
     "flt": ["--model.mixing=linear", "--model.position=spectral"],
     "performer": ["--model.mixing=linear", "--model.position=none"],
     "softmax-mask": ["--model.mixing=softmax", "--model.position=spectral"],
     "softmax": ["--model.mixing=softmax", "--model.position=none"],
+    "flt-shells": ["--model.mixing=auto", *SHELLS],
+    "flt-images": ["--model.mixing=linear", "--model.periodic=images"],
+    "flt-reciprocal": ["--model.mixing=auto", *RECIPROCAL],
+    "kernel": KERNEL,
+    "kernel-shells": [*KERNEL, *SHELLS],
+    "kernel-reciprocal": [*KERNEL, *RECIPROCAL],
+    "near": [*KERNEL, *SHELLS, *NEAR],
+    "near-reciprocal": [*KERNEL, *RECIPROCAL, *NEAR],
+    "near-reciprocal-moving": [
+        *(*KERNEL, *RECIPROCAL, *NEAR, "--model.refinements=2", "--model.move_atoms=true"),
+    ],
 }
+PAPERS = ["flt", "performer", "softmax-mask", "softmax"]
 
 
 def job_of(options: argparse.Namespace, variant: str, seed: int) -> dict:
@@ -187,7 +203,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--config", type=Path, default=Path("configs/compare.yaml"))
     parser.add_argument("--out", type=Path, default=Path("runs/compare"))
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=PAPERS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="trainings at the same time")
     parser.add_argument("--threads", type=int, default=1, help="of each training")

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from molflt.attention.parts import Part
+
 MIXINGS = ("linear", "quadratic", "softmax")
 
 
@@ -36,8 +38,9 @@ class Encoding(NamedTuple):
 
     bias: Tensor | None = None
     """f(r_i - r_j), added to the logits of softmax: (b, h, queries, keys)"""
-    factors: tuple[Tensor, Tensor] | None = None
-    """N1 (b, h, queries, 2r), N2 (b, h, keys, 2r), appended to queries and keys (FLT)"""
+    factors: tuple[Part, Part] | None = None
+    """N1 (b, h, queries, 2r), N2 (b, h, keys, 2r), appended to queries and keys (FLT); or random
+    projections of them"""
     kernel: tuple[Tensor, Tensor] | None = None
     """U (b, h, queries, p), V (b, h, keys, p): phi_i . phi_j is multiplied by U_i . V_j"""
     pairs: Pairs | None = None

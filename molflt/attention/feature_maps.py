@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from molflt.attention.kernels import at_least_one
 from molflt.attention.mixing import Features
+from molflt.attention.parts import Part, Projected, joined, squared_norm
 from molflt.attention.projections import PROJECTIONS, Projection
 
 
@@ -69,7 +70,7 @@ class FeatureMap(nn.Module):
         if self.projection is not None:
             self.projection.redraw_(generator)
 
-    def forward(self, *parts: Tensor) -> Features:
+    def forward(self, *parts: Part) -> Features:
         """Features of tokens: (batch, heads, tokens, dim) -> (batch, heads, tokens, width).
 
         Several parts stand for what they are joined to along their last axis, as in [N1, q], and
@@ -77,11 +78,11 @@ class FeatureMap(nn.Module):
         """
         raise NotImplementedError
 
-    def project(self, *parts: Tensor) -> Tensor:
+    def project(self, *parts: Part) -> Tensor:
         """w_s . x: (batch, heads, tokens, dim), in parts -> (batch, heads, tokens, m)."""
         assert self.projection is not None, "the map has no random projection"
-        out: Tensor = self.projection(*parts)
-        return out
+        out: Tensor = self.projection(*(part for part in parts if isinstance(part, Tensor)))
+        return sum((part.products for part in parts if isinstance(part, Projected)), out)
 
     def extra_repr(self) -> str:
         """Sizes, for `print(module)`."""
@@ -97,7 +98,7 @@ class PositiveFeatures(FeatureMap):
 
     random = True
 
-    def forward(self, *parts: Tensor) -> Features:
+    def forward(self, *parts: Part) -> Features:
         """See `FeatureMap.forward`."""
         shift = squared_norm(*parts) + math.log(self.width)
         return Features(None, self.project(*parts) - shift / 2)
@@ -119,7 +120,7 @@ class TrigonometricFeatures(FeatureMap):
         super().__init__(dim, heads, num_features, projection)
         self.width = 2 * num_features
 
-    def forward(self, *parts: Tensor) -> Features:
+    def forward(self, *parts: Part) -> Features:
         """See `FeatureMap.forward`."""
         projected = self.project(*parts)
         waves = torch.cat((projected.sin(), projected.cos()), dim=-1)
@@ -156,7 +157,7 @@ class Favor2020Features(FeatureMap):
         with torch.no_grad():
             self.phase.copy_(2 * math.pi * turns)
 
-    def forward(self, *parts: Tensor) -> Features:
+    def forward(self, *parts: Part) -> Features:
         """See `FeatureMap.forward`."""
         projected = self.project(*parts)
         waves = (projected + self.phase.to(projected.dtype)).cos()
@@ -179,7 +180,7 @@ class GeneralizedFeatures(FeatureMap):
         """f, element by element."""
         raise NotImplementedError
 
-    def forward(self, *parts: Tensor) -> Features:
+    def forward(self, *parts: Part) -> Features:
         """See `FeatureMap.forward`."""
         return Features(self.function(self.project(*parts)) + (0.0 if self.signed else self.eps))
 
@@ -200,7 +201,7 @@ class ExpFeatures(FeatureMap):
 
     random = True
 
-    def forward(self, *parts: Tensor) -> Features:
+    def forward(self, *parts: Part) -> Features:
         """See `FeatureMap.forward`."""
         return Features(None, self.project(*parts))
 
@@ -220,12 +221,12 @@ class LearnableExpFeatures(FeatureMap):
         rows = PROJECTIONS[projection or "orthogonal"](heads, num_features, dim).matrix()
         self.weight = nn.Parameter(rows.to(torch.get_default_dtype()))
 
-    def product(self, *parts: Tensor) -> Tensor:
+    def product(self, *parts: Part) -> Tensor:
         """W x: (batch, heads, tokens, dim), in parts -> (batch, heads, tokens, m)."""
         x = joined(*parts)
         return x @ self.weight.to(x.dtype).transpose(-1, -2)
 
-    def forward(self, *parts: Tensor) -> Features:
+    def forward(self, *parts: Part) -> Features:
         """See `FeatureMap.forward`."""
         return Features(None, self.product(*parts))
 
@@ -238,7 +239,7 @@ class LearnableReluFeatures(LearnableExpFeatures):
 
     eps = GeneralizedFeatures.eps
 
-    def forward(self, *parts: Tensor) -> Features:
+    def forward(self, *parts: Part) -> Features:
         """See `FeatureMap.forward`."""
         return Features(F.relu(self.product(*parts)) + self.eps)
 
@@ -252,7 +253,7 @@ class EluFeatures(FeatureMap):
         super().__init__(dim, heads, num_features, projection)
         self.width = dim
 
-    def forward(self, *parts: Tensor) -> Features:
+    def forward(self, *parts: Part) -> Features:
         """See `FeatureMap.forward`."""
         return Features(F.elu(joined(*parts)) + 1.0)
 
@@ -263,7 +264,7 @@ class CosformerFeatures(EluFeatures):
     Its other half, the re-weighting by position, is `position="cosine"`.
     """
 
-    def forward(self, *parts: Tensor) -> Features:
+    def forward(self, *parts: Part) -> Features:
         """See `FeatureMap.forward`."""
         return Features(F.relu(joined(*parts)))
 
@@ -283,7 +284,7 @@ class RfaFeatures(FeatureMap):
         super().__init__(dim, heads, num_features, projection)
         self.scale = nn.Parameter(torch.ones(heads, 1, dim))
 
-    def project(self, *parts: Tensor) -> Tensor:
+    def project(self, *parts: Part) -> Tensor:
         """w_s . (scale x / |x|)."""
         x = joined(*parts)
         return super().project(F.normalize(x, dim=-1) * self.scale.to(x.dtype))
@@ -303,7 +304,7 @@ class RfaGaussianFeatures(RfaFeatures):
         super().__init__(dim, heads, num_features, projection)
         self.width = 2 * num_features
 
-    def forward(self, *parts: Tensor) -> Features:
+    def forward(self, *parts: Part) -> Features:
         """See `FeatureMap.forward`."""
         projected = self.project(*parts)
         waves = torch.cat((projected.sin(), projected.cos()), dim=-1)
@@ -313,19 +314,9 @@ class RfaGaussianFeatures(RfaFeatures):
 class RfaArccosFeatures(RfaFeatures):
     """RFA with the arc-cosine kernel of order 1: phi(x) = relu(w_s . x) / sqrt(m)."""
 
-    def forward(self, *parts: Tensor) -> Features:
+    def forward(self, *parts: Part) -> Features:
         """See `FeatureMap.forward`."""
         return Features(F.relu(self.project(*parts)) * self.width**-0.5)
-
-
-def joined(*parts: Tensor) -> Tensor:
-    """Parts along their last axis as one tensor; a single one is not copied."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-
-
-def squared_norm(*parts: Tensor) -> Tensor:
-    """|x|^2 of x in parts: (..., n, .) -> (..., n, 1). By norms: squares would keep a copy of x."""
-    return torch.stack([x.norm(dim=-1, keepdim=True).square() for x in parts]).sum(dim=0)
 
 
 FEATURE_MAPS: dict[str, type[FeatureMap]] = {

@@ -11,6 +11,7 @@ from molflt.attention.causal import DecodeState, KeyValues, State, causal
 from molflt.attention.encoding import MIXINGS, Encoding, Position
 from molflt.attention.feature_maps import FEATURE_MAPS, FeatureMap
 from molflt.attention.multiplicative import linear_with_kernel
+from molflt.attention.parts import Part, Projected
 from molflt.attention.toeplitz import dense_log_kernel, toeplitz
 
 
@@ -25,7 +26,8 @@ class Attention(nn.Module):
     Args:
         dim: width of tokens; a multiple of `heads`.
         heads: number of heads.
-        mixing: "linear" (O(N)), "quadratic" (the same through the N x N matrix) or "softmax".
+        mixing: "linear" (O(N)), "quadratic" (the same through the N x N matrix, cheaper for few
+            tokens), "auto" (either, see `mixing.cheaper`) or "softmax".
         causal: each token sees itself and those before it.
         feature_map: key of `FEATURE_MAPS`; not used by softmax.
         num_features: random or learned features m per head.
@@ -69,7 +71,7 @@ class Attention(nn.Module):
         super().__init__()
         if heads < 1 or dim % heads:
             raise ValueError(f"dim={dim} must be a multiple of heads={heads}; change one of them")
-        _known("mixing", mixing, MIXINGS)
+        _known("mixing", mixing, (*MIXINGS, "auto"))
         _known("feature_map", feature_map, FEATURE_MAPS)
         _known("normalize", normalize, mix.NORMALIZE)
         self.dim = dim
@@ -102,7 +104,7 @@ class Attention(nn.Module):
         if gate and not self.causal:
             raise ValueError("gate=True forgets the past and needs causal=True; set it, or no gate")
         if position is not None:
-            position.expect(self.mixing, self.causal, gate)
+            position.expect("linear" if self.mixing == "auto" else self.mixing, self.causal, gate)
 
     def forward(
         self,
@@ -189,6 +191,8 @@ class Attention(nn.Module):
         query, key, value = self._split(x, context, key_index)
         mask = None if key_mask is None else key_mask[:, None]
         encoding = encoding or Encoding()
+        if encoding.transform is not None:
+            query, key = encoding.transform(query, key)
         features = self._features(query, key, encoding, mask)
         return self._mix(*features, value, encoding, self._gate(x))[0]
 
@@ -231,14 +235,10 @@ class Attention(nn.Module):
         state: DecodeState | None = None,
         unit: bool = False,
     ) -> tuple[Tensor, DecodeState | None]:
-        """Outputs per head, and the state after the last token of causal attention.
-
-        Args beyond those of `forward` and `decode`:
-            unit: the value of each key is a unit vector, and nothing is dropped.
-        """
+        """Outputs per head, and the state after the last token of causal attention."""
         encoding = encoding or Encoding()
         query, key, value = self._split(x, context, key_index)
-        if unit:
+        if unit:  # the value of each key is a unit vector, and nothing is dropped
             eye = torch.eye(key.shape[2], dtype=key.dtype, device=key.device)
             value = eye.expand(*key.shape[:2], -1, -1)
         rate = self.dropout if self.training and not unit else 0.0
@@ -253,7 +253,7 @@ class Attention(nn.Module):
             out = mix.softmax(query, key, value, encoding.bias, mask, rate, self.causal)
             return out, seen
         if rate:
-            mask = _drop_keys(key, mask, rate)
+            mask = mix.drop_keys(key, mask, rate)
         gate = self._gate(x)
         features = self._features(query, key, encoding, mask)
         bare = None
@@ -299,7 +299,10 @@ class Attention(nn.Module):
         if gate is not None:
             gate = mix.at_least_float32(gate)
             key, log_decay = key.scaled(F.logsigmoid(-gate)), F.logsigmoid(gate)
-        if self.mixing == "quadratic":
+        columns = 1 if kernel is None else kernel[0].shape[-1]
+        sizes = query.tokens, key.tokens, query.width, value.shape[-1], columns
+        auto = self.mixing == "auto" and not self.causal and offsets is None
+        if self.mixing == "quadratic" or (auto and mix.cheaper(*sizes) == "quadratic"):
             dense = encoding.dense_kernel()
             if offsets is not None:
                 offsets = dense_log_kernel(offsets, query.tokens, value.shape[-2])
@@ -333,17 +336,13 @@ def _known(option: str, choice: str, choices: Collection[str]) -> None:
         raise ValueError(f"{option}={choice!r} is unknown; expected one of {', '.join(choices)}")
 
 
-def _parts(x: Tensor, factors: Tensor | None, width: int) -> tuple[Tensor, ...]:
+def _parts(x: Tensor, factors: Part | None, width: int) -> tuple[Part, ...]:
     """[factors, x], or [0, x] where factors are left out of a map that was made for them."""
+    if isinstance(factors, Projected):
+        return factors, x
     missing = width - x.shape[-1]
     if not missing:
         return (x,)
     if factors is None:
-        factors = x.new_zeros(())[None, None, None, None].expand(1, 1, 1, missing)
+        factors = x.new_zeros(1, 1, 1, missing)
     return factors.to(x.dtype).expand(*x.shape[:-1], -1), x
-
-
-def _drop_keys(key: Tensor, mask: Tensor | None, rate: float) -> Tensor:
-    """Random (batch, heads, keys) mask; the normalizer makes rescaling by 1 / (1 - rate) moot."""
-    kept = torch.rand(key.shape[:-1], device=key.device) >= rate
-    return kept if mask is None else kept & mask

@@ -213,6 +213,29 @@ def linear(query: Features, key: Features, value: Tensor) -> Sums:
         return Sums(phi_q @ context, phi_q @ total, shift)
 
 
+def cheaper(queries: int, keys: int, features: int, dim: int, columns: int = 1) -> str:
+    """Which of two forms of the same sums takes less time: "quadratic" or "linear".
+
+    Counts multiplications: queries keys (m + dv + p) against (queries + keys) m dv p.
+    `scripts/backends.py` measures both beside this choice.
+
+    Args:
+        queries: number of queries.
+        keys: number of keys.
+        features: m.
+        dim: dv, width of the values.
+        columns: p, of the positional kernel's factors; 1 without one.
+    """
+    quadratic = queries * keys * (features + dim + columns)
+    return "quadratic" if quadratic < (queries + keys) * features * dim * columns else "linear"
+
+
+def drop_keys(key: Tensor, mask: Tensor | None, rate: float) -> Tensor:
+    """Random (batch, heads, keys) mask; the normalizer makes rescaling by 1 / (1 - rate) moot."""
+    kept = torch.rand(key.shape[:-1], device=key.device) >= rate
+    return kept if mask is None else kept & mask
+
+
 def stabilize(query: Features, key: Features) -> tuple[Tensor, Tensor, Tensor]:
     """Features of a whole sequence in a range without overflow, and what was taken off.
 

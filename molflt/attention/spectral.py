@@ -1,5 +1,6 @@
 """FLT's relative positional encoding: a mask learned through its Fourier transform."""
 
+import inspect
 import math
 from typing import Any, Self
 
@@ -9,7 +10,8 @@ from torch import Tensor
 from molflt.attention.encoding import Encoding, Position, differences
 from molflt.attention.kernels import ShiftInvariantKernel
 from molflt.attention.mixing import at_least_float32
-from molflt.attention.nodes import GaussianNodes, KernelNodes, Nodes
+from molflt.attention.nodes import NODES, KernelNodes, Nodes
+from molflt.attention.quadrature import ShellNodes, ShellWeights, hermitian
 from molflt.attention.spectra import SPECTRA, Spectrum
 
 GraphNodes = tuple[Tensor, Tensor]  # nodes (batch, r, l) and weights (batch, r) of each graph
@@ -29,6 +31,9 @@ class SpectralPosition(Position):
     Args:
         spectrum: family of g, with `spectrum(xi)` and `mask(delta)`.
         nodes: where g is sampled; called without arguments, returns nodes and weights.
+
+    Raises:
+        ValueError: if the nodes cannot sample the spectrum.
     """
 
     # Below this the two sides are no longer balanced, so that the gradient stays finite (and,
@@ -37,11 +42,7 @@ class SpectralPosition(Position):
 
     def __init__(self, spectrum: Spectrum, nodes: Nodes) -> None:
         super().__init__()
-        if spectrum.dim != nodes.dim:
-            raise ValueError(
-                f"the spectrum has {spectrum.dim} dimensions and its nodes have {nodes.dim}; give "
-                "both the dimension of the positions"
-            )
+        nodes.expect(spectrum)
         self.spectrum = spectrum
         self.nodes = nodes
         self.dim = spectrum.dim
@@ -53,6 +54,8 @@ class SpectralPosition(Position):
         dim: int = 3,
         spectrum: str = "gaussian_basis",
         num_nodes: int = 16,
+        *,
+        nodes: str | None = None,
         **options: Any,
     ) -> Self:
         """From the names of its parts, as in a configuration.
@@ -60,23 +63,36 @@ class SpectralPosition(Position):
         Args:
             heads: number of heads.
             dim: dimension l of positions.
-            spectrum: key of `SPECTRA`. Kernels draw nodes from their own spectral density, the
-                others from a normal distribution.
-            num_nodes: nodes r.
+            spectrum: key of `SPECTRA`, or "shell_weights", which is sampled at shells alone.
+            num_nodes: nodes r of random rules. Shells count theirs themselves and ignore it.
+            nodes: key of `NODES`. None: "kernel", a kernel's own spectral density, where the
+                spectrum is a kernel; "shells" for "shell_weights"; else "gaussian".
             options: further arguments of the spectrum, and those of the nodes with the prefix
-                `node_`.
+                `node_`, such as `node_sigma`, or `node_diameter` and `node_k_max` of shells.
+
+        Raises:
+            ValueError: if a name is unknown, an option is unknown or missing, or the nodes cannot
+                sample the spectrum.
         """
-        if spectrum not in SPECTRA:
+        family = _named("spectrum", spectrum, {**SPECTRA, "shell_weights": ShellWeights})
+        is_kernel, weighted = issubclass(family, ShiftInvariantKernel), family is ShellWeights
+        default = "shells" if weighted else "kernel" if is_kernel else "gaussian"
+        rule = _named("nodes", nodes or default, NODES)
+        if (weighted and rule is not ShellNodes) or (rule is KernelNodes and not is_kernel):
             raise ValueError(
-                f"spectrum={spectrum!r} is unknown; expected one of {', '.join(SPECTRA)}"
+                f"spectrum={spectrum!r} cannot be sampled at nodes={nodes!r}; expected "
+                f"{default!r}{'' if weighted else ' or another rule'}"
             )
-        for_nodes: dict[str, Any] = {
-            key[5:]: options.pop(key) for key in list(options) if key.startswith("node_")
-        }
-        family = SPECTRA[spectrum](heads, dim=dim, **options)
-        if isinstance(family, ShiftInvariantKernel):
-            return cls(family, KernelNodes(family, num_nodes, **for_nodes))
-        return cls(family, GaussianNodes(heads, num_nodes, dim, **for_nodes))
+        own = {key: options.pop(key) for key in list(options) if key.startswith("node_")}
+        if weighted:
+            shells = _made(rule, own, "node_", dim=dim, normalized=True)
+            return cls(_made(family, options, heads=heads, shells=shells), shells)
+        g = _made(family, options, heads=heads, dim=dim)
+        if rule is ShellNodes:
+            return cls(g, _made(rule, own, "node_", dim=dim, normalized=False))
+        if rule is KernelNodes:
+            return cls(g, _made(rule, own, "node_", kernel=g, num_nodes=num_nodes, shared=True))
+        return cls(g, _made(rule, own, "node_", heads=heads, num_nodes=num_nodes, dim=dim))
 
     def width(self, head_dim: int) -> int:
         """d + 2r: the factors append 2r columns to queries and keys."""
@@ -108,10 +124,12 @@ class SpectralPosition(Position):
             N1 (batch, heads, queries, 2r) and N2 (batch, heads, keys, 2r).
         """
         with torch.autocast(query_positions.device.type, enabled=False):
-            xi, product = self._sampled(nodes)
+            xi, product, floor = self._sampled(nodes)
             # a b = product whatever a is; a = sqrt|product| minimizes the norms of both sides.
-            left = (product.abs() + self.floor).sqrt()[..., None, :]
+            square = (product.abs() + floor)[..., None, :]
+            left = square.where(square > 0, 1.0).sqrt()
             right = product[..., None, :] / left
+            left = left * (square > 0)
             cos, sin = _waves(query_positions, xi)
             same = key_positions is query_positions  # no images: the usual case, computed once
             key_cos, key_sin = (cos, sin) if same else _waves(key_positions, xi)
@@ -126,15 +144,22 @@ class SpectralPosition(Position):
                 torch.cat((key_cos, key_sin), dim=-1),
             )
 
-    def _sampled(self, nodes: GraphNodes | None) -> tuple[Tensor, Tensor]:
-        """xi (heads or 1, r, l) or (batch, 1, r, l), and c_s g(xi_s), (heads, r) or (b, h, r)."""
+    def _sampled(self, nodes: GraphNodes | None) -> tuple[Tensor, Tensor, Tensor | float]:
+        """Frequencies, coefficients c_s g(xi_s) and the floor of their absolute values.
+
+        Returns:
+            xi (heads or 1, r, l), coefficients (heads, r) and a number; with nodes of each graph
+            (batch, 1, r, l), (batch, heads, r) and (batch, 1, r), 0 where the weight is 0: nodes
+            that are padding, or fade at the end of the spectrum, must not add to the factors.
+        """
         if nodes is None:
-            xi, weights = self.nodes()
-            return xi, weights * self.spectrum.spectrum(xi)
+            return *self.nodes.sample(self.spectrum), self.floor
         xi, weights = nodes
         graphs, r, _ = xi.shape
-        g = self.spectrum.spectrum(xi.reshape(1, graphs * r, -1))  # [h, b r]
-        return xi[:, None], weights[:, None] * g.unflatten(-1, (graphs, r)).transpose(0, 1)
+        g = hermitian(self.spectrum, xi.reshape(1, graphs * r, -1))  # [h, b r]
+        product = weights[:, None] * g.unflatten(-1, (graphs, r)).transpose(0, 1)
+        floor = self.floor * weights / weights.amax(dim=1, keepdim=True)
+        return xi[:, None], product, floor.detach()[:, None]
 
     def radial_profile(self, distances: Tensor) -> Tensor:
         """Exact mask along a line: distances (n,) -> (heads, n), for plots."""
@@ -160,3 +185,36 @@ def _waves(positions: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
     positions = at_least_float32(positions)[:, None]
     phase = 2 * math.pi * positions @ nodes.to(positions.dtype).transpose(-1, -2)
     return phase.cos(), phase.sin()
+
+
+def _named(argument: str, name: str, known: dict[str, type[Any]]) -> type[Any]:
+    if name not in known:
+        raise ValueError(f"{argument}={name!r} is unknown; expected one of {', '.join(known)}")
+    return known[name]
+
+
+def _made(part: type[Any], options: dict[str, Any], prefix: str = "", **fixed: Any) -> Any:
+    """A spectrum or a rule from options of a configuration.
+
+    Args:
+        part: its class.
+        options: its arguments by name, with the prefix.
+        prefix: what the names begin with.
+        fixed: arguments that are no options.
+    """
+    known = {
+        prefix + name: parameter
+        for name, parameter in inspect.signature(part).parameters.items()
+        if name not in fixed
+    }
+    if unknown := sorted(set(options) - set(known)):
+        raise ValueError(
+            f"{part.__name__} has no option {', '.join(unknown)}; expected some of "
+            f"{', '.join(known)}"
+        )
+    required = [name for name, parameter in known.items() if parameter.default is parameter.empty]
+    if missing := [name for name in required if name not in options]:
+        raise ValueError(
+            f"{part.__name__} needs {', '.join(required)}; got no {', '.join(missing)}"
+        )
+    return part(**fixed, **{name[len(prefix) :]: value for name, value in options.items()})

@@ -1,6 +1,6 @@
 """The Transformer block, and a stack of blocks with refinement."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -151,11 +151,28 @@ class Stack(nn.Module):
             for mixing in self.mixings:
                 encodings[mixing] = self.position(mixing, query_positions, key_positions)
         for _ in range(self.refinements):
-            for block in self._blocks():
-                encoding = encodings.get(block.attention.mixing)
-                x = block(x, encoding, key_mask, key_index)
+            x = self.one_pass(x, encodings, key_mask, key_index)
         out: Tensor = self.norm(x)
         return out
+
+    def one_pass(
+        self,
+        x: Tensor,
+        encodings: Mapping[str, Encoding],
+        key_mask: Tensor | None = None,
+        key_index: Tensor | None = None,
+    ) -> Tensor:
+        """All blocks once, without the last LayerNorm: for models that act between passes.
+
+        Args:
+            x: (batch, tokens, dim).
+            encodings: evaluated for each of `mixings`, or empty.
+            key_mask: as for `forward`.
+            key_index: as for `forward`.
+        """
+        for block in self._blocks():
+            x = block(x, encodings.get(block.attention.mixing), key_mask, key_index)
+        return x
 
     def decode(
         self, x: Tensor, positions: Tensor, state: StackState | None = None

@@ -1,4 +1,4 @@
-"""Random rotations and reflections: energies do not change, positions and cells turn along."""
+"""Structures made of others in training: turned, or on the way to their relaxed positions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Batch
 
-__all__ = ["random_orthogonal", "turn"]
+__all__ = ["along_the_way", "random_orthogonal", "turn"]
 
 
 def random_orthogonal(count: int, about: Literal["z", "all"]) -> Tensor:
@@ -47,3 +47,27 @@ def turn(batch: Batch, matrix: Tensor) -> Batch:
         turned[key] = torch.einsum("nij,nj->ni", per_atom, batch[key])
     turned.cell = batch.cell @ matrix.transpose(1, 2)
     return turned
+
+
+def along_the_way(batch: Batch, share: float, noise: float) -> Batch:
+    """A shallow copy of the batch in which some structures start nearer to their relaxed positions.
+
+    pos -> pos + t (pos_relaxed - pos) + noise, t uniform in [0, 1] for each structure, on free
+    atoms; pos_relaxed is the minimum image of pos, so that atoms take the short way. The energy and
+    the relaxed positions that are to be predicted stay what they are. Structures without relaxed
+    positions stay as well.
+
+    Args:
+        batch: pos, pos_relaxed (atoms, 3), Å, the latter unwrapped or NaN; fixed, batch (atoms,).
+        share: probability that a structure is moved.
+        noise: standard deviation of the normal noise on the atoms of moved structures, Å.
+    """
+    graphs = batch.num_graphs
+    t = torch.rand(graphs) * (torch.rand(graphs) < share)
+    t = t.to(batch.pos)[batch.batch][:, None]
+    target = batch.pos_relaxed - batch.pos
+    rattle = noise * torch.randn(batch.pos.shape).to(batch.pos)
+    known = torch.isfinite(target).all(dim=1, keepdim=True) & ~batch.fixed[:, None] & (t > 0)
+    moved = batch.clone()
+    moved.pos = torch.where(known, batch.pos + t * target + rattle, batch.pos)
+    return moved

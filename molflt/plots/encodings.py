@@ -38,7 +38,7 @@ def rpe_profiles(model: torch.nn.Module, png: Path, r_max: float = 8.0, unit: st
     An encoding that is not isotropic is drawn along the first axis.
 
     Args:
-        model: a position module, or a model that has one at `stack.position`.
+        model: a position module, or a model that has one at `encoding.position`.
         png: file to write.
         r_max: largest distance, in `unit`.
         unit: unit of positions.
@@ -69,7 +69,7 @@ def rpe_curves(
     curve has a gap.
 
     Args:
-        position: a position module of dimension 1, or a model that has one at `stack.position`.
+        position: a position module of dimension 1, or a model that has one at `encoding.position`.
         png: file to write.
         max_offset: largest offset between query and key, in `unit`; an integer for encodings on a
             grid of tokens.
@@ -131,7 +131,7 @@ def rpe_surfaces(
 
     Args:
         position: a position module of dimension 2 or more, or a model that has one at
-            `stack.position`.
+            `encoding.position`.
         png: file to write.
         extent: largest offset along both axes or each, in `unit`; for encodings on a grid of H x W
             tokens, (H - 1, W - 1).
@@ -203,12 +203,12 @@ def _range(surface: Any) -> str:
 
 def _found(model: Any, caller: str) -> Any:
     """The position module that was given, or that of a stack or of a model with a stack."""
-    stack = getattr(model, "stack", model)
-    position = getattr(stack, "position", model if hasattr(model, "grid") else None)
+    owner = getattr(model, "encoding", None) or getattr(model, "stack", model)
+    position = getattr(owner, "position", model if hasattr(model, "grid") else None)
     if position is None:
         raise ValueError(
             f"{caller}: the model has no relative encoding (position: none); expected a position "
-            "module, or a model that has one at stack.position; give one of them"
+            "module, or a model that has one at encoding.position; give one of them"
         )
     if not has_bias(position):
         raise ValueError(

@@ -1,0 +1,199 @@
+"""Relative encodings of the atoms of a batch: mask or kernel, periodicity and near field."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from molflt.attention import Encoding, KernelPosition, NearField, Pairs, SpectralPosition
+from molflt.attention.multiplicative import products
+from molflt.attention.periodic import FrequencyProjection, LatticeNodes
+from molflt.attention.reciprocal import free_extent, reciprocal_nodes
+from molflt.attention.spectra import GaussianBasis
+from molflt.graph.dense import DenseAtoms, to_dense
+from molflt.graph.neighbors import neighbor_list
+
+PLACEMENTS: dict[str, Callable[..., SpectralPosition]] = {
+    "additive": SpectralPosition.build,
+    "multiplicative": KernelPosition.build,
+}
+PERIODIC = ("none", "images", "reciprocal")
+
+
+class Geometry(NamedTuple):
+    """Where atoms are: the part of a PyG batch that encodings read."""
+
+    pos: Tensor  # (atoms, 3) Å
+    batch: Tensor  # (atoms,) graph of each atom, ascending
+    ptr: Tensor  # (graphs + 1,) first atom of each graph
+    cell: Tensor  # (graphs, 3, 3) Å, rows are lattice vectors
+    pbc: Tensor  # (graphs, 3) bool
+    tags: Tensor | None = None  # (atoms,) of OC20
+
+
+class GraphEncoding(nn.Module):
+    """The encoding of a batch of structures, shared by all layers that use it.
+
+    Args:
+        heads: number of heads.
+        mixing: "softmax", for the exact mask, or a kernelized one.
+        placement: "additive": f(r_i - r_j) is added to the logit, exp(q.k + f), FLT's form
+            (arXiv:2302.01925, eq. 3). "multiplicative": a kernel h(r_i - r_j) multiplies
+            phi(q).phi(k) (`KernelPosition`).
+        spectrum: family of f or h, key of `molflt.attention.SPECTRA`.
+        nodes: where its transform is sampled, key of `molflt.attention.NODES`; None for the default
+            of the spectrum. Not used with "reciprocal".
+        num_nodes: Fourier nodes r of the random rules.
+        periodic: "none"; "images": periodic images as further keys, see `to_dense`; "reciprocal":
+            nodes on each graph's reciprocal lattice, exactly periodic.
+        image_cutoff: "images": Å.
+        max_frequency: "reciprocal": largest |G|, cycles/Å; the number of nodes grows as its cube.
+        near_field: Å; within it the kernel is the exponential of an exact mask of its own, through
+            a neighbor list. Multiplicative placement, without "images".
+        num_features: "reciprocal", additive: features m that the factors are projected to.
+        options: of the spectrum, of the nodes with the prefix `node_`, and `background` of
+            `KernelPosition`; see `SpectralPosition.build`.
+
+    Attributes:
+        position: the mask or kernel.
+
+    Raises:
+        ValueError: choices that do not go together.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        *,
+        mixing: str = "linear",
+        placement: str = "additive",
+        spectrum: str = "gaussian_basis",
+        nodes: str | None = None,
+        num_nodes: int = 16,
+        periodic: str = "none",
+        image_cutoff: float = 8.0,
+        max_frequency: float = 0.25,
+        near_field: float | None = None,
+        num_features: int = 64,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        known = {"placement": (placement, PLACEMENTS), "periodic": (periodic, PERIODIC)}
+        for option, (choice, choices) in known.items():
+            if choice not in choices:
+                raise ValueError(
+                    f"{option}={choice!r} is unknown; expected one of {', '.join(choices)}"
+                )
+        if near_field is not None and (placement == "additive" or periodic == "images"):
+            raise ValueError(
+                "near_field corrects a kernel that multiplies, and finds images itself; got "
+                f"placement={placement!r}, periodic={periodic!r}; use 'multiplicative' with "
+                "'none' or 'reciprocal'"
+            )
+        self.placement, self.periodic, self.softmax = placement, periodic, mixing == "softmax"
+        self.image_cutoff, self.max_frequency = image_cutoff, max_frequency
+        if periodic == "reciprocal" and placement == "multiplicative":
+            # Sums over images have to converge, and supercells to agree: a kernel that decays, and
+            # nothing that every pair of atoms would see of each other.
+            options.setdefault("background", 0.0)
+            if spectrum == "gaussian_basis":
+                options.setdefault("positive", True)
+        self.position = PLACEMENTS[placement](
+            heads, spectrum=spectrum, nodes=nodes, num_nodes=num_nodes, **options
+        )
+        self.near_field: NearField | None = None
+        self.frequency_projection: FrequencyProjection | None = None
+        if near_field is not None:
+            basis = GaussianBasis(heads, 32, width_range=(0.2, near_field))
+            self.near_field = NearField(basis, near_field)
+        if periodic == "reciprocal":
+            self.position.nodes = LatticeNodes()
+            if placement == "additive" and not self.softmax:
+                self.frequency_projection = FrequencyProjection(heads, num_features)
+
+    def width(self, head_dim: int) -> int:
+        """Width of the queries and keys that reach the feature map, from their own d."""
+        return self.position.width(head_dim)
+
+    def forward(self, batch: Geometry) -> tuple[DenseAtoms, Encoding]:
+        """Evaluates the encoding.
+
+        Args:
+            batch: a `Geometry`, or a PyG batch with the same fields.
+
+        Returns:
+            Atoms and keys as attention sees them, and the encoding between them.
+        """
+        dense = to_dense(batch, self.periodic, self.image_cutoff)
+        nodes = self._nodes(batch, dense) if self.periodic == "reciprocal" else None
+        positions, keys = dense.positions, dense.key_positions
+        if self.softmax and nodes is None and self.near_field is None:
+            return dense, self.position("softmax", positions, keys)
+        factors = self.position.factors(positions, keys, nodes)
+        if self.placement == "multiplicative":
+            pairs = None if self.near_field is None else self._near(batch, factors)
+            encoding = Encoding(kernel=factors, pairs=pairs)
+            if self.softmax:
+                kernel = encoding.dense_kernel()
+                assert kernel is not None
+                encoding = Encoding(bias=kernel.clamp(min=KernelPosition.positive).log())
+        elif self.softmax:
+            encoding = Encoding(bias=factors[0] @ factors[1].mT)
+        elif self.frequency_projection is not None and nodes is not None:
+            encoding = Encoding(factors=self.frequency_projection(factors, nodes[0]))
+        else:
+            encoding = Encoding(factors=factors)
+        return dense, encoding
+
+    def _nodes(self, batch: Geometry, dense: DenseAtoms) -> tuple[Tensor, Tensor]:
+        cell, pbc = batch.cell.to(dense.positions), batch.pbc
+        extent = free_extent(dense.positions, dense.mask, cell, pbc)
+        taper = "positive" if self.placement == "multiplicative" else "step"
+        return reciprocal_nodes(cell, pbc, self.max_frequency, extent, taper=taper)
+
+    @torch.compiler.disable  # the neighbor list comes from a library of C
+    def _near(self, batch: Geometry, factors: tuple[Tensor, Tensor]) -> Pairs:
+        """Pairs within the near field, each atom and itself included, and what they add."""
+        assert self.near_field is not None and isinstance(self.position, KernelPosition)
+        if self.periodic == "none":  # pairs across a boundary that the far field does not know
+            batch = Geometry(batch.pos, batch.batch, batch.ptr, batch.cell, ~batch.pbc & batch.pbc)
+        found = neighbor_list(batch, self.near_field.cutoff)
+        own = torch.arange(len(batch.pos), device=batch.pos.device)
+        query, key = (torch.cat((own, ends)) for ends in (found.center, found.neighbor))
+        vector = torch.cat((torch.zeros_like(batch.pos), found.vector))
+        graph = batch.batch[query]
+        first = batch.ptr[graph]
+        pairs = Pairs(graph, query - first, key - first, vector.new_zeros(1, 1))
+        if self.periodic == "reciprocal":
+            # The factors sum all images of a pair; each has a pair of its own here.
+            far = self.position.kernel(vector[None])[0]
+        else:
+            far = products(*factors, pairs)
+        return pairs._replace(weight=self.near_field(vector, far))
+
+    def redraw_(self, generator: torch.Generator | None = None) -> None:
+        """Draws new random features in place; give a generator seeded alike on every rank.
+
+        Nodes of the mask stay as they are: the mask is learned with them.
+        """
+        if self.frequency_projection is not None:
+            self.frequency_projection.redraw_(generator)
+
+    def extra_repr(self) -> str:
+        """Choices, for `print(module)`."""
+        return f"placement={self.placement!r}, periodic={self.periodic!r}"
+
+
+def shells_within(diameter: float, max_frequency: float) -> dict[str, Any]:
+    """Options of shell nodes for masks of any width: so many that no copy of a mask is near.
+
+    The trapezoid rule along the radius repeats a mask at a distance of number / frequency.
+
+    Args:
+        diameter: largest distance between two atoms, Å.
+        max_frequency: end of the spectrum, cycles/Å.
+    """
+    count = math.ceil(2 * diameter * max_frequency)
+    return {"node_diameter": diameter, "node_k_max": max_frequency, "node_num_shells": count}

@@ -1,0 +1,144 @@
+"""Transforms of PyG data: the edges that message passing runs on, in periodic cells too."""
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.transforms import BaseTransform
+
+from molflt.graph.encoding import Geometry
+from molflt.graph.neighbors import neighbor_list
+
+TIE = 1e-4  # Å; neighbors nearer to each other in distance than this are equally near
+
+
+class PBCRadiusGraph(BaseTransform):
+    """Edges between all atoms nearer than a radius, through periodic boundaries too.
+
+    What `torch_geometric.transforms.RadiusGraph` is without cells, and needs no compiled extension.
+    Each periodic image of an atom within the radius is an edge of its own, images of the atom
+    itself included; an atom has no edge to itself at distance 0. Edges point from the neighbor to
+    the atom, `edge_index[0]` to `edge_index[1]`, as message passing wants them, in the order of
+    these atoms.
+
+    Sets `edge_index` (2, edges), `edge_weight` (edges,), the distance, Å, `edge_vec` (edges, 3),
+    from atom to neighbor, Å, and `edge_shift` (edges, 3) int64, the cell n of the neighbor:
+    edge_vec = pos[edge_index[0]] + n @ cell - pos[edge_index[1]]. These carry gradients of `pos`
+    and `cell`. Removes `edge_attr`, which belonged to other edges; `Distance` and others make it.
+
+    Args:
+        r: radius, Å.
+        max_neighbors: keep the nearest so many edges per atom, and those as near as the last of
+            them, so that neither order nor symmetry decides; all if None. Edges of a pair need not
+            come in both directions then.
+
+    Raises:
+        ValueError: if the radius or the number is not positive.
+    """
+
+    def __init__(self, r: float, max_neighbors: int | None = None) -> None:
+        if not r > 0:
+            raise ValueError(f"r must be positive (Å); got {r}")
+        if max_neighbors is not None and max_neighbors < 1:
+            raise ValueError(
+                f"max_neighbors must be at least 1, or None for all; got {max_neighbors}"
+            )
+        self.r = r
+        self.max_neighbors = max_neighbors
+
+    def forward(self, data: Data) -> Data:
+        """Sets the edges of one structure or of a batch of them.
+
+        Args:
+            data: pos (atoms, 3), Å; perhaps cell (graphs, 3, 3) or (3, 3), rows are lattice
+                vectors, Å; perhaps pbc (graphs, 3) or (3,) bool, by default all periodic if there
+                is a cell; of a batch also `batch` (atoms,), ascending.
+
+        Raises:
+            ValueError: shapes do not fit, or an axis is periodic without a lattice vector.
+        """
+        geometry = _geometry(data)
+        pos, cell = geometry.pos, geometry.cell
+        # In double precision, so that shifts can be read off the vectors.
+        found = neighbor_list(geometry._replace(pos=pos.double(), cell=cell.double()), self.r)
+        target, source, vector, distance = (part.detach() for part in found)
+        if self.max_neighbors is not None:
+            kept = _nearest(target, distance, len(pos), self.max_neighbors)
+            target, source, vector = target[kept], source[kept], vector[kept]
+        order = torch.argsort(target, stable=True)
+        target, source, vector = target[order], source[order], vector[order]
+        graph = geometry.batch[target]
+        inside = (pos[source] - pos[target]).detach().double()
+        lattice = cell.detach().double() * geometry.pbc[..., None]
+        shift = ((vector - inside)[:, None] @ torch.linalg.pinv(lattice)[graph])[:, 0].round()
+        offset = (shift.to(cell.dtype)[:, None] @ cell[graph])[:, 0]
+        data.edge_index = torch.stack((source, target))
+        data.edge_vec = pos[source] - pos[target] + offset
+        data.edge_weight = data.edge_vec.norm(dim=-1)
+        data.edge_shift = shift.long()
+        if "edge_attr" in data:
+            del data.edge_attr
+        return data
+
+    def __repr__(self) -> str:
+        """Choices, as PyG's transforms print them."""
+        most = "" if self.max_neighbors is None else f", max_neighbors={self.max_neighbors}"
+        return f"{type(self).__name__}(r={self.r}{most})"
+
+
+def _geometry(data: Data) -> Geometry:
+    """The fields of the data checked and in one form, for one structure or many."""
+    pos = data.pos
+    if pos is None or pos.ndim != 2 or pos.shape[1] != 3:
+        got = None if pos is None else tuple(pos.shape)
+        raise ValueError(f"data.pos must have shape (atoms, 3), Å; got {got}")
+    batch, ptr = data.get("batch"), data.get("ptr")
+    if batch is None:
+        batch = torch.zeros(len(pos), dtype=torch.long, device=pos.device)
+        ptr = torch.tensor([0, len(pos)], device=pos.device)
+    elif ptr is None:
+        ptr = torch.cat((batch.new_zeros(1), torch.bincount(batch).cumsum(0)))
+    graphs = len(ptr) - 1
+    given, axes = data.get("cell"), data.get("pbc")
+    cell = pos.new_zeros(graphs, 3, 3) if given is None else given.to(pos)
+    if axes is None:
+        axes = torch.full((graphs, 3), given is not None, device=pos.device)
+    axes = axes.to(pos.device).bool()
+    for name, value, size in (("cell", cell, 9), ("pbc", axes, 3)):
+        if value.numel() != graphs * size:
+            shape = "(graphs, 3, 3)" if size == 9 else "(graphs, 3)"
+            raise ValueError(
+                f"data.{name} must have shape {shape} with {graphs} graph(s); got "
+                f"{tuple(value.shape)}; give every structure its own"
+            )
+    cell, axes = cell.reshape(graphs, 3, 3), axes.reshape(graphs, 3)
+    _refuse_flat(cell.detach().double(), axes)
+    return Geometry(pos, batch, ptr, cell, axes)
+
+
+def _refuse_flat(cell: Tensor, axes: Tensor) -> None:
+    """Periodic lattice vectors must span as many dimensions as there are."""
+    rank = torch.linalg.matrix_rank(cell * axes[..., None])
+    if flat := (rank < axes.sum(dim=1)).nonzero()[:, 0].tolist():
+        raise ValueError(
+            "lattice vectors of periodic axes must be linearly independent; those of graph "
+            f"{flat[0]} are {cell[flat[0]].tolist()} with pbc={axes[flat[0]].tolist()}; set pbc to "
+            "False along axes without a lattice vector"
+        )
+
+
+def _nearest(target: Tensor, distance: Tensor, atoms: int, most: int) -> Tensor:
+    """Edges, by index, that are among the nearest of their atom or as near as the last of these.
+
+    Args:
+        target: (edges,) atom.
+        distance: (edges,) Å.
+        atoms: number of atoms.
+        most: edges per atom, without ties.
+    """
+    order = torch.argsort(distance, stable=True)
+    order = order[torch.argsort(target[order], stable=True)]
+    own = target[order]
+    count = torch.bincount(target, minlength=atoms)
+    first = count.cumsum(0) - count
+    last = first + count.clamp(max=most) - 1
+    return order[distance[order] <= distance[order][last[own]] + TIE]

@@ -1,0 +1,350 @@
+"""Reciprocal nodes: explicit image sums, invariances, crystals of known energy, mixed batches."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from families import EXACT, make, randn
+from scipy.spatial.transform import Rotation
+from torch import Tensor
+
+from molflt.attention.mixing import Features
+from molflt.attention.multiplicative import KernelPosition, linear_with_kernel
+from molflt.attention.nodes import GaussianNodes
+from molflt.attention.reciprocal import free_extent, half_space_indices, reciprocal_nodes
+from molflt.attention.spectra import GaussianBasis, Spectrum
+from molflt.attention.spectral import SpectralPosition
+
+CELL = torch.tensor([[7.0, 0.0, 0.0], [2.5, 6.0, 0.0], [-1.5, 2.0, 8.0]], dtype=torch.float64)
+PBC = {"crystal": [1, 1, 1], "slab": [1, 1, 0], "wire": [1, 0, 0], "molecule": [0, 0, 0]}
+ANY_AXIS = {**PBC, "slab along b and c": [0, 1, 1], "slab along a and c": [1, 0, 1]}
+FLAT = torch.tensor([[7.0, 0.0, 0.0], [14.0, 1e-9, 0.0], [0.0, 0.0, 8.0]]).double()
+UNIMODULAR = torch.tensor([[1.0, 1.0, 0.0], [-1.0, 0.0, 0.0], [2.0, -1.0, 1.0]]).double()
+
+
+def gaussians(*widths: float, heads: int = 2) -> GaussianBasis:
+    torch.manual_seed(0)
+    basis = GaussianBasis(heads, len(widths), amplitude=0.5, positive=True).double()
+    basis.log_width.data = torch.tensor(widths).double().log()
+    return basis
+
+
+def periodic(kind: str) -> Tensor:
+    return torch.tensor([ANY_AXIS[kind]]).bool()
+
+
+def atoms(count: int = 6, seed: int = 0) -> Tensor:
+    return 3 + randn(1, count, 3, seed=seed).clamp(-1.5, 1.5) * 2
+
+
+def nodes_of(positions, cell, pbc, max_frequency, **options):
+    extent = free_extent(positions, torch.ones_like(positions[..., 0]).bool(), cell, pbc)
+    return reciprocal_nodes(cell, pbc, max_frequency, extent, **options)
+
+
+def product(spectrum, positions, nodes) -> Tensor:
+    """U_i . V_j: (b, heads, n, n)."""
+    position = SpectralPosition(spectrum, GaussianNodes(spectrum.heads, 1).double())
+    left, right = position.factors(positions, positions, nodes)
+    return left @ right.mT
+
+
+def mask(spectrum: Spectrum, positions, cell, pbc, max_frequency=0.6, **options) -> Tensor:
+    return product(spectrum, positions, nodes_of(positions, cell, pbc, max_frequency, **options))
+
+
+def image_sum(spectrum: Spectrum, positions: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
+    """sum_T f(r_i - r_j + T) over 13 images on either side of every periodic axis."""
+    steps = [torch.arange(-13.0, 14.0) if p else torch.zeros(1) for p in pbc[0].tolist()]
+    images = torch.cartesian_prod(*steps).double() @ torch.where(pbc[0, :, None], cell[0], 0.0)
+    delta = positions[:, :, None] - positions[:, None]
+    return spectrum.mask(delta[..., None, :] + images).sum(dim=-1)
+
+
+@pytest.mark.parametrize("kind", ANY_AXIS)
+def test_equals_the_sum_over_images(kind):
+    """Measured 1.5e-9 with the frequencies 1.2 / width and a reach of 7 widths."""
+    spectrum, x = gaussians(2.0, 2.3), atoms()
+    fast = mask(spectrum, x, CELL[None], periodic(kind), 0.6, reach=16.1)
+    exact = image_sum(spectrum, x, CELL[None], periodic(kind))
+    assert (fast - exact).abs().max() < 1e-8
+
+
+def test_separate_antipodes_serve_asymmetric_masks():
+    spectrum, x = make("gaussian_mixture, asymmetric", width_range=(2.0, 2.3)), atoms()
+    exact = image_sum(spectrum, x, CELL[None], periodic("slab"))
+    assert (exact - exact.mT).abs().max() > 0.1
+    found = mask(spectrum, x, CELL[None], periodic("slab"), 1.2, reach=16.1, merged=False)
+    torch.testing.assert_close(found, exact, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("taper", ["step", "positive"])
+@pytest.mark.parametrize("kind", PBC)
+def test_depends_on_the_structure_alone(kind, taper):
+    """Translations, lattice shifts of single atoms, other cells: even of a mask that is cut off."""
+    spectrum, x, pbc = gaussians(0.7, 5.0), atoms(), periodic(kind)
+    expected = mask(spectrum, x, CELL[None], pbc, 0.3, taper=taper)
+    moved = x + torch.tensor([31.0, -47.0, 12.0])
+    found = mask(spectrum, moved, CELL[None], pbc, 0.3, taper=taper)
+    torch.testing.assert_close(found, expected, **EXACT)
+    steps = torch.randint(-3, 4, (6, 3), generator=torch.Generator().manual_seed(1)) * pbc
+    shifted = x + steps.double() @ CELL
+    found = mask(spectrum, shifted, CELL[None], pbc, 0.3, taper=taper)
+    torch.testing.assert_close(found, expected, **EXACT)
+    # Only combinations of periodic vectors are other cells, and rows along free axes are not read.
+    change = torch.diag(torch.tensor([-1.0, 1.0, 1.0])).double() if kind == "wire" else UNIMODULAR
+    other = (change @ CELL).where(pbc[0, :, None], math.nan)
+    found = mask(spectrum, x, other[None], pbc, 0.3, taper=taper)
+    torch.testing.assert_close(found, expected, **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("kind", "max_frequency", "bound"),
+    [("crystal", 0.3, 1e-10), ("slab", 0.3, 1e-10)]
+    + [(kind, *case) for kind in ("wire", "molecule") for case in ((0.3, 3e-3), (0.9, 1e-10))],
+)
+def test_rotations(kind, max_frequency, bound):
+    """Exact where the lattice turns with the structure; elsewhere to the error of the box.
+
+    Measured: 1e-15; 1e-3 where the mask that is cut off ripples into its copies; else 1e-11.
+    """
+    turn = torch.from_numpy(Rotation.random(random_state=0).as_matrix())
+    spectrum, x, pbc = gaussians(1.5, 2.0), atoms(), periodic(kind)
+    expected = mask(spectrum, x, CELL[None], pbc, max_frequency, reach=14.0)
+    found = mask(spectrum, x @ turn.T, (CELL @ turn.T)[None], pbc, max_frequency, reach=14.0)
+    torch.testing.assert_close(found, expected, rtol=0, atol=bound)
+
+
+def attend(position, x, cell, pbc, phi_q, phi_k, value) -> Tensor:
+    kernel = position.factors(x, x, nodes_of(x, cell, pbc, 0.3, taper="positive"))
+    sums = linear_with_kernel(Features(phi_q), Features(phi_k), value, kernel)
+    return sums.numerator / sums.normalizer
+
+
+@pytest.mark.parametrize("copies", [(2, 1, 1), (2, 2, 2), (1, 3, 2)])
+@pytest.mark.parametrize("kind", ["crystal", "slab"])
+def test_supercells(kind, copies):
+    """The multiplicative kernel gives every copy of an atom what the atom has."""
+    pbc, x = periodic(kind), atoms(5)
+    copies = torch.tensor(copies).where(pbc[0], 1)
+    position = KernelPosition(gaussians(0.7, 5.0), GaussianNodes(2, 1).double(), background=0.0)
+    phi_q, phi_k = randn(1, 2, 5, 4).exp(), randn(1, 2, 5, 4, seed=1).exp()
+    value = randn(1, 2, 5, 3, seed=2)
+    expected = attend(position, x, CELL[None], pbc, phi_q, phi_k, value)
+    shifts = torch.cartesian_prod(*(torch.arange(n) for n in copies.tolist())).double() @ CELL
+    many = (x + shifts[:, None]).reshape(1, -1, 3)
+    features = (t.repeat(1, 1, len(shifts), 1) for t in (phi_q, phi_k, value))
+    found = attend(position, many, (CELL * copies[:, None])[None], pbc, *features)
+    torch.testing.assert_close(found, expected.repeat(1, 1, len(shifts), 1), **EXACT)
+
+
+def test_exponentiated_masks_see_the_supercell():
+    """What is not promised of the additive placement: exp(a + b) is not exp(a) + exp(b)."""
+    spectrum, x, pbc = gaussians(1.5, 3.0), atoms(3), periodic("crystal")
+    value = randn(3, 1)
+    small = mask(spectrum, x, CELL[None], pbc).softmax(dim=-1) @ value
+    double = torch.cat((x, x + CELL[0]), dim=1)
+    cell = CELL * torch.tensor([[2.0], [1.0], [1.0]])
+    large = mask(spectrum, double, cell[None], pbc).softmax(dim=-1) @ value.repeat(2, 1)
+    assert (large[..., :3, :] - small).abs().max() > 1e-2
+
+
+NACL = torch.ones(3, 3) - torch.eye(3)
+CSCL = 2 / math.sqrt(3) * torch.eye(3, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("cell", "anion", "expected"),
+    [(NACL, [1.0, 0, 0], 1.7475645946), (CSCL, [1 / math.sqrt(3)] * 3, 1.7626747731)],
+)
+def test_madelung(cell, anion, expected):
+    """1 / r as a sum of Gaussians, 2 / sqrt(pi) integral exp(-t^2 r^2) dt: far ones by nodes.
+
+    t < 2 (nearest neighbors at 1) at reciprocal nodes without G = 0, as the cells are neutral; the
+    rest, erfc(2 r) / r, by a direct sum. Measured error: 1e-13.
+    """
+    t, w = (torch.from_numpy(a) for a in np.polynomial.legendre.leggauss(64))
+    t, w = 1 + t, w * 2 / math.sqrt(math.pi)  # on [0, 2]
+    spectrum = GaussianBasis(1, 64).double()
+    spectrum.log_width.data = (t * math.sqrt(2)).log().neg()
+    spectrum.amplitude.data = w[None]
+    cell = cell[None].double()
+    x = torch.tensor([[[0.0] * 3, anion]], dtype=torch.float64)
+    charge = torch.tensor([1.0, -1.0]).double()
+    nodes, weights = reciprocal_nodes(cell, torch.ones(1, 3).bool(), 4.0)
+    weights = torch.cat((torch.zeros_like(weights[:, :1]), weights[:, 1:]), dim=1)
+    far = product(spectrum, x, (nodes, weights))[0, 0, 0] @ charge - 4 / math.sqrt(math.pi)
+    steps = torch.cartesian_prod(*[torch.arange(-6.0, 7.0)] * 3).double() @ cell[0]
+    distance = (x[0, :, None] + steps).norm(dim=-1)
+    short = torch.where(distance > 0, torch.erfc(2 * distance) / distance, 0.0).sum(-1) @ charge
+    assert -(far + short).item() == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("taper", ["step", "positive"])
+def test_gradients(taper):
+    """Of positions and cell, with all kinds of periodicity in one batch."""
+    spectrum, pbc = gaussians(1.5, 3.0), torch.cat([periodic(kind) for kind in PBC])
+    x = torch.cat([atoms(3, seed) for seed in range(4)]).requires_grad_()
+    cell = CELL.repeat(4, 1, 1).requires_grad_()
+    options = {"max_frequency": 0.2, "reach": 6.0, "taper": taper}
+    torch.autograd.gradcheck(lambda x, cell: mask(spectrum, x, cell, pbc, **options), (x, cell))
+    grad = torch.autograd.grad(mask(spectrum, x, cell, pbc, **options).square().sum(), cell)[0]
+    assert grad[0].abs().amin() > 1e-9 and grad[3].abs().max() == 0
+
+
+def test_alone_as_in_a_batch():
+    """The same bits, whatever the other graphs, and no gradient of one graph from another."""
+    pbc = torch.cat([periodic(kind) for kind in ANY_AXIS])
+    cell = CELL + 0.3 * randn(6, 3, 3)
+    cell.requires_grad_()
+    extent = torch.rand(6, 3, generator=torch.Generator().manual_seed(0)).double() * ~pbc
+    nodes, weights = reciprocal_nodes(cell, pbc, 0.4, extent)
+    counts = []
+    for i in range(6):
+        part = slice(i, i + 1)
+        own, own_weights = reciprocal_nodes(cell[part], pbc[part], 0.4, extent[part])
+        counts.append(own.shape[1])
+        assert torch.equal(own[0], nodes[i, : counts[-1]])
+        assert torch.equal(own_weights[0], weights[i, : counts[-1]])
+        assert (weights[i, counts[-1] :] == 0).all() and (own_weights != 0).all()
+    assert len(set(counts)) > 3 and max(counts) == nodes.shape[1]
+    grad = torch.autograd.grad(nodes[0].sum() + weights[0].square().sum(), cell)[0]
+    assert (grad[0] != 0).any() and (grad[1:] == 0).all()
+
+
+@pytest.mark.parametrize(("max_frequency", "count"), [(0.25, 58), (0.3, 107), (0.5, 500)])
+def test_number_of_nodes(max_frequency, count):
+    """Of an OC20 slab: all reciprocal lattice vectors of half the ball, by numpy."""
+    cell = torch.tensor([[[8.0, 0.0, 0.0], [1.5, 8.0, 0.0], [0.0, 0.0, 29.9]]]).double()
+    nodes, _ = reciprocal_nodes(cell, torch.ones(1, 3).bool(), max_frequency)
+    assert nodes.shape[1] == pytest.approx(count, rel=0.1)
+    box = np.indices((41, 41, 41)).reshape(3, -1).T - 20
+    ball = np.linalg.norm(box @ np.linalg.inv(cell[0].numpy()).T, axis=1) < max_frequency
+    assert 2 * nodes.shape[1] - 1 == ball.sum()
+    assert nodes[0, 0].abs().max() == 0 and nodes.norm(dim=-1).max() < max_frequency
+    integers = nodes @ cell.mT
+    torch.testing.assert_close(integers, integers.round(), **EXACT)
+
+
+@pytest.mark.parametrize("taper", ["step", "positive"])
+def test_nodes_enter_with_weight_zero(taper):
+    """A threshold exactly at lattice vectors, passed by rounding, makes no difference."""
+    spectrum, x = gaussians(0.7), atoms()
+    cube = 6 * torch.eye(3).double()[None]
+    inside, outside = (
+        nodes_of(x, cube, periodic("crystal"), k, taper=taper) for k in (0.5 - 5e-7, 0.5 + 5e-7)
+    )
+    assert outside[0].shape[1] - inside[0].shape[1] == 15  # pairs of (3, 0, 0), (2, 2, 1)
+    difference = (product(spectrum, x, inside) - product(spectrum, x, outside)).abs().max()
+    assert 0 < difference < 1e-5
+
+
+def test_positive_taper_keeps_positive():
+    """A sharp positive kernel, far below the resolution: the step ripples to -6 % of its height."""
+    spectrum, cell = gaussians(0.7), 40 * torch.eye(3).double()[None]
+    line = torch.zeros(1, 100, 3).double()
+    line[0, :, 0] = torch.linspace(0, 20, 100)
+    step, positive = (
+        product(spectrum, line, reciprocal_nodes(cell, periodic("crystal"), 0.3, taper=taper))[0, 0]
+        for taper in ("step", "positive")
+    )
+    assert step[0].min() < -0.05 * step[0, 0]
+    assert 0 < positive[0].min() < 1e-4 * positive[0, 0]  # with a kink in the taper: 6e-4
+
+
+def test_extent():
+    """Per direction that is free, unchanged by padding, 0 without atoms."""
+    x = torch.tensor([[[0.0, 0.0, 1.0], [2.0, 5.0, 4.0], [900.0, 900.0, 900.0]]] * 5).double()
+    atom = torch.tensor([[1, 1, 0]] * 3 + [[1, 0, 0], [0, 0, 0]]).bool()
+    pbc = torch.tensor([[1, 1, 1], [0, 1, 1], [0, 0, 0], [0, 0, 0], [0, 0, 0]]).bool()
+    cell = 9 * torch.eye(3).double().repeat(5, 1, 1)
+    expected = torch.tensor([[0.0, 0, 0], [0, 0, 2], [2, 3, 5], [0, 0, 0], [0, 0, 0]]).double()
+    for origin in (-100.0, 100.0):
+        found = free_extent(x + origin, atom, cell, pbc).sort(dim=1).values
+        torch.testing.assert_close(found, expected)
+    assert (free_extent(x[:, :0], atom[:, :0], cell, pbc) == 0).all()
+
+
+def test_few_atoms_and_no_graphs():
+    cell, pbc = CELL[None], periodic("molecule")
+    nodes, weights = reciprocal_nodes(cell[:0], pbc[:0], 0.3)
+    assert nodes.shape == (0, 0, 3) and weights.shape == (0, 0)
+    spectrum = gaussians(2.0)
+    one = mask(spectrum, atoms(1), cell, pbc, reach=14.0)
+    torch.testing.assert_close(one, spectrum.mask(0 * CELL[None, :1, None]), rtol=1e-7, atol=0)
+    assert mask(spectrum, atoms(0), cell, pbc).shape == (1, 2, 0, 0)
+
+
+def test_half_space():
+    bounds = torch.tensor([[1, 2, 0], [0, 0, 0], [2, 1, 3]])
+    graph, index = half_space_indices(bounds)
+    for i, bound in enumerate(bounds.tolist()):
+        own = [tuple(n) for n in index[graph == i].tolist()]
+        both = set(own) | {tuple(-x for x in n) for n in own}
+        box = torch.cartesian_prod(*(torch.arange(-b, b + 1) for b in bound)).tolist()
+        assert own[0] == (0, 0, 0) and both == {tuple(n) for n in box}
+        assert len(own) == (len(box) + 1) // 2
+
+
+def test_precision_autocast_and_compile():
+    """float32, bfloat16 autocast and torch.compile find the same nodes, with gradients."""
+    cell, pbc = CELL[None].float().requires_grad_(), periodic("slab")
+    extent = torch.tensor([[0.0, 0.0, 5.0]])
+
+    def function(cell):
+        nodes, weights = reciprocal_nodes(cell * 1.0, pbc, 0.37, extent)
+        return torch.cat((nodes.flatten(), 100 * weights.flatten()))
+
+    expected = function(cell)
+    assert expected.dtype == torch.float32
+    torch.testing.assert_close(expected.double(), function(cell.double()), rtol=0, atol=1e-6)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(function(cell), expected)
+    compiled = torch.compile(function, backend="aot_eager")
+    assert torch.equal(compiled(cell), expected)
+    grads = [torch.autograd.grad(f(cell).square().sum(), cell)[0] for f in (function, compiled)]
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cuda():
+    pbc = torch.cat([periodic(kind) for kind in PBC])
+    cell, extent = CELL.repeat(4, 1, 1), torch.full((4, 3), 5.0).double()
+    expected = reciprocal_nodes(cell, pbc, 0.4, extent)
+    found = reciprocal_nodes(cell.cuda(), pbc.cuda(), 0.4, extent.cuda())
+    torch.testing.assert_close([t.cpu() for t in found], list(expected))
+
+
+@pytest.mark.parametrize("bad", [FLAT, CELL * 0, CELL * math.nan, CELL * math.inf])
+@pytest.mark.parametrize("kind", ["crystal", "slab"])
+def test_degenerate_cells_are_refused_by_graph(bad, kind):
+    cell, pbc = torch.stack((CELL, CELL, bad)), periodic(kind).repeat(3, 1)
+    with pytest.raises(ValueError, match="linearly independent.*graph 2; set pbc to False"):
+        reciprocal_nodes(cell, pbc, 0.3, torch.zeros(3, 3))
+    with pytest.raises(ValueError, match="graph 2"):
+        free_extent(torch.zeros(3, 1, 3), torch.ones(3, 1).bool(), cell, pbc)
+    pbc[2] = False
+    reciprocal_nodes(cell, pbc, 0.3, torch.zeros(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_frequency": math.nan}, "max_frequency must be positive"),
+        ({"reach": -1.0}, "reach must be positive"),
+        ({"taper": "sharp"}, "taper='sharp' is unknown; expected one of step, positive"),
+        ({"extent": None}, "extent must be given.*graph 1; use free_extent"),
+        ({"extent": torch.zeros(2)}, "extent must be non-negative and finite, of shape"),
+        ({"extent": -torch.ones(2, 3)}, "extent must be non-negative"),
+        ({"extent": torch.full((2, 3), math.nan)}, "extent must be non-negative"),
+        ({"cell": CELL}, "cell must be .graphs, 3, 3., floating point"),
+        ({"pbc": torch.ones(2, 3)}, "pbc must be bool of shape .2, 3."),
+        ({"max_frequency": 1e4}, "too many reciprocal lattice vectors.*reduce max_frequency"),
+    ],
+)
+def test_wrong_arguments(change, message):
+    pbc = torch.cat((periodic("crystal"), periodic("slab")))
+    arguments = {"cell": CELL.repeat(2, 1, 1), "pbc": pbc, "extent": torch.zeros(2, 3)}
+    with pytest.raises(ValueError, match=message):
+        reciprocal_nodes(**{"max_frequency": 0.3, **arguments, **change})

@@ -1,0 +1,166 @@
+"""PBCRadiusGraph: against ASE and SciPy, PyG's conventions, batches, ties, gradients, refusals."""
+
+import numpy as np
+import pytest
+import torch
+from ase import Atoms
+from ase.build import bulk, fcc111, molecule
+from ase.neighborlist import neighbor_list as ase_neighbors
+from scipy.spatial import cKDTree
+from torch import Tensor
+from torch_geometric.data import Batch, Data
+from torch_geometric.transforms import Cartesian, Compose, Distance, RadiusGraph
+
+from molflt.graph import PBCRadiusGraph
+
+SKEWED = [[3.1, 0.2, 0.0], [1.4, 2.9, 0.3], [-0.8, 0.9, 3.6]]
+
+
+def crystal() -> Atoms:
+    """Triclinic and smaller than the radius, with one atom outside the cell."""
+    inside = np.random.default_rng(0).random((5, 3))
+    inside[0] += [1, -2, 3]
+    return Atoms("CuAg2Pd2", scaled_positions=inside, cell=SKEWED, pbc=True)
+
+
+def slab() -> Atoms:
+    made = fcc111("Pt", (2, 2, 3), vacuum=4.0)
+    made.rattle(0.05, seed=1)
+    made.cell[2] = 0  # as ASE has it for slabs without vacuum above
+    return made
+
+
+STRUCTURES = {
+    "crystal": crystal(),
+    "slab": slab(),
+    "wire": Atoms("CO", [[0, 0, 0], [0.3, 0.2, 1.1]], cell=[0, 0, 2.5], pbc=[0, 0, 1]),
+    "molecule": molecule("CH3CH2OH"),
+    "molecule in a cell": Atoms("CO", [[0.1, 0, 0], [4.9, 0, 0]], cell=[5, 5, 5], pbc=False),
+    "one atom of a crystal": bulk("Cu"),
+    "one atom": Atoms("Cu"),
+}
+
+
+def data_of(atoms: Atoms, dtype: torch.dtype = torch.float64) -> Data:
+    return Data(
+        pos=torch.tensor(atoms.positions, dtype=dtype),
+        cell=torch.tensor(atoms.cell.array, dtype=dtype)[None],
+        pbc=torch.tensor(atoms.pbc)[None],
+    )
+
+
+def edges_of(data: Data) -> set[tuple[int, ...]]:
+    rows = torch.cat((data.edge_index, data.edge_shift.T)).T.tolist()
+    assert len(set(map(tuple, rows))) == len(rows)
+    return set(map(tuple, rows))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", STRUCTURES)
+def test_same_edges_shifts_and_distances_as_ase(kind: str, dtype: torch.dtype) -> None:
+    atoms = STRUCTURES[kind]
+    data = PBCRadiusGraph(4.3)(data_of(atoms, dtype))
+    # ASE: D = positions[j] - positions[i] + S @ cell
+    i, j, d, vectors, shifts = ase_neighbors("ijdDS", atoms, 4.3)
+    assert edges_of(data) == {(b, a, *s) for a, b, s in zip(i, j, shifts.tolist(), strict=True)}
+    assert data.edge_shift.dtype == torch.long and data.edge_vec.dtype == dtype
+    assert (data.edge_index[1].diff() >= 0).all()  # in the order of targets
+    if len(i):
+        assert len(i) > len(atoms)
+    key = np.lexsort((*shifts.T, j, i))
+    own = np.lexsort((*data.edge_shift.T.numpy(), *data.edge_index.numpy()))
+    tolerance = 1e-10 if dtype == torch.float64 else 2e-5
+    np.testing.assert_allclose(data.edge_vec.numpy()[own], vectors[key], atol=tolerance)
+    np.testing.assert_allclose(data.edge_weight.numpy()[own], d[key], atol=tolerance)
+
+
+def test_images_of_an_atom_itself_count_but_not_the_atom() -> None:
+    data = PBCRadiusGraph(2.6)(data_of(bulk("Cu")))  # nearest neighbors of fcc: a / sqrt 2 = 2.55
+    assert data.num_edges == 12 and not data.edge_index.any()
+    torch.testing.assert_close(data.edge_weight, data.edge_weight.new_full((12,), 3.61 / 2**0.5))
+    assert PBCRadiusGraph(2.6)(data_of(STRUCTURES["one atom"])).edge_index.shape == (2, 0)
+
+
+def test_without_a_cell_it_is_the_radius_graph() -> None:
+    pos = 4 * torch.rand(60, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    data = PBCRadiusGraph(1.5)(Data(pos=pos))
+    pairs = cKDTree(pos.numpy()).query_pairs(1.5)
+    expected = {(i, j) for i, j in pairs} | {(j, i) for i, j in pairs}
+    assert set(map(tuple, data.edge_index.T.tolist())) == expected
+    assert data.num_edges == len(expected) and not data.edge_shift.any()
+    # What PyG's own transforms make of the same edges
+    again = Compose([Distance(norm=False, cat=False)])(Data(pos=pos, edge_index=data.edge_index))
+    torch.testing.assert_close(data.edge_weight, again.edge_attr[:, 0])
+    again = Cartesian(norm=False, cat=False)(Data(pos=pos, edge_index=data.edge_index))
+    torch.testing.assert_close(data.edge_vec, again.edge_attr)
+    try:
+        peer = RadiusGraph(1.5, max_num_neighbors=60)(Data(pos=pos))
+    except ImportError:
+        return  # PyG's needs a compiled extension
+    assert set(map(tuple, peer.edge_index.T.tolist())) == expected
+
+
+def test_a_batch_has_the_edges_of_its_structures() -> None:
+    kinds = [data_of(atoms) for atoms in STRUCTURES.values()]
+    transform = PBCRadiusGraph(4.0, max_neighbors=9)
+    together = transform(Batch.from_data_list([data.clone() for data in kinds]))
+    apart = Batch.from_data_list([transform(data.clone()) for data in kinds])
+    for name in ("edge_index", "edge_shift", "edge_vec", "edge_weight"):
+        torch.testing.assert_close(together[name], apart[name])
+    loose = Data(pos=together.pos, batch=together.batch, cell=together.cell, pbc=together.pbc)
+    torch.testing.assert_close(transform(loose).edge_index, together.edge_index)
+
+
+def test_cells_and_axes_in_other_shapes() -> None:
+    full = data_of(crystal())
+    reference = edges_of(PBCRadiusGraph(3.0)(full.clone()))
+    for cell, pbc in ((full.cell[0], full.pbc[0]), (full.cell, None), (full.cell[0], full.pbc)):
+        data = Data(pos=full.pos, cell=cell, pbc=pbc)
+        assert edges_of(PBCRadiusGraph(3.0)(data)) == reference
+    flat = [Data(pos=full.pos, cell=full.cell[0], pbc=full.pbc[0])] * 2  # collates to (6, 3), (6,)
+    assert PBCRadiusGraph(3.0)(Batch.from_data_list(flat)).num_edges == 2 * len(reference)
+
+
+def test_max_neighbors_keeps_the_nearest_and_their_ties() -> None:
+    data = data_of(slab())
+    all_edges = PBCRadiusGraph(6.0)(data.clone())
+    kept = PBCRadiusGraph(6.0, max_neighbors=7)(data.clone())
+    assert (torch.bincount(kept.edge_index[1]) == 7).all()  # rattled: no ties
+    for atom in range(len(data.pos)):
+        nearest = all_edges.edge_weight[all_edges.edge_index[1] == atom].sort().values[:7]
+        own = kept.edge_weight[kept.edge_index[1] == atom].sort().values
+        torch.testing.assert_close(own, nearest)
+    perfect = PBCRadiusGraph(4.0, max_neighbors=5)(data_of(bulk("Cu", cubic=True)))
+    assert (torch.bincount(perfect.edge_index[1]) == 12).all()  # the whole first shell
+    few = PBCRadiusGraph(3.0, max_neighbors=50)(data_of(STRUCTURES["molecule"]))
+    assert few.num_edges == PBCRadiusGraph(3.0)(data_of(STRUCTURES["molecule"])).num_edges
+
+
+def test_gradients_of_distances_and_old_attributes() -> None:
+    def energy(pos: Tensor, cell: Tensor) -> Tensor:
+        data = PBCRadiusGraph(2.5)(Data(pos=pos, cell=cell[None], edge_attr=torch.zeros(3, 1)))
+        assert data.edge_attr is None
+        return (-data.edge_weight).exp().sum()
+
+    full = data_of(crystal())
+    inputs = full.pos.requires_grad_(), full.cell[0].clone().requires_grad_()
+    assert torch.autograd.gradcheck(energy, inputs)
+
+
+def test_repr_and_refusals() -> None:
+    assert repr(PBCRadiusGraph(5.0)) == "PBCRadiusGraph(r=5.0)"
+    assert repr(PBCRadiusGraph(5, 8)) == "PBCRadiusGraph(r=5, max_neighbors=8)"
+    pos = torch.zeros(2, 3)
+    for options in ({"r": 0.0}, {"r": float("nan")}, {"r": 1.0, "max_neighbors": 0}):
+        with pytest.raises(ValueError, match="must be"):
+            PBCRadiusGraph(**options)
+    for fields, message in (
+        ({"pos": None}, "data.pos must have shape"),
+        ({"pos": pos[:, :2]}, "data.pos must have shape"),
+        ({"pos": pos, "cell": torch.eye(3).expand(2, 3, 3)}, "data.cell must have shape"),
+        ({"pos": pos, "pbc": torch.ones(2, 3)}, "data.pbc must have shape"),
+        ({"pos": pos, "pbc": torch.ones(3)}, "linearly independent"),
+        ({"pos": pos, "cell": torch.ones(3, 3)}, "linearly independent"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            PBCRadiusGraph(1.0)(Data(**fields))
