@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from molflt.attention.kernels import at_least_one
 from molflt.attention.mixing import Features
-from molflt.attention.parts import Part, Projected, joined, squared_norm
+from molflt.attention.parts import Part, Projected, joined, squared_norm, unit
 from molflt.attention.projections import PROJECTIONS, Projection
 
 
@@ -287,7 +287,7 @@ class RfaFeatures(FeatureMap):
     def project(self, *parts: Part) -> Tensor:
         """w_s . (scale x / |x|)."""
         x = joined(*parts)
-        return super().project(F.normalize(x, dim=-1) * self.scale.to(x.dtype))
+        return super().project(unit(x) * self.scale.to(x.dtype))
 
 
 class RfaGaussianFeatures(RfaFeatures):

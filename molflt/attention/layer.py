@@ -11,7 +11,7 @@ from molflt.attention.causal import DecodeState, KeyValues, State, causal
 from molflt.attention.encoding import MIXINGS, Encoding, Position
 from molflt.attention.feature_maps import FEATURE_MAPS, FeatureMap
 from molflt.attention.multiplicative import linear_with_kernel
-from molflt.attention.parts import Part, Projected
+from molflt.attention.parts import Part, Projected, unit
 from molflt.attention.toeplitz import dense_log_kernel, toeplitz
 
 
@@ -208,7 +208,7 @@ class Attention(nn.Module):
             for to, tokens in ((self.to_query, x), (self.to_key, source), (self.to_value, source))
         )
         if self.normalize_qk:
-            query, key = F.normalize(query, dim=-1), F.normalize(key, dim=-1)
+            query, key = (unit(mix.at_least_float32(x)).to(x.dtype) for x in (query, key))
         else:
             scale = self.head_dim**-0.25
             query, key = query * scale, key * scale

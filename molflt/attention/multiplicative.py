@@ -222,11 +222,14 @@ class NearField(nn.Module):
         with torch.autocast(vector.device.type, enabled=False):
             vector = at_least_float32(vector)
             near = self.spectrum.mask(vector[None])[0].exp()
-            square = vector.square().sum(dim=-1)
-            # The norm has no gradient at 0, where the switch is flat.
-            distance = square.where(square > 0, 1.0).sqrt().where(square > 0, 0.0)
-            return self.switch(distance) * (near - far)
+            return self.switch(distances(vector)) * (near - far)
 
     def extra_repr(self) -> str:
         """Sizes, for `print(module)`."""
         return f"cutoff={self.cutoff:g}, onset={self.onset:g}"
+
+
+def distances(vector: Tensor) -> Tensor:
+    """|v|, (..., l) -> (...), with the gradient 0 at 0: for functions that are flat there."""
+    square = vector.square().sum(dim=-1)
+    return square.where(square > 0, 1.0).sqrt().where(square > 0, 0.0)

@@ -36,10 +36,16 @@ def joined(*parts: Part) -> Tensor:
 def squared_norm(*parts: Part) -> Tensor:
     """|x|^2 of x in parts: (..., n, .) -> (..., n, 1).
 
-    By norms, because squares would keep a copy of x for the backward pass.
+    By inner products: squares would keep a copy of x for the backward pass, and norms have no
+    second derivative at 0.
     """
     first, *others = (
-        x.square if isinstance(x, Projected) else x.norm(dim=-1, keepdim=True).square()
+        x.square if isinstance(x, Projected) else torch.linalg.vecdot(x, x).unsqueeze(-1)
         for x in parts
     )
     return sum(others, first)
+
+
+def unit(x: Tensor) -> Tensor:
+    """x / |x| along the last axis; 0 where x is 0, and smooth there."""
+    return x * (squared_norm(x) + 1e-24).rsqrt()

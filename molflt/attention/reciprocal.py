@@ -20,9 +20,11 @@ that; crystals and slabs by nothing. No graph depends on the rest of its batch.
 import math
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from molflt.attention.kernels import Spectrum
 from molflt.attention.mixing import at_least_float32
 
 DEGENERATE = 1e-6  # volume of the periodic vectors relative to the product of their lengths
@@ -134,6 +136,39 @@ def free_extent(positions: Tensor, mask: Tensor, cell: Tensor, pbc: Tensor) -> T
     upper = along.masked_fill(~atoms, -math.inf).amax(dim=1)
     lower = along.masked_fill(~atoms, math.inf).amin(dim=1)
     return torch.where(periodic | ~atoms.any(dim=1), 0.0, upper - lower)
+
+
+def tapered_mask(
+    spectrum: Spectrum, distance: Tensor, max_frequency: float, taper: str, farthest: float
+) -> Tensor:
+    """What `reciprocal_nodes` make of one image of a mask: its transform with the tapered spectrum.
+
+    f(r) = int_0^k 4 pi xi^2 taper(xi / k) g(xi) sinc(2 xi r) d xi, by Gauss's rule.
+
+    Args:
+        spectrum: in three dimensions, a function of |xi| alone.
+        distance: (n,), Å.
+        max_frequency: k, in cycles/Å.
+        taper: key of `TAPERS`.
+        farthest: bound of the distances, Å.
+
+    Returns:
+        (heads, n).
+    """
+    count = 16 + math.ceil(8 * max_frequency * farthest)
+    points, steps = np.polynomial.legendre.leggauss(count)
+    x = torch.tensor((points + 1) / 2, device=distance.device)
+    radius = max_frequency * x
+    measure = torch.tensor(steps, device=x.device) * (2 * math.pi * max_frequency) * radius**2
+    measure = (measure * TAPERS[taper](x)).to(distance.dtype)
+    radius = radius.to(distance.dtype)
+    xi = torch.zeros(1, count, 3, dtype=distance.dtype, device=distance.device)
+    xi[..., 0] = radius
+    phase = 2 * math.pi * distance[:, None] * radius  # [n, k]
+    away = phase > 0  # torch.sinc has no second derivative at 0
+    phase = phase.where(away, 1.0)
+    waves = (phase.sin() / phase).where(away, 1.0)
+    return (spectrum.spectrum(xi) * measure).to(distance.dtype) @ waves.mT
 
 
 def half_space_indices(bounds: Tensor) -> tuple[Tensor, Tensor]:

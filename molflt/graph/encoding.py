@@ -2,15 +2,15 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from molflt.attention import Encoding, KernelPosition, NearField, Pairs, SpectralPosition
-from molflt.attention.multiplicative import products
+from molflt.attention.multiplicative import distances, products
 from molflt.attention.periodic import FrequencyProjection, LatticeNodes
-from molflt.attention.reciprocal import free_extent, reciprocal_nodes
+from molflt.attention.reciprocal import free_extent, reciprocal_nodes, tapered_mask
 from molflt.attention.spectra import GaussianBasis
 from molflt.graph.dense import DenseAtoms, to_dense
 from molflt.graph.neighbors import neighbor_list
@@ -20,6 +20,9 @@ PLACEMENTS: dict[str, Callable[..., SpectralPosition]] = {
     "multiplicative": KernelPosition.build,
 }
 PERIODIC = ("none", "images", "reciprocal")
+# At the end of the spectrum: a kernel that multiplies must not become negative.
+TAPER: dict[str, Literal["step", "positive"]] = {"additive": "step", "multiplicative": "positive"}
+ISOTROPIC = ("gaussian_basis", "gaussian", "laplace", "matern")
 
 
 class Geometry(NamedTuple):
@@ -92,6 +95,11 @@ class GraphEncoding(nn.Module):
                 f"placement={placement!r}, periodic={periodic!r}; use 'multiplicative' with "
                 "'none' or 'reciprocal'"
             )
+        if near_field is not None and periodic == "reciprocal" and spectrum not in ISOTROPIC:
+            raise ValueError(
+                f"near_field beside reciprocal nodes needs a spectrum of |xi| alone; got "
+                f"{spectrum!r}; use one of {', '.join(ISOTROPIC)}"
+            )
         self.placement, self.periodic, self.softmax = placement, periodic, mixing == "softmax"
         self.image_cutoff, self.max_frequency = image_cutoff, max_frequency
         if periodic == "reciprocal" and placement == "multiplicative":
@@ -131,7 +139,9 @@ class GraphEncoding(nn.Module):
         positions, keys = dense.positions, dense.key_positions
         if self.softmax and nodes is None and self.near_field is None:
             return dense, self.position("softmax", positions, keys)
-        factors = self.position.factors(positions, keys, nodes)
+        dtype = torch.promote_types(positions.dtype, torch.float32)
+        rounded = None if nodes is None else (nodes[0].to(dtype), nodes[1].to(dtype))
+        factors = self.position.factors(positions, keys, rounded)
         if self.placement == "multiplicative":
             pairs = None if self.near_field is None else self._near(batch, factors)
             encoding = Encoding(kernel=factors, pairs=pairs)
@@ -148,9 +158,10 @@ class GraphEncoding(nn.Module):
         return dense, encoding
 
     def _nodes(self, batch: Geometry, dense: DenseAtoms) -> tuple[Tensor, Tensor]:
-        cell, pbc = batch.cell.to(dense.positions), batch.pbc
-        extent = free_extent(dense.positions, dense.mask, cell, pbc)
-        taper = "positive" if self.placement == "multiplicative" else "step"
+        """In double precision: random features are drawn as functions of frequency."""
+        cell, pbc = batch.cell.double(), batch.pbc
+        extent = free_extent(dense.positions.double(), dense.mask, cell, pbc)
+        taper = TAPER[self.placement]
         return reciprocal_nodes(cell, pbc, self.max_frequency, extent, taper=taper)
 
     @torch.compiler.disable  # the neighbor list comes from a library of C
@@ -168,7 +179,13 @@ class GraphEncoding(nn.Module):
         pairs = Pairs(graph, query - first, key - first, vector.new_zeros(1, 1))
         if self.periodic == "reciprocal":
             # The factors sum all images of a pair; each has a pair of its own here.
-            far = self.position.kernel(vector[None])[0]
+            far = tapered_mask(
+                self.position.spectrum,
+                distances(vector),
+                self.max_frequency,
+                TAPER[self.placement],
+                self.near_field.cutoff,
+            )
         else:
             far = products(*factors, pairs)
         return pairs._replace(weight=self.near_field(vector, far))

@@ -58,6 +58,9 @@ class EnergyRegressor(nn.Module):
         projection: how random features are drawn; "orthogonal" if none is given and the map is
             random.
         normalize_qk: divide queries and keys by their norms.
+        normalize: what kernelized attention divides by: the sum of its weights ("masked"), that
+            without the mask ("unmasked"), or nothing ("none"), so that outputs grow with the number
+            of neighbors; see `molflt.attention.Attention`.
         position: "spectral" (FLT's mask) or "none" (Performer; plain softmax).
         placement: "additive" (FLT: the mask is added to the logit) or "multiplicative" (a kernel
             multiplies phi(q).phi(k)).
@@ -102,6 +105,7 @@ class EnergyRegressor(nn.Module):
         num_features: int = 64,
         projection: ProjectionName | None = None,
         normalize_qk: bool = False,
+        normalize: Literal["masked", "unmasked", "none"] = "masked",
         position: Literal["spectral", "none"] = "spectral",
         placement: Literal["additive", "multiplicative"] = "additive",
         nodes: Literal["gaussian", "orthogonal", "sobol", "shells"] = "gaussian",
@@ -144,7 +148,7 @@ class EnergyRegressor(nn.Module):
             "num_features": num_features,
             "dropout": attention_dropout,
         }
-        options["normalize_qk"] = normalize_qk
+        options |= {"normalize_qk": normalize_qk, "normalize": normalize}
         options["position"] = None if self.encoding is None else self.encoding.position
         blocks = [Block(Attention(dim, heads, **options), ffn_dim, dropout) for _ in range(layers)]
         self.neighbor_cutoff = neighbor_cutoff

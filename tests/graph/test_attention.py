@@ -1,0 +1,296 @@
+"""GraphAttention keeps its promises, whatever it is built from: batches, symmetries, errors."""
+
+import copy
+import io
+
+import pytest
+import torch
+from graph_cases import (
+    ALL,
+    CHANNELS,
+    EXACT,
+    FEW,
+    HEADS,
+    SLAB,
+    TRICLINIC,
+    Kind,
+    close,
+    collated,
+    graph,
+    kinds,
+    mixed,
+    run,
+)
+
+from molflt.attention import mixing
+from molflt.graph import GraphAttention
+
+
+@pytest.mark.parametrize("kind", ALL, ids=str)
+def test_a_graph_does_not_see_its_batch(kind):
+    """Alone == in a batch == beside a larger graph == in another order == its atoms permuted.
+
+    With "auto" the small graphs alone are computed by another form than in the batch.
+    """
+    layer, graphs = kind.build(), mixed()
+    together = run(layer, graphs)
+    close([run(layer, [each])[0] for each in graphs], together)
+    close(run(layer, [*graphs, graph("crystal", 20)])[:-1], together)
+    close(run(layer, graphs[::-1])[::-1], together)
+    orders = [torch.randperm(len(each.x), generator=torch.manual_seed(2)) for each in graphs]
+    permuted = [
+        each._replace(x=each.x[order], pos=each.pos[order])
+        for each, order in zip(graphs, orders, strict=True)
+    ]
+    close(run(layer, permuted), [out[order] for out, order in zip(together, orders, strict=True)])
+
+
+def test_auto_computes_alone_and_in_a_batch_by_different_forms(monkeypatch):
+    """The premise of the test above."""
+    layer, graphs, found = Kind("additive", "none", False, "gaussian", "auto").build(), mixed(), []
+    for name in ("linear", "quadratic"):
+        form = getattr(mixing, name)
+        monkeypatch.setattr(mixing, name, lambda *a, f=form: found.append(f.__name__) or f(*a))
+    run(layer, graphs[:1])
+    run(layer, graphs)
+    assert found == ["quadratic", "linear"]
+
+
+@pytest.mark.parametrize("kind", ALL, ids=str)
+def test_no_gradient_crosses_graphs(kind):
+    """Exactly 0 in x and in pos, and finite within the graph."""
+    layer, arguments = kind.build(), collated(mixed())
+    leaves = [arguments[name].requires_grad_() for name in ("x", "pos")]
+    out, batch = layer(**arguments), arguments["batch"]
+    for index in (0, 2, 4):
+        own = batch == index
+        for grad in torch.autograd.grad(out[own].square().sum(), leaves, retain_graph=True):
+            assert (grad[~own] == 0).all()
+            assert torch.isfinite(grad).all() and (grad[own] != 0).any()
+
+
+@pytest.mark.parametrize("kind", kinds("linear"), ids=str)
+def test_linear_equals_quadratic(kind):
+    """Outputs, and gradients in all parameters, atoms and positions."""
+    found = []
+    for backend in ("linear", "quadratic"):
+        layer, arguments = kind._replace(backend=backend).build(), collated(mixed())
+        leaves = [arguments[name].requires_grad_() for name in ("x", "pos", "cell")]
+        out = layer(**arguments)
+        loss = (out * out.detach().cos()).sum()
+        grads = torch.autograd.grad(loss, [*leaves, *layer.parameters()], allow_unused=True)
+        found.append([out, *(torch.zeros(()) if grad is None else grad for grad in grads)])
+    for one, other in zip(*found, strict=True):
+        assert torch.isfinite(one).all()
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ALL, ids=str)
+def test_translation(kind):
+    """Each graph moved by itself, where it is promised: see the test below."""
+    layer, graphs = kind.build(), mixed()
+    if kind[:2] == ("additive", "reciprocal") and kind.backend != "softmax":
+        graphs = [each for each in graphs if not each.pbc.any()]
+    moved = [
+        each._replace(pos=each.pos + torch.tensor([1.0, -0.3, 2.2]) * (n + 1))
+        for n, each in enumerate(graphs)
+    ]
+    close(run(layer, moved), run(layer, graphs))
+
+
+def test_additive_reciprocal_promises_no_translation_along_periodic_axes():
+    """Its random features see where the crystal lies; perpendicular to a slab they do not."""
+    layer = Kind("additive", "reciprocal", False, "gaussian", "linear").build()
+    slab = graph("slab", 12)
+    straight = run(layer, [slab])[0]
+    for step, bounds in (
+        (torch.linalg.cross(*SLAB[:2].double()), (0, 1e-10)),
+        (SLAB[0], (1e-3, 1)),
+    ):
+        moved = run(layer, [slab._replace(pos=slab.pos + 0.3 * step / step.norm())])[0]
+        assert bounds[0] <= (moved - straight).abs().max() < bounds[1]
+
+
+ROTATED = [kind for kind in kinds("softmax") if not kind.near or kind.periodic == "reciprocal"]
+
+
+@pytest.mark.parametrize("kind", ROTATED, ids=str)
+def test_rotation_of_the_exact_mask(kind):
+    """Atoms and cell turned together; molecules of "reciprocal" turn in a box of finite size."""
+    layer, graphs = kind.build(), mixed()
+    if kind.periodic == "reciprocal":
+        graphs = [each for each in graphs if each.pbc.any()]
+    turn = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64, generator=torch.manual_seed(5)))
+    turned = [each._replace(pos=each.pos @ turn.Q, cell=each.cell @ turn.Q) for each in graphs]
+    close(run(layer, turned), run(layer, graphs))
+
+
+@pytest.mark.parametrize("kind", [*FEW, Kind("additive", "none", False, "gaussian", "softmax")])
+def test_positions_matter(kind):
+    """Otherwise all of the above would hold for a Performer, too."""
+    layer, graphs = kind.build(), mixed()
+    stretched = [each._replace(pos=1.3 * each.pos) for each in graphs]
+    for n in (0, 2, 4):
+        assert (run(layer, stretched)[n] - run(layer, graphs)[n]).abs().max() > 1e-4
+
+
+def test_performer_needs_no_positions():
+    torch.manual_seed(0)
+    layer = GraphAttention(CHANNELS, HEADS, position="none", backend="linear").double()
+    arguments = {name: collated(mixed())[name] for name in ("x", "batch", "batch_size")}
+    out = layer(**arguments)
+    torch.testing.assert_close(layer(**arguments, pos=torch.zeros(25, 3)), out, **EXACT)
+    x = arguments["x"]
+    torch.testing.assert_close(layer(x[:7]), out[:7], **EXACT)
+
+
+@pytest.mark.parametrize("kind", FEW, ids=str)
+def test_defaults_of_batch_cell_and_pbc(kind):
+    """One graph needs no batch; (3, 3) and (3,) serve all graphs; a cell alone is periodic."""
+    layer, crystals = kind.build(), [graph("crystal", 7), graph("crystal", 4)]
+    expected = run(layer, crystals)
+    arguments = collated(crystals)
+    one = {"cell": TRICLINIC, "pbc": torch.tensor([True, True, True])}
+    close([layer(**{**arguments, **one, "batch_size": None})], [torch.cat(expected)])
+    first = crystals[0]
+    close([layer(first.x, first.pos, cell=first.cell)], expected[:1])
+    molecule = graph("molecule", 5)
+    alone = layer(molecule.x, molecule.pos, pbc=molecule.pbc)
+    close([alone], run(layer, [molecule]))
+
+
+@pytest.mark.parametrize("kind", FEW, ids=str)
+def test_no_atoms_at_all(kind):
+    layer = kind.build()
+    x = torch.zeros(0, CHANNELS, dtype=torch.float64, requires_grad=True)
+    for more in ({}, {"batch": torch.zeros(0, dtype=torch.long), "batch_size": 3}):
+        out = layer(x, torch.zeros(0, 3), cell=TRICLINIC, **more)
+        assert out.shape == (0, CHANNELS)
+        out.sum().backward()
+
+
+WRONG_INPUT = {
+    "width": ({"x": torch.zeros(7, 3)}, "x must have shape"),
+    "one dimension": ({"x": torch.zeros(16)}, "x must have shape"),
+    "batch not ascending": ({"batch": torch.tensor([0, 1, 0, 1, 1, 1, 1])}, "batch must be ascend"),
+    "batch too short": ({"batch": torch.zeros(3, dtype=torch.long)}, "batch must be ascending"),
+    "negative batch": ({"batch": torch.arange(7) - 1}, "batch must"),
+    "batch_size too small": ({"batch": torch.arange(7), "batch_size": 3}, "batch_size"),
+    "no positions": ({"pos": None}, "pos must have shape"),
+    "positions of others": ({"pos": torch.zeros(3, 3)}, "pos must have shape"),
+    "no cell": ({"cell": None}, "needs cell"),
+    "cells of others": ({"cell": torch.zeros(2, 3, 3)}, "cell must have shape"),
+    "flat cell": ({"cell": torch.zeros(9)}, "cell must have shape"),
+    "flat pbc": ({"pbc": torch.ones(6, dtype=torch.bool)}, "pbc must have shape"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_INPUT)
+@pytest.mark.parametrize("periodic", ["images", "reciprocal"])
+def test_wrong_input_is_one_line(case, periodic):
+    layer = Kind("additive", periodic, False, "gaussian", "linear").build()
+    arguments = collated([graph("crystal", 7)]) | {"batch_size": None}
+    change, message = WRONG_INPUT[case]
+    with pytest.raises(ValueError, match=message) as caught:
+        layer(**{**arguments, **change})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "fast"}, "'fast' is unknown"),
+        ({"placement": "between"}, "placement='between' is unknown"),
+        ({"periodic": "yes"}, "periodic='yes' is unknown"),
+        ({"position": "rotary"}, "position must be 'spectral'"),
+        ({"position": "none", "periodic": "images"}, "position must be 'spectral'"),
+        ({"near_field": 4.0}, "near_field corrects a kernel"),
+        (
+            {"near_field": 4.0, "placement": "multiplicative", "periodic": "images"},
+            "near_field corrects",
+        ),
+        ({"heads": 3}, "must be a multiple of heads"),
+        ({"nodes": "grid"}, "nodes='grid' is unknown"),
+        ({"nodes": "shells"}, "needs diameter|needs node_diameter"),
+        ({"feature_map": "softmax"}, "feature_map='softmax' is unknown"),
+    ],
+)
+def test_wrong_choices_are_one_line(options, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        GraphAttention(CHANNELS, **{"heads": HEADS, **options})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [*FEW, kinds("softmax")[0]], ids=str)
+def test_reset_redraw_save_and_copy(kind):
+    layer, graphs = kind.build(), mixed()
+    before = run(layer, graphs)
+    twin = kind.build(seed=1)
+    assert (torch.cat(run(twin, graphs)) - torch.cat(before)).abs().max() > 1e-3
+    buffer = io.BytesIO()
+    torch.save(layer.state_dict(), buffer)
+    buffer.seek(0)
+    twin.load_state_dict(torch.load(buffer, weights_only=True))
+    twins = {"loaded": twin, "copied": copy.deepcopy(layer)}
+    for other in twins.values():
+        for one, two in zip(run(other, graphs), before, strict=True):
+            torch.testing.assert_close(one, two, rtol=0.0, atol=0.0)
+
+    learned = {name: value.clone() for name, value in layer.named_parameters()}
+    layer.redraw_(torch.Generator().manual_seed(3))
+    redrawn = torch.cat(run(layer, graphs))
+    softmax = kind.backend == "softmax"
+    assert ((redrawn - torch.cat(before)).abs().max() > 1e-6) == (not softmax)
+    twin.redraw_(torch.Generator().manual_seed(3))
+    torch.testing.assert_close(torch.cat(run(twin, graphs)), redrawn, rtol=0.0, atol=0.0)
+    assert all((value == learned[name]).all() for name, value in layer.named_parameters())
+
+    layer.reset_parameters()
+    state = layer.state_dict()
+    assert all(value.dtype == torch.float64 for value in layer.parameters())
+    assert all(torch.isfinite(value).all() for value in state.values())
+    assert not torch.equal(state["attention.to_query.weight"], learned["attention.to_query.weight"])
+    assert torch.isfinite(torch.cat(run(layer, graphs))).all()
+    assert [len(each) for each in run(twins["copied"], graphs)] == [7, 1, 12, 0, 5]
+
+
+def test_repr_says_what_it_is():
+    layer = Kind("multiplicative", "reciprocal", True, "gaussian", "auto").build()
+    words = "16, heads=2", "mixing='auto'", "placement='multiplicative', periodic='reciprocal'"
+    assert repr(layer).startswith("GraphAttention(\n") and all(
+        word in repr(layer) for word in words
+    )
+
+
+@pytest.mark.parametrize("kind", [*FEW, *kinds("softmax")[:2]], ids=str)
+def test_float32_and_autocast(kind):
+    """Near float64: float32 to 2e-3, bfloat16 autocast to 3 percent of the outputs' size."""
+    layer, arguments = kind.build(), collated(mixed())
+    exact = layer(**arguments)
+    single = copy.deepcopy(layer).float()
+    floats = {
+        name: value.float() if name in ("x", "pos", "cell") else value
+        for name, value in arguments.items()
+    }
+    got = single(**floats)
+    assert got.dtype == torch.float32 and (got - exact).abs().max() < 2e-3
+    # Positions as they come from ASE, in float64, beside atoms in float32.
+    double = {**floats, "pos": arguments["pos"], "cell": arguments["cell"]}
+    assert (single(**double) - exact).abs().max() < 2e-3
+    floats["x"].requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = single(**floats)
+    assert torch.isfinite(torch.autograd.grad(out.float().square().sum(), floats["x"])[0]).all()
+    assert 0 < (out - exact).abs().mean() < 0.03 * exact.abs().mean()
+
+
+@pytest.mark.parametrize("kind", [FEW[-1], kinds("auto")[0]], ids=str)
+def test_compile(kind):
+    """Graph breaks are allowed, other numbers are not: outputs and gradients."""
+    layer, found = kind.build(), []
+    for module in (layer, torch.compile(copy.deepcopy(layer), backend="aot_eager")):
+        arguments = collated(mixed())
+        leaves = [arguments[name].requires_grad_() for name in ("x", "pos")]
+        out = module(**arguments)
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    close(found[1], found[0])

@@ -1,0 +1,265 @@
+"""Reciprocal lattices keep their promises in whole layers, and forces can be trained."""
+
+import pytest
+import torch
+from graph_cases import EXACT, Graph, Kind, close, graph, run
+from torch import Tensor
+
+from molflt.graph import GraphAttention
+from molflt.graph.encoding import Geometry
+
+PLACEMENTS = ("additive", "multiplicative", "near")
+UNIMODULAR = torch.tensor([[1.0, 1.0, 0.0], [0.0, 1.0, 0.0], [0.0, 2.0, 1.0]])
+IN_PLANE = torch.tensor([[1.0, 3.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
+
+
+def reciprocal(placement: str, backend: str = "linear", **options) -> GraphAttention:
+    """A layer with nodes on reciprocal lattices; "near": multiplicative with a near field."""
+    near = placement == "near"
+    kind = Kind("multiplicative" if near else placement, "reciprocal", near, "gaussian", backend)
+    return kind.build(**options)
+
+
+@pytest.mark.parametrize("backend", ["linear", "softmax"])
+@pytest.mark.parametrize("structure", ["crystal", "slab"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_lattice_shifts_of_single_atoms(placement, structure, backend):
+    """Any atom by any lattice vector along periodic axes, each by another."""
+    layer, given = reciprocal(placement, backend), graph(structure, 9)
+    steps = torch.randint(-3, 4, (9, 3), generator=torch.manual_seed(0)) * given.pbc
+    assert (steps.abs().sum(dim=1) > 0).sum() > 6
+    moved = given._replace(pos=given.pos + steps.double() @ given.cell)
+    close(run(layer, [moved]), run(layer, [given]))
+    # A step along an axis that is not periodic, or of half a cell, is another structure.
+    other = given.pos.clone()
+    other[0] += 0.5 * given.cell[0]
+    changed = run(layer, [given._replace(pos=other)])[0] - run(layer, [given])[0]
+    assert changed.abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("backend", ["linear", "softmax"])
+@pytest.mark.parametrize(
+    ("structure", "matrix"), [("crystal", UNIMODULAR), ("slab", IN_PLANE)], ids=["crystal", "slab"]
+)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_another_cell_of_the_same_crystal(placement, structure, matrix, backend):
+    """Also with its vectors in another order, and of the other handedness."""
+    layer, given = reciprocal(placement, backend), graph(structure, 9)
+    expected = run(layer, [given])
+    cell = matrix.double() @ given.cell
+    close(run(layer, [given._replace(cell=cell)]), expected)
+    order = [2, 0, 1]
+    close(run(layer, [given._replace(cell=-cell[order], pbc=given.pbc[order])]), expected)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_the_vector_of_an_axis_that_is_not_periodic_is_not_read(placement):
+    layer, given = reciprocal(placement), graph("slab", 9)
+    cell = given.cell.clone()
+    cell[2] = torch.tensor([0.5, -0.2, 30.0])
+    close(run(layer, [given._replace(cell=cell)]), run(layer, [given]))
+
+
+def supercell(given: Graph, copies: tuple[int, int, int]) -> Graph:
+    """Every atom once in each of the cells, those of one cell behind those of another."""
+    steps = torch.cartesian_prod(*(torch.arange(n).double() for n in copies))
+    pos = (steps @ given.cell)[:, None] + given.pos
+    cell = given.cell * torch.tensor(copies).double()[:, None]
+    return Graph(given.x.repeat(len(steps), 1), pos.flatten(0, 1), cell, given.pbc)
+
+
+def against_supercell(
+    layer: GraphAttention, structure: str, copies: tuple[int, int, int]
+) -> Tensor:
+    """Outputs in the supercell minus those in the cell, for every copy of every atom."""
+    given = graph(structure, 4)
+    large = run(layer, [supercell(given, copies)])[0]
+    return large.unflatten(0, (-1, 4)) - run(layer, [given])[0]
+
+
+SUPERCELLS = [("crystal", (2, 2, 2)), ("crystal", (2, 1, 1)), ("slab", (2, 2, 1))]
+
+
+@pytest.mark.parametrize("backend", ["linear", "quadratic", "softmax"])
+@pytest.mark.parametrize(("structure", "copies"), SUPERCELLS)
+@pytest.mark.parametrize("placement", ["multiplicative", "near"])
+def test_supercells_of_the_multiplicative_placement(placement, structure, copies, backend):
+    layer = reciprocal(placement, backend)
+    assert against_supercell(layer, structure, copies).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("backend", ["linear", "softmax"])
+def test_additive_placement_promises_nothing_about_supercells(backend):
+    """It exponentiates the sum over images, and exp(a + b) is not exp(a) + exp(b)."""
+    found = against_supercell(reciprocal("additive", backend), "crystal", (2, 1, 1))
+    assert torch.isfinite(found).all() and found.abs().max() > 1e-6
+
+
+def test_a_background_breaks_supercells_and_is_off_by_default():
+    """What all pairs see of each other, however far apart, doubles with the cell."""
+    default = reciprocal("multiplicative").encoding.position
+    assert default.background == 0 and default.spectrum.positive
+    layer = reciprocal("multiplicative", position_options={"background": 1.0})
+    assert against_supercell(layer, "crystal", (2, 1, 1)).abs().max() > 1e-6
+
+
+def kernel_at(layer: GraphAttention, distance: float) -> Tensor:
+    """Positional kernel between two atoms of a molecule, (heads,)."""
+    pos = torch.tensor([[0.0, 0.0, 0.0], [0.6, 0.0, 0.8]], dtype=torch.float64) * distance
+    one, none = torch.zeros(2, dtype=torch.long), torch.zeros(1, 3, dtype=torch.bool)
+    _, encoding = layer.encoding(
+        Geometry(pos, one, torch.tensor([0, 2]), torch.zeros(1, 3, 3).double(), none)
+    )
+    return encoding.dense_kernel()[0, :, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "periodic",
+    [
+        "none",
+        "reciprocal",
+    ],
+)
+def test_near_field_is_the_kernel_of_near_pairs(periodic):
+    """exp(f) up to half of the cutoff, and no step at the cutoff."""
+    layer = Kind("multiplicative", periodic, True, "gaussian", "linear").build()
+    near = layer.encoding.near_field
+    for distance in (0.0, 0.7, 1.4):
+        z = torch.tensor([0.6, 0.0, 0.8], dtype=torch.float64) * distance
+        expected = near.spectrum.mask(z[None, None])[0, :, 0].exp()
+        error = (kernel_at(layer, distance) - expected).abs().max()
+        assert error < (1e-10 if periodic == "none" else 1e-2)
+    inside, outside = (kernel_at(layer, near.cutoff + step) for step in (-1e-7, 1e-7))
+    assert (inside - outside).abs().max() < 1e-5 < (inside - 1).abs().max()
+
+
+FORCES = {
+    "additive": ("additive", "none", False),
+    "multiplicative": ("multiplicative", "none", False),
+    "near": ("multiplicative", "none", True),
+    "images": ("additive", "images", False),
+    "additive-reciprocal": ("additive", "reciprocal", False),
+    "reciprocal": ("multiplicative", "reciprocal", False),
+    "reciprocal-near": ("multiplicative", "reciprocal", True),
+}
+
+
+def force_field(name: str, backend: str = "linear"):
+    """Two layers, so that the second sees positions through its tokens, too, and a readout.
+
+    Without biases, which are 0 in many initializations: padding then has queries of exactly 0.
+    """
+    placement, periodic, near = FORCES[name]
+    kind = Kind(placement, periodic, near, "gaussian", backend)
+    options = {"num_features": 4, "num_nodes": 3, "max_frequency": 0.25, "image_cutoff": 2.5}
+    layers = [kind.build(seed, **options) for seed in (0, 1)]
+    with torch.no_grad():
+        for layer in layers:
+            for part in ("query", "key", "value", "out"):
+                getattr(layer.attention, f"to_{part}").bias.zero_()
+    # Random features of additive reciprocal masks depend on the box: see the last test.
+    other = "crystal" if name == "additive-reciprocal" else "slab"
+    graphs = [graph("crystal", 2), graph(other, 3)]
+    x = torch.cat([each.x for each in graphs])
+    more = {
+        "batch": torch.tensor([0, 0, 1, 1, 1]),
+        "cell": torch.stack([each.cell for each in graphs]),
+        "pbc": torch.stack([each.pbc for each in graphs]),
+    }
+
+    def energy(pos: Tensor) -> Tensor:
+        h = x + layers[0](x, pos, **more)
+        return torch.tanh(layers[1](h, pos, **more)).sum()
+
+    return layers, energy, torch.cat([0.6 * each.pos for each in graphs])
+
+
+@pytest.mark.parametrize("backend", ["linear", "quadratic", "softmax"])
+@pytest.mark.parametrize("name", FORCES)
+def test_forces(name, backend):
+    """Central differences of the energy, and no net force on a graph that may be moved."""
+    _, energy, pos = force_field(name, backend)
+    (forces,) = torch.autograd.grad(-energy(pos.requires_grad_()), pos)
+    assert forces.abs().max() > 1e-4
+    if (name, backend) not in [("additive-reciprocal", form) for form in ("linear", "quadratic")]:
+        for atoms in (forces[:2], forces[2:]):
+            torch.testing.assert_close(atoms.sum(dim=0), torch.zeros(3).double(), **EXACT)
+    step = 1e-4
+    with torch.no_grad():
+        for place in ((0, 1), (3, 2)):
+            there, back = pos.clone(), pos.clone()
+            there[place] += step
+            back[place] -= step
+            slope = (energy(there) - energy(back)) / (2 * step)
+            assert abs(slope + forces[place]) < 1e-6 * (1 + forces.abs().max())
+
+
+@pytest.mark.parametrize("name", FORCES)
+def test_second_derivatives(name):
+    """Mixed second derivatives are what training on forces takes; checked by `gradgradcheck`."""
+    layers, energy, pos = force_field(name)
+    parts = ("spectrum.log_width", "amplitude", "to_query.weight", "to_key.bias")
+    learned = [value for name, value in layers[0].named_parameters() if name.endswith(parts)]
+    assert len(learned) > 3
+    assert torch.autograd.gradgradcheck(
+        lambda where, *_: energy(where), (pos.requires_grad_(), *learned), fast_mode=True
+    )
+
+
+@pytest.mark.parametrize("backend", ["linear", "quadratic", "softmax"])
+@pytest.mark.parametrize("name", FORCES)
+def test_training_on_forces(name, backend):
+    """Gradients of a loss on forces are finite everywhere, and right along a random direction."""
+    layers, energy, pos = force_field(name, backend)
+    parameters = [value for layer in layers for value in layer.parameters()]
+    target = torch.randn(pos.shape, dtype=torch.float64, generator=torch.manual_seed(1))
+    pos.requires_grad_()
+
+    def loss() -> Tensor:
+        (forces,) = torch.autograd.grad(-energy(pos), pos, create_graph=True)
+        return (forces - target).square().sum()
+
+    grads = torch.autograd.grad(loss(), parameters, allow_unused=True)
+    grads = [
+        torch.zeros_like(value) if grad is None else grad
+        for value, grad in zip(parameters, grads, strict=True)
+    ]
+    assert all(torch.isfinite(grad).all() for grad in grads)
+    generator, step = torch.manual_seed(2), 1e-5
+    ways = [torch.randn(value.shape, generator=generator).double() for value in parameters]
+    expected = sum((way * grad).sum() for way, grad in zip(ways, grads, strict=True))
+    slopes = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            for value, way in zip(parameters, ways, strict=True):
+                value += sign * step * way
+        slopes.append(loss().item())
+        with torch.no_grad():
+            for value, way in zip(parameters, ways, strict=True):
+                value -= sign * step * way
+    slope = (slopes[0] - slopes[1]) / (2 * step)
+    assert abs(expected) > 1e-6
+    assert slope == pytest.approx(expected.item(), rel=1e-4, abs=1e-6)
+
+
+def test_additive_reciprocal_forces_on_slabs_leave_the_change_of_random_features_out():
+    """Named, because it is not promised: the box, and so what is drawn, depends on the height.
+
+    Rows of the random projection are drawn by the frequencies of a virtual box as high as the slab,
+    and no gradient flows into them. In place, where the height stays, forces are right.
+    """
+    layer, given = reciprocal("additive"), graph("slab", 9)
+    normal = torch.linalg.cross(*given.cell[:2])
+    height = given.pos @ (normal / normal.norm())
+    step = 1e-4 * normal / normal.norm()
+    for atom, right in ((height.argmax(), False), (height.argsort()[4], True)):
+        pos = given.pos.clone().requires_grad_()
+        layer(given.x, pos, cell=given.cell, pbc=given.pbc).sin().sum().backward()
+        energies = []
+        for sign in (1, -1):
+            there = given.pos.clone()
+            there[atom] += sign * step
+            with torch.no_grad():
+                energies.append(run(layer, [given._replace(pos=there)])[0].sin().sum())
+        error = (energies[0] - energies[1]) / 2 - pos.grad[atom] @ step
+        assert (abs(error) / step.norm() < 1e-5) == right

@@ -1,0 +1,124 @@
+"""Structures and layers for the tests of attention over PyG batches: all combinations allowed."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from molflt.graph import GraphAttention
+
+EXACT = {"rtol": 0.0, "atol": 1e-10}
+CHANNELS, HEADS = 16, 2
+SHELLS = {"node_diameter": 12.0, "node_k_max": 0.2, "node_num_shells": 3}
+NODES = {"gaussian": {}, "sobol": {}, "shells": SHELLS}
+TRICLINIC = torch.tensor([[7.0, 0.4, 0.1], [-2.0, 6.0, 0.3], [0.5, 1.0, 6.5]])
+# Not periodic along the third axis, which so need not have a vector.
+SLAB = torch.tensor([[6.0, 0.3, 0.2], [1.5, 6.5, -0.4], [0.0, 0.0, 0.0]])
+PBC = {"crystal": (True, True, True), "slab": (True, True, False), "molecule": (False,) * 3}
+CELLS = {"crystal": TRICLINIC, "slab": SLAB, "molecule": torch.zeros(3, 3)}
+
+
+class Graph(NamedTuple):
+    """One structure."""
+
+    x: Tensor
+    pos: Tensor
+    cell: Tensor
+    pbc: Tensor
+
+
+def graph(kind: str, atoms: int, seed: int = 0) -> Graph:
+    """Random atoms in a ball of about 6 Å, float64; they need not lie inside of the cell."""
+    generator = torch.Generator().manual_seed(100 * atoms + seed)
+    x = torch.randn(atoms, CHANNELS, dtype=torch.float64, generator=generator)
+    pos = 2.5 * torch.randn(atoms, 3, dtype=torch.float64, generator=generator)
+    return Graph(x, pos, CELLS[kind].double(), torch.tensor(PBC[kind]))
+
+
+def mixed() -> list[Graph]:
+    """Crystal, slab and molecule, one atom and none: what one batch may hold."""
+    kinds = {"crystal": 7, "slab": 12, "molecule": 5}
+    graphs = [graph(kind, atoms) for kind, atoms in kinds.items()]
+    return [graphs[0], graph("molecule", 1), graphs[1], graph("slab", 0), graphs[2]]
+
+
+def collated(graphs: list[Graph]) -> dict:
+    """Arguments of `GraphAttention.forward`."""
+    sizes = torch.tensor([len(each.x) for each in graphs])
+    return {
+        "x": torch.cat([each.x for each in graphs]),
+        "pos": torch.cat([each.pos for each in graphs]),
+        "batch": torch.arange(len(graphs)).repeat_interleave(sizes),
+        "cell": torch.stack([each.cell for each in graphs]),
+        "pbc": torch.stack([each.pbc for each in graphs]),
+        "batch_size": len(graphs),
+    }
+
+
+def run(layer: GraphAttention, graphs: list[Graph]) -> list[Tensor]:
+    """Outputs of each graph from one batch."""
+    return list(layer(**collated(graphs)).split([len(each.x) for each in graphs]))
+
+
+class Kind(NamedTuple):
+    """One allowed combination."""
+
+    placement: str
+    periodic: str
+    near: bool
+    nodes: str
+    backend: str
+
+    def __str__(self) -> str:
+        return "-".join(str(word) for word in self if word)
+
+    def build(self, seed: int = 0, **options) -> GraphAttention:
+        """A float64 layer whose mask is far from uniform."""
+        extra = dict(NODES[self.nodes])
+        lattice = self.periodic == "reciprocal"
+        if self.placement == "multiplicative" and not lattice:
+            extra["background"] = 4.0  # above the ripples: no normalizer near 0
+        torch.manual_seed(seed)
+        arguments = {
+            "placement": self.placement,
+            "periodic": self.periodic,
+            "near_field": 3.0 if self.near else None,
+            "nodes": None if lattice else self.nodes,
+            "backend": self.backend,
+            "num_features": 16,
+            "num_nodes": 5,
+            "image_cutoff": 4.0,
+            "max_frequency": 0.2,
+            "position_options": {"num_gaussians": 6, **({} if lattice else extra)},
+        }
+        layer = GraphAttention(CHANNELS, HEADS, **{**arguments, **options}).double()
+        with torch.no_grad():
+            for name, parameter in layer.named_parameters():
+                if name.endswith(".amplitude"):
+                    parameter.normal_(std=0.5)
+                elif "to_" in name and parameter.ndim == 2:
+                    parameter.normal_(std=0.3)
+        return layer
+
+
+def kinds(*backends: str) -> list[Kind]:
+    """All allowed combinations; reciprocal nodes come from the cells, whatever `nodes` is."""
+    found = []
+    for backend in backends:
+        for periodic in ("none", "images", "reciprocal"):
+            for nodes in NODES if periodic != "reciprocal" else ["gaussian"]:
+                found.append(Kind("additive", periodic, False, nodes, backend))
+                for near in (False, True)[: 1 if periodic == "images" else 2]:
+                    found.append(Kind("multiplicative", periodic, near, nodes, backend))
+    return found
+
+
+ALL = kinds("linear", "quadratic", "softmax", "auto")
+FEW = [kind for kind in kinds("linear") if kind.nodes == "gaussian"]
+
+
+def close(found: list[Tensor], expected: list[Tensor]) -> None:
+    """Asserts that all are finite and equal to 1e-10."""
+    for one, other in zip(found, expected, strict=True):
+        assert torch.isfinite(one).all()
+        torch.testing.assert_close(one, other, **EXACT)
