@@ -88,6 +88,10 @@ def products(left: Tensor, right: Tensor, pairs: Pairs) -> Tensor:
 
     The weight of `pairs` is not used.
     """
+    batch = max(len(left), len(right))
+    if batch * left.shape[-2] * right.shape[-2] <= 4 * len(pairs.query):
+        matrix = left @ right.transpose(-1, -2)  # of few tokens: cheaper than to gather the factors
+        return matrix.expand(batch, -1, -1, -1)[pairs.batch, :, pairs.query, pairs.key].T
     found = []
     chunk = max(1, TRANSIENT // (left.shape[1] * left.shape[-1]))
     for start in range(0, len(pairs.query), chunk):

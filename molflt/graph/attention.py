@@ -112,6 +112,8 @@ class GraphAttention(nn.Module):
         fresh = type(self)(**self._arguments)
         self.load_state_dict(fresh.state_dict())
 
+    _reset_parameters = reset_parameters  # the name by which PyG's GPSConv calls it
+
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws new random features in place; give a generator seeded alike on every rank."""
         self.attention.redraw_(generator)

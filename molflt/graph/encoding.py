@@ -114,7 +114,8 @@ class GraphEncoding(nn.Module):
         self.near_field: NearField | None = None
         self.frequency_projection: FrequencyProjection | None = None
         if near_field is not None:
-            basis = GaussianBasis(heads, 32, width_range=(0.2, near_field))
+            # Near kernels that differ from head to head from the start learn much faster.
+            basis = GaussianBasis(heads, 32, width_range=(0.2, near_field), amplitude=0.7)
             self.near_field = NearField(basis, near_field)
         if periodic == "reciprocal":
             self.position.nodes = LatticeNodes()
