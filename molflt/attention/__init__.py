@@ -11,12 +11,15 @@ from molflt.attention.fourier import TOKEN_MIXERS
 from molflt.attention.layer import Attention
 from molflt.attention.mixing import NORMALIZE, Features, Sums, linear, quadratic, softmax
 from molflt.attention.multiplicative import KernelPosition, NearField, linear_with_kernel
-from molflt.attention.nodes import NODES, GaussianNodes, KernelNodes
+from molflt.attention.nodes import NODES, GaussianNodes, KernelNodes, OrthogonalNodes, SobolNodes
 from molflt.attention.positions import POSITIONS, make_position
 from molflt.attention.projections import PROJECTIONS
+from molflt.attention.quadrature import ShellNodes, ShellWeights
+from molflt.attention.reciprocal import free_extent, reciprocal_nodes
 from molflt.attention.spectra import SPECTRA, GaussianBasis, GaussianMixture, Spectrum
 from molflt.attention.spectral import SpectralPosition
 from molflt.attention.stack import Block, Stack
+from molflt.attention.suggest import suggest_nodes
 from molflt.attention.toeplitz import toeplitz
 
 __all__ = [
@@ -39,18 +42,25 @@ __all__ = [
     "KernelNodes",
     "KernelPosition",
     "NearField",
+    "OrthogonalNodes",
     "Pairs",
     "Position",
+    "ShellNodes",
+    "ShellWeights",
+    "SobolNodes",
     "SpectralPosition",
     "Spectrum",
     "Stack",
     "Sums",
     "causal",
     "convert_weights_",
+    "free_extent",
     "linear",
     "linear_with_kernel",
     "make_position",
     "quadratic",
+    "reciprocal_nodes",
     "softmax",
+    "suggest_nodes",
     "toeplitz",
 ]
