@@ -17,6 +17,7 @@ from typing import NamedTuple
 from molflt.attention import (
     FEATURE_MAPS,
     MIXINGS,
+    NODES,
     POSITIONS,
     PROJECTIONS,
     SPECTRA,
@@ -123,6 +124,21 @@ LINES: dict[str, dict[str, Line]] = {
             FLT, "eq. 12", "N m (d + 2r)", "scipy's B-splines", "spectra::smooth_local_is_scipys"
         ),
     },
+    "nodes": {
+        "gaussian": Line(
+            FLT, "sec. 3, eqs. 4-5", "r", "density, 1/√r", "nodes::estimates_are_unbiased"
+        ),
+        "orthogonal": Line(
+            FLT, "eq. 4, drawn otherwise", "r", "unbiased", "quadrature::structured_draws"
+        ),
+        "sobol": Line(
+            FLT, "eq. 4, drawn otherwise", "r", "unbiased", "quadrature::structured_draws"
+        ),
+        "kernel": Line(FLT, "eq. 7", "r", "variance of theory", "nodes::kernel_nodes_have"),
+        "shells": Line(
+            FLT, "eq. 4 by quadrature", "(2R/s)^1.6 to 2", "exact mask", "quadrature::shells_are"
+        ),
+    },
     "position": {
         "kernel": Line(
             NPRF,
@@ -186,6 +202,7 @@ DICTIONARIES: dict[str, object] = {
     "feature_map": FEATURE_MAPS,
     "projection": PROJECTIONS,
     "spectrum": SPECTRA,
+    "nodes": NODES,
     "position": {key: build for key, build in POSITIONS.items() if key != "spectral"},
     "mixing": dict.fromkeys(MIXINGS),
     "token mixer": TOKEN_MIXERS,
@@ -205,7 +222,7 @@ def abilities(kind: str, key: str) -> tuple[str, ...]:
         linear = "linear" in cls.mixings
         periodic = "dim" in inspect.signature(build).parameters
         can = (cls.causal, True, True, cls.decodes and linear, periodic)
-    elif kind == "spectrum":
+    elif kind in ("spectrum", "nodes"):
         can = (True, True, True, True, True)
     else:  # maps and projections work token by token
         can = (True, True, True, True, True)
