@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch_geometric.data import Batch
 
-from molflt.data.augment import random_orthogonal, turn
+from molflt.data.augment import along_the_way, random_orthogonal, turn
 from molflt.data.records import make_record
 
 
@@ -49,3 +49,51 @@ def test_distances_and_cells_turn_together():
             torch.cat((b.pos[own], b.pos_relaxed[own], b.cell[graph])) for b in (batch, turned)
         )
         torch.testing.assert_close(torch.cdist(new, new), torch.cdist(old, old), rtol=0, atol=1e-4)
+
+
+def relaxations(count=400):
+    """Two free atoms and a fixed one each; every fourth structure has no relaxed positions."""
+    rng = np.random.default_rng(0)
+    records = []
+    for k in range(count):
+        pos = rng.normal(size=(3, 3))
+        relaxed = pos + np.array([[0.5, 0, 0], [0, -0.5, 0], [0, 0, 0]])
+        records.append(
+            make_record(
+                pos=pos,
+                pos_relaxed=relaxed if k % 4 else None,
+                atomic_numbers=np.ones(3),
+                cell=np.diag([40.0, 41.0, 42.0]),
+                pbc=True,
+                fixed=[False, False, True],
+                sid=k,
+            )
+        )
+    return Batch.from_data_list(records)
+
+
+def test_points_on_the_way_are_on_it():
+    batch = relaxations()
+    torch.manual_seed(0)
+    moved = along_the_way(batch, share=0.6, noise=0.0)
+    step = (moved.pos - batch.pos).view(-1, 3, 3)
+    assert not step[:, 2].any() and not step[::4].any()  # fixed, unknown
+    t = step[:, 0, 0] / 0.5
+    torch.testing.assert_close(step[:, 1, 1], -0.5 * t, rtol=0, atol=1e-5)
+    known = torch.arange(400) % 4 > 0
+    share = (t[known] != 0).double().mean()
+    assert abs(share - 0.6) < 0.1  # four standard deviations
+    assert t.min() >= 0 and t.max() <= 1 and abs(t[t > 0].mean() - 0.5) < 0.1
+    for key in ("pos_relaxed", "fixed", "cell"):
+        torch.testing.assert_close(moved[key], batch[key], equal_nan=True)
+
+
+def test_noise_is_on_structures_that_moved():
+    batch = relaxations()
+    torch.manual_seed(0)
+    moved = along_the_way(batch, share=0.5, noise=0.1)
+    step = (moved.pos - batch.pos).view(-1, 3, 3)
+    away = step[:, 0, 2]  # across the way
+    assert not step[:, 2].any() and not step[::4].any()
+    assert abs(away[away != 0].std() - 0.1) < 0.03
+    assert 0.2 < (away != 0).double().mean() < 0.55

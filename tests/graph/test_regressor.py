@@ -24,6 +24,18 @@ VARIANTS = {
     "flt-learnable": {"feature_map": "learnable_exp", "projection": "iid"},
     "relu": {"feature_map": "relu"},
     "elu": {"feature_map": "elu"},
+    "flt-shells": {"nodes": "shells", "diameter": 12.0, "max_frequency": 0.15},
+    "kernel": {"placement": "multiplicative", "normalize": "unmasked"},
+    "kernel-reciprocal": {"placement": "multiplicative", "periodic": "reciprocal"},
+    "near": {"placement": "multiplicative", "near_field": 3.0, "mixing": "auto"},
+    "near-reciprocal-moving": {
+        "placement": "multiplicative",
+        "near_field": 3.0,
+        "periodic": "reciprocal",
+        "normalize": "none",
+        "normalize_qk": True,
+        "move_atoms": True,
+    },
     "performer": {"position": "none"},
     "performer-radial": {"position": "none", "radial_basis": 8},
     "softmax-mask": {"mixing": "softmax"},
@@ -52,6 +64,7 @@ def structure(atoms: int, seed: int, tags: bool = True) -> Data:
         pbc=torch.tensor([[True, True, True]]),
         atomic_numbers=torch.from_numpy(rng.integers(1, 90, atoms)),
         tags=torch.from_numpy(tag if tags else 0 * tag),
+        fixed=torch.from_numpy(tag == 0),
         natoms=atoms,
     )
 
@@ -63,6 +76,8 @@ def model(**options) -> EnergyRegressor:
         for name, parameter in net.named_parameters():
             if parameter.ndim == 2 and "amplitude" not in name:
                 parameter.normal_(std=0.3)
+        if net.move_atoms:  # by tenths of an Å, not by the size of the cell
+            net.position_head.weight.weight.mul_(0.02)
     net.energy_mean.fill_(-1.5)
     net.energy_std.fill_(2.3)
     return net
@@ -108,7 +123,7 @@ def test_atom_order(variant):
     for s in STRUCTURES:
         order = torch.randperm(s.natoms, generator=torch.Generator().manual_seed(1))
         shuffled = copy.copy(s)
-        for key in ("pos", "atomic_numbers", "tags"):
+        for key in ("pos", "atomic_numbers", "tags", "fixed"):
             shuffled[key] = s[key][order]
         a, b = predict(net, [s]), predict(net, [shuffled])
         torch.testing.assert_close(b["energy"], a["energy"], **EXACT)
@@ -285,3 +300,78 @@ def test_wrong_sizes_are_named():
 def test_names_offered_by_the_command_line_are_those_of_the_core():
     assert get_args(FeatureMapName) == tuple(FEATURE_MAPS)
     assert get_args(ProjectionName) == tuple(PROJECTIONS)
+
+
+def moving(**options):
+    """A model whose position head moves atoms by a few tenths of an Å."""
+    return model(**{**VARIANTS["near-reciprocal-moving"], **options})
+
+
+def test_atoms_that_do_not_move_change_nothing():
+    net, still = (moving(move_atoms=move) for move in (True, False))
+    for either in (net, still):
+        torch.nn.init.zeros_(either.position_head.weight.weight)
+    still.load_state_dict(net.state_dict())
+    out = predict(net, STRUCTURES)
+    assert (out["displacement_by_pass"] == 0).all()
+    torch.testing.assert_close(out["energy"], predict(still, STRUCTURES)["energy"], **EXACT)
+
+
+def test_the_mask_follows_free_atoms_and_fixed_ones_stay():
+    """The second pass sees exactly the positions that the first one predicted."""
+    net, seen = moving(), []
+    net.encoding.register_forward_pre_hook(lambda _, geometry: seen.append(geometry[0].pos))
+    batch = Batch.from_data_list(STRUCTURES)
+    by_pass = net(batch)["displacement_by_pass"]
+    assert by_pass.shape == (2, len(batch.pos), 3)
+    assert by_pass[0].abs().max() > 0.01
+    moved = torch.where(batch.fixed[:, None], 0.0, by_pass[0])
+    torch.testing.assert_close(seen[0], batch.pos, **EXACT)
+    torch.testing.assert_close(seen[1], batch.pos + moved, **EXACT)
+    assert not torch.equal(by_pass[0], by_pass[1])
+
+
+@pytest.mark.parametrize("mixing", ["softmax", "linear"])
+def test_moved_atoms_turn_with_the_structure(mixing):
+    """Reciprocal nodes turn with the cell, and the near field is a radius."""
+    options = {} if mixing == "linear" else {"near_field": None, "normalize": "masked"}
+    if mixing == "softmax":
+        options |= {"placement": "additive", "periodic": "none", "normalize_qk": False}
+    net = moving(mixing=mixing, **options)
+    turn = torch.from_numpy(Rotation.random(random_state=0).as_matrix())
+    batch = Batch.from_data_list(STRUCTURES)
+    turned = batch.clone()
+    turned.pos, turned.cell = batch.pos @ turn.T, batch.cell @ turn.T
+    out, other = net(batch), net(turned)
+    assert out["displacement"].abs().max() > 0.01
+    torch.testing.assert_close(other["energy"], out["energy"], **EXACT)
+    expected = out["displacement_by_pass"] @ turn.T
+    torch.testing.assert_close(other["displacement_by_pass"], expected, **EXACT)
+
+
+@pytest.mark.parametrize("variant", ["kernel-reciprocal", "near-reciprocal-moving"])
+def test_single_atoms_may_be_given_in_any_image(variant):
+    net = model(**VARIANTS[variant])
+    s = STRUCTURES[2]
+    shifted = copy.copy(s)
+    shifted.pos = s.pos.clone()
+    shifted.pos[3] += s.cell[0, 0] - s.cell[0, 2]
+    shifted.pos[8] -= s.cell[0, 1]
+    out, other = predict(net, [s]), predict(net, [shifted])
+    torch.testing.assert_close(other["energy"], out["energy"], **EXACT)
+    torch.testing.assert_close(other["displacement"], out["displacement"], **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"move_atoms": True, "refinements": 1}, "move_atoms.*refinements=1"),
+        ({"move_atoms": True, "position_head": False}, "position_head=False"),
+        ({"move_atoms": True, "position": "none"}, "position 'spectral'"),
+        ({"near_field": 4.0, "position": "none"}, "near_field=4.0 needs position"),
+        ({"near_field": 4.0}, "near_field corrects a kernel that multiplies"),
+    ],
+)
+def test_options_that_do_not_go_together(options, words):
+    with pytest.raises(ValueError, match=words):
+        EnergyRegressor(**{**SMALL, **options})
