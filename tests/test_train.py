@@ -109,6 +109,12 @@ def test_checkpoints_hold_the_normalizer_of_the_training_set(data, run):
             "train_mae_eV",
         ),
         ("--task.position_weight=1", "train_displacement_mae_A"),
+        (
+            "--task.position_weight=1 --task.interpolate=0.5 --task.noise=0.02 "
+            "--model.placement=multiplicative --model.near_field=3 --model.periodic=reciprocal "
+            "--model.refinements=2 --model.move_atoms=true --model.mixing=auto",
+            "train_displacement_mae_A",
+        ),
     ],
 )
 def test_training_learns(data, tmp_path, options, column):
@@ -291,6 +297,9 @@ def test_structure_beyond_the_cap_on_atoms(data, tmp_path, capsys):
         ("--trainer.max_steps=0", "trainer.max_steps must be at least 1; got 0"),
         ("--trainer.max_steps=2", "task.warmup_steps must be less than trainer.max_steps=2; got 2"),
         ("--task.lr=0", "task.lr must be more than 0"),
+        ("--task.interpolate=2", "task.interpolate must lie in [0, 1]"),
+        ("--task.noise=0.1", "got interpolate=0.0, noise=0.1"),
+        ("--model.near_field=3", "near_field corrects a kernel that multiplies"),
         ("--data.batch_size=0", "data.batch_size must be at least 1; got 0"),
         ("--trainer.precision=8", "trainer.precision"),
         ("--trainer.max_step=8", "did you mean --trainer.max_steps?"),
