@@ -8,33 +8,34 @@ structure and head. Costs are multiplications per atom and head of the linear-ti
 
     additive        2 m (d + 2 r) + 2 m (dv + 1)
     multiplicative  2 m d + 2 m p (dv + 1), p = 2 r + 1
-    near field      the same + neighbors (m + p + dv + 1)
+    near field      the same + neighbors (m + p + dv + 1), p = 1 for a constant far field
+    near exact      the same + neighbors (d + dv + 1), q . k of near pairs being exact as well
 
-with queries and keys projected, r nodes, p columns; each form gets the features m that a budget
-leaves it. A budget is the cost of the papers' form, 16 Gaussian nodes, at 64 to 4096 features.
-Writes kernel_error.csv and kernel_error.md, and prints the latter.
+with r nodes and p columns: queries and keys are projected to m features. (Trigonometric features
+need half of that, which is not taken off.) Each form gets the features that a budget leaves it; a
+budget is the cost of the papers' form, 16 Gaussian nodes, at 64, 256 and 1024 features. Of the
+rules and feature maps tried for a form the table names the best, for all forms alike.
+Writes kernel_error.csv, with all of them, and kernel_error.md, and prints the latter.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
-import statistics
 import sys
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from kernel_error_report import Row, summary, tables, write_csv
 from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
 from molflt.attention import mixing
 from molflt.attention.encoding import differences
-from molflt.attention.feature_maps import FEATURE_MAPS
+from molflt.attention.feature_maps import FEATURE_MAPS, FeatureMap
 from molflt.attention.multiplicative import KernelPosition, NearField
 from molflt.attention.nodes import NODES
 from molflt.attention.quadrature import ShellNodes, ShellWeights
@@ -43,16 +44,18 @@ from molflt.attention.spectral import SpectralPosition
 from molflt.data import open_dataset
 
 MASKS, DIM, CUTOFF = 8, 16, 5.0  # heads, d = dv, Å
+MOST = 256  # nodes of additive forms with random features, whose errors are above 1 by then
 CONTACT, AMPLITUDE = (1.0, 3.0), 1.5  # Å, where the largest |f| is the amplitude
-QK = ("unit", "gaussian")  # |q| = |k| = 1, or standard normal times d^(-1/4)
+# |q| = |k| = 1 or standard normal times d^(-1/4), and feature maps that do not fail for them.
+QK = {"unit": ("positive", "trigonometric"), "gaussian": ("positive",)}
 SAMPLE = Path(__file__).resolve().parents[1] / "datasets" / "emt-sample" / "val_id.safetensors"
 
 
 class Form(NamedTuple):
     """A placement and where its spectrum is sampled.
 
-    Rules: "gaussian", "sobol": nodes and their sigma, cycles/Å; "shells" (weights fitted) and
-    "quadrature" (of a known spectrum): number of shells and k_max, cycles/Å; "constant": none.
+    "gaussian" and "sobol" have nodes and their sigma, "shells" (weights fitted) and "quadrature"
+    (of a known spectrum) shells and their k_max, cycles/Å. "exact mask" errs by features alone.
     """
 
     placement: str
@@ -65,22 +68,26 @@ class Form(NamedTuple):
         return f"{self.rule} {self.count} {unit} {self.scale:g}" if self.count else self.rule
 
 
+SHELLS = ((1, 0.03), (1, 0.05), (2, 0.05), (4, 0.1), (8, 0.2))  # their number, and k_max, cycles/Å
+NEAR = ("near field", "near exact")
 PAPER = Form("additive", "gaussian", 16, 0.15)
 FORMS = (
     Form("no mask"),
+    Form("exact mask"),
     PAPER,
-    *(Form("additive", "gaussian", 16, sigma) for sigma in (0.05, 0.1)),
-    *(Form("additive", "sobol", r, sigma) for r in (16, 64, 256) for sigma in (0.05, 0.1, 0.15)),
-    *(Form("additive", "shells", n, k) for n, k in ((2, 0.05), (4, 0.1), (8, 0.2))),
-    *(Form("multiplicative", "quadrature", n, k) for n, k in ((4, 0.1), (8, 0.2))),
-    *(Form("multiplicative", "shells", n, k) for n, k in ((2, 0.05), (4, 0.1), (8, 0.2))),
-    Form("near field"),
-    *(Form("near field", "shells", n, k) for n, k in ((1, 0.03), (2, 0.05), (4, 0.1))),
+    Form("additive", "gaussian", 16, 0.05),
+    *(Form("additive", "sobol", r, sigma) for r in (16, 64) for sigma in (0.05, 0.1)),
+    *(Form("additive", "shells", n, k) for n, k in SHELLS),
+    Form("additive", "quadrature", 4, 0.1),
+    Form("multiplicative", "quadrature", 4, 0.1),
+    *(Form("multiplicative", "shells", n, k) for n, k in SHELLS),
+    *(Form(near) for near in NEAR),
+    *(Form(near, "shells", n, k) for near in NEAR for n, k in ((1, 0.005), *SHELLS[:4])),
 )
 
 
 class Sizes(NamedTuple):
-    """How much is measured."""
+    """How much is measured: structures, seeds, features of the papers' form, and forms."""
 
     structures: int
     seeds: int
@@ -88,8 +95,8 @@ class Sizes(NamedTuple):
     forms: tuple[Form, ...] = FORMS
 
 
-FULL = Sizes(20, 8, (64, 256, 1024, 4096))
-QUICK = Sizes(2, 2, (64, 256), (Form("no mask"), PAPER, FORMS[-6], FORMS[-4], FORMS[-3]))
+FULL = Sizes(20, 8, (64, 256, 1024))
+QUICK = Sizes(2, 2, (64, 256), (*FORMS[:3], FORMS[17], FORMS[25], FORMS[30]))
 
 
 class Slabs(NamedTuple):
@@ -112,8 +119,7 @@ def slabs(name: str, path: Path, count: int) -> Slabs:
     edges = torch.arange(0.0, pairs.max().item() + 0.1, 0.1, dtype=torch.float64)
     counts = torch.histogram(pairs.clamp(max=edges[-1].item()), edges).hist
     middle = torch.cat((edges.new_zeros(1), (edges[1:-1] + edges[2:]) / 2))  # the first are selves
-    atoms = sum(x.shape[1] for x in positions)
-    near = (pairs < CUTOFF).sum().item() / atoms
+    near = (pairs < CUTOFF).sum().item() / sum(x.shape[1] for x in positions)
     return Slabs(name, positions, pairs.max().item(), near, middle, counts / counts.sum())
 
 
@@ -137,13 +143,10 @@ def along(spectrum: GaussianBasis | ShellWeights, distance: Tensor) -> Tensor:
 def fit(
     spectrum: GaussianBasis | ShellWeights, target: Tensor, distance: Tensor, weight: Tensor
 ) -> float:
-    """Sets the amplitudes by least squares and returns the root mean square of what is left.
+    """Sets the amplitudes by weighted least squares, and returns the root mean square left.
 
-    Args:
-        spectrum: changed in place; linear in its amplitudes (heads, t).
-        target: (heads, n).
-        distance: (n,), Å.
-        weight: (n,), of the squares; the ridge is 1e-6 of the largest diagonal element.
+    With target (heads, n) at distances (n,) in Å. The ridge is 1e-6 of the largest diagonal element
+    of the normal equations, so that weights of opposite signs do not grow without need.
     """
     amplitude = spectrum.requires_grad_(False).amplitude
     columns = []
@@ -162,6 +165,7 @@ class Mask(NamedTuple):
     """A form built for some slabs: what takes the place of exp(f)."""
 
     form: Form
+    basis: GaussianBasis  # of f
     position: SpectralPosition | None  # None: constant 1
     near: NearField | None
     residual: float = 0.0  # of the fit
@@ -173,13 +177,17 @@ class Mask(NamedTuple):
     def cost(self, m: int, neighbors: float) -> float:
         """Multiplications per atom and head, see above."""
         r, p = self.nodes, 2 * self.nodes + 1
-        if self.form.placement in ("additive", "no mask"):
+        if self.form.placement in ("additive", "no mask", "exact mask"):
             return 2 * m * (DIM + 2 * r) + 2 * m * (DIM + 1)
-        pairs = neighbors * (m + p + DIM + 1) if self.near is not None else 0.0
-        return 2 * m * DIM + 2 * m * p * (DIM + 1) + pairs
+        pair = m + p + DIM + 1 if self.near is not None else 0.0
+        if self.form.placement == "near exact":
+            pair += 2 * DIM + 1
+        return 2 * m * DIM + 2 * m * p * (DIM + 1) + neighbors * pair
 
     def features(self, budget: float, neighbors: float) -> int:
-        """The largest m of that cost; costs are linear in m."""
+        """The largest m of that cost; costs are linear in m. 0 where no draw is worth its time."""
+        if self.form.placement == "additive" and self.nodes > MOST:
+            return 0
         fixed = self.cost(0, neighbors)
         return int((budget - fixed) / (self.cost(1, neighbors) - fixed) + 1e-9)
 
@@ -192,38 +200,43 @@ class Mask(NamedTuple):
 
     def kernel(self, x: Tensor) -> Tensor:
         """What stands for exp(f) as a matrix: positions (1, n, 3) -> (1, heads, n, n)."""
+        if self.form.placement == "exact mask":
+            return self.basis.mask(differences(x, x)).exp()
         left, right = self.factors(x)
         kernel = left @ right.mT
         if self.form.placement == "additive":
             return kernel.exp()
-        if self.near is not None:
-            kernel = kernel + self.near(differences(x, x)[0].flatten(0, 1), kernel[0].flatten(1))\
-                .view_as(kernel)
-        return kernel
+        if self.near is None:
+            return kernel
+        switch, near = self.near_part(x, self.near)
+        return kernel - switch * kernel + near
+
+    def near_part(self, x: Tensor, near: NearField) -> tuple[Tensor, Tensor]:
+        """s and s exp(f) of all pairs: (1, 1, n, n) and (1, heads, n, n)."""
+        delta = differences(x, x)
+        switch = near.switch(delta.norm(dim=-1))[:, None]
+        return switch, switch * self.basis.mask(delta).exp()
 
 
 def build(form: Form, basis: GaussianBasis, data: Slabs, seed: int) -> Mask:
     """A form for given masks; fitted to the pairs that the data have."""
-    near = NearField(basis, CUTOFF) if form.placement == "near field" else None
+    near = NearField(basis, CUTOFF) if form.placement in NEAR else None
     if form.rule == "constant":
-        return Mask(form, None, near)
+        return Mask(form, basis, None, near)
     additive = form.placement == "additive"
     if form.rule in ("gaussian", "sobol"):
         nodes = NODES[form.rule](MASKS, form.count, sigma=form.scale, learn_sigma=False).double()
         nodes.redraw_(torch.Generator().manual_seed(seed))
-        return Mask(form, SpectralPosition(basis, nodes), None)
-    target, weight = along(basis, data.distance), data.share
-    target = target if additive else target.exp() - 1
+        return Mask(form, basis, SpectralPosition(basis, nodes), None)
+    f, weight = along(basis, data.distance), data.share
     if near is not None:  # what the near field replaces may be anything
         weight = weight * (1 - near.switch(data.distance)).square()
     normalized = form.rule == "shells"
     shells = ShellNodes(data.diameter, form.scale, form.count, normalized=normalized).double()
-    family = (
-        ShellWeights(MASKS, shells) if normalized else GaussianBasis(MASKS, 16, 3, (0.25, 4.0))
-    ).double()
-    residual = fit(family, target, data.distance, weight)
+    family = ShellWeights(MASKS, shells) if normalized else GaussianBasis(MASKS, 16, 3, (0.25, 4.0))
+    residual = fit(family.double(), f if additive else f.exp() - 1, data.distance, weight)
     position = (SpectralPosition if additive else KernelPosition)(family, shells)
-    return Mask(form, position, near, residual)
+    return Mask(form, basis, position, near, residual)
 
 
 class Tokens(NamedTuple):
@@ -247,88 +260,91 @@ def tokens(x: Tensor, basis: GaussianBasis, qk: str, seed: int) -> Tokens:
 
 def relative(out: Tensor, exact: Tensor) -> list[float]:
     """|out - exact| / |exact| of each head."""
-    error = (out - exact).flatten(2).norm(dim=-1) / exact.flatten(2).norm(dim=-1)
-    return error.flatten().tolist()
+    return ((out - exact).norm(dim=(2, 3)) / exact.norm(dim=(2, 3))).flatten().tolist()
 
 
-def exact_features(kernel: Tensor, given: Tokens) -> Tensor:
-    """Outputs with exp(q . k) itself: the error of the mask alone."""
-    weights = (given.query @ given.key.mT).exp() * kernel
-    return weights @ given.value / weights.sum(dim=-1, keepdim=True)
+def drawn(mask: Mask, name: str, m: int, seed: int) -> FeatureMap | None:
+    """The feature map of a form; None for exp(q . k) itself."""
+    if name == "exact":
+        return None
+    torch.manual_seed(seed)
+    width = DIM + 2 * mask.nodes if mask.form.placement == "additive" else DIM
+    return FEATURE_MAPS[name](width, MASKS, m // 2 if name == "trigonometric" else m)
 
 
-def random_features(
-    mask: Mask | None, x: Tensor, kernel: Tensor, given: Tokens, m: int, seed: int
-) -> Tensor:
-    """Outputs with m positive features: by the N x N matrix, the same numbers for fewer atoms."""
-    query, key = given.query.float(), given.key.float()
-    if mask is not None and mask.form.placement == "additive":
-        left, right = (factor.float() for factor in mask.factors(x))
+def output(mask: Mask, x: Tensor, kernel: Tensor, given: Tokens, phi: FeatureMap | None) -> Tensor:
+    """Outputs by the N x N matrix: the same numbers as in linear time, faster for few atoms."""
+    query, key, value, _ = given
+    if phi is None:
+        weights = (query @ key.mT).exp() * kernel
+        return weights @ value / weights.sum(dim=-1, keepdim=True)
+    if mask.form.placement == "additive":  # the mask is within the features
+        left, right = mask.factors(x)
         query, key = torch.cat((left, query), dim=-1), torch.cat((right, key), dim=-1)
         kernel = torch.ones(())
-    torch.manual_seed(seed)
-    phi = FEATURE_MAPS["positive"](query.shape[-1], MASKS, m)
-    sums = mixing.quadratic(phi(query), phi(key), given.value.float(), kernel=kernel.float())
-    return sums.ratio().double()
-
-
-class Row(NamedTuple):
-    """Errors of one form at one budget; m = 0 stands for exact q . k."""
-
-    slabs: str
-    qk: str
-    form: str
-    rule: str
-    r: int
-    m: int
-    budget: float
-    cost: float
-    error: float
-    sd: float  # of the mean over structures, between heads and seeds
-    spoiled: float  # share of heads and structures with an error above 1
-
-
-def summary(
-    data: Slabs, qk: str, mask: Mask, budget: float, m: int, found: list[list[float]]
-) -> Row:
-    """From errors by seed and structure, then head."""
-    cost = mask.cost(m, data.neighbors)
-    flat = list(itertools.chain.from_iterable(found))
-    means = [
-        statistics.fmean(column)
-        for seed in range(0, len(found), len(data.positions))
-        for column in zip(*found[seed : seed + len(data.positions)], strict=True)
-    ]
-    spoiled = sum(e > 1 for e in flat) / len(flat)
-    names = mask.form.placement, str(mask.form)
-    spread = statistics.stdev(means)
-    error = statistics.fmean(flat)
-    return Row(data.name, qk, *names, mask.nodes, m, budget, cost, error, spread, spoiled)
+    features = phi(query.float()), phi(key.float())
+    if mask.near is not None and mask.form.placement == "near exact":
+        near = mask.near_part(x, mask.near)[1]
+        far = mixing.quadratic(*features, value.float(), kernel=(kernel - near).float())
+        weights = (query @ key.mT).exp() * near
+        total = far.normalizer * far.log_scale.exp() + weights.sum(dim=-1, keepdim=True)
+        return (far.extensive() + weights @ value) / total
+    return mixing.quadratic(*features, value.float(), kernel=kernel.float()).ratio().double()
 
 
 def measured(data: Slabs, sizes: Sizes, seed: int) -> Iterator[Row]:
     """All forms at all budgets, and with exact q . k."""
-    basis = masks(seed)
+    basis, seeds = masks(seed), range(seed, seed + sizes.seeds)
     paper = build(PAPER, basis, data, seed)
     budgets = [paper.cost(m, data.neighbors) for m in sizes.features]
-    everything = list(itertools.product(range(seed, seed + sizes.seeds), enumerate(data.positions)))
     given = {
-        (s, i, qk): tokens(x, basis, qk, 1000 * s + i) for s, (i, x) in everything for qk in QK
+        (s, qk): [tokens(x, basis, qk, 1000 * s + i) for i, x in enumerate(data.positions)]
+        for s, qk in itertools.product(seeds, QK)
     }
-    for form in tqdm(sizes.forms, desc=data.name, leave=False):
-        built = {s: build(form, basis, data, s) for s in range(seed, seed + sizes.seeds)}
-        mask = built[seed]
-        counts = [(b, m) for b in budgets if (m := mask.features(b, data.neighbors)) >= 1]
-        points = [(0.0, 0), *counts]
-        errors: dict[tuple, list[list[float]]] = {(qk, m): [] for qk in QK for _, m in points}
-        for s, (i, x) in everything:
-            kernel = built[s].kernel(x)
-            for qk, (_, m) in itertools.product(QK, points):
-                own = given[s, i, qk]
-                if m:
-                    out = random_features(built[s], x, kernel, own, m, s)
-                else:
-                    out = exact_features(kernel, own)
-                errors[qk, m].append(relative(out, own.exact))
-        for qk, (budget, m) in itertools.product(QK, points):
-            yield summary(data, qk, mask, budget, m, errors[qk, m])
+    for form in tqdm(sizes.forms, desc=data.name, unit=" forms", leave=False):
+        mask = build(form, basis, data, seed)
+        affordable = [(b, m) for b in budgets if (m := mask.features(b, data.neighbors)) >= 2]
+        points = [(qk, "exact", 0.0, 0) for qk in QK]
+        points += [(qk, name, *p) for qk in QK for name in QK[qk] for p in affordable]
+        errors: dict[tuple, list[list[list[float]]]] = {point: [] for point in points}
+        for s in seeds:
+            built = build(form, basis, data, s)
+            kernels = [built.kernel(x) for x in data.positions]
+            for point in points:
+                own = given[s, point[0]]
+                phi = drawn(built, point[1], point[3], s)
+                triples = zip(data.positions, kernels, own, strict=True)
+                found = [relative(output(built, x, h, t, phi), t.exact) for x, h, t in triples]
+                errors[point].append(found)
+        for (qk, name, budget, m), all_found in errors.items():
+            labels = data.name, qk, name, form.placement, str(form), mask.nodes
+            costs = budget, mask.cost(m, data.neighbors)
+            yield Row(*labels, m, *costs, *summary(all_found), mask.residual)
+
+
+def main(words: list[str] | None = None) -> int:
+    """Measures, writes and prints."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/kernel_error"))
+    parser.add_argument("--oc20", type=Path, help="an OC20 LMDB, such as 20 records of val_id")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, in seconds")
+    options = parser.parse_args(words)
+    torch.set_num_threads(1)
+    options.out.mkdir(parents=True, exist_ok=True)
+    sizes = QUICK if options.quick else FULL
+    sources = {"EMT": SAMPLE} | ({"OC20": options.oc20} if options.oc20 else {})
+    if options.oc20 is None:
+        print("OC20: skipped; give its records with --oc20 PATH", file=sys.stderr)
+    rows: list[Row] = []
+    with torch.no_grad():
+        for name, path in sources.items():
+            rows += measured(slabs(name, path, sizes.structures), sizes, options.seed)
+    write_csv(options.out / "kernel_error.csv", rows)
+    (options.out / "kernel_error.md").write_text(tables(rows) + "\n")
+    print(tables(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

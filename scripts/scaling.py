@@ -28,14 +28,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import scaling_report as report
 import torch
-from scaling_report import PASSES, Costs, Key, Times, exponent
+from scaling_report import PASSES, Costs, Key, Times, expected, exponent  # noqa: F401
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -161,40 +161,54 @@ def prepare(name: str, causal: bool, length: int, which: str) -> Callable[[], No
     return once
 
 
+class Bench(NamedTuple):
+    """What a script measures, and the most that a single pass may take."""
+
+    script: str
+    mechanisms: Mapping[str, Mechanism]
+    prepare: Callable[[str, bool, int, str], Callable[[], None]]
+    most_mib: float
+    most_seconds: float
+
+
+def resident(field: str) -> float:
+    """MiB of this process: VmRSS at present, VmHWM at most."""
+    text = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{field}:\s+(\d+) kB", text)[1]) / 1024
+
+
 def growth(work: Callable[[], None]) -> float:
     """MiB by which a call raises this process's resident memory at its peak."""
-
-    def status(field: str) -> float:
-        text = Path("/proc/self/status").read_text()
-        return int(re.search(rf"{field}:\s+(\d+) kB", text)[1]) / 1024
-
     Path("/proc/self/clear_refs").write_text("5")
-    before = status("VmRSS")
+    before = resident("VmRSS")
     work()
-    return status("VmHWM") - before
+    return resident("VmHWM") - before
 
 
-def cost(name: str, causal: bool, length: int, which: str) -> dict[str, Any]:
-    """Peak memory of one pass, and its seconds as a first estimate; or why there is none."""
+def cost(bench: Bench, name: str, causal: bool, length: int, which: str) -> dict[str, Any]:
+    """Peak memory of one pass, alone and with all else in the process, and its seconds as a first
+    estimate; or why there is none.
+    """
     try:
-        prepare(name, causal, 64, which)()
-        work = prepare(name, causal, length, which)
+        bench.prepare(name, causal, 64, which)()
+        work = bench.prepare(name, causal, length, which)
         start = time.perf_counter()
-        return {"MiB": growth(work), "seconds": time.perf_counter() - start}
+        found = {"MiB": growth(work), "seconds": time.perf_counter() - start}
+        return {**found, "process": resident("VmHWM")}
     except (ImportError, RuntimeError, MemoryError) as error:
         return {"note": f"{type(error).__name__}: {error}".splitlines()[0]}
 
 
-def serve() -> None:
+def serve(bench: Bench) -> None:
     """Answers keys on standard input by their `cost`, each in a fork of this process."""
     torch.set_num_threads(1)
-    for mechanism in MECHANISMS.values():
+    for mechanism in bench.mechanisms.values():
         with contextlib.suppress(ImportError), contextlib.redirect_stdout(sys.stderr):
             mechanism.build(64, False)  # imports; no backward, which would break forks
     for line in sys.stdin:
         read, write = os.pipe()
         if (child := os.fork()) == 0:
-            os.write(write, json.dumps(cost(*json.loads(line))).encode())
+            os.write(write, json.dumps(cost(bench, *json.loads(line))).encode())
             os._exit(0)
         os.close(write)
         with open(read) as answer:
@@ -203,11 +217,11 @@ def serve() -> None:
 
 
 @contextlib.contextmanager
-def server() -> Iterator[Callable[[Key], dict[str, Any]]]:
+def server(script: str) -> Iterator[Callable[[Key], dict[str, Any]]]:
     """Asks a process that runs `serve`."""
     if not os.access("/proc/self/clear_refs", os.W_OK):
         raise SystemExit("peak memory is read from /proc/self/clear_refs, which only Linux has")
-    command = [sys.executable, __file__, "--serve"]
+    command = [sys.executable, script, "--serve"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env={**os.environ, **ALLOCATOR}, **pipes) as process:
 
@@ -218,20 +232,6 @@ def server() -> Iterator[Callable[[Key], dict[str, Any]]]:
 
         yield ask
         process.stdin.close()
-
-
-def expected(costs: Costs, key: Key, quantity: str) -> float:
-    """What a length will need, from the two lengths before, or in proportion to the one before."""
-    name, causal, length, which = key
-    known = [
-        (other[2], found[quantity])
-        for other, found in costs.items()
-        if (other[0], other[1], other[3]) == (name, causal, which) and quantity in found
-    ]
-    if not known:
-        return 0.0
-    slope = exponent(known[-2:]) if len(known) > 1 else 1.0
-    return known[-1][1] * (length / known[-1][0]) ** slope
 
 
 def take_turns(works: dict[Key, tuple[Callable[[], None], int]]) -> Times:
@@ -249,30 +249,44 @@ def take_turns(works: dict[Key, tuple[Callable[[], None], int]]) -> Times:
 
 
 def measure(
-    names: list[str], lengths: list[int], most: int, passes: tuple[str, ...] = PASSES
+    names: list[str],
+    lengths: list[int],
+    most: int,
+    passes: tuple[str, ...] = PASSES,
+    bench: Bench | None = None,
 ) -> tuple[Costs, Times]:
     """Costs (peak memory or a note) and seconds per round, of at most so many, by key."""
+    bench = bench or tokens()
     costs: Costs = {}
     times: Times = {}
     groups = [(n, c, p) for n in lengths for c in BOTH for p in passes]
-    with server() as ask:
+    with server(bench.script) as ask:
         for length, causal, which in tqdm(groups, desc="scaling", unit=" groups", leave=False):
             works = {}
             for name in names:
                 key = (name, causal, length, which)
-                if causal not in MECHANISMS[name].causal:
+                if causal not in bench.mechanisms[name].causal:
                     continue
                 mib, seconds = (expected(costs, key, what) for what in ("MiB", "seconds"))
-                if mib > MAX_MIB or seconds > MAX_SECONDS:
+                if mib > bench.most_mib or seconds > bench.most_seconds:
                     need = f"about {mib * 2**20 / 1e9:.1f} GB and {seconds:.0f} s"
                     costs[key] = {"note": f"skipped: would need {need}"}
                     continue
                 costs[key] = ask(key)
-                if "note" not in costs[key]:
-                    rounds = max(1, min(most, int(BUDGET / costs[key]["seconds"])))
-                    works[key] = prepare(*key), rounds
+                if "note" in costs[key]:
+                    continue
+                rounds = min(most, int(BUDGET / costs[key]["seconds"]))
+                if rounds:
+                    works[key] = bench.prepare(*key), rounds
+                else:  # too long to be run again
+                    times[key] = [costs[key]["seconds"]]
             times.update(take_turns(works))
     return costs, times
+
+
+def tokens() -> Bench:
+    """What this script measures."""
+    return Bench(__file__, MECHANISMS, prepare, MAX_MIB, MAX_SECONDS)
 
 
 def features(tokens: int, width: int) -> Features:
@@ -319,7 +333,7 @@ def main(words: list[str] | None = None) -> int:
     options = parse(words)
     torch.set_num_threads(1)
     if options.serve:
-        serve()
+        serve(tokens())
         return 0
     lengths = sorted(options.lengths or (QUICK_LENGTHS if options.quick else LENGTHS))
     if options.chunks:

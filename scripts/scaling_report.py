@@ -59,6 +59,20 @@ def exponent(points: list[tuple[int, float]]) -> float:
     return statistics.linear_regression(x, y).slope
 
 
+def expected(costs: Costs, key: Key, quantity: str) -> float:
+    """What a length will need, from the two lengths before, or in proportion to the one before."""
+    name, causal, length, which = key
+    known = [
+        (other[2], found[quantity])
+        for other, found in costs.items()
+        if (other[0], other[1], other[3]) == (name, causal, which) and quantity in found
+    ]
+    if not known:
+        return 0.0
+    slope = exponent(known[-2:]) if len(known) > 1 else 1.0
+    return known[-1][1] * (length / known[-1][0]) ** slope
+
+
 def curve(
     costs: Costs, times: Times, name: str, causal: bool, which: str, quantity: str
 ) -> list[tuple[int, float]]:

@@ -22,6 +22,8 @@ class Pairs(NamedTuple):
     """(pairs,) index of the key; a pair may appear several times"""
     weight: Tensor
     """(heads or 1, pairs)"""
+    exact: tuple[Tensor, Tensor] | None = None
+    """f (heads, pairs) and s (pairs,): s exp(q_i . k_j + f) is added to A_ij beside it"""
 
     def dense(self, batch: int, queries: int, keys: int) -> Tensor:
         """(batch, heads or 1, queries, keys)."""

@@ -1,6 +1,7 @@
 """Multi-head attention: one layer for every feature map, positional encoding and mixing."""
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,8 +11,9 @@ from molflt.attention import mixing as mix
 from molflt.attention.causal import DecodeState, KeyValues, State, causal
 from molflt.attention.encoding import MIXINGS, Encoding, Position
 from molflt.attention.feature_maps import FEATURE_MAPS, FeatureMap
-from molflt.attention.multiplicative import linear_with_kernel
-from molflt.attention.parts import Part, Projected, unit
+from molflt.attention.multiplicative import linear_with_kernel, with_exact_pairs
+from molflt.attention.parts import unit
+from molflt.attention.pieces import features_of, linear_in_pieces, piece_size
 from molflt.attention.toeplitz import dense_log_kernel, toeplitz
 
 
@@ -188,13 +190,10 @@ class Attention(nn.Module):
         Arguments as for `forward`. `(sums.normalizer <= 0).sum()` counts the rows that signed
         features have spoiled.
         """
-        query, key, value = self._split(x, context, key_index)
-        mask = None if key_mask is None else key_mask[:, None]
-        encoding = encoding or Encoding()
-        if encoding.transform is not None:
-            query, key = encoding.transform(query, key)
-        features = self._features(query, key, encoding, mask)
-        return self._mix(*features, value, encoding, self._gate(x))[0]
+        if self.mixing == "softmax":
+            raise ValueError("softmax attention has no features and no sums; use weights()")
+        sums: mix.Sums = self._attend(x, encoding, key_mask, key_index, context, raw=True)[0]
+        return sums
 
     def _split(
         self, x: Tensor, context: Tensor | None = None, key_index: Tensor | None = None
@@ -234,14 +233,15 @@ class Attention(nn.Module):
         context: Tensor | None = None,
         state: DecodeState | None = None,
         unit: bool = False,
-    ) -> tuple[Tensor, DecodeState | None]:
-        """Outputs per head, and the state after the last token of causal attention."""
+        raw: bool = False,
+    ) -> tuple[Any, DecodeState | None]:
+        """Outputs per head (raw: their sums), and the state after the last token, if causal."""
         encoding = encoding or Encoding()
         query, key, value = self._split(x, context, key_index)
         if unit:  # the value of each key is a unit vector, and nothing is dropped
             eye = torch.eye(key.shape[2], dtype=key.dtype, device=key.device)
             value = eye.expand(*key.shape[:2], -1, -1)
-        rate = self.dropout if self.training and not unit else 0.0
+        rate = self.dropout if self.training and not (unit or raw) else 0.0
         mask = None if key_mask is None else key_mask[:, None]
         if isinstance(state, KeyValues):
             key = torch.cat((state.key, key), dim=2)
@@ -254,16 +254,26 @@ class Attention(nn.Module):
             return out, seen
         if rate:
             mask = mix.drop_keys(key, mask, rate)
+        if size := self._piece(query, key, value, encoding):
+            sums = linear_in_pieces(self.feature_map, query, key, value, encoding, mask, size)
+            out = sums.extensive() if self.normalize == "none" else sums.ratio(self.floor)
+            return sums if raw else out.to(value.dtype), ()
         gate = self._gate(x)
         features = self._features(query, key, encoding, mask)
         bare = None
         if self.normalize == "unmasked":
             bare = self._features(query, key, encoding._replace(factors=None), mask)
-        del query, key, seen  # with factors appended they are copies that backward does without
+        near = encoding.pairs if encoding.pairs is not None and encoding.pairs.exact else None
+        close = None if near is None else (query, key)
+        del query, key, seen  # backward does without them where factors are appended
         past = () if state is None or isinstance(state, KeyValues) else state
         first, second = (*past, None, None)[:2]
         sums, last = self._mix(*features, value, encoding, gate, first)
+        if near is not None and close is not None:
+            sums = with_exact_pairs(sums, *close, value, near)
         states = () if last is None else (last,)
+        if raw:
+            return sums, states
         if self.normalize == "none":
             return sums.extensive().to(value.dtype), states
         if bare is None:
@@ -277,14 +287,16 @@ class Attention(nn.Module):
         self, query: Tensor, key: Tensor, encoding: Encoding, mask: Tensor | None
     ) -> tuple[mix.Features, mix.Features]:
         """phi of [N1, q] and [N2, k], in float32 at least."""
-        if self.feature_map is None:
-            raise ValueError("softmax attention has no features and no sums; use weights()")
-        with torch.autocast(query.device.type, enabled=False):
-            query, key = mix.at_least_float32(query), mix.at_least_float32(key)
-            left, right = encoding.factors or (None, None)
-            phi_q = self.feature_map(*_parts(query, left, self.feature_map.dim))
-            phi_k = self.feature_map(*_parts(key, right, self.feature_map.dim)).masked(mask)
-            return phi_q, phi_k
+        left, right = encoding.factors or (None, None)
+        phi_q = features_of(self.feature_map, query, left)
+        return phi_q, features_of(self.feature_map, key, right, mask)
+
+    def _piece(self, query: Tensor, key: Tensor, value: Tensor, encoding: Encoding) -> int:
+        """Tokens per piece where linear attention goes in pieces, else 0."""
+        whole = self.causal or self.mixing == "quadratic" or self.normalize == "unmasked"
+        if whole or encoding.toeplitz is not None or encoding.pairs is not None:
+            return 0
+        return piece_size(self.feature_map, query, key, value, encoding)
 
     def _mix(
         self,
@@ -334,15 +346,3 @@ class Attention(nn.Module):
 def _known(option: str, choice: str, choices: Collection[str]) -> None:
     if choice not in choices:
         raise ValueError(f"{option}={choice!r} is unknown; expected one of {', '.join(choices)}")
-
-
-def _parts(x: Tensor, factors: Part | None, width: int) -> tuple[Part, ...]:
-    """[factors, x], or [0, x] where factors are left out of a map that was made for them."""
-    if isinstance(factors, Projected):
-        return factors, x
-    missing = width - x.shape[-1]
-    if not missing:
-        return (x,)
-    if factors is None:
-        factors = x.new_zeros(1, 1, 1, missing)
-    return factors.to(x.dtype).expand(*x.shape[:-1], -1), x

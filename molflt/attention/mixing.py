@@ -248,21 +248,28 @@ def stabilize(query: Features, key: Features) -> tuple[Tensor, Tensor, Tensor]:
     Returns:
         phi_q, phi_k and the logarithm, per query, of what the products have to be multiplied by.
     """
-    log_q, log_k = query.log_scale, key.log_scale
+    log_k, key_max = key.log_scale, None
     if log_k is not None and log_k.shape[-2]:
         key_max = log_k.detach().amax(dim=-2, keepdim=True)
         key_max = torch.where(key_max.isfinite(), key_max, 0.0)  # no valid key at all
-        phi_k = key.shifted(key_max)
+    phi_k = key.materialize() if key_max is None else key.shifted(key_max)
+    phi_q, query_max = stable_query(query, key_max)
+    return phi_q, phi_k, query_max
+
+
+def stable_query(query: Features, key_max: Tensor | None) -> tuple[Tensor, Tensor]:
+    """phi_q with the key's maxima, from which the largest exponent is taken off, and that."""
+    log_q = query.log_scale
+    if key_max is not None:
         log_q = key_max.expand(*key_max.shape[:2], query.tokens, -1) + (
             0 if log_q is None else log_q
         )
-    else:
-        phi_k = key.materialize()
     if log_q is None:
-        return query.materialize(), phi_k, phi_k.new_zeros(())
+        phi_q = query.materialize()
+        return phi_q, phi_q.new_zeros(())
     query_max = log_q.detach().amax(dim=-1, keepdim=True)
     # In this order of operations the largest exponent is exactly 0.
-    return Features(query.values, log_q).shifted(query_max), phi_k, query_max
+    return Features(query.values, log_q).shifted(query_max), query_max
 
 
 def causal_mask(queries: int, keys: int, device: torch.device | None = None) -> Tensor:

@@ -83,6 +83,51 @@ def _messages(
     return (product * weight)[..., None] * value[b, :, j]
 
 
+def with_exact_pairs(sums: Sums, query: Tensor, key: Tensor, value: Tensor, pairs: Pairs) -> Sums:
+    """Sums to which s exp(q_i . k_j + f_ij) of the pairs is added, without any random feature.
+
+    Args:
+        sums: of all pairs of tokens.
+        query: (batch, heads, queries, d), scaled.
+        key: (batch, heads, keys, d), scaled.
+        value: (batch, heads, keys, dv).
+        pairs: with `exact`.
+    """
+    assert pairs.exact is not None
+    with torch.autocast(value.device.type, enabled=False):
+        query, key, value = (at_least_float32(x) for x in (query, key, value))
+        f, switch = (at_least_float32(x) for x in pairs.exact)
+        logit = (products(query, key, pairs) + f).T  # [pair, h]
+        batch, heads, queries, _ = query.shape
+        row = pairs.batch * queries + pairs.query
+        before = sums.log_scale.expand(batch, heads, queries, 1).transpose(1, 2).flatten(0, 1)
+        index = row[:, None].expand(-1, heads)
+        highest = before[..., 0].scatter_reduce(0, index, logit.detach(), "amax")  # [b n, h]
+        weight = (logit - highest[row]).exp() * switch[:, None]
+        value = torch.cat((value, torch.ones_like(value[..., :1])), dim=-1)
+        added = value.new_zeros(batch * queries, heads, value.shape[-1])
+        chunk = max(1, TRANSIENT // (heads * value.shape[-1]))
+        for start in range(0, len(row), chunk):
+            part = slice(start, start + chunk)
+            messages = _recomputed(
+                _weighted, value, weight[part], pairs.batch[part], pairs.key[part]
+            )
+            added = added.index_add(0, row[part], messages)
+        added, shift = (
+            x.unflatten(0, (batch, queries)).transpose(1, 2) for x in (added, highest[..., None])
+        )
+        scale = (sums.log_scale - shift).exp()
+        return Sums(
+            sums.numerator * scale + added[..., :-1],
+            sums.normalizer * scale + added[..., -1:],
+            shift,
+        )
+
+
+def _weighted(value: Tensor, weight: Tensor, b: Tensor, j: Tensor) -> Tensor:
+    return weight[..., None] * value[b, :, j]
+
+
 def products(left: Tensor, right: Tensor, pairs: Pairs) -> Tensor:
     """U_i . V_j of single pairs: (batch or 1, heads or 1, n, p) each -> (heads, pairs).
 
@@ -189,14 +234,19 @@ class NearField(nn.Module):
     A_ij = [h_far + s(r_ij) (h_near - h_far)] phi(q_i) . phi(k_j), h_near(z) = exp(f(z)): a few
     nodes carry what is smooth and far, and neighbors what is sharp and near, as in an Ewald sum.
     s is 1 up to `onset` times the cutoff and goes to 0 at the cutoff, twice differentiable.
+    With `exact` the product of features is corrected as well, and attention of near pairs is that
+    of softmax: A_ij = (1 - s) h_far phi(q_i) . phi(k_j) + s exp(q_i . k_j + f).
 
     Args:
         spectrum: family of f, of which only the exact mask is used.
         cutoff: in units of length (Å).
         onset: share of the cutoff up to which the kernel is h_near alone.
+        exact: see above; for feature maps that estimate exp(q . k).
     """
 
-    def __init__(self, spectrum: Spectrum, cutoff: float = 4.5, onset: float = 0.5) -> None:
+    def __init__(
+        self, spectrum: Spectrum, cutoff: float = 4.5, onset: float = 0.5, exact: bool = False
+    ) -> None:
         super().__init__()
         if cutoff <= 0 or not 0 <= onset < 1:
             raise ValueError(
@@ -206,6 +256,7 @@ class NearField(nn.Module):
         self.spectrum = spectrum
         self.cutoff = cutoff
         self.onset = onset
+        self.exact = exact
 
     def switch(self, distance: Tensor) -> Tensor:
         """s(r), of the shape of the distances."""
@@ -213,20 +264,20 @@ class NearField(nn.Module):
         x = x.clamp(0.0, 1.0)
         return 1 - x**3 * (10 - 15 * x + 6 * x**2)
 
-    def forward(self, vector: Tensor, far: Tensor) -> Tensor:
-        """What to add to the far kernel of each pair.
+    def forward(self, pairs: Pairs, vector: Tensor, far: Tensor) -> Pairs:
+        """Pairs with what has to be added for each.
 
         Args:
+            pairs: which tokens; the weight is not used.
             vector: r_j - r_i or its negative, (pairs, l).
             far: h_far of the same pairs, (heads, pairs).
-
-        Returns:
-            (heads, pairs).
         """
         with torch.autocast(vector.device.type, enabled=False):
             vector = at_least_float32(vector)
-            near = self.spectrum.mask(vector[None])[0].exp()
-            return self.switch(distances(vector)) * (near - far)
+            f, s = self.spectrum.mask(vector[None])[0], self.switch(distances(vector))
+            if self.exact:
+                return pairs._replace(weight=-s * far, exact=(f, s))
+            return pairs._replace(weight=s * (f.exp() - far))
 
     def extra_repr(self) -> str:
         """Sizes, for `print(module)`."""

@@ -39,6 +39,7 @@ class GraphAttention(nn.Module):
         max_frequency: "reciprocal": largest |G|, cycles/Å; the number of nodes grows as its cube.
         near_field: Å; within it the kernel is the exponential of an exact mask of its own, through
             a neighbor list. Multiplicative placement, without "images".
+        near_exact: within the near field, q.k is exact as well, without random features.
         backend: "linear"; "quadratic": the same numbers through the N x N matrix, faster for few
             atoms; "auto": the cheaper of these two at the size at hand (`mixing.cheaper`);
             "softmax": softmax with the exact mask, O(atoms^2), another function than these.
@@ -67,6 +68,7 @@ class GraphAttention(nn.Module):
         image_cutoff: float = 8.0,
         max_frequency: float = 0.25,
         near_field: float | None = None,
+        near_exact: bool = False,
         backend: Literal["auto", "linear", "quadratic", "softmax"] = "auto",
         position_options: dict[str, Any] | None = None,
         **options: Any,
@@ -89,6 +91,7 @@ class GraphAttention(nn.Module):
                 image_cutoff=image_cutoff,
                 max_frequency=max_frequency,
                 near_field=near_field,
+                near_exact=near_exact,
                 num_features=num_features,
                 **(position_options or {}),
             )

@@ -55,6 +55,7 @@ class GraphEncoding(nn.Module):
         max_frequency: "reciprocal": largest |G|, cycles/Å; the number of nodes grows as its cube.
         near_field: Å; within it the kernel is the exponential of an exact mask of its own, through
             a neighbor list. Multiplicative placement, without "images".
+        near_exact: within the near field, q.k is exact as well, as in softmax (`NearField`).
         num_features: "reciprocal", additive: features m that the factors are projected to.
         options: of the spectrum, of the nodes with the prefix `node_`, and `background` of
             `KernelPosition`; see `SpectralPosition.build`.
@@ -79,6 +80,7 @@ class GraphEncoding(nn.Module):
         image_cutoff: float = 8.0,
         max_frequency: float = 0.25,
         near_field: float | None = None,
+        near_exact: bool = False,
         num_features: int = 64,
         **options: Any,
     ) -> None:
@@ -116,7 +118,8 @@ class GraphEncoding(nn.Module):
         if near_field is not None:
             # Near kernels that differ from head to head from the start learn much faster.
             basis = GaussianBasis(heads, 32, width_range=(0.2, near_field), amplitude=0.7)
-            self.near_field = NearField(basis, near_field)
+            exact = near_exact and not self.softmax  # whose q.k is exact everywhere
+            self.near_field = NearField(basis, near_field, exact=exact)
         if periodic == "reciprocal":
             self.position.nodes = LatticeNodes()
             if placement == "additive" and not self.softmax:
@@ -189,7 +192,8 @@ class GraphEncoding(nn.Module):
             )
         else:
             far = products(*factors, pairs)
-        return pairs._replace(weight=self.near_field(vector, far))
+        out: Pairs = self.near_field(pairs, vector, far)
+        return out
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws new random features in place; give a generator seeded alike on every rank.

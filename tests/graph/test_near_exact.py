@@ -1,0 +1,89 @@
+"""The near field whose q.k is exact as well: softmax for near pairs, kernels beyond."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from molflt.attention import mixing
+from molflt.graph import GraphAttention
+
+EXACT = {"rtol": 0.0, "atol": 1e-10}
+PTR = (0, 6, 7, 16)
+
+
+def build(**options):
+    torch.manual_seed(0)
+    options = {"placement": "multiplicative", "near_field": 3.0, "near_exact": True, **options}
+    return GraphAttention(8, 2, num_features=6, num_nodes=4, **options).double()
+
+
+def atoms(scale: float = 1.0):
+    torch.manual_seed(1)
+    batch = torch.repeat_interleave(torch.arange(3), torch.tensor(PTR).diff())
+    x, pos = scale * torch.randn(16, 8).double(), 3 * torch.rand(16, 3).double()
+    cell = 5 * torch.eye(3).double() + 0.3 * torch.randn(3, 3, 3).double()
+    return x, pos, batch, cell, torch.tensor([[1, 1, 1], [0, 0, 0], [1, 1, 0]]).bool()
+
+
+def softmax_of(layer, x, pos):
+    """Softmax of one graph with f, the exact mask of the near field."""
+    attention, near = layer.attention, layer.encoding.near_field
+    query, key, value = attention._split(x[None])
+    bias = near.spectrum.mask((pos[:, None] - pos[None])[None])
+    return attention._join(mixing.softmax(query, key, value, bias))[0]
+
+
+@pytest.mark.parametrize("backend", ["linear", "quadratic"])
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_with_every_pair_near_it_is_softmax(backend, scale):
+    """Also where exp(q.k) is beyond what random features estimate."""
+    layer = build(near_field=50.0, backend=backend)
+    layer.encoding.near_field.onset = 0.9
+    x, pos, batch, _, _ = atoms(scale)
+    x.requires_grad_()
+    out = layer(x, pos, batch)
+    expected = torch.cat([softmax_of(layer, x[a:b], pos[a:b]) for a, b in pairwise(PTR)])
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-8)
+    grads = [torch.autograd.grad(o.sum(), x, retain_graph=True)[0] for o in (out, expected)]
+    torch.testing.assert_close(*grads, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("periodic", ["none", "reciprocal"])
+def test_forms_agree_and_graphs_are_alone(periodic):
+    x, pos, batch, cell, pbc = atoms()
+    layer, other = (build(periodic=periodic, backend=form) for form in ("linear", "quadratic"))
+    other.load_state_dict(layer.state_dict())
+    pos.requires_grad_()
+    out, dense = (net(x, pos, batch, cell, pbc) for net in (layer, other))
+    torch.testing.assert_close(out, dense, **EXACT)
+    grads = [torch.autograd.grad(o.square().sum(), pos, retain_graph=True)[0] for o in (out, dense)]
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-9)
+    for graph, (a, b) in enumerate(pairwise(PTR)):
+        alone = layer(x[a:b], pos[a:b], None, cell[graph], pbc[graph])
+        torch.testing.assert_close(out[a:b], alone, **EXACT)
+    (across,) = torch.autograd.grad(out[:6].sum(), pos)
+    assert not across[6:].any() and across[:6].any()
+
+
+def test_lattice_shifts_and_supercells_change_nothing():
+    x, pos, _, cell, pbc = atoms()
+    x, pos, cell, pbc = x[:6], pos[:6], cell[0], pbc[0]
+    layer = build(periodic="reciprocal")
+    out = layer(x, pos, None, cell, pbc)
+    shifted = pos.clone()
+    shifted[2] += cell[0] - 2 * cell[1]
+    torch.testing.assert_close(layer(x, shifted, None, cell, pbc), out, **EXACT)
+    double = cell.clone()
+    double[0] *= 2
+    twice = layer(torch.cat((x, x)), torch.cat((pos, pos + cell[0])), None, double, pbc)
+    torch.testing.assert_close(twice, torch.cat((out, out)), **EXACT)
+
+
+def test_float32_neither_overflows_nor_loses_rows():
+    layer = build(near_field=4.0).float()
+    x, pos, batch, _, _ = (t.float() if t.is_floating_point() else t for t in atoms(60.0))
+    x.requires_grad_()
+    out = layer(x, pos, batch)
+    out.square().sum().backward()
+    assert out.isfinite().all() and x.grad.isfinite().all()
