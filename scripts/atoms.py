@@ -139,7 +139,7 @@ def table(costs: Costs, times: Times) -> str:
 
 def draw(png: Path, costs: Costs, times: Times) -> None:
     """Time and memory of forward and backward in doubly logarithmic panels."""
-    with picture(png, figsize=(7.0, 3.6)) as figure:
+    with picture(png, figsize=(6.0, 3.4)) as figure:
         panels = figure.subplots(1, 2, sharex=True)
         labels = {"seconds": "forward and backward, s", "MiB": "peak memory, MiB"}
         for axes, (quantity, label) in zip(panels, labels.items(), strict=True):
@@ -154,7 +154,7 @@ def draw(png: Path, costs: Costs, times: Times) -> None:
             axes.grid(alpha=0.25)
         panels[1].axhline(LIMIT, color="gray", linewidth=0.8)
         handles, names = panels[0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside lower center", ncols=4, fontsize="small")
+        figure.legend(handles, names, loc="outside lower center", ncols=3, fontsize="small")
 
 
 def write(out: Path, costs: Costs, times: Times) -> None:

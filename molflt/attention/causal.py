@@ -71,21 +71,24 @@ def causal(
     tokens, span = value.shape[-2], CHUNKS_AT_ONCE * chunk
     if tokens <= span:
         return _scan(query, key, value, log_decay, state, chunk)
+    run = _recomputed if torch.is_grad_enabled() else _scan
+    decays = log_decay if log_decay is None else log_decay[..., None]
+    parts = (*query, *key, value, decays)
     pieces = []
-    for start in range(0, tokens, span):
-        piece = slice(start, start + span)
-        q, k = (Features(*(_cut(part, piece) for part in parts)) for parts in (query, key))
-        decay = None if log_decay is None else log_decay[..., piece]
-        run = _recomputed if torch.is_grad_enabled() else _scan
-        sums, state = run(q, k, value[..., piece, :], decay, state, chunk)
+    for q, q_scale, k, k_scale, v, decay in zip(
+        *(_cut(x, tokens, span) for x in parts), strict=True
+    ):
+        own = None if decay is None else decay[..., 0]
+        sums, state = run(Features(q, q_scale), Features(k, k_scale), v, own, state, chunk)
         pieces.append(sums)
     joined = (torch.cat(parts, dim=-2) for parts in zip(*pieces, strict=True))
     assert state is not None
     return Sums(*joined), state
 
 
-def _cut(part: Tensor | None, piece: slice) -> Tensor | None:
-    return None if part is None else part[..., piece, :]
+def _cut(part: Tensor | None, tokens: int, span: int) -> tuple[Tensor | None, ...]:
+    """Pieces by `split`: the gradient of slices would be a whole tensor for each."""
+    return (None,) * -(-tokens // span) if part is None else part.split(span, dim=-2)
 
 
 def _recomputed(*arguments: Any) -> tuple[Sums, State]:
