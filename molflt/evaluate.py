@@ -257,7 +257,7 @@ def _draw(
         everything = groups["all"]
         plots.errors(everything["adsorbate"], everything["natoms"], absolute, out / "errors.png")
         drawn += [out / "parity.png", out / "errors.png"]
-    position = getattr(getattr(model, "stack", None), "position", None)
+    position = getattr(getattr(model, "encoding", None), "position", None)
     if position is not None and plots.has_bias(position):
         plots.rpe_profiles(model, out / "encoding.png")
         drawn.append(out / "encoding.png")

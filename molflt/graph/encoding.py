@@ -183,17 +183,34 @@ class GraphEncoding(nn.Module):
         pairs = Pairs(graph, query - first, key - first, vector.new_zeros(1, 1))
         if self.periodic == "reciprocal":
             # The factors sum all images of a pair; each has a pair of its own here.
-            far = tapered_mask(
-                self.position.spectrum,
-                distances(vector),
-                self.max_frequency,
-                TAPER[self.placement],
-                self.near_field.cutoff,
-            )
+            far = self._tapered(distances(vector), self.near_field.cutoff)
         else:
             far = products(*factors, pairs)
         out: Pairs = self.near_field(pairs, vector, far)
         return out
+
+    def _tapered(self, distance: Tensor, farthest: float) -> Tensor:
+        taper = TAPER[self.placement]
+        return tapered_mask(self.position.spectrum, distance, self.max_frequency, taper, farthest)
+
+    @torch.no_grad()
+    def radial_profile(self, distance: Tensor) -> Tensor:
+        """What a pair of atoms adds to its logit, f or log h, for plots: (n,) Å -> (heads, n).
+
+        Of one image; of the exact mask where nodes sample it.
+        """
+        if not isinstance(self.position, KernelPosition):
+            return self.position.radial_profile(distance)
+        if self.periodic == "reciprocal":
+            kernel = self._tapered(distance, float(distance.max()))
+        else:
+            kernel = self.position.radial_profile(distance).exp()
+        if self.near_field is not None:
+            vector = torch.zeros(1, len(distance), 3).to(distance)
+            vector[0, :, 0] = distance
+            near = self.near_field.spectrum.mask(vector)[0].exp()
+            kernel = kernel + self.near_field.switch(distance) * (near - kernel)
+        return kernel.clamp(min=KernelPosition.positive).log()
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws new random features in place; give a generator seeded alike on every rank.

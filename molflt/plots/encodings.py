@@ -35,7 +35,8 @@ def rpe_profiles(model: torch.nn.Module, png: Path, r_max: float = 8.0, unit: st
     """Draws the relative encoding f(r) that each head has learned, each head on its own scale.
 
     Softmax attention adds f(r) to its logits as it is; linear attention an estimate from r nodes.
-    An encoding that is not isotropic is drawn along the first axis.
+    An encoding that is not isotropic is drawn along the first axis. Of a kernel that multiplies the
+    logarithm is drawn.
 
     Args:
         model: a position module, or a model that has one at `encoding.position`.
@@ -51,9 +52,10 @@ def rpe_profiles(model: torch.nn.Module, png: Path, r_max: float = 8.0, unit: st
 
     position = _found(model, "rpe_profiles")
     distances = torch.linspace(0.0, r_max, 321, dtype=torch.float64).to(_like(position))
-    if hasattr(position, "radial_profile"):
+    owner = getattr(model, "encoding", position)  # knows of a near field
+    if hasattr(owner, "radial_profile"):
         with torch.no_grad():
-            profiles = as_array(position.radial_profile(distances))  # [head, r]
+            profiles = as_array(owner.radial_profile(distances))  # [head, r]
     else:
         delta = distances[:, None] * torch.eye(position.dim)[0].to(distances)
         profiles = _bias(position, delta)

@@ -263,3 +263,22 @@ def test_additive_reciprocal_forces_on_slabs_leave_the_change_of_random_features
                 energies.append(run(layer, [given._replace(pos=there)])[0].sin().sum())
         error = (energies[0] - energies[1]) / 2 - pos.grad[atom] @ step
         assert (abs(error) / step.norm() < 1e-5) == right
+
+
+@pytest.mark.parametrize("periodic", ["none", "reciprocal"])
+def test_radial_profile_is_the_kernel_of_a_pair(periodic):
+    """Two atoms, one image: the logarithm of what the layer multiplies their product by."""
+    layer = Kind("multiplicative", periodic, True, "gaussian", "linear").build()
+    encoding = layer.encoding
+    for distance in (0.3, 1.7, 2.6):
+        z = torch.tensor([[0.0, 0.0, 0.0], [distance, 0.0, 0.0]], dtype=torch.float64)
+        profile = encoding.radial_profile(z[1:, 0])[:, 0]
+        near = encoding.near_field
+        f, s = near.spectrum.mask(z[None, 1:])[0, :, 0], near.switch(z[1, 0])
+        far = (profile.exp() - s * f.exp()) / (1 - s) if s < 1 else None
+        if far is None:
+            torch.testing.assert_close(profile, f, **EXACT)
+        elif periodic == "none":
+            torch.testing.assert_close(far, encoding.position.kernel(z[None, 1:])[0, :, 0], **EXACT)
+        else:
+            assert (far > 0).all()
