@@ -1,13 +1,13 @@
 """Causal kernelized attention in linear time, with a state of constant size for decoding."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from molflt.attention.mixing import Features, Sums, at_least_float32, causal_mask
+from molflt.attention.recompute import recomputed
 
 CHUNK = 128  # fastest of 32..512 for m = 64 and d = 64 on a CPU: scripts/scaling.py --chunks
 CHUNKS_AT_ONCE = 8  # what a piece needs inside is computed again in backward, not kept
@@ -71,7 +71,6 @@ def causal(
     tokens, span = value.shape[-2], CHUNKS_AT_ONCE * chunk
     if tokens <= span:
         return _scan(query, key, value, log_decay, state, chunk)
-    run = _recomputed if torch.is_grad_enabled() else _scan
     decays = log_decay if log_decay is None else log_decay[..., None]
     parts = (*query, *key, value, decays)
     pieces = []
@@ -79,7 +78,9 @@ def causal(
         *(_cut(x, tokens, span) for x in parts), strict=True
     ):
         own = None if decay is None else decay[..., 0]
-        sums, state = run(Features(q, q_scale), Features(k, k_scale), v, own, state, chunk)
+        sums, state = recomputed(
+            _scan, Features(q, q_scale), Features(k, k_scale), v, own, state, chunk
+        )
         pieces.append(sums)
     joined = (torch.cat(parts, dim=-2) for parts in zip(*pieces, strict=True))
     assert state is not None
@@ -89,14 +90,6 @@ def causal(
 def _cut(part: Tensor | None, tokens: int, span: int) -> tuple[Tensor | None, ...]:
     """Pieces by `split`: the gradient of slices would be a whole tensor for each."""
     return (None,) * -(-tokens // span) if part is None else part.split(span, dim=-2)
-
-
-def _recomputed(*arguments: Any) -> tuple[Sums, State]:
-    """`_scan`, of which backward keeps the arguments alone."""
-    out: tuple[Sums, State] = checkpoint(
-        _scan, *arguments, use_reentrant=False, preserve_rng_state=False
-    )
-    return out
 
 
 def _scan(

@@ -1,15 +1,14 @@
 """A positional kernel that multiplies the products of features, exact for near pairs on demand."""
 
-from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from molflt.attention.encoding import Encoding, Pairs, differences
 from molflt.attention.mixing import Features, Sums, at_least_float32, stabilize
 from molflt.attention.nodes import Nodes
+from molflt.attention.recompute import recomputed
 from molflt.attention.spectra import Spectrum
 from molflt.attention.spectral import GraphNodes, SpectralPosition
 
@@ -45,7 +44,7 @@ def linear_with_kernel(
         chunk = max(1, TRANSIENT // max(1, value.numel()))
         for start in range(0, left.shape[-1], chunk):
             part = slice(start, start + chunk)
-            sums = sums + _recomputed(
+            sums = sums + recomputed(
                 _columns, phi_q, phi_k, value, left[..., part], right[..., part]
             )
         if pairs is not None:
@@ -71,7 +70,7 @@ def _pair_sums(phi_q: Tensor, phi_k: Tensor, value: Tensor, pairs: Pairs) -> Ten
     for start in range(0, len(pairs.query), chunk):
         part = slice(start, start + chunk)
         places = pairs.batch[part], pairs.query[part], pairs.key[part]
-        added = _recomputed(_messages, phi_q, phi_k, value, weight[part], *places)
+        added = recomputed(_messages, phi_q, phi_k, value, weight[part], *places)
         out = out.index_add(0, places[0] * queries + places[1], added)
     return out.unflatten(0, (batch, queries)).transpose(1, 2)
 
@@ -109,7 +108,7 @@ def with_exact_pairs(sums: Sums, query: Tensor, key: Tensor, value: Tensor, pair
         chunk = max(1, TRANSIENT // (heads * value.shape[-1]))
         for start in range(0, len(row), chunk):
             part = slice(start, start + chunk)
-            messages = _recomputed(
+            messages = recomputed(
                 _weighted, value, weight[part], pairs.batch[part], pairs.key[part]
             )
             added = added.index_add(0, row[part], messages)
@@ -142,20 +141,12 @@ def products(left: Tensor, right: Tensor, pairs: Pairs) -> Tensor:
     for start in range(0, len(pairs.query), chunk):
         part = slice(start, start + chunk)
         places = pairs.batch[part], pairs.query[part], pairs.key[part]
-        found.append(_recomputed(_products, left, right, *places))
+        found.append(recomputed(_products, left, right, *places))
     return torch.cat(found).T if found else left.new_zeros(left.shape[1], 0)
 
 
 def _products(left: Tensor, right: Tensor, b: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return (left[b, :, i] * right[b, :, j]).sum(dim=-1)
-
-
-def _recomputed(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """The function without what autograd would keep of it."""
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        out: Tensor = checkpoint(function, *tensors, use_reentrant=False)
-        return out
-    return function(*tensors)
 
 
 class KernelPosition(SpectralPosition):

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from molflt.attention.encoding import Encoding
 from molflt.attention.feature_maps import FeatureMap
 from molflt.attention.mixing import Features, Sums, at_least_float32, stable_query
 from molflt.attention.parts import Part, Projected
+from molflt.attention.recompute import recomputed
 
 PIECE = 2**22  # numbers that a piece of the tokens may hold at once
 LONG = 2**24  # numbers of all tokens from which they are worth cutting
@@ -88,7 +88,7 @@ def linear_in_pieces(
     masks = None if mask is None else mask[..., None]
     context, log_max = None, None
     for piece in zip(*(_cut(x, size, key) for x in (*keys, masks, right, value)), strict=True):
-        added, own = _recomputed(_absorb, phi, *piece)
+        added, own = recomputed(_absorb, phi, *piece)
         if context is None or log_max is None:
             context, log_max = added if context is None else context + added, own
             continue
@@ -99,7 +99,7 @@ def linear_in_pieces(
     if log_max is not None:
         log_max = log_max.where(log_max.isfinite(), 0.0)  # no valid key at all
     answers = [
-        _recomputed(_answer, phi, *piece, context, log_max)
+        recomputed(_answer, phi, *piece, context, log_max)
         for piece in zip(*(_cut(x, size, query) for x in (*queries, left)), strict=True)
     ]
     joined = (
@@ -116,12 +116,6 @@ def _cut(x: Part | None, size: int, like: Tensor) -> tuple[Any, ...]:
     if isinstance(x, Projected):
         return tuple(map(Projected, *(part.split(size, dim=-2) for part in x)))
     return x.split(size, dim=-2)
-
-
-def _recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return function(*arguments)
-    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def _absorb(
