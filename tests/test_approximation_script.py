@@ -1,15 +1,14 @@
 """scripts/approximation.py: its measurements at tiny sizes obey the theorems they illustrate."""
 
 import csv
-import importlib.util
 import math
 import statistics
 from pathlib import Path
 
 import pytest
 import torch
+from script_files import load_script
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "approximation.py"
 UNIFORM = "uniform attention"
 OWN = ("gaussian, own nodes", "laplace, own nodes", "matern, own nodes")
 FINITE = (*OWN, "smooth_local, Laplace nodes")
@@ -17,13 +16,7 @@ FINITE = (*OWN, "smooth_local, Laplace nodes")
 
 @pytest.fixture(scope="module")
 def script():
-    patch = pytest.MonkeyPatch()
-    patch.syspath_prepend(str(SCRIPT.parent))
-    spec = importlib.util.spec_from_file_location("approximation", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    patch.undo()
+    return load_script("approximation")
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,13 @@
 """scripts/atoms.py: every layer runs, memory is as it should be, and the report holds the rows."""
 
 import csv
-import importlib.util
 import os
 from pathlib import Path
 
 import pytest
 import torch
+from script_files import load_script
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "atoms.py"
 ATOMS = (500, 1000)
 
 pytestmark = pytest.mark.skipif(
@@ -18,13 +17,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def script():
-    patch = pytest.MonkeyPatch()
-    patch.syspath_prepend(str(SCRIPT.parent))
-    spec = importlib.util.spec_from_file_location("atoms", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    patch.undo()
+    return load_script("atoms")
 
 
 @pytest.fixture(scope="module")

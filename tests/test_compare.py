@@ -1,16 +1,14 @@
 """scripts/compare.py: its statistics, and that it repeats nothing; trainings are stood in for."""
 
-import importlib.util
 import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from script_files import load_script
 
 from molflt.data.splits import VAL_SPLITS
-
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "compare.py"
 
 
 class Trainings:
@@ -36,9 +34,7 @@ class Trainings:
 
 @pytest.fixture
 def compare(monkeypatch):
-    spec = importlib.util.spec_from_file_location("compare", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script("compare")
     monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=Trainings()))
     monkeypatch.setattr(module, "load_run", lambda run: (torch.nn.Linear(9, 1), {}))
     return module

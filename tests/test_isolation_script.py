@@ -1,21 +1,15 @@
 """scripts/isolation.py: no graph sees another with molflt, and the measure sees where one does."""
 
 import csv
-import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
-
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "isolation.py"
+from script_files import load_script
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("isolation_script", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("isolation")
 
 
 def test_table_and_numbers(script, tmp_path, capsys):

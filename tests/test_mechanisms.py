@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 
 import contract
 import pytest
 from contract import CASES, Combination
+from script_files import load_script
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("mechanisms", ROOT / "scripts/mechanisms.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("mechanisms")
 
 
 def test_readme_holds_the_table(script):

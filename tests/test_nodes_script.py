@@ -1,20 +1,14 @@
 """scripts/nodes.py: at tiny sizes it writes what it promises, and shells are the better rule."""
 
 import csv
-import importlib.util
-from pathlib import Path
 
 import pytest
-
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "nodes.py"
+from script_files import load_script
 
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("nodes_script", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("nodes")
 
 
 def test_table_picture_and_numbers(script, tmp_path, capsys):

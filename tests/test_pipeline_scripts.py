@@ -1,7 +1,6 @@
 """GraphAttention in PyG pipelines: the lines that put it into GPSConv, and the scripts."""
 
 import csv
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from ase import Atoms
 from ase.io import write
+from script_files import load_script
 from torch import nn
 from torch_geometric.data import Batch
 from torch_geometric.nn import GINEConv, GPSConv
@@ -20,21 +20,14 @@ from molflt.graph import GraphAttention
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"{name}_script", ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def gps() -> ModuleType:
-    return load("gps")
+    return load_script("gps")
 
 
 @pytest.fixture(scope="module")
 def long_range() -> ModuleType:
-    return load("long_range")
+    return load_script("long_range")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """scripts/scaling.py: what it measures as memory is memory, and its table is what it measured."""
 
 import csv
-import importlib.util
 import math
 import os
 import subprocess
@@ -10,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from script_files import SCRIPTS, load_script
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "scaling.py"
 NAMES = ["softmax, Toeplitz bias", "performer", "flt", "fnet", "elu"]
 
 pytestmark = pytest.mark.skipif(
@@ -21,13 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def script():
-    patch = pytest.MonkeyPatch()
-    patch.syspath_prepend(str(SCRIPT.parent))
-    spec = importlib.util.spec_from_file_location("scaling", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    patch.undo()
+    return load_script("scaling")
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +48,7 @@ def test_growth_is_what_was_allocated(script) -> None:
         "    blocks.append(torch.ones(10 * 2**20))\n"
         "print(scaling.growth(work))"
     )
-    environment = {**os.environ, **script.ALLOCATOR, "PYTHONPATH": str(SCRIPT.parent)}
+    environment = {**os.environ, **script.ALLOCATOR, "PYTHONPATH": str(SCRIPTS)}
     command = [sys.executable, "-c", code]
     grown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert 79 < float(grown.stdout) < 90

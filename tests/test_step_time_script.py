@@ -1,24 +1,18 @@
 """scripts/step_time.py: times the models of the comparison, one line each."""
 
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from script_files import load_script
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
 def script():
-    patch = pytest.MonkeyPatch()
-    patch.syspath_prepend(str(ROOT / "scripts"))
-    spec = importlib.util.spec_from_file_location("step_time", ROOT / "scripts" / "step_time.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    patch.undo()
+    return load_script("step_time")
 
 
 def test_models_are_those_of_the_comparison(script) -> None:
