@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from molflt.attention.kernels import at_least_one
+from molflt.attention.kernels import at_least_one, one_of
 from molflt.attention.mixing import Features
 from molflt.attention.parts import Part, Projected, joined, squared_norm, unit
 from molflt.attention.projections import PROJECTIONS, Projection
@@ -39,6 +39,7 @@ class FeatureMap(nn.Module):
     random = False  # whether the map owns a random projection that `redraw_` can renew
     learned = False  # whether it learns one that is drawn at the start
     signed = False
+    per_row = 1  # features that each row of the projection makes
     projection: Projection | None
 
     def __init__(
@@ -51,14 +52,11 @@ class FeatureMap(nn.Module):
                 "out"
             )
         projection = projection or "orthogonal"
-        if projection not in PROJECTIONS:
-            raise ValueError(
-                f"projection={projection!r} is unknown; expected one of {', '.join(PROJECTIONS)}"
-            )
+        one_of("projection", projection, PROJECTIONS)
         at_least_one(num_features=num_features)
         self.dim = dim
         self.heads = heads
-        self.width = num_features
+        self.width = self.per_row * num_features
         self.projection = PROJECTIONS[projection](heads, num_features, dim) if self.random else None
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
@@ -113,12 +111,7 @@ class TrigonometricFeatures(FeatureMap):
 
     random = True
     signed = True
-
-    def __init__(
-        self, dim: int, heads: int, num_features: int = 64, projection: str | None = None
-    ) -> None:
-        super().__init__(dim, heads, num_features, projection)
-        self.width = 2 * num_features
+    per_row = 2
 
     def forward(self, *parts: Part) -> Features:
         """See `FeatureMap.forward`."""
@@ -297,12 +290,7 @@ class RfaGaussianFeatures(RfaFeatures):
     """
 
     signed = True
-
-    def __init__(
-        self, dim: int, heads: int, num_features: int = 64, projection: str | None = None
-    ) -> None:
-        super().__init__(dim, heads, num_features, projection)
-        self.width = 2 * num_features
+    per_row = 2
 
     def forward(self, *parts: Part) -> Features:
         """See `FeatureMap.forward`."""

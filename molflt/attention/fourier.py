@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from molflt.attention.encoding import Encoding
+from molflt.attention.kernels import one_of
 from molflt.attention.mixing import at_least_float32
 
 METHODS = ("fft", "dft")
@@ -189,8 +190,7 @@ class FourierMixer(Mixer):
 
     def __init__(self, dim: int, method: str = "fft", normalize: bool = False) -> None:
         super().__init__(dim)
-        if method not in METHODS:
-            raise ValueError(f"method={method!r} is unknown; expected one of {', '.join(METHODS)}")
+        one_of("method", method, METHODS)
         self.method = method
         self.normalize = normalize
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from molflt.attention.encoding import Encoding, Position, differences
 from molflt.attention.kernels import at_least_one
 from molflt.attention.mixing import at_least_float32
+from molflt.attention.radial import distances
 from molflt.attention.rotations import expect_axes
 
 
@@ -77,7 +78,7 @@ class GaussianBias(Position):
 
     def bias(self, delta: Tensor) -> Tensor:
         """f(z): differences (batch, queries, keys, l) -> (batch, heads, queries, keys)."""
-        return self._of_distance(_norm(at_least_float32(delta))).movedim(-1, 1)
+        return self._of_distance(distances(at_least_float32(delta))).movedim(-1, 1)
 
     def radial_profile(self, distances: Tensor) -> Tensor:
         """f at distances (n,), in units of length -> (heads, n), for plots."""
@@ -96,11 +97,3 @@ class GaussianBias(Position):
     def extra_repr(self) -> str:
         """Sizes, for `print(module)`."""
         return f"num_gaussians={len(self.mean)}, dim={self.dim}"
-
-
-def _norm(delta: Tensor) -> Tensor:
-    """|z| over the last axis, with gradient 0 at z = 0 instead of NaN."""
-    square = delta.square().sum(dim=-1)
-    positive = square > 0
-    # The inner `where` keeps the infinite slope of the root at 0 out of the gradient.
-    return torch.where(positive, torch.where(positive, square, 1.0).sqrt(), 0.0)

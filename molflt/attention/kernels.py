@@ -5,9 +5,12 @@ unit of length of the caller (Å for atoms, 1 for tokens), frequencies xi in cyc
 """
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+
+from molflt.attention.radial import root
 
 
 class Spectrum(nn.Module):
@@ -55,6 +58,13 @@ def at_least_one(**counts: int) -> None:
     for name, count in counts.items():
         if count < 1:
             raise ValueError(f"{name} must be at least 1; got {count}")
+
+
+def one_of(option: str, choice: str, choices: Iterable[str]) -> None:
+    """Raises ValueError for a choice that is not among those known."""
+    known = tuple(choices)
+    if choice not in known:
+        raise ValueError(f"{option}={choice!r} is unknown; expected one of {', '.join(known)}")
 
 
 def log_spaced(name: str, bounds: tuple[float, float], count: int) -> Tensor:
@@ -193,9 +203,7 @@ class MaternKernel(ShiftInvariantKernel):
     def kernel(self, z: Tensor) -> Tensor:
         """Closed form in the distance: (..., l) -> (...); its gradient at z = 0 is set to 0."""
         square = 2 * self.nu * z.square().sum(dim=-1)
-        positive = square > 0
-        # The inner `where` keeps the infinite slope of the root at 0 out of the gradient.
-        s = torch.where(positive, torch.where(positive, square, 1.0).sqrt(), 0.0)
+        s = root(square)
         if self.nu == 0.5:
             return (-s).exp()
         if self.nu == 1.5:

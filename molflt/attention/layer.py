@@ -1,6 +1,5 @@
 """Multi-head attention: one layer for every feature map, positional encoding and mixing."""
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from molflt.attention import mixing as mix
 from molflt.attention.causal import DecodeState, KeyValues, State, causal
 from molflt.attention.encoding import MIXINGS, Encoding, Position
 from molflt.attention.feature_maps import FEATURE_MAPS, FeatureMap
+from molflt.attention.kernels import one_of
 from molflt.attention.multiplicative import linear_with_kernel, with_exact_pairs
 from molflt.attention.parts import unit
 from molflt.attention.pieces import features_of, linear_in_pieces, piece_size
@@ -73,9 +73,9 @@ class Attention(nn.Module):
         super().__init__()
         if heads < 1 or dim % heads:
             raise ValueError(f"dim={dim} must be a multiple of heads={heads}; change one of them")
-        _known("mixing", mixing, (*MIXINGS, "auto"))
-        _known("feature_map", feature_map, FEATURE_MAPS)
-        _known("normalize", normalize, mix.NORMALIZE)
+        one_of("mixing", mixing, (*MIXINGS, "auto"))
+        one_of("feature_map", feature_map, FEATURE_MAPS)
+        one_of("normalize", normalize, mix.NORMALIZE)
         self.dim = dim
         self.heads = heads
         self.head_dim = dim // heads
@@ -341,8 +341,3 @@ class Attention(nn.Module):
         """Sizes, for `print(module)`."""
         words = f"dim={self.dim}, heads={self.heads}, mixing={self.mixing!r}"
         return f"{words}, causal=True" if self.causal else words
-
-
-def _known(option: str, choice: str, choices: Collection[str]) -> None:
-    if choice not in choices:
-        raise ValueError(f"{option}={choice!r} is unknown; expected one of {', '.join(choices)}")

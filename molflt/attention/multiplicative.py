@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from molflt.attention.encoding import Encoding, Pairs, differences
 from molflt.attention.mixing import Features, Sums, at_least_float32, stabilize
 from molflt.attention.nodes import Nodes
+from molflt.attention.radial import distances, fade
 from molflt.attention.recompute import recomputed
 from molflt.attention.spectra import Spectrum
 from molflt.attention.spectral import GraphNodes, SpectralPosition
@@ -251,9 +252,7 @@ class NearField(nn.Module):
 
     def switch(self, distance: Tensor) -> Tensor:
         """s(r), of the shape of the distances."""
-        x = (distance / self.cutoff - self.onset) / (1 - self.onset)
-        x = x.clamp(0.0, 1.0)
-        return 1 - x**3 * (10 - 15 * x + 6 * x**2)
+        return fade((distance / self.cutoff - self.onset) / (1 - self.onset))
 
     def forward(self, pairs: Pairs, vector: Tensor, far: Tensor) -> Pairs:
         """Pairs with what has to be added for each.
@@ -273,9 +272,3 @@ class NearField(nn.Module):
     def extra_repr(self) -> str:
         """Sizes, for `print(module)`."""
         return f"cutoff={self.cutoff:g}, onset={self.onset:g}"
-
-
-def distances(vector: Tensor) -> Tensor:
-    """|v|, (..., l) -> (...), with the gradient 0 at 0: for functions that are flat there."""
-    square = vector.square().sum(dim=-1)
-    return square.where(square > 0, 1.0).sqrt().where(square > 0, 0.0)

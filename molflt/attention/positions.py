@@ -7,6 +7,7 @@ from typing import Any
 from molflt.attention.encoding import Position
 from molflt.attention.gaussian_bias import GaussianBias
 from molflt.attention.grid import BucketedPosition, LowRankPosition, ToeplitzPosition
+from molflt.attention.kernels import one_of
 from molflt.attention.multiplicative import KernelPosition
 from molflt.attention.rotations import CosinePosition, RotaryPosition
 from molflt.attention.spectral import SpectralPosition
@@ -40,10 +41,7 @@ def make_position(name: str, heads: int, head_dim: int, **options: Any) -> Posit
     """
     if name == "none":
         return None
-    if name not in POSITIONS:
-        raise ValueError(
-            f"position={name!r} is unknown; expected one of none, {', '.join(POSITIONS)}"
-        )
+    one_of("position", name, ("none", *POSITIONS))
     build = POSITIONS[name]
     # Each encoding asks for the sizes that it depends on.
     known = inspect.signature(build).parameters

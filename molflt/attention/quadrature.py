@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from molflt.attention.kernels import Spectrum, at_least_one
+from molflt.attention.radial import distances, sinc
 
 # Degrees of Lebedev's rules. Those of 13, 25 and 27 are left out: some of their weights are
 # negative, which would turn a positive mask into one with negative parts.
@@ -292,12 +293,8 @@ class ShellWeights(Spectrum):
 
     def mask(self, delta: Tensor) -> Tensor:
         """f(z) per head: differences (batch, ..., l) -> (batch, heads, ...)."""
-        square = delta.square().sum(dim=-1, keepdim=True)
-        positive = square > 0
-        # The inner `where` keeps the infinite slope of the root at 0 out of the gradient.
-        distance = torch.where(positive, torch.where(positive, square, 1.0).sqrt(), 0.0)
-        turns = 2 * distance * self.radius  # [b, ..., k]
-        waves = torch.sinc(turns) if self.dim == 3 else (math.pi * turns).cos()
+        turns = 2 * distances(delta)[..., None] * self.radius  # [b, ..., k]
+        waves = sinc(turns) if self.dim == 3 else (math.pi * turns).cos()
         return (waves @ self.amplitude.T).movedim(-1, 1)
 
 

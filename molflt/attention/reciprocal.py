@@ -24,8 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from molflt.attention.kernels import Spectrum
+from molflt.attention.kernels import Spectrum, one_of
 from molflt.attention.mixing import at_least_float32
+from molflt.attention.radial import distances, fade, sinc
 
 DEGENERATE = 1e-6  # volume of the periodic vectors relative to the product of their lengths
 MOST_CANDIDATES = 2**27  # of a batch: beyond this a cell or its frequencies are taken for a mistake
@@ -103,7 +104,7 @@ def reciprocal_nodes(
     index, valid = _indices(lattice.detach(), dual.detach(), max_frequency)
     # Products and sums instead of a matrix product: the same bits whatever else is in the batch.
     nodes = (index.to(dual.dtype)[..., None] * dual[:, None]).sum(dim=2)
-    weights = TAPERS[taper](_norm(nodes) / max_frequency) / volume[:, None]
+    weights = TAPERS[taper](distances(nodes) / max_frequency) / volume[:, None]
     weights = torch.where(valid, weights, 0.0)
     if merged:
         return nodes, torch.cat((weights[:, :1], 2 * weights[:, 1:]), dim=1)
@@ -164,10 +165,7 @@ def tapered_mask(
     radius = radius.to(distance.dtype)
     xi = torch.zeros(1, count, 3, dtype=distance.dtype, device=distance.device)
     xi[..., 0] = radius
-    phase = 2 * math.pi * distance[:, None] * radius  # [n, k]
-    away = phase > 0  # torch.sinc has no second derivative at 0
-    phase = phase.where(away, 1.0)
-    waves = (phase.sin() / phase).where(away, 1.0)
+    waves = sinc(2 * distance[:, None] * radius)  # [n, k]
     return (spectrum.spectrum(xi) * measure).to(distance.dtype) @ waves.mT
 
 
@@ -270,8 +268,7 @@ def _check_options(max_frequency: float, reach: float, taper: str) -> None:
     for name, value in (("max_frequency", max_frequency), ("reach", reach)):
         if not (value > 0 and math.isfinite(value)):
             raise ValueError(f"{name} must be positive and finite; got {value}")
-    if taper not in TAPERS:
-        raise ValueError(f"taper={taper!r} is unknown; expected one of {', '.join(TAPERS)}")
+    one_of("taper", taper, TAPERS)
 
 
 def _unit_normal(a: Tensor, b: Tensor) -> Tensor:
@@ -289,15 +286,8 @@ def _dual(lattice: Tensor) -> tuple[Tensor, Tensor]:
     return normals / volume[:, None, None], volume.abs()
 
 
-def _norm(vectors: Tensor) -> Tensor:
-    """|v|, with the gradient 0 at 0."""
-    square = vectors.square().sum(dim=-1)
-    return square.where(square > 0, 1.0).sqrt().where(square > 0, 0.0)
-
-
 def _step(x: Tensor) -> Tensor:
-    x = ((x - 0.8) / 0.2).clamp(0.0, 1.0)
-    return 1 - x**3 * (10 - 15 * x + 6 * x**2)
+    return fade((x - 0.8) / 0.2)
 
 
 def _wendland(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from molflt.attention.encoding import Encoding, Position, differences
-from molflt.attention.kernels import ShiftInvariantKernel
+from molflt.attention.kernels import ShiftInvariantKernel, one_of
 from molflt.attention.mixing import at_least_float32
 from molflt.attention.nodes import NODES, KernelNodes, Nodes
 from molflt.attention.quadrature import ShellNodes, ShellWeights, hermitian
@@ -74,10 +74,13 @@ class SpectralPosition(Position):
             ValueError: if a name is unknown, an option is unknown or missing, or the nodes cannot
                 sample the spectrum.
         """
-        family = _named("spectrum", spectrum, {**SPECTRA, "shell_weights": ShellWeights})
+        spectra = {**SPECTRA, "shell_weights": ShellWeights}
+        one_of("spectrum", spectrum, spectra)
+        family: type[Spectrum] = spectra[spectrum]
         is_kernel, weighted = issubclass(family, ShiftInvariantKernel), family is ShellWeights
         default = "shells" if weighted else "kernel" if is_kernel else "gaussian"
-        rule = _named("nodes", nodes or default, NODES)
+        one_of("nodes", nodes or default, NODES)
+        rule = NODES[nodes or default]
         if (weighted and rule is not ShellNodes) or (rule is KernelNodes and not is_kernel):
             raise ValueError(
                 f"spectrum={spectrum!r} cannot be sampled at nodes={nodes!r}; expected "
@@ -185,12 +188,6 @@ def _waves(positions: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
     positions = at_least_float32(positions)[:, None]
     phase = 2 * math.pi * positions @ nodes.to(positions.dtype).transpose(-1, -2)
     return phase.cos(), phase.sin()
-
-
-def _named(argument: str, name: str, known: dict[str, type[Any]]) -> type[Any]:
-    if name not in known:
-        raise ValueError(f"{argument}={name!r} is unknown; expected one of {', '.join(known)}")
-    return known[name]
 
 
 def _made(part: type[Any], options: dict[str, Any], prefix: str = "", **fixed: Any) -> Any:

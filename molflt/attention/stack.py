@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from molflt.attention.causal import DecodeState
 from molflt.attention.encoding import Encoding, Position
 from molflt.attention.fourier import Mixer
+from molflt.attention.kernels import one_of
 from molflt.attention.layer import Attention
 
 NORMS = ("pre", "post")
@@ -29,8 +30,7 @@ class Block(nn.Module):
         self, attention: Attention | Mixer, ffn_dim: int, dropout: float = 0.0, norm: str = "pre"
     ) -> None:
         super().__init__()
-        if norm not in NORMS:
-            raise ValueError(f"norm={norm!r} is unknown; expected one of {', '.join(NORMS)}")
+        one_of("norm", norm, NORMS)
         dim = attention.dim
         self.attention = attention
         self.attention_norm = nn.LayerNorm(dim)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from molflt.attention.kernels import one_of
 from molflt.attention.mixing import Features, Sums, at_least_float32, stabilize
 
 METHODS = ("auto", "fft", "blocks")
@@ -62,8 +63,7 @@ def toeplitz(
         ValueError: an unknown method, or shapes that do not fit.
     """
     queries, keys = query.tokens, value.shape[-2]
-    if method not in METHODS:
-        raise ValueError(f"method={method!r} is unknown; expected one of {', '.join(METHODS)}")
+    one_of("method", method, METHODS)
     layout = _Layout.of(log_kernel, queries, keys)
     if causal and len(layout.query) == 2 and queries != keys:
         raise ValueError(

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from molflt.attention import Encoding, KernelPosition, NearField, Pairs, SpectralPosition
-from molflt.attention.multiplicative import distances, products
+from molflt.attention.kernels import one_of
+from molflt.attention.multiplicative import products
 from molflt.attention.periodic import FrequencyProjection, LatticeNodes
+from molflt.attention.radial import distances
 from molflt.attention.reciprocal import free_extent, reciprocal_nodes, tapered_mask
 from molflt.attention.spectra import GaussianBasis
 from molflt.graph.dense import DenseAtoms, to_dense
@@ -85,12 +87,8 @@ class GraphEncoding(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        known = {"placement": (placement, PLACEMENTS), "periodic": (periodic, PERIODIC)}
-        for option, (choice, choices) in known.items():
-            if choice not in choices:
-                raise ValueError(
-                    f"{option}={choice!r} is unknown; expected one of {', '.join(choices)}"
-                )
+        one_of("placement", placement, PLACEMENTS)
+        one_of("periodic", periodic, PERIODIC)
         if near_field is not None and (placement == "additive" or periodic == "images"):
             raise ValueError(
                 "near_field corrects a kernel that multiplies, and finds images itself; got "
@@ -124,10 +122,6 @@ class GraphEncoding(nn.Module):
             self.position.nodes = LatticeNodes()
             if placement == "additive" and not self.softmax:
                 self.frequency_projection = FrequencyProjection(heads, num_features)
-
-    def width(self, head_dim: int) -> int:
-        """Width of the queries and keys that reach the feature map, from their own d."""
-        return self.position.width(head_dim)
 
     def forward(self, batch: Geometry) -> tuple[DenseAtoms, Encoding]:
         """Evaluates the encoding.
@@ -173,7 +167,9 @@ class GraphEncoding(nn.Module):
         """Pairs within the near field, each atom and itself included, and what they add."""
         assert self.near_field is not None and isinstance(self.position, KernelPosition)
         if self.periodic == "none":  # pairs across a boundary that the far field does not know
-            batch = Geometry(batch.pos, batch.batch, batch.ptr, batch.cell, ~batch.pbc & batch.pbc)
+            batch = Geometry(
+                batch.pos, batch.batch, batch.ptr, batch.cell, torch.zeros_like(batch.pbc)
+            )
         found = neighbor_list(batch, self.near_field.cutoff)
         own = torch.arange(len(batch.pos), device=batch.pos.device)
         query, key = (torch.cat((own, ends)) for ends in (found.center, found.neighbor))
