@@ -344,3 +344,15 @@ def test_errors_say_what_is_wrong(build, words):
     with pytest.raises(ValueError, match=words) as error:
         build()
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("dim", [1, 3])
+def test_mask_of_weighted_shells_is_twice_differentiable_at_zero(dim):
+    nodes = ShellNodes(4.0, 0.4, num_shells=2, dim=dim, normalized=True)
+    mask = ShellWeights(2, nodes).double().mask
+    delta = torch.zeros(1, 2, dim, dtype=torch.float64)
+    delta[0, 1, 0] = 0.7
+    delta.requires_grad_()
+    (first,) = torch.autograd.grad(mask(delta).sum(), delta, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum() + first.sum(), delta)
+    assert first.isfinite().all() and second.isfinite().all()
