@@ -30,6 +30,7 @@ SHELLS = ["--model.nodes=shells", "--model.diameter=16", "--model.max_frequency=
 KERNEL = ["--model.mixing=auto", "--model.placement=multiplicative"]
 RECIPROCAL = ["--model.periodic=reciprocal", "--model.max_frequency=0.25"]
 NEAR = ["--model.near_field=5"]
+MOVING = ["--model.refinements=2", "--model.move_atoms=true"]
 VARIANTS = {
     "flt": ["--model.mixing=linear", "--model.position=spectral"],
     "performer": ["--model.mixing=linear", "--model.position=none"],
@@ -43,8 +44,10 @@ VARIANTS = {
     "kernel-reciprocal": [*KERNEL, *RECIPROCAL],
     "near": [*KERNEL, *SHELLS, *NEAR],
     "near-reciprocal": [*KERNEL, *RECIPROCAL, *NEAR],
-    "near-reciprocal-moving": [
-        *(*KERNEL, *RECIPROCAL, *NEAR, "--model.refinements=2", "--model.move_atoms=true"),
+    "near-reciprocal-twice": [*KERNEL, *RECIPROCAL, *NEAR, "--model.refinements=2"],
+    "near-reciprocal-moving": [*KERNEL, *RECIPROCAL, *NEAR, *MOVING],
+    "near-reciprocal-on-the-way": [
+        *(*KERNEL, *RECIPROCAL, *NEAR, *MOVING, "--task.interpolate=0.5", "--task.noise=0.02"),
     ],
 }
 PAPERS = ["flt", "performer", "softmax-mask", "softmax"]

@@ -37,6 +37,8 @@ FeatureMapName = Literal[
 ]
 ProjectionName = Literal["iid", "orthogonal", "hadamard", "givens", "sphere", "sobol"]
 
+MAX_MOVE = 1.0  # Å; moves without a bound feed on their own gradients, and training diverges
+
 
 class EnergyRegressor(nn.Module):
     """Transformer that maps an initial structure to its relaxed energy.
@@ -79,7 +81,7 @@ class EnergyRegressor(nn.Module):
             the only place where energies see positions.
         position_head: predict displacements to the relaxed positions as an auxiliary task.
         move_atoms: after each pass but the last, move the free atoms by what the position head
-            predicts, and compute the mask again from where they are.
+            predicts, by less than 1 Å each, and compute the mask again from where they are.
         dropout: dropout of blocks.
         attention_dropout: see `molflt.attention.Attention`.
 
@@ -209,7 +211,7 @@ class EnergyRegressor(nn.Module):
             moved.append(geometry.pos - start + step)
             if left:
                 free = ~batch.fixed[:, None]
-                geometry = geometry._replace(pos=geometry.pos + step * free)
+                geometry = geometry._replace(pos=geometry.pos + _bounded(step) * free)
                 neighbors = neighbor_list(geometry, self.neighbor_cutoff)
                 dense, encodings = self._encode(geometry)
         return h, moved
@@ -225,6 +227,11 @@ class EnergyRegressor(nn.Module):
         self.stack.redraw_(generator)
         if self.encoding is not None:
             self.encoding.redraw_(generator)
+
+
+def _bounded(step: Tensor) -> Tensor:
+    """Displacements (atoms, 3), Å, shortened smoothly to less than `MAX_MOVE`."""
+    return step * (1 + (step / MAX_MOVE).square().sum(dim=-1, keepdim=True)).rsqrt()
 
 
 def _refuse_misfits(

@@ -317,17 +317,22 @@ def test_atoms_that_do_not_move_change_nothing():
     torch.testing.assert_close(out["energy"], predict(still, STRUCTURES)["energy"], **EXACT)
 
 
-def test_the_mask_follows_free_atoms_and_fixed_ones_stay():
-    """The second pass sees exactly the positions that the first one predicted."""
+@pytest.mark.parametrize("scale", [0.02, 1])
+def test_the_mask_follows_free_atoms_and_fixed_ones_stay(scale):
+    """The second pass sees the positions that the first one predicted, no atom 1 Å or more away."""
     net, seen = moving(), []
+    net.position_head.weight.weight.data *= scale
     net.encoding.register_forward_pre_hook(lambda _, geometry: seen.append(geometry[0].pos))
     batch = Batch.from_data_list(STRUCTURES)
     by_pass = net(batch)["displacement_by_pass"]
     assert by_pass.shape == (2, len(batch.pos), 3)
     assert by_pass[0].abs().max() > 0.01
-    moved = torch.where(batch.fixed[:, None], 0.0, by_pass[0])
+    length = by_pass[0].norm(dim=-1, keepdim=True)
+    assert (length.max() > 2) == (scale == 1)
+    moved = torch.where(batch.fixed[:, None], 0.0, by_pass[0] / (1 + length**2).sqrt())
     torch.testing.assert_close(seen[0], batch.pos, **EXACT)
     torch.testing.assert_close(seen[1], batch.pos + moved, **EXACT)
+    assert ((seen[1] - seen[0]).norm(dim=-1) < 1).all()
     assert not torch.equal(by_pass[0], by_pass[1])
 
 
