@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -20,29 +20,25 @@ from torch import Tensor
 
 from molflt.checkpoint import save_weights
 from molflt.files import write_atomically
-from molflt.task import IS2RETask, energy_summary
+from molflt.tasks.base import Task
 
 __all__ = [
-    "COLUMNS",
     "Interrupted",
     "LastCheckpoint",
     "MetricsFile",
     "StepBar",
+    "columns_of",
 ]
 
-COLUMNS = (
-    "step",
-    "lr",
-    "train_loss",
-    "train_mae_eV",
-    "train_ewt_percent",
-    "train_displacement_mae_A",
-    "gradient_norm",
-    "atoms_per_s",
-    "val_mae_eV",
-    "val_ewt_percent",
-    "val_mse_eV2",
-)
+
+def columns_of(task: Task) -> list[str]:
+    """Columns of ``metrics.csv``: what a step is, what training measured, what validation did."""
+    return [
+        *("step", "lr", "train_loss"),
+        *(f"train_{name}" for name in task.train_metrics),
+        *("gradient_norm", f"{task.unit}_per_s"),
+        *(f"val_{name}" for name in task.val_metrics),
+    ]
 
 
 class Interrupted(Exception):
@@ -61,15 +57,18 @@ class MetricsFile(Callback):
     in turn, and there the model still holds the averaged weights that were validated.
 
     Args:
+        task: whose metrics are written.
         folder: the run's folder.
         log_every: steps between rows of training metrics, which average over those steps.
     """
 
-    def __init__(self, folder: Path, log_every: int) -> None:
+    def __init__(self, task: Task, folder: Path, log_every: int) -> None:
+        self.columns = columns_of(task)
         self.path = folder / "metrics.csv"
         self.best_path = folder / "checkpoints" / "best.safetensors"
         self.log_every = log_every
-        self.best = {"mae_eV": float("inf"), "step": 0}
+        worst = float("-inf" if task.best_is_largest else "inf")
+        self.best = {task.best: worst, "step": 0}
         self.shown: dict[str, str] = {}
         self._forget()
 
@@ -90,7 +89,7 @@ class MetricsFile(Callback):
             with open(self.path, newline="") as file:
                 rows = [row for row in csv.DictReader(file) if self._stays(row, trainer)]
         buffer = io.StringIO()
-        writer = csv.DictWriter(buffer, COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(buffer, self.columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
         write_atomically(self.path, buffer.getvalue().encode())
@@ -98,16 +97,16 @@ class MetricsFile(Callback):
     @staticmethod
     def _stays(row: dict[str, str], trainer: pl.Trainer) -> bool:
         step = int(row["step"] or 0)
-        if row["val_mae_eV"] and step == trainer.global_step:
+        if not row["lr"] and step == trainer.global_step:
             return not _validates(trainer)
         return step <= trainer.global_step
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, i: int
     ) -> None:
-        parts = [outputs["loss"].detach().reshape(1), outputs["displacement_mae"].reshape(1)]
-        atoms = outputs["loss"].new_tensor([float(batch.num_nodes), 1.0])
-        row = torch.cat([*parts, atoms, outputs["sums"]]).double()
+        loss = outputs["loss"].detach().double().reshape(1)
+        counts = loss.new_tensor([cast(Task, pl_module).size(batch), 1.0])
+        row = torch.cat([loss, counts, outputs["sums"].double()])
         self._totals = row if self._totals is None else self._totals + row
         self._steps += 1
         if trainer.global_step % self.log_every == 0 or trainer.global_step >= trainer.max_steps:
@@ -115,43 +114,43 @@ class MetricsFile(Callback):
 
     def _log_training(self, trainer: pl.Trainer, task: Any) -> None:
         total: Any = trainer.strategy.reduce(self._totals, reduce_op="sum")
-        loss, displacement, atoms, batches = total[:4].tolist()
-        energy = energy_summary(total[4:])
+        loss, size, batches = total[:3].tolist()
+        metrics = task.summarize(total[3:])
+        speed = size / (time.perf_counter() - self._since)
         # the scheduler has stepped already; this row describes the steps before it
         row = {
             "step": trainer.global_step,
             "lr": task.last_lr,
             "train_loss": loss / batches,
-            "train_mae_eV": energy["mae_eV"],
-            "train_ewt_percent": energy["ewt_percent"],
-            "train_displacement_mae_A": displacement / batches,
+            **{f"train_{name}": metrics[name] for name in task.train_metrics},
             "gradient_norm": task.gradient_norm,
-            "atoms_per_s": atoms / (time.perf_counter() - self._since),
+            f"{task.unit}_per_s": speed,
         }
         self._append(trainer, row)
         self.shown = {
             **self.shown,
             "loss": f"{row['train_loss']:.3g}",
-            "mae_eV": f"{row['train_mae_eV']:.3f}",
-            "ewt_%": f"{row['train_ewt_percent']:.1f}",
+            **{_short(name): _rounded(metrics[name]) for name in task.train_metrics[:2]},
             "lr": f"{row['lr']:.2g}",
-            "atoms/s": f"{row['atoms_per_s']:.0f}",
+            f"{task.unit}/s": f"{speed:.0f}",
         }
         self._forget()
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not isinstance(pl_module, IS2RETask) or trainer.sanity_checking:
+        if trainer.sanity_checking:
             return
-        metrics = pl_module.validation_metrics()
-        row = {f"val_{name}": value for name, value in metrics.items()}
+        task = cast(Task, pl_module)
+        metrics = task.validation_metrics()
+        row = {f"val_{name}": metrics[name] for name in task.val_metrics}
         self._append(trainer, {"step": trainer.global_step, **row})
-        self.shown["val_mae_eV"] = f"{metrics['mae_eV']:.3f}"
-        self.shown["val_ewt_%"] = f"{metrics['ewt_percent']:.1f}"
-        if metrics["mae_eV"] < self.best["mae_eV"]:
-            self.best = {"mae_eV": metrics["mae_eV"], "step": trainer.global_step}
+        for name in task.val_metrics[:2]:
+            self.shown[f"val_{_short(name)}"] = _rounded(metrics[name])
+        new, best = metrics[task.best], self.best[task.best]
+        if new > best if task.best_is_largest else new < best:
+            self.best = {task.best: new, "step": trainer.global_step}
             if trainer.is_global_zero:
-                header = {"step": trainer.global_step, "val_mae_eV": metrics["mae_eV"]}
-                save_weights(self.best_path, pl_module.model.state_dict(), header)
+                header = {"step": trainer.global_step, f"val_{task.best}": new}
+                save_weights(self.best_path, task.model.state_dict(), header)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._since += time.perf_counter() - self._paused  # atoms/s counts training only
@@ -162,13 +161,21 @@ class MetricsFile(Callback):
     def _append(self, trainer: pl.Trainer, row: dict[str, Any]) -> None:
         if trainer.is_global_zero:
             with open(self.path, "a", newline="") as file:
-                csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row)
+                csv.DictWriter(file, self.columns, lineterminator="\n").writerow(row)
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.best)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best = dict(state_dict)
+
+
+def _short(metric: str) -> str:
+    return metric.replace("percent", "%")
+
+
+def _rounded(value: float) -> str:
+    return f"{value:.4g}"
 
 
 def _validates(trainer: pl.Trainer) -> bool:

@@ -16,9 +16,9 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
 from molflt.files import write_atomically
-from molflt.graph.regressor import EnergyRegressor
+from molflt.recipes import recipe_of
 
-__all__ = ["AtomicCheckpointIO", "load_run", "load_weights", "save_weights"]
+__all__ = ["AtomicCheckpointIO", "load_run", "load_weights", "read_config", "save_weights"]
 
 
 def save_weights(path: Path, weights: dict[str, Tensor], metadata: dict[str, Any]) -> None:
@@ -56,12 +56,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 def load_run(
     run: Path, checkpoint: str = "best", device: str = "cpu"
-) -> tuple[EnergyRegressor, dict[str, Any]]:
+) -> tuple[Any, dict[str, Any]]:
     """Reads a trained model.
 
     Args:
         run: folder that :func:`molflt.train.train` wrote.
-        checkpoint: "best" (by validation MAE), "last", or the path of a safetensors file.
+        checkpoint: "best" (by validation), "last", or the path of a safetensors file.
         device: where the model goes.
 
     Returns:
@@ -71,16 +71,25 @@ def load_run(
         FileNotFoundError: if the configuration or the checkpoint is missing.
         ValueError: naming the key, if the weights are those of a model of another shape.
     """
-    run = Path(run)
-    path = run / "config.yaml"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; expected the folder of a training run")
-    config = yaml.safe_load(path.read_text())
-    model = EnergyRegressor(**config["model"])
+    run, config = Path(run), read_config(run)
+    model = recipe_of(config).load("model")(**config["model"])
     named = checkpoint in ("best", "last")
     weights = run / "checkpoints" / f"{checkpoint}.safetensors" if named else Path(checkpoint)
     load_weights(model, weights)
     return model.to(device).eval(), config
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """The configuration of a run.
+
+    Raises:
+        FileNotFoundError: if there is none.
+    """
+    path = Path(run) / "config.yaml"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; expected the folder of a training run")
+    config: dict[str, Any] = yaml.safe_load(path.read_text())
+    return config
 
 
 def load_weights(model: torch.nn.Module, path: Path) -> None:

@@ -44,12 +44,17 @@ COMMANDS: dict[tuple[str, ...], Command] = {
         "molflt.data.download:download", "fetch, check and unpack a public data set"
     ),
     ("train",): Command(
-        "molflt.train:train", "train an energy regressor, or resume", "molflt.train:build_parser"
+        "molflt.train:train",
+        "train on structures, text or images, or resume",
+        "molflt.train:build_parser",
     ),
     ("evaluate",): Command(
-        "molflt.evaluate:evaluate", "MAE and EwT of a run on splits, tables, plots, submission"
+        "molflt.evaluate:evaluate", "metrics of a run on splits, tables, plots, submission"
     ),
-    ("predict",): Command("molflt.evaluate:predict", "energies of structures in any readable file"),
+    ("predict",): Command(
+        "molflt.evaluation.energies:predict", "energies of structures in any readable file"
+    ),
+    ("generate",): Command("molflt.generate:generate", "text from a trained language model"),
 }
 GROUPS = {"data": "make, look at, convert and fetch data sets"}
 
@@ -139,7 +144,7 @@ def _run(path: tuple[str, ...], words: list[str]) -> int:
     command = COMMANDS[path]
     function = _load(command.function)
     if command.parser is not None:
-        parser = _load(command.parser)()
+        parser = _load(command.parser)(words)
         parser.usage = f"{' '.join(('molflt', *path))} [--OPTION VALUE ...]"  # else a page long
     else:
         parser = ArgumentParser(description=_first_paragraphs(function))

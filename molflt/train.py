@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
+import itertools
 import logging
-import platform
-import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
+import yaml
 from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
 
-from molflt import __version__
 from molflt.callbacks import Interrupted, LastCheckpoint, MetricsFile, StepBar
 from molflt.checkpoint import AtomicCheckpointIO, load_run
-from molflt.data.datamodule import IS2REData
-from molflt.files import write_atomically
-from molflt.graph.regressor import EnergyRegressor
-from molflt.task import IS2RETask
+from molflt.data.datamodule import BatchedData
+from molflt.recipes import DEFAULT, RECIPES, recipe_of
+from molflt.run_folder import check_run_folder, draw_curve, is_first_rank, write_run_files
+from molflt.tasks.base import Task
 
 __all__ = ["build_parser", "fit", "load_run", "train"]
 
@@ -36,8 +31,8 @@ RAISABLE = "trainer.max_steps"
 
 
 def fit(
-    task: IS2RETask,
-    data: IS2REData,
+    task: Task,
+    data: BatchedData,
     run: Path,
     resume: bool = False,
     max_steps: int = 10_000,
@@ -87,7 +82,7 @@ def fit(
             f"task.warmup_steps must be less than trainer.max_steps={max_steps}; "
             f"got {task.warmup_steps}"
         )
-    metrics = MetricsFile(run, log_every)
+    metrics = MetricsFile(task, run, log_every)
     callbacks: list[Callback] = [metrics, StepBar(lambda: metrics.shown, min(log_every, 10))]
     if ema_decay is not None:
         # Buffers are copied, not averaged: the mean of two random projections is none
@@ -127,11 +122,11 @@ def _check_counts(**counts: int) -> None:
 
 
 def train(config: Namespace) -> int:
-    """Trains an energy regressor, or resumes a run.
+    """Trains a model, or resumes a run.
 
     The run folder holds config.yaml (everything, defaults too), versions.json, metrics.csv,
-    curve.png, and checkpoints/ with last.ckpt (to resume), last.safetensors and best.safetensors
-    (weights; best by validation MAE).
+    curve.png, what belongs to the data (a vocabulary, names of classes), and checkpoints/ with
+    last.ckpt (to resume), last.safetensors and best.safetensors (weights; best by validation).
 
     Args:
         config: what :func:`build_parser`'s parser returns.
@@ -146,27 +141,25 @@ def train(config: Namespace) -> int:
     """
     resume = config.resume is not None
     run = Path(config.resume if resume else config.run)
-    _check_run_folder(run, resume)
+    check_run_folder(run, resume)
     pl.seed_everything(config.seed, verbose=False)
-    model = EnergyRegressor(**config.model.as_dict())
-    task = IS2RETask(model, seed=config.seed, **config.task.as_dict())
-    data = IS2REData(**config.data.as_dict())
+    recipe = recipe_of(config)
+    data = recipe.load("data")(**config.data.as_dict())
     data.seed = config.seed
     data.setup()
+    _fit_sizes(config.model, data)
+    model = recipe.load("model")(**config.model.as_dict())
+    task = recipe.load("task")(model, seed=config.seed, **config.task.as_dict())
     if not resume:  # the checkpoint holds it otherwise
-        mean, std = task.energy_mean, task.energy_std
-        if mean is None or std is None:
-            found = data.normalizer()
-            mean, std = found[0] if mean is None else mean, found[1] if std is None else std
-        task.set_normalizer(mean, std)
-    if _is_first_rank():
-        _write_run_files(run, config, resume)
-        print(_header(run, model, data, config))
+        task.prepare(data)
+    if is_first_rank():
+        write_run_files(run, _dump(config, run), data.files(), resume)
+        print(_header(run, task, data, config))
     try:
         fit(task, data, run, resume=resume, **config.trainer.as_dict())
         return 0
     except Interrupted as stop:
-        if _is_first_rank():
+        if is_first_rank():
             print(f"\n{stop}; state saved; to go on: molflt train --resume {run}", file=sys.stderr)
         return 128 + stop.signum
     except SystemExit as stop:
@@ -174,22 +167,57 @@ def train(config: Namespace) -> int:
             raise KeyboardInterrupt from stop
         raise
     finally:
-        if _is_first_rank():
-            _draw_curve(run)
+        if is_first_rank():
+            draw_curve(run)
 
 
-def build_parser() -> ArgumentParser:
-    """Parser of ``molflt train``: groups model, data, task and trainer, from the signatures."""
-    parser = _TrainParser(prog="molflt train", description="Train an energy regressor, or resume.")
+def _fit_sizes(options: Namespace, data: BatchedData) -> None:
+    """Fills in what the data decide about the model, such as the size of a vocabulary."""
+    for name, size in data.sizes().items():
+        given = options[name]
+        if given is not None and given != size:
+            raise ValueError(
+                f"model.{name}={given!r}, but the data have {size!r}; leave model.{name} out, or "
+                "use the data that it was made for"
+            )
+        options[name] = size
+
+
+def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
+    """Parser of ``molflt train``: groups model, data, task and trainer, from the signatures.
+
+    Args:
+        words: the command line; the recipe that it or its configuration names decides the options.
+    """
+    name = _recipe_named(list(words))
+    recipe = recipe_of({"recipe": name})
+    parser = _TrainParser(prog="molflt train", description="Train a model, or resume.")
     parser.add_argument("--config", action="config", help="YAML file with any of the options below")
     parser.add_argument("--resume", type=Path | None, help="run folder to go on with")
     parser.add_argument("--run", type=Path, default=Path("runs/train"), help="folder to write")
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and dropout")
-    parser.add_class_arguments(EnergyRegressor, "model")
-    parser.add_class_arguments(IS2REData, "data")
-    parser.add_class_arguments(IS2RETask, "task", skip={"model", "seed"})
+    parser.add_argument(
+        "--recipe", type=Literal[*RECIPES], default=name, help="what to learn; see its --help"
+    )
+    parser.add_class_arguments(recipe.load("model"), "model")
+    parser.add_class_arguments(recipe.load("data"), "data")
+    parser.add_class_arguments(recipe.load("task"), "task", skip={"model", "seed"})
     parser.add_function_arguments(fit, "trainer", skip={"task", "data", "run", "resume"})
     return parser
+
+
+def _recipe_named(words: list[str]) -> str:
+    """The recipe of a command line: its own word, or the last that its configurations name."""
+    name = DEFAULT
+    paths = [Path(run) / "config.yaml" for run in _values_of("--resume", words)]
+    for path in [*paths, *map(Path, _values_of("--config", words))]:
+        try:
+            config = yaml.safe_load(path.read_text())
+        except (OSError, ValueError, yaml.YAMLError):
+            continue  # the parser says what is wrong with it
+        if isinstance(config, dict):
+            name = str(config.get("recipe", name))
+    return [name, *_values_of("--recipe", words)][-1]
 
 
 class _TrainParser(ArgumentParser):
@@ -199,9 +227,10 @@ class _TrainParser(ArgumentParser):
         self, args: Sequence[str] | None = None, *more: Any, **options: Any
     ) -> Namespace:
         words = list(sys.argv[1:] if args is None else args)
-        run = _value_of("--resume", words)
-        if run is None:
+        runs = _values_of("--resume", words)
+        if not runs:
             return super().parse_args(words, *more, **options)
+        run = Path(runs[-1])
         path = run / "config.yaml"
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such file; expected the folder of a run to resume")
@@ -218,96 +247,29 @@ class _TrainParser(ArgumentParser):
         return config
 
 
-def _value_of(option: str, words: list[str]) -> Path | None:
-    for i, word in enumerate(words):
-        if word == option and i + 1 < len(words):
-            return Path(words[i + 1])
-        if word.startswith(f"{option}="):
-            return Path(word.partition("=")[2])
-    return None
+def _values_of(option: str, words: list[str]) -> list[str]:
+    """Every value that the words give to an option."""
+    values = [value for word, value in itertools.pairwise(words) if word == option]
+    return values + [w.partition("=")[2] for w in words if w.startswith(f"{option}=")]
 
 
-def _check_run_folder(run: Path, resume: bool) -> None:
-    last = run / "checkpoints" / "last.ckpt"
-    if resume and not last.is_file():
-        raise FileNotFoundError(f"{last}: no such checkpoint; nothing to resume; start a new run")
-    if not resume and _is_first_rank() and any(run.glob("checkpoints/*")):
-        raise FileExistsError(
-            f"{run}: holds checkpoints of an earlier run; expected an empty or new folder; "
-            f"resume it with --resume {run}, or choose another --run"
-        )
-
-
-def _is_first_rank() -> bool:
-    """Whether this process is no helper that Lightning's DDP launcher has started."""
-    from lightning.pytorch.utilities import rank_zero_only
-
-    return (getattr(rank_zero_only, "rank", None) or 0) == 0
-
-
-def _write_run_files(run: Path, config: Namespace, resume: bool) -> None:
+def _dump(config: Namespace, run: Path) -> str:
+    """The configuration as YAML, with all defaults."""
     kept = config.clone()
     kept.run = run
     for key in ("config", "resume"):
         kept.pop(key, None)
-    text = build_parser().dump(kept, skip_validation=True, skip_unset=False)
-    write_atomically(run / "config.yaml", text.encode())
-    if not resume:
-        versions = json.dumps(_versions(), indent=2) + "\n"
-        write_atomically(run / "versions.json", versions.encode())
+    parser = build_parser(["--recipe", config.recipe])
+    return parser.dump(kept, skip_validation=True, skip_unset=False)
 
 
-def _versions() -> dict[str, str | None]:
-    packages = ("torch", "torch-geometric", "lightning", "numpy", "safetensors")
-    return {
-        "molflt": __version__,
-        "git_commit": _git_commit(),
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in packages},
-        "cuda": torch.version.cuda,
-        "platform": platform.platform(),
-        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-
-
-def _git_commit() -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None  # installed without git, or from a package
-    return done.stdout.strip()
-
-
-def _header(run: Path, model: EnergyRegressor, data: IS2REData, config: Namespace) -> str:
-    parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    sizes = [
-        f"{data.splits[use]} {len(dataset):,} systems ({int(dataset.natoms.sum()):,} atoms"
-        + (f", {len(dataset.bad)} bad left out)" if dataset.bad else ")")
-        for use, dataset in data.datasets.items()
-    ]
+def _header(run: Path, task: Task, data: BatchedData, config: Namespace) -> str:
+    parameters = sum(p.numel() for p in task.model.parameters() if p.requires_grad)
     trainer = config.trainer
     return (
-        f"{run}: {parameters:,} parameters; {'; '.join(sizes)}; "
-        f"{trainer.max_steps:,} steps of {data.batch_size * trainer.devices} systems"
+        f"{run}: {parameters:,} parameters; {'; '.join(data.describe())}; "
+        f"{trainer.max_steps:,} steps of {data.batch_size * trainer.devices} {data.items}"
     )
-
-
-def _draw_curve(run: Path) -> None:
-    """Draws curve.png if anything has been logged; a picture never hides why training stopped."""
-    from molflt.plots import training_curve
-
-    metrics = run / "metrics.csv"
-    try:
-        if metrics.is_file() and len(metrics.read_text().splitlines()) > 1:
-            training_curve(metrics, run / "curve.png")
-    except (OSError, ValueError) as error:
-        print(f"{run / 'curve.png'}: not drawn: {error}", file=sys.stderr)
 
 
 def _silence_lightning() -> None:

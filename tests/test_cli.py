@@ -75,7 +75,7 @@ class Model:
         pass
 
 
-def build_parser() -> ArgumentParser:
+def build_parser(words: list[str]) -> ArgumentParser:
     parser = ArgumentParser()
     parser.add_argument("--config", action="config")
     parser.add_argument("--seed", type=int, default=0)

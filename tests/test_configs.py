@@ -14,16 +14,24 @@ import yaml
 
 from molflt.data.splits import OC20_NORMALIZER
 from molflt.graph.regressor import EnergyRegressor
+from molflt.recipes import RECIPES
 from molflt.train import build_parser
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 FILES = sorted(CONFIGS.rglob("*.yaml"))
+ENERGIES = [path for path in FILES if path.parent.name not in ("lm", "image")]
+# what has no default, for each recipe
+REQUIRED = {
+    "is2re": ["--data.root=somewhere"],
+    "language": ["--data.train=train.txt", "--data.val=val.txt"],
+    "images": ["--data.train=train", "--data.val_fraction=0.1"],
+}
 PAPER = sorted((CONFIGS / "oc20").glob("*.yaml"))
 
 
 def resolve(*words: str) -> dict[str, Any]:
     """The complete configuration of a command line, as plain dictionaries."""
-    config: dict[str, Any] = build_parser().parse_args(list(words)).as_dict()
+    config: dict[str, Any] = build_parser(words).parse_args(list(words)).as_dict()
     return config
 
 
@@ -59,10 +67,11 @@ def test_all_combinations_are_there() -> None:
 def test_says_only_what_differs_from_the_defaults(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) <= 40
-    defaults = dict(leaves(resolve("--data.root", "somewhere")))
-    resolved = dict(leaves(resolve("--config", str(path))))
     written = dict(leaves(yaml.safe_load(text)))
-    assert not [key for key in written if resolved[key] == defaults[key]], "these are defaults"
+    recipe = written.pop("recipe", "is2re")
+    defaults = dict(leaves(resolve("--recipe", recipe, *REQUIRED[recipe])))
+    resolved = dict(leaves(resolve(*REQUIRED[recipe], "--config", str(path))))
+    assert not [key for key in written if resolved[key] == defaults.get(key, "none")], "defaults"
 
 
 @pytest.mark.parametrize("path", PAPER, ids=name_of)
@@ -93,7 +102,12 @@ def test_papers_settings(path: Path) -> None:
     assert (trainer["max_steps"], trainer["gradient_clip"]) == (500_000, 5.0)
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_every_recipe_has_configurations() -> None:
+    named = {yaml.safe_load(path.read_text()).get("recipe", "is2re") for path in FILES}
+    assert named == set(RECIPES) == set(REQUIRED)
+
+
+@pytest.mark.parametrize("path", ENERGIES, ids=name_of)
 def test_parameter_counts_in_the_readme(path: Path) -> None:
     """The table of configs/README.md names each file, or its prefix without the training set."""
     rows = re.findall(

@@ -19,10 +19,10 @@ from molflt.cli import main
 from molflt.data import open_dataset
 from molflt.data.splits import TEST_SPLITS, VAL_SPLITS
 from molflt.data.store import StructureStore, write_store
-from molflt.evaluate import evaluate, predict
-from molflt.inference import Predictions, infer
-from molflt.report import errors_by_group, metrics, published_table, results_table
-from molflt.submission import read_submission
+from molflt.evaluation.energies import evaluate, predict
+from molflt.evaluation.inference import Predictions, infer
+from molflt.evaluation.report import errors_by_group, metrics, published_table, results_table
+from molflt.evaluation.submission import read_submission
 from molflt.train import load_run, train
 
 

@@ -22,7 +22,7 @@ from tiny_run import (
 
 import molflt.files
 from molflt.cli import main
-from molflt.task import IS2RETask
+from molflt.tasks.is2re import IS2RETask
 from molflt.train import build_parser, load_run, train
 
 # Dropout, averaging and redrawn features, so that every kind of state counts; 22 systems are 6
@@ -204,6 +204,7 @@ def test_ctrl_c_in_a_terminal(data, tmp_path):
 def test_a_second_signal_does_not_wait_for_the_step(data, tmp_path, monkeypatch, capsys):
     run = tmp_path / "run"
     original = IS2RETask.training_step
+    before = signal.getsignal(signal.SIGINT)
 
     def signalling(self, batch, index):
         if self.global_step == 9:
@@ -215,7 +216,7 @@ def test_a_second_signal_does_not_wait_for_the_step(data, tmp_path, monkeypatch,
     assert main(["train", *arguments(data, run, *STATEFUL, "--trainer.max_steps=30")]) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "molflt: interrupted"
     assert last_state(run)["global_step"] == 8
-    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_more_steps_may_be_asked_for_and_nothing_else(data, tmp_path):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from molflt.data.splits import OC20_FILES
-from molflt.submission import (
+from molflt.evaluation.submission import (
     SUBMISSION_SPLITS,
     check_submission,
     read_submission,

@@ -15,12 +15,12 @@ from torch_geometric.data import Batch
 from molflt.cli import main
 from molflt.data.store import StructureStore, write_store
 from molflt.graph.regressor import EnergyRegressor
-from molflt.task import (
+from molflt.tasks.base import lr_factor
+from molflt.tasks.is2re import (
     IS2RETask,
     displacement_error,
     energy_summary,
     energy_sums,
-    lr_factor,
 )
 from molflt.train import build_parser, load_run, train
 
@@ -60,7 +60,8 @@ def test_run_folder(run):
     assert saved["model"]["dim"] == 16  # given
     assert saved["task"]["position_weight"] == 15.0  # a default
     assert saved["task"]["energy_mean"] is None and saved["data"]["max_atoms"] is None
-    assert set(saved) == {"run", "seed", "model", "data", "task", "trainer"}
+    assert set(saved) == {"run", "seed", "recipe", "model", "data", "task", "trainer"}
+    assert saved["recipe"] == "is2re"
     versions = json.loads((run / "versions.json").read_text())
     assert versions["torch"] == torch.__version__
     assert {"molflt", "python", "lightning", "torch-geometric", "platform", "started"} <= {

@@ -18,7 +18,7 @@ from molflt.attention.quadrature import ShellNodes, ShellWeights
 from molflt.attention.reciprocal import free_extent, reciprocal_nodes
 from molflt.attention.spectra import SPECTRA, GaussianBasis, GaussianMixture, Spectrum
 from molflt.attention.spectral import SpectralPosition
-from molflt.attention.stack import Block, Stack
+from molflt.attention.stack import Block, Stack, make_stack
 from molflt.attention.suggest import suggest_nodes
 from molflt.attention.toeplitz import toeplitz
 
@@ -58,6 +58,7 @@ __all__ = [
     "linear",
     "linear_with_kernel",
     "make_position",
+    "make_stack",
     "quadratic",
     "reciprocal_nodes",
     "softmax",

@@ -1,7 +1,7 @@
 """The Transformer block, and a stack of blocks with refinement."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from molflt.attention.encoding import Encoding, Position
 from molflt.attention.fourier import Mixer
 from molflt.attention.kernels import one_of
 from molflt.attention.layer import Attention
+from molflt.attention.positions import make_position
 
 NORMS = ("pre", "post")
 
@@ -221,3 +222,44 @@ class Stack(nn.Module):
 
     def _blocks(self) -> list[Block]:
         return cast(list[Block], list(self.blocks))
+
+
+def make_stack(
+    dim: int = 128,
+    heads: int = 8,
+    layers: int = 4,
+    ffn_dim: int = 256,
+    refinements: int = 1,
+    norm: str = "pre",
+    dropout: float = 0.0,
+    attention_dropout: float = 0.0,
+    position: str = "none",
+    position_options: dict[str, Any] | None = None,
+    **attention: Any,
+) -> Stack:
+    """Blocks of attention with one positional encoding, from names and numbers.
+
+    Args:
+        dim: width of tokens; a multiple of `heads`.
+        heads: attention heads.
+        layers: distinct layers.
+        ffn_dim: hidden width of the feed-forward networks.
+        refinements: passes through the layers with shared weights.
+        norm: "pre" or "post", see `Block`.
+        dropout: dropout of blocks.
+        attention_dropout: see `Attention`.
+        position: "none" or a key of `POSITIONS`, shared by all layers, different for each head.
+        position_options: further arguments of the encoding.
+        attention: further arguments of `Attention`.
+
+    Raises:
+        ValueError: an unknown choice, or choices that do not go together.
+    """
+    if heads < 1 or dim % heads:
+        raise ValueError(f"dim={dim} must be a multiple of heads={heads}; change one of them")
+    encoding = make_position(position, heads, dim // heads, **(position_options or {}))
+    blocks = []
+    for _ in range(layers):
+        layer = Attention(dim, heads, position=encoding, dropout=attention_dropout, **attention)
+        blocks.append(Block(layer, ffn_dim, dropout, norm))
+    return Stack(blocks, encoding, refinements)

@@ -1,9 +1,9 @@
-"""Training and validation structures as Lightning wants them."""
+"""Training and validation data as Lightning wants them."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import numpy as np
@@ -17,10 +17,98 @@ from molflt.data import open_dataset
 from molflt.data.sampler import SizeBucketedBatchSampler, TrainingStream
 from molflt.data.splits import split_path
 
-__all__ = ["IS2REData"]
+__all__ = ["BatchedData", "IS2REData"]
 
 
-class IS2REData(pl.LightningDataModule):
+class BatchedData(pl.LightningDataModule):
+    """Batches of a training and a validation set, as a pure function of seed, epoch and step.
+
+    A subclass fills `datasets` in `setup`, under "train" and "val".
+
+    Args:
+        batch_size: items in a batch, per device.
+        workers: processes that read ahead; 0 reads in the main process.
+
+    Attributes:
+        seed: of the order of training items.
+        start_step: step that training starts from; a checkpoint sets it.
+        datasets: "train" and "val".
+        items: what a batch consists of.
+
+    Raises:
+        ValueError: for a number outside its range.
+    """
+
+    items: ClassVar[str] = "items"
+    # One process more than validation batches is no error: each item is counted once all the same
+    allow_zero_length_dataloader_with_multiple_devices = True
+
+    def __init__(self, batch_size: int, workers: int = 0) -> None:
+        super().__init__()
+        if batch_size < 1:
+            raise ValueError(f"data.batch_size must be at least 1; got {batch_size}")
+        if workers < 0:
+            raise ValueError(f"data.workers must be at least 0; got {workers}")
+        self.batch_size = batch_size
+        self.workers = workers
+        self.seed = 0
+        self.start_step = 0
+        self.datasets: dict[str, Any] = {}
+
+    def describe(self) -> list[str]:
+        """What the training and the validation set hold, one phrase each."""
+        return [f"{use} {len(dataset):,} {self.items}" for use, dataset in self.datasets.items()]
+
+    def sizes(self) -> dict[str, Any]:
+        """What the data decide about the model: arguments of its constructor."""
+        return {}
+
+    def files(self) -> dict[str, bytes]:
+        """Files, by name, without which the model cannot be used later; the run keeps them."""
+        return {}
+
+    def train_dataloader(self) -> DataLoader:
+        """Endless batches from step `start_step` on."""
+        trainer = self.trainer
+        rank, world = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
+        stream = TrainingStream(self._sampler("train", rank, world), self.start_step)
+        return self._loader("train", stream)
+
+    def val_dataloader(self) -> DataLoader:
+        """One pass over the validation set; no item on two ranks."""
+        trainer = self.trainer
+        rank, world = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
+        return self._loader("val", self._sampler("val", rank, world))
+
+    def state_dict(self) -> dict[str, int]:
+        """The position in the stream of batches is the number of steps taken."""
+        return {"step": self.trainer.global_step if self.trainer else self.start_step}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.start_step = int(state_dict["step"])
+
+    def _sampler(self, use: str, rank: int, world: int) -> SizeBucketedBatchSampler:
+        return SizeBucketedBatchSampler(
+            np.ones(len(self.datasets[use])),  # all items have one size
+            self.batch_size,
+            shuffle=use == "train",
+            seed=self.seed,
+            rank=rank,
+            world=world,
+        )
+
+    def _loader(self, use: str, batches: SizeBucketedBatchSampler | TrainingStream) -> DataLoader:
+        dataset: Dataset[Any] = self.datasets[use]
+        return DataLoader(
+            dataset,
+            batch_sampler=batches,
+            num_workers=self.workers,
+            persistent_workers=self.workers > 0,
+            pin_memory=torch.cuda.is_available(),
+        )
+
+
+class IS2REData(BatchedData):
     """Structures with relaxed energies, in batches.
 
     Args:
@@ -37,8 +125,7 @@ class IS2REData(pl.LightningDataModule):
             stopping at the first one.
     """
 
-    # One process more than validation batches is no error: each system is counted once all the same
-    allow_zero_length_dataloader_with_multiple_devices = True
+    items = "systems"
 
     def __init__(
         self,
@@ -51,23 +138,14 @@ class IS2REData(pl.LightningDataModule):
         workers: int = 0,
         skip_bad: bool = False,
     ) -> None:
-        super().__init__()
-        if batch_size < 1:
-            raise ValueError(f"data.batch_size must be at least 1; got {batch_size}")
+        super().__init__(batch_size, workers)
         if bucket < 1:
             raise ValueError(f"data.bucket must be at least 1; got {bucket}")
-        if workers < 0:
-            raise ValueError(f"data.workers must be at least 0; got {workers}")
         self.root = Path(root)
         self.splits = {"train": train_split, "val": val_split}
-        self.batch_size = batch_size
         self.max_atoms = max_atoms
         self.bucket = bucket
-        self.workers = workers
         self.skip_bad = skip_bad
-        self.seed = 0
-        self.start_step = 0
-        self.datasets: dict[str, Any] = {}
 
     def setup(self, stage: str = "fit") -> None:
         """Opens both splits, once.
@@ -88,6 +166,13 @@ class IS2REData(pl.LightningDataModule):
             self.datasets[use] = dataset
             self._sampler(use, rank=0, world=1)
 
+    def describe(self) -> list[str]:
+        return [
+            f"{self.splits[use]} {len(dataset):,} systems ({int(dataset.natoms.sum()):,} atoms"
+            + (f", {len(dataset.bad)} bad left out)" if dataset.bad else ")")
+            for use, dataset in self.datasets.items()
+        ]
+
     def normalizer(self) -> tuple[float, float]:
         """Mean and standard deviation of the relaxed energies of the training split, eV.
 
@@ -106,19 +191,6 @@ class IS2REData(pl.LightningDataModule):
         spread = float(energies.std())
         return float(energies.mean()), spread if spread > 0 else 1.0
 
-    def train_dataloader(self) -> DataLoader:
-        """Endless batches from step `start_step` on."""
-        trainer = self.trainer
-        rank, world = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
-        stream = TrainingStream(self._sampler("train", rank, world), self.start_step)
-        return self._loader("train", stream)
-
-    def val_dataloader(self) -> DataLoader:
-        """One pass over the validation split; no structure on two ranks."""
-        trainer = self.trainer
-        rank, world = (trainer.global_rank, trainer.world_size) if trainer else (0, 1)
-        return self._loader("val", self._sampler("val", rank, world))
-
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Refuses structures without a finite energy; a missing label must not count as zero.
 
@@ -130,13 +202,6 @@ class IS2REData(pl.LightningDataModule):
             use = "train" if self.trainer is None or self.trainer.training else "val"
             raise ValueError(_no_label(self.datasets[use].path, batch.sid[~finite].tolist()))
         return batch
-
-    def state_dict(self) -> dict[str, int]:
-        """The position in the stream of batches is the number of steps taken."""
-        return {"step": self.trainer.global_step if self.trainer else self.start_step}
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        self.start_step = int(state_dict["step"])
 
     def _sampler(self, use: str, rank: int, world: int) -> SizeBucketedBatchSampler:
         dataset = self.datasets[use]
@@ -153,16 +218,6 @@ class IS2REData(pl.LightningDataModule):
             )
         except ValueError as error:
             raise ValueError(f"{dataset.path}: {error}") from None
-
-    def _loader(self, use: str, batches: SizeBucketedBatchSampler | TrainingStream) -> DataLoader:
-        dataset: Dataset[Any] = self.datasets[use]
-        return DataLoader(
-            dataset,
-            batch_sampler=batches,
-            num_workers=self.workers,
-            persistent_workers=self.workers > 0,
-            pin_memory=torch.cuda.is_available(),
-        )
 
 
 def _no_label(path: Path, sids: list[int]) -> str:

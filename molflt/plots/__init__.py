@@ -6,13 +6,18 @@ those of Okabe and Ito, which stay apart for color-blind readers.
 
 from molflt.plots.attention import attention_matrices
 from molflt.plots.encodings import has_bias, rpe_curves, rpe_profiles, rpe_surfaces
+from molflt.plots.tokens import Misclassified, confusion, image_sheet, losses_by_place
 from molflt.plots.training import GroupError, errors, parity, training_curve
 
 __all__ = [
     "GroupError",
+    "Misclassified",
     "attention_matrices",
+    "confusion",
     "errors",
     "has_bias",
+    "image_sheet",
+    "losses_by_place",
     "parity",
     "rpe_curves",
     "rpe_profiles",

@@ -32,39 +32,49 @@ class GroupError(NamedTuple):
     """eV"""
 
 
+class Metric(NamedTuple):
+    """How a metric of training and validation is drawn."""
+
+    label: str
+    scale: str
+    best: str | None = None
+    """format of its best value, for the metric that chooses the best weights"""
+    best_is_largest: bool = False
+
+
+METRICS = {
+    "mae_eV": Metric("MAE / eV", "log", "{:.3f} eV"),
+    "ewt_percent": Metric("EwT / %", "linear"),
+    "perplexity": Metric("perplexity", "log", "{:.1f}"),
+    "top1_percent": Metric("top-1 / %", "linear", "{:.2f} %", best_is_largest=True),
+    "top5_percent": Metric("top-5 / %", "linear"),
+}
+
+
 def training_curve(metrics_csv: Path, png: Path) -> None:
-    """Draws loss, MAE and learning rate against the step.
+    """Draws loss, metrics and learning rate against the step.
 
     Args:
-        metrics_csv: a run's metrics.csv: step and any of train_loss, train_mae_eV, val_mae_eV,
-            val_ewt_percent, lr; empty cells are where nothing was measured.
+        metrics_csv: a run's metrics.csv: step and any of train_loss, lr, and train_ and val_ of the
+            names in `METRICS`; empty cells are where nothing was measured.
         png: file to write.
 
     Raises:
         ValueError: if the file has no column step, or nothing to draw.
     """
     columns = _read_columns(Path(metrics_csv))
-    panels = [
-        ("loss", "log", [("train_loss", "training", BLUE)]),
-        (
-            "MAE / eV",
-            "log",
-            [("train_mae_eV", "training", BLUE), ("val_mae_eV", "validation", VERMILION)],
-        ),
-        (
-            "EwT / %",
-            "linear",
-            [("train_ewt_percent", "training", BLUE), ("val_ewt_percent", "validation", VERMILION)],
-        ),
-        ("learning rate", "linear", [("lr", "", GREEN)]),
-    ]
+    panels = [("loss", "log", [("train_loss", "training", BLUE)])]
+    for name, metric in METRICS.items():
+        both = [(f"train_{name}", "training", BLUE), (f"val_{name}", "validation", VERMILION)]
+        panels.append((metric.label, metric.scale, both))
+    panels.append(("learning rate", "linear", [("lr", "", GREEN)]))
     shown = [
         (label, scale, lines)
         for label, scale, series in panels
         if (lines := [line for line in series if np.isfinite(columns.get(line[0], [])).any()])
     ]
     if not shown:
-        raise ValueError(f"{metrics_csv}: nothing to draw; expected train_loss, val_mae_eV or lr")
+        raise ValueError(f"{metrics_csv}: nothing to draw; expected train_loss, lr or metrics")
     with picture(png, figsize=(7.0, 0.6 + 1.9 * len(shown))) as figure:
         rows = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
         for axes, (label, scale, lines) in zip(rows, shown, strict=True):
@@ -103,15 +113,16 @@ def _curves(axes: Axes, columns: dict[str, Array], lines: list[tuple[str, str, s
         step, value = step[known], value[known]
         few = len(step) < 40
         axes.plot(step, value, color=color, label=label, marker="o" if few else "", markersize=3)
-        if name == "val_mae_eV":
-            best = int(value.argmin())
+        metric = METRICS.get(name.removeprefix("val_"))
+        if metric is not None and metric.best and name.startswith("val_"):
+            best = int(value.argmax() if metric.best_is_largest else value.argmin())
             axes.plot(
                 step[best],
                 value[best],
                 "*",
                 color=color,
                 markersize=11,
-                label=f"best: {value[best]:.3f} eV at step {step[best]:.0f}",
+                label=f"best: {metric.best.format(value[best])} at step {step[best]:.0f}",
             )
     if any(label for _, label, _ in lines):
         axes.legend(frameon=False, fontsize="small")

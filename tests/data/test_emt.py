@@ -28,8 +28,9 @@ SAMPLE = ROOT / "datasets" / "emt-sample"
 SMALL = {"train": 6, "val": 1, "seed": 7}
 RUN = f"""
 from pathlib import Path
-import sys
+import signal, sys
 from molflt.data import emt
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where tests run in the background
 emt.SYSTEMS_PER_PART = 2
 if __name__ == "__main__":
     emt.make_emt(Path(sys.argv[1]), **{SMALL}, workers=2)

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from molflt.data.splits import PUBLISHED, VAL_SPLITS
+from molflt.evaluation.inference import Predictions
 from molflt.files import write_atomically
-from molflt.inference import Predictions
 from molflt.metrics import energy_mae, energy_within_threshold
 from molflt.plots import GroupError
 

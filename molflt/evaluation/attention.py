@@ -1,0 +1,65 @@
+"""Where the heads of a trained model look: attention matrices, and how local they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from molflt.attention import Attention, Stack
+from molflt.metrics import locality
+
+__all__ = ["attention_of", "locality_of"]
+
+
+def attention_of(stack: Stack, run: Callable[[], Any]) -> list[Tensor]:
+    """Attention matrices of all layers, in the order in which they are applied.
+
+    Args:
+        stack: of a model in evaluation mode.
+        run: calls the model once.
+
+    Returns:
+        One (batch, heads, queries, keys) per layer and pass; layers without attention have none.
+    """
+    calls: list[tuple[Attention, tuple[Any, ...]]] = []
+
+    def note(layer: Any, inputs: tuple[Any, ...]) -> None:
+        calls.append((layer, inputs))
+
+    layers = [module for module in stack.modules() if isinstance(module, Attention)]
+    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    with torch.no_grad():
+        return [layer.weights(*inputs) for layer, inputs in calls]
+
+
+def locality_of(matrices: list[Tensor], distances: Tensor, causal: bool) -> dict[str, float | None]:
+    """Attention on the nearest and the farthest 10 % of the tokens, mean over heads and layers.
+
+    Args:
+        matrices: (batch, heads, tokens, tokens) each, as from :func:`attention_of`.
+        distances: (tokens, tokens), in any unit.
+        causal: whether a token sees only those up to its own.
+
+    Returns:
+        "nearest" and "farthest", see `molflt.metrics.locality`; None where rows of attention are no
+        probabilities (normalize "none" or "unmasked").
+    """
+    apart = distances.double().cpu().numpy()
+    try:
+        shares = [locality(w.double().cpu().numpy(), apart, causal=causal) for w in matrices]
+    except ValueError:
+        return {"nearest": None, "farthest": None}
+    return {
+        "nearest": float(np.mean([share.nearest for share in shares])),
+        "farthest": float(np.mean([share.farthest for share in shares])),
+    }

@@ -1,0 +1,299 @@
+"""Vision Transformer: image in, one logit per class out."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from molflt.attention import POSITIONS, make_stack
+
+
+class ImageClassifier(nn.Module):
+    """Vision Transformer (ViT) whose attention may see where patches are relative to each other.
+
+    Non-overlapping patches, a linear embedding of each, an absolute embedding of places, blocks of
+    attention with one relative encoding for all layers, and a linear classifier of the mean of all
+    tokens (or of a class token). ViT (arXiv:2010.11929), section 3.1; with masks learned through
+    their Fourier transform as FLT's image experiments (arXiv:2302.01925), with 2-D Toeplitz kernels
+    and the mean of the tokens as NPRF's (arXiv:2106.12566), appendix A.4. One layer and several
+    `refinements` make the weight-shared Universal Transformer of FLT's fig. 3.
+
+    Relative encodings of two dimensions get (row, column) of each patch, in units of patches times
+    `position_scale`, from the center of the image. Encodings of one dimension, such as cosFormer's,
+    get the place in the sequence of patches, row by row, from 0.
+
+    Args:
+        classes: number of classes; the data decide it where it is null.
+        channels: color channels of an image; the data decide it where it is null.
+        image_size: sides of the square images, pixels; the data decide it where it is null.
+        patch_size: sides of a patch, pixels; `image_size` is a multiple of it.
+        dim: width of tokens.
+        dropout: dropout of embedded patches and of blocks.
+        pool: what is classified: the "mean" of all tokens, or a learned class "token" before the
+            first patch. In two dimensions the class token sits at the center of the image.
+        absolute: what tells a patch its place: "learned", one vector each (ViT, DeiT), "sinusoidal"
+            in rows and columns (MAE, arXiv:2111.06377), or "none", which leaves it to the relative
+            encoding.
+        position_scale: what positions of two dimensions are multiplied by; 1 for tables.
+        position: "none" or a key of `molflt.attention.POSITIONS`.
+        position_options: further arguments of the encoding. Those that the grid of patches decides
+            (`dim`, `shape`, `max_tokens`) are filled in where they are not given.
+        stack: further arguments of `molflt.attention.make_stack`.
+
+    Attributes:
+        image_mean, image_std: (channels,), of images in [0, 1], buffers that normalize them.
+
+    Raises:
+        ValueError: sizes are missing or do not go together, or so do choices.
+    """
+
+    image_mean: Tensor
+    image_std: Tensor
+    positions: Tensor
+    waves: Tensor | None
+
+    def __init__(
+        self,
+        classes: int | None = None,
+        channels: int | None = None,
+        image_size: int | None = None,
+        patch_size: int = 4,
+        dim: int = 128,
+        dropout: float = 0.0,
+        pool: Literal["mean", "token"] = "mean",
+        absolute: Literal["none", "sinusoidal", "learned"] = "learned",
+        position_scale: float = 1.0,
+        position: str = "none",
+        position_options: dict[str, Any] | None = None,
+        **stack: Any,
+    ) -> None:
+        super().__init__()
+        side = _patches_along(image_size, patch_size, classes=classes, channels=channels)
+        assert classes is not None and channels is not None and image_size is not None
+        self.classes, self.channels, self.image_size = classes, channels, image_size
+        self.patch_size, self.side, self.pool = patch_size, side, pool
+        tokens = side * side + (pool == "token")
+        self.stack = make_stack(
+            dim=dim,
+            dropout=dropout,
+            position=position,
+            position_options=_filled(position, position_options, side, tokens),
+            **stack,
+        )
+        _refuse_misfits(self.stack.position, pool, absolute, position_scale, dim)
+        self.embed = nn.Conv2d(channels, dim, patch_size, stride=patch_size)
+        self.class_token: nn.Parameter | None = None
+        if pool == "token":
+            self.class_token = nn.Parameter(0.02 * torch.randn(1, 1, dim))
+        self.place: nn.Parameter | None = None
+        if absolute == "learned":
+            self.place = nn.Parameter(0.02 * torch.randn(1, side * side, dim))
+        waves = _sinusoids(side, dim) if absolute == "sinusoidal" else None
+        self.register_buffer("waves", waves, persistent=False)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(dim, classes)
+        axes = 2 if self.stack.position is None else self.stack.position.dim
+        positions = _places(side, tokens, axes) * (position_scale if axes == 2 else 1.0)
+        self.register_buffer("positions", positions, persistent=False)
+        self.register_buffer("image_mean", torch.zeros(channels))
+        self.register_buffer("image_std", torch.ones(channels))
+
+    def set_normalizer(self, mean: Sequence[float] | Tensor, std: Sequence[float] | Tensor) -> None:
+        """Sets what images are normalized by.
+
+        Args:
+            mean: (channels,), of images in [0, 1].
+            std: (channels,), likewise; positive.
+
+        Raises:
+            ValueError: there is not one number per channel, or a deviation is not positive.
+        """
+        mean, std = torch.as_tensor(mean), torch.as_tensor(std)
+        if {mean.shape, std.shape} != {self.image_mean.shape} or not bool((std > 0).all()):
+            raise ValueError(
+                f"expected a mean and a positive standard deviation for each of {self.channels} "
+                f"channels; got mean={mean.tolist()}, std={std.tolist()}; see "
+                "ImageData.statistics()"
+            )
+        self.image_mean.copy_(mean)
+        self.image_std.copy_(std)
+
+    def tokens(self, images: Tensor) -> Tensor:
+        """Embedded patches, row by row, after the class token if there is one.
+
+        Args:
+            images: (batch, channels, image_size, image_size), real in [0, 1], or bytes.
+
+        Returns:
+            (batch, tokens, dim).
+
+        Raises:
+            ValueError: the images have another shape.
+        """
+        expected = (self.channels, self.image_size, self.image_size)
+        if images.ndim != 4 or tuple(images.shape[1:]) != expected:
+            raise ValueError(
+                f"images must be (batch, {', '.join(map(str, expected))}); got "
+                f"{tuple(images.shape)}; resize them, or build the model for their size"
+            )
+        if not images.is_floating_point():
+            images = images.to(self.image_mean.dtype) / 255
+        mean, std = self.image_mean[:, None, None], self.image_std[:, None, None]
+        patches = self.embed(((images - mean) / std).to(self.embed.weight.dtype))
+        x: Tensor = patches.flatten(2).transpose(1, 2)
+        place = self.place if self.waves is None else self.waves
+        if place is not None:
+            x = x + place
+        if self.class_token is not None:
+            x = torch.cat((self.class_token.expand(len(x), -1, -1).to(x.dtype), x), dim=1)
+        out: Tensor = self.dropout(x)
+        return out
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits of the classes.
+
+        Args:
+            images: (batch, channels, image_size, image_size), real in [0, 1], or bytes.
+
+        Returns:
+            (batch, classes).
+        """
+        x = self.stack(self.tokens(images), self.positions)
+        logits: Tensor = self.head(x.mean(dim=1) if self.pool == "mean" else x[:, 0])
+        return logits
+
+    def attention_weights(self, images: Tensor, layer: int) -> Tensor:
+        """Attention matrices of one layer, for plots.
+
+        Call it in evaluation mode: in training mode, dropout acts on the layers before.
+
+        Args:
+            images: as for `forward`.
+            layer: counts the blocks in the order in which they are applied, so that block b of pass
+                p is p * layers + b; negative ones count from the end.
+
+        Returns:
+            (batch, heads, tokens, tokens), tokens as in `tokens`: patches row by row.
+
+        Raises:
+            ValueError: there is no such layer.
+        """
+        blocks = len(self.stack.blocks)
+        depth = blocks * self.stack.refinements
+        if not -depth <= layer < depth:
+            raise ValueError(
+                f"layer must be from {-depth} to {depth - 1} ({blocks} blocks x "
+                f"{self.stack.refinements} passes); got {layer}; choose another"
+            )
+        turn, block = divmod(layer % depth, blocks)
+        attention: Any = self.stack.blocks[block].get_submodule("attention")
+        seen: list[tuple[Any, ...]] = []
+        hook = attention.register_forward_pre_hook(lambda _, inputs: seen.append(inputs))
+        try:
+            self.stack(self.tokens(images), self.positions)
+        finally:
+            hook.remove()
+        weights: Tensor = attention.weights(*seen[turn])
+        return weights
+
+    def redraw_(self, generator: torch.Generator | None = None) -> None:
+        """Draws new random features in place (see `molflt.attention.Stack.redraw_`)."""
+        self.stack.redraw_(generator)
+
+    def extra_repr(self) -> str:
+        """Sizes, for `print(module)`."""
+        return f"image_size={self.image_size}, patch_size={self.patch_size}, pool={self.pool!r}"
+
+
+def _patches_along(image_size: int | None, patch_size: int, **others: int | None) -> int:
+    """Patches along a side of the image.
+
+    Raises:
+        ValueError: a size is missing or below 1, or patches do not divide the image.
+    """
+    sizes = {**others, "image_size": image_size, "patch_size": patch_size}
+    if wrong := {name: size for name, size in sizes.items() if size is None or size < 1}:
+        got = ", ".join(f"{name}={size}" for name, size in wrong.items())
+        raise ValueError(
+            f"expected classes, channels, image_size and patch_size of at least 1; got {got}; give "
+            "numbers, or let `molflt train` take them from the data"
+        )
+    assert image_size is not None
+    if image_size % patch_size:
+        near = [p for p in range(1, image_size + 1) if image_size % p == 0]
+        best = sorted(near, key=lambda p: abs(p - patch_size))[:3]
+        raise ValueError(
+            f"image_size={image_size} must be a multiple of patch_size={patch_size}; choose a "
+            f"patch_size of {', '.join(map(str, sorted(best)))}, or resize the images"
+        )
+    return image_size // patch_size
+
+
+def _filled(
+    position: str, options: dict[str, Any] | None, side: int, tokens: int
+) -> dict[str, Any]:
+    """Options of the encoding with those that the grid of patches decides."""
+    given = dict(options or {})
+    known = inspect.signature(POSITIONS[position]).parameters if position in POSITIONS else {}
+    if "dim" in known:
+        given.setdefault("dim", 2)
+    if "shape" in known and "max_tokens" not in given:
+        given.setdefault("shape", (side, side))
+    elif "max_tokens" in known:
+        given.setdefault("max_tokens", tokens)
+    return given
+
+
+def _refuse_misfits(position: Any, pool: str, absolute: str, scale: float, dim: int) -> None:
+    """Raises ValueError for choices that do not go together."""
+    for name, value, known in (
+        ("pool", pool, ("mean", "token")),
+        ("absolute", absolute, ("none", "sinusoidal", "learned")),
+    ):
+        if value not in known:
+            raise ValueError(f"{name}={value!r} is unknown; expected one of {', '.join(known)}")
+    if absolute == "sinusoidal" and dim % 4:
+        raise ValueError(
+            f"absolute='sinusoidal' needs a dim that 4 divides, sine and cosine of both axes; got "
+            f"dim={dim}; use absolute='learned' or another dim"
+        )
+    if position is None:
+        return
+    name = type(position).__name__
+    if position.dim not in (1, 2):
+        raise ValueError(
+            f"{name} has {position.dim} dimensions; expected 2, row and column of a patch, or 1, "
+            "its place in the sequence; change position_options.dim"
+        )
+    if position.grid and position.dim == 2 and pool == "token":
+        raise ValueError(
+            f"{name} is a table of the offsets between patches, and pool='token' adds a token that "
+            "is no patch; use pool='mean', or another position"
+        )
+    if position.grid and scale != 1:
+        raise ValueError(
+            f"{name} is a table of whole offsets; got position_scale={scale:g}; leave it at 1"
+        )
+
+
+def _places(side: int, tokens: int, axes: int) -> Tensor:
+    """Positions of tokens, (1, tokens, axes): centered rows and columns, or 0, 1, 2, ..."""
+    if axes == 1:
+        return torch.arange(tokens, dtype=torch.get_default_dtype())[None, :, None]
+    line = torch.arange(side, dtype=torch.get_default_dtype()) - (side - 1) / 2
+    grid = torch.cartesian_prod(line, line)
+    center = grid.new_zeros(tokens - len(grid), 2)
+    return torch.cat((center, grid))[None]
+
+
+def _sinusoids(side: int, dim: int) -> Tensor:
+    """Sine and cosine of row and column, (1, patches, dim): arXiv:1706.03762, section 3.5."""
+    steps = torch.arange(dim // 4, dtype=torch.float64) / (dim // 4)
+    angles = torch.arange(side, dtype=torch.float64)[:, None] * 10000**-steps
+    line = torch.cat((angles.sin(), angles.cos()), dim=1)  # [place, dim / 2]
+    rows = line[:, None].expand(-1, side, -1)
+    columns = line[None].expand(side, -1, -1)
+    both = torch.cat((rows, columns), dim=-1)
+    return both.reshape(1, side * side, dim).to(torch.get_default_dtype())

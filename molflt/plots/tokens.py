@@ -1,0 +1,114 @@
+"""Pictures of what language models and image classifiers get wrong."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from molflt.plots.figure import SERIES, picture
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["Misclassified", "confusion", "image_sheet", "losses_by_place"]
+
+BINS = 24
+ROWS, COLUMNS = 4, 8
+
+
+def losses_by_place(losses: Mapping[str, NDArray[np.float64]], png: Path) -> None:
+    """Draws the mean loss against the place of a token in its block: what context is worth.
+
+    Args:
+        losses: text -> nats of each token, (blocks, length); NaN where there is none.
+        png: file to write.
+    """
+    with picture(png, figsize=(6.0, 3.4)) as figure:
+        axes = figure.subplots()
+        for (name, loss), color in zip(losses.items(), SERIES, strict=False):
+            length = loss.shape[1]
+            edges = np.unique(np.geomspace(1, length + 1, BINS).astype(int))
+            with warnings.catch_warnings():  # a short text has no token in the last places
+                warnings.simplefilter("ignore", RuntimeWarning)
+                means = [
+                    np.nanmean(loss[:, low - 1 : high - 1])
+                    for low, high in itertools.pairwise(edges)
+                ]
+            centers = np.sqrt(edges[:-1] * (edges[1:] - 1.0))
+            axes.plot(centers, means, marker="o", markersize=3, color=color, label=name)
+        axes.set(xscale="log", xlabel="place in the block / tokens", ylabel="loss / nats per token")
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, fontsize="small")
+
+
+class Misclassified(NamedTuple):
+    """An image and what was made of it."""
+
+    image: NDArray[np.uint8]
+    """(channels, height, width)"""
+    label: str
+    predicted: str
+    confidence: float
+    """probability of the predicted class, 0 to 1"""
+
+
+def image_sheet(wrong: Sequence[Misclassified], png: Path, title: str) -> None:
+    """Draws images that are classified wrongly, with their class and the predicted one.
+
+    Args:
+        wrong: images; the first 32 are drawn.
+        png: file to write.
+        title: what stands above.
+    """
+    rows = max(1, min(ROWS, -(-len(wrong) // COLUMNS)))
+    with picture(png, figsize=(1.3 * COLUMNS, 0.5 + 1.65 * rows)) as figure:
+        grid = figure.subplots(rows, COLUMNS, squeeze=False).ravel()
+        for axes in grid:
+            axes.axis("off")
+        for axes, item in zip(grid, wrong, strict=False):
+            gray = len(item.image) == 1
+            pixels = item.image[0] if gray else item.image.transpose(1, 2, 0)
+            axes.imshow(pixels, cmap="gray" if gray else None)
+            text = f"{item.label}\n→ {item.predicted}, {100 * item.confidence:.0f} %"
+            axes.set_title(text, fontsize="x-small")
+        figure.suptitle(title, fontsize="medium")
+
+
+def confusion(counts: ArrayLike, classes: Sequence[str], png: Path) -> None:
+    """Draws how many images of each class were taken for which.
+
+    Args:
+        counts: (classes, classes): images of a row's class that were taken for a column's.
+        classes: their names.
+        png: file to write.
+    """
+    matrix = np.asarray(counts, dtype=float)
+    shares = 100 * matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
+    side = 2.2 + 0.42 * min(len(classes), 20)
+    with picture(png, figsize=(side + 0.8, side)) as figure:
+        axes: Axes = figure.subplots()
+        image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=100)
+        named: dict[str, Any] = {"ticks": range(len(classes)), "labels": classes}
+        if len(classes) <= 40:
+            axes.set_xticks(**named, rotation=90, fontsize="x-small")
+            axes.set_yticks(**named, fontsize="x-small")
+        if len(classes) <= 20:
+            for (row, column), share in np.ndenumerate(shares):
+                if share >= 0.5:
+                    color = "white" if share > 60 else "black"
+                    axes.text(
+                        *(column, row, f"{share:.0f}"),
+                        ha="center",
+                        va="center",
+                        fontsize="x-small",
+                        color=color,
+                    )
+        figure.supylabel("class", fontsize="medium")
+        axes.set_xlabel("predicted class")
+        figure.colorbar(image, ax=axes, label="share of the class / %", fraction=0.05)

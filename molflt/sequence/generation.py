@@ -1,0 +1,106 @@
+"""Drawing tokens from a language model, one after another."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from molflt.sequence.language_model import LanguageModel, LanguageState
+
+
+def generate(
+    model: LanguageModel,
+    prompt: Tensor,
+    count: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Iterator[int]:
+    """Draws tokens that follow a prompt.
+
+    Where the mechanism leaves a state to decode from, a token costs the same however many came
+    before it (softmax: in proportion to these); otherwise the whole sequence is computed again for
+    each token, see `LanguageModel.decodes`.
+
+    Args:
+        model: in evaluation mode.
+        prompt: ids (1, n), at least one.
+        count: tokens to draw.
+        temperature: divides logits; 0 takes the most probable token.
+        top_k: draw from the k most probable tokens alone.
+        generator: of the draws, on the CPU, so that a seed gives the same tokens on every device.
+
+    Yields:
+        Ids, as they are drawn.
+
+    Raises:
+        ValueError: an argument outside its range, or more tokens than the model can take.
+    """
+    if model.training:
+        raise ValueError("generate needs a model without dropout; call model.eval() first")
+    if prompt.ndim != 2 or len(prompt) != 1 or not prompt.shape[1]:
+        raise ValueError(
+            f"prompt must be ids of shape (1, n) with n of at least 1; got {tuple(prompt.shape)}; "
+            "begin with the end-of-line token where there is no text"
+        )
+    low, high = (int(end) for end in prompt.aminmax())
+    if low < 0 or high >= model.vocabulary:
+        raise ValueError(
+            f"prompt has ids {low} to {high}; expected 0 to {model.vocabulary - 1}; encode it with "
+            "the vocabulary that the model was trained with"
+        )
+    if count < 0:
+        raise ValueError(f"count must be at least 0; got {count}")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature must be at least 0 and finite; got {temperature}")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k must be at least 1; got {top_k}; leave it out for all tokens")
+    needed = prompt.shape[1] + count - 1  # the last token drawn is never read
+    if count and model.longest is not None and needed > model.longest:
+        raise ValueError(
+            f"a prompt of {prompt.shape[1]} tokens and {count} more need a model that takes "
+            f"{needed}; it takes {model.longest}; ask for fewer"
+        )
+    return _drawn(model, prompt, count, temperature, top_k, generator)
+
+
+@torch.no_grad()
+def _drawn(
+    model: LanguageModel,
+    prompt: Tensor,
+    count: int,
+    temperature: float,
+    top_k: int | None,
+    generator: torch.Generator | None,
+) -> Iterator[int]:
+    state: LanguageState | None = None
+    tokens = prompt
+    for _ in range(count):
+        if model.decodes:
+            hidden, state = model.advance(tokens, state)
+        else:
+            hidden = model(tokens)
+        token = choose(model.logits(hidden[:, -1]), temperature, top_k, generator)
+        yield int(token)
+        new = token.view(1, 1).to(prompt.device)
+        tokens = new if model.decodes else torch.cat((tokens, new), dim=1)
+
+
+def choose(
+    logits: Tensor,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """One id per row of logits (batch, vocabulary): (batch,), on the CPU."""
+    logits = logits.double().cpu()
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    if top_k is not None:
+        values, index = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
+    else:
+        values, index = logits, None
+    # Less the maximum first: at a low temperature the quotients would overflow.
+    values = (values - values.amax(dim=-1, keepdim=True)) / temperature
+    drawn = torch.multinomial(values.softmax(dim=-1), 1, generator=generator)
+    return (drawn if index is None else index.gather(-1, drawn))[:, 0]

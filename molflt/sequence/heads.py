@@ -1,0 +1,134 @@
+"""The output of a language model, whose weights can serve as its embeddings."""
+
+import itertools
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+SHRINK = 4.0  # ratio of the widths of neighboring clusters
+
+
+class Head(nn.Module):
+    """Base class: hidden states to log-probabilities, in float32 at least.
+
+    Attributes:
+        width: logits per token that have to be held at once.
+    """
+
+    width: int
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The head's weights of token ids (...): (..., dim), for tied embeddings."""
+        raise NotImplementedError
+
+    def log_probabilities(self, hidden: Tensor) -> Tensor:
+        """(..., dim) -> (..., vocabulary)."""
+        raise NotImplementedError
+
+    def log_likelihood(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """log p of the targets: (n, dim), (n,) -> (n,)."""
+        raise NotImplementedError
+
+
+class PlainHead(Head):
+    """One linear layer without bias, softmax over all ids.
+
+    Args:
+        dim: width of hidden states.
+        vocabulary: number of ids.
+    """
+
+    def __init__(self, dim: int, vocabulary: int) -> None:
+        super().__init__()
+        self.width = vocabulary
+        self.weight = nn.Parameter(torch.randn(vocabulary, dim) * dim**-0.5)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """See `Head.embed`."""
+        return F.embedding(tokens, self.weight)
+
+    def log_probabilities(self, hidden: Tensor) -> Tensor:
+        """See `Head.log_probabilities`."""
+        return _log_softmax(F.linear(hidden, self.weight))
+
+    def log_likelihood(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """See `Head.log_likelihood`."""
+        logits = _full(F.linear(hidden, self.weight))
+        return -F.cross_entropy(logits, targets, reduction="none")
+
+
+class AdaptiveHead(Head):
+    """Adaptive softmax: frequent ids at full width, clusters of rarer ones at a quarter each.
+
+    Grave et al. (arXiv:1609.04309), with torch's module. Its weights are those of adaptive inputs
+    too (Baevski and Auli, arXiv:1809.10853, "tied" weights and projections): the embedding of an id
+    of cluster c is E_c[id] P_c, its logit E_c[id] . (P_c h).
+
+    Args:
+        dim: width of hidden states.
+        vocabulary: number of ids, sorted by falling frequency.
+        cutoffs: first id of each cluster of rarer ids, rising, below `vocabulary`.
+
+    Raises:
+        ValueError: cutoffs that are not rising, or out of range, or too many for `dim`.
+    """
+
+    def __init__(self, dim: int, vocabulary: int, cutoffs: list[int]) -> None:
+        super().__init__()
+        ends = [0, *cutoffs, vocabulary]
+        if not cutoffs or any(a >= b for a, b in itertools.pairwise(ends)):
+            raise ValueError(
+                f"adaptive_cutoffs must rise from above 0 to below vocabulary={vocabulary}; got "
+                f"{cutoffs}; change them, or leave them out"
+            )
+        if dim < SHRINK ** len(cutoffs):
+            raise ValueError(
+                f"adaptive_cutoffs: {len(cutoffs)} clusters need dim of at least "
+                f"{SHRINK ** len(cutoffs):g}; got {dim}; use fewer cutoffs"
+            )
+        self.softmax = nn.AdaptiveLogSoftmaxWithLoss(dim, vocabulary, cutoffs, div_value=SHRINK)
+        self.ends = ends
+        self.width = ends[1] + len(cutoffs)  # the rarer ones are looked at for few tokens
+        nn.init.normal_(self.softmax.head.weight, std=dim**-0.5)
+        for project, embedding in self._tails():
+            nn.init.normal_(project, std=dim**-0.5)
+            nn.init.normal_(embedding, std=len(project) ** -0.5)
+
+    def _tails(self) -> list[tuple[Tensor, Tensor]]:
+        """P_c (width, dim) and E_c (ids, width) of each cluster."""
+        tails = [cast(nn.Sequential, tail) for tail in self.softmax.tail]
+        return [(cast(Tensor, t[0].weight), cast(Tensor, t[1].weight)) for t in tails]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """See `Head.embed`."""
+        frequent = self.ends[1]
+        x = F.embedding(tokens.clamp(max=frequent - 1), self.softmax.head.weight)
+        starts = self.ends[1:-1]
+        for start, (project, embedding) in zip(starts, self._tails(), strict=True):
+            index = (tokens - start).clamp(0, len(embedding) - 1)
+            own = (F.embedding(index, embedding) @ project).to(x.dtype)
+            x = torch.where((tokens >= start)[..., None], own, x)
+        return x
+
+    def log_probabilities(self, hidden: Tensor) -> Tensor:
+        """See `Head.log_probabilities`."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            flat = hidden.to(self.softmax.head.weight.dtype).reshape(-1, hidden.shape[-1])
+            return self.softmax.log_prob(flat).view(*hidden.shape[:-1], -1)
+
+    def log_likelihood(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """See `Head.log_likelihood`."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            out: Tensor = self.softmax(hidden.to(self.softmax.head.weight.dtype), targets).output
+            return out
+
+
+def _full(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    with torch.autocast(logits.device.type, enabled=False):
+        return _full(logits).log_softmax(dim=-1)

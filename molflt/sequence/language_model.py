@@ -1,0 +1,250 @@
+"""Causal language model: token ids in, a distribution over the next token out."""
+
+import inspect
+import math
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from molflt.attention import POSITIONS, make_stack
+from molflt.attention.recompute import recomputed
+from molflt.attention.stack import StackState
+from molflt.sequence.heads import AdaptiveHead, Head, PlainHead
+
+AT_ONCE = 2**27  # logits that are kept for backward; of more, pieces are computed again
+
+
+class LanguageState(NamedTuple):
+    """What decoding remembers of the tokens so far."""
+
+    length: int
+    """how many they are"""
+    stack: StackState
+
+
+class LanguageModel(nn.Module):
+    """Causal blocks over token embeddings, p(token i + 1 | tokens 0 .. i).
+
+    The decoder of the papers' language models: FLT (arXiv:2302.01925), section 5.1, and NPRF
+    (arXiv:2106.12566), section 4.2. Relative encodings see position = index x `position_scale`.
+
+    Args:
+        vocabulary: number of token ids; `molflt train` takes it from the data.
+        dim: width of tokens.
+        heads: attention heads; `dim` is a multiple of it.
+        absolute: what is added to embeddings to tell positions: "none" (causal attention sees how
+            many tokens came before, so that relative encodings can do without), "sinusoidal"
+            (arXiv:1706.03762, section 3.5) or "learned".
+        max_length: longest sequence, where something has to know: "learned" embeddings, and
+            encodings with a table, which take it for their `max_tokens`. Others have no limit.
+        position: "none" or a key of `molflt.attention.POSITIONS`, shared by all layers, different
+            for each head.
+        position_options: further arguments of the encoding; `dim` is 1.
+        position_scale: distance of neighboring tokens, in the unit of length of the encoding.
+        embedding_dropout: dropout of embeddings.
+        tie_embeddings: use the embeddings as the weights of the output.
+        adaptive_cutoffs: ids at which a new, rarer cluster of tokens begins, each with a quarter of
+            the width of the one before (adaptive softmax, arXiv:1609.04309; with tied embeddings
+            adaptive inputs as well, arXiv:1809.10853). Ids must be sorted by falling frequency.
+        stack: further arguments of `molflt.attention.make_stack`.
+
+    Attributes:
+        head: maps hidden states to log-probabilities.
+
+    Raises:
+        ValueError: an option outside its range, or options that do not go together.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int | None = None,
+        dim: int = 128,
+        heads: int = 8,
+        absolute: Literal["none", "sinusoidal", "learned"] = "none",
+        max_length: int | None = None,
+        position: str = "none",
+        position_options: dict[str, Any] | None = None,
+        position_scale: float = 1.0,
+        embedding_dropout: float = 0.0,
+        tie_embeddings: bool = True,
+        adaptive_cutoffs: list[int] | None = None,
+        **stack: Any,
+    ) -> None:
+        super().__init__()
+        if vocabulary is None or vocabulary < 1:
+            raise ValueError(
+                f"vocabulary must be the number of token ids, at least 1; got {vocabulary}; take "
+                "it from the data"
+            )
+        _expect(absolute, max_length, position_scale, dim)
+        options = _for_a_line(position, position_options, max_length)
+        self.stack = make_stack(
+            dim, heads, causal=True, position=position, position_options=options, **stack
+        )
+        if self.stack.position is not None and self.stack.position.dim != 1:
+            raise ValueError(
+                f"tokens have one coordinate; got position_options dim={self.stack.position.dim}; "
+                "leave it out"
+            )
+        self.vocabulary = vocabulary
+        self.dim = dim
+        self.absolute = absolute
+        self.position_scale = position_scale
+        self.head: Head
+        if adaptive_cutoffs is None:
+            self.head = PlainHead(dim, vocabulary)
+        else:
+            self.head = AdaptiveHead(dim, vocabulary, adaptive_cutoffs)
+        self.embedding: nn.Embedding | None = None  # tied embeddings are the head's
+        if not tie_embeddings:
+            self.embedding = nn.Embedding(vocabulary, dim)
+            nn.init.normal_(self.embedding.weight, std=dim**-0.5)
+        self.places: nn.Embedding | None = None
+        if absolute == "learned" and max_length is not None:
+            self.places = nn.Embedding(max_length, dim)
+            nn.init.normal_(self.places.weight, std=0.1)
+        self.embedding_dropout = nn.Dropout(embedding_dropout)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Hidden states: ids (batch, length) -> (batch, length, dim)."""
+        x, positions = self._embed(tokens, 0)
+        out: Tensor = self.stack(x, positions)
+        return out
+
+    def log_likelihood(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """log p of each target given the tokens up to its place, in nats.
+
+        Args:
+            tokens: ids (batch, length).
+            targets: ids (batch, length), those of `tokens` one place later; -1 where there is none.
+
+        Returns:
+            (batch, length), float32 at least; 0 where there is no target.
+        """
+        hidden = self(tokens).flatten(0, 1)
+        wanted = targets.flatten()
+        size = max(1, AT_ONCE // self.head.width)
+        if len(hidden) <= size:
+            found = self.head.log_likelihood(hidden, wanted.clamp(min=0))
+        else:  # all logits of a large batch would need more memory than the blocks
+            pieces = zip(hidden.split(size), wanted.clamp(min=0).split(size), strict=True)
+            found = torch.cat([recomputed(self.head.log_likelihood, *piece) for piece in pieces])
+        return found.where(wanted >= 0, 0.0).view(targets.shape)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Normalized log-probabilities of all ids: (..., dim) -> (..., vocabulary)."""
+        return self.head.log_probabilities(hidden)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether `decode` goes on from a state; otherwise all tokens have to be given again."""
+        position = self.stack.position
+        return (position is None or position.decodes) and "quadratic" not in self.stack.mixings
+
+    @property
+    def longest(self) -> int | None:
+        """Most tokens that the model can be given at once; None without a limit."""
+        position = self.stack.position
+        table = getattr(position, "shape", None) or (getattr(position, "max_tokens", None),)
+        limits = [] if table[0] is None else [math.ceil(table[0] / self.position_scale)]
+        if self.places is not None:
+            limits.append(self.places.num_embeddings)
+        return min(limits, default=None)
+
+    def decode(
+        self, tokens: Tensor, state: LanguageState | None = None
+    ) -> tuple[Tensor, LanguageState]:
+        """Log-probabilities after new tokens, without going over those before them again.
+
+        Args:
+            tokens: new ids (batch, new); one, or a whole prompt.
+            state: returned by the call before; None at the beginning. Constant in size for linear
+                attention, keys and values of all tokens for softmax.
+
+        Returns:
+            Log-probabilities (batch, new, vocabulary), and the state after the last token.
+
+        Raises:
+            ValueError: for mechanisms without a state; `decodes` tells.
+        """
+        hidden, state = self.advance(tokens, state)
+        return self.logits(hidden), state
+
+    def advance(
+        self, tokens: Tensor, state: LanguageState | None = None
+    ) -> tuple[Tensor, LanguageState]:
+        """`decode` without the output layer: hidden states (batch, new, dim), and the state."""
+        start = 0 if state is None else state.length
+        x, positions = self._embed(tokens, start)
+        hidden, last = self.stack.decode(x, positions, None if state is None else state.stack)
+        return hidden, LanguageState(start + tokens.shape[1], last)
+
+    def redraw_(self, generator: torch.Generator | None = None) -> None:
+        """Draws new random features in place; give a generator seeded alike on every rank."""
+        self.stack.redraw_(generator)
+
+    def _embed(self, tokens: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """Embeddings (batch, n, dim) and positions (1, n, 1) of ids (batch, n) from `start` on."""
+        if tokens.ndim != 2:
+            raise ValueError(
+                f"tokens must be ids of shape (batch, length); got shape {tuple(tokens.shape)}"
+            )
+        end = start + tokens.shape[1]
+        longest = self.longest
+        if longest is not None and end > longest:
+            raise ValueError(
+                f"the model takes at most {longest} tokens; got {end}; cut the sequence, or train "
+                "with a larger max_length (or max_tokens of the position)"
+            )
+        embed = self.head.embed if self.embedding is None else self.embedding
+        x = embed(tokens) * self.dim**0.5
+        # Counted in whole numbers, so that a token has one position in forward and in decode.
+        index = torch.arange(start, end, device=tokens.device)
+        if self.places is not None:
+            x = x + self.places(index)
+        elif self.absolute == "sinusoidal":
+            x = x + sinusoids(index, self.dim).to(x.dtype)
+        positions = index.to(self.stack_dtype) * self.position_scale
+        return self.embedding_dropout(x), positions[None, :, None]
+
+    @property
+    def stack_dtype(self) -> torch.dtype:
+        """Type of the parameters of the blocks."""
+        return next(self.stack.parameters()).dtype
+
+
+def sinusoids(index: Tensor, dim: int) -> Tensor:
+    """Sinusoidal positions, arXiv:1706.03762, section 3.5: (n,) -> (n, dim) float64.
+
+    Sines in the first half of the columns, cosines in the second; float64, because the phase at
+    10^4 has no more than 3 digits in float32.
+    """
+    half = torch.arange(dim // 2, dtype=torch.float64, device=index.device)
+    phase = index.double()[:, None] * torch.pow(10000.0, -2 * half / dim)
+    return torch.cat((phase.sin(), phase.cos()), dim=-1)
+
+
+def _expect(absolute: str, max_length: int | None, position_scale: float, dim: int) -> None:
+    kinds = ("none", "sinusoidal", "learned")
+    if absolute not in kinds:
+        raise ValueError(f"absolute={absolute!r}; expected one of {', '.join(kinds)}")
+    if max_length is not None and max_length < 1:
+        raise ValueError(f"max_length must be at least 1; got {max_length}")
+    if absolute == "learned" and max_length is None:
+        raise ValueError("absolute='learned' needs max_length, the longest sequence; set it")
+    if absolute == "sinusoidal" and dim % 2:
+        raise ValueError(f"absolute='sinusoidal' needs an even dim; got {dim}")
+    if not position_scale > 0:
+        raise ValueError(f"position_scale must be positive; got {position_scale}")
+
+
+def _for_a_line(
+    position: str, options: dict[str, Any] | None, max_length: int | None
+) -> dict[str, Any]:
+    """Options of an encoding of positions on a line, with `dim` and `max_tokens` filled in."""
+    known = inspect.signature(POSITIONS[position]).parameters if position in POSITIONS else {}
+    filled: dict[str, Any] = {"dim": 1} if "dim" in known else {}
+    if max_length is not None and "max_tokens" in known:
+        filled["max_tokens"] = max_length
+    return {**filled, **(options or {})}

@@ -1,0 +1,1 @@
+"""What is learned: a loss, and the sums that become metrics, for each kind of data."""

@@ -1,0 +1,320 @@
+"""Texts as token ids: counting, files of all kinds, blocks, and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import pickle
+import sys
+import types
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from molflt.data import text_sources
+from molflt.data.text import TextData, TokenBlocks, read_blocks
+from molflt.data.text_sources import text_blocks
+from molflt.data.vocabulary import Vocabulary
+
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
+TEXT = " = Title = \n\na b <unk> b\r\n ä b\tc\n"
+WORDS = ["=", "Title", "=", "<eos>", "<eos>"]
+WORDS += ["a", "b", "<unk>", "b", "<eos>", "ä", "b", "c", "<eos>"]
+
+
+def write(path: Path, content: str | bytes) -> str:
+    raw = content.encode() if isinstance(content, str) else content
+    pack = {".gz": gzip.compress, ".xz": lzma.compress}.get(path.suffix, bytes)
+    path.write_bytes(pack(raw))
+    return str(path)
+
+
+def read(path: str, level: str = "word") -> tuple[Vocabulary, np.ndarray]:
+    return Vocabulary.count(level, text_blocks(path, level))
+
+
+@pytest.mark.parametrize("name", ["t.txt", "t.tokens", "t.gz", "t.xz"])
+@pytest.mark.parametrize("block", [1, 2, 5, 1000])
+def test_words_of_files(tmp_path, monkeypatch, name, block):
+    """Every line, empty ones too, ends with one <eos>; wherever the reading is interrupted."""
+    monkeypatch.setattr(text_sources, "BLOCK", block)
+    vocabulary, ids = read(write(tmp_path / name, TEXT))
+    assert [vocabulary.tokens[i] for i in ids] == WORDS
+    counts = {token: WORDS.count(token) for token in WORDS}
+    assert vocabulary.tokens == sorted(counts, key=lambda t: (-counts[t], t))
+    assert ids.dtype == np.int32
+    again = vocabulary.encode_blocks(text_blocks(str(tmp_path / name)))
+    np.testing.assert_array_equal(again, ids)
+
+
+def test_last_line_without_an_end(tmp_path):
+    vocabulary, ids = read(write(tmp_path / "t", "a b\nc"))
+    assert vocabulary.decode(ids) == "a b\nc\n"
+    assert vocabulary.encode("a\n\nc").tolist() == [
+        vocabulary.ids[t] for t in ("a", "<eos>", "<eos>", "c")
+    ]
+
+
+@pytest.mark.parametrize("level", ["char", "byte"])
+@pytest.mark.parametrize("block", [1, 3, 1000])
+def test_characters_and_bytes(tmp_path, monkeypatch, level, block):
+    monkeypatch.setattr(text_sources, "BLOCK", block)
+    content = "aäb\n\n😀 aa\u2028"
+    vocabulary, ids = read(write(tmp_path / "t", content), level)
+    assert len(ids) == len(content if level == "char" else content.encode())
+    assert vocabulary.decode(ids) == content
+    assert vocabulary.decode([vocabulary.eos, *ids]) == content
+    np.testing.assert_array_equal(vocabulary.encode(content).numpy(), ids)
+    if level == "byte":
+        assert ids.tolist() == list(content.encode()) and len(vocabulary) == 257
+        assert vocabulary.decode([0xC3]) == "\ufffd"
+    else:
+        assert vocabulary.tokens[0] == "a"
+        assert vocabulary.encode("xa").tolist() == [vocabulary.unk, 0]
+
+
+def test_bytes_need_not_be_utf8(tmp_path):
+    _, ids = read(write(tmp_path / "t", b"\xff\x00a"), "byte")
+    assert ids.tolist() == [255, 0, 97]
+
+
+def test_rare_tokens_are_unknown():
+    vocabulary, ids = Vocabulary.count("word", ["a a b c c c\n"], min_count=2)
+    assert vocabulary.tokens == ["c", "a", "<eos>", "<unk>"]
+    assert vocabulary.decode(ids) == "a a <unk> c c c\n"
+    assert vocabulary.encode("b z a").tolist() == [3, 3, 1]
+
+
+@pytest.mark.parametrize("level", ["word", "char", "byte"])
+def test_json_round_trip(level):
+    vocabulary, _ = Vocabulary.count(level, ['"ä"\n\u2028 😀 \\ \x00'])
+    found = Vocabulary.from_json(vocabulary.to_json())
+    assert (found.level, found.tokens) == (level, vocabulary.tokens)
+    assert pickle.loads(pickle.dumps(found)).ids == vocabulary.ids  # for worker processes
+
+
+GOOD = {
+    "format": "molflt-vocabulary",
+    "version": 1,
+    "level": "word",
+    "tokens": ["<eos>", "<unk>", "a"],
+}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\xff", "in JSON"),
+        (b"{", "in JSON"),
+        (b"[]", "another file"),
+        ({"format": "other"}, "another file"),
+        ({"version": 2}, "version 1"),
+        ({"level": "line"}, "level='line'"),
+        ({"level": []}, "level="),
+        ({"tokens": None}, "list of texts"),
+        ({"tokens": ["a", 1]}, "list of texts"),
+        ({"tokens": ["<eos>", "<unk>", "a", "a"]}, "'a' stands twice"),
+        ({"tokens": ["<unk>"]}, "no <eos>"),
+        ({"tokens": ["<eos>"]}, "no <unk>"),
+        ({"level": "char", "tokens": ["<eos>", "<unk>", "ab"]}, "token 'ab'"),
+        ({"level": "byte"}, "256 bytes"),
+    ],
+)
+def test_bad_vocabularies(content, words):
+    raw = content if isinstance(content, bytes) else json.dumps({**GOOD, **content}).encode()
+    assert Vocabulary.from_json(json.dumps(GOOD).encode()).ids["a"] == 2
+    with pytest.raises(ValueError, match=f"v.json: .*{words}"):
+        Vocabulary.from_json(raw, "v.json")
+
+
+def test_decode_refuses_unknown_ids():
+    with pytest.raises(ValueError, match="token id 3; expected 0 to 2"):
+        Vocabulary("word", GOOD["tokens"]).decode([1, 3])
+
+
+@pytest.mark.parametrize("block", [1, 4, 1000])
+@pytest.mark.parametrize(
+    ("raw", "offset"),
+    [(b"abc\xff", 3), (b"a\xc3\xa4\xc3(", 3), (b"line\nab\xe2\x82", 7), (b"\x80", 0)],
+)
+def test_not_utf8(tmp_path, monkeypatch, raw, offset, block):
+    monkeypatch.setattr(text_sources, "BLOCK", block)
+    for level in ("word", "char"):
+        with pytest.raises(ValueError, match=rf"t.txt: byte {offset} is not UTF-8"):
+            read(write(tmp_path / "t.txt", raw), level)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(FileNotFoundError, match="none.txt: no such file"):
+        read(str(tmp_path / "none.txt"))
+    for name in ("t.gz", "t.xz"):
+        path = tmp_path / name
+        for content in (b"plain text", Path(write(path, "ab " * 999)).read_bytes()[:-9]):
+            path.write_bytes(content)
+            with pytest.raises(ValueError, match=f"{name}: expected a whole"):
+                read(str(path))
+
+
+@pytest.mark.parametrize("count", [1, 6, 7, 12, 13])
+def test_every_token_is_predicted_once(count):
+    length, eos = 6, 99
+    stream = [eos, *range(count)]
+    blocks = TokenBlocks(np.arange(count), length, eos, keep_last=True)
+    inputs, targets = (torch.cat(parts) for parts in zip(*blocks, strict=True))
+    assert inputs.dtype == targets.dtype == torch.int64 and len(inputs) % length == 0
+    assert inputs[:count].tolist() == stream[:-1] and (inputs[count:] == eos).all()
+    assert targets[:count].tolist() == stream[1:] and (targets[count:] == -1).all()
+    if count >= length:
+        train = TokenBlocks(np.arange(count), length, eos)
+        assert len(train) == count // length
+        assert all((pair[1] >= 0).all() for pair in train)
+        assert torch.equal(train[0][0], blocks[0][0])
+    with pytest.raises(IndexError):
+        blocks[len(blocks)]
+
+
+def data(folder: Path, train: str = TEXT * 9, val: str = TEXT, **options) -> TextData:
+    paths = write(folder / "train.txt", train), write(folder / "val.txt", val)
+    return TextData(*paths, **{"length": 8, "batch_size": 3, **options})
+
+
+def test_data_module(tmp_path):
+    module = data(tmp_path, test=write(tmp_path / "test.txt.gz", "a b\n"))
+    assert module.sizes() == {"vocabulary": 8}
+    assert Vocabulary.from_json(module.files()["vocabulary.json"]).tokens[0] == "<eos>"
+    before = dict(module.datasets)
+    module.setup("fit")
+    assert module.datasets == before and set(before) == {"train", "val"}
+    tokens = len(WORDS)
+    assert module.describe() == [
+        f"train {9 * tokens} tokens (train.txt)",
+        f"val {tokens} tokens (val.txt)",
+    ]
+    inputs, targets = next(iter(module.train_dataloader()))
+    assert inputs.shape == targets.shape == (3, 8)
+    counted = sum(int((t >= 0).sum()) for _, t in module.val_dataloader())
+    assert counted == tokens
+    module.setup("test")
+    assert module.datasets["test"].tokens == 3
+    one, two = data(tmp_path), data(tmp_path)
+    one.setup()
+    two.setup()
+    two.start_step = 2
+    stream = iter(one.train_dataloader())
+    third = [next(stream) for _ in range(3)][2]
+    assert torch.equal(third[0], next(iter(two.train_dataloader()))[0])
+
+
+def test_a_given_vocabulary(tmp_path):
+    first = data(tmp_path)
+    path = tmp_path / "vocabulary.json"
+    path.write_bytes(first.files()["vocabulary.json"])
+    again = data(tmp_path, train="b a new\n" * 9, vocabulary=path)
+    assert again.sizes() == first.sizes()
+    with pytest.raises(ValueError, match="is a vocabulary of level 'word'; expected 'char'"):
+        data(tmp_path, level="char", vocabulary=path).setup()
+    with pytest.raises(ValueError, match="vocabulary.json: 75% of the tokens of .*train.txt"):
+        data(tmp_path, train="x y z\n" * 9, vocabulary=path).setup()
+    with pytest.raises(FileNotFoundError, match="no.json: no such file"):
+        data(tmp_path, vocabulary=tmp_path / "no.json").setup()
+
+
+def test_unknown_validation_text(tmp_path):
+    with pytest.warns(UserWarning, match=r"val.txt: 75% of the tokens are not in the vocabulary"):
+        data(tmp_path, val="x y z\n").setup()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        data(tmp_path, val="a y z\n").setup()  # 50 %
+
+
+@pytest.mark.parametrize("level", ["word", "char", "byte"])
+def test_empty_and_short_texts(tmp_path, level):
+    with pytest.raises(ValueError, match="train.txt: .*empty"):
+        data(tmp_path, train="", level=level).setup()
+    with pytest.raises(ValueError, match="val.txt: .*empty"):
+        data(tmp_path, val="", level=level).setup()
+    with pytest.raises(ValueError, match="train.txt: expected at least 8 tokens.*got 1"):
+        data(tmp_path, train="\n", level=level).setup()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"length": 0}, "data.length"),
+        ({"min_count": 0}, "data.min_count"),
+        ({"batch_size": 0}, "data.batch_size"),
+        ({"workers": -1}, "data.workers"),
+    ],
+)
+def test_bad_options(tmp_path, options, words):
+    with pytest.raises(ValueError, match=words):
+        data(tmp_path, **options)
+
+
+class Rows(list):
+    column_names = ("text", "label")
+
+
+def test_hugging_face_names(tmp_path, monkeypatch):
+    """Parts of a name, splits and columns; rows are lines, as in its WikiText."""
+    asked = []
+
+    def load_dataset(*name: str, split: str) -> Rows:
+        asked.append((*name, split))
+        if name == ("wikitext/v1",):
+            raise RuntimeError("no such data set")
+        return Rows([{"text": line, "label": 1} for line in ("", " = Title = \n", "a b")])
+
+    fake = types.SimpleNamespace(load_dataset=load_dataset)
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    for source in ("hf:o/wiki/v1", "hf:wikitext/v1:test", "hf:wiki:train[:5].text"):
+        vocabulary, ids = read(source)
+        assert vocabulary.decode(ids) == "\n= Title =\na b\n"
+    assert asked == [
+        ("o/wiki", "v1", "train"),
+        ("wikitext/v1", "test"),
+        ("wikitext", "v1", "test"),
+        ("wiki", "train[:5]"),
+    ]
+    assert read_blocks("hf:wiki", vocabulary, 4, "val").tokens == len(ids)
+    assert asked[-1] == ("wiki", "validation")
+    with pytest.raises(ValueError, match="no column 'body'; expected one of text, label"):
+        read("hf:wiki:train.body")
+    with pytest.raises(ValueError, match="column 'label' must hold texts; got 1"):
+        read("hf:wiki:train.label")
+    with pytest.raises(ValueError, match="hf:a/b/c/d: cannot be loaded"):
+        read("hf:a/b/c/d")
+    for missing in (None, types.ModuleType("datasets")):  # not there, or a folder of that name
+        monkeypatch.setitem(sys.modules, "datasets", missing)
+        with pytest.raises(ValueError, match="hf:wiki: needs Hugging Face datasets"):
+            read("hf:wiki")
+
+
+def test_wikitext2_as_it_is_published():
+    """2,088,628 / 217,646 / 245,569 tokens and 33,278 types."""
+    folder = SHARED / "wikitext2"
+    if not folder.is_dir():
+        pytest.skip(f"WikiText-2 is not at {folder}")
+    names = ("train.article_order_differs.txt.xz", "valid.txt.xz", "test.txt.xz")
+    module = TextData(*(str(folder / name) for name in names))
+    module.setup("test")
+    assert [d.tokens for d in module.datasets.values()] == [2_088_628, 217_646, 245_569]
+    assert module.sizes() == {"vocabulary": 33_278}
+    vocabulary = module.vocabulary
+    assert (module.datasets["val"].stream < len(vocabulary)).all()
+    assert vocabulary.tokens[:4] == ["the", ",", ".", "of"]
+    start = vocabulary.decode(module.datasets["val"].stream[1:9])
+    assert start == "\n= Homarus gammarus =\n\nHomarus"
+
+
+def test_tinyshakespeare_characters():
+    path = SHARED / "tinyshakespeare" / "input.txt.xz"
+    if not path.is_file():
+        pytest.skip(f"tinyshakespeare is not at {path}")
+    vocabulary, ids = read(str(path), "char")
+    assert (len(ids), len(vocabulary)) == (1_115_394, 67)  # 65 characters, <eos> and <unk>
+    assert vocabulary.decode(ids[:14]) == "First Citizen:"

@@ -1,0 +1,362 @@
+"""The ViT: fast against quadratic for every encoding of two dimensions, sizes, and its configs."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor
+from torch.nn import functional as F
+
+from molflt.attention import POSITIONS
+from molflt.image import ImageClassifier
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "image"
+COMMON = sorted(p.stem for p in CONFIGS.glob("*.yaml") if "data" in yaml.safe_load(p.read_text()))
+MECHANISMS = sorted(p.stem for p in CONFIGS.glob("*.yaml") if p.stem not in COMMON)
+EXACT = {"rtol": 1e-10, "atol": 1e-10}
+MIXTURE = {"spectrum": "gaussian_mixture", "num_gaussians": 3, "num_nodes": 5, "amplitude": 0.5}
+LOCAL = {"spectrum": "smooth_local", "num_boxes": 2, "num_nodes": 5}
+LOCAL_NODES = {"spectrum": "gaussian_mixture", "nodes": "sobol", "num_nodes": 4, "node_sigma": 0.3}
+
+# Every encoding of two dimensions, and the sequence encodings that images use.
+MECHANISM: dict[str, dict[str, Any]] = {
+    "performer": {},
+    "learnable_exp": {"feature_map": "learnable_exp"},
+    "learnable_relu": {"feature_map": "learnable_relu"},
+    "flt": {"position": "spectral", "position_options": MIXTURE},
+    "flt, learnable": {
+        "position": "spectral",
+        "position_options": MIXTURE,
+        "feature_map": "learnable_exp",
+    },
+    "flt, asymmetric": {
+        "position": "spectral",
+        "position_options": {**MIXTURE, "asymmetric": True},
+    },
+    "flt, local": {"position": "spectral", "position_options": LOCAL},
+    "flt, sobol": {"position": "spectral", "position_options": LOCAL_NODES},
+    "kernel": {"position": "kernel", "position_options": {**MIXTURE, "amplitude": 0.1}},
+    "toeplitz": {"position": "toeplitz", "position_options": {"std": 0.5}},
+    "nprf": {"position": "toeplitz", "position_options": {"std": 0.5}, "normalize_qk": True},
+    "rotary": {"position": "rotary"},
+    "cosformer": {"position": "cosine", "feature_map": "cosformer"},
+    "bucketed": {"position": "bucketed"},
+    "low_rank": {"position": "low_rank", "position_options": {"rank": 3}},
+    "sine_spe": {"position": "sine_spe", "position_options": {"num_realizations": 8}},
+    "conv_spe": {"position": "conv_spe", "position_options": {"num_realizations": 8}},
+}
+SOFTMAX = ("spectral", "toeplitz", "gaussian_bias", "rotary", "bucketed", "kernel", "none")
+
+
+def model(seed: int = 0, **options: Any) -> ImageClassifier:
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {"classes": 5, "channels": 2, "image_size": 12, "patch_size": 4}
+    small = {"dim": 16, "heads": 2, "layers": 2, "ffn_dim": 24, "num_features": 6}
+    return ImageClassifier(**{**sizes, **small, **options}).double().eval()
+
+
+def images(count: int = 3, size: int = 12, channels: int = 2, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(count, channels, size, size, dtype=torch.float64, generator=generator)
+
+
+def with_gradients(net: ImageClassifier, x: Tensor) -> list[Tensor]:
+    """Logits, and the gradients of a scalar of them by images and parameters."""
+    x = x.clone().requires_grad_()
+    logits = net(x)
+    wrt = [x, *(p for p in net.parameters() if p.requires_grad)]
+    found = torch.autograd.grad(logits.square().sum(), wrt, allow_unused=True)
+    return [logits.detach(), *(torch.zeros(()) if g is None else g for g in found)]
+
+
+@pytest.mark.parametrize("absolute", ["learned", "none"])
+@pytest.mark.parametrize("name", MECHANISM)
+def test_fast_equals_quadratic(name: str, absolute: str) -> None:
+    """The same weights in linear time and through the matrix, gradients included."""
+    fast = model(mixing="linear", absolute=absolute, **MECHANISM[name])
+    slow = model(mixing="quadratic", absolute=absolute, **MECHANISM[name])
+    slow.load_state_dict(fast.state_dict())
+    for mine, other in zip(
+        with_gradients(fast, images()), with_gradients(slow, images()), strict=True
+    ):
+        torch.testing.assert_close(mine, other, **EXACT)
+
+
+@pytest.mark.parametrize("name", MECHANISM)
+def test_alone_equals_in_a_batch(name: str) -> None:
+    net = model(**MECHANISM[name])
+    x = images(4)
+    together = net(x)
+    alone = torch.cat([net(x[i : i + 1]) for i in range(4)])
+    torch.testing.assert_close(together, alone, **EXACT)
+    assert not torch.allclose(together[0], together[1])
+
+
+@pytest.mark.parametrize("name", [n for n in MECHANISM if "position" in MECHANISM[n]])
+def test_the_encoding_sees_where_patches_are(name: str) -> None:
+    """Without an absolute embedding, patches in another order change the logits with it alone."""
+    x = images(2)
+    shuffled = x.unfold(2, 4, 4).unfold(3, 4, 4).flatten(2, 3)[:, :, [3, 1, 7, 0, 8, 2, 6, 5, 4]]
+    shuffled = shuffled.unflatten(2, (3, 3)).permute(0, 1, 2, 4, 3, 5).reshape(x.shape)
+    plain = model(absolute="none")
+    torch.testing.assert_close(plain(x), plain(shuffled), **EXACT)
+    net = model(absolute="none", **MECHANISM[name])
+    assert (net(x) - net(shuffled)).abs().max() > 1e-7
+
+
+@pytest.mark.parametrize("name", ["flt", "kernel", "toeplitz"])
+def test_masks_are_those_of_two_dimensions(name: str) -> None:
+    """The logit that softmax adds is a function of both offsets, row and column."""
+    net = model(**{**MECHANISM[name], "mixing": "softmax"})
+    position = net.stack.position
+    bias = position("softmax", net.positions, net.positions).bias[0].reshape(2, 3, 3, 3, 3)
+    torch.testing.assert_close(bias[:, 1, 1, 0, 2], bias[:, 2, 1, 1, 2], **EXACT)
+    assert (bias[:, 1, 1, 1, 2] - bias[:, 1, 1, 2, 1]).abs().max() > 1e-6
+    assert net.positions.shape == (1, 9, 2)
+    torch.testing.assert_close(net.positions.mean(dim=1), torch.zeros(1, 2).double())
+
+
+@pytest.mark.parametrize("position", SOFTMAX)
+def test_softmax(position: str) -> None:
+    """Exact attention by hand: pre-LayerNorm blocks, the mean, the head."""
+    net = model(mixing="softmax", position=position, layers=1)
+    x = images()
+    tokens = net.tokens(x)
+    block = net.stack.blocks[0]
+    normed = block.attention_norm(tokens)
+    attention = block.attention
+    encoding = net.stack.position and net.stack.position("softmax", net.positions, net.positions)
+    weights = net.attention_weights(x, 0)
+    torch.testing.assert_close(weights, attention.weights(normed, encoding), **EXACT)
+    torch.testing.assert_close(weights.sum(dim=-1), torch.ones_like(weights[..., 0]), **EXACT)
+    value = attention.to_value(normed).unflatten(-1, (2, 8)).transpose(1, 2)
+    mixed = attention.to_out((weights @ value).transpose(1, 2).flatten(2))
+    out = tokens + mixed
+    out = net.stack.norm(out + block.ffn(block.ffn_norm(out)))
+    torch.testing.assert_close(net(x), net.head(out.mean(dim=1)), **EXACT)
+
+
+def test_patches_are_embedded_as_vectors_of_pixels() -> None:
+    net = model(absolute="none")
+    net.set_normalizer([0.2, 0.4], [0.5, 2.0])
+    x = images(1)
+    pixels = (x - torch.tensor([0.2, 0.4])[:, None, None]) / torch.tensor([0.5, 2.0])[:, None, None]
+    second = pixels[0, :, 0:4, 4:8].flatten()  # row 0, column 1
+    expected = net.embed.weight.flatten(1) @ second + net.embed.bias
+    torch.testing.assert_close(net.tokens(x)[0, 1], expected, rtol=1e-6, atol=1e-7)
+
+
+def test_bytes_are_shares_of_255() -> None:
+    net = model()
+    pixels = (255 * images()).round().to(torch.uint8)
+    torch.testing.assert_close(net(pixels), net(pixels.double() / 255), **EXACT)
+
+
+def test_sinusoids_are_those_of_rows_and_columns() -> None:
+    """Products of two places depend on the two offsets, and on each."""
+    waves = model(absolute="sinusoidal").waves[0]
+    gram = (waves @ waves.T).reshape(3, 3, 3, 3)
+    torch.testing.assert_close(gram[0, 0, 1, 2], gram[1, 0, 2, 2], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gram[0, 0, 1, 0], gram[0, 0, 0, 1], rtol=1e-5, atol=1e-5)
+    assert gram[0, 0, 0, 0] > gram[0, 0, 0, 1] + 0.1
+    assert not (waves[1] == waves[3]).all()
+
+
+def test_universal_shares_its_weights() -> None:
+    """One block in three passes equals three blocks of the same weights."""
+    options = MECHANISM["flt"]
+    shared = model(layers=1, refinements=3, **options)
+    distinct = model(layers=3, **options)
+    for block in distinct.stack.blocks:
+        block.load_state_dict(shared.stack.blocks[0].state_dict())
+    own = {k: v for k, v in shared.state_dict().items() if "blocks" not in k}
+    distinct.load_state_dict(own, strict=False)
+    torch.testing.assert_close(shared(images()), distinct(images()), **EXACT)
+    for layer in (0, 1, 2, -1):
+        torch.testing.assert_close(
+            shared.attention_weights(images(), layer),
+            distinct.attention_weights(images(), layer),
+            **EXACT,
+        )
+    first, last = (shared.attention_weights(images(), layer) for layer in (0, 2))
+    assert (first - last).abs().max() > 1e-4
+    with pytest.raises(ValueError, match=r"from -3 to 2 .* got 3"):
+        shared.attention_weights(images(), 3)
+
+
+@pytest.mark.parametrize("name", ["flt", "rotary", "cosformer", "performer", "bucketed"])
+def test_class_token(name: str) -> None:
+    net = model(pool="token", **MECHANISM[name])
+    x = images()
+    assert net.tokens(x).shape == (3, 10, 16)
+    assert net.attention_weights(x, 0).shape == (3, 2, 10, 10)
+    out = net.stack(net.tokens(x), net.positions)
+    torch.testing.assert_close(net(x), net.head(out[:, 0]), **EXACT)
+    if net.positions.shape[-1] == 2:
+        assert (net.positions[0, 0] == 0).all()
+    else:
+        assert net.positions[0, :, 0].tolist() == list(range(10))
+
+
+def test_redraw_takes_the_generator() -> None:
+    x = images()
+    drawn = []
+    net = model()
+    before = net(x)
+    for seed in (0, 0, 1):
+        net.redraw_(torch.Generator().manual_seed(seed))
+        drawn.append(net(x))
+    assert (drawn[0] == drawn[1]).all()
+    assert (drawn[0] - drawn[2]).abs().max() > 1e-7
+    assert (drawn[0] - before).abs().max() > 1e-7
+
+
+def test_compiled_equals_eager() -> None:
+    for name in ("flt", "toeplitz"):
+        net = model(**MECHANISM[name])
+        compiled = torch.compile(net, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(images()), net(images()), **EXACT)
+
+
+def test_position_scale_and_given_options() -> None:
+    half = model(position="spectral", position_options=MIXTURE, position_scale=0.5)
+    whole = model(position="spectral", position_options=MIXTURE)
+    torch.testing.assert_close(2 * half.positions, whole.positions)
+    assert model(position="toeplitz").stack.position.shape == (3, 3)
+    assert model(position="toeplitz", position_options={"max_tokens": 9}).positions.shape[-1] == 1
+    assert model(position="cosine", feature_map="cosformer").stack.position.max_tokens == 9
+    line = model(position="spectral", position_options={**MIXTURE, "dim": 1})
+    assert line.positions[0, :, 0].tolist() == list(range(9))
+
+
+def test_every_position_is_built() -> None:
+    """What the grid decides is filled in for each of the core's encodings."""
+    for name in POSITIONS:
+        options = {"rank": 3} if name == "low_rank" else None
+        mixing = "softmax" if name == "gaussian_bias" else "linear"
+        net = model(position=name, position_options=options, mixing=mixing)
+        assert net(images()).shape == (3, 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"patch_size": 5}, "image_size=12 must be a multiple of patch_size=5; .* 3, 4, 6"),
+        ({"classes": None, "image_size": None}, "got classes=None, image_size=None"),
+        ({"patch_size": 0}, "got patch_size=0"),
+        ({"pool": "max"}, "pool='max' is unknown; expected one of mean, token"),
+        ({"absolute": "rotary"}, "absolute='rotary' is unknown"),
+        ({"absolute": "sinusoidal", "dim": 18}, "dim that 4 divides"),
+        ({"position": "toeplitz", "pool": "token"}, "adds a token that is no patch"),
+        ({"position": "toeplitz", "position_scale": 0.5}, "position_scale=0.5; leave it at 1"),
+        ({"position": "spectral", "position_options": {"dim": 3}}, "expected 2, row and column"),
+        ({"position": "spectrol"}, "spectrol"),
+        ({"position": "toeplitz", "position_options": {"sides": 3}}, "no option sides"),
+        ({"dim": 15}, "multiple of heads"),
+    ],
+)
+def test_refuses(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        model(**options)
+
+
+def test_refuses_other_images_and_normalizers() -> None:
+    net = model()
+    for wrong in (images(size=16), images(channels=1), images()[0]):
+        with pytest.raises(ValueError, match=r"images must be \(batch, 2, 12, 12\); got"):
+            net(wrong)
+    for mean, std in (([0.5], [0.5]), ([0.5, 0.5], [0.5, 0.0])):
+        with pytest.raises(ValueError, match="for each of 2 channels"):
+            net.set_normalizer(mean, std)
+
+
+def merged(*names: str) -> dict[str, dict[str, Any]]:
+    found: dict[str, Any] = {}
+    for name in names:
+        for group, options in yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()).items():
+            if isinstance(options, dict):
+                found[group] = {**found.get(group, {}), **options}
+    return found
+
+
+def take_a_step(options: dict[str, Any]) -> ImageClassifier:
+    """A model on images of 2 x 2 patches, after a step of Adam that must lower the loss."""
+    torch.manual_seed(0)
+    patch = options.get("patch_size", 4)
+    net = ImageClassifier(**{"classes": 3, "channels": 1, "image_size": 2 * patch, **options})
+    x, labels = torch.rand(6, 1, 2 * patch, 2 * patch), torch.arange(6) % 3
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    net.eval()  # without dropout the loss must fall
+    losses = []
+    for _ in range(2):
+        loss = F.cross_entropy(net(x), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[1] < losses[0]
+    return net
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("common", COMMON)
+def test_configs_take_a_step(common: str, mechanism: str) -> None:
+    """Each common file with each mechanism, at reduced width and depth."""
+    model_options = merged(common, mechanism)["model"]
+    layers = min(model_options.get("layers", 4), 2)
+    net = take_a_step({**model_options, "dim": 24, "heads": 2, "ffn_dim": 16, "layers": layers})
+    assert net.stack.refinements == (12 if mechanism == "universal" else 1)
+    assert (net.stack.position is None) == ("position" not in model_options)
+
+
+def test_configs_hold_the_papers_sizes() -> None:
+    """ViT-B/16 has 86.6 million parameters with a class token and its place, 1536 numbers."""
+    options = merged("imagenet-vit-b16", "softmax")["model"]
+    with torch.device("meta"):
+        net = ImageClassifier(classes=1000, channels=3, image_size=224, **options)
+    assert sum(p.numel() for p in net.parameters()) == 86_567_656 - 2 * 768
+    flt = merged("imagenet-vit-b16", "flt")["model"]
+    mask = flt["position_options"]
+    assert (mask["num_gaussians"], mask["num_nodes"]) == (
+        25,
+        64,
+    )
+    assert merged("imagenet-deit-base", "log-linear")["model"]["num_features"] == 32
+    for name in set(COMMON) - {"fashion-mnist", "imagenet-deit-base"}:
+        config = merged(name)
+        task = config["task"]
+        assert (task["lr"], task["betas"], task["weight_decay"]) == (1.5e-4, [0.9, 0.95], 0.05)
+        assert config["data"]["batch_size"] == 4096
+        assert task["warmup_steps"] * 300 == config["trainer"]["max_steps"] * 40
+
+
+def test_mechanisms_hold_only_what_differs() -> None:
+    for name in MECHANISMS:
+        config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+        assert config.pop("recipe") == "images" and set(config) == {"model"}
+
+
+def test_readme_names_every_config() -> None:
+    text = (CONFIGS / "README.md").read_text()
+    assert all(f"`{name}.yaml`" in text for name in COMMON + MECHANISMS)
+
+
+def test_options_are_those_of_the_classes() -> None:
+    """jsonargparse finds the options of models and data through the signatures."""
+    jsonargparse = pytest.importorskip("jsonargparse")
+    from molflt.data.image_data import ImageData
+
+    parser = jsonargparse.ArgumentParser()
+    parser.add_class_arguments(ImageClassifier, "model")
+    parser.add_class_arguments(ImageData, "data")
+    for common in COMMON:
+        for mechanism in MECHANISMS:
+            config = merged(common, mechanism)
+            kept = copy.deepcopy({group: config[group] for group in ("model", "data")})
+            parsed = parser.parse_object(kept)
+            assert parsed.model.dim == config["model"]["dim"]

@@ -1,0 +1,328 @@
+"""The language model: no leak from the future, decoding, output layers, and every configuration."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from jsonargparse import ArgumentParser
+
+from molflt.sequence import LanguageModel
+from molflt.sequence import language_model as module
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "lm"
+SIZES = ("wikitext103", "wikitext2")
+MECHANISMS = sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem not in SIZES)
+VOCABULARY, LENGTH = 23, 19
+EXACT = {"rtol": 0.0, "atol": 1e-10}
+
+
+def options(*names: str) -> dict[str, Any]:
+    """The model's options of several files, later ones first; values of a mapping are replaced."""
+    found: dict[str, Any] = {}
+    for name in names:
+        found |= yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()).get("model") or {}
+    return found
+
+
+def tiny(mechanism: str, **changes: Any) -> LanguageModel:
+    """A configured mechanism in a small model, with a mask that is strong enough to be seen."""
+    torch.manual_seed(0)
+    small = {"dim": 16, "heads": 2, "layers": 2, "ffn_dim": 24, "num_features": 8, "max_length": 40}
+    model = LanguageModel(VOCABULARY, **{**options(mechanism), **small, **changes}).eval()
+    with torch.no_grad():
+        for name, parameter in model.stack.named_parameters():
+            if name.startswith("position.") and name.endswith(("amplitude", "table")):
+                parameter.normal_()
+    return model
+
+
+def ids(batch: int = 2, length: int = LENGTH, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCABULARY, (batch, length), generator=generator)
+
+
+def test_all_rows_of_the_papers_are_there():
+    flt = "linear rfa-gaussian rfa-arccos rfa-gate-gaussian rfa-gate-arccos performer cosformer "
+    flt += "sine-spe conv-spe log-linear flt-gaussian-mixture flt-local"
+    assert set(MECHANISMS) == {*flt.split(), "softmax", "trf", "trf-gate", "nprf"}
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_configurations_build_and_learn(mechanism):
+    """Each file in both sizes; the small one takes a step that lowers the loss."""
+    with torch.device("meta"):
+        paper = LanguageModel(267_735, **options("wikitext103", mechanism))
+    assert (paper.dim, len(paper.stack.blocks), paper.stack.blocks[0].attention.heads) == (
+        512,
+        6,
+        8,
+    )
+    torch.manual_seed(0)
+    small = {"dim": 16, "layers": 1, "ffn_dim": 16, "num_features": 8}
+    model = LanguageModel(VOCABULARY, **{**options("wikitext2", mechanism), **small})
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    tokens = ids(length=33)
+    losses = []
+    for _ in range(3):
+        torch.manual_seed(1)
+        loss = -model.log_likelihood(tokens[:, :-1], tokens[:, 1:]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert abs(losses[0] - math.log(VOCABULARY)) < 1.5  # near uniform at the beginning
+    assert losses[2] < losses[0]
+    missing = [name for name, p in model.named_parameters() if p.grad is None]
+    assert not missing
+    masks = [p for n, p in model.named_parameters() if n.startswith("stack.position.")]
+    assert all(p.grad.abs().max() > 0 for p in masks)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_no_future_leaks(mechanism):
+    """Other or no later tokens change nothing earlier; the gradient to them is exactly 0."""
+    model = tiny(mechanism).double()
+    tokens, cut = ids(), 11
+    whole = model(tokens)
+    other = tokens.clone()
+    other[:, cut:] = ids(seed=1)[:, cut:]
+    with torch.no_grad():
+        model.head.weight[VOCABULARY - 1] *= 1e3  # a later token, however large
+    other[:, -1] = VOCABULARY - 1
+    keep = (tokens[:, :cut] != VOCABULARY - 1).all(dim=1)
+    assert keep.any()
+    with torch.no_grad():
+        changed = model(other)[:, :cut]
+        torch.testing.assert_close(changed[keep], whole[keep, :cut], **EXACT)
+        torch.testing.assert_close(model(other[:, :cut])[keep], whole[keep, :cut], **EXACT)
+        assert (model(other)[:, cut:] - whole[:, cut:]).abs().max() > 1e-3
+    x, positions = model._embed(tokens, 0)
+    x = x.detach().requires_grad_()
+    grad = torch.autograd.grad(model.stack(x, positions)[:, cut - 1].square().sum(), x)[0]
+    assert (grad[:, cut:] == 0).all() and (grad[:, :cut].abs().amax(dim=-1) > 0).any()
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("absolute", ["none", "sinusoidal", "learned"])
+def test_decoding_equals_forward(mechanism, absolute):
+    """Token by token, and a prompt at once, across the chunks of the causal sum."""
+    model = tiny(mechanism, absolute=absolute)
+    if not model.decodes:
+        with pytest.raises(ValueError, match="no state of constant size"):
+            model.decode(ids())
+        return
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+        model = model.to(dtype)
+        tokens = ids()
+        with torch.no_grad():
+            expected = model.logits(model(tokens))
+            found, state = model.decode(tokens[:, :7])
+            pieces = [found]
+            for token in tokens[:, 7:].split(1, dim=1):
+                found, state = model.decode(token, state)
+                pieces.append(found)
+        assert state.length == LENGTH
+        bounds = {"rtol": tolerance, "atol": tolerance}  # log-probabilities of size 1 to 10
+        torch.testing.assert_close(torch.cat(pieces, dim=1), expected, **bounds)
+
+
+@pytest.mark.parametrize("mechanism", ["performer", "flt-gaussian-mixture", "sine-spe"])
+def test_decoding_far_out_in_float32(mechanism):
+    """At position 10^4 positions and phases are the same in decode as in forward."""
+    model = tiny(mechanism, layers=1, absolute="sinusoidal")
+    tokens = ids(1, 10_003)
+    with torch.no_grad():
+        expected = model(tokens)[:, -3:]
+        _, state = model.advance(tokens[:, :-3])
+        pieces = []
+        for token in tokens[:, -3:].split(1, dim=1):
+            hidden, state = model.advance(token, state)
+            pieces.append(hidden)
+    torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=0, atol=1e-5)
+
+
+def test_state_has_a_constant_size():
+    model = tiny("flt-local")
+    sizes = []
+    for length in (5, 30):
+        _, state = model.advance(ids(1, length))
+        sizes.append([part.shape for block in state.stack.blocks for s in block for part in s])
+    assert sizes[0] == sizes[1]
+
+
+HEADS = {
+    "plain": {},
+    "untied": {"tie_embeddings": False},
+    "adaptive": {"adaptive_cutoffs": [7, 15]},
+}
+HEADS["adaptive, untied"] = HEADS["adaptive"] | HEADS["untied"]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_log_probabilities(name, monkeypatch):
+    """They sum to 1; log_likelihood gathers them, at once or in pieces; -1 counts nothing."""
+    model = tiny("performer", **HEADS[name]).double()
+    tokens = ids(length=LENGTH + 1)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
+    targets[0, 3] = targets[1, -2:] = -1
+    log_p = model.logits(model(inputs))
+    assert log_p.shape == (2, LENGTH, VOCABULARY)
+    torch.testing.assert_close(log_p.exp().sum(-1), torch.ones(2, LENGTH).double(), **EXACT)
+    expected = log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0] * (targets >= 0)
+    found = model.log_likelihood(inputs, targets)
+    torch.testing.assert_close(found, expected, **EXACT)
+    parameters = list(model.parameters())
+    grads = torch.autograd.grad(found.sum(), parameters, allow_unused=True)
+    monkeypatch.setattr(module, "AT_ONCE", 5 * model.head.width)
+    pieces = model.log_likelihood(inputs, targets)
+    torch.testing.assert_close(pieces, expected, **EXACT)
+    again = torch.autograd.grad(pieces.sum(), parameters, allow_unused=True)
+    for one, two in zip(grads, again, strict=True):
+        torch.testing.assert_close(one, two, **EXACT)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_embeddings_are_tied(name):
+    """An id's embedding is its row of the output (through its cluster's projection), or is not."""
+    model = tiny("performer", **HEADS[name]).double()
+    rows = model.head.embed(torch.arange(VOCABULARY))
+    hidden = torch.randn(16, dtype=torch.float64)
+    x, _ = model._embed(torch.arange(VOCABULARY)[None], 0)
+    if name.endswith("untied"):
+        assert model.embedding is not None and (x[0] - 4 * rows).abs().max() > 0.1
+        return
+    torch.testing.assert_close(x[0], 16**0.5 * rows, **EXACT)
+    log_p = model.logits(hidden)
+    for cluster in [slice(0, 7), slice(7, 15), slice(15, 23)] if name == "adaptive" else [...]:
+        scores = rows[cluster] @ hidden  # of one cluster, up to a constant
+        torch.testing.assert_close(log_p[cluster] - log_p[cluster][0], scores - scores[0], **EXACT)
+    assert not [key for key in model.state_dict() if key.startswith("embedding.")]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_bfloat16_is_finite_and_close(name):
+    model = tiny("flt-gaussian-mixture", **HEADS[name])
+    tokens = ids()
+    exact = model.log_likelihood(tokens, tokens)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model.log_likelihood(tokens, tokens)
+        out.sum().backward()
+    assert out.dtype == torch.float32 and out.isfinite().all()
+    assert (out - exact).abs().max() < 0.1
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_redraw_follows_the_generator():
+    model = tiny("performer")
+    tokens = ids()
+    before = model(tokens)
+    model.redraw_(torch.Generator().manual_seed(3))
+    after = model(tokens)
+    model.redraw_(torch.Generator().manual_seed(3))
+    assert (after - before).abs().max() > 1e-4 and torch.equal(model(tokens), after)
+
+
+def test_absolute_positions():
+    """Sines and cosines of the index, by the formula; tokens alike are told apart."""
+    found = module.sinusoids(torch.tensor([0, 1, 10_000]), 6)
+    for n, row in zip((0, 1, 10_000), found, strict=True):
+        angles = [n / 10000 ** (2 * p / 6) for p in range(3)]
+        expected = [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
+        assert row.tolist() == pytest.approx(expected, abs=1e-9)
+    same = torch.zeros(1, 6, dtype=torch.long)
+    spread = {
+        kind: tiny("performer", absolute=kind)(same).std(dim=1).max()
+        for kind in ("none", "sinusoidal", "learned")
+    }
+    assert spread["none"] < 1e-5 < 1e-2 < min(spread["sinusoidal"], spread["learned"])
+
+
+def test_position_scale_is_the_unit_of_length():
+    """Widths in the encoding's unit: half the scale, half the width, the same model."""
+    wide = tiny("flt-local", position_scale=1.0).double()
+    narrow = tiny("flt-local", position_scale=0.5).double()
+    narrow.load_state_dict(wide.state_dict())
+    with torch.no_grad():
+        narrow.stack.position.nodes.log_sigma += math.log(2)  # frequencies per unit
+        narrow.stack.position.spectrum.log_radius -= math.log(2)
+    a, b = (model(ids()) for model in (wide, narrow))
+    torch.testing.assert_close(a, b, **EXACT)
+
+
+def test_compiles_without_a_break():
+    model = tiny("flt-gaussian-mixture", layers=1)
+    tokens = ids()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(tokens), model(tokens), rtol=0, atol=1e-6)
+
+
+def test_command_line_finds_all_options(tmp_path):
+    """Two files are merged, and the options of the stack and of attention are known by name."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--config", action="config")
+    parser.add_argument("--recipe", type=str)
+    parser.add_class_arguments(LanguageModel, "model")
+    words = []
+    for name in ("wikitext2", "flt-local"):
+        fields = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+        (tmp_path / name).write_text(yaml.safe_dump({"model": fields["model"]}))
+        words += ["--config", str(tmp_path / name)]
+    model = parser.parse_args([*words, "--model.mixing", "softmax"])["model"].as_dict()
+    assert (model["heads"], model["layers"], model["max_length"]) == (4, 4, 256)
+    assert (model["mixing"], model["gate"], model["position"]) == ("softmax", False, "spectral")
+    assert model["position_options"]["num_nodes"] == 32
+    assert LanguageModel(**{**model, "vocabulary": 5}).longest is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"vocabulary": None}, "vocabulary must be the number of token ids"),
+        ({"absolute": "both"}, "absolute='both'.*none, sinusoidal, learned"),
+        ({"absolute": "learned"}, "needs max_length"),
+        ({"absolute": "sinusoidal", "dim": 15, "heads": 1}, "even dim"),
+        ({"max_length": 0}, "max_length must be at least 1"),
+        ({"position_scale": 0.0}, "position_scale must be positive"),
+        ({"position": "polar"}, "position='polar'"),
+        ({"position": "cosine", "mixing": "softmax"}, "does not go with mixing='softmax'"),
+        ({"position": "toeplitz", "gate": True}, "needs a running state"),
+        ({"position": "spectral", "position_options": {"dim": 2}}, "tokens have one coordinate"),
+        ({"position": "spectral", "position_options": {"nods": 2}}, "no option nods"),
+        ({"adaptive_cutoffs": [9, 9]}, "adaptive_cutoffs must rise"),
+        ({"adaptive_cutoffs": [9, 23]}, "below vocabulary=23"),
+        ({"adaptive_cutoffs": []}, "adaptive_cutoffs must rise"),
+        ({"adaptive_cutoffs": [2, 4, 6]}, "need dim of at least 64; got 16"),
+    ],
+)
+def test_bad_options(options, words):
+    with pytest.raises(ValueError, match=words):
+        LanguageModel(**{"vocabulary": VOCABULARY, "dim": 16, "heads": 2, **options})
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "changes", "longest"),
+    [
+        ("performer", {}, None),
+        ("performer", {"absolute": "learned"}, 40),
+        ("cosformer", {}, 40),
+        ("cosformer", {"position_scale": 0.5}, 80),
+        ("conv-spe", {}, 40),
+        ("log-linear", {}, 40),
+    ],
+)
+def test_lengths_beyond_the_mechanism(mechanism, changes, longest):
+    model = tiny(mechanism, **changes)
+    assert model.longest == longest
+    if longest is None:
+        model(ids(1, 200))
+        return
+    model(ids(1, longest))
+    with pytest.raises(ValueError, match=f"at most {longest} tokens; got {longest + 1}"):
+        model(ids(1, longest + 1))
+    with pytest.raises(ValueError, match="shape"):
+        model(torch.zeros(3, dtype=torch.long))
