@@ -164,40 +164,6 @@ class ImageClassifier(nn.Module):
         logits: Tensor = self.head(x.mean(dim=1) if self.pool == "mean" else x[:, 0])
         return logits
 
-    def attention_weights(self, images: Tensor, layer: int) -> Tensor:
-        """Attention matrices of one layer, for plots.
-
-        Call it in evaluation mode: in training mode, dropout acts on the layers before.
-
-        Args:
-            images: as for `forward`.
-            layer: counts the blocks in the order in which they are applied, so that block b of pass
-                p is p * layers + b; negative ones count from the end.
-
-        Returns:
-            (batch, heads, tokens, tokens), tokens as in `tokens`: patches row by row.
-
-        Raises:
-            ValueError: there is no such layer.
-        """
-        blocks = len(self.stack.blocks)
-        depth = blocks * self.stack.refinements
-        if not -depth <= layer < depth:
-            raise ValueError(
-                f"layer must be from {-depth} to {depth - 1} ({blocks} blocks x "
-                f"{self.stack.refinements} passes); got {layer}; choose another"
-            )
-        turn, block = divmod(layer % depth, blocks)
-        attention: Any = self.stack.blocks[block].get_submodule("attention")
-        seen: list[tuple[Any, ...]] = []
-        hook = attention.register_forward_pre_hook(lambda _, inputs: seen.append(inputs))
-        try:
-            self.stack(self.tokens(images), self.positions)
-        finally:
-            hook.remove()
-        weights: Tensor = attention.weights(*seen[turn])
-        return weights
-
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws new random features in place (see `molflt.attention.Stack.redraw_`)."""
         self.stack.redraw_(generator)

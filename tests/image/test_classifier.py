@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from molflt.attention import POSITIONS
+from molflt.evaluation.attention import attention_of
 from molflt.image import ImageClassifier
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "image"
@@ -131,7 +132,7 @@ def test_softmax(position: str) -> None:
     normed = block.attention_norm(tokens)
     attention = block.attention
     encoding = net.stack.position and net.stack.position("softmax", net.positions, net.positions)
-    weights = net.attention_weights(x, 0)
+    (weights,) = attention_of(net.stack, lambda: net(x))
     torch.testing.assert_close(weights, attention.weights(normed, encoding), **EXACT)
     torch.testing.assert_close(weights.sum(dim=-1), torch.ones_like(weights[..., 0]), **EXACT)
     value = attention.to_value(normed).unflatten(-1, (2, 8)).transpose(1, 2)
@@ -177,16 +178,13 @@ def test_universal_shares_its_weights() -> None:
     own = {k: v for k, v in shared.state_dict().items() if "blocks" not in k}
     distinct.load_state_dict(own, strict=False)
     torch.testing.assert_close(shared(images()), distinct(images()), **EXACT)
-    for layer in (0, 1, 2, -1):
-        torch.testing.assert_close(
-            shared.attention_weights(images(), layer),
-            distinct.attention_weights(images(), layer),
-            **EXACT,
-        )
-    first, last = (shared.attention_weights(images(), layer) for layer in (0, 2))
-    assert (first - last).abs().max() > 1e-4
-    with pytest.raises(ValueError, match=r"from -3 to 2 .* got 3"):
-        shared.attention_weights(images(), 3)
+    matrices = [
+        attention_of(net.stack, lambda net=net: net(images())) for net in (shared, distinct)
+    ]
+    assert [len(part) for part in matrices] == [3, 3]
+    for one, other in zip(*matrices, strict=True):
+        torch.testing.assert_close(one, other, **EXACT)
+    assert (matrices[0][0] - matrices[0][2]).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("name", ["flt", "rotary", "cosformer", "performer", "bucketed"])
@@ -194,7 +192,7 @@ def test_class_token(name: str) -> None:
     net = model(pool="token", **MECHANISM[name])
     x = images()
     assert net.tokens(x).shape == (3, 10, 16)
-    assert net.attention_weights(x, 0).shape == (3, 2, 10, 10)
+    assert attention_of(net.stack, lambda: net(x))[0].shape == (3, 2, 10, 10)
     out = net.stack(net.tokens(x), net.positions)
     torch.testing.assert_close(net(x), net.head(out[:, 0]), **EXACT)
     if net.positions.shape[-1] == 2:

@@ -1,0 +1,223 @@
+"""An image classifier from idx files to accuracies and pictures, through the command line."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_run import differences, last_state
+
+from molflt.cli import main
+from molflt.data.image_data import ImageData
+from molflt.evaluation.images import classify
+from molflt.image import ImageClassifier
+from molflt.tasks.images import ImageTask, image_metrics, image_sums
+from molflt.train import load_run
+
+SMALL = [
+    *("--recipe=images", "--model.dim=16", "--model.heads=2", "--model.layers=1"),
+    *("--model.ffn_dim=16", "--model.num_features=8", "--model.patch_size=2"),
+    *(
+        "--data.batch_size=8",
+        "--task.warmup_steps=2",
+        "--task.lr=1e-2",
+        "--trainer.accelerator=cpu",
+    ),
+    *("--trainer.log_every=10", "--trainer.val_every=20"),
+]
+CLASSES = ["bar", "block", "frame"]
+
+
+def write_idx(path: Path, array: np.ndarray) -> None:
+    header = struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
+    path.write_bytes(header + array.astype(np.uint8).tobytes())
+
+
+def write_images(folder: Path, name: str, count: int, seed: int) -> None:
+    """Bars, blocks and frames of 8 x 8 pixels in noise."""
+    draw = np.random.default_rng(seed)
+    labels = draw.integers(0, 3, count)
+    images = draw.integers(0, 60, (count, 8, 8))
+    for image, label in zip(images, labels, strict=True):
+        row, column = draw.integers(0, 4, 2)
+        if label == 0:
+            image[row] += 180
+        else:
+            image[row : row + 4, column : column + 4] += 180
+        if label == 2:
+            image[row + 1 : row + 3, column + 1 : column + 3] -= 180
+    write_idx(folder / f"{name}-images-idx3-ubyte", images)
+    write_idx(folder / f"{name}-labels-idx1-ubyte", labels)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("images")
+    write_images(folder, "train", 240, 0)
+    write_images(folder, "val", 75, 1)
+    return folder
+
+
+def arguments(data: Path, run: Path, *more: str) -> list[str]:
+    files = [f"--data.{name}={data / name}-images-idx3-ubyte" for name in ("train", "val")]
+    names = ["--data.class_names", *CLASSES]
+    return ["train", *SMALL, *files, *names, f"--run={run}", *more]
+
+
+@pytest.fixture(scope="module")
+def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    words = ["--trainer.max_steps=100", "--model.position=spectral", "--task.label_smoothing=0.05"]
+    assert main(arguments(data, folder, *words)) == 0
+    return folder
+
+
+def rows(run: Path) -> list[dict[str, str]]:
+    with open(run / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_training_learns_shapes(run: Path) -> None:
+    found = [float(row["val_top1_percent"]) for row in rows(run) if row["val_top1_percent"]]
+    assert len(found) == 5
+    assert found[-1] > 80
+    assert list(rows(run)[0]) == [
+        *("step", "lr", "train_loss", "train_top1_percent", "train_top5_percent"),
+        *("gradient_norm", "images_per_s"),
+        *("val_top1_percent", "val_top5_percent", "val_cross_entropy"),
+    ]
+    model, config = load_run(run)
+    assert config["model"]["classes"] == 3 and config["model"]["image_size"] == 8
+    assert json.loads((run / "classes.json").read_text()) == CLASSES
+    assert 0.1 < float(model.image_mean) < 0.5
+    assert (run / "curve.png").stat().st_size > 1000
+
+
+def test_the_best_weights_are_those_of_the_highest_accuracy(run: Path, data: Path) -> None:
+    """Counted anew, one image at a time."""
+    model, _ = load_run(run)
+    images = ImageData(data / "val-images-idx3-ubyte", data / "val-images-idx3-ubyte")
+    images.setup()
+    right = 0
+    for image, label in (images.datasets["val"][i] for i in range(75)):
+        with torch.no_grad():
+            right += int(model(image[None]).argmax() == label)
+    best = max(float(row["val_top1_percent"]) for row in rows(run) if row["val_top1_percent"])
+    assert 100 * right / 75 == pytest.approx(best)
+
+
+def test_evaluation(run: Path, data: Path, tmp_path: Path) -> None:
+    words = ["evaluate", str(run), "--splits", "train", "val", "--out", str(tmp_path)]
+    assert main([*words, "--batch-size", "7"]) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [found["n"] for found in results.values()] == [240, 75]
+    best = max(float(row["val_top1_percent"]) for row in rows(run) if row["val_top1_percent"])
+    assert results["val"]["top1_percent"] == pytest.approx(best)
+    with open(tmp_path / "predictions.csv", newline="") as file:
+        table = [row for row in csv.DictReader(file) if row["split"] == "val"]
+    right = [row["class"] == row["predicted"] for row in table]
+    assert len(table) == 75
+    assert 100 * np.mean(right) == pytest.approx(best)
+    assert 0 < results["val"]["nearest"] < 1
+    pictures = ["confusion", "attention", "encoding", *([] if all(right) else ["wrong"])]
+    for name in pictures:
+        assert (tmp_path / f"{name}.png").stat().st_size > 1000
+
+
+def test_other_images_may_be_evaluated(run: Path, data: Path, tmp_path: Path) -> None:
+    write_images(tmp_path, "other", 11, 5)
+    other = tmp_path / "other-images-idx3-ubyte"
+    assert main(["evaluate", str(run), "--data", str(other), "--out", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "results.json").read_text())[other.name]["n"] == 11
+
+
+def test_stopped_and_resumed_is_the_same(data: Path, tmp_path: Path) -> None:
+    """With augmentation, which is drawn anew for each image of each step."""
+    words = ["--task.augment=flip_crop", "--task.schedule=inverse_sqrt", "--task.optimizer=adamw"]
+    words += ["--trainer.checkpoint_every=5", "--trainer.val_every=7"]
+    assert main(arguments(data, tmp_path / "one", *words, "--trainer.max_steps=12")) == 0
+    plain = [*words[1:], "--trainer.max_steps=12"]
+    assert main(arguments(data, tmp_path / "plain", *plain)) == 0
+    assert main(arguments(data, tmp_path / "two", *words, "--trainer.max_steps=7")) == 0
+    resume = ["train", "--resume", str(tmp_path / "two"), "--trainer.max_steps=12"]
+    assert main(resume) == 0
+    one, two, plain_state = (
+        last_state(tmp_path / name)["state_dict"] for name in ("one", "two", "plain")
+    )
+    assert differences(one, two) == []
+    assert differences(one, plain_state) != []
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "message"),
+    [
+        (lambda d: cut(d / "train-images-idx3-ubyte"), [], "train-images-idx3-ubyte"),
+        (lambda d: write_idx(d / "val-labels-idx1-ubyte", np.zeros(3)), [], "val-labels"),
+        (lambda d: None, ["--model.patch_size=3"], "multiple of patch_size=3"),
+        (lambda d: None, ["--model.classes=4"], "model.classes=4, but the data have 3"),
+        (lambda d: None, ["--task.label_smoothing=1"], "task.label_smoothing"),
+        (lambda d: None, ["--recipe=sounds"], "is2re"),
+    ],
+)
+def test_mistakes_get_one_line(
+    change, words: list[str], message: str, data: Path, tmp_path: Path, capsys
+) -> None:
+    folder = tmp_path / "data"
+    shutil.copytree(data, folder)
+    change(folder)
+    assert main(arguments(folder, tmp_path / "run", *words, "--trainer.max_steps=4")) == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line.startswith("molflt: error: ") and message in line, line
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def test_other_classes_are_refused(run: Path, tmp_path: Path, capsys) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    (copy / "classes.json").write_text('["a", "b"]')
+    assert main(["evaluate", str(copy)]) == 2
+    assert "2 classes, but the checkpoint has 3" in capsys.readouterr().err
+    assert main(["generate", str(run)]) == 2
+    assert "no language model" in capsys.readouterr().err
+
+
+def test_sums_by_hand() -> None:
+    """A constant output is right about no image: ties count against the model."""
+    logits = torch.randn(9, 7, dtype=torch.float64)
+    labels = torch.randint(7, (9,))
+    order = logits.argsort(dim=1, descending=True)
+    top1 = sum(int(order[i, 0] == labels[i]) for i in range(9))
+    top5 = sum(int(labels[i] in order[i, :5]) for i in range(9))
+    nats = -sum(float(logits[i].log_softmax(0)[labels[i]]) for i in range(9))
+    found = image_metrics(image_sums(logits, labels))
+    expected = {"top1_percent": top1 / 0.09, "top5_percent": top5 / 0.09, "cross_entropy": nats / 9}
+    assert found == pytest.approx(expected)
+    assert image_sums(torch.zeros(9, 7), labels)[:2].tolist() == [0.0, 0.0]
+
+
+def test_label_smoothing_is_of_training_only() -> None:
+    torch.manual_seed(0)
+    net = ImageClassifier(3, 1, 8, patch_size=4, dim=8, heads=2, layers=1)
+    images, labels = torch.randint(0, 256, (4, 1, 8, 8), dtype=torch.uint8), torch.arange(4) % 3
+    smooth, plain = ImageTask(net, label_smoothing=0.3), ImageTask(net)
+    logs = net(images).log_softmax(dim=1)
+    hit, mean = logs[torch.arange(4), labels].mean(), logs.mean()
+    torch.testing.assert_close(smooth.loss((images, labels))[0], -0.7 * hit - 0.3 * mean)
+    assert torch.equal(smooth.sums((images, labels)), plain.sums((images, labels)))
+
+
+def test_classify_refuses_logits_that_are_not_finite() -> None:
+    net = ImageClassifier(3, 1, 8, patch_size=4, dim=8, heads=2, layers=1).eval()
+    net.head.bias.data[1] = float("nan")
+    item = (torch.zeros(1, 8, 8, dtype=torch.uint8), torch.tensor(0))
+    with pytest.raises(ValueError, match="val: a logit is not finite"):
+        classify(net, [item], 2, "cpu", "val")

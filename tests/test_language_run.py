@@ -1,0 +1,252 @@
+"""A language model from text files to perplexities and new text, through the command line."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_run import differences, last_state
+
+from molflt.cli import main
+from molflt.data.text import read_blocks
+from molflt.data.vocabulary import Vocabulary
+from molflt.evaluation.language import token_losses
+from molflt.sequence import LanguageModel
+from molflt.tasks.language import LanguageTask
+from molflt.train import load_run
+
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "dog", "run", "far", "away"]
+SMALL = [
+    *("--recipe=language", "--model.dim=16", "--model.heads=2", "--model.layers=1"),
+    *("--model.ffn_dim=16", "--model.num_features=8", "--data.length=16", "--data.batch_size=4"),
+    *("--task.warmup_steps=2", "--task.lr=1e-2", "--trainer.accelerator=cpu"),
+    *("--trainer.log_every=10", "--trainer.val_every=10", "--model.dropout=0.1"),
+]
+
+
+def write_text(path: Path, lines: int, seed: int) -> Path:
+    """Lines in which each word is followed by the next of a fixed order, most of the time."""
+    draw = np.random.default_rng(seed)
+    text = []
+    for _ in range(lines):
+        place = int(draw.integers(len(WORDS)))
+        line = []
+        for _ in range(int(draw.integers(3, 12))):
+            line.append(WORDS[place])
+            place = int(draw.integers(len(WORDS))) if draw.random() < 0.1 else place + 1
+            place %= len(WORDS)
+        text.append(" ".join(line))
+    path.write_text("\n".join(text) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    for seed, (name, lines) in enumerate({"train": 200, "val": 31, "test": 20}.items()):
+        write_text(folder / f"{name}.txt", lines, seed)
+    return folder
+
+
+def arguments(texts: Path, run: Path, *more: str) -> list[str]:
+    files = [f"--data.{name}={texts / name}.txt" for name in ("train", "val", "test")]
+    return ["train", *SMALL, *files, f"--run={run}", *more]
+
+
+@pytest.fixture(scope="module")
+def run(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    words = ["--trainer.max_steps=120", "--model.position=spectral", "--trainer.val_every=40"]
+    assert main(arguments(texts, folder, *words)) == 0
+    return folder
+
+
+def rows(run: Path) -> list[dict[str, str]]:
+    with open(run / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_training_learns_the_order_of_words(run: Path) -> None:
+    found = [float(row["val_perplexity"]) for row in rows(run) if row["val_perplexity"]]
+    assert len(found) == 3
+    assert found[-1] < 0.8 * found[0] and found[-1] < 4.5 < len(WORDS)
+    bits = [float(row["val_bits_per_token"]) for row in rows(run) if row["val_bits_per_token"]]
+    assert np.log2(found) == pytest.approx(bits, rel=1e-9)
+    assert list(rows(run)[0]) == [
+        *("step", "lr", "train_loss", "train_perplexity", "gradient_norm", "tokens_per_s"),
+        *("val_perplexity", "val_bits_per_token"),
+    ]
+    assert (run / "curve.png").stat().st_size > 1000
+
+
+def test_the_run_keeps_the_size_of_its_vocabulary(run: Path) -> None:
+    model, config = load_run(run)
+    vocabulary = Vocabulary.from_json((run / "vocabulary.json").read_bytes())
+    assert isinstance(model, LanguageModel)
+    assert set(vocabulary.tokens) == {*WORDS, "<eos>", "<unk>"}
+    assert config["model"]["vocabulary"] == model.vocabulary == len(vocabulary)
+    assert config["recipe"] == "language"
+
+
+def test_evaluation_counts_every_token_once(texts: Path, run: Path, tmp_path: Path) -> None:
+    words = ["evaluate", str(run), "--out", str(tmp_path), "--batch-size", "3"]
+    assert main(words) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert list(results) == ["val", "test"]
+    model, _ = load_run(run)
+    vocabulary = Vocabulary.from_json((run / "vocabulary.json").read_bytes())
+    for name, found in results.items():
+        ids = vocabulary.encode((texts / f"{name}.txt").read_text())
+        assert found["tokens"] == len(ids)
+        nats = 0.0
+        stream = torch.cat((torch.tensor([vocabulary.eos]), ids))
+        for start in range(0, len(ids), 16):
+            piece = stream[start : start + 17][None]
+            with torch.no_grad():
+                score = model.logits(model(piece[:, :-1]))
+            nats -= float(score.gather(2, piece[:, 1:, None]).double().sum())
+        assert found["perplexity"] == pytest.approx(math.exp(nats / len(ids)), rel=1e-5)
+        assert 0 < found["nearest"] < 1 and 0 < found["farthest"] < 1
+    validated = min(float(row["val_perplexity"]) for row in rows(run) if row["val_perplexity"])
+    assert results["val"]["perplexity"] == pytest.approx(validated, rel=1e-5)
+    for name in ("losses", "attention", "encoding"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 1000
+
+
+def test_another_text_may_be_evaluated(texts: Path, run: Path, tmp_path: Path) -> None:
+    text = tmp_path / "other.txt"
+    text.write_text("a mat and\n")
+    assert main(["evaluate", str(run), "--data", str(text), "--out", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["other.txt"]["tokens"] == 4
+    assert results["other.txt"]["nearest"] is not None
+
+
+def test_losses_are_in_the_order_of_the_text(texts: Path, run: Path) -> None:
+    model, _ = load_run(run)
+    vocabulary = Vocabulary.from_json((run / "vocabulary.json").read_bytes())
+    blocks = read_blocks(str(texts / "val.txt"), vocabulary, 16)
+    losses = token_losses(model, blocks, 2, "cpu", "val")
+    assert losses.shape == (len(blocks), 16)
+    inputs, targets = (part[None] for part in blocks[5])
+    with torch.no_grad():
+        expected = -model.log_likelihood(inputs, targets)[0].numpy()
+    np.testing.assert_allclose(losses[5], expected, rtol=1e-5)
+    assert np.isnan(losses[-1]).sum() == 16 * len(blocks) - blocks.tokens
+
+
+def test_generate(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    words = ["generate", str(run), "--prompt", "the cat", "--tokens", "6", "--temperature", "0"]
+    assert main(words) == 0
+    greedy = capsys.readouterr().out
+    assert greedy.startswith("the cat sat on a mat")
+    drawn = []
+    for seed in (1, 1, 2):
+        words = ["generate", str(run), "--tokens", "30", "--top-k", "5", "--seed", str(seed)]
+        assert main(words) == 0
+        drawn.append(capsys.readouterr().out)
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert {*" ".join(drawn).split()} <= {*WORDS, "<unk>"}
+
+
+def test_generate_without_a_state(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model.position=toeplitz", "--model.max_length=16", "--trainer.max_steps=4"]
+    assert main(arguments(texts, tmp_path / "run", *words)) == 0
+    capsys.readouterr()
+    assert main(["generate", str(tmp_path / "run"), "--prompt", "the cat", "--tokens", "5"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("the cat ") and "no state" in err
+    assert main(["generate", str(tmp_path / "run"), "--tokens", "40"]) == 2
+    assert "takes 16" in capsys.readouterr().err
+
+
+def test_stopped_and_resumed_is_the_same(texts: Path, tmp_path: Path) -> None:
+    words = ["--trainer.max_steps=12", "--trainer.checkpoint_every=5", "--task.redraw_every=4"]
+    assert main(arguments(texts, tmp_path / "whole", *words)) == 0
+    short = [words[0].replace("12", "7"), *words[1:], "--task.schedule=inverse_sqrt"]
+    whole = [*words, "--task.schedule=inverse_sqrt"]
+    assert main(arguments(texts, tmp_path / "one", *whole)) == 0
+    assert main(arguments(texts, tmp_path / "two", *short)) == 0
+    resume = ["train", "--resume", str(tmp_path / "two"), "--trainer.max_steps=12"]
+    assert main(resume) == 0
+    one, two = (last_state(tmp_path / name)["state_dict"] for name in ("one", "two"))
+    assert differences(one, two) == []
+    assert differences(one, last_state(tmp_path / "whole")["state_dict"]) != []
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "message"),
+    [
+        (None, ["--model.vocabulary=9"], "model.vocabulary=9, but the data have 15"),
+        (b"\xff", [], "train.txt: byte 0 is not UTF-8"),
+        (b"", [], "train.txt: .*empty"),
+        (None, ["--model.position=gaussian_bias"], "GaussianBias does not go with mixing='linear'"),
+        (None, ["--data.length=5000"], "train.txt: expected at least 5000 tokens"),
+        (None, ["--model.max_length=8", "--model.absolute=learned"], "at most 8 tokens; got 16"),
+        (None, ["--model.mixing=softmax", "--model.gate=true"], "goes without gate=True"),
+    ],
+)
+def test_mistakes_get_one_line(
+    change: bytes | None,
+    words: list[str],
+    message: str,
+    texts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("train", "val", "test"):
+        (tmp_path / f"{name}.txt").write_bytes((texts / f"{name}.txt").read_bytes())
+    if change is not None:
+        (tmp_path / "train.txt").write_bytes(change)
+    assert main(arguments(tmp_path, tmp_path / "run", *words, "--trainer.max_steps=4")) == 2
+    err = capsys.readouterr().err.strip()
+    line = err.splitlines()[-1]
+    assert line.startswith("molflt: error: ")
+
+    assert re.search(message, line), line
+
+
+def test_a_vocabulary_of_another_model_is_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    other = Vocabulary("word", ["<eos>", "<unk>", "one", "two"])
+    (copy / "vocabulary.json").write_bytes(other.to_json())
+    for words in (["evaluate", str(copy)], ["generate", str(copy)]):
+        assert main(words) == 2
+        assert "4 tokens, but the checkpoint has 15" in capsys.readouterr().err
+    assert main(["train", "--resume", str(copy), "--trainer.max_steps=130"]) == 2
+    assert "the data of this run have changed" in capsys.readouterr().err
+    (copy / "vocabulary.json").unlink()
+    assert main(["evaluate", str(copy)]) == 2
+    assert "vocabulary.json: no such file" in capsys.readouterr().err
+    assert main(["evaluate", str(run), "--submission", "x.npz"]) == 2
+    assert "are for energies" in capsys.readouterr().err
+    assert main(["evaluate", str(run), "--splits", "ood"]) == 2
+    assert "no split 'ood'; expected some of train, val, test" in capsys.readouterr().err
+
+
+def test_perplexity_of_sums() -> None:
+    task = LanguageTask(LanguageModel(7, 8, 2, layers=1))
+    metrics = task.summarize(torch.tensor([2 * math.log(8.0), 2.0], dtype=torch.float64))
+    assert metrics == pytest.approx({"perplexity": 8.0, "bits_per_token": 3.0})
+    endless = task.summarize(torch.tensor([5000.0, 2.0], dtype=torch.float64))
+    assert endless["perplexity"] == math.inf
+    inputs, targets = torch.randint(7, (2, 3, 5))
+    targets[0, 2:] = -1
+    loss, sums = task.loss((inputs, targets))
+    assert sums[1] == 12
+    assert float(loss) == pytest.approx(float(sums[0]) / 12, rel=1e-6)
+    assert task.size((inputs, targets)) == 15
