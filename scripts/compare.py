@@ -1,10 +1,12 @@
-"""FLT against Performer against softmax with and without mask: mean and sd over seeds.
+"""Trains variants of one configuration with several seeds, and compares: mean and sd over seeds.
 
     python scripts/compare.py --config configs/compare.yaml --out runs/compare --jobs 2
+    python scripts/compare.py --config configs/lm/wikitext2.yaml --out runs/lm \\
+        --variants configs/lm/performer.yaml configs/lm/flt-local.yaml
     python scripts/compare.py ... -- --trainer.max_steps 600      # more options for every training
 
-Trains every variant with every seed, evaluates the four validation splits, and writes
-comparison.md, .csv and .json. Started again, it goes on where it was stopped and repeats nothing.
+Evaluates every run, and writes comparison.md, .csv and .json. Started again, it goes on where it
+was stopped and repeats nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +25,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from molflt.data.splits import VAL_SPLITS
 from molflt.train import load_run
 
 SHELLS = ["--model.nodes=shells", "--model.diameter=16", "--model.max_frequency=0.15"]
@@ -51,14 +52,44 @@ VARIANTS = {
     ],
 }
 PAPERS = ["flt", "performer", "softmax-mask", "softmax"]
+# what is compared, by its name in results.json: heading and digits
+MEASURES = {
+    "energy_mae": ("MAE, eV", 4),
+    "perplexity": ("perplexity", 2),
+    "top1_percent": ("top-1, %", 2),
+}
+
+
+def words_of(variant: str) -> list[str]:
+    """Options of a variant: a name above, or FILE.yaml[,key=value ...].
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    if variant in VARIANTS:
+        return VARIANTS[variant]
+    path, *changes = variant.split(",")
+    if not path.endswith(".yaml"):
+        raise ValueError(
+            f"variant {variant!r}; expected a YAML file or one of {', '.join(VARIANTS)}"
+        )
+    return ["--config", path, *(f"--{change}" for change in changes)]
+
+
+def name_of(variant: str) -> str:
+    """Folder and row of a variant: configs/lm/flt.yaml,model.heads=2 -> flt,heads=2."""
+    path, *changes = variant.split(",")
+    return ",".join([Path(path).stem, *(change.rpartition(".")[2] for change in changes)])
 
 
 def job_of(options: argparse.Namespace, variant: str, seed: int) -> dict:
     """What makes a run what it is; kept beside it, so that no other run is taken for it."""
+    words = words_of(variant)
+    files = [options.config, *(Path(word) for word in words if word.endswith(".yaml"))]
     return {
         "config": str(options.config),
-        "sha256": hashlib.sha256(options.config.read_bytes()).hexdigest(),
-        "words": [*VARIANTS[variant], f"--seed={seed}", *options.words],
+        "sha256": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest(),
+        "words": [*words, f"--seed={seed}", *options.words],
     }
 
 
@@ -91,7 +122,7 @@ def work(run: Path, job: dict, threads: int) -> None:
         train = ["train", "--resume", str(run)]
     else:
         shutil.rmtree(run / "checkpoints", ignore_errors=True)  # stopped before the first
-    evaluate = ["evaluate", str(run), "--splits", *VAL_SPLITS]
+    evaluate = ["evaluate", str(run)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     with open(run / "log.txt", "a") as log:
         for words in (train, evaluate):
@@ -105,22 +136,13 @@ def work(run: Path, job: dict, threads: int) -> None:
 
 
 def collect(out: Path, variants: list[str], seeds: list[int]) -> list[dict]:
-    """One row per finished run and split: MAE and baseline in eV, EwT in percent."""
+    """One row per finished run and split: the numbers of its results.json."""
     rows = []
     for variant in variants:
         for seed in seeds:
             path = out / variant / f"seed{seed}" / "results.json"
             for split, result in json.loads(path.read_text()).items() if path.exists() else ():
-                row = {
-                    "variant": variant,
-                    "seed": seed,
-                    "split": split,
-                    "energy_mae_eV": result["energy_mae"],
-                    "ewt_percent": 100 * result["energy_within_threshold"],
-                    "baseline_mae_eV": result["baseline_mae"],
-                    "n": result["n"],
-                }
-                rows.append(row)
+                rows.append({"variant": variant, "seed": seed, "split": split, **result})
     return rows
 
 
@@ -136,8 +158,9 @@ def summarize(rows: list[dict], out: Path) -> dict:
             part = [row for row in own if row["split"] == split]
             splits[split] = {
                 name: {"mean": statistics.fmean(values), "sd": spread(values)}
-                for name in ("energy_mae_eV", "ewt_percent")
+                for name in part[0].keys() - {"variant", "seed", "split"}
                 for values in [[row[name] for row in part]]
+                if None not in values
             }
         parameters = sum(p.numel() for p in model.parameters())
         summary[variant] = {"parameters": parameters, "seeds": seeds, "splits": splits}
@@ -150,35 +173,35 @@ def spread(values: list[float]) -> float | None:
 
 
 def table(summary: dict, rows: list[dict]) -> str:
-    """Markdown: MAE in eV per split, EwT of val_id, and the ratio that FLT is judged by."""
-    head = [
-        "variant",
-        "parameters",
-        "seeds",
-        *(f"{s} MAE, eV" for s in VAL_SPLITS),
-        "val_id EwT, %",
-    ]
+    """Markdown: the measure of each split, EwT of val_id, and the ratio that FLT is judged by."""
+    splits = list(dict.fromkeys(row["split"] for row in rows))
+    measure = next(name for name in MEASURES if name in rows[0])
+    label, digits = MEASURES[measure]
+    energies = measure == "energy_mae"
+    head = ["variant", "parameters", "seeds", *(f"{split} {label}" for split in splits)]
+    head += ["val_id EwT, %"] * energies
     lines = [head, ["---"] * len(head)]
     for variant, entry in summary.items():
-        cells = [number(entry["splits"][split]["energy_mae_eV"], 4) for split in VAL_SPLITS]
-        ewt = number(entry["splits"]["val_id"]["ewt_percent"], 1)
-        count = str(len(entry["seeds"]))
-        lines.append([variant, f"{entry['parameters']:,}", count, *cells, ewt])
-    baseline = {row["split"]: f"{row['baseline_mae_eV']:.4f}" for row in rows}
-    lines.append(["training median", "", "", *(baseline[split] for split in VAL_SPLITS), ""])
+        found = entry["splits"]
+        cells = [number(found[split][measure], digits) for split in splits]
+        if energies:
+            cells.append(number(found["val_id"]["energy_within_threshold"], 1, scale=100))
+        lines.append([variant, f"{entry['parameters']:,}", str(len(entry["seeds"])), *cells])
+    if energies:
+        baseline = {row["split"]: f"{row['baseline_mae']:.4f}" for row in rows}
+        lines.append(["training median", "", "", *(baseline[split] for split in splits), ""])
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-    if {"flt", "performer"} <= summary.keys():
-        mae = {
-            name: summary[name]["splits"]["val_id"]["energy_mae_eV"]["mean"]
-            for name in ("flt", "performer")
-        }
-        text += f"\nval_id MAE, FLT / Performer: {mae['flt'] / mae['performer']:.3f}\n"
+    if {"flt", "performer"} <= summary.keys() and energies:
+        flt, performer = (
+            summary[name]["splits"]["val_id"][measure]["mean"] for name in ("flt", "performer")
+        )
+        text += f"\nval_id MAE, FLT / Performer: {flt / performer:.3f}\n"
     return text
 
 
-def number(value: dict, digits: int) -> str:
-    text = f"{value['mean']:.{digits}f}"
-    return text if value["sd"] is None else f"{text} ± {value['sd']:.{digits}f}"
+def number(value: dict, digits: int, scale: float = 1) -> str:
+    text = f"{scale * value['mean']:.{digits}f}"
+    return text if value["sd"] is None else f"{text} ± {scale * value['sd']:.{digits}f}"
 
 
 def write(out: Path, variants: list[str], seeds: list[int]) -> None:
@@ -206,7 +229,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--config", type=Path, default=Path("configs/compare.yaml"))
     parser.add_argument("--out", type=Path, default=Path("runs/compare"))
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=PAPERS)
+    known = f"{', '.join(VARIANTS)}, or FILE.yaml[,key=value ...]"
+    parser.add_argument("--variants", nargs="+", default=PAPERS, help=known, metavar="VARIANT")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="trainings at the same time")
     parser.add_argument("--threads", type=int, default=1, help="of each training")
@@ -221,7 +245,7 @@ def main(words: list[str] | None = None) -> int:
     try:
         # seeds outside, so that a comparison stopped early has all variants
         jobs = {
-            options.out / variant / f"seed{seed}": job_of(options, variant, seed)
+            options.out / name_of(variant) / f"seed{seed}": job_of(options, variant, seed)
             for seed in options.seeds
             for variant in options.variants
         }
@@ -242,7 +266,7 @@ def main(words: list[str] | None = None) -> int:
             pool.shutdown(wait=False, cancel_futures=True)
             print("interrupted; start again with the same options to go on", file=sys.stderr)
             return 130
-    write(options.out, options.variants, options.seeds)
+    write(options.out, [name_of(variant) for variant in options.variants], options.seeds)
     return int(failed)
 
 
