@@ -6,6 +6,7 @@ import contextlib
 import io
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,13 @@ from jsonargparse import ArgumentParser
 
 from molflt import cli
 from molflt.options import normalize, options_of
+from molflt.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "configs" / "README.md"])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "configs").rglob("README.md")]
+)
 EXAMPLES = [
     pytest.param(page, code, id=f"{page.stem}-{count}")
     for page in PAGES
@@ -37,10 +41,10 @@ def commands() -> list[str]:
     return sorted(set(lines))
 
 
-def parser_of(path: tuple[str, ...]) -> ArgumentParser:
+def parser_of(path: tuple[str, ...], words: Sequence[str] = ()) -> ArgumentParser:
     command = cli.COMMANDS[path]
     if command.parser is not None:
-        parser: ArgumentParser = cli._load(command.parser)()
+        parser: ArgumentParser = cli._load(command.parser)(words)
         return parser
     parser = ArgumentParser()
     parser.add_function_arguments(cli._load(command.function), as_group=False, as_positional=True)
@@ -68,7 +72,8 @@ def test_commands_exist_with_their_options(line: str) -> None:
     path = tuple(words[:2]) if words[0] == "data" else tuple(words[:1])
     if path[0].startswith("-") or "--help" in words:
         return
-    normalize(words[len(path) :], parser_of(path))  # raises at an option that does not exist
+    words = words[len(path) :]
+    normalize(words, parser_of(path, words))  # raises at an option that does not exist
 
 
 def quoted_messages() -> list[str]:
@@ -91,7 +96,11 @@ def test_messages_in_the_table_of_problems_exist(message: str) -> None:
 
 
 def test_keys_named_in_the_documentation_exist() -> None:
-    known = set(options_of(parser_of(("train",))))
+    known = {
+        name
+        for recipe in RECIPES
+        for name in options_of(parser_of(("train",), ["--recipe", recipe]))
+    }
     pages = "\n".join(page.read_text() for page in PAGES if page.name != "problems.md")
     named = set(re.findall(r"--(?:model|data|task|trainer)\.\w+", pages))
     assert named and named <= known

@@ -63,7 +63,7 @@ def test_configurations_build_and_learn(mechanism):
         8,
     )
     torch.manual_seed(0)
-    small = {"dim": 16, "layers": 1, "ffn_dim": 16, "num_features": 8}
+    small = {"dim": 16, "layers": 1, "ffn_dim": 16, "num_features": 8, "adaptive_cutoffs": [5, 11]}
     model = LanguageModel(VOCABULARY, **{**options("wikitext2", mechanism), **small})
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     tokens = ids(length=33)
@@ -75,7 +75,7 @@ def test_configurations_build_and_learn(mechanism):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert abs(losses[0] - math.log(VOCABULARY)) < 1.5  # near uniform at the beginning
+    assert abs(losses[0] - math.log(VOCABULARY)) < 3.0  # not far from uniform at the beginning
     assert losses[2] < losses[0]
     missing = [name for name, p in model.named_parameters() if p.grad is None]
     assert not missing
@@ -273,10 +273,10 @@ def test_command_line_finds_all_options(tmp_path):
         (tmp_path / name).write_text(yaml.safe_dump({"model": fields["model"]}))
         words += ["--config", str(tmp_path / name)]
     model = parser.parse_args([*words, "--model.mixing", "softmax"])["model"].as_dict()
-    assert (model["heads"], model["layers"], model["max_length"]) == (4, 4, 256)
+    assert (model["heads"], model["layers"], model["max_length"]) == (4, 3, 256)
     assert (model["mixing"], model["gate"], model["position"]) == ("softmax", False, "spectral")
     assert model["position_options"]["num_nodes"] == 32
-    assert LanguageModel(**{**model, "vocabulary": 5}).longest is None
+    assert LanguageModel(**{**model, "vocabulary": 12_000}).longest is None
 
 
 @pytest.mark.parametrize(
