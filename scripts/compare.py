@@ -5,8 +5,8 @@
         --variants configs/lm/performer.yaml configs/lm/flt-local.yaml
     python scripts/compare.py ... -- --trainer.max_steps 600      # more options for every training
 
-Evaluates every run, and writes comparison.md, .csv and .json. Started again, it goes on where it
-was stopped and repeats nothing.
+Evaluates every run, and writes comparison.md, .csv, .json and .png. Started again, it goes on
+where it was stopped and repeats nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from molflt.plots.figure import BLUE, picture
 from molflt.train import load_run
 
 SHELLS = ["--model.nodes=shells", "--model.diameter=16", "--model.max_frequency=0.15"]
@@ -199,6 +200,24 @@ def table(summary: dict, rows: list[dict]) -> str:
     return text
 
 
+def draw(summary: dict, png: Path) -> None:
+    """Mean and every seed's spread of each variant on the first split, best on top."""
+    split = next(iter(next(iter(summary.values()))["splits"]))
+    found = {name: entry["splits"][split] for name, entry in summary.items()}
+    measure = next(name for name in MEASURES if name in next(iter(found.values())))
+    values = {name: part[measure] for name, part in found.items()}
+    largest = measure == "top1_percent"
+    names = sorted(values, key=lambda name: values[name]["mean"], reverse=not largest)
+    with picture(png, figsize=(6.4, 1.0 + 0.3 * len(names))) as figure:
+        axes = figure.subplots()
+        for place, name in enumerate(names):
+            mean, sd = values[name]["mean"], values[name]["sd"] or 0.0
+            axes.errorbar(mean, place, xerr=sd, fmt="o", capsize=3, color=BLUE)
+        axes.set_yticks(range(len(names)), names)
+        axes.set_xlabel(f"{split} {MEASURES[measure][0]}: mean ± standard deviation over seeds")
+        axes.grid(alpha=0.3)
+
+
 def number(value: dict, digits: int, scale: float = 1) -> str:
     text = f"{scale * value['mean']:.{digits}f}"
     return text if value["sd"] is None else f"{text} ± {scale * value['sd']:.{digits}f}"
@@ -212,6 +231,7 @@ def write(out: Path, variants: list[str], seeds: list[int]) -> None:
     summary = summarize(rows, out)
     text = table(summary, rows)
     (out / "comparison.md").write_text(text)
+    draw(summary, out / "comparison.png")
     (out / "comparison.json").write_text(json.dumps(summary, indent=2) + "\n")
     with open(out / "comparison.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")

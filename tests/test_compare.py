@@ -68,6 +68,7 @@ def test_mean_and_spread(compare, words, tmp_path, capsys) -> None:
     summary = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert summary["performer"]["splits"]["val_id"]["energy_mae"]["mean"] == pytest.approx(0.51)
     assert len((tmp_path / "out" / "comparison.csv").read_text().splitlines()) == 1 + 2 * 3 * 4
+    assert (tmp_path / "out" / "comparison.png").stat().st_size > 1000
 
 
 def test_nothing_is_repeated(compare, words, tmp_path) -> None:
