@@ -188,7 +188,7 @@ class HubImages(LabeledImages):
         hub: Any = import_module("datasets") if find_spec("datasets") else None
         if not hasattr(hub, "load_dataset"):  # a folder named datasets can be imported too
             raise ModuleNotFoundError(
-                f"{source}: needs the package datasets; got none; run: pip install datasets"
+                f"{source}: needs the package datasets; got none; run: pip install molflt[hub]"
             )
         name, _, split = source.removeprefix("hf:").partition(":")
         self.path = Path(source)

@@ -129,6 +129,6 @@ def _import_datasets(source: str) -> Any:
         module = None
     if not hasattr(module, "load_dataset"):  # a folder of that name imports, too
         raise ValueError(
-            f"{source}: needs Hugging Face datasets; `pip install datasets`, or give files"
+            f"{source}: needs Hugging Face datasets; pip install molflt[hub], or give files"
         )
     return module
