@@ -25,7 +25,8 @@ from molflt.graph import EnergyRegressor
 
 def model_of(variant: str) -> EnergyRegressor:
     """The model that scripts/compare.py trains under this name."""
-    words = (word.removeprefix("--model.").split("=") for word in VARIANTS[variant])
+    own = (word for word in VARIANTS[variant] if word.startswith("--model."))
+    words = (word.removeprefix("--model.").split("=") for word in own)
     torch.manual_seed(0)
     return EnergyRegressor(**{key: yaml.safe_load(value) for key, value in words})
 

@@ -51,11 +51,13 @@ class Encoding(NamedTuple):
     """log c of a kernel on a grid, multiplied likewise: see `molflt.attention.toeplitz`"""
     transform: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     """maps scaled queries and keys, (batch, heads, tokens, d), to those that are compared"""
+    matrix: Tensor | None = None
+    """the kernel and its pairs as one matrix, formed once for all layers that want it"""
 
     def dense_kernel(self) -> Tensor | None:
         """U V^T and the pairs as one matrix, (b, h, queries, keys); None without a kernel."""
-        if self.kernel is None:
-            return None
+        if self.kernel is None or self.matrix is not None:
+            return self.matrix
         left, right = self.kernel
         kernel = left @ right.transpose(-1, -2)
         if self.pairs is None:

@@ -129,8 +129,7 @@ class Attention(nn.Module):
         Returns:
             (batch, tokens, dim).
         """
-        out, _ = self._attend(x, encoding, key_mask, key_index, context)
-        return self._join(out)
+        return self._join(self._attend(x, encoding, key_mask, key_index, context)[0])
 
     def decode(
         self, x: Tensor, encoding: Encoding | None = None, state: DecodeState | None = None
@@ -192,8 +191,7 @@ class Attention(nn.Module):
         """
         if self.mixing == "softmax":
             raise ValueError("softmax attention has no features and no sums; use weights()")
-        sums: mix.Sums = self._attend(x, encoding, key_mask, key_index, context, raw=True)[0]
-        return sums
+        return self._attend(x, encoding, key_mask, key_index, context, raw=True)[0]
 
     def _split(
         self, x: Tensor, context: Tensor | None = None, key_index: Tensor | None = None
@@ -217,8 +215,7 @@ class Attention(nn.Module):
         return query, key, value
 
     def _join(self, out: Tensor) -> Tensor:
-        joined: Tensor = self.to_out(out.transpose(1, 2).flatten(2))
-        return joined
+        return self.to_out(out.transpose(1, 2).flatten(2))
 
     def _gate(self, x: Tensor) -> Tensor | None:
         """Logits of what each token keeps of the past: (batch, heads, tokens)."""
@@ -298,6 +295,19 @@ class Attention(nn.Module):
             return 0
         return piece_size(self.feature_map, query, key, value, encoding)
 
+    def prepared(self, encoding: Encoding, queries: int, keys: int) -> Encoding:
+        """The encoding with its kernel as a matrix, if this layer takes it so; layers share it."""
+        if encoding.kernel is None or not self._quadratic(encoding, queries, keys, self.head_dim):
+            return encoding
+        return encoding._replace(matrix=encoding.dense_kernel())
+
+    def _quadratic(self, encoding: Encoding, queries: int, keys: int, dim: int) -> bool:
+        if self.mixing != "auto" or self.causal or encoding.toeplitz is not None:
+            return self.mixing == "quadratic"
+        assert self.feature_map is not None
+        columns = 1 if encoding.kernel is None else encoding.kernel[0].shape[-1]
+        return mix.cheaper(queries, keys, self.feature_map.width, dim, columns) == "quadratic"
+
     def _mix(
         self,
         query: mix.Features,
@@ -311,10 +321,7 @@ class Attention(nn.Module):
         if gate is not None:
             gate = mix.at_least_float32(gate)
             key, log_decay = key.scaled(F.logsigmoid(-gate)), F.logsigmoid(gate)
-        columns = 1 if kernel is None else kernel[0].shape[-1]
-        sizes = query.tokens, key.tokens, query.width, value.shape[-1], columns
-        auto = self.mixing == "auto" and not self.causal and offsets is None
-        if self.mixing == "quadratic" or (auto and mix.cheaper(*sizes) == "quadratic"):
+        if self._quadratic(encoding, query.tokens, key.tokens, value.shape[-1]):
             dense = encoding.dense_kernel()
             if offsets is not None:
                 offsets = dense_log_kernel(offsets, query.tokens, value.shape[-2])
@@ -339,5 +346,5 @@ class Attention(nn.Module):
 
     def extra_repr(self) -> str:
         """Sizes, for `print(module)`."""
-        words = f"dim={self.dim}, heads={self.heads}, mixing={self.mixing!r}"
-        return f"{words}, causal=True" if self.causal else words
+        causal = ", causal=True" if self.causal else ""
+        return f"dim={self.dim}, heads={self.heads}, mixing={self.mixing!r}{causal}"

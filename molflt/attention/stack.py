@@ -171,8 +171,13 @@ class Stack(nn.Module):
             key_mask: as for `forward`.
             key_index: as for `forward`.
         """
+        keys = x.shape[1] if key_index is None else key_index.shape[1]
+        shared = dict(encodings)
         for block in self._blocks():
-            x = block(x, encodings.get(block.attention.mixing), key_mask, key_index)
+            mixing = block.attention.mixing
+            if mixing in shared and isinstance(block.attention, Attention):
+                shared[mixing] = block.attention.prepared(shared[mixing], x.shape[1], keys)
+            x = block(x, shared.get(mixing), key_mask, key_index)
         return x
 
     def decode(

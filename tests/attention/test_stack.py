@@ -9,12 +9,14 @@ from molflt.attention import (
     TOKEN_MIXERS,
     Attention,
     Block,
+    Encoding,
     GaussianBasis,
     GaussianNodes,
     SpectralPosition,
     Stack,
     convert_weights_,
     make_position,
+    make_stack,
 )
 
 DIM = 16
@@ -183,3 +185,45 @@ def test_conversion_refuses_other_shapes_and_changes_nothing():
     assert all(torch.equal(value, before[key]) for key, value in wide.state_dict().items())
     with pytest.raises(ValueError, match="no parameter in common"):
         convert_weights_(torch.nn.Linear(3, 3), wide)
+
+
+@pytest.mark.parametrize("mixing", ["quadratic", "auto", "linear"])
+def test_a_kernel_becomes_a_matrix_once_for_all_layers(mixing, monkeypatch):
+    """Where layers take the quadratic form; outputs and gradients are those of single blocks."""
+    torch.manual_seed(0)
+    options = {"dim": 2, "num_nodes": 6}
+    stack = make_stack(
+        16, 2, layers=3, ffn_dim=16, position="kernel", position_options=options, mixing=mixing
+    ).double()
+    x = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
+    r = torch.randn(2, 5, 2, dtype=torch.float64)
+    encoding = stack.position(mixing.replace("auto", "linear"), r, r)
+    alone = x
+    for block in stack.blocks:
+        alone = block(alone, encoding)
+    formed = []
+    original = Encoding.dense_kernel
+
+    def counting(self):
+        formed.append(self.kernel is not None and self.matrix is None)
+        return original(self)
+
+    monkeypatch.setattr(Encoding, "dense_kernel", counting)
+    out = stack.one_pass(x, {mixing: encoding})
+    assert sum(formed) == (0 if mixing == "linear" else 1)
+    torch.testing.assert_close(out, alone, rtol=1e-12, atol=1e-12)
+    (own,) = torch.autograd.grad(out.square().sum(), x)
+    (other,) = torch.autograd.grad(alone.square().sum(), x)
+    torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-10)
+
+
+def test_make_stack_says_what_is_wrong():
+    with pytest.raises(ValueError, match="dim=16 must be a multiple of heads=3"):
+        make_stack(16, 3)
+    with pytest.raises(ValueError, match="position='kernal'"):
+        make_stack(16, 2, position="kernal")
+    with pytest.raises(ValueError, match="does not go with mixing='linear'"):
+        make_stack(16, 2, position="gaussian_bias")
+    stack = make_stack(16, 2, 3, 24, 2, "post", position="spectral", position_options={"dim": 2})
+    assert (len(stack.blocks), stack.refinements, stack.position.dim) == (3, 2, 2)
+    assert stack.blocks[1].norm == "post" and stack.blocks[1].ffn[0].out_features == 24
