@@ -239,9 +239,10 @@ def _draw(
     plots.attention_matrices(matrices[-1][0], out / "attention.png", title=title)
     position = model.stack.position
     if position is not None and plots.has_bias(position):
-        reach = model.side - 1
         if position.dim == 2:
-            plots.rpe_surfaces(position, out / "encoding.png", reach)
+            step = model.position_scale  # of neighboring patches, in the encoding's unit of length
+            unit = "patches" if step == 1 else f"{1 / step:g} patches"
+            plots.rpe_surfaces(position, out / "encoding.png", (model.side - 1) * step, unit)
         else:
             plots.rpe_curves(position, out / "encoding.png", model.side**2 - 1, unit="patches")
         names.append("encoding.png")

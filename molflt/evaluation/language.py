@@ -83,8 +83,10 @@ def evaluate(
     plots.attention_matrices(matrices[-1][0], out / "attention.png", title=title)
     written = [out / name for name in ("results.json", "losses.png", "attention.png")]
     if model.stack.position is not None and plots.has_bias(model.stack.position):
-        reach = min(length, model.longest or length) - 1
-        plots.rpe_curves(model.stack.position, out / "encoding.png", reach * model.position_scale)
+        step = model.position_scale  # of neighboring tokens, in the encoding's unit of length
+        reach = (min(length, model.longest or length) - 1) * step
+        unit = "tokens" if step == 1 else f"{1 / step:g} tokens"
+        plots.rpe_curves(model.stack.position, out / "encoding.png", reach, unit)
         written.append(out / "encoding.png")
     print(f"{run}, checkpoint {checkpoint}, blocks of {length} tokens\n\n{_table(results)}\n")
     print("written: " + ", ".join(map(str, written)))

@@ -74,6 +74,7 @@ class ImageClassifier(nn.Module):
         assert classes is not None and channels is not None and image_size is not None
         self.classes, self.channels, self.image_size = classes, channels, image_size
         self.patch_size, self.side, self.pool = patch_size, side, pool
+        self.position_scale = position_scale
         tokens = side * side + (pool == "token")
         self.stack = make_stack(
             dim=dim,
