@@ -7,14 +7,17 @@ structure is; :func:`molflt.data.store.write_store` writes the compact store use
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from molflt.data.ase_files import AseStructures
     from molflt.data.oc20_lmdb import Oc20Lmdb
     from molflt.data.store import StructureStore
 
-__all__ = ["is_lmdb", "open_dataset"]
+__all__ = ["is_lmdb", "open_dataset", "relaxed_energies"]
 
 
 def open_dataset(
@@ -54,6 +57,24 @@ def open_dataset(
     from molflt.data.ase_files import AseStructures
 
     return AseStructures(path, skip_bad=skip_bad)
+
+
+def relaxed_energies(dataset: Any) -> NDArray[np.float64]:
+    """Relaxed energies of a data set, (structures,), eV; NaN where there is none.
+
+    A compact store has them in one piece; elsewhere every record is read.
+
+    Args:
+        dataset: as :func:`open_dataset` returns it.
+    """
+    import numpy as np
+    from tqdm import tqdm
+
+    if hasattr(dataset, "y_relaxed"):
+        return dataset.y_relaxed
+    # Silent where it is quick; a pickled LMDB of OC20's size takes minutes
+    bar = tqdm(range(len(dataset)), desc="reading labels", delay=5, leave=False)
+    return np.array([float(dataset[i].y_relaxed) for i in bar], dtype=np.float64)
 
 
 def is_lmdb(path: Path) -> bool:

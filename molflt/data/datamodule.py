@@ -11,9 +11,8 @@ import torch
 from torch.utils.data import Dataset
 from torch_geometric.data import Batch
 from torch_geometric.loader import DataLoader
-from tqdm import tqdm
 
-from molflt.data import open_dataset
+from molflt.data import open_dataset, relaxed_energies
 from molflt.data.sampler import SizeBucketedBatchSampler, TrainingStream
 from molflt.data.splits import split_path
 
@@ -181,13 +180,10 @@ class IS2REData(BatchedData):
         """
         self.setup()
         dataset = self.datasets["train"]
-        energies = np.empty(len(dataset))
-        # Silent where it is quick; a pickled LMDB of OC20's size takes minutes
-        for i in tqdm(range(len(dataset)), desc="reading labels", delay=5, leave=False):
-            record = dataset[i]
-            energies[i] = float(record.y_relaxed)
-            if not np.isfinite(energies[i]):
-                raise ValueError(_no_label(dataset.path, [int(record.sid)]))
+        energies = relaxed_energies(dataset)
+        missing = np.flatnonzero(~np.isfinite(energies))
+        if len(missing):
+            raise ValueError(_no_label(dataset.path, [int(dataset[int(missing[0])].sid)]))
         spread = float(energies.std())
         return float(energies.mean()), spread if spread > 0 else 1.0
 

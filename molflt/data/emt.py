@@ -261,7 +261,7 @@ def _print_summary(directory: Path) -> None:
     median = None
     for split in SPLITS:
         store = StructureStore(_store_path(directory, split))
-        energies = np.array([float(store[i].y_relaxed) for i in range(len(store))])
+        energies = store.y_relaxed
         median = float(np.median(energies)) if median is None else median
         error = np.abs(energies - median).mean()
         print(

@@ -168,6 +168,12 @@ class StructureStore(Dataset[Data]):
         return counts if self._kept is None else counts[self._kept]
 
     @property
+    def y_relaxed(self) -> np.ndarray:
+        """Relaxed energies, (len,) float64, eV; NaN where there is none."""
+        energies = np.array(self._open()["y_relaxed"])
+        return energies if self._kept is None else energies[self._kept]
+
+    @property
     def source(self) -> str:
         """Where the structures came from, as the writer noted it."""
         with safe_open(self.path, framework="numpy") as file:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from molflt.data import open_dataset
+from molflt.data import open_dataset, relaxed_energies
 from molflt.data.splits import OC20_FILES, TEST_SPLITS, VAL_SPLITS, split_path
 from molflt.evaluation.inference import Predictions, infer, resolve_device
 from molflt.evaluation.report import (
@@ -189,8 +189,6 @@ def _training_median(
     config: Mapping[str, Any], root: Path, skip_bad: bool
 ) -> tuple[float | None, str]:
     """Median energy of the training split, eV, and a line that says where it comes from."""
-    from tqdm import tqdm
-
     own = Path(config["data"]["root"])
     try:
         # data that have moved are where --data says; other data keep the training set's median
@@ -198,8 +196,7 @@ def _training_median(
     except FileNotFoundError as error:
         return None, f"no baseline, because there is no training split: {error}"
     dataset = open_dataset(path, skip_bad=skip_bad)
-    bar = tqdm(range(len(dataset)), desc="reading training labels", delay=5, leave=False)
-    energy = np.array([float(dataset[i].y_relaxed) for i in bar])
+    energy = relaxed_energies(dataset)
     if not np.isfinite(energy).any():
         return None, f"no baseline, because {path} has no labels"
     median = float(np.nanmedian(energy))
