@@ -69,6 +69,8 @@ def causal(
         The sums, and the state after the last token.
     """
     tokens, span = value.shape[-2], CHUNKS_AT_ONCE * chunk
+    if tokens == 1:
+        return _step(query, key, value, log_decay, state)
     if tokens <= span:
         return _scan(query, key, value, log_decay, state, chunk)
     decays = log_decay if log_decay is None else log_decay[..., None]
@@ -90,6 +92,32 @@ def causal(
 def _cut(part: Tensor | None, tokens: int, span: int) -> tuple[Tensor | None, ...]:
     """Pieces by `split`: the gradient of slices would be a whole tensor for each."""
     return (None,) * -(-tokens // span) if part is None else part.split(span, dim=-2)
+
+
+def _step(
+    query: Features, key: Features, value: Tensor, log_decay: Tensor | None, state: State | None
+) -> tuple[Sums, State]:
+    """`causal` for one token: what decoding needs, without the matrices of a chunk."""
+    with torch.autocast(value.device.type, enabled=False):
+        query, key, value = query.full(), key.full(), at_least_float32(value)
+        zero = value.new_zeros(*value.shape[:-1], 1)
+        log_k = (zero if key.log_scale is None else key.log_scale).clamp(min=EMPTY).mT
+        if state is None:
+            shape = (*log_k.shape[:2], key.width, value.shape[-1] + 1)
+            state = State(torch.full_like(log_k, EMPTY), value.new_zeros(shape))
+        decayed = state.log_max
+        if log_decay is not None:
+            decayed = decayed + at_least_float32(log_decay)[..., None]
+        log_max = torch.maximum(decayed, log_k).detach()
+        phi = Features(None if key.values is None else key.values.mT, log_k)  # [b, h, m, 1]
+        added = phi.shifted(log_max.where(log_max > EMPTY / 2, 0.0))
+        sums = state.sums * (decayed - log_max).exp() + added * torch.cat((value, zero + 1), dim=-1)
+
+        log_q = (zero if query.log_scale is None else query.log_scale) + log_max.mT
+        row = log_q.detach().amax(dim=-1, keepdim=True)
+        row = row.where(row > EMPTY / 2, 0.0)  # no key at all so far
+        out = Features(query.values, log_q - row).materialize() @ sums
+    return Sums(out[..., :-1], out[..., -1:], row), State(log_max, sums)
 
 
 def _scan(

@@ -67,6 +67,7 @@ def test_causal_equals_its_quadratic_form_for_every_chunk(feature_map, chunk):
     q, k, v = (0.7 * torch.randn(2, 2, 11, 8, dtype=torch.float64) for _ in "qkv")
     decay = -torch.rand(2, 2, 11, dtype=torch.float64)
     mask = torch.rand(2, 1, 11) > 0.2
+    mask[0, 0, :2] = False  # nothing to see at first
     for t in (q, k, v, decay):
         t.requires_grad_()
     query, key = phi(q), phi(k).masked(mask)
@@ -74,9 +75,9 @@ def test_causal_equals_its_quadratic_form_for_every_chunk(feature_map, chunk):
     def cut(features, *ends):
         return Features(*(None if t is None else t[:, :, slice(*ends)] for t in features))
 
-    def pieces():
+    def pieces(*cuts):
         state, outs = None, []
-        for ends in ((0, 4), (4, 5), (5, 5), (5, 11)):
+        for ends in cuts:
             a = slice(*ends)
             sums, state = causal(
                 cut(query, *ends), cut(key, *ends), v[:, :, a], decay[:, :, a], state, chunk
@@ -87,7 +88,8 @@ def test_causal_equals_its_quadratic_form_for_every_chunk(feature_map, chunk):
     exact = quadratic(query, key, v, causal=True, log_decay=decay).extensive()
     whole = causal(query, key, v, decay, chunk=chunk)[0].extensive()
     scale = exact.abs().max().detach()
-    for fast in (whole, pieces()):
+    single = pieces(*((i, i + 1) for i in range(11)))
+    for fast in (whole, single, pieces((0, 4), (4, 5), (5, 5), (5, 11))):
         torch.testing.assert_close(fast / scale, exact / scale, **contract.EXACT)
         grads = [
             torch.autograd.grad((o / scale).sum(), (q, k, v, decay), retain_graph=True)
