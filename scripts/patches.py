@@ -31,7 +31,6 @@ from functools import partial
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -252,20 +251,21 @@ def main(words: list[str] | None = None) -> int:
     """Returns 2 for options outside their range."""
     options = parse(words)
     torch.set_num_threads(1)
-    bench = Bench(__file__, MECHANISMS, prepare, options.gigabytes * 1e9 / 2**20, options.seconds)
-    clock = SimpleNamespace(perf_counter=time.process_time)
-    with patch.multiple(scaling, time=clock, BUDGET=BUDGET):
-        if options.serve:
-            scaling.serve(bench)
-            return 0
-        try:
-            expect(options.patches, options.mechanisms, options.rounds)
-        except ValueError as error:
-            print(f"patches.py: error: {error}", file=sys.stderr)
-            return 2
-        measured = scaling.measure(
-            options.mechanisms, options.patches, options.rounds, (TRAINING,), bench
-        )
+    most_mib = options.gigabytes * 1e9 / 2**20
+    bench = Bench(
+        __file__, MECHANISMS, prepare, most_mib, options.seconds, BUDGET, time.process_time
+    )
+    if options.serve:
+        scaling.serve(bench)
+        return 0
+    try:
+        expect(options.patches, options.mechanisms, options.rounds)
+    except ValueError as error:
+        print(f"patches.py: error: {error}", file=sys.stderr)
+        return 2
+    measured = scaling.measure(
+        options.mechanisms, options.patches, options.rounds, (TRAINING,), bench
+    )
     write(options.out, *measured, options.gigabytes)
     return 0
 

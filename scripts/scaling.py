@@ -48,7 +48,7 @@ HEADS, HEAD_DIM, FEATURES, NODES = 8, 64, 64, 32
 DIM = HEADS * HEAD_DIM
 LENGTHS, QUICK_LENGTHS = (512, 1024, 2048, 4096, 8192), (256, 512, 1024)
 MAX_MIB, MAX_SECONDS = 6e9 / 2**20, 60.0
-ROUNDS, BUDGET = 9, 12.0  # most rounds; seconds after which a mechanism stops taking turns
+ROUNDS = 9  # at most
 CHUNKS = (32, 64, 128, 256, 512)
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
 
@@ -169,6 +169,9 @@ class Bench(NamedTuple):
     prepare: Callable[[str, bool, int, str], Callable[[], None]]
     most_mib: float
     most_seconds: float
+    budget: float = 12.0
+    """seconds after which a mechanism stops taking turns"""
+    clock: Callable[[], float] = time.perf_counter
 
 
 def resident(field: str) -> float:
@@ -192,8 +195,8 @@ def cost(bench: Bench, name: str, causal: bool, length: int, which: str) -> dict
     try:
         bench.prepare(name, causal, 64, which)()
         work = bench.prepare(name, causal, length, which)
-        start = time.perf_counter()
-        found = {"MiB": growth(work), "seconds": time.perf_counter() - start}
+        start = bench.clock()
+        found = {"MiB": growth(work), "seconds": bench.clock() - start}
         return {**found, "process": resident("VmHWM")}
     except (ImportError, RuntimeError, MemoryError) as error:
         return {"note": f"{type(error).__name__}: {error}".splitlines()[0]}
@@ -234,17 +237,20 @@ def server(script: str) -> Iterator[Callable[[Key], dict[str, Any]]]:
         process.stdin.close()
 
 
-def take_turns(works: dict[Key, tuple[Callable[[], None], int]]) -> Times:
+def take_turns(
+    works: dict[Key, tuple[Callable[[], None], int]],
+    clock: Callable[[], float] = time.perf_counter,
+) -> Times:
     """Seconds of every round in which a mechanism took part, after a round that is not counted."""
     times: Times = {key: [] for key in works}
     for turn in range(-1, max((rounds for _, rounds in works.values()), default=0)):
         for key, (work, rounds) in works.items():
             if turn >= rounds or (turn < 0 and rounds == 1):
                 continue
-            start = time.perf_counter()
+            start = clock()
             work()
             if turn >= 0:
-                times[key].append(time.perf_counter() - start)
+                times[key].append(clock() - start)
     return times
 
 
@@ -275,12 +281,12 @@ def measure(
                 costs[key] = ask(key)
                 if "note" in costs[key]:
                     continue
-                rounds = min(most, int(BUDGET / costs[key]["seconds"]))
+                rounds = min(most, int(bench.budget / costs[key]["seconds"]))
                 if rounds:
                     works[key] = bench.prepare(*key), rounds
                 else:  # too long to be run again
                     times[key] = [costs[key]["seconds"]]
-            times.update(take_turns(works))
+            times.update(take_turns(works, bench.clock))
     return costs, times
 
 
