@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +19,7 @@ from molflt.checkpoint import load_run
 from molflt.data.image_data import ImageData
 from molflt.evaluation.attention import attention_of, locality_of
 from molflt.evaluation.inference import resolve_device
-from molflt.evaluation.report import align
+from molflt.evaluation.report import align, csv_text, write_results
 from molflt.files import write_atomically
 from molflt.tasks.images import image_metrics, image_sums
 
@@ -89,12 +87,8 @@ def evaluate(
             **_locality(model, images, device),
         }
         rows += _rows(split, found, classes)
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomically(out / "predictions.csv", buffer.getvalue().encode())
-    write_atomically(out / "results.json", (json.dumps(results, indent=2) + "\n").encode())
+    write_atomically(out / "predictions.csv", csv_text(rows).encode())
+    write_results(out, results)
     names = ["results.json", "predictions.csv", *_draw(out, model, images, found, classes, device)]
     print(f"{run}, checkpoint {checkpoint}\n\n{_table(results)}\n")
     print("written: " + ", ".join(str(out / name) for name in names))

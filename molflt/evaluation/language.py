@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,8 @@ from molflt.data.text import TokenBlocks, read_blocks
 from molflt.data.vocabulary import Vocabulary
 from molflt.evaluation.attention import attention_of, locality_of
 from molflt.evaluation.inference import resolve_device
-from molflt.evaluation.report import align
-from molflt.files import write_atomically
+from molflt.evaluation.report import align, write_results
+from molflt.tasks.language import language_metrics
 
 __all__ = ["evaluate", "load_vocabulary", "token_losses"]
 
@@ -70,12 +68,14 @@ def evaluate(
     for split, source in sources.items():
         blocks = read_blocks(source, vocabulary, length, split)
         losses = token_losses(model, blocks, batch_size, device, split)
+        counted = losses[np.isfinite(losses)]
         results[split] = {
-            **_metrics(losses),
+            **language_metrics(float(counted.mean())),
+            "tokens": len(counted),
             **_locality(model, blocks, device),
         }
         curves[split] = losses
-    write_atomically(out / "results.json", (json.dumps(results, indent=2) + "\n").encode())
+    write_results(out, results)
     plots.losses_by_place(curves, out / "losses.png")
     first = torch.as_tensor(blocks[0][0][:ATTENTION_TOKENS], device=device)[None]
     matrices = attention_of(model.stack, lambda: model(first))
@@ -159,16 +159,6 @@ def _sources(
         if name not in named:
             raise ValueError(f"the run has no split {name!r}; expected some of {', '.join(named)}")
     return {name: named[name] for name in wanted}
-
-
-def _metrics(losses: NDArray[np.float64]) -> dict[str, float | int]:
-    counted = losses[np.isfinite(losses)]
-    nats = float(counted.mean())
-    return {
-        "perplexity": math.exp(nats) if nats < 700 else math.inf,
-        "bits_per_token": nats / math.log(2),
-        "tokens": len(counted),
-    }
 
 
 def _locality(model: Any, blocks: TokenBlocks, device: str) -> dict[str, float | None]:

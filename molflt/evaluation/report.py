@@ -26,6 +26,7 @@ __all__ = [
     "published_table",
     "results_table",
     "write_files",
+    "write_results",
 ]
 
 SIZE_BINS = 6
@@ -221,7 +222,6 @@ def write_files(
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
     contents = {
-        "results.json": (json.dumps(results, indent=2, allow_nan=False) + "\n").encode(),
         "predictions.npz": buffer.getvalue(),
         "predictions.csv": csv_text(_prediction_rows(found)).encode(),
     }
@@ -233,9 +233,24 @@ def write_files(
             for group in members
         ]
         contents["errors_by_group.csv"] = csv_text(rows).encode()
+    write_results(out, results)
     for name, content in contents.items():
         write_atomically(out / name, content)
-    return [out / name for name in contents]
+    return [out / name for name in ("results.json", *contents)]
+
+
+def write_results(out: Path, results: Results) -> None:
+    """Writes results.json: metrics per split, finite numbers or null.
+
+    Args:
+        out: folder.
+        results: split -> metrics.
+
+    Raises:
+        OSError: naming the file that cannot be written.
+    """
+    content = json.dumps(results, indent=2, allow_nan=False) + "\n"
+    write_atomically(out / "results.json", content.encode())
 
 
 def _prediction_rows(found: Mapping[str, Predictions]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from molflt.tasks.base import Task
 
-__all__ = ["LanguageTask"]
+__all__ = ["LanguageTask", "language_metrics"]
 
 Batch = tuple[Tensor, Tensor]
 
@@ -37,10 +37,8 @@ class LanguageTask(Task):
         return self._sums(batch).double()
 
     def summarize(self, sums: Tensor) -> dict[str, float]:
-        nats = float(sums[0] / sums[1])
-        # a diverging run has a perplexity beyond the range of numbers
-        perplexity = math.exp(nats) if nats < 700 else math.inf
-        return {"perplexity": perplexity, "bits_per_token": nats / math.log(2)}
+        """As :func:`language_metrics`."""
+        return language_metrics(float(sums[0] / sums[1]))
 
     def size(self, batch: Batch) -> int:
         """Tokens."""
@@ -50,3 +48,10 @@ class LanguageTask(Task):
         log_likelihood: Any = self.model.log_likelihood
         score = log_likelihood(*batch)
         return torch.stack([-score.sum(), (batch[1] >= 0).sum().to(score.dtype)])
+
+
+def language_metrics(nats: float) -> dict[str, float]:
+    """Perplexity and bits per token, from the mean negative log-likelihood in nats."""
+    # a diverging run has a perplexity beyond the range of numbers
+    perplexity = math.exp(nats) if nats < 700 else math.inf
+    return {"perplexity": perplexity, "bits_per_token": nats / math.log(2)}
