@@ -60,6 +60,13 @@ def at_least_one(**counts: int) -> None:
             raise ValueError(f"{name} must be at least 1; got {count}")
 
 
+def head_width(dim: int, heads: int) -> int:
+    """Width d of queries and keys per head; raises ValueError unless heads divide the width."""
+    if heads < 1 or dim % heads:
+        raise ValueError(f"dim={dim} must be a multiple of heads={heads}; change one of them")
+    return dim // heads
+
+
 def one_of(option: str, choice: str, choices: Iterable[str]) -> None:
     """Raises ValueError for a choice that is not among those known."""
     known = tuple(choices)

@@ -10,7 +10,7 @@ from molflt.attention import mixing as mix
 from molflt.attention.causal import DecodeState, KeyValues, State, causal
 from molflt.attention.encoding import MIXINGS, Encoding, Position
 from molflt.attention.feature_maps import FEATURE_MAPS, FeatureMap
-from molflt.attention.kernels import one_of
+from molflt.attention.kernels import head_width, one_of
 from molflt.attention.multiplicative import linear_with_kernel, with_exact_pairs
 from molflt.attention.parts import unit
 from molflt.attention.pieces import features_of, linear_in_pieces, piece_size
@@ -71,14 +71,12 @@ class Attention(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        if heads < 1 or dim % heads:
-            raise ValueError(f"dim={dim} must be a multiple of heads={heads}; change one of them")
+        self.head_dim = head_width(dim, heads)
         one_of("mixing", mixing, (*MIXINGS, "auto"))
         one_of("feature_map", feature_map, FEATURE_MAPS)
         one_of("normalize", normalize, mix.NORMALIZE)
         self.dim = dim
         self.heads = heads
-        self.head_dim = dim // heads
         self.mixing = mixing
         self.causal = causal
         self.normalize_qk = normalize_qk

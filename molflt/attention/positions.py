@@ -27,6 +27,12 @@ POSITIONS: dict[str, Callable[..., Position]] = {
 }
 
 
+def known_options(name: str, **options: Any) -> dict[str, Any]:
+    """Those of the options that the constructor of an encoding names; none if there is no such."""
+    known = inspect.signature(POSITIONS[name]).parameters if name in POSITIONS else {}
+    return {key: value for key, value in options.items() if key in known}
+
+
 def make_position(name: str, heads: int, head_dim: int, **options: Any) -> Position | None:
     """Builds an encoding for attention of a given size.
 
@@ -46,7 +52,7 @@ def make_position(name: str, heads: int, head_dim: int, **options: Any) -> Posit
     # Each encoding asks for the sizes that it depends on.
     known = inspect.signature(build).parameters
     sizes = {"heads": heads, "head_dim": head_dim}
-    options = {**{key: size for key, size in sizes.items() if key in known}, **options}
+    options = {**known_options(name, **sizes), **options}
     free = any(p.kind is p.VAR_KEYWORD for p in known.values())
     if unknown := [] if free else sorted(set(options) - set(known)):
         raise ValueError(

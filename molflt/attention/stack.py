@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from molflt.attention.causal import DecodeState
 from molflt.attention.encoding import Encoding, Position
 from molflt.attention.fourier import Mixer
-from molflt.attention.kernels import one_of
+from molflt.attention.kernels import head_width, one_of
 from molflt.attention.layer import Attention
 from molflt.attention.positions import make_position
 
@@ -260,9 +260,8 @@ def make_stack(
     Raises:
         ValueError: an unknown choice, or choices that do not go together.
     """
-    if heads < 1 or dim % heads:
-        raise ValueError(f"dim={dim} must be a multiple of heads={heads}; change one of them")
-    encoding = make_position(position, heads, dim // heads, **(position_options or {}))
+    width = head_width(dim, heads)
+    encoding = make_position(position, heads, width, **(position_options or {}))
     blocks = []
     for _ in range(layers):
         layer = Attention(dim, heads, position=encoding, dropout=attention_dropout, **attention)

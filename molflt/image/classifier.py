@@ -1,13 +1,15 @@
 """Vision Transformer: image in, one logit per class out."""
 
-import inspect
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from molflt.attention import POSITIONS, make_stack
+from molflt.attention import make_stack
+from molflt.attention.absolute import ABSOLUTE, sinusoids
+from molflt.attention.kernels import one_of
+from molflt.attention.positions import known_options
 
 
 class ImageClassifier(nn.Module):
@@ -202,25 +204,17 @@ def _filled(
     position: str, options: dict[str, Any] | None, side: int, tokens: int
 ) -> dict[str, Any]:
     """Options of the encoding with those that the grid of patches decides."""
-    given = dict(options or {})
-    known = inspect.signature(POSITIONS[position]).parameters if position in POSITIONS else {}
-    if "dim" in known:
-        given.setdefault("dim", 2)
-    if "shape" in known and "max_tokens" not in given:
-        given.setdefault("shape", (side, side))
-    elif "max_tokens" in known:
-        given.setdefault("max_tokens", tokens)
-    return given
+    given = options or {}
+    known = known_options(position, dim=2, shape=(side, side), max_tokens=tokens)
+    if "shape" in known:  # a table in two dimensions, or on request along the sequence
+        known.pop("shape" if "max_tokens" in given else "max_tokens", None)
+    return {**known, **given}
 
 
 def _refuse_misfits(position: Any, pool: str, absolute: str, scale: float, dim: int) -> None:
     """Raises ValueError for choices that do not go together."""
-    for name, value, known in (
-        ("pool", pool, ("mean", "token")),
-        ("absolute", absolute, ("none", "sinusoidal", "learned")),
-    ):
-        if value not in known:
-            raise ValueError(f"{name}={value!r} is unknown; expected one of {', '.join(known)}")
+    one_of("pool", pool, ("mean", "token"))
+    one_of("absolute", absolute, ABSOLUTE)
     if absolute == "sinusoidal" and dim % 4:
         raise ValueError(
             f"absolute='sinusoidal' needs a dim that 4 divides, sine and cosine of both axes; got "
@@ -257,9 +251,7 @@ def _places(side: int, tokens: int, axes: int) -> Tensor:
 
 def _sinusoids(side: int, dim: int) -> Tensor:
     """Sine and cosine of row and column, (1, patches, dim): arXiv:1706.03762, section 3.5."""
-    steps = torch.arange(dim // 4, dtype=torch.float64) / (dim // 4)
-    angles = torch.arange(side, dtype=torch.float64)[:, None] * 10000**-steps
-    line = torch.cat((angles.sin(), angles.cos()), dim=1)  # [place, dim / 2]
+    line = sinusoids(torch.arange(side), dim // 2)  # [place, dim / 2]
     rows = line[:, None].expand(-1, side, -1)
     columns = line[None].expand(side, -1, -1)
     both = torch.cat((rows, columns), dim=-1)

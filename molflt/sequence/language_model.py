@@ -1,13 +1,15 @@
 """Causal language model: token ids in, a distribution over the next token out."""
 
-import inspect
 import math
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from molflt.attention import POSITIONS, make_stack
+from molflt.attention import make_stack
+from molflt.attention.absolute import ABSOLUTE, sinusoids
+from molflt.attention.kernels import one_of
+from molflt.attention.positions import known_options
 from molflt.attention.recompute import recomputed
 from molflt.attention.stack import StackState
 from molflt.sequence.heads import AdaptiveHead, Head, PlainHead
@@ -78,7 +80,8 @@ class LanguageModel(nn.Module):
                 "it from the data"
             )
         _expect(absolute, max_length, position_scale, dim)
-        options = _for_a_line(position, position_options, max_length)
+        given = {} if max_length is None else {"max_tokens": max_length}
+        options = {**known_options(position, dim=1, **given), **(position_options or {})}
         self.stack = make_stack(
             dim, heads, causal=True, position=position, position_options=options, **stack
         )
@@ -214,21 +217,8 @@ class LanguageModel(nn.Module):
         return next(self.stack.parameters()).dtype
 
 
-def sinusoids(index: Tensor, dim: int) -> Tensor:
-    """Sinusoidal positions, arXiv:1706.03762, section 3.5: (n,) -> (n, dim) float64.
-
-    Sines in the first half of the columns, cosines in the second; float64, because the phase at
-    10^4 has no more than 3 digits in float32.
-    """
-    half = torch.arange(dim // 2, dtype=torch.float64, device=index.device)
-    phase = index.double()[:, None] * torch.pow(10000.0, -2 * half / dim)
-    return torch.cat((phase.sin(), phase.cos()), dim=-1)
-
-
 def _expect(absolute: str, max_length: int | None, position_scale: float, dim: int) -> None:
-    kinds = ("none", "sinusoidal", "learned")
-    if absolute not in kinds:
-        raise ValueError(f"absolute={absolute!r}; expected one of {', '.join(kinds)}")
+    one_of("absolute", absolute, ABSOLUTE)
     if max_length is not None and max_length < 1:
         raise ValueError(f"max_length must be at least 1; got {max_length}")
     if absolute == "learned" and max_length is None:
@@ -237,14 +227,3 @@ def _expect(absolute: str, max_length: int | None, position_scale: float, dim: i
         raise ValueError(f"absolute='sinusoidal' needs an even dim; got {dim}")
     if not position_scale > 0:
         raise ValueError(f"position_scale must be positive; got {position_scale}")
-
-
-def _for_a_line(
-    position: str, options: dict[str, Any] | None, max_length: int | None
-) -> dict[str, Any]:
-    """Options of an encoding of positions on a line, with `dim` and `max_tokens` filled in."""
-    known = inspect.signature(POSITIONS[position]).parameters if position in POSITIONS else {}
-    filled: dict[str, Any] = {"dim": 1} if "dim" in known else {}
-    if max_length is not None and "max_tokens" in known:
-        filled["max_tokens"] = max_length
-    return {**filled, **(options or {})}
