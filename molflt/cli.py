@@ -179,6 +179,8 @@ def _report(error: Exception) -> int:
     if isinstance(error, OSError) and error.strerror:
         names = [str(name) for name in (error.filename, error.filename2) if name is not None]
         text = ": ".join([*names, error.strerror])
+    elif isinstance(error, ModuleNotFoundError) and error.name is None:
+        text = str(error)  # in words of our own
     elif isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("molflt"):
         text = f"the package {error.name!r} is not installed; pip install {error.name}"
     elif isinstance(error, ValueError | OSError):

@@ -6,6 +6,7 @@ import csv
 import json
 import shutil
 import struct
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -221,3 +222,10 @@ def test_classify_refuses_logits_that_are_not_finite() -> None:
     item = (torch.zeros(1, 8, 8, dtype=torch.uint8), torch.tensor(0))
     with pytest.raises(ValueError, match="val: a logit is not finite"):
         classify(net, [item], 2, "cpu", "val")
+
+
+def test_a_missing_package_is_named(monkeypatch, tmp_path: Path, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    words = ["--data.train=hf:some/set", "--data.val=hf:some/set:test", f"--run={tmp_path}"]
+    assert main(["train", *SMALL, *words]) == 2
+    assert "hf:some/set: needs the package datasets" in capsys.readouterr().err

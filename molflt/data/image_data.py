@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from molflt.data.datamodule import BatchedData
+from molflt.data.hub import dataset_loader
 from molflt.data.image_augment import center_crop, channel_statistics
 from molflt.data.images import IdxImages, LabeledImages, as_bytes, expect_size, open_images
 
@@ -185,14 +184,14 @@ class HubImages(LabeledImages):
     def __init__(
         self, source: str, size: int | None = None, classes: Sequence[str] | None = None
     ) -> None:
-        hub: Any = import_module("datasets") if find_spec("datasets") else None
-        if not hasattr(hub, "load_dataset"):  # a folder named datasets can be imported too
+        load = dataset_loader()
+        if load is None:
             raise ModuleNotFoundError(
                 f"{source}: needs the package datasets; got none; run: pip install molflt[hub]"
             )
         name, _, split = source.removeprefix("hf:").partition(":")
         self.path = Path(source)
-        self.rows: Any = hub.load_dataset(name, split=split or "train")
+        self.rows: Any = load(name, split=split or "train")
         columns = self.rows.features
         image = [column for column in ("image", "img") if column in columns]
         label = [column for column in ("label", "fine_label") if column in columns]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import gzip
-import importlib
 import itertools
 import lzma
 import zlib
@@ -12,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from molflt.data.hub import dataset_loader
 from molflt.data.vocabulary import Level
 
 __all__ = ["text_blocks"]
@@ -91,7 +91,11 @@ def _rows(source: str, use: str) -> Iterator[bytes]:
     name, _, which = source.removeprefix(HF).partition(":")
     split, _, column = which.partition(".")
     split, column = split or SPLITS[use], column or "text"
-    load = _import_datasets(source).load_dataset
+    load = dataset_loader()
+    if load is None:
+        raise ValueError(
+            f"{source}: needs Hugging Face datasets; pip install molflt[hub], or give files"
+        )
     parts = name.split("/")
     # OWNER/NAME is how data sets are called today; NAME/CONFIG is tried where there is none.
     tries: dict[int, list[tuple[str, ...]]] = {
@@ -120,15 +124,3 @@ def _rows(source: str, use: str) -> Iterator[bytes]:
         if not isinstance(text, str):
             raise ValueError(f"{source}: column {column!r} must hold texts; got {text!r}")
         yield (text if text.endswith("\n") else f"{text}\n").encode()
-
-
-def _import_datasets(source: str) -> Any:
-    try:
-        module = importlib.import_module("datasets")
-    except ImportError:
-        module = None
-    if not hasattr(module, "load_dataset"):  # a folder of that name imports, too
-        raise ValueError(
-            f"{source}: needs Hugging Face datasets; pip install molflt[hub], or give files"
-        )
-    return module
