@@ -78,6 +78,8 @@ def normalize(words: Sequence[str], parser: ArgumentParser) -> list[str]:
         negated = name.replace("--no_", "--", 1) if name.startswith("--no_") else name
         if name not in options and _is_flag_named(negated, options) and not equals:
             out.append(f"{negated}=false")
+        elif name not in options and _is_item(name, options):
+            out.append(f"{name}{equals}{value}")
         elif name not in options:
             raise UsageError(_unknown_option(typed, options, parser.prog))
         elif _is_flag(options[name]) and not equals:
@@ -102,6 +104,12 @@ def normalize(words: Sequence[str], parser: ArgumentParser) -> list[str]:
 
 def _is_flag_named(name: str, options: dict[str, Action]) -> bool:
     return name in options and _is_flag(options[name])
+
+
+def _is_item(name: str, options: dict[str, Action]) -> bool:
+    """Whether it is an item of a dictionary: --model.position_options.num_nodes."""
+    whole = name.rpartition(".")[0]
+    return whole in options and _is_list(options[whole], dict)
 
 
 def _take_items(rest: list[str]) -> list[str]:

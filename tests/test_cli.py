@@ -298,6 +298,7 @@ def test_missing_paths(words: list[str], capsys: pytest.CaptureFixture[str]) -> 
         (["train"], "missing --data.root"),
         (["train", "--model.head", "4"], "did you mean --model.heads?"),
         (["train", "--model.mixing", "lineer"], "'linear'"),
+        (["train", "--model.potions.num_nodes=4"], "unknown option --model.potions.num_nodes"),
         (["train", "--data.batchsize", "4"], "did you mean --data.batch_size?"),
         (["evaluate", "run", "--split", "val_id"], "did you mean --splits?"),
         (["data", "make-emt", "d", "--trian", "3"], "did you mean --train?"),

@@ -75,6 +75,7 @@ def arguments(data: Path, run: Path, *more: str) -> list[str]:
 def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "run"
     words = ["--trainer.max_steps=100", "--model.position=spectral", "--task.label_smoothing=0.05"]
+    words.append("--model.position_options.num_nodes=12")
     assert main(arguments(data, folder, *words)) == 0
     return folder
 
@@ -82,6 +83,11 @@ def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rows(run: Path) -> list[dict[str, str]]:
     with open(run / "metrics.csv", newline="") as file:
         return list(csv.DictReader(file))
+
+
+def test_items_of_dictionaries_are_options(run: Path) -> None:
+    model, _ = load_run(run)
+    assert model.stack.position.nodes.num_nodes == 12
 
 
 def test_training_learns_shapes(run: Path) -> None:
@@ -140,7 +146,7 @@ def test_other_images_may_be_evaluated(run: Path, data: Path, tmp_path: Path) ->
 
 def test_stopped_and_resumed_is_the_same(data: Path, tmp_path: Path) -> None:
     """With augmentation, which is drawn anew for each image of each step."""
-    words = ["--task.augment=flip_crop", "--task.schedule=inverse_sqrt", "--task.optimizer=adamw"]
+    words = ["--task.augment=flip_crop", "--task.schedule=inverse_sqrt"]
     words += ["--trainer.checkpoint_every=5", "--trainer.val_every=7"]
     assert main(arguments(data, tmp_path / "one", *words, "--trainer.max_steps=12")) == 0
     plain = [*words[1:], "--trainer.max_steps=12"]

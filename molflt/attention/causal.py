@@ -54,7 +54,8 @@ def causal(
     No query is scaled by anything that comes after it. Keys have a maximum per token inside a
     chunk, the carried sum has a running maximum per feature, and each query subtracts the largest
     exponent among those that it sees. So no later key, however large, can make an earlier sum
-    underflow; and there is no eps.
+    underflow; and there is no eps. (Features are bounded from below, far beyond
+    what matters: `Features.bounded`.)
 
     Args:
         query: (batch, heads, tokens, m).
@@ -99,7 +100,8 @@ def _step(
 ) -> tuple[Sums, State]:
     """`causal` for one token: what decoding needs, without the matrices of a chunk."""
     with torch.autocast(value.device.type, enabled=False):
-        query, key, value = query.full(), key.full(), at_least_float32(value)
+        query, key = query.full().bounded(), key.full().bounded()
+        value = at_least_float32(value)
         zero = value.new_zeros(*value.shape[:-1], 1)
         log_k = (zero if key.log_scale is None else key.log_scale).clamp(min=EMPTY).mT
         if state is None:
@@ -132,7 +134,8 @@ def _scan(
     tokens = value.shape[-2]
     with torch.autocast(value.device.type, enabled=False):
         length = max(1, min(chunk, tokens))
-        parts = _Chunks.cut(query.full(), key.full(), at_least_float32(value), log_decay, length)
+        query, key = query.full().bounded(), key.full().bounded()
+        parts = _Chunks.cut(query, key, at_least_float32(value), log_decay, length)
         before, last = parts.carry(state if state is not None else parts.empty_state())
         sums = parts.mix(before)
     return Sums(*(part.flatten(2, 3)[:, :, :tokens] for part in sums)), last

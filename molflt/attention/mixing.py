@@ -4,6 +4,7 @@ Shapes are (batch, heads, tokens, dim) throughout. Sums of kernelized attention 
 least, also under autocast. The linear-time forms for ordered tokens are in `causal` and `toeplitz`.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -77,6 +78,19 @@ class Features(NamedTuple):
         if log_scale is not None and log_scale.shape[-1] > 1:
             log_scale = log_scale.repeat_interleave(p, dim=-1)
         return Features(outer, log_scale)
+
+    def bounded(self) -> "Features":
+        """Features at least e^-61 (float32) or e^-495 (float64) of the largest of their token.
+
+        Of a query's largest feature every key then has enough for a normalizer that neither
+        underflows nor has a gradient that overflows, where features cannot be shifted to the size
+        of their partners because those may come later.
+        """
+        if self.log_scale is None or self.log_scale.shape[-1] == 1:
+            return self
+        largest = self.log_scale.detach().amax(dim=-1, keepdim=True)
+        reach = 0.7 * math.log(torch.finfo(self.log_scale.dtype).tiny)
+        return Features(self.values, torch.maximum(self.log_scale, largest + reach))
 
     def full(self) -> "Features":
         """In float32 at least."""
@@ -288,5 +302,5 @@ def _divide(numerator: Tensor, normalizer: Tensor, floor: float) -> Tensor:
     if floor:
         least = torch.copysign(torch.full_like(normalizer, floor), normalizer)
         normalizer = torch.where(normalizer.abs() < floor, least, normalizer)
-    inverse = normalizer.masked_fill(empty, 1.0).reciprocal().masked_fill(empty, 0.0)
-    return numerator * inverse
+    # A quotient, not a reciprocal: the gradient of that one overflows below 1e-19.
+    return (numerator / normalizer.masked_fill(empty, 1.0)).masked_fill(empty, 0.0)

@@ -30,7 +30,8 @@ class Task(pl.LightningModule):
         warmup_steps: steps of linear growth of the learning rate.
         schedule: what follows: "linear" or "cosine" (to 0 at the last step), or "inverse_sqrt"
             (as 1 / sqrt(step), whatever the last step is).
-        optimizer: "adam" (weight decay coupled, as L2) or "adamw" (decoupled).
+        optimizer: "adamw" (decoupled weight decay: what fairseq, and so the papers, call Adam), or
+            "adam" (coupled: added to the gradient, where it swamps small ones).
         betas: Adam's averaging coefficients.
         eps: Adam's term in the denominator.
         weight_decay: Adam's.
@@ -62,7 +63,7 @@ class Task(pl.LightningModule):
         lr: float = 3e-4,
         warmup_steps: int = 100,
         schedule: Schedule = "linear",
-        optimizer: Literal["adam", "adamw"] = "adam",
+        optimizer: Literal["adamw", "adam"] = "adamw",
         betas: tuple[float, float] = (0.9, 0.98),
         eps: float = 1e-6,
         weight_decay: float = 0.0,

@@ -253,6 +253,31 @@ def test_normalizer_of_exponential_features_is_at_least_one(std):
         assert sums.normalizer.min() >= 1.0
 
 
+@pytest.mark.parametrize(("spread", "resolved"), [(55.0, True), (500.0, False)])
+def test_causal_queries_that_fit_none_of_their_keys(spread, resolved):
+    """Where queries have their large features, keys have small ones: weights are e^-55 or less.
+
+    Such a normalizer, squared, is no number of float32: training ended with NaN.
+    """
+    torch.manual_seed(0)
+    slope = torch.linspace(0, spread, 8)
+    noise = torch.rand(2, 2, 2, 20, 8)
+    v = torch.randn(2, 2, 20, 3)
+
+    def run(dtype):
+        q = (slope + noise[0]).to(dtype).requires_grad_()
+        k = (noise[1] - slope).to(dtype).requires_grad_()
+        out = causal(Features(None, q), Features(None, k), v.to(dtype), chunk=8)[0].ratio()
+        return out, *torch.autograd.grad(out.square().sum(), (q, k))
+
+    single, double = run(torch.float32), run(torch.float64)
+    torch.testing.assert_close(single[0][:, :, 0], v[:, :, 0])  # it sees itself alone
+    for found, exact in zip(single, double, strict=True):
+        assert torch.isfinite(found).all()
+        if resolved:
+            torch.testing.assert_close(found, exact.float(), rtol=0, atol=1e-4)
+
+
 def test_floor_and_the_count_of_spoiled_rows():
     """Trigonometric features spoil rows beyond unit norm; a floor bounds what they can do."""
     torch.manual_seed(0)
