@@ -57,10 +57,11 @@ def generate(
             file=sys.stderr,
         )
     generator = torch.Generator().manual_seed(seed)
+    drawn = draw(model, ids, tokens, temperature, top_k, generator)
     line = known[:]  # of the text so far; decoded together, for spaces and bytes of one character
     written = vocabulary.decode(line)
     print(written, end="", flush=True)
-    for token in draw(model, ids, tokens, temperature, top_k, generator):
+    for token in drawn:
         line.append(token)
         text = vocabulary.decode(line)
         if text.endswith("\ufffd"):  # the rest of a character may follow

@@ -146,6 +146,8 @@ def main() -> None:
     parser.add_argument("lmdb", type=Path, help="genuine OC20 LMDB, pickled, with edges")
     parser.add_argument("--systems", type=int, default=2000)
     options = parser.parse_args()
+    if not options.lmdb.exists():
+        parser.error(f"{options.lmdb}: no such file; expected an OC20 LMDB")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

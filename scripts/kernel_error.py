@@ -330,6 +330,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="tiny sizes, in seconds")
     options = parser.parse_args(words)
+    if options.oc20 is not None and not options.oc20.exists():
+        parser.error(f"{options.oc20}: no such file; expected an OC20 LMDB")
     torch.set_num_threads(1)
     options.out.mkdir(parents=True, exist_ok=True)
     sizes = QUICK if options.quick else FULL

@@ -34,6 +34,9 @@ def main() -> None:
     parser.add_argument("--structures", type=int, default=100)
     parser.add_argument("--rotations", type=int, default=20)
     options = parser.parse_args()
+    for run in options.runs:
+        if not (run / "config.yaml").exists():
+            parser.error(f"{run}/config.yaml: no such file; expected the folder of a training run")
     print("| run | MAE, eV | sd over SO(3), eV | sd about the surface normal, eV |")
     print("|---|---|---|---|")
     for run in options.runs:

@@ -155,6 +155,9 @@ def test_generate(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         drawn.append(capsys.readouterr().out)
     assert drawn[0] == drawn[1] != drawn[2]
     assert {*" ".join(drawn).split()} <= {*WORDS, "<unk>"}
+    assert main(["generate", str(run), "--prompt", "the cat", "--temperature", "-1"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "temperature must be at least 0" in err
 
 
 def test_generate_without_a_state(
