@@ -50,7 +50,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args(words)
     if not options.data.exists():
-        parser.error(f"{options.data}: no such file; expected structures, such as train.safetensors of a sample")
+        parser.error(f"{options.data}: no such file; expected a data set of structures")
     torch.set_num_threads(1)
     structures = open_dataset(options.data)
     models = {variant: model_of(variant) for variant in options.variants}
