@@ -156,8 +156,6 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="2 steps on 40 structures")
     options = parser.parse_args(words)
-    if not options.data.exists():
-        parser.error(f"{options.data}: no such file; expected the folder of a sample")
     steps, limit = (2, 40) if options.quick else (options.steps, None)
     try:
         training, validation = (read(options.data, name, limit) for name in ("train", "val_id"))

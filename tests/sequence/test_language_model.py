@@ -273,7 +273,7 @@ def test_command_line_finds_all_options(tmp_path):
         (tmp_path / name).write_text(yaml.safe_dump({"model": fields["model"]}))
         words += ["--config", str(tmp_path / name)]
     model = parser.parse_args([*words, "--model.mixing", "softmax"])["model"].as_dict()
-    assert (model["heads"], model["layers"], model["max_length"]) == (4, 3, 256)
+    assert (model["heads"], model["layers"], model["max_length"]) == (4, 2, 256)
     assert (model["mixing"], model["gate"], model["position"]) == ("softmax", False, "spectral")
     assert model["position_options"]["num_nodes"] == 32
     assert LanguageModel(**{**model, "vocabulary": 12_000}).longest is None
