@@ -38,7 +38,7 @@ def _is_flag(action: Action) -> bool:
     return getattr(action, "_typehint", None) is bool
 
 
-def _is_list(action: Action, container: type = list) -> bool:
+def _is_a(action: Action, container: type) -> bool:
     hint = getattr(action, "_typehint", None)
     kinds = (hint, *get_args(hint))
     return any(kind is container or get_origin(kind) is container for kind in kinds)
@@ -48,7 +48,7 @@ def show_flags(parser: ArgumentParser) -> None:
     for action in options_of(parser).values():
         if _is_flag(action):
             action.metavar = ""
-        elif _is_list(action) or _is_list(action, tuple):
+        elif _is_a(action, list) or _is_a(action, tuple):
             action.option_strings = [o for o in action.option_strings if not o.endswith("+")]
             action.metavar = "ITEM ..."
 
@@ -85,14 +85,14 @@ def normalize(words: Sequence[str], parser: ArgumentParser) -> list[str]:
         elif _is_flag(options[name]) and not equals:
             explicit = rest.pop(0) if rest and rest[0].lower() in ("true", "false") else "true"
             out.append(f"{name}={explicit.lower()}")
-        elif (_is_list(options[name]) or _is_list(options[name], tuple)) and not equals:
+        elif (_is_a(options[name], list) or _is_a(options[name], tuple)) and not equals:
             items = _take_items(rest)
             if not items:
                 raise UsageError(f"option {typed}; expected at least one value; got none")
             if items[0].startswith("["):
                 out.append(f"{name}{'+' * append}={items[0]}")
                 rest[:0] = items[1:]
-            elif _is_list(options[name], tuple):
+            elif _is_a(options[name], tuple):
                 out.append(f"{name}=[{', '.join(items)}]")
             else:
                 out += [] if append else [f"{name}=[]"]
@@ -109,7 +109,7 @@ def _is_flag_named(name: str, options: dict[str, Action]) -> bool:
 def _is_item(name: str, options: dict[str, Action]) -> bool:
     """Whether it is an item of a dictionary: --model.position_options.num_nodes."""
     whole = name.rpartition(".")[0]
-    return whole in options and _is_list(options[whole], dict)
+    return whole in options and _is_a(options[whole], dict)
 
 
 def _take_items(rest: list[str]) -> list[str]:

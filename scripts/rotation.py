@@ -34,13 +34,13 @@ def main() -> None:
     parser.add_argument("--structures", type=int, default=100)
     parser.add_argument("--rotations", type=int, default=20)
     options = parser.parse_args()
-    for run in options.runs:
-        if not (run / "config.yaml").exists():
-            parser.error(f"{run}/config.yaml: no such file; expected the folder of a training run")
+    try:
+        loaded = {run: load_run(run) for run in options.runs}
+    except FileNotFoundError as error:
+        parser.error(str(error))
     print("| run | MAE, eV | sd over SO(3), eV | sd about the surface normal, eV |")
     print("|---|---|---|---|")
-    for run in options.runs:
-        model, config = load_run(run)
+    for run, (model, config) in loaded.items():
         model = model.double()
         data = open_dataset(split_path(Path(config["data"]["root"]), options.split))
         structures = [data[i] for i in range(min(options.structures, len(data)))]

@@ -49,10 +49,11 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--batch_size", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args(words)
-    if not options.data.exists():
-        parser.error(f"{options.data}: no such file; expected a data set of structures")
     torch.set_num_threads(1)
-    structures = open_dataset(options.data)
+    try:
+        structures = open_dataset(options.data)
+    except FileNotFoundError as error:
+        parser.error(str(error))
     models = {variant: model_of(variant) for variant in options.variants}
     seconds: dict[str, list[float]] = {variant: [] for variant in models}
     draw = torch.Generator().manual_seed(0)

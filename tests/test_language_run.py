@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from tiny_run import differences, last_state
 
 from molflt.cli import main
@@ -239,6 +241,20 @@ def test_a_vocabulary_of_another_model_is_refused(
     assert "are for energies" in capsys.readouterr().err
     assert main(["evaluate", str(run), "--splits", "ood"]) == 2
     assert "no split 'ood'; expected some of train, val, test" in capsys.readouterr().err
+
+
+def test_a_diverged_model_has_no_perplexity(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    path = copy / "checkpoints" / "best.safetensors"
+    with safe_open(path, "pt") as file:
+        header = file.metadata()
+        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    state["head.weight"] *= 1e5
+    save_file(state, path, metadata=header)
+    assert main(["evaluate", str(copy), "--splits", "val"]) == 0
+    found = json.loads((copy / "results.json").read_text())["val"]
+    assert found["perplexity"] is None and found["bits_per_token"] > 1010
 
 
 def test_perplexity_of_sums() -> None:

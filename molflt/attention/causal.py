@@ -54,8 +54,7 @@ def causal(
     No query is scaled by anything that comes after it. Keys have a maximum per token inside a
     chunk, the carried sum has a running maximum per feature, and each query subtracts the largest
     exponent among those that it sees. So no later key, however large, can make an earlier sum
-    underflow; and there is no eps. (Features are bounded from below, far beyond
-    what matters: `Features.bounded`.)
+    underflow; and there is no eps, but a bound far below what matters, `Features.bounded`.
 
     Args:
         query: (batch, heads, tokens, m).

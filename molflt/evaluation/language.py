@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ def evaluate(
             **_locality(model, blocks, device),
         }
         curves[split] = losses
-    write_results(out, results)
+    write_results(out, {split: _finite(found) for split, found in results.items()})
     plots.losses_by_place(curves, out / "losses.png")
     first = torch.as_tensor(blocks[0][0][:ATTENTION_TOKENS], device=device)[None]
     matrices = attention_of(model.stack, lambda: model(first))
@@ -159,6 +160,11 @@ def _sources(
         if name not in named:
             raise ValueError(f"the run has no split {name!r}; expected some of {', '.join(named)}")
     return {name: named[name] for name in wanted}
+
+
+def _finite(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """With null for the perplexity of a diverged model, which JSON has no number for."""
+    return {name: None if value == math.inf else value for name, value in metrics.items()}
 
 
 def _locality(model: Any, blocks: TokenBlocks, device: str) -> dict[str, float | None]:
