@@ -214,7 +214,7 @@ def draw(summary: dict, png: Path) -> None:
             mean, sd = values[name]["mean"], values[name]["sd"] or 0.0
             axes.errorbar(mean, place, xerr=sd, fmt="o", capsize=3, color=BLUE)
         axes.set_yticks(range(len(names)), names)
-        axes.set_xlabel(f"{split} {MEASURES[measure][0]}: mean ± standard deviation over seeds")
+        axes.set_xlabel(f"{split} {MEASURES[measure][0]}\nmean ± standard deviation over seeds")
         axes.grid(alpha=0.3)
 
 
