@@ -148,7 +148,10 @@ def collect(out: Path, variants: list[str], seeds: list[int]) -> list[dict]:
 
 
 def summarize(rows: list[dict], out: Path) -> dict:
-    """Mean and standard deviation over seeds, per variant and split; and sizes of the models."""
+    """Mean and standard deviation over seeds, per variant and split; and sizes of the models.
+
+    A measure that is null in one of the seeds is left out: a mean of the others would mislead.
+    """
     summary: dict = {}
     for variant in dict.fromkeys(row["variant"] for row in rows):
         own = [row for row in rows if row["variant"] == variant]
@@ -184,9 +187,9 @@ def table(summary: dict, rows: list[dict]) -> str:
     lines = [head, ["---"] * len(head)]
     for variant, entry in summary.items():
         found = entry["splits"]
-        cells = [number(found[split][measure], digits) for split in splits]
+        cells = [number(found[split].get(measure), digits) for split in splits]
         if energies:
-            cells.append(number(found["val_id"]["energy_within_threshold"], 1, scale=100))
+            cells.append(number(found["val_id"].get("energy_within_threshold"), 1, scale=100))
         lines.append([variant, f"{entry['parameters']:,}", str(len(entry["seeds"])), *cells])
     if energies:
         baseline = {row["split"]: f"{row['baseline_mae']:.4f}" for row in rows}
@@ -201,11 +204,13 @@ def table(summary: dict, rows: list[dict]) -> str:
 
 
 def draw(summary: dict, png: Path) -> None:
-    """Mean and every seed's spread of each variant on the first split, best on top."""
+    """Mean and spread of each variant that has them on the first split, best on top."""
     split = next(iter(next(iter(summary.values()))["splits"]))
     found = {name: entry["splits"][split] for name, entry in summary.items()}
-    measure = next(name for name in MEASURES if name in next(iter(found.values())))
-    values = {name: part[measure] for name, part in found.items()}
+    measure = next((name for name in MEASURES if any(name in part for part in found.values())), "")
+    values = {name: part[measure] for name, part in found.items() if measure in part}
+    if not values:
+        return
     largest = measure == "top1_percent"
     names = sorted(values, key=lambda name: values[name]["mean"], reverse=not largest)
     with picture(png, figsize=(6.4, 1.0 + 0.3 * len(names))) as figure:
@@ -218,7 +223,10 @@ def draw(summary: dict, png: Path) -> None:
         axes.grid(alpha=0.3)
 
 
-def number(value: dict, digits: int, scale: float = 1) -> str:
+def number(value: dict | None, digits: int, scale: float = 1) -> str:
+    """Mean ± sd; a dash where a run has no such number, such as a perplexity that overflowed."""
+    if value is None:
+        return "–"
     text = f"{scale * value['mean']:.{digits}f}"
     return text if value["sd"] is None else f"{text} ± {scale * value['sd']:.{digits}f}"
 

@@ -27,7 +27,8 @@ class Trainings:
             run = Path(words[1])
             seed = int(run.name.removeprefix("seed"))
             if run.parent.name.startswith("tokens"):
-                row = {"perplexity": 30.0 + 2 * seed, "nearest": None}
+                overflowed = "diverged" in run.parent.name and seed == 1
+                row = {"perplexity": None if overflowed else 30.0 + 2 * seed, "nearest": None}
                 (run / "results.json").write_text(json.dumps({"val": row, "test": row}))
                 return SimpleNamespace(returncode=0)
             mae = {"flt": 0.2, "performer": 0.5}[run.parent.name] + 0.01 * seed
@@ -122,3 +123,19 @@ def test_variants_are_files_too(compare, words, tmp_path, capsys) -> None:
     assert compare.main(words) == 2
     assert compare.main([*words[:4], "--variants", "fly"]) == 2
     assert "variant 'fly'; expected a YAML file or one of flt" in capsys.readouterr().err
+
+
+def test_a_row_that_diverged_in_one_seed_has_no_mean(compare, words, tmp_path, capsys) -> None:
+    """Perplexities that overflow are null in results.json; the other rows are compared."""
+    files = [tmp_path / "tokens-diverged.yaml", tmp_path / "tokens.yaml"]
+    for file in files:
+        file.write_text("model: {}\n")
+    words = [*words[:4], "--variants", *map(str, files), "--seeds", "0", "1"]
+    assert compare.main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2] == "| tokens-diverged | 10 | 2 | – | – |"
+    assert lines[3] == "| tokens | 10 | 2 | 31.00 ± 1.41 | 31.00 ± 1.41 |"
+    (tmp_path / "out" / "comparison.png").unlink()
+    assert compare.main([*words[:5], str(files[0]), *words[7:]]) == 0
+    assert "| tokens-diverged | 10 | 2 | – | – |" in capsys.readouterr().out
+    assert not (tmp_path / "out" / "comparison.png").exists()

@@ -184,11 +184,7 @@ class HubImages(LabeledImages):
     def __init__(
         self, source: str, size: int | None = None, classes: Sequence[str] | None = None
     ) -> None:
-        load = dataset_loader()
-        if load is None:
-            raise ModuleNotFoundError(
-                f"{source}: needs the package datasets; got none; run: pip install molflt[hub]"
-            )
+        load = dataset_loader(source)
         name, _, split = source.removeprefix("hf:").partition(":")
         self.path = Path(source)
         self.rows: Any = load(name, split=split or "train")

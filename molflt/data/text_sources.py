@@ -91,11 +91,7 @@ def _rows(source: str, use: str) -> Iterator[bytes]:
     name, _, which = source.removeprefix(HF).partition(":")
     split, _, column = which.partition(".")
     split, column = split or SPLITS[use], column or "text"
-    load = dataset_loader()
-    if load is None:
-        raise ValueError(
-            f"{source}: needs Hugging Face datasets; pip install molflt[hub], or give files"
-        )
+    load = dataset_loader(source)
     parts = name.split("/")
     # OWNER/NAME is how data sets are called today; NAME/CONFIG is tried where there is none.
     tries: dict[int, list[tuple[str, ...]]] = {

@@ -290,7 +290,7 @@ def test_hugging_face_names(tmp_path, monkeypatch):
         read("hf:a/b/c/d")
     for missing in (None, types.ModuleType("datasets")):  # not there, or a folder of that name
         monkeypatch.setitem(sys.modules, "datasets", missing)
-        with pytest.raises(ValueError, match="hf:wiki: needs Hugging Face datasets"):
+        with pytest.raises(ModuleNotFoundError, match="hf:wiki: needs the package datasets"):
             read("hf:wiki")
 
 
