@@ -176,10 +176,9 @@ def spread(values: list[float]) -> float | None:
     return statistics.stdev(values) if len(values) > 1 else None
 
 
-def table(summary: dict, rows: list[dict]) -> str:
+def table(summary: dict, rows: list[dict], measure: str) -> str:
     """Markdown: the measure of each split, EwT of val_id, and the ratio that FLT is judged by."""
     splits = list(dict.fromkeys(row["split"] for row in rows))
-    measure = next(name for name in MEASURES if name in rows[0])
     label, digits = MEASURES[measure]
     energies = measure == "energy_mae"
     head = ["variant", "parameters", "seeds", *(f"{split} {label}" for split in splits)]
@@ -189,7 +188,7 @@ def table(summary: dict, rows: list[dict]) -> str:
         found = entry["splits"]
         cells = [number(found[split].get(measure), digits) for split in splits]
         if energies:
-            cells.append(number(found["val_id"].get("energy_within_threshold"), 1, scale=100))
+            cells.append(number(found["val_id"]["energy_within_threshold"], 1, scale=100))
         lines.append([variant, f"{entry['parameters']:,}", str(len(entry["seeds"])), *cells])
     if energies:
         baseline = {row["split"]: f"{row['baseline_mae']:.4f}" for row in rows}
@@ -203,11 +202,10 @@ def table(summary: dict, rows: list[dict]) -> str:
     return text
 
 
-def draw(summary: dict, png: Path) -> None:
+def draw(summary: dict, measure: str, png: Path) -> None:
     """Mean and spread of each variant that has them on the first split, best on top."""
     split = next(iter(next(iter(summary.values()))["splits"]))
     found = {name: entry["splits"][split] for name, entry in summary.items()}
-    measure = next((name for name in MEASURES if any(name in part for part in found.values())), "")
     values = {name: part[measure] for name, part in found.items() if measure in part}
     if not values:
         return
@@ -237,9 +235,10 @@ def write(out: Path, variants: list[str], seeds: list[int]) -> None:
     if not rows:
         return
     summary = summarize(rows, out)
-    text = table(summary, rows)
+    measure = next(name for name in MEASURES if name in rows[0])
+    text = table(summary, rows, measure)
     (out / "comparison.md").write_text(text)
-    draw(summary, out / "comparison.png")
+    draw(summary, measure, out / "comparison.png")
     (out / "comparison.json").write_text(json.dumps(summary, indent=2) + "\n")
     with open(out / "comparison.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
@@ -280,7 +279,9 @@ def main(words: list[str] | None = None) -> int:
         for run, job in jobs.items():
             prepare(run, job)
     except (ValueError, OSError) as error:
-        print(f"compare.py: error: {error}", file=sys.stderr)
+        missing = isinstance(error, OSError) and error.filename
+        text = f"{error.filename}: {error.strerror}" if missing else error
+        print(f"compare.py: error: {text}", file=sys.stderr)
         return 2
     failed = False
     with ThreadPoolExecutor(options.jobs) as pool:
