@@ -1,17 +1,23 @@
 # make demo    fresh machine: environment, train on the shipped sample, evaluate four splits -> runs/demo
 # make test    fresh machine: environment, all tests
+# make bench NAME=decoding    a benchmark: docs/results/decoding.csv and .png, and its block of docs/results.md
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 RUN    ?= runs/demo
+QUICK  := tests/test_architecture.py tests/attention/test_nothing_in_silence.py \
+          tests/attention/test_encodings.py tests/attention/test_stack.py tests/graph/test_extensions.py \
+          tests/graph/test_near_exact.py tests/sequence/test_generation.py tests/data/test_records.py
 SPLITS := val_id val_ood_ads val_ood_cat val_ood_both
 
 .DEFAULT_GOAL := help
-.PHONY: help env check demo test lint types format clean
+.PHONY: help env check demo bench test quick lint types format clean
 
 help:
 	@echo "make demo    train on the shipped sample and evaluate the four splits, into $(RUN)"
+	@echo "make bench   what can be measured; NAME=decoding measures it, ARGS has further options"
 	@echo "make test    all tests"
+	@echo "make quick   a part of them, in a minute"
 	@echo "make lint    ruff check and format --check"
 	@echo "make types   mypy"
 	@echo "make check   whether the installed packages fit together"
@@ -47,8 +53,15 @@ demo: $(VENV)/.molflt
 	    $(BIN)/molflt train --config configs/demo.yaml --run $(RUN); fi
 	$(BIN)/molflt evaluate $(RUN) --splits $(SPLITS)
 
+# Without NAME, a line for each benchmark. ARGS="--out runs/bench" leaves the documentation as it is.
+bench: $(VENV)/.molflt-dev
+	@OMP_NUM_THREADS=1 $(BIN)/python scripts/run.py $(NAME) $(ARGS)
+
 test: $(VENV)/.molflt-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+quick: $(VENV)/.molflt-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(QUICK)
 
 lint: $(VENV)/.molflt-dev
 	$(BIN)/ruff check .

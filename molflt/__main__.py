@@ -1,5 +1,8 @@
 """``python -m molflt`` is the ``molflt`` command."""
 
-from molflt.cli import entry
+import sys
 
-entry()
+from molflt.commands.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

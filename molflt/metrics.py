@@ -1,4 +1,4 @@
-"""OC20's energy metrics and the locality of attention, in float64 and without torch.
+"""What a metric is called and how it reads; the locality of attention, in float64, without torch.
 
 Energies: Chanussot et al., OC20 (arXiv:2010.09990), section 4.1, and the leaderboard's code.
 Locality: FLT (arXiv:2302.01925), section 4.1 and appendix C.2.
@@ -6,83 +6,37 @@ Locality: FLT (arXiv:2302.01925), section 4.1 and appendix C.2.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = [
-    "EWT_THRESHOLD",
-    "Locality",
-    "energy_mae",
-    "energy_mse",
-    "energy_within_threshold",
-    "locality",
-]
+__all__ = ["EWT_THRESHOLD", "Metric", "locality"]
 
 EWT_THRESHOLD = 0.02
 """Energies closer than this to their label count as right, eV."""
 
-ROW_TOLERANCE = 1e-2  # of sums of weights that were rounded to half precision
+_ROW_TOLERANCE = 1e-2  # of sums of weights that were rounded to half precision
 
 
-def energy_mae(energy: ArrayLike, target: ArrayLike) -> float:
-    """Mean absolute error.
+class Metric(NamedTuple):
+    """How a metric reads in pictures; its name is that of the files, and ends in its unit."""
 
-    Args:
-        energy: predicted energies, eV, of any shape.
-        target: labels, eV, of the same shape.
+    label: str
+    unit: str = ""
+    scale: Literal["linear", "log"] = "linear"
+    digits: int = 3
+    """behind the point"""
+    largest_is_best: bool = False
+    measured_in: tuple[str, ...] = ("train", "val")
 
-    Returns:
-        Mean of |energy - target|, eV.
-
-    Raises:
-        ValueError: if the shapes differ, a number is not finite, or there is none.
-    """
-    return float(np.abs(_error(energy, target)).mean())
-
-
-def energy_mse(energy: ArrayLike, target: ArrayLike) -> float:
-    """Mean squared error; arguments and errors as in :func:`energy_mae`.
-
-    Returns:
-        Mean of (energy - target)^2, eV^2.
-    """
-    return float(np.square(_error(energy, target)).mean())
+    @property
+    def axis(self) -> str:
+        """Label and unit."""
+        return f"{self.label} / {self.unit}" if self.unit else self.label
 
 
-def energy_within_threshold(energy: ArrayLike, target: ArrayLike) -> float:
-    """EwT: share of energies that are right; arguments and errors as in :func:`energy_mae`.
-
-    Returns:
-        Share, 0 to 1, of systems with |energy - target| strictly below 0.02 eV.
-    """
-    return float((np.abs(_error(energy, target)) < EWT_THRESHOLD).mean())
-
-
-def _error(energy: ArrayLike, target: ArrayLike) -> NDArray[np.float64]:
-    """energy - target in float64, eV, after the checks that broadcasting would let slip."""
-    predicted = np.asarray(energy, dtype=np.float64)
-    wanted = np.asarray(target, dtype=np.float64)
-    if predicted.shape != wanted.shape:
-        # (N, 1) against (N,) would broadcast to (N, N) and give a number that means nothing
-        raise ValueError(
-            f"energy and target must have the same shape; got {predicted.shape} and "
-            f"{wanted.shape}; flatten both to (systems,)"
-        )
-    if predicted.size == 0:
-        raise ValueError("energy and target must hold at least one system; got none")
-    for name, values in (("energy", predicted), ("target", wanted)):
-        bad = np.flatnonzero(~np.isfinite(values))
-        if len(bad):
-            raise ValueError(
-                f"{name} must be finite, in eV; got {values.flat[bad[0]]} at index {bad[0]} "
-                f"({len(bad)} of {values.size} in all); leave such systems out"
-            )
-    return predicted - wanted
-
-
-class Locality(NamedTuple):
+class _Locality(NamedTuple):
     """How much attention goes to near and to far tokens, (...) as in `locality`."""
 
     nearest: NDArray[np.float64]
@@ -93,7 +47,7 @@ class Locality(NamedTuple):
 
 def locality(
     weights: ArrayLike, distances: ArrayLike, fraction: float = 0.1, causal: bool = False
-) -> Locality:
+) -> _Locality:
     """Attention probability on the nearest and on the most distant tokens of each query.
 
     FLT (arXiv:2302.01925), appendix C.2, has 0.279 and 0.068 for 10 % of the tokens, averaged over
@@ -129,7 +83,7 @@ def locality(
         distance[..., future] = np.inf
     _check_rows(probability, distance)
     shares = _shares(distance, fraction)
-    return Locality(*((probability * share).sum(axis=-1).mean(axis=-1) for share in shares))
+    return _Locality(*((probability * share).sum(axis=-1).mean(axis=-1) for share in shares))
 
 
 def _shares(distance: NDArray[np.float64], fraction: float) -> list[NDArray[np.float64]]:
@@ -178,14 +132,14 @@ def _check_rows(probability: NDArray[np.float64], distance: NDArray[np.float64])
         row = np.argwhere(~seen.any(axis=-1))[0][-1]
         raise ValueError(f"each query must see at least one key; query {row} sees none; cut it off")
     sums = probability.sum(axis=-1)
-    off = np.argwhere(~(np.abs(sums - 1) <= ROW_TOLERANCE))  # also of nan
+    off = np.argwhere(~(np.abs(sums - 1) <= _ROW_TOLERANCE))  # also of nan
     if len(off):
         raise ValueError(
             f"weights of each query must sum to 1; got {sums[tuple(off[0])]} for query "
             f"{off[0][-1]} ({len(off)} of {sums.size} in all); divide by the sums"
         )
     hidden = np.abs(np.where(seen, 0.0, probability)).max()
-    if hidden > ROW_TOLERANCE:
+    if hidden > _ROW_TOLERANCE:
         raise ValueError(
             f"weights must be 0 on keys that a query cannot see; got {hidden}; correct causal or "
             "the infinite distances"

@@ -5,7 +5,9 @@ Every check takes a callable and data, works in float64 unless it says otherwise
 """
 
 import copy
+import inspect
 import io
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,13 +17,28 @@ from torch import Tensor, nn
 
 from molflt.attention import (
     FEATURE_MAPS,
-    Attention,
-    Block,
+    MIXINGS,
+    NODES,
+    POSITIONS,
+    SPECTRA,
     Features,
     Position,
+    Spectrum,
     Stack,
     make_position,
 )
+from molflt.attention.encodings import Bias, Kernel, Toeplitz
+from molflt.attention.nodes.base import hermitian
+from molflt.attention.positions import SpectralPosition
+from molflt.attention.spectra import Gaussian, ShiftInvariant
+
+
+def with_features(count: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Options of attention with a number of features, where its map has any."""
+    phi = FEATURE_MAPS[options.get("feature_map") or "positive"]
+    sized = (phi.random or phi.learned) and options.get("mixing") != "softmax"
+    return {**({"num_features": count} if sized else {}), **options}
+
 
 EXACT = {"rtol": 0.0, "atol": 1e-10}
 SIZES = (7, 1, 12, 0, 5)  # tokens of the sequences in one batch: ragged, one token, none
@@ -54,53 +71,93 @@ def cells(size: int, generator: torch.Generator | None = None) -> Tensor:
 
 
 class Case(NamedTuple):
-    """A positional encoding with options, and the kind of positions that it takes."""
+    """A positional encoding with options."""
 
     name: str
+    """`none` or a key of `POSITIONS`"""
     options: dict[str, Any]
-    positions: Callable[[int, torch.Generator], Tensor]
-    relative: bool = True
-    """whether softmax outputs depend on differences of positions alone"""
+    core: bool = True
+    """whether it meets every feature map, not two of them"""
 
     def build(self) -> Position | None:
         """The encoding for `HEADS` heads of `HEAD_DIM`; None for no encoding."""
-        return make_position(self.name, HEADS, HEAD_DIM, **self.options)
+        try:
+            return make_position(self.name, HEADS, HEAD_DIM, **self.options)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"position {self.name!r} cannot be built from {self.options}: {error}; add its "
+                "options to OPTIONS or SPECTRUM_OPTIONS of tests/contract.py"
+            ) from error
+
+    def positions(self, size: int, generator: torch.Generator) -> Tensor:
+        """What it takes: points in space, a line or the cells of a grid."""
+        position = self.build()
+        kinds = {1: line, 2: cells, 3: cloud}
+        return kinds[3 if position is None else position.dim](size, generator)
+
+    @property
+    def in_space(self) -> bool:
+        """Whether positions are points in space, in no order."""
+        position = self.build()
+        return position is None or position.dim == 3
+
+    @property
+    def mixings(self) -> tuple[str, ...]:
+        """Those that claim to work with it."""
+        position = self.build()
+        return MIXINGS if position is None else position.mixings
 
 
-def _spectral(positions: Callable, dim: int, spectrum: str, **options: Any) -> Case:
-    return Case(
-        "spectral", {"dim": dim, "spectrum": spectrum, "num_nodes": 5, **options}, positions
-    )
-
-
-CASES: dict[str, Case] = {
-    "none": Case("none", {}, cloud),
-    "gaussian_basis": _spectral(cloud, 3, "gaussian_basis", num_gaussians=6),
-    "gaussian_mixture": _spectral(line, 1, "gaussian_mixture", num_gaussians=6),
-    "asymmetric": _spectral(cells, 2, "gaussian_mixture", num_gaussians=6, asymmetric=True),
-    "gaussian": _spectral(cloud, 3, "gaussian"),
-    "laplace": _spectral(cells, 2, "laplace"),
-    "matern": _spectral(cloud, 3, "matern"),
-    "local": _spectral(line, 1, "local"),
-    "smooth_local": _spectral(cells, 2, "smooth_local"),
-    "kernel": Case(
-        "kernel",
-        {"dim": 3, "num_nodes": 5, "num_gaussians": 6, "background": 9.0},
-        cloud,
-    ),
-    "toeplitz": Case("toeplitz", {"max_tokens": LONGEST}, line),
-    "toeplitz_2d": Case("toeplitz", {"shape": GRID}, cells),
-    "bucketed": Case("bucketed", {}, line),
-    "low_rank": Case("low_rank", {"max_tokens": LONGEST, "rank": 4}, line),
-    "gaussian_bias": Case("gaussian_bias", {"num_gaussians": 6}, cloud),
-    "rotary": Case("rotary", {"dim": 1}, line),
-    "rotary_3d": Case("rotary", {"dim": 3}, cloud),
-    "cosine": Case("cosine", {"max_tokens": 2 * LONGEST}, line),
-    "sine_spe": Case("sine_spe", {"num_realizations": 12}, line, relative=False),
-    "conv_spe": Case(
-        "conv_spe", {"num_realizations": 12, "max_tokens": LONGEST}, line, relative=False
-    ),
+# Sizes that suit small sequences. What has no line here is tried with its own defaults.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "toeplitz": {"max_tokens": LONGEST},
+    "low_rank": {"max_tokens": LONGEST, "rank": 4},
+    "gaussian_bias": {"num_gaussians": 6},
+    "cosine": {"max_tokens": 2 * LONGEST},
+    "sine_spe": {"num_realizations": 12, "num_sines": 2},
+    "conv_spe": {"num_realizations": 12, "max_tokens": LONGEST},
+    "multiplicative": {"background": 9.0},
 }
+SHELLS = {"node_diameter": 8.0, "node_max_frequency": 0.2, "node_num_shells": 2}
+SPECTRUM_OPTIONS: dict[str, dict[str, Any]] = {
+    "gaussian_basis": {"num_gaussians": 6, "num_nodes": 5},
+    "gaussian_mixture": {"num_gaussians": 6, "num_nodes": 5, "dim": 1},
+    "laplace": {"num_nodes": 5, "dim": 2},
+    "local": {"num_nodes": 5, "dim": 1},
+    "smooth_local": {"num_nodes": 5, "dim": 2},
+    "shell_weights": SHELLS,
+}
+VARIANTS = {
+    "asymmetric": Case(
+        "spectral", {"spectrum": "gaussian_mixture", "dim": 2, "asymmetric": True}, core=False
+    ),
+    "toeplitz_fft": Case("toeplitz", {"max_tokens": LONGEST, "method": "fft"}, core=False),
+    "toeplitz_2d": Case("toeplitz", {"shape": GRID}, core=False),
+    "rotary_3d": Case("rotary", {"dim": 3}, core=False),
+}
+
+
+def has_spectrum(position: str) -> bool:
+    """Whether an encoding is built from one of `SPECTRA`."""
+    return "spectrum" in inspect.signature(POSITIONS[position]).parameters
+
+
+def cases() -> dict[str, Case]:
+    """One for each entry of `POSITIONS`, with each of `SPECTRA` where it has one, and variants."""
+    found = {"none": Case("none", {})}
+    for name in POSITIONS:
+        own = OPTIONS.get(name, {})
+        if not has_spectrum(name):
+            found[name] = Case(name, own)
+            continue
+        for i, spectrum in enumerate(SPECTRA):
+            options = {"spectrum": spectrum, **SPECTRUM_OPTIONS.get(spectrum, {}), **own}
+            key = spectrum if name == "spectral" else f"{name}-{spectrum}"
+            found[key] = Case(name, options, core=i == 0)
+    return {**found, **VARIANTS}
+
+
+CASES = cases()
 
 
 class Combination(NamedTuple):
@@ -119,63 +176,50 @@ class Combination(NamedTuple):
 def combinations() -> list[Combination]:
     """Feature map x position x mixing, as far as they differ; softmax has no feature map.
 
-    The quadratic form is compared with the linear one in `check_oracle`, for each of them.
+    Spectra differ behind the feature map, so that two maps with each of them are enough. The
+    quadratic form is compared with the linear one in `check_oracle`, for each of them.
     """
     found = []
     for name, case in CASES.items():
         position = case.build()
-        mixings = ("linear", "softmax") if position is None else position.mixings
+        maps = list(FEATURE_MAPS) if case.core else ["positive", "elu"]
         for causal in (False, True):
-            if "linear" in mixings:
-                found += [Combination(phi, name, "linear", causal) for phi in FEATURE_MAPS]
-            if "softmax" in mixings and (position is None or position.causal or not causal):
+            if "linear" in case.mixings:
+                found += [Combination(phi, name, "linear", causal) for phi in maps]
+            if "softmax" in case.mixings and (position is None or position.causal or not causal):
                 found.append(Combination("positive", name, "softmax", causal))
     return found
 
 
 def make_stack(
-    combination: Combination,
-    *,
-    normalize_qk: bool = False,
-    refinements: int = 2,
-    seed: int = 0,
-    **options: Any,
+    combination: Combination, *, refinements: int = 1, seed: int = 0, **options: Any
 ) -> Stack:
     """A small float64 stack with weights large enough that attention is far from uniform.
 
-    Signed features divide by nothing, because their normalizers come near 0 and would amplify
-    rounding without bound.
+    Where products of features can be negative, nothing is divided by their sums, which come near 0
+    and would amplify rounding without bound.
     """
     torch.manual_seed(seed)
     phi, case, mixing, causal = combination
-    position = CASES[case].build()
-    signed = mixing != "softmax" and FEATURE_MAPS[phi].signed
-    options = {"normalize": "none" if signed else "masked", **options}
-    blocks = [
-        Block(
-            Attention(
-                DIM,
-                HEADS,
-                mixing=mixing,
-                causal=causal,
-                feature_map=phi,
-                num_features=24,
-                position=position,
-                normalize_qk=normalize_qk,
-                **options,
-            ),
-            ffn_dim=24,
-        )
-        for _ in range(2)
-    ]
-    stack = Stack(blocks, position, refinements)
+    divides = mixing == "softmax" or FEATURE_MAPS[phi].positive_kernel
+    if mixing != "softmax":
+        options = {"feature_map": phi, "normalize": "masked" if divides else "none", **options}
+        if FEATURE_MAPS[phi].random or FEATURE_MAPS[phi].learned:
+            options.setdefault("num_features", 24)
+    options.update(mixing=mixing, causal=causal, position=CASES[case].build())
+    stack = Stack(DIM, HEADS, 2, ffn_dim=24, refinements=refinements, **options)
     with torch.no_grad():
         for name, parameter in stack.named_parameters():
             if "amplitude" in name or name.endswith("position.table"):
                 parameter.normal_(std=0.7)
             elif "blocks" in name and parameter.ndim == 2 and "weight" in name:
-                parameter.normal_(std=0.2 if signed else 0.35)
+                parameter.normal_(std=0.35 if divides else 0.2)
     return stack.double().eval()
+
+
+def refine(stack: Stack, x: Tensor, r: Tensor, **others: Any) -> Tensor:
+    """The stack's outputs; positions are for the encoding, if there is one."""
+    return stack(x, None if stack.position is None else r, **others)
 
 
 Item = tuple[Tensor, Tensor]
@@ -198,7 +242,7 @@ def pad(items: list[Item], length: int, case: str = "none", fill: float = 0.0) -
     """
     generator = torch.Generator().manual_seed(3)
     r = CASES[case].positions(length, generator).expand(len(items), -1, -1).clone()
-    if CASES[case].positions is cloud:
+    if CASES[case].in_space:
         r.fill_(fill)
     x = torch.full((len(items), length, DIM), fill, dtype=items[0][0].dtype)
     r = r.to(items[0][1].dtype)
@@ -214,7 +258,7 @@ def run(
 ) -> list[Tensor]:
     """Outputs of the real tokens of each sequence in a batch padded to `length`."""
     x, r, mask = pad(items, length, case, fill)
-    out = stack(x, r, key_mask=mask)
+    out = refine(stack, x, r, key_mask=mask)
     return [out[i, : len(tokens)] for i, (tokens, _) in enumerate(items)]
 
 
@@ -223,11 +267,10 @@ def check_batching(combination: Combination) -> None:
     stack, case = make_stack(combination), combination.case
     items = ragged(case)
     together = run(stack, items, max(SIZES), case)
-    padded = run(stack, items, max(SIZES) + 9, case, fill=3.7)
-    backwards = run(stack, items[::-1], max(SIZES), case)[::-1]
+    padded = run(stack, items[::-1], max(SIZES) + 9, case, fill=3.7)[::-1]
     for i, item in enumerate(items):
         alone = run(stack, [item], len(item[0]), case)[0]
-        for other in (together[i], padded[i], backwards[i]):
+        for other in (together[i], padded[i]):
             assert torch.isfinite(other).all()
             torch.testing.assert_close(other, alone, **EXACT)
 
@@ -238,7 +281,7 @@ def check_isolation(combination: Combination) -> None:
     x, r, mask = pad(ragged(case), max(SIZES), case)
     x.requires_grad_()
     r.requires_grad_()
-    out = stack(x, r, key_mask=mask)
+    out = refine(stack, x, r, key_mask=mask)
     for i in (0, 2):
         # 0 * r.sum(): positions are not in the graph of a stack without encoding.
         loss = out[i][mask[i]].square().sum() + 0 * r.sum()
@@ -247,17 +290,19 @@ def check_isolation(combination: Combination) -> None:
             assert (others == 0).all(), f"gradient across sequences: {others.abs().max():.2e}"
             assert (grad[i][~mask[i]] == 0).all(), "gradient into padding"
             assert torch.isfinite(grad).all()
+    nobody = torch.autograd.grad(out[3].square().sum(), x)[0]  # a sequence without a token
+    assert torch.isfinite(nobody).all() and (nobody[:3] == 0).all() and (nobody[4] == 0).all()
 
 
-def check_oracle(combination: Combination) -> None:
+def check_oracle(combination: Combination, **options: Any) -> None:
     """Linear equals its quadratic form: outputs, and gradients of all parameters and of tokens."""
     case, other = combination.case, combination._replace(mixing="quadratic")
     x, r, mask = pad(ragged(case), max(SIZES), case)
     found = []
     for each in (combination, other):
-        stack = make_stack(each, refinements=1)
+        stack = make_stack(each, **options)
         tokens = x.clone().requires_grad_()
-        out = stack(tokens, r, key_mask=mask)[mask]
+        out = refine(stack, tokens, r, key_mask=mask)[mask]
         parameters = [p for p in stack.parameters() if p.requires_grad]
         loss = (out * out.detach().cos()).sum()
         grads = torch.autograd.grad(loss, [tokens, *parameters], allow_unused=True)
@@ -272,8 +317,8 @@ def check_permutation(combination: Combination) -> None:
     stack, case = make_stack(combination), combination.case
     x, r = ragged(case)[2]
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
-    straight = stack(x[None], r[None])[0]
-    permuted = stack(x[order][None], r[order][None])[0]
+    straight = refine(stack, x[None], r[None])[0]
+    permuted = refine(stack, x[order][None], r[order][None])[0]
     torch.testing.assert_close(permuted, straight[order], **EXACT)
 
 
@@ -282,22 +327,23 @@ def check_key_copies(combination: Combination) -> None:
 
     Every key twice at the same place leaves each normalized sum as it was.
     """
-    stack, case = make_stack(combination, normalize="masked"), combination.case
+    stack, case = make_stack(combination), combination.case
     x, r = ragged(case)[2]
     index = torch.arange(len(x)).repeat(2)[None]
-    twice = stack(x[None], r[None], r.repeat(2, 1)[None], None, index)
-    torch.testing.assert_close(twice, stack(x[None], r[None]), **EXACT)
+    keys = None if stack.position is None else r.repeat(2, 1)[None]
+    twice = refine(stack, x[None], r[None], key_positions=keys, key_index=index)
+    torch.testing.assert_close(twice, refine(stack, x[None], r[None]), **EXACT)
 
 
 def check_cross(combination: Combination) -> None:
     """Queries may be fewer than keys: the first ones attend as they do among all."""
-    stack, case = make_stack(combination, refinements=1), combination.case
+    stack, case = make_stack(combination), combination.case
     x, r = ragged(case)[2]
     attention, position, few = stack.blocks[0].attention, stack.position, 5
 
     def attend(n: int) -> Tensor:
         encoding = position(combination.mixing, r[None, :n], r[None]) if position else None
-        return attention(x[None, :n], encoding, context=x[None])
+        return attention(x[None, :n], encoding=encoding, context=x[None])
 
     torch.testing.assert_close(attend(few), attend(len(x))[:, :few], **EXACT)
 
@@ -307,8 +353,8 @@ def check_translation(combination: Combination) -> None:
     stack, case = make_stack(combination), combination.case
     x, r = ragged(case)[2]
     shifted = r + torch.arange(3, 3 + r.shape[-1])
-    straight = stack(x[None], r[None])
-    torch.testing.assert_close(stack(x[None], shifted[None]), straight, **EXACT)
+    straight = refine(stack, x[None], r[None])
+    torch.testing.assert_close(refine(stack, x[None], shifted[None]), straight, **EXACT)
 
 
 def check_causality(combination: Combination) -> None:
@@ -316,26 +362,28 @@ def check_causality(combination: Combination) -> None:
     stack, case = make_stack(combination), combination.case
     x, r = ragged(case)[2]
     cut = 7
-    straight = stack(x[None], r[None])[0, :cut]
-    truncated = stack(x[None, :cut], r[None, :cut])[0]
+    straight = refine(stack, x[None], r[None])[0, :cut]
+    truncated = refine(stack, x[None, :cut], r[None, :cut])[0]
     torch.testing.assert_close(truncated, straight, **EXACT)
     for factor in (-3.0, 40.0):
         other = torch.cat((x[:cut], factor * x[cut:].flip(0)))
-        torch.testing.assert_close(stack(other[None], r[None])[0, :cut], straight, **EXACT)
+        later = refine(stack, other[None], r[None])[0, :cut]
+        torch.testing.assert_close(later, straight, **EXACT)
 
 
-def check_decoding(combination: Combination) -> None:
+def check_decoding(combination: Combination, **options: Any) -> None:
     """Prompt and steps give what the whole sequence gives, from a state that does not grow."""
-    stack, case = make_stack(combination), combination.case
+    stack, case = make_stack(combination, refinements=2, **options), combination.case
     x, r = ragged(case)[2]
     x, r = x[None], r[None]
-    expected = stack(x, r)
-    out, state = stack.decode(x[:, :5], r[:, :5])
-    outs, sizes = [out], set()
-    for t in range(5, x.shape[1]):
-        out, state = stack.decode(x[:, t : t + 1], r[:, t : t + 1], state)
+    state, outs, sizes = None, [], set()
+    for part in (slice(0, 5), *(slice(t, t + 1) for t in range(5, x.shape[1]))):
+        places = None if stack.position is None else r[:, part]
+        out, state = stack.decode(x[:, part], places, state)
         outs.append(out)
-        sizes.add(sum(part.numel() for block in state.blocks for part in _tensors(block)))
+        if part.start >= 5:
+            sizes.add(sum(y.numel() for block in state.blocks for y in _tensors(block)))
+    expected = refine(stack, x, r)
     torch.testing.assert_close(torch.cat(outs, dim=1), expected, **EXACT)
     assert len(sizes) == 1 or combination.mixing == "softmax"
 
@@ -373,13 +421,145 @@ def check_save_load(module: nn.Module, twin: nn.Module, call: Callable[[nn.Modul
     torch.testing.assert_close(call(twin), call(module), rtol=0.0, atol=0.0)
 
 
-def check_compile(stack: Stack, case: str) -> None:
+def check_compile(stack: Stack, case: str, backend: str = "aot_eager") -> None:
     """torch.compile gives the same numbers, outputs and gradients, without a graph break."""
     x, r, mask = pad(ragged(case), max(SIZES), case)
     found = []
-    for module in (stack, torch.compile(stack, fullgraph=True)):
+    for module in (stack, torch.compile(stack, fullgraph=True, backend=backend)):
         tokens = x.clone().requires_grad_()
         out = module(tokens, r, key_mask=mask)[mask]
         found.append((out, torch.autograd.grad(out.square().sum(), tokens)[0]))
     for compiled, eager in zip(*found[::-1], strict=True):
         torch.testing.assert_close(compiled, eager, **EXACT)
+
+
+def suite(combination: Combination) -> list[Callable[[Combination], None]]:
+    """The checks that apply to a mechanism, but for its precision and its files."""
+    phi, name, mixing, causal = combination
+    position = CASES[name].build()
+    checks = [check_batching, check_isolation]
+    if mixing == "linear":
+        checks.append(check_oracle)
+    if position is not None:
+        r = CASES[name].positions(3, torch.Generator())[None]
+        of_differences = isinstance(position.double()(mixing, r, r), Bias | Kernel | Toeplitz)
+        if of_differences or (mixing == "softmax" and not position.redraws):
+            checks.append(check_translation)
+    if causal:
+        checks.append(check_causality)
+        if position is None or position.decodes:
+            checks.append(check_decoding)
+    else:
+        checks.append(check_cross)
+    if not causal and (position is None or not position.grid):
+        checks.append(check_permutation)
+        # Copies double sums that are not divided.
+        if mixing == "softmax" or FEATURE_MAPS[phi].positive_kernel:
+            checks.append(check_key_copies)
+    return checks
+
+
+# --- spectra and nodes ----------------------------------------------------------------------------
+
+NODE_OPTIONS: dict[str, dict[str, Any]] = {"shells": {"diameter": 8.0, "max_frequency": 0.9}}
+
+
+def normal_points(count: int, dim: int, seed: int = 0) -> Tensor:
+    """Scrambled Sobol points of the standard normal distribution: (count, dim)."""
+    points = torch.quasirandom.SobolEngine(dim, scramble=True, seed=seed)
+    return torch.special.ndtri(points.draw(count, dtype=torch.float64).clamp(1e-12, 1 - 1e-12))
+
+
+def frequency_rule(dim: int, radii: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Frequencies (n, l) and weights (n,): the integral of what falls off below 5 cycles.
+
+    Quasi-Monte Carlo from Gaussians of 8 widths, with the density of their mixture. With `radii`
+    the sum over shells of the mean over directions, the measure of a spectrum that lives there.
+    """
+    if radii is not None:
+        unit = torch.nn.functional.normalize(normal_points(2**11, dim), dim=-1)
+        return (radii[:, None, None] * unit).flatten(0, 1), torch.full((len(radii) << 11,), 2**-11)
+    scales = 0.02 * 2.0 ** torch.arange(8, dtype=torch.float64)
+    parts = [scale * normal_points(2**12, dim, i) for i, scale in enumerate(scales.tolist())]
+    xi = torch.cat(parts)
+    log_densities = -0.5 * (xi.norm(dim=-1)[:, None] / scales) ** 2 - dim * scales.log()
+    density = log_densities.exp().mean(dim=-1) * (2 * math.pi) ** (-dim / 2)
+    return xi, 1 / (density * len(xi))
+
+
+def check_fourier_pair(spectrum: Spectrum) -> None:
+    """integral f psi = integral g psi^ for Gaussians psi of two widths around several centres.
+
+    It holds however slowly g and f fall off and wherever they jump. Both sides are quasi-Monte
+    Carlo; of the largest value of the mask they err by 1e-4 on the line, by 5e-3 for boxes in two
+    dimensions and by 2e-3 elsewhere.
+    """
+    spectrum, dim = copy.deepcopy(spectrum).double(), spectrum.dim
+    radii = None if spectrum.radii is None else spectrum.radii.double()
+    xi, weights = frequency_rule(dim, radii)
+    normal = normal_points(2**14, dim, seed=9)
+    centres = torch.randn(3, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    centres[0] = 0.0
+    with torch.no_grad():
+        g = hermitian(spectrum, xi[None])
+        for width in (0.4, 1.5):
+            envelope = weights * (-2 * (math.pi * width * xi.norm(dim=-1)) ** 2).exp()
+            for centre in centres:
+                f = spectrum.mask((centre + width * normal)[None])[0]
+                wave = torch.polar(torch.ones(len(xi)).double(), 2 * math.pi * xi @ centre)
+                found, expected = (g * wave).real @ envelope, f.mean(dim=-1)
+                error = ((found - expected).abs() / f.abs().amax(dim=-1)).max()
+                assert error < (3e-4 if dim == 1 else 1e-2), (
+                    f"{type(spectrum).__name__}: mask(z) is not the Fourier transform of "
+                    f"spectrum(xi) in {dim} dimensions; they differ by {error:.2g} of the mask"
+                )
+
+
+def check_draws(kernel: ShiftInvariant) -> None:
+    """Draws follow the density: means of Gaussian waves over them equal their integrals."""
+    kernel, count, dim = copy.deepcopy(kernel).double(), 20_000, kernel.dim
+    draws = kernel.draw(count, torch.Generator().manual_seed(0))
+    assert draws.shape == (kernel.heads, count, dim) and draws.dtype == torch.float64
+    u, weights = frequency_rule(dim)
+    density = weights * kernel.unit_log_density(u).exp()
+    centres = torch.randn(4, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    centres[0] = 0.0
+    for width in (0.1, 0.4, 1.5):
+        for centre in centres:
+
+            def wave(u: Tensor, centre: Tensor = centre, width: float = width) -> Tensor:
+                envelope = (-2 * (math.pi * width * u.norm(dim=-1)) ** 2).exp()
+                return envelope * (2 * math.pi * u @ centre).cos()
+
+            found, expected = wave(draws), density @ wave(u)
+            score = (found.mean(-1) - expected).abs() / (found.std(-1) / math.sqrt(count))
+            assert score.max() < 5, (
+                f"{type(kernel).__name__}: draw(n) does not follow unit_log_density(u) in {dim} "
+                f"dimensions; a mean is {float(score.max()):.1f} standard errors off"
+            )
+
+
+def check_nodes(name: str, dim: int = 3) -> None:
+    """The mask of a Gaussian comes out: without bias over random nodes, else by quadrature.
+
+    And nodes that are drawn weigh 1 / (r p), with the density that they name.
+    """
+    rule = NODES[name]
+    heads, count = (800, 8) if rule.random else (2, None)
+    spectrum = Gaussian(heads, dim, length_range=(1.0, 1.0)).double()
+    torch.nn.init.ones_(spectrum.amplitude)
+    nodes = rule(**rule.sizes(spectrum, count), **NODE_OPTIONS.get(name, {})).double()
+    nodes.redraw_(torch.Generator().manual_seed(0))
+    z = torch.randn(7, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    z[0] = 0.0
+    with torch.no_grad():
+        left, right = SpectralPosition(spectrum, nodes).factors(z[None], 0 * z[None, :1])
+        error = (left @ right.mT)[0, :, :, 0] - spectrum.mask(z[None])[0]
+        if not rule.random:
+            assert error.abs().max() < 2e-3, f"{name}: error {error.abs().max():.2g} of a Gaussian"
+            return
+        xi, weights = nodes()
+        expected = (-nodes.log_density(xi)).exp() / nodes.num_nodes
+    torch.testing.assert_close(weights, expected, rtol=1e-9, atol=0, msg=f"{name}: not 1 / (r p)")
+    score = error.mean(0).abs() / (error.std(0) / math.sqrt(heads) + 1e-12)
+    assert score.max() < 4.5, f"{name}: biased by {float(score.max()):.1f} standard errors"

@@ -1,13 +1,16 @@
 """Small families of spectra, and estimates of their masks, for the tests of spectra and nodes."""
 
+import inspect
 import math
 
 import torch
 from torch import Tensor
 
-from molflt.attention.nodes import Nodes
-from molflt.attention.spectra import SPECTRA, ShiftInvariantKernel, SmoothLocal, Spectrum
+from molflt.attention.nodes.base import Nodes
+from molflt.attention.spectra import SPECTRA
+from molflt.attention.spectra.base import Spectrum
 
+RADII = [0.1, 0.25, 0.4]  # of shells, in cycles per unit of length
 EXACT = {"rtol": 1e-10, "atol": 1e-10}  # float64, algebra alone
 VARIANTS = {
     **{name: {} for name in SPECTRA},
@@ -25,11 +28,9 @@ def make(variant: str, heads: int = 2, dim: int = 3, seed: int = 0, **options) -
     """A float64 family with amplitudes of order one."""
     torch.manual_seed(seed)
     family = SPECTRA[variant.split(",")[0]]
-    if not issubclass(family, ShiftInvariantKernel):
-        parts = "num_boxes" if issubclass(family, SmoothLocal) else "num_gaussians"
-        options.setdefault(parts, 3)
-    options = {"amplitude": 0.5, **VARIANTS[variant], **options}
-    return family(heads, dim=dim, **options).double()
+    small = {"amplitude": 0.5, "num_boxes": 3, "num_gaussians": 3, "radii": torch.tensor(RADII)}
+    known = {key: small[key] for key in small if key in inspect.signature(family).parameters}
+    return family(heads, dim=dim, **{**known, **VARIANTS.get(variant, {}), **options}).double()
 
 
 def randn(*size: int, seed: int = 0) -> Tensor:

@@ -8,9 +8,10 @@ from torch import Tensor
 from molflt.graph import GraphAttention
 
 EXACT = {"rtol": 0.0, "atol": 1e-10}
-CHANNELS, HEADS = 16, 2
-SHELLS = {"node_diameter": 12.0, "node_k_max": 0.2, "node_num_shells": 3}
-NODES = {"gaussian": {}, "sobol": {}, "shells": SHELLS}
+DIM, HEADS = 16, 2
+SHELLS = {"node_diameter": 12.0, "node_max_frequency": 0.2, "node_num_shells": 3}
+NODES = {"gaussian": {"num_nodes": 5}, "sobol": {"num_nodes": 5}, "shells": SHELLS}
+SCHEMES = {"images": {"image_cutoff": 4.0}, "reciprocal": {"max_frequency": 0.2}}
 TRICLINIC = torch.tensor([[7.0, 0.4, 0.1], [-2.0, 6.0, 0.3], [0.5, 1.0, 6.5]])
 # Not periodic along the third axis, which so need not have a vector.
 SLAB = torch.tensor([[6.0, 0.3, 0.2], [1.5, 6.5, -0.4], [0.0, 0.0, 0.0]])
@@ -30,7 +31,7 @@ class Graph(NamedTuple):
 def graph(kind: str, atoms: int, seed: int = 0) -> Graph:
     """Random atoms in a ball of about 6 Å, float64; they need not lie inside of the cell."""
     generator = torch.Generator().manual_seed(100 * atoms + seed)
-    x = torch.randn(atoms, CHANNELS, dtype=torch.float64, generator=generator)
+    x = torch.randn(atoms, DIM, dtype=torch.float64, generator=generator)
     pos = 2.5 * torch.randn(atoms, 3, dtype=torch.float64, generator=generator)
     return Graph(x, pos, CELLS[kind].double(), torch.tensor(PBC[kind]))
 
@@ -63,35 +64,35 @@ def run(layer: GraphAttention, graphs: list[Graph]) -> list[Tensor]:
 class Kind(NamedTuple):
     """One allowed combination."""
 
-    placement: str
+    position: str
     periodic: str
     near: bool
     nodes: str
-    backend: str
+    mixing: str
 
     def __str__(self) -> str:
         return "-".join(str(word) for word in self if word)
 
     def build(self, seed: int = 0, **options) -> GraphAttention:
         """A float64 layer whose mask is far from uniform."""
-        extra = dict(NODES[self.nodes])
+        extra = {"num_gaussians": 6}
         lattice = self.periodic == "reciprocal"
-        if self.placement == "multiplicative" and not lattice:
+        if not lattice and self.mixing != "softmax":
+            extra |= {"nodes": self.nodes, **NODES[self.nodes]}
+        if self.position == "multiplicative" and not lattice:
             extra["background"] = 4.0  # above the ripples: no normalizer near 0
         torch.manual_seed(seed)
         arguments = {
-            "placement": self.placement,
+            "position": self.position,
             "periodic": self.periodic,
             "near_field": 3.0 if self.near else None,
-            "nodes": None if lattice else self.nodes,
-            "backend": self.backend,
-            "num_features": 16,
-            "num_nodes": 5,
-            "image_cutoff": 4.0,
-            "max_frequency": 0.2,
-            "position_options": {"num_gaussians": 6, **({} if lattice else extra)},
+            "mixing": self.mixing,
+            **SCHEMES.get(self.periodic, {}),
+            **({} if self.mixing == "softmax" else {"num_features": 16}),
         }
-        layer = GraphAttention(CHANNELS, HEADS, **{**arguments, **options}).double()
+        options.setdefault("position_options", {})
+        options["position_options"] = {**extra, **options["position_options"]}
+        layer = GraphAttention(DIM, HEADS, **{**arguments, **options}).double()
         with torch.no_grad():
             for name, parameter in layer.named_parameters():
                 if name.endswith(".amplitude"):
@@ -101,15 +102,16 @@ class Kind(NamedTuple):
         return layer
 
 
-def kinds(*backends: str) -> list[Kind]:
+def kinds(*mixings: str) -> list[Kind]:
     """All allowed combinations; reciprocal nodes come from the cells, whatever `nodes` is."""
     found = []
-    for backend in backends:
+    for mixing in mixings:
         for periodic in ("none", "images", "reciprocal"):
-            for nodes in NODES if periodic != "reciprocal" else ["gaussian"]:
-                found.append(Kind("additive", periodic, False, nodes, backend))
+            sampled = periodic != "reciprocal" and mixing != "softmax"
+            for nodes in NODES if sampled else ["gaussian"]:
+                found.append(Kind("spectral", periodic, False, nodes, mixing))
                 for near in (False, True)[: 1 if periodic == "images" else 2]:
-                    found.append(Kind("multiplicative", periodic, near, nodes, backend))
+                    found.append(Kind("multiplicative", periodic, near, nodes, mixing))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -10,13 +11,18 @@ from typing import Any, Literal
 
 import pytest
 from jsonargparse import ArgumentParser
+from tiny_run import error_of
 
-from molflt import __version__, cli
-from molflt.cli import COMMANDS, Command, main
-from molflt.options import options_of, show_flags
+from molflt import __version__
+from molflt.commands import cli
+from molflt.commands.cli import COMMANDS, _Command, main
+from molflt.commands.options import _options_of
+from molflt.training.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
 CALLS: list[dict[str, Any]] = []
+KINDS = {"short": 1, "long": 2}
+KindName = Literal[tuple(KINDS)]  # type: ignore[valid-type]  # choices are the keys of a dictionary
 
 
 def look(
@@ -27,7 +33,7 @@ def look(
     splits: list[str] = ["val_id", "val_ood_ads"],  # noqa: B006
     numbers: list[int] | None = None,
     limit: int | None = None,
-    kind: Literal["short", "long"] = "short",
+    kind: KindName = "short",
 ) -> int | None:
     """Looks at a file.
 
@@ -83,31 +89,21 @@ def build_parser(words: list[str]) -> ArgumentParser:
     return parser
 
 
-def fit(config: Any) -> None:
-    CALLS.append(config.as_dict())
+def fit(**config: Any) -> None:
+    CALLS.append(config)
 
 
 @pytest.fixture(autouse=True)
 def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two commands of known behavior beside the real ones, in a directory of their own."""
-    monkeypatch.setitem(COMMANDS, ("look",), Command(f"{__name__}:look", "look at a file"))
+    monkeypatch.setitem(COMMANDS, ("look",), _Command(f"{__name__}:look", "look at a file"))
     monkeypatch.setitem(
-        COMMANDS, ("fit",), Command(f"{__name__}:fit", "fit", f"{__name__}:build_parser")
+        COMMANDS, ("fit",), _Command(f"{__name__}:fit", "fit", f"{__name__}:build_parser")
     )
     monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
     monkeypatch.delenv("MOLFLT_TRACEBACK", raising=False)
     monkeypatch.chdir(tmp_path)
     CALLS.clear()
-
-
-def error_of(words: list[str], capsys: pytest.CaptureFixture[str], status: int = 2) -> str:
-    """The one line that a failing command prints."""
-    assert main(words) == status
-    captured = capsys.readouterr()
-    lines = captured.err.splitlines()
-    assert len(lines) == 1, captured.err
-    assert lines[0].startswith("molflt: error: ")
-    return lines[0].removeprefix("molflt: error: ")
 
 
 @pytest.mark.parametrize(
@@ -128,7 +124,7 @@ def error_of(words: list[str], capsys: pytest.CaptureFixture[str], status: int =
         (["x", "--splits", "12"], {"splits": ["12"]}),
         (["--splits", "a", "b", "--", "x"], {"splits": ["a", "b"], "path": Path("x")}),
         (["x", "--splits+", "c"], {"splits": ["val_id", "val_ood_ads", "c"]}),
-        (["x", "--numbers", "1", "2"], {"numbers": [1, 2]}),
+        (["x", "--numbers", "1", "-2"], {"numbers": [1, -2]}),
         (["x", "--kind", "long", "--out", "a b"], {"kind": "long", "out": Path("a b")}),
     ],
 )
@@ -147,9 +143,10 @@ def test_words_arrive_as_arguments(words: list[str], expected: dict[str, Any]) -
         (["look", "x", "--lim=3"], ["unknown option --lim"]),
         (["look", "x", "--limit", "many"], ["--limit", "expected int or null", "got 'many'"]),
         (["look", "x", "--kind", "lnog"], ["--kind", "'short', 'long'", "got 'lnog'"]),
+        (["fit", "--model.channels", "4"], ["--model.channels;", "did you mean --model.dim?"]),
         (["look", "x", "--json=perhaps"], ["--json", "expected bool", "'perhaps'"]),
         (["look", "x", "--splits"], ["--splits", "at least one value"]),
-        (["look", "x", "--limit"], ["--limit", "expected one argument"]),
+        (["look", "x", "--limit"], ["--limit", "expected one value"]),
         (["look", "x", "y"], ["unexpected y", "molflt look --help"]),
         (["look"], ["missing path", "molflt look --help"]),
         (["look", "bad"], ["bad: expected this; got that"]),
@@ -161,10 +158,8 @@ def test_words_arrive_as_arguments(words: list[str], expected: dict[str, Any]) -
         (["fit", "--config", "no.yaml"], ["no.yaml", "no such file"]),
     ],
 )
-def test_mistakes_get_one_line(
-    words: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = error_of(words, capsys)
+def test_mistakes_get_one_line(words: list[str], parts: list[str], capsys) -> None:
+    line = error_of(capsys, *words)
     assert all(part in line for part in parts), line
 
 
@@ -176,43 +171,31 @@ def test_mistakes_get_one_line(
         ("sead: 1", ["unknown key 'sead'", "did you mean seed?"]),
         ("model: {heads: many}", ["key model.heads", "expected int", "got 'many'"]),
         ("model: {normalize_qk: 3}", ["key model.normalize_qk", "expected bool", "got '3'"]),
-        ("model:\n  heads: [", ["Problems parsing config", "line "]),
-        ("- 1", ["config"]),
+        ("model:\n  heads: [", ["not a YAML configuration", "line "]),
+        ("- 1", ["expected a configuration", "got [1]"]),
     ],
 )
-def test_mistakes_in_a_config_name_the_file(
-    text: str, parts: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_mistakes_in_a_config_name_the_file(text: str, parts: list[str], capsys, tmp_path) -> None:
     (tmp_path / "c.yaml").write_text(text)
     for words in (["--config", "c.yaml"], ["--config=c.yaml"]):
-        line = error_of(["fit", *words], capsys)
+        line = error_of(capsys, "fit", *words)
         assert all(part in line for part in ["c.yaml", *parts]), line
 
 
-def test_command_line_wins_over_config(tmp_path: Path) -> None:
+def test_command_line_wins_over_config(tmp_path, capsys) -> None:
     (tmp_path / "c.yaml").write_text("seed: 3\nmodel: {heads: 4, rate: 1e-3}")
     words = ["--config", "c.yaml", "--model.heads", "6", "--model.normalize-qk"]
-    assert main(["fit", *words]) == 0
-    expected = {"dim": 8, "heads": 6, "normalize_qk": True, "rate": 1e-3, "betas": (0.9, 0.98)}
-    assert CALLS[0]["seed"] == 3
-    assert CALLS[0]["model"] == expected
-
-
-@pytest.mark.parametrize("words", [["--model.betas", "0.8", "0.9"], ["--model.betas=[0.8, 0.9]"]])
-def test_pairs(words: list[str]) -> None:
-    assert main(["fit", *words]) == 0
-    assert CALLS[0]["model"]["betas"] == (0.8, 0.9)
-
-
-def test_value_error_of_an_option_beside_a_config_is_not_blamed_on_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "c.yaml").write_text("seed: 3")
-    line = error_of(["fit", "--config", "c.yaml", "--model.normalize-qk=3"], capsys)
+    for pair in (["--model.betas", "0.8", "0.9"], ["--model.betas=[0.8, 0.9]"]):
+        assert main(["fit", *words, *pair]) == 0
+        expected = {"dim": 8, "heads": 6, "normalize_qk": True, "rate": 1e-3, "betas": (0.8, 0.9)}
+        assert CALLS[-1]["seed"] == 3
+        assert CALLS[-1]["model"] == expected
+    # the mistake in an option next to a configuration is not blamed on the file
+    line = error_of(capsys, "fit", "--config", "c.yaml", "--model.normalize-qk=3")
     assert "option --model.normalize_qk" in line and "c.yaml" not in line
 
 
-def test_print_config_is_a_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_print_config_is_a_config(capsys, tmp_path) -> None:
     assert main(["fit", "--model.heads", "4", "--print-config"]) == 0
     (tmp_path / "c.yaml").write_text(capsys.readouterr().out)
     assert main(["fit", "--config", "c.yaml"]) == 0
@@ -224,24 +207,17 @@ def test_status_of_the_function_is_passed_on() -> None:
     assert main(["look", "interrupt"]) == 130
 
 
-def test_a_bug_leaves_its_traceback_in_a_file(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    line = error_of(["look", "bug"], capsys, status=1)
+def test_a_traceback_is_in_a_file_or_shown_on_request(capsys, tmp_path, monkeypatch) -> None:
+    line = error_of(capsys, "look", "bug", status=1)
     assert "unexpected KeyError" in line and str(tmp_path / "molflt-error.log") in line
     log = (tmp_path / "molflt-error.log").read_text()
     assert "Traceback" in log and "no such thing" in log
-
-
-def test_traceback_on_request(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setenv("MOLFLT_TRACEBACK", "1")
     assert main(["look", "bad"]) == 2
     assert "Traceback (most recent call last)" in capsys.readouterr().err
 
 
-def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_version(capsys) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"molflt {__version__}\n"
     assert main([]) == 0 == main(["--help"])
@@ -257,39 +233,26 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("path", list(COMMANDS), ids=" ".join)
 def test_every_option_has_a_help_text(path: tuple[str, ...]) -> None:
-    command = COMMANDS[path]
-    if command.parser is not None:
-        parser = cli._load(command.parser)()
-    else:
-        parser = ArgumentParser()
-        parser.add_function_arguments(
-            cli._load(command.function), as_group=False, as_positional=True
-        )
-    show_flags(parser)
-    bare = [
-        action.dest
-        for action in parser._actions
-        if (action.help or "").strip().startswith("(") or not action.help
-    ]
+    parser = cli._parser(path, [])
+    helps = {action.dest: (action.help or "").strip() for action in parser._actions}
+    bare = [name for name, text in helps.items() if not text or text.startswith("(")]
     assert not bare, "document these in the docstring"
-    assert len(options_of(parser)) > 1
+    assert len(_options_of(parser)) > 1
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["data", "inspect", "nothing-here.lmdb"],
-        ["data", "convert", "nothing-here.lmdb", "out.safetensors"],
-        ["evaluate", "nothing-here"],
-        ["predict", "nothing-here", "structures.xyz", "--out", "out.csv"],
-        ["train", "--config", "nothing-here.yaml"],
-        ["train", "--resume", "nothing-here"],
-        ["train", "--data.root", "nothing-here", "--run", "run"],
-    ],
-    ids=" ".join,
-)
-def test_missing_paths(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert "nothing-here" in error_of(words, capsys)
+@pytest.mark.parametrize("words", [["--help"], ["--model.dmi", "3"]], ids=" ".join)
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_options_are_known_before_anything_heavy_is_imported(recipe: str, words: list[str]) -> None:
+    """What the parser needs is what `train` answers with after little more than torch's import."""
+    words = ["train", "--recipe", recipe, *words]
+    code = f"""import sys; from molflt.commands.cli import main
+main({words!r}); print({{name.partition(".")[0] for name in sys.modules}})"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    loaded = ast.literal_eval(done.stdout.splitlines()[-1])
+    heavy = {"torch_geometric", "lightning", "e3nn", "vesin", "ase", "matplotlib"}
+    assert "torch" in loaded and not loaded & heavy
 
 
 @pytest.mark.parametrize(
@@ -303,26 +266,27 @@ def test_missing_paths(words: list[str], capsys: pytest.CaptureFixture[str]) -> 
         (["evaluate", "run", "--split", "val_id"], "did you mean --splits?"),
         (["data", "make-emt", "d", "--trian", "3"], "did you mean --train?"),
         (["data", "inspect", "d", "--jsn"], "did you mean --json?"),
+        (["data", "inspect", "nothing-here.lmdb"], "nothing-here"),
+        (["data", "convert", "nothing-here.lmdb", "out.safetensors"], "nothing-here"),
+        (["evaluate", "nothing-here"], "nothing-here"),
+        (["predict", "nothing-here", "structures.xyz", "--out", "out.csv"], "nothing-here"),
+        (["train", "--config", "nothing-here.yaml"], "nothing-here"),
+        (["train", "--resume", "nothing-here"], "nothing-here"),
+        (["train", "--data.root", "nothing-here", "--run", "run"], "nothing-here"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_misspelt_options(words: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert hint in error_of(words, capsys)
+def test_mistakes_in_the_real_commands(words: list[str], hint: str, capsys) -> None:
+    assert hint in error_of(capsys, *words)
 
 
 def test_as_a_process(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environment.pop("MOLFLT_TRACEBACK", None)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MOLFLT_TRACEBACK": ""}
+    options = {"capture_output": True, "text": True, "cwd": tmp_path, "env": environment}
 
     def molflt(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "molflt", *words],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-        )
+        command = [sys.executable, "-m", "molflt", *words]
+        return subprocess.run(command, stdin=subprocess.DEVNULL, **options)
 
     done = molflt("data", "inspect", "absent.lmdb")
     assert done.returncode == 2 and done.stdout == ""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from script_files import load_script
 
-from molflt.data.splits import VAL_SPLITS
+from molflt.data.structures.splits import VAL_SPLITS
 
 
 class Trainings:
@@ -32,8 +32,8 @@ class Trainings:
                 (run / "results.json").write_text(json.dumps({"val": row, "test": row}))
                 return SimpleNamespace(returncode=0)
             mae = {"flt": 0.2, "performer": 0.5}[run.parent.name] + 0.01 * seed
-            row = {"energy_mae": mae, "energy_within_threshold": 0.04 * seed, "baseline_mae": 1.1}
-            (run / "results.json").write_text(json.dumps({s: {**row, "n": 9} for s in VAL_SPLITS}))
+            row = {"mae_eV": mae, "ewt_percent": 4.0 * seed, "baseline_mae_eV": 1.1, "n": 9}
+            (run / "results.json").write_text(json.dumps(dict.fromkeys(VAL_SPLITS, row)))
         return SimpleNamespace(returncode=0)
 
 
@@ -49,7 +49,8 @@ def compare(monkeypatch):
 def words(tmp_path: Path) -> list[str]:
     (tmp_path / "c.yaml").write_text("seed: 0\n")
     options = ["--config", str(tmp_path / "c.yaml"), "--out", str(tmp_path / "out")]
-    return [*options, "--variants", "flt", "performer", "--seeds", "0", "1", "2"]
+    variants = [f"configs/atoms/{name}.yaml" for name in ("flt", "performer")]
+    return [*options, "--variants", *variants, "--seeds", "0", "1", "2"]
 
 
 def test_mean_and_spread(compare, words, tmp_path, capsys) -> None:
@@ -58,7 +59,7 @@ def test_mean_and_spread(compare, words, tmp_path, capsys) -> None:
     assert len(trainings) == 12
     first = trainings[0]
     assert first[0] == "train" and "--trainer.max_steps=7" in first and "--seed=0" in first
-    assert "--model.position=spectral" in first
+    assert "configs/atoms/flt.yaml" in first
     text = capsys.readouterr().out
     assert text.strip() == (tmp_path / "out" / "comparison.md").read_text().strip()
     # 0.2, 0.21, 0.22 eV: sample standard deviation 0.01; EwT 0, 4, 8 %
@@ -66,8 +67,6 @@ def test_mean_and_spread(compare, words, tmp_path, capsys) -> None:
     cells = ["10", "3", *["0.2100 ± 0.0100"] * 4, "4.0 ± 4.0"]
     assert [cell.strip() for cell in flt.split("|")[2:-1]] == cells
     assert "FLT / Performer: 0.412" in text  # 0.21 / 0.51
-    summary = json.loads((tmp_path / "out" / "comparison.json").read_text())
-    assert summary["performer"]["splits"]["val_id"]["energy_mae"]["mean"] == pytest.approx(0.51)
     assert len((tmp_path / "out" / "comparison.csv").read_text().splitlines()) == 1 + 2 * 3 * 4
     assert (tmp_path / "out" / "comparison.png").stat().st_size > 1000
 
@@ -122,7 +121,7 @@ def test_variants_are_files_too(compare, words, tmp_path, capsys) -> None:
     file.write_text("model: {heads: 2}\n")
     assert compare.main(words) == 2
     assert compare.main([*words[:4], "--variants", "fly"]) == 2
-    assert "variant 'fly'; expected a YAML file or one of flt" in capsys.readouterr().err
+    assert "variant 'fly' is not a YAML file; expected FILE.yaml[" in capsys.readouterr().err
 
 
 def test_a_row_that_diverged_in_one_seed_has_no_mean(compare, words, tmp_path, capsys) -> None:

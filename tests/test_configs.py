@@ -11,22 +11,36 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from graph.test_regressor import structure
+from torch_geometric.data import Batch
 
-from molflt.data.splits import OC20_NORMALIZER
+from molflt.attention import FEATURE_MAPS
+from molflt.commands.train import build_parser
 from molflt.graph.regressor import EnergyRegressor
-from molflt.recipes import RECIPES
-from molflt.train import build_parser
+from molflt.training.recipes import RECIPES
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 FILES = sorted(CONFIGS.rglob("*.yaml"))
-ENERGIES = [path for path in FILES if path.parent.name not in ("lm", "image")]
+OC20 = {
+    f"{kind}-{layers}l": ["base", *(["10l"] if layers == 10 else []), kind]
+    for kind, layers in (("flt", 12), ("flt", 10), ("performer", 12), ("softmax", 12))
+}
+SIZES = {"lm": "wikitext2", "image": "fashion-mnist"}
+ENERGIES = [(path.stem,) for path in sorted(CONFIGS.glob("*.yaml"))]
+ENERGIES += [tuple(f"oc20/{part}" for part in names) for names in OC20.values()]
+ENERGIES += [("demo", f"atoms/{path.stem}") for path in sorted((CONFIGS / "atoms").glob("*.yaml"))]
+TOKENS = [
+    (f"{folder}/{size}", f"{folder}/{path.stem}")
+    for folder, size in SIZES.items()
+    for path in sorted((CONFIGS / folder).glob("*.yaml"))
+    if "data" not in yaml.safe_load(path.read_text())
+]
 # what has no default, for each recipe
 REQUIRED = {
     "is2re": ["--data.root=somewhere"],
     "language": ["--data.train=train.txt", "--data.val=val.txt"],
     "images": ["--data.train=train", "--data.val_fraction=0.1"],
 }
-PAPER = sorted((CONFIGS / "oc20").glob("*.yaml"))
 
 
 def resolve(*words: str) -> dict[str, Any]:
@@ -57,10 +71,15 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(CONFIGS))
 
 
-def test_all_combinations_are_there() -> None:
-    models = ("flt-12l", "flt-10l", "performer-12l", "softmax-12l")
-    expected = {f"{model}-{size}" for model in models for size in ("10k", "100k", "all")}
-    assert {path.stem for path in PAPER} == expected
+def configured(*names: str) -> dict[str, Any]:
+    """The complete configuration of several files below configs/."""
+    words = [word for name in names for word in ("--config", str(CONFIGS / f"{name}.yaml"))]
+    recipe = yaml.safe_load((CONFIGS / f"{names[0]}.yaml").read_text()).get("recipe", "is2re")
+    return resolve(*REQUIRED[recipe], *words)
+
+
+def oc20(model: str) -> dict[str, Any]:
+    return configured(*(f"oc20/{name}" for name in OC20[model]))
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
@@ -74,31 +93,39 @@ def test_says_only_what_differs_from_the_defaults(path: Path) -> None:
     assert not [key for key in written if resolved[key] == defaults.get(key, "none")], "defaults"
 
 
-@pytest.mark.parametrize("path", PAPER, ids=name_of)
-def test_papers_settings(path: Path) -> None:
+@pytest.mark.parametrize("name", OC20)
+def test_papers_settings(name: str) -> None:
     """The numbers of FLT's section 5.3 and appendix B.3, whatever the defaults are."""
-    config = resolve("--config", str(path))
+    config = oc20(name)
     model, task, trainer = config["model"], config["task"], config["trainer"]
-    kind, layers, size = path.stem.split("-")
+    kind, layers = name.split("-")
     assert model["layers"] == int(layers.removesuffix("l"))
     assert (model["dim"], model["heads"], model["ffn_dim"]) == (768, 48, 2048)
-    assert (model["num_features"], model["feature_map"]) == (64, "positive")
-    assert (model["num_nodes"], model["num_gaussians"]) == (16, 32)
-    assert (model["refinements"], model["periodic"], model["image_cutoff"]) == (4, "images", 8.0)
+    assert (model["refinements"], model["norm"]) == (4, "pre")
     assert (model["dropout"], model["attention_dropout"]) == (0.0, 0.1)
     assert not model["normalize_qk"] and model["position_head"]
-    assert model["mixing"] == ("softmax" if kind == "softmax" else "linear")
     assert model["position"] == ("none" if kind == "performer" else "spectral")
+    assert (model["mixing"] == "softmax") == (kind == "softmax")
+    with torch.device("meta"):
+        built = EnergyRegressor(**model)
+    assert (built.encoding is None) == (kind == "performer")
+    if built.encoding is not None:
+        position = built.encoding.position
+        assert repr(built.encoding.periodic) == "Images(image_cutoff=8)"
+        assert built.encoding.near_field is None
+        assert position.spectrum.amplitude.shape == (48, 32)
+        assert (position.nodes is None) == (kind == "softmax")
+        assert position.nodes is None or position.nodes.num_nodes == 16
+    phi = built.stack.blocks[0].attention.feature_map
+    assert (phi is None) == (kind == "softmax")
+    assert phi is None or (phi.width, type(phi)) == (64, FEATURE_MAPS["positive"])
 
     assert config["data"]["batch_size"] == 64
-    assert config["data"]["root"].name == size
     assert (config["data"]["train_split"], config["data"]["val_split"]) == ("train", "val_id")
-
     assert (task["lr"], task["warmup_steps"], task["weight_decay"]) == (3e-4, 10_000, 1e-3)
     assert (tuple(task["betas"]), task["eps"]) == ((0.9, 0.98), 1e-6)
     assert (task["position_weight"], task["position_weight_final"]) == (15.0, 1.0)
-    normalizer = OC20_NORMALIZER["3d-graphormer"]
-    assert (task["energy_mean"], task["energy_std"]) == normalizer
+    assert (task["energy_mean"], task["energy_std"]) == (-1.4729953244844094, 2.2707848125378405)
     assert (trainer["max_steps"], trainer["gradient_clip"]) == (500_000, 5.0)
 
 
@@ -107,15 +134,14 @@ def test_every_recipe_has_configurations() -> None:
     assert named == set(RECIPES) == set(REQUIRED)
 
 
-@pytest.mark.parametrize("path", ENERGIES, ids=name_of)
-def test_parameter_counts_in_the_readme(path: Path) -> None:
-    """The table of configs/README.md names each file, or its prefix without the training set."""
+def test_parameter_counts_in_the_readme() -> None:
     rows = re.findall(
         r"^\| `([^`]+)` \|.*\| ([\d,]+) \|$", (CONFIGS / "README.md").read_text(), re.M
     )
     table = {name: int(count.replace(",", "")) for name, count in rows}
-    key = re.sub(r"-(10k|100k|all)\.yaml$", "-*.yaml", name_of(path))
-    assert parameters(resolve("--config", str(path))["model"]) == table[key]
+    own = {name_of(path): configured(path.stem) for path in CONFIGS.glob("*.yaml")}
+    own |= {" + ".join(f"oc20/{part}.yaml" for part in OC20[name]): oc20(name) for name in OC20}
+    assert table == {name: parameters(config["model"]) for name, config in own.items()}
 
 
 def test_demo_reads_the_shipped_sample() -> None:
@@ -124,15 +150,55 @@ def test_demo_reads_the_shipped_sample() -> None:
 
 
 def test_what_distinguishes_the_models() -> None:
-    counts = {
-        path.stem.removesuffix("-all"): parameters(resolve("--config", str(path))["model"])
-        for path in PAPER
-        if path.stem.endswith("-all")
-    }
+    counts = {name: parameters(oc20(name)["model"]) for name in OC20}
     # A layer: attention 4 (d^2 + d), feed-forward 2 d f + d + f, two LayerNorms 4 d.
     d, f = 768, 2048
     layer = 4 * (d * d + d) + 2 * d * f + d + f + 4 * d
     assert counts["flt-12l"] - counts["flt-10l"] == 2 * layer
     # The mask: T amplitudes per head, T widths, and the nodes' sigma per head.
     assert counts["flt-12l"] - counts["performer-12l"] == 48 * 32 + 32 + 48
-    assert counts["softmax-12l"] == counts["flt-12l"]
+    assert counts["flt-12l"] - counts["softmax-12l"] == 48
+
+
+def shrunk(names: tuple[str, ...], **data: Any) -> tuple[Any, dict[str, Any]]:
+    """The recipe of configurations and its model, small."""
+    config = configured(*names)
+    model = {**config["model"], "dim": 24, "heads": 3, "ffn_dim": 16, "layers": 2, **data}
+    model |= {"refinements": min(2, model["refinements"]), "dropout": 0.0, "attention_dropout": 0.0}
+    return RECIPES[config["recipe"]], model
+
+
+def without_gradient(model: torch.nn.Module, loss: torch.Tensor) -> list[str]:
+    loss.backward()
+    return [
+        name
+        for name, value in model.named_parameters()
+        if value.requires_grad and (value.grad is None or not value.grad.isfinite().all())
+    ]
+
+
+@pytest.mark.parametrize("names", ENERGIES, ids=" + ".join)
+def test_every_parameter_of_an_energy_configuration_learns(names: tuple[str, ...]) -> None:
+    """One without a gradient stops training on several devices, and was given for nothing."""
+    recipe, model = shrunk(names)
+    torch.manual_seed(0)
+    net = recipe.load("model")(**model).double()
+    torch.nn.init.normal_(net.position_head.weight.weight)
+    out = net(Batch.from_data_list([structure(8, 1), structure(5, 2)]))
+    loss = out["energy"].sum() + out["displacement"].square().sum()
+    assert without_gradient(net, loss) == []
+
+
+@pytest.mark.parametrize("names", TOKENS, ids=" + ".join)
+def test_every_parameter_of_a_token_configuration_learns(names: tuple[str, ...]) -> None:
+    torch.manual_seed(0)
+    language = names[0].startswith("lm/")
+    sizes = {"vocabulary": 40, "max_length": 24, "adaptive_cutoffs": [8, 20]} if language else {}
+    recipe, model = shrunk(names, **(sizes or {"classes": 4, "channels": 1, "image_size": 28}))
+    net = recipe.load("model")(**model)
+    if language:
+        tokens = torch.randint(0, 40, (2, 24))
+        loss = net.log_likelihood(tokens[:, :-1], tokens[:, 1:]).sum()
+    else:
+        loss = net(torch.rand(2, 1, 28, 28)).square().sum()
+    assert without_gradient(net, loss) == []

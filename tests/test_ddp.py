@@ -1,15 +1,13 @@
 """Two processes on the CPU: the metrics of one, each system counted once, and the same resume."""
 
-import csv
 import signal
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_run import arguments, config, last_state, run_command, write_data
+from tiny_run import arguments, last_state, logged, process, start, table, write_data
 
-from molflt.callbacks import LastCheckpoint
-from molflt.train import train
+from molflt.training.callbacks import _LastCheckpoint
 
 if not torch.distributed.is_available():
     pytest.skip("torch was built without torch.distributed", allow_module_level=True)
@@ -24,28 +22,24 @@ STILL = [
 ]
 
 
-def rows(run, key):
-    with open(run / "metrics.csv", newline="") as file:
-        return [row for row in csv.DictReader(file) if row[key]]
-
-
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ddp")
     data = write_data(folder / "data", train=24, val=21)  # 6 validation batches, the last of one
-    train(config(data, folder / "one", *STILL, "--data.batch_size=4"))
+    start(data, folder / "one", *STILL, "--data.batch_size=4")
     words = ["--trainer.devices=2", "--trainer.strategy=ddp"]
-    run_command(*arguments(data, folder / "two", *STILL, *words))
+    running = process(*arguments(data, folder / "two", *STILL, *words))
+    _, errors = running.communicate(timeout=120)
+    assert running.returncode == 0, errors
     return folder / "one", folder / "two"
 
 
 def test_validation_counts_each_system_once(both):
-    one, two = (rows(run, "val_mae_eV") for run in both)
-    assert [row["step"] for row in one] == [row["step"] for row in two] == ["4", "7"]
+    for run in both:
+        assert [row["step"] for row in table(run / "metrics.csv", "val_mae_eV")] == ["4", "7"]
     for key in ("val_mae_eV", "val_ewt_percent", "val_mse_eV2"):
-        assert [float(row[key]) for row in two] == pytest.approx(
-            [float(row[key]) for row in one], rel=1e-9
-        )
+        one, two = (logged(run, key) for run in both)
+        assert two == pytest.approx(one, rel=1e-9)
 
 
 def test_two_processes_train_on_twice_as_many_systems(both):
@@ -55,23 +49,15 @@ def test_two_processes_train_on_twice_as_many_systems(both):
     weights = {name: last_state(run)["state_dict"] for name, run in (("one", one), ("two", two))}
     for name, tensor in weights["one"].items():
         assert torch.allclose(tensor, weights["two"][name], rtol=0, atol=1e-12), name
-    sids = both[0].parent / "data"
-    train(
-        config(
-            sids,
-            both[0].parent / "long",
-            *STILL,
-            "--trainer.max_steps=14",
-            "--trainer.log_every=14",
-        )
-    )
-    longer = rows(both[0].parent / "long", "train_mae_eV")[-1]
-    ours = rows(two, "train_mae_eV")[-1]
-    assert float(ours["train_mae_eV"]) == pytest.approx(float(longer["train_mae_eV"]), rel=1e-9)
+    long = one.parent / "long"
+    words = ["--trainer.max_steps=14", "--trainer.log_every=14"]
+    start(one.parent / "data", long, *STILL, *words)
+    key = "train_mae_eV"
+    assert logged(two, key)[-1] == pytest.approx(logged(long, key)[-1], rel=1e-9)
 
 
 def test_a_signal_that_arrives_while_ranks_agree_is_not_lost(tmp_path):
-    callback = LastCheckpoint(tmp_path, every=10)
+    callback = _LastCheckpoint(tmp_path, every=10)
 
     class Strategy:
         root_device = torch.device("cpu")

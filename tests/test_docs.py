@@ -6,22 +6,19 @@ import contextlib
 import io
 import re
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from jsonargparse import ArgumentParser
 
-from molflt import cli
-from molflt.options import normalize, options_of
-from molflt.recipes import RECIPES
+from molflt.commands import cli
+from molflt.commands.options import _normalize, _options_of
+from molflt.training.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
-PAGES = sorted(
-    [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "configs").rglob("README.md")]
-)
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+PAGES = sorted([*PAGES, *(ROOT / "configs").rglob("README.md")])
 EXAMPLES = [
     pytest.param(page, code, id=f"{page.stem}-{count}")
     for page in PAGES
@@ -39,16 +36,6 @@ def commands() -> list[str]:
         for block in re.findall(r"^```(?:bash|sh)?\n(.*?)^```", page.read_text(), re.M | re.S):
             lines += [line for line in block.splitlines() if line.startswith("molflt ")]
     return sorted(set(lines))
-
-
-def parser_of(path: tuple[str, ...], words: Sequence[str] = ()) -> ArgumentParser:
-    command = cli.COMMANDS[path]
-    if command.parser is not None:
-        parser: ArgumentParser = cli._load(command.parser)(words)
-        return parser
-    parser = ArgumentParser()
-    parser.add_function_arguments(cli._load(command.function), as_group=False, as_positional=True)
-    return parser
 
 
 @pytest.mark.parametrize(("page", "example"), EXAMPLES)
@@ -73,7 +60,7 @@ def test_commands_exist_with_their_options(line: str) -> None:
     if path[0].startswith("-") or "--help" in words:
         return
     words = words[len(path) :]
-    normalize(words, parser_of(path, words))  # raises at an option that does not exist
+    _normalize(words, cli._parser(path, words))  # raises at an option that does not exist
 
 
 def quoted_messages() -> list[str]:
@@ -96,11 +83,8 @@ def test_messages_in_the_table_of_problems_exist(message: str) -> None:
 
 
 def test_keys_named_in_the_documentation_exist() -> None:
-    known = {
-        name
-        for recipe in RECIPES
-        for name in options_of(parser_of(("train",), ["--recipe", recipe]))
-    }
+    parsers = [cli._parser(("train",), ["--recipe", recipe]) for recipe in RECIPES]
+    known = {name for parser in parsers for name in _options_of(parser)}
     pages = "\n".join(page.read_text() for page in PAGES if page.name != "problems.md")
     named = set(re.findall(r"--(?:model|data|task|trainer)\.\w+", pages))
     assert named and named <= known
@@ -109,16 +93,12 @@ def test_keys_named_in_the_documentation_exist() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_relative_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
-    dead = [
-        link for link in links if "://" not in link and not (page.parent / link).resolve().exists()
-    ]
-    assert not dead
+    links = [link for link in links if "://" not in link]
+    assert not [link for link in links if not (page.parent / link).resolve().exists()]
 
 
 def test_make_targets_exist() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
-    named = set()
-    for page in PAGES:
-        for line in re.findall(r"^make ([a-z ]+?)(?: +#.*)?$", page.read_text(), re.M):
-            named |= set(line.split())
+    pages = "\n".join(page.read_text() for page in PAGES)
+    named = set(" ".join(re.findall(r"^make ([a-z ]+?)(?: +#.*)?$", pages, re.M)).split())
     assert {"demo", "test"} <= named <= targets

@@ -1,6 +1,5 @@
 """Evaluation and prediction with a real run: trained for three steps, since errors may be large."""
 
-import csv
 import json
 from pathlib import Path
 
@@ -12,18 +11,19 @@ from ase.build import add_adsorbate, fcc111
 from ase.constraints import FixAtoms
 from ase.io import read, write
 from safetensors.torch import load_file, save_file
-from tiny_run import config, structures
+from tiny_run import error_of, start, structures, table
 from torch_geometric.data import Batch
 
-from molflt.cli import main
-from molflt.data import open_dataset
-from molflt.data.splits import TEST_SPLITS, VAL_SPLITS
-from molflt.data.store import StructureStore, write_store
-from molflt.evaluation.energies import evaluate, predict
-from molflt.evaluation.inference import Predictions, infer
-from molflt.evaluation.report import errors_by_group, metrics, published_table, results_table
-from molflt.evaluation.submission import read_submission
-from molflt.train import load_run, train
+from molflt.commands.cli import main
+from molflt.commands.evaluate import evaluate
+from molflt.commands.predict import predict
+from molflt.data.structures import open_dataset
+from molflt.data.structures.splits import TEST_SPLITS, VAL_SPLITS
+from molflt.data.structures.store import StructureStore, write_store
+from molflt.evaluation.energies import _metrics, _published_table, _results_table
+from molflt.evaluation.groups import _errors_by_group
+from molflt.evaluation.predictions import Predictions, infer
+from molflt.training.checkpoint import load_run
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def data(tmp_path_factory) -> Path:
 def run(tmp_path_factory, data: Path) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "one"
     steps = ("--trainer.max_steps=3", "--trainer.val_every=3", "--trainer.checkpoint_every=3")
-    assert train(config(data, folder, *steps)) == 0
+    assert start(data, folder, *steps) == 0
     return folder
 
 
@@ -54,35 +54,32 @@ def evaluated(tmp_path_factory, run: Path) -> tuple[Path, dict]:
 
 def labels(path: Path) -> np.ndarray:
     store = StructureStore(path)
-    return np.array([float(store[i].y_relaxed) for i in range(len(store))])
+    return np.array([float(record.y_relaxed) for record in store])
 
 
 def alone(run: Path, path: Path) -> np.ndarray:
     """Energies one structure at a time, by a way that shares nothing with the evaluation."""
     model, _ = load_run(run)
-    dataset = open_dataset(path)
     with torch.no_grad():
-        return np.array(
-            [
-                float(model(Batch.from_data_list([dataset[i]]))["energy"])
-                for i in range(len(dataset))
-            ]
-        )
+        batches = (Batch.from_data_list([record]) for record in open_dataset(path))
+        return np.array([float(model(batch)["energy"]) for batch in batches])
 
 
 def test_results_are_those_of_an_independent_computation(evaluated, run, data) -> None:
     out, results = evaluated
+    names = "results.json predictions.npz predictions.csv errors_by_group.csv parity.png errors.png"
+    assert {path.name for path in out.iterdir()} == {*names.split(), "encoding.png"}
     assert json.loads((out / "results.json").read_text()) == results
     assert list(results) == list(VAL_SPLITS)
     median = np.median(labels(data / "train.safetensors"))
     for split, row in results.items():
         target = labels(data / f"{split}.safetensors")
         error = np.abs(alone(run, data / f"{split}.safetensors") - target)
-        assert set(row) == {"energy_mae", "energy_within_threshold", "baseline_mae", "n"}
+        assert set(row) == {"mae_eV", "ewt_percent", "baseline_mae_eV", "n"}
         assert row["n"] == len(target)
-        assert row["energy_mae"] == pytest.approx(error.mean(), rel=1e-5)
-        assert row["energy_within_threshold"] == (error < 0.02).mean()
-        assert row["baseline_mae"] == pytest.approx(np.abs(target - median).mean(), rel=1e-12)
+        assert row["mae_eV"] == pytest.approx(error.mean(), rel=1e-5)
+        assert row["ewt_percent"] == pytest.approx(100 * (error < 0.02).mean())
+        assert row["baseline_mae_eV"] == pytest.approx(np.abs(target - median).mean(), rel=1e-12)
 
 
 def test_predictions_are_in_the_order_of_the_data(evaluated, run, data) -> None:
@@ -102,13 +99,12 @@ def test_predictions_are_in_the_order_of_the_data(evaluated, run, data) -> None:
 
 def test_predictions_csv(evaluated, data) -> None:
     out, results = evaluated
-    with open(out / "predictions.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = table(out / "predictions.csv")
     assert len(rows) == sum(row["n"] for row in results.values())
     for split in VAL_SPLITS:
         part = [row for row in rows if row["split"] == split]
         errors = np.array([float(row["error_eV"]) for row in part])
-        assert np.abs(errors).mean() == pytest.approx(results[split]["energy_mae"], rel=1e-12)
+        assert np.abs(errors).mean() == pytest.approx(results[split]["mae_eV"], rel=1e-12)
         store = StructureStore(data / f"{split}.safetensors")
         for row, record in zip(part, store, strict=True):
             adsorbate = Atoms(record.atomic_numbers[record.tags == 2].numpy())
@@ -119,31 +115,16 @@ def test_predictions_csv(evaluated, data) -> None:
 
 def test_errors_by_group_add_up(evaluated) -> None:
     out, results = evaluated
-    with open(out / "errors_by_group.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = table(out / "errors_by_group.csv")
     for split in (*VAL_SPLITS, "all"):
         chosen = VAL_SPLITS if split == "all" else (split,)
         count = sum(results[name]["n"] for name in chosen)
-        total = sum(results[name]["n"] * results[name]["energy_mae"] for name in chosen)
+        total = sum(results[name]["n"] * results[name]["mae_eV"] for name in chosen)
         for kind in ("adsorbate", "natoms"):
             part = [row for row in rows if (row["split"], row["kind"]) == (split, kind)]
             assert sum(int(row["n"]) for row in part) == count
             weighted = sum(int(row["n"]) * float(row["mae_eV"]) for row in part)
             assert weighted == pytest.approx(total)
-
-
-def test_files_and_pictures(evaluated) -> None:
-    out, _ = evaluated
-    written = {path.name for path in out.iterdir()}
-    assert written == {
-        "results.json",
-        "predictions.npz",
-        "predictions.csv",
-        "errors_by_group.csv",
-        "parity.png",
-        "errors.png",
-        "encoding.png",
-    }
 
 
 def test_command_line_prints_a_table(run, data, tmp_path, capsys) -> None:
@@ -154,8 +135,8 @@ def test_command_line_prints_a_table(run, data, tmp_path, capsys) -> None:
     assert list(results) == ["val_id", "val_ood_cat"]
     row = results["val_ood_cat"]
     line = next(line for line in text.splitlines() if line.startswith("val_ood_cat"))
-    assert line.split()[1:3] == ["11", f"{row['energy_mae']:.4f}"]
-    mean = np.mean([part["energy_mae"] for part in results.values()])
+    assert line.split()[1:3] == ["11", f"{row['mae_eV']:.4f}"]
+    mean = np.mean([part["mae_eV"] for part in results.values()])
     average = next(line for line in text.splitlines() if line.startswith("average"))
     assert average.split()[1:3] == ["20", f"{mean:.4f}"]
     assert "published, on OC20 (other data than the above, so not comparable with it)" in text
@@ -163,23 +144,18 @@ def test_command_line_prints_a_table(run, data, tmp_path, capsys) -> None:
 
 
 def test_splits_without_labels_are_only_predicted(run, data, tmp_path, capsys) -> None:
-    results = evaluate(run, [*TEST_SPLITS, "val_id"], out=tmp_path, device="cpu")
-    assert results["test_id"] == {
-        "energy_mae": None,
-        "energy_within_threshold": None,
-        "baseline_mae": None,
-        "n": 5,
-    }
+    results = evaluate(run, splits=[*TEST_SPLITS, "val_id"], out=tmp_path, device="cpu")
+    nothing = dict.fromkeys(("mae_eV", "ewt_percent", "baseline_mae_eV"))
+    assert results["test_id"] == {**nothing, "n": 5}
     assert json.loads((tmp_path / "results.json").read_text()) == results
     captured = capsys.readouterr()
     line = next(line for line in captured.out.splitlines() if line.startswith("test_id"))
     assert line.split() == ["test_id", "5", "-", "-", "-"]
     assert "warning: test_id: no labels; predicted only" in captured.err
-    with open(tmp_path / "predictions.csv", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["split"] == "test_id"]
+    rows = [row for row in table(tmp_path / "predictions.csv") if row["split"] == "test_id"]
     assert {(row["target_eV"], row["error_eV"]) for row in rows} == {("", "")}
     bare = tmp_path / "bare"
-    evaluate(run, list(TEST_SPLITS), out=bare, device="cpu")
+    evaluate(run, splits=list(TEST_SPLITS), out=bare, device="cpu")
     assert not (bare / "parity.png").exists() and (bare / "predictions.npz").exists()
 
 
@@ -191,17 +167,15 @@ def test_missing_labels_do_not_count_as_zero(capsys) -> None:
         target=np.array([-1.5, np.nan, -3.01]),
         formula=["X"] * 3,
         adsorbate=["O", "O", "H"],
-        untagged=0,
-        unknown=[],
     )
-    row = metrics(part, median=-2.0)
+    row = _metrics(part, median=-2.0)
     assert row == {
-        "energy_mae": pytest.approx(0.255),
-        "energy_within_threshold": 0.5,
-        "baseline_mae": pytest.approx((0.5 + 1.01) / 2),
+        "mae_eV": pytest.approx(0.255),
+        "ewt_percent": 50.0,
+        "baseline_mae_eV": pytest.approx((0.5 + 1.01) / 2),
         "n": 2,
     }
-    groups = errors_by_group({"val_id": part})["all"]["adsorbate"]
+    groups = _errors_by_group({"val_id": part})["all"]["adsorbate"]
     assert [(group.group, group.n) for group in groups] == [("H", 1), ("O", 1)]
 
 
@@ -218,10 +192,8 @@ def test_size_groups_hold_what_they_say(sizes) -> None:
         target=natoms.astype(float),  # so that the MAE of a group is its mean size
         formula=["X"] * count,
         adsorbate=["unknown"] * count,
-        untagged=count,
-        unknown=[],
     )
-    groups = errors_by_group({"s": part})["s"]["natoms"]
+    groups = _errors_by_group({"s": part})["s"]["natoms"]
     ends = [[int(end) for end in group.group.split("-")] for group in groups]
     for group, end in zip(groups, ends, strict=True):
         inside = natoms[(natoms >= end[0]) & (natoms <= end[-1])]
@@ -231,90 +203,64 @@ def test_size_groups_hold_what_they_say(sizes) -> None:
 
 
 def test_published_table_with_whole_oc20_splits() -> None:
-    row = {"energy_mae": 0.5, "energy_within_threshold": 0.05, "baseline_mae": None, "n": 24943}
-    text = published_table({"val_id": row}, is_oc20=True)
+    row = {"mae_eV": 0.5, "ewt_percent": 5.0, "baseline_mae_eV": None, "n": 24943}
+    text = _published_table({"val_id": row}, is_oc20=True)
     assert text.splitlines()[-1].split()[:2] == ["this", "run"]
     assert text.splitlines()[-1].split()[-5:] == ["0.5000", "-", "-", "-", "5.00"]
     assert "not comparable" not in text
-    assert results_table({"val_id": row}).splitlines()[-1].split() == [
-        "val_id",
-        "24,943",
-        "0.5000",
-        "5.00",
-        "-",
-    ]
+    last = _results_table({"val_id": row}).splitlines()[-1]
+    assert last.split() == ["val_id", "24,943", "0.5000", "5.00", "-"]
 
 
 def test_trial_submission_of_validation_splits(run, tmp_path, capsys) -> None:
     path = tmp_path / "submission.npz"
     evaluate(run, out=tmp_path, submission=path, device="cpu")
-    written = read_submission(path)
-    with np.load(tmp_path / "predictions.npz") as file:
-        for split, (ids, energy) in written.items():
-            np.testing.assert_array_equal(ids, file[f"val_{split}_ids"])
-            np.testing.assert_array_equal(energy, file[f"val_{split}_energy"])
+    with np.load(path) as written, np.load(tmp_path / "predictions.npz") as file:
+        assert {f"val_{name}" for name in written.files} == set(file.files)
+        for name in written.files:
+            np.testing.assert_array_equal(written[name], file[f"val_{name}"])
     assert "the leaderboard wants test splits" in capsys.readouterr().err
 
 
-def test_submission_of_shortened_test_splits_is_refused(run, tmp_path) -> None:
+def test_submission_of_shortened_or_some_splits_is_refused(run, tmp_path) -> None:
     path = tmp_path / "submission.npz"
-    with pytest.raises(ValueError, match=r"'id' must have the 24948 systems.*got 5"):
-        evaluate(run, list(TEST_SPLITS), out=tmp_path, submission=path, device="cpu")
-    assert not path.exists()
-
-
-def test_submission_of_some_splits_is_refused_before_any_work(tmp_path) -> None:
-    with pytest.raises(ValueError, match=r"needs --splits test_id .*got val_id test_id"):
-        evaluate(Path("no-run"), ["val_id", "test_id"], submission=tmp_path / "s.npz")
-    with pytest.raises(ValueError, match=r"must end in \.npz"):
-        evaluate(Path("no-run"), submission=tmp_path / "s.csv")
-
-
-def error_of(words: list[str], capsys) -> str:
-    assert main(words) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("molflt: error: ")
-    return lines[0]
+    for splits, name, message in (
+        (list(TEST_SPLITS), path, r"'id' must have the 24948 systems.*got 5"),
+        (["val_id", "test_id"], path, r"needs --splits test_id .*got val_id test_id"),
+        (list(TEST_SPLITS), path.with_suffix(".csv"), r"must end in \.npz"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            evaluate(run, splits=splits, out=tmp_path, submission=name, device="cpu")
+        assert not name.exists()
 
 
 def test_bad_input_gets_one_line(run, data, tmp_path, capsys) -> None:
-    base = ["evaluate", str(run)]
-    line = error_of([*base, "--splits", "val_it"], capsys)
-    assert "'val_it'" in line and str(data) in line and "val_id.safetensors" in line
-    line = error_of([*base, "--data", str(tmp_path / "nothing")], capsys)
-    assert str(tmp_path / "nothing") in line
-    line = error_of([*base, "--checkpoint", "worst.safetensors"], capsys)
-    assert "worst.safetensors" in line
-    line = error_of([*base, "--device", "abacus"], capsys)
-    assert "device 'abacus': expected auto, cpu, cuda" in line
-    line = error_of([*base, "--batch-size", "0"], capsys)
-    assert "batch_size must be at least 1; got 0" in line
-    line = error_of(["evaluate", str(tmp_path)], capsys)
-    assert "config.yaml" in line
+    for words, parts in (
+        (["--splits", "val_it"], ["'val_it'", str(data), "val_id.safetensors"]),
+        (["--data", str(tmp_path / "nothing")], [str(tmp_path / "nothing")]),
+        (["--checkpoint", "worst.safetensors"], ["worst.safetensors"]),
+        (["--device", "abacus"], ["device 'abacus': expected auto, cpu, cuda"]),
+        (["--batch-size", "0"], ["batch_size must be at least 1; got 0"]),
+    ):
+        line = error_of(capsys, "evaluate", str(run), *words)
+        assert all(part in line for part in parts), line
+    assert "config.yaml" in error_of(capsys, "evaluate", str(tmp_path))
 
 
-def test_moved_data_are_named(run, data, tmp_path, monkeypatch) -> None:
-    import molflt.train
-
+def test_data_elsewhere_and_no_training_split(run, data, tmp_path, capsys, monkeypatch) -> None:
     model, saved = load_run(run)
     saved["data"]["root"] = "was/here"
-    monkeypatch.setattr(molflt.train, "load_run", lambda *_: (model, saved))
+    monkeypatch.setattr("molflt.commands.evaluate.load_run", lambda *_: (model, saved))
     with pytest.raises(FileNotFoundError, match=r"was/here: no such folder.*--data"):
         evaluate(run, out=tmp_path, device="cpu")
-    results = evaluate(run, ["val_id"], data=data, out=tmp_path, device="cpu")
+    options = {"splits": ["val_id"], "data": data, "out": tmp_path, "device": "cpu"}
+    row = evaluate(run, **options)["val_id"]
     median = np.median(labels(data / "train.safetensors"))
     target = labels(data / "val_id.safetensors")
-    assert results["val_id"]["baseline_mae"] == pytest.approx(np.abs(target - median).mean())
-
-
-def test_no_training_split_no_baseline(run, data, tmp_path, capsys, monkeypatch) -> None:
-    import molflt.train
-
-    model, saved = load_run(run)
+    assert row["baseline_mae_eV"] == pytest.approx(np.abs(target - median).mean())
     saved["data"]["train_split"] = "elsewhere"
-    monkeypatch.setattr(molflt.train, "load_run", lambda *_: (model, saved))
-    results = evaluate(run, ["val_id"], out=tmp_path, device="cpu")
-    assert results["val_id"]["baseline_mae"] is None and results["val_id"]["energy_mae"] > 0
+    row = evaluate(run, **options)["val_id"]
+    assert row["baseline_mae_eV"] is None and row["mae_eV"] > 0
     assert "no baseline, because" in capsys.readouterr().out
 
 
@@ -328,7 +274,7 @@ def test_bad_structures(run, tmp_path, capsys) -> None:
     save_file(columns, path, metadata=header)
     words = ["evaluate", str(run), "--splits", "val_id", "--data", str(path.parent)]
     words += ["--out", str(tmp_path), "--device", "cpu"]
-    assert "sid 1002" in error_of(words, capsys)
+    assert "sid 1002" in error_of(capsys, *words)
     assert main([*words, "--skip-bad"]) == 0
     captured = capsys.readouterr()
     assert "1 bad structure(s) left out: 1002" in captured.err
@@ -350,18 +296,22 @@ class Broken(torch.nn.Module):
         return {"energy": self.energies(batch)}
 
 
-def test_a_prediction_that_is_not_finite_is_refused(data) -> None:
-    dataset = open_dataset(data / "val_id.safetensors")
-    model = Broken(lambda batch: torch.where(batch.sid == 1004, torch.nan, 0.0))
-    with pytest.raises(ValueError, match="sid 1004: the predicted energy is nan eV"):
-        infer(model, dataset, 4, "cpu", "val_id")
-
-
-def test_a_column_of_energies_is_refused(data) -> None:
-    dataset = open_dataset(data / "val_id.safetensors")
-    model = Broken(lambda batch: torch.zeros(batch.num_graphs, 1))
-    with pytest.raises(ValueError, match=r"one energy per structure, \(4,\); got \(4, 1\)"):
-        infer(model, dataset, 4, "cpu", "val_id")
+@pytest.mark.parametrize(
+    ("energies", "message"),
+    [
+        (
+            lambda batch: torch.where(batch.sid == 1004, torch.nan, 0.0),
+            "sid 1004: the predicted energy is nan eV",
+        ),
+        (
+            lambda batch: torch.zeros(batch.num_graphs, 1),
+            r"one energy per structure, \(4,\); got \(4, 1\)",
+        ),
+    ],
+)
+def test_energies_that_are_refused(data, energies, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        infer(Broken(energies), open_dataset(data / "val_id.safetensors"), 4, "val_id")
 
 
 def slabs(tags: bool = True) -> list[Atoms]:
@@ -387,11 +337,7 @@ def test_predict_a_table(run, tmp_path, suffix, capsys) -> None:
     # all else about these structures is fine, so this is the only line
     assert "in.extxyz: N, Ni did not occur in training" in captured.err
     assert len(captured.err.splitlines()) == 1
-    if suffix == ".csv":
-        with open(out, newline="") as file:
-            rows = list(csv.DictReader(file))
-    else:
-        rows = json.loads(out.read_text())
+    rows = table(out) if suffix == ".csv" else json.loads(out.read_text())
     assert [(int(row["index"]), int(row["sid"])) for row in rows] == [(0, 70), (1, 71), (2, 72)]
     assert [row["formula"] for row in rows] == ["Cu8O", "HPt12", "NNi16"]
     assert [int(row["natoms"]) for row in rows] == [9, 13, 17]
@@ -428,9 +374,10 @@ def test_predict_without_tags_says_so(run, tmp_path, capsys, recwarn) -> None:
 
 
 def test_predict_refuses_bad_input(run, tmp_path, capsys) -> None:
-    line = error_of(["predict", str(run), "x.xyz", "--out", "energies.txt"], capsys)
-    assert "energies.txt: expected a name that ends in .csv, .json" in line
-    line = error_of(["predict", str(run), str(tmp_path / "no.xyz"), "--out", "e.csv"], capsys)
-    assert "no.xyz" in line
-    line = error_of(["predict", str(run), str(tmp_path / "no.xyz")], capsys)
-    assert "out" in line
+    absent = str(tmp_path / "no.xyz")
+    for words, message in (
+        (["x.xyz", "--out", "e.txt"], "e.txt: expected a name that ends in .csv, .json"),
+        ([absent, "--out", "e.csv"], "no.xyz"),
+        ([absent], "out"),
+    ):
+        assert message in error_of(capsys, "predict", str(run), *words)

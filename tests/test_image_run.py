@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import shutil
 import struct
@@ -12,24 +11,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_run import differences, last_state
+from tiny_run import differences, error_of, last_state, logged, table
 
-from molflt.cli import main
-from molflt.data.image_data import ImageData
-from molflt.evaluation.images import classify
+from molflt.commands.cli import main
+from molflt.data.images.datamodule import ImageData
+from molflt.evaluation.images import _classify
 from molflt.image import ImageClassifier
-from molflt.tasks.images import ImageTask, image_metrics, image_sums
-from molflt.train import load_run
+from molflt.tasks.images import ImageTask
+from molflt.training.checkpoint import load_run
 
 SMALL = [
     *("--recipe=images", "--model.dim=16", "--model.heads=2", "--model.layers=1"),
     *("--model.ffn_dim=16", "--model.num_features=8", "--model.patch_size=2"),
-    *(
-        "--data.batch_size=8",
-        "--task.warmup_steps=2",
-        "--task.lr=1e-2",
-        "--trainer.accelerator=cpu",
-    ),
+    *("--data.batch_size=8", "--task.warmup_steps=2", "--task.lr=1e-2"),
+    "--trainer.accelerator=cpu",
     *("--trainer.log_every=10", "--trainer.val_every=20"),
 ]
 CLASSES = ["bar", "block", "frame"]
@@ -80,26 +75,17 @@ def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def rows(run: Path) -> list[dict[str, str]]:
-    with open(run / "metrics.csv", newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def test_items_of_dictionaries_are_options(run: Path) -> None:
-    model, _ = load_run(run)
-    assert model.stack.position.nodes.num_nodes == 12
-
-
 def test_training_learns_shapes(run: Path) -> None:
-    found = [float(row["val_top1_percent"]) for row in rows(run) if row["val_top1_percent"]]
+    found = logged(run, "val_top1_percent")
     assert len(found) == 5
     assert found[-1] > 80
-    assert list(rows(run)[0]) == [
+    assert list(table(run / "metrics.csv")[0]) == [
         *("step", "lr", "train_loss", "train_top1_percent", "train_top5_percent"),
         *("gradient_norm", "images_per_s"),
         *("val_top1_percent", "val_top5_percent", "val_cross_entropy"),
     ]
     model, config = load_run(run)
+    assert model.stack.position.nodes.num_nodes == 12  # an item of a dictionary
     assert config["model"]["classes"] == 3 and config["model"]["image_size"] == 8
     assert json.loads((run / "classes.json").read_text()) == CLASSES
     assert 0.1 < float(model.image_mean) < 0.5
@@ -115,29 +101,25 @@ def test_the_best_weights_are_those_of_the_highest_accuracy(run: Path, data: Pat
     for image, label in (images.datasets["val"][i] for i in range(75)):
         with torch.no_grad():
             right += int(model(image[None]).argmax() == label)
-    best = max(float(row["val_top1_percent"]) for row in rows(run) if row["val_top1_percent"])
+    best = max(logged(run, "val_top1_percent"))
     assert 100 * right / 75 == pytest.approx(best)
 
 
-def test_evaluation(run: Path, data: Path, tmp_path: Path) -> None:
+def test_evaluation(run: Path, tmp_path: Path) -> None:
     words = ["evaluate", str(run), "--splits", "train", "val", "--out", str(tmp_path)]
     assert main([*words, "--batch-size", "7"]) == 0
     results = json.loads((tmp_path / "results.json").read_text())
     assert [found["n"] for found in results.values()] == [240, 75]
-    best = max(float(row["val_top1_percent"]) for row in rows(run) if row["val_top1_percent"])
+    best = max(logged(run, "val_top1_percent"))
     assert results["val"]["top1_percent"] == pytest.approx(best)
-    with open(tmp_path / "predictions.csv", newline="") as file:
-        table = [row for row in csv.DictReader(file) if row["split"] == "val"]
-    right = [row["class"] == row["predicted"] for row in table]
-    assert len(table) == 75
+    rows = [row for row in table(tmp_path / "predictions.csv") if row["split"] == "val"]
+    right = [row["class"] == row["predicted"] for row in rows]
+    assert len(rows) == 75
     assert 100 * np.mean(right) == pytest.approx(best)
     assert 0 < results["val"]["nearest"] < 1
     pictures = ["confusion", "attention", "encoding", *([] if all(right) else ["wrong"])]
     for name in pictures:
         assert (tmp_path / f"{name}.png").stat().st_size > 1000
-
-
-def test_other_images_may_be_evaluated(run: Path, data: Path, tmp_path: Path) -> None:
     write_images(tmp_path, "other", 11, 5)
     other = tmp_path / "other-images-idx3-ubyte"
     assert main(["evaluate", str(run), "--data", str(other), "--out", str(tmp_path)]) == 0
@@ -152,13 +134,12 @@ def test_stopped_and_resumed_is_the_same(data: Path, tmp_path: Path) -> None:
     plain = [*words[1:], "--trainer.max_steps=12"]
     assert main(arguments(data, tmp_path / "plain", *plain)) == 0
     assert main(arguments(data, tmp_path / "two", *words, "--trainer.max_steps=7")) == 0
-    resume = ["train", "--resume", str(tmp_path / "two"), "--trainer.max_steps=12"]
-    assert main(resume) == 0
-    one, two, plain_state = (
+    assert main(["train", "--resume", str(tmp_path / "two"), "--trainer.max_steps=12"]) == 0
+    one, two, other = (
         last_state(tmp_path / name)["state_dict"] for name in ("one", "two", "plain")
     )
     assert differences(one, two) == []
-    assert differences(one, plain_state) != []
+    assert differences(one, other) != []
 
 
 @pytest.mark.parametrize(
@@ -178,9 +159,8 @@ def test_mistakes_get_one_line(
     folder = tmp_path / "data"
     shutil.copytree(data, folder)
     change(folder)
-    assert main(arguments(folder, tmp_path / "run", *words, "--trainer.max_steps=4")) == 2
-    line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert line.startswith("molflt: error: ") and message in line, line
+    words = arguments(folder, tmp_path / "run", *words, "--trainer.max_steps=4")
+    assert message in error_of(capsys, *words)
 
 
 def cut(path: Path) -> None:
@@ -191,10 +171,8 @@ def test_other_classes_are_refused(run: Path, tmp_path: Path, capsys) -> None:
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     (copy / "classes.json").write_text('["a", "b"]')
-    assert main(["evaluate", str(copy)]) == 2
-    assert "2 classes, but the checkpoint has 3" in capsys.readouterr().err
-    assert main(["generate", str(run)]) == 2
-    assert "no language model" in capsys.readouterr().err
+    assert "2 classes, but the checkpoint has 3" in error_of(capsys, "evaluate", str(copy))
+    assert "not a language model" in error_of(capsys, "generate", str(run))
 
 
 def test_sums_by_hand() -> None:
@@ -205,10 +183,10 @@ def test_sums_by_hand() -> None:
     top1 = sum(int(order[i, 0] == labels[i]) for i in range(9))
     top5 = sum(int(labels[i] in order[i, :5]) for i in range(9))
     nats = -sum(float(logits[i].log_softmax(0)[labels[i]]) for i in range(9))
-    found = image_metrics(image_sums(logits, labels))
+    found = ImageTask.sums.of(logits, labels).metrics()
     expected = {"top1_percent": top1 / 0.09, "top5_percent": top5 / 0.09, "cross_entropy": nats / 9}
     assert found == pytest.approx(expected)
-    assert image_sums(torch.zeros(9, 7), labels)[:2].tolist() == [0.0, 0.0]
+    assert list(ImageTask.sums.of(torch.zeros(9, 7), labels)[:2]) == [0.0, 0.0]
 
 
 def test_label_smoothing_is_of_training_only() -> None:
@@ -218,8 +196,8 @@ def test_label_smoothing_is_of_training_only() -> None:
     smooth, plain = ImageTask(net, label_smoothing=0.3), ImageTask(net)
     logs = net(images).log_softmax(dim=1)
     hit, mean = logs[torch.arange(4), labels].mean(), logs.mean()
-    torch.testing.assert_close(smooth.loss((images, labels))[0], -0.7 * hit - 0.3 * mean)
-    assert torch.equal(smooth.sums((images, labels)), plain.sums((images, labels)))
+    torch.testing.assert_close(smooth.loss((images, labels), 0.0)[0], -0.7 * hit - 0.3 * mean)
+    assert smooth.judge((images, labels)) == plain.judge((images, labels))
 
 
 def test_classify_refuses_logits_that_are_not_finite() -> None:
@@ -227,11 +205,11 @@ def test_classify_refuses_logits_that_are_not_finite() -> None:
     net.head.bias.data[1] = float("nan")
     item = (torch.zeros(1, 8, 8, dtype=torch.uint8), torch.tensor(0))
     with pytest.raises(ValueError, match="val: a logit is not finite"):
-        classify(net, [item], 2, "cpu", "val")
+        _classify(net, [item], 2, "val")
 
 
 def test_a_missing_package_is_named(monkeypatch, tmp_path: Path, capsys) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     words = ["--data.train=hf:some/set", "--data.val=hf:some/set:test", f"--run={tmp_path}"]
-    assert main(["train", *SMALL, *words]) == 2
-    assert "hf:some/set: needs the package datasets" in capsys.readouterr().err
+    line = error_of(capsys, "train", *SMALL, *words)
+    assert "hf:some/set: needs the package datasets" in line

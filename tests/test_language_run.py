@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import re
@@ -14,15 +13,15 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tiny_run import differences, last_state
+from tiny_run import differences, error_of, last_state, logged, table
 
-from molflt.cli import main
-from molflt.data.text import read_blocks
-from molflt.data.vocabulary import Vocabulary
-from molflt.evaluation.language import token_losses
+from molflt.commands.cli import main
+from molflt.data.text.datamodule import read_blocks
+from molflt.data.text.vocabulary import Vocabulary
+from molflt.evaluation.language import _token_losses
 from molflt.sequence import LanguageModel
 from molflt.tasks.language import LanguageTask
-from molflt.train import load_run
+from molflt.training.checkpoint import load_run
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "dog", "run", "far", "away"]
 SMALL = [
@@ -70,18 +69,13 @@ def run(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def rows(run: Path) -> list[dict[str, str]]:
-    with open(run / "metrics.csv", newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def test_training_learns_the_order_of_words(run: Path) -> None:
-    found = [float(row["val_perplexity"]) for row in rows(run) if row["val_perplexity"]]
+    found = logged(run, "val_perplexity")
     assert len(found) == 3
     assert found[-1] < 0.8 * found[0] and found[-1] < 4.5 < len(WORDS)
-    bits = [float(row["val_bits_per_token"]) for row in rows(run) if row["val_bits_per_token"]]
+    bits = logged(run, "val_bits_per_token")
     assert np.log2(found) == pytest.approx(bits, rel=1e-9)
-    assert list(rows(run)[0]) == [
+    assert list(table(run / "metrics.csv")[0]) == [
         *("step", "lr", "train_loss", "train_perplexity", "gradient_norm", "tokens_per_s"),
         *("val_perplexity", "val_bits_per_token"),
     ]
@@ -112,30 +106,26 @@ def test_evaluation_counts_every_token_once(texts: Path, run: Path, tmp_path: Pa
         for start in range(0, len(ids), 16):
             piece = stream[start : start + 17][None]
             with torch.no_grad():
-                score = model.logits(model(piece[:, :-1]))
+                score = model.log_probabilities(model(piece[:, :-1]))
             nats -= float(score.gather(2, piece[:, 1:, None]).double().sum())
         assert found["perplexity"] == pytest.approx(math.exp(nats / len(ids)), rel=1e-5)
         assert 0 < found["nearest"] < 1 and 0 < found["farthest"] < 1
-    validated = min(float(row["val_perplexity"]) for row in rows(run) if row["val_perplexity"])
+    validated = min(logged(run, "val_perplexity"))
     assert results["val"]["perplexity"] == pytest.approx(validated, rel=1e-5)
     for name in ("losses", "attention", "encoding"):
         assert (tmp_path / f"{name}.png").stat().st_size > 1000
-
-
-def test_another_text_may_be_evaluated(texts: Path, run: Path, tmp_path: Path) -> None:
     text = tmp_path / "other.txt"
     text.write_text("a mat and\n")
     assert main(["evaluate", str(run), "--data", str(text), "--out", str(tmp_path)]) == 0
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert results["other.txt"]["tokens"] == 4
-    assert results["other.txt"]["nearest"] is not None
+    found = json.loads((tmp_path / "results.json").read_text())["other.txt"]
+    assert found["tokens"] == 4 and found["nearest"] is not None
 
 
 def test_losses_are_in_the_order_of_the_text(texts: Path, run: Path) -> None:
     model, _ = load_run(run)
     vocabulary = Vocabulary.from_json((run / "vocabulary.json").read_bytes())
     blocks = read_blocks(str(texts / "val.txt"), vocabulary, 16)
-    losses = token_losses(model, blocks, 2, "cpu", "val")
+    losses = _token_losses(model, blocks, 2, "val")
     assert losses.shape == (len(blocks), 16)
     inputs, targets = (part[None] for part in blocks[5])
     with torch.no_grad():
@@ -144,7 +134,7 @@ def test_losses_are_in_the_order_of_the_text(texts: Path, run: Path) -> None:
     assert np.isnan(losses[-1]).sum() == 16 * len(blocks) - blocks.tokens
 
 
-def test_generate(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate(run: Path, capsys) -> None:
     capsys.readouterr()
     words = ["generate", str(run), "--prompt", "the cat", "--tokens", "6", "--temperature", "0"]
     assert main(words) == 0
@@ -162,9 +152,7 @@ def test_generate(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert out == "" and "temperature must be at least 0" in err
 
 
-def test_generate_without_a_state(
-    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_without_a_state(texts: Path, tmp_path: Path, capsys) -> None:
     words = ["--model.position=toeplitz", "--model.max_length=16", "--trainer.max_steps=4"]
     assert main(arguments(texts, tmp_path / "run", *words)) == 0
     capsys.readouterr()
@@ -182,8 +170,7 @@ def test_stopped_and_resumed_is_the_same(texts: Path, tmp_path: Path) -> None:
     whole = [*words, "--task.schedule=inverse_sqrt"]
     assert main(arguments(texts, tmp_path / "one", *whole)) == 0
     assert main(arguments(texts, tmp_path / "two", *short)) == 0
-    resume = ["train", "--resume", str(tmp_path / "two"), "--trainer.max_steps=12"]
-    assert main(resume) == 0
+    assert main(["train", "--resume", str(tmp_path / "two"), "--trainer.max_steps=12"]) == 0
     one, two = (last_state(tmp_path / name)["state_dict"] for name in ("one", "two"))
     assert differences(one, two) == []
     assert differences(one, last_state(tmp_path / "whole")["state_dict"]) != []
@@ -198,7 +185,7 @@ def test_stopped_and_resumed_is_the_same(texts: Path, tmp_path: Path) -> None:
         (None, ["--model.position=gaussian_bias"], "GaussianBias does not go with mixing='linear'"),
         (None, ["--data.length=5000"], "train.txt: expected at least 5000 tokens"),
         (None, ["--model.max_length=8", "--model.absolute=learned"], "at most 8 tokens; got 16"),
-        (None, ["--model.mixing=softmax", "--model.gate=true"], "goes without gate=True"),
+        (None, ["--model.mixing=softmax"], "num_features=8 has no effect with mixing='softmax'"),
     ],
 )
 def test_mistakes_get_one_line(
@@ -207,40 +194,34 @@ def test_mistakes_get_one_line(
     message: str,
     texts: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    capsys,
 ) -> None:
     for name in ("train", "val", "test"):
         (tmp_path / f"{name}.txt").write_bytes((texts / f"{name}.txt").read_bytes())
     if change is not None:
         (tmp_path / "train.txt").write_bytes(change)
-    assert main(arguments(tmp_path, tmp_path / "run", *words, "--trainer.max_steps=4")) == 2
-    err = capsys.readouterr().err.strip()
-    line = err.splitlines()[-1]
-    assert line.startswith("molflt: error: ")
-
-    assert re.search(message, line), line
+    words = arguments(tmp_path, tmp_path / "run", *words, "--trainer.max_steps=4")
+    assert re.search(message, error_of(capsys, *words))
 
 
-def test_a_vocabulary_of_another_model_is_refused(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_vocabulary_of_another_model_is_refused(run: Path, tmp_path: Path, capsys) -> None:
 
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     other = Vocabulary("word", ["<eos>", "<unk>", "one", "two"])
     (copy / "vocabulary.json").write_bytes(other.to_json())
-    for words in (["evaluate", str(copy)], ["generate", str(copy)]):
-        assert main(words) == 2
-        assert "4 tokens, but the checkpoint has 15" in capsys.readouterr().err
-    assert main(["train", "--resume", str(copy), "--trainer.max_steps=130"]) == 2
-    assert "the data of this run have changed" in capsys.readouterr().err
+    for command in ("evaluate", "generate"):
+        line = error_of(capsys, command, str(copy))
+        assert "4 tokens, but the checkpoint has 15" in line
+    line = error_of(capsys, "train", "--resume", str(copy), "--trainer.max_steps=130")
+    assert "the data of this run have changed" in line
     (copy / "vocabulary.json").unlink()
-    assert main(["evaluate", str(copy)]) == 2
-    assert "vocabulary.json: no such file" in capsys.readouterr().err
-    assert main(["evaluate", str(run), "--submission", "x.npz"]) == 2
-    assert "are for energies" in capsys.readouterr().err
-    assert main(["evaluate", str(run), "--splits", "ood"]) == 2
-    assert "no split 'ood'; expected some of train, val, test" in capsys.readouterr().err
+    assert "vocabulary.json: no such file" in error_of(capsys, "evaluate", str(copy))
+    for words, message in (
+        (["--submission", "x.npz"], "unknown option --submission"),
+        (["--splits", "ood"], "no split 'ood'; expected some of train, val, test"),
+    ):
+        assert message in error_of(capsys, "evaluate", str(run), *words)
 
 
 def test_a_diverged_model_has_no_perplexity(run: Path, tmp_path: Path) -> None:
@@ -265,7 +246,7 @@ def test_perplexity_of_sums() -> None:
     assert endless["perplexity"] == math.inf
     inputs, targets = torch.randint(7, (2, 3, 5))
     targets[0, 2:] = -1
-    loss, sums = task.loss((inputs, targets))
-    assert sums[1] == 12
-    assert float(loss) == pytest.approx(float(sums[0]) / 12, rel=1e-6)
+    loss, sums = task.loss((inputs, targets), 0.0)
+    assert sums.tokens == 12
+    assert float(loss) == pytest.approx(float(sums.nats) / 12, rel=1e-6)
     assert task.size((inputs, targets)) == 15

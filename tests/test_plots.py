@@ -9,18 +9,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from molflt import plots
-from molflt.attention.encoding import Encoding, Position, differences
-from molflt.attention.gaussian_bias import GaussianBias
-from molflt.attention.grid import BucketedPosition, LowRankPosition, ToeplitzPosition
+from molflt.attention.encodings import Bias
 from molflt.attention.layer import Attention
-from molflt.attention.nodes import GaussianNodes
-from molflt.attention.rotations import RotaryPosition
-from molflt.attention.spectra import GaussianBasis, GaussianMixture, Local
-from molflt.attention.spectral import SpectralPosition
-from molflt.plots import GroupError, attention, encodings, figure, training
+from molflt.attention.nodes.random import GaussianNodes
+from molflt.attention.positions.base import Position, differences
+from molflt.attention.positions.gaussian_bias import GaussianBias
+from molflt.attention.positions.grid import BucketedPosition, LowRankPosition, ToeplitzPosition
+from molflt.attention.positions.rotary import RotaryPosition
+from molflt.attention.positions.spectral import SpectralPosition
+from molflt.attention.spectra.gaussian import GaussianBasis, GaussianMixture
+from molflt.attention.spectra.local import Local
+from molflt.metrics import Metric
+from molflt.plots import GroupError, figure, training
+from molflt.tasks.base import Task
+from molflt.tasks.is2re import IS2RETask
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -29,14 +33,15 @@ PNG = b"\x89PNG\r\n\x1a\n"
 def figures(monkeypatch) -> list:
     """Every figure that is drawn, for looking into after it was written."""
     drawn: list = []
+    original = figure.picture
 
     @contextmanager
     def remember(png, **options):
-        with figure.picture(png, **options) as made:
+        with original(png, **options) as made:
             drawn.append(made)
             yield made
 
-    for module in (training, attention, encodings):
+    for module in (training, figure):
         monkeypatch.setattr(module, "picture", remember)
     return drawn
 
@@ -69,13 +74,13 @@ class Grid(Position):
         self.dim = dim
         self.seen: list[torch.Tensor] = []
 
-    def forward(self, mixing, query_positions, key_positions) -> Encoding:
+    def forward(self, mixing, query_positions, key_positions) -> Bias:
         assert mixing == "softmax" and key_positions is query_positions
         self.seen.append(query_positions)
         z = differences(query_positions, key_positions)
         bias = sum((axis + 1) * z[..., axis] + z[..., axis] ** 2 for axis in range(self.dim))
         bias = torch.where(z[..., 0] < -1, -torch.inf, bias)
-        return Encoding(bias=torch.stack((bias, -bias.clamp(min=-9)), dim=1))
+        return Bias(torch.stack((bias, -bias.clamp(min=-9)), dim=1))
 
 
 def test_importing_loads_no_torch_and_no_matplotlib() -> None:
@@ -85,44 +90,52 @@ def test_importing_loads_no_torch_and_no_matplotlib() -> None:
     assert "numpy" in loaded and not loaded & {"torch", "matplotlib", "molflt.attention"}
 
 
-def test_training_curve(tmp_path: Path, figures) -> None:
-    rows = ["step,lr,train_loss,train_mae_eV,val_mae_eV,val_ewt_percent"]
+class NewTask(Task):
+    """With a metric that no other task has."""
+
+    unit = "things"
+    sums = tuple
+    metrics = {  # noqa: RUF012
+        "gap_eV": Metric("gap", "eV", digits=2, largest_is_best=True, measured_in=("val",))
+    }
+    best = "gap_eV"
+
+
+@pytest.mark.parametrize(
+    ("task", "columns", "labels", "legend"),
+    [
+        (
+            IS2RETask,
+            "train_mae_eV,val_mae_eV,val_ewt_percent",
+            ["MAE / eV", "EwT / %"],
+            ["training", "validation", "best: 0.310 eV at step 50"],
+        ),
+        (NewTask, "_,val_gap_eV,_", ["gap / eV"], ["validation", "best: 0.42 eV at step 100"]),
+    ],
+)
+def test_training_curve(tmp_path: Path, figures, task, columns, labels, legend) -> None:
+    rows = [f"step,lr,train_loss,{columns}"]
     rows += [f"{s},{1e-3 - 1e-6 * s},{50 / s},{10 / s}," for s in range(10, 110, 10)]
     rows.insert(6, "50,,,,0.31,2.5")
     rows.append("100,,,,0.42,1.5")
     (tmp_path / "metrics.csv").write_text("\n".join(rows) + "\n")
-    plots.training_curve(tmp_path / "metrics.csv", tmp_path / "deep" / "curve.png")
-    assert is_picture(tmp_path / "deep" / "curve.png")
-    loss, mae, ewt, lr = figures[0].axes
-    assert [a.get_ylabel() for a in (loss, mae, ewt, lr)] == [
-        "loss",
-        "MAE / eV",
-        "EwT / %",
-        "learning rate",
-    ]
-    assert lr.get_xlabel() == "step"
-    labels = [text.get_text() for text in mae.get_legend().get_texts()]
-    assert labels == ["training", "validation", "best: 0.310 eV at step 50"]
-    validation = mae.lines[1]
+    png = tmp_path / "deep" / "curve.png"
+    plots.training_curve(tmp_path / "metrics.csv", png, task.metrics, task.best)
+    assert is_picture(png)
+    axes = figures[0].axes
+    assert [a.get_ylabel() for a in axes] == ["loss", *labels, "learning rate"]
+    assert axes[-1].get_xlabel() == "step"
+    assert [text.get_text() for text in axes[1].get_legend().get_texts()] == legend
+    validation = axes[1].lines[-2]
     np.testing.assert_allclose(validation.get_xdata(), [50, 100])
     np.testing.assert_allclose(validation.get_ydata(), [0.31, 0.42])
 
 
 def test_training_curve_draws_what_there_is(tmp_path: Path, figures) -> None:
-    """A run stopped early has one row; a row of units below the header is no number."""
+    """A run stopped early has one row; a row of units below the header is not a number."""
     (tmp_path / "metrics.csv").write_text("step,train_loss,lr\n,,1\n10,0.0,0.001\n")
-    plots.training_curve(tmp_path / "metrics.csv", tmp_path / "curve.png")
+    plots.training_curve(tmp_path / "metrics.csv", tmp_path / "curve.png", {})
     assert [axes.get_ylabel() for axes in figures[0].axes] == ["loss", "learning rate"]
-
-
-def test_training_curve_refuses_other_files(tmp_path: Path) -> None:
-    (tmp_path / "other.csv").write_text("epoch,loss\n1,2\n")
-    with pytest.raises(ValueError, match="expected a column step; got epoch, loss"):
-        plots.training_curve(tmp_path / "other.csv", tmp_path / "curve.png")
-    (tmp_path / "empty.csv").write_text("step,lr,train_loss\n")
-    with pytest.raises(ValueError, match="nothing to draw"):
-        plots.training_curve(tmp_path / "empty.csv", tmp_path / "curve.png")
-    assert not (tmp_path / "curve.png").exists()
 
 
 def test_parity(tmp_path: Path, figures) -> None:
@@ -154,13 +167,6 @@ def test_parity_of_many_is_a_density_with_one_scale(tmp_path: Path, figures) -> 
     assert len(three.collections[0].get_offsets()) == 40
 
 
-def test_parity_refuses_nothing_and_unequal() -> None:
-    with pytest.raises(ValueError, match="at least one split"):
-        plots.parity({}, Path("never.png"))
-    with pytest.raises(ValueError, match=r"'val_id' needs one prediction per label; got \(3,\)"):
-        plots.parity({"val_id": (np.zeros(4), np.zeros(3))}, Path("never.png"))
-
-
 def test_errors(tmp_path: Path, figures) -> None:
     groups = [GroupError(f"C{i}H", i, 0.1 * i) for i in range(1, 31)] + [GroupError("N2", 5, 9.0)]
     sizes = [GroupError("7-20", 40, 0.3), GroupError("21-50", 60, 0.2)]
@@ -176,21 +182,9 @@ def test_errors(tmp_path: Path, figures) -> None:
     share = steps.get_ydata()[np.searchsorted(steps.get_xdata(), 0.02) - 1]
     assert share == 50.0  # two of four errors are below 0.02 eV
     assert right.lines[1].get_xdata()[0] == 0.02
-
-
-def test_errors_of_exact_predictions(tmp_path: Path) -> None:
-    plots.errors(
-        [GroupError("O", 1, 0.0)],
-        [GroupError("9", 1, 0.0)],
-        {"val_id": np.zeros(1)},
-        tmp_path / "e.png",
-    )
-    assert is_picture(tmp_path / "e.png")
-
-
-def test_errors_refuses_nothing() -> None:
-    with pytest.raises(ValueError, match="got none"):
-        plots.errors([], [], {}, Path("never.png"))
+    exact = [GroupError("O", 1, 0.0)]
+    plots.errors(exact, exact, {"val_id": np.zeros(1)}, tmp_path / "exact.png")
+    assert is_picture(tmp_path / "exact.png")
 
 
 def test_attention_matrices_show_the_weights(tmp_path: Path, figures) -> None:
@@ -199,7 +193,7 @@ def test_attention_matrices_show_the_weights(tmp_path: Path, figures) -> None:
     layer = Attention(24, 6, mixing="softmax", causal=True, position=position).double()
     r = torch.arange(9, dtype=torch.float64)[None, :, None]
     x = torch.randn(1, 9, 24, dtype=torch.float64)
-    weights = layer.weights(x, position("softmax", r, r))[0]
+    weights = layer.weights(x, r)[0]
     plots.attention_matrices(weights, tmp_path / "a.png", title="layer 1", scale="linear")
     assert is_picture(tmp_path / "a.png")
     drawn = figures[0]
@@ -229,9 +223,8 @@ def test_large_attention_matrices_are_averaged_over_blocks(tmp_path: Path, figur
     (image,) = figures[0].axes[0].images
     shown = image.get_array().filled(0.0)
     assert shown.shape == (367, 350)  # blocks of 3 x 2; the last has 2 queries
-    assert (
-        figures[0].get_suptitle() == "first layer\neach pixel is the mean over 3 queries × 2 keys"
-    )
+    title = "first layer\neach pixel is the mean over 3 queries × 2 keys"
+    assert figures[0].get_suptitle() == title
     expected = np.zeros_like(shown)
     for query, key in spikes:
         expected[query // 3, key // 2] += 0.6 / (2 * (2 if query >= 1098 else 3))
@@ -283,30 +276,10 @@ def test_attention_matrices_take_half_precision_and_rows(tmp_path: Path, figures
     assert boxes[0].y0 > boxes[1].y0 > boxes[2].y0
 
 
-@pytest.mark.parametrize(
-    ("weights", "options", "message"),
-    [
-        (np.ones((2, 3)), {}, r"must be \(heads, queries, keys\).*got \(2, 3\)"),
-        (np.ones((1, 2, 3, 3)), {}, r"of a batch, give one: weights\[0\]"),
-        (np.ones((2, 0, 3)), {}, r"got \(2, 0, 3\)"),
-        ([[[1.0, np.nan]]], {}, r"got nan at head 0, query 0, key 1 \(1 of 2"),
-        (np.ones((2, 3, 3)), {"rows": 3}, "rows must be 1 to 2"),
-        (np.ones((2, 3, 3)), {"scale": "ln"}, "expected one of auto, linear, log"),
-        ([[[1.5, -0.5]]], {"scale": "log"}, "at least 0; got -0.5"),
-    ],
-)
-def test_attention_matrices_refuse(tmp_path: Path, weights, options, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        plots.attention_matrices(weights, tmp_path / "never.png", **options)
-    assert not (tmp_path / "never.png").exists()
-
-
 @pytest.mark.parametrize("heads", [1, 6, 17])
 def test_rpe_profiles(tmp_path: Path, figures, heads: int) -> None:
     position = SpectralPosition(GaussianBasis(heads, 8), GaussianNodes(heads, 4))
-    model = nn.Module()
-    model.stack = nn.Module()
-    model.stack.position = position
+    model = SimpleNamespace(stack=SimpleNamespace(position=position))
     plots.rpe_profiles(model, tmp_path / "f.png", r_max=6.0)
     assert is_picture(tmp_path / "f.png")
     shown = [axes for axes in figures[0].axes if axes.get_visible()]
@@ -325,9 +298,9 @@ def test_rpe_profiles_of_a_module_alone(tmp_path: Path, figures) -> None:
     class Tilted(Position):
         dim = 3
 
-        def forward(self, mixing, query_positions, key_positions) -> Encoding:
+        def forward(self, mixing, query_positions, key_positions) -> Bias:
             z = differences(query_positions, key_positions)
-            return Encoding(bias=(z[..., 0] - 2 * z[..., 1])[:, None])
+            return Bias((z[..., 0] - 2 * z[..., 1])[:, None])
 
     bias = GaussianBias(2).double()
     plots.rpe_profiles(bias, tmp_path / "a.png")
@@ -340,12 +313,6 @@ def test_rpe_profiles_of_a_module_alone(tmp_path: Path, figures) -> None:
     np.testing.assert_allclose(curve.get_ydata(), curve.get_xdata())
     assert curve.get_xdata()[-1] == 3.0 and figures[1].get_supxlabel() == "distance r / nm"
     assert figures[1].get_supylabel() == "f(r), added to the logit"
-
-
-def test_rpe_profiles_refuses_a_model_without() -> None:
-    model = SimpleNamespace(stack=SimpleNamespace(position=None))
-    with pytest.raises(ValueError, match="no relative encoding"):
-        plots.rpe_profiles(model, Path("never.png"))
 
 
 def test_rpe_curves_tell_before_from_after(tmp_path: Path, figures) -> None:
@@ -462,20 +429,67 @@ def test_encodings_that_add_nothing_to_logits_are_refused() -> None:
         plots.rpe_curves(rotary, Path("never.png"), 4)
 
 
+def test_encodings_that_add_nothing_to_logits_are_told_apart() -> None:
+    assert not plots.has_bias(RotaryPosition(8))
+    assert plots.has_bias(GaussianBias(2)) and plots.has_bias(Grid(2))
+
+
+ONES, SIGNED = np.ones((2, 3, 3)), [[[1.5, -0.5]]]
+BARE = SimpleNamespace(stack=SimpleNamespace(position=None))
+
+
 @pytest.mark.parametrize(
     ("draw", "message"),
     [
+        (
+            lambda png: plots.rpe_curves(RotaryPosition(8), png, 4),
+            "got RotaryPosition, which adds nothing to logits",
+        ),
         (lambda png: plots.rpe_curves(GaussianBias(2), png, 4), "1; got GaussianBias of 3"),
-        (lambda png: plots.rpe_surfaces(Grid(1), png, 4), "dimension 2 or more; got Grid of 1"),
         (
             lambda png: plots.rpe_curves(Grid(1), png, 0),
             "max_offset must be one positive number; got 0",
         ),
+        (lambda png: plots.rpe_surfaces(Grid(1), png, 4), "dimension 2 or more; got Grid of 1"),
         (lambda png: plots.rpe_surfaces(Grid(2), png, (4.0, 1.5)), "whole on a grid.*1.5"),
         (lambda png: plots.rpe_surfaces(Grid(2), png, (4, 3, 2)), "one positive number or 2, one"),
+        (lambda png: plots.rpe_profiles(BARE, png), "no relative encoding"),
+        (lambda png: plots.parity({}, png), "at least one split"),
+        (
+            lambda png: plots.parity({"val_id": (np.zeros(4), np.zeros(3))}, png),
+            r"one prediction per.*got \(3,\)",
+        ),
+        (lambda png: plots.errors([], [], {}, png), "got none"),
+        (
+            lambda png: plots.attention_matrices(ONES[0], png),
+            r"must be \(heads, queries, keys\).*got \(3, 3\)",
+        ),
+        (
+            lambda png: plots.attention_matrices(ONES[None], png),
+            r"of a batch, give one: weights\[0\]",
+        ),
+        (lambda png: plots.attention_matrices(np.ones((2, 0, 3)), png), r"got \(2, 0, 3\)"),
+        (
+            lambda png: plots.attention_matrices([[[1.0, np.nan]]], png),
+            r"nan at head 0, query 0, key 1 \(1 of 2",
+        ),
+        (lambda png: plots.attention_matrices(ONES, png, rows=3), "rows must be 1 to 2"),
+        (
+            lambda png: plots.attention_matrices(ONES, png, scale="ln"),
+            "expected one of auto, linear, log",
+        ),
+        (lambda png: plots.attention_matrices(SIGNED, png, scale="log"), "at least 0; got -0.5"),
+        (
+            lambda png: plots.training_curve(Path("other.csv"), png, {}),
+            "expected a column step; got epoch, loss",
+        ),
+        (lambda png: plots.training_curve(Path("empty.csv"), png, {}), "nothing to draw"),
     ],
 )
-def test_encodings_refuse(tmp_path: Path, draw, message: str) -> None:
+def test_refused_input_draws_nothing(tmp_path: Path, monkeypatch, draw, message: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("other.csv").write_text("epoch,loss\n1,2\n")
+    Path("empty.csv").write_text("step,lr,train_loss\n")
     with pytest.raises(ValueError, match=message):
-        draw(tmp_path / "never.png")
-    assert not (tmp_path / "never.png").exists()
+        draw(Path("never.png"))
+    assert not Path("never.png").exists()

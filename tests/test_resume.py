@@ -1,29 +1,21 @@
 """A run that is killed, interrupted or short of disk goes on as if nothing had happened."""
 
-import csv
 import errno
 import os
 import signal
-import subprocess
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
 from safetensors import safe_open
-from tiny_run import (
-    arguments,
-    command,
-    config,
-    differences,
-    environment,
-    last_state,
-    write_data,
-)
+from tiny_run import arguments, differences, error_of, last_state, process, start, table, write_data
 
 import molflt.files
-from molflt.cli import main
-from molflt.tasks.is2re import IS2RETask
-from molflt.train import build_parser, load_run, train
+from molflt.commands.cli import main
+from molflt.commands.train import build_parser, train
+from molflt.training.checkpoint import load_run
+from molflt.training.loop import _LightningTask
 
 # Dropout, averaging and redrawn features, so that every kind of state counts; 22 systems are 6
 # batches an epoch, so checkpoints every 7 steps fall in the middle of one.
@@ -44,20 +36,20 @@ def data(tmp_path_factory):
     return write_data(tmp_path_factory.mktemp("data"))
 
 
+def begin(data, run, *more, steps=STEPS):
+    return start(data, run, *STATEFUL, f"--trainer.max_steps={steps}", *more)
+
+
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
     """The run that nothing happened to."""
     run = tmp_path_factory.mktemp("whole") / "run"
-    assert train(config(data, run, *STATEFUL, f"--trainer.max_steps={STEPS}")) == 0
+    assert begin(data, run) == 0
     return run
 
 
-def begin(data, run, steps=STEPS):
-    return train(config(data, run, *STATEFUL, f"--trainer.max_steps={steps}"))
-
-
 def resume(run, *more):
-    return train(build_parser().parse_args([f"--resume={run}", *more]))
+    return train(**build_parser().parse_args([f"--resume={run}", *more]).as_dict())
 
 
 def weights(run, checkpoint):
@@ -67,8 +59,7 @@ def weights(run, checkpoint):
 
 
 def validation_rows(run):
-    with open(run / "metrics.csv", newline="") as file:
-        return [row for row in csv.DictReader(file) if row["val_mae_eV"]]
+    return table(run / "metrics.csv", "val_mae_eV")
 
 
 def assert_same_end(run, reference):
@@ -80,74 +71,71 @@ def assert_same_end(run, reference):
     assert validation_rows(run) == validation_rows(reference)
 
 
-def crash_at(monkeypatch, method, step):
-    """Makes a method of the task raise once, as an unforeseen error would, at a step."""
-    original = getattr(IS2RETask, method)
-
-    def crashing(self, *args):
-        if self.global_step == step and not self.trainer.sanity_checking:
-            raise RuntimeError("power cut")
-        return original(self, *args)
-
-    monkeypatch.setattr(IS2RETask, method, crashing)
-
-
-def test_kill_nine_in_mid_epoch_then_resume_gives_the_same_weights(data, tmp_path):
-    """A real SIGKILL to a real process."""
-    steps = 120
-    options = [*STATEFUL, f"--trainer.max_steps={steps}"]
-    reference = tmp_path / "reference"
-    train(config(data, reference, *options))
-
-    run = tmp_path / "killed"
-    process = subprocess.Popen(
-        command(*arguments(data, run, *options)),
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    metrics = run / "metrics.csv"
-    deadline = time.monotonic() + 120
-    while not (metrics.exists() and metrics.read_text().count("\n") > 9):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.002)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    step = last_state(run)["global_step"]
-    assert 0 < step < steps - 8
-    assert main(["train", "--resume", str(run)]) == 0
+def assert_resumes(run, reference):
+    assert resume(run) == 0
     assert_same_end(run, reference)
 
 
+@contextmanager
+def at_step(method, step, act):
+    """Something happens, once, before a step; what it returns takes the place of the batch."""
+    original, done = getattr(_LightningTask, method), []
+
+    def changed(self, batch, *more):
+        if self.global_step == step and not self.trainer.sanity_checking and not done:
+            done.append(step)
+            batch = act(batch) or batch
+        return original(self, batch, *more)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_LightningTask, method, changed)
+        yield
+
+
+def stop(words, ready, signum):
+    """Sends a signal to a training process once something is there; its status and stderr."""
+    running, deadline = process(*words), time.monotonic() + 120
+    while not ready():
+        assert running.poll() is None and time.monotonic() < deadline
+        time.sleep(0.002)
+    running.send_signal(signum)
+    _, errors = running.communicate(timeout=30)
+    return running.returncode, errors
+
+
+def test_kill_nine_in_mid_epoch_then_resume_gives_the_same_weights(data, tmp_path):
+    reference, run, steps = tmp_path / "reference", tmp_path / "killed", 120
+    begin(data, reference, steps=steps)
+    words = arguments(data, run, *STATEFUL, f"--trainer.max_steps={steps}")
+    metrics = run / "metrics.csv"
+    ready = lambda: metrics.exists() and metrics.read_text().count("\n") > 9  # noqa: E731
+    assert stop(words, ready, signal.SIGKILL)[0] == -signal.SIGKILL
+    assert 0 < last_state(run)["global_step"] < steps - 8
+    assert_resumes(run, reference)
+
+
+def power_cut(_):
+    raise RuntimeError("power cut")
+
+
 @pytest.mark.parametrize(
-    ("method", "step", "resumes_from"),
+    ("method", "step", "resumes_from", "more"),
     [
-        ("training_step", 17, 16),  # one step after a validation
-        ("training_step", 15, 14),  # one step after a checkpoint, in mid-epoch
-        ("training_step", 12, 8),
-        ("training_step", 24, 24),  # in the step that follows a validation
-        ("validation_step", 16, 16),  # during validation
-        ("validation_step", 30, 28),  # during the last validation
+        ("training_step", 17, 16, ()),  # one step after a validation
+        ("training_step", 15, 14, ()),  # one step after a checkpoint, in mid-epoch
+        ("training_step", 15, 14, ("--data.workers=1",)),  # a worker has read ahead
+        ("training_step", 12, 8, ()),
+        ("training_step", 24, 24, ()),  # in the step that follows a validation
+        ("validation_step", 16, 16, ()),  # during validation
+        ("validation_step", 30, 28, ()),  # during the last validation
     ],
 )
-def test_every_place_to_crash(data, whole, tmp_path, monkeypatch, method, step, resumes_from):
-    with monkeypatch.context() as broken:
-        crash_at(broken, method, step)
-        with pytest.raises(RuntimeError, match="power cut"):
-            begin(data, tmp_path / "run")
-    assert last_state(tmp_path / "run")["global_step"] == resumes_from
-    assert resume(tmp_path / "run") == 0
-    assert_same_end(tmp_path / "run", whole)
-
-
-def test_workers_that_read_ahead_do_not_shift_the_position(data, whole, tmp_path, monkeypatch):
+def test_every_place_to_crash(data, whole, tmp_path, method, step, resumes_from, more):
     run = tmp_path / "run"
-    with monkeypatch.context() as broken:
-        crash_at(broken, "training_step", 15)
-        with pytest.raises(RuntimeError, match="power cut"):
-            train(config(data, run, *STATEFUL, f"--trainer.max_steps={STEPS}", "--data.workers=1"))
-    assert resume(run) == 0
-    assert_same_end(run, whole)
+    with at_step(method, step, power_cut), pytest.raises(RuntimeError, match="power cut"):
+        begin(data, run, *more)
+    assert last_state(run)["global_step"] == resumes_from
+    assert_resumes(run, whole)
 
 
 @pytest.mark.parametrize(
@@ -155,65 +143,37 @@ def test_workers_that_read_ahead_do_not_shift_the_position(data, whole, tmp_path
     [("training_step", 9, 10), ("training_step", 15, 16), ("validation_step", 16, 16)],
 )
 def test_sigterm_saves_says_how_to_resume_and_exits_143(
-    data, whole, tmp_path, monkeypatch, capsys, method, step, saved_at
+    data, whole, tmp_path, capsys, method, step, saved_at
 ):
-    run = tmp_path / "run"
-    original = getattr(IS2RETask, method)
-    sent = []
-
-    def signalling(self, *args):
-        if self.global_step == step and not self.trainer.sanity_checking and not sent:
-            sent.append(signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGTERM)
-        return original(self, *args)
-
-    before = signal.getsignal(signal.SIGTERM)
-    with monkeypatch.context() as patched:
-        patched.setattr(IS2RETask, method, signalling)
+    run, before = tmp_path / "run", signal.getsignal(signal.SIGTERM)
+    with at_step(method, step, lambda _: os.kill(os.getpid(), signal.SIGTERM)):
         assert begin(data, run) == 143
     assert signal.getsignal(signal.SIGTERM) == before
     assert f"molflt train --resume {run}" in capsys.readouterr().err
     assert last_state(run)["global_step"] == saved_at
     assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
-    assert resume(run) == 0
-    assert_same_end(run, whole)
+    assert_resumes(run, whole)
 
 
 def test_ctrl_c_in_a_terminal(data, tmp_path):
     run = tmp_path / "run"
-    process = subprocess.Popen(
-        command(*arguments(data, run, *STATEFUL, "--trainer.max_steps=100000")),
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + 120
-    while not (run / "checkpoints" / "last.ckpt").exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert f"molflt train --resume {run}" in errors
-    assert "Traceback" not in errors
+    words = arguments(data, run, *STATEFUL, "--trainer.max_steps=100000")
+    status, errors = stop(words, (run / "checkpoints" / "last.ckpt").exists, signal.SIGINT)
+    assert status == 130
+    assert f"molflt train --resume {run}" in errors and "Traceback" not in errors
     assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert load_run(run, "last")[1]["trainer"]["max_steps"] == 100000
 
 
-def test_a_second_signal_does_not_wait_for_the_step(data, tmp_path, monkeypatch, capsys):
-    run = tmp_path / "run"
-    original = IS2RETask.training_step
-    before = signal.getsignal(signal.SIGINT)
+def test_a_second_signal_does_not_wait_for_the_step(data, tmp_path, capsys):
+    run, before = tmp_path / "run", signal.getsignal(signal.SIGINT)
 
-    def signalling(self, batch, index):
-        if self.global_step == 9:
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
-        return original(self, batch, index)
+    def twice(_):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(IS2RETask, "training_step", signalling)
-    assert main(["train", *arguments(data, run, *STATEFUL, "--trainer.max_steps=30")]) == 130
+    with at_step("training_step", 9, twice):
+        assert main(["train", *arguments(data, run, *STATEFUL, "--trainer.max_steps=30")]) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "molflt: interrupted"
     assert last_state(run)["global_step"] == 8
     assert signal.getsignal(signal.SIGINT) == before
@@ -235,8 +195,7 @@ def test_more_steps_may_be_asked_for_and_nothing_else(data, tmp_path):
     assert [row["step"] for row in validation_rows(run)] == ["8", "10", "14"]
     assert load_run(run)[1]["trainer"]["max_steps"] == 14
     # the schedule is that of 14 steps: the last one is taken at 1/12 of the peak, not at 0
-    with open(run / "metrics.csv", newline="") as file:
-        rates = {row["step"]: row["lr"] for row in csv.DictReader(file) if row["lr"]}
+    rates = {row["step"]: row["lr"] for row in table(run / "metrics.csv", "lr")}
     assert float(rates["14"]) == pytest.approx(3e-4 / 12)
 
 
@@ -262,40 +221,31 @@ def test_full_disk_keeps_the_last_good_checkpoint(data, whole, tmp_path, monkeyp
     with monkeypatch.context() as full:
         full.setattr(molflt.files.os, "fsync", full_after_some)
         words = arguments(data, run, *STATEFUL, f"--trainer.max_steps={STEPS}")
-        assert main(["train", *words]) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if "molflt: error" in line]
-    assert len(lines) == 1
-    assert "No space left on device" in lines[0] and "is kept; free some space" in lines[0]
+        line = error_of(capsys, "train", *words)
+    assert "No space left on device" in line and "is kept; free some space" in line
     assert [path for path in run.rglob("*") if ".part" in path.name] == []
-    assert resume(run) == 0
-    assert_same_end(run, whole)
+    assert_resumes(run, whole)
 
 
-def test_diverging_run_keeps_the_last_good_checkpoint(data, whole, tmp_path, monkeypatch):
+def test_diverging_run_keeps_the_last_good_checkpoint(data, whole, tmp_path):
+    def explode(batch):
+        batch = batch.clone()
+        batch.y_relaxed = batch.y_relaxed * float("inf")
+        return batch
+
     run = tmp_path / "run"
-    original = IS2RETask.training_step
-
-    def explode(self, batch, index):
-        if self.global_step == 9:
-            batch = batch.clone()
-            batch.y_relaxed = batch.y_relaxed * float("inf")
-        return original(self, batch, index)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(IS2RETask, "training_step", explode)
-        message = r"loss is inf at step 9 with learning rate 0\.000\d+ on sids (\d+, ){3}\d+; "
-        with pytest.raises(ValueError, match=message):
-            begin(data, run)
+    message = r"loss is inf at step 9 with learning rate 0\.000\d+ on sids (\d+, ){3}\d+; "
+    with at_step("training_step", 9, explode), pytest.raises(ValueError, match=message):
+        begin(data, run)
     assert last_state(run)["global_step"] == 8
-    assert resume(run) == 0
-    assert_same_end(run, whole)
+    assert_resumes(run, whole)
 
 
 def test_a_gradient_that_is_not_finite_stops_before_it_spoils_the_weights(
     data, tmp_path, monkeypatch
 ):
     run = tmp_path / "run"
-    original = IS2RETask.training_step
+    original = _LightningTask.training_step
 
     def explode(self, batch, index):
         out = original(self, batch, index)
@@ -305,41 +255,33 @@ def test_a_gradient_that_is_not_finite_stops_before_it_spoils_the_weights(
             out["loss"] = out["loss"].detach() + (0 * weight.sum()).sqrt()
         return out
 
-    monkeypatch.setattr(IS2RETask, "training_step", explode)
+    monkeypatch.setattr(_LightningTask, "training_step", explode)
     with pytest.raises(ValueError, match=r"gradient norm is nan at step 9 .* on sids"):
         begin(data, run)
     assert all(torch.isfinite(p).all() for p in load_run(run, "last")[0].parameters())
 
 
-def test_nothing_to_resume(tmp_path, data, whole):
-    with pytest.raises(FileNotFoundError, match=r"config\.yaml: no such file"):
-        resume(tmp_path / "absent")
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "config.yaml").write_text((whole / "config.yaml").read_text())
-    with pytest.raises(FileNotFoundError, match=r"last\.ckpt: no such checkpoint"):
-        resume(run)
+class Evil:
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
 
 
-def test_truncated_checkpoint_is_named(data, whole, tmp_path):
+def test_what_cannot_be_resumed_is_named_and_runs_no_code(whole, tmp_path):
+    def refuses(error, message):
+        with pytest.raises(error, match=message):
+            resume(run)
+
     run = tmp_path / "run"
+    refuses(FileNotFoundError, r"config\.yaml: no such file")
     (run / "checkpoints").mkdir(parents=True)
-    (run / "config.yaml").write_text((whole / "config.yaml").read_text())
-    whole_file = (whole / "checkpoints" / "last.ckpt").read_bytes()
-    (run / "checkpoints" / "last.ckpt").write_bytes(whole_file[: len(whole_file) // 2])
-    with pytest.raises(ValueError, match=r"last\.ckpt: not a complete checkpoint"):
-        resume(run)
-
-
-def test_a_checkpoint_that_runs_code_is_refused(data, whole, tmp_path):
-    class Evil:
-        def __reduce__(self):
-            return (os.mkdir, (str(tmp_path / "was-here"),))
-
-    run = tmp_path / "run"
-    (run / "checkpoints").mkdir(parents=True)
-    (run / "config.yaml").write_text((whole / "config.yaml").read_text())
-    torch.save({"state_dict": Evil()}, run / "checkpoints" / "last.ckpt")
-    with pytest.raises(ValueError, match=r"last\.ckpt: refused; .* it asks for posix\.mkdir"):
-        resume(run)
+    (run / "config.yaml").write_bytes((whole / "config.yaml").read_bytes())
+    refuses(FileNotFoundError, r"last\.ckpt: no such checkpoint")
+    content = (whole / "checkpoints" / "last.ckpt").read_bytes()
+    (run / "checkpoints" / "last.ckpt").write_bytes(content[: len(content) // 2])
+    refuses(ValueError, r"last\.ckpt: not a complete checkpoint")
+    torch.save({"state_dict": Evil(tmp_path / "was-here")}, run / "checkpoints" / "last.ckpt")
+    refuses(ValueError, r"last\.ckpt: refused; .* it asks for posix\.mkdir")
     assert not (tmp_path / "was-here").exists()

@@ -1,6 +1,5 @@
 """Training: loss, schedule, metrics, the run folder and the errors of ``molflt train``."""
 
-import csv
 import json
 
 import numpy as np
@@ -9,20 +8,15 @@ import torch
 import yaml
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tiny_run import arguments, config, structures, write_data
+from tiny_run import arguments, error_of, logged, start, structures, table, write_data
 from torch_geometric.data import Batch
 
-from molflt.cli import main
-from molflt.data.store import StructureStore, write_store
+from molflt.commands.cli import main
+from molflt.commands.train import build_parser
+from molflt.data.structures.store import StructureStore, write_store
 from molflt.graph.regressor import EnergyRegressor
-from molflt.tasks.base import lr_factor
-from molflt.tasks.is2re import (
-    IS2RETask,
-    displacement_error,
-    energy_summary,
-    energy_sums,
-)
-from molflt.train import build_parser, load_run, train
+from molflt.tasks.is2re import IS2RETask, _displacement_error
+from molflt.training.checkpoint import load_run
 
 
 @pytest.fixture(scope="module")
@@ -39,20 +33,12 @@ def run(data, tmp_path_factory):
     return folder
 
 
-def rows(run):
-    with open(run / "metrics.csv", newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def energies(root, split, model):
     """Predictions and labels, one structure at a time."""
     store = StructureStore(root / f"{split}.safetensors")
     with torch.no_grad():
         out = [float(model(Batch.from_data_list([record]))["energy"]) for record in store]
     return np.array(out), np.array([float(record.y_relaxed) for record in store])
-
-
-# --- the run folder -------------------------------------------------------------------------
 
 
 def test_run_folder(run):
@@ -73,13 +59,13 @@ def test_run_folder(run):
 
 
 def test_metrics_file_has_units_and_every_row(run):
-    table = rows(run)
-    trained = [int(row["step"]) for row in table if row["train_loss"]]
-    validated = [int(row["step"]) for row in table if row["val_mae_eV"]]
+    rows = table(run / "metrics.csv")
+    trained = [int(row["step"]) for row in rows if row["train_loss"]]
+    validated = [int(row["step"]) for row in rows if row["val_mae_eV"]]
     assert trained == [6, 12, 18, 24]
     assert validated == [10, 20, 24]  # the last step in any case
-    assert {"train_mae_eV", "train_ewt_percent", "val_ewt_percent", "val_mse_eV2"} <= {*table[0]}
-    for row in table:
+    assert {"train_mae_eV", "train_ewt_percent", "val_ewt_percent", "val_mse_eV2"} <= {*rows[0]}
+    for row in rows:
         assert all(np.isfinite(float(value)) for value in row.values() if value)
 
 
@@ -87,9 +73,7 @@ def test_best_weights_give_the_best_logged_mae(data, run):
     model, saved = load_run(run)
     assert not model.training and saved["data"]["root"] == str(data)
     predicted, labels = energies(data, "val_id", model)
-    best = min(
-        (row for row in rows(run) if row["val_mae_eV"]), key=lambda row: float(row["val_mae_eV"])
-    )
+    best = min(table(run / "metrics.csv", "val_mae_eV"), key=lambda row: float(row["val_mae_eV"]))
     assert np.abs(predicted - labels).mean() == pytest.approx(float(best["val_mae_eV"]), rel=1e-5)
     with safe_open(run / "checkpoints" / "best.safetensors", framework="pt") as file:
         assert file.metadata() == {"step": best["step"], "val_mae_eV": best["val_mae_eV"]}
@@ -112,7 +96,8 @@ def test_checkpoints_hold_the_normalizer_of_the_training_set(data, run):
         ("--task.position_weight=1", "train_displacement_mae_A"),
         (
             "--task.position_weight=1 --task.interpolate=0.5 --task.noise=0.02 "
-            "--model.placement=multiplicative --model.near_field=3 --model.periodic=reciprocal "
+            "--model.position=multiplicative --model.near_field=3 --model.periodic=reciprocal "
+            '--model.position_options={"num_gaussians":4} '
             "--model.refinements=2 --model.move_atoms=true --model.mixing=auto",
             "train_displacement_mae_A",
         ),
@@ -120,15 +105,15 @@ def test_checkpoints_hold_the_normalizer_of_the_training_set(data, run):
 )
 def test_training_learns(data, tmp_path, options, column):
     words = ["--trainer.max_steps=160", "--task.lr=1e-2", "--trainer.log_every=20"]
-    train(config(data, tmp_path / "run", *words, *options.split()))
-    trained = [float(row[column]) for row in rows(tmp_path / "run") if row[column]]
+    start(data, tmp_path / "run", *words, *options.split())
+    trained = logged(tmp_path / "run", column)
     assert trained[-1] < 0.5 * trained[0]
 
 
 def test_same_seed_same_weights_other_seed_other_weights(data, tmp_path):
     def weights(name, seed):
         words = [f"--seed={seed}", "--trainer.max_steps=5", "--model.dropout=0.3"]
-        train(config(data, tmp_path / name, *words))
+        start(data, tmp_path / name, *words)
         return (tmp_path / name / "checkpoints" / "last.safetensors").read_bytes()
 
     assert weights("a", 4) == weights("b", 4) != weights("c", 5)
@@ -137,15 +122,13 @@ def test_same_seed_same_weights_other_seed_other_weights(data, tmp_path):
 def test_averaged_weights_are_validated_and_kept(data, tmp_path):
     """EMA from hand, against the file; with decay 1 - 1e-9 the first step's weights stay."""
     words = ["--trainer.max_steps=12", "--trainer.val_every=6", "--task.lr=0.01"]
-    train(config(data, tmp_path / "still", *words, "--trainer.ema_decay=0.999999999"))
-    train(config(data, tmp_path / "plain", *words))
-    still, plain = rows(tmp_path / "still"), rows(tmp_path / "plain")
-    maes = [float(row["val_mae_eV"]) for row in still if row["val_mae_eV"]]
+    start(data, tmp_path / "still", *words, "--trainer.ema_decay=0.999999999")
+    start(data, tmp_path / "plain", *words)
+    maes, others = (logged(tmp_path / name, "val_mae_eV") for name in ("still", "plain"))
     assert maes[0] == pytest.approx(maes[1], rel=1e-4)
-    others = [float(row["val_mae_eV"]) for row in plain if row["val_mae_eV"]]
     assert others[0] != pytest.approx(others[1], rel=1e-3)
     # training itself is untouched by averaging
-    assert [row["train_loss"] for row in still] == [row["train_loss"] for row in plain]
+    assert logged(tmp_path / "still", "train_loss") == logged(tmp_path / "plain", "train_loss")
     model, _ = load_run(tmp_path / "still", "last")
     predicted, labels = energies(data, "val_id", model)
     assert np.abs(predicted - labels).mean() == pytest.approx(maes[1], rel=1e-5)
@@ -154,7 +137,7 @@ def test_averaged_weights_are_validated_and_kept(data, tmp_path):
 @pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
 def test_precisions(data, tmp_path, precision):
     words = [f"--trainer.precision={precision}", "--trainer.max_steps=4"]
-    assert train(config(data, tmp_path / "run", *words)) == 0
+    assert start(data, tmp_path / "run", *words) == 0
     model, _ = load_run(tmp_path / "run")
     assert next(model.parameters()).dtype == torch.float32
 
@@ -167,70 +150,65 @@ def test_structures_without_relaxed_positions_train_on_energies_alone(tmp_path):
 
     write_store(tmp_path / "train.safetensors", bare(0))
     write_store(tmp_path / "val_id.safetensors", bare(1))
-    assert train(config(tmp_path, tmp_path / "run", "--trainer.max_steps=4")) == 0
+    assert start(tmp_path, tmp_path / "run", "--trainer.max_steps=4") == 0
 
 
-# --- loss, schedule, metrics ----------------------------------------------------------------
-
-
-def test_displacement_error_by_hand():
+def test_displacement_error_and_its_gradient_by_hand():
+    """Nothing of fixed atoms, or of structures whose relaxed positions are unknown."""
     records = list(structures(3))
     records[2].pos_relaxed = torch.full_like(records[2].pos, float("nan"))
     batch = Batch.from_data_list(records)
     prediction = torch.randn(batch.num_nodes, 3, generator=torch.Generator().manual_seed(0))
+    prediction.requires_grad_()
     expected = []
     for i, record in enumerate(records[:2]):
         own = prediction[batch.batch == i]
         error = (own - (record.pos_relaxed - record.pos))[~record.fixed]
         expected.append(error.abs().mean())
-    value = displacement_error(prediction, batch)
+    value = _displacement_error(prediction, batch)
     assert float(value) == pytest.approx(float(torch.stack(expected).mean()), rel=1e-6)
-
-
-def test_displacement_error_has_no_gradient_at_fixed_or_unknown_atoms():
-    records = list(structures(2))
-    records[1].pos_relaxed = torch.full_like(records[1].pos, float("nan"))
-    batch = Batch.from_data_list(records)
-    prediction = torch.zeros(batch.num_nodes, 3, requires_grad=True)
-    displacement_error(prediction, batch).backward()
-    counted = ~batch.fixed & (batch.batch == 0)
+    value.backward()
+    counted = ~batch.fixed & (batch.batch < 2)
     assert torch.isfinite(prediction.grad).all()
     assert (prediction.grad[counted] != 0).all() and (prediction.grad[~counted] == 0).all()
 
 
 def test_learning_rate_rises_and_falls_linearly():
-    factors = [lr_factor(step, 4, 12) for step in range(13)]
+    task = IS2RETask(torch.nn.Linear(1, 1), warmup_steps=4)
+    factors = [task.lr_factor(step, 12) for step in range(13)]
     assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
     assert factors[4:] == pytest.approx(np.linspace(1, 0, 9))
-    assert lr_factor(0, 0, 10) == 1.0
+    assert IS2RETask(torch.nn.Linear(1, 1), warmup_steps=0).lr_factor(0, 10) == 1.0
 
 
 def test_position_weight_falls_linearly(data, tmp_path, monkeypatch):
-    seen = []
-    original = IS2RETask._position_weight
-
-    def noting(self):
-        seen.append(original(self))
-        return seen[-1]
-
+    seen, original = [], IS2RETask._position_weight
+    noting = lambda *arguments: seen.append(original(*arguments)) or seen[-1]  # noqa: E731
     monkeypatch.setattr(IS2RETask, "_position_weight", noting)
     words = ["--trainer.max_steps=8", "--task.position_weight=9", "--task.position_weight_final=1"]
-    train(config(data, tmp_path / "run", *words))
+    start(data, tmp_path / "run", *words)
     assert seen == pytest.approx(np.linspace(9, 1, 9)[:8])
 
 
-def test_energy_within_threshold_is_strict():
-    target = torch.tensor([0.0, 0.0, 0.0, 5.0], dtype=torch.float64)
-    energy = torch.tensor([0.02, 0.0199999, -0.03, 5.0], dtype=torch.float64)
-    metrics = energy_summary(energy_sums(energy, target))
-    assert metrics["ewt_percent"] == 50.0
-    assert metrics["mae_eV"] == pytest.approx(0.0699999 / 4)
-    assert metrics["mse_eV2"] == pytest.approx((0.02**2 + 0.0199999**2 + 0.03**2) / 4)
+def test_energy_metrics_by_hand():
+    """An error of exactly 0.02 eV is not within the threshold; the next smaller number is."""
+    error = torch.tensor([0.02, -0.02, np.nextafter(0.02, 0), 0.5, 0.0], dtype=torch.float64)
+    metrics = IS2RETask.sums.of(error, torch.zeros(5)).metrics()
+    assert metrics == pytest.approx(
+        {"mae_eV": 0.56 / 5, "ewt_percent": 40.0, "mse_eV2": (3 * 0.02**2 + 0.25) / 5}
+    )
+    parts = [IS2RETask.sums.of(part, torch.zeros(len(part))) for part in error.split([2, 3])]
+    totals = torch.stack([sum(field) for field in zip(*parts, strict=True)])
+    assert IS2RETask(torch.nn.Linear(1, 1)).summarize(totals) == pytest.approx(metrics)
 
 
-def test_shapes_that_would_broadcast_are_refused():
+def test_energy_metrics_are_summed_in_float64():
+    """In float32 the sum of these errors would be off in the fourth digit."""
+    energy = torch.full((2_000_000,), 0.1)
+    mae = IS2RETask.sums.of(energy, torch.zeros(2_000_000)).metrics()["mae_eV"]
+    assert mae == pytest.approx(float(np.float32(0.1)), rel=1e-12)
     with pytest.raises(ValueError, match=r"one shape; got \(3, 1\) and \(3,\)"):
-        energy_sums(torch.zeros(3, 1), torch.zeros(3))
+        IS2RETask.sums.of(torch.zeros(3, 1), torch.zeros(3))
 
 
 def test_redraw_changes_features_at_its_steps_only(data, tmp_path, monkeypatch):
@@ -246,25 +224,15 @@ def test_redraw_changes_features_at_its_steps_only(data, tmp_path, monkeypatch):
 
     monkeypatch.setattr(EnergyRegressor, "redraw_", noting)
     words = ["--trainer.max_steps=9", "--task.redraw_every=4"]
-    train(config(data, tmp_path / "run", *words))
+    start(data, tmp_path / "run", *words)
     assert len(steps) == 2 and not torch.equal(*steps)  # before steps 4 and 8
     model, _ = load_run(tmp_path / "run", "last")
     assert torch.equal(feature_map(model).projection.matrix(), steps[-1])
 
 
-# --- bad input ------------------------------------------------------------------------------
-
-
-def error_line(capsys, *words):
-    assert main(["train", *words]) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
-    assert len(lines) == 1 and lines[0].startswith("molflt: error: ")
-    return lines[0]
-
-
 def test_a_folder_with_checkpoints_is_not_overwritten(data, run, capsys):
     before = (run / "checkpoints" / "last.ckpt").read_bytes()
-    line = error_line(capsys, *arguments(data, run))
+    line = error_of(capsys, "train", *arguments(data, run))
     assert "holds checkpoints of an earlier run" in line and f"--resume {run}" in line
     assert (run / "checkpoints" / "last.ckpt").read_bytes() == before
 
@@ -278,18 +246,8 @@ def test_missing_labels_name_file_and_sid(tmp_path, capsys, split, normalizer):
     (tmp_path / f"{split}.safetensors").unlink()
     write_store(tmp_path / f"{split}.safetensors", records)
     words = arguments(tmp_path, tmp_path / "run", "--trainer.max_steps=9", *normalizer)
-    line = error_line(capsys, *words)
+    line = error_of(capsys, "train", *words)
     assert f"{split}.safetensors: sid 43: y_relaxed must be a finite energy" in line
-
-
-def test_missing_data(tmp_path, capsys):
-    line = error_line(capsys, *arguments(tmp_path / "absent", tmp_path / "run"))
-    assert str(tmp_path / "absent") in line
-
-
-def test_structure_beyond_the_cap_on_atoms(data, tmp_path, capsys):
-    line = error_line(capsys, *arguments(data, tmp_path / "run", "--data.max_atoms=10"))
-    assert "train.safetensors: structure" in line and "max_atoms=10; raise max_atoms" in line
 
 
 @pytest.mark.parametrize(
@@ -300,14 +258,16 @@ def test_structure_beyond_the_cap_on_atoms(data, tmp_path, capsys):
         ("--task.lr=0", "task.lr must be more than 0"),
         ("--task.interpolate=2", "task.interpolate must lie in [0, 1]"),
         ("--task.noise=0.1", "got interpolate=0.0, noise=0.1"),
-        ("--model.near_field=3", "near_field corrects a kernel that multiplies"),
+        ("--model.near_field=3", "corrects a kernel that multiplies; got position='spectral'"),
         ("--data.batch_size=0", "data.batch_size must be at least 1; got 0"),
         ("--trainer.precision=8", "trainer.precision"),
         ("--trainer.max_step=8", "did you mean --trainer.max_steps?"),
+        ("--data.root=absent", "absent"),
+        ("--data.max_atoms=10", "train.safetensors: structure"),
     ],
 )
 def test_bad_options(data, tmp_path, capsys, word, message):
-    assert message in error_line(capsys, *arguments(data, tmp_path / "run", word))
+    assert message in error_of(capsys, "train", *arguments(data, tmp_path / "run", word))
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
@@ -319,7 +279,7 @@ def test_print_config_is_a_configuration(data, tmp_path, capsys):
     assert parsed.model.dim == 24 and str(parsed.data.root) == str(data)
 
 
-def test_weights_of_another_shape_name_the_key(run, tmp_path):
+def test_weights_that_cannot_be_loaded_are_named(run, tmp_path):
     path = tmp_path / "other.safetensors"
     weights = EnergyRegressor(**yaml.safe_load((run / "config.yaml").read_text())["model"])
     state = weights.state_dict()
@@ -333,10 +293,7 @@ def test_weights_of_another_shape_name_the_key(run, tmp_path):
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(ValueError, match="not a complete safetensors file"):
         load_run(run, str(path))
-
-
-def test_loading_what_is_not_there(run, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.yaml: no such file"):
         load_run(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"no such checkpoint; there: none"):
-        load_run(run, str(tmp_path / "absent.safetensors"))
+        load_run(run, str(tmp_path / "none" / "absent.safetensors"))

@@ -1,5 +1,6 @@
 """A small data set and a small model, trained in seconds: what the training tests share."""
 
+import csv
 import os
 import subprocess
 import sys
@@ -8,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from molflt.data.records import make_record
-from molflt.data.store import write_store
-from molflt.train import build_parser
+from molflt.commands.cli import main
+from molflt.commands.train import build_parser, train
+from molflt.data.structures.records import make_record
+from molflt.data.structures.store import write_store
 
 SMALL = [
     "--model.dim=16",
@@ -18,8 +20,10 @@ SMALL = [
     "--model.layers=1",
     "--model.ffn_dim=16",
     "--model.num_features=8",
-    "--model.num_nodes=4",
-    "--model.num_gaussians=4",
+    "--model.mixing=linear",
+    "--model.position=spectral",
+    "--model.position_options.num_nodes=4",
+    "--model.position_options.num_gaussians=4",
     "--data.batch_size=4",
     "--task.warmup_steps=2",
     "--trainer.accelerator=cpu",
@@ -58,25 +62,38 @@ def arguments(data: Path, run: Path, *more: str) -> list[str]:
     return [*SMALL, f"--data.root={data}", f"--run={run}", *more]
 
 
-def config(data: Path, run: Path, *more: str):
-    return build_parser().parse_args(arguments(data, run, *more))
+def start(data: Path, run: Path, *more: str) -> int:
+    return train(**build_parser().parse_args(arguments(data, run, *more)).as_dict())
 
 
-def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "molflt", "train", *words]
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
-
-
-def run_command(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        command(*words), env=environment(), capture_output=True, text=True, check=False, timeout=120
+def process(*words: str) -> subprocess.Popen[str]:
+    """``molflt train`` in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "molflt", "train", *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
-    if check and done.returncode != 0:
-        raise AssertionError(f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
-    return done
+
+
+def error_of(capsys, *words: str, status: int = 2) -> str:
+    """The one line that a failing command prints."""
+    capsys.readouterr()
+    assert main([*words]) == status
+    (line,) = filter(str.strip, capsys.readouterr().err.splitlines())
+    assert line.startswith("molflt: error: ")
+    return line.removeprefix("molflt: error: ")
+
+
+def table(path: Path, column: str | None = None) -> list[dict[str, str]]:
+    """The rows of a CSV file; with a column, those that hold a value of it."""
+    with open(path, newline="") as file:
+        return [row for row in csv.DictReader(file) if column is None or row[column]]
+
+
+def logged(run: Path, column: str) -> list[float]:
+    return [float(row[column]) for row in table(run / "metrics.csv", column)]
 
 
 def last_state(run: Path) -> dict:

@@ -1,23 +1,46 @@
 """Multi-head attention: one layer for every feature map, positional encoding and mixing."""
 
-from typing import Any
+from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from molflt.attention import mixing as mix
-from molflt.attention.causal import DecodeState, KeyValues, State, causal
-from molflt.attention.encoding import MIXINGS, Encoding, Position
-from molflt.attention.feature_maps import FEATURE_MAPS, FeatureMap
-from molflt.attention.kernels import head_width, one_of
-from molflt.attention.multiplicative import linear_with_kernel, with_exact_pairs
-from molflt.attention.parts import unit
-from molflt.attention.pieces import features_of, linear_in_pieces, piece_size
-from molflt.attention.toeplitz import dense_log_kernel, toeplitz
+from molflt.attention.checks import _head_width, no_effect, one_of
+from molflt.attention.encodings import KERNELIZED, SOFTMAX, Encoding
+from molflt.attention.features import FEATURE_MAPS, FeatureMap, FeatureMapName, ProjectionName
+from molflt.attention.features.base import Operand
+from molflt.attention.mixing.causal import DecodeState, KeyValues, State
+from molflt.attention.mixing.forms import softmax
+from molflt.attention.mixing.sums import NORMALIZE, NormalizeName, Sums, drop_keys
+from molflt.attention.numerics import at_least_float32, unit
+from molflt.attention.positions.base import MIXINGS, MixingName, Position, Positioned
+
+DEFAULT_MAP = "positive"
+
+_States = tuple[State, ...]
 
 
-class Attention(nn.Module):
+class _Heads(NamedTuple):
+    """Tokens split among the heads: (batch, heads, tokens, d) each."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None = None  # broadcastable to (batch, heads, keys)
+    gate: Tensor | None = None  # logits of what each token keeps of the past, (b, h, tokens)
+
+
+class _Where(TypedDict, total=False):
+    """Arguments of `Attention.forward`, which has their meaning."""
+
+    encoding: Encoding | None
+    key_positions: Tensor | None
+    key_mask: Tensor | None
+    key_index: Tensor | None
+    context: Tensor | None
+
+
+class Attention(Positioned):
     """Multi-head attention with a relative positional encoding.
 
     Kernelized: A_ij = phi(q^_i) . phi(k^_j), where the encoding enters as FLT's factors, q^ = [N1,
@@ -29,14 +52,14 @@ class Attention(nn.Module):
         dim: width of tokens; a multiple of `heads`.
         heads: number of heads.
         mixing: "linear" (O(N)), "quadratic" (the same through the N x N matrix, cheaper for few
-            tokens), "auto" (either, see `mixing.cheaper`) or "softmax".
+            tokens), "auto" (either, see `molflt.attention.mixing.forms.cheaper`) or "softmax".
         causal: each token sees itself and those before it.
-        feature_map: key of `FEATURE_MAPS`; not used by softmax.
-        num_features: random or learned features m per head.
+        feature_map: key of `FEATURE_MAPS`, "positive" by default; softmax has none.
+        num_features: random or learned features m per head, 64 by default, where the map has such.
         projection: how random features are drawn, key of `PROJECTIONS`; None for the map's own
             default, "orthogonal", or nothing.
-        position: the encoding whose evaluations `forward` will get. Only read, to fit widths and to
-            refuse what does not go together; it stays where it is shared by all layers.
+        position: the encoding that `forward` evaluates. Its parameters are the layer's, unless a
+            `Stack` shares one encoding among all layers.
         normalize_qk: divide queries and keys by their norms, logits in [-1, 1] (NPRF,
             arXiv:2106.12566, section 3.3).
         normalize: what kernelized attention divides by. "masked": sum_j A_ij; "unmasked": the same
@@ -49,8 +72,8 @@ class Attention(nn.Module):
             no single weights, drops whole keys per head.
 
     Raises:
-        ValueError: an unknown choice, choices that do not go together, or `dim` is no multiple of
-            `heads`.
+        ValueError: an unknown choice, choices that do not go together, an option that would have
+            no effect, or `dim` is not a multiple of `heads`.
     """
 
     def __init__(
@@ -58,23 +81,22 @@ class Attention(nn.Module):
         dim: int,
         heads: int,
         *,
-        mixing: str = "linear",
+        mixing: MixingName = "linear",
         causal: bool = False,
-        feature_map: str = "positive",
-        num_features: int = 64,
-        projection: str | None = None,
+        feature_map: FeatureMapName | None = None,
+        num_features: int | None = None,
+        projection: ProjectionName | None = None,
         position: Position | None = None,
         normalize_qk: bool = False,
-        normalize: str = "masked",
+        normalize: NormalizeName = "masked",
         floor: float = 0.0,
         gate: bool = False,
         dropout: float = 0.0,
     ) -> None:
-        super().__init__()
-        self.head_dim = head_width(dim, heads)
+        super().__init__(position)
+        self.head_dim = _head_width(dim, heads)
         one_of("mixing", mixing, (*MIXINGS, "auto"))
-        one_of("feature_map", feature_map, FEATURE_MAPS)
-        one_of("normalize", normalize, mix.NORMALIZE)
+        one_of("normalize", normalize, NORMALIZE)
         self.dim = dim
         self.heads = heads
         self.mixing = mixing
@@ -83,7 +105,12 @@ class Attention(nn.Module):
         self.normalize = normalize
         self.floor = floor
         self.dropout = dropout
-        self._refuse_misfits(position, gate)
+        if mixing == "softmax":
+            given: dict[str, object] = {"feature_map": feature_map, "num_features": num_features}
+            given |= {"projection": projection, "floor": floor or None, "gate": gate or None}
+            given |= {"normalize": None if normalize == "masked" else normalize}
+            no_effect("with mixing='softmax'", **given)
+        self._refuse_misfits(gate)
         self.to_query = nn.Linear(dim, dim)
         self.to_key = nn.Linear(dim, dim)
         self.to_value = nn.Linear(dim, dim)
@@ -91,46 +118,58 @@ class Attention(nn.Module):
         self.to_gate = nn.Linear(dim, heads) if gate else None
         self.feature_map: FeatureMap | None = None
         if mixing != "softmax":
+            name = feature_map or DEFAULT_MAP
+            one_of("feature_map", name, FEATURE_MAPS)
             width = self.head_dim if position is None else position.width(self.head_dim)
-            self.feature_map = FEATURE_MAPS[feature_map](width, heads, num_features, projection)
+            self.feature_map = FEATURE_MAPS[name](width, heads, num_features, projection)
 
-    def _refuse_misfits(self, position: Position | None, gate: bool) -> None:
-        softmax = self.mixing == "softmax"
-        if softmax and (self.normalize != "masked" or gate):
-            option = "gate=True" if gate else f"normalize={self.normalize!r}"
-            raise ValueError(
-                f"mixing='softmax' goes without {option}; use 'linear' or leave it out"
-            )
+    def _refuse_misfits(self, gate: bool) -> None:
         if gate and not self.causal:
             raise ValueError("gate=True forgets the past and needs causal=True; set it, or no gate")
-        if position is not None:
-            position.expect("linear" if self.mixing == "auto" else self.mixing, self.causal, gate)
+        if self.floor and self.normalize == "none":
+            no_effect("with normalize='none'", floor=self.floor)
+        if self.position is not None:
+            self.position.check(self.face, self.causal, gate)
+            self.position.use_for(self.face)
+
+    @property
+    def face(self) -> str:
+        """The mixing for which an encoding is evaluated: "auto" takes those of "linear"."""
+        return "linear" if self.mixing == "auto" else self.mixing
 
     def forward(
-        self,
-        x: Tensor,
-        encoding: Encoding | None = None,
-        key_mask: Tensor | None = None,
-        key_index: Tensor | None = None,
-        context: Tensor | None = None,
+        self, x: Tensor, positions: Tensor | None = None, **where: Unpack[_Where]
     ) -> Tensor:
         """Mixes tokens.
 
         Args:
             x: (batch, tokens, dim).
-            encoding: what the position module returned for these tokens.
-            key_mask: (batch, keys), True where a key exists.
+            positions: (batch, tokens, l), for the layer's own encoding.
+            encoding: instead of positions, what the position returned for these tokens: it is
+                evaluated once for all layers that share it.
+            key_positions: (batch, keys, l), where keys are not the tokens.
+            key_mask: (batch, keys) bool, True where a key exists.
             key_index: (batch, keys), the token that each key copies; by default key j is token j.
                 Periodic images of an atom are keys with the atom's index and their own positions.
             context: (batch, keys, dim), tokens to attend to instead of x (cross-attention).
 
         Returns:
             (batch, tokens, dim).
+
+        Raises:
+            ValueError: positions or an encoding are missing, not wanted, or of the wrong kind.
         """
-        return self._join(self._attend(x, encoding, key_mask, key_index, context)[0])
+        heads, encoding = self._prepare(x, positions, **where)
+        return self._join(self._mix(heads, encoding, self.dropout * self.training)[0])
 
     def decode(
-        self, x: Tensor, encoding: Encoding | None = None, state: DecodeState | None = None
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        state: DecodeState | None = None,
+        *,
+        encoding: Encoding | None = None,
+        key_positions: Tensor | None = None,
     ) -> tuple[Tensor, DecodeState]:
         """Causal attention of new tokens to those before them, without going over these again.
 
@@ -138,9 +177,11 @@ class Attention(nn.Module):
 
         Args:
             x: (batch, new tokens, dim); one, or a whole prompt.
-            encoding: evaluated for the new tokens; for softmax with all tokens so far as keys.
+            positions: (batch, new tokens, l).
             state: returned by the call before; None at the beginning. Constant in size for linear
                 attention; keys and values of all tokens for softmax.
+            encoding: as for `forward`; for softmax with all tokens so far as keys.
+            key_positions: for softmax, those of all tokens so far.
 
         Raises:
             ValueError: for mechanisms without such a state.
@@ -150,38 +191,34 @@ class Attention(nn.Module):
                 f"decode needs causal=True and mixing 'linear' or 'softmax'; got causal="
                 f"{self.causal}, mixing={self.mixing!r}"
             )
-        if encoding is not None and encoding.toeplitz is not None:
+        encoding = self._encode(positions, key_positions, encoding)
+        if self.mixing != "softmax" and not encoding.decodes:
             raise ValueError(
                 "a Toeplitz kernel leaves no state of constant size to decode from; call forward "
                 "on the whole sequence, or choose a spectral position"
             )
-        out, state = self._attend(x, encoding, state=state)
-        assert state is not None
-        return self._join(out), state
+        heads = self._split(x)
+        if isinstance(state, KeyValues):
+            key = torch.cat((state.key, heads.key), dim=2)
+            value = torch.cat((state.value, heads.value), dim=2)
+            heads, state = heads._replace(key=key, value=value), None
+        out, last = self._mix(heads, encoding, self.dropout * self.training, state or ())
+        return self._join(out), last if last else KeyValues(heads.key, heads.value)
 
     def weights(
-        self,
-        x: Tensor,
-        encoding: Encoding | None = None,
-        key_mask: Tensor | None = None,
-        key_index: Tensor | None = None,
-        context: Tensor | None = None,
+        self, x: Tensor, positions: Tensor | None = None, **where: Unpack[_Where]
     ) -> Tensor:
         """The attention matrix, for plots and tests: (batch, heads, queries, keys).
 
         Arguments as for `forward`. Whatever the mechanism, it is what comes out when the value of
         each key is a unit vector; so it costs O(N^2) memory, and no dropout is applied.
         """
-        return self._attend(x, encoding, key_mask, key_index, context, unit=True)[0]
+        heads, encoding = self._prepare(x, positions, **where)
+        eye = torch.eye(heads.key.shape[2], dtype=heads.key.dtype, device=heads.key.device)
+        value = eye.expand(*heads.key.shape[:2], -1, -1)
+        return self._mix(heads._replace(value=value), encoding)[0]
 
-    def sums(
-        self,
-        x: Tensor,
-        encoding: Encoding | None = None,
-        key_mask: Tensor | None = None,
-        key_index: Tensor | None = None,
-        context: Tensor | None = None,
-    ) -> mix.Sums:
+    def sums(self, x: Tensor, positions: Tensor | None = None, **where: Unpack[_Where]) -> Sums:
         """Numerators and normalizers of kernelized attention before the division.
 
         Arguments as for `forward`. `(sums.normalizer <= 0).sum()` counts the rows that signed
@@ -189,12 +226,48 @@ class Attention(nn.Module):
         """
         if self.mixing == "softmax":
             raise ValueError("softmax attention has no features and no sums; use weights()")
-        return self._attend(x, encoding, key_mask, key_index, context, raw=True)[0]
+        heads, encoding = self._prepare(x, positions, **where)
+        return self._sums(*self._operands(heads, encoding), heads, encoding)[0]
+
+    def _prepare(
+        self,
+        x: Tensor,
+        positions: Tensor | None,
+        encoding: Encoding | None = None,
+        key_positions: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        key_index: Tensor | None = None,
+        context: Tensor | None = None,
+    ) -> tuple[_Heads, Encoding]:
+        """Arguments as for `forward`."""
+        encoding = self._encode(positions, key_positions, encoding)
+        return self._split(x, key_mask, key_index, context), encoding
+
+    def _encode(
+        self, positions: Tensor | None, key_positions: Tensor | None, encoding: Encoding | None
+    ) -> Encoding:
+        """The encoding that is given, or the layer's own at the positions that are given."""
+        if encoding is None:
+            encoding = self._evaluate(self.face, positions, key_positions)
+            return Encoding() if encoding is None else encoding
+        if positions is not None or key_positions is not None:
+            raise ValueError("got both positions and an encoding; give one of them")
+        face = SOFTMAX if self.mixing == "softmax" else KERNELIZED
+        if face not in encoding.faces:
+            raise ValueError(
+                f"the encoding is {type(encoding).__name__}, for {' and '.join(encoding.faces)} "
+                f"attention; this layer has mixing={self.mixing!r}; evaluate it for that"
+            )
+        return encoding
 
     def _split(
-        self, x: Tensor, context: Tensor | None = None, key_index: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Scaled queries and keys, and values: (batch, heads, tokens, d) each."""
+        self,
+        x: Tensor,
+        key_mask: Tensor | None = None,
+        key_index: Tensor | None = None,
+        context: Tensor | None = None,
+    ) -> _Heads:
+        """Scaled queries and keys, and values, by head."""
         if self.causal and (context is not None or key_index is not None):
             raise ValueError("causal attention has no context and no key_index; set causal=False")
         source = x if context is None else context
@@ -203,139 +276,66 @@ class Attention(nn.Module):
             for to, tokens in ((self.to_query, x), (self.to_key, source), (self.to_value, source))
         )
         if self.normalize_qk:
-            query, key = (unit(mix.at_least_float32(x)).to(x.dtype) for x in (query, key))
+            query, key = (unit(at_least_float32(x)).to(x.dtype) for x in (query, key))
         else:
             scale = self.head_dim**-0.25
             query, key = query * scale, key * scale
         if key_index is not None:
             index = key_index[:, None, :, None].expand(-1, self.heads, -1, self.head_dim)
             key, value = key.gather(2, index), value.gather(2, index)
-        return query, key, value
-
-    def _join(self, out: Tensor) -> Tensor:
-        return self.to_out(out.transpose(1, 2).flatten(2))
-
-    def _gate(self, x: Tensor) -> Tensor | None:
-        """Logits of what each token keeps of the past: (batch, heads, tokens)."""
-        return None if self.to_gate is None else self.to_gate(x).transpose(1, 2)
-
-    def _attend(
-        self,
-        x: Tensor,
-        encoding: Encoding | None = None,
-        key_mask: Tensor | None = None,
-        key_index: Tensor | None = None,
-        context: Tensor | None = None,
-        state: DecodeState | None = None,
-        unit: bool = False,
-        raw: bool = False,
-    ) -> tuple[Any, DecodeState | None]:
-        """Outputs per head (raw: their sums), and the state after the last token, if causal."""
-        encoding = encoding or Encoding()
-        query, key, value = self._split(x, context, key_index)
-        if unit:  # the value of each key is a unit vector, and nothing is dropped
-            eye = torch.eye(key.shape[2], dtype=key.dtype, device=key.device)
-            value = eye.expand(*key.shape[:2], -1, -1)
-        rate = self.dropout if self.training and not (unit or raw) else 0.0
         mask = None if key_mask is None else key_mask[:, None]
-        if isinstance(state, KeyValues):
-            key = torch.cat((state.key, key), dim=2)
-            value = torch.cat((state.value, value), dim=2)
-        seen = KeyValues(key, value)
-        if encoding.transform is not None:
-            query, key = encoding.transform(query, key)
-        if self.mixing == "softmax":
-            out = mix.softmax(query, key, value, encoding.bias, mask, rate, self.causal)
-            return out, seen
-        if rate:
-            mask = mix.drop_keys(key, mask, rate)
-        if size := self._piece(query, key, value, encoding):
-            sums = linear_in_pieces(self.feature_map, query, key, value, encoding, mask, size)
-            out = sums.extensive() if self.normalize == "none" else sums.ratio(self.floor)
-            return sums if raw else out.to(value.dtype), ()
-        gate = self._gate(x)
-        features = self._features(query, key, encoding, mask)
-        bare = None
-        if self.normalize == "unmasked":
-            bare = self._features(query, key, encoding._replace(factors=None), mask)
-        near = encoding.pairs if encoding.pairs is not None and encoding.pairs.exact else None
-        close = None if near is None else (query, key)
-        del query, key, seen  # backward does without them where factors are appended
-        past = () if state is None or isinstance(state, KeyValues) else state
-        first, second = (*past, None, None)[:2]
-        sums, last = self._mix(*features, value, encoding, gate, first)
-        if near is not None and close is not None:
-            sums = with_exact_pairs(sums, *close, value, near)
-        states = () if last is None else (last,)
-        if raw:
-            return sums, states
-        if self.normalize == "none":
-            return sums.extensive().to(value.dtype), states
-        if bare is None:
-            return sums.ratio(self.floor).to(value.dtype), states
-        # The same queries and keys without their encoding, to normalize by; no values needed.
-        other, last = self._mix(*bare, value[..., :0], Encoding(), gate, second)
-        states = states if last is None else (*states, last)
-        return sums.ratio_to(other, self.floor).to(value.dtype), states
-
-    def _features(
-        self, query: Tensor, key: Tensor, encoding: Encoding, mask: Tensor | None
-    ) -> tuple[mix.Features, mix.Features]:
-        """phi of [N1, q] and [N2, k], in float32 at least."""
-        left, right = encoding.factors or (None, None)
-        phi_q = features_of(self.feature_map, query, left)
-        return phi_q, features_of(self.feature_map, key, right, mask)
-
-    def _piece(self, query: Tensor, key: Tensor, value: Tensor, encoding: Encoding) -> int:
-        """Tokens per piece where linear attention goes in pieces, else 0."""
-        whole = self.causal or self.mixing == "quadratic" or self.normalize == "unmasked"
-        if whole or encoding.toeplitz is not None or encoding.pairs is not None:
-            return 0
-        return piece_size(self.feature_map, query, key, value, encoding)
-
-    def prepared(self, encoding: Encoding, queries: int, keys: int) -> Encoding:
-        """The encoding with its kernel as a matrix, if this layer takes it so; layers share it."""
-        if encoding.kernel is None or not self._quadratic(encoding, queries, keys, self.head_dim):
-            return encoding
-        return encoding._replace(matrix=encoding.dense_kernel())
-
-    def _quadratic(self, encoding: Encoding, queries: int, keys: int, dim: int) -> bool:
-        if self.mixing != "auto" or self.causal or encoding.toeplitz is not None:
-            return self.mixing == "quadratic"
-        assert self.feature_map is not None
-        columns = 1 if encoding.kernel is None else encoding.kernel[0].shape[-1]
-        return mix.cheaper(queries, keys, self.feature_map.width, dim, columns) == "quadratic"
+        gate = None if self.to_gate is None else self.to_gate(x).transpose(1, 2)
+        return _Heads(query, key, value, mask, gate)
 
     def _mix(
-        self,
-        query: mix.Features,
-        key: mix.Features,
-        value: Tensor,
-        encoding: Encoding,
-        gate: Tensor | None = None,
-        state: State | None = None,
-    ) -> tuple[mix.Sums, State | None]:
-        offsets, kernel, log_decay = encoding.toeplitz, encoding.kernel, None
-        if gate is not None:
-            gate = mix.at_least_float32(gate)
-            key, log_decay = key.scaled(F.logsigmoid(-gate)), F.logsigmoid(gate)
-        if self._quadratic(encoding, query.tokens, key.tokens, value.shape[-1]):
-            dense = encoding.dense_kernel()
-            if offsets is not None:
-                offsets = dense_log_kernel(offsets, query.tokens, value.shape[-2])
-            return mix.quadratic(query, key, value, self.causal, dense, offsets, log_decay), None
-        if offsets is not None:
-            return toeplitz(query, key, value, offsets, causal=self.causal), None
-        if self.causal:
-            if encoding.pairs is not None:
-                raise ValueError("causal attention has no near field; leave it out")
-            if kernel is not None:
-                left, right = (mix.at_least_float32(factor) for factor in kernel)
-                query, key = query.times(left), key.times(right)
-            return causal(query, key, value, log_decay, state)
-        if kernel is not None:
-            return linear_with_kernel(query, key, value, kernel, encoding.pairs), None
-        return mix.linear(query, key, value), None
+        self, heads: _Heads, encoding: Encoding, dropout: float = 0.0, states: _States = ()
+    ) -> tuple[Tensor, _States]:
+        """Outputs by head, and the states after the last token, if there are such."""
+        if self.mixing == "softmax":
+            compared = encoding.transform(heads.query, heads.key)
+            bias = encoding.bias
+            out = softmax(*compared, heads.value, bias, heads.mask, dropout, self.causal)
+            return out, ()
+        if dropout:
+            heads = heads._replace(mask=drop_keys(heads.key, heads.mask, dropout))
+        query, key = self._operands(heads, encoding)
+        sums, *last = self._sums(query, key, heads, encoding, states)
+        if self.normalize == "unmasked":
+            plain = query.without_columns(), key.without_columns()
+            other, bare = self._sums(*plain, heads, Encoding(), states[1:])
+            out, last = sums.ratio_to(other, self.floor), [*last, bare]
+        elif self.normalize == "masked":
+            out = sums.ratio(self.floor)
+        else:
+            out = sums.extensive()
+        return out.to(heads.value.dtype), tuple(state for state in last if state is not None)
+
+    def _operands(self, heads: _Heads, encoding: Encoding) -> tuple[Operand, Operand]:
+        """What the features of queries and keys are evaluated from."""
+        phi = self.feature_map
+        assert phi is not None  # softmax goes another way
+        query, key = encoding.transform(heads.query, heads.key)
+        left, right = encoding.columns
+        width = query.shape[-1] + (left.shape[-1] if isinstance(left, Tensor) else 0)
+        if width != phi.dim:
+            raise ValueError(
+                f"queries with {type(encoding).__name__} encoding are {width} wide; the layer was "
+                f"built for {phi.dim}; give it the position whose encoding this is"
+            )
+        return Operand(phi, query, left), Operand(phi, key, right, heads.mask)
+
+    def _sums(
+        self, query: Operand, key: Operand, heads: _Heads, encoding: Encoding, states: _States = ()
+    ) -> tuple[Sums, State | None]:
+        form, causal, gate = self.mixing, self.causal, heads.gate
+        state = states[0] if states else None
+        return encoding.attend(
+            query, key, heads.value, form=form, causal=causal, gate=gate, state=state
+        )
+
+    def _join(self, out: Tensor) -> Tensor:
+        joined: Tensor = self.to_out(out.transpose(1, 2).flatten(2))
+        return joined
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws new random features in place (see `FeatureMap.redraw_`)."""
@@ -343,6 +343,5 @@ class Attention(nn.Module):
             self.feature_map.redraw_(generator)
 
     def extra_repr(self) -> str:
-        """Sizes, for `print(module)`."""
         causal = ", causal=True" if self.causal else ""
         return f"dim={self.dim}, heads={self.heads}, mixing={self.mixing!r}{causal}"

@@ -1,19 +1,20 @@
 """The Transformer block, and a stack of blocks with refinement."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
 
-from molflt.attention.causal import DecodeState
-from molflt.attention.encoding import Encoding, Position
-from molflt.attention.fourier import Mixer
-from molflt.attention.kernels import head_width, one_of
+from molflt.attention.checks import _head_width, no_effect, one_of
+from molflt.attention.encodings import Encoding
+from molflt.attention.fnet import Mixer
 from molflt.attention.layer import Attention
+from molflt.attention.mixing.causal import DecodeState
 from molflt.attention.positions import make_position
+from molflt.attention.positions.base import Position, Positioned
 
-NORMS = ("pre", "post")
+_NormName = Literal["pre", "post"]
 
 
 class Block(nn.Module):
@@ -28,10 +29,14 @@ class Block(nn.Module):
     """
 
     def __init__(
-        self, attention: Attention | Mixer, ffn_dim: int, dropout: float = 0.0, norm: str = "pre"
+        self,
+        attention: Attention | Mixer,
+        ffn_dim: int,
+        dropout: float = 0.0,
+        norm: _NormName = "pre",
     ) -> None:
         super().__init__()
-        one_of("norm", norm, NORMS)
+        one_of("norm", norm, ("pre", "post"))
         dim = attention.dim
         self.attention = attention
         self.attention_norm = nn.LayerNorm(dim)
@@ -45,16 +50,25 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
+        positions: Tensor | None = None,
+        *,
         encoding: Encoding | None = None,
         key_mask: Tensor | None = None,
         key_index: Tensor | None = None,
     ) -> Tensor:
         """Arguments and result as for `Attention.forward`."""
-        mixed = self.attention(self._before(x), encoding, key_mask, key_index)
+        mixed = self.attention(
+            self._before(x), positions, encoding=encoding, key_mask=key_mask, key_index=key_index
+        )
         return self._after(x, mixed)
 
     def decode(
-        self, x: Tensor, encoding: Encoding | None = None, state: DecodeState | None = None
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        state: DecodeState | None = None,
+        *,
+        encoding: Encoding | None = None,
     ) -> tuple[Tensor, DecodeState]:
         """Arguments and result as for `Attention.decode`."""
         if not isinstance(self.attention, Attention):
@@ -62,7 +76,7 @@ class Block(nn.Module):
                 f"{type(self.attention).__name__} mixes all tokens at once and cannot decode; use "
                 "causal attention"
             )
-        mixed, state = self.attention.decode(self._before(x), encoding, state)
+        mixed, state = self.attention.decode(self._before(x), positions, state, encoding=encoding)
         return self._after(x, mixed), state
 
     def _before(self, x: Tensor) -> Tensor:
@@ -82,48 +96,108 @@ class Block(nn.Module):
 class StackState(NamedTuple):
     """Decode states of all blocks in all passes, and the positions of the tokens so far."""
 
-    positions: Tensor
+    positions: Tensor | None
     """(batch, tokens, l)"""
     blocks: list[DecodeState]
 
 
-class Stack(nn.Module):
+class Stack(Positioned):
     """Distinct blocks, applied several times with shared weights, one mask for all of them.
 
     The output of each pass is fed back as the input of the next (`refinements` passes), as in
     3D-Graphormer (arXiv:2203.04810) and FLT's OC20 experiment. The encoding is evaluated once.
+    `Stack.of` makes one from blocks made by hand, as FNet's hybrid.
 
     Args:
-        blocks: the distinct layers. FNet's hybrid is mixers with attention in the last blocks.
-        position: positional encoding shared by all blocks, or None.
-        refinements: number of passes.
+        dim: width of tokens; a multiple of `heads`.
+        heads: attention heads.
+        layers: distinct layers.
+        ffn_dim: hidden width of the feed-forward networks.
+        refinements: passes through the layers with shared weights.
+        norm: "pre" or "post", see `Block`.
+        dropout: dropout of blocks.
+        attention_dropout: see `Attention`.
+        position: the encoding that all layers share, different for each head: "none", a key of
+            `POSITIONS`, or a `Position`.
+        position_options: further arguments of an encoding given by its name.
+        attention: further arguments of `Attention`.
+
+    Raises:
+        ValueError: an unknown choice, or choices that do not go together.
     """
 
     def __init__(
-        self, blocks: Sequence[Block], position: Position | None = None, refinements: int = 1
+        self,
+        dim: int = 128,
+        heads: int = 8,
+        layers: int = 4,
+        *,
+        ffn_dim: int = 256,
+        refinements: int = 1,
+        norm: _NormName = "pre",
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        position: str | Position | None = "none",
+        position_options: Mapping[str, object] | None = None,
+        **attention: Any,
     ) -> None:
-        super().__init__()
+        if isinstance(position, str):
+            width = _head_width(dim, heads)
+            mixing = attention.get("mixing", "linear")
+            options = position_options or {}
+            position = make_position(position, heads, width, mixing=mixing, **options)
+        else:
+            no_effect("with a position that is made", position_options=position_options)
+        blocks = []
+        for _ in range(layers):
+            layer = Attention(dim, heads, position=position, dropout=attention_dropout, **attention)
+            blocks.append(Block(layer, ffn_dim, dropout, norm))
+        self._assemble(blocks, position, refinements)
+
+    @classmethod
+    def of(
+        cls, blocks: Sequence[Block], position: Position | None = None, refinements: int = 1
+    ) -> Self:
+        """A stack of blocks made by hand.
+
+        Args:
+            blocks: the distinct layers, of attention or mixers.
+            position: the very encoding that every attention in them was built with, or None.
+            refinements: passes through the blocks.
+
+        Raises:
+            ValueError: an attention was built for another encoding, or for none, or for another
+                kind of attention than the rest.
+        """
+        stack = cls.__new__(cls)
+        stack._assemble(blocks, position, refinements)
+        return stack
+
+    def _assemble(
+        self, blocks: Sequence[Block], position: Position | None, refinements: int
+    ) -> None:
+        super().__init__(None)
         if not blocks or refinements < 1:
             raise ValueError(
                 f"a Stack needs at least one block and one pass; got layers={len(blocks)}, "
                 f"refinements={refinements}"
             )
+        attentions = [b.attention for b in blocks if isinstance(b.attention, Attention)]
+        _refuse_misfits(attentions, position)
         self.blocks = nn.ModuleList(blocks)
         self.position = position
         self.refinements = refinements
-        attentions = [b.attention for b in blocks if isinstance(b.attention, Attention)]
-        if position is not None and not attentions:
-            raise ValueError(
-                f"{type(position).__name__} needs attention, and no block has any; leave it out"
-            )
+        for attention in attentions:
+            attention.share_position()
         self.mixings = sorted({attention.mixing for attention in attentions})
+        self._face = attentions[0].face if attentions else "linear"
         post = blocks[-1].norm == "post"
         self.norm = nn.Identity() if post else nn.LayerNorm(blocks[0].attention.dim)
 
     def forward(
         self,
         x: Tensor,
-        query_positions: Tensor | None = None,
+        positions: Tensor | None = None,
         key_positions: Tensor | None = None,
         key_mask: Tensor | None = None,
         key_index: Tensor | None = None,
@@ -132,34 +206,27 @@ class Stack(nn.Module):
 
         Args:
             x: (batch, tokens, dim).
-            query_positions: (batch, tokens, l), centred per graph; needed by a position module.
+            positions: (batch, tokens, l), centred per graph; for the encoding, if there is one.
             key_positions: (batch, keys, l), from the same centre; the queries' if None.
             key_mask: (batch, keys), True where a key exists.
             key_index: (batch, keys), as in `Attention.forward`.
 
         Returns:
             (batch, tokens, dim), normalized by a last LayerNorm.
+
+        Raises:
+            ValueError: positions without an encoding, or an encoding without positions.
         """
-        if key_positions is None:
-            key_positions = query_positions
-        encodings = {}
-        if self.position is not None:
-            if query_positions is None or key_positions is None:
-                raise ValueError(
-                    f"{type(self.position).__name__} needs positions; pass them, (batch, tokens, "
-                    f"{self.position.dim})"
-                )
-            for mixing in self.mixings:
-                encodings[mixing] = self.position(mixing, query_positions, key_positions)
+        encoding = self._evaluate(self._face, positions, key_positions)
         for _ in range(self.refinements):
-            x = self.one_pass(x, encodings, key_mask, key_index)
+            x = self.one_pass(x, encoding, key_mask, key_index)
         out: Tensor = self.norm(x)
         return out
 
     def one_pass(
         self,
         x: Tensor,
-        encodings: Mapping[str, Encoding],
+        encoding: Encoding | None,
         key_mask: Tensor | None = None,
         key_index: Tensor | None = None,
     ) -> Tensor:
@@ -167,27 +234,23 @@ class Stack(nn.Module):
 
         Args:
             x: (batch, tokens, dim).
-            encodings: evaluated for each of `mixings`, or empty.
+            encoding: what the position returned; None without one.
             key_mask: as for `forward`.
             key_index: as for `forward`.
         """
-        keys = x.shape[1] if key_index is None else key_index.shape[1]
-        shared = dict(encodings)
         for block in self._blocks():
-            mixing = block.attention.mixing
-            if mixing in shared and isinstance(block.attention, Attention):
-                shared[mixing] = block.attention.prepared(shared[mixing], x.shape[1], keys)
-            x = block(x, shared.get(mixing), key_mask, key_index)
+            own = encoding if isinstance(block.attention, Attention) else None
+            x = block(x, encoding=own, key_mask=key_mask, key_index=key_index)
         return x
 
     def decode(
-        self, x: Tensor, positions: Tensor, state: StackState | None = None
+        self, x: Tensor, positions: Tensor | None = None, state: StackState | None = None
     ) -> tuple[Tensor, StackState]:
         """Causal refinement of new tokens; see `Attention.decode`.
 
         Args:
             x: (batch, new tokens, dim).
-            positions: (batch, new tokens, l), of the new tokens.
+            positions: (batch, new tokens, l), of the new tokens; for the encoding.
             state: returned by the call before; None at the beginning.
 
         Raises:
@@ -198,22 +261,19 @@ class Stack(nn.Module):
                 f"{type(self.position).__name__} leaves no state of constant size to decode from; "
                 "call forward on the whole sequence, or choose a spectral position"
             )
-        so_far = positions
-        if "softmax" in self.mixings and state is not None:  # linear attention needs the new ones
-            so_far = torch.cat((state.positions, positions), dim=1)
-        encodings = {}
-        if self.position is not None:
-            for mixing in self.mixings:
-                keys = so_far if mixing == "softmax" else positions
-                encodings[mixing] = self.position(mixing, positions, keys)
+        keys = positions
+        past = None if state is None else state.positions
+        if self._face == "softmax" and past is not None and positions is not None:
+            keys = torch.cat((past, positions), dim=1)  # linear attention needs the new ones alone
+        encoding = self._evaluate(self._face, positions, keys)
         before = iter(state.blocks) if state is not None else None
         after: list[DecodeState] = []
         for _ in range(self.refinements):
             for block in self._blocks():
-                encoding = encodings.get(block.attention.mixing)
-                x, last = block.decode(x, encoding, None if before is None else next(before))
+                last = None if before is None else next(before)
+                x, last = block.decode(x, state=last, encoding=encoding)
                 after.append(last)
-        return self.norm(x), StackState(so_far, after)
+        return self.norm(x), StackState(keys, after)
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws new random features of every block in place, and the noise of stochastic encodings.
@@ -229,41 +289,25 @@ class Stack(nn.Module):
         return cast(list[Block], list(self.blocks))
 
 
-def make_stack(
-    dim: int = 128,
-    heads: int = 8,
-    layers: int = 4,
-    ffn_dim: int = 256,
-    refinements: int = 1,
-    norm: str = "pre",
-    dropout: float = 0.0,
-    attention_dropout: float = 0.0,
-    position: str = "none",
-    position_options: dict[str, Any] | None = None,
-    **attention: Any,
-) -> Stack:
-    """Blocks of attention with one positional encoding, from names and numbers.
-
-    Args:
-        dim: width of tokens; a multiple of `heads`.
-        heads: attention heads.
-        layers: distinct layers.
-        ffn_dim: hidden width of the feed-forward networks.
-        refinements: passes through the layers with shared weights.
-        norm: "pre" or "post", see `Block`.
-        dropout: dropout of blocks.
-        attention_dropout: see `Attention`.
-        position: "none" or a key of `POSITIONS`, shared by all layers, different for each head.
-        position_options: further arguments of the encoding.
-        attention: further arguments of `Attention`.
-
-    Raises:
-        ValueError: an unknown choice, or choices that do not go together.
-    """
-    width = head_width(dim, heads)
-    encoding = make_position(position, heads, width, **(position_options or {}))
-    blocks = []
-    for _ in range(layers):
-        layer = Attention(dim, heads, position=encoding, dropout=attention_dropout, **attention)
-        blocks.append(Block(layer, ffn_dim, dropout, norm))
-    return Stack(blocks, encoding, refinements)
+def _refuse_misfits(attentions: Sequence[Attention], position: Position | None) -> None:
+    """Raises ValueError unless all layers were built for this encoding, in one kind of mixing."""
+    name = type(position).__name__
+    if position is not None and not attentions:
+        raise ValueError(f"{name} needs attention, and no block has any; leave it out")
+    for number, attention in enumerate(attentions):
+        if attention.position is not position:
+            own = attention.position
+            built = (
+                "without a position" if own is None else f"for a {type(own).__name__} of its own"
+            )
+            wanted = "none" if position is None else f"the {name} of the stack"
+            raise ValueError(
+                f"attention of block {number} was built {built}; expected {wanted}; give "
+                "Attention(position=...) and Stack.of(blocks, position) the same object"
+            )
+    faces = sorted({"softmax" if a.mixing == "softmax" else "linear" for a in attentions})
+    if position is not None and len(faces) > 1:
+        raise ValueError(
+            f"one {name} serves one kind of attention; got blocks of {' and '.join(faces)}; "
+            "use one mixing, or a stack for each"
+        )

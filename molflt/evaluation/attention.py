@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from molflt.attention import Attention, Stack
 from molflt.metrics import locality
 
-__all__ = ["attention_of", "locality_of"]
+_Call = tuple[Attention, tuple[Any, ...], dict[str, Any]]
 
 
-def attention_of(stack: Stack, run: Callable[[], Any]) -> list[Tensor]:
+def _attention_of(stack: Stack, run: Callable[[], object]) -> list[Tensor]:
     """Attention matrices of all layers, in the order in which they are applied.
 
     Args:
@@ -25,13 +25,13 @@ def attention_of(stack: Stack, run: Callable[[], Any]) -> list[Tensor]:
     Returns:
         One (batch, heads, queries, keys) per layer and pass; layers without attention have none.
     """
-    calls: list[tuple[Attention, tuple[Any, ...]]] = []
+    calls: list[_Call] = []
 
-    def note(layer: Any, inputs: tuple[Any, ...]) -> None:
-        calls.append((layer, inputs))
+    def note(layer: nn.Module, inputs: tuple[object, ...], options: dict[str, object]) -> None:
+        calls.append((cast(Attention, layer), inputs, options))
 
     layers = [module for module in stack.modules() if isinstance(module, Attention)]
-    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
+    hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
     try:
         with torch.no_grad():
             run()
@@ -39,10 +39,12 @@ def attention_of(stack: Stack, run: Callable[[], Any]) -> list[Tensor]:
         for hook in hooks:
             hook.remove()
     with torch.no_grad():
-        return [layer.weights(*inputs) for layer, inputs in calls]
+        return [layer.weights(*inputs, **options) for layer, inputs, options in calls]
 
 
-def locality_of(matrices: list[Tensor], distances: Tensor, causal: bool) -> dict[str, float | None]:
+def _locality_of(
+    matrices: list[Tensor], distances: Tensor, causal: bool
+) -> dict[str, float | None]:
     """Attention on the nearest and the farthest 10 % of the tokens, mean over heads and layers.
 
     Args:

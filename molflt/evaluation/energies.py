@@ -1,168 +1,113 @@
-"""Evaluation of a trained run on the splits of a data set, and prediction for any structures."""
+"""Evaluation of an energy regressor: MAE and EwT, errors by group, pictures, a submission."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import tempfile
+import io
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
 
-from molflt.data import open_dataset, relaxed_energies
-from molflt.data.splits import OC20_FILES, TEST_SPLITS, VAL_SPLITS, split_path
-from molflt.evaluation.inference import Predictions, infer, resolve_device
-from molflt.evaluation.report import (
-    csv_text,
-    errors_by_group,
-    group_tables,
-    metrics,
-    published_table,
-    results_table,
-    write_files,
-)
-from molflt.evaluation.submission import SUBMISSION_SPLITS, check_submission_name, write_submission
+from molflt import plots
+from molflt.data.structures import Structures, open_dataset
+from molflt.data.structures.splits import OC20_FILES, PUBLISHED, TEST_SPLITS, VAL_SPLITS, split_path
+from molflt.evaluation.groups import _errors_by_group, _group_tables
+from molflt.evaluation.predictions import Predictions, infer, open_structures
+from molflt.evaluation.report import Report, _align, _warn, write_csv
+from molflt.evaluation.submission import _submission_names, _write_submission
 from molflt.files import write_atomically
+from molflt.plots import GroupError
+from molflt.tasks.is2re import IS2RETask
+from molflt.training.checkpoint import Config
 
-__all__ = ["evaluate", "predict"]
+__all__ = ["evaluate"]
 
-PREDICTION_SUFFIXES = (".csv", ".json", ".extxyz", ".traj")
+_Metrics = Mapping[str, float | None]
 
 
 def evaluate(
     run: Path,
-    splits: Sequence[str] | None = None,
+    model: nn.Module,
+    config: Config,
+    out: Path,
+    splits: list[str] | None = None,
     data: Path | None = None,
-    checkpoint: str = "best",
-    out: Path | None = None,
     batch_size: int = 64,
-    device: str = "auto",
     submission: Path | None = None,
     skip_bad: bool = False,
-) -> dict[str, dict[str, Any]]:
-    """Evaluates an energy regressor: MAE and EwT per split, errors by group, pictures.
+) -> Report:
+    """Evaluates an energy regressor.
 
-    Writes results.json, predictions.npz, predictions.csv, errors_by_group.csv, parity.png,
-    errors.png and, if the model has a relative encoding, encoding.png.
+    Writes predictions.npz, predictions.csv, errors_by_group.csv, parity.png, errors.png and, if the
+    model has a relative encoding, encoding.png.
 
     Args:
-        run: folder of a training run.
+        run: folder of the training run.
+        model: `molflt.graph.EnergyRegressor`, in evaluation mode.
+        config: the run's.
+        out: folder to write.
         splits: names of splits, by default OC20's four for validation; those without labels are
             only predicted.
         data: folder of the data set; by default that of the run's configuration.
-        checkpoint: best, last, or a safetensors file.
-        out: folder to write; by default the run's.
         batch_size: structures in a batch.
-        device: auto, cpu, cuda or cuda:N.
         submission: also write this OC20 leaderboard file, .npz, from the four test splits.
         skip_bad: leave out structures that cannot be used, and list them.
 
     Returns:
-        Per split what `molflt.evaluation.report.metrics` returns; the same is in results.json.
+        Per split: mae_eV, ewt_percent, baseline_mae_eV (always predicting the median of the
+        training energies) and n, the number of systems with a label; where no system has one, the
+        errors are None and n is the number of systems.
 
     Raises:
-        FileNotFoundError: if the run, its checkpoint, or a split is missing.
+        FileNotFoundError: if a split is missing.
         ValueError: if a split is empty, a structure cannot be used, a prediction is not finite,
             or these splits make no submission.
     """
-    from molflt.train import load_run
-
-    run, splits = Path(run), list(dict.fromkeys(splits or VAL_SPLITS))
-    names = {} if submission is None else _submission_names(Path(submission), splits)
-    model, config = load_run(run, checkpoint, device := resolve_device(device))
+    splits = list(dict.fromkeys(splits or VAL_SPLITS))
+    names = {} if submission is None else _submission_names(submission, splits)
     root = _data_root(run, config) if data is None else Path(data)
-    datasets = {split: _open(split_path(root, split), skip_bad) for split in splits}
+    datasets = {split: open_structures(split_path(root, split), skip_bad) for split in splits}
     median, baseline = _training_median(config, root, skip_bad)
-    found = {split: infer(model, datasets[split], batch_size, device, split) for split in splits}
+    found = {split: infer(model, datasets[split], batch_size, split) for split in splits}
     _say_what_is_missing(found)
-    results = {split: metrics(part, median) for split, part in found.items()}
-    groups = errors_by_group(found)
-
-    print(f"{run}, checkpoint {checkpoint}, on {root}\n\n{results_table(results)}\n{baseline}\n")
-    if groups:
-        print(f"{group_tables(groups['all'])}\n")
-    print(published_table(results, _is_oc20(datasets)))
-
-    out = run if out is None else Path(out)
-    written = write_files(out, found, results, groups)
-    written += _draw(out, found, groups, model)
+    results = {split: _metrics(part, median) for split, part in found.items()}
+    groups = _errors_by_group(found)
+    tables = [f" on {root}", f"{_results_table(results)}\n{baseline}"]
+    tables += [_group_tables(groups["all"])] if groups else []
+    tables.append(_published_table(results, _is_oc20(datasets)))
+    files = [*_write(out, found, groups), *_draw(out, found, groups, model)]
     if submission is not None:
         trial = not set(splits) <= set(TEST_SPLITS)
         parts = {name: (found[split].ids, found[split].energy) for name, split in names.items()}
-        write_submission(Path(submission), parts, any_counts=trial)
-        written.append(Path(submission))
+        _write_submission(submission, parts, any_counts=trial)
+        files.append(submission)
         if trial:
             _warn(f"{submission}: made of validation splits; the leaderboard wants test splits")
-    print("\nwritten: " + ", ".join(map(str, written)))
-    return results
+    return Report(results, "\n\n".join(tables) + "\n", files)
 
 
-def predict(
-    run: Path,
-    structures: Path,
-    *,
-    out: Path,
-    checkpoint: str = "best",
-    batch_size: int = 64,
-    device: str = "auto",
-    skip_bad: bool = False,
-) -> None:
-    """Predicts relaxed energies, in eV, of the structures in a file.
-
-    Args:
-        run: folder of a training run.
-        structures: a file that ASE reads, a compact store, or an OC20 LMDB.
-        out: file to write: .csv or .json (sid, formula, number of atoms, energy in eV), or .extxyz
-            or .traj (the structures, with the predicted relaxed energy as their energy).
-        checkpoint: best, last, or a safetensors file.
-        batch_size: structures in a batch.
-        device: auto, cpu, cuda or cuda:N.
-        skip_bad: leave out structures that cannot be used, and list them.
-
-    Raises:
-        FileNotFoundError: if the run, its checkpoint, or the structures are missing.
-        ValueError: if `out` has another ending, or there is nothing to predict.
-    """
-    from molflt.train import load_run
-
-    run, structures, out = Path(run), Path(structures), Path(out)
-    if out.suffix not in PREDICTION_SUFFIXES:
-        raise ValueError(
-            f"{out}: expected a name that ends in {', '.join(PREDICTION_SUFFIXES)}; "
-            f"got {out.suffix or 'no ending'!r}"
-        )
-    model, _ = load_run(run, checkpoint, device := resolve_device(device))
-    dataset = _open(structures, skip_bad)
-    found = infer(model, dataset, batch_size, device, structures.name)
-    _say_doubts(str(structures), found)
-    if out.suffix in (".csv", ".json"):
-        rows = _rows(found)
-        text = csv_text(rows) if out.suffix == ".csv" else json.dumps(rows, indent=1) + "\n"
-        write_atomically(out, text.encode())
-    else:
-        _write_atoms(out, dataset, found)
-    low, high = found.energy.min(), found.energy.max()
-    print(f"{out}: {len(found.energy):,} energies, {low:.3f} to {high:.3f} eV")
+def _metrics(found: Predictions, median: float | None) -> dict[str, float | None]:
+    """Of one split; `median` is that of the training energies, eV, if known."""
+    energy, target = map(torch.from_numpy, found.only_labeled())
+    if not len(target):
+        errors = dict.fromkeys(("mae_eV", "ewt_percent", "baseline_mae_eV"))
+        return {**errors, "n": len(found.energy)}
+    ours = IS2RETask.sums.of(energy, target).metrics()
+    always = torch.full_like(target, float("nan") if median is None else median)
+    baseline = IS2RETask.sums.of(always, target).metrics()["mae_eV"]
+    return {
+        "mae_eV": ours["mae_eV"],
+        "ewt_percent": ours["ewt_percent"],
+        "baseline_mae_eV": None if median is None else baseline,
+        "n": len(target),
+    }
 
 
-def _submission_names(path: Path, splits: Sequence[str]) -> dict[str, str]:
-    """Split of the leaderboard file -> split of the data set."""
-    check_submission_name(path)
-    for group in (TEST_SPLITS, VAL_SPLITS):
-        if set(splits) == set(group):
-            return dict(zip(SUBMISSION_SPLITS, group, strict=True))
-    raise ValueError(
-        f"{path}: a submission needs --splits {' '.join(TEST_SPLITS)} (or, for a trial, the four "
-        f"val_ splits); got {' '.join(splits) or 'none'}"
-    )
-
-
-def _data_root(run: Path, config: Mapping[str, Any]) -> Path:
-    root = Path(config["data"]["root"])
+def _data_root(run: Path, config: Config) -> Path:
+    root = Path(str(config["data"]["root"]))
     if not root.is_dir():
         raise FileNotFoundError(
             f"{root}: no such folder, but {run / 'config.yaml'} names it as data.root; start from "
@@ -171,39 +116,23 @@ def _data_root(run: Path, config: Mapping[str, Any]) -> Path:
     return root
 
 
-def _open(path: Path, skip_bad: bool) -> Any:
-    dataset = open_dataset(path, skip_bad=skip_bad)
-    if dataset.bad:
-        shown = "; ".join(f"{name}: {reason}" for name, reason in dataset.bad[:5])
-        more = "; ..." if len(dataset.bad) > 5 else ""
-        _warn(f"{path}: {len(dataset.bad)} bad structure(s) left out: {shown}{more}")
-    if len(dataset) == 0:
-        raise ValueError(
-            f"{path}: no structures; expected at least one; got 0 "
-            f"({len(dataset.bad)} left out as bad)"
-        )
-    return dataset
-
-
-def _training_median(
-    config: Mapping[str, Any], root: Path, skip_bad: bool
-) -> tuple[float | None, str]:
+def _training_median(config: Config, root: Path, skip_bad: bool) -> tuple[float | None, str]:
     """Median energy of the training split, eV, and a line that says where it comes from."""
-    own = Path(config["data"]["root"])
+    own = Path(str(config["data"]["root"]))
     try:
         # data that have moved are where --data says; other data keep the training set's median
-        path = split_path(own if own.is_dir() else root, config["data"]["train_split"])
+        path = split_path(own if own.is_dir() else root, str(config["data"]["train_split"]))
     except FileNotFoundError as error:
         return None, f"no baseline, because there is no training split: {error}"
     dataset = open_dataset(path, skip_bad=skip_bad)
-    energy = relaxed_energies(dataset)
+    energy = dataset.y_relaxed
     if not np.isfinite(energy).any():
         return None, f"no baseline, because {path} has no labels"
     median = float(np.nanmedian(energy))
     return median, f"baseline: always {median:.4f} eV, the median of the energies in {path}"
 
 
-def _is_oc20(datasets: Mapping[str, Any]) -> bool:
+def _is_oc20(datasets: Mapping[str, Structures]) -> bool:
     """Whether every split has as many systems as OC20's split of that name."""
     counts = {name.removeprefix("all/"): file.records for name, file in OC20_FILES.items()}
     return all(
@@ -213,7 +142,6 @@ def _is_oc20(datasets: Mapping[str, Any]) -> bool:
 
 def _say_what_is_missing(found: Mapping[str, Predictions]) -> None:
     for split, part in found.items():
-        _say_doubts(split, part)
         absent = int((~part.labeled).sum())
         if absent == len(part.energy):
             _warn(f"{split}: no labels; predicted only")
@@ -223,29 +151,90 @@ def _say_what_is_missing(found: Mapping[str, Predictions]) -> None:
             )
 
 
-def _say_doubts(name: str, part: Predictions) -> None:
-    if part.unknown:
-        _warn(
-            f"{name}: {', '.join(part.unknown)} did not occur in training; energies of structures "
-            "with them mean nothing; train on data that have them"
-        )
-    if part.untagged:
-        _warn(
-            f"{name}: {part.untagged} of {len(part.energy)} structures have no atom with a tag "
-            "above 0; their energies sum over all atoms instead of surface and adsorbate; set tags "
-            "(0 subsurface, 1 surface, 2 adsorbate)"
-        )
+def _results_table(results: Mapping[str, _Metrics]) -> str:
+    """A line per split and their average, in plain text."""
+    keys = ("mae_eV", "ewt_percent", "baseline_mae_eV")
+    rows = dict(results)
+    known = [row for row in results.values() if row["mae_eV"] is not None]
+    if len(known) > 1:
+        average: dict[str, float | None] = {"n": sum(row["n"] or 0 for row in known)}
+        for key in keys:
+            values = [value for row in known if (value := row[key]) is not None]
+            average[key] = float(np.mean(values)) if len(values) == len(known) else None
+        rows["average"] = average
+    lines = [["split", "systems", "MAE / eV", "EwT / %", "baseline MAE / eV"]]
+    for split, row in rows.items():
+        numbers = [_fixed(row[key], digits) for key, digits in zip(keys, (4, 2, 4), strict=True)]
+        lines.append([split, f"{row['n']:,}", *numbers])
+    return _align(lines)
 
 
-def _warn(text: str) -> None:
-    print(f"molflt: warning: {text}", file=sys.stderr)
+def _fixed(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _published_table(results: Mapping[str, _Metrics], is_oc20: bool) -> str:
+    """Published validation results on OC20, and how `results` relate to them.
+
+    Args:
+        results: split -> metrics.
+        is_oc20: whether these were obtained on whole splits of OC20.
+    """
+    lines = [["model", "training", *VAL_SPLITS, "EwT val_id / %"]]
+    for entry in PUBLISHED:
+        values = [_fixed(getattr(entry, split), 4) for split in VAL_SPLITS]
+        lines.append([entry.model, entry.setting, *values, _fixed(entry.ewt_id, 2)])
+    heading = "published, on OC20 (other data than the above, so not comparable with it)"
+    if is_oc20:
+        ours = [_fixed(results.get(split, {}).get("mae_eV"), 4) for split in VAL_SPLITS]
+        ewt = _fixed(results.get("val_id", {}).get("ewt_percent"), 2)
+        lines.append(["this run", "see its config.yaml", *ours, ewt])
+        heading = "published, on OC20"
+    return f"{heading}: MAE / eV on the validation splits\n{_align(lines, 2)}"
+
+
+def _write(
+    out: Path,
+    found: Mapping[str, Predictions],
+    groups: Mapping[str, Mapping[str, Sequence[GroupError]]],
+) -> list[Path]:
+    """Writes predictions.npz, predictions.csv and errors_by_group.csv."""
+    arrays: dict[str, NDArray[np.str_] | NDArray[np.float64]] = {}
+    rows: list[dict[str, object]] = []
+    for split, part in found.items():
+        arrays[f"{split}_ids"], arrays[f"{split}_energy"] = part.ids, part.energy
+        columns = (part.sid, part.adsorbate, part.natoms, part.energy, part.target, part.labeled)
+        rows += [
+            {
+                "split": split,
+                "sid": sid,
+                "adsorbate": adsorbate,
+                "natoms": natoms,
+                "energy_eV": float(energy),
+                "target_eV": float(target) if known else None,
+                "error_eV": float(energy - target) if known else None,
+            }
+            for sid, adsorbate, natoms, energy, target, known in zip(*columns, strict=True)
+        ]
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
+    write_atomically(out / "predictions.npz", buffer.getvalue())
+    written = [out / "predictions.npz", write_csv(out / "predictions.csv", rows)]
+    members = [
+        {"split": split, "kind": kind, "group": group.group, "n": group.n, "mae_eV": group.mae}
+        for split, kinds in groups.items()
+        for kind, members in kinds.items()
+        for group in members
+    ]
+    return written + ([write_csv(out / "errors_by_group.csv", members)] if members else [])
 
 
 def _draw(
-    out: Path, found: Mapping[str, Predictions], groups: Mapping[str, Any], model: Any
+    out: Path,
+    found: Mapping[str, Predictions],
+    groups: Mapping[str, Mapping[str, Sequence[GroupError]]],
+    model: nn.Module,
 ) -> list[Path]:
-    from molflt import plots
-
     drawn = []
     if groups:
         pairs = {split: part.only_labeled() for split, part in found.items() if part.labeled.any()}
@@ -259,50 +248,3 @@ def _draw(
         plots.rpe_profiles(model, out / "encoding.png")
         drawn.append(out / "encoding.png")
     return drawn
-
-
-def _rows(found: Predictions) -> list[dict[str, Any]]:
-    columns = (found.sid, found.formula, found.natoms, found.energy)
-    return [
-        {
-            "index": i,
-            "sid": int(sid),
-            "formula": formula,
-            "natoms": int(natoms),
-            "energy_eV": float(energy),
-        }
-        for i, (sid, formula, natoms, energy) in enumerate(zip(*columns, strict=True))
-    ]
-
-
-def _write_atoms(out: Path, dataset: Any, found: Predictions) -> None:
-    """Writes structures with their energies; the file appears complete or not at all."""
-    from ase import Atoms
-    from ase.calculators.singlepoint import SinglePointCalculator
-    from ase.constraints import FixAtoms
-    from ase.io import write
-
-    frames = []
-    for i, energy in enumerate(found.energy):
-        record = dataset[i]
-        atoms = Atoms(
-            record.atomic_numbers.numpy(),
-            positions=record.pos.numpy(),
-            cell=record.cell[0].numpy(),
-            pbc=record.pbc[0].numpy(),
-            tags=record.tags.numpy(),
-            info={"sid": int(record.sid)},
-        )
-        if bool(record.fixed.any()):
-            atoms.set_constraint(FixAtoms(mask=record.fixed.numpy()))
-        atoms.calc = SinglePointCalculator(atoms, energy=float(energy))
-        frames.append(atoms)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    handle, part = tempfile.mkstemp(prefix=f".{out.stem}.", suffix=out.suffix, dir=out.parent)
-    os.close(handle)
-    try:
-        write(part, frames, format=out.suffix.removeprefix("."))
-        os.replace(part, out)
-    finally:
-        with suppress(FileNotFoundError):
-            os.unlink(part)

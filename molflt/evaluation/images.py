@@ -5,123 +5,104 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from molflt import plots
-from molflt.checkpoint import load_run
-from molflt.data.image_data import ImageData
-from molflt.evaluation.attention import attention_of, locality_of
-from molflt.evaluation.inference import resolve_device
-from molflt.evaluation.report import align, csv_text, write_results
-from molflt.files import write_atomically
-from molflt.tasks.images import image_metrics, image_sums
+from molflt.data.images.base import LabeledImages
+from molflt.data.images.datamodule import ImageData
+from molflt.evaluation.attention import _attention_of, _locality_of
+from molflt.evaluation.report import Report, _align, write_csv
+from molflt.image.classifier import ImageClassifier
+from molflt.tasks.images import ImageTask
+from molflt.training.checkpoint import Config
 
-__all__ = ["Classified", "classify", "evaluate"]
+__all__ = ["evaluate"]
 
 
-class Classified(NamedTuple):
+class _Classified(NamedTuple):
     """What a model makes of images, in the order of the data set."""
 
-    probability: NDArray[np.float64]
-    """(images, classes)"""
     label: NDArray[np.int64]
     """(images,)"""
-    sums: Tensor
-    """see `molflt.tasks.images.image_sums`"""
-
-    @property
-    def predicted(self) -> NDArray[np.int64]:
-        """The most probable class of each image, (images,)."""
-        return self.probability.argmax(axis=1)
+    predicted: NDArray[np.int64]
+    """the most probable class, (images,)"""
+    confidence: NDArray[np.float64]
+    """its probability, (images,)"""
+    metrics: dict[str, float]
 
 
 def evaluate(
     run: Path,
-    splits: Sequence[str] | None = None,
+    model: ImageClassifier,
+    config: Config,
+    out: Path,
+    splits: list[str] | None = None,
     data: Path | None = None,
-    checkpoint: str = "best",
-    out: Path | None = None,
     batch_size: int = 64,
-    device: str = "auto",
-) -> dict[str, dict[str, Any]]:
+) -> Report:
     """Evaluates an image classifier: top-1 and top-5 accuracy.
 
-    Writes results.json, predictions.csv, wrong.png (the most confident mistakes), confusion.png,
-    attention.png (each head of the last layer on the first image) and, if there is one,
-    encoding.png. Pictures are of the last split.
+    Writes predictions.csv, wrong.png (the most confident mistakes), confusion.png, attention.png
+    (each head of the last layer on the first image) and, if there is one, encoding.png. Pictures
+    are of the last split.
 
     Args:
-        run: folder of a training run.
-        splits: some of "train" and "val"; by default "val".
+        run: folder of the training run.
+        model: in evaluation mode.
+        config: the run's.
+        out: folder to write.
+        splits: some of train and val; by default val.
         data: other images instead, a folder of classes or an idx file.
-        checkpoint: best, last, or a safetensors file.
-        out: folder to write; by default the run's.
         batch_size: images in a batch.
-        device: auto, cpu, cuda or cuda:N.
 
     Returns:
         Per split: top1_percent, top5_percent, cross_entropy (nats), n, and the shares of attention
         on the nearest and farthest 10 % of the patches, mean over heads and layers, of 16 images.
 
     Raises:
-        FileNotFoundError: if the run, its checkpoint, or the images are missing.
+        FileNotFoundError: if the images are missing.
         ValueError: if images cannot be used, or have other classes than the checkpoint.
     """
-    run, out = Path(run), run if out is None else Path(out)
-    model, config = load_run(run, checkpoint, device := resolve_device(device))
     classes = _classes(run, model.classes)
-    results: dict[str, dict[str, Any]] = {}
-    rows: list[dict[str, Any]] = []
+    results: dict[str, dict[str, float | None]] = {}
+    rows: list[dict[str, object]] = []
     for split, images in _datasets(config["data"], classes, splits, data).items():
-        found = classify(model, images, batch_size, device, split)
-        results[split] = {
-            **image_metrics(found.sums),
-            "n": len(found.label),
-            **_locality(model, images, device),
-        }
+        found = _classify(model, images, batch_size, split)
+        results[split] = {**found.metrics, "n": len(found.label), **_locality(model, images)}
         rows += _rows(split, found, classes)
-    write_atomically(out / "predictions.csv", csv_text(rows).encode())
-    write_results(out, results)
-    names = ["results.json", "predictions.csv", *_draw(out, model, images, found, classes, device)]
-    print(f"{run}, checkpoint {checkpoint}\n\n{_table(results)}\n")
-    print("written: " + ", ".join(str(out / name) for name in names))
-    return results
+    files = [write_csv(out / "predictions.csv", rows), *_draw(out, model, images, found, classes)]
+    return Report(results, f"\n\n{_table(results)}\n", files)
 
 
-def classify(model: Any, images: Any, batch_size: int, device: str, name: str) -> Classified:
-    """Runs a model over images.
-
-    Args:
-        model: `molflt.image.ImageClassifier`, on `device` and in evaluation mode.
-        images: data set of (image, label).
-        batch_size: images in a batch.
-        device: where the model is.
-        name: what the progress bar says.
+def _classify(model: nn.Module, images: LabeledImages, batch_size: int, name: str) -> _Classified:
+    """Runs a model over images; the progress bar has that name.
 
     Raises:
         ValueError: if a logit is not finite.
     """
-    probability, label, sums = [], [], torch.zeros(4, dtype=torch.float64)
+    logits, labels = [], []
+    device = next(model.parameters()).device
     with torch.inference_mode():
-        for batch, labels in tqdm(
+        for batch, label in tqdm(
             DataLoader(images, batch_size=batch_size), desc=name, leave=False, disable=None
         ):
-            logits = model(batch.to(device)).double().cpu()
-            if not bool(logits.isfinite().all()):
+            logits.append(model(batch.to(device)).double().cpu())
+            labels.append(label)
+            if not bool(logits[-1].isfinite().all()):
                 raise ValueError(
                     f"{name}: a logit is not finite; expected numbers; use another checkpoint"
                 )
-            sums += image_sums(logits, labels)
-            probability.append(logits.softmax(dim=1).numpy())
-            label.append(labels.numpy())
-    return Classified(np.concatenate(probability), np.concatenate(label), sums)
+    scores, label = torch.cat(logits), torch.cat(labels)
+    metrics = ImageTask.sums.of(scores, label).metrics()
+    confidence, predicted = scores.softmax(dim=1).max(dim=1)
+    return _Classified(label.numpy(), predicted.numpy(), confidence.numpy(), metrics)
 
 
 def _classes(run: Path, count: int) -> list[str]:
@@ -138,22 +119,22 @@ def _classes(run: Path, count: int) -> list[str]:
 
 
 def _datasets(
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
     classes: list[str],
     splits: Sequence[str] | None,
     other: Path | None,
-) -> dict[str, Any]:
+) -> dict[str, LabeledImages]:
     """Name -> images in the size of the run's validation images."""
     options = {**options, "resize": None}
     if other is not None:
         if splits:
             raise ValueError("give either --splits or --data; got both")
         options |= {"train": other, "val": other, "train_labels": None, "val_labels": None}
-        options["val_fraction"] = None
+        options |= {"val_fraction": None}
     wanted = list(dict.fromkeys(splits or ["val"]))
     if unknown := sorted(set(wanted) - {"train", "val"}):
         raise ValueError(f"the run has no split {unknown[0]!r}; expected some of train, val")
-    data = ImageData(**options)
+    data = ImageData(**options)  # type: ignore[arg-type]  # of a configuration that was checked
     data.setup()
     if data.classes != classes:
         raise ValueError(
@@ -165,15 +146,16 @@ def _datasets(
     return {name: data.datasets[name] for name in wanted}
 
 
-def _locality(model: Any, images: Any, device: str) -> dict[str, float | None]:
+def _locality(model: ImageClassifier, images: LabeledImages) -> dict[str, float | None]:
+    device = next(model.parameters()).device
     batch = torch.stack([images[i][0] for i in range(min(16, len(images)))]).to(device)
     places = model.positions[0].float()
-    matrices = attention_of(model.stack, lambda: model(batch))
-    return locality_of(matrices, torch.cdist(places, places), causal=False)
+    matrices = _attention_of(model.stack, lambda: model(batch))
+    return _locality_of(matrices, torch.cdist(places, places), causal=False)
 
 
-def _rows(split: str, found: Classified, classes: list[str]) -> list[dict[str, Any]]:
-    confidence = found.probability.max(axis=1)
+def _rows(split: str, found: _Classified, classes: list[str]) -> list[dict[str, object]]:
+    columns = (found.label, found.predicted, found.confidence)
     return [
         {
             "split": split,
@@ -182,13 +164,11 @@ def _rows(split: str, found: Classified, classes: list[str]) -> list[dict[str, A
             "predicted": classes[predicted],
             "probability": float(sure),
         }
-        for i, (label, predicted, sure) in enumerate(
-            zip(found.label, found.predicted, confidence, strict=True)
-        )
+        for i, (label, predicted, sure) in enumerate(zip(*columns, strict=True))
     ]
 
 
-def _table(results: Mapping[str, Mapping[str, Any]]) -> str:
+def _table(results: Mapping[str, Mapping[str, float | None]]) -> str:
     head = ("images", "n", "top-1 / %", "top-5 / %", "nats", "nearest 10 %", "farthest 10 %")
     rows = [
         (
@@ -202,33 +182,30 @@ def _table(results: Mapping[str, Mapping[str, Any]]) -> str:
         for name, row in results.items()
     ]
     note = "10 %: attention on that share of the patches, mean over heads and layers"
-    return f"{align([head, *rows])}\n\n{note}"
+    return f"{_align([head, *rows])}\n\n{note}"
 
 
 def _draw(
-    out: Path, model: Any, images: Any, found: Classified, classes: list[str], device: str
-) -> list[str]:
+    out: Path, model: ImageClassifier, images: LabeledImages, found: _Classified, classes: list[str]
+) -> list[Path]:
     names = ["confusion.png", "attention.png"]
     counts = np.zeros((len(classes), len(classes)), dtype=int)
     np.add.at(counts, (found.label, found.predicted), 1)
     plots.confusion(counts, classes, out / "confusion.png")
-    confidence = found.probability.max(axis=1)
     mistakes = np.flatnonzero(found.predicted != found.label)
-    mistakes = mistakes[np.argsort(-confidence[mistakes], kind="stable")][:32]
+    mistakes = mistakes[np.argsort(-found.confidence[mistakes], kind="stable")][:32]
     if len(mistakes):
-        wrong = [
-            plots.Misclassified(
-                images[int(i)][0].numpy(),
-                classes[found.label[i]],
-                classes[found.predicted[i]],
-                float(confidence[i]),
-            )
+        captions = [
+            f"{classes[found.label[i]]}\n→ {classes[found.predicted[i]]}, "
+            f"{100 * found.confidence[i]:.0f} %"
             for i in mistakes
         ]
-        plots.image_sheet(wrong, out / "wrong.png", "classified wrongly, the most confident first")
+        wrong = [images[int(i)][0].numpy() for i in mistakes]
+        title = "classified wrongly, the most confident first"
+        plots.image_sheet(wrong, captions, out / "wrong.png", title)
         names.append("wrong.png")
-    first = images[0][0][None].to(device)
-    matrices = attention_of(model.stack, lambda: model(first))
+    first = images[0][0][None].to(next(model.parameters()).device)
+    matrices = _attention_of(model.stack, lambda: model(first))
     title = "last layer, first image; patches row by row"
     plots.attention_matrices(matrices[-1][0], out / "attention.png", title=title)
     position = model.stack.position
@@ -240,4 +217,4 @@ def _draw(
         else:
             plots.rpe_curves(position, out / "encoding.png", model.side**2 - 1, unit="patches")
         names.append("encoding.png")
-    return names
+    return [out / name for name in names]

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import io
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from molflt.data.splits import OC20_FILES
+from molflt.data.structures.splits import OC20_FILES, TEST_SPLITS, VAL_SPLITS
 from molflt.files import write_atomically
 
-__all__ = ["SUBMISSION_SPLITS", "check_submission", "read_submission", "write_submission"]
-
-SUBMISSION_SPLITS = ("id", "ood_ads", "ood_cat", "ood_both")
+_SPLITS = ("id", "ood_ads", "ood_cat", "ood_both")
 """Names in the file; the leaderboard writes them without the prefix test_."""
 
-Predictions = Mapping[str, tuple[Sequence[str] | NDArray[np.str_], ArrayLike]]
+_Predictions = Mapping[str, tuple[Sequence[str] | NDArray[np.str_], ArrayLike]]
 
 
-def write_submission(path: Path, predictions: Predictions, *, any_counts: bool = False) -> None:
+def _write_submission(path: Path, predictions: _Predictions, *, any_counts: bool = False) -> None:
     """Checks predictions and writes the leaderboard file; it appears complete or not at all.
 
     Args:
@@ -31,53 +28,53 @@ def write_submission(path: Path, predictions: Predictions, *, any_counts: bool =
             the right form, but the leaderboard refuses it.
 
     Raises:
-        ValueError: as :func:`check_submission`, or if the name does not end in .npz.
+        ValueError: if the name does not end in .npz, a split is missing or unknown, or in one the
+            lengths differ, the number of systems is not OC20's, an id is repeated or no string, or
+            an energy is not finite or of lower precision than float32.
         OSError: if the file cannot be written.
     """
     path = Path(path)
-    check_submission_name(path)
-    arrays = check_submission(predictions, any_counts=any_counts)
+    _check_name(path)
+    arrays = _checked(predictions, any_counts=any_counts)
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
     write_atomically(path, buffer.getvalue())
 
 
-def check_submission_name(path: Path) -> None:
-    """Refuses a file name that the leaderboard would not take.
+def _submission_names(path: Path, splits: Sequence[str]) -> dict[str, str]:
+    """Split of the leaderboard file -> split of the data set.
 
     Raises:
-        ValueError: if it does not end in .npz.
+        ValueError: if the file's name does not end in .npz, or the splits make no submission.
     """
+    _check_name(path)
+    for group in (TEST_SPLITS, VAL_SPLITS):
+        if set(splits) == set(group):
+            return dict(zip(_SPLITS, group, strict=True))
+    raise ValueError(
+        f"{path}: a submission needs --splits {' '.join(TEST_SPLITS)} (or, for a trial, the four "
+        f"val_ splits); got {' '.join(splits) or 'none'}"
+    )
+
+
+def _check_name(path: Path) -> None:
     if path.suffix != ".npz":
         raise ValueError(f"{path}: a submission must end in .npz; got {path.suffix!r}")
 
 
-def check_submission(
-    predictions: Predictions, *, any_counts: bool = False
+def _checked(
+    predictions: _Predictions, *, any_counts: bool = False
 ) -> dict[str, NDArray[np.generic]]:
-    """Checks predictions against what the leaderboard wants.
-
-    Args:
-        predictions: as in :func:`write_submission`.
-        any_counts: as in :func:`write_submission`.
-
-    Returns:
-        The arrays of the file: {split}_ids, strings, and {split}_energy, float32 or float64, eV.
-
-    Raises:
-        ValueError: if a split is missing or unknown, or in one the lengths differ, the number of
-            systems is not OC20's, an id is repeated or no string, or an energy is not finite or
-            of lower precision than float32.
-    """
-    missing = [split for split in SUBMISSION_SPLITS if split not in predictions]
-    surplus = [split for split in predictions if split not in SUBMISSION_SPLITS]
+    """The arrays of the file, {split}_ids and {split}_energy, if the leaderboard takes them."""
+    missing = [split for split in _SPLITS if split not in predictions]
+    surplus = [split for split in predictions if split not in _SPLITS]
     if missing or surplus:
         raise ValueError(
-            f"a submission needs exactly the splits {', '.join(SUBMISSION_SPLITS)}; got "
+            f"a submission needs exactly the splits {', '.join(_SPLITS)}; got "
             f"{', '.join(predictions) or 'none'}"
         )
     arrays: dict[str, NDArray[np.generic]] = {}
-    for split in SUBMISSION_SPLITS:
+    for split in _SPLITS:
         ids, energy = (np.asarray(values) for values in predictions[split])
         _check_ids(split, ids)
         _check_energy(split, energy, len(ids))
@@ -90,33 +87,6 @@ def check_submission(
         arrays[f"{split}_ids"] = ids
         arrays[f"{split}_energy"] = energy
     return arrays
-
-
-def read_submission(path: Path) -> dict[str, tuple[NDArray[np.str_], NDArray[np.floating]]]:
-    """Reads a leaderboard file without unpickling anything.
-
-    Args:
-        path: an npz file.
-
-    Returns:
-        Per split, ids (systems,) and energies (systems,), eV.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if it is no npz file, holds Python objects, or lacks a split.
-    """
-    names = [f"{split}_{part}" for split in SUBMISSION_SPLITS for part in ("ids", "energy")]
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            absent = [name for name in names if name not in file.files]
-            if absent:
-                raise ValueError(f"lacks the keys {', '.join(absent)}")
-            arrays = {name: file[name] for name in names}
-    except (ValueError, zipfile.BadZipFile, EOFError) as error:
-        raise ValueError(f"{path}: not a complete leaderboard file: {error}") from None
-    return {
-        split: (arrays[f"{split}_ids"], arrays[f"{split}_energy"]) for split in SUBMISSION_SPLITS
-    }
 
 
 def _check_ids(split: str, ids: NDArray[np.generic]) -> None:

@@ -1,17 +1,19 @@
 """Atoms: PyG batches in and out of the dense attention core, and the IS2RE energy regressor."""
 
-from molflt.graph.attention import GraphAttention
-from molflt.graph.dense import DenseAtoms, to_dense
-from molflt.graph.neighbors import Neighbors, neighbor_list
-from molflt.graph.regressor import EnergyRegressor
-from molflt.graph.transforms import PBCRadiusGraph
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "DenseAtoms",
-    "EnergyRegressor",
-    "GraphAttention",
-    "Neighbors",
-    "PBCRadiusGraph",
-    "neighbor_list",
-    "to_dense",
-]
+from molflt.graph.attention import GraphAttention
+from molflt.graph.regressor import EnergyRegressor
+
+if TYPE_CHECKING:
+    from molflt.graph.transforms import PBCRadiusGraph
+
+__all__ = ["EnergyRegressor", "GraphAttention", "PBCRadiusGraph"]
+
+
+def __getattr__(name: str) -> object:
+    """PyG is loaded with its transform, not before."""
+    if name == "PBCRadiusGraph":
+        return import_module("molflt.graph.transforms").PBCRadiusGraph
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,119 +1,102 @@
 """Attention over the atoms of PyG batches, as a layer for any PyG model."""
 
-from inspect import signature
-from typing import Any, Literal
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.utils import to_dense_batch
 
-from molflt.attention import Attention
-from molflt.attention.mixing import at_least_float32
-from molflt.graph.encoding import Geometry, GraphEncoding
+from molflt.attention.features import FeatureMapName
+from molflt.attention.layer import Attention
+from molflt.attention.numerics import at_least_float32
+from molflt.attention.positions.base import MixingName
+from molflt.graph.dense import _atom_mask, _pad
+from molflt.graph.encoding import GraphEncoding, GraphPositionName, _make_encoding
+from molflt.graph.geometry import Geometry
+from molflt.graph.periodic import Open
 
 
 class GraphAttention(nn.Module):
     """Attention of every atom to all atoms of its graph, O(atoms), for any PyG model.
 
     FLT (`arXiv:2302.01925 <https://arxiv.org/abs/2302.01925>`_) on random features of the Performer
-    (`arXiv:2009.14794 <https://arxiv.org/abs/2009.14794>`_), additive placement; the multiplicative
-    placement, reciprocal nodes and near field are molflt's own. A graph's output does not depend on
-    what else is in the batch, on the order of its atoms or on where it lies in space; with
-    "reciprocal" neither on the choice of its cell nor on which image of an atom is given.
+    (`arXiv:2009.14794 <https://arxiv.org/abs/2009.14794>`_), additive; the multiplicative position,
+    reciprocal nodes and near field are molflt's own. A graph's output does not depend on what else
+    is in the batch, on the order of its atoms or on where it lies in space; with "reciprocal"
+    neither on the choice of its cell nor on which image of an atom is given.
 
     Args:
-        channels: width of atoms, a multiple of `heads`.
+        dim: width of atoms, a multiple of `heads`.
         heads: number of heads.
-        feature_map: key of `molflt.attention.FEATURE_MAPS`.
-        num_features: random or learned features m per head.
-        position: "spectral", or "none": a Performer, which needs no positions.
-        placement: "additive": f(r_i - r_j) is added to the logit, exp(q.k + f), FLT's form.
-            "multiplicative": a kernel h(r_i - r_j) multiplies phi(q).phi(k).
-        spectrum: family of f or h, key of `molflt.attention.SPECTRA`.
-        nodes: where its transform is sampled, key of `molflt.attention.NODES`; None for the default
-            of the spectrum. Not used with `periodic="reciprocal"`.
-        num_nodes: Fourier nodes r of the random rules.
-        periodic: "none"; "images": copies in all cells within `image_cutoff` of any atom, as
-            further keys; "reciprocal": nodes on each graph's reciprocal lattice, exactly periodic.
-        image_cutoff: Å.
-        max_frequency: "reciprocal": largest |G|, cycles/Å; the number of nodes grows as its cube.
-        near_field: Å; within it the kernel is the exponential of an exact mask of its own, through
-            a neighbor list. Multiplicative placement, without "images".
-        near_exact: within the near field, q.k is exact as well, without random features.
-        backend: "linear"; "quadratic": the same numbers through the N x N matrix, faster for few
-            atoms; "auto": the cheaper of these two at the size at hand (`mixing.cheaper`);
-            "softmax": softmax with the exact mask, O(atoms^2), another function than these.
-        position_options: further options of the encoding: of the spectrum, of the nodes with the
-            prefix `node_`, and `background`. See `SpectralPosition.build` and `KernelPosition`.
-        options: further arguments of `molflt.attention.Attention`: projection, normalize_qk,
+        position: "spectral", FLT's mask; "multiplicative", a kernel; or "none": a Performer, which
+            needs no positions.
+        position_options: see `molflt.graph.encoding.GraphEncoding`, as for all options down to
+            `near_exact`.
+        periodic: see there. None is "none" for structures without periodic boundaries, and refuses
+            others.
+        image_cutoff: see there.
+        max_frequency: see there.
+        near_field: see there.
+        near_exact: see there.
+        mixing: "linear"; "quadratic": the same numbers through the N x N matrix, faster for few
+            atoms; "auto": the cheaper of these two at the size at hand; "softmax": softmax with the
+            exact mask, O(atoms^2), another function than these.
+        feature_map: key of `molflt.attention.FEATURE_MAPS`, "positive" by default.
+        num_features: random or learned features m per head, 64 by default.
+        attention: further arguments of `molflt.attention.Attention`: projection, normalize_qk,
             normalize, floor, dropout.
 
     Raises:
-        ValueError: choices that do not go together.
+        ValueError: choices that do not go together, or an option that would have no effect.
     """
 
     def __init__(
         self,
-        channels: int,
+        dim: int,
         heads: int = 8,
         *,
-        feature_map: str = "positive",
-        num_features: int = 64,
-        position: Literal["spectral", "none"] = "spectral",
-        placement: Literal["additive", "multiplicative"] = "additive",
-        spectrum: str = "gaussian_basis",
-        nodes: str | None = None,
-        num_nodes: int = 16,
-        periodic: Literal["none", "images", "reciprocal"] = "none",
-        image_cutoff: float = 8.0,
-        max_frequency: float = 0.25,
+        position: GraphPositionName = "spectral",
+        position_options: Mapping[str, object] | None = None,
+        periodic: str | Open | None = None,
+        image_cutoff: float | None = None,
+        max_frequency: float | None = None,
         near_field: float | None = None,
         near_exact: bool = False,
-        backend: Literal["auto", "linear", "quadratic", "softmax"] = "auto",
-        position_options: dict[str, Any] | None = None,
-        **options: Any,
+        mixing: MixingName = "auto",
+        feature_map: FeatureMapName | None = None,
+        num_features: int | None = None,
+        **attention: Any,
     ) -> None:
         super().__init__()
-        given = locals()
-        self._arguments = {name: given[name] for name in signature(GraphAttention).parameters}
-        self._arguments |= self._arguments.pop("options")
-        self.channels = channels
-        self.encoding = None
-        if position == "spectral":
-            self.encoding = GraphEncoding(
-                heads,
-                mixing=backend,
-                placement=placement,
-                spectrum=spectrum,
-                nodes=nodes,
-                num_nodes=num_nodes,
-                periodic=periodic,
-                image_cutoff=image_cutoff,
-                max_frequency=max_frequency,
-                near_field=near_field,
-                near_exact=near_exact,
-                num_features=num_features,
-                **(position_options or {}),
-            )
-        elif position != "none" or near_field is not None or periodic != "none":
-            raise ValueError(
-                f"position must be 'spectral', or 'none' without near_field and periodic; got "
-                f"{position!r} with near_field={near_field}, periodic={periodic!r}"
-            )
-        self.attention = Attention(
-            channels,
-            heads,
-            mixing=backend,
-            feature_map=feature_map,
-            num_features=num_features,
-            position=None if self.encoding is None else self.encoding.position,
-            **options,
+        if attention.get("causal") or attention.get("gate"):
+            raise ValueError("atoms have no order; got causal or gate; leave them out")
+        kind: dict[str, Any] = {
+            "mixing": mixing,
+            "feature_map": feature_map,
+            "num_features": num_features,
+        }
+        where: dict[str, Any] = {
+            "position_options": position_options,
+            "periodic": periodic,
+            "image_cutoff": image_cutoff,
+            "max_frequency": max_frequency,
+            "near_field": near_field,
+            "near_exact": near_exact,
+        }
+        self._again = partial(
+            GraphAttention, dim, heads, position=position, **where, **kind, **attention
         )
+        self.dim = dim
+        self.periodic = periodic
+        self.encoding: GraphEncoding | None = _make_encoding(heads, position, kind, **where)
+        own = None if self.encoding is None else self.encoding.position
+        self.attention = Attention(dim, heads, position=own, **kind, **attention)
+        self.attention.share_position()
 
     def reset_parameters(self) -> None:
         """Draws all weights, masks and random features anew."""
-        fresh = type(self)(**self._arguments)
-        self.load_state_dict(fresh.state_dict())
+        self.load_state_dict(self._again().state_dict())
 
     _reset_parameters = reset_parameters  # the name by which PyG's GPSConv calls it
 
@@ -135,7 +118,7 @@ class GraphAttention(nn.Module):
         """Mixes atoms within each graph.
 
         Args:
-            x: (atoms, channels).
+            x: (atoms, dim).
             pos: (atoms, 3), Å. Not needed with `position="none"`.
             batch: (atoms,), graph of each atom, ascending; all in one graph if None.
             cell: (graphs, 3, 3) or (3, 3), rows are lattice vectors, Å.
@@ -143,87 +126,63 @@ class GraphAttention(nn.Module):
             batch_size: number of graphs, if the last ones may be empty.
 
         Returns:
-            (atoms, channels).
+            (atoms, dim).
 
         Raises:
-            ValueError: shapes do not fit, graphs are not in order, positions or cell are missing.
+            ValueError: shapes do not fit, graphs are not in order, positions or cell are missing,
+                or a periodic structure is given to a layer that was not told what to do with it.
         """
-        if x.ndim != 2 or x.shape[1] != self.channels:
-            raise ValueError(f"x must have shape (atoms, {self.channels}); got {tuple(x.shape)}")
-        batch = self._batch(x, batch, batch_size)
+        if x.ndim != 2 or x.shape[1] != self.dim:
+            raise ValueError(f"x must have shape (atoms, {self.dim}); got {tuple(x.shape)}")
+        if self.encoding is None:
+            geometry = Geometry.of(x.new_zeros(len(x), 3), batch, graphs=batch_size)
+        else:
+            geometry = self._geometry(self.encoding, x, pos, batch, cell, pbc, batch_size)
         if not len(x):
             return x.clone()
-        graphs = batch_size or int(batch[-1]) + 1
-        tokens, mask = to_dense_batch(x, batch, batch_size=graphs)
         if self.encoding is None:
-            return self.attention(tokens, key_mask=mask)[mask]
-        geometry = self._geometry(self.encoding, x, pos, batch, cell, pbc, graphs)
+            mask = _atom_mask(geometry)
+            out: Tensor = self.attention(_pad(x, mask), key_mask=mask)
+            return out[mask]
         dense, encoding = self.encoding(geometry)
-        out: Tensor = self.attention(tokens, encoding, dense.key_mask, dense.key_index)
-        return out[mask]
+        out = self.attention(
+            _pad(x, dense.mask),
+            encoding=encoding,
+            key_mask=dense.key_mask,
+            key_index=dense.key_index,
+        )
+        return out[dense.mask]
 
-    @staticmethod
-    def _batch(x: Tensor, batch: Tensor | None, graphs: int | None) -> Tensor:
-        if batch is None:
-            return torch.zeros(len(x), dtype=torch.long, device=x.device)
-        if batch.shape != x.shape[:1] or bool((batch[1:] < batch[:-1]).any()):
-            raise ValueError(
-                f"batch must be ascending, of shape ({len(x)},); got shape {tuple(batch.shape)}; "
-                "sort atoms by graph, as PyG's Batch does"
-            )
-        if len(batch):
-            first, last = batch[[0, -1]].tolist()
-            if first < 0 or (graphs and last >= graphs):
-                raise ValueError(
-                    f"batch must count graphs from 0 to batch_size - 1; got {first} to {last} with "
-                    f"batch_size={graphs}; correct one of them"
-                )
-        return batch
-
-    @staticmethod
     def _geometry(
+        self,
         encoding: GraphEncoding,
         x: Tensor,
         pos: Tensor | None,
-        batch: Tensor,
+        batch: Tensor | None,
         cell: Tensor | None,
         pbc: Tensor | None,
-        graphs: int,
+        graphs: int | None,
     ) -> Geometry:
-        """The arguments checked and in one form."""
-        if pos is None or pos.shape != (len(x), 3):
-            got = None if pos is None else tuple(pos.shape)
-            raise ValueError(
-                f"pos must have shape ({len(x)}, 3), Å; got {got}; pass positions, or build the "
-                "layer with position='none'"
-            )
-        # ASE's positions are float64; masks are in the precision of their weights.
-        pos = pos.to(at_least_float32(next(encoding.parameters())).dtype)
-        axes = torch.ones(3, dtype=torch.bool, device=pos.device)
-        if encoding.periodic == "none":
-            cell, pbc = pos.new_zeros(3, 3), ~axes
-        elif cell is None and (pbc is None or bool(pbc.any())):
-            raise ValueError(
-                f"periodic={encoding.periodic!r} needs cell, (graphs, 3, 3), Å; got None; "
-                "pass it, or pbc of False for molecules"
-            )
-        cell = pos.new_zeros(3, 3) if cell is None else cell.to(pos)
-        pbc = axes if pbc is None else pbc.to(axes.device).bool()
-        for name, given, shape in (("cell", cell, (3, 3)), ("pbc", pbc, (3,))):
-            if given.shape not in (shape, (graphs, *shape)):
+        """The arguments checked and in one form, in the precision of the weights."""
+        if encoding.periodic.needs_cell:
+            if cell is None and _is_periodic(pbc):
                 raise ValueError(
-                    f"{name} must have shape {(graphs, *shape)} or {shape}; got "
-                    f"{tuple(given.shape)}"
+                    f"periodic={encoding.periodic!r} needs cell, (graphs, 3, 3), Å; got None; "
+                    "pass it, or pbc of False for molecules"
                 )
-        ptr = torch.bincount(batch, minlength=graphs).cumsum(0)
-        return Geometry(
-            pos,
-            batch,
-            torch.cat((ptr.new_zeros(1), ptr)),
-            cell.expand(graphs, 3, 3),
-            pbc.expand(graphs, 3),
-        )
+        elif self.periodic is None and (cell is not None or pbc is not None) and _is_periodic(pbc):
+            raise ValueError(
+                "got a periodic structure, and the layer was not told what to do with it; build it "
+                "with periodic='reciprocal' or 'images', or 'none' to leave the boundaries out"
+            )
+        if pos is not None:  # ASE's positions are float64
+            pos = pos.to(at_least_float32(next(encoding.parameters())).dtype)
+        return Geometry.of(pos, batch, cell, pbc, graphs=graphs, atoms=len(x))
 
     def extra_repr(self) -> str:
-        """Choices, for `print(module)`."""
-        return f"{self.channels}, heads={self.attention.heads}"
+        return f"{self.dim}, heads={self.attention.heads}"
+
+
+def _is_periodic(pbc: Tensor | None) -> bool:
+    """Whether an axis is periodic; all are if nobody said. Waits for the device: ask last."""
+    return pbc is None or bool(pbc.any())

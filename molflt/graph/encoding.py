@@ -1,41 +1,35 @@
 """Relative encodings of the atoms of a batch: mask or kernel, periodicity and near field."""
 
-import math
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from molflt.attention import Encoding, KernelPosition, NearField, Pairs, SpectralPosition
-from molflt.attention.kernels import one_of
-from molflt.attention.multiplicative import products
-from molflt.attention.periodic import FrequencyProjection, LatticeNodes
-from molflt.attention.radial import distances
-from molflt.attention.reciprocal import free_extent, reciprocal_nodes, tapered_mask
+from molflt.attention.checks import no_effect, one_of, positive
+from molflt.attention.encodings import Bias, Encoding, Factors, Kernel
+from molflt.attention.features import FEATURE_MAPS
+from molflt.attention.layer import DEFAULT_MAP
+from molflt.attention.mixing.pairs import Pairs
+from molflt.attention.numerics import distances
+from molflt.attention.positions import make_position
+from molflt.attention.positions.base import differences
+from molflt.attention.positions.lattice import FrequencyProjection
+from molflt.attention.positions.multiplicative import MultiplicativePosition
+from molflt.attention.positions.near_field import NearField
+from molflt.attention.positions.spectral import GraphNodes, SpectralPosition
 from molflt.attention.spectra import GaussianBasis
-from molflt.graph.dense import DenseAtoms, to_dense
+from molflt.graph.dense import DenseAtoms
+from molflt.graph.geometry import Geometry
 from molflt.graph.neighbors import neighbor_list
+from molflt.graph.periodic import Open, _make_periodic
 
-PLACEMENTS: dict[str, Callable[..., SpectralPosition]] = {
-    "additive": SpectralPosition.build,
-    "multiplicative": KernelPosition.build,
-}
-PERIODIC = ("none", "images", "reciprocal")
-# At the end of the spectrum: a kernel that multiplies must not become negative.
-TAPER: dict[str, Literal["step", "positive"]] = {"additive": "step", "multiplicative": "positive"}
-ISOTROPIC = ("gaussian_basis", "gaussian", "laplace", "matern")
+_GRAPH_POSITIONS = ("none", "spectral", "multiplicative")
 
-
-class Geometry(NamedTuple):
-    """Where atoms are: the part of a PyG batch that encodings read."""
-
-    pos: Tensor  # (atoms, 3) Å
-    batch: Tensor  # (atoms,) graph of each atom, ascending
-    ptr: Tensor  # (graphs + 1,) first atom of each graph
-    cell: Tensor  # (graphs, 3, 3) Å, rows are lattice vectors
-    pbc: Tensor  # (graphs, 3) bool
-    tags: Tensor | None = None  # (atoms,) of OC20
+if TYPE_CHECKING:
+    GraphPositionName = str
+else:
+    GraphPositionName = Literal[_GRAPH_POSITIONS]
 
 
 class GraphEncoding(nn.Module):
@@ -43,151 +37,166 @@ class GraphEncoding(nn.Module):
 
     Args:
         heads: number of heads.
-        mixing: "softmax", for the exact mask, or a kernelized one.
-        placement: "additive": f(r_i - r_j) is added to the logit, exp(q.k + f), FLT's form
+        position: "spectral": f(r_i - r_j) is added to the logit, exp(q.k + f), FLT's form
             (arXiv:2302.01925, eq. 3). "multiplicative": a kernel h(r_i - r_j) multiplies
-            phi(q).phi(k) (`KernelPosition`).
-        spectrum: family of f or h, key of `molflt.attention.SPECTRA`.
-        nodes: where its transform is sampled, key of `molflt.attention.NODES`; None for the default
-            of the spectrum. Not used with "reciprocal".
-        num_nodes: Fourier nodes r of the random rules.
-        periodic: "none"; "images": periodic images as further keys, see `to_dense`; "reciprocal":
-            nodes on each graph's reciprocal lattice, exactly periodic.
-        image_cutoff: "images": Å.
-        max_frequency: "reciprocal": largest |G|, cycles/Å; the number of nodes grows as its cube.
+            phi(q).phi(k) (`MultiplicativePosition`).
+        position_options: its further arguments, see `SpectralPosition.build`: spectrum, nodes,
+            num_nodes, those of the spectrum, and of the nodes with the prefix `node_`.
+        periodic: "none"; "images": periodic images as further keys; "reciprocal": nodes on each
+            graph's reciprocal lattice, exactly periodic; or a scheme of `molflt.graph.periodic`.
+        image_cutoff: "images": Å, 8 by default.
+        max_frequency: "reciprocal": largest |G|, cycles/Å, 0.25 by default; the number of nodes
+            grows as its cube.
         near_field: Å; within it the kernel is the exponential of an exact mask of its own, through
-            a neighbor list. Multiplicative placement, without "images".
-        near_exact: within the near field, q.k is exact as well, as in softmax (`NearField`).
-        num_features: "reciprocal", additive: features m that the factors are projected to.
-        options: of the spectrum, of the nodes with the prefix `node_`, and `background` of
-            `KernelPosition`; see `SpectralPosition.build`.
+            a neighbor list. Multiplicative, without "images". 0 or None: none.
+        near_exact: within the near field, q.k is exact as well, as in softmax (`NearField`); for
+            feature maps that estimate exp(q.k).
+        mixing: "softmax", for the exact mask, or a kernelized one.
+        feature_map: of the attention that uses the encoding; likewise `num_features`.
+        num_features: see there.
 
     Attributes:
         position: the mask or kernel.
 
     Raises:
-        ValueError: choices that do not go together.
+        ValueError: choices that do not go together, or an option that would have no effect.
     """
 
     def __init__(
         self,
         heads: int,
         *,
-        mixing: str = "linear",
-        placement: str = "additive",
-        spectrum: str = "gaussian_basis",
-        nodes: str | None = None,
-        num_nodes: int = 16,
-        periodic: str = "none",
-        image_cutoff: float = 8.0,
-        max_frequency: float = 0.25,
+        position: GraphPositionName = "spectral",
+        position_options: Mapping[str, object] | None = None,
+        periodic: str | Open = "none",
+        image_cutoff: float | None = None,
+        max_frequency: float | None = None,
         near_field: float | None = None,
         near_exact: bool = False,
-        num_features: int = 64,
-        **options: Any,
+        mixing: str = "linear",
+        feature_map: str | None = None,
+        num_features: int | None = None,
     ) -> None:
         super().__init__()
-        one_of("placement", placement, PLACEMENTS)
-        one_of("periodic", periodic, PERIODIC)
-        if near_field is not None and (placement == "additive" or periodic == "images"):
-            raise ValueError(
-                "near_field corrects a kernel that multiplies, and finds images itself; got "
-                f"placement={placement!r}, periodic={periodic!r}; use 'multiplicative' with "
-                "'none' or 'reciprocal'"
-            )
-        if near_field is not None and periodic == "reciprocal" and spectrum not in ISOTROPIC:
-            raise ValueError(
-                f"near_field beside reciprocal nodes needs a spectrum of |xi| alone; got "
-                f"{spectrum!r}; use one of {', '.join(ISOTROPIC)}"
-            )
-        self.placement, self.periodic, self.softmax = placement, periodic, mixing == "softmax"
-        self.image_cutoff, self.max_frequency = image_cutoff, max_frequency
-        if periodic == "reciprocal" and placement == "multiplicative":
-            # Sums over images have to converge, and supercells to agree: a kernel that decays, and
-            # nothing that every pair of atoms would see of each other.
-            options.setdefault("background", 0.0)
-            if spectrum == "gaussian_basis":
-                options.setdefault("positive", True)
-        self.position = PLACEMENTS[placement](
-            heads, spectrum=spectrum, nodes=nodes, num_nodes=num_nodes, **options
+        one_of("position", position, _GRAPH_POSITIONS[1:])
+        feature_map = feature_map or DEFAULT_MAP
+        one_of("feature_map", feature_map, FEATURE_MAPS)
+        self.periodic = _make_periodic(
+            periodic, image_cutoff=image_cutoff, max_frequency=max_frequency
         )
+        self.softmax = mixing == "softmax"
+        options = dict(position_options or {})
+        spectrum = str(options.get("spectrum", "gaussian_basis"))
+        options = {**self.periodic.defaults(position, spectrum), **options}
+        if self.periodic.lattice:
+            options["sampled"] = False
+        made = make_position(position, heads, 0, mixing=mixing, **{"dim": 3, **options})
+        self.position = cast(SpectralPosition, made)
         self.near_field: NearField | None = None
         self.frequency_projection: FrequencyProjection | None = None
-        if near_field is not None:
+        if near_field:
+            self._check_near_field(position, spectrum, near_field)
             # Near kernels that differ from head to head from the start learn much faster.
             basis = GaussianBasis(heads, 32, width_range=(0.2, near_field), amplitude=0.7)
-            exact = near_exact and not self.softmax  # whose q.k is exact everywhere
-            self.near_field = NearField(basis, near_field, exact=exact)
-        if periodic == "reciprocal":
-            self.position.nodes = LatticeNodes()
-            if placement == "additive" and not self.softmax:
-                self.frequency_projection = FrequencyProjection(heads, num_features)
+            self.near_field = NearField(basis, near_field, exact=near_exact)
+        if near_exact:
+            self._check_exact(mixing, feature_map)
+        if self.periodic.lattice and position == "spectral" and not self.softmax:
+            self._check_projected(feature_map)
+            sizes = {} if num_features is None else {"num_features": num_features}
+            self.frequency_projection = FrequencyProjection(heads, **sizes)
 
-    def forward(self, batch: Geometry) -> tuple[DenseAtoms, Encoding]:
+    def _check_near_field(self, position: str, spectrum: str, near_field: float) -> None:
+        positive(near_field=near_field)
+        if position != "multiplicative":
+            raise ValueError(
+                f"near_field={near_field} corrects a kernel that multiplies; got position="
+                f"{position!r}; use 'multiplicative'"
+            )
+        self.periodic.check_near_field(spectrum)
+
+    def _check_exact(self, mixing: str, feature_map: str) -> None:
+        if self.near_field is None:
+            no_effect("without near_field", near_exact=True)
+        if mixing == "softmax":
+            no_effect("with mixing='softmax', whose q.k is exact everywhere", near_exact=True)
+        if not FEATURE_MAPS[feature_map].estimates_exp:
+            known = (name for name, phi in FEATURE_MAPS.items() if phi.estimates_exp)
+            raise ValueError(
+                f"near_exact=True joins exp(q.k) of near pairs to features that estimate it; got "
+                f"feature_map={feature_map!r}; use one of {', '.join(known)}"
+            )
+
+    def _check_projected(self, feature_map: str) -> None:
+        if not FEATURE_MAPS[feature_map].takes_projected:
+            known = (name for name, phi in FEATURE_MAPS.items() if phi.takes_projected)
+            raise ValueError(
+                f"position='spectral' with reciprocal nodes gives random projections of its "
+                f"factors; feature_map={feature_map!r} needs the factors; use one of "
+                f"{', '.join(known)}"
+            )
+
+    def forward(self, geometry: Geometry) -> tuple[DenseAtoms, Encoding]:
         """Evaluates the encoding.
-
-        Args:
-            batch: a `Geometry`, or a PyG batch with the same fields.
 
         Returns:
             Atoms and keys as attention sees them, and the encoding between them.
         """
-        dense = to_dense(batch, self.periodic, self.image_cutoff)
-        nodes = self._nodes(batch, dense) if self.periodic == "reciprocal" else None
+        dense = self.periodic.dense(geometry)
+        nodes = self.periodic.nodes(geometry, dense, self.position)
+        if self.softmax and nodes is None:
+            return dense, self._exact(geometry, dense)
+        dtype = torch.promote_types(dense.positions.dtype, torch.float32)
+        rounded = None if nodes is None else GraphNodes(*(x.to(dtype) for x in nodes))
+        factors = self.position.factors(dense.positions, dense.key_positions, rounded)
+        if isinstance(self.position, MultiplicativePosition):
+            encoding = Kernel(*factors, self._near(geometry, self.position, factors))
+            if not self.softmax:
+                return dense, encoding
+            kernel = encoding.dense(dense.positions.shape[1], dense.key_positions.shape[1])
+            return dense, Bias(kernel.clamp(min=self.position.positive).log())
+        if self.softmax:
+            return dense, Bias(factors[0] @ factors[1].mT)
+        if self.frequency_projection is not None and nodes is not None:
+            return dense, Factors(*self.frequency_projection(factors, nodes.xi))
+        return dense, Factors(*factors)
+
+    def _exact(self, geometry: Geometry, dense: DenseAtoms) -> Encoding:
+        """The exact mask of softmax, with the near field, without any nodes."""
         positions, keys = dense.positions, dense.key_positions
-        if self.softmax and nodes is None and self.near_field is None:
-            return dense, self.position("softmax", positions, keys)
-        dtype = torch.promote_types(positions.dtype, torch.float32)
-        rounded = None if nodes is None else (nodes[0].to(dtype), nodes[1].to(dtype))
-        factors = self.position.factors(positions, keys, rounded)
-        if self.placement == "multiplicative":
-            pairs = None if self.near_field is None else self._near(batch, factors)
-            encoding = Encoding(kernel=factors, pairs=pairs)
-            if self.softmax:
-                kernel = encoding.dense_kernel()
-                assert kernel is not None
-                encoding = Encoding(bias=kernel.clamp(min=KernelPosition.positive).log())
-        elif self.softmax:
-            encoding = Encoding(bias=factors[0] @ factors[1].mT)
-        elif self.frequency_projection is not None and nodes is not None:
-            encoding = Encoding(factors=self.frequency_projection(factors, nodes[0]))
-        else:
-            encoding = Encoding(factors=factors)
-        return dense, encoding
+        if self.near_field is None or not isinstance(self.position, MultiplicativePosition):
+            encoding: Encoding = self.position("softmax", positions, keys)
+            return encoding
+        kernel = self.position.kernel(differences(positions, keys))
+        pairs = self._near(geometry, self.position, None)
+        if pairs is not None:
+            batch, queries, _ = positions.shape
+            kernel = kernel + pairs.dense(batch, queries, keys.shape[1])
+        return Bias(kernel.clamp(min=self.position.positive).log())
 
-    def _nodes(self, batch: Geometry, dense: DenseAtoms) -> tuple[Tensor, Tensor]:
-        """In double precision: random features are drawn as functions of frequency."""
-        cell, pbc = batch.cell.double(), batch.pbc
-        extent = free_extent(dense.positions.double(), dense.mask, cell, pbc)
-        taper = TAPER[self.placement]
-        return reciprocal_nodes(cell, pbc, self.max_frequency, extent, taper=taper)
-
-    @torch.compiler.disable  # the neighbor list comes from a library of C
-    def _near(self, batch: Geometry, factors: tuple[Tensor, Tensor]) -> Pairs:
+    def _near(
+        self,
+        geometry: Geometry,
+        position: MultiplicativePosition,
+        factors: tuple[Tensor, Tensor] | None,
+    ) -> Pairs | None:
         """Pairs within the near field, each atom and itself included, and what they add."""
-        assert self.near_field is not None and isinstance(self.position, KernelPosition)
-        if self.periodic == "none":  # pairs across a boundary that the far field does not know
-            batch = Geometry(
-                batch.pos, batch.batch, batch.ptr, batch.cell, torch.zeros_like(batch.pbc)
-            )
-        found = neighbor_list(batch, self.near_field.cutoff)
-        own = torch.arange(len(batch.pos), device=batch.pos.device)
+        if self.near_field is None:
+            return None
+        cutoff = self.near_field.cutoff
+        found = neighbor_list(self.periodic.neighborhood(geometry), cutoff)
+        own = torch.arange(len(geometry.pos), device=geometry.pos.device)
         query, key = (torch.cat((own, ends)) for ends in (found.center, found.neighbor))
-        vector = torch.cat((torch.zeros_like(batch.pos), found.vector))
-        graph = batch.batch[query]
-        first = batch.ptr[graph]
+        vector = torch.cat((torch.zeros_like(geometry.pos), found.vector))
+        graph = geometry.batch[query]
+        first = geometry.ptr[graph]
         pairs = Pairs(graph, query - first, key - first, vector.new_zeros(1, 1))
-        if self.periodic == "reciprocal":
-            # The factors sum all images of a pair; each has a pair of its own here.
-            far = self._tapered(distances(vector), self.near_field.cutoff)
+        if factors is None:
+            far = position.kernel(vector[None])[0]
         else:
-            far = products(*factors, pairs)
+            far = self.periodic.far(position, factors, pairs, distances(vector), cutoff)
         out: Pairs = self.near_field(pairs, vector, far)
         return out
-
-    def _tapered(self, distance: Tensor, farthest: float) -> Tensor:
-        taper = TAPER[self.placement]
-        return tapered_mask(self.position.spectrum, distance, self.max_frequency, taper, farthest)
 
     @torch.no_grad()
     def radial_profile(self, distance: Tensor) -> Tensor:
@@ -195,18 +204,15 @@ class GraphEncoding(nn.Module):
 
         Of one image; of the exact mask where nodes sample it.
         """
-        if not isinstance(self.position, KernelPosition):
+        if not isinstance(self.position, MultiplicativePosition):
             return self.position.radial_profile(distance)
-        if self.periodic == "reciprocal":
-            kernel = self._tapered(distance, float(distance.max()))
-        else:
-            kernel = self.position.radial_profile(distance).exp()
+        kernel = self.periodic.radial_profile(self.position, distance)
         if self.near_field is not None:
             vector = torch.zeros(1, len(distance), 3).to(distance)
             vector[0, :, 0] = distance
             near = self.near_field.spectrum.mask(vector)[0].exp()
             kernel = kernel + self.near_field.switch(distance) * (near - kernel)
-        return kernel.clamp(min=KernelPosition.positive).log()
+        return kernel.clamp(min=self.position.positive).log()
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws new random features in place; give a generator seeded alike on every rank.
@@ -217,18 +223,27 @@ class GraphEncoding(nn.Module):
             self.frequency_projection.redraw_(generator)
 
     def extra_repr(self) -> str:
-        """Choices, for `print(module)`."""
-        return f"placement={self.placement!r}, periodic={self.periodic!r}"
+        return f"position={type(self.position).__name__}, periodic={self.periodic!r}"
 
 
-def shells_within(diameter: float, max_frequency: float) -> dict[str, Any]:
-    """Options of shell nodes for masks of any width: so many that no copy of a mask is near.
-
-    The trapezoid rule along the radius repeats a mask at a distance of number / frequency.
+def _make_encoding(
+    heads: int, position: str, kind: dict[str, Any], periodic: str | Open | None, **where: Any
+) -> GraphEncoding | None:
+    """The encoding that a layer or a model asks for; None for position "none".
 
     Args:
-        diameter: largest distance between two atoms, Å.
-        max_frequency: end of the spectrum, cycles/Å.
+        heads: number of heads.
+        position: "none", or as for `GraphEncoding`.
+        kind: mixing, feature_map and num_features of the attention that will use it.
+        periodic: as for `GraphEncoding`; None is "none".
+        where: further arguments of `GraphEncoding`.
+
+    Raises:
+        ValueError: choices that do not go together, or an option that would have no effect.
     """
-    count = math.ceil(2 * diameter * max_frequency)
-    return {"node_diameter": diameter, "node_k_max": max_frequency, "node_num_shells": count}
+    if position != "none":
+        return GraphEncoding(heads, position=position, periodic=periodic or "none", **where, **kind)
+    scheme = None if periodic == "none" else periodic
+    idle = {"periodic": scheme, **where}
+    no_effect("with position='none'", **{name: value or None for name, value in idle.items()})
+    return None

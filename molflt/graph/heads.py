@@ -3,22 +3,22 @@
 import warnings
 
 import torch
-from e3nn.math import soft_one_hot_linspace
 from torch import Tensor, nn
-from torch_geometric.utils import scatter
 
+from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
+from molflt.graph.geometry import Geometry, _sum_by
 from molflt.graph.neighbors import Neighbors
 
-NUM_ELEMENTS = 119  # atomic numbers 0 (unused) to 118
-NUM_TAGS = 3
-SURFACE = 1
+_NUM_ELEMENTS = MAX_ATOMIC_NUMBER + 1  # 0 is not used
 
 
-def radial_basis(distance: Tensor, number: int, cutoff: float) -> Tensor:
+def _radial_basis(distance: Tensor, number: int, cutoff: float) -> Tensor:
     """Smooth bumps of finite support, zero with all derivatives at `cutoff`: (pairs, number).
 
     e3nn's "smooth_finite" basis (arXiv:2207.09453), scaled to a second moment of about one.
     """
+    from e3nn.math import soft_one_hot_linspace  # here: reading signatures shall not load e3nn
+
     basis: Tensor = soft_one_hot_linspace(
         distance, 0.0, cutoff, number, basis="smooth_finite", cutoff=True
     )
@@ -40,10 +40,10 @@ class AtomEmbedding(nn.Module):
         super().__init__()
         self.num_basis = num_basis
         self.cutoff = cutoff
-        self.element = nn.Embedding(NUM_ELEMENTS, dim)
-        self.tag = nn.Embedding(NUM_TAGS, dim)
+        self.element = nn.Embedding(_NUM_ELEMENTS, dim)
+        self.tag = nn.Embedding(len(Tag), dim)
         if num_basis:
-            self.neighbor_element = nn.Embedding(NUM_ELEMENTS, dim)
+            self.neighbor_element = nn.Embedding(_NUM_ELEMENTS, dim)
             self.radial = nn.Linear(num_basis, dim, bias=False)
 
     def forward(self, numbers: Tensor, tags: Tensor, neighbors: Neighbors | None) -> Tensor:
@@ -52,10 +52,10 @@ class AtomEmbedding(nn.Module):
         if self.num_basis:
             if neighbors is None:
                 raise ValueError("the radial summary needs neighbors; got None")
-            basis = radial_basis(neighbors.distance, self.num_basis, self.cutoff)
+            basis = _radial_basis(neighbors.distance, self.num_basis, self.cutoff)
             message = self.radial(basis.to(x.dtype))
             message = message * self.neighbor_element(numbers[neighbors.neighbor])
-            x = x + scatter(message, neighbors.center, dim=0, dim_size=len(x), reduce="sum")
+            x = x + _sum_by(message, neighbors.center, len(x))
         return x
 
 
@@ -72,24 +72,25 @@ class EnergyReadout(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.mlp = nn.Sequential(nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, 1))
-        self.factor = nn.Embedding(NUM_TAGS, 1)
+        self.factor = nn.Embedding(len(Tag), 1)
         nn.init.constant_(self.factor.weight, 0.1)
 
-    def forward(self, h: Tensor, tags: Tensor, batch: Tensor, graphs: int) -> Tensor:
-        """Tokens (atoms, dim), tags (atoms,), graph index (atoms,) -> energies (graphs,)."""
-        counted = tags > 0
-        tagged = scatter(counted.long(), batch, dim=0, dim_size=graphs, reduce="sum") > 0
-        untagged = ~tagged[batch]
+    def forward(self, h: Tensor, geometry: Geometry) -> Tensor:
+        """Tokens (atoms, dim) of atoms with tags -> energies (graphs,)."""
+        if geometry.tags is None:
+            raise ValueError("the readout needs tags, (atoms,); got None; set 0 where unknown")
+        counted = geometry.tags > Tag.SUBSURFACE
+        tagged = geometry.sum(counted.long()) > 0
+        untagged = ~tagged[geometry.batch]
         if not torch.compiler.is_compiling() and bool(untagged.any()):
             warnings.warn(
                 f"{int((~tagged).sum())} structure(s) have no atom with tag > 0; their energy sums "
                 "over all atoms. Set tags (1 surface, 2 adsorbate) for adsorption energies.",
                 stacklevel=2,
             )
-        tags = torch.where(untagged, SURFACE, tags)
+        tags = torch.where(untagged, Tag.SURFACE, geometry.tags)
         atomic = (self.mlp(h) * self.factor(tags)).squeeze(-1)
-        atomic = torch.where(counted | untagged, atomic, 0.0)
-        return scatter(atomic, batch, dim=0, dim_size=graphs, reduce="sum")
+        return geometry.sum(torch.where(counted | untagged, atomic, 0.0))
 
 
 class PositionHead(nn.Module):
@@ -120,7 +121,7 @@ class PositionHead(nn.Module):
     def forward(self, h: Tensor, neighbors: Neighbors) -> Tensor:
         """Tokens (atoms, dim) and pairs -> displacements (atoms, 3), Å."""
         center, neighbor, vector, distance = neighbors
-        basis = radial_basis(distance, self.num_basis, self.cutoff).to(h.dtype)
+        basis = _radial_basis(distance, self.num_basis, self.cutoff).to(h.dtype)
         hidden = (
             self.from_center(h)[center]
             + self.from_neighbor(h)[neighbor]
@@ -128,4 +129,4 @@ class PositionHead(nn.Module):
         )
         # The basis also gates the weight: it vanishes smoothly at the cutoff.
         weight = (self.weight(nn.functional.silu(hidden)) * basis).sum(dim=-1, keepdim=True)
-        return scatter(weight * vector, center, dim=0, dim_size=len(h), reduce="sum")
+        return _sum_by(weight * vector, center, len(h))

@@ -3,41 +3,48 @@
 from itertools import pairwise
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.data import Batch
-from vesin import NeighborList
+
+from molflt.attention.numerics import uncompiled
+from molflt.graph.geometry import Geometry
 
 
 class Neighbors(NamedTuple):
     """Pairs (center, neighbor) closer than the cutoff; a periodic image counts as its own pair."""
 
-    center: Tensor  # (pairs,) atom index
-    neighbor: Tensor  # (pairs,) atom index
-    vector: Tensor  # (pairs, 3) from center to neighbor, Å; differentiable in pos and cell
-    distance: Tensor  # (pairs,) Å
+    center: Tensor
+    """(pairs,) atom index"""
+    neighbor: Tensor
+    """(pairs,) atom index"""
+    vector: Tensor
+    """(pairs, 3) from center to neighbor, Å; differentiable in pos and cell"""
+    distance: Tensor
+    """(pairs,) Å"""
 
 
-def neighbor_list(batch: Batch, cutoff: float) -> Neighbors:
+@uncompiled
+def neighbor_list(geometry: Geometry, cutoff: float) -> Neighbors:
     """All pairs within `cutoff`, graph by graph, through vesin.
 
     Args:
-        batch: PyG batch with pos (atoms, 3) Å, cell (graphs, 3, 3) Å, pbc (graphs, 3), ptr.
+        geometry: the atoms.
         cutoff: radius, Å.
 
     Returns:
         Pairs of every graph with indices into the batch's atoms; every pair appears in both
         directions.
     """
-    pos, cell = batch.pos, batch.cell
+    import numpy as np
+    from vesin import NeighborList  # here, so that reading signatures loads no library of C
+
+    pos, cell = geometry.pos, geometry.cell
     search = NeighborList(cutoff=cutoff, full_list=True)
     points = pos.detach().cpu().double().numpy()
     boxes = cell.detach().cpu().double().numpy()
-    periodic = batch.pbc.cpu().numpy()
-    ptr = batch.ptr.tolist()
+    periodic = geometry.pbc.cpu().numpy()
     found = []
-    for graph, (start, stop) in enumerate(pairwise(ptr)):
+    for graph, (start, stop) in enumerate(pairwise(geometry.ptr.tolist())):
         i, j, shift = search.compute(
             points[start:stop], boxes[graph], periodic[graph], quantities="ijS"
         )

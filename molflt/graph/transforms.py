@@ -5,10 +5,10 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.transforms import BaseTransform
 
-from molflt.graph.encoding import Geometry
+from molflt.graph.geometry import Geometry
 from molflt.graph.neighbors import neighbor_list
 
-TIE = 1e-4  # Å; neighbors nearer to each other in distance than this are equally near
+_TIE = 1e-4  # Å; neighbors nearer to each other in distance than this are equally near
 
 
 class PBCRadiusGraph(BaseTransform):
@@ -56,7 +56,8 @@ class PBCRadiusGraph(BaseTransform):
         Raises:
             ValueError: shapes do not fit, or an axis is periodic without a lattice vector.
         """
-        geometry = _geometry(data)
+        geometry = Geometry.of_data(data)
+        _refuse_flat(geometry.cell.detach().double(), geometry.pbc)
         pos, cell = geometry.pos, geometry.cell
         # In double precision, so that shifts can be read off the vectors.
         found = neighbor_list(geometry._replace(pos=pos.double(), cell=cell.double()), self.r)
@@ -85,36 +86,6 @@ class PBCRadiusGraph(BaseTransform):
         return f"{type(self).__name__}(r={self.r}{most})"
 
 
-def _geometry(data: Data) -> Geometry:
-    """The fields of the data checked and in one form, for one structure or many."""
-    pos = data.pos
-    if pos is None or pos.ndim != 2 or pos.shape[1] != 3:
-        got = None if pos is None else tuple(pos.shape)
-        raise ValueError(f"data.pos must have shape (atoms, 3), Å; got {got}")
-    batch, ptr = data.get("batch"), data.get("ptr")
-    if batch is None:
-        batch = torch.zeros(len(pos), dtype=torch.long, device=pos.device)
-        ptr = torch.tensor([0, len(pos)], device=pos.device)
-    elif ptr is None:
-        ptr = torch.cat((batch.new_zeros(1), torch.bincount(batch).cumsum(0)))
-    graphs = len(ptr) - 1
-    given, axes = data.get("cell"), data.get("pbc")
-    cell = pos.new_zeros(graphs, 3, 3) if given is None else given.to(pos)
-    if axes is None:
-        axes = torch.full((graphs, 3), given is not None, device=pos.device)
-    axes = axes.to(pos.device).bool()
-    for name, value, size in (("cell", cell, 9), ("pbc", axes, 3)):
-        if value.numel() != graphs * size:
-            shape = "(graphs, 3, 3)" if size == 9 else "(graphs, 3)"
-            raise ValueError(
-                f"data.{name} must have shape {shape} with {graphs} graph(s); got "
-                f"{tuple(value.shape)}; give every structure its own"
-            )
-    cell, axes = cell.reshape(graphs, 3, 3), axes.reshape(graphs, 3)
-    _refuse_flat(cell.detach().double(), axes)
-    return Geometry(pos, batch, ptr, cell, axes)
-
-
 def _refuse_flat(cell: Tensor, axes: Tensor) -> None:
     """Periodic lattice vectors must span as many dimensions as there are."""
     rank = torch.linalg.matrix_rank(cell * axes[..., None])
@@ -141,4 +112,4 @@ def _nearest(target: Tensor, distance: Tensor, atoms: int, most: int) -> Tensor:
     count = torch.bincount(target, minlength=atoms)
     first = count.cumsum(0) - count
     last = first + count.clamp(max=most) - 1
-    return order[distance[order] <= distance[order][last[own]] + TIE]
+    return order[distance[order] <= distance[order][last[own]] + _TIE]

@@ -6,10 +6,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from molflt.attention import make_stack
-from molflt.attention.absolute import ABSOLUTE, sinusoids
-from molflt.attention.kernels import one_of
-from molflt.attention.positions import known_options
+from molflt.attention import Position, Stack
+from molflt.attention.checks import no_effect, one_of
+from molflt.attention.positions import PositionName, known_options
+from molflt.attention.positions.absolute import ABSOLUTE, sinusoids
 
 
 class ImageClassifier(nn.Module):
@@ -38,11 +38,12 @@ class ImageClassifier(nn.Module):
         absolute: what tells a patch its place: "learned", one vector each (ViT, DeiT), "sinusoidal"
             in rows and columns (MAE, arXiv:2111.06377), or "none", which leaves it to the relative
             encoding.
-        position_scale: what positions of two dimensions are multiplied by; 1 for tables.
+        position_scale: what positions of two dimensions are multiplied by, 1 by default and for
+            tables.
         position: "none" or a key of `molflt.attention.POSITIONS`.
         position_options: further arguments of the encoding. Those that the grid of patches decides
             (`dim`, `shape`, `max_tokens`) are filled in where they are not given.
-        stack: further arguments of `molflt.attention.make_stack`.
+        stack: further arguments of `molflt.attention.Stack`.
 
     Attributes:
         image_mean, image_std: (channels,), of images in [0, 1], buffers that normalize them.
@@ -66,8 +67,8 @@ class ImageClassifier(nn.Module):
         dropout: float = 0.0,
         pool: Literal["mean", "token"] = "mean",
         absolute: Literal["none", "sinusoidal", "learned"] = "learned",
-        position_scale: float = 1.0,
-        position: str = "none",
+        position_scale: float | None = None,
+        position: PositionName = "none",
         position_options: dict[str, Any] | None = None,
         **stack: Any,
     ) -> None:
@@ -76,16 +77,18 @@ class ImageClassifier(nn.Module):
         assert classes is not None and channels is not None and image_size is not None
         self.classes, self.channels, self.image_size = classes, channels, image_size
         self.patch_size, self.side, self.pool = patch_size, side, pool
-        self.position_scale = position_scale
+        if position == "none":
+            no_effect("with position='none'", position_scale=position_scale)
+        self.position_scale = 1.0 if position_scale is None else position_scale
         tokens = side * side + (pool == "token")
-        self.stack = make_stack(
+        self.stack = Stack(
             dim=dim,
             dropout=dropout,
             position=position,
             position_options=_filled(position, position_options, side, tokens),
             **stack,
         )
-        _refuse_misfits(self.stack.position, pool, absolute, position_scale, dim)
+        _refuse_misfits(self.stack.position, pool, absolute, self.position_scale, dim)
         self.embed = nn.Conv2d(channels, dim, patch_size, stride=patch_size)
         self.class_token: nn.Parameter | None = None
         if pool == "token":
@@ -98,7 +101,7 @@ class ImageClassifier(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(dim, classes)
         axes = 2 if self.stack.position is None else self.stack.position.dim
-        positions = _places(side, tokens, axes) * (position_scale if axes == 2 else 1.0)
+        positions = _places(side, tokens, axes) * (self.position_scale if axes == 2 else 1.0)
         self.register_buffer("positions", positions, persistent=False)
         self.register_buffer("image_mean", torch.zeros(channels))
         self.register_buffer("image_std", torch.ones(channels))
@@ -163,7 +166,8 @@ class ImageClassifier(nn.Module):
         Returns:
             (batch, classes).
         """
-        x = self.stack(self.tokens(images), self.positions)
+        positions = None if self.stack.position is None else self.positions
+        x = self.stack(self.tokens(images), positions)
         logits: Tensor = self.head(x.mean(dim=1) if self.pool == "mean" else x[:, 0])
         return logits
 
@@ -172,7 +176,6 @@ class ImageClassifier(nn.Module):
         self.stack.redraw_(generator)
 
     def extra_repr(self) -> str:
-        """Sizes, for `print(module)`."""
         return f"image_size={self.image_size}, patch_size={self.patch_size}, pool={self.pool!r}"
 
 
@@ -211,7 +214,9 @@ def _filled(
     return {**known, **given}
 
 
-def _refuse_misfits(position: Any, pool: str, absolute: str, scale: float, dim: int) -> None:
+def _refuse_misfits(
+    position: Position | None, pool: str, absolute: str, scale: float, dim: int
+) -> None:
     """Raises ValueError for choices that do not go together."""
     one_of("pool", pool, ("mean", "token"))
     one_of("absolute", absolute, ABSOLUTE)
@@ -223,6 +228,8 @@ def _refuse_misfits(position: Any, pool: str, absolute: str, scale: float, dim: 
     if position is None:
         return
     name = type(position).__name__
+    if position.dim == 1 and scale != 1:
+        no_effect("in one dimension, where patches are counted", position_scale=scale)
     if position.dim not in (1, 2):
         raise ValueError(
             f"{name} has {position.dim} dimensions; expected 2, row and column of a patch, or 1, "

@@ -6,12 +6,12 @@ those of Okabe and Ito, which stay apart for color-blind readers.
 
 from molflt.plots.attention import attention_matrices
 from molflt.plots.encodings import has_bias, rpe_curves, rpe_profiles, rpe_surfaces
-from molflt.plots.tokens import Misclassified, confusion, image_sheet, losses_by_place
+from molflt.plots.structures import structure_overview
+from molflt.plots.tokens import confusion, image_sheet, losses_by_place
 from molflt.plots.training import GroupError, errors, parity, training_curve
 
 __all__ = [
     "GroupError",
-    "Misclassified",
     "attention_matrices",
     "confusion",
     "errors",
@@ -22,5 +22,6 @@ __all__ = [
     "rpe_curves",
     "rpe_profiles",
     "rpe_surfaces",
+    "structure_overview",
     "training_curve",
 ]

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from molflt.plots.figure import DPI, ZERO, as_array, grid_shape, panels, picture
+from molflt.plots.figure import DPI, ZERO, _head_panels
 
 if TYPE_CHECKING:
     import torch
-    from matplotlib.colors import Normalize
+    from matplotlib.colors import Colormap, Normalize
 
-MAX_PIXELS = 512  # of a heat map along each side
-LOG_RANGE = 1e4  # largest over smallest weight that a logarithmic color scale tells apart
-USUAL = 0.99  # share of signed weights within the color scale, if the others are far beyond it
-SCALES = ("auto", "linear", "log")
+_MAX_PIXELS = 512  # of a heat map along each side
+_LOG_RANGE = 1e4  # largest over smallest weight that a logarithmic color scale tells apart
+_USUAL = 0.99  # share of signed weights within the color scale, if the others are far beyond it
+_SCALES = ("auto", "linear", "log")
 
-Array = NDArray[np.float64]
+_Array = NDArray[np.float64]
 
 
 def attention_matrices(
@@ -51,11 +51,10 @@ def attention_matrices(
             a logarithm is asked of negative weights.
     """
     matrices = _matrices(weights)
-    if scale not in SCALES:
-        raise ValueError(f"scale={scale!r} is unknown; expected one of {', '.join(SCALES)}")
+    if scale not in _SCALES:
+        raise ValueError(f"scale={scale!r} is unknown; expected one of {', '.join(_SCALES)}")
     heads, queries, keys = matrices.shape
-    shape = grid_shape(heads, rows)
-    step = -(-queries // MAX_PIXELS), -(-keys // MAX_PIXELS)
+    step = -(-queries // _MAX_PIXELS), -(-keys // _MAX_PIXELS)
     pixels = _block_means(matrices, *step)
     norm, colors, word, extend = _weight_colors(pixels, scale)
     signed = bool((pixels < 0).any())
@@ -69,9 +68,8 @@ def attention_matrices(
     square = 1 / 3 < queries / keys < 3
     # A panel has a dot on paper for each pixel, or drawing would leave out what averaging kept.
     side = max(max(pixels.shape[1:]) / DPI, 2.2) + 0.2
-    size = (1.7 + side * shape[1], 0.8 + 0.2 * len(notes) + (side + 0.15) * shape[0])
-    with picture(png, figsize=size) as figure:
-        shown_axes = panels(figure, heads, shape, share_y=True)
+    panel, margin = (side, side + 0.15), (1.7, 0.8 + 0.2 * len(notes))
+    with _head_panels(png, heads, panel, margin, rows=rows) as (figure, shown_axes):
         for axes, matrix in zip(shown_axes, shown, strict=True):
             right, bottom = step[1] * matrix.shape[1], step[0] * matrix.shape[0]
             image = axes.imshow(
@@ -92,9 +90,11 @@ def attention_matrices(
             figure.suptitle("\n".join(notes), fontsize="medium")
 
 
-def _matrices(weights: Any) -> Array:
+def _matrices(weights: ArrayLike | torch.Tensor) -> _Array:
     """(heads, queries, keys) in float64, after the checks."""
-    matrices = as_array(weights)
+    if hasattr(weights, "detach"):  # a tensor, on any device and of any precision
+        weights = weights.detach().cpu().double().numpy()
+    matrices = np.asarray(weights, dtype=np.float64)
     if matrices.ndim != 3 or matrices.size == 0:
         raise ValueError(
             f"weights must be (heads, queries, keys), none of them 0; got {matrices.shape}; of a "
@@ -110,7 +110,7 @@ def _matrices(weights: Any) -> Array:
     return matrices
 
 
-def _block_means(matrices: Array, down: int, across: int) -> Array:
+def _block_means(matrices: _Array, down: int, across: int) -> _Array:
     """Means over blocks of so many queries and keys; the last ones may be smaller."""
     for axis, step in ((1, down), (2, across)):
         starts = np.arange(0, matrices.shape[axis], step)
@@ -120,7 +120,7 @@ def _block_means(matrices: Array, down: int, across: int) -> Array:
     return matrices
 
 
-def _weight_colors(pixels: Array, scale: str) -> tuple[Normalize, Any, str, str]:
+def _weight_colors(pixels: _Array, scale: str) -> tuple[Normalize, Colormap, str, str]:
     """Norm, color map, the name of the scale, and which end of the color bar goes on."""
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm, Normalize
@@ -130,7 +130,7 @@ def _weight_colors(pixels: Array, scale: str) -> tuple[Normalize, Any, str, str]
         if scale == "log":
             least = float(pixels.min())
             raise ValueError(f"scale='log' needs weights of at least 0; got {least}; use 'linear'")
-        usual = float(np.quantile(np.abs(pixels), USUAL))
+        usual = float(np.quantile(np.abs(pixels), _USUAL))
         if 0 < usual < most / 3:  # a few rows with normalizers near 0 would whiten all others
             return Normalize(-usual, usual), colormaps["RdBu_r"], "linear", "both"
         return Normalize(-most, most), colormaps["RdBu_r"], "linear", "neither"
@@ -139,7 +139,7 @@ def _weight_colors(pixels: Array, scale: str) -> tuple[Normalize, Any, str, str]
     wide = positive.size > 0 and most >= 30 * float(np.median(positive))
     if positive.size and (scale == "log" or (scale == "auto" and wide)):
         least = float(positive.min())
-        low = max(least, most / LOG_RANGE)
+        low = max(least, most / _LOG_RANGE)
         low = low if low < most else most / 10  # a single value
         return LogNorm(low, most), colors, "logarithmic", "min" if least < low else "neither"
     return Normalize(0.0, most), colors, "linear", "neither"

@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.plots.figure import BLUE, GREY, ZERO, as_array, grid_shape, panels, picture
+from molflt.plots.figure import BLUE, GREY, ZERO, _head_panels
 
 if TYPE_CHECKING:
     import torch
 
-Array = NDArray[np.float64]
+_Array = NDArray[np.float64]
+
+
+class _Encoding(Protocol):
+    @property
+    def bias(self) -> torch.Tensor | None: ...
+
+
+class _Position(Protocol):
+    """What is drawn: a position module."""
+
+    dim: int
+    grid: bool
+    mixings: Collection[str]
+
+    def __call__(
+        self, mixing: str, query_positions: torch.Tensor, key_positions: torch.Tensor, /
+    ) -> _Encoding: ...
+    def parameters(self) -> Iterator[torch.Tensor]: ...
+    def buffers(self) -> Iterator[torch.Tensor]: ...
 
 
 def has_bias(position: torch.nn.Module) -> bool:
@@ -25,7 +45,7 @@ def has_bias(position: torch.nn.Module) -> bool:
     Args:
         position: a position module of any dimension.
     """
-    module: Any = position
+    module = cast(_Position, position)
     if "softmax" not in module.mixings:
         return False
     return _evaluate(module, _like(module).new_zeros(1, 1, module.dim)) is not None
@@ -55,11 +75,11 @@ def rpe_profiles(model: torch.nn.Module, png: Path, r_max: float = 8.0, unit: st
     owner = getattr(model, "encoding", position)  # knows of a near field
     if hasattr(owner, "radial_profile"):
         with torch.no_grad():
-            profiles = as_array(owner.radial_profile(distances))  # [head, r]
+            profiles = _array(owner.radial_profile(distances))  # [head, r]
     else:
         delta = distances[:, None] * torch.eye(position.dim)[0].to(distances)
         profiles = _bias(position, delta)
-    _draw_curves(png, as_array(distances), profiles, f"distance r / {unit}", "f(r)")
+    _draw_curves(png, _array(distances), profiles, f"distance r / {unit}", "f(r)")
 
 
 def rpe_curves(
@@ -88,25 +108,24 @@ def rpe_curves(
     (reach,) = _extents("max_offset", max_offset, 1, module.grid)
     if module.grid:
         offsets = np.arange(-reach, reach + 1.0)
-        curves = _grid_bias(module, (reach,))
+        curves = _grid_bias(module, (int(reach),))
     else:
         # So fine that steps look like steps, and, to a whole end, on every whole offset.
         parts = max(1, -(-400 // math.ceil(reach)))
         count = 2 * math.ceil(reach) * parts + 1
         line = torch.linspace(-reach, reach, count, dtype=torch.float64).to(_like(module))
-        offsets, curves = as_array(line), _bias(module, line[:, None])
+        offsets, curves = _array(line), _bias(module, line[:, None])
     label = f"offset $r_i - r_j$ / {unit}\n(left: keys after the query; right: before it)"
     marker = "." if len(offsets) <= 65 else ""
     _draw_curves(png, offsets, curves, label, "f($r_i - r_j$)", marker)
 
 
 def _draw_curves(
-    png: Path, x: Array, curves: Array, x_label: str, y_label: str, marker: str = ""
+    png: Path, x: _Array, curves: _Array, x_label: str, y_label: str, marker: str = ""
 ) -> None:
-    shape = grid_shape(len(curves))
-    size = (max(0.6 + 2.3 * shape[1], 3.4), max(0.9 + 1.8 * shape[0], 2.9))
-    with picture(png, figsize=size) as figure:
-        for axes, curve in zip(panels(figure, len(curves), shape, False), curves, strict=True):
+    sizes = ((2.3, 1.8), (0.6, 0.9), (3.4, 2.9))
+    with _head_panels(png, len(curves), *sizes, share_y=False) as (figure, shown):
+        for axes, curve in zip(shown, curves, strict=True):
             axes.axhline(0.0, color=GREY, linewidth=0.8)
             if x[0] < 0:
                 axes.axvline(0.0, color=GREY, linewidth=0.8)
@@ -150,8 +169,8 @@ def rpe_surfaces(
     _expect_dim(module, "rpe_surfaces", module.dim >= 2, "2 or more", "rpe_curves")
     reach = _extents("extent", extent, 2, module.grid)
     if module.grid:
-        surfaces = _grid_bias(module, reach)
-        surfaces = surfaces.reshape(-1, 2 * reach[0] + 1, 2 * reach[1] + 1)
+        down, across = map(int, reach)
+        surfaces = _grid_bias(module, (down, across)).reshape(-1, 2 * down + 1, 2 * across + 1)
         pad = (0.5, 0.5)
     else:
         lines = [torch.linspace(-end, end, points, dtype=torch.float64) for end in reach]
@@ -165,7 +184,7 @@ def rpe_surfaces(
 
 
 def _draw_surfaces(
-    png: Path, surfaces: Array, ends: tuple[float, float], unit: str, title: str
+    png: Path, surfaces: _Array, ends: tuple[float, float], unit: str, title: str
 ) -> None:
     from matplotlib import colormaps
     from matplotlib.colors import Normalize
@@ -173,11 +192,9 @@ def _draw_surfaces(
     finite = np.ma.masked_invalid(surfaces)
     most = float(np.abs(finite).max() or 1.0)
     colors = colormaps["RdBu_r"].with_extremes(bad=ZERO)
-    shape = grid_shape(len(surfaces))
     across, down = (2.4 * end / max(ends) for end in reversed(ends))
-    size = (1.7 + max(across, 1.4) * shape[1], 0.8 + (max(down, 1.0) + 0.25) * shape[0])
-    with picture(png, figsize=size) as figure:
-        shown = panels(figure, len(surfaces), shape, share_y=True)
+    panel = (max(across, 1.4), max(down, 1.0) + 0.25)
+    with _head_panels(png, len(surfaces), panel, (1.7, 0.8)) as (figure, shown):
         for head, (axes, surface) in enumerate(zip(shown, finite, strict=True)):
             image = axes.imshow(
                 surface,
@@ -197,13 +214,13 @@ def _draw_surfaces(
             figure.suptitle(title, fontsize="medium")
 
 
-def _range(surface: Any) -> str:
+def _range(surface: np.ma.MaskedArray[tuple[int, ...], np.dtype[np.float64]]) -> str:
     if np.ma.count(surface) == 0:
         return "−∞"
     return f"{surface.min():.2g} to {surface.max():.2g}".replace("-", "−")
 
 
-def _found(model: Any, caller: str) -> Any:
+def _found(model: object, caller: str) -> _Position:
     """The position module that was given, or that of a stack or of a model with a stack."""
     owner = getattr(model, "encoding", None) or getattr(model, "stack", model)
     position = getattr(owner, "position", model if hasattr(model, "grid") else None)
@@ -212,40 +229,47 @@ def _found(model: Any, caller: str) -> Any:
             f"{caller}: the model has no relative encoding (position: none); expected a position "
             "module, or a model that has one at encoding.position; give one of them"
         )
-    if not has_bias(position):
+    if not has_bias(cast("torch.nn.Module", position)):
         raise ValueError(
             f"{caller}: expected a position with a bias for mixing 'softmax'; got "
             f"{type(position).__name__}, which adds nothing to logits; draw attention_matrices"
         )
-    return position
+    return cast(_Position, position)
 
 
-def _like(position: Any) -> torch.Tensor:
+def _like(position: _Position) -> torch.Tensor:
     """A tensor with the dtype and device that the module computes in."""
     import torch
 
     for tensor in (*position.parameters(), *position.buffers()):
         if tensor.is_floating_point():
-            return tensor.detach()
+            found: torch.Tensor = tensor.detach()
+            return found
     return torch.empty(0)
 
 
-def _evaluate(position: Any, positions: torch.Tensor, keys: Any = None) -> Array | None:
+def _array(values: torch.Tensor) -> _Array:
+    return values.detach().cpu().double().numpy()
+
+
+def _evaluate(
+    position: _Position, positions: torch.Tensor, keys: torch.Tensor | None = None
+) -> _Array | None:
     """What is added to logits: (1, queries, l), (1, keys, l) -> (heads, queries, keys)."""
     import torch
 
     with torch.no_grad():
         bias = position("softmax", positions, positions if keys is None else keys).bias
-    return None if bias is None else as_array(bias)[0]
+    return None if bias is None else _array(bias)[0]
 
 
-def _bias(position: Any, delta: torch.Tensor) -> Array:
+def _bias(position: _Position, delta: torch.Tensor) -> _Array:
     """f at offsets (n, l): (heads, n), from a query at 0 and keys at -delta."""
     values = _evaluate(position, delta.new_zeros(1, 1, delta.shape[-1]), -delta[None])
     return np.empty((0, 0)) if values is None else values[:, 0]
 
 
-def _grid_bias(position: Any, ends: tuple[int, ...]) -> Array:
+def _grid_bias(position: _Position, ends: tuple[int, ...]) -> _Array:
     """f at all offsets -end..end per axis, in row-major order: (heads, offsets).
 
     Encodings on a grid take all its tokens in order, so each offset is read off a pair that has it.
@@ -260,7 +284,7 @@ def _grid_bias(position: Any, ends: tuple[int, ...]) -> Array:
     return np.empty((0, 0)) if values is None else values[:, queries, keys]
 
 
-def _expect_dim(position: Any, caller: str, fits: bool, expected: str, other: str) -> None:
+def _expect_dim(position: _Position, caller: str, fits: bool, expected: str, other: str) -> None:
     if not fits:
         raise ValueError(
             f"{caller}: expected a position module of dimension {expected}; got "
@@ -268,7 +292,9 @@ def _expect_dim(position: Any, caller: str, fits: bool, expected: str, other: st
         )
 
 
-def _extents(name: str, extent: float | tuple[float, ...], axes: int, whole: bool) -> Any:
+def _extents(
+    name: str, extent: float | tuple[float, ...], axes: int, whole: bool
+) -> tuple[float, ...]:
     """The largest offset along each axis."""
     ends = tuple(extent) if isinstance(extent, tuple | list) else (extent,) * axes
     if len(ends) != axes or not all(0 < end < math.inf for end in ends):
@@ -276,4 +302,4 @@ def _extents(name: str, extent: float | tuple[float, ...], axes: int, whole: boo
         raise ValueError(f"{name} must be {expected}; got {extent}; change it")
     if whole and any(end != int(end) for end in ends):
         raise ValueError(f"{name} must be whole on a grid of tokens; got {extent}; round it")
-    return tuple(int(end) if whole else float(end) for end in ends)
+    return tuple(float(end) for end in ends)

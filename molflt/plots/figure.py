@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,9 +15,7 @@ BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 ORANGE, SKY, GREY = "#E69F00", "#56B4E9", "#777777"
 SERIES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, GREY, "black")
 
-ZERO = "#D9D9D9"  # in heat maps: a weight of exactly 0, a mask of -inf
-
-DPI = 150
+ZERO, DPI = "#D9D9D9", 150  # in heat maps: a weight of exactly 0, a mask of -inf; dots per inch
 
 
 @contextmanager
@@ -43,39 +38,45 @@ def picture(png: Path, **options: object) -> Iterator[Figure]:
     figure.savefig(png, dpi=DPI, format="png")
 
 
-def grid_shape(panels: int, rows: int | None = None) -> tuple[int, int]:
-    """Rows and columns that hold so many panels, four abreast, or eight if there are many."""
-    if rows is not None:
-        if not 1 <= rows <= panels:
-            raise ValueError(f"rows must be 1 to {panels}, the number of panels; got {rows}")
-        return rows, -(-panels // rows)
-    columns = min(panels, 4 if panels <= 16 else 8)
-    return -(-panels // columns), columns
-
-
-def panels(figure: Figure, count: int, shape: tuple[int, int], share_y: bool) -> list[Axes]:
-    """As many axes as there are heads, titled by them; what is left of the grid stays empty.
+@contextmanager
+def _head_panels(
+    png: Path,
+    heads: int,
+    panel: tuple[float, float],
+    margin: tuple[float, float],
+    least: tuple[float, float] = (0.0, 0.0),
+    rows: int | None = None,
+    share_y: bool = True,
+) -> Iterator[tuple[Figure, list[Axes]]]:
+    """A picture with a panel per head, titled by it; what is left of the grid stays empty.
 
     Args:
-        figure: where to put them.
-        count: number of panels.
-        shape: rows and columns, from `grid_shape`.
+        png: file to write.
+        heads: number of panels.
+        panel: width and height of each, inches.
+        margin: width and height of what is around them, inches.
+        least: smallest width and height of all, inches.
+        rows: rows of panels; None puts four abreast, or eight if there are many.
         share_y: whether all have the same y axis; the x axis is always shared.
+
+    Raises:
+        ValueError: if there cannot be so many rows.
     """
-    grid = figure.subplots(*shape, sharex=True, sharey=share_y, squeeze=False)
-    for axes in grid.flat[count:]:
-        axes.set_visible(False)
-    for column in range(shape[1]):  # the lowest panel that is seen carries the numbers
-        lowest = (count - 1 - column) // shape[1]
-        grid[lowest, column].tick_params(labelbottom=True)
-    shown = list(grid.flat[:count])
-    for head, axes in enumerate(shown):
-        axes.set_title(f"head {head}", fontsize="small")
-    return shown
-
-
-def as_array(values: Any) -> NDArray[np.float64]:
-    """In float64, of an array or a tensor of any device and precision."""
-    if hasattr(values, "detach"):
-        values = values.detach().cpu().double().numpy()
-    return np.asarray(values, dtype=np.float64)
+    if rows is not None and not 1 <= rows <= heads:
+        raise ValueError(f"rows must be 1 to {heads}, the number of panels; got {rows}")
+    columns = -(-heads // rows) if rows else min(heads, 4 if heads <= 16 else 8)
+    shape = (-(-heads // columns) if rows is None else rows, columns)
+    width, height = (
+        max(margin[axis] + panel[axis] * shape[1 - axis], least[axis]) for axis in (0, 1)
+    )
+    with picture(png, figsize=(width, height)) as figure:
+        grid = figure.subplots(*shape, sharex=True, sharey=share_y, squeeze=False)
+        for axes in grid.flat[heads:]:
+            axes.set_visible(False)
+        for column in range(columns):  # the lowest panel that is seen carries the numbers
+            lowest = (heads - 1 - column) // columns
+            grid[lowest, column].tick_params(labelbottom=True)
+        shown = list(grid.flat[:heads])
+        for head, axes in enumerate(shown):
+            axes.set_title(f"head {head}", fontsize="small")
+        yield figure, shown

@@ -6,7 +6,7 @@ import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,10 +16,10 @@ from molflt.plots.figure import SERIES, picture
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Misclassified", "confusion", "image_sheet", "losses_by_place"]
+__all__ = ["confusion", "image_sheet", "losses_by_place"]
 
-BINS = 24
-ROWS, COLUMNS = 4, 8
+_BINS = 24
+_ROWS, _COLUMNS = 4, 8
 
 
 def losses_by_place(losses: Mapping[str, NDArray[np.float64]], png: Path) -> None:
@@ -33,7 +33,7 @@ def losses_by_place(losses: Mapping[str, NDArray[np.float64]], png: Path) -> Non
         axes = figure.subplots()
         for (name, loss), color in zip(losses.items(), SERIES, strict=False):
             length = loss.shape[1]
-            edges = np.unique(np.geomspace(1, length + 1, BINS).astype(int))
+            edges = np.unique(np.geomspace(1, length + 1, _BINS).astype(int))
             with warnings.catch_warnings():  # a short text has no token in the last places
                 warnings.simplefilter("ignore", RuntimeWarning)
                 means = [
@@ -47,36 +47,27 @@ def losses_by_place(losses: Mapping[str, NDArray[np.float64]], png: Path) -> Non
         axes.legend(frameon=False, fontsize="small")
 
 
-class Misclassified(NamedTuple):
-    """An image and what was made of it."""
-
-    image: NDArray[np.uint8]
-    """(channels, height, width)"""
-    label: str
-    predicted: str
-    confidence: float
-    """probability of the predicted class, 0 to 1"""
-
-
-def image_sheet(wrong: Sequence[Misclassified], png: Path, title: str) -> None:
-    """Draws images that are classified wrongly, with their class and the predicted one.
+def image_sheet(
+    images: Sequence[NDArray[np.uint8]], captions: Sequence[str], png: Path, title: str
+) -> None:
+    """Draws images with a caption each.
 
     Args:
-        wrong: images; the first 32 are drawn.
+        images: (channels, height, width) each; the first 32 are drawn.
+        captions: what stands above each.
         png: file to write.
-        title: what stands above.
+        title: what stands above all.
     """
-    rows = max(1, min(ROWS, -(-len(wrong) // COLUMNS)))
-    with picture(png, figsize=(1.3 * COLUMNS, 0.5 + 1.65 * rows)) as figure:
-        grid = figure.subplots(rows, COLUMNS, squeeze=False).ravel()
+    rows = max(1, min(_ROWS, -(-len(images) // _COLUMNS)))
+    with picture(png, figsize=(1.3 * _COLUMNS, 0.5 + 1.65 * rows)) as figure:
+        grid = figure.subplots(rows, _COLUMNS, squeeze=False).ravel()
         for axes in grid:
             axes.axis("off")
-        for axes, item in zip(grid, wrong, strict=False):
-            gray = len(item.image) == 1
-            pixels = item.image[0] if gray else item.image.transpose(1, 2, 0)
+        for axes, image, caption in zip(grid, images, captions, strict=False):
+            gray = len(image) == 1
+            pixels = image[0] if gray else image.transpose(1, 2, 0)
             axes.imshow(pixels, cmap="gray" if gray else None)
-            text = f"{item.label}\n→ {item.predicted}, {100 * item.confidence:.0f} %"
-            axes.set_title(text, fontsize="x-small")
+            axes.set_title(caption, fontsize="x-small")
         figure.suptitle(title, fontsize="medium")
 
 
@@ -94,10 +85,9 @@ def confusion(counts: ArrayLike, classes: Sequence[str], png: Path) -> None:
     with picture(png, figsize=(side + 0.8, side)) as figure:
         axes: Axes = figure.subplots()
         image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=100)
-        named: dict[str, Any] = {"ticks": range(len(classes)), "labels": classes}
         if len(classes) <= 40:
-            axes.set_xticks(**named, rotation=90, fontsize="x-small")
-            axes.set_yticks(**named, fontsize="x-small")
+            axes.set_xticks(range(len(classes)), classes, rotation=90, fontsize="x-small")
+            axes.set_yticks(range(len(classes)), classes, fontsize="x-small")
         if len(classes) <= 20:
             for (row, column), share in np.ndenumerate(shares):
                 if share >= 0.5:

@@ -6,21 +6,22 @@ import csv
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.metrics import EWT_THRESHOLD
+from molflt.metrics import EWT_THRESHOLD, Metric
 from molflt.plots.figure import BLUE, GREEN, GREY, SERIES, SKY, VERMILION, picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.collections import PolyCollection
 
-MAX_POINTS = 2000  # more than these are drawn as a density
-MAX_BARS = 20
+_MAX_POINTS = 2000  # more than these are drawn as a density
+_MAX_BARS = 20
 
-Array = NDArray[np.float64]
+_Array = NDArray[np.float64]
 
 
 class GroupError(NamedTuple):
@@ -32,64 +33,50 @@ class GroupError(NamedTuple):
     """eV"""
 
 
-class Metric(NamedTuple):
-    """How a metric of training and validation is drawn."""
-
-    label: str
-    scale: str
-    best: str | None = None
-    """format of its best value, for the metric that chooses the best weights"""
-    best_is_largest: bool = False
-
-
-METRICS = {
-    "mae_eV": Metric("MAE / eV", "log", "{:.3f} eV"),
-    "ewt_percent": Metric("EwT / %", "linear"),
-    "perplexity": Metric("perplexity", "log", "{:.1f}"),
-    "top1_percent": Metric("top-1 / %", "linear", "{:.2f} %", best_is_largest=True),
-    "top5_percent": Metric("top-5 / %", "linear"),
-}
-
-
-def training_curve(metrics_csv: Path, png: Path) -> None:
+def training_curve(
+    metrics_csv: Path, png: Path, metrics: Mapping[str, Metric], best: str = ""
+) -> None:
     """Draws loss, metrics and learning rate against the step.
 
     Args:
         metrics_csv: a run's metrics.csv: step and any of train_loss, lr, and train_ and val_ of the
-            names in `METRICS`; empty cells are where nothing was measured.
+            metrics; empty cells are where nothing was measured.
         png: file to write.
+        metrics: those of the task; each that was measured has a panel.
+        best: the one whose best validation is marked.
 
     Raises:
         ValueError: if the file has no column step, or nothing to draw.
     """
     columns = _read_columns(Path(metrics_csv))
-    panels = [("loss", "log", [("train_loss", "training", BLUE)])]
-    for name, metric in METRICS.items():
-        both = [(f"train_{name}", "training", BLUE), (f"val_{name}", "validation", VERMILION)]
-        panels.append((metric.label, metric.scale, both))
-    panels.append(("learning rate", "linear", [("lr", "", GREEN)]))
+    panels = [("train_loss", Metric("loss", scale="log"), ["train_loss"])]
+    panels += [(n, metric, [f"train_{n}", f"val_{n}"]) for n, metric in metrics.items()]
+    panels.append(("lr", Metric("learning rate"), ["lr"]))
     shown = [
-        (label, scale, lines)
-        for label, scale, series in panels
-        if (lines := [line for line in series if np.isfinite(columns.get(line[0], [])).any()])
+        (name, metric, lines)
+        for name, metric, known in panels
+        if (lines := [line for line in known if np.isfinite(columns.get(line, [])).any()])
     ]
     if not shown:
         raise ValueError(f"{metrics_csv}: nothing to draw; expected train_loss, lr or metrics")
     with picture(png, figsize=(7.0, 0.6 + 1.9 * len(shown))) as figure:
         rows = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
-        for axes, (label, scale, lines) in zip(rows, shown, strict=True):
-            _curves(axes, columns, lines)
-            if scale == "log":
-                _log_if_wide(axes, np.concatenate([columns[name] for name, _, _ in lines]))
+        for axes, (name, metric, lines) in zip(rows, shown, strict=True):
+            for line in lines:
+                _curve(axes, columns, line, metric if line == f"val_{best}" else None)
+            if name != "lr":
+                axes.legend(frameon=False, fontsize="small")
+            if metric.scale == "log":
+                _log_if_wide(axes, np.concatenate([columns[line] for line in lines]))
             else:
                 axes.set_ylim(bottom=0.0)
-            axes.set_ylabel(label)
+            axes.set_ylabel(metric.axis)
             axes.grid(alpha=0.3)
         rows[-1].set_xlabel("step")
         figure.align_ylabels()
 
 
-def _read_columns(path: Path) -> dict[str, Array]:
+def _read_columns(path: Path) -> dict[str, _Array]:
     with open(path, newline="") as file:
         reader = csv.DictReader(file)
         names = reader.fieldnames or []
@@ -106,29 +93,23 @@ def _number(cell: str | None) -> float:
         return float("nan")
 
 
-def _curves(axes: Axes, columns: dict[str, Array], lines: list[tuple[str, str, str]]) -> None:
-    for name, label, color in lines:
-        step, value = columns["step"], columns[name]
-        known = np.isfinite(step) & np.isfinite(value)
-        step, value = step[known], value[known]
-        few = len(step) < 40
-        axes.plot(step, value, color=color, label=label, marker="o" if few else "", markersize=3)
-        metric = METRICS.get(name.removeprefix("val_"))
-        if metric is not None and metric.best and name.startswith("val_"):
-            best = int(value.argmax() if metric.best_is_largest else value.argmin())
-            axes.plot(
-                step[best],
-                value[best],
-                "*",
-                color=color,
-                markersize=11,
-                label=f"best: {metric.best.format(value[best])} at step {step[best]:.0f}",
-            )
-    if any(label for _, label, _ in lines):
-        axes.legend(frameon=False, fontsize="small")
+def _curve(axes: Axes, columns: dict[str, _Array], name: str, marked: Metric | None) -> None:
+    """One column against the step, and a star at its best value if that is wanted."""
+    known = np.isfinite(columns["step"]) & np.isfinite(columns[name])
+    step, value = columns["step"][known], columns[name][known]
+    label, color = {"val": ("validation", VERMILION), "lr": ("", GREEN)}.get(
+        name.partition("_")[0], ("training", BLUE)
+    )
+    marker = "o" if len(step) < 40 else ""
+    axes.plot(step, value, color=color, label=label, marker=marker, markersize=3)
+    if marked is not None:
+        best = int(value.argmax() if marked.largest_is_best else value.argmin())
+        text = f"best: {value[best]:.{marked.digits}f} {marked.unit}".rstrip()
+        text += f" at step {step[best]:.0f}"
+        axes.plot(step[best], value[best], "*", color=color, markersize=11, label=text)
 
 
-def _log_if_wide(axes: Axes, values: Array) -> None:
+def _log_if_wide(axes: Axes, values: _Array) -> None:
     """A logarithmic axis with plain numbers, unless it would have too few of them."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -141,7 +122,7 @@ def _log_if_wide(axes: Axes, values: Array) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def parity(panels: Mapping[str, tuple[Array, Array]], png: Path) -> None:
+def parity(panels: Mapping[str, tuple[_Array, _Array]], png: Path) -> None:
     """Draws predicted against true energies, a panel per split, all with the same axes.
 
     Args:
@@ -162,7 +143,7 @@ def parity(panels: Mapping[str, tuple[Array, Array]], png: Path) -> None:
     columns = min(len(panels), 2)
     rows = -(-len(panels) // columns)
     low, high = _limits(list(panels.values()))
-    dense = any(len(target) > MAX_POINTS for target, _ in panels.values())
+    dense = any(len(target) > _MAX_POINTS for target, _ in panels.values())
     size = (0.6 + 3.6 * columns + 0.8 * dense, 0.4 + 3.7 * rows)
     with picture(png, figsize=size) as figure:
         grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
@@ -174,7 +155,7 @@ def parity(panels: Mapping[str, tuple[Array, Array]], png: Path) -> None:
             mae = np.abs(energy - target).mean()
             axes.set_title(f"{split}: MAE {mae:.3f} eV (n = {len(target):,})", fontsize="medium")
         if densities:
-            most = max(float(density.get_array().max()) for density in densities)
+            most = max(float(np.max(np.asarray(density.get_array()))) for density in densities)
             for density in densities:
                 density.set_clim(1, max(most, 2))
             used = list(grid.flat[: len(panels)])
@@ -183,7 +164,7 @@ def parity(panels: Mapping[str, tuple[Array, Array]], png: Path) -> None:
         figure.supylabel("predicted energy / eV")
 
 
-def _limits(pairs: Sequence[tuple[Array, Array]]) -> tuple[float, float]:
+def _limits(pairs: Sequence[tuple[_Array, _Array]]) -> tuple[float, float]:
     """Range of the labels and of all but the most extreme predictions, eV."""
     targets = np.concatenate([target for target, _ in pairs])
     energies = np.concatenate([energy for _, energy in pairs])
@@ -193,11 +174,13 @@ def _limits(pairs: Sequence[tuple[Array, Array]]) -> tuple[float, float]:
     return float(low - pad), float(high + pad)
 
 
-def _parity_panel(axes: Axes, target: Array, energy: Array, low: float, high: float) -> list[Any]:
+def _parity_panel(
+    axes: Axes, target: _Array, energy: _Array, low: float, high: float
+) -> list[PolyCollection]:
     """Draws points or, of many systems, their density, which it returns."""
-    densities: list[Any] = []
+    densities: list[PolyCollection] = []
     axes.plot([low, high], [low, high], color=GREY, linewidth=1, zorder=1)
-    if len(target) <= MAX_POINTS:
+    if len(target) <= _MAX_POINTS:
         axes.scatter(target, energy, s=9, alpha=0.5, color=BLUE, linewidths=0, zorder=2)
     else:
         box = (low, high, low, high)
@@ -218,7 +201,7 @@ def _parity_panel(axes: Axes, target: Array, energy: Array, low: float, high: fl
 def errors(
     by_adsorbate: Sequence[GroupError],
     by_size: Sequence[GroupError],
-    absolute: Mapping[str, Array],
+    absolute: Mapping[str, _Array],
     png: Path,
 ) -> None:
     """Draws MAE by adsorbate and by size, and the distribution of errors per split.
@@ -234,7 +217,7 @@ def errors(
     """
     if not by_adsorbate or not by_size or not absolute:
         raise ValueError("errors: expected adsorbates, sizes and splits with labels; got none")
-    worst = sorted(by_adsorbate, key=lambda group: group.mae)[-MAX_BARS:]
+    worst = sorted(by_adsorbate, key=lambda group: group.mae)[-_MAX_BARS:]
     with picture(png, figsize=(13.5, max(3.8, 1.1 + 0.27 * len(worst)))) as figure:
         left, middle, right = figure.subplots(1, 3, width_ratios=(1.0, 0.9, 1.2))
         _bars(left, worst, "adsorbate")
@@ -274,7 +257,7 @@ def _subscripts(formula: str) -> str:
     return re.sub(r"(\d+)", r"$_{\1}$", formula)
 
 
-def _distribution(axes: Axes, absolute: Mapping[str, Array]) -> None:
+def _distribution(axes: Axes, absolute: Mapping[str, _Array]) -> None:
     """Share of systems below each error; read the EwT where a curve crosses the dashed line."""
     floor = 1e-3
     for color, (split, values) in zip(SERIES * len(absolute), absolute.items(), strict=False):

@@ -80,13 +80,13 @@ def _drawn(
             hidden, state = model.advance(tokens, state)
         else:
             hidden = model(tokens)
-        token = choose(model.logits(hidden[:, -1]), temperature, top_k, generator)
+        token = _choose(model.log_probabilities(hidden[:, -1]), temperature, top_k, generator)
         yield int(token)
         new = token.view(1, 1).to(prompt.device)
         tokens = new if model.decodes else torch.cat((tokens, new), dim=1)
 
 
-def choose(
+def _choose(
     logits: Tensor,
     temperature: float = 1.0,
     top_k: int | None = None,

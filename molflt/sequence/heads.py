@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-SHRINK = 4.0  # ratio of the widths of neighboring clusters
+from molflt.attention.numerics import at_least_float32
+
+_SHRINK = 4.0  # ratio of the widths of neighboring clusters
 
 
 class Head(nn.Module):
@@ -32,7 +34,7 @@ class Head(nn.Module):
         raise NotImplementedError
 
 
-class PlainHead(Head):
+class _PlainHead(Head):
     """One linear layer without bias, softmax over all ids.
 
     Args:
@@ -46,20 +48,17 @@ class PlainHead(Head):
         self.weight = nn.Parameter(torch.randn(vocabulary, dim) * dim**-0.5)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """See `Head.embed`."""
         return F.embedding(tokens, self.weight)
 
     def log_probabilities(self, hidden: Tensor) -> Tensor:
-        """See `Head.log_probabilities`."""
         return _log_softmax(F.linear(hidden, self.weight))
 
     def log_likelihood(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """See `Head.log_likelihood`."""
-        logits = _full(F.linear(hidden, self.weight))
+        logits = at_least_float32(F.linear(hidden, self.weight))
         return -F.cross_entropy(logits, targets, reduction="none")
 
 
-class AdaptiveHead(Head):
+class _AdaptiveHead(Head):
     """Adaptive softmax: frequent ids at full width, clusters of rarer ones at a quarter each.
 
     Grave et al. (arXiv:1609.04309), with torch's module. Its weights are those of adaptive inputs
@@ -83,12 +82,12 @@ class AdaptiveHead(Head):
                 f"adaptive_cutoffs must rise from above 0 to below vocabulary={vocabulary}; got "
                 f"{cutoffs}; change them, or leave them out"
             )
-        if dim < SHRINK ** len(cutoffs):
+        if dim < _SHRINK ** len(cutoffs):
             raise ValueError(
                 f"adaptive_cutoffs: {len(cutoffs)} clusters need dim of at least "
-                f"{SHRINK ** len(cutoffs):g}; got {dim}; use fewer cutoffs"
+                f"{_SHRINK ** len(cutoffs):g}; got {dim}; use fewer cutoffs"
             )
-        self.softmax = nn.AdaptiveLogSoftmaxWithLoss(dim, vocabulary, cutoffs, div_value=SHRINK)
+        self.softmax = nn.AdaptiveLogSoftmaxWithLoss(dim, vocabulary, cutoffs, div_value=_SHRINK)
         self.ends = ends
         self.width = ends[1] + len(cutoffs)  # the rarer ones are looked at for few tokens
         nn.init.normal_(self.softmax.head.weight, std=dim**-0.5)
@@ -102,7 +101,6 @@ class AdaptiveHead(Head):
         return [(cast(Tensor, t[0].weight), cast(Tensor, t[1].weight)) for t in tails]
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """See `Head.embed`."""
         frequent = self.ends[1]
         x = F.embedding(tokens.clamp(max=frequent - 1), self.softmax.head.weight)
         starts = self.ends[1:-1]
@@ -113,22 +111,16 @@ class AdaptiveHead(Head):
         return x
 
     def log_probabilities(self, hidden: Tensor) -> Tensor:
-        """See `Head.log_probabilities`."""
         with torch.autocast(hidden.device.type, enabled=False):
             flat = hidden.to(self.softmax.head.weight.dtype).reshape(-1, hidden.shape[-1])
             return self.softmax.log_prob(flat).view(*hidden.shape[:-1], -1)
 
     def log_likelihood(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """See `Head.log_likelihood`."""
         with torch.autocast(hidden.device.type, enabled=False):
             out: Tensor = self.softmax(hidden.to(self.softmax.head.weight.dtype), targets).output
             return out
 
 
-def _full(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
 def _log_softmax(logits: Tensor) -> Tensor:
     with torch.autocast(logits.device.type, enabled=False):
-        return _full(logits).log_softmax(dim=-1)
+        return at_least_float32(logits).log_softmax(dim=-1)

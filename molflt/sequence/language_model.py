@@ -6,15 +6,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from molflt.attention import make_stack
-from molflt.attention.absolute import ABSOLUTE, sinusoids
-from molflt.attention.kernels import one_of
-from molflt.attention.positions import known_options
-from molflt.attention.recompute import recomputed
+from molflt.attention import Stack
+from molflt.attention.checks import no_effect, one_of
+from molflt.attention.numerics import recomputed
+from molflt.attention.positions import PositionName, known_options
+from molflt.attention.positions.absolute import ABSOLUTE, sinusoids
 from molflt.attention.stack import StackState
-from molflt.sequence.heads import AdaptiveHead, Head, PlainHead
+from molflt.sequence.heads import Head, _AdaptiveHead, _PlainHead
 
-AT_ONCE = 2**27  # logits that are kept for backward; of more, pieces are computed again
+_AT_ONCE = 2**27  # logits that are kept for backward; of more, pieces are computed again
 
 
 class LanguageState(NamedTuple):
@@ -43,13 +43,14 @@ class LanguageModel(nn.Module):
         position: "none" or a key of `molflt.attention.POSITIONS`, shared by all layers, different
             for each head.
         position_options: further arguments of the encoding; `dim` is 1.
-        position_scale: distance of neighboring tokens, in the unit of length of the encoding.
+        position_scale: distance of neighboring tokens, in the unit of length of the encoding; 1 by
+            default.
         embedding_dropout: dropout of embeddings.
         tie_embeddings: use the embeddings as the weights of the output.
         adaptive_cutoffs: ids at which a new, rarer cluster of tokens begins, each with a quarter of
             the width of the one before (adaptive softmax, arXiv:1609.04309; with tied embeddings
             adaptive inputs as well, arXiv:1809.10853). Ids must be sorted by falling frequency.
-        stack: further arguments of `molflt.attention.make_stack`.
+        stack: further arguments of `molflt.attention.Stack`.
 
     Attributes:
         head: maps hidden states to log-probabilities.
@@ -65,9 +66,9 @@ class LanguageModel(nn.Module):
         heads: int = 8,
         absolute: Literal["none", "sinusoidal", "learned"] = "none",
         max_length: int | None = None,
-        position: str = "none",
+        position: PositionName = "none",
         position_options: dict[str, Any] | None = None,
-        position_scale: float = 1.0,
+        position_scale: float | None = None,
         embedding_dropout: float = 0.0,
         tie_embeddings: bool = True,
         adaptive_cutoffs: list[int] | None = None,
@@ -79,10 +80,12 @@ class LanguageModel(nn.Module):
                 f"vocabulary must be the number of token ids, at least 1; got {vocabulary}; take "
                 "it from the data"
             )
-        _expect(absolute, max_length, position_scale, dim)
+        _check(absolute, max_length, position_scale, dim)
+        if position == "none":
+            no_effect("with position='none'", position_scale=position_scale)
         given = {} if max_length is None else {"max_tokens": max_length}
         options = {**known_options(position, dim=1, **given), **(position_options or {})}
-        self.stack = make_stack(
+        self.stack = Stack(
             dim, heads, causal=True, position=position, position_options=options, **stack
         )
         if self.stack.position is not None and self.stack.position.dim != 1:
@@ -93,26 +96,22 @@ class LanguageModel(nn.Module):
         self.vocabulary = vocabulary
         self.dim = dim
         self.absolute = absolute
-        self.position_scale = position_scale
+        self.position_scale = 1.0 if position_scale is None else position_scale
         self.head: Head
         if adaptive_cutoffs is None:
-            self.head = PlainHead(dim, vocabulary)
+            self.head = _PlainHead(dim, vocabulary)
         else:
-            self.head = AdaptiveHead(dim, vocabulary, adaptive_cutoffs)
-        self.embedding: nn.Embedding | None = None  # tied embeddings are the head's
-        if not tie_embeddings:
-            self.embedding = nn.Embedding(vocabulary, dim)
-            nn.init.normal_(self.embedding.weight, std=dim**-0.5)
+            self.head = _AdaptiveHead(dim, vocabulary, adaptive_cutoffs)
+        # Tied embeddings are the head's.
+        self.embedding = None if tie_embeddings else _embedding(vocabulary, dim, dim**-0.5)
         self.places: nn.Embedding | None = None
         if absolute == "learned" and max_length is not None:
-            self.places = nn.Embedding(max_length, dim)
-            nn.init.normal_(self.places.weight, std=0.1)
+            self.places = _embedding(max_length, dim, 0.1)
         self.embedding_dropout = nn.Dropout(embedding_dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Hidden states: ids (batch, length) -> (batch, length, dim)."""
-        x, positions = self._embed(tokens, 0)
-        out: Tensor = self.stack(x, positions)
+        out: Tensor = self.stack(*self._embed(tokens, 0))
         return out
 
     def log_likelihood(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -127,7 +126,7 @@ class LanguageModel(nn.Module):
         """
         hidden = self(tokens).flatten(0, 1)
         wanted = targets.flatten()
-        size = max(1, AT_ONCE // self.head.width)
+        size = max(1, _AT_ONCE // self.head.width)
         if len(hidden) <= size:
             found = self.head.log_likelihood(hidden, wanted.clamp(min=0))
         else:  # all logits of a large batch would need more memory than the blocks
@@ -135,7 +134,7 @@ class LanguageModel(nn.Module):
             found = torch.cat([recomputed(self.head.log_likelihood, *piece) for piece in pieces])
         return found.where(wanted >= 0, 0.0).view(targets.shape)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def log_probabilities(self, hidden: Tensor) -> Tensor:
         """Normalized log-probabilities of all ids: (..., dim) -> (..., vocabulary)."""
         return self.head.log_probabilities(hidden)
 
@@ -149,8 +148,8 @@ class LanguageModel(nn.Module):
     def longest(self) -> int | None:
         """Most tokens that the model can be given at once; None without a limit."""
         position = self.stack.position
-        table = getattr(position, "shape", None) or (getattr(position, "max_tokens", None),)
-        limits = [] if table[0] is None else [math.ceil(table[0] / self.position_scale)]
+        table = None if position is None else position.longest
+        limits = [] if table is None else [math.ceil(table / self.position_scale)]
         if self.places is not None:
             limits.append(self.places.num_embeddings)
         return min(limits, default=None)
@@ -172,7 +171,7 @@ class LanguageModel(nn.Module):
             ValueError: for mechanisms without a state; `decodes` tells.
         """
         hidden, state = self.advance(tokens, state)
-        return self.logits(hidden), state
+        return self.log_probabilities(hidden), state
 
     def advance(
         self, tokens: Tensor, state: LanguageState | None = None
@@ -187,8 +186,11 @@ class LanguageModel(nn.Module):
         """Draws new random features in place; give a generator seeded alike on every rank."""
         self.stack.redraw_(generator)
 
-    def _embed(self, tokens: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Embeddings (batch, n, dim) and positions (1, n, 1) of ids (batch, n) from `start` on."""
+    def _embed(self, tokens: Tensor, start: int) -> tuple[Tensor, Tensor | None]:
+        """Embeddings (batch, n, dim) and positions (1, n, 1) of ids (batch, n) from `start` on.
+
+        No positions where the stack has no encoding.
+        """
         if tokens.ndim != 2:
             raise ValueError(
                 f"tokens must be ids of shape (batch, length); got shape {tuple(tokens.shape)}"
@@ -208,16 +210,19 @@ class LanguageModel(nn.Module):
             x = x + self.places(index)
         elif self.absolute == "sinusoidal":
             x = x + sinusoids(index, self.dim).to(x.dtype)
-        positions = index.to(self.stack_dtype) * self.position_scale
+        if self.stack.position is None:
+            return self.embedding_dropout(x), None
+        positions = index.to(next(self.stack.parameters()).dtype) * self.position_scale
         return self.embedding_dropout(x), positions[None, :, None]
 
-    @property
-    def stack_dtype(self) -> torch.dtype:
-        """Type of the parameters of the blocks."""
-        return next(self.stack.parameters()).dtype
+
+def _embedding(count: int, dim: int, std: float) -> nn.Embedding:
+    embedding = nn.Embedding(count, dim)
+    nn.init.normal_(embedding.weight, std=std)
+    return embedding
 
 
-def _expect(absolute: str, max_length: int | None, position_scale: float, dim: int) -> None:
+def _check(absolute: str, max_length: int | None, position_scale: float | None, dim: int) -> None:
     one_of("absolute", absolute, ABSOLUTE)
     if max_length is not None and max_length < 1:
         raise ValueError(f"max_length must be at least 1; got {max_length}")
@@ -225,5 +230,5 @@ def _expect(absolute: str, max_length: int | None, position_scale: float, dim: i
         raise ValueError("absolute='learned' needs max_length, the longest sequence; set it")
     if absolute == "sinusoidal" and dim % 2:
         raise ValueError(f"absolute='sinusoidal' needs an even dim; got {dim}")
-    if not position_scale > 0:
+    if position_scale is not None and not position_scale > 0:
         raise ValueError(f"position_scale must be positive; got {position_scale}")

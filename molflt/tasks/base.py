@@ -1,28 +1,45 @@
-"""What all tasks share: optimizer, schedule, reproducible randomness, refusal of NaN."""
+"""What all tasks share: a loss, sums that become metrics, the optimizer and its schedule."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, Literal
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import ClassVar, Generic, Literal, Protocol, TypeVar, cast
 
-import lightning.pytorch as pl
-import numpy as np
 import torch
-from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
-__all__ = ["Schedule", "Task", "lr_factor"]
+from molflt.metrics import Metric
 
-Schedule = Literal["linear", "inverse_sqrt", "cosine"]
+__all__ = ["Task"]
+
+_Batch = TypeVar("_Batch", contravariant=True)
+_Data = TypeVar("_Data", contravariant=True)
 
 
-class Task(pl.LightningModule):
+class _Sums(Protocol):
+    """A NamedTuple of scalars, float64: sums over items, which add up over batches and ranks."""
+
+    def __iter__(self) -> Iterator[Tensor]: ...
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics of all items whose sums were added up."""
+
+
+class _Redrawn(Protocol):
+    """A model with random features."""
+
+    def redraw_(self, generator: torch.Generator | None = None) -> None:
+        """Draws them anew."""
+
+
+class Task(ABC, Generic[_Batch, _Data]):
     """Base class: a model, how it is optimized, and how it is judged.
 
     A subclass says what one loss is, and returns sums over items beside it: sums of batches and
-    ranks add up, and `summarize` turns them into the metrics of all items together.
+    ranks add up, and their `metrics()` are those of all items together.
 
     Args:
         model: what is trained.
@@ -40,29 +57,32 @@ class Task(pl.LightningModule):
 
     Attributes:
         unit: what the throughput counts.
-        sums_width: length of the sums of validation.
-        train_metrics: metrics of training steps that are written down, in order.
-        val_metrics: the same of validation.
+        sums: class of the sums, a NamedTuple of scalar tensors with `metrics()`.
+        metrics: what is written down and drawn, in order.
         best: metric of validation that chooses the best weights.
-        best_is_largest: whether more of it is better.
 
     Raises:
         ValueError: for an option outside its range.
     """
 
     unit: ClassVar[str]
-    sums_width: ClassVar[int]
-    train_metrics: ClassVar[tuple[str, ...]]
-    val_metrics: ClassVar[tuple[str, ...]]
+    sums: ClassVar[type[_Sums]]
+    metrics: ClassVar[Mapping[str, Metric]]
     best: ClassVar[str]
-    best_is_largest: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        missing = [name for name in ("unit", "sums", "metrics", "best") if not hasattr(cls, name)]
+        if missing or cls.best not in cls.metrics:
+            raise TypeError(
+                f"{cls.__name__} must define unit, sums, metrics, and best, one of them"
+            )
 
     def __init__(
         self,
         model: nn.Module,
         lr: float = 3e-4,
         warmup_steps: int = 100,
-        schedule: Schedule = "linear",
+        schedule: Literal["linear", "inverse_sqrt", "cosine"] = "linear",
         optimizer: Literal["adamw", "adam"] = "adamw",
         betas: tuple[float, float] = (0.9, 0.98),
         eps: float = 1e-6,
@@ -70,7 +90,6 @@ class Task(pl.LightningModule):
         redraw_every: int | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__()
         for name, value, low in (
             ("lr", lr, 0.0),
             ("warmup_steps", warmup_steps, -1),
@@ -81,150 +100,57 @@ class Task(pl.LightningModule):
         self.model = model
         self.lr = lr
         self.warmup_steps = warmup_steps
-        self.schedule: Schedule = schedule
+        self.schedule = schedule
         self.optimizer_class = AdamW if optimizer == "adamw" else Adam
         self.betas = betas
         self.eps = eps
         self.weight_decay = weight_decay
         self.redraw_every = redraw_every
         self.seed = seed
-        self.gradient_norm = float("nan")
-        self.last_lr = lr
-        self._items = ""
-        self._validation: list[Tensor] = []
 
-    # --- what a subclass defines ---------------------------------------------------------------
-
-    def prepare(self, data: Any) -> None:
+    def prepare(self, data: _Data) -> None:
         """Takes from the training data what the model needs of them, before a new run."""
 
-    def loss(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Loss of a training batch, and its sums."""
-        raise NotImplementedError
+    @abstractmethod
+    def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, _Sums]:
+        """Loss of a training batch, and its sums; `progress` is the share of steps done, 0 to 1."""
 
-    def sums(self, batch: Any) -> Tensor:
-        """Sums of a validation batch: (sums_width,), float64."""
-        raise NotImplementedError
+    @abstractmethod
+    def judge(self, batch: _Batch) -> _Sums:
+        """Sums of a validation batch."""
 
-    def summarize(self, sums: Tensor) -> dict[str, float]:
-        """Metrics of all items whose sums were added up."""
-        raise NotImplementedError
-
-    def size(self, batch: Any) -> int:
+    @abstractmethod
+    def size(self, batch: _Batch) -> int:
         """How many of `unit` a batch holds."""
-        raise NotImplementedError
 
-    def items(self, batch: Any) -> str:
-        """Names what is in a batch, for messages."""
+    def name(self, batch: _Batch) -> str:
+        """What is in a batch, for messages."""
         return f"a batch of {self.size(batch)} {self.unit}"
 
-    # --- steps ---------------------------------------------------------------------------------
+    def summarize(self, totals: Tensor) -> dict[str, float]:
+        """Metrics of all items whose sums were added up: those of `sums`, (fields,), in a row."""
+        make: Callable[..., _Sums] = self.sums
+        return make(*totals).metrics()
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Makes the randomness of a step a function of seed, rank and step.
+    def redraw(self, generator: torch.Generator) -> None:
+        """Draws the random features of the model anew."""
+        cast(_Redrawn, self.model).redraw_(generator)
 
-        So a resumed run, whichever step it resumes from, draws the same dropout on every rank.
-        """
-        words = np.random.SeedSequence([self.seed, self.global_step, self.global_rank])
-        torch.manual_seed(int(words.generate_state(1, np.uint64)[0] >> np.uint64(1)))
-        if self.redraw_every and self.global_step and self.global_step % self.redraw_every == 0:
-            common = np.random.SeedSequence([self.seed, self.global_step])  # alike on all ranks
-            generator = torch.Generator().manual_seed(int(common.generate_state(1)[0]))
-            redraw: Any = self.model.redraw_
-            redraw(generator)
-
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
-        """One loss.
-
-        Raises:
-            ValueError: if the loss is not finite; names step, items and learning rate.
-        """
-        loss, sums = self.loss(batch)
-        self._items = self.items(batch)
-        if not bool(torch.isfinite(loss)):
-            raise ValueError(self._diverged("loss", loss.item()))
-        self.last_lr = self.learning_rate()
-        return {"loss": loss, "sums": sums}
-
-    def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        """Clips the norm of the gradient, and refuses one that is not finite.
-
-        Raises:
-            ValueError: if the norm is not finite; one such step would spoil all weights. With
-                16-mixed precision the gradient scaler skips such a step instead.
-        """
-        limit = float("inf") if gradient_clip_val is None else gradient_clip_val
-        norm = nn.utils.clip_grad_norm_(self.parameters(), limit)
-        self.gradient_norm = float(norm)
-        if not np.isfinite(self.gradient_norm) and self.trainer.precision != "16-mixed":
-            raise ValueError(self._diverged("gradient norm", self.gradient_norm))
-
-    def on_validation_epoch_start(self) -> None:
-        self._validation = []
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self._validation.append(self.sums(batch))
-
-    def validation_metrics(self) -> dict[str, float]:
-        """Metrics over the whole split and all ranks, from sums and counts; all ranks call it."""
-        zero = torch.zeros(self.sums_width, dtype=torch.float64, device=self.device)
-        sums = torch.stack([zero, *self._validation]).sum(dim=0)
-        total: Any = self.trainer.strategy.reduce(sums, reduce_op="sum")
-        return self.summarize(total)
-
-    # --- optimizer -----------------------------------------------------------------------------
-
-    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        optimizer = self.optimizer_class(
-            self.parameters(),
+    def optimizer(self) -> Optimizer:
+        """Of all parameters of the model."""
+        return self.optimizer_class(
+            self.model.parameters(),
             lr=self.lr,
             betas=self.betas,
             eps=self.eps,
             weight_decay=self.weight_decay,
         )
-        scheduler = LambdaLR(optimizer, self._lr_factor)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
 
-    def on_train_start(self) -> None:
-        """Recomputes the learning rate: a resumed run may have got more steps than its checkpoint.
-
-        Where it has not, this is the number that the checkpoint holds, bit for bit.
-        """
-        factor = self._lr_factor(self.global_step)
-        for config in self.trainer.lr_scheduler_configs:
-            for group, base in zip(
-                config.scheduler.optimizer.param_groups, config.scheduler.base_lrs, strict=True
-            ):
-                group["lr"] = base * factor
-
-    def learning_rate(self) -> float:
-        """Learning rate of the next step."""
-        return float(self.trainer.optimizers[0].param_groups[0]["lr"])
-
-    def _lr_factor(self, step: int) -> float:
-        return lr_factor(step, self.warmup_steps, self.trainer.max_steps, self.schedule)
-
-    def _diverged(self, what: str, value: float) -> str:
-        return (
-            f"{what} is {value} at step {self.global_step} with learning rate "
-            f"{self.learning_rate():.3g} on {self._items}; expected a finite number; the last good "
-            "checkpoint is kept; look at these data, or lower task.lr"
-        )
-
-
-def lr_factor(step: int, warmup_steps: int, max_steps: int, schedule: Schedule = "linear") -> float:
-    """Learning rate of a step (from 0) in units of its peak: up linearly, then as scheduled."""
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    if schedule == "inverse_sqrt":
-        return math.sqrt(max(1, warmup_steps) / (step + 1))
-    left = max(0.0, (max_steps - step) / max(1, max_steps - warmup_steps))
-    return left if schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left))
+    def lr_factor(self, step: int, max_steps: int) -> float:
+        """Learning rate of a step (from 0) in units of its peak: up linearly, then as scheduled."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.schedule == "inverse_sqrt":
+            return math.sqrt(max(1, self.warmup_steps) / (step + 1))
+        left = max(0.0, (max_steps - step) / max(1, max_steps - self.warmup_steps))
+        return left if self.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left))

@@ -2,21 +2,54 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from molflt.data.image_augment import Augmentation, augment
+from molflt.data.images.augment import Augmentation, augment
+from molflt.metrics import Metric
 from molflt.tasks.base import Task
 
-__all__ = ["ImageTask", "image_metrics", "image_sums"]
+if TYPE_CHECKING:
+    from molflt.data.images.datamodule import ImageData
+    from molflt.image.classifier import ImageClassifier
 
-Batch = tuple[Tensor, Tensor]
+__all__ = ["ImageTask"]
+
+_Batch = tuple[Tensor, Tensor]
 
 
-class ImageTask(Task):
+class _ImageSums(NamedTuple):
+    top1: Tensor
+    """images with the right class first"""
+    top5: Tensor
+    """... among the first five"""
+    nats: Tensor
+    """cross-entropy"""
+    images: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor, labels: Tensor) -> _ImageSums:
+        """Of logits (images, classes) and labels (images,)."""
+        own = logits.gather(1, labels[:, None])
+        # ties count against the model: a constant output is not right about every image
+        rank = (logits >= own).sum(dim=1)
+        nats = F.cross_entropy(logits.double(), labels, reduction="sum")
+        parts = [(rank <= 1).sum(), (rank <= 5).sum(), nats, torch.tensor(len(labels))]
+        return cls(*(part.to(logits.device, torch.float64) for part in parts))
+
+    def metrics(self) -> dict[str, float]:
+        top1, top5, nats, images = (float(part) for part in self)
+        return {
+            "top1_percent": 100 * top1 / images,
+            "top5_percent": 100 * top5 / images,
+            "cross_entropy": nats / images,
+        }
+
+
+class ImageTask(Task[_Batch, "ImageData"]):
     """Cross-entropy of image classes.
 
     Batches are images, (batch, channels, height, width) uint8, and labels (batch,).
@@ -24,16 +57,19 @@ class ImageTask(Task):
     Args:
         model: `molflt.image.ImageClassifier`, or what has its forward.
         label_smoothing: share of the target that is spread over all classes, in training.
-        augment: what is done to training images; see `molflt.data.image_augment.augment`.
+        augment: what is done to training images; see `molflt.data.images.augment.augment`.
         optimization: arguments of `molflt.tasks.base.Task`.
     """
 
+    model: ImageClassifier
     unit = "images"
-    sums_width = 4
-    train_metrics = ("top1_percent", "top5_percent")
-    val_metrics = ("top1_percent", "top5_percent", "cross_entropy")
+    sums: ClassVar[type[_ImageSums]] = _ImageSums
+    metrics: ClassVar = {
+        "top1_percent": Metric("top-1", "%", digits=2, largest_is_best=True),
+        "top5_percent": Metric("top-5", "%", digits=2, largest_is_best=True),
+        "cross_entropy": Metric("cross-entropy", "nats", "log", measured_in=("val",)),
+    }
     best = "top1_percent"
-    best_is_largest = True
 
     def __init__(
         self,
@@ -48,52 +84,21 @@ class ImageTask(Task):
         self.label_smoothing = label_smoothing
         self.augment = augment
 
-    def prepare(self, data: Any) -> None:
+    def prepare(self, data: ImageData) -> None:
         """Stores mean and standard deviation of the training set's channels in the model."""
-        set_normalizer: Any = self.model.set_normalizer
-        set_normalizer(*data.statistics())
+        self.model.set_normalizer(*data.statistics())
 
-    def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, _ImageSums]:
         images, labels = batch
-        size: Any = self.model.image_size  # data.resize may have left more to cut from
+        size = self.model.image_size  # data.resize may have left more to cut from
         logits = self.model(augment(images, self.augment, size))
         loss = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
-        return loss, image_sums(logits.detach(), labels)
+        return loss, _ImageSums.of(logits.detach(), labels)
 
-    def sums(self, batch: Batch) -> Tensor:
-        """As :func:`image_sums`."""
+    def judge(self, batch: _Batch) -> _ImageSums:
         images, labels = batch
-        return image_sums(self.model(images), labels)
+        return _ImageSums.of(self.model(images), labels)
 
-    def summarize(self, sums: Tensor) -> dict[str, float]:
-        """As :func:`image_metrics`."""
-        return image_metrics(sums)
-
-    def size(self, batch: Batch) -> int:
+    def size(self, batch: _Batch) -> int:
         """Images."""
         return len(batch[1])
-
-
-def image_sums(logits: Tensor, labels: Tensor) -> Tensor:
-    """Images with the right class first, among the first five, cross-entropy, count: (4,) float64.
-
-    Args:
-        logits: (images, classes).
-        labels: (images,).
-    """
-    own = logits.gather(1, labels[:, None])
-    # ties count against the model: a constant output is not right about every image
-    rank = (logits >= own).sum(dim=1)
-    nats = F.cross_entropy(logits.double(), labels, reduction="sum")
-    parts = [(rank <= 1).sum(), (rank <= 5).sum(), nats, torch.tensor(len(labels))]
-    return torch.stack([part.to(logits.device, torch.float64) for part in parts])
-
-
-def image_metrics(sums: Tensor) -> dict[str, float]:
-    """Percent of images with the right class first, among the first five; nats per image."""
-    top1, top5, nats, count = sums.tolist()
-    return {
-        "top1_percent": 100 * top1 / count,
-        "top5_percent": 100 * top5 / count,
-        "cross_entropy": nats / count,
-    }

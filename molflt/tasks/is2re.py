@@ -1,23 +1,68 @@
 """Relaxed energies and, beside them, the displacements of the relaxation."""
 
-from __future__ import annotations
+# No `from __future__ import annotations`: jsonargparse would import all that stands below
+# TYPE_CHECKING, PyG included, to read annotations that are strings.
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch_geometric.data import Batch
-from torch_geometric.utils import scatter
 
-from molflt.data.augment import along_the_way, random_orthogonal, turn
-from molflt.metrics import EWT_THRESHOLD
+from molflt.data.structures import augment
+from molflt.metrics import EWT_THRESHOLD, Metric
 from molflt.tasks.base import Task
 
-__all__ = ["IS2RETask", "energy_summary", "energy_sums"]
+if TYPE_CHECKING:
+    from torch_geometric.data import Batch
+
+    from molflt.data.structures.datamodule import IS2REData
+
+__all__ = ["IS2RETask"]
 
 
-class IS2RETask(Task):
+class _EnergySums(NamedTuple):
+    absolute: Tensor
+    """sum of |error|, eV"""
+    square: Tensor
+    """sum of error^2, eV^2"""
+    within: Tensor
+    """structures with |error| strictly below EWT_THRESHOLD"""
+    structures: Tensor
+    displacement: Tensor
+    """sum over training batches of their displacement errors, Å"""
+    batches: Tensor
+    """number of these; 0 in validation, or if the model predicts none"""
+
+    @classmethod
+    def of(
+        cls, energy: Tensor, target: Tensor, displacement: Tensor | None = None
+    ) -> "_EnergySums":
+        """Of predictions and labels, (structures,) each, eV, and a displacement error, Å.
+
+        Raises:
+            ValueError: if the shapes differ; broadcasting would give a wrong number, not an error.
+        """
+        _same_shape(energy, target)
+        error = (energy.double() - target.double()).abs()
+        within = (error < EWT_THRESHOLD).double()
+        return cls(
+            *(error.sum(), error.square().sum(), within.sum(), error.new_tensor(len(error))),
+            error.new_zeros(()) if displacement is None else displacement.detach().double(),
+            error.new_tensor(displacement is not None),
+        )
+
+    def metrics(self) -> dict[str, float]:
+        absolute, square, within, structures, displacement, batches = (float(part) for part in self)
+        found = {
+            "mae_eV": absolute / structures,
+            "ewt_percent": 100.0 * within / structures,
+            "mse_eV2": square / structures,
+        }
+        return found | ({"displacement_mae_A": displacement / batches} if batches else {})
+
+
+class IS2RETask(Task["Batch", "IS2REData"]):
     """Loss, optimizer and schedule of IS2RE direct training (3D-Graphormer, arXiv:2203.04810).
 
     Loss = L1(normalized energy) + w(t) L1(displacement), where the displacement error is averaged
@@ -44,9 +89,13 @@ class IS2RETask(Task):
     """
 
     unit = "atoms"
-    sums_width = 4
-    train_metrics = ("mae_eV", "ewt_percent", "displacement_mae_A")
-    val_metrics = ("mae_eV", "ewt_percent", "mse_eV2")
+    sums: ClassVar[type[_EnergySums]] = _EnergySums
+    metrics: ClassVar = {
+        "mae_eV": Metric("MAE", "eV", "log"),
+        "ewt_percent": Metric("EwT", "%", digits=2, largest_is_best=True),
+        "displacement_mae_A": Metric("displacement MAE", "Å", "log", measured_in=("train",)),
+        "mse_eV2": Metric("MSE", "eV²", "log", measured_in=("val",)),
+    }
     best = "mae_eV"
 
     def __init__(
@@ -77,7 +126,7 @@ class IS2RETask(Task):
         self.interpolate = interpolate
         self.noise = noise
 
-    def prepare(self, data: Any) -> None:
+    def prepare(self, data: "IS2REData") -> None:
         """Stores mean and standard deviation of energies, eV, in the model's buffers."""
         mean, std = self.energy_mean, self.energy_std
         if mean is None or std is None:
@@ -86,50 +135,40 @@ class IS2RETask(Task):
         self.model.get_buffer("energy_mean").fill_(mean)
         self.model.get_buffer("energy_std").fill_(std)
 
-    def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Loss; and `energy_sums`, the displacement error in Å (NaN without a head), and 1."""
+    def loss(self, batch: "Batch", progress: float) -> tuple[Tensor, _EnergySums]:
         if self.interpolate:
-            batch = along_the_way(batch, self.interpolate, self.noise)
+            batch = augment.interpolate(batch, self.interpolate, self.noise)
         if self.rotate != "none":
-            batch = turn(batch, random_orthogonal(batch.num_graphs, self.rotate))
+            matrices = augment.random_orthogonal(batch.num_graphs, self.rotate)
+            batch = augment.rotate(batch, matrices)
         out = self.model(batch)
         energy, target = out["energy"], batch.y_relaxed
         _same_shape(energy, target)
         scale = self.model.get_buffer("energy_std")
         loss = F.l1_loss(energy / scale, target / scale)
-        displacement_mae = torch.full_like(loss, float("nan")).detach()
+        displacement = None
         if "displacement" in out:
             by_pass = out.get("displacement_by_pass", out["displacement"][None])
-            errors = torch.stack([displacement_error(moved, batch) for moved in by_pass])
-            loss = loss + self._position_weight() * errors.mean()
-            displacement_mae = errors[-1].detach()
-        sums = energy_sums(energy.detach(), target)
-        return loss, torch.cat([sums, displacement_mae.reshape(1), sums.new_ones(1)])
+            errors = torch.stack([_displacement_error(moved, batch) for moved in by_pass])
+            loss = loss + self._position_weight(progress) * errors.mean()
+            displacement = errors[-1]
+        return loss, _EnergySums.of(energy.detach(), target, displacement)
 
-    def sums(self, batch: Batch) -> Tensor:
-        """As :func:`energy_sums`."""
-        return energy_sums(self.model(batch)["energy"], batch.y_relaxed)
+    def judge(self, batch: "Batch") -> "_EnergySums":
+        return _EnergySums.of(self.model(batch)["energy"], batch.y_relaxed)
 
-    def summarize(self, sums: Tensor) -> dict[str, float]:
-        """As :func:`energy_summary`, and the displacement error of training in Å."""
-        metrics = energy_summary(sums[:4])
-        if len(sums) > 4:
-            metrics["displacement_mae_A"] = float(sums[4] / sums[5])
-        return metrics
-
-    def size(self, batch: Batch) -> int:
+    def size(self, batch: "Batch") -> int:
         """Atoms."""
         return int(batch.num_nodes)
 
-    def items(self, batch: Batch) -> str:
+    def name(self, batch: "Batch") -> str:
         return f"sids {', '.join(map(str, batch.sid.tolist()))}"
 
-    def _position_weight(self) -> float:
-        progress = self.global_step / max(1, self.trainer.max_steps)
+    def _position_weight(self, progress: float) -> float:
         return self.position_weight + progress * (self.position_weight_final - self.position_weight)
 
 
-def displacement_error(displacement: Tensor, batch: Batch) -> Tensor:
+def _displacement_error(displacement: Tensor, batch: "Batch") -> Tensor:
     """Mean absolute error per component over free atoms, per structure, then over structures.
 
     Args:
@@ -144,40 +183,11 @@ def displacement_error(displacement: Tensor, batch: Batch) -> Tensor:
     target = torch.where(known[:, None], target, torch.zeros_like(target))
     error = (displacement - target).abs().mean(dim=1) * known
     graphs = batch.num_graphs
-    total = scatter(error, batch.batch, dim=0, dim_size=graphs, reduce="sum")
-    count = scatter(known.to(error.dtype), batch.batch, dim=0, dim_size=graphs, reduce="sum")
+    total = error.new_zeros(graphs).scatter_add_(0, batch.batch, error)
+    count = error.new_zeros(graphs).scatter_add_(0, batch.batch, known.to(error.dtype))
     per_graph = total / count.clamp(min=1)
-    return per_graph.sum() / (count > 0).sum().clamp(min=1)
-
-
-def energy_sums(energy: Tensor, target: Tensor) -> Tensor:
-    """Sum of |error|, of error^2, count of |error| < EWT_THRESHOLD and count: (4,) float64.
-
-    Sums over batches and ranks add up to the metrics of the whole split (see `molflt.metrics`).
-
-    Args:
-        energy: predicted, (structures,), eV.
-        target: (structures,), eV.
-
-    Raises:
-        ValueError: if the shapes differ; broadcasting would give a wrong number, not an error.
-    """
-    _same_shape(energy, target)
-    error = (energy.double() - target.double()).abs()
-    within = (error < EWT_THRESHOLD).double()
-    return torch.stack(
-        [error.sum(), error.square().sum(), within.sum(), within.new_tensor(len(error))]
-    )
-
-
-def energy_summary(sums: Tensor) -> dict[str, float]:
-    """MAE in eV, EwT in percent and mean square error in eV^2, from :func:`energy_sums`."""
-    absolute, square, within, count = sums.tolist()
-    return {
-        "mae_eV": absolute / count,
-        "ewt_percent": 100.0 * within / count,
-        "mse_eV2": square / count,
-    }
+    mean: Tensor = per_graph.sum() / (count > 0).sum().clamp(min=1)
+    return mean
 
 
 def _same_shape(energy: Tensor, target: Tensor) -> None:

@@ -3,55 +3,61 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
+from molflt.metrics import Metric
 from molflt.tasks.base import Task
 
-__all__ = ["LanguageTask", "language_metrics"]
+if TYPE_CHECKING:
+    from molflt.sequence.language_model import LanguageModel
 
-Batch = tuple[Tensor, Tensor]
+__all__ = ["LanguageTask"]
+
+_Batch = tuple[Tensor, Tensor]
 
 
-class LanguageTask(Task):
+class _TokenSums(NamedTuple):
+    nats: Tensor
+    """negative log-likelihood"""
+    tokens: Tensor
+
+    def metrics(self) -> dict[str, float]:
+        nats = float(self.nats / self.tokens)
+        # a diverging run has a perplexity beyond the range of numbers
+        perplexity = math.exp(nats) if nats < 700 else math.inf
+        return {"perplexity": perplexity, "bits_per_token": nats / math.log(2)}
+
+
+class LanguageTask(Task[_Batch, object]):
     """Mean negative log-likelihood of the next token, in nats.
 
     Batches are pairs of input and target tokens, (batch, length) each; targets below 0 do not
     count. Perplexity is exp of the mean over all tokens of a split, whatever the batches.
     """
 
+    model: LanguageModel
     unit = "tokens"
-    sums_width = 2
-    train_metrics = ("perplexity",)
-    val_metrics = ("perplexity", "bits_per_token")
+    sums: ClassVar[type[_TokenSums]] = _TokenSums
+    metrics: ClassVar = {
+        "perplexity": Metric("perplexity", scale="log", digits=1),
+        "bits_per_token": Metric("bits per token", measured_in=("val",)),
+    }
     best = "perplexity"
 
-    def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        sums = self._sums(batch)
-        return sums[0] / sums[1].clamp(min=1), sums.detach().double()
+    def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, _TokenSums]:
+        nats, tokens = self._sums(batch)
+        return nats / tokens.clamp(min=1), _TokenSums(nats.detach().double(), tokens.double())
 
-    def sums(self, batch: Batch) -> Tensor:
-        """Negative log-likelihood in nats, and number of tokens."""
-        return self._sums(batch).double()
+    def judge(self, batch: _Batch) -> _TokenSums:
+        nats, tokens = self._sums(batch)
+        return _TokenSums(nats.double(), tokens.double())
 
-    def summarize(self, sums: Tensor) -> dict[str, float]:
-        """As :func:`language_metrics`."""
-        return language_metrics(float(sums[0] / sums[1]))
-
-    def size(self, batch: Batch) -> int:
+    def size(self, batch: _Batch) -> int:
         """Tokens."""
         return batch[0].numel()
 
-    def _sums(self, batch: Batch) -> Tensor:
-        log_likelihood: Any = self.model.log_likelihood
-        score = log_likelihood(*batch)
-        return torch.stack([-score.sum(), (batch[1] >= 0).sum().to(score.dtype)])
-
-
-def language_metrics(nats: float) -> dict[str, float]:
-    """Perplexity and bits per token, from the mean negative log-likelihood in nats."""
-    # a diverging run has a perplexity beyond the range of numbers
-    perplexity = math.exp(nats) if nats < 700 else math.inf
-    return {"perplexity": perplexity, "bits_per_token": nats / math.log(2)}
+    def _sums(self, batch: _Batch) -> tuple[Tensor, Tensor]:
+        score = self.model.log_likelihood(*batch)
+        return -score.sum(), (batch[1] >= 0).sum().to(score.dtype)

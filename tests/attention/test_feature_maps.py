@@ -7,22 +7,18 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from molflt.attention import FEATURE_MAPS, Attention, linear
-from molflt.attention.feature_maps import FeatureMap, PositiveFeatures
+from molflt.attention import FEATURE_MAPS, Attention
+from molflt.attention.features.maps import _PositiveFeatures
+from molflt.attention.mixing.forms import linear
 
 UNBIASED = ("positive", "trigonometric", "favor2020")  # for exp(x . y)
-
-
-def set_rows(phi: FeatureMap, rows: torch.Tensor) -> None:
-    """Gives head 0 of a dense projection these rows."""
-    phi.projection.rows[0] = rows
 
 
 def test_positive_features_equal_performer_pytorch():
     performer = pytest.importorskip("performer_pytorch.performer_pytorch")
     torch.manual_seed(0)
     d, m = 8, 20
-    phi = PositiveFeatures(d, 1, m).double()
+    phi = _PositiveFeatures(d, 1, m).double()
     x = torch.randn(2, 1, 11, d, dtype=torch.float64)
     rows = phi.projection.matrix()[0]
     theirs = performer.softmax_kernel(x, projection_matrix=rows, is_query=True, eps=0.0)
@@ -39,7 +35,7 @@ def test_generalized_features_equal_performer_pytorch(name):
     performer = pytest.importorskip("performer_pytorch.performer_pytorch")
     torch.manual_seed(0)
     d = 8
-    phi = FEATURE_MAPS[name](d, 1, 20).double()
+    phi = FEATURE_MAPS[name](d, 1).double()
     f = {
         "relu": torch.nn.ReLU(),
         "sigmoid": torch.nn.Sigmoid(),
@@ -81,7 +77,7 @@ def test_relu_features_equal_pyg():
     torch.manual_seed(0)
     theirs = pyg.PerformerProjection(num_cols=8, kernel=torch.nn.ReLU())
     ours = FEATURE_MAPS["relu"](8, 1, theirs.projection_matrix.shape[0], "iid")
-    set_rows(ours, theirs.projection_matrix)
+    ours.projection.rows[0] = theirs.projection_matrix
     q, k = (torch.randn(1, 1, 6, 8) for _ in "qk")
     v = torch.randn(1, 1, 6, 4)
     out = linear(ours(q), ours(k), v).ratio()
@@ -145,17 +141,14 @@ def test_error_falls_as_one_over_sqrt_m(name):
     # Small norms: the estimate's tails grow with exp|x + y|^2 and would hide the slope.
     x, y = (0.25 * torch.randn(16, dtype=torch.float64) for _ in "xy")
     exact = (x @ y).exp()
-    rmse = [
-        (kernel_estimates(name, m, 2000, x, y, "iid") - exact).square().mean().sqrt()
-        for m in (16, 256)
-    ]
-    slope = torch.log(rmse[1] / rmse[0]) / math.log(16)
+    few, many = (kernel_estimates(name, m, 2000, x, y, "iid") - exact for m in (16, 256))
+    slope = (many.square().mean() / few.square().mean()).log() / (2 * math.log(16))
     assert abs(slope + 0.5) < 0.08
 
 
 @pytest.mark.parametrize("projection", [None, "iid", "hadamard", "givens", "sphere", "sobol"])
 def test_kernelized_attention_converges_to_softmax(projection):
-    """Close to the origin; further out random features fail: scripts/approximation.py."""
+    """Close to the origin; further out random features fail: `make bench NAME=features`."""
     errors = {}
     for m in (16, 4096):
         torch.manual_seed(0)
@@ -170,7 +163,7 @@ def test_kernelized_attention_converges_to_softmax(projection):
 
 def test_redraw_follows_its_generator_and_touches_only_random_maps():
     for build in FEATURE_MAPS.values():
-        phi = build(8, 2, 16)
+        phi = build(8, 2)
         before = {key: value.clone() for key, value in phi.state_dict().items()}
         phi.redraw_(torch.Generator().manual_seed(5))
         once = {key: value.clone() for key, value in phi.state_dict().items()}
@@ -185,8 +178,10 @@ def test_redraw_follows_its_generator_and_touches_only_random_maps():
 @pytest.mark.parametrize("name", FEATURE_MAPS)
 def test_declared_signs_and_widths_hold(name):
     torch.manual_seed(0)
-    phi = FEATURE_MAPS[name](8, 2, 16)
+    phi = FEATURE_MAPS[name](8, 2)
     features = phi(torch.randn(3, 2, 50, 8)).materialize()
     assert features.shape[-1] == phi.width
     assert bool((features < 0).any()) == phi.signed
+    products = features[0] @ features[1].mT
+    assert bool((products >= 0).all()) == phi.positive_kernel
     assert torch.isfinite(features).all()

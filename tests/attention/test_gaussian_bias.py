@@ -7,7 +7,7 @@ import torch
 from scipy.spatial.transform import Rotation
 from scipy.stats import norm
 
-from molflt.attention.gaussian_bias import GaussianBias
+from molflt.attention.positions.gaussian_bias import GaussianBias
 
 EXACT = {"rtol": 0.0, "atol": 1e-10}
 F64 = torch.float64
@@ -53,13 +53,8 @@ def test_bias_is_invariant():
     shift = torch.tensor([1.0, -20.0, 3.0], dtype=F64)
     for moved in (r @ turn.T, r + shift, -r):  # rotation, translation, inversion
         torch.testing.assert_close(bias(module, moved), expected, **EXACT)
-    order = torch.randperm(7, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(
-        bias(module, r[:, order]), expected[:, :, order][..., order], **EXACT
-    )
     torch.testing.assert_close(expected, expected.mT, **EXACT)
     assert expected.std() > 0.01  # and it is no constant
-    torch.testing.assert_close(bias(module, r[1:, :3]), expected[1:, :, :3, :3], **EXACT)
 
 
 def test_gradients_also_at_zero_distance():
@@ -85,23 +80,6 @@ def test_radial_profile_is_the_bias_along_a_line():
     r = torch.zeros(1, 5, 3, dtype=F64)
     r[0, :, 2] = distances
     torch.testing.assert_close(module.radial_profile(distances), bias(module, r)[0, :, 0], **EXACT)
-
-
-def test_precision_and_compile():
-    module, r = make(), atoms()
-    expected = bias(module, r)
-    single = make().float()
-    torch.testing.assert_close(bias(single, r.float()).double(), expected, rtol=0, atol=1e-5)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = bias(single, r.float())
-    torch.testing.assert_close(got.double(), expected, rtol=0, atol=0.02)
-    compiled = torch.compile(module.bias, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(r[:, :, None] - r[:, None]), expected, **EXACT)
-
-
-def test_only_softmax_can_use_it():
-    assert GaussianBias.mixings == ("softmax",) and not GaussianBias.decodes
-    assert make().width(16) == 16
 
 
 @pytest.mark.parametrize(

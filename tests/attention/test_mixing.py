@@ -5,40 +5,14 @@ import pytest
 import torch
 from contract import Combination, plain
 
-from molflt.attention import (
-    FEATURE_MAPS,
-    Attention,
-    Encoding,
-    Features,
-    causal,
-    linear,
-    quadratic,
-    softmax,
-)
+from molflt.attention import FEATURE_MAPS, Attention, Features
+from molflt.attention.mixing.causal import causal_linear
+from molflt.attention.mixing.forms import linear, quadratic, softmax
 
 
 def qkv(*lengths: int, width: int = 4, seed: int = 0, grad: bool = False) -> list[torch.Tensor]:
     torch.manual_seed(seed)
     return [torch.rand(2, 3, n, width, dtype=torch.float64, requires_grad=grad) for n in lengths]
-
-
-def test_linear_is_twice_differentiable():
-    torch.manual_seed(0)
-    q, k = (torch.rand(1, 1, 3, 4, dtype=torch.float64, requires_grad=True) for _ in "qk")
-    v = torch.randn(1, 1, 3, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradgradcheck(
-        lambda q, k, v: linear(Features(None, q), Features(None, k), v).ratio(), (q, k, v)
-    )
-
-
-def test_softmax_is_the_formula_of_the_paper():
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 3, n, 4, dtype=torch.float64) for n in (5, 6, 6))
-    bias = torch.randn(2, 3, 5, 6, dtype=torch.float64)
-    mask = torch.rand(2, 1, 6) > 0.3
-    weights = (q @ k.transpose(-1, -2) + bias).exp() * mask[:, :, None]
-    expected = weights @ v / weights.sum(dim=-1, keepdim=True)
-    torch.testing.assert_close(softmax(q, k, v, bias, mask), expected, **contract.EXACT)
 
 
 @pytest.mark.parametrize("causally", [False, True])
@@ -58,12 +32,15 @@ def test_softmax_with_a_bias_equals_flex_attention(causally):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 4, 64])
-@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
+@pytest.mark.parametrize(
+    ("feature_map", "chunk"),
+    [(name, 3) for name in FEATURE_MAPS]
+    + [(name, chunk) for name in ("positive", "trigonometric", "elu") for chunk in (1, 4, 64)],
+)
 def test_causal_equals_its_quadratic_form_for_every_chunk(feature_map, chunk):
     """With decay, masked keys and a prompt; extensive sums, because signed ones cancel."""
     torch.manual_seed(0)
-    phi = FEATURE_MAPS[feature_map](8, 2, 12).double()
+    phi = FEATURE_MAPS[feature_map](8, 2).double()
     q, k, v = (0.7 * torch.randn(2, 2, 11, 8, dtype=torch.float64) for _ in "qkv")
     decay = -torch.rand(2, 2, 11, dtype=torch.float64)
     mask = torch.rand(2, 1, 11) > 0.2
@@ -79,14 +56,14 @@ def test_causal_equals_its_quadratic_form_for_every_chunk(feature_map, chunk):
         state, outs = None, []
         for ends in cuts:
             a = slice(*ends)
-            sums, state = causal(
+            sums, state = causal_linear(
                 cut(query, *ends), cut(key, *ends), v[:, :, a], decay[:, :, a], state, chunk
             )
             outs.append(sums.extensive())
         return torch.cat(outs, dim=2)
 
     exact = quadratic(query, key, v, causal=True, log_decay=decay).extensive()
-    whole = causal(query, key, v, decay, chunk=chunk)[0].extensive()
+    whole = causal_linear(query, key, v, decay, chunk=chunk)[0].extensive()
     scale = exact.abs().max().detach()
     single = pieces(*((i, i + 1) for i in range(11)))
     for fast in (whole, single, pieces((0, 4), (4, 5), (5, 5), (5, 11))):
@@ -103,7 +80,7 @@ def test_causal_equals_performer_pytorch():
     performer = pytest.importorskip("performer_pytorch.performer_pytorch")
     q, k, v = qkv(40, 40, 40)
     theirs = performer.causal_linear_attention_noncuda(q, k, v, chunk_size=8, eps=0.0)
-    ours = causal(plain(q), plain(k), v, chunk=16)[0].ratio()
+    ours = causal_linear(plain(q), plain(k), v, chunk=16)[0].ratio()
     torch.testing.assert_close(ours, theirs, **contract.EXACT)
 
 
@@ -115,9 +92,9 @@ def test_a_later_key_cannot_reach_back_in_float32(std, factor):
     phi = FEATURE_MAPS["positive"](16, 2, 32)
     q, k = (std * torch.randn(1, 2, 300, 16) for _ in "qk")
     v = torch.randn(1, 2, 300, 8)
-    before = causal(phi(q), phi(k), v)[0]
+    before = causal_linear(phi(q), phi(k), v)[0]
     k[:, :, 200:] *= factor
-    after = causal(phi(q), phi(k), v)[0]
+    after = causal_linear(phi(q), phi(k), v)[0]
     assert torch.equal(after.ratio()[:, :, :200], before.ratio()[:, :, :200])
     assert (after.normalizer > 0).all() and torch.isfinite(after.ratio()).all()
     exact = [Features(None, phi(x).log_scale.double()) for x in (q, k)]
@@ -136,7 +113,7 @@ def test_causal_never_holds_a_prefix_tensor():
 
     q, k, v = (torch.rand(1, 1, n, width, requires_grad=True) for width in (m, m, dv))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        causal(plain(q), plain(k), v)[0].ratio().sum()
+        causal_linear(plain(q), plain(k), v)[0].ratio().sum()
     assert max(largest) <= 2 * n * 128
     assert sum(largest) < n * m * dv / 2
 
@@ -148,7 +125,7 @@ def test_gate_is_the_recurrence_of_rfa():
     with torch.no_grad():
         attention.to_gate.weight.normal_()
     x = torch.randn(2, 9, 16, dtype=torch.float64)
-    query, key, value = attention._split(x)
+    query, key, value = attention._split(x)[:3]
     phi_q, phi_k = (attention.feature_map(t).materialize() for t in (query, key))
     g = torch.sigmoid(attention.to_gate(x)).transpose(1, 2)[..., None]
     state = torch.zeros(2, 2, 64, 8, dtype=torch.float64)
@@ -166,18 +143,8 @@ def test_gate_is_the_recurrence_of_rfa():
 @pytest.mark.parametrize("feature_map", ["positive", "rfa_gaussian", "elu"])
 def test_gate_keeps_the_contract(feature_map):
     combination = Combination(feature_map, "gaussian_mixture", "linear", True)
-    stacks = [
-        contract.make_stack(c, gate=True)
-        for c in (combination, combination._replace(mixing="quadratic"))
-    ]
-    x, r = contract.ragged("gaussian_mixture")[2]
-    fast, exact = (stack(x[None], r[None]) for stack in stacks)
-    torch.testing.assert_close(fast, exact, **contract.EXACT)
-    outs, state = [], None
-    for t in range(len(x)):
-        out, state = stacks[0].decode(x[None, t : t + 1], r[None, t : t + 1], state)
-        outs.append(out)
-    torch.testing.assert_close(torch.cat(outs, dim=1), fast, **contract.EXACT)
+    contract.check_oracle(combination, gate=True)
+    contract.check_decoding(combination, gate=True)
 
 
 @pytest.mark.parametrize("normalize", ["masked", "unmasked", "none"])
@@ -185,58 +152,34 @@ def test_gate_keeps_the_contract(feature_map):
 @pytest.mark.parametrize("case", ["gaussian_mixture", "toeplitz", "cosine"])
 def test_normalize_divides_by_what_it_says(case, causally, normalize):
     torch.manual_seed(0)
-    position = contract.CASES[case].build()
-    options = {"causal": causally, "position": position, "feature_map": "exp"}
+    options = {"causal": causally, "position": contract.CASES[case].build(), "feature_map": "exp"}
     attention = Attention(16, 2, normalize=normalize, **options).double()
     other = Attention(16, 2, mixing="quadratic", normalize=normalize, **options).double()
     other.load_state_dict(attention.state_dict())
     x, r = contract.ragged(case)[2]
     x, r = x[None], r[None]
-    encoding = position.double()("linear", r, r)
-    query, key, value = attention._split(x)
-    n = x.shape[1]
+    encoding = attention.position("linear", r, r)
+    query, key, value = attention._split(x)[:3]
 
-    def kernel(with_position):
-        width = attention.feature_map.dim
+    def matrix(with_position):
         left, right = query, key
-        if with_position and encoding.factors is not None:
-            left = torch.cat((encoding.factors[0], query), -1)
-            right = torch.cat((encoding.factors[1], key), -1)
-        pads = (width - left.shape[-1], 0)
+        if with_position and case == "gaussian_mixture":
+            before, behind = encoding.columns
+            left, right = torch.cat((before, query), -1), torch.cat((behind, key), -1)
+        pads = (attention.feature_map.dim - left.shape[-1], 0)
         left, right = (torch.nn.functional.pad(t, pads) for t in (left, right))
-        out = attention.feature_map(left).materialize() @ (
-            attention.feature_map(right).materialize().transpose(-1, -2)
-        )
-        if with_position and encoding.kernel is not None:
-            out = out * (encoding.kernel[0] @ encoding.kernel[1].transpose(-1, -2))
-        if with_position and encoding.toeplitz is not None:
-            i = torch.arange(n)
-            out = out * encoding.toeplitz.exp()[:, i - i[:, None] + n - 1]
+        phi_q, phi_k = (attention.feature_map(t).materialize() for t in (left, right))
+        out = phi_q @ phi_k.mT
+        if with_position and case != "gaussian_mixture":
+            out = out * encoding.dense(x.shape[1], x.shape[1])
         return out.tril() if causally else out
 
-    weights = kernel(True)
+    weights = matrix(True)
     if normalize != "none":
-        weights = weights / kernel(normalize == "masked").sum(-1, keepdim=True)
+        weights = weights / matrix(normalize == "masked").sum(-1, keepdim=True)
     expected = attention.to_out((weights @ value).transpose(1, 2).flatten(2))
-    torch.testing.assert_close(attention(x, encoding), expected, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(other(x, encoding), expected, rtol=1e-10, atol=1e-10)
-
-
-def test_a_row_without_keys_is_zero_and_its_gradient_finite():
-    q, k, v = qkv(4, 4, 4, grad=True)
-    nobody = torch.zeros(1, 1, 4, dtype=torch.bool)
-    none = plain(k).masked(nobody), Features(None, k).masked(nobody)
-    outs = [softmax(q, k, v, None, nobody)]
-    for query, key in zip((plain(q), Features(None, q)), none, strict=True):
-        outs += [
-            linear(query, key, v).ratio(),
-            quadratic(query, key, v).ratio(),
-            causal(query, key, v)[0].ratio(),
-        ]
-    for out in outs:
-        assert (out == 0).all()
-        for grad in torch.autograd.grad(out.sum(), (q, v), allow_unused=True):
-            assert grad is None or torch.isfinite(grad).all()
+    torch.testing.assert_close(attention(x, r), expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(other(x, r), expected, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("std", [1.0, 3.0, 10.0, 100.0])
@@ -267,7 +210,7 @@ def test_causal_queries_that_fit_none_of_their_keys(spread, resolved):
     def run(dtype):
         q = (slope + noise[0]).to(dtype).requires_grad_()
         k = (noise[1] - slope).to(dtype).requires_grad_()
-        out = causal(Features(None, q), Features(None, k), v.to(dtype), chunk=8)[0].ratio()
+        out = causal_linear(Features(None, q), Features(None, k), v.to(dtype), chunk=8)[0].ratio()
         return out, *torch.autograd.grad(out.square().sum(), (q, k))
 
     single, double = run(torch.float32), run(torch.float64)
@@ -300,42 +243,19 @@ def test_floor_and_the_count_of_spoiled_rows():
     assert (sums.ratio(0.1).abs() <= (sums.numerator / 0.1).abs() + 1e-12).all()
 
 
-def test_no_floor_is_ever_needed_for_positive_features():
-    attention = Attention(16, 2).double()
-    x = torch.randn(2, 30, 16, dtype=torch.float64)
-    assert attention.sums(x).normalizer.min() >= 1.0
-
-
-@pytest.mark.parametrize("mixing", ["linear", "quadratic", "softmax"])
-def test_cross_attention_is_attention_to_other_tokens(mixing):
-    torch.manual_seed(0)
-    attention = Attention(16, 2, mixing=mixing).double()
-    x = torch.randn(2, 5, 16, dtype=torch.float64)
-    context = torch.randn(2, 9, 16, dtype=torch.float64)
-    mask = torch.rand(2, 9) > 0.3
-    out = attention(x, key_mask=mask, context=context)
-    assert out.shape == x.shape
-    for i in range(2):
-        alone = attention(x[i : i + 1], context=context[i : i + 1, mask[i]])
-        torch.testing.assert_close(out[i : i + 1], alone, **contract.EXACT)
-    # Attention to itself is the special case.
-    torch.testing.assert_close(attention(x, context=x), attention(x), **contract.EXACT)
-
-
 @pytest.mark.parametrize("combination", contract.combinations(), ids=str)
 def test_weights_are_the_matrix_that_mixes_the_values(combination):
-    stack = contract.make_stack(combination)
-    attention = stack.blocks[0].attention
+    attention = contract.make_stack(combination).blocks[0].attention
     x, r, mask = contract.pad(contract.ragged(combination.case), 12, combination.case)
-    encoding = Encoding() if stack.position is None else stack.position(combination.mixing, r, r)
-    weights = attention.weights(x, encoding, mask)
+    r = r if attention.position else None
+    weights = attention.weights(x, r, key_mask=mask)
     assert weights.shape == (len(x), contract.HEADS, 12, 12)
-    value = attention._split(x)[2]
-    out = attention._join(weights @ value)
-    torch.testing.assert_close(out, attention(x, encoding, mask), rtol=1e-9, atol=1e-9)
+    out = attention._join(weights @ attention._split(x).value)
+    torch.testing.assert_close(out, attention(x, r, key_mask=mask), rtol=1e-9, atol=1e-9)
     assert (weights.transpose(-1, -2)[~mask.unsqueeze(1).expand(-1, 2, -1)] == 0).all()
     if combination.causal:
-        assert (weights.triu(1) == 0).all()
+        assert weights.triu(1).abs().max() < 1e-12  # Fourier transforms round
+    assert (weights[~mask.any(1)] == 0).all()  # nobody to attend to
     if attention.normalize == "masked":
         total = weights.sum(-1)[:, :, 0][mask.any(1)]
         if combination.feature_map == "cosformer":  # relu(q) . relu(k) can be 0 for the only key
@@ -364,7 +284,7 @@ def test_half_precision_at_a_standard_deviation_of_three(dtype, causally):
     scale = 64**-0.25
     q, k, v = (torch.randn(1, 2, 256, 64) for _ in "qkv")
     q, k = 3 * scale * q, 3 * scale * k
-    mix = (lambda *a: causal(*a)[0]) if causally else linear
+    mix = (lambda *a: causal_linear(*a)[0]) if causally else linear
     expected = mix(exact_phi(q.double()), exact_phi(k.double()), v.double()).ratio()
     with torch.autocast("cpu", dtype=dtype):
         half = [t.to(dtype) for t in (q, k, v)]

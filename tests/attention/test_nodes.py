@@ -6,44 +6,18 @@ import math
 import pytest
 import torch
 from families import EXACT, estimates, make, randn, same_heads
-from scipy import stats
 
-from molflt.attention.nodes import NODES, GaussianNodes, KernelNodes
-from molflt.attention.spectra import GaussianKernel, LaplaceKernel, MaternKernel, Spectrum
-
-
-@pytest.mark.parametrize("dim", [1, 3])
-@pytest.mark.parametrize(
-    ("variant", "nu"),
-    [("gaussian", None), ("laplace", None)] + [("matern", nu) for nu in (0.5, 1.5, 2.5)],
-)
-def test_draws_follow_the_spectral_density(variant, nu, dim):
-    """Kolmogorov-Smirnov against scipy, and the kernel as the characteristic function."""
-    options = {} if nu is None else {"nu": nu}
-    kernel = make(variant, heads=1, dim=dim, **options)
-    draws = kernel.draw(40_000, torch.Generator().manual_seed(0))
-    assert draws.shape == (1, 40_000, dim) and draws.dtype == torch.float64
-    omega = 2 * math.pi * draws[0]
-    if variant == "laplace":
-        tests = [stats.kstest(omega[:, j].numpy(), "cauchy") for j in range(dim)]
-    elif variant == "gaussian":
-        tests = [stats.kstest(omega[:, j].numpy(), "norm") for j in range(dim)]
-    else:  # |omega|^2 / l is F-distributed, and every coordinate t
-        square = omega.square().sum(-1).numpy() / dim
-        tests = [stats.kstest(square, "f", args=(dim, 2 * nu))]
-        tests += [stats.kstest(omega[:, j].numpy(), "t", args=(2 * nu,)) for j in range(dim)]
-    assert min(test.pvalue for test in tests) > 1e-3, tests
-    z = randn(8, dim, seed=3)
-    waves = (2 * math.pi * z @ draws[0].T).cos()
-    score = (waves.mean(-1) - kernel.kernel(z)) / (waves.std(-1) / math.sqrt(40_000))
-    assert score.abs().max() < 4, score
+from molflt.attention.nodes import NODES
+from molflt.attention.nodes.random import DensityNodes, GaussianNodes
+from molflt.attention.spectra.base import Spectrum
+from molflt.attention.spectra.shift_invariant import Gaussian, Laplace, Matern
 
 
 @pytest.mark.parametrize("variant", ["gaussian", "laplace", "matern", "matern, nu=0.5"])
 def test_nodes_of_a_kernel_have_one_importance_ratio(variant):
     """c_s g(xi_s) = C / r at every node and length, and no gradient of it but that of C."""
     kernel = make(variant, heads=4)
-    nodes = KernelNodes(kernel, 50).double()
+    nodes = DensityNodes(kernel, 50).double()
     xi, weights = nodes()
     product = weights * kernel.spectrum(xi)
     expected = (kernel.amplitude / 50)[:, None].expand_as(product)
@@ -63,7 +37,7 @@ def test_kernel_nodes_have_the_variance_of_theory(variant):
     """Zero bias, and C^2 [(1 + K(2 z)) / 2 - K(z)^2] / r exactly, for every kernel and length."""
     heads, r = 3000, 16
     kernel = same_heads(make(variant, heads=heads))
-    nodes = KernelNodes(kernel, r).double()
+    nodes = DensityNodes(kernel, r).double()
     nodes.redraw_(torch.Generator().manual_seed(0))
     z = 0.7 * randn(6, 3, seed=3)
     with torch.no_grad():
@@ -84,29 +58,23 @@ PAIRS = {
     "smooth_local": lambda s, r: cauchy(s, r),
     "smooth_local, order 2": lambda s, r: cauchy(s, r),
     "smooth_local, order 5, product": lambda s, r: cauchy(s, r),
-    "gaussian": lambda s, r: KernelNodes(s, r),
-    "laplace": lambda s, r: KernelNodes(s, r),
-    "matern": lambda s, r: KernelNodes(s, r),
-    "matern, nu=0.5": lambda s, r: KernelNodes(s, r),
+    "matern": lambda s, r: DensityNodes(s, r),
 }
 
 
-def cauchy(spectrum: Spectrum, r: int) -> KernelNodes:
+def cauchy(spectrum: Spectrum, r: int) -> DensityNodes:
     """Heavy-tailed nodes, for spectra that fall as a power."""
-    proposal = LaplaceKernel(spectrum.heads, spectrum.dim, length_range=(0.7, 0.7))
-    return KernelNodes(proposal, r, shared=False)
+    proposal = Laplace(spectrum.heads, spectrum.dim, length_range=(0.7, 0.7))
+    return DensityNodes(proposal, r, shared=False)
 
 
 @pytest.mark.parametrize("dim", [1, 2])
 @pytest.mark.parametrize("variant", PAIRS)
 def test_estimates_are_unbiased_and_their_error_falls_as_one_over_sqrt_r(variant, dim):
     heads, errors = 1200, {}
-    options = (
-        {}
-        if variant in ("gaussian", "laplace") or "matern" in variant
-        else {"radius_range" if "local" in variant else "width_range": (0.9, 2.0)}
-    )
-    family = same_heads(make(variant, heads=heads, dim=dim, **options))
+    prefix = {"matern": "length", "smooth_local": "radius"}.get(variant.split(",")[0], "width")
+    family = make(variant, heads=heads, dim=dim, **{f"{prefix}_range": (0.9, 2.0)})
+    family = same_heads(family)
     z = 1.2 * randn(6, dim, seed=3)
     exact = family.mask(z[None])[0, 0].detach()
     for r in (16, 256):
@@ -155,21 +123,6 @@ def test_importance_ratio_of_smooth_boxes_is_bounded_under_cauchy_nodes():
     assert far > near + 100
 
 
-@pytest.mark.parametrize("mean", ["zero", "learned"])
-def test_density_of_gaussian_nodes(mean):
-    nodes = GaussianNodes(2, 7, 3, sigma=0.3, mean=mean).double()
-    if mean == "learned":
-        assert nodes.mean.shape == (2, 3)
-        with torch.no_grad():
-            nodes.mean.copy_(0.2 * randn(2, 3))
-    xi, weights = nodes()
-    center = torch.zeros(2, 3).double() if nodes.mean is None else nodes.mean
-    normal = torch.distributions.Normal(center[:, None], nodes.log_sigma.exp()[:, None, None])
-    expected = normal.log_prob(xi).sum(dim=-1)
-    torch.testing.assert_close(nodes.log_density(xi), expected, **EXACT)
-    torch.testing.assert_close(weights.log(), -expected - math.log(7), **EXACT)
-
-
 def test_fixed_sigma_is_a_buffer_and_checkpoints_are_alike():
     fixed, learned = GaussianNodes(2, 4, sigma=1.0, learn_sigma=False), GaussianNodes(2, 4)
     assert not list(fixed.parameters()) and fixed.state_dict().keys() == learned.state_dict().keys()
@@ -179,15 +132,15 @@ def test_fixed_sigma_is_a_buffer_and_checkpoints_are_alike():
 def test_a_shared_kernel_is_saved_once_and_survives_a_copy():
     module = torch.nn.Module()
     module.spectrum = make("matern")
-    module.nodes = KernelNodes(module.spectrum, 5)
+    module.nodes = DensityNodes(module.spectrum, 5)
     assert sorted(module.state_dict()) == [
         "nodes.unit",
         "spectrum.amplitude",
         "spectrum.log_length",
     ]
     twin = copy.deepcopy(module)
-    assert twin.nodes.kernel is twin.spectrum is not module.spectrum
-    own = KernelNodes(make("laplace"), 5, shared=False)
+    assert twin.nodes.density is twin.spectrum is not module.spectrum
+    own = DensityNodes(make("laplace"), 5, shared=False)
     assert [name for name, p in own.named_parameters() if p.requires_grad] == [
         "proposal.log_length"
     ]
@@ -195,8 +148,8 @@ def test_a_shared_kernel_is_saved_once_and_survives_a_copy():
 
 @pytest.mark.parametrize("rule", [rule for rule in NODES if rule != "shells"])
 def test_redraw_follows_the_generator_and_compiles(rule):
-    kernel = MaternKernel(2)
-    nodes = KernelNodes(kernel, 8) if rule == "kernel" else NODES[rule](2, 8)
+    kernel = Matern(2)
+    nodes = DensityNodes(kernel, 8) if rule == "density" else NODES[rule](2, 8)
     first = nodes()[0].clone()
     nodes.redraw_(torch.Generator().manual_seed(5))
     second = nodes()[0].clone()
@@ -212,8 +165,11 @@ def test_redraw_follows_the_generator_and_compiles(rule):
     ("build", "words"),
     [
         (lambda: GaussianNodes(2, sigma=0.0), "sigma must be positive"),
-        (lambda: GaussianNodes(2, mean="free"), "mean must be 'zero' or 'learned'; got 'free'"),
-        (lambda: KernelNodes(GaussianKernel(2), 0), "num_nodes must be at least 1; got 0"),
+        (
+            lambda: GaussianNodes(2, mean="free"),
+            "mean='free' is unknown; .* zero, learned",
+        ),
+        (lambda: DensityNodes(Gaussian(2), 0), "num_nodes must be at least 1; got 0"),
     ],
 )
 def test_errors_say_what_is_wrong(build, words):

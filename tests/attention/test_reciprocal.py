@@ -9,12 +9,14 @@ from families import EXACT, make, randn
 from scipy.spatial.transform import Rotation
 from torch import Tensor
 
-from molflt.attention.mixing import Features
-from molflt.attention.multiplicative import KernelPosition, linear_with_kernel
-from molflt.attention.nodes import GaussianNodes
-from molflt.attention.reciprocal import free_extent, half_space_indices, reciprocal_nodes
-from molflt.attention.spectra import GaussianBasis, Spectrum
-from molflt.attention.spectral import SpectralPosition
+from molflt.attention.features.base import Features
+from molflt.attention.mixing.multiplicative import linear_with_kernel
+from molflt.attention.nodes.random import GaussianNodes
+from molflt.attention.nodes.reciprocal import _half_space_indices, free_extent, reciprocal_nodes
+from molflt.attention.positions.multiplicative import MultiplicativePosition
+from molflt.attention.positions.spectral import SpectralPosition
+from molflt.attention.spectra.base import Spectrum
+from molflt.attention.spectra.gaussian import GaussianBasis
 
 CELL = torch.tensor([[7.0, 0.0, 0.0], [2.5, 6.0, 0.0], [-1.5, 2.0, 8.0]], dtype=torch.float64)
 PBC = {"crystal": [1, 1, 1], "slab": [1, 1, 0], "wire": [1, 0, 0], "molecule": [0, 0, 0]}
@@ -128,7 +130,9 @@ def test_supercells(kind, copies):
     """The multiplicative kernel gives every copy of an atom what the atom has."""
     pbc, x = periodic(kind), atoms(5)
     copies = torch.tensor(copies).where(pbc[0], 1)
-    position = KernelPosition(gaussians(0.7, 5.0), GaussianNodes(2, 1).double(), background=0.0)
+    position = MultiplicativePosition(
+        gaussians(0.7, 5.0), GaussianNodes(2, 1).double(), background=0.0
+    )
     phi_q, phi_k = randn(1, 2, 5, 4).exp(), randn(1, 2, 5, 4, seed=1).exp()
     value = randn(1, 2, 5, 3, seed=2)
     expected = attend(position, x, CELL[None], pbc, phi_q, phi_k, value)
@@ -137,17 +141,6 @@ def test_supercells(kind, copies):
     features = (t.repeat(1, 1, len(shifts), 1) for t in (phi_q, phi_k, value))
     found = attend(position, many, (CELL * copies[:, None])[None], pbc, *features)
     torch.testing.assert_close(found, expected.repeat(1, 1, len(shifts), 1), **EXACT)
-
-
-def test_exponentiated_masks_see_the_supercell():
-    """What is not promised of the additive placement: exp(a + b) is not exp(a) + exp(b)."""
-    spectrum, x, pbc = gaussians(1.5, 3.0), atoms(3), periodic("crystal")
-    value = randn(3, 1)
-    small = mask(spectrum, x, CELL[None], pbc).softmax(dim=-1) @ value
-    double = torch.cat((x, x + CELL[0]), dim=1)
-    cell = CELL * torch.tensor([[2.0], [1.0], [1.0]])
-    large = mask(spectrum, double, cell[None], pbc).softmax(dim=-1) @ value.repeat(2, 1)
-    assert (large[..., :3, :] - small).abs().max() > 1e-2
 
 
 NACL = torch.ones(3, 3) - torch.eye(3)
@@ -278,7 +271,7 @@ def test_few_atoms_and_no_graphs():
 
 def test_half_space():
     bounds = torch.tensor([[1, 2, 0], [0, 0, 0], [2, 1, 3]])
-    graph, index = half_space_indices(bounds)
+    graph, index = _half_space_indices(bounds)
     for i, bound in enumerate(bounds.tolist()):
         own = [tuple(n) for n in index[graph == i].tolist()]
         both = set(own) | {tuple(-x for x in n) for n in own}

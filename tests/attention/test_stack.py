@@ -9,15 +9,11 @@ from molflt.attention import (
     TOKEN_MIXERS,
     Attention,
     Block,
-    Encoding,
-    GaussianBasis,
-    GaussianNodes,
-    SpectralPosition,
     Stack,
     convert_weights_,
     make_position,
-    make_stack,
 )
+from molflt.attention.encodings import Kernel
 
 DIM = 16
 
@@ -31,7 +27,7 @@ def stack_of(*names: str, norm: str = "post", **options) -> Stack:
     """Mixers by name; "attention" for attention with the options."""
     torch.manual_seed(0)
     layers = [Attention(DIM, 2, **options) if n == "attention" else mixer(n) for n in names]
-    return Stack([Block(layer, 24, norm=norm) for layer in layers]).double().eval()
+    return Stack.of([Block(layer, 24, norm=norm) for layer in layers]).double().eval()
 
 
 def test_fnet_block_equals_transformers():
@@ -61,29 +57,14 @@ def test_fnet_block_equals_transformers():
     torch.testing.assert_close(ours(x), theirs(x)[0], **contract.EXACT)
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        *[(name, name) for name in TOKEN_MIXERS],
-        ("fourier", "fourier", "attention"),  # FNet's hybrid: attention in the last layers
-        ("dense", "attention"),
-    ],
-    ids="-".join,
-)
-def test_mixers_keep_the_contract(names):
-    """Alone == in a batch == any padding == any order; no gradient across sequences."""
-    stack = stack_of(*names)
-    items = contract.ragged()
-    together = contract.run(stack, items, 12)
-    padded = contract.run(stack, items, 21, fill=3.7)
-    backwards = contract.run(stack, items[::-1], 12)[::-1]
-    for i, item in enumerate(items):
-        alone = contract.run(stack, [item], len(item[0]))[0]
-        for other in (together[i], padded[i], backwards[i]):
-            torch.testing.assert_close(other, alone, **contract.EXACT)
-    x, r, mask = contract.pad(items, 12)
-    x.requires_grad_()
-    out = stack(x, r, key_mask=mask)
+@pytest.mark.parametrize("names", ["fourier fourier attention", "dense attention"])
+def test_hybrids_keep_the_contract(names):
+    """FNet with attention in the last layers: alone == padded; no gradient across sequences."""
+    stack, items = stack_of(*names.split()), contract.ragged()
+    for got, (x, _) in zip(contract.run(stack, items, 21, fill=3.7), items, strict=True):
+        torch.testing.assert_close(got, stack(x[None])[0], **contract.EXACT)
+    x, _, mask = contract.pad(items, 12)
+    out = stack(x.requires_grad_(), key_mask=mask)
     grad = torch.autograd.grad(out[2][mask[2]].square().sum(), x)[0]
     assert (grad[[0, 1, 3, 4]] == 0).all() and grad[2].abs().max() > 0
 
@@ -94,15 +75,15 @@ def test_attention_of_a_hybrid_gets_its_encoding():
     blocks = [
         Block(TOKEN_MIXERS["fourier"](DIM), 24, norm="post"),
         Block(Attention(DIM, 2, position=position), 24, norm="post"),
-        Block(Attention(DIM, 2, mixing="softmax", position=position), 24, norm="post"),
+        Block(Attention(DIM, 2, mixing="quadratic", position=position), 24, norm="post"),
     ]
-    stack = Stack(blocks, position).double().eval()
-    assert stack.mixings == ["linear", "softmax"]
+    stack = Stack.of(blocks, position).double().eval()
+    assert stack.mixings == ["linear", "quadratic"]
     x = torch.randn(1, 7, DIM, dtype=torch.float64)
     r = torch.arange(7.0, dtype=torch.float64)[None, :, None]
     h = blocks[0](x)
-    h = blocks[1](h, position("linear", r, r))
-    h = blocks[2](h, position("softmax", r, r))
+    h = blocks[1](h, r)
+    h = blocks[2](h, encoding=position("linear", r, r))
     torch.testing.assert_close(stack(x, r), h, **contract.EXACT)
 
 
@@ -110,15 +91,18 @@ def test_attention_of_a_hybrid_gets_its_encoding():
 def test_mixers_do_not_decode_and_need_no_position(name):
     stack = stack_of(name)
     with pytest.raises(ValueError, match="mixes all tokens at once"):
-        stack.decode(torch.zeros(1, 2, DIM).double(), torch.zeros(1, 2, 1))
+        stack.decode(torch.zeros(1, 2, DIM).double())
     with pytest.raises(ValueError, match="needs attention, and no block has any"):
-        Stack([Block(mixer(name), 24)], SpectralPosition(GaussianBasis(2, 3), GaussianNodes(2, 3)))
+        Stack.of([Block(mixer(name), 24)], make_position("spectral", 2, 8))
 
 
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: Stack([]), "at least one block"),
+        (lambda: Stack.of([]), "at least one block"),
+        (lambda: Stack(16, 3), "dim=16 must be a multiple of heads=3"),
+        (lambda: Stack(16, 2, position="kernal"), "position='kernal'"),
+        (lambda: Stack(16, 2, position="gaussian_bias"), "does not go with mixing='linear'"),
         (lambda: Block(Attention(DIM, 2), 24, norm="sandwich"), "norm='sandwich'.*pre, post"),
         (lambda: make_position("sinusoid", 2, 8), "position='sinusoid'.*spectral"),
         (lambda: make_position("toeplitz", 2, 8, radius=3), "no option radius; .*max_tokens"),
@@ -148,10 +132,8 @@ def test_redraw_renews_features_and_noise_but_not_the_nodes_of_a_mask():
 def pair(mixing: str, seed: int, **options) -> Stack:
     torch.manual_seed(seed)
     position = make_position("spectral", 2, DIM // 2, dim=1, num_nodes=512, num_gaussians=4)
-    blocks = [
-        Block(Attention(DIM, 2, mixing=mixing, position=position, **options), 24) for _ in range(2)
-    ]
-    return Stack(blocks, position).double().eval()
+    options.update(mixing=mixing, position=position)
+    return Stack(DIM, 2, 2, ffn_dim=24, **options).double().eval()
 
 
 def test_softmax_to_kernelized_and_back():
@@ -192,24 +174,29 @@ def test_a_kernel_becomes_a_matrix_once_for_all_layers(mixing, monkeypatch):
     """Where layers take the quadratic form; outputs and gradients are those of single blocks."""
     torch.manual_seed(0)
     options = {"dim": 2, "num_nodes": 6}
-    stack = make_stack(
-        16, 2, layers=3, ffn_dim=16, position="kernel", position_options=options, mixing=mixing
+    stack = Stack(
+        16,
+        2,
+        layers=3,
+        ffn_dim=16,
+        position="multiplicative",
+        position_options=options,
+        mixing=mixing,
     ).double()
     x = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
     r = torch.randn(2, 5, 2, dtype=torch.float64)
-    encoding = stack.position(mixing.replace("auto", "linear"), r, r)
-    alone = x
+    encoding, alone = stack.position("linear", r, r), x
     for block in stack.blocks:
-        alone = block(alone, encoding)
+        alone = block(alone, r)
     formed = []
-    original = Encoding.dense_kernel
+    original = Kernel.dense
 
-    def counting(self):
-        formed.append(self.kernel is not None and self.matrix is None)
-        return original(self)
+    def counting(self, *sizes):
+        formed.append(self._matrix is None)
+        return original(self, *sizes)
 
-    monkeypatch.setattr(Encoding, "dense_kernel", counting)
-    out = stack.one_pass(x, {mixing: encoding})
+    monkeypatch.setattr(Kernel, "dense", counting)
+    out = stack.one_pass(x, encoding)
     assert sum(formed) == (0 if mixing == "linear" else 1)
     torch.testing.assert_close(out, alone, rtol=1e-12, atol=1e-12)
     (own,) = torch.autograd.grad(out.square().sum(), x)
@@ -217,13 +204,16 @@ def test_a_kernel_becomes_a_matrix_once_for_all_layers(mixing, monkeypatch):
     torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-10)
 
 
-def test_make_stack_says_what_is_wrong():
-    with pytest.raises(ValueError, match="dim=16 must be a multiple of heads=3"):
-        make_stack(16, 3)
-    with pytest.raises(ValueError, match="position='kernal'"):
-        make_stack(16, 2, position="kernal")
-    with pytest.raises(ValueError, match="does not go with mixing='linear'"):
-        make_stack(16, 2, position="gaussian_bias")
-    stack = make_stack(16, 2, 3, 24, 2, "post", position="spectral", position_options={"dim": 2})
+def test_options_reach_every_block():
+    spectral = {"position": "spectral", "position_options": {"dim": 2}}
+    stack = Stack(16, 2, 3, ffn_dim=24, refinements=2, norm="post", **spectral)
     assert (len(stack.blocks), stack.refinements, stack.position.dim) == (3, 2, 2)
     assert stack.blocks[1].norm == "post" and stack.blocks[1].ffn[0].out_features == 24
+
+
+def test_refinements_feed_the_output_back():
+    stack = Stack(16, 2, 2, refinements=3).double()
+    x = refined = torch.randn(2, 5, 16, dtype=torch.float64)
+    for _ in range(3):
+        refined = stack.one_pass(refined, None)
+    torch.testing.assert_close(stack(x), stack.norm(refined), rtol=0, atol=0)

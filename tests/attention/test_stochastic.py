@@ -1,15 +1,12 @@
 """SPE: exact kernels with orthogonal noise, unbiased with random noise, one noise for all calls."""
 
 import copy
-import io
 import math
 
 import pytest
 import torch
-from torch.nn import functional as F
 
-from molflt.attention.mixing import softmax
-from molflt.attention.stochastic import ConvSPE, SineSPE
+from molflt.attention.positions.stochastic import ConvSPE, SineSPE
 
 EXACT = {"rtol": 0.0, "atol": 1e-10}
 F64 = torch.float64
@@ -144,34 +141,6 @@ def test_logits_are_unbiased_over_redraws(kind, gated):
 
 
 @KINDS
-def test_error_falls_as_one_over_sqrt_r(kind):
-    heads, errors = 400, {}
-    parameters = dict(make(kind, 8, heads).named_parameters())
-    for realizations in (8, 128):
-        spe = make(kind, realizations, heads)
-        spe.load_state_dict(parameters, strict=False)
-        share_parameters(spe)
-        q, k = (x[:1, :1].expand(-1, heads, -1, -1) for x in qk(5))
-        r = count(5)
-        error = logits(spe, r, q, k) - expectation(spe, r, q, k)
-        errors[realizations] = error.square().mean().sqrt().item()
-    slope = math.log(errors[128] / errors[8]) / math.log(16)
-    assert abs(slope + 0.5) < 0.06, errors
-
-
-@KINDS
-def test_translation_holds_in_expectation_only(kind):
-    heads = 2000
-    spe = make(kind, 4, heads)
-    share_parameters(spe)
-    q, k = (x[:1, :1].expand(-1, heads, -1, -1) for x in qk(5))
-    change = (logits(spe, count(5, start=5), q, k) - logits(spe, count(5), q, k))[0]
-    z = change.mean(0) / (change.std(0) / math.sqrt(heads))
-    assert z.abs().max() < 4.0, z
-    assert change.abs().max() > 0.5  # one draw
-
-
-@KINDS
 def test_gradients(kind):
     spe = make(kind, 4)
     q, k = (x[:1, :, :3].requires_grad_() for x in qk(3))
@@ -240,64 +209,6 @@ def test_batching_is_exact(kind):
 
 
 @KINDS
-def test_one_token_at_a_time_equals_the_whole(kind):
-    """As in decoding: positions are absolute, so the code of a token never changes."""
-    spe = make(kind)
-    q, k = qk(12)
-    whole = encode(spe, count(12), q, k)
-    for i in range(12):
-        one = slice(i, i + 1)
-        parts = encode(spe, count(1, start=i), q[:, :, one], k[:, :, one])
-        for part, all_tokens in zip(parts, whole, strict=True):
-            torch.testing.assert_close(part, all_tokens[:, :, one], rtol=0, atol=1e-12)
-
-
-def test_conv_rows_of_few_tokens_equal_the_bank():
-    spe = make("conv")
-    q, k = qk(3)
-    rows = torch.cat((count(3, start=1), count(3, start=8)))
-    few = encode(spe, rows, q, k)
-    whole = encode(spe, count(12), *(F.pad(x, (0, 0, 1, 8)) for x in (q, k)))
-    for a, b in zip(few, whole, strict=True):
-        torch.testing.assert_close(a[0], b[0, :, 1:4], rtol=0, atol=1e-12)
-
-
-@KINDS
-def test_softmax_attention_of_many_realizations_is_that_of_the_kernel(kind):
-    spe = make(kind, 40_000, heads=1)
-    q, k = (0.5 * x for x in qk(6, heads=1))
-    v = torch.randn(2, 1, 6, 4, dtype=F64)
-    r = count(6)
-    got = softmax(*encode(spe, r, q, k), v)
-    exact = softmax(q, 0 * k, v, expectation(spe, r, q, k))
-    without = softmax(q, k, v)
-    error = (got - exact).norm() / exact.norm()
-    assert error < 0.02 < 0.05 < (without - exact).norm() / exact.norm(), error
-
-
-@KINDS
-def test_precision_and_save_load(kind):
-    spe = make(kind)
-    q, k = qk(6)
-    exact = encode(spe, count(6), q, k)
-    single = copy.deepcopy(spe).float()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        half = encode(single, count(6).float(), q.bfloat16(), k.bfloat16())
-    full = encode(single, count(6).float(), q.float(), k.float())
-    for a, b, c in zip(exact, full, half, strict=True):
-        assert b.dtype == torch.float32 and c.dtype == torch.bfloat16
-        torch.testing.assert_close(b.double(), a, rtol=0, atol=1e-5)
-        torch.testing.assert_close(c.double(), a, rtol=0, atol=0.05)
-    buffer = io.BytesIO()
-    torch.save(spe.state_dict(), buffer)
-    buffer.seek(0)
-    twin = make(kind, seed=5)
-    twin.load_state_dict(torch.load(buffer, weights_only=True))
-    for a, b in zip(encode(twin, count(6), q, k), exact, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
-
-
-@KINDS
 def test_compiled_equals_eager_with_gradients(kind):
     spe = make(kind)
     q, k = (x.requires_grad_() for x in qk(8))
@@ -341,7 +252,3 @@ def test_conv_refuses_positions_off_its_grid(bad, message):
 def test_wrong_arguments_are_errors(build, message):
     with pytest.raises(ValueError, match=message):
         build()
-
-
-def test_width_is_the_number_of_realizations():
-    assert make("sine", 16).width(DIM) == make("conv", 16).width(DIM) == 16

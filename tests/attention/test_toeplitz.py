@@ -6,11 +6,12 @@ import pytest
 import torch
 from scipy.linalg import matmul_toeplitz
 
-from molflt.attention.mixing import Features, quadratic
-from molflt.attention.toeplitz import dense_log_kernel, toeplitz, toeplitz_matmul
+from molflt.attention.features.base import Features
+from molflt.attention.mixing.forms import quadratic
+from molflt.attention.mixing.toeplitz import dense_log_kernel, toeplitz, toeplitz_matmul
 
 # The package exports the function under the module's name.
-module = importlib.import_module("molflt.attention.toeplitz")
+module = importlib.import_module("molflt.attention.mixing.toeplitz")
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 HEADS, M, DV = 3, 5, 4
@@ -33,8 +34,8 @@ SIZES = {
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Several blocks and several pieces already for a dozen tokens."""
-    monkeypatch.setattr(module, "BLOCK", 4)
-    monkeypatch.setitem(module.TRANSIENT, "cpu", 1000)
+    monkeypatch.setattr(module, "_BLOCK", 4)
+    monkeypatch.setitem(module._TRANSIENT, "cpu", 1000)
 
 
 def features(kind, tokens, seed, dtype=torch.float64):
@@ -153,19 +154,6 @@ def test_the_future_has_no_effect_at_all_in_blocks(shape):
         torch.testing.assert_close(other, straight, rtol=0.0, atol=0.0)
 
 
-@pytest.mark.parametrize("method", FORMS)
-def test_truncation(method):
-    """The outputs of the first tokens are those of the first tokens alone."""
-    tokens, cut = 13, 7
-    query, key, value = features("log", tokens, 0), features("log", tokens, 1), values(tokens)
-    log_kernel = kernel(tokens, tokens, None)
-    whole = toeplitz(query, key, value, log_kernel, causal=True, method=method).ratio()
-    query, key = (Features(None, x.log_scale[:, :, :cut]) for x in (query, key))
-    part = log_kernel[:, tokens - cut : tokens - 1 + cut]
-    alone = toeplitz(query, key, value[:, :, :cut], part, causal=True, method=method).ratio()
-    torch.testing.assert_close(whole[:, :, :cut], alone, **EXACT)
-
-
 def test_every_row_has_its_own_scale_in_blocks():
     """float32 with keys that grow by exp(300) and a kernel down to exp(-300)."""
     tokens = 40
@@ -207,55 +195,12 @@ def test_a_kernel_that_vanishes_beyond_a_window(method, causal):
     assert torch.isfinite(torch.autograd.grad(sums.ratio().square().sum(), log_kernel)[0]).all()
 
 
-@pytest.mark.parametrize("method", FORMS)
-@pytest.mark.parametrize(("queries", "keys"), [(0, 0), (0, 3), (3, 0)])
-def test_no_tokens(method, queries, keys):
-    for log_kernel in (kernel(4, 4, None)[:, : max(0, queries + keys - 1)], kernel(4, 4, (2, 2))):
-        phi_q, phi_k = features("log", queries, 0), features("log", keys, 1)
-        sums = toeplitz(phi_q, phi_k, values(keys), log_kernel, method=method)
-        assert sums.ratio().shape == (2, HEADS, queries, DV)
-        assert (sums.ratio() == 0).all()
-        assert dense_log_kernel(log_kernel, queries, keys).shape == (HEADS, queries, keys)
-
-
-@pytest.mark.parametrize("method", FORMS)
-def test_the_only_key_counts_however_unlike_the_query(method):
-    log_scale = torch.linspace(-60, 60, M).expand(2, HEADS, 1, M)
-    query, key, value = Features(None, log_scale), Features(None, -log_scale), values(1).float()
-    sums = toeplitz(query, key, value, torch.zeros(HEADS, 1), method=method)
-    torch.testing.assert_close(sums.ratio(), value)
-
-
-@pytest.mark.parametrize("method", FORMS)
-def test_only_the_normalizer(method):
-    arguments = features("plain", 9, 0), features("plain", 9, 1), values(9)
-    full, bare = (
-        toeplitz(*arguments[:2], value, kernel(9, 9, None), method=method)
-        for value in (arguments[2], arguments[2][..., :0])
-    )
-    torch.testing.assert_close(bare.normalizer, full.normalizer, **EXACT)
-    assert bare.ratio().shape == (2, HEADS, 9, 0)
-
-
-@pytest.mark.parametrize("method", FORMS)
-def test_a_sequence_alone_is_a_sequence_in_a_batch_with_padding(method):
-    tokens, length = 7, 13
-    query, key, value = features("log", length, 0), features("log", length, 1), values(length)
-    log_kernel = kernel(length, length, None)
-    mask = (torch.arange(length) < tokens) | torch.tensor([[[False]], [[True]]])
-    out = toeplitz(query, key.masked(mask), value, log_kernel, method=method).ratio()
-    one = [Features(None, x.log_scale[:1, :, :tokens]) for x in (query, key)]
-    part = log_kernel[:, length - tokens : length - 1 + tokens]
-    alone = toeplitz(*one, value[:1, :, :tokens], part, method=method).ratio()
-    torch.testing.assert_close(out[:1, :, :tokens], alone, **EXACT)
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_memory_is_that_of_the_arguments(form, monkeypatch):
     """What is kept for the gradient is far below the N x N matrix and m dv numbers per token."""
     tokens, m, dv = 1024, 16, 16
-    monkeypatch.setattr(module, "BLOCK", 64)
-    monkeypatch.setitem(module.TRANSIENT, "cpu", 2**16)
+    monkeypatch.setattr(module, "_BLOCK", 64)
+    monkeypatch.setitem(module._TRANSIENT, "cpu", 2**16)
     x = [torch.ones(1, 1, tokens, n, requires_grad=True) for n in (m, m, dv)]
     query, key, value = Features(None, x[0]), Features(None, x[1]), x[2]
     log_kernel = torch.zeros(1, 2 * tokens - 1, requires_grad=True)
@@ -287,23 +232,6 @@ def test_auto_takes_blocks_for_short_sequences_and_transforms_for_long_ones():
     assert choice(2**19, 64, causal=True) == choice(2**16, 64, shape=(256, 256)) == "fft"
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
-@pytest.mark.parametrize("method", FORMS)
-def test_half_precision_is_left_before_exponentials_and_transforms(method, causal):
-    logs = [features("log", 13, seed).log_scale.bfloat16() for seed in (0, 1)]
-    rest = values(13).bfloat16(), kernel(13, 13, None).bfloat16()
-
-    def mix(query, key, value, log_kernel):
-        phi = Features(None, query), Features(None, key)
-        return toeplitz(*phi, value, log_kernel, causal=causal, method=method)
-
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = mix(*logs, *rest)
-    assert found.numerator.dtype == found.normalizer.dtype == torch.float32
-    expected = mix(*(x.double() for x in (*logs, *rest))).ratio()
-    torch.testing.assert_close(found.ratio().double(), expected, rtol=0.0, atol=1e-4)
-
-
 @pytest.mark.parametrize("method", FORMS)
 def test_gradients_of_gradients(method):
     log_kernel = kernel(5, 5, None)[:1].requires_grad_()
@@ -314,22 +242,6 @@ def test_gradients_of_gradients(method):
 
     assert torch.autograd.gradcheck(out, (q, k, v, log_kernel))
     assert torch.autograd.gradgradcheck(out, (q, k, v, log_kernel))
-
-
-def test_blocks_compile():
-    query, key, value = features("log", 9, 0), features("log", 9, 1), values(9)
-    log_kernel = kernel(9, 9, None)
-    inputs = leaves(query, key, value, log_kernel)
-
-    def out(query, key, value, log_kernel):
-        return toeplitz(query, key, value, log_kernel, causal=True).ratio()
-
-    found = []
-    for function in (out, torch.compile(out, fullgraph=True, backend="aot_eager")):
-        result = function(query, key, value, log_kernel)
-        found.append([result, *torch.autograd.grad(result.square().sum(), inputs)])
-    for compiled, eager in zip(*found, strict=True):
-        torch.testing.assert_close(compiled, eager, **EXACT)
 
 
 @pytest.mark.parametrize(

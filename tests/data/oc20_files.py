@@ -10,7 +10,7 @@ import lmdb
 import numpy as np
 import torch
 
-from molflt.data.records import make_record
+from molflt.data.structures.records import make_record
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "oc20"
 

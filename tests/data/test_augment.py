@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch_geometric.data import Batch
 
-from molflt.data.augment import along_the_way, random_orthogonal, turn
-from molflt.data.records import make_record
+from molflt.data.structures.augment import interpolate, random_orthogonal, rotate
+from molflt.data.structures.records import make_record
 
 
 @pytest.mark.parametrize("about", ["z", "all"])
@@ -25,22 +25,20 @@ def test_matrices_are_orthogonal_and_uniform(about):
     assert mean.abs().max() < 0.02
 
 
+def record(pos, relaxed, **more):
+    cell = np.diag([40.0, 41.0, 42.0])
+    numbers = np.ones(len(pos))
+    return make_record(
+        pos=pos, atomic_numbers=numbers, pos_relaxed=relaxed, cell=cell, pbc=True, **more
+    )
+
+
 def test_distances_and_cells_turn_together():
     rng = np.random.default_rng(0)
-    records = [
-        make_record(
-            pos=rng.normal(size=(n, 3)),
-            pos_relaxed=rng.normal(size=(n, 3)),
-            atomic_numbers=np.ones(n),
-            cell=np.diag([40.0, 41.0, 42.0]),
-            pbc=True,
-            sid=n,
-        )
-        for n in (3, 5)
-    ]
+    records = [record(rng.normal(size=(n, 3)), rng.normal(size=(n, 3)), sid=n) for n in (3, 5)]
     batch = Batch.from_data_list(records)
     before = batch.pos.clone()
-    turned = turn(batch, random_orthogonal(2, "all"))
+    turned = rotate(batch, random_orthogonal(2, "all"))
     assert torch.equal(batch.pos, before)  # the original is left alone
     assert (turned.pos - batch.pos).abs().max() > 0.1
     for graph in range(2):
@@ -58,24 +56,15 @@ def relaxations(count=400):
     for k in range(count):
         pos = rng.normal(size=(3, 3))
         relaxed = pos + np.array([[0.5, 0, 0], [0, -0.5, 0], [0, 0, 0]])
-        records.append(
-            make_record(
-                pos=pos,
-                pos_relaxed=relaxed if k % 4 else None,
-                atomic_numbers=np.ones(3),
-                cell=np.diag([40.0, 41.0, 42.0]),
-                pbc=True,
-                fixed=[False, False, True],
-                sid=k,
-            )
-        )
+        fixed = [False, False, True]
+        records.append(record(pos, relaxed if k % 4 else None, sid=k, fixed=fixed))
     return Batch.from_data_list(records)
 
 
 def test_points_on_the_way_are_on_it():
     batch = relaxations()
     torch.manual_seed(0)
-    moved = along_the_way(batch, share=0.6, noise=0.0)
+    moved = interpolate(batch, share=0.6, noise=0.0)
     step = (moved.pos - batch.pos).view(-1, 3, 3)
     assert not step[:, 2].any() and not step[::4].any()  # fixed, unknown
     t = step[:, 0, 0] / 0.5
@@ -91,7 +80,7 @@ def test_points_on_the_way_are_on_it():
 def test_noise_is_on_structures_that_moved():
     batch = relaxations()
     torch.manual_seed(0)
-    moved = along_the_way(batch, share=0.5, noise=0.1)
+    moved = interpolate(batch, share=0.5, noise=0.1)
     step = (moved.pos - batch.pos).view(-1, 3, 3)
     away = step[:, 0, 2]  # across the way
     assert not step[:, 2].any() and not step[::4].any()

@@ -13,13 +13,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from oc20_files import old_record, write_lmdb
 
-from molflt.cli import main
-from molflt.data import download as module
-from molflt.data import open_dataset
-from molflt.data.download import download, unpack
-from molflt.data.splits import OC20_ARCHIVE, OC20_FILES, split_path
+from molflt.commands.cli import main
+from molflt.data.structures import download as module
+from molflt.data.structures import open_dataset
+from molflt.data.structures.download import _unpack, download
+from molflt.data.structures.splits import _OC20_ARCHIVE, OC20_FILES, split_path
 
-INNER = OC20_ARCHIVE.inner
+INNER = _OC20_ARCHIVE.inner
 
 
 class Server:
@@ -46,7 +46,7 @@ class Server:
                     self.answer(200, outer.content)
 
             def answer(self, status, body, head=False):
-                if self.path != f"/data/{OC20_ARCHIVE.name}":
+                if self.path != f"/data/{_OC20_ARCHIVE.name}":
                     self.send_error(404)
                     return
                 self.send_response(status)
@@ -125,11 +125,11 @@ def test_only_wanted_splits_are_unpacked_and_readable(server, tmp_path, capsys):
 
 def test_kept_archive_serves_more_splits_without_a_download(server, tmp_path):
     get(server, tmp_path / "a", ["val_id"], keep_archive=True)
-    assert (tmp_path / "a" / OC20_ARCHIVE.name).read_bytes() == server.content
+    assert (tmp_path / "a" / _OC20_ARCHIVE.name).read_bytes() == server.content
     get(server, tmp_path / "a", ["val_id", "val_ood_ads"])
     assert server.asked == [None]
     assert (tmp_path / "a/is2re/all/val_ood_ads/data.lmdb").is_file()
-    assert not (tmp_path / "a" / OC20_ARCHIVE.name).exists()
+    assert not (tmp_path / "a" / _OC20_ARCHIVE.name).exists()
 
 
 def test_interrupted_connections_are_continued(server, tmp_path):
@@ -138,13 +138,17 @@ def test_interrupted_connections_are_continued(server, tmp_path):
     get(server, tmp_path / "a")
     expected = [None, "bytes=1000-", "bytes=1000-", "bytes=1500-", "bytes=1500-", "bytes=1500-"]
     assert server.asked == expected and size > 1500
+    server.ranges, server.cut, server.asked = False, [1000], []  # starts over
+    get(server, tmp_path / "b")
+    assert server.asked == [None, "bytes=1000-"]
+    assert (tmp_path / "b/is2re/10k/train/data.lmdb").is_file()
 
 
 def test_an_earlier_calls_part_is_continued(server, tmp_path, capsys):
     server.cut = [2000] + [0] * module._ATTEMPTS
     with pytest.raises(OSError, match=r"cannot be downloaded; .*run the same command again"):
         get(server, tmp_path / "a")
-    part = tmp_path / "a" / f"{OC20_ARCHIVE.name}.part"
+    part = tmp_path / "a" / f"{_OC20_ARCHIVE.name}.part"
     assert part.read_bytes() == server.content[:2000]
     server.asked.clear()
     get(server, tmp_path / "a")
@@ -152,23 +156,11 @@ def test_an_earlier_calls_part_is_continued(server, tmp_path, capsys):
     assert "2.0 kB of it already here" in capsys.readouterr().out
 
 
-def test_server_without_ranges_starts_over(server, tmp_path):
-    server.ranges = False
-    server.cut = [1000]
-    get(server, tmp_path / "a")
-    assert server.asked == [None, "bytes=1000-"]
-    assert (tmp_path / "a/is2re/10k/train/data.lmdb").is_file()
-
-
-def test_wrong_md5_is_refused_and_nothing_is_unpacked(server, tmp_path):
+def test_wrong_md5_and_damaged_parts_are_refused(server, tmp_path):
     with pytest.raises(ValueError, match="expected md5 0000; got " + md5(server.content)):
         get(server, tmp_path / "a", md5="0000")
     assert list((tmp_path / "a").iterdir()) == []
-
-
-def test_damaged_part_is_found_by_the_md5(server, tmp_path):
-    part = tmp_path / "a" / f"{OC20_ARCHIVE.name}.part"
-    part.parent.mkdir()
+    part = tmp_path / "a" / f"{_OC20_ARCHIVE.name}.part"
     part.write_bytes(b"x" * 700)
     with pytest.raises(ValueError, match="the download was damaged"):
         get(server, tmp_path / "a")
@@ -182,7 +174,7 @@ def test_full_disk_is_said_first_with_numbers(server, tmp_path, monkeypatch, cap
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage(10**12, 0, 2 * 10**9))
     with pytest.raises(ValueError, match=r"not enough disk: 5\.2 GB needed; 2\.0 GB free"):
-        get(server, tmp_path / "a", md5=OC20_ARCHIVE.md5)  # 1.35 + 3.8 GB unpacked
+        get(server, tmp_path / "a", md5=_OC20_ARCHIVE.md5)  # 1.35 + 3.8 GB unpacked
     assert server.asked == []
     assert "2.0 GB free" in capsys.readouterr().out
 
@@ -217,7 +209,7 @@ def test_hostile_members_stay_outside(tmp_path):
     ]
     path = tmp_path / "some.tar.gz"
     path.write_bytes(archive(tmp_path, ["all/val_id"], extra))
-    unpack(path, tmp_path / "in", ["all/val_id"], verify=False)
+    _unpack(path, tmp_path / "in", ["all/val_id"], verify=False)
     files = [str(p.relative_to(tmp_path / "in")) for p in (tmp_path / "in").rglob("*.*")]
     assert files == ["is2re/all/val_id/data.lmdb"] and not outside.exists()
 
@@ -226,13 +218,13 @@ def test_unpacked_sums_and_missing_splits(tmp_path, monkeypatch):
     path = tmp_path / "some.tar.gz"
     path.write_bytes(archive(tmp_path, ["all/val_id"]))
     with pytest.raises(ValueError, match=r"all/val_id/data\.lmdb: expected md5 8e27674668a1ac43"):
-        unpack(path, tmp_path / "in", ["all/val_id"])
+        _unpack(path, tmp_path / "in", ["all/val_id"])
     with pytest.raises(ValueError, match=f"holds no {INNER}/10k/train"):
-        unpack(path, tmp_path / "in", ["10k/train"])
+        _unpack(path, tmp_path / "in", ["10k/train"])
     assert list((tmp_path / "in").rglob("*")) == []
     made = md5((tmp_path / "made/0.lmdb").read_bytes())
     monkeypatch.setitem(OC20_FILES, "all/val_id", OC20_FILES["all/val_id"]._replace(md5=made))
-    unpack(path, tmp_path / "in", ["all/val_id"])
+    _unpack(path, tmp_path / "in", ["all/val_id"])
     assert (tmp_path / "in/is2re/all/val_id/data.lmdb").is_file()
 
 
@@ -241,5 +233,5 @@ def test_damaged_archive(tmp_path, damage):
     path = tmp_path / "some.tar.gz"
     path.write_bytes(damage(archive(tmp_path, ["all/val_id"])))
     with pytest.raises(ValueError, match=r"some\.tar\.gz: not a complete tar\.gz"):
-        unpack(path, tmp_path / "in", ["all/val_id"], verify=False)
+        _unpack(path, tmp_path / "in", ["all/val_id"], verify=False)
     assert list((tmp_path / "in").rglob("*")) == []

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +20,9 @@ from ase.calculators.emt import EMT
 from ase.data import covalent_radii
 from ase.optimize import BFGS
 
-from molflt.data import emt, emt_systems
-from molflt.data.emt import make_emt
-from molflt.data.store import StructureStore
+from molflt.data.structures import emt, emt_systems
+from molflt.data.structures.emt import make_emt
+from molflt.data.structures.store import StructureStore
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = ROOT / "datasets" / "emt-sample"
@@ -29,9 +30,9 @@ SMALL = {"train": 6, "val": 1, "seed": 7}
 RUN = f"""
 from pathlib import Path
 import signal, sys
-from molflt.data import emt
+from molflt.data.structures import emt
 signal.signal(signal.SIGINT, signal.default_int_handler)  # also where tests run in the background
-emt.SYSTEMS_PER_PART = 2
+emt._SYSTEMS_PER_PART = 2
 if __name__ == "__main__":
     emt.make_emt(Path(sys.argv[1]), **{SMALL}, workers=2)
 """
@@ -40,7 +41,7 @@ if __name__ == "__main__":
 def contents(directory: Path) -> dict[str, bytes]:
     """Everything of a finished run but the key order of the stores' headers, which is random."""
     found = {"emt.json": (directory / "emt.json").read_bytes()}
-    for split in emt_systems.SPLITS:
+    for split in emt_systems._SPLITS:
         raw = (directory / f"{split}.safetensors").read_bytes()
         (length,) = struct.unpack("<Q", raw[:8])
         found[split] = raw[8 + length :]
@@ -54,29 +55,25 @@ def one_worker(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     directory = tmp_path_factory.mktemp("emt") / "one"
     make_emt(directory, **SMALL, workers=1)
     assert sorted(p.name for p in directory.iterdir()) == sorted(
-        ["emt.json", *(f"{split}.safetensors" for split in emt_systems.SPLITS)]
+        ["emt.json", *(f"{split}.safetensors" for split in emt_systems._SPLITS)]
     )
     return contents(directory)
 
 
-def test_two_workers_give_the_bytes_of_one(tmp_path: Path, one_worker: dict[str, bytes]) -> None:
-    make_emt(tmp_path, **SMALL, workers=2)
-    assert contents(tmp_path) == one_worker
-
-
-def test_another_seed_gives_other_systems(tmp_path: Path, one_worker: dict[str, bytes]) -> None:
-    make_emt(tmp_path, train=1, val=1, seed=8, workers=1)
-    assert contents(tmp_path)["val_id"] not in one_worker["val_id"]
-    first = StructureStore(tmp_path / "train.safetensors")[0].pos.numpy()
+def test_two_workers_give_the_bytes_of_one_and_another_seed_others(
+    tmp_path: Path, one_worker: dict[str, bytes]
+) -> None:
+    make_emt(tmp_path / "two", **SMALL, workers=2)
+    assert contents(tmp_path / "two") == one_worker
+    make_emt(tmp_path / "other", train=1, val=1, seed=8, workers=1)
+    assert contents(tmp_path / "other")["val_id"] not in one_worker["val_id"]
+    first = StructureStore(tmp_path / "other" / "train.safetensors")[0].pos.numpy()
     assert first.tobytes() not in one_worker["train"]
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_interrupted_run_continues(
-    tmp_path: Path,
-    one_worker: dict[str, bytes],
-    monkeypatch: pytest.MonkeyPatch,
-    how: signal.Signals,
+    tmp_path: Path, one_worker: dict[str, bytes], monkeypatch, how: signal.Signals
 ) -> None:
     script = tmp_path / "run.py"
     script.write_text(RUN)
@@ -88,7 +85,7 @@ def test_interrupted_run_continues(
         stderr=subprocess.DEVNULL,
         text=True,
     )
-    first = directory / emt.PARTS / "train-0000000.safetensors"
+    first = directory / emt._PARTS / "train-0000000.safetensors"
     deadline = time.monotonic() + 120
     while not first.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -106,11 +103,11 @@ def test_interrupted_run_continues(
     relaxed: list[tuple[int, str, int]] = []
     relax_all = emt._relax_all
 
-    def spy(tasks, workers):  # type: ignore[no-untyped-def]
+    def spy(tasks, workers):
         relaxed.extend(tasks)
         return relax_all(tasks, workers)
 
-    monkeypatch.setattr(emt, "SYSTEMS_PER_PART", 2)
+    monkeypatch.setattr(emt, "_SYSTEMS_PER_PART", 2)
     monkeypatch.setattr(emt, "_relax_all", spy)
     make_emt(directory, **SMALL, workers=2)
     assert contents(directory) == one_worker
@@ -119,30 +116,28 @@ def test_interrupted_run_continues(
 
 
 def _children(pid: int) -> list[int]:
-    try:
+    with suppress(OSError):  # not Linux
         return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:  # not Linux
-        return []
+    return []
 
 
 def _alive(pid: int) -> bool:
-    try:
+    with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
+    return False
 
 
 def test_damaged_part_is_made_again(
     tmp_path: Path, one_worker: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    part = emt.Part("train", 0, 6).path(tmp_path)
+    part = emt._Part("train", 0, 6).path(tmp_path)
     part.parent.mkdir(parents=True)
     part.write_bytes(b"\x40\x00\x00")
     make_emt(tmp_path, **SMALL, workers=2)
     assert contents(tmp_path) == one_worker
     before = (tmp_path / "train.safetensors").stat().st_mtime_ns
 
-    def no_work(tasks, workers):  # type: ignore[no-untyped-def]
+    def no_work(tasks, workers):
         raise AssertionError(f"a finished run relaxes nothing; got {tasks}")
 
     monkeypatch.setattr(emt, "_relax_all", no_work)
@@ -151,7 +146,7 @@ def test_damaged_part_is_made_again(
 
 
 def test_other_settings_are_refused(tmp_path: Path) -> None:
-    settings = {"generator": emt.GENERATOR_VERSION, "seed": 0, "train": 5, "val": 2}
+    settings = {"generator": emt._GENERATOR_VERSION, "seed": 0, "train": 5, "val": 2}
     (tmp_path / "emt.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match=r"other settings: seed 0 \(now 1\), train 5 \(now 6\);"):
         make_emt(tmp_path, train=6, val=2, seed=1)
@@ -175,10 +170,10 @@ def test_numbers_out_of_range_are_refused(tmp_path: Path, wrong: dict[str, int])
 
 
 def test_endless_refusal_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(emt_systems, "MAX_ENERGY", 0.0)
-    monkeypatch.setattr(emt_systems, "MAX_ATTEMPTS", 3)
+    monkeypatch.setattr(emt_systems, "_MAX_ENERGY", 0.0)
+    monkeypatch.setattr(emt_systems, "_MAX_ATTEMPTS", 3)
     with pytest.raises(ValueError, match="split val_id, system 3: 3 draws in a row were refused"):
-        emt_systems.relax_system(0, "val_id", 3)
+        emt_systems._relax_system(0, "val_id", 3)
 
 
 @pytest.mark.parametrize("name", ["H", "CO", "C2H4"])
@@ -196,11 +191,10 @@ def test_adsorbate_is_lowered_to_first_contact(name: str) -> None:
         np.testing.assert_allclose(inside, shape, atol=1e-9)
         radii = covalent_radii[system.numbers]
         ratio = (distances / np.add.outer(radii, radii))[n:, :n].min()
-        low, high = emt_systems.CONTACT
+        low, high = emt_systems._CONTACT
         assert low - 1e-6 <= ratio <= high + 1e-6
-        assert (
-            system.positions[n:, 2].max() < system.cell[2, 2] + emt_systems.VACUUM - 6.0
-        )  # no image in reach
+        top = system.cell[2, 2] + emt_systems._VACUUM
+        assert system.positions[n:, 2].max() < top - 6.0  # no image in reach
 
 
 def test_adsorbate_settles_on_a_frozen_slab(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,16 +202,16 @@ def test_adsorbate_settles_on_a_frozen_slab(monkeypatch: pytest.MonkeyPatch) -> 
     slab = emt_systems._draw_slab(rng, ("Ni",), single_atom=False)
     system = emt_systems._place(rng, slab, molecule("OH"))
     placed, fixed = system.positions.copy(), system.constraints[0].index.copy()
-    monkeypatch.setattr(emt_systems, "RATTLE", 0.0)
+    monkeypatch.setattr(emt_systems, "_RATTLE", 0.0)
     assert emt_systems._settle(rng, system)
     np.testing.assert_array_equal(system.positions[:-2], placed[:-2])
     np.testing.assert_array_equal(system.constraints[0].index, fixed)
     system.calc = EMT()
     forces = system.get_forces(apply_constraint=False)
-    assert np.linalg.norm(forces[-2:], axis=1).max() <= emt_systems.SETTLED + 1e-9
+    assert np.linalg.norm(forces[-2:], axis=1).max() <= emt_systems._SETTLED + 1e-9
 
     settled = system.positions.copy()
-    monkeypatch.setattr(emt_systems, "RATTLE", 0.1)
+    monkeypatch.setattr(emt_systems, "_RATTLE", 0.1)
     assert emt_systems._settle(rng, system)
     shift = system.positions - settled
     assert not shift[:-2].any() and 0.01 < np.abs(shift[-2:]).max() < 0.6
@@ -232,9 +226,7 @@ def test_every_rule_of_refusal() -> None:
     n, fine = len(slab), (1.0, -1.0)
     start = system.positions.copy()
 
-    def reason(
-        change: dict[int, tuple[float, ...]], energies: tuple[float, float] = fine
-    ) -> object:
+    def reason(change: dict[int, tuple[float, ...]], energies=fine) -> object:
         moved: Atoms = system.copy()
         for atom, shift in change.items():
             moved.positions[atom] += shift
@@ -248,21 +240,21 @@ def test_every_rule_of_refusal() -> None:
     assert reason({0: (0.0, 0.0, 2.1)}) == "reconstructed"
 
 
-def adsorbate_name(record) -> str:  # type: ignore[no-untyped-def]
+def adsorbate_name(record) -> str:
     return Atoms(record.atomic_numbers[record.tags == 2].numpy()).get_chemical_formula()
 
 
-def metals(record) -> tuple[str, ...]:  # type: ignore[no-untyped-def]
+def metals(record) -> tuple[str, ...]:
     return tuple(sorted(set(Atoms(record.atomic_numbers[record.tags != 2].numpy()).symbols)))
 
 
 @pytest.fixture(scope="module")
-def sample() -> dict[str, list]:  # type: ignore[type-arg]
-    stores = {s: StructureStore(SAMPLE / f"{s}.safetensors") for s in emt_systems.SPLITS}
+def sample() -> dict[str, list]:
+    stores = {s: StructureStore(SAMPLE / f"{s}.safetensors") for s in emt_systems._SPLITS}
     return {split: [store[i] for i in range(len(store))] for split, store in stores.items()}
 
 
-def test_sample_splits_hold_out_what_they_say(sample) -> None:  # type: ignore[no-untyped-def]
+def test_sample_splits_hold_out_what_they_say(sample) -> None:
     assert {s: len(r) for s, r in sample.items()} == dict.fromkeys(sample, 250) | {"train": 2000}
     adsorbates = {split: {adsorbate_name(r) for r in records} for split, records in sample.items()}
     catalysts = {split: {metals(r) for r in records} for split, records in sample.items()}
@@ -281,7 +273,7 @@ def test_sample_splits_hold_out_what_they_say(sample) -> None:  # type: ignore[n
     assert len(starts) == 3000, "no system occurs twice"
 
 
-def test_sample_records_are_sound(sample) -> None:  # type: ignore[no-untyped-def]
+def test_sample_records_are_sound(sample) -> None:
     for record in (r for records in sample.values() for r in records):
         assert bool(record.pbc.all()) and record.natoms <= 45
         assert set(record.tags.tolist()) == {0, 1, 2}
@@ -293,16 +285,11 @@ def test_sample_records_are_sound(sample) -> None:  # type: ignore[no-untyped-de
         assert float(record.y_relaxed) <= float(record.y_init) + 1e-6
 
 
-@pytest.mark.parametrize("split", list(emt_systems.SPLITS))
-def test_sample_energies_follow_from_the_stored_positions(sample, split: str) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("split", list(emt_systems._SPLITS))
+def test_sample_energies_follow_from_the_stored_positions(sample, split: str) -> None:
     for record in sample[split][::50]:
         numbers, mine = record.atomic_numbers.numpy(), record.tags.numpy() == 2
         cell = record.cell[0].numpy().astype(float)
-
-        def energy(positions, atoms) -> float:  # type: ignore[no-untyped-def]
-            system = Atoms(numbers[atoms], positions.numpy()[atoms], cell=cell, pbc=True)  # noqa: B023
-            system.calc = EMT()
-            return float(system.get_potential_energy())
 
         slab = Atoms(numbers[~mine], record.pos.numpy()[~mine], cell=cell, pbc=True)
         slab.calc = EMT()
@@ -314,18 +301,19 @@ def test_sample_energies_follow_from_the_stored_positions(sample, split: str) ->
         gas.calc = EMT()
         BFGS(gas, logfile=None, maxstep=0.1).run(fmax=0.05)
         reference = slab.get_potential_energy() + gas.get_potential_energy()
-        everything = np.ones(len(numbers), dtype=bool)
-        assert energy(record.pos, everything) - reference == pytest.approx(
-            float(record.y_init), abs=1e-3
-        )
-        assert energy(record.pos_relaxed, everything) - reference == pytest.approx(
-            float(record.y_relaxed), abs=1e-3
-        )
+        for positions, label in (
+            (record.pos, record.y_init),
+            (record.pos_relaxed, record.y_relaxed),
+        ):
+            system = Atoms(numbers, positions.numpy(), cell=cell, pbc=True)
+            system.calc = EMT()
+            found = system.get_potential_energy() - reference
+            assert found == pytest.approx(float(label), abs=1e-3)
 
 
 @pytest.mark.parametrize(("split", "index"), [("train", 0), ("val_ood_both", 3)])
-def test_sample_can_be_made_again(sample, split: str, index: int) -> None:  # type: ignore[no-untyped-def]
-    stored, again = sample[split][index], emt_systems.relax_system(0, split, index).fields
+def test_sample_can_be_made_again(sample, split: str, index: int) -> None:
+    stored, again = sample[split][index], emt_systems._relax_system(0, split, index).fields
     assert stored.sid == again["sid"]
     assert stored.atomic_numbers.tolist() == again["atomic_numbers"].tolist()
     # Other processors and versions round differently, which a relaxation amplifies a little.

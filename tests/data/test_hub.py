@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +15,13 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[2]
 
 TEXT = """
-from molflt.data.text import TextData
+from molflt.data.text.datamodule import TextData
 data = TextData("hf:texts:train.text", "hf:texts:test", length=4, batch_size=1)
 data.setup()
 print([blocks.tokens for blocks in data.datasets.values()], data.vocabulary.tokens)
 """
 IMAGES = """
-from molflt.data.image_data import ImageData
+from molflt.data.images.datamodule import ImageData
 data = ImageData("hf:pictures:train", "hf:pictures:test", batch_size=2)
 image, label = (data.setup(), data.datasets["val"][3])[1]
 print(data.sizes(), data.classes, tuple(image.shape), int(image.sum()), int(label))
@@ -29,19 +29,11 @@ print(data.sizes(), data.classes, tuple(image.shape), int(image.sum()), int(labe
 
 
 def run(code: str, folder: Path) -> str:
-    try:
-        version("datasets")
-    except PackageNotFoundError:
+    if find_spec("datasets") is None:
         pytest.skip("the package datasets is not installed; pip install molflt[hub]")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=folder,
-        env={**environment, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    options = {"cwd": folder, "env": {**environment, "PYTHONPATH": str(ROOT)}}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().splitlines()[-1]
 

@@ -9,7 +9,7 @@ import struct
 import sys
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,17 +17,17 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from molflt.data.image_augment import (
+from molflt.data.images.augment import (
+    _center_crop,
+    _random_boxes,
+    _random_crop,
+    _random_flip,
+    _random_resized_crop,
     augment,
-    center_crop,
-    channel_statistics,
-    random_boxes,
-    random_crop,
-    random_flip,
-    random_resized_crop,
 )
-from molflt.data.image_data import ImageData, held_out
-from molflt.data.images import IdxImages, ImageFolder, open_images, read_idx
+from molflt.data.images.datamodule import ImageData, _held_out
+from molflt.data.images.files import _open_images
+from molflt.data.images.idx import _IdxImages, _read_file
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "fashion_mnist"
 IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
@@ -60,21 +60,18 @@ def write_folder(root: Path, count: int = 4, side: int = 8, classes: str = "cat 
     return root
 
 
-# --- idx files -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("zipped", [False, True])
 def test_idx_is_read_as_written(tmp_path: Path, zipped: bool) -> None:
     """Plain, gzipped, and gzipped under a name that does not say so."""
     path = tmp_path / "some-idx3"
     content = idx(pixels())
     path.write_bytes(gzip.compress(content) if zipped else content)
-    assert (read_idx(path, axes=3).numpy() == pixels()).all()
+    assert (_read_file(path, axes=3).numpy() == pixels()).all()
 
 
 def test_labels_are_found_beside_the_images(tmp_path: Path) -> None:
     path = write_idx(tmp_path)
-    images = IdxImages(path)
+    images = _IdxImages(path)
     assert len(images) == 12 and images.size == (8, 8) and images.classes == ["0", "1", "2"]
     image, label = images[4]
     assert image.shape == (1, 8, 8) and image.dtype == torch.uint8
@@ -82,11 +79,12 @@ def test_labels_are_found_beside_the_images(tmp_path: Path) -> None:
     labels = tmp_path / LABELS
     (tmp_path / f"{LABELS}.gz").write_bytes(gzip.compress(labels.read_bytes()))
     labels.unlink()
-    assert IdxImages(path).labels.tolist() == images.labels.tolist()
+    assert _IdxImages(path).labels.tolist() == images.labels.tolist()
     (tmp_path / f"{LABELS}.gz").rename(tmp_path / "answers.gz")
     with pytest.raises(FileNotFoundError, match=f"{LABELS}: no such file; .*data.train_labels"):
-        IdxImages(path)
-    assert IdxImages(path, labels=tmp_path / "answers.gz").labels.tolist() == images.labels.tolist()
+        _IdxImages(path)
+    again = _IdxImages(path, labels=tmp_path / "answers.gz")
+    assert again.labels.tolist() == images.labels.tolist()
 
 
 HEAD = struct.pack(">BBBB3I", 0, 0, 8, 3, 12, 8, 8)
@@ -113,22 +111,23 @@ def test_bad_idx_files_are_named(tmp_path: Path, case: str) -> None:
     path = write_idx(tmp_path)
     path.write_bytes(content)
     with pytest.raises(ValueError, match=message) as caught:
-        IdxImages(path)
+        _IdxImages(path)
     assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
 
 
-def test_bad_labels_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (np.arange(11), f"{LABELS}: expected .* 12 images .*; got 11 labels"),
+        (pixels(), rf"{LABELS}: expected labels \(1 axis\); got images"),
+        (np.full(12, 7), "expected labels below 3, the number of classes; got 7"),
+    ],
+)
+def test_bad_labels_are_named(tmp_path: Path, labels: Any, message: str) -> None:
     path = write_idx(tmp_path)
-    labels = tmp_path / LABELS
-    labels.write_bytes(idx(np.arange(11)))
-    with pytest.raises(ValueError, match=f"{LABELS}: expected .* 12 images .*; got 11 labels"):
-        IdxImages(path)
-    labels.write_bytes(idx(pixels()))
-    with pytest.raises(ValueError, match=rf"{LABELS}: expected labels \(1 axis\); got images"):
-        IdxImages(path)
-    labels.write_bytes(idx(np.full(12, 7)))
-    with pytest.raises(ValueError, match="expected labels below 3, the number of classes; got 7"):
-        IdxImages(path, classes=["a", "b", "c"])
+    (tmp_path / LABELS).write_bytes(idx(labels))
+    with pytest.raises(ValueError, match=message):
+        _IdxImages(path, classes=["a", "b", "c"])
 
 
 def test_fashion_mnist() -> None:
@@ -141,11 +140,8 @@ def test_fashion_mnist() -> None:
     assert data.datasets["train"].labels.bincount().tolist() == [6000] * 10
     assert data.datasets["val"].labels.bincount().tolist() == [1000] * 10
     assert data.datasets["train"].labels[:5].tolist() == [9, 0, 0, 3, 0]
-    mean, std = channel_statistics(data.datasets["train"], most=6000)
+    mean, std = data.datasets["train"].statistics(most=6000)
     assert abs(mean.item() - 0.2860) < 4e-3 and abs(std.item() - 0.3530) < 4e-3
-
-
-# --- folders -------------------------------------------------------------------------------------
 
 
 def test_folders_are_classes_in_order(tmp_path: Path) -> None:
@@ -154,11 +150,9 @@ def test_folders_are_classes_in_order(tmp_path: Path) -> None:
     (root / "dog" / "3.png").rename(root / "dog" / "deeper" / "z.PNG")
     (root / "dog" / "notes.txt").write_text("no image")
     (root / ".cache").mkdir()
-    folder = ImageFolder(root)
-    assert (
-        folder.classes == ["cat", "dog", "eel"]
-        and folder.labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4
-    )
+    folder = _open_images(root)
+    assert folder.classes == ["cat", "dog", "eel"]
+    assert folder.labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4
     image, label = folder[6]
     assert label == 1 and image.shape == (3, 8, 8)
     expected = np.random.default_rng(12).integers(0, 256, (8, 8, 3))
@@ -171,10 +165,10 @@ def test_grey_and_transparent_images_become_colors(tmp_path: Path) -> None:
     Image.fromarray(gray).save(root / "cat" / "0.png")
     Image.fromarray(gray).convert("RGBA").save(root / "dog" / "0.png")
     for i in (0, 1):
-        assert (ImageFolder(root)[i][0].numpy() == gray).all()
+        assert (_open_images(root)[i][0].numpy() == gray).all()
     Image.fromarray(gray.astype(np.uint16) * 256).save(root / "eel" / "0.png")
     with pytest.raises(ValueError, match="eel/0.png: expected 8 bits per channel; got mode I;16"):
-        ImageFolder(root)[2]
+        _open_images(root)[2]
 
 
 def test_images_are_fitted_to_squares(tmp_path: Path) -> None:
@@ -183,7 +177,7 @@ def test_images_are_fitted_to_squares(tmp_path: Path) -> None:
     ramp = np.tile(np.arange(48, dtype=np.uint8) * 4, (24, 1))
     for name in ("cat", "dog", "eel"):
         Image.fromarray(ramp).save(root / name / "0.png")
-    image = ImageFolder(root, size=12)[0][0]
+    image = _open_images(root, size=12)[0][0]
     assert image.shape == (3, 12, 12)
     middle = ramp[0, 12:36].reshape(12, 2).mean(axis=1)
     assert np.abs(image[0, 6].numpy() - middle).max() <= 1
@@ -192,33 +186,28 @@ def test_images_are_fitted_to_squares(tmp_path: Path) -> None:
 
 
 def test_bad_folders_are_named(tmp_path: Path) -> None:
+    def refuses(message: str, folder: Path, item: int = 0, **options: Any) -> None:
+        with pytest.raises(ValueError, match=message):
+            _open_images(folder, **options)[item]
+
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(ValueError, match=f"{empty}: expected a folder of images for each class"):
-        ImageFolder(empty)
+    refuses(f"{empty}: expected a folder of images for each class", empty)
     write_idx(empty)
-    with pytest.raises(ValueError, match=f"or give the file {empty / IMAGES}"):
-        open_images(empty)
+    refuses(f"or give the file {empty / IMAGES}", empty)
     root = write_folder(tmp_path / "set")
-    with pytest.raises(ValueError, match="folders of the 2 classes trained on; got eel besides"):
-        ImageFolder(root, classes=["cat", "dog"])
+    refuses("of the 2 classes trained on; got eel besides", root, classes=["cat", "dog"])
     (root / "fox").mkdir()
-    with pytest.raises(ValueError, match=r"set/fox: expected images \(.png, .jpg, .jpeg\); got no"):
-        ImageFolder(root)
+    refuses(r"set/fox: expected images \(.png, .jpg, .jpeg\); got no", root)
     (root / "fox").rmdir()
     Image.new("RGB", (9, 8)).save(root / "dog" / "2.png")
-    with pytest.raises(ValueError, match=r"dog/2.png: expected 8 x 8 pixels.* got 8 x 9; set data"):
-        ImageFolder(root)[6]
+    refuses(r"dog/2.png: expected 8 x 8 pixels.* got 8 x 9; set data", root, 6)
     whole = (root / "dog" / "1.png").read_bytes()
     for content in (whole[:100], b"not an image", b""):
         (root / "dog" / "1.png").write_bytes(content)
-        with pytest.raises(ValueError, match="dog/1.png: expected an image; it cannot be decoded"):
-            ImageFolder(root)[5]
+        refuses("dog/1.png: expected an image; it cannot be decoded", root, 5)
     with pytest.raises(FileNotFoundError, match="no such file or folder; expected a folder of"):
-        open_images(tmp_path / "nowhere")
-
-
-# --- variants in training ------------------------------------------------------------------------
+        _open_images(tmp_path / "nowhere")
 
 
 def numbered(count: int = 64, side: int = 8) -> Tensor:
@@ -233,8 +222,8 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 def test_flips_are_involutions() -> None:
     images = numbered()
-    once = random_flip(images, seeded())
-    assert (random_flip(once, seeded()) == images).all()
+    once = _random_flip(images, seeded())
+    assert (_random_flip(once, seeded()) == images).all()
     changed = (once != images).flatten(1).any(dim=1)
     assert (once[changed] == images[changed].flip(-1)).all()
     assert 16 < int(changed.sum()) < 48
@@ -243,42 +232,35 @@ def test_flips_are_involutions() -> None:
 def test_crops_keep_content() -> None:
     """Each crop is a shifted copy, black outside, all shifts come, channels move together."""
     images = numbered()
-    crops = random_crop(images, 8, 2, seeded())
+    crops = _random_crop(images, 8, 2, seeded())
     padded = torch.nn.functional.pad(images, (2,) * 4)
-    shifts = set()
-    for crop, whole in zip(crops, padded, strict=True):
-        found = [
-            (top, left)
-            for top in range(5)
-            for left in range(5)
-            if (whole[:, top : top + 8, left : left + 8] == crop).all()
-        ]
-        assert len(found) == 1
-        shifts.add(found[0])
+    windows = padded.unfold(2, 8, 1).unfold(3, 8, 1).movedim(1, 3)
+    equal = (windows == crops[:, None, None]).flatten(3).all(dim=3)
+    assert (equal.sum(dim=(1, 2)) == 1).all()
+    shifts = {(top, left) for _, top, left in equal.nonzero().tolist()}
     assert len(shifts) > 15 and {s[0] for s in shifts} == {s[1] for s in shifts} == set(range(5))
-    assert (random_crop(images, 8, 0, seeded()) == images).all()
+    assert (_random_crop(images, 8, 0, seeded()) == images).all()
     with pytest.raises(ValueError, match="at least 9 x 9 to crop from; got 8 x 8"):
-        random_crop(images, 9, 0)
+        _random_crop(images, 9, 0)
 
 
 def test_resized_crops_of_ramps_are_those_of_their_boxes() -> None:
     """Bilinear interpolation is exact on ramps, away from the border."""
     rows = torch.linspace(0, 1, 64, dtype=torch.float64)[:, None].expand(64, 64)
     images = torch.stack((rows, rows.T)).expand(50, -1, -1, -1)
-    crops = random_resized_crop(images, 16, generator=seeded())
-    boxes = random_boxes(50, (64, 64), generator=seeded()).double()
+    crops = _random_resized_crop(images, 16, generator=seeded())
+    boxes = _random_boxes(50, (64, 64), generator=seeded()).double()
     top, left, height, width = boxes.unbind(dim=1)
     middle = (torch.arange(16) + 0.5) / 16
-    expected = (top[:, None] + height[:, None] * middle - 0.5).clamp(0, 63) / 63
-    torch.testing.assert_close(crops[:, 0, :, 3], expected, rtol=1e-6, atol=1e-6)
-    expected = (left[:, None] + width[:, None] * middle - 0.5).clamp(0, 63) / 63
-    torch.testing.assert_close(crops[:, 1, 5], expected, rtol=1e-6, atol=1e-6)
-    whole = random_resized_crop(images, 64, scale=(1, 1), ratio=(1, 1))
+    for found, start, side in ((crops[:, 0, :, 3], top, height), (crops[:, 1, 5], left, width)):
+        expected = (start[:, None] + side[:, None] * middle - 0.5).clamp(0, 63) / 63
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    whole = _random_resized_crop(images, 64, scale=(1, 1), ratio=(1, 1))
     torch.testing.assert_close(whole, images, rtol=1e-6, atol=1e-6)
 
 
 def test_boxes_have_the_areas_and_shapes_asked_for() -> None:
-    boxes = random_boxes(20_000, (60, 90), generator=seeded())
+    boxes = _random_boxes(20_000, (60, 90), generator=seeded())
     top, left, height, width = boxes.unbind(dim=1)
     assert (boxes >= 0).all() and (top + height <= 60).all() and (left + width <= 90).all()
     share, ratio = height * width / 5400, width / height
@@ -287,7 +269,7 @@ def test_boxes_have_the_areas_and_shapes_asked_for() -> None:
     small = share[share < 0.4]  # where every box fits, areas are uniform: the mean is the middle's
     assert abs(small.mean() - 0.24) < 0.004
     assert abs((top / (60 - height).clamp(min=1e-3))[height < 50].mean() - 0.5) < 0.01
-    assert (random_boxes(5, (10, 100), ratio=(0.01, 0.02)) == torch.tensor([0, 0, 10, 100])).all()
+    assert (_random_boxes(5, (10, 100), ratio=(0.01, 0.02)) == torch.tensor([0, 0, 10, 100])).all()
 
 
 @pytest.mark.parametrize("kind", ["flip", "crop", "flip_crop", "resized_crop", "flip_resized_crop"])
@@ -312,7 +294,7 @@ def test_larger_images_are_cut() -> None:
     assert augment(images, "none") is not None and (augment(images, "none") == images).all()
     crops = augment(images, "crop", 8, seeded())
     assert (crops > 0).all(), "no black margin where there is more image"
-    assert (center_crop(images[0], 5) == images[0][:, 2:7, 2:7]).all()
+    assert (_center_crop(images[0], 5) == images[0][:, 2:7, 2:7]).all()
     with pytest.raises(ValueError, match="at least 12 x 12; got 10 x 10"):
         augment(images, "flip", 12)
     with pytest.raises(ValueError, match="augment='turn' is unknown; expected one of none, flip"):
@@ -320,27 +302,20 @@ def test_larger_images_are_cut() -> None:
 
 
 def test_statistics_are_those_of_numpy(tmp_path: Path) -> None:
-    images = IdxImages(write_idx(tmp_path))
-    mean, std = channel_statistics(images)
+    images = _IdxImages(write_idx(tmp_path))
+    mean, std = images.statistics()
     assert abs(mean.item() - (pixels() / 255).mean()) < 1e-12
     assert abs(std.item() - (pixels() / 255).std()) < 1e-12
-    few = channel_statistics(images, most=3)[0]
+    few = images.statistics(most=3)[0]
     assert abs(few.item() - (pixels()[[0, 4, 8]] / 255).mean()) < 1e-12
     (tmp_path / IMAGES).write_bytes(idx(np.full((12, 8, 8), 51)))
-    mean, std = channel_statistics(IdxImages(tmp_path / IMAGES))
+    mean, std = _IdxImages(tmp_path / IMAGES).statistics()
     assert abs(mean.item() - 0.2) < 1e-12 and std.item() == 1.0
 
 
-# --- the data module -----------------------------------------------------------------------------
-
-
 def test_idx_files_in_batches(tmp_path: Path) -> None:
-    data = ImageData(
-        write_idx(tmp_path),
-        write_idx(tmp_path, 6, prefix="t10k"),
-        batch_size=5,
-        class_names=["a", "b", "c"],
-    )
+    pair = write_idx(tmp_path), write_idx(tmp_path, 6, prefix="t10k")
+    data = ImageData(*pair, batch_size=5, class_names=["a", "b", "c"])
     assert data.sizes() == {"classes": 3, "channels": 1, "image_size": 8}
     assert json.loads(data.files()["classes.json"]) == ["a", "b", "c"]
     assert data.describe() == [
@@ -360,21 +335,13 @@ def test_idx_files_in_batches(tmp_path: Path) -> None:
 
 
 def test_val_fraction_holds_out_the_last_of_each_class(tmp_path: Path) -> None:
-    assert held_out(torch.tensor([0, 0, 0, 0, 1, 1, 1, 2]), 0.5).long().tolist() == [
-        0,
-        0,
-        1,
-        1,
-        0,
-        0,
-        1,
-        0,
-    ]
+    held = _held_out(torch.tensor([0, 0, 0, 0, 1, 1, 1, 2]), 0.5)
+    assert held.nonzero()[:, 0].tolist() == [2, 3, 6]
     data = ImageData(write_folder(tmp_path / "set"), val_fraction=0.25)
     data.setup()
     train, val = data.datasets["train"], data.datasets["val"]
     assert len(train) == 9 and val.labels.tolist() == [0, 1, 2]
-    whole = ImageFolder(tmp_path / "set")
+    whole = _open_images(tmp_path / "set")
     assert (val[1][0] == whole[7][0]).all() and (train[3][0] == whole[4][0]).all()
     with pytest.raises(ValueError, match=r"val_fraction=0.01 of 12 images leaves none"):
         ImageData(tmp_path / "set", val_fraction=0.01).setup()
@@ -414,8 +381,7 @@ def test_data_that_do_not_go_together(tmp_path: Path) -> None:
 class Rows:
     """What `load_dataset` returns, as far as it is used."""
 
-    def __init__(self) -> None:
-        self.features = {"img": None, "label": types.SimpleNamespace(names=["x", "y"])}
+    features: ClassVar = {"img": None, "label": types.SimpleNamespace(names=["x", "y"])}
 
     def __getitem__(self, key: int | str) -> Any:
         return [0, 1, 1] if key == "label" else {"img": Image.fromarray(pixels(3)[int(key)])}
@@ -423,20 +389,12 @@ class Rows:
 
 def test_hugging_face_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str]] = []
-
-    def load_dataset(name: str, split: str) -> Rows:
-        asked.append((name, split))
-        return Rows()
-
     fake = types.ModuleType("datasets")
     fake.__spec__ = importlib.machinery.ModuleSpec("datasets", None)
-    fake.load_dataset = load_dataset  # type: ignore[attr-defined]
+    fake.load_dataset = lambda name, split: asked.append((name, split)) or Rows()
     monkeypatch.setitem(sys.modules, "datasets", fake)
     data = ImageData(Path("hf:some/set"), Path("hf:some/set:test"))
     assert data.sizes() == {"classes": 2, "channels": 3, "image_size": 8}
     assert asked == [("some/set", "train"), ("some/set", "test")]
     image, label = data.datasets["val"][2]
     assert (image.numpy() == pixels(3)[2]).all() and label == 1
-    del fake.load_dataset  # type: ignore[attr-defined]
-    with pytest.raises(ModuleNotFoundError, match="needs the package datasets; .*pip install"):
-        ImageData(Path("hf:some/set"), Path("hf:some/set:test")).setup()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from oc20_files import SHARED
 
-from molflt.data.splits import OC20_FILES, TEST_SPLITS, VAL_SPLITS, split_path
+from molflt.data.structures.splits import OC20_FILES, TEST_SPLITS, VAL_SPLITS, split_path
 
 
 def touch(*paths: Path) -> None:
@@ -49,12 +49,8 @@ def test_absent(tmp_path):
 
 
 def test_table_names_every_split_with_published_sums():
-    names = [
-        "10k/train",
-        "100k/train",
-        "all/train",
-        *(f"all/{s}" for s in VAL_SPLITS + TEST_SPLITS),
-    ]
+    names = ["10k/train", "100k/train", "all/train"]
+    names += [f"all/{split}" for split in VAL_SPLITS + TEST_SPLITS]
     assert list(OC20_FILES) == names
     sums = SHARED / "oc20_lmdb_md5sums.txt"
     if not sums.is_file():

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from molflt.data import text_sources
-from molflt.data.text import TextData, TokenBlocks, read_blocks
-from molflt.data.text_sources import text_blocks
-from molflt.data.vocabulary import Vocabulary
+from molflt.data.text import sources as text_sources
+from molflt.data.text.datamodule import TextData, TokenBlocks, read_blocks
+from molflt.data.text.sources import _text_blocks
+from molflt.data.text.vocabulary import Vocabulary
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 TEXT = " = Title = \n\na b <unk> b\r\n ä b\tc\n"
@@ -34,35 +34,34 @@ def write(path: Path, content: str | bytes) -> str:
 
 
 def read(path: str, level: str = "word") -> tuple[Vocabulary, np.ndarray]:
-    return Vocabulary.count(level, text_blocks(path, level))
+    return Vocabulary.count(level, _text_blocks(path, level))
 
 
 @pytest.mark.parametrize("name", ["t.txt", "t.tokens", "t.gz", "t.xz"])
 @pytest.mark.parametrize("block", [1, 2, 5, 1000])
 def test_words_of_files(tmp_path, monkeypatch, name, block):
     """Every line, empty ones too, ends with one <eos>; wherever the reading is interrupted."""
-    monkeypatch.setattr(text_sources, "BLOCK", block)
+    monkeypatch.setattr(text_sources, "_BLOCK", block)
     vocabulary, ids = read(write(tmp_path / name, TEXT))
     assert [vocabulary.tokens[i] for i in ids] == WORDS
     counts = {token: WORDS.count(token) for token in WORDS}
     assert vocabulary.tokens == sorted(counts, key=lambda t: (-counts[t], t))
     assert ids.dtype == np.int32
-    again = vocabulary.encode_blocks(text_blocks(str(tmp_path / name)))
+    again = vocabulary.encode_blocks(_text_blocks(str(tmp_path / name)))
     np.testing.assert_array_equal(again, ids)
 
 
 def test_last_line_without_an_end(tmp_path):
     vocabulary, ids = read(write(tmp_path / "t", "a b\nc"))
     assert vocabulary.decode(ids) == "a b\nc\n"
-    assert vocabulary.encode("a\n\nc").tolist() == [
-        vocabulary.ids[t] for t in ("a", "<eos>", "<eos>", "c")
-    ]
+    expected = [vocabulary.ids[token] for token in ("a", "<eos>", "<eos>", "c")]
+    assert vocabulary.encode("a\n\nc").tolist() == expected
 
 
 @pytest.mark.parametrize("level", ["char", "byte"])
 @pytest.mark.parametrize("block", [1, 3, 1000])
 def test_characters_and_bytes(tmp_path, monkeypatch, level, block):
-    monkeypatch.setattr(text_sources, "BLOCK", block)
+    monkeypatch.setattr(text_sources, "_BLOCK", block)
     content = "aäb\n\n😀 aa\u2028"
     vocabulary, ids = read(write(tmp_path / "t", content), level)
     assert len(ids) == len(content if level == "char" else content.encode())
@@ -70,6 +69,7 @@ def test_characters_and_bytes(tmp_path, monkeypatch, level, block):
     assert vocabulary.decode([vocabulary.eos, *ids]) == content
     np.testing.assert_array_equal(vocabulary.encode(content).numpy(), ids)
     if level == "byte":
+        assert read(write(tmp_path / "t", b"\xff\x00a"), "byte")[1].tolist() == [255, 0, 97]
         assert ids.tolist() == list(content.encode()) and len(vocabulary) == 257
         assert vocabulary.decode([0xC3]) == "\ufffd"
     else:
@@ -77,16 +77,13 @@ def test_characters_and_bytes(tmp_path, monkeypatch, level, block):
         assert vocabulary.encode("xa").tolist() == [vocabulary.unk, 0]
 
 
-def test_bytes_need_not_be_utf8(tmp_path):
-    _, ids = read(write(tmp_path / "t", b"\xff\x00a"), "byte")
-    assert ids.tolist() == [255, 0, 97]
-
-
 def test_rare_tokens_are_unknown():
     vocabulary, ids = Vocabulary.count("word", ["a a b c c c\n"], min_count=2)
     assert vocabulary.tokens == ["c", "a", "<eos>", "<unk>"]
     assert vocabulary.decode(ids) == "a a <unk> c c c\n"
     assert vocabulary.encode("b z a").tolist() == [3, 3, 1]
+    with pytest.raises(ValueError, match="token id 4; expected 0 to 3"):
+        vocabulary.decode([1, 4])
 
 
 @pytest.mark.parametrize("level", ["word", "char", "byte"])
@@ -97,12 +94,8 @@ def test_json_round_trip(level):
     assert pickle.loads(pickle.dumps(found)).ids == vocabulary.ids  # for worker processes
 
 
-GOOD = {
-    "format": "molflt-vocabulary",
-    "version": 1,
-    "level": "word",
-    "tokens": ["<eos>", "<unk>", "a"],
-}
+GOOD = {"format": "molflt-vocabulary", "version": 1, "level": "word"}
+GOOD["tokens"] = ["<eos>", "<unk>", "a"]
 
 
 @pytest.mark.parametrize(
@@ -131,18 +124,13 @@ def test_bad_vocabularies(content, words):
         Vocabulary.from_json(raw, "v.json")
 
 
-def test_decode_refuses_unknown_ids():
-    with pytest.raises(ValueError, match="token id 3; expected 0 to 2"):
-        Vocabulary("word", GOOD["tokens"]).decode([1, 3])
-
-
 @pytest.mark.parametrize("block", [1, 4, 1000])
 @pytest.mark.parametrize(
     ("raw", "offset"),
     [(b"abc\xff", 3), (b"a\xc3\xa4\xc3(", 3), (b"line\nab\xe2\x82", 7), (b"\x80", 0)],
 )
 def test_not_utf8(tmp_path, monkeypatch, raw, offset, block):
-    monkeypatch.setattr(text_sources, "BLOCK", block)
+    monkeypatch.setattr(text_sources, "_BLOCK", block)
     for level in ("word", "char"):
         with pytest.raises(ValueError, match=rf"t.txt: byte {offset} is not UTF-8"):
             read(write(tmp_path / "t.txt", raw), level)
@@ -190,10 +178,8 @@ def test_data_module(tmp_path):
     module.setup("fit")
     assert module.datasets == before and set(before) == {"train", "val"}
     tokens = len(WORDS)
-    assert module.describe() == [
-        f"train {9 * tokens} tokens (train.txt)",
-        f"val {tokens} tokens (val.txt)",
-    ]
+    train, val = f"train {9 * tokens} tokens (train.txt)", f"val {tokens} tokens (val.txt)"
+    assert module.describe() == [train, val]
     inputs, targets = next(iter(module.train_dataloader()))
     assert inputs.shape == targets.shape == (3, 8)
     counted = sum(int((t >= 0).sum()) for _, t in module.val_dataloader())
@@ -231,35 +217,34 @@ def test_unknown_validation_text(tmp_path):
         data(tmp_path, val="a y z\n").setup()  # 50 %
 
 
-@pytest.mark.parametrize("level", ["word", "char", "byte"])
-def test_empty_and_short_texts(tmp_path, level):
-    with pytest.raises(ValueError, match="train.txt: .*empty"):
-        data(tmp_path, train="", level=level).setup()
-    with pytest.raises(ValueError, match="val.txt: .*empty"):
-        data(tmp_path, val="", level=level).setup()
-    with pytest.raises(ValueError, match="train.txt: expected at least 8 tokens.*got 1"):
-        data(tmp_path, train="\n", level=level).setup()
-
-
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"length": 0}, "data.length"),
         ({"min_count": 0}, "data.min_count"),
         ({"batch_size": 0}, "data.batch_size"),
         ({"workers": -1}, "data.workers"),
+        *(
+            ({"level": level, **content}, message)
+            for level in ("word", "char", "byte")
+            for content, message in (
+                ({"train": ""}, "train.txt: .*empty"),
+                ({"val": ""}, "val.txt: .*empty"),
+                ({"train": "\n"}, "train.txt: expected at least 8 tokens.*got 1"),
+            )
+        ),
     ],
 )
-def test_bad_options(tmp_path, options, words):
-    with pytest.raises(ValueError, match=words):
-        data(tmp_path, **options)
+def test_bad_options_and_empty_texts(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        data(tmp_path, **options).setup()
 
 
 class Rows(list):
     column_names = ("text", "label")
 
 
-def test_hugging_face_names(tmp_path, monkeypatch):
+def test_hugging_face_names(monkeypatch):
     """Parts of a name, splits and columns; rows are lines, as in its WikiText."""
     asked = []
 
@@ -274,20 +259,17 @@ def test_hugging_face_names(tmp_path, monkeypatch):
     for source in ("hf:o/wiki/v1", "hf:wikitext/v1:test", "hf:wiki:train[:5].text"):
         vocabulary, ids = read(source)
         assert vocabulary.decode(ids) == "\n= Title =\na b\n"
-    assert asked == [
-        ("o/wiki", "v1", "train"),
-        ("wikitext/v1", "test"),
-        ("wikitext", "v1", "test"),
-        ("wiki", "train[:5]"),
-    ]
+    first = [("o/wiki", "v1", "train"), ("wikitext/v1", "test")]
+    assert asked == [*first, ("wikitext", "v1", "test"), ("wiki", "train[:5]")]
     assert read_blocks("hf:wiki", vocabulary, 4, "val").tokens == len(ids)
     assert asked[-1] == ("wiki", "validation")
-    with pytest.raises(ValueError, match="no column 'body'; expected one of text, label"):
-        read("hf:wiki:train.body")
-    with pytest.raises(ValueError, match="column 'label' must hold texts; got 1"):
-        read("hf:wiki:train.label")
-    with pytest.raises(ValueError, match="hf:a/b/c/d: cannot be loaded"):
-        read("hf:a/b/c/d")
+    for name, message in (
+        ("hf:wiki:train.body", "no column 'body'; expected one of text, label"),
+        ("hf:wiki:train.label", "column 'label' must hold texts; got 1"),
+        ("hf:a/b/c/d", "hf:a/b/c/d: cannot be loaded"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read(name)
     for missing in (None, types.ModuleType("datasets")):  # not there, or a folder of that name
         monkeypatch.setitem(sys.modules, "datasets", missing)
         with pytest.raises(ModuleNotFoundError, match="hf:wiki: needs the package datasets"):

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from molflt.attention import mixing
+from molflt.attention.mixing.forms import softmax
 from molflt.graph import GraphAttention
 
 EXACT = {"rtol": 0.0, "atol": 1e-10}
@@ -14,8 +14,10 @@ PTR = (0, 6, 7, 16)
 
 def build(**options):
     torch.manual_seed(0)
-    options = {"placement": "multiplicative", "near_field": 3.0, "near_exact": True, **options}
-    return GraphAttention(8, 2, num_features=6, num_nodes=4, **options).double()
+    options = {"near_field": 3.0, "near_exact": True, "periodic": "none", **options}
+    if options["periodic"] == "none":
+        options["position_options"] = {"num_nodes": 4}
+    return GraphAttention(8, 2, position="multiplicative", num_features=6, **options).double()
 
 
 def atoms(scale: float = 1.0):
@@ -29,16 +31,16 @@ def atoms(scale: float = 1.0):
 def softmax_of(layer, x, pos):
     """Softmax of one graph with f, the exact mask of the near field."""
     attention, near = layer.attention, layer.encoding.near_field
-    query, key, value = attention._split(x[None])
+    query, key, value, *_ = attention._split(x[None])
     bias = near.spectrum.mask((pos[:, None] - pos[None])[None])
-    return attention._join(mixing.softmax(query, key, value, bias))[0]
+    return attention._join(softmax(query, key, value, bias))[0]
 
 
-@pytest.mark.parametrize("backend", ["linear", "quadratic"])
+@pytest.mark.parametrize("mixing", ["linear", "quadratic"])
 @pytest.mark.parametrize("scale", [1.0, 30.0])
-def test_with_every_pair_near_it_is_softmax(backend, scale):
+def test_with_every_pair_near_it_is_softmax(mixing, scale):
     """Also where exp(q.k) is beyond what random features estimate."""
-    layer = build(near_field=50.0, backend=backend)
+    layer = build(near_field=50.0, mixing=mixing)
     layer.encoding.near_field.onset = 0.9
     x, pos, batch, _, _ = atoms(scale)
     x.requires_grad_()
@@ -52,7 +54,7 @@ def test_with_every_pair_near_it_is_softmax(backend, scale):
 @pytest.mark.parametrize("periodic", ["none", "reciprocal"])
 def test_forms_agree_and_graphs_are_alone(periodic):
     x, pos, batch, cell, pbc = atoms()
-    layer, other = (build(periodic=periodic, backend=form) for form in ("linear", "quadratic"))
+    layer, other = (build(periodic=periodic, mixing=form) for form in ("linear", "quadratic"))
     other.load_state_dict(layer.state_dict())
     pos.requires_grad_()
     out, dense = (net(x, pos, batch, cell, pbc) for net in (layer, other))

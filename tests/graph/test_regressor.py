@@ -1,8 +1,8 @@
 """The IS2RE model keeps its promises: batches, symmetries, tags, periodic images."""
 
 import copy
+import itertools
 import warnings
-from typing import get_args
 
 import contract
 import numpy as np
@@ -11,35 +11,37 @@ import torch
 from scipy.spatial.transform import Rotation
 from torch_geometric.data import Batch, Data
 
-from molflt.attention import FEATURE_MAPS, PROJECTIONS
-from molflt.graph import EnergyRegressor, neighbor_list, to_dense
-from molflt.graph.regressor import FeatureMapName, ProjectionName
+from molflt.graph import EnergyRegressor
+from molflt.graph.geometry import Geometry
+from molflt.graph.neighbors import neighbor_list
+from molflt.graph.periodic import Images
 
 EXACT = {"rtol": 0.0, "atol": 1e-10}
-SMALL = {"dim": 16, "heads": 2, "layers": 2, "refinements": 2, "ffn_dim": 24, "num_features": 16}
+SMALL = {"dim": 16, "heads": 2, "layers": 2, "refinements": 2, "ffn_dim": 24}
+FLT = {"position": "spectral", "mixing": "linear", "num_features": 16}
+KERNEL = {"position": "multiplicative", "mixing": "linear", "num_features": 16}
+MOVING = {**KERNEL, "normalize_qk": True, "move_atoms": True}
+PERFORMER = {"position": "none", "mixing": "linear", "num_features": 16}
+SOFTMAX = {"mixing": "softmax", "position": "spectral"}
+SHELLS = {"nodes": "shells", "node_diameter": 12.0, "node_max_frequency": 0.15}
 VARIANTS = {
-    "flt": {},
-    "flt-images": {"periodic": "images"},
-    "flt-normalized-quadratic": {"normalize_qk": True, "mixing": "quadratic"},
-    "flt-learnable": {"feature_map": "learnable_exp", "projection": "iid"},
-    "relu": {"feature_map": "relu"},
-    "elu": {"feature_map": "elu"},
-    "flt-shells": {"nodes": "shells", "diameter": 12.0, "max_frequency": 0.15},
-    "kernel": {"placement": "multiplicative", "normalize": "unmasked"},
-    "kernel-reciprocal": {"placement": "multiplicative", "periodic": "reciprocal"},
-    "near": {"placement": "multiplicative", "near_field": 3.0, "mixing": "auto"},
-    "near-reciprocal-moving": {
-        "placement": "multiplicative",
-        "near_field": 3.0,
-        "periodic": "reciprocal",
-        "normalize": "none",
-        "normalize_qk": True,
-        "move_atoms": True,
-    },
-    "performer": {"position": "none"},
-    "performer-radial": {"position": "none", "radial_basis": 8},
-    "softmax-mask": {"mixing": "softmax"},
-    "softmax-mask-images": {"mixing": "softmax", "periodic": "images", "radial_basis": 8},
+    "default": {},
+    "flt": FLT,
+    "flt-images": {**FLT, "periodic": "images"},
+    "flt-normalized-quadratic": {**FLT, "normalize_qk": True, "mixing": "quadratic"},
+    "flt-learnable": {**FLT, "feature_map": "learnable_exp", "projection": "iid"},
+    "relu": {**FLT, "feature_map": "relu"},
+    "elu": {"position": "spectral", "mixing": "linear", "feature_map": "elu"},
+    "flt-shells": {**FLT, "position_options": SHELLS},
+    "kernel": {**KERNEL, "near_field": 0.0, "periodic": "none", "normalize": "unmasked"},
+    "kernel-reciprocal": {**KERNEL, "near_field": 0.0, "periodic": "reciprocal"},
+    "near": {**KERNEL, "near_field": 3.0, "periodic": "none", "mixing": "auto"},
+    "near-reciprocal-moving": {**MOVING, "near_field": 3.0, "normalize": "none"},
+    "performer": PERFORMER,
+    "performer-radial": {**PERFORMER, "radial_basis": 8},
+    "softmax-mask": SOFTMAX,
+    "softmax-mask-images": {**SOFTMAX, "periodic": "images", "radial_basis": 8},
+    "softmax-near": {**SOFTMAX, "position": "multiplicative", "periodic": "none"},
     "softmax": {"mixing": "softmax", "position": "none"},
 }
 
@@ -145,12 +147,6 @@ def test_gradient_across_structures_is_exactly_zero(variant):
         assert grad[batch.batch == 2].abs().max() > 1e-6
 
 
-def moved(s: Data, shift) -> Data:
-    other = copy.copy(s)
-    other.pos = s.pos + torch.as_tensor(shift, dtype=s.pos.dtype)
-    return other
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_translation_and_lattice_shift_of_all_atoms(variant):
     net = model(**VARIANTS[variant])
@@ -158,7 +154,9 @@ def test_translation_and_lattice_shift_of_all_atoms(variant):
         lattice = torch.tensor([2.0, -1.0, 1.0], dtype=s.cell.dtype) @ s.cell[0]
         here = predict(net, [s])
         for shift in ([11.0, -7.3, 0.4], lattice):
-            there = predict(net, [moved(s, shift)])
+            moved = copy.copy(s)
+            moved.pos = s.pos + torch.as_tensor(shift, dtype=s.pos.dtype)
+            there = predict(net, [moved])
             for key in here:
                 torch.testing.assert_close(there[key], here[key], **EXACT)
 
@@ -172,7 +170,7 @@ def turned(s: Data, seed: int) -> tuple[Data, torch.Tensor]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_rotation(variant):
-    """Exact wherever the mask is; random nodes only promise what scripts/rotation.py measures."""
+    """Exact wherever the mask is; random nodes promise what `make bench NAME=rotation` shows."""
     net = model(**VARIANTS[variant])
     exact = VARIANTS[variant].get("mixing") == "softmax" or "performer" in variant
     largest = 0.0
@@ -190,29 +188,23 @@ def test_rotation(variant):
 def test_periodic_images_equal_brute_force():
     cutoff = 7.0
     for s in (structure(9, 3), structure(9, 3, tags=False)):
-        dense = to_dense(Batch.from_data_list([s, structure(4, 1)]), "images", cutoff)
+        batch = Batch.from_data_list([s, structure(4, 1)])
+        dense = Images(cutoff).dense(Geometry.of_data(batch))
         ads = s.tags == 2
         centres, sources = (ads, ~ads) if ads.any() else (ads | True, ads | True)
         expected = []
-        for a in (-1, 0, 1):
-            for b in (-1, 0, 1):
-                if a == b == 0:
-                    continue
-                shift = a * s.cell[0, 0] + b * s.cell[0, 1]
-                expected += [
-                    (i, tuple((s.pos[i] + shift).tolist()))
-                    for i in range(9)
-                    if sources[i]
-                    and (s.pos[centres] - s.pos[i] - shift).norm(dim=-1).min() < cutoff
-                ]
+        for a, b in itertools.product((-1, 0, 1), repeat=2):
+            shift = a * s.cell[0, 0] + b * s.cell[0, 1]
+            near = torch.cdist(s.pos + shift, s.pos[centres]).min(dim=1).values < cutoff
+            for i in (near & sources).nonzero()[:, 0].tolist() if (a, b) != (0, 0) else []:
+                expected.append((i, tuple((s.pos[i] + shift).tolist())))
         real = dense.key_mask[0].clone()
         real[: dense.mask.shape[1]] = False
         got_index = dense.key_index[0][real].tolist()
         got = dense.key_positions[0][real] + s.pos.mean(dim=0)
         assert len(expected) == len(got) > 0
-        for (i, point), (j, other) in zip(
-            sorted(expected), sorted(zip(got_index, got.tolist(), strict=True)), strict=True
-        ):
+        found = sorted(zip(got_index, got.tolist(), strict=True))
+        for (i, point), (j, other) in zip(sorted(expected), found, strict=True):
             assert i == j
             np.testing.assert_allclose(point, other, atol=1e-9)
 
@@ -220,7 +212,7 @@ def test_periodic_images_equal_brute_force():
 def test_no_images_along_axes_that_are_not_periodic():
     s = structure(9, 3)
     s.pbc = torch.tensor([[True, False, False]])
-    dense = to_dense(Batch.from_data_list([s]), "images", 9.0)
+    dense = Images(9.0).dense(Geometry.of_data(Batch.from_data_list([s])))
     n = dense.mask.shape[1]
     shift = dense.key_positions[0, n:] - dense.positions[0][dense.key_index[0, n:]]
     assert len(shift) > 0
@@ -231,7 +223,7 @@ def test_neighbors_equal_ase():
     ase_neighbors = pytest.importorskip("ase.neighborlist")
     structures = [structure(9, 3), structure(1, 1), structure(12, 5)]
     structures[2].pbc = torch.tensor([[True, False, True]])
-    found = neighbor_list(Batch.from_data_list(structures), 5.0)
+    found = neighbor_list(Geometry.of_data(Batch.from_data_list(structures)), 5.0)
     start = 0
     for s in structures:
         i, _, vectors = ase_neighbors.primitive_neighbor_list(
@@ -290,18 +282,6 @@ def test_redraw_changes_features_the_same_way_for_the_same_seed():
     assert torch.equal(*results)
 
 
-def test_wrong_sizes_are_named():
-    with pytest.raises(ValueError, match="dim=10 must be a multiple of heads=3"):
-        EnergyRegressor(dim=10, heads=3)
-    with pytest.raises(ValueError, match="layers=0"):
-        EnergyRegressor(layers=0)
-
-
-def test_names_offered_by_the_command_line_are_those_of_the_core():
-    assert get_args(FeatureMapName) == tuple(FEATURE_MAPS)
-    assert get_args(ProjectionName) == tuple(PROJECTIONS)
-
-
 def moving(**options):
     """A model whose position head moves atoms by a few tenths of an Å."""
     return model(**{**VARIANTS["near-reciprocal-moving"], **options})
@@ -339,15 +319,9 @@ def test_the_mask_follows_free_atoms_and_fixed_ones_stay(scale):
 @pytest.mark.parametrize("mixing", ["softmax", "linear"])
 def test_moved_atoms_turn_with_the_structure(mixing):
     """Reciprocal nodes turn with the cell, and the near field is a radius."""
-    options = {} if mixing == "linear" else {"near_field": None, "normalize": "masked"}
-    if mixing == "softmax":
-        options |= {"placement": "additive", "periodic": "none", "normalize_qk": False}
-    net = moving(mixing=mixing, **options)
-    turn = torch.from_numpy(Rotation.random(random_state=0).as_matrix())
-    batch = Batch.from_data_list(STRUCTURES)
-    turned = batch.clone()
-    turned.pos, turned.cell = batch.pos @ turn.T, batch.cell @ turn.T
-    out, other = net(batch), net(turned)
+    net = moving() if mixing == "linear" else model(**SOFTMAX, move_atoms=True)
+    others, turns = zip(*(turned(s, 0) for s in STRUCTURES), strict=True)
+    out, other, turn = predict(net, STRUCTURES), predict(net, others), turns[0]
     assert out["displacement"].abs().max() > 0.01
     torch.testing.assert_close(other["energy"], out["energy"], **EXACT)
     expected = out["displacement_by_pass"] @ turn.T
@@ -370,11 +344,16 @@ def test_single_atoms_may_be_given_in_any_image(variant):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"dim": 10, "heads": 3}, "dim=10 must be a multiple of heads=3"),
+        ({"layers": 0}, "layers=0"),
         ({"move_atoms": True, "refinements": 1}, "move_atoms.*refinements=1"),
         ({"move_atoms": True, "position_head": False}, "position_head=False"),
-        ({"move_atoms": True, "position": "none"}, "position 'spectral'"),
-        ({"near_field": 4.0, "position": "none"}, "near_field=4.0 needs position"),
-        ({"near_field": 4.0}, "near_field corrects a kernel that multiplies"),
+        ({"move_atoms": True, "position": "none"}, "2 passes or more and a position"),
+        ({"near_field": 4.0, "position": "none"}, "near_field=4.0 has no effect"),
+        ({"near_field": 4.0, "position": "spectral"}, "corrects a kernel that multiplies"),
+        ({"near_exact": True, "near_field": 0.0}, "without near_field"),
+        ({"image_cutoff": 4.0}, "image_cutoff=4.0 has no effect with periodic='reciprocal'"),
+        ({"neighbor_cutoff": 4.0, "position_head": False}, "neighbor_cutoff=4.0 has no effect"),
     ],
 )
 def test_options_that_do_not_go_together(options, words):

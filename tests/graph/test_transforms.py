@@ -155,10 +155,10 @@ def test_repr_and_refusals() -> None:
         with pytest.raises(ValueError, match="must be"):
             PBCRadiusGraph(**options)
     for fields, message in (
-        ({"pos": None}, "data.pos must have shape"),
-        ({"pos": pos[:, :2]}, "data.pos must have shape"),
-        ({"pos": pos, "cell": torch.eye(3).expand(2, 3, 3)}, "data.cell must have shape"),
-        ({"pos": pos, "pbc": torch.ones(2, 3)}, "data.pbc must have shape"),
+        ({"pos": None}, "pos must have shape"),
+        ({"pos": pos[:, :2]}, "pos must have shape"),
+        ({"pos": pos, "cell": torch.eye(3).expand(2, 3, 3)}, "cell must have shape"),
+        ({"pos": pos, "pbc": torch.ones(2, 3)}, "pbc must have shape"),
         ({"pos": pos, "pbc": torch.ones(3)}, "linearly independent"),
         ({"pos": pos, "cell": torch.ones(3, 3)}, "linearly independent"),
     ):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from test_language_model import MECHANISMS, VOCABULARY, ids, tiny
 
-from molflt.sequence import LanguageModel, generate
-from molflt.sequence.generation import choose
+from molflt.sequence.generation import _choose, generate
+from molflt.sequence.language_model import LanguageModel
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
@@ -20,7 +20,7 @@ def test_greedy_is_the_most_probable_token_of_the_whole_prefix(mechanism):
     drawn = list(generate(model, tokens, 9, temperature=0))
     assert len(drawn) == 9
     for token in drawn:
-        log_p = model.logits(model(tokens)[:, -1])[0]
+        log_p = model.log_probabilities(model(tokens)[:, -1])[0]
         assert log_p[token] > log_p.max() - 1e-5
         tokens = torch.cat((tokens, torch.tensor([[token]])), dim=1)
 
@@ -53,7 +53,7 @@ def test_draws_follow_the_probabilities():
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0]).repeat(20_000, 1)
     draw = torch.Generator().manual_seed(0)
     for options, allowed in (({}, 4), ({"top_k": 2}, 2), ({"temperature": 0.5}, 4)):
-        found = choose(logits, generator=draw, **options).bincount(minlength=4) / len(logits)
+        found = _choose(logits, generator=draw, **options).bincount(minlength=4) / len(logits)
         scaled = logits[0] / options.get("temperature", 1.0)
         scaled[scaled < scaled.sort(descending=True).values[allowed - 1]] = -math.inf
         assert (found - scaled.softmax(0)).abs().max() < 0.015  # 4 standard errors

@@ -1,0 +1,286 @@
+"""A positional encoding evaluated for one batch: one class for each way in which it can enter.
+
+Every kind has the matrix that it stands for, `dense`, the oracle, and a form that never makes that
+matrix, `mix`. In shapes, b is the batch or 1, h the heads or 1.
+"""
+
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from molflt.attention.features import Features
+from molflt.attention.features.base import Columns, Operand
+from molflt.attention.mixing.causal import State, causal_linear
+from molflt.attention.mixing.chunked import chunk_size, linear_in_chunks
+from molflt.attention.mixing.forms import cheaper, linear, quadratic
+from molflt.attention.mixing.multiplicative import linear_with_kernel
+from molflt.attention.mixing.pairs import Pairs, with_exact_pairs
+from molflt.attention.mixing.sums import Sums
+from molflt.attention.mixing.toeplitz import dense_log_kernel, toeplitz
+from molflt.attention.numerics import at_least_float32
+
+SOFTMAX, KERNELIZED = "softmax", "kernelized"
+
+_Turn = Callable[[Tensor], Tensor]
+
+
+class Terms(NamedTuple):
+    """What is summed over keys: the features of both sides, and values (batch, heads, keys, dv)."""
+
+    query: Features
+    key: Features
+    value: Tensor
+    causal: bool = False
+    """each token sees itself and those before it"""
+    log_decay: Tensor | None = None
+    """see `causal_linear`"""
+    state: State | None = None
+    """of the tokens before these; causal"""
+
+
+class Encoding:
+    """No encoding, and the base class of all kinds.
+
+    Attributes:
+        faces: whether softmax attention can use it, or kernelized attention, or both.
+        decodes: whether it leaves causal attention a state of constant size.
+        kernel: U (b, h, queries, p) and V (b, h, keys, p) of a kernel that multiplies, or None.
+    """
+
+    faces: ClassVar[tuple[str, ...]] = (SOFTMAX, KERNELIZED)
+    decodes: ClassVar[bool] = True
+    kernel: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def bias(self) -> Tensor | None:
+        """What is added to the logits of softmax: (b, h, queries, keys)."""
+        return None
+
+    @property
+    def columns(self) -> tuple[Columns | None, Columns | None]:
+        """What is put before queries and keys: (b, h, tokens, .) each."""
+        return None, None
+
+    def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Scaled queries and keys, (batch, heads, tokens, d), to those that are compared."""
+        return query, key
+
+    def dense(self, queries: int, keys: int) -> Tensor | None:
+        """The matrix, (b, h, queries, keys), that is added to logits or multiplies; or None."""
+        return None
+
+    def attend(
+        self,
+        query: Operand,
+        key: Operand,
+        value: Tensor,
+        *,
+        form: str = "linear",
+        causal: bool = False,
+        gate: Tensor | None = None,
+        state: State | None = None,
+    ) -> tuple[Sums, State | None]:
+        """Sums of kernelized attention, in the form that is asked for or, for "auto", cheaper.
+
+        Args:
+            query: (batch, heads, queries, d).
+            key: (batch, heads, keys, d).
+            value: (batch, heads, keys, dv).
+            form: "linear", "quadratic" or "auto".
+            causal: each token sees itself and those before it.
+            gate: logits of what each token keeps of the past, (batch, heads, tokens).
+            state: of the tokens before these; causal.
+
+        Returns:
+            The sums, and in linear causal attention the state after the last token.
+        """
+        matrix = self._takes_matrix(form, causal, query, key, value)
+        if not matrix and not causal and (size := self._chunk_size(query, key, value)):
+            return linear_in_chunks(query, key, value, size, self.kernel), None
+        phi_q, phi_k, log_decay = query.features(), key.features(), None
+        if gate is not None:
+            gate = at_least_float32(gate)
+            phi_k, log_decay = phi_k.scaled(F.logsigmoid(-gate)), F.logsigmoid(gate)
+        terms = Terms(phi_q, phi_k, value, causal, log_decay, state)
+        sums, last = (self.by_matrix(terms), None) if matrix else self.mix(terms)
+        return self._with_single_pairs(sums, query, key, value), last
+
+    def by_matrix(self, terms: Terms) -> Sums:
+        """The sums through the N x N matrix of attention: the oracle of `mix`."""
+        return self._quadratic(terms)
+
+    @staticmethod
+    def _quadratic(terms: Terms, **kernel: Tensor) -> Sums:
+        query, key, value, causal, log_decay, _ = terms
+        return quadratic(query, key, value, causal, log_decay=log_decay, **kernel)
+
+    def mix(self, terms: Terms) -> tuple[Sums, State | None]:
+        """The sums without that matrix."""
+        if terms.causal:
+            return causal_linear(*terms[:3], terms.log_decay, terms.state)
+        return linear(*terms[:3]), None
+
+    def _with_single_pairs(self, sums: Sums, query: Operand, key: Operand, value: Tensor) -> Sums:
+        """What an encoding adds to the sums of single pairs, without any features."""
+        return sums
+
+    def _takes_matrix(
+        self, form: str, causal: bool, query: Operand, key: Operand, value: Tensor
+    ) -> bool:
+        if form != "auto" or causal:
+            return form == "quadratic"
+        p = 1 if self.kernel is None else self.kernel[0].shape[-1]
+        sizes = query.x.shape[2], key.x.shape[2], query.feature_map.width, value.shape[-1]
+        return cheaper(*sizes, p) == "quadratic"
+
+    def _chunk_size(self, query: Operand, key: Operand, value: Tensor) -> int:
+        """Tokens per chunk if `linear_in_chunks` should take over, else 0."""
+        return chunk_size(query, key, value)
+
+
+class Bias(Encoding):
+    """f(r_i - r_j), added to the logits of softmax: FLT (arXiv:2302.01925), eq. 1.
+
+    Args:
+        matrix: (b, h, queries, keys).
+    """
+
+    faces = (SOFTMAX,)
+
+    def __init__(self, matrix: Tensor) -> None:
+        self.matrix = matrix
+
+    @property
+    def bias(self) -> Tensor:
+        return self.matrix
+
+    def dense(self, queries: int, keys: int) -> Tensor:
+        """See `Encoding.dense`; what is added."""
+        return self.matrix
+
+
+class Factors(Encoding):
+    """Factors of the mask, before queries and keys: q^ = [N1, q], k^ = [N2, k], FLT's eq. 3.
+
+    Args:
+        left: N1 (b, h, queries, 2r), or random projections of it.
+        right: N2 (b, h, keys, 2r), likewise.
+    """
+
+    faces = (KERNELIZED,)
+
+    def __init__(self, left: Columns, right: Columns) -> None:
+        self.left, self.right = left, right
+
+    @property
+    def columns(self) -> tuple[Columns, Columns]:
+        return self.left, self.right
+
+    def dense(self, queries: int, keys: int) -> Tensor | None:
+        """N1 N2^T, what is added to q . k; None where only projections are known."""
+        if isinstance(self.left, Tensor) and isinstance(self.right, Tensor):
+            return self.left @ self.right.mT
+        return None
+
+
+class Kernel(Encoding):
+    """A positional kernel that multiplies: A_ij = (U_i . V_j + w_ij) phi(q_i) . phi(k_j).
+
+    Args:
+        left: U (b, h, queries, p).
+        right: V (b, h, keys, p).
+        pairs: w, the near field; with `exact` also what is added to A_ij itself.
+    """
+
+    faces = (KERNELIZED,)
+    kernel: tuple[Tensor, Tensor]
+
+    def __init__(self, left: Tensor, right: Tensor, pairs: Pairs | None = None) -> None:
+        self.kernel = left, right
+        self.pairs = pairs
+        self._matrix: Tensor | None = None
+
+    def dense(self, queries: int, keys: int) -> Tensor:
+        """U V^T + w, what multiplies; formed once for all layers that want it."""
+        if self._matrix is None:
+            left, right = self.kernel
+            matrix = left @ right.transpose(-1, -2)
+            if self.pairs is not None:
+                matrix = matrix + self.pairs.dense(len(matrix), queries, keys)
+            self._matrix = matrix
+        return self._matrix
+
+    def _with_single_pairs(self, sums: Sums, query: Operand, key: Operand, value: Tensor) -> Sums:
+        if self.pairs is None or self.pairs.exact is None:
+            return sums
+        return with_exact_pairs(sums, query.x, key.x, value, self.pairs)
+
+    def by_matrix(self, terms: Terms) -> Sums:
+        return self._quadratic(terms, kernel=self.dense(terms.query.tokens, terms.key.tokens))
+
+    def mix(self, terms: Terms) -> tuple[Sums, State | None]:
+        if not terms.causal:
+            return linear_with_kernel(*terms[:3], self.kernel, self.pairs), None
+        if self.pairs is not None:
+            raise ValueError("causal attention has no near field; leave it out")
+        left, right = (at_least_float32(factor) for factor in self.kernel)
+        query, key = terms.query.kronecker(left), terms.key.kronecker(right)
+        return super().mix(terms._replace(query=query, key=key))
+
+    def _chunk_size(self, query: Operand, key: Operand, value: Tensor) -> int:
+        if self.pairs is not None:
+            return 0
+        return chunk_size(query, key, value, self.kernel[1].shape[-1])
+
+
+class Toeplitz(Encoding):
+    """A kernel of the offset on a grid, which multiplies: NPRF (arXiv:2106.12566), section 3.2.
+
+    Args:
+        log_kernel: see `molflt.attention.mixing.toeplitz`.
+        method: how products are computed, one of `molflt.attention.mixing.toeplitz.METHODS`.
+    """
+
+    faces = (KERNELIZED,)
+    decodes = False
+
+    def __init__(self, log_kernel: Tensor, method: str = "auto") -> None:
+        self.log_kernel = log_kernel
+        self.method = method
+
+    def dense(self, queries: int, keys: int) -> Tensor:
+        """c_(j-i), what multiplies."""
+        return dense_log_kernel(self.log_kernel, queries, keys).exp()[None]
+
+    def by_matrix(self, terms: Terms) -> Sums:
+        sizes = terms.query.tokens, terms.value.shape[-2]
+        return self._quadratic(terms, log_kernel=dense_log_kernel(self.log_kernel, *sizes))
+
+    def mix(self, terms: Terms) -> tuple[Sums, State | None]:
+        causal, method = terms.causal, self.method
+        return toeplitz(*terms[:3], self.log_kernel, causal=causal, method=method), None
+
+    def _takes_matrix(
+        self, form: str, causal: bool, query: Operand, key: Operand, value: Tensor
+    ) -> bool:
+        return form == "quadratic"  # its own `blocks` are the form for few tokens
+
+    def _chunk_size(self, query: Operand, key: Operand, value: Tensor) -> int:
+        return 0
+
+
+class Rotation(Encoding):
+    """A map of queries and of keys, each by its own positions: rotary and stochastic encodings.
+
+    Args:
+        turn_query: scaled queries (batch, heads, queries, d) to those that are compared.
+        turn_key: likewise for keys.
+    """
+
+    def __init__(self, turn_query: _Turn, turn_key: _Turn) -> None:
+        self.turn_query, self.turn_key = turn_query, turn_key
+
+    def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return self.turn_query(query), self.turn_key(key)

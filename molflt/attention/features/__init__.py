@@ -1,0 +1,46 @@
+"""Feature maps phi and the random projections that they rest on."""
+
+from typing import TYPE_CHECKING, Literal
+
+from molflt.attention.features import maps
+from molflt.attention.features.base import PROJECTIONS, FeatureMap, Features
+from molflt.attention.features.projections import Projection
+
+__all__ = [
+    "FEATURE_MAPS",
+    "PROJECTIONS",
+    "FeatureMap",
+    "FeatureMapName",
+    "Features",
+    "Projection",
+    "ProjectionName",
+]
+
+FEATURE_MAPS: dict[str, type[FeatureMap]] = {
+    "positive": maps._PositiveFeatures,
+    "trigonometric": maps._TrigonometricFeatures,
+    "favor2020": maps._Favor2020Features,
+    "relu": maps._ReluFeatures,
+    "squared_relu": maps._SquaredReluFeatures,
+    "sigmoid": maps._SigmoidFeatures,
+    "abs": maps._AbsFeatures,
+    "exp": maps._ExpFeatures,
+    "gelu": maps._GeluFeatures,
+    "cos": maps._CosFeatures,
+    "tanh": maps._TanhFeatures,
+    "identity": maps._IdentityFeatures,
+    "learnable_exp": maps._LearnableExpFeatures,
+    "learnable_relu": maps._LearnableReluFeatures,
+    "elu": maps._EluFeatures,
+    "cosformer": maps._CosformerFeatures,
+    "rfa_gaussian": maps._RfaGaussianFeatures,
+    "rfa_arccos": maps._RfaArccosFeatures,
+}
+
+# The command line lists the choices of an option from its type.
+if TYPE_CHECKING:
+    FeatureMapName = str
+    ProjectionName = str
+else:
+    FeatureMapName = Literal[tuple(FEATURE_MAPS)]
+    ProjectionName = Literal[tuple(PROJECTIONS)]

@@ -1,0 +1,297 @@
+"""Features, what feature maps are, and queries and keys on their way to them."""
+
+import math
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from molflt.attention.checks import at_least_one, no_effect, one_of
+from molflt.attention.features.factored import _GivensProjection, _HadamardProjection
+from molflt.attention.features.projections import (
+    OrthogonalProjection,
+    Projection,
+    SobolProjection,
+    _IidProjection,
+    _SphereProjection,
+)
+from molflt.attention.numerics import at_least_float32
+
+NUM_FEATURES = 64
+
+PROJECTIONS: dict[str, type[Projection]] = {
+    "iid": _IidProjection,
+    "orthogonal": OrthogonalProjection,
+    "hadamard": _HadamardProjection,
+    "givens": _GivensProjection,
+    "sphere": _SphereProjection,
+    "sobol": SobolProjection,
+}
+
+
+class Features(NamedTuple):
+    """Features phi = values * exp(log_scale) of queries or keys; None stands for 1 and for 0.
+
+    Exponential maps overflow when they are evaluated too early. They give their logarithm instead,
+    and the mixing subtracts what cancels in the ratio of its sums.
+    """
+
+    values: Tensor | None
+    """(batch, heads, tokens, m)"""
+    log_scale: Tensor | None = None
+    """(batch, heads, tokens, m) or (batch, heads, tokens, 1)"""
+
+    @property
+    def width(self) -> int:
+        """Number of features m."""
+        return self._given.shape[-1]
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return self._given.shape[-2]
+
+    @property
+    def _given(self) -> Tensor:
+        tensor = self.log_scale if self.values is None else self.values
+        if tensor is None:
+            raise ValueError("Features need values or log_scale; got neither; give one of them")
+        return tensor
+
+    def materialize(self) -> Tensor:
+        """phi itself, without any stabilizer."""
+        return self.shifted(torch.zeros(()))
+
+    def shifted(self, shift: Tensor) -> Tensor:
+        """values * exp(log_scale - shift)."""
+        if self.log_scale is None:
+            return self._given
+        scale = (self.log_scale - shift.to(self.log_scale)).exp()
+        return scale if self.values is None else self.values * scale
+
+    def masked(self, mask: Tensor | None) -> "Features":
+        """Features that are 0 where `mask` (broadcastable to batch, heads, tokens) is False."""
+        if mask is None:
+            return self
+        out = ~mask[..., None]
+        values, log_scale = self
+        return Features(
+            None if values is None else values.masked_fill(out, 0.0),
+            None if log_scale is None else log_scale.masked_fill(out, -torch.inf),
+        )
+
+    def scaled(self, log_factor: Tensor) -> "Features":
+        """Features times exp(log_factor), (batch, heads, tokens)."""
+        factor = log_factor[..., None]
+        return Features(self.values, factor if self.log_scale is None else self.log_scale + factor)
+
+    def kronecker(self, factors: Tensor) -> "Features":
+        """Row-wise Kronecker product with (batch, heads, tokens, p): m p features.
+
+        Products phi_i . phi_j are multiplied by factors_i . factors_j.
+        """
+        p = factors.shape[-1]
+        values, log_scale = self
+        ones = factors.new_ones(()).expand(*factors.shape[:-1], self.width)
+        values = ones if values is None else values
+        outer = (values[..., :, None] * factors[..., None, :]).flatten(-2)
+        if log_scale is not None and log_scale.shape[-1] > 1:
+            log_scale = log_scale.repeat_interleave(p, dim=-1)
+        return Features(outer, log_scale)
+
+    def bounded(self) -> "Features":
+        """Features at least e^-61 (float32) or e^-495 (float64) of the largest of their token.
+
+        Of a query's largest feature every key then has enough for a normalizer that neither
+        underflows nor has a gradient that overflows, where features cannot be shifted to the size
+        of their partners because those may come later.
+        """
+        if self.log_scale is None or self.log_scale.shape[-1] == 1:
+            return self
+        largest = self.log_scale.detach().amax(dim=-1, keepdim=True)
+        reach = 0.7 * math.log(torch.finfo(self.log_scale.dtype).tiny)
+        return Features(self.values, torch.maximum(self.log_scale, largest + reach))
+
+    def at_least_float32(self) -> "Features":
+        """In float32 at least."""
+        return Features(*(None if part is None else at_least_float32(part) for part in self))
+
+
+class Projected(NamedTuple):
+    """Columns of which only what maps with a random projection ask for is known."""
+
+    products: Tensor
+    """w_s . x, (batch, heads, tokens, m)"""
+    square: Tensor
+    """|x|^2, (batch, heads, tokens, 1)"""
+
+
+Columns = Tensor | Projected
+
+
+def _joined(*columns: Columns) -> Tensor:
+    """Columns along their last axis as one tensor; a single one is not copied.
+
+    Raises:
+        ValueError: some columns are known by their projections alone.
+    """
+    whole = [part for part in columns if isinstance(part, Tensor)]
+    if len(whole) < len(columns):
+        raise ValueError(
+            "this feature map needs the factors of the encoding themselves; got their random "
+            "projections, as for reciprocal nodes; use 'positive', 'relu' or another random map"
+        )
+    return whole[0] if len(whole) == 1 else torch.cat(whole, dim=-1)
+
+
+def _squared_norm(*columns: Columns) -> Tensor:
+    """|x|^2 of x in columns: (..., n, .) -> (..., n, 1).
+
+    By inner products: squares would keep a copy of x for the backward pass, and norms have no
+    second derivative at 0.
+    """
+    first, *others = (
+        x.square if isinstance(x, Projected) else torch.linalg.vecdot(x, x).unsqueeze(-1)
+        for x in columns
+    )
+    return sum(others, first)
+
+
+class FeatureMap(nn.Module):
+    """Base class: one map, applied to queries and to keys.
+
+    A new map overrides `forward`, says in its class attributes what it is, and gets a line in
+    `FEATURE_MAPS`.
+
+    Args:
+        dim: width of the queries and keys given to the map.
+        heads: number of heads; every head has its own projection.
+        num_features: rows m of the projection, 64 by default. Maps without a projection refuse one.
+        projection: key of `PROJECTIONS`, how the rows of a random matrix are drawn; "orthogonal" by
+            default. Maps without a projection refuse one.
+
+    Attributes:
+        width: number of features per token that `forward` returns.
+        projection: the random matrix, or None.
+        paper: where the map comes from: number on arXiv, and place.
+        cost: of attention with it, for N tokens, m features and head width d.
+        random: whether the map owns a random projection that `redraw_` can renew.
+        learned: whether it learns one that is drawn at the start.
+        signed: whether features can be negative.
+        positive_kernel: whether products phi(q) . phi(k) are above 0, so that normalizers are.
+            Elsewhere count the others in `Attention.sums(...).normalizer`.
+        estimates_exp: whether these products estimate exp(q . k) without bias.
+        takes_projected: whether it can do with random projections of its columns.
+        per_row: features that each row of the projection makes.
+    """
+
+    paper = ""
+    cost = "N m d"
+    random = False
+    learned = False
+    signed = False
+    positive_kernel = True
+    estimates_exp = False
+    takes_projected = False
+    per_row = 1
+    projection: Projection | None
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        num_features: int | None = None,
+        projection: str | None = None,
+    ) -> None:
+        super().__init__()
+        if not (self.random or self.learned):
+            why = f"in {type(self).__name__.strip('_')}, which projects nothing"
+            no_effect(why, num_features=num_features, projection=projection)
+        rows = NUM_FEATURES if num_features is None else num_features
+        projection = projection or "orthogonal"
+        one_of("projection", projection, PROJECTIONS)
+        at_least_one(num_features=rows)
+        self.dim = dim
+        self.heads = heads
+        self.width = self.per_row * rows if self.random or self.learned else dim
+        self.projection = PROJECTIONS[projection](heads, rows, dim) if self.random else None
+        self._add(rows, projection)
+
+    def _add(self, rows: int, projection: str) -> None:
+        """Makes the parameters and buffers that a map has beside its random projection."""
+
+    def redraw_(self, generator: torch.Generator | None = None) -> None:
+        """Draws a new random projection in place; does nothing for deterministic maps.
+
+        Args:
+            generator: CPU generator. Give one seeded alike on every rank of a distributed run.
+        """
+        if self.projection is not None:
+            self.projection.redraw_(generator)
+
+    def forward(self, *columns: Columns) -> Features:
+        """Features of tokens: (batch, heads, tokens, dim) -> (batch, heads, tokens, width).
+
+        Several arguments stand for what they are joined to along their last axis, as in [N1, q],
+        and spare most maps the copy.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must override forward(*columns)")
+
+    def project(self, *columns: Columns) -> Tensor:
+        """w_s . x: (batch, heads, tokens, dim), in columns -> (batch, heads, tokens, m)."""
+        if self.projection is None:
+            raise ValueError(f"{type(self).__name__} has no random projection; override forward")
+        out: Tensor = self.projection(*(x for x in columns if isinstance(x, Tensor)))
+        return sum((x.products for x in columns if isinstance(x, Projected)), out)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, heads={self.heads}, width={self.width}"
+
+
+class Operand(NamedTuple):
+    """Queries or keys whose features the mixing evaluates, at once or a few tokens at a time."""
+
+    feature_map: FeatureMap
+    x: Tensor
+    """scaled, (batch, heads, tokens, d)"""
+    columns: Columns | None = None
+    """N1 or N2, (batch or 1, heads or 1, tokens, .), which stand before x"""
+    mask: Tensor | None = None
+    """broadcastable to (batch, heads, tokens), False where features are 0"""
+
+    def features(self) -> Features:
+        """phi([columns, x]), in float32 at least."""
+        with torch.autocast(self.x.device.type, enabled=False):
+            x = at_least_float32(self.x)
+            inputs: tuple[Columns, ...] = (x,)
+            if isinstance(self.columns, Projected):
+                inputs = self.columns, x
+            elif self.columns is not None:
+                inputs = self.columns.to(x.dtype).expand(*x.shape[:-1], -1), x
+            features: Features = self.feature_map(*inputs)
+            return features.masked(self.mask)
+
+    def without_columns(self) -> Self:
+        """The same with zeros in place of the columns: phi([0, x]), or phi(x) where it fits."""
+        missing = self.feature_map.dim - self.x.shape[-1]
+        zeros = self.x.new_zeros(1, 1, 1, missing) if missing else None
+        return self._replace(columns=zeros)
+
+    def split(self, size: int) -> list["Operand"]:
+        """Pieces of `size` tokens each, by `Tensor.split`: gradients of slices would be whole."""
+        x = self.x.split(size, dim=-2)
+        mask = cut(self.mask, size, len(x), dim=-1)
+        if isinstance(self.columns, Projected):
+            pairs = zip(*(part.split(size, dim=-2) for part in self.columns), strict=True)
+            columns: list[Columns | None] = [Projected(*pair) for pair in pairs]
+        else:
+            columns = [*cut(self.columns, size, len(x))]
+        rest = zip(x, columns, mask, strict=True)
+        return [self._replace(x=a, columns=b, mask=c) for a, b, c in rest]
+
+
+def cut(x: Tensor | None, size: int, pieces: int, dim: int = -2) -> tuple[Tensor | None, ...]:
+    """Pieces of `size` along an axis; as many times None, or the same, where x has no such axis."""
+    if x is None or x.shape[dim] == 1 != pieces:
+        return (x,) * pieces
+    return x.split(size, dim=dim)

@@ -1,0 +1,298 @@
+"""The feature maps phi of kernelized attention, A_ij = phi(q_i) . phi(k_j).
+
+Inputs are already scaled (x = q d^(-1/4)). A map returns `Features`: exponentials give their
+logarithm, so that the mixing can subtract what cancels before it evaluates them.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from molflt.attention.features.base import (
+    PROJECTIONS,
+    Columns,
+    FeatureMap,
+    Features,
+    _joined,
+    _squared_norm,
+)
+from molflt.attention.numerics import unit
+
+
+class _PositiveFeatures(FeatureMap):
+    """Positive random features: phi(x) = exp(w_s . x - |x|^2 / 2) / sqrt(m).
+
+    Unbiased: E[phi(x) . phi(y)] = exp(x . y). Performer (arXiv:2009.14794), lemma 1; kernelized
+    attention with RPE (arXiv:2106.12566), eq. 5.
+    """
+
+    paper = "2106.12566, eq. 5; 2009.14794, lemma 1"
+    estimates_exp = True
+    random = True
+    takes_projected = True
+
+    def forward(self, *columns: Columns) -> Features:
+        shift = _squared_norm(*columns) + math.log(self.width)
+        return Features(None, self.project(*columns) - shift / 2)
+
+
+class _TrigonometricFeatures(FeatureMap):
+    """phi(x) = exp(|x|^2 / 2) [sin(w_s . x), cos(w_s . x)] / sqrt(m), of width 2m.
+
+    Unbiased for exp(x . y), but signed: the variance explodes where exp(x . y) is small. NPRF
+    (arXiv:2106.12566), eq. 4; safe on queries and keys of unit norm.
+    """
+
+    paper = "2106.12566, eq. 4"
+    estimates_exp = True
+    positive_kernel = False
+    random = True
+    takes_projected = True
+    signed = True
+    per_row = 2
+
+    def forward(self, *columns: Columns) -> Features:
+        projected = self.project(*columns)
+        waves = torch.cat((projected.sin(), projected.cos()), dim=-1)
+        values = waves * (2 / self.width) ** 0.5
+        return Features(values, _squared_norm(*columns) / 2)
+
+
+class _Favor2020Features(FeatureMap):
+    """FAVOR as first published: phi(x) = D_x sqrt(2 / m) cos(w_s . x + b_s).
+
+    D_x = exp(|x|^2 / 2), which is exp(|q|^2 / 2 sqrt(d)) of the unscaled query: D_Q and D_K of
+    FAVOR (arXiv:2006.03555), eqs. 5-12. b_s is uniform in [0, 2 pi). Unbiased for exp(x . y);
+    signed.
+    """
+
+    paper = "2006.03555, eqs. 5-12"
+    estimates_exp = True
+    positive_kernel = False
+    random = True
+    takes_projected = True
+    signed = True
+    phase: Tensor
+
+    def _add(self, rows: int, projection: str) -> None:
+        self.register_buffer("phase", torch.empty(self.heads, 1, rows))
+        self._draw_phase()
+
+    def redraw_(self, generator: torch.Generator | None = None) -> None:
+        """Draws projection and phases."""
+        super().redraw_(generator)
+        self._draw_phase(generator)
+
+    def _draw_phase(self, generator: torch.Generator | None = None) -> None:
+        turns = torch.rand(self.phase.shape, dtype=torch.float64, generator=generator)
+        with torch.no_grad():
+            self.phase.copy_(2 * math.pi * turns)
+
+    def forward(self, *columns: Columns) -> Features:
+        projected = self.project(*columns)
+        waves = (projected + self.phase.to(projected.dtype)).cos()
+        return Features(waves * (2 / self.width) ** 0.5, _squared_norm(*columns) / 2)
+
+
+class _GeneralizedFeatures(FeatureMap):
+    """Generalized attention: phi(x) = f(w_s . x) + eps.
+
+    FAVOR (arXiv:2006.03555), sections 2.2 and 4.3; `normalize="none"` of `Attention` switches off
+    what that paper calls renormalization. eps > 0 keeps every normalizer of a non-negative f
+    positive; with a signed f it would only hide a failure, so it is 0 there.
+    """
+
+    paper = "2006.03555, sec. 2.2"
+    random = True
+    takes_projected = True
+    eps = 1e-3
+
+    def function(self, x: Tensor) -> Tensor:
+        """f, element by element: (batch, heads, tokens, m) -> the same."""
+        raise NotImplementedError(f"{type(self).__name__} must override function(x)")
+
+    def forward(self, *columns: Columns) -> Features:
+        return Features(self.function(self.project(*columns)) + (0.0 if self.signed else self.eps))
+
+
+class _ReluFeatures(_GeneralizedFeatures):
+    """Generalized attention with f = relu."""
+
+    def function(self, x: Tensor) -> Tensor:
+        return F.relu(x)
+
+
+class _SquaredReluFeatures(_GeneralizedFeatures):
+    """Generalized attention with f = relu squared."""
+
+    def function(self, x: Tensor) -> Tensor:
+        return F.relu(x).square()
+
+
+class _SigmoidFeatures(_GeneralizedFeatures):
+    """Generalized attention with f = sigmoid."""
+
+    def function(self, x: Tensor) -> Tensor:
+        return x.sigmoid()
+
+
+class _AbsFeatures(_GeneralizedFeatures):
+    """Generalized attention with f = |x|."""
+
+    def function(self, x: Tensor) -> Tensor:
+        return x.abs()
+
+
+class _GeluFeatures(_GeneralizedFeatures):
+    """Generalized attention with f = gelu."""
+
+    signed = True
+    positive_kernel = False
+
+    def function(self, x: Tensor) -> Tensor:
+        return F.gelu(x)
+
+
+class _CosFeatures(_GeneralizedFeatures):
+    """Generalized attention with f = cos."""
+
+    signed = True
+    positive_kernel = False
+
+    def function(self, x: Tensor) -> Tensor:
+        return x.cos()
+
+
+class _TanhFeatures(_GeneralizedFeatures):
+    """Generalized attention with f = tanh."""
+
+    signed = True
+    positive_kernel = False
+
+    def function(self, x: Tensor) -> Tensor:
+        return x.tanh()
+
+
+class _IdentityFeatures(_GeneralizedFeatures):
+    """Generalized attention with f = x."""
+
+    signed = True
+    positive_kernel = False
+
+    def function(self, x: Tensor) -> Tensor:
+        return x
+
+
+class _ExpFeatures(FeatureMap):
+    """Generalized attention with f = exp: phi(x) = exp(w_s . x), through its logarithm.
+
+    FAVOR (arXiv:2006.03555), section 4.3. Positive without an eps.
+    """
+
+    paper = "2006.03555, sec. 4.3"
+    random = True
+    takes_projected = True
+
+    def forward(self, *columns: Columns) -> Features:
+        return Features(None, self.project(*columns))
+
+
+class _LearnableExpFeatures(FeatureMap):
+    """Exponential of a learned projection per head: phi(x) = exp(W x).
+
+    FLT (arXiv:2302.01925), image experiments; W starts as a random draw of `projection`.
+    """
+
+    paper = "2302.01925, sec. 5.2"
+    learned = True
+
+    def _add(self, rows: int, projection: str) -> None:
+        drawn = PROJECTIONS[projection](self.heads, rows, self.dim).matrix()
+        self.weight = nn.Parameter(drawn.to(torch.get_default_dtype()))
+
+    def product(self, *columns: Columns) -> Tensor:
+        """W x: (batch, heads, tokens, dim), in columns -> (batch, heads, tokens, m)."""
+        x = _joined(*columns)
+        return x @ self.weight.to(x.dtype).transpose(-1, -2)
+
+    def forward(self, *columns: Columns) -> Features:
+        return Features(None, self.product(*columns))
+
+
+class _LearnableReluFeatures(_LearnableExpFeatures):
+    """ReLU of a learned projection per head: phi(x) = relu(W x) + eps.
+
+    FLT (arXiv:2302.01925), image experiments.
+    """
+
+    eps = _GeneralizedFeatures.eps
+
+    def forward(self, *columns: Columns) -> Features:
+        return Features(F.relu(self.product(*columns)) + self.eps)
+
+
+class _EluFeatures(FeatureMap):
+    """Linear Transformer: phi(x) = elu(x) + 1, of the width of x (arXiv:2006.16236, eq. 7)."""
+
+    paper = "2006.16236, eq. 7"
+    cost = "N d²"
+
+    def forward(self, *columns: Columns) -> Features:
+        return Features(F.elu(_joined(*columns)) + 1.0)
+
+
+class _CosformerFeatures(_EluFeatures):
+    """cosFormer: phi(x) = relu(x), of the width of x (arXiv:2202.08791, eq. 7).
+
+    Its other half, the re-weighting by position, is `position="cosine"`.
+    """
+
+    paper = "2202.08791, eq. 7"
+    cost = "N d²"
+
+    def forward(self, *columns: Columns) -> Features:
+        return Features(F.relu(_joined(*columns)))
+
+
+class _RfaFeatures(FeatureMap):
+    """Base of the features of random feature attention, RFA (arXiv:2103.02143), section 3.1.
+
+    Queries and keys are divided by their norms and stretched by a learned scale per head and
+    dimension, the reparametrized width of the random rows.
+    """
+
+    paper = "2103.02143, sec. 3.1"
+    random = True
+
+    def _add(self, rows: int, projection: str) -> None:
+        self.scale = nn.Parameter(torch.ones(self.heads, 1, self.dim))
+
+    def project(self, *columns: Columns) -> Tensor:
+        """w_s . (scale x / |x|)."""
+        x = _joined(*columns)
+        return super().project(unit(x) * self.scale.to(x.dtype))
+
+
+class _RfaGaussianFeatures(_RfaFeatures):
+    """RFA with a Gaussian kernel: phi(x) = [sin(w_s . x), cos(w_s . x)] / sqrt(m), of width 2m.
+
+    Signed.
+    """
+
+    positive_kernel = False
+    signed = True
+    per_row = 2
+
+    def forward(self, *columns: Columns) -> Features:
+        projected = self.project(*columns)
+        waves = torch.cat((projected.sin(), projected.cos()), dim=-1)
+        return Features(waves * (2 / self.width) ** 0.5)
+
+
+class _RfaArccosFeatures(_RfaFeatures):
+    """RFA with the arc-cosine kernel of order 1: phi(x) = relu(w_s . x) / sqrt(m)."""
+
+    def forward(self, *columns: Columns) -> Features:
+        return Features(F.relu(self.project(*columns)) * self.width**-0.5)

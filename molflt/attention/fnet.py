@@ -1,0 +1,340 @@
+"""FNet's Fourier sublayer and its ablations: token mixers that stand where attention would.
+
+FNet (arXiv:2105.03824), sections 3 and 4.1. They are linear maps of the tokens, without queries or
+positions. A sequence means the same alone, in any batch and with any padding: every transform runs
+over the tokens that exist, at their own number.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from molflt.attention.checks import no_effect, one_of
+from molflt.attention.encodings import Encoding
+from molflt.attention.numerics import at_least_float32
+
+_METHODS = ("fft", "dft")
+# Standard deviation of N(0, 1) cut off at 2: what LeCun's truncated initialization divides by.
+_TRUNCATED_STD = math.sqrt(1 - 4 * math.exp(-2) / math.sqrt(2 * math.pi) / math.erf(math.sqrt(2)))
+
+
+class _RealDFT(torch.autograd.Function):
+    """Re(F_seq F_hidden x), its own transpose: backward is forward again, and nothing is saved.
+
+    Autograd through the half spectrum would carry complex gradients of the full width instead.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        batch, tokens, dim = x.shape
+        if not x.numel():
+            return x.clone()
+        half = torch.view_as_real(torch.fft.rfft2(x))[..., 0]  # [batch, tokens, dim // 2 + 1]
+        width, mirrored = dim // 2 + 1, (dim - 1) // 2
+        out = half.new_empty(batch, tokens, dim)
+        out[..., :width] = half
+        # x is real: Y[-k, -l] = conj(Y[k, l]) gives the other columns, row 0 from itself.
+        out[:, 0, width:] = out[:, 0, 1 : 1 + mirrored].flip(1)
+        out[:, 1:, width:] = out[:, 1:, 1 : 1 + mirrored].flip(1, 2)
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return _real_dft(grads[0])
+
+
+def _real_dft(x: Tensor) -> Tensor:
+    """y = Re(F_seq F_hidden x) by FFT, not normalized: FNet (arXiv:2105.03824), eq. 1 and 3.
+
+    Args:
+        x: (batch, tokens, dim), float32 or float64, one length for all; the result has its shape.
+    """
+    return _RealDFT.apply(x)
+
+
+def _dft_matrices(
+    rows: Tensor, columns: Tensor, length: Tensor | int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """C and S of the DFT matrix C - i S = exp(-2 pi i j k / n): FNet, eq. 2 without 1 / sqrt(n).
+
+    Args:
+        rows: (..., r) integers j.
+        columns: (..., c) integers k.
+        length: n, a number or (..., 1, 1), at least 1.
+        dtype: of the two results, (..., r, c).
+    """
+    # Whole turns are taken off as integers: float32 would lose the phase of j k ~ 10^7.
+    turn = (rows[..., :, None] * columns[..., None, :]) % length
+    angle = turn.to(dtype) * (2 * math.pi) / length
+    return angle.cos(), angle.sin()
+
+
+class Mixer(nn.Module):
+    """Base class of token mixers, with the interface of `Attention`; a new one overrides `mix`.
+
+    Args:
+        dim: width of the tokens, at least 1.
+
+    Attributes:
+        paper: where the mixer comes from: number on arXiv, and place.
+        cost: for N tokens of width d.
+        mixing: its key in `TOKEN_MIXERS`.
+        bounded: whether it is built with `max_tokens`, the longest sequence it can mix.
+        causal: False; every token reaches every other. There are no `heads`.
+    """
+
+    paper = "2105.03824, sec. 4.1"
+    cost = "N² d + N d²"
+    mixing: str
+    bounded = False
+    causal = False
+    heads = 0
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        if dim < 1:
+            raise ValueError(f"dim={dim} is no width; expected at least 1; pass the tokens' width")
+        self.dim = dim
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        *,
+        encoding: Encoding | None = None,
+        key_mask: Tensor | None = None,
+        key_index: Tensor | None = None,
+    ) -> Tensor:
+        """Mixes tokens, in float32 at least, also under autocast.
+
+        Args:
+            x: (batch, tokens, dim).
+            positions: None.
+            encoding: None.
+            key_mask: (batch, tokens), True where a token exists; any pattern. The tokens that
+                exist are a sequence in their order.
+            key_index: None.
+
+        Returns:
+            (batch, tokens, dim), of the type of `x`; 0 where no token exists.
+
+        Raises:
+            ValueError: a positional encoding or key index is given, or a shape is wrong.
+        """
+        why = f"with mixing={self.mixing!r}, which knows neither positions nor keys"
+        no_effect(why, positions=positions, encoding=encoding, key_index=key_index)
+        self._check(x, key_mask)
+        with torch.autocast(x.device.type, enabled=False):
+            full = at_least_float32(x)
+            if key_mask is None:
+                return self.mix(full, None).to(x.dtype)
+            gone = ~key_mask[..., None]
+            out = self.mix(full.masked_fill(gone, 0.0), key_mask).masked_fill(gone, 0.0)
+            return out.to(x.dtype)
+
+    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
+        """The map itself: `x` is 0 where no token exists, and what it gives there is not used."""
+        raise NotImplementedError
+
+    def redraw_(self, generator: torch.Generator | None = None) -> None:
+        """Draws new random matrices in place, if there are any; seed it alike on all ranks."""
+
+    def extra_repr(self) -> str:
+        names = [n for n in ("dim", "max_tokens", "method", "normalize") if hasattr(self, n)]
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
+    def _check(self, x: Tensor, key_mask: Tensor | None) -> None:
+        if x.ndim != 3 or x.shape[-1] != self.dim:
+            raise ValueError(
+                f"x has the wrong shape; expected (batch, tokens, {self.dim}); got "
+                f"{tuple(x.shape)}; build the mixer with the width of the tokens"
+            )
+        if key_mask is not None and (
+            key_mask.shape != x.shape[:2] or key_mask.dtype is not torch.bool
+        ):
+            raise ValueError(
+                f"key_mask is wrong; expected bool of shape {tuple(x.shape[:2])}; got "
+                f"{key_mask.dtype} of {tuple(key_mask.shape)}; pass True where a token exists"
+            )
+
+
+class FourierMixer(Mixer):
+    """FNet's Fourier sublayer, y = Re(F_seq F_hidden x), without parameters.
+
+    FNet (arXiv:2105.03824), eq. 3. The transform is not normalized (eq. 1, and the public code), so
+    that y is sqrt(tokens dim / 2) times as large as x: made for a LayerNorm behind the sum.
+
+    Args:
+        dim: width of the tokens.
+        method: "fft", O(N d log(N d)); or "dft", by matrices, O(N^2 d + N d^2), faster on hardware
+            that multiplies matrices best (section 3.3), and free of a loop over lengths.
+        normalize: divide by sqrt(tokens dim), as eq. 2 does: keeps the size of the tokens, for
+            blocks with the LayerNorm in front.
+    """
+
+    paper = "2105.03824, eq. 3"
+    cost = "N d log(N d)"
+    mixing = "fourier"
+
+    def __init__(self, dim: int, method: str = "fft", normalize: bool = False) -> None:
+        super().__init__(dim)
+        one_of("method", method, _METHODS)
+        self.method = method
+        self.normalize = normalize
+
+    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
+        if self.method == "dft":
+            out = self._matrices(x, key_mask)
+        else:
+            out = _real_dft(x) if key_mask is None else _dft_by_length(x, key_mask)
+        if not self.normalize:
+            return out
+        if key_mask is None:
+            return out * max(1, x.shape[1] * self.dim) ** -0.5
+        return out * (_lengths(key_mask) * self.dim).to(x.dtype).rsqrt()
+
+    def _matrices(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
+        """C_seq (x C_hidden) - S_seq (x S_hidden) with F = C - i S, by half of the columns."""
+        tokens, dim = x.shape[1:]
+        width, mirrored = dim // 2 + 1, (dim - 1) // 2
+        column = torch.arange(dim, device=x.device)
+        hidden = _dft_matrices(column, column[:width], dim, x.dtype)
+        if key_mask is None:
+            row = torch.arange(tokens, device=x.device)
+            cos, sin = _dft_matrices(row, row, max(1, tokens), x.dtype)
+        else:
+            row = _ranks(key_mask)
+            cos, sin = _dft_matrices(row, row, _lengths(key_mask), x.dtype)
+        real, imaginary = cos @ (x @ hidden[0]), sin @ (x @ hidden[1])
+        # cos is even and sin odd in the column, which only turns the sign of the second term.
+        mirror = (real + imaginary)[..., 1 : 1 + mirrored].flip(-1)
+        return torch.cat((real - imaginary, mirror), dim=-1)
+
+
+class _LinearMixer(Mixer):
+    """y = W_seq x W_hidden, both learned: FNet (arXiv:2105.03824), section 4.1, "Linear".
+
+    Args:
+        dim: width of the tokens.
+        max_tokens: longest sequence; n tokens use the first n rows and columns of W_seq.
+    """
+
+    mixing = "dense"
+    bounded = True
+    sequence_weight: Tensor
+    hidden_weight: Tensor
+
+    def __init__(self, dim: int, max_tokens: int) -> None:
+        super().__init__(dim)
+        if max_tokens < 1:
+            raise ValueError(
+                f"max_tokens={max_tokens} is no length; expected at least 1; pass the longest one"
+            )
+        self.max_tokens = max_tokens
+        self._make_weights()
+
+    def _make_weights(self) -> None:
+        # Public FNet code: both N(0, 0.02^2), no bias.
+        self.sequence_weight = nn.Parameter(0.02 * torch.randn(self.max_tokens, self.max_tokens))
+        self.hidden_weight = nn.Parameter(0.02 * torch.randn(self.dim, self.dim))
+
+    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
+        """See `Mixer.mix`; ValueError for a sequence longer than `max_tokens`."""
+        tokens = x.shape[1]
+        if tokens > self.max_tokens:
+            # Only here does the number of real tokens have to be known: padding may be wider.
+            lengths = [tokens] if key_mask is None else key_mask.sum(dim=1).tolist()
+            longest = max(lengths, default=0)
+            if longest > self.max_tokens:
+                raise ValueError(
+                    f"a sequence is too long; expected at most max_tokens={self.max_tokens} "
+                    f"tokens; got {longest}; build the mixer with a larger max_tokens"
+                )
+        if key_mask is not None:
+            first = key_mask.to(torch.uint8).argsort(dim=1, descending=True, stable=True)
+            x = x.gather(1, first[:, : self.max_tokens, None].expand(-1, -1, self.dim))
+        used = x.shape[1]
+        sequence = at_least_float32(self.sequence_weight[:used, :used])
+        out = sequence @ (x @ at_least_float32(self.hidden_weight))
+        if key_mask is None:
+            return out
+        return out.gather(1, _ranks(key_mask)[..., None].expand(-1, -1, self.dim))
+
+
+class _RandomMixer(_LinearMixer):
+    """y = W_seq x W_hidden, both random and constant: FNet (arXiv:2105.03824), section 4.1.
+
+    Entries are normal, cut off at two standard deviations, of variance 1 / max_tokens and 1 / dim
+    (the public FNet code). The matrices are buffers: saved in the checkpoint, drawn by `redraw_`.
+    """
+
+    mixing = "random"
+
+    def _make_weights(self) -> None:
+        self.register_buffer("sequence_weight", torch.empty(self.max_tokens, self.max_tokens))
+        self.register_buffer("hidden_weight", torch.empty(self.dim, self.dim))
+        self.redraw_()
+
+    @torch.no_grad()
+    def redraw_(self, generator: torch.Generator | None = None) -> None:
+        """Draws both anew in place, on the CPU, so that all devices draw alike from one seed."""
+        for weight in (self.sequence_weight, self.hidden_weight):
+            draw = torch.empty(weight.shape, dtype=torch.float64)
+            nn.init.trunc_normal_(draw, 0.0, 1.0, -2.0, 2.0, generator=generator)
+            weight.copy_(draw / (_TRUNCATED_STD * math.sqrt(len(weight))))
+
+
+class _NoMixer(Mixer):
+    """No token mixing, y = 0: FNet's FF-only model (arXiv:2105.03824, section 4.1).
+
+    The paper removes the sublayer; its public code keeps LayerNorm(x + x), which is LayerNorm(x).
+    With y = 0 the residual sum around the sublayer is x, so that both hold in any block.
+    """
+
+    cost = "0"
+    mixing = "none"
+
+    def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
+        # Not a new tensor: data-parallel training wants a gradient for a LayerNorm in front.
+        return 0.0 * x
+
+
+def _ranks(key_mask: Tensor) -> Tensor:
+    """Place of every token among those that exist, (batch, tokens)."""
+    return (key_mask.cumsum(dim=1) - 1).clamp(min=0)
+
+
+def _lengths(key_mask: Tensor) -> Tensor:
+    """Number of tokens that exist, (batch, 1, 1), 1 instead of 0."""
+    return key_mask.sum(dim=1).clamp(min=1)[:, None, None]
+
+
+def _dft_by_length(x: Tensor, key_mask: Tensor) -> Tensor:
+    """`real_dft` of every sequence at its own number of tokens, one call per distinct number."""
+    batch, tokens, dim = x.shape
+    if not x.numel():
+        return x
+    lengths = key_mask.sum(dim=1)
+    order = lengths.argsort(stable=True)
+    distinct = torch.stack(lengths[order].unique_consecutive(return_counts=True)).T.tolist()
+    sequence, place = key_mask[order].nonzero(as_tuple=True)
+    index = order[sequence] * tokens + place  # tokens that exist, shortest sequences first
+    groups = x.reshape(-1, dim)[index].split([n * count for n, count in distinct])
+    mixed = [
+        _real_dft(group.view(count, n, dim)).flatten(0, 1)
+        for group, (n, count) in zip(groups, distinct, strict=True)
+    ]
+    return x.new_zeros(batch * tokens, dim).index_copy(0, index, torch.cat(mixed)).view(x.shape)
+
+
+TOKEN_MIXERS: dict[str, type[Mixer]] = {
+    cls.mixing: cls for cls in (FourierMixer, _LinearMixer, _RandomMixer, _NoMixer)
+}

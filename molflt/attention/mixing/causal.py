@@ -1,0 +1,233 @@
+"""Causal kernelized attention in linear time, with a state of constant size for decoding."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from molflt.attention.features import Features
+from molflt.attention.mixing.sums import Sums, _causal_mask
+from molflt.attention.numerics import at_least_float32, recomputed
+
+_CHUNK = 128  # fastest of 32..512 for m = 64 and d = 64 on a CPU
+_CHUNKS_AT_ONCE = 8  # what a piece needs inside is computed again in backward, not kept
+_EMPTY = -1e30  # logarithm of an empty sum: finite, so that differences of two of them are
+
+
+class State(NamedTuple):
+    """All that the tokens seen so far leave behind: sum_j phi(k_j) [v_j, 1] = sums exp(log_max)."""
+
+    log_max: Tensor
+    """running maximum of the key's log scale, (batch, heads, m or 1, 1)"""
+    sums: Tensor
+    """(batch, heads, m, dv + 1)"""
+
+
+class KeyValues(NamedTuple):
+    """What softmax attention has to remember of the tokens so far: all of them."""
+
+    key: Tensor
+    """(batch, heads, tokens, d), scaled, before any rotation"""
+    value: Tensor
+    """(batch, heads, tokens, d)"""
+
+
+DecodeState = KeyValues | tuple[State, ...]
+
+
+def causal_linear(
+    query: Features,
+    key: Features,
+    value: Tensor,
+    log_decay: Tensor | None = None,
+    state: State | None = None,
+    chunk: int = _CHUNK,
+) -> tuple[Sums, State]:
+    """Kernelized attention of each token to itself and those before it. O(N m dv) time.
+
+    Inside a chunk weights are materialized, (chunk, chunk); across chunks a running sum is carried,
+    as in the chunked forms of linear attention (Transformer Quality in Linear Time,
+    arXiv:2202.10447, section 3.2). Pieces of `CHUNKS_AT_ONCE` chunks follow one another, each
+    computed again in backward: beyond queries, keys, values and sums, O(N m dv / chunk)
+    numbers at most are kept, never (N, m, dv).
+
+    No query is scaled by anything that comes after it. Keys have a maximum per token inside a
+    chunk, the carried sum has a running maximum per feature, and each query subtracts the largest
+    exponent among those that it sees. So no later key, however large, can make an earlier sum
+    underflow; and there is no eps, but a bound far below what matters, `Features.bounded`.
+
+    Args:
+        query: (batch, heads, tokens, m).
+        key: (batch, heads, tokens, m), zero for keys to be left out.
+        value: (batch, heads, tokens, dv).
+        log_decay: (batch, heads, tokens), at most 0: the weight of key j for query i is multiplied
+            by exp(sum of log_decay over j < l <= i).
+        state: what an earlier call returned, to go on after its tokens.
+        chunk: tokens per chunk.
+
+    Returns:
+        The sums, and the state after the last token.
+    """
+    tokens, span = value.shape[-2], _CHUNKS_AT_ONCE * chunk
+    if tokens == 1:
+        return _step(query, key, value, log_decay, state)
+    if tokens <= span:
+        return _scan(query, key, value, log_decay, state, chunk)
+    decays = log_decay if log_decay is None else log_decay[..., None]
+    parts = (*query, *key, value, decays)
+    pieces = []
+    for q, q_scale, k, k_scale, v, decay in zip(
+        *(_cut(x, tokens, span) for x in parts), strict=True
+    ):
+        own = None if decay is None else decay[..., 0]
+        sums, state = recomputed(
+            _scan, Features(q, q_scale), Features(k, k_scale), v, own, state, chunk
+        )
+        pieces.append(sums)
+    joined = (torch.cat(parts, dim=-2) for parts in zip(*pieces, strict=True))
+    assert state is not None
+    return Sums(*joined), state
+
+
+def _cut(part: Tensor | None, tokens: int, span: int) -> tuple[Tensor | None, ...]:
+    """Pieces by `split`: the gradient of slices would be a whole tensor for each."""
+    return (None,) * -(-tokens // span) if part is None else part.split(span, dim=-2)
+
+
+def _step(
+    query: Features, key: Features, value: Tensor, log_decay: Tensor | None, state: State | None
+) -> tuple[Sums, State]:
+    """`causal_linear` for one token: what decoding needs, without the matrices of a chunk."""
+    with torch.autocast(value.device.type, enabled=False):
+        query, key = query.at_least_float32().bounded(), key.at_least_float32().bounded()
+        value = at_least_float32(value)
+        zero = value.new_zeros(*value.shape[:-1], 1)
+        log_k = (zero if key.log_scale is None else key.log_scale).clamp(min=_EMPTY).mT
+        if state is None:
+            shape = (*log_k.shape[:2], key.width, value.shape[-1] + 1)
+            state = State(torch.full_like(log_k, _EMPTY), value.new_zeros(shape))
+        decayed = state.log_max
+        if log_decay is not None:
+            decayed = decayed + at_least_float32(log_decay)[..., None]
+        log_max = torch.maximum(decayed, log_k).detach()
+        phi = Features(None if key.values is None else key.values.mT, log_k)  # [b, h, m, 1]
+        added = phi.shifted(log_max.where(log_max > _EMPTY / 2, 0.0))
+        sums = state.sums * (decayed - log_max).exp() + added * torch.cat((value, zero + 1), dim=-1)
+
+        log_q = (zero if query.log_scale is None else query.log_scale) + log_max.mT
+        row = log_q.detach().amax(dim=-1, keepdim=True)
+        row = row.where(row > _EMPTY / 2, 0.0)  # no key at all so far
+        out = Features(query.values, log_q - row).materialize() @ sums
+    return Sums(out[..., :-1], out[..., -1:], row), State(log_max, sums)
+
+
+def _scan(
+    query: Features,
+    key: Features,
+    value: Tensor,
+    log_decay: Tensor | None,
+    state: State | None,
+    chunk: int,
+) -> tuple[Sums, State]:
+    """`causal_linear`, all chunks at once."""
+    tokens = value.shape[-2]
+    with torch.autocast(value.device.type, enabled=False):
+        length = max(1, min(chunk, tokens))
+        query, key = query.at_least_float32().bounded(), key.at_least_float32().bounded()
+        parts = _Chunks.cut(query, key, at_least_float32(value), log_decay, length)
+        before, last = parts.carry(state if state is not None else parts.empty_state())
+        sums = parts.mix(before)
+    return Sums(*(part.flatten(2, 3)[:, :, :tokens] for part in sums)), last
+
+
+class _Chunks(NamedTuple):
+    """A sequence cut into chunks: (batch, heads, chunks, length, .) each."""
+
+    query: Tensor  # values exp(log_q - query_max)
+    log_q: Tensor  # log_q - query_max, (..., m or 1)
+    query_max: Tensor  # (..., 1)
+    query_values: Tensor | None
+    key_values: Tensor | None
+    log_k: Tensor  # (..., m or 1)
+    value: Tensor  # [v, 1]
+    decay: Tensor  # running sum of log_decay inside the chunk, (..., length, 1)
+
+    @classmethod
+    def cut(
+        cls, query: Features, key: Features, value: Tensor, log_decay: Tensor | None, length: int
+    ) -> "_Chunks":
+        extra = -value.shape[-2] % length
+
+        def split(x: Tensor, fill: float = 0.0) -> Tensor:
+            padded = F.pad(x, (0, 0, 0, extra), value=fill) if extra else x
+            return padded.unflatten(-2, (-1, length))
+
+        zero = value.new_zeros(*value.shape[:-1], 1)
+        log_q = split(zero if query.log_scale is None else query.log_scale)
+        query_max = log_q.detach().amax(dim=-1, keepdim=True)
+        log_q = log_q - query_max
+        query_values = None if query.values is None else split(query.values)
+        scale = log_q.exp()
+        log_k = split(zero if key.log_scale is None else key.log_scale, _EMPTY)
+        decay = zero if log_decay is None else at_least_float32(log_decay)[..., None]
+        return cls(
+            scale if query_values is None else query_values * scale,
+            log_q,
+            query_max,
+            query_values,
+            None if key.values is None else split(key.values),
+            log_k.clamp(min=_EMPTY),
+            split(torch.cat((value, torch.ones_like(zero)), dim=-1)),
+            split(decay).cumsum(dim=-2),
+        )
+
+    def empty_state(self) -> State:
+        """The state before the first token."""
+        b, h = self.value.shape[:2]
+        log_max = self.value.new_full((b, h, self.log_k.shape[-1], 1), _EMPTY)
+        width = Features(self.key_values, self.log_k).width
+        return State(log_max, self.value.new_zeros(b, h, width, self.value.shape[-1]))
+
+    def carry(self, state: State) -> tuple[State, State]:
+        """States before each chunk, stacked along a chunk axis, and the state after the last."""
+        total = self.decay[..., -1:, :]  # [b, h, c, 1, 1]
+        log_k = self.log_k + (total - self.decay)  # as seen from the end of the chunk
+        highest = log_k.detach().amax(dim=-2, keepdim=True)  # [b, h, c, 1, m]
+        # Where a chunk has no key, its maximum is EMPTY, and its features must be exp(EMPTY) = 0.
+        phi = Features(self.key_values, log_k).shifted(highest.where(highest > _EMPTY / 2, 0.0))
+        added = phi.transpose(-1, -2) @ self.value  # [b, h, c, m, dv + 1]
+        highest = highest.transpose(-1, -2)
+        before = []
+        log_max, sums = state
+        for c in range(self.value.shape[2]):
+            before.append(State(log_max, sums))
+            decayed = log_max + total[:, :, c]
+            log_max = torch.maximum(decayed.detach(), highest[:, :, c])
+            sums = (
+                sums * (decayed - log_max).exp()
+                + added[:, :, c] * (highest[:, :, c] - log_max).exp()
+            )
+        if not before:  # no token at all
+            empty = (x.unsqueeze(2)[:, :, :0] for x in state)
+            return State(*empty), state
+        stacked = (torch.stack(parts, dim=2) for parts in zip(*before, strict=True))
+        return State(*stacked), State(log_max, sums)
+
+    def mix(self, before: State) -> tuple[Tensor, Tensor, Tensor]:
+        """Numerator, normalizer and log scale of each query."""
+        key_max = self.log_k.detach().amax(dim=-1, keepdim=True)
+        own = (key_max - self.decay.detach()).cummax(dim=-2).values  # largest one in the chunk
+        past = self.log_q + before.log_max.transpose(-1, -2)
+        row = torch.maximum(own, past.detach().amax(dim=-1, keepdim=True))
+        row = torch.where(row > _EMPTY / 2, row, 0.0)  # no key at all so far
+
+        key = Features(self.key_values, self.log_k).shifted(key_max)
+        inside = self.query @ key.transpose(-1, -2)
+        scale = (key_max - self.decay).transpose(-1, -2) - row  # [b, h, c, query, key]
+        seen = _causal_mask(inside.shape[-2], inside.shape[-1], inside.device)
+        inside = inside * scale.masked_fill(~seen, -torch.inf).exp()
+        carried = Features(self.query_values, past - row)
+        sums = inside @ self.value + carried.materialize() @ before.sums
+        # The query's own running decay multiplies both parts alike.
+        return sums[..., :-1], sums[..., -1:], self.query_max + row + self.decay

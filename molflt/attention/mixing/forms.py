@@ -1,0 +1,129 @@
+"""Softmax attention, kernelized attention by its own matrix, and the same in linear time.
+
+Shapes are (batch, heads, tokens, dim) throughout. The linear-time forms with a positional kernel
+are in `multiplicative` and `toeplitz`, that for causal attention in `causal`.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from molflt.attention.features import Features
+from molflt.attention.mixing.sums import Sums, _causal_mask, _stabilize
+from molflt.attention.numerics import at_least_float32
+
+
+def softmax(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    dropout: float = 0.0,
+    causal: bool = False,
+) -> Tensor:
+    """Softmax attention with an additive mask, O(N^2): FLT (arXiv:2302.01925), eq. 1.
+
+    Args:
+        query: (batch, heads, queries, d), scaled: logits are the plain product with the keys.
+        key: (batch, heads, keys, d), scaled.
+        value: (batch, heads, keys, dv).
+        bias: f(r_i - r_j), broadcastable to (batch, heads, queries, keys).
+        key_mask: broadcastable to (batch, heads, keys), True where a key exists.
+        dropout: probability with which an attention weight is dropped.
+        causal: each query sees the keys up to its own place; the last query sees all keys.
+
+    Returns:
+        (batch, heads, queries, dv); rows without any valid key are 0.
+    """
+    queries, keys = query.shape[-2], key.shape[-2]
+    if keys == 0:
+        return query.new_zeros(*query.shape[:-1], value.shape[-1])
+    valid = None if key_mask is None else key_mask[..., None, :]
+    if causal and (valid is not None or bias is not None or queries != keys):
+        past = _causal_mask(queries, keys, query.device)
+        valid = past if valid is None else valid & past
+        causal = False
+    mask = bias
+    if valid is not None:
+        mask = torch.zeros((), dtype=query.dtype, device=query.device) if bias is None else bias
+        mask = mask.masked_fill(~valid, -torch.inf)
+    if mask is not None:
+        mask = mask.to(query.dtype).expand(*query.shape[:-1], keys)
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=1.0
+    )
+    if valid is not None:
+        out = out.masked_fill(~valid.any(dim=-1, keepdim=True), 0.0)
+    return out
+
+
+def quadratic(
+    query: Features,
+    key: Features,
+    value: Tensor,
+    causal: bool = False,
+    kernel: Tensor | None = None,
+    log_kernel: Tensor | None = None,
+    log_decay: Tensor | None = None,
+) -> Sums:
+    """Kernelized attention by its own N x N matrix: the oracle of all linear-time forms, O(N^2).
+
+    A_ij = phi(q_i) . phi(k_j) kernel_ij exp(log_kernel_ij) prod_(j < l <= i) exp(log_decay_l)
+
+    Args:
+        query: (batch, heads, queries, m).
+        key: (batch, heads, keys, m), zero for keys to be left out.
+        value: (batch, heads, keys, dv).
+        causal: each query sees the keys up to its own place; the last query sees all keys.
+        kernel: positional kernel, broadcastable to (batch, heads, queries, keys).
+        log_kernel: logarithm of a positive one, of the same shape.
+        log_decay: (batch, heads, keys), at most 0; needs `causal` and as many queries as keys.
+    """
+    with torch.autocast(value.device.type, enabled=False):
+        phi_q, phi_k, shift = _stabilize(query.at_least_float32(), key.at_least_float32())
+        weights = phi_q @ phi_k.transpose(-1, -2)
+        if kernel is not None:
+            weights = weights * at_least_float32(kernel)
+        if log_decay is not None:
+            total = at_least_float32(log_decay).cumsum(dim=-1)
+            decay = total[..., :, None] - total[..., None, :]
+            log_kernel = decay if log_kernel is None else log_kernel + decay
+        past = _causal_mask(phi_q.shape[-2], phi_k.shape[-2], value.device) if causal else None
+        if log_kernel is not None:
+            log_kernel = at_least_float32(log_kernel)
+            if past is not None:
+                log_kernel = log_kernel.masked_fill(~past, -torch.inf)
+            weights = weights * log_kernel.exp()
+        elif past is not None:
+            weights = weights * past
+        full = at_least_float32(value)
+        return Sums(weights @ full, weights.sum(dim=-1, keepdim=True), shift)
+
+
+def linear(query: Features, key: Features, value: Tensor) -> Sums:
+    """Kernelized attention in linear time: phi(Q) (phi(K)^T V) and phi(Q) (phi(K)^T 1). O(N m dv).
+
+    Performer (arXiv:2009.14794), eq. 4. Arguments and result as for `quadratic`.
+    """
+    with torch.autocast(value.device.type, enabled=False):
+        phi_q, phi_k, shift = _stabilize(query.at_least_float32(), key.at_least_float32())
+        context = phi_k.transpose(-1, -2) @ at_least_float32(value)  # [b, h, m, dv]
+        total = phi_k.sum(dim=-2).unsqueeze(-1)  # [b, h, m, 1]
+        return Sums(phi_q @ context, phi_q @ total, shift)
+
+
+def cheaper(queries: int, keys: int, features: int, dim: int, columns: int = 1) -> str:
+    """Which of two forms of the same sums takes less time: "quadratic" or "linear".
+
+    Counts multiplications: queries keys (m + dv + p) against (queries + keys) m dv p.
+
+    Args:
+        queries: number of queries.
+        keys: number of keys.
+        features: m.
+        dim: dv, width of the values.
+        columns: p, of the positional kernel's factors; 1 without one.
+    """
+    quadratic = queries * keys * (features + dim + columns)
+    return "quadratic" if quadratic < (queries + keys) * features * dim * columns else "linear"

@@ -1,0 +1,55 @@
+"""A positional kernel given by factors, which multiplies the products of features."""
+
+import torch
+from torch import Tensor
+
+from molflt.attention.features import Features
+from molflt.attention.mixing.pairs import _TRANSIENT, Pairs, _pair_sums
+from molflt.attention.mixing.sums import Sums, _stabilize
+from molflt.attention.numerics import at_least_float32, recomputed
+
+
+def linear_with_kernel(
+    query: Features,
+    key: Features,
+    value: Tensor,
+    kernel: tuple[Tensor, Tensor],
+    pairs: Pairs | None = None,
+) -> Sums:
+    """A_ij = (U_i . V_j + w_ij) phi(q_i) . phi(k_j) in time O(N m p dv + pairs (m + dv)).
+
+    Column by column of U and V, sum_s U_is phi(q_i) . [sum_j phi(k_j) V_js v_j], so that the
+    Kronecker product of features and factors, (N, m p), never exists; chunks of columns and of
+    pairs are computed again in the backward pass instead of being kept.
+
+    Args:
+        query: (batch, heads, queries, m).
+        key: (batch, heads, keys, m), zero for keys to be left out.
+        value: (batch, heads, keys, dv).
+        kernel: U (batch or 1, heads or 1, queries, p) and V (batch or 1, heads or 1, keys, p).
+        pairs: w.
+    """
+    with torch.autocast(value.device.type, enabled=False):
+        phi_q, phi_k, shift = _stabilize(query.at_least_float32(), key.at_least_float32())
+        value = at_least_float32(value)
+        value = torch.cat((value, torch.ones_like(value[..., :1])), dim=-1)
+        left, right = (at_least_float32(factor) for factor in kernel)
+        sums = torch.zeros_like(phi_q[..., :1]).expand(*phi_q.shape[:-1], value.shape[-1])
+        chunk = max(1, _TRANSIENT // max(1, value.numel()))
+        for start in range(0, left.shape[-1], chunk):
+            part = slice(start, start + chunk)
+            sums = sums + recomputed(
+                _columns, phi_q, phi_k, value, left[..., part], right[..., part]
+            )
+        if pairs is not None:
+            sums = sums + _pair_sums(phi_q, phi_k, value, pairs)
+        return Sums(sums[..., :-1], sums[..., -1:], shift)
+
+
+def _columns(phi_q: Tensor, phi_k: Tensor, value: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    columns = right.shape[-1]
+    waves = (right[..., :, None] * value[..., None, :]).flatten(-2)  # [b, h, key, p dv]
+    mixed = phi_q @ (phi_k.transpose(-1, -2) @ waves)
+    return torch.einsum(
+        "bhns,bhnsv->bhnv", left.expand(*mixed.shape[:-1], -1), mixed.unflatten(-1, (columns, -1))
+    )

@@ -1,0 +1,121 @@
+"""Single pairs of tokens: what they add to a positional kernel, or to the sums themselves."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from molflt.attention.mixing.sums import Sums
+from molflt.attention.numerics import at_least_float32, recomputed
+
+_TRANSIENT = 2**22  # numbers that one chunk of columns or pairs may hold at once
+
+
+class Pairs(NamedTuple):
+    """What is added to the positional kernel of single pairs, a sparse matrix per head."""
+
+    batch: Tensor
+    """(pairs,)"""
+    query: Tensor
+    """(pairs,) index of the query"""
+    key: Tensor
+    """(pairs,) index of the key; a pair may appear several times"""
+    weight: Tensor
+    """(heads or 1, pairs)"""
+    exact: tuple[Tensor, Tensor] | None = None
+    """f (heads, pairs) and s (pairs,): s exp(q_i . k_j + f) is added to A_ij beside it"""
+
+    def dense(self, batch: int, queries: int, keys: int) -> Tensor:
+        """(batch, heads or 1, queries, keys)."""
+        flat = (self.batch * queries + self.query) * keys + self.key
+        out = self.weight.new_zeros(len(self.weight), batch * queries * keys)
+        added = out.index_add(1, flat, self.weight)
+        return added.view(len(added), batch, queries, keys).transpose(0, 1)
+
+
+def _pair_sums(phi_q: Tensor, phi_k: Tensor, value: Tensor, pairs: Pairs) -> Tensor:
+    """sum_j w_ij phi_i . phi_j v_j over the pairs: (batch, heads, queries, dv)."""
+    batch, heads, queries, m = phi_q.shape
+    out = value.new_zeros(batch * queries, heads, value.shape[-1])
+    weight = at_least_float32(pairs.weight).expand(heads, -1).T  # [pair, h]
+    chunk = max(1, _TRANSIENT // (heads * (m + value.shape[-1])))
+    for start in range(0, len(pairs.query), chunk):
+        part = slice(start, start + chunk)
+        places = pairs.batch[part], pairs.query[part], pairs.key[part]
+        added = recomputed(_messages, phi_q, phi_k, value, weight[part], *places)
+        out = out.index_add(0, places[0] * queries + places[1], added)
+    return out.unflatten(0, (batch, queries)).transpose(1, 2)
+
+
+def _messages(
+    phi_q: Tensor, phi_k: Tensor, value: Tensor, weight: Tensor, b: Tensor, i: Tensor, j: Tensor
+) -> Tensor:
+    product = (phi_q[b, :, i] * phi_k[b, :, j]).sum(dim=-1)  # [pair, h]
+    return (product * weight)[..., None] * value[b, :, j]
+
+
+def with_exact_pairs(sums: Sums, query: Tensor, key: Tensor, value: Tensor, pairs: Pairs) -> Sums:
+    """Sums to which s exp(q_i . k_j + f_ij) of the pairs is added, without any random feature.
+
+    Args:
+        sums: of all pairs of tokens.
+        query: (batch, heads, queries, d), scaled.
+        key: (batch, heads, keys, d), scaled.
+        value: (batch, heads, keys, dv).
+        pairs: with `exact`.
+    """
+    assert pairs.exact is not None
+    with torch.autocast(value.device.type, enabled=False):
+        query, key, value = (at_least_float32(x) for x in (query, key, value))
+        f, switch = (at_least_float32(x) for x in pairs.exact)
+        logit = (products(query, key, pairs) + f).T  # [pair, h]
+        batch, heads, queries, _ = query.shape
+        row = pairs.batch * queries + pairs.query
+        before = sums.log_scale.expand(batch, heads, queries, 1).transpose(1, 2).flatten(0, 1)
+        index = row[:, None].expand(-1, heads)
+        highest = before[..., 0].scatter_reduce(0, index, logit.detach(), "amax")  # [b n, h]
+        weight = (logit - highest[row]).exp() * switch[:, None]
+        value = torch.cat((value, torch.ones_like(value[..., :1])), dim=-1)
+        added = value.new_zeros(batch * queries, heads, value.shape[-1])
+        chunk = max(1, _TRANSIENT // (heads * value.shape[-1]))
+        for start in range(0, len(row), chunk):
+            part = slice(start, start + chunk)
+            messages = recomputed(
+                _weighted, value, weight[part], pairs.batch[part], pairs.key[part]
+            )
+            added = added.index_add(0, row[part], messages)
+        added, shift = (
+            x.unflatten(0, (batch, queries)).transpose(1, 2) for x in (added, highest[..., None])
+        )
+        scale = (sums.log_scale - shift).exp()
+        return Sums(
+            sums.numerator * scale + added[..., :-1],
+            sums.normalizer * scale + added[..., -1:],
+            shift,
+        )
+
+
+def _weighted(value: Tensor, weight: Tensor, b: Tensor, j: Tensor) -> Tensor:
+    return weight[..., None] * value[b, :, j]
+
+
+def products(left: Tensor, right: Tensor, pairs: Pairs) -> Tensor:
+    """U_i . V_j of single pairs: (batch or 1, heads or 1, n, p) each -> (heads, pairs).
+
+    The weight of `pairs` is not used.
+    """
+    batch = max(len(left), len(right))
+    if batch * left.shape[-2] * right.shape[-2] <= 4 * len(pairs.query):
+        matrix = left @ right.transpose(-1, -2)  # of few tokens: cheaper than to gather the factors
+        return matrix.expand(batch, -1, -1, -1)[pairs.batch, :, pairs.query, pairs.key].T
+    found = []
+    chunk = max(1, _TRANSIENT // (left.shape[1] * left.shape[-1]))
+    for start in range(0, len(pairs.query), chunk):
+        part = slice(start, start + chunk)
+        places = pairs.batch[part], pairs.query[part], pairs.key[part]
+        found.append(recomputed(_products, left, right, *places))
+    return torch.cat(found).T if found else left.new_zeros(left.shape[1], 0)
+
+
+def _products(left: Tensor, right: Tensor, b: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return (left[b, :, i] * right[b, :, j]).sum(dim=-1)

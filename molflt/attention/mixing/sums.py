@@ -1,0 +1,106 @@
+"""Sums over keys before they are divided, and what keeps them in range.
+
+Shapes are (batch, heads, tokens, dim) throughout. Sums of kernelized attention run in float32 at
+least, also under autocast.
+"""
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from molflt.attention.features import Features
+from molflt.attention.numerics import finite
+
+NORMALIZE = ("masked", "unmasked", "none")
+
+if TYPE_CHECKING:  # the command line lists the choices of an option from its type
+    NormalizeName = str
+else:
+    NormalizeName = Literal[NORMALIZE]
+
+
+class Sums(NamedTuple):
+    """Numerator and normalizer of kernelized attention, both to be multiplied by exp(log_scale)."""
+
+    numerator: Tensor
+    """sum_j A_ij v_j, (batch, heads, queries, dv)"""
+    normalizer: Tensor
+    """sum_j A_ij, (batch, heads, queries, 1)"""
+    log_scale: Tensor
+    """(batch, heads, queries, 1), or a scalar 0"""
+
+    def ratio(self, floor: float = 0.0) -> Tensor:
+        """sum_j A_ij v_j / sum_j A_ij; 0 with zero gradient where no key was left.
+
+        Args:
+            floor: normalizers below it in absolute value are replaced by it, with their sign. It
+                is relative to the largest feature product, which the stabilizer makes about 1.
+        """
+        return _divide(self.numerator, self.normalizer, floor)
+
+    def ratio_to(self, other: "Sums", floor: float = 0.0) -> Tensor:
+        """sum_j A_ij v_j over the normalizer of other sums."""
+        return _divide(
+            self.numerator * (self.log_scale - other.log_scale).exp(), other.normalizer, floor
+        )
+
+    def extensive(self) -> Tensor:
+        """sum_j A_ij v_j itself; overflows where the kernel does."""
+        return self.numerator * self.log_scale.exp()
+
+
+def _stabilize(query: Features, key: Features) -> tuple[Tensor, Tensor, Tensor]:
+    """Features of a whole sequence in a range without overflow, and what was taken off.
+
+    The key's maximum over the valid tokens of the same sequence, one per feature, is moved to the
+    query's side, where the maximum over features is then subtracted. Both shifts cancel in the
+    ratio of sums, so nothing is detached from the gradient and nothing leaks between sequences;
+    and the largest term of every normalizer of positive features is exactly 1 x 1, so that no
+    normalizer can underflow.
+
+    Returns:
+        phi_q, phi_k and the logarithm, per query, of what the products have to be multiplied by.
+    """
+    log_k, key_max = key.log_scale, None
+    if log_k is not None and log_k.shape[-2]:
+        key_max = finite(log_k.detach().amax(dim=-2, keepdim=True))  # infinite: no valid key
+    phi_k = key.materialize() if key_max is None else key.shifted(key_max)
+    phi_q, query_max = _stable_query(query, key_max)
+    return phi_q, phi_k, query_max
+
+
+def _stable_query(query: Features, key_max: Tensor | None) -> tuple[Tensor, Tensor]:
+    """phi_q with the key's maxima, from which the largest exponent is taken off, and that."""
+    log_q = query.log_scale
+    if key_max is not None:
+        log_q = key_max.expand(*key_max.shape[:2], query.tokens, -1) + (
+            0 if log_q is None else log_q
+        )
+    if log_q is None:
+        phi_q = query.materialize()
+        return phi_q, phi_q.new_zeros(())
+    query_max = log_q.detach().amax(dim=-1, keepdim=True)
+    # In this order of operations the largest exponent is exactly 0.
+    return Features(query.values, log_q).shifted(query_max), query_max
+
+
+def _causal_mask(queries: int, keys: int, device: torch.device | None = None) -> Tensor:
+    """(queries, keys) bool, True up to the query's own place; the last query sees all keys."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+
+def drop_keys(key: Tensor, mask: Tensor | None, rate: float) -> Tensor:
+    """Random (batch, heads, keys) mask; the normalizer makes rescaling by 1 / (1 - rate) moot."""
+    kept = torch.rand(key.shape[:-1], device=key.device) >= rate
+    return kept if mask is None else kept & mask
+
+
+def _divide(numerator: Tensor, normalizer: Tensor, floor: float) -> Tensor:
+    """numerator / normalizer, and 0 with zero gradient where no key was left."""
+    empty = normalizer == 0
+    if floor:
+        least = torch.copysign(torch.full_like(normalizer, floor), normalizer)
+        normalizer = torch.where(normalizer.abs() < floor, least, normalizer)
+    # A quotient, not a reciprocal: the gradient of that one overflows below 1e-19.
+    return (numerator / normalizer.masked_fill(empty, 1.0)).masked_fill(empty, 0.0)

@@ -1,0 +1,319 @@
+"""Kernelized attention times a positional kernel on a grid: sums over keys are Toeplitz products.
+
+    A_ij = phi(q_i) . phi(k_j) c_(j-i)
+
+NPRF (arXiv:2106.12566), section 3.2, in one dimension and on H x W grids, by fast Fourier
+transforms or by blocks of the matrix.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from molflt.attention.checks import one_of
+from molflt.attention.features import Features
+from molflt.attention.mixing.sums import Sums, _stabilize
+from molflt.attention.numerics import at_least_float32, finite, recomputed
+
+METHODS = ("auto", "fft", "blocks")
+_BLOCK = 128  # queries per block: fastest of 64..512 on a CPU
+# Numbers transformed at once, unless one column of all sequences and heads has more. On a CPU 2^20,
+# which a cache holds, took 2/3 of the time of 2^24; elsewhere few large transforms keep it busy.
+_TRANSIENT = {"cpu": 2**20}
+_TRANSIENT_ELSEWHERE = 2**24
+
+
+def toeplitz(
+    query: Features,
+    key: Features,
+    value: Tensor,
+    log_kernel: Tensor,
+    *,
+    causal: bool = False,
+    method: str = "auto",
+) -> Sums:
+    """Kernelized attention with a positional kernel c = exp(log_kernel) of the offset j - i.
+
+    "fft" takes O(m dv N log N) time, as in NPRF (arXiv:2106.12566), eqs. 11-13, and goes through
+    features and columns of the values a few at a time, so that beside the arguments only O(N)
+    numbers exist at once. Its rounding is relative to the largest key and the largest c of the
+    whole sequence: a row whose own terms are smaller by the precision of the dtype gets noise. In
+    causal attention this includes keys that come later, so normalize queries and keys there.
+
+    "blocks" takes O(N^2 (m + dv)) time in O(N x block) memory. Each row has its own scale, so that
+    every row is accurate, and nothing of the future enters, not even by rounding. (In causal
+    attention a query's and a key's features are taken relative to the largest one of each; where
+    these are different ones, products below exp(-80) of theirs are 0 in float32.)
+
+    Args:
+        query: (batch, heads, queries, m).
+        key: (batch, heads, keys, m), zero for keys to be left out.
+        value: (batch, heads, keys, dv).
+        log_kernel: (heads or 1, queries + keys - 1) with entry [j - i + queries - 1]; or, for
+            tokens that fill a grid of H x W from its start in row-major order, (heads or 1, 2H - 1,
+            2W - 1) with entry [dy + H - 1, dx + W - 1], (dy, dx) the place of key j less that of
+            query i. -inf where the kernel vanishes.
+        causal: each query sees the keys up to its own place; the last query sees all keys.
+        method: one of `METHODS`; "auto" chooses by size.
+
+    Raises:
+        ValueError: an unknown method, or shapes that do not fit.
+    """
+    queries, keys = query.tokens, value.shape[-2]
+    one_of("method", method, METHODS)
+    layout = _Layout.of(log_kernel, queries, keys)
+    if causal and len(layout.query) == 2 and queries != keys:
+        raise ValueError(
+            f"causal attention on a grid needs as many queries as keys; got {queries} and {keys}; "
+            "use causal=False"
+        )
+    if queries == 0 or keys == 0:
+        nothing = at_least_float32(value).new_zeros(*value.shape[:2], queries, value.shape[-1] + 1)
+        return Sums(nothing[..., :-1], nothing[..., -1:], nothing.new_zeros(()))
+    if method == "auto":
+        method = _faster(layout, query.width, value.shape[-1], causal)
+    with torch.autocast(value.device.type, enabled=False):
+        value = at_least_float32(value)
+        kernel = layout.cut(log_kernel.to(value.dtype))
+        if causal:
+            kernel = kernel.masked_fill(layout.future(kernel), -torch.inf)
+        value = F.pad(value, (0, 1), value=1.0)
+        query, key = query.at_least_float32(), key.at_least_float32()
+        if method == "fft":
+            sums, log_scale = _by_fft(query, key, value, kernel, layout)
+        else:
+            sums, log_scale = _by_blocks(query, key, value, kernel, layout, causal)
+        return Sums(sums[..., :-1], sums[..., -1:], log_scale.expand_as(sums[..., -1:]))
+
+
+def dense_log_kernel(log_kernel: Tensor, queries: int, keys: int) -> Tensor:
+    """The matrix of a kernel given by offsets.
+
+    Args:
+        log_kernel: as for `toeplitz`, in one or two dimensions.
+        queries: number of queries.
+        keys: number of keys.
+
+    Returns:
+        (heads, queries, keys).
+    """
+    layout = _Layout.of(log_kernel, queries, keys)
+    if queries == 0 or keys == 0:
+        return log_kernel.new_zeros(len(log_kernel), queries, keys)
+    return _dense(layout.cut(log_kernel), layout.key)[:, :queries, :keys]
+
+
+def toeplitz_matmul(kernel: Tensor, x: Tensor) -> Tensor:
+    """Toeplitz matrices times vectors by FFT, O(L log L): sum_j kernel[j - i + rows - 1] x_j.
+
+    Args:
+        kernel: (heads, rows + columns - 1).
+        x: (heads, columns, r).
+
+    Returns:
+        (heads, rows, r).
+    """
+    columns = x.shape[-2]
+    layout = _Layout((kernel.shape[-1] + 1 - columns,), (columns,))
+    spectrum = layout.spectrum(kernel)[:, None]
+    return layout.convolve(x.transpose(-1, -2), spectrum).transpose(-1, -2)
+
+
+class _Layout(NamedTuple):
+    """Shapes of the grids that queries and keys fill: (tokens,), or (rows, W) of full rows."""
+
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+
+    @classmethod
+    def of(cls, log_kernel: Tensor, queries: int, keys: int) -> "_Layout":
+        shape = tuple(log_kernel.shape[1:])
+        if len(shape) == 1 and (shape[0] == queries + keys - 1 or queries * keys == 0):
+            return cls((queries,), (keys,))
+        if len(shape) == 2 and shape[0] % 2 and shape[1] % 2:
+            height, width = ((size + 1) // 2 for size in shape)
+            if max(queries, keys) <= height * width:
+                return cls((-(-queries // width), width), (-(-keys // width), width))
+        raise ValueError(
+            f"log_kernel of shape {tuple(log_kernel.shape)} does not fit {queries} queries and "
+            f"{keys} keys; expected (heads, {queries + keys - 1}), or (heads, 2H - 1, 2W - 1) with "
+            "H W at least the larger number; cut it to the present tokens"
+        )
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Lengths of the transforms: no offset may alias another."""
+        return tuple(_fast_length(n + k - 1) for n, k in zip(self.query, self.key, strict=True))
+
+    @property
+    def width(self) -> int:
+        """Tokens per row of the first axis."""
+        return math.prod(self.query[1:])
+
+    def cut(self, kernel: Tensor) -> Tensor:
+        """Offsets that occur: (heads, n + k - 1 per axis)."""
+        if len(self.query) == 1:
+            return kernel
+        height = (kernel.shape[1] + 1) // 2
+        return kernel[:, height - self.query[0] : height - 1 + self.key[0]]
+
+    def future(self, kernel: Tensor) -> Tensor:
+        """Offsets of keys after the query's own place, in row-major order, True."""
+        offsets = torch.arange(kernel[0].numel(), device=kernel.device).view(kernel.shape[1:])
+        if len(self.query) == 1:
+            return offsets >= self.key[0]  # j - i > keys - queries
+        return offsets > kernel[0].numel() // 2
+
+    def spectrum(self, kernel: Tensor) -> Tensor:
+        """Transform of (heads, n + k - 1 per axis), for `convolve`."""
+        axes = tuple(range(1, kernel.ndim))
+        missing = [n - size for n, size in zip(self.lengths, kernel.shape[1:], strict=True)]
+        kernel = F.pad(kernel.flip(axes), [x for n in missing[::-1] for x in (0, n)])
+        return torch.fft.rfftn(kernel.roll([1 - k for k in self.key], axes), dim=axes)
+
+    def convolve(self, x: Tensor, spectrum: Tensor) -> Tensor:
+        """Toeplitz products (..., keys) -> (..., queries of full rows)."""
+        axes = tuple(range(-len(self.key), 0))
+        extra = math.prod(self.key) - x.shape[-1]
+        x = (F.pad(x, (0, extra)) if extra else x).unflatten(-1, self.key)
+        x = torch.fft.rfftn(x, s=self.lengths, dim=axes) * spectrum
+        x = torch.fft.irfftn(x, s=self.lengths, dim=axes)
+        for axis, n in zip(axes, self.query, strict=True):
+            x = x.narrow(axis, 0, n)
+        return x.flatten(-len(self.query))
+
+
+def _by_fft(
+    query: Features, key: Features, value: Tensor, kernel: Tensor, layout: _Layout
+) -> tuple[Tensor, Tensor]:
+    """[numerator, normalizer] and their log scale, a few features and columns at a time."""
+    phi_q, phi_k, shift = _stabilize(query, key)
+    top = finite(kernel.detach().flatten(1).amax(dim=1)).view(-1, *(1,) * len(layout.query))
+    spectrum = layout.spectrum((kernel - top).exp())[:, None, None]
+    columns = value.transpose(-1, -2)  # transforms are fastest along the last axis
+    limit = _TRANSIENT.get(value.device.type, _TRANSIENT_ELSEWHERE)
+    pairs = max(1, limit // max(1, phi_q[..., 0, 0].numel() * math.prod(layout.lengths)))
+    per_piece = min(pairs, columns.shape[2])
+    step = max(1, pairs // per_piece)
+    several = pairs < phi_q.shape[-1] * columns.shape[2]
+
+    def product(phi_q: Tensor, phi_k: Tensor, columns: Tensor, spectrum: Tensor) -> Tensor:
+        moments = phi_k.transpose(-1, -2)[..., None, :] * columns[:, :, None]  # [b, h, f, dv+1, k]
+        mixed = layout.convolve(moments, spectrum)[..., : phi_q.shape[-2]]
+        return (phi_q.transpose(-1, -2)[..., None, :] * mixed).sum(dim=2).transpose(-1, -2)
+
+    pieces = []
+    for piece in columns.split(per_piece, dim=2):
+        parts = zip(phi_q.split(step, dim=-1), phi_k.split(step, dim=-1), strict=True)
+        products = (recomputed(product, *part, piece, spectrum, several=several) for part in parts)
+        pieces.append(sum(products, columns.new_zeros(())))
+    sums = torch.cat(pieces, dim=-1)
+    # Transforms leave rounding noise where exactly nothing is summed: count the terms of each row,
+    # in float64, whose rounding cannot reach 1/2.
+    valid = (phi_k.detach() != 0).any(dim=-1).double()
+    seen = layout.spectrum((kernel.detach() > -torch.inf).double())
+    terms = layout.convolve(valid, seen)[..., : phi_q.shape[-2], None]
+    return sums.masked_fill(terms < 0.5, 0.0), shift + top.view(1, -1, 1, 1)
+
+
+def _by_blocks(
+    query: Features, key: Features, value: Tensor, kernel: Tensor, layout: _Layout, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """[numerator, normalizer] and their log scale, block by block of the queries."""
+    queries, keys = query.tokens, key.tokens
+    if not causal:
+        query, key = _move_maximum(query, key)
+    phi_q, query_log = _per_token(query)
+    phi_k, key_log = _per_token(key)
+    rows, width = layout.query[0], layout.width
+    step = max(1, _BLOCK // width)
+
+    def product(
+        phi_q: Tensor, phi_k: Tensor, key_log: Tensor | None, value: Tensor, window: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        n, k = phi_q.shape[-2], phi_k.shape[-2]
+        grid = (-(-k // width), *layout.key[1:]) if len(layout.key) == 2 else (k,)
+        log_scale = _dense(window, grid)[:, :n, :k]
+        if key_log is not None:
+            log_scale = log_scale + key_log.transpose(-1, -2)
+        row = finite(log_scale.detach().amax(dim=-1, keepdim=True))
+        weights = (phi_q @ phi_k.transpose(-1, -2)) * (log_scale - row).exp()
+        return weights @ value, row.expand(*weights.shape[:-1], 1)
+
+    parts = []
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        # At least one key: a query before all keys has only offsets whose kernel is 0.
+        seen = min(keys, max(1, stop * width + keys - queries)) if causal else keys
+        window = kernel[:, rows - stop : rows - 1 - start - (-seen // width)]
+        parts.append(
+            recomputed(
+                product,
+                phi_q[:, :, start * width : stop * width],
+                phi_k[:, :, :seen],
+                None if key_log is None else key_log[:, :, :seen],
+                value[:, :, :seen],
+                window,
+                several=step < rows,
+            )
+        )
+    sums, log_scale = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
+    return sums, log_scale if query_log is None else log_scale + finite(query_log)
+
+
+def _faster(layout: _Layout, m: int, dv: int, causal: bool) -> str:
+    """The form that takes less time."""
+    # Fitted to times of forward and backward together, float32, one CPU thread, one head, m = 16,
+    # 64, 128, dv = 16 and 64, N = 512..8192: "fft" 1.6 ns m (dv + 1) L log2 L with L the length of
+    # the transform; "blocks" 13 ns N^2 (1 + (m + dv) / 120), half of it if causal. They are equal
+    # at N = 1900, 7200 and 12000 for dv = 64. Not fitted on a GPU.
+    lengths = math.prod(layout.lengths)
+    by_fft = m * (dv + 1) * lengths * math.log2(max(lengths, 2))
+    pairs = math.prod(layout.query) * math.prod(layout.key)
+    by_blocks = 8 * pairs * (1 + (m + dv) / 120)
+    if causal:
+        # Earlier rows drown in the rounding of later keys: with float32 features of normal queries
+        # and keys of norm 6 (d = 16), 4 of 1200 rows had no digit left. So transforms have to be 16
+        # times faster.
+        by_blocks = by_blocks / 2 / 16
+    return "fft" if by_fft < by_blocks else "blocks"
+
+
+def _dense(kernel: Tensor, key: tuple[int, ...]) -> Tensor:
+    """Offsets (heads, n + k - 1 per axis) -> (heads, queries, keys), of full rows."""
+    axes = tuple(range(1, kernel.ndim))
+    for axis in axes:
+        kernel = kernel.unfold(axis, key[axis - 1], 1)  # its gradient needs no scattered sums
+    return kernel.flip(axes).flatten(kernel.ndim - len(axes)).flatten(1, len(axes))
+
+
+def _move_maximum(query: Features, key: Features) -> tuple[Features, Features]:
+    """The key's maximum over tokens, one per feature, moved to the query's side."""
+    if key.log_scale is None:
+        return query, key
+    top = finite(key.log_scale.detach().amax(dim=-2, keepdim=True))
+    log_q = top if query.log_scale is None else query.log_scale + top
+    return Features(query.values, log_q), Features(key.values, key.log_scale - top)
+
+
+def _per_token(features: Features) -> tuple[Tensor, Tensor | None]:
+    """Features whose largest log scale per token is 0, and that log scale (-inf: no such token)."""
+    if features.log_scale is None:
+        return features.materialize(), None
+    top = features.log_scale.detach().amax(dim=-1, keepdim=True)
+    return features.shifted(finite(top)), top
+
+
+def _fast_length(n: int) -> int:
+    """Smallest number without prime factors above 5 that is at least n."""
+    while True:
+        rest = n
+        for prime in (2, 3, 5):
+            while rest % prime == 0:
+                rest //= prime
+        if rest == 1:
+            return n
+        n += 1

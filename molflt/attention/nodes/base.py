@@ -1,0 +1,98 @@
+"""What every rule that samples a spectrum offers.
+
+The integral of FLT (arXiv:2302.01925), eq. 4, by a sum. Frequencies in cycles per unit of length.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from molflt.attention.spectra import Spectrum
+
+
+class Nodes(nn.Module):
+    """Base class of the rules: nodes xi_s and weights c_s with integral g ~= sum_s c_s g(xi_s).
+
+    A new rule overrides `forward`, and gets a line in `NODES`.
+
+    Attributes:
+        paper: where the rule comes from.
+        random: whether nodes are drawn from the density whose logarithm is `log_density`.
+        num_nodes: number of nodes r.
+        dim: dimension l of positions.
+    """
+
+    paper: ClassVar[str] = ""
+    random: ClassVar[bool] = False
+    num_nodes: int
+    dim: int
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Nodes (heads or 1, r, l) in cycles per unit of length and weights (heads or 1, r)."""
+        raise NotImplementedError(f"{type(self).__name__} must override forward()")
+
+    def sample(self, spectrum: Spectrum) -> tuple[Tensor, Tensor]:
+        """Returns nodes (heads or 1, r, l) and the coefficients c_s g(xi_s), (heads, r)."""
+        xi, weights = self()
+        return xi, weights * spectrum.spectrum(xi)
+
+    def redraw_(self, generator: torch.Generator | None = None) -> None:
+        """Draws new nodes in place, if they are drawn; seed the generator alike on every rank."""
+
+    def log_density(self, xi: Tensor) -> Tensor:
+        """log p(xi), to judge by g / p how well the nodes fit a spectrum.
+
+        Args:
+            xi: frequencies (heads or 1, n, l), in cycles per unit of length.
+
+        Returns:
+            (heads, n).
+        """
+        raise ValueError(
+            f"{type(self).__name__} have no density; got a request for log p(xi); compare the "
+            "masks instead"
+        )
+
+    @classmethod
+    def sizes(cls, spectrum: Spectrum, num_nodes: int | None) -> dict[str, object]:
+        """Arguments of the constructor that a spectrum decides, for rules built by name.
+
+        Args:
+            spectrum: what will be sampled.
+            num_nodes: nodes r, or None for the rule's own choice.
+
+        Raises:
+            ValueError: the rule cannot sample such a spectrum, or takes no number.
+        """
+        count = {} if num_nodes is None else {"num_nodes": num_nodes}
+        return {"heads": spectrum.heads, "dim": spectrum.dim, **count}
+
+    def check(self, spectrum: Spectrum) -> None:
+        """Raises ValueError if these nodes cannot sample a spectrum."""
+        if spectrum.dim != self.dim:
+            raise ValueError(
+                f"the spectrum has {spectrum.dim} dimensions and its nodes have {self.dim}; give "
+                "both the dimension of the positions"
+            )
+        if spectrum.radii is not None:
+            raise ValueError(
+                f"{type(spectrum).__name__} live on shells alone; got {type(self).__name__}; "
+                "sample them at the ShellNodes that they were made for"
+            )
+
+
+def hermitian(spectrum: Spectrum, xi: Tensor) -> Tensor:
+    """(g(xi) + conj g(-xi)) / 2: the part of g that makes the mask.
+
+    Both antipodes of a pair have the same columns cos and sin; with this part one node at twice the
+    weight stands for both, whether masks are even or not.
+
+    Args:
+        spectrum: family of g.
+        xi: frequencies (heads or 1, nodes, l), in cycles per unit of length.
+
+    Returns:
+        (heads, nodes), real or complex as g is.
+    """
+    return 0.5 * (spectrum.spectrum(xi) + spectrum.spectrum(-xi).conj())

@@ -1,0 +1,206 @@
+"""Nodes xi_s and weights c_s at which a spectrum is sampled: integral g ~= sum_s c_s g(xi_s).
+
+Monte Carlo by importance sampling: xi_s ~ p and c_s = 1 / (r p(xi_s)), FLT (arXiv:2302.01925),
+eqs. 4-5.
+"""
+
+import math
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from molflt.attention.checks import at_least_one, one_of, positive
+from molflt.attention.features.projections import (
+    DenseProjection,
+    OrthogonalProjection,
+    SobolProjection,
+)
+from molflt.attention.nodes.base import Nodes
+from molflt.attention.spectra import ShiftInvariant, Spectrum
+
+
+class GaussianNodes(Nodes):
+    """Monte Carlo nodes xi = mu + sigma eps, eps ~ N(0, I) fixed, sigma learnable per head.
+
+    Importance sampling with p = N(mu, sigma^2 I): c_s = 1 / (r p(xi_s)), which makes the mask
+    estimate unbiased for every sigma and mu at which it has an expectation. FLT
+    (arXiv:2302.01925), eq. 5 and OC20 experiment; the paper's language models have the standard
+    normal distribution instead: `sigma=1.0, learn_sigma=False`.
+
+    The variance is finite only if g falls faster than sqrt(p): for a Gaussian mask of width w, if
+    sigma > 1 / (2 sqrt(2) pi w); never for spectra with power-law tails.
+
+    Args:
+        heads: number of heads; every head has its own draw and its own sigma.
+        num_nodes: number of nodes r.
+        dim: dimension l of positions.
+        sigma: initial standard deviation, in cycles per unit of length.
+        mean: "zero", or "learned" for one mu (heads, l) that starts at zero.
+        learn_sigma: whether sigma is a parameter; otherwise it stays as it is given (a buffer).
+
+    Raises:
+        ValueError: if a count is below 1, sigma is not positive, or mean is another word.
+    """
+
+    paper: ClassVar[str] = "2302.01925, eq. 5"
+    random: ClassVar[bool] = True
+    eps: Tensor
+    log_sigma: Tensor
+    mean: nn.Parameter | None
+
+    def __init__(
+        self,
+        heads: int,
+        num_nodes: int = 16,
+        dim: int = 3,
+        sigma: float = 0.15,
+        mean: Literal["zero", "learned"] = "zero",
+        learn_sigma: bool = True,
+    ) -> None:
+        super().__init__()
+        at_least_one(heads=heads, num_nodes=num_nodes, dim=dim)
+        positive(sigma=sigma)
+        one_of("mean", mean, ("zero", "learned"))
+        self.num_nodes = num_nodes
+        self.dim = dim
+        log_sigma = torch.full((heads,), math.log(sigma))
+        if learn_sigma:
+            self.log_sigma = nn.Parameter(log_sigma)
+        else:
+            self.register_buffer("log_sigma", log_sigma)
+        learned = nn.Parameter(torch.zeros(heads, dim)) if mean == "learned" else None
+        self.register_parameter("mean", learned)
+        self.register_buffer("eps", torch.empty(heads, num_nodes, dim))
+        self.redraw_()
+
+    def _draw(self, generator: torch.Generator | None) -> Tensor:
+        """Standard normal eps: (heads, r, l) float64 on the CPU."""
+        return torch.randn(self.eps.shape, dtype=torch.float64, generator=generator, device="cpu")
+
+    def redraw_(self, generator: torch.Generator | None = None) -> None:
+        """Draws new eps in place; give a generator seeded alike on every rank."""
+        draw = self._draw(generator)
+        with torch.no_grad():
+            self.eps.copy_(draw)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Returns nodes (heads, r, l) in cycles per unit of length and weights (heads, r)."""
+        sigma = self.log_sigma.exp()[:, None]  # [h, 1]
+        nodes = sigma[..., None] * self.eps
+        if self.mean is not None:
+            nodes = nodes + self.mean[:, None]
+        return nodes, (-self._log_density(self.eps.square().sum(dim=-1))).exp() / self.num_nodes
+
+    def log_density(self, xi: Tensor) -> Tensor:
+        """log p(xi): frequencies (heads or 1, n, l) -> (heads, n)."""
+        centered = xi if self.mean is None else xi - self.mean[:, None]
+        eps = centered / self.log_sigma.exp()[:, None, None]
+        return self._log_density(eps.square().sum(dim=-1))
+
+    def _log_density(self, square: Tensor) -> Tensor:
+        """log p from |eps|^2 (heads, n), with the Jacobian of sigma: (heads, n)."""
+        log_volume = self.dim * (self.log_sigma[:, None] + 0.5 * math.log(2 * math.pi))
+        return -0.5 * square - log_volume
+
+
+class _StructuredNodes(GaussianNodes):
+    """Base class of Gaussian nodes whose eps are the rows of a projection."""
+
+    paper: ClassVar[str] = "molflt"
+    _rows: type[DenseProjection]
+
+    def _draw(self, generator: torch.Generator | None) -> Tensor:
+        rows = self._rows._draw_rows
+        return torch.stack([rows(self.num_nodes, self.dim, generator) for _ in self.eps])
+
+
+class OrthogonalNodes(_StructuredNodes):
+    """Gaussian nodes whose eps are orthogonal within each block of l, with chi-distributed norms.
+
+    Every node has the distribution of `GaussianNodes`, so the mask estimate is as unbiased; in
+    three dimensions its error is hardly smaller, because a block holds three nodes only. Arguments
+    as those of `GaussianNodes`.
+    """
+
+    _rows = OrthogonalProjection
+
+
+class SobolNodes(_StructuredNodes):
+    """Gaussian nodes whose eps are scrambled Sobol points, through the inverse normal distribution.
+
+    Every node has the distribution of `GaussianNodes`, so the mask estimate is as unbiased; its
+    error falls nearly as 1 / r for smooth masks, best if r is a power of two. Arguments as those of
+    `GaussianNodes`.
+    """
+
+    _rows = SobolProjection
+
+
+class DensityNodes(Nodes):
+    """Nodes drawn from the spectral density of a shift-invariant kernel, xi = u / length.
+
+    For the kernel's own spectrum every c_s g(xi_s) is C / r: the ratio g / p is constant, which is
+    the best density there is for Theorem 4.2 of FLT (arXiv:2302.01925, eq. 7 and appendix A.4).
+    The draws u are fixed; length stays learnable through the reparametrization. Another spectrum
+    may be sampled at these nodes too, with finite variance where g^2 / p is integrable.
+
+    Args:
+        density: the kernel whose density is drawn; the nodes have its heads and its dimension.
+        num_nodes: number of nodes r.
+        shared: True if the kernel is the spectrum that is sampled, and so already part of the
+            model: it is then referred to, not registered, so that no parameter is saved twice.
+            False if it is a proposal for another spectrum: its length is a parameter of the nodes.
+
+    Raises:
+        ValueError: if num_nodes is below 1.
+    """
+
+    paper: ClassVar[str] = "2302.01925, eq. 7"
+    random: ClassVar[bool] = True
+    unit: Tensor
+
+    def __init__(self, density: ShiftInvariant, num_nodes: int = 16, shared: bool = True) -> None:
+        super().__init__()
+        at_least_one(num_nodes=num_nodes)
+        self.num_nodes = num_nodes
+        self.dim = density.dim
+        if not shared:
+            density.amplitude.requires_grad_(False)  # the density does not depend on it
+            self.proposal = density
+        self._density = (density,)  # a tuple hides it from the registration of submodules
+        self.register_buffer("unit", torch.empty(density.heads, num_nodes, density.dim))
+        self.redraw_()
+
+    @property
+    def density(self) -> ShiftInvariant:
+        """The kernel whose spectral density is drawn."""
+        return self._density[0]
+
+    @classmethod
+    def sizes(cls, spectrum: Spectrum, num_nodes: int | None) -> dict[str, object]:
+        """See `Nodes.sizes`; a spectrum that is a kernel is its own density."""
+        if not isinstance(spectrum, ShiftInvariant):
+            raise ValueError(
+                f"nodes='density' are drawn from the spectral density of a kernel; got "
+                f"{type(spectrum).__name__}; use 'gaussian' or another rule"
+            )
+        count = {} if num_nodes is None else {"num_nodes": num_nodes}
+        return {"density": spectrum, "shared": True, **count}
+
+    def redraw_(self, generator: torch.Generator | None = None) -> None:
+        """Draws new nodes in place; give a generator seeded alike on every rank."""
+        draw = self.density.draw(self.num_nodes, generator)
+        with torch.no_grad():
+            self.unit.copy_(draw)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Returns nodes (heads, r, l) in cycles per unit of length and weights (heads, r)."""
+        density = self.density
+        nodes = self.unit / density.log_length.exp()[:, None, None]
+        log_density = density.unit_log_density(self.unit) + self.dim * density.log_length[:, None]
+        return nodes, (-log_density).exp() / self.num_nodes
+
+    def log_density(self, xi: Tensor) -> Tensor:
+        """log p(xi): frequencies (heads or 1, n, l) -> (heads, n)."""
+        return self.density.log_density(xi)

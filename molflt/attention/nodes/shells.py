@@ -1,0 +1,215 @@
+"""Shells of directions: a spectrum sampled by quadrature.
+
+Shells chosen by their error are in `molflt.attention.nodes.suggest`.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from molflt.attention.checks import at_least_one, no_effect, positive
+from molflt.attention.nodes.base import Nodes, hermitian
+from molflt.attention.spectra import Spectrum
+
+# Degrees of Lebedev's rules. Those of 13, 25 and 27 are left out: some of their weights are
+# negative, which would turn a positive mask into one with negative parts.
+_DEGREES = (3, 5, 7, 9, 11, 15, 17, 19, 21, 23, 29, 31, *range(35, 132, 6))
+
+
+class _Directions(NamedTuple):
+    """A quadrature of the unit sphere of which one of every two antipodes is kept."""
+
+    unit: Tensor
+    """(n, l), float64"""
+    weights: Tensor
+    """(n,), float64, sum 1"""
+
+
+@functools.lru_cache(maxsize=64)
+def _directions(dim: int, degree: int) -> _Directions:
+    """Half of an antipodal quadrature of the sphere, exact for even polynomials up to a degree.
+
+    The two points of the line for l = 1, equal angles for l = 2, Lebedev's rules with positive
+    weights for l = 3 (`scipy.integrate.lebedev_rule`). Degree 1 is a single pair.
+
+    Args:
+        dim: dimension l, 1 to 3.
+        degree: smallest degree; the next one that exists is taken.
+
+    Raises:
+        ValueError: if there is no such rule.
+    """
+    if dim not in (1, 2, 3):
+        raise ValueError(f"dim must be 1, 2 or 3; got {dim}; use 'sobol' nodes in more dimensions")
+    if dim == 1 or degree <= 1:
+        axis = torch.eye(dim, dtype=torch.float64)[-1:]
+        return _Directions(axis, torch.ones(1, dtype=torch.float64))
+    if dim == 2:
+        pairs = degree // 2 + 1
+        angle = torch.arange(pairs, dtype=torch.float64) * (math.pi / pairs)
+        unit = torch.stack((angle.cos(), angle.sin()), dim=-1)
+        return _Directions(unit, torch.full_like(angle, 1 / pairs))
+    known = [d for d in _DEGREES if d >= degree]
+    if not known:
+        raise ValueError(
+            f"degree must be at most {_DEGREES[-1]} (Lebedev's largest rule); got {degree}; reduce "
+            "max_frequency, the diameter or degree_factor"
+        )
+    from scipy.integrate import lebedev_rule
+
+    points, weights = (torch.from_numpy(array) for array in lebedev_rule(known[0]))
+    points = torch.where(points.T.abs() < 1e-9, 0.0, points.T)  # [n, 3]
+    sign = torch.tensor([9.0, 3.0, 1.0], dtype=torch.float64) @ points.sign().T
+    return _Directions(points[sign > 0], weights[sign > 0] / (2 * math.pi))
+
+
+class ShellNodes(Nodes):
+    """Directions times radial shells: integral g = sum_k S_l k^(l-1) dk mean_u g(k u).
+
+    S_l is the surface of the unit sphere: 2, 2 pi, 4 pi. All nodes of a shell share the radial
+    weight, each has its direction's, and the mask is invariant under rotations to the accuracy of
+    the directions. A wave of frequency k over the distance |z| <= diameter needs the degree
+    x = 2 pi k diameter; outer shells matter less, so `degree_factor` x + 3 with 0.6 to 1 is enough.
+    `molflt.attention.nodes.suggest.suggest_nodes` chooses all sizes for a mask and an error.
+
+    Of two antipodes, which give the same columns, one is kept at twice the weight; `sample` puts
+    g(xi) and conj g(-xi) together in it, which is right for every spectrum.
+
+    Args:
+        diameter: largest distance |z| at which the mask shall be right, 2 R, in units of length.
+        max_frequency: where the spectrum is cut, in cycles per unit of length.
+        num_shells: number of shells, not counting the origin; None for as many as a mask of any
+            width needs, 2 diameter max_frequency, so that no copy of it is near.
+        dim: dimension l, 1 to 3.
+        radial: "trapezoid", radii j k / n with k = max_frequency; "midpoint", radii (j - 1/2) k /
+            n; "gauss", Gauss-Legendre on [0, k]. The first two are exact up to images of the mask
+            at the distance n / k - |z| if g vanishes beyond k; in two dimensions, where that does
+            not hold, they are refused. None: "gauss" in two dimensions, else "trapezoid".
+        degree_factor: see above.
+        degrees: degree of every shell instead, innermost first; see `directions`.
+        normalized: whether the weights of each shell sum to 1 instead, for `ShellWeights`.
+
+    Attributes:
+        shell: (r,) index of the shell of every node. The trapezoid rule in one dimension has the
+            origin xi = 0, whose weight is not 0 there, as shell 0.
+        shell_radius: (shells,) radii, in cycles per unit of length.
+
+    Raises:
+        ValueError: if a number is not positive, a choice is unknown or does not fit the others, or
+            no rule has the degree asked for.
+    """
+
+    paper: ClassVar[str] = "2302.01925, eq. 4 by quadrature"
+    xi: Tensor
+    weights: Tensor
+    shell: Tensor
+    shell_radius: Tensor
+
+    def __init__(
+        self,
+        diameter: float,
+        max_frequency: float,
+        num_shells: int | None = None,
+        dim: int = 3,
+        radial: Literal["trapezoid", "midpoint", "gauss"] | None = None,
+        degree_factor: float = 0.8,
+        degrees: Sequence[int] | None = None,
+        normalized: bool = False,
+    ) -> None:
+        super().__init__()
+        positive(diameter=diameter, max_frequency=max_frequency, degree_factor=degree_factor)
+        if num_shells is None:  # the trapezoid rule repeats a mask at number / frequency
+            num_shells = math.ceil(2 * diameter * max_frequency)
+        at_least_one(num_shells=num_shells)
+        if degrees is not None and len(degrees) != num_shells:
+            raise ValueError(f"degrees must be {num_shells}, one per shell; got {len(degrees)}")
+        radius, measure = shells(max_frequency, num_shells, dim, radial)
+        if degrees is None:
+            turns = (2 * math.pi * diameter * radius).tolist()
+            degrees = [int(degree_factor * x + 3) for x in turns]
+        parts = [_directions(dim, degree) for degree in degrees]
+        if normalized:
+            measure = torch.ones_like(measure)
+        elif dim == 1 and radial in (None, "trapezoid"):
+            parts = [_Directions(torch.zeros(1, 1).double(), torch.ones(1).double()), *parts]
+            radius = torch.cat((radius.new_zeros(1), radius))
+            measure = torch.cat((measure[:1] / 2, measure))
+        self.dim = dim
+        self.normalized = normalized
+        count = torch.tensor([len(part.weights) for part in parts])
+        self.num_nodes = int(count.sum())
+        self.register_buffer("shell", torch.arange(len(parts)).repeat_interleave(count))
+        xi = radius[self.shell, None] * torch.cat([part.unit for part in parts])
+        weights = measure[self.shell] * torch.cat([part.weights for part in parts])
+        dtype = torch.get_default_dtype()
+        self.register_buffer("xi", xi.to(dtype)[None])
+        self.register_buffer("weights", weights.to(dtype)[None])
+        self.register_buffer("shell_radius", radius.to(dtype))
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Returns nodes (1, r, l) in cycles per unit of length and weights (1, r)."""
+        return self.xi, self.weights
+
+    def sample(self, spectrum: Spectrum) -> tuple[Tensor, Tensor]:
+        """Returns nodes (1, r, l) and coefficients (heads, r), both antipodes in one."""
+        return self.xi, self.weights * hermitian(spectrum, self.xi)
+
+    @classmethod
+    def sizes(cls, spectrum: Spectrum, num_nodes: int | None) -> dict[str, object]:
+        """See `Nodes.sizes`; shells count their nodes themselves."""
+        no_effect("with nodes='shells'", num_nodes=num_nodes)
+        return {"dim": spectrum.dim}
+
+    def check(self, spectrum: Spectrum) -> None:
+        """Raises ValueError if a spectrum cannot be sampled at these nodes."""
+        if not self.normalized:
+            return super().check(spectrum)
+        if spectrum.radii is None:
+            raise ValueError(
+                f"shells with normalized=True are for ShellWeights; got {type(spectrum).__name__}; "
+                "build them with normalized=False"
+            )
+        radii = spectrum.radii.to(self.shell_radius)
+        if radii.shape != self.shell_radius.shape or not torch.allclose(radii, self.shell_radius):
+            raise ValueError(
+                f"the radii of ShellWeights must be those of the shells; got {len(radii)} other "
+                f"ones for {len(self.shell_radius)} shells; build them for these shells"
+            )
+
+    def extra_repr(self) -> str:
+        last = self.shell_radius[-1].item()
+        return f"num_nodes={self.num_nodes}, shells={len(self.shell_radius)}, outermost={last:.4g}"
+
+
+def shells(
+    max_frequency: float, count: int, dim: int = 3, radial: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Radii k and measures S_l k^(l-1) dk of shells, (count,) float64 each: see `ShellNodes`.
+
+    Raises:
+        ValueError: if dim or the radial rule is unknown, or one does not go with the other.
+    """
+    if dim not in (1, 2, 3):
+        raise ValueError(f"dim must be 1, 2 or 3; got {dim}; use 'sobol' nodes in more dimensions")
+    radial = radial or ("gauss" if dim == 2 else "trapezoid")
+    if radial not in ("trapezoid", "midpoint", "gauss"):
+        raise ValueError(f"radial must be 'trapezoid', 'midpoint' or 'gauss'; got {radial!r}")
+    if radial != "gauss" and dim == 2:
+        raise ValueError(f"radial must be 'gauss' in two dimensions; got {radial!r}")
+    if radial == "gauss":
+        import numpy as np
+
+        points, weights = np.polynomial.legendre.leggauss(count)
+        radius, step = (
+            torch.tensor(max_frequency * (points + 1) / 2),
+            torch.tensor(max_frequency * weights / 2),
+        )
+    else:
+        index = torch.arange(1, count + 1, dtype=torch.float64)
+        radius = max_frequency / count * (index - (0.5 if radial == "midpoint" else 0.0))
+        step = torch.full_like(index, max_frequency / count)
+    return radius, step * 2 * math.pi ** (dim / 2) / math.gamma(dim / 2) * radius ** (dim - 1)

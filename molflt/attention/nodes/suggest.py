@@ -1,0 +1,191 @@
+"""The smallest shells for a mask of a given width and error."""
+
+import itertools
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from molflt.attention.checks import positive
+from molflt.attention.nodes.shells import _DEGREES, ShellNodes, _directions, shells
+
+
+class _SuggestedNodes(NamedTuple):
+    """What `suggest_nodes` found."""
+
+    nodes: ShellNodes
+    """the rule"""
+    error: float
+    """root-mean-square error of the mask, f(0) = 1, over pairs in the ball, at its worst width"""
+
+
+def suggest_nodes(
+    radius: float, width: float, tol: float = 1e-2, widest: float | None = None
+) -> _SuggestedNodes:
+    """A small rule of shells for the masks of a molecule or cluster, by their measured error.
+
+    For f(z) = exp(-|z|^2 / 2 width^2) and pairs of points uniform in a ball. Radii and their end
+    are searched; then the degree of one shell after the other is raised, wherever that removes most
+    error per node. Wider Gaussians need shells that lie closer, so a basis of Gaussians needs both
+    its widths. Found for one width (nodes r, and the error reached):
+
+    | diameter / width | tol = 0.03 | 0.01 | 0.003 | 0.001 |
+    |---|---|---|---|---|
+    | 2 | 10 (1.2e-2) | 14 (6.2e-3) | 23 (2.1e-3) | 33 (6.4e-4) |
+    | 5 | 20 (3.0e-2) | 51 (6.0e-3) | 84 (2.7e-3) | 124 (7.5e-4) |
+    | 10 | 60 (3.0e-2) | 157 (9.8e-3) | 275 (2.9e-3) | 505 (9.7e-4) |
+    | 20 | - | 444 (9.9e-3) | 1191 (2.9e-3) | 1954 (9.6e-4) |
+
+    Args:
+        radius: of the ball that holds the positions, in units of length.
+        width: standard deviation of the narrowest Gaussian of the mask, in units of length.
+        widest: that of the widest; `width` if None.
+        tol: largest root-mean-square error, f(0) = 1; at least 1e-6, and at most half the
+            root mean square of the mask itself, which narrow masks in a large ball do not reach.
+
+    Raises:
+        ValueError: if an argument is out of range, or the rule would need more directions than the
+            largest rule of Lebedev has (beyond about 40 widths at 0.001): such masks need a sum
+            over neighbors.
+    """
+    widest = width if widest is None else widest
+    positive(radius=radius, width=width, widest=widest)
+    if widest < width:
+        raise ValueError(f"widest must be at least width={width:g}; got {widest:g}")
+    if not tol >= 1e-6:
+        raise ValueError(f"tol must be at least 1e-6; got {tol}")
+    ratio = 2 * radius / width
+    distance, share = _ball_pairs(ratio)
+    zero = ((-distance.square()).exp() @ share).sqrt().item()
+    if tol > 0.5 * zero:
+        raise ValueError(
+            f"tol must be at most half of what no mask at all errs by, {zero:.2g} for 2 radius / "
+            f"width = {ratio:.3g}; got {tol:g}"
+        )
+    between = 1 if widest == width else 2 + int(math.log2(widest / width))
+    widths = torch.logspace(0, math.log10(widest / width), between, dtype=torch.float64)[:, None]
+    candidates = _radial_candidates(ratio, widths, tol)
+    rules = [_prune(ratio, widths, tol, *candidate) for candidate in candidates]
+    if not any(rules):
+        raise ValueError(
+            f"no shells reach tol={tol:g} for 2 radius / width = {ratio:.3g}; increase tol or "
+            "width, and leave what is sharp to a sum over neighbors"
+        )
+    best = min(filter(None, rules), key=lambda rule: (rule.size, rule.error))
+    nodes = ShellNodes(
+        2 * radius,
+        best.max_frequency / width,
+        len(best.degrees),
+        radial=best.radial,
+        degrees=best.degrees,
+    )
+    return _SuggestedNodes(nodes, best.error)
+
+
+_Radial = Literal["trapezoid", "midpoint"]
+
+
+class _Pruned(NamedTuple):
+    """A rule in units of the width."""
+
+    size: int
+    error: float
+    max_frequency: float
+    radial: _Radial
+    degrees: list[int]
+
+
+def _ball_pairs(ratio: float) -> tuple[Tensor, Tensor]:
+    """Differences in a ball: distances and their shares (n,), in widths."""
+    import numpy as np
+
+    points, weights = (torch.from_numpy(a) for a in np.polynomial.legendre.leggauss(24))
+    share = (points + 1) / 2  # of the diameter
+    density = 24 * share**2 * (1 - 1.5 * share + 0.5 * share**3)
+    return ratio * share, density * weights / 2
+
+
+def _radial_candidates(
+    ratio: float, widths: Tensor, tol: float
+) -> list[tuple[float, int, _Radial]]:
+    """End, number and rule of the radii that err little, those of fewest nodes first."""
+    distance, share = _ball_pairs(ratio)
+    exact = (-0.5 * (distance / widths).square()).exp()  # [w, n]
+    found = []
+    rules: tuple[_Radial, ...] = ("trapezoid", "midpoint")
+    for max_frequency in (0.03 * step for step in range(5, 34)):
+        if 2 * math.pi * max_frequency * ratio > _DEGREES[-1]:
+            break
+        most = 2 + int(max_frequency * (ratio + 8 * widths[-1].item()))  # images are 8 widths away
+        for count, radial in itertools.product(range(1, most), rules):
+            radius, measure = shells(max_frequency, count, 3, radial)
+            waves = torch.sinc(2 * distance[:, None] * radius)
+            error = measure * _density(radius, widths) @ waves.T - exact
+            if (error.square() @ share).max().sqrt() < 0.8 * tol:  # the rest is for the directions
+                guess = (2 * math.pi * 0.7 * radius * ratio + 3).square().sum().item()
+                found.append((guess, max_frequency, count, radial))
+    return [rule[1:] for rule in sorted(found)[:12]]
+
+
+def _prune(
+    ratio: float, widths: Tensor, tol: float, max_frequency: float, count: int, radial: _Radial
+) -> _Pruned | None:
+    """Raises degrees greedily, by the error removed per node; None if tol is out of reach."""
+    distance, share = _ball_pairs(ratio)
+    each = 64
+    # Every distance has directions of its own: degrees cannot be fitted to a few of them.
+    unit = _even_directions(each * len(distance)).unflatten(0, (each, len(distance)))
+    z = (distance[:, None] * unit).flatten(0, 1)
+    share = share.repeat(each) / each
+    error = -(-0.5 * z.square().sum(dim=-1) / widths.square()).exp()  # [w, n]
+    radius, measure = shells(max_frequency, count, 3, radial)
+    choices: list[list[tuple[int, int, Tensor]]] = []  # degree, nodes and values, by shell
+    for k, weight in zip(radius, (measure * _density(radius, widths)).T, strict=True):
+        own = []
+        for degree in (1, *_DEGREES):
+            unit, shares = _directions(3, degree)
+            values = weight[:, None] * ((2 * math.pi * k * z @ unit.T).cos() @ shares)
+            own.append((degree, len(unit), values))
+            if degree > 2 * math.pi * k * ratio + 6:  # exact to all purposes
+                break
+        choices.append(own)
+        error = error + own[0][2]
+    chosen = [0] * count
+    while (excess := _excess(error, share, tol)) > 0:
+        steps = []
+        for j, own in enumerate(choices):
+            _, nodes, values = own[chosen[j]]
+            for i in range(chosen[j] + 1, len(own)):
+                new = error + own[i][2] - values
+                gain = (excess - _excess(new, share, tol)) / (own[i][1] - nodes)
+                steps.append((gain, j, i))
+        gain, j, i = max(steps, default=(0.0, 0, 0))
+        if gain <= 0:
+            return None
+        error = error + choices[j][i][2] - choices[j][chosen[j]][2]
+        chosen[j] = i
+    picked = [own[i] for own, i in zip(choices, chosen, strict=True)]
+    size = sum(nodes for _, nodes, _ in picked)
+    reached = (error.square() @ share).max().sqrt().item()
+    return _Pruned(size, reached, max_frequency, radial, [degree for degree, _, _ in picked])
+
+
+def _excess(error: Tensor, share: Tensor, tol: float) -> float:
+    """Mean squares above tol^2, summed over the widths."""
+    return (error.square() @ share - tol**2).clamp(min=0.0).sum().item()
+
+
+def _even_directions(count: int) -> Tensor:
+    """Unit vectors (n, 3) spread evenly over half the sphere, on no mirror plane of Lebedev's."""
+    index = torch.arange(count, dtype=torch.float64)
+    height = 1 - (index + 0.5) / count
+    angle = math.pi * (1 + math.sqrt(5)) * (index + 0.5)
+    across = (1 - height.square()).sqrt()
+    return torch.stack((across * angle.cos(), across * angle.sin(), height), dim=-1)
+
+
+def _density(radius: Tensor, widths: Tensor) -> Tensor:
+    """Spectra of Gaussians: radii (n,) and widths (w, 1) -> (w, n)."""
+    exponent = -2 * math.pi**2 * (widths * radius).square()
+    return (2 * math.pi * widths.square()) ** 1.5 * exponent.exp()

@@ -1,0 +1,85 @@
+"""Arithmetic that all rooms share: safe derivatives, precision, recomputation in backward."""
+
+import functools
+import math
+import sys
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Half precision to float32: it overflows exponentials and loses the phase of a few Å."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def unit(x: Tensor) -> Tensor:
+    """x / |x| along the last axis; 0 where x is 0, and smooth there."""
+    return x * (torch.linalg.vecdot(x, x).unsqueeze(-1) + 1e-24).rsqrt()
+
+
+def distances(vector: Tensor) -> Tensor:
+    """|v|, (..., l) -> (...), with the gradient 0 at 0: for functions that are flat there."""
+    return root(vector.square().sum(dim=-1))
+
+
+def root(square: Tensor) -> Tensor:
+    """Square root with the gradient 0 at 0."""
+    above = square > 0
+    # The inner `where` keeps the infinite slope of the root at 0 out of the gradient.
+    return torch.where(above, torch.where(above, square, 1.0).sqrt(), 0.0)
+
+
+def sinc(x: Tensor) -> Tensor:
+    """sin(pi x) / (pi x); torch.sinc has no second derivative at 0."""
+    phase = math.pi * x
+    away = phase != 0
+    phase = torch.where(away, phase, 1.0)
+    return torch.where(away, phase.sin() / phase, 1.0)
+
+
+def fade(x: Tensor) -> Tensor:
+    """1 for x <= 0, 0 for x >= 1, between them a polynomial; twice differentiable."""
+    x = x.clamp(0.0, 1.0)
+    return 1 - x**3 * (10 - 15 * x + 6 * x**2)
+
+
+def finite(x: Tensor) -> Tensor:
+    """x, with 0 in place of infinite values, as maxima over nothing are."""
+    return torch.where(x.isfinite(), x, 0.0)
+
+
+def recomputed(function: Callable[..., _R], *arguments: object, several: bool = True) -> _R:
+    """function(*arguments); what it needs inside is computed again in backward, not kept.
+
+    Args:
+        function: without randomness, and of nothing that changes before backward.
+        arguments: tensors, in tuples or not, and anything else.
+        several: False for the only piece of its kind: nothing would be saved by forgetting it.
+    """
+    if not several or not torch.is_grad_enabled():
+        return function(*arguments)
+    out: _R = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return out
+
+
+def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """`torch.compiler.disable`, which loads the compiler, only once somebody else has loaded it."""
+    disabled: Callable[_P, _R] | None = None
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        nonlocal disabled
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        if disabled is None:
+            disabled = torch.compiler.disable(function)
+        return disabled(*args, **kwargs)
+
+    return call

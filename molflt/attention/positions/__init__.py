@@ -1,0 +1,83 @@
+"""The relative positional encodings."""
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+from molflt.attention.checks import no_effect, one_of
+from molflt.attention.positions.base import MIXINGS, Position
+from molflt.attention.positions.gaussian_bias import GaussianBias
+from molflt.attention.positions.grid import BucketedPosition, LowRankPosition, ToeplitzPosition
+from molflt.attention.positions.multiplicative import MultiplicativePosition
+from molflt.attention.positions.rotary import CosinePosition, RotaryPosition
+from molflt.attention.positions.spectral import SpectralPosition
+from molflt.attention.positions.stochastic import ConvSPE, SineSPE
+
+__all__ = [
+    "MIXINGS",
+    "POSITIONS",
+    "MultiplicativePosition",
+    "Position",
+    "PositionName",
+    "SpectralPosition",
+    "known_options",
+    "make_position",
+]
+
+POSITIONS: dict[str, Callable[..., Position]] = {
+    "spectral": SpectralPosition.build,
+    "multiplicative": MultiplicativePosition.build,
+    "toeplitz": ToeplitzPosition,
+    "bucketed": BucketedPosition,
+    "low_rank": LowRankPosition,
+    "gaussian_bias": GaussianBias,
+    "rotary": RotaryPosition,
+    "cosine": CosinePosition,
+    "sine_spe": SineSPE,
+    "conv_spe": ConvSPE,
+}
+
+# The command line lists the choices of an option from its type.
+if TYPE_CHECKING:
+    PositionName = str
+else:
+    PositionName = Literal[("none", *POSITIONS)]
+
+
+def known_options(name: str, **options: object) -> dict[str, object]:
+    """Those of the options that the constructor of an encoding names; none if there is no such."""
+    known = inspect.signature(POSITIONS[name]).parameters if name in POSITIONS else {}
+    return {key: value for key, value in options.items() if key in known}
+
+
+def make_position(
+    name: str, heads: int, head_dim: int, *, mixing: str = "linear", **options: object
+) -> Position | None:
+    """Builds an encoding for attention of a given size.
+
+    Args:
+        name: key of `POSITIONS`, or "none".
+        heads: number of heads.
+        head_dim: width d of queries and keys per head.
+        mixing: of the attention that will use it.
+        options: further arguments of the encoding's constructor.
+
+    Raises:
+        ValueError: if there is no encoding of that name, or it has no such option.
+    """
+    if name == "none":
+        no_effect("with position='none'", **options)
+        return None
+    one_of("position", name, ("none", *POSITIONS))
+    build = POSITIONS[name]
+    # Each encoding asks for the sizes that it depends on.
+    known = inspect.signature(build).parameters
+    sizes = {"heads": heads, "head_dim": head_dim, "sampled": mixing != "softmax"}
+    options = {**known_options(name, **sizes), **options}
+    free = any(p.kind is p.VAR_KEYWORD for p in known.values())
+    if unknown := [] if free else sorted(set(options) - set(known)):
+        raise ValueError(
+            f"position={name!r} has no option {', '.join(unknown)}; expected some of "
+            f"{', '.join(set(known) - set(sizes))}"
+        )
+    return build(**options)

@@ -1,0 +1,179 @@
+"""What a relative positional encoding is to attention: widths, limits, and its evaluation."""
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from molflt.attention.encodings import Encoding
+from molflt.attention.numerics import at_least_float32
+
+MIXINGS = ("linear", "quadratic", "softmax")
+
+# The command line lists the choices of an option from its type.
+if TYPE_CHECKING:
+    MixingName = str
+else:
+    MixingName = Literal[(*MIXINGS, "auto")]
+
+
+class Position(nn.Module):
+    """Base class of positional encodings.
+
+    A new one overrides `forward`, says in its class attributes what it can do, and gets a line in
+    `POSITIONS`.
+
+    Attributes:
+        paper: where the encoding comes from.
+        cost: of kernelized attention with it, for N tokens, m features and values of width d.
+        dim: dimension l of the positions that it takes.
+        mixings: those of `MIXINGS` that can use it.
+        causal: whether causal attention can use it.
+        decodes: whether it leaves linear causal attention a state of constant size.
+        redraws: whether its randomness estimates something and should be drawn anew in training, as
+            that of random features; nodes of a spectrum are part of what is learned and stay.
+        grid: whether tokens must lie on a regular grid in order, so that they cannot be permuted.
+    """
+
+    paper: ClassVar[str] = ""
+    cost: ClassVar[str] = ""
+    dim: int = 1
+    mixings: ClassVar[tuple[str, ...]] = MIXINGS
+    causal: ClassVar[bool] = True
+    decodes: ClassVar[bool] = True
+    redraws: ClassVar[bool] = False
+    grid: ClassVar[bool] = False
+
+    @property
+    def longest(self) -> int | None:
+        """Positions must be below it along every axis; None without a limit."""
+        return None
+
+    def width(self, head_dim: int) -> int:
+        """Width of the queries and keys that reach the feature map, from their own d."""
+        return head_dim
+
+    def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
+        """Evaluates the encoding.
+
+        Args:
+            mixing: one of `mixings`.
+            positions: of the queries, (batch, queries, l).
+            key_positions: (batch, keys, l); the same object as the queries' where they are equal.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must override forward")
+
+    def check(self, mixing: str, causal: bool, gate: bool) -> None:
+        """Raises ValueError if attention with these choices cannot use the encoding."""
+        name = type(self).__name__
+        if mixing not in self.mixings:
+            raise ValueError(
+                f"{name} does not go with mixing={mixing!r}; expected one of "
+                f"{', '.join(self.mixings)}; change one of them"
+            )
+        if causal and not self.causal:
+            raise ValueError(f"{name} has no causal form; use causal=False or another position")
+        if gate and not self.decodes:
+            raise ValueError(f"gate=True needs a running state, which {name} has not; drop one")
+
+    def use_for(self, mixing: str) -> None:
+        """Freezes parameters that attention of this kind never reads: they have no gradient."""
+
+    def check_axes(self, *positions: Tensor) -> None:
+        """Raises ValueError unless positions have the shape (batch, tokens, l)."""
+        for given in positions:
+            if given.ndim != 3 or given.shape[-1] != self.dim:
+                raise ValueError(
+                    f"positions of {type(self).__name__} must have shape (batch, tokens, "
+                    f"{self.dim}); got {tuple(given.shape)}; add the last axis, or change dim"
+                )
+
+    def check_head_dim(self, expected: int, head_dim: int) -> None:
+        """Raises ValueError if the encoding was built for queries and keys of another width."""
+        if head_dim != expected:
+            raise ValueError(
+                f"{type(self).__name__} was built for head_dim={expected}; got queries and keys of "
+                f"width {head_dim}; give both the same"
+            )
+
+    def check_range(self, positions: Tensor, max_tokens: int, integers: bool = False) -> None:
+        """Raises ValueError for a position outside [0, max_tokens) or, on demand, no integer.
+
+        Does nothing in compiled code: the check reads the data, which would break the graph.
+        """
+        if torch.compiler.is_compiling() or not positions.numel():
+            return
+        low, high = (float(end) for end in positions.detach().aminmax())
+        # Written so that NaN fails too.
+        if not (low >= 0 and high < max_tokens):
+            raise ValueError(
+                f"positions of {type(self).__name__} must be in [0, {max_tokens}); got {low:g} to "
+                f"{high:g}; count from 0, fill padding with 0, or raise max_tokens"
+            )
+        if integers and not (positions == positions.long()).all():
+            raise ValueError(
+                f"positions of {type(self).__name__} must be integers; got fractions; count "
+                "tokens, fill padding with 0, or use SineSPE, which takes real positions"
+            )
+
+    def redraw_(self, generator: torch.Generator | None = None) -> None:
+        """Draws new randomness in place, if there is any; seed the generator alike on all ranks."""
+
+
+class Positioned(nn.Module):
+    """Base class of what a position belongs to: alone its owner, inside of another module not.
+
+    Args:
+        position: the encoding, or None.
+    """
+
+    position: Position | None
+
+    def __init__(self, position: Position | None) -> None:
+        super().__init__()
+        self.position = position
+
+    def _evaluate(
+        self, mixing: str, positions: Tensor | None, key_positions: Tensor | None
+    ) -> Encoding | None:
+        """The encoding at these positions; None without one.
+
+        Raises:
+            ValueError: positions without an encoding, or an encoding without positions.
+        """
+        position, name = self.position, type(self).__name__.lower()
+        if position is None:
+            if positions is not None or key_positions is not None:
+                raise ValueError(
+                    f"got positions, and the {name} has no positional encoding; build it with "
+                    "position=..., or leave them out"
+                )
+            return None
+        if positions is None:
+            raise ValueError(
+                f"{type(position).__name__} needs positions; pass them, (batch, tokens, "
+                f"{position.dim}), or, to an attention, their encoding"
+            )
+        keys = positions if key_positions is None else key_positions
+        encoding: Encoding = position(mixing, positions, keys)
+        return encoding
+
+    def share_position(self) -> None:
+        """Leaves the position to the module that holds this one, where its parameters are then.
+
+        It stays readable here, unregistered: a shared parameter has one name in a checkpoint.
+        """
+        position = self.position
+        if position is not None:
+            self._modules.pop("position", None)
+            object.__setattr__(self, "position", position)
+
+
+def differences(positions: Tensor, key_positions: Tensor) -> Tensor:
+    """r_i - r_j: (batch, queries, l), (batch, keys, l) -> (batch, queries, keys, l)."""
+    return positions[:, :, None] - key_positions[:, None]
+
+
+def _real(positions: Tensor) -> Tensor:
+    """In float32 at least; integers in float64, whose phases are as good as any query's."""
+    return at_least_float32(positions) if positions.is_floating_point() else positions.double()

@@ -1,0 +1,337 @@
+"""Positional encodings learned by offset, for tokens on a grid: one number for each j - i.
+
+They are tables, so that every mask that depends on the offset alone is within reach, and there is
+nothing between grid points. The spectral encodings take real positions instead.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from molflt.attention.checks import at_least_one, one_of
+from molflt.attention.encodings import Bias, Encoding, Factors, Toeplitz
+from molflt.attention.mixing.toeplitz import METHODS, toeplitz_matmul
+from molflt.attention.numerics import at_least_float32
+from molflt.attention.positions.base import Position, differences
+
+_TOLERANCE = 1e-3  # of positions that should be grid points, in units of their spacing
+
+
+class ToeplitzPosition(Position):
+    """b_(j-i), learnable per head and offset.
+
+    Softmax adds b to its logits. Kernelized attention multiplies phi(q_i) . phi(k_j) by
+    exp(b_(j-i)): NPRF (arXiv:2106.12566), section 3.2. In two dimensions there is one number for
+    each pair of offsets (dy, dx), a table of its own and no sum of two, as in Swin
+    (arXiv:2103.14030), section 3.2.
+
+    Softmax looks differences of positions up, rounded to integers, so that tokens can be in any
+    order. Linear and quadratic mixing take the place of a token in its sequence for its position,
+    and check that the two agree: positions must count up from that of the first token (row by row
+    on a grid of two dimensions, from the start of a row), and the first key must be where the first
+    query is. In the checks all rows of a batch count: give padding the positions that follow.
+
+    Args:
+        heads: number of heads.
+        max_tokens: longest sequence L, for a table of 2L - 1 offsets; not used with `shape`.
+        shape: rows H and columns W of a grid of two dimensions, whose positions are (row, column).
+        std: standard deviation of the initial b.
+        method: how linear mixing computes its products: "fft", "blocks" or "auto", the faster.
+
+    Raises:
+        ValueError: a size is below 1; in `forward`, positions that the table does not cover.
+    """
+
+    paper = "2106.12566, sec. 3.2"
+    cost = "m d N log N"
+    decodes = False
+    grid = True
+
+    def __init__(
+        self,
+        heads: int,
+        max_tokens: int = 512,
+        shape: tuple[int, int] | None = None,
+        std: float = 0.02,
+        method: str = "auto",
+    ) -> None:
+        super().__init__()
+        one_of("method", method, METHODS)
+        self.method = method
+        self.shape = (max_tokens,) if shape is None else tuple(shape)
+        self.dim = len(self.shape)
+        if shape is not None and self.dim != 2:
+            raise ValueError(
+                f"shape must be the two sides of a grid; got {shape}; in one dimension use "
+                "max_tokens"
+            )
+        at_least_one(heads=heads, **{"max_tokens or a side of shape": min(self.shape)})
+        self.table = nn.Parameter(std * torch.randn(heads, *(2 * n - 1 for n in self.shape)))
+
+    @property
+    def longest(self) -> int:
+        """Positions must be below it: L, or the longer side of the grid."""
+        return max(self.shape)
+
+    def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
+        """The bias for softmax, else the logarithm of the kernel for the present lengths."""
+        if mixing == "softmax":
+            return Bias(self.bias(positions, key_positions))
+        _expect_grid(self, positions, key_positions, *self.shape[1:])
+        queries, keys = positions.shape[1], key_positions.shape[1]
+        most = math.prod(self.shape)
+        if max(queries, keys) > most:
+            raise ValueError(
+                f"{max(queries, keys)} tokens are more than the {most} places of "
+                f"{type(self).__name__}; raise max_tokens or shape, or cut the sequence"
+            )
+        if self.dim == 2:
+            return Toeplitz(self.table, self.method)
+        start = most - queries
+        table = self.table[:, start : start + max(0, queries + keys - 1)]
+        return Toeplitz(table, self.method)
+
+    def bias(self, positions: Tensor, key_positions: Tensor) -> Tensor:
+        """b looked up: (batch, queries, l), (batch, keys, l) -> (batch, heads, queries, keys)."""
+        self.check_axes(positions, key_positions)
+        offsets = _offsets(positions, key_positions)
+        index = torch.zeros_like(offsets[..., 0])
+        for offset, n in zip(offsets.unbind(dim=-1), self.shape, strict=True):
+            if not torch.compiler.is_compiling() and offset.numel() and offset.abs().max() >= n:
+                raise ValueError(
+                    f"positions of {type(self).__name__} must differ by at most {n - 1}; got a "
+                    f"difference of {int(offset.abs().max())}; raise max_tokens or shape, and give "
+                    "padding the positions that follow"
+                )
+            index = index * (2 * n - 1) + offset.clamp(1 - n, n - 1) + (n - 1)
+        return _look_up(self.table.flatten(1), index)
+
+    def extra_repr(self) -> str:
+        return f"heads={len(self.table)}, shape={self.shape}"
+
+
+class BucketedPosition(Position):
+    """T5's relative positions: b of the bucket of j - i, learnable per head.
+
+    T5 (arXiv:1910.10683), section 2.1. Half of the buckets of each direction hold one distance
+    each, the other half distances up to `max_distance` on a logarithmic scale, and the last one all
+    that is farther. b is a function of j - i, so it serves as the logarithm of a Toeplitz kernel
+    too. Positions as for `ToeplitzPosition`, without a largest length.
+
+    Args:
+        heads: number of heads.
+        num_buckets: buckets of both directions together.
+        max_distance: distance from which on all tokens are in the last bucket.
+        bidirectional: whether keys after the query have buckets of their own, half of them. If not,
+            as in T5's decoder, they are in the bucket of distance 0, and causal attention with its
+            finer buckets is what it is for.
+        std: standard deviation of the initial b.
+
+    Raises:
+        ValueError: fewer than 2 buckets per direction, or a `max_distance` within the buckets of
+            single distances.
+    """
+
+    paper = "1910.10683, sec. 2.1"
+    cost = "m d N log N"
+    decodes = False
+    grid = True
+
+    buckets: Tensor
+
+    def __init__(
+        self,
+        heads: int,
+        num_buckets: int = 32,
+        max_distance: int = 128,
+        bidirectional: bool = True,
+        std: float = 0.02,
+    ) -> None:
+        super().__init__()
+        at_least_one(heads=heads)
+        directions = 2 if bidirectional else 1
+        size = num_buckets // directions
+        single = size // 2
+        if num_buckets % directions or size < 2 or max_distance <= single:
+            raise ValueError(
+                "expected at least 2 buckets per direction, equally many for both, and "
+                f"max_distance above their half; got num_buckets={num_buckets}, max_distance="
+                f"{max_distance}, bidirectional={bidirectional}; change one of them"
+            )
+        self.bidirectional = bidirectional
+        self.table = nn.Parameter(std * torch.randn(heads, num_buckets))
+        # A table, so that rounding at the edge of a bucket is the same on every device. T5 computes
+        # in float32.
+        distance = torch.arange(max_distance + 1)
+        log_distance = torch.log(distance.clamp(min=1) / single)
+        steps = log_distance / math.log(max_distance / single) * (size - single)
+        far = single + steps.long()
+        buckets = torch.where(distance < single, distance, far.clamp(max=size - 1))
+        self.register_buffer("buckets", buckets, persistent=False)
+
+    def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
+        """The bias for softmax, else the logarithm of the kernel for the present lengths."""
+        self.check_axes(positions)
+        if mixing == "softmax":
+            bucket = self.bucket(_offsets(positions, key_positions)[..., 0])
+            return Bias(_look_up(self.table, bucket))
+        _expect_grid(self, positions, key_positions)
+        queries, keys = positions.shape[1], key_positions.shape[1]
+        offsets = torch.arange(1 - queries, max(keys, 1 - queries), device=self.table.device)
+        return Toeplitz(_look_up(self.table, self.bucket(offsets)[None])[0])
+
+    def bucket(self, offset: Tensor) -> Tensor:
+        """Bucket of integer offsets j - i, of any shape."""
+        size = self.table.shape[1]
+        if not self.bidirectional:
+            return self.buckets[(-offset).clamp(0, len(self.buckets) - 1)]
+        near = self.buckets[offset.abs().clamp(max=len(self.buckets) - 1)]
+        return near + (offset > 0) * (size // 2)
+
+    def extra_repr(self) -> str:
+        heads, size = self.table.shape
+        return f"heads={heads}, num_buckets={size}, bidirectional={self.bidirectional}"
+
+
+class LowRankPosition(ToeplitzPosition):
+    """Factors of a learnable Toeplitz mask N_ij = b_(j-i), appended to queries and keys.
+
+    The Factor-Performer of FLT (arXiv:2302.01925), section 4.2.1: random vectors probe N, an
+    orthonormal basis Q of what they find gives N ~= Q (Q^T N) (Halko et al., arXiv:0909.4061,
+    algorithms 4.1 and 4.4). Products with N are Toeplitz products by FFT, O(L r log L), once for
+    all sequences. The paper's variant did not train "due to the numerical instability of the
+    Gram-Schmidt orthogonalization"; here Householder reflections make the basis, also of a mask
+    whose rank is below r.
+
+    Q is a constant of each evaluation: the gradient is that of Q Q^T N for the Q at hand, linear in
+    N and finite for every mask. Where r = L it is the gradient of N itself. The columns of both
+    factors are scaled to the same norm, which leaves their product as it is.
+
+    Rows of the factors are looked up by position, so that tokens can be in any order and linear
+    causal attention keeps a state of constant size. The product depends on differences of positions
+    as far as r suffices; the factors do not, and feature maps see them one by one. Softmax gets the
+    table itself.
+
+    Args:
+        heads: number of heads.
+        max_tokens: L; positions are integers in [0, L), those of padding as well.
+        rank: r, columns that are appended, at most L.
+        power_iterations: products with N N^T before the basis is taken. For Gaussian masks of a
+            fifth of L, 4 to 10 columns and L = 64, the squared error was 5 to 80 times the smallest
+            possible one without, and at most 1.4 times with one.
+        std: standard deviation of the initial b.
+
+    Raises:
+        ValueError: a size is below 1 or rank above L; in `forward`, positions outside [0, L).
+    """
+
+    paper = "2302.01925, sec. 4.2.1"
+    cost = "N m (d + r)"
+    decodes = True
+    grid = False
+    floor = 1e-4  # of the norm of a column, so that balancing divides by no 0
+
+    probe: Tensor
+
+    def __init__(
+        self,
+        heads: int,
+        max_tokens: int = 512,
+        rank: int = 32,
+        power_iterations: int = 1,
+        std: float = 0.02,
+    ) -> None:
+        super().__init__(heads, max_tokens=max_tokens, std=std)
+        at_least_one(rank=rank)
+        if rank > max_tokens or power_iterations < 0:
+            raise ValueError(
+                f"expected rank up to max_tokens={max_tokens} and power_iterations of 0 or more; "
+                f"got rank={rank}, power_iterations={power_iterations}; lower or raise them"
+            )
+        self.rank = rank
+        self.power_iterations = power_iterations
+        self.register_buffer("probe", torch.randn(max_tokens, rank))
+
+    def width(self, head_dim: int) -> int:
+        """d + r: the factors append r columns to queries and keys."""
+        return head_dim + self.rank
+
+    def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
+        """The bias for softmax, else the factors at the tokens' positions."""
+        if mixing == "softmax":
+            return Bias(self.bias(positions, key_positions))
+        left, right = self.factors()
+        return Factors(self._rows(left, positions), self._rows(right, key_positions))
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """N1 and N2 of all positions, (heads, L, r) each: N ~= N1 N2^T."""
+        with torch.autocast(self.table.device.type, enabled=False):
+            table = at_least_float32(self.table)
+            with torch.no_grad():
+                probe = self.probe.to(table.dtype).expand(len(table), -1, -1)
+                basis = torch.linalg.qr(toeplitz_matmul(table, probe)).Q
+                for _ in range(self.power_iterations):
+                    # Orthonormal in between, or rounding would leave the largest direction alone.
+                    basis = torch.linalg.qr(toeplitz_matmul(table.flip(-1), basis)).Q
+                    basis = torch.linalg.qr(toeplitz_matmul(table, basis)).Q
+            right = toeplitz_matmul(table.flip(-1), basis)  # N^T Q
+            norm = right.detach().norm(dim=1, keepdim=True)
+            balance = norm.clamp(min=self.floor).sqrt()
+            return basis * balance, right / balance
+
+    def redraw_(self, generator: torch.Generator | None = None) -> None:
+        """Draws new probing vectors in place; give a generator seeded alike on every rank."""
+        drawn = torch.randn(self.probe.shape, generator=generator)
+        self.probe.copy_(drawn)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, rank={self.rank}"
+
+    def _rows(self, factor: Tensor, positions: Tensor) -> Tensor:
+        """Rows (heads, L, r) at positions (batch, n, 1): (batch, heads, n, r)."""
+        self.check_axes(positions)
+        self.check_range(positions, self.shape[0], integers=True)
+        index = positions[..., 0].long().clamp(0, self.shape[0] - 1)
+        rows = F.embedding(index, factor.transpose(0, 1).flatten(1))
+        return rows.unflatten(-1, (-1, self.rank)).transpose(1, 2)
+
+
+def _offsets(positions: Tensor, key_positions: Tensor) -> Tensor:
+    """r_j - r_i in whole numbers, (batch, queries, keys, l)."""
+    return (-differences(positions, key_positions)).round().long()
+
+
+def _look_up(table: Tensor, index: Tensor) -> Tensor:
+    """(heads, size) at (batch, ...) -> (batch, heads, ...)."""
+    return F.embedding(index, table.T).movedim(-1, 1)
+
+
+def _expect_grid(
+    position: Position, positions: Tensor, key_positions: Tensor, width: int | None = None
+) -> None:
+    """Raises ValueError unless tokens are in order on a grid, queries and keys from one start.
+
+    Does nothing in compiled code: the check reads the data, which would break the graph.
+    """
+    position.check_axes(positions, key_positions)
+    if torch.compiler.is_compiling():
+        return
+    name = type(position).__name__
+    for given in (positions, key_positions):
+        index = torch.arange(given.shape[1], device=given.device)
+        axes = (index,) if width is None else (index // width, index % width)
+        error = (given - given[:, :1] - torch.stack(axes, dim=-1)).abs()
+        if not (error <= _TOLERANCE).all():  # NaN fails too
+            raise ValueError(
+                f"{name} needs tokens in order on a grid, positions 0, 1, 2, ... or row by row, in "
+                "every sequence of the batch, for linear and quadratic mixing; got others; sort "
+                "the tokens, let padding count on, or use mixing='softmax'"
+            )
+    start = (positions[:, :1] - key_positions[:, :1]).abs()
+    if not (start <= _TOLERANCE).all():
+        raise ValueError(
+            f"{name} needs the first key where the first query is, for linear and quadratic mixing;"
+            f" got {float(start.max()):g} between them; use mixing='softmax'"
+        )

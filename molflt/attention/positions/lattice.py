@@ -1,0 +1,80 @@
+"""Random features of factors whose nodes are on the reciprocal lattice of each graph."""
+
+import torch
+from torch import Tensor, nn
+
+from molflt.attention.checks import at_least_one
+from molflt.attention.features.base import NUM_FEATURES, Projected
+from molflt.attention.numerics import at_least_float32
+
+
+class FrequencyProjection(nn.Module):
+    """Rows of a random projection of Fourier factors, as functions of the frequency.
+
+    The nodes of a reciprocal lattice differ from graph to graph in number, have no order that all
+    choices of a cell share, and xi stands for -xi as well. So the normal variables that multiply
+    the columns cos and sin of a node are computed from its frequency:
+
+        eta(xi) = Phi^-1(frac(u . xi + (v . xi)(w . xi) + b)),
+        (eta(xi) + eta(-xi)) / sqrt(2) for cos,  (eta(xi) - eta(-xi)) / sqrt(2) for sin.
+
+    Over the draws of u, v, w (normal) and b (uniform), every eta is exactly normal, and those of
+    different nodes are independent as far as 2 pi |u . (xi - xi')| is large, which it is in cells
+    up to about `LENGTH`. A change of xi by rounding changes eta as little.
+
+    Args:
+        heads: number of heads; every head has its own rows.
+        num_features: rows m, as many as the feature map has.
+        dim: dimension l of frequencies.
+    """
+
+    LENGTH = 100.0  # Å, standard deviation of u
+    BEND = 30.0  # Å, of v and w: breaks the linear relations among the vectors of a lattice
+
+    vectors: Tensor  # (3, heads, m, l): u, v, w
+    turns: Tensor  # (heads, m): b
+
+    def __init__(self, heads: int, num_features: int = NUM_FEATURES, dim: int = 3) -> None:
+        super().__init__()
+        at_least_one(heads=heads, num_features=num_features, dim=dim)
+        self.register_buffer("vectors", torch.empty(3, heads, num_features, dim))
+        self.register_buffer("turns", torch.empty(heads, num_features))
+        self.redraw_()
+
+    @torch.no_grad()
+    def redraw_(self, generator: torch.Generator | None = None) -> None:
+        """Draws all rows anew in place; give a generator seeded alike on every rank."""
+        drawn = torch.randn(self.vectors.shape, dtype=torch.float64, generator=generator)
+        scale = torch.tensor([self.LENGTH, self.BEND, self.BEND], dtype=torch.float64)
+        self.vectors.copy_(drawn * scale[:, None, None, None])
+        turns = torch.rand(self.turns.shape, dtype=torch.float64, generator=generator)
+        self.turns.copy_(turns)
+
+    def rows(self, nodes: Tensor) -> Tensor:
+        """Normal variables of the columns: (batch, r, l) -> (batch, heads, 2r, m).
+
+        Frequencies count as fixed: no gradient flows into the rows.
+        """
+        xi = nodes.detach().double()[:, None]  # [b, 1, r, l]
+        u, v, w = (xi @ vector.double().mT for vector in self.vectors)  # [b, h, r, m]
+        even = v * w + self.turns.double()[:, None]
+        ahead, behind = (_normal(even + u), _normal(even - u))
+        # At xi = 0 both are one variable.
+        origin = (xi == 0).all(dim=-1, keepdim=True)
+        scale = torch.where(origin, 0.5, 0.5**0.5)
+        return torch.cat(((ahead + behind) * scale, (ahead - behind) * scale), dim=2)
+
+    def forward(self, factors: tuple[Tensor, Tensor], nodes: Tensor) -> tuple[Projected, Projected]:
+        """Projects both factors, (batch, heads, tokens, 2r), of nodes (batch, r, l)."""
+        with torch.autocast(nodes.device.type, enabled=False):
+            rows = self.rows(nodes).to(at_least_float32(nodes).dtype)
+            left, right = (
+                Projected(x @ rows.to(x.dtype), x.square().sum(dim=-1, keepdim=True))
+                for x in factors
+            )
+        return left, right
+
+
+def _normal(turns: Tensor) -> Tensor:
+    """Phi^-1 of the fractional part, the ends of the interval left out."""
+    return torch.special.ndtri(turns.remainder(1.0).clamp(1e-12, 1 - 1e-12))

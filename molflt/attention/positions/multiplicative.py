@@ -1,0 +1,71 @@
+"""A positional kernel that multiplies the products of features."""
+
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from molflt.attention.encodings import Bias, Encoding, Kernel
+from molflt.attention.nodes import Nodes
+from molflt.attention.positions.base import differences
+from molflt.attention.positions.spectral import GraphNodes, SpectralPosition
+from molflt.attention.spectra import Spectrum
+
+
+class MultiplicativePosition(SpectralPosition):
+    """The positional kernel h itself is learned: A_ij = h(r_i - r_j) phi(q_i) . phi(k_j).
+
+    h(z) = background + f(z), f and its Fourier factors as in `SpectralPosition`. Only differences
+    of positions enter, whatever the feature map, and nothing is exponentiated: the additive
+    encoding sees the factors one by one through phi. The kernel of cosFormer is the case r = 1.
+
+    h may become negative where it is learned so, or where few nodes make the factors ripple: count
+    such rows in `Attention.sums(...).normalizer`, and bound them by `Attention(floor=...)`.
+
+    Args:
+        spectrum: family of f.
+        nodes: where its transform is sampled.
+        background: what two tokens far apart see of each other. 1: all pairs are alike at first.
+            0 for periodic crystals: a constant for each pair would double with the cell.
+    """
+
+    positive = 1e-9  # least h whose logarithm softmax attention takes
+    # At the end of the spectrum: a kernel that multiplies must not become negative.
+    taper: ClassVar[Literal["step", "positive"]] = "positive"
+    paper: ClassVar[str] = "molflt"
+    cost: ClassVar[str] = "N m 2r d"
+
+    def __init__(self, spectrum: Spectrum, nodes: Nodes | None, background: float = 1.0) -> None:
+        super().__init__(spectrum, nodes)
+        self.background = background
+
+    def width(self, head_dim: int) -> int:
+        """d: nothing is appended."""
+        return head_dim
+
+    def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
+        """The logarithm of the exact kernel for softmax, else its factors."""
+        if mixing == "softmax":
+            return Bias(self.bias(differences(positions, key_positions)))
+        return Kernel(*self.factors(positions, key_positions))
+
+    def bias(self, delta: Tensor) -> Tensor:
+        """log h: differences (batch, queries, keys, l) -> (batch, heads, queries, keys)."""
+        return self.kernel(delta).clamp(min=self.positive).log()
+
+    def kernel(self, delta: Tensor) -> Tensor:
+        """Exact h: differences (batch, ..., l) -> (batch, heads, ...)."""
+        return super().bias(delta) + self.background
+
+    def factors(
+        self, positions: Tensor, key_positions: Tensor, nodes: GraphNodes | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """U and V with U_i . V_j ~= h(r_i - r_j), of 2r columns, or 2r + 1 with a background."""
+        left, right = super().factors(positions, key_positions, nodes)
+        if not self.background:
+            return left, right
+        one, constant = left.new_ones(()), right.new_full((), self.background)
+        return (
+            torch.cat((left, one.expand_as(left[..., :1])), dim=-1),
+            torch.cat((right, constant.expand_as(right[..., :1])), dim=-1),
+        )

@@ -1,0 +1,61 @@
+"""Pairs nearer than a cutoff, for which a positional kernel is exact."""
+
+import torch
+from torch import Tensor, nn
+
+from molflt.attention.mixing.pairs import Pairs
+from molflt.attention.numerics import at_least_float32, distances, fade
+from molflt.attention.spectra import Spectrum
+
+
+class NearField(nn.Module):
+    """Makes a positional kernel exact for pairs nearer than a cutoff.
+
+    A_ij = [h_far + s(r_ij) (h_near - h_far)] phi(q_i) . phi(k_j), h_near(z) = exp(f(z)): a few
+    nodes carry what is smooth and far, and neighbors what is sharp and near, as in an Ewald sum.
+    s is 1 up to `onset` times the cutoff and goes to 0 at the cutoff, twice differentiable.
+    With `exact` the product of features is corrected as well, and attention of near pairs is that
+    of softmax: A_ij = (1 - s) h_far phi(q_i) . phi(k_j) + s exp(q_i . k_j + f).
+
+    Args:
+        spectrum: family of f, of which only the exact mask is used.
+        cutoff: in units of length (Å).
+        onset: share of the cutoff up to which the kernel is h_near alone.
+        exact: see above; for feature maps that estimate exp(q . k).
+    """
+
+    def __init__(
+        self, spectrum: Spectrum, cutoff: float = 4.5, onset: float = 0.5, exact: bool = False
+    ) -> None:
+        super().__init__()
+        if cutoff <= 0 or not 0 <= onset < 1:
+            raise ValueError(
+                f"expected a cutoff above 0 and an onset in [0, 1); got cutoff={cutoff}, "
+                f"onset={onset}"
+            )
+        self.spectrum = spectrum
+        self.cutoff = cutoff
+        self.onset = onset
+        self.exact = exact
+
+    def switch(self, distance: Tensor) -> Tensor:
+        """s(r), of the shape of the distances."""
+        return fade((distance / self.cutoff - self.onset) / (1 - self.onset))
+
+    def forward(self, pairs: Pairs, vector: Tensor, far: Tensor) -> Pairs:
+        """Pairs with what has to be added for each.
+
+        Args:
+            pairs: which tokens; the weight is not used.
+            vector: r_j - r_i or its negative, (pairs, l).
+            far: h_far of the same pairs, (heads, pairs).
+        """
+        with torch.autocast(vector.device.type, enabled=False):
+            vector = at_least_float32(vector)
+            f, s = self.spectrum.mask(vector[None])[0], self.switch(distances(vector))
+            if self.exact:
+                return pairs._replace(weight=-s * far, exact=(f, s))
+            return pairs._replace(weight=s * (f.exp() - far))
+
+    def extra_repr(self) -> str:
+        return f"cutoff={self.cutoff:g}, onset={self.onset:g}"

@@ -1,0 +1,145 @@
+"""Positional encodings that turn by an angle per position: rotary and cosFormer's.
+
+Both are exact functions of differences because cos(x - y) = cos x cos y + sin x sin y.
+"""
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from molflt.attention.checks import at_least_one, positive
+from molflt.attention.encodings import Encoding, Kernel, Rotation
+from molflt.attention.numerics import at_least_float32
+from molflt.attention.positions.base import Position, _real
+
+
+class RotaryPosition(Position):
+    """Rotary encoding: pairs of coordinates of queries and keys turn with the position.
+
+    Pair p of axis a turns by theta_p r_a, theta_p = base^(-p / P), with P pairs per axis: RoFormer
+    (arXiv:2104.09864), section 3.2.2, pairs adjacent as in its eq. 34. In several dimensions the
+    pairs are divided evenly among the axes, and coordinates that are left over do not turn.
+
+    What holds: the product of a rotated query and key depends on r_i - r_j only, and so does
+    softmax attention. Feature maps see queries and keys one by one. Maps of random features that
+    estimate exp(q . k) without bias keep the property in expectation over their draw and not for
+    one draw; other maps (elu, relu, learned ones) do not have it at all. RoFormer's eq. 19 rotates
+    behind the feature map instead: its products keep the property, but can become negative.
+
+    Args:
+        head_dim: width d of queries and keys, at least 2 `dim`.
+        dim: dimension l of positions.
+        base: ratio of the fastest to the slowest frequency, almost; positions that differ by one
+            unit of length turn the first pair by one radian.
+
+    Raises:
+        ValueError: head_dim has no pair for every axis, or base is not positive.
+    """
+
+    paper = "2104.09864, sec. 3.2.2"
+    cost = "N m d"
+
+    def __init__(self, head_dim: int, dim: int = 1, base: float = 10000.0) -> None:
+        super().__init__()
+        at_least_one(dim=dim)
+        if head_dim < 2 * dim:
+            raise ValueError(
+                f"head_dim must be at least {2 * dim}, a pair for each of {dim} axes; got "
+                f"{head_dim}; use wider or fewer heads"
+            )
+        positive(base=base)
+        self.head_dim = head_dim
+        self.dim = dim
+        self.base = base
+        self.pairs = head_dim // (2 * dim)  # per axis
+
+    def width(self, head_dim: int) -> int:
+        """d itself.
+
+        Raises:
+            ValueError: d is not that of the constructor.
+        """
+        self.check_head_dim(self.head_dim, head_dim)
+        return head_dim
+
+    def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
+        """The rotation of queries and keys, for every mixing."""
+        turn = functools.partial(_rotate, self._waves(positions))
+        if key_positions is positions:
+            return Rotation(turn, turn)
+        return Rotation(turn, functools.partial(_rotate, self._waves(key_positions)))
+
+    def _waves(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of the angles: (b, n, l) -> (b, 1, n, l P)."""
+        self.check_axes(positions)
+        positions = _real(positions)
+        steps = torch.arange(self.pairs, dtype=positions.dtype, device=positions.device)
+        angles = positions[..., None] * torch.pow(self.base, -steps / self.pairs)  # [b, n, l, P]
+        angles = angles.flatten(-2).unsqueeze(1)
+        return angles.cos(), angles.sin()
+
+    def extra_repr(self) -> str:
+        return f"head_dim={self.head_dim}, dim={self.dim}, base={self.base}"
+
+
+class CosinePosition(Position):
+    """cosFormer's re-weighting: phi_i . phi_j is multiplied by cos(pi (i - j) / 2M).
+
+    cosFormer (arXiv:2202.08791), "cos-based re-weighting": the positional kernel of rank 2 with
+    U_i = V_i = [cos, sin](pi i / 2M). It is positive for |i - j| < M, so with features that are not
+    negative, as the paper's phi = relu, no weight is. The authors' code sets M to the length of the
+    batch at hand, which makes outputs depend on padding; here M is fixed once.
+
+    Args:
+        max_tokens: M, in units of length (1 for tokens). Positions are in [0, M).
+
+    Raises:
+        ValueError: max_tokens is below 1.
+    """
+
+    paper = "2202.08791, eq. 10"
+    cost = "N m 2d"
+    mixings = ("linear", "quadratic")
+
+    def __init__(self, max_tokens: int = 512) -> None:
+        super().__init__()
+        at_least_one(max_tokens=max_tokens)
+        self.max_tokens = max_tokens
+
+    @property
+    def longest(self) -> int:
+        """M."""
+        return self.max_tokens
+
+    def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
+        """The kernel's factors.
+
+        Raises:
+            ValueError: a position, that of padding included, is outside [0, M); not checked in
+                compiled code.
+        """
+        left = self._waves(positions)
+        same = key_positions is positions
+        return Kernel(left, left if same else self._waves(key_positions))
+
+    def _waves(self, positions: Tensor) -> Tensor:
+        """[cos, sin] of pi i / 2M: (b, n, 1) -> (b, 1, n, 2)."""
+        self.check_axes(positions)
+        self.check_range(positions, self.max_tokens)
+        angles = _real(positions).unsqueeze(1) * (0.5 * math.pi / self.max_tokens)
+        return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+    def extra_repr(self) -> str:
+        return f"max_tokens={self.max_tokens}"
+
+
+def _rotate(waves: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
+    """Turns adjacent pairs: (batch, heads, n, d), in the dtype of x."""
+    full = at_least_float32(x)
+    cos, sin = (wave.to(full.dtype) for wave in waves)
+    turning = 2 * cos.shape[-1]
+    first, second = full[..., :turning].unflatten(-1, (-1, 2)).unbind(dim=-1)
+    turned = torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1)
+    return torch.cat((turned.flatten(-2), full[..., turning:]), dim=-1).to(x.dtype)

@@ -1,0 +1,247 @@
+"""FLT's relative positional encoding: a mask learned through its Fourier transform."""
+
+import math
+from inspect import signature
+from typing import ClassVar, Literal, NamedTuple, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from molflt.attention.checks import no_effect, one_of
+from molflt.attention.encodings import Bias, Encoding, Factors
+from molflt.attention.nodes import NODES, Nodes, ShellNodes
+from molflt.attention.nodes.base import hermitian
+from molflt.attention.numerics import at_least_float32
+from molflt.attention.positions.base import Position, differences
+from molflt.attention.spectra import SPECTRA, Spectrum
+
+_T = TypeVar("_T")
+
+
+class GraphNodes(NamedTuple):
+    """Nodes of each graph, such as those of its reciprocal lattice."""
+
+    xi: Tensor
+    """(batch, r, l)"""
+    weights: Tensor
+    """(batch, r)"""
+
+
+class SpectralPosition(Position):
+    """FLT: the mask is learned through its Fourier transform g, sampled at r nodes.
+
+    f(r_i - r_j) ~= sum_s c_s Re[g(xi_s) exp(2 pi i xi_s . (r_i - r_j))] = N1_i . N2_j, with 2r
+    columns. FLT (arXiv:2302.01925), eqs. 4-5. Real g give even masks, complex g asymmetric ones.
+
+    The factors depend on the origin although their product does not: centre the positions of each
+    graph before calling `factors`, both for the precision of the phases and because feature maps
+    see the factors one by one. (Causal models count from their first token instead: a centre would
+    tell earlier tokens how many come later.)
+
+    Args:
+        spectrum: family of g, with `spectrum(xi)` and `mask(delta)`.
+        nodes: where g is sampled; None for nodes that come with each batch, see `factors`.
+
+    Raises:
+        ValueError: if the nodes cannot sample the spectrum.
+    """
+
+    # Below this the two sides are no longer balanced, so that the gradient stays finite (and,
+    # unlike that of two square roots, does not vanish) where the spectrum crosses zero.
+    floor = 1e-4
+    taper: ClassVar[Literal["step", "positive"]] = "step"  # of reciprocal nodes
+    paper: ClassVar[str] = "2302.01925, eqs. 3-5"
+    cost: ClassVar[str] = "N m (d + 2r)"
+
+    def __init__(self, spectrum: Spectrum, nodes: Nodes | None) -> None:
+        super().__init__()
+        if nodes is not None:
+            nodes.check(spectrum)
+        self.spectrum = spectrum
+        self.nodes = nodes
+        self.dim = spectrum.dim
+
+    @classmethod
+    def build(
+        cls,
+        heads: int,
+        dim: int = 3,
+        spectrum: str = "gaussian_basis",
+        num_nodes: int | None = None,
+        *,
+        nodes: str | None = None,
+        sampled: bool = True,
+        **options: object,
+    ) -> Self:
+        """From the names of its parts, as in a configuration.
+
+        Args:
+            heads: number of heads.
+            dim: dimension l of positions.
+            spectrum: key of `SPECTRA`.
+            num_nodes: nodes r of random rules, 16 by default; shells count theirs themselves.
+            nodes: key of `NODES`, by default the spectrum's own: "density", its spectral density,
+                where it is a kernel; "shells" for "shell_weights"; else "gaussian".
+            sampled: False where no nodes are wanted: softmax takes the exact mask, and nodes of a
+                reciprocal lattice come with each batch.
+            options: further arguments of the class and of the spectrum, and of the nodes with the
+                prefix `node_`, such as `node_sigma`, or `node_diameter` and `node_max_frequency` of
+                shells.
+
+        Raises:
+            ValueError: if a name is unknown, an option is unknown, missing or without effect, or
+                the nodes cannot sample the spectrum.
+        """
+        one_of("spectrum", spectrum, SPECTRA)
+        family = SPECTRA[spectrum]
+        name = nodes or family.nodes
+        one_of("nodes", name, NODES)
+        mine = {key: options.pop(key) for key in list(options) if key in signature(cls).parameters}
+        own = {key: options.pop(key) for key in list(options) if key.startswith("node_")}
+        if "radii" in signature(family).parameters:  # it lives on shells, which come first
+            if name != "shells" or num_nodes is not None:
+                raise ValueError(
+                    f"spectrum={spectrum!r} lives on shells, which count themselves; expected "
+                    f"nodes='shells' and no num_nodes; got {name!r}, {num_nodes}"
+                )
+            shells = _made(ShellNodes, own, "node_", dim=dim, normalized=True)
+            g = _made(family, options, heads=heads, dim=dim, radii=shells.shell_radius)
+            return cls(g, shells, **mine)
+        g = _made(family, options, heads=heads, dim=dim)
+        if not sampled:
+            why = "for softmax, which takes the exact mask, or where nodes come with each batch"
+            no_effect(why, nodes=nodes, num_nodes=num_nodes, **own)
+            # Drawn and left out: a seed gives all other weights alike, with nodes and without.
+            _made(NODES[name], {}, "node_", **NODES[name].sizes(g, None))
+            return cls(g, None, **mine)
+        rule = NODES[name]
+        return cls(g, _made(rule, own, "node_", **rule.sizes(g, num_nodes)), **mine)
+
+    def width(self, head_dim: int) -> int:
+        """d + 2r: the factors put 2r columns before queries and keys, unless nodes are given."""
+        return head_dim + (0 if self.nodes is None else 2 * self.nodes.num_nodes)
+
+    def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
+        """The exact mask for softmax, else its factors."""
+        if mixing == "softmax":
+            return Bias(self.bias(differences(positions, key_positions)))
+        return Factors(*self.factors(positions, key_positions))
+
+    def use_for(self, mixing: str) -> None:
+        """See `Position.use_for`: softmax takes the exact mask, not the nodes."""
+        if self.nodes is not None and mixing == "softmax":
+            self.nodes.requires_grad_(False)
+
+    def bias(self, delta: Tensor) -> Tensor:
+        """Exact mask: differences (batch, queries, keys, l) -> (batch, heads, queries, keys)."""
+        with torch.autocast(delta.device.type, enabled=False):
+            return self.spectrum.mask(at_least_float32(delta))
+
+    def factors(
+        self, positions: Tensor, key_positions: Tensor, nodes: GraphNodes | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Fourier factors of the mask.
+
+        Args:
+            positions: (batch, queries, l), centred per graph.
+            key_positions: (batch, keys, l), from the same centre.
+            nodes: those of each graph, instead of the module's own.
+
+        Returns:
+            N1 (batch, heads, queries, 2r) and N2 (batch, heads, keys, 2r).
+        """
+        with torch.autocast(positions.device.type, enabled=False):
+            xi, product, floor = self._sampled(nodes)
+            # a b = product whatever a is; a = sqrt|product| minimizes the norms of both sides.
+            square = (product.abs() + floor)[..., None, :]
+            left = square.where(square > 0, 1.0).sqrt()
+            right = product[..., None, :] / left
+            left = left * (square > 0)
+            cos, sin = _waves(positions, xi)
+            same = key_positions is positions  # no images: the usual case, computed once
+            key_cos, key_sin = (cos, sin) if same else _waves(key_positions, xi)
+            if right.is_complex():
+                # Re[(a + ib) exp(i(x - y))], the phase of a + ib put on the key's side
+                a, b = right.real, right.imag
+                key_cos, key_sin = a * key_cos + b * key_sin, a * key_sin - b * key_cos
+            else:
+                key_cos, key_sin = right * key_cos, right * key_sin
+            return (
+                torch.cat((left * cos, left * sin), dim=-1),
+                torch.cat((key_cos, key_sin), dim=-1),
+            )
+
+    def _sampled(self, nodes: GraphNodes | None) -> tuple[Tensor, Tensor, Tensor | float]:
+        """Frequencies, coefficients c_s g(xi_s) and the floor of their absolute values.
+
+        Returns:
+            xi (heads or 1, r, l), coefficients (heads, r) and a number; with nodes of each graph
+            (batch, 1, r, l), (batch, heads, r) and (batch, 1, r), 0 where the weight is 0: nodes
+            that are padding, or fade at the end of the spectrum, must not add to the factors.
+        """
+        if nodes is None:
+            if self.nodes is not None:
+                return *self.nodes.sample(self.spectrum), self.floor
+            raise ValueError(
+                "the nodes come with each batch; expected them as `nodes`; got none; call "
+                "factors(queries, keys, GraphNodes(*reciprocal_nodes(...)))"
+            )
+        xi, weights = nodes
+        graphs, r, _ = xi.shape
+        g = hermitian(self.spectrum, xi.reshape(1, graphs * r, -1))  # [h, b r]
+        product = weights[:, None] * g.unflatten(-1, (graphs, r)).transpose(0, 1)
+        floor = self.floor * weights / weights.amax(dim=1, keepdim=True)
+        return xi[:, None], product, floor.detach()[:, None]
+
+    def radial_profile(self, distances: Tensor) -> Tensor:
+        """Exact mask along a line: distances (n,) -> (heads, n), for plots."""
+        delta = torch.zeros(1, len(distances), self.spectrum.dim).to(distances)
+        delta[0, :, 0] = distances
+        return self.bias(delta)[0]
+
+    def redraw_(self, generator: torch.Generator | None = None) -> None:
+        """Draws new nodes in place; give a generator seeded alike on every rank."""
+        if self.nodes is not None:
+            self.nodes.redraw_(generator)
+
+
+def _waves(positions: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of 2 pi xi_s . r_i.
+
+    Args:
+        positions: (batch, n, l).
+        nodes: (heads or 1, r, l), or one set for each graph, (batch, 1, r, l).
+
+    Returns:
+        (batch, heads or 1, n, r) each.
+    """
+    positions = at_least_float32(positions)[:, None]
+    phase = 2 * math.pi * positions @ nodes.to(positions.dtype).transpose(-1, -2)
+    return phase.cos(), phase.sin()
+
+
+def _made(part: type[_T], options: dict[str, object], prefix: str = "", **fixed: object) -> _T:
+    """A spectrum or a rule from options of a configuration.
+
+    Args:
+        part: its class.
+        options: its arguments by name, with the prefix.
+        prefix: what the names begin with.
+        fixed: arguments that are no options.
+    """
+    known = {
+        prefix + name: parameter
+        for name, parameter in signature(part).parameters.items()
+        if name not in fixed
+    }
+    if unknown := sorted(set(options) - set(known)):
+        raise ValueError(
+            f"{part.__name__} has no option {', '.join(unknown)}; expected some of "
+            f"{', '.join(known)}"
+        )
+    required = [name for name, parameter in known.items() if parameter.default is parameter.empty]
+    if missing := [name for name in required if name not in options]:
+        raise ValueError(
+            f"{part.__name__} needs {', '.join(required)}; got no {', '.join(missing)}"
+        )
+    return part(**fixed, **{name[len(prefix) :]: value for name, value in options.items()})

@@ -1,0 +1,340 @@
+"""Stochastic positional encoding (SPE): relative positions by random queries and keys.
+
+Liutkus et al. 2021 (arXiv:2105.08399). Noise Qbar_d(i, r), Kbar_d(j, r) is drawn whose covariance
+is a chosen kernel P_d(i - j) of positions, independent between coordinates d and realizations r:
+
+    q^_ir = sum_d q_id Qbar_d(i, r) / sqrt(R),   k^_jr = sum_d k_jd Kbar_d(j, r) / sqrt(R)
+    E[q^_i . k^_j] = sum_d q_id P_d(i - j) k_jd
+
+so logits have a relative encoding in expectation, with a standard error that falls as 1 / sqrt(R).
+Only the logits are unbiased: their exponentials, and so attention, are not. One realization depends
+on the origin, translations change nothing in expectation only.
+
+Differences to the authors' code: the noise is drawn once and kept, alike in training and
+evaluation, until `redraw_` (there, every forward pass draws anew, also in evaluation); kernels have
+no factor that depends on the number of sines; positions are those given instead of 0, 1, 2, ...;
+the gate's noise has the variance that makes its kernel exactly 1.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from molflt.attention.checks import at_least_one, on_cpu, positive
+from molflt.attention.encodings import Encoding, Rotation
+from molflt.attention.numerics import at_least_float32, recomputed
+from molflt.attention.positions.base import Position
+
+_Code = Callable[[Tensor], Tensor]
+"""x (batch, heads, n, d) -> sum_d x_id Qbar_d(i, r), (batch, heads, n, R)"""
+
+
+class _StochasticPosition(Position):
+    """Base class: the noise, the gate, and the product of both with queries and keys.
+
+    Gated SPE mixes in a kernel that is 1 everywhere: delta_d + (1 - delta_d) P_d, by noise that all
+    positions and both sides share. At delta_d = 1, coordinate d does not see positions.
+
+    A new one overrides `_code` and `_position_kernel`.
+
+    Args:
+        heads: number of heads; every head has its own noise and its own kernels.
+        head_dim: width d of queries and keys.
+        num_realizations: realizations R, the width of the new queries and keys.
+        gated: whether to learn delta_d = sigmoid(gate_d) per head; else it is 0.
+        noise_shape: shape of the standard normal noise.
+
+    Raises:
+        ValueError: a count is below 1.
+    """
+
+    paper = "2105.08399"
+    redraws = True
+    noise: Tensor
+    gate_noise: Tensor
+
+    def __init__(
+        self,
+        heads: int,
+        head_dim: int,
+        num_realizations: int,
+        gated: bool,
+        noise_shape: tuple[int, ...],
+    ) -> None:
+        super().__init__()
+        self.heads = heads
+        self.head_dim = head_dim
+        self.num_realizations = num_realizations
+        self.register_buffer("noise", torch.empty(noise_shape))
+        self.gate: nn.Parameter | None = None
+        if gated:
+            self.gate = nn.Parameter(torch.randn(heads, head_dim))
+            self.register_buffer("gate_noise", torch.empty(heads, head_dim, num_realizations))
+        self.redraw_()
+
+    def width(self, head_dim: int) -> int:
+        """R.
+
+        Raises:
+            ValueError: d is not that of the constructor.
+        """
+        self.check_head_dim(self.head_dim, head_dim)
+        return self.num_realizations
+
+    def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
+        """The map of queries and keys to R realizations, for every mixing.
+
+        Raises:
+            ValueError: positions have another shape, or lie outside the encoding's range.
+        """
+        self.check_axes(positions, key_positions)
+        with torch.autocast(positions.device.type, enabled=False):
+            query_code = self._code(positions[..., 0], query=True)
+            key_code = self._code(key_positions[..., 0], query=False)
+        turns = (functools.partial(self._encode, code) for code in (query_code, key_code))
+        return Rotation(*turns)
+
+    def kernel(self, delta: Tensor) -> Tensor:
+        """delta_d + (1 - delta_d) P_d, the expectation of the products of one coordinate.
+
+        Args:
+            delta: lags i - j of any shape, query minus key, in units of length.
+
+        Returns:
+            (heads, d, *delta.shape).
+        """
+        kernel = self._position_kernel(delta.flatten())
+        if self.gate is not None:
+            gate = self.gate.sigmoid()[..., None]
+            kernel = gate + (1 - gate) * kernel
+        return kernel.view(self.heads, self.head_dim, *delta.shape)
+
+    @torch.no_grad()
+    def redraw_(self, generator: torch.Generator | None = None) -> None:
+        """Draws new noise in place, on the CPU in float64, so that all ranks and devices agree.
+
+        Args:
+            generator: CPU generator, seeded alike on all ranks; torch's global one if None.
+
+        Raises:
+            ValueError: the generator is not on the CPU.
+        """
+        on_cpu(generator)
+        for buffer in self.buffers():
+            drawn = torch.randn(
+                buffer.shape, dtype=torch.float64, generator=generator, device="cpu"
+            )
+            buffer.copy_(drawn)
+
+    def _code(self, positions: Tensor, query: bool) -> _Code:
+        """The product with Qbar (or Kbar) at positions (b, n), without the factor 1 / sqrt(R)."""
+        raise NotImplementedError(f"{type(self).__name__} must override _code(positions, query)")
+
+    def _position_kernel(self, lags: Tensor) -> Tensor:
+        """P_d: lags (m,) -> (heads, d, m)."""
+        raise NotImplementedError(f"{type(self).__name__} must override _position_kernel(lags)")
+
+    def _encode(self, code: _Code, x: Tensor) -> Tensor:
+        """q^ of one side: (batch, heads, n, d) -> (batch, heads, n, R), in the dtype of x."""
+        with torch.autocast(x.device.type, enabled=False):
+            full = at_least_float32(x)
+            if self.gate is None:
+                out = code(full)
+            else:
+                # sqrt(sigmoid) through its logarithm: the gradient stays finite when it saturates.
+                gate = self.gate.to(full.dtype)[:, None]  # [h, 1, d]
+                shared = (0.5 * F.logsigmoid(gate)).exp()
+                dependent = (0.5 * F.logsigmoid(-gate)).exp()
+                out = code(full * dependent) + (full * shared) @ self.gate_noise.to(full.dtype)
+            return (out * self.num_realizations**-0.5).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return (
+            f"heads={self.heads}, head_dim={self.head_dim}, "
+            f"num_realizations={self.num_realizations}, gated={self.gate is not None}"
+        )
+
+
+class SineSPE(_StochasticPosition):
+    """Sinusoidal SPE: P_d(i - j) = sum_k lambda_dk^2 cos(2 pi f_dk (i - j) + theta_dk).
+
+    The noise is a random sum of waves; Qbar has the phases theta_dk, Kbar none. arXiv:2105.08399,
+    "sineSPE". Frequencies are sigmoid(.) max_frequency and start low; lambda = softplus(.) starts
+    alike for all sines, with sum_k lambda^2 = 1 (in the authors' code, at random). Positions may be
+    any real numbers. O(N d K R) operations.
+
+    Args:
+        heads, head_dim, num_realizations, gated: see `StochasticPosition`.
+        num_sines: waves K per coordinate.
+        max_frequency: largest f, in cycles per unit of length. Tokens at integers can tell
+            frequencies up to 0.5 apart.
+
+    Raises:
+        ValueError: a count is below 1, or max_frequency is not positive.
+    """
+
+    cost = "N d (K + m) R"
+
+    def __init__(
+        self,
+        heads: int,
+        head_dim: int,
+        num_realizations: int = 64,
+        num_sines: int = 5,
+        gated: bool = True,
+        max_frequency: float = 0.5,
+    ) -> None:
+        at_least_one(
+            heads=heads, head_dim=head_dim, num_realizations=num_realizations, num_sines=num_sines
+        )
+        positive(max_frequency=max_frequency)
+        noise_shape = (heads, head_dim, 2 * num_sines, num_realizations)
+        super().__init__(heads, head_dim, num_realizations, gated, noise_shape)
+        self.num_sines = num_sines
+        self.max_frequency = max_frequency
+        shape = (heads, head_dim, num_sines)
+        self.frequency = nn.Parameter(torch.randn(shape) - 4)
+        self.offset = nn.Parameter(torch.randn(shape))
+        self.gain = nn.Parameter(torch.full(shape, math.log(math.expm1(num_sines**-0.5))))
+
+    def _code(self, positions: Tensor, query: bool) -> _Code:
+        positions = positions.to(torch.promote_types(positions.dtype, torch.float32))
+        return functools.partial(self._waves, positions, query)
+
+    def _waves(self, positions: Tensor, query: bool, x: Tensor) -> Tensor:
+        gain = F.softplus(self.gain).to(x.dtype)
+        scaled = self.noise.to(x.dtype) * torch.cat((gain, gain), dim=-1)[..., None]
+        pulse = 2 * math.pi * self.max_frequency * self.frequency.sigmoid()
+        out = x.new_zeros(())
+        # One wave at a time, and again in the backward pass: (b, h, n, d) at once, never times K.
+        for k in range(self.num_sines):
+            offset = self.offset[:, None, :, k] if query else None
+            cos_noise, sin_noise = scaled[:, :, k], scaled[:, :, self.num_sines + k]
+            wave = (positions, pulse[:, None, :, k], offset, cos_noise, sin_noise)
+            out = out + recomputed(_wave, x, *wave, several=self.num_sines > 1)
+        return out
+
+    def _position_kernel(self, lags: Tensor) -> Tensor:
+        pulse = 2 * math.pi * self.max_frequency * self.frequency.sigmoid()
+        phase = lags[:, None] * pulse[:, :, None] + self.offset[:, :, None]  # [h, d, m, k]
+        return (F.softplus(self.gain).square()[:, :, None] * phase.cos()).sum(dim=-1)
+
+
+class ConvSPE(_StochasticPosition):
+    """Convolutional SPE: P_d(i - j) = sum_p phi^Q_d(p) phi^K_d(p + i - j), 0 for |i - j| >= P.
+
+    White noise z_d on the grid of positions, filtered by one filter for queries and one for keys:
+    Qbar_d(i) = sum_p phi^Q_d(p) z_d(i + p). arXiv:2105.08399, "convSPE". Filters start uniform on
+    [0, 2 / sqrt(P)], with P_d(0) = 1 in expectation. The noise covers `max_tokens` positions: h d
+    (max_tokens + P) R numbers in the state, and P times as many operations per forward pass. Where
+    all sequences of a batch count alike, positions (1, n, 1) save much time in compiled code. One-
+    dimensional positions only (the authors' code has images too).
+
+    Args:
+        heads, head_dim, num_realizations, gated: see `StochasticPosition`.
+        kernel_size: length P of the filters.
+        max_tokens: positions are integers in [0, max_tokens).
+
+    Raises:
+        ValueError: a count is below 1.
+    """
+
+    cost = "N d (P + m) R"
+
+    def __init__(
+        self,
+        heads: int,
+        head_dim: int,
+        num_realizations: int = 64,
+        kernel_size: int = 128,
+        gated: bool = True,
+        max_tokens: int = 512,
+    ) -> None:
+        at_least_one(
+            heads=heads,
+            head_dim=head_dim,
+            num_realizations=num_realizations,
+            kernel_size=kernel_size,
+            max_tokens=max_tokens,
+        )
+        noise_shape = (heads, head_dim, max_tokens + kernel_size - 1, num_realizations)
+        super().__init__(heads, head_dim, num_realizations, gated, noise_shape)
+        self.kernel_size = kernel_size
+        self.max_tokens = max_tokens
+        shape, top = (heads, head_dim, kernel_size), 2 / kernel_size**0.5
+        self.query_filter = nn.Parameter(top * torch.rand(shape))
+        self.key_filter = nn.Parameter(top * torch.rand(shape))
+
+    @property
+    def longest(self) -> int:
+        """Positions covered by the noise."""
+        return self.max_tokens
+
+    def _code(self, positions: Tensor, query: bool) -> _Code:
+        self.check_range(positions, self.max_tokens, integers=True)
+        index = positions.long()
+        kernel = self.query_filter if query else self.key_filter
+        bank = None
+        if index.shape[-1] * self.kernel_size > self.noise.shape[2]:
+            bank = self._filter_all(kernel)
+        if not torch.compiler.is_compiling() and len(index) and (index == index[:1]).all():
+            index = index[:1]  # the usual case of text; compiled code takes the way below
+        if len(index) == 1:
+            return functools.partial(_product, self._at(index[0], kernel, bank))
+        return functools.partial(self._row_by_row, index, kernel, bank)
+
+    def _filter_all(self, kernel: Tensor) -> Tensor:
+        """Qbar at all positions: filters (h, d, P) -> (h, d, max_tokens, R)."""
+        full = at_least_float32(kernel).flatten(0, 1)[:, None, :, None]
+        noise = self.noise.to(full.dtype).flatten(0, 1)[None]
+        # In two dimensions, with realizations last: its backward pass is several times faster.
+        return F.conv2d(noise, full, groups=len(full))[0].unflatten(0, kernel.shape[:2])
+
+    def _at(self, index: Tensor, kernel: Tensor, bank: Tensor | None) -> Tensor:
+        """Qbar at positions (n,): (h, d, n, R). Few of them, as in decoding, need no bank."""
+        if bank is not None:
+            return bank[:, :, index]
+        full = at_least_float32(kernel)
+        steps = torch.arange(self.kernel_size, device=index.device)
+        windows = self.noise[:, :, index[:, None] + steps].to(full.dtype)  # [h, d, n, p, r]
+        return torch.einsum("hdnpr,hdp->hdnr", windows, full)
+
+    def _row_by_row(self, index: Tensor, kernel: Tensor, bank: Tensor | None, x: Tensor) -> Tensor:
+        """Positions that differ within the batch: the code of one row at a time, (h, d, n, R)."""
+        rows = [
+            recomputed(self._row, index[b], kernel, bank, x[b : b + 1], several=len(index) > 1)
+            for b in range(len(index))
+        ]
+        return torch.cat(rows) if rows else x.new_zeros(*x.shape[:-1], self.num_realizations)
+
+    def _row(self, index: Tensor, kernel: Tensor, bank: Tensor | None, x: Tensor) -> Tensor:
+        return _product(self._at(index, kernel, bank), x)
+
+    def _position_kernel(self, lags: Tensor) -> Tensor:
+        last = self.kernel_size - 1
+        channels = self.heads * self.head_dim
+        padded = F.pad(self.key_filter, (last, last)).view(1, channels, -1)
+        filters = self.query_filter.view(channels, 1, -1)
+        by_lag = F.conv1d(padded, filters, groups=channels)  # lags -P + 1 to P - 1
+        by_lag = by_lag.view(self.heads, self.head_dim, -1)
+        return by_lag[..., (lags.long() + last).clamp(0, 2 * last)] * (lags.abs() <= last)
+
+
+def _wave(
+    x: Tensor, positions: Tensor, pulse: Tensor, offset: Tensor | None, cos_z: Tensor, sin_z: Tensor
+) -> Tensor:
+    """One wave: x (b, h, n, d), positions (b, n), pulse and offset (h, 1, d), noise (h, d, R)."""
+    phase = positions[:, None, :, None] * pulse
+    if offset is not None:
+        phase = phase + offset
+    phase = phase.to(x.dtype)
+    return (x * phase.cos()) @ cos_z + (x * phase.sin()) @ sin_z
+
+
+def _product(code: Tensor, x: Tensor) -> Tensor:
+    """sum_d x_id Qbar_d(i, r): code (h, d, n, R), x (b, h, n, d)."""
+    return torch.einsum("bhnd,hdnr->bhnr", x, code.to(x.dtype))

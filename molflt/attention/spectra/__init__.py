@@ -1,0 +1,32 @@
+"""Families of learnable spectra g(xi) and the masks f(z) whose Fourier transform they are."""
+
+from molflt.attention.spectra.base import Spectrum
+from molflt.attention.spectra.gaussian import GaussianBasis, GaussianMixture
+from molflt.attention.spectra.local import Local, SmoothLocal
+from molflt.attention.spectra.shells import ShellWeights
+from molflt.attention.spectra.shift_invariant import Gaussian, Laplace, Matern, ShiftInvariant
+
+__all__ = [
+    "SPECTRA",
+    "Gaussian",
+    "GaussianBasis",
+    "GaussianMixture",
+    "Laplace",
+    "Local",
+    "Matern",
+    "ShellWeights",
+    "ShiftInvariant",
+    "SmoothLocal",
+    "Spectrum",
+]
+
+SPECTRA: dict[str, type[Spectrum]] = {
+    "gaussian_basis": GaussianBasis,
+    "gaussian_mixture": GaussianMixture,
+    "gaussian": Gaussian,
+    "laplace": Laplace,
+    "matern": Matern,
+    "local": Local,
+    "smooth_local": SmoothLocal,
+    "shell_weights": ShellWeights,
+}

@@ -1,0 +1,84 @@
+"""What every spectrum offers.
+
+f(z) = Re integral exp(2 pi i z . xi) g(xi) d xi, FLT (arXiv:2302.01925), eq. 4. Positions in the
+unit of length of the caller (Å for atoms, 1 for tokens), frequencies xi in cycles per that unit.
+
+A real g gives an even mask; a complex one may give an asymmetric mask, which tells before from
+after. Every family has amplitudes per head in the unit of the mask: what it adds to a logit at zero
+distance. They start small and random, because at zero the sampled mask would have no gradient.
+"""
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from molflt.attention.checks import at_least_one
+
+
+class Spectrum(nn.Module):
+    """Base class of the families g(xi): one learnable function per head.
+
+    A family overrides `spectrum` and `mask`, which must be a Fourier pair, and gets a line in
+    `SPECTRA`.
+
+    Args:
+        heads: number of heads; every head has its own mask.
+        dim: dimension l of positions.
+
+    Attributes:
+        paper: where the family comes from.
+        nodes: key of `NODES`, the rule that samples it by default.
+        isotropic: whether g is a function of |xi| alone, and f of |z|.
+        integrable: whether g is absolutely integrable. Elsewhere sums over more nodes do not come
+            nearer to the exact mask.
+        radii: (shells,) buffer, of a family that lives on shells of these radii; None elsewhere.
+    """
+
+    paper: ClassVar[str] = ""
+    nodes: ClassVar[str] = "gaussian"
+    isotropic: ClassVar[bool] = False
+    integrable: ClassVar[bool] = True
+    radii: Tensor | None = None
+
+    def __init__(self, heads: int, dim: int) -> None:
+        super().__init__()
+        at_least_one(heads=heads, dim=dim)
+        self.heads = heads
+        self.dim = dim
+
+    def spectrum(self, xi: Tensor) -> Tensor:
+        """Spectrum g, what a fast mask samples.
+
+        Args:
+            xi: frequencies (heads or 1, nodes, l), in cycles per unit of length.
+
+        Returns:
+            (heads, nodes), real where the mask is even and complex where it may be asymmetric; in
+            units of the mask times length^l.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must override spectrum(xi)")
+
+    def mask(self, delta: Tensor) -> Tensor:
+        """Exact mask f = Re integral exp(2 pi i z . xi) g(xi) d xi.
+
+        Args:
+            delta: differences z (batch, ..., l), in units of length.
+
+        Returns:
+            (batch, heads, ...), what is added to a logit: no unit.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must override mask(delta)")
+
+
+def _log_spaced(name: str, bounds: tuple[float, float], count: int) -> Tensor:
+    """Logarithms (count,) of positive numbers, evenly spaced between those of the two bounds.
+
+    Raises:
+        ValueError: unless 0 < bounds[0] <= bounds[1].
+    """
+    low, high = bounds
+    if not 0 < low <= high:
+        raise ValueError(f"{name} must be two positive numbers, smallest first; got {bounds}")
+    return torch.linspace(math.log(low), math.log(high), count)

@@ -1,0 +1,146 @@
+"""Sums of Gaussians, around zero distance or modulated by waves."""
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from molflt.attention.checks import at_least_one
+from molflt.attention.spectra.base import Spectrum, _log_spaced
+
+
+class GaussianBasis(Spectrum):
+    """Sum of Gaussians of learnable widths, with learnable amplitudes per head.
+
+    f_h(z) = sum_t a_ht exp(-|z|^2 / 2 sigma_t^2)
+    g_h(xi) = sum_t a_ht (2 pi sigma_t^2)^(l/2) exp(-2 pi^2 sigma_t^2 |xi|^2)
+
+    This is FLT's basis for molecules (arXiv:2302.01925, OC20 experiment) with the weights
+    w_t = a_t (2 pi sigma_t^2)^(l/2): the amplitude a_t is what the mask adds to a logit at zero
+    distance, so amplitudes of all widths share one scale.
+
+    Args:
+        heads: number of heads; every head has its own mask.
+        num_gaussians: number of Gaussians T.
+        dim: dimension l of positions.
+        width_range: smallest and largest initial width sigma_t, spaced evenly in the logarithm.
+        amplitude: standard deviation of the initial amplitudes a_ht; with `positive` their size.
+        positive: a_ht = exp(.), so that f is above 0 everywhere and decays: a kernel that may be
+            summed over the images of a crystal and that multiplies (`MultiplicativePosition`).
+    """
+
+    paper: ClassVar[str] = "2302.01925, app. B.3"
+    isotropic: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        heads: int,
+        num_gaussians: int = 32,
+        dim: int = 3,
+        width_range: tuple[float, float] = (0.7, 5.0),
+        amplitude: float = 0.1,
+        positive: bool = False,
+    ) -> None:
+        super().__init__(heads, dim)
+        at_least_one(num_gaussians=num_gaussians)
+        self.log_width = nn.Parameter(_log_spaced("width_range", width_range, num_gaussians))
+        random = torch.randn(heads, num_gaussians)
+        self.positive = positive
+        if positive:
+            self.log_amplitude = nn.Parameter(math.log(amplitude) + 0.1 * random)
+        else:
+            self.amplitude = nn.Parameter(amplitude * random)
+
+    def spectrum(self, xi: Tensor) -> Tensor:
+        """g(xi) per head, real: frequencies (heads or 1, nodes, l) -> (heads, nodes)."""
+        variance = (2 * self.log_width).exp()  # [t]
+        volume = (2 * math.pi * variance) ** (self.dim / 2)
+        square = xi.square().sum(dim=-1, keepdim=True)  # [h or 1, s, 1]
+        gaussians = (-2 * math.pi**2 * variance * square).exp() * volume  # [h or 1, s, t]
+        gaussians = gaussians.expand(self.heads, -1, -1)
+        return torch.einsum("hst,ht->hs", gaussians, self._amplitudes())
+
+    def mask(self, delta: Tensor) -> Tensor:
+        """f(z) per head: differences (batch, ..., l) -> (batch, heads, ...)."""
+        square = delta.square().sum(dim=-1, keepdim=True)
+        gaussians = (-0.5 * square * (-2 * self.log_width).exp()).exp()  # [b, ..., t]
+        return (gaussians @ self._amplitudes().T).movedim(-1, 1)
+
+    def _amplitudes(self) -> Tensor:
+        """a_ht, (heads, T)."""
+        return self.log_amplitude.exp() if self.positive else self.amplitude
+
+
+class GaussianMixture(Spectrum):
+    """Sum of Gaussians in frequency space, each with its own mean, width and weight per head.
+
+    g(xi) = sum_t w_t exp(-|xi - mu_t|^2 / 2 sigma_t^2)
+    f(z) = sum_t exp(-2 pi^2 sigma_t^2 |z|^2) [a_t cos(2 pi mu_t . z) - b_t sin(2 pi mu_t . z)]
+    w_t = (a_t + i b_t) (2 pi sigma_t^2)^(-l/2)
+
+    FLT (arXiv:2302.01925), eq. 6: T (2 + l) numbers per head, b_t = 0. Such a g is real although it
+    is not even, and its mask is: waves of frequency mu_t under Gaussian envelopes of width
+    1 / (2 pi sigma_t). Beyond the paper, `asymmetric` adds one number b_t per Gaussian, and with it
+    the odd part of the mask. The amplitude a_t is what the mask adds at zero distance.
+
+    Args:
+        heads: number of heads.
+        num_gaussians: number of Gaussians T; 25 in the paper's image experiments.
+        dim: dimension l of positions.
+        width_range: smallest and largest initial width of an envelope, 1 / (2 pi sigma_t), in units
+            of length, spaced evenly in the logarithm.
+        mean_scale: standard deviation of the initial mu_t in units of sigma_t. At 0 an odd part has
+            no gradient.
+        amplitude: standard deviation of the initial a_t (and b_t).
+        asymmetric: whether w_t is complex.
+    """
+
+    paper: ClassVar[str] = "2302.01925, eq. 6"
+
+    odd_amplitude: nn.Parameter | None
+
+    def __init__(
+        self,
+        heads: int,
+        num_gaussians: int = 25,
+        dim: int = 3,
+        width_range: tuple[float, float] = (0.7, 5.0),
+        mean_scale: float = 1.0,
+        amplitude: float = 0.1,
+        asymmetric: bool = False,
+    ) -> None:
+        super().__init__(heads, dim)
+        at_least_one(num_gaussians=num_gaussians)
+        log_sigma = -_log_spaced("width_range", width_range, num_gaussians) - math.log(2 * math.pi)
+        log_sigma = log_sigma.repeat(heads, 1)
+        mean = mean_scale * log_sigma.exp()[..., None] * torch.randn(heads, num_gaussians, dim)
+        self.log_sigma = nn.Parameter(log_sigma)
+        self.mean = nn.Parameter(mean)
+        self.amplitude = nn.Parameter(amplitude * torch.randn(heads, num_gaussians))
+        odd = nn.Parameter(amplitude * torch.randn(heads, num_gaussians)) if asymmetric else None
+        self.register_parameter("odd_amplitude", odd)
+
+    def spectrum(self, xi: Tensor) -> Tensor:
+        """g(xi) per head: frequencies (heads or 1, nodes, l) -> (heads, nodes).
+
+        Complex if the family was made asymmetric, real otherwise.
+        """
+        difference = xi[:, :, None] - self.mean[:, None]  # [h, s, t, l]
+        variance = (2 * self.log_sigma).exp()  # [h, t]
+        exponent = -0.5 * difference.square().sum(dim=-1) / variance[:, None]
+        gaussians = exponent.exp() * (2 * math.pi * variance[:, None]) ** (-0.5 * self.dim)
+        even = torch.einsum("hst,ht->hs", gaussians, self.amplitude)
+        if self.odd_amplitude is None:
+            return even
+        return torch.complex(even, torch.einsum("hst,ht->hs", gaussians, self.odd_amplitude))
+
+    def mask(self, delta: Tensor) -> Tensor:
+        """f(z) per head: differences (batch, ..., l) -> (batch, heads, ...)."""
+        square = delta.square().sum(dim=-1)[..., None, None]  # [b, ..., 1, 1]
+        envelope = (-2 * math.pi**2 * square * (2 * self.log_sigma).exp()).exp()  # [b, ..., h, t]
+        phase = 2 * math.pi * (delta[..., None, None, :] * self.mean).sum(dim=-1)
+        waves = self.amplitude * phase.cos()
+        if self.odd_amplitude is not None:
+            waves = waves - self.odd_amplitude * phase.sin()
+        return (envelope * waves).sum(dim=-1).movedim(-1, 1)

@@ -1,0 +1,165 @@
+"""Spectra of local masks, which vanish outside a box: sums of sinc functions and their powers.
+
+FLT (arXiv:2302.01925), "Local RPEs", eqs. 8-12. Positions in the unit of length of the caller,
+frequencies in cycles per that unit.
+"""
+
+import functools
+import math
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from molflt.attention.checks import at_least_one
+from molflt.attention.spectra.base import Spectrum, _log_spaced
+
+# Beyond it the closed form of the spline loses digits in float32, and it is close to a Gaussian.
+_MAX_ORDER = 8
+
+
+class SmoothLocal(Spectrum):
+    """Masks of compact support that are piecewise polynomials, from powers of sinc functions.
+
+    combine="sum":      f(z) = sum_t a_t prod_j B(z_j / 2 v_t),  g likewise with S_t
+    combine="product":  f(z) = prod_j sum_t w_t B(z_j / 2 v_t),  g likewise with S_t
+    S_t(xi) = (sin(2 pi v_t xi) / (pi xi))^k / norm_t,  norm_t = M_k(0) (2 v_t)^(k - 1)
+
+    B = M_k / M_k(0), with M_k the centered B-spline of order k with unit knots, so that B(0) = 1:
+    it has support |z_j| <= k v_t and degree k - 1, and its first k - 2 derivatives are continuous.
+    At k = 2 it is a linear hat. This is FLT's eq. 12 read with the power on the whole fraction (as
+    printed, the power is on the sine alone, and g would not be even for even k), with the paper's
+    C = a_t / norm_t: the amplitude a_t is what the mask adds at zero distance.
+
+    In one dimension the two ways to combine are the same. In more, "sum" is eq. 10 with footnote 2
+    (a linear combination of boxes); in "product" the mask at zero distance is (sum_t w_t)^l, which
+    cannot be negative for even l and has a vanishing gradient where the sum does.
+
+    g falls as |xi_j|^-k per axis: absolutely integrable, but slower than any Gaussian, so that
+    Gaussian nodes give an infinite variance. `DensityNodes` of a `Laplace` with `shared=False`
+    have bounded ratios g / p.
+
+    Args:
+        heads: number of heads.
+        num_boxes: number of splines T.
+        dim: dimension l of positions.
+        order: order k of the spline, 2 to 8; one more is one more continuous derivative.
+        radius_range: smallest and largest initial v_t, in units of length, spaced evenly in the
+            logarithm.
+        amplitude: standard deviation of the initial a_t (or w_t).
+        per_axis: whether v_t differs between axes, as in the paper's eq. 10.
+        combine: "sum" or "product", see above.
+    """
+
+    paper: ClassVar[str] = "2302.01925, eq. 12"
+    smallest_order = 2
+
+    def __init__(
+        self,
+        heads: int,
+        num_boxes: int = 8,
+        dim: int = 3,
+        order: int = 4,
+        radius_range: tuple[float, float] = (0.7, 5.0),
+        amplitude: float = 0.1,
+        per_axis: bool = False,
+        combine: Literal["sum", "product"] = "sum",
+    ) -> None:
+        super().__init__(heads, dim)
+        at_least_one(num_boxes=num_boxes)
+        if not self.smallest_order <= order <= _MAX_ORDER:
+            raise ValueError(
+                f"order must be {self.smallest_order} to {_MAX_ORDER}; got {order}; "
+                "order 1 is the mask 'local'"
+            )
+        if combine not in ("sum", "product"):
+            raise ValueError(f"combine must be 'sum' or 'product'; got {combine!r}")
+        self.order = order
+        self.combine = combine
+        self._peak = _spline_at_zero(order)
+        radius = _log_spaced("radius_range", radius_range, num_boxes)
+        axes = dim if per_axis else 1
+        self.log_radius = nn.Parameter(radius[:, None].expand(heads, num_boxes, axes).clone())
+        self.amplitude = nn.Parameter(amplitude * torch.randn(heads, num_boxes))
+
+    def spectrum(self, xi: Tensor) -> Tensor:
+        """g(xi) per head, real: frequencies (heads or 1, nodes, l) -> (heads, nodes)."""
+        width = 2 * self.log_radius.exp()  # [h, t, l or 1]
+        # sin(2 pi v xi) / (pi xi) = 2 v sinc(2 v xi), with the limit 2 v at xi = 0
+        powers = torch.sinc(width * xi.transpose(0, 1)[:, :, None]) ** self.order  # [s, h, t, l]
+        return self._combine(width * powers / self._peak).T
+
+    def mask(self, delta: Tensor) -> Tensor:
+        """f(z) per head: differences (batch, ..., l) -> (batch, heads, ...)."""
+        distance = delta[..., None, None, :].abs()  # [b, ..., 1, 1, l]
+        return self._combine(self._profile(distance, self.log_radius.exp())).movedim(-1, 1)
+
+    def _profile(self, distance: Tensor, radius: Tensor) -> Tensor:
+        """B(z / 2 v), (..., heads, t, l): only the powers that start between z and the end."""
+        end = 0.5 * self.order - distance / (2 * radius)
+        terms = (
+            (-1) ** j * math.comb(self.order, j) * (end - j).clamp(min=0) ** (self.order - 1)
+            for j in range((self.order + 1) // 2)
+        )
+        return functools.reduce(torch.add, terms) / (math.factorial(self.order - 1) * self._peak)
+
+    def _combine(self, factors: Tensor) -> Tensor:
+        """Factors per box and axis (..., heads, t, l) -> (..., heads)."""
+        if self.combine == "sum":
+            return (_product(factors) * self.amplitude).sum(dim=-1)
+        return _product((factors * self.amplitude[..., None]).sum(dim=-2))
+
+
+class Local(SmoothLocal):
+    """Masks that are constant in boxes and vanish outside: the paper's local RPE.
+
+    combine="sum":      f(z) = sum_t a_t prod_j 1[|z_j| <= v_t],  g likewise with S_t
+    combine="product":  f(z) = prod_j sum_t w_t 1[|z_j| <= v_t],  g likewise with S_t
+    S_t(xi) = sin(2 pi v_t xi) / (pi xi), whose limit at 0 is 2 v_t
+
+    FLT (arXiv:2302.01925), eqs. 8-11, and eqs. 20-21 of its appendix B.1 in one dimension, where
+    the amplitude a_t is the paper's w_t: what the mask adds at zero distance.
+
+    Two limits of the family, both of the mathematics. The exact mask has no gradient with respect
+    to v_t: only a sampled one learns the radii. And g falls as 1 / |xi|, which is not absolutely
+    integrable: since integral g^2 / p >= (integral |g|)^2 for every density p, no random nodes give
+    a finite variance, nor even an expectation. More nodes do not bring the sampled mask to the
+    exact one as 1 / sqrt(r); what a model learns is the trigonometric sum over its own nodes.
+
+    Args:
+        heads, num_boxes, dim, radius_range, amplitude, per_axis, combine: see `SmoothLocal`.
+    """
+
+    paper: ClassVar[str] = "2302.01925, eqs. 8-11"
+    integrable: ClassVar[bool] = False
+    smallest_order = 1
+
+    def __init__(
+        self,
+        heads: int,
+        num_boxes: int = 8,
+        dim: int = 3,
+        radius_range: tuple[float, float] = (0.7, 5.0),
+        amplitude: float = 0.1,
+        per_axis: bool = False,
+        combine: Literal["sum", "product"] = "sum",
+    ) -> None:
+        super().__init__(heads, num_boxes, dim, 1, radius_range, amplitude, per_axis, combine)
+
+    def _profile(self, distance: Tensor, radius: Tensor) -> Tensor:
+        """1[|z| <= v], (..., heads, t, l)."""
+        return (distance <= radius).to(self.amplitude.dtype)
+
+
+def _product(factors: Tensor) -> Tensor:
+    """Product over the last axis, with finite gradients at 0 and without a look at the data."""
+    return functools.reduce(torch.mul, factors.unbind(dim=-1))
+
+
+def _spline_at_zero(order: int) -> float:
+    """M_k(0) of the centered B-spline with unit knots: 1, 1, 3/4, 2/3, ... for k = 1, 2, 3, 4."""
+    terms = (
+        (-1) ** j * math.comb(order, j) * (0.5 * order - j) ** (order - 1)
+        for j in range((order + 1) // 2)
+    )
+    return sum(terms) / math.factorial(order - 1)

@@ -1,0 +1,61 @@
+"""The spectrum that lives on shells: one learned weight for each."""
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from molflt.attention.numerics import distances, sinc
+from molflt.attention.spectra.base import Spectrum
+
+
+class ShellWeights(Spectrum):
+    """One learned weight per head and shell: f_h(z) = sum_k a_hk j(2 pi k |z|).
+
+    j is the mean of a wave over all directions: sin(x) / x in three dimensions, cos(x) in one. The
+    mask is a function of |z| alone; sampled at the shells it is so to the accuracy of their
+    directions. g is a density relative to the shells' own measure, the sum over k of the mean over
+    directions, hence `normalized` shells.
+
+    Args:
+        heads: number of heads.
+        radii: k, (shells,), those of the `ShellNodes` with `normalized=True` that will sample it.
+        dim: dimension l of positions, 1 or 3.
+        amplitude: standard deviation of the initial a_hk, in the unit of the mask.
+
+    Raises:
+        ValueError: in two dimensions.
+    """
+
+    paper: ClassVar[str] = "molflt"
+    nodes: ClassVar[str] = "shells"
+    isotropic: ClassVar[bool] = True
+    radius: Tensor
+
+    def __init__(self, heads: int, radii: Tensor, dim: int = 3, amplitude: float = 0.1) -> None:
+        super().__init__(heads, dim)
+        if dim == 2:
+            raise ValueError(
+                "shells must have dim 1 or 3; got 2, whose mask needs Bessel's J0, of which torch "
+                "has no gradient; use 'gaussian_basis' there"
+            )
+        self.amplitude = nn.Parameter(amplitude * torch.randn(heads, len(radii)))
+        self.register_buffer("radius", radii.clone())
+
+    @property
+    def radii(self) -> Tensor:  # type: ignore[override]
+        """The shells on which it lives: (shells,), in cycles per unit of length."""
+        return self.radius
+
+    def spectrum(self, xi: Tensor) -> Tensor:
+        """a_hk of the shell nearest to each frequency: (heads or 1, nodes, l) -> (heads, nodes)."""
+        edges = 0.5 * (self.radius[1:] + self.radius[:-1])
+        shell = torch.bucketize(xi.norm(dim=-1), edges.to(xi.dtype))
+        return self.amplitude.gather(1, shell.expand(self.heads, -1))
+
+    def mask(self, delta: Tensor) -> Tensor:
+        """f(z) per head: differences (batch, ..., l) -> (batch, heads, ...)."""
+        turns = 2 * distances(delta)[..., None] * self.radius  # [b, ..., k]
+        waves = sinc(turns) if self.dim == 3 else (math.pi * turns).cos()
+        return (waves @ self.amplitude.T).movedim(-1, 1)

@@ -1,0 +1,174 @@
+"""Spectra of shift-invariant kernels: a probability density times an amplitude, with draws from it.
+
+Positions in the unit of length of the caller, frequencies in cycles per that unit.
+"""
+
+import math
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from molflt.attention.numerics import root
+from molflt.attention.spectra.base import Spectrum, _log_spaced
+
+
+class ShiftInvariant(Spectrum):
+    """A shift-invariant kernel as the mask: f_h(z) = C_h K(z / length_h).
+
+    Its spectrum is C_h times a probability density.
+
+    By Bochner's theorem, g_h(xi) = C_h length_h^l p(length_h xi) with p the density of which K is
+    the characteristic function, K(z) = E cos(2 pi z . u) for u ~ p. FLT (arXiv:2302.01925), eq. 7,
+    with the factor 2 pi in the draws u instead of in the positions. Nodes drawn from p
+    (`molflt.attention.nodes.random.DensityNodes`) then all have the importance ratio C_h.
+
+    Beyond the paper, C_h may be negative: a mask adds to logits and need not be positive definite.
+
+    Args:
+        heads: number of heads.
+        dim: dimension l of positions.
+        length_range: smallest and largest initial length_h, in units of length, spaced evenly in
+            the logarithm over the heads.
+        amplitude: standard deviation of the initial C_h = f_h(0).
+    """
+
+    paper: ClassVar[str] = "2302.01925, eq. 7"
+    nodes: ClassVar[str] = "density"
+
+    def __init__(
+        self,
+        heads: int,
+        dim: int = 3,
+        length_range: tuple[float, float] = (1.0, 5.0),
+        amplitude: float = 0.1,
+    ) -> None:
+        super().__init__(heads, dim)
+        self.log_length = nn.Parameter(_log_spaced("length_range", length_range, heads))
+        self.amplitude = nn.Parameter(amplitude * torch.randn(heads))
+
+    def profile(self, z: Tensor) -> Tensor:
+        """K at unit length: differences (..., l) -> (...), with K(0) = 1."""
+        raise NotImplementedError(f"{type(self).__name__} must override profile(z)")
+
+    def unit_log_density(self, u: Tensor) -> Tensor:
+        """log p at unit length: frequencies (..., l) in cycles per length_h -> (...)."""
+        raise NotImplementedError(f"{type(self).__name__} must override unit_log_density(u)")
+
+    def draw(self, nodes: int, generator: torch.Generator | None = None) -> Tensor:
+        """Independent draws u ~ p at unit length: (heads, nodes, l), float64 on the CPU."""
+        raise NotImplementedError(f"{type(self).__name__} must override draw(nodes, generator)")
+
+    def log_density(self, xi: Tensor) -> Tensor:
+        """log of length^l p(length xi): (heads or 1, nodes, l) -> (heads, nodes)."""
+        length = self.log_length.exp()[:, None, None]
+        return self.unit_log_density(length * xi) + self.dim * self.log_length[:, None]
+
+    def spectrum(self, xi: Tensor) -> Tensor:
+        """g(xi) per head, real: frequencies (heads or 1, nodes, l) -> (heads, nodes)."""
+        return self.amplitude[:, None] * self.log_density(xi).exp()
+
+    def mask(self, delta: Tensor) -> Tensor:
+        """f(z) per head: differences (batch, ..., l) -> (batch, heads, ...)."""
+        scaled = delta[..., None, :] / self.log_length.exp()[:, None]  # [b, ..., h, l]
+        return (self.profile(scaled) * self.amplitude).movedim(-1, 1)
+
+
+class Gaussian(ShiftInvariant):
+    """K(z) = exp(-|z|^2 / 2); p is the normal density of standard deviation 1 / (2 pi)."""
+
+    isotropic: ClassVar[bool] = True
+
+    def profile(self, z: Tensor) -> Tensor:
+        """exp(-|z|^2 / 2): (..., l) -> (...)."""
+        return (-0.5 * z.square().sum(dim=-1)).exp()
+
+    def unit_log_density(self, u: Tensor) -> Tensor:
+        """log of (2 pi)^(l/2) exp(-2 pi^2 |u|^2): (..., l) -> (...)."""
+        constant = 0.5 * self.dim * math.log(2 * math.pi)
+        return constant - 2 * math.pi**2 * u.square().sum(dim=-1)
+
+    def draw(self, nodes: int, generator: torch.Generator | None = None) -> Tensor:
+        """Normal draws (heads, nodes, l)."""
+        return _normal((self.heads, nodes, self.dim), generator) / (2 * math.pi)
+
+
+class Laplace(ShiftInvariant):
+    """K(z) = exp(-|z|_1); p is a product of Cauchy densities of scale 1 / (2 pi), one per axis.
+
+    The tails of p fall as 1 / xi^2 per axis. That makes it a safe proposal for other spectra that
+    fall at least as fast along every axis, such as `molflt.attention.spectra.local.SmoothLocal`.
+    """
+
+    def profile(self, z: Tensor) -> Tensor:
+        """exp(-|z|_1): (..., l) -> (...)."""
+        return (-z.abs().sum(dim=-1)).exp()
+
+    def unit_log_density(self, u: Tensor) -> Tensor:
+        """log of prod_j 2 / (1 + (2 pi u_j)^2): (..., l) -> (...)."""
+        return (math.log(2) - (2 * math.pi * u).square().log1p()).sum(dim=-1)
+
+    def draw(self, nodes: int, generator: torch.Generator | None = None) -> Tensor:
+        """Cauchy draws (heads, nodes, l), by inverting the distribution function."""
+        size = (self.heads, nodes, self.dim)
+        uniform = torch.rand(size, dtype=torch.float64, generator=generator)
+        return (math.pi * (uniform - 0.5)).tan() / (2 * math.pi)
+
+
+class Matern(ShiftInvariant):
+    """Matérn kernel of smoothness nu: isotropic, between exp(-|z|) and the Gaussian.
+
+    With s = sqrt(2 nu) |z|: exp(-s) for nu = 0.5, (1 + s) exp(-s) for 1.5 and
+    (1 + s + s^2 / 3) exp(-s) for 2.5. 2 pi u follows the multivariate Student t distribution of
+    2 nu degrees of freedom. Rasmussen and Williams, Gaussian Processes for Machine Learning (2006),
+    eqs. 4.14 to 4.17.
+
+    Args:
+        heads, dim, length_range, amplitude: see `ShiftInvariant`.
+        nu: smoothness, 0.5, 1.5 or 2.5, for which the kernel has a closed form.
+    """
+
+    isotropic: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        heads: int,
+        dim: int = 3,
+        length_range: tuple[float, float] = (1.0, 5.0),
+        amplitude: float = 0.1,
+        nu: float = 1.5,
+    ) -> None:
+        super().__init__(heads, dim, length_range, amplitude)
+        if nu not in (0.5, 1.5, 2.5):
+            raise ValueError(f"nu must be 0.5, 1.5 or 2.5 (closed forms); got {nu}")
+        self.nu = nu
+
+    def profile(self, z: Tensor) -> Tensor:
+        """Closed form in the distance: (..., l) -> (...); its gradient at z = 0 is set to 0."""
+        square = 2 * self.nu * z.square().sum(dim=-1)
+        s = root(square)
+        if self.nu == 0.5:
+            return (-s).exp()
+        if self.nu == 1.5:
+            return (1 + s) * (-s).exp()
+        return (1 + s + square / 3) * (-s).exp()
+
+    def unit_log_density(self, u: Tensor) -> Tensor:
+        """log of the Student t density of 2 pi u, times (2 pi)^l: (..., l) -> (...)."""
+        half = 0.5 * self.dim
+        constant = math.lgamma(self.nu + half) - math.lgamma(self.nu)
+        constant += half * math.log(2 * math.pi / self.nu)
+        square = (2 * math.pi * u).square().sum(dim=-1)
+        return constant - (self.nu + half) * (square / (2 * self.nu)).log1p()
+
+    def draw(self, nodes: int, generator: torch.Generator | None = None) -> Tensor:
+        """Student t draws (heads, nodes, l): normal ones over the root of a chi-square."""
+        degrees = round(2 * self.nu)
+        normal = _normal((self.heads, nodes, self.dim), generator)
+        chi_square = _normal((self.heads, nodes, degrees), generator).square().sum(-1, keepdim=True)
+        return normal / (chi_square / degrees).sqrt() / (2 * math.pi)
+
+
+def _normal(size: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+    """Standard normal draws in float64, the same on every device for one generator."""
+    return torch.randn(size, dtype=torch.float64, generator=generator)

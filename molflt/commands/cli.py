@@ -1,0 +1,197 @@
+"""The ``molflt`` command: finds the function behind a command line and calls it.
+
+The options of a command are the arguments of its function, and the help texts are its docstring.
+Nothing heavy is imported before a command has been chosen, so ``molflt --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+import re
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from molflt import __version__
+from molflt.commands.options import _did_you_mean, parse
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
+
+__all__ = ["COMMANDS", "main"]
+
+
+class _Command(NamedTuple):
+    """What a command calls: ``module:function``, and ``module:build_parser`` if it has its own."""
+
+    function: str
+    summary: str
+    parser: str | None = None
+
+
+COMMANDS: dict[tuple[str, ...], _Command] = {
+    ("data", "make-emt"): _Command(
+        "molflt.data.structures.emt:make_emt",
+        "relax adsorbates on slabs with EMT: an OC20-like data set",
+    ),
+    ("data", "inspect"): _Command(
+        "molflt.commands.inspect:inspect",
+        "what a file of structures holds: counts, energies, warnings",
+    ),
+    ("data", "convert"): _Command(
+        "molflt.data.structures.convert:convert", "any readable file or folder -> compact store"
+    ),
+    ("data", "download"): _Command(
+        "molflt.data.structures.download:download", "fetch, check and unpack a public data set"
+    ),
+    ("train",): _Command(
+        "molflt.commands.train:train",
+        "train on structures, text or images, or resume",
+        "molflt.commands.train:build_parser",
+    ),
+    ("evaluate",): _Command(
+        "molflt.commands.evaluate:evaluate",
+        "metrics of a run on splits, tables, plots, submission",
+        "molflt.commands.evaluate:build_parser",
+    ),
+    ("predict",): _Command(
+        "molflt.commands.predict:predict", "energies of structures in any readable file"
+    ),
+    ("generate",): _Command(
+        "molflt.commands.generate:generate", "text from a trained language model"
+    ),
+}
+_GROUPS = {"data": "make, look at, convert and fetch data sets"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        argv: The words after ``molflt``; those of the process when None.
+
+    Returns:
+        0 on success; 2 for bad input, after one line on stderr; 1 for an error that is a bug here,
+        with its traceback in a file; 130 when interrupted. With ``MOLFLT_TRACEBACK=1`` in the
+        environment, errors print their traceback instead.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(words)
+    except SystemExit as stop:  # --help and --print_config leave this way
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except KeyboardInterrupt:
+        print("molflt: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader, such as `head`, has gone; nothing is wrong
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        return _report(error)
+
+
+def _dispatch(words: list[str]) -> int:
+    if words and words[0] in ("--version", "-V"):
+        print(f"molflt {__version__}")
+        return 0
+    path: tuple[str, ...] = ()
+    while path not in COMMANDS:
+        if not words or words[0] in ("-h", "--help"):
+            print(_overview(path))
+            return 0
+        word = words.pop(0)
+        names = _names_below(path)
+        if word not in names:
+            where = " ".join(("molflt", *path))
+            raise ValueError(
+                f"unknown command {word!r}{_did_you_mean(word, names)}; expected one of "
+                f"{', '.join(names)}; see `{where} --help`"
+            )
+        path = (*path, word)
+    return _run(path, words)
+
+
+def _names_below(path: tuple[str, ...]) -> list[str]:
+    """Names that may follow `path`, each once, in the order of the table."""
+    depth = len(path)
+    return list(dict.fromkeys(key[depth] for key in COMMANDS if key[:depth] == path))
+
+
+def _overview(path: tuple[str, ...]) -> str:
+    prog = " ".join(("molflt", *path))
+    lines = [f"usage: {prog} COMMAND ...", "", "commands:"]
+    for name in _names_below(path):
+        command = COMMANDS.get((*path, name))
+        lines.append(f"  {name:<10} {command.summary if command else _GROUPS[name]}")
+    lines += ["", f"`{prog} COMMAND --help` lists the options of a command."]
+    if not path:
+        lines.insert(1, "       molflt --version")
+        lines.append("Set MOLFLT_TRACEBACK=1 to see the traceback of an error.")
+    return "\n".join(lines)
+
+
+def _run(path: tuple[str, ...], words: list[str]) -> int:
+    parser = _parser(path, words)
+    function: Callable[..., object] = pkgutil.resolve_name(COMMANDS[path].function)
+    status = function(**parse(parser, words).as_dict())
+    return status if isinstance(status, int) and not isinstance(status, bool) else 0
+
+
+def _parser(path: tuple[str, ...], words: Sequence[str]) -> ArgumentParser:
+    from jsonargparse import ArgumentParser
+
+    command, name = COMMANDS[path], " ".join(("molflt", *path))
+    function: Callable[..., object] = pkgutil.resolve_name(command.function)
+    if command.parser is not None:
+        parser: ArgumentParser = pkgutil.resolve_name(command.parser)(words)
+        parser.usage = f"{name} [--OPTION VALUE ...]"  # else a page long
+    else:
+        parser = ArgumentParser()
+        parser.add_function_arguments(function, as_group=False, as_positional=True)
+    parser.prog = name
+    parser.description = _first_paragraphs(function)
+    return parser
+
+
+def _first_paragraphs(function: Callable[..., object]) -> str:
+    """The docstring up to its first section; the sections are for readers of the code."""
+    text = (function.__doc__ or "").strip()
+    text = re.split(r"\n\s*(?:Args|Returns|Raises|Example|Examples|Note):\s*\n", text)[0]
+    return re.sub(r"[ \t]*\n[ \t]+", "\n", text).strip()
+
+
+def _report(error: Exception) -> int:
+    """Prints one line about an error and returns the exit status."""
+    if os.environ.get("MOLFLT_TRACEBACK") == "1":
+        traceback.print_exception(error)
+    status = 2
+    if isinstance(error, OSError) and error.strerror:
+        names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+        text = ": ".join([*names, error.strerror])
+    elif isinstance(error, ModuleNotFoundError) and error.name is None:
+        text = str(error)  # in words of our own
+    elif isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("molflt"):
+        text = f"the package {error.name!r} is not installed; pip install {error.name}"
+    elif isinstance(error, ValueError | OSError):
+        text = str(error)
+    else:
+        status = 1
+        text = f"unexpected {type(error).__name__}: {error}; traceback in {_write_log(error)}"
+    print(f"molflt: error: {' '.join(text.split())}", file=sys.stderr)
+    return status
+
+
+def _write_log(error: Exception) -> Path:
+    """Writes the traceback where the user is or, if that is read-only, among temporary files."""
+    text = "".join(traceback.format_exception(error))
+    log = Path.cwd() / "molflt-error.log"
+    try:
+        log.write_text(text)
+    except OSError:
+        log = Path(tempfile.gettempdir()) / "molflt-error.log"
+        log.write_text(text)
+    return log

@@ -1,0 +1,83 @@
+"""``molflt evaluate``: finds out what a run has learned, and evaluates it as its recipe does."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from jsonargparse import ArgumentParser
+
+from molflt.evaluation.report import Report
+from molflt.files import write_atomically
+from molflt.training.checkpoint import load_run, read_config
+from molflt.training.recipes import RECIPES, Recipe
+
+__all__ = ["build_parser", "evaluate"]
+
+
+def evaluate(
+    run: Path,
+    checkpoint: str = "best",
+    out: Path | None = None,
+    device: str = "auto",
+    **options: object,
+) -> dict[str, dict[str, float | None]]:
+    """Evaluates a run on splits of its data: a table, results.json, and pictures.
+
+    Energies: MAE and EwT, errors by adsorbate and by size, parity. Language: perplexity per token.
+    Images: top-1 and top-5 accuracy, the images that are classified wrongly. All: the learned
+    relative encoding, if there is one.
+
+    Args:
+        run: folder of a training run; its recipe decides which of the other options there are.
+        checkpoint: best, last, or a safetensors file.
+        out: folder to write; by default the run's.
+        device: auto, cpu, cuda or cuda:N.
+        options: of the recipe's evaluation, such as `molflt.evaluation.energies.evaluate`.
+
+    Returns:
+        Metrics per split; the same is in results.json.
+
+    Raises:
+        FileNotFoundError: if the run, its checkpoint, or a split is missing.
+        ValueError: if the data cannot be used.
+    """
+    run = Path(run)
+    out = run if out is None else Path(out)
+    model, config = load_run(run, checkpoint, device)
+    report: Report = Recipe.of(config).load("evaluate")(run, model, config, out, **options)
+    print(f"{run}, checkpoint {checkpoint}{report.text}")
+    known = {  # JSON has no number for the perplexity of a diverged model
+        split: {name: None if value == math.inf else value for name, value in row.items()}
+        for split, row in report.results.items()
+    }
+    path = out / "results.json"
+    write_atomically(path, (json.dumps(known, indent=2, allow_nan=False) + "\n").encode())
+    print("written: " + ", ".join(map(str, [path, *report.files])))
+    return report.results
+
+
+def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
+    """Parser of ``molflt evaluate``: its own options, and those of the evaluation of a run.
+
+    Args:
+        words: the command line; a run that it names decides the options.
+    """
+    parser = ArgumentParser()
+    parser.add_function_arguments(evaluate, as_group=False, as_positional=True)
+    parser.add_function_arguments(
+        _recipe_of_run(words).load("evaluate"), skip={"run", "model", "config", "out"}
+    )
+    return parser
+
+
+def _recipe_of_run(words: Sequence[str]) -> Recipe:
+    """That of the first word which is the folder of a run; the default if none is."""
+    pairs = sorted(pairwise(["", *words]), key=lambda pair: pair[0].startswith("--"))
+    for _, word in pairs:  # first those that are no option's value
+        if not word.startswith("-") and (Path(word) / "config.yaml").is_file():
+            return Recipe.of(read_config(Path(word)))
+    return next(iter(RECIPES.values()))

@@ -1,0 +1,73 @@
+"""``molflt data inspect``: what a source of structures holds, as text, JSON and a picture."""
+
+from __future__ import annotations
+
+from json import dumps
+from pathlib import Path
+
+from molflt.data.structures.summary import Summary, summarize
+
+__all__ = ["inspect"]
+
+
+def inspect(
+    path: Path,
+    json: bool = False,
+    plot: Path | None = None,
+    limit: int | None = None,
+    skip_bad: bool = False,
+) -> None:
+    """Print what a file or folder of structures holds, with units and warnings.
+
+    Args:
+        path: OC20 LMDB file or folder, compact store, or a file that ASE reads.
+        json: print one JSON object instead of text, with at least systems, atoms_total,
+            with_labels, elements and warnings.
+        plot: write a PNG with the histogram of energies and one structure from top and side.
+        limit: look only at the first so many structures.
+        skip_bad: leave out structures that are not valid, count and list them.
+
+    Raises:
+        ValueError: naming the file, key and sid of a structure that is not valid.
+        FileNotFoundError: if there is nothing at ``path``.
+    """
+    if plot is not None and plot.suffix != ".png":
+        raise ValueError(f"plot: expected a file ending in .png; got {plot}")
+    summary, energies, shown = summarize(path, limit=limit, skip_bad=skip_bad)
+    if plot is not None:
+        from molflt.plots import structure_overview
+
+        structure_overview(energies, shown, path.name, plot)
+        summary["plot"] = str(plot)
+    print(dumps(summary) if json else _as_text(summary))
+
+
+def _as_text(summary: Summary) -> str:
+    atoms = summary["atoms_per_system"]
+    assert atoms is not None  # there is at least one structure
+    lines = [
+        summary["path"],
+        f"systems     {summary['systems']}",
+        f"atoms       {summary['atoms_total']} in all; per system {atoms['min']} to "
+        f"{atoms['max']}, mean {atoms['mean']:.1f}",
+        "elements    " + ", ".join(f"{name} {n}" for name, n in summary["elements"].items()),
+        "tags        " + ", ".join(f"{name} {n}" for name, n in summary["tags"].items()),
+        f"labels      {summary['with_labels']} systems have y_relaxed",
+    ]
+    for name, values in summary["energies_eV"].items():
+        lines.append(f"{name:<12}" + _range(values, "eV"))
+    lines.append("displaced   " + _range(summary["displacements_A"], "Å") + " (free atoms)")
+    if "plot" in summary:
+        lines.append(f"picture     {summary['plot']}")
+    lines += [f"warning: {text}" for text in summary["warnings"]]
+    lines += [f"  left out {item['name']}: {item['reason']}" for item in summary["left_out"]]
+    return "\n".join(lines)
+
+
+def _range(values: dict[str, float] | None, unit: str) -> str:
+    if values is None:
+        return "unknown"
+    return (
+        f"{values['min']:.3f} to {values['max']:.3f} {unit}, mean {values['mean']:.3f}, "
+        f"median {values['median']:.3f}"
+    )

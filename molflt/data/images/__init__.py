@@ -1,0 +1,1 @@
+"""Images: files and folders, their augmentation, and batches."""

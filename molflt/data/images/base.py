@@ -1,0 +1,88 @@
+"""What all labeled images have in common: map-style data sets of bytes and classes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from molflt.data.images.augment import _center_crop
+
+__all__ = ["LabeledImages"]
+
+
+class LabeledImages(Dataset[tuple[Tensor, Tensor]], ABC):
+    """Base of data sets of labeled images of one size.
+
+    Items are (image, label): bytes (channels, height, width) and an int64.
+
+    Attributes:
+        path: where they come from.
+        labels: (n,) int64, index of the class of each image.
+        classes: names of the classes.
+        channels: color channels.
+        size: height and width, pixels.
+        in_memory: whether reading all of them costs little.
+    """
+
+    in_memory: bool = False
+    path: Path
+    labels: Tensor
+    classes: list[str]
+    channels: int
+    size: tuple[int, int]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.image(index), self.labels[index]
+
+    @abstractmethod
+    def image(self, index: int) -> Tensor:
+        """One image, (channels, height, width) uint8."""
+
+    @staticmethod
+    def _fit(images: Tensor, size: int) -> Tensor:
+        """Images resized so that the shorter side is `size`, and the central square of that.
+
+        Args:
+            images: (n, channels, height, width) uint8.
+            size: pixels.
+
+        Returns:
+            (n, channels, size, size) uint8.
+        """
+        height, width = images.shape[-2:]
+        if (height, width) == (size, size):
+            return images
+        scale = size / min(height, width)
+        sides = [max(size, round(height * scale)), max(size, round(width * scale))]
+        resized = F.interpolate(images, size=sides, mode="bilinear", antialias=True)
+        return _center_crop(resized, size)
+
+    def statistics(self, most: int = 2000) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of each channel, of images scaled to [0, 1].
+
+        Args:
+            most: images to read; if there are more, evenly spaced ones.
+
+        Returns:
+            (channels,) float64 each; a deviation of 0 is given as 1.
+        """
+        count = min(len(self), most)
+        levels = torch.zeros(self.channels * 256, dtype=torch.int64)
+        for i in range(count):
+            image = self.image(i * len(self) // count)
+            bins = image.flatten(1).long() + 256 * torch.arange(self.channels)[:, None]
+            levels += torch.bincount(bins.flatten(), minlength=len(levels))
+        share = levels.view(-1, 256).double()
+        share = share / share.sum(dim=1, keepdim=True)
+        level = torch.arange(256, dtype=torch.float64) / 255
+        mean = share @ level
+        std = (share * (level - mean[:, None]).square()).sum(dim=1).sqrt()
+        return mean, torch.where(std > 0, std, 1.0)

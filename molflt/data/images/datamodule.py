@@ -1,0 +1,191 @@
+"""Images for training and validation, in batches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from molflt.data.batches import BatchedData
+from molflt.data.images.augment import _center_crop
+from molflt.data.images.base import LabeledImages
+from molflt.data.images.files import _open_images
+
+__all__ = ["ImageData"]
+
+
+class ImageData(BatchedData[LabeledImages]):
+    """Labeled images of one size, in batches of (bytes (channels, size, size), label).
+
+    Args:
+        train: images to train on: a folder of a folder per class, an idx file of images (its labels
+            beside it), or hf:NAME:SPLIT.
+        val: images to validate on, likewise; null with `val_fraction`.
+        train_labels: idx file of the labels, if it is not named as that of the images.
+        val_labels: likewise.
+        val_fraction: share of `train` to validate on instead, the last images of each class.
+        image_size: side that images are fitted to, the central square, pixels; null keeps the size
+            of the files, which must be squares, all of one size.
+        resize: side of the squares that training images are left at, for `task.augment` to cut
+            those of `image_size` from; validation images are cut from their centers. Null is
+            `image_size`.
+        class_names: names of the classes of idx files, in the order of labels.
+        batch_size: images in a batch, per device.
+        workers: processes that read ahead; 0 reads in the main process.
+
+    Raises:
+        ValueError: for options that do not go together or are outside their range.
+    """
+
+    items = "images"
+    datasets: dict[str, LabeledImages]
+
+    def __init__(
+        self,
+        train: Path,
+        val: Path | None = None,
+        train_labels: Path | None = None,
+        val_labels: Path | None = None,
+        val_fraction: float | None = None,
+        image_size: int | None = None,
+        resize: int | None = None,
+        class_names: list[str] | None = None,
+        batch_size: int = 128,
+        workers: int = 0,
+    ) -> None:
+        super().__init__(batch_size, workers)
+        if (val is None) == (val_fraction is None):
+            raise ValueError(
+                "expected either data.val or data.val_fraction; got "
+                f"{'neither' if val is None else 'both'}; give one"
+            )
+        if val_fraction is not None and not 0 < val_fraction < 1:
+            raise ValueError(f"data.val_fraction must be between 0 and 1; got {val_fraction}")
+        if image_size is not None and image_size < 1:
+            raise ValueError(f"data.image_size must be at least 1; got {image_size}")
+        if resize is not None and (image_size is None or resize < image_size):
+            raise ValueError(
+                f"data.resize must be at least data.image_size={image_size}; got {resize}; give "
+                "both, or neither"
+            )
+        self.sources = {"train": Path(train), "val": Path(train if val is None else val)}
+        self.labels = {"train": train_labels, "val": val_labels if val else train_labels}
+        self.val_fraction = val_fraction
+        self.image_size = image_size
+        self.resize = resize or image_size
+        self.class_names = class_names
+        self.classes: list[str] = []
+        self.channels = 0
+
+    def setup(self, stage: str = "fit") -> None:
+        """Opens both sets, once.
+
+        Raises:
+            FileNotFoundError: naming what is not there.
+            ValueError: naming the file that is damaged, or does not go with the others.
+        """
+        if self.datasets:
+            return
+        images = {"train": self._open("train", self.class_names)}
+        train = images["train"]
+        self.classes, self.channels = train.classes, train.channels
+        split = self.val_fraction is not None
+        images["val"] = train if split else self._open("val", self.classes)
+        for use, dataset in images.items():
+            self._expect_alike(use, dataset, train)
+        indices: dict[str, Tensor | None] = {"train": None, "val": None}
+        if self.val_fraction is not None:
+            held = _held_out(train.labels, self.val_fraction)
+            if not bool(held.any()) or bool(held.all()):
+                raise ValueError(
+                    f"{train.path}: data.val_fraction={self.val_fraction} of {len(train)} images "
+                    "leaves none to train or to validate on; change it"
+                )
+            indices = {"train": (~held).nonzero()[:, 0], "val": held.nonzero()[:, 0]}
+        side = self.image_size or train.size[0]
+        self.image_size = side
+        self.datasets = {
+            use: _Squares(dataset, indices[use], self.resize or side if use == "train" else side)
+            for use, dataset in images.items()
+        }
+
+    def sizes(self) -> dict[str, int]:
+        """What the data decide about the model: classes, channels and image_size."""
+        self.setup()
+        return {
+            "classes": len(self.classes),
+            "channels": self.channels,
+            "image_size": self.datasets["val"].size[0],
+        }
+
+    def files(self) -> dict[str, bytes]:
+        """classes.json: the names of the classes, in the order of the logits."""
+        self.setup()
+        return {"classes.json": (json.dumps(self.classes, ensure_ascii=False) + "\n").encode()}
+
+    def describe(self) -> list[str]:
+        """What the training and the validation set hold, one phrase each."""
+        return [
+            f"{use} {len(dataset):,} images ({self.sources[use].name})"
+            for use, dataset in self.datasets.items()
+        ]
+
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation per channel of the training images, scaled to [0, 1].
+
+        (channels,) float64 each. Of all images in memory; of at most 2000, evenly spaced, that must
+        be read from files.
+        """
+        self.setup()
+        train = self.datasets["train"]
+        return train.statistics(len(train)) if train.in_memory else train.statistics()
+
+    def _open(self, use: str, classes: list[str] | None) -> LabeledImages:
+        return _open_images(self.sources[use], self.labels[use], self.resize, classes)
+
+    def _expect_alike(self, use: str, images: LabeledImages, train: LabeledImages) -> None:
+        """Raises ValueError unless images are squares of the training images' size and colors."""
+        (height, width), path = images.size, images.path
+        if height != width:
+            raise ValueError(
+                f"{path}: expected square images; got {height} x {width} pixels; set "
+                "data.image_size to resize them"
+            )
+        if images.size != train.size or images.channels != train.channels:
+            raise ValueError(
+                f"{path}: expected {use} images of {train.size[0]} pixels and {train.channels} "
+                f"channels, as in training; got {height} and {images.channels}; set "
+                "data.image_size, or use files of one kind"
+            )
+
+
+class _Squares(LabeledImages):
+    """Some of the images, cut to their central squares.
+
+    Args:
+        images: all of them.
+        index: (n,), which ones; all if None.
+        side: of the squares, pixels.
+    """
+
+    def __init__(self, images: LabeledImages, index: Tensor | None, side: int) -> None:
+        self.images = images
+        self.index = torch.arange(len(images)) if index is None else index
+        self.path, self.classes, self.channels = images.path, images.classes, images.channels
+        self.labels = images.labels[self.index]
+        self.size = (side, side)
+        self.in_memory = images.in_memory
+
+    def image(self, index: int) -> Tensor:
+        return _center_crop(self.images.image(int(self.index[index])), self.size[0])
+
+
+def _held_out(labels: Tensor, fraction: float) -> Tensor:
+    """Marks the last images of each class, rounded down: (n,) labels -> (n,) bool."""
+    held = torch.zeros(len(labels), dtype=torch.bool)
+    for label in labels.unique():
+        members = (labels == label).nonzero()[:, 0]
+        held[members[len(members) - int(fraction * len(members)) :]] = True
+    return held

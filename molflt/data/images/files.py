@@ -1,0 +1,229 @@
+"""Labeled images from wherever they are: idx files, folders of classes, Hugging Face data sets."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from molflt.data.hub import dataset_loader
+from molflt.data.images.base import LabeledImages
+from molflt.data.images.idx import _IdxImages
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+_SUFFIXES = (".png", ".jpg", ".jpeg")
+_DEEP = ("I", "F")  # modes of more than 8 bits, which Pillow would clip
+
+
+def _open_images(
+    source: Path,
+    labels: Path | None = None,
+    size: int | None = None,
+    classes: Sequence[str] | None = None,
+) -> LabeledImages:
+    """Opens labeled images, whatever holds them.
+
+    Args:
+        source: folder of classes, idx file of images, or hf:NAME.
+        labels: idx file of the labels, if it is not beside that of the images.
+        size: side of a square that images are fitted to, pixels.
+        classes: names of the classes.
+
+    Raises:
+        FileNotFoundError: there is nothing at `source`.
+        ValueError: what is there is damaged or of an unknown kind.
+    """
+    if str(source).startswith("hf:"):
+        return _HubImages(str(source), size, classes)
+    if source.is_dir():
+        return _ImageFolder(source, size, classes)
+    if not source.exists():
+        raise FileNotFoundError(
+            f"{source}: no such file or folder; expected a folder of classes, an idx file of "
+            "images, or hf:NAME"
+        )
+    return _IdxImages(source, labels, size, classes)
+
+
+class _DecodedImages(LabeledImages):
+    """Images that are decoded when they are asked for, in colors.
+
+    A subclass sets path, labels and classes, then calls ``super().__init__``.
+
+    Args:
+        fitted: side of a square that images are fitted to; None expects that all are
+            of the size of the first one.
+    """
+
+    channels = 3
+
+    def __init__(self, fitted: int | None) -> None:
+        self.fitted = fitted
+        first = self._decoded(0)
+        self.size = (first.shape[1], first.shape[2])
+
+    @abstractmethod
+    def _name(self, index: int) -> str:
+        """What messages call an image."""
+
+    @abstractmethod
+    def _decoded(self, index: int) -> Tensor:
+        """An image, (3, height, width) uint8, of any size unless `fitted`."""
+
+    def image(self, index: int) -> Tensor:
+        image = self._decoded(index)
+        if tuple(image.shape[1:]) != self.size:
+            raise ValueError(
+                f"{self._name(index)}: expected {self.size[0]} x {self.size[1]} pixels, as of the "
+                f"first image; got {image.shape[1]} x {image.shape[2]}; set data.image_size to "
+                "resize all"
+            )
+        return image
+
+    def _as_bytes(self, image: Image, name: str) -> Tensor:
+        """A Pillow image in colors, (3, height, width) uint8, fitted.
+
+        Raises:
+            ValueError: with the name, if it has more than 8 bits per channel.
+        """
+        if image.mode[0] in _DEEP:
+            raise ValueError(
+                f"{name}: expected 8 bits per channel; got mode {image.mode}; convert the image"
+            )
+        pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+        if self.fitted is not None:
+            pixels = self._fit(pixels[None], self.fitted)[0]
+        return pixels.contiguous()
+
+
+class _ImageFolder(_DecodedImages):
+    """Images below a folder per class.
+
+    Args:
+        path: folder that holds a folder for each class; its name is the name of the class.
+        size: side of a square that images are fitted to; None expects that all are of
+            the size of the first one.
+        classes: names of the classes, in the order of labels; by default all folders, sorted.
+
+    Raises:
+        ValueError: naming the folder without classes or images, or of an unknown class; when an
+            image is read, naming the file that cannot be decoded or has another size.
+    """
+
+    def __init__(
+        self, path: Path, size: int | None = None, classes: Sequence[str] | None = None
+    ) -> None:
+        self.path = path
+        found = sorted(
+            entry.name for entry in path.iterdir() if entry.is_dir() and entry.name[0] != "."
+        )
+        if not found:
+            idx = sorted(entry.name for entry in path.glob("*idx3*"))
+            hint = f"or give the file {path / idx[0]}" if idx else f"as in {path}/cat/1.png"
+            raise ValueError(
+                f"{path}: expected a folder of images for each class; got none; make them, {hint}"
+            )
+        self.classes = found if classes is None else list(classes)
+        if unknown := sorted(set(found) - set(self.classes)):
+            raise ValueError(
+                f"{path}: expected folders of the {len(self.classes)} classes trained on; got "
+                f"{', '.join(unknown[:5])}{', ...' if len(unknown) > 5 else ''} besides; rename or "
+                "remove them"
+            )
+        self.files: list[str] = []
+        labels: list[int] = []
+        for name in found:
+            files = sorted(_image_files(path / name))
+            if not files:
+                raise ValueError(
+                    f"{path / name}: expected images ({', '.join(_SUFFIXES)}); got none; remove "
+                    "the folder, or fill it"
+                )
+            self.files += files
+            labels += [self.classes.index(name)] * len(files)
+        self.labels = torch.tensor(labels)
+        super().__init__(size)
+
+    def _name(self, index: int) -> str:
+        return self.files[index]
+
+    def _decoded(self, index: int) -> Tensor:
+        from PIL import Image
+
+        path = self.files[index]
+        try:
+            with Image.open(path) as image:
+                if self.fitted is not None:
+                    image.draft("RGB", (self.fitted, self.fitted))  # a JPEG may be read in part
+                return self._as_bytes(image, path)
+        except (OSError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+            raise ValueError(
+                f"{path}: expected an image; it cannot be decoded ({error}); get it again, or "
+                "remove it"
+            ) from None
+
+
+class _HubImages(_DecodedImages):
+    """Images of a Hugging Face data set.
+
+    Args:
+        source: "hf:NAME", "hf:NAME:SPLIT"; the split is "train" if none is named. The images are in
+            its column "image" or "img", and classes in "label", or "fine_label".
+        size: side of a square that images are fitted to, or None.
+        classes: names of the classes, for a check.
+
+    Raises:
+        ModuleNotFoundError: the package `datasets` is not installed.
+        ValueError: the columns are not there, or the classes differ.
+    """
+
+    def __init__(
+        self, source: str, size: int | None = None, classes: Sequence[str] | None = None
+    ) -> None:
+        load = dataset_loader(source)
+        name, _, split = source.removeprefix("hf:").partition(":")
+        self.path = Path(source)
+        self.rows = load(name, split=split or "train")
+        columns = self.rows.features
+        image = [column for column in ("image", "img") if column in columns]
+        label = [column for column in ("label", "fine_label") if column in columns]
+        names = getattr(columns[label[0]], "names", None) if label else None
+        if not image or names is None:
+            raise ValueError(
+                f"{source}: expected columns image and label (classes); got {', '.join(columns)}; "
+                "use another set, or write it as a folder of classes"
+            )
+        self.column = image[0]
+        self.labels = torch.tensor(list(self.rows[label[0]]), dtype=torch.int64)
+        self.classes = list(names)
+        if classes is not None and list(classes) != self.classes:
+            raise ValueError(
+                f"{source}: expected the {len(classes)} classes trained on; got "
+                f"{len(self.classes)} others; validate on the same classes"
+            )
+        super().__init__(size)
+
+    def _name(self, index: int) -> str:
+        return f"{self.path}, row {index}"
+
+    def _decoded(self, index: int) -> Tensor:
+        image = cast("Image", self.rows[index][self.column])
+        return self._as_bytes(image, self._name(index))
+
+
+def _image_files(folder: Path) -> list[str]:
+    return [
+        os.path.join(where, name)
+        for where, _, names in os.walk(folder, followlinks=True)
+        for name in names
+        if name.lower().endswith(_SUFFIXES) and not name.startswith(".")
+    ]

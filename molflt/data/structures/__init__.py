@@ -1,0 +1,63 @@
+"""Reading, checking and storing atomic structures with energies.
+
+:func:`open_dataset` opens any source; :func:`molflt.data.structures.records.make_record` says what
+a structure is; :func:`molflt.data.structures.store.write_store` writes the compact store used for
+training.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from molflt.data.structures.ase_files import AseStructures
+from molflt.data.structures.base import Structures
+from molflt.data.structures.oc20_lmdb import Oc20Lmdb
+from molflt.data.structures.store import StructureStore
+
+__all__ = ["SOURCES", "Structures", "open_dataset", "source_of"]
+
+# Name in messages -> class. A path goes to the first one that takes it.
+SOURCES: dict[str, type[Structures]] = {
+    "compact store": StructureStore,
+    "OC20 LMDB": Oc20Lmdb,
+    "file that ASE reads": AseStructures,
+}
+
+
+def open_dataset(path: str | Path, skip_bad: bool = False) -> Structures:
+    """Open structures for reading, whatever holds them.
+
+    Args:
+        path: a compact store (``.safetensors``), an OC20 LMDB (``.lmdb`` file, or a folder of
+            ``*.lmdb`` shards), or a file ASE reads without unpickling (``.traj``, ``.extxyz``,
+            ``.db``, ``.cif``, ...): whatever a class of `SOURCES` takes.
+        skip_bad: read everything once, leave out structures that are not valid, and list them in
+            ``.bad`` as (name, reason), instead of refusing the source at the first one.
+
+    Raises:
+        FileNotFoundError: if there is nothing at ``path``.
+        ValueError: if what is there is damaged or of an unknown kind.
+    """
+    return source_of(Path(path))(path, skip_bad=skip_bad)
+
+
+def source_of(path: Path) -> type[Structures]:
+    """The class that opens a path.
+
+    Raises:
+        FileNotFoundError: if there is nothing at ``path``.
+        ValueError: if no class takes it.
+    """
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path}: no such file or folder; expected a {', '.join(SOURCES)}; see molflt data "
+            "download and data make-emt"
+        )
+    for source in SOURCES.values():
+        if source.takes(path):
+            return source
+    known = "; ".join(f"{name} ({', '.join(s.suffixes)})" for name, s in SOURCES.items())
+    raise ValueError(
+        f"{path}: unknown ending {path.suffix!r}; expected one of {known}; formats that can carry "
+        "code, such as .pkl and .py, are refused"
+    )

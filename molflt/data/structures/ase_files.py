@@ -1,0 +1,164 @@
+"""Structures from files that ASE reads, limited to formats that cannot carry code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from molflt.data.structures.base import Structures
+from molflt.data.structures.records import make_record
+
+if TYPE_CHECKING:
+    from ase import Atoms
+    from torch_geometric.data import Data
+
+__all__ = ["AseStructures"]
+
+# Ending -> ASE's name of the format. Formats that unpickle or run Python are not here.
+_FORMATS = {
+    ".traj": "traj",
+    ".extxyz": "extxyz",
+    ".xyz": "extxyz",
+    ".cif": "cif",
+    ".vasp": "vasp",
+    ".poscar": "vasp",
+    ".xsf": "xsf",
+    ".pdb": "proteindatabank",
+    ".gen": "gen",
+}
+_NAMES = ("poscar", "contcar")  # of VASP's files, which have no ending
+_DATABASES = {".db": "db", ".json": "json", ".aselmdb": "aselmdb"}
+
+
+class AseStructures(Structures):
+    """An ASE-readable file or database, held in memory.
+
+    What is taken: positions, cell, periodic axes, ``atoms.get_tags()`` (0 subsurface, 1 surface,
+    2 adsorbate; without tags all 0), ``FixAtoms`` constraints as fixed atoms, ``y_relaxed`` from
+    ``info["y_relaxed"]``, else the stored calculator's energy, else ``info["energy"]``,
+    ``y_init`` from ``info["y_init"]``, relaxed positions from an array ``pos_relaxed``, and the
+    sid from ``info["sid"]``, else the frame's or row's number. In databases, key-value pairs
+    count as info. Energies are taken as they are, in eV: OC20's are adsorption energies.
+
+    Args:
+        path: a file ending in .traj, .extxyz, .xyz, .cif, .vasp, .xsf, .pdb, .gen, .db or .json,
+            or named POSCAR or CONTCAR; .aselmdb with the package that adds it to ASE.
+        skip_bad: leave out structures that are not valid; they are listed in ``bad`` as
+            (frame, reason).
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: for another format, an unreadable file, or an invalid structure.
+    """
+
+    suffixes = (*_FORMATS, *_DATABASES)
+
+    def __init__(self, path: str | Path, skip_bad: bool = False) -> None:
+        super().__init__(path, skip_bad)
+        if not self.path.is_file():
+            raise FileNotFoundError(f"{self.path}: no such file; expected structures for ASE")
+        self._records: list[Data] = []
+        self._frames: list[int] = []
+        for frame, (number, atoms) in enumerate(_frames(self.path)):
+            name = f"{self.path}: frame {frame}"
+            try:
+                self._records.append(_record_from_atoms(atoms, number))
+                self._frames.append(frame)
+            except ValueError as error:
+                if not skip_bad:
+                    raise ValueError(f"{name}: {error}") from None
+                self.bad.append((name, str(error)))
+        if not self._records and not self.bad:
+            raise ValueError(f"{self.path}: holds no structures; expected at least one")
+
+    @classmethod
+    def takes(cls, path: Path) -> bool:
+        return super().takes(path) or path.name.lower() in _NAMES
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> Data:
+        return self._records[self._stored(index)].clone()
+
+    def where(self, index: int) -> str:
+        return f"{self.path}: frame {self._frames[index]}"
+
+    @property
+    def natoms(self) -> np.ndarray:
+        """Atoms in each structure, (len,) int64."""
+        return np.array([record.natoms for record in self._records], dtype=np.int64)
+
+
+def _record_from_atoms(atoms: Atoms, number: int = 0) -> Data:
+    """One ASE structure as a record; see :class:`AseStructures` for what is taken.
+
+    Args:
+        atoms: the structure; nothing is computed, only stored results are read.
+        number: sid if ``atoms.info`` has none.
+
+    Raises:
+        ValueError: naming the sid, as :func:`molflt.data.structures.records.make_record`.
+    """
+    info = {**atoms.info, **atoms.info.get("key_value_pairs", {})}
+    results = getattr(atoms.calc, "results", {})
+    energy = info.get("y_relaxed", results.get("energy", info.get("energy")))
+    return make_record(
+        pos=atoms.positions,
+        atomic_numbers=atoms.numbers,
+        cell=atoms.cell.array,
+        pbc=atoms.pbc,
+        tags=atoms.get_tags() if atoms.has("tags") else None,
+        fixed=_fixed(atoms),
+        sid=info.get("sid", number),
+        y_init=info.get("y_init"),
+        y_relaxed=energy,
+        pos_relaxed=atoms.arrays.get("pos_relaxed"),
+    )
+
+
+def _fixed(atoms: Atoms) -> np.ndarray:
+    """Atoms held in all three directions, (N,) bool."""
+    from ase.constraints import FixAtoms, FixCartesian
+
+    fixed = np.zeros(len(atoms), dtype=bool)
+    for constraint in atoms.constraints:
+        whole = isinstance(constraint, FixAtoms) or (
+            isinstance(constraint, FixCartesian) and bool(np.all(constraint.mask))
+        )
+        if whole:
+            fixed[constraint.index] = True
+    return fixed
+
+
+def _frames(path: Path) -> Iterator[tuple[int, Atoms]]:
+    """(number, structure) pairs; ASE's many kinds of failure become one ValueError."""
+    suffix = path.suffix.lower()
+    name = _DATABASES.get(suffix) or _FORMATS.get(suffix, "vasp")
+    try:
+        if suffix in _DATABASES:
+            yield from _rows(path, name)
+        else:
+            import ase.io
+
+            # an @ in a path would otherwise be read as ASE's file@index
+            images = ase.io.iread(str(path), index=":", format=name, do_not_split_by_at_sign=True)
+            yield from enumerate(images)
+    except Exception as error:  # each format of ASE fails in its own way
+        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+        hint = "; install ase-db-backends to read it" if suffix == ".aselmdb" else ""
+        raise ValueError(
+            f"{path}: cannot be read; expected ASE's {name} format; "
+            f"got {type(error).__name__}: {reason}{hint}"
+        ) from None
+
+
+def _rows(path: Path, kind: str) -> Iterator[tuple[int, Atoms]]:
+    import ase.db
+
+    with ase.db.connect(str(path), type=kind, use_lock_file=False) as database:
+        for row in database.select():
+            yield row.id, row.toatoms(add_additional_information=True)

@@ -1,0 +1,96 @@
+"""What every source of structures is: a map-style data set with a few words about itself."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+from torch.utils.data import Dataset
+
+if TYPE_CHECKING:
+    from torch_geometric.data import Data
+
+__all__ = ["Structures"]
+
+
+class Structures(Dataset["Data"], ABC):
+    """Base of data sets of structures that one path holds; they can be sent to worker processes.
+
+    A new source is a subclass with `suffixes`, ``__init__(path, skip_bad)``, ``len()``, ``[i]`` and
+    `natoms`, and a line in `molflt.data.structures.SOURCES`. Structures are made by
+    :func:`molflt.data.structures.records.make_record`, which checks them.
+
+    Args:
+        path: what to read.
+        skip_bad: leave out structures that are not valid and list them in `bad`, instead of
+            raising a ValueError for the first one.
+
+    Attributes:
+        suffixes: endings of the files that are for this class, lower case.
+        checks_on_opening: whether invalid structures are found when the source is opened; else
+            reading everything for `skip_bad` is left to who reads only once.
+        path: as given.
+        bad: (name, reason) of every structure that was left out.
+    """
+
+    suffixes: ClassVar[tuple[str, ...]] = ()
+    checks_on_opening: ClassVar[bool] = True
+
+    def __init__(self, path: str | Path, skip_bad: bool = False) -> None:
+        self.path = Path(path)
+        self.skip_bad = skip_bad
+        self.bad: list[tuple[str, str]] = []
+        self._kept: np.ndarray | None = None  # indices in the file; None: all of them
+
+    @classmethod
+    def takes(cls, path: Path) -> bool:
+        """Whether this class opens a path, going by its name."""
+        return path.suffix.lower() in cls.suffixes
+
+    @classmethod
+    def find(cls, stem: Path) -> Path | None:
+        """The path that holds structures called `stem`, such as a split of a data set, if any."""
+        files = (stem.with_name(stem.name + suffix) for suffix in cls.suffixes)
+        return next((file for file in files if file.is_file()), None)
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Data: ...
+
+    @property
+    @abstractmethod
+    def natoms(self) -> np.ndarray:
+        """Atoms in each structure, (len,) int64."""
+
+    @property
+    def y_relaxed(self) -> np.ndarray:
+        """Relaxed energies, (len,) float64, eV; NaN where there is none."""
+        from tqdm import tqdm
+
+        # Silent where it is quick; a pickled LMDB of OC20's size takes minutes
+        bar = tqdm(self, desc="reading labels", delay=5, leave=False)
+        return np.array([float(record.y_relaxed) for record in bar], dtype=np.float64)
+
+    def __iter__(self) -> Iterator[Data]:
+        return map(self.__getitem__, range(len(self)))
+
+    def where(self, index: int) -> str:
+        """What messages call a structure: its file and its place in there."""
+        return f"{self.path}: structure {index}"
+
+    def with_unwrapped(self, index: int) -> tuple[Data, int]:
+        """A structure, and how many of its free atoms the file has in another periodic image."""
+        return self[index], 0
+
+    def _stored(self, index: int) -> int:
+        """Index in the file of an index into this data set, which may count from the end."""
+        length = len(self)
+        if not -length <= index < length:
+            raise IndexError(f"{self.path}: index {index} is outside 0..{length - 1}")
+        index = int(index) % length
+        return index if self._kept is None else int(self._kept[index])

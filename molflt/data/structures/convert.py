@@ -1,0 +1,125 @@
+"""Any readable source of structures to a compact store."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from molflt.data.structures import source_of
+from molflt.data.structures.store import write_store
+
+if TYPE_CHECKING:
+    from torch_geometric.data import Data
+
+__all__ = ["convert"]
+
+
+def convert(src: Path, dst: Path, limit: int | None = None, skip_bad: bool = False) -> None:
+    """Convert structures to a compact store: no edges, no pickle, much faster to read.
+
+    Relaxed positions are stored unwrapped, in the image nearest to the initial ones.
+
+    Args:
+        src: OC20 LMDB file or folder, compact store, or a file that ASE reads.
+        dst: compact store to write, ending in .safetensors; an existing one is replaced.
+        limit: convert only the first so many structures.
+        skip_bad: leave out structures that are not valid, count and list them on stderr.
+
+    Raises:
+        ValueError: naming the file, key and sid of a structure that is not valid.
+        FileNotFoundError: if there is nothing at ``src``.
+        OSError: if ``dst`` cannot be written; nothing is left behind then.
+    """
+    if dst.suffix != ".safetensors":  # before reading for half an hour
+        raise ValueError(f"{dst}: a compact store ends in .safetensors; got {dst.suffix!r}")
+    structures = _OnePass(src, limit, skip_bad)
+    unwrapped = 0
+
+    def records() -> Iterator[Data]:
+        nonlocal unwrapped
+        for record, moved in structures:
+            unwrapped += moved
+            yield record
+
+    count = write_store(dst, records(), source=src.name)
+    before, after = _size_on_disk(src), _size_on_disk(dst)
+    print(
+        f"{src} ({_readable_size(before)}) -> {dst} ({_readable_size(after)}): {count} structures"
+    )
+    if unwrapped:
+        print(f"{unwrapped} relaxed positions were stored in another periodic image; unwrapped")
+    if structures.bad:
+        print(f"left out {len(structures.bad)} structures that are not valid:", file=sys.stderr)
+        for name, reason in structures.bad:
+            print(f"  {name}: {reason}", file=sys.stderr)
+
+
+class _OnePass:
+    """Iterates once over the structures of any source, with a progress bar on stderr.
+
+    Yields a structure, and the number of its free atoms that the file has in another image.
+
+    Args:
+        src: what :func:`molflt.data.structures.open_dataset` opens.
+        limit: stop after so many structures.
+        skip_bad: leave out structures that are not valid instead of stopping at the first.
+
+    Attributes:
+        bad: (name, reason) of the structures left out so far.
+
+    Raises:
+        ValueError: naming a structure that is not valid, or if none is.
+    """
+
+    def __init__(self, src: Path, limit: int | None = None, skip_bad: bool = False) -> None:
+        if limit is not None and limit < 1:
+            raise ValueError(f"limit must be at least 1; got {limit}")
+        self.src, self.limit, self.skip_bad = src, limit, skip_bad
+        self.bad: list[tuple[str, str]] = []
+
+    def __iter__(self) -> Iterator[tuple[Data, int]]:
+        source = source_of(self.src)
+        # What is checked when it is read, as below, would else be read twice
+        dataset = source(self.src, skip_bad=self.skip_bad and source.checks_on_opening)
+        self.bad = list(dataset.bad)
+        count, total = 0, min(len(dataset), self.limit or len(dataset))
+        with tqdm(total=total, desc=self.src.name, unit=" structures", disable=None) as bar:
+            for index in range(len(dataset)):
+                try:
+                    found = dataset.with_unwrapped(index)
+                except ValueError as error:
+                    if not self.skip_bad:
+                        raise
+                    name = dataset.where(index)
+                    self.bad.append((name, str(error).removeprefix(f"{name}: ")))
+                    continue
+                yield found
+                count += 1
+                bar.update()
+                if count == self.limit:
+                    break
+        if count == 0:
+            why = f": {self.bad[0][1]}" if self.bad else ""
+            raise ValueError(f"{self.src}: no valid structures; expected at least one{why}")
+
+
+def _size_on_disk(path: Path) -> int:
+    """Bytes of a file, or of the files in a folder."""
+    if path.is_dir():
+        return sum(p.stat().st_size for p in path.iterdir() if p.is_file())
+    return path.stat().st_size
+
+
+def _readable_size(size: float) -> str:
+    """Bytes as "1.4 MB"."""
+    if size < 1000:
+        return f"{size:.0f} bytes"
+    for unit in ("kB", "MB", "GB"):
+        size /= 1000
+        if size < 1000:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1000:.1f} TB"

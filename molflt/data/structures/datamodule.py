@@ -1,0 +1,142 @@
+"""Structures for training and validation, in batches."""
+
+# No `from __future__ import annotations`: jsonargparse would import all that stands below
+# TYPE_CHECKING, PyG included, to read annotations that are strings.
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from molflt.data.batches import BatchedData, SizeBucketedBatchSampler
+from molflt.data.structures import Structures, open_dataset
+from molflt.data.structures.splits import split_path
+
+if TYPE_CHECKING:
+    from torch_geometric.data import Batch, Data
+
+__all__ = ["IS2REData"]
+
+
+class IS2REData(BatchedData[Structures]):
+    """Structures with relaxed energies, in batches.
+
+    Args:
+        root: folder of the data set, with a file or a folder per split.
+        train_split: split to train on.
+        val_split: split to validate on.
+        batch_size: structures in a batch, per device.
+        max_atoms: most padded atoms in a batch (its structures times the atoms of its largest one);
+            null for no cap.
+        bucket: random batches that are pooled and cut again by size, to pad less in training. 1:
+            batches stay random, which learns faster per step (docs/results.md).
+        workers: processes that read ahead; 0 reads in the main process.
+        skip_bad: leave out records with NaN or infinite numbers, counted and listed, instead of
+            stopping at the first one.
+    """
+
+    items = "systems"
+    datasets: dict[str, Structures]
+
+    def __init__(
+        self,
+        root: Path,
+        train_split: str = "train",
+        val_split: str = "val_id",
+        batch_size: int = 32,
+        max_atoms: int | None = None,
+        bucket: int = 1,
+        workers: int = 0,
+        skip_bad: bool = False,
+    ) -> None:
+        super().__init__(batch_size, workers)
+        if bucket < 1:
+            raise ValueError(f"data.bucket must be at least 1; got {bucket}")
+        self.root = Path(root)
+        self.splits = {"train": train_split, "val": val_split}
+        self.max_atoms = max_atoms
+        self.bucket = bucket
+        self.skip_bad = skip_bad
+
+    def setup(self, stage: str = "fit") -> None:
+        """Opens both splits, once.
+
+        Raises:
+            ValueError: if a split is empty, or a structure exceeds `max_atoms`.
+        """
+        for use, split in self.splits.items():
+            if use in self.datasets:
+                continue
+            path = split_path(self.root, split)
+            dataset = open_dataset(path, skip_bad=self.skip_bad)
+            if len(dataset) == 0:
+                raise ValueError(
+                    f"{path}: split {split!r} is empty; expected at least one structure; "
+                    f"got 0 ({len(dataset.bad)} left out as bad)"
+                )
+            self.datasets[use] = dataset
+            self._sampler(use, rank=0, world=1)
+
+    def describe(self) -> list[str]:
+        return [
+            f"{self.splits[use]} {len(dataset):,} systems ({int(dataset.natoms.sum()):,} atoms"
+            + (f", {len(dataset.bad)} bad left out)" if dataset.bad else ")")
+            for use, dataset in self.datasets.items()
+        ]
+
+    def normalizer(self) -> tuple[float, float]:
+        """Mean and standard deviation of the relaxed energies of the training split, eV.
+
+        Raises:
+            ValueError: naming the file and the sid of a structure without a finite label.
+        """
+        self.setup()
+        dataset = self.datasets["train"]
+        energies = dataset.y_relaxed
+        missing = np.flatnonzero(~np.isfinite(energies))
+        if len(missing):
+            raise ValueError(_no_label(dataset.path, [int(dataset[int(missing[0])].sid)]))
+        spread = float(energies.std())
+        return float(energies.mean()), spread if spread > 0 else 1.0
+
+    def check(self, use: str, batch: "Batch") -> None:
+        """Refuses structures without a finite energy; a missing label must not count as zero.
+
+        Raises:
+            ValueError: naming the file and the sids.
+        """
+        finite = torch.isfinite(batch.y_relaxed)
+        if not bool(finite.all()):
+            raise ValueError(_no_label(self.datasets[use].path, batch.sid[~finite].tolist()))
+
+    @staticmethod
+    def collate(items: list["Data"]) -> "Batch":
+        """One batch of structures."""
+        from torch_geometric.data import Batch
+
+        return Batch.from_data_list(items)
+
+    def _sampler(self, use: str, rank: int, world: int) -> SizeBucketedBatchSampler:
+        dataset = self.datasets[use]
+        try:
+            return SizeBucketedBatchSampler(
+                dataset.natoms,
+                self.batch_size,
+                self.max_atoms,
+                shuffle=use == "train",
+                bucket=self.bucket,
+                seed=self.seed,
+                rank=rank,
+                world=world,
+            )
+        except ValueError as error:
+            raise ValueError(f"{dataset.path}: {error}") from None
+
+
+def _no_label(path: Path, sids: list[int]) -> str:
+    shown = ", ".join(map(str, sids[:5])) + (", ..." if len(sids) > 5 else "")
+    return (
+        f"{path}: sid {shown}: y_relaxed must be a finite energy in eV; got none; "
+        "train and validate on labeled splits, or convert the file without these records"
+    )

@@ -1,0 +1,235 @@
+"""The record: one atomic structure with its labels, as every reader of this package returns it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING, SupportsInt, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
+
+if TYPE_CHECKING:
+    from torch_geometric.data import Data
+
+__all__ = ["make_record"]
+
+_Array: TypeAlias = ArrayLike | Tensor
+_TAGS = ", ".join(f"{tag:d} ({tag.name.lower()})" for tag in Tag)
+
+
+def _lattice_shift(delta: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
+    """Lattice vectors to subtract from difference vectors for their shortest periodic images.
+
+    Args:
+        delta: (N, 3), Å.
+        cell: lattice vectors as rows, (1, 3, 3), Å, independent along periodic axes, else any.
+        pbc: periodic axes, (1, 3), bool.
+
+    Returns:
+        (N, 3) float64, Å; exactly 0 where a vector is the shortest already.
+    """
+    lattice, axes = cell.reshape(3, 3).double(), pbc.reshape(3)
+    periodic, vectors = lattice[axes], delta.double()
+    if len(periodic) == 0 or len(vectors) == 0:
+        return torch.zeros_like(vectors)
+    inverse = torch.linalg.pinv(periodic)  # (3, axes): Cartesian -> fractional
+    shift = torch.round(vectors @ inverse) @ periodic
+    # Rounding fractions is not the shortest image in a skewed cell. Vectors up to half the
+    # smallest height of the cell cannot be beaten; for the others the neighbouring images in a
+    # Minkowski-reduced basis are enough (Nguyen & Stehle, doi:10.1145/1597036.1597050).
+    heights = 1.0 / inverse.norm(dim=0)
+    doubtful = (vectors - shift).norm(dim=1) > 0.5 * heights.min() * (1 - 1e-9)
+    if doubtful.any():
+        from ase.geometry import complete_cell, minkowski_reduce
+
+        reduced, _ = minkowski_reduce(complete_cell(lattice.numpy()), pbc=axes.numpy())
+        basis = torch.from_numpy(np.asarray(reduced))[axes]
+        rest = (vectors - shift)[doubtful]
+        rest_shift = torch.round(rest @ torch.linalg.pinv(basis)) @ basis
+        counts = sorted(itertools.product((0, -1, 1), repeat=len(basis)), key=np.count_nonzero)
+        offsets = torch.tensor(counts, dtype=torch.float64) @ basis  # (images, 3)
+        candidates = torch.cat([torch.zeros_like(rest)[:, None], rest_shift[:, None] + offsets], 1)
+        lengths = (rest[:, None] - candidates).norm(dim=2)
+        lengths[:, 0] *= 1 - 1e-6  # a tie within float32 rounding is not a jump
+        best = lengths.argmin(dim=1)
+        shift[doubtful] += candidates[torch.arange(len(rest)), best]
+    return shift
+
+
+def make_record(
+    *,
+    pos: _Array,
+    atomic_numbers: _Array,
+    cell: _Array | None = None,
+    pbc: _Array | None = None,
+    tags: _Array | None = None,
+    fixed: _Array | None = None,
+    sid: SupportsInt | str = 0,
+    y_init: _Array | None = None,
+    y_relaxed: _Array | None = None,
+    pos_relaxed: _Array | None = None,
+) -> Data:
+    """Check one structure, cast it to the package's types and unwrap its relaxed positions.
+
+    Args:
+        pos: initial positions, (N, 3), Å.
+        atomic_numbers: (N,), 1 to 118; floating point is accepted if the values are integral.
+        cell: lattice vectors as rows, (3, 3) or (1, 3, 3), Å; none for a molecule.
+        pbc: periodic axes, (3,); by default all three if there is a cell, otherwise none.
+        tags: (N,), 0 subsurface, 1 surface, 2 adsorbate; by default all 0 (unknown).
+        fixed: (N,), true for atoms held in place in the relaxation; by default all free.
+        sid: identifier of the system.
+        y_init: energy of the initial structure, eV; None if there is no label.
+        y_relaxed: energy of the relaxed structure, eV; None if there is no label.
+        pos_relaxed: relaxed positions, (N, 3), Å, in any periodic image; None if unknown. OC20
+            stores them wrapped into the cell, so each atom is moved to the image nearest to
+            where it started.
+
+    Returns:
+        A structure with ``pos``, ``pos_relaxed`` (N, 3) float32 Å, ``cell`` (1, 3, 3) float32 Å,
+        ``pbc`` (1, 3) bool, ``atomic_numbers``, ``tags`` (N,) int64, ``fixed`` (N,) bool,
+        ``natoms``, ``sid`` int and ``y_init``, ``y_relaxed`` (1,) float64 eV. Absent labels and
+        relaxed positions are NaN.
+
+    Raises:
+        ValueError: naming the sid, for a wrong shape, a NaN or infinite number, an element
+            beyond the table, an unknown tag, or a periodic axis without a lattice vector.
+    """
+    from torch_geometric.data import Data
+
+    try:
+        name = f"sid {int(sid)}"
+    except (TypeError, ValueError):
+        raise ValueError(f"sid must be an integer; got {sid!r}") from None
+    start = _positions(pos, "pos", name)
+    count = len(start)
+    if count == 0:
+        raise ValueError(f"{name}: a structure needs at least one atom; got none")
+    numbers = _atom_integers(atomic_numbers, "atomic_numbers", count, name)
+    outside = (numbers < 1) | (numbers > MAX_ATOMIC_NUMBER)
+    if outside.any():
+        raise ValueError(
+            f"{name}: atomic_numbers must be 1 to {MAX_ATOMIC_NUMBER}; "
+            f"got {int(numbers[outside][0])}; no such element"
+        )
+    kinds = _atom_integers(tags, "tags", count, name)
+    unknown = (kinds < min(Tag)) | (kinds > max(Tag))
+    if unknown.any():
+        raise ValueError(
+            f"{name}: tags must be {_TAGS}; got {int(kinds[unknown][0])}; "
+            "ase.build numbers layers instead, set OC20 tags with atoms.set_tags(...)"
+        )
+    lattice, periodic = _cell(cell, pbc, name)
+    return Data(
+        pos=start,
+        pos_relaxed=_relaxed(pos_relaxed, start, lattice, periodic, name),
+        cell=lattice,
+        pbc=periodic,
+        atomic_numbers=numbers,
+        tags=kinds,
+        fixed=_atom_integers(fixed, "fixed", count, name) != 0,
+        natoms=count,
+        sid=int(sid),
+        y_init=_energy(y_init, "y_init", name),
+        y_relaxed=_energy(y_relaxed, "y_relaxed", name),
+    )
+
+
+def _tensor(value: _Array, key: str, name: str) -> Tensor:
+    try:
+        if isinstance(value, Tensor):
+            return value.detach().cpu()
+        return torch.from_numpy(np.array(value))  # a copy: the source may be a read-only map
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: {key} must be an array of numbers; {error}") from None
+
+
+def _positions(value: _Array, key: str, name: str, count: int | None = None) -> Tensor:
+    tensor = _tensor(value, key, name)
+    if tensor.ndim != 2 or tensor.shape[1] != 3 or (count is not None and len(tensor) != count):
+        expected = f"({'N' if count is None else count}, 3)"
+        raise ValueError(f"{name}: {key} must be {expected} in Å; got shape {tuple(tensor.shape)}")
+    tensor = tensor.float()
+    finite = torch.isfinite(tensor).all(dim=1)
+    if not finite.all():
+        atom = int((~finite).nonzero()[0])
+        raise ValueError(
+            f"{name}: {key} must be finite; got {tensor[atom].tolist()} for atom {atom}; "
+            "remove the record or read with --skip-bad"
+        )
+    return tensor.contiguous()
+
+
+def _atom_integers(value: _Array | None, key: str, count: int, name: str) -> Tensor:
+    if value is None:
+        return torch.zeros(count, dtype=torch.int64)
+    tensor = _tensor(value, key, name)
+    if tuple(tensor.shape) != (count,):
+        raise ValueError(
+            f"{name}: {key} must hold one number for each of {count} atoms, shape ({count},); "
+            f"got shape {tuple(tensor.shape)}"
+        )
+    if tensor.is_floating_point():
+        odd = ~torch.isfinite(tensor) | (tensor != tensor.round())
+        if odd.any():
+            got = float(tensor[odd][0])
+            raise ValueError(f"{name}: {key} must be whole numbers; got {got}")
+    return tensor.to(torch.int64).contiguous()
+
+
+def _cell(cell: _Array | None, pbc: _Array | None, name: str) -> tuple[Tensor, Tensor]:
+    """Cell (1, 3, 3) float32 Å and periodic axes (1, 3) bool, from what a source offers."""
+    if cell is None:
+        lattice = torch.zeros(1, 3, 3)
+    else:
+        tensor = _tensor(cell, "cell", name)
+        if tuple(tensor.shape) not in ((3, 3), (1, 3, 3)):
+            raise ValueError(
+                f"{name}: cell must be (3, 3) or (1, 3, 3) in Å; got shape {tuple(tensor.shape)}"
+            )
+        lattice = tensor.reshape(1, 3, 3).float().contiguous()
+    if not torch.isfinite(lattice).all():
+        raise ValueError(f"{name}: cell must be finite; got {lattice[0].tolist()}")
+    if pbc is None:
+        periodic = torch.full((1, 3), bool(lattice.any()))
+    else:
+        axes = _tensor(pbc, "pbc", name)
+        if axes.numel() not in (1, 3):
+            raise ValueError(f"{name}: pbc must be three booleans; got shape {tuple(axes.shape)}")
+        periodic = axes.bool().reshape(1, -1).expand(1, 3).contiguous()
+    rows = lattice[0][periodic[0]].double()
+    if len(rows) and torch.linalg.matrix_rank(rows) < len(rows):
+        raise ValueError(
+            f"{name}: periodic axes need linearly independent lattice vectors; "
+            f"got cell {lattice[0].tolist()}; set pbc to False where there is no lattice vector"
+        )
+    return lattice, periodic
+
+
+def _relaxed(value: _Array | None, pos: Tensor, cell: Tensor, pbc: Tensor, name: str) -> Tensor:
+    if value is None:
+        return torch.full_like(pos, math.nan)
+    relaxed = _positions(value, "pos_relaxed", name, len(pos))
+    shift = _lattice_shift(relaxed.double() - pos.double(), cell, pbc)
+    moved = (shift != 0).any(dim=1, keepdim=True)
+    return torch.where(moved, (relaxed.double() - shift).float(), relaxed)
+
+
+def _energy(value: _Array | None, key: str, name: str) -> Tensor:
+    if value is None:
+        return torch.full((1,), math.nan, dtype=torch.float64)
+    tensor = _tensor(value, key, name)
+    if tensor.numel() != 1:
+        raise ValueError(f"{name}: {key} must be one energy in eV; got shape {tuple(tensor.shape)}")
+    tensor = tensor.reshape(1).double()
+    if not torch.isfinite(tensor).all():
+        raise ValueError(
+            f"{name}: {key} must be a finite energy in eV; got {float(tensor)}; "
+            "leave the label out if it is unknown, or read with --skip-bad"
+        )
+    return tensor.clone()

@@ -1,0 +1,146 @@
+"""Split names, where their files lie, and what is known of OC20 IS2RE: counts, sums, numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from molflt.data.structures import SOURCES
+
+__all__ = [
+    "OC20_FILES",
+    "PUBLISHED",
+    "TEST_SPLITS",
+    "VAL_SPLITS",
+    "split_path",
+]
+
+VAL_SPLITS = ("val_id", "val_ood_ads", "val_ood_cat", "val_ood_both")
+TEST_SPLITS = ("test_id", "test_ood_ads", "test_ood_cat", "test_ood_both")
+
+
+class _Oc20File(NamedTuple):
+    """One LMDB of the official download: number of records, size in GB, md5 of ``data.lmdb``."""
+
+    records: int
+    gigabytes: float
+    md5: str
+
+
+class _Oc20Archive(NamedTuple):
+    """The one tar that holds all IS2RE and IS2RS splits (CC-BY-4.0)."""
+
+    base_url: str
+    name: str
+    md5: str
+    inner: str
+
+
+_OC20_ARCHIVE = _Oc20Archive(
+    base_url="https://dl.fbaipublicfiles.com/opencatalystproject/data",
+    name="is2res_train_val_test_lmdbs.tar.gz",
+    md5="cfc04dd2f87b4102ab2f607240d25fb1",
+    inner="is2res_train_val_test_lmdbs/data/is2re",
+)
+
+# Sizes of the validation and test files are upper bounds of the range they were measured in.
+OC20_FILES = {
+    "10k/train": _Oc20File(10_000, 1.35, "e7efd4949b6a6d14acdc69060664c9cf"),
+    "100k/train": _Oc20File(100_000, 13.5, "ad28a69c588f773ba5cf24a01c2af730"),
+    "all/train": _Oc20File(460_328, 62.0, "13c3fa5f27e648468625c5c5bc840e82"),
+    "all/val_id": _Oc20File(24_943, 3.8, "8e27674668a1ac43ef4d85d16161b20d"),
+    "all/val_ood_ads": _Oc20File(24_961, 3.8, "18c7c2ca539ad032a7dec24e4badca59"),
+    "all/val_ood_cat": _Oc20File(24_963, 3.8, "74c7683327e4a581ab8d8d779116567f"),
+    "all/val_ood_both": _Oc20File(24_987, 3.8, "fa83379283d4bd9c7d908f2f0d0d64db"),
+    "all/test_id": _Oc20File(24_948, 3.6, "cf1190b9f2ebdb589f6ffb635e6a2665"),
+    "all/test_ood_ads": _Oc20File(24_930, 3.6, "9360b2a5a2ce3a8c7afc708b2902acbe"),
+    "all/test_ood_cat": _Oc20File(24_965, 3.6, "4d59d7432d027f6e3c7b43cc6f263f34"),
+    "all/test_ood_both": _Oc20File(24_985, 3.6, "c8478f5bd90cab7bc05c35779069b588"),
+}
+
+
+class _Published(NamedTuple):
+    """A published validation result; MAE in eV per split, EwT on val_id in percent."""
+
+    model: str
+    setting: str
+    val_id: float
+    val_ood_ads: float | None = None
+    val_ood_cat: float | None = None
+    val_ood_both: float | None = None
+    ewt_id: float | None = None
+
+
+_DIRECT, _NODES, _10K = "direct", "with the relaxed-position task", "direct, 10k"
+PUBLISHED = (
+    _Published("CGCNN", _DIRECT, 0.6203, 0.7426, 0.6001, 0.6708, 3.36),
+    _Published("SchNet", _DIRECT, 0.6465, 0.7074, 0.6475, 0.6626, 2.96),
+    _Published("DimeNet++", _DIRECT, 0.5636, 0.7127, 0.5612, 0.6492, 4.25),
+    _Published("GemNet-T", _DIRECT, 0.5561, 0.7342, 0.5659, 0.6964, 4.51),
+    _Published("Equiformer", _DIRECT, 0.5088, 0.6271, 0.5051, 0.5545, 4.88),
+    _Published("Performer-12L", _DIRECT, 0.5454, ewt_id=4.90),
+    _Published("FLT-12L", _DIRECT, 0.5046, ewt_id=5.33),
+    _Published("3D-Graphormer", _NODES, 0.4329, 0.5850, 0.4441, 0.5299),
+    _Published("GNS + noisy nodes", _NODES, 0.47, 0.51, 0.48, 0.46),
+    _Published("Equiformer + noisy nodes", _NODES, 0.4156, 0.4976, 0.4165, 0.4344, 7.47),
+    _Published("GeoMFormer", _NODES, 0.3883, 0.4562, 0.4037, 0.4083, 11.26),
+    _Published("CGCNN", _10K, 0.988),
+    _Published("SchNet", _10K, 1.059),
+    _Published("DimeNet++", _10K, 0.884),
+)
+
+
+def split_path(root: str | Path, split: str) -> Path:
+    """Where a split of a data set lies.
+
+    Looked for, in this order: ``ROOT/SPLIT.safetensors``, ``ROOT/SPLIT.lmdb``, a folder
+    ``ROOT/SPLIT`` of LMDB shards, what other classes of `SOURCES` read, then the same below the
+    folders of the OC20 download: ``ROOT`` may be the download's directory, its ``is2re`` folder,
+    or one subset in it such as ``is2re/10k`` (whose validation splits are those of ``is2re/all``).
+
+    Args:
+        root: folder of the data set.
+        split: ``train``, ``val_id``, ..., or with its subset, ``10k/train``.
+
+    Returns:
+        Path that :func:`molflt.data.structures.open_dataset` opens.
+
+    Raises:
+        FileNotFoundError: if there is no such split; names what is there.
+        ValueError: if several training subsets lie below ``root`` and none is named.
+    """
+    root = Path(root)
+    if not root.is_dir():
+        raise FileNotFoundError(
+            f"{root}: no such folder; expected a data set with {split}.safetensors; make one with "
+            "molflt data make-emt, or molflt data download and molflt data convert"
+        )
+    bases = [root, root / "is2re", root / _OC20_ARCHIVE.inner]
+    for base in bases:
+        found = _in_folder(base, split)
+        if found is not None:
+            return found
+    subsets = [base / name for base in bases for name in ("10k", "100k", "all")]
+    found_below = [path for folder in subsets if (path := _in_folder(folder, split)) is not None]
+    if len(found_below) > 1:
+        names = ", ".join(str(path.relative_to(root)) for path in found_below)
+        raise ValueError(
+            f"{root}: several {split} splits: {names}; name one, for instance "
+            f"the folder {found_below[0].parent} instead of {root}"
+        )
+    if not found_below and root.name in ("10k", "100k"):
+        beside = _in_folder(root.parent / "all", split)
+        found_below = [beside] if beside is not None else []
+    if not found_below:
+        there = sorted(p.name for p in root.iterdir() if not p.name.startswith("."))
+        raise FileNotFoundError(
+            f"{root}: no split {split!r}; expected {split}.safetensors, {split}.lmdb, a folder "
+            f"{split} of LMDB shards, or a file that ASE reads; found "
+            + (", ".join(there[:12]) or "an empty folder")
+        )
+    return found_below[0]
+
+
+def _in_folder(folder: Path, split: str) -> Path | None:
+    found = (source.find(folder / split) for source in SOURCES.values())
+    return next((path for path in found if path is not None), None)

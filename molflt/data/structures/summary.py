@@ -1,0 +1,161 @@
+"""What a source of structures holds: counts, elements, tags, energies, displacements, warnings."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, NotRequired, TypedDict
+
+import numpy as np
+import torch
+
+from molflt.atoms import Tag
+from molflt.data.structures.convert import _OnePass
+
+if TYPE_CHECKING:
+    from torch_geometric.data import Data
+
+__all__ = ["Summary", "summarize"]
+
+# OC20 keeps adsorption energies within 10 eV of zero after relaxation; an initial structure may be
+# strained, but hundreds of eV are a failed calculation or a total energy.
+_ABSURD = {"y_relaxed": 20.0, "y_init": 100.0}  # eV
+
+
+class Summary(TypedDict):
+    """What a source holds, as `molflt data inspect --json` prints it.
+
+    Numbers of many structures are given as count, min, mean, median and max; None is unknown.
+    """
+
+    path: str
+    systems: int
+    atoms_total: int
+    atoms_per_system: dict[str, float] | None
+    with_labels: int
+    with_relaxed_positions: int
+    elements: dict[str, int]
+    tags: dict[str, int]
+    energies_eV: dict[str, dict[str, float] | None]
+    displacements_A: dict[str, float] | None
+    unwrapped_atoms: int
+    left_out: list[dict[str, str]]
+    warnings: list[str]
+    plot: NotRequired[str]
+
+
+def summarize(
+    path: Path, limit: int | None = None, skip_bad: bool = False
+) -> tuple[Summary, dict[str, np.ndarray], Data]:
+    """One pass over a source.
+
+    Args:
+        path: what :func:`molflt.data.structures.open_dataset` opens.
+        limit: look only at the first so many structures.
+        skip_bad: leave out structures that are not valid, and list them.
+
+    Returns:
+        The summary as plain numbers and strings; the labels that are present, eV, by name; and
+        one structure of typical size to draw.
+    """
+    structures = _OnePass(path, limit, skip_bad)
+    counts: list[int] = []
+    sids: list[int] = []
+    elements: Counter[int] = Counter()
+    tags: Counter[int] = Counter()
+    labels: dict[str, list[float]] = {"y_init": [], "y_relaxed": []}
+    displacements: list[np.ndarray] = []
+    untagged = moved_atoms = 0
+    shown: Data | None = None
+    for record, moved in structures:
+        counts.append(record.natoms)
+        sids.append(record.sid)
+        elements.update(record.atomic_numbers.tolist())
+        tags.update(record.tags.tolist())
+        untagged += not record.tags.any()
+        moved_atoms += moved
+        for name, values in labels.items():
+            values.append(float(record[name]))
+        if not torch.isnan(record.pos_relaxed).any():
+            free = (record.pos_relaxed - record.pos)[~record.fixed]
+            displacements.append(free.norm(dim=1).numpy())
+        if shown is None or (len(counts) <= 100 and record.natoms < shown.natoms):
+            shown = record  # small structures are the ones a picture can show
+    assert shown is not None  # OnePass raises when there are none
+    energies = {name: np.array(values) for name, values in labels.items()}
+    free_displacements = np.concatenate(displacements) if displacements else np.array([])
+    from ase.data import chemical_symbols
+
+    summary: Summary = {
+        "path": str(path),
+        "systems": len(counts),
+        "atoms_total": sum(counts),
+        "atoms_per_system": _statistics(np.array(counts)),
+        "with_labels": int(np.isfinite(energies["y_relaxed"]).sum()),
+        "with_relaxed_positions": len(displacements),
+        "elements": {chemical_symbols[z]: n for z, n in sorted(elements.items())},
+        "tags": {tag.name.lower(): tags[tag] for tag in Tag},
+        "energies_eV": {name: _statistics(values) for name, values in energies.items()},
+        "displacements_A": _statistics(free_displacements),
+        "unwrapped_atoms": moved_atoms,
+        "left_out": [{"name": name, "reason": reason} for name, reason in structures.bad],
+        "warnings": [],
+    }
+    summary["warnings"] = _warnings(summary, energies, sids, untagged, len(free_displacements))
+    present = {name: values[np.isfinite(values)] for name, values in energies.items()}
+    return summary, present, shown
+
+
+def _statistics(values: np.ndarray) -> dict[str, float] | None:
+    """Count, min, mean, median and max of the finite values; None if there are none."""
+    finite = values[np.isfinite(values)]
+    if len(finite) == 0:
+        return None
+    return {
+        "count": len(finite),
+        "min": finite.min().item(),
+        "mean": float(finite.mean()),
+        "median": float(np.median(finite)),
+        "max": finite.max().item(),
+    }
+
+
+def _warnings(
+    summary: Summary,
+    energies: dict[str, np.ndarray],
+    sids: list[int],
+    untagged: int,
+    free_atoms: int,
+) -> list[str]:
+    systems = summary["systems"]
+    found = []
+    if untagged:
+        found.append(
+            f"no tags: {untagged} of {systems} systems have only tag 0, so surface and adsorbate "
+            "are unknown"
+        )
+    unlabeled = systems - summary["with_labels"]
+    if unlabeled:
+        found.append(f"no labels: {unlabeled} of {systems} systems have no y_relaxed")
+    without = systems - summary["with_relaxed_positions"]
+    if without:
+        found.append(f"no relaxed positions: {without} of {systems} systems have no pos_relaxed")
+    for name, bound in _ABSURD.items():
+        where = np.flatnonzero(np.abs(energies[name]) > bound)
+        if len(where):
+            first = where[0]
+            found.append(
+                f"absurd labels: |{name}| > {bound:g} eV in {len(where)} systems, for instance sid "
+                f"{sids[first]} with {energies[name][first]:.3f} eV; expected adsorption energies"
+            )
+    if summary["unwrapped_atoms"]:
+        found.append(
+            "wrapped relaxed positions: unwrapped "
+            f"{summary['unwrapped_atoms']} of {free_atoms} free atoms"
+        )
+    repeated = systems - len(set(sids))
+    if repeated:
+        found.append(f"repeated sids: {repeated} systems have the sid of an earlier one")
+    if summary["left_out"]:
+        found.append(f"left out: {len(summary['left_out'])} structures are not valid")
+    return found

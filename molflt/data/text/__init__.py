@@ -1,0 +1,1 @@
+"""Text: sources, vocabularies and blocks of tokens."""

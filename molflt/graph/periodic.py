@@ -1,0 +1,278 @@
+"""How the periodic boundaries of a structure enter attention: one class for each scheme."""
+
+import inspect
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from molflt.atoms import Tag
+from molflt.attention.checks import no_effect, one_of, positive
+from molflt.attention.mixing.pairs import Pairs, products
+from molflt.attention.nodes.reciprocal import free_extent, reciprocal_nodes, tapered_mask
+from molflt.attention.positions.multiplicative import MultiplicativePosition
+from molflt.attention.positions.spectral import GraphNodes, SpectralPosition
+from molflt.attention.spectra import SPECTRA
+from molflt.graph.dense import DenseAtoms
+from molflt.graph.geometry import Geometry
+
+_IN_PLANE = [(a, b, 0) for a, b in itertools.product((-1, 0, 1), repeat=2) if (a, b) != (0, 0)]
+
+
+class Open:
+    """No boundaries: atoms see the atoms that are given, whatever their cell; and base class.
+
+    A new scheme overrides what differs and gets a line in `PERIODIC`; its constructor's arguments
+    are its options.
+
+    Attributes:
+        near: whether a near field can go with it.
+        needs_cell: whether it reads the cell, which a periodic structure must then have.
+        lattice: whether nodes of the mask come with each batch, instead of the position's own.
+    """
+
+    near: ClassVar[bool] = True
+    needs_cell: ClassVar[bool] = False
+    lattice: ClassVar[bool] = False
+
+    def defaults(self, position: str, spectrum: str) -> dict[str, object]:
+        """Options of the position that differ from its own defaults."""
+        return {}
+
+    def check_near_field(self, spectrum: str) -> None:
+        """Raises ValueError if a near field of pairs cannot go with the scheme."""
+        if not self.near:
+            raise ValueError(
+                f"near_field finds images itself; got {self!r}; use periodic='none' or 'reciprocal'"
+            )
+
+    def dense(self, geometry: Geometry) -> DenseAtoms:
+        """Atoms and keys as attention sees them."""
+        return DenseAtoms.of(geometry)
+
+    def nodes(
+        self, geometry: Geometry, dense: DenseAtoms, position: SpectralPosition
+    ) -> GraphNodes | None:
+        """Nodes of each graph in float64, for schemes with `lattice`."""
+        return None
+
+    def neighborhood(self, geometry: Geometry) -> Geometry:
+        """Where the neighbors of the near field are: no pairs that the far field does not know."""
+        return geometry._replace(pbc=torch.zeros_like(geometry.pbc))
+
+    def far(
+        self,
+        position: MultiplicativePosition,
+        factors: tuple[Tensor, Tensor],
+        pairs: Pairs,
+        distance: Tensor,
+        farthest: float,
+    ) -> Tensor:
+        """What the far field gives pairs of atoms, each image a pair of its own: (heads, pairs).
+
+        Args:
+            position: the kernel.
+            factors: its evaluation.
+            pairs: which.
+            distance: (pairs,), Å.
+            farthest: bound of the distances, Å.
+        """
+        return products(*factors, pairs)
+
+    def radial_profile(self, position: MultiplicativePosition, distance: Tensor) -> Tensor:
+        """h of one image at distances (n,), Å: (heads, n)."""
+        return position.radial_profile(distance).exp()
+
+    def __repr__(self) -> str:
+        """The options."""
+        options = ", ".join(f"{name}={value:g}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({options})"
+
+
+class Images(Open):
+    """Copies of atoms as further keys, of all that lie within a cutoff of an atom.
+
+    With tags 3D-Graphormer's recipe (arXiv:2203.04810): copies of substrate atoms in the 8
+    neighboring cells of the surface plane that lie within the cutoff of an adsorbate atom (in a
+    graph without adsorbate, copies of any atom near any atom).
+
+    Args:
+        image_cutoff: Å.
+    """
+
+    near = False
+    needs_cell = True
+
+    def __init__(self, image_cutoff: float = 8.0) -> None:
+        positive(image_cutoff=image_cutoff)
+        self.image_cutoff = image_cutoff
+
+    def dense(self, geometry: Geometry) -> DenseAtoms:
+        atoms = DenseAtoms.of(geometry)
+        if geometry.tags is None:
+            return self._with_images(geometry, atoms, self._steps(geometry, atoms))
+        adsorbate = torch.zeros_like(atoms.mask)
+        adsorbate[atoms.mask] = geometry.tags == Tag.ADSORBATE
+        has_adsorbate = adsorbate.any(dim=1, keepdim=True)
+        near = torch.where(has_adsorbate, adsorbate, atoms.mask)
+        sources = torch.where(has_adsorbate, ~adsorbate & atoms.mask, atoms.mask)
+        return self._with_images(geometry, atoms, _IN_PLANE, near, sources)
+
+    def _steps(self, geometry: Geometry, atoms: DenseAtoms) -> Tensor:
+        """Steps n of all cells, n . cell away, whose atoms may be within the cutoff of an atom.
+
+        Returns:
+            (steps, 3) int64, enough for every graph, without (0, 0, 0).
+        """
+        cell = geometry.cell.to(atoms.positions)
+        # Columns of the inverse: 1 / height of the cell.
+        inverse = torch.linalg.pinv((cell * geometry.pbc[..., None]).detach())
+        fractional = atoms.positions.detach() @ inverse
+        outside = ~atoms.mask[..., None]
+        upper = fractional.masked_fill(outside, -torch.inf).amax(dim=1)
+        span = upper - fractional.masked_fill(outside, torch.inf).amin(dim=1)
+        reach = span.clamp(min=0.0) + self.image_cutoff * inverse.norm(dim=1)
+        most = (reach * geometry.pbc).amax(dim=0).floor().long().tolist()
+        axes = [torch.arange(-n, n + 1, device=cell.device) for n in most]
+        steps = torch.cartesian_prod(*axes).view(-1, 3)
+        return steps[(steps != 0).any(dim=1)]
+
+    def _with_images(
+        self,
+        geometry: Geometry,
+        atoms: DenseAtoms,
+        steps: Sequence[tuple[int, int, int]] | Tensor,
+        centres: Tensor | None = None,
+        sources: Tensor | None = None,
+    ) -> DenseAtoms:
+        """Atoms with those images as keys that lie within the cutoff of one of the centres.
+
+        Args:
+            geometry: of the atoms.
+            atoms: without images.
+            steps: (steps, 3), cells that images may come from; steps along an axis that is not
+                periodic are left out.
+            centres: (graphs, atoms) bool; all atoms if None.
+            sources: (graphs, atoms) bool, atoms that have images; all if None.
+        """
+        mask, positions = atoms.mask, atoms.positions
+        graphs, most = mask.shape
+        centres = mask if centres is None else centres
+        sources = mask if sources is None else sources
+        steps = torch.as_tensor(steps, device=mask.device)
+        shifts = steps.to(positions.dtype) @ geometry.cell.to(positions.dtype)  # [g, k, 3]
+        # An axis that is not periodic has no images along it.
+        allowed = ((steps == 0) | geometry.pbc.view(graphs, 1, 3)).all(dim=-1)  # [g, k]
+        images = (positions[:, None] + shifts[:, :, None]).flatten(1, 2)  # [g, k n, 3]
+        distance = torch.cdist(images.detach(), positions.detach())
+        near = ((distance < self.image_cutoff) & centres[:, None]).any(dim=-1)
+        kept = near & (allowed[:, :, None] & sources[:, None]).flatten(1)
+
+        count = int(kept.sum(dim=1).max()) if kept.numel() else 0
+        order = torch.argsort((~kept).to(torch.uint8), dim=1, stable=True)[:, :count]
+        index = torch.arange(most, device=mask.device).expand(graphs, -1)
+        places = images.gather(1, order[..., None].expand(-1, -1, 3))
+        return DenseAtoms(
+            mask,
+            positions,
+            torch.cat((mask, kept.gather(1, order)), dim=1),
+            torch.cat((positions, places), dim=1),
+            torch.cat((index, order % max(most, 1)), dim=1),
+        )
+
+
+class Reciprocal(Open):
+    """Nodes on the reciprocal lattice of each graph: masks and kernels that are exactly periodic.
+
+    Args:
+        max_frequency: largest |G|, cycles/Å; the number of nodes grows as its cube.
+    """
+
+    lattice = True
+    needs_cell = True
+
+    def __init__(self, max_frequency: float = 0.25) -> None:
+        positive(max_frequency=max_frequency)
+        self.max_frequency = max_frequency
+
+    def defaults(self, position: str, spectrum: str) -> dict[str, object]:
+        """See `Open.defaults`.
+
+        Sums over images have to converge, and supercells to agree: a kernel that decays, and
+        nothing that every pair of atoms would see of each other.
+        """
+        if position != "multiplicative":
+            return {}
+        decays: dict[str, object] = {"background": 0.0}
+        return decays | ({"positive": True} if spectrum == "gaussian_basis" else {})
+
+    def check_near_field(self, spectrum: str) -> None:
+        if not SPECTRA[spectrum].isotropic:
+            known = (name for name, family in SPECTRA.items() if family.isotropic)
+            raise ValueError(
+                f"near_field beside reciprocal nodes needs a spectrum of |xi| alone; got "
+                f"{spectrum!r}; use one of {', '.join(known)}"
+            )
+
+    def dense(self, geometry: Geometry) -> DenseAtoms:
+        return DenseAtoms.of(geometry, lattice=True)
+
+    def nodes(
+        self, geometry: Geometry, dense: DenseAtoms, position: SpectralPosition
+    ) -> GraphNodes:
+        """See `Open.nodes`; in double precision, as random features are drawn from frequencies."""
+        cell, pbc = geometry.cell.double(), geometry.pbc
+        extent = free_extent(dense.positions.double(), dense.mask, cell, pbc)
+        found = reciprocal_nodes(cell, pbc, self.max_frequency, extent, taper=position.taper)
+        return GraphNodes(*found)
+
+    def neighborhood(self, geometry: Geometry) -> Geometry:
+        """See `Open.neighborhood`: images are neighbors, too."""
+        return geometry
+
+    def far(
+        self,
+        position: MultiplicativePosition,
+        factors: tuple[Tensor, Tensor],
+        pairs: Pairs,
+        distance: Tensor,
+        farthest: float,
+    ) -> Tensor:
+        """See `Open.far`: the factors sum all images of a pair, each of which is a pair here."""
+        spectrum, taper = position.spectrum, position.taper
+        return tapered_mask(spectrum, distance, self.max_frequency, taper, farthest)
+
+    def radial_profile(self, position: MultiplicativePosition, distance: Tensor) -> Tensor:
+        farthest = float(distance.max())
+        spectrum, taper = position.spectrum, position.taper
+        return tapered_mask(spectrum, distance, self.max_frequency, taper, farthest)
+
+
+PERIODIC: dict[str, type[Open]] = {"none": Open, "images": Images, "reciprocal": Reciprocal}
+
+# The command line lists the choices of an option from its type.
+if TYPE_CHECKING:
+    PeriodicName = str
+else:
+    PeriodicName = Literal[tuple(PERIODIC)]
+
+
+def _make_periodic(periodic: str | Open, **options: float | None) -> Open:
+    """A scheme from its name and those options that were given, or one that was made already.
+
+    Raises:
+        ValueError: the name is unknown, or an option has no effect.
+    """
+    if isinstance(periodic, Open):
+        no_effect(f"with periodic={periodic!r}", **options)
+        return periodic
+    one_of("periodic", periodic, PERIODIC)
+    scheme = PERIODIC[periodic]
+    known = inspect.signature(scheme).parameters
+    no_effect(
+        f"with periodic={periodic!r}",
+        **{name: value for name, value in options.items() if name not in known},
+    )
+    return scheme(**{k: v for k, v in options.items() if k in known and v is not None})

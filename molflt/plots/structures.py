@@ -1,0 +1,98 @@
+"""The picture of a source of structures: its energies, and one structure from top and side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from molflt.atoms import Tag
+from molflt.plots.figure import picture
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from torch_geometric.data import Data
+
+__all__ = ["structure_overview"]
+
+
+def structure_overview(
+    energies: Mapping[str, np.ndarray], shown: Data, name: str, png: Path
+) -> None:
+    """Draws the histogram of labels, and one structure seen from top and side.
+
+    Args:
+        energies: labels by name, (structures with that label,), eV.
+        shown: the structure to draw, as `molflt.data.structures.records.make_record` makes it.
+        name: of the source.
+        png: file to write.
+    """
+    with picture(png, figsize=(13, 4.2)) as figure:
+        left, top, side = figure.subplots(1, 3, width_ratios=(1.2, 1, 1))
+        _histogram(left, energies)
+        _view(top, shown, "top")
+        _view(side, shown, "side")
+        figure.suptitle(f"{name} (thick edge: adsorbate; hatched: fixed)")
+
+
+def _histogram(axes: Axes, energies: Mapping[str, np.ndarray]) -> None:
+    """Histogram of labels, eV, over the range that holds 98 % of them."""
+    present = {name: values for name, values in energies.items() if len(values)}
+    axes.set_xlabel("energy (eV)")
+    axes.set_ylabel("systems")
+    if not present:
+        axes.text(0.5, 0.5, "no labels", ha="center", transform=axes.transAxes)
+        return
+    everything = np.concatenate(list(present.values()))
+    low, high = np.percentile(everything, (1, 99) if len(everything) > 50 else (0, 100))
+    margin = max(0.05 * (high - low), 0.1)
+    edges = np.linspace(low - margin, high + margin, min(41, 8 + len(everything) // 4))
+    for name, values in present.items():
+        outside = int(((values < edges[0]) | (values > edges[-1])).sum())
+        note = f", {outside} outside" if outside else ""
+        axes.hist(values, bins=edges.tolist(), alpha=0.6, label=f"{name} ({len(values)}{note})")
+    axes.legend()
+
+
+def _view(axes: Axes, structure: Data, view: str) -> None:
+    """Draw one structure seen along -z ("top") or along +y ("side"), nearest atoms last, in Å.
+
+    Adsorbate atoms have a thick black edge; fixed atoms are hatched; the cell is dashed.
+    """
+    from ase.data import chemical_symbols, covalent_radii
+    from ase.data.colors import jmol_colors
+    from matplotlib.patches import Circle
+
+    across, up = {"top": (0, 1), "side": (0, 2)}[view]
+    pos = structure.pos.double().numpy()
+    depth = pos[:, 2] if view == "top" else -pos[:, 1]
+    numbers = structure.atomic_numbers.numpy()
+    for atom in np.argsort(depth):
+        adsorbate = bool(structure.tags[atom] == Tag.ADSORBATE)
+        axes.add_patch(
+            Circle(
+                (pos[atom, across], pos[atom, up]),
+                0.9 * covalent_radii[numbers[atom]],
+                facecolor=jmol_colors[numbers[atom]],
+                edgecolor="black" if adsorbate else "0.35",
+                linewidth=2.0 if adsorbate else 0.6,
+                hatch="///" if structure.fixed[atom] else None,
+            )
+        )
+    a, b, c = structure.cell[0].double().numpy()
+    outline = (np.zeros(3), a, a + b, b) if view == "top" else (np.zeros(3), a, a + c, c)
+    corners = np.array([*outline, outline[0]])
+    axes.plot(corners[:, across], corners[:, up], "--", color="0.5", linewidth=0.8)
+    radius = float(covalent_radii[numbers].max())
+    for axis, limits in ((across, axes.set_xlim), (up, axes.set_ylim)):
+        limits(pos[:, axis].min() - 1.5 * radius, pos[:, axis].max() + 1.5 * radius)
+    axes.set_aspect("equal")
+    axes.set_xlabel(f"{'xyz'[across]} (Å)")
+    axes.set_ylabel(f"{'xyz'[up]} (Å)")
+    present = "".join(sorted({chemical_symbols[z] + " " for z in numbers})).strip()
+    energy = float(structure.y_relaxed)
+    label = "" if math.isnan(energy) else f", {energy:.2f} eV"
+    axes.set_title(f"sid {structure.sid}, {view} view{label}\n{present}", fontsize=9)

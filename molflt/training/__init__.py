@@ -1,0 +1,1 @@
+"""Training: the loop, the folder of a run, and what can be trained."""

@@ -1,0 +1,237 @@
+"""What happens around the steps: the best weights, checkpoints, signals, progress bar."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, Never, cast
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, Checkpoint, EMAWeightAveraging, TQDMProgressBar
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+
+from molflt.tasks.base import Task
+from molflt.training.checkpoint import _save_weights
+from molflt.training.loop import _LightningTask
+from molflt.training.metrics_file import _MetricsFile
+
+_Module = _LightningTask[object, object]
+
+
+def _callbacks_of(
+    task: Task[Never, Never],
+    run: Path,
+    log_every: int,
+    checkpoint_every: int,
+    ema_decay: float | None,
+) -> list[Callback]:
+    """What happens around the steps, in its order.
+
+    Those that need the validated weights come before the averaging callback: at the end of a
+    validation epoch they are called in turn, and until then the model holds the averaged weights.
+
+    Args:
+        task: whose metrics are written.
+        run: folder of the run.
+        log_every: steps between rows of training metrics, which average over those steps.
+        checkpoint_every: steps between checkpoints.
+        ema_decay: decay of the moving average of weights; None for none.
+    """
+    metrics = _MetricsFile(task, run, log_every)
+    bar = _StepBar(lambda: metrics.shown, min(log_every, 10))
+    callbacks = [metrics, _BestWeights(task, run), bar]
+    if ema_decay is not None:
+        # Buffers are copied, not averaged: the mean of two random projections is none
+        callbacks.append(EMAWeightAveraging(decay=ema_decay, use_buffers=False))
+    return [*callbacks, _LastCheckpoint(run, checkpoint_every)]
+
+
+class _Interrupted(Exception):
+    """A signal asked training to stop, and its state has been saved."""
+
+    def __init__(self, signum: int, step: int) -> None:
+        super().__init__(signum, step)
+        self.signum = signum
+        self.step = step
+
+
+class _BestWeights(Callback):
+    """Keeps the weights of the best validation so far."""
+
+    def __init__(self, task: Task[Never, Never], folder: Path) -> None:
+        self.path = folder / "checkpoints" / "best.safetensors"
+        self.metric = task.best
+        self.sign = 1 if task.metrics[task.best].largest_is_best else -1
+        self.best = {self.metric: self.sign * float("-inf"), "step": 0}
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.sanity_checking:
+            return
+        module = cast(_Module, pl_module)
+        new, step = module.validation_metrics()[self.metric], trainer.global_step
+        if self.sign * new > self.sign * self.best[self.metric]:
+            self.best = {self.metric: new, "step": step}
+            if trainer.is_global_zero:
+                header = {"step": step, f"val_{self.metric}": new}
+                _save_weights(self.path, module.model.state_dict(), header)
+
+    def state_dict(self) -> dict[str, float]:
+        return dict(self.best)
+
+    def load_state_dict(self, state_dict: dict[str, float]) -> None:
+        self.best = dict(state_dict)
+
+
+class _LastCheckpoint(Checkpoint):
+    """Saves ``last.ckpt`` and ``last.safetensors``, and stops on SIGINT and SIGTERM.
+
+    A checkpoint is taken when a step is complete: after the optimizer, the schedule and the
+    averages, and before the validation of that step if it has one, so that a run killed during
+    validation validates again. After the last step it is taken when validation is over.
+
+    Lightning sorts `Checkpoint` callbacks last, behind the averaging of weights, which is needed.
+
+    Args:
+        folder: the run's folder.
+        every: steps between checkpoints.
+    """
+
+    def __init__(self, folder: Path, every: int) -> None:
+        self.folder = folder / "checkpoints"
+        self.every = every
+        self.signum = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Takes the two signals over; Lightning restores the earlier handlers when it is done.
+
+        Its own SIGTERM handler communicates between ranks from within the handler, and its way
+        with SIGINT stops in the middle of a step.
+        """
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(signum, self._note)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        if self.signum:
+            raise KeyboardInterrupt  # asked twice: do not wait for the step
+        self.signum = signum
+
+    def _agreed_signal(self, trainer: pl.Trainer) -> int:
+        """The signal that any rank has received, or 0; all ranks call it at the same places."""
+        if trainer.world_size == 1:
+            return self.signum
+        # `signum` itself stays: a signal may arrive while the ranks are talking
+        flag = torch.tensor(float(self.signum), device=trainer.strategy.root_device)
+        return int(trainer.strategy.reduce(flag, reduce_op="max"))
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: object,
+        batch: object,
+        batch_idx: int,
+    ) -> None:
+        step = trainer.global_step
+        if step >= trainer.max_steps:
+            trainer.should_stop = True  # Lightning then validates, whatever the interval
+        elif not cast(_Module, pl_module).validation_follows():
+            signum = self._agreed_signal(trainer)
+            if signum or step % self.every == 0:
+                self._save(trainer)
+            if signum:
+                raise _Interrupted(signum, step)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.sanity_checking and trainer.global_step < trainer.max_steps:
+            self._save(trainer, validation_due=True)
+            if signum := self._agreed_signal(trainer):
+                raise _Interrupted(signum, trainer.global_step)
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
+        # several ranks may have different numbers of batches: they agree at the end
+        if self.signum and trainer.world_size == 1 and trainer.global_step < trainer.max_steps:
+            raise _Interrupted(self.signum, trainer.global_step)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.sanity_checking:
+            return
+        if trainer.global_step >= trainer.max_steps:
+            self._save(trainer)
+        elif signum := self._agreed_signal(trainer):
+            raise _Interrupted(signum, trainer.global_step)
+
+    def _save(self, trainer: pl.Trainer, validation_due: bool = False) -> None:
+        self._validation_due = validation_due
+        trainer.save_checkpoint(self.folder / "last.ckpt")
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        # Lightning's way of saying that a validation was begun and has to be run
+        if self._validation_due:
+            progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
+            progress["total"] = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+            progress["current"] = {"ready": 0, "started": 0, "processed": 0, "completed": 0}
+        # with averaging on, "state_dict" is the averaged model
+        weights = {
+            name.removeprefix("model."): tensor
+            for name, tensor in checkpoint["state_dict"].items()
+            if name.startswith("model.")
+        }
+        if trainer.is_global_zero:
+            _save_weights(self.folder / "last.safetensors", weights, {"step": trainer.global_step})
+
+
+class _StepBar(TQDMProgressBar):
+    """Lightning's progress bar, counting steps of the whole training, with our figures.
+
+    Args:
+        shown: returns what stands behind the bar.
+        refresh_rate: steps between updates.
+    """
+
+    def __init__(self, shown: Callable[[], dict[str, str]], refresh_rate: int) -> None:
+        super().__init__(refresh_rate=refresh_rate)
+        self._shown = shown
+
+    @property
+    def train_description(self) -> str:
+        return "training"
+
+    def init_sanity_tqdm(self) -> Tqdm:
+        return self._on_terminal(super().init_sanity_tqdm)
+
+    def init_validation_tqdm(self) -> Tqdm:
+        return self._on_terminal(super().init_validation_tqdm)
+
+    def _on_terminal(self, make: Callable[[], Tqdm]) -> Tqdm:
+        """A bar that a log file does without: there each one would leave its lines behind."""
+        enabled = self._enabled
+        self._enabled = enabled and sys.stdout.isatty()
+        bar = make()
+        self._enabled = enabled
+        return bar
+
+    def get_metrics(self, *_: object) -> dict[str, int | str | float | dict[str, float]]:
+        return dict(self._shown())
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        bar = self.train_progress_bar
+        bar.total = trainer.max_steps
+        bar.initial = bar.n = trainer.global_step
+        bar.refresh()
+
+    def on_train_epoch_start(self, *_: object) -> None:
+        """There is one endless epoch; Lightning would reset the bar to it."""
+
+    def on_exception(self, *_: object) -> None:
+        for bar in (self._train_progress_bar, self._val_progress_bar):
+            if bar is not None:
+                bar.close()

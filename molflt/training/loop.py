@@ -1,0 +1,263 @@
+"""Tasks and data as Lightning wants them: reproducible steps, exact resuming, refusal of NaN."""
+
+from __future__ import annotations
+
+import io
+import logging
+import pickle
+import re
+import warnings
+from collections.abc import Sized
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+
+from molflt.data.batches import BatchedData
+from molflt.files import write_atomically
+from molflt.tasks.base import Task
+
+_Batch = TypeVar("_Batch")
+_Data = TypeVar("_Data")
+_Learned = TypeVar("_Learned", bound=BatchedData[Sized])
+
+
+def _run_steps(
+    task: Task[_Batch, _Learned],
+    data: _Learned,
+    run: Path,
+    resume: bool,
+    ddp: bool,
+    **options: Any,
+) -> None:
+    """Trains.
+
+    Args:
+        task: what is learned.
+        data: on what.
+        run: folder for checkpoints.
+        resume: go on from the folder's last checkpoint.
+        ddp: whether several processes share the batches.
+        options: of Lightning's Trainer.
+    """
+    with warnings.catch_warnings():
+        _silence_lightning()
+        trainer = pl.Trainer(
+            # Buffers change in the same way on all ranks; broadcasting them would wait for ranks
+            # that have one validation batch less
+            strategy=DDPStrategy(broadcast_buffers=False) if ddp else "auto",
+            max_epochs=-1,
+            check_val_every_n_epoch=None,
+            use_distributed_sampler=False,
+            plugins=[_CheckpointIO()],
+            logger=False,
+            enable_model_summary=False,
+            default_root_dir=run,
+            **options,
+        )
+        last = run / "checkpoints" / "last.ckpt" if resume else None
+        try:
+            trainer.fit(_LightningTask(task), _Loaders(data), ckpt_path=last, weights_only=True)
+        except SystemExit as stop:
+            if isinstance(stop.__context__, KeyboardInterrupt):  # a second Ctrl-C, in its words
+                raise KeyboardInterrupt from stop
+            raise
+
+
+def _silence_lightning() -> None:
+    """Keeps errors; drops tips, banners of hardware, and advice on numbers of workers."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=PossibleUserWarning)
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # of Lightning's own making
+    # its replacement also broadcasts buffers once more and is not in every release we support
+    warnings.filterwarnings("ignore", message=".*`broadcast_buffers` is deprecated.*")
+
+
+class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
+    """The steps of a task.
+
+    Args:
+        task: what is learned. Its model is the only part with weights.
+
+    Attributes:
+        gradient_norm: of the last step, before it was clipped.
+        last_lr: learning rate of the last step.
+    """
+
+    def __init__(self, task: Task[_Batch, _Data]) -> None:
+        super().__init__()
+        self.task = task
+        self.model = task.model
+        self.gradient_norm = float("nan")
+        self.last_lr = task.lr
+        self._batch = ""
+        self._sums: list[Tensor] = []
+        self._metrics: dict[str, float] | None = None
+
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
+        """Makes the randomness of a step a function of seed, rank and step.
+
+        So a resumed run, whichever step it resumes from, draws the same dropout on every rank.
+        """
+        task, step = self.task, self.global_step
+        words = np.random.SeedSequence([task.seed, step, self.global_rank])
+        torch.manual_seed(int(words.generate_state(1, np.uint64)[0] >> np.uint64(1)))
+        if task.redraw_every and step and step % task.redraw_every == 0:
+            common = np.random.SeedSequence([task.seed, step])  # alike on all ranks
+            task.redraw(torch.Generator().manual_seed(int(common.generate_state(1)[0])))
+
+    def training_step(self, batch: _Batch, batch_idx: int) -> dict[str, Tensor]:
+        """The loss, and a row of sums: loss, 1, size of the batch, and the sums of the task.
+
+        Raises:
+            ValueError: if the loss is not finite; names step, items and learning rate.
+        """
+        progress = self.global_step / max(1, self.trainer.max_steps)
+        loss, sums = self.task.loss(batch, progress)
+        self._batch = self.task.name(batch)
+        if not bool(torch.isfinite(loss)):
+            raise ValueError(self._diverged("loss", loss.item()))
+        self.last_lr = self._learning_rate()
+        row = [loss.detach(), loss.new_tensor(1), torch.tensor(self.task.size(batch)), *sums]
+        return {"loss": loss, "sums": _row(row, self.device)}
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clips the norm of the gradient, and refuses one that is not finite.
+
+        Raises:
+            ValueError: if the norm is not finite; one such step would spoil all weights. With
+                16-mixed precision the gradient scaler skips such a step instead.
+        """
+        limit = float("inf") if gradient_clip_val is None else gradient_clip_val
+        self.gradient_norm = float(nn.utils.clip_grad_norm_(self.parameters(), limit))
+        if not np.isfinite(self.gradient_norm) and self.trainer.precision != "16-mixed":
+            raise ValueError(self._diverged("gradient norm", self.gradient_norm))
+
+    def validation_follows(self) -> bool:
+        """Whether the step just taken is followed by a validation."""
+        step, every = self.global_step, int(self.trainer.val_check_interval)
+        return step > 0 and (step >= self.trainer.max_steps or step % every == 0)
+
+    def on_validation_epoch_start(self) -> None:
+        self._sums, self._metrics = [], None
+
+    def validation_step(self, batch: _Batch, batch_idx: int) -> None:
+        self._sums.append(_row(list(self.task.judge(batch)), self.device))
+
+    def validation_metrics(self) -> dict[str, float]:
+        """Metrics over the whole split and all ranks, from sums and counts; all ranks call it."""
+        if self._metrics is None:
+            width = len(self.task.sums.__annotations__)  # also of a rank without a batch
+            zero = torch.zeros(width, dtype=torch.float64, device=self.device)
+            sums = torch.stack([zero, *self._sums]).sum(dim=0)
+            self._metrics = self.task.summarize(self.trainer.strategy.reduce(sums, reduce_op="sum"))
+        return self._metrics
+
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        optimizer = self.task.optimizer()
+        scheduler = LambdaLR(optimizer, self._lr_factor)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+    def on_train_start(self) -> None:
+        """Recomputes the learning rate: a resumed run may have got more steps than its checkpoint.
+
+        Where it has not, this is the number that the checkpoint holds, bit for bit.
+        """
+        factor = self._lr_factor(self.global_step)
+        for config in self.trainer.lr_scheduler_configs:
+            for group, base in zip(
+                config.scheduler.optimizer.param_groups, config.scheduler.base_lrs, strict=True
+            ):
+                group["lr"] = base * factor
+
+    def _learning_rate(self) -> float:
+        """Of the next step."""
+        return float(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    def _lr_factor(self, step: int) -> float:
+        return self.task.lr_factor(step, self.trainer.max_steps)
+
+    def _diverged(self, what: str, value: float) -> str:
+        return (
+            f"{what} is {value} at step {self.global_step} with learning rate "
+            f"{self._learning_rate():.3g} on {self._batch}; expected a finite number; the last "
+            "good checkpoint is kept; look at these data, or lower task.lr"
+        )
+
+
+def _row(parts: list[Tensor], device: torch.device) -> Tensor:
+    """Scalars in a row, float64."""
+    return torch.stack([part.to(device, torch.float64) for part in parts])
+
+
+class _Loaders(pl.LightningDataModule):
+    """Batches from the step on that the trainer has come to."""
+
+    # One process more than validation batches is no error: each item is counted once all the same
+    allow_zero_length_dataloader_with_multiple_devices = True
+
+    def __init__(self, data: BatchedData[Sized]) -> None:
+        super().__init__()
+        self.data = data
+
+    def train_dataloader(self) -> DataLoader[object]:
+        self.data.start_step = self._trainer.global_step
+        return self.data.train_dataloader(self._trainer.global_rank, self._trainer.world_size)
+
+    def val_dataloader(self) -> DataLoader[object]:
+        return self.data.val_dataloader(self._trainer.global_rank, self._trainer.world_size)
+
+    def on_before_batch_transfer(self, batch: _Batch, dataloader_idx: int) -> _Batch:
+        self.data.check("train" if self._trainer.training else "val", batch)
+        return batch
+
+    @property
+    def _trainer(self) -> pl.Trainer:
+        assert self.trainer is not None  # Lightning sets it before it calls any of these
+        return self.trainer
+
+
+class _CheckpointIO(TorchCheckpointIO):
+    """Lightning's checkpoints, written atomically and read without unpickling code."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, object], path: str | Path, storage_options: object = None
+    ) -> None:
+        buffer = io.BytesIO()  # torch.save to a file hides a full disk behind a RuntimeError
+        torch.save(checkpoint, buffer)
+        write_atomically(Path(path), buffer.getvalue())
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: object = None, weights_only: bool | None = True
+    ) -> dict[str, object]:
+        try:
+            checkpoint: dict[str, object] = torch.load(path, map_location="cpu", weights_only=True)
+            return checkpoint
+        except pickle.UnpicklingError as error:
+            refused = re.search(r"GLOBAL (\S+)", str(error))
+            what = f"it asks for {refused[1]}" if refused else "it is not a checkpoint"
+            raise ValueError(
+                f"{path}: refused; expected tensors and plain values; {what}, which could run code"
+            ) from error
+        except (RuntimeError, EOFError, KeyError, ValueError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ValueError(f"{path}: not a complete checkpoint; {reason}") from error

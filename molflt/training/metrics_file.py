@@ -1,0 +1,133 @@
+"""metrics.csv of a run: a row per so many steps, and one per validation."""
+
+from __future__ import annotations
+
+import csv
+import io
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Never, cast
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from molflt.files import write_atomically
+from molflt.tasks.base import Task
+from molflt.training.loop import _LightningTask
+
+_Module = _LightningTask[object, object]
+
+
+class _MetricsFile(Callback):
+    """Writes ``metrics.csv``: what a step is, what training measured, what validation did."""
+
+    def __init__(self, task: Task[Never, Never], folder: Path, log_every: int) -> None:
+        self.names = {
+            use: [name for name, metric in task.metrics.items() if use in metric.measured_in]
+            for use in ("train", "val")
+        }
+        self.speed = f"{task.unit}_per_s"
+        self.columns = [
+            *("step", "lr", "train_loss"),
+            *(f"train_{name}" for name in self.names["train"]),
+            *("gradient_norm", self.speed),
+            *(f"val_{name}" for name in self.names["val"]),
+        ]
+        self.path = folder / "metrics.csv"
+        self.log_every = log_every
+        self.shown: dict[str, str] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._since = self._paused = time.perf_counter()
+        self._totals: Tensor | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.is_global_zero:
+            self._rewind(trainer.global_step, cast(_Module, pl_module).validation_follows())
+        self._forget()
+
+    def _rewind(self, step: int, validates: bool) -> None:
+        """Drops rows that were written after the checkpoint; those steps come again.
+
+        Args:
+            step: of the checkpoint.
+            validates: whether its validation comes again, too.
+        """
+        rows = []
+        if self.path.exists() and step > 0:
+            with open(self.path, newline="") as file:
+                rows = [
+                    row
+                    for row in csv.DictReader(file)
+                    if int(row["step"] or 0) < step
+                    or (int(row["step"] or 0) == step and (row["lr"] or not validates))
+                ]
+        buffer = io.StringIO()
+        writer = csv.DictWriter(buffer, self.columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        write_atomically(self.path, buffer.getvalue().encode())
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Mapping[str, Tensor],  # type: ignore[override]  # what training_step returns
+        batch: object,
+        batch_idx: int,
+    ) -> None:
+        self._totals = outputs["sums"] + (0.0 if self._totals is None else self._totals)
+        if trainer.global_step % self.log_every == 0 or trainer.global_step >= trainer.max_steps:
+            self._log_training(trainer, cast(_Module, pl_module), self._totals)
+
+    def _log_training(self, trainer: pl.Trainer, module: _Module, totals: Tensor) -> None:
+        totals = trainer.strategy.reduce(totals, reduce_op="sum")
+        loss, batches, size = totals[:3].tolist()
+        metrics = module.task.summarize(totals[3:])
+        loss /= batches
+        speed = size / (time.perf_counter() - self._since)
+        known = [name for name in self.names["train"] if name in metrics]
+        # the scheduler has stepped already; this row describes the steps before it
+        row = {
+            "step": trainer.global_step,
+            "lr": module.last_lr,
+            "train_loss": loss,
+            **{f"train_{name}": metrics[name] for name in known},
+            "gradient_norm": module.gradient_norm,
+            self.speed: speed,
+        }
+        self._append(trainer, row)
+        self.shown |= {
+            "loss": f"{loss:.3g}",
+            **{_short(name): f"{metrics[name]:.4g}" for name in known[:2]},
+            "lr": f"{module.last_lr:.2g}",
+            self.speed.replace("_per_", "/"): f"{speed:.0f}",
+        }
+        self._forget()
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.sanity_checking:
+            return
+        metrics = cast(_Module, pl_module).validation_metrics()
+        row = {f"val_{name}": metrics[name] for name in self.names["val"]}
+        self._append(trainer, {"step": trainer.global_step, **row})
+        for name in self.names["val"][:2]:
+            self.shown[f"val_{_short(name)}"] = f"{metrics[name]:.4g}"
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._paused = time.perf_counter()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._since += time.perf_counter() - self._paused  # atoms/s counts training only
+
+    def _append(self, trainer: pl.Trainer, row: Mapping[str, float]) -> None:
+        if trainer.is_global_zero:
+            with open(self.path, "a", newline="") as file:
+                csv.DictWriter(file, self.columns, lineterminator="\n").writerow(row)
+
+
+def _short(metric: str) -> str:
+    return metric.replace("percent", "%")

@@ -1,0 +1,60 @@
+"""What can be trained: for each kind of data, its model, data, task and evaluation."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+__all__ = ["RECIPES", "Recipe"]
+
+_Loaded = Callable[..., Any]
+
+
+class Recipe(NamedTuple):
+    """Names of the parts, ``module:name``; `load` imports one of them."""
+
+    model: str
+    data: str
+    task: str
+    evaluate: str
+    """(run, model, config, out, ...) -> `molflt.evaluation.report.Report`"""
+
+    @staticmethod
+    def of(config: Mapping[str, object]) -> Recipe:
+        """The recipe that a configuration names; the first one if it names none.
+
+        Raises:
+            ValueError: if there is no such recipe.
+        """
+        name = config.get("recipe", next(iter(RECIPES)))
+        if name not in RECIPES:
+            raise ValueError(f"recipe {name!r}; expected one of {', '.join(RECIPES)}")
+        return RECIPES[str(name)]
+
+    def load(self, part: str) -> _Loaded:
+        """The class or function behind "model", "data", "task" or "evaluate"."""
+        loaded: _Loaded = pkgutil.resolve_name(getattr(self, part))
+        return loaded
+
+
+RECIPES: dict[str, Recipe] = {
+    "is2re": Recipe(
+        "molflt.graph.regressor:EnergyRegressor",
+        "molflt.data.structures.datamodule:IS2REData",
+        "molflt.tasks.is2re:IS2RETask",
+        "molflt.evaluation.energies:evaluate",
+    ),
+    "language": Recipe(
+        "molflt.sequence.language_model:LanguageModel",
+        "molflt.data.text.datamodule:TextData",
+        "molflt.tasks.language:LanguageTask",
+        "molflt.evaluation.language:evaluate",
+    ),
+    "images": Recipe(
+        "molflt.image.classifier:ImageClassifier",
+        "molflt.data.images.datamodule:ImageData",
+        "molflt.tasks.images:ImageTask",
+        "molflt.evaluation.images:evaluate",
+    ),
+}

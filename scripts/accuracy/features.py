@@ -1,0 +1,142 @@
+"""Attention matrix and output against the number of features (arXiv:2006.03555, figure 2).
+
+Mean squared errors relative to the mean square of what is estimated, for the same queries, keys and
+values; rows of the matrix are independent, so that some of them are enough.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from pathlib import Path
+
+import torch
+from kit.pictures import UNIFORM, error_panels
+from kit.rows import Points, Promise, Rows, exponent, markdown, names, pick
+from torch import Tensor
+from tqdm import tqdm
+
+from molflt.attention import FEATURE_MAPS, PROJECTIONS
+from molflt.attention.mixing.forms import softmax
+
+MAPS = ("positive", "trigonometric", "favor2020")
+BELOW = "normalizers <= 0"
+QUICK = {
+    **{"keys": 256, "queries": 64, "samples": 8, "scales": (0.5,)},
+    "features": (16, 32, 64, 128, 256),
+}
+
+
+def relative(estimate: Tensor, exact: Tensor) -> float:
+    """Mean squared error over mean square."""
+    return float((estimate - exact).square().mean() / exact.square().mean())
+
+
+@torch.no_grad()
+def measure(
+    features: tuple[int, ...] = (16, 32, 64, 128, 256, 512, 1024),
+    scales: tuple[float, ...] = (0.5, 1.0),
+    maps: tuple[str, ...] = MAPS,
+    projections: tuple[str, ...] = tuple(PROJECTIONS),
+    samples: int = 30,
+    keys: int = 4096,
+    queries: int = 512,
+    dim: int = 16,
+) -> Rows:
+    """Errors of all maps, projections and numbers of features."""
+    points, generator = Points(), torch.Generator().manual_seed(0)
+    for scale, _ in tqdm(list(itertools.product(scales, range(samples))), leave=False):
+        query, key, value = (
+            torch.randn(1, 1, n, dim, generator=generator) * s
+            for n, s in ((queries, scale * dim**-0.25), (keys, scale * dim**-0.25), (keys, 1.0))
+        )
+        exact, output = (query @ key.mT).exp(), softmax(query, key, value)
+        flat = exact.mean(dim=-1, keepdim=True).expand_as(exact)  # the best constant of each row
+        for name, m, projection in itertools.product(maps, features, (*projections, UNIFORM)):
+            labels = {"feature_map": name, "scale": scale, "projection": projection, "m": m}
+            estimate = flat
+            if projection != UNIFORM:
+                rows = m // 2 if name == "trigonometric" else m
+                phi = FEATURE_MAPS[name](dim, 1, rows, projection)
+                phi.redraw_(generator)
+                estimate = phi(query).materialize() @ phi(key).materialize().mT
+            total = estimate.sum(dim=-1, keepdim=True)
+            points.add(relative(estimate, exact), **labels, quantity="matrix")
+            points.add(relative(estimate @ value / total, output), **labels, quantity="output")
+            if projection != UNIFORM and name != "positive":
+                points.add((total <= 0).float().mean(), **labels, quantity=BELOW)
+    return points.rows()
+
+
+def means(rows: Rows, **labels: object) -> list[float]:
+    """Errors of a curve."""
+    return [row["mean"] for row in pick(rows, **labels)]
+
+
+def slope(rows: Rows, **labels: object) -> float:
+    """Of log error against log M."""
+    return exponent([(row["m"], row["mean"]) for row in pick(rows, **labels)])
+
+
+def to_iid(rows: Rows, projection: str, **labels: object) -> float:
+    """Geometric mean, over M, of the error relative to that of independent rows."""
+    both = (means(rows, projection=name, **labels) for name in (projection, "iid"))
+    return statistics.geometric_mean(a / b for a, b in zip(*both, strict=True))
+
+
+def table(rows: Rows) -> str:
+    """Slopes of log error against log M, and errors relative to those of independent rows."""
+    others = [name for name in names(rows, "projection") if name not in ("iid", UNIFORM)]
+    head = ["map, scale, error", f"iid at M = {max(names(rows, 'm'))}", "uniform", "iid: slope"]
+    head += [f"{name}: slope, / iid" for name in others]
+    lines = []
+    for scale, name in itertools.product(names(rows, "scale"), names(rows, "feature_map")):
+        for quantity in ("matrix", "output"):
+            labels = {"feature_map": name, "scale": scale, "quantity": quantity}
+            iid, uniform = (means(rows, projection=p, **labels)[-1] for p in ("iid", UNIFORM))
+            cells = [
+                f"{slope(rows, projection=p, **labels):.2f}, {to_iid(rows, p, **labels):.2f}"
+                for p in others
+            ]
+            first = f"{slope(rows, projection='iid', **labels):.2f}"
+            lines.append(
+                [f"{name}, {scale:g}, {quantity}", f"{iid:.2g}", f"{uniform:.2g}", first, *cells]
+            )
+    return markdown(head, lines)
+
+
+def draw(png: Path, rows: Rows) -> None:
+    """One picture per scale, the first at `png`."""
+    labels = ("features per token M", "relative mean squared error")
+    for index, scale in enumerate(names(rows, "scale")):
+        page = png.with_stem(f"{png.stem}-scale-{scale:g}") if index else png
+        own = [row for row in pick(rows, scale=scale) if row["quantity"] != BELOW]
+        panel = ("quantity", "feature_map")
+        error_panels(page, own, panel, "projection", "m", labels, (2, 3), (7, 4.3))
+
+
+def worst(rows: Rows, name: str) -> float | None:
+    """Largest `to_iid` of the orthogonal projections of a map's matrix, s = 0.5."""
+    labels = {"feature_map": name, "scale": 0.5, "quantity": "matrix"}
+    found = [p for p in ("orthogonal", "hadamard", "givens") if means(rows, projection=p, **labels)]
+    return max((to_iid(rows, p, **labels) for p in found), default=None)
+
+
+def distance_to_law(rows: Rows) -> float | None:
+    """Largest distance of a slope from -1, independent rows, matrix, s = 0.5."""
+    labels = {"projection": "iid", "scale": 0.5, "quantity": "matrix"}
+    slopes = [slope(rows, feature_map=name, **labels) for name in names(rows, "feature_map")]
+    return max((abs(value + 1) for value in slopes), default=None)
+
+
+PROMISES = [
+    Promise("distance of a slope of the matrix's error from -1", distance_to_law, 0.15),
+    *(
+        Promise(
+            f"squared error of orthogonal rows / independent ones, {name}",
+            lambda rows, name=name: worst(rows, name),
+            most=0.6 if name == "trigonometric" else 0.95,
+        )
+        for name in MAPS
+    ),
+]

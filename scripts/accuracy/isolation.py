@@ -1,0 +1,170 @@
+"""What a graph sees of the rest of its batch: molflt beside the attentions of PyTorch Geometric.
+
+PyG's modules get `to_dense_batch` and its mask, as in `GPSConv`, `SGFormer` and `Polynormer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from kit.rows import Promise, Row, Rows, markdown
+from torch import Tensor, nn
+from torch_geometric.nn.attention import (
+    PerformerAttention,
+    PolynormerAttention,
+    SGFormerAttention,
+)
+from torch_geometric.utils import to_dense_batch
+
+from molflt.graph import GraphAttention
+
+DIM, HEADS = 32, 4
+COLUMNS = ("batch", "padding", "order", "gradient")
+QUICK = {"cases": 1, "large": 40}
+
+
+Graph = tuple[Tensor, Tensor, Tensor]  # features, positions, cell of a crystal
+
+
+class Dense(nn.Module):
+    """A module of PyG over dense batches, called as its own models call it."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x: Tensor, batch: Tensor, **_: Any) -> Tensor:
+        """(atoms, channels) -> (atoms, channels); geometry is not read."""
+        dense, mask = to_dense_batch(x, batch)
+        return self.attention(dense, mask)[mask]
+
+
+def theirs(kind: type[nn.Module], **options: Any) -> nn.Module:
+    """A module of PyG, with the width of heads that ours have."""
+    return Dense(kind(DIM, HEADS, head_channels=DIM // HEADS, **options))
+
+
+def mechanisms() -> dict[str, Callable[[], nn.Module]]:
+    """All rows of the table."""
+    ours = partial(GraphAttention, DIM, HEADS)
+    few = partial(ours, num_features=32)
+    schemes: dict[str, dict[str, Any]] = {
+        "none": {"periodic": "none"},
+        "images": {"periodic": "images", "image_cutoff": 4.0},
+        "reciprocal": {"periodic": "reciprocal", "max_frequency": 0.2},
+    }
+    found: dict[str, Callable[[], nn.Module]] = {"molflt Performer": partial(few, position="none")}
+    for label, position in (("additive", "spectral"), ("multiplicative", "multiplicative")):
+        for periodic, options in schemes.items():
+            name = f"molflt {label}, periodic {periodic}"
+            found[name] = partial(few, position=position, **options)
+    for periodic in ("none", "reciprocal"):
+        found[f"molflt multiplicative, near field, periodic {periodic}"] = partial(
+            few, position="multiplicative", near_field=3.0, **schemes[periodic]
+        )
+    found["molflt softmax with exact mask"] = partial(ours, mixing="softmax", periodic="none")
+    for kind in (PerformerAttention, SGFormerAttention, PolynormerAttention):
+        found[f"PyG {kind.__name__}"] = partial(theirs, kind)
+        found[f"PyG {kind.__name__}, qkv_bias=True"] = partial(theirs, kind, qkv_bias=True)
+    return found
+
+
+def crystal(atoms: int, generator: torch.Generator) -> Graph:
+    """Random atoms in a triclinic cell of 15 Å^3 each, in the default dtype."""
+    side = (15.0 * atoms) ** (1 / 3)
+    cell = side * (torch.eye(3) + 0.1 * torch.randn(3, 3, generator=generator))
+    x = torch.randn(atoms, DIM, generator=generator)
+    return x, torch.rand(atoms, 3, generator=generator) @ cell, cell
+
+
+def collated(graphs: list[Graph]) -> dict[str, Tensor]:
+    """Arguments of a layer."""
+    x, pos, cells = zip(*graphs, strict=True)
+    batch = torch.arange(len(graphs)).repeat_interleave(torch.tensor([len(own) for own in x]))
+    return {"x": torch.cat(x), "pos": torch.cat(pos), "batch": batch, "cell": torch.stack(cells)}
+
+
+@torch.no_grad()
+def outputs(layer: nn.Module, graphs: list[Graph]) -> list[Tensor]:
+    """Of each graph, from one batch."""
+    return list(layer(**collated(graphs)).split([len(x) for x, _, _ in graphs]))
+
+
+def change(found: list[Tensor], expected: list[Tensor]) -> float:
+    """Largest absolute difference of a graph's outputs over their largest absolute value."""
+    pairs = zip(found, expected, strict=True)
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+
+
+def leak(layer: nn.Module, graphs: list[Graph]) -> float:
+    """Largest gradient of one graph's outputs in another's atoms, relative to its own."""
+    given = collated(graphs)
+    leaves = [given[name].requires_grad_() for name in ("x", "pos")]
+    out, worst = layer(**given), 0.0
+    for index in range(len(graphs)):
+        own = given["batch"] == index
+        grads = torch.autograd.grad(
+            out[own].square().sum(), leaves, retain_graph=True, allow_unused=True
+        )
+        for grad in grads:
+            if grad is not None and grad[own].any():
+                worst = max(worst, (grad[~own].abs().max() / grad[own].abs().max()).item())
+    return worst
+
+
+def changes(name: str, build: Callable[[], nn.Module], cases: int, large: int) -> Row:
+    """The largest changes over random graphs and weights; a case is a batch of five graphs."""
+    found = []
+    for seed in range(cases):
+        torch.manual_seed(seed)
+        layer, generator = build().eval(), torch.Generator().manual_seed(seed)
+        sizes = torch.randint(3, 30, (5,), generator=generator).tolist()
+        graphs = [crystal(atoms, generator) for atoms in sizes]
+        alone = [outputs(layer, [graph])[0] for graph in graphs]
+        together = outputs(layer, graphs)
+        padded = outputs(layer, [*graphs, crystal(large, generator)])[:-1]
+        backwards = outputs(layer, graphs[::-1])[::-1]
+        pairs = ((together, alone), (padded, alone), (backwards, together))
+        found.append([*(change(*pair) for pair in pairs), leak(layer, graphs)])
+    largest = map(max, zip(*found, strict=True))
+    return {"mechanism": name, "large": large, **dict(zip(COLUMNS, largest, strict=True))}
+
+
+def measure(cases: int = 10, large: int = 200) -> Rows:
+    """Every mechanism, in float64 (by default dtype: SGFormerAttention makes tensors of it)."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        return [changes(name, build, cases, large) for name, build in mechanisms().items()]
+    finally:
+        torch.set_default_dtype(before)
+
+
+def table(rows: Rows) -> str:
+    """A line per mechanism."""
+    large = rows[0]["large"]
+    head = ["mechanism", "in a batch", f"beside {large} atoms", "batch reversed", "gradient across"]
+    lines = [
+        [row["mechanism"], *(f"{row[c]:.1e}" if row[c] else "0" for c in COLUMNS)] for row in rows
+    ]
+    return markdown(head, lines)
+
+
+def worst(rows: Rows, *columns: str) -> float:
+    """Largest number of our layers."""
+    return max(row[c] for row in rows if row["mechanism"].startswith("molflt") for c in columns)
+
+
+def found_elsewhere(rows: Rows) -> float:
+    """Least leak of PyG's layers, which shows that the measure sees them."""
+    return min(row["padding"] for row in rows if row["mechanism"].startswith("PyG"))
+
+
+PROMISES = [
+    Promise("change of ours", lambda r: worst(r, "batch", "padding", "order"), 1e-10),
+    Promise("our gradients across graphs", lambda r: worst(r, "gradient"), 0),
+    Promise("change of PyG's outputs by padding", found_elsewhere, least=1e-5),
+]

@@ -1,0 +1,94 @@
+"""Time and peak memory of one GraphAttention layer against the number of atoms, 10^2 to 10^6.
+
+One structure of N atoms at random places, 12 Å^3 each as in a metal; see kit/layers.py.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from kit.layers import Mechanism, Study, cost_table, draw_costs, measure_layers, pyg_performer
+from kit.rows import Promise, Rows, pick
+from torch import Tensor, nn
+from torch_geometric.utils import to_dense_batch
+
+from molflt.graph import GraphAttention
+
+DIM, HEADS, FEATURES, NODES, NEAR = 128, 8, 64, 16, 4.5
+VOLUME = 12.0  # Å^3 per atom
+LIMIT = 16.0  # GB
+QUICK = {"sizes": (500, 1000), "rounds": 1}
+
+
+class Structure(nn.Module):
+    """A layer of ours and the places of the atoms that it mixes."""
+
+    def __init__(self, atoms: int, causal: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.register_buffer("pos", torch.rand(atoms, 3) * (VOLUME * atoms) ** (1 / 3))
+        self.layer = GraphAttention(DIM, HEADS, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, self.pos)
+
+
+class PyG(nn.Module):
+    """PyTorch Geometric's Performer with as many features as ours, of a ReLU."""
+
+    def __init__(self, atoms: int, causal: bool = False) -> None:
+        super().__init__()
+        self.layer = pyg_performer(DIM, HEADS, FEATURES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dense, mask = to_dense_batch(x, x.new_zeros(len(x), dtype=torch.long))
+        return self.layer(dense, mask)[mask]
+
+
+def made(position: str, linear: bool = True, **options: Any) -> Mechanism:
+    """A layer of ours; exact softmax has no random features."""
+    if options.get("mixing") != "softmax":
+        options["num_features"] = FEATURES
+        if position != "none":
+            options["position_options"] = {"num_nodes": NODES}
+    return Mechanism(partial(Structure, position=position, **options), linear=linear)
+
+
+MECHANISMS = {
+    "performer": made("none"),
+    "additive": made("spectral"),
+    "multiplicative": made("multiplicative"),
+    "multiplicative, near field": made("multiplicative", near_field=NEAR),
+    "PyG performer, relu": Mechanism(PyG, "torch_geometric"),
+    "softmax, no mask": made("none", mixing="softmax"),  # SDPA keeps no N x N matrix
+    "softmax, exact mask": made("spectral", mixing="softmax", linear=False),
+}
+STYLES = dict(zip(MECHANISMS, enumerate(["-"] * 4 + ["--", ":", ":"]), strict=True))
+STUDY = Study("cost.atoms", MECHANISMS, lambda atoms: torch.randn(atoms, DIM))
+measure = partial(
+    *(measure_layers, STUDY),
+    sizes=(100, 1000, 10_000, 100_000, 1_000_000),
+    seconds=1800.0,
+    gigabytes=LIMIT,
+)
+table = partial(cost_table, unit="atoms")
+draw = partial(draw_costs, unit="atoms", styles=STYLES, limit=LIMIT)
+
+
+def gigabytes(rows: Rows, name: str) -> float | None:
+    """Of the process at 10^6 atoms; without end where it was skipped."""
+    found = pick(rows, mechanism=name, length=1_000_000)
+    if not found:
+        return None
+    return float("inf") if found[0]["note"] else found[0]["process_MiB"] * 2**20 / 1e9
+
+
+PROMISES = [
+    Promise(
+        f"GB of the process of {name} with 10^6 atoms",
+        lambda rows, name=name: gigabytes(rows, name),
+        most=LIMIT,
+    )
+    for name in ("performer", "additive")
+]

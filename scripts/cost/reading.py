@@ -1,0 +1,86 @@
+"""Speed and size of the compact store beside OC20's pickles: systems/s and bytes, on one core.
+
+The records of a genuine OC20 LMDB (with edges, as published) are replicated and written in both
+forms; then both are read in the same random order, as training does, to the same tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import lmdb
+import torch
+from kit.rows import Promise, Rows, formatted
+from kit.turns import medians, turns
+
+from molflt.data.structures import open_dataset
+from molflt.data.structures.store import write_store
+
+QUICK = {"systems": 30, "rounds": 1}
+
+
+def repeated(source: Path, target: Path, systems: int) -> None:
+    """An LMDB of the source's pickles under new keys."""
+    with lmdb.open(str(source), subdir=False, readonly=True, lock=False).begin() as transaction:
+        records = [bytes(value) for key, value in transaction.cursor() if key.isdigit()]
+    environment = lmdb.open(str(target), subdir=False, map_size=1 << 36, lock=False)
+    with environment.begin(write=True) as transaction:
+        for index, value in enumerate(itertools.islice(itertools.cycle(records), systems)):
+            transaction.put(str(index).encode(), value)
+    environment.close()
+
+
+def read(dataset: torch.utils.data.Dataset, order: Sequence[int]) -> None:
+    """All structures in that order."""
+    for index in order:
+        dataset[index]
+
+
+def measure(records: Path, systems: int = 2000, rounds: int = 5) -> Rows:
+    """Of both forms, which take turns; the records are a genuine OC20 LMDB, pickled, with edges.
+
+    Raises:
+        FileNotFoundError: without it.
+    """
+    if not records.exists():
+        raise FileNotFoundError(f"{records}: no such file; expected an OC20 LMDB")
+    with tempfile.TemporaryDirectory() as folder:
+        pickled, store = Path(folder) / "pickled.lmdb", Path(folder) / "store.safetensors"
+        repeated(records, pickled, systems)
+        original = open_dataset(pickled)
+        write_store(store, (original[i] for i in range(systems)))
+        compact = open_dataset(store)
+        order = torch.randperm(systems, generator=torch.Generator().manual_seed(0)).tolist()
+        forms = {"OC20 LMDB, pickled": original, "compact store, mapped": compact}
+        spent = medians(turns({k: partial(read, v, order) for k, v in forms.items()}, rounds))
+        sizes = [path.stat().st_size for path in (pickled, store)]
+    first, size = next(iter(spent.values())), sizes[0]
+    return [
+        {
+            **{"form": form, "systems": systems, "systems_per_s": systems / seconds},
+            **{"faster": first / seconds, "bytes": own, "smaller": size / own},
+        }
+        for (form, seconds), own in zip(spent.items(), sizes, strict=True)
+    ]
+
+
+def table(rows: Rows) -> str:
+    """A line per form, with ratios to the first."""
+    speed = {"systems/s": "{systems_per_s:,.0f}", "times faster": "{faster:.1f}"}
+    size = {"bytes": "{bytes:,}", "times smaller": "{smaller:.1f}"}
+    return formatted(rows, {"form": "{form}", **speed, **size})
+
+
+def ratio(rows: Rows, column: str) -> float | None:
+    """Of the store, from 1000 systems on."""
+    return float(rows[1][column]) if rows[1]["systems"] >= 1000 else None
+
+
+PROMISES = [
+    Promise("systems/s of store / LMDB", lambda rows: ratio(rows, "faster"), least=20),
+    Promise("bytes of LMDB / store", lambda rows: ratio(rows, "smaller"), least=40),
+]

@@ -1,0 +1,305 @@
+"""Time and peak memory of one pass of layers, against the length of their input.
+
+Time: all mechanisms take turns, see `turns`; a pass that takes longer than the budget is timed
+once, where its memory is measured. Memory (Linux): every measurement has a process of its own,
+forked from one that has computed nothing, warms up on 64 tokens, sets the kernel's peak of resident
+memory to the present value (/proc/self/clear_refs) and reports by how much one pass raises it. It
+sees what any library allocates, and no block is reused in silence, because the allocator gives
+every block above 64 KiB back to the system (MALLOC_MMAP_THRESHOLD_).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import os
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from kit.pictures import curves, legend
+from kit.rows import (
+    Promise,
+    Row,
+    Rows,
+    choose,
+    exponent,
+    increasing,
+    markdown,
+    names,
+    pick,
+    upper_half,
+)
+from kit.turns import paired, turns
+from molflt.plots.figure import picture
+
+FORWARD, TRAINING = PASSES = ("forward", "forward+backward")
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+SLOW = ("torch_geometric.nn.attention", "transformers.models.fnet.modeling_fnet")  # to import
+SCRIPTS = Path(__file__).resolve().parents[1]
+
+Key = tuple[str, bool, int, str]  # mechanism, causal, length, pass
+Costs = dict[Key, dict[str, Any]]
+
+
+class Mechanism(NamedTuple):
+    """How a layer is built, whose it is, which forms it has, and whether its memory is O(N)."""
+
+    build: Callable[[int, bool], nn.Module]
+    who: str = "molflt"
+    causal: tuple[bool, ...] = (False,)
+    linear: bool = True
+
+
+class Study(NamedTuple):
+    """The layers of a benchmark, and how they are measured."""
+
+    module: str
+    """that has it as STUDY, below scripts/"""
+    mechanisms: Mapping[str, Mechanism]
+    inputs: Callable[[int], Tensor]
+    passes: tuple[str, ...] = (TRAINING,)
+    budget: float = 12.0
+    """seconds of all turns of a mechanism"""
+    clock: Callable[[], float] = time.perf_counter
+
+
+def one_pass(study: Study, name: str, causal: bool, length: int, which: str) -> Callable[[], None]:
+    """A function that makes one pass, and leaves no gradient behind."""
+    torch.manual_seed(0)
+    with contextlib.redirect_stdout(sys.stderr):  # one of them prints
+        layer = study.mechanisms[name].build(length, causal)
+    back = which == TRAINING
+    x = study.inputs(length).requires_grad_(back)
+
+    def once() -> None:
+        with torch.set_grad_enabled(back):
+            out = layer(x)
+        if back:
+            out.sum().backward()
+            x.grad = None
+            layer.zero_grad(set_to_none=True)
+
+    return once
+
+
+def resident(field: str) -> float:
+    """MiB of this process: VmRSS at present, VmHWM at most."""
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(found[1]) / 1024 if found else float("nan")
+
+
+def growth(work: Callable[[], object]) -> float:
+    """MiB by which a call raises this process's resident memory at its peak."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    work()
+    return resident("VmHWM") - before
+
+
+def cost(module: str, name: str, causal: bool, length: int, which: str) -> dict[str, Any]:
+    """Peak memory of one pass, alone and with all else in the process, and its seconds as a first
+    estimate; or why there is none.
+    """
+    torch.set_num_threads(1)
+    study: Study = import_module(module).STUDY
+    try:
+        one_pass(study, name, causal, 64, which)()
+        work = one_pass(study, name, causal, length, which)
+        start = study.clock()
+        found = {"MiB": growth(work), "seconds": study.clock() - start}
+        return {**found, "process": resident("VmHWM")}
+    except (ImportError, ValueError, RuntimeError, MemoryError) as error:
+        return {"note": f"{type(error).__name__}: {error}".splitlines()[0]}
+
+
+def ask(module: str, key: Key) -> dict[str, Any]:
+    """`cost` in a process of its own, a fork of one that has only imported the module.
+
+    Raises:
+        ValueError: where the kernel does not tell peaks of memory.
+    """
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        raise ValueError("peak memory is read from /proc/self/clear_refs, which only Linux has")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([module, *SLOW])
+    path = os.pathsep.join([str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    before = dict(os.environ)
+    os.environ.update(ALLOCATOR, PYTHONPATH=path)  # read when the first process of all starts
+    try:
+        with ProcessPoolExecutor(1, context) as pool:
+            return pool.submit(cost, module, *key).result()
+    except BrokenProcessPool:
+        return {"note": "the process was killed"}
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def expected(costs: Costs, key: Key, quantity: str) -> float:
+    """What a length will need, from the two lengths before, or in proportion to the one before."""
+    name, causal, length, which = key
+    known = [
+        (other[2], found[quantity])
+        for other, found in costs.items()
+        if (other[0], other[1], other[3]) == (name, causal, which) and quantity in found
+    ]
+    if not known:
+        return 0.0
+    slope = exponent(known[-2:]) if len(known) > 1 else 1.0
+    return known[-1][1] * (length / known[-1][0]) ** slope
+
+
+def measure_layers(
+    study: Study,
+    sizes: tuple[int, ...],
+    mechanisms: tuple[str, ...] = (),
+    rounds: int = 9,
+    seconds: float = 60.0,
+    gigabytes: float = 6.0,
+) -> Rows:
+    """One row per mechanism, size and pass, with the seconds of every round.
+
+    What would take more seconds or gigabytes, judged from the sizes before, is skipped.
+
+    Raises:
+        ValueError: for an unknown mechanism, sizes that do not grow, or no round.
+    """
+    chosen = choose(mechanisms, study.mechanisms)
+    increasing("sizes", sizes)
+    if rounds < 1:
+        raise ValueError(f"rounds must be at least 1; got {rounds}")
+    costs: Costs = {}
+    spent: dict[Key, list[float]] = {}
+    groups = [(n, c, p) for n in sizes for c in (False, True) for p in study.passes]
+    for length, causal, which in tqdm(groups, unit=" groups", leave=False):
+        works, most = {}, {}
+        for name in (n for n in chosen if causal in study.mechanisms[n].causal):
+            key = (name, causal, length, which)
+            needs = [expected(costs, key, "MiB") * 2**20 / 1e9, expected(costs, key, "seconds")]
+            if needs[0] > gigabytes or needs[1] > seconds:
+                note = "skipped: would need about {:.1f} GB and {:.0f} s".format(*needs)
+                costs[key] = {"note": note}
+                continue
+            costs[key] = found = ask(study.module, key)
+            if "note" in found:
+                continue
+            if turned := min(rounds, int(study.budget / found["seconds"])):
+                works[key], most[key] = one_pass(study, *key), turned
+            else:  # too long to be run again
+                spent[key] = [found["seconds"]]
+        spent.update(turns(works, most, study.clock))
+    return [row(study, key, found, spent.get(key, [])) for key, found in costs.items()]
+
+
+def row(study: Study, key: Key, found: Mapping[str, Any], seconds: list[float]) -> Row:
+    """Of the CSV; a mechanism that was skipped has a note in place of numbers."""
+    columns = ("mechanism", "who", "causal", "length", "pass", "seconds", "peak_MiB", "process_MiB")
+    memory = found.get("MiB"), found.get("process")
+    cells = (key[0], study.mechanisms[key[0]].who, *key[1:], seconds, *memory)
+    numbers = dict(zip(columns, cells, strict=True))
+    return {**numbers, "rounds": len(seconds), "note": found.get("note")}
+
+
+def curve(
+    rows: Rows, name: str, quantity: str, causal: bool = False, which: str = TRAINING
+) -> list[tuple[float, float]]:
+    """(length, median seconds or peak MiB) of a mechanism, without what was skipped."""
+    return [
+        (r["length"], statistics.median(r["seconds"]) if quantity == "seconds" else r["peak_MiB"])
+        for r in rows
+        if (r["mechanism"], r["causal"], r["pass"]) == (name, causal, which) and not r["note"]
+    ]
+
+
+def cost_table(rows: Rows, unit: str) -> str:
+    """Markdown: time and memory of training at every size, exponents, and what was skipped.
+
+    Exponents are fitted to the longer half of the sizes.
+    """
+    sizes, parts = names(rows, "length"), []
+    for causal in names(rows, "causal"):
+        for title, quantity, form in (("time, s", "seconds", ".3g"), ("memory, MiB", "MiB", ".0f")):
+            lines = []
+            for name in names(pick(rows, causal=causal), "mechanism"):
+                points = curve(rows, name, quantity, causal)
+                cells = {size: format(value, form) for size, value in points}
+                power = exponent(upper_half(points))
+                last = f"{power:.2f}" if math.isfinite(power) else None
+                lines.append([name, *(cells.get(size, "–") for size in sizes), last])
+            head = [f"{title}, {unit}{', causal' * causal}", *sizes, "~ N^"]
+            parts.append(markdown(head, lines))
+    skipped = [
+        f"- {r['mechanism']}{', causal' * r['causal']}, {r['length']} {unit}: {r['note']}"
+        for r in rows
+        if r["note"] and r["pass"] == TRAINING
+    ]
+    return "\n\n".join(filter(None, [*parts, "\n".join(skipped)]))
+
+
+def draw_costs(
+    png: Path, rows: Rows, unit: str, styles: Mapping[str, tuple[int, str]], limit: float = math.nan
+) -> None:
+    """Time and memory of training against the size, causal and not; a line at the limit, GB."""
+    kinds = names(rows, "causal")
+    with picture(png, figsize=(7.6, 4.2) if len(kinds) < 2 else (9, 7.2)) as figure:
+        grid = figure.subplots(len(kinds), 2, sharex=True, sharey="col", squeeze=False)
+        for line, causal in zip(grid, kinds, strict=True):
+            for axes, quantity in zip(line, ("seconds", "MiB"), strict=True):
+                points = {name: curve(rows, name, quantity, causal) for name in styles}
+                what = "forward and backward, s" if quantity == "seconds" else "peak memory, MiB"
+                curves(axes, points, styles, ylabel=f"{what}{', causal' * causal}")
+                sizes = names(rows, "length")
+                axes.set_xticks(sizes, [str(n) for n in sizes], fontsize="small")
+                axes.minorticks_off()
+            line[1].axhline(limit * 1e9 / 2**20, color="gray", linewidth=0.8)
+        for axes in grid[-1]:
+            axes.set_xlabel(unit)
+        legend(figure, grid[0, 0])
+
+
+def cost_ratio(
+    rows: Rows, quantity: str, one: str, other: str, length: int, causal: bool = False
+) -> float | None:
+    """Cost of training of a mechanism in units of another's; None unless both were measured."""
+    labels = {"length": length, "causal": causal, "pass": TRAINING, "note": None}
+    found = [pick(rows, mechanism=name, **labels) for name in (one, other)]
+    if not all(found):
+        return None
+    a, b = (own[0] for own in found)
+    if quantity == "time":
+        return paired(a["seconds"], b["seconds"])
+    return float(a["peak_MiB"] / b["peak_MiB"])
+
+
+def cost_promise(
+    quantity: str, one: str, other: str, size: tuple[int, str], causal: bool = False, **bound: float
+) -> Promise:
+    """A bound on the cost of one / other at a size, such as (8192, "tokens")."""
+    text = f"{quantity} of {one} / {other}, {size[0]} {size[1]}{', causal' * causal}"
+    return Promise(
+        text, lambda rows: cost_ratio(rows, quantity, one, other, size[0], causal), **bound
+    )
+
+
+def pyg_performer(dim: int, heads: int, features: int) -> nn.Module:
+    """PyTorch Geometric's with ReLU features; it fixes m = d log d, so m is set afterwards."""
+    from torch_geometric.nn.attention import PerformerAttention
+    from torch_geometric.nn.attention.performer import orthogonal_matrix
+
+    layer = PerformerAttention(dim, heads, head_channels=dim // heads)
+    layer.fast_attn.num_rows = features
+    layer.fast_attn.projection_matrix = orthogonal_matrix(features, dim // heads)
+    return layer

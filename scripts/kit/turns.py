@@ -1,0 +1,45 @@
+"""Time: works take turns, round after round, so that a busy moment hits all."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+Key = TypeVar("Key")
+
+
+def turns(
+    works: Mapping[Key, Callable[[], object]],
+    rounds: int | Mapping[Key, int],
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[Key, list[float]]:
+    """Seconds of every round in which a work took part, after one that is not counted.
+
+    Raises:
+        ValueError: for less than one round.
+    """
+    most = {key: rounds if isinstance(rounds, int) else rounds[key] for key in works}
+    if any(count < 1 for count in most.values()):
+        raise ValueError(f"rounds must be at least 1; got {min(most.values())}")
+    times: dict[Key, list[float]] = {key: [] for key in works}
+    for turn in range(-1, max(most.values(), default=0)):
+        for key, work in works.items():
+            if turn >= most[key] or (turn < 0 and most[key] == 1):
+                continue
+            start = clock()
+            work()
+            if turn >= 0:
+                times[key].append(clock() - start)
+    return times
+
+
+def medians(times: Mapping[Key, Sequence[float]]) -> dict[Key, float]:
+    """Median seconds of each."""
+    return {key: statistics.median(own) for key, own in times.items()}
+
+
+def paired(one: Sequence[float], other: Sequence[float]) -> float:
+    """Median over rounds of the ratio of two works' seconds in the same round."""
+    return statistics.median(a / b for a, b in zip(one, other, strict=False))

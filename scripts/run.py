@@ -1,0 +1,159 @@
+"""Runs a benchmark: its rows, table, picture and promises.
+
+    python scripts/run.py                           # what there is
+    python scripts/run.py decoding                  # measure, and renew the documentation
+    python scripts/run.py decoding --out runs/d     # ... into a folder, the documentation stays
+    python scripts/run.py decoding --redraw         # the same from the CSV, without measuring
+
+Writes NAME.csv, .png and .md into a folder, runs/NAME without --out; what has marks in
+docs/results.md goes between them and to docs/results. Exits with 1 if a promise does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any, get_args, get_origin
+
+import torch
+from kit.rows import Rows, Verdict, markdown, read_csv, write_csv
+
+SCRIPTS = Path(__file__).resolve().parent
+ROOMS = ("cost", "accuracy", "training")
+PAGE = SCRIPTS.parent / "docs" / "results.md"
+
+
+def benchmarks() -> dict[str, str]:
+    """Module of every benchmark by its name: files of the rooms that have a `measure`."""
+    files = [path for room in ROOMS for path in sorted((SCRIPTS / room).glob("*.py"))]
+    return {
+        path.stem: f"{path.parent.name}.{path.stem}"
+        for path in files
+        if re.search(r"^(def measure\(|measure = )", path.read_text(), re.M)
+    }
+
+
+def titles() -> str:
+    """A line for each benchmark, from its file alone."""
+    lines = []
+    for name, module in benchmarks().items():
+        path = SCRIPTS / f"{module.replace('.', '/')}.py"
+        first, _, _ = path.read_text().removeprefix('"""').partition("\n")
+        lines.append(f"{name:14s} {first}")
+    return "\n".join(lines)
+
+
+def add_options(parser: argparse.ArgumentParser, measure: Any, redraw: bool) -> None:
+    """Keywords of `measure` as options: tuples take several words, booleans none."""
+    for name, parameter in inspect.signature(measure, eval_str=True).parameters.items():
+        needed = parameter.default is parameter.empty
+        default = "needed" if needed else f"by default {parameter.default}"
+        options: dict[str, Any] = {"help": default, "required": needed and not redraw}
+        kind = parameter.annotation
+        if isinstance(kind, types.UnionType):  # Path | None
+            kind = next(each for each in get_args(kind) if each is not type(None))
+        if get_origin(kind) is tuple:
+            options |= {"nargs": "+", "type": get_args(kind)[0]}
+        else:
+            options |= {"action": "store_true"} if kind is bool else {"type": kind}
+        parser.add_argument(f"--{name}", default=argparse.SUPPRESS, **options)
+
+
+def marked(text: str, name: str, block: str) -> str:
+    """A page with the block between its marks.
+
+    Raises:
+        ValueError: if the marks are missing.
+    """
+    begin, end = f"<!-- bench: {name} -->", "<!-- end -->"
+    before, mark, rest = text.partition(begin)
+    if not mark or end not in rest:
+        raise ValueError(f"{PAGE}: no {begin} ... {end}; add the marks, or give --out FOLDER")
+    return f"{before}{begin}\n\n{block}\n\n{end}{rest.partition(end)[2]}"
+
+
+def block(benchmark: ModuleType, rows: Rows) -> tuple[str, list[Verdict]]:
+    """Markdown: table and promises; and what came of the latter."""
+    verdicts = [promise.verdict(rows) for promise in benchmark.PROMISES]
+    text: str = benchmark.table(rows)
+    if verdicts:
+        lines = [(verdict.text, verdict.measured, verdict.bound) for verdict in verdicts]
+        text += f"\n\n{markdown(('promised', 'measured', 'bound'), lines)}"
+    return text, verdicts
+
+
+def write(benchmark: ModuleType, name: str, rows: Rows, out: Path | None) -> bool:
+    """Block and picture of rows; returns whether all promises hold, and says which do not."""
+    text, verdicts = block(benchmark, rows)
+    if out is None:
+        PAGE.write_text(marked(PAGE.read_text(), name, text))
+    else:
+        (out / f"{name}.md").write_text(f"{text}\n")
+    if hasattr(benchmark, "draw"):
+        benchmark.draw((out or PAGE.with_suffix("")) / f"{name}.png", rows)
+    print(text)
+    broken = [verdict for verdict in verdicts if not verdict.kept]
+    for text, measured, bound, _ in broken:
+        print(f"broken promise: {text} is {measured}, not {bound}", file=sys.stderr)
+    return not broken
+
+
+def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace, Mapping[str, Any]]:
+    """Name, options of this command, and those of the benchmark's `measure`."""
+    modules = benchmarks()
+    plain = partial(argparse.ArgumentParser, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = plain(prog="run.py", description=f"{__doc__}\n{titles()}")
+    parser.add_argument("name", choices=modules, metavar="NAME")
+    name = parser.parse_args(words[:1]).name
+    module = import_module(modules[name])
+    parser = plain(prog=f"run.py {name}", description=module.__doc__)
+    parser.add_argument("--out", type=Path, help="folder for all files; the documentation stays")
+    parser.add_argument(
+        "--quick", action="store_true", help="smallest size, in seconds; with --out"
+    )
+    parser.add_argument("--redraw", action="store_true", help="read the CSV in place of measuring")
+    own = [action.dest for action in parser._actions]
+    add_options(parser, module.measure, "--redraw" in words)
+    given = vars(parser.parse_args(words[1:]))
+    options = argparse.Namespace(**{key: given[key] for key in given if key in own})
+    if options.out is None and f"<!-- bench: {name} -->" not in PAGE.read_text():
+        options.out = Path("runs") / name
+    if options.quick and options.out is None:
+        parser.error("--quick measures nothing worth keeping; give --out FOLDER")
+    rest = {key: given[key] for key in given if key not in own}
+    if options.redraw and (rest or options.quick):
+        parser.error("--redraw measures nothing, so that no other option but --out has an effect")
+    return name, options, rest
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Returns 1 for a broken promise, 2 for options outside their range."""
+    words = sys.argv[1:] if words is None else words
+    if not words:
+        print(titles())
+        return 0
+    name, options, given = parse(words)
+    benchmark = import_module(benchmarks()[name])
+    path = (options.out or PAGE.with_suffix("")) / f"{name}.csv"
+    torch.set_num_threads(1)
+    try:
+        if not options.redraw:
+            quick = benchmark.QUICK if options.quick else {}
+            write_csv(path, benchmark.measure(**{**quick, **given}))
+        rows = read_csv(path)
+        return 0 if write(benchmark, name, rows, options.out) else 1
+    except (ValueError, FileNotFoundError) as error:
+        print(f"run.py {name}: error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

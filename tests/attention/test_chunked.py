@@ -1,0 +1,128 @@
+"""Linear attention in chunks: the same sums and gradients, and memory that features do not fill."""
+
+import contract
+import pytest
+import torch
+
+from molflt.attention import Attention, make_position
+from molflt.attention.features.base import Operand
+from molflt.attention.mixing import chunked
+
+TOKENS = 23
+CASES = {
+    "plain": {},
+    "spectral": {"position": "spectral"},
+    "multiplicative": {"position": "multiplicative"},
+    "without a logarithm": {"feature_map": "relu"},
+    "signed": {"feature_map": "trigonometric", "position": "spectral"},
+    "sums": {"normalize": "none"},
+    "auto": {"mixing": "auto"},
+}
+
+
+@pytest.fixture
+def cut(monkeypatch):
+    """Cuts every sequence into chunks of so many tokens; 0: none."""
+
+    def set_size(size: int) -> None:
+        monkeypatch.setattr("molflt.attention.encodings.chunk_size", lambda *_: size)
+
+    return set_size
+
+
+def layer(position: str = "", feature_map: str = "positive", dtype=torch.float64, **options):
+    """Attention and the encoding of random places, the first graph short of 7 tokens."""
+    torch.manual_seed(0)
+    drawn = (torch.randn(2, TOKENS, width, dtype=torch.float64) for width in (3, 8))
+    places, x = (draw.to(dtype).requires_grad_() for draw in drawn)
+    if position:
+        options["position"] = make_position(position, 2, 4, num_nodes=3)
+    attention = Attention(8, 2, feature_map=feature_map, num_features=6, **options).to(dtype)
+    mask = torch.ones(2, TOKENS, dtype=torch.bool)
+    mask[0, -7:] = False
+
+    def run() -> torch.Tensor:
+        return attention(x, places if position else None, key_mask=mask)
+
+    return run, [x, *attention.parameters(), *([places] if position else [])]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("size", [1, 4, TOKENS])
+def test_chunks_change_nothing(cut, case, size):
+    """Outputs, gradients and second derivatives; with one-token chunks, some without any key."""
+    found = []
+    for tokens in (0, size):
+        cut(tokens)
+        run, leaves = layer(**CASES[case])
+        out = run()
+        loss = out.square().sum()
+        first = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
+        second = torch.autograd.grad(first[0].square().sum(), leaves, allow_unused=True)
+        found.append([x for x in (out, *first, *second) if x is not None])
+    for whole, in_chunks in zip(*found, strict=True):
+        scale = whole.abs().max().clamp(min=1.0)
+        torch.testing.assert_close(in_chunks / scale, whole / scale, **contract.EXACT)
+
+
+def test_a_later_chunk_of_huge_keys_overflows_nothing(cut):
+    """Log features of some thousands that grow along the sequence, in float32."""
+    found = []
+    for size, dtype in ((0, torch.float64), (4, torch.float32)):
+        cut(size)
+        run, (x, *_) = layer(feature_map="exp", dtype=dtype)
+        with torch.no_grad():
+            torch.manual_seed(1)
+            x.copy_(torch.randn(TOKENS, 8, dtype=torch.float64).cumsum(0) * 60)
+        found.append(run())
+    error = (found[1] - found[0]).abs().max() / found[0].abs().max()
+    assert error < 1e-6  # measured 2e-7, as without chunks
+
+
+def test_a_graph_without_keys_is_zero(cut):
+    cut(4)
+    torch.manual_seed(0)
+    attention, x = Attention(8, 2, num_features=6), torch.randn(2, TOKENS, 8, requires_grad=True)
+    mask = torch.zeros(2, TOKENS, dtype=torch.bool)
+    mask[1, 0] = True
+    out = attention(x, key_mask=mask)
+    torch.testing.assert_close(out[0], attention.to_out.bias.expand_as(out[0]))
+    out.sum().backward()
+    assert x.grad.isfinite().all() and not x.grad[0].any()
+
+
+def test_nothing_of_the_size_of_all_features_is_kept():
+    """What autograd packs for 40 000 tokens: no tensor of (heads, tokens, m)."""
+    attention = Attention(16, 8, num_features=64)
+    x = torch.randn(1, 40_000, 16, requires_grad=True)
+    sizes = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = attention(x)
+    assert sizes and max(sizes) <= 2 * x.numel() < 8 * 64 * 40_000
+    out.sum().backward()
+    assert x.grad.isfinite().all()
+
+
+def test_only_long_sequences_are_cut():
+    attention = Attention(16, 8, num_features=64)
+
+    def size(batch, tokens):
+        x = torch.zeros(1, 8, 1, 2).expand(batch, 8, tokens, 2)
+        operand = Operand(attention.feature_map, x)
+        return chunked.chunk_size(operand, operand, x)
+
+    assert size(1, 8_000) == 0 and size(1, 40_000) == chunked._AT_ONCE // (8 * 64)
+    assert size(10_000, 30) == 0  # a large batch of short ones
+
+
+def test_chunks_compile(cut):
+    cut(16)
+    run, (x, *_) = layer(position="spectral")
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    found = [torch.autograd.grad(f().square().sum(), x)[0] for f in (compiled, run)]
+    torch.testing.assert_close(*found, **contract.EXACT)

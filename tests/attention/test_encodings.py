@@ -1,0 +1,134 @@
+"""Kinds of encodings: the fast form, the form by the matrix and attention written out agree."""
+
+import contract
+import pytest
+import torch
+from contract import EXACT
+
+from molflt.attention import Attention, Encoding
+from molflt.attention.encodings import SOFTMAX, Bias, Factors, Kernel, Rotation, Terms, Toeplitz
+from molflt.attention.features import FEATURE_MAPS
+from molflt.attention.features.base import Operand
+from molflt.attention.mixing.pairs import Pairs
+
+TOKENS, DIM, HEADS = 7, 4, 2
+
+
+def randn(*size: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*size, dtype=torch.float64, generator=generator)
+
+
+def pairs(exact: bool = False) -> Pairs:
+    """Three pairs of tokens of the second sequence, one of them twice."""
+    places = torch.tensor([[1, 1, 1, 1], [0, 3, 3, 6], [2, 3, 3, 5]])
+    f, switch = randn(HEADS, 4, seed=6), randn(4, seed=7).sigmoid()
+    return Pairs(*places, randn(HEADS, 4, seed=5), (f, switch) if exact else None)
+
+
+def rows(seed: int, width: int = 3) -> torch.Tensor:
+    return randn(2, HEADS, TOKENS, width, seed=seed)
+
+
+BUILDS = {
+    "nothing": Encoding,
+    "factors": lambda: Factors(rows(1), rows(2)),
+    "kernel": lambda: Kernel(rows(1), rows(2)),
+    "kernel, pairs": lambda: Kernel(rows(1), rows(2), pairs()),
+    "kernel, exact pairs": lambda: Kernel(rows(1), rows(2), pairs(exact=True)),
+    "Toeplitz": lambda: Toeplitz(randn(HEADS, 2 * TOKENS - 1, seed=1)),
+    "Toeplitz, fft": lambda: Toeplitz(randn(HEADS, 2 * TOKENS - 1, seed=1), "fft"),
+    "rotation": lambda: Rotation(lambda q: q.flip(-1), lambda k: k * rows(2, 1)),
+}
+
+
+def kinds(kind: type[Encoding]) -> set[type[Encoding]]:
+    return {kind}.union(*(kinds(each) for each in kind.__subclasses__()))
+
+
+def test_every_kind_is_here():
+    built = {type(build()) for build in BUILDS.values()} | {Bias}
+    assert kinds(Encoding) == built, "add the new kind to BUILDS"
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("feature_map", ["identity", "positive", "relu"])
+@pytest.mark.parametrize("build", BUILDS)
+def test_fast_form_matrix_and_definition_agree(build, feature_map, causal):
+    """Sums over keys, of all forms that `attend` has; where it cannot, it says so."""
+    encoding = BUILDS[build]()
+    query, key, value = rows(10, DIM), rows(11, DIM), rows(12, 5)
+    left, right = encoding.columns
+    width = DIM + (0 if left is None else left.shape[-1])
+    phi = FEATURE_MAPS[feature_map](width, HEADS, width).double()
+    if feature_map == "identity":  # products are those of queries and keys themselves
+        phi.projection.rows.copy_(torch.eye(width))
+    turned = encoding.transform(query, key)
+    operands = [Operand(phi, x, c) for x, c in zip(turned, (left, right), strict=True)]
+    phi_q, phi_k = (operand.features() for operand in operands)
+    dense = encoding.dense(TOKENS, TOKENS)
+    matrix = phi_q.materialize() @ phi_k.materialize().mT
+    if isinstance(encoding, Factors):
+        if feature_map == "identity":
+            torch.testing.assert_close(matrix, query @ key.mT + dense, **EXACT)
+    elif dense is not None:
+        matrix = matrix * dense
+    near = getattr(encoding, "pairs", None)
+    if near is not None and near.exact is not None:
+        f, switch = near.exact
+        for p, (b, i, j) in enumerate(zip(near.batch, near.query, near.key, strict=True)):
+            dot = (query[b, :, i] * key[b, :, j]).sum(-1)
+            matrix[b, :, i, j] += switch[p] * (dot + f[:, p]).exp()
+    if causal:
+        matrix = matrix.tril()
+        if near is not None:
+            with pytest.raises(ValueError, match="causal attention has no near field"):
+                encoding.attend(*operands, value, causal=True)
+            return
+    expected = matrix @ value, matrix.sum(-1, keepdim=True)
+    found = [encoding.attend(*operands, value, form=f, causal=causal)[0] for f in FORMS]
+    if near is None or near.exact is None:
+        found.append(encoding.mix(Terms(phi_q, phi_k, value, causal))[0])
+        found.append(encoding.by_matrix(Terms(phi_q, phi_k, value, causal)))
+    for sums in found:
+        scale = sums.log_scale.exp()
+        torch.testing.assert_close(sums.numerator * scale, expected[0], **EXACT)
+        torch.testing.assert_close(sums.normalizer * scale, expected[1], **EXACT)
+
+
+FORMS = ("linear", "quadratic", "auto")
+
+
+def test_a_bias_is_added_to_the_logits():
+    attention = Attention(8, HEADS, mixing="softmax").double()
+    x, encoding = randn(2, TOKENS, 8), Bias(randn(2, HEADS, TOKENS, TOKENS, seed=1))
+    query, key, *_ = attention._split(x)
+    weights = (query @ key.mT + encoding.dense(TOKENS, TOKENS)).softmax(dim=-1)
+    torch.testing.assert_close(attention.weights(x, encoding=encoding), weights, **EXACT)
+    assert encoding.faces == (SOFTMAX,)
+
+
+@pytest.mark.parametrize("case", [name for name in contract.CASES if name != "none"])
+def test_encodings_work_in_the_attention_that_they_name(case):
+    """And are refused, not dropped, in the other."""
+    x, r = (part[None] for part in contract.ragged(case)[2])
+    for mixing in contract.CASES[case].mixings:
+        stack = contract.make_stack(contract.Combination("positive", case, mixing, False))
+        encoding = stack.position(mixing, r, r)
+        own = "softmax" if mixing == "softmax" else "kernelized"
+        assert own in encoding.faces
+        other = Attention(16, 2, mixing="linear" if own == "softmax" else "softmax").double()
+        if len(encoding.faces) == 1:
+            for call in (other, other.weights):
+                with pytest.raises(ValueError, match=f"for {own} attention; .* evaluate it for"):
+                    call(x, encoding=encoding)
+
+
+def test_projections_of_factors_have_no_matrix():
+    from molflt.attention.features.base import Projected
+
+    columns = Projected(rows(1), rows(2, 1))
+    assert Factors(columns, columns).dense(TOKENS, TOKENS) is None
+    phi = FEATURE_MAPS["elu"](DIM, HEADS)
+    with pytest.raises(ValueError, match="needs the factors of the encoding themselves"):
+        Operand(phi, rows(3, DIM), columns).features()

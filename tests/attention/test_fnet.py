@@ -1,0 +1,260 @@
+"""FNet's mixers: the public transform, every sequence at its own length, and the ablations."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from scipy import linalg
+from torch import Tensor, nn
+
+from molflt.attention.encodings import Bias
+from molflt.attention.fnet import (
+    TOKEN_MIXERS,
+    FourierMixer,
+    Mixer,
+    _LinearMixer,
+    _NoMixer,
+    _RandomMixer,
+    _real_dft,
+)
+
+EXACT = {"rtol": 0.0, "atol": 1e-10}
+DIM = 10
+BUILDS = {
+    "fft": lambda dim=DIM: FourierMixer(dim),
+    "dft": lambda dim=DIM: FourierMixer(dim, method="dft"),
+    "fft-normalized": lambda dim=DIM: FourierMixer(dim, normalize=True),
+    "dft-normalized": lambda dim=DIM: FourierMixer(dim, method="dft", normalize=True),
+    "dense": lambda dim=DIM: _LinearMixer(dim, max_tokens=12),
+    "random": lambda dim=DIM: _RandomMixer(dim, max_tokens=12),
+    "none": lambda dim=DIM: _NoMixer(dim),
+}
+SIZES = [(1, 1), (1, 7), (2, 2), (3, 1), (5, 4), (6, 9), (16, 8), (31, 64), (96, 33)]
+
+
+def make(name: str, dim: int = DIM) -> Mixer:
+    torch.manual_seed(0)
+    mixer = BUILDS[name](dim).double()
+    if name == "dense":
+        nn.init.normal_(mixer.sequence_weight)
+        nn.init.normal_(mixer.hidden_weight)
+    return mixer
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def ragged(width: int, fill: float = 0.0, order: int = 1) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Sequences of 5, 1, 12, 0, 5 and 7 tokens, with holes between the tokens."""
+    items = [normal(n, DIM, seed=n + i) for i, n in enumerate((5, 1, 12, 0, 5, 7))][::order]
+    x = torch.full((len(items), width, DIM), fill, dtype=torch.float64)
+    mask = torch.zeros(len(items), width, dtype=torch.bool)
+    for i, item in enumerate(items):
+        generator = torch.Generator().manual_seed(i)
+        mask[i, torch.randperm(width, generator=generator)[: len(item)]] = True
+        x[i, mask[i]] = item
+    return x, mask, items
+
+
+@pytest.mark.parametrize("tokens, dim", SIZES)
+def test_transform_is_that_of_scipy(tokens, dim):
+    """Independent: the complex DFT matrices of scipy; odd and even sizes, and sizes 1 and 2."""
+    x = normal(2, tokens, dim)
+    expected = np.einsum("kn,bnm,ml->bkl", linalg.dft(tokens), x.numpy(), linalg.dft(dim)).real
+    for name in ("fft", "dft"):
+        torch.testing.assert_close(make(name, dim)(x), torch.from_numpy(expected), **EXACT)
+        torch.testing.assert_close(
+            make(f"{name}-normalized", dim)(x),
+            torch.from_numpy(expected) / (tokens * dim) ** 0.5,
+            **EXACT,
+        )
+
+
+def test_float32_phases_do_not_drift():
+    """Angles reach 13000 radians here, which float32 knows to 1e-3."""
+    x = normal(1, 2048, 8)
+    expected = FourierMixer(8)(x)
+    for method, bound in (("fft", 5e-7), ("dft", 2e-6)):  # measured 1.4e-7 and 8.2e-7
+        out = FourierMixer(8, method)(x.float())
+        assert out.dtype is torch.float32
+        assert (out.double() - expected).norm() < bound * expected.norm()
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_gradients(name):
+    mixer = make(name)
+    x = normal(2, 7, DIM).requires_grad_()
+    mask = torch.rand(2, 7, generator=torch.Generator().manual_seed(1)) < 0.6
+    for key_mask in (None, mask):
+
+        def run(x, *_, key_mask=key_mask):
+            return mixer(x, key_mask=key_mask)
+
+        assert torch.autograd.gradcheck(run, (x, *mixer.parameters()))
+        assert torch.autograd.gradgradcheck(run, (x,))
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_sequence_is_the_same_in_any_batch_with_any_padding(name):
+    mixer = make(name)
+    for width, fill, order in ((12, 0.0, 1), (12, 0.0, -1), (21, 3.7, 1), (40, torch.nan, -1)):
+        x, mask, items = ragged(width, fill, order)
+        out = mixer(x, key_mask=mask)
+        assert (out[~mask] == 0).all()
+        for row, there, item in zip(out, mask, items, strict=True):
+            torch.testing.assert_close(row[there], mixer(item[None])[0], **EXACT)
+            assert name == "none" or not len(item) or row[there].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_no_gradient_between_sequences_or_from_padding(name):
+    mixer = make(name)
+    x, mask, _ = ragged(15, fill=3.7)
+    x.requires_grad_()
+    out = mixer(x, key_mask=mask)
+    for i in range(len(x)):
+        (grad,) = torch.autograd.grad(out[i].square().sum(), x, retain_graph=True)
+        assert (grad[torch.arange(len(x)) != i] == 0).all() and (grad[~mask] == 0).all()
+        assert name == "none" or not mask[i].any() or (grad[i, mask[i]] != 0).all()
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_nothing_to_mix(name):
+    mixer = make(name)
+    for shape in ((2, 0), (0, 3), (0, 20), (0, 0)):
+        x = torch.zeros(*shape, DIM, dtype=torch.float64, requires_grad=True)
+        masks = (None, torch.ones(shape, dtype=torch.bool))
+        for mask in masks[1:] if shape[1] == 20 else masks:
+            out = mixer(x, key_mask=mask)
+            assert out.shape == x.shape
+            out.sum().backward()
+    x = torch.full((2, 3, DIM), torch.nan, dtype=torch.float64)
+    assert (mixer(x, key_mask=torch.zeros(2, 3, dtype=torch.bool)) == 0).all()
+
+
+@pytest.mark.parametrize("name", BUILDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_loses_only_the_rounding_of_input_and_output(name, dtype):
+    """The bound is the rounding itself, half a unit in the last place."""
+    mixer = make(name)
+    x, mask, _ = ragged(12)
+    for key_mask in (None, mask):
+        exact = mixer(x.to(dtype).double(), key_mask=key_mask)
+        out = copy.deepcopy(mixer).float()(x.to(dtype), key_mask=key_mask)
+        assert out.dtype is dtype
+        error = (out.double() - exact).norm()
+        assert error <= torch.finfo(dtype).eps / 2 * exact.norm()
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_autocast_changes_nothing(name):
+    mixer = make(name).float()
+    x = normal(2, 9, DIM).float()
+    expected = mixer(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = mixer(x)
+    assert out.dtype is torch.float32 and torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_compiled_in_one_graph(name):
+    mixer = make(name)
+    x = normal(2, 9, DIM).requires_grad_()
+    weight = normal(2, 9, DIM, seed=1)
+    compiled = torch.compile(mixer, fullgraph=True, backend="aot_eager")
+    out, expected = compiled(x), mixer(x)
+    torch.testing.assert_close(out, expected, **EXACT)
+    grads = [torch.autograd.grad((y * weight).sum(), x)[0] for y in (out, expected)]
+    torch.testing.assert_close(*grads, **EXACT)
+
+
+def test_two_matrices_and_their_transposes():
+    """Which index is summed over, and that shorter sequences take the leading part."""
+    for name in ("dense", "random"):
+        mixer = make(name)
+        x = normal(2, 9, DIM)
+        expected = torch.einsum(
+            "nm,bmi,ij->bnj", mixer.sequence_weight[:9, :9], x, mixer.hidden_weight
+        )
+        torch.testing.assert_close(mixer(x), expected, **EXACT)
+
+
+def test_random_matrices_have_the_variance_of_the_public_code():
+    """Normal within two standard deviations, of variance 1 / fan-in; 1e6 entries, 4 sigma."""
+    torch.manual_seed(0)
+    mixer = _RandomMixer(500, max_tokens=1000)
+    for weight in (mixer.sequence_weight, mixer.hidden_weight):
+        scaled = weight.double() * len(weight) ** 0.5
+        entries = scaled.numel()
+        assert abs(scaled.mean()) < 4 / entries**0.5
+        assert abs(scaled.var() - 1) < 4 * (1.06 / entries) ** 0.5  # kurtosis 2.06
+        assert 2.27 < scaled.abs().max() < 2.2738  # 2 / 0.8796
+    assert not list(mixer.parameters()) and len(mixer.state_dict()) == 2
+
+
+def test_redraw_follows_the_generator():
+    mixer, other = _RandomMixer(8, 6), _RandomMixer(8, 6)
+    before = mixer.sequence_weight.clone(), mixer.hidden_weight.clone()
+    for one in (mixer, other):
+        one.redraw_(torch.Generator().manual_seed(3))
+    for weight, old, same in zip(mixer.buffers(), before, other.buffers(), strict=True):
+        assert torch.equal(weight, same) and not torch.equal(weight, old)
+    for name in ("fft", "dense", "none"):
+        constant = make(name)
+        state = copy.deepcopy(constant.state_dict())
+        constant.redraw_(torch.Generator())
+        assert all(torch.equal(v, state[k]) for k, v in constant.state_dict().items())
+
+
+def test_no_mixing_leaves_the_residual_sum_as_it_is():
+    """In front: x + 0. Behind: LayerNorm(x), which is the public code's LayerNorm(x + x)."""
+    x = normal(2, 5, DIM)
+    norm = nn.LayerNorm(DIM, eps=1e-12).double()
+    mixer = make("none")
+    assert torch.equal(x + mixer(norm(x)), x)
+    torch.testing.assert_close(norm(x + mixer(x)), norm(x + x), **EXACT)
+    mixer(norm(x)).sum().backward()
+    assert (norm.weight.grad == 0).all()
+
+
+def test_backward_saves_nothing():
+    kept = []
+    x = normal(1, 64, 64).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        _real_dft(x)
+    assert not kept
+
+
+def test_choices_are_listed():
+    assert list(TOKEN_MIXERS) == ["fourier", "dense", "random", "none"]
+    for key, cls in TOKEN_MIXERS.items():
+        mixer = cls(8, max_tokens=5) if cls.bounded else cls(8)
+        assert (mixer.mixing, mixer.dim, mixer.causal, mixer.heads) == (key, 8, False, 0)
+        assert "dim=8" in repr(mixer)
+
+
+@pytest.mark.parametrize(
+    "act, message",
+    [
+        (lambda m, x: m(x, x), "positions has no effect with mixing"),
+        (lambda m, x: m(x, encoding=Bias(x)), "encoding has no effect with mixing"),
+        (lambda m, x: m(x, key_index=torch.zeros(2, 5).long()), "key_index has no effect with"),
+        (lambda m, x: m(x[0]), r"expected \(batch, tokens, 10\); got \(5, 10\)"),
+        (lambda m, x: m(x[..., :9]), r"expected \(batch, tokens, 10\); got \(2, 5, 9\)"),
+        (lambda m, x: m(x, key_mask=torch.ones(2, 4) > 0), r"shape \(2, 5\); got .* of \(2, 4\)"),
+        (lambda m, x: m(x, key_mask=torch.ones(2, 5)), "expected bool .*got torch.float32"),
+        (lambda m, x: _LinearMixer(DIM, 4).double()(x), "at most max_tokens=4 tokens; got 5"),
+        (
+            lambda m, x: _RandomMixer(DIM, 4).double()(x, key_mask=torch.ones(2, 5) > 0),
+            "at most max_tokens=4 tokens; got 5",
+        ),
+        (lambda m, x: _LinearMixer(DIM, 0), "max_tokens=0 is no length"),
+        (lambda m, x: FourierMixer(0), "dim=0 is no width"),
+        (lambda m, x: FourierMixer(8, "fht"), "method='fht' is unknown; expected one of fft, dft"),
+    ],
+)
+def test_errors_say_what_to_do(act, message):
+    with pytest.raises(ValueError, match=message):
+        act(make("fft"), normal(2, 5, DIM))

@@ -1,0 +1,183 @@
+"""What was given has an effect or is refused; a position belongs to one module, and learns."""
+
+import copy
+
+import pytest
+import torch
+from safetensors.torch import load, save
+
+from molflt.attention import Attention, Block, Stack, make_position
+
+DIM, HEADS = 16, 2
+
+
+def position(name: str = "spectral", **options):
+    small = {"low_rank": {"max_tokens": 9, "rank": 3}, "toeplitz": {"max_tokens": 9}}
+    return make_position(name, HEADS, DIM // HEADS, **small.get(name, {}), **options)
+
+
+def layer(own=None, **options) -> Attention:
+    return Attention(DIM, HEADS, position=own, **options)
+
+
+def stack_of(shared, *layers: Attention) -> Stack:
+    return Stack.of([Block(each, 24) for each in layers], shared)
+
+
+def tokens(axes: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(1, 5, DIM), torch.arange(5.0)[None, :, None].expand(1, 5, axes)
+
+
+POSITIONED = ["spectral", "multiplicative", "low_rank", "toeplitz", "rotary", "sine_spe"]
+
+
+@pytest.mark.parametrize("name", POSITIONED)
+def test_a_position_reaches_every_layer(name):
+    """Stack, hand-made stack and layer: positions matter, or the object cannot be made."""
+    shared = position(name)
+    x, r = tokens(shared.dim)
+    with pytest.raises(ValueError, match="block 0 was built for a .* expected none; give"):
+        stack_of(None, layer(shared))(x, r)
+    with pytest.raises(ValueError, match="block 1 was built without a position; expected the"):
+        stack_of(shared, layer(shared), layer())(x, r)
+    with pytest.raises(ValueError, match=r"block 0 was built for a \w+ of its own; expected the"):
+        stack_of(shared, layer(position(name)))(x, r)
+    order = torch.tensor([0, 3, 1, 4, 2])
+    options = {"mixing": "softmax"} if name == "toeplitz" else {}  # else in order on a grid
+    built = position(name)
+    models = [layer(built, **options), stack_of(built, layer(built, **options))]
+    models.append(Stack(DIM, HEADS, 1, position=position(name), **options))
+    for model in models:
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter) if parameter.ndim == 2 else None
+        assert (model(x, r) - model(x, r[:, order])).abs().max() > 1e-6
+
+
+def encoded(mixing: str, name: str = "spectral"):
+    own = position(name)
+    _, r = tokens(own.dim)
+    return own(mixing, r, r)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        # wrong kinds
+        (lambda x, r: layer()(x, encoding=encoded("softmax")), "is Bias, for softmax attention"),
+        (lambda x, r: layer().weights(x, encoding=encoded("softmax")), "is Bias, for softmax"),
+        (lambda x, r: layer().sums(x, encoding=encoded("softmax")), "is Bias, for softmax"),
+        (lambda x, r: layer(causal=True).decode(x, encoding=encoded("softmax")), "is Bias"),
+        (
+            lambda x, r: layer(mixing="softmax")(x, encoding=encoded("linear")),
+            "is Factors, for kernelized attention; this layer has mixing='softmax'",
+        ),
+        (
+            lambda x, r: layer(mixing="softmax")(x, encoding=encoded("linear", "multiplicative")),
+            "is Kernel, for kernelized",
+        ),
+        (
+            lambda x, r: layer(mixing="softmax")(x, encoding=encoded("linear", "toeplitz")),
+            "is Toeplitz, for kernelized",
+        ),
+        (lambda x, r: layer()(x, encoding=encoded("linear")), "are 40 wide; .* built for 8"),
+        (
+            lambda x, r: layer(position())(x, encoding=encoded("linear", "low_rank")),
+            "are 11 wide; .* built for 40",
+        ),
+        (lambda x, r: layer(position("gaussian_bias")), "does not go with mixing='linear'"),
+        (
+            lambda x, r: stack_of(position("gaussian_bias"), layer()),
+            "built without a position; expected the GaussianBias",
+        ),
+        (
+            lambda x, r: stack_of(p := position(), layer(p), layer(p, mixing="softmax")),
+            "serves one kind of attention; got blocks of linear and softmax",
+        ),
+        # twice, or not at all
+        (lambda x, r: layer(position())(x, r, encoding=encoded("linear")), "both positions and an"),
+        (
+            lambda x, r: layer(position())(x, key_positions=r, encoding=encoded("linear")),
+            "both positions and an",
+        ),
+        (lambda x, r: layer()(x, key_positions=r), "got positions, and the attention has no"),
+        (lambda x, r: Stack(DIM, HEADS, 1)(x, key_positions=r), "got positions, and the stack has"),
+        (lambda x, r: layer(position())(x), "SpectralPosition needs positions; pass them"),
+        (lambda x, r: layer(position(), causal=True).decode(x), "needs positions"),
+        (lambda x, r: layer()(x, r), "got positions, and the attention has no positional encoding"),
+        (lambda x, r: Stack(DIM, HEADS, 1, position="spectral")(x), "needs positions; pass them"),
+        (lambda x, r: Stack(DIM, HEADS, 1)(x, r), "got positions, and the stack has no"),
+        (lambda x, r: Stack(DIM, HEADS, 1, causal=True).decode(x, r), "got positions, and"),
+        # options without effect
+        (lambda x, r: layer(feature_map="elu", num_features=8), "num_features=8 has no effect in"),
+        (lambda x, r: layer(feature_map="cosformer", num_features=8), "num_features=8 has no"),
+        (lambda x, r: layer(feature_map="elu", projection="iid"), "projection='iid' has no effect"),
+        (lambda x, r: layer(mixing="softmax", feature_map="relu"), "feature_map='relu' has no"),
+        (lambda x, r: layer(mixing="softmax", num_features=8), "num_features=8 has no effect with"),
+        (lambda x, r: layer(mixing="softmax", projection="iid"), "projection='iid' has no effect"),
+        (lambda x, r: layer(mixing="softmax", floor=0.1), "floor=0.1 has no effect with mixing="),
+        (lambda x, r: layer(normalize="none", floor=0.1), "floor=0.1 has no effect with normalize"),
+        (
+            lambda x, r: position(
+                nodes="shells", num_nodes=8, node_diameter=5.0, node_max_frequency=0.3
+            ),
+            "num_nodes=8 has no effect with nodes='shells'",
+        ),
+        (lambda x, r: position(mixing="softmax", nodes="sobol"), "nodes='sobol' has no effect for"),
+        (lambda x, r: position(mixing="softmax", num_nodes=8), "num_nodes=8 has no effect for"),
+        (lambda x, r: position(mixing="softmax", node_sigma=1.0), "node_sigma=1.0 has no effect"),
+        (lambda x, r: position(sampled=False, num_nodes=8), "num_nodes=8 has no effect for"),
+        (lambda x, r: position(node_diameter=5.0), "GaussianNodes has no option node_diameter"),
+        (lambda x, r: position(background=1.0), "GaussianBasis has no option background"),
+        (lambda x, r: position("none", num_nodes=8), "num_nodes=8 has no effect with position="),
+        (
+            lambda x, r: Stack(DIM, HEADS, 1, position_options={"num_nodes": 8}),
+            "num_nodes=8 has no effect with position='none'",
+        ),
+        (
+            lambda x, r: Stack(DIM, HEADS, 1, position=position(), position_options={"dim": 3}),
+            "position_options has no effect with a position that is made",
+        ),
+    ],
+)
+def test_what_would_be_dropped_is_refused(call, words):
+    with pytest.raises(ValueError, match=words) as error:
+        call(*tokens())
+    assert "\n" not in str(error.value)
+
+
+def test_a_layer_alone_owns_its_position():
+    own = position()
+    attention = layer(own)
+    names = {f"position.{name}" for name, _ in own.named_parameters()}
+    assert names and names <= dict(attention.named_parameters()).keys()
+    assert {f"position.{name}" for name in own.state_dict()} <= attention.state_dict().keys()
+    attention(*tokens()).square().sum().backward()
+    assert all(p.grad.abs().max() > 0 for p in own.parameters())
+
+
+@pytest.mark.parametrize("made_by_hand", [False, True])
+def test_a_stack_registers_a_shared_position_once(made_by_hand):
+    own = position()
+    if made_by_hand:
+        stack = stack_of(own, layer(own), layer(own))
+    else:
+        stack = Stack(DIM, HEADS, 2, position=own)
+    names = [name for name, _ in stack.named_parameters(remove_duplicate=False)]
+    names += [name for name, _ in stack.named_buffers(remove_duplicate=False)]
+    assert sorted(n for n in names if "position." in n) == sorted(
+        f"position.{name}" for name in own.state_dict()
+    )
+    assert set(names) == stack.state_dict().keys()
+    twin = copy.deepcopy(stack)
+    for each in (stack, twin):
+        assert all(block.attention.position is each.position for block in each.blocks)
+    assert twin.position is not own
+    x, r = tokens()
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.normal_()
+    assert (twin(x, r) - stack(x, r)).abs().max() > 1e-3
+    stack.load_state_dict(load(save(twin.state_dict())))
+    assert torch.equal(twin(x, r), stack(x, r))
+    stack.double()(x.double(), r.double()).sum().backward()
+    assert all(p.grad is not None for p in own.parameters())

@@ -1,0 +1,126 @@
+"""A periodic scheme is one class and one line: what else has to know of it does so by itself."""
+
+import pytest
+import torch
+from graph.test_regressor import structure
+from graph_cases import DIM, HEADS, close, graph, mixed, run
+from torch import Tensor
+from torch_geometric.data import Batch
+
+from molflt.graph import EnergyRegressor, GraphAttention
+from molflt.graph.dense import DenseAtoms
+from molflt.graph.geometry import Geometry
+from molflt.graph.periodic import PERIODIC, Images, Reciprocal
+
+
+class AllImages(Images):
+    """Images of all atoms, whatever their tags."""
+
+    def dense(self, geometry: Geometry) -> DenseAtoms:
+        return super().dense(geometry._replace(tags=None))
+
+
+@pytest.fixture(autouse=True)
+def added(monkeypatch):
+    monkeypatch.setitem(PERIODIC, "all_images", AllImages)
+
+
+def layer(**options) -> GraphAttention:
+    torch.manual_seed(0)
+    return GraphAttention(DIM, HEADS, periodic="all_images", **options).double()
+
+
+def test_it_keeps_the_promises_of_a_layer():
+    net, graphs = layer(image_cutoff=4.0), mixed()
+    together = run(net, graphs)
+    close([run(net, [each])[0] for each in graphs], together)
+    given = graph("crystal", 7)
+    moved = given._replace(pos=given.pos + torch.tensor([1.0, -0.3, 2.2]))
+    close(run(net, [moved]), run(net, [given]))
+
+
+def test_its_options_are_its_arguments_and_those_of_others_are_refused():
+    assert layer(image_cutoff=4.0).encoding.periodic.image_cutoff == 4.0
+    with pytest.raises(ValueError, match="max_frequency=0.2 has no effect with periodic='all_im"):
+        layer(max_frequency=0.2)
+    with pytest.raises(ValueError, match="near_field finds images itself; got AllImages"):
+        layer(position="multiplicative", near_field=3.0)
+    with pytest.raises(ValueError, match="image_cutoff=4.0 has no effect with periodic=Reciprocal"):
+        GraphAttention(DIM, HEADS, periodic=Reciprocal(0.3), image_cutoff=4.0)
+
+
+def test_the_regressor_takes_it_and_it_differs():
+    def energies(periodic: str) -> Tensor:
+        torch.manual_seed(0)
+        options = {"dim": 16, "heads": 2, "layers": 1, "position": "spectral"}
+        net = EnergyRegressor(periodic=periodic, **options).double().eval()
+        return net(Batch.from_data_list([structure(9, 3)]))["energy"]
+
+    assert (energies("all_images") - energies("images")).abs().max() > 1e-6
+
+
+def test_a_cell_for_a_layer_that_was_not_told_is_refused():
+    """An explicit "none" may leave the boundaries out; a cell that is not periodic says nothing."""
+    given = graph("crystal", 7)
+    torch.manual_seed(0)
+    silent, told = (
+        GraphAttention(DIM, HEADS, **options).double() for options in ({}, {"periodic": "none"})
+    )
+    for more in ({"cell": given.cell}, {"cell": given.cell, "pbc": given.pbc}, {"pbc": given.pbc}):
+        with pytest.raises(ValueError, match="was not told what to do with it"):
+            silent(given.x, given.pos, **more)
+        assert told(given.x, given.pos, **more).isfinite().all()
+    open_axes = torch.zeros(3, dtype=torch.bool)
+    assert silent(given.x, given.pos, cell=given.cell, pbc=open_axes).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"causal": True}, "atoms have no order"),
+        ({"position": "none", "position_options": {"num_nodes": 3}}, "position_options has no eff"),
+        ({"position": "none", "periodic": "reciprocal"}, "periodic='reciprocal' has no effect"),
+        ({"position": "none", "near_field": 3.0}, "near_field=3.0 has no effect"),
+        ({"image_cutoff": 4.0}, "image_cutoff=4.0 has no effect with periodic='none'"),
+        ({"max_frequency": 0.3}, "max_frequency=0.3 has no effect with periodic='none'"),
+        ({"near_exact": True}, "near_exact=True has no effect without near_field"),
+        ({"mixing": "softmax", "feature_map": "relu"}, "feature_map='relu' has no effect"),
+        ({"mixing": "softmax", "position_options": {"num_nodes": 3}}, "num_nodes=3 has no effect"),
+        (
+            {"periodic": "reciprocal", "position_options": {"nodes": "sobol"}},
+            "nodes='sobol' has no effect",
+        ),
+        (
+            {"position_options": {"nodes": "shells", "num_nodes": 3, "node_diameter": 9.0}},
+            "num_nodes=3 has no effect with nodes='shells'",
+        ),
+        (
+            {
+                "position": "multiplicative",
+                "near_field": 3.0,
+                "near_exact": True,
+                "feature_map": "relu",
+            },
+            "near_exact=True joins exp.* use one of positive, trigonometric, favor2020",
+        ),
+        (
+            {"periodic": "reciprocal", "feature_map": "elu"},
+            "feature_map='elu' needs the factors",
+        ),
+        ({"periodic": "reciprocal", "feature_map": "swish"}, "feature_map='swish' is unknown"),
+        ({"max_frequency": 0.0, "periodic": "reciprocal"}, "max_frequency must be positive"),
+        ({"image_cutoff": -1.0, "periodic": "images"}, "image_cutoff must be positive"),
+        ({"position": "multiplicative", "near_field": -1.0}, "near_field must be positive"),
+    ],
+)
+def test_what_has_no_effect_or_cannot_work_is_refused_when_built(options, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        GraphAttention(DIM, HEADS, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_batch_size_of_zero_is_not_taken_for_none():
+    given = graph("crystal", 7)
+    layer = GraphAttention(DIM, HEADS).double()
+    with pytest.raises(ValueError, match="got 0 to 0 with batch_size=0; correct one of them"):
+        layer(given.x, given.pos, batch=torch.zeros(len(given.x), dtype=torch.long), batch_size=0)

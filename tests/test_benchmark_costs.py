@@ -1,0 +1,147 @@
+"""What the benchmarks of time and memory measure is what they say."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from script_files import SCRIPTS, benchmark
+
+from kit import layers, rows, turns  # isort: skip
+
+needs_linux = pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="peak memory is read from Linux's /proc"
+)
+NAMES = ["softmax", "performer", "rfa-gate-gaussian", "flt-local"]
+
+
+@needs_linux
+def test_growth_is_what_was_allocated() -> None:
+    """In a process of its own: 3 blocks of 40 MiB, of which at most 2 live at a time."""
+    code = (
+        "import kit.layers, torch\n"
+        "def work():\n"
+        "    blocks = [torch.ones(10 * 2**20) for _ in range(2)]\n"
+        "    blocks.pop()\n"
+        "    blocks.append(torch.ones(10 * 2**20))\n"
+        "print(kit.layers.growth(work))"
+    )
+    path = os.pathsep.join([str(SCRIPTS), str(SCRIPTS.parent)])
+    environment = {**os.environ, **layers.ALLOCATOR, "PYTHONPATH": path}
+    command = [sys.executable, "-c", code]
+    grown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert 79 < float(grown.stdout) < 90
+
+
+@needs_linux
+def test_what_would_need_too_much_is_skipped_and_says_so() -> None:
+    study = benchmark("scaling").STUDY._replace(passes=(layers.TRAINING,))
+    found = layers.measure_layers(study, (512, 4096), ("fnet",), rounds=1, gigabytes=0.01)
+    assert found[0]["note"] is None and found[0]["seconds"] and found[0]["peak_MiB"] > 1
+    assert found[1]["note"].startswith("skipped: would need about 0.0 GB and")
+    text = layers.cost_table(found, "tokens")
+    assert "| fnet | " in text and "- fnet, 4096 tokens: skipped" in text and " – |" in text
+    assert layers.cost_ratio(found, "time", "fnet", "fnet", 512) == 1
+    assert layers.cost_ratio(found, "memory", "fnet", "fnet", 4096) is None
+
+
+def test_the_process_counts_and_what_was_skipped_breaks_the_promise() -> None:
+    atoms = benchmark("atoms")
+    row = {"mechanism": "performer", "length": 1_000_000, "note": None, "process_MiB": 15_000.0}
+    performer, additive = atoms.PROMISES
+    assert performer.verdict([row]).kept
+    assert not performer.verdict([{**row, "process_MiB": 16_000.0}]).kept
+    assert additive.verdict([row]).measured == "not measured"
+    skipped = {**row, "mechanism": "additive", "note": "skipped"}
+    assert not additive.verdict([skipped]).kept
+
+
+def test_works_take_turns_and_ratios_are_within_rounds() -> None:
+    seen: list[str] = []
+    ticks = iter(range(100))
+    works = {"a": lambda: seen.append("a"), "b": lambda: seen.append("b")}
+    times = turns.turns(works, {"a": 2, "b": 1}, lambda: float(next(ticks)))
+    assert seen == ["a", "a", "b", "a"] and times == {"a": [1.0, 1.0], "b": [1.0]}
+    assert turns.paired([1.0, 10.0, 2.0], [2.0, 20.0, 1.0]) == 0.5
+    assert rows.exponent([(n, 3.0 * n**1.5) for n in (1, 10, 100)]) == pytest.approx(1.5)
+    assert math.isnan(rows.exponent([(5, 1.0)]))
+
+
+def test_rows_survive_the_csv(tmp_path) -> None:
+    table = [{"a": 1, "b": 0.5, "c": None, "d": "x, y", "e": True, "seconds": [1.5, 2.0]}]
+    rows.write_csv(tmp_path / "rows.csv", table)
+    assert rows.read_csv(tmp_path / "rows.csv") == table
+
+
+def test_bytes_are_those_of_the_states_and_only_softmax_has_more_for_more_tokens() -> None:
+    """float32: sums (m, d + 1) and scales (m or 1) per head and layer, or keys and values.
+
+    The last position is kept where there is an encoding that reads it.
+    """
+    width, sums = 16, 4 * 4 * 8 * 64
+    expected = {
+        "performer": lambda n: sums * (width + 1 + 1),
+        "flt-local": lambda n: 4 + sums * (width + 1 + 1),
+        "rfa-gate-gaussian": lambda n: 4 * 4 * 8 * (128 * (width + 1) + 1),
+        "softmax": lambda n: 4 * n * 4 * 2 * 128,
+    }
+    for row in benchmark("decoding").measure((6, 12, 24), tuple(NAMES), rounds=1):
+        assert row["state_bytes"] == expected[row["mechanism"]](row["position"]), row
+        assert row["rounds"] == 1 and row["median_ms"] > 0
+
+
+def test_held_counts_what_a_view_keeps_alive_once() -> None:
+    whole = torch.zeros(1000)
+    state = (3, [whole[:1], (whole[5:7], torch.zeros(2).double())])
+    assert benchmark("decoding").held(state) == 4000 + 16
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_states_are_those_of_the_whole_sequence(name, monkeypatch) -> None:
+    """The next token's probabilities are those of `forward`, however the prompt is cut."""
+    script, ends = benchmark("decoding"), (1, 2, 7, 11)
+    monkeypatch.setattr(script, "PIECE", 4)
+    model = script.chosen([name], 16)[name].double()
+    tokens = torch.randint(1000, (1, 12), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        whole = model.log_probabilities(model(tokens))
+        for n, state in zip(ends, script.states(model, tokens, ends), strict=True):
+            assert state.length == n
+            found, _ = model.decode(tokens[:, n : n + 1], state)
+            torch.testing.assert_close(found[:, 0], whole[:, n], rtol=0, atol=1e-10)
+
+
+def test_growth_of_a_token_is_that_of_ratios() -> None:
+    """The machine is 10 times slower in the second round, and time grows as n^2 from 10 on."""
+    script = benchmark("decoding")
+    times = {
+        (name, n): [[slow * cost * n**2] * 3 for slow in (1, 10)]
+        for name, cost in (("softmax", 3.0), ("linear", 1.0))
+        for n in (10, 20, 40)
+    }
+    found = script.rows_of(times, dict.fromkeys(times, 2048))
+    own = rows.pick(found, mechanism="linear")
+    assert script.growth(own) == pytest.approx(2)
+    assert [row["ratio"] for row in own] == [1, 4, 16]
+    assert [row["softmax_ratio"] for row in own] == [3, 3, 3]
+
+
+def test_the_forms_of_log_linear_are_one_function() -> None:
+    """Blocks, pieces of transforms and transforms at once agree, gradients included."""
+    script, results = benchmark("patches"), []
+    for name in ("log-linear", "log-linear, FFT", "log-linear, FFT at once"):
+        torch.manual_seed(0)
+        block = script.MECHANISMS[name].build(36, False).double()
+        torch.manual_seed(1)
+        x = torch.randn(1, 36, script.DIM, dtype=torch.float64, requires_grad=True)
+        out = block(x)
+        out.square().sum().backward()
+        results.append((out, x.grad, block.block.attention.position.table.grad))
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+            assert not torch.equal(a, b)  # they are computed in different ways

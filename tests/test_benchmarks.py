@@ -1,0 +1,194 @@
+"""scripts/run.py: every benchmark measures, writes rows, block and picture, and keeps promises."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ase import Atoms
+from ase.io import write
+from data.oc20_files import old_record, write_lmdb
+from script_files import SCRIPTS, benchmark, load_script  # makes the kit importable
+
+from molflt.graph import EnergyRegressor
+
+from kit import layers  # isort: skip
+from kit.rows import Promise, Rows, exponent  # isort: skip
+
+ROOT = SCRIPTS.parent
+RESULTS = ROOT / "docs" / "results"
+RUN = load_script("run")
+NAMES = list(RUN.benchmarks())
+STORED = sorted(path.stem for path in RESULTS.glob("*.csv"))
+MEMORY = {"scaling", "atoms", "patches"}
+needs_linux = pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="peak memory is read from Linux's /proc"
+)
+
+
+def dimers(folder: Path) -> Path:
+    """Two ions of charges +1 and -1, one atom and two, E = -14.4 eV Å / r of centers."""
+    generator = np.random.default_rng(0)
+    far = {"train": np.linspace(6.0, 12.0, 8), "test": np.linspace(13.0, 15.0, 3)}
+    for split, distances in far.items():
+        frames = []
+        for distance in distances:
+            axis = generator.normal(size=3)
+            center = distance * axis / np.linalg.norm(axis)
+            half = np.array([0.6, 0.0, 0.0])
+            places = [np.zeros(3), center + half, center - half]
+            frame = Atoms("NaO2", places, cell=[40, 40, 40], pbc=True)
+            energy = {"inter_energy": -14.4 / distance, "distance": distance}
+            frame.info = {"indexB": 1, "label": "CC", **energy}
+            frames.append(frame)
+        write(folder / f"{split}-id0.xyz", frames, format="extxyz")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Options of benchmarks that cannot go without."""
+    folder = tmp_path_factory.mktemp("inputs")
+    write_lmdb(folder / "oc20.lmdb", {str(i): old_record(i) for i in range(4)})
+    return {
+        "reading": ["--records", str(folder / "oc20.lmdb")],
+        "long_range": ["--data", str(dimers(folder))],
+        "rotation": ["--runs", "a", "b"],
+    }
+
+
+def small_run(run: Path) -> tuple[torch.nn.Module, dict[str, dict[str, str]]]:
+    """In place of a trained model."""
+    options = {"position": "spectral", "position_options": {"num_nodes": 4}, "periodic": "none"}
+    model = EnergyRegressor(16, 2, layers=1, **options).eval()
+    return model, {"data": {"root": str(ROOT / "datasets" / "emt-sample")}}
+
+
+def check_memory(study: layers.Study, rows: Rows) -> None:
+    """It is linear in the length where it is said to be, and grows faster where it is not."""
+    for mechanism, (_, _, kinds, linear) in study.mechanisms.items():
+        for causal in kinds:
+            points = layers.curve(rows, mechanism, "MiB", causal)
+            if len(points) > 1 and points[0][0] >= 500:
+                assert (exponent(points) < 1.4) == linear, (mechanism, points)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=needs_linux) if n in MEMORY else n for n in NAMES]
+)
+def test_quick_run_writes_rows_block_and_picture(
+    name: str,
+    inputs: dict[str, list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    module = benchmark(name)
+    if name == "rotation":
+        monkeypatch.setattr(module, "load_run", small_run)
+    page, threads = RUN.PAGE.read_text(), torch.get_num_threads()
+    words = [name, "--quick", *inputs.get(name, []), "--out", str(tmp_path)]
+    assert RUN.main(words) == 0
+    torch.set_num_threads(threads)
+    rows = RUN.read_csv(tmp_path / f"{name}.csv")
+    if name in MEMORY:
+        check_memory(module.STUDY, rows)
+    assert rows and not any(row.get("note") for row in rows if name != "patches")
+    block = (tmp_path / f"{name}.md").read_text()
+    lengths = [line.count(" | ") for line in block.splitlines() if line.startswith("| ")]
+    assert len(lengths) > 2 and block.startswith(module.table(rows))
+    if hasattr(module, "draw"):
+        assert 10_000 < (tmp_path / f"{name}.png").stat().st_size < 300_000
+    assert RUN.PAGE.read_text() == page  # --out leaves the documentation alone
+
+    capsys.readouterr()
+    broken = Promise("a number", lambda rows: 2.0, most=1.0)
+    monkeypatch.setattr(module, "PROMISES", [broken])
+    assert RUN.main([name, "--redraw", "--out", str(tmp_path)]) == 1
+    assert "broken promise: a number is 2, not ≤ 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name in STORED])
+def test_documentation_is_what_the_stored_rows_give(name: str) -> None:
+    module, rows = benchmark(name), RUN.read_csv(RESULTS / f"{name}.csv")
+    text = RUN.PAGE.read_text()
+    assert RUN.marked(text, name, RUN.block(module, rows)[0]) == text, f"run.py {name} --redraw"
+    for promise in module.PROMISES:
+        verdict = promise.verdict(rows)
+        assert verdict.kept and verdict.measured != "not measured", verdict
+    picture = RESULTS / f"{name}.png"
+    assert picture.exists() == hasattr(module, "draw")
+
+
+def test_all_stored_rows_have_a_benchmark_and_all_blocks_rows() -> None:
+    marks = re.findall(r"^<!-- bench: (\w+) -->$", RUN.PAGE.read_text(), re.M)
+    assert sorted(marks) == [name for name in STORED if name in NAMES] == STORED
+
+
+def test_commands_of_the_documentation_exist() -> None:
+    """Benchmarks by name with their options; scripts and files that are named."""
+    text = "\n".join(page.read_text() for page in ROOT.glob("docs/*.md")).replace("\\\n", " ")
+    quoted = re.findall(r'make bench NAME=(\w+)(?: +ARGS="([^"]*)")?', text)
+    assert {name for name, _ in quoted} >= set(STORED) - {"layers", "norms", "masks"}
+    for name, words in quoted:
+        RUN.parse([name, *words.split()])
+    for script in re.findall(r"python (scripts/\w+\.py)", text):
+        assert (ROOT / script).exists(), script
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["decoding", "--mechanisms", "flash"], "'flash' is unknown; expected some of conv-spe"),
+        (["decoding", "--mechanisms", "nprf"], "'nprf' leaves no state to decode from; leave it"),
+        (["decoding", "--positions", "10", "5"], "positions must increase, from 1 on; got 10 5"),
+        (["decoding", "--rounds", "0"], "rounds must be at least 1; got 0"),
+        (["patches", "--sizes", "2", "1"], "sizes must increase, from 1 on; got 2 1; sort them"),
+        (["atoms", "--sizes", "400", "196"], "sizes must increase, from 1 on; got 400 196; sort"),
+        (["reading", "--records", "nowhere"], "nowhere: no such file; expected an OC20 LMDB"),
+        (["long_range", "--data", "nowhere"], "nowhere: no train-id*.xyz"),
+        (["gps", "--data", "nowhere"], "nowhere"),
+        (["nodes", "--redraw"], "nodes.csv"),
+    ],
+)
+def test_errors_are_one_line(words, message, tmp_path, capsys) -> None:
+    assert RUN.main([*words, "--out", str(tmp_path / "out")]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1 and captured.err.startswith(f"run.py {words[0]}: error: ")
+    assert message in captured.err and not captured.out and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nothing"], "invalid choice: 'nothing'"),
+        (["nodes", "--quick"], "give --out FOLDER"),
+        (["nodes", "--redraw", "--pairs", "3"], "no other option but --out has an effect"),
+        (["rotation"], "the following arguments are required: --runs"),
+        (["features", "--nodes", "3"], "unrecognized arguments: --nodes 3"),
+    ],
+)
+def test_options_without_effect_are_refused(words, message, capsys) -> None:
+    with pytest.raises(SystemExit):
+        RUN.main(words)
+    assert message in capsys.readouterr().err
+
+
+def test_without_a_name_all_are_listed(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["run.py"])
+    assert RUN.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == NAMES and min(map(len, lines)) > 40
+
+
+def test_a_block_replaces_the_one_before_and_nothing_else() -> None:
+    page = "a\n<!-- bench: x -->\nold\n<!-- end -->\nb\n<!-- bench: y -->\nkept\n<!-- end -->\n"
+    once = RUN.marked(page, "x", "new")
+    assert once == page.replace("old", "\nnew\n") == RUN.marked(once, "x", "new")
+    with pytest.raises(ValueError, match="no <!-- bench: z -->"):
+        RUN.marked(page, "z", "new")
