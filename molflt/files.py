@@ -1,13 +1,23 @@
-"""Writing files so that they appear complete or not at all."""
+"""Writing files so that they appear complete or not at all, and seeing that they have stayed so."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from pkgutil import resolve_name
+from typing import IO, TYPE_CHECKING
 
-__all__ = ["atomically", "write_atomically"]
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+__all__ = ["atomically", "save_tensors", "verify_tensors", "write_atomically"]
+
+_BLANK = b"0" * 64  # stands where the digest of a file will be, while it is computed
 
 
 @contextmanager
@@ -34,6 +44,7 @@ def atomically(path: Path) -> Iterator[Path]:
         with open(part, "rb+") as file:
             os.fsync(file.fileno())  # or a crash could leave the new name on old blocks
         os.replace(part, path)
+        _sync_folder(path.parent)
     except OSError as error:
         kept = "the one written before is kept" if path.exists() else "there is none before it"
         raise OSError(
@@ -44,7 +55,95 @@ def atomically(path: Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
+def _sync_folder(folder: Path) -> None:
+    """Writes the names in a folder to the disk, where the system knows how (Windows does not)."""
+    if os.name == "posix":
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Writes bytes as :func:`atomically` does."""
     with atomically(path) as part:
         part.write_bytes(content)
+
+
+def save_tensors(
+    path: Path,
+    tensors: Mapping[str, Tensor] | Mapping[str, np.ndarray],
+    metadata: Mapping[str, str],
+) -> None:
+    """Writes a safetensors file as :func:`atomically` does, with its own sha256 in its header.
+
+    The digest is that of the whole file with 64 zeros in the digest's place. The same tensors and
+    metadata give the same bytes.
+
+    Args:
+        path: file to write.
+        tensors: all of torch, contiguous and on the CPU, or all of numpy.
+        metadata: what else the header holds; not ``sha256``.
+
+    Raises:
+        OSError: naming the file, for instance on a full disk.
+    """
+    from safetensors import SafetensorError
+
+    kind = "torch" if any(hasattr(tensor, "detach") for tensor in tensors.values()) else "numpy"
+    save_file: Callable[..., None] = resolve_name(f"safetensors.{kind}:save_file")
+    with atomically(path) as part:
+        try:
+            save_file(dict(tensors), part, metadata={**metadata, "sha256": _BLANK.decode()})
+        except SafetensorError as error:
+            raise OSError(str(error)) from error
+        with open(part, "rb+") as file:
+            size = file.read(8)
+            header = json.loads(file.read(int.from_bytes(size, "little")))
+            # the library's order is another one in each process
+            header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+            text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+            text = text.ljust(int.from_bytes(size, "little"))
+            digest = _sha256(size + text, file)
+            file.seek(len(size))
+            file.write(text.replace(_BLANK, digest.encode(), 1))
+
+
+def verify_tensors(path: Path) -> bool:
+    """Whether a safetensors file is as :func:`save_tensors` wrote it; reads it once, in blocks.
+
+    Args:
+        path: file to read.
+
+    Returns:
+        True; False for a file without a digest, written by another program or an older version.
+
+    Raises:
+        ValueError: naming the file, if it is not complete or not what was written.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np") as opened:
+            expected = (opened.metadata() or {}).get("sha256")
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not a complete safetensors file; {str(error)[:100]}") from None
+    if expected is None:
+        return False
+    with open(path, "rb") as file:
+        size = file.read(8)
+        text = file.read(int.from_bytes(size, "little"))
+        found = _sha256(size + text.replace(expected.encode(), _BLANK, 1), file)
+    if found != expected:
+        raise ValueError(
+            f"{path}: damaged since it was written; expected sha256 {expected[:12]!r}...; "
+            f"got {found[:12]!r}...; get or write it again"
+        )
+    return True
+
+
+def _sha256(head: bytes, rest: IO[bytes]) -> str:
+    """Digest of bytes and of all that is left to read in a file."""
+    digest = hashlib.sha256(head)
+    return hashlib.file_digest(rest, lambda: digest).hexdigest()  # type: ignore[arg-type]

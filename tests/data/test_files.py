@@ -3,9 +3,13 @@
 import os
 import stat
 
+import numpy as np
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
-from molflt.files import atomically, write_atomically
+from molflt.files import atomically, save_tensors, verify_tensors, write_atomically
 
 
 def test_a_block_that_fails_leaves_the_older_file(tmp_path):
@@ -29,3 +33,59 @@ def test_what_cannot_be_written_is_named(tmp_path):
     with pytest.raises(OSError, match=r"folder: could not be written \(Is a directory\); the one"):
         write_atomically(tmp_path / "folder", b"")
     assert os.listdir(tmp_path) == ["folder"]
+
+
+def test_every_byte_of_tensors_is_guarded_by_their_digest(tmp_path):
+    """A file with a changed byte, in its header too, is refused or says it has no digest."""
+    path = tmp_path / "a.safetensors"
+    arrays = {"b": np.arange(5, dtype="<f4"), "a": np.array([True, False])}
+    save_tensors(path, arrays, {"step": "3", "note": 'é "quoted"\n'})
+    assert verify_tensors(path)
+    with safe_open(path, framework="np") as file:
+        assert file.metadata().keys() == {"sha256", "step", "note"}
+        assert file.metadata()["note"] == 'é "quoted"\n'
+        np.testing.assert_array_equal(file.get_tensor("b"), arrays["b"])
+    content, passed = path.read_bytes(), 0
+    for place in range(len(content)):
+        damaged = bytearray(content)
+        damaged[place] ^= 1
+        path.write_bytes(damaged)
+        try:
+            assert not verify_tensors(path)
+            passed += 1
+        except ValueError as error:
+            assert str(path) in str(error) and len(str(error)) < len(str(path)) + 250
+    assert passed == len("sha256")  # the digest's own name
+    path.write_bytes(content[:-1])
+    with pytest.raises(ValueError, match="not a complete safetensors file"):
+        verify_tensors(path)
+
+
+def test_equal_tensors_are_equal_bytes(tmp_path):
+    names = "bdacgfe"
+    for order in (names, sorted(names)):
+        tensors = {name: torch.full((3,), ord(name), dtype=torch.bfloat16) for name in order}
+        save_tensors(tmp_path / order[0], tensors, {name: name for name in order})
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_tensors_without_a_digest_are_not_refused(tmp_path):
+    save_file({"a": np.zeros(2)}, tmp_path / "old.safetensors", metadata={"step": "1"})
+    assert not verify_tensors(tmp_path / "old.safetensors")
+
+
+def test_the_new_name_is_published_after_the_bytes_and_written_down(tmp_path, monkeypatch):
+    """A power failure leaves the old file or the whole new one."""
+    events = []
+
+    def noting(name, inner):
+        def call(*arguments):
+            events.append(name)
+            return inner(*arguments)
+
+        monkeypatch.setattr(os, name, call)
+
+    noting("fsync", os.fsync)
+    noting("replace", os.replace)
+    write_atomically(tmp_path / "a.txt", b"new")
+    assert events == ["fsync", "replace", "fsync"]
