@@ -28,6 +28,7 @@ LEAVES: dict[str, set[str]] = {
     "atoms": set(),
     "attention": set(),
     "files": set(),
+    "memory": set(),
     "metrics": set(),
     "data": {"atoms", "files"},
     "plots": {"atoms", "metrics"},

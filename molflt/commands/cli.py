@@ -14,10 +14,12 @@ import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 from molflt import __version__
 from molflt.commands.options import _did_you_mean, parse
+from molflt.commands.terminal import guarded_output, printable
+from molflt.memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -79,7 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         with its traceback in a file; 130 when interrupted. With ``MOLFLT_TRACEBACK=1`` in the
         environment, errors print their traceback instead.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    with guarded_output():
+        return _guarded(list(sys.argv[1:] if argv is None else argv))
+
+
+def _guarded(words: list[str]) -> int:
+    """Runs one command; errors become a line and a status."""
     try:
         return _dispatch(words)
     except SystemExit as stop:  # --help and --print_config leave this way
@@ -167,7 +174,7 @@ def _first_paragraphs(function: Callable[..., object]) -> str:
 def _report(error: Exception) -> int:
     """Prints one line about an error and returns the exit status."""
     if os.environ.get("MOLFLT_TRACEBACK") == "1":
-        traceback.print_exception(error)
+        sys.stderr.write("".join(traceback.format_exception(error)))
     status = 2
     if isinstance(error, OSError) and error.strerror:
         names = [str(name) for name in (error.filename, error.filename2) if name is not None]
@@ -178,20 +185,35 @@ def _report(error: Exception) -> int:
         text = f"the package {error.name!r} is not installed; pip install {error.name}"
     elif isinstance(error, ValueError | OSError):
         text = str(error)
+    elif is_out_of_memory(error):
+        text = f"out of memory: {str(error) or type(error).__name__}; lower the batch size"
     else:
         status = 1
-        text = f"unexpected {type(error).__name__}: {error}; traceback in {_write_log(error)}"
+        text = f"unexpected {type(error).__name__}: {error}; {_write_log(error)}"
     print(f"molflt: error: {' '.join(text.split())}", file=sys.stderr)
     return status
 
 
-def _write_log(error: Exception) -> Path:
-    """Writes the traceback where the user is or, if that is read-only, among temporary files."""
-    text = "".join(traceback.format_exception(error))
-    log = Path.cwd() / "molflt-error.log"
+def _write_log(error: Exception) -> str:
+    """Writes the traceback to a new file, and says where it is."""
     try:
-        log.write_text(text)
+        with _new_log() as file:
+            file.write(printable("".join(traceback.format_exception(error))))
     except OSError:
-        log = Path(tempfile.gettempdir()) / "molflt-error.log"
-        log.write_text(text)
-    return log
+        return "MOLFLT_TRACEBACK=1 shows the traceback"
+    return f"traceback in {file.name}"
+
+
+def _new_log() -> IO[str]:
+    """A file where the user is or, if that cannot be written, among temporary files.
+
+    It never exists before: a link that somebody has put in its place could lead anywhere.
+    """
+    try:
+        log = Path.cwd() / "molflt-error.log"
+        log.unlink(missing_ok=True)
+        return open(log, "x", encoding="utf-8")
+    except OSError:
+        return tempfile.NamedTemporaryFile(
+            "w", prefix="molflt-error-", suffix=".log", delete=False, encoding="utf-8"
+        )
