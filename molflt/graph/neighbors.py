@@ -1,13 +1,24 @@
 """Neighbors within a cutoff, periodic images included."""
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from molflt.atoms import FARTHEST, LOWEST
 from molflt.attention.numerics import uncompiled
 from molflt.graph.geometry import Geometry
+
+# vesin sorts atoms into cells: of more, it makes larger ones in the same ratio, and divides by 0
+# where that leaves less than one along an axis.
+_MOST_CELLS = 1e5
+_FEWEST_ALONG_AXIS = 4  # it rounds down once for each axis
+
+
+_Array: TypeAlias = NDArray[np.float64]
 
 
 class Neighbors(NamedTuple):
@@ -34,21 +45,29 @@ def neighbor_list(geometry: Geometry, cutoff: float) -> Neighbors:
     Returns:
         Pairs of every graph with indices into the batch's atoms; every pair appears in both
         directions.
+
+    Raises:
+        ValueError: naming the graph, for positions or lattice vectors that are not finite, lattice
+            planes less than 0.5 Å apart, or far too long and thin a space.
     """
-    import numpy as np
     from vesin import NeighborList  # here, so that reading signatures loads no library of C
 
     pos, cell = geometry.pos, geometry.cell
-    search = NeighborList(cutoff=cutoff, full_list=True)
     points = pos.detach().cpu().double().numpy()
     boxes = cell.detach().cpu().double().numpy()
     periodic = geometry.pbc.cpu().numpy()
+    ptr = geometry.ptr.tolist()
+    _check_finite(points, boxes, periodic, ptr)
+    closed = [
+        _closed(points[start:stop], boxes[graph], periodic[graph], cutoff)
+        for graph, (start, stop) in enumerate(pairwise(ptr))
+    ]
+    _check_shapes(np.stack([box for _, box in closed]), periodic, cutoff)
+    search = NeighborList(cutoff=cutoff, full_list=True)
     found = []
-    for graph, (start, stop) in enumerate(pairwise(geometry.ptr.tolist())):
-        i, j, shift = search.compute(
-            points[start:stop], boxes[graph], periodic[graph], quantities="ijS"
-        )
-        ends = np.stack((i, j)).astype(np.int64) + start
+    for graph, (inside, box) in enumerate(closed):
+        i, j, shift = search.compute(inside, box, True, quantities="ijS")
+        ends = np.stack((i, j)).astype(np.int64) + ptr[graph]
         found.append((ends, shift, np.full(len(i), graph)))
     ends, shift, graph_index = (
         torch.from_numpy(np.concatenate(part, axis=axis)).to(pos.device)
@@ -58,3 +77,82 @@ def neighbor_list(geometry: Geometry, cutoff: float) -> Neighbors:
     offset = torch.einsum("ps,psc->pc", shift.to(cell.dtype), cell[graph_index])
     vector = pos[neighbor] - pos[center] + offset
     return Neighbors(center, neighbor, vector, vector.norm(dim=-1))
+
+
+def _check_finite(
+    points: _Array, boxes: _Array, periodic: NDArray[np.bool_], ptr: list[int]
+) -> None:
+    """Raises ValueError for atoms (atoms, 3) or boxes (graphs, 3, 3) that are not numbers, in Å."""
+    near = (np.abs(points) <= FARTHEST).all(axis=1)  # false for NaN, too
+    if not near.all():
+        atom = int(near.argmin())
+        graph = int(np.searchsorted(ptr, atom, side="right")) - 1
+        raise ValueError(
+            f"graph {graph}: pos must be finite and within {FARTHEST:g} Å; got "
+            f"{points[atom].tolist()} for atom {atom - ptr[graph]}; remove the atom or move the "
+            "structure"
+        )
+    known = np.isfinite(boxes).all(axis=2) | ~periodic
+    if not known.all():
+        graph = int(known.all(axis=1).argmin())
+        raise ValueError(
+            f"graph {graph}: cell must be finite along periodic axes; got {boxes[graph].tolist()}"
+        )
+
+
+def _closed(
+    points: _Array, box: _Array, periodic: NDArray[np.bool_], cutoff: float
+) -> tuple[_Array, _Array]:
+    """The same neighbors in a box that is periodic along all axes.
+
+    vesin takes a time that grows as the square of the extent beside periodic axes, and ends the
+    process where atoms are 10^5 cutoffs apart. So no gap along an open axis is left wider than two
+    cutoffs, neither between atoms nor to the images that the axis gets here.
+
+    Args:
+        points: (atoms, 3), Å.
+        box: (3, 3), rows are lattice vectors, Å; those of open axes are not read.
+        periodic: (3,).
+        cutoff: Å.
+
+    Returns:
+        points (atoms, 3) and box (3, 3).
+    """
+    if periodic.all():
+        return points, box
+    normals = np.linalg.qr(box[periodic].T, mode="complete")[0].T[periodic.sum() :]
+    along = points @ normals.T
+    order = along.argsort(axis=0)
+    gaps = np.diff(np.take_along_axis(along, order, axis=0), axis=0)
+    kept = np.minimum(gaps, 2 * cutoff)
+    excess = np.zeros_like(along)
+    np.put_along_axis(excess, order[1:], (gaps - kept).cumsum(axis=0), axis=0)
+    closed = box.copy()
+    closed[~periodic] = normals * (kept.sum(axis=0) + 2 * cutoff)[:, None]
+    return points - excess @ normals, closed
+
+
+def _check_shapes(boxes: _Array, periodic: NDArray[np.bool_], cutoff: float) -> None:
+    """Raises ValueError for a box of (graphs, 3, 3), Å, that would take all memory or crash."""
+    areas = np.linalg.norm(np.cross(boxes[:, [1, 2, 0]], boxes[:, [2, 0, 1]]), axis=2)
+    volumes = np.abs(np.linalg.det(boxes))
+    heights = volumes[:, None] / np.maximum(areas, np.finfo(float).tiny)
+    low = ((heights < LOWEST) & periodic).any(axis=1)
+    if low.any():
+        graph = int(low.argmax())
+        raise ValueError(
+            f"graph {graph}: lattice planes must be at least {LOWEST} Å apart; got "
+            f"{heights[graph][periodic[graph]].min():.2g} Å of cell {boxes[graph].tolist()}; set "
+            "pbc to False along axes without a lattice vector"
+        )
+    cells = np.maximum(heights // cutoff, 1)
+    total = cells.prod(axis=1)
+    fewest = cells.min(axis=1) * np.cbrt(_MOST_CELLS / total)
+    thin = (total > _MOST_CELLS) & (fewest < _FEWEST_ALONG_AXIS)
+    if thin.any():
+        graph = int(thin.argmax())
+        raise ValueError(
+            f"graph {graph}: it spans {heights[graph].max():.3g} Å along one direction and "
+            f"{heights[graph].min():.3g} Å along another, too many cutoffs of {cutoff:g} Å; check "
+            "units (Å)"
+        )

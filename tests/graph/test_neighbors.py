@@ -1,0 +1,95 @@
+"""Neighbors in spaces that are extreme: the same pairs, or a refusal, and never a crash."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from molflt.graph.geometry import Geometry
+from molflt.graph.neighbors import neighbor_list
+
+CELL = torch.tensor([[6.0, 0.5, 0.2], [1.5, 7.0, 0.3], [0.4, 0.6, 8.0]]).double()
+
+
+def geometry(pos, cell=None, pbc=(False, False, False)):
+    pos = torch.as_tensor(pos, dtype=torch.float64)
+    return Geometry.of(pos, cell=CELL if cell is None else cell, pbc=torch.tensor(pbc))
+
+
+def pairs_of(found):
+    vectors = found.vector.numpy().round(6) + 0.0
+    return sorted(
+        zip(found.center.tolist(), found.neighbor.tolist(), map(tuple, vectors), strict=True)
+    )
+
+
+def every_pair(pos, cell, pbc, cutoff):
+    """All images within reach, none left out."""
+    steps = np.array(list(itertools.product(*[range(-9, 10) if axis else (0,) for axis in pbc])))
+    vectors = pos[None, :, None] - pos[:, None, None] + steps @ cell
+    near = np.linalg.norm(vectors, axis=-1) < cutoff
+    near &= np.any(steps != 0, axis=1) | ~np.eye(len(pos), dtype=bool)[..., None]
+    i, j, _ = near.nonzero()
+    return sorted(
+        zip(i.tolist(), j.tolist(), map(tuple, vectors[near].round(6) + 0.0), strict=True)
+    )
+
+
+@pytest.mark.parametrize("pbc", list(itertools.product((False, True), repeat=3)))
+@pytest.mark.parametrize("spread", [1.0, 40.0])
+def test_pairs_are_those_of_all_images(pbc, spread):
+    rng = np.random.default_rng(3)
+    pos = rng.random((9, 3)) @ CELL.numpy() + 20.0
+    pos += spread * rng.integers(0, 2, (9, 3)) * ~np.array(pbc)
+    found = neighbor_list(geometry(pos, pbc=pbc), 5.0)
+    expected = every_pair(pos, CELL.numpy(), pbc, 5.0)
+    assert pairs_of(found) == expected and expected
+    torch.testing.assert_close(found.distance, found.vector.norm(dim=1))
+
+
+@pytest.mark.parametrize("pbc", [(False, False, False), (True, True, False), (True, False, False)])
+@pytest.mark.parametrize("cutoff", [0.5, 5.0])
+def test_an_atom_far_away_takes_nothing_and_changes_nothing(pbc, cutoff):
+    near = torch.tensor([[0.0, 0.0, 0.0], [0.3, 0.0, 0.1]]).double()
+    cell = 10 * torch.eye(3, dtype=torch.float64)
+    far = torch.tensor([[0.0, 0.0, 1e5], [0.0, -9e4, 0.2]]).double()[: 1 + (not pbc[1])]
+    alone = neighbor_list(geometry(near, cell, pbc), cutoff)
+    with_far = neighbor_list(geometry(torch.cat((far, near)), cell, pbc), cutoff)
+    of_near = with_far.center >= len(far)
+    assert torch.equal(of_near, with_far.neighbor >= len(far))  # none between the two
+    kept = [x[of_near] for x in with_far]
+    shifted = type(alone)(kept[0] - len(far), kept[1] - len(far), *kept[2:])
+    assert pairs_of(shifted) == pairs_of(alone) and len(alone.center) > 0
+
+
+@pytest.mark.parametrize(
+    ("pos", "cell", "message"),
+    [
+        ([1e6, 0, 0], None, r"within 100000 Å; got \[1000000.0, 0.0, 0.0\] for atom 1"),
+        ([1e30, 0, 0], None, "within 100000 Å"),
+        ([float("nan"), 0, 0], None, "finite .* for atom 1"),
+        ([1, 0, 0], 0.02, "at least 0.5 Å apart; got 0.02 Å"),
+        ([1, 0, 0], 0.0, "at least 0.5 Å apart; got 0 Å"),
+        ([1, 0, 0], float("nan"), "cell must be finite"),
+        ([1, 0, 0], 1e7, "spans 1e[+]07 Å along one direction and 3 Å"),
+        ([1, 0, 0], float("inf"), "cell must be finite"),
+    ],
+)
+def test_what_would_end_the_process_is_refused(pos, cell, message):
+    periodic = cell is not None
+    lattice = torch.diag(torch.tensor([3.0, 3.0, cell or 0.0]).double())
+    fine = geometry([[0, 0, 0], [1, 0, 0]])
+    bad = geometry([[0, 0, 0], pos], lattice, [periodic] * 3)
+    both = Geometry(
+        torch.cat((fine.pos, bad.pos)),
+        torch.tensor([0, 0, 1, 1]),
+        torch.tensor([0, 2, 4]),
+        torch.cat((fine.cell, bad.cell)),
+        torch.cat((fine.pbc, bad.pbc)),
+    )
+    with pytest.raises(ValueError, match="^graph 1: .*" + message) as caught:
+        neighbor_list(both, 5.0)
+    assert "\n" not in str(caught.value)
