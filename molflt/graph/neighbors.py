@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from molflt.atoms import FARTHEST, LOWEST
+from molflt.atoms import FARTHEST, LOWEST, lattice_heights
 from molflt.attention.numerics import uncompiled
 from molflt.graph.geometry import Geometry
 
@@ -134,9 +134,7 @@ def _closed(
 
 def _check_shapes(boxes: _Array, periodic: NDArray[np.bool_], cutoff: float) -> None:
     """Raises ValueError for a box of (graphs, 3, 3), Å, that would take all memory or crash."""
-    areas = np.linalg.norm(np.cross(boxes[:, [1, 2, 0]], boxes[:, [2, 0, 1]]), axis=2)
-    volumes = np.abs(np.linalg.det(boxes))
-    heights = volumes[:, None] / np.maximum(areas, np.finfo(float).tiny)
+    heights = lattice_heights(boxes, np.ones_like(periodic))
     low = ((heights < LOWEST) & periodic).any(axis=1)
     if low.any():
         graph = int(low.argmax())

@@ -73,7 +73,41 @@ def test_oc20_floats_become_integers_and_memory_is_not_shared():
         ({"cell": np.diag([4.0, 5.0, 0.0])}, "linearly independent.*set pbc to False"),
         ({"cell": None, "pbc": True}, "linearly independent"),
         ({"pbc": [True, False]}, "pbc must be three booleans"),
-        ({"sid": "random5"}, "sid must be an integer; got 'random5'"),
+        ({"pbc": [True, float("nan"), 0]}, "pbc must be 0 or 1; got nan"),
+        ({"pbc": [0, 1, 2]}, "pbc must be 0 or 1; got 2"),
+        ({"fixed": [0, -1]}, "fixed must be 0 or 1; got -1"),
+        ({"fixed": [119.0, 0]}, "fixed must be 0 or 1; got 119"),
+        ({"pos": [[0.0, 0.0, 0.0], [0.0, -1.1e5, 0.0]]}, "within 100000 Å.*-110000.0.*atom 1"),
+        ({"pos_relaxed": [[0.0, 0.0, 0.0], [0.0, 1e30, 0.0]]}, "pos_relaxed .*within 100000 Å"),
+        ({"cell": np.diag([4.0, 5.0, 0.49])}, "at least 0.5 Å apart; got 0.49 Å"),
+        ({"cell": [[4, 0, 0], [4, 0.1, 0], [0, 0, 9]]}, "at least 0.5 Å apart; got 0.1 Å"),
+        ({"pos": np.ones((2, 3), complex)}, "pos must be real numbers; got torch.complex128"),
+        ({"cell": CELL + 0j}, "cell must be real numbers"),
+        ({"atomic_numbers": torch.ones(2, dtype=torch.complex64)}, "atomic_numbers must be real"),
+        ({"y_relaxed": 1j}, "y_relaxed must be real"),
+        ({"y_init": 10**5000}, "y_init must be"),
+        *(
+            ({"sid": sid}, f"sid must be an integer of at most 64 bits; got {shown}")
+            for sid, shown in (
+                ("random5", "'random5'"),
+                (float("inf"), "inf"),
+                (float("nan"), "nan"),
+                (1.5, "1.5"),
+                (-0.7, "-0.7"),
+                (2**70, "1180591620717411303424"),
+                (1j, "1j"),
+                (True, "True"),
+                (None, "None"),
+                (10**5000, "an integer of 16610 bits"),
+                ("9" * 5000, "'9{79}[.]{3}"),
+                ("1_000", "'1_000'"),
+                (torch.tensor([1, 2]), r"shape \(2,\)"),
+                (torch.tensor(1.5), "tensor"),
+                (torch.tensor(300.0, dtype=torch.bfloat16), "tensor"),  # may have been 299
+                (torch.tensor(2.0**24), "tensor"),
+                (2.0**53, "9007199254740992.0"),
+            )
+        ),
     ],
 )
 def test_refuses_naming_the_sid(change, message):
@@ -81,6 +115,30 @@ def test_refuses_naming_the_sid(change, message):
     with pytest.raises(ValueError, match=pattern) as caught:
         small(**change)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sid", "number"),
+    [
+        (2**63 - 1, 2**63 - 1),
+        ("-12", -12),
+        (np.int64(5), 5),
+        (np.array([5]), 5),
+        (1234567.0, 1234567),
+        (torch.tensor([2**60 + 1]), 2**60 + 1),
+        (torch.tensor(16777215.0), 16777215),
+        (torch.tensor(255.0, dtype=torch.bfloat16), 255),
+    ],
+)
+def test_sids_that_are_exact(sid, number):
+    assert small(sid=sid).sid == number
+
+
+def test_bounds_belong_to_what_is_allowed():
+    record = small(
+        pos=[[0.0, 0.0, 0.0], [0.0, 1e5, 0.0]], cell=np.diag([0.5, 5.0, 0.0]), pbc=[1, 1, 0]
+    )
+    assert record.pbc.tolist() == [[True, True, False]] and float(record.pos[1, 1]) == 1e5
 
 
 def test_relaxed_positions_are_unwrapped_only_along_periodic_axes():

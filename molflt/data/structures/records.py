@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
+import re
 from typing import TYPE_CHECKING, SupportsInt, TypeAlias
 
 import numpy as np
@@ -11,7 +13,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
+from molflt.atoms import FARTHEST, LOWEST, MAX_ATOMIC_NUMBER, Tag, lattice_heights
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
@@ -77,13 +79,13 @@ def make_record(
     """Check one structure, cast it to the package's types and unwrap its relaxed positions.
 
     Args:
-        pos: initial positions, (N, 3), Å.
+        pos: initial positions, (N, 3), Å, each coordinate within 1e5 Å.
         atomic_numbers: (N,), 1 to 118; floating point is accepted if the values are integral.
         cell: lattice vectors as rows, (3, 3) or (1, 3, 3), Å; none for a molecule.
         pbc: periodic axes, (3,); by default all three if there is a cell, otherwise none.
         tags: (N,), 0 subsurface, 1 surface, 2 adsorbate; by default all 0 (unknown).
         fixed: (N,), true for atoms held in place in the relaxation; by default all free.
-        sid: identifier of the system.
+        sid: identifier of the system, an integer of 64 bits, in any type that holds it exactly.
         y_init: energy of the initial structure, eV; None if there is no label.
         y_relaxed: energy of the relaxed structure, eV; None if there is no label.
         pos_relaxed: relaxed positions, (N, 3), Å, in any periodic image; None if unknown. OC20
@@ -97,15 +99,14 @@ def make_record(
         relaxed positions are NaN.
 
     Raises:
-        ValueError: naming the sid, for a wrong shape, a NaN or infinite number, an element
-            beyond the table, an unknown tag, or a periodic axis without a lattice vector.
+        ValueError: naming the sid, for a wrong shape, a complex, NaN or infinite number, an atom
+            too far away, an element beyond the table, an unknown tag, a periodic axis without a
+            lattice vector, or lattice planes less than 0.5 Å apart.
     """
     from torch_geometric.data import Data
 
-    try:
-        name = f"sid {int(sid)}"
-    except (TypeError, ValueError):
-        raise ValueError(f"sid must be an integer; got {sid!r}") from None
+    number = _whole(sid, "sid")
+    name = f"sid {number}"
     start = _positions(pos, "pos", name)
     count = len(start)
     if count == 0:
@@ -132,9 +133,9 @@ def make_record(
         pbc=periodic,
         atomic_numbers=numbers,
         tags=kinds,
-        fixed=_atom_integers(fixed, "fixed", count, name) != 0,
+        fixed=_flags(_atom_integers(fixed, "fixed", count, name), "fixed", name),
         natoms=count,
-        sid=int(sid),
+        sid=number,
         y_init=_energy(y_init, "y_init", name),
         y_relaxed=_energy(y_relaxed, "y_relaxed", name),
     )
@@ -143,10 +144,65 @@ def make_record(
 def _tensor(value: _Array, key: str, name: str) -> Tensor:
     try:
         if isinstance(value, Tensor):
-            return value.detach().cpu()
-        return torch.from_numpy(np.array(value))  # a copy: the source may be a read-only map
-    except (TypeError, ValueError) as error:
+            tensor = value.detach().cpu()
+        else:  # a copy: the source may be a read-only map
+            tensor = torch.from_numpy(np.array(value))
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name}: {key} must be an array of numbers; {error}") from None
+    if tensor.is_complex():
+        raise ValueError(f"{name}: {key} must be real numbers; got {tensor.dtype}")
+    return tensor
+
+
+def _whole(value: object, key: str) -> int:
+    """An integer of 64 bits, exactly: from text, or one number of any type that can hold it."""
+    shown = f"{key} must be an integer of at most 64 bits; got {_shown(value)}"
+    if isinstance(value, str):
+        number = int(value) if re.fullmatch(r"[+-]?[0-9]{1,19}", value.strip()) else None
+    elif isinstance(value, bool | np.bool_):
+        number = None
+    else:
+        try:
+            number = _exact(
+                value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+            )
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            number = None
+    if number is None or not -(2**63) <= number < 2**63:
+        raise ValueError(shown)
+    return number
+
+
+def _exact(value: Tensor) -> int | None:
+    """The integer of a tensor of one element; None if a float is none, or may have been rounded.
+
+    Raises:
+        TypeError: for numbers that are neither floats nor integers.
+        ValueError: for another number of elements, NaN or infinity.
+    """
+    number = value.item()
+    if not isinstance(number, float):
+        return operator.index(number)
+    exact = number.is_integer() and abs(number) < 2 / torch.finfo(value.dtype).eps
+    return int(number) if exact else None
+
+
+def _shown(value: object) -> str:
+    """A value from a file, short enough for a message."""
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"an integer of {value.bit_length()} bits"  # Python refuses to print some of them
+    if isinstance(value, Tensor) and value.numel() != 1:
+        return f"shape {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _flags(tensor: Tensor, key: str, name: str) -> Tensor:
+    """Numbers 0 and 1 as booleans of the same shape."""
+    wrong = (tensor != 0) & (tensor != 1)  # NaN, too
+    if wrong.any():
+        raise ValueError(f"{name}: {key} must be 0 or 1; got {tensor[wrong][0].item()}")
+    return tensor != 0
 
 
 def _positions(value: _Array, key: str, name: str, count: int | None = None) -> Tensor:
@@ -155,12 +211,12 @@ def _positions(value: _Array, key: str, name: str, count: int | None = None) -> 
         expected = f"({'N' if count is None else count}, 3)"
         raise ValueError(f"{name}: {key} must be {expected} in Å; got shape {tuple(tensor.shape)}")
     tensor = tensor.float()
-    finite = torch.isfinite(tensor).all(dim=1)
-    if not finite.all():
-        atom = int((~finite).nonzero()[0])
+    near = (tensor.abs() <= FARTHEST).all(dim=1)  # false for NaN, too
+    if not near.all():
+        atom = int((~near).nonzero()[0])
         raise ValueError(
-            f"{name}: {key} must be finite; got {tensor[atom].tolist()} for atom {atom}; "
-            "remove the record or read with --skip-bad"
+            f"{name}: {key} must be finite and within {FARTHEST:g} Å; got "
+            f"{tensor[atom].tolist()} for atom {atom}; remove the record or read with --skip-bad"
         )
     return tensor.contiguous()
 
@@ -201,12 +257,13 @@ def _cell(cell: _Array | None, pbc: _Array | None, name: str) -> tuple[Tensor, T
         axes = _tensor(pbc, "pbc", name)
         if axes.numel() not in (1, 3):
             raise ValueError(f"{name}: pbc must be three booleans; got shape {tuple(axes.shape)}")
-        periodic = axes.bool().reshape(1, -1).expand(1, 3).contiguous()
-    rows = lattice[0][periodic[0]].double()
-    if len(rows) and torch.linalg.matrix_rank(rows) < len(rows):
+        periodic = _flags(axes, "pbc", name).reshape(1, -1).expand(1, 3).contiguous()
+    lowest = lattice_heights(lattice[0].double().numpy(), periodic[0].numpy()).min()
+    if lowest < LOWEST:
         raise ValueError(
-            f"{name}: periodic axes need linearly independent lattice vectors; "
-            f"got cell {lattice[0].tolist()}; set pbc to False where there is no lattice vector"
+            f"{name}: periodic axes need linearly independent lattice vectors, whose planes are at "
+            f"least {LOWEST} Å apart; got {lowest:.2g} Å of cell {lattice[0].tolist()}; set pbc to "
+            "False where there is no lattice vector"
         )
     return lattice, periodic
 
