@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import hashlib
 import io
 import shutil
@@ -23,22 +25,38 @@ INNER = _OC20_ARCHIVE.inner
 
 
 class Server:
-    """Serves one archive; can cut connections, ignore ranges, and remembers the ranges asked."""
+    """Serves one archive; can cut connections, ignore ranges, and remembers the ranges asked.
+
+    `answers` holds what a method answers instead, once each: bytes with the status line.
+    """
 
     def __init__(self):
         self.content = b""
         self.cut = []  # bytes to send before dropping the connection, one entry per request
         self.ranges = True
         self.asked = []
+        self.answers = {"HEAD": [], "GET": []}
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
+            def raw(self):
+                if not outer.answers[self.command]:
+                    return False
+                with contextlib.suppress(ConnectionError):  # the client may have had enough
+                    self.wfile.write(outer.answers[self.command].pop(0))
+                self.close_connection = True
+                return True
+
             def do_HEAD(self):
+                if self.raw():
+                    return
                 self.answer(200, outer.content, head=True)
 
             def do_GET(self):
                 wanted = self.headers.get("Range")
                 outer.asked.append(wanted)
+                if self.raw():
+                    return
                 if wanted and outer.ranges:
                     start = int(wanted.removeprefix("bytes=").rstrip("-"))
                     self.answer(206, outer.content[start:])
@@ -60,7 +78,7 @@ class Server:
 
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}/data"
-        self.thread = threading.Thread(target=self.http.serve_forever, daemon=True)
+        self.thread = threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True)
         self.thread.start()
 
     def close(self):
@@ -232,6 +250,145 @@ def test_unpacked_sums_and_missing_splits(tmp_path, monkeypatch):
 def test_damaged_archive(tmp_path, damage):
     path = tmp_path / "some.tar.gz"
     path.write_bytes(damage(archive(tmp_path, ["all/val_id"])))
-    with pytest.raises(ValueError, match=r"some\.tar\.gz: not a complete tar\.gz"):
+    with pytest.raises(ValueError, match=r"some\.tar\.gz: .*(whole gzip|complete tar\.gz)"):
         _unpack(path, tmp_path / "in", ["all/val_id"], verify=False)
     assert list((tmp_path / "in").rglob("*")) == []
+
+
+def head(*lines, status="200 OK"):
+    return "\r\n".join([f"HTTP/1.0 {status}", *lines, "", ""]).encode("latin-1")
+
+
+@pytest.mark.parametrize("length", [None, "abc", "-5", "0", "", "1e5", "²", "9" * 5000])
+def test_sizes_that_are_none_are_told(server, tmp_path, length):
+    server.answers["HEAD"] = [head(*([] if length is None else [f"Content-Length: {length}"]))]
+    with pytest.raises(OSError, match=r"Content-Length '.*'; use another mirror") as caught:
+        get(server, tmp_path / "a")
+    assert str(caught.value).startswith(server.url) and len(str(caught.value)) < 400
+    assert list((tmp_path / "a").iterdir()) == []
+
+
+def test_a_server_that_never_ends_fills_no_disk(server, tmp_path, monkeypatch):
+    """HEAD says one size; GET says none, or another one, and streams on."""
+    size = len(server.content)
+    received = []  # bytes on disk after each request
+    receive = module._receive
+
+    def spy(url, part, *rest):
+        receive(url, part, *rest)
+        received.append(part.stat().st_size)
+
+    monkeypatch.setattr(module, "_receive", spy)
+    server.answers["GET"] = [head() + server.content + b"x" * 2**22]
+    get(server, tmp_path / "a")  # what was declared is complete
+    assert received == [size] and (tmp_path / "a/is2re/10k/train/data.lmdb").is_file()
+    server.answers["GET"] = [head() + b"x" * 2**22]
+    with pytest.raises(ValueError, match="expected md5 .* it has been deleted"):
+        get(server, tmp_path / "b")
+    assert received == [size, size] and list((tmp_path / "b").iterdir()) == []
+    for answer in (head("Content-Length: 9999999"), head(f"Content-Length: {size - 1}")):
+        server.answers["GET"] = [answer]
+        with pytest.raises(ValueError, match=rf"expected {size:,} bytes, as the server declared"):
+            get(server, tmp_path / "b")
+    assert received == [size, size]
+
+
+def test_a_declared_size_that_is_too_small_is_told(server, tmp_path):
+    server.answers["HEAD"] = [head("Content-Length: 300")]
+    with pytest.raises(ValueError, match=rf"expected 300 bytes, .*; got {len(server.content):,}"):
+        get(server, tmp_path / "a")
+
+
+@pytest.mark.parametrize("phrase", [" Not Found", " ", ""])
+def test_a_missing_file_has_a_code_and_is_not_asked_for_again(server, tmp_path, phrase):
+    for method in ("HEAD", "GET"):
+        server.answers[method] = [head(status=f"404{phrase}")]
+        with pytest.raises(OSError, match=r"; HTTP 404.*; is the address right\? --base_url"):
+            get(server, tmp_path / "a")
+    assert server.asked == [None]
+
+
+def test_a_busy_server_is_asked_again(server, tmp_path):
+    server.answers["GET"] = [head(status=f"{code} Later") for code in (503, 429, 408, 500)]
+    get(server, tmp_path / "a")
+    assert server.asked == [None] * 5
+    server.answers["GET"] = [head(status="503 Later")] * module._ATTEMPTS
+    with pytest.raises(OSError, match="HTTP 503 Later; run the same command again to continue"):
+        get(server, tmp_path / "b")
+
+
+@pytest.mark.parametrize("scheme", ["ftp", "file", "data"])
+def test_only_http_is_followed(server, tmp_path, scheme):
+    target = f"{scheme}://{server.url.removeprefix('http://')}/x"
+    server.answers = {
+        name: [head(f"Location: {target}", status="302 Found")] for name in ("HEAD", "GET")
+    }
+    for _ in server.answers:
+        with pytest.raises(OSError, match=r"cannot be downloaded; .*is the address right"):
+            get(server, tmp_path / "a")
+    assert len(server.asked) == 1
+    (tmp_path / _OC20_ARCHIVE.name).write_bytes(server.content)
+    with pytest.raises(OSError, match="unknown url type: file; is the address right"):
+        download("oc20-is2re", tmp_path / "a", ["val_id"], base_url=f"file://{tmp_path}")
+    server.answers["HEAD"] = [
+        head(f"Location: {server.url}/{_OC20_ARCHIVE.name}", status="302 Found")
+    ]
+    get(server, tmp_path / "a")  # to http
+
+
+def test_an_archive_that_is_there_is_compared(server, tmp_path):
+    path = tmp_path / "a" / _OC20_ARCHIVE.name
+    path.parent.mkdir()
+    path.write_bytes(server.content)
+    with pytest.raises(ValueError, match=rf"expected md5 0000; got {md5(server.content)}; delete"):
+        get(server, tmp_path / "a", md5="0000")
+    assert path.read_bytes() == server.content and not (tmp_path / "a/is2re").exists()
+    get(server, tmp_path / "a", md5=md5(server.content).upper())
+    assert server.asked == [] and (tmp_path / "a/is2re/all/val_id/data.lmdb").is_file()
+
+
+def test_a_split_that_is_there_twice_leaves_nothing(server, tmp_path):
+    twice = [(f"{INNER}/./all/val_id//data.lmdb", b"other")]
+    server.content = archive(tmp_path, ["10k/train", "all/val_id"], twice)
+    with pytest.raises(ValueError, match=r"val_id.*data\.lmdb is there twice"):
+        get(server, tmp_path / "a")
+    assert [p for p in (tmp_path / "a").rglob("*") if p.name == "data.lmdb"] == []
+
+
+def bomb(name, size, kind=tarfile.REGTYPE):
+    """A tar.gz of one member of zeros; without them where `size` is a lie."""
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.type = size, kind
+    zeros = bytes(-(-size // 512) * 512 if size < 2**28 else 0)
+    return gzip.compress(entry.tobuf(tarfile.GNU_FORMAT) + zeros + bytes(1024))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (bomb(f"{INNER}/all/val_id/data.lmdb", 2**24 + 1), "expected at most 16.8 MB"),
+        (bomb(f"{INNER}/all/val_id/data.lmdb", 2**40), "data.lmdb of 1.1 TB"),
+        (bomb("elsewhere", 2**25), "at most 100 times its size"),
+        (bomb("long", 2**24, tarfile.XHDTYPE), "a header of 16777216 bytes"),
+        (bomb("long", 2**24, tarfile.GNUTYPE_LONGNAME), "a header of 16777216 bytes"),
+        (bomb(f"{INNER}/all/val_id/data.lmdb", 2**40, tarfile.GNUTYPE_SPARSE), "a sparse file"),
+        (gzip.compress(bytes(2**24)), "holds no"),
+    ],
+    ids=["large", "lie", "elsewhere", "pax", "longname", "sparse", "zeros"],
+)
+def test_unpacking_is_bounded(tmp_path, content, message):
+    path = tmp_path / "some.tar.gz"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"some\.tar\.gz: .*{message}"):
+        _unpack(path, tmp_path / "in", ["all/val_id"], verify=False)
+    assert list((tmp_path / "in").rglob("*")) == []
+
+
+def test_what_a_killed_unpacking_left_is_not_taken_for_a_split(tmp_path):
+    left = tmp_path / "in/.is2re.part/10k/train/data.lmdb"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"half")
+    path = tmp_path / "some.tar.gz"
+    path.write_bytes(archive(tmp_path, ["all/val_id"]))
+    with pytest.raises(ValueError, match="holds no .*10k/train"):
+        _unpack(path, tmp_path / "in", ["10k/train"], verify=False)

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
+import re
 import shutil
-import tarfile
 import time
-import urllib.error
 import urllib.request
-from http.client import HTTPException
-from pathlib import Path, PurePosixPath
-from typing import Literal, NoReturn
+from http.client import HTTPException, HTTPResponse, InvalidURL
+from pathlib import Path
+from typing import Literal, NoReturn, cast
+from urllib.error import HTTPError, URLError
 
 from tqdm import tqdm
 
 from molflt.data.structures.convert import _readable_size
 from molflt.data.structures.splits import _OC20_ARCHIVE, OC20_FILES, VAL_SPLITS
+from molflt.data.structures.unpack import _md5, _target, _unpack, _unpacked_size
 
 __all__ = ["download"]
 
 _CHUNK = 1 << 20
 _ATTEMPTS = 5  # connections in a row that bring nothing
 _TIMEOUT = 60.0  # s
+_BUSY = (408, 429)  # that pass, like all from 500 on
+_HANDLERS = (  # those of urllib without ftp, file and data, to which a server could redirect
+    urllib.request.ProxyHandler,
+    urllib.request.UnknownHandler,
+    urllib.request.HTTPHandler,
+    urllib.request.HTTPSHandler,
+    urllib.request.HTTPDefaultErrorHandler,
+    urllib.request.HTTPRedirectHandler,
+    urllib.request.HTTPErrorProcessor,
+)
 
 
 def download(
@@ -44,8 +54,8 @@ def download(
         splits: wanted splits: 10k/train, 100k/train, all/train, val_id, val_ood_ads, val_ood_cat,
             val_ood_both, test_id, test_ood_ads, test_ood_cat, test_ood_both.
         base_url: where the archive lies, for mirrors.
-        md5: expected md5 of the archive; with another than the official one, the sums of the
-            unpacked files are not known and not verified.
+        md5: expected md5 of the archive, also of one that is already there; with another than the
+            official one the sums of the unpacked files are not known, only their size is bounded.
         keep_archive: keep the archive after unpacking.
 
     Raises:
@@ -64,10 +74,16 @@ def download(
     url = f"{base_url.rstrip('/')}/{archive.name}"
     complete = archive.is_file()
     size = archive.stat().st_size if complete else _remote_size(url)
+    md5 = md5.lower()
     official = md5 == _OC20_ARCHIVE.md5
-    _check_space(directory, archive, size, missing, unpacked_known=official)
+    _check_space(directory, archive, size, missing, official)
     if not complete:
         _fetch(url, archive, md5, size)
+    elif (found := _md5(archive)) != md5:
+        raise ValueError(
+            f"{archive}: expected md5 {md5}; got {found}; delete it to download it again, or give "
+            "its sum as --md5"
+        )
     _unpack(archive, directory, missing, verify=official)
     if not keep_archive:
         archive.unlink()
@@ -88,45 +104,74 @@ def _official_name(split: str) -> str:
     return name
 
 
-def _target(directory: Path, name: str) -> Path:
-    return directory / "is2re" / name / "data.lmdb"
-
-
 def _part(archive: Path) -> Path:
     return archive.with_name(f"{archive.name}.part")
 
 
+def _open(url: str, method: str = "GET", start: int = 0) -> HTTPResponse:
+    """Connects by http or https, also where redirected to."""
+    opener = urllib.request.OpenerDirector()
+    for handler in _HANDLERS:
+        opener.add_handler(handler())
+    request = urllib.request.Request(url, method=method)
+    if start:
+        request.add_header("Range", f"bytes={start}-")
+    return cast(HTTPResponse, opener.open(request, timeout=_TIMEOUT))
+
+
+def _declared(reply: HTTPResponse) -> int | None:
+    """Bytes that a reply says it has; None if it does not say so in a number."""
+    length = reply.headers.get("Content-Length", "")
+    return int(length) if re.fullmatch("[0-9]{1,18}", length) else None
+
+
 def _remote_size(url: str) -> int:
     try:
-        request = urllib.request.Request(url, method="HEAD")
-        with urllib.request.urlopen(request, timeout=_TIMEOUT) as reply:
-            length = reply.headers.get("Content-Length")
-    except (OSError, HTTPException) as error:
+        with _open(url, "HEAD") as reply:
+            size = _declared(reply)
+    except (OSError, HTTPException, ValueError) as error:
         _unreachable(url, error)
-    if length is None:
-        raise OSError(f"{url}: the server does not say how large the file is; use another mirror")
-    return int(length)
+    if not size:
+        got = repr(reply.headers.get("Content-Length", "none")[:80])
+        raise OSError(
+            f"{url}: expected the server to say how large the file is; got Content-Length {got}; "
+            "use another mirror, --base_url"
+        )
+    return size
 
 
 def _unreachable(url: str, error: Exception) -> NoReturn:
     reason = getattr(error, "reason", None) or error
-    raise OSError(
-        f"{url}: cannot be downloaded; {reason}; run the same command again to continue"
-    ) from None
+    advice = "run the same command again to continue"
+    if isinstance(error, HTTPError):
+        reason = f"HTTP {error.code} {error.reason or ''}".strip()
+    if _is_wrong(error):
+        advice = "is the address right? --base_url changes it"
+    raise OSError(f"{url}: cannot be downloaded; {reason}; {advice}") from None
+
+
+def _is_wrong(error: Exception) -> bool:
+    """Whether the address is wrong, or the server does not give what is there."""
+    if isinstance(error, HTTPError):
+        return error.code < 500 and error.code not in _BUSY
+    if isinstance(error, URLError):
+        return not isinstance(error.reason, OSError)
+    return isinstance(error, InvalidURL | ValueError)
+
+
+def _is_network(error: Exception) -> bool:
+    """Whether to try again: not when the address is wrong, or the disk is full."""
+    connection = (HTTPException, URLError, ConnectionError, TimeoutError)
+    return isinstance(error, connection) and not _is_wrong(error)
 
 
 def _check_space(
-    directory: Path, archive: Path, size: int, wanted: list[str], unpacked_known: bool
+    directory: Path, archive: Path, size: int, wanted: list[str], official: bool
 ) -> None:
     """Say what will be downloaded and refuse if the disk cannot hold it."""
     here = archive if archive.exists() else _part(archive)
     have = here.stat().st_size if here.exists() else 0
-    # for another archive than the official one the unpacked size is unknown; 12 is OC20's ratio
-    unpacked = (
-        int(sum(OC20_FILES[name].gigabytes for name in wanted) * 1e9)
-        if unpacked_known
-        else 12 * size
-    )
+    unpacked = _unpacked_size(wanted, size, official)
     needed = max(size - have, 0) + unpacked
     free = shutil.disk_usage(directory).free
     print(
@@ -159,15 +204,15 @@ def _fetch(url: str, file: Path, md5: str, size: int) -> None:
             bar.refresh()
             error: Exception | None = None
             try:
-                _receive(url, part, have, bar)
+                _receive(url, part, have, size, bar)
             except (OSError, HTTPException) as problem:
-                if isinstance(problem, urllib.error.HTTPError) or not _is_network(problem):
+                if not _is_network(problem):
                     _unreachable(url, problem)
                 error = problem
             progress = part.exists() and part.stat().st_size > have
             idle = 0 if progress else idle + 1
             if idle == _ATTEMPTS:
-                _unreachable(url, error or OSError("the server stopped sending"))
+                _unreachable(url, error or ConnectionError("the server stopped sending"))
             if idle:
                 time.sleep(0.1 * 2**idle)
         bar.n = size
@@ -181,83 +226,24 @@ def _fetch(url: str, file: Path, md5: str, size: int) -> None:
     os.replace(part, file)
 
 
-def _is_network(error: Exception) -> bool:
-    """Whether to try again: not when the disk is full or may not be written."""
-    connection = (HTTPException, urllib.error.URLError, ConnectionError, TimeoutError)
-    return isinstance(error, connection)
-
-
-def _receive(url: str, part: Path, have: int, bar: tqdm) -> None:
-    request = urllib.request.Request(url)
-    if have:
-        request.add_header("Range", f"bytes={have}-")
-    with urllib.request.urlopen(request, timeout=_TIMEOUT) as reply:
-        # 206 continues; a server without ranges answers 200 with the whole file
-        continues = reply.status == 206
-        if not continues:
-            bar.n = 0
-        with open(part, "ab" if continues else "wb") as out:
-            while block := reply.read1(_CHUNK):
-                out.write(block)
-                bar.update(len(block))
-
-
-def _md5(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "md5").hexdigest()
-
-
-def _unpack(archive: Path, directory: Path, wanted: list[str], verify: bool = True) -> None:
-    """Unpack the wanted keys of `OC20_FILES` to ``directory/is2re/KEY/data.lmdb``, in one pass.
+def _receive(url: str, part: Path, have: int, size: int, bar: tqdm) -> None:
+    """Adds to what is there, up to `size` bytes in all; a server may send more than it declared.
 
     Raises:
-        ValueError: if the archive is damaged, lacks a split, or an unpacked file has a wrong md5.
+        ValueError: if it says so.
     """
-    target = directory / "is2re"
-    staging = directory / ".is2re.part"  # files appear in is2re complete or not at all
-    found: list[PurePosixPath] = []
-    try:
-        with (
-            open(archive, "rb") as raw,
-            tqdm.wrapattr(
-                raw, "read", total=archive.stat().st_size, desc="unpack", disable=None
-            ) as watched,
-            tarfile.open(fileobj=watched, mode="r|gz") as tar,
-        ):
-            for member in tar:
-                inside = _wanted_path(member, wanted)
-                if inside is not None:
-                    renamed = member.replace(name=str(inside), deep=False)
-                    tar.extract(renamed, staging, filter="data")
-                    found.append(inside)
-        for name in wanted:
-            _check_unpacked(archive, staging / name / "data.lmdb", name, verify)
-        for inside in found:
-            (target / inside).parent.mkdir(parents=True, exist_ok=True)
-            os.replace(staging / inside, target / inside)
-    except (tarfile.TarError, EOFError) as error:
-        raise ValueError(
-            f"{archive}: not a complete tar.gz; {error}; delete it and download again"
-        ) from None
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-
-
-def _wanted_path(member: tarfile.TarInfo, wanted: list[str]) -> PurePosixPath | None:
-    """Path below is2re of a file to unpack; None for other splits, folders and lock files."""
-    path = PurePosixPath(member.name)
-    inner = PurePosixPath(_OC20_ARCHIVE.inner)
-    if not member.isfile() or not path.is_relative_to(inner) or path.name.endswith("-lock"):
-        return None
-    inside = path.relative_to(inner)
-    return inside if str(inside.parent) in wanted else None
-
-
-def _check_unpacked(archive: Path, file: Path, name: str, verify: bool) -> None:
-    if not file.is_file():
-        raise ValueError(f"{archive}: holds no {_OC20_ARCHIVE.inner}/{name}/data.lmdb")
-    if verify and (found := _md5(file)) != OC20_FILES[name].md5:
-        raise ValueError(
-            f"{archive}: {name}/data.lmdb: expected md5 {OC20_FILES[name].md5}; got {found}; "
-            "delete the archive and download again"
-        )
+    with _open(url, start=have) as reply:
+        # 206 continues; a server without ranges answers 200 with the whole file
+        continues = reply.status == 206
+        left = size - have if continues else size
+        if (sent := _declared(reply)) not in (None, left):
+            raise ValueError(
+                f"{url}: expected {left:,} bytes, as the server declared; got {sent:,}; it changes "
+                "or is no file; use another mirror, --base_url"
+            )
+        bar.n = size - left
+        with open(part, "ab" if continues else "wb") as out:
+            while left and (block := reply.read1(min(_CHUNK, left))):
+                out.write(block)
+                left -= len(block)
+                bar.update(len(block))
