@@ -7,12 +7,18 @@ jsonargparse reads ``--skip_bad=true`` and ``--splits=[a,b]``; people type ``--s
 from __future__ import annotations
 
 import difflib
-import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Literal, NamedTuple, Union, get_args, get_origin
+from typing import TYPE_CHECKING
+
+from molflt.commands.values import (
+    Given,
+    checked,
+    is_group,
+    kinds_of,
+    out_of_range,
+    read_config,
+)
+from molflt.files import shown
 
 if TYPE_CHECKING:
     from argparse import Action
@@ -45,13 +51,32 @@ def parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
     parser.exit_on_error = False
     parser.allow_abbrev = False  # an abbreviation turns a misspelt option into another one
     _show_flags(parser)
-    words = _normalize(words, parser)
-    given = _given(words, parser)
+    mistakes: list[str] = []
+    words = _normalize(words, parser, mistakes)
     try:
+        given = _given(words, parser, mistakes)
         config: Namespace = parser.parse_args(words)
+        values = vars(config.as_flat())
     except ArgumentError as error:
-        raise ValueError(_explain(str(error), parser, given)) from error
+        wrong, values = checked(given, _options_of(parser))
+        mistakes += [*wrong, *out_of_range(values, given), *_missing(parser, given)]
+        raise ValueError(_listed(mistakes or [str(error)])) from error
+    except RecursionError as error:
+        raise ValueError(_listed(mistakes or ["a value is nested too deeply"])) from error
+    except ValueError as error:
+        raise ValueError(_listed([*mistakes, str(error)])) from error
+    mistakes += out_of_range(values, given)
+    if mistakes:
+        raise ValueError(_listed(mistakes))
     return config
+
+
+def _listed(mistakes: Sequence[str]) -> str:
+    """One mistake as it is, several with their numbers."""
+    if len(mistakes) == 1:
+        return mistakes[0]
+    listed = "; ".join(f"({number}) {one}" for number, one in enumerate(mistakes, 1))
+    return f"{len(mistakes)} mistakes: {listed}"
 
 
 def _options_of(parser: ArgumentParser) -> dict[str, Action]:
@@ -64,12 +89,6 @@ def _options_of(parser: ArgumentParser) -> dict[str, Action]:
     }
 
 
-def _kinds(action: Action) -> set[object]:
-    """What an option may hold: types, without their parameters."""
-    hint = getattr(action, "_typehint", None)
-    return {get_origin(kind) or kind for kind in (hint, *get_args(hint))}
-
-
 def _is_flag(action: Action | None) -> bool:
     return getattr(action, "_typehint", None) is bool
 
@@ -78,19 +97,17 @@ def _show_flags(parser: ArgumentParser) -> None:
     for action in _options_of(parser).values():
         if _is_flag(action):
             action.metavar = ""
-        elif _kinds(action) & {list, tuple}:
+        elif kinds_of(action) & {list, tuple}:
             action.option_strings = [o for o in action.option_strings if not o.endswith("+")]
             action.metavar = "ITEM ..."
 
 
-def _normalize(words: Sequence[str], parser: ArgumentParser) -> list[str]:
+def _normalize(words: Sequence[str], parser: ArgumentParser, mistakes: list[str]) -> list[str]:
     """Rewrites what people type into what jsonargparse reads: each option and its value one word.
 
     ``--skip-bad`` becomes ``--skip_bad=true`` (``--no-skip-bad``: false), and ``--splits a b``
-    becomes an emptied list and one append per word.
-
-    Raises:
-        ValueError: If an option does not exist, or has no value.
+    becomes an emptied list and one append per word. Adds a line to `mistakes` for each option that
+    does not exist or has no value, and leaves it out.
     """
     options = _options_of(parser)
     rest = list(words)
@@ -99,7 +116,7 @@ def _normalize(words: Sequence[str], parser: ArgumentParser) -> list[str]:
         word = rest.pop(0)
         if word == "--":
             return [*out, word, *rest]
-        if not word.startswith("--"):
+        if _is_value(word) or word == "-h":
             out.append(word)
             continue
         typed, equals, value = word.partition("=")
@@ -109,24 +126,33 @@ def _normalize(words: Sequence[str], parser: ArgumentParser) -> list[str]:
         if name not in options and not equals and _is_flag(options.get(positive)):
             out.append(f"{positive}=false")
         elif name not in options and not _is_item(name, options):
-            raise ValueError(_unknown_option(typed, options, parser.prog))
+            mistakes.append(_unknown_option(typed, options, parser.prog))
+            while not equals and rest and _is_value(rest[0]):
+                rest.pop(0)
         elif equals:
             out.append(f"{name}{append}={value}")
         else:
-            out += _with_values(typed, name, append, options.get(name), rest)
+            try:
+                out += _with_values(typed, name, append, options.get(name), rest)
+            except ValueError as error:
+                mistakes.append(str(error))
     return out
 
 
 def _with_values(
     typed: str, name: str, append: str, action: Action | None, rest: list[str]
 ) -> list[str]:
-    """An option with the values that follow it, which are taken off `rest`."""
+    """An option with the values that follow it, which are taken off `rest`.
+
+    Raises:
+        ValueError: if there are none.
+    """
     if _is_flag(action):
         explicit = rest.pop(0) if rest and rest[0].lower() in ("true", "false") else "true"
         return [f"{name}={explicit.lower()}"]
     if action is not None and action.nargs is not None:  # --help, --print_config
         return [name]
-    kinds = set() if action is None else _kinds(action)
+    kinds = set() if action is None else kinds_of(action)
     several = bool(kinds & {list, tuple})
     count = next((i for i, word in enumerate(rest) if not _is_value(word)), len(rest))
     if not count:
@@ -149,7 +175,7 @@ def _is_value(word: str) -> bool:
 def _is_item(name: str, options: Mapping[str, Action]) -> bool:
     """Whether it is an item of a dictionary: --model.position_options.num_nodes."""
     whole = options.get(name.rpartition(".")[0])
-    return whole is not None and dict in _kinds(whole)
+    return whole is not None and dict in kinds_of(whole)
 
 
 def _option_name(typed: str) -> str:
@@ -174,100 +200,63 @@ def _did_you_mean(word: str, names: Sequence[str]) -> str:
 
 def _unknown_option(typed: str, options: Mapping[str, Action], prog: str) -> str:
     hint = _did_you_mean(_option_name(typed), list(options))
-    return f"unknown option {typed}{hint}; see `{prog} --help`"
+    name = typed if len(typed) <= 80 else f"{typed[:77]}..."
+    return f"unknown option {name}{hint}; see `{prog} --help`"
 
 
-class _Given(NamedTuple):
-    """A value, and where it was given."""
+def _given(words: Sequence[str], parser: ArgumentParser, mistakes: list[str]) -> list[Given]:
+    """What the words and the configurations that they name give, in order.
 
-    where: str
-    value: str
-
-
-def _given(words: Sequence[str], parser: ArgumentParser) -> Mapping[str, list[_Given]]:
-    """What the words and the configurations that they name give to each key.
+    Adds a line to `mistakes` for a word too many, and for each unknown key of a configuration.
 
     Raises:
-        ValueError: for a word too many, or a configuration that cannot be read or has unknown keys.
+        ValueError: if a configuration cannot be read.
     """
     options = _options_of(parser)
-    given: dict[str, list[_Given]] = defaultdict(list)
+    given: list[Given] = []
     places = [action.dest for action in parser._actions if not action.option_strings]
     for word in words:
         name, equals, value = word.partition("=")
         key = name.removeprefix("--").removesuffix("+")
-        if _is_value(word):
-            if not places:
-                raise ValueError(f"unexpected {word}; see `{parser.prog} --help`")
-            given[places.pop(0)].append(_Given(word, word))
+        if _is_value(word) and places:
+            given.append(Given(places.pop(0), word, word))
+        elif _is_value(word):
+            mistakes.append(f"unexpected {word}; see `{parser.prog} --help`")
         elif name == "--config":
-            file = value
-            for key, found in _leaves(_read_config(file), options):
-                if f"--{key}" not in options:
-                    names = [option.removeprefix("--") for option in options]
-                    raise ValueError(
-                        f"{file}: unknown key {key!r}{_did_you_mean(key, names)}; "
-                        f"see `{parser.prog} --help`"
-                    )
-                given[key].append(_Given(f"{file}: key {key}", str(found)))
+            given += _configured(value, parser, mistakes)
+        elif is_group(key, options):
+            mistakes.append(f"option {name}; expected {name}.NAME; got {shown(value)}")
         elif equals:
-            given[key].append(_Given(f"option --{key}", value))
+            given.append(Given(key, f"option --{key}", value, name.endswith("+")))
     return given
 
 
-def _read_config(name: str) -> Mapping[str, object]:
-    import yaml
-
-    if not Path(name).is_file():
-        raise ValueError(f"{name}: no such file; expected a YAML configuration")
-    try:
-        config = yaml.safe_load(Path(name).read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"{name}: not a YAML configuration: {error}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{name}: expected a configuration, as `key: value`; got {config!r}")
-    return config
-
-
-def _leaves(
-    config: Mapping[str, object], options: Mapping[str, Action], prefix: str = ""
-) -> Iterator[tuple[str, object]]:
-    """Keys and values, down to the keys of options."""
-    for name, value in config.items():
-        key = f"{prefix}{name}"
-        action = options.get(f"--{key}")
-        if isinstance(value, dict) and (action is None or dict not in _kinds(action)):
-            yield from _leaves(value, options, f"{key}.")
+def _configured(file: str, parser: ArgumentParser, mistakes: list[str]) -> Iterator[Given]:
+    """What a configuration gives; adds a line to `mistakes` for each key that is no option."""
+    options = {
+        name: action
+        for name, action in _options_of(parser).items()
+        if name not in ("--config", "--help", "--print_config", "--resume")
+    }
+    for one in read_config(file, options):
+        if is_group(one.key, options):
+            mistakes.append(
+                f"{one.where}; expected keys and values below it, or leave it out; got "
+                f"{shown(one.value)}"
+            )
+        elif f"--{one.key}" in options:
+            yield one
         else:
-            yield key, value
+            hint = _did_you_mean(one.key, [name.removeprefix("--") for name in options])
+            mistakes.append(f"{file}: unknown key {one.key!r}{hint}; see `{parser.prog} --help`")
 
 
-def _explain(message: str, parser: ArgumentParser, given: Mapping[str, Sequence[_Given]]) -> str:
-    """What; expected; got, for a value of the wrong type and for what is missing."""
-    options = _options_of(parser)
-    named = re.search(r'Parser key "([\w.]+)"', message)
-    key = named[1] if named else ""
-    if key in given and f"--{key}" in options:
-        values = given[key]
-        where, value = next((one for one in values if one.value in message), values[-1])
-        expected = _type_name(getattr(options[f"--{key}"], "_typehint", None))
-        return f"{where}; expected {expected}; got {value!r}"
-    defaults = parser.get_defaults()
+def _missing(parser: ArgumentParser, given: Sequence[Given]) -> list[str]:
+    """A line for what has to be given and was not, if there is such."""
+    defaults, there = parser.get_defaults(), {one.key for one in given}
     missing = [
         (action.option_strings or [action.dest])[0]
         for action in parser._actions
-        if action.required and action.dest not in given and not defaults.get(action.dest)
+        if action.required and action.dest not in there and not defaults.get(action.dest)
     ]
-    if missing and not named:
-        return f"missing {', '.join(missing)}; see `{parser.prog} --help`"
-    return message
-
-
-def _type_name(hint: object) -> str:
-    if get_origin(hint) is Literal:
-        return f"one of {', '.join(map(repr, get_args(hint)))}"
-    if get_origin(hint) in (Union, UnionType):
-        return " or ".join(map(_type_name, get_args(hint)))
-    if hint is NoneType:
-        return "null"
-    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
+    return [f"missing {', '.join(missing)}; see `{parser.prog} --help`"] if missing else []
