@@ -1,21 +1,26 @@
 # make demo    fresh machine: environment, train on the shipped sample, evaluate four splits -> runs/demo
 # make test    fresh machine: environment, all tests
+# make fuzz    10,000 damaged and hostile inputs through the command line, in half an hour
 # make bench NAME=decoding    a benchmark: docs/results/decoding.csv and .png, and its block of docs/results.md
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 RUN    ?= runs/demo
+INPUTS ?= 10000
+SEED   ?= 0
+JOBS   ?= 2
 QUICK  := tests/test_architecture.py tests/attention/test_nothing_in_silence.py \
           tests/attention/test_encodings.py tests/attention/test_stack.py tests/graph/test_extensions.py \
           tests/graph/test_near_exact.py tests/sequence/test_generation.py tests/data/test_records.py
 SPLITS := val_id val_ood_ads val_ood_cat val_ood_both
 
 .DEFAULT_GOAL := help
-.PHONY: help env check demo bench test quick lint types format clean
+.PHONY: help env check demo bench fuzz test quick lint types format clean
 
 help:
 	@echo "make demo    train on the shipped sample and evaluate the four splits, into $(RUN)"
 	@echo "make bench   what can be measured; NAME=decoding measures it, ARGS has further options"
+	@echo "make fuzz    damaged and hostile inputs, each has to be read rightly or refused; INPUTS, SEED, JOBS"
 	@echo "make test    all tests"
 	@echo "make quick   a part of them, in a minute"
 	@echo "make lint    ruff check and format --check"
@@ -56,6 +61,10 @@ demo: $(VENV)/.molflt
 # Without NAME, a line for each benchmark. ARGS="--out runs/bench" leaves the documentation as it is.
 bench: $(VENV)/.molflt-dev
 	@OMP_NUM_THREADS=1 $(BIN)/python scripts/run.py $(NAME) $(ARGS)
+
+# ARGS="--only store" tries some formats alone, ARGS="--case store:17" one input again.
+fuzz: $(VENV)/.molflt-dev
+	$(BIN)/python scripts/fuzz.py --inputs $(INPUTS) --seed $(SEED) --jobs $(JOBS) $(ARGS)
 
 test: $(VENV)/.molflt-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2

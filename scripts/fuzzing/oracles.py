@@ -1,0 +1,239 @@
+"""What files of structures hold, by decoders that share no code with the package.
+
+A structure is a dictionary of float32 and integer arrays in the units of the compact store; each
+oracle gives a list of them, with None for one that it cannot decode.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import pickle
+import shutil
+import struct
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from fuzzing.seeds import tensors
+
+Structure = dict[str, np.ndarray]
+_TYPES = {"F32": "<f4", "F64": "<f8", "I64": "<i8", "U8": "|u1", "BOOL": "|u1"}
+_PER_ATOM = ("pos", "atomic_numbers", "tags", "fixed", "pos_relaxed")
+_PER_STRUCTURE = ("cell", "pbc", "sid", "y_init", "y_relaxed")
+
+
+def stored(path: Path) -> list[Structure]:
+    """Structures of a compact store that the package wrote."""
+    columns = {}
+    for key, content in tensors(path).items():
+        name, kind, shape = key.split(" ", 2)
+        sides = [int(side) for side in shape.strip("[]").split(",") if side.strip()]
+        columns[name] = np.frombuffer(content, _TYPES[kind]).reshape(sides)
+    offsets = columns["offsets"]
+    found = []
+    for i, (a, b) in enumerate(itertools.pairwise(offsets)):
+        one = {name: columns[name][a:b] for name in _PER_ATOM if name in columns}
+        one.setdefault("pos_relaxed", np.full((b - a, 3), np.nan, np.float32))
+        found.append(one | {name: columns[name][i] for name in _PER_STRUCTURE})
+    return found
+
+
+class _Known(pickle.Unpickler):
+    """Knows Data as a dictionary, tensors as torch does, and numbers as numpy does."""
+
+    def find_class(self, module: str, name: str) -> object:
+        import torch
+
+        if module.startswith("torch_geometric.data"):
+            return _Bag
+        known = {
+            ("collections", "OrderedDict"): OrderedDict,
+            ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+            ("torch.storage", "_load_from_bytes"): _storage,
+            ("numpy", "dtype"): np.dtype,
+            ("numpy.core.multiarray", "scalar"): np._core.multiarray.scalar,  # type: ignore[attr-defined]
+            ("numpy._core.multiarray", "scalar"): np._core.multiarray.scalar,  # type: ignore[attr-defined]
+        }
+        return known[module, name]
+
+
+def _storage(content: bytes) -> object:
+    import torch
+
+    return torch.load(io.BytesIO(content), weights_only=True)
+
+
+class _Bag:
+    state: object = None
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+
+def _fields(content: bytes) -> Mapping[str, object]:
+    state = _Known(io.BytesIO(content)).load().state
+    store = state.get("_store")
+    return store.state["_mapping"] if isinstance(store, _Bag) else state
+
+
+def lmdb_records(path: Path) -> list[Structure | None]:
+    """Records of an LMDB, in the order of their whole-numbered keys."""
+    import lmdb
+
+    copied = shutil.copy(path, path.with_name("oracle.lmdb"))  # one opening per process and file
+    options = {"subdir": False, "readonly": True, "lock": False}
+    with lmdb.open(str(copied), **options) as environment, environment.begin() as transaction:
+        pairs = [(bytes(key), bytes(value)) for key, value in transaction.cursor()]
+    numbered = sorted((int(key), value) for key, value in pairs if key.isdigit())
+    return [_decoded(key, value) for key, value in numbered]
+
+
+def _decoded(key: int, content: bytes) -> Structure | None:
+    try:
+        fields = _fields(content)
+        return structure(**{name: fields.get(name) for name in _NAMES}, number=key)
+    except Exception:  # a damaged record fails in many ways
+        return None
+
+
+_NAMES = (*_PER_ATOM, *_PER_STRUCTURE)
+
+
+def structure(
+    *,
+    pos: object,
+    atomic_numbers: object,
+    cell: object,
+    pbc: object,
+    tags: object,
+    fixed: object,
+    sid: object,
+    y_init: object,
+    y_relaxed: object,
+    pos_relaxed: object,
+    number: int,
+) -> Structure:
+    """A structure in the store's types; None is what a file does not have."""
+    places = _array(pos, np.float32)
+    lattice = np.zeros((3, 3), np.float32) if cell is None else _array(cell, np.float32)
+    axes = np.full(3, lattice.any()) if pbc is None else np.asarray(pbc).reshape(-1).astype(bool)
+    none = np.zeros(len(places))
+    return {
+        "pos": places,
+        "atomic_numbers": _array(atomic_numbers, np.uint8),
+        "tags": _array(none if tags is None else tags, np.uint8),
+        "fixed": np.asarray(none if fixed is None else fixed) != 0,
+        "cell": lattice.reshape(3, 3),
+        "pbc": np.broadcast_to(axes, 3),
+        "sid": np.int64(number if sid is None else int(np.asarray(sid).reshape(()).item())),
+        "y_init": _label(y_init),
+        "y_relaxed": _label(y_relaxed),
+        "pos_relaxed": np.full_like(places, np.nan)
+        if pos_relaxed is None
+        else _array(pos_relaxed, np.float32),
+    }
+
+
+def _array(value: object, kind: type[np.generic]) -> np.ndarray:
+    return np.asarray(value).astype(kind)
+
+
+def _label(value: object) -> np.ndarray:
+    return np.float64(math.nan if value is None else np.asarray(value, np.float64).reshape(()))
+
+
+def ase_frames(path: Path, kind: str) -> list[Structure | None]:
+    """Frames of a file, as ASE itself reads them."""
+    import ase.db
+    import ase.io
+
+    if kind in ("db", "json"):
+        with ase.db.connect(str(path), type=kind, use_lock_file=False) as database:
+            frames = [(row.id, row.toatoms(True)) for row in database.select()]
+    else:
+        images = ase.io.read(str(path), index=":", format=kind, do_not_split_by_at_sign=True)
+        frames = list(enumerate(images))
+    return [_frame(atoms, number) for number, atoms in frames]
+
+
+def _frame(atoms: object, number: int) -> Structure | None:
+    info = {**atoms.info, **atoms.info.get("key_value_pairs", {})}  # type: ignore[attr-defined]
+    results = getattr(atoms.calc, "results", {})  # type: ignore[attr-defined]
+    held = np.zeros(len(atoms), bool)  # type: ignore[arg-type]
+    for constraint in atoms.constraints:  # type: ignore[attr-defined]
+        name = type(constraint).__name__
+        if name == "FixAtoms" or (name == "FixCartesian" and np.all(constraint.mask)):
+            held[constraint.index] = True
+    try:
+        return structure(
+            pos=atoms.positions,  # type: ignore[attr-defined]
+            atomic_numbers=atoms.numbers,  # type: ignore[attr-defined]
+            cell=atoms.cell.array,  # type: ignore[attr-defined]
+            pbc=atoms.pbc,  # type: ignore[attr-defined]
+            tags=atoms.get_tags(),  # type: ignore[attr-defined]
+            fixed=held,
+            sid=info.get("sid"),
+            y_init=info.get("y_init"),
+            y_relaxed=info.get("y_relaxed", results.get("energy", info.get("energy"))),
+            pos_relaxed=atoms.arrays.get("pos_relaxed"),  # type: ignore[attr-defined]
+            number=number,
+        )
+    except Exception:  # what is no number is for the package to refuse
+        return None
+
+
+def compare(found: list[Structure], truth: list[Structure | None], some: bool) -> str | None:
+    """What differs between a store and the truth.
+
+    Args:
+        some: structures may be left out of the store.
+    """
+    if not some and len(found) != len(truth):
+        return f"{len(found)} structures for {len(truth)}"
+    rest = iter(truth)
+    for i, one in enumerate(found):
+        differs: str | None = "nothing like it in the file"
+        for other in rest:
+            differs = "accepted, but the reference cannot read it"
+            if other is not None:
+                differs = _differs(one, other)
+            if differs is None or not some:
+                break
+        if differs is not None:
+            return f"structure {i}: {differs}"
+    return None
+
+
+def _differs(one: Structure, other: Structure) -> str | None:
+    for name in _NAMES:
+        a, b = np.asarray(one[name]), np.asarray(other[name])
+        if name == "pos_relaxed":
+            b = _same_image(a, b, one)
+        if a.shape != b.shape or not np.array_equal(a, b, equal_nan=a.dtype.kind == "f"):
+            return f"{name} is {_short(a)}, but the file has {_short(b)}"
+    return None
+
+
+def _same_image(a: np.ndarray, b: np.ndarray, one: Structure) -> np.ndarray:
+    """Relaxed positions `b`, moved by whole lattice vectors to where `a` is, if they can be."""
+    rows = one["cell"][one["pbc"].astype(bool)].astype(np.float64)
+    if a.shape != b.shape or len(rows) == 0 or not np.isfinite(b).all():
+        return b
+    steps = (a.astype(np.float64) - b) @ np.linalg.pinv(rows)
+    moved = b + np.round(steps) @ rows
+    return np.where(np.abs(moved - a) <= 1e-5 * (1 + np.abs(moved) + np.abs(b)), a, b)
+
+
+def _short(array: np.ndarray) -> str:
+    return f"{array.shape} {array.reshape(-1)[:4].tolist()}"
+
+
+def idx_bytes(content: bytes) -> np.ndarray:
+    """An idx file of bytes, unpacked."""
+    axes = content[3]
+    shape = struct.unpack(f">{axes}I", content[4 : 4 + 4 * axes])
+    return np.frombuffer(content[4 + 4 * axes :], np.uint8).reshape(shape)

@@ -1,0 +1,36 @@
+"""All packages that an input may need: loaded once, before workers are forked."""
+
+# ruff: noqa: F401
+import ase.constraints
+import ase.db
+import ase.db.jsondb
+import ase.db.sqlite
+import ase.geometry
+import ase.io
+import e3nn
+import lightning.pytorch
+import lmdb
+import matplotlib.figure
+import matplotlib.pyplot
+import PIL.Image
+import requests
+import scipy.ndimage
+import torch_geometric.datasets
+import vesin
+
+import fuzzing.worker
+import molflt.commands.evaluate
+import molflt.commands.generate
+import molflt.commands.inspect
+import molflt.commands.predict
+import molflt.commands.train
+import molflt.data.structures.convert
+import molflt.data.structures.download
+import molflt.evaluation.energies
+import molflt.evaluation.images
+import molflt.evaluation.language
+import molflt.graph
+import molflt.image
+import molflt.sequence
+import molflt.training.fit
+import molflt.training.loop

@@ -1,0 +1,196 @@
+"""Formats of runs: weights, checkpoints, the other files of a folder, configurations, options."""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+import zipfile
+from functools import partial
+from pathlib import Path
+from random import Random
+
+import yaml
+
+from fuzzing.cases import Case, Format
+from fuzzing.grammar import WORDS, damage_tensors, damage_text, damage_tree
+from fuzzing.mutate import FLOATS, INTEGERS, damage
+from fuzzing.pickles import damage_pickle
+from fuzzing.seeds import MODEL, STEPS, STEPWISE, tensors
+
+# Options whose large values are orders that a computer carries out, and so proves nothing
+_ENDLESS = ("max_steps", "workers", "devices", "strategy")
+_PREDICT = ["--out=out/energies.csv", "--device=cpu"]
+
+
+def _weights(draw: Random, folder: Path, seeds: Path) -> Case:
+    run = shutil.copytree(seeds / "run", folder / "run")
+    file = run / "checkpoints" / "best.safetensors"
+    content, what = damage_tensors(draw, file.read_bytes())
+    file.write_bytes(content)
+    store = seeds / "data" / "val_id.safetensors"
+    words = ["predict", "run", str(store), *_PREDICT]
+    return Case(words, (file.name,), len(content), what, partial(_same_energies, folder, seeds))
+
+
+def _same_energies(folder: Path, seeds: Path) -> str | None:
+    found, truth = (folder / "out/energies.csv").read_text(), (seeds / "run.csv").read_text()
+    return None if found == truth else "other energies than of the undamaged weights"
+
+
+def _checkpoint(draw: Random, folder: Path, seeds: Path) -> Case:
+    run = shutil.copytree(seeds / "run", folder / "run")
+    file = run / "checkpoints" / "last.ckpt"
+    how = draw.choice((damage, damage_member, damage_member))
+    content, what = how(draw, file.read_bytes())
+    file.write_bytes(content)
+    words = ["train", "--resume", "run", f"--trainer.max_steps={STEPS + 1}"]
+    check = partial(_same_end, run, seeds / "resumed")
+    return Case(words, (file.name,), len(content), what, check)
+
+
+def damage_member(draw: Random, content: bytes) -> tuple[bytes, str]:
+    """A checkpoint with damage inside of one member of its archive, whose sums are then right."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        members = {info.filename: archive.read(info) for info in archive.infolist()}
+        comment = archive.comment
+    name = draw.choice(sorted(members))
+    if draw.random() < 0.4:
+        name = next(each for each in members if each.endswith("data.pkl"))
+    change = damage_pickle if name.endswith(".pkl") else damage
+    members[name], what = change(draw, members[name] or b"\0")
+    if draw.random() < 0.05:
+        del members[name]
+        what = "removed"
+    return zipped(members, comment), f"{name}: {what}"
+
+
+def zipped(members: dict[str, bytes], comment: bytes = b"") -> bytes:
+    """An archive as torch writes them."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.comment = comment
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return buffer.getvalue()
+
+
+def _same_end(run: Path, truth: Path) -> str | None:
+    """Whether a resumed run ended with the weights of the undamaged one."""
+    name = "checkpoints/last.safetensors"
+    same = tensors(run / name) == tensors(truth / name)
+    return None if same else "other weights than from the undamaged checkpoint"
+
+
+_FILES = (
+    ("run", "config.yaml"), ("run", "config.yaml"), ("run", "config.yaml"), ("run", "metrics.csv"),
+    ("lm", "vocabulary.json"), ("lm", "config.yaml"), ("img", "classes.json"),
+    ("img", "config.yaml"), ("run", "versions.json"),
+)  # fmt: skip
+
+
+def _folder(draw: Random, folder: Path, seeds: Path) -> Case:
+    """A run with one other file damaged, missing, or of another run."""
+    kind, name = draw.choice(_FILES)
+    run = shutil.copytree(seeds / kind, folder / kind)
+    file = run / name
+    content, what = _other(draw, file, seeds)
+    if content is None:
+        file.unlink()
+    else:
+        file.write_bytes(content)
+    store = seeds / "data" / "val_id.safetensors"
+    resume = ["train", "--resume", kind, f"--trainer.max_steps={STEPS + 1}"]
+    words = {
+        "run": ["predict", kind, str(store), *_PREDICT],
+        "lm": ["generate", kind, "--tokens=3", "--device=cpu"],
+        "img": ["evaluate", kind, "--out=out", "--device=cpu"],
+    }[kind]
+    if name in ("metrics.csv", "versions.json") or draw.random() < 0.2:
+        words = resume
+    keys = tuple(_keys(seeds / kind / "config.yaml"))
+    size = None if name == "config.yaml" else len(content or b"")
+    return Case(words, (name, *keys), size, f"{kind}/{name}: {what}")
+
+
+def _other(draw: Random, file: Path, seeds: Path) -> tuple[bytes | None, str]:
+    how = draw.choice(("missing", "swapped", "bytes", "text", "tree", "tree", "tree"))
+    content = file.read_bytes()
+    if how == "missing":
+        return None, how
+    if how == "swapped":
+        other = draw.choice([*sorted(seeds.glob(f"*/{file.name}")), seeds / "run/metrics.csv"])
+        return other.read_bytes(), f"that of {other.parent.name}"
+    if how == "tree" and file.suffix in (".yaml", ".json"):
+        tree, what = damage_tree(draw, yaml.safe_load(content))
+        if draw.random() < 0.05:
+            return b"model: " + b"[" * 20000, "20,000 brackets"
+        return _bounded(yaml.safe_dump(tree, allow_unicode=draw.random() < 0.5)).encode(), what
+    return (damage_text if how == "text" else damage)(draw, content)
+
+
+def _bounded(text: str) -> str:
+    """A configuration whose numbers of steps, processes and devices can be waited for."""
+    return re.sub(rf"\b({'|'.join(_ENDLESS)}): \d{{2,}}.*", r"\1: -5", text)
+
+
+def _keys(file: Path) -> list[str]:
+    """Last words of all keys of a configuration."""
+    config = yaml.safe_load(file.read_text())
+    groups = [group for group in config.values() if isinstance(group, dict)]
+    return sorted({key for group in (config, *groups) for key in group})
+
+
+def _yaml(draw: Random, folder: Path, seeds: Path) -> Case:
+    """A configuration for a new training."""
+    kind = draw.choice(("run", "run", "lm", "img"))
+    source = seeds / kind / "config.yaml"
+    config = yaml.safe_load(source.read_text())
+    config["run"] = "out/run"
+    file = folder / "train.yaml"
+    if draw.random() < 0.25:
+        content, what = draw.choice((damage, damage_text))(draw, source.read_bytes())
+        content = re.sub(rb"\nrun: .*|^run: .*", b"\nrun: out/run", content)
+    else:
+        tree, what = damage_tree(draw, config)
+        content = yaml.safe_dump(tree).encode()
+    file.write_bytes(_bounded_bytes(content))
+    words = ["train", "--config", file.name, "--run=out/run"]
+    return Case(words, (file.name, *_keys(source)), None, f"{kind}: {what}")
+
+
+def _bounded_bytes(content: bytes) -> bytes:
+    pattern = rf"\b({'|'.join(_ENDLESS)}): *[\"']?\+?\d\S+".encode()
+    return re.sub(pattern, rb"\1: 1", content)
+
+
+def _options(draw: Random, folder: Path, seeds: Path) -> Case:
+    """A command line for a new training, with one or two options changed."""
+    kind = draw.choice(("run", "run", "lm", "img"))
+    config = yaml.safe_load((seeds / kind / "config.yaml").read_text())
+    options = [
+        f"{group}.{key}"
+        for group in ("model", "data", "task", "trainer")
+        for key in config[group]
+        if key not in _ENDLESS
+    ]
+    words = ["train", *MODEL, *STEPWISE, "--run=out/run", f"--recipe={config['recipe']}"]
+    words += [f"--data.{k}={v}" for k, v in config["data"].items() if k in ("root", "train", "val")]
+    names = {"lm": ["--data.length=8"], "img": ["--model.patch_size=4"]}
+    words += names.get(kind, [])
+    changed = []
+    for key in draw.sample(options, draw.choice((1, 1, 2))):
+        value = draw.choice((*INTEGERS, *FLOATS, *WORDS, "-1", "0", "-2", "[1]", "{}", "x"))
+        name = f"--{key}" if draw.random() < 0.9 else f"--{key}{draw.choice('sx-=')}"
+        changed.append(f"{name}={value}" if draw.random() < 0.95 else name)
+    keys = tuple(key.partition(".")[2] for key in options)
+    return Case([*words, *changed], keys, None, f"{kind}: {' '.join(changed)[:100]}")
+
+
+FORMATS = {
+    "weights": Format(_weights, 5),
+    "checkpoint": Format(_checkpoint, 4, trains=True),
+    "run-folder": Format(_folder, 6, trains=True),
+    "yaml": Format(_yaml, 5, trains=True),
+    "options": Format(_options, 5, trains=True),
+}

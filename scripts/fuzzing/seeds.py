@@ -1,0 +1,212 @@
+"""Valid files, made once: small structures of the shipped sample in every form, and tiny runs."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import lzma
+import pickle
+import shutil
+import struct
+import tarfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch_geometric.data import Data
+
+SAMPLE = Path(__file__).resolve().parents[2] / "datasets" / "emt-sample"
+ASE_SUFFIXES = ("traj", "extxyz", "xyz", "cif", "vasp", "poscar", "xsf", "pdb", "gen", "db", "json")
+STEPS = 2  # of the runs
+MODEL = ["--model.dim=16", "--model.heads=2", "--model.layers=1", "--model.ffn_dim=16"]
+MODEL += ["--model.num_features=8", "--task.warmup_steps=1", "--trainer.accelerator=cpu"]
+STEPWISE = [f"--trainer.max_steps={STEPS}", "--trainer.num_sanity=0", "--data.batch_size=2"]
+LINES = [
+    "the cat sat on a mat", "", "and saw one dog run far away", "ünïcödé ≤ 3 Å",
+    *("one two three four five six seven eight nine ten",) * 3, "the dog sat", "a cat ran far",
+]  # fmt: skip
+INNER = "is2res_train_val_test_lmdbs/data/is2re"
+
+
+class MissingSeedError(RuntimeError):
+    """A command that makes a seed has failed."""
+
+
+def make(folder: Path) -> None:
+    """Writes all seeds; takes about ten seconds, most of them for training."""
+    _structures(folder)
+    _texts(folder)
+    _images(folder)
+    command("train", *MODEL, *STEPWISE, f"--data.root={folder / 'data'}", f"--run={folder / 'run'}")
+    text = folder / "text" / "train.txt"
+    files = [f"--data.train={text}", f"--data.val={text}", "--data.length=8"]
+    language = ["--recipe=language", "--data.level=char", *files]
+    command("train", *MODEL, *STEPWISE, *language, f"--run={folder / 'lm'}")
+    idx = folder / "idx" / "images-idx3-ubyte"
+    pictures = ["--recipe=images", f"--data.train={idx}", f"--data.val={idx}"]
+    pictures += ["--model.patch_size=4"]
+    command("train", *MODEL, *STEPWISE, *pictures, f"--run={folder / 'img'}")
+    _references(folder)
+
+
+def command(*words: str) -> None:
+    """Runs a command that has to succeed.
+
+    Raises:
+        MissingSeedError: if it does not.
+    """
+    from molflt.commands.cli import main
+
+    if status := main([*words]):
+        raise MissingSeedError(f"molflt {' '.join(words)} ended with {status}")
+
+
+def _references(folder: Path) -> None:
+    """What undamaged runs give, to compare with."""
+    store = folder / "data" / "val_id.safetensors"
+    command("predict", str(folder / "run"), str(store), f"--out={folder / 'run.csv'}")
+    shutil.copytree(folder / "run", folder / "resumed")
+    command("train", "--resume", str(folder / "resumed"), f"--trainer.max_steps={STEPS + 1}")
+
+
+def _structures(folder: Path) -> None:
+    import ase.io
+    from torch_geometric.data import Data
+
+    from molflt.data.structures import open_dataset
+    from molflt.data.structures.store import write_store
+
+    small = open_dataset(SAMPLE / "val_id.safetensors")
+    chosen = [small[int(i)] for i in np.argsort(small.natoms)[:5]]
+    for split in ("train", "val_id"):
+        write_store(folder / "data" / f"{split}.safetensors", chosen, source="sample")
+    frames = [atoms_of(record) for record in chosen[:3]]
+    (folder / "ase").mkdir()
+    single = ("vasp", "poscar")  # formats of one structure
+    for suffix in ASE_SUFFIXES:
+        name = folder / "ase" / f"seed.{suffix}"
+        kind = {"xyz": "extxyz", "pdb": "proteindatabank", "poscar": "vasp"}.get(suffix, suffix)
+        one = suffix in (*single, "gen")
+        ase.io.write(str(name), frames[0] if one else frames, format=kind)
+    records = folder / "records"
+    records.mkdir()
+    for index, record in enumerate(chosen):
+        fields = published(record)
+        (records / f"new-{index}").write_bytes(pickle.dumps(Data(**fields), 3 + index % 3))
+        (records / f"old-{index}").write_bytes(old_layout(pickle.dumps(fields, 3)[2:-1]))
+    contents = [(records / f"new-{index}").read_bytes() for index in range(len(chosen))]
+    write_lmdb(folder / "seed.lmdb", contents)
+    _archive(folder)
+
+
+def _archive(folder: Path) -> None:
+    """OC20's archive, of a small LMDB."""
+    with tarfile.open(folder / "archive.tar", "w") as tar:
+        for split in ("all/val_id", "all/val_ood_ads"):
+            tar.add(folder / "seed.lmdb", f"{INNER}/{split}/data.lmdb")
+
+
+def atoms_of(record: Data) -> object:
+    """A record as ASE's Atoms, with its labels."""
+    from ase import Atoms
+    from ase.constraints import FixAtoms
+
+    info = {"sid": int(record.sid), "y_relaxed": float(record.y_relaxed)}
+    atoms = Atoms(
+        record.atomic_numbers.numpy(),
+        positions=record.pos.numpy(),
+        cell=record.cell[0].numpy(),
+        pbc=record.pbc[0].numpy(),
+        tags=record.tags.numpy(),
+        info=info,
+    )
+    atoms.set_constraint(FixAtoms(mask=record.fixed.numpy()))
+    return atoms
+
+
+def published(record: Data) -> dict[str, object]:
+    """Fields of a record with the names and types of OC20."""
+    return {
+        "pos": record.pos,
+        "cell": record.cell,
+        "atomic_numbers": record.atomic_numbers.float(),
+        "natoms": int(record.natoms),
+        "tags": record.tags,
+        "fixed": record.fixed.float(),
+        "sid": int(record.sid),
+        "y_init": float(record.y_init),
+        "y_relaxed": float(record.y_relaxed),
+        "pos_relaxed": record.pos_relaxed,
+    }
+
+
+def old_layout(state: bytes) -> bytes:
+    """A Data of PyG 1.x with a state given as opcodes."""
+    return b"\x80\x03ctorch_geometric.data.data\nData\n)\x81" + state + b"b."
+
+
+def write_lmdb(path: Path, records: list[bytes], length: bytes | None = b"") -> None:
+    """An LMDB of records under the keys 0, 1, ...; `length` is their number if empty."""
+    import lmdb
+
+    environment = lmdb.open(str(path), subdir=False, map_size=1 << 24, lock=False)
+    with environment.begin(write=True) as transaction:
+        for index, content in enumerate(records):
+            transaction.put(str(index).encode(), content)
+        if length is not None:
+            transaction.put(b"length", length or pickle.dumps(len(records)))
+    environment.close()
+
+
+def _texts(folder: Path) -> None:
+    (folder / "text").mkdir()
+    text = ("\n".join(LINES * 3) + "\n").encode()
+    for name, content in {
+        "train.txt": text, "train.gz": gzip.compress(text, mtime=0), "train.xz": lzma.compress(text)
+    }.items():  # fmt: skip
+        (folder / "text" / name).write_bytes(content)
+
+
+def _images(folder: Path) -> None:
+    from PIL import Image
+
+    draw = np.random.default_rng(0)
+    pixels = draw.integers(0, 256, (8, 8, 8)).astype(np.uint8)
+    labels = np.arange(8, dtype=np.uint8) % 2
+    (folder / "idx").mkdir()
+    (folder / "idx" / "images-idx3-ubyte").write_bytes(idx(pixels))
+    (folder / "idx" / "labels-idx1-ubyte").write_bytes(idx(labels))
+    for index in range(4):
+        kind = folder / "pictures" / str(index % 2)
+        kind.mkdir(parents=True, exist_ok=True)
+        image = Image.fromarray(draw.integers(0, 256, (8, 8, 3)).astype(np.uint8))
+        for ending in ("png", "jpg"):
+            buffer = io.BytesIO()
+            image.save(buffer, "JPEG" if ending == "jpg" else "PNG")
+            (kind / f"{index}.{ending}").write_bytes(buffer.getvalue())
+
+
+def idx(array: np.ndarray) -> bytes:
+    """An idx file of bytes."""
+    return struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.tobytes()
+
+
+def md5(path: Path) -> str:
+    """As the downloader wants it."""
+    return hashlib.md5(path.read_bytes()).hexdigest()
+
+
+def tensors(path: Path) -> dict[str, bytes]:
+    """Names and contents of a safetensors file, read by hand."""
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
+    return {
+        f"{name} {entry['dtype']} {entry['shape']}": data[slice(*entry["data_offsets"])]
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
