@@ -7,6 +7,7 @@ import json
 import lzma
 import pickle
 import sys
+import tracemalloc
 import types
 import warnings
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from molflt.data import packed
 from molflt.data.text import sources as text_sources
 from molflt.data.text.datamodule import TextData, TokenBlocks, read_blocks
 from molflt.data.text.sources import _text_blocks
@@ -115,6 +117,11 @@ GOOD["tokens"] = ["<eos>", "<unk>", "a"]
         ({"tokens": ["<eos>"]}, "no <unk>"),
         ({"level": "char", "tokens": ["<eos>", "<unk>", "ab"]}, "token 'ab'"),
         ({"level": "byte"}, "256 bytes"),
+        (b"[" * 100_000, "in JSON"),
+        (b'{"version": ' + b"9" * 5000 + b"}", "in JSON"),
+        ({"version": "9" * 5000}, "version 1"),
+        ({"level": "x" * 5000}, "level="),
+        ({"tokens": ["<eos>", "<unk>", *["a" * 5000] * 2]}, "'a+' stands twice"),
     ],
 )
 def test_bad_vocabularies(content, words):
@@ -122,6 +129,9 @@ def test_bad_vocabularies(content, words):
     assert Vocabulary.from_json(json.dumps(GOOD).encode()).ids["a"] == 2
     with pytest.raises(ValueError, match=f"v.json: .*{words}"):
         Vocabulary.from_json(raw, "v.json")
+    with pytest.raises(ValueError) as caught:
+        Vocabulary.from_json(raw, "v.json")
+    assert len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize("block", [1, 4, 1000])
@@ -145,6 +155,64 @@ def test_files_that_cannot_be_read(tmp_path):
             path.write_bytes(content)
             with pytest.raises(ValueError, match=f"{name}: expected a whole"):
                 read(str(path))
+
+
+@pytest.mark.parametrize("block", [1, 7, 100, 1000])
+def test_a_line_without_an_end_is_read_in_words(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(text_sources, "_BLOCK", block)
+    words = ["ab", "c\u00a0d", "e" * 30] * 10
+    separators = [" ", "\t", "\u2003\x0b"] * 10
+    text = "".join(word + gap for word, gap in zip(words, separators, strict=True))
+    blocks = list(_text_blocks(write(tmp_path / "t.gz", text)))
+    assert "".join(blocks) == f"{text}\n" and len(blocks) > 200 // max(block, 30)
+    assert len(Vocabulary.count("word", blocks)[1]) == len(text.split()) + 1
+
+
+def test_a_word_without_an_end_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_sources, "_BLOCK", 7)
+    monkeypatch.setattr(text_sources, "_LONGEST", 50)
+    path = write(tmp_path / "t", "ab " + "x" * 50 + " " + "y" * 50)
+    assert len(read(path)[1]) == 4
+    path = write(tmp_path / "t", "ab " + "x" * 60)
+    with pytest.raises(ValueError, match="t: expected words of at most 50 characters; got .*byte"):
+        read(path)
+    assert len(read(path, "char")[1]) == 63
+
+
+@pytest.mark.parametrize("level", ["word", "char", "byte"])
+@pytest.mark.parametrize("name", ["t.gz", "t.xz"])
+@pytest.mark.parametrize("unit", ["x", "a b ", "\n"])
+def test_bombs_are_refused_before_they_burst(tmp_path, monkeypatch, name, level, unit):
+    """100 MB of one kind in 100 kB: refused, and with it never in memory."""
+    monkeypatch.setattr(packed, "_FREE", 2**17)
+    monkeypatch.setattr(packed, "_BLOCK", 2**16)
+    monkeypatch.setattr(text_sources, "_BLOCK", 2**16)
+    pack = gzip.compress if name == "t.gz" else lzma.compress
+    path = tmp_path / name
+    path.write_bytes(pack((unit * 10**7)[: 10**7].encode()) * 10)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=f"{name}: expected to unpack to at most 100|words of"):
+            read(str(path), level)
+        assert tracemalloc.get_traced_memory()[1] < 20e6
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("level", ["char", "byte"])
+def test_tokens_are_in_memory_once(tmp_path, level):
+    """4 bytes for each, and some blocks: not the half dozen copies that indexing makes."""
+    rng = np.random.default_rng(0)
+    path = write(tmp_path / "t", rng.integers(32, 127, 2**24, dtype=np.uint8).tobytes())
+    module = TextData(path, path, level=level, length=64)
+    tracemalloc.start()
+    try:
+        vocabulary, ids = read(path, level)
+        blocks = TokenBlocks(ids, module.length, vocabulary.eos)
+        assert tracemalloc.get_traced_memory()[1] < 4 * 2**24 * 1.1 + 60e6
+    finally:
+        tracemalloc.stop()
+    assert blocks.tokens == 2**24
 
 
 @pytest.mark.parametrize("count", [1, 6, 7, 12, 13])
@@ -287,9 +355,9 @@ def test_wikitext2_as_it_is_published():
     assert [d.tokens for d in module.datasets.values()] == [2_088_628, 217_646, 245_569]
     assert module.sizes() == {"vocabulary": 33_278}
     vocabulary = module.vocabulary
-    assert (module.datasets["val"].stream < len(vocabulary)).all()
+    assert (module.datasets["val"].ids < len(vocabulary)).all()
     assert vocabulary.tokens[:4] == ["the", ",", ".", "of"]
-    start = vocabulary.decode(module.datasets["val"].stream[1:9])
+    start = vocabulary.decode(module.datasets["val"].ids[:8])
     assert start == "\n= Homarus gammarus =\n\nHomarus"
 
 

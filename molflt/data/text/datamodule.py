@@ -50,9 +50,7 @@ class TokenBlocks(Dataset[tuple[Tensor, Tensor]]):
         self.length = length
         self.eos = eos
         self.keep_last = keep_last
-        self.stream = np.empty(len(ids) + 1, dtype=np.int32)
-        self.stream[0] = eos
-        self.stream[1:] = ids
+        self.ids = ids
 
     def __len__(self) -> int:
         return -(-self.tokens // self.length) if self.keep_last else self.tokens // self.length
@@ -62,11 +60,13 @@ class TokenBlocks(Dataset[tuple[Tensor, Tensor]]):
         if not 0 <= index < len(self):
             raise IndexError(f"block {index} of {len(self)}")
         start = index * self.length
-        piece = self.stream[start : start + self.length + 1]
+        piece = self.ids[start : start + self.length]
         inputs = np.full(self.length, self.eos, dtype=np.int64)
         targets = np.full(self.length, _NO_TARGET, dtype=np.int64)
-        inputs[: len(piece) - 1] = piece[:-1]
-        targets[: len(piece) - 1] = piece[1:]
+        targets[: len(piece)] = piece
+        if start:
+            inputs[0] = self.ids[start - 1]
+        inputs[1 : len(piece)] = piece[:-1]
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
 

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import codecs
-import gzip
-import io
 import itertools
-import lzma
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from molflt.data.hub import dataset_loader
+from molflt.data.packed import unpacked
 from molflt.data.text.vocabulary import _Level
 
-_BLOCK = 2**22  # bytes read at once: their words take some 100 MB as Python objects
+_BLOCK = 2**20  # bytes read at once: their words take up to 80 MB as Python objects
+_LONGEST = 2**20  # characters of a word
+_PACKED = {".gz": "gzip", ".xz": "xz"}
 _HF = "hf:"
 _SPLITS = {"train": "train", "val": "validation", "test": "test"}
 
 
 def _text_blocks(source: str, level: _Level = "word", use: str = "train") -> Iterator[bytes | str]:
-    """Pieces of a text as `Vocabulary` reads them: bytes, text, or text in whole lines.
+    """Pieces of a text as `Vocabulary` reads them: bytes, text, or text in whole words.
 
     Args:
         source: file or hf: name, see `molflt.data.text.datamodule.TextData`.
@@ -28,31 +27,24 @@ def _text_blocks(source: str, level: _Level = "word", use: str = "train") -> Ite
         use: "train", "val" or "test": which split of a Hugging Face data set if none is named.
 
     Raises:
-        ValueError: naming the file, and the offset of the first byte that is not UTF-8.
+        ValueError: naming the file, and the offset of the first byte that is not UTF-8; or a file
+            that is damaged, or unpacks to far more than a text does; or a word without an end.
         FileNotFoundError: naming the file.
     """
     raw = _rows(source, use) if source.startswith(_HF) else _file(Path(source))
     if level == "byte":
         return raw
     text = _decoded(raw, source)
-    return _lines(text) if level == "word" else text
+    return _whole_words(text, source) if level == "word" else text
 
 
 def _file(path: Path) -> Iterator[bytes]:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; expected a text, plain or as .gz or .xz")
-    packed: dict[str, Callable[[Path], io.BufferedIOBase]]
-    packed = {".gz": gzip.GzipFile, ".xz": lzma.LZMAFile}
-    unpack = packed.get(path.suffix)
-    try:
-        with open(path, "rb") if unpack is None else unpack(path) as file:
-            while block := file.read(_BLOCK):
-                yield block
-    except (gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError) as error:
-        raise ValueError(
-            f"{path}: expected a whole {path.suffix} file; got one that cannot be unpacked "
-            f"({error}); get it again"
-        ) from None
+    kind = _PACKED.get(path.suffix)
+    with open(path, "rb") if kind is None else unpacked(path, kind) as file:
+        while block := file.read(_BLOCK):
+            yield block
 
 
 def _decoded(raw: Iterable[bytes], source: str) -> Iterator[str]:
@@ -72,17 +64,22 @@ def _decoded(raw: Iterable[bytes], source: str) -> Iterator[str]:
             yield text
 
 
-def _lines(blocks: Iterable[str]) -> Iterator[str]:
-    """The same text cut after line breaks; the last line gets one where it has none."""
-    rest = ""
+def _whole_words(blocks: Iterable[str], source: str) -> Iterator[str]:
+    """The same text cut after white space; the last line gets an end where it has none."""
+    rest = end = ""
     for block in blocks:
-        whole, _, after = block.rpartition("\n")
-        if not whole and not block.startswith("\n"):
-            rest += block
-            continue
-        yield f"{rest}{whole}\n"
-        rest = after
-    if rest:
+        end = block[-1:]
+        cut = len(block) if end.isspace() else len(block) - len(block.rsplit(maxsplit=1)[-1])
+        if cut:
+            yield rest + block[:cut]
+            rest = ""
+        rest += block[cut:]
+        if len(rest) > _LONGEST:
+            raise ValueError(
+                f"{source}: expected words of at most {_LONGEST:,} characters; got a longer one, "
+                f"{rest[:20]!r}...; use data.level char or byte"
+            )
+    if rest or end not in ("", "\n"):
         yield f"{rest}\n"
 
 
@@ -118,5 +115,5 @@ def _rows(source: str, use: str) -> Iterator[bytes]:
     for row in rows:
         text = row[column]
         if not isinstance(text, str):
-            raise ValueError(f"{source}: column {column!r} must hold texts; got {text!r}")
+            raise ValueError(f"{source}: column {column!r} must hold texts; got {repr(text)[:80]}")
         yield (text if text.endswith("\n") else f"{text}\n").encode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, cast, get_args
@@ -16,6 +17,7 @@ __all__ = ["Vocabulary"]
 _Level = Literal["word", "char", "byte"]
 _UNK, _EOS = "<unk>", "<eos>"
 _FORMAT, _VERSION = "molflt-vocabulary", 1
+_PIECE = 2**20  # ids
 _BYTES = [chr(byte) for byte in range(256)]
 
 
@@ -37,13 +39,17 @@ class Vocabulary:
 
     def __init__(self, level: _Level, tokens: list[str]) -> None:
         if level not in get_args(_Level):
-            raise ValueError(f"level={level!r}; expected one of {', '.join(get_args(_Level))}")
+            raise ValueError(
+                f"level={str(level)[:80]!r}; expected one of {', '.join(get_args(_Level))}"
+            )
         self.level = level
         self.tokens = list(tokens)
         self.ids = {token: index for index, token in enumerate(self.tokens)}
         if len(self.ids) != len(self.tokens):
             twice = next(t for i, t in enumerate(self.tokens) if self.ids[t] != i)
-            raise ValueError(f"token {twice!r} stands twice in the vocabulary; expected it once")
+            raise ValueError(
+                f"token {twice[:80]!r} stands twice in the vocabulary; expected it once"
+            )
         if level == "byte" and self.tokens != [*_BYTES, _EOS]:
             raise ValueError(f"a vocabulary of bytes has the 256 bytes in order and {_EOS}")
         specials = (_EOS,) if level == "byte" else (_EOS, _UNK)
@@ -51,7 +57,7 @@ class Vocabulary:
             if special not in self.ids:
                 raise ValueError(f"the vocabulary has no {special}; expected one")
         if level == "char" and (long := [t for t in tokens if len(t) != 1 and t not in specials]):
-            raise ValueError(f"a vocabulary of characters has the token {long[0]!r}")
+            raise ValueError(f"a vocabulary of characters has the token {long[0][:80]!r}")
         self.eos = self.ids[_EOS]
         self.unk = self.ids.get(_UNK)
 
@@ -77,8 +83,10 @@ class Vocabulary:
             return found, found.encode_blocks(blocks)
         seen: defaultdict[str, int] = defaultdict()
         seen.default_factory = seen.__len__  # a new token gets the next number
-        first = _joined(_numbers(level, seen.__getitem__, block) for block in blocks)
-        counts = np.bincount(first, minlength=len(seen))
+        ids = _joined(_numbers(level, seen.__getitem__, block) for block in blocks)
+        counts = np.zeros(len(seen), dtype=np.int64)
+        for piece in _pieces(ids):
+            counts += np.bincount(piece, minlength=len(seen))
         names = list(seen)
         pairs = zip(names, counts, strict=True)
         kept = {t: int(n) for t, n in pairs if n >= min_count or t == _EOS}
@@ -87,13 +95,15 @@ class Vocabulary:
         vocabulary = cls(level, sorted(kept, key=lambda token: (-kept[token], token)))
         unknown = vocabulary.ids[_UNK]
         new = np.array([vocabulary.ids.get(t, unknown) for t in names], dtype=np.int32)
-        return vocabulary, new[first] if len(new) else first
+        for piece in _pieces(ids):
+            piece[:] = new[piece]
+        return vocabulary, ids
 
     def encode_blocks(self, blocks: Iterable[bytes | str]) -> np.ndarray:
         """Ids (tokens,) int32 of a text given in pieces.
 
         Args:
-            blocks: bytes at level "byte"; else text, at level "word" in whole lines.
+            blocks: bytes at level "byte"; else text, at level "word" in whole words.
         """
         if self.level == "byte":
             raw = (block.encode() if isinstance(block, str) else block for block in blocks)
@@ -142,13 +152,14 @@ class Vocabulary:
         """
         try:
             fields = json.loads(content.decode("utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # also numbers too long, lists too deep
             raise ValueError(f"{name}: expected a vocabulary in JSON; got {error}") from None
         if not isinstance(fields, dict) or fields.get("format") != _FORMAT:
             raise ValueError(f"{name}: expected JSON with format {_FORMAT!r}; got another file")
         if fields.get("version") != _VERSION:
             raise ValueError(
-                f"{name}: expected version {_VERSION} of {_FORMAT}; got {fields.get('version')!r}; "
+                f"{name}: expected version {_VERSION} of {_FORMAT}; got "
+                f"{str(fields.get('version'))[:80]!r}; "
                 "use the molflt that wrote it"
             )
         level, tokens = cast(_Level, fields.get("level")), fields.get("tokens")
@@ -180,6 +191,14 @@ def _numbers(level: str, number: Callable[[str], int], block: bytes | str) -> np
     return np.fromiter(map(number, tokens), dtype=np.int32, count=len(tokens))
 
 
-def _joined(parts: Iterator[np.ndarray]) -> np.ndarray:
-    found = list(parts)
-    return np.concatenate(found) if found else np.empty(0, dtype=np.int32)
+def _joined(parts: Iterable[np.ndarray]) -> np.ndarray:
+    """One array (tokens,) int32, which grows in place: text is never in memory twice."""
+    found = array("i")
+    for part in parts:
+        found.frombytes(part.tobytes())
+    return np.frombuffer(found, dtype=np.int32) if found else np.empty(0, dtype=np.int32)
+
+
+def _pieces(ids: np.ndarray) -> Iterator[np.ndarray]:
+    """Views of an array: NumPy copies the indices that it is given to 8 bytes each."""
+    return (ids[start : start + _PIECE] for start in range(0, len(ids), _PIECE))
