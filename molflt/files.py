@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-__all__ = ["atomically", "save_tensors", "verify_tensors", "write_atomically"]
+__all__ = ["atomically", "save_tensors", "shown", "verify_tensors", "write_atomically"]
 
 _BLANK = b"0" * 64  # stands where the digest of a file will be, while it is computed
 
@@ -49,7 +50,7 @@ def atomically(path: Path) -> Iterator[Path]:
         kept = "the one written before is kept" if path.exists() else "there is none before it"
         raise OSError(
             f"{path}: could not be written ({error.strerror or error}); {kept}; free some space, "
-            "then resume"
+            "then try again"
         ) from error
     finally:
         part.unlink(missing_ok=True)
@@ -141,6 +142,17 @@ def verify_tensors(path: Path) -> bool:
             f"got {found[:12]!r}...; get or write it again"
         )
     return True
+
+
+def shown(value: object, most: int = 80) -> str:
+    """What messages show of a value that a file holds: its repr, without what lies beyond `most`.
+
+    A repr has no control characters. That of nested lists is cut where they begin to be long.
+    """
+    brief = reprlib.Repr()
+    brief.maxstring = brief.maxother = brief.maxlong = most
+    text = brief.repr(value)
+    return text if len(text) <= most + 2 else f"{text[:most]}..."
 
 
 def _sha256(head: bytes, rest: IO[bytes]) -> str:

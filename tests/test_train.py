@@ -76,7 +76,9 @@ def test_best_weights_give_the_best_logged_mae(data, run):
     best = min(table(run / "metrics.csv", "val_mae_eV"), key=lambda row: float(row["val_mae_eV"]))
     assert np.abs(predicted - labels).mean() == pytest.approx(float(best["val_mae_eV"]), rel=1e-5)
     with safe_open(run / "checkpoints" / "best.safetensors", framework="pt") as file:
-        assert file.metadata() == {"step": best["step"], "val_mae_eV": best["val_mae_eV"]}
+        header = file.metadata()
+    assert header["step"] == best["step"] and header["val_mae_eV"] == best["val_mae_eV"]
+    assert json.loads(header["model"]) == saved["model"]
 
 
 def test_checkpoints_hold_the_normalizer_of_the_training_set(data, run):
@@ -253,13 +255,13 @@ def test_missing_labels_name_file_and_sid(tmp_path, capsys, split, normalizer):
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("--trainer.max_steps=0", "trainer.max_steps must be at least 1; got 0"),
+        ("--trainer.max_steps=0", "option --trainer.max_steps; expected int in [1, "),
         ("--trainer.max_steps=2", "task.warmup_steps must be less than trainer.max_steps=2; got 2"),
-        ("--task.lr=0", "task.lr must be more than 0"),
-        ("--task.interpolate=2", "task.interpolate must lie in [0, 1]"),
+        ("--task.lr=0", "option --task.lr; expected float in (0, "),
+        ("--task.interpolate=2", "option --task.interpolate; expected float in [0, 1]; got 2"),
         ("--task.noise=0.1", "got interpolate=0.0, noise=0.1"),
         ("--model.near_field=3", "corrects a kernel that multiplies; got position='spectral'"),
-        ("--data.batch_size=0", "data.batch_size must be at least 1; got 0"),
+        ("--data.batch_size=0", "option --data.batch_size; expected int in [1, "),
         ("--trainer.precision=8", "trainer.precision"),
         ("--trainer.max_step=8", "did you mean --trainer.max_steps?"),
         ("--data.root=absent", "absent"),

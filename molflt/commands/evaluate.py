@@ -12,7 +12,8 @@ from jsonargparse import ArgumentParser
 
 from molflt.evaluation.report import Report
 from molflt.files import write_atomically
-from molflt.training.checkpoint import load_run, read_config
+from molflt.training.checkpoint import load_run
+from molflt.training.config import read_config
 from molflt.training.recipes import RECIPES, Recipe
 
 __all__ = ["build_parser", "evaluate"]

@@ -1,25 +1,22 @@
-"""``molflt train``: options from the signatures of the parts, and one run of them."""
+"""``molflt train``: one run of the parts that a recipe names."""
 
 from __future__ import annotations
 
-import itertools
+import re
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import cast
 
-import yaml
-from jsonargparse import ArgumentParser, Namespace
-
-from molflt.training.fit import fit
-from molflt.training.recipes import RECIPES, Recipe
+from molflt.training.config import Config, build_parser
+from molflt.training.fit import check_steps, fit
+from molflt.training.recipes import Recipe
 from molflt.training.run_folder import RunFolder
 
 __all__ = ["build_parser", "train"]
-
-# What a resumed run may change: more steps, and a longer schedule with them
-_RAISABLE = "trainer.max_steps"
 
 _Options = dict[str, object]
 
@@ -54,34 +51,58 @@ def train(
         0, or 128 + the number of the signal that stopped it, when the state has been saved.
 
     Raises:
-        ValueError: for bad options or data, or a loss that is not finite.
+        ValueError: for bad options or data, a loss that is not finite, or a run folder that another
+            training holds, that is damaged, or that was begun with other options or data.
         FileExistsError: if the run folder holds checkpoints of an earlier run.
         FileNotFoundError: if there is nothing to resume.
     """
+    check: Callable[..., None] = check_steps  # the types of options have been checked
+    check(task["warmup_steps"], **trainer)
+    _expect_folder(run)
+    folder = RunFolder(run)
+    with folder.held(resume is not None), _one_line_warnings(folder):
+        config = {"run": run, "seed": seed, "recipe": recipe, "model": model}
+        config |= {"data": data, "task": task, "trainer": trainer}
+        return _train(folder, cast(Config, config))
+
+
+def _expect_folder(run: Path) -> None:
+    """Raises ValueError where a file stands in the way of the run folder."""
+    for path in (run, *run.parents):
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"--run {run}: {path} is a file; expected a folder; choose another")
+
+
+def _train(folder: RunFolder, config: Config) -> int:
     from lightning.pytorch import seed_everything
 
-    folder = RunFolder(run, resume is not None)
-    seed_everything(seed, verbose=False)
-    parts = Recipe.of({"recipe": recipe})
-    batches = parts.load("data")(**data)
-    batches.seed = seed
+    folder.check_config(config)
+    seed_everything(config["seed"], verbose=False)
+    parts = Recipe.of(config)
+    batches = parts.load("data")(**config["data"])
+    batches.seed = config["seed"]
     batches.setup()
+    folder.check_data(batches.fingerprints() if folder.writes else {})
+    model, trainer = config["model"], config["trainer"]
     _fit_sizes(model, batches.sizes())
-    learned = parts.load("task")(parts.load("model")(**model), seed=seed, **task)
-    if resume is None:  # the checkpoint holds it otherwise
+    folder.check_config(config)  # with the sizes
+    learned = parts.load("task")(
+        parts.load("model")(**model), seed=config["seed"], **config["task"]
+    )
+    if folder.checkpoint is None:  # it holds it otherwise
         learned.prepare(batches)
-    config = {"run": run, "seed": seed, "recipe": recipe, "model": model}
-    config |= {"data": data, "task": task, "trainer": trainer}
-    folder.write(config, batches.files())
-    steps, items = trainer["max_steps"], batches.batch_size * trainer["devices"]
+    folder.check_weights(learned.model)
+    folder.write(batches.files())
+    steps = trainer["max_steps"]
+    items = batches.batch_size * cast(int, trainer["devices"])
     parameters = sum(p.numel() for p in learned.model.parameters() if p.requires_grad)
     folder.say(
-        f"{run}: {parameters:,} parameters; {'; '.join(batches.describe())}; "
+        f"{folder.path}: {parameters:,} parameters; {'; '.join(batches.describe())}; "
         f"{steps:,} steps of {items} {batches.items}"
     )
     try:
         steps_of: Callable[..., tuple[int, int] | None] = fit  # its options have been checked
-        stopped = steps_of(learned, batches, run, resume=folder.resume, **trainer)
+        stopped = steps_of(learned, batches, folder, **trainer)
     finally:
         folder.draw_curve(learned.metrics, learned.best)
     if stopped is None:
@@ -89,10 +110,30 @@ def train(
     signum, step = stopped
     folder.say(
         f"\nstopped by {signal.Signals(signum).name} at step {step}; state saved; to go on: "
-        f"molflt train --resume {run}",
+        f"molflt train --resume {folder.path}",
         sys.stderr,
     )
     return 128 + signum
+
+
+@contextmanager
+def _one_line_warnings(folder: RunFolder) -> Iterator[None]:
+    """Warnings as lines of our own, each once, whatever its numbers are.
+
+    Python would show a line of torch instead, which calls every module.
+    """
+    told: set[str] = set()
+
+    def show(message: Warning | str, *_: object, **__: object) -> None:
+        text = " ".join(str(message).split())
+        kind = re.sub(r"\d+", "N", text)
+        if kind not in told:
+            told.add(kind)
+            folder.say(f"molflt: warning: {text}", sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
 
 
 def _fit_sizes(options: _Options, sizes: Mapping[str, int]) -> None:
@@ -105,78 +146,3 @@ def _fit_sizes(options: _Options, sizes: Mapping[str, int]) -> None:
                 "use the data that it was made for"
             )
         options[name] = size
-
-
-def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
-    """Parser of ``molflt train``: groups model, data, task and trainer, from the signatures.
-
-    Args:
-        words: the command line; the recipe that it or its configuration names decides the options.
-
-    Raises:
-        ValueError: if there is no such recipe.
-    """
-    name = _recipe_named(list(words))
-    recipe = Recipe.of({"recipe": name})
-    parser = _TrainParser()
-    parser.add_argument("--config", action="config", help="YAML file with any of the options below")
-    parser.add_argument("--resume", type=Path | None, help="run folder to go on with")
-    parser.add_argument("--run", type=Path, default=Path("runs/train"), help="folder to write")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, batches and dropout")
-    parser.add_argument(
-        "--recipe", type=Literal[*RECIPES], default=name, help="what to learn; see its --help"
-    )
-    parser.add_class_arguments(recipe.load("model"), "model")
-    parser.add_class_arguments(recipe.load("data"), "data")
-    parser.add_class_arguments(recipe.load("task"), "task", skip={"model", "seed"})
-    parser.add_function_arguments(fit, "trainer", skip={"task", "data", "run", "resume"})
-    return parser
-
-
-def _recipe_named(words: list[str]) -> str:
-    """The recipe of a command line: its own word, or the last that its configurations name."""
-    name = next(iter(RECIPES))
-    paths = [Path(run) / "config.yaml" for run in _values_of("--resume", words)]
-    for path in [*paths, *map(Path, _values_of("--config", words))]:
-        try:
-            config = yaml.safe_load(path.read_text())
-        except (OSError, ValueError, yaml.YAMLError):
-            continue  # the parser says what is wrong with it
-        if isinstance(config, dict):
-            name = str(config.get("recipe", name))
-    return [name, *_values_of("--recipe", words)][-1]
-
-
-class _TrainParser(ArgumentParser):
-    """With ``--resume RUN`` the defaults are RUN's configuration, and little may differ from it."""
-
-    def parse_args(self, args: Sequence[str] | None = None) -> Namespace:  # type: ignore[override]
-        words = list(sys.argv[1:] if args is None else args)
-        runs = _values_of("--resume", words)
-        if runs:
-            path = Path(runs[-1]) / "config.yaml"
-            if not path.is_file():
-                raise FileNotFoundError(
-                    f"{path}: no such file; expected the folder of a run to resume"
-                )
-            self.default_config_files = [str(path)]
-        saved = self.get_defaults().clone() if runs else None
-        config = super().parse_args(words)
-        for key in ("config", "__default_config__"):
-            config.pop(key, None)
-        if saved is None:
-            return config
-        config.run = saved.run = Path(runs[-1])
-        for key, given in vars(config.as_flat()).items():
-            value = saved.get(key)
-            raised = key == _RAISABLE and given >= value
-            if given != value and not raised and key != "resume":
-                hint = "it may only be raised" if key == _RAISABLE else "start a new run instead"
-                raise ValueError(f"{path}: {key} is {value!r}; got {given!r} for --resume; {hint}")
-        return config
-
-
-def _values_of(option: str, words: list[str]) -> list[str]:
-    """Every value that the words give to an option."""
-    values = [value for word, value in itertools.pairwise(words) if word == option]
-    return values + [w.partition("=")[2] for w in words if w.startswith(f"{option}=")]

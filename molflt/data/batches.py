@@ -6,7 +6,8 @@ cap on padded atoms bounds the memory. But a batch of one size is no random draw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sized
+import hashlib
+from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import ClassVar, Generic, TypeVar, cast
 
 import numpy as np
@@ -14,10 +15,11 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-__all__ = ["BatchedData", "SizeBucketedBatchSampler"]
+__all__ = ["BatchedData", "Fingerprint", "SizeBucketedBatchSampler"]
 
 _Items = TypeVar("_Items", bound=Sized)
 _Indices = NDArray[np.int64]
+Fingerprint = dict[str, int | str]
 
 
 class SizeBucketedBatchSampler(Sampler[list[int]]):
@@ -194,6 +196,23 @@ class BatchedData(Generic[_Items]):
         """Files, by name, without which the model cannot be used later; the run keeps them."""
         return {}
 
+    def fingerprints(self) -> dict[str, Fingerprint]:
+        """Of the sets that are open: how many items they have, and a digest of what is in them."""
+        return {
+            use: {self.items: len(items), "sha256": self._digest(use)}
+            for use, items in self.datasets.items()
+        }
+
+    def _digest(self, use: str, most: int | None = None) -> str:
+        """Digest of all items of "train" or "val", or of at most so many, evenly spaced."""
+        items = cast("Sequence[object]", self.datasets[use])
+        count = len(items) if most is None else min(most, len(items))
+        digest = hashlib.sha256()
+        for i in range(count):
+            for part in _parts(items[i * len(items) // count]):
+                digest.update(part)
+        return digest.hexdigest()
+
     def check(self, use: str, batch: object) -> None:
         """Raises ValueError for a batch of "train" or "val" that cannot be learned from."""
 
@@ -227,3 +246,19 @@ class BatchedData(Generic[_Items]):
             persistent_workers=self.workers > 0,
             pin_memory=torch.cuda.is_available(),
         )
+
+
+def _parts(item: object) -> Iterator[bytes]:
+    """Bytes that tell an item from others: of its tensors, and of the names and numbers in it."""
+    if isinstance(item, torch.Tensor):
+        yield f"{item.dtype}{tuple(item.shape)}".encode()
+        yield item.contiguous().numpy().tobytes()
+    elif isinstance(item, tuple | list):
+        for part in item:
+            yield from _parts(part)
+    elif hasattr(item, "to_dict"):
+        for name, part in sorted(item.to_dict().items()):
+            yield name.encode()
+            yield from _parts(part)
+    else:
+        yield repr(item).encode()

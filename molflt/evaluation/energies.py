@@ -21,7 +21,7 @@ from molflt.evaluation.submission import _submission_names, _write_submission
 from molflt.files import write_atomically
 from molflt.plots import GroupError
 from molflt.tasks.is2re import IS2RETask
-from molflt.training.checkpoint import Config
+from molflt.training.config import Config
 
 __all__ = ["evaluate"]
 

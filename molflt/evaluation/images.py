@@ -21,7 +21,7 @@ from molflt.evaluation.attention import _attention_of, _locality_of
 from molflt.evaluation.report import Report, _align, write_csv
 from molflt.image.classifier import ImageClassifier
 from molflt.tasks.images import ImageTask
-from molflt.training.checkpoint import Config
+from molflt.training.config import Config
 
 __all__ = ["evaluate"]
 

@@ -18,7 +18,7 @@ from molflt.evaluation.attention import _attention_of, _locality_of
 from molflt.evaluation.report import Report, _align
 from molflt.sequence.language_model import LanguageModel
 from molflt.tasks.language import LanguageTask
-from molflt.training.checkpoint import Config
+from molflt.training.config import Config
 
 __all__ = ["evaluate", "load_vocabulary"]
 

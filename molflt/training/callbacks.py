@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any, Never, cast
 
@@ -14,18 +14,21 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint, EMAWeightAveraging, TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+from torch import Tensor
 
 from molflt.tasks.base import Task
-from molflt.training.checkpoint import _save_weights
+from molflt.training.checkpoint import model_weights
 from molflt.training.loop import _LightningTask
 from molflt.training.metrics_file import _MetricsFile
+from molflt.training.run_folder import RunFolder
 
 _Module = _LightningTask[object, object]
+_HANGUP = getattr(signal, "SIGHUP", None)  # Windows has none
 
 
 def _callbacks_of(
     task: Task[Never, Never],
-    run: Path,
+    folder: RunFolder,
     log_every: int,
     checkpoint_every: int,
     ema_decay: float | None,
@@ -37,18 +40,18 @@ def _callbacks_of(
 
     Args:
         task: whose metrics are written.
-        run: folder of the run.
+        folder: of the run.
         log_every: steps between rows of training metrics, which average over those steps.
         checkpoint_every: steps between checkpoints.
         ema_decay: decay of the moving average of weights; None for none.
     """
-    metrics = _MetricsFile(task, run, log_every)
+    metrics = _MetricsFile(task, folder, log_every)
     bar = _StepBar(lambda: metrics.shown, min(log_every, 10))
-    callbacks = [metrics, _BestWeights(task, run), bar]
+    callbacks = [metrics, _BestWeights(task, folder), bar]
     if ema_decay is not None:
         # Buffers are copied, not averaged: the mean of two random projections is none
         callbacks.append(EMAWeightAveraging(decay=ema_decay, use_buffers=False))
-    return [*callbacks, _LastCheckpoint(run, checkpoint_every)]
+    return [*callbacks, _LastCheckpoint(folder, checkpoint_every)]
 
 
 class _Interrupted(Exception):
@@ -63,10 +66,13 @@ class _Interrupted(Exception):
 class _BestWeights(Callback):
     """Keeps the weights of the best validation so far."""
 
-    def __init__(self, task: Task[Never, Never], folder: Path) -> None:
-        self.path = folder / "checkpoints" / "best.safetensors"
+    def __init__(self, task: Task[Never, Never], folder: RunFolder) -> None:
+        self.folder = folder
         self.metric = task.best
         self.sign = 1 if task.metrics[task.best].largest_is_best else -1
+        self._forget()
+
+    def _forget(self) -> None:
         self.best = {self.metric: self.sign * float("-inf"), "step": 0}
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -76,23 +82,29 @@ class _BestWeights(Callback):
         new, step = module.validation_metrics()[self.metric], trainer.global_step
         if self.sign * new > self.sign * self.best[self.metric]:
             self.best = {self.metric: new, "step": step}
-            if trainer.is_global_zero:
-                header = {"step": step, f"val_{self.metric}": new}
-                _save_weights(self.path, module.model.state_dict(), header)
+            header = {"step": step, f"val_{self.metric}": new}
+            self.folder.save_weights("best", module.model.state_dict(), header)
 
     def state_dict(self) -> dict[str, float]:
         return dict(self.best)
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
+        """Takes over what was best, unless its file has been removed since."""
         self.best = dict(state_dict)
+        if not self.folder.last.with_name("best.safetensors").is_file():
+            self._forget()
 
 
 class _LastCheckpoint(Checkpoint):
-    """Saves ``last.ckpt`` and ``last.safetensors``, and stops on SIGINT and SIGTERM.
+    """Saves ``last.ckpt`` and then ``last.safetensors``, and stops on signals.
 
     A checkpoint is taken when a step is complete: after the optimizer, the schedule and the
     averages, and before the validation of that step if it has one, so that a run killed during
-    validation validates again. After the last step it is taken when validation is over.
+    validation validates again. After the last step it is taken when validation is over. There is
+    one before any weights are written, if need be before the last step: weights without a
+    checkpoint are never those of an interrupted run.
+
+    SIGHUP is what a terminal sends when it is closed; nohup has it ignored, and so it stays.
 
     Lightning sorts `Checkpoint` callbacks last, behind the averaging of weights, which is needed.
 
@@ -101,25 +113,41 @@ class _LastCheckpoint(Checkpoint):
         every: steps between checkpoints.
     """
 
-    def __init__(self, folder: Path, every: int) -> None:
-        self.folder = folder / "checkpoints"
+    def __init__(self, folder: RunFolder, every: int) -> None:
+        self.folder = folder
         self.every = every
         self.signum = 0
+        self._validation_due = False
+        self._terminals: list[int] = []
+        self._weights: dict[str, Tensor] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Takes the two signals over; Lightning restores the earlier handlers when it is done.
+        """Takes the signals over; Lightning restores the earlier handlers when it is done.
 
         Its own SIGTERM handler communicates between ranks from within the handler, and its way
         with SIGINT stops in the middle of a step.
         """
         if threading.current_thread() is threading.main_thread():
-            for signum in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(signum, self._note)
+            for signum in filter(None, (signal.SIGINT, signal.SIGTERM, _HANGUP)):
+                if signal.getsignal(signum) != signal.SIG_IGN:
+                    signal.signal(signum, self._note)
+        self._terminals = [number for number in (1, 2) if os.isatty(number)]
+        self.folder.check_machine(
+            {
+                "threads": torch.get_num_threads(),
+                "torch": str(torch.__version__),
+                "device": trainer.strategy.root_device.type,
+            }
+        )
+        self._save_early(trainer)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        if self.signum:
+        for number in self._terminals:
+            if not os.isatty(number):  # closed: what is printed there would be an error now
+                os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+        if self.signum and signum != _HANGUP:  # of which a closed terminal may send several
             raise KeyboardInterrupt  # asked twice: do not wait for the step
-        self.signum = signum
+        self.signum = self.signum or signum
 
     def _agreed_signal(self, trainer: pl.Trainer) -> int:
         """The signal that any rank has received, or 0; all ranks call it at the same places."""
@@ -146,6 +174,12 @@ class _LastCheckpoint(Checkpoint):
                 self._save(trainer)
             if signum:
                 raise _Interrupted(signum, step)
+            self._save_early(trainer)
+
+    def _save_early(self, trainer: pl.Trainer) -> None:
+        """Before the last step, if there is no checkpoint yet."""
+        if trainer.global_step == trainer.max_steps - 1 and not self.folder.last.exists():
+            self._save(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.sanity_checking and trainer.global_step < trainer.max_steps:
@@ -168,7 +202,10 @@ class _LastCheckpoint(Checkpoint):
 
     def _save(self, trainer: pl.Trainer, validation_due: bool = False) -> None:
         self._validation_due = validation_due
-        trainer.save_checkpoint(self.folder / "last.ckpt")
+        trainer.save_checkpoint(self.folder.last)
+        # with averaging on, "state_dict" is the averaged model
+        self.folder.save_weights("last", self._weights, {"step": trainer.global_step})
+        self._weights = {}
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -178,14 +215,7 @@ class _LastCheckpoint(Checkpoint):
             progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
             progress["total"] = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
             progress["current"] = {"ready": 0, "started": 0, "processed": 0, "completed": 0}
-        # with averaging on, "state_dict" is the averaged model
-        weights = {
-            name.removeprefix("model."): tensor
-            for name, tensor in checkpoint["state_dict"].items()
-            if name.startswith("model.")
-        }
-        if trainer.is_global_zero:
-            _save_weights(self.folder / "last.safetensors", weights, {"step": trainer.global_step})
+        self._weights = model_weights(checkpoint)
 
 
 class _StepBar(TQDMProgressBar):

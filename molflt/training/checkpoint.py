@@ -1,40 +1,57 @@
-"""Files of a run: written atomically, read without running code from them."""
+"""Weights and checkpoints of a run: sealed by a digest, and read without running code from them."""
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
+import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 import safetensors
-import safetensors.torch
 import torch
-import yaml
 from torch import Tensor, nn
 
-from molflt.files import write_atomically
+from molflt.files import save_tensors, shown, verify_tensors, write_atomically
+from molflt.training.config import Config, read_config
 from molflt.training.recipes import Recipe
 
-__all__ = ["Config", "load_run", "read_config"]
+__all__ = ["Checkpoint", "check_weights", "load_run", "model_weights", "read_checkpoint"]
+__all__ += ["save_weights", "write_checkpoint"]
+
+Checkpoint = dict[str, Any]  # Lightning's, and under "molflt" what the run was begun with
+
+_SEAL = b"sha256:"  # stands before the digest in the comment of a checkpoint's zip archive
+_DIGEST = len(_SEAL) + 64
+_GONE = "restore the file, or start a new run"
+_PARTS: dict[str, type] = {
+    "callbacks": dict,
+    "global_step": int,
+    "loops": dict,
+    "lr_schedulers": list,
+    "optimizer_states": list,
+    "pytorch-lightning_version": str,
+    "state_dict": dict,
+}
 
 
-class Config(TypedDict):
-    """config.yaml of a run: arguments of the parts of its recipe."""
+def save_weights(
+    path: Path, weights: Mapping[str, Tensor], options: object, metadata: Mapping[str, object]
+) -> None:
+    """Writes weights of a model alone, as safetensors with a digest.
 
-    run: str
-    seed: int
-    recipe: str
-    model: dict[str, object]
-    data: dict[str, object]
-    task: dict[str, object]
-    trainer: dict[str, object]
-
-
-def _save_weights(path: Path, weights: dict[str, Tensor], metadata: Mapping[str, object]) -> None:
-    """Weights of the model alone, as safetensors; metadata values become strings."""
+    Args:
+        path: file to write.
+        weights: of the model.
+        options: its arguments, which :func:`load_run` compares with the configuration.
+        metadata: what else the header says; values become strings.
+    """
     own = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     header = {name: str(value) for name, value in metadata.items()}
-    write_atomically(path, safetensors.torch.save(own, metadata=header))
+    save_tensors(path, own, {**header, "model": json.dumps(options)})
 
 
 def load_run(run: Path, checkpoint: str = "best", device: str = "cpu") -> tuple[nn.Module, Config]:
@@ -50,28 +67,27 @@ def load_run(run: Path, checkpoint: str = "best", device: str = "cpu") -> tuple[
 
     Raises:
         FileNotFoundError: if the configuration or the checkpoint is missing.
-        ValueError: naming the key, if the weights are those of a model of another shape; or if
-            there is no such device.
+        ValueError: naming file and key, if the configuration or the weights are damaged or do not
+            belong to each other; or if there is no such device.
     """
     run, config, device = Path(run), read_config(run), _device(device)
-    model: nn.Module = Recipe.of(config).load("model")(**config["model"])
     named = checkpoint in ("best", "last")
-    weights = run / "checkpoints" / f"{checkpoint}.safetensors" if named else Path(checkpoint)
-    _load_weights(model, weights)
+    path = run / "checkpoints" / f"{checkpoint}.safetensors" if named else Path(checkpoint)
+    weights, options = _read_weights(path)
+    for name, was in options.items():
+        if name in config["model"] and config["model"][name] != was:
+            raise ValueError(
+                f"{run / 'config.yaml'}: model.{name} is {shown(config['model'][name])}, but "
+                f"{path.name} was trained with {shown(was)}; set it back"
+            )
+    try:
+        model: nn.Module = Recipe.of(config).load("model")(**config["model"])
+    except (TypeError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"{run / 'config.yaml'}: key model: {reason}") from error
+    check_weights(path, model, weights)
+    model.load_state_dict(weights)
     return model.to(device).eval(), config
-
-
-def read_config(run: Path) -> Config:
-    """The configuration of a run.
-
-    Raises:
-        FileNotFoundError: if there is none.
-    """
-    path = Path(run) / "config.yaml"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; expected the folder of a training run")
-    config: Config = yaml.safe_load(path.read_text())
-    return config
 
 
 def _device(name: str) -> str:
@@ -87,28 +103,120 @@ def _device(name: str) -> str:
     return name
 
 
-def _load_weights(model: nn.Module, path: Path) -> None:
-    """Loads weights that :func:`save_weights` wrote into a model of the same shape.
+def _read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, object]]:
+    """Weights that :func:`save_weights` wrote, and the arguments of their model if they are known.
 
     Raises:
         FileNotFoundError: if there is no such file; names those next to it.
-        ValueError: naming the first key that differs, or if the file is not complete.
+        ValueError: if the file is not complete, or damaged.
     """
     if not path.is_file():
         there = sorted(file.name for file in path.parent.glob("*.safetensors"))
         raise FileNotFoundError(f"{path}: no such checkpoint; there: {', '.join(there) or 'none'}")
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"{path}: not a complete safetensors file; {error}") from None
+    sealed = verify_tensors(path)
+    with safetensors.safe_open(path, framework="pt") as file:
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        header = file.metadata() or {}
+    if not sealed and "model" in header:
+        raise ValueError(f"{path}: damaged since it was written; its sha256 is missing; {_GONE}")
+    return weights, json.loads(header.get("model", "{}"))
+
+
+def check_weights(path: Path, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Refuses weights that are not numbers, or those of another model.
+
+    Args:
+        path: where they come from.
+        model: that they are for.
+        weights: by name.
+
+    Raises:
+        ValueError: naming the file and the first key that is wrong.
+    """
     expected = model.state_dict()
     for name in [*expected, *weights]:
         want = tuple(expected[name].shape) if name in expected else "no such key"
         got = tuple(weights[name].shape) if name in weights else "no such key"
         if want != got:
             raise ValueError(
-                f"{path}: key {name!r}: the model of config.yaml expects {want}; got {got}; "
+                f"{path}: key {shown(name)}: the model of config.yaml expects {want}; got {got}; "
                 "the checkpoint belongs to another configuration"
             )
-    model.load_state_dict(weights)
+        if not bool(torch.isfinite(weights[name]).all()):
+            raise ValueError(
+                f"{path}: key {name!r}: expected finite numbers; got NaN or infinity; the weights "
+                "are damaged or those of a diverged run; use another checkpoint"
+            )
+
+
+def write_checkpoint(path: Path, checkpoint: Mapping[str, object]) -> None:
+    """Writes a checkpoint and its digest as one file, atomically.
+
+    The digest is the comment of the zip archive that torch writes, and that of all before it, so
+    that torch and unzip read the file as ever.
+
+    Raises:
+        OSError: naming the file, for instance on a full disk.
+    """
+    buffer = io.BytesIO()  # torch.save to a file hides a full disk behind a RuntimeError
+    torch.save(checkpoint, buffer)
+    content = buffer.getvalue()[:-2] + _DIGEST.to_bytes(2, "little")  # the comment's length
+    write_atomically(path, content + _SEAL + hashlib.sha256(content).hexdigest().encode())
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Reads what :func:`write_checkpoint` wrote, or Lightning alone did in earlier versions.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: naming the file, if it is damaged, incomplete, or asks for more than tensors and
+            plain values.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such checkpoint; nothing to resume; start a new run")
+    content = path.read_bytes()
+    body, seal = content[:-_DIGEST], content[-_DIGEST:]
+    sealed = seal.startswith(_SEAL)
+    if sealed and (found := hashlib.sha256(body).hexdigest().encode()) != seal[len(_SEAL) :]:
+        raise ValueError(
+            f"{path}: damaged since it was written; expected sha256 "
+            f"{shown(seal[len(_SEAL) :][:12].decode(errors='replace'))}...; "
+            f"got {found[:12].decode()!r}...; {_GONE}"
+        )
+    checkpoint = _unpack(path, content)
+    for part, kind in _PARTS.items():
+        if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(part), kind):
+            there = isinstance(checkpoint, dict) and part in checkpoint
+            got = type(checkpoint[part]).__name__ if there else "none"
+            raise ValueError(
+                f"{path}: not a checkpoint of molflt; expected {part!r}, a {kind.__name__}; "
+                f"got {got}; {_GONE}"
+            )
+    if "molflt" in checkpoint and not sealed:
+        raise ValueError(f"{path}: damaged since it was written; its sha256 is missing; {_GONE}")
+    return checkpoint
+
+
+def _unpack(path: Path, content: bytes) -> Any:
+    """What a checkpoint holds; nothing in it is run."""
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        refused = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"it asks for {refused[1]}" if refused else "it is not a checkpoint"
+        raise ValueError(
+            f"{path}: refused; expected tensors and plain values; {what}, which could run code"
+        ) from error
+    except Exception as error:  # a damaged pickle makes the reader fail in any way
+        reason = (str(error) or type(error).__name__).splitlines()[0][:100]
+        raise ValueError(f"{path}: not a complete checkpoint; {reason}; {_GONE}") from error
+
+
+def model_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Weights of the model in a checkpoint: the averaged ones, if the run averages."""
+    found = checkpoint["state_dict"].items()
+    return {
+        name.removeprefix("model."): tensor
+        for name, tensor in found
+        if name.startswith("model.") and isinstance(tensor, Tensor)
+    }

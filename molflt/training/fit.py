@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+import os
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Sized
 
     from molflt.data.batches import BatchedData
     from molflt.tasks.base import Task
+    from molflt.training.run_folder import RunFolder
 
-__all__ = ["fit"]
+__all__ = ["check_steps", "fit"]
 
 _Batch = TypeVar("_Batch")
 _Data = TypeVar("_Data", bound="BatchedData[Sized]")
@@ -20,8 +21,7 @@ _Data = TypeVar("_Data", bound="BatchedData[Sized]")
 def fit(
     task: Task[_Batch, _Data],
     data: _Data,
-    run: Path,
-    resume: bool = False,
+    folder: RunFolder,
     max_steps: int = 10_000,
     precision: Literal["32-true", "64-true", "bf16-mixed", "16-mixed"] = "32-true",
     accelerator: Literal["auto", "cpu", "gpu"] = "auto",
@@ -39,8 +39,7 @@ def fit(
     Args:
         task: what is learned.
         data: on what.
-        run: folder for checkpoints and metrics.
-        resume: go on from the folder's last checkpoint.
+        folder: for checkpoints and metrics; its checkpoint, if it has one, is what goes on.
         max_steps: optimizer steps in all.
         precision: of the arithmetic.
         accelerator: where to compute; auto takes a GPU if there is one.
@@ -57,11 +56,15 @@ def fit(
         The number of the signal that stopped it early and the step at which the state was saved.
 
     Raises:
-        ValueError: for an option outside its range, a missing label, or a loss that is not finite.
+        ValueError: for an option outside its range, a missing label, a loss that is not finite, or
+            a checkpoint that does not fit.
+        OSError: if the folder cannot be written, or was removed meanwhile.
     """
-    _check_counts(
+    check_steps(
         task.warmup_steps,
         max_steps=max_steps,
+        precision=precision,
+        accelerator=accelerator,
         devices=devices,
         val_every=val_every,
         checkpoint_every=checkpoint_every,
@@ -75,8 +78,7 @@ def fit(
         _run_steps(
             task,
             data,
-            run,
-            resume,
+            folder,
             ddp=devices > 1 or strategy == "ddp",
             max_steps=max_steps,
             precision=precision,
@@ -85,19 +87,57 @@ def fit(
             gradient_clip_val=gradient_clip,
             val_check_interval=val_every,
             num_sanity_val_steps=num_sanity,
-            callbacks=_callbacks_of(task, run, log_every, checkpoint_every, ema_decay),
+            callbacks=_callbacks_of(task, folder, log_every, checkpoint_every, ema_decay),
         )
     except _Interrupted as stop:
         return stop.signum, stop.step
     return None
 
 
-def _check_counts(warmup_steps: int, **counts: int) -> None:
-    for name, value in counts.items():
+def check_steps(
+    warmup_steps: int, max_steps: int, precision: str, accelerator: str, devices: int, **every: Any
+) -> None:
+    """Refuses options of :func:`fit` that do not go together, or that this machine cannot do.
+
+    Args:
+        warmup_steps: of the task.
+        max_steps: likewise of `fit`, as are all others.
+        precision: see there.
+        accelerator: see there.
+        devices: see there.
+        every: its other options; those that count steps are checked.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    counts = {name: value for name, value in every.items() if name.endswith("_every")}
+    for name, value in {"max_steps": max_steps, "devices": devices, **counts}.items():
         if value < 1:
             raise ValueError(f"trainer.{name} must be at least 1; got {value}")
-    if warmup_steps >= counts["max_steps"]:
+    if warmup_steps >= max_steps:
         raise ValueError(
-            f"task.warmup_steps must be less than trainer.max_steps={counts['max_steps']}; "
-            f"got {warmup_steps}"
+            f"task.warmup_steps must be less than trainer.max_steps={max_steps}; got {warmup_steps}"
         )
+    kind, most = _devices(accelerator)
+    if not most:
+        raise ValueError(
+            "trainer.accelerator=gpu; expected a GPU that torch can use; got none; use cpu or auto"
+        )
+    if devices > most:
+        raise ValueError(
+            f"trainer.devices must be at most {most}, the {kind}s of this machine; got {devices}"
+        )
+    if precision == "16-mixed" and kind == "core":
+        raise ValueError(
+            "trainer.precision=16-mixed needs a GPU; use bf16-mixed or 32-true on the CPU"
+        )
+
+
+def _devices(accelerator: str) -> tuple[str, int]:
+    """What an accelerator computes on, and how many of them there are."""
+    import torch
+
+    gpus = torch.cuda.device_count() or int(torch.backends.mps.is_available())
+    if accelerator == "gpu" or (accelerator == "auto" and gpus):
+        return "GPU", gpus
+    return "core", max(2, os.cpu_count() or 1)  # two processes on one core: to try it out

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import logging
-import pickle
-import re
 import warnings
 from collections.abc import Sized
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
-from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
@@ -24,8 +21,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from molflt.data.batches import BatchedData
-from molflt.files import write_atomically
 from molflt.tasks.base import Task
+from molflt.training.run_folder import RunFolder
 
 _Batch = TypeVar("_Batch")
 _Data = TypeVar("_Data")
@@ -35,8 +32,7 @@ _Learned = TypeVar("_Learned", bound=BatchedData[Sized])
 def _run_steps(
     task: Task[_Batch, _Learned],
     data: _Learned,
-    run: Path,
-    resume: bool,
+    folder: RunFolder,
     ddp: bool,
     **options: Any,
 ) -> None:
@@ -45,11 +41,14 @@ def _run_steps(
     Args:
         task: what is learned.
         data: on what.
-        run: folder for checkpoints.
-        resume: go on from the folder's last checkpoint.
+        folder: for checkpoints; its checkpoint, if it has one, is where training goes on.
         ddp: whether several processes share the batches.
         options: of Lightning's Trainer.
+
+    Raises:
+        ValueError: naming the checkpoint, if the state in it is none of this training.
     """
+    checkpoints = _CheckpointIO(folder)
     with warnings.catch_warnings():
         _silence_lightning()
         trainer = pl.Trainer(
@@ -59,19 +58,27 @@ def _run_steps(
             max_epochs=-1,
             check_val_every_n_epoch=None,
             use_distributed_sampler=False,
-            plugins=[_CheckpointIO()],
+            plugins=[checkpoints],
             logger=False,
             enable_model_summary=False,
-            default_root_dir=run,
+            default_root_dir=folder.path,
             **options,
         )
-        last = run / "checkpoints" / "last.ckpt" if resume else None
+        last = None if folder.checkpoint is None else folder.last
         try:
             trainer.fit(_LightningTask(task), _Loaders(data), ckpt_path=last, weights_only=True)
         except SystemExit as stop:
             if isinstance(stop.__context__, KeyboardInterrupt):  # a second Ctrl-C, in its words
                 raise KeyboardInterrupt from stop
             raise
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
+            if not checkpoints.restoring or isinstance(error, torch.OutOfMemoryError):
+                raise
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            raise ValueError(
+                f"{last}: the state in it does not fit this run; {reason}; restore the file, or "
+                "start a new run"
+            ) from error
 
 
 def _silence_lightning() -> None:
@@ -182,6 +189,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
 
         Where it has not, this is the number that the checkpoint holds, bit for bit.
         """
+        cast(_CheckpointIO, self.trainer.strategy.checkpoint_io).restoring = False
         factor = self._lr_factor(self.global_step)
         for config in self.trainer.lr_scheduler_configs:
             for group, base in zip(
@@ -236,28 +244,28 @@ class _Loaders(pl.LightningDataModule):
         return self.trainer
 
 
-class _CheckpointIO(TorchCheckpointIO):
-    """Lightning's checkpoints, written atomically and read without unpickling code."""
+class _CheckpointIO(CheckpointIO):
+    """Checkpoints of a run folder for Lightning, which knows them by their path.
+
+    Attributes:
+        restoring: whether a checkpoint has been handed out and no step been taken since.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self.restoring = False
 
     def save_checkpoint(
         self, checkpoint: dict[str, object], path: str | Path, storage_options: object = None
     ) -> None:
-        buffer = io.BytesIO()  # torch.save to a file hides a full disk behind a RuntimeError
-        torch.save(checkpoint, buffer)
-        write_atomically(Path(path), buffer.getvalue())
+        self.folder.save_checkpoint(checkpoint)
 
     def load_checkpoint(
         self, path: str | Path, map_location: object = None, weights_only: bool | None = True
     ) -> dict[str, object]:
-        try:
-            checkpoint: dict[str, object] = torch.load(path, map_location="cpu", weights_only=True)
-            return checkpoint
-        except pickle.UnpicklingError as error:
-            refused = re.search(r"GLOBAL (\S+)", str(error))
-            what = f"it asks for {refused[1]}" if refused else "it is not a checkpoint"
-            raise ValueError(
-                f"{path}: refused; expected tensors and plain values; {what}, which could run code"
-            ) from error
-        except (RuntimeError, EOFError, KeyError, ValueError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ValueError(f"{path}: not a complete checkpoint; {reason}") from error
+        assert self.folder.checkpoint is not None
+        self.restoring = True
+        return self.folder.checkpoint
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """There is one checkpoint, which the next one replaces."""

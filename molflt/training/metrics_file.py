@@ -5,17 +5,17 @@ from __future__ import annotations
 import csv
 import io
 import time
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Never, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from molflt.files import write_atomically
+from molflt.files import shown, write_atomically
 from molflt.tasks.base import Task
 from molflt.training.loop import _LightningTask
+from molflt.training.run_folder import RunFolder
 
 _Module = _LightningTask[object, object]
 
@@ -23,7 +23,8 @@ _Module = _LightningTask[object, object]
 class _MetricsFile(Callback):
     """Writes ``metrics.csv``: what a step is, what training measured, what validation did."""
 
-    def __init__(self, task: Task[Never, Never], folder: Path, log_every: int) -> None:
+    def __init__(self, task: Task[Never, Never], folder: RunFolder, log_every: int) -> None:
+        self.folder = folder
         self.names = {
             use: [name for name, metric in task.metrics.items() if use in metric.measured_in]
             for use in ("train", "val")
@@ -35,7 +36,7 @@ class _MetricsFile(Callback):
             *("gradient_norm", self.speed),
             *(f"val_{name}" for name in self.names["val"]),
         ]
-        self.path = folder / "metrics.csv"
+        self.path = folder.path / "metrics.csv"
         self.log_every = log_every
         self.shown: dict[str, str] = {}
         self._forget()
@@ -56,20 +57,46 @@ class _MetricsFile(Callback):
             step: of the checkpoint.
             validates: whether its validation comes again, too.
         """
-        rows = []
-        if self.path.exists() and step > 0:
-            with open(self.path, newline="") as file:
-                rows = [
-                    row
-                    for row in csv.DictReader(file)
-                    if int(row["step"] or 0) < step
-                    or (int(row["step"] or 0) == step and (row["lr"] or not validates))
-                ]
+        rows = [
+            row
+            for at, row in (self._read() if step > 0 else ())
+            if at < step or (at == step and (row["lr"] or not validates))
+        ]
+        write_atomically(self.path, self._lines(rows, header=True).encode())
+
+    def _read(self) -> list[tuple[int, dict[str, str]]]:
+        """Steps and rows of the file, without a last one that was being written.
+
+        Raises:
+            ValueError: naming file and line, if it is not the table of this run.
+        """
+        try:
+            text = self.path.read_bytes().decode()
+            whole = text[: text.rfind("\n") + 1]
+            table = csv.DictReader(io.StringIO(whole), strict=True)
+            if whole and table.fieldnames != self.columns:
+                raise ValueError(f"expected the columns {','.join(self.columns)}")
+            return [(self._step(row), row) for row in table]
+        except FileNotFoundError:
+            return []
+        except (ValueError, csv.Error) as error:
+            raise ValueError(
+                f"{self.path}: {error}; restore the table, or move it away to begin another"
+            ) from None
+
+    def _step(self, row: dict[str, str]) -> int:
+        step = row["step"]
+        if not step.isdecimal() or len(step) > 18 or None in row or None in row.values():
+            raise ValueError(f"expected a row of step {shown(step, 20)} and numbers")
+        return int(step)
+
+    def _lines(self, rows: Sequence[Mapping[str, object]], header: bool = False) -> str:
         buffer = io.StringIO()
         writer = csv.DictWriter(buffer, self.columns, lineterminator="\n")
-        writer.writeheader()
+        if header:
+            writer.writeheader()
         writer.writerows(rows)
-        write_atomically(self.path, buffer.getvalue().encode())
+        return buffer.getvalue()
 
     def on_train_batch_end(
         self,
@@ -99,7 +126,7 @@ class _MetricsFile(Callback):
             "gradient_norm": module.gradient_norm,
             self.speed: speed,
         }
-        self._append(trainer, row)
+        self.folder.append_metrics(self._lines([row]))
         self.shown |= {
             "loss": f"{loss:.3g}",
             **{_short(name): f"{metrics[name]:.4g}" for name in known[:2]},
@@ -113,7 +140,7 @@ class _MetricsFile(Callback):
             return
         metrics = cast(_Module, pl_module).validation_metrics()
         row = {f"val_{name}": metrics[name] for name in self.names["val"]}
-        self._append(trainer, {"step": trainer.global_step, **row})
+        self.folder.append_metrics(self._lines([{"step": trainer.global_step, **row}]))
         for name in self.names["val"][:2]:
             self.shown[f"val_{_short(name)}"] = f"{metrics[name]:.4g}"
 
@@ -122,11 +149,6 @@ class _MetricsFile(Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._since += time.perf_counter() - self._paused  # atoms/s counts training only
-
-    def _append(self, trainer: pl.Trainer, row: Mapping[str, float]) -> None:
-        if trainer.is_global_zero:
-            with open(self.path, "a", newline="") as file:
-                csv.DictWriter(file, self.columns, lineterminator="\n").writerow(row)
 
 
 def _short(metric: str) -> str:

@@ -6,6 +6,8 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from molflt.files import shown
+
 __all__ = ["RECIPES", "Recipe"]
 
 _Loaded = Callable[..., Any]
@@ -28,9 +30,9 @@ class Recipe(NamedTuple):
             ValueError: if there is no such recipe.
         """
         name = config.get("recipe", next(iter(RECIPES)))
-        if name not in RECIPES:
-            raise ValueError(f"recipe {name!r}; expected one of {', '.join(RECIPES)}")
-        return RECIPES[str(name)]
+        if not isinstance(name, str) or name not in RECIPES:
+            raise ValueError(f"recipe {shown(name)}; expected one of {', '.join(RECIPES)}")
+        return RECIPES[name]
 
     def load(self, part: str) -> _Loaded:
         """The class or function behind "model", "data", "task" or "evaluate"."""

@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast
 
 import torch
 import yaml
+from torch import Tensor, nn
 
 from molflt import __version__
-from molflt.files import write_atomically
+from molflt.data.batches import Fingerprint
+from molflt.files import verify_tensors, write_atomically
 from molflt.metrics import Metric
+from molflt.training.checkpoint import (
+    Checkpoint,
+    check_weights,
+    model_weights,
+    read_checkpoint,
+    save_weights,
+    write_checkpoint,
+)
+from molflt.training.config import Config, plain, read_config
+from molflt.training.lock import RunLock
+from molflt.training.origin import Origin, check_config, check_data, check_machine
 
 __all__ = ["RunFolder"]
 
@@ -27,37 +42,116 @@ class RunFolder:
 
     Args:
         path: the folder.
-        resume: whether an earlier run in it goes on.
 
-    Raises:
-        FileNotFoundError: if there is nothing to resume.
-        FileExistsError: if the folder holds checkpoints of an earlier run.
+    Attributes:
+        path: as given.
+        writes: whether this is the first of the run's processes.
+        origin: what checkpoints say about the run.
+        checkpoint: what to go on from; None for a new run.
     """
 
-    def __init__(self, path: Path, resume: bool) -> None:
+    def __init__(self, path: Path) -> None:
         from lightning.pytorch.utilities import rank_zero_only
 
-        # False in the processes that Lightning's DDP launcher starts
+        # False in the processes that a DDP launcher starts, be it Lightning's or torchrun
         self.writes = (getattr(rank_zero_only, "rank", None) or 0) == 0
         self.path = path
-        self.resume = resume
-        last = path / "checkpoints" / "last.ckpt"
-        if resume and not last.is_file():
-            raise FileNotFoundError(
-                f"{last}: no such checkpoint; nothing to resume; start a new run"
-            )
-        if not resume and self.writes and any(path.glob("checkpoints/*")):
+        self.origin: Origin = {}
+        self.checkpoint: Checkpoint | None = None
+        self._lock = RunLock(path)
+
+    @property
+    def last(self) -> Path:
+        """The checkpoint to go on from."""
+        return self.path / "checkpoints" / "last.ckpt"
+
+    @contextmanager
+    def held(self, resume: bool) -> Iterator[None]:
+        """Keeps others from training in the folder, and looks at what is in there.
+
+        Args:
+            resume: whether an earlier run in it goes on.
+
+        Raises:
+            FileExistsError: if the folder holds checkpoints of an earlier run.
+            FileNotFoundError: if there is nothing to resume.
+            ValueError: if another training holds the folder, or the checkpoint is damaged.
+        """
+        if resume and not self.last.is_file():
+            read_checkpoint(self.last)  # says so, and makes no folder
+        with self._lock.held() if self.writes else nullcontext():
+            if resume:
+                self.checkpoint = read_checkpoint(self.last)
+            elif self.writes:
+                self._expect_new()
+            yield
+
+    def _expect_new(self) -> None:
+        if self.last.exists():
             raise FileExistsError(
-                f"{path}: holds checkpoints of an earlier run; expected an empty or new folder; "
-                f"resume it with --resume {path}, or choose another --run"
+                f"{self.path}: holds checkpoints of an earlier run; expected an empty or new "
+                f"folder; resume it with --resume {self.path}, or choose another --run"
             )
+        for kept in self.path.glob("checkpoints/*.safetensors"):
+            # never those of an interrupted start: last.ckpt is written before any weights
+            raise FileExistsError(
+                f"{kept}: belongs to an earlier run, whose last.ckpt is gone; expected an empty or "
+                "new folder; choose another --run, or move the file away"
+            )
+
+    def check_config(self, config: Config) -> None:
+        """Compares the configuration with that of the checkpoint, and takes it over.
+
+        Raises:
+            ValueError: naming what differs; see :func:`molflt.training.origin.check_config`.
+        """
+        now = cast(Config, plain(config))
+        if self.checkpoint is not None:
+            was = self._was().get("config") or read_config(self.path)
+            check_config(self.path / "config.yaml", was, now, self.checkpoint["global_step"])
+        self.origin["config"] = now
+
+    def check_data(self, fingerprints: Mapping[str, Fingerprint]) -> None:
+        """Compares the data with those of the checkpoint.
+
+        Raises:
+            ValueError: naming what differs.
+        """
+        check_data(self.path, self._was().get("data", {}), fingerprints)
+        self.origin["data"] = fingerprints
+
+    def _was(self) -> Origin:
+        """What the checkpoint says about its run; nothing, in those of earlier versions."""
+        return cast(Origin, (self.checkpoint or {}).get("molflt", {}))
+
+    def check_weights(self, model: nn.Module) -> None:
+        """Refuses a checkpoint of another model, and writes last.safetensors if it lags behind.
+
+        The latter happens if the run was killed between the two files.
+
+        Raises:
+            ValueError: naming file and key.
+        """
+        if self.checkpoint is not None:
+            weights = model_weights(self.checkpoint)
+            check_weights(self.last, model, weights)
+            for kept in sorted(self.last.parent.glob("*.safetensors")):
+                verify_tensors(kept)
+            self.save_weights("last", weights, {"step": self.checkpoint["global_step"]})
+
+    def check_machine(self, machine: Mapping[str, object]) -> None:
+        """Notes what else decides about rounding, and says if it was another in the checkpoint."""
+        line = check_machine(self._was().get("machine", {}), machine)
+        if line is not None:
+            self.say(f"{self.path}: {line}", sys.stderr)
+        self.origin["machine"] = machine
 
     def say(self, text: str, file: TextIO | None = None) -> None:
         """Prints, once for all processes."""
         if self.writes:
             print(text, file=file)
 
-    def write(self, config: Mapping[str, object], data_files: Mapping[str, bytes]) -> None:
+    def write(self, data_files: Mapping[str, bytes]) -> None:
         """Writes config.yaml, versions.json and what belongs to the data.
 
         Raises:
@@ -65,19 +159,49 @@ class RunFolder:
         """
         if not self.writes:
             return
+        for part in self.path.glob("checkpoints/.*.part"):
+            part.unlink()  # of a training that was killed while it wrote
         for name, content in data_files.items():
             path = self.path / name
-            if self.resume and path.is_file() and path.read_bytes() != content:
+            if self.checkpoint is not None and path.is_file() and path.read_bytes() != content:
                 raise ValueError(
                     f"{path}: the data of this run have changed; expected what the run was started "
                     "with; restore the data, or start a new run"
                 )
             write_atomically(path, content)
-        text = yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(self.origin["config"], sort_keys=False, allow_unicode=True)
         write_atomically(self.path / "config.yaml", text.encode())
-        if not self.resume:
+        if self.checkpoint is None:
             versions = json.dumps(_versions(), indent=2) + "\n"
             write_atomically(self.path / "versions.json", versions.encode())
+
+    def save_weights(
+        self, name: str, weights: Mapping[str, Tensor], metadata: Mapping[str, object]
+    ) -> None:
+        """Writes weights of the model as checkpoints/NAME.safetensors.
+
+        Raises:
+            FileNotFoundError: if the folder has been removed meanwhile.
+            OSError: if they cannot be written.
+        """
+        if self.writes:
+            self._lock.check()
+            path = self.last.with_name(f"{name}.safetensors")
+            save_weights(path, weights, self.origin["config"]["model"], metadata)
+
+    def save_checkpoint(self, checkpoint: Mapping[str, object]) -> None:
+        """Writes last.ckpt; raises as `save_weights` does."""
+        self._lock.check()
+        write_checkpoint(self.last, {**checkpoint, "molflt": self.origin})
+
+    def append_metrics(self, row: str) -> None:
+        """Appends a row to metrics.csv; raises as `save_weights` does."""
+        if self.writes:
+            self._lock.check()
+            with open(self.path / "metrics.csv", "a", encoding="utf-8", newline="") as file:
+                file.write(row)
+                file.flush()
+                os.fsync(file.fileno())  # a checkpoint that comes later must not outlive it
 
     def draw_curve(self, metrics: Mapping[str, Metric], best: str) -> None:
         """Draws curve.png if anything is logged; a picture never hides why training stopped."""
@@ -89,15 +213,6 @@ class RunFolder:
                 training_curve(table, png, metrics, best)
         except (OSError, ValueError) as error:
             print(f"{png}: not drawn: {error}", file=sys.stderr)
-
-
-def _plain(value: object) -> object:
-    """With names in place of paths and lists in place of tuples, for YAML."""
-    if isinstance(value, Mapping):
-        return {key: _plain(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    return str(value) if isinstance(value, Path) else value
 
 
 def _versions() -> dict[str, str | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -131,6 +132,12 @@ class ImageData(BatchedData[LabeledImages]):
             f"{use} {len(dataset):,} images ({self.sources[use].name})"
             for use, dataset in self.datasets.items()
         ]
+
+    def _digest(self, use: str, most: int | None = None) -> str:
+        """As of any data; of the labels and at most 2000 images, where these are in files."""
+        images = self.datasets[use]
+        labels = hashlib.sha256(images.labels.numpy().tobytes()).hexdigest()
+        return labels[:16] + super()._digest(use, most if images.in_memory else 2000)[:48]
 
     def statistics(self) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation per channel of the training images, scaled to [0, 1].

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from molflt.data.batches import BatchedData, SizeBucketedBatchSampler
+from molflt.data.batches import BatchedData, Fingerprint, SizeBucketedBatchSampler
 from molflt.data.structures import Structures, open_dataset
 from molflt.data.structures.splits import split_path
 
@@ -84,6 +84,12 @@ class IS2REData(BatchedData[Structures]):
             + (f", {len(dataset.bad)} bad left out)" if dataset.bad else ")")
             for use, dataset in self.datasets.items()
         ]
+
+    def fingerprints(self) -> dict[str, Fingerprint]:
+        return {
+            use: {**own, "atoms": int(self.datasets[use].natoms.sum())}
+            for use, own in super().fingerprints().items()
+        }
 
     def normalizer(self) -> tuple[float, float]:
         """Mean and standard deviation of the relaxed energies of the training split, eV.

@@ -1,0 +1,111 @@
+"""What a run was begun with, and whether one that goes on is still the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TypedDict
+
+from molflt.data.batches import Fingerprint
+from molflt.files import shown
+from molflt.training.config import Config
+
+__all__ = ["Origin", "check_config", "check_data", "check_machine"]
+
+
+class Origin(TypedDict, total=False):
+    """What a checkpoint says about its run, under "molflt"."""
+
+    config: Config
+    data: Mapping[str, Fingerprint]
+    machine: Mapping[str, object]
+
+
+# Where things are, how fast they come and how often they are written down: the steps are the same
+_FREE = {
+    "run",
+    *(f"data.{name}" for name in ("root", "train", "val", "test", "vocabulary")),
+    *(f"data.{name}" for name in ("train_labels", "val_labels", "workers")),
+    *(f"trainer.{name}" for name in ("accelerator", "checkpoint_every", "log_every")),
+}
+_STEPS = "trainer.max_steps"
+
+
+def check_config(path: Path, was: Config, now: Config, done: int) -> None:
+    """Refuses to go on with another configuration than the steps so far were made with.
+
+    These may change, take effect and are written to config.yaml:
+
+    - ``trainer.max_steps``, upwards; the schedule is then that of the new number;
+    - ``run`` and the places of the data (``data.root``, ``train``, ``val``, ``test``,
+      ``vocabulary``, labels), because the data themselves are compared;
+    - ``data.workers``, ``trainer.log_every``, ``trainer.checkpoint_every``;
+    - ``trainer.accelerator``, which is said because it changes the rounding.
+
+    All else is refused, `trainer.devices` too: it multiplies the items of a step.
+
+    Args:
+        path: of config.yaml, for messages.
+        was: the configuration in the checkpoint.
+        now: that of config.yaml with the words of the command line.
+        done: steps that have been taken.
+
+    Raises:
+        ValueError: naming each key that differs, what it was, is, and what to do.
+    """
+    old, new = dict(_flat(was)), dict(_flat(now))
+    wrong = [
+        f"{key} is {shown(old[key])}; got {shown(new[key])}"
+        for key in old.keys() & new.keys()
+        if key not in _FREE and key != _STEPS and old[key] != new[key]
+    ]
+    if wrong:
+        raise ValueError(
+            f"{path}: {', '.join(sorted(wrong))} for --resume; start a new run instead, or set it "
+            "back"
+        )
+    steps = int(str(new[_STEPS]))
+    if steps < max(done, int(str(old[_STEPS]))):
+        raise ValueError(
+            f"{path}: {_STEPS} is {old[_STEPS]}; got {steps} for --resume; it may only be raised; "
+            f"{done} steps are done"
+        )
+
+
+def _flat(config: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """Keys of options, as on the command line, and their values."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{name}.{key}", part) for key, part in value.items())
+        else:
+            yield name, value
+
+
+def check_data(run: Path, was: Mapping[str, Fingerprint], now: Mapping[str, Fingerprint]) -> None:
+    """Refuses to go on with other data.
+
+    Args:
+        run: folder of the run, for messages.
+        was: fingerprints in the checkpoint.
+        now: those of the data.
+
+    Raises:
+        ValueError: naming what differs.
+    """
+    for use, old in was.items():
+        new = now.get(use, {})
+        for key in old:
+            if old[key] != new.get(key):
+                what = f"{use}: {key} was {shown(old[key], 16)}; got {shown(new.get(key), 16)}"
+                raise ValueError(
+                    f"{run}: the data of this run have changed; {what}; restore the data, or "
+                    "start a new run"
+                )
+
+
+def check_machine(was: Mapping[str, object], now: Mapping[str, object]) -> str | None:
+    """A line about what else may round in another way, if anything does."""
+    differs = [
+        f"{key} was {was[key]}, is {now[key]}" for key in was if key in now and was[key] != now[key]
+    ]
+    return f"resumed with {'; '.join(differs)}: sums may round differently" if differs else None
