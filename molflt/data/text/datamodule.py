@@ -134,7 +134,7 @@ class TextData(BatchedData[TokenBlocks]):
             source = self.sources["train"]
             if self.vocabulary_file is None:
                 blocks = _text_blocks(source, self.level, "train")
-                self.vocabulary, ids = Vocabulary.count(self.level, blocks, self.min_count)
+                self.vocabulary, ids = Vocabulary.count(self.level, blocks, self.min_count, source)
             else:
                 self.vocabulary = _read_vocabulary(self.vocabulary_file, self.level)
                 ids = self.vocabulary.encode_blocks(_text_blocks(source, self.level, "train"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, cast, get_args
 
 import numpy as np
@@ -18,6 +18,8 @@ _Level = Literal["word", "char", "byte"]
 _UNK, _EOS = "<unk>", "<eos>"
 _FORMAT, _VERSION = "molflt-vocabulary", 1
 _PIECE = 2**20  # ids
+_MANY = 2**19  # words, which take 200 MB; WikiText-103 has 268,000
+_REPEATS = 8  # how often a word comes on average, at least, where there are many; 380 there
 _BYTES = [chr(byte) for byte in range(256)]
 
 
@@ -66,7 +68,11 @@ class Vocabulary:
 
     @classmethod
     def count(
-        cls, level: _Level, blocks: Iterable[bytes | str], min_count: int = 1
+        cls,
+        level: _Level,
+        blocks: Iterable[bytes | str],
+        min_count: int = 1,
+        name: str = "text",
     ) -> tuple[Vocabulary, np.ndarray]:
         """The vocabulary of a text and its ids, in one pass.
 
@@ -74,16 +80,20 @@ class Vocabulary:
             level: see the class.
             blocks: pieces of the text, as for `encode_blocks`.
             min_count: how often a token has to occur to be in the vocabulary.
+            name: of the text, for messages.
 
         Returns:
             Tokens by falling count, then by text; and ids (tokens,) int32.
+
+        Raises:
+            ValueError: the words are too many, and nearly all different.
         """
         if level == "byte":
             found = cls(level, [*_BYTES, _EOS])
             return found, found.encode_blocks(blocks)
         seen: defaultdict[str, int] = defaultdict()
         seen.default_factory = seen.__len__  # a new token gets the next number
-        ids = _joined(_numbers(level, seen.__getitem__, block) for block in blocks)
+        ids = _joined(_numbered(level, seen, blocks, name))
         counts = np.zeros(len(seen), dtype=np.int64)
         for piece in _pieces(ids):
             counts += np.bincount(piece, minlength=len(seen))
@@ -189,6 +199,22 @@ def _numbers(level: str, number: Callable[[str], int], block: bytes | str) -> np
     text = block.decode("utf-8") if isinstance(block, bytes) else block
     tokens = text if level == "char" else text.replace("\n", f" {_EOS} ").split()
     return np.fromiter(map(number, tokens), dtype=np.int32, count=len(tokens))
+
+
+def _numbered(
+    level: str, seen: Mapping[str, int], blocks: Iterable[bytes | str], name: str
+) -> Iterator[np.ndarray]:
+    """Numbers of the tokens of each block; `seen` numbers new ones."""
+    tokens = 0
+    for block in blocks:
+        found = _numbers(level, seen.__getitem__, block)
+        tokens += len(found)
+        if len(seen) > _MANY and tokens < _REPEATS * len(seen):
+            raise ValueError(
+                f"{name}: expected words that come again; got {len(seen):,} different ones among "
+                f"the first {tokens:,}; use data.level char or byte"
+            )
+        yield found
 
 
 def _joined(parts: Iterable[np.ndarray]) -> np.ndarray:
