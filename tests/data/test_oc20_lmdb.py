@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import pickle
+import re
 import struct
 
 import lmdb
@@ -13,6 +15,7 @@ import torch
 from ase.geometry import find_mic
 from oc20_files import fields, old_record, same, write_lmdb
 
+from molflt.commands.cli import main
 from molflt.data.structures import open_dataset
 from molflt.data.structures.oc20_lmdb import Oc20Lmdb
 from molflt.data.structures.records import make_record
@@ -45,8 +48,51 @@ def test_length_key_that_runs_code_or_lies(tmp_path):
     path = write_lmdb(tmp_path / "evil.lmdb", {**numbered(1), "length": evil})
     with pytest.raises(ValueError, match=r"evil\.lmdb: key 'length': refused .* posix\.system"):
         open_dataset(path)
-    path = write_lmdb(tmp_path / "more.lmdb", {**numbered(2), "length": pickle.dumps(9)})
-    assert len(open_dataset(path)) == 2  # what is there counts
+
+
+@pytest.mark.parametrize(
+    ("length", "message"),
+    [
+        (9, "key 'length' says 9 records; got 2; keys '2' to '8' missing"),
+        (3, "key 'length' says 3 records; got 2; key '2' missing"),
+        (
+            10**12,
+            "key 'length' says 1000000000000 records; got 2; keys '2' to '999999999999' missing",
+        ),
+        (b"12345678901234", "key 'length' says 12345678901234 records; got 2"),
+        (0, "key 'length': expected the number of records; got 0, but the file has 3 keys"),
+        (-1, "key 'length': .*a pickled whole number; got one that is negative"),
+        (b"-1", "key 'length': cannot be read; expected a pickled whole number"),
+        pytest.param(b"9" * 5000, "key 'length': cannot be read", id="text of 5000 digits"),
+        pytest.param(
+            pickle.dumps(10**5000), "key 'length': .*expected a pickled whole", id="5000 digits"
+        ),
+        (True, "key 'length': .*expected a pickled whole number; got bool"),
+        ("2", "key 'length': .*expected a pickled whole number; got str"),
+    ],
+)
+def test_length_that_is_no_length(tmp_path, length, message):
+    content = length if isinstance(length, bytes) else pickle.dumps(length)
+    path = write_lmdb(tmp_path / "data.lmdb", {**numbered(2), "length": content})
+    with pytest.raises(ValueError, match=r"data\.lmdb: " + message) as caught:
+        open_dataset(path)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400 + len(str(path))
+
+
+def test_missing_records_are_listed(tmp_path, capsys):
+    content = {k: v for k, v in numbered(20).items() if k not in ("3", "12", "13", "19")}
+    path = write_lmdb(tmp_path / "part.lmdb", {**content, "length": pickle.dumps(20)})
+    kept = open_dataset(path, skip_bad=True)
+    gaps = ["key '3'", "keys '12' to '13'", "key '19'"]
+    assert kept.bad == [(f"{path}: {gap}", "missing") for gap in gaps]
+    assert [item.sid - 1000 for item in kept] == [*range(3), *range(4, 12), *range(14, 19)]
+    assert main(["data", "inspect", str(path), "--json", "--skip_bad"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["systems"] == 16 and [item["name"] for item in found["left_out"]] == [
+        f"{path}: {gap}" for gap in gaps
+    ]
+    assert main(["data", "inspect", str(path)]) == 2
+    assert "key '3' missing" in capsys.readouterr().err
 
 
 def test_other_keys_and_gaps(tmp_path):
@@ -55,8 +101,8 @@ def test_other_keys_and_gaps(tmp_path):
     assert [item.sid for item in open_dataset(path)] == [1003, 1011]
     hole = {k: v for k, v in numbered(4).items() if k != "1"}
     path = write_lmdb(tmp_path / "hole.lmdb", {**hole, "length": pickle.dumps(4)})
-    with pytest.raises(ValueError, match=r"hole\.lmdb: key '1': missing"):
-        list(open_dataset(path))
+    with pytest.raises(ValueError, match=r"hole\.lmdb: .* key '1' missing"):
+        open_dataset(path)
 
 
 def test_folder_of_shards_in_order_of_name(tmp_path):
@@ -96,9 +142,8 @@ def test_file_replaced_by_another_of_the_same_name(tmp_path):
 
 def test_open_elsewhere_in_this_process(tmp_path):
     path = write_lmdb(tmp_path / "data.lmdb", numbered(1))
-    opened = lmdb.open(str(path), subdir=False, readonly=True, lock=False)
-    with opened, pytest.raises(ValueError, match="other code in this process has the LMDB open"):
-        open_dataset(path)
+    with lmdb.open(str(path), subdir=False, readonly=True, lock=False):
+        assert open_dataset(path)[0].sid == 1000
 
 
 @pytest.mark.parametrize("size", [0, 10, 5000, 20000])
@@ -135,6 +180,14 @@ BAD_RECORDS = [
     ({"pos": None}, "pos is missing"),
     ({"atomic_numbers": None}, "atomic_numbers is missing"),
     ({"pos": "text"}, "pos must be a tensor"),
+    ({"natoms": torch.tensor(7.0, dtype=torch.bfloat16).new_tensor(8.0)}, "natoms must be 7"),
+    ({"natoms": "many"}, "natoms must be 7, the rows of pos; got 'many'"),
+    ({"sid": 2**70}, "sid must be an integer of at most 64 bits; got 1180591620717411303424"),
+    ({"sid": 10**5000}, "sid must be an integer of at most 64 bits; got an integer of 16610 bits"),
+    ({"pos": torch.ones(7, 3).to(torch.complex64)}, "sid 1000: pos must be real numbers"),
+    ({"pos": 2e5 * torch.ones(7, 3)}, "sid 1000: pos must be finite and within 100000 Å"),
+    ({"cell": 0.02 * torch.eye(3)}, "sid 1000: periodic axes .* at least 0.5 Å apart; got 0.02 Å"),
+    ({"fixed": torch.full((7,), 119)}, "sid 1000: fixed must be 0 or 1; got 119"),
 ]
 
 
@@ -146,11 +199,32 @@ def test_bad_records_are_named_or_left_out(tmp_path, change, message):
     with pytest.raises(ValueError) as caught:
         dataset[1]
     assert str(caught.value).startswith(f"{path}: key '1': ")
-    assert message in str(caught.value)
+    assert re.search(message, str(caught.value))
     kept = open_dataset(path, skip_bad=True)
     assert [item.sid for item in kept] == [1005, 1006] and kept.natoms.tolist() == [7, 4]
     (name, reason), *rest = kept.bad
-    assert name == f"{path}: key '1'" and message in reason and not rest
+    assert name == f"{path}: key '1'" and re.search(message, reason) and not rest
+
+
+def test_natoms_in_any_exact_type(tmp_path):
+    kinds = (7, 7.0, np.int64(7), torch.tensor([7]), torch.tensor(7.0, dtype=torch.bfloat16))
+    content = {str(i): old_record(i, natoms=natoms) for i, natoms in enumerate(kinds)}
+    assert len(list(open_dataset(write_lmdb(tmp_path / "data.lmdb", content)))) == len(kinds)
+
+
+def test_damaged_pages_are_named_or_left_out(tmp_path, capsys):
+    path = write_lmdb(tmp_path / "data.lmdb", numbered(200))
+    content = bytearray(path.read_bytes())
+    pages = range(2, len(content) // 4096)
+    leaves = [p for p in pages if struct.unpack_from("<H", content, 4096 * p + 10)[0] == 2]
+    assert len(leaves) > 1
+    struct.pack_into("<H", content, 4096 * leaves[0] + 10, 8)
+    path.write_bytes(content)
+    assert main(["data", "inspect", str(path)]) == 2
+    assert "the LMDB is damaged: page" in capsys.readouterr().err
+    kept = open_dataset(path, skip_bad=True)
+    assert 0 < len(kept) < 200 and len(kept) + len(kept.bad) == 200
+    assert all("the LMDB is damaged: page" in reason for _, reason in kept.bad)
 
 
 def test_what_users_leave_out(tmp_path):

@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import pickletools
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -67,7 +68,10 @@ REFUSED = {
     "new Data": (lambda evil: pickle.dumps(Data(pos=evil)), "posix.system"),
     "nested plain": (lambda evil: nested(pickle.dumps(evil)), NESTED),
     "nested legacy": (lambda evil: nested(saved(evil, zipped=False)), NESTED),
-    "nested zip": (lambda evil: nested(saved({"a": evil}, zipped=True)), NESTED),
+    "nested zip": (
+        lambda evil: nested(saved({"a": evil}, zipped=True)),
+        "a zip archive, nested in a tensor's storage",
+    ),
     "numpy": (lambda evil: pickle.dumps(reconstructed(evil)), "_reconstruct"),
     "numpy in Data": (lambda evil: pickle.dumps(Data(pos=reconstructed(evil))), "_reconstruct"),
     "state of Data": (
@@ -161,6 +165,115 @@ def test_a_tensor_cannot_reach_beyond_its_storage():
     torch.save(torch.zeros(4).storage(), content, _use_new_zipfile_serialization=False)
     with pytest.raises(ValueError, match="reaches beyond its 4 numbers"):
         _decode_record(nested(content.getvalue()), "f")
+
+
+def view(offset, size, stride):
+    """A record whose pos is a view of four numbers."""
+    content = io.BytesIO()
+    torch.save(torch.zeros(4).storage(), content, _use_new_zipfile_serialization=False)
+    load = STORAGE + opcodes(content.getvalue()) + b"\x85R"
+    shape = opcodes(offset) + opcodes(size) + opcodes(stride)
+    return old_pickle(b"}" + POS + REBUILD + b"(" + load + shape + b"\x89NtRs")
+
+
+TUPLES = b")" + b"2\x86" * 60  # () in a tuple, twice, and that again, ...: 2^60 to hash or print
+SHARED = b")q\x00" + b"h\x00h\x00\x86q\x00" * 60  # the same without DUP
+LARGE = b"\x8b\x00\x00\x10\x00" + b"\x7f" * 2**20  # an integer of 2^23 bits
+HOSTILE = {
+    "tuples as a key": b"}(" + TUPLES + b"K\x01u",
+    "remembered tuples as a key": b"}(" + SHARED + b"K\x01u",
+    "tuples as one key": b"}" + SHARED + b"K\x01s",
+    "tuples in a set": b"\x8f(" + SHARED + b"\x90",
+    "tuples in a frozenset": b"(" + SHARED + b"\x91",
+    "tuples in an ordered dict": b"ccollections\nOrderedDict\n" + SHARED + b"K\x01\x86\x85\x85R",
+    "tuples as a dtype": b"cnumpy\ndtype\n" + SHARED + b"\x85R",
+    "tuples as a byte order": (
+        b"cnumpy\ndtype\n" + opcodes("f8") + b"\x85RK\x03" + SHARED + b"\x86b"
+    ),
+    "tuples as a storage": STORAGE + SHARED + b"\x85R",
+    "tuples as a size": REBUILD + b"(" + SHARED * 4 + b"tR",
+    "tuples as a persistent id": SHARED + b"Q",
+    "far place of the memo": b"Nr\xff\xff\xff\xff",
+    "far place of the memo in text": b"Np9999999999999\n",
+    "frame beyond the end": b"\x95" + b"\xff" * 7 + b"\x00" + b"N",
+    "text beyond the end": b"\x8d" + b"\xff" * 7 + b"\x00abc",
+    "bytes beyond the end": b"B\xff\xff\xff\x7fabc",
+    "bytearray beyond the end": b"\x96" + b"\xff" * 7 + b"\x00abc",
+    "large integer": LARGE,
+    "large integer as a size": REBUILD + b"(NK\x00" + LARGE + b"\x85" + LARGE + b"\x85tR",
+    "many dicts": b"(" + b"}" * 10**6 + b"t",
+    "many marks": b"(" * 10**6 + b"t",
+    "deep lists": b"]" * 50_000 + b"a" * 49_999,
+    "text of many digits": b"L" + b"9" * 10**6 + b"L\n",
+    "stack of nothing": b"0000ttt\x86\x87",
+    "one storage again and again": (
+        opcodes(b"\x80\x02" + b"N0" * 2000 + b".") + b"q\x00" + (STORAGE + b"h\x00\x85R") * 20_000
+    ),
+}
+
+
+@pytest.mark.parametrize("payload", HOSTILE.values(), ids=HOSTILE)
+def test_time_and_memory_are_bounded(payload):
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"^f: key '0': .*(cannot be read|refused)") as caught:
+            _decode_record(b"\x80\x03" + payload + b".", "f: key '0'")
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(payload) + 50_000_000
+    finally:
+        tracemalloc.stop()
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("offset", "size", "stride", "message"),
+    [
+        (0, (400_000_000, 3), (0, 1), "repeats its 4 numbers"),
+        (0, (2**50, 3), (0, 1), "repeats its 4 numbers"),
+        (0, (3, 3), (0, 1), "repeats its 4 numbers"),
+        (0, (3, 2), (1, 1), "repeats its 4 numbers"),
+        (0, (2, 3), (3, 1), "reaches beyond its 4 numbers"),
+        (4, (1,), (1,), "reaches beyond its 4 numbers"),
+        (0, (2**64,), (1,), "expected the sizes and strides of a tensor"),
+        (-1, (1,), (1,), "expected the sizes"),
+        (0, (-1,), (1,), "expected the sizes"),
+        (0, (True,), (1,), "expected the sizes"),
+        (0, (1.0,), (1,), "expected the sizes"),
+        (0, (2,), (1, 1), "has 1 sizes and 2 strides"),
+        (0, (1,) * 9, (1,) * 9, "has 9 sizes"),
+        (0, [2], [1], "expected the sizes"),
+    ],
+)
+def test_views_that_are_none(offset, size, stride, message):
+    with pytest.raises(ValueError, match="f: cannot be read; .*" + message):
+        _decode_record(view(offset, size, stride), "f")
+
+
+@pytest.mark.parametrize(
+    ("offset", "size", "stride"),
+    [(0, (2, 2), (1, 2)), (1, (3,), (1,)), (3, (), ()), (1, (2, 1), (2, 0)), (4, (0, 3), (3, 1))],
+)
+def test_views_are_those_of_torch(offset, size, stride):
+    found = _decode_record(view(offset, size, stride), "f")["pos"]
+    assert torch.equal(found, torch.zeros(4).as_strided(size, stride, min(offset, 3)))
+
+
+def test_tensors_that_share_their_numbers_are_not_multiplied():
+    """A thousand fields of one tensor, which would be copied a thousand times."""
+    pos = torch.zeros(30_000, 3)
+    shared = {f"field{i}": pos for i in range(1000)}
+    with pytest.raises(ValueError, match="its tensors share numbers"):
+        _decode_record(old_pickle(opcodes(shared)), "f")
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16", "int32", "int16", "int8"])
+def test_types_of_tensors(dtype):
+    pos = torch.arange(-3, 9).to(getattr(torch, dtype)).reshape(4, 3)
+    numbers = {"pos": pos.T, "mask": pos > 2, "one": pos[2, 1], "part": pos[1:3]}
+    numbers |= {"complex": pos.to(torch.complex64)}
+    found = _decode_record(old_pickle(opcodes(numbers)), "f")
+    assert found.keys() == numbers.keys()
+    for name, tensor in numbers.items():
+        assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype
 
 
 @pytest.mark.parametrize(

@@ -30,20 +30,25 @@ class Structures(Dataset["Data"], ABC):
 
     Attributes:
         suffixes: endings of the files that are for this class, lower case.
-        checks_on_opening: whether invalid structures are found when the source is opened; else
-            reading everything for `skip_bad` is left to who reads only once.
         path: as given.
         bad: (name, reason) of every structure that was left out.
     """
 
     suffixes: ClassVar[tuple[str, ...]] = ()
-    checks_on_opening: ClassVar[bool] = True
 
     def __init__(self, path: str | Path, skip_bad: bool = False) -> None:
         self.path = Path(path)
         self.skip_bad = skip_bad
         self.bad: list[tuple[str, str]] = []
         self._kept: np.ndarray | None = None  # indices in the file; None: all of them
+
+    @classmethod
+    def to_read_once(cls, path: Path, skip_bad: bool) -> Structures:
+        """Opens a source for who reads everything once and himself leaves out what raises then.
+
+        Sources that read everything to find what is bad override it, not to read twice.
+        """
+        return cls(path, skip_bad=skip_bad)
 
     @classmethod
     def takes(cls, path: Path) -> bool:

@@ -82,9 +82,7 @@ class _OnePass:
         self.bad: list[tuple[str, str]] = []
 
     def __iter__(self) -> Iterator[tuple[Data, int]]:
-        source = source_of(self.src)
-        # What is checked when it is read, as below, would else be read twice
-        dataset = source(self.src, skip_bad=self.skip_bad and source.checks_on_opening)
+        dataset = source_of(self.src).to_read_once(self.src, self.skip_bad)
         self.bad = list(dataset.bad)
         count, total = 0, min(len(dataset), self.limit or len(dataset))
         with tqdm(total=total, desc=self.src.name, unit=" structures", disable=None) as bar:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import bisect
+import itertools
+import re
+import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,67 +16,16 @@ import torch
 from tqdm import tqdm
 
 from molflt.data.structures.base import Structures
+from molflt.data.structures.lmdb_file import LmdbFile
 from molflt.data.structures.oc20_pickle import _decode_count, _decode_record, _Field
-from molflt.data.structures.records import make_record
+from molflt.data.structures.records import _shown, _whole, make_record
 
 if TYPE_CHECKING:
-    import lmdb
     from torch_geometric.data import Data
 
 __all__ = ["Oc20Lmdb"]
 
-# real path -> (process, inode, environment). lmdb refuses to open a file twice in one process,
-# so all datasets share one environment per file.
-_ENVIRONMENTS: dict[str, tuple[int, int, lmdb.Environment]] = {}
 _FEW_RECORDS = 1000  # below this a pass over the records needs no progress bar
-
-
-def _environment(path: Path) -> lmdb.Environment:
-    """This process's environment of an LMDB file, opened on first use."""
-    real = os.path.realpath(path)
-    inode = os.stat(real).st_ino
-    cached = _ENVIRONMENTS.get(real)
-    if cached is not None:
-        if cached[:2] == (os.getpid(), inode):
-            return cached[2]
-        # Inherited by fork, or the file was replaced. A forked child counts the parent's
-        # environment as its own until it closes its copy.
-        del _ENVIRONMENTS[real]
-        cached[2].close()
-    environment = _open_environment(path, real)
-    _ENVIRONMENTS[real] = (os.getpid(), inode, environment)
-    return environment
-
-
-def _open_environment(path: Path, real: str) -> lmdb.Environment:
-    import lmdb
-
-    size = os.path.getsize(real)
-    if size == 0:
-        raise ValueError(f"{path}: the file is empty; expected an OC20 LMDB; download it again")
-    try:
-        environment = lmdb.open(
-            real, subdir=False, readonly=True, lock=False, readahead=False, meminit=False
-        )
-        # both come from the first pages; a page beyond the end of the file would kill the process
-        needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
-    except lmdb.Error as error:
-        reason = str(error).removeprefix(f"{real}: ")
-        if "already open" in reason:
-            raise ValueError(
-                f"{path}: other code in this process has the LMDB open; close it there first"
-            ) from None
-        raise ValueError(
-            f"{path}: not an LMDB file; expected OC20's data.lmdb; got {size} bytes that lmdb "
-            f"refuses ({reason}); download or copy it again"
-        ) from None
-    if size < needed:
-        environment.close()
-        raise ValueError(
-            f"{path}: the LMDB is truncated; expected {needed} bytes; got {size}; "
-            "download or copy it again"
-        )
-    return environment
 
 
 def _shards(path: Path) -> list[Path]:
@@ -99,30 +52,35 @@ def _shards_in(folder: Path) -> list[Path]:
 class Oc20Lmdb(Structures):
     """OC20's pickled LMDB: one file, or a folder of shards sorted by name.
 
-    Environments are opened on first use in each process and never travel to workers. Reading
-    costs about 2 ms a record; train from a compact store (``molflt data convert``).
+    Reading costs about 2 ms a record; train from a compact store (``molflt data convert``).
 
     Args:
         path: LMDB file, or folder with ``*.lmdb`` shards.
-        skip_bad: read all records once, leave out those that are not valid and list them in
-            ``bad`` as (name, reason).
+        skip_bad: leave out records that are missing or not valid and list them in ``bad`` as
+            (name, reason).
+        check: with `skip_bad`, read all records once; else those that are not valid are still
+            there, and raise when they are read.
 
     Raises:
         FileNotFoundError: if there is nothing at ``path``.
-        ValueError: if a shard is empty, truncated or no LMDB, or holds no records.
+        ValueError: if a shard is empty, truncated, damaged or no LMDB, or holds no records or
+            fewer than it says.
     """
 
     suffixes = (".lmdb", ".mdb")
-    checks_on_opening = False
 
-    def __init__(self, path: str | Path, skip_bad: bool = False) -> None:
+    def __init__(self, path: str | Path, skip_bad: bool = False, *, check: bool = True) -> None:
         super().__init__(path, skip_bad)
-        self.shards = _shards(self.path)
-        self._keys = [_record_keys(shard) for shard in self.shards]
+        self.shards = [LmdbFile(shard) for shard in _shards(self.path)]
+        self._keys = [self._record_keys(shard) for shard in self.shards]
         self._ends = np.cumsum([len(keys) for keys in self._keys])
         self._natoms: np.ndarray | None = None
-        if skip_bad:
+        if skip_bad and check:
             self._leave_out_bad()
+
+    @classmethod
+    def to_read_once(cls, path: Path, skip_bad: bool) -> Oc20Lmdb:
+        return cls(path, skip_bad, check=False)
 
     @classmethod
     def takes(cls, path: Path) -> bool:
@@ -161,6 +119,42 @@ class Oc20Lmdb(Structures):
         moved = (record.pos_relaxed - wrapped.float()).abs().amax(dim=1) > 1e-3
         return record, int((moved & ~record.fixed).sum())
 
+    def _record_keys(self, shard: LmdbFile) -> range | list[int]:
+        """Integer keys of one shard, with or without a ``length`` key."""
+        declared = _declared_length(shard)
+        count = len(shard) if declared is None else declared
+        others = 0 if declared is None else 1
+        if 0 < count <= len(shard) - others and all(
+            self._has(shard, key) for key in (0, count - 1)
+        ):
+            return range(count)
+        keys = sorted(int(name) for name in shard if re.fullmatch(rb"0|[1-9][0-9]{,18}", name))
+        if not keys:
+            raise ValueError(
+                f"{shard.path}: the LMDB holds no records; expected integer keys from '0'; "
+                f"got {len(shard)} other keys"
+            )
+        if declared is None:
+            return keys
+        keys = keys[: bisect.bisect_left(keys, declared)]
+        missing = _gaps(keys, declared)
+        if missing and not self.skip_bad:
+            raise ValueError(
+                f"{shard.path}: key 'length' says {declared} records; got {len(keys)}; "
+                f"{missing[0]} missing; get the file again, or read what there is with --skip-bad"
+            )
+        self.bad += [(f"{shard.path}: {gap}", "missing") for gap in missing]
+        return keys
+
+    def _has(self, shard: LmdbFile, key: int) -> bool:
+        """Whether there is a record; of one behind a damaged page it is said when it is read."""
+        try:
+            return shard.get(str(key).encode()) is not None
+        except ValueError:
+            if not self.skip_bad:
+                raise
+            return True
+
     def _every(self, what: str) -> Iterator[int]:
         total = int(self._ends[-1])
         disable = True if total < _FEW_RECORDS else None  # None: only on a terminal
@@ -180,7 +174,7 @@ class Oc20Lmdb(Structures):
         self._kept = np.array(kept, dtype=np.int64)
         self._natoms = np.array(counts, dtype=np.int64)
 
-    def _locate(self, index: int) -> tuple[Path, int]:
+    def _locate(self, index: int) -> tuple[LmdbFile, int]:
         shard = int(np.searchsorted(self._ends, index, side="right"))
         keys = self._keys[shard]
         return self.shards[shard], keys[index - int(self._ends[shard]) + len(keys)]
@@ -188,13 +182,12 @@ class Oc20Lmdb(Structures):
     def _name(self, index: int) -> str:
         """File and key of a record, as messages name it."""
         shard, key = self._locate(index)
-        return f"{shard}: key '{key}'"
+        return f"{shard.path}: key '{key}'"
 
     def _fields(self, index: int) -> dict[str, _Field]:
         shard, key = self._locate(index)
         where = self._name(index)
-        with _environment(shard).begin() as transaction:
-            content = transaction.get(str(key).encode())
+        content = shard.get(str(key).encode())
         if content is None:
             raise ValueError(f"{where}: missing; expected a record for every key up to 'length'")
         fields = _decode_record(content, where)
@@ -221,10 +214,14 @@ class Oc20Lmdb(Structures):
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
         natoms = fields.get("natoms", record.natoms)
-        if not np.array_equal(np.asarray(natoms).reshape(-1), [record.natoms]):
+        try:
+            fits = _whole(natoms, "natoms") == record.natoms
+        except ValueError:
+            fits = False
+        if not fits:
             raise ValueError(
                 f"{where}: sid {record.sid}: natoms must be {record.natoms}, the rows of pos; "
-                f"got {natoms}"
+                f"got {_shown(natoms)}"
             )
         return record
 
@@ -237,9 +234,10 @@ class Oc20Lmdb(Structures):
         try:
             with np.load(file, allow_pickle=False) as metadata:
                 counts = np.asarray(metadata["natoms"])
-        except (OSError, ValueError, KeyError) as error:
-            raise ValueError(f"{file}: expected an npz with natoms; {error}; delete it") from None
-        if counts.shape != (int(self._ends[-1]),):
+        except _UNREADABLE as error:
+            reason = _shown(str(error))
+            raise ValueError(f"{file}: expected an npz with natoms; {reason}; delete it") from None
+        if counts.shape != (int(self._ends[-1]),) or counts.dtype.kind not in "iu":
             return None
         ends = (0, len(counts) - 1)
         return counts if all(counts[i] == self._count(i) for i in ends) else None
@@ -248,31 +246,29 @@ class Oc20Lmdb(Structures):
 _FIELDS = (
     "pos", "atomic_numbers", "cell", "pbc", "tags", "fixed", "y_init", "y_relaxed", "pos_relaxed"
 )  # fmt: skip
+_UNREADABLE = (OSError, ValueError, KeyError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error)
 
 
-def _record_keys(path: Path) -> range | list[int]:
-    """Integer keys of one shard, with or without a ``length`` key."""
-    environment = _environment(path)
-    with environment.begin() as transaction:
-        declared = transaction.get(b"length")
-        if declared is not None:
-            count = _declared_length(bytes(declared), path)
-        else:
-            count = environment.stat()["entries"]
-        ends = (b"0", str(count - 1).encode())
-        if count > 0 and all(transaction.get(key) is not None for key in ends):
-            return range(count)
-        names = (bytes(key) for key in transaction.cursor().iternext(values=False))
-        keys = sorted(int(name) for name in names if name.isdigit())
-    if not keys:
+def _declared_length(shard: LmdbFile) -> int | None:
+    """How many records an LMDB says that it has; None if it does not say."""
+    content = shard.get(b"length")
+    if content is None:
+        return None
+    where = f"{shard.path}: key 'length'"
+    if re.fullmatch(rb"[0-9]{1,19}", content):  # some writers store text instead of a pickle
+        count = int(content)
+    else:
+        count = _decode_count(content, where)
+    if count == 0 and len(shard) > 1:
         raise ValueError(
-            f"{path}: the LMDB holds no records; expected integer keys from '0'; "
-            f"got {environment.stat()['entries']} other keys"
+            f"{where}: expected the number of records; got 0, but the file has {len(shard)} keys; "
+            "it was not written to its end, get it again"
         )
-    return keys
+    return count
 
 
-def _declared_length(content: bytes, path: Path) -> int:
-    if content.isdigit():  # some writers store text instead of a pickle
-        return int(content)
-    return _decode_count(content, f"{path}: key 'length'")
+def _gaps(keys: list[int], count: int) -> list[str]:
+    """What is missing of 0..count - 1, as messages name it; `keys` rise."""
+    ends = [-1, *keys, count]
+    gaps = [(a + 1, b - 1) for a, b in itertools.pairwise(ends) if b - a > 1]
+    return [f"key '{a}'" if a == b else f"keys '{a}' to '{b}'" for a, b in gaps]

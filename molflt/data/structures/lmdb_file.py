@@ -1,0 +1,199 @@
+"""Reading an LMDB file without its library, which a damaged page can make crash the process.
+
+Only what reading one table needs: https://git.openldap.org/openldap/openldap, mdb.c of LMDB 0.9,
+"Page headers" and following. Every offset that the file gives is checked before it is used.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["LmdbFile"]
+
+_MAGIC, _VERSION = 0xBEEFC0DE, 1
+_HEADER = struct.Struct("<QHHHH")  # page number, padding, flags, ends of pointers and of free space
+_TABLE = struct.Struct("<IHHQQQQQ")  # page size, flags, depth, pages of 3 kinds, entries, root
+_META = struct.Struct("<IIQQ")  # magic, version, address and size of the map
+_NODE = struct.Struct("<HHHH")  # two halves of a size or page number, flags, size of the key
+_BRANCH, _LEAF, _OVERFLOW, _META_PAGE = 1, 2, 4, 8
+_BIG = 1  # the value of a node lies in pages of its own
+_DEEPEST = 32
+_NO_PAGE = 2**64 - 1
+
+
+class _Root(NamedTuple):
+    """What the newest of the two meta pages says."""
+
+    page_size: int
+    depth: int
+    entries: int
+    root: int
+    last_page: int
+
+
+class LmdbFile:
+    """The unnamed table of an LMDB file, mapped to memory on first use in each process.
+
+    Args:
+        path: the file.
+
+    Raises:
+        ValueError: naming the file, if it is empty, truncated, or no LMDB with plain keys.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        size = path.stat().st_size
+        if size == 0:
+            raise ValueError(f"{path}: the file is empty; expected an OC20 LMDB; download it again")
+        needed = (self._root.last_page + 1) * self._root.page_size
+        if size < needed:
+            raise ValueError(
+                f"{path}: the LMDB is truncated; expected {needed} bytes; got {size}; "
+                "download or copy it again"
+            )
+
+    def __len__(self) -> int:
+        return self._root.entries
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"path": self.path}  # each process maps the file itself
+
+    def get(self, key: bytes) -> bytes | None:
+        """The value of a key; None if there is none.
+
+        Raises:
+            ValueError: naming the file and the key, if a page on the way to it is damaged.
+        """
+        try:
+            return self._find(key)
+        except (ValueError, struct.error) as error:
+            raise ValueError(f"{self.path}: key {key.decode()!r}: {_damaged(error)}") from None
+
+    def __iter__(self) -> Iterator[bytes]:
+        """All keys in order.
+
+        Raises:
+            ValueError: naming the file, if a page is damaged.
+        """
+        try:
+            yield from self._keys_below(self._root.root, 1, set())
+        except (ValueError, struct.error) as error:
+            raise ValueError(f"{self.path}: {_damaged(error)}") from None
+
+    @cached_property
+    def _content(self) -> mmap.mmap:
+        with open(self.path, "rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    @cached_property
+    def _root(self) -> _Root:
+        """The newer table of the two that a writer alternates between."""
+        first = self._meta(0)
+        second = first and self._meta(first[1].page_size)
+        if not first or not second:
+            raise ValueError(
+                f"{self.path}: not an LMDB file, or a damaged one; expected OC20's data.lmdb; got "
+                f"{len(self._content)} bytes that begin otherwise; download or copy it again"
+            )
+        return max(first, second)[1]
+
+    def _meta(self, at: int) -> tuple[int, _Root] | None:
+        """Number of the transaction and table of the meta page at an offset, if it is one."""
+        content, start = self._content, at + _HEADER.size
+        if len(content) < start + _META.size + 2 * _TABLE.size + 16:
+            return None
+        flags = _HEADER.unpack_from(content, at)[2]
+        magic, version, _, _ = _META.unpack_from(content, start)
+        if not flags & _META_PAGE or magic != _MAGIC or version != _VERSION:
+            return None
+        page_size = _TABLE.unpack_from(content, start + _META.size)[0]
+        table = _TABLE.unpack_from(content, start + _META.size + _TABLE.size)
+        last_page, number = struct.unpack_from("<QQ", content, start + _META.size + 2 * _TABLE.size)
+        _, flags, depth, _, _, _, entries, root = table
+        if page_size not in [2**n for n in range(8, 17)] or depth > _DEEPEST or flags:
+            return None
+        if entries > (last_page + 1) * page_size // _NODE.size:
+            return None
+        return number, _Root(page_size, depth, entries, root, last_page)
+
+    def _page(self, number: int) -> tuple[int, int, int]:
+        """Where a page of nodes starts, whether it is a leaf (2) or not (1), how many nodes."""
+        size = self._root.page_size
+        start = number * size
+        if number > self._root.last_page or start + size > len(self._content):
+            raise ValueError(f"page {number} is beyond the end")
+        own, _, flags, lower, _ = _HEADER.unpack_from(self._content, start)
+        kind, nodes = flags & ~0x10, (lower - _HEADER.size) // 2
+        if own != number or kind not in (_BRANCH, _LEAF) or not 0 < nodes <= size // 2:
+            raise ValueError(f"page {number} is none of keys")
+        return start, kind, nodes
+
+    def _node(self, start: int, index: int) -> tuple[int, int, bytes, int]:
+        """A node of the page at `start`: size or page number, flags, key, where its value is."""
+        content, size = self._content, self._root.page_size
+        (at,) = struct.unpack_from("<H", content, start + _HEADER.size + 2 * index)
+        if at < _HEADER.size or at + _NODE.size > size:
+            raise ValueError(f"node {index} of page {start // size} is outside of it")
+        low, high, flags, length = _NODE.unpack_from(content, start + at)
+        key = start + at + _NODE.size
+        if key + length > start + size:
+            raise ValueError(f"key {index} of page {start // size} is outside of it")
+        return low | high << 16, flags, content[key : key + length], key + length
+
+    def _find(self, key: bytes) -> bytes | None:
+        number = self._root.root
+        if number == _NO_PAGE:
+            return None
+        for _ in range(self._root.depth):
+            start, kind, nodes = self._page(number)
+            first, beyond = 0, nodes  # the last node whose key is not above; the first of a branch
+            while beyond - first > 1:  # has none, and stands for all that are lower
+                middle = (first + beyond) // 2
+                if self._node(start, middle)[2] <= key:
+                    first = middle
+                else:
+                    beyond = middle
+            low, flags, found, value = self._node(start, first)
+            if kind == _LEAF:
+                return self._value(start, low, flags, value) if found == key else None
+            number = low | flags << 32
+        raise ValueError("its tree is deeper than it says")
+
+    def _value(self, start: int, length: int, flags: int, at: int) -> bytes:
+        content, size = self._content, self._root.page_size
+        if flags == 0 and at + length <= start + size:
+            return content[at : at + length]
+        if flags != _BIG or at + 8 > start + size:
+            raise ValueError(f"a value of page {start // size} is outside of it")
+        (number,) = struct.unpack_from("<Q", content, at)
+        begin = number * size + _HEADER.size
+        if number > self._root.last_page or begin + length > len(content):
+            raise ValueError(f"page {number} is beyond the end")
+        own, _, kind, _, _ = _HEADER.unpack_from(content, number * size)
+        if own != number or kind & ~0x10 != _OVERFLOW:
+            raise ValueError(f"page {number} is none of a value")
+        return content[begin : begin + length]
+
+    def _keys_below(self, number: int, depth: int, seen: set[int]) -> Iterator[bytes]:
+        if number == _NO_PAGE:
+            return
+        if depth > self._root.depth or number in seen:
+            raise ValueError(f"page {number} comes twice")
+        seen.add(number)
+        start, kind, nodes = self._page(number)
+        for index in range(nodes):
+            low, flags, key, _ = self._node(start, index)
+            if kind == _LEAF:
+                yield key
+            else:
+                yield from self._keys_below(low | flags << 32, depth + 1, seen)
+
+
+def _damaged(error: Exception) -> str:
+    return f"the LMDB is damaged: {error}; download or copy it again"
