@@ -7,7 +7,9 @@ import importlib
 import json
 import struct
 import sys
+import tracemalloc
 import types
+import zlib
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -208,6 +210,91 @@ def test_bad_folders_are_named(tmp_path: Path) -> None:
         refuses("dog/1.png: expected an image; it cannot be decoded", root, 5)
     with pytest.raises(FileNotFoundError, match="no such file or folder; expected a folder of"):
         _open_images(tmp_path / "nowhere")
+
+
+def png(width: int, height: int, *chunks: tuple[bytes, bytes]) -> bytes:
+    """A PNG that says it is so large, and holds nothing but further chunks."""
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    parts = [(b"IHDR", head), *chunks, (b"IDAT", zlib.compress(bytes(1000))), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+        for name, body in parts
+    )
+
+
+TEXT_BOMB = (b"zTXt", b"Comment\0\0" + zlib.compress(bytes(2**24)))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (png(2**13, 2**12 + 1), "33,562,624 pixels; expected at most 33,554,432"),
+        (png(2**15, 2**15), "exceeds limit"),
+        (png(2**31 - 1, 2**31 - 1), "exceeds limit"),
+        (png(0, 8), ""),
+        (png(8, 8, TEXT_BOMB), "too large|MAX_TEXT"),
+        (png(8, 8, (b"iCCP", b"x\0\0" + zlib.compress(bytes(2**24)))), ""),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n", "identify"),
+        (b"BM" + b"\xff" * 60, ""),
+    ],
+    ids=["pixels", "bomb", "most", "none", "text", "profile", "program", "bmp"],
+)
+def test_bombs_are_refused_by_name(tmp_path: Path, content: bytes, message: str) -> None:
+    """An EPS would be decoded by a program that Pillow starts."""
+    path = write_folder(tmp_path / "set") / "cat" / "1.png"
+    path.write_bytes(content)
+    images = _open_images(tmp_path / "set", size=8)
+    with pytest.raises(ValueError, match=rf"1.png: expected an image; it cannot.*({message})"):
+        images.image(images.files.index(str(path)))
+
+
+def test_lines_are_not_blown_up(tmp_path: Path) -> None:
+    """Resized to 64 pixels the shorter side, 1 x 20,000 would be 64 x 1,280,000."""
+    root = write_folder(tmp_path / "set")
+    Image.new("RGB", (1, 20_000)).save(root / "cat" / "1.png")
+    Image.new("RGB", (1, 50)).save(root / "cat" / "2.png")
+    images = _open_images(root, size=64)
+    narrow, wide = (images.files.index(str(root / "cat" / f"{i}.png")) for i in (1, 2))
+    with pytest.raises(ValueError, match=r"1.png: expected sides within .*; got 20000 x 1 pixels"):
+        images.image(narrow)
+    assert images.image(wide).shape == (3, 64, 64)
+    path = write_idx(tmp_path / "idx")
+    path.write_bytes(idx(np.zeros((12, 1, 2000))))
+    with pytest.raises(ValueError, match=f"{IMAGES}: expected sides within .*; got 1 x 2000"):
+        _open_images(path, size=64)
+
+
+def test_links_in_a_circle_end(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "set")
+    for name in ("back", "again"):
+        (root / "cat" / name).symlink_to(root / "cat", target_is_directory=True)
+    (root / "cat" / "more").symlink_to(root / "dog", target_is_directory=True)
+    assert len(_open_images(root)) == 3 * 4 + 4
+
+
+@pytest.mark.parametrize("shape", [(12, 2**15, 2**15), (2**32 - 1,) * 3, (12, 512, 512)])
+@pytest.mark.parametrize("zipped", [False, True])
+def test_headers_that_lie_take_no_memory(tmp_path: Path, shape: tuple[int, ...], zipped) -> None:
+    path = write_idx(tmp_path)
+    content = struct.pack(">BBBB3I", 0, 0, 8, 3, *shape) + bytes(12 * 64)
+    path.write_bytes(gzip.compress(content) if zipped else content)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="bytes after the header, .* got 768; .* truncated"):
+            _IdxImages(path)
+        assert tracemalloc.get_traced_memory()[1] < 2e7
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_gzipped_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("molflt.data.packed._FREE", 2**20)
+    path = write_idx(tmp_path)
+    path.write_bytes(gzip.compress(struct.pack(">BBBB3I", 0, 0, 8, 3, 12, 2**10, 2**10), 1))
+    with open(path, "ab") as file:
+        file.write(gzip.compress(bytes(12 * 2**20)))
+    with pytest.raises(ValueError, match=f"{IMAGES}: expected to unpack to at most 100 times"):
+        _IdxImages(path)
 
 
 def numbered(count: int = 64, side: int = 8) -> Tensor:

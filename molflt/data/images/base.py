@@ -14,6 +14,8 @@ from molflt.data.images.augment import _center_crop
 
 __all__ = ["LabeledImages"]
 
+_NARROWEST = 50  # longer side over the shorter one; resized, the longer grows with it
+
 
 class LabeledImages(Dataset[tuple[Tensor, Tensor]], ABC):
     """Base of data sets of labeled images of one size.
@@ -47,19 +49,28 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]], ABC):
         """One image, (channels, height, width) uint8."""
 
     @staticmethod
-    def _fit(images: Tensor, size: int) -> Tensor:
+    def _fit(images: Tensor, size: int, name: str) -> Tensor:
         """Images resized so that the shorter side is `size`, and the central square of that.
 
         Args:
             images: (n, channels, height, width) uint8.
             size: pixels.
+            name: of the images, for messages.
 
         Returns:
             (n, channels, size, size) uint8.
+
+        Raises:
+            ValueError: they are so narrow that the square would be blown up from a line.
         """
         height, width = images.shape[-2:]
         if (height, width) == (size, size):
             return images
+        if max(height, width) > _NARROWEST * min(height, width):
+            raise ValueError(
+                f"{name}: expected sides within a factor of {_NARROWEST}; got {height} x {width} "
+                "pixels; remove it, or crop it"
+            )
         scale = size / min(height, width)
         sides = [max(size, round(height * scale)), max(size, round(width * scale))]
         resized = F.interpolate(images, size=sides, mode="bilinear", antialias=True)

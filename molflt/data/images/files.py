@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 _SUFFIXES = (".png", ".jpg", ".jpeg")
 _DEEP = ("I", "F")  # modes of more than 8 bits, which Pillow would clip
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # whatever the name says; others run programs
+_MOST_PIXELS = 2**25  # 300 MB while it is decoded
 
 
 def _open_images(
@@ -101,7 +104,7 @@ class _DecodedImages(LabeledImages):
             )
         pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
         if self.fitted is not None:
-            pixels = self._fit(pixels[None], self.fitted)[0]
+            pixels = self._fit(pixels[None], self.fitted, name)[0]
         return pixels.contiguous()
 
 
@@ -160,16 +163,12 @@ class _ImageFolder(_DecodedImages):
         from PIL import Image
 
         path = self.files[index]
-        try:
-            with Image.open(path) as image:
-                if self.fitted is not None:
-                    image.draft("RGB", (self.fitted, self.fitted))  # a JPEG may be read in part
-                return self._as_bytes(image, path)
-        except (OSError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-            raise ValueError(
-                f"{path}: expected an image; it cannot be decoded ({error}); get it again, or "
-                "remove it"
-            ) from None
+        with _decoding(path), Image.open(path, formats=_FORMATS) as image:
+            _check_pixels(image)
+            if self.fitted is not None:
+                image.draft("RGB", (self.fitted, self.fitted))  # a JPEG may be read in part
+            image.load()
+        return self._as_bytes(image, path)
 
 
 class _HubImages(_DecodedImages):
@@ -216,14 +215,41 @@ class _HubImages(_DecodedImages):
         return f"{self.path}, row {index}"
 
     def _decoded(self, index: int) -> Tensor:
-        image = cast("Image", self.rows[index][self.column])
+        with _decoding(self._name(index)):
+            image = cast("Image", self.rows[index][self.column])
+            _check_pixels(image)
         return self._as_bytes(image, self._name(index))
 
 
+@contextmanager
+def _decoding(name: str) -> Iterator[None]:
+    """Names the image that Pillow cannot decode."""
+    try:
+        yield
+    except Exception as error:  # of many kinds, whatever a decoder stumbles over
+        raise ValueError(
+            f"{name}: expected an image; it cannot be decoded ({error}); get it again, or remove it"
+        ) from None
+
+
+def _check_pixels(image: Image) -> None:
+    if (count := image.width * image.height) > _MOST_PIXELS:
+        raise ValueError(f"{count:,} pixels; expected at most {_MOST_PIXELS:,}")
+
+
 def _image_files(folder: Path) -> list[str]:
-    return [
-        os.path.join(where, name)
-        for where, _, names in os.walk(folder, followlinks=True)
-        for name in names
-        if name.lower().endswith(_SUFFIXES) and not name.startswith(".")
-    ]
+    """Images below a folder, also behind links, but each folder once: links may form a circle."""
+    seen: set[str] = set()
+    found: list[str] = []
+    for where, below, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(where)
+        if real in seen:
+            below.clear()
+            continue
+        seen.add(real)
+        found += [
+            os.path.join(where, name)
+            for name in names
+            if name.lower().endswith(_SUFFIXES) and not name.startswith(".")
+        ]
+    return found

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import gzip
-import io
 import math
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from molflt.data.images.base import LabeledImages
+from molflt.data.packed import Unpacked, unpacked
 
 _UNSIGNED_BYTE = 0x08  # the idx format's code
 _AXES = {3: "images (3 axes)", 1: "labels (1 axis)"}
 _CHUNK = 4096  # images that are resized at once
+_BLOCK = 2**22  # bytes that are read at once
 
 
 class _IdxImages(LabeledImages):
@@ -47,12 +47,13 @@ class _IdxImages(LabeledImages):
         self.path = path
         images = _read_file(path, axes=3)
         beside = _labels_beside(path) if labels is None else labels
-        self.labels = _read_file(beside, axes=1).long()
-        if len(images) != len(self.labels):
+        labels_of = _read_file(beside, axes=1)
+        if len(images) != len(labels_of):
             raise ValueError(
                 f"{beside}: expected a label for each of the {len(images):,} images of {path.name};"
-                f" got {len(self.labels):,} labels; give the two files of one set"
+                f" got {len(labels_of):,} labels; give the two files of one set"
             )
+        self.labels = labels_of.long()
         most = int(self.labels.max())
         self.classes = [str(i) for i in range(most + 1)] if classes is None else list(classes)
         if most >= len(self.classes):
@@ -62,7 +63,9 @@ class _IdxImages(LabeledImages):
             )
         self.images = images[:, None]
         if size is not None and self.images.shape[-2:] != (size, size):
-            self.images = torch.cat([self._fit(part, size) for part in self.images.split(_CHUNK)])
+            self.images = torch.cat(
+                [self._fit(part, size, str(path)) for part in self.images.split(_CHUNK)]
+            )
         self.channels = 1
         self.size = (self.images.shape[-2], self.images.shape[-1])
 
@@ -82,19 +85,11 @@ def _read_file(path: Path, axes: int) -> Tensor:
         raise FileNotFoundError(f"{path}: no such file; expected an idx file of {_AXES[axes]}")
     with open(path, "rb") as file:
         zipped = file.read(2) == b"\x1f\x8b"
-    # A damaged header may ask for more than there is memory; deflate packs less than 1:1100
-    most = path.stat().st_size * (1100 if zipped else 1)
-    try:
-        with gzip.GzipFile(path) if zipped else open(path, "rb") as file:
-            return _read(file, path, axes, most)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(
-            f"{path}: expected a whole gzip file; got a damaged or truncated one ({error}); get it "
-            "again"
-        ) from None
+    with unpacked(path, "gzip") if zipped else open(path, "rb") as file:
+        return _read(file, path, axes)
 
 
-def _read(file: io.BufferedIOBase, path: Path, axes: int, most: int) -> Tensor:
+def _read(file: BinaryIO | Unpacked, path: Path, axes: int) -> Tensor:
     head = file.read(4)
     if len(head) < 4 or head[:2] != b"\0\0" or head[2] != _UNSIGNED_BYTE:
         raise ValueError(
@@ -109,8 +104,11 @@ def _read(file: io.BufferedIOBase, path: Path, axes: int, most: int) -> Tensor:
     sides = file.read(4 * axes)
     shape = np.frombuffer(sides[: len(sides) // 4 * 4], ">u4").tolist()
     expected = math.prod(shape) if len(shape) == axes else 0
-    # One byte more than expected, so that a file that goes on is noticed
-    content = bytearray(file.read(min(expected + 1, most))) if expected else bytearray()
+    content = bytearray()
+    # One byte more than expected, so that a file that goes on is noticed; and no more memory than
+    # there is content, whatever the header says
+    while expected and (block := file.read(min(expected + 1 - len(content), _BLOCK))):
+        content += block
     if not expected or len(content) != expected:
         more = "more" if len(content) > expected else f"{len(content):,}"
         raise ValueError(
