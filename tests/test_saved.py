@@ -11,6 +11,7 @@ from molflt import GraphAttention, Stack
 
 SAVED = safe_open(Path(__file__).parent / "saved" / "before_the_rooms.safetensors", "pt")
 OPTIONS = {name: json.loads(text) for name, text in sorted(SAVED.metadata().items())}
+del OPTIONS["graph-images-6.0"]  # at that time images vanished at their cutoff all at once
 
 
 def of(name: str) -> dict[str, torch.Tensor]:
@@ -21,12 +22,13 @@ def of(name: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_same_weights_same_numbers(name: str) -> None:
-    saved, atoms = of(name), of("atoms")
+    saved, atoms, keys = of(name), of("atoms"), {}
     if name.startswith("graph"):
         layer = GraphAttention(16, 2, **OPTIONS[name]).double()
         inputs = [atoms[key] for key in ("x", "pos", "batch", "cell", "pbc")]
     else:
         layer = Stack(16, 2, 2, ffn_dim=24, refinements=2, **OPTIONS[name]).double().eval()
-        inputs = [saved["x"], saved["r"], None, saved["mask"]]
+        inputs = [saved["x"], saved["r"]]
+        keys = {"key_mask": saved["mask"]}
     layer.load_state_dict(of(f"{name}/weights"))
-    torch.testing.assert_close(layer(*inputs), saved["out"], rtol=0.0, atol=1e-12)
+    torch.testing.assert_close(layer(*inputs, **keys), saved["out"], rtol=0.0, atol=1e-12)

@@ -225,7 +225,8 @@ class Kernel(Encoding):
             return linear_with_kernel(*terms[:3], self.kernel, self.pairs), None
         if self.pairs is not None:
             raise ValueError("causal attention has no near field; leave it out")
-        left, right = (at_least_float32(factor) for factor in self.kernel)
+        value = at_least_float32(terms.value)
+        left, right = (factor.to(value.dtype) for factor in self.kernel)
         query, key = terms.query.kronecker(left), terms.key.kronecker(right)
         return super().mix(terms._replace(query=query, key=key))
 

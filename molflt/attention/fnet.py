@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from molflt.attention.checks import no_effect, one_of
 from molflt.attention.encodings import Encoding
+from molflt.attention.keys import check_mask
 from molflt.attention.numerics import at_least_float32
 
 _METHODS = ("fft", "dft")
@@ -111,6 +112,7 @@ class Mixer(nn.Module):
         *,
         encoding: Encoding | None = None,
         key_mask: Tensor | None = None,
+        key_weight: Tensor | None = None,
         key_index: Tensor | None = None,
     ) -> Tensor:
         """Mixes tokens, in float32 at least, also under autocast.
@@ -121,16 +123,18 @@ class Mixer(nn.Module):
             encoding: None.
             key_mask: (batch, tokens), True where a token exists; any pattern. The tokens that
                 exist are a sequence in their order.
+            key_weight: None.
             key_index: None.
 
         Returns:
             (batch, tokens, dim), of the type of `x`; 0 where no token exists.
 
         Raises:
-            ValueError: a positional encoding or key index is given, or a shape is wrong.
+            ValueError: something else than tokens and their mask is given, or a shape is wrong.
         """
         why = f"with mixing={self.mixing!r}, which knows neither positions nor keys"
-        no_effect(why, positions=positions, encoding=encoding, key_index=key_index)
+        given = {"positions": positions, "encoding": encoding}
+        no_effect(why, **given, key_weight=key_weight, key_index=key_index)
         self._check(x, key_mask)
         with torch.autocast(x.device.type, enabled=False):
             full = at_least_float32(x)
@@ -157,13 +161,8 @@ class Mixer(nn.Module):
                 f"x has the wrong shape; expected (batch, tokens, {self.dim}); got "
                 f"{tuple(x.shape)}; build the mixer with the width of the tokens"
             )
-        if key_mask is not None and (
-            key_mask.shape != x.shape[:2] or key_mask.dtype is not torch.bool
-        ):
-            raise ValueError(
-                f"key_mask is wrong; expected bool of shape {tuple(x.shape[:2])}; got "
-                f"{key_mask.dtype} of {tuple(key_mask.shape)}; pass True where a token exists"
-            )
+        if key_mask is not None:
+            check_mask(key_mask, x.shape[:2])
 
 
 class FourierMixer(Mixer):

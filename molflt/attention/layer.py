@@ -1,6 +1,6 @@
 """Multi-head attention: one layer for every feature map, positional encoding and mixing."""
 
-from typing import NamedTuple, TypedDict, Unpack
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,7 @@ from molflt.attention.checks import _head_width, no_effect, one_of
 from molflt.attention.encodings import KERNELIZED, SOFTMAX, Encoding
 from molflt.attention.features import FEATURE_MAPS, FeatureMap, FeatureMapName, ProjectionName
 from molflt.attention.features.base import Operand
+from molflt.attention.keys import Keys, placed, without_masked
 from molflt.attention.mixing.causal import DecodeState, KeyValues, State
 from molflt.attention.mixing.forms import softmax
 from molflt.attention.mixing.sums import NORMALIZE, NormalizeName, Sums, drop_keys
@@ -27,16 +28,15 @@ class _Heads(NamedTuple):
     key: Tensor
     value: Tensor
     mask: Tensor | None = None  # broadcastable to (batch, heads, keys)
+    log_weight: Tensor | None = None  # likewise
     gate: Tensor | None = None  # logits of what each token keeps of the past, (b, h, tokens)
 
 
-class _Where(TypedDict, total=False):
+class _Where(Keys, total=False):
     """Arguments of `Attention.forward`, which has their meaning."""
 
     encoding: Encoding | None
     key_positions: Tensor | None
-    key_mask: Tensor | None
-    key_index: Tensor | None
     context: Tensor | None
 
 
@@ -65,7 +65,7 @@ class Attention(Positioned):
         normalize: what kernelized attention divides by. "masked": sum_j A_ij; "unmasked": the same
             without factors and positional kernel; "none": nothing, so that outputs grow with the
             number of keys (FAVOR, arXiv:2006.03555, section 4.3: renormalization off).
-        floor: smallest absolute normalizer, see `Sums.ratio`; for signed features and kernels.
+        floor: least |sum_j A_ij|, see `Sums.ratio`; for signed features and kernels.
         gate: forget with a learned rate per token and head, sum_j of (1 - g_j) prod_(j<l<=i) g_l;
             causal only. RFA (arXiv:2103.02143), section 3.2.
         dropout: attention dropout. Softmax drops single weights; kernelized attention, which has
@@ -148,9 +148,7 @@ class Attention(Positioned):
             encoding: instead of positions, what the position returned for these tokens: it is
                 evaluated once for all layers that share it.
             key_positions: (batch, keys, l), where keys are not the tokens.
-            key_mask: (batch, keys) bool, True where a key exists.
-            key_index: (batch, keys), the token that each key copies; by default key j is token j.
-                Periodic images of an atom are keys with the atom's index and their own positions.
+            key_mask, key_weight, key_index: (batch, keys), see `Keys`.
             context: (batch, keys, dim), tokens to attend to instead of x (cross-attention).
 
         Returns:
@@ -235,13 +233,12 @@ class Attention(Positioned):
         positions: Tensor | None,
         encoding: Encoding | None = None,
         key_positions: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        key_index: Tensor | None = None,
         context: Tensor | None = None,
+        **keys: Unpack[Keys],
     ) -> tuple[_Heads, Encoding]:
-        """Arguments as for `forward`."""
-        encoding = self._encode(positions, key_positions, encoding)
-        return self._split(x, key_mask, key_index, context), encoding
+        heads = self._split(x, context, **keys)  # first: it checks the mask
+        where = placed(positions, key_positions, keys.get("key_mask"))
+        return heads, self._encode(*where, encoding)
 
     def _encode(
         self, positions: Tensor | None, key_positions: Tensor | None, encoding: Encoding | None
@@ -263,14 +260,15 @@ class Attention(Positioned):
     def _split(
         self,
         x: Tensor,
-        key_mask: Tensor | None = None,
-        key_index: Tensor | None = None,
         context: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        key_weight: Tensor | None = None,
+        key_index: Tensor | None = None,
     ) -> _Heads:
         """Scaled queries and keys, and values, by head."""
         if self.causal and (context is not None or key_index is not None):
             raise ValueError("causal attention has no context and no key_index; set causal=False")
-        source = x if context is None else context
+        x, source = without_masked(x, key_mask, key_index, context)
         query, key, value = (
             to(tokens).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
             for to, tokens in ((self.to_query, x), (self.to_key, source), (self.to_value, source))
@@ -284,8 +282,9 @@ class Attention(Positioned):
             index = key_index[:, None, :, None].expand(-1, self.heads, -1, self.head_dim)
             key, value = key.gather(2, index), value.gather(2, index)
         mask = None if key_mask is None else key_mask[:, None]
+        weight = None if key_weight is None else at_least_float32(key_weight).log()[:, None]
         gate = None if self.to_gate is None else self.to_gate(x).transpose(1, 2)
-        return _Heads(query, key, value, mask, gate)
+        return _Heads(query, key, value, mask, weight, gate)
 
     def _mix(
         self, heads: _Heads, encoding: Encoding, dropout: float = 0.0, states: _States = ()
@@ -293,7 +292,9 @@ class Attention(Positioned):
         """Outputs by head, and the states after the last token, if there are such."""
         if self.mixing == "softmax":
             compared = encoding.transform(heads.query, heads.key)
-            bias = encoding.bias
+            bias, log_weight = encoding.bias, heads.log_weight
+            if log_weight is not None:
+                bias = log_weight[:, :, None] + (0.0 if bias is None else bias)
             out = softmax(*compared, heads.value, bias, heads.mask, dropout, self.causal)
             return out, ()
         if dropout:
@@ -322,7 +323,7 @@ class Attention(Positioned):
                 f"queries with {type(encoding).__name__} encoding are {width} wide; the layer was "
                 f"built for {phi.dim}; give it the position whose encoding this is"
             )
-        return Operand(phi, query, left), Operand(phi, key, right, heads.mask)
+        return Operand(phi, query, left), Operand(phi, key, right, heads.mask, heads.log_weight)
 
     def _sums(
         self, query: Operand, key: Operand, heads: _Heads, encoding: Encoding, states: _States = ()

@@ -46,8 +46,8 @@ def sinc(x: Tensor) -> Tensor:
 
 def fade(x: Tensor) -> Tensor:
     """1 for x <= 0, 0 for x >= 1, between them a polynomial; twice differentiable."""
-    x = x.clamp(0.0, 1.0)
-    return 1 - x**3 * (10 - 15 * x + 6 * x**2)
+    rest = (1 - x).clamp(0.0, 1.0)  # counted from the end, where nothing may cancel
+    return rest**3 * (10 - 15 * rest + 6 * rest**2)
 
 
 def finite(x: Tensor) -> Tensor:
@@ -63,10 +63,15 @@ def recomputed(function: Callable[..., _R], *arguments: object, several: bool = 
         arguments: tensors, in tuples or not, and anything else.
         several: False for the only piece of its kind: nothing would be saved by forgetting it.
     """
-    if not several or not torch.is_grad_enabled():
+    if not several or not torch.is_grad_enabled() or _in_transform():
         return function(*arguments)
     out: _R = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
     return out
+
+
+def _in_transform() -> bool:
+    """Whether `torch.func` is at work, which knows no recomputation."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -1,7 +1,7 @@
 """The Transformer block, and a stack of blocks with refinement."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Self, cast
+from typing import Any, Literal, NamedTuple, Self, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from molflt.attention.checks import _head_width, no_effect, one_of
 from molflt.attention.encodings import Encoding
 from molflt.attention.fnet import Mixer
+from molflt.attention.keys import Keys, placed, without_masked
 from molflt.attention.layer import Attention
 from molflt.attention.mixing.causal import DecodeState
 from molflt.attention.positions import make_position
@@ -53,13 +54,10 @@ class Block(nn.Module):
         positions: Tensor | None = None,
         *,
         encoding: Encoding | None = None,
-        key_mask: Tensor | None = None,
-        key_index: Tensor | None = None,
+        **keys: Unpack[Keys],
     ) -> Tensor:
         """Arguments and result as for `Attention.forward`."""
-        mixed = self.attention(
-            self._before(x), positions, encoding=encoding, key_mask=key_mask, key_index=key_index
-        )
+        mixed = self.attention(self._before(x), positions, encoding=encoding, **keys)
         return self._after(x, mixed)
 
     def decode(
@@ -199,8 +197,7 @@ class Stack(Positioned):
         x: Tensor,
         positions: Tensor | None = None,
         key_positions: Tensor | None = None,
-        key_mask: Tensor | None = None,
-        key_index: Tensor | None = None,
+        **keys: Unpack[Keys],
     ) -> Tensor:
         """Refines tokens.
 
@@ -208,8 +205,7 @@ class Stack(Positioned):
             x: (batch, tokens, dim).
             positions: (batch, tokens, l), centred per graph; for the encoding, if there is one.
             key_positions: (batch, keys, l), from the same centre; the queries' if None.
-            key_mask: (batch, keys), True where a key exists.
-            key_index: (batch, keys), as in `Attention.forward`.
+            keys: key_mask, key_weight and key_index, see `Keys`.
 
         Returns:
             (batch, tokens, dim), normalized by a last LayerNorm.
@@ -217,30 +213,26 @@ class Stack(Positioned):
         Raises:
             ValueError: positions without an encoding, or an encoding without positions.
         """
-        encoding = self._evaluate(self._face, positions, key_positions)
+        mask = keys.get("key_mask")
+        x, _ = without_masked(x, mask, keys.get("key_index"))
+        where = placed(positions, key_positions, mask)
+        encoding = self._evaluate(self._face, *where)
         for _ in range(self.refinements):
-            x = self.one_pass(x, encoding, key_mask, key_index)
+            x = self.one_pass(x, encoding, **keys)
         out: Tensor = self.norm(x)
         return out
 
-    def one_pass(
-        self,
-        x: Tensor,
-        encoding: Encoding | None,
-        key_mask: Tensor | None = None,
-        key_index: Tensor | None = None,
-    ) -> Tensor:
+    def one_pass(self, x: Tensor, encoding: Encoding | None, **keys: Unpack[Keys]) -> Tensor:
         """All blocks once, without the last LayerNorm: for models that act between passes.
 
         Args:
             x: (batch, tokens, dim).
             encoding: what the position returned; None without one.
-            key_mask: as for `forward`.
-            key_index: as for `forward`.
+            keys: as for `forward`.
         """
         for block in self._blocks():
             own = encoding if isinstance(block.attention, Attention) else None
-            x = block(x, encoding=own, key_mask=key_mask, key_index=key_index)
+            x = block(x, encoding=own, **keys)
         return x
 
     def decode(

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from molflt.attention.keys import Keys
 from molflt.graph.geometry import Geometry
 
 
@@ -22,8 +23,15 @@ class DenseAtoms(NamedTuple):
     """(graphs, keys) bool"""
     key_positions: Tensor
     """(graphs, keys, 3)"""
-    key_index: Tensor | None
+    key_index: Tensor | None = None
     """(graphs, keys), atom of which each key is a copy; None: key j is atom j"""
+    key_weight: Tensor | None = None
+    """(graphs, keys), below 1 for images on their way out of the cutoff; None: all 1"""
+
+    @property
+    def keys(self) -> Keys:
+        """What attention is told of the keys."""
+        return Keys(key_mask=self.key_mask, key_weight=self.key_weight, key_index=self.key_index)
 
     @classmethod
     def of(cls, geometry: Geometry, lattice: bool = False) -> "DenseAtoms":
@@ -39,7 +47,7 @@ class DenseAtoms(NamedTuple):
         mask = _atom_mask(geometry)
         centred = geometry.pos - _centres(geometry, lattice)[geometry.batch]
         positions = _pad(centred, mask)
-        return cls(mask, positions, mask, positions, None)
+        return cls(mask, positions, mask, positions)
 
 
 def _atom_mask(geometry: Geometry) -> Tensor:
@@ -65,5 +73,5 @@ def _centres(geometry: Geometry, lattice: bool) -> Tensor:
     mean = geometry.sum(geometry.pos) / counts
     if not lattice:
         return mean
-    vectors = (geometry.cell * geometry.pbc[..., None]).detach().to(mean)
+    vectors = geometry.cell.detach().to(mean)
     return mean - (mean[:, None] @ torch.linalg.pinv(vectors) @ vectors)[:, 0]

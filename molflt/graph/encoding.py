@@ -158,6 +158,12 @@ class GraphEncoding(nn.Module):
         if self.softmax:
             return dense, Bias(factors[0] @ factors[1].mT)
         if self.frequency_projection is not None and nodes is not None:
+            if geometry.cell.requires_grad and torch.is_grad_enabled():
+                raise ValueError(
+                    "position='spectral' with reciprocal nodes has no gradient by the cell: random "
+                    "features of frequencies jump when these move; got a cell that requires one; "
+                    "use position='multiplicative' for stress"
+                )
             return dense, Factors(*self.frequency_projection(factors, nodes.xi))
         return dense, Factors(*factors)
 

@@ -12,12 +12,14 @@ from molflt.atoms import Tag
 from molflt.attention.checks import no_effect, one_of, positive
 from molflt.attention.mixing.pairs import Pairs, products
 from molflt.attention.nodes.reciprocal import free_extent, reciprocal_nodes, tapered_mask
+from molflt.attention.numerics import distances, fade
 from molflt.attention.positions.multiplicative import MultiplicativePosition
 from molflt.attention.positions.spectral import GraphNodes, SpectralPosition
 from molflt.attention.spectra import SPECTRA
 from molflt.graph.dense import DenseAtoms
 from molflt.graph.geometry import Geometry
 
+_FADE = 1.0  # Å in front of the cutoff along which an image fades away
 _IN_PLANE = [(a, b, 0) for a, b in itertools.product((-1, 0, 1), repeat=2) if (a, b) != (0, 0)]
 
 
@@ -98,6 +100,10 @@ class Images(Open):
     neighboring cells of the surface plane that lie within the cutoff of an adsorbate atom (in a
     graph without adsorbate, copies of any atom near any atom).
 
+    An image weighs 1 - prod_c (1 - s(d_c)) over the atoms c that it may be near, where s goes from
+    1 to 0 along the last Å in front of the cutoff, twice differentiable: so nothing hangs on which
+    side of the cutoff rounding puts an image, and energies have forces.
+
     Args:
         image_cutoff: Å.
     """
@@ -127,8 +133,7 @@ class Images(Open):
             (steps, 3) int64, enough for every graph, without (0, 0, 0).
         """
         cell = geometry.cell.to(atoms.positions)
-        # Columns of the inverse: 1 / height of the cell.
-        inverse = torch.linalg.pinv((cell * geometry.pbc[..., None]).detach())
+        inverse = torch.linalg.pinv(cell.detach())  # its columns: 1 / height of the cell
         fractional = atoms.positions.detach() @ inverse
         outside = ~atoms.mask[..., None]
         upper = fractional.masked_fill(outside, -torch.inf).amax(dim=1)
@@ -166,7 +171,8 @@ class Images(Open):
         # An axis that is not periodic has no images along it.
         allowed = ((steps == 0) | geometry.pbc.view(graphs, 1, 3)).all(dim=-1)  # [g, k]
         images = (positions[:, None] + shifts[:, :, None]).flatten(1, 2)  # [g, k n, 3]
-        distance = torch.cdist(images.detach(), positions.detach())
+        exact = "donot_use_mm_for_euclid_dist"  # matrix products lose half of the digits
+        distance = torch.cdist(images.detach(), positions.detach(), compute_mode=exact)
         near = ((distance < self.image_cutoff) & centres[:, None]).any(dim=-1)
         kept = near & (allowed[:, :, None] & sources[:, None]).flatten(1)
 
@@ -174,13 +180,24 @@ class Images(Open):
         order = torch.argsort((~kept).to(torch.uint8), dim=1, stable=True)[:, :count]
         index = torch.arange(most, device=mask.device).expand(graphs, -1)
         places = images.gather(1, order[..., None].expand(-1, -1, 3))
+        weight = self._weight(places, positions, centres)
+        there = kept.gather(1, order) & (weight > 0)
+        one = torch.ones_like(positions[..., 0])
         return DenseAtoms(
             mask,
             positions,
-            torch.cat((mask, kept.gather(1, order)), dim=1),
+            torch.cat((mask, there), dim=1),
             torch.cat((positions, places), dim=1),
             torch.cat((index, order % max(most, 1)), dim=1),
+            torch.cat((one, weight.masked_fill(~there, 1.0)), dim=1),
         )
+
+    def _weight(self, places: Tensor, positions: Tensor, centres: Tensor) -> Tensor:
+        """Of each image, (graphs, images)."""
+        width = min(_FADE, self.image_cutoff)
+        distance = distances(places[:, :, None] - positions[:, None])
+        share = fade((distance - self.image_cutoff) / width + 1)
+        return 1 - (1 - share.masked_fill(~centres[:, None], 0.0)).prod(dim=-1)
 
 
 class Reciprocal(Open):

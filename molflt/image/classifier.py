@@ -6,8 +6,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from molflt.attention import Position, Stack
-from molflt.attention.checks import no_effect, one_of
+from molflt.attention import Attention, Position, Stack
+from molflt.attention.checks import (
+    at_least_one,
+    beside_weights,
+    known_names,
+    no_effect,
+    one_of,
+    tensors,
+    whole,
+)
+from molflt.attention.numerics import at_least_float32
 from molflt.attention.positions import PositionName, known_options
 from molflt.attention.positions.absolute import ABSOLUTE, sinusoids
 
@@ -49,13 +58,12 @@ class ImageClassifier(nn.Module):
         image_mean, image_std: (channels,), of images in [0, 1], buffers that normalize them.
 
     Raises:
+        TypeError: an unknown argument.
         ValueError: sizes are missing or do not go together, or so do choices.
     """
 
     image_mean: Tensor
     image_std: Tensor
-    positions: Tensor
-    waves: Tensor | None
 
     def __init__(
         self,
@@ -73,6 +81,8 @@ class ImageClassifier(nn.Module):
         **stack: Any,
     ) -> None:
         super().__init__()
+        known_names(ImageClassifier, stack, Stack, Attention)
+        at_least_one(dim=dim)
         side = _patches_along(image_size, patch_size, classes=classes, channels=channels)
         assert classes is not None and channels is not None and image_size is not None
         self.classes, self.channels, self.image_size = classes, channels, image_size
@@ -96,13 +106,9 @@ class ImageClassifier(nn.Module):
         self.place: nn.Parameter | None = None
         if absolute == "learned":
             self.place = nn.Parameter(0.02 * torch.randn(1, side * side, dim))
-        waves = _sinusoids(side, dim) if absolute == "sinusoidal" else None
-        self.register_buffer("waves", waves, persistent=False)
+        self.absolute = absolute
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(dim, classes)
-        axes = 2 if self.stack.position is None else self.stack.position.dim
-        positions = _places(side, tokens, axes) * (self.position_scale if axes == 2 else 1.0)
-        self.register_buffer("positions", positions, persistent=False)
         self.register_buffer("image_mean", torch.zeros(channels))
         self.register_buffer("image_std", torch.ones(channels))
 
@@ -136,26 +142,40 @@ class ImageClassifier(nn.Module):
             (batch, tokens, dim).
 
         Raises:
-            ValueError: the images have another shape.
+            TypeError: something else than a tensor.
+            ValueError: the images have another shape, type or device, or there are none.
         """
+        tensors(images=images)
+        beside_weights("images", images, self.image_mean)
         expected = (self.channels, self.image_size, self.image_size)
-        if images.ndim != 4 or tuple(images.shape[1:]) != expected:
+        if images.ndim != 4 or tuple(images.shape[1:]) != expected or not len(images):
             raise ValueError(
                 f"images must be (batch, {', '.join(map(str, expected))}); got "
                 f"{tuple(images.shape)}; resize them, or build the model for their size"
             )
         if not images.is_floating_point():
+            whole("images", images, 0, 255, "bytes, or real numbers in [0, 1]")
             images = images.to(self.image_mean.dtype) / 255
         mean, std = self.image_mean[:, None, None], self.image_std[:, None, None]
         patches = self.embed(((images - mean) / std).to(self.embed.weight.dtype))
         x: Tensor = patches.flatten(2).transpose(1, 2)
-        place = self.place if self.waves is None else self.waves
-        if place is not None:
-            x = x + place
+        if self.absolute == "sinusoidal":
+            x = x + _sinusoids(self.side, x.shape[-1]).to(self.embed.weight)
+        elif self.place is not None:
+            x = x + self.place
         if self.class_token is not None:
             x = torch.cat((self.class_token.expand(len(x), -1, -1).to(x.dtype), x), dim=1)
         out: Tensor = self.dropout(x)
         return out
+
+    @property
+    def positions(self) -> Tensor:
+        """Where patches are, (1, tokens, 2), or their place in the sequence, (1, tokens, 1)."""
+        position, weight = self.stack.position, at_least_float32(self.embed.weight)
+        axes = 2 if position is None else position.dim
+        tokens = self.side**2 + (self.class_token is not None)
+        scale = self.position_scale if axes == 2 else 1.0
+        return (_places(self.side, tokens, axes) * scale).to(weight)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits of the classes.

@@ -113,7 +113,7 @@ class _AdaptiveHead(Head):
     def log_probabilities(self, hidden: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
             flat = hidden.to(self.softmax.head.weight.dtype).reshape(-1, hidden.shape[-1])
-            return self.softmax.log_prob(flat).view(*hidden.shape[:-1], -1)
+            return self.softmax.log_prob(flat).view(*hidden.shape[:-1], self.ends[-1])
 
     def log_likelihood(self, hidden: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):

@@ -232,15 +232,15 @@ def test_floor_and_the_count_of_spoiled_rows():
     normalizer = attention.sums(x).normalizer
     spoiled = (normalizer <= 0).double().mean()
     assert 0.2 < spoiled < 0.6  # measured: 0.45
-    free = attention(x)
-    attention.floor = 0.1
+    free, sums = attention(x), attention.sums(x)
+    size = (normalizer * sums.log_scale.exp()).abs()
+    attention.floor = floor = float(size.quantile(0.01)) * 1.01
     floored = attention(x)
-    low = (normalizer.abs() < 0.1).squeeze(-1).any(dim=1)  # [batch, query]
+    low = (size < floor).squeeze(-1).any(dim=1)  # [batch, query]
     assert low.any() and not low.all()
     torch.testing.assert_close(floored[~low], free[~low], rtol=0, atol=0)
     assert (floored[low] - free[low]).abs().max() > 1e-6
-    sums = attention.sums(x)
-    assert (sums.ratio(0.1).abs() <= (sums.numerator / 0.1).abs() + 1e-12).all()
+    assert (sums.ratio(floor).abs() <= (sums.extensive() / floor).abs() + 1e-12).all()
 
 
 @pytest.mark.parametrize("combination", contract.combinations(), ids=str)

@@ -222,14 +222,14 @@ def test_memory_is_that_of_the_arguments(form, monkeypatch):
 
 
 def test_auto_takes_blocks_for_short_sequences_and_transforms_for_long_ones():
-    def choice(tokens, m, causal=False, shape=None):
+    def choice(tokens, m, shape=None):
         layout = module._Layout(shape or (tokens,), shape or (tokens,))
-        return module._faster(layout, m, 64, causal)
+        return module._faster(layout, m, 64)
 
     assert choice(512, 16) == choice(4096, 64) == choice(8192, 128) == "blocks"
     assert choice(4096, 16) == choice(16384, 64) == choice(16384, 128) == "fft"
-    assert choice(2**15, 64, causal=True) == choice(1024, 64, shape=(32, 32)) == "blocks"
-    assert choice(2**19, 64, causal=True) == choice(2**16, 64, shape=(256, 256)) == "fft"
+    assert choice(1024, 64, shape=(32, 32)) == "blocks"
+    assert choice(2**16, 64, shape=(256, 256)) == "fft"
 
 
 @pytest.mark.parametrize("method", FORMS)

@@ -80,7 +80,8 @@ def test_linear_equals_quadratic(kind):
     found = []
     for mixing in ("linear", "quadratic"):
         layer, arguments = kind._replace(mixing=mixing).build(), collated(mixed())
-        leaves = [arguments[name].requires_grad_() for name in ("x", "pos", "cell")]
+        exact = kind[:2] != ("spectral", "reciprocal")  # which has no gradient by the cell
+        leaves = [arguments[name].requires_grad_() for name in ("x", "pos", "cell")[: 2 + exact]]
         out = layer(**arguments)
         loss = (out * out.detach().cos()).sum()
         grads = torch.autograd.grad(loss, [*leaves, *layer.parameters()], allow_unused=True)
@@ -175,7 +176,7 @@ WRONG_INPUT = {
     "width": ({"x": torch.zeros(7, 3)}, "x must have shape"),
     "one dimension": ({"x": torch.zeros(16)}, "x must have shape"),
     "batch not ascending": ({"batch": torch.tensor([0, 1, 0, 1, 1, 1, 1])}, "batch must be ascend"),
-    "batch too short": ({"batch": torch.zeros(3, dtype=torch.long)}, "batch must be ascending"),
+    "batch too short": ({"batch": torch.zeros(3, dtype=torch.long)}, "batch must have shape"),
     "negative batch": ({"batch": torch.arange(7) - 1}, "batch must"),
     "batch_size too small": ({"batch": torch.arange(7), "batch_size": 3}, "batch_size"),
     "no positions": ({"pos": None}, "pos must have shape"),

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from molflt.attention import POSITIONS
 from molflt.evaluation.attention import _attention_of
-from molflt.image.classifier import ImageClassifier
+from molflt.image.classifier import ImageClassifier, _sinusoids
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "image"
 COMMON = sorted(p.stem for p in CONFIGS.glob("*.yaml") if "data" in yaml.safe_load(p.read_text()))
@@ -157,7 +157,7 @@ def test_bytes_are_shares_of_255() -> None:
 
 def test_sinusoids_are_those_of_rows_and_columns() -> None:
     """Products of two places depend on the two offsets, and on each."""
-    waves = model(absolute="sinusoidal").waves[0]
+    waves = _sinusoids(3, 16)[0]
     gram = (waves @ waves.T).reshape(3, 3, 3, 3)
     torch.testing.assert_close(gram[0, 0, 1, 2], gram[1, 0, 2, 2], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(gram[0, 0, 1, 0], gram[0, 0, 0, 1], rtol=1e-5, atol=1e-5)

@@ -258,6 +258,8 @@ class Operand(NamedTuple):
     """N1 or N2, (batch or 1, heads or 1, tokens, .), which stand before x"""
     mask: Tensor | None = None
     """broadcastable to (batch, heads, tokens), False where features are 0"""
+    log_weight: Tensor | None = None
+    """likewise; the logarithm of a factor of the features"""
 
     def features(self) -> Features:
         """phi([columns, x]), in float32 at least."""
@@ -269,6 +271,8 @@ class Operand(NamedTuple):
             elif self.columns is not None:
                 inputs = self.columns.to(x.dtype).expand(*x.shape[:-1], -1), x
             features: Features = self.feature_map(*inputs)
+            if self.log_weight is not None:
+                features = features.scaled(self.log_weight)
             return features.masked(self.mask)
 
     def without_columns(self) -> Self:
@@ -280,14 +284,14 @@ class Operand(NamedTuple):
     def split(self, size: int) -> list["Operand"]:
         """Pieces of `size` tokens each, by `Tensor.split`: gradients of slices would be whole."""
         x = self.x.split(size, dim=-2)
-        mask = cut(self.mask, size, len(x), dim=-1)
+        mask, weight = (cut(y, size, len(x), dim=-1) for y in (self.mask, self.log_weight))
         if isinstance(self.columns, Projected):
             pairs = zip(*(part.split(size, dim=-2) for part in self.columns), strict=True)
             columns: list[Columns | None] = [Projected(*pair) for pair in pairs]
         else:
             columns = [*cut(self.columns, size, len(x))]
-        rest = zip(x, columns, mask, strict=True)
-        return [self._replace(x=a, columns=b, mask=c) for a, b, c in rest]
+        rest = zip(x, columns, mask, weight, strict=True)
+        return [self._replace(x=a, columns=b, mask=c, log_weight=d) for a, b, c, d in rest]
 
 
 def cut(x: Tensor | None, size: int, pieces: int, dim: int = -2) -> tuple[Tensor | None, ...]:

@@ -95,7 +95,7 @@ def _absorb(operand: Operand, right: Tensor | None, value: Tensor) -> _Carried:
     with torch.autocast(value.device.type, enabled=False):
         value = F.pad(at_least_float32(value), (0, 1), value=1.0)
         if right is not None:
-            value = (at_least_float32(right)[..., :, None] * value[..., None, :]).flatten(-2)
+            value = (right.to(value.dtype)[..., :, None] * value[..., None, :]).flatten(-2)
         if key.log_scale is None:
             return _Carried(key.materialize().transpose(-1, -2) @ value, None)
         own = key.log_scale.detach().amax(dim=-2, keepdim=True)
@@ -110,5 +110,5 @@ def _answer(operand: Operand, left: Tensor | None, context: Tensor, log_max: Ten
         mixed = phi_q @ context
         if left is not None:
             mixed = mixed.unflatten(-1, (left.shape[-1], -1))
-            mixed = (at_least_float32(left)[..., None, :] @ mixed).squeeze(-2)
+            mixed = (left.to(mixed.dtype)[..., None, :] @ mixed).squeeze(-2)
         return Sums(mixed[..., :-1], mixed[..., -1:], shift)

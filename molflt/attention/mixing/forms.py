@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from molflt.attention.features import Features
-from molflt.attention.mixing.sums import Sums, _causal_mask, _stabilize
-from molflt.attention.numerics import at_least_float32
+from molflt.attention.mixing.sums import Sums, _causal_mask, _per_token, _stabilize
+from molflt.attention.numerics import at_least_float32, finite
 
 
 def softmax(
@@ -81,24 +81,31 @@ def quadratic(
         log_decay: (batch, heads, keys), at most 0; needs `causal` and as many queries as keys.
     """
     with torch.autocast(value.device.type, enabled=False):
-        phi_q, phi_k, shift = _stabilize(query.at_least_float32(), key.at_least_float32())
-        weights = phi_q @ phi_k.transpose(-1, -2)
-        if kernel is not None:
-            weights = weights * at_least_float32(kernel)
+        query, key = query.at_least_float32(), key.at_least_float32()
+        logs = [] if log_kernel is None else [log_kernel.to(at_least_float32(value).dtype)]
         if log_decay is not None:
             total = at_least_float32(log_decay).cumsum(dim=-1)
-            decay = total[..., :, None] - total[..., None, :]
-            log_kernel = decay if log_kernel is None else log_kernel + decay
-        past = _causal_mask(phi_q.shape[-2], phi_k.shape[-2], value.device) if causal else None
-        if log_kernel is not None:
-            log_kernel = at_least_float32(log_kernel)
-            if past is not None:
-                log_kernel = log_kernel.masked_fill(~past, -torch.inf)
-            weights = weights * log_kernel.exp()
-        elif past is not None:
-            weights = weights * past
-        full = at_least_float32(value)
-        return Sums(weights @ full, weights.sum(dim=-1, keepdim=True), shift)
+            logs.append(total[..., :, None] - total[..., None, :])
+        if causal:
+            # No key may scale a query that comes before it: each token is scaled by itself, and
+            # each row by the largest of what it sees.
+            phi_q, top = _per_token(query.bounded())
+            phi_k, key_log = _per_token(key.bounded())
+            shift = phi_q.new_zeros(()) if top is None else finite(top)
+            past = _causal_mask(query.tokens, key.tokens, value.device)
+            logs.append(torch.zeros_like(past, dtype=phi_q.dtype).masked_fill(~past, -torch.inf))
+            logs += [] if key_log is None else [key_log.mT]
+        else:
+            phi_q, phi_k, shift = _stabilize(query, key)
+        weights = phi_q @ phi_k.mT
+        if kernel is not None:
+            weights = weights * kernel.to(weights.dtype)
+        if logs and key.tokens:
+            log_scale = sum(logs[1:], logs[0])
+            row = finite(log_scale.detach().amax(dim=-1, keepdim=True))
+            weights, shift = weights * (log_scale - row).exp(), shift + row
+        normalizer = weights.sum(dim=-1, keepdim=True)
+        return Sums(weights @ at_least_float32(value), normalizer, shift.expand_as(normalizer))
 
 
 def linear(query: Features, key: Features, value: Tensor) -> Sums:

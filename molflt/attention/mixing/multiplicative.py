@@ -33,14 +33,12 @@ def linear_with_kernel(
         phi_q, phi_k, shift = _stabilize(query.at_least_float32(), key.at_least_float32())
         value = at_least_float32(value)
         value = torch.cat((value, torch.ones_like(value[..., :1])), dim=-1)
-        left, right = (at_least_float32(factor) for factor in kernel)
+        left, right = (factor.to(value.dtype) for factor in kernel)
         sums = torch.zeros_like(phi_q[..., :1]).expand(*phi_q.shape[:-1], value.shape[-1])
         chunk = max(1, _TRANSIENT // max(1, value.numel()))
-        for start in range(0, left.shape[-1], chunk):
-            part = slice(start, start + chunk)
-            sums = sums + recomputed(
-                _columns, phi_q, phi_k, value, left[..., part], right[..., part]
-            )
+        for u, v in zip(left.split(chunk, dim=-1), right.split(chunk, dim=-1), strict=True):
+            several = chunk < left.shape[-1]
+            sums = sums + recomputed(_columns, phi_q, phi_k, value, u, v, several=several)
         if pairs is not None:
             sums = sums + _pair_sums(phi_q, phi_k, value, pairs)
         return Sums(sums[..., :-1], sums[..., -1:], shift)

@@ -42,7 +42,8 @@ def _pair_sums(phi_q: Tensor, phi_k: Tensor, value: Tensor, pairs: Pairs) -> Ten
     for start in range(0, len(pairs.query), chunk):
         part = slice(start, start + chunk)
         places = pairs.batch[part], pairs.query[part], pairs.key[part]
-        added = recomputed(_messages, phi_q, phi_k, value, weight[part], *places)
+        rest = weight[part], *places
+        added = recomputed(_messages, phi_q, phi_k, value, *rest, several=chunk < len(weight))
         out = out.index_add(0, places[0] * queries + places[1], added)
     return out.unflatten(0, (batch, queries)).transpose(1, 2)
 
@@ -80,9 +81,8 @@ def with_exact_pairs(sums: Sums, query: Tensor, key: Tensor, value: Tensor, pair
         chunk = max(1, _TRANSIENT // (heads * value.shape[-1]))
         for start in range(0, len(row), chunk):
             part = slice(start, start + chunk)
-            messages = recomputed(
-                _weighted, value, weight[part], pairs.batch[part], pairs.key[part]
-            )
+            rest = weight[part], pairs.batch[part], pairs.key[part]
+            messages = recomputed(_weighted, value, *rest, several=chunk < len(row))
             added = added.index_add(0, row[part], messages)
         added, shift = (
             x.unflatten(0, (batch, queries)).transpose(1, 2) for x in (added, highest[..., None])
@@ -113,7 +113,8 @@ def products(left: Tensor, right: Tensor, pairs: Pairs) -> Tensor:
     for start in range(0, len(pairs.query), chunk):
         part = slice(start, start + chunk)
         places = pairs.batch[part], pairs.query[part], pairs.key[part]
-        found.append(recomputed(_products, left, right, *places))
+        several = chunk < len(pairs.query)
+        found.append(recomputed(_products, left, right, *places, several=several))
     return torch.cat(found).T if found else left.new_zeros(left.shape[1], 0)
 
 

@@ -34,16 +34,25 @@ class Sums(NamedTuple):
         """sum_j A_ij v_j / sum_j A_ij; 0 with zero gradient where no key was left.
 
         Args:
-            floor: normalizers below it in absolute value are replaced by it, with their sign. It
-                is relative to the largest feature product, which the stabilizer makes about 1.
+            floor: least |sum_j A_ij|: those below it are replaced by it, with their sign. It is
+                compared with the sum itself, not with the scaled `normalizer`, so that it means the
+                same in every form, and nothing but the row's own keys has a say.
         """
-        return _divide(self.numerator, self.normalizer, floor)
+        return self.ratio_to(self, floor)
 
     def ratio_to(self, other: "Sums", floor: float = 0.0) -> Tensor:
-        """sum_j A_ij v_j over the normalizer of other sums."""
-        return _divide(
-            self.numerator * (self.log_scale - other.log_scale).exp(), other.normalizer, floor
-        )
+        """sum_j A_ij v_j over the normalizer of other sums, for which `floor` is meant."""
+        numerator, normalizer = self.numerator, other.normalizer
+        if other is not self:
+            numerator = numerator * (self.log_scale - other.log_scale).exp()
+        empty = normalizer == 0
+        if floor:
+            # Beyond the bound on the exponent the quotient is 0 in float32 either way.
+            least = floor * (-other.log_scale).clamp(max=80.0).exp()
+            least = torch.copysign(least.expand_as(normalizer), normalizer)
+            normalizer = torch.where(normalizer.abs() < least.abs(), least, normalizer)
+        # A quotient, not a reciprocal: the gradient of that one overflows below 1e-19.
+        return (numerator / normalizer.masked_fill(empty, 1.0)).masked_fill(empty, 0.0)
 
     def extensive(self) -> Tensor:
         """sum_j A_ij v_j itself; overflows where the kernel does."""
@@ -85,6 +94,14 @@ def _stable_query(query: Features, key_max: Tensor | None) -> tuple[Tensor, Tens
     return Features(query.values, log_q).shifted(query_max), query_max
 
 
+def _per_token(features: Features) -> tuple[Tensor, Tensor | None]:
+    """Features whose largest log scale per token is 0, and that log scale (-inf: no such token)."""
+    if features.log_scale is None:
+        return features.materialize(), None
+    top = features.log_scale.detach().amax(dim=-1, keepdim=True)
+    return features.shifted(finite(top)), top
+
+
 def _causal_mask(queries: int, keys: int, device: torch.device | None = None) -> Tensor:
     """(queries, keys) bool, True up to the query's own place; the last query sees all keys."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
@@ -94,13 +111,3 @@ def drop_keys(key: Tensor, mask: Tensor | None, rate: float) -> Tensor:
     """Random (batch, heads, keys) mask; the normalizer makes rescaling by 1 / (1 - rate) moot."""
     kept = torch.rand(key.shape[:-1], device=key.device) >= rate
     return kept if mask is None else kept & mask
-
-
-def _divide(numerator: Tensor, normalizer: Tensor, floor: float) -> Tensor:
-    """numerator / normalizer, and 0 with zero gradient where no key was left."""
-    empty = normalizer == 0
-    if floor:
-        least = torch.copysign(torch.full_like(normalizer, floor), normalizer)
-        normalizer = torch.where(normalizer.abs() < floor, least, normalizer)
-    # A quotient, not a reciprocal: the gradient of that one overflows below 1e-19.
-    return (numerator / normalizer.masked_fill(empty, 1.0)).masked_fill(empty, 0.0)

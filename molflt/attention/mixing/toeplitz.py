@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from molflt.attention.checks import one_of
 from molflt.attention.features import Features
-from molflt.attention.mixing.sums import Sums, _stabilize
+from molflt.attention.mixing.sums import Sums, _per_token, _stabilize
 from molflt.attention.numerics import at_least_float32, finite, recomputed
 
 METHODS = ("auto", "fft", "blocks")
@@ -41,12 +41,10 @@ def toeplitz(
     features and columns of the values a few at a time, so that beside the arguments only O(N)
     numbers exist at once. Its rounding is relative to the largest key and the largest c of the
     whole sequence: a row whose own terms are smaller by the precision of the dtype gets noise. In
-    causal attention this includes keys that come later, so normalize queries and keys there.
+    causal attention this includes keys that come later: normalize queries and keys there.
 
     "blocks" takes O(N^2 (m + dv)) time in O(N x block) memory. Each row has its own scale, so that
-    every row is accurate, and nothing of the future enters, not even by rounding. (In causal
-    attention a query's and a key's features are taken relative to the largest one of each; where
-    these are different ones, products below exp(-80) of theirs are 0 in float32.)
+    every row is accurate, and nothing of the future enters, not even by rounding.
 
     Args:
         query: (batch, heads, queries, m).
@@ -57,7 +55,7 @@ def toeplitz(
             2W - 1) with entry [dy + H - 1, dx + W - 1], (dy, dx) the place of key j less that of
             query i. -inf where the kernel vanishes.
         causal: each query sees the keys up to its own place; the last query sees all keys.
-        method: one of `METHODS`; "auto" chooses by size.
+        method: one of `METHODS`; "auto" chooses by size, but never "fft" for causal attention.
 
     Raises:
         ValueError: an unknown method, or shapes that do not fit.
@@ -74,7 +72,7 @@ def toeplitz(
         nothing = at_least_float32(value).new_zeros(*value.shape[:2], queries, value.shape[-1] + 1)
         return Sums(nothing[..., :-1], nothing[..., -1:], nothing.new_zeros(()))
     if method == "auto":
-        method = _faster(layout, query.width, value.shape[-1], causal)
+        method = "blocks" if causal else _faster(layout, query.width, value.shape[-1])
     with torch.autocast(value.device.type, enabled=False):
         value = at_least_float32(value)
         kernel = layout.cut(log_kernel.to(value.dtype))
@@ -224,8 +222,7 @@ def _by_blocks(
 ) -> tuple[Tensor, Tensor]:
     """[numerator, normalizer] and their log scale, block by block of the queries."""
     queries, keys = query.tokens, key.tokens
-    if not causal:
-        query, key = _move_maximum(query, key)
+    query, key = (query.bounded(), key.bounded()) if causal else _move_maximum(query, key)
     phi_q, query_log = _per_token(query)
     phi_k, key_log = _per_token(key)
     rows, width = layout.query[0], layout.width
@@ -264,21 +261,16 @@ def _by_blocks(
     return sums, log_scale if query_log is None else log_scale + finite(query_log)
 
 
-def _faster(layout: _Layout, m: int, dv: int, causal: bool) -> str:
+def _faster(layout: _Layout, m: int, dv: int) -> str:
     """The form that takes less time."""
     # Fitted to times of forward and backward together, float32, one CPU thread, one head, m = 16,
     # 64, 128, dv = 16 and 64, N = 512..8192: "fft" 1.6 ns m (dv + 1) L log2 L with L the length of
-    # the transform; "blocks" 13 ns N^2 (1 + (m + dv) / 120), half of it if causal. They are equal
-    # at N = 1900, 7200 and 12000 for dv = 64. Not fitted on a GPU.
+    # the transform; "blocks" 13 ns N^2 (1 + (m + dv) / 120). They are equal at N = 1900, 7200 and
+    # 12000 for dv = 64. Not fitted on a GPU.
     lengths = math.prod(layout.lengths)
     by_fft = m * (dv + 1) * lengths * math.log2(max(lengths, 2))
     pairs = math.prod(layout.query) * math.prod(layout.key)
     by_blocks = 8 * pairs * (1 + (m + dv) / 120)
-    if causal:
-        # Earlier rows drown in the rounding of later keys: with float32 features of normal queries
-        # and keys of norm 6 (d = 16), 4 of 1200 rows had no digit left. So transforms have to be 16
-        # times faster.
-        by_blocks = by_blocks / 2 / 16
     return "fft" if by_fft < by_blocks else "blocks"
 
 
@@ -297,14 +289,6 @@ def _move_maximum(query: Features, key: Features) -> tuple[Features, Features]:
     top = finite(key.log_scale.detach().amax(dim=-2, keepdim=True))
     log_q = top if query.log_scale is None else query.log_scale + top
     return Features(query.values, log_q), Features(key.values, key.log_scale - top)
-
-
-def _per_token(features: Features) -> tuple[Tensor, Tensor | None]:
-    """Features whose largest log scale per token is 0, and that log scale (-inf: no such token)."""
-    if features.log_scale is None:
-        return features.materialize(), None
-    top = features.log_scale.detach().amax(dim=-1, keepdim=True)
-    return features.shifted(finite(top)), top
 
 
 def _fast_length(n: int) -> int:

@@ -18,6 +18,7 @@ mask beyond its reach. A wire or a molecule that turns in its box changes the ma
 that; crystals and slabs by nothing. No graph depends on the rest of its batch.
 """
 
+import itertools
 import math
 from typing import Literal
 
@@ -30,9 +31,9 @@ from molflt.attention.numerics import at_least_float32, distances, fade, sinc, u
 from molflt.attention.spectra import Spectrum
 
 _DEGENERATE = 1e-6  # volume of the periodic vectors relative to the product of their lengths
-_MOST_CANDIDATES = (
-    2**27
-)  # of a batch: beyond this a cell or its frequencies are taken for a mistake
+# Of a batch: beyond it a cell or its frequencies are taken for a mistake.
+_MOST_CANDIDATES = 2**27
+_MOST_REDUCTIONS = 64  # of a cell; two or three do, where numbers mean something
 
 
 @uncompiled
@@ -237,7 +238,7 @@ def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
             f"pbc must be bool of shape {tuple(cell.shape[:2])}; got shape {tuple(pbc.shape)}, "
             f"{pbc.dtype}"
         )
-    cell = at_least_float32(cell)
+    cell = _reduced(at_least_float32(cell), pbc)
     order = (~pbc).to(torch.uint8).argsort(dim=1, stable=True)
     given = cell.gather(1, order[..., None].expand(-1, -1, 3))
     periodic = pbc.gather(1, order)
@@ -251,6 +252,32 @@ def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
     rows = torch.stack((first, second, third), dim=1)
     _check_rows(rows.detach(), periodic)
     return rows, periodic
+
+
+def _reduced(cell: Tensor, pbc: Tensor) -> Tensor:
+    """Short vectors of the same lattice, 0 where nothing is periodic: (b, 3, 3).
+
+    As in Gauss's reduction multiples of one vector are taken from another until none gets shorter.
+    In a skewed cell the reciprocal vectors are small differences of large products, and random
+    features of frequencies magnify what that costs.
+    """
+    rows = cell.masked_fill(~pbc[..., None], 0.0)
+    combination = torch.eye(3, dtype=torch.float64, device=cell.device).repeat(len(cell), 1, 1)
+    short = rows.detach().double()
+    for _ in range(_MOST_REDUCTIONS):
+        moved = False
+        for i, j in itertools.permutations(range(3), 2):
+            product = (short[:, i] * short[:, j]).sum(dim=-1) / short[:, j].square().sum(dim=-1)
+            # Half a vector more or less is as long: leave it. NaN of no vector is left, too.
+            times = torch.where(product.abs() > 0.501, product.round(), 0.0)[:, None]
+            if bool((times != 0).any()):
+                moved = True
+                for x in (short, combination):
+                    x[:, i] -= times * x[:, j]
+        if not moved:
+            break
+    # Products and sums: a cell that is short as it is keeps its bits.
+    return (combination.to(rows.dtype)[..., None] * rows[:, None]).sum(dim=2)
 
 
 def _check_rows(rows: Tensor, periodic: Tensor) -> None:

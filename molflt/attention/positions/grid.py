@@ -139,8 +139,6 @@ class BucketedPosition(Position):
     decodes = False
     grid = True
 
-    buckets: Tensor
-
     def __init__(
         self,
         heads: int,
@@ -163,13 +161,13 @@ class BucketedPosition(Position):
         self.bidirectional = bidirectional
         self.table = nn.Parameter(std * torch.randn(heads, num_buckets))
         # A table, so that rounding at the edge of a bucket is the same on every device. T5 computes
-        # in float32.
-        distance = torch.arange(max_distance + 1)
+        # in float32. It is no buffer, which a module made without memory would have to be given.
+        distance = torch.arange(max_distance + 1, device="cpu")
         log_distance = torch.log(distance.clamp(min=1) / single)
         steps = log_distance / math.log(max_distance / single) * (size - single)
         far = single + steps.long()
         buckets = torch.where(distance < single, distance, far.clamp(max=size - 1))
-        self.register_buffer("buckets", buckets, persistent=False)
+        self.buckets = buckets.tolist()
 
     def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
         """The bias for softmax, else the logarithm of the kernel for the present lengths."""
@@ -185,9 +183,10 @@ class BucketedPosition(Position):
     def bucket(self, offset: Tensor) -> Tensor:
         """Bucket of integer offsets j - i, of any shape."""
         size = self.table.shape[1]
+        buckets = torch.tensor(self.buckets, device=offset.device)
         if not self.bidirectional:
-            return self.buckets[(-offset).clamp(0, len(self.buckets) - 1)]
-        near = self.buckets[offset.abs().clamp(max=len(self.buckets) - 1)]
+            return buckets[(-offset).clamp(0, len(buckets) - 1)]
+        near = buckets[offset.abs().clamp(max=len(buckets) - 1)]
         return near + (offset > 0) * (size // 2)
 
     def extra_repr(self) -> str:

@@ -59,13 +59,13 @@ class GaussianBasis(Spectrum):
         square = xi.square().sum(dim=-1, keepdim=True)  # [h or 1, s, 1]
         gaussians = (-2 * math.pi**2 * variance * square).exp() * volume  # [h or 1, s, t]
         gaussians = gaussians.expand(self.heads, -1, -1)
-        return torch.einsum("hst,ht->hs", gaussians, self._amplitudes())
+        return torch.einsum("hst,ht->hs", gaussians, self._amplitudes().to(gaussians))
 
     def mask(self, delta: Tensor) -> Tensor:
         """f(z) per head: differences (batch, ..., l) -> (batch, heads, ...)."""
         square = delta.square().sum(dim=-1, keepdim=True)
         gaussians = (-0.5 * square * (-2 * self.log_width).exp()).exp()  # [b, ..., t]
-        return (gaussians @ self._amplitudes().T).movedim(-1, 1)
+        return (gaussians @ self._amplitudes().T.to(gaussians)).movedim(-1, 1)
 
     def _amplitudes(self) -> Tensor:
         """a_ht, (heads, T)."""
@@ -130,10 +130,11 @@ class GaussianMixture(Spectrum):
         variance = (2 * self.log_sigma).exp()  # [h, t]
         exponent = -0.5 * difference.square().sum(dim=-1) / variance[:, None]
         gaussians = exponent.exp() * (2 * math.pi * variance[:, None]) ** (-0.5 * self.dim)
-        even = torch.einsum("hst,ht->hs", gaussians, self.amplitude)
+        even = torch.einsum("hst,ht->hs", gaussians, self.amplitude.to(gaussians))
         if self.odd_amplitude is None:
             return even
-        return torch.complex(even, torch.einsum("hst,ht->hs", gaussians, self.odd_amplitude))
+        odd = torch.einsum("hst,ht->hs", gaussians, self.odd_amplitude.to(gaussians))
+        return torch.complex(even, odd)
 
     def mask(self, delta: Tensor) -> Tensor:
         """f(z) per head: differences (batch, ..., l) -> (batch, heads, ...)."""

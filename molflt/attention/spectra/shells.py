@@ -58,4 +58,4 @@ class ShellWeights(Spectrum):
         """f(z) per head: differences (batch, ..., l) -> (batch, heads, ...)."""
         turns = 2 * distances(delta)[..., None] * self.radius  # [b, ..., k]
         waves = sinc(turns) if self.dim == 3 else (math.pi * turns).cos()
-        return (waves @ self.amplitude.T).movedim(-1, 1)
+        return (waves @ self.amplitude.T.to(waves)).movedim(-1, 1)

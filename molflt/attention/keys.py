@@ -1,0 +1,82 @@
+"""Which tokens are keys, and what each of them weighs."""
+
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+
+class Keys(TypedDict, total=False):
+    """What attention is told of its keys; the `forward` of all layers, blocks and stacks takes it.
+
+    Tokens of masked keys may hold anything: infinite and missing numbers in them count as 0.
+    """
+
+    key_mask: Tensor | None
+    """(batch, keys) bool, True where a key exists"""
+    key_weight: Tensor | None
+    """(batch, keys), above 0: a factor of every A_ij of a key"""
+    key_index: Tensor | None
+    """(batch, keys), the token that each key copies; by default key j is token j. Periodic images
+    of an atom are keys with the atom's index and their own positions."""
+
+
+def check_mask(key_mask: Tensor, shape: torch.Size) -> None:
+    """Raises ValueError unless a mask is bool, of this shape."""
+    if key_mask.dtype is not torch.bool or key_mask.shape != shape:
+        raise ValueError(
+            f"key_mask is wrong; expected bool of shape {tuple(shape)}; got {key_mask.dtype} of "
+            f"{tuple(key_mask.shape)}; pass True where a token exists"
+        )
+
+
+def finite_where_masked(x: Tensor, key_mask: Tensor) -> Tensor:
+    """Tokens (batch, tokens, .) with 0 in place of infinite and missing numbers of masked ones."""
+    return torch.where(key_mask[..., None], x, x.nan_to_num(0.0, 0.0, 0.0))
+
+
+def placed(
+    positions: Tensor | None, key_positions: Tensor | None, key_mask: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Positions of queries and of keys, whatever those of masked keys are."""
+    if key_mask is None or positions is None:
+        return positions, key_positions
+    if key_positions is not None:
+        return positions, finite_where_masked(key_positions, key_mask)
+    return finite_where_masked(positions, key_mask), None
+
+
+def without_masked(
+    x: Tensor,
+    key_mask: Tensor | None,
+    key_index: Tensor | None = None,
+    context: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Tokens as queries and as keys, so that nothing of masked ones reaches what is computed.
+
+    A weight of 0 would not do: 0 times infinity is not 0, neither in the sums nor in a gradient.
+
+    Args:
+        x: (batch, tokens, dim).
+        key_mask: see `Keys`.
+        key_index: see there.
+        context: (batch, keys, dim), the keys if they are not x.
+
+    Returns:
+        x with 0 in place of the infinite and missing numbers of tokens that are no keys, as these
+        are still queries; and what the keys are made of, 0 for those tokens.
+
+    Raises:
+        ValueError: a mask of another type or shape.
+    """
+    source = x if context is None else context
+    if key_mask is None:
+        return x, source
+    check_mask(key_mask, source.shape[:2] if key_index is None else key_index.shape)
+    used = key_mask
+    if key_index is not None:
+        seen = torch.zeros(source.shape[:2], dtype=torch.uint8, device=source.device)
+        used = seen.scatter_reduce(1, key_index, key_mask.to(seen.dtype), "amax").bool()
+    if context is None:
+        x = finite_where_masked(x, used)
+    return x, source.masked_fill(~used[..., None], 0.0)

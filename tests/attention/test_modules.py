@@ -1,0 +1,204 @@
+"""What PyTorch does to modules and their inputs: precision, transforms, no memory, padding."""
+
+import pytest
+import torch
+from contract import DIM, EXACT, HEADS
+from torch.func import functional_call, grad, vmap
+
+from molflt.attention import MIXINGS, POSITIONS, SPECTRA, Attention, Position, Stack
+from molflt.image import ImageClassifier
+from molflt.sequence import LanguageModel
+
+TOKENS = 6
+NEEDED = {"low_rank": {"max_tokens": TOKENS, "rank": 3}, "toeplitz": {"max_tokens": TOKENS}}
+NEEDED["gaussian_bias"] = {"dim": 1}
+
+
+def make(position: str, mixing: str, causal: bool = False, **options) -> Stack:
+    torch.manual_seed(0)
+    options = {**NEEDED.get(position, {}), **options}
+    return Stack(
+        DIM, HEADS, 1, ffn_dim=16, position=position, position_options=options, mixing=mixing,
+        causal=causal,
+    )  # fmt: skip
+
+
+def claims(position: str, mixing: str) -> bool:
+    own = make(position, "softmax" if position == "gaussian_bias" else "linear").position
+    assert isinstance(own, Position)
+    return mixing in own.mixings
+
+
+PAIRS = [(p, m) for p in POSITIONS for m in MIXINGS if claims(p, m)]
+
+
+def places(stack: Stack) -> torch.Tensor:
+    return torch.arange(float(TOKENS))[None, :, None].expand(1, -1, stack.position.dim)
+
+
+def tokens(count: int = 1) -> torch.Tensor:
+    return torch.randn(count, TOKENS, DIM, generator=torch.manual_seed(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("position", "mixing"), PAIRS)
+def test_modules_in_half_precision(position, mixing, dtype):
+    """Positions stay as exact as they come: their differences are not those of half precision."""
+    stack = make(position, mixing)
+    x, r = tokens(), places(stack)
+    exact = stack(x, r)
+    out = stack.to(dtype)(x.to(dtype), r)
+    assert out.dtype == dtype
+    assert (out - exact).abs().max() < (0.15 if dtype == torch.bfloat16 else 0.02)
+
+
+@pytest.mark.parametrize(("position", "mixing"), PAIRS)
+def test_tokens_decide_the_precision(position, mixing):
+    """Positions in another one are cast, as ASE's are beside atoms in float32."""
+    for dtype, other in ((torch.float32, torch.float64), (torch.float64, torch.float32)):
+        for causal in (False, True):
+            stack = make(position, mixing, causal).to(dtype)
+            out = stack(tokens().to(dtype), places(stack).to(other))
+            assert out.dtype == dtype
+            torch.testing.assert_close(out, stack(tokens().to(dtype), places(stack).to(dtype)))
+
+
+@pytest.mark.parametrize("mixing", ["softmax", "linear"])
+@pytest.mark.parametrize("position", ["spectral", "multiplicative"])
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_every_spectrum_in_half_precision(spectrum, position, mixing):
+    if spectrum == "shell_weights":
+        options = {"nodes": "shells", "node_diameter": 9.0, "node_max_frequency": 0.3}
+    else:
+        options = {}
+    stack = make(position, mixing, dim=3, spectrum=spectrum, **options)
+    x, r = tokens(), 2 * torch.randn(1, TOKENS, 3, generator=torch.manual_seed(2))
+    exact = stack(x, r)
+    out = stack.bfloat16()(x.bfloat16(), r)
+    assert out.dtype == torch.bfloat16 and (out - exact).abs().max() < 0.2
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("position", "mixing"), PAIRS)
+def test_gradients_of_single_samples(position, mixing, causal):
+    """`torch.func` gives what autograd gives."""
+    stack = make(position, mixing, causal).double()
+    x, r = tokens(3).double(), places(stack)
+    own = {name: value.detach() for name, value in stack.named_parameters()}
+
+    def loss(parameters, one):
+        return functional_call(stack, parameters, (one[None], r)).square().sum()
+
+    single = vmap(grad(loss), in_dims=(None, 0))(own, x)
+    loss(dict(stack.named_parameters()), x[1]).backward()
+    for name, value in stack.named_parameters():
+        expected = torch.zeros_like(value) if value.grad is None else value.grad
+        torch.testing.assert_close(single[name][1], expected, **EXACT)
+
+
+LANGUAGE = {"dim": DIM, "heads": HEADS, "layers": 1, "ffn_dim": 16, "max_length": 16}
+IMAGE = {"classes": 3, "channels": 1, "image_size": 8, "dim": 16, "heads": 2, "layers": 1}
+MODULES = {
+    **{f"{p} {m}": (lambda p=p, m=m: make(p, m), None) for p, m in PAIRS},
+    "language model": (lambda: LanguageModel(9, **LANGUAGE), torch.arange(8)[None]),
+    "image classifier": (
+        lambda: ImageClassifier(**IMAGE, absolute="sinusoidal", position="spectral"),
+        torch.rand(2, 1, 8, 8, generator=torch.manual_seed(0)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_made_without_memory(name):
+    """A state dict is all that a module needs to be given."""
+    make_one, x = MODULES[name]
+    module = make_one().eval()
+    inputs = (tokens(), places(module)) if x is None else (x,)
+    expected = module(*inputs)
+    with torch.device("meta"):
+        empty = make_one().eval()
+    empty = empty.to_empty(device="cpu")
+    with torch.no_grad():
+        for value in (*empty.parameters(), *empty.buffers()):
+            value.fill_(7)  # what lies in memory
+    empty.load_state_dict(module.state_dict())
+    torch.testing.assert_close(empty(*inputs), expected, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf])
+@pytest.mark.parametrize(("position", "mixing"), PAIRS)
+def test_masked_tokens_may_hold_anything(position, mixing, garbage):
+    """Neither outputs nor gradients see it, nor where masked tokens are."""
+    stack = make(position, mixing)
+    x, r = tokens(2), places(stack).repeat(2, 1, 1)
+    mask = torch.arange(TOKENS) < torch.tensor([[4], [6]])
+    found = []
+    for filling in (0.0, garbage):
+        y = x.masked_fill(~mask[..., None], filling).requires_grad_()
+        where = r if stack.position.grid else r.masked_fill(~mask[..., None], filling)
+        stack.zero_grad()
+        out = stack(y, where, key_mask=mask)[mask]
+        out.square().sum().backward()
+        slopes = [p.grad.clone() for p in stack.parameters() if p.grad is not None]
+        found.append([out, y.grad[mask], *slopes])
+        assert (y.grad[~mask] == 0).all()
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mixing", MIXINGS)
+def test_masked_copies_and_contexts_may_hold_anything(mixing):
+    """Keys by index, and keys of another sequence."""
+    attention = Attention(DIM, HEADS, mixing=mixing)
+    x, context = tokens(), tokens()[:, :4].clone()
+    x[:, 4:] = torch.nan
+    index = torch.tensor([[0, 1, 2, 3, 5, 0, 4]])
+    mask = torch.tensor([[True, True, True, True, False, True, False]])
+    clean = x.nan_to_num(0.0)
+    found = [attention(y, key_index=index, key_mask=mask)[:, :4] for y in (x, clean)]
+    torch.testing.assert_close(*found)
+    context[:, 3:] = torch.inf
+    kept = torch.tensor([[True, True, True, False]])
+    found = [
+        attention(clean, context=context, key_mask=kept),
+        attention(clean, context=context[:, :3]),
+    ]
+    torch.testing.assert_close(*found)
+
+
+def test_valid_tokens_that_are_not_finite_are_seen():
+    """Nothing is filled in for tokens that count."""
+    x = tokens()
+    x[:, 1] = torch.nan
+    mask = torch.ones(1, TOKENS, dtype=torch.bool)
+    assert Attention(DIM, HEADS)(x, key_mask=mask).isnan().all()
+
+
+def test_masked_tokens_are_still_queries():
+    x, mask = tokens(), torch.arange(TOKENS)[None] < 3
+    attention = Attention(DIM, HEADS)
+    expected = attention(x, context=x[:, :3])
+    torch.testing.assert_close(attention(x, key_mask=mask), expected)
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(1, TOKENS), torch.ones(1, 3, dtype=torch.bool)])
+@pytest.mark.parametrize("mixing", MIXINGS)
+def test_masks_of_another_kind_are_named(mixing, wrong):
+    with pytest.raises(ValueError, match=r"key_mask is wrong; expected bool of shape \(1, 6\)"):
+        Attention(DIM, HEADS, mixing=mixing)(tokens(), key_mask=wrong)
+
+
+@pytest.mark.parametrize("feature_map", ["positive", "elu", "trigonometric"])
+@pytest.mark.parametrize("mixing", MIXINGS)
+def test_weights_of_keys_multiply(mixing, feature_map):
+    """A key of weight 2 is as good as two of them, and one of weight 1 needs none."""
+    options = {} if mixing == "softmax" else {"feature_map": feature_map}
+    attention = Attention(DIM, HEADS, mixing=mixing, **options).double()
+    x = tokens().double()
+    weight = torch.ones(1, TOKENS, dtype=torch.float64)
+    torch.testing.assert_close(attention(x, key_weight=weight), attention(x), **EXACT)
+    weight[0, 2] = 2.0
+    index = torch.tensor([[0, 1, 2, 3, 4, 5, 2]])
+    twice = attention(x, key_index=index)
+    torch.testing.assert_close(attention(x, key_weight=weight), twice, **EXACT)
+    leaf = weight.requires_grad_()
+    assert torch.autograd.gradcheck(lambda w: attention(x, key_weight=w), (leaf,))

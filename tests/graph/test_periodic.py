@@ -1,0 +1,142 @@
+"""Edges of periodic structures: ties at the cutoff, gradients of cells, rows that are not read."""
+
+import pytest
+import torch
+from graph_cases import ALL, DIM, EXACT, HEADS, TRICLINIC, collated, graph
+
+from molflt.graph import GraphAttention
+from molflt.graph.geometry import Geometry
+from molflt.graph.periodic import Images
+
+CUTOFF = 8.0
+
+
+def imaged(**options) -> GraphAttention:
+    torch.manual_seed(0)
+    return GraphAttention(DIM, HEADS, periodic="images", image_cutoff=CUTOFF, **options).double()
+
+
+def film(side: float = 4.0) -> dict[str, torch.Tensor]:
+    """Six atoms whose images lie at exactly the cutoff, two cells away."""
+    draw = torch.manual_seed(1)
+    flat = torch.rand(6, 3, dtype=torch.float64, generator=draw) * torch.tensor([4.0, 4.0, 3.0])
+    return {
+        "x": torch.randn(6, DIM, dtype=torch.float64, generator=draw),
+        "pos": flat,
+        "cell": torch.diag(torch.tensor([side, side, 30.0], dtype=torch.float64)),
+        "pbc": torch.tensor([True, True, False]),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("mixing", ["linear", "quadratic", "softmax"])
+def test_images_at_the_cutoff_are_no_matter_of_rounding(mixing, dtype):
+    """Order, translation and rotation change nothing where ties are the rule."""
+    layer, given = imaged(mixing=mixing).to(dtype), film()
+    given = {name: x.to(dtype) if x.is_floating_point() else x for name, x in given.items()}
+    out = layer(**given)
+    close = {"rtol": 0.0, "atol": 1e-10 if dtype == torch.float64 else 3e-5}
+    order = torch.randperm(6, generator=torch.manual_seed(2))
+    mixed = {**given, "x": given["x"][order], "pos": given["pos"][order]}
+    torch.testing.assert_close(layer(**mixed), out[order], **close)
+    moved = {**given, "pos": given["pos"] + torch.tensor([0.37, -12.3, 41.1]).to(dtype)}
+    torch.testing.assert_close(layer(**moved), out, **close)
+    if mixing == "softmax":
+        turn = torch.linalg.qr(torch.randn(3, 3, generator=torch.manual_seed(3)).double()).Q
+        turned = {name: (given[name].double() @ turn).to(dtype) for name in ("pos", "cell")}
+        torch.testing.assert_close(layer(**{**given, **turned}), out, **close)
+
+
+def test_images_come_and_go_smoothly():
+    """As the cell grows by steps of 1e-5 Å through several distances that equal the cutoff."""
+    layer = imaged(mixing="softmax")
+    sides = 3.999 + 1e-5 * torch.arange(200, dtype=torch.float64)
+    outs = torch.stack([layer(**film(float(side))) for side in sides])
+    steps = outs.diff(dim=0)
+    assert steps.abs().max() < 1e-4  # at the most as steep as the mask itself
+    assert steps.diff(dim=0).abs().max() < 1e-7  # no jump, and no kink
+
+
+@pytest.mark.parametrize("mixing", ["linear", "softmax"])
+def test_images_have_forces_and_stress(mixing):
+    """What images weigh is part of the gradient, by positions and by the cell."""
+    layer, given = imaged(mixing=mixing, position="multiplicative"), film(3.7)
+    pos, cell = given["pos"].requires_grad_(), given["cell"].requires_grad_()
+
+    def energy(pos, cell):
+        return layer(given["x"], pos, cell=cell, pbc=given["pbc"]).square().sum()
+
+    assert torch.autograd.gradcheck(energy, (pos, cell))
+
+
+def test_weights_of_images():
+    """1 up to an Å from the cutoff, 0 from there on, and of several atoms the nearest counts."""
+    cell = torch.diag(torch.tensor([6.5, 40.0, 40.0], dtype=torch.float64))
+    pos = torch.zeros(1, 3, dtype=torch.float64)
+
+    def weights(cutoff: float) -> list[float]:
+        dense = Images(cutoff).dense(Geometry.of(pos, cell=cell))
+        kept = dense.key_mask[0]
+        assert kept[0] and dense.key_weight[0, 0] == 1
+        return dense.key_weight[0, 1:][kept[1:]].tolist()
+
+    assert weights(6.5) == [] and weights(7.5) == [1.0, 1.0]
+    assert weights(7.0) == pytest.approx([0.5, 0.5])
+
+
+def test_additive_reciprocal_has_no_gradient_by_the_cell_and_says_so():
+    cell = (4.0 * torch.eye(3, dtype=torch.float64)).requires_grad_()
+    pos = 4 * torch.rand(4, 3, dtype=torch.float64, generator=torch.manual_seed(0))
+    x = torch.randn(4, DIM, dtype=torch.float64)
+    layers = {
+        position: GraphAttention(
+            DIM, HEADS, position=position, periodic="reciprocal", mixing="linear"
+        ).double()
+        for position in ("spectral", "multiplicative")
+    }
+    with pytest.raises(ValueError, match="has no gradient by the cell.*use position='multipl"):
+        layers["spectral"](x, pos, cell=cell)
+    with torch.no_grad():
+        layers["spectral"](x, pos, cell=cell)
+    layers["spectral"](x, pos.requires_grad_(), cell=cell.detach()).sum().backward()
+    exact = GraphAttention(DIM, HEADS, periodic="reciprocal", mixing="softmax").double()
+    for layer in (layers["multiplicative"], exact):
+        check = torch.autograd.gradcheck
+        assert check(lambda c, layer=layer: layer(x, pos, cell=c).square().sum(), (cell,))
+
+
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf, 1e300])
+@pytest.mark.parametrize("kind", ALL, ids=str)
+def test_rows_of_axes_that_are_not_periodic_are_not_read(kind, garbage):
+    """Files of molecules and slabs have anything there; gradients do not see it either."""
+    layer, given = kind.build(), collated([graph("slab", 7), graph("molecule", 5)])
+    expected = layer(**given)
+    cell = given["cell"].masked_fill(~given["pbc"][..., None], garbage)
+    pos = given["pos"].requires_grad_()
+    out = layer(**{**given, "cell": cell})
+    torch.testing.assert_close(out, expected, **EXACT)
+    assert torch.autograd.grad(out.sum(), pos)[0].isfinite().all()
+
+
+@pytest.mark.parametrize(("position", "tolerance"), [("multiplicative", 1e-12), ("spectral", 1e-9)])
+def test_skewed_cells_of_one_crystal(position, tolerance):
+    """Multiples of up to about a hundred: random features of frequencies magnify rounding."""
+    torch.manual_seed(0)
+    layer = GraphAttention(
+        DIM, HEADS, position=position, periodic="reciprocal", mixing="linear", max_frequency=0.3
+    ).double()
+    most = 0.0
+    for seed in range(12):
+        draw = torch.manual_seed(seed)
+        pos = torch.rand(5, 3, generator=draw, dtype=torch.float64) @ TRICLINIC.double()
+        x = torch.randn(5, DIM, generator=draw, dtype=torch.float64)
+        change = torch.eye(3, dtype=torch.float64)
+        for row, other in ((0, 1), (2, 0), (1, 2), (0, 2)):
+            times = torch.randint(-4, 5, (1,), generator=draw).double()
+            change[row] += times * change[other]
+        out = layer(x, pos, cell=change @ TRICLINIC.double())
+        torch.testing.assert_close(
+            out, layer(x, pos, cell=TRICLINIC.double()), rtol=0.0, atol=tolerance
+        )
+        most = max(most, float(change.abs().max()))
+    assert most > 20
