@@ -35,7 +35,7 @@ def atomically(path: Path) -> Iterator[Path]:
     Raises:
         OSError: naming the file, for instance on a full disk; the older file is kept.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    _make_folder(path.parent)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.touch()
@@ -54,6 +54,14 @@ def atomically(path: Path) -> Iterator[Path]:
         ) from error
     finally:
         part.unlink(missing_ok=True)
+
+
+def _make_folder(folder: Path) -> None:
+    """With those above it, whose names are then on the disk too."""
+    if not folder.is_dir():
+        _make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _sync_folder(folder.parent)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -71,7 +71,7 @@ def _run_steps(
             if isinstance(stop.__context__, KeyboardInterrupt):  # a second Ctrl-C, in its words
                 raise KeyboardInterrupt from stop
             raise
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             if not checkpoints.restoring or isinstance(error, torch.OutOfMemoryError):
                 raise
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
@@ -189,7 +189,6 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
 
         Where it has not, this is the number that the checkpoint holds, bit for bit.
         """
-        cast(_CheckpointIO, self.trainer.strategy.checkpoint_io).restoring = False
         factor = self._lr_factor(self.global_step)
         for config in self.trainer.lr_scheduler_configs:
             for group, base in zip(
@@ -228,6 +227,7 @@ class _Loaders(pl.LightningDataModule):
         self.data = data
 
     def train_dataloader(self) -> DataLoader[object]:
+        cast(_CheckpointIO, self._trainer.strategy.checkpoint_io).restoring = False
         self.data.start_step = self._trainer.global_step
         return self.data.train_dataloader(self._trainer.global_rank, self._trainer.world_size)
 
@@ -248,7 +248,7 @@ class _CheckpointIO(CheckpointIO):
     """Checkpoints of a run folder for Lightning, which knows them by their path.
 
     Attributes:
-        restoring: whether a checkpoint has been handed out and no step been taken since.
+        restoring: whether Lightning has got a checkpoint and no data for the next step yet.
     """
 
     def __init__(self, folder: RunFolder) -> None:

@@ -212,7 +212,8 @@ class RunFolder:
             if self.writes and table.is_file() and len(table.read_text().splitlines()) > 1:
                 training_curve(table, png, metrics, best)
         except (OSError, ValueError) as error:
-            print(f"{png}: not drawn: {error}", file=sys.stderr)
+            if error.__context__ is None:
+                print(f"{png}: not drawn: {error}", file=sys.stderr)
 
 
 def _versions() -> dict[str, str | None]:

@@ -1,0 +1,117 @@
+"""One training per run folder; a lock that ends with its process, however that ends."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+from tiny_run import arguments, error_of, start, write_data
+
+from molflt.training.lock import RunLock
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="flock is of POSIX")
+
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from molflt.training.lock import RunLock
+with RunLock(Path(sys.argv[1])).held():
+    if os.fork() == 0:  # such as a worker that reads data
+        time.sleep(60)
+        os._exit(0)
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_one_of_two_threads_has_the_folder(tmp_path):
+    """Exactly one; the other is told who has it."""
+    gate, told, held = threading.Barrier(2), [], []
+
+    def train():
+        gate.wait()
+        try:
+            with RunLock(tmp_path / "run").held():
+                held.append(threading.get_ident())
+                gate.wait()
+        except ValueError as error:
+            told.append(str(error))
+            gate.wait()
+
+    threads = [threading.Thread(target=train) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=10)
+    assert len(held) == 1 and len(told) == 1
+    assert f"process {os.getpid()} on {socket.gethostname()} (since 20" in told[0]
+    assert not (tmp_path / "run").exists()  # nothing came into it
+
+
+def test_a_lock_ends_with_its_process_and_not_with_its_workers(tmp_path):
+    words = [sys.executable, "-c", HOLDER, str(tmp_path / "run")]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True) as one:
+        assert one.stdout.readline() == "held\n"
+        lock = RunLock(tmp_path / "run")
+        with pytest.raises(ValueError, match=f"process {one.pid} on "), lock.held():
+            pass
+        one.send_signal(signal.SIGKILL)
+        one.wait(timeout=10)
+        assert (tmp_path / "run" / ".lock").exists()
+        with lock.held():  # the fork is still there
+            os.killpg(one.pid, signal.SIGKILL)
+    assert not (tmp_path / "run" / ".lock").exists()
+
+
+def test_the_lock_of_another_folder_in_its_place_is_noticed_and_left_alone(tmp_path):
+    run, other = tmp_path / "run", RunLock(tmp_path / "run")
+    lock = RunLock(run)
+    with lock.held():
+        lock.check()
+        run.rename(tmp_path / "moved")
+        with pytest.raises(FileNotFoundError, match=f"{run}: the run folder was removed or repl"):
+            lock.check()
+        run.mkdir()
+        with other.held():
+            with pytest.raises(FileNotFoundError):
+                lock.check()
+            other.check()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    data = write_data(folder / "data", 9, 5)
+    start(data, folder / "run", "--trainer.max_steps=3", "--task.warmup_steps=1")
+    return data, folder / "run"
+
+
+def test_a_second_training_is_refused_in_one_line(run, capsys):
+    data, folder = run
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with RunLock(folder).held():
+        for words in (["--resume", str(folder)], arguments(data, folder)):
+            line = error_of(capsys, "train", *words)
+            assert f"{folder}: process {os.getpid()} on " in line and "choose another --run" in line
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_refused_trainings_leave_no_folder_and_no_lock(run, tmp_path, capsys):
+    data, folder = run
+    assert "earlier run" in error_of(capsys, "train", *arguments(data, folder))
+    assert not (folder / ".lock").exists()
+    new = tmp_path / "a" / "b"
+    words = arguments(data, new, "--data.train_split=absent")
+    assert "no split 'absent'" in error_of(capsys, "train", *words)
+    assert not (tmp_path / "a").exists()
+    assert "nothing to resume" in error_of(capsys, "train", "--resume", str(make_half(new, folder)))
+    assert sorted(path.name for path in new.iterdir()) == ["config.yaml"]
+
+
+def make_half(new, folder):
+    new.mkdir(parents=True)
+    (new / "config.yaml").write_bytes((folder / "config.yaml").read_bytes())
+    return new
