@@ -1,6 +1,8 @@
 """What arguments are checked for, in one wording."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from inspect import signature
 
 import torch
 
@@ -52,4 +54,85 @@ def on_cpu(generator: torch.Generator | None) -> None:
         raise ValueError(
             f"generator must be on the CPU; got one on {generator.device}; use torch.Generator() "
             "and seed it alike on every rank"
+        )
+
+
+def known_names(
+    owner: Callable[..., object],
+    options: Iterable[str],
+    *takers: Callable[..., object],
+    but: Iterable[str] = (),
+) -> None:
+    """Raises TypeError for the first option that no constructor has an argument for.
+
+    Args:
+        owner: what is built; its own arguments may be meant, too.
+        options: names of arguments that it hands on.
+        takers: what takes them in the end.
+        but: arguments of these that `owner` gives itself.
+    """
+    known = {name for taker in (owner, *takers) for name in signature(taker).parameters} - {*but}
+    name = getattr(owner, "__name__", str(owner))
+    for option in options:
+        if option not in known:
+            close = get_close_matches(option, known, 1)
+            hint = f"did you mean {close[0]}?" if close else f"see help({name})"
+            raise TypeError(f"{name} has no argument {option!r}; {hint}")
+
+
+def tensors(**arguments: object) -> None:
+    """Raises TypeError for the first argument that is neither a tensor nor None."""
+    for name, value in arguments.items():
+        if value is not None and not isinstance(value, torch.Tensor):
+            plain = isinstance(value, list | tuple) or hasattr(value, "__array__")
+            hint = f"use torch.as_tensor({name})" if plain else "pass a tensor"
+            raise TypeError(f"{name} must be a torch.Tensor; got {type(value).__name__}; {hint}")
+
+
+def whole(name: str, values: torch.Tensor, low: int, high: int, of: str) -> None:
+    """Raises ValueError for numbers that are not whole, or on the CPU for one out of range.
+
+    Elsewhere looking at the numbers would make the caller wait for the device.
+
+    Args:
+        name: of the argument.
+        values: of any shape.
+        low: the least.
+        high: the greatest.
+        of: what they are.
+    """
+    if values.dtype.is_floating_point or values.dtype.is_complex or values.dtype == torch.bool:
+        raise ValueError(f"{name} must be whole numbers, {of}; got {values.dtype}; use .long()")
+    if at_hand(values) and values.numel():
+        for found in map(int, values.aminmax()):
+            if not low <= found <= high:
+                raise ValueError(f"{name} must be {low} to {high}, {of}; got {found}")
+
+
+def at_hand(values: torch.Tensor) -> bool:
+    """Whether numbers can be looked at for nothing: on the CPU, and not while compiling."""
+    return values.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def beside_weights(name: str, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """Raises ValueError for a tensor on another device than the weights."""
+    if x.device != weight.device:
+        raise ValueError(
+            f"{name} is on {x.device}, but the weights are on {weight.device}; move one of them "
+            "with .to(device)"
+        )
+
+
+def like_weights(name: str, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """Raises ValueError for a tensor on another device than the weights, or in another precision.
+
+    Under autocast, single and half precision go together.
+    """
+    beside_weights(name, x, weight)
+    double = torch.float64 in (x.dtype, weight.dtype)
+    cast = x.is_floating_point() and not double and torch.is_autocast_enabled(x.device.type)
+    if x.dtype != weight.dtype and not cast:
+        raise ValueError(
+            f"{name} is {x.dtype}, but the weights are {weight.dtype}; convert one of them with "
+            ".to(dtype)"
         )

@@ -7,6 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from molflt.attention.checks import (
+    at_least_one,
+    beside_weights,
+    known_names,
+    like_weights,
+    tensors,
+)
 from molflt.attention.features import FeatureMapName
 from molflt.attention.layer import Attention
 from molflt.attention.numerics import at_least_float32
@@ -48,7 +55,9 @@ class GraphAttention(nn.Module):
             normalize, floor, dropout.
 
     Raises:
-        ValueError: choices that do not go together, or an option that would have no effect.
+        TypeError: an unknown argument.
+        ValueError: choices that do not go together, an option out of its range, or one that would
+            have no effect.
     """
 
     def __init__(
@@ -69,6 +78,8 @@ class GraphAttention(nn.Module):
         **attention: Any,
     ) -> None:
         super().__init__()
+        known_names(GraphAttention, attention, Attention)
+        at_least_one(dim=dim, heads=heads)
         if attention.get("causal") or attention.get("gate"):
             raise ValueError("atoms have no order; got causal or gate; leave them out")
         kind: dict[str, Any] = {
@@ -129,11 +140,15 @@ class GraphAttention(nn.Module):
             (atoms, dim).
 
         Raises:
-            ValueError: shapes do not fit, graphs are not in order, positions or cell are missing,
-                or a periodic structure is given to a layer that was not told what to do with it.
+            TypeError: something else than tensors.
+            ValueError: shapes, types or devices do not fit, graphs are not in order, positions or
+                cell are missing or (on the CPU) not finite, or a periodic structure is given to a
+                layer that was not told what to do with it.
         """
+        tensors(x=x, pos=pos, batch=batch, cell=cell, pbc=pbc)
         if x.ndim != 2 or x.shape[1] != self.dim:
             raise ValueError(f"x must have shape (atoms, {self.dim}); got {tuple(x.shape)}")
+        like_weights("x", x, self.attention.to_query.weight)
         if self.encoding is None:
             geometry = Geometry.of(x.new_zeros(len(x), 3), batch, graphs=batch_size)
         else:
@@ -145,12 +160,7 @@ class GraphAttention(nn.Module):
             out: Tensor = self.attention(_pad(x, mask), key_mask=mask)
             return out[mask]
         dense, encoding = self.encoding(geometry)
-        out = self.attention(
-            _pad(x, dense.mask),
-            encoding=encoding,
-            key_mask=dense.key_mask,
-            key_index=dense.key_index,
-        )
+        out = self.attention(_pad(x, dense.mask), encoding=encoding, **dense.keys)
         return out[dense.mask]
 
     def _geometry(
@@ -175,7 +185,9 @@ class GraphAttention(nn.Module):
                 "got a periodic structure, and the layer was not told what to do with it; build it "
                 "with periodic='reciprocal' or 'images', or 'none' to leave the boundaries out"
             )
-        if pos is not None:  # ASE's positions are float64
+        if pos is not None:
+            beside_weights("pos", pos, next(encoding.parameters()))
+        if pos is not None and pos.is_floating_point():  # ASE's positions are float64
             pos = pos.to(at_least_float32(next(encoding.parameters())).dtype)
         return Geometry.of(pos, batch, cell, pbc, graphs=graphs, atoms=len(x))
 

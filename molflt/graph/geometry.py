@@ -1,9 +1,12 @@
 """Where atoms are: the part of a PyG batch that attention reads, checked and in one form."""
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+from molflt.attention.checks import at_hand, tensors
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
@@ -19,7 +22,7 @@ class Geometry(NamedTuple):
     ptr: Tensor
     """(graphs + 1,), first atom of each graph"""
     cell: Tensor
-    """(graphs, 3, 3), Å, rows are lattice vectors"""
+    """(graphs, 3, 3), Å, rows are lattice vectors; 0 along axes that are not periodic"""
     pbc: Tensor
     """(graphs, 3) bool, which of them are periodic"""
     tags: Tensor | None = None
@@ -42,41 +45,59 @@ class Geometry(NamedTuple):
         Args:
             pos: (atoms, 3), Å.
             batch: (atoms,), ascending; all atoms in one graph if None.
-            cell: (graphs, 3, 3) or (3, 3), Å.
+            cell: (graphs, 3, 3) or (3, 3), Å. Rows of axes that are not periodic may hold anything.
             pbc: (graphs, 3) or (3,) bool; all periodic if there is a cell, else none.
             tags: (atoms,).
             graphs: their number, if the last ones may be empty.
             atoms: their number, if it is known.
 
         Raises:
-            ValueError: shapes do not fit, or graphs are not in order.
+            TypeError: something else than tensors.
+            ValueError: shapes, types or devices do not fit, numbers are not finite (on the CPU), or
+                graphs are not in order.
         """
-        if pos is None or pos.ndim != 2 or pos.shape != (len(pos) if atoms is None else atoms, 3):
-            rows = "atoms" if atoms is None else atoms
-            got = None if pos is None else tuple(pos.shape)
-            raise ValueError(f"pos must have shape ({rows}, 3), Å; got {got}; pass positions")
+        tensors(pos=pos, batch=batch, cell=cell, pbc=pbc, tags=tags)
+        pos = _points(pos, atoms)
+        _real("cell", cell)
+        if pbc is not None and (pbc.is_floating_point() or pbc.is_complex()):
+            raise ValueError(f"pbc must be bool, one for each axis; got {pbc.dtype}; use .bool()")
         batch = _in_order(batch, pos, graphs)
         if graphs is None:
             graphs = int(batch[-1]) + 1 if len(batch) else 1
         if pbc is None:
             pbc = torch.full((3,), cell is not None, device=pos.device)
         cell = pos.new_zeros(3, 3) if cell is None else cell.to(pos)
+        pbc = _for_each("pbc", pbc.to(pos.device).bool(), (3,), graphs)
+        cell = _for_each("cell", cell, (3, 3), graphs).masked_fill(~pbc[..., None], 0.0)
         counts = torch.bincount(batch, minlength=graphs).cumsum(0)
-        return cls(
+        found = cls(
             pos,
             batch,
             torch.cat((counts.new_zeros(1), counts)),
-            _for_each("cell", cell, (3, 3), graphs),
-            _for_each("pbc", pbc.to(pos.device).bool(), (3,), graphs),
+            cell,
+            pbc,
             tags,
         )
+        if at_hand(pos) and not bool(found.cell.isfinite().all()):
+            raise ValueError(
+                "cell must be finite along periodic axes; got NaN or infinity; mend it"
+            )
+        return found
 
     @classmethod
     def of_data(cls, data: "Data") -> "Geometry":
-        """The geometry of a PyG structure, or of a batch of them, with its tags if it has any."""
+        """The geometry of a PyG structure, or of a batch of them, with its tags if it has any.
+
+        Raises:
+            TypeError: something else than PyG's data.
+            ValueError: as for `of`.
+        """
+        if not hasattr(data, "stores"):  # as all data of PyG have, which is not loaded for this
+            raise TypeError(_no_data(data))
         pos, batch, cell, pbc, tags = (
             data.get(name) for name in ("pos", "batch", "cell", "pbc", "tags")
         )
+        tensors(cell=cell, pbc=pbc)
         # PyG joins cells of (3, 3), and axes of (3,), along their first axis.
         if cell is not None and cell.numel() % 9 == 0:
             cell = cell.reshape(-1, 3, 3)
@@ -94,6 +115,43 @@ class Geometry(NamedTuple):
         return _sum_by(x, self.batch, self.graphs)
 
 
+def _no_data(given: object) -> str:
+    hint = "make Data of it"
+    if isinstance(given, Mapping):
+        hint = "use torch_geometric.data.Data(**...)"
+    elif isinstance(given, Sequence) and not isinstance(given, str):
+        hint = "use torch_geometric.data.Batch.from_data_list(...)"
+    if type(given).__module__.startswith("ase."):
+        hint = (
+            "use molflt.data.structures.records.make_record(pos=atoms.positions, "
+            "atomic_numbers=atoms.numbers, cell=atoms.cell.array, pbc=atoms.pbc)"
+        )
+    return f"expected Data or a Batch of PyG; got {type(given).__name__}; {hint}"
+
+
+def _points(pos: Tensor | None, atoms: int | None) -> Tensor:
+    """Positions as they are, checked; likewise `Geometry.of`."""
+    if pos is None or pos.ndim != 2 or pos.shape != (len(pos) if atoms is None else atoms, 3):
+        rows = "atoms" if atoms is None else atoms
+        got = None if pos is None else tuple(pos.shape)
+        raise ValueError(f"pos must have shape ({rows}, 3), Å; got {got}; pass positions")
+    if not pos.is_floating_point():
+        raise ValueError(
+            f"pos must be real numbers, Å; got {pos.dtype}; pass positions, no indices"
+        )
+    if at_hand(pos) and not bool(pos.isfinite().all()):
+        atom = int((~pos.isfinite()).any(dim=1).nonzero()[0])
+        raise ValueError(
+            f"pos must be finite; got {pos[atom].tolist()} for atom {atom}; mend or remove it"
+        )
+    return pos
+
+
+def _real(name: str, values: Tensor | None) -> None:
+    if values is not None and values.is_complex():
+        raise ValueError(f"{name} must be real numbers; got {values.dtype}; use .real")
+
+
 def _in_order(batch: Tensor | None, atoms: Tensor, graphs: int | None) -> Tensor:
     """The graph of each atom, zeros if None.
 
@@ -105,12 +163,27 @@ def _in_order(batch: Tensor | None, atoms: Tensor, graphs: int | None) -> Tensor
     Raises:
         ValueError: another shape, graphs that are not ascending, or that are out of range.
     """
+    if graphs is not None and graphs < (batch is None and len(atoms) > 0):
+        raise ValueError(f"batch_size must be the number of graphs; got {graphs}; correct it")
     if batch is None:
         return torch.zeros(len(atoms), dtype=torch.long, device=atoms.device)
-    if batch.shape != atoms.shape[:1] or bool((batch[1:] < batch[:-1]).any()):
+    if batch.is_floating_point() or batch.is_complex() or batch.dtype == torch.bool:
         raise ValueError(
-            f"batch must be ascending, of shape ({len(atoms)},); got shape {tuple(batch.shape)}; "
-            "sort atoms by graph, as PyG's Batch does"
+            f"batch must be whole numbers, the graph of each atom; got {batch.dtype}; use .long()"
+        )
+    if batch.device != atoms.device:
+        raise ValueError(
+            f"batch is on {batch.device}, but pos on {atoms.device}; move one of them with .to()"
+        )
+    if batch.shape != atoms.shape[:1]:
+        raise ValueError(
+            f"batch must have shape ({len(atoms)},), the graph of each atom; got "
+            f"{tuple(batch.shape)}; correct it"
+        )
+    if bool((batch[1:] < batch[:-1]).any()):
+        raise ValueError(
+            "batch must be ascending; got a graph after a later one; sort atoms by graph, as PyG's "
+            "Batch does"
         )
     if len(batch):
         first, last = batch[[0, -1]].tolist()

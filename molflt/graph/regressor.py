@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from molflt.atoms import MAX_ATOMIC_NUMBER
-from molflt.attention import Stack
-from molflt.attention.checks import no_effect
+from molflt.attention import Attention, Stack
+from molflt.attention.checks import at_least_one, known_names, no_effect, positive
 from molflt.attention.encodings import Encoding
 from molflt.attention.features import FeatureMapName
 from molflt.attention.positions.base import MixingName
@@ -19,11 +19,12 @@ from molflt.graph.dense import DenseAtoms, _pad
 from molflt.graph.encoding import GraphEncoding, GraphPositionName, _make_encoding
 from molflt.graph.geometry import Geometry
 from molflt.graph.heads import AtomEmbedding, EnergyReadout, PositionHead
+from molflt.graph.inputs import Atoms
 from molflt.graph.neighbors import Neighbors, neighbor_list
 from molflt.graph.periodic import PeriodicName
 
 if TYPE_CHECKING:
-    from torch_geometric.data import Batch
+    from torch_geometric.data import Data
 
 _MAX_MOVE = 1.0  # Å; moves without a bound feed on their own gradients, and training diverges
 
@@ -70,7 +71,9 @@ class EnergyRegressor(nn.Module):
             other elements are random, and so are energies of structures that contain them.
 
     Raises:
-        ValueError: choices that do not go together, or an option that would have no effect.
+        TypeError: an unknown argument.
+        ValueError: choices that do not go together, an option out of its range, or one that would
+            have no effect.
     """
 
     energy_mean: Tensor
@@ -99,6 +102,8 @@ class EnergyRegressor(nn.Module):
         **stack: Any,
     ) -> None:
         super().__init__()
+        known_names(EnergyRegressor, stack, Stack, Attention, but=("position", "causal"))
+        _check_numbers(dim, heads, radial_basis, neighbor_cutoff)
         kind: dict[str, Any] = {"mixing": mixing}
         kind |= {"feature_map": feature_map, "num_features": num_features}
         self.encoding: GraphEncoding | None = _make_encoding(
@@ -131,26 +136,32 @@ class EnergyRegressor(nn.Module):
         elements = torch.zeros(MAX_ATOMIC_NUMBER + 1, dtype=torch.bool)
         self.register_buffer("trained_elements", elements)
 
-    def forward(self, batch: "Batch") -> Mapping[str, Tensor]:
+    def forward(self, batch: "Data") -> Mapping[str, Tensor]:
         """Predicts a batch.
 
         Args:
-            batch: PyG batch of structures: pos (atoms, 3) Å, cell (graphs, 3, 3) Å,
-                pbc (graphs, 3), atomic_numbers, tags (atoms,); with `move_atoms` also fixed.
+            batch: PyG batch of structures, or one of them: pos (atoms, 3) Å, atomic_numbers
+                (atoms,); perhaps cell (graphs, 3, 3) Å or (3, 3) of one, none for molecules;
+                pbc (graphs, 3) bool, by default all periodic if there is a cell; tags (atoms,),
+                by default unknown; with `move_atoms` also fixed (atoms,) bool, by default none.
 
         Returns:
             "energy": (graphs,) float64, eV; with a position head, "displacement": (atoms, 3), Å,
             from the given to the relaxed position; with `move_atoms`, "displacement_by_pass":
             (passes, atoms, 3), Å, the same after each pass.
+
+        Raises:
+            TypeError: something else than PyG's data.
+            ValueError: naming the attribute that is missing or wrong.
         """
-        geometry = Geometry.of_data(batch)
+        geometry, numbers, fixed = Atoms.of(batch, self.embedding.element.weight)
         neighbors = None
         if self.position_head is not None or self.embedding.num_basis:
             neighbors = neighbor_list(geometry, self.neighbor_cutoff)
         if self.training:
-            self.trained_elements[batch.atomic_numbers] = True
-        tokens = self.embedding(batch.atomic_numbers, batch.tags, neighbors)
-        h, displacement = self._refine(geometry, tokens, neighbors, batch.fixed)
+            self.trained_elements[numbers] = True
+        tokens = self.embedding(numbers, geometry.tags, neighbors)
+        h, displacement = self._refine(geometry, tokens, neighbors, fixed)
         energy = self.readout(h, geometry)
         out = {"energy": energy.double() * self.energy_std + self.energy_mean}
         if displacement:
@@ -168,7 +179,7 @@ class EnergyRegressor(nn.Module):
         x = _pad(tokens, dense.mask)
         h, moved = tokens, []
         for left in reversed(range(self.stack.refinements)):
-            x = self.stack.one_pass(x, encoding, dense.key_mask, dense.key_index)
+            x = self.stack.one_pass(x, encoding, **dense.keys)
             if left and not self.move_atoms:
                 continue
             h = self.stack.norm(x)[dense.mask]
@@ -207,6 +218,14 @@ def _best_form(position: str, periodic: str | None, near_field: float | None) ->
     if near_field is None and multiplies and scheme != "images":
         near_field = 5.0
     return {"periodic": scheme, "near_field": near_field}
+
+
+def _check_numbers(dim: int, heads: int, radial_basis: int, cutoff: float | None) -> None:
+    at_least_one(dim=dim, heads=heads)
+    if radial_basis < 0:
+        raise ValueError(f"radial_basis must be at least 0; got {radial_basis}")
+    if cutoff is not None:
+        positive(neighbor_cutoff=cutoff)
 
 
 def _refuse_misfits(move_atoms: bool, position_head: bool, passes: int, encoded: bool) -> None:

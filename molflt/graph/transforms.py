@@ -5,6 +5,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.transforms import BaseTransform
 
+from molflt.attention.checks import at_least_one, positive
 from molflt.graph.geometry import Geometry
 from molflt.graph.neighbors import neighbor_list
 
@@ -36,12 +37,9 @@ class PBCRadiusGraph(BaseTransform):
     """
 
     def __init__(self, r: float, max_neighbors: int | None = None) -> None:
-        if not r > 0:
-            raise ValueError(f"r must be positive (Å); got {r}")
-        if max_neighbors is not None and max_neighbors < 1:
-            raise ValueError(
-                f"max_neighbors must be at least 1, or None for all; got {max_neighbors}"
-            )
+        positive(r=r)
+        if max_neighbors is not None:
+            at_least_one(max_neighbors=max_neighbors)
         self.r = r
         self.max_neighbors = max_neighbors
 

@@ -6,8 +6,16 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from molflt.attention import Stack
-from molflt.attention.checks import no_effect, one_of
+from molflt.attention import Attention, Stack
+from molflt.attention.checks import (
+    at_least_one,
+    beside_weights,
+    known_names,
+    no_effect,
+    one_of,
+    tensors,
+    whole,
+)
 from molflt.attention.numerics import recomputed
 from molflt.attention.positions import PositionName, known_options
 from molflt.attention.positions.absolute import ABSOLUTE, sinusoids
@@ -56,6 +64,7 @@ class LanguageModel(nn.Module):
         head: maps hidden states to log-probabilities.
 
     Raises:
+        TypeError: an unknown argument.
         ValueError: an option outside its range, or options that do not go together.
     """
 
@@ -75,6 +84,8 @@ class LanguageModel(nn.Module):
         **stack: Any,
     ) -> None:
         super().__init__()
+        known_names(LanguageModel, stack, Stack, Attention, but=("causal",))
+        at_least_one(dim=dim, heads=heads)
         if vocabulary is None or vocabulary < 1:
             raise ValueError(
                 f"vocabulary must be the number of token ids, at least 1; got {vocabulary}; take "
@@ -110,7 +121,12 @@ class LanguageModel(nn.Module):
         self.embedding_dropout = nn.Dropout(embedding_dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Hidden states: ids (batch, length) -> (batch, length, dim)."""
+        """Hidden states: ids (batch, length) -> (batch, length, dim).
+
+        Raises:
+            TypeError: something else than a tensor.
+            ValueError: another shape, type or device, or (on the CPU) ids beyond the vocabulary.
+        """
         out: Tensor = self.stack(*self._embed(tokens, 0))
         return out
 
@@ -123,7 +139,18 @@ class LanguageModel(nn.Module):
 
         Returns:
             (batch, length), float32 at least; 0 where there is no target.
+
+        Raises:
+            TypeError: something else than tensors.
+            ValueError: as for `forward`, likewise of the targets.
         """
+        tensors(tokens=tokens, targets=targets)
+        if targets.shape != tokens.shape:
+            raise ValueError(
+                f"targets must have the shape of tokens, {tuple(tokens.shape)}; got "
+                f"{tuple(targets.shape)}; give one for each token, -1 where there is none"
+            )
+        whole("targets", targets.clamp(min=-1), -1, self.vocabulary - 1, "ids, or none")
         hidden = self(tokens).flatten(0, 1)
         wanted = targets.flatten()
         size = max(1, _AT_ONCE // self.head.width)
@@ -191,10 +218,14 @@ class LanguageModel(nn.Module):
 
         No positions where the stack has no encoding.
         """
+        tensors(tokens=tokens)
         if tokens.ndim != 2:
             raise ValueError(
                 f"tokens must be ids of shape (batch, length); got shape {tuple(tokens.shape)}"
             )
+        beside_weights("tokens", tokens, next(self.parameters()))
+        whole("tokens", tokens, 0, self.vocabulary - 1, "ids of the vocabulary")
+        tokens = tokens.long()  # bytes, too
         end = start + tokens.shape[1]
         longest = self.longest
         if longest is not None and end > longest:

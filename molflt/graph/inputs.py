@@ -1,0 +1,77 @@
+"""What the energy regressor reads of PyG data, checked before anything is computed."""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
+from molflt.attention.checks import at_hand, beside_weights, tensors, whole
+from molflt.attention.numerics import at_least_float32
+from molflt.graph.geometry import Geometry
+
+if TYPE_CHECKING:
+    from torch_geometric.data import Data
+
+
+class Atoms(NamedTuple):
+    """Atoms of a batch of graphs."""
+
+    geometry: Geometry
+    """in the precision of the weights, with tags; all 0 where the data have none"""
+    numbers: Tensor
+    """(atoms,) int64, 1 to 118"""
+    fixed: Tensor
+    """(atoms,) bool; none where the data do not say"""
+
+    @classmethod
+    def of(cls, data: "Data", weight: Tensor) -> "Atoms":
+        """Reads one structure, or a batch of them.
+
+        Args:
+            data: as for `molflt.graph.EnergyRegressor.forward`.
+            weight: any weight of the model.
+
+        Raises:
+            TypeError: something else than PyG's data, or than tensors in them.
+            ValueError: naming the attribute that is missing, or has another shape, type, device or
+                (on the CPU) range.
+        """
+        geometry = Geometry.of_data(data)
+        _expect(data, geometry, weight)
+        pos, numbers = geometry.pos, data.atomic_numbers
+        none = torch.zeros(len(pos), dtype=torch.long, device=pos.device)
+        tags = none if geometry.tags is None else geometry.tags
+        fixed = none.bool() if data.get("fixed") is None else data.fixed
+        for name, values in {"atomic_numbers": numbers, "tags": tags, "fixed": fixed}.items():
+            tensors(**{name: values})
+            if values.shape != pos.shape[:1] or values.device != pos.device:
+                raise ValueError(
+                    f"{name} must have shape ({len(pos)},), one for each atom, on {pos.device}; "
+                    f"got {tuple(values.shape)} on {values.device}"
+                )
+        whole("atomic_numbers", numbers, 1, MAX_ATOMIC_NUMBER, "elements")
+        whole("tags", tags, min(Tag), max(Tag), "subsurface, surface, adsorbate; all 0 if unknown")
+        if fixed.dtype != torch.bool:
+            raise ValueError(f"fixed must be bool, (atoms,); got {fixed.dtype}; use .bool()")
+        dtype = at_least_float32(weight).dtype
+        return cls(
+            geometry._replace(pos=pos.to(dtype), cell=geometry.cell.to(dtype), tags=tags.long()),
+            numbers.long(),
+            fixed,
+        )
+
+
+def _expect(data: "Data", geometry: Geometry, weight: Tensor) -> None:
+    """Raises ValueError for data elsewhere, or without what the model has to know."""
+    beside_weights("pos", geometry.pos, weight)
+    if data.get("atomic_numbers") is None:
+        hint = "; set data.atomic_numbers = data.z" if "z" in data else ""
+        raise ValueError(
+            "the data need atomic_numbers, (atoms,) int64; got "
+            f"{', '.join(sorted(map(str, data.keys())))}{hint}"
+        )
+    if data.get("cell") is None and at_hand(geometry.pbc) and bool(geometry.pbc.any()):
+        raise ValueError(
+            "pbc is True, which needs cell, (graphs, 3, 3), Å; got None; set it, or pbc to False"
+        )
