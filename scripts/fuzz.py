@@ -75,14 +75,14 @@ def outcomes(
 
 def save(outcome: Outcome, folder: Path, out: Path) -> None:
     """Keeps the files of a failure, and a line that says what it is."""
-    name = f"{outcome.name}-{outcome.index}"
+    name = f"{outcome.name}-{outcome.number}"
     kept = out / name
     shutil.rmtree(kept, ignore_errors=True)
     if (folder / name).is_dir():
         shutil.copytree(folder / name, kept, symlinks=True, ignore=shutil.ignore_patterns(".*"))
     case = outcome.case
     row = {
-        "case": f"{outcome.name}:{outcome.index}",
+        "case": f"{outcome.name}:{outcome.number}",
         "kind": outcome.kind,
         "detail": outcome.detail,
         "made": case.what,
@@ -153,7 +153,7 @@ def main(words: Sequence[str] | None = None) -> int:
                 found.append(outcome)
                 if outcome.kind in FAILURES or options.case:
                     save(outcome, folder / "inputs", options.out)
-                    bar.write(f"{outcome.name}:{outcome.index} {outcome.kind}: {outcome.detail}")
+                    bar.write(f"{outcome.name}:{outcome.number} {outcome.kind}: {outcome.detail}")
         finally:
             for worker in workers:
                 worker.stop()

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import re
 import struct
 from random import Random
+from typing import Any
 
 from fuzzing.mutate import FLOATS, INTEGERS, damage, flip_bit, put_magic
 
-Tree = object  # of dictionaries, lists and plain values
+Tree = Any  # of dictionaries, lists and plain values
 
-WORDS = ("", "null", "true", "nan", "-inf", "~", "0x10", "1e999", "\0", "\x1b[31m", "ü" * 300, "..")
-WORDS += ("9" * 5000, "-1", "1_000", "!!python/name:os.system", "${x}", "[", "{", "a: b: c", "*a")
+WORDS = (
+    *("", "null", "true", "nan", "-inf", "~", "0x10", "1e999", "\0", "\x1b[31m", "ü" * 300, ".."),
+    *("9" * 5000, "-1", "1_000", "!!python/name:os.system", "${x}", "[", "{", "a: b: c", "*a"),
+)
 
 
 def value(draw: Random) -> Tree:
@@ -28,14 +32,10 @@ def value(draw: Random) -> Tree:
 def _places(tree: Tree) -> list[tuple[Tree, object]]:
     """(container, key) of every node below the root."""
     found: list[tuple[Tree, object]] = []
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree if _is_list(tree) else ())
-    for key, node in items:
+    nodes = tree if isinstance(tree, list) else ()
+    for key, node in tree.items() if isinstance(tree, dict) else enumerate(nodes):
         found += [(tree, key), *_places(node)]
     return found
-
-
-def _is_list(tree: Tree) -> bool:
-    return isinstance(tree, list)
 
 
 def damage_tree(draw: Random, tree: Tree) -> tuple[Tree, str]:
@@ -47,24 +47,26 @@ def damage_tree(draw: Random, tree: Tree) -> tuple[Tree, str]:
         return value(draw), "replace all"
     box, key = draw.choice(places)
     if how == "replace":
-        box[key] = value(draw)  # type: ignore[index]
+        box[key] = value(draw)
     elif how == "remove":
-        del box[key]  # type: ignore[attr-defined]
+        del box[key]
     elif how == "exchange":
         other, place = draw.choice(places)
-        box[key], other[place] = copy.deepcopy((other[place], box[key]))  # type: ignore[index]
+        box[key], other[place] = copy.deepcopy((other[place], box[key]))
     elif isinstance(box, dict):
         name = f"{key}{draw.choice('sx_ .')}" if how == "rename" else str(draw.choice(WORDS))
         box[name] = box.pop(key) if how == "rename" else value(draw)
     else:
-        box.insert(0, value(draw))  # type: ignore[attr-defined]
+        box.insert(0, value(draw))
     return changed, f"{how} {str(key)[:40]}"
 
 
 _NUMBER = re.compile(rb"[-+]?\d+\.?\d*(?:[eE][-+]?\d+)?")
 _WORD = re.compile(rb"[^\s=:,\"'\[\]{}()]+")
-NUMBERS = ("0", "-1", "1", "3", "2147483648", "9223372036854775808", "99999999999999999999", "nan")
-NUMBERS += ("inf", "-inf", "1e308", "1e6", "0.02", "-0.0", "1e-300", "0x1p3", "1.5", "١", "1e999")
+NUMBERS = (
+    *("0", "-1", "1", "3", "2147483648", "9223372036854775808", "99999999999999999999", "nan"),
+    *("inf", "-inf", "1e308", "1e6", "0.02", "-0.0", "1e-300", "0x1p3", "1.5", "١", "1e999"),
+)
 
 
 def damage_text(draw: Random, text: bytes) -> tuple[bytes, str]:
@@ -113,6 +115,16 @@ def join_tensors(header: Tree, data: bytes) -> bytes:
     return struct.pack("<Q", len(text)) + text + data
 
 
+def signed(content: bytes) -> bytes:
+    """A safetensors file with its own sha256 in place of the digest that its header has, if any."""
+    found = re.search(rb'"sha256": ?"([0-9a-f]{64})"', content[:100_000])
+    if found is None:
+        return content
+    before, after = content[: found.start(1)], content[found.end(1) :]
+    digest = hashlib.sha256(before + b"0" * 64 + after).hexdigest()
+    return before + digest.encode() + after
+
+
 def damage_tensors(draw: Random, content: bytes) -> tuple[bytes, str]:
     """A safetensors file with another header, tensors that change places, or other numbers."""
     header, data = split_tensors(content)
@@ -135,8 +147,10 @@ def damage_tensors(draw: Random, content: bytes) -> tuple[bytes, str]:
     return damage(draw, content)
 
 
-_META = (10, 12, 14, 16, 20, 24, 32, 40, 44, 46, 48, 56, 64, 72, 80, 88, 92, 94, 96, 104, 112)
-_META += (120, 128, 136, 144)  # places of the fields of an LMDB's meta page
+_META = (
+    *(10, 12, 14, 16, 20, 24, 32, 40, 44, 46, 48, 56, 64, 72, 80, 88, 92, 94, 96, 104, 112),
+    *(120, 128, 136, 144),
+)  # places of the fields of an LMDB's meta page
 _PAGE = (0, 8, 10, 12, 14, 16, 18, 20, 22)  # of those of any other page, and its first pointers
 
 

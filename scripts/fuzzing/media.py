@@ -134,8 +134,8 @@ def _idx_values(folder: Path) -> str | None:
     evaluated = folder / "out/predictions.csv"
     if evaluated.is_file():
         with evaluated.open(newline="") as file:
-            labels = [int(row["class"]) for row in csv.DictReader(file)]
-        return None if labels == truth[1].tolist() else "other labels than the file has"
+            classes = [int(row["class"]) for row in csv.DictReader(file)]
+        return None if classes == truth[1].tolist() else "other labels than the file has"
     images, labels = _as_read(folder / "idx" / "images-idx3-ubyte")
     same = np.array_equal(images[:, 0], truth[0]) and np.array_equal(labels, truth[1])
     return None if same else "other images or labels than the file has"

@@ -7,8 +7,10 @@ import struct
 from collections.abc import Callable
 from random import Random
 
-INTEGERS = (0, 1, -1, 2, 127, 128, 255, 256, 2**15, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1)
-INTEGERS += (2**53 + 1, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
+INTEGERS = (
+    *(0, 1, -1, 2, 127, 128, 255, 256, 2**15, 2**16 - 1, 2**31 - 1, 2**31, 2**32 - 1),
+    *(2**53 + 1, 2**62, 2**63 - 1, 2**63, 2**64 - 1),
+)
 FLOATS = (0.0, -0.0, math.nan, math.inf, -math.inf, 1e300, -1e300, 1e38, 1e-45, 5e-324, 0.5, 1e6)
 
 
@@ -17,7 +19,7 @@ def magic(draw: Random) -> bytes:
     if draw.random() < 0.3:
         return struct.pack(draw.choice("<>") + draw.choice("fd"), _single(draw.choice(FLOATS)))
     width = draw.choice((1, 2, 4, 8))
-    value = draw.choice(INTEGERS) % 2 ** (8 * width)
+    value = draw.choice(INTEGERS) & ((1 << 8 * width) - 1)
     return value.to_bytes(width, draw.choice(("little", "big")))
 
 
@@ -88,7 +90,7 @@ MUTATIONS: tuple[Callable[[Random, bytes], bytes], ...] = (
 
 def damage(draw: Random, content: bytes) -> tuple[bytes, str]:
     """Content with one to four pieces of damage, and their names; never the content itself."""
-    names = []
+    names: list[str] = []
     changed = content
     while changed == content or (changed and len(names) < 4 and draw.random() < 0.4):
         mutation = draw.choice(MUTATIONS) if changed else insert

@@ -15,6 +15,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -42,23 +43,33 @@ def stored(path: Path) -> list[Structure]:
     return found
 
 
-class _Known(pickle.Unpickler):
-    """Knows Data as a dictionary, tensors as torch does, and numbers as numpy does."""
+class _Known(pickle._Unpickler):  # the one in Python
+    """Knows Data as a dictionary, tensors as torch does, and numbers as numpy does.
+
+    Frames say how much to read at once, and nothing of what is read: they are skipped.
+    """
+
+    dispatch = {**pickle._Unpickler.dispatch, pickle.FRAME[0]: lambda self: self.read(8)}  # noqa: RUF012
 
     def find_class(self, module: str, name: str) -> object:
-        import torch
 
         if module.startswith("torch_geometric.data"):
             return _Bag
         known = {
             ("collections", "OrderedDict"): OrderedDict,
-            ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+            ("torch._utils", "_rebuild_tensor_v2"): _tensor,
             ("torch.storage", "_load_from_bytes"): _storage,
             ("numpy", "dtype"): np.dtype,
-            ("numpy.core.multiarray", "scalar"): np._core.multiarray.scalar,  # type: ignore[attr-defined]
-            ("numpy._core.multiarray", "scalar"): np._core.multiarray.scalar,  # type: ignore[attr-defined]
+            ("numpy.core.multiarray", "scalar"): np._core.multiarray.scalar,
+            ("numpy._core.multiarray", "scalar"): np._core.multiarray.scalar,
         }
         return known[module, name]
+
+
+def _tensor(storage: object, offset: int, size: object, stride: object, *hooks: object) -> object:
+    from torch._utils import _rebuild_tensor as rebuild
+
+    return rebuild(storage, offset, size, stride)
 
 
 def _storage(content: bytes) -> object:
@@ -68,7 +79,7 @@ def _storage(content: bytes) -> object:
 
 
 class _Bag:
-    state: object = None
+    state: Any = None
 
     def __setstate__(self, state: object) -> None:
         self.state = state
@@ -77,7 +88,8 @@ class _Bag:
 def _fields(content: bytes) -> Mapping[str, object]:
     state = _Known(io.BytesIO(content)).load().state
     store = state.get("_store")
-    return store.state["_mapping"] if isinstance(store, _Bag) else state
+    found: Mapping[str, object] = store.state["_mapping"] if isinstance(store, _Bag) else state
+    return found
 
 
 def lmdb_records(path: Path) -> list[Structure | None]:
@@ -87,9 +99,20 @@ def lmdb_records(path: Path) -> list[Structure | None]:
     copied = shutil.copy(path, path.with_name("oracle.lmdb"))  # one opening per process and file
     options = {"subdir": False, "readonly": True, "lock": False}
     with lmdb.open(str(copied), **options) as environment, environment.begin() as transaction:
-        pairs = [(bytes(key), bytes(value)) for key, value in transaction.cursor()]
-    numbered = sorted((int(key), value) for key, value in pairs if key.isdigit())
-    return [_decoded(key, value) for key, value in numbered]
+        try:
+            keys = sorted(int(key) for key, _ in transaction.cursor() if key.isdigit())
+        except lmdb.Error:  # some page cannot be reached, others can
+            keys = list(range(_MOST))
+        return [_decoded(key, _value(transaction, key)) for key in keys]
+
+
+def _value(transaction: Any, key: int) -> bytes:
+    import lmdb
+
+    try:
+        return bytes(transaction.get(str(key).encode()) or b"")
+    except lmdb.Error:
+        return b""
 
 
 def _decoded(key: int, content: bytes) -> Structure | None:
@@ -100,6 +123,7 @@ def _decoded(key: int, content: bytes) -> Structure | None:
         return None
 
 
+_MOST = 5  # records of the seed
 _NAMES = (*_PER_ATOM, *_PER_STRUCTURE)
 
 
@@ -138,12 +162,12 @@ def structure(
     }
 
 
-def _array(value: object, kind: type[np.generic]) -> np.ndarray:
+def _array(value: object, kind: Any) -> np.ndarray:
     return np.asarray(value).astype(kind)
 
 
 def _label(value: object) -> np.ndarray:
-    return np.float64(math.nan if value is None else np.asarray(value, np.float64).reshape(()))
+    return np.asarray(math.nan if value is None else value, np.float64).reshape(())
 
 
 def ase_frames(path: Path, kind: str) -> list[Structure | None]:
@@ -160,26 +184,26 @@ def ase_frames(path: Path, kind: str) -> list[Structure | None]:
     return [_frame(atoms, number) for number, atoms in frames]
 
 
-def _frame(atoms: object, number: int) -> Structure | None:
-    info = {**atoms.info, **atoms.info.get("key_value_pairs", {})}  # type: ignore[attr-defined]
-    results = getattr(atoms.calc, "results", {})  # type: ignore[attr-defined]
-    held = np.zeros(len(atoms), bool)  # type: ignore[arg-type]
-    for constraint in atoms.constraints:  # type: ignore[attr-defined]
+def _frame(atoms: Any, number: int) -> Structure | None:
+    info = {**atoms.info, **atoms.info.get("key_value_pairs", {})}
+    results = getattr(atoms.calc, "results", {})
+    held = np.zeros(len(atoms), bool)
+    for constraint in atoms.constraints:
         name = type(constraint).__name__
         if name == "FixAtoms" or (name == "FixCartesian" and np.all(constraint.mask)):
             held[constraint.index] = True
     try:
         return structure(
-            pos=atoms.positions,  # type: ignore[attr-defined]
-            atomic_numbers=atoms.numbers,  # type: ignore[attr-defined]
-            cell=atoms.cell.array,  # type: ignore[attr-defined]
-            pbc=atoms.pbc,  # type: ignore[attr-defined]
-            tags=atoms.get_tags(),  # type: ignore[attr-defined]
+            pos=atoms.positions,
+            atomic_numbers=atoms.numbers,
+            cell=atoms.cell.array,
+            pbc=atoms.pbc,
+            tags=atoms.get_tags(),
             fixed=held,
             sid=info.get("sid"),
             y_init=info.get("y_init"),
             y_relaxed=info.get("y_relaxed", results.get("energy", info.get("energy"))),
-            pos_relaxed=atoms.arrays.get("pos_relaxed"),  # type: ignore[attr-defined]
+            pos_relaxed=atoms.arrays.get("pos_relaxed"),
             number=number,
         )
     except Exception:  # what is no number is for the package to refuse

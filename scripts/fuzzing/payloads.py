@@ -16,7 +16,7 @@ from random import Random
 from fuzzing.cases import Case, Format
 from fuzzing.media import unpacking
 from fuzzing.pickles import BOMBS, programs, wide_tensor
-from fuzzing.runs import zipped
+from fuzzing.runs import sealed, zipped
 from fuzzing.seeds import INNER, MODEL, STEPS, STEPWISE, old_layout
 from fuzzing.structures import in_lmdb, reading
 
@@ -62,7 +62,7 @@ def _placed(
         records[1] = records[1][:-1] + program + b"."
     else:
         length = b"\x80\x04" + program + b"."
-    return in_lmdb(draw, folder, seeds, records, f"{name} as {where}", length)
+    return in_lmdb(draw, folder, seeds, records, f"{name} as {where}", length, truth=None)
 
 
 def _in_checkpoint(draw: Random, folder: Path, seeds: Path) -> Case:
@@ -72,14 +72,17 @@ def _in_checkpoint(draw: Random, folder: Path, seeds: Path) -> Case:
     run = shutil.copytree(seeds / "run", folder / "run")
     file = run / "checkpoints" / "last.ckpt"
     name, program = draw.choice(sorted(programs(canary_of(folder)).items()))
-    how = draw.choice(("archive", "archive, comment kept", "pickle", "old"))
+    how = draw.choice(
+        ("archive", "archive, comment kept", "archive, sealed", "archive, sealed", "pickle", "old")
+    )
     program = b"\x80\x02" + program + b"."
     if how.startswith("archive"):
         with zipfile.ZipFile(file) as archive:
             members = {info.filename: archive.read(info) for info in archive.infolist()}
             comment = archive.comment if "kept" in how else b""
         pickled = next(member for member in members if member.endswith("data.pkl"))
-        file.write_bytes(zipped(members | {pickled: program}, comment))
+        content = zipped(members | {pickled: program}, comment)
+        file.write_bytes(sealed(content) if "sealed" in how else content)
     else:
         magic = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2)
         magic += pickle.dumps({"protocol_version": 1001, "little_endian": True}, 2)

@@ -32,7 +32,7 @@ class Outcome(NamedTuple):
     """What came of an input: accepted, refused, or one of `FAILURES`; and why."""
 
     name: str
-    index: int
+    number: int
     kind: str
     detail: str
     seconds: float
@@ -65,9 +65,7 @@ class Worker:
 
     def _start(self) -> None:
         self._connection, theirs = get_context("forkserver").Pipe()
-        self._process = get_context("forkserver").Process(
-            target=serve, args=(theirs, *self._job), daemon=True
-        )
+        self._process = get_context("forkserver").Process(target=serve, args=(theirs, *self._job))
         self._process.start()
         theirs.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import re
 import shutil
@@ -13,7 +14,7 @@ from random import Random
 import yaml
 
 from fuzzing.cases import Case, Format
-from fuzzing.grammar import WORDS, damage_tensors, damage_text, damage_tree
+from fuzzing.grammar import WORDS, damage_tensors, damage_text, damage_tree, signed
 from fuzzing.mutate import FLOATS, INTEGERS, damage
 from fuzzing.pickles import damage_pickle
 from fuzzing.seeds import MODEL, STEPS, STEPWISE, tensors
@@ -27,9 +28,12 @@ def _weights(draw: Random, folder: Path, seeds: Path) -> Case:
     run = shutil.copytree(seeds / "run", folder / "run")
     file = run / "checkpoints" / "best.safetensors"
     content, what = damage_tensors(draw, file.read_bytes())
-    file.write_bytes(content)
     store = seeds / "data" / "val_id.safetensors"
     words = ["predict", "run", str(store), *_PREDICT]
+    if draw.random() < 0.4:  # by somebody who knows how
+        file.write_bytes(signed(content))
+        return Case(words, (file.name, "sid "), len(content), f"{what}, signed")
+    file.write_bytes(content)
     return Case(words, (file.name,), len(content), what, partial(_same_energies, folder, seeds))
 
 
@@ -43,8 +47,11 @@ def _checkpoint(draw: Random, folder: Path, seeds: Path) -> Case:
     file = run / "checkpoints" / "last.ckpt"
     how = draw.choice((damage, damage_member, damage_member))
     content, what = how(draw, file.read_bytes())
-    file.write_bytes(content)
     words = ["train", "--resume", "run", f"--trainer.max_steps={STEPS + 1}"]
+    if how is damage_member and draw.random() < 0.6:  # by somebody who knows how
+        file.write_bytes(sealed(content))
+        return Case(words, (file.name, "loss is"), len(content), f"{what}, sealed")
+    file.write_bytes(content)
     check = partial(_same_end, run, seeds / "resumed")
     return Case(words, (file.name,), len(content), what, check)
 
@@ -73,6 +80,15 @@ def zipped(members: dict[str, bytes], comment: bytes = b"") -> bytes:
         for name, content in members.items():
             archive.writestr(name, content)
     return buffer.getvalue()
+
+
+def sealed(content: bytes) -> bytes:
+    """An archive whose comment is the sha256 of all before it, as checkpoints have it."""
+    seal = b"sha256:"
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        whole = content[: len(content) - len(archive.comment) - 2]
+    whole += (len(seal) + 64).to_bytes(2, "little")
+    return whole + seal + hashlib.sha256(whole).hexdigest().encode()
 
 
 def _same_end(run: Path, truth: Path) -> str | None:
@@ -183,7 +199,7 @@ def _options(draw: Random, folder: Path, seeds: Path) -> Case:
         value = draw.choice((*INTEGERS, *FLOATS, *WORDS, "-1", "0", "-2", "[1]", "{}", "x"))
         name = f"--{key}" if draw.random() < 0.9 else f"--{key}{draw.choice('sx-=')}"
         changed.append(f"{name}={value}" if draw.random() < 0.95 else name)
-    keys = tuple(key.partition(".")[2] for key in options)
+    keys = (*(key.partition(".")[2] for key in options), "no such file", "no split")
     return Case([*words, *changed], keys, None, f"{kind}: {' '.join(changed)[:100]}")
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from ase import Atoms
     from torch_geometric.data import Data
 
 SAMPLE = Path(__file__).resolve().parents[2] / "datasets" / "emt-sample"
@@ -110,7 +111,7 @@ def _archive(folder: Path) -> None:
             tar.add(folder / "seed.lmdb", f"{INNER}/{split}/data.lmdb")
 
 
-def atoms_of(record: Data) -> object:
+def atoms_of(record: Data) -> Atoms:
     """A record as ASE's Atoms, with its labels."""
     from ase import Atoms
     from ase.constraints import FixAtoms

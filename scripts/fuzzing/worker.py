@@ -13,7 +13,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
@@ -25,10 +26,14 @@ __all__ = ["Reply", "serve"]
 
 ADDRESS_SPACE = 3 << 30  # bytes beyond what the process has: more is refused at once
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-RUNS_CODE = ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.spawn", "os.fork")
-RUNS_CODE += ("pty.spawn", "socket.connect", "socket.getaddrinfo", "socket.bind", "ctypes.dlopen")
-CHANGES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.symlink", "os.link", "os.chmod")
-CHANGES += ("os.truncate", "shutil.rmtree", "shutil.move", "shutil.copyfile")
+RUNS_CODE = (
+    *("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "os.spawn", "pty.spawn"),
+    *("socket.connect", "socket.getaddrinfo", "socket.bind", "ctypes.dlopen"),
+)
+CHANGES = (
+    *("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.symlink", "os.link", "os.chmod"),
+    *("os.truncate", "shutil.rmtree", "shutil.move", "shutil.copyfile"),
+)
 
 
 class Reply(NamedTuple):
@@ -66,7 +71,7 @@ def serve(connection: Connection, formats: str, entrance: str, seeds: Path, seed
     gc.freeze()  # or each collection would copy what was loaded before the fork
     watch = _Watch()
     _limit_memory()
-    for name, index, folder in iter(connection.recv, None):
+    for name, index, folder in iter(partial(_next, connection), None):
         os.chdir(folder)
         try:
             case = known[name].make(draws_of(seed, name, index), folder, seeds)
@@ -79,6 +84,15 @@ def serve(connection: Connection, formats: str, entrance: str, seeds: Path, seed
             reply = _run(run, case, folder, watch)
         connection.send(reply)
         connection.send(_complaint(case) if reply.status == 0 else None)
+
+
+def _next(connection: Connection) -> tuple[str, int, Path] | None:
+    """The next input; None when the pool has ended, too."""
+    try:
+        job: tuple[str, int, Path] | None = connection.recv()
+    except EOFError:
+        return None
+    return job
 
 
 def _complaint(case: Case) -> str | None:
@@ -134,7 +148,7 @@ def _may_change(name: str, case: Case) -> bool:
 
 
 @contextlib.contextmanager
-def _captured(folder: Path):  # type: ignore[no-untyped-def]  # of two paths
+def _captured(folder: Path) -> Iterator[tuple[Path, Path]]:
     """Standard output and error of Python and of C, into files."""
     paths = folder / "stdout", folder / "stderr"
     streams = sys.stdout, sys.stderr
@@ -157,18 +171,18 @@ def _captured(folder: Path):  # type: ignore[no-untyped-def]  # of two paths
 
 
 @contextlib.contextmanager
-def _pictures(drawn: bool):  # type: ignore[no-untyped-def]
+def _pictures(drawn: bool) -> Iterator[None]:
     """Pictures are drawn for some inputs alone: each takes longer than all the rest."""
     from matplotlib import pyplot
     from matplotlib.figure import Figure
 
     real = Figure.savefig
     if not drawn:
-        Figure.savefig = lambda self, path, **_: Path(path).touch()
+        setattr(Figure, "savefig", lambda self, path, **_: Path(path).touch())  # noqa: B010
     try:
         yield
     finally:
-        Figure.savefig = real
+        setattr(Figure, "savefig", real)  # noqa: B010
         pyplot.close("all")
 
 
@@ -182,7 +196,7 @@ class _Watch:
         sys.addaudithook(self._hear)
 
     @contextlib.contextmanager
-    def armed(self, folder: Path):  # type: ignore[no-untyped-def]
+    def armed(self, folder: Path) -> Iterator[None]:
         self.events.clear()
         self._folder = os.path.realpath(folder)
         try:
