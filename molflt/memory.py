@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["available_memory", "is_out_of_memory"]
+__all__ = ["available_memory", "is_out_of_memory", "within_memory"]
 
 # Of torch's allocators, of C++ and of vesin; CUDA's own is a RuntimeError, too.
 _WORDS = re.compile(r"out of memory|not enough memory|allocate memory|bad_alloc", re.IGNORECASE)
@@ -24,6 +26,29 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, RuntimeError):
         return bool(_WORDS.search(str(error)))
     return isinstance(error, MemoryError)
+
+
+@contextmanager
+def within_memory(what: Callable[[], str], advice: str) -> Iterator[None]:
+    """Says what the memory did not suffice for, if it does not.
+
+    Args:
+        what: names what is computed in the block; called only then.
+        advice: what to lower.
+
+    Raises:
+        ValueError: the memory of the CPU or a GPU did not suffice.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        asked = re.search(r"tried to allocate ([\d.]+ \w+)", str(error), re.IGNORECASE)
+        reason = f"{asked[1]} at once" if asked else " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{what()} does not fit into memory ({reason or 'no details'}); {advice}"
+        ) from None
 
 
 def available_memory() -> int | None:

@@ -20,6 +20,7 @@ from molflt.data.images.datamodule import ImageData
 from molflt.evaluation.attention import _attention_of, _locality_of
 from molflt.evaluation.report import Report, _align, write_csv
 from molflt.image.classifier import ImageClassifier
+from molflt.memory import within_memory
 from molflt.tasks.images import ImageTask
 from molflt.training.config import Config
 
@@ -85,11 +86,12 @@ def _classify(model: nn.Module, images: LabeledImages, batch_size: int, name: st
     """Runs a model over images; the progress bar has that name.
 
     Raises:
-        ValueError: if a logit is not finite.
+        ValueError: if a logit is not finite, or a batch does not fit into memory.
     """
     logits, labels = [], []
     device = next(model.parameters()).device
-    with torch.inference_mode():
+    batch_of = f"{name}: a batch of {batch_size} images"
+    with torch.inference_mode(), within_memory(lambda: batch_of, "lower --batch-size"):
         for batch, label in tqdm(
             DataLoader(images, batch_size=batch_size), desc=name, leave=False, disable=None
         ):

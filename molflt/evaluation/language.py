@@ -16,6 +16,7 @@ from molflt.data.text.datamodule import TokenBlocks, read_blocks
 from molflt.data.text.vocabulary import Vocabulary
 from molflt.evaluation.attention import _attention_of, _locality_of
 from molflt.evaluation.report import Report, _align
+from molflt.memory import within_memory
 from molflt.sequence.language_model import LanguageModel
 from molflt.tasks.language import LanguageTask
 from molflt.training.config import Config
@@ -111,11 +112,12 @@ def _token_losses(
     """Negative log-likelihood of each token of a text, nats: (blocks, length); NaN where none is.
 
     Raises:
-        ValueError: if a loss is not finite.
+        ValueError: if a loss is not finite, or a batch does not fit into memory.
     """
     device = next(model.parameters()).device
     found = []
-    with torch.inference_mode():
+    batch_of = f"{name}: a batch of {batch_size} x {blocks.length:,} tokens"
+    with torch.inference_mode(), within_memory(lambda: batch_of, "lower --batch-size"):
         batches = DataLoader(blocks, batch_size=batch_size)
         for inputs, targets in tqdm(batches, desc=name, leave=False, disable=None):
             score = model.log_likelihood(inputs.to(device), targets.to(device))

@@ -17,6 +17,8 @@ from molflt.atoms import Tag
 from molflt.data.batches import SizeBucketedBatchSampler
 from molflt.data.structures import Structures, open_dataset
 from molflt.evaluation.report import _warn
+from molflt.memory import within_memory
+from molflt.tasks.memory import expect_memory
 
 if TYPE_CHECKING:
     from torch_geometric.data import Batch
@@ -152,13 +154,9 @@ def _unknown_elements(model: nn.Module, present: set[int]) -> list[str]:
 
 
 def _energies(model: nn.Module, batch: Batch, path: Path) -> NDArray[np.float64]:
-    try:
+    with within_memory(lambda: _largest(batch, path), "lower --batch-size"):
+        expect_memory(model, batch)
         energy: NDArray[np.float64] = model(batch)["energy"].double().cpu().numpy()
-    except torch.OutOfMemoryError:
-        raise ValueError(
-            f"{path}: a batch of {batch.num_graphs} structures does not fit into the memory of "
-            f"{batch.pos.device}; lower --batch-size"
-        ) from None
     if energy.shape != (batch.num_graphs,):
         raise ValueError(
             f"the model must return one energy per structure, ({batch.num_graphs},); got "
@@ -171,6 +169,16 @@ def _energies(model: nn.Module, batch: Batch, path: Path) -> NDArray[np.float64]
             "expected a finite number; look at this structure, or use another checkpoint"
         )
     return energy
+
+
+def _largest(batch: Batch, path: Path) -> str:
+    """What is in a batch, for messages."""
+    counts = batch.ptr.diff()
+    most = int(counts.argmax())
+    return (
+        f"{path}: a batch of {batch.num_graphs}, of which sid {int(batch.sid[most])} has "
+        f"{int(counts[most]):,} atoms,"
+    )
 
 
 def _hill(numbers: NDArray[np.int64]) -> str:

@@ -3,6 +3,7 @@
 # No `from __future__ import annotations`: jsonargparse would import all that stands below
 # TYPE_CHECKING, PyG included, to read annotations that are strings.
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from molflt.data.structures import augment
 from molflt.metrics import EWT_THRESHOLD, Metric
 from molflt.tasks.base import Task
+from molflt.tasks.memory import expect_memory
 
 if TYPE_CHECKING:
     from torch_geometric.data import Batch
@@ -141,7 +143,7 @@ class IS2RETask(Task["Batch", "IS2REData"]):
         if self.rotate != "none":
             matrices = augment.random_orthogonal(batch.num_graphs, self.rotate)
             batch = augment.rotate(batch, matrices)
-        out = self.model(batch)
+        out = self._predict(batch)
         energy, target = out["energy"], batch.y_relaxed
         _same_shape(energy, target)
         scale = self.model.get_buffer("energy_std")
@@ -155,7 +157,12 @@ class IS2RETask(Task["Batch", "IS2REData"]):
         return loss, _EnergySums.of(energy.detach(), target, displacement)
 
     def judge(self, batch: "Batch") -> "_EnergySums":
-        return _EnergySums.of(self.model(batch)["energy"], batch.y_relaxed)
+        return _EnergySums.of(self._predict(batch)["energy"], batch.y_relaxed)
+
+    def _predict(self, batch: "Batch") -> Mapping[str, Tensor]:
+        expect_memory(self.model, batch)
+        found: Mapping[str, Tensor] = self.model(batch)
+        return found
 
     def size(self, batch: "Batch") -> int:
         """Atoms."""

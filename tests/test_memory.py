@@ -1,0 +1,136 @@
+"""What does not fit into memory is named in one line, before it is taken where that is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_run import structures
+from torch import nn
+from torch_geometric.data import Batch
+
+from molflt.data.structures import open_dataset
+from molflt.data.structures.records import make_record
+from molflt.data.structures.store import write_store
+from molflt.evaluation import images as image_evaluation
+from molflt.evaluation import language as language_evaluation
+from molflt.evaluation.predictions import infer
+from molflt.graph.geometry import Geometry
+from molflt.graph.regressor import EnergyRegressor
+from molflt.memory import within_memory
+from molflt.tasks import memory
+from molflt.tasks.is2re import IS2RETask
+
+FAILURES = {
+    "torch": lambda: torch.empty(2**58),
+    "numpy": lambda: np.empty(2**58, dtype=np.uint8),
+    "cuda": lambda: throw(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")),
+    "c++": lambda: throw(RuntimeError("std::bad_alloc")),
+}
+
+
+def throw(error: Exception) -> None:
+    raise error
+
+
+class Greedy(nn.Module):
+    """Fails in one of these ways."""
+
+    def __init__(self, failure: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.failure = failure
+
+    def forward(self, *inputs: object) -> None:
+        FAILURES[self.failure]()
+
+    log_likelihood = forward
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    path = tmp_path / "few.safetensors"
+    write_store(path, structures(3, first_sid=70))
+    return path
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_predictions_name_batch_and_largest_structure(store: Path, failure: str) -> None:
+    dataset = open_dataset(store)
+    sizes = [int(record.natoms) for record in dataset]
+    expected = f"few.safetensors: a batch of 3, of which sid {70 + int(np.argmax(sizes))} has"
+    with pytest.raises(
+        ValueError, match=f"{expected} {max(sizes)} atoms, does not fit .*"
+    ) as caught:
+        infer(Greedy(failure), dataset, 8, "few")
+    assert str(caught.value).endswith("; lower --batch-size")
+    assert len(str(caught.value).removeprefix(str(store))) < 300
+
+
+def test_other_errors_pass() -> None:
+    with pytest.raises(RuntimeError, match="shapes"), within_memory(lambda: "x", "y"):
+        throw(RuntimeError("shapes do not match"))
+
+
+@pytest.mark.parametrize("failure", ["torch", "cuda"])
+def test_images_and_texts_name_the_batch(failure: str) -> None:
+    images = [(torch.zeros(1, 2, 2), torch.tensor(0))] * 3
+    with pytest.raises(ValueError, match="val: a batch of 7 images does not fit .*--batch-size"):
+        image_evaluation._classify(Greedy(failure), images, 7, "val")
+    blocks = [(torch.zeros(5), torch.zeros(5))]
+    blocks = type("Blocks", (list,), {"length": 5})(blocks)
+    with pytest.raises(ValueError, match="val: a batch of 7 x 5 tokens does not fit"):
+        language_evaluation._token_losses(Greedy(failure), blocks, 7, "val")
+
+
+def crystal(side: int, pbc: bool = True) -> Batch:
+    grid = np.arange(side) * 2.6
+    pos = np.stack(np.meshgrid(grid, grid, grid), axis=-1).reshape(-1, 3)
+    record = make_record(
+        pos=pos,
+        atomic_numbers=np.full(len(pos), 29),
+        cell=np.eye(3) * side * 2.6,
+        pbc=[pbc] * 3,
+        tags=np.ones(len(pos), dtype=int),
+        sid=5,
+        y_relaxed=0.0,
+    )
+    return Batch.from_data_list([record, record])
+
+
+def small(**options: object) -> EnergyRegressor:
+    return EnergyRegressor(dim=16, heads=2, layers=1, ffn_dim=16, num_features=8, **options).eval()
+
+
+def test_reciprocal_nodes_are_counted_before_they_are_made(monkeypatch) -> None:
+    model, batch = small(), crystal(4)
+    geometry = Geometry.of_data(batch)
+    nodes = model.encoding.periodic.nodes(
+        geometry, model.encoding.periodic.dense(geometry), model.encoding.position
+    )
+    waves = 2 * 4 * 2 * nodes.xi.shape[1] * 2 * 2 * 64  # both sides, bytes, waves, graphs, heads
+    monkeypatch.setattr(memory, "available_memory", lambda: int(1.5 * waves) - 1)
+    with pytest.raises(MemoryError, match=rf"{nodes.xi.shape[1]} reciprocal nodes x 64 atoms x 2"):
+        memory.expect_memory(model, batch)
+    for free in (int(1.5 * waves), None):
+        monkeypatch.setattr(memory, "available_memory", lambda free=free: free)
+        memory.expect_memory(model, batch)
+    monkeypatch.setattr(memory, "available_memory", lambda: 1)
+    for other in (small(periodic="none"), small(position="none"), nn.Identity()):
+        memory.expect_memory(other, batch)
+
+
+def test_training_and_prediction_ask_before(monkeypatch, tmp_path: Path) -> None:
+    model = small()
+    monkeypatch.setattr(model, "forward", lambda batch: throw(AssertionError("too late")))
+    monkeypatch.setattr(memory, "available_memory", lambda: 1000)
+    task = IS2RETask(model)
+    for act in (lambda: task.loss(crystal(2), 0.0), lambda: task.judge(crystal(2))):
+        with pytest.raises(MemoryError, match="reciprocal nodes"):
+            act()
+    path = tmp_path / "one.safetensors"
+    write_store(path, crystal(2).to_data_list())
+    with pytest.raises(ValueError, match="a batch of 2, of which sid 5 .*max_frequency .*; lower"):
+        infer(model, open_dataset(path), 4, "one")
