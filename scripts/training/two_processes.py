@@ -1,0 +1,118 @@
+"""Every shipped configuration in two processes on the CPU, by `molflt train`: a few steps each.
+
+Distributed training stops at a parameter that no loss reaches, which training in one process does
+not notice. Models and data are small; everything else is what the files say.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import yaml
+from kit.rows import Promise, Row, Rows, markdown
+from PIL import Image
+
+from molflt.commands.train import build_parser
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICK = {"only": ("demo",), "steps": 2}
+SMALL = ["--model.dim=24", "--model.heads=3", "--model.ffn_dim=16", "--data.batch_size=4"]
+
+
+def combinations() -> Iterator[tuple[str, ...]]:
+    """Files that make a training, the one that goes below first."""
+    below = {"atoms": "demo", "oc20": "oc20/base", "lm": "lm/wikitext2"}
+    below["image"] = "image/fashion-mnist"
+    configs = ROOT / "configs"
+    for path in sorted(configs.rglob("*.yaml")):
+        name = path.relative_to(configs).with_suffix("").as_posix()
+        alone = "data" in yaml.safe_load(path.read_text())
+        folder = name.split("/")[0]
+        yield (name,) if alone else (below[folder], name)
+
+
+def write_data(folder: Path) -> dict[str, list[str]]:
+    """Data of each recipe, as options."""
+    words = (ROOT / "docs" / "attention.md").read_text()
+    for split in ("train", "val"):
+        (folder / f"{split}.txt").write_text(words)
+    pixels = np.random.default_rng(0).integers(0, 256, (10, 4, 28, 28), dtype=np.uint8)
+    for label, images in enumerate(pixels):
+        (folder / "images" / str(label)).mkdir(parents=True)
+        for number, image in enumerate(images):
+            Image.fromarray(image).save(folder / "images" / str(label) / f"{number}.png")
+    text = [f"--data.{split}={folder}/{split}.txt" for split in ("train", "val")]
+    clusters = ["--model.adaptive_cutoffs=[20, 60]", "--data.length=32", "--model.max_length=32"]
+    image = [f"--data.train={folder}/images", "--data.val=null", "--data.val_fraction=0.5"]
+    image += ["--data.class_names=null", "--data.image_size=28", "--data.resize=null"]
+    return {
+        "is2re": [f"--data.root={ROOT / 'datasets' / 'emt-sample'}"],
+        "language": [*text, "--data.test=null", *clusters],
+        "images": [*image, "--model.patch_size=4"],
+    }
+
+
+def train(names: tuple[str, ...], data: dict[str, list[str]], folder: Path, steps: int) -> Row:
+    """One training, and how it ended."""
+    files = [word for name in names for word in ("--config", f"{ROOT}/configs/{name}.yaml")]
+    recipe = yaml.safe_load(Path(files[1]).read_text()).get("recipe", "is2re")
+    words = [
+        *files,
+        *SMALL,
+        *data[recipe],
+        "--run",
+        str(folder / "-".join(names).replace("/", "_")),
+    ]
+    for key in ("max_steps", "val_every", "checkpoint_every"):
+        words.append(f"--trainer.{key}={steps}")
+    config = build_parser([*words, "--recipe", recipe]).parse_args(words)
+    words.append(f"--model.layers={min(2, config.model.layers)}")
+    words.append(f"--task.warmup_steps={min(1, config.task.warmup_steps)}")
+    words += ["--trainer.devices=2", "--trainer.accelerator=cpu", "--trainer.strategy=ddp"]
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "molflt", "train", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    last = (done.stderr.strip().splitlines() or [""])[-1]
+    return {
+        "configuration": " + ".join(names),
+        "recipe": recipe,
+        "ended": "well" if done.returncode == 0 else f"{done.returncode}: {last[:200]}",
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def measure(only: tuple[str, ...] = (), steps: int = 3) -> Rows:
+    """Trains every combination of files, or those that end with one of the names."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        data = write_data(folder)
+        rows = []
+        for names in combinations():
+            if not only or names[-1] in only:
+                rows.append(train(names, data, folder, steps))
+                print(f"{rows[-1]['configuration']}: {rows[-1]['ended']}", flush=True)
+    return rows
+
+
+def table(rows: Rows) -> str:
+    """How many of each recipe, and those that did not end well."""
+    lines = []
+    for recipe in dict.fromkeys(row["recipe"] for row in rows):
+        own = [row for row in rows if row["recipe"] == recipe]
+        bad = [row["configuration"] for row in own if row["ended"] != "well"]
+        lines.append([recipe, str(len(own)), str(len(own) - len(bad)), ", ".join(bad) or "none"])
+    return markdown(["recipe", "configurations", "trained in two processes", "others"], lines)
+
+
+def failures(rows: Rows) -> float:
+    """Configurations that did not train."""
+    return sum(row["ended"] != "well" for row in rows)
+
+
+PROMISES = [Promise("configurations that do not train in two processes", failures, most=0)]
