@@ -29,11 +29,10 @@ _PER_STRUCTURE = ("cell", "pbc", "sid", "y_init", "y_relaxed")
 
 def stored(path: Path) -> list[Structure]:
     """Structures of a compact store that the package wrote."""
-    columns = {}
-    for key, content in tensors(path).items():
-        name, kind, shape = key.split(" ", 2)
-        sides = [int(side) for side in shape.strip("[]").split(",") if side.strip()]
-        columns[name] = np.frombuffer(content, _TYPES[kind]).reshape(sides)
+    columns = {
+        name: np.frombuffer(content, _TYPES[kind]).reshape(shape)
+        for (name, kind, shape), content in tensors(path).items()
+    }
     offsets = columns["offsets"]
     found = []
     for i, (a, b) in enumerate(itertools.pairwise(offsets)):
@@ -103,7 +102,7 @@ def lmdb_records(path: Path) -> list[Structure | None]:
             keys = sorted(int(key) for key, _ in transaction.cursor() if key.isdigit())
         except lmdb.Error:  # some page cannot be reached, others can
             keys = list(range(_MOST))
-        return [_decoded(key, _value(transaction, key)) for key in keys]
+        return [decoded(key, _value(transaction, key)) for key in keys]
 
 
 def _value(transaction: Any, key: int) -> bytes:
@@ -115,7 +114,7 @@ def _value(transaction: Any, key: int) -> bytes:
         return b""
 
 
-def _decoded(key: int, content: bytes) -> Structure | None:
+def decoded(key: int, content: bytes) -> Structure | None:
     try:
         fields = _fields(content)
         return structure(**{name: fields.get(name) for name in _NAMES}, number=key)

@@ -1,6 +1,8 @@
 """All packages that an input may need: loaded once, before workers are forked."""
 
 # ruff: noqa: F401
+import threading
+
 import ase.constraints
 import ase.db
 import ase.db.jsondb
@@ -16,6 +18,7 @@ import PIL.Image
 import requests
 import scipy.ndimage
 import torch_geometric.datasets
+import tqdm
 import vesin
 
 import fuzzing.worker
@@ -34,3 +37,6 @@ import molflt.image
 import molflt.sequence
 import molflt.training.fit
 import molflt.training.loop
+
+# In place of one between processes, which a killed worker would leave behind
+tqdm.tqdm.set_lock(threading.RLock())

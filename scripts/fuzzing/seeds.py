@@ -201,13 +201,13 @@ def md5(path: Path) -> str:
     return hashlib.md5(path.read_bytes()).hexdigest()
 
 
-def tensors(path: Path) -> dict[str, bytes]:
-    """Names and contents of a safetensors file, read by hand."""
+def tensors(path: Path) -> dict[tuple[str, str, tuple[int, ...]], bytes]:
+    """(name, type, shape) and content of what a safetensors file has, read by hand."""
     content = path.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
     return {
-        f"{name} {entry['dtype']} {entry['shape']}": data[slice(*entry["data_offsets"])]
+        (name, entry["dtype"], tuple(entry["shape"])): data[slice(*entry["data_offsets"])]
         for name, entry in header.items()
         if name != "__metadata__"
     }

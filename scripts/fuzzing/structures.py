@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from random import Random
 
@@ -59,7 +60,15 @@ def _pages(draw: Random, folder: Path, seeds: Path) -> Case:
     content, what = damage_pages(draw, (seeds / "seed.lmdb").read_bytes())
     file = folder / "input.lmdb"
     file.write_bytes(content)
-    return reading(draw, file, seeds, what, oracles.lmdb_records)
+    return reading(draw, file, seeds, what, partial(_of_pages, seeds))
+
+
+def _of_pages(seeds: Path, file: Path) -> list[oracles.Structure | None]:
+    """What lmdb finds; and whole records that it cannot reach any more, as they were."""
+    found = oracles.lmdb_records(file)
+    whole = [path.read_bytes() for path in sorted((seeds / "records").glob("new-*"))]
+    before = map(oracles.decoded, range(len(found)), whole)
+    return [one or other for one, other in zip_longest(found, before)]
 
 
 def _record(draw: Random, folder: Path, seeds: Path) -> Case:
