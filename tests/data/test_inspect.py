@@ -6,11 +6,13 @@ import json
 import math
 
 import pytest
+import torch
 from matplotlib.figure import Figure
 from oc20_files import old_record, record, same, write_lmdb
 
 from molflt.commands.cli import main
 from molflt.data.structures import open_dataset
+from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.store import write_store
 from molflt.data.structures.summary import summarize
 from molflt.plots import structure_overview
@@ -160,3 +162,13 @@ def test_everything_bad(tmp_path):
     path = write_lmdb(tmp_path / "data.lmdb", {"0": b"damaged"})
     with pytest.raises(ValueError, match=r"no valid structures; expected at least one: .*damaged"):
         summarize(path, skip_bad=True)
+
+
+def test_records_of_s2ef_say_what_they_are(tmp_path, capsys):
+    y = {"y": -3.5, "force": torch.zeros(7, 3), "y_relaxed": None, "pos_relaxed": None}
+    path = write_lmdb(tmp_path / "train.lmdb", {str(i): old_record(i, **y) for i in range(2)})
+    found = as_json(capsys, path)
+    labels = next(text for text in found["warnings"] if text.startswith("no labels"))
+    assert "y and force are those of S2EF" in labels and "expected IS2RE" in labels
+    with pytest.raises(ValueError, match="sid 1000: y_relaxed must be .* y and force .* S2EF"):
+        IS2REData(tmp_path, val_split="train").normalizer()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from molflt.data.structures.ase_guards import bounded, check_counts, xyz_properties
 from molflt.data.structures.base import Structures
 from molflt.data.structures.records import make_record
 
@@ -139,26 +140,41 @@ def _frames(path: Path) -> Iterator[tuple[int, Atoms]]:
     suffix = path.suffix.lower()
     name = _DATABASES.get(suffix) or _FORMATS.get(suffix, "vasp")
     try:
-        if suffix in _DATABASES:
-            yield from _rows(path, name)
-        else:
-            import ase.io
-
-            # an @ in a path would otherwise be read as ASE's file@index
-            images = ase.io.iread(str(path), index=":", format=name, do_not_split_by_at_sign=True)
-            yield from enumerate(images)
+        check_counts(path, name)
+        with bounded(path, name) as count:
+            images = _rows(path, name) if suffix in _DATABASES else enumerate(_images(path, name))
+            for number, atoms in images:
+                yield number, count(atoms)
     except Exception as error:  # each format of ASE fails in its own way
         reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+        if isinstance(error, MemoryError):
+            reason = f"more memory than there is ({reason})"
         hint = "; install ase-db-backends to read it" if suffix == ".aselmdb" else ""
         raise ValueError(
             f"{path}: cannot be read; expected ASE's {name} format; "
-            f"got {type(error).__name__}: {reason}{hint}"
+            f"got {type(error).__name__}: {reason[:200]}{hint}"
         ) from None
+
+
+def _images(path: Path, kind: str) -> Iterator[Atoms]:
+    import ase.io
+
+    options: dict[str, Any] = {}
+    if kind == "extxyz":
+        options["properties_parser"] = xyz_properties
+    # an @ in a path would otherwise be read as ASE's file@index
+    yield from ase.io.iread(
+        str(path), index=":", format=kind, do_not_split_by_at_sign=True, **options
+    )
 
 
 def _rows(path: Path, kind: str) -> Iterator[tuple[int, Atoms]]:
     import ase.db
 
+    seen = set()
     with ase.db.connect(str(path), type=kind, use_lock_file=False) as database:
         for row in database.select():
+            if row.id in seen:
+                raise ValueError(f"row {row.id} comes twice")
+            seen.add(row.id)
             yield row.id, row.toatoms(add_additional_information=True)

@@ -32,6 +32,7 @@ class Structures(Dataset["Data"], ABC):
         suffixes: endings of the files that are for this class, lower case.
         path: as given.
         bad: (name, reason) of every structure that was left out.
+        hint: what to say where labels are missing; of what has been read so far.
     """
 
     suffixes: ClassVar[tuple[str, ...]] = ()
@@ -40,6 +41,7 @@ class Structures(Dataset["Data"], ABC):
         self.path = Path(path)
         self.skip_bad = skip_bad
         self.bad: list[tuple[str, str]] = []
+        self.hint = ""
         self._kept: np.ndarray | None = None  # indices in the file; None: all of them
 
     @classmethod
@@ -60,6 +62,14 @@ class Structures(Dataset["Data"], ABC):
         """The path that holds structures called `stem`, such as a split of a data set, if any."""
         files = (stem.with_name(stem.name + suffix) for suffix in cls.suffixes)
         return next((file for file in files if file.is_file()), None)
+
+    def verify(self) -> bool:
+        """Whether the source has a digest of what it holds, and still holds that.
+
+        Raises:
+            ValueError: if it holds something else than was written.
+        """
+        return False
 
     @abstractmethod
     def __len__(self) -> int: ...

@@ -70,6 +70,8 @@ class _OnePass:
 
     Attributes:
         bad: (name, reason) of the structures left out so far.
+        verified: whether the source has a digest, which fits.
+        hint: what to say of missing labels; see :class:`Structures`.
 
     Raises:
         ValueError: naming a structure that is not valid, or if none is.
@@ -80,10 +82,12 @@ class _OnePass:
             raise ValueError(f"limit must be at least 1; got {limit}")
         self.src, self.limit, self.skip_bad = src, limit, skip_bad
         self.bad: list[tuple[str, str]] = []
+        self.verified = False
+        self.hint = ""
 
     def __iter__(self) -> Iterator[tuple[Data, int]]:
         dataset = source_of(self.src).to_read_once(self.src, self.skip_bad)
-        self.bad = list(dataset.bad)
+        self.bad, self.verified = list(dataset.bad), dataset.verify()
         count, total = 0, min(len(dataset), self.limit or len(dataset))
         with tqdm(total=total, desc=self.src.name, unit=" structures", disable=None) as bar:
             for index in range(len(dataset)):
@@ -95,6 +99,7 @@ class _OnePass:
                     name = dataset.where(index)
                     self.bad.append((name, str(error).removeprefix(f"{name}: ")))
                     continue
+                self.hint = dataset.hint
                 yield found
                 count += 1
                 bar.update()

@@ -102,7 +102,7 @@ class IS2REData(BatchedData[Structures]):
         energies = dataset.y_relaxed
         missing = np.flatnonzero(~np.isfinite(energies))
         if len(missing):
-            raise ValueError(_no_label(dataset.path, [int(dataset[int(missing[0])].sid)]))
+            raise ValueError(_no_label(dataset, [int(dataset[int(missing[0])].sid)]))
         spread = float(energies.std())
         return float(energies.mean()), spread if spread > 0 else 1.0
 
@@ -114,7 +114,7 @@ class IS2REData(BatchedData[Structures]):
         """
         finite = torch.isfinite(batch.y_relaxed)
         if not bool(finite.all()):
-            raise ValueError(_no_label(self.datasets[use].path, batch.sid[~finite].tolist()))
+            raise ValueError(_no_label(self.datasets[use], batch.sid[~finite].tolist()))
 
     @staticmethod
     def collate(items: list["Data"]) -> "Batch":
@@ -140,9 +140,8 @@ class IS2REData(BatchedData[Structures]):
             raise ValueError(f"{dataset.path}: {error}") from None
 
 
-def _no_label(path: Path, sids: list[int]) -> str:
+def _no_label(dataset: Structures, sids: list[int]) -> str:
     shown = ", ".join(map(str, sids[:5])) + (", ..." if len(sids) > 5 else "")
-    return (
-        f"{path}: sid {shown}: y_relaxed must be a finite energy in eV; got none; "
-        "train and validate on labeled splits, or convert the file without these records"
+    return f"{dataset.path}: sid {shown}: y_relaxed must be a finite energy in eV; got none; " + (
+        dataset.hint or "train and validate on labeled splits, or convert the file without these"
     )

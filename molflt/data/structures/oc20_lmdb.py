@@ -197,6 +197,8 @@ class Oc20Lmdb(Structures):
                 f"{where}: expected pos, atomic_numbers, cell, ...; {missing[0]} is missing; "
                 f"got {', '.join(sorted(fields)) or 'no fields'}"
             )
+        if {"y", "force"} <= fields.keys() and "y_relaxed" not in fields:
+            self.hint = _S2EF
         if not isinstance(fields["pos"], torch.Tensor) or fields["pos"].ndim != 2:
             raise ValueError(f"{where}: pos must be a tensor (N, 3) in Å")
         return fields
@@ -246,6 +248,10 @@ class Oc20Lmdb(Structures):
 _FIELDS = (
     "pos", "atomic_numbers", "cell", "pbc", "tags", "fixed", "y_init", "y_relaxed", "pos_relaxed"
 )  # fmt: skip
+_S2EF = (
+    "its y and force are those of S2EF, energy and forces of single geometries; expected IS2RE, "
+    "whose y_relaxed is the energy after relaxation"
+)
 _UNREADABLE = (OSError, ValueError, KeyError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error)
 
 

@@ -101,7 +101,9 @@ def summarize(
         "left_out": [{"name": name, "reason": reason} for name, reason in structures.bad],
         "warnings": [],
     }
-    summary["warnings"] = _warnings(summary, energies, sids, untagged, len(free_displacements))
+    summary["warnings"] = _warnings(
+        summary, energies, sids, untagged, len(free_displacements), structures.hint
+    )
     present = {name: values[np.isfinite(values)] for name, values in energies.items()}
     return summary, present, shown
 
@@ -126,6 +128,7 @@ def _warnings(
     sids: list[int],
     untagged: int,
     free_atoms: int,
+    hint: str,
 ) -> list[str]:
     systems = summary["systems"]
     found = []
@@ -136,7 +139,8 @@ def _warnings(
         )
     unlabeled = systems - summary["with_labels"]
     if unlabeled:
-        found.append(f"no labels: {unlabeled} of {systems} systems have no y_relaxed")
+        why = f"; {hint}" if hint else ""
+        found.append(f"no labels: {unlabeled} of {systems} systems have no y_relaxed{why}")
     without = systems - summary["with_relaxed_positions"]
     if without:
         found.append(f"no relaxed positions: {without} of {systems} systems have no pos_relaxed")
