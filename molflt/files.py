@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-__all__ = ["atomically", "save_tensors", "shown", "verify_tensors", "write_atomically"]
+__all__ = ["append", "atomically", "save_tensors", "shown", "verify_tensors", "write_atomically"]
 
 _BLANK = b"0" * 64  # stands where the digest of a file will be, while it is computed
 
@@ -48,12 +48,31 @@ def atomically(path: Path) -> Iterator[Path]:
         _sync_folder(path.parent)
     except OSError as error:
         kept = "the one written before is kept" if path.exists() else "there is none before it"
-        raise OSError(
-            f"{path}: could not be written ({error.strerror or error}); {kept}; free some space, "
-            "then try again"
-        ) from error
+        raise _not_written(path, error, kept) from error
     finally:
         part.unlink(missing_ok=True)
+
+
+def _not_written(path: Path, error: OSError, kept: str) -> OSError:
+    return OSError(
+        f"{path}: could not be written ({error.strerror or error}); {kept}; free some space, then "
+        "try again"
+    )
+
+
+def append(path: Path, text: str) -> None:
+    """Appends to a file that exists, and waits until the disk has it.
+
+    Raises:
+        OSError: naming the file; its end may then be cut.
+    """
+    try:
+        with open(path, "a", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise _not_written(path, error, "what it held is kept") from error
 
 
 def _make_folder(folder: Path) -> None:

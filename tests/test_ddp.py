@@ -1,6 +1,10 @@
 """Two processes on the CPU: the metrics of one, each system counted once, and the same resume."""
 
+import os
+import shutil
 import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +12,7 @@ import torch
 from tiny_run import arguments, last_state, logged, process, start, table, write_data
 
 from molflt.training.callbacks import _LastCheckpoint
+from molflt.training.run_folder import RunFolder
 
 if not torch.distributed.is_available():
     pytest.skip("torch was built without torch.distributed", allow_module_level=True)
@@ -56,8 +61,21 @@ def test_two_processes_train_on_twice_as_many_systems(both):
     assert logged(two, key)[-1] == pytest.approx(logged(long, key)[-1], rel=1e-9)
 
 
+def test_processes_that_torchrun_starts_go_on_with_what_lightning_started(both):
+    run = both[1].parent / "resumed"
+    shutil.copytree(both[1], run)
+    train = ["-m", "--", "molflt", "train", "--resume", str(run), "--trainer.max_steps=8"]
+    words = ["-m", "torch.distributed.run", "--nproc-per-node=2", *train]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert last_state(run)["global_step"] == 8 and not (run / ".lock").exists()
+
+
 def test_a_signal_that_arrives_while_ranks_agree_is_not_lost(tmp_path):
-    callback = _LastCheckpoint(tmp_path, every=10)
+    callback = _LastCheckpoint(RunFolder(tmp_path), every=10)
 
     class Strategy:
         root_device = torch.device("cpu")

@@ -2,7 +2,10 @@
 
 import errno
 import os
+import pty
 import signal
+import subprocess
+import sys
 import time
 from contextlib import contextmanager
 
@@ -165,6 +168,31 @@ def test_ctrl_c_in_a_terminal(data, tmp_path):
     assert load_run(run, "last")[1]["trainer"]["max_steps"] == 100000
 
 
+@pytest.mark.skipif(os.name != "posix", reason="terminals of POSIX")
+def test_a_terminal_that_is_closed(data, tmp_path):
+    """The state is saved, although nothing can be printed any more."""
+    run, (ours, theirs) = tmp_path / "run", pty.openpty()
+    words = arguments(data, run, *STATEFUL, "--trainer.max_steps=100000")
+    code = "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    code += "from molflt.commands.cli import main; sys.exit(main(sys.argv[1:]))"
+    running = subprocess.Popen(
+        [sys.executable, "-c", code, "train", *words],
+        **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    os.close(theirs)
+    last, deadline = run / "checkpoints" / "last.ckpt", time.monotonic() + 120
+    while not last.exists():
+        assert running.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    before = last_state(run)["global_step"]
+    os.close(ours)
+    assert running.wait(timeout=30) == 128 + signal.SIGHUP
+    assert last_state(run)["global_step"] > before
+    assert load_run(run, "last")[1]["trainer"]["max_steps"] == 100000
+
+
 def test_a_second_signal_does_not_wait_for_the_step(data, tmp_path, capsys):
     run, before = tmp_path / "run", signal.getsignal(signal.SIGINT)
 
@@ -207,7 +235,8 @@ def test_resuming_a_finished_run_changes_nothing(whole):
     assert (whole / "metrics.csv").read_text() == rows
 
 
-def test_full_disk_keeps_the_last_good_checkpoint(data, whole, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("full", [20, 21, 22, 25])
+def test_full_disk_keeps_the_last_good_checkpoint(data, whole, tmp_path, monkeypatch, capsys, full):
     run = tmp_path / "run"
     real = os.fsync
     written = []
@@ -218,11 +247,12 @@ def test_full_disk_keeps_the_last_good_checkpoint(data, whole, tmp_path, monkeyp
             raise OSError(errno.ENOSPC, "No space left on device")
         real(handle)
 
-    with monkeypatch.context() as full:
-        full.setattr(molflt.files.os, "fsync", full_after_some)
+    with monkeypatch.context() as patched:
+        patched.setattr(molflt.files.os, "fsync", full_after_some)
         words = arguments(data, run, *STATEFUL, f"--trainer.max_steps={STEPS}")
         line = error_of(capsys, "train", *words)
-    assert "No space left on device" in line and "is kept; free some space, then try again" in line
+    assert line.startswith(str(run)) and "(No space left on device)" in line
+    assert "is kept; free some space, then try again" in line
     assert [path for path in run.rglob("*") if ".part" in path.name] == []
     assert_resumes(run, whole)
 

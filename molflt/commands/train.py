@@ -82,7 +82,8 @@ def _train(folder: RunFolder, config: Config) -> int:
     batches = parts.load("data")(**config["data"])
     batches.seed = config["seed"]
     batches.setup()
-    folder.check_data(batches.fingerprints() if folder.writes else {})
+    if folder.writes:  # once for all processes: it reads all data
+        folder.check_data(batches.fingerprints())
     model, trainer = config["model"], config["trainer"]
     _fit_sizes(model, batches.sizes())
     folder.check_config(config)  # with the sizes

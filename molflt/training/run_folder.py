@@ -9,6 +9,7 @@ import platform
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from molflt import __version__
 from molflt.data.batches import Fingerprint
-from molflt.files import verify_tensors, write_atomically
+from molflt.files import append, verify_tensors, write_atomically
 from molflt.metrics import Metric
 from molflt.training.checkpoint import (
     Checkpoint,
@@ -198,10 +199,7 @@ class RunFolder:
         """Appends a row to metrics.csv; raises as `save_weights` does."""
         if self.writes:
             self._lock.check()
-            with open(self.path / "metrics.csv", "a", encoding="utf-8", newline="") as file:
-                file.write(row)
-                file.flush()
-                os.fsync(file.fileno())  # a checkpoint that comes later must not outlive it
+            append(self.path / "metrics.csv", row)  # no later checkpoint may outlive it
 
     def draw_curve(self, metrics: Mapping[str, Metric], best: str) -> None:
         """Draws curve.png if anything is logged; a picture never hides why training stopped."""
@@ -229,15 +227,22 @@ def _versions() -> dict[str, str | None]:
     }
 
 
-def _git_commit() -> str | None:
+def _git_commit(root: Path = Path(__file__).parents[2]) -> str | None:
+    """The commit of molflt's own repository; None for a package, also one in another repository.
+
+    Args:
+        root: folder that holds the package.
+    """
     try:
+        project = tomllib.loads((root / "pyproject.toml").read_text())["project"]["name"]
         done = subprocess.run(
-            ["git", "rev-parse", "HEAD"],
-            cwd=Path(__file__).parent,
+            ["git", "-C", str(root), "rev-parse", "--show-toplevel", "HEAD"],
+            env={name: value for name, value in os.environ.items() if name[:4] != "GIT_"},
             capture_output=True,
             text=True,
             check=True,
         )
-    except (OSError, subprocess.CalledProcessError):
-        return None  # installed without git, or from a package
-    return done.stdout.strip()
+    except (OSError, ValueError, KeyError, TypeError, subprocess.CalledProcessError):
+        return None
+    top, commit = done.stdout.splitlines()
+    return commit if project == "molflt" and Path(top).samefile(root) else None
