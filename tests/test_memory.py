@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_run import structures
+from tiny_run import SMALL, error_of, start, structures, write_data
 from torch import nn
 from torch_geometric.data import Batch
 
@@ -134,3 +134,29 @@ def test_training_and_prediction_ask_before(monkeypatch, tmp_path: Path) -> None
     write_store(path, crystal(2).to_data_list())
     with pytest.raises(ValueError, match="a batch of 2, of which sid 5 .*max_frequency .*; lower"):
         infer(model, open_dataset(path), 4, "one")
+
+
+@pytest.mark.parametrize("place", ["step 0", "step 1"])
+def test_training_names_step_and_batch(monkeypatch, tmp_path: Path, place: str) -> None:
+    """In the validation before the first step, and in the second step."""
+    data, steps = write_data(tmp_path / "data", 6, 4), []
+    forward = EnergyRegressor.forward
+
+    def greedy(self: EnergyRegressor, batch: Batch) -> object:
+        steps.extend([1] * self.training)
+        fails = len(steps) == 2 if place == "step 1" else not self.training
+        return FAILURES["torch"]() if fails else forward(self, batch)
+
+    monkeypatch.setattr(EnergyRegressor, "forward", greedy)
+    with pytest.raises(ValueError, match=rf"^{place} with \d+ atoms, sids [\d, ]+, does not fit"):
+        start(data, tmp_path / "run", "--trainer.max_steps=4", "--trainer.num_sanity=1")
+
+
+def test_the_command_says_it_in_a_line(monkeypatch, tmp_path: Path, capsys) -> None:
+    """Training has no batch that fits: from the options to the line."""
+    data = write_data(tmp_path / "data", 6, 4)
+    monkeypatch.setattr(memory, "available_memory", lambda: 1000)
+    words = [*SMALL[:5], "--data.batch_size=4", "--task.warmup_steps=1", f"--data.root={data}"]
+    words += [f"--run={tmp_path / 'run'}", "--trainer.max_steps=2", "--trainer.accelerator=cpu"]
+    line = error_of(capsys, "train", *words)
+    assert "step 0 with" in line and "reciprocal nodes" in line and "data.batch_size" in line

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from molflt.data.batches import BatchedData
+from molflt.memory import is_out_of_memory, within_memory
 from molflt.tasks.base import Task
 from molflt.training.run_folder import RunFolder
 
@@ -48,8 +49,9 @@ def _run_steps(
     Raises:
         ValueError: naming the checkpoint, if the state in it is none of this training.
     """
-    checkpoints = _CheckpointIO(folder)
-    with warnings.catch_warnings():
+    checkpoints, steps = _CheckpointIO(folder), _LightningTask(task)
+    smaller = "lower data.batch_size, or data.max_atoms or data.length where there is one"
+    with warnings.catch_warnings(), within_memory(steps.place, smaller):
         _silence_lightning()
         trainer = pl.Trainer(
             # Buffers change in the same way on all ranks; broadcasting them would wait for ranks
@@ -66,13 +68,13 @@ def _run_steps(
         )
         last = None if folder.checkpoint is None else folder.last
         try:
-            trainer.fit(_LightningTask(task), _Loaders(data), ckpt_path=last, weights_only=True)
+            trainer.fit(steps, _Loaders(data), ckpt_path=last, weights_only=True)
         except SystemExit as stop:
             if isinstance(stop.__context__, KeyboardInterrupt):  # a second Ctrl-C, in its words
                 raise KeyboardInterrupt from stop
             raise
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            if not checkpoints.restoring or isinstance(error, torch.OutOfMemoryError):
+            if not checkpoints.restoring or is_out_of_memory(error):
                 raise
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise ValueError(
@@ -108,7 +110,8 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         self.model = task.model
         self.gradient_norm = float("nan")
         self.last_lr = task.lr
-        self._batch = ""
+        self._batch = "no batch yet"
+        self._size = 0
         self._sums: list[Tensor] = []
         self._metrics: dict[str, float] | None = None
 
@@ -131,12 +134,12 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
             ValueError: if the loss is not finite; names step, items and learning rate.
         """
         progress = self.global_step / max(1, self.trainer.max_steps)
+        self._batch, self._size = self.task.name(batch), self.task.size(batch)
         loss, sums = self.task.loss(batch, progress)
-        self._batch = self.task.name(batch)
         if not bool(torch.isfinite(loss)):
             raise ValueError(self._diverged("loss", loss.item()))
         self.last_lr = self._learning_rate()
-        row = [loss.detach(), loss.new_tensor(1), torch.tensor(self.task.size(batch)), *sums]
+        row = [loss.detach(), loss.new_tensor(1), torch.tensor(self._size), *sums]
         return {"loss": loss, "sums": _row(row, self.device)}
 
     def configure_gradient_clipping(
@@ -165,6 +168,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         self._sums, self._metrics = [], None
 
     def validation_step(self, batch: _Batch, batch_idx: int) -> None:
+        self._batch, self._size = self.task.name(batch), self.task.size(batch)
         self._sums.append(_row(list(self.task.judge(batch)), self.device))
 
     def validation_metrics(self) -> dict[str, float]:
@@ -202,6 +206,11 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
 
     def _lr_factor(self, step: int) -> float:
         return self.task.lr_factor(step, self.trainer.max_steps)
+
+    def place(self) -> str:
+        """Where the steps have come to, for messages."""
+        step, unit = self.global_step, self.task.unit
+        return f"step {step} with {self._size:,} {unit}, {self._batch},"
 
     def _diverged(self, what: str, value: float) -> str:
         return (
