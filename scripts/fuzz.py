@@ -123,6 +123,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer of the inputs that train")
     parser.add_argument("--only", nargs="+", choices=FORMATS, metavar="FORMAT", help="some formats")
     parser.add_argument("--case", help="FORMAT:INDEX; one input alone, whose files stay")
+    parser.add_argument("--seeds", type=Path, help="valid files; made if there are none")
     parser.add_argument("--out", type=Path, default=Path("runs/fuzz"), help="for failures")
     return parser.parse_args(words)
 
@@ -141,7 +142,9 @@ def main(words: Sequence[str] | None = None) -> int:
     found = []
     with tempfile.TemporaryDirectory(prefix="molflt-fuzz-") as temporary:
         folder = Path(temporary)
-        seeds = seeds_in(folder / "seeds")
+        seeds = (options.seeds or folder / "seeds").absolute()
+        if not seeds.exists():
+            seeds_in(seeds)
         count = min(options.jobs, len(cases))
         workers = [
             Worker("fuzz:FORMATS", ENTRANCE, seeds, folder / "inputs", options.seed)

@@ -191,7 +191,7 @@ def start_server() -> None:
         forkserver.ensure_running()
 
 
-def seeds_in(folder: Path) -> Path:
+def seeds_in(folder: Path) -> None:
     """Makes the seeds.
 
     Raises:
@@ -207,8 +207,8 @@ def seeds_in(folder: Path) -> Path:
     finally:
         process.join()
     if problem is not None:
+        shutil.rmtree(folder, ignore_errors=True)
         raise DriverError(f"the seeds cannot be made: {problem}")
-    return folder
 
 
 def _first(connection: Connection) -> object:
