@@ -57,6 +57,11 @@ def _as_text(summary: Summary) -> str:
     for name, values in summary["energies_eV"].items():
         lines.append(f"{name:<12}" + _range(values, "eV"))
     lines.append("displaced   " + _range(summary["displacements_A"], "Å") + " (free atoms)")
+    if summary["verified"] is not None:
+        known = (
+            "fits what it holds" if summary["verified"] else "none; molflt data convert adds one"
+        )
+        lines.append(f"digest      {known}")
     if "plot" in summary:
         lines.append(f"picture     {summary['plot']}")
     lines += [f"warning: {text}" for text in summary["warnings"]]

@@ -72,9 +72,11 @@ def open_structures(path: Path, skip_bad: bool) -> Structures:
 
     Raises:
         FileNotFoundError: if there is nothing.
-        ValueError: if there are no structures, or one cannot be used.
+        ValueError: if there are no structures, one cannot be used, or the file was changed since
+            it was written.
     """
     dataset = open_dataset(path, skip_bad=skip_bad)
+    dataset.verify()
     if dataset.bad:
         shown = "; ".join(f"{name}: {reason}" for name, reason in dataset.bad[:5])
         more = "; ..." if len(dataset.bad) > 5 else ""

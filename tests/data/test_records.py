@@ -99,7 +99,7 @@ def test_oc20_floats_become_integers_and_memory_is_not_shared():
                 (True, "True"),
                 (None, "None"),
                 (10**5000, "an integer of 16610 bits"),
-                ("9" * 5000, "'9{79}[.]{3}"),
+                ("9" * 5000, "'9+[.]{3}9+'"),
                 ("1_000", "'1_000'"),
                 (torch.tensor([1, 2]), r"shape \(2,\)"),
                 (torch.tensor(1.5), "tensor"),

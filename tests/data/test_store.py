@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 
 import numpy as np
@@ -10,9 +11,12 @@ from oc20_files import record, same
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from molflt.commands.cli import main
 from molflt.data.structures import open_dataset
+from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.records import make_record
 from molflt.data.structures.store import StructureStore, write_store
+from molflt.evaluation.predictions import open_structures
 
 
 def mixed():
@@ -35,7 +39,9 @@ def test_round_trip_is_exact(store):
     assert isinstance(dataset, StructureStore)
     with safe_open(store, framework="numpy") as file:
         header = {"format": "molflt-structures", "version": "1", "source": "a test"}
-        assert file.metadata() == header and dataset.source == "a test"
+        metadata = file.metadata()
+        assert len(metadata.pop("sha256")) == 64 and metadata == header
+    assert dataset.source == "a test" and dataset.verify() is True
     assert dataset.path == store and len(dataset) == 5 and dataset.bad == []
     for written, read in zip(mixed(), dataset, strict=True):
         same(written, read)
@@ -66,12 +72,14 @@ def damage(path, **changes):
             columns[name] = change(old.copy())
     with safe_open(path, framework="numpy") as file:
         metadata = file.metadata()
+    metadata.pop("sha256", None)  # as written by another program, or an older version
     save_file(columns, path, metadata=metadata)
 
 
 def put(position, value):
     def change(column):
-        column[position] = value
+        raw = column.view("u1") if column.dtype == bool else column  # of bools, any byte
+        raw[position] = value
         return column
 
     return change
@@ -89,6 +97,17 @@ def put(position, value):
         ({"offsets": None}, "'offsets' must be"),
         ({"y_relaxed": put(3, np.inf)}, "sid 1002: y_relaxed must be finite"),
         ({"cell": put((3, 0, 0), np.nan)}, "sid 1002: cell must be finite"),
+        ({"cell": put(3, 0)}, "sid 1002: periodic axes need linearly independent"),
+        ({"cell": put((3, 0), (1.5, 7, 0))}, "sid 1002: periodic axes need linearly independent"),
+        ({"cell": put((3, 1), (1.5, 0.4, 0))}, "sid 1002: .* at least 0.5 Å apart"),
+        ({"pbc": put((3, 2), 2)}, "sid 1002: pbc must be 0 or 1"),
+        ({"offsets": put(slice(1, 3), (2**63 - 1, -10))}, "'offsets' must rise from 0"),
+        ({"offsets": put(slice(1, 3), (2**62, 2**62 + 1))}, "'offsets' must rise from 0"),
+        ({"pos": lambda c: c[:0]}, r"key 'pos' must be float32 .* got .*\(0, 3\)"),
+        ({"tags": lambda c: c[:0].astype("i4")}, "key 'tags' must be uint8 .*; got"),
+        ({"tags": lambda c: c.astype("f2")}, "key 'tags' must be uint8"),
+        ({"cell": lambda c: c.reshape(-1)}, "key 'cell' must be float32"),
+        ({"offsets": lambda c: c[:1]}, "'offsets' must be"),
     ],
 )
 def test_damaged(store, changes, message):
@@ -112,6 +131,73 @@ def test_bad_positions_and_elements_are_refused_or_left_out(store):
     assert [name for name, _ in kept.bad] == ["1000", "-3"]
     assert len(kept) == 3 and kept.natoms.tolist() == [7, 31, 7]
     same(kept[0], mixed()[2])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tags": put(7, 3)}, "tags must be 0 to 2; got 3 for atom 0"),
+        ({"tags": put(7, 255)}, "tags must be 0 to 2; got 255"),
+        ({"fixed": put(7, 2)}, "fixed must be 0 or 1; got 2 for atom 0"),
+        ({"pos": put((7, 1), 1e6)}, "pos must be finite and within 100000 Å; got .*1000000"),
+        ({"pos": put((7, 1), np.nan)}, "pos must be finite"),
+        ({"pos_relaxed": put((7, 1), 0)}, "pos_relaxed must be .* NaN for all atoms; got"),
+        ({"pos_relaxed": put(7, np.inf)}, "pos_relaxed must be finite"),
+        ({"pos_relaxed": put(7, 1e30)}, "pos_relaxed must be finite and within"),
+    ],
+)
+def test_atoms_that_no_record_has(store, changes, message):
+    """Atom 7 is the only one of the second structure, sid -3, which has no relaxed positions."""
+    damage(store, **changes)
+    dataset = open_dataset(store)
+    assert [dataset[i].sid for i in (0, 2, 3)] == [1000, 1001, 1002]
+    with pytest.raises(ValueError, match=r"train\.safetensors: sid -3: " + message) as caught:
+        dataset[1]
+    assert "\n" not in str(caught.value)
+    kept = open_dataset(store, skip_bad=True)
+    ((name, reason),) = kept.bad
+    assert name == "-3" and re.search(message, reason) and len(kept) == 4
+
+
+def test_relaxed_positions_of_some_atoms(store):
+    damage(store, pos_relaxed=put(3, np.nan))
+    with pytest.raises(ValueError, match="sid 1000: pos_relaxed must be .* for atom 3"):
+        open_dataset(store)[0]
+
+
+def test_a_changed_byte_is_found_by_whoever_reads(store, tmp_path, capsys):
+    assert main(["data", "inspect", str(store)]) == 0
+    assert "digest      fits" in capsys.readouterr().out
+    content = bytearray(store.read_bytes())
+    content[-3] ^= 1
+    store.write_bytes(content)
+    message = f"{store}: damaged since it was written"
+    copy = tmp_path / "copy.safetensors"
+    for words in (["inspect", str(store)], ["convert", str(store), str(copy)]):
+        assert main(["data", *words]) == 2
+        assert message in capsys.readouterr().err
+    assert not copy.exists()
+    with pytest.raises(ValueError, match="damaged since it was written"):
+        open_structures(store, skip_bad=False)
+    with pytest.raises(ValueError, match="damaged since it was written"):
+        IS2REData(tmp_path, val_split="train").setup()
+
+
+def test_only_one_process_of_a_machine_verifies(store, monkeypatch):
+    asked = []
+    monkeypatch.setattr(StructureStore, "verify", lambda self: asked.append(self.path))
+    for rank, times in (("0", 2), ("1", 0)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        asked.clear()
+        IS2REData(store.parent, val_split="train").setup()
+        assert len(asked) == times
+
+
+def test_store_without_a_digest(store, capsys):
+    damage(store, y_init=put(0, 7.0))
+    assert StructureStore(store).verify() is False
+    assert main(["data", "inspect", str(store)]) == 0
+    assert "digest      none; molflt data convert adds one" in capsys.readouterr().out
 
 
 def test_writing_fails_as_a_whole(store):

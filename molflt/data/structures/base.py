@@ -63,13 +63,13 @@ class Structures(Dataset["Data"], ABC):
         files = (stem.with_name(stem.name + suffix) for suffix in cls.suffixes)
         return next((file for file in files if file.is_file()), None)
 
-    def verify(self) -> bool:
-        """Whether the source has a digest of what it holds, and still holds that.
+    def verify(self) -> bool | None:
+        """Whether the file has a digest of what it holds; None for a kind that never has one.
 
         Raises:
-            ValueError: if it holds something else than was written.
+            ValueError: naming the file, if it holds something else than was written.
         """
-        return False
+        return None
 
     @abstractmethod
     def __len__(self) -> int: ...

@@ -70,7 +70,7 @@ class _OnePass:
 
     Attributes:
         bad: (name, reason) of the structures left out so far.
-        verified: whether the source has a digest, which fits.
+        verified: whether the source has a digest, which fits; None if its kind never has.
         hint: what to say of missing labels; see :class:`Structures`.
 
     Raises:
@@ -82,7 +82,7 @@ class _OnePass:
             raise ValueError(f"limit must be at least 1; got {limit}")
         self.src, self.limit, self.skip_bad = src, limit, skip_bad
         self.bad: list[tuple[str, str]] = []
-        self.verified = False
+        self.verified: bool | None = None
         self.hint = ""
 
     def __iter__(self) -> Iterator[tuple[Data, int]]:

@@ -3,6 +3,7 @@
 # No `from __future__ import annotations`: jsonargparse would import all that stands below
 # TYPE_CHECKING, PyG included, to read annotations that are strings.
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,13 +64,16 @@ class IS2REData(BatchedData[Structures]):
         """Opens both splits, once.
 
         Raises:
-            ValueError: if a split is empty, or a structure exceeds `max_atoms`.
+            ValueError: if a split is empty or was changed since it was written, or a structure
+                exceeds `max_atoms`.
         """
         for use, split in self.splits.items():
             if use in self.datasets:
                 continue
             path = split_path(self.root, split)
             dataset = open_dataset(path, skip_bad=self.skip_bad)
+            if os.environ.get("LOCAL_RANK", "0") == "0":  # once for all processes of a machine
+                dataset.verify()
             if len(dataset) == 0:
                 raise ValueError(
                     f"{path}: split {split!r} is empty; expected at least one structure; "

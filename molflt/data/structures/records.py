@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from molflt.atoms import FARTHEST, LOWEST, MAX_ATOMIC_NUMBER, Tag, lattice_heights
+from molflt.files import shown
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
@@ -156,7 +157,6 @@ def _tensor(value: _Array, key: str, name: str) -> Tensor:
 
 def _whole(value: object, key: str) -> int:
     """An integer of 64 bits, exactly: from text, or one number of any type that can hold it."""
-    shown = f"{key} must be an integer of at most 64 bits; got {_shown(value)}"
     if isinstance(value, str):
         number = int(value) if re.fullmatch(r"[+-]?[0-9]{1,19}", value.strip()) else None
     elif isinstance(value, bool | np.bool_):
@@ -169,7 +169,7 @@ def _whole(value: object, key: str) -> int:
         except (TypeError, ValueError, OverflowError, RuntimeError):
             number = None
     if number is None or not -(2**63) <= number < 2**63:
-        raise ValueError(shown)
+        raise ValueError(f"{key} must be an integer of at most 64 bits; got {_shown(value)}")
     return number
 
 
@@ -193,8 +193,7 @@ def _shown(value: object) -> str:
         return f"an integer of {value.bit_length()} bits"  # Python refuses to print some of them
     if isinstance(value, Tensor) and value.numel() != 1:
         return f"shape {tuple(value.shape)}"
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
+    return shown(value)
 
 
 def _flags(tensor: Tensor, key: str, name: str) -> Tensor:

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
-from molflt.atoms import MAX_ATOMIC_NUMBER
+from molflt.atoms import FARTHEST, LOWEST, MAX_ATOMIC_NUMBER, Tag, lattice_heights
 from molflt.data.structures.base import Structures
 from molflt.data.structures.records import make_record
-from molflt.files import atomically
+from molflt.files import save_tensors, shown, verify_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,6 +42,7 @@ _COLUMNS: dict[str, tuple[str, tuple[int, ...], str]] = {
     "y_init": ("<f8", (), "structure"),
     "y_relaxed": ("<f8", (), "structure"),
 }
+_BLOCK = 10_000  # structures that are checked at once
 _TYPES = {"F32": "<f4", "F64": "<f8", "I64": "<i8", "U8": "|u1", "BOOL": "|b1"}
 
 
@@ -78,11 +78,7 @@ def write_store(path: str | Path, records: Iterable[Data], *, source: str = "") 
     if np.isnan(columns["pos_relaxed"]).all():
         del columns["pos_relaxed"]
     header = {"format": _FORMAT, "version": _VERSION, "source": source}
-    with atomically(path) as part:
-        try:
-            save_file(columns, part, metadata=header)
-        except SafetensorError as error:
-            raise OSError(str(error)) from error
+    save_tensors(path, columns, header)
     return len(ends) - 1
 
 
@@ -118,12 +114,14 @@ class StructureStore(Structures):
 
     Args:
         path: a ``.safetensors`` file made by :func:`write_store`.
-        skip_bad: leave out structures with NaN or infinite numbers instead of refusing them;
-            they are listed in ``bad`` as (sid, reason).
+        skip_bad: leave out structures that are not valid instead of refusing them; they are listed
+            in ``bad`` as (sid, reason).
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if the file is truncated, is no compact store, or holds a non-finite label.
+        ValueError: if the file is truncated, is no compact store, or holds a label, cell or
+            periodic axis that is not valid. Atoms are checked when they are read, or with
+            `skip_bad`.
     """
 
     suffixes = (".safetensors",)
@@ -137,12 +135,16 @@ class StructureStore(Structures):
             )
         self._maps: dict[str, np.ndarray] | None = None
         maps = self._open()
-        faults = self._faults(maps, atoms=skip_bad)
+        faults = _structure_faults(maps)
         if faults and not skip_bad:
-            sid, reason = next(iter(faults.values()))
-            raise ValueError(f"{self.path}: sid {sid}: {reason}; read with --skip-bad to leave out")
+            index, reason = next(iter(faults.items()))
+            raise ValueError(f"{self._sid(index)}: {reason}; read with --skip-bad to leave out")
+        if skip_bad:
+            count = len(maps["sid"])
+            for first in range(0, count, _BLOCK):
+                faults = {**_atom_faults(maps, first, min(first + _BLOCK, count)), **faults}
         if faults:
-            self.bad = list(faults.values())
+            self.bad = [(str(maps["sid"][index]), faults[index]) for index in sorted(faults)]
             self._kept = np.setdiff1d(np.arange(len(maps["sid"])), list(faults))
 
     def __len__(self) -> int:
@@ -166,34 +168,31 @@ class StructureStore(Structures):
         with safe_open(self.path, framework="numpy") as file:
             return str((file.metadata() or {}).get("source", ""))
 
+    def verify(self) -> bool:
+        return verify_tensors(self.path)
+
     def where(self, index: int) -> str:
-        return f"{self.path}: sid {int(self._open()['sid'][self._stored(index)])}"
+        return self._sid(self._stored(index))
 
     def __getitem__(self, index: int) -> Data:
         from torch_geometric.data import Data
 
-        where, index, maps = self.where(index), self._stored(index), self._open()
+        index, maps = self._stored(index), self._open()
+        for reason in _atom_faults(maps, index, index + 1).values():
+            raise ValueError(f"{self._sid(index)}: {reason}; read with --skip-bad to leave out")
         atoms = slice(int(maps["offsets"][index]), int(maps["offsets"][index + 1]))
         pos = np.array(maps["pos"][atoms])
-        numbers = maps["atomic_numbers"][atoms].astype(np.int64)
         relaxed = (
             np.array(maps["pos_relaxed"][atoms])
             if "pos_relaxed" in maps
             else np.full_like(pos, np.nan)
         )
-        if not np.isfinite(pos).all():
-            raise ValueError(f"{where}: pos must be finite; read with --skip-bad")
-        if numbers.min() < 1 or numbers.max() > MAX_ATOMIC_NUMBER:
-            raise ValueError(
-                f"{where}: atomic_numbers must be 1 to {MAX_ATOMIC_NUMBER}; "
-                f"got {numbers.min()} to {numbers.max()}; the file is damaged, convert again"
-            )
         return Data(
             pos=torch.from_numpy(pos),
             pos_relaxed=torch.from_numpy(relaxed),
             cell=torch.from_numpy(np.array(maps["cell"][index : index + 1])),
             pbc=torch.from_numpy(np.array(maps["pbc"][index : index + 1])),
-            atomic_numbers=torch.from_numpy(numbers),
+            atomic_numbers=torch.from_numpy(maps["atomic_numbers"][atoms].astype(np.int64)),
             tags=torch.from_numpy(maps["tags"][atoms].astype(np.int64)),
             fixed=torch.from_numpy(np.array(maps["fixed"][atoms])),
             natoms=len(pos),
@@ -210,27 +209,67 @@ class StructureStore(Structures):
             self._maps = _map_columns(self.path)
         return self._maps
 
-    def _faults(self, maps: dict[str, np.ndarray], atoms: bool) -> dict[int, tuple[str, str]]:
-        """Non-finite structures by index; positions only on demand, they are most of the file."""
-        wrong = {
-            "cell must be finite": ~np.isfinite(maps["cell"]).all(axis=(1, 2)),
-            "y_init must be finite": np.isinf(maps["y_init"]),
-            "y_relaxed must be finite": np.isinf(maps["y_relaxed"]),
-        }
-        if atoms:
-            starts = maps["offsets"][:-1]
-            bad = ~np.isfinite(maps["pos"]).all(axis=1)
-            wrong["pos must be finite"] = np.logical_or.reduceat(bad, starts)
-            numbers = maps["atomic_numbers"]
-            beyond = (numbers < 1) | (numbers > MAX_ATOMIC_NUMBER)
-            wrong[f"atomic_numbers must be 1 to {MAX_ATOMIC_NUMBER}"] = np.logical_or.reduceat(
-                beyond, starts
-            )
-        faults: dict[int, tuple[str, str]] = {}
-        for reason, mask in wrong.items():
-            for index in np.flatnonzero(mask):
-                faults.setdefault(int(index), (str(maps["sid"][index]), reason))
-        return dict(sorted(faults.items()))
+    def _sid(self, stored: int) -> str:
+        return f"{self.path}: sid {int(self._open()['sid'][stored])}"
+
+
+def _structure_faults(maps: dict[str, np.ndarray]) -> dict[int, str]:
+    """What is wrong with cells, axes and labels, by index of the structure."""
+    cell, pbc = maps["cell"], maps["pbc"]
+    finite = np.isfinite(cell).all(axis=(1, 2))
+    heights = lattice_heights(np.where(finite[:, None, None], cell, 0.0).astype(float), pbc)
+    wrong = {
+        "cell must be finite": ~finite,
+        "pbc must be 0 or 1": (pbc.view(np.uint8) > 1).any(axis=1),
+        "periodic axes need linearly independent lattice vectors, whose planes are at least "
+        f"{LOWEST} Å apart": finite & (heights.min(axis=1) < LOWEST),
+        "y_init must be finite": np.isinf(maps["y_init"]),
+        "y_relaxed must be finite": np.isinf(maps["y_relaxed"]),
+    }
+    faults: dict[int, str] = {}
+    for reason, mask in wrong.items():
+        for index in np.flatnonzero(mask):
+            faults.setdefault(int(index), reason)
+    return dict(sorted(faults.items()))
+
+
+def _atom_faults(maps: dict[str, np.ndarray], first: int, last: int) -> dict[int, str]:
+    """What is wrong with atoms, by index of the structure, of structures `first` to `last` - 1."""
+    offsets = maps["offsets"][first : last + 1]
+    columns = {
+        name: maps[name][offsets[0] : offsets[-1]]
+        for name, (_, _, per) in _COLUMNS.items()
+        if per == "atom" and name in maps
+    }
+    starts = offsets[:-1] - offsets[0]
+    numbers, fixed = columns["atomic_numbers"], columns["fixed"].view(np.uint8)
+    wrong = {
+        ("pos", f"finite and within {FARTHEST:g} Å"): _far(columns["pos"]),
+        ("atomic_numbers", f"1 to {MAX_ATOMIC_NUMBER}"): (numbers < 1)
+        | (numbers > MAX_ATOMIC_NUMBER),
+        ("tags", f"0 to {max(Tag):d}"): columns["tags"] > max(Tag),
+        ("fixed", "0 or 1"): fixed > 1,
+    }
+    if "pos_relaxed" in columns:
+        relaxed = columns["pos_relaxed"]
+        unknown = np.isnan(relaxed).all(axis=1)
+        none = np.logical_and.reduceat(unknown, starts)
+        wrong["pos_relaxed", f"finite and within {FARTHEST:g} Å, or NaN for all atoms"] = _far(
+            relaxed
+        ) & ~np.repeat(none, np.diff(offsets))
+    faults: dict[int, str] = {}
+    columns["fixed"] = fixed
+    for (name, expected), mask in wrong.items():
+        for atom in np.flatnonzero(mask):
+            index = int(np.searchsorted(starts, atom, side="right")) - 1
+            got = f"got {columns[name][atom].tolist()} for atom {atom - starts[index]}"
+            faults.setdefault(first + index, f"{name} must be {expected}; {got}")
+    return faults
+
+
+def _far(pos: np.ndarray) -> np.ndarray:
+    """Which of (atoms, 3) positions are too far away or no numbers."""
+    return ~(np.abs(pos) <= FARTHEST).all(axis=1)
 
 
 def _map_columns(path: Path) -> dict[str, np.ndarray]:
@@ -244,26 +283,28 @@ def _map_columns(path: Path) -> dict[str, np.ndarray]:
             metadata = file.metadata() or {}
     except SafetensorError as error:
         raise ValueError(
-            f"{path}: not a complete safetensors file; expected a compact store; {error}; "
-            "copy or convert it again"
+            f"{path}: not a complete safetensors file; expected a compact store; "
+            f"{str(error)[:200]}; copy or convert it again"
         ) from None
     if metadata.get("format") != _FORMAT or metadata.get("version") != _VERSION:
         raise ValueError(
             f"{path}: expected a compact store with format {_FORMAT!r} version {_VERSION!r}; got "
-            f"format {metadata.get('format')!r} version {metadata.get('version')!r}; "
+            f"format {shown(metadata.get('format'))} version {shown(metadata.get('version'))}; "
             "make one with molflt data convert SRC DST"
         )
-    with open(path, "rb") as raw:
-        (length,) = struct.unpack("<Q", raw.read(8))
-        header = json.loads(raw.read(length))
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
     content = np.memmap(path, dtype=np.uint8, mode="r", offset=0)[8 + length :]
     columns = {}
     for name, entry in header.items():
         if name != "__metadata__":
             begin, end = entry["data_offsets"]
-            dtype = _TYPES.get(entry["dtype"], "|u1")
             # a plain ndarray: slicing np.memmap costs several times as much per structure
-            columns[name] = np.asarray(content[begin:end]).view(dtype).reshape(entry["shape"])
+            raw = np.asarray(content[begin:end])
+            if entry["dtype"] in _TYPES:  # of others the bytes, which are then refused
+                raw = raw.view(_TYPES[entry["dtype"]]).reshape(entry["shape"])
+            columns[name] = raw
     _check_columns(path, columns)
     return columns
 
@@ -272,7 +313,7 @@ def _check_columns(path: Path, columns: dict[str, np.ndarray]) -> None:
     offsets = columns.get("offsets")
     if offsets is None or offsets.dtype != "<i8" or offsets.ndim != 1 or len(offsets) < 2:
         raise ValueError(f"{path}: key 'offsets' must be (structures + 1,) int64; convert it again")
-    if offsets[0] != 0 or (np.diff(offsets) < 1).any():
+    if offsets[0] != 0 or (offsets[1:] <= offsets[:-1]).any():  # a difference could overflow
         raise ValueError(f"{path}: key 'offsets' must rise from 0; damaged, convert it again")
     entries = {"atom": int(offsets[-1]), "structure": len(offsets) - 1}
     for name, (dtype, shape, per) in _COLUMNS.items():

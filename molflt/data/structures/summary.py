@@ -25,6 +25,7 @@ _ABSURD = {"y_relaxed": 20.0, "y_init": 100.0}  # eV
 class Summary(TypedDict):
     """What a source holds, as `molflt data inspect --json` prints it.
 
+    `verified` is whether the file has a digest, which then fits; None if its kind never has one.
     Numbers of many structures are given as count, min, mean, median and max; None is unknown.
     """
 
@@ -39,6 +40,7 @@ class Summary(TypedDict):
     energies_eV: dict[str, dict[str, float] | None]
     displacements_A: dict[str, float] | None
     unwrapped_atoms: int
+    verified: bool | None
     left_out: list[dict[str, str]]
     warnings: list[str]
     plot: NotRequired[str]
@@ -98,6 +100,7 @@ def summarize(
         "energies_eV": {name: _statistics(values) for name, values in energies.items()},
         "displacements_A": _statistics(free_displacements),
         "unwrapped_atoms": moved_atoms,
+        "verified": structures.verified,
         "left_out": [{"name": name, "reason": reason} for name, reason in structures.bad],
         "warnings": [],
     }
