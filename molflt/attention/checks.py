@@ -109,9 +109,16 @@ def whole(name: str, values: torch.Tensor, low: int, high: int, of: str) -> None
                 raise ValueError(f"{name} must be {low} to {high}, {of}; got {found}")
 
 
+def in_transform() -> bool:
+    """Whether `torch.func` is at work, which knows no recomputation."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def at_hand(values: torch.Tensor) -> bool:
-    """Whether numbers can be looked at for nothing: on the CPU, and not while compiling."""
-    return values.device.type == "cpu" and not torch.compiler.is_compiling()
+    """Whether numbers can be looked at for nothing: on the CPU, not compiled nor transformed."""
+    if torch.compiler.is_compiling() or in_transform():
+        return False
+    return values.device.type == "cpu"
 
 
 def beside_weights(name: str, x: torch.Tensor, weight: torch.Tensor) -> None:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from molflt.attention.checks import in_transform
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -63,15 +65,10 @@ def recomputed(function: Callable[..., _R], *arguments: object, several: bool = 
         arguments: tensors, in tuples or not, and anything else.
         several: False for the only piece of its kind: nothing would be saved by forgetting it.
     """
-    if not several or not torch.is_grad_enabled() or _in_transform():
+    if not several or not torch.is_grad_enabled() or in_transform():
         return function(*arguments)
     out: _R = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
     return out
-
-
-def _in_transform() -> bool:
-    """Whether `torch.func` is at work, which knows no recomputation."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -1,7 +1,7 @@
 """Neighbors within a cutoff, periodic images included."""
 
 from itertools import pairwise
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -53,10 +53,8 @@ def neighbor_list(geometry: Geometry, cutoff: float) -> Neighbors:
     from vesin import NeighborList  # here, so that reading signatures loads no library of C
 
     pos, cell = geometry.pos, geometry.cell
-    points = pos.detach().cpu().double().numpy()
-    boxes = cell.detach().cpu().double().numpy()
-    periodic = geometry.pbc.cpu().numpy()
-    ptr = geometry.ptr.tolist()
+    points, boxes = _numbers(pos).astype(np.float64), _numbers(cell).astype(np.float64)
+    periodic, ptr = _numbers(geometry.pbc), _numbers(geometry.ptr).tolist()
     _check_finite(points, boxes, periodic, ptr)
     closed = [
         _closed(points[start:stop], boxes[graph], periodic[graph], cutoff)
@@ -77,6 +75,23 @@ def neighbor_list(geometry: Geometry, cutoff: float) -> Neighbors:
     offset = torch.einsum("ps,psc->pc", shift.to(cell.dtype), cell[graph_index])
     vector = pos[neighbor] - pos[center] + offset
     return Neighbors(center, neighbor, vector, vector.norm(dim=-1))
+
+
+def _numbers(x: Tensor) -> NDArray[Any]:
+    """What a tensor holds, also inside of `torch.func.grad`, which hides it.
+
+    Raises:
+        ValueError: inside of `torch.func.vmap`, which has another structure in each place.
+    """
+    with torch._C._DisableFuncTorch():
+        held = torch.func.debug_unwrap(x)
+        if held.shape != x.shape:
+            raise ValueError(
+                f"near_field cannot be mapped by torch.func.vmap; got a batch of {held.shape[0]}; "
+                "put the structures into one batch instead"
+            )
+        numbers: NDArray[Any] = held.detach().cpu().numpy()
+        return numbers
 
 
 def _check_finite(

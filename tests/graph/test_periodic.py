@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from graph_cases import ALL, DIM, EXACT, HEADS, TRICLINIC, collated, graph
+from graph_cases import ALL, DIM, EXACT, FEW, HEADS, TRICLINIC, collated, graph
 
 from molflt.graph import GraphAttention
 from molflt.graph.geometry import Geometry
@@ -140,3 +140,28 @@ def test_skewed_cells_of_one_crystal(position, tolerance):
         )
         most = max(most, float(change.abs().max()))
     assert most > 20
+
+
+@pytest.mark.parametrize("kind", FEW, ids=str)
+def test_torch_func_gives_what_autograd_gives(kind):
+    """By atoms and by positions, neighbors and nodes included."""
+    layer, given = kind.build(), collated([graph("crystal", 5), graph("slab", 4)])
+
+    def loss(x, pos):
+        return layer(**{**given, "x": x, "pos": pos}).square().sum()
+
+    leaves = [given[name].clone().requires_grad_() for name in ("x", "pos")]
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    found = torch.func.grad(loss, (0, 1))(given["x"], given["pos"])
+    torch.testing.assert_close(found, expected, **EXACT)
+
+
+def test_structures_are_not_mapped_but_batched():
+    kind = next(kind for kind in FEW if kind.near)
+    layer, given = kind.build(), collated([graph("crystal", 5)])
+
+    def energy(pos):
+        return layer(**{**given, "pos": pos}).sum()
+
+    with pytest.raises(ValueError, match="cannot be mapped by torch.func.vmap; got a batch of 3"):
+        torch.func.vmap(energy)(given["pos"].expand(3, -1, -1))

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from molflt.attention.checks import in_transform
 from molflt.attention.encodings import Encoding
 from molflt.attention.numerics import at_least_float32
 
@@ -99,9 +100,9 @@ class Position(nn.Module):
     def check_range(self, positions: Tensor, max_tokens: int, integers: bool = False) -> None:
         """Raises ValueError for a position outside [0, max_tokens) or, on demand, no integer.
 
-        Does nothing in compiled code: the check reads the data, which would break the graph.
+        Does nothing in compiled or transformed code: the check reads the data, which breaks the graph.
         """
-        if torch.compiler.is_compiling() or not positions.numel():
+        if not positions.numel() or torch.compiler.is_compiling() or in_transform():
             return
         low, high = (float(end) for end in positions.detach().aminmax())
         # Written so that NaN fails too.
