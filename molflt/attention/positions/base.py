@@ -100,7 +100,7 @@ class Position(nn.Module):
     def check_range(self, positions: Tensor, max_tokens: int, integers: bool = False) -> None:
         """Raises ValueError for a position outside [0, max_tokens) or, on demand, no integer.
 
-        Does nothing in compiled or transformed code: the check reads the data, which breaks the graph.
+        Does nothing in compiled or transformed code, where it would break the graph.
         """
         if not positions.numel() or torch.compiler.is_compiling() or in_transform():
             return
