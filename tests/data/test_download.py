@@ -384,6 +384,15 @@ def test_unpacking_is_bounded(tmp_path, content, message):
     assert list((tmp_path / "in").rglob("*")) == []
 
 
+def test_the_sum_of_the_archive_is_compared_also_behind_its_end(tmp_path):
+    path = tmp_path / "some.tar.gz"
+    content = gzip.compress(gzip.decompress(archive(tmp_path, ["all/val_id"])))
+    path.write_bytes(content[:-8] + bytes(4) + content[-4:])
+    with pytest.raises(ValueError, match="some.tar.gz: expected a whole gzip file; .*CRC"):
+        _unpack(path, tmp_path / "in", ["all/val_id"], verify=False)
+    assert list((tmp_path / "in").rglob("*")) == []
+
+
 def test_what_a_killed_unpacking_left_is_not_taken_for_a_split(tmp_path):
     left = tmp_path / "in/.is2re.part/10k/train/data.lmdb"
     left.parent.mkdir(parents=True)

@@ -70,13 +70,12 @@ def _unpack(archive: Path, directory: Path, wanted: list[str], verify: bool = Tr
             tqdm.wrapattr(
                 raw, "read", total=archive.stat().st_size, desc="unpack", disable=None
             ) as watched,
-            tarfile.open(
-                fileobj=cast(IO[bytes], Unpacked(archive, "gzip", watched, _AGAIN)),
-                mode="r|",
-                tarinfo=_Member,
-            ) as tar,
         ):
-            _extract(archive, tar, staging, wanted, verify)
+            content = Unpacked(archive, "gzip", watched, _AGAIN)
+            with tarfile.open(fileobj=cast(IO[bytes], content), mode="r|", tarinfo=_Member) as tar:
+                _extract(archive, tar, staging, wanted, verify)
+            while content.read(2**20):  # behind the end of the tar is the sum of all
+                pass
         for name in wanted if verify else ():
             _verify(archive, staging / name / _FILE, name)
         for name in wanted:
