@@ -104,9 +104,8 @@ def summarize(
         "left_out": [{"name": name, "reason": reason} for name, reason in structures.bad],
         "warnings": [],
     }
-    summary["warnings"] = _warnings(
-        summary, energies, sids, untagged, len(free_displacements), structures.hint
-    )
+    known = untagged, len(free_displacements), structures.hint
+    summary["warnings"] = _warnings(summary, energies, sids, *known)
     present = {name: values[np.isfinite(values)] for name, values in energies.items()}
     return summary, present, shown
 
