@@ -96,6 +96,7 @@ def test_what_is_meant_passes(recipe: str) -> None:
     words = [f"--{key}=x" for key in required.get(recipe, ["data.train"])]
     parser = parser_of(recipe)
     plain = {key for key, action in typed(recipe, int, float).items() if not numbers_in(action)}
+    assert plain <= LIMITS.keys(), "give each number its range"
     for key in sorted(plain):
         interval = LIMITS[key]
         ends = interval[1:-1].split(", ")
@@ -138,6 +139,22 @@ def test_options_of_a_position(items: str, part: str) -> None:
         with pytest.raises(ValueError, match="model.position_options") as caught:
             parse(parser_of("is2re"), words)
         assert part in str(caught.value) and "mistakes" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "words", "part"),
+    [
+        (("data", "make-emt"), ["x", "--workers=100000"], "--workers; expected int in [1, 256]"),
+        (("data", "make-emt"), ["x", "--workers=0"], "--workers; expected int in [1, 256]"),
+        (("predict",), ["a", "b", "c", "--batch_size=0"], "--batch_size; expected int in [1, 1e6]"),
+        (("generate",), ["a", "--temperature=.nan"], "--temperature; expected float in (-1e15"),
+        (("generate",), ["a", f"--tokens={10**30}"], "--tokens; expected int in (-1e15"),
+    ],
+)
+def test_other_commands(path, words, part) -> None:
+    with pytest.raises(ValueError, match="expected") as caught:
+        parse(cli._parser(path, words), words)
+    assert part in str(caught.value)
 
 
 def test_items_by_name_are_checked_beside_other_mistakes() -> None:

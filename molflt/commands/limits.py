@@ -72,6 +72,7 @@ LIMITS = {
     "trainer.num_sanity": "[0, 1e6]",
     "model.position_options": "[-1e6, 1e6]",
     "batch_size": "[1, 1e6]",
+    "workers": "[1, 256]",
 }
 
 
