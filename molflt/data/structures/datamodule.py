@@ -3,6 +3,7 @@
 # No `from __future__ import annotations`: jsonargparse would import all that stands below
 # TYPE_CHECKING, PyG included, to read annotations that are strings.
 
+import hashlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ import torch
 from molflt.data.batches import BatchedData, Fingerprint, SizeBucketedBatchSampler
 from molflt.data.structures import Structures, open_dataset
 from molflt.data.structures.splits import split_path
+from molflt.data.structures.store import StructureStore
 
 if TYPE_CHECKING:
     from torch_geometric.data import Batch, Data
@@ -94,6 +96,17 @@ class IS2REData(BatchedData[Structures]):
             use: {**own, "atoms": int(self.datasets[use].natoms.sum())}
             for use, own in super().fingerprints().items()
         }
+
+    def _digest(self, use: str, most: int | None = None) -> str:
+        """Of every structure; of a whole compact store by its columns, hundreds of times faster."""
+        dataset = self.datasets[use]
+        if not isinstance(dataset, StructureStore) or dataset.bad:
+            return super()._digest(use, most)
+        digest = hashlib.sha256()
+        for name, column in sorted(dataset._open().items()):
+            digest.update(f"{name}{column.dtype}{column.shape}".encode())
+            digest.update(np.ascontiguousarray(column).data)
+        return digest.hexdigest()
 
     def normalizer(self) -> tuple[float, float]:
         """Mean and standard deviation of the relaxed energies of the training split, eV.
