@@ -29,7 +29,7 @@ from molflt.commands.cli import main
 from molflt.data.structures.records import make_record
 from molflt.data.structures.store import write_store
 
-QUICK = {"kills": 2, "every": 40}
+QUICK = {"kills": 1, "every": 60}
 KILLED, CUT = "SIGKILL", "cut"
 
 
