@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sqlite3
 import tracemalloc
+import warnings
 from pathlib import Path
 
 import ase.db
@@ -230,3 +231,44 @@ def test_an_atom_far_away_is_named_or_left_out(tmp_path):
     with pytest.raises(ValueError, match=r"frame 1: sid 1: pos .* within 100000 Å.* for atom 1"):
         open_dataset(path)
     assert len(open_dataset(path, skip_bad=True)) == 1
+
+
+@pytest.mark.parametrize("index", [7, 2**40, -8])
+def test_constraint_of_an_atom_that_is_not_there(tmp_path, index):
+    path = tmp_path / "a.json"
+    write(path, [slab()[:7]])
+    text = path.read_text()
+    held = re.search(r'"indices": \[[^]]*\]', text)[0]
+    path.write_text(text.replace(held, f'"indices": [{index}]'))
+    with pytest.raises(ValueError, match=r"a.json: frame 0: a constraint holds atom .* 0\.\.6"):
+        AseStructures(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"tables"])
+def test_database_without_structures_is_not_written_to(tmp_path, content):
+    path = tmp_path / "a.db"
+    if content:
+        with sqlite3.connect(path) as tables:
+            tables.execute("CREATE TABLE other (x)")
+    else:
+        path.touch()
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="a.db: cannot be read; .*systems"):
+        AseStructures(path)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_warning_of_an_accepted_file_names_it(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "a.extxyz"
+    write(path, [slab(), slab(1)])
+    read = ase.io.iread
+
+    def warning(*words, **options):
+        for atoms in read(*words, **options):
+            warnings.warn("planted\nin two lines", stacklevel=1)
+            yield atoms
+
+    monkeypatch.setattr(ase.io, "iread", warning)
+    assert len(AseStructures(path)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"molflt: warning: {path}: ASE: 'planted in two lines' (and 1 more)"

@@ -126,3 +126,18 @@ def test_one_of_the_two_beginnings_is_damaged(written, tmp_path):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"half\.lmdb: not an LMDB file, or a damaged one"):
             LmdbFile(path)
+
+
+@pytest.mark.parametrize("number", [0, 1, 7])
+def test_of_two_tables_of_one_number_the_first_is_read_as_by_the_library(tmp_path, number):
+    path = tmp_path / "data.lmdb"
+    options = {"subdir": False, "map_size": 1 << 20, "lock": False}
+    with lmdb.open(str(path), **options) as written, written.begin(write=True) as transaction:
+        transaction.put(b"0", b"a")
+    content = bytearray(path.read_bytes())
+    for page in (0, PAGE):
+        content[page + 144 : page + 152] = number.to_bytes(8, "little")
+    path.write_bytes(content)
+    with lmdb.open(str(path), subdir=False, readonly=True, lock=False) as environment:
+        expected = environment.stat()["entries"]
+    assert len(list(LmdbFile(path))) == expected

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sqlite3
+import sys
+import warnings
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +15,7 @@ import numpy as np
 from molflt.data.structures.ase_guards import bounded, check_counts, xyz_properties
 from molflt.data.structures.base import Structures
 from molflt.data.structures.records import make_record
+from molflt.files import shown
 
 if TYPE_CHECKING:
     from ase import Atoms
@@ -131,7 +136,13 @@ def _fixed(atoms: Atoms) -> np.ndarray:
             isinstance(constraint, FixCartesian) and bool(np.all(constraint.mask))
         )
         if whole:
-            fixed[constraint.index] = True
+            held = np.asarray(constraint.index)
+            if held.size and not -len(atoms) <= held.min() <= held.max() < len(atoms):
+                raise ValueError(
+                    f"a constraint holds atom {held.max()}; expected one of 0..{len(atoms) - 1}; "
+                    "the file is damaged"
+                )
+            fixed[held] = True
     return fixed
 
 
@@ -157,20 +168,37 @@ def _frames(path: Path) -> Iterator[tuple[int, Atoms]]:
 
 
 def _images(path: Path, kind: str) -> Iterator[Atoms]:
+    """Structures of a file; what ASE warns of is said in one line, unless it refuses the file."""
     import ase.io
 
     options: dict[str, Any] = {}
     if kind == "extxyz":
         options["properties_parser"] = xyz_properties
     # an @ in a path would otherwise be read as ASE's file@index
-    yield from ase.io.iread(
+    images: Iterator[Atoms] = ase.io.iread(
         str(path), index=":", format=kind, do_not_split_by_at_sign=True, **options
     )
+    said: list[str] = []
+    while True:
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            atoms = next(images, None)
+        said += [" ".join(str(each.message).split()) for each in heard]
+        if atoms is None:
+            break
+        yield atoms
+    if said:
+        more = f" (and {len(said) - 1} more)" if len(said) > 1 else ""
+        print(f"molflt: warning: {path}: ASE: {shown(said[0], 200)}{more}", file=sys.stderr)
 
 
 def _rows(path: Path, kind: str) -> Iterator[tuple[int, Atoms]]:
     import ase.db
 
+    if kind == "db":  # ASE would make its tables in a file that has none
+        source = f"{path.absolute().as_uri()}?mode=ro"
+        with closing(sqlite3.connect(source, uri=True)) as tables:
+            tables.execute("SELECT id FROM systems LIMIT 1")
     seen = set()
     with ase.db.connect(str(path), type=kind, use_lock_file=False) as database:
         for row in database.select():

@@ -101,7 +101,7 @@ class LmdbFile:
                 f"{self.path}: not an LMDB file, or a damaged one; expected OC20's data.lmdb; got "
                 f"{len(self._content)} bytes that begin otherwise; download or copy it again"
             )
-        return max(first, second)[1]
+        return max(first, second, key=lambda meta: meta[0])[1]  # of two alike the first, as LMDB
 
     def _meta(self, at: int) -> tuple[int, _Root] | None:
         """Number of the transaction and table of the meta page at an offset, if it is one."""
