@@ -177,6 +177,7 @@ def _yaml(draw: Random, folder: Path, seeds: Path) -> Case:
 
 def _bounded_bytes(content: bytes) -> bytes:
     pattern = rf"\b({'|'.join(_ENDLESS)}): *[\"']?\+?\d\S+".encode()
+    content = re.sub(rb"\bworkers: *(\+?[1-9]|true).*", b"workers: 0", content)
     return re.sub(pattern, rb"\1: 1", content)
 
 
