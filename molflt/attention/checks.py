@@ -21,6 +21,20 @@ def positive(**numbers: float) -> None:
             raise ValueError(f"{name} must be positive and finite; got {value}")
 
 
+def not_negative(**numbers: float) -> None:
+    """Raises ValueError for the first number that is below 0, or none."""
+    for name, value in numbers.items():
+        if not value >= 0:
+            raise ValueError(f"{name} must be at least 0; got {value}")
+
+
+def share(**numbers: float) -> None:
+    """Raises ValueError for the first number that is not in [0, 1), as rates of dropout are."""
+    for name, value in numbers.items():
+        if not 0 <= value < 1:
+            raise ValueError(f"{name} must be in [0, 1); got {value}")
+
+
 def _head_width(dim: int, heads: int) -> int:
     """Width d of queries and keys per head; raises ValueError unless heads divide the width."""
     if heads < 1 or dim % heads:

@@ -5,7 +5,7 @@ from typing import NamedTuple, Unpack
 import torch
 from torch import Tensor, nn
 
-from molflt.attention.checks import _head_width, no_effect, one_of
+from molflt.attention.checks import _head_width, no_effect, not_negative, one_of, share
 from molflt.attention.encodings import KERNELIZED, SOFTMAX, Encoding
 from molflt.attention.features import FEATURE_MAPS, FeatureMap, FeatureMapName, ProjectionName
 from molflt.attention.features.base import Operand
@@ -97,6 +97,8 @@ class Attention(Positioned):
         self.head_dim = _head_width(dim, heads)
         one_of("mixing", mixing, (*MIXINGS, "auto"))
         one_of("normalize", normalize, NORMALIZE)
+        share(dropout=dropout)
+        not_negative(floor=floor)
         self.dim = dim
         self.heads = heads
         self.mixing = mixing

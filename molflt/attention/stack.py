@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple, Self, Unpack, cast
 import torch
 from torch import Tensor, nn
 
-from molflt.attention.checks import _head_width, no_effect, one_of
+from molflt.attention.checks import _head_width, at_least_one, known_names, no_effect, one_of, share
 from molflt.attention.encodings import Encoding
 from molflt.attention.fnet import Mixer
 from molflt.attention.keys import Keys, placed, without_masked
@@ -38,6 +38,8 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         one_of("norm", norm, ("pre", "post"))
+        at_least_one(ffn_dim=ffn_dim)
+        share(dropout=dropout)
         dim = attention.dim
         self.attention = attention
         self.attention_norm = nn.LayerNorm(dim)
@@ -139,6 +141,7 @@ class Stack(Positioned):
         position_options: Mapping[str, object] | None = None,
         **attention: Any,
     ) -> None:
+        known_names(Stack, attention, Attention)
         if isinstance(position, str):
             width = _head_width(dim, heads)
             mixing = attention.get("mixing", "linear")

@@ -114,6 +114,10 @@ def encoded(mixing: str, name: str = "spectral"):
         (lambda x, r: layer(mixing="softmax", feature_map="relu"), "feature_map='relu' has no"),
         (lambda x, r: layer(mixing="softmax", num_features=8), "num_features=8 has no effect with"),
         (lambda x, r: layer(mixing="softmax", projection="iid"), "projection='iid' has no effect"),
+        (lambda x, r: layer(dropout=2.0), r"dropout must be in \[0, 1\); got 2.0"),
+        (lambda x, r: layer(floor=-1.0), "floor must be at least 0; got -1.0"),
+        (lambda x, r: Stack(DIM, HEADS, 1, ffn_dim=0), "ffn_dim must be at least 1; got 0"),
+        (lambda x, r: Stack(DIM, HEADS, 1, dropout=-0.1), "dropout must be in"),
         (lambda x, r: layer(mixing="softmax", floor=0.1), "floor=0.1 has no effect with mixing="),
         (lambda x, r: layer(normalize="none", floor=0.1), "floor=0.1 has no effect with normalize"),
         (
@@ -181,3 +185,13 @@ def test_a_stack_registers_a_shared_position_once(made_by_hand):
     assert torch.equal(twin(x, r), stack(x, r))
     stack.double()(x.double(), r.double()).sum().backward()
     assert all(p.grad is not None for p in own.parameters())
+
+
+def test_misspelt_arguments_of_a_stack_are_answered():
+    with pytest.raises(TypeError, match="Stack has no argument 'num_feature'; did you mean num_fe"):
+        Stack(DIM, HEADS, 1, num_feature=3)
+
+
+@pytest.mark.parametrize("mixing", ["linear", "quadratic", "auto", "softmax"])
+def test_no_sequence_at_all(mixing):
+    assert layer(mixing=mixing)(torch.zeros(0, 5, DIM)).shape == (0, 5, DIM)

@@ -25,7 +25,7 @@ def chunk_size(query: Operand, key: Operand, value: Tensor, columns: int = 0) ->
         columns: p, of the positional kernel; 0 without one.
     """
     width = max(query.feature_map.width, columns * (value.shape[-1] + 1))
-    each = query.x.shape[0] * query.x.shape[1] * width
+    each = max(1, query.x.shape[0] * query.x.shape[1] * width)
     tokens, size = max(query.x.shape[2], key.x.shape[2]), max(_LEAST, _AT_ONCE // each)
     return size if each * tokens >= _LONG and tokens > size else 0
 
