@@ -119,7 +119,13 @@ def _read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, object]]:
         header = file.metadata() or {}
     if not sealed and "model" in header:
         raise ValueError(f"{path}: damaged since it was written; its sha256 is missing; {_GONE}")
-    return weights, json.loads(header.get("model", "{}"))
+    try:
+        options = json.loads(header.get("model", "{}"))
+    except ValueError:
+        raise ValueError(
+            f"{path}: key 'model' of its header must be JSON; got {shown(header['model'])}; {_GONE}"
+        ) from None
+    return weights, options
 
 
 def check_weights(path: Path, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
@@ -183,7 +189,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             f"{shown(seal[len(_SEAL) :][:12].decode(errors='replace'))}...; "
             f"got {found[:12].decode()!r}...; {_GONE}"
         )
-    checkpoint = _unpack(path, content)
+    checkpoint: Checkpoint = _unpack(path, content)
     for part, kind in _PARTS.items():
         if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(part), kind):
             there = isinstance(checkpoint, dict) and part in checkpoint
