@@ -170,6 +170,7 @@ def test_mistakes_get_one_line(words: list[str], parts: list[str], capsys) -> No
         ("modle: {heads: 3}", ["unknown key 'modle.heads'", "did you mean model.heads?"]),
         ("sead: 1", ["unknown key 'sead'", "did you mean seed?"]),
         ("model: {heads: many}", ["key model.heads", "expected int", "got 'many'"]),
+        ("model: {heads: null}", ["key model.heads", "expected int", "got null"]),
         ("model: {normalize_qk: 3}", ["key model.normalize_qk", "expected bool", "got 3"]),
         ("model:\n  heads: [", ["not a YAML configuration", "line "]),
         ("- 1", ["expected a configuration", "got [1]"]),

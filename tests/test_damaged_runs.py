@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny_run import error_of, start, write_data
 
 from molflt.commands.cli import main
+from molflt.files import save_tensors
 from molflt.training.checkpoint import load_run, read_checkpoint, write_checkpoint
 from molflt.training.config import read_config
 
@@ -215,6 +216,13 @@ def test_damaged_weights_are_noticed_on_resuming(run, capsys):
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     line = error_of(capsys, "train", "--resume", str(run))
     assert line.startswith(f"{path}: damaged since it was written; expected sha256 '")
+
+
+@pytest.mark.parametrize("options", ["", "[1]", "{", "[" * 5000])
+def test_options_in_a_header_are_an_object(run, options):
+    path = run / "checkpoints" / "best.safetensors"
+    save_tensors(path, load_file(path), {"model": options})
+    assert "key 'model' of its header must be an object" in refuses(path, lambda: load_run(run))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -175,6 +175,16 @@ def test_other_classes_are_refused(run: Path, tmp_path: Path, capsys) -> None:
     assert "not a language model" in error_of(capsys, "generate", str(run))
 
 
+@pytest.mark.parametrize("content", [b"", b'["a",', b"[1, 2, 3]", b"{}", b"\xff", b"[" * 5000])
+def test_damaged_names_of_classes_name_their_file(
+    content: bytes, run: Path, tmp_path: Path, capsys
+) -> None:
+    copy = shutil.copytree(run, tmp_path / "run")
+    (copy / "classes.json").write_bytes(content)
+    line = error_of(capsys, "evaluate", str(copy))
+    assert line.startswith(f"{copy / 'classes.json'}: expected a JSON list of the names of classes")
+
+
 def test_sums_by_hand() -> None:
     """A constant output is right about no image: ties count against the model."""
     logits = torch.randn(9, 7, dtype=torch.float64)

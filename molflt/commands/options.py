@@ -15,6 +15,7 @@ from molflt.commands.values import (
     checked,
     is_group,
     kinds_of,
+    nulls,
     out_of_range,
     read_config,
 )
@@ -65,7 +66,7 @@ def parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
         raise ValueError(_listed(mistakes or ["a value is nested too deeply"])) from error
     except ValueError as error:
         raise ValueError(_listed([*mistakes, str(error)])) from error
-    mistakes += out_of_range(values, given)
+    mistakes += [*nulls(values, given, _options_of(parser)), *out_of_range(values, given)]
     if mistakes:
         raise ValueError(_listed(mistakes))
     return config

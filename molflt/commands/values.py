@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from argparse import Action
 
 
-__all__ = ["Given", "checked", "is_group", "kinds_of", "out_of_range", "read_config"]
+__all__ = ["Given", "checked", "is_group", "kinds_of", "nulls", "out_of_range", "read_config"]
 
 _ITEMS = "model.position_options"
 
@@ -136,6 +136,21 @@ def out_of_range(config: Mapping[str, object], given: Sequence[Given]) -> list[s
             wrong += _wrong_items(where, _items(value))
         elif interval := outside(key, value):
             wrong.append(_off(where, interval, value))
+    return wrong
+
+
+def nulls(
+    config: Mapping[str, object], given: Sequence[Given], options: Mapping[str, Action]
+) -> list[str]:
+    """A line for each null that was given to an option of another type; jsonargparse takes them."""
+    wrong = []
+    for key, where in {one.key: one.where for one in given}.items():
+        action = options.get(f"--{key}")
+        if action is None or config.get(key, key) is not None:
+            continue
+        hint = getattr(action, "_typehint", None)
+        if hint is not None and not kinds_of(action) & {NoneType, object, Any}:
+            wrong.append(f"{where}; expected {_type_name(hint)}; got null")
     return wrong
 
 

@@ -111,7 +111,17 @@ def _classes(run: Path, count: int) -> list[str]:
     path = run / "classes.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; expected the classes of this run")
-    classes: list[str] = json.loads(path.read_text())
+    try:
+        classes: list[str] = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        classes = []
+    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+        classes = []
+    if not classes:
+        raise ValueError(
+            f"{path}: expected a JSON list of the names of classes; got something else; put back "
+            "the file that was written in training"
+        )
     if len(classes) != count:
         raise ValueError(
             f"{path}: {len(classes)} classes, but the checkpoint has {count}; put back the file "

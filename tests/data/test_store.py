@@ -242,3 +242,17 @@ def test_names(tmp_path):
         open_dataset(tmp_path / "absent.safetensors")
     with pytest.raises(FileNotFoundError, match="molflt data convert"):
         StructureStore(tmp_path / "absent.safetensors")
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "I8"])
+def test_bytes_of_another_type_are_no_tags(store, dtype):
+    """Of one byte each, in a file whose digest was made for it."""
+    columns, header = load_file(store), {"format": "molflt-structures", "version": "1"}
+    save_file(columns, store, metadata=header)
+    content = store.read_bytes()
+    was = re.search(rb'"tags":{"dtype":"U8"', content)[0]
+    size, more = int.from_bytes(content[:8], "little"), len(dtype) - len("U8")
+    begin = content[8:].replace(was, was.replace(b"U8", dtype.encode()), 1)
+    store.write_bytes((size + more).to_bytes(8, "little") + begin)
+    with pytest.raises(ValueError, match="train.safetensors: key 'tags' must be uint8"):
+        StructureStore(store)

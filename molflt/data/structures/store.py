@@ -302,8 +302,10 @@ def _map_columns(path: Path) -> dict[str, np.ndarray]:
             begin, end = entry["data_offsets"]
             # a plain ndarray: slicing np.memmap costs several times as much per structure
             raw = np.asarray(content[begin:end])
-            if entry["dtype"] in _TYPES:  # of others the bytes, which are then refused
+            if entry["dtype"] in _TYPES:
                 raw = raw.view(_TYPES[entry["dtype"]]).reshape(entry["shape"])
+            else:  # bytes without a meaning, which no column may hold
+                raw = raw.view(np.void)
             columns[name] = raw
     _check_columns(path, columns)
     return columns
