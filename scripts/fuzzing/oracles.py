@@ -186,11 +186,6 @@ def ase_frames(path: Path, kind: str) -> list[Structure | None]:
 def _frame(atoms: Any, number: int) -> Structure | None:
     info = {**atoms.info, **atoms.info.get("key_value_pairs", {})}
     results = getattr(atoms.calc, "results", {})
-    held = np.zeros(len(atoms), bool)
-    for constraint in atoms.constraints:
-        name = type(constraint).__name__
-        if name == "FixAtoms" or (name == "FixCartesian" and np.all(constraint.mask)):
-            held[constraint.index] = True
     try:
         return structure(
             pos=atoms.positions,
@@ -198,7 +193,7 @@ def _frame(atoms: Any, number: int) -> Structure | None:
             cell=atoms.cell.array,
             pbc=atoms.pbc,
             tags=atoms.get_tags(),
-            fixed=held,
+            fixed=_held(atoms),
             sid=info.get("sid"),
             y_init=info.get("y_init"),
             y_relaxed=info.get("y_relaxed", results.get("energy", info.get("energy"))),
@@ -207,6 +202,15 @@ def _frame(atoms: Any, number: int) -> Structure | None:
         )
     except Exception:  # what is no number is for the package to refuse
         return None
+
+
+def _held(atoms: Any) -> np.ndarray:
+    held = np.zeros(len(atoms), bool)
+    for constraint in atoms.constraints:
+        name = type(constraint).__name__
+        if name == "FixAtoms" or (name == "FixCartesian" and np.all(constraint.mask)):
+            held[constraint.index] = True
+    return held
 
 
 def compare(found: list[Structure], truth: list[Structure | None], some: bool) -> str | None:

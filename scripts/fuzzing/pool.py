@@ -121,7 +121,8 @@ class Worker:
         assert isinstance(reply, Reply)
         complaint = self._receive(60.0, 120.0)
         if isinstance(complaint, str) and complaint.startswith(("more than", "died")):
-            complaint = f"the reference {complaint}"
+            # Its death says nothing of the package, which has survived the input
+            complaint = None if complaint.startswith("died") else f"the reference took {complaint}"
             self._done = 0
             self._start()
         kind, detail = verdict(case, reply, complaint if isinstance(complaint, str) else None)

@@ -172,7 +172,7 @@ def _yaml(draw: Random, folder: Path, seeds: Path) -> Case:
         content = yaml.safe_dump(tree).encode()
     file.write_bytes(_bounded_bytes(content))
     words = ["train", "--config", file.name, "--run=out/run"]
-    return Case(words, (file.name, *_keys(source)), None, f"{kind}: {what}")
+    return Case(words, (file.name, *_keys(source), "no such f"), None, f"{kind}: {what}")
 
 
 def _bounded_bytes(content: bytes) -> bytes:
@@ -200,7 +200,8 @@ def _options(draw: Random, folder: Path, seeds: Path) -> Case:
         value = draw.choice((*INTEGERS, *FLOATS, *WORDS, "-1", "0", "-2", "[1]", "{}", "x"))
         name = f"--{key}" if draw.random() < 0.9 else f"--{key}{draw.choice('sx-=')}"
         changed.append(f"{name}={value}" if draw.random() < 0.95 else name)
-    keys = (*(key.partition(".")[2] for key in options), "no such file", "no split")
+    # A path that is not there is named itself
+    keys = (*(key.partition(".")[2] for key in options), "no such f", "no split")
     return Case([*words, *changed], keys, None, f"{kind}: {' '.join(changed)[:100]}")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -65,10 +65,14 @@ def _pages(draw: Random, folder: Path, seeds: Path) -> Case:
 
 def _of_pages(seeds: Path, file: Path) -> list[oracles.Structure | None]:
     """What lmdb finds; and whole records that it cannot reach any more, as they were."""
+    return _or_before(sorted((seeds / "records").glob("new-*")), file)
+
+
+def _or_before(records: Sequence[Path], file: Path) -> list[oracles.Structure | None]:
+    """What the references find; what they refuse is as it was, or has to be refused."""
     import lmdb
 
-    whole = [path.read_bytes() for path in sorted((seeds / "records").glob("new-*"))]
-    before = list(map(oracles.decoded, range(len(whole)), whole))
+    before = [oracles.decoded(i, path.read_bytes()) for i, path in enumerate(records)]
     try:
         found = oracles.lmdb_records(file)
     except lmdb.Error:  # the file as a whole
@@ -77,15 +81,16 @@ def _of_pages(seeds: Path, file: Path) -> list[oracles.Structure | None]:
 
 
 def _record(draw: Random, folder: Path, seeds: Path) -> Case:
-    names = sorted(path.name for path in (seeds / "records").iterdir())
-    contents = [(seeds / "records" / name).read_bytes() for name in draw.sample(names, 3)]
+    chosen = draw.sample(sorted((seeds / "records").iterdir()), 3)
+    contents = [path.read_bytes() for path in chosen]
     at = draw.randrange(3)
     contents[at], what = damage_pickle(draw, contents[at])
     length: bytes | None = b""
     if draw.random() < 0.1:
         length, what = damage_pickle(draw, b"\x80\x04K\x03.")
         length = length or b"\0"
-    return in_lmdb(draw, folder, seeds, contents, f"record {at}: {what}", length)
+    truth = partial(_or_before, chosen)
+    return in_lmdb(draw, folder, seeds, contents, f"record {at}: {what}", length, truth)
 
 
 def in_lmdb(

@@ -212,15 +212,13 @@ class _Watch:
         elif event in CHANGES:
             for path in arguments[:2] if event in ("os.rename", "os.link") else arguments[:1]:
                 self._expect_inside(event, path)
-        elif (
-            event in RUNS_CODE and not _is_question(arguments) and not _is_library(event, arguments)
-        ):
+        elif event in RUNS_CODE and not _is_question(arguments) and not _is_own(event, arguments):
             self.events.append(f"{event} {arguments!r:.200}")
 
     def _expect_inside(self, event: str, path: object) -> None:
         if isinstance(path, str | bytes | os.PathLike):
             real = os.path.realpath(os.fsdecode(path))
-            if not real.startswith((self._folder, "/dev/null")):
+            if not real.startswith((self._folder, "/dev/null")) and "/pymp-" not in real:
                 self.events.append(f"{event} {real}")
 
 
@@ -230,10 +228,12 @@ def _is_question(arguments: tuple[object, ...]) -> bool:
     return isinstance(words, list | tuple) and words[:1] in (["git"], ["uname"], ("uname",))
 
 
-def _is_library(event: str, arguments: tuple[object, ...]) -> bool:
-    """Whether a package loads its own library, or the C library, as some do when they are used."""
-    name = str(arguments[0])
-    return event == "ctypes.dlopen" and ("site-packages" in name or name == "None")
+def _is_own(event: str, arguments: tuple[object, ...]) -> bool:
+    """Whether a package loads its own library or C's, or processes of one program talk locally."""
+    words = str(arguments)
+    if event.startswith("socket."):
+        return "family=1," in words and "/pymp-" in words
+    return event == "ctypes.dlopen" and ("site-packages" in words or words == "(None,)")
 
 
 def _memory(field: str, reset: bool = False) -> int:
