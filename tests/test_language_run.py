@@ -205,14 +205,15 @@ def test_mistakes_get_one_line(
 
 
 def test_a_vocabulary_of_another_model_is_refused(run: Path, tmp_path: Path, capsys) -> None:
-
+    """Also one of the same size, whose words would only stand for others."""
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
-    other = Vocabulary("word", ["<eos>", "<unk>", "one", "two"])
-    (copy / "vocabulary.json").write_bytes(other.to_json())
-    for command in ("evaluate", "generate"):
-        line = error_of(capsys, command, str(copy))
-        assert "4 tokens, but the checkpoint has 15" in line
+    own = Vocabulary.from_json((run / "vocabulary.json").read_bytes(), "own").tokens
+    for tokens in (["<eos>", "<unk>", "one", "two"], [*own[:-2], own[-1], own[-2]]):
+        (copy / "vocabulary.json").write_bytes(Vocabulary("word", tokens).to_json())
+        for command in ("evaluate", "generate"):
+            line = error_of(capsys, command, str(copy))
+            assert "vocabulary.json: changed since best.safetensors was trained with it" in line
     line = error_of(capsys, "train", "--resume", str(copy), "--trainer.max_steps=130")
     assert "the data of this run have changed" in line
     (copy / "vocabulary.json").unlink()

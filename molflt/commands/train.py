@@ -83,7 +83,7 @@ def _train(folder: RunFolder, config: Config) -> int:
     batches.seed = config["seed"]
     batches.setup()
     if folder.writes:  # once for all processes: it reads all data
-        folder.check_data(batches.fingerprints())
+        folder.check_data(batches.fingerprints(), batches.files())
     model, trainer = config["model"], config["trainer"]
     _fit_sizes(model, batches.sizes())
     folder.check_config(config)  # with the sizes

@@ -39,7 +39,11 @@ _PARTS: dict[str, type] = {
 
 
 def save_weights(
-    path: Path, weights: Mapping[str, Tensor], options: object, metadata: Mapping[str, object]
+    path: Path,
+    weights: Mapping[str, Tensor],
+    options: object,
+    files: Mapping[str, str],
+    metadata: Mapping[str, object],
 ) -> None:
     """Writes weights of a model alone, as safetensors with a digest.
 
@@ -47,11 +51,13 @@ def save_weights(
         path: file to write.
         weights: of the model.
         options: its arguments, which :func:`load_run` compares with the configuration.
+        files: sha256 by name of what else the run folder holds, which it compares as well.
         metadata: what else the header says; values become strings.
     """
     own = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     header = {name: str(value) for name, value in metadata.items()}
-    save_tensors(path, own, {**header, "model": json.dumps(options)})
+    sealed = {"model": json.dumps(options), "files": json.dumps(files)}
+    save_tensors(path, own, {**header, **sealed})
 
 
 def load_run(run: Path, checkpoint: str = "best", device: str = "cpu") -> tuple[nn.Module, Config]:
@@ -73,7 +79,14 @@ def load_run(run: Path, checkpoint: str = "best", device: str = "cpu") -> tuple[
     run, config, device = Path(run), read_config(run), _device(device)
     named = checkpoint in ("best", "last")
     path = run / "checkpoints" / f"{checkpoint}.safetensors" if named else Path(checkpoint)
-    weights, options = _read_weights(path)
+    weights, options, files = _read_weights(path)
+    for name, digest in files.items():
+        kept = run / name
+        if kept.is_file() and hashlib.sha256(kept.read_bytes()).hexdigest() != digest:
+            raise ValueError(
+                f"{kept}: changed since {path.name} was trained with it; expected sha256 "
+                f"{shown(str(digest)[:12])}...; put it back"
+            )
     for name, was in options.items():
         if name in config["model"] and config["model"][name] != was:
             raise ValueError(
@@ -103,8 +116,10 @@ def _device(name: str) -> str:
     return name
 
 
-def _read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, object]]:
-    """Weights that :func:`save_weights` wrote, and the arguments of their model if they are known.
+def _read_weights(
+    path: Path,
+) -> tuple[dict[str, Tensor], dict[str, object], dict[str, object]]:
+    """Weights that :func:`save_weights` wrote, and its options and files if they are known.
 
     Raises:
         FileNotFoundError: if there is no such file; names those next to it.
@@ -119,13 +134,21 @@ def _read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, object]]:
         header = file.metadata() or {}
     if not sealed and "model" in header:
         raise ValueError(f"{path}: damaged since it was written; its sha256 is missing; {_GONE}")
+    return weights, _parsed(path, header, "model"), _parsed(path, header, "files")
+
+
+def _parsed(path: Path, header: Mapping[str, str], key: str) -> dict[str, object]:
+    """What the header of weights holds as JSON; nothing, in those of earlier versions."""
     try:
-        options = json.loads(header.get("model", "{}"))
-    except ValueError:
+        found = json.loads(header.get(key, "{}"))
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
         raise ValueError(
-            f"{path}: key 'model' of its header must be JSON; got {shown(header['model'])}; {_GONE}"
-        ) from None
-    return weights, options
+            f"{path}: key {key!r} of its header must be an object in JSON; got "
+            f"{shown(header[key])}; {_GONE}"
+        )
+    return found
 
 
 def check_weights(path: Path, model: nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -60,6 +61,7 @@ class RunFolder:
         self.origin: Origin = {}
         self.checkpoint: Checkpoint | None = None
         self._lock = RunLock(path)
+        self._files: dict[str, str] = {}
 
     @property
     def last(self) -> Path:
@@ -112,14 +114,21 @@ class RunFolder:
             check_config(self.path / "config.yaml", was, now, self.checkpoint["global_step"])
         self.origin["config"] = now
 
-    def check_data(self, fingerprints: Mapping[str, Fingerprint]) -> None:
+    def check_data(
+        self, fingerprints: Mapping[str, Fingerprint], files: Mapping[str, bytes]
+    ) -> None:
         """Compares the data with those of the checkpoint.
+
+        Args:
+            fingerprints: of each split.
+            files: what belongs to the data, whose digests weights will carry.
 
         Raises:
             ValueError: naming what differs.
         """
         check_data(self.path, self._was().get("data", {}), fingerprints)
         self.origin["data"] = fingerprints
+        self._files = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
 
     def _was(self) -> Origin:
         """What the checkpoint says about its run; nothing, in those of earlier versions."""
@@ -188,7 +197,8 @@ class RunFolder:
         if self.writes:
             self._lock.check()
             path = self.last.with_name(f"{name}.safetensors")
-            save_weights(path, weights, self.origin["config"]["model"], metadata)
+            options = self.origin["config"]["model"]
+            save_weights(path, weights, options, self._files, metadata)
 
     def save_checkpoint(self, checkpoint: Mapping[str, object]) -> None:
         """Writes last.ckpt; raises as `save_weights` does."""
