@@ -42,9 +42,13 @@ def stopped(data, tmp_path_factory):
             os.kill(os.getpid(), signal.SIGHUP)  # as a terminal does that is closed
         return original(self, batch, index)
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(_LightningTask, "training_step", stop)
-        assert start(data, run, *WORDS) == 128 + signal.SIGHUP
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
+    try:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(_LightningTask, "training_step", stop)
+            assert start(data, run, *WORDS) == 128 + signal.SIGHUP
+    finally:
+        signal.signal(signal.SIGHUP, before)
     assert last_state(run)["global_step"] == 3
     return run
 

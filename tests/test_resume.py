@@ -173,7 +173,8 @@ def test_a_terminal_that_is_closed(data, tmp_path):
     """The state is saved, although nothing can be printed any more."""
     run, (ours, theirs) = tmp_path / "run", pty.openpty()
     words = arguments(data, run, *STATEFUL, "--trainer.max_steps=100000")
-    code = "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    code = "import fcntl, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    code += "signal.signal(signal.SIGHUP, signal.SIG_DFL); "  # under nohup it is ignored
     code += "from molflt.commands.cli import main; sys.exit(main(sys.argv[1:]))"
     running = subprocess.Popen(
         [sys.executable, "-c", code, "train", *words],
