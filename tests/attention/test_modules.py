@@ -12,6 +12,7 @@ from molflt.sequence import LanguageModel
 TOKENS = 6
 NEEDED = {"low_rank": {"max_tokens": TOKENS, "rank": 3}, "toeplitz": {"max_tokens": TOKENS}}
 NEEDED["gaussian_bias"] = {"dim": 1}
+NEEDED["conv_spe"] = {"num_realizations": 8, "kernel_size": 4, "max_tokens": TOKENS}
 
 
 def make(position: str, mixing: str, causal: bool = False, **options) -> Stack:
@@ -40,8 +41,13 @@ def tokens(count: int = 1) -> torch.Tensor:
     return torch.randn(count, TOKENS, DIM, generator=torch.manual_seed(1))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("position", "mixing"), PAIRS)
+@pytest.mark.parametrize(
+    ("position", "mixing", "dtype"),
+    [
+        *((*pair, torch.bfloat16) for pair in PAIRS),
+        *(("spectral", mixing, torch.float16) for mixing in MIXINGS),
+    ],
+)
 def test_modules_in_half_precision(position, mixing, dtype):
     """Positions stay as exact as they come: their differences are not those of half precision."""
     stack = make(position, mixing)
@@ -125,8 +131,10 @@ def test_modules_made_without_memory(name):
     torch.testing.assert_close(empty(*inputs), expected, rtol=0.0, atol=0.0)
 
 
-@pytest.mark.parametrize("garbage", [torch.nan, torch.inf])
-@pytest.mark.parametrize(("position", "mixing"), PAIRS)
+@pytest.mark.parametrize(
+    ("position", "mixing", "garbage"),
+    [*((*pair, torch.nan) for pair in PAIRS), ("spectral", "linear", torch.inf)],
+)
 def test_masked_tokens_may_hold_anything(position, mixing, garbage):
     """Neither outputs nor gradients see it, nor where masked tokens are."""
     stack = make(position, mixing)

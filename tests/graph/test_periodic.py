@@ -105,8 +105,11 @@ def test_additive_reciprocal_has_no_gradient_by_the_cell_and_says_so():
         assert check(lambda c, layer=layer: layer(x, pos, cell=c).square().sum(), (cell,))
 
 
-@pytest.mark.parametrize("garbage", [torch.nan, torch.inf, 1e300])
-@pytest.mark.parametrize("kind", ALL, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "garbage"),
+    [*((kind, torch.nan) for kind in ALL), *((kind, 1e300) for kind in FEW)],
+    ids=str,
+)
 def test_rows_of_axes_that_are_not_periodic_are_not_read(kind, garbage):
     """Files of molecules and slabs have anything there; gradients do not see it either."""
     layer, given = kind.build(), collated([graph("slab", 7), graph("molecule", 5)])
