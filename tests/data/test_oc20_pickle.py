@@ -317,3 +317,13 @@ def test_other_objects():
     for wrong in (-1, 1.5, "12"):
         with pytest.raises(ValueError, match="expected a pickled whole number"):
             _decode_count(pickle.dumps(wrong), "f")
+
+
+@pytest.mark.parametrize("name", ["y_init", "y_relaxed", "pos_relaxed", "tags", "sid", "natoms"])
+@pytest.mark.parametrize("value", [b"\0", [1.0], (), {}])
+def test_a_field_that_is_read_is_never_left_out_for_its_type(name, value):
+    with pytest.raises(ValueError, match=f"x: .*{name} must be a tensor or a number; got"):
+        _decode_record(old_pickle(opcodes(fields() | {name: value})), "x")
+    assert name not in _decode_record(old_pickle(opcodes(fields() | {name: None})), "x")
+    other = _decode_record(old_pickle(opcodes(fields() | {"other": value})), "x")
+    assert name in other and "other" not in other

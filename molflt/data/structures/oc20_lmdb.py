@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from molflt.data.structures.base import Structures
 from molflt.data.structures.lmdb_file import LmdbFile
-from molflt.data.structures.oc20_pickle import _decode_count, _decode_record, _Field
+from molflt.data.structures.oc20_pickle import _FIELDS, _decode_count, _decode_record, _Field
 from molflt.data.structures.records import _shown, _whole, make_record
 
 if TYPE_CHECKING:
@@ -245,9 +245,6 @@ class Oc20Lmdb(Structures):
         return counts if all(counts[i] == self._count(i) for i in ends) else None
 
 
-_FIELDS = (
-    "pos", "atomic_numbers", "cell", "pbc", "tags", "fixed", "y_init", "y_relaxed", "pos_relaxed"
-)  # fmt: skip
 _S2EF = (
     "its y and force are those of S2EF, energy and forces of single geometries; expected IS2RE, "
     "whose y_relaxed is the energy after relaxation"

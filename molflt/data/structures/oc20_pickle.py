@@ -22,6 +22,9 @@ from molflt.data.structures.pickle_machine import Damaged, Machine, Name, Refuse
 
 _T = TypeVar("_T")
 _Field: TypeAlias = Tensor | np.number | np.bool_ | int | float | str
+_FIELDS = (
+    "pos", "atomic_numbers", "cell", "pbc", "tags", "fixed", "y_init", "y_relaxed", "pos_relaxed"
+)  # fmt: skip
 
 _MOST_STEPS = 100_000  # instructions; OC20's records have some 1,000
 _HEADER = 4096  # bytes; what stands before the numbers of a tensor has 500
@@ -209,6 +212,9 @@ def _fields(content: bytes) -> dict[str, _Field]:
     found = {
         key: value.tensor() if isinstance(value, _View) else value for key, value in fields.items()
     }
+    for name in (*_FIELDS, "sid", "natoms"):  # left out, a label would be taken for absent
+        if not isinstance(found.get(name), _Field | None):
+            raise Damaged(f"{name} must be a tensor or a number; got {type(found[name]).__name__}")
     return {key: value for key, value in found.items() if isinstance(value, _Field)}
 
 
