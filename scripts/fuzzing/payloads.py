@@ -135,7 +135,7 @@ def _in_yaml(draw: Random, folder: Path, seeds: Path) -> Case:
         words = ["train", "--config", file.name, "--run=out/run"]
     file.write_text("\n".join(lines) + "\n")
     key = lines[at].partition(":")[0].strip()
-    names = (file.name, key, "recipe", f"{canary}")
+    names = (file.name, key, "recipe", "_target_", f"{canary}")
     return Case(words, names, None, f"{kind}: {tag[:60]} as {key}")
 
 

@@ -171,7 +171,8 @@ def _yaml(draw: Random, folder: Path, seeds: Path) -> Case:
         tree, what = damage_tree(draw, config)
         content = yaml.safe_dump(tree).encode()
     file.write_bytes(_bounded_bytes(content))
-    words = ["train", "--config", file.name, "--run=out/run"]
+    steps = f"--trainer.max_steps={STEPS}"  # unless the configuration says otherwise
+    words = ["train", steps, "--config", file.name, "--run=out/run"]
     return Case(words, (file.name, *_keys(source), "no such f"), None, f"{kind}: {what}")
 
 
