@@ -264,3 +264,17 @@ def test_a_row_that_was_being_written_is_dropped(run):
     assert main(["train", "--resume", str(run), "--trainer.max_steps", "4"]) == 0
     assert path.read_text().startswith(rows)
     assert [row.split(",")[0] for row in path.read_text().splitlines()[-2:]] == ["4", "4"]
+
+
+@pytest.mark.parametrize("number", [float("nan"), 1e300, 10**400])
+@pytest.mark.parametrize("key", ["lr", "betas"])
+def test_numbers_of_an_optimizer_that_no_step_can_be_taken_with(run, number, key, capsys):
+    """Of a checkpoint whose digest is right: nobody but its writer can have done this."""
+    path = run / "checkpoints" / "last.ckpt"
+    checkpoint = read_checkpoint(path)
+    checkpoint["optimizer_states"][0]["param_groups"][0][key] = number
+    write_checkpoint(path, checkpoint)
+    line = error_of(capsys, "train", "--resume", str(run), "--trainer.max_steps=9")
+    assert f"optimizer_states.0.param_groups.0.{key}: expected finite numbers" in line.replace(
+        "'", ""
+    )

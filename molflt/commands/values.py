@@ -53,7 +53,7 @@ def read_config(name: str, options: Mapping[str, Action]) -> list[Given]:
         raise ValueError(f"{name}: no such file; expected a YAML configuration")
     try:
         config = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also of endless numbers
         why = "nested too deeply" if isinstance(error, RecursionError) else error
         raise ValueError(f"{name}: not a YAML configuration: {why}") from None
     if not isinstance(config, dict):

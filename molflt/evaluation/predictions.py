@@ -157,8 +157,11 @@ def _unknown_elements(model: nn.Module, present: set[int]) -> list[str]:
 
 def _energies(model: nn.Module, batch: Batch, path: Path) -> NDArray[np.float64]:
     with within_memory(lambda: _largest(batch, path), "lower --batch-size"):
-        expect_memory(model, batch)
-        energy: NDArray[np.float64] = model(batch)["energy"].double().cpu().numpy()
+        try:
+            expect_memory(model, batch)
+            energy: NDArray[np.float64] = model(batch)["energy"].double().cpu().numpy()
+        except ValueError as error:
+            raise ValueError(f"{_largest(batch, path)}: {error}") from None
     if energy.shape != (batch.num_graphs,):
         raise ValueError(
             f"the model must return one energy per structure, ({batch.num_graphs},); got "

@@ -27,6 +27,7 @@ Checkpoint = dict[str, Any]  # Lightning's, and under "molflt" what the run was 
 _SEAL = b"sha256:"  # stands before the digest in the comment of a checkpoint's zip archive
 _DIGEST = len(_SEAL) + 64
 _GONE = "restore the file, or start a new run"
+_LARGEST = 1e30  # of what an optimizer keeps: float32 overflows soon after
 _PARTS: dict[str, type] = {
     "callbacks": dict,
     "global_step": int,
@@ -221,9 +222,30 @@ def read_checkpoint(path: Path) -> Checkpoint:
                 f"{path}: not a checkpoint of molflt; expected {part!r}, a {kind.__name__}; "
                 f"got {got}; {_GONE}"
             )
+    _check_numbers(path, "optimizer_states", checkpoint["optimizer_states"])
+    _check_numbers(path, "lr_schedulers", checkpoint["lr_schedulers"])
     if "molflt" in checkpoint and not sealed:
         raise ValueError(f"{path}: damaged since it was written; its sha256 is missing; {_GONE}")
     return checkpoint
+
+
+def _check_numbers(path: Path, key: str, value: object) -> None:
+    """Raises ValueError for a number that no step can be taken with, somewhere in a value."""
+    if isinstance(value, Mapping | list | tuple):
+        parts = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for name, part in parts:
+            _check_numbers(path, f"{key}.{name}", part)
+    elif isinstance(value, Tensor | int | float):
+        size: float = 0.0
+        if not isinstance(value, Tensor):
+            size = value
+        elif value.numel():
+            size = float(value.abs().max())
+        if not abs(size) <= _LARGEST:  # NaN is not
+            raise ValueError(
+                f"{path}: key {shown(key)}: expected finite numbers of at most {_LARGEST:g}; got "
+                f"{shown(size)}; {_GONE}"
+            )
 
 
 def _unpack(path: Path, content: bytes) -> Any:
