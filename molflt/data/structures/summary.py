@@ -183,8 +183,8 @@ def _warnings(
         middle = float(np.nanmedian(np.abs(energies["y_relaxed"]) / natoms))
         found.append(
             f"total energies: y_relaxed is {middle:.1f} eV per atom in the median; expected "
-            "adsorption energies, because there are adsorbates; subtract those of the clean surface "
-            "and of the molecule"
+            "adsorption energies, as there are adsorbates; subtract those of the clean surface and "
+            "of the molecule"
         )
     if summary["unwrapped_atoms"]:
         found.append(
