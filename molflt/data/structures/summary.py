@@ -110,10 +110,9 @@ def summarize(
         "left_out": [{"name": name, "reason": reason} for name, reason in structures.bad],
         "warnings": [],
     }
-    known = untagged, len(free_displacements), structures.hint
-    summary["warnings"] = _warnings(summary, energies, sids, np.array(counts), *known)
-    present = {name: values[np.isfinite(values)] for name, values in energies.items()}
-    return summary, present, shown
+    known = sids, np.array(counts), untagged, len(free_displacements), structures.hint
+    summary["warnings"] = _warnings(summary, energies, *known)
+    return summary, {name: values[np.isfinite(values)] for name, values in energies.items()}, shown
 
 
 def _statistics(values: np.ndarray) -> dict[str, float] | None:
