@@ -6,7 +6,9 @@ import hashlib
 import json
 import os
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+import zipfile
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
@@ -16,8 +18,18 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-__all__ = ["append", "atomically", "save_tensors", "shown", "verify_tensors", "write_atomically"]
+__all__ = [
+    "append",
+    "atomically",
+    "read_arrays",
+    "save_tensors",
+    "shown",
+    "verify_tensors",
+    "write_atomically",
+]
 
+_UNREADABLE = (OSError, ValueError, KeyError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error)
+_MOST_ARRAYS = 2**28  # bytes of an npz, unpacked
 _BLANK = b"0" * 64  # stands where the digest of a file will be, while it is computed
 
 
@@ -136,6 +148,39 @@ def save_tensors(
             digest = _sha256(size + text, file)
             file.seek(len(size))
             file.write(text.replace(_BLANK, digest.encode(), 1))
+
+
+def read_arrays(path: Path, wanted: Collection[str]) -> dict[str, np.ndarray]:
+    """All arrays of an npz file by name; none of them is unpickled.
+
+    Args:
+        path: file to read.
+        wanted: names that it has to have.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: naming the file, if it is damaged, too large, or lacks one of `wanted`.
+    """
+    import numpy as np
+
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; expected an npz")
+    try:
+        with zipfile.ZipFile(path) as packed:
+            size = sum(member.file_size for member in packed.infolist())
+        if size > _MOST_ARRAYS:
+            raise ValueError(f"{size:,} bytes unpacked, above {_MOST_ARRAYS:,}")
+        with np.load(path, allow_pickle=False) as arrays:
+            found = {name: arrays[name] for name in arrays.files}
+    except (*_UNREADABLE, NotImplementedError, RuntimeError, SyntaxError) as error:
+        raise ValueError(f"{path}: expected an npz of arrays; {shown(str(error), 120)}") from None
+    absent = [name for name in wanted if name not in found]
+    if absent:
+        raise ValueError(
+            f"{path}: expected arrays {', '.join(wanted)}; got {shown(sorted(found))} without "
+            f"{absent[0]}"
+        )
+    return found
 
 
 def verify_tensors(path: Path) -> bool:

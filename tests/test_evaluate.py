@@ -1,6 +1,7 @@
 """Evaluation and prediction with a real run: trained for three steps, since errors may be large."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from molflt.commands.predict import predict
 from molflt.data.structures import open_dataset
 from molflt.data.structures.splits import TEST_SPLITS, VAL_SPLITS
 from molflt.data.structures.store import StructureStore, write_store
+from molflt.data.structures.systems import System, write_systems
 from molflt.evaluation.energies import _metrics, _published_table, _results_table
 from molflt.evaluation.groups import _errors_by_group
 from molflt.evaluation.predictions import Predictions, infer
@@ -381,3 +383,25 @@ def test_predict_refuses_bad_input(run, tmp_path, capsys) -> None:
         ([absent], "out"),
     ):
         assert message in error_of(capsys, "predict", str(run), *words)
+
+
+def test_published_predictions_stand_beside_ours(run, data, tmp_path, capsys) -> None:
+    store = StructureStore(data / "val_id.safetensors")
+    systems = [System(r.sid, f"cu-{r.sid}", "m", "amides", "Cu") for r in store]
+    root = tmp_path / "data"
+    shutil.copytree(data, root)
+    write_systems(root, [("val_id", systems)])
+    others = tmp_path / "others.npz"
+    target = labels(data / "val_id.safetensors")
+    np.savez(others, name=[s.name for s in systems], rival=target + 0.25)
+    words = ["evaluate", str(run), "--splits", "val_id", "--data", str(root), "--device", "cpu"]
+    assert main([*words, "--out", str(tmp_path), "--published", str(others)]) == 0
+    out = capsys.readouterr().out
+    assert f"beside others.npz: MAE / eV over {len(store)} of {len(store)} systems" in out
+    assert "published, on OC20" not in out
+    ours = json.loads((tmp_path / "results.json").read_text())["val_id"]["mae_eV"]
+    row = next(line for line in reversed(out.splitlines()) if line.startswith("val_id")).split()
+    assert row == ["val_id", str(len(store)), f"{ours:.4f}", "0.2500"]
+    (root / "systems.csv").unlink()
+    assert main([*words, "--out", str(tmp_path), "--published", str(others)]) == 2
+    assert "systems.csv: no such file" in capsys.readouterr().err

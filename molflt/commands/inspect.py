@@ -20,9 +20,10 @@ def inspect(
     """Print what a file or folder of structures holds, with units and warnings.
 
     Args:
-        path: OC20 LMDB file or folder, compact store, or a file that ASE reads.
+        path: OC20 LMDB file or folder, compact store, GAME-Net's archive, or a file that
+            ASE reads.
         json: print one JSON object instead of text, with at least systems, atoms_total,
-            with_labels, elements and warnings.
+            with_labels, elements, energies_look_like and warnings.
         plot: write a PNG with the histogram of energies and one structure from top and side.
         limit: look only at the first so many structures.
         skip_bad: leave out structures that are not valid, count and list them.
@@ -56,6 +57,10 @@ def _as_text(summary: Summary) -> str:
     ]
     for name, values in summary["energies_eV"].items():
         lines.append(f"{name:<12}" + _range(values, "eV"))
+    kind = summary["energies_look_like"]
+    if summary["with_labels"]:
+        said = "neither adsorption nor total energies" if kind == "unknown" else f"{kind} energies"
+        lines.append(f"y_relaxed look like {said}, by their magnitude per atom")
     lines.append("displaced   " + _range(summary["displacements_A"], "Å") + " (free atoms)")
     if summary["verified"] is not None:
         known = (

@@ -16,6 +16,7 @@ from molflt.data.structures import Structures, open_dataset
 from molflt.data.structures.splits import OC20_FILES, PUBLISHED, TEST_SPLITS, VAL_SPLITS, split_path
 from molflt.evaluation.groups import _errors_by_group, _group_tables
 from molflt.evaluation.predictions import Predictions, infer, open_structures
+from molflt.evaluation.published import _compare, _read_published
 from molflt.evaluation.report import Report, _align, _warn, write_csv
 from molflt.evaluation.submission import _submission_names, _write_submission
 from molflt.files import write_atomically
@@ -37,6 +38,7 @@ def evaluate(
     data: Path | None = None,
     batch_size: int = 64,
     submission: Path | None = None,
+    published: Path | None = None,
     skip_bad: bool = False,
 ) -> Report:
     """Evaluates an energy regressor.
@@ -54,6 +56,9 @@ def evaluate(
         data: folder of the data set; by default that of the run's configuration.
         batch_size: structures in a batch.
         submission: also write this OC20 leaderboard file, .npz, from the four test splits.
+        published: npz file of predictions by other models, by name of the system (name, and an
+            array of energies per model, a column per training): compared system by system in
+            published.csv, published_errors.csv (by split, family and metal) and published.png.
         skip_bad: leave out structures that cannot be used, and list them.
 
     Returns:
@@ -64,11 +69,13 @@ def evaluate(
     Raises:
         FileNotFoundError: if a split is missing.
         ValueError: if a split is empty, a structure cannot be used, a prediction is not finite,
-            or these splits make no submission.
+            these splits make no submission, or the published
+            predictions do not fit.
     """
     splits = list(dict.fromkeys(splits or VAL_SPLITS))
     names = {} if submission is None else _submission_names(submission, splits)
     root = _data_root(run, config) if data is None else Path(data)
+    others = None if published is None else _read_published(published, root)
     datasets = {split: open_structures(split_path(root, split), skip_bad) for split in splits}
     median, baseline = _training_median(config, root, skip_bad)
     found = {split: infer(model, datasets[split], batch_size, split) for split in splits}
@@ -77,8 +84,13 @@ def evaluate(
     groups = _errors_by_group(found)
     tables = [f" on {root}", f"{_results_table(results)}\n{baseline}"]
     tables += [_group_tables(groups["all"])] if groups else []
-    tables.append(_published_table(results, _is_oc20(datasets)))
     files = [*_write(out, found, groups), *_draw(out, found, groups, model)]
+    if others is None:
+        tables.append(_published_table(results, _is_oc20(datasets)))
+    else:
+        table, compared = _compare(others, found, out)
+        tables.append(table)
+        files += compared
     if submission is not None:
         trial = not set(splits) <= set(TEST_SPLITS)
         parts = {name: (found[split].ids, found[split].energy) for name, split in names.items()}

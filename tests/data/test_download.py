@@ -13,12 +13,14 @@ from collections import namedtuple
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from game_net_files import ARCHIVE
 from oc20_files import old_record, write_lmdb
 
 from molflt.commands.cli import main
 from molflt.data.structures import download as module
 from molflt.data.structures import open_dataset
 from molflt.data.structures.download import _unpack, download
+from molflt.data.structures.game_net_archive import GAME_NET
 from molflt.data.structures.splits import _OC20_ARCHIVE, OC20_FILES, split_path
 
 INNER = _OC20_ARCHIVE.inner
@@ -32,6 +34,7 @@ class Server:
 
     def __init__(self):
         self.content = b""
+        self.name = _OC20_ARCHIVE.name
         self.cut = []  # bytes to send before dropping the connection, one entry per request
         self.ranges = True
         self.asked = []
@@ -64,7 +67,7 @@ class Server:
                     self.answer(200, outer.content)
 
             def answer(self, status, body, head=False):
-                if self.path != f"/data/{_OC20_ARCHIVE.name}":
+                if self.path != f"/data/{outer.name}":
                     self.send_error(404)
                     return
                 self.send_response(status)
@@ -401,3 +404,38 @@ def test_what_a_killed_unpacking_left_is_not_taken_for_a_split(tmp_path):
     path.write_bytes(archive(tmp_path, ["all/val_id"]))
     with pytest.raises(ValueError, match="holds no .*10k/train"):
         _unpack(path, tmp_path / "in", ["10k/train"], verify=False)
+
+
+def test_game_net_is_fetched_resumed_and_compared(server, tmp_path, capsys):
+    path = tmp_path / GAME_NET.name
+    server.name, server.content = GAME_NET.name, b"archive" * 1000
+    sums = ["--base_url", server.url, "--md5", md5(server.content).upper()]
+    words = ["data", "download", "game-net", str(tmp_path)]
+    server.cut = [2000] + [0] * module._ATTEMPTS
+    assert main([*words, *sums]) == 2
+    assert "run the same command again" in capsys.readouterr().err
+    assert main([*words, *sums]) == 0
+    assert path.read_bytes() == server.content and server.asked[-1] == "bytes=2000-"
+    out = capsys.readouterr().out
+    for text in (
+        f"md5 {md5(server.content)}; licence MIT",
+        "7.0 kB, 2.0 kB of it already here; its compact store: 14.0 kB",
+        f"sha256 {hashlib.sha256(server.content).hexdigest()}",
+        f"next: molflt data convert {path}",
+    ):
+        assert text in out
+    asked = len(server.asked)
+    assert main([*words, *sums]) == 0 and len(server.asked) == asked  # it is there
+    assert main([*words, "--base_url", server.url]) == 2  # but not the official one
+    assert f"{path}: expected md5 {GAME_NET.md5}; got" in capsys.readouterr().err
+    path.unlink()
+    assert main([*words, "--base_url", server.url]) == 2
+    assert f"expected md5 {GAME_NET.md5}; got" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.part")) and not path.exists()
+
+
+@pytest.mark.skipif(not ARCHIVE.is_file(), reason=f"no GAME-Net archive at {ARCHIVE}")
+def test_what_is_known_of_game_net_is_true():
+    content = ARCHIVE.read_bytes()
+    assert (len(content), md5(content)) == (GAME_NET.size, GAME_NET.md5)
+    assert hashlib.sha256(content).hexdigest() == GAME_NET.sha256

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
@@ -172,3 +173,44 @@ def test_records_of_s2ef_say_what_they_are(tmp_path, capsys):
     assert "y and force are those of S2EF" in labels and "expected IS2RE" in labels
     with pytest.raises(ValueError, match="sid 1000: y_relaxed must be .* y and force .* S2EF"):
         IS2REData(tmp_path, val_split="train").normalizer()
+
+
+@pytest.mark.parametrize(
+    ("energies", "kind"),
+    [
+        ([-1.2, 0.4, -6.0], "adsorption"),
+        ([-35.0, -41.0, math.nan], "total"),  # 7 atoms each
+        ([4000.0, 3500.0, 3000.0], "total"),
+        ([None, None, None], "unknown"),
+    ],
+)
+def test_kind_of_energies_is_said(tmp_path, capsys, energies, kind):
+    path = tmp_path / "a.safetensors"
+    labels = [None if e is None or math.isnan(e) else e for e in energies]
+    write_store(path, [record(i, y_relaxed=e) for i, e in enumerate(labels)])
+    found = as_json(capsys, path)
+    assert found["energies_look_like"] == kind
+    totals = [text for text in found["warnings"] if text.startswith("total energies")]
+    assert len(totals) == (kind == "total")
+    if kind == "total":
+        known = [abs(e) / 7 for e in labels if e is not None]
+        assert f"is {np.median(known):.1f} eV per atom" in totals[0]
+    assert main(["data", "inspect", str(path)]) == 0
+    said = f"look like {kind} energies" in capsys.readouterr().out
+    assert said == (kind != "unknown")
+
+
+def test_totals_of_molecules_are_no_warning(tmp_path, capsys):
+    path = tmp_path / "a.safetensors"
+    write_store(path, [record(i, y_relaxed=-40.0, tags=torch.zeros(7)) for i in range(2)])
+    found = as_json(capsys, path)
+    assert found["energies_look_like"] == "total"
+    assert not [text for text in found["warnings"] if text.startswith("total energies")]
+
+
+def test_large_slabs_in_between_are_neither(tmp_path, capsys):
+    path = tmp_path / "a.safetensors"
+    write_store(path, [record(i, atoms=60, y_relaxed=-40.0) for i in range(2)])
+    assert as_json(capsys, path)["energies_look_like"] == "unknown"
+    assert main(["data", "inspect", str(path)]) == 0
+    assert "look like neither adsorption nor total energies" in capsys.readouterr().out

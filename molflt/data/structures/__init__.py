@@ -11,6 +11,7 @@ from pathlib import Path
 
 from molflt.data.structures.ase_files import AseStructures
 from molflt.data.structures.base import Structures
+from molflt.data.structures.game_net import GameNet
 from molflt.data.structures.oc20_lmdb import Oc20Lmdb
 from molflt.data.structures.store import StructureStore
 
@@ -20,6 +21,7 @@ __all__ = ["SOURCES", "Structures", "open_dataset", "source_of"]
 SOURCES: dict[str, type[Structures]] = {
     "compact store": StructureStore,
     "OC20 LMDB": Oc20Lmdb,
+    "GAME-Net archive": GameNet,
     "file that ASE reads": AseStructures,
 }
 

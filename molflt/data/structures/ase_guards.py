@@ -14,7 +14,7 @@ import numpy as np
 if TYPE_CHECKING:
     from ase import Atoms
 
-__all__ = ["bounded", "check_counts", "xyz_properties"]
+__all__ = ["bounded", "check_counts", "check_poscar", "xyz_properties"]
 
 _LONGEST = 100_000  # characters of a line of properties; ASE takes 4 us for each
 _MOST_COLUMNS = 10_000
@@ -36,16 +36,32 @@ def check_counts(path: Path, kind: str) -> None:
     if kind == "vasp":
         with open(path, "rb") as file:
             lines = [file.readline(_LONGEST) for _ in range(max(_COUNTS_OF_POSCAR) + 1)]
-        for line in _COUNTS_OF_POSCAR:
-            _check_count(
-                sum(_whole(word) for word in lines[line].split()), size, f"line {line + 1}"
-            )
+        _check_counts_of_poscar(lines, size)
     elif kind == "extxyz":
         with open(path, "rb") as file:
             for frame, count in enumerate(iter(lambda: file.readline(_LONGEST).strip(), b"")):
                 _check_count(_whole(count), size, f"frame {frame}")
                 for _ in range(1 + _whole(count)):
                     file.readline()
+
+
+def check_poscar(content: bytes) -> None:
+    """Refuses a POSCAR that is too short for its atoms, or would have ASE look into other files.
+
+    Raises:
+        ValueError: saying what it claims, or that its sixth line names no elements.
+    """
+    lines = content.splitlines()[: max(_COUNTS_OF_POSCAR) + 1]
+    lines += [b""] * (max(_COUNTS_OF_POSCAR) + 1 - len(lines))
+    _check_counts_of_poscar(lines, len(content))
+    names = lines[min(_COUNTS_OF_POSCAR)].split()
+    if not names or not all(name.isalpha() and len(name) <= 2 for name in names):
+        raise ValueError(f"line {min(_COUNTS_OF_POSCAR) + 1} names no elements")
+
+
+def _check_counts_of_poscar(lines: list[bytes], size: int) -> None:
+    for line in _COUNTS_OF_POSCAR:
+        _check_count(sum(_whole(word) for word in lines[line].split()), size, f"line {line + 1}")
 
 
 def _whole(word: bytes) -> int:

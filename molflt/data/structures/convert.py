@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from molflt.data.structures import source_of
+from molflt.data.structures.game_net import GameNet
+from molflt.data.structures.game_net_archive import GAME_NET, _expect_archive
+from molflt.data.structures.game_net_splits import _write_splits
 from molflt.data.structures.store import write_store
 
 if TYPE_CHECKING:
@@ -18,24 +21,56 @@ if TYPE_CHECKING:
 __all__ = ["convert"]
 
 
-def convert(src: Path, dst: Path, limit: int | None = None, skip_bad: bool = False) -> None:
+def convert(
+    src: Path,
+    dst: Path,
+    limit: int | None = None,
+    skip_bad: bool = False,
+    splits: Path | None = None,
+    folds: Path | None = None,
+    hold_out: list[str] | None = None,
+    sha256: str = GAME_NET.sha256,
+) -> None:
     """Convert structures to a compact store: no edges, no pickle, much faster to read.
 
-    Relaxed positions are stored unwrapped, in the image nearest to the initial ones.
+    Relaxed positions are stored unwrapped, in the image nearest to the initial ones. GAME-Net's
+    archive becomes a folder of stores: train, val_id, and the same with molecules (val_ood_ads),
+    metals (val_ood_cat) or both that train does not have; by default Cu, Ir, Pd and every fifth
+    molecule of a family. What the systems are called is in systems.csv beside them.
 
     Args:
-        src: OC20 LMDB file or folder, compact store, or a file that ASE reads.
-        dst: compact store to write, ending in .safetensors; an existing one is replaced.
+        src: OC20 LMDB file or folder, compact store, GAME-Net's FG_dataset_lite.tar.xz, or a file
+            that ASE reads.
+        dst: compact store to write, ending in .safetensors; an existing one is replaced. For
+            GAME-Net's archive also a folder.
         limit: convert only the first so many structures.
         skip_bad: leave out structures that are not valid, count and list them on stderr.
+        splits: JSON file with a list of names of systems for each split of GAME-Net's archive.
+        folds: JSON file of folds by name, or npz file with arrays name and fold: writes a folder
+            testI-valJ for each pair of folds, whose train has all the others.
+        hold_out: metals and families of molecules, such as Cu amides, that train does not have.
+        sha256: expected sum of GAME-Net's archive.
 
     Raises:
         ValueError: naming the file, key and sid of a structure that is not valid.
         FileNotFoundError: if there is nothing at ``src``.
         OSError: if ``dst`` cannot be written; nothing is left behind then.
     """
+    several = issubclass(source_of(src), GameNet) and dst.suffix != ".safetensors"
+    if not several and (splits or folds or hold_out):
+        raise ValueError(
+            "--splits, --folds and --hold_out are for GAME-Net's archive, converted to a folder; "
+            f"got {src} and {dst}"
+        )
+    if several:
+        if limit is not None:
+            raise ValueError("--limit is for one store; got a folder, which holds all systems")
+        _list_bad(_write_splits(src, dst, sha256, skip_bad, splits, folds, hold_out or []))
+        return
     if dst.suffix != ".safetensors":  # before reading for half an hour
         raise ValueError(f"{dst}: a compact store ends in .safetensors; got {dst.suffix!r}")
+    if issubclass(source_of(src), GameNet):
+        _expect_archive(src, sha256)
     structures = _OnePass(src, limit, skip_bad)
     unwrapped = 0
 
@@ -52,9 +87,13 @@ def convert(src: Path, dst: Path, limit: int | None = None, skip_bad: bool = Fal
     )
     if unwrapped:
         print(f"{unwrapped} relaxed positions were stored in another periodic image; unwrapped")
-    if structures.bad:
-        print(f"left out {len(structures.bad)} structures that are not valid:", file=sys.stderr)
-        for name, reason in structures.bad:
+    _list_bad(structures.bad)
+
+
+def _list_bad(bad: list[tuple[str, str]]) -> None:
+    if bad:
+        print(f"left out {len(bad)} structures that are not valid:", file=sys.stderr)
+        for name, reason in bad:
             print(f"  {name}: {reason}", file=sys.stderr)
 
 

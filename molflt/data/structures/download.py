@@ -1,4 +1,4 @@
-"""Fetching the OC20 IS2RE archive: checked for space, resumed, verified, unpacked in part."""
+"""Fetching public archives: checked for space, resumed, verified; OC20's is unpacked in part."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import shutil
 import time
 import urllib.request
+from collections.abc import Callable
 from http.client import HTTPException, HTTPResponse, InvalidURL
 from pathlib import Path
 from typing import Literal, NoReturn, cast
@@ -15,6 +16,7 @@ from urllib.error import HTTPError, URLError
 from tqdm import tqdm
 
 from molflt.data.structures.convert import _readable_size
+from molflt.data.structures.game_net_archive import GAME_NET, _sha256
 from molflt.data.structures.splits import _OC20_ARCHIVE, OC20_FILES, VAL_SPLITS
 from molflt.data.structures.unpack import _md5, _target, _unpack, _unpacked_size
 
@@ -36,32 +38,37 @@ _HANDLERS = (  # those of urllib without ftp, file and data, to which a server c
 
 
 def download(
-    dataset: Literal["oc20-is2re"],
+    dataset: Literal["oc20-is2re", "game-net"],
     directory: Path,
     splits: list[str] = ["10k/train", *VAL_SPLITS],  # noqa: B006  (shown in --help, not changed)
-    base_url: str = _OC20_ARCHIVE.base_url,
-    md5: str = _OC20_ARCHIVE.md5,
+    base_url: str | None = None,
+    md5: str | None = None,
     keep_archive: bool = False,
 ) -> None:
-    """Download OC20's IS2RE archive and unpack the wanted splits to DIRECTORY/is2re.
+    """Download a public archive to DIRECTORY and verify it.
 
-    There is one archive for all splits, 8.1 GB. An interrupted download is taken up where it
-    ended; the md5 sums of the archive and of every unpacked LMDB are verified.
+    oc20-is2re: one archive for all splits, 8.1 GB (CC-BY-4.0); the wanted ones are unpacked to
+    DIRECTORY/is2re. game-net: GAME-Net's FG set, 3.1 MB (MIT), left as it is for molflt data
+    convert. An interrupted download is taken up where it ended; md5 sums are verified.
 
     Args:
         dataset: name of the data set.
         directory: folder to download and unpack into.
-        splits: wanted splits: 10k/train, 100k/train, all/train, val_id, val_ood_ads, val_ood_cat,
-            val_ood_both, test_id, test_ood_ads, test_ood_cat, test_ood_both.
+        splits: wanted splits of OC20: 10k/train, 100k/train, all/train, val_id, val_ood_ads,
+            val_ood_cat, val_ood_both, test_id, test_ood_ads, test_ood_cat, test_ood_both.
         base_url: where the archive lies, for mirrors.
         md5: expected md5 of the archive, also of one that is already there; with another than the
-            official one the sums of the unpacked files are not known, only their size is bounded.
-        keep_archive: keep the archive after unpacking.
+            official one the sums of OC20's unpacked files are not known, only their size is
+            bounded.
+        keep_archive: keep OC20's archive after unpacking.
 
     Raises:
         ValueError: for an unknown split, too little free disk, or a wrong md5.
         OSError: if the server cannot be reached or does not have the file.
     """
+    if dataset == "game-net":
+        _download_game_net(directory, base_url or GAME_NET.base_url, md5 or GAME_NET.md5)
+        return
     wanted = [_official_name(split) for split in splits]
     if not wanted:
         raise ValueError("splits: expected at least one of " + ", ".join(OC20_FILES))
@@ -69,21 +76,16 @@ def download(
     if not missing:
         print(f"{directory}: already has {', '.join(wanted)}")
         return
-    directory.mkdir(parents=True, exist_ok=True)
     archive = directory / _OC20_ARCHIVE.name
-    url = f"{base_url.rstrip('/')}/{archive.name}"
-    complete = archive.is_file()
-    size = archive.stat().st_size if complete else _remote_size(url)
-    md5 = md5.lower()
+    md5 = (md5 or _OC20_ARCHIVE.md5).lower()
     official = md5 == _OC20_ARCHIVE.md5
-    _check_space(directory, archive, size, missing, official)
-    if not complete:
-        _fetch(url, archive, md5, size)
-    elif (found := _md5(archive)) != md5:
-        raise ValueError(
-            f"{archive}: expected md5 {md5}; got {found}; delete it to download it again, or give "
-            "its sum as --md5"
-        )
+    _get(
+        archive,
+        base_url or _OC20_ARCHIVE.base_url,
+        md5,
+        lambda size: _unpacked_size(missing, size, official),
+        f"unpacking {', '.join(missing)}",
+    )
     _unpack(archive, directory, missing, verify=official)
     if not keep_archive:
         archive.unlink()
@@ -92,6 +94,42 @@ def download(
             f"{_target(directory, name)}: {_readable_size(_target(directory, name).stat().st_size)}"
         )
     print(f"next: molflt data convert {_target(directory, missing[0])} FILE.safetensors")
+
+
+def _download_game_net(directory: Path, base_url: str, md5: str) -> None:
+    archive = directory / GAME_NET.name
+    print(f"{archive.name}: md5 {md5.lower()}; licence {GAME_NET.licence}")
+    _get(archive, base_url, md5.lower(), lambda size: 2 * size, "its compact store")
+    print(f"{archive}: sha256 {_sha256(archive)}")
+    print(f"next: molflt data convert {archive} {directory / 'game-net'}")
+
+
+def _get(archive: Path, base_url: str, md5: str, unpacked: Callable[[int], int], what: str) -> None:
+    """Makes an archive be there, as a whole.
+
+    Args:
+        archive: where it is to be.
+        base_url: where it lies.
+        md5: its sum.
+        unpacked: bytes that it takes when unpacked, of its own.
+        what: that then is.
+
+    Raises:
+        ValueError: if it does not fit on the disk, or has another sum.
+        OSError: if the server cannot be reached or does not have it.
+    """
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    url = f"{base_url.rstrip('/')}/{archive.name}"
+    complete = archive.is_file()
+    size = archive.stat().st_size if complete else _remote_size(url)
+    _check_space(archive, size, unpacked(size), what)
+    if not complete:
+        _fetch(url, archive, md5, size)
+    elif (found := _md5(archive)) != md5:
+        raise ValueError(
+            f"{archive}: expected md5 {md5}; got {found}; delete it to download it again, or give "
+            "its sum as --md5"
+        )
 
 
 def _official_name(split: str) -> str:
@@ -165,19 +203,16 @@ def _is_network(error: Exception) -> bool:
     return isinstance(error, connection) and not _is_wrong(error)
 
 
-def _check_space(
-    directory: Path, archive: Path, size: int, wanted: list[str], official: bool
-) -> None:
+def _check_space(archive: Path, size: int, unpacked: int, what: str) -> None:
     """Say what will be downloaded and refuse if the disk cannot hold it."""
+    directory = archive.parent
     here = archive if archive.exists() else _part(archive)
     have = here.stat().st_size if here.exists() else 0
-    unpacked = _unpacked_size(wanted, size, official)
     needed = max(size - have, 0) + unpacked
     free = shutil.disk_usage(directory).free
     print(
         f"{archive.name}: {_readable_size(size)}, {_readable_size(have)} of it already here; "
-        f"unpacking {', '.join(wanted)} takes {_readable_size(unpacked)}; "
-        f"{_readable_size(free)} free in {directory}",
+        f"{what}: {_readable_size(unpacked)}; {_readable_size(free)} free in {directory}",
         flush=True,
     )
     if needed > free:

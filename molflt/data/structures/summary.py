@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Literal, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -20,12 +20,16 @@ __all__ = ["Summary", "summarize"]
 # OC20 keeps adsorption energies within 10 eV of zero after relaxation; an initial structure may be
 # strained, but hundreds of eV are a failed calculation or a total energy.
 _ABSURD = {"y_relaxed": 20.0, "y_init": 100.0}  # eV
+# Median magnitude: adsorption energies stay within `_ABSURD` however large the system is, below
+# 0.1 eV per atom on slabs; total energies are 2 to 15 eV per atom, with all electrons far more.
+_TOTAL_PER_ATOM = 1.0  # eV
 
 
 class Summary(TypedDict):
     """What a source holds, as `molflt data inspect --json` prints it.
 
     `verified` is whether the file has a digest, which then fits; None if its kind never has one.
+    `energies_look_like` is "adsorption", "total" or "unknown", judged by y_relaxed per atom.
     Numbers of many structures are given as count, min, mean, median and max; None is unknown.
     """
 
@@ -38,6 +42,7 @@ class Summary(TypedDict):
     elements: dict[str, int]
     tags: dict[str, int]
     energies_eV: dict[str, dict[str, float] | None]
+    energies_look_like: Literal["adsorption", "total", "unknown"]
     displacements_A: dict[str, float] | None
     unwrapped_atoms: int
     verified: bool | None
@@ -98,16 +103,16 @@ def summarize(
         "elements": {chemical_symbols[z]: n for z, n in sorted(elements.items())},
         "tags": {tag.name.lower(): tags[tag] for tag in Tag},
         "energies_eV": {name: _statistics(values) for name, values in energies.items()},
+        "energies_look_like": _kind_of_energies(energies["y_relaxed"], np.array(counts)),
         "displacements_A": _statistics(free_displacements),
         "unwrapped_atoms": moved_atoms,
         "verified": structures.verified,
         "left_out": [{"name": name, "reason": reason} for name, reason in structures.bad],
         "warnings": [],
     }
-    known = untagged, len(free_displacements), structures.hint
-    summary["warnings"] = _warnings(summary, energies, sids, *known)
-    present = {name: values[np.isfinite(values)] for name, values in energies.items()}
-    return summary, present, shown
+    known = sids, np.array(counts), untagged, len(free_displacements), structures.hint
+    summary["warnings"] = _warnings(summary, energies, *known)
+    return summary, {name: values[np.isfinite(values)] for name, values in energies.items()}, shown
 
 
 def _statistics(values: np.ndarray) -> dict[str, float] | None:
@@ -124,10 +129,29 @@ def _statistics(values: np.ndarray) -> dict[str, float] | None:
     }
 
 
+def _kind_of_energies(
+    energies: np.ndarray, natoms: np.ndarray
+) -> Literal["adsorption", "total", "unknown"]:
+    """Adsorption or total energies, by their magnitude; unknown without labels or in between.
+
+    Args:
+        energies: (systems,), eV; NaN where there is none.
+        natoms: (systems,).
+    """
+    known = np.isfinite(energies)
+    if not known.any():
+        return "unknown"
+    size = np.abs(energies[known])
+    if np.median(size / natoms[known]) > _TOTAL_PER_ATOM:
+        return "total"
+    return "adsorption" if np.median(size) <= _ABSURD["y_relaxed"] else "unknown"
+
+
 def _warnings(
     summary: Summary,
     energies: dict[str, np.ndarray],
     sids: list[int],
+    natoms: np.ndarray,
     untagged: int,
     free_atoms: int,
     hint: str,
@@ -154,6 +178,13 @@ def _warnings(
                 f"absurd labels: |{name}| > {bound:g} eV in {len(where)} systems, for instance sid "
                 f"{sids[first]} with {energies[name][first]:.3f} eV; expected adsorption energies"
             )
+    if summary["energies_look_like"] == "total" and summary["tags"]["adsorbate"]:
+        middle = float(np.nanmedian(np.abs(energies["y_relaxed"]) / natoms))
+        found.append(
+            f"total energies: y_relaxed is {middle:.1f} eV per atom in the median; expected "
+            "adsorption energies, as there are adsorbates; subtract those of the clean surface and "
+            "of the molecule"
+        )
     if summary["unwrapped_atoms"]:
         found.append(
             "wrapped relaxed positions: unwrapped "

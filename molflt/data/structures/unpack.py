@@ -7,11 +7,11 @@ import os
 import shutil
 import tarfile
 from pathlib import Path, PurePosixPath
-from typing import IO, Self, cast
+from typing import IO, cast
 
 from tqdm import tqdm
 
-from molflt.data.packed import Unpacked
+from molflt.data.packed import Member, Unpacked
 from molflt.data.structures.convert import _readable_size
 from molflt.data.structures.splits import _OC20_ARCHIVE, OC20_FILES
 
@@ -19,14 +19,6 @@ _FILE = "data.lmdb"
 _AGAIN = "delete it and download again"
 _RATIO = 12  # of OC20's unpacked files to the archive
 _LEAST = 2**24  # bytes: small archives may shrink more
-_HEADER = 2**16  # bytes of a header of names and times
-_HEADERS = (
-    tarfile.XHDTYPE,
-    tarfile.XGLTYPE,
-    tarfile.SOLARIS_XHDTYPE,
-    tarfile.GNUTYPE_LONGNAME,
-    tarfile.GNUTYPE_LONGLINK,
-)
 
 
 def _target(directory: Path, name: str) -> Path:
@@ -72,7 +64,7 @@ def _unpack(archive: Path, directory: Path, wanted: list[str], verify: bool = Tr
             ) as watched,
         ):
             content = Unpacked(archive, "gzip", watched, _AGAIN)
-            with tarfile.open(fileobj=cast(IO[bytes], content), mode="r|", tarinfo=_Member) as tar:
+            with tarfile.open(fileobj=cast(IO[bytes], content), mode="r|", tarinfo=Member) as tar:
                 _extract(archive, tar, staging, wanted, verify)
             while content.read(2**20):  # behind the end of the tar is the sum of all
                 pass
@@ -86,19 +78,6 @@ def _unpack(archive: Path, directory: Path, wanted: list[str], verify: bool = Tr
         raise ValueError(f"{archive}: not a complete tar.gz; {error}; {_AGAIN}") from None
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-
-
-class _Member(tarfile.TarInfo):
-    """An entry of an archive; headers that tarfile would read into memory are short."""
-
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
-        found = super().frombuf(buf, encoding, errors)
-        if found.size < 0 or (found.type in _HEADERS and found.size > _HEADER):
-            raise tarfile.ReadError(f"a header of {found.size} bytes; expected at most {_HEADER}")
-        if found.type == tarfile.GNUTYPE_SPARSE:
-            raise tarfile.ReadError("a sparse file; expected plain ones")
-        return found
 
 
 def _extract(

@@ -1,0 +1,200 @@
+"""A run beside published predictions of other models, system by system."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from molflt import plots
+from molflt.data.structures.systems import System, read_systems
+from molflt.evaluation.predictions import Predictions
+from molflt.evaluation.report import _align, write_csv
+from molflt.files import read_arrays, shown
+
+_OURS = "this run"
+_MOST_MODELS = 64  # trainings of one kind of model
+_Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class _Published:
+    """Energies that other models predicted.
+
+    Attributes:
+        path: file that they are from.
+        rows: name of a system -> its row.
+        models: name -> (systems, trainings), eV.
+        systems: of the data set that is evaluated, by sid.
+    """
+
+    path: Path
+    rows: dict[str, int]
+    models: dict[str, _Array]
+    systems: dict[int, System]
+
+
+class _Member(NamedTuple):
+    """A system that both sides predicted."""
+
+    split: str
+    system: System
+    target: float
+    energy: float
+    row: int
+
+
+def _read_published(path: Path, root: Path) -> _Published:
+    """Reads an npz file: texts ``name`` (n,), and for each model its energies, (n,) or (n, k), eV.
+
+    Args:
+        path: the file; arrays of whole numbers, such as ``fold``, are left alone.
+        root: folder of the data set, whose systems.csv has the names.
+
+    Raises:
+        FileNotFoundError: if there is no such file, or no systems.csv.
+        ValueError: naming the file and the array that is wrong.
+    """
+    arrays = read_arrays(path, ("name",))
+    names = arrays["name"]
+    if names.dtype.kind != "U" or names.ndim != 1 or len(set(names.tolist())) != len(names):
+        raise ValueError(
+            f"{path}: name: expected a text for each system, all different; got {names.dtype} "
+            f"{names.shape}"
+        )
+    models = {}
+    for key, array in arrays.items():
+        if array.dtype.kind != "f":
+            continue
+        fits = key != _OURS and array.ndim in (1, 2) and len(array) == len(names)
+        if not fits or not 1 <= array.size // max(len(names), 1) <= _MOST_MODELS:
+            raise ValueError(
+                f"{path}: {shown(key)}: expected energies ({len(names)},) or ({len(names)}, k) in "
+                f"eV, k at most {_MOST_MODELS}; got {array.shape}"
+            )
+        models[key] = array.astype(np.float64).reshape(len(names), -1)
+    if not models:
+        raise ValueError(f"{path}: expected energies of at least one model; got {sorted(arrays)}")
+    rows = {name: row for row, name in enumerate(names.tolist())}
+    return _Published(path, rows, models, read_systems(root))
+
+
+def _compare(
+    published: _Published, found: Mapping[str, Predictions], out: Path
+) -> tuple[str, list[Path]]:
+    """Compares over the systems that both sides predicted and that have a label.
+
+    Args:
+        published: energies of others.
+        found: split -> ours.
+        out: folder for published.csv, published_errors.csv and published.png.
+
+    Returns:
+        Tables in plain text, and the files.
+
+    Raises:
+        ValueError: if there is no such system.
+    """
+    members = list(_members(published, found))
+    total = sum(len(part.energy) for part in found.values())
+    if not members:
+        raise ValueError(
+            f"{published.path}: expected predictions of some of the {total} systems; got none of "
+            "them with a label; do the names in systems.csv and in the file agree?"
+        )
+    target = np.array([member.target for member in members])
+    energies = {_OURS: np.array([[member.energy] for member in members])}
+    places = [member.row for member in members]
+    energies |= {name: array[places] for name, array in published.models.items()}
+    errors = {name: array - target[:, None] for name, array in energies.items()}
+    groups = {
+        "split": [member.split for member in members],
+        "family": [member.system.family for member in members],
+        "metal": [member.system.metal for member in members],
+    }
+    rows = list(_error_rows(errors, groups))
+    files = [
+        write_csv(out / "published.csv", list(_system_rows(members, energies))),
+        write_csv(out / "published_errors.csv", rows),
+        out / "published.png",
+    ]
+    panels = {_label(name, array): (target, array.mean(1)) for name, array in energies.items()}
+    plots.parity(panels, files[-1])
+    heading = (
+        f"beside {published.path.name}: MAE / eV over {len(members):,} of {total:,} systems, those "
+        "that both predicted\n"
+    )
+    tables = [_table(rows, kind, several=kind == "split") for kind in groups]
+    return heading + "\n\n".join(tables), files
+
+
+def _members(published: _Published, found: Mapping[str, Predictions]) -> Iterator[_Member]:
+    finite = np.all([np.isfinite(array).all(1) for array in published.models.values()], axis=0)
+    for split, part in found.items():
+        for sid, energy, target in zip(part.sid, part.energy, part.target, strict=True):
+            system = published.systems.get(int(sid))
+            row = None if system is None else published.rows.get(system.name)
+            if system is not None and row is not None and finite[row] and np.isfinite(target):
+                yield _Member(split, system, float(target), float(energy), row)
+
+
+def _label(name: str, energies: _Array) -> str:
+    return name if energies.shape[1] == 1 else f"{name}, mean of {energies.shape[1]}"
+
+
+def _error_rows(
+    errors: Mapping[str, _Array], groups: Mapping[str, list[str]]
+) -> Iterator[dict[str, object]]:
+    """Errors of each model in each group: of single trainings, averaged, and of their mean."""
+    for kind, names in groups.items():
+        where = {name: np.array(names) == name for name in dict.fromkeys(names)}
+        if kind == "split" and len(where) > 1:
+            where["all"] = np.ones(len(names), dtype=bool)
+        for group in where if kind == "split" else sorted(where):
+            chosen = where[group]
+            for model, error in errors.items():
+                yield {
+                    "kind": kind,
+                    "group": group,
+                    "n": int(chosen.sum()),
+                    "model": model,
+                    "trainings": error.shape[1],
+                    "mae_eV": float(np.abs(error[chosen]).mean()),
+                    "mae_of_mean_eV": float(np.abs(error[chosen].mean(1)).mean()),
+                }
+
+
+def _system_rows(
+    members: list[_Member], energies: Mapping[str, _Array]
+) -> Iterator[dict[str, object]]:
+    for i, member in enumerate(members):
+        yield {
+            "split": member.split,
+            **member.system._asdict(),
+            "target_eV": member.target,
+            **{
+                f"{'energy' if name == _OURS else name}_eV": float(array[i].mean())
+                for name, array in energies.items()
+            },
+        }
+
+
+def _table(rows: list[dict[str, object]], kind: str, several: bool) -> str:
+    """A line per group, a column per model and, if `several`, one for the mean of trainings."""
+    chosen = [row for row in rows if row["kind"] == kind]
+    columns: dict[str, tuple[object, str]] = {}
+    for row in chosen:
+        columns[str(row["model"])] = row["model"], "mae_eV"
+        if several and row["trainings"] != 1:
+            columns[f"{row['model']}, mean of {row['trainings']}"] = row["model"], "mae_of_mean_eV"
+    groups = {row["group"]: row["n"] for row in chosen}
+    values = {(row["group"], row["model"]): row for row in chosen}
+    lines = [[kind, "systems", *columns]]
+    for group, count in groups.items():
+        cells = [f"{values[group, model][key]:.4f}" for model, key in columns.values()]
+        lines.append([str(group), f"{count:,}", *cells])
+    return _align(lines)

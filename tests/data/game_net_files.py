@@ -1,0 +1,87 @@
+"""A small archive in the layout of GAME-Net's FG set."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import lzma
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from molflt.data.structures.records import make_record
+
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "gamenet_fg"
+ARCHIVE = SHARED / "FG_dataset_lite.tar.xz"
+METALS = ("ag", "cu", "ni")
+FAMILIES = {"amides": 7, "oximes": 3}  # molecules of each
+_CELL = np.array([[6.0, 0.0, 0.0], [3.0, 5.2, 0.0], [0.0, 0.0, 20.0]])
+
+
+def places(shift: float = 0.0) -> np.ndarray:
+    """Two fixed and one free atom of the metal, and H, H, C, (6, 3): C moves out of the cell."""
+    slab = [[0.0, 0.0, 0.0], [0.5, 0.0, 0.0], [0.25, 0.5, 0.1]]
+    return np.array([*slab, [0.1, 0.1, 0.2], [0.3, 0.1, 0.2], [0.02 - shift, 0.1, 0.25]])
+
+
+def poscar(metal: str, shift: float = 0.0) -> str:
+    """The structure as VASP writes it, all places within the cell."""
+    cell = "\n".join(" ".join(f"{x:.10f}" for x in row) for row in _CELL)
+    symbol = metal.capitalize()
+    lines = [f"{symbol} H C", "1.0", cell, f"{symbol} H C", "3 2 1", "Selective dynamics", "Direct"]
+    for i, place in enumerate(places(shift)):
+        flags = "F F F" if i < 2 else "T T T"
+        lines.append(" ".join(f"{x % 1.0:.10f}" for x in place) + f" {flags}")
+    return "\n".join(lines) + "\n"
+
+
+def content() -> dict[str, str]:
+    """Files of a sound archive: 30 systems, names like ag-00X3-a."""
+    files, energies, initial, groups = {}, [], [], []
+    for number, metal in enumerate(METALS):
+        energies.append(f"{metal}-0000 {-100.0 - number}")
+        for family, count in FAMILIES.items():
+            for i in range(count):
+                name = f"{metal}-00{family[0].upper()}{i}-a"
+                files[f"{family}/structures/{name}.poscar"] = poscar(metal)
+                files[f"{family}/structures/{name}.contcar"] = poscar(metal, 0.05)
+                energies.append(f"{name} {-121.0 - number - 0.1 * i}")
+                initial.append(f"{name} {-119.5 - number}")
+                groups.append(f"{name} {family}")
+    for family, count in FAMILIES.items():
+        energies += [f"00{family[0].upper()}{i} -20.0" for i in range(count)]
+    tables = {"energies.dat": energies, "energies_i.dat": initial, "groups.dat": groups}
+    return {**files, **{name: "\n".join(rows) + "\n" for name, rows in tables.items()}}
+
+
+def first_records(count: int) -> list[Any]:
+    """Its first systems, put together in another way than by reading."""
+    return [
+        make_record(
+            pos=places() @ _CELL,
+            pos_relaxed=places(0.05) @ _CELL,
+            atomic_numbers=[47, 47, 47, 1, 1, 6],
+            cell=_CELL,
+            tags=[0, 0, 1, 2, 2, 2],
+            fixed=[1, 1, 0, 0, 0, 0],
+            sid=i,
+            y_init=-119.5 + 100.0 + 20.0,
+            y_relaxed=-121.0 - 0.1 * i + 100.0 + 20.0,
+        )
+        for i in range(count)
+    ]
+
+
+def write_archive(path: Path, files: dict[str, str]) -> str:
+    """Writes a tar.xz; returns its sha256."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name, text in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(text.encode())
+            tar.addfile(entry, io.BytesIO(text.encode()))
+    packed = lzma.compress(buffer.getvalue())
+    path.write_bytes(packed)
+    return hashlib.sha256(packed).hexdigest()

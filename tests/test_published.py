@@ -1,0 +1,137 @@
+"""A run beside published predictions: by name, over the systems that both have."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from molflt.data.structures.systems import System, write_systems
+from molflt.evaluation.predictions import Predictions
+from molflt.evaluation.published import _compare, _read_published
+
+NAMES = [f"cu-{i}" for i in range(8)]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A data set of 8 systems, sids 100 to 107, in two families on two metals."""
+    systems = [
+        System(100 + i, name, f"m{i}", "amides" if i < 5 else "oximes", ("Cu", "Ag")[i % 2])
+        for i, name in enumerate(NAMES)
+    ]
+    write_systems(tmp_path, [("val_id", systems[:5]), ("val_ood_cat", systems[5:])])
+    return tmp_path
+
+
+def predictions(*sids: int) -> Predictions:
+    """Ours is 0.1 eV above every label; sid 101 has none; 999 is of no system with a name."""
+    target = np.array([np.nan if sid == 101 else -0.01 * sid for sid in sids])
+    words = ["X"] * len(sids)
+    energy = np.nan_to_num(target) + 0.1
+    return Predictions(np.array(sids), np.ones(len(sids), int), energy, target, words, words)
+
+
+FOUND = {"val_id": predictions(100, 101, 102, 103), "val_ood_cat": predictions(107, 105, 999)}
+
+
+def published(path: Path, names: list[str] = NAMES, **others: np.ndarray) -> Path:
+    """Model a errs by +0.3 and -0.1 eV in two trainings, model b by 0.2 eV in one."""
+    target = np.array([-0.01 * (100 + int(name[-1])) for name in names])
+    models = {"a": np.stack([target + 0.3, target - 0.1], axis=1), "b": target + 0.2}
+    np.savez(path, **{"name": np.array(names), "fold": np.arange(len(names)), **models, **others})
+    return path
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_systems_are_matched_by_name_whatever_the_order(root: Path) -> None:
+    names = [name for name in reversed(NAMES) if name != "cu-3"]  # 103 only we have
+    text, files = _compare(_read_published(published(root / "p.npz", names), root), FOUND, root)
+    assert "beside p.npz: MAE / eV over 4 of 7 systems" in text
+    assert [file.name for file in files] == [
+        "published.csv",
+        "published_errors.csv",
+        "published.png",
+    ]
+    assert files[2].read_bytes()[:4] == b"\x89PNG"
+    rows = table(files[0])
+    assert [row["name"] for row in rows] == ["cu-0", "cu-2", "cu-7", "cu-5"]
+    for row in rows:
+        target = -0.01 * int(row["sid"])
+        columns = {"target_eV": 0.0, "energy_eV": 0.1, "a_eV": 0.1, "b_eV": 0.2}
+        for column, error in columns.items():
+            assert float(row[column]) == pytest.approx(target + error)
+    errors = {(row["kind"], row["group"], row["model"]): row for row in table(files[1])}
+    counts = {key[:2]: int(row["n"]) for key, row in errors.items()}
+    assert counts == {
+        ("split", "val_id"): 2, ("split", "val_ood_cat"): 2, ("split", "all"): 4,
+        ("family", "amides"): 2, ("family", "oximes"): 2, ("metal", "Ag"): 2, ("metal", "Cu"): 2,
+    }  # fmt: skip
+    for (_, _, model), row in errors.items():
+        single, mean = {"this run": (0.1, 0.1), "a": (0.2, 0.1), "b": (0.2, 0.2)}[model]
+        assert float(row["mae_eV"]) == pytest.approx(single)
+        assert float(row["mae_of_mean_eV"]) == pytest.approx(mean)
+    head = next(line for line in text.splitlines() if line.startswith("split"))
+    words = [word.strip() for word in head.split("  ") if word.strip()]
+    assert words == ["split", "systems", "this run", "a", "a, mean of 2", "b"]
+
+
+def test_predictions_that_are_missing_do_not_count(root: Path) -> None:
+    gaps = np.full((8, 2), -1.0)
+    gaps[2, 1] = np.nan
+    others = _read_published(published(root / "p.npz", a=gaps), root)
+    assert "over 4 of 7 systems" in _compare(others, FOUND, root)[0]  # 100, 103, 105, 107
+    others = _read_published(published(root / "p.npz", a=gaps * np.nan), root)
+    with pytest.raises(
+        ValueError, match=r"expected predictions of some of the 7 systems; got none"
+    ):
+        _compare(others, FOUND, root)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"name": np.arange(8)}, r"name: expected a text for each system, all different; got int"),
+        ({"name": np.array(["cu-1"] * 8)}, "name: expected a text for each system, all different"),
+        ({"name": np.array(NAMES, dtype=object)}, "expected an npz of arrays"),  # pickled
+        ({"a": np.zeros(7)}, r"'a': expected energies \(8,\) or \(8, k\) in eV"),
+        ({"a": np.zeros((8, 1000))}, "'a': expected energies"),
+        ({"this run": np.zeros(8)}, "'this run': expected energies"),
+        ({"a": np.arange(8), "b": np.arange(8)}, "expected energies of at least one model"),
+    ],
+)
+def test_files_that_are_no_predictions(root: Path, changes: dict, reason: str) -> None:
+    path = published(root / "p.npz", **changes)
+    with pytest.raises(ValueError, match=rf"p\.npz: {reason}"):
+        _read_published(path, root)
+
+
+def test_damaged_files_and_data_without_names(root: Path) -> None:
+    path = published(root / "p.npz")
+    whole = path.read_bytes()
+    for content in (whole[:-40], b"PK no zip", b""):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"p\.npz: expected an npz of arrays"):
+            _read_published(path, root)
+    np.savez(path, a=np.zeros(8))
+    with pytest.raises(ValueError, match="without name"):
+        _read_published(path, root)
+    with pytest.raises(FileNotFoundError, match=r"absent\.npz: no such file; expected an npz"):
+        _read_published(root / "absent.npz", root)
+    published(path)
+    with pytest.raises(FileNotFoundError, match=r"systems\.csv: no such file"):
+        _read_published(path, root / "elsewhere")
+
+
+def test_a_bomb_is_refused_before_it_is_unpacked(root: Path) -> None:
+    path = root / "p.npz"
+    np.savez_compressed(path, name=np.array(NAMES), a=np.zeros((8, 2**23)))
+    assert path.stat().st_size < 2**20
+    with pytest.raises(ValueError, match=r"unpacked, above 268,435,456"):
+        _read_published(path, root)
