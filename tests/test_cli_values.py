@@ -191,6 +191,7 @@ def test_a_group_of_a_configuration_holds_keys(group, value, tmp_path, monkeypat
         (b"model: {dim: 3, hedas: 3}\ntask: {lr: .nan}", "(2) c.yaml: key task.lr; expected float"),
         (b"model: {dim: %s}" % (5000 * b"x"), "..."),
         (b"model: !!python/object/apply:os.system [touch pwned]", "not a YAML configuration"),
+        (b"task: {'a: b': {}}", "unknown key 'task.a: b'"),
         (b"model: {dim: 2020-01-01}", "key model.dim; expected int; got datetime.date"),
     ],
 )

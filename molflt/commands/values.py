@@ -67,7 +67,8 @@ def _leaves(
     for name, value in config.items():
         key = f"{prefix}{name}"
         action = options.get(f"--{key}")
-        if isinstance(value, dict) and (action is None or dict not in kinds_of(action)):
+        inner = action is None or dict not in kinds_of(action)
+        if isinstance(value, dict) and inner and (value or is_group(key, options)):
             yield from _leaves(file, value, options, f"{key}.")
         else:
             yield Given(key, f"{file}: key {key}", value)
