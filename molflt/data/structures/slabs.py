@@ -25,8 +25,8 @@ CATALYSTS: dict[str, tuple[str, tuple[str, ...]]] = {
     **{
         metal: ("fcc", (metal,)) for metal in ("Ag", "Al", "Au", "Cu", "Ir", "Ni", "Pd", "Pt", "Rh")
     },
-    **{metal: ("hcp", (metal,)) for metal in ("Co", "Os", "Re", "Ru")},
-    **{metal: ("bcc", (metal,)) for metal in ("Fe", "Mo", "W")},
+    **{m: ("hcp", (m,)) for m in ("Co", "Os", "Re", "Ru")},
+    **{m: ("bcc", (m,)) for m in ("Fe", "Mo", "W")},
     **{
         f"{one}3{other}": ("L1_2", (one, other))
         for one, other in (
