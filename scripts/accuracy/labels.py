@@ -1,9 +1,9 @@
 """Adsorption energies of a potential against DFT, on structures that DFT has relaxed.
 
 Reads a file of ASE with `y_relaxed` (eV), `adsorbate`, tags (2 = adsorbate) and `fixed`, as the
-public set of small adsorbates on metals and alloys of Deimel et al. (ACS Catal. 10, 13729, 2020). Slab
-with and without adsorbate are relaxed from there; references are those of that set, H2, H2O and
-CH4. What is relaxed is appended to a cache, from where the same command goes on.
+public set of small adsorbates on metals and alloys of Deimel et al. (ACS Catal. 10, 13729, 2020).
+Slab with and without adsorbate are relaxed from there; references are those of that set, H2, H2O
+and CH4. What is relaxed is appended to a cache, from where the same command goes on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tqdm import tqdm
 from molflt.data.structures.calculators import CALCULATORS, relax
 from molflt.data.structures.references import adsorption_energy
 
-QUICK = {"systems": 1}
+QUICK = {"systems": 3}
 TOLERANCE = 0.05  # eV/Å
 STEPS = 200
 VACUUM = 8.0  # Å
@@ -68,6 +68,8 @@ def measure(
     """One row per system: DFT and potential, eV, of a random choice among those of few atoms."""
     from ase.io import read
 
+    if calculator not in CALCULATORS:
+        raise ValueError(f"calculator must be one of {', '.join(CALCULATORS)}; got {calculator}")
     potential = CALCULATORS[calculator].describe()
     small = [one for one in read(file, ":") if len(one) <= atoms]
     order = np.random.default_rng(seed).permutation(len(small))[:systems]
@@ -125,8 +127,7 @@ def table(rows: Rows) -> str:
         own = rows if name == "all" else pick(rows, adsorbate=name)
         if len(own) > 2:
             found = agreement(own)
-            lines.append(
-                [name, int(found["systems"]), *(f"{v:.2f}" for v in [*found.values()][1:])]
-            )
+            count = int(found.pop("systems"))
+            lines.append([name, count, *(f"{value:.2f}" for value in found.values())])
     head = ("adsorbate", "systems", "r", "MAE, eV", "mean error, eV")
     return markdown((*head, "r within adsorbates", "MAE within, eV"), lines)
