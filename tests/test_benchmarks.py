@@ -61,14 +61,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         "reading": ["--records", str(folder / "oc20.lmdb")],
         "long_range": ["--data", str(dimers(folder))],
         "rotation": ["--runs", "a", "b"],
-        "labels": [
-            "--file",
-            str(bound(folder)),
-            "--calculator",
-            "emt",
-            "--cache",
-            str(folder / "c"),
-        ],
+        "labels": [word for key, value in labels.items() for word in (f"--{key}", str(value))],
     }
 
 
