@@ -88,7 +88,7 @@ def make(
 
     Args:
         directory: folder for train.safetensors, val_id.safetensors, ..., systems.csv, made.json.
-        calculator: emt, an empirical potential of seven of the metals, a few systems a second; or
+        calculator: emt, an empirical potential of seven of the metals, about a system a second; or
             chgnet, a learned potential of all, some seconds a system (pip install molflt[chgnet]).
         train: number of training systems.
         val: number of systems in each of the four validation splits.
