@@ -24,6 +24,7 @@ from molflt.graph.geometry import Geometry
 from molflt.graph.neighbors import neighbor_list
 from molflt.graph.periodic import Open, _make_periodic
 
+_NARROWEST = 0.2  # Å, of the Gaussians of the near field
 _GRAPH_POSITIONS = ("none", "spectral", "multiplicative")
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class GraphEncoding(nn.Module):
         if near_field:
             self._check_near_field(position, spectrum, near_field)
             # Near kernels that differ from head to head from the start learn much faster.
-            basis = GaussianBasis(heads, 32, width_range=(0.2, near_field), amplitude=0.7)
+            basis = GaussianBasis(heads, 32, width_range=(_NARROWEST, near_field), amplitude=0.7)
             self.near_field = NearField(basis, near_field, exact=near_exact)
         if near_exact:
             self._check_exact(mixing, feature_map)
@@ -108,6 +109,11 @@ class GraphEncoding(nn.Module):
 
     def _check_near_field(self, position: str, spectrum: str, near_field: float) -> None:
         positive(near_field=near_field)
+        if near_field <= _NARROWEST:
+            raise ValueError(
+                f"near_field must be above {_NARROWEST} Å, the width of its narrowest Gaussian; "
+                f"got {near_field}; no atoms are nearer"
+            )
         if position != "multiplicative":
             raise ValueError(
                 f"near_field={near_field} corrects a kernel that multiplies; got position="

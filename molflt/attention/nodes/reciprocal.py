@@ -32,7 +32,7 @@ from molflt.attention.spectra import Spectrum
 
 _DEGENERATE = 1e-6  # volume of the periodic vectors relative to the product of their lengths
 # Of a batch: beyond it a cell or its frequencies are taken for a mistake.
-_MOST_CANDIDATES = 2**27
+_MOST_CANDIDATES = 2**20
 _MOST_REDUCTIONS = 64  # of a cell; two or three do, where numbers mean something
 
 
