@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 from script_files import SCRIPTS, benchmark
-from test_benchmarks import dimers
+from test_benchmarks import bound, dimers
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from torch_geometric.data import Batch
@@ -156,6 +156,24 @@ def test_fits_find_what_lies_in_their_span(script, data) -> None:
     script.fit(found, target, data.distance, data.share)
     close = {"rtol": 0, "atol": 1e-3 * target.abs().max().item()}
     torch.testing.assert_close(script.along(found, data.distance), target, **close)
+
+
+def test_labels_of_a_potential_are_relaxed_once_and_compared_by_hand(tmp_path) -> None:
+    script, cache = benchmark("labels"), tmp_path / "cache.jsonl"
+    file, options = bound(tmp_path), {"calculator": "emt", "cache": cache}
+    rows = script.measure(file, systems=2, **options)
+    before = cache.read_text()
+    assert script.measure(file, systems=3, **options)[:2] == rows, "relaxed ones are read"
+    assert cache.read_text().startswith(before) and len(cache.read_text().splitlines()) == 3
+    made = [
+        {"adsorbate": name, "dft": dft, "energy": energy}
+        for name, dft, energy in (("A", 0, 1), ("A", 1, 2), ("B", 0, 0), ("B", 2, 1))
+    ]
+    found = script.agreement(made)
+    assert found["systems"] == 4 and found["MAE"] == 0.75 and found["mean error"] == 0.25
+    assert found["MAE within"] == 0.25  # 0 of A; half an eV less of B, either side of its mean
+    with pytest.raises(ValueError, match="must be one of emt, chgnet; got dft"):
+        script.measure(file, calculator="dft")
 
 
 class DenseSoftmax(nn.Module):

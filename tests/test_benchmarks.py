@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from ase import Atoms
+from ase.build import add_adsorbate, fcc111
 from ase.io import write
 from data.oc20_files import old_record, write_lmdb
 from script_files import SCRIPTS, benchmark, load_script  # makes the kit importable
@@ -55,11 +56,27 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """Options of benchmarks that cannot go without."""
     folder = tmp_path_factory.mktemp("inputs")
     write_lmdb(folder / "oc20.lmdb", {str(i): old_record(i) for i in range(4)})
+    labels = {"file": bound(folder), "calculator": "emt", "cache": folder / "labels.jsonl"}
     return {
         "reading": ["--records", str(folder / "oc20.lmdb")],
         "long_range": ["--data", str(dimers(folder))],
         "rotation": ["--runs", "a", "b"],
+        "labels": [word for key, value in labels.items() for word in (f"--{key}", str(value))],
     }
+
+
+def bound(folder: Path) -> Path:
+    """Atoms on a small slab, with made-up energies of DFT."""
+    frames = []
+    for number, element in enumerate("HCO"):
+        frame = fcc111("Cu", (1, 1, 3), vacuum=8.0)
+        add_adsorbate(frame, element, 1.2, "fcc")
+        frame.set_tags([0, 0, 1, 2])
+        frame.arrays["fixed"] = np.array([1, 1, 0, 0])
+        frame.info = {"name": f"{element}.xyz", "adsorbate": "X", "y_relaxed": float(number)}
+        frames.append(frame)
+    write(folder / "bound.extxyz", frames, format="extxyz")
+    return folder / "bound.extxyz"
 
 
 def small_run(run: Path) -> tuple[torch.nn.Module, dict[str, dict[str, str]]]:

@@ -36,9 +36,9 @@ class _Command(NamedTuple):
 
 
 COMMANDS: dict[tuple[str, ...], _Command] = {
-    ("data", "make-emt"): _Command(
-        "molflt.data.structures.emt:make_emt",
-        "relax adsorbates on slabs with EMT: an OC20-like data set",
+    ("data", "make"): _Command(
+        "molflt.data.structures.make:make",
+        "relax adsorbates on slabs with a potential: an OC20-like data set",
     ),
     ("data", "inspect"): _Command(
         "molflt.commands.inspect:inspect",

@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 
 __all__ = ["parse"]
 
-# Ends of keys that have had other names
+# Ends of keys, and commands, that have had other names
 _RENAMED = {
     "backend": "mixing",
     "channels": "dim",
     "k_max": "max_frequency",
+    "make-emt": "make",
     "placement": "position",
     **{
         name: f"position_options.{name}"

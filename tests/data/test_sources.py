@@ -128,7 +128,7 @@ def test_every_source_keeps_the_protocol(tmp_path, name):
     assert len(pickle.dumps(structures)) < 20_000
 
 
-MODULES = [f"structures.{name}" for name in ["convert", "download", "emt", "splits", "summary"]]
+MODULES = [f"structures.{name}" for name in ["convert", "download", "make", "splits", "summary"]]
 MODULES += ["text.sources", "images.files"]
 
 

@@ -53,7 +53,7 @@ def source_of(path: Path) -> type[Structures]:
     if not path.exists():
         raise FileNotFoundError(
             f"{path}: no such file or folder; expected a {', '.join(SOURCES)}; see molflt data "
-            "download and data make-emt"
+            "download and data make"
         )
     for source in SOURCES.values():
         if source.takes(path):

@@ -113,7 +113,7 @@ def split_path(root: str | Path, split: str) -> Path:
     if not root.is_dir():
         raise FileNotFoundError(
             f"{root}: no such folder; expected a data set with {split}.safetensors; make one with "
-            "molflt data make-emt, or molflt data download and molflt data convert"
+            "molflt data make, or molflt data download and molflt data convert"
         )
     bases = [root, root / "is2re", root / _OC20_ARCHIVE.inner]
     for base in bases:

@@ -131,7 +131,7 @@ class StructureStore(Structures):
         if not self.path.is_file():
             raise FileNotFoundError(
                 f"{self.path}: no such compact store; make one with "
-                "molflt data convert SRC DST or molflt data make-emt DIR"
+                "molflt data convert SRC DST or molflt data make DIR"
             )
         self._maps: dict[str, np.ndarray] | None = None
         maps = self._open()

@@ -1,0 +1,100 @@
+"""Adsorbates of H, C, N and O as they come down to a surface: shapes, and atoms that may bind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from ase import Atoms
+
+__all__ = ["ADSORBATES"]
+
+
+class _Adsorbate(NamedTuple):
+    """A molecule or radical, as a part of a molecule of ASE's G2 collection.
+
+    Attributes:
+        whole: name in the collection.
+        anchors: ways to bind, each an atom of `whole`, or two that come down side by side.
+        without: atoms of `whole` that are taken away.
+    """
+
+    whole: str
+    anchors: tuple[tuple[int, ...], ...] = ((0,),)
+    without: tuple[int, ...] = ()
+
+
+# The order fixes systems: a change is another version of the generator.
+ADSORBATES: dict[str, _Adsorbate] = {
+    "H": _Adsorbate("H"),
+    "C": _Adsorbate("C"),
+    "N": _Adsorbate("N"),
+    "O": _Adsorbate("O"),
+    "CH": _Adsorbate("CH"),
+    "CH2": _Adsorbate("CH2_s3B1d"),
+    "CH3": _Adsorbate("CH3"),
+    "NH": _Adsorbate("NH"),
+    "NH2": _Adsorbate("NH2"),
+    "NH3": _Adsorbate("NH3"),
+    "OH": _Adsorbate("OH"),
+    "H2O": _Adsorbate("H2O"),
+    "CO": _Adsorbate("CO", ((1,),)),
+    "CHO": _Adsorbate("HCO", ((0,), (0, 1))),
+    "COH": _Adsorbate("H2COH", ((0,),), (3, 4)),
+    "CH2O": _Adsorbate("H2CO", ((0,), (0, 1))),
+    "CHOH": _Adsorbate("H2COH", ((0,),), (4,)),
+    "CH3O": _Adsorbate("CH3O", ((1,),)),
+    "CH2OH": _Adsorbate("H2COH", ((0,), (0, 1))),
+    "CH3OH": _Adsorbate("CH3OH", ((1,),)),
+    "COOH": _Adsorbate("HCOOH", ((1,), (1, 2)), (4,)),
+    "HCOO": _Adsorbate("HCOOH", ((0, 2), (2,)), (3,)),
+    "C2H": _Adsorbate("CCH", ((1,), (0, 1))),
+    "C2H2": _Adsorbate("C2H2", ((0, 1),)),
+    "C2H3": _Adsorbate("C2H3", ((1,), (0, 1))),
+    "C2H4": _Adsorbate("C2H4", ((0, 1),)),
+    "C2H5": _Adsorbate("C2H5", ((1,),)),
+    "CH2CO": _Adsorbate("H2CCO", ((0, 1),)),
+    "CH3CO": _Adsorbate("CH3CO", ((1,), (1, 5))),
+    "CN": _Adsorbate("CN", ((0,), (1,), (0, 1))),
+    "HCN": _Adsorbate("HCN", ((1,), (0, 1))),
+    "NO": _Adsorbate("NO"),
+    "CH3NH": _Adsorbate("H3CNH2", ((1,),), (4,)),
+    "CH3NH2": _Adsorbate("H3CNH2", ((1,),)),
+    "OOH": _Adsorbate("H2O2", ((0,), (0, 1)), (2,)),
+}
+
+
+def _oriented(rng: np.random.Generator, name: str, tilt: float) -> Atoms:
+    """An adsorbate with its anchor at the origin and the rest above it, turned and tilted.
+
+    Args:
+        rng: draws the anchor, the turn about z, and the tilt.
+        name: a key of `ADSORBATES`.
+        tilt: standard deviation of the angle to the surface's normal, degrees.
+    """
+    from ase.build import molecule
+    from scipy.spatial.transform import Rotation
+
+    entry = ADSORBATES[name]
+    anchor = list(entry.anchors[int(rng.integers(len(entry.anchors)))])
+    atoms: Atoms = molecule(entry.whole)
+    points = atoms.positions - atoms.positions[anchor].mean(axis=0)
+    kept = [i for i in range(len(atoms)) if i not in entry.without]
+    up = points[kept].mean(axis=0)
+    if np.linalg.norm(up) < 0.05:  # as much above as below: the normal of its plane
+        up = np.linalg.svd(points)[2][-1]
+    ends, starts = [np.array((0.0, 0.0, 1.0))], [up]
+    if len(anchor) == 2:  # its bond parallel to the surface counts most
+        bond = points[anchor[1]] - points[anchor[0]]
+        across = up - bond * (up @ bond) / (bond @ bond)
+        if np.linalg.norm(across) < 0.05:
+            across = np.cross(bond, np.eye(3)[int(np.abs(bond).argmin())])
+        ends, starts = [np.array((1.0, 0.0, 0.0)), ends[0]], [bond, across]
+    upright, _ = Rotation.align_vectors(np.array(ends), np.array(starts))
+    turn, lean, way = rng.uniform(0.0, 360.0), rng.normal(scale=tilt), rng.uniform(0.0, 360.0)
+    leaning = Rotation.from_euler("zxz", [way, lean, -way], degrees=True)
+    rotation = leaning * Rotation.from_euler("z", turn, degrees=True) * upright
+    atoms.positions = rotation.apply(points)
+    return atoms[kept]

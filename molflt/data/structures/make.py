@@ -1,0 +1,316 @@
+"""``molflt data make``: adsorption energies from real relaxations, in the OC20 IS2RE schema.
+
+What a system is and which draws are refused: :mod:`molflt.data.structures.make_systems`. This
+module runs many of them, over several processes. Each writes a system down as soon as it is
+relaxed, so that an interruption costs those in flight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import itertools
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
+
+import numpy as np
+from tqdm import tqdm
+
+from molflt.data.structures.calculators import CALCULATORS
+from molflt.data.structures.make_processes import _in_processes
+from molflt.data.structures.make_systems import _SIDS_PER_SPLIT, _SPLITS, _Plan, _relax_system
+from molflt.data.structures.records import make_record
+from molflt.data.structures.references import linear_references, molecule_energies
+from molflt.data.structures.store import StructureStore, write_store
+from molflt.files import atomically, shown, write_atomically
+
+if TYPE_CHECKING:
+    from torch_geometric.data import Data
+
+__all__ = ["make"]
+
+# Raise when the same seed would give other systems: an interrupted run must not mix the two.
+_GENERATOR_VERSION = 4
+_SETTINGS = "made.json"
+_NAMES = "systems.csv"
+_PARTS = ".parts"
+_FRAMES = "frames"
+_COLUMNS = ("sid", "split", "adsorbate", "catalyst", "facet", "site")
+
+
+class _Task(NamedTuple):
+    """One system to relax, and the folder that it is written to."""
+
+    directory: Path
+    plan: _Plan
+    split: str
+    number: int
+
+    @property
+    def part(self) -> Path:
+        """A store of this system alone, kept until its split is whole."""
+        return self.directory / _PARTS / self.split / f"{self.number:07d}.safetensors"
+
+    @property
+    def frames(self) -> Path:
+        return self.part.with_suffix(".extxyz")
+
+
+class _Note(TypedDict):
+    """What is known of a system beside its record."""
+
+    names: dict[str, str]
+    rejected: dict[str, int]
+
+
+def make(
+    directory: Path,
+    calculator: Literal["emt", "chgnet"] = "emt",
+    train: int = 2000,
+    val: int = 250,
+    seed: int = 0,
+    workers: int = 2,
+    frames: bool = False,
+) -> None:
+    """Make a data set of real relaxations with an interatomic potential, in the OC20 schema.
+
+    35 adsorbates of H, C, N and O on slabs of 38 metals and ordered alloys, at most 23 atoms;
+    energies are against the relaxed clean slab and OC20's references, gas-phase H2, H2O, CO and
+    N2, linear per element. The validation splits are those of OC20: val_id, and val_ood_ads,
+    val_ood_cat, val_ood_both with adsorbates, catalysts or both that train does not have. The same
+    seed gives the same systems for any number of workers; when interrupted, the same command
+    continues.
+
+    Args:
+        directory: folder for train.safetensors, val_id.safetensors, ..., systems.csv, made.json.
+        calculator: emt, an empirical potential of seven of the metals, about a system a second; or
+            chgnet, a learned potential of all, some seconds a system (pip install molflt[chgnet]).
+        train: number of training systems.
+        val: number of systems in each of the four validation splits.
+        seed: seed of every random draw, 0 or larger.
+        workers: number of processes.
+        frames: also keep each relaxation step by step, with total energies and forces, in
+            DIRECTORY/frames/SPLIT.extxyz.
+
+    Raises:
+        ValueError: a number is out of range, or the folder holds data of other settings.
+        ModuleNotFoundError: the calculator's package is not installed; says what to install.
+        OSError: the folder cannot be written.
+    """
+    for name, value, least in (
+        ("train", train, 1),
+        ("val", val, 1),
+        ("seed", seed, 0),
+        ("workers", workers, 1),
+    ):
+        if value < least:
+            raise ValueError(f"--{name} must be at least {least}; got {value}")
+    if max(train, val) > _SIDS_PER_SPLIT:
+        raise ValueError(f"at most {_SIDS_PER_SPLIT} systems a split; got {max(train, val)}")
+    if calculator not in CALCULATORS:
+        raise ValueError(f"--calculator must be one of {', '.join(CALCULATORS)}; got {calculator}")
+    directory = Path(directory)
+    settings: dict[str, object] = {
+        "generator": _GENERATOR_VERSION,
+        "calculator": calculator,
+        "potential": CALCULATORS[calculator].describe(),
+        "seed": seed,
+        "train": train,
+        "val": val,
+        "frames": frames,
+    }
+    _claim(directory, settings)
+    references = _references(directory, calculator)
+    plan = _Plan(calculator, seed, tuple(references.items()), frames)
+    splits = [s for s in _SPLITS if not _store_path(directory, s).exists()]
+    tasks = {
+        split: [_Task(directory, plan, split, i) for i in range(train if split == "train" else val)]
+        for split in splits
+    }
+    try:
+        _relax_all(list(itertools.chain(*tasks.values())), workers)
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; the same command continues from what is in {directory / _PARTS}")
+        raise
+    for split in splits:
+        _join(directory, tasks[split], settings)
+    shutil.rmtree(directory / _PARTS, ignore_errors=True)
+    _print_summary(directory)
+
+
+def _store_path(directory: Path, split: str) -> Path:
+    return directory / f"{split}.safetensors"
+
+
+def _claim(directory: Path, settings: dict[str, object]) -> None:
+    """Note the settings in the folder; refuse a folder that holds something else."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / _SETTINGS
+    if not path.exists():
+        for split in _SPLITS:
+            if _store_path(directory, split).exists():
+                raise ValueError(
+                    f"{_store_path(directory, split)}: already there, and not from data make "
+                    f"(no {_SETTINGS} beside it); choose another folder"
+                )
+        _write_settings(directory, settings)
+        return
+    found = _read_settings(directory)
+    words = ", ".join(
+        f"{name} {shown(found.get(name))} (now {settings[name]!r})"
+        for name in settings
+        if found.get(name) != settings[name]
+    )
+    if words:
+        raise ValueError(
+            f"{directory}: begun with other settings: {words}; repeat those, or choose another "
+            "folder"
+        )
+
+
+def _read_settings(directory: Path) -> dict[str, object]:
+    path = directory / _SETTINGS
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"{path}: not the settings of a data make run; got {path.read_bytes()[:40]!r}; "
+            "delete the file, or choose another folder"
+        )
+    return found
+
+
+def _write_settings(directory: Path, settings: dict[str, object]) -> None:
+    text = json.dumps(settings, indent=1, ensure_ascii=False)
+    write_atomically(directory / _SETTINGS, f"{text}\n".encode())
+
+
+def _references(directory: Path, calculator: str) -> dict[str, float]:
+    """Energy of each element, eV; computed once, then read from the settings."""
+    settings = _read_settings(directory)
+    molecules = settings.get("molecules_eV")
+    if molecules is None:
+        with contextlib.closing(_in_processes(molecule_energies, [calculator], 1)) as found:
+            molecules = next(found)
+        settings |= {"molecules_eV": molecules, "references_eV": linear_references(molecules)}
+        _write_settings(directory, settings)
+    try:
+        references = linear_references({name: float(e) for name, e in molecules.items()})  # type: ignore[attr-defined]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ValueError(
+            f"{directory / _SETTINGS}: molecules_eV must be energies of H2, H2O, CO and N2; got "
+            f"{shown(molecules)}; delete that key, or choose another folder"
+        ) from None
+    words = ", ".join(f"{element} {energy:.4f}" for element, energy in references.items())
+    print(f"references of {calculator}, eV: {words} (from H2, H2O, CO, N2)")
+    return references
+
+
+def _relax_all(tasks: list[_Task], workers: int) -> None:
+    """Relax the systems that have no sound file yet."""
+    missing = [task for task in tasks if not _is_whole(task)]
+    if not missing:
+        return
+    refused: Counter[str] = Counter()
+    with (
+        contextlib.closing(_in_processes(_relax_one, missing, workers)) as done,
+        tqdm(
+            total=len(tasks), initial=len(tasks) - len(missing), unit=" systems", smoothing=0.05
+        ) as bar,
+    ):
+        for split, rejected in done:
+            refused.update(rejected)
+            bar.set_postfix({"refused": refused.total()}, refresh=False)
+            bar.set_description(split)
+            bar.update()
+
+
+def _is_whole(task: _Task) -> bool:
+    try:
+        return len(StructureStore(task.part)) == 1
+    except (FileNotFoundError, ValueError):  # a damaged part is made again
+        return False
+
+
+def _relax_one(task: _Task) -> tuple[str, dict[str, int]]:
+    """Relaxes a system and writes it down, the store last: it says that all is there."""
+    from ase.io import write
+
+    system = _relax_system(task.plan, task.split, task.number)
+    if task.plan.frames:
+        for frame in system.frames:
+            frame.info["sid"] = int(system.fields["sid"])
+        with atomically(task.frames) as part:
+            write(part, system.frames, format="extxyz")
+    note = _Note(names=system.names, rejected=system.rejected)
+    write_store(task.part, [make_record(**system.fields)], source=json.dumps(note))
+    return task.split, system.rejected
+
+
+def _join(directory: Path, tasks: list[_Task], settings: dict[str, object]) -> None:
+    """Write a split's frames, names, refused draws and store from its parts, the store last."""
+    split, rejected = tasks[0].split, Counter[str]()
+    rows: list[dict[str, object]] = []
+
+    def records() -> Iterator[Data]:
+        for task in tasks:
+            store = StructureStore(task.part)
+            note: _Note = json.loads(store.source)
+            rejected.update(note["rejected"])
+            rows.append({"sid": store[0].sid, "split": split, **note["names"]})
+            yield store[0]
+
+    made = list(records())
+    if tasks[0].plan.frames:
+        with atomically(directory / _FRAMES / f"{split}.extxyz") as part, part.open("wb") as file:
+            for task in tasks:
+                with task.frames.open("rb") as one:
+                    shutil.copyfileobj(one, file)
+    _add_names(directory, split, rows)
+    found = _read_settings(directory)
+    counts = found.get("rejected")
+    found["rejected"] = {**(counts if isinstance(counts, dict) else {}), split: dict(rejected)}
+    _write_settings(directory, found)
+    words = ", ".join(f"{name} {value}" for name, value in settings.items() if name != "frames")
+    write_store(_store_path(directory, split), made, source=f"molflt data make: {split}, {words}")
+
+
+def _add_names(directory: Path, split: str, rows: list[dict[str, object]]) -> None:
+    path = directory / _NAMES
+    before: list[dict[str, object]] = []
+    if path.exists():
+        with path.open(newline="", encoding="utf-8") as file:
+            before = [dict(row) for row in csv.DictReader(file) if row.get("split") != split]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, _COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows([*before, *rows])
+    write_atomically(path, text.getvalue().encode())
+
+
+def _print_summary(directory: Path) -> None:
+    print(f"{'split':<14}{'systems':>8}{'atoms':>7}{'mean eV':>9}{'sd eV':>7}{'median MAE eV':>15}")
+    median = None
+    rejected = _read_settings(directory).get("rejected")
+    for split in _SPLITS:
+        store = StructureStore(_store_path(directory, split))
+        energies = store.y_relaxed
+        median = float(np.median(energies)) if median is None else median
+        error = np.abs(energies - median).mean()
+        print(
+            f"{split:<14}{len(store):>8}{store.natoms.mean():>7.1f}{energies.mean():>9.3f}"
+            f"{energies.std():>7.3f}{error:>15.3f}"
+        )
+    print(f"median MAE: the error of predicting train's median, {median:.3f} eV, for every system")
+    counts: Counter[str] = Counter()
+    for one in rejected.values() if isinstance(rejected, dict) else ():
+        counts.update(one)
+    words = ", ".join(f"{reason} {count}" for reason, count in counts.items())
+    print(f"draws refused and drawn again: {words}")

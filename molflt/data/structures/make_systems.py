@@ -1,0 +1,250 @@
+"""One adsorption system: drawn, relaxed with a potential, checked.
+
+Every system is a real relaxation that anyone can repeat: a slab of a metal or an ordered alloy, an
+adsorbate upright on one of its sites, and a calculator of ``CALCULATORS``. None of these is
+density-functional theory.
+
+A system depends on (calculator, seed, split, index) and on nothing else, so the number of workers,
+an interruption or a larger ``train`` leave the systems of a split as they were.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from molflt.atoms import Tag
+from molflt.data.structures.adsorbates import ADSORBATES, _oriented
+from molflt.data.structures.calculators import CALCULATORS, relax
+from molflt.data.structures.references import adsorption_energy
+from molflt.data.structures.slabs import (
+    _FORCE_TOLERANCE,
+    CATALYSTS,
+    _draw_site,
+    _draw_surface,
+    _relaxed_slab,
+)
+
+if TYPE_CHECKING:
+    from ase import Atoms
+
+# Held out: what differs by one atom from others, and alloys whose metals occur in others.
+_OOD_ADSORBATES = ("CH2", "NH2", "C2H3", "CH2O", "CHOH", "HCN", "CH3CO")
+_OOD_CATALYSTS = ("Pd", "Cu3Pt", "NiPt", "AgAu", "Pt3Co", "CoAl", "FePd")
+_ADSORBATES = tuple(name for name in ADSORBATES if name not in _OOD_ADSORBATES)
+_CATALYSTS = tuple(name for name in CATALYSTS if name not in _OOD_CATALYSTS)
+# Per split: the adsorbates and the catalysts it draws from. The order fixes sids: append only.
+_SPLITS = {
+    "train": (_ADSORBATES, _CATALYSTS),
+    "val_id": (_ADSORBATES, _CATALYSTS),
+    "val_ood_ads": (_OOD_ADSORBATES, _CATALYSTS),
+    "val_ood_cat": (_ADSORBATES, _OOD_CATALYSTS),
+    "val_ood_both": (_OOD_ADSORBATES, _OOD_CATALYSTS),
+}
+_SIDS_PER_SPLIT = 10_000_000
+
+_TILT = 15.0  # degrees, standard deviation
+_JITTER = 0.2  # Å, standard deviation of each coordinate across the surface, around the site
+# Distance at the start, in units of the sum of the covalent radii.
+_CONTACT = (1.0, 1.2)
+# What a molecule comes to depends on fine details of its start. So the initial structure is taken
+# after the molecule has settled on the frozen slab, and is then rattled: what is left to a
+# relaxation follows from the structure that a model sees.
+_SETTLED = 0.1  # eV/Å
+_RATTLE = 0.1  # Å, standard deviation of each coordinate of the adsorbate
+_MAX_ENERGY = 10.0  # eV, relaxed
+_MAX_START_ENERGY = 20.0  # eV, unrelaxed
+_BOND = 1.3  # a bond: closer than this times the sum of the covalent radii
+_DESORBED = 4.0  # Å between the adsorbate and the nearest atom of the slab
+_MAX_SHIFT = 1.0  # Å, largest displacement of an atom of the slab
+_REJECTIONS = ("slab", "not_converged", "energy", "bonds", "desorbed", "reconstructed")
+_MAX_ATTEMPTS = 50
+
+
+class _Plan(NamedTuple):
+    """What all systems of a data set share; ``references`` are (element, eV)."""
+
+    calculator: str
+    seed: int
+    references: tuple[tuple[str, float], ...]
+    frames: bool = False
+
+
+class _System(NamedTuple):
+    """One accepted relaxation.
+
+    Attributes:
+        fields: keyword arguments of :func:`molflt.data.structures.records.make_record`.
+        names: adsorbate, catalyst, facet and site, for tables of groups.
+        frames: of its relaxation, with total energies and forces, if they were asked for.
+        rejected: how many draws were refused before this one, per reason.
+    """
+
+    fields: dict[str, np.ndarray | float]
+    names: dict[str, str]
+    frames: list[Atoms]
+    rejected: dict[str, int]
+
+
+@cache
+def _catalysts(calculator: str, split: str) -> tuple[str, ...]:
+    """Those of a split of whose metals the calculator has parameters."""
+    metals = CALCULATORS[calculator].metals
+    return tuple(
+        name
+        for name in _SPLITS[split][1]
+        if metals is None or metals.issuperset(CATALYSTS[name][1])
+    )
+
+
+def _place(rng: np.random.Generator, slab: Atoms, adsorbate: Atoms, site: np.ndarray) -> Atoms:
+    """Slab plus the adsorbate, whose origin is lowered over `site`, (2,) Å, to first contact."""
+    from ase.data import covalent_radii
+
+    points = adsorbate.positions.copy()
+    points[:, :2] += site + rng.normal(scale=_JITTER, size=2)
+    contact = rng.uniform(*_CONTACT) * np.add.outer(
+        covalent_radii[adsorbate.numbers], covalent_radii[slab.numbers]
+    )  # [adsorbate atom, slab atom], Å
+    steps = np.array([(i, j, 0) for i in range(-2, 3) for j in range(-2, 3)])
+    folded = (points @ np.linalg.inv(slab.cell.array))[:, None] - slab.get_scaled_positions(
+        wrap=False
+    )
+    folded[..., :2] -= np.round(folded[..., :2])
+    across = ((folded[:, :, None] + steps) @ slab.cell.array)[..., :2]  # [a, s, image, xy]
+    squared = contact[..., None] ** 2 - (across**2).sum(-1)
+    heights = slab.positions[None, :, 2, None] + np.sqrt(np.maximum(squared, 0.0))
+    lift = np.where(squared > 0.0, heights, -np.inf).max(axis=(1, 2)) - points[:, 2]
+    points[:, 2] += lift.max()
+
+    lowered = adsorbate.copy()
+    lowered.positions = points
+    lowered.set_tags(Tag.ADSORBATE)
+    system: Atoms = slab.copy()  # keeps cell, periodicity and the fixed layers
+    system.extend(lowered)
+    return system
+
+
+def _settle(rng: np.random.Generator, system: Atoms, calculator: str) -> bool:
+    """Relax the adsorbate alone, then rattle it; returns whether it converged."""
+    from ase.constraints import FixAtoms
+
+    mine = system.get_tags() == Tag.ADSORBATE
+    constraints = system.constraints
+    system.set_constraint(FixAtoms(mask=~mine))
+    done = relax(system, calculator, _SETTLED)
+    system.set_constraint(constraints)
+    system.positions[mine] += rng.normal(scale=_RATTLE, size=(int(mine.sum()), 3))
+    return done.converged
+
+
+def _bonds(adsorbate: Atoms) -> np.ndarray:
+    """Which atoms are bonded, also to atoms of periodic images, (N, N) bool."""
+    from ase.data import covalent_radii
+
+    radii = covalent_radii[adsorbate.numbers]
+    distances = adsorbate.get_all_distances(mic=bool(adsorbate.pbc.any()))
+    bonded: np.ndarray = distances < _BOND * np.add.outer(radii, radii)
+    return bonded
+
+
+def _rejection(
+    start: Atoms, relaxed: Atoms, bonds: np.ndarray, energies: tuple[float, float]
+) -> str | None:
+    """Why this relaxation is drawn again, or None. ``bonds`` are those that have to be left."""
+    before, after = energies
+    slab = len(relaxed) - len(bonds)
+    if not (abs(after) <= _MAX_ENERGY and abs(before) <= _MAX_START_ENERGY):  # also catches NaN
+        return "energy"
+    if (_bonds(relaxed[slab:]) != bonds).any():
+        return "bonds"
+    if relaxed.get_all_distances(mic=True)[slab:, :slab].min() > _DESORBED:
+        return "desorbed"
+    if np.linalg.norm(relaxed.positions[:slab] - start.positions[:slab], axis=1).max() > _MAX_SHIFT:
+        return "reconstructed"
+    return None
+
+
+def _attempt(rng: np.random.Generator, plan: _Plan, split: str, sid: int) -> _System | str:
+    """One draw: the system, or the name of the rule that refused it."""
+    adsorbates, catalysts = _SPLITS[split][0], _catalysts(plan.calculator, split)
+    name = adsorbates[int(rng.integers(len(adsorbates)))]
+    surface = _draw_surface(rng, catalysts[int(rng.integers(len(catalysts)))])
+    clean = _relaxed_slab(plan.calculator, surface)
+    if clean is None:
+        return "slab"
+    slab, slab_energy = clean
+    site, place = _draw_site(rng, slab)
+    adsorbate = _oriented(rng, name, _TILT)
+    system = _place(rng, slab, adsorbate, place)
+    if not _settle(rng, system, plan.calculator):
+        return "not_converged"
+    bonds = _bonds(system[len(slab) :])
+    if CALCULATORS[plan.calculator].intact and (bonds != _bonds(adsorbate)).any():
+        return "bonds"
+    start = system.copy()
+    done = relax(system, plan.calculator, _FORCE_TOLERANCE, frames=plan.frames)
+    if not done.converged:
+        return "not_converged"
+    y_init, y_relaxed = (
+        adsorption_energy(energy, slab_energy, adsorbate.symbols, dict(plan.references))
+        for energy in (done.before, done.after)
+    )
+    reason = _rejection(start, system, bonds, (y_init, y_relaxed))
+    if reason is not None:
+        return reason
+    fixed = np.zeros(len(system), dtype=bool)
+    fixed[system.constraints[0].index] = True
+    fields = {
+        "pos": start.positions.astype(np.float32),
+        "pos_relaxed": system.positions.astype(np.float32),
+        "atomic_numbers": system.numbers.astype(np.int64),
+        "tags": system.get_tags().astype(np.int64),
+        "fixed": fixed,
+        "cell": system.cell.array.astype(np.float32).reshape(1, 3, 3),
+        "pbc": np.ones((1, 3), dtype=bool),
+        "sid": sid,
+        "y_init": y_init,
+        "y_relaxed": y_relaxed,
+    }
+    catalyst, facet = surface.catalyst, surface.name
+    names = {"adsorbate": name, "catalyst": catalyst, "facet": facet, "site": site}
+    return _System(fields, names, done.frames, {})
+
+
+def _relax_system(plan: _Plan, split: str, index: int) -> _System:
+    """Draw and relax one system.
+
+    A draw is refused, and the next one of the same (seed, split, index) taken, when the clean slab
+    does not keep its shape ("slab"); when settling or relaxing takes more than 300 steps of BFGS
+    ("not_converged"); when |y_relaxed| > 10 eV or |y_init| > 20 eV ("energy"); when the adsorbate
+    has lost or made a bond ("bonds"; since it settled, where the calculator leaves few molecules
+    whole), ends more than 4 Å from the slab ("desorbed"), or moves an atom of the slab by more
+    than 1 Å ("reconstructed").
+
+    Args:
+        plan: calculator, seed and references.
+        split: a key of ``_SPLITS``.
+        index: number of the system in its split, from 0.
+
+    Returns:
+        The system, with the number of refused draws per reason.
+
+    Raises:
+        ValueError: 50 draws in a row were refused.
+    """
+    number = list(_SPLITS).index(split)
+    rejected = dict.fromkeys(_REJECTIONS, 0)
+    for attempt in range(_MAX_ATTEMPTS):
+        stream = np.random.SeedSequence(plan.seed, spawn_key=(number, index, attempt))
+        rng, sid = np.random.default_rng(stream), number * _SIDS_PER_SPLIT + index
+        result = _attempt(rng, plan, split, sid)
+        if isinstance(result, _System):
+            return result._replace(rejected=rejected)
+        rejected[result] += 1
+    raise ValueError(
+        f"split {split}, system {index}: {_MAX_ATTEMPTS} draws in a row were refused "
+        f"({rejected}); try another --seed"
+    )

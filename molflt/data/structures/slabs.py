@@ -1,0 +1,204 @@
+"""Slabs of metals and ordered alloys, four layers and 16 atoms each, and the sites on them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import numpy as np
+
+from molflt.atoms import Tag
+from molflt.data.structures.calculators import CALCULATORS, relax
+
+if TYPE_CHECKING:
+    from ase import Atoms
+
+__all__ = ["CATALYSTS"]
+
+_FORCE_TOLERANCE = 0.05  # eV/Å
+_VACUUM = 8.0  # Å on each side of the slab; potentials see 6 Å far
+_MAX_SHIFT = 1.0  # Å, of an atom of the clean slab from its place in the crystal
+
+# Metals, then alloys as lattice, metals in it. Of L1_2 the first one has three of four sites. The
+# order fixes systems: a change is another version of the generator.
+CATALYSTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    **{
+        metal: ("fcc", (metal,)) for metal in ("Ag", "Al", "Au", "Cu", "Ir", "Ni", "Pd", "Pt", "Rh")
+    },
+    **{m: ("hcp", (m,)) for m in ("Co", "Os", "Re", "Ru")},
+    **{m: ("bcc", (m,)) for m in ("Fe", "Mo", "W")},
+    **{
+        f"{one}3{other}": ("L1_2", (one, other))
+        for one, other in (
+            *(("Cu", "Au"), ("Au", "Cu"), ("Cu", "Pt"), ("Cu", "Pd"), ("Ag", "Pd")),
+            *(("Ni", "Al"), ("Ni", "Pt"), ("Pt", "Ni"), ("Pt", "Co"), ("Pt", "Fe"), ("Pd", "Fe")),
+        )
+    },
+    **{
+        f"{one}{other}": ("L1_0", (one, other))
+        for one, other in (
+            *(("Cu", "Au"), ("Ag", "Au"), ("Ag", "Pd"), ("Ni", "Pt")),
+            *(("Fe", "Pt"), ("Co", "Pt"), ("Fe", "Pd")),
+        )
+    },
+    **{
+        f"{one}{other}": ("B2", (one, other))
+        for one, other in (("Ni", "Al"), ("Co", "Al"), ("Fe", "Al"), ("Cu", "Pd"))
+    },
+}
+
+
+class _Facet(NamedTuple):
+    """How a slab is cut from the relaxed unit cell.
+
+    Attributes:
+        name: Miller indices.
+        indices: the same as numbers.
+        layers: periods of the cell along the normal.
+        repeat: of the cut along its two vectors.
+        rotated: cut from the cell with vectors (1, 1, 0), (-1, 1, 0), (0, 0, 1).
+    """
+
+    name: str
+    indices: tuple[int, int, int]
+    layers: int
+    repeat: tuple[int, int] = (1, 1)
+    rotated: bool = False
+
+
+_FCC = (
+    _Facet("111", (1, 1, 1), 4),
+    _Facet("100", (0, 0, 1), 2, rotated=True),
+    _Facet("110", (1, 1, 0), 2, (1, 2)),
+    _Facet("211", (2, 1, 1), 4),
+)
+_BCC = (_Facet("110", (1, 1, 0), 4, (1, 2)), _Facet("100", (0, 0, 1), 2, (2, 2)))
+_FACETS = {
+    "fcc": _FCC,
+    "L1_2": _FCC,
+    "L1_0": _FCC,
+    "hcp": (_Facet("0001", (0, 0, 1), 2, (2, 2)),),
+    "bcc": _BCC,
+    "B2": _BCC,
+}
+
+
+class _Surface(NamedTuple):
+    """A clean slab to draw: ``upside_down`` has the other end of an alloy on top."""
+
+    catalyst: str
+    facet: _Facet
+    upside_down: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.facet.name}{'b' if self.upside_down else ''}"
+
+
+def _draw_surface(rng: np.random.Generator, catalyst: str) -> _Surface:
+    lattice, metals = CATALYSTS[catalyst]
+    facets = _FACETS[lattice]
+    facet = facets[int(rng.integers(len(facets)))]
+    return _Surface(catalyst, facet, bool(rng.integers(2)) and len(metals) > 1)
+
+
+def _unrelaxed_cell(catalyst: str) -> Atoms:
+    """Unit cell with the mean of the metals' experimental volumes."""
+    from ase import Atoms
+    from ase.build import bulk
+
+    lattice, metals = CATALYSTS[catalyst]
+    if len(metals) == 1:
+        cell: Atoms = bulk(metals[0], cubic=True) if lattice != "hcp" else bulk(metals[0])
+        return cell
+    one, other = metals
+    symbols, places = {
+        "L1_2": ([other, one, one, one], [(0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 1, 0)]),
+        "L1_0": ([one, other, other, one], [(0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 1, 0)]),
+        "B2": ([one, other], [(0, 0, 0), (1, 1, 1)]),
+    }[lattice]
+    volume = sum(bulk(symbol).get_volume() / len(bulk(symbol)) for symbol in symbols)
+    halves = np.array(places) / 2
+    return Atoms(symbols, scaled_positions=halves, cell=[volume ** (1 / 3)] * 3, pbc=True)
+
+
+@cache
+def _unit_cell(potential: str, catalyst: str) -> Atoms:
+    """Unit cell at the potential's own lattice constants, so that a slab is not strained.
+
+    Raises:
+        ValueError: if it does not relax.
+    """
+    from ase.filters import FrechetCellFilter
+    from ase.optimize import BFGS
+
+    cell = _unrelaxed_cell(catalyst)
+    cell.calc = CALCULATORS[potential].build()
+    optimizer = BFGS(cast("Atoms", FrechetCellFilter(cell)), logfile=None)
+    if not optimizer.run(fmax=0.01, steps=200):
+        raise ValueError(
+            f"calculator {potential}: the crystal {catalyst} does not relax; expected forces and "
+            "stress below 0.01 eV/Å in 200 steps; take another calculator"
+        )
+    cell.calc = None
+    return cell
+
+
+def _cut(cell: Atoms, surface: _Surface) -> Atoms:
+    """Unrelaxed slab; tags are OC20's (1 = the topmost quarter, 0 = below), lower half fixed."""
+    from ase.build import make_supercell
+    from ase.build import surface as cut
+    from ase.constraints import FixAtoms
+
+    facet = surface.facet
+    if facet.rotated:
+        cell = make_supercell(cell, [[1, 1, 0], [-1, 1, 0], [0, 0, 1]])
+    cell = cell.copy()
+    cell.positions += 0.1 * cell.cell.array.sum(axis=0) / 4  # no atom on the border of a layer
+    slab = cut(cell, facet.indices, facet.layers, vacuum=_VACUUM, periodic=True)
+    slab = slab.repeat((*facet.repeat, 1))
+    if surface.upside_down:
+        slab.positions *= -1  # the lattice of a slab is its own mirror image
+        slab.center(vacuum=_VACUUM, axis=2)
+    slab = slab[np.argsort(slab.positions[:, 2].round(3), kind="stable")]
+    slab.wrap(pbc=(True, True, False))
+    count = len(slab)
+    top = np.arange(count) >= count - count // 4
+    slab.set_tags(np.where(top, Tag.SURFACE, Tag.SUBSURFACE))
+    slab.set_constraint(FixAtoms(indices=range(count // 2)))
+    return slab
+
+
+@cache
+def _relaxed_slab(potential: str, surface: _Surface) -> tuple[Atoms, float] | None:
+    """Clean slab and its energy in eV; None if it does not keep its shape. Copy it."""
+    slab = _cut(_unit_cell(potential, surface.catalyst), surface)
+    start = slab.positions.copy()
+    done = relax(slab, potential, _FORCE_TOLERANCE)
+    moved = np.linalg.norm(slab.positions - start, axis=1).max()
+    return (slab, done.after) if done.converged and moved <= _MAX_SHIFT else None
+
+
+def _draw_site(rng: np.random.Generator, slab: Atoms) -> tuple[str, np.ndarray]:
+    """Kind of a site, and its place across the surface, (2,) Å.
+
+    Atoms of the top, midpoints of near ones, corners of their Voronoi cells; each kind as often.
+    """
+    from scipy.spatial import Voronoi
+
+    top = slab.positions[slab.get_tags() == Tag.SURFACE][:, :2]
+    lattice = slab.cell.array[:2, :2]
+    shifts = np.array([(i, j) for i in range(-2, 3) for j in range(-2, 3)]) @ lattice
+    tiled = (top[:, None] + shifts).reshape(-1, 2)
+    kind = ("ontop", "bridge", "hollow")[int(rng.integers(3))]
+    if kind == "ontop":
+        sites = top
+    else:
+        cells = Voronoi(tiled)
+        pairs = tiled[cells.ridge_points]
+        lengths = np.linalg.norm(pairs[:, 0] - pairs[:, 1], axis=1)
+        near = pairs[lengths <= 1.2 * lengths.min()].mean(axis=1)
+        sites = near if kind == "bridge" else cells.vertices
+        places = sites @ np.linalg.inv(lattice)
+        sites = sites[((places >= 0.0) & (places < 1.0)).all(axis=1)]
+    return kind, sites[int(rng.integers(len(sites)))]

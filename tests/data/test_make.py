@@ -1,0 +1,386 @@
+"""The generator on small runs with EMT: resumed, checked, energies by hand."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ase import Atoms
+from ase.build import fcc111, molecule
+from ase.calculators.emt import EMT
+from ase.data import covalent_radii
+from ase.io import read
+from ase.optimize import BFGS
+
+from molflt.commands.cli import main
+from molflt.data.structures import make as generator
+from molflt.data.structures import make_systems, references, slabs
+from molflt.data.structures.adsorbates import ADSORBATES, _oriented
+from molflt.data.structures.calculators import CALCULATORS
+from molflt.data.structures.make import make
+from molflt.data.structures.slabs import CATALYSTS
+from molflt.data.structures.store import StructureStore
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = {"train": 2, "val": 1, "seed": 7}
+RUN = f"""
+from pathlib import Path
+import signal, sys
+from molflt.data.structures.make import make
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where tests run in the background
+if __name__ == "__main__":
+    make(Path(sys.argv[1]), **{SMALL}, workers=2, frames=True)
+"""
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    """Everything of a finished run."""
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+
+
+@pytest.fixture(scope="module")
+def one_worker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("made") / "one"
+    make(directory, **SMALL, workers=1, frames=True)
+    return directory
+
+
+def test_a_finished_run_holds_what_it_says(one_worker: Path, capsys) -> None:
+    stores = [f"{split}.safetensors" for split in make_systems._SPLITS]
+    frames = [f"frames/{split}.extxyz" for split in make_systems._SPLITS]
+    assert sorted(contents(one_worker)) == sorted(["made.json", "systems.csv", *stores, *frames])
+    made = json.loads((one_worker / "made.json").read_text())
+    assert made["potential"].startswith("ASE's effective-medium potential, not DFT (ase ")
+    assert set(made["rejected"]) == set(make_systems._SPLITS)
+    assert set(made["rejected"]["train"]) == set(make_systems._REJECTIONS)
+    h2, h2o = made["molecules_eV"]["H2"], made["molecules_eV"]["H2O"]
+    assert made["references_eV"]["H"] == h2 / 2 and made["references_eV"]["O"] == h2o - h2
+    assert StructureStore(one_worker / stores[0]).source.startswith("molflt data make: train, ")
+    rows = (one_worker / "systems.csv").read_text().splitlines()
+    assert rows[0] == "sid,split,adsorbate,catalyst,facet,site" and len(rows) == 1 + 6
+    make(one_worker, **SMALL, workers=1, frames=True)  # relaxes nothing, says it again
+    said = capsys.readouterr().out
+    assert "references of emt, eV: H 0." in said and "draws refused and drawn again: slab " in said
+
+
+def test_frames_lead_from_the_initial_to_the_relaxed_structure(one_worker: Path) -> None:
+    store = StructureStore(one_worker / "train.safetensors")
+    frames = read(one_worker / "frames" / "train.extxyz", ":")
+    elements = json.loads((one_worker / "made.json").read_text())["references_eV"]
+    for record in (store[i] for i in range(len(store))):
+        own = [frame for frame in frames if frame.info["sid"] == record.sid]
+        for frame, pos in ((own[0], record.pos), (own[-1], record.pos_relaxed)):
+            np.testing.assert_allclose(frame.positions, pos.numpy(), atol=1e-4)
+        found = own[-1].get_potential_energy() - own[0].get_potential_energy()
+        assert found == pytest.approx(float(record.y_relaxed - record.y_init), abs=1e-4)
+        again = own[-1].copy()
+        again.calc = EMT()
+        np.testing.assert_allclose(again.get_forces(), own[-1].get_forces(), atol=1e-3)
+        # the label by hand, from the calculator alone
+        mine = record.tags.numpy() == 2
+        slab = own[0][~mine]  # the clean slab, relaxed, is what the adsorbate was put on
+        slab.calc = EMT()
+        known = sum(elements[symbol] for symbol in own[-1].symbols[mine])
+        label = again.get_potential_energy() - slab.get_potential_energy() - known
+        assert float(record.y_relaxed) == pytest.approx(label, abs=1e-4)
+
+
+def test_references_and_adsorption_energy_by_hand() -> None:
+    energies = {}
+    for name in ("H2", "H2O", "CO", "N2"):
+        gas = molecule(name)
+        gas.calc = EMT()
+        BFGS(gas, logfile=None, maxstep=0.1).run(fmax=0.01)
+        energies[name] = gas.get_potential_energy()
+    found = references.molecule_energies("emt")
+    assert found == pytest.approx(energies, abs=1e-4)
+    elements = references.linear_references(found)
+    oxygen = energies["H2O"] - energies["H2"]
+    by_hand = {"H": energies["H2"] / 2, "O": oxygen, "C": energies["CO"] - oxygen}
+    assert elements == pytest.approx({**by_hand, "N": energies["N2"] / 2}, abs=1e-4)
+    simple = references.linear_references({"H2": -7.0, "H2O": -14.0, "CO": -15.0, "N2": -16.0})
+    assert simple == {"H": -3.5, "O": -7.0, "C": -8.0, "N": -8.0}
+    # CH3OH: one C, four H, one O
+    energy = references.adsorption_energy(-130.0, -100.0, ["C", "O", *"HHHH"], simple)
+    assert energy == -130.0 + 100.0 + 8.0 + 7.0 + 14.0
+    # molecules that the references are made of, far from the slab, have no adsorption energy
+    for name in energies:
+        total = -100.0 + {"H2": -7.0, "H2O": -14.0, "CO": -15.0, "N2": -16.0}[name]
+        assert references.adsorption_energy(total, -100.0, molecule(name).symbols, simple) == 0.0
+
+
+def test_another_seed_gives_others(one_worker: Path) -> None:
+    plan = make_systems._Plan("emt", 8, (("H", 0.0), ("C", 0.0), ("N", 0.0), ("O", 0.0)))
+    other = make_systems._relax_system(plan, "train", 0).fields["pos"]
+    first = StructureStore(one_worker / "train.safetensors")[0].pos.numpy()
+    assert other.tobytes() != first.tobytes()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_interrupted_run_of_two_workers_continues_to_the_bytes_of_one(
+    tmp_path: Path, one_worker: Path, monkeypatch, how: signal.Signals
+) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(RUN)
+    directory = tmp_path / "data"
+    process = subprocess.Popen(
+        [sys.executable, str(script), str(directory)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    parts = directory / generator._PARTS
+    deadline = time.monotonic() + 120
+    while not list(parts.rglob("*.safetensors")) and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    workers = _children(process.pid)
+    process.send_signal(how)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0 and not (directory / "train.safetensors").exists()
+    if how == signal.SIGINT:
+        assert "the same command continues" in output
+    while any(_alive(pid) for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(_alive(pid) for pid in workers), "a killed run leaves no process behind"
+    kept = len(list(parts.rglob("[0-9]*.safetensors")))
+    # a part that was damaged since is made again
+    damaged = next(parts.rglob("[0-9]*.safetensors"))
+    damaged.write_bytes(b"\x40\x00\x00")
+
+    relaxed: list[object] = []
+    in_processes = generator._in_processes
+
+    def spy(work, tasks, workers):
+        relaxed.extend(tasks)
+        return in_processes(work, tasks, workers)
+
+    monkeypatch.setattr(generator, "_in_processes", spy)
+    make(directory, **SMALL, workers=2, frames=True)
+    assert len(relaxed) == 6 - kept + 1, "references and systems that are there are not repeated"
+    assert contents(directory) == contents(one_worker)
+
+
+def _children(pid: int) -> list[int]:
+    with suppress(OSError):  # not Linux
+        return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def _alive(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return False
+
+
+def test_other_settings_are_refused(tmp_path: Path) -> None:
+    settings = {
+        "generator": generator._GENERATOR_VERSION,
+        "calculator": "emt",
+        "potential": CALCULATORS["emt"].describe(),
+        "frames": False,
+        **{"seed": 0, "train": 5, "val": 2},
+    }
+    (tmp_path / "made.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=r"other settings: seed 0 \(now 1\), train 5 \(now 6\);"):
+        make(tmp_path, train=6, val=2, seed=1)
+    (tmp_path / "made.json").write_text(json.dumps({**settings, "potential": "EMT (ase 1.0)"}))
+    with pytest.raises(ValueError, match=r"other settings: potential 'EMT \(ase 1.0\)' \(now"):
+        make(tmp_path, train=5, val=2)
+    for molecules in ({"H2": 1.0}, 3, {"H2": "a", "H2O": 1, "CO": 1, "N2": 1}):
+        (tmp_path / "made.json").write_text(json.dumps({**settings, "molecules_eV": molecules}))
+        with pytest.raises(ValueError, match=r"molecules_eV must be energies of H2, H2O, CO and"):
+            make(tmp_path, train=5, val=2)
+    (tmp_path / "made.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"made\.json: not the settings of a data make run"):
+        make(tmp_path, train=6, val=2)
+    (tmp_path / "made.json").unlink()
+    (tmp_path / "val_id.safetensors").write_bytes(b"mine")
+    with pytest.raises(ValueError, match=r"val_id\.safetensors: already there, and not"):
+        make(tmp_path, train=6, val=2)
+    assert (tmp_path / "val_id.safetensors").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"train": 0}, {"val": -1}, {"seed": -1}, {"workers": 0}, {"train": 10**7 + 1}]
+)
+def test_numbers_out_of_range_are_refused(tmp_path: Path, wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"at (least|most) \d+.*; got -?\d+"):
+        make(tmp_path / "data", **wrong)
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_calculator_that_is_not_there_is_one_line(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("molflt.data.structures.calculators.find_spec", lambda name: None)
+    assert main(["data", "make", str(tmp_path / "data"), "--calculator", "chgnet"]) == 2
+    said = capsys.readouterr().err
+    assert "needs the package chgnet" in said and "pip install molflt[chgnet]" in said
+    assert said.count("\n") == 1 and not (tmp_path / "data").exists()
+    assert main(["data", "make", str(tmp_path / "data"), "--calculator", "chgent"]) == 2
+    assert "'emt', 'chgnet'" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="must be one of emt, chgnet; got dft"):
+        make(tmp_path / "data", "dft")  # type: ignore[arg-type]
+
+
+def test_nothing_imports_chgnet() -> None:
+    code = "import sys, molflt.data.structures.make; print('chgnet' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_endless_refusal_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(make_systems, "_attempt", lambda *_: "energy")
+    with pytest.raises(ValueError, match="split val_id, system 3: 50 draws in a row were refused"):
+        make_systems._relax_system(make_systems._Plan("emt", 0, ()), "val_id", 3)
+
+
+def test_splits_hold_out_adsorbates_and_compositions() -> None:
+    splits = make_systems._SPLITS
+    for calculator, catalysts in (("chgnet", 20), ("emt", 12)):
+        seen = make_systems._catalysts(calculator, "train")
+        held = make_systems._catalysts(calculator, "val_ood_cat")
+        assert len(seen) >= catalysts and len(held) >= 4 and not set(seen) & set(held)
+        metals = {metal for name in seen for metal in CATALYSTS[name][1]}
+        assert metals >= {metal for name in held for metal in CATALYSTS[name][1]}
+        assert held == make_systems._catalysts(calculator, "val_ood_both")
+    assert len(ADSORBATES) >= 24 + 7 and len(CATALYSTS) >= 20
+    assert not set(splits["train"][0]) & set(splits["val_ood_ads"][0])
+    assert splits["val_id"] == splits["train"]
+
+    def formula(name: str) -> str:
+        return _oriented(np.random.default_rng(0), name, 0.0).get_chemical_formula()
+
+    seen_formulas = {formula(name) for name in splits["train"][0]}
+    # CH2O and CHOH are each other's isomers alone
+    assert not seen_formulas & {formula(name) for name in splits["val_ood_ads"][0]}
+    assert all(len(_oriented(np.random.default_rng(0), name, 0.0)) <= 8 for name in ADSORBATES)
+
+
+@pytest.mark.parametrize("catalyst", ["Cu", "Ru", "Fe", "Cu3Au", "NiPt", "NiAl"])
+def test_slabs_are_ordered_crystals_of_four_layers(catalyst: str) -> None:
+    lattice, metals = CATALYSTS[catalyst]
+    cell = slabs._unrelaxed_cell(catalyst)
+    neighbors = cell.repeat(3).get_all_distances(mic=True)
+    nearest = neighbors[neighbors > 0.1].min()
+    for facet in slabs._FACETS[lattice]:
+        tops = set()
+        for upside_down in (False, True):
+            slab = slabs._cut(cell, slabs._Surface(catalyst, facet, upside_down))
+            tags, fixed = slab.get_tags(), slab.constraints[0].index
+            assert len(slab) == 16 and (tags == 1).sum() == 4 and len(fixed) == 8
+            heights = slab.positions[:, 2]
+            assert heights[tags == 1].min() >= heights[tags == 0].max() - 1e-6
+            assert heights[fixed].max() < np.delete(heights, fixed).min() - 0.3
+            distances = slab.get_all_distances(mic=True) + 9 * np.eye(16)
+            assert distances.min() == pytest.approx(nearest, abs=1e-6)
+            shares = {m: list(slab.symbols).count(m) for m in metals}
+            assert shares == ({metals[0]: 12, metals[1]: 4} if lattice == "L1_2" else
+                              dict.fromkeys(metals, 16 // len(metals)))  # fmt: skip
+            tops.add(str(sorted(slab.symbols[tags == 1])))
+            rng = np.random.default_rng(0)
+            kinds = {slabs._draw_site(rng, slab)[0] for _ in range(20)}
+            assert kinds == {"ontop", "bridge", "hollow"}
+        if lattice in ("L1_2", "L1_0", "B2") and facet.name == "100":
+            assert len(tops) == 2, "both ends of an alloy are drawn"
+
+
+def test_hollow_and_bridge_sites_lie_between_atoms() -> None:
+    slab = slabs._cut(slabs._unrelaxed_cell("Cu"), slabs._Surface("Cu", slabs._FCC[0], False))
+    top = slab[slab.get_tags() == 1]
+    edge, rng = 2.5527, np.random.default_rng(1)  # Å, between neighbors
+    expected = {"ontop": 0.0, "bridge": edge / 2, "hollow": edge / 3**0.5}
+    for _ in range(30):
+        kind, site = slabs._draw_site(rng, slab)
+        probe = top + Atoms("H", [(*site, top.positions[0, 2])])
+        distance = probe.get_all_distances(mic=True)[-1, :-1].min()
+        assert distance == pytest.approx(expected[kind], abs=0.01)
+
+
+@pytest.mark.parametrize("name", ["H", "CO", "C2H4", "HCOO", "CH3NH"])
+def test_adsorbate_comes_down_upright_to_first_contact(name: str) -> None:
+    slab = slabs._cut(slabs._unrelaxed_cell("NiPt"), slabs._Surface("NiPt", slabs._FCC[1], False))
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        adsorbate = _oriented(rng, name, 15.0)
+        system = make_systems._place(rng, slab, adsorbate, slabs._draw_site(rng, slab)[1])
+        n = len(slab)
+        inside = system[n:].get_all_distances()
+        np.testing.assert_allclose(inside, adsorbate.get_all_distances(), atol=1e-9)
+        radii = covalent_radii[system.numbers]
+        distances = system.get_all_distances(mic=True)
+        ratio = (distances / np.add.outer(radii, radii))[n:, :n].min()
+        low, high = make_systems._CONTACT
+        assert low - 1e-6 <= ratio <= high + 1e-6
+    upright = _oriented(np.random.default_rng(0), "CO", 0.0)
+    assert str(upright.symbols) == "OC"
+    np.testing.assert_allclose(upright.positions[0] - upright.positions[1], [0, 0, 1.15], atol=0.02)
+    flat = _oriented(np.random.default_rng(0), "C2H4", 0.0)
+    assert np.abs(flat.positions[:, 2]).max() < 1e-6
+
+
+def test_adsorbate_settles_on_a_frozen_slab(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(3)
+    slab = slabs._cut(slabs._unrelaxed_cell("Ni"), slabs._Surface("Ni", slabs._FCC[0], False))
+    adsorbate = _oriented(rng, "OH", 15.0)
+    system = make_systems._place(rng, slab, adsorbate, slabs._draw_site(rng, slab)[1])
+    placed, fixed = system.positions.copy(), system.constraints[0].index.copy()
+    monkeypatch.setattr(make_systems, "_RATTLE", 0.0)
+    assert make_systems._settle(rng, system, "emt")
+    np.testing.assert_array_equal(system.positions[:-2], placed[:-2])
+    np.testing.assert_array_equal(system.constraints[0].index, fixed)
+    settled = system.positions.copy()
+    system.calc = EMT()
+    forces = system.get_forces(apply_constraint=False)
+    assert np.linalg.norm(forces[-2:], axis=1).max() <= make_systems._SETTLED + 1e-9
+    monkeypatch.setattr(make_systems, "_RATTLE", 0.1)
+    assert make_systems._settle(rng, system, "emt")
+    shift = system.positions - settled
+    assert not shift[:-2].any() and 0.01 < np.abs(shift[-2:]).max() < 0.6
+
+
+def test_every_rule_of_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    gas = molecule("CO")
+    slab = fcc111("Cu", (2, 2, 3), vacuum=8.0, periodic=True)
+    adsorbate = gas.copy()
+    adsorbate.positions += slab.positions[-1] + (0.0, 0.0, 2.0) - gas.positions[1]
+    start = slab + adsorbate
+    n, fine, bonds = len(slab), (1.0, -1.0), make_systems._bonds(gas)
+
+    def reason(change: dict[int, tuple[float, ...]], energies=fine) -> object:
+        moved: Atoms = start.copy()
+        for atom, shift in change.items():
+            moved.positions[atom] += shift
+        return make_systems._rejection(start, moved, bonds, energies)
+
+    assert reason({}) is None
+    assert reason({}, (25.0, -1.0)) == reason({}, (1.0, float("nan"))) == "energy"
+    up = (0.0, 0.0, 2.5)
+    assert reason({n: up, n + 1: up}) == "desorbed"
+    assert reason({n: (0.0, 0.0, 0.8)}) == "bonds"
+    assert reason({0: (0.0, 0.0, 1.1)}) == "reconstructed"
+
+    rng, plan = np.random.default_rng(0), make_systems._Plan("emt", 0, ())
+    monkeypatch.setattr(make_systems, "_relaxed_slab", lambda *_: None)
+    assert make_systems._attempt(rng, plan, "train", 0) == "slab"
+
+
+def test_a_bond_to_an_image_counts() -> None:
+    chain = Atoms("CC", [(0, 0, 0), (1.5, 0, 0)], cell=(2.9, 9, 9), pbc=True)
+    assert make_systems._bonds(chain)[0, 1]
+    chain.positions[1] = (2.6, 0, 0)  # 0.3 Å from the image; 2.6 Å from the atom itself
+    assert make_systems._bonds(chain)[0, 1]
+    assert not make_systems._bonds(Atoms("CC", [(0, 0, 0), (2.6, 0, 0)]))[0, 1]
+
+
+def test_chgnet_takes_part_where_it_is_installed(tmp_path: Path) -> None:
+    pytest.importorskip("chgnet", reason="molflt[chgnet] is not installed")
+    make(tmp_path, "chgnet", train=1, val=1, workers=1)
+    assert abs(float(StructureStore(tmp_path / "train.safetensors").y_relaxed[0])) < 10
