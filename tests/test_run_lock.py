@@ -12,7 +12,7 @@ from tiny_run import arguments, error_of, start, write_data
 
 from molflt.training.lock import RunLock
 
-pytestmark = pytest.mark.skipif(os.name != "posix", reason="flock is of POSIX")
+fcntl = pytest.importorskip("fcntl", reason="flock is of POSIX")
 
 HOLDER = """
 import os, sys, time
@@ -48,7 +48,28 @@ def test_one_of_two_threads_has_the_folder(tmp_path):
         thread.join(timeout=10)
     assert len(held) == 1 and len(told) == 1
     assert f"process {os.getpid()} on {socket.gethostname()} (since 20" in told[0]
-    assert not (tmp_path / "run").exists()  # nothing came into it
+    assert not list(tmp_path.rglob("*.lock"))
+
+
+def test_a_folder_into_which_nothing_came_is_removed(tmp_path):
+    with RunLock(tmp_path / "runs" / "a").held():
+        assert (tmp_path / "runs" / "a").exists()
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_name_of_the_holder_is_waited_for(tmp_path):
+    """A holder locks first and writes its name then: who comes between the two still names it."""
+    (tmp_path / "run").mkdir()
+    with open(tmp_path / "run" / ".lock", "w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        writer = threading.Timer(0.2, lambda: print("process 7 on here", file=file, flush=True))
+        writer.start()
+        with (
+            pytest.raises(ValueError, match="run: process 7 on here is training"),
+            RunLock(tmp_path / "run").held(),
+        ):
+            pass
+        writer.join()
 
 
 def test_a_lock_ends_with_its_process_and_not_with_its_workers(tmp_path):

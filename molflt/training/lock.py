@@ -78,8 +78,7 @@ class RunLock:
             try:
                 _flock(file)
             except BlockingIOError:
-                file.seek(0)
-                holder = file.read(300).strip() or "another process"
+                holder = _holder(file)
                 file.close()
                 raise ValueError(
                     f"{self.path.parent}: {holder} is training in this run folder; expected one "
@@ -105,6 +104,17 @@ class RunLock:
             return not os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
         except FileNotFoundError:
             return True
+
+
+def _holder(file: TextIO) -> str:
+    """Who has locked a file: the holder writes its name into it just after it has locked it."""
+    for _ in range(100):
+        file.seek(0)
+        name = file.read(300)
+        if name.endswith("\n"):
+            return name.strip()
+        time.sleep(0.01)
+    return "another process"
 
 
 def _flock(file: TextIO) -> None:
