@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["make"]
 
 # Raise when the same seed would give other systems: an interrupted run must not mix the two.
-_GENERATOR_VERSION = 4
+_GENERATOR_VERSION = 5
 _SETTINGS = "made.json"
 _NAMES = "systems.csv"
 _PARTS = ".parts"
