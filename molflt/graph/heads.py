@@ -6,9 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
+from molflt.attention.checks import at_hand
+from molflt.graph import elements
 from molflt.graph.geometry import Geometry, _sum_by
 from molflt.graph.neighbors import Neighbors
 
+_HIDDEN = 64  # of the network of descriptors
 _NUM_ELEMENTS = MAX_ATOMIC_NUMBER + 1  # 0 is not used
 
 
@@ -25,6 +28,48 @@ def _radial_basis(distance: Tensor, number: int, cutoff: float) -> Tensor:
     return basis * number**0.5
 
 
+class ElementEmbedding(nn.Embedding):
+    """A vector for each element, (..., ) atomic numbers -> (..., dim).
+
+    Args:
+        dim: width.
+        descriptors: a function of `molflt.graph.elements.descriptors` plus a vector of its own,
+            which starts at 0: elements that training did not see are known by their place in the
+            periodic table. Otherwise theirs stay as they were drawn.
+    """
+
+    def __init__(self, dim: int, descriptors: bool = False) -> None:
+        super().__init__(_NUM_ELEMENTS, dim)
+        self.described: nn.Module | None = None
+        if descriptors:
+            table = elements.descriptors()
+            self.register_buffer("table", table)
+            self.described = nn.Sequential(
+                nn.Linear(table.shape[1], _HIDDEN), nn.SiLU(), nn.Linear(_HIDDEN, dim)
+            )
+            nn.init.zeros_(self.weight)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        """Raises ValueError for elements of which no descriptors are known."""
+        if self.described is None:
+            return super().forward(numbers)
+        table = self.get_buffer("table")
+        if at_hand(numbers):
+            _check_described(numbers, table)
+        vectors: Tensor = self.weight + self.described(table.nan_to_num().to(self.weight))
+        return vectors[numbers]
+
+
+def _check_described(numbers: Tensor, table: Tensor) -> None:
+    unknown = table[:, 0].isnan()[numbers]
+    if unknown.any():
+        raise ValueError(
+            f"no descriptors are known of element {int(numbers[unknown][0])}; expected a "
+            "composition of others; leave such structures out, or train with "
+            "--model.descriptors false"
+        )
+
+
 class AtomEmbedding(nn.Module):
     """Element + tag + (optional) a radial summary of the neighborhood.
 
@@ -34,16 +79,19 @@ class AtomEmbedding(nn.Module):
         dim: width of the embedding.
         num_basis: size of the radial basis b; 0 leaves the summary out.
         cutoff: radius of the neighborhood, Å.
+        descriptors: see `ElementEmbedding`.
     """
 
-    def __init__(self, dim: int, num_basis: int = 0, cutoff: float = 6.0) -> None:
+    def __init__(
+        self, dim: int, num_basis: int = 0, cutoff: float = 6.0, descriptors: bool = False
+    ) -> None:
         super().__init__()
         self.num_basis = num_basis
         self.cutoff = cutoff
-        self.element = nn.Embedding(_NUM_ELEMENTS, dim)
+        self.element = ElementEmbedding(dim, descriptors)
         self.tag = nn.Embedding(len(Tag), dim)
         if num_basis:
-            self.neighbor_element = nn.Embedding(_NUM_ELEMENTS, dim)
+            self.neighbor_element = ElementEmbedding(dim, descriptors)
             self.radial = nn.Linear(num_basis, dim, bias=False)
 
     def forward(self, numbers: Tensor, tags: Tensor, neighbors: Neighbors | None) -> Tensor:
@@ -54,7 +102,7 @@ class AtomEmbedding(nn.Module):
                 raise ValueError("the radial summary needs neighbors; got None")
             basis = _radial_basis(neighbors.distance, self.num_basis, self.cutoff)
             message = self.radial(basis.to(x.dtype))
-            message = message * self.neighbor_element(numbers[neighbors.neighbor])
+            message = message * self.neighbor_element(numbers)[neighbors.neighbor]
             x = x + _sum_by(message, neighbors.center, len(x))
         return x
 

@@ -61,6 +61,25 @@ class Atoms(NamedTuple):
             fixed,
         )
 
+    def above_subsurface(self) -> tuple["Atoms", Tensor]:
+        """Without atoms of tag 0, and which of all atoms those are that stay, (atoms,) bool.
+
+        Graphs in which no atom has tag > 0 (tags unknown) stay whole.
+        """
+        geometry = self.geometry
+        assert geometry.tags is not None
+        above = geometry.tags > Tag.SUBSURFACE
+        tagged = geometry.sum(above.long()) > 0
+        kept = above | ~tagged[geometry.batch]
+        ends = geometry.sum(kept.long()).cumsum(0)
+        part = geometry._replace(
+            pos=geometry.pos[kept],
+            batch=geometry.batch[kept],
+            ptr=torch.cat((ends.new_zeros(1), ends)),
+            tags=geometry.tags[kept],
+        )
+        return Atoms(part, self.numbers[kept], self.fixed[kept]), kept
+
 
 def _expect(data: "Data", geometry: Geometry, weight: Tensor) -> None:
     """Raises ValueError for data elsewhere, or without what the model has to know."""

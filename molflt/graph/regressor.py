@@ -60,6 +60,10 @@ class EnergyRegressor(nn.Module):
         neighbor_cutoff: radius of the neighborhoods of embedding and position head, 5 Å by default.
         radial_basis: size of the embedding's radial summary; 0 leaves it out, so that attention is
             the only place where energies see positions.
+        descriptors: tell elements by period, group, radius, electronegativity and valence electrons
+            as well, which reach those that training did not see; see `ElementEmbedding`.
+        subsurface: False leaves out the atoms with tag 0, half of a slab: whatever the model says
+            of a structure then does not depend on them (as in PhAST, arXiv:2211.12020).
         position_head: predict displacements to the relaxed positions as an auxiliary task.
         move_atoms: after each pass but the last, move the free atoms by what the position head
             predicts, by less than 1 Å each, and compute the mask again from where they are.
@@ -97,6 +101,8 @@ class EnergyRegressor(nn.Module):
         near_exact: bool = False,
         neighbor_cutoff: float | None = None,
         radial_basis: int = 0,
+        descriptors: bool = False,
+        subsurface: bool = True,
         position_head: bool = True,
         move_atoms: bool = False,
         **stack: Any,
@@ -123,9 +129,9 @@ class EnergyRegressor(nn.Module):
         if not (position_head or radial_basis):
             no_effect("without position_head and radial_basis", neighbor_cutoff=neighbor_cutoff)
         self.neighbor_cutoff = cutoff = 5.0 if neighbor_cutoff is None else neighbor_cutoff
-        self.embedding = AtomEmbedding(dim, radial_basis, cutoff)
+        self.embedding = AtomEmbedding(dim, radial_basis, cutoff, descriptors)
         self.stack = blocks
-        self.move_atoms = move_atoms
+        self.subsurface, self.move_atoms = subsurface, move_atoms
         self.readout = EnergyReadout(dim)
         self.position_head = PositionHead(dim, cutoff=cutoff) if position_head else None
         self._register_buffers()
@@ -148,13 +154,23 @@ class EnergyRegressor(nn.Module):
         Returns:
             "energy": (graphs,) float64, eV; with a position head, "displacement": (atoms, 3), Å,
             from the given to the relaxed position; with `move_atoms`, "displacement_by_pass":
-            (passes, atoms, 3), Å, the same after each pass.
+            (passes, atoms, 3), Å, the same after each pass. Atoms that are left out stay.
 
         Raises:
             TypeError: something else than PyG's data.
             ValueError: naming the attribute that is missing or wrong.
         """
-        geometry, numbers, fixed = Atoms.of(batch, self.embedding.element.weight)
+        atoms = Atoms.of(batch, self.embedding.element.weight)
+        if self.subsurface:
+            return self._predict(atoms)
+        atoms, kept = atoms.above_subsurface()
+        return {
+            name: x if name == "energy" else _among(x, kept)
+            for name, x in self._predict(atoms).items()
+        }
+
+    def _predict(self, atoms: Atoms) -> dict[str, Tensor]:
+        geometry, numbers, fixed = atoms
         neighbors = None
         if self.position_head is not None or self.embedding.num_basis:
             neighbors = neighbor_list(geometry, self.neighbor_cutoff)
@@ -204,6 +220,13 @@ class EnergyRegressor(nn.Module):
         self.stack.redraw_(generator)
         if self.encoding is not None:
             self.encoding.redraw_(generator)
+
+
+def _among(moved: Tensor, kept: Tensor) -> Tensor:
+    """Displacements (..., atoms that stay, 3) among those of all atoms; others do not move."""
+    out = moved.new_zeros(*moved.shape[:-2], len(kept), 3)
+    out[..., kept, :] = moved
+    return out
 
 
 def _bounded(step: Tensor) -> Tensor:

@@ -37,8 +37,9 @@ VARIANTS = {
     "kernel-reciprocal": {**KERNEL, "near_field": 0.0, "periodic": "reciprocal"},
     "near": {**KERNEL, "near_field": 3.0, "periodic": "none", "mixing": "auto"},
     "near-reciprocal-moving": {**MOVING, "near_field": 3.0, "normalize": "none"},
+    "surface": {**KERNEL, "near_field": 3.0, "descriptors": True, "subsurface": False},
     "performer": PERFORMER,
-    "performer-radial": {**PERFORMER, "radial_basis": 8},
+    "performer-radial": {**PERFORMER, "radial_basis": 8, "descriptors": True},
     "softmax-mask": SOFTMAX,
     "softmax-mask-images": {**SOFTMAX, "periodic": "images", "radial_basis": 8},
     "softmax-near": {**SOFTMAX, "position": "multiplicative", "periodic": "none"},
@@ -64,7 +65,7 @@ def structure(atoms: int, seed: int, tags: bool = True) -> Data:
         pos=torch.from_numpy(pos),
         cell=torch.from_numpy(cell)[None],
         pbc=torch.tensor([[True, True, True]]),
-        atomic_numbers=torch.from_numpy(rng.integers(1, 90, atoms)),
+        atomic_numbers=torch.from_numpy(rng.integers(19, 90, atoms)),  # all have descriptors
         tags=torch.from_numpy(tag if tags else 0 * tag),
         fixed=torch.from_numpy(tag == 0),
         natoms=atoms,
@@ -252,6 +253,47 @@ def test_structures_without_tags_sum_over_all_atoms_and_say_so():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         predict(net, STRUCTURES[:1])
+
+
+def test_atoms_below_the_surface_are_left_out():
+    """What is there does not matter, as if the structures had none; without tags, all are there."""
+    torch.manual_seed(0)
+    net = model(subsurface=False, near_field=3.0)
+    whole, untagged = structure(14, 3), structure(6, 6, tags=False)
+    kept = whole.tags > 0
+    part = whole.clone()
+    for name in ("pos", "atomic_numbers", "tags", "fixed"):
+        part[name] = whole[name][kept]
+    part.natoms = int(kept.sum())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out, expected = predict(net, [whole, untagged]), predict(net, [part, untagged])
+    torch.testing.assert_close(out["energy"], expected["energy"], **EXACT)
+    kept = torch.cat((kept, torch.ones(6, dtype=torch.bool)))
+    torch.testing.assert_close(out["displacement"][kept], expected["displacement"], **EXACT)
+    assert not out["displacement"][~kept].any()
+    assert (out["energy"] - predict(model(near_field=3.0), [whole, untagged])["energy"]).abs()[
+        0
+    ] > 1e-6
+
+
+def test_descriptors_reach_elements_that_were_not_in_training():
+    """Copper from its neighbors in the table: nearer to them than they are to each other."""
+    net = model(descriptors=True).float()
+    structures = [s.clone() for s in STRUCTURES]
+    for s in structures:
+        s.atomic_numbers = torch.full_like(s.atomic_numbers, 29)
+        s.pos, s.cell = s.pos.float(), s.cell.float()
+    batch = Batch.from_data_list(structures)
+    net(batch)["energy"].sum().backward()
+    used = net.embedding.element.described[0].weight.grad
+    assert used.abs().max() > 0
+    vectors = net.embedding.element(torch.tensor([28, 29, 47, 3]))
+    far = (vectors[1] - vectors[3]).norm()
+    assert (vectors[1] - vectors[0]).norm() < far and (vectors[1] - vectors[2]).norm() < far
+    batch.atomic_numbers[3] = 10
+    with pytest.raises(ValueError, match="no descriptors are known of element 10; expected"):
+        net(batch)
 
 
 def test_energy_is_in_eV_and_float64_under_autocast():

@@ -1,0 +1,75 @@
+"""What is known of an element before any training: the periodic table as numbers."""
+
+import torch
+from torch import Tensor
+
+from molflt.atoms import MAX_ATOMIC_NUMBER
+
+DESCRIPTORS = (
+    "period",
+    "group",
+    "covalent radius, Å",
+    "electronegativity",
+    "s electrons",
+    "p electrons",
+    "d electrons",
+    "f electrons",
+)
+"""Columns of `descriptors`."""
+
+_NOBLE = (0, 2, 10, 18, 36, 54, 86, 118)
+
+# Pauling's scale, of the elements 1 to 103 in order; nan where nothing is known to be bound.
+_ELECTRONEGATIVITY = """
+2.20 nan
+0.98 1.57 2.04 2.55 3.04 3.44 3.98 nan
+0.93 1.31 1.61 1.90 2.19 2.58 3.16 nan
+0.82 1.00 1.36 1.54 1.63 1.66 1.55 1.83 1.88 1.91 1.90 1.65 1.81 2.01 2.18 2.55 2.96 3.00
+0.82 0.95 1.22 1.33 1.60 2.16 1.90 2.20 2.28 2.20 1.93 1.69 1.78 1.96 2.05 2.10 2.66 2.60
+0.79 0.89 1.10 1.12 1.13 1.14 1.13 1.17 1.20 1.20 1.10 1.22 1.23 1.24 1.25 1.10 1.27
+1.30 1.50 2.36 1.90 2.20 2.20 2.28 2.54 2.00 1.62 2.33 2.02 2.00 2.20 2.20
+0.70 0.90 1.10 1.30 1.50 1.38 1.36 1.28 1.30 1.30 1.30 1.30 1.30 1.30 1.30 1.30 1.30
+"""
+
+
+def period_and_group(number: int) -> tuple[int, int]:
+    """Row and column of an element; lanthanides and actinides are of group 3."""
+    period = next(i for i, last in enumerate(_NOBLE) if number <= last)
+    place, length = number - _NOBLE[period - 1], _NOBLE[period] - _NOBLE[period - 1]
+    if place <= 2 and period > 1:
+        return period, place
+    if period == 1:
+        return period, 1 if place == 1 else 18
+    return period, max(3, place + 18 - length)
+
+
+def _valence(number: int) -> tuple[int, int, int, int]:
+    """s, p, d and f electrons beyond the last closed shells, by the place in the table."""
+    period, group = period_and_group(number)
+    s = 2 if number == 2 else min(2, group)
+    p = 0 if number == 2 else max(0, group - 12)
+    d = group - 2 if 3 <= group <= 12 else 0
+    f = max(0, min(14, number - _NOBLE[period - 1] - 3)) if group == 3 and period >= 6 else 0
+    return s, p, d, f
+
+
+def descriptors() -> Tensor:
+    """Descriptors of the elements, (119, 8) float32, by atomic number.
+
+    Every column has a mean of 0 and a standard deviation of 1 over the elements that have all of
+    them. Rows of the others, and of number 0, are NaN: helium, neon, argon, and those from 104 on,
+    of which no bond is known.
+
+    Sources: covalent radii, Cordero et al., doi:10.1039/b801115j, as ASE has them;
+    electronegativities on Pauling's scale, CRC Handbook of Chemistry and Physics.
+    """
+    from ase.data import covalent_radii  # here: reading signatures shall not load ASE
+
+    scale = [float(word) for word in _ELECTRONEGATIVITY.split()]
+    rows = torch.full((MAX_ATOMIC_NUMBER + 1, len(DESCRIPTORS)), torch.nan, dtype=torch.float64)
+    for number, electronegativity in enumerate(scale, start=1):
+        own = (*period_and_group(number), covalent_radii[number], electronegativity)
+        rows[number] = torch.tensor((*own, *_valence(number)), dtype=torch.float64)
+    rows[rows.isnan().any(dim=1)] = torch.nan
+    known = rows[~rows[:, 0].isnan()]
+    return ((rows - known.mean(dim=0)) / known.std(dim=0)).float()

@@ -1,0 +1,38 @@
+"""Descriptors of elements, against tables of others."""
+
+import math
+
+import pytest
+import torch
+
+from molflt.graph.elements import DESCRIPTORS, descriptors, period_and_group
+
+
+def test_descriptors_are_standardized_and_of_all_elements_that_bind():
+    table = descriptors()
+    assert table.shape == (119, len(DESCRIPTORS))
+    unknown = table.isnan().any(dim=1).nonzero()[:, 0].tolist()
+    assert unknown == [0, 2, 10, 18, *range(104, 119)]
+    known = table[~table[:, 0].isnan()]
+    torch.testing.assert_close(known.mean(dim=0), torch.zeros(8), rtol=0, atol=1e-5)
+    torch.testing.assert_close(known.std(dim=0), torch.ones(8), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("number", "place"),
+    [(1, (1, 1)), (2, (1, 18)), (6, (2, 14)), (57, (6, 3)), (72, (6, 4)), (118, (7, 18))],
+)
+def test_places_in_the_periodic_table(number, place):
+    assert period_and_group(number) == place
+
+
+def test_tables_agree_with_pymatgen():
+    pymatgen = pytest.importorskip("pymatgen.core", reason="pymatgen is not installed")
+    table = descriptors()[:, DESCRIPTORS.index("electronegativity")]
+    known = [z for z in range(1, 104) if not math.isnan(table[z])]
+    elements = [pymatgen.Element.from_Z(z) for z in known]
+    assert [period_and_group(z) for z in known] == [(e.row, e.group) for e in elements]
+    theirs = torch.tensor([float(e.X) for e in elements])
+    ours = table[torch.tensor(known)]
+    ratio = (theirs - theirs.mean()) / theirs.std()
+    torch.testing.assert_close(ours, ratio, rtol=0, atol=1e-5)
