@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from molflt.atoms import MAX_ATOMIC_NUMBER
 from molflt.attention import Attention, Stack
-from molflt.attention.checks import at_least_one, known_names, no_effect, positive
+from molflt.attention.checks import at_least_one, known_names, no_effect, not_negative, positive
 from molflt.attention.encodings import Encoding
 from molflt.attention.features import FeatureMapName
 from molflt.attention.positions.base import MixingName
@@ -109,7 +109,9 @@ class EnergyRegressor(nn.Module):
     ) -> None:
         super().__init__()
         known_names(EnergyRegressor, stack, Stack, Attention, but=("position", "causal"))
-        _check_numbers(dim, heads, radial_basis, neighbor_cutoff)
+        at_least_one(dim=dim, heads=heads)
+        not_negative(radial_basis=radial_basis)
+        _check_neighborhood(neighbor_cutoff, position_head or bool(radial_basis))
         kind: dict[str, Any] = {"mixing": mixing}
         kind |= {"feature_map": feature_map, "num_features": num_features}
         self.encoding: GraphEncoding | None = _make_encoding(
@@ -126,8 +128,6 @@ class EnergyRegressor(nn.Module):
         blocks = Stack(dim, heads, position=own, causal=False, **kind, **stack)
         blocks.share_position()
         _refuse_misfits(move_atoms, position_head, blocks.refinements, self.encoding is not None)
-        if not (position_head or radial_basis):
-            no_effect("without position_head and radial_basis", neighbor_cutoff=neighbor_cutoff)
         self.neighbor_cutoff = cutoff = 5.0 if neighbor_cutoff is None else neighbor_cutoff
         self.embedding = AtomEmbedding(dim, radial_basis, cutoff, descriptors)
         self.stack = blocks
@@ -243,10 +243,9 @@ def _best_form(position: str, periodic: str | None, near_field: float | None) ->
     return {"periodic": scheme, "near_field": near_field}
 
 
-def _check_numbers(dim: int, heads: int, radial_basis: int, cutoff: float | None) -> None:
-    at_least_one(dim=dim, heads=heads)
-    if radial_basis < 0:
-        raise ValueError(f"radial_basis must be at least 0; got {radial_basis}")
+def _check_neighborhood(cutoff: float | None, used: bool) -> None:
+    if not used:
+        no_effect("without position_head and radial_basis", neighbor_cutoff=cutoff)
     if cutoff is not None:
         positive(neighbor_cutoff=cutoff)
 
