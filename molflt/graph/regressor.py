@@ -109,9 +109,7 @@ class EnergyRegressor(nn.Module):
     ) -> None:
         super().__init__()
         known_names(EnergyRegressor, stack, Stack, Attention, but=("position", "causal"))
-        at_least_one(dim=dim, heads=heads)
-        not_negative(radial_basis=radial_basis)
-        _check_neighborhood(neighbor_cutoff, position_head or bool(radial_basis))
+        _check_numbers(dim, heads, radial_basis, neighbor_cutoff, position_head)
         kind: dict[str, Any] = {"mixing": mixing}
         kind |= {"feature_map": feature_map, "num_features": num_features}
         self.encoding: GraphEncoding | None = _make_encoding(
@@ -243,8 +241,12 @@ def _best_form(position: str, periodic: str | None, near_field: float | None) ->
     return {"periodic": scheme, "near_field": near_field}
 
 
-def _check_neighborhood(cutoff: float | None, used: bool) -> None:
-    if not used:
+def _check_numbers(
+    dim: int, heads: int, radial_basis: int, cutoff: float | None, position_head: bool
+) -> None:
+    at_least_one(dim=dim, heads=heads)
+    not_negative(radial_basis=radial_basis)
+    if not (position_head or radial_basis):
         no_effect("without position_head and radial_basis", neighbor_cutoff=cutoff)
     if cutoff is not None:
         positive(neighbor_cutoff=cutoff)
