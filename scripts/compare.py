@@ -31,6 +31,7 @@ from molflt.plots.figure import BLUE, picture
 from molflt.training.checkpoint import load_run
 
 PAPERS = [f"configs/atoms/{name}.yaml" for name in ("flt", "performer", "softmax-mask", "softmax")]
+INTERRUPTED = 130
 # what is compared, by its name in results.json: heading and digits
 MEASURES = {
     "mae_eV": ("MAE, eV", 4),
@@ -87,8 +88,8 @@ def prepare(run: Path, job: dict[str, Any]) -> None:
     note.write_text(json.dumps(job, indent=1) + "\n")
 
 
-def work(run: Path, job: dict[str, Any], threads: int) -> None:
-    """Trains, or goes on training, and evaluates one run.
+def work(run: Path, job: dict[str, Any], threads: int, evaluation: tuple[str, ...] = ()) -> None:
+    """Trains, or goes on training, and evaluates one run, with these options.
 
     Raises:
         RuntimeError: with the last line of the log, if either fails.
@@ -100,7 +101,7 @@ def work(run: Path, job: dict[str, Any], threads: int) -> None:
         train = ["train", "--resume", str(run)]
     else:
         shutil.rmtree(run / "checkpoints", ignore_errors=True)  # stopped before the first
-    evaluate = ["evaluate", str(run)]
+    evaluate = ["evaluate", str(run), *evaluation]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     with open(run / "log.txt", "a") as log:
         for words in (train, evaluate):
@@ -208,6 +209,25 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def work_all(
+    jobs: dict[Path, dict[str, Any]], most: int, threads: int, evaluation: tuple[str, ...] = ()
+) -> int:
+    """Works on all runs, so many at a time: 0, 1 if some failed, or `INTERRUPTED`."""
+    failed = False
+    with ThreadPoolExecutor(most) as pool:
+        waiting = [pool.submit(work, run, job, threads, evaluation) for run, job in jobs.items()]
+        try:
+            for done in tqdm(as_completed(waiting), total=len(waiting), unit=" runs"):
+                if done.exception() is not None:
+                    failed = True
+                    tqdm.write(str(done.exception()), file=sys.stderr)
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            print("interrupted; start again with the same options to go on", file=sys.stderr)
+            return INTERRUPTED
+    return int(failed)
+
+
 def main(words: list[str] | None = None) -> int:
     """Runs what is not finished; returns 1 if a run failed."""
     options = parse(words)
@@ -225,20 +245,10 @@ def main(words: list[str] | None = None) -> int:
         text = f"{error.filename}: {error.strerror}" if missing else error
         print(f"compare.py: error: {text}", file=sys.stderr)
         return 2
-    failed = False
-    with ThreadPoolExecutor(options.jobs) as pool:
-        waiting = [pool.submit(work, run, job, options.threads) for run, job in jobs.items()]
-        try:
-            for done in tqdm(as_completed(waiting), total=len(waiting), unit=" runs"):
-                if done.exception() is not None:
-                    failed = True
-                    tqdm.write(str(done.exception()), file=sys.stderr)
-        except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)
-            print("interrupted; start again with the same options to go on", file=sys.stderr)
-            return 130
-    write(options.out, [name_of(variant) for variant in options.variants], options.seeds)
-    return int(failed)
+    code = work_all(jobs, options.jobs, options.threads)
+    if code != INTERRUPTED:
+        write(options.out, [name_of(variant) for variant in options.variants], options.seeds)
+    return code
 
 
 if __name__ == "__main__":

@@ -1,0 +1,200 @@
+"""Cross-validation: trains one configuration on every pair of folds, and averages over them.
+
+    molflt data convert datasets/game-net/FG_dataset_lite.tar.xz datasets/game-net/folds \\
+        --folds published_predictions.npz
+    python scripts/folds.py --config configs/game-net.yaml --data datasets/game-net/folds \\
+        --out runs/folds --jobs 2 --published published_predictions.npz
+
+Each folder testI-valJ of the data is one training, chosen on val_id and judged on test_id; the
+trainings of one test fold are an ensemble, whose energy is their mean. Writes folds.md, .csv (a
+line per system) and .png. Started again, it goes on where it was stopped and repeats nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from compare import INTERRUPTED, job_of, prepare, work_all
+from kit.rows import Rows, markdown, mean_sd, write_csv
+
+from molflt import plots
+from molflt.data.structures.systems import System, read_systems
+from molflt.files import read_arrays
+from molflt.metrics import EWT_THRESHOLD
+
+TEST, VALIDATION = "test_id", "val_id"
+
+
+def read_energies(run: Path, split: str) -> dict[int, tuple[float, float]]:
+    """Predicted energy and label of the systems of a split, by sid, eV."""
+    with open(run / "predictions.csv", newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["split"] == split]
+    return {int(row["sid"]): (float(row["energy_eV"]), float(row["target_eV"])) for row in rows}
+
+
+def collect(out: Path, data: Path) -> Rows:
+    """A row per system and finished training that has it in its test fold."""
+    rows: Rows = []
+    for folder in folders(data):
+        run = out / folder.name
+        if not (run / "results.json").exists():
+            continue
+        systems = read_systems(folder)
+        fold, _, validated = folder.name.partition("-")
+        for sid, (energy, target) in read_energies(run, TEST).items():
+            own: System = systems[sid]
+            label = {"fold": fold, "validated": validated, "sid": sid}
+            rows.append({**label, **own._asdict(), "energy_eV": energy, "target_eV": target})
+    return rows
+
+
+def folders(data: Path) -> list[Path]:
+    """The folders of a set of folds.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    found = sorted(path.parent for path in data.glob("*/train.safetensors"))
+    if not found:
+        raise ValueError(
+            f"{data}: expected folders testI-valJ with train.safetensors; got none; make them with "
+            "molflt data convert --folds"
+        )
+    return found
+
+
+def errors_of(rows: Rows, published: Mapping[str, np.ndarray], place: Mapping[str, int]) -> Rows:
+    """Errors of our trainings and of published ones, alone and averaged, by system, eV."""
+    members: dict[str, list[float]] = defaultdict(list)
+    labels: dict[str, dict[str, object]] = {}
+    for row in rows:
+        members[row["name"]].append(row["energy_eV"])
+        labels[row["name"]] = row
+    found: Rows = []
+    for name, energies in members.items():
+        row = labels[name]
+        models = {"molflt": np.array(energies)}
+        models |= {model: array[place[name]] for model, array in published.items()}
+        found += [
+            {
+                **{key: row[key] for key in ("name", "fold", "family", "metal", "target_eV")},
+                "model": model,
+                "trainings": len(values),
+                "mean_eV": float(values.mean()),
+                "alone_eV": float(np.abs(values - row["target_eV"]).mean()),
+                "together_eV": float(abs(values.mean() - row["target_eV"])),
+            }
+            for model, values in models.items()
+        ]
+    return found
+
+
+def table(errors: Rows) -> str:
+    """A line per model: single trainings and ensembles, with the spread over test folds."""
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in errors):
+        own = [row for row in errors if row["model"] == model]
+        cells = []
+        for key in ("alone_eV", "together_eV"):
+            by_fold: dict[str, list[float]] = defaultdict(list)
+            for row in own:
+                by_fold[row["fold"]].append(row[key])
+            mean = float(np.mean([row[key] for row in own]))
+            spread = [float(np.mean(values)) for values in by_fold.values()]
+            cells += [f"{mean:.4f}", mean_sd(spread, 4)]
+        within = 100 * float(np.mean([row["together_eV"] < EWT_THRESHOLD for row in own]))
+        lines.append([model, own[0]["trainings"], len(own), *cells, f"{within:.1f}"])
+    head = ["model", "trainings a fold", "systems", "single, MAE, eV", "over folds"]
+    return markdown([*head, "their mean, MAE, eV", "over folds", "EwT of the mean, %"], lines)
+
+
+def by_group(errors: Rows, kind: str) -> str:
+    """Errors of ensembles by family or metal, a column per model."""
+    models = list(dict.fromkeys(row["model"] for row in errors))
+    lines = []
+    for group in sorted({row[kind] for row in errors}):
+        own = [row for row in errors if row[kind] == group]
+        cells = [
+            f"{np.mean([row['together_eV'] for row in own if row['model'] == model]):.3f}"
+            for model in models
+        ]
+        lines.append([group, len(own) // len(models), *cells])
+    return markdown([kind, "systems", *(f"{model}, MAE, eV" for model in models)], lines)
+
+
+def write(out: Path, data: Path, published: Path | None) -> None:
+    """Writes and prints what all finished trainings together say."""
+    rows = collect(out, data)
+    if not rows:
+        return
+    arrays = {} if published is None else read_arrays(published, ("name",))
+    place = {str(name): i for i, name in enumerate(arrays.get("name", ()))}
+    models = {
+        name: array.reshape(len(array), -1)
+        for name, array in arrays.items()
+        if array.dtype.kind == "f"
+    }
+    errors = errors_of(rows, models, place)
+    trainings = len({(row["fold"], row["validated"]) for row in rows})
+    text = "\n\n".join([table(errors), by_group(errors, "family"), by_group(errors, "metal")])
+    (out / "folds.md").write_text(f"{trainings} trainings\n\n{text}\n")
+    write_csv(out / "folds.csv", errors)
+    panels = {}
+    for model in dict.fromkeys(row["model"] for row in errors):
+        own = [row for row in errors if row["model"] == model]
+        pair = (np.array([row[key] for row in own]) for key in ("target_eV", "mean_eV"))
+        panels[f"{model}, mean of {own[0]['trainings']}"] = tuple(pair)
+    plots.parity(panels, out / "folds.png")
+    print(f"{trainings} trainings\n\n{text}")
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """Options of the script; what follows -- goes to every training."""
+    words = sys.argv[1:] if words is None else words
+    cut = words.index("--") if "--" in words else len(words)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", type=Path, default=Path("configs/game-net.yaml"))
+    parser.add_argument("--data", type=Path, required=True, help="folder of folders testI-valJ")
+    parser.add_argument("--out", type=Path, default=Path("runs/folds"))
+    parser.add_argument("--published", type=Path, help="npz file of predictions of others")
+    parser.add_argument("--only", nargs="+", help="these folders alone")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="trainings at the same time")
+    parser.add_argument("--threads", type=int, default=1, help="of each training")
+    options = parser.parse_args(words[:cut])
+    options.words = words[cut + 1 :]
+    return options
+
+
+def main(words: list[str] | None = None) -> int:
+    """Runs what is not finished; returns 1 if a run failed."""
+    options = parse(words)
+    try:
+        jobs = {}
+        for folder in folders(options.data):
+            if options.only is None or folder.name in options.only:
+                job = job_of(options, str(options.config), options.seed)
+                job["words"] = [*job["words"], f"--data.root={folder}"]
+                jobs[options.out / folder.name] = job
+        for run, job in jobs.items():
+            prepare(run, job)
+    except (ValueError, OSError) as error:
+        print(f"folds.py: error: {error}", file=sys.stderr)
+        return 2
+    splits = ("--splits", TEST, VALIDATION)
+    code = work_all(jobs, options.jobs, options.threads, splits)
+    if code != INTERRUPTED:
+        write(options.out, options.data, options.published)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

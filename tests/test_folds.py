@@ -1,0 +1,117 @@
+"""scripts/folds.py: singles and ensembles by hand, and that it repeats nothing."""
+
+import csv
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from script_files import load_script
+
+from molflt.data.structures.systems import System, write_systems
+
+LABELS = {1: 0.5, 2: -1.0, 3: 2.0, 4: 0.0}  # sid -> eV; 1, 2 in the first test fold
+ENERGIES = {  # folder -> sid -> eV
+    "test0-val1": {1: 0.7, 2: -1.1},
+    "test0-val2": {1: 0.5, 2: -0.7},
+    "test1-val0": {3: 2.3, 4: -0.1},
+    "test1-val2": {3: 1.9, 4: 0.1},
+}
+
+
+class Trainings:
+    """Takes the place of `subprocess.run`, and leaves what an evaluation leaves."""
+
+    def __init__(self) -> None:
+        self.commands: list[list[str]] = []
+        self.broken = ""
+
+    def __call__(self, command, **_) -> SimpleNamespace:
+        words = command[3:]
+        self.commands.append(words)
+        if self.broken and self.broken in " ".join(words):
+            return SimpleNamespace(returncode=2)
+        if words[0] == "evaluate":
+            run = Path(words[1])
+            with open(run / "predictions.csv", "w", newline="") as file:
+                writer = csv.writer(file)
+                writer.writerow(["split", "sid", "energy_eV", "target_eV"])
+                writer.writerow(["val_id", 9, 100.0, 0.0])
+                for sid, energy in ENERGIES[run.name].items():
+                    writer.writerow(["test_id", sid, energy, LABELS[sid]])
+            (run / "results.json").write_text("{}")
+        return SimpleNamespace(returncode=0)
+
+
+@pytest.fixture
+def folds(monkeypatch, tmp_path):
+    module = load_script("folds")
+    monkeypatch.setattr("compare.subprocess", SimpleNamespace(run=Trainings()))
+    for name, own in ENERGIES.items():
+        folder = tmp_path / "data" / name
+        folder.mkdir(parents=True)
+        (folder / "train.safetensors").touch()
+        systems = [System(sid, f"s{sid}", "m", f"family{sid % 2}", "Cu") for sid in own]
+        write_systems(folder, [("test_id", systems)])
+    (tmp_path / "c.yaml").write_text("seed: 0\n")
+    return module
+
+
+@pytest.fixture
+def words(tmp_path) -> list[str]:
+    options = {"config": "c.yaml", "data": "data", "out": "out"}
+    return [word for name, path in options.items() for word in (f"--{name}", str(tmp_path / path))]
+
+
+def commands() -> list[list[str]]:
+    import compare
+
+    return compare.subprocess.run.commands
+
+
+def test_single_trainings_and_ensembles_beside_published_ones(folds, words, tmp_path, capsys):
+    path = tmp_path / "published.npz"
+    order = [4, 3, 2, 1]
+    other = np.array([[LABELS[sid] + 0.4, LABELS[sid] - 0.2] for sid in order])
+    np.savez(path, name=np.array([f"s{sid}" for sid in order]), other=other, fold=np.arange(4))
+    assert folds.main([*words, "--published", str(path), "--", "--trainer.max_steps=7"]) == 0
+    train = next(words for words in commands() if words[0] == "train")
+    assert train[0] == "train" and "--trainer.max_steps=7" in train and "--seed=0" in train
+    assert any(word.startswith("--data.root=") for word in train)
+    text = capsys.readouterr().out
+    assert text.startswith("4 trainings")
+    assert text == (tmp_path / "out" / "folds.md").read_text()
+    cells = {
+        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
+        for line in text.splitlines()
+        if line.startswith("|")
+    }
+    # single: errors .2 .1, 0 .3 | .3 .1, .1 .1; means of two: .1 .1 | .1 0
+    assert cells["molflt"][:4] == ["2", "4", "0.1500", "0.1500 ± 0.0000"]
+    assert cells["molflt"][4] == "0.0750" and cells["molflt"][6] == "25.0"
+    assert cells["other"][2] == "0.3000" and cells["other"][4] == "0.1000"
+    assert cells["family0"] == ["2", "0.050", "0.100"] and cells["family1"][1] == "0.100"
+    assert len((tmp_path / "out" / "folds.csv").read_text().splitlines()) == 1 + 2 * 4
+    assert (tmp_path / "out" / "folds.png").stat().st_size > 1000
+
+
+def test_it_goes_on_where_it_stopped(folds, words, tmp_path, capsys):
+    import compare
+
+    compare.subprocess.run.broken = "evaluate " + str(tmp_path / "out" / "test0-val2")
+    assert folds.main(words) == 1
+    assert "3 trainings" in capsys.readouterr().out
+    compare.subprocess.run.broken = ""
+    commands().clear()
+    assert folds.main(words) == 0
+    assert [word for words in commands() for word in words[1:2] if "out" in word] == [
+        str(tmp_path / "out" / "test0-val2")
+    ]
+    assert folds.main([*words, "--", "--model.dim=8"]) == 2
+    assert "other options" in capsys.readouterr().err
+
+
+def test_a_folder_without_folds(folds, words, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    assert folds.main([*words, "--data", str(tmp_path / "empty")]) == 2
+    assert "expected folders testI-valJ" in capsys.readouterr().err
