@@ -275,3 +275,10 @@ def test_a_gpu_that_is_not_there(inputs, tmp_path, monkeypatch, capsys) -> None:
     words = ["--trainer.accelerator=gpu", "--run=run"]
     line = error_of(capsys, "train", *inputs["is2re"], *words)
     assert "trainer.accelerator=gpu; expected a GPU" in line and not os.listdir()
+
+
+def test_a_configuration_with_aliases_names_its_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("seed: &one 1\nrecipe: language\nmodel: {layers: *one}\n")
+    parser = cli._parser(("train",), ["--config", str(path)])
+    assert parser.get_default("recipe") == "language"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 from argparse import ArgumentError
@@ -68,10 +69,10 @@ def _recipe_named(words: list[str]) -> str:
     name = next(iter(RECIPES))
     runs = [Path(run) / "config.yaml" for run in _values_of("--resume", words)]
     for path in [*runs, *map(Path, _values_of("--config", words))]:
-        try:
-            name = str(_read_yaml(path).get("recipe", name))
-        except (OSError, ValueError):
-            continue  # the parser says what is wrong with it
+        # The parser says what is wrong with it; aliases are not, in a file that a person wrote.
+        with contextlib.suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+            name = str(content.get("recipe", name)) if isinstance(content, dict) else name
     return [name, *_values_of("--recipe", words)][-1]
 
 
