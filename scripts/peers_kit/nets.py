@@ -121,6 +121,8 @@ class PeriodicDimeNet(Peer):
         num_blocks: int = 4,
         int_emb_size: int = 64,
         out_emb_channels: int = 256,
+        num_spherical: int = 7,
+        num_radial: int = 6,
         cutoff: float = 5.0,
     ) -> None:
         super().__init__(cutoff)
@@ -131,8 +133,8 @@ class PeriodicDimeNet(Peer):
             int_emb_size,
             basis_emb_size=8,
             out_emb_channels=out_emb_channels,
-            num_spherical=7,
-            num_radial=6,
+            num_spherical=num_spherical,
+            num_radial=num_radial,
             cutoff=cutoff,
         )
         self.net.emb.emb = TaggedEmbedding(self.net.emb.emb)

@@ -117,5 +117,5 @@ def _learn(
     limit = float("inf") if settings.clip is None else settings.clip
     norm = nn.utils.clip_grad_norm_(task.model.parameters(), limit)
     if not (bool(loss.isfinite()) and bool(norm.isfinite())):
-        raise Diverged(f"loss {float(loss)}, gradient norm {float(norm)} at step {step}")
+        raise Diverged(f"loss {loss.item()}, gradient norm {norm.item()} at step {step}")
     optimizer.step()
