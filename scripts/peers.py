@@ -1,0 +1,127 @@
+"""Trains what else one could take beside molflt: same data, seeds, and CPU time for each.
+
+    python scripts/peers.py --data datasets/emt-sample --out runs/peers --minutes 10 --jobs 2
+    python scripts/peers.py --data DIR --out runs/peers-few --minutes 10 --fractions 0.1 0.3 1.0 \\
+        --models molflt painn kernel-ridge configs/atoms/near.yaml,model.heads=4
+    python scripts/peers.py ... --tune                      # learning rates first, on val_id
+    python scripts/peers.py ... -- --trainer.ema_decay 0.99 # options of molflt train, for all nets
+
+DIR holds compact stores: train, val_id and whatever other val and test splits there are. A model is
+one of ours, a file of options of molflt train with changes behind commas, or one of SchNet,
+DimeNet++, ViSNet, PaiNN, kernel ridge (needs molflt[bench]) and the median of training energies.
+
+Each job has one thread, and --minutes of CPU time for training; learning rates fall with the share
+of it that is used, and evaluation takes nothing of it. The weights judged are the last ones.
+Batches, targets, loss, optimizer, clipping and averaging of weights are those of --config for all
+nets; element and tag are the inputs of all, and periodic images are edges. Writes comparison.md and
+.csv, error-cpu.png, error-size.png, and jobs/*.json with predictions. Started again, it goes on
+where it was stopped and repeats no job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+from peers_kit import pool, report
+from peers_kit.jobs import options_of, run_job
+from peers_kit.models import MODELS, REPOSITORY, title
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """Options of the script; what follows -- goes to every training."""
+    words = sys.argv[1:] if words is None else words
+    cut = words.index("--") if "--" in words else len(words)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, required=True, help="folder of compact stores")
+    parser.add_argument("--out", type=Path, default=Path("runs/peers"))
+    parser.add_argument("--config", type=Path, default=REPOSITORY / "configs/demo.yaml")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), metavar="MODEL")
+    parser.add_argument("--minutes", type=_positive, default=10.0, help="CPU time of each training")
+    parser.add_argument("--seeds", type=int, default=3, help="how many, from 0 on")
+    parser.add_argument("--fractions", nargs="+", type=_share, default=[1.0], metavar="F")
+    parser.add_argument("--jobs", type=int, default=1, help="trainings at the same time")
+    parser.add_argument("--evaluations", type=int, default=10, help="points of a curve")
+    parser.add_argument("--tune", action="store_true", help="try three learning rates of each net")
+    parser.add_argument("--tune-minutes", type=_positive, help="of each; a fifth of --minutes")
+    options = parser.parse_args(words[:cut])
+    for name in ("seeds", "jobs", "evaluations"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1; got {getattr(options, name)}")
+    options.tune_minutes = options.tune_minutes or options.minutes / 5
+    options.fractions = sorted(set(options.fractions))
+    options.models = list(dict.fromkeys(options.models))
+    options.words = words[cut + 1 :]
+    return options
+
+
+def _positive(text: str) -> float:
+    if not 0 < float(text) < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number above 0; got {text}")
+    return float(text)
+
+
+def _share(text: str) -> float:
+    if not 0 < float(text) <= 1:
+        raise argparse.ArgumentTypeError(f"expected a share above 0 and at most 1; got {text}")
+    return float(text)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Refuses before anything is trained what could not be.
+
+    Raises:
+        ValueError: for an unknown model, two of one name, missing data or a missing package.
+    """
+    titles = [title(model) for model in options.models]
+    if len(set(titles)) < len(titles):
+        raise ValueError(f"--models: expected different names; got {', '.join(titles)}")
+    if "kernel-ridge" in titles and importlib.util.find_spec("sklearn") is None:
+        raise ValueError(
+            "kernel-ridge needs scikit-learn; pip install 'molflt[bench]', or name other --models"
+        )
+    options_of(["--config", str(options.config), *options.words])
+
+
+def compare(options: argparse.Namespace) -> bool:
+    """Tunes if that is asked for, trains, writes; whether no job failed."""
+    check(options)
+    well, rates, tried = True, {}, {}
+    if options.tune:
+        trials = pool.tuning(options)
+        every = {path: job for jobs in trials.values() for path, job in jobs.items()}
+        pool.check(every)
+        well = pool.run(every, options.jobs)
+        rates = {name: pool.best_rate(jobs) for name, jobs in trials.items()}
+        tried = {name: len(jobs) for name, jobs in trials.items()}
+    jobs = pool.comparison(options, rates)
+    pool.check(jobs)
+    well = pool.run(jobs, options.jobs) and well
+    if results := report.results_of(jobs):
+        print(report.write(options.out, results, tried))
+    return well
+
+
+def main(words: list[str] | None = None) -> int:
+    """Returns 1 if a job failed, 2 for options that cannot be."""
+    words = sys.argv[1:] if words is None else words
+    if words[:1] == ["--job"]:  # a process of the pool, which sends the job
+        run_job(json.loads(sys.stdin.read()), Path(words[1]))
+        return 0
+    try:
+        return 0 if compare(parse(words)) else 1
+    except (ValueError, OSError) as error:
+        print(f"peers.py: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; start again with the same options to go on", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

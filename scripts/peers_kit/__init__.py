@@ -1,0 +1,10 @@
+"""What `scripts/peers.py` trains beside molflt, and how.
+
+budget        CPU time that a job may use
+nets, painn   SchNet, DimeNet++, ViSNet and PaiNN on periodic edges
+ridge         descriptors, kernel ridge, the median
+jobs          one job: its description, its models, its result
+training      steps within a budget
+pool          which jobs there are, and running them in processes of their own
+report        table and pictures
+"""

@@ -1,0 +1,228 @@
+"""One job: a model, a seed, a share of the training set and a budget; what comes of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypedDict
+
+import numpy as np
+import torch
+from lightning.pytorch import seed_everything
+from numpy.typing import NDArray
+from torch import nn
+
+from molflt.data.structures import Structures
+from molflt.data.structures.datamodule import IS2REData
+from molflt.data.structures.splits import split_path
+from molflt.evaluation.predictions import infer, open_structures
+from molflt.files import write_atomically
+from molflt.graph import EnergyRegressor
+from molflt.tasks.is2re import IS2RETask
+from molflt.training.config import build_parser, plain
+from peers_kit.budget import CpuBudget
+from peers_kit.models import FITS, NETS, load
+from peers_kit.training import Diverged, Point, Settings, train
+
+_Metrics = dict[str, Any]
+
+
+class Job(TypedDict):
+    """What makes a job what it is, as it lies in its result."""
+
+    model: str
+    words: list[str]
+    """options of `molflt train`"""
+    digests: dict[str, str]
+    """sha256 of the files that it reads"""
+    data: str
+    splits: list[str]
+    """to predict; the curve is that of the first one"""
+    seed: int
+    minutes: float
+    fraction: float
+    lr: float | None
+    """None: the usual one"""
+    evaluations: int
+
+
+class Part(Structures):
+    """Some structures of a data set.
+
+    Args:
+        whole: the data set.
+        indices: of what is kept.
+    """
+
+    def __init__(self, whole: Structures, indices: NDArray[np.int64]) -> None:
+        super().__init__(whole.path)
+        self.whole = whole
+        self.indices = indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.whole[int(self.indices[index])]
+
+    @property
+    def natoms(self) -> NDArray[np.int64]:
+        return self.whole.natoms[self.indices]
+
+    @property
+    def y_relaxed(self) -> NDArray[np.float64]:
+        return self.whole.y_relaxed[self.indices]
+
+
+def part_of(whole: Structures, fraction: float, seed: int) -> Structures:
+    """A share of a data set, drawn by the seed alone; a smaller share lies in a larger one."""
+    if fraction == 1.0:
+        return whole
+    order = np.random.default_rng([seed, 1]).permutation(len(whole))
+    return Part(whole, np.sort(order[: max(1, round(fraction * len(whole)))]))
+
+
+class Outcome(NamedTuple):
+    """What a job has made."""
+
+    energies: dict[str, NDArray[np.float64]]
+    """by split"""
+    curve: list[Point]
+    steps: int | None
+    parameters: int | None
+    chosen: Mapping[str, float]
+    diverged: str | None = None
+
+
+def run_job(job: Job, out: Path) -> None:
+    """Does a job and writes its result, a JSON file.
+
+    Raises:
+        ValueError: for options or data that `molflt train` refuses, too.
+    """
+    start = time.perf_counter()
+    torch.set_num_threads(1)
+    seed_everything(job["seed"], verbose=False)
+    budget = CpuBudget(60 * job["minutes"])
+    root = Path(job["data"])
+    sets = {split: open_structures(split_path(root, split), False) for split in job["splits"]}
+    if not np.isfinite(sets[job["splits"][0]].y_relaxed).any():
+        raise ValueError(
+            f"{root}: split {job['splits'][0]}: expected labels for the curve of errors; got none"
+        )
+    done = (_fit if job["model"] in FITS else _train)(job, sets, budget)
+    result = {
+        "job": job,
+        "parameters": done.parameters,
+        "steps": done.steps,
+        "cpu_seconds": budget.used,
+        "longest_step_seconds": budget.longest,
+        "wall_seconds": time.perf_counter() - start,
+        "peak_memory_MB": peak_memory(),
+        "chosen": dict(done.chosen),
+        "diverged": done.diverged,
+        "curve": [point._asdict() for point in done.curve],
+        "splits": {
+            split: {
+                **_metrics(done.energies.get(split), dataset.y_relaxed),
+                "sid": [int(dataset[i].sid) for i in range(len(dataset))],
+                "energy_eV": done.energies[split].tolist() if split in done.energies else None,
+            }
+            for split, dataset in sets.items()
+        },
+    }
+    write_atomically(out, (json.dumps(result, allow_nan=False) + "\n").encode())
+
+
+def _fit(job: Job, sets: Mapping[str, Structures], budget: CpuBudget) -> Outcome:
+    """What needs no gradients."""
+    model = load(FITS[job["model"]])(seed=job["seed"])
+    whole = open_structures(split_path(Path(job["data"]), "train"), False)
+    with budget.running():
+        model.fit(part_of(whole, job["fraction"], job["seed"]))
+    energies = {split: model.predict(dataset) for split, dataset in sets.items()}
+    first = job["splits"][0]
+    found = _metrics(energies[first], sets[first].y_relaxed)
+    point = Point(budget.used, 0, found["mae_eV"], found["ewt_percent"])
+    return Outcome(energies, [point], None, None, model.chosen)
+
+
+def _train(job: Job, sets: Mapping[str, Structures], budget: CpuBudget) -> Outcome:
+    """What is trained step by step."""
+    task, data, settings = _parts(job)
+    parameters = sum(p.numel() for p in task.model.parameters() if p.requires_grad)
+    first = job["splits"][0]
+
+    def predict(model: nn.Module, split: str) -> NDArray[np.float64]:
+        return infer(model, sets[split], data.batch_size, split).energy
+
+    def evaluate(model: nn.Module) -> tuple[float, float]:
+        found = _metrics(predict(model, first), sets[first].y_relaxed)
+        return found["mae_eV"], found["ewt_percent"]
+
+    try:
+        model, steps, curve = train(task, data, budget, settings, evaluate)
+    except Diverged as error:
+        return Outcome({}, [], None, parameters, {"lr": task.lr}, str(error))
+    energies = {split: predict(model, split) for split in sets}
+    return Outcome(energies, curve, steps, parameters, {"lr": task.lr})
+
+
+def _parts(job: Job) -> tuple[IS2RETask, IS2REData, Settings]:
+    """Task with its model, prepared, and data, set up."""
+    config = options_of(job["words"])
+    net = NETS.get(job["model"])
+    if net is not None:
+        config["task"] |= {"lr": net.lr, "rotate": "none"}  # no turn changes these nets' energies
+        config["data"]["batch_size"] = net.batch_size or config["data"]["batch_size"]
+    if job["lr"] is not None:
+        config["task"]["lr"] = job["lr"]
+    data = IS2REData(**{**config["data"], "root": Path(job["data"]), "train_split": "train"})
+    data.seed = job["seed"]
+    data.splits["val"] = job["splits"][0]
+    data.setup()
+    data.datasets["train"] = part_of(data.datasets["train"], job["fraction"], job["seed"])
+    model = EnergyRegressor(**config["model"]) if net is None else load(net.make)()
+    task = IS2RETask(model, seed=job["seed"], **config["task"])
+    task.prepare(data)
+    own = config["trainer"]
+    limits = (own["max_steps"], own["gradient_clip"], own["ema_decay"])
+    return task, data, Settings(*limits, job["evaluations"])
+
+
+def options_of(words: list[str]) -> dict[str, Any]:
+    """Options of `molflt train` by part.
+
+    Raises:
+        ValueError: for another recipe than that of energies, or an arithmetic that is not float32.
+    """
+    found: Any = plain(build_parser(words).parse_args(words).as_dict())
+    if found["recipe"] != "is2re" or found["trainer"]["precision"] != "32-true":
+        raise ValueError(
+            "peers are compared on energies, with recipe is2re and trainer.precision 32-true; got "
+            f"{found['recipe']} and {found['trainer']['precision']}; choose another --config"
+        )
+    return found
+
+
+def _metrics(energy: NDArray[np.float64] | None, target: NDArray[np.float64]) -> _Metrics:
+    """MAE and EwT of systems with a label, and their number; no errors without predictions."""
+    known = np.isfinite(target)
+    if energy is None or not known.any():
+        return {"mae_eV": None, "ewt_percent": None, "n": int(known.sum())}
+    pair = (torch.from_numpy(values[known]) for values in (energy, target))
+    found = IS2RETask.sums.of(*pair).metrics()
+    return {key: found[key] for key in ("mae_eV", "ewt_percent")} | {"n": int(known.sum())}
+
+
+def peak_memory() -> float:
+    """Most memory that this process has had so far, MB."""
+    try:
+        text = Path("/proc/self/status").read_text()
+        return int(text.partition("VmHWM:")[2].split()[0]) * 1024 / 1e6
+    except (OSError, IndexError):  # not Linux
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6

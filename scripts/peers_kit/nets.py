@@ -1,0 +1,224 @@
+"""SchNet, DimeNet++ and ViSNet of PyG, with the images of periodic cells as edges.
+
+PyG's own radius graphs need torch_cluster and know no cells. Here all edges come from
+`molflt.graph.PBCRadiusGraph`: every image within the cutoff is an edge, and there is no cap on
+their number. Each net gets a learned vector per tag, 0 at the start, added to that of the element,
+and starts from the mean energy, as DimeNet++ does by itself: sums over all atoms of what SchNet or
+ViSNet start from are far off, and a small budget would go into that.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.data import Batch, Data
+from torch_geometric.nn.models import DimeNetPlusPlus, SchNet, ViSNet
+from torch_geometric.nn.models.visnet import NeighborEmbedding
+
+from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
+from molflt.graph import PBCRadiusGraph
+
+_ELEMENTS = MAX_ATOMIC_NUMBER + 1
+
+
+class TaggedEmbedding(nn.Module):
+    """A vector per element, and one per tag that is 0 at the start; read by codes of `codes_of`."""
+
+    def __init__(self, element: nn.Embedding) -> None:
+        super().__init__()
+        self.element = nn.Embedding(_ELEMENTS, element.embedding_dim)
+        spread = float(element.weight.detach().abs().max())
+        if spread == 0:  # such as references of elements, which start from nothing
+            nn.init.zeros_(self.element.weight)
+        else:
+            nn.init.normal_(self.element.weight, std=float(element.weight.detach().std()))
+        self.tag = nn.Embedding(len(Tag), element.embedding_dim)
+        nn.init.zeros_(self.tag.weight)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        """(atoms,) codes -> (atoms, dim)."""
+        return self.element(codes % _ELEMENTS) + self.tag(codes // _ELEMENTS)
+
+
+def codes_of(batch: Data) -> Tensor:
+    """Element and tag of each atom as one number, (atoms,) int64."""
+    return batch.atomic_numbers.long() + _ELEMENTS * batch.tags.long()
+
+
+class Peer(nn.Module, ABC):
+    """What `molflt.tasks.is2re.IS2RETask` trains: energies of a batch, normalized inside.
+
+    Args:
+        cutoff: Å; all pairs within it are edges.
+
+    Attributes:
+        energy_mean, energy_std: eV, buffers that turn the normalized output into eV.
+    """
+
+    energy_mean: Tensor
+    energy_std: Tensor
+
+    def __init__(self, cutoff: float) -> None:
+        super().__init__()
+        self.graph = PBCRadiusGraph(cutoff)
+        self.register_buffer("energy_mean", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("energy_std", torch.ones((), dtype=torch.float64))
+
+    def forward(self, batch: Batch) -> Mapping[str, Tensor]:
+        """A batch of structures -> "energy": (graphs,) float64, eV."""
+        dtype = next(self.parameters()).dtype
+        place = {"pos": batch.pos.to(dtype), "cell": batch.cell.to(dtype), "pbc": batch.pbc}
+        edges = self.graph(Data(**place, batch=batch.batch, num_nodes=len(batch.pos)))
+        atomic = self.atomic(codes_of(batch), edges)
+        energy = atomic.new_zeros(batch.num_graphs).index_add(0, batch.batch, atomic)
+        return {"energy": energy.double() * self.energy_std + self.energy_mean}
+
+    @abstractmethod
+    def atomic(self, codes: Tensor, edges: Data) -> Tensor:
+        """Energy of each atom, (atoms,), of codes (atoms,) and of what `PBCRadiusGraph` sets."""
+
+
+def _one_each(codes: Tensor) -> Tensor:
+    """Graph of each atom where each is its own: what sums over graphs then returns atoms."""
+    return torch.arange(len(codes), device=codes.device)
+
+
+def _given(edges: tuple[Tensor, ...], *_: object) -> tuple[Tensor, ...]:
+    """In place of a search: the nets hand on as positions what they were given."""
+    return edges
+
+
+class PeriodicSchNet(Peer):
+    """SchNet (arXiv:1706.08566), in the size of OC20's IS2RE baseline (arXiv:2010.09990)."""
+
+    def __init__(
+        self,
+        hidden_channels: int = 384,
+        num_filters: int = 128,
+        num_interactions: int = 4,
+        num_gaussians: int = 100,
+        cutoff: float = 6.0,
+    ) -> None:
+        super().__init__(cutoff)
+        sizes = (hidden_channels, num_filters, num_interactions, num_gaussians, cutoff)
+        self.net = SchNet(*sizes, interaction_graph=_given)
+        self.net.embedding = TaggedEmbedding(self.net.embedding)
+        nn.init.zeros_(self.net.lin2.weight)
+
+    def atomic(self, codes: Tensor, edges: Data) -> Tensor:
+        return self.net(codes, (edges.edge_index, edges.edge_weight), _one_each(codes))[:, 0]
+
+
+class PeriodicDimeNet(Peer):
+    """DimeNet++ (arXiv:2011.14115), in the size of the paper."""
+
+    def __init__(
+        self,
+        hidden_channels: int = 128,
+        num_blocks: int = 4,
+        int_emb_size: int = 64,
+        out_emb_channels: int = 256,
+        num_spherical: int = 7,
+        num_radial: int = 6,
+        cutoff: float = 5.0,
+    ) -> None:
+        super().__init__(cutoff)
+        self.net = DimeNetPlusPlus(
+            hidden_channels,
+            1,
+            num_blocks,
+            int_emb_size,
+            basis_emb_size=8,
+            out_emb_channels=out_emb_channels,
+            num_spherical=num_spherical,
+            num_radial=num_radial,
+            cutoff=cutoff,
+        )
+        self.net.emb.emb = TaggedEmbedding(self.net.emb.emb)
+
+    def atomic(self, codes: Tensor, edges: Data) -> Tensor:
+        net, (source, target) = self.net, edges.edge_index
+        kj, ji = triplets(edges.edge_index, edges.edge_shift, len(codes))
+        outward, onward = -edges.edge_vec[ji], -edges.edge_vec[kj]  # j -> i and k -> j
+        across = torch.linalg.cross(outward, onward).norm(dim=-1)
+        angle = torch.atan2(across, (outward * onward).sum(dim=-1))
+        rbf, sbf = net.rbf(edges.edge_weight), net.sbf(edges.edge_weight, angle, kj)
+        x = net.emb(codes, rbf, target, source)
+        out = net.output_blocks[0](x, rbf, target, num_nodes=len(codes))
+        for interaction, output in zip(net.interaction_blocks, net.output_blocks[1:], strict=True):
+            x = interaction(x, rbf, sbf, kj, ji)
+            out = out + output(x, rbf, target, num_nodes=len(codes))
+        return out[:, 0]
+
+
+def triplets(edge_index: Tensor, shift: Tensor, atoms: int) -> tuple[Tensor, Tensor]:
+    """Pairs of edges k -> j, j -> i, of which k is not the very i, though it may be its image.
+
+    PyG's function drops all with k = i, images too.
+
+    Args:
+        edge_index: (2, edges), sources and targets, the latter ascending.
+        shift: (edges, 3), cell of the source.
+        atoms: their number.
+
+    Returns:
+        Edges k -> j and edges j -> i, (triplets,) each.
+    """
+    source, target = edge_index
+    degree = torch.bincount(target, minlength=atoms)
+    first, count = degree.cumsum(0) - degree, degree[source]
+    ji = torch.arange(len(source), device=source.device).repeat_interleave(count)
+    place = torch.arange(len(ji), device=source.device)
+    kj = first[source[ji]] + place - (count.cumsum(0) - count)[ji]
+    back = (source[kj] == target[ji]) & (shift[kj] + shift[ji] == 0).all(dim=1)
+    return kj[~back], ji[~back]
+
+
+class PeriodicViSNet(Peer):
+    """ViSNet (arXiv:2210.16518), with PyG's defaults."""
+
+    def __init__(
+        self, hidden_channels: int = 128, num_layers: int = 6, cutoff: float = 5.0
+    ) -> None:
+        super().__init__(cutoff)
+        self.net = ViSNet(hidden_channels=hidden_channels, num_layers=num_layers, cutoff=cutoff)
+        block = self.net.representation_model
+        block.distance = _Given()
+        block.embedding = TaggedEmbedding(block.embedding)
+        near = _NearEmbedding(hidden_channels, block.num_rbf, cutoff, _ELEMENTS)
+        near.embedding = TaggedEmbedding(near.embedding)
+        block.neighbor_embedding = near
+        self.net.prior_model.atomref = TaggedEmbedding(self.net.prior_model.atomref)
+        nn.init.zeros_(self.net.output_model.output_network[-1].update_net[-1].weight)
+
+    def atomic(self, codes: Tensor, edges: Data) -> Tensor:
+        # ViSNet has an edge of length 0 from each atom to itself; and it makes unit vectors only
+        # of edges between two atoms, not of those to an image, so all come as such.
+        own, zero = _one_each(codes), edges.edge_weight.new_zeros(len(codes))
+        index = torch.cat((edges.edge_index, own.expand(2, -1)), dim=1)
+        distance = torch.cat((edges.edge_weight, zero))
+        unit = edges.edge_vec / edges.edge_weight[:, None]
+        unit = torch.cat((unit, zero[:, None].expand(-1, 3)))
+        energy, _ = self.net(codes, (index, distance, unit), own)
+        return energy[:, 0]
+
+
+class _Given(nn.Module):
+    def forward(self, edges: tuple[Tensor, ...], batch: Tensor) -> tuple[Tensor, ...]:
+        return _given(edges)
+
+
+class _NearEmbedding(NeighborEmbedding):
+    """With images of the atom itself, which PyG takes for its edge of length 0."""
+
+    def forward(
+        self, z: Tensor, x: Tensor, edge_index: Tensor, edge_weight: Tensor, edge_attr: Tensor
+    ) -> Tensor:
+        real = edge_weight > 0
+        gate = self.cutoff(edge_weight[real])[:, None]
+        weights = self.distance_proj(edge_attr[real]) * gate
+        found = self.propagate(edge_index[:, real], x=self.embedding(z), W=weights)
+        return self.combine(torch.cat((x, found), dim=1))

@@ -1,0 +1,179 @@
+"""Which jobs there are, and running those that are not done in processes of their own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from molflt.data.structures.splits import VAL_SPLITS
+from peers_kit.jobs import Job, options_of
+from peers_kit.models import FITS, NETS, TRIED, title, variant_words
+
+SCRIPT = Path(__file__).resolve().parents[1] / "peers.py"
+TUNING_SEED = 99  # of no training that is compared
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+Jobs = dict[Path, Job]
+
+
+def splits_of(data: Path) -> list[str]:
+    """Names of the splits beside train, val_id first.
+
+    Raises:
+        ValueError: if there is no train, or none beside it.
+    """
+    stems = sorted(path.stem for path in data.glob("*.safetensors"))
+    others = [stem for stem in stems if stem.startswith(("val", "test"))]
+    if "train" not in stems or not others:
+        raise ValueError(
+            f"--data {data}: expected train.safetensors and val_id.safetensors, as molflt data "
+            f"convert and data make write them; got {', '.join(stems) or 'none'}"
+        )
+    known = [split for split in VAL_SPLITS if split in others]
+    return known + [split for split in others if split not in known]
+
+
+@cache
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def job_of(options: Namespace, model: str, seed: int, fraction: float, lr: float | None) -> Job:
+    """The job of a model: everything that its result depends on."""
+    words = ["--config", str(options.config), *variant_words(model), *options.words]
+    splits = splits_of(options.data)
+    files = [Path(word) for word in words if word.endswith(".yaml")]
+    files += [options.data / f"{split}.safetensors" for split in ("train", *splits)]
+    return {
+        "model": title(model),
+        "words": words,
+        "digests": {path.name: _digest(path) for path in files},
+        "data": str(options.data),
+        "splits": splits,
+        "seed": seed,
+        "minutes": options.minutes,
+        "fraction": fraction,
+        "lr": lr,
+        "evaluations": options.evaluations,
+    }
+
+
+def comparison(options: Namespace, rates: Mapping[str, float | None]) -> Jobs:
+    """Jobs by the file of their result; seeds outermost, so that an early stop has all models."""
+    folder = options.out / "jobs"
+    return {
+        folder / f"{title(model)}_{options.minutes:g}min_{fraction:g}_seed{seed}.json": job_of(
+            options, model, seed, fraction, rates.get(title(model))
+        )
+        for seed in range(options.seeds)
+        for fraction in options.fractions
+        for model in options.models
+    }
+
+
+def tuning(options: Namespace) -> dict[str, Jobs]:
+    """Short jobs by model, one per learning rate; only the curve's split is predicted."""
+    short = Namespace(**{**vars(options), "minutes": options.tune_minutes, "evaluations": 1})
+    found: dict[str, Jobs] = {}
+    for model in options.models:
+        name = title(model)
+        if name in FITS:
+            continue
+        words = ["--config", str(options.config), *variant_words(model), *options.words]
+        usual = NETS[name].lr if name in NETS else options_of(words)["task"]["lr"]
+        found[name] = {}
+        for lr in (float(f"{factor * usual:.2g}") for factor in TRIED):
+            job = job_of(short, model, TUNING_SEED, 1.0, lr)
+            file = f"tune_{name}_{short.minutes:g}min_lr{lr:g}.json"
+            found[name][options.out / "jobs" / file] = job | {"splits": job["splits"][:1]}
+    return found
+
+
+def best_rate(jobs: Jobs) -> float | None:
+    """The learning rate with the smallest error; None if none has one."""
+    errors = {}
+    for path, job in jobs.items():
+        error = read(path)["splits"][job["splits"][0]]["mae_eV"] if path.exists() else None
+        if error is not None:
+            errors[job["lr"]] = error
+    return min(errors, key=errors.__getitem__) if errors else None
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The result of a job."""
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def check(jobs: Jobs) -> None:
+    """Refuses results of other jobs in the places of these.
+
+    Raises:
+        ValueError: naming the file and what is different.
+    """
+    for path, job in jobs.items():
+        other = read(path)["job"] if path.exists() else job
+        if other != job:
+            keys = [key for key in job if other.get(key) != job[key]]
+            raise ValueError(
+                f"{path}: this result was made with other {', '.join(keys)}; choose another --out, "
+                "or remove it"
+            )
+
+
+def run(jobs: Jobs, workers: int) -> bool:
+    """Runs jobs that have no result, so many at a time; whether all went well.
+
+    Each one that fails leaves a log, and a line on the terminal.
+    """
+    missing = {path: job for path, job in jobs.items() if not path.exists()}
+    well = True
+    with ThreadPoolExecutor(workers) as pool:
+        waiting = [pool.submit(_work, path, job) for path, job in missing.items()]
+        try:
+            bar = tqdm(as_completed(waiting), total=len(jobs), initial=len(jobs) - len(missing))
+            for done in bar:
+                if done.exception() is not None:
+                    well = False
+                    tqdm.write(str(done.exception()), file=sys.stderr)
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return well
+
+
+def _work(path: Path, job: Job) -> None:
+    """One job in a process with one thread.
+
+    Raises:
+        RuntimeError: with the last line of its log.
+    """
+    log = path.parents[1] / "logs" / f"{path.stem}.txt"
+    for folder in (path.parent, log.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, **dict.fromkeys(_THREADS, "1")}
+    command = [sys.executable, str(SCRIPT), "--job", str(path)]
+    with open(log, "w") as file:
+        done = subprocess.run(
+            command,
+            input=json.dumps(job).encode(),
+            stdout=file,
+            stderr=file,
+            env=environment,
+            check=False,
+        )
+    if done.returncode != 0:
+        last = log.read_text().strip().splitlines()[-1:]
+        raise RuntimeError(f"{log}: exited with {done.returncode}: {' '.join(last)}")

@@ -1,0 +1,407 @@
+"""scripts/peers.py: what peers see of a crystal, equal budgets, and that it repeats nothing."""
+
+import copy
+import importlib
+import json
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from script_files import load_script
+from tiny_run import SMALL, structures, write_data
+from torch import nn
+from torch_geometric.data import Batch, Data
+
+from molflt.data.structures import open_dataset
+from molflt.data.structures.records import make_record
+from molflt.graph import EnergyRegressor
+
+peers = load_script("peers")
+budget, jobs, models, nets, painn, pool, ridge, training = (
+    importlib.import_module(f"peers_kit.{name}")
+    for name in ("budget", "jobs", "models", "nets", "painn", "pool", "ridge", "training")
+)
+
+SMALLER = {
+    "schnet": {"hidden_channels": 8, "num_filters": 8, "num_interactions": 2, "num_gaussians": 9},
+    "dimenet++": {
+        "hidden_channels": 8,
+        "num_blocks": 2,
+        "int_emb_size": 4,
+        "out_emb_channels": 8,
+        "num_spherical": 3,
+        "num_radial": 2,
+    },
+    "visnet": {"hidden_channels": 16, "num_layers": 2},
+    "painn": {"features": 8, "layers": 2},
+}
+CELL = np.array([[3.6, 0.0, 0.0], [1.1, 4.1, 0.0], [0.4, -0.3, 4.9]])
+
+
+@cache
+def _made(name: str) -> nn.Module:
+    return models.load(models.NETS[name].make)(**SMALLER[name]).double().eval()
+
+
+def new(name: str) -> nn.Module:
+    """A small one in double precision; DimeNet's basis takes seconds to derive, so once."""
+    return copy.deepcopy(_made(name))
+
+
+def peer(name: str) -> nn.Module:
+    """With all weights drawn: some are 0 at the start."""
+    torch.manual_seed(0)
+    made = new(name)
+    with torch.no_grad():
+        for weight in made.parameters():
+            if not weight.any():
+                weight.normal_(std=0.3)
+    return made
+
+
+def crystal(seed: int = 0, atoms: int = 4) -> dict[str, np.ndarray]:
+    """Far fewer than a cutoff wide, so that most neighbors are images, the atom's own ones too."""
+    draw = np.random.default_rng(seed)
+    corners = np.array([[0, 0, 0], [0.5, 0.5, 0.1], [0.1, 0.5, 0.6], [0.6, 0.1, 0.5]])[:atoms]
+    pos = (corners + draw.uniform(-0.05, 0.05, corners.shape)) @ CELL
+    return {
+        "pos": pos,
+        "cell": CELL,
+        "atomic_numbers": np.array([29, 78, 8, 1])[:atoms],
+        "tags": np.array([0, 1, 2, 2])[:atoms],
+    }
+
+
+def data_of(parts: dict[str, np.ndarray]) -> Data:
+    """Not rounded to single precision, as records are."""
+    made = make_record(**{**parts, "sid": 0})
+    made.pos = torch.from_numpy(np.asarray(parts["pos"], dtype=np.float64))
+    made.cell = torch.from_numpy(np.asarray(parts["cell"], dtype=np.float64))[None]
+    return made
+
+
+def energies(model: nn.Module, *every: dict[str, np.ndarray]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(Batch.from_data_list([data_of(parts) for parts in every]))["energy"]
+
+
+@pytest.mark.parametrize("name", models.NETS)
+def test_what_does_not_change_a_crystal_does_not_change_its_energy(name: str) -> None:
+    own = crystal()
+    turn = np.linalg.qr(np.random.default_rng(1).normal(size=(3, 3)))[0]
+    turn[:, 0] *= -np.linalg.det(turn)  # a mirror is among it
+    order = np.array([2, 0, 3, 1])
+    steps = np.array([[1, 0, 0], [0, -2, 0], [1, 1, 1], [0, 0, 0]])
+    found = energies(
+        peer(name),
+        own,
+        {**own, "pos": own["pos"] @ turn, "cell": CELL @ turn},
+        {**own, "pos": own["pos"] + steps @ CELL},
+        {**own, "pos": own["pos"] + 0.37},
+        {key: value if key == "cell" else value[order] for key, value in own.items()},
+    )
+    torch.testing.assert_close(found, found[:1].expand(5), rtol=1e-9, atol=1e-9)
+    moved = own["pos"] + np.eye(4)[:, :1] * 0.1
+    assert abs(float(energies(peer(name), {**own, "pos": moved})[0] - found[0])) > 1e-4
+
+
+@pytest.mark.parametrize("name", models.NETS)
+@pytest.mark.parametrize("atoms", [1, 4])
+def test_twice_the_cell_has_twice_the_energy(name: str, atoms: int) -> None:
+    """Every image counts as an atom does: also an atom's own, and the way back by another image."""
+    own = crystal(atoms=atoms)
+    twice = {key: np.concatenate([value, value]) for key, value in own.items() if key != "cell"}
+    twice["pos"][atoms:] += CELL[1]
+    twice["cell"] = CELL * np.array([[1], [2], [1]])
+    one, two = energies(peer(name), own, twice).tolist()
+    assert two == pytest.approx(2 * one, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", models.NETS)
+def test_a_pair_across_the_boundary_counts(name: str) -> None:
+    """As much as inside of the cell, and not without periodic boundaries."""
+    cell = np.eye(3) * 14.0
+    pair = {"cell": cell, "atomic_numbers": np.array([8, 29]), "tags": np.array([2, 1])}
+    across = {**pair, "pos": np.array([[0.4, 5, 5], [13.2, 5, 5]])}
+    inside = {**pair, "pos": np.array([[6.2, 5, 5], [5.0, 5, 5]])}
+    opened = {**across, "pbc": np.zeros(3, dtype=bool)}
+    found = energies(peer(name), across, inside, opened).tolist()
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
+    assert abs(found[0] - found[2]) > 1e-4
+
+
+@pytest.mark.parametrize("name", models.NETS)
+def test_nets_start_from_the_mean_and_learn_tags(name: str) -> None:
+    made = new(name)
+    made.energy_mean.fill_(-1.5)
+    own = crystal()
+    assert energies(made, own).tolist() == [pytest.approx(-1.5)]
+    other = {**own, "tags": np.array([2, 1, 0, 0])}
+    model = peer(name)
+    first, second = energies(model, own, other).tolist()
+    assert abs(first - second) > 1e-4
+    with torch.no_grad():
+        for embedding in (
+            part for part in model.modules() if isinstance(part, nets.TaggedEmbedding)
+        ):
+            embedding.tag.weight.zero_()
+    first, second = energies(model, own, other).tolist()
+    assert first == pytest.approx(second, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", models.NETS)
+def test_all_weights_that_a_net_needs_learn(name: str) -> None:
+    model = peer(name).train()
+    model(Batch.from_data_list([data_of(crystal())]))["energy"].sum().backward()
+    idle = [key for key, weight in model.named_parameters() if weight.grad is None]
+    assert not idle
+
+
+def test_vectors_of_painn_turn_with_the_structure() -> None:
+    model, own = peer("painn"), data_of(crystal())
+    turn = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64))[0]
+    turned = own.clone()
+    turned.pos, turned.cell = own.pos @ turn, own.cell @ turn
+    with torch.no_grad():
+        found = [model.features(nets.codes_of(data), model.graph(data)) for data in (own, turned)]
+    (scalars, vectors), (scalars2, vectors2) = found
+    assert vectors.abs().max() > 1e-2
+    torch.testing.assert_close(scalars2, scalars, rtol=0, atol=1e-10)
+    expected = torch.einsum("acf,cd->adf", vectors, turn)
+    torch.testing.assert_close(vectors2, expected, rtol=0, atol=1e-10)
+
+
+def test_triplets_leave_out_the_way_back_but_not_by_an_image() -> None:
+    # 0 <- 1 in the same cell, 0 <- 1 from the next one, and both ways back
+    index = torch.tensor([[1, 1, 0, 0], [0, 0, 1, 1]])
+    shift = torch.tensor([[0, 0, 0], [1, 0, 0], [0, 0, 0], [-1, 0, 0]])
+    found = set(zip(*(part.tolist() for part in nets.triplets(index, shift, 2)), strict=True))
+    assert found == {(3, 0), (2, 1), (1, 2), (0, 3)}
+
+
+class Ticks:
+    """A clock that goes on by a second whenever it is read."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def test_budget_is_kept_within_a_step_and_the_rate_follows_it(tmp_path: Path) -> None:
+    """Evaluation takes nothing of it."""
+    root = write_data(tmp_path)
+    data = jobs.IS2REData(root, batch_size=4)
+    data.setup()
+    model = EnergyRegressor(dim=8, heads=1, layers=1, position="none", mixing="softmax")
+    task = jobs.IS2RETask(model, lr=1.0, warmup_steps=0, optimizer="adam")
+    task.prepare(data)
+    rates, clock = [], Ticks()
+    task.loss, own = (
+        lambda batch, share: (rates.append((share, rate())), own(batch, share))[1],
+        task.loss,
+    )
+    make = task.optimizer
+    task.optimizer = lambda: kept.append(make()) or kept[0]
+    kept: list[torch.optim.Optimizer] = []
+
+    def rate() -> float:
+        return kept[0].param_groups[0]["lr"]
+
+    def evaluate(model: nn.Module) -> tuple[float, float]:
+        assert not model.training
+        clock.now += 100.0
+        return 1.0, 2.0
+
+    own_budget = budget.CpuBudget(10.5, clock)
+    settings = training.Settings(span=1000, clip=1.0, ema_decay=0.9, evaluations=5)
+    trained, steps, curve = training.train(task, data, own_budget, settings, evaluate)
+    assert steps == 10 and own_budget.used == 11.0  # one second each, and one before the first
+    assert own_budget.used - own_budget.longest < 10.5 <= own_budget.used
+    assert [point.cpu_seconds for point in curve] == [3.0, 5.0, 7.0, 9.0, 11.0]
+    assert [point.step for point in curve] == [2, 4, 6, 8, 10]
+    assert [share for share, _ in rates] == pytest.approx([i / 10.5 for i in range(1, 11)])
+    assert [lr for _, lr in rates] == pytest.approx([1 - i / 10.5 for i in range(1, 11)], abs=2e-3)
+    assert trained is not model and not trained.training  # the average
+
+
+def test_shares_of_the_training_set_depend_on_the_seed_alone(tmp_path: Path) -> None:
+    whole = open_dataset(write_data(tmp_path) / "train.safetensors")
+    sids = [{int(data.sid) for data in jobs.part_of(whole, share, 3)} for share in (0.2, 0.5, 1)]
+    assert [len(part) for part in sids] == [4, 11, 22]
+    assert sids[0] < sids[1] < sids[2]
+    part = jobs.part_of(whole, 0.5, 3)
+    assert part.natoms.tolist() == [data.natoms for data in part]
+    assert part.y_relaxed.tolist() == pytest.approx([float(data.y_relaxed) for data in part])
+    assert {int(data.sid) for data in jobs.part_of(whole, 0.5, 4)} != sids[1]
+
+
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch) -> list[str]:
+    """A comparison of a second; jobs run in this process and are counted."""
+    (tmp_path / "small.yaml").write_text("model:\n  position_head: false\n  radial_basis: 4\n")
+    done: list[str] = []
+
+    def work(path: Path, job: dict) -> None:
+        done.append(path.stem)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        jobs.run_job(json.loads(json.dumps(job)), path)
+
+    monkeypatch.setattr(pool, "_work", work)
+    monkeypatch.setattr(pool, "done", done, raising=False)
+    data = tmp_path / "data"
+    data.mkdir()
+    given = ["--data", str(write_data(data)), "--out", str(tmp_path / "out"), "--minutes", "0.002"]
+    given += ["--evaluations", "2", "--models", "median", str(tmp_path / "small.yaml")]
+    return given
+
+
+def _with(words: list[str], *more: str) -> list[str]:
+    return [*words, *more, "--", *SMALL]
+
+
+def test_a_comparison_is_written_and_not_repeated(words, tmp_path, capsys) -> None:
+    assert peers.main(_with(words, "--seeds", "2", "--fractions", "1", "0.5")) == 0
+    assert len(pool.done) == 8
+    pool.done.clear()
+    text = capsys.readouterr().out
+    out = tmp_path / "out"
+    assert text.strip() == (out / "comparison.md").read_text().strip()
+    assert "| model | seeds | parameters | lr (tried) | steps | CPU min | peak MB | val_id" in text
+    assert text.count("| median | 2 | – | – | – |") == 2
+    assert text.count("| small | 2 |") == 2 and "50% of the training set" in text
+    assert all((out / f"error-{name}.png").stat().st_size > 1000 for name in ("cpu", "size"))
+    assert len((out / "comparison.csv").read_text().splitlines()) == 1 + 8
+    result = json.loads((out / "jobs" / "small_0.002min_1_seed1.json").read_text())
+    used, longest = result["cpu_seconds"], result["longest_step_seconds"]
+    assert used - longest < 0.12 <= used and result["steps"] >= 1
+    own = result["splits"]["val_id"]
+    labels = open_dataset(tmp_path / "data" / "val_id.safetensors")
+    assert own["sid"] == [int(data.sid) for data in labels]
+    error = np.abs(np.array(own["energy_eV"]) - labels.y_relaxed)
+    assert own["mae_eV"] == pytest.approx(error.mean()) == result["curve"][-1]["mae_eV"]
+    assert own["ewt_percent"] == pytest.approx(100 * (error < 0.02).mean())
+
+    (out / "jobs" / "median_0.002min_1_seed0.json").unlink()
+    assert peers.main(_with(words, "--seeds", "2", "--fractions", "1", "0.5")) == 0
+    assert pool.done == ["median_0.002min_1_seed0"]
+    pool.done.clear()
+    assert peers.main([*_with(words), "--task.betas", "[0.8,0.9]"]) == 2
+    assert "this result was made with other words; choose another --out" in capsys.readouterr().err
+    write_data(tmp_path / "data", val=12)
+    pool._digest.cache_clear()
+    assert peers.main(_with(words)) == 2
+    assert "made with other digests" in capsys.readouterr().err and pool.done == []
+
+
+def test_median_and_all_models_see_the_same_splits(words, tmp_path) -> None:
+    assert peers.main(_with(words, "--seeds", "1")) == 0
+    found = [json.loads(path.read_text()) for path in (tmp_path / "out" / "jobs").glob("*.json")]
+    assert len(found) == 2
+    assert len({json.dumps(result["splits"]["val_id"]["sid"]) for result in found}) == 1
+    median = next(result for result in found if result["job"]["model"] == "median")
+    train = open_dataset(tmp_path / "data" / "train.safetensors").y_relaxed
+    energy = set(median["splits"]["val_id"]["energy_eV"])
+    assert len(energy) == 1 and energy.pop() == pytest.approx(float(np.median(train)))
+
+
+def test_learning_rates_are_tried_on_val_id_alone(words, tmp_path, capsys) -> None:
+    options = ["--seeds", "1", "--tune", "--tune-minutes", "0.001"]
+    assert peers.main(_with(words, *options)) == 0
+    trials = [name for name in pool.done if name.startswith("tune_")]
+    assert len(trials) == 3 and len(pool.done) == 5
+    found = {}
+    for name in trials:
+        result = json.loads((tmp_path / "out" / "jobs" / f"{name}.json").read_text())
+        assert list(result["splits"]) == ["val_id"] and result["job"]["seed"] == pool.TUNING_SEED
+        found[result["job"]["lr"]] = result["splits"]["val_id"]["mae_eV"]
+    assert sorted(found) == pytest.approx([3.3e-4, 1e-3, 3e-3])
+    best = min(found, key=found.__getitem__)
+    assert f"| {best:g} (3) |" in capsys.readouterr().out
+    pool.done.clear()
+    assert peers.main(_with(words, *options)) == 0 and pool.done == []
+
+
+def test_a_training_that_diverges_has_no_numbers(words, capsys) -> None:
+    given = _with(words, "--seeds", "1")
+    assert peers.main([*given, "--task.lr", "1e30", "--trainer.gradient_clip", "null"]) == 0
+    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("| small"))
+    assert line.endswith("| – | – |") and "1e+30" in line
+
+
+def test_a_job_that_fails_is_named(words, capsys, monkeypatch) -> None:
+    def fail(path: Path, job: dict) -> None:
+        raise RuntimeError(f"{path.stem}: exited with 1")
+
+    monkeypatch.setattr(pool, "_work", fail)
+    assert peers.main(_with(words, "--seeds", "1")) == 1
+    assert "median_0.002min_1_seed0: exited with 1" in capsys.readouterr().err
+
+
+def test_a_job_in_a_process_of_its_own(words, monkeypatch) -> None:
+    fresh = importlib.util.spec_from_file_location("fresh_pool", pool.__file__)
+    module = importlib.util.module_from_spec(fresh)
+    fresh.loader.exec_module(module)
+    options = peers.parse(_with(words, "--seeds", "1"))
+    path, job = next(iter(module.comparison(options, {}).items()))
+    module._work(path, job)
+    assert json.loads(path.read_text())["job"] == job
+    monkeypatch.setattr(module.sys, "executable", "false")
+    with pytest.raises(RuntimeError, match=r"median_.*\.txt: exited with 1"):
+        module._work(path, job)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--models", "gemnet"], "model 'gemnet' is unknown; expected one of molflt, flt,"),
+        (["--data", "nowhere"], "--data nowhere: expected train.safetensors and val_id"),
+        (["--", "--trainer.precision", "bf16-mixed"], "and trainer.precision 32-true; got is2re"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_trained(words, change, message, capsys):
+    assert peers.main([*words, *change]) == 2
+    assert message in capsys.readouterr().err
+    assert pool.done == []
+
+
+def test_kernel_ridge_without_scikit_learn_says_what_to_install(words, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    assert peers.main([*words, "--models", "kernel-ridge"]) == 2
+    assert "kernel-ridge needs scikit-learn; pip install 'molflt[bench]'" in capsys.readouterr().err
+
+
+def test_descriptors_do_not_change_with_the_crystal() -> None:
+    own = crystal()
+    turn = np.linalg.qr(np.random.default_rng(1).normal(size=(3, 3)))[0]
+    first = ridge.descriptors(data_of(own))
+    for other in (
+        {**own, "pos": own["pos"] @ turn, "cell": CELL @ turn},
+        {**own, "pos": own["pos"] + np.array([[1, 0, 0], [0, 2, 0], [1, 1, 1], [0, 0, 0]]) @ CELL},
+    ):
+        np.testing.assert_allclose(ridge.descriptors(data_of(other)), first, rtol=1e-6, atol=1e-9)
+    moved = {**own, "pos": own["pos"] + np.eye(4)[:, 2:3] * 0.2}
+    assert np.abs(ridge.descriptors(data_of(moved)) - first).max() > 1e-3
+
+
+def test_properties_of_elements() -> None:
+    found = ridge._properties()
+    assert found[[1, 2, 3, 8, 29, 78], 0].tolist() == [1, 1, 2, 2, 4, 6]  # H He Li O Cu Pt
+    assert found[[1, 2, 3, 8, 29, 78], 1].tolist() == [1, 2, 1, 6, 11, 24]
+
+
+def test_kernel_ridge_learns_by_cross_validation(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn", reason="kernel ridge needs the extra bench")
+    from molflt.data.structures.store import write_store
+
+    write_store(tmp_path / "train.safetensors", structures(60))
+    write_store(tmp_path / "val_id.safetensors", structures(30, seed=1))
+    train, val = (open_dataset(tmp_path / f"{name}.safetensors") for name in ("train", "val_id"))
+    model = ridge.KernelRidge(seed=0)
+    model.fit(train)
+    error = np.abs(model.predict(val) - val.y_relaxed).mean()
+    assert error < 0.9 * np.abs(np.median(train.y_relaxed) - val.y_relaxed).mean()
+    assert model.chosen["tried"] == 25 and set(model.chosen) == {"alpha", "gamma", "tried"}
