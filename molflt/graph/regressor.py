@@ -67,8 +67,12 @@ class EnergyRegressor(nn.Module):
 
     Attributes:
         energy_mean, energy_std: eV, buffers that turn the normalized output into eV.
+        element_energies: (119,) eV, buffer: what each atom adds to that, by its atomic number; 0
+            where training fitted no references.
         trained_elements: (119,) bool, buffer: the atomic numbers seen in training. Embeddings of
             other elements are random, and so are energies of structures that contain them.
+        added_later: names of buffers that weights of earlier versions do not have; they stay as in
+            a new model.
 
     Raises:
         TypeError: an unknown argument.
@@ -76,8 +80,10 @@ class EnergyRegressor(nn.Module):
             have no effect.
     """
 
+    added_later = ("element_energies",)
     energy_mean: Tensor
     energy_std: Tensor
+    element_energies: Tensor
     trained_elements: Tensor
 
     def __init__(
@@ -133,6 +139,9 @@ class EnergyRegressor(nn.Module):
     def _register_buffers(self) -> None:
         for name, start in (("energy_mean", torch.zeros), ("energy_std", torch.ones)):
             self.register_buffer(name, start((), dtype=torch.float64))
+        references = torch.zeros(MAX_ATOMIC_NUMBER + 1, dtype=torch.float64)
+        self.register_buffer("element_energies", references)
+        self.register_load_state_dict_pre_hook(_fill_added)
         elements = torch.zeros(MAX_ATOMIC_NUMBER + 1, dtype=torch.bool)
         self.register_buffer("trained_elements", elements)
 
@@ -163,7 +172,9 @@ class EnergyRegressor(nn.Module):
         tokens = self.embedding(numbers, geometry.tags, neighbors)
         h, displacement = self._refine(geometry, tokens, neighbors, fixed)
         energy = self.readout(h, geometry)
-        out = {"energy": energy.double() * self.energy_std + self.energy_mean}
+        # constants, summed in float64: totals of 1e5 eV keep what the model says
+        references = geometry.sum(self.element_energies[numbers])
+        out = {"energy": energy.double() * self.energy_std + self.energy_mean + references}
         if displacement:
             out["displacement"] = displacement[-1]
             if len(displacement) > 1:
@@ -204,6 +215,14 @@ class EnergyRegressor(nn.Module):
         self.stack.redraw_(generator)
         if self.encoding is not None:
             self.encoding.redraw_(generator)
+
+
+def _fill_added(
+    model: EnergyRegressor, weights: dict[str, Tensor], prefix: str, *_: object
+) -> None:
+    """Hook: takes what weights of earlier versions do not have from a new model."""
+    for name in model.added_later:
+        weights.setdefault(prefix + name, model.get_buffer(name))
 
 
 def _bounded(step: Tensor) -> Tensor:
