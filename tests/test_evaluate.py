@@ -287,6 +287,17 @@ def test_bad_structures(run, tmp_path, capsys) -> None:
     assert "no structures; expected at least one; got 0 (6 left" in capsys.readouterr().err
 
 
+def test_an_absurd_label_is_named(run, tmp_path, capsys) -> None:
+    records = list(structures(6, 1, 1000))
+    records[3].y_relaxed[0] = 514.25
+    write_store(tmp_path / "val_id.safetensors", records)
+    words = ["evaluate", str(run), "--splits", "val_id", "--data", str(tmp_path)]
+    assert main([*words, "--out", str(tmp_path / "out"), "--device", "cpu"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "val_id: sid 1003: y_relaxed is 514.250 eV; expected at most 20 eV from 0" in line
+    assert "counted in the errors all the same (1 such)" in line
+
+
 class Broken(torch.nn.Module):
     """Fails for one structure of a batch, or forgets what a batch is."""
 

@@ -93,7 +93,7 @@ def _train(folder: RunFolder, config: Config) -> int:
     if folder.checkpoint is None:  # it holds it otherwise
         learned.prepare(batches)
     folder.check_weights(learned.model)
-    folder.write(batches.files())
+    folder.write({**batches.files(), **learned.files()})
     steps = trainer["max_steps"]
     items = batches.batch_size * cast(int, trainer["devices"])
     parameters = sum(p.numel() for p in learned.model.parameters() if p.requires_grad)

@@ -13,6 +13,7 @@ from torch import nn
 
 from molflt import plots
 from molflt.data.structures import Structures, open_dataset
+from molflt.data.structures.labels import label_faults
 from molflt.data.structures.splits import OC20_FILES, PUBLISHED, TEST_SPLITS, VAL_SPLITS, split_path
 from molflt.evaluation.groups import _errors_by_group, _group_tables
 from molflt.evaluation.predictions import Predictions, infer, open_structures
@@ -79,7 +80,7 @@ def evaluate(
     datasets = {split: open_structures(split_path(root, split), skip_bad) for split in splits}
     median, baseline = _training_median(config, root, skip_bad)
     found = {split: infer(model, datasets[split], batch_size, split) for split in splits}
-    _say_what_is_missing(found)
+    _say_what_labels_lack(found)
     results = {split: _metrics(part, median) for split, part in found.items()}
     groups = _errors_by_group(found)
     tables = [f" on {root}", f"{_results_table(results)}\n{baseline}"]
@@ -152,7 +153,7 @@ def _is_oc20(datasets: Mapping[str, Structures]) -> bool:
     )
 
 
-def _say_what_is_missing(found: Mapping[str, Predictions]) -> None:
+def _say_what_labels_lack(found: Mapping[str, Predictions]) -> None:
     for split, part in found.items():
         absent = int((~part.labeled).sum())
         if absent == len(part.energy):
@@ -160,6 +161,12 @@ def _say_what_is_missing(found: Mapping[str, Predictions]) -> None:
         elif absent:
             _warn(
                 f"{split}: {absent} of {len(part.energy)} systems have no label, left out of errors"
+            )
+        absurd = label_faults(part.target, part.natoms, required=False)
+        for index, reason in list(absurd.items())[:1]:
+            _warn(
+                f"{split}: sid {part.sid[index]}: {reason}; counted in the errors all the same "
+                f"({len(absurd)} such); leave it out with molflt data convert --skip-bad"
             )
 
 

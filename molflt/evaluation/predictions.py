@@ -131,12 +131,7 @@ def infer(model: nn.Module, dataset: Structures, batch_size: int, name: str) -> 
                 )
                 untagged += not bool((record.tags > Tag.SUBSURFACE).any())
             bar.update(len(indices))
-    unknown = _unknown_elements(model, present)
-    if unknown:
-        _warn(
-            f"{name}: {', '.join(unknown)} did not occur in training; energies of structures "
-            "with them mean nothing; train on data that have them"
-        )
+    _warn_of_elements(model, present, name)
     if untagged:
         _warn(
             f"{name}: {untagged} of {count} structures have no atom with a tag above 0; their "
@@ -146,13 +141,27 @@ def infer(model: nn.Module, dataset: Structures, batch_size: int, name: str) -> 
     return Predictions(sid, natoms, energy, target, formula, adsorbate)
 
 
-def _unknown_elements(model: nn.Module, present: set[int]) -> list[str]:
+def _warn_of_elements(model: nn.Module, present: set[int], name: str) -> None:
+    """Warns of elements that did not occur in training, or have no reference energy."""
     from ase.data import chemical_symbols
 
-    trained = getattr(model, "trained_elements", None)
-    if trained is None:
-        return []
-    return [chemical_symbols[number] for number in sorted(present) if not bool(trained[number])]
+    def those_without(buffer: str) -> str:
+        known = getattr(model, buffer, None)
+        if known is None:
+            return ""
+        return ", ".join(chemical_symbols[z] for z in sorted(present) if not bool(known[z]))
+
+    if unknown := those_without("trained_elements"):
+        _warn(
+            f"{name}: {unknown} did not occur in training; energies of structures with them mean "
+            "nothing; train on data that have them"
+        )
+    fitted = getattr(model, "element_energies", None)
+    if fitted is not None and fitted.any() and (unknown := those_without("element_energies")):
+        _warn(
+            f"{name}: no reference energy of {unknown}, which the training split does not have; "
+            "total energies of structures with them are off by that"
+        )
 
 
 def _energies(model: nn.Module, batch: Batch, path: Path) -> NDArray[np.float64]:

@@ -71,8 +71,12 @@ class EnergyRegressor(nn.Module):
 
     Attributes:
         energy_mean, energy_std: eV, buffers that turn the normalized output into eV.
+        element_energies: (119,) eV, buffer: what each atom adds to that, by its atomic number; 0
+            where training fitted no references.
         trained_elements: (119,) bool, buffer: the atomic numbers seen in training. Embeddings of
             other elements are random, and so are energies of structures that contain them.
+        added_later: names of buffers that weights of earlier versions do not have; they stay as in
+            a new model.
 
     Raises:
         TypeError: an unknown argument.
@@ -80,8 +84,10 @@ class EnergyRegressor(nn.Module):
             have no effect.
     """
 
+    added_later = ("element_energies",)
     energy_mean: Tensor
     energy_std: Tensor
+    element_energies: Tensor
     trained_elements: Tensor
 
     def __init__(
@@ -137,6 +143,9 @@ class EnergyRegressor(nn.Module):
     def _register_buffers(self) -> None:
         for name, start in (("energy_mean", torch.zeros), ("energy_std", torch.ones)):
             self.register_buffer(name, start((), dtype=torch.float64))
+        references = torch.zeros(MAX_ATOMIC_NUMBER + 1, dtype=torch.float64)
+        self.register_buffer("element_energies", references)
+        self.register_load_state_dict_pre_hook(_fill_added)
         elements = torch.zeros(MAX_ATOMIC_NUMBER + 1, dtype=torch.bool)
         self.register_buffer("trained_elements", elements)
 
@@ -159,13 +168,15 @@ class EnergyRegressor(nn.Module):
             ValueError: naming the attribute that is missing or wrong.
         """
         atoms = Atoms.of(batch, self.embedding.element.weight)
+        # constants of all atoms, summed in float64: totals of 1e5 eV keep what the model says
+        references = atoms.geometry.sum(self.element_energies[atoms.numbers])
         if self.subsurface:
-            return self._predict(atoms)
-        atoms, kept = atoms.above_subsurface()
-        return {
-            name: x if name == "energy" else _among(x, kept)
-            for name, x in self._predict(atoms).items()
-        }
+            out = self._predict(atoms)
+        else:
+            atoms, kept = atoms.above_subsurface()
+            found = self._predict(atoms).items()
+            out = {name: x if name == "energy" else _among(x, kept) for name, x in found}
+        return out | {"energy": out["energy"] + references}
 
     def _predict(self, atoms: Atoms) -> dict[str, Tensor]:
         geometry, numbers, fixed = atoms
@@ -225,6 +236,14 @@ def _among(moved: Tensor, kept: Tensor) -> Tensor:
     out = moved.new_zeros(*moved.shape[:-2], len(kept), 3)
     out[..., kept, :] = moved
     return out
+
+
+def _fill_added(
+    model: EnergyRegressor, weights: dict[str, Tensor], prefix: str, *_: object
+) -> None:
+    """Hook: takes what weights of earlier versions do not have from a new model."""
+    for name in model.added_later:
+        weights.setdefault(prefix + name, model.get_buffer(name))
 
 
 def _bounded(step: Tensor) -> Tensor:

@@ -111,6 +111,10 @@ class Task(ABC, Generic[_Batch, _Data]):
     def prepare(self, data: _Data) -> None:
         """Takes from the training data what the model needs of them, before a new run."""
 
+    def files(self) -> dict[str, bytes]:
+        """What `prepare` has taken, as files by name for who reads the run folder."""
+        return {}
+
     @abstractmethod
     def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, _Sums]:
         """Loss of a training batch, and its sums; `progress` is the share of steps done, 0 to 1."""

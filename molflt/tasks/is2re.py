@@ -3,9 +3,11 @@
 # No `from __future__ import annotations`: jsonargparse would import all that stands below
 # TYPE_CHECKING, PyG included, to read annotations that are strings.
 
+import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from torch_geometric.data import Batch
 
     from molflt.data.structures.datamodule import IS2REData
+    from molflt.data.structures.element_energies import ElementEnergies
 
 __all__ = ["IS2RETask"]
 
@@ -78,6 +81,9 @@ class IS2RETask(Task["Batch", "IS2REData"]):
         position_weight_final: w at the last step.
         energy_mean: eV, subtracted from energies in the loss; null: that of the training set.
         energy_std: eV, divides energies in the loss; null: that of the training set.
+        references: for total energies. fit: an energy for each element, fitted to the training set
+            by least squares and kept with the weights, of which the model learns what is left;
+            none: learn energies as they are; null: as they are, unless they look like totals.
         rotate: turn and mirror every training structure at random, about z (the surface normal)
             or in all directions. FLT's random nodes are not rotation invariant; this teaches them.
         interpolate: share of training structures that start from a random point of the straight way
@@ -107,6 +113,7 @@ class IS2RETask(Task["Batch", "IS2REData"]):
         position_weight_final: float = 1.0,
         energy_mean: float | None = None,
         energy_std: float | None = None,
+        references: Literal["none", "fit"] | None = None,
         rotate: Literal["none", "z", "all"] = "none",
         interpolate: float = 0.0,
         noise: float = 0.0,
@@ -115,6 +122,11 @@ class IS2RETask(Task["Batch", "IS2REData"]):
         super().__init__(model, **optimization)
         if energy_std is not None and not energy_std > 0:
             raise ValueError(f"task.energy_std must be more than 0.0; got {energy_std}")
+        if references == "fit" and energy_mean is not None:
+            raise ValueError(
+                "task.references=fit leaves no mean to subtract; got "
+                f"task.energy_mean={energy_mean}; leave one of them out"
+            )
         if not 0 <= interpolate <= 1 or noise < 0 or (noise and not interpolate):
             raise ValueError(
                 "task.interpolate must lie in [0, 1], and task.noise be at least 0 and go with it; "
@@ -124,18 +136,38 @@ class IS2RETask(Task["Batch", "IS2REData"]):
         self.position_weight_final = position_weight_final
         self.energy_mean = energy_mean
         self.energy_std = energy_std
+        self.references = references
+        self._fitted: dict[str, float] = {}
         self.rotate = rotate
         self.interpolate = interpolate
         self.noise = noise
 
     def prepare(self, data: "IS2REData") -> None:
-        """Stores mean and standard deviation of energies, eV, in the model's buffers."""
+        """Stores energies per element, mean and standard deviation, eV, in the model's buffers.
+
+        Raises:
+            ValueError: if energies look like totals, and it is not said what to do with them.
+        """
         mean, std = self.energy_mean, self.energy_std
-        if mean is None or std is None:
+        if self.references is None:
+            data.refuse_totals()
+        if self.references == "fit":
+            fit = data.element_energies()
+            own = self.model.get_buffer("element_energies")
+            own.copy_(torch.from_numpy(fit.energies))
+            self._fitted = _by_symbol(fit)
+            found = fit.mean, fit.std if fit.std > 0 else 1.0
+        elif mean is None or std is None:
             found = data.normalizer()
-            mean, std = found[0] if mean is None else mean, found[1] if std is None else std
-        self.model.get_buffer("energy_mean").fill_(mean)
-        self.model.get_buffer("energy_std").fill_(std)
+        else:
+            found = mean, std
+        self.model.get_buffer("energy_mean").fill_(found[0] if mean is None else mean)
+        self.model.get_buffer("energy_std").fill_(found[1] if std is None else std)
+
+    def files(self) -> dict[str, bytes]:
+        if not self._fitted:
+            return {}
+        return {"references.json": (json.dumps(self._fitted, indent=2) + "\n").encode()}
 
     def loss(self, batch: "Batch", progress: float) -> tuple[Tensor, _EnergySums]:
         if self.interpolate:
@@ -173,6 +205,14 @@ class IS2RETask(Task["Batch", "IS2REData"]):
 
     def _position_weight(self, progress: float) -> float:
         return self.position_weight + progress * (self.position_weight_final - self.position_weight)
+
+
+def _by_symbol(fit: "ElementEnergies") -> dict[str, float]:
+    """eV of each element that was there."""
+    from ase.data import chemical_symbols
+
+    there = np.flatnonzero(fit.present)
+    return {chemical_symbols[number]: float(fit.energies[number]) for number in there}
 
 
 def _displacement_error(displacement: Tensor, batch: "Batch") -> Tensor:

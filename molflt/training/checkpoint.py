@@ -157,13 +157,16 @@ def check_weights(path: Path, model: nn.Module, weights: Mapping[str, Tensor]) -
 
     Args:
         path: where they come from.
-        model: that they are for.
+        model: that they are for; what its `added_later` names may be missing.
         weights: by name.
 
     Raises:
         ValueError: naming the file and the first key that is wrong.
     """
     expected = model.state_dict()
+    for name in getattr(model, "added_later", ()):
+        if name not in weights:
+            del expected[name]
     for name in [*expected, *weights]:
         want = tuple(expected[name].shape) if name in expected else "no such key"
         got = tuple(weights[name].shape) if name in weights else "no such key"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TypedDict
+from typing import TypedDict, cast
 
 from molflt.data.batches import Fingerprint
 from molflt.files import shown
-from molflt.training.config import Config
+from molflt.training.config import Config, build_parser, plain
 
 __all__ = ["Origin", "check_config", "check_data", "check_machine"]
 
@@ -53,7 +53,7 @@ def check_config(path: Path, was: Config, now: Config, done: int) -> None:
     Raises:
         ValueError: naming each key that differs, what it was, is, and what to do.
     """
-    old, new = dict(_flat(was)), dict(_flat(now))
+    old, new = {**_defaults(now["recipe"]), **dict(_flat(was))}, dict(_flat(now))
     wrong = [
         f"{key} is {shown(old[key])}; got {shown(new[key])}"
         for key in old.keys() & new.keys()
@@ -70,6 +70,13 @@ def check_config(path: Path, was: Config, now: Config, done: int) -> None:
             f"{path}: {_STEPS} is {old[_STEPS]}; got {steps} for --resume; it may only be raised; "
             f"{done} steps are done"
         )
+
+
+def _defaults(recipe: str) -> dict[str, object]:
+    """Of all options, for those that an earlier version did not have."""
+    parser = build_parser([f"--recipe={recipe}"])
+    found = cast(Mapping[str, object], plain(parser.get_defaults().as_dict()))
+    return dict(_flat(found))
 
 
 def _flat(config: Mapping[str, object]) -> Iterator[tuple[str, object]]:

@@ -12,6 +12,7 @@ from game_net_files import ARCHIVE, SHARED, content, write_archive
 from molflt.commands.cli import main
 from molflt.data.structures import open_dataset
 from molflt.data.structures.game_net_splits import _folds
+from molflt.data.structures.labels import energy_kind, label_faults
 from molflt.data.structures.store import StructureStore
 from molflt.data.structures.systems import read_systems
 
@@ -57,6 +58,14 @@ def test_all_systems_agree_with_arrays_made_independently(converted):
             for key in ("y_init", "y_relaxed"):
                 assert float(record[key]) == pytest.approx(arrays[key][i], abs=1e-9)
     assert seen == set(range(3052))
+
+
+@genuine
+def test_labels_are_adsorption_energies_and_none_is_absurd(converted):
+    for path in converted.glob("*.safetensors"):
+        store = StructureStore(path)
+        assert energy_kind(store.y_relaxed, store.natoms) == "adsorption"
+        assert label_faults(store.y_relaxed, store.natoms, required=True) == {}
 
 
 @genuine

@@ -272,6 +272,12 @@ def test_atoms_below_the_surface_are_left_out():
     kept = torch.cat((kept, torch.ones(6, dtype=torch.bool)))
     torch.testing.assert_close(out["displacement"][kept], expected["displacement"], **EXACT)
     assert not out["displacement"][~kept].any()
+    net.element_energies.fill_(-1000.0)  # a total energy is one of all atoms
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        total = predict(net, [whole, untagged])["energy"]
+    shift = torch.tensor([-14000.0, -6000.0], dtype=torch.float64)
+    torch.testing.assert_close(total, out["energy"] + shift, **EXACT)
     assert (out["energy"] - predict(model(near_field=3.0), [whole, untagged])["energy"]).abs()[
         0
     ] > 1e-6

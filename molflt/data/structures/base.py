@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import Dataset
+
+from molflt.atoms import MAX_ATOMIC_NUMBER
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
@@ -90,6 +93,13 @@ class Structures(Dataset["Data"], ABC):
         # Silent where it is quick; a pickled LMDB of OC20's size takes minutes
         bar = tqdm(self, desc="reading labels", delay=5, leave=False)
         return np.array([float(record.y_relaxed) for record in bar], dtype=np.float64)
+
+    def compositions(self, indices: NDArray[np.int64]) -> NDArray[np.float64]:
+        """How many atoms of each element structures have: (n,) -> (n, 119), by atomic number."""
+        counts = np.zeros((len(indices), MAX_ATOMIC_NUMBER + 1))
+        for row, index in zip(counts, indices, strict=True):
+            row += np.bincount(self[int(index)].atomic_numbers.numpy(), minlength=len(row))
+        return counts
 
     def __iter__(self) -> Iterator[Data]:
         return map(self.__getitem__, range(len(self)))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 from tqdm import tqdm
 
 from molflt.data.structures import source_of
 from molflt.data.structures.game_net import GameNet
 from molflt.data.structures.game_net_archive import GAME_NET, _expect_archive
 from molflt.data.structures.game_net_splits import _write_splits
+from molflt.data.structures.labels import label_faults
 from molflt.data.structures.store import write_store
 
 if TYPE_CHECKING:
@@ -44,7 +46,8 @@ def convert(
         dst: compact store to write, ending in .safetensors; an existing one is replaced. For
             GAME-Net's archive also a folder.
         limit: convert only the first so many structures.
-        skip_bad: leave out structures that are not valid, count and list them on stderr.
+        skip_bad: leave out structures that are not valid, count and list them on stderr: also
+            those without a label where others have one.
         splits: JSON file with a list of names of systems for each split of GAME-Net's archive.
         folds: JSON file of folds by name, or npz file with arrays name and fold: writes a folder
             testI-valJ for each pair of folds, whose train has all the others.
@@ -52,7 +55,8 @@ def convert(
         sha256: expected sum of GAME-Net's archive.
 
     Raises:
-        ValueError: naming the file, key and sid of a structure that is not valid.
+        ValueError: naming the file, key and sid of a structure that is not valid, or whose label is
+            beyond 20 eV where the others look like adsorption energies.
         FileNotFoundError: if there is nothing at ``src``.
         OSError: if ``dst`` cannot be written; nothing is left behind then.
     """
@@ -80,7 +84,16 @@ def convert(
             unwrapped += moved
             yield record
 
-    count = write_store(dst, records(), source=src.name)
+    def left_out(sids: np.ndarray, energies: np.ndarray, natoms: np.ndarray) -> Collection[int]:
+        some = skip_bad and bool(np.isfinite(energies).any())  # test splits have no labels at all
+        faults = label_faults(energies, natoms, required=some)
+        found = [(f"{src}: sid {sids[index]}", reason) for index, reason in faults.items()]
+        if found and not skip_bad:
+            raise ValueError(f"{': '.join(found[0])}; --skip-bad leaves it out ({len(found)} such)")
+        structures.bad += found
+        return faults
+
+    count = write_store(dst, records(), source=src.name, left_out=left_out)
     before, after = _size_on_disk(src), _size_on_disk(dst)
     print(
         f"{src} ({_readable_size(before)}) -> {dst} ({_readable_size(after)}): {count} structures"

@@ -5,14 +5,16 @@
 
 import hashlib
 import os
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from molflt.data.batches import BatchedData, Fingerprint, SizeBucketedBatchSampler
 from molflt.data.structures import Structures, open_dataset
+from molflt.data.structures.element_energies import ElementEnergies, fit_element_energies
+from molflt.data.structures.labels import _Labeled, energy_kind, label_faults, per_atom
 from molflt.data.structures.splits import split_path
 from molflt.data.structures.store import StructureStore
 
@@ -35,8 +37,8 @@ class IS2REData(BatchedData[Structures]):
         bucket: random batches that are pooled and cut again by size, to pad less in training. 1:
             batches stay random, which learns faster per step (docs/results.md).
         workers: processes that read ahead; 0 reads in the main process.
-        skip_bad: leave out records with NaN or infinite numbers, counted and listed, instead of
-            stopping at the first one.
+        skip_bad: leave out records with NaN or infinite numbers, and those whose label is missing
+            or absurd, counted, instead of stopping at the first one.
     """
 
     items = "systems"
@@ -66,8 +68,8 @@ class IS2REData(BatchedData[Structures]):
         """Opens both splits, once.
 
         Raises:
-            ValueError: if a split is empty or was changed since it was written, or a structure
-                exceeds `max_atoms`.
+            ValueError: if a split is empty or was changed since it was written, a structure
+                exceeds `max_atoms`, or, naming the sid, its label is missing or absurd.
         """
         for use, split in self.splits.items():
             if use in self.datasets:
@@ -76,10 +78,12 @@ class IS2REData(BatchedData[Structures]):
             dataset = open_dataset(path, skip_bad=self.skip_bad)
             if os.environ.get("LOCAL_RANK", "0") == "0":  # once for all processes of a machine
                 dataset.verify()
+            dataset = _with_sound_labels(dataset)
             if len(dataset) == 0:
+                why = f": {dataset.bad[0][1]}" if dataset.bad else ""
                 raise ValueError(
                     f"{path}: split {split!r} is empty; expected at least one structure; "
-                    f"got 0 ({len(dataset.bad)} left out as bad)"
+                    f"got 0 ({len(dataset.bad)} left out as bad{why})"
                 )
             self.datasets[use] = dataset
             self._sampler(use, rank=0, world=1)
@@ -109,29 +113,52 @@ class IS2REData(BatchedData[Structures]):
         return digest.hexdigest()
 
     def normalizer(self) -> tuple[float, float]:
-        """Mean and standard deviation of the relaxed energies of the training split, eV.
-
-        Raises:
-            ValueError: naming the file and the sid of a structure without a finite label.
-        """
+        """Mean and standard deviation of the relaxed energies of the training split, eV."""
         self.setup()
-        dataset = self.datasets["train"]
-        energies = dataset.y_relaxed
-        missing = np.flatnonzero(~np.isfinite(energies))
-        if len(missing):
-            raise ValueError(_no_label(dataset, [int(dataset[int(missing[0])].sid)]))
+        energies = self.datasets["train"].y_relaxed
         spread = float(energies.std())
         return float(energies.mean()), spread if spread > 0 else 1.0
 
-    def check(self, use: str, batch: "Batch") -> None:
-        """Refuses structures without a finite energy; a missing label must not count as zero.
+    def refuse_totals(self) -> None:
+        """Refuses training energies that look like total energies.
 
         Raises:
-            ValueError: naming the file and the sids.
+            ValueError: saying what may be done with them.
         """
-        finite = torch.isfinite(batch.y_relaxed)
-        if not bool(finite.all()):
-            raise ValueError(_no_label(self.datasets[use], batch.sid[~finite].tolist()))
+        self.setup()
+        dataset = self.datasets["train"]
+        energies, natoms = dataset.y_relaxed, dataset.natoms
+        if energy_kind(energies, natoms) == "total":
+            raise ValueError(
+                f"{dataset.path}: y_relaxed look like total energies, "
+                f"{per_atom(energies, natoms):.1f} eV per atom in the median; expected adsorption "
+                "energies; learn what energies per element leave with --task.references fit, or "
+                "take them as they are with --task.references none"
+            )
+
+    def element_energies(self) -> ElementEnergies:
+        """Energies per element that fit the training split; warns where they mean little."""
+        self.setup()
+        found = fit_element_energies(self.datasets["train"])
+        if found.undetermined:
+            warnings.warn(
+                f"{self.datasets['train'].path}: compositions leave {found.undetermined} of "
+                f"{int(found.present.sum())} element energies undetermined; other ratios of these "
+                "elements than here will have wrong energies",
+                stacklevel=2,
+            )
+        dataset = self.datasets["val"]
+        missing = ~found.present & dataset.compositions(np.arange(len(dataset))).any(axis=0)
+        if missing.any():
+            from ase.data import chemical_symbols
+
+            names = ", ".join(chemical_symbols[number] for number in np.flatnonzero(missing))
+            warnings.warn(
+                f"{dataset.path}: no reference energy of {names}, which the training split does "
+                "not have; energies of structures with them are off by that",
+                stacklevel=2,
+            )
+        return found
 
     @staticmethod
     def collate(items: list["Data"]) -> "Batch":
@@ -157,8 +184,23 @@ class IS2REData(BatchedData[Structures]):
             raise ValueError(f"{dataset.path}: {error}") from None
 
 
-def _no_label(dataset: Structures, sids: list[int]) -> str:
-    shown = ", ".join(map(str, sids[:5])) + (", ..." if len(sids) > 5 else "")
-    return f"{dataset.path}: sid {shown}: y_relaxed must be a finite energy in eV; got none; " + (
-        dataset.hint or "train and validate on labeled splits, or convert the file without these"
+def _with_sound_labels(dataset: Structures) -> Structures:
+    """Refuses missing and absurd labels, or leaves out structures that have such.
+
+    Raises:
+        ValueError: naming file, sid and value.
+    """
+    if len(dataset) == 0:
+        return dataset
+    energies = dataset.y_relaxed
+    faults = label_faults(energies, dataset.natoms, required=True)
+    if not faults:
+        return dataset
+    if dataset.skip_bad:
+        return _Labeled(dataset, energies, faults)
+    index, reason = next(iter(faults.items()))
+    raise ValueError(
+        f"{dataset.path}: sid {int(dataset[index].sid)}: {reason} ({len(faults)} such of "
+        f"{len(dataset)}); "
+        + (dataset.hint or "take a split with labels, or leave these out with --data.skip_bad")
     )

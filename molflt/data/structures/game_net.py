@@ -32,6 +32,7 @@ from molflt.data.structures.game_net_archive import (
     _read,
     _sha256,
 )
+from molflt.data.structures.labels import MOST_ADSORPTION
 from molflt.data.structures.records import make_record
 from molflt.data.structures.systems import System
 from molflt.files import shown
@@ -45,7 +46,6 @@ __all__ = ["GameNet"]
 
 _NAME = re.compile(r"([a-z]{2})-(\w{1,16})-([a-z]{1,4})", re.ASCII)  # metal, molecule, placing
 _SURFACE = "0000"  # in place of a molecule
-_ABSURD = 20.0  # eV
 _SAME = 1e-3  # Å, of lattice vectors
 _HELD = 0.01  # Å that a fixed atom may move
 
@@ -164,10 +164,10 @@ class _Content:
         if not system.family:
             raise ValueError(f"it has no row in {_FAMILIES}; expected its family")
         relaxed, initial = (self._adsorption(system, table) for table in (_RELAXED, _INITIAL))
-        if not abs(relaxed) <= _ABSURD:
+        if not abs(relaxed) <= MOST_ADSORPTION:
             raise ValueError(
-                f"its adsorption energy is {relaxed:.3f} eV; expected at most {_ABSURD:g} eV from "
-                f"0; look at {_RELAXED}, or leave it out with --skip-bad"
+                f"its adsorption energy is {relaxed:.3f} eV; expected at most {MOST_ADSORPTION:g} "
+                f"eV from 0; look at {_RELAXED}, or leave it out with --skip-bad"
             )
         start, end = self._structure(system, _START), self._structure(system, _END)
         _compare(start, end)

@@ -9,17 +9,19 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from molflt.atoms import FARTHEST, LOWEST, MAX_ATOMIC_NUMBER, Tag, lattice_heights
+from molflt.atoms import MAX_ATOMIC_NUMBER
 from molflt.data.structures.base import Structures
 from molflt.data.structures.records import make_record
+from molflt.data.structures.store_faults import _atom_faults, _structure_faults
 from molflt.files import save_tensors, shown, verify_tensors
 
 if TYPE_CHECKING:
@@ -46,13 +48,21 @@ _BLOCK = 10_000  # structures that are checked at once
 _TYPES = {"F32": "<f4", "F64": "<f8", "I64": "<i8", "U8": "|u1", "BOOL": "|b1"}
 
 
-def write_store(path: str | Path, records: Iterable[Data], *, source: str = "") -> int:
+def write_store(
+    path: str | Path,
+    records: Iterable[Data],
+    *,
+    source: str = "",
+    left_out: Callable[[np.ndarray, np.ndarray, np.ndarray], Collection[int]] | None = None,
+) -> int:
     """Write structures to a compact store; the file appears complete or not at all.
 
     Args:
         path: file to write, ending in ``.safetensors``; an existing one is replaced.
         records: structures as :func:`molflt.data.structures.records.make_record` returns them.
         source: where they came from, kept in the file's header.
+        left_out: given sids, y_relaxed (eV) and natoms of all structures, (structures,) each, says
+            by their indices which are not written after all.
 
     Returns:
         Number of structures written.
@@ -65,21 +75,26 @@ def write_store(path: str | Path, records: Iterable[Data], *, source: str = "") 
     if path.suffix != ".safetensors":
         raise ValueError(f"{path}: a compact store ends in .safetensors; got {path.suffix!r}")
     parts: dict[str, list[np.ndarray]] = {name: [] for name in _COLUMNS}
-    ends = [0]
     for record in records:
         for name, array in _columns(record).items():
             parts[name].append(array)
-        ends.append(ends[-1] + int(record.natoms))
-    if len(ends) == 1:
+    natoms = np.array([len(array) for array in parts["pos"]], dtype=np.int64)
+    kept = list(range(len(natoms)))
+    if left_out is not None and len(natoms):
+        sids, energies = (np.concatenate(parts[name]) for name in ("sid", "y_relaxed"))
+        absent = set(left_out(sids, energies, natoms))
+        kept = [index for index in kept if index not in absent]
+    if not kept:
         raise ValueError(f"{path}: no structures to write; expected at least one")
-    columns = {"offsets": np.array(ends, dtype="<i8")}
+    columns = {"offsets": np.append(0, np.cumsum(natoms[kept])).astype("<i8")}
     for name in _COLUMNS:
-        columns[name] = np.concatenate(parts.pop(name))
+        arrays = parts.pop(name)
+        columns[name] = np.concatenate([arrays[index] for index in kept])
     if np.isnan(columns["pos_relaxed"]).all():
         del columns["pos_relaxed"]
     header = {"format": _FORMAT, "version": _VERSION, "source": source}
     save_tensors(path, columns, header)
-    return len(ends) - 1
+    return len(kept)
 
 
 def _columns(record: Data) -> dict[str, np.ndarray]:
@@ -162,6 +177,18 @@ class StructureStore(Structures):
         energies = np.array(self._open()["y_relaxed"])
         return energies if self._kept is None else energies[self._kept]
 
+    def compositions(self, indices: NDArray[np.int64]) -> NDArray[np.float64]:
+        maps = self._open()
+        offsets, numbers = maps["offsets"], maps["atomic_numbers"]
+        counts = np.zeros((len(indices), MAX_ATOMIC_NUMBER + 1))
+        for row, index in zip(counts, indices, strict=True):
+            stored = self._stored(index)
+            own = np.bincount(numbers[offsets[stored] : offsets[stored + 1]], minlength=len(row))
+            if own[0] or len(own) > len(row):
+                self[index]  # says what is wrong
+            row += own
+        return counts
+
     @property
     def source(self) -> str:
         """Where the structures came from, as the writer noted it."""
@@ -211,65 +238,6 @@ class StructureStore(Structures):
 
     def _sid(self, stored: int) -> str:
         return f"{self.path}: sid {int(self._open()['sid'][stored])}"
-
-
-def _structure_faults(maps: dict[str, np.ndarray]) -> dict[int, str]:
-    """What is wrong with cells, axes and labels, by index of the structure."""
-    cell, pbc = maps["cell"], maps["pbc"]
-    finite = np.isfinite(cell).all(axis=(1, 2))
-    heights = lattice_heights(np.where(finite[:, None, None], cell, 0.0).astype(float), pbc)
-    wrong = {
-        "cell must be finite": ~finite,
-        "pbc must be 0 or 1": (pbc.view(np.uint8) > 1).any(axis=1),
-        "periodic axes need linearly independent lattice vectors, whose planes are at least "
-        f"{LOWEST} Å apart": finite & (heights.min(axis=1) < LOWEST),
-        "y_init must be finite": np.isinf(maps["y_init"]),
-        "y_relaxed must be finite": np.isinf(maps["y_relaxed"]),
-    }
-    faults: dict[int, str] = {}
-    for reason, mask in wrong.items():
-        for index in np.flatnonzero(mask):
-            faults.setdefault(int(index), reason)
-    return dict(sorted(faults.items()))
-
-
-def _atom_faults(maps: dict[str, np.ndarray], first: int, last: int) -> dict[int, str]:
-    """What is wrong with atoms, by index of the structure, of structures `first` to `last` - 1."""
-    offsets = maps["offsets"][first : last + 1]
-    columns = {
-        name: maps[name][offsets[0] : offsets[-1]]
-        for name, (_, _, per) in _COLUMNS.items()
-        if per == "atom" and name in maps
-    }
-    starts = offsets[:-1] - offsets[0]
-    numbers, fixed = columns["atomic_numbers"], columns["fixed"].view(np.uint8)
-    wrong = {
-        ("pos", f"finite and within {FARTHEST:g} Å"): _far(columns["pos"]),
-        ("atomic_numbers", f"1 to {MAX_ATOMIC_NUMBER}"): (numbers < 1)
-        | (numbers > MAX_ATOMIC_NUMBER),
-        ("tags", f"0 to {max(Tag):d}"): columns["tags"] > max(Tag),
-        ("fixed", "0 or 1"): fixed > 1,
-    }
-    if "pos_relaxed" in columns:
-        relaxed = columns["pos_relaxed"]
-        unknown = np.isnan(relaxed).all(axis=1)
-        none = np.logical_and.reduceat(unknown, starts)
-        wrong["pos_relaxed", f"finite and within {FARTHEST:g} Å, or NaN for all atoms"] = _far(
-            relaxed
-        ) & ~np.repeat(none, np.diff(offsets))
-    faults: dict[int, str] = {}
-    columns["fixed"] = fixed
-    for (name, expected), mask in wrong.items():
-        for atom in np.flatnonzero(mask):
-            index = int(np.searchsorted(starts, atom, side="right")) - 1
-            got = f"got {columns[name][atom].tolist()} for atom {atom - starts[index]}"
-            faults.setdefault(first + index, f"{name} must be {expected}; {got}")
-    return faults
-
-
-def _far(pos: np.ndarray) -> np.ndarray:
-    """Which of (atoms, 3) positions are too far away or no numbers."""
-    return ~(np.abs(pos) <= FARTHEST).all(axis=1)
 
 
 def _map_columns(path: Path) -> dict[str, np.ndarray]:

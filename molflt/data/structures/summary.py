@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NotRequired, TypedDict
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 import numpy as np
 import torch
 
 from molflt.atoms import Tag
 from molflt.data.structures.convert import _OnePass
+from molflt.data.structures.labels import EnergyKind, energy_kind, label_faults, per_atom
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
 __all__ = ["Summary", "summarize"]
 
-# OC20 keeps adsorption energies within 10 eV of zero after relaxation; an initial structure may be
-# strained, but hundreds of eV are a failed calculation or a total energy.
-_ABSURD = {"y_relaxed": 20.0, "y_init": 100.0}  # eV
-# Median magnitude: adsorption energies stay within `_ABSURD` however large the system is, below
-# 0.1 eV per atom on slabs; total energies are 2 to 15 eV per atom, with all electrons far more.
-_TOTAL_PER_ATOM = 1.0  # eV
+_MOST_INITIAL = 100.0  # eV: an initial structure may be strained
 
 
 class Summary(TypedDict):
@@ -42,7 +38,7 @@ class Summary(TypedDict):
     elements: dict[str, int]
     tags: dict[str, int]
     energies_eV: dict[str, dict[str, float] | None]
-    energies_look_like: Literal["adsorption", "total", "unknown"]
+    energies_look_like: EnergyKind
     displacements_A: dict[str, float] | None
     unwrapped_atoms: int
     verified: bool | None
@@ -103,7 +99,7 @@ def summarize(
         "elements": {chemical_symbols[z]: n for z, n in sorted(elements.items())},
         "tags": {tag.name.lower(): tags[tag] for tag in Tag},
         "energies_eV": {name: _statistics(values) for name, values in energies.items()},
-        "energies_look_like": _kind_of_energies(energies["y_relaxed"], np.array(counts)),
+        "energies_look_like": energy_kind(energies["y_relaxed"], np.array(counts)),
         "displacements_A": _statistics(free_displacements),
         "unwrapped_atoms": moved_atoms,
         "verified": structures.verified,
@@ -129,24 +125,6 @@ def _statistics(values: np.ndarray) -> dict[str, float] | None:
     }
 
 
-def _kind_of_energies(
-    energies: np.ndarray, natoms: np.ndarray
-) -> Literal["adsorption", "total", "unknown"]:
-    """Adsorption or total energies, by their magnitude; unknown without labels or in between.
-
-    Args:
-        energies: (systems,), eV; NaN where there is none.
-        natoms: (systems,).
-    """
-    known = np.isfinite(energies)
-    if not known.any():
-        return "unknown"
-    size = np.abs(energies[known])
-    if np.median(size / natoms[known]) > _TOTAL_PER_ATOM:
-        return "total"
-    return "adsorption" if np.median(size) <= _ABSURD["y_relaxed"] else "unknown"
-
-
 def _warnings(
     summary: Summary,
     energies: dict[str, np.ndarray],
@@ -163,28 +141,10 @@ def _warnings(
             f"no tags: {untagged} of {systems} systems have only tag 0, so surface and adsorbate "
             "are unknown"
         )
-    unlabeled = systems - summary["with_labels"]
-    if unlabeled:
-        why = f"; {hint}" if hint else ""
-        found.append(f"no labels: {unlabeled} of {systems} systems have no y_relaxed{why}")
+    found += _label_warnings(summary, energies, sids, natoms, hint)
     without = systems - summary["with_relaxed_positions"]
     if without:
         found.append(f"no relaxed positions: {without} of {systems} systems have no pos_relaxed")
-    for name, bound in _ABSURD.items():
-        where = np.flatnonzero(np.abs(energies[name]) > bound)
-        if len(where):
-            first = where[0]
-            found.append(
-                f"absurd labels: |{name}| > {bound:g} eV in {len(where)} systems, for instance sid "
-                f"{sids[first]} with {energies[name][first]:.3f} eV; expected adsorption energies"
-            )
-    if summary["energies_look_like"] == "total" and summary["tags"]["adsorbate"]:
-        middle = float(np.nanmedian(np.abs(energies["y_relaxed"]) / natoms))
-        found.append(
-            f"total energies: y_relaxed is {middle:.1f} eV per atom in the median; expected "
-            "adsorption energies, as there are adsorbates; subtract those of the clean surface and "
-            "of the molecule"
-        )
     if summary["unwrapped_atoms"]:
         found.append(
             "wrapped relaxed positions: unwrapped "
@@ -195,4 +155,43 @@ def _warnings(
         found.append(f"repeated sids: {repeated} systems have the sid of an earlier one")
     if summary["left_out"]:
         found.append(f"left out: {len(summary['left_out'])} structures are not valid")
+    return found
+
+
+def _label_warnings(
+    summary: Summary,
+    energies: dict[str, np.ndarray],
+    sids: list[int],
+    natoms: np.ndarray,
+    hint: str,
+) -> list[str]:
+    systems, kind = summary["systems"], summary["energies_look_like"]
+    relaxed, found = energies["y_relaxed"], []
+    missing = np.flatnonzero(~np.isfinite(relaxed))
+    if len(missing):
+        first = "" if len(missing) == systems else f", for instance sid {sids[missing[0]]}"
+        why = f"; {hint}" if hint else ""
+        found.append(
+            f"no labels: {len(missing)} of {systems} systems have no y_relaxed{first}{why}"
+        )
+    absurd = label_faults(relaxed, natoms, required=False)
+    for index, reason in list(absurd.items())[:1]:
+        found.append(
+            f"absurd labels: {len(absurd)} of {systems} systems, for instance sid {sids[index]}: "
+            f"{reason}"
+        )
+    strained = np.flatnonzero(np.abs(energies["y_init"]) > _MOST_INITIAL)
+    if len(strained) and kind == "adsorption":
+        index = strained[0]
+        found.append(
+            f"absurd labels: |y_init| > {_MOST_INITIAL:g} eV in {len(strained)} systems, for "
+            f"instance sid {sids[index]} with {energies['y_init'][index]:.3f} eV; expected "
+            "adsorption energies"
+        )
+    if kind == "total" and summary["tags"]["adsorbate"]:
+        found.append(
+            f"total energies: y_relaxed is {per_atom(relaxed, natoms):.1f} eV per atom in the "
+            "median; expected adsorption energies, as there are adsorbates; subtract those of the "
+            "clean surface and of the molecule, or train with --task.references fit"
+        )
     return found

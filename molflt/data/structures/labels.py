@@ -1,0 +1,115 @@
+"""Which labels can be learned from: what kind of energies they are, and which are beyond belief."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from molflt.data.structures.base import Structures
+
+if TYPE_CHECKING:
+    from torch_geometric.data import Data
+
+__all__ = ["MOST_ADSORPTION", "EnergyKind", "energy_kind", "label_faults", "per_atom"]
+
+EnergyKind = Literal["adsorption", "total", "unknown"]
+
+# OC20 keeps adsorption energies within 10 eV of zero after relaxation; beyond twice that they are a
+# failed calculation or a total energy.
+MOST_ADSORPTION = 20.0  # eV
+# Median magnitude: adsorption energies stay small however large the system is, below 0.1 eV per
+# atom on slabs; total energies are 2 to 15 eV per atom, with all electrons far more.
+_TOTAL_PER_ATOM = 1.0  # eV
+
+
+def per_atom(energies: NDArray[np.float64], natoms: NDArray[np.int64]) -> float:
+    """Median magnitude of the known energies, eV per atom."""
+    known = np.isfinite(energies)
+    return float(np.median(np.abs(energies[known]) / natoms[known]))
+
+
+def energy_kind(energies: NDArray[np.float64], natoms: NDArray[np.int64]) -> EnergyKind:
+    """Adsorption or total energies, by their magnitude; unknown without labels or in between.
+
+    Args:
+        energies: y_relaxed, (systems,), eV; NaN where there is none.
+        natoms: (systems,).
+    """
+    known = np.isfinite(energies)
+    if not known.any():
+        return "unknown"
+    if per_atom(energies, natoms) > _TOTAL_PER_ATOM:
+        return "total"
+    return "adsorption" if np.median(np.abs(energies[known])) <= MOST_ADSORPTION else "unknown"
+
+
+def label_faults(
+    energies: NDArray[np.float64], natoms: NDArray[np.int64], required: bool
+) -> dict[int, str]:
+    """What is wrong with labels, by index of the system.
+
+    Beyond 20 eV from 0 is absurd where the others look like adsorption energies, and only there.
+
+    Args:
+        energies: y_relaxed, (systems,), eV; NaN where there is none.
+        natoms: (systems,).
+        required: whether a missing label is wrong.
+    """
+    faults: dict[int, str] = {}
+    if required:
+        for index in np.flatnonzero(~np.isfinite(energies)):
+            faults[int(index)] = "y_relaxed must be a finite energy in eV; got none"
+    if energy_kind(energies, natoms) == "adsorption":
+        for index in np.flatnonzero(np.abs(energies) > MOST_ADSORPTION):
+            faults[int(index)] = (
+                f"y_relaxed is {energies[index]:.3f} eV; expected at most {MOST_ADSORPTION:g} eV "
+                "from 0, as the other labels look like adsorption energies"
+            )
+    return dict(sorted(faults.items()))
+
+
+class _Labeled(Structures):
+    """Those structures of a source whose labels are not at fault; the others are listed in `bad`.
+
+    Args:
+        source: any.
+        energies: its y_relaxed, (len,), eV.
+        faults: reason by index in the source.
+    """
+
+    def __init__(
+        self, source: Structures, energies: NDArray[np.float64], faults: Mapping[int, str]
+    ) -> None:
+        super().__init__(source.path, source.skip_bad)
+        self.source, self.hint = source, source.hint
+        lost = [(f"{source.path}: sid {int(source[i].sid)}", faults[i]) for i in faults]
+        self.bad = source.bad + lost
+        self._kept = np.setdiff1d(np.arange(len(source)), list(faults))
+        self._energies = energies[self._kept]
+
+    def __len__(self) -> int:
+        return len(self._energies)
+
+    def __getitem__(self, index: int) -> Data:
+        return self.source[self._stored(index)]
+
+    @property
+    def natoms(self) -> np.ndarray:
+        """Atoms in each structure, (len,) int64."""
+        natoms: np.ndarray = self.source.natoms[self._kept]
+        return natoms
+
+    @property
+    def y_relaxed(self) -> np.ndarray:
+        """Relaxed energies, (len,) float64, eV."""
+        return self._energies
+
+    def compositions(self, indices: NDArray[np.int64]) -> NDArray[np.float64]:
+        assert self._kept is not None
+        return self.source.compositions(self._kept[indices])
+
+    def where(self, index: int) -> str:
+        return self.source.where(self._stored(index))

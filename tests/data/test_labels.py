@@ -1,0 +1,219 @@
+"""Labels: kinds of energies, absurd and missing ones, and energies per element by least squares."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from oc20_files import old_record, record, write_lmdb
+
+from molflt.commands.cli import main
+from molflt.data.structures import Structures, open_dataset
+from molflt.data.structures.datamodule import IS2REData
+from molflt.data.structures.element_energies import fit_element_energies
+from molflt.data.structures.labels import energy_kind, label_faults
+from molflt.data.structures.records import make_record
+from molflt.data.structures.store import write_store
+
+
+def of_energies(energies: list[float | None]) -> list[object]:
+    return [record(i, y_relaxed=energy) for i, energy in enumerate(energies)]
+
+
+def test_absurd_is_beyond_twenty_among_adsorption_energies_alone() -> None:
+    natoms = np.full(4, 50)
+    energies = np.array([-1.0, 20.0, -20.001, math.nan])
+    assert list(label_faults(energies, natoms, required=False)) == [2]
+    assert list(label_faults(energies, natoms, required=True)) == [2, 3]
+    assert (
+        "y_relaxed is -20.001 eV; expected at most 20 eV"
+        in label_faults(energies, natoms, required=False)[2]
+    )
+    totals = np.array([-200.0, -220.0, 3.0, -180.0])
+    assert energy_kind(totals, natoms) == "total"
+    assert label_faults(totals, natoms, required=True) == {}
+
+
+def test_genuine_oc20_passes(real_lmdb: Path) -> None:
+    dataset = open_dataset(real_lmdb)
+    assert energy_kind(dataset.y_relaxed, dataset.natoms) == "adsorption"
+    assert label_faults(dataset.y_relaxed, dataset.natoms, required=True) == {}
+
+
+ENERGIES = [-1.0, -2.0, 514.25, None, 0.5, 1.5]
+REASONS = {
+    1002: "y_relaxed is 514.250 eV; expected at most 20 eV from 0",
+    1003: "y_relaxed must be a finite energy in eV; got none",
+}
+
+
+@pytest.mark.parametrize("kind", ["store", "lmdb"])
+def test_training_names_bad_labels_or_leaves_them_out(tmp_path: Path, capsys, kind: str) -> None:
+    path = tmp_path / ("train.safetensors" if kind == "store" else "train.lmdb")
+    if kind == "store":
+        write_store(path, of_energies(ENERGIES))
+    else:
+        content = {str(i): old_record(i, y_relaxed=e) for i, e in enumerate(ENERGIES)}
+        write_lmdb(path, content)
+    assert main(["train", f"--data.root={tmp_path}", "--data.val_split=train"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{path}: sid 1002: {REASONS[1002]}" in line and "--data.skip_bad" in line
+    assert "(2 such of 6)" in line
+
+    data = IS2REData(tmp_path, val_split="train", batch_size=2, skip_bad=True)
+    data.setup()
+    train = data.datasets["train"]
+    sids = [1000, 1001, 1004, 1005]
+    assert [item.sid for item in train] == sids
+    assert train.y_relaxed.tolist() == [-1.0, -2.0, 0.5, 1.5]
+    assert train.natoms.tolist() == [7] * 4
+    assert train.where(2) == f"{path}: " + ("sid 1004" if kind == "store" else "key '4'")
+    assert [name for name, _ in train.bad] == [f"{path}: sid {sid}" for sid in REASONS]
+    for (_, found), reason in zip(train.bad, REASONS.values(), strict=True):
+        assert found.startswith(reason)
+    assert "train 4 systems (28 atoms, 2 bad left out)" in data.describe()
+    assert data.normalizer() == pytest.approx((-0.25, np.std([-1.0, -2.0, 0.5, 1.5])))
+    assert sorted(sid for batch in data.val_dataloader() for sid in batch.sid.tolist()) == sids
+    assert data.fingerprints()["train"]["systems"] == 4
+
+
+def test_a_split_without_labels_is_no_training_set(tmp_path: Path) -> None:
+    write_store(tmp_path / "train.safetensors", of_energies([None, None]))
+    data = IS2REData(tmp_path, val_split="train", skip_bad=True)
+    with pytest.raises(ValueError, match=r"got 0 \(2 left out as bad: y_relaxed must be a finite"):
+        data.setup()
+
+
+def test_inspect_counts_and_names_bad_labels(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "a.safetensors"
+    write_store(path, of_energies(ENERGIES))
+    assert main(["data", "inspect", str(path), "--json"]) == 0
+    text = "\n".join(json.loads(capsys.readouterr().out)["warnings"])
+    assert f"absurd labels: 1 of 6 systems, for instance sid 1002: {REASONS[1002]}" in text
+    assert "no labels: 1 of 6 systems have no y_relaxed, for instance sid 1003" in text
+
+
+def test_convert_names_bad_labels_or_leaves_them_out(tmp_path: Path, capsys) -> None:
+    path, out = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    write_store(path, of_energies(ENERGIES))
+    assert main(["data", "convert", str(path), str(out)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{path}: sid 1002: {REASONS[1002]}" in line and not out.exists()
+    assert main(["data", "convert", str(path), str(out), "--skip-bad"]) == 0
+    error = capsys.readouterr().err
+    assert "left out 2 structures that are not valid" in error
+    assert all(f"{path}: sid {sid}: {reason}" in error for sid, reason in REASONS.items())
+    kept = open_dataset(out)
+    assert [item.sid for item in kept] == [1000, 1001, 1004, 1005]
+    assert all(item.natoms == 7 for item in kept) and kept.verify()
+
+
+@pytest.mark.parametrize("energies", [[None, None], [-40.0, -38.0, 2.0], [-1.0, None]])
+def test_convert_keeps_test_splits_totals_and_without_being_asked_the_rest(
+    tmp_path: Path, energies: list[float | None]
+) -> None:
+    path, out = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    write_store(path, of_energies(energies))
+    words = [] if energies == [-1.0, None] else ["--skip-bad"]
+    assert main(["data", "convert", str(path), str(out), *words]) == 0
+    assert len(open_dataset(out)) == len(energies)
+
+
+REFERENCES = {1: -13.6, 6: -1030.25, 8: -2041.5, 29: -45000.125, 78: -91000.75}
+
+
+def of_elements(
+    numbers: list[list[int]], references: dict[int, float] = REFERENCES, noise: float = 0.0
+) -> list[object]:
+    """Structures in a row of atoms, with the sum of references and some noise as their energy."""
+    draw = np.random.default_rng(0)
+    return [
+        make_record(
+            pos=np.arange(3.0 * len(own)).reshape(-1, 3),
+            atomic_numbers=own,
+            sid=i,
+            y_relaxed=sum(references[z] for z in own) + noise * draw.standard_normal(),
+        )
+        for i, own in enumerate(numbers)
+    ]
+
+
+def stored(path: Path, records: list[object]) -> Structures:
+    write_store(path, records)
+    return open_dataset(path)
+
+
+def drawn(count: int) -> list[list[int]]:
+    draw = np.random.default_rng(1)
+    return [draw.choice([*REFERENCES], int(draw.integers(3, 12))).tolist() for _ in range(count)]
+
+
+def test_references_are_recovered_exactly(tmp_path: Path, monkeypatch) -> None:
+    """From totals of up to 1e6 eV; in one block or in many."""
+    dataset = stored(tmp_path / "a.safetensors", of_elements(drawn(60)))
+    found = fit_element_energies(dataset)
+    for number, energy in REFERENCES.items():
+        assert found.energies[number] == pytest.approx(energy, rel=1e-12, abs=1e-9)
+    assert np.flatnonzero(found.present).tolist() == [*REFERENCES] and found.undetermined == 0
+    assert np.count_nonzero(found.energies) == 5
+    assert abs(found.mean) < 1e-8 and found.std < 1e-8
+    monkeypatch.setattr("molflt.data.structures.element_energies._BLOCK", 7)
+    again = fit_element_energies(dataset)
+    np.testing.assert_allclose(again.energies, found.energies, rtol=1e-12, atol=1e-9)
+
+
+def test_what_references_leave_is_measured(tmp_path: Path) -> None:
+    """Mean and deviation of the residuals as numpy has them, on energies with noise of 0.3 eV."""
+    records = of_elements(drawn(200), noise=0.3)
+    dataset = stored(tmp_path / "a.safetensors", records)
+    found = fit_element_energies(dataset)
+    left = dataset.y_relaxed - dataset.compositions(np.arange(200)) @ found.energies
+    assert found.mean == pytest.approx(left.mean(), abs=1e-8)
+    assert found.std == pytest.approx(left.std(), rel=1e-7)
+    assert 0.25 < found.std < 0.35
+
+
+def test_compositions_that_determine_nothing_have_small_references(tmp_path: Path) -> None:
+    """CO alone says nothing of C and O: energies of CO are exact all the same, and it is said."""
+    write_store(tmp_path / "train.safetensors", of_elements([[6, 8], [6, 6, 8, 8], [1]] * 3))
+    write_store(tmp_path / "val_id.safetensors", of_elements([[6, 8, 29]]))
+    data = IS2REData(tmp_path)
+    with pytest.warns(UserWarning) as said:
+        found = data.element_energies()
+    texts = [str(each.message) for each in said]
+    assert "compositions leave 1 of 3 element energies undetermined" in texts[0]
+    assert "val_id.safetensors: no reference energy of Cu, which the training" in texts[1]
+    pair = REFERENCES[6] + REFERENCES[8]
+    assert found.energies[6] == pytest.approx(pair / 2)  # the smallest norm
+    assert found.energies[6] + found.energies[8] == pytest.approx(pair, rel=1e-12)
+    assert found.energies[1] == pytest.approx(REFERENCES[1])
+
+
+def test_compositions_of_every_source_agree(tmp_path: Path) -> None:
+    """A store counts its columns, others their structures, a store with bad labels what is left."""
+    records = of_elements(drawn(9), dict.fromkeys(REFERENCES, -0.01))
+    store = stored(tmp_path / "train.safetensors", records)
+    indices = np.array([3, 0, 8])
+    expected = [[(item.atomic_numbers == z).sum() for z in range(119)] for item in store]
+    np.testing.assert_array_equal(store.compositions(indices), np.array(expected)[indices])
+    np.testing.assert_array_equal(
+        Structures.compositions(store, indices), store.compositions(indices)
+    )
+    records[1].y_relaxed[0] = 300.0
+    write_store(tmp_path / "train.safetensors", records)
+    data = IS2REData(tmp_path, val_split="train", skip_bad=True)
+    data.setup()
+    rest = data.datasets["train"].compositions(np.arange(8))
+    np.testing.assert_array_equal(rest, np.delete(np.array(expected), 1, axis=0))
+
+
+def test_sound_data_are_fitted_without_a_word(tmp_path: Path) -> None:
+    write_store(tmp_path / "train.safetensors", of_elements(drawn(20)))
+    data = IS2REData(tmp_path, val_split="train")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        data.element_energies()

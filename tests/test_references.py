@@ -1,0 +1,194 @@
+"""Training on total energies: references per element, and what is said of such energies."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from ase import Atoms
+from ase.io import write
+from safetensors.torch import load_file, save_file
+from tiny_run import arguments, error_of, last_state, logged, start, structures, table
+from torch_geometric.data import Batch
+
+from molflt.commands.cli import main
+from molflt.data.structures.store import StructureStore, write_store
+from molflt.graph import EnergyRegressor
+from molflt.training.checkpoint import load_run, write_checkpoint
+
+ENERGIES = {1: -13.6, 8: -2041.5, 29: -45000.125, 78: -91000.75}  # eV, with all electrons
+WORDS = ["--trainer.max_steps=40", "--trainer.val_every=20", "--task.lr=1e-2"]
+
+
+def totals(count: int, seed: int = 0, first_sid: int = 0):
+    for record in structures(count, seed, first_sid):
+        record.y_relaxed += sum(ENERGIES[int(z)] for z in record.atomic_numbers)
+        yield record
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("data")
+    write_store(root / "train.safetensors", totals(48))
+    write_store(root / "val_id.safetensors", totals(16, seed=1, first_sid=1000))
+    return root
+
+
+@pytest.fixture(scope="module")
+def run(data, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    words = [*WORDS, "--task.references=fit", "--trainer.ema_decay=0.5"]
+    assert main(["train", *arguments(data, folder, *words)]) == 0
+    return folder
+
+
+def test_references_make_totals_learnable(data, run, tmp_path) -> None:
+    """Errors are those of the given energies: below 1 eV of 4e5 with references, else thousands."""
+    start(data, tmp_path / "run", *WORDS, "--task.references=none")
+    without, fitted = (logged(folder, "val_mae_eV")[-1] for folder in (tmp_path / "run", run))
+    assert fitted < 1.0 < 1000.0 < without
+
+
+def test_the_run_keeps_its_references(data, run) -> None:
+    kept = json.loads((run / "references.json").read_text())
+    assert kept.keys() == {"H", "O", "Cu", "Pt"}
+    for name in ("best", "last"):
+        model, config = load_run(run, name)
+        assert config["task"]["references"] == "fit"
+        own = model.element_energies
+        assert own.dtype == torch.float64 and torch.count_nonzero(own) == 4
+        assert [float(own[z]) for z in (1, 8, 29, 78)] == list(kept.values())
+    for number, energy in ENERGIES.items():
+        assert float(own[number]) == pytest.approx(energy, abs=1.0)
+    store = StructureStore(data / "train.safetensors")
+    left = store.y_relaxed - store.compositions(np.arange(48)) @ own.numpy()
+    assert float(model.energy_mean) == pytest.approx(left.mean(), abs=1e-7)
+    assert float(model.energy_std) == pytest.approx(left.std(), rel=1e-7)
+
+
+def test_predict_and_evaluate_give_total_energies(data, run, tmp_path, capsys) -> None:
+    out = tmp_path / "out.csv"
+    assert main(["predict", str(run), str(data / "val_id.safetensors"), "--out", str(out)]) == 0
+    assert capsys.readouterr().err == ""
+    labels = StructureStore(data / "val_id.safetensors").y_relaxed
+    errors = [float(row["energy_eV"]) for row in table(out)] - labels
+    best = min(logged(run, "val_mae_eV"))
+    assert np.abs(errors).mean() == pytest.approx(best, rel=1e-4)
+    assert main(["evaluate", str(run), "--splits", "val_id", "--out", str(tmp_path / "e")]) == 0
+    rows = table(tmp_path / "e" / "predictions.csv")
+    mae = np.mean([abs(float(row["error_eV"])) for row in rows])
+    assert mae == pytest.approx(best, rel=1e-4)
+
+
+def test_an_element_without_reference_is_named(run, tmp_path, capsys) -> None:
+    atoms = Atoms("Cu3N", positions=np.eye(4, 3) * 2.5, cell=[8, 8, 20], pbc=True)
+    atoms.set_tags([1, 1, 1, 2])
+    write(tmp_path / "in.extxyz", atoms)
+    words = ["predict", str(run), str(tmp_path / "in.extxyz"), "--out", str(tmp_path / "o.csv")]
+    assert main(words) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and "in.extxyz: N did not occur in training" in lines[0]
+    assert "in.extxyz: no reference energy of N, which the training split" in lines[1]
+
+
+def test_references_are_exact_and_constants() -> None:
+    """What atoms add is summed in float64, and leaves outputs and gradients as they were."""
+    torch.manual_seed(0)
+    net = EnergyRegressor(dim=16, heads=2, layers=1, ffn_dim=16).eval()
+    batch = Batch.from_data_list(list(structures(3)))
+
+    def forces() -> tuple[torch.Tensor, torch.Tensor]:
+        batch.pos.requires_grad_()
+        energy = net(batch)["energy"]
+        return energy.detach(), torch.autograd.grad(energy.sum(), batch.pos)[0]
+
+    before, gradient = forces()
+    references = torch.zeros(119, dtype=torch.float64)
+    for number, energy in ENERGIES.items():
+        references[number] = energy
+    net.element_energies.copy_(references)
+    after, same = forces()
+    assert torch.equal(gradient, same) and gradient.abs().sum() > 0
+    added = torch.zeros(3, dtype=torch.float64)
+    added.index_add_(0, batch.batch, references[batch.atomic_numbers])
+    assert added.abs().min() > 1e5
+    torch.testing.assert_close(after - added, before, rtol=0.0, atol=1e-9)
+
+
+def test_weights_and_checkpoints_from_before_still_load(data, run, tmp_path) -> None:
+    """Those without references: by name, on resuming, and with averaged weights."""
+    folder = tmp_path / "run"
+    words = [*WORDS, "--task.references=none", "--trainer.ema_decay=0.5"]
+    start(data, folder, *words)
+    new, _ = load_run(folder, "last")
+    path = folder / "checkpoints" / "last.safetensors"
+    weights = load_file(path)
+    assert not weights.pop("element_energies").any()
+    old = tmp_path / "old.safetensors"
+    save_file(weights, old)
+    loaded, _ = load_run(folder, str(old))
+    for name, tensor in new.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor)
+
+    checkpoint = last_state(folder)
+    removed = without(checkpoint, "element_energies")
+    assert removed > 1  # of averaged weights and of those that are trained
+    del checkpoint["molflt"]["config"]["task"]["references"]
+    again = shutil.copytree(folder, tmp_path / "again")
+    write_checkpoint(again / "checkpoints" / "last.ckpt", checkpoint)
+    config = yaml.safe_load((again / "config.yaml").read_text())
+    del config["task"]["references"]
+    (again / "config.yaml").write_text(yaml.safe_dump(config))
+    for resumed in (folder, again):
+        assert main(["train", "--resume", str(resumed), "--trainer.max_steps=44"]) == 0
+    ends = [load_run(resumed, "last")[0].state_dict() for resumed in (folder, again)]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def without(value: object, name: str) -> int:
+    """Removes every key that ends in a name from nested dictionaries; how many there were."""
+    if not isinstance(value, dict):
+        return 0
+    gone = [key for key in value if isinstance(key, str) and key.endswith(name)]
+    for key in gone:
+        del value[key]
+    return len(gone) + sum(without(part, name) for part in value.values())
+
+
+def test_a_resumed_run_keeps_its_references(run, tmp_path, capsys) -> None:
+    folder = shutil.copytree(run, tmp_path / "run")
+    before, kept = load_run(run, "last")[0], (folder / "references.json").read_bytes()
+    line = error_of(capsys, "train", "--resume", str(folder), "--task.references=none")
+    assert "task.references is 'fit'; got 'none' for --resume" in line
+    assert main(["train", "--resume", str(folder), "--trainer.max_steps=42"]) == 0
+    after, _ = load_run(folder, "last")
+    assert torch.equal(before.element_energies, after.element_energies)
+    assert (folder / "references.json").read_bytes() == kept
+
+
+def test_references_cannot_be_added_to_a_run_from_before(data, run, tmp_path, capsys) -> None:
+    """An option that its checkpoint does not know was at its default."""
+    folder = shutil.copytree(run, tmp_path / "run")
+    checkpoint = last_state(folder)
+    del checkpoint["molflt"]["config"]["task"]["references"]
+    write_checkpoint(folder / "checkpoints" / "last.ckpt", checkpoint)
+    line = error_of(capsys, "train", "--resume", str(folder))
+    assert "task.references is None; got 'fit' for --resume" in line
+
+
+def test_totals_are_refused_unless_it_is_said_what_to_do(data, tmp_path, capsys) -> None:
+    line = error_of(capsys, "train", *arguments(data, tmp_path / "run"))
+    assert f"{data / 'train.safetensors'}: y_relaxed look like total energies" in line
+    assert "--task.references fit" in line and "--task.references none" in line
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_references_and_a_mean_exclude_each_other(data, tmp_path, capsys) -> None:
+    words = ["--task.references=fit", "--task.energy_mean=-3"]
+    line = error_of(capsys, "train", *arguments(data, tmp_path / "run", *words))
+    assert "task.references=fit leaves no mean to subtract; got task.energy_mean=-3.0" in line
