@@ -6,8 +6,10 @@ import json
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from scipy.stats import norm
 
+from molflt import plots
 from molflt.evaluation.calibration import LEVEL, Calibration, conformal_factor, is_set_aside
 
 NEW = 5000
@@ -124,3 +126,25 @@ def test_damaged_calibrations_get_one_line(tmp_path, change, message) -> None:
         Calibration.read(path)
     assert message in str(caught.value) and str(path) in str(caught.value)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_the_picture(tmp_path, monkeypatch) -> None:
+    kept = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda f, *a, **k: kept.append(f) or save(f, *a, **k))
+    error, spread = drawn("normal", 100, 0)
+    levels = np.array([0.2, 0.5, 0.9])
+    panels = {"val_id": (levels, levels / 2), "val_ood_ads": (levels, levels)}
+    errors = {"val_id": (spread, np.abs(error)), "val_ood_ads": (spread[:9], np.abs(error[:9]))}
+    plots.calibration(panels, errors, LEVEL, tmp_path / "u.png")
+    assert (tmp_path / "u.png").stat().st_size > 10_000
+    left, right = kept[0].axes
+    lines = {line.get_label(): line for line in left.lines}
+    np.testing.assert_allclose(lines["val_id (n = 100)"].get_ydata(), [10, 25, 45])
+    bins = {line.get_label(): line.get_xydata() for line in right.lines}
+    assert len(bins["val_id"]) == 4 and len(bins["val_ood_ads"]) == 1  # 25 systems in each
+    lowest = np.argsort(spread)[:25]
+    expected = [spread[lowest].mean(), np.quantile(np.abs(error)[lowest], LEVEL)]
+    np.testing.assert_allclose(bins["val_id"][0], expected)
+    with pytest.raises(ValueError, match="at least one split with labels; got none"):
+        plots.calibration({}, {}, LEVEL, tmp_path / "u.png")

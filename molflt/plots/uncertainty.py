@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.plots.figure import GREY, SERIES, picture
+from molflt.plots.figure import GREY, SERIES, _plain_numbers, picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,6 +45,8 @@ def calibration(
     colors = dict(zip(errors, SERIES * len(errors), strict=False))
     with picture(png, figsize=(10.5, 4.6)) as figure:
         left, right = figure.subplots(1, 2)
+        left.set_title("how much the intervals hold", fontsize="medium")
+        right.set_title("errors against their uncertainty", fontsize="medium")
         left.plot([0, 100], [0, 100], color=GREY, linewidth=1)
         left.axvline(100 * level, color="black", linestyle="--", linewidth=1)
         left.text(100 * level, 2, f" {100 * level:.0f} %", fontsize="small")
@@ -77,6 +79,8 @@ def _binned(
     low, high = (0.8 * values.min(), 1.25 * values.max()) if len(values) else (0.01, 1.0)
     axes.plot([low, high], [low, high], color=GREY, linewidth=1)
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), aspect="equal")
+    for axis in (axes.xaxis, axes.yaxis):
+        _plain_numbers(axis, wide=high / low >= 60)
     axes.set_xlabel("mean uncertainty of a bin / eV")
     axes.set_ylabel(f"{100 * level:.0f} % of its |errors| are below / eV")
     axes.grid(alpha=0.3, which="both")
