@@ -109,6 +109,16 @@ def test_calibrated_on_the_half_that_is_not_reported(evaluated, runs, data) -> N
     aside = is_set_aside(np.array([int(row["sid"]) for row in part]))
     held = np.array([abs(float(r["error_eV"])) <= float(r["uncertainty_eV"]) for r in part])
     assert held[aside].sum() == np.ceil((aside.sum() + 1) * 0.68)
+    columns = [[float(row[name]) for row in part] for name in ("error_eV", "spread_eV")]
+    error, spread = np.abs(columns[0]), np.array(columns[1])
+    crossed = [
+        error[~half]
+        <= Calibration.fit(error[half], spread[half], "s", ()).uncertainty(spread[~half])
+        for half in (aside, ~aside)
+    ]
+    found = evaluated[1]["val_id"]["coverage_crossed_percent"]
+    assert found == pytest.approx(100 * np.concatenate(crossed).mean())
+    assert evaluated[1]["val_ood_ads"]["coverage_crossed_percent"] is None
 
 
 def test_command_line_and_table(runs, tmp_path, capsys) -> None:

@@ -19,15 +19,16 @@ from numpy.typing import NDArray
 
 from molflt.files import shown, write_atomically
 
-__all__ = ["AGAIN", "LEVEL", "Calibration", "conformal_factor", "is_set_aside"]
+__all__ = ["AGAIN", "LEAST", "LEVEL", "Calibration", "conformal_factor", "is_set_aside"]
 
 LEVEL = 0.68
 """Share of errors that an uncertainty is to hold, about that within one standard deviation."""
+LEAST = 20
+"""Systems that calibrate; fewer leave the coverage uncertain by more than 10 %."""
 AGAIN = "evaluate these runs with molflt evaluate RUN --also RUN2 ..."
 """What to do about a calibration that cannot be used."""
 
 _SEED = 0  # of the half that calibrates
-_LEAST = 20  # systems; fewer leave the coverage uncertain by more than 10 %
 _FLOORS = np.logspace(-2, 2, 33)  # in root mean squares of the spread: from none to it alone
 _MOST_BYTES, _MOST = 100_000, 1e15
 
@@ -69,9 +70,9 @@ class Calibration:
         Raises:
             ValueError: if there are fewer than 20 systems, or the members agree in all of them.
         """
-        if len(error) < _LEAST:
+        if len(error) < LEAST:
             raise ValueError(
-                f"{split}: expected at least {_LEAST} systems with labels to calibrate the "
+                f"{split}: expected at least {LEAST} systems with labels to calibrate the "
                 f"uncertainty, half of the split; got {len(error)}; name a larger one with "
                 "--calibration_split"
             )

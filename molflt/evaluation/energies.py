@@ -73,7 +73,9 @@ def evaluate(
         errors are None and n is the number of systems. Of an ensemble also member_mae_eV (the MAE
         of its members, averaged), the means spread_eV and uncertainty_eV, coverage_percent (of
         coverage_n errors that the uncertainty holds; it is made for 68), coverage_se_percent (the
-        binomial standard error of that) and rank_correlation (of spread and |error|).
+        binomial standard error of that), coverage_crossed_percent (of all systems of the split that
+        calibrates, each half calibrating for the other) and rank_correlation (of spread and
+        |error|).
 
     Raises:
         FileNotFoundError: if a split is missing.

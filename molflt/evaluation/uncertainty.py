@@ -11,7 +11,14 @@ from numpy.typing import NDArray
 from torch import nn
 
 from molflt import plots
-from molflt.evaluation.calibration import AGAIN, LEVEL, Calibration, conformal_factor, is_set_aside
+from molflt.evaluation.calibration import (
+    AGAIN,
+    LEAST,
+    LEVEL,
+    Calibration,
+    conformal_factor,
+    is_set_aside,
+)
 from molflt.evaluation.ensemble import EnsembleRegressor
 from molflt.evaluation.predictions import Predictions
 from molflt.evaluation.report import _align, _warn
@@ -26,6 +33,7 @@ _LEVELS = np.arange(5, 100, 5) / 100  # of the picture
 _SHOWN = (  # metric, title of its column, digits
     ("coverage_percent", "coverage / %", 1),
     ("coverage_se_percent", "standard error / %", 1),
+    ("coverage_crossed_percent", "halves crossed / %", 1),
     ("uncertainty_eV", "uncertainty / eV", 4),
     ("spread_eV", "spread / eV", 4),
     ("rank_correlation", "rank correlation", 2),
@@ -103,6 +111,9 @@ def _assess(
         rest = part.labeled & ~aside if name == split else part.labeled
         judged[name] = _Judged(np.abs(part.energy - part.target)[rest], part.spread[rest])
     rows = {name: _row(part, judged[name], calibration) for name, part in found.items()}
+    rows[split]["coverage_crossed_percent"] = _crossed(
+        calibration, _Judged(error[aside], spread[aside]), judged[split]
+    )
     files = [out / CALIBRATION]
     calibration.save(files[0])
     known = {name: one for name, one in judged.items() if len(one.error)}
@@ -133,6 +144,20 @@ def _row(
         row["coverage_n"] = n
         row["rank_correlation"] = _rank_correlation(judged)
     return row
+
+
+def _crossed(calibration: Calibration, aside: _Judged, rest: _Judged) -> float | None:
+    """Coverage, %, where each half calibrates for the other; None if the other is too small.
+
+    The halves' chances cancel: where one has the larger errors, it holds too much of the other one,
+    and the other too little of it.
+    """
+    if len(rest.error) < LEAST:
+        return None
+    other = Calibration.fit(rest.error, rest.spread, calibration.split, calibration.members)
+    held = [rest.error <= calibration.uncertainty(rest.spread)]
+    held.append(aside.error <= other.uncertainty(aside.spread))
+    return 100 * float(np.concatenate(held).mean())
 
 
 def _rank_correlation(judged: _Judged) -> float | None:
