@@ -24,6 +24,7 @@ def evaluate(
     checkpoint: str = "best",
     out: Path | None = None,
     device: str = "auto",
+    also: list[Path] | None = None,
     **options: object,
 ) -> dict[str, dict[str, float | None]]:
     """Evaluates a run on splits of its data: a table, results.json, and pictures.
@@ -35,8 +36,10 @@ def evaluate(
     Args:
         run: folder of a training run; its recipe decides which of the other options there are.
         checkpoint: best, last, or a safetensors file.
-        out: folder to write; by default the run's.
+        out: folder to write; by default the run's, or the folder ensemble in it with `also`.
         device: auto, cpu, cuda or cuda:N.
+        also: further runs of energies, which together with `run` are evaluated as one model, an
+            ensemble: their mean, and their spread calibrated as its uncertainty.
         options: of the recipe's evaluation, such as `molflt.evaluation.energies.evaluate`.
 
     Returns:
@@ -47,10 +50,17 @@ def evaluate(
         ValueError: if the data cannot be used.
     """
     run = Path(run)
+    if also is None:
+        model, config = load_run(run, checkpoint, device)
+    else:
+        from molflt.evaluation.ensemble import ENSEMBLE, load_ensemble
+
+        model, config = load_ensemble([run, *also], checkpoint, device)
+        out = run / ENSEMBLE if out is None else out
     out = run if out is None else Path(out)
-    model, config = load_run(run, checkpoint, device)
     report: Report = Recipe.of(config).load("evaluate")(run, model, config, out, **options)
-    print(f"{run}, checkpoint {checkpoint}{report.text}")
+    runs = " + ".join(map(str, [run, *(also or [])]))
+    print(f"{runs}, checkpoint {checkpoint}{report.text}")
     known = {  # JSON has no number for the perplexity of a diverged model
         split: {name: None if value == math.inf else value for name, value in row.items()}
         for split, row in report.results.items()

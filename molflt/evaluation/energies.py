@@ -20,6 +20,7 @@ from molflt.evaluation.predictions import Predictions, infer, open_structures
 from molflt.evaluation.published import _compare, _read_published
 from molflt.evaluation.report import Report, _align, _warn, write_csv
 from molflt.evaluation.submission import _submission_names, _write_submission
+from molflt.evaluation.uncertainty import _assess, _check_asked
 from molflt.files import write_atomically
 from molflt.plots import GroupError
 from molflt.tasks.is2re import IS2RETask
@@ -41,15 +42,17 @@ def evaluate(
     submission: Path | None = None,
     published: Path | None = None,
     skip_bad: bool = False,
+    calibration_split: str | None = None,
 ) -> Report:
     """Evaluates an energy regressor.
 
     Writes predictions.npz, predictions.csv, errors_by_group.csv, parity.png, errors.png and, if the
-    model has a relative encoding, encoding.png.
+    model has a relative encoding, encoding.png; of an ensemble uncertainty.json and
+    uncertainty.png, and with spread_eV and uncertainty_eV in predictions.csv.
 
     Args:
         run: folder of the training run.
-        model: `molflt.graph.EnergyRegressor`, in evaluation mode.
+        model: `molflt.graph.EnergyRegressor` or an ensemble of such, in evaluation mode.
         config: the run's.
         out: folder to write.
         splits: names of splits, by default OC20's four for validation; those without labels are
@@ -61,31 +64,46 @@ def evaluate(
             array of energies per model, a column per training): compared system by system in
             published.csv, published_errors.csv (by split, family and metal) and published.png.
         skip_bad: leave out structures that cannot be used, and list them.
+        calibration_split: of an ensemble: half of this split, drawn by a hash of the sid, is what
+            the uncertainty is calibrated on, and does not count in its coverage; by default of the
+            first one with labels.
 
     Returns:
         Per split: mae_eV, ewt_percent, baseline_mae_eV (always predicting the median of the
         training energies) and n, the number of systems with a label; where no system has one, the
-        errors are None and n is the number of systems.
+        errors are None and n is the number of systems. Of an ensemble also member_mae_eV (the MAE
+        of its members, averaged), the means spread_eV and uncertainty_eV, coverage_percent (of
+        coverage_n errors that the uncertainty holds; it is made for 68), coverage_se_percent (the
+        binomial standard error of that), coverage_crossed_percent (of all systems of the split that
+        calibrates, each half calibrating for the other) and rank_correlation (of spread and
+        |error|).
 
     Raises:
         FileNotFoundError: if a split is missing.
         ValueError: if a split is empty, a structure cannot be used, a prediction is not finite,
-            these splits make no submission, or the published
-            predictions do not fit.
+            these splits make no submission, the published predictions do not fit, or the
+            uncertainty cannot be calibrated.
     """
     splits = list(dict.fromkeys(splits or VAL_SPLITS))
+    _check_asked(model, calibration_split, splits)
     names = {} if submission is None else _submission_names(submission, splits)
     root = _data_root(run, config) if data is None else Path(data)
     others = None if published is None else _read_published(published, root)
     datasets = {split: open_structures(split_path(root, split), skip_bad) for split in splits}
     median, baseline = _training_median(config, root, skip_bad)
     found = {split: infer(model, datasets[split], batch_size, split) for split in splits}
+    uncertainty = _assess(model, found, out, calibration_split)
     _say_what_labels_lack(found)
-    results = {split: _metrics(part, median) for split, part in found.items()}
+    results = {
+        split: {**_metrics(part, median), **uncertainty.rows.get(split, {})}
+        for split, part in found.items()
+    }
     groups = _errors_by_group(found)
     tables = [f" on {root}", f"{_results_table(results)}\n{baseline}"]
+    tables += [uncertainty.text] if uncertainty.text else []
     tables += [_group_tables(groups["all"])] if groups else []
-    files = [*_write(out, found, groups), *_draw(out, found, groups, model)]
+    files = [*_write(out, found, groups, uncertainty.columns), *uncertainty.files]
+    files += _draw(out, found, groups, model)
     if others is None:
         tables.append(_published_table(results, _is_oc20(datasets)))
     else:
@@ -216,8 +234,9 @@ def _write(
     out: Path,
     found: Mapping[str, Predictions],
     groups: Mapping[str, Mapping[str, Sequence[GroupError]]],
+    more: Mapping[str, Mapping[str, NDArray[np.float64]]],
 ) -> list[Path]:
-    """Writes predictions.npz, predictions.csv and errors_by_group.csv."""
+    """Writes predictions.npz, predictions.csv (with `more` columns) and errors_by_group.csv."""
     arrays: dict[str, NDArray[np.str_] | NDArray[np.float64]] = {}
     rows: list[dict[str, object]] = []
     for split, part in found.items():
@@ -232,8 +251,11 @@ def _write(
                 "energy_eV": float(energy),
                 "target_eV": float(target) if known else None,
                 "error_eV": float(energy - target) if known else None,
+                **{name: float(values[i]) for name, values in more.get(split, {}).items()},
             }
-            for sid, adsorbate, natoms, energy, target, known in zip(*columns, strict=True)
+            for i, (sid, adsorbate, natoms, energy, target, known) in enumerate(
+                zip(*columns, strict=True)
+            )
         ]
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]

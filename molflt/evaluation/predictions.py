@@ -16,6 +16,7 @@ from tqdm import tqdm
 from molflt.atoms import Tag
 from molflt.data.batches import SizeBucketedBatchSampler
 from molflt.data.structures import Structures, open_dataset
+from molflt.evaluation.ensemble import EnsembleRegressor
 from molflt.evaluation.report import _warn
 from molflt.memory import within_memory
 from molflt.tasks.memory import expect_memory
@@ -39,6 +40,8 @@ class Predictions:
         target: labels y_relaxed, (systems,), eV; NaN where there is none.
         formula: Hill formula of each system.
         adsorbate: Hill formula of its atoms with tag 2, or "unknown".
+        members: what each member of an ensemble predicts, (systems, members), eV, whose mean is
+            `energy`; None for one model.
     """
 
     sid: NDArray[np.int64]
@@ -47,6 +50,17 @@ class Predictions:
     target: NDArray[np.float64]
     formula: list[str]
     adsorbate: list[str]
+    members: NDArray[np.float64] | None = None
+
+    @property
+    def by_training(self) -> NDArray[np.float64]:
+        """Energies of each training, (systems, trainings), eV."""
+        return self.energy[:, None] if self.members is None else self.members
+
+    @property
+    def spread(self) -> NDArray[np.float64]:
+        """Standard deviation over the members of an ensemble, (systems,), eV."""
+        return self.by_training.std(axis=1, ddof=1)
 
     @property
     def ids(self) -> NDArray[np.str_]:
@@ -95,7 +109,7 @@ def infer(model: nn.Module, dataset: Structures, batch_size: int, name: str) -> 
     Warns of elements that did not occur in training, and of structures without tags.
 
     Args:
-        model: `molflt.graph.regressor.EnergyRegressor`, in evaluation mode.
+        model: `molflt.graph.regressor.EnergyRegressor`, or an ensemble of such, in evaluation mode.
         dataset: as :func:`molflt.data.structures.open_dataset` returns it.
         batch_size: structures in a batch.
         name: what the progress bar says.
@@ -109,7 +123,8 @@ def infer(model: nn.Module, dataset: Structures, batch_size: int, name: str) -> 
     device = next(iter(model.state_dict().values()), torch.empty(0)).device
     count = len(dataset)
     sid, natoms = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
-    energy, target = np.empty(count), np.empty(count)
+    several = len(model.members) if isinstance(model, EnsembleRegressor) else None
+    target, members = np.empty(count), np.empty((count, several or 1))
     formula, adsorbate = [""] * count, [""] * count
     untagged = 0
     present: set[int] = set()
@@ -121,7 +136,7 @@ def infer(model: nn.Module, dataset: Structures, batch_size: int, name: str) -> 
         for indices in SizeBucketedBatchSampler(dataset.natoms, batch_size):
             records = [dataset[i] for i in indices]
             batch = Batch.from_data_list(records).to(device)
-            energy[indices] = _energies(model, batch, dataset.path)
+            members[indices] = _energies(model, batch, dataset.path)
             present.update(batch.atomic_numbers.unique().tolist())
             for i, record in zip(indices, records, strict=True):
                 sid[i], natoms[i], target[i] = record.sid, record.natoms, float(record.y_relaxed)
@@ -138,7 +153,9 @@ def infer(model: nn.Module, dataset: Structures, batch_size: int, name: str) -> 
             "energies sum over all atoms instead of surface and adsorbate; set tags (0 subsurface, "
             "1 surface, 2 adsorbate)"
         )
-    return Predictions(sid, natoms, energy, target, formula, adsorbate)
+    energy = members.mean(axis=1)
+    shown = members if several else None
+    return Predictions(sid, natoms, energy, target, formula, adsorbate, shown)
 
 
 def _warn_of_elements(model: nn.Module, present: set[int], name: str) -> None:
@@ -165,12 +182,14 @@ def _warn_of_elements(model: nn.Module, present: set[int], name: str) -> None:
 
 
 def _energies(model: nn.Module, batch: Batch, path: Path) -> NDArray[np.float64]:
+    """Of each member, (graphs, members), eV; one column for one model."""
     with within_memory(lambda: _largest(batch, path), "lower --batch-size"):
         try:
             expect_memory(model, batch)
-            energy: NDArray[np.float64] = model(batch)["energy"].double().cpu().numpy()
+            out = model(batch)
         except ValueError as error:
             raise ValueError(f"{_largest(batch, path)}: {error}") from None
+    energy: NDArray[np.float64] = out["energy"].double().cpu().numpy()
     if energy.shape != (batch.num_graphs,):
         raise ValueError(
             f"the model must return one energy per structure, ({batch.num_graphs},); got "
@@ -182,7 +201,10 @@ def _energies(model: nn.Module, batch: Batch, path: Path) -> NDArray[np.float64]
             f"{path}: sid {int(batch.sid[bad[0]])}: the predicted energy is {energy[bad[0]]} eV; "
             "expected a finite number; look at this structure, or use another checkpoint"
         )
-    return energy
+    if "energy_by_member" not in out:
+        return energy[:, None]
+    by_member: NDArray[np.float64] = out["energy_by_member"].cpu().numpy()
+    return by_member
 
 
 def _largest(batch: Batch, path: Path) -> str:

@@ -44,7 +44,8 @@ class _Member(NamedTuple):
     split: str
     system: System
     target: float
-    energy: float
+    energies: _Array
+    """(trainings,), eV"""
     row: int
 
 
@@ -107,7 +108,7 @@ def _compare(
             "them with a label; do the names in systems.csv and in the file agree?"
         )
     target = np.array([member.target for member in members])
-    energies = {_OURS: np.array([[member.energy] for member in members])}
+    energies = {_OURS: np.array([member.energies for member in members])}
     places = [member.row for member in members]
     energies |= {name: array[places] for name, array in published.models.items()}
     errors = {name: array - target[:, None] for name, array in energies.items()}
@@ -135,11 +136,11 @@ def _compare(
 def _members(published: _Published, found: Mapping[str, Predictions]) -> Iterator[_Member]:
     finite = np.all([np.isfinite(array).all(1) for array in published.models.values()], axis=0)
     for split, part in found.items():
-        for sid, energy, target in zip(part.sid, part.energy, part.target, strict=True):
+        for sid, ours, target in zip(part.sid, part.by_training, part.target, strict=True):
             system = published.systems.get(int(sid))
             row = None if system is None else published.rows.get(system.name)
             if system is not None and row is not None and finite[row] and np.isfinite(target):
-                yield _Member(split, system, float(target), float(energy), row)
+                yield _Member(split, system, float(target), ours, row)
 
 
 def _label(name: str, energies: _Array) -> str:

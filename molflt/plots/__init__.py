@@ -9,10 +9,12 @@ from molflt.plots.encodings import has_bias, rpe_curves, rpe_profiles, rpe_surfa
 from molflt.plots.structures import structure_overview
 from molflt.plots.tokens import confusion, image_sheet, losses_by_place
 from molflt.plots.training import GroupError, errors, parity, training_curve
+from molflt.plots.uncertainty import calibration
 
 __all__ = [
     "GroupError",
     "attention_matrices",
+    "calibration",
     "confusion",
     "errors",
     "has_bias",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
@@ -36,6 +37,15 @@ def picture(png: Path, **options: object) -> Iterator[Figure]:
         axes.spines[["top", "right"]].set_visible(False)
     Path(png).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(png, dpi=DPI, format="png")
+
+
+def _plain_numbers(axis: Axis, wide: bool) -> None:
+    """0.2 in place of 2e-1 on a logarithmic axis; a wide one shows powers of ten alone."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from molflt.metrics import EWT_THRESHOLD, Metric
-from molflt.plots.figure import BLUE, GREEN, GREY, SERIES, SKY, VERMILION, picture
+from molflt.plots.figure import BLUE, GREEN, GREY, SERIES, SKY, VERMILION, _plain_numbers, picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -111,15 +111,11 @@ def _curve(axes: Axes, columns: dict[str, _Array], name: str, marked: Metric | N
 
 def _log_if_wide(axes: Axes, values: _Array) -> None:
     """A logarithmic axis with plain numbers, unless it would have too few of them."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
     low, high = np.nanmin(values), np.nanmax(values)
     if low <= 0 or high / low < 6:
         return
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 60 else (1.0,)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    _plain_numbers(axes.yaxis, wide=bool(high / low >= 60))
 
 
 def parity(panels: Mapping[str, tuple[_Array, _Array]], png: Path) -> None:

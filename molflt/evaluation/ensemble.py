@@ -1,0 +1,170 @@
+"""Several trained runs as one energy regressor: their mean, and how far they spread."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from molflt.tasks.memory import expect_memory
+from molflt.training.checkpoint import load_run
+from molflt.training.config import Config, read_config
+
+if TYPE_CHECKING:
+    from torch_geometric.data import Batch
+
+__all__ = ["ENSEMBLE", "EnsembleRegressor", "load_ensemble"]
+
+ENSEMBLE = "ensemble"
+"""Folder within that of the first run, for what is known of all of them."""
+
+_RECIPE = "is2re"
+
+
+class EnsembleRegressor(nn.Module):
+    """The mean of energy regressors, which run one after the other.
+
+    Args:
+        members: two or more, on one device.
+
+    Attributes:
+        weights: sha256 of the weights of each member.
+        trained_elements: see `molflt.graph.EnergyRegressor`; the same for all members.
+    """
+
+    def __init__(self, members: Sequence[nn.Module]) -> None:
+        super().__init__()
+        if len(members) < 2:
+            raise ValueError(f"an ensemble needs two members or more; got {len(members)}")
+        self.members = nn.ModuleList(members)
+        self.weights = tuple(map(_digest, members))
+
+    @property
+    def trained_elements(self) -> Tensor | None:
+        found = getattr(self.members[0], "trained_elements", None)
+        return found if isinstance(found, Tensor) else None
+
+    def forward(self, batch: Batch) -> Mapping[str, Tensor]:
+        """Predicts a batch.
+
+        Args:
+            batch: as `molflt.graph.EnergyRegressor` takes it.
+
+        Returns:
+            "energy": mean over members, (graphs,), eV; "energy_by_member": (graphs, members), eV.
+
+        Raises:
+            MemoryError: if the batch is too large for a member.
+        """
+        energies = []
+        for member in self.members:
+            expect_memory(member, batch)
+            energies.append(member(batch)["energy"].double())
+        by_member = torch.stack(energies, dim=1)
+        return {"energy": by_member.mean(dim=1), "energy_by_member": by_member}
+
+
+def load_ensemble(
+    runs: Sequence[Path], checkpoint: str = "best", device: str = "cpu"
+) -> tuple[EnsembleRegressor, Config]:
+    """Reads runs as one model. Seeds, data and configurations may differ.
+
+    Args:
+        runs: folders of training runs, two or more.
+        checkpoint: best or last, of each.
+        device: as for `molflt.training.checkpoint.load_run`.
+
+    Returns:
+        The ensemble in evaluation mode, and the configuration of the first run.
+
+    Raises:
+        FileNotFoundError: if a run or its checkpoint is missing.
+        ValueError: naming the run that is of another recipe, there twice, damaged, or trained for
+            other elements or energies than the first.
+    """
+    runs = [Path(run) for run in runs]
+    if len(runs) < 2:
+        raise ValueError(f"--also: expected further runs beside {runs[0]}; got none")
+    if checkpoint not in ("best", "last"):
+        raise ValueError(
+            f"--checkpoint {checkpoint}: expected best or last with --also, which each run has"
+        )
+    places = [run.resolve() for run in runs]
+    for i, run in enumerate(runs):
+        if places[i] in places[:i]:
+            raise ValueError(f"{run}: named twice; expected different runs in an ensemble")
+        recipe = read_config(run)["recipe"]
+        if recipe != _RECIPE:
+            raise ValueError(
+                f"{run}: expected a run of the recipe {_RECIPE} in an ensemble; got {recipe}; "
+                "ensembles are of energies"
+            )
+    loaded = [load_run(run, checkpoint, device) for run in runs]
+    ensemble = EnsembleRegressor([model for model, _ in loaded])
+    for i, run in enumerate(runs):
+        if ensemble.weights[i] in ensemble.weights[:i]:
+            twin = runs[ensemble.weights.index(ensemble.weights[i])]
+            raise ValueError(
+                f"{run}: has the weights of {twin}; expected different trainings in an ensemble"
+            )
+        _expect_same_aim(run, ensemble.members[i], runs[0], ensemble.members[0])
+    return ensemble.eval(), loaded[0][1]
+
+
+def _digest(model: nn.Module) -> str:
+    """sha256 of what was trained; buffers may be more in another version."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.named_parameters()):
+        digest.update(f"{name} {tuple(weight.shape)} ".encode())
+        digest.update(weight.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _expect_same_aim(run: Path, model: nn.Module, first: Path, other: nn.Module) -> None:
+    """Raises ValueError if two members were not trained for the same structures and energies."""
+    own, theirs = _elements(model), _elements(other)
+    for missing, lacks, has in ((theirs - own, run, first), (own - theirs, first, run)):
+        if missing:
+            from ase.data import chemical_symbols
+
+            names = ", ".join(chemical_symbols[number] for number in sorted(missing))
+            raise ValueError(
+                f"{lacks}: not trained on {names}; expected the elements of {has} in an ensemble; "
+                "train on data that have them"
+            )
+    referred = [_has_references(one) for one in (model, other)]
+    if referred[0] != referred[1]:
+        kinds = ["with" if one else "without" for one in referred]
+        raise ValueError(
+            f"{run}: trained {kinds[0]} references per element; expected, as {first}, {kinds[1]}; "
+            "train all members alike"
+        )
+    (mean, std), (their_mean, their_std) = _energies(model), _energies(other)
+    if abs(mean - their_mean) > max(std, their_std):  # other parts of one data set are closer
+        raise ValueError(
+            f"{run}: trained on energies of {mean:.3g} ± {std:.3g} eV; expected those of {first}, "
+            f"{their_mean:.3g} ± {their_std:.3g} eV; train all members on the same kind of energies"
+        )
+
+
+def _elements(model: nn.Module) -> set[int]:
+    trained = getattr(model, "trained_elements", None)
+    return set(trained.nonzero()[:, 0].tolist()) if isinstance(trained, Tensor) else set()
+
+
+def _has_references(model: nn.Module) -> bool:
+    """Whether energies per element are added to what the model has learned."""
+    energies = getattr(model, "element_energies", None)
+    return isinstance(energies, Tensor) and bool(energies.any())
+
+
+def _energies(model: nn.Module) -> tuple[float, float]:
+    """Mean and standard deviation of the energies of training, eV; (0, inf) if not known."""
+    mean, std = (getattr(model, f"energy_{name}", None) for name in ("mean", "std"))
+    if not (isinstance(mean, Tensor) and isinstance(std, Tensor)):
+        return 0.0, float("inf")
+    return float(mean), float(std)

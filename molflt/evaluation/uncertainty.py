@@ -1,0 +1,238 @@
+"""The uncertainty of an ensemble: calibrated on half of a split, judged on all else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from molflt import plots
+from molflt.evaluation.calibration import (
+    AGAIN,
+    LEAST,
+    LEVEL,
+    Calibration,
+    conformal_factor,
+    is_set_aside,
+)
+from molflt.evaluation.ensemble import EnsembleRegressor
+from molflt.evaluation.predictions import Predictions
+from molflt.evaluation.report import _align, _warn
+
+__all__ = ["CALIBRATION", "uncertainty_of"]
+
+CALIBRATION = "uncertainty.json"
+"""Name of the file with the calibration, in the folder of an evaluation."""
+
+_ALONE = "one run has no spread and so no uncertainty; name further runs with --also"
+_LEVELS = np.arange(5, 100, 5) / 100  # of the picture
+_SHOWN = (  # metric, title of its column, digits
+    ("coverage_percent", "coverage / %", 1),
+    ("coverage_se_percent", "standard error / %", 1),
+    ("coverage_crossed_percent", "halves crossed / %", 1),
+    ("uncertainty_eV", "uncertainty / eV", 4),
+    ("spread_eV", "spread / eV", 4),
+    ("rank_correlation", "rank correlation", 2),
+    ("member_mae_eV", "MAE of one member / eV", 4),
+)
+
+_Array = NDArray[np.float64]
+_Rows = dict[str, dict[str, float | None]]
+
+
+class _Judged(NamedTuple):
+    """Systems that the uncertainty is judged on: they have a label, and did not calibrate it."""
+
+    error: _Array
+    """|error|, (systems,), eV"""
+    spread: _Array
+    """(systems,), eV"""
+
+
+class _Uncertainty(NamedTuple):
+    """What is known of it."""
+
+    rows: _Rows
+    """split -> metrics"""
+    text: str
+    """table"""
+    columns: dict[str, dict[str, _Array]]
+    """split -> spread_eV and, if calibrated, uncertainty_eV, each (systems,)"""
+    files: list[Path]
+
+
+def _check_asked(model: nn.Module, split: str | None, splits: Sequence[str]) -> None:
+    """Raises ValueError if an uncertainty is asked for that there cannot be."""
+    if split is None:
+        return
+    if not isinstance(model, EnsembleRegressor):
+        raise ValueError(f"--calibration_split {split}: {_ALONE}")
+    if split not in splits:
+        raise ValueError(
+            f"--calibration_split {split}: expected one of the evaluated splits, "
+            f"{', '.join(splits)}"
+        )
+
+
+def _assess(
+    model: nn.Module, found: Mapping[str, Predictions], out: Path, split: str | None
+) -> _Uncertainty:
+    """Calibrates the uncertainty of an ensemble, and writes uncertainty.json and uncertainty.png.
+
+    Args:
+        model: nothing is done for one that is no ensemble.
+        found: split -> predictions.
+        out: folder to write.
+        split: half of which calibrates; by default the first one with labels. Without any, there is
+            only the spread.
+
+    Raises:
+        ValueError: if the split has less than 20 labels in that half.
+    """
+    if not isinstance(model, EnsembleRegressor):
+        return _Uncertainty({}, "", {}, [])
+    labeled = [name for name, part in found.items() if part.labeled.any()]
+    columns = {name: {"spread_eV": part.spread} for name, part in found.items()}
+    if split is None and not labeled:
+        _warn("no labels to calibrate the uncertainty with; there is only the spread, spread_eV")
+        return _Uncertainty({name: _row(part) for name, part in found.items()}, "", columns, [])
+    split = split or labeled[0]
+    part = found[split]
+    aside = is_set_aside(part.sid) & part.labeled
+    error, spread = np.abs(part.energy - part.target), part.spread
+    calibration = Calibration.fit(error[aside], spread[aside], split, model.weights)
+    judged = {}
+    for name, part in found.items():
+        columns[name]["uncertainty_eV"] = calibration.uncertainty(part.spread)
+        rest = part.labeled & ~aside if name == split else part.labeled
+        judged[name] = _Judged(np.abs(part.energy - part.target)[rest], part.spread[rest])
+    rows = {name: _row(part, judged[name], calibration) for name, part in found.items()}
+    rows[split]["coverage_crossed_percent"] = _crossed(
+        calibration, _Judged(error[aside], spread[aside]), judged[split]
+    )
+    files = [out / CALIBRATION]
+    calibration.save(files[0])
+    known = {name: one for name, one in judged.items() if len(one.error)}
+    if known:
+        files.append(out / "uncertainty.png")
+        _draw(calibration, _Judged(error[aside], spread[aside]), known, files[-1])
+    return _Uncertainty(rows, _table(calibration, rows), columns, files)
+
+
+def _row(
+    part: Predictions, judged: _Judged | None = None, calibration: Calibration | None = None
+) -> dict[str, float | None]:
+    """Metrics of a split; None where there are no labels to tell."""
+    row: dict[str, float | None] = dict.fromkeys([*(key for key, _, _ in _SHOWN), "coverage_n"])
+    row["spread_eV"] = float(part.spread.mean())
+    if part.labeled.any():
+        off = part.by_training - part.target[:, None]
+        row["member_mae_eV"] = float(np.abs(off[part.labeled]).mean())
+    if calibration is None:
+        return row
+    row["uncertainty_eV"] = float(calibration.uncertainty(part.spread).mean())
+    if judged is not None and len(judged.error) > 0:
+        n = len(judged.error)
+        inside = judged.error <= calibration.uncertainty(judged.spread)
+        row["coverage_percent"] = 100 * float(inside.mean())
+        # of the level, not of what was found, whose own is 0 where all or none is inside
+        row["coverage_se_percent"] = 100 * float(np.sqrt(LEVEL * (1 - LEVEL) / n))
+        row["coverage_n"] = n
+        row["rank_correlation"] = _rank_correlation(judged)
+    return row
+
+
+def _crossed(calibration: Calibration, aside: _Judged, rest: _Judged) -> float | None:
+    """Coverage, %, where each half calibrates for the other; None if the other is too small.
+
+    The halves' chances cancel: where one has the larger errors, it holds too much of the other one,
+    and the other too little of it.
+    """
+    if len(rest.error) < LEAST:
+        return None
+    other = Calibration.fit(rest.error, rest.spread, calibration.split, calibration.members)
+    held = [rest.error <= calibration.uncertainty(rest.spread)]
+    held.append(aside.error <= other.uncertainty(aside.spread))
+    return 100 * float(np.concatenate(held).mean())
+
+
+def _rank_correlation(judged: _Judged) -> float | None:
+    """Spearman's, of spread and |error|; None if one of them does not vary."""
+    from scipy.stats import spearmanr
+
+    if np.ptp(judged.spread) == 0 or np.ptp(judged.error) == 0:
+        return None
+    return float(spearmanr(judged.spread, judged.error).statistic)
+
+
+def _draw(calibration: Calibration, aside: _Judged, judged: dict[str, _Judged], png: Path) -> None:
+    scores = aside.error / np.hypot(aside.spread, calibration.floor)
+    factors = np.array([conformal_factor(scores, level) for level in _LEVELS])
+    coverage, errors = {}, {}
+    for split, one in judged.items():
+        own = one.error / np.hypot(one.spread, calibration.floor)
+        coverage[split] = (_LEVELS, (own[:, None] <= factors).mean(axis=0))
+        errors[split] = (calibration.uncertainty(one.spread), one.error)
+    plots.calibration(coverage, errors, LEVEL, png)
+
+
+def _table(calibration: Calibration, rows: _Rows) -> str:
+    """How much of each split the uncertainty holds, in plain text."""
+    lines = [["split", "systems", *(title for _, title, _ in _SHOWN)]]
+    for split, row in rows.items():
+        values = [(row[key], digits) for key, _, digits in _SHOWN]
+        cells = ["-" if value is None else f"{value:.{digits}f}" for value, digits in values]
+        lines.append([split, f"{row['coverage_n'] or 0:,}", *cells])
+    heading = (
+        f"uncertainty: {calibration.factor:.3g} * sqrt(spread^2 + ({calibration.floor:.3g} eV)^2) "
+        f"holds {100 * LEVEL:.0f} % of the errors of {calibration.systems:,} systems of "
+        f"{calibration.split}, which do not count here"
+    )
+    return f"{heading}\n{_align(lines)}"
+
+
+def uncertainty_of(
+    model: nn.Module, found: Predictions, calibration: Path | None, default: Path
+) -> dict[str, _Array]:
+    """Columns that an ensemble adds to its energies.
+
+    Args:
+        model: nothing is added for one that is no ensemble.
+        found: its predictions.
+        calibration: file that an evaluation of the same runs wrote.
+        default: taken without one, if it is there and of these runs; otherwise there is only the
+            spread, which is said.
+
+    Returns:
+        spread_eV and, if calibrated, uncertainty_eV, each (systems,).
+
+    Raises:
+        FileNotFoundError: if the calibration is missing.
+        ValueError: if it is damaged or that of other runs, or the model is no ensemble.
+    """
+    if not isinstance(model, EnsembleRegressor):
+        if calibration is not None:
+            raise ValueError(f"--calibration {calibration}: {_ALONE}")
+        return {}
+    columns = {"spread_eV": found.spread}
+    try:
+        read = Calibration.read(calibration or default)
+        if read.members != tuple(sorted(model.weights)):
+            raise _OfOthers(
+                f"{calibration or default}: the calibration of {len(read.members)} other weights "
+                f"than these {len(model.weights)}; {AGAIN}"
+            )
+    except (FileNotFoundError, _OfOthers) as error:
+        if calibration is not None:
+            raise
+        _warn(f"{error}; until then there is only the spread, spread_eV")
+        return columns
+    return {**columns, "uncertainty_eV": read.uncertainty(found.spread)}
+
+
+class _OfOthers(ValueError):
+    """A calibration of other weights."""

@@ -1,0 +1,280 @@
+"""Runs as one model: mean, spread and uncertainty through evaluate and predict."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ase.io import read
+from tiny_run import error_of, start, structures, table
+from torch import nn
+from torch_geometric.data import Batch
+
+from molflt.commands.cli import main
+from molflt.commands.evaluate import evaluate
+from molflt.data.structures import open_dataset
+from molflt.data.structures.splits import TEST_SPLITS
+from molflt.data.structures.store import write_store
+from molflt.evaluation.calibration import Calibration, is_set_aside
+from molflt.evaluation.ensemble import EnsembleRegressor, _expect_same_aim, load_ensemble
+from molflt.training.checkpoint import load_run
+
+SPLITS = {"val_id": 60, "val_ood_ads": 30, "small": 20}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("data")
+    write_store(root / "train.safetensors", structures(17))
+    for i, (split, count) in enumerate(SPLITS.items()):
+        write_store(root / f"{split}.safetensors", structures(count, i + 1, 1000 * (i + 1)))
+    for i, split in enumerate(TEST_SPLITS):
+        bare = structures(5, i + 9, 9000 * (i + 1), labels=False)
+        write_store(root / f"{split}.safetensors", bare)
+    return root
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, data: Path) -> list[Path]:
+    """Of other seeds and, the last, another width."""
+    folder = tmp_path_factory.mktemp("runs")
+    steps = ("--trainer.max_steps=3", "--trainer.val_every=3", "--trainer.checkpoint_every=3")
+    found = [folder / f"seed{seed}" for seed in range(3)]
+    for seed, run in enumerate(found):
+        width = ("--model.ffn_dim=32",) if seed == 2 else ()
+        assert start(data, run, *steps, f"--seed={seed}", *width) == 0
+    return found
+
+
+@pytest.fixture(scope="module")
+def evaluated(runs, tmp_path_factory) -> tuple[Path, dict]:
+    out = tmp_path_factory.mktemp("out")
+    splits = ["val_id", "val_ood_ads", "test_id"]
+    options = {"splits": splits, "out": out, "device": "cpu", "batch_size": 8}
+    return out, evaluate(runs[0], also=runs[1:], **options)
+
+
+def energies(runs: list[Path], path: Path) -> np.ndarray:
+    """(systems, runs), one structure at a time."""
+    columns = []
+    for run in runs:
+        model, _ = load_run(run)
+        with torch.no_grad():
+            batches = (Batch.from_data_list([record]) for record in open_dataset(path))
+            columns.append([float(model(batch)["energy"]) for batch in batches])
+    return np.array(columns).T
+
+
+def test_results_are_those_of_an_independent_computation(evaluated, runs, data) -> None:
+    out, results = evaluated
+    assert json.loads((out / "results.json").read_text()) == results
+    kept = json.loads((out / "uncertainty.json").read_text())
+    assert kept["split"] == "val_id" and len(kept["members"]) == len(runs)
+    for split in ("val_id", "val_ood_ads"):
+        path = data / f"{split}.safetensors"
+        by_run, target = energies(runs, path), open_dataset(path).y_relaxed
+        error, spread = np.abs(by_run.mean(1) - target), by_run.std(1, ddof=1)
+        uncertainty = kept["factor"] * np.sqrt(spread**2 + kept["floor_eV"] ** 2)
+        rows = [row for row in table(out / "predictions.csv") if row["split"] == split]
+        sids = np.array([int(row["sid"]) for row in rows])
+        rest = ~is_set_aside(sids) if split == "val_id" else np.full(len(sids), True)
+        for name, values in (
+            ("energy_eV", by_run.mean(1)),
+            ("spread_eV", spread),
+            ("uncertainty_eV", uncertainty),
+        ):
+            np.testing.assert_allclose([float(row[name]) for row in rows], values, atol=1e-5)
+        row = results[split]
+        assert row["n"] == SPLITS[split] and row["coverage_n"] == rest.sum()
+        assert row["mae_eV"] == pytest.approx(error.mean(), abs=1e-5)
+        assert row["member_mae_eV"] == pytest.approx(np.abs(by_run - target[:, None]).mean(), 1e-4)
+        inside = 100 * (error <= uncertainty)[rest].mean()
+        assert row["coverage_percent"] == pytest.approx(inside)
+        assert row["coverage_se_percent"] == pytest.approx(100 * (0.68 * 0.32 / rest.sum()) ** 0.5)
+        assert row["uncertainty_eV"] == pytest.approx(uncertainty.mean(), rel=1e-4)
+    aside = is_set_aside(np.arange(1000, 1060))
+    assert kept["systems"] == aside.sum() and 20 <= aside.sum() <= 40
+    nothing = results["test_id"]
+    assert nothing["uncertainty_eV"] > 0 and nothing["coverage_percent"] is None
+
+
+def test_calibrated_on_the_half_that_is_not_reported(evaluated, runs, data) -> None:
+    """68 % of the systems that were set aside are held, whatever the others are."""
+    out, _ = evaluated
+    part = [row for row in table(out / "predictions.csv") if row["split"] == "val_id"]
+    aside = is_set_aside(np.array([int(row["sid"]) for row in part]))
+    held = np.array([abs(float(r["error_eV"])) <= float(r["uncertainty_eV"]) for r in part])
+    assert held[aside].sum() == np.ceil((aside.sum() + 1) * 0.68)
+    columns = [[float(row[name]) for row in part] for name in ("error_eV", "spread_eV")]
+    error, spread = np.abs(columns[0]), np.array(columns[1])
+    crossed = [
+        error[~half]
+        <= Calibration.fit(error[half], spread[half], "s", ()).uncertainty(spread[~half])
+        for half in (aside, ~aside)
+    ]
+    found = evaluated[1]["val_id"]["coverage_crossed_percent"]
+    assert found == pytest.approx(100 * np.concatenate(crossed).mean())
+    assert evaluated[1]["val_ood_ads"]["coverage_crossed_percent"] is None
+
+
+def test_command_line_and_table(runs, tmp_path, capsys) -> None:
+    copies = [Path(shutil.copytree(run, tmp_path / run.name)) for run in runs]
+    words = ["evaluate", str(copies[0]), "--splits", "val_id", "--device", "cpu"]
+    assert main([*words, "--also", *map(str, copies[1:])]) == 0
+    text = capsys.readouterr().out
+    out = copies[0] / "ensemble"  # beside the results of the run alone
+    results = json.loads((out / "results.json").read_text())["val_id"]
+    assert (out / "uncertainty.png").read_bytes()[:4] == b"\x89PNG"
+    assert not (copies[0] / "results.json").exists()
+    assert " + ".join(map(str, copies)) in text
+    assert "holds 68 % of the errors of" in text and "standard error / %" in text
+    line = [line for line in text.splitlines() if line.startswith("val_id")][1].split()
+    assert line[1:3] == [str(results["coverage_n"]), f"{results['coverage_percent']:.1f}"]
+
+
+def test_splits_without_labels_have_a_spread_alone(runs, tmp_path, capsys) -> None:
+    options = {"splits": list(TEST_SPLITS), "out": tmp_path, "device": "cpu"}
+    results = evaluate(runs[0], also=runs[1:], **options)
+    assert "no labels to calibrate the uncertainty with" in capsys.readouterr().err
+    assert results["test_id"]["spread_eV"] > 0 and results["test_id"]["uncertainty_eV"] is None
+    assert not (tmp_path / "uncertainty.json").exists()
+
+
+def test_predict_beside_each_energy(evaluated, runs, data, tmp_path, capsys) -> None:
+    calibration = Calibration.read(evaluated[0] / "uncertainty.json")
+    source = data / "small.safetensors"
+    spread = energies(runs, source).std(1, ddof=1)
+    also = ["--also", str(runs[2]), str(runs[1]), "--device", "cpu"]  # in another order
+    words = ["predict", str(runs[0]), str(source), *also]
+    for suffix in (".csv", ".json", ".extxyz"):
+        out = tmp_path / f"out{suffix}"
+        file = str(evaluated[0] / "uncertainty.json")
+        assert main([*words, "--out", str(out), "--calibration", file]) == 0
+        captured = capsys.readouterr()
+        assert "uncertainty_eV" in captured.out and not captured.err
+        if suffix == ".extxyz":
+            rows = [atoms.info for atoms in read(out, ":")]
+        else:
+            rows = table(out) if suffix == ".csv" else json.loads(out.read_text())
+            assert list(rows[0])[-3:] == ["energy_eV", "spread_eV", "uncertainty_eV"]
+        for name, values in {
+            "spread_eV": spread,
+            "uncertainty_eV": calibration.uncertainty(spread),
+        }.items():
+            np.testing.assert_allclose([float(row[name]) for row in rows], values, atol=1e-5)
+
+
+def test_predict_without_a_calibration_says_so(evaluated, runs, data, tmp_path, capsys) -> None:
+    copy = Path(shutil.copytree(runs[0], tmp_path / "copy"))
+    source, out = str(data / "small.safetensors"), tmp_path / "out.csv"
+    words = ["predict", str(copy), source, "--out", str(out), "--device", "cpu", "--also"]
+    assert main([*words, str(runs[1])]) == 0
+    err = capsys.readouterr().err
+    assert "no such calibration" in err and "there is only the spread, spread_eV" in err
+    assert list(table(out)[0])[-2:] == ["energy_eV", "spread_eV"]
+    # one of other runs is not taken silently, and refused where it is named
+    kept = copy / "ensemble" / "uncertainty.json"
+    kept.parent.mkdir()
+    shutil.copy(evaluated[0] / "uncertainty.json", kept)
+    assert main([*words, str(runs[1])]) == 0
+    err = capsys.readouterr().err
+    assert "the calibration of 3 other weights than these 2" in err and "spread_eV" in err
+    assert "uncertainty_eV" not in table(out)[0]
+    more = [str(runs[1]), "--calibration", str(kept)]
+    assert "other weights than these 2" in error_of(capsys, *words, *more)
+    assert main([*words, str(runs[1]), str(runs[2])]) == 0  # these it is for
+    assert not capsys.readouterr().err and "uncertainty_eV" in table(out)[0]
+
+
+def test_bad_members_get_one_line(runs, data, tmp_path, capsys) -> None:
+    one, two = str(runs[0]), str(runs[1])
+    bare = Path(shutil.copytree(runs[1], tmp_path / "bare"))
+    (bare / "checkpoints" / "best.safetensors").unlink()
+    twin = shutil.copytree(runs[0], tmp_path / "twin")
+    weights = str(runs[1] / "checkpoints" / "best.safetensors")
+    small = ["--splits", "small"]
+    for words, parts in (
+        (["--also", str(tmp_path)], [str(tmp_path / "config.yaml"), "expected the folder of a"]),
+        (["--also", str(bare)], [str(bare), "best.safetensors: no such checkpoint"]),
+        (["--also", one], [f"{one}: named twice"]),
+        (["--also", two, f"{one}/../{runs[0].name}"], ["named twice"]),
+        (["--also", str(twin)], [f"{twin}: has the weights of {one}"]),
+        (["--also", "[]"], [f"--also: expected further runs beside {one}; got none"]),
+        (["--also"], ["option --also; expected at least one value; got none"]),
+        (["--also", two, "--checkpoint", weights], ["expected best or last with --also"]),
+        (["--also", two, *small], ["small: expected at least 20 systems with labels", "got 8"]),
+        (["--also", two, "--splits", "test_id", "--calibration_split", "val_id"],
+         ["--calibration_split val_id: expected one of the evaluated splits, test_id"]),
+        (["--also", two, "--splits", "test_id", "--calibration_split", "test_id"],
+         ["test_id: expected at least 20 systems with labels", "got 0"]),
+        (["--calibration_split", "val_id"], ["one run has no spread and so no uncertainty"]),
+    ):  # fmt: skip
+        line = error_of(capsys, "evaluate", one, *words, "--out", str(tmp_path / "out"))
+        assert all(part in line for part in parts), line
+    assert not (tmp_path / "out").exists()
+    words = ["predict", one, str(data / "small.safetensors"), "--out", str(tmp_path / "e.csv")]
+    line = error_of(capsys, *words, "--calibration", "u.json")
+    assert "u.json: one run has no spread and so no uncertainty; name further runs" in line
+    line = error_of(capsys, *words, "--also", two, "--calibration", "u.json")
+    assert "u.json: no such calibration; evaluate these runs" in line
+    assert not (tmp_path / "e.csv").exists()
+
+
+def test_runs_of_another_recipe_are_refused(runs, tmp_path, capsys) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("in the beginning was the word " * 40)
+    run = tmp_path / "language"
+    small = ["--model.dim=8", "--model.heads=2", "--model.layers=1", "--model.ffn_dim=8"]
+    small += ["--data.length=8", "--data.batch_size=2", "--task.warmup_steps=1"]
+    small += ["--trainer.max_steps=2", "--trainer.accelerator=cpu", f"--run={run}"]
+    files = [f"--data.train={text}", f"--data.val={text}"]
+    assert main(["train", "--recipe=language", *small, *files]) == 0
+    line = error_of(capsys, "evaluate", str(runs[0]), "--also", str(run))
+    assert f"{run}: expected a run of the recipe is2re in an ensemble; got language" in line
+    line = error_of(capsys, "evaluate", str(run), "--also", str(runs[0]))
+    assert f"{run}: expected a run of the recipe is2re" in line
+
+
+class Member(nn.Module):
+    """Says what it was trained for."""
+
+    def __init__(self, elements=(1, 8, 29), mean=-1.0, std=0.5, references=0.0) -> None:
+        super().__init__()
+        self.register_buffer("trained_elements", torch.zeros(119, dtype=torch.bool))
+        self.trained_elements[list(elements)] = True
+        self.register_buffer("energy_mean", torch.tensor(mean))
+        self.register_buffer("energy_std", torch.tensor(std))
+        self.register_buffer("element_energies", torch.full((119,), references))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (Member((1, 8)), "two: not trained on Cu; expected the elements of one"),
+        (Member((1, 8, 29, 78, 79)), "one: not trained on Pt, Au; expected the elements of two"),
+        (Member(references=1.0), "two: trained with references per element; expected, as one, w"),
+        (Member(mean=-400.0, std=90.0), "two: trained on energies of -400 ± 90 eV; expected those"),
+    ],
+)
+def test_members_agree_on_what_they_were_trained_for(other, message) -> None:
+    _expect_same_aim(Path("two"), Member(mean=-1.1, std=0.4), Path("one"), Member())
+    with pytest.raises(ValueError) as caught:
+        _expect_same_aim(Path("two"), other, Path("one"), Member())
+    assert str(caught.value).startswith(message)
+
+
+def test_an_ensemble_in_python(runs, data) -> None:
+    model, config = load_ensemble(runs[:2])
+    assert not model.training and config["seed"] == 0
+    batch = Batch.from_data_list(list(open_dataset(data / "small.safetensors"))[:3])
+    with torch.no_grad():
+        out = model(batch)
+    assert out["energy_by_member"].shape == (3, 2) and out["energy"].shape == (3,)
+    torch.testing.assert_close(out["energy"], out["energy_by_member"].mean(dim=1))
+    assert bool((model.trained_elements == load_run(runs[0])[0].trained_elements).all())
+    with pytest.raises(ValueError, match="two members or more; got 1"):
+        EnsembleRegressor([nn.Linear(1, 1)])
