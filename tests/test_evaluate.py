@@ -25,6 +25,7 @@ from molflt.data.structures.systems import System, write_systems
 from molflt.evaluation.energies import _metrics, _published_table, _results_table
 from molflt.evaluation.groups import _errors_by_group
 from molflt.evaluation.predictions import Predictions, infer
+from molflt.graph import EnergyRegressor
 from molflt.training.checkpoint import load_run
 
 
@@ -356,6 +357,13 @@ def test_predict_a_table(run, tmp_path, suffix, capsys) -> None:
     assert [int(row["natoms"]) for row in rows] == [9, 13, 17]
     energy = [float(row["energy_eV"]) for row in rows]
     np.testing.assert_allclose(energy, alone(run, tmp_path / "in.extxyz"), atol=1e-5)
+
+
+def test_elements_that_training_did_not_see_are_worth_something_with_descriptors(data, capsys):
+    dataset = open_dataset(data / "val_id.safetensors")
+    for described, worth in ((False, "mean nothing"), (True, "rest on descriptors alone")):
+        infer(EnergyRegressor(16, 2, layers=1, descriptors=described).eval(), dataset, 4, "val_id")
+        assert f"energies of structures with them {worth}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("suffix", [".extxyz", ".traj"])

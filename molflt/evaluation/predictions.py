@@ -170,8 +170,8 @@ def _warn_of_elements(model: nn.Module, present: set[int], name: str) -> None:
 
     if unknown := those_without("trained_elements"):
         _warn(
-            f"{name}: {unknown} did not occur in training; energies of structures with them mean "
-            "nothing; train on data that have them"
+            f"{name}: {unknown} did not occur in training; energies of structures with them "
+            f"{_worth(model)}; train on data that have them"
         )
     fitted = getattr(model, "element_energies", None)
     if fitted is not None and fitted.any() and (unknown := those_without("element_energies")):
@@ -179,6 +179,13 @@ def _warn_of_elements(model: nn.Module, present: set[int], name: str) -> None:
             f"{name}: no reference energy of {unknown}, which the training split does not have; "
             "total energies of structures with them are off by that"
         )
+
+
+def _worth(model: nn.Module) -> str:
+    """What energies of elements that training did not see are worth."""
+    members = getattr(model, "members", [model])
+    described = all(getattr(member, "descriptors", False) for member in members)
+    return "rest on descriptors alone: expect larger errors" if described else "mean nothing"
 
 
 def _energies(model: nn.Module, batch: Batch, path: Path) -> NDArray[np.float64]:

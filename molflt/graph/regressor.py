@@ -73,8 +73,9 @@ class EnergyRegressor(nn.Module):
         energy_mean, energy_std: eV, buffers that turn the normalized output into eV.
         element_energies: (119,) eV, buffer: what each atom adds to that, by its atomic number; 0
             where training fitted no references.
-        trained_elements: (119,) bool, buffer: the atomic numbers seen in training. Embeddings of
-            other elements are random, and so are energies of structures that contain them.
+        trained_elements: (119,) bool, buffer: the atomic numbers seen in training. Without
+            `descriptors`, embeddings of other elements are random, and so are energies of
+            structures that contain them.
         added_later: names of buffers that weights of earlier versions do not have; they stay as in
             a new model.
 
@@ -135,7 +136,7 @@ class EnergyRegressor(nn.Module):
         self.neighbor_cutoff = cutoff = 5.0 if neighbor_cutoff is None else neighbor_cutoff
         self.embedding = AtomEmbedding(dim, radial_basis, cutoff, descriptors)
         self.stack = blocks
-        self.subsurface, self.move_atoms = subsurface, move_atoms
+        self.descriptors, self.subsurface, self.move_atoms = descriptors, subsurface, move_atoms
         self.readout = EnergyReadout(dim)
         self.position_head = PositionHead(dim, cutoff=cutoff) if position_head else None
         self._register_buffers()
