@@ -1,5 +1,6 @@
 """What goes in and what comes out: atom embedding, energy readout, position head."""
 
+import math
 import warnings
 
 import torch
@@ -11,7 +12,8 @@ from molflt.graph import elements
 from molflt.graph.geometry import Geometry, _sum_by
 from molflt.graph.neighbors import Neighbors
 
-_HIDDEN = 64  # of the network of descriptors
+_WAVES = 64  # functions of descriptors
+_WAVE_NUMBER = 0.3  # 1 / standard deviation of a descriptor: elements of one group are neighbors
 _NUM_ELEMENTS = MAX_ATOMIC_NUMBER + 1  # 0 is not used
 
 
@@ -29,34 +31,38 @@ def _radial_basis(distance: Tensor, number: int, cutoff: float) -> Tensor:
 
 
 class ElementEmbedding(nn.Embedding):
-    """A vector for each element, (..., ) atomic numbers -> (..., dim).
+    """A vector for each element, (...) atomic numbers -> (..., dim).
 
     Args:
         dim: width.
-        descriptors: a function of `molflt.graph.elements.descriptors` plus a vector of its own,
-            which starts at 0: elements that training did not see are known by their place in the
-            periodic table. Otherwise theirs stay as they were drawn.
+        descriptors: a smooth function of `molflt.graph.elements.descriptors`, W sin(K x + b), plus
+            a vector of its own, which starts at 0. So elements that training did not see are known
+            by their place in the periodic table; otherwise their vectors stay as they were drawn.
     """
 
     def __init__(self, dim: int, descriptors: bool = False) -> None:
         super().__init__(_NUM_ELEMENTS, dim)
-        self.described: nn.Module | None = None
+        self.described = descriptors
         if descriptors:
             table = elements.descriptors()
             self.register_buffer("table", table)
-            self.described = nn.Sequential(
-                nn.Linear(table.shape[1], _HIDDEN), nn.SiLU(), nn.Linear(_HIDDEN, dim)
-            )
+            self.waves = nn.Linear(table.shape[1], _WAVES)
+            self.mix = nn.Linear(_WAVES, dim, bias=False)
+            # At the start of the size of vectors that are drawn: smaller ones learn more slowly.
+            nn.init.normal_(self.waves.weight, std=_WAVE_NUMBER)
+            nn.init.uniform_(self.waves.bias, -math.pi, math.pi)
+            nn.init.normal_(self.mix.weight, std=(2 / _WAVES) ** 0.5)
             nn.init.zeros_(self.weight)
 
     def forward(self, numbers: Tensor) -> Tensor:
         """Raises ValueError for elements of which no descriptors are known."""
-        if self.described is None:
+        if not self.described:
             return super().forward(numbers)
         table = self.get_buffer("table")
         if at_hand(numbers):
             _check_described(numbers, table)
-        vectors: Tensor = self.weight + self.described(table.nan_to_num().to(self.weight))
+        x = table.nan_to_num().to(self.weight)
+        vectors: Tensor = self.weight + self.mix(self.waves(x).sin())
         return vectors[numbers]
 
 

@@ -292,7 +292,7 @@ def test_descriptors_reach_elements_that_were_not_in_training():
         s.pos, s.cell = s.pos.float(), s.cell.float()
     batch = Batch.from_data_list(structures)
     net(batch)["energy"].sum().backward()
-    used = net.embedding.element.described[0].weight.grad
+    used = net.embedding.element.waves.weight.grad
     assert used.abs().max() > 0
     vectors = net.embedding.element(torch.tensor([28, 29, 47, 3]))
     far = (vectors[1] - vectors[3]).norm()
