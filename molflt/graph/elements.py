@@ -1,5 +1,8 @@
 """What is known of an element before any training: the periodic table as numbers."""
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,11 +68,11 @@ def descriptors() -> Tensor:
     """
     from ase.data import covalent_radii  # here: reading signatures shall not load ASE
 
-    scale = [float(word) for word in _ELECTRONEGATIVITY.split()]
-    rows = torch.full((MAX_ATOMIC_NUMBER + 1, len(DESCRIPTORS)), torch.nan, dtype=torch.float64)
-    for number, electronegativity in enumerate(scale, start=1):
-        own = (*period_and_group(number), covalent_radii[number], electronegativity)
-        rows[number] = torch.tensor((*own, *_valence(number)), dtype=torch.float64)
-    rows[rows.isnan().any(dim=1)] = torch.nan
-    known = rows[~rows[:, 0].isnan()]
-    return ((rows - known.mean(dim=0)) / known.std(dim=0)).float()
+    # in NumPy: models are also built without memory, on the meta device
+    rows = np.full((MAX_ATOMIC_NUMBER + 1, len(DESCRIPTORS)), np.nan)
+    for number, scale in enumerate(map(float, _ELECTRONEGATIVITY.split()), start=1):
+        own = (*period_and_group(number), covalent_radii[number], scale, *_valence(number))
+        if not math.isnan(scale):
+            rows[number] = own
+    rows = (rows - np.nanmean(rows, axis=0)) / np.nanstd(rows, axis=0)
+    return torch.tensor(rows, dtype=torch.float32)
