@@ -13,7 +13,8 @@ DimeNet++, ViSNet, PaiNN, kernel ridge (needs molflt[bench]) and the median of t
 Each job has one thread, and --minutes of CPU time for training; learning rates fall with the share
 of it that is used, and evaluation takes nothing of it. The weights judged are the last ones.
 Batches, targets, loss, optimizer, clipping and averaging of weights are those of --config for all
-nets; element and tag are the inputs of all, and periodic images are edges. Writes comparison.md and
+nets, and so is whether atoms below the surface are left out; element and tag are the inputs of all,
+and periodic images are edges. Writes comparison.md and
 .csv, error-cpu.png, error-size.png, and jobs/*.json with predictions. Started again, it goes on
 where it was stopped and repeats no job.
 """

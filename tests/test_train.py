@@ -92,7 +92,8 @@ def test_checkpoints_hold_the_normalizer_of_the_training_set(data, run):
     ("options", "column"),
     [
         (
-            "--task.position_weight=0 --task.position_weight_final=0 --model.radial_basis=8",
+            "--task.position_weight=0 --task.position_weight_final=0 --model.radial_basis=8 "
+            "--model.descriptors=true --model.subsurface=false",
             "train_mae_eV",
         ),
         ("--task.position_weight=1", "train_displacement_mae_A"),
@@ -110,6 +111,7 @@ def test_training_learns(data, tmp_path, options, column):
     start(data, tmp_path / "run", *words, *options.split())
     trained = logged(tmp_path / "run", column)
     assert trained[-1] < 0.5 * trained[0]
+    load_run(tmp_path / "run", "last")
 
 
 def test_same_seed_same_weights_other_seed_other_weights(data, tmp_path):

@@ -45,7 +45,8 @@ class ElementEmbedding(nn.Embedding):
         self.described = descriptors
         if descriptors:
             table = elements.descriptors()
-            self.register_buffer("table", table)
+            self.register_buffer("has_descriptors", table.isfinite().all(dim=1))
+            self.register_buffer("table", table.nan_to_num())
             self.waves = nn.Linear(table.shape[1], _WAVES)
             self.mix = nn.Linear(_WAVES, dim, bias=False)
             # At the start of the size of vectors that are drawn: smaller ones learn more slowly.
@@ -58,16 +59,15 @@ class ElementEmbedding(nn.Embedding):
         """Raises ValueError for elements of which no descriptors are known."""
         if not self.described:
             return super().forward(numbers)
-        table = self.get_buffer("table")
         if at_hand(numbers):
-            _check_described(numbers, table)
-        x = table.nan_to_num().to(self.weight)
+            _check_described(numbers, self.get_buffer("has_descriptors"))
+        x = self.get_buffer("table").to(self.weight)
         vectors: Tensor = self.weight + self.mix(self.waves(x).sin())
         return vectors[numbers]
 
 
-def _check_described(numbers: Tensor, table: Tensor) -> None:
-    unknown = table[:, 0].isnan()[numbers]
+def _check_described(numbers: Tensor, known: Tensor) -> None:
+    unknown = ~known[numbers]
     if unknown.any():
         raise ValueError(
             f"no descriptors are known of element {int(numbers[unknown][0])}; expected a "

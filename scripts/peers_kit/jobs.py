@@ -185,6 +185,7 @@ def _parts(job: Job) -> tuple[IS2RETask, IS2REData, Settings]:
     data.setup()
     data.datasets["train"] = part_of(data.datasets["train"], job["fraction"], job["seed"])
     model = EnergyRegressor(**config["model"]) if net is None else load(net.make)()
+    model.subsurface = config["model"]["subsurface"]  # the same atoms for all
     task = IS2RETask(model, seed=job["seed"], **config["task"])
     task.prepare(data)
     own = config["trainer"]

@@ -10,12 +10,9 @@ from typing import Any, NamedTuple
 from compare import name_of, words_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+RECOMMENDED = "molflt"  # the form of --config
 OURS = {
-    "molflt": "configs/demo.yaml",  # the recommended form
-    **{
-        name: f"configs/atoms/{name}.yaml"
-        for name in ("flt", "performer", "softmax-mask", "softmax")
-    },
+    name: f"configs/atoms/{name}.yaml" for name in ("flt", "performer", "softmax-mask", "softmax")
 }
 
 
@@ -37,7 +34,7 @@ NETS = {
     "painn": Net("peers_kit.painn:PeriodicPaiNN", 5e-4),
 }
 FITS = {"kernel-ridge": "peers_kit.ridge:KernelRidge", "median": "peers_kit.ridge:Median"}
-MODELS = (*OURS, *NETS, *FITS)
+MODELS = (RECOMMENDED, *OURS, *NETS, *FITS)
 TRIED = (1 / 3, 1.0, 3.0)  # learning rates, in units of the usual one
 
 

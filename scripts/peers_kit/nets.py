@@ -56,6 +56,7 @@ class Peer(nn.Module, ABC):
 
     Attributes:
         energy_mean, energy_std: eV, buffers that turn the normalized output into eV.
+        subsurface: False leaves out atoms with tag 0, as `molflt.graph.EnergyRegressor` does.
     """
 
     energy_mean: Tensor
@@ -63,6 +64,7 @@ class Peer(nn.Module, ABC):
 
     def __init__(self, cutoff: float) -> None:
         super().__init__()
+        self.subsurface = True
         self.graph = PBCRadiusGraph(cutoff)
         self.register_buffer("energy_mean", torch.zeros((), dtype=torch.float64))
         self.register_buffer("energy_std", torch.ones((), dtype=torch.float64))
@@ -70,10 +72,12 @@ class Peer(nn.Module, ABC):
     def forward(self, batch: Batch) -> Mapping[str, Tensor]:
         """A batch of structures -> "energy": (graphs,) float64, eV."""
         dtype = next(self.parameters()).dtype
-        place = {"pos": batch.pos.to(dtype), "cell": batch.cell.to(dtype), "pbc": batch.pbc}
-        edges = self.graph(Data(**place, batch=batch.batch, num_nodes=len(batch.pos)))
-        atomic = self.atomic(codes_of(batch), edges)
-        energy = atomic.new_zeros(batch.num_graphs).index_add(0, batch.batch, atomic)
+        kept = slice(None) if self.subsurface else batch.tags > Tag.SUBSURFACE
+        pos, graph = batch.pos[kept].to(dtype), batch.batch[kept]
+        place = {"pos": pos, "cell": batch.cell.to(dtype), "pbc": batch.pbc}
+        edges = self.graph(Data(**place, batch=graph, num_nodes=len(pos)))
+        atomic = self.atomic(codes_of(batch)[kept], edges)
+        energy = atomic.new_zeros(batch.num_graphs).index_add(0, graph, atomic)
         return {"energy": energy.double() * self.energy_std + self.energy_mean}
 
     @abstractmethod
