@@ -5,29 +5,37 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from molflt.attention import Attention, Stack
-    from molflt.graph import EnergyRegressor, GraphAttention, PBCRadiusGraph
+    from molflt.evaluation.calculator import Calculator
+    from molflt.graph import EnergyRegressor, GraphAttention, PBCRadiusGraph, Potential
     from molflt.image import ImageClassifier
+    from molflt.pretrained import load
     from molflt.sequence import LanguageModel
 
 __version__ = "0.1.0"
 __all__ = [
     "Attention",
+    "Calculator",
     "EnergyRegressor",
     "GraphAttention",
     "ImageClassifier",
     "LanguageModel",
     "PBCRadiusGraph",
+    "Potential",
     "Stack",
+    "load",
 ]
 
 _ROOMS = {
     "Attention": "attention",
+    "Calculator": "evaluation.calculator",
     "EnergyRegressor": "graph",
     "GraphAttention": "graph",
     "ImageClassifier": "image",
     "LanguageModel": "sequence",
     "PBCRadiusGraph": "graph",
+    "Potential": "graph",
     "Stack": "attention",
+    "load": "pretrained",
 }
 
 

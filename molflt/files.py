@@ -22,6 +22,7 @@ __all__ = [
     "append",
     "atomically",
     "read_arrays",
+    "readable_size",
     "save_tensors",
     "shown",
     "verify_tensors",
@@ -225,6 +226,17 @@ def shown(value: object, most: int = 80) -> str:
     brief.maxstring = brief.maxother = brief.maxlong = most
     text = brief.repr(value)
     return text if len(text) <= most + 2 else f"{text[:most]}..."
+
+
+def readable_size(size: float) -> str:
+    """Bytes as "1.4 MB"."""
+    if size < 1000:
+        return f"{size:.0f} bytes"
+    for unit in ("kB", "MB", "GB"):
+        size /= 1000
+        if size < 1000:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1000:.1f} TB"
 
 
 def _sha256(head: bytes, rest: IO[bytes]) -> str:

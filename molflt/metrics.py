@@ -35,6 +35,10 @@ class Metric(NamedTuple):
         """Label and unit."""
         return f"{self.label} / {self.unit}" if self.unit else self.label
 
+    def shown(self, value: float) -> str:
+        """Label, value and unit, in a line of text."""
+        return " ".join(filter(None, (self.label, f"{value:.{self.digits}f}", self.unit)))
+
 
 class _Locality(NamedTuple):
     """How much attention goes to near and to far tokens, (...) as in `locality`."""

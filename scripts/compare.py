@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from kit.rows import Rows, markdown, mean_sd, names, pick, write_csv
+from kit.words import parsed
 from tqdm import tqdm
 
-from molflt.plots.figure import BLUE, picture
+from molflt.plots import intervals
 from molflt.training.checkpoint import load_run
 
 PAPERS = [f"configs/atoms/{name}.yaml" for name in ("flt", "performer", "softmax-mask", "softmax")]
@@ -168,15 +169,12 @@ def draw(rows: Rows, measure: str, png: Path) -> None:
     means = {name: statistics.fmean(own) for name, own in found.items() if own}
     if not means:
         return
-    order = sorted(means, key=means.__getitem__, reverse=measure != "top1_percent")
-    with picture(png, figsize=(6.4, 1.0 + 0.3 * len(order))) as figure:
-        axes = figure.subplots()
-        for place, name in enumerate(order):
-            sd = statistics.stdev(found[name]) if len(found[name]) > 1 else 0.0
-            axes.errorbar(means[name], place, xerr=sd, fmt="o", capsize=3, color=BLUE)
-        axes.set_yticks(range(len(order)), order)
-        axes.set_xlabel(f"{split} {MEASURES[measure][0]}\nmean ± standard deviation over seeds")
-        axes.grid(alpha=0.3)
+    label = f"{split} {MEASURES[measure][0]}\nmean ± standard deviation over seeds"
+    spread = {
+        name: statistics.stdev(found[name]) if len(found[name]) > 1 else 0.0 for name in means
+    }
+    panel = {name: (means[name], spread[name]) for name in means}
+    intervals({label: panel}, png, largest_is_best=measure == "top1_percent")
 
 
 def write(out: Path, variants: list[str], seeds: list[int]) -> None:
@@ -192,8 +190,6 @@ def write(out: Path, variants: list[str], seeds: list[int]) -> None:
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Options of the script; what follows -- goes to every training."""
-    words = sys.argv[1:] if words is None else words
-    cut = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -204,9 +200,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="trainings at the same time")
     parser.add_argument("--threads", type=int, default=1, help="of each training")
-    options = parser.parse_args(words[:cut])
-    options.words = words[cut + 1 :]
-    return options
+    return parsed(parser, words)
 
 
 def work_all(

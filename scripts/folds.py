@@ -16,16 +16,16 @@ import argparse
 import csv
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 from compare import INTERRUPTED, job_of, prepare, work_all
 from kit.rows import Rows, markdown, mean_sd, write_csv
+from kit.words import parsed
 
 from molflt import plots
 from molflt.data.structures.systems import System, read_systems
-from molflt.files import read_arrays
+from molflt.evaluation.published import Published, read_published
 from molflt.metrics import EWT_THRESHOLD
 
 TEST, VALIDATION = "test_id", "val_id"
@@ -69,7 +69,26 @@ def folders(data: Path) -> list[Path]:
     return found
 
 
-def errors_of(rows: Rows, published: Mapping[str, np.ndarray], place: Mapping[str, int]) -> Rows:
+def others_of(path: Path | None, folder: Path) -> Published | None:
+    """Published energies of all systems of a folder.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it is no such file, or a system is missing.
+    """
+    if path is None:
+        return None
+    published = read_published(path, folder)
+    missing = sorted({own.name for own in published.systems.values()} - published.rows.keys())
+    if missing:
+        raise ValueError(
+            f"{path}: expected energies of all {len(published.systems)} systems of {folder}; "
+            f"{len(missing)} are missing, such as {missing[0]}"
+        )
+    return published
+
+
+def errors_of(rows: Rows, published: Published | None) -> Rows:
     """Errors of our trainings and of published ones, alone and averaged, by system, eV."""
     members: dict[str, list[float]] = defaultdict(list)
     labels: dict[str, dict[str, object]] = {}
@@ -80,7 +99,9 @@ def errors_of(rows: Rows, published: Mapping[str, np.ndarray], place: Mapping[st
     for name, energies in members.items():
         row = labels[name]
         models = {"molflt": np.array(energies)}
-        models |= {model: array[place[name]] for model, array in published.items()}
+        if published is not None:
+            row_of = published.rows[name]
+            models |= {model: array[row_of] for model, array in published.models.items()}
         found += [
             {
                 **{key: row[key] for key in ("name", "fold", "family", "metal", "target_eV")},
@@ -128,19 +149,12 @@ def by_group(errors: Rows, kind: str) -> str:
     return markdown([kind, "systems", *(f"{model}, MAE, eV" for model in models)], lines)
 
 
-def write(out: Path, data: Path, published: Path | None) -> None:
+def write(out: Path, data: Path, published: Published | None) -> None:
     """Writes and prints what all finished trainings together say."""
     rows = collect(out, data)
     if not rows:
         return
-    arrays = {} if published is None else read_arrays(published, ("name",))
-    place = {str(name): i for i, name in enumerate(arrays.get("name", ()))}
-    models = {
-        name: array.reshape(len(array), -1)
-        for name, array in arrays.items()
-        if array.dtype.kind == "f"
-    }
-    errors = errors_of(rows, models, place)
+    errors = errors_of(rows, published)
     trainings = len({(row["fold"], row["validated"]) for row in rows})
     text = "\n\n".join([table(errors), by_group(errors, "family"), by_group(errors, "metal")])
     (out / "folds.md").write_text(f"{trainings} trainings\n\n{text}\n")
@@ -156,8 +170,6 @@ def write(out: Path, data: Path, published: Path | None) -> None:
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Options of the script; what follows -- goes to every training."""
-    words = sys.argv[1:] if words is None else words
-    cut = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -169,9 +181,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="trainings at the same time")
     parser.add_argument("--threads", type=int, default=1, help="of each training")
-    options = parser.parse_args(words[:cut])
-    options.words = words[cut + 1 :]
-    return options
+    return parsed(parser, words)
 
 
 def main(words: list[str] | None = None) -> int:
@@ -184,6 +194,7 @@ def main(words: list[str] | None = None) -> int:
                 job = job_of(options, str(options.config), options.seed)
                 job["words"] = [*job["words"], f"--data.root={folder}"]
                 jobs[options.out / folder.name] = job
+        others = others_of(options.published, folders(options.data)[0])
         for run, job in jobs.items():
             prepare(run, job)
     except (ValueError, OSError) as error:
@@ -192,7 +203,7 @@ def main(words: list[str] | None = None) -> int:
     splits = ("--splits", TEST, VALIDATION)
     code = work_all(jobs, options.jobs, options.threads, splits)
     if code != INTERRUPTED:
-        write(options.out, options.data, options.published)
+        write(options.out, options.data, others)
     return code
 
 

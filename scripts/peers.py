@@ -27,6 +27,7 @@ import json
 import sys
 from pathlib import Path
 
+from kit.words import parsed
 from peers_kit import pool, report
 from peers_kit.jobs import options_of, run_job
 from peers_kit.models import MODELS, REPOSITORY, title
@@ -34,8 +35,6 @@ from peers_kit.models import MODELS, REPOSITORY, title
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Options of the script; what follows -- goes to every training."""
-    words = sys.argv[1:] if words is None else words
-    cut = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -50,14 +49,13 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--evaluations", type=int, default=10, help="points of a curve")
     parser.add_argument("--tune", action="store_true", help="try three learning rates of each net")
     parser.add_argument("--tune-minutes", type=_positive, help="of each; a fifth of --minutes")
-    options = parser.parse_args(words[:cut])
+    options = parsed(parser, words)
     for name in ("seeds", "jobs", "evaluations"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1; got {getattr(options, name)}")
     options.tune_minutes = options.tune_minutes or options.minutes / 5
     options.fractions = sorted(set(options.fractions))
     options.models = list(dict.fromkeys(options.models))
-    options.words = words[cut + 1 :]
     return options
 
 

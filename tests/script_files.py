@@ -4,7 +4,7 @@ import importlib.util
 import sys
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 if str(SCRIPTS) not in sys.path:
@@ -23,3 +23,29 @@ def load_script(name: str) -> ModuleType:
 def benchmark(name: str) -> ModuleType:
     """The benchmark of that name."""
     return import_module(load_script("run").benchmarks()[name])
+
+
+class Trainings:
+    """Takes the place of `subprocess.run`: notes each command, and leaves what it would leave.
+
+    Attributes:
+        commands: words after `python -m molflt`.
+        broken: part of a command that fails.
+    """
+
+    def __init__(self) -> None:
+        self.commands: list[list[str]] = []
+        self.broken = ""
+
+    def __call__(self, command: list[str], **_: object) -> SimpleNamespace:
+        words = command[3:]
+        self.commands.append(words)
+        if self.broken and self.broken in " ".join(words):
+            return SimpleNamespace(returncode=2)
+        if words[0] == "evaluate":
+            self.evaluate(Path(words[1]))
+        return SimpleNamespace(returncode=0)
+
+    def evaluate(self, run: Path) -> None:
+        """Leaves what an evaluation of that run leaves."""
+        raise NotImplementedError

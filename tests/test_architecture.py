@@ -27,6 +27,7 @@ LEAVES: dict[str, set[str]] = {
     "files": set(),
     "memory": set(),
     "metrics": set(),
+    "shipped": set(),
     "data": {"atoms", "files"},
     "plots": {"atoms", "metrics"},
     **{adapter: {"atoms", "attention"} for adapter in ADAPTERS},
@@ -35,7 +36,8 @@ MIDDLE = {"tasks", "evaluation", "training"}
 ALLOWED: dict[str, set[str]] = {
     **LEAVES,
     **{room: LEAVES.keys() | MIDDLE for room in MIDDLE},
-    "commands": LEAVES.keys() | MIDDLE,
+    "pretrained": LEAVES.keys() | MIDDLE,
+    "commands": LEAVES.keys() | MIDDLE | {"pretrained"},
     "__main__": {"commands"},
 }
 NAMES = {path.stem for path in PACKAGE.glob("*.py")} | {

@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_image_run import write_images
 from test_language_run import write_text
-from tiny_run import error_of, write_data
+from tiny_run import error_of, write_data, write_points
 
 from molflt.commands import cli
 from molflt.commands.limits import LIMITS
@@ -24,9 +24,17 @@ from molflt.training.recipes import RECIPES
 ZERO = {
     *("seed", "model.near_field", "model.radial_basis", "model.dropout", "model.attention_dropout"),
     *("model.embedding_dropout", "model.floor", "data.workers", "task.position_weight"),
-    *("task.position_weight_final", "task.energy_mean", "task.interpolate", "task.noise"),
+    *(
+        "task.position_weight_final",
+        "task.energy_mean",
+        "task.energy_weight",
+        "task.force_weight",
+        "task.stress_weight",
+        "task.interpolate",
+        "task.noise",
+    ),
     *("task.label_smoothing", "task.warmup_steps", "task.weight_decay", "trainer.ema_decay"),
-    "trainer.num_sanity",
+    *("task.energy_weight", "task.force_weight", "task.stress_weight", "trainer.num_sanity"),
 }
 NEGATIVE = {"task.energy_mean"}
 
@@ -92,7 +100,11 @@ def test_zero_and_less_where_they_mean_nothing(recipe: str, value: str, meant: s
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_is_meant_passes(recipe: str) -> None:
     """The bounds of all intervals, where they are part of them."""
-    required = {"is2re": ["data.root"], "language": ["data.train", "data.val"]}
+    required = {
+        "is2re": ["data.root"],
+        "potential": ["data.root"],
+        "language": ["data.train", "data.val"],
+    }
     words = [f"--{key}=x" for key in required.get(recipe, ["data.train"])]
     parser = parser_of(recipe)
     plain = {key for key, action in typed(recipe, int, float).items() if not numbers_in(action)}
@@ -228,8 +240,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[str]]:
         write_images(folder, name, 12, 0)
     texts = [f"--data.{name}={folder}/{name}.txt" for name in ("train", "val")]
     images = [f"--data.{name}={folder}/{name}-images-idx3-ubyte" for name in ("train", "val")]
+    write_points(folder / "points")
     return {
         "is2re": [f"--data.root={folder}/data"],
+        "potential": [f"--data.root={folder}/points"],
         "language": [*texts, "--data.length=16"],
         "images": images,
     }
@@ -243,7 +257,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[str]]:
         (["--model.dim=16", "--model.heads=3"], ["dim=16", "heads=3"]),
         (["--trainer.devices=99999"], ["--trainer.devices", "[1, 1024]"]),
         (["--trainer.devices=1000", "--trainer.accelerator=cpu"], ["trainer.devices", "core"]),
-        (["--task.warmup_steps=5", "--trainer.max_steps=5"], ["task.warmup_steps", "max_steps=5"]),
         (
             ["--trainer.precision=16-mixed", "--trainer.accelerator=cpu"],
             ["trainer.precision=16-mixed", "GPU"],

@@ -6,41 +6,30 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from script_files import load_script
+from script_files import Trainings, load_script
 
 from molflt.data.structures.splits import VAL_SPLITS
 
 
-class Trainings:
-    """Takes the place of `subprocess.run`: notes each command, and leaves what it would leave."""
+class Comparisons(Trainings):
+    """Evaluations of two models of energies, and of language models."""
 
-    def __init__(self) -> None:
-        self.commands: list[list[str]] = []
-        self.broken = ""
-
-    def __call__(self, command, **_) -> SimpleNamespace:
-        words = command[3:]
-        self.commands.append(words)
-        if self.broken and self.broken in " ".join(words):
-            return SimpleNamespace(returncode=2)
-        if words[0] == "evaluate":
-            run = Path(words[1])
-            seed = int(run.name.removeprefix("seed"))
-            if run.parent.name.startswith("tokens"):
-                overflowed = "diverged" in run.parent.name and seed == 1
-                row = {"perplexity": None if overflowed else 30.0 + 2 * seed, "nearest": None}
-                (run / "results.json").write_text(json.dumps({"val": row, "test": row}))
-                return SimpleNamespace(returncode=0)
-            mae = {"flt": 0.2, "performer": 0.5}[run.parent.name] + 0.01 * seed
-            row = {"mae_eV": mae, "ewt_percent": 4.0 * seed, "baseline_mae_eV": 1.1, "n": 9}
-            (run / "results.json").write_text(json.dumps(dict.fromkeys(VAL_SPLITS, row)))
-        return SimpleNamespace(returncode=0)
+    def evaluate(self, run: Path) -> None:
+        seed = int(run.name.removeprefix("seed"))
+        if run.parent.name.startswith("tokens"):
+            overflowed = "diverged" in run.parent.name and seed == 1
+            row = {"perplexity": None if overflowed else 30.0 + 2 * seed, "nearest": None}
+            (run / "results.json").write_text(json.dumps({"val": row, "test": row}))
+            return
+        mae = {"flt": 0.2, "performer": 0.5}[run.parent.name] + 0.01 * seed
+        row = {"mae_eV": mae, "ewt_percent": 4.0 * seed, "baseline_mae_eV": 1.1, "n": 9}
+        (run / "results.json").write_text(json.dumps(dict.fromkeys(VAL_SPLITS, row)))
 
 
 @pytest.fixture
 def compare(monkeypatch):
     module = load_script("compare")
-    monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=Trainings()))
+    monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=Comparisons()))
     monkeypatch.setattr(module, "load_run", lambda run: (torch.nn.Linear(9, 1), {}))
     return module
 

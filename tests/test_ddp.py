@@ -61,6 +61,25 @@ def test_two_processes_train_on_twice_as_many_systems(both):
     assert logged(two, key)[-1] == pytest.approx(logged(long, key)[-1], rel=1e-9)
 
 
+def test_two_processes_with_two_batches_each_take_the_step_of_four(both):
+    """Also where parameters are frozen, of which processes exchange nothing."""
+    folder = both[0].parent
+    words = ["--task.lr=1e-2", "--trainer.precision=64-true", "--trainer.max_steps=3"]
+    words += ["--trainer.num_sanity=0", "--task.freeze=[embedding.*]"]
+    start(folder / "data", folder / "four", *words, "--trainer.accumulate=4")
+    words += ["--trainer.accumulate=2", "--trainer.devices=2", "--trainer.strategy=ddp"]
+    running = process(*arguments(folder / "data", folder / "pairs", *words))
+    _, errors = running.communicate(timeout=120)
+    assert running.returncode == 0, errors
+    one, two = (last_state(folder / name)["state_dict"] for name in ("four", "pairs"))
+    for name, tensor in one.items():
+        assert torch.allclose(tensor, two[name], rtol=0, atol=1e-6), name
+    still = last_state(both[0])["state_dict"]
+    assert (
+        max(float((one[name].double() - still[name].double()).abs().max()) for name in one) > 1e-3
+    )
+
+
 def test_processes_that_torchrun_starts_go_on_with_what_lightning_started(both):
     run = both[1].parent / "resumed"
     shutil.copytree(both[1], run)

@@ -142,8 +142,8 @@ def test_command_line_prints_a_table(run, data, tmp_path, capsys) -> None:
     mean = np.mean([part["mae_eV"] for part in results.values()])
     average = next(line for line in text.splitlines() if line.startswith("average"))
     assert average.split()[1:3] == ["20", f"{mean:.4f}"]
-    assert "published, on OC20 (other data than the above, so not comparable with it)" in text
-    assert "MAE / eV" in text and "EwT / %" in text and "0.5046" in text
+    assert "MAE / eV" in text and "EwT / %" in text
+    assert "published" not in text and "OC20" not in text  # these are no data of OC20
 
 
 def test_splits_without_labels_are_only_predicted(run, data, tmp_path, capsys) -> None:
@@ -207,10 +207,10 @@ def test_size_groups_hold_what_they_say(sizes) -> None:
 
 def test_published_table_with_whole_oc20_splits() -> None:
     row = {"mae_eV": 0.5, "ewt_percent": 5.0, "baseline_mae_eV": None, "n": 24943}
-    text = _published_table({"val_id": row}, is_oc20=True)
+    text = _published_table({"val_id": row})
     assert text.splitlines()[-1].split()[:2] == ["this", "run"]
     assert text.splitlines()[-1].split()[-5:] == ["0.5000", "-", "-", "-", "5.00"]
-    assert "not comparable" not in text
+    assert "0.5046" in text
     last = _results_table({"val_id": row}).splitlines()[-1]
     assert last.split() == ["val_id", "24,943", "0.5000", "5.00", "-"]
 
@@ -348,13 +348,16 @@ def test_predict_a_table(run, tmp_path, suffix, capsys) -> None:
     assert main([*words, "--device", "cpu"]) == 0
     captured = capsys.readouterr()
     assert "3 energies" in captured.out
-    # all else about these structures is fine, so this is the only line
-    assert "in.extxyz: N, Ni did not occur in training" in captured.err
-    assert len(captured.err.splitlines()) == 1
+    lines = captured.err.splitlines()
+    assert "in.extxyz: N, Ni did not occur in training" in lines[0] and len(lines) == 2
+    assert "in.extxyz: 3 of 3 structures are outside of what was trained on" in lines[1]
     rows = table(out) if suffix == ".csv" else json.loads(out.read_text())
     assert [(int(row["index"]), int(row["sid"])) for row in rows] == [(0, 70), (1, 71), (2, 72)]
     assert [row["formula"] for row in rows] == ["Cu8O", "HPt12", "NNi16"]
     assert [int(row["natoms"]) for row in rows] == [9, 13, 17]
+    outside = [row["outside"] for row in rows]
+    assert outside[0] == outside[1] == "adsorbate atoms: 1, trained on 2 to 9"
+    assert outside[2].startswith("N, Ni not in training; atoms: 17, trained on 6 to 13; ")
     energy = [float(row["energy_eV"]) for row in rows]
     np.testing.assert_allclose(energy, alone(run, tmp_path / "in.extxyz"), atol=1e-5)
 
@@ -399,7 +402,7 @@ def test_predict_refuses_bad_input(run, tmp_path, capsys) -> None:
     for words, message in (
         (["x.xyz", "--out", "e.txt"], "e.txt: expected a name that ends in .csv, .json"),
         ([absent, "--out", "e.csv"], "no.xyz"),
-        ([absent], "out"),
+        ([], "a trained model; expected structures to predict; got none"),
     ):
         assert message in error_of(capsys, "predict", str(run), *words)
 

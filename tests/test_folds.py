@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from script_files import load_script
+from script_files import Trainings, load_script
 
 from molflt.data.structures.systems import System, write_systems
 
@@ -19,34 +19,23 @@ ENERGIES = {  # folder -> sid -> eV
 }
 
 
-class Trainings:
-    """Takes the place of `subprocess.run`, and leaves what an evaluation leaves."""
+class Folds(Trainings):
+    """Evaluations of trainings of two folds."""
 
-    def __init__(self) -> None:
-        self.commands: list[list[str]] = []
-        self.broken = ""
-
-    def __call__(self, command, **_) -> SimpleNamespace:
-        words = command[3:]
-        self.commands.append(words)
-        if self.broken and self.broken in " ".join(words):
-            return SimpleNamespace(returncode=2)
-        if words[0] == "evaluate":
-            run = Path(words[1])
-            with open(run / "predictions.csv", "w", newline="") as file:
-                writer = csv.writer(file)
-                writer.writerow(["split", "sid", "energy_eV", "target_eV"])
-                writer.writerow(["val_id", 9, 100.0, 0.0])
-                for sid, energy in ENERGIES[run.name].items():
-                    writer.writerow(["test_id", sid, energy, LABELS[sid]])
-            (run / "results.json").write_text("{}")
-        return SimpleNamespace(returncode=0)
+    def evaluate(self, run: Path) -> None:
+        with open(run / "predictions.csv", "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["split", "sid", "energy_eV", "target_eV"])
+            writer.writerow(["val_id", 9, 100.0, 0.0])
+            for sid, energy in ENERGIES[run.name].items():
+                writer.writerow(["test_id", sid, energy, LABELS[sid]])
+        (run / "results.json").write_text("{}")
 
 
 @pytest.fixture
 def folds(monkeypatch, tmp_path):
     module = load_script("folds")
-    monkeypatch.setattr("compare.subprocess", SimpleNamespace(run=Trainings()))
+    monkeypatch.setattr("compare.subprocess", SimpleNamespace(run=Folds()))
     for name, own in ENERGIES.items():
         folder = tmp_path / "data" / name
         folder.mkdir(parents=True)
@@ -115,3 +104,13 @@ def test_a_folder_without_folds(folds, words, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert folds.main([*words, "--data", str(tmp_path / "empty")]) == 2
     assert "expected folders testI-valJ" in capsys.readouterr().err
+
+
+def test_published_energies_are_read_before_anything_is_trained(folds, words, tmp_path, capsys):
+    path = tmp_path / "published.npz"
+    np.savez(path, name=np.array(["s1"]), other=np.zeros(1))
+    assert folds.main([*words, "--published", str(path)]) == 2
+    assert "1 are missing, such as s2" in capsys.readouterr().err
+    assert folds.main([*words, "--published", str(tmp_path / "absent.npz")]) == 2
+    assert "absent.npz" in capsys.readouterr().err
+    assert not commands()

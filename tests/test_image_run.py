@@ -13,6 +13,7 @@ import pytest
 import torch
 from tiny_run import differences, error_of, last_state, logged, table
 
+import molflt
 from molflt.commands.cli import main
 from molflt.data.images.datamodule import ImageData
 from molflt.evaluation.images import _classes, _classify
@@ -223,3 +224,21 @@ def test_a_missing_package_is_named(monkeypatch, tmp_path: Path, capsys) -> None
     words = ["--data.train=hf:some/set", "--data.val=hf:some/set:test", f"--run={tmp_path}"]
     line = error_of(capsys, "train", *SMALL, *words)
     assert "hf:some/set: needs the package datasets" in line
+
+
+def test_a_loaded_run_labels_images(run: Path, data: Path, tmp_path: Path) -> None:
+    images = ImageData(data / "train-images-idx3-ubyte", data / "val-images-idx3-ubyte")
+    images.setup()
+    val = images.datasets["val"]
+    bytes_ = torch.stack([val.image(i) for i in range(len(val))])
+    model = molflt.load(run)
+    named = [CLASSES.index(one.name) for one in model.classify(bytes_, batch_size=7)]
+    found = _classify(load_run(run)[0], val, 64, "val")
+    assert named == found.predicted.tolist()
+    model.save_pretrained(tmp_path / "labeler")
+    for given in (bytes_.numpy(), bytes_ / 255):
+        again = molflt.load(tmp_path / "labeler").classify(given)
+        assert [one.name for one in again] == [CLASSES[i] for i in named]
+        assert [one.probability for one in again] == pytest.approx(found.confidence, abs=1e-5)
+    with pytest.raises(ValueError, match=r"images must be bytes, .* of shape \(n, 1, 8, 8\); got"):
+        model.classify(bytes_[:, :, :4])

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_run import differences, error_of, last_state, logged, table
 
+import molflt
 from molflt.commands.cli import main
 from molflt.data.text.datamodule import read_blocks
 from molflt.data.text.vocabulary import Vocabulary
@@ -250,3 +251,15 @@ def test_perplexity_of_sums() -> None:
     assert sums.tokens == 12
     assert float(loss) == pytest.approx(float(sums.nats) / 12, rel=1e-6)
     assert task.size((inputs, targets)) == 15
+
+
+def test_a_loaded_run_writes_what_the_command_writes(run: Path, tmp_path: Path, capsys) -> None:
+    model = molflt.load(run)
+    model.save_pretrained(tmp_path / "writer")
+    text = model.generate("the cat", tokens=12, seed=3)
+    assert text.startswith("the cat") and len(text.split()) > 8
+    for name in (run, tmp_path / "writer"):
+        assert main(["generate", str(name), "--prompt=the cat", "--tokens=12", "--seed=3"]) == 0
+        assert capsys.readouterr().out == f"{text}\n"
+    line = error_of(capsys, "predict", str(tmp_path / "writer"), "in.extxyz", "--out", "o.csv")
+    assert "a model of the recipe language; expected one that predicts energies" in line

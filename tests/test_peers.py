@@ -125,6 +125,9 @@ def test_atoms_below_the_surface_are_left_out_where_ours_leaves_them_out(name: s
     net.subsurface = False
     part = {key: value if key == "cell" else value[1:] for key, value in own.items()}
     torch.testing.assert_close(energies(net, own), energies(peer(name), part), rtol=0, atol=1e-9)
+    untagged = {**own, "tags": 0 * own["tags"]}
+    found = energies(net, untagged)
+    torch.testing.assert_close(found, energies(peer(name), untagged), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", models.NETS)

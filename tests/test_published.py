@@ -10,7 +10,7 @@ import pytest
 
 from molflt.data.structures.systems import System, write_systems
 from molflt.evaluation.predictions import Predictions
-from molflt.evaluation.published import _compare, _read_published
+from molflt.evaluation.published import _compare, read_published
 
 NAMES = [f"cu-{i}" for i in range(8)]
 
@@ -52,7 +52,7 @@ def table(path: Path) -> list[dict[str, str]]:
 
 def test_systems_are_matched_by_name_whatever_the_order(root: Path) -> None:
     names = [name for name in reversed(NAMES) if name != "cu-3"]  # 103 only we have
-    text, files = _compare(_read_published(published(root / "p.npz", names), root), FOUND, root)
+    text, files = _compare(read_published(published(root / "p.npz", names), root), FOUND, root)
     assert "beside p.npz: MAE / eV over 4 of 7 systems" in text
     assert [file.name for file in files] == [
         "published.csv",
@@ -85,9 +85,9 @@ def test_systems_are_matched_by_name_whatever_the_order(root: Path) -> None:
 def test_predictions_that_are_missing_do_not_count(root: Path) -> None:
     gaps = np.full((8, 2), -1.0)
     gaps[2, 1] = np.nan
-    others = _read_published(published(root / "p.npz", a=gaps), root)
+    others = read_published(published(root / "p.npz", a=gaps), root)
     assert "over 4 of 7 systems" in _compare(others, FOUND, root)[0]  # 100, 103, 105, 107
-    others = _read_published(published(root / "p.npz", a=gaps * np.nan), root)
+    others = read_published(published(root / "p.npz", a=gaps * np.nan), root)
     with pytest.raises(
         ValueError, match=r"expected predictions of some of the 7 systems; got none"
     ):
@@ -109,7 +109,7 @@ def test_predictions_that_are_missing_do_not_count(root: Path) -> None:
 def test_files_that_are_no_predictions(root: Path, changes: dict, reason: str) -> None:
     path = published(root / "p.npz", **changes)
     with pytest.raises(ValueError, match=rf"p\.npz: {reason}"):
-        _read_published(path, root)
+        read_published(path, root)
 
 
 def test_damaged_files_and_data_without_names(root: Path) -> None:
@@ -118,15 +118,15 @@ def test_damaged_files_and_data_without_names(root: Path) -> None:
     for content in (whole[:-40], b"PK no zip", b""):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"p\.npz: expected an npz of arrays"):
-            _read_published(path, root)
+            read_published(path, root)
     np.savez(path, a=np.zeros(8))
     with pytest.raises(ValueError, match="without name"):
-        _read_published(path, root)
+        read_published(path, root)
     with pytest.raises(FileNotFoundError, match=r"absent\.npz: no such file; expected an npz"):
-        _read_published(root / "absent.npz", root)
+        read_published(root / "absent.npz", root)
     published(path)
     with pytest.raises(FileNotFoundError, match=r"systems\.csv: no such file"):
-        _read_published(path, root / "elsewhere")
+        read_published(path, root / "elsewhere")
 
 
 def test_a_bomb_is_refused_before_it_is_unpacked(root: Path) -> None:
@@ -134,4 +134,4 @@ def test_a_bomb_is_refused_before_it_is_unpacked(root: Path) -> None:
     np.savez_compressed(path, name=np.array(NAMES), a=np.zeros((8, 2**23)))
     assert path.stat().st_size < 2**20
     with pytest.raises(ValueError, match=r"unpacked, above 268,435,456"):
-        _read_published(path, root)
+        read_published(path, root)

@@ -8,6 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from ase import Atoms
+from ase.build import bulk
+from ase.calculators.lj import LennardJones
+from ase.calculators.singlepoint import SinglePointCalculator
+from ase.io import write
 
 from molflt.commands.cli import main
 from molflt.commands.train import build_parser, train
@@ -50,6 +55,32 @@ def structures(count: int, seed: int = 0, first_sid: int = 0, labels: bool = Tru
             y_relaxed=float(nearest - 0.02 * numbers.mean() - 1) if labels else None,
             pos_relaxed=pos + 0.2 * (pos.mean(axis=0) - pos) if labels else None,
         )
+
+
+def argon(count: int, seed: int) -> list[Atoms]:
+    """Rattled crystals and clusters of argon, labelled by Lennard-Jones; a few without forces."""
+    draw, frames = np.random.default_rng(seed), []
+    for i in range(count):
+        atoms = bulk("Ar", "fcc", 5.2, cubic=True)
+        atoms.pbc = i % 2 == 0
+        atoms.positions += draw.normal(scale=0.2, size=atoms.positions.shape)
+        atoms.calc = LennardJones(sigma=3.4, epsilon=0.5, rc=8.0)
+        labels = {"energy": atoms.get_potential_energy(), "forces": atoms.get_forces()}
+        if i % 2 == 0:
+            labels["stress"] = atoms.get_stress()
+        if i == 1:
+            del labels["forces"]
+        atoms.calc = SinglePointCalculator(atoms, **labels)
+        frames.append(atoms)
+    return frames
+
+
+def write_points(root: Path) -> Path:
+    """A folder of structures with energies, forces and stress."""
+    root.mkdir(parents=True)
+    for seed, split in enumerate(("train", "val_id")):
+        write(root / f"{split}.extxyz", argon(6, seed))
+    return root
 
 
 def write_data(root: Path, train: int = 22, val: int = 13) -> Path:

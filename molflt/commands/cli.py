@@ -55,13 +55,29 @@ COMMANDS: dict[tuple[str, ...], _Command] = {
         "train on structures, text or images, or resume",
         "molflt.commands.train:build_parser",
     ),
+    ("info",): _Command(
+        "molflt.commands.info:info", "what a run is: data, model, steps, best value"
+    ),
     ("evaluate",): _Command(
         "molflt.commands.evaluate:evaluate",
         "metrics of a run on splits, tables, plots, submission",
         "molflt.commands.evaluate:build_parser",
     ),
+    ("compare",): _Command(
+        "molflt.commands.compare:compare",
+        "runs side by side: options, size, time, metrics, curves",
+        "molflt.commands.compare:build_parser",
+    ),
     ("predict",): _Command(
-        "molflt.commands.predict:predict", "energies of structures in any readable file"
+        "molflt.commands.predict:predict",
+        "energies of structures in any readable file",
+        "molflt.commands.predict:build_parser",
+    ),
+    ("export",): _Command(
+        "molflt.commands.export:export", "a run as one folder to use and share: weights, card"
+    ),
+    ("relax",): _Command(
+        "molflt.commands.relax:relax", "structures at rest, by a trained potential"
     ),
     ("generate",): _Command(
         "molflt.commands.generate:generate", "text from a trained language model"
@@ -155,7 +171,7 @@ def _parser(path: tuple[str, ...], words: Sequence[str]) -> ArgumentParser:
     function: Callable[..., object] = pkgutil.resolve_name(command.function)
     if command.parser is not None:
         parser: ArgumentParser = pkgutil.resolve_name(command.parser)(words)
-        parser.usage = f"{name} [--OPTION VALUE ...]"  # else a page long
+        parser.usage = parser.usage or f"{name} [--OPTION VALUE ...]"  # else a page long
     else:
         parser = ArgumentParser()
         parser.add_function_arguments(function, as_group=False, as_positional=True)

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
-import torch
-
-from molflt.evaluation.language import load_vocabulary
-from molflt.sequence.generation import generate as draw
-from molflt.sequence.language_model import LanguageModel
-from molflt.training.checkpoint import load_run
+from molflt.pretrained import TextWriter, load
 
 __all__ = ["generate"]
 
 
 def generate(
-    run: Path,
+    run: str,
     prompt: str = "",
     tokens: int = 100,
     temperature: float = 1.0,
@@ -30,7 +24,7 @@ def generate(
     Mechanisms with a state of constant size take as long for the last token as for the first.
 
     Args:
-        run: folder of a training run of a language model.
+        run: folder of a training run of a language model, an exported model, or hf:OWNER/NAME.
         prompt: what the text begins with.
         tokens: how many are drawn.
         temperature: below 1, likely tokens become likelier; 0 takes the likeliest.
@@ -43,29 +37,15 @@ def generate(
         FileNotFoundError: if the run, its checkpoint, or its vocabulary is missing.
         ValueError: if it is not a language model, or for an option outside its range.
     """
-    run = Path(run)
-    model, _ = load_run(run, checkpoint, device)
-    if not isinstance(model, LanguageModel):
+    model = load(run, device, checkpoint=checkpoint)
+    if not isinstance(model, TextWriter):
         raise ValueError(f"{run}: not a language model; expected a run with recipe: language")
-    vocabulary = load_vocabulary(run, model.vocabulary)
-    known = vocabulary.encode(prompt).tolist()
-    ids = torch.tensor([[vocabulary.eos, *known]], device=next(model.parameters()).device)
-    if not model.decodes:
+    if not model.model.decodes:
         print(
             "molflt: this mechanism leaves no state to decode from; each token computes the whole "
             "text again",
             file=sys.stderr,
         )
-    generator = torch.Generator().manual_seed(seed)
-    drawn = draw(model, ids, tokens, temperature, top_k, generator)
-    line = known[:]  # of the text so far; decoded together, for spaces and bytes of one character
-    written = vocabulary.decode(line)
-    print(written, end="", flush=True)
-    for token in drawn:
-        line.append(token)
-        text = vocabulary.decode(line)
-        if text.endswith("\ufffd"):  # the rest of a character may follow
-            continue
-        print(text[len(written) :], end="", flush=True)
-        line, written = ([], "") if text.endswith("\n") else (line, text)
-    print(vocabulary.decode(line)[len(written) :])
+    for piece in model.stream(prompt, tokens, temperature, top_k, seed):
+        print(piece, end="", flush=True)
+    print()

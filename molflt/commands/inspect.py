@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from json import dumps
 from pathlib import Path
 
+from molflt.data.structures import Reading
+from molflt.data.structures.base import Tags
+from molflt.data.structures.splits import is_one_source, sources_in
 from molflt.data.structures.summary import Summary, summarize
 
 __all__ = ["inspect"]
@@ -16,17 +20,26 @@ def inspect(
     plot: Path | None = None,
     limit: int | None = None,
     skip_bad: bool = False,
+    energy_key: str | None = None,
+    tags: Tags = "oc20",
 ) -> None:
     """Print what a file or folder of structures holds, with units and warnings.
 
+    Of a folder, each file and each folder of shards in turn.
+
     Args:
         path: OC20 LMDB file or folder, compact store, GAME-Net's archive, or a file that
-            ASE reads.
+            ASE reads; or a folder of such.
         json: print one JSON object instead of text, with at least systems, atoms_total,
-            with_labels, elements, energies_look_like and warnings.
+            with_labels, elements, energies_look_like and warnings; of a folder path, splits (such
+            an object for each, by name) and others (names of other files).
         plot: write a PNG with the histogram of energies and one structure from top and side.
         limit: look only at the first so many structures.
         skip_bad: leave out structures that are not valid, count and list them.
+        energy_key: entry of a file that ASE reads that is the energy, eV; by default y_relaxed,
+            else energy.
+        tags: what tags mean in a file that ASE reads: oc20 (0 subsurface, 1 surface, 2 adsorbate)
+            or ase (numbers of layers from the top, 1, 2, ..., and 0 for adsorbates).
 
     Raises:
         ValueError: naming the file, key and sid of a structure that is not valid.
@@ -34,13 +47,32 @@ def inspect(
     """
     if plot is not None and plot.suffix != ".png":
         raise ValueError(f"plot: expected a file ending in .png; got {plot}")
-    summary, energies, shown = summarize(path, limit=limit, skip_bad=skip_bad)
+    reading = Reading(energy_key, tags)
+    if path.is_dir() and not is_one_source(path):
+        if plot is not None:
+            raise ValueError(f"--plot is for one file; got the folder {path}; name a file in it")
+        _inspect_folder(path, json, lambda each: summarize(each, limit, skip_bad, reading)[0])
+        return
+    summary, energies, shown = summarize(path, limit, skip_bad, reading)
     if plot is not None:
         from molflt.plots import structure_overview
 
         structure_overview(energies, shown, path.name, plot)
         summary["plot"] = str(plot)
     print(dumps(summary) if json else _as_text(summary))
+
+
+def _inspect_folder(path: Path, json: bool, look: Callable[[Path], Summary]) -> None:
+    found, others = sources_in(path)
+    if json:
+        splits = {name: look(each) for name, each in found.items()}
+        print(dumps({"path": str(path), "splits": splits, "others": others}))
+        return
+    for each in found.values():
+        print(_as_text(look(each)), end="\n\n")
+    print(
+        f"{path}: {', '.join(found)}" + (f"; no structures in {', '.join(others)}" * bool(others))
+    )
 
 
 def _as_text(summary: Summary) -> str:
@@ -69,6 +101,8 @@ def _as_text(summary: Summary) -> str:
         lines.append(f"digest      {known}")
     if "plot" in summary:
         lines.append(f"picture     {summary['plot']}")
+    if summary["labels_not_used"]:
+        lines.append(f"not used    {', '.join(summary['labels_not_used'])}")
     lines += [f"warning: {text}" for text in summary["warnings"]]
     lines += [f"  left out {item['name']}: {item['reason']}" for item in summary["left_out"]]
     return "\n".join(lines)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from jsonargparse import ArgumentParser, Namespace
 
-__all__ = ["parse"]
+__all__ = ["normalized", "parse"]
 
 # Ends of keys, and commands, that have had other names
 _RENAMED = {
@@ -102,6 +102,11 @@ def _show_flags(parser: ArgumentParser) -> None:
         elif kinds_of(action) & {list, tuple}:
             action.option_strings = [o for o in action.option_strings if not o.endswith("+")]
             action.metavar = "ITEM ..."
+
+
+def normalized(words: Sequence[str], parser: ArgumentParser) -> list[str]:
+    """Words as `parse` reads them, each option and its value one; without what is no option."""
+    return _normalize(words, parser, [])
 
 
 def _normalize(words: Sequence[str], parser: ArgumentParser, mistakes: list[str]) -> list[str]:
@@ -216,12 +221,13 @@ def _given(words: Sequence[str], parser: ArgumentParser, mistakes: list[str]) ->
     """
     options = _options_of(parser)
     given: list[Given] = []
-    places = [action.dest for action in parser._actions if not action.option_strings]
+    places = [action for action in parser._actions if not action.option_strings]
     for word in words:
         name, equals, value = word.partition("=")
         key = name.removeprefix("--").removesuffix("+")
         if _is_value(word) and places:
-            given.append(Given(places.pop(0), word, word))
+            place = places[0] if places[0].nargs == "+" else places.pop(0)
+            given.append(Given(place.dest, word, word))
         elif _is_value(word):
             mistakes.append(f"unexpected {word}; see `{parser.prog} --help`")
         elif name == "--config":

@@ -5,16 +5,24 @@ from __future__ import annotations
 import re
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-from molflt.training.config import Config, build_parser
+from molflt.metrics import Metric
+from molflt.training.config import Config, absolute, build_parser
 from molflt.training.fit import check_steps, fit
+from molflt.training.outcome import outcome
 from molflt.training.recipes import Recipe
 from molflt.training.run_folder import RunFolder
+from molflt.training.run_name import dated_run
+from molflt.training.transfer import Start
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["build_parser", "train"]
 
@@ -22,7 +30,7 @@ _Options = dict[str, object]
 
 
 def train(
-    run: Path,
+    run: Path | None,
     seed: int,
     recipe: str,
     model: _Options,
@@ -30,15 +38,16 @@ def train(
     task: _Options,
     trainer: _Options,
     resume: Path | None = None,
+    init: Path | None = None,
 ) -> int:
-    """Trains a model, or resumes a run.
+    """Trains a model, from the weights of another with --init, or resumes a run.
 
     The run folder holds config.yaml (everything, defaults too), versions.json, metrics.csv,
     curve.png, what belongs to the data (a vocabulary, names of classes), and checkpoints/ with
     last.ckpt (to resume), last.safetensors and best.safetensors (weights; best by validation).
 
     Args:
-        run: folder to write, or to go on with.
+        run: folder to write, or to go on with; None for a new one of the recipe's name.
         seed: of weights, batches and dropout.
         recipe: what to learn.
         model: arguments of its model; what the data decide may be None.
@@ -46,6 +55,8 @@ def train(
         task: arguments of its task.
         trainer: arguments of :func:`molflt.training.fit.fit`.
         resume: None, or `run`.
+        init: None, or a run folder or weights whose tensors the model starts from; a run that is
+            resumed has its own.
 
     Returns:
         0, or 128 + the number of the signal that stopped it, when the state has been saved.
@@ -56,14 +67,30 @@ def train(
         FileExistsError: if the run folder holds checkpoints of an earlier run.
         FileNotFoundError: if there is nothing to resume.
     """
+    run = dated_run(recipe) if run is None else run
+    shortened = _fit_warmup(task, trainer)
     check: Callable[..., None] = check_steps  # the types of options have been checked
     check(task["warmup_steps"], **trainer)
     _expect_folder(run)
     folder = RunFolder(run)
     with folder.held(resume is not None), _one_line_warnings(folder):
-        config = {"run": run, "seed": seed, "recipe": recipe, "model": model}
+        if shortened:
+            folder.say(shortened)
+        config = {"run": run, "seed": seed, "recipe": recipe, "init": init, "model": model}
         config |= {"data": data, "task": task, "trainer": trainer}
-        return _train(folder, cast(Config, config))
+        return _train(folder, cast(Config, absolute(config)))
+
+
+def _fit_warmup(task: _Options, trainer: _Options) -> str | None:
+    """Shortens a warm-up that would outlast the training to a tenth of it; returns what to say."""
+    warmup, steps = cast(int, task["warmup_steps"]), cast(int, trainer["max_steps"])
+    if warmup < steps or steps < 1:
+        return None
+    task["warmup_steps"] = steps // 10
+    return (
+        f"task.warmup_steps={warmup} does not fit into trainer.max_steps={steps}; shortened to "
+        f"{steps // 10}, a tenth of them"
+    )
 
 
 def _expect_folder(run: Path) -> None:
@@ -85,28 +112,33 @@ def _train(folder: RunFolder, config: Config) -> int:
     if folder.writes:  # once for all processes: it reads all data
         folder.check_data(batches.fingerprints(), batches.files())
     model, trainer = config["model"], config["trainer"]
-    _fit_sizes(model, batches.sizes())
+    start = Start(folder, config["init"])
+    _fit_sizes(model, batches.sizes(), start.options)
     folder.check_config(config)  # with the sizes
     learned = parts.load("task")(
         parts.load("model")(**model), seed=config["seed"], **config["task"]
     )
     if folder.checkpoint is None:  # it holds it otherwise
+        start.load(learned.model, batches.files())
         learned.prepare(batches)
     folder.check_weights(learned.model)
-    folder.write({**batches.files(), **learned.files()})
+    if folder.writes:  # files may take a pass over the data
+        folder.write({**batches.files(), **learned.files(), **start.files(learned.model)})
+    start.say(learned.model, model)
     steps = trainer["max_steps"]
-    items = batches.batch_size * cast(int, trainer["devices"])
-    parameters = sum(p.numel() for p in learned.model.parameters() if p.requires_grad)
+    items = batches.batch_size * cast(int, trainer["devices"]) * cast(int, trainer["accumulate"])
     folder.say(
-        f"{folder.path}: {parameters:,} parameters; {'; '.join(batches.describe())}; "
+        f"{folder.path}: {_counted(learned.model)}; {'; '.join(batches.describe())}; "
         f"{steps:,} steps of {items} {batches.items}"
     )
+    since = time.perf_counter()
     try:
         steps_of: Callable[..., tuple[int, int] | None] = fit  # its options have been checked
         stopped = steps_of(learned, batches, folder, **trainer)
     finally:
         folder.draw_curve(learned.metrics, learned.best)
     if stopped is None:
+        _say_end(folder, learned.metrics, cast(int, steps), time.perf_counter() - since)
         return 0
     signum, step = stopped
     folder.say(
@@ -115,6 +147,26 @@ def _train(folder: RunFolder, config: Config) -> int:
         sys.stderr,
     )
     return 128 + signum
+
+
+def _say_end(folder: RunFolder, metrics: Mapping[str, Metric], steps: int, seconds: float) -> None:
+    """Says what has come of a training, and why if it ended before its last step."""
+    if stop := folder.origin.get("stopped"):
+        steps = stop["step"]
+        folder.say(
+            f"stopped early at step {steps:,}: {stop['since']} validations without a better "
+            f"{stop['metric']} than {stop['best']:.4g} at step {stop['best_step']:,}"
+        )
+    folder.say(outcome(folder.path, metrics, steps, seconds))
+
+
+def _counted(model: nn.Module) -> str:
+    """How many parameters learn, and how many do not if some are frozen."""
+    count = {True: 0, False: 0}
+    for parameter in model.parameters():
+        count[parameter.requires_grad] += parameter.numel()
+    frozen = f" and {count[False]:,} frozen ones" if count[False] else ""
+    return f"{count[True]:,} parameters{frozen}"
 
 
 @contextmanager
@@ -137,11 +189,14 @@ def _one_line_warnings(folder: RunFolder) -> Iterator[None]:
         yield
 
 
-def _fit_sizes(options: _Options, sizes: Mapping[str, int]) -> None:
-    """Fills in what the data decide about the model, such as the size of a vocabulary."""
+def _fit_sizes(options: _Options, sizes: Mapping[str, int], source: _Options) -> None:
+    """Fills in what the data decide about the model, such as the size of a vocabulary.
+
+    A size that came with the weights of another run is no demand.
+    """
     for name, size in sizes.items():
         given = options[name]
-        if given is not None and given != size:
+        if given not in (None, size, source.get(name)):
             raise ValueError(
                 f"model.{name}={given!r}, but the data have {size!r}; leave model.{name} out, or "
                 "use the data that it was made for"

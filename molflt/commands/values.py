@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from operator import or_
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from molflt.commands.limits import outside
 from molflt.files import shown
+from molflt.shipped import find_config
 
 if TYPE_CHECKING:
     from argparse import Action
@@ -49,10 +49,9 @@ def read_config(name: str, options: Mapping[str, Action]) -> list[Given]:
     """
     import yaml
 
-    if not Path(name).is_file():
-        raise ValueError(f"{name}: no such file; expected a YAML configuration")
+    path = find_config(name)
     try:
-        config = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # also of endless numbers
         why = "nested too deeply" if isinstance(error, RecursionError) else error
         raise ValueError(f"{name}: not a YAML configuration: {why}") from None

@@ -100,15 +100,18 @@ class Calibration:
         Raises:
             OSError: naming the file that cannot be written.
         """
-        content = {
+        write_atomically(path, (json.dumps(self.to_json(), indent=2) + "\n").encode())
+
+    def to_json(self) -> dict[str, object]:
+        """As plain numbers and names."""
+        return {
             "level": LEVEL,
             "factor": self.factor,
             "floor_eV": self.floor,
             "split": self.split,
             "systems": self.systems,
-            "members": self.members,
+            "members": list(self.members),
         }
-        write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
 
     @staticmethod
     def read(path: Path) -> Calibration:
@@ -126,31 +129,44 @@ class Calibration:
             content = json.loads(path.read_bytes())
         except (ValueError, RecursionError):
             raise ValueError(f"{path}: expected a calibration in JSON; {AGAIN}") from None
+        return Calibration.from_json(content, str(path))
+
+    @staticmethod
+    def from_json(content: object, name: str) -> Calibration:
+        """Reads what :meth:`to_json` gave.
+
+        Args:
+            content: of the file.
+            name: of the file, for messages.
+
+        Raises:
+            ValueError: naming file and key that is wrong.
+        """
         if not isinstance(content, dict):
-            raise ValueError(f"{path}: expected a calibration; got {shown(content)}; {AGAIN}")
+            raise ValueError(f"{name}: expected a calibration; got {shown(content)}; {AGAIN}")
         if content.get("level") != LEVEL:
-            raise _wrong(path, content, "level", str(LEVEL))
+            raise _wrong(name, content, "level", str(LEVEL))
         split, members = content.get("split"), content.get("members")
         if not isinstance(split, str):
-            raise _wrong(path, content, "split", "a name")
+            raise _wrong(name, content, "split", "a name")
         if not isinstance(members, list) or not all(isinstance(one, str) for one in members):
-            raise _wrong(path, content, "members", "a sha256 for each member")
+            raise _wrong(name, content, "members", "a sha256 for each member")
         factor, floor, systems = (
-            _positive(path, content, key) for key in ("factor", "floor_eV", "systems")
+            _positive(name, content, key) for key in ("factor", "floor_eV", "systems")
         )
         return Calibration(factor, floor, split, int(systems), tuple(members))
 
 
-def _positive(path: Path, content: dict[str, object], key: str) -> float:
+def _positive(name: str, content: dict[str, object], key: str) -> float:
     value = content.get(key)
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _MOST:
         return float(value)
-    raise _wrong(path, content, key, "a number above 0")
+    raise _wrong(name, content, key, "a number above 0")
 
 
-def _wrong(path: Path, content: dict[str, object], key: str, expected: str) -> ValueError:
+def _wrong(name: str, content: dict[str, object], key: str, expected: str) -> ValueError:
     got = shown(content[key]) if key in content else "no such key"
-    return ValueError(f"{path}: key {key}: expected {expected}; got {got}; {AGAIN}")
+    return ValueError(f"{name}: key {key}: expected {expected}; got {got}; {AGAIN}")
 
 
 def conformal_factor(scores: _Array, level: float = LEVEL) -> float:

@@ -12,13 +12,16 @@ from numpy.typing import NDArray
 from torch import nn
 
 from molflt import plots
-from molflt.data.structures import Structures, open_dataset
+from molflt.data.structures import Structures
+from molflt.data.structures.base import Tags
 from molflt.data.structures.labels import label_faults
-from molflt.data.structures.splits import OC20_FILES, PUBLISHED, TEST_SPLITS, VAL_SPLITS, split_path
+from molflt.data.structures.splits import OC20_FILES, PUBLISHED, TEST_SPLITS, VAL_SPLITS
+from molflt.evaluation.evaluated import EvaluationData
 from molflt.evaluation.groups import _errors_by_group, _group_tables
-from molflt.evaluation.predictions import Predictions, infer, open_structures
-from molflt.evaluation.published import _compare, _read_published
+from molflt.evaluation.predictions import Predictions, infer
+from molflt.evaluation.published import _compare, read_published
 from molflt.evaluation.report import Report, _align, _warn, write_csv
+from molflt.evaluation.structures import _write_relaxed
 from molflt.evaluation.submission import _submission_names, _write_submission
 from molflt.evaluation.uncertainty import _assess, _check_asked
 from molflt.files import write_atomically
@@ -43,6 +46,9 @@ def evaluate(
     published: Path | None = None,
     skip_bad: bool = False,
     calibration_split: str | None = None,
+    energy_key: str | None = None,
+    tags: Tags | None = None,
+    relaxed: Path | None = None,
 ) -> Report:
     """Evaluates an energy regressor.
 
@@ -55,9 +61,10 @@ def evaluate(
         model: `molflt.graph.EnergyRegressor` or an ensemble of such, in evaluation mode.
         config: the run's.
         out: folder to write.
-        splits: names of splits, by default OC20's four for validation; those without labels are
-            only predicted.
-        data: folder of the data set; by default that of the run's configuration.
+        splits: names of splits, by default those of OC20's four for validation that there are, of
+            one file its part for validation; those without labels are only predicted.
+        data: folder of the data set, or one file, of which all structures count; by default that of
+            the run's configuration.
         batch_size: structures in a batch.
         submission: also write this OC20 leaderboard file, .npz, from the four test splits.
         published: npz file of predictions by other models, by name of the system (name, and an
@@ -67,6 +74,9 @@ def evaluate(
         calibration_split: of an ensemble: half of this split, drawn by a hash of the sid, is what
             the uncertainty is calibrated on, and does not count in its coverage; by default of the
             first one with labels.
+        energy_key: entry of files that ASE reads that is the energy, eV; by default as in training.
+        tags: what tags mean in files that ASE reads, oc20 or ase; by default as in training.
+        relaxed: folder to write SPLIT.extxyz to, the structures that the position head predicts.
 
     Returns:
         Per split: mae_eV, ewt_percent, baseline_mae_eV (always predicting the median of the
@@ -76,7 +86,7 @@ def evaluate(
         coverage_n errors that the uncertainty holds; it is made for 68), coverage_se_percent (the
         binomial standard error of that), coverage_crossed_percent (of all systems of the split that
         calibrates, each half calibrating for the other) and rank_correlation (of spread and
-        |error|).
+        |error|). With `relaxed` also adwt_percent, initial_adwt_percent and position_error_A.
 
     Raises:
         FileNotFoundError: if a split is missing.
@@ -84,28 +94,28 @@ def evaluate(
             these splits make no submission, the published predictions do not fit, or the
             uncertainty cannot be calibrated.
     """
-    splits = list(dict.fromkeys(splits or VAL_SPLITS))
+    source = EvaluationData(run, config, data, energy_key, tags, skip_bad)
+    splits = source.choose(splits)
     _check_asked(model, calibration_split, splits)
     names = {} if submission is None else _submission_names(submission, splits)
-    root = _data_root(run, config) if data is None else Path(data)
-    others = None if published is None else _read_published(published, root)
-    datasets = {split: open_structures(split_path(root, split), skip_bad) for split in splits}
-    median, baseline = _training_median(config, root, skip_bad)
+    others = None if published is None else read_published(published, source.folder)
+    datasets = source.open(splits)
+    median, baseline = source.training_median()
     found = {split: infer(model, datasets[split], batch_size, split) for split in splits}
     uncertainty = _assess(model, found, out, calibration_split)
     _say_what_labels_lack(found)
-    results = {
-        split: {**_metrics(part, median), **uncertainty.rows.get(split, {})}
-        for split, part in found.items()
-    }
+    structures, moved = _write_relaxed(model, datasets, relaxed, batch_size)
+    results = {split: _metrics(part, median) for split, part in found.items()}
+    for split, row in results.items():
+        row |= {**uncertainty.rows.get(split, {}), **structures.get(split, {})}
     groups = _errors_by_group(found)
-    tables = [f" on {root}", f"{_results_table(results)}\n{baseline}"]
-    tables += [uncertainty.text] if uncertainty.text else []
+    tables = [f" on {source}", f"{_results_table(results)}\n{baseline}"]
+    tables += [text for text in (source.absent, uncertainty.text, moved) if text]
     tables += [_group_tables(groups["all"])] if groups else []
     files = [*_write(out, found, groups, uncertainty.columns), *uncertainty.files]
     files += _draw(out, found, groups, model)
     if others is None:
-        tables.append(_published_table(results, _is_oc20(datasets)))
+        tables += [_published_table(results)] if _is_oc20(datasets) else []
     else:
         table, compared = _compare(others, found, out)
         tables.append(table)
@@ -137,34 +147,11 @@ def _metrics(found: Predictions, median: float | None) -> dict[str, float | None
     }
 
 
-def _data_root(run: Path, config: Config) -> Path:
-    root = Path(str(config["data"]["root"]))
-    if not root.is_dir():
-        raise FileNotFoundError(
-            f"{root}: no such folder, but {run / 'config.yaml'} names it as data.root; start from "
-            "the folder where the run was trained, or name the data with --data"
-        )
-    return root
-
-
-def _training_median(config: Config, root: Path, skip_bad: bool) -> tuple[float | None, str]:
-    """Median energy of the training split, eV, and a line that says where it comes from."""
-    own = Path(str(config["data"]["root"]))
-    try:
-        # data that have moved are where --data says; other data keep the training set's median
-        path = split_path(own if own.is_dir() else root, str(config["data"]["train_split"]))
-    except FileNotFoundError as error:
-        return None, f"no baseline, because there is no training split: {error}"
-    dataset = open_dataset(path, skip_bad=skip_bad)
-    energy = dataset.y_relaxed
-    if not np.isfinite(energy).any():
-        return None, f"no baseline, because {path} has no labels"
-    median = float(np.nanmedian(energy))
-    return median, f"baseline: always {median:.4f} eV, the median of the energies in {path}"
-
-
 def _is_oc20(datasets: Mapping[str, Structures]) -> bool:
-    """Whether every split has as many systems as OC20's split of that name."""
+    """Whether every split has as many systems as OC20's split of that name.
+
+    Of no other data that is to be expected by chance, and parts of OC20's splits do not compare.
+    """
     counts = {name.removeprefix("all/"): file.records for name, file in OC20_FILES.items()}
     return all(
         len(dataset) + len(dataset.bad) == counts.get(split) for split, dataset in datasets.items()
@@ -210,24 +197,16 @@ def _fixed(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _published_table(results: Mapping[str, _Metrics], is_oc20: bool) -> str:
-    """Published validation results on OC20, and how `results` relate to them.
-
-    Args:
-        results: split -> metrics.
-        is_oc20: whether these were obtained on whole splits of OC20.
-    """
+def _published_table(results: Mapping[str, _Metrics]) -> str:
+    """Published validation results on OC20, and `results`, obtained on whole splits of it."""
     lines = [["model", "training", *VAL_SPLITS, "EwT val_id / %"]]
     for entry in PUBLISHED:
         values = [_fixed(getattr(entry, split), 4) for split in VAL_SPLITS]
         lines.append([entry.model, entry.setting, *values, _fixed(entry.ewt_id, 2)])
-    heading = "published, on OC20 (other data than the above, so not comparable with it)"
-    if is_oc20:
-        ours = [_fixed(results.get(split, {}).get("mae_eV"), 4) for split in VAL_SPLITS]
-        ewt = _fixed(results.get("val_id", {}).get("ewt_percent"), 2)
-        lines.append(["this run", "see its config.yaml", *ours, ewt])
-        heading = "published, on OC20"
-    return f"{heading}: MAE / eV on the validation splits\n{_align(lines, 2)}"
+    ours = [_fixed(results.get(split, {}).get("mae_eV"), 4) for split in VAL_SPLITS]
+    ewt = _fixed(results.get("val_id", {}).get("ewt_percent"), 2)
+    lines.append(["this run", "see its config.yaml", *ours, ewt])
+    return f"published, on OC20: MAE / eV on the validation splits\n{_align(lines, 2)}"
 
 
 def _write(

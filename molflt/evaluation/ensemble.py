@@ -55,17 +55,23 @@ class EnsembleRegressor(nn.Module):
             batch: as `molflt.graph.EnergyRegressor` takes it.
 
         Returns:
-            "energy": mean over members, (graphs,), eV; "energy_by_member": (graphs, members), eV.
+            "energy": mean over members, (graphs,), eV; "energy_by_member": (graphs, members), eV;
+            if all members predict it, "displacement": mean over members, (atoms, 3), Å.
 
         Raises:
             MemoryError: if the batch is too large for a member.
         """
-        energies = []
+        energies, moves = [], []
         for member in self.members:
             expect_memory(member, batch)
-            energies.append(member(batch)["energy"].double())
+            found = member(batch)
+            energies.append(found["energy"].double())
+            moves += [found["displacement"]] if "displacement" in found else []
         by_member = torch.stack(energies, dim=1)
-        return {"energy": by_member.mean(dim=1), "energy_by_member": by_member}
+        out = {"energy": by_member.mean(dim=1), "energy_by_member": by_member}
+        if len(moves) == len(self.members):
+            out["displacement"] = torch.stack(moves).mean(dim=0)
+        return out
 
 
 def load_ensemble(

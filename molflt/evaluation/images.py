@@ -24,7 +24,7 @@ from molflt.memory import within_memory
 from molflt.tasks.images import ImageTask
 from molflt.training.config import Config
 
-__all__ = ["evaluate"]
+__all__ = ["classes_of", "evaluate"]
 
 
 class _Classified(NamedTuple):
@@ -111,20 +111,34 @@ def _classes(run: Path, count: int) -> list[str]:
     path = run / "classes.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; expected the classes of this run")
+    return classes_of(path.read_bytes(), str(path), count)
+
+
+def classes_of(content: bytes, name: str, count: int) -> list[str]:
+    """Names of the classes of a run, from what its classes.json holds.
+
+    Args:
+        content: of the file.
+        name: of the file, for messages.
+        count: classes that the model has.
+
+    Raises:
+        ValueError: if it is damaged, or of another model.
+    """
     try:
-        classes: list[str] = json.loads(path.read_text(encoding="utf-8"))
+        classes: list[str] = json.loads(content)
     except (ValueError, RecursionError):
         classes = []
-    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+    if not isinstance(classes, list) or not all(isinstance(one, str) for one in classes):
         classes = []
     if not classes:
         raise ValueError(
-            f"{path}: expected a JSON list of the names of classes; got something else; put back "
+            f"{name}: expected a JSON list of the names of classes; got something else; put back "
             "the file that was written in training"
         )
     if len(classes) != count:
         raise ValueError(
-            f"{path}: {len(classes)} classes, but the checkpoint has {count}; put back the file "
+            f"{name}: {len(classes)} classes, but the checkpoint has {count}; put back the file "
             "that was written in training"
         )
     return classes

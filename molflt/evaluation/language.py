@@ -21,7 +21,7 @@ from molflt.sequence.language_model import LanguageModel
 from molflt.tasks.language import LanguageTask
 from molflt.training.config import Config
 
-__all__ = ["evaluate", "load_vocabulary"]
+__all__ = ["evaluate", "load_vocabulary", "vocabulary_of"]
 
 _ATTENTION_TOKENS = 128  # of the picture of attention matrices
 
@@ -97,10 +97,15 @@ def load_vocabulary(run: Path, size: int) -> Vocabulary:
     path = run / "vocabulary.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; expected the vocabulary of this run")
-    vocabulary = Vocabulary.from_json(path.read_bytes(), str(path))
+    return vocabulary_of(path.read_bytes(), str(path), size)
+
+
+def vocabulary_of(content: bytes, name: str, size: int) -> Vocabulary:
+    """As `load_vocabulary`, from what the file of that name holds."""
+    vocabulary = Vocabulary.from_json(content, name)
     if len(vocabulary) != size:
         raise ValueError(
-            f"{path}: {len(vocabulary):,} tokens, but the checkpoint has {size:,}; expected the "
+            f"{name}: {len(vocabulary):,} tokens, but the checkpoint has {size:,}; expected the "
             "vocabulary that the model was trained with; put it back"
         )
     return vocabulary

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from molflt.atoms import Tag
 from molflt.data.batches import SizeBucketedBatchSampler
-from molflt.data.structures import Structures, open_dataset
+from molflt.data.structures import AS_IT_IS, Reading, Structures, open_dataset
+from molflt.data.structures.domain import Domain
+from molflt.data.structures.labels import energy_kind
 from molflt.evaluation.ensemble import EnsembleRegressor
 from molflt.evaluation.report import _warn
+from molflt.graph.potential import Potential
 from molflt.memory import within_memory
 from molflt.tasks.memory import expect_memory
 
 if TYPE_CHECKING:
-    from torch_geometric.data import Batch
+    from torch_geometric.data import Batch, Data
 
-__all__ = ["Predictions", "infer", "open_structures"]
+__all__ = ["Predictions", "check_structures", "infer", "open_structures"]
 
 _UNKNOWN = "unknown"  # adsorbate of a structure without tags
+_LISTED = 3  # structures in a warning
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,9 @@ class Predictions:
         adsorbate: Hill formula of its atoms with tag 2, or "unknown".
         members: what each member of an ensemble predicts, (systems, members), eV, whose mean is
             `energy`; None for one model.
+        outside: in what each system differs from all that the model was trained on.
+        by_atom: if asked for, "displacement" (atoms, 3), Å, and "embedding" (atoms, dim) of each
+            system, as far as the model predicts them.
     """
 
     sid: NDArray[np.int64]
@@ -51,6 +59,8 @@ class Predictions:
     formula: list[str]
     adsorbate: list[str]
     members: NDArray[np.float64] | None = None
+    outside: Sequence[Sequence[str]] = ()
+    by_atom: Mapping[str, Sequence[NDArray[np.float32]]] = field(default_factory=dict)
 
     @property
     def by_training(self) -> NDArray[np.float64]:
@@ -77,19 +87,29 @@ class Predictions:
         return self.energy[self.labeled], self.target[self.labeled]
 
 
-def open_structures(path: Path, skip_bad: bool) -> Structures:
+def open_structures(path: Path, skip_bad: bool, reading: Reading = AS_IT_IS) -> Structures:
     """Structures to predict energies of; warns of those that are left out.
 
     Args:
         path: a file that ASE reads, a compact store, or an OC20 LMDB.
         skip_bad: leave out structures that cannot be used, and list them.
+        reading: what the entries of a file that ASE reads mean.
 
     Raises:
         FileNotFoundError: if there is nothing.
         ValueError: if there are no structures, one cannot be used, or the file was changed since
             it was written.
     """
-    dataset = open_dataset(path, skip_bad=skip_bad)
+    return check_structures(open_dataset(path, skip_bad, reading))
+
+
+def check_structures(dataset: Structures) -> Structures:
+    """The structures to predict energies of, as they are; warns of those that were left out.
+
+    Raises:
+        ValueError: if there are no structures, or the file was changed since it was written.
+    """
+    path = dataset.path
     dataset.verify()
     if dataset.bad:
         shown = "; ".join(f"{name}: {reason}" for name, reason in dataset.bad[:5])
@@ -103,16 +123,26 @@ def open_structures(path: Path, skip_bad: bool) -> Structures:
     return dataset
 
 
-def infer(model: nn.Module, dataset: Structures, batch_size: int, name: str) -> Predictions:
+def infer(
+    model: nn.Module,
+    dataset: Structures,
+    batch_size: int,
+    name: str,
+    domain: Domain | None = None,
+    by_atom: Collection[str] = (),
+) -> Predictions:
     """Runs a model over a data set, structures of similar size together.
 
-    Warns of elements that did not occur in training, and of structures without tags.
+    Warns of elements that did not occur in training, of structures without tags, and of what lies
+    outside of the domain.
 
     Args:
         model: `molflt.graph.regressor.EnergyRegressor`, or an ensemble of such, in evaluation mode.
         dataset: as :func:`molflt.data.structures.open_dataset` returns it.
         batch_size: structures in a batch.
         name: what the progress bar says.
+        domain: what the model was trained on; None does not compare.
+        by_atom: what to keep of each atom: "displacement", "embedding".
 
     Raises:
         ValueError: if a structure cannot be used, a prediction is not finite, or a batch does not
@@ -121,41 +151,103 @@ def infer(model: nn.Module, dataset: Structures, batch_size: int, name: str) -> 
     from torch_geometric.data import Batch
 
     device = next(iter(model.state_dict().values()), torch.empty(0)).device
-    count = len(dataset)
-    sid, natoms = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
     several = len(model.members) if isinstance(model, EnsembleRegressor) else None
-    target, members = np.empty(count), np.empty((count, several or 1))
-    formula, adsorbate = [""] * count, [""] * count
-    untagged = 0
-    present: set[int] = set()
+    rows = _Rows(len(dataset), several or 1)
     # disable=None: no bar where stderr is a file
-    bar = tqdm(total=count, desc=name, unit=" systems", leave=False, disable=None)
+    bar = tqdm(total=len(dataset), desc=name, unit=" systems", leave=False, disable=None)
     with bar, torch.inference_mode(), warnings.catch_warnings():
-        # the caller says it once for all batches
+        # said once for all batches below
         warnings.filterwarnings("ignore", message=".*no atom with tag > 0.*")
         for indices in SizeBucketedBatchSampler(dataset.natoms, batch_size):
             records = [dataset[i] for i in indices]
             batch = Batch.from_data_list(records).to(device)
-            members[indices] = _energies(model, batch, dataset.path)
-            present.update(batch.atomic_numbers.unique().tolist())
+            out = _outputs(model, batch, dataset.path)
+            rows.members[indices] = _energies(out, batch, dataset.path)
             for i, record in zip(indices, records, strict=True):
-                sid[i], natoms[i], target[i] = record.sid, record.natoms, float(record.y_relaxed)
-                formula[i] = _hill(record.atomic_numbers.numpy())
-                adsorbate[i] = (
-                    _hill(record.atomic_numbers[record.tags == Tag.ADSORBATE].numpy()) or _UNKNOWN
-                )
-                untagged += not bool((record.tags > Tag.SUBSURFACE).any())
+                rows.take(i, record, domain)
+            kept = {one: out[one] for one in by_atom if one in out}
+            rows.take_atoms(indices, kept, [record.natoms for record in records])
             bar.update(len(indices))
-    _warn_of_elements(model, present, name)
-    if untagged:
-        _warn(
-            f"{name}: {untagged} of {count} structures have no atom with a tag above 0; their "
-            "energies sum over all atoms instead of surface and adsorbate; set tags (0 subsurface, "
-            "1 surface, 2 adsorbate)"
+    _warn_of_elements(model, rows.present, name)
+    rows.warn(name, domain, isinstance(model, Potential))
+    return rows.predictions(several is not None)
+
+
+class _Rows:
+    """What is found of each system, filled in as batches come.
+
+    Args:
+        count: systems.
+        members: trainings.
+    """
+
+    def __init__(self, count: int, members: int) -> None:
+        self.sid, self.natoms = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
+        self.target, self.members = np.empty(count), np.empty((count, members))
+        self.formula, self.adsorbate = [""] * count, [""] * count
+        self.outside: list[Sequence[str]] = [()] * count
+        self.by_atom: dict[str, list[NDArray[np.float32]]] = {}
+        self.untagged = 0
+        self.present: set[int] = set()
+
+    def take(self, i: int, record: Data, domain: Domain | None) -> None:
+        self.sid[i], self.natoms[i] = record.sid, record.natoms
+        self.target[i] = float(record.y_relaxed)
+        self.present.update(record.atomic_numbers.unique().tolist())
+        self.formula[i] = _hill(record.atomic_numbers.numpy())
+        adsorbate = record.atomic_numbers[record.tags == Tag.ADSORBATE]
+        self.adsorbate[i] = _hill(adsorbate.numpy()) or _UNKNOWN
+        self.untagged += not bool((record.tags > Tag.SUBSURFACE).any())
+        self.outside[i] = [] if domain is None else domain.outside(record)
+
+    def take_atoms(
+        self, indices: Sequence[int], out: Mapping[str, Tensor], natoms: Sequence[int]
+    ) -> None:
+        for name, tensor in out.items():
+            kept = self.by_atom.setdefault(name, [np.empty((0, 0), np.float32)] * len(self.sid))
+            parts = tensor.float().cpu().split(list(natoms))
+            for i, part in zip(indices, parts, strict=True):
+                kept[i] = part.numpy().copy()
+
+    def warn(self, name: str, domain: Domain | None, untagged: bool) -> None:
+        count = len(self.sid)
+        if self.untagged and not untagged:
+            _warn(
+                f"{name}: {self.untagged} of {count} structures have no atom with a tag above 0; "
+                "their energies sum over all atoms instead of surface and adsorbate; set tags (0 "
+                "subsurface, 1 surface, 2 adsorbate)"
+            )
+        if domain is None:
+            return
+        if far := [i for i, reasons in enumerate(self.outside) if reasons]:
+            listed = [
+                f"sid {self.sid[i]} ({self.formula[i]}): {', '.join(self.outside[i])}"
+                for i in far[:_LISTED]
+            ]
+            more = f"; and {len(far) - _LISTED} more" if len(far) > _LISTED else ""
+            _warn(
+                f"{name}: {len(far)} of {count} structures are outside of what was trained on, "
+                f"expect larger errors: {'; '.join(listed)}{more}"
+            )
+        kind = energy_kind(self.target, self.natoms)
+        if {kind, domain.kind} == {"adsorption", "total"}:
+            _warn(
+                f"{name}: its energies look like {kind} energies; what is predicted are "
+                f"{domain.kind} energies, as in training; do not compare them"
+            )
+
+    def predictions(self, ensemble: bool) -> Predictions:
+        return Predictions(
+            self.sid,
+            self.natoms,
+            self.members.mean(axis=1),
+            self.target,
+            self.formula,
+            self.adsorbate,
+            self.members if ensemble else None,
+            self.outside,
+            self.by_atom,
         )
-    energy = members.mean(axis=1)
-    shown = members if several else None
-    return Predictions(sid, natoms, energy, target, formula, adsorbate, shown)
 
 
 def _warn_of_elements(model: nn.Module, present: set[int], name: str) -> None:
@@ -188,14 +280,19 @@ def _worth(model: nn.Module) -> str:
     return "rest on descriptors alone: expect larger errors" if described else "mean nothing"
 
 
-def _energies(model: nn.Module, batch: Batch, path: Path) -> NDArray[np.float64]:
-    """Of each member, (graphs, members), eV; one column for one model."""
+def _outputs(model: nn.Module, batch: Batch, path: Path) -> Mapping[str, Tensor]:
+    """What the model says of a batch."""
     with within_memory(lambda: _largest(batch, path), "lower --batch-size"):
         try:
             expect_memory(model, batch)
-            out = model(batch)
+            out: Mapping[str, Tensor] = model(batch)
         except ValueError as error:
             raise ValueError(f"{_largest(batch, path)}: {error}") from None
+    return out
+
+
+def _energies(out: Mapping[str, Tensor], batch: Batch, path: Path) -> NDArray[np.float64]:
+    """Of each member, (graphs, members), eV; one column for one model."""
     energy: NDArray[np.float64] = out["energy"].double().cpu().numpy()
     if energy.shape != (batch.num_graphs,):
         raise ValueError(

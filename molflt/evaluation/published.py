@@ -22,7 +22,7 @@ _Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class _Published:
+class Published:
     """Energies that other models predicted.
 
     Attributes:
@@ -49,7 +49,7 @@ class _Member(NamedTuple):
     row: int
 
 
-def _read_published(path: Path, root: Path) -> _Published:
+def read_published(path: Path, root: Path) -> Published:
     """Reads an npz file: texts ``name`` (n,), and for each model its energies, (n,) or (n, k), eV.
 
     Args:
@@ -81,11 +81,11 @@ def _read_published(path: Path, root: Path) -> _Published:
     if not models:
         raise ValueError(f"{path}: expected energies of at least one model; got {sorted(arrays)}")
     rows = {name: row for row, name in enumerate(names.tolist())}
-    return _Published(path, rows, models, read_systems(root))
+    return Published(path, rows, models, read_systems(root))
 
 
 def _compare(
-    published: _Published, found: Mapping[str, Predictions], out: Path
+    published: Published, found: Mapping[str, Predictions], out: Path
 ) -> tuple[str, list[Path]]:
     """Compares over the systems that both sides predicted and that have a label.
 
@@ -133,7 +133,7 @@ def _compare(
     return heading + "\n\n".join(tables), files
 
 
-def _members(published: _Published, found: Mapping[str, Predictions]) -> Iterator[_Member]:
+def _members(published: Published, found: Mapping[str, Predictions]) -> Iterator[_Member]:
     finite = np.all([np.isfinite(array).all(1) for array in published.models.values()], axis=0)
     for split, part in found.items():
         for sid, ours, target in zip(part.sid, part.by_training, part.target, strict=True):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from molflt.files import write_atomically
 
-__all__ = ["Report", "write_csv"]
+__all__ = ["Report", "csv_text", "write_csv"]
 
 
 class Report(NamedTuple):
@@ -39,7 +39,7 @@ def _align(lines: Sequence[Sequence[str]], text_columns: int = 1) -> str:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> Path:
-    """Writes rows as CSV; the keys of the first are the header, None is an empty cell.
+    """Writes rows as CSV; see `csv_text`.
 
     Returns:
         The path.
@@ -47,12 +47,17 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> Path:
     Raises:
         OSError: naming the file that cannot be written.
     """
+    write_atomically(path, csv_text(rows).encode())
+    return path
+
+
+def csv_text(rows: Sequence[Mapping[str, object]]) -> str:
+    """Rows as CSV; the keys of the first are the header, None is an empty cell."""
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    write_atomically(path, buffer.getvalue().encode())
-    return path
+    return buffer.getvalue()
 
 
 def _warn(text: str) -> None:

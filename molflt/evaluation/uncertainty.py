@@ -23,7 +23,7 @@ from molflt.evaluation.ensemble import EnsembleRegressor
 from molflt.evaluation.predictions import Predictions
 from molflt.evaluation.report import _align, _warn
 
-__all__ = ["CALIBRATION", "uncertainty_of"]
+__all__ = ["CALIBRATION", "calibrated", "uncertainty_of"]
 
 CALIBRATION = "uncertainty.json"
 """Name of the file with the calibration, in the folder of an evaluation."""
@@ -218,20 +218,36 @@ def uncertainty_of(
         if calibration is not None:
             raise ValueError(f"--calibration {calibration}: {_ALONE}")
         return {}
-    columns = {"spread_eV": found.spread}
     try:
         read = Calibration.read(calibration or default)
-        if read.members != tuple(sorted(model.weights)):
-            raise _OfOthers(
-                f"{calibration or default}: the calibration of {len(read.members)} other weights "
-                f"than these {len(model.weights)}; {AGAIN}"
-            )
+        return calibrated(model, found, read, str(calibration or default))
     except (FileNotFoundError, _OfOthers) as error:
         if calibration is not None:
             raise
         _warn(f"{error}; until then there is only the spread, spread_eV")
-        return columns
-    return {**columns, "uncertainty_eV": read.uncertainty(found.spread)}
+        return {"spread_eV": found.spread}
+
+
+def calibrated(
+    model: EnsembleRegressor, found: Predictions, calibration: Calibration, name: str
+) -> dict[str, _Array]:
+    """Spread and uncertainty of an ensemble, as `uncertainty_of`.
+
+    Args:
+        model: the ensemble.
+        found: its predictions.
+        calibration: of these weights.
+        name: of the calibration, for messages.
+
+    Raises:
+        ValueError: if it is of others.
+    """
+    if calibration.members != tuple(sorted(model.weights)):
+        raise _OfOthers(
+            f"{name}: the calibration of {len(calibration.members)} other weights than these "
+            f"{len(model.weights)}; {AGAIN}"
+        )
+    return {"spread_eV": found.spread, "uncertainty_eV": calibration.uncertainty(found.spread)}
 
 
 class _OfOthers(ValueError):

@@ -1,15 +1,16 @@
-"""Atoms: PyG batches in and out of the dense attention core, and the IS2RE energy regressor."""
+"""Atoms: PyG batches in and out of the attention core; the energy regressor, the potential."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from molflt.graph.attention import GraphAttention
+from molflt.graph.potential import Potential
 from molflt.graph.regressor import EnergyRegressor
 
 if TYPE_CHECKING:
     from molflt.graph.transforms import PBCRadiusGraph
 
-__all__ = ["EnergyRegressor", "GraphAttention", "PBCRadiusGraph"]
+__all__ = ["EnergyRegressor", "GraphAttention", "PBCRadiusGraph", "Potential"]
 
 
 def __getattr__(name: str) -> object:

@@ -35,24 +35,30 @@ _ELECTRONEGATIVITY = """
 """
 
 
+def period_and_place(number: int) -> tuple[int, int]:
+    """Row of an element, and its place in it, both from 1: electrons beyond the last noble gas."""
+    period = next(i for i, last in enumerate(_NOBLE) if number <= last)
+    return period, number - _NOBLE[period - 1]
+
+
 def period_and_group(number: int) -> tuple[int, int]:
     """Row and column of an element; lanthanides and actinides are of group 3."""
-    period = next(i for i, last in enumerate(_NOBLE) if number <= last)
-    place, length = number - _NOBLE[period - 1], _NOBLE[period] - _NOBLE[period - 1]
+    period, place = period_and_place(number)
     if place <= 2 and period > 1:
         return period, place
     if period == 1:
         return period, 1 if place == 1 else 18
-    return period, max(3, place + 18 - length)
+    return period, max(3, place + 18 - (_NOBLE[period] - _NOBLE[period - 1]))
 
 
 def _valence(number: int) -> tuple[int, int, int, int]:
     """s, p, d and f electrons beyond the last closed shells, by the place in the table."""
     period, group = period_and_group(number)
+    _, place = period_and_place(number)
     s = 2 if number == 2 else min(2, group)
     p = 0 if number == 2 else max(0, group - 12)
     d = group - 2 if 3 <= group <= 12 else 0
-    f = max(0, min(14, number - _NOBLE[period - 1] - 3)) if group == 3 and period >= 6 else 0
+    f = max(0, min(14, place - 3)) if group == 3 and period >= 6 else 0
     return s, p, d, f
 
 

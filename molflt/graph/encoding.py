@@ -1,5 +1,6 @@
 """Relative encodings of the atoms of a batch: mask or kernel, periodicity and near field."""
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -24,6 +25,7 @@ from molflt.graph.geometry import Geometry
 from molflt.graph.neighbors import neighbor_list
 from molflt.graph.periodic import Open, _make_periodic
 
+_STEP = 16.0  # Å, of bounds of distances
 _NARROWEST = 0.2  # Å, of the Gaussians of the near field
 _GRAPH_POSITIONS = ("none", "spectral", "multiplicative")
 
@@ -193,22 +195,47 @@ class GraphEncoding(nn.Module):
         factors: tuple[Tensor, Tensor] | None,
     ) -> Pairs | None:
         """Pairs within the near field, each atom and itself included, and what they add."""
-        if self.near_field is None:
+        alone = self.periodic.without_nodes(geometry)
+        if self.near_field is None and alone is None:
             return None
-        cutoff = self.near_field.cutoff
-        found = neighbor_list(self.periodic.neighborhood(geometry), cutoff)
-        own = torch.arange(len(geometry.pos), device=geometry.pos.device)
-        query, key = (torch.cat((own, ends)) for ends in (found.center, found.neighbor))
-        vector = torch.cat((torch.zeros_like(geometry.pos), found.vector))
+        query, key, vector = self._pairs(geometry, alone)
         graph = geometry.batch[query]
         first = geometry.ptr[graph]
         pairs = Pairs(graph, query - first, key - first, vector.new_zeros(1, 1))
+        distance = distances(vector)
         if factors is None:
             far = position.kernel(vector[None])[0]
         else:
-            far = self.periodic.far(position, factors, pairs, distances(vector), cutoff)
-        out: Pairs = self.near_field(pairs, vector, far)
+            cutoff = 0.0 if self.near_field is None else self.near_field.cutoff
+            farthest = cutoff if alone is None else _bound(distance, cutoff)
+            far = self.periodic.far(position, factors, pairs, distance, farthest)
+        out = pairs._replace(weight=torch.zeros_like(far))
+        if self.near_field is not None:
+            out = self.near_field(pairs, vector, far)
+        if alone is not None:
+            out = out._replace(weight=out.weight + far * alone[graph])
         return out
+
+    def _pairs(self, geometry: Geometry, alone: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Atoms (pairs,) twice and the vectors (pairs, 3) between them, Å: each and itself, the
+        neighbors of each and, in graphs that are `alone`, all others.
+        """
+        own = torch.arange(len(geometry.pos), device=geometry.pos.device)
+        queries, keys, vectors = [own], [own], [torch.zeros_like(geometry.pos)]
+        if self.near_field is not None:
+            found = neighbor_list(self.periodic.neighborhood(geometry), self.near_field.cutoff)
+            kept = torch.ones_like(found.center, dtype=torch.bool)
+            if alone is not None:
+                kept = ~alone[geometry.batch[found.center]]
+            queries.append(found.center[kept])
+            keys.append(found.neighbor[kept])
+            vectors.append(found.vector[kept])
+        if alone is not None:
+            query, key = _all_pairs(geometry, alone)
+            queries.append(query)
+            keys.append(key)
+            vectors.append(geometry.pos[key] - geometry.pos[query])
+        return torch.cat(queries), torch.cat(keys), torch.cat(vectors)
 
     @torch.no_grad()
     def radial_profile(self, distance: Tensor) -> Tensor:
@@ -236,6 +263,25 @@ class GraphEncoding(nn.Module):
 
     def extra_repr(self) -> str:
         return f"position={type(self.position).__name__}, periodic={self.periodic!r}"
+
+
+def _all_pairs(geometry: Geometry, graphs: Tensor) -> tuple[Tensor, Tensor]:
+    """Ordered pairs of different atoms of these graphs, (graphs,) bool: (pairs,) twice."""
+    counts = geometry.ptr.diff()
+    member = torch.arange(len(geometry.pos), device=counts.device)[graphs[geometry.batch]]
+    count = counts[geometry.batch[member]]
+    query = member.repeat_interleave(count)
+    first = (count.cumsum(0) - count).repeat_interleave(count)
+    place = torch.arange(len(query), device=counts.device) - first
+    key = geometry.ptr[geometry.batch[query]] + place
+    different = query != key
+    return query[different], key[different]
+
+
+def _bound(distance: Tensor, least: float) -> float:
+    """A bound of distances, Å, in coarse steps: the rule behind it shall not change with atoms."""
+    highest = max(least, float(distance.detach().max()) if len(distance) else 0.0)
+    return _STEP * math.ceil(highest / _STEP)
 
 
 def _make_encoding(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from molflt.atoms import Tag
 from molflt.attention.checks import at_hand, tensors
 
 if TYPE_CHECKING:
@@ -109,6 +110,18 @@ class Geometry(NamedTuple):
     def graphs(self) -> int:
         """Number of graphs."""
         return len(self.ptr) - 1
+
+    def above_subsurface(self) -> Tensor:
+        """Atoms with tag > 0, and all of graphs in which none has that (tags unknown): (atoms,).
+
+        Raises:
+            ValueError: if there are no tags.
+        """
+        if self.tags is None:
+            raise ValueError("tags, (atoms,), are needed; got None; set 0 where unknown")
+        above = self.tags > Tag.SUBSURFACE
+        tagged = self.sum(above.long()) > 0
+        return above | ~tagged[self.batch]
 
     def sum(self, x: Tensor) -> Tensor:
         """Sums over the atoms of each graph: (atoms, ...) -> (graphs, ...)."""

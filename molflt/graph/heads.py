@@ -131,20 +131,19 @@ class EnergyReadout(nn.Module):
 
     def forward(self, h: Tensor, geometry: Geometry) -> Tensor:
         """Tokens (atoms, dim) of atoms with tags -> energies (graphs,)."""
-        if geometry.tags is None:
-            raise ValueError("the readout needs tags, (atoms,); got None; set 0 where unknown")
-        counted = geometry.tags > Tag.SUBSURFACE
-        tagged = geometry.sum(counted.long()) > 0
-        untagged = ~tagged[geometry.batch]
+        counted = geometry.above_subsurface()
+        assert geometry.tags is not None
+        untagged = counted & (geometry.tags == Tag.SUBSURFACE)
         if not torch.compiler.is_compiling() and bool(untagged.any()):
+            structures = len(geometry.batch[untagged].unique())
             warnings.warn(
-                f"{int((~tagged).sum())} structure(s) have no atom with tag > 0; their energy sums "
-                "over all atoms. Set tags (1 surface, 2 adsorbate) for adsorption energies.",
+                f"{structures} structure(s) have no atom with tag > 0; their energy sums over "
+                "all atoms. Set tags (1 surface, 2 adsorbate) for adsorption energies.",
                 stacklevel=2,
             )
         tags = torch.where(untagged, Tag.SURFACE, geometry.tags)
         atomic = (self.mlp(h) * self.factor(tags)).squeeze(-1)
-        return geometry.sum(torch.where(counted | untagged, atomic, 0.0))
+        return geometry.sum(torch.where(counted, atomic, 0.0))
 
 
 class PositionHead(nn.Module):

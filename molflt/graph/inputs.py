@@ -66,11 +66,8 @@ class Atoms(NamedTuple):
 
         Graphs in which no atom has tag > 0 (tags unknown) stay whole.
         """
-        geometry = self.geometry
+        geometry, kept = self.geometry, self.geometry.above_subsurface()
         assert geometry.tags is not None
-        above = geometry.tags > Tag.SUBSURFACE
-        tagged = geometry.sum(above.long()) > 0
-        kept = above | ~tagged[geometry.batch]
         ends = geometry.sum(kept.long()).cumsum(0)
         part = geometry._replace(
             pos=geometry.pos[kept],

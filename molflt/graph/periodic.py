@@ -20,6 +20,7 @@ from molflt.graph.dense import DenseAtoms
 from molflt.graph.geometry import Geometry
 
 _FADE = 1.0  # Å in front of the cutoff along which an image fades away
+_MOST_PAIRED = 1000  # atoms of a molecule whose pairs are all computed
 _IN_PLANE = [(a, b, 0) for a, b in itertools.product((-1, 0, 1), repeat=2) if (a, b) != (0, 0)]
 
 
@@ -64,6 +65,10 @@ class Open:
         """Where the neighbors of the near field are: no pairs that the far field does not know."""
         return geometry._replace(pbc=torch.zeros_like(geometry.pbc))
 
+    def without_nodes(self, geometry: Geometry) -> Tensor | None:
+        """Graphs whose far field is that of all pairs, not of nodes: (graphs,) bool; None: none."""
+        return None
+
     def far(
         self,
         position: MultiplicativePosition,
@@ -88,8 +93,8 @@ class Open:
         return position.radial_profile(distance).exp()
 
     def __repr__(self) -> str:
-        """The options."""
-        options = ", ".join(f"{name}={value:g}" for name, value in vars(self).items())
+        """The options, those that are on."""
+        options = ", ".join(f"{name}={value:g}" for name, value in vars(self).items() if value)
         return f"{type(self).__name__}({options})"
 
 
@@ -205,14 +210,19 @@ class Reciprocal(Open):
 
     Args:
         max_frequency: largest |G|, cycles/Å; the number of nodes grows as its cube.
+        smooth: along directions that are not periodic, nodes are analytic functions of positions;
+            otherwise forces jump by some 1e-4 eV/Å where another atom comes to be outermost. And
+            molecules of up to 1,000 atoms have no nodes but all pairs, which turn with them;
+            the box of nodes does not, to some meV.
     """
 
     lattice = True
     needs_cell = True
 
-    def __init__(self, max_frequency: float = 0.25) -> None:
+    def __init__(self, max_frequency: float = 0.25, smooth: bool = False) -> None:
         positive(max_frequency=max_frequency)
         self.max_frequency = max_frequency
+        self.smooth = smooth
 
     def defaults(self, position: str, spectrum: str) -> dict[str, object]:
         """See `Open.defaults`.
@@ -241,9 +251,21 @@ class Reciprocal(Open):
     ) -> GraphNodes:
         """See `Open.nodes`; in double precision, as random features are drawn from frequencies."""
         cell, pbc = geometry.cell.double(), geometry.pbc
-        extent = free_extent(dense.positions.double(), dense.mask, cell, pbc)
+        alone = self.without_nodes(geometry)
+        if alone is not None:  # any small cell: its few nodes get the weight 0
+            pbc = pbc | alone[:, None]
+            cell = torch.where(alone[:, None, None], torch.eye(3).to(cell), cell)
+        extent = free_extent(dense.positions.double(), dense.mask, cell, pbc, self.smooth)
         found = reciprocal_nodes(cell, pbc, self.max_frequency, extent, taper=position.taper)
-        return GraphNodes(*found)
+        if alone is None:
+            return GraphNodes(*found)
+        return GraphNodes(found[0], found[1].masked_fill(alone[:, None], 0.0))
+
+    def without_nodes(self, geometry: Geometry) -> Tensor | None:
+        """See `Open.without_nodes`."""
+        if not self.smooth:
+            return None
+        return ~geometry.pbc.any(dim=1) & (geometry.ptr.diff() <= _MOST_PAIRED)
 
     def neighborhood(self, geometry: Geometry) -> Geometry:
         """See `Open.neighborhood`: images are neighbors, too."""

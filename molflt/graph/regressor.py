@@ -78,6 +78,8 @@ class EnergyRegressor(nn.Module):
             structures that contain them.
         added_later: names of buffers that weights of earlier versions do not have; they stay as in
             a new model.
+        of_data: names of buffers that each run makes of its own data, also one that starts from the
+            weights of another.
 
     Raises:
         TypeError: an unknown argument.
@@ -86,6 +88,7 @@ class EnergyRegressor(nn.Module):
     """
 
     added_later = ("element_energies",)
+    of_data = ("energy_mean", "energy_std", "element_energies")
     energy_mean: Tensor
     energy_std: Tensor
     element_energies: Tensor
@@ -160,9 +163,10 @@ class EnergyRegressor(nn.Module):
                 by default unknown; with `move_atoms` also fixed (atoms,) bool, by default none.
 
         Returns:
-            "energy": (graphs,) float64, eV; with a position head, "displacement": (atoms, 3), Å,
-            from the given to the relaxed position; with `move_atoms`, "displacement_by_pass":
-            (passes, atoms, 3), Å, the same after each pass. Atoms that are left out stay.
+            "energy": (graphs,) float64, eV; "embedding": (atoms, dim), what the energy is read
+            from; with a position head, "displacement": (atoms, 3), Å, from the given to the relaxed
+            position; with `move_atoms`, "displacement_by_pass": (passes, atoms, 3), Å, the same
+            after each pass. Atoms that are left out stay, and have an embedding of 0.
 
         Raises:
             TypeError: something else than PyG's data.
@@ -189,7 +193,7 @@ class EnergyRegressor(nn.Module):
         tokens = self.embedding(numbers, geometry.tags, neighbors)
         h, displacement = self._refine(geometry, tokens, neighbors, fixed)
         energy = self.readout(h, geometry)
-        out = {"energy": energy.double() * self.energy_std + self.energy_mean}
+        out = {"energy": energy.double() * self.energy_std + self.energy_mean, "embedding": h}
         if displacement:
             out["displacement"] = displacement[-1]
             if len(displacement) > 1:
@@ -232,10 +236,10 @@ class EnergyRegressor(nn.Module):
             self.encoding.redraw_(generator)
 
 
-def _among(moved: Tensor, kept: Tensor) -> Tensor:
-    """Displacements (..., atoms that stay, 3) among those of all atoms; others do not move."""
-    out = moved.new_zeros(*moved.shape[:-2], len(kept), 3)
-    out[..., kept, :] = moved
+def _among(x: Tensor, kept: Tensor) -> Tensor:
+    """Rows (..., atoms that stay, n) among those of all atoms; 0 for the others."""
+    out = x.new_zeros(*x.shape[:-2], len(kept), x.shape[-1])
+    out[..., kept, :] = x
     return out
 
 

@@ -56,12 +56,15 @@ class ImageClassifier(nn.Module):
 
     Attributes:
         image_mean, image_std: (channels,), of images in [0, 1], buffers that normalize them.
+        of_data: beginnings of names of what belongs to the data: the normalizer to the images, the
+            logits to the classes.
 
     Raises:
         TypeError: an unknown argument.
         ValueError: sizes are missing or do not go together, or so do choices.
     """
 
+    of_data = ("image_mean", "image_std", "head.")
     image_mean: Tensor
     image_std: Tensor
 

@@ -6,6 +6,7 @@ those of Okabe and Ito, which stay apart for color-blind readers.
 
 from molflt.plots.attention import attention_matrices
 from molflt.plots.encodings import has_bias, rpe_curves, rpe_profiles, rpe_surfaces
+from molflt.plots.runs import intervals, overlaid_curves
 from molflt.plots.structures import structure_overview
 from molflt.plots.tokens import confusion, image_sheet, losses_by_place
 from molflt.plots.training import GroupError, errors, parity, training_curve
@@ -19,7 +20,9 @@ __all__ = [
     "errors",
     "has_bias",
     "image_sheet",
+    "intervals",
     "losses_by_place",
+    "overlaid_curves",
     "parity",
     "rpe_curves",
     "rpe_profiles",

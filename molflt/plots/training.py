@@ -48,7 +48,7 @@ def training_curve(
     Raises:
         ValueError: if the file has no column step, or nothing to draw.
     """
-    columns = _read_columns(Path(metrics_csv))
+    columns = read_columns(Path(metrics_csv))
     panels = [("train_loss", Metric("loss", scale="log"), ["train_loss"])]
     panels += [(n, metric, [f"train_{n}", f"val_{n}"]) for n, metric in metrics.items()]
     panels.append(("lr", Metric("learning rate"), ["lr"]))
@@ -76,7 +76,12 @@ def training_curve(
         figure.align_ylabels()
 
 
-def _read_columns(path: Path) -> dict[str, _Array]:
+def read_columns(path: Path) -> dict[str, _Array]:
+    """Columns of a run's metrics.csv by name, (rows,) each, nan where they are empty.
+
+    Raises:
+        ValueError: if there is no column step.
+    """
     with open(path, newline="") as file:
         reader = csv.DictReader(file)
         names = reader.fieldnames or []

@@ -62,11 +62,14 @@ class LanguageModel(nn.Module):
 
     Attributes:
         head: maps hidden states to log-probabilities.
+        of_data: beginnings of names of what belongs to the words of a vocabulary.
 
     Raises:
         TypeError: an unknown argument.
         ValueError: an option outside its range, or options that do not go together.
     """
+
+    of_data = ("head.", "embedding.")
 
     def __init__(
         self,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import ClassVar, Generic, Literal, Protocol, TypeVar, cast
 
 import torch
@@ -53,6 +55,10 @@ class Task(ABC, Generic[_Batch, _Data]):
         eps: Adam's term in the denominator.
         weight_decay: Adam's.
         redraw_every: steps between draws of new random features; null keeps the first ones.
+        freeze: names of parameters that stay as they are, with wildcards: embedding.*; null for
+            none.
+        lr_factors: what multiplies the learning rate of parameters, by names with wildcards, of
+            which the first that fits counts: {"embedding.*": 0.1}; null for none.
         seed: of dropout, augmentation and redrawn features.
 
     Attributes:
@@ -88,6 +94,8 @@ class Task(ABC, Generic[_Batch, _Data]):
         eps: float = 1e-6,
         weight_decay: float = 0.0,
         redraw_every: int | None = None,
+        freeze: list[str] | None = None,
+        lr_factors: dict[str, float] | None = None,
         seed: int = 0,
     ) -> None:
         for name, value, low in (
@@ -107,6 +115,15 @@ class Task(ABC, Generic[_Batch, _Data]):
         self.weight_decay = weight_decay
         self.redraw_every = redraw_every
         self.seed = seed
+        _freeze(model, freeze or [])
+        self.lr_factors = dict(lr_factors or {})
+        for pattern, factor in self.lr_factors.items():
+            _named(dict(model.named_parameters()), pattern, "lr_factors")
+            if not 0 < factor < math.inf:
+                raise ValueError(
+                    f"task.lr_factors {pattern!r} must be more than 0; got {factor}; task.freeze "
+                    "is for parameters that stay"
+                )
 
     def prepare(self, data: _Data) -> None:
         """Takes from the training data what the model needs of them, before a new run."""
@@ -141,9 +158,14 @@ class Task(ABC, Generic[_Batch, _Data]):
         cast(_Redrawn, self.model).redraw_(generator)
 
     def optimizer(self) -> Optimizer:
-        """Of all parameters of the model."""
+        """Of the parameters of the model that are not frozen; those of one rate are a group."""
+        groups: dict[float, list[nn.Parameter]] = {1.0: []}  # the first is the one that is logged
+        for name, parameter in self.model.named_parameters():
+            fits = (f for pattern, f in self.lr_factors.items() if fnmatchcase(name, pattern))
+            if parameter.requires_grad:
+                groups.setdefault(next(fits, 1.0), []).append(parameter)
         return self.optimizer_class(
-            self.model.parameters(),
+            [{"params": own, "lr": self.lr * f} for f, own in groups.items() if own],
             lr=self.lr,
             betas=self.betas,
             eps=self.eps,
@@ -158,3 +180,37 @@ class Task(ABC, Generic[_Batch, _Data]):
             return math.sqrt(max(1, self.warmup_steps) / (step + 1))
         left = max(0.0, (max_steps - step) / max(1, max_steps - self.warmup_steps))
         return left if self.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left))
+
+
+def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Has no gradients of the parameters whose names match.
+
+    Raises:
+        ValueError: for a pattern that matches none, or if nothing is left to learn.
+    """
+    parameters = dict(model.named_parameters())
+    for pattern in patterns:
+        for name in _named(parameters, pattern, "freeze"):
+            parameters[name].requires_grad_(False)
+    if patterns and not any(parameter.requires_grad for parameter in parameters.values()):
+        raise ValueError(
+            f"task.freeze: all {len(parameters)} parameters are frozen; expected some to learn; "
+            "leave a pattern out"
+        )
+
+
+def _named(parameters: Mapping[str, nn.Parameter], pattern: str, option: str) -> list[str]:
+    """Names that match a pattern.
+
+    Raises:
+        ValueError: if none does; lists what there is.
+    """
+    found = [name for name in parameters if fnmatchcase(name, pattern)]
+    if not found:
+        count = Counter(f"{name.partition('.')[0]}.*" for name in parameters)
+        there = ", ".join(f"{rooms} ({names})" for rooms, names in count.items())
+        raise ValueError(
+            f"task.{option} {pattern!r}: no parameter has such a name; expected some of {there}, "
+            f"such as {next(iter(parameters), 'none')}"
+        )
+    return found

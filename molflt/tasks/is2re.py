@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from molflt.data.structures.datamodule import IS2REData
     from molflt.data.structures.element_energies import ElementEnergies
 
-__all__ = ["IS2RETask"]
+__all__ = ["IS2RETask", "element_energies_by_symbol"]
 
 
 class _EnergySums(NamedTuple):
@@ -155,7 +155,7 @@ class IS2RETask(Task["Batch", "IS2REData"]):
             fit = data.element_energies()
             own = self.model.get_buffer("element_energies")
             own.copy_(torch.from_numpy(fit.energies))
-            self._fitted = _by_symbol(fit)
+            self._fitted = element_energies_by_symbol(fit)
             found = fit.mean, fit.std if fit.std > 0 else 1.0
         elif mean is None or std is None:
             found = data.normalizer()
@@ -207,7 +207,7 @@ class IS2RETask(Task["Batch", "IS2REData"]):
         return self.position_weight + progress * (self.position_weight_final - self.position_weight)
 
 
-def _by_symbol(fit: "ElementEnergies") -> dict[str, float]:
+def element_energies_by_symbol(fit: "ElementEnergies") -> dict[str, float]:
     """eV of each element that was there."""
     from ase.data import chemical_symbols
 

@@ -1,25 +1,25 @@
-"""What happens around the steps: the best weights, checkpoints, signals, progress bar."""
+"""What happens around the steps: the best weights, checkpoints, signals."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-import sys
 import threading
-from collections.abc import Callable
 from types import FrameType
 from typing import Any, Never, cast
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, Checkpoint, EMAWeightAveraging, TQDMProgressBar
-from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+from lightning.pytorch.callbacks import Callback, Checkpoint, WeightAveraging
 from torch import Tensor
 
 from molflt.tasks.base import Task
 from molflt.training.checkpoint import model_weights
 from molflt.training.loop import _LightningTask
 from molflt.training.metrics_file import _MetricsFile
+from molflt.training.origin import Stopped
+from molflt.training.progress import _progress
 from molflt.training.run_folder import RunFolder
 
 _Module = _LightningTask[object, object]
@@ -32,6 +32,7 @@ def _callbacks_of(
     log_every: int,
     checkpoint_every: int,
     ema_decay: float | None,
+    patience: int | None = None,
 ) -> list[Callback]:
     """What happens around the steps, in its order.
 
@@ -44,14 +45,30 @@ def _callbacks_of(
         log_every: steps between rows of training metrics, which average over those steps.
         checkpoint_every: steps between checkpoints.
         ema_decay: decay of the moving average of weights; None for none.
+        patience: validations without a better one after which training stops; None for all steps.
     """
     metrics = _MetricsFile(task, folder, log_every)
-    bar = _StepBar(lambda: metrics.shown, min(log_every, 10))
-    callbacks = [metrics, _BestWeights(task, folder), bar]
+    progress = _progress(task, folder, lambda: metrics.shown, min(log_every, 10))
+    callbacks = [metrics, _BestWeights(task, folder, patience), progress]
     if ema_decay is not None:
-        # Buffers are copied, not averaged: the mean of two random projections is none
-        callbacks.append(EMAWeightAveraging(decay=ema_decay, use_buffers=False))
+        callbacks.append(_Averages(ema_decay))
     return [*callbacks, _LastCheckpoint(folder, checkpoint_every)]
+
+
+class _Averages(WeightAveraging):
+    """Moving average of weights. Lightning's own rounds, and so lets frozen weights drift."""
+
+    def __init__(self, decay: float) -> None:
+        def average(kept: Tensor, new: Tensor, _: int | Tensor) -> Tensor:
+            return torch.where(kept == new, kept, decay * kept + (1 - decay) * new)
+
+        # Buffers are copied, not averaged: the mean of two random projections is none
+        super().__init__(use_buffers=False, avg_fn=average)
+
+    @property
+    def state_key(self) -> str:
+        """As checkpoints of earlier versions have it."""
+        return "EMAWeightAveraging"
 
 
 class _Interrupted(Exception):
@@ -64,16 +81,23 @@ class _Interrupted(Exception):
 
 
 class _BestWeights(Callback):
-    """Keeps the weights of the best validation so far."""
+    """Keeps the weights of the best validation so far, and stops when no better one comes.
 
-    def __init__(self, task: Task[Never, Never], folder: RunFolder) -> None:
+    Lightning's own `EarlyStopping` reads what modules log, which these do not, and knows nothing of
+    the run folder.
+    """
+
+    def __init__(
+        self, task: Task[Never, Never], folder: RunFolder, patience: int | None = None
+    ) -> None:
         self.folder = folder
+        self.patience = patience
         self.metric = task.best
         self.sign = 1 if task.metrics[task.best].largest_is_best else -1
         self._forget()
 
     def _forget(self) -> None:
-        self.best = {self.metric: self.sign * float("-inf"), "step": 0}
+        self.best = {self.metric: self.sign * float("-inf"), "step": 0, "since": 0}
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.sanity_checking:
@@ -81,16 +105,24 @@ class _BestWeights(Callback):
         module = cast(_Module, pl_module)
         new, step = module.validation_metrics()[self.metric], trainer.global_step
         if self.sign * new > self.sign * self.best[self.metric]:
-            self.best = {self.metric: new, "step": step}
+            self.best = {self.metric: new, "step": step, "since": 0}
             header = {"step": step, f"val_{self.metric}": new}
             self.folder.save_weights("best", module.model.state_dict(), header)
+            return
+        self.best["since"] += 1
+        stops = self.patience is not None and self.best["since"] >= self.patience
+        if stops and step < trainer.max_steps:
+            trainer.should_stop = True
+            stop = {"step": step, "since": int(self.best["since"]), "metric": self.metric}
+            stop |= {"best": self.best[self.metric], "best_step": int(self.best["step"])}
+            self.folder.origin["stopped"] = cast(Stopped, stop)
 
     def state_dict(self) -> dict[str, float]:
         return dict(self.best)
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
         """Takes over what was best, unless its file has been removed since."""
-        self.best = dict(state_dict)
+        self.best |= state_dict  # earlier versions did not count since
         if not self.folder.last.with_name("best.safetensors").is_file():
             self._forget()
 
@@ -166,6 +198,8 @@ class _LastCheckpoint(Checkpoint):
         batch_idx: int,
     ) -> None:
         step = trainer.global_step
+        if not cast(_Module, pl_module).step_completed():
+            return  # a checkpoint could not hold the gradients so far
         if step >= trainer.max_steps:
             trainer.should_stop = True  # Lightning then validates, whatever the interval
         elif not cast(_Module, pl_module).validation_follows():
@@ -195,7 +229,7 @@ class _LastCheckpoint(Checkpoint):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.sanity_checking:
             return
-        if trainer.global_step >= trainer.max_steps:
+        if trainer.should_stop:  # after the last step, or for want of patience
             self._save(trainer)
         elif signum := self._agreed_signal(trainer):
             raise _Interrupted(signum, trainer.global_step)
@@ -204,7 +238,9 @@ class _LastCheckpoint(Checkpoint):
         self._validation_due = validation_due
         trainer.save_checkpoint(self.folder.last)
         # with averaging on, "state_dict" is the averaged model
-        self.folder.save_weights("last", self._weights, {"step": trainer.global_step})
+        stop = self.folder.origin.get("stopped")
+        header = {"step": trainer.global_step} | ({"stopped": json.dumps(stop)} if stop else {})
+        self.folder.save_weights("last", self._weights, header)
         self._weights = {}
 
     def on_save_checkpoint(
@@ -216,52 +252,3 @@ class _LastCheckpoint(Checkpoint):
             progress["total"] = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
             progress["current"] = {"ready": 0, "started": 0, "processed": 0, "completed": 0}
         self._weights = model_weights(checkpoint)
-
-
-class _StepBar(TQDMProgressBar):
-    """Lightning's progress bar, counting steps of the whole training, with our figures.
-
-    Args:
-        shown: returns what stands behind the bar.
-        refresh_rate: steps between updates.
-    """
-
-    def __init__(self, shown: Callable[[], dict[str, str]], refresh_rate: int) -> None:
-        super().__init__(refresh_rate=refresh_rate)
-        self._shown = shown
-
-    @property
-    def train_description(self) -> str:
-        return "training"
-
-    def init_sanity_tqdm(self) -> Tqdm:
-        return self._on_terminal(super().init_sanity_tqdm)
-
-    def init_validation_tqdm(self) -> Tqdm:
-        return self._on_terminal(super().init_validation_tqdm)
-
-    def _on_terminal(self, make: Callable[[], Tqdm]) -> Tqdm:
-        """A bar that a log file does without: there each one would leave its lines behind."""
-        enabled = self._enabled
-        self._enabled = enabled and sys.stdout.isatty()
-        bar = make()
-        self._enabled = enabled
-        return bar
-
-    def get_metrics(self, *_: object) -> dict[str, int | str | float | dict[str, float]]:
-        return dict(self._shown())
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
-        bar = self.train_progress_bar
-        bar.total = trainer.max_steps
-        bar.initial = bar.n = trainer.global_step
-        bar.refresh()
-
-    def on_train_epoch_start(self, *_: object) -> None:
-        """There is one endless epoch; Lightning would reset the bar to it."""
-
-    def on_exception(self, *_: object) -> None:
-        for bar in (self._train_progress_bar, self._val_progress_bar):
-            if bar is not None:
-                bar.close()

@@ -19,8 +19,8 @@ from molflt.files import save_tensors, shown, verify_tensors, write_atomically
 from molflt.training.config import Config, read_config
 from molflt.training.recipes import Recipe
 
-__all__ = ["Checkpoint", "check_weights", "load_run", "model_weights", "read_checkpoint"]
-__all__ += ["save_weights", "write_checkpoint"]
+__all__ = ["Checkpoint", "check_weights", "count_parameters", "device_named", "load_run"]
+__all__ += ["model_weights", "read_checkpoint", "save_weights", "write_checkpoint"]
 
 Checkpoint = dict[str, Any]  # Lightning's, and under "molflt" what the run was begun with
 
@@ -77,7 +77,7 @@ def load_run(run: Path, checkpoint: str = "best", device: str = "cpu") -> tuple[
         ValueError: naming file and key, if the configuration or the weights are damaged or do not
             belong to each other; or if there is no such device.
     """
-    run, config, device = Path(run), read_config(run), _device(device)
+    run, config, device = Path(run), read_config(run), device_named(device)
     named = checkpoint in ("best", "last")
     path = run / "checkpoints" / f"{checkpoint}.safetensors" if named else Path(checkpoint)
     weights, options, files = _read_weights(path)
@@ -104,8 +104,31 @@ def load_run(run: Path, checkpoint: str = "best", device: str = "cpu") -> tuple[
     return model.to(device).eval(), config
 
 
-def _device(name: str) -> str:
-    """The device that "auto" stands for, or the named one if it is there."""
+def count_parameters(run: Path, config: Config) -> int:
+    """How many numbers the model of a run learns; none of them is allocated.
+
+    Args:
+        run: its folder, for messages.
+        config: its configuration.
+
+    Raises:
+        ValueError: if there is no such model.
+    """
+    try:
+        with torch.device("meta"):
+            model: nn.Module = Recipe.of(config).load("model")(**config["model"])
+    except (TypeError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"{run / 'config.yaml'}: key model: {reason}") from error
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def device_named(name: str) -> str:
+    """The device that "auto" stands for, or the named one.
+
+    Raises:
+        ValueError: if it is not there.
+    """
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import sys
 from argparse import ArgumentError
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Literal, TypedDict, cast, get_args
+from typing import Any, Literal, TypedDict, cast, get_args
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from molflt.files import shown
+from molflt.shipped import find_config
 from molflt.training.fit import fit
 from molflt.training.recipes import RECIPES, Recipe
+from molflt.training.run_name import dated_run
+from molflt.training.source import find_source
 
-__all__ = ["Config", "build_parser", "plain", "read_config"]
+__all__ = ["Config", "absolute", "build_parser", "plain", "read_config"]
 
 
 class Config(TypedDict):
@@ -27,6 +31,7 @@ class Config(TypedDict):
     run: str
     seed: int
     recipe: str
+    init: str | None
     model: dict[str, object]
     data: dict[str, object]
     task: dict[str, object]
@@ -36,6 +41,7 @@ class Config(TypedDict):
 _PARTS = ("model", "data", "task", "trainer")
 _MOST_BYTES = 1_000_000
 _ADVICE = "restore the file that training wrote"
+_HUB = "hf:"  # begins the name of a data set of Hugging Face
 
 
 def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
@@ -50,9 +56,17 @@ def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
     name = _recipe_named(list(words))
     recipe = Recipe.of({"recipe": name})
     parser = _TrainParser()
-    parser.add_argument("--config", action="config", help="YAML file with any of the options below")
+    parser.add_argument(
+        "--config",
+        action="config",
+        help="YAML file with any of the options below, whose paths are relative to it, or the name "
+        "of a shipped one, such as demo",
+    )
     parser.add_argument("--resume", type=Path | None, help="run folder to go on with")
-    parser.add_argument("--run", type=Path, default=Path("runs/train"), help="folder to write")
+    parser.add_argument("--init", type=Path | None, help="run folder or weights to start from")
+    parser.add_argument(
+        "--run", type=Path | None, help="folder to write; by default runs/DATE-CONFIG"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and dropout")
     parser.add_argument(
         "--recipe", type=Literal[*RECIPES], default=name, help="what to learn; see its --help"
@@ -66,31 +80,129 @@ def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
 
 def _recipe_named(words: list[str]) -> str:
     """The recipe of a command line: its own word, or the last that its configurations name."""
-    name = next(iter(RECIPES))
-    runs = [Path(run) / "config.yaml" for run in _values_of("--resume", words)]
-    for path in [*runs, *map(Path, _values_of("--config", words))]:
+    found = [next(iter(RECIPES)), *_values_in("recipe", _values_of("--resume", words))]
+    for name in _inits(words):
+        with contextlib.suppress(ValueError):  # told when it is read
+            run = find_source(name).run
+            found += _values_in("recipe", [] if run is None else [str(run)])
+    found += _values_in("recipe", _values_of("--config", words))
+    return [*found, *_values_of("--recipe", words)][-1]
+
+
+def _inits(words: list[str]) -> list[str]:
+    """What a new run starts from: every value that configurations and words give."""
+    found = [*_values_in("init", _values_of("--config", words)), *_values_of("--init", words)]
+    return [] if found[-1:] == ["null"] else found
+
+
+def _values_in(key: str, files: Sequence[str]) -> list[str]:
+    """A key's value in each YAML file, or run folder, that has it; that of init is a path."""
+    found = []
+    for name in files:
         # The parser says what is wrong with it; aliases are not, in a file that a person wrote.
         with contextlib.suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
+            path = Path(name, "config.yaml") if Path(name).is_dir() else find_config(name)
             content = yaml.safe_load(path.read_text(encoding="utf-8"))
-            name = str(content.get("recipe", name)) if isinstance(content, dict) else name
-    return [name, *_values_of("--recipe", words)][-1]
+            value = content.get(key) if isinstance(content, dict) else None
+            if value is not None:
+                folder = path.absolute().parent
+                found.append(str(_below(folder, value) if key == "init" else value))
+    return found
 
 
 class _TrainParser(ArgumentParser):
-    """With ``--resume RUN`` the defaults are RUN's configuration."""
+    """With ``--resume RUN`` the defaults are RUN's, with ``--init`` those of the model.
+
+    Shipped configurations go by their names. Paths in a configuration are relative to its file,
+    those of the command line to where one is.
+    """
 
     def parse_args(self, args: Sequence[str] | None = None) -> Namespace:  # type: ignore[override]
         words = list(sys.argv[1:] if args is None else args)
         runs = _values_of("--resume", words)
+        words = _with_files(words)
         if runs:
             read_config(Path(runs[-1]))  # says what is wrong with it
             self.default_config_files = [str(Path(runs[-1]) / "config.yaml")]
+            if starts := _values_of("--init", words):
+                raise ValueError(
+                    f"--init {starts[-1]} with --resume {runs[-1]}: a run that goes on has weights "
+                    "of its own; leave one of them out"
+                )
+        elif starts := _inits(words):
+            self._take_model_of(starts[-1], _recipe_named(words))
         config = super().parse_args(words)
         for key in ("config", "__default_config__"):
             config.pop(key, None)
         if runs:
             config.run = Path(runs[-1])
+        elif config.run is None:
+            stems = [Path(name).stem for name in _values_of("--config", words)]
+            config.run = dated_run("-".join(stems) or config.recipe)
         return config
+
+    def _take_model_of(self, init: str, recipe: str) -> None:
+        """Makes the model of a source the default; what the data decide is compared later."""
+        from molflt.training.transfer import read_origins
+
+        source = read_origins(init)
+        if source.recipe not in (None, recipe):
+            raise ValueError(
+                f"--init {init}: a run of recipe {source.recipe}; this one is of recipe {recipe}; "
+                "expected the same; start from another"
+            )
+        known = {action.dest for action in self._actions}
+        for name in source.options:
+            if f"model.{name}" not in known:
+                raise ValueError(
+                    f"{source.path}: its model has {shown(name)}, which one of recipe {recipe} has "
+                    "not; start from weights of the same recipe"
+                )
+        self.set_defaults({f"model.{name}": value for name, value in source.options.items()})
+
+    def parse_path(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Namespace:
+        found = super().parse_path(path, *args, **kwargs)
+        folder = Path(path).absolute().parent
+        for action in self._actions:
+            if _holds_paths(getattr(action, "_typehint", None)) and action.dest in found:
+                found[action.dest] = _below(folder, found[action.dest])
+        return found
+
+
+def _holds_paths(hint: object) -> bool:
+    """Whether a type is that of a path, or has it inside, as ``list[Path] | None``."""
+    return hint is Path or any(map(_holds_paths, get_args(hint)))
+
+
+def _with_files(words: Sequence[str]) -> list[str]:
+    """The words with files in place of the names of shipped configurations."""
+    out: list[str] = []
+    for word in words:
+        if out and out[-1] == "--config":
+            out[-1:] = [f"--config={find_config(word)}"]
+        elif word.startswith("--config="):
+            out.append(f"--config={find_config(word.partition('=')[2])}")
+        else:
+            out.append(word)
+    return out
+
+
+def _below(folder: Path, value: object) -> object:
+    """A path, or those in a list, as an absolute one; ``hf:NAME`` is none."""
+    if isinstance(value, list | tuple):
+        return [_below(folder, part) for part in value]
+    if not isinstance(value, str | Path) or str(value).startswith(_HUB):
+        return value
+    return Path(os.path.normpath(folder / value))
+
+
+def absolute(value: object) -> object:
+    """What a configuration holds, with the paths in it as seen from where one is now."""
+    if isinstance(value, Mapping):
+        return {key: absolute(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(absolute(part) for part in value)
+    return _below(Path.cwd(), value) if isinstance(value, Path) else value
 
 
 def _values_of(option: str, words: list[str]) -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from molflt.training.loggers import LoggerName, expect_logger
+
 if TYPE_CHECKING:
     from collections.abc import Sized
 
@@ -33,6 +35,9 @@ def fit(
     ema_decay: float | None = None,
     log_every: int = 50,
     num_sanity: int = 2,
+    accumulate: int = 1,
+    patience: int | None = None,
+    logger: LoggerName = "csv",
 ) -> tuple[int, int] | None:
     """Runs the steps, with Lightning's Trainer underneath.
 
@@ -51,6 +56,12 @@ def fit(
         ema_decay: decay of the moving average of weights that is validated and kept; null for none.
         log_every: steps between rows of metrics.csv.
         num_sanity: validation batches tried before training.
+        accumulate: batches whose gradients are averaged for one step, each of them a pass of its
+            own: the step of a batch so many times as large, in the memory of one.
+        patience: validations in a row without a better value of the run's measure after which
+            training stops; null for none.
+        logger: where else the rows of metrics.csv go: nowhere (csv), to TensorBoard's files in the
+            run folder, or to Weights & Biases.
 
     Returns:
         The number of the signal that stopped it early and the step at which the state was saved.
@@ -59,36 +70,36 @@ def fit(
         ValueError: for an option outside its range, a missing label, a loss that is not finite, or
             a checkpoint that does not fit.
         OSError: if the folder cannot be written, or was removed meanwhile.
+        ModuleNotFoundError: if the package of the logger is not installed.
     """
-    check_steps(
-        task.warmup_steps,
-        max_steps=max_steps,
-        precision=precision,
-        accelerator=accelerator,
-        devices=devices,
-        val_every=val_every,
-        checkpoint_every=checkpoint_every,
-        log_every=log_every,
-    )
+    every = {"val_every": val_every, "checkpoint_every": checkpoint_every, "log_every": log_every}
+    more = {"accumulate": accumulate, "patience": patience, "logger": logger}
+    check_steps(task.warmup_steps, max_steps, precision, accelerator, devices, **every, **more)
     # Imported here, not above: the command line reads this signature before anything is trained.
     from molflt.training.callbacks import _callbacks_of, _Interrupted
+    from molflt.training.loggers import _logging
     from molflt.training.loop import _run_steps
 
     try:
-        _run_steps(
-            task,
-            data,
-            folder,
-            ddp=devices > 1 or strategy == "ddp",
-            max_steps=max_steps,
-            precision=precision,
-            accelerator=accelerator,
-            devices=devices,
-            gradient_clip_val=gradient_clip,
-            val_check_interval=val_every,
-            num_sanity_val_steps=num_sanity,
-            callbacks=_callbacks_of(task, folder, log_every, checkpoint_every, ema_decay),
-        )
+        with _logging(logger, folder) as loggers:
+            _run_steps(
+                task,
+                data,
+                folder,
+                ddp=devices > 1 or strategy == "ddp",
+                max_steps=max_steps,
+                precision=precision,
+                accelerator=accelerator,
+                devices=devices,
+                gradient_clip_val=gradient_clip,
+                val_check_interval=val_every * accumulate,  # Lightning counts batches
+                accumulate_grad_batches=accumulate,
+                num_sanity_val_steps=num_sanity,
+                logger=loggers,
+                callbacks=_callbacks_of(
+                    task, folder, log_every, checkpoint_every, ema_decay, patience
+                ),
+            )
     except _Interrupted as stop:
         return stop.signum, stop.step
     return None
@@ -105,12 +116,19 @@ def check_steps(
         precision: see there.
         accelerator: see there.
         devices: see there.
-        every: its other options; those that count steps are checked.
+        every: its other options; those that count, and the logger, are checked.
 
     Raises:
         ValueError: naming the option.
+        ModuleNotFoundError: if the package of the logger is not installed.
     """
-    counts = {name: value for name, value in every.items() if name.endswith("_every")}
+    counted = ("accumulate", "patience")
+    counts = {
+        name: value
+        for name, value in every.items()
+        if name.endswith("_every") or (name in counted and value is not None)
+    }
+    expect_logger(every.get("logger", "csv"))
     for name, value in {"max_steps": max_steps, "devices": devices, **counts}.items():
         if value < 1:
             raise ValueError(f"trainer.{name} must be at least 1; got {value}")

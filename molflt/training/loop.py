@@ -61,7 +61,6 @@ def _run_steps(
             check_val_every_n_epoch=None,
             use_distributed_sampler=False,
             plugins=[checkpoints],
-            logger=False,
             enable_model_summary=False,
             default_root_dir=folder.path,
             **options,
@@ -111,19 +110,23 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         self.gradient_norm = float("nan")
         self.last_lr = task.lr
         self._batch = "no batch yet"
-        self._size = 0
+        self._size = self._step_before = 0
         self._sums: list[Tensor] = []
         self._metrics: dict[str, float] | None = None
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
-        """Makes the randomness of a step a function of seed, rank and step.
+        """Makes the randomness of a batch a function of seed, rank, step and its place in the step.
 
         So a resumed run, whichever step it resumes from, draws the same dropout on every rank.
         """
         task, step = self.task, self.global_step
-        words = np.random.SeedSequence([task.seed, step, self.global_rank])
+        self._step_before = step
+        part = batch_idx % self.trainer.accumulate_grad_batches
+        words = np.random.SeedSequence(
+            [task.seed, step, self.global_rank, *([part] if part else [])]
+        )
         torch.manual_seed(int(words.generate_state(1, np.uint64)[0] >> np.uint64(1)))
-        if task.redraw_every and step and step % task.redraw_every == 0:
+        if task.redraw_every and step and not part and step % task.redraw_every == 0:
             common = np.random.SeedSequence([task.seed, step])  # alike on all ranks
             task.redraw(torch.Generator().manual_seed(int(common.generate_state(1)[0])))
 
@@ -159,9 +162,14 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         if not np.isfinite(self.gradient_norm) and self.trainer.precision != "16-mixed":
             raise ValueError(self._diverged("gradient norm", self.gradient_norm))
 
+    def step_completed(self) -> bool:
+        """Whether the batch just done was the last of its step."""
+        return self.global_step > self._step_before
+
     def validation_follows(self) -> bool:
         """Whether the step just taken is followed by a validation."""
-        step, every = self.global_step, int(self.trainer.val_check_interval)
+        every = int(self.trainer.val_check_interval) // self.trainer.accumulate_grad_batches
+        step = self.global_step
         return step > 0 and (step >= self.trainer.max_steps or step % every == 0)
 
     def on_validation_epoch_start(self) -> None:
@@ -237,7 +245,8 @@ class _Loaders(pl.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[object]:
         cast(_CheckpointIO, self._trainer.strategy.checkpoint_io).restoring = False
-        self.data.start_step = self._trainer.global_step
+        batches = self._trainer.global_step * self._trainer.accumulate_grad_batches
+        self.data.start_step = batches  # of each rank
         return self.data.train_dataloader(self._trainer.global_rank, self._trainer.world_size)
 
     def val_dataloader(self) -> DataLoader[object]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from molflt.files import shown, write_atomically
 from molflt.tasks.base import Task
+from molflt.training.checkpoint import Checkpoint
 from molflt.training.loop import _LightningTask
 from molflt.training.run_folder import RunFolder
 
@@ -47,7 +48,7 @@ class _MetricsFile(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero:
-            self._rewind(trainer.global_step, cast(_Module, pl_module).validation_follows())
+            self._rewind(trainer.global_step, _validation_due(self.folder.checkpoint))
         self._forget()
 
     def _rewind(self, step: int, validates: bool) -> None:
@@ -107,6 +108,8 @@ class _MetricsFile(Callback):
         batch_idx: int,
     ) -> None:
         self._totals = outputs["sums"] + (0.0 if self._totals is None else self._totals)
+        if not cast(_Module, pl_module).step_completed():
+            return
         if trainer.global_step % self.log_every == 0 or trainer.global_step >= trainer.max_steps:
             self._log_training(trainer, cast(_Module, pl_module), self._totals)
 
@@ -126,7 +129,7 @@ class _MetricsFile(Callback):
             "gradient_norm": module.gradient_norm,
             self.speed: speed,
         }
-        self.folder.append_metrics(self._lines([row]))
+        self._write(trainer, row)
         self.shown |= {
             "loss": f"{loss:.3g}",
             **{_short(name): f"{metrics[name]:.4g}" for name in known[:2]},
@@ -135,12 +138,18 @@ class _MetricsFile(Callback):
         }
         self._forget()
 
+    def _write(self, trainer: pl.Trainer, row: Mapping[str, float]) -> None:
+        self.folder.append_metrics(self._lines([row]))
+        for logger in trainer.loggers:
+            rest = {name: value for name, value in row.items() if name != "step"}
+            logger.log_metrics(rest, step=trainer.global_step)
+
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.sanity_checking:
             return
         metrics = cast(_Module, pl_module).validation_metrics()
-        row = {f"val_{name}": metrics[name] for name in self.names["val"]}
-        self.folder.append_metrics(self._lines([{"step": trainer.global_step, **row}]))
+        row = {f"val_{name}": metrics[name] for name in self.names["val"] if name in metrics}
+        self._write(trainer, {"step": trainer.global_step, **row})
         for name in self.names["val"][:2]:
             self.shown[f"val_{_short(name)}"] = f"{metrics[name]:.4g}"
 
@@ -149,6 +158,14 @@ class _MetricsFile(Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._since += time.perf_counter() - self._paused  # atoms/s counts training only
+
+
+def _validation_due(checkpoint: Checkpoint | None) -> bool:
+    """Whether the validation of a checkpoint's step was begun and not ended."""
+    if checkpoint is None:
+        return False
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]["total"]
+    return bool(progress["processed"] < progress["ready"])
 
 
 def _short(metric: str) -> str:

@@ -10,7 +10,20 @@ from molflt.data.batches import Fingerprint
 from molflt.files import shown
 from molflt.training.config import Config, build_parser, plain
 
-__all__ = ["Origin", "check_config", "check_data", "check_machine"]
+__all__ = ["Origin", "Stopped", "check_config", "check_data", "check_machine", "check_stopped"]
+
+
+class Stopped(TypedDict):
+    """Why a training ended before its last step: no better validation came."""
+
+    step: int
+    """at which it ended"""
+    since: int
+    """validations since the best one"""
+    metric: str
+    best: float
+    """the best value of `metric`"""
+    best_step: int
 
 
 class Origin(TypedDict, total=False):
@@ -19,6 +32,8 @@ class Origin(TypedDict, total=False):
     config: Config
     data: Mapping[str, Fingerprint]
     machine: Mapping[str, object]
+    stopped: Stopped
+    seconds: float
 
 
 # Where things are, how fast they come and how often they are written down: the steps are the same
@@ -26,7 +41,8 @@ _FREE = {
     "run",
     *(f"data.{name}" for name in ("root", "train", "val", "test", "vocabulary")),
     *(f"data.{name}" for name in ("train_labels", "val_labels", "workers")),
-    *(f"trainer.{name}" for name in ("accelerator", "checkpoint_every", "log_every")),
+    *(f"trainer.{name}" for name in ("accelerator", "checkpoint_every", "log_every", "logger")),
+    "trainer.patience",
 }
 _STEPS = "trainer.max_steps"
 
@@ -40,6 +56,7 @@ def check_config(path: Path, was: Config, now: Config, done: int) -> None:
     - ``run`` and the places of the data (``data.root``, ``train``, ``val``, ``test``,
       ``vocabulary``, labels), because the data themselves are compared;
     - ``data.workers``, ``trainer.log_every``, ``trainer.checkpoint_every``;
+    - ``trainer.patience`` and ``trainer.logger``;
     - ``trainer.accelerator``, which is said because it changes the rounding.
 
     All else is refused, `trainer.devices` too: it multiplies the items of a step.
@@ -69,6 +86,26 @@ def check_config(path: Path, was: Config, now: Config, done: int) -> None:
         raise ValueError(
             f"{path}: {_STEPS} is {old[_STEPS]}; got {steps} for --resume; it may only be raised; "
             f"{done} steps are done"
+        )
+
+
+def check_stopped(path: Path, stop: Stopped | None, now: Config) -> None:
+    """Refuses to go on with a training that ended for want of patience, unless it has more now.
+
+    Args:
+        path: of the run, for messages.
+        stop: what the checkpoint says about that; None if it did not end so.
+        now: the configuration.
+
+    Raises:
+        ValueError: saying where it stopped, and what to do.
+    """
+    patience = now["trainer"].get("patience")
+    if stop is not None and patience is not None and int(str(patience)) <= stop["since"]:
+        raise ValueError(
+            f"{path}: stopped early at step {stop['step']}, {stop['since']} validations after its "
+            f"best {stop['metric']}; expected --trainer.patience above {stop['since']}, or null, "
+            f"to go on; got {patience}"
         )
 
 

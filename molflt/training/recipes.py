@@ -47,6 +47,12 @@ RECIPES: dict[str, Recipe] = {
         "molflt.tasks.is2re:IS2RETask",
         "molflt.evaluation.energies:evaluate",
     ),
+    "potential": Recipe(
+        "molflt.graph.potential:Potential",
+        "molflt.data.structures.potential_data:PotentialData",
+        "molflt.tasks.potential:PotentialTask",
+        "molflt.evaluation.potentials:evaluate",
+    ),
     "language": Recipe(
         "molflt.sequence.language_model:LanguageModel",
         "molflt.data.text.datamodule:TextData",

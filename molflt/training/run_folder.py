@@ -34,7 +34,13 @@ from molflt.training.checkpoint import (
 )
 from molflt.training.config import Config, plain, read_config
 from molflt.training.lock import RunLock
-from molflt.training.origin import Origin, check_config, check_data, check_machine
+from molflt.training.origin import (
+    Origin,
+    check_config,
+    check_data,
+    check_machine,
+    check_stopped,
+)
 
 __all__ = ["RunFolder"]
 
@@ -62,6 +68,7 @@ class RunFolder:
         self.checkpoint: Checkpoint | None = None
         self._lock = RunLock(path)
         self._files: dict[str, str] = {}
+        self._begun = time.perf_counter()
 
     @property
     def last(self) -> Path:
@@ -112,6 +119,7 @@ class RunFolder:
         if self.checkpoint is not None:
             was = self._was().get("config") or read_config(self.path)
             check_config(self.path / "config.yaml", was, now, self.checkpoint["global_step"])
+            check_stopped(self.path, self._was().get("stopped"), now)
         self.origin["config"] = now
 
     def check_data(
@@ -150,7 +158,11 @@ class RunFolder:
             self.save_weights("last", weights, {"step": self.checkpoint["global_step"]})
 
     def check_machine(self, machine: Mapping[str, object]) -> None:
-        """Notes what else decides about rounding, and says if it was another in the checkpoint."""
+        """Notes what else decides about rounding, and says if it was another in the checkpoint.
+
+        Steps begin now: the time that checkpoints tell counts from here.
+        """
+        self._begun = time.perf_counter()
         line = check_machine(self._was().get("machine", {}), machine)
         if line is not None:
             self.say(f"{self.path}: {line}", sys.stderr)
@@ -203,6 +215,8 @@ class RunFolder:
     def save_checkpoint(self, checkpoint: Mapping[str, object]) -> None:
         """Writes last.ckpt; raises as `save_weights` does."""
         self._lock.check()
+        spent = time.perf_counter() - self._begun
+        self.origin["seconds"] = float(self._was().get("seconds", 0.0)) + spent
         write_checkpoint(self.last, {**checkpoint, "molflt": self.origin})
 
     def append_metrics(self, row: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import re
 import shutil
 import zipfile
@@ -14,7 +15,15 @@ from random import Random
 import yaml
 
 from fuzzing.cases import Case, Format
-from fuzzing.grammar import WORDS, damage_tensors, damage_text, damage_tree, signed
+from fuzzing.grammar import (
+    WORDS,
+    damage_tensors,
+    damage_text,
+    damage_tree,
+    join_tensors,
+    signed,
+    split_tensors,
+)
 from fuzzing.mutate import FLOATS, INTEGERS, damage
 from fuzzing.pickles import damage_pickle
 from fuzzing.seeds import MODEL, STEPS, STEPWISE, tensors
@@ -35,6 +44,24 @@ def _weights(draw: Random, folder: Path, seeds: Path) -> Case:
         return Case(words, (file.name, "sid "), len(content), f"{what}, signed")
     file.write_bytes(content)
     return Case(words, (file.name,), len(content), what, partial(_same_energies, folder, seeds))
+
+
+def _exported(draw: Random, folder: Path, seeds: Path) -> Case:
+    """An exported model whose header says something else, or with damaged weights."""
+    file = shutil.copytree(seeds / "exported", folder / "model") / "model.safetensors"
+    content = file.read_bytes()
+    words = ["predict", "model", str(seeds / "data" / "val_id.safetensors"), *_PREDICT]
+    if draw.random() < 0.6:  # by somebody who knows how
+        (folder / "model" / "config.json").unlink()
+        header, data = split_tensors(content)
+        tree, what = damage_tree(draw, json.loads(header["__metadata__"]["molflt"]))
+        header["__metadata__"]["molflt"] = json.dumps(tree)
+        file.write_bytes(signed(join_tensors(header, data)))
+        return Case(words, (file.name, "recipe", "sid "), len(content), f"{what}, signed")
+    content, what = damage_tensors(draw, content)
+    file.write_bytes(content)
+    check = partial(_same_energies, folder, seeds)
+    return Case(words, (file.name, "config.yaml"), len(content), what, check)
 
 
 def _same_energies(folder: Path, seeds: Path) -> str | None:
@@ -102,6 +129,7 @@ _FILES = (
     ("run", "config.yaml"), ("run", "config.yaml"), ("run", "config.yaml"), ("run", "metrics.csv"),
     ("lm", "vocabulary.json"), ("lm", "config.yaml"), ("img", "classes.json"),
     ("img", "config.yaml"), ("run", "versions.json"),
+    ("run", "domain.json"),
 )  # fmt: skip
 
 
@@ -208,6 +236,7 @@ def _options(draw: Random, folder: Path, seeds: Path) -> Case:
 
 FORMATS = {
     "weights": Format(_weights, 5),
+    "exported": Format(_exported, 3),
     "checkpoint": Format(_checkpoint, 4, trains=True),
     "run-folder": Format(_folder, 6, trains=True),
     "yaml": Format(_yaml, 5, trains=True),

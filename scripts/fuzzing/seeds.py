@@ -70,6 +70,7 @@ def _references(folder: Path) -> None:
     """What undamaged runs give, to compare with."""
     store = folder / "data" / "val_id.safetensors"
     command("predict", str(folder / "run"), str(store), f"--out={folder / 'run.csv'}")
+    command("export", str(folder / "run"), str(folder / "exported"), "--about=the sample")
     shutil.copytree(folder / "run", folder / "resumed")
     command("train", "--resume", str(folder / "resumed"), f"--trainer.max_steps={STEPS + 1}")
 

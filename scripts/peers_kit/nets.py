@@ -20,6 +20,7 @@ from torch_geometric.nn.models.visnet import NeighborEmbedding
 
 from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
 from molflt.graph import PBCRadiusGraph
+from molflt.graph.geometry import Geometry
 
 _ELEMENTS = MAX_ATOMIC_NUMBER + 1
 
@@ -72,7 +73,7 @@ class Peer(nn.Module, ABC):
     def forward(self, batch: Batch) -> Mapping[str, Tensor]:
         """A batch of structures -> "energy": (graphs,) float64, eV."""
         dtype = next(self.parameters()).dtype
-        kept = slice(None) if self.subsurface else batch.tags > Tag.SUBSURFACE
+        kept = slice(None) if self.subsurface else Geometry.of_data(batch).above_subsurface()
         pos, graph = batch.pos[kept].to(dtype), batch.batch[kept]
         place = {"pos": pos, "cell": batch.cell.to(dtype), "pbc": batch.pbc}
         edges = self.graph(Data(**place, batch=graph, num_nodes=len(pos)))

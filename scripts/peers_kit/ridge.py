@@ -10,6 +10,7 @@ from torch_geometric.data import Data
 from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
 from molflt.data.structures import Structures
 from molflt.graph import PBCRadiusGraph
+from molflt.graph.elements import period_and_place
 
 _Array = NDArray[np.float64]
 
@@ -57,11 +58,8 @@ def _properties() -> _Array:
     """Period, place in the period, covalent radius, Å, by atomic number, (elements, 3)."""
     from ase.data import covalent_radii
 
-    numbers = np.arange(_ELEMENTS)
-    closed = np.array([0, 2, 10, 18, 36, 54, 86])  # electrons of the noble gas before
-    period = np.searchsorted(closed, numbers, side="left")
-    place = numbers - closed[np.maximum(period - 1, 0)]
-    return np.column_stack([period, place, covalent_radii[:_ELEMENTS]]).astype(float)
+    places = [(0, 0), *map(period_and_place, range(1, _ELEMENTS))]  # there is no element 0
+    return np.column_stack([places, covalent_radii[:_ELEMENTS]]).astype(float)
 
 
 class KernelRidge:

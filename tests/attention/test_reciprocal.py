@@ -300,6 +300,21 @@ def test_precision_autocast_and_compile():
     torch.testing.assert_close(*grads)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_skewed_cells_have_the_gradient_of_their_nodes(dtype):
+    """Nodes of a cell that has to be reduced follow a strain as those of the reduced one do."""
+    short = torch.tensor([[4.0, 0.2, 0.1], [0.3, 4.5, 0.2], [0.1, 0.2, 5.0]], dtype=dtype)
+    skew = torch.tensor([[1.0, 2, 0], [0, 1, 0], [3, 1, 1]], dtype=dtype)
+    found = []
+    for basis in (torch.eye(3, dtype=dtype), skew):
+        strain = torch.zeros(3, 3, dtype=dtype, requires_grad=True)
+        cell = basis @ short @ (torch.eye(3, dtype=dtype) + strain)
+        nodes, weights = reciprocal_nodes(cell[None], torch.ones(1, 3).bool(), 0.5)
+        total = (weights * (-nodes.square().sum(dim=-1)).exp()).sum()
+        found.append(torch.autograd.grad(total, strain)[0])
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_cuda():
     pbc = torch.cat([periodic(kind) for kind in PBC])

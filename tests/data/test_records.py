@@ -23,10 +23,10 @@ def small(**changes):
 def test_types_shapes_and_defaults():
     record = small()
     expected = {
-        **dict.fromkeys(("pos", "pos_relaxed"), ((2, 3), torch.float32)),
+        **dict.fromkeys(("pos", "pos_relaxed", "forces"), ((2, 3), torch.float32)),
         **dict.fromkeys(("atomic_numbers", "tags"), ((2,), torch.int64)),
-        **dict.fromkeys(("y_init", "y_relaxed"), ((1,), torch.float64)),
-        "cell": ((1, 3, 3), torch.float32),
+        **dict.fromkeys(("y_init", "y_relaxed", "energy"), ((1,), torch.float64)),
+        **dict.fromkeys(("cell", "stress"), ((1, 3, 3), torch.float32)),
         "pbc": ((1, 3), torch.bool),
         "fixed": ((2,), torch.bool),
     }

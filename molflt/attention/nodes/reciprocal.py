@@ -33,6 +33,7 @@ from molflt.attention.spectra import Spectrum
 _DEGENERATE = 1e-6  # volume of the periodic vectors relative to the product of their lengths
 # Of a batch: beyond it a cell or its frequencies are taken for a mistake.
 _MOST_CANDIDATES = 2**20
+_SHARPNESS = 4.0  # 1/Å, of smooth extents
 _MOST_REDUCTIONS = 64  # of a cell; two or three do, where numbers mean something
 
 
@@ -117,7 +118,9 @@ def reciprocal_nodes(
 
 
 @uncompiled
-def free_extent(positions: Tensor, mask: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
+def free_extent(
+    positions: Tensor, mask: Tensor, cell: Tensor, pbc: Tensor, smooth: bool = False
+) -> Tensor:
     """What each graph spans along the directions perpendicular to its periodic lattice vectors.
 
     Neither a translation nor a lattice shift of any atom changes it.
@@ -127,6 +130,9 @@ def free_extent(positions: Tensor, mask: Tensor, cell: Tensor, pbc: Tensor) -> T
         mask: (b, n) bool, true for atoms, false for padding.
         cell: (b, 3, 3), Å, as for `reciprocal_nodes`.
         pbc: (b, 3) bool.
+        smooth: instead of the largest and the smallest coordinate, whose slopes jump where another
+            atom comes to be outermost, the logarithms of mean exponentials: analytic, equal in
+            supercells, and up to log(n) / 4 Å further in on each side.
 
     Returns:
         (b, 3) Å, 0 for the periodic directions, which come first, and for graphs without atoms.
@@ -139,9 +145,18 @@ def free_extent(positions: Tensor, mask: Tensor, cell: Tensor, pbc: Tensor) -> T
     if not along.shape[1]:
         return torch.zeros_like(rows[..., 0])
     atoms = mask[..., None]
+    none = periodic | ~atoms.any(dim=1)
+    if smooth:
+        count = atoms.sum(dim=1).clamp(min=1).log()
+        ends = [
+            (sign * _SHARPNESS * along).masked_fill(~atoms, -math.inf).logsumexp(dim=1) - count
+            for sign in (1.0, -1.0)
+        ]
+        span = (ends[0] + ends[1]) / _SHARPNESS  # below 0 by rounding alone
+        return torch.where(none, 0.0, span.clamp(min=0.0))
     upper = along.masked_fill(~atoms, -math.inf).amax(dim=1)
     lower = along.masked_fill(~atoms, math.inf).amin(dim=1)
-    return torch.where(periodic | ~atoms.any(dim=1), 0.0, upper - lower)
+    return torch.where(none, 0.0, upper - lower)
 
 
 def tapered_mask(
@@ -263,7 +278,7 @@ def _reduced(cell: Tensor, pbc: Tensor) -> Tensor:
     """
     rows = cell.masked_fill(~pbc[..., None], 0.0)
     combination = torch.eye(3, dtype=torch.float64, device=cell.device).repeat(len(cell), 1, 1)
-    short = rows.detach().double()
+    short = rows.detach().double().clone()  # what follows must not reach `rows`
     for _ in range(_MOST_REDUCTIONS):
         moved = False
         for i, j in itertools.permutations(range(3), 2):
@@ -277,7 +292,10 @@ def _reduced(cell: Tensor, pbc: Tensor) -> Tensor:
         if not moved:
             break
     # Products and sums: a cell that is short as it is keeps its bits.
-    return (combination.to(rows.dtype)[..., None] * rows[:, None]).sum(dim=2)
+    found = (combination.to(rows.dtype)[..., None] * rows[:, None]).sum(dim=2)
+    # Of vectors that depend on each other only rounding is left.
+    longest = rows.detach().norm(dim=-1).amax(dim=1, keepdim=True)
+    return found.masked_fill((short.norm(dim=-1) < _DEGENERATE * longest)[..., None], 0.0)
 
 
 def _check_rows(rows: Tensor, periodic: Tensor) -> None:

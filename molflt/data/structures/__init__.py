@@ -7,15 +7,16 @@ training.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from molflt.data.structures.ase_files import AseStructures
-from molflt.data.structures.base import Structures
+from molflt.data.structures.base import AS_IT_IS, Reading, Structures
 from molflt.data.structures.game_net import GameNet
 from molflt.data.structures.oc20_lmdb import Oc20Lmdb
 from molflt.data.structures.store import StructureStore
 
-__all__ = ["SOURCES", "Structures", "open_dataset", "source_of"]
+__all__ = ["AS_IT_IS", "SOURCES", "Reading", "Structures", "open_dataset", "source_of"]
 
 # Name in messages -> class. A path goes to the first one that takes it.
 SOURCES: dict[str, type[Structures]] = {
@@ -26,7 +27,9 @@ SOURCES: dict[str, type[Structures]] = {
 }
 
 
-def open_dataset(path: str | Path, skip_bad: bool = False) -> Structures:
+def open_dataset(
+    path: str | Path, skip_bad: bool = False, reading: Reading = AS_IT_IS, once: bool = False
+) -> Structures:
     """Open structures for reading, whatever holds them.
 
     Args:
@@ -35,12 +38,29 @@ def open_dataset(path: str | Path, skip_bad: bool = False) -> Structures:
             ``.db``, ``.cif``, ...): whatever a class of `SOURCES` takes.
         skip_bad: read everything once, leave out structures that are not valid, and list them in
             ``.bad`` as (name, reason), instead of refusing the source at the first one.
+        reading: which entry is the energy, and what tags mean, in files that ASE reads.
+        once: everything will be read once, by who leaves out himself what raises then; see
+            :meth:`Structures.to_read_once`.
 
     Raises:
         FileNotFoundError: if there is nothing at ``path``.
-        ValueError: if what is there is damaged or of an unknown kind.
+        ValueError: if what is there is damaged or of an unknown kind, or cannot be read in another
+            way than it is.
     """
-    return source_of(Path(path))(path, skip_bad=skip_bad)
+    source = source_of(Path(path))
+    given = reading._asdict().items()
+    options = {name: value for name, value in given if value != AS_IT_IS._asdict()[name]}
+    for name, value in options.items():
+        if name not in source.options:
+            kind = next(kind for kind, known in SOURCES.items() if known is source)
+            raise ValueError(
+                f"{path}: {name}={value} is for files that ASE reads; got a {kind}, which needs no "
+                f"{name}; leave it out"
+            )
+    if once and not options:
+        return source.to_read_once(Path(path), skip_bad)
+    make: Callable[..., Structures] = source
+    return make(path, skip_bad=skip_bad, **options)
 
 
 def source_of(path: Path) -> type[Structures]:

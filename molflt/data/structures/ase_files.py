@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from molflt.data.structures.ase_guards import bounded, check_counts, xyz_properties
-from molflt.data.structures.base import Structures
+from molflt.data.structures.ase_labels import Labels, entries, layers_as_tags, tags_look_like
+from molflt.data.structures.base import AS_IT_IS, Reading, Structures, Tags
 from molflt.data.structures.records import make_record
 from molflt.files import shown
 
@@ -44,34 +45,53 @@ class AseStructures(Structures):
 
     What is taken: positions, cell, periodic axes, ``atoms.get_tags()`` (0 subsurface, 1 surface,
     2 adsorbate; without tags all 0), ``FixAtoms`` constraints as fixed atoms, ``y_relaxed`` from
-    ``info["y_relaxed"]``, else the stored calculator's energy, else ``info["energy"]``,
+    `energy_key`, by default ``info["y_relaxed"]``, else the stored calculator's energy, else
+    ``info["energy"]``,
     ``y_init`` from ``info["y_init"]``, relaxed positions from an array ``pos_relaxed``, and the
     sid from ``info["sid"]``, else the frame's or row's number. In databases, key-value pairs
     count as info. Energies are taken as they are, in eV: OC20's are adsorption energies.
+
+    For potentials also ``energy`` (that of the calculator or of info, if there are no relaxed
+    positions, to which it would belong), ``forces`` and ``stress``.
 
     Args:
         path: a file ending in .traj, .extxyz, .xyz, .cif, .vasp, .xsf, .pdb, .gen, .db or .json,
             or named POSCAR or CONTCAR; .aselmdb with the package that adds it to ASE.
         skip_bad: leave out structures that are not valid; they are listed in ``bad`` as
             (frame, reason).
+        energy_key, tags, forces_key, stress_key: see :class:`Reading`; says so if tags look like
+            the other ones.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: for another format, an unreadable file, or an invalid structure.
+        ValueError: for another format, an unreadable file, an invalid structure, or if no structure
+            has the `energy_key`.
     """
 
     suffixes = (*_FORMATS, *_DATABASES)
+    options = Reading._fields
 
-    def __init__(self, path: str | Path, skip_bad: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        skip_bad: bool = False,
+        energy_key: str | None = None,
+        tags: Tags = "oc20",
+        forces_key: str | None = None,
+        stress_key: str | None = None,
+    ) -> None:
         super().__init__(path, skip_bad)
         if not self.path.is_file():
             raise FileNotFoundError(f"{self.path}: no such file; expected structures for ASE")
         self._records: list[Data] = []
         self._frames: list[int] = []
+        reading = Reading(energy_key, tags, forces_key, stress_key)
+        labels, others = Labels(reading), 0
         for frame, (number, atoms) in enumerate(_frames(self.path)):
             name = f"{self.path}: frame {frame}"
             try:
-                self._records.append(_record_from_atoms(atoms, number))
+                self._records.append(_record_from_atoms(atoms, number, reading, labels))
+                others += tags_look_like(atoms) not in (None, tags)
                 self._frames.append(frame)
             except ValueError as error:
                 if not skip_bad:
@@ -79,6 +99,14 @@ class AseStructures(Structures):
                 self.bad.append((name, str(error)))
         if not self._records and not self.bad:
             raise ValueError(f"{self.path}: holds no structures; expected at least one")
+        try:
+            labels.check()
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}") from None
+        self.hint, self.unused = labels.hint, labels.unused
+        self.for_potentials = labels.for_potentials
+        if 2 * others > len(self._records):
+            _say_tags(self.path, f"{others} of {len(self._records)}", tags)
 
     @classmethod
     def takes(cls, path: Path) -> bool:
@@ -99,30 +127,50 @@ class AseStructures(Structures):
         return np.array([record.natoms for record in self._records], dtype=np.int64)
 
 
-def _record_from_atoms(atoms: Atoms, number: int = 0) -> Data:
+def _say_tags(path: Path, count: str, tags: Tags) -> None:
+    found = (
+        "look like ase.build's numbers of layers, from the top; if they are, read them with --tags "
+        "ase, in training --data.tags ase"
+        if tags == "oc20"
+        else "were read as numbers of layers, but look like OC20's (0 below 1, 2 above it)"
+    )
+    print(f"molflt: warning: {path}: tags of {count} structures {found}", file=sys.stderr)
+
+
+def _record_from_atoms(
+    atoms: Atoms, number: int = 0, reading: Reading = AS_IT_IS, labels: Labels | None = None
+) -> Data:
     """One ASE structure as a record; see :class:`AseStructures` for what is taken.
 
     Args:
         atoms: the structure; nothing is computed, only stored results are read.
         number: sid if ``atoms.info`` has none.
+        reading: which entry is the energy, and whose the tags are.
+        labels: keeps account of the entries.
 
     Raises:
         ValueError: naming the sid, as :func:`molflt.data.structures.records.make_record`.
     """
-    info = {**atoms.info, **atoms.info.get("key_value_pairs", {})}
-    results = getattr(atoms.calc, "results", {})
-    energy = info.get("y_relaxed", results.get("energy", info.get("energy")))
+    info = entries(atoms)
+    labels = labels or Labels(reading)
+    energy: Any = labels.energy(atoms)
+    relaxed = atoms.arrays.get("pos_relaxed")
+    at_pos = labels.at_pos(atoms)
+    if relaxed is not None:  # the energy would belong to these
+        at_pos.pop("energy", None)
+    tags = atoms.get_tags() if atoms.has("tags") else None
     return make_record(
         pos=atoms.positions,
         atomic_numbers=atoms.numbers,
         cell=atoms.cell.array,
         pbc=atoms.pbc,
-        tags=atoms.get_tags() if atoms.has("tags") else None,
+        tags=layers_as_tags(tags) if reading.tags == "ase" and tags is not None else tags,
         fixed=_fixed(atoms),
         sid=info.get("sid", number),
         y_init=info.get("y_init"),
         y_relaxed=energy,
-        pos_relaxed=atoms.arrays.get("pos_relaxed"),
+        pos_relaxed=relaxed,
+        **at_pos,
     )
 
 

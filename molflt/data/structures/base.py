@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,26 @@ from molflt.atoms import MAX_ATOMIC_NUMBER
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-__all__ = ["Structures"]
+__all__ = ["AS_IT_IS", "Reading", "Structures", "Tags"]
+
+Tags = Literal["oc20", "ase"]
+
+
+class Reading(NamedTuple):
+    """What a file of others means by its entries; for sources whose `options` name these."""
+
+    energy_key: str | None = None
+    """name of the entry that is the energy, eV; by default y_relaxed, else energy"""
+    tags: Tags = "oc20"
+    """oc20: 0 subsurface, 1 surface, 2 adsorbate; ase: ase.build's numbers of layers from the top,
+    1, 2, ..., and 0 for adsorbates"""
+    forces_key: str | None = None
+    """name of the array of forces, (N, 3) eV/Å; by default forces, else REF_forces"""
+    stress_key: str | None = None
+    """name of the stress, (3, 3) or (6,), eV/Å^3; by default stress, else REF_stress"""
+
+
+AS_IT_IS = Reading()
 
 
 class Structures(Dataset["Data"], ABC):
@@ -36,22 +55,29 @@ class Structures(Dataset["Data"], ABC):
         path: as given.
         bad: (name, reason) of every structure that was left out.
         hint: what to say where labels are missing; of what has been read so far.
+        unused: labels that the file has and nobody reads.
+        for_potentials: labels that potentials alone read.
+        options: which of the entries of :class:`Reading` the constructor takes, by name.
     """
 
     suffixes: ClassVar[tuple[str, ...]] = ()
+    options: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, path: str | Path, skip_bad: bool = False) -> None:
         self.path = Path(path)
         self.skip_bad = skip_bad
         self.bad: list[tuple[str, str]] = []
         self.hint = ""
+        self.unused: list[str] = []
+        self.for_potentials: list[str] = []
         self._kept: np.ndarray | None = None  # indices in the file; None: all of them
 
     @classmethod
     def to_read_once(cls, path: Path, skip_bad: bool) -> Structures:
         """Opens a source for who reads everything once and himself leaves out what raises then.
 
-        Sources that read everything to find what is bad override it, not to read twice.
+        Sources that read everything to find what is bad override it, not to read twice. It is
+        not called with options.
         """
         return cls(path, skip_bad=skip_bad)
 

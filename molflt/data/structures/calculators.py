@@ -81,6 +81,7 @@ def _chgnet() -> Calculator:
     with contextlib.redirect_stdout(io.StringIO()):  # it tells where it runs
         module = import_module("chgnet.model.dynamics")
         calculator = module.CHGNetCalculator(use_device="cpu", on_isolated_atoms="ignore")
+    calculator.model.requires_grad_(False)  # or weights are in the graph of forces: a tenth slower
     compute: Callable[..., None] = calculator.calculate
 
     def calculate(

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tqdm import tqdm
 
-from molflt.data.structures import source_of
+from molflt.data.structures import AS_IT_IS, Reading, open_dataset, source_of
+from molflt.data.structures.base import Tags
 from molflt.data.structures.game_net import GameNet
 from molflt.data.structures.game_net_archive import GAME_NET, _expect_archive
 from molflt.data.structures.game_net_splits import _write_splits
 from molflt.data.structures.labels import label_faults
+from molflt.data.structures.splits import is_one_source, sources_in
 from molflt.data.structures.store import write_store
+from molflt.files import readable_size
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
@@ -32,8 +35,12 @@ def convert(
     folds: Path | None = None,
     hold_out: list[str] | None = None,
     sha256: str = GAME_NET.sha256,
+    energy_key: str | None = None,
+    tags: Tags = "oc20",
 ) -> None:
     """Convert structures to a compact store: no edges, no pickle, much faster to read.
+
+    A folder becomes a folder, with a store for each file or folder of shards in it.
 
     Relaxed positions are stored unwrapped, in the image nearest to the initial ones. GAME-Net's
     archive becomes a folder of stores: train, val_id, and the same with molecules (val_ood_ads),
@@ -42,9 +49,9 @@ def convert(
 
     Args:
         src: OC20 LMDB file or folder, compact store, GAME-Net's FG_dataset_lite.tar.xz, or a file
-            that ASE reads.
+            that ASE reads; or a folder of such.
         dst: compact store to write, ending in .safetensors; an existing one is replaced. For
-            GAME-Net's archive also a folder.
+            GAME-Net's archive also a folder, and for a folder always.
         limit: convert only the first so many structures.
         skip_bad: leave out structures that are not valid, count and list them on stderr: also
             those without a label where others have one.
@@ -53,6 +60,10 @@ def convert(
             testI-valJ for each pair of folds, whose train has all the others.
         hold_out: metals and families of molecules, such as Cu amides, that train does not have.
         sha256: expected sum of GAME-Net's archive.
+        energy_key: entry of a file that ASE reads that is the energy, eV; by default y_relaxed,
+            else energy.
+        tags: what tags mean in a file that ASE reads: oc20 (0 subsurface, 1 surface, 2 adsorbate)
+            or ase (numbers of layers from the top, 1, 2, ..., and 0 for adsorbates).
 
     Raises:
         ValueError: naming the file, key and sid of a structure that is not valid, or whose label is
@@ -60,7 +71,8 @@ def convert(
         FileNotFoundError: if there is nothing at ``src``.
         OSError: if ``dst`` cannot be written; nothing is left behind then.
     """
-    several = issubclass(source_of(src), GameNet) and dst.suffix != ".safetensors"
+    whole = src.is_dir() and not is_one_source(src)
+    several = not whole and issubclass(source_of(src), GameNet) and dst.suffix != ".safetensors"
     if not several and (splits or folds or hold_out):
         raise ValueError(
             "--splits, --folds and --hold_out are for GAME-Net's archive, converted to a folder; "
@@ -71,12 +83,34 @@ def convert(
             raise ValueError("--limit is for one store; got a folder, which holds all systems")
         _list_bad(_write_splits(src, dst, sha256, skip_bad, splits, folds, hold_out or []))
         return
-    if dst.suffix != ".safetensors":  # before reading for half an hour
-        raise ValueError(f"{dst}: a compact store ends in .safetensors; got {dst.suffix!r}")
-    if issubclass(source_of(src), GameNet):
-        _expect_archive(src, sha256)
-    structures = _OnePass(src, limit, skip_bad)
-    unwrapped = 0
+    jobs = _jobs_of(src, dst) if whole else {src: dst}
+    for path, store in jobs.items():
+        if store.suffix != ".safetensors":  # before reading for half an hour
+            raise ValueError(f"{store}: a compact store ends in .safetensors; got {store.suffix!r}")
+        if issubclass(source_of(path), GameNet):
+            _expect_archive(path, sha256)
+    for path, store in jobs.items():
+        _convert_one(_OnePass(path, limit, skip_bad, Reading(energy_key, tags)), store)
+
+
+def _jobs_of(src: Path, dst: Path) -> dict[Path, Path]:
+    """The store for each source in a folder.
+
+    Raises:
+        ValueError: if `dst` is no folder, or that of the sources.
+    """
+    if dst.suffix == ".safetensors" or dst.is_file():
+        raise ValueError(f"{dst}: expected a folder, as {src} holds several sources; name one")
+    if dst.exists() and dst.samefile(src):
+        raise ValueError(f"{dst}: expected another folder than that of the sources; name one")
+    found, others = sources_in(src)
+    if others:
+        print(f"{src}: no structures in {', '.join(others)}", file=sys.stderr)
+    return {path: dst / f"{name}.safetensors" for name, path in found.items()}
+
+
+def _convert_one(structures: _OnePass, dst: Path) -> None:
+    src, skip_bad, unwrapped = structures.src, structures.skip_bad, 0
 
     def records() -> Iterator[Data]:
         nonlocal unwrapped
@@ -95,11 +129,11 @@ def convert(
 
     count = write_store(dst, records(), source=src.name, left_out=left_out)
     before, after = _size_on_disk(src), _size_on_disk(dst)
-    print(
-        f"{src} ({_readable_size(before)}) -> {dst} ({_readable_size(after)}): {count} structures"
-    )
+    print(f"{src} ({readable_size(before)}) -> {dst} ({readable_size(after)}): {count} structures")
     if unwrapped:
         print(f"{unwrapped} relaxed positions were stored in another periodic image; unwrapped")
+    if structures.unused:
+        print(f"labels that are there and not used: {', '.join(structures.unused)}")
     _list_bad(structures.bad)
 
 
@@ -119,27 +153,37 @@ class _OnePass:
         src: what :func:`molflt.data.structures.open_dataset` opens.
         limit: stop after so many structures.
         skip_bad: leave out structures that are not valid instead of stopping at the first.
+        reading: what the entries of a file that ASE reads mean.
 
     Attributes:
         bad: (name, reason) of the structures left out so far.
         verified: whether the source has a digest, which fits; None if its kind never has.
         hint: what to say of missing labels; see :class:`Structures`.
+        unused: labels that are there and not read.
 
     Raises:
         ValueError: naming a structure that is not valid, or if none is.
     """
 
-    def __init__(self, src: Path, limit: int | None = None, skip_bad: bool = False) -> None:
+    def __init__(
+        self,
+        src: Path,
+        limit: int | None = None,
+        skip_bad: bool = False,
+        reading: Reading = AS_IT_IS,
+    ) -> None:
         if limit is not None and limit < 1:
             raise ValueError(f"limit must be at least 1; got {limit}")
-        self.src, self.limit, self.skip_bad = src, limit, skip_bad
+        self.src, self.limit, self.skip_bad, self.reading = src, limit, skip_bad, reading
         self.bad: list[tuple[str, str]] = []
         self.verified: bool | None = None
         self.hint = ""
+        self.unused: list[str] = []
 
     def __iter__(self) -> Iterator[tuple[Data, int]]:
-        dataset = source_of(self.src).to_read_once(self.src, self.skip_bad)
+        dataset = open_dataset(self.src, self.skip_bad, self.reading, once=True)
         self.bad, self.verified = list(dataset.bad), dataset.verify()
+        self.unused = dataset.unused
         count, total = 0, min(len(dataset), self.limit or len(dataset))
         with tqdm(total=total, desc=self.src.name, unit=" structures", disable=None) as bar:
             for index in range(len(dataset)):
@@ -167,14 +211,3 @@ def _size_on_disk(path: Path) -> int:
     if path.is_dir():
         return sum(p.stat().st_size for p in path.iterdir() if p.is_file())
     return path.stat().st_size
-
-
-def _readable_size(size: float) -> str:
-    """Bytes as "1.4 MB"."""
-    if size < 1000:
-        return f"{size:.0f} bytes"
-    for unit in ("kB", "MB", "GB"):
-        size /= 1000
-        if size < 1000:
-            return f"{size:.1f} {unit}"
-    return f"{size / 1000:.1f} TB"

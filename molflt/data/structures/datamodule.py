@@ -6,16 +6,20 @@
 import hashlib
 import os
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from molflt.data.batches import BatchedData, Fingerprint, SizeBucketedBatchSampler
-from molflt.data.structures import Structures, open_dataset
+from molflt.data.structures import Reading, Structures
+from molflt.data.structures.base import Tags
+from molflt.data.structures.data_set import DataSet
+from molflt.data.structures.domain import DOMAIN, Domain
 from molflt.data.structures.element_energies import ElementEnergies, fit_element_energies
-from molflt.data.structures.labels import _Labeled, energy_kind, label_faults, per_atom
-from molflt.data.structures.splits import split_path
+from molflt.data.structures.labels import energy_kind, label_faults, per_atom
+from molflt.data.structures.parts import without
 from molflt.data.structures.store import StructureStore
 
 if TYPE_CHECKING:
@@ -28,7 +32,8 @@ class IS2REData(BatchedData[Structures]):
     """Structures with relaxed energies, in batches.
 
     Args:
-        root: folder of the data set, with a file or a folder per split.
+        root: folder of the data set, with a file or a folder per split, or one file of any readable
+            format, which is split by the seed.
         train_split: split to train on.
         val_split: split to validate on.
         batch_size: structures in a batch, per device.
@@ -39,6 +44,12 @@ class IS2REData(BatchedData[Structures]):
         workers: processes that read ahead; 0 reads in the main process.
         skip_bad: leave out records with NaN or infinite numbers, and those whose label is missing
             or absurd, counted, instead of stopping at the first one.
+        val_fraction: share of the structures of one file to validate on; null is 0.1. The splits of
+            a folder are taken as they are.
+        energy_key: entry of files that ASE reads that is the energy, eV, such as REF_energy; null
+            is y_relaxed, else energy.
+        tags: of files that ASE reads: oc20 (0 subsurface, 1 surface, 2 adsorbate), or ase (numbers
+            of layers from the top, 1, 2, ..., and 0 for adsorbates, as ase.build makes them).
     """
 
     items = "systems"
@@ -54,15 +65,23 @@ class IS2REData(BatchedData[Structures]):
         bucket: int = 1,
         workers: int = 0,
         skip_bad: bool = False,
+        val_fraction: float | None = None,
+        energy_key: str | None = None,
+        tags: Tags = "oc20",
     ) -> None:
         super().__init__(batch_size, workers)
         if bucket < 1:
             raise ValueError(f"data.bucket must be at least 1; got {bucket}")
+        if val_fraction is not None and not 0 < val_fraction < 1:
+            raise ValueError(f"data.val_fraction must be between 0 and 1; got {val_fraction}")
+        self.val_fraction = val_fraction
+        self.reading = Reading(energy_key, tags)
         self.root = Path(root)
         self.splits = {"train": train_split, "val": val_split}
         self.max_atoms = max_atoms
         self.bucket = bucket
         self.skip_bad = skip_bad
+        self._domain: Domain | None = None
 
     def setup(self, stage: str = "fit") -> None:
         """Opens both splits, once.
@@ -71,22 +90,43 @@ class IS2REData(BatchedData[Structures]):
             ValueError: if a split is empty or was changed since it was written, a structure
                 exceeds `max_atoms`, or, naming the sid, its label is missing or absurd.
         """
+        if self.datasets.keys() >= self.splits.keys():
+            return
+        train, val = self.splits["train"], self.splits["val"]
+        data = DataSet(self.root, train, val, self.val_fraction, self.seed, self.reading)
+        opened = data.open([train, val], self.skip_bad)
         for use, split in self.splits.items():
-            if use in self.datasets:
-                continue
-            path = split_path(self.root, split)
-            dataset = open_dataset(path, skip_bad=self.skip_bad)
+            dataset = opened[split]
             if os.environ.get("LOCAL_RANK", "0") == "0":  # once for all processes of a machine
                 dataset.verify()
-            dataset = _with_sound_labels(dataset)
+            dataset = self._labeled(dataset)
             if len(dataset) == 0:
                 why = f": {dataset.bad[0][1]}" if dataset.bad else ""
                 raise ValueError(
-                    f"{path}: split {split!r} is empty; expected at least one structure; "
+                    f"{dataset.path}: split {split!r} is empty; expected at least one structure; "
                     f"got 0 ({len(dataset.bad)} left out as bad{why})"
                 )
             self.datasets[use] = dataset
             self._sampler(use, rank=0, world=1)
+        self._say_unused(opened.values())
+
+    def _labeled(self, dataset: Structures) -> Structures:
+        """The structures that have what is learned; ValueError for a label that cannot be."""
+        return _with_sound_labels(dataset)
+
+    def _unused(self, dataset: Structures) -> list[str]:
+        """Labels of a source that are not learned."""
+        return [*dataset.for_potentials, *dataset.unused]
+
+    def _say_unused(self, datasets: Iterable[Structures]) -> None:
+        """Warns once of labels that the files have and nobody learns."""
+        found = {dataset.path: self._unused(dataset) for dataset in datasets}
+        names = dict.fromkeys(name for own in found.values() for name in own)
+        if names:
+            first = next(path for path, own in found.items() if own)
+            warnings.warn(
+                f"{first}: labels that are there and not used: {', '.join(names)}", stacklevel=3
+            )
 
     def describe(self) -> list[str]:
         return [
@@ -94,6 +134,13 @@ class IS2REData(BatchedData[Structures]):
             + (f", {len(dataset.bad)} bad left out)" if dataset.bad else ")")
             for use, dataset in self.datasets.items()
         ]
+
+    def files(self) -> dict[str, bytes]:
+        """domain.json: what the training split holds, to say later what lies outside of it."""
+        self.setup()
+        if self._domain is None:
+            self._domain = Domain.of(self.datasets["train"])
+        return {DOMAIN: self._domain.to_bytes()}
 
     def fingerprints(self) -> dict[str, Fingerprint]:
         return {
@@ -197,7 +244,7 @@ def _with_sound_labels(dataset: Structures) -> Structures:
     if not faults:
         return dataset
     if dataset.skip_bad:
-        return _Labeled(dataset, energies, faults)
+        return without(dataset, energies, faults)
     index, reason = next(iter(faults.items()))
     raise ValueError(
         f"{dataset.path}: sid {int(dataset[index].sid)}: {reason} ({len(faults)} such of "

@@ -15,10 +15,10 @@ from urllib.error import HTTPError, URLError
 
 from tqdm import tqdm
 
-from molflt.data.structures.convert import _readable_size
 from molflt.data.structures.game_net_archive import GAME_NET, _sha256
 from molflt.data.structures.splits import _OC20_ARCHIVE, OC20_FILES, VAL_SPLITS
 from molflt.data.structures.unpack import _md5, _target, _unpack, _unpacked_size
+from molflt.files import readable_size
 
 __all__ = ["download"]
 
@@ -91,7 +91,7 @@ def download(
         archive.unlink()
     for name in missing:
         print(
-            f"{_target(directory, name)}: {_readable_size(_target(directory, name).stat().st_size)}"
+            f"{_target(directory, name)}: {readable_size(_target(directory, name).stat().st_size)}"
         )
     print(f"next: molflt data convert {_target(directory, missing[0])} FILE.safetensors")
 
@@ -211,14 +211,14 @@ def _check_space(archive: Path, size: int, unpacked: int, what: str) -> None:
     needed = max(size - have, 0) + unpacked
     free = shutil.disk_usage(directory).free
     print(
-        f"{archive.name}: {_readable_size(size)}, {_readable_size(have)} of it already here; "
-        f"{what}: {_readable_size(unpacked)}; {_readable_size(free)} free in {directory}",
+        f"{archive.name}: {readable_size(size)}, {readable_size(have)} of it already here; "
+        f"{what}: {readable_size(unpacked)}; {readable_size(free)} free in {directory}",
         flush=True,
     )
     if needed > free:
         raise ValueError(
-            f"{directory}: not enough disk: {_readable_size(needed)} needed; "
-            f"{_readable_size(free)} free; choose fewer splits or another directory"
+            f"{directory}: not enough disk: {readable_size(needed)} needed; "
+            f"{readable_size(free)} free; choose fewer splits or another directory"
         )
 
 

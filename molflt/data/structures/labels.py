@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-
-from molflt.data.structures.base import Structures
-
-if TYPE_CHECKING:
-    from torch_geometric.data import Data
 
 __all__ = ["MOST_ADSORPTION", "EnergyKind", "energy_kind", "label_faults", "per_atom"]
 
@@ -69,47 +63,3 @@ def label_faults(
                 "from 0, as the other labels look like adsorption energies"
             )
     return dict(sorted(faults.items()))
-
-
-class _Labeled(Structures):
-    """Those structures of a source whose labels are not at fault; the others are listed in `bad`.
-
-    Args:
-        source: any.
-        energies: its y_relaxed, (len,), eV.
-        faults: reason by index in the source.
-    """
-
-    def __init__(
-        self, source: Structures, energies: NDArray[np.float64], faults: Mapping[int, str]
-    ) -> None:
-        super().__init__(source.path, source.skip_bad)
-        self.source, self.hint = source, source.hint
-        lost = [(f"{source.path}: sid {int(source[i].sid)}", faults[i]) for i in faults]
-        self.bad = source.bad + lost
-        self._kept = np.setdiff1d(np.arange(len(source)), list(faults))
-        self._energies = energies[self._kept]
-
-    def __len__(self) -> int:
-        return len(self._energies)
-
-    def __getitem__(self, index: int) -> Data:
-        return self.source[self._stored(index)]
-
-    @property
-    def natoms(self) -> np.ndarray:
-        """Atoms in each structure, (len,) int64."""
-        natoms: np.ndarray = self.source.natoms[self._kept]
-        return natoms
-
-    @property
-    def y_relaxed(self) -> np.ndarray:
-        """Relaxed energies, (len,) float64, eV."""
-        return self._energies
-
-    def compositions(self, indices: NDArray[np.int64]) -> NDArray[np.float64]:
-        assert self._kept is not None
-        return self.source.compositions(self._kept[indices])
-
-    def where(self, index: int) -> str:
-        return self.source.where(self._stored(index))

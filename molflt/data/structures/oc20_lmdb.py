@@ -17,7 +17,13 @@ from tqdm import tqdm
 
 from molflt.data.structures.base import Structures
 from molflt.data.structures.lmdb_file import LmdbFile
-from molflt.data.structures.oc20_pickle import _FIELDS, _decode_count, _decode_record, _Field
+from molflt.data.structures.oc20_pickle import (
+    _FIELDS,
+    _SINGLE_POINT,
+    _decode_count,
+    _decode_record,
+    _Field,
+)
 from molflt.data.structures.records import _shown, _whole, make_record
 
 if TYPE_CHECKING:
@@ -199,6 +205,10 @@ class Oc20Lmdb(Structures):
             )
         if {"y", "force"} <= fields.keys() and "y_relaxed" not in fields:
             self.hint = _S2EF
+        read = self.for_potentials if fields.keys() >= _SINGLE_POINT.keys() else self.unused
+        read += [name for name in _SINGLE_POINT if name in fields and name not in read]
+        others = (name for name in _UNUSED if name in fields and name not in self.unused)
+        self.unused += others
         if not isinstance(fields["pos"], torch.Tensor) or fields["pos"].ndim != 2:
             raise ValueError(f"{where}: pos must be a tensor (N, 3) in Å")
         return fields
@@ -208,11 +218,11 @@ class Oc20Lmdb(Structures):
 
     def _record(self, fields: dict[str, _Field], index: int) -> Data:
         where = self._name(index)
+        taken = {name: fields[name] for name in _FIELDS if name in fields}
+        if fields.keys() >= _SINGLE_POINT.keys():  # some IS2RE records have forces alone
+            taken |= {own: fields[name] for name, own in _SINGLE_POINT.items()}
         try:
-            record = make_record(
-                sid=fields.get("sid", self._locate(index)[1]),
-                **{name: fields[name] for name in _FIELDS if name in fields},
-            )
+            record = make_record(sid=fields.get("sid", self._locate(index)[1]), **taken)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
         natoms = fields.get("natoms", record.natoms)
@@ -245,9 +255,10 @@ class Oc20Lmdb(Structures):
         return counts if all(counts[i] == self._count(i) for i in ends) else None
 
 
+_UNUSED = ("forces", "stress", "energy")  # labels of IS2RE are y_relaxed and y_init
 _S2EF = (
     "its y and force are those of S2EF, energy and forces of single geometries; expected IS2RE, "
-    "whose y_relaxed is the energy after relaxation"
+    "whose y_relaxed is the energy after relaxation; train on these with --recipe potential"
 )
 _UNREADABLE = (OSError, ValueError, KeyError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error)
 

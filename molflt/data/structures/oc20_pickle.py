@@ -26,6 +26,8 @@ _FIELDS = (
     "pos", "atomic_numbers", "cell", "pbc", "tags", "fixed", "y_init", "y_relaxed", "pos_relaxed"
 )  # fmt: skip
 
+_SINGLE_POINT = {"y": "energy", "force": "forces"}  # S2EF's names for labels at `pos`
+
 _MOST_STEPS = 100_000  # instructions; OC20's records have some 1,000
 _HEADER = 4096  # bytes; what stands before the numbers of a tensor has 500
 _ZIP = b"PK\x03\x04"
@@ -212,7 +214,12 @@ def _fields(content: bytes) -> dict[str, _Field]:
     found = {
         key: value.tensor() if isinstance(value, _View) else value for key, value in fields.items()
     }
-    for name in (*_FIELDS, "sid", "natoms"):  # left out, a label would be taken for absent
+    for name in (
+        *_FIELDS,
+        *_SINGLE_POINT,
+        "sid",
+        "natoms",
+    ):  # left out, a label would be taken for absent
         if not isinstance(found.get(name), _Field | None):
             raise Damaged(f"{name} must be a tensor or a number; got {type(found[name]).__name__}")
     return {key: value for key, value in found.items() if isinstance(value, _Field)}

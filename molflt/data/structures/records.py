@@ -76,6 +76,9 @@ def make_record(
     y_init: _Array | None = None,
     y_relaxed: _Array | None = None,
     pos_relaxed: _Array | None = None,
+    energy: _Array | None = None,
+    forces: _Array | None = None,
+    stress: _Array | None = None,
 ) -> Data:
     """Check one structure, cast it to the package's types and unwrap its relaxed positions.
 
@@ -92,12 +95,16 @@ def make_record(
         pos_relaxed: relaxed positions, (N, 3), Å, in any periodic image; None if unknown. OC20
             stores them wrapped into the cell, so each atom is moved to the image nearest to
             where it started.
+        energy: energy at `pos`, eV, for potentials; None if there is no label.
+        forces: forces at `pos`, (N, 3), eV/Å; None if there are none.
+        stress: at `pos`, (3, 3), (1, 3, 3) or in Voigt's order (6,): xx, yy, zz, yz, xz, xy, eV/Å^3
+            with ASE's sign; None if there is none.
 
     Returns:
         A structure with ``pos``, ``pos_relaxed`` (N, 3) float32 Å, ``cell`` (1, 3, 3) float32 Å,
         ``pbc`` (1, 3) bool, ``atomic_numbers``, ``tags`` (N,) int64, ``fixed`` (N,) bool,
-        ``natoms``, ``sid`` int and ``y_init``, ``y_relaxed`` (1,) float64 eV. Absent labels and
-        relaxed positions are NaN.
+        ``natoms``, ``sid`` int, ``y_init``, ``y_relaxed``, ``energy`` (1,) float64 eV, ``forces``
+        (N, 3) and ``stress`` (1, 3, 3) float32. Absent labels and relaxed positions are NaN.
 
     Raises:
         ValueError: naming the sid, for a wrong shape, a complex, NaN or infinite number, an atom
@@ -119,13 +126,6 @@ def make_record(
             f"{name}: atomic_numbers must be 1 to {MAX_ATOMIC_NUMBER}; "
             f"got {int(numbers[outside][0])}; no such element"
         )
-    kinds = _atom_integers(tags, "tags", count, name)
-    unknown = (kinds < min(Tag)) | (kinds > max(Tag))
-    if unknown.any():
-        raise ValueError(
-            f"{name}: tags must be {_TAGS}; got {int(kinds[unknown][0])}; "
-            "ase.build numbers layers instead, set OC20 tags with atoms.set_tags(...)"
-        )
     lattice, periodic = _cell(cell, pbc, name)
     return Data(
         pos=start,
@@ -133,13 +133,28 @@ def make_record(
         cell=lattice,
         pbc=periodic,
         atomic_numbers=numbers,
-        tags=kinds,
+        tags=_known_tags(tags, count, name),
         fixed=_flags(_atom_integers(fixed, "fixed", count, name), "fixed", name),
         natoms=count,
         sid=number,
         y_init=_energy(y_init, "y_init", name),
         y_relaxed=_energy(y_relaxed, "y_relaxed", name),
+        energy=_energy(energy, "energy", name),
+        forces=_forces(forces, count, name),
+        stress=_stress(stress, name),
     )
+
+
+def _known_tags(tags: _Array | None, count: int, name: str) -> Tensor:
+    kinds = _atom_integers(tags, "tags", count, name)
+    unknown = (kinds < min(Tag)) | (kinds > max(Tag))
+    if unknown.any():
+        raise ValueError(
+            f"{name}: tags must be {_TAGS}; got {int(kinds[unknown][0])}; "
+            "ase.build numbers layers instead, set OC20 tags with atoms.set_tags(...), or read "
+            "such a file with --tags ase, in training --data.tags ase"
+        )
+    return kinds
 
 
 def _tensor(value: _Array, key: str, name: str) -> Tensor:
@@ -289,3 +304,36 @@ def _energy(value: _Array | None, key: str, name: str) -> Tensor:
             "leave the label out if it is unknown, or read with --skip-bad"
         )
     return tensor.clone()
+
+
+def _forces(value: _Array | None, count: int, name: str) -> Tensor:
+    if value is None:
+        return torch.full((count, 3), math.nan)
+    tensor = _tensor(value, "forces", name)
+    if tuple(tensor.shape) != (count, 3):
+        raise ValueError(
+            f"{name}: forces must be ({count}, 3) in eV/Å; got shape {tuple(tensor.shape)}"
+        )
+    tensor = tensor.float().contiguous()
+    finite = tensor.isfinite().all(dim=1)
+    if not finite.all():
+        atom = int((~finite).nonzero()[0])
+        raise ValueError(
+            f"{name}: forces must be finite, in eV/Å; got {tensor[atom].tolist()} for atom {atom}; "
+            "leave the label out if it is unknown, or read with --skip-bad"
+        )
+    return tensor
+
+
+def _stress(value: _Array | None, name: str) -> Tensor:
+    if value is None:
+        return torch.full((1, 3, 3), math.nan)
+    tensor = _tensor(value, "stress", name).float()
+    if tensor.numel() == 6:
+        tensor = tensor.flatten()[[0, 5, 4, 5, 1, 3, 4, 3, 2]]
+    if tensor.numel() != 9 or not tensor.isfinite().all():
+        raise ValueError(
+            f"{name}: stress must be finite, (3, 3) or (6,) in eV/Å^3; got shape "
+            f"{tuple(tensor.shape)}, {_shown(tensor.flatten()[:9].tolist())}"
+        )
+    return tensor.reshape(1, 3, 3).contiguous()

@@ -5,18 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from molflt.data.structures import SOURCES
+from molflt.data.structures import SOURCES, source_of
 
 __all__ = [
     "OC20_FILES",
     "PUBLISHED",
     "TEST_SPLITS",
     "VAL_SPLITS",
+    "is_one_source",
+    "sources_in",
     "split_path",
 ]
 
 VAL_SPLITS = ("val_id", "val_ood_ads", "val_ood_cat", "val_ood_both")
 TEST_SPLITS = ("test_id", "test_ood_ads", "test_ood_cat", "test_ood_both")
+_SPLITS_IN_ORDER = ("train", *VAL_SPLITS, *TEST_SPLITS)
+_SPLITS = {*_SPLITS_IN_ORDER}
 
 
 class _Oc20File(NamedTuple):
@@ -112,8 +116,9 @@ def split_path(root: str | Path, split: str) -> Path:
     root = Path(root)
     if not root.is_dir():
         raise FileNotFoundError(
-            f"{root}: no such folder; expected a data set with {split}.safetensors; make one with "
-            "molflt data make, or molflt data download and molflt data convert"
+            f"{root}: no such folder or file; expected a data set with {split}.safetensors, or one "
+            "file of structures; make one with molflt data make, or molflt data download and "
+            "molflt data convert"
         )
     bases = [root, root / "is2re", root / _OC20_ARCHIVE.inner]
     for base in bases:
@@ -139,6 +144,48 @@ def split_path(root: str | Path, split: str) -> Path:
             + (", ".join(there[:12]) or "an empty folder")
         )
     return found_below[0]
+
+
+def is_one_source(path: Path) -> bool:
+    """Whether a path itself holds structures: a file, or a folder of shards that are no splits."""
+    if not path.is_dir():
+        return path.exists()
+    shards = source_of(path).find(path) == path
+    return shards and not {each.stem for each in path.glob("*.lmdb")} & _SPLITS
+
+
+def sources_in(folder: Path) -> tuple[dict[str, Path], list[str]]:
+    """What a folder holds: structures by name, in the order of splits, and names of other files.
+
+    JSON files are structures only if they are called like a split: settings lie beside data, too.
+
+    Raises:
+        FileNotFoundError: if it holds no structures; names what is there.
+        ValueError: if two have one name.
+    """
+    found: dict[str, Path] = {}
+    others = []
+    for path in sorted(folder.iterdir()):
+        name = path.name if path.is_dir() or not path.suffix else path.stem
+        known = path.suffix.lower() != ".json" or path.stem in _SPLITS
+        if path.name.startswith("."):
+            continue
+        if not (is_one_source(path) and known and any(s.takes(path) for s in SOURCES.values())):
+            others.append(path.name)
+        elif name in found:
+            raise ValueError(
+                f"{path}: expected one file for {name}; got {found[name].name} beside it; move "
+                "one of them away"
+            )
+        else:
+            found[name] = path
+    if not found:
+        raise FileNotFoundError(
+            f"{folder}: holds no structures; expected a file for each split, or data.lmdb or "
+            f"data.*.lmdb shards; found {', '.join(others[:12]) or 'an empty folder'}"
+        )
+    order = [name for name in _SPLITS_IN_ORDER if name in found]
+    return {name: found[name] for name in dict.fromkeys([*order, *found])}, others
 
 
 def _in_folder(folder: Path, split: str) -> Path | None:

@@ -7,7 +7,6 @@ unpickled or decompressed on reading. Edges are left out: attention does not nee
 from __future__ import annotations
 
 import json
-import math
 import struct
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
@@ -43,7 +42,11 @@ _COLUMNS: dict[str, tuple[str, tuple[int, ...], str]] = {
     "sid": ("<i8", (), "structure"),
     "y_init": ("<f8", (), "structure"),
     "y_relaxed": ("<f8", (), "structure"),
+    "energy": ("<f8", (), "structure"),
+    "forces": ("<f4", (3,), "atom"),
+    "stress": ("<f4", (3, 3), "structure"),
 }
+_OPTIONAL = ("pos_relaxed", "energy", "forces", "stress")  # not there if no structure has any
 _BLOCK = 10_000  # structures that are checked at once
 _TYPES = {"F32": "<f4", "F64": "<f8", "I64": "<i8", "U8": "|u1", "BOOL": "|b1"}
 
@@ -90,8 +93,9 @@ def write_store(
     for name in _COLUMNS:
         arrays = parts.pop(name)
         columns[name] = np.concatenate([arrays[index] for index in kept])
-    if np.isnan(columns["pos_relaxed"]).all():
-        del columns["pos_relaxed"]
+    for name in _OPTIONAL:
+        if np.isnan(columns[name]).all():
+            del columns[name]
     header = {"format": _FORMAT, "version": _VERSION, "source": source}
     save_tensors(path, columns, header)
     return len(kept)
@@ -99,7 +103,6 @@ def write_store(
 
 def _columns(record: Data) -> dict[str, np.ndarray]:
     """One structure as arrays in the store's types, after the checks every reader makes."""
-    relaxed = record.pos_relaxed
     checked = make_record(
         pos=record.pos,
         atomic_numbers=record.atomic_numbers,
@@ -110,7 +113,7 @@ def _columns(record: Data) -> dict[str, np.ndarray]:
         sid=record.sid,
         y_init=_present(record.y_init),
         y_relaxed=_present(record.y_relaxed),
-        pos_relaxed=None if torch.isnan(relaxed).all() else relaxed,
+        **{name: _present(record[name]) for name in _OPTIONAL if name in record},
     )
     arrays = {}
     for name, (dtype, shape, per) in _COLUMNS.items():
@@ -119,9 +122,10 @@ def _columns(record: Data) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _present(label: Tensor) -> float | None:
-    value = float(label)
-    return None if math.isnan(value) else value
+def _present(label: Tensor) -> Tensor | None:
+    """A label; None where all of it is NaN."""
+    tensor = torch.as_tensor(label)
+    return None if bool(tensor.isnan().all()) else tensor
 
 
 class StructureStore(Structures):
@@ -209,14 +213,15 @@ class StructureStore(Structures):
             raise ValueError(f"{self._sid(index)}: {reason}; read with --skip-bad to leave out")
         atoms = slice(int(maps["offsets"][index]), int(maps["offsets"][index + 1]))
         pos = np.array(maps["pos"][atoms])
-        relaxed = (
-            np.array(maps["pos_relaxed"][atoms])
-            if "pos_relaxed" in maps
-            else np.full_like(pos, np.nan)
-        )
+        optional = {}
+        for name in _OPTIONAL:
+            dtype, shape, per = _COLUMNS[name]
+            own = atoms if per == "atom" else slice(index, index + 1)
+            none = np.full((len(pos) if per == "atom" else 1, *shape), np.nan, dtype)
+            optional[name] = torch.from_numpy(np.array(maps[name][own]) if name in maps else none)
         return Data(
+            **optional,
             pos=torch.from_numpy(pos),
-            pos_relaxed=torch.from_numpy(relaxed),
             cell=torch.from_numpy(np.array(maps["cell"][index : index + 1])),
             pbc=torch.from_numpy(np.array(maps["pbc"][index : index + 1])),
             atomic_numbers=torch.from_numpy(maps["atomic_numbers"][atoms].astype(np.int64)),
@@ -287,7 +292,7 @@ def _check_columns(path: Path, columns: dict[str, np.ndarray]) -> None:
         raise ValueError(f"{path}: key 'offsets' must rise from 0; damaged, convert it again")
     entries = {"atom": int(offsets[-1]), "structure": len(offsets) - 1}
     for name, (dtype, shape, per) in _COLUMNS.items():
-        if name not in columns and name == "pos_relaxed":
+        if name not in columns and name in _OPTIONAL:
             continue
         expected = (entries[per], *shape)
         column = columns.get(name)

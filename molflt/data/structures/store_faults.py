@@ -20,6 +20,13 @@ def _structure_faults(maps: dict[str, np.ndarray]) -> dict[int, str]:
         "y_init must be finite": np.isinf(maps["y_init"]),
         "y_relaxed must be finite": np.isinf(maps["y_relaxed"]),
     }
+    if "energy" in maps:
+        wrong["energy must be finite"] = np.isinf(maps["energy"])
+    if "stress" in maps:
+        parts = maps["stress"].reshape(-1, 9)
+        wrong["stress must be finite, or NaN in all parts"] = ~(
+            np.isfinite(parts).all(axis=1) | np.isnan(parts).all(axis=1)
+        )
     faults: dict[int, str] = {}
     for reason, mask in wrong.items():
         for index in np.flatnonzero(mask):
@@ -32,7 +39,7 @@ def _atom_faults(maps: dict[str, np.ndarray], first: int, last: int) -> dict[int
     offsets = maps["offsets"][first : last + 1]
     columns: dict[str, np.ndarray] = {
         name: maps[name][offsets[0] : offsets[-1]]
-        for name in ("pos", "pos_relaxed", "atomic_numbers", "tags", "fixed")
+        for name in ("pos", "pos_relaxed", "forces", "atomic_numbers", "tags", "fixed")
         if name in maps
     }
     starts = offsets[:-1] - offsets[0]
@@ -44,13 +51,15 @@ def _atom_faults(maps: dict[str, np.ndarray], first: int, last: int) -> dict[int
         ("tags", f"0 to {max(Tag):d}"): columns["tags"] > max(Tag),
         ("fixed", "0 or 1"): fixed > 1,
     }
-    if "pos_relaxed" in columns:
-        relaxed = columns["pos_relaxed"]
-        unknown = np.isnan(relaxed).all(axis=1)
-        none = np.logical_and.reduceat(unknown, starts)
-        wrong["pos_relaxed", f"finite and within {FARTHEST:g} Å, or NaN for all atoms"] = _far(
-            relaxed
-        ) & ~np.repeat(none, np.diff(offsets))
+    for name, within, bad in (
+        ("pos_relaxed", f" and within {FARTHEST:g} Å", _far),
+        ("forces", "", _not_finite),
+    ):
+        if name in columns:
+            unknown = np.isnan(columns[name]).all(axis=1)
+            none = np.logical_and.reduceat(unknown, starts)
+            known = ~np.repeat(none, np.diff(offsets))
+            wrong[name, f"finite{within}, or NaN for all atoms"] = bad(columns[name]) & known
     faults: dict[int, str] = {}
     columns["fixed"] = fixed
     for (name, expected), mask in wrong.items():
@@ -64,3 +73,8 @@ def _atom_faults(maps: dict[str, np.ndarray], first: int, last: int) -> dict[int
 def _far(pos: np.ndarray) -> np.ndarray:
     """Which of (atoms, 3) positions are too far away or no numbers."""
     return ~(np.abs(pos) <= FARTHEST).all(axis=1)
+
+
+def _not_finite(vectors: np.ndarray) -> np.ndarray:
+    """Which of (atoms, 3) are no numbers."""
+    return ~np.isfinite(vectors).all(axis=1)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from molflt.atoms import Tag
+from molflt.data.structures import AS_IT_IS, Reading
 from molflt.data.structures.convert import _OnePass
 from molflt.data.structures.labels import EnergyKind, energy_kind, label_faults, per_atom
 
@@ -43,12 +44,13 @@ class Summary(TypedDict):
     unwrapped_atoms: int
     verified: bool | None
     left_out: list[dict[str, str]]
+    labels_not_used: list[str]
     warnings: list[str]
     plot: NotRequired[str]
 
 
 def summarize(
-    path: Path, limit: int | None = None, skip_bad: bool = False
+    path: Path, limit: int | None = None, skip_bad: bool = False, reading: Reading = AS_IT_IS
 ) -> tuple[Summary, dict[str, np.ndarray], Data]:
     """One pass over a source.
 
@@ -56,16 +58,16 @@ def summarize(
         path: what :func:`molflt.data.structures.open_dataset` opens.
         limit: look only at the first so many structures.
         skip_bad: leave out structures that are not valid, and list them.
+        reading: what the entries of a file that ASE reads mean.
 
     Returns:
         The summary as plain numbers and strings; the labels that are present, eV, by name; and
         one structure of typical size to draw.
     """
-    structures = _OnePass(path, limit, skip_bad)
+    structures = _OnePass(path, limit, skip_bad, reading)
     counts: list[int] = []
     sids: list[int] = []
-    elements: Counter[int] = Counter()
-    tags: Counter[int] = Counter()
+    elements, tags = Counter[int](), Counter[int]()
     labels: dict[str, list[float]] = {"y_init": [], "y_relaxed": []}
     displacements: list[np.ndarray] = []
     untagged = moved_atoms = 0
@@ -104,6 +106,7 @@ def summarize(
         "unwrapped_atoms": moved_atoms,
         "verified": structures.verified,
         "left_out": [{"name": name, "reason": reason} for name, reason in structures.bad],
+        "labels_not_used": structures.unused,
         "warnings": [],
     }
     known = sids, np.array(counts), untagged, len(free_displacements), structures.hint

@@ -12,8 +12,8 @@ from typing import IO, cast
 from tqdm import tqdm
 
 from molflt.data.packed import Member, Unpacked
-from molflt.data.structures.convert import _readable_size
 from molflt.data.structures.splits import _OC20_ARCHIVE, OC20_FILES
+from molflt.files import readable_size
 
 _FILE = "data.lmdb"
 _AGAIN = "delete it and download again"
@@ -96,8 +96,8 @@ def _extract(
         left -= member.size
         if left < 0 and not verify:
             raise ValueError(
-                f"{archive}: expected at most {_readable_size(most)} in {', '.join(wanted)}; got "
-                f"more, with {member.name} of {_readable_size(member.size)}; if you trust the "
+                f"{archive}: expected at most {readable_size(most)} in {', '.join(wanted)}; got "
+                f"more, with {member.name} of {readable_size(member.size)}; if you trust the "
                 "archive, unpack it with tar"
             )
         content = tar.extractfile(member)

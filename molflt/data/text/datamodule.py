@@ -101,9 +101,9 @@ class TextData(BatchedData[TokenBlocks]):
 
     def __init__(
         self,
-        train: str,
-        val: str,
-        test: str | None = None,
+        train: Path,
+        val: Path,
+        test: Path | None = None,
         level: _Level = "word",
         length: int = 512,
         batch_size: int = 64,

@@ -1,0 +1,189 @@
+"""``molflt compare``: runs side by side, as a table, as JSON and as pictures."""
+
+from __future__ import annotations
+
+import json as json_format
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from jsonargparse import ArgumentParser
+
+from molflt.evaluation.runs import (
+    Run,
+    differences,
+    measures_of,
+    notes,
+    read_runs,
+    standard_error,
+)
+from molflt.files import shown, write_atomically
+from molflt.metrics import Metric
+from molflt.plots.runs import intervals, overlaid_curves
+
+__all__ = ["build_parser", "compare"]
+
+_WIDEST = 28  # characters of a cell
+
+
+def compare(runs: list[Path], out: Path | None = None, json: bool = False) -> None:
+    """Compares runs: what differs in their configurations, size, time, and metrics.
+
+    Metrics are those of results.json, by split, with the standard error of their mean over the
+    systems where it is known; the best of a row has a star. The same is printed as JSON with
+    --json.
+
+    Args:
+        runs: folders of two training runs or more.
+        out: folder for comparison.json, curves.png (training curves in one picture) and
+            metrics.png (what chooses the best weights, by split); nothing is written without it.
+        json: print JSON instead of a table.
+
+    Raises:
+        FileNotFoundError: if one is no run.
+        ValueError: naming the file that is damaged; for fewer than two runs.
+    """
+    found = read_runs(runs)
+    text = json_format.dumps(_as_json(found), indent=2, allow_nan=False)
+    print(text if json else _as_table(found))
+    if out is not None:
+        written = [out / "comparison.json"]
+        write_atomically(written[0], f"{text}\n".encode())
+        written += _draw(found, out)
+        if not json:
+            print(f"\nwritten: {', '.join(map(str, written))}")
+
+
+def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
+    """Parser of ``molflt compare``, which takes as many runs as there are."""
+    parser = ArgumentParser()
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of two training runs or more")
+    parser.add_function_arguments(compare, as_group=False, skip={"runs"})
+    return parser
+
+
+def _as_json(runs: Sequence[Run]) -> dict[str, object]:
+    best = {run.name: run.best for run in runs}
+    return {
+        "runs": {
+            run.name: {
+                "path": str(run.path),
+                "recipe": run.config["recipe"],
+                "parameters": run.parameters,
+                "steps": run.step,
+                "seconds": run.seconds,
+                "measure": f"val_{run.measure}",
+                "best": None if (one := best[run.name]) is None else one[0],
+                "best_step": None if one is None else one[1],
+                "results": run.results,
+                "standard_errors": {
+                    split: {
+                        name: error
+                        for name in row
+                        if (error := standard_error(run, split, name)) is not None
+                    }
+                    for split, row in run.results.items()
+                },
+            }
+            for run in runs
+        },
+        "differences": {
+            key: dict(zip((run.name for run in runs), values, strict=True))
+            for key, values in differences(runs).items()
+        },
+        "notes": notes(runs),
+    }
+
+
+def _as_table(runs: Sequence[Run]) -> str:
+    """A column per run; a line per differing key, figure and metric."""
+    rows: list[list[str]] = [["", *(run.name for run in runs)]]
+    for key, own in differences(runs).items():
+        rows.append([key, *("-" if value is None else _plain(value) for value in own)])
+    rows.append(["parameters", *(f"{run.parameters:,}" for run in runs)])
+    rows.append(["steps", *("-" if run.step is None else f"{run.step:,}" for run in runs)])
+    rows.append(["time", *(run.time for run in runs)])
+    for measure in dict.fromkeys(run.measure for run in runs):
+        best: list[tuple[float, int] | None]
+        best = [run.best if run.measure == measure else None for run in runs]
+        metric = next(run.metrics[measure] for run in runs if run.measure == measure)
+        values: list[float | None] = [None if one is None else one[0] for one in best]
+        cells = _marked(values, _formatter(metric), metric)
+        steps = ["" if one is None else f" at {one[1]:,}" for one in best]
+        rows.append([f"val {measure}, best", *(c + s for c, s in zip(cells, steps, strict=True))])
+    rows += [_metric_row(runs, split, name) for split, name in measures_of(runs)]
+    text = _columns([[_cut(cell) for cell in row] for row in rows])
+    legend = ["* the best of the row; ± standard error over the systems"]
+    return "\n".join([text, *legend, *notes(runs)])
+
+
+def _metric_row(runs: Sequence[Run], split: str, name: str) -> list[str]:
+    metrics = [run.metrics[name] for run in runs if name in run.metrics]
+    metric = metrics[0] if metrics else None
+    values = [run.results.get(split, {}).get(name) for run in runs]
+    cells = _marked(values, _formatter(metric), metric)
+    for place, run in enumerate(runs):
+        error = standard_error(run, split, name) if split in run.results else None
+        if error is not None:
+            cells[place] += f" ± {_formatter(metric)(error)}"
+    return [f"{split} {name}", *cells]
+
+
+def _formatter(metric: Metric | None) -> Callable[[float], str]:
+    if metric is None:
+        return lambda value: f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    digits = metric.digits + (metric.digits > 2)  # as the tables of evaluations
+    return lambda value: f"{value:.{digits}f}"
+
+
+def _marked(
+    values: Sequence[float | None], form: Callable[[float], str], metric: Metric | None
+) -> list[str]:
+    """Cells, with a star at the best of several."""
+    known = [value for value in values if value is not None]
+    best = None
+    if metric is not None and len(known) > 1:
+        best = max(known) if metric.largest_is_best else min(known)
+    return ["-" if value is None else form(value) + "*" * (value == best) for value in values]
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else shown(value)
+
+
+def _cut(cell: str) -> str:
+    """The end of a long cell, where paths differ."""
+    return cell if len(cell) <= _WIDEST else f"…{cell[1 - _WIDEST :]}"
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+    return "\n".join(lines)
+
+
+def _draw(runs: Sequence[Run], out: Path) -> list[Path]:
+    """Curves of all runs, and the measure of the first one's recipe by split, as far as known."""
+    measure, metrics = runs[0].measure, runs[0].metrics
+    validated = metrics[measure]._replace(label=f"validation {metrics[measure].label}")
+    panels = {"train_loss": Metric("training loss", scale="log"), f"val_{measure}": validated}
+    written = []
+    curves = {run.name: run.columns for run in runs if "step" in run.columns}
+    if any(column in columns for columns in curves.values() for column in panels):
+        overlaid_curves(curves, panels, out / "curves.png")
+        written.append(out / "curves.png")
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    for run in runs:
+        for split, row in run.results.items():
+            value = row.get(measure)
+            if value is not None and math.isfinite(value):
+                error = standard_error(run, split, measure) or 0.0
+                label = f"{split} {metrics[measure].axis}\n± standard error, where known"
+                found.setdefault(label, {})[run.name] = (value, error)
+    if found:
+        intervals(found, out / "metrics.png", metrics[measure].largest_is_best)
+        written.append(out / "metrics.png")
+    return written

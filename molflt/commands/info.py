@@ -1,0 +1,136 @@
+"""``molflt info``: what a run is, from what lies in its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from json import dumps, loads
+from pathlib import Path
+from typing import Any, TypedDict
+
+from molflt.files import readable_size, shown
+from molflt.metrics import Metric
+from molflt.training.checkpoint import count_parameters, read_checkpoint
+from molflt.training.config import read_config
+from molflt.training.outcome import Best, best_of, steps_of
+from molflt.training.recipes import Recipe
+
+__all__ = ["Info", "info"]
+
+_MOST_BYTES = 100_000  # of versions.json
+
+
+class Info(TypedDict):
+    """What `molflt info --json` prints; None is unknown.
+
+    `data` and `model` are options, as in config.yaml; `sets` is how many items the training and
+    the validation set have; `best` names the metric, its value and step.
+    """
+
+    run: str
+    recipe: str
+    data: dict[str, object]
+    sets: dict[str, dict[str, object]]
+    model: dict[str, object]
+    parameters: int
+    seed: int
+    steps: int
+    max_steps: int
+    best: Best | None
+    versions: dict[str, object]
+    files: dict[str, int]
+
+
+def info(run: Path, json: bool = False) -> None:
+    """Print what a run is: recipe, data, model size, steps, best validation, versions, files.
+
+    Args:
+        run: folder of a training run.
+        json: print one JSON object instead of text.
+
+    Raises:
+        FileNotFoundError: if it is no folder of a run.
+        ValueError: naming the file in it that is damaged.
+    """
+    found = _read(Path(run))
+    best = found["best"]
+    plain = {**found, "best": None if best is None else best._asdict()}
+    print(dumps(plain) if json else _as_text(found))
+
+
+def _read(run: Path) -> Info:
+    config = read_config(run)
+    last = run / "checkpoints" / "last.ckpt"
+    begun = read_checkpoint(last).get("molflt", {}) if last.is_file() else {}
+    files = sorted(path for path in run.rglob("*") if path.is_file())
+    return {
+        "run": str(run),
+        "recipe": str(config["recipe"]),
+        "data": config["data"],
+        "sets": {
+            use: {name: count for name, count in own.items() if name != "sha256"}
+            for use, own in begun.get("data", {}).items()
+        },
+        "model": config["model"],
+        "parameters": count_parameters(run, config),
+        "seed": config["seed"],
+        "steps": steps_of(run),
+        "max_steps": int(str(config["trainer"]["max_steps"])),
+        "best": best_of(run),
+        "versions": _versions(run / "versions.json"),
+        "files": {path.relative_to(run).as_posix(): path.stat().st_size for path in files},
+    }
+
+
+def _versions(path: Path) -> dict[str, object]:
+    if not path.is_file():
+        return {}
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise ValueError(f"it has {path.stat().st_size:,} bytes")
+        found = loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: expected JSON; {shown(str(error), 100)}; restore it") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected versions by name; got {shown(found)}; restore it")
+    return found
+
+
+def _as_text(found: Info) -> str:
+    sets = "; ".join(
+        f"{use} " + ", ".join(f"{_counted(count)} {name}" for name, count in own.items())
+        for use, own in found["sets"].items()
+    )
+    places = [f"{key} {value}" for key, value in found["data"].items() if value is not None]
+    model = [f"{key} {value}" for key, value in found["model"].items() if value is not None]
+    rows = {
+        "run": found["run"],
+        "recipe": f"{found['recipe']}, seed {found['seed']}",
+        "data": ", ".join(places),
+        "sets": sets or "unknown",
+        "model": f"{found['parameters']:,} parameters: {', '.join(model)}",
+        "steps": f"{found['steps']:,} of {found['max_steps']:,}",
+        "best": _validated(found),
+        "versions": ", ".join(f"{k} {v}" for k, v in found["versions"].items() if v) or "unknown",
+        "files": ", ".join(f"{k} ({readable_size(size)})" for k, size in found["files"].items()),
+    }
+    return "\n".join(f"{name:<10}{text}" for name, text in rows.items())
+
+
+def _validated(found: Info) -> str:
+    best = found["best"]
+    if best is None:
+        return "no validation yet"
+    task: Any = Recipe.of(found).load("task")
+    metrics: Mapping[str, Metric] = task.metrics
+    if best.metric not in metrics:
+        expected = ", ".join(metrics)
+        raise ValueError(
+            f"{found['run']}: best.safetensors has the metric {shown(best.metric)}; expected one "
+            f"of {expected}; it belongs to another run"
+        )
+    return f"validation {metrics[best.metric].shown(best.value)} at step {best.step:,}"
+
+
+def _counted(count: object) -> str:
+    """A number with separators, anything else as it is."""
+    return f"{count:,}" if isinstance(count, int) else shown(count)

@@ -1,0 +1,177 @@
+"""Which entries of an ASE structure are labels, and what its tags mean."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from molflt.atoms import Tag
+from molflt.data.structures.base import Reading, Tags
+from molflt.files import shown
+
+if TYPE_CHECKING:
+    from ase import Atoms
+
+__all__ = ["Labels", "entries", "layers_as_tags", "tags_look_like"]
+
+_LABEL = re.compile("energ|force|stress|virial", re.IGNORECASE)
+_SETTING = re.compile("cut|tol|calc", re.IGNORECASE)  # of a calculation, such as cut_off_energy
+_MOST_KEYS = 12  # that a message lists
+
+
+class Labels:
+    """Keeps account of the labels in the structures of a file.
+
+    Args:
+        reading: names of the entries that are labels.
+    """
+
+    def __init__(self, reading: Reading) -> None:
+        self.key = reading.energy_key
+        self._derivatives = {"forces": reading.forces_key, "stress": reading.stress_key}
+        self._used: dict[str, None] = {}  # in the order in which they came
+        self._at_pos: dict[str, None] = {}
+        self._there: dict[str, None] = {}
+        self._numbers: dict[str, None] = {}
+
+    def energy(self, atoms: Atoms) -> object:
+        """The entry of a structure that is its energy, eV; None if it has none.
+
+        By default ``info["y_relaxed"]``, else the stored calculator's energy, else
+        ``info["energy"]``.
+        """
+        info, results = entries(atoms), getattr(atoms.calc, "results", {})
+        self._numbers |= dict.fromkeys(name for name, value in info.items() if _is_number(value))
+        named = filter(_LABEL.search, [*info, *atoms.arrays])
+        there = [*results, *(name for name in named if not _SETTING.search(name))]
+        if results.get("free_energy") == results.get("energy"):
+            there = [name for name in there if name != "free_energy"]
+        self._there |= dict.fromkeys(there)
+        if self.key is not None:
+            places: list[tuple[str, Mapping[str, object]]] = [(self.key, info), (self.key, results)]
+        else:
+            places = [("y_relaxed", info), ("energy", results), ("energy", info)]
+        for name, place in places:
+            if place.get(name) is not None:
+                self._used[name] = None
+                return place[name]
+        return None
+
+    def at_pos(self, atoms: Atoms) -> dict[str, Any]:
+        """Energy, forces and stress of a structure at its positions, those that it has.
+
+        By default what a calculator has stored, else ``energy``, ``forces`` and ``stress``, else
+        the same after ``REF_``, as data for MACE have them.
+        """
+        info, results = entries(atoms), getattr(atoms.calc, "results", {})
+        wanted: dict[str, tuple[str | None, Mapping[str, Any]]] = {"energy": (self.key, info)}
+        wanted |= {name: (key, info) for name, key in self._derivatives.items()}
+        wanted["forces"] = (self._derivatives["forces"], atoms.arrays)
+        found: dict[str, Any] = {}
+        for label, (key, store) in wanted.items():
+            stored = {**store, **results}
+            names = (key,) if key is not None else (label, f"REF_{label}")
+            name = next((n for n in names if stored.get(n) is not None), None)
+            if name is not None and not _all_nan(stored[name]):
+                self._at_pos[name] = None
+                found[label] = stored[name]
+        return found
+
+    def check(self) -> None:
+        """Raises ValueError if no structure has an entry that was named."""
+        if self.key is not None and not self._used:
+            raise ValueError(
+                f"no structure has the energy_key {shown(self.key)}; expected an entry of info or "
+                f"of the results of a calculator; there are {_listed(self._candidates()) or 'none'}"
+            )
+        for label, key in self._derivatives.items():
+            if key is not None and key not in self._at_pos:
+                there = _listed(list(self._there)) or "none"
+                raise ValueError(
+                    f"no structure has the {label}_key {shown(key)}; there are {there}"
+                )
+
+    @property
+    def unused(self) -> list[str]:
+        """Names of the labels that are there and not read."""
+        read = {"y_init", *self._used, *self._at_pos}
+        return [name for name in self._there if name not in read]
+
+    @property
+    def for_potentials(self) -> list[str]:
+        """Names of the labels that potentials alone read."""
+        return [name for name in self._there if name in self._at_pos and name not in self._used]
+
+    @property
+    def hint(self) -> str:
+        """What to say where energies are missing."""
+        candidates = self._energies() or self._candidates()
+        if self._used or not candidates:
+            return ""
+        return (
+            "name the entry that is the energy with --energy_key, in training --data.energy_key; "
+            f"there are {_listed(candidates)}"
+        )
+
+    def _candidates(self) -> list[str]:
+        return list(dict.fromkeys([*self._energies(), *self._numbers]))
+
+    def _energies(self) -> list[str]:
+        return [name for name in self._there if "energ" in name.lower()]
+
+
+def entries(atoms: Atoms) -> dict[str, Any]:
+    """What a structure is said to have: its info, and key-value pairs and data of a database."""
+    info = dict(atoms.info)
+    for inner in ("data", "key_value_pairs"):
+        value = info.get(inner)
+        if isinstance(value, Mapping):
+            info |= {str(name): each for name, each in value.items()}
+    return info
+
+
+def _all_nan(value: ArrayLike) -> bool:
+    array = np.asarray(value)
+    return array.dtype.kind == "f" and bool(np.isnan(array).all())
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool | np.bool_ | int | np.integer)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_KEYS} more" if len(names) > _MOST_KEYS else ""
+    return ", ".join(shown(name, 40)[1:-1] for name in names[:_MOST_KEYS]) + more
+
+
+def layers_as_tags(layers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """ASE's numbers of layers as our tags, (N,) -> (N,).
+
+    ``ase.build`` numbers from 1, the top layer, downwards, and leaves 0 for adsorbates. Without
+    any layer the tags are unknown, all 0; negative numbers stay, to be refused.
+    """
+    if not (layers > 0).any():
+        return layers
+    known = [layers == 0, layers == 1, layers > 1]
+    return np.select(known, [Tag.ADSORBATE, Tag.SURFACE, Tag.SUBSURFACE], layers)
+
+
+def tags_look_like(atoms: Atoms) -> Tags | None:
+    """Whose tags a structure has, by what lies above what; None where that tells nothing."""
+    tags, cell = atoms.get_tags(), atoms.cell.array
+    normal = np.cross(cell[0], cell[1])
+    normal = normal * np.sign(normal @ cell[2]) if (normal @ cell[2]) else np.array([0.0, 0, 1])
+    heights = atoms.positions @ normal
+    first, second, third = (heights[tags == tag] for tag in (0, 1, 2))
+    if not second.size or not (first.size or third.size):
+        return None
+    # Adsorbates lie above the layer with tag 1; they have 0 in ASE, and 2 here.
+    middle = second.mean()
+    if bool((first > middle).all() and (third < middle).all()):
+        return "ase"
+    return "oc20" if bool((first < middle).all() and (third > middle).all()) else None

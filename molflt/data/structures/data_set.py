@@ -1,0 +1,110 @@
+"""A data set: a folder with a file for each split, or one file that is split here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple, cast
+
+from molflt.data.structures import AS_IT_IS, Reading, Structures, open_dataset
+from molflt.data.structures.parts import split_by_seed
+from molflt.data.structures.splits import is_one_source, split_path
+
+__all__ = ["VAL_FRACTION", "DataSet"]
+
+VAL_FRACTION = 0.1
+"""Share of the structures of one file that is for validation, if nobody says."""
+
+
+class DataSet(NamedTuple):
+    """Where structures lie, and in which splits.
+
+    A folder has a file or a folder of shards for each split. One file, or one folder of shards, has
+    two: `train` and `val`, drawn by `seed`.
+    """
+
+    root: Path
+    train: str = "train"
+    """split to train on"""
+    val: str = "val_id"
+    """split to validate on"""
+    val_fraction: float | None = None
+    """share of one file that is `val`; None for a folder, and for `VAL_FRACTION`"""
+    seed: int = 0
+    """of the draw"""
+    reading: Reading = AS_IT_IS
+    """what the entries of others' files mean"""
+
+    @classmethod
+    def of_run(cls, data: Mapping[str, object], seed: int) -> DataSet:
+        """That of a run, from the options of its data and its seed."""
+        reading = Reading(**{name: data[name] for name in Reading._fields if name in data})  # type: ignore[arg-type]
+        return cls(
+            Path(str(data["root"])),
+            str(data["train_split"]),
+            str(data["val_split"]),
+            cast("float | None", data.get("val_fraction")),
+            seed,
+            reading,
+        )
+
+    @property
+    def is_one(self) -> bool:
+        """Whether the root itself holds the structures, and no splits."""
+        if not self.root.is_dir():
+            return self.root.exists()
+        return not self.has(self.train) and is_one_source(self.root)
+
+    @property
+    def folder(self) -> Path:
+        """The root, or the folder where the one file lies."""
+        return self.root if self.root.is_dir() else self.root.parent
+
+    def has(self, split: str) -> bool:
+        """Whether a folder has a split."""
+        try:
+            return split_path(self.root, split).exists()
+        except FileNotFoundError:
+            return False
+        except ValueError:  # it has several
+            return True
+
+    def open(self, splits: Iterable[str], skip_bad: bool = False) -> dict[str, Structures]:
+        """Opens splits, by name.
+
+        Raises:
+            FileNotFoundError: if one is missing; names what is there.
+            ValueError: if one cannot be read, or `val_fraction` goes with a folder of splits.
+        """
+        if not self.is_one:
+            if self.val_fraction is not None:
+                raise ValueError(
+                    f"{self.root}: data.val_fraction={self.val_fraction} is for one file; got a "
+                    f"folder, whose {self.val} is what is validated on; leave it out"
+                )
+            return {
+                split: open_dataset(split_path(self.root, split), skip_bad, self.reading)
+                for split in splits
+            }
+        fraction = VAL_FRACTION if self.val_fraction is None else self.val_fraction
+        whole = self.whole(skip_bad)
+        if len(whole) == 0:
+            return dict.fromkeys(splits, whole)  # whoever reads it says why
+        if self.train == self.val:
+            raise ValueError(
+                f"{self.root}: one file is split into two; got the name {self.train!r} for both; "
+                "leave data.train_split and data.val_split out"
+            )
+        train, val = split_by_seed(whole, fraction, self.seed)
+        parts = {self.train: train, self.val: val}
+        unknown = [split for split in splits if split not in parts]
+        if unknown:
+            raise FileNotFoundError(
+                f"{self.root}: no split {unknown[0]!r}; expected {' or '.join(parts)}, into which "
+                "one file is split; give a folder with a file for each split"
+            )
+        return {split: parts[split] for split in splits}
+
+    def whole(self, skip_bad: bool = False) -> Structures:
+        """All structures of one file."""
+        return open_dataset(self.root, skip_bad, self.reading)

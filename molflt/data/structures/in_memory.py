@@ -1,0 +1,155 @@
+"""Structures that are already in memory: ASE's and PyG's, as a source like any file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, TypeGuard, cast
+
+import numpy as np
+import torch
+
+from molflt.data.structures.ase_files import _record_from_atoms
+from molflt.data.structures.base import Structures
+from molflt.data.structures.records import make_record
+
+if TYPE_CHECKING:
+    from ase import Atoms
+    from torch import Tensor
+    from torch_geometric.data import Data
+
+__all__ = ["StructuresInMemory", "is_one", "to_atoms"]
+
+_EXPECTED = "expected ase.Atoms, PyG's Data or Batch, a list of them, or a data set of Data"
+
+
+class StructuresInMemory(Structures):
+    """A list of structures, checked as those of files are.
+
+    Args:
+        given: `ase.Atoms` (as of `molflt.data.structures.ase_files.AseStructures`), `Data` or
+            `Batch` of PyG with pos, atomic_numbers (or z) and perhaps cell, pbc, tags, fixed, sid
+            and y_relaxed, or any number of these.
+
+    Attributes:
+        given: one object for each structure.
+
+    Raises:
+        TypeError: for something else.
+        ValueError: naming the structure that is not valid, or if there is none.
+    """
+
+    def __init__(self, given: object) -> None:
+        super().__init__("structures")
+        self.given = list(_flat(given))
+        if not self.given:
+            raise ValueError(f"{self.path}: none given; {_EXPECTED}")
+        self._records = [self._record(i, one) for i, one in enumerate(self.given)]
+
+    def _record(self, index: int, one: object) -> Data:
+        try:
+            if _is_atoms(one):
+                return _record_from_atoms(one, index)
+            if _is_data(one):
+                return _record_from_data(one, index)
+        except ValueError as error:
+            raise ValueError(f"{self.where(index)}: {error}") from None
+        raise TypeError(f"{self.where(index)}: {_EXPECTED}; got {type(one).__name__}")
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> Data:
+        return self._records[self._stored(index)].clone()
+
+    @property
+    def natoms(self) -> np.ndarray:
+        """Atoms in each structure, (len,) int64."""
+        return np.array([record.natoms for record in self._records], dtype=np.int64)
+
+
+def is_one(given: object) -> bool:
+    """Whether it is one structure, and neither several nor a batch."""
+    return _is_atoms(given) or (_is_data(given) and not hasattr(given, "to_data_list"))
+
+
+def _flat(given: object) -> Iterable[object]:
+    """The structures in what may be one, a batch, or several of either."""
+    if is_one(given):
+        yield given
+    elif hasattr(given, "to_data_list"):
+        try:
+            yield from given.to_data_list()
+        except (RuntimeError, AttributeError) as error:
+            raise ValueError(
+                f"structures: a Batch that cannot be taken apart ({error}); make it with "
+                "Batch.from_data_list"
+            ) from None
+    elif isinstance(given, Sequence) and not isinstance(given, str | bytes):
+        for one in given:
+            yield from _flat(one) if hasattr(one, "to_data_list") else [one]
+    elif hasattr(given, "__len__") and hasattr(given, "__getitem__") and not _is_mapping(given):
+        rows = cast("Sequence[object]", given)
+        yield from (rows[i] for i in range(len(rows)))
+    else:
+        raise TypeError(f"structures: {_EXPECTED}; got {type(given).__name__}")
+
+
+def _is_mapping(given: object) -> bool:
+    return hasattr(given, "keys") or isinstance(given, str | bytes | np.ndarray | torch.Tensor)
+
+
+def _is_atoms(given: object) -> TypeGuard[Atoms]:
+    """Neither this nor the next one loads the library: what it made is there only then."""
+    return hasattr(given, "get_chemical_formula") and hasattr(given, "positions")
+
+
+def _is_data(given: object) -> TypeGuard[Data]:
+    return hasattr(given, "stores") and hasattr(given, "to_dict")
+
+
+def _record_from_data(data: Data, number: int) -> Data:
+    """PyG's data as a record; relaxed positions are not taken.
+
+    Raises:
+        ValueError: naming what is missing or wrong.
+    """
+    numbers = data.get("atomic_numbers")
+    numbers = data.get("z") if numbers is None else numbers
+    if data.get("pos") is None or numbers is None:
+        there = ", ".join(sorted(map(str, data.keys()))) or "nothing"
+        raise ValueError(f"expected pos, (atoms, 3) Å, and atomic_numbers, (atoms,); got {there}")
+    cell, sid = data.get("cell"), data.get("sid")
+    return make_record(
+        pos=data.pos,
+        atomic_numbers=numbers,
+        cell=cell,
+        pbc=data.get("pbc"),
+        tags=data.get("tags"),
+        fixed=data.get("fixed"),
+        sid=number if sid is None else sid,
+        y_relaxed=_label(data.get("y_relaxed")),
+    )
+
+
+def _label(value: Tensor | float | None) -> float | None:
+    """An energy, eV, if there is one that is finite."""
+    found = torch.as_tensor(float("nan") if value is None else value)
+    return float(found) if found.numel() == 1 and bool(torch.isfinite(found).all()) else None
+
+
+def to_atoms(record: Data) -> Atoms:
+    """A record as `ase.Atoms`: positions, cell, tags, fixed atoms, and the sid in ``info``."""
+    from ase import Atoms
+    from ase.constraints import FixAtoms
+
+    atoms = Atoms(
+        record.atomic_numbers.numpy(),
+        positions=record.pos.numpy(),
+        cell=record.cell[0].numpy(),
+        pbc=record.pbc[0].numpy(),
+        tags=record.tags.numpy(),
+        info={"sid": int(record.sid)},
+    )
+    if bool(record.fixed.any()):
+        atoms.set_constraint(FixAtoms(mask=record.fixed.numpy()))
+    return atoms

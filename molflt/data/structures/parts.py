@@ -1,0 +1,105 @@
+"""Some of the structures of a source, as a source of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from molflt.data.structures.base import Structures
+
+if TYPE_CHECKING:
+    from torch_geometric.data import Data
+
+__all__ = ["Part", "split_by_seed", "without"]
+
+
+class Part(Structures):
+    """Structures of a source, in its order.
+
+    Args:
+        source: any.
+        kept: their indices in the source, ascending.
+        energies: y_relaxed of the whole source, (len,), eV, if it is known.
+    """
+
+    def __init__(
+        self,
+        source: Structures,
+        kept: Sequence[int] | NDArray[np.int64],
+        energies: NDArray[np.float64] | None = None,
+    ) -> None:
+        super().__init__(source.path, source.skip_bad)
+        self.source, self.hint, self.unused = source, source.hint, source.unused
+        self.for_potentials = source.for_potentials
+        self.bad = list(source.bad)
+        self._kept: NDArray[np.int64] = np.asarray(kept, dtype=np.int64)
+        self._energies = energies
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, index: int) -> Data:
+        return self.source[self._stored(index)]
+
+    def verify(self) -> bool | None:
+        return self.source.verify()
+
+    @property
+    def natoms(self) -> np.ndarray:
+        """Atoms in each structure, (len,) int64."""
+        natoms: np.ndarray = self.source.natoms[self._kept]
+        return natoms
+
+    @property
+    def y_relaxed(self) -> np.ndarray:
+        """Relaxed energies, (len,) float64, eV; NaN where there is none."""
+        if self._energies is None:
+            return super().y_relaxed
+        return self._energies[self._kept]
+
+    def compositions(self, indices: NDArray[np.int64]) -> NDArray[np.float64]:
+        return self.source.compositions(self._kept[indices])
+
+    def where(self, index: int) -> str:
+        return self.source.where(self._stored(index))
+
+
+def without(
+    source: Structures, energies: NDArray[np.float64], faults: Mapping[int, str]
+) -> Structures:
+    """Those structures of a source that are not at fault; the others are listed in `bad`.
+
+    Args:
+        source: any.
+        energies: its y_relaxed, (len,), eV.
+        faults: reason by index in the source.
+    """
+    part = Part(source, np.setdiff1d(np.arange(len(source)), list(faults)), energies)
+    part.bad += [(f"{source.path}: sid {int(source[i].sid)}", faults[i]) for i in faults]
+    return part
+
+
+def split_by_seed(source: Structures, fraction: float, seed: int) -> tuple[Part, Part]:
+    """A training and a validation part, drawn by seed.
+
+    Args:
+        source: any.
+        fraction: share of the structures that is for validation; at least one is, and at least one
+            is not.
+        seed: of the draw.
+
+    Raises:
+        ValueError: if there are not two structures.
+    """
+    count = len(source)
+    if count < 2:
+        raise ValueError(
+            f"{source.path}: expected at least 2 structures, to train and to validate on; got "
+            f"{count}; give a folder with a file for each split"
+        )
+    order = np.random.default_rng([seed, count]).permutation(count)
+    held = min(count - 1, max(1, round(count * fraction)))
+    return Part(source, np.sort(order[held:])), Part(source, np.sort(order[:held]))

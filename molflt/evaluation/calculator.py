@@ -1,0 +1,122 @@
+"""A trained potential as a calculator of ASE."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from ase import Atoms
+from ase.calculators.calculator import Calculator as AseCalculator
+from ase.calculators.calculator import PropertyNotImplementedError, all_changes
+from ase.stress import full_3x3_to_voigt_6_stress
+from torch import nn
+
+from molflt.evaluation.predictions import _warn_of_elements
+from molflt.graph.potential import Potential
+from molflt.memory import within_memory
+from molflt.training.checkpoint import load_run
+
+__all__ = ["Calculator"]
+
+_DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+class Calculator(AseCalculator):
+    """Energy, forces and stress of a potential trained with ``--recipe potential``.
+
+    ``atoms.calc = molflt.Calculator("runs/mine")``; then whatever of ASE takes a calculator.
+
+    Args:
+        run: folder of the training run, or the model that `molflt.training.checkpoint.load_run` or
+            `molflt.graph.potential.Potential` made.
+        checkpoint: best, last, or a safetensors file; of a folder.
+        device: auto, cpu, cuda or cuda:N.
+        dtype: of the arithmetic; float32 takes half of the time, and its forces are rounded to
+            some 1e-5 eV/Å.
+        options: of ASE's calculators.
+
+    Raises:
+        FileNotFoundError: if the run or its checkpoint is missing.
+        ValueError: for a run of another recipe, whose energies belong to other positions than
+            those that are given.
+    """
+
+    implemented_properties = ["energy", "free_energy", "forces", "stress"]  # noqa: RUF012 (ASE's)
+
+    def __init__(
+        self,
+        run: str | Path | nn.Module,
+        checkpoint: str = "best",
+        device: str = "auto",
+        dtype: Literal["float32", "float64"] = "float64",
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        if dtype not in _DTYPES:
+            raise ValueError(f"dtype={dtype!r} is unknown; expected one of {', '.join(_DTYPES)}")
+        if isinstance(run, nn.Module):
+            name, model = "the model", copy.deepcopy(run).eval()
+        else:
+            name, model = str(run), load_run(Path(run), checkpoint, device)[0]
+        if not isinstance(model, Potential):
+            raise ValueError(
+                f"{name}: a calculator needs a potential; got {type(model).__name__}, whose "
+                "energies are those after a relaxation: their gradients are no forces; train one "
+                "with --recipe potential, or take molflt predict"
+            )
+        self.model = model.to(_DTYPES[dtype])
+        self._told: set[int] = set()
+
+    def calculate(
+        self,
+        atoms: Atoms | None = None,
+        properties: list[str] | None = None,
+        system_changes: list[str] = all_changes,
+    ) -> None:
+        """See ASE.
+
+        Raises:
+            ValueError: positions that are not finite, or results that are not.
+            PropertyNotImplementedError: stress of a structure without a volume.
+        """
+        super().calculate(atoms, properties, system_changes)
+        given = self.atoms
+        assert given is not None  # ASE keeps a copy of the last ones
+        self._warn_of_elements(given)
+        with within_memory(lambda: f"{len(given):,} atoms", "take fewer, or dtype='float32'"):
+            out = self.model(_data(given, self.model.energy_std))
+        energy = float(out["energy"][0])
+        forces = out["forces"].double().cpu().numpy()
+        if not (np.isfinite(energy) and np.isfinite(forces).all()):
+            raise ValueError(
+                f"{given.get_chemical_formula()}: energy {energy} eV or a force is not "
+                "finite; expected numbers; atoms may lie on each other, or the weights be broken"
+            )
+        self.results = {"energy": energy, "free_energy": energy, "forces": forces}
+        stress = out["stress"][0].double().cpu().numpy()
+        if np.isfinite(stress).all():
+            self.results["stress"] = full_3x3_to_voigt_6_stress(stress)
+        elif "stress" in (properties or ()):
+            raise PropertyNotImplementedError("no stress without a cell of three lattice vectors")
+
+    def _warn_of_elements(self, atoms: Atoms) -> None:
+        new = set(atoms.numbers.tolist()) - self._told
+        if new:
+            self._told |= new
+            _warn_of_elements(self.model, new, atoms.get_chemical_formula())
+
+
+def _data(atoms: Atoms, like: torch.Tensor) -> Any:
+    """One structure of PyG, in float64, on the device of a tensor."""
+    from torch_geometric.data import Batch, Data
+
+    data = Data(
+        pos=torch.as_tensor(atoms.positions, dtype=torch.float64),
+        atomic_numbers=torch.as_tensor(atoms.numbers, dtype=torch.long),
+        cell=torch.as_tensor(atoms.cell.array, dtype=torch.float64)[None],
+        pbc=torch.as_tensor(atoms.pbc)[None],
+    )
+    return Batch.from_data_list([data]).to(like.device)

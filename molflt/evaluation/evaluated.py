@@ -1,0 +1,146 @@
+"""Which structures an evaluation is about: those of the run, or others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from molflt.data.structures import Structures
+from molflt.data.structures.base import Tags
+from molflt.data.structures.data_set import DataSet
+from molflt.data.structures.splits import VAL_SPLITS
+from molflt.evaluation.predictions import check_structures
+from molflt.evaluation.report import _warn
+from molflt.training.config import Config
+
+__all__ = ["EvaluationData"]
+
+
+class EvaluationData:
+    """The data set to evaluate on.
+
+    One file that a run was trained on counts with its validation part alone, any other one with all
+    of its structures, as a split of the file's name.
+
+    Args:
+        run: folder of the training run.
+        config: the run's.
+        data: folder of the data set, or one file; None for the run's own.
+        energy_key: entry that is the energy; None for that of the training.
+        tags: what tags mean; None as in the training.
+        skip_bad: leave out structures that cannot be used.
+
+    Attributes:
+        absent: which of the usual splits are not there, in words; empty if all are, or some were
+            asked for by name.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        config: Config,
+        data: Path | None,
+        energy_key: str | None = None,
+        tags: Tags | None = None,
+        skip_bad: bool = False,
+    ) -> None:
+        self.own = DataSet.of_run(config["data"], config["seed"])
+        if data is None and not self.own.root.exists():
+            raise FileNotFoundError(
+                f"{self.own.root}: no such folder or file, but {run / 'config.yaml'} names it as "
+                "data.root; start from the folder where the run was trained, or name the data with "
+                "--data"
+            )
+        own = self.own.reading
+        reading = own._replace(energy_key=energy_key or own.energy_key, tags=tags or own.tags)
+        self.data = self.own._replace(reading=reading)
+        self.skip_bad = skip_bad
+        self.absent = ""
+        self.stem: str | None = None  # of one file of other structures
+        if data is not None and not self._is_own(Path(data)):
+            self.data = self.data._replace(root=Path(data), val_fraction=None)
+            if self.data.is_one:
+                self.stem = self.data.root.stem
+
+    def _is_own(self, data: Path) -> bool:
+        """Whether a path is where the run has its data from; one file may have moved."""
+        root = self.own.root
+        if root.exists() or not data.is_file():
+            return root.exists() and data.exists() and root.samefile(data)
+        if data.name != root.name:
+            return False
+        _warn(
+            f"{data}: taken for {root}, which the run was trained on and which is gone; evaluated "
+            f"on its part {self.own.val} alone"
+        )
+        self.data = self.data._replace(root=data)
+        return True
+
+    def __str__(self) -> str:
+        return str(self.data.root)
+
+    @property
+    def folder(self) -> Path:
+        """Where files beside the structures lie."""
+        return self.data.folder
+
+    def choose(self, splits: Sequence[str] | None) -> list[str]:
+        """The splits to evaluate: those named, or those of the usual ones that are there.
+
+        Raises:
+            FileNotFoundError: if none of the usual ones is there.
+            ValueError: if one file of other structures has no such split.
+        """
+        if self.stem is not None:
+            if splits and list(splits) != [self.stem]:
+                raise ValueError(
+                    f"{self.data.root}: one file has no splits; got --splits {' '.join(splits)}; "
+                    "leave --splits out, or name a folder with --data"
+                )
+            return [self.stem]
+        if splits:
+            return list(dict.fromkeys(splits))
+        if self.data.is_one:
+            return [self.data.val]
+        usual = list(dict.fromkeys([*VAL_SPLITS, self.data.val]))
+        there = [split for split in usual if self.data.has(split)]
+        if not there:
+            self.data.open(usual[:1])  # says what there is instead
+        missing = [split for split in VAL_SPLITS if split not in there]
+        if missing:
+            self.absent = f"not there, and so not evaluated: {', '.join(missing)}"
+        return there
+
+    def open(self, splits: Sequence[str]) -> dict[str, Structures]:
+        """Structures by split; warns of those that are left out.
+
+        Raises:
+            FileNotFoundError: if a split is missing.
+            ValueError: if one cannot be used.
+        """
+        if self.stem is not None:
+            opened = {self.stem: self.data.whole(self.skip_bad)}
+        else:
+            opened = self.data.open(splits, self.skip_bad)
+        return {split: check_structures(dataset) for split, dataset in opened.items()}
+
+    def training_median(self) -> tuple[float | None, str]:
+        """Median energy of the training split, eV, and a line that says where it comes from."""
+        # data that have moved are where --data says; other data keep the training set's median
+        source = self.own if self.own.root.exists() else self.data
+        try:
+            if self.stem is not None and source is self.data:
+                raise FileNotFoundError(f"{self.own.root}: no such folder or file")
+            dataset = source.open([source.train], self.skip_bad)[source.train]
+        except FileNotFoundError as error:
+            return None, f"no baseline, because there is no training split: {error}"
+        energy = dataset.y_relaxed
+        if not np.isfinite(energy).any():
+            return None, f"no baseline, because {dataset.path} has no labels"
+        median = float(np.nanmedian(energy))
+        return (
+            median,
+            f"baseline: always {median:.4f} eV, the median of the energies in {dataset.path}",
+        )

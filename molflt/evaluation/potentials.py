@@ -1,0 +1,135 @@
+"""Evaluation of a potential: errors of energies, forces and stress beside trivial predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from torch import nn
+
+from molflt import plots
+from molflt.data.structures.potential_data import SinglePoints
+from molflt.evaluation.evaluated import EvaluationData
+from molflt.evaluation.points import Points, infer_points
+from molflt.evaluation.report import Report, _align, _warn, write_csv
+from molflt.training.config import Config
+
+__all__ = ["evaluate"]
+
+_COLUMNS = {  # metric -> heading
+    "energy_mae_meV_per_atom": "E MAE / meV/atom",
+    "baseline_energy_mae_meV_per_atom": "E baseline",
+    "force_mae_meV_per_A": "F MAE / meV/Å",
+    "force_rmse_meV_per_A": "F RMSE",
+    "baseline_force_mae_meV_per_A": "F baseline",
+    "stress_mae_meV_per_A3": "stress MAE / meV/Å³",
+}
+
+
+def evaluate(
+    run: Path,
+    model: nn.Module,
+    config: Config,
+    out: Path,
+    splits: list[str] | None = None,
+    data: Path | None = None,
+    batch_size: int = 32,
+    skip_bad: bool = False,
+) -> Report:
+    """Evaluates a potential.
+
+    Writes predictions.csv (energies and mean force errors of each structure) and parity.png
+    (energies less what their elements give).
+
+    Args:
+        run: folder of the training run.
+        model: `molflt.graph.potential.Potential`, in evaluation mode.
+        config: the run's.
+        out: folder to write.
+        splits: names of splits; by default those of OC20's four for validation that are there,
+            else the one that training validated on.
+        data: folder of the data set, or one file; by default that of the run's configuration.
+        batch_size: structures in a batch.
+        skip_bad: leave out structures that cannot be used, and list them.
+
+    Returns:
+        Per split the metrics of training, in meV/atom, meV/Å and meV/Å^3, and of the trivial
+        predictions: energies of the elements plus a constant per atom, and no forces. n is the
+        number of structures.
+
+    Raises:
+        FileNotFoundError: if a split is missing.
+        ValueError: if a split has no energies, or a structure cannot be used.
+    """
+    source = EvaluationData(run, config, data, skip_bad=skip_bad)
+    results: dict[str, dict[str, float | None]] = {}
+    found: dict[str, Points] = {}
+    for split, dataset in source.open(source.choose(splits)).items():
+        points = SinglePoints(dataset)
+        if not len(points):
+            raise ValueError(
+                f"{points.path}: no structure has an energy at its positions; expected labels to "
+                "compare with; molflt predict needs none"
+            )
+        if points.without_energy:
+            _warn(f"{split}: {points.without_energy} structures without an energy are left out")
+        found[split] = infer_points(model, points, batch_size, split)
+        baseline = _baseline(model, points)
+        metrics: dict[str, float | None] = {
+            name: found[split].metrics.get(name) for name in _COLUMNS
+        }
+        results[split] = {**metrics, **baseline, "n": len(points)}
+    files = [write_csv(out / "predictions.csv", _rows(found)), out / "parity.png"]
+    plots.parity({split: _without_elements(model, part) for split, part in found.items()}, files[1])
+    table = [["split", "structures", *_COLUMNS.values()]]
+    for split, row in results.items():
+        cells = ("-" if (x := row[name]) is None else f"{x:.2f}" for name in _COLUMNS)
+        table.append([split, f"{row['n']:,}", *cells])
+    on = "\n\n".join(filter(None, (f" on {source}", source.absent, _align(table))))
+    return Report(results, f"{on}\n", files)
+
+
+def _elements(model: nn.Module, points: SinglePoints) -> np.ndarray:
+    """What elements give, (structures,), eV."""
+    own = model.get_buffer("element_energies").cpu().numpy()
+    given: np.ndarray = points.compositions(np.arange(len(points))) @ own
+    return given
+
+
+def _baseline(model: nn.Module, points: SinglePoints) -> dict[str, float | None]:
+    """Errors of energies of the elements plus the best constant per atom, and of no forces."""
+    rest = (points.y_relaxed - _elements(model, points)) / points.natoms
+    energy = 1e3 * float(np.abs(rest - np.median(rest)).mean())
+    return {
+        "baseline_energy_mae_meV_per_atom": energy,
+        "baseline_force_mae_meV_per_A": 1e3 * points.force_size if points.with_forces else None,
+    }
+
+
+def _without_elements(model: nn.Module, part: Points) -> tuple[np.ndarray, np.ndarray]:
+    """Labels and predictions, (structures,) eV each, less a constant for each composition."""
+    energies = part.energies
+    groups = np.unique(np.array(energies.formula), return_inverse=True)[1]
+    means = np.bincount(groups, energies.target) / np.bincount(groups)
+    return energies.target - means[groups], energies.energy - means[groups]
+
+
+def _rows(found: Mapping[str, Points]) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for split, part in found.items():
+        own = part.energies
+        columns = (own.sid, own.formula, own.natoms, own.energy, own.target, part.force_mae)
+        rows += [
+            {
+                "split": split,
+                "sid": int(sid),
+                "formula": formula,
+                "natoms": int(natoms),
+                "energy_eV": float(energy),
+                "target_eV": float(target),
+                "force_mae_eV_per_A": float(wrong) if np.isfinite(wrong) else None,
+            }
+            for sid, formula, natoms, energy, target, wrong in zip(*columns, strict=True)
+        ]
+    return rows

@@ -1,0 +1,224 @@
+"""Several runs side by side: what they were, how long they took, and what came of them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, Never, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from molflt.files import shown
+from molflt.metrics import Metric
+from molflt.plots.training import read_columns
+from molflt.tasks.base import Task
+from molflt.training.checkpoint import count_parameters, read_checkpoint
+from molflt.training.config import Config, read_config
+from molflt.training.outcome import duration
+from molflt.training.recipes import Recipe
+
+__all__ = ["Run", "differences", "measures_of", "notes", "read_runs", "standard_error"]
+
+_MOST_BYTES = 10_000_000  # of results.json
+_LARGEST = 1e300  # of a metric, which files may write as an integer of any length
+
+Results = dict[str, dict[str, float | None]]
+
+
+class Run(NamedTuple):
+    """What a run folder says about its run."""
+
+    name: str
+    """short, and unlike those of the others"""
+    path: Path
+    config: Config
+    parameters: int
+    """of the model, frozen ones too"""
+    step: int | None
+    """steps that were taken; None without a last checkpoint"""
+    seconds: float | None
+    """spent on them and on validations; None in runs of earlier versions"""
+    data: Mapping[str, Mapping[str, object]]
+    """fingerprints by use; empty without a last checkpoint"""
+    columns: Mapping[str, NDArray[np.float64]]
+    """of metrics.csv; empty if there is none"""
+    results: Results
+    """of results.json; empty before it is evaluated"""
+    errors: Mapping[str, NDArray[np.float64]]
+    """|error| of the systems of each split, eV, where predictions.csv has them"""
+
+    @property
+    def _task(self) -> type[Task[Never, Never]]:
+        return cast("type[Task[Never, Never]]", Recipe.of(self.config).load("task"))
+
+    @property
+    def metrics(self) -> Mapping[str, Metric]:
+        """How the metrics of its task read."""
+        return self._task.metrics
+
+    @property
+    def measure(self) -> str:
+        """The metric that chooses its best weights."""
+        return self._task.best
+
+    @property
+    def best(self) -> tuple[float, int] | None:
+        """The best validation and its step; None if there was none."""
+        values = self.columns.get(f"val_{self.measure}", np.zeros(0))
+        if not np.isfinite(values).any():
+            return None
+        largest = self.metrics[self.measure].largest_is_best
+        place = int(np.nanargmax(values) if largest else np.nanargmin(values))
+        return float(values[place]), int(self.columns["step"][place])
+
+    @property
+    def time(self) -> str:
+        """`seconds` in words."""
+        return "-" if self.seconds is None else duration(self.seconds)
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Reads run folders.
+
+    Args:
+        paths: of two runs or more.
+
+    Raises:
+        FileNotFoundError: if one is no run.
+        ValueError: naming the file that is damaged; for fewer than two, or the same one twice.
+    """
+    whole = [Path(os.path.abspath(path)) for path in paths]
+    twice = [path for place, path in enumerate(whole) if path in whole[:place]]
+    if len(whole) < 2 or twice:
+        got = f"{twice[0]} twice" if twice else f"{len(whole)}"
+        raise ValueError(f"expected two runs or more, each once; got {got}; name others")
+    above = Path(os.path.commonpath([path.parent for path in whole]))
+    names = [path.relative_to(above).as_posix() for path in whole]
+    return [_read_run(path, name) for path, name in zip(map(Path, paths), names, strict=True)]
+
+
+def _read_run(path: Path, name: str) -> Run:
+    config = read_config(path)
+    last, table = path / "checkpoints" / "last.ckpt", path / "metrics.csv"
+    state = read_checkpoint(last) if last.is_file() else {}
+    own = state.get("molflt", {})
+    results = _read_results(path / "results.json")
+    return Run(
+        name,
+        path,
+        config,
+        count_parameters(path, config),
+        state.get("global_step"),
+        own.get("seconds"),
+        own.get("data", {}),
+        read_columns(table) if table.is_file() else {},
+        results,
+        _read_errors(path / "predictions.csv") if results else {},
+    )
+
+
+def _read_results(path: Path) -> Results:
+    """Metrics by split; none if the run has not been evaluated."""
+    if not path.is_file():
+        return {}
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise ValueError(f"{path.stat().st_size:,} bytes")
+        found = json.loads(path.read_text(encoding="utf-8"))
+        rows = [(key, value) for row in found.values() for key, value in row.items()]
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{path}: expected metrics by split in JSON; {shown(str(error))}; evaluate the run "
+            "again"
+        ) from None
+    for key, value in rows:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and abs(value) < _LARGEST):  # NaN is not
+            raise ValueError(
+                f"{path}: key {shown(key)}: expected a number or null; got {shown(value)}; "
+                "evaluate the run again"
+            )
+    return found
+
+
+def _read_errors(path: Path) -> dict[str, NDArray[np.float64]]:
+    """|error_eV| by split of an evaluation of energies; none of others."""
+    if not path.is_file():
+        return {}
+    errors: dict[str, list[float]] = {}
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                if row.get("error_eV"):
+                    errors.setdefault(row["split"], []).append(abs(float(row["error_eV"])))
+    except (ValueError, KeyError, csv.Error) as error:
+        raise ValueError(
+            f"{path}: expected columns split and error_eV; {shown(str(error))}; evaluate the run "
+            "again"
+        ) from None
+    return {split: np.array(values) for split, values in errors.items()}
+
+
+def standard_error(run: Run, split: str, name: str) -> float | None:
+    """Of a metric of a split, as a mean over so many systems; None where they are not known."""
+    row = run.results[split]
+    value, count = row.get(name), row.get("n")
+    if value is None or not count:
+        return None
+    errors = run.errors.get(split, np.zeros(0))
+    if name == "mae_eV" and len(errors) == count > 1:
+        return float(errors.std(ddof=1) / math.sqrt(count))
+    if name in run.metrics and run.metrics[name].unit == "%":
+        return math.sqrt(max(0.0, value * (100.0 - value)) / count)
+    return None
+
+
+def differences(runs: Sequence[Run]) -> dict[str, list[object]]:
+    """Keys of the configurations in which runs differ, and the value of each; None without it."""
+    flat = [dict(_flat(run.config)) for run in runs]
+    found = {}
+    for key in dict.fromkeys(key for one in flat for key in one):
+        values = [one.get(key) for one in flat]
+        if key != "run" and any(value != values[0] for value in values):
+            found[key] = values
+    return found
+
+
+def _flat(config: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def measures_of(runs: Sequence[Run]) -> list[tuple[str, str]]:
+    """Split and name of every metric that some run has in results.json, in their order."""
+    found = ((split, name) for run in runs for split, row in run.results.items() for name in row)
+    splits = dict.fromkeys(split for run in runs for split in run.results)
+    return sorted(dict.fromkeys(found), key=lambda one: list(splits).index(one[0]))
+
+
+def notes(runs: Sequence[Run]) -> list[str]:
+    """Lines about what makes runs hard to compare."""
+    lines = []
+    recipes = dict.fromkeys(run.config["recipe"] for run in runs)
+    if len(recipes) > 1:
+        lines.append(f"different recipes ({', '.join(recipes)}): their metrics do not compare")
+    for use, what in (("train", "learned from"), ("val", "were validated on")):
+        known = {run.name: run.data[use] for run in runs if use in run.data}
+        groups: dict[str, list[str]] = {}
+        for name, one in known.items():
+            groups.setdefault(json.dumps(one, sort_keys=True), []).append(name)
+        if len(groups) > 1:
+            sides = " | ".join(", ".join(names) for names in groups.values())
+            lines.append(f"different data: {sides} {what} other structures or items")
+    absent = [str(run.path) for run in runs if not run.results]
+    if absent:
+        lines.append(f"not evaluated: {', '.join(absent)}; molflt evaluate RUN does it")
+    return lines

@@ -1,0 +1,78 @@
+"""A trained potential as a model of torch-sim, which simulates many systems at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from molflt.evaluation.calculator import Calculator
+
+try:
+    from torch_sim.models.interface import ModelInterface
+except ImportError as error:
+    raise ImportError(
+        "torch-sim is not installed, or not whole; pip install molflt[torch-sim]"
+    ) from error
+
+if TYPE_CHECKING:
+    from torch_sim.state import SimState
+
+__all__ = ["TorchSimModel"]
+
+
+class TorchSimModel(ModelInterface):
+    """Energies, forces and stress of a potential, for `torch_sim.integrate`, `optimize`, ...
+
+    Args:
+        run: folder of the training run with ``--recipe potential``, or its model.
+        checkpoint: best, last, or a safetensors file; of a folder.
+        device: auto, cpu, cuda or cuda:N.
+        dtype: "float32" or "float64"; that of the state's positions.
+
+    Raises:
+        FileNotFoundError: if the run or its checkpoint is missing.
+        ValueError: for a run of another recipe.
+    """
+
+    def __init__(
+        self,
+        run: str | Path | nn.Module,
+        checkpoint: str = "best",
+        device: str = "auto",
+        dtype: str = "float64",
+    ) -> None:
+        super().__init__()
+        self.model = Calculator(run, checkpoint, device, dtype).model  # type: ignore[arg-type]
+        weight = self.model.embedding.element.weight
+        self._device, self._dtype = weight.device, weight.dtype
+        self._compute_stress = self._compute_forces = True
+        self._memory_scales_with = "n_atoms"
+
+    def forward(self, state: SimState | dict[str, Any], **_: object) -> dict[str, Tensor]:
+        """Of all systems of a state.
+
+        Returns:
+            "energy": (systems,), eV; "forces": (atoms, 3), eV/Å; "stress": (systems, 3, 3), eV/Å^3.
+        """
+        from torch_geometric.data import Batch
+        from torch_sim.state import SimState
+
+        if isinstance(state, dict):
+            state = SimState(**state, masses=torch.ones_like(state["positions"][:, 0]))
+        index = state.system_idx
+        cell = state.row_vector_cell
+        pbc = torch.as_tensor(state.pbc, device=cell.device).expand(len(cell), 3)
+        ends = torch.bincount(index, minlength=len(cell)).cumsum(0)
+        batch = Batch(
+            batch=index,
+            ptr=torch.cat((ends.new_zeros(1), ends)),
+            pos=state.positions.to(self._dtype),
+            atomic_numbers=state.atomic_numbers.long(),
+            cell=cell.to(self._dtype),
+            pbc=pbc,
+        )
+        out = self.model(batch)
+        return {name: out[name].to(self._dtype) for name in ("energy", "forces", "stress")}

@@ -1,0 +1,7 @@
+"""Trained models to use and to hand on: one line loads them, whatever holds them."""
+
+from molflt.pretrained.energies import EnergyPredictor, Prediction
+from molflt.pretrained.loading import load
+from molflt.pretrained.tokens import ImageLabeler, TextWriter
+
+__all__ = ["EnergyPredictor", "ImageLabeler", "Prediction", "TextWriter", "load"]

@@ -1,0 +1,81 @@
+"""The model card: what a model is for, what it was trained on, how well it does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import yaml
+
+if TYPE_CHECKING:
+    from molflt.pretrained.base import Pretrained
+
+__all__ = ["card"]
+
+# recipe -> tags, metrics, lines of Python
+_TAGS = {
+    "language": (["text-generation"], ["perplexity"], ['print(model.generate("The"))']),
+    "images": (["image-classification"], ["accuracy"], ["model.classify(images)[0].name"]),
+}
+_ATOMS = (
+    ["chemistry", "materials-science", "adsorption", "IS2RE", "pytorch-geometric"],
+    ["mae"],
+    ['model.predict("structures.extxyz")[0].energy  # eV; also Atoms, lists, PyG batches'],
+)
+
+
+def card(model: Pretrained, name: str) -> str:
+    """README.md of a model.
+
+    Args:
+        model: it is about.
+        name: of the folder or repository.
+    """
+    recipe = model.trained.recipe
+    tags, metrics, use = _TAGS.get(recipe, _ATOMS)
+    header: dict[str, object] = {"library_name": "molflt", "tags": ["molflt", recipe, *tags]}
+    if model.license:
+        header["license"] = model.license
+    if model.datasets:
+        header["datasets"] = model.datasets
+    header["metrics"] = metrics
+    lines = ["---", yaml.safe_dump(header, sort_keys=False).strip(), "---", "", f"# {name}", ""]
+    lines += [model.summary.removeprefix(f"{model.name}: "), ""]
+    lines += ["## Use", "", "```python", "import molflt", ""]
+    lines += [f'model = molflt.load("{name}")', *use, "```", ""]
+    if recipe not in _TAGS:
+        lines += ["```", f"molflt predict {name} structures.extxyz", "```", ""]
+    lines += ["`pip install molflt`; the weights hold their own sha256 and no code.", ""]
+    lines += ["## Measured", "", *_table(model.trained.results), ""]
+    lines += ["## Form", "", *_form(model), ""]
+    return "\n".join(lines)
+
+
+def _table(results: Mapping[str, object]) -> list[str]:
+    """Metrics by split, as Markdown; a line that says so where there are none."""
+    rows = {split: row for split, row in results.items() if isinstance(row, dict) and row}
+    if not rows:
+        return ["Nothing yet: `molflt evaluate RUN` before `molflt export` puts its table here."]
+    keys = list(dict.fromkeys(key for row in rows.values() for key in row))
+    lines = [f"| {' | '.join(['split', *keys])} |", f"|{'---|' * (len(keys) + 1)}"]
+    for split, row in rows.items():
+        cells = [_cell(row.get(key)) for key in keys]
+        lines.append(f"| {' | '.join([split, *cells])} |")
+    return lines
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def _form(model: Pretrained) -> list[str]:
+    """Number of parameters, and the options of model and training, as YAML."""
+    trained = model.trained
+    count = sum(weight.numel() for weight in model.model.parameters())
+    several = f", an ensemble of {len(trained.options)}" if len(trained.options) > 1 else ""
+    shown = {"recipe": trained.recipe, "model": dict(trained.options[0])}
+    shown["task"] = dict(trained.task)
+    text = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True).strip()
+    return [f"{count:,} parameters{several}.", "", "```yaml", text, "```"]

@@ -1,0 +1,208 @@
+"""Energies of structures by a trained model: as numbers beside the structures they are of."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast, overload
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from molflt.data.structures import Structures
+from molflt.data.structures.domain import DOMAIN, Domain
+from molflt.data.structures.in_memory import StructuresInMemory, is_one, to_atoms
+from molflt.evaluation.calibration import Calibration
+from molflt.evaluation.ensemble import ENSEMBLE, EnsembleRegressor
+from molflt.evaluation.predictions import Predictions, infer, open_structures
+from molflt.evaluation.uncertainty import CALIBRATION, calibrated, uncertainty_of
+from molflt.graph import EnergyRegressor
+from molflt.graph.geometry import Geometry
+from molflt.pretrained.base import Pretrained
+from molflt.pretrained.trained import Trained
+
+if TYPE_CHECKING:
+    from ase import Atoms
+    from torch_geometric.data import Data
+
+__all__ = ["EnergyPredictor", "Prediction"]
+
+_Energies = NDArray[np.float64]
+
+
+class Prediction(NamedTuple):
+    """What a model says of one structure."""
+
+    energy: float
+    """of the relaxed structure, eV, as the labels of training"""
+    uncertainty: float | None = None
+    """eV, made to hold 68 % of the errors; None unless an ensemble was calibrated"""
+    spread: float | None = None
+    """standard deviation over the members of an ensemble, eV; None for one model"""
+    relaxed: Atoms | None = None
+    """guess of the relaxed structure; None where training gave no relaxed positions"""
+    outside: tuple[str, ...] = ()
+    """in what the structure differs from all that was trained on"""
+    embedding: NDArray[np.float32] | None = None
+    """(atoms, dim), or pooled (dim,); None unless it was asked for"""
+
+
+class EnergyPredictor(Pretrained):
+    """Energies of relaxed structures from initial ones; `molflt.load` makes it."""
+
+    models = (EnergyRegressor, EnsembleRegressor)
+
+    def __init__(self, trained: Trained) -> None:
+        super().__init__(trained)
+        held = trained.files.get(DOMAIN)
+        known = None if held is None else Domain.from_json(held, trained.label(DOMAIN))
+        self.domain: Domain | None = known
+
+    @property
+    def summary(self) -> str:
+        trained_on = "" if self.domain is None else f"; trained on {self.domain.describe()}"
+        return super().summary + trained_on + self._measured
+
+    @property
+    def _measured(self) -> str:
+        """Its error on the first split that it was evaluated on, if it was."""
+        for split, row in self.trained.results.items():
+            error = row.get("mae_eV") if isinstance(row, dict) else None
+            if isinstance(error, float):
+                return f"; MAE {error:.3f} eV on {split}"
+        return ""
+
+    @property
+    def predicts_positions(self) -> bool:
+        """Whether training has taught it the way to the relaxed positions."""
+        task, domain = self.trained.task, self.domain
+        weights = [task.get(f"position_weight{end}") for end in ("", "_final")]
+        return any(weights) and (domain is None or domain.relaxed > 0)
+
+    @overload
+    def predict(
+        self,
+        structures: Atoms | Data,
+        batch_size: int = ...,
+        embedding: Literal["atoms", "pooled"] | None = ...,
+    ) -> Prediction: ...
+
+    @overload
+    def predict(
+        self,
+        structures: object,
+        batch_size: int = ...,
+        embedding: Literal["atoms", "pooled"] | None = ...,
+    ) -> list[Prediction]: ...
+
+    def predict(
+        self,
+        structures: object,
+        batch_size: int = 64,
+        embedding: Literal["atoms", "pooled"] | None = None,
+    ) -> Prediction | list[Prediction]:
+        """Predicts structures; warns of those that lie outside of what was trained on.
+
+        Args:
+            structures: `ase.Atoms` with tags (0 subsurface, 1 surface, 2 adsorbate), PyG's `Data`
+                or `Batch`, any number of these, a data set, or a file that holds one.
+            batch_size: structures in a batch.
+            embedding: also give the tokens that energies are read from: of "atoms" (0 for those
+                that the model leaves out), or "pooled", their mean over the atoms that the energy
+                sums over, those with tag > 0 where there are tags.
+
+        Returns:
+            For one structure its prediction, else a list in the order of the structures.
+
+        Raises:
+            TypeError: something else than structures.
+            ValueError: naming the structure that cannot be used, or an embedding of an ensemble.
+        """
+        if embedding not in (None, "atoms", "pooled"):
+            raise ValueError(f"embedding={embedding!r}; expected atoms, pooled or None")
+        if embedding and isinstance(self.model, EnsembleRegressor):
+            raise ValueError("embedding: expected one model; got an ensemble; load one of its runs")
+        dataset = _opened(structures)
+        kept = ["displacement"] * self.predicts_positions + ["embedding"] * bool(embedding)
+        found = self.infer(dataset, batch_size, dataset.path.name, kept)
+        columns = self.uncertainties(found)
+        out = [self._prediction(i, dataset, found, columns, embedding) for i in range(len(dataset))]
+        return out[0] if is_one(structures) else out
+
+    def _prediction(
+        self,
+        i: int,
+        dataset: Structures,
+        found: Predictions,
+        columns: dict[str, _Energies],
+        embedding: str | None,
+    ) -> Prediction:
+        spread, known = columns.get("spread_eV"), columns.get("uncertainty_eV")
+        tokens = None
+        if embedding is not None:
+            tokens = found.by_atom["embedding"][i]
+            tokens = _pooled(tokens, dataset[i]) if embedding == "pooled" else tokens
+        relaxed = None
+        if "displacement" in found.by_atom:
+            relaxed = _moved(dataset, i, found.by_atom["displacement"][i])
+        return Prediction(
+            float(found.energy[i]),
+            None if known is None else float(known[i]),
+            None if spread is None else float(spread[i]),
+            relaxed,
+            tuple(found.outside[i]),
+            tokens,
+        )
+
+    def infer(
+        self, dataset: Structures, batch_size: int, name: str, by_atom: Collection[str] = ()
+    ) -> Predictions:
+        """As `molflt.evaluation.predictions.infer`, compared with what was trained on."""
+        return infer(self.model, dataset, batch_size, name, self.domain, by_atom)
+
+    def uncertainties(
+        self, found: Predictions, calibration: Path | None = None
+    ) -> dict[str, _Energies]:
+        """Columns that an ensemble adds: spread_eV and, if calibrated, uncertainty_eV.
+
+        Args:
+            found: its predictions.
+            calibration: file that an evaluation of the same runs wrote; by default what is known.
+
+        Raises:
+            FileNotFoundError: if the calibration is missing.
+            ValueError: if it is damaged or that of others, or the model is no ensemble.
+        """
+        model, trained = self.model, self.trained
+        held = trained.files.get(CALIBRATION)
+        own = calibration is None and held is not None and trained.path.is_file()
+        if own and isinstance(model, EnsembleRegressor):
+            label = trained.label(CALIBRATION)
+            return calibrated(model, found, Calibration.from_json(held, label), label)
+        default = trained.path / ENSEMBLE / CALIBRATION
+        return uncertainty_of(model, found, calibration, default)
+
+
+def _opened(structures: object) -> Structures:
+    if isinstance(structures, Structures):
+        return structures
+    if isinstance(structures, str | Path):
+        return open_structures(Path(structures), skip_bad=False)
+    return StructuresInMemory(structures)
+
+
+def _pooled(tokens: NDArray[np.float32], record: Data) -> NDArray[np.float32]:
+    """Mean over the atoms that count: (atoms, dim) -> (dim,)."""
+    counted = Geometry.of_data(record).above_subsurface().numpy()
+    return cast("NDArray[np.float32]", tokens[counted].mean(axis=0))
+
+
+def _moved(dataset: Structures, i: int, displacement: NDArray[np.float32]) -> Atoms:
+    """A structure with its free atoms moved, (atoms, 3) Å; what else it holds stays."""
+    record = dataset[i]
+    own = dataset.given[i] if isinstance(dataset, StructuresInMemory) else None
+    atoms = cast("Atoms", own).copy() if hasattr(own, "get_chemical_formula") else to_atoms(record)
+    free: Tensor = ~record.fixed
+    atoms.positions += np.where(free.numpy()[:, None], displacement, 0.0).astype(float)
+    return atoms

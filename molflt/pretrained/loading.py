@@ -1,0 +1,49 @@
+"""One line from a name to a model that can be used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from molflt.files import shown
+from molflt.pretrained.energies import EnergyPredictor
+from molflt.pretrained.tokens import ImageLabeler, TextWriter
+from molflt.pretrained.trained import read_trained
+
+__all__ = ["load"]
+
+_KINDS = (EnergyPredictor, TextWriter, ImageLabeler)
+
+
+def load(
+    source: str | Path | None = None,
+    device: str = "cpu",
+    *,
+    checkpoint: str = "best",
+    also: Sequence[str | Path] = (),
+) -> EnergyPredictor | TextWriter | ImageLabeler:
+    """Loads a trained model.
+
+    Args:
+        source: the folder of a run; a model that `save_pretrained` or `molflt export` has written,
+            its folder or its model.safetensors; weights within a run; ``hf:OWNER/NAME`` on the
+            Hugging Face Hub; or one that comes with the package, by default the recommended one.
+        device: cpu, cuda, cuda:N, or auto.
+        checkpoint: of a run: best, last, or the path of a safetensors file.
+        also: further runs that make an ensemble with `source`, whose spread is an uncertainty.
+
+    Returns:
+        What predicts energies, writes text, or labels images, as the model has learned.
+
+    Raises:
+        FileNotFoundError: if there is nothing of that name.
+        ValueError: naming what is damaged, or why the Hub has given nothing.
+    """
+    trained = read_trained(source, checkpoint, device, also)
+    for kind in _KINDS:
+        if isinstance(trained.model, kind.models):
+            return kind(trained)
+    raise ValueError(
+        f"{trained.path}: a model of the recipe {shown(trained.recipe)}, which nothing here uses; "
+        "expected energies, texts or images; take molflt.training.checkpoint.load_run"
+    )

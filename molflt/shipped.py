@@ -1,0 +1,59 @@
+"""What comes with the package besides code: configurations by name, and the sample of structures.
+
+In a repository, also one that is installed as editable, these are its folders ``configs`` and
+``datasets``; in a wheel, copies of them inside of the package.
+"""
+
+from __future__ import annotations
+
+import difflib
+from importlib.resources import files
+from pathlib import Path
+
+__all__ = ["config_names", "find_config", "shipped"]
+
+_ENDING = ".yaml"
+
+
+def shipped(folder: str) -> Path:
+    """The folder ``configs`` or ``datasets`` that belongs to this package."""
+    package = Path(str(files("molflt")))
+    repository = package.parent
+    if (repository / "pyproject.toml").is_file() and (repository / folder).is_dir():
+        return repository / folder
+    return package / "shipped" / folder
+
+
+def config_names() -> list[str]:
+    """Names of the configurations that are shipped: ``demo``, ``atoms/flt``, ..."""
+    root = shipped("configs")
+    found = (path.relative_to(root).with_suffix("") for path in root.rglob(f"*{_ENDING}"))
+    return sorted(path.as_posix() for path in found)
+
+
+def find_config(name: str | Path) -> Path:
+    """The file of a configuration.
+
+    Args:
+        name: a file, or the name of a configuration that is shipped, where there is no such file.
+
+    Raises:
+        ValueError: if there is neither; says which names come close.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    names = config_names()
+    short = str(name).removeprefix("configs/").removesuffix(_ENDING)
+    if str(name) in (short, f"{short}{_ENDING}") and short in names:
+        return shipped("configs") / f"{short}{_ENDING}"
+    leaves = {known.rpartition("/")[2]: known for known in names}
+    close = difflib.get_close_matches(short, names, 1, 0.6)
+    close += [leaves[leaf] for leaf in difflib.get_close_matches(short, leaves, 1, 0.7)]
+    hint = f"; did you mean {close[0]}?" if close else ""
+    listed = ", ".join(known for known in names if "/" not in known)
+    folders = sorted({known.partition("/")[0] for known in names if "/" in known})
+    raise ValueError(
+        f"{name}: no such file; expected a YAML configuration or the name of a shipped one{hint}; "
+        f"there are {listed}, {'/..., '.join(folders)}/..."
+    )

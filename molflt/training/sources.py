@@ -1,0 +1,101 @@
+"""Where a trained model is: the folder of a run, an exported file, the Hugging Face Hub, here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from molflt.files import shown
+
+__all__ = ["HUB", "RECOMMENDED", "find", "is_trained"]
+
+HUB = "hf:"
+"""What the name of a repository on the Hugging Face Hub begins with."""
+RECOMMENDED = "game-net"
+"""The packaged model that is taken where none is named."""
+
+_WEIGHTS = Path(__file__).parents[1] / "weights"  # of the models that come with the package
+_MODEL = "model.safetensors"
+
+
+def find(source: str | Path | None, hub: Mapping[str, object] | None = None) -> Path:
+    """What a name stands for.
+
+    Args:
+        source: the folder of a run, an exported model (its folder or file), weights within a run,
+            ``hf:OWNER/NAME`` or ``hf:OWNER/NAME@REVISION``, or a model that comes with the package;
+            None is the recommended one of these.
+        hub: options of `huggingface_hub.snapshot_download`.
+
+    Returns:
+        The folder of a run, or a file of weights.
+
+    Raises:
+        FileNotFoundError: if there is nothing of that name.
+        ValueError: if the Hub does not answer, or is not installed.
+    """
+    if source is None:
+        return _packaged(RECOMMENDED)
+    name, path = str(source), Path(source)
+    if name.startswith(HUB):
+        return _fetched(name, hub or {})
+    if not path.exists() and name in _names():
+        return _packaged(name)
+    if path.is_dir() and not (path / "config.yaml").exists() and (path / _MODEL).is_file():
+        return path / _MODEL
+    return path
+
+
+def is_trained(folder: Path) -> bool:
+    """Whether it looks like the folder of a run or of an exported model."""
+    return (folder / "config.yaml").is_file() or (folder / _MODEL).is_file()
+
+
+def _names() -> list[str]:
+    return sorted(file.parent.name for file in _WEIGHTS.glob(f"*/{_MODEL}"))
+
+
+def _packaged(name: str) -> Path:
+    """Raises FileNotFoundError if this installation does not have it."""
+    path = _WEIGHTS / name / _MODEL
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no weights come with this installation ({_WEIGHTS / name}); expected a trained "
+            "model: name a run, an exported model or hf:OWNER/NAME, as in `molflt predict RUN "
+            "STRUCTURES`; `molflt train` makes a run"
+        )
+    return path
+
+
+def _fetched(name: str, options: Mapping[str, object]) -> Path:
+    """The weights of a repository, in the cache of huggingface_hub.
+
+    Raises:
+        ModuleNotFoundError: without huggingface_hub.
+        ValueError: saying why the Hub has not given them.
+    """
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise ModuleNotFoundError(
+            f"{name}: needs the package huggingface_hub; got none; run: pip install molflt[hub], "
+            "or give a folder"
+        ) from None
+    repository, _, revision = name.removeprefix(HUB).partition("@")
+    chosen = {"revision": revision or None, "allow_patterns": [_MODEL, "config.json"], **options}
+    fetch: Callable[..., str] = huggingface_hub.snapshot_download
+    try:
+        folder = fetch(repository, **chosen)
+    except Exception as error:  # of the network, in as many ways as it has
+        reason = shown((str(error).strip().splitlines() or [type(error).__name__])[0], 200)
+        raise ValueError(
+            f"{name}: not fetched from the Hugging Face Hub; expected a network, or a model that "
+            f"was fetched before; got {type(error).__name__}: {reason}; check the name, or give a "
+            "folder"
+        ) from None
+    path = Path(folder) / _MODEL
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{name}: expected {_MODEL} in this repository, as molflt export writes it; got none"
+        )
+    return path

@@ -1,0 +1,244 @@
+"""Starting a run from the weights of another: what is taken over, what is not, and its record."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from molflt.files import shown
+from molflt.training.checkpoint import _read_weights
+from molflt.training.config import read_config
+from molflt.training.source import find_source
+
+if TYPE_CHECKING:
+    from molflt.training.run_folder import RunFolder
+
+__all__ = ["Start", "read_origins"]
+
+_RECORD = "init.json"
+_MOST = 8  # names in a line; init.json has them all
+
+
+class _Origins(NamedTuple):
+    """Weights, and what they were made with."""
+
+    path: Path
+    sha256: str
+    """of the file"""
+    recipe: str | None
+    """None where only the weights are there"""
+    options: dict[str, object]
+    """of the model"""
+    files: dict[str, object]
+    """sha256 by name of what belonged to the data"""
+    weights: dict[str, Tensor]
+
+
+class _Transfer(NamedTuple):
+    """What became of each tensor."""
+
+    loaded: dict[str, Tensor]
+    new: dict[str, str]
+    """left at its initialization: why"""
+    of_data: tuple[str, ...]
+    """buffers that the new data decide"""
+    left_over: dict[str, Tensor]
+    """of the source, with no place here"""
+
+
+class Start:
+    """What a new run starts from: other weights if `init` names some, else nothing.
+
+    Args:
+        folder: of the run; one that goes on has weights of its own.
+        init: run or file.
+
+    Attributes:
+        options: of the source's model.
+
+    Raises:
+        FileNotFoundError: if a run has no best weights.
+        ValueError: if it names nothing, or the file is damaged.
+    """
+
+    def __init__(self, folder: RunFolder, init: object) -> None:
+        self.folder = folder
+        self.name = str(init)
+        goes_on = init is None or folder.checkpoint is not None
+        self._origins = None if goes_on else read_origins(self.name)
+        self.options = {} if self._origins is None else self._origins.options
+        self._done: _Transfer | None = None
+
+    def load(self, model: nn.Module, files: Mapping[str, bytes]) -> None:
+        """Loads what fits into a new model.
+
+        Args:
+            model: to load into.
+            files: of the data, by name.
+
+        Raises:
+            ValueError: if nothing fits.
+        """
+        if self._origins is not None:
+            self._done = _transfer(self._origins, model, files)
+        elif self.folder.writes:  # of a start that was killed before its first checkpoint
+            (self.folder.path / _RECORD).unlink(missing_ok=True)
+
+    def files(self, model: nn.Module) -> dict[str, bytes]:
+        """The record that the run keeps, by name."""
+        if self._origins is None or self._done is None:
+            return {}
+        return {_RECORD: _record(self.name, self._origins, self._done, model)}
+
+    def say(self, model: nn.Module, options: Mapping[str, object]) -> None:
+        """Prints what became of the weights, when the data have decided about their part.
+
+        Args:
+            model: of the run.
+            options: its options.
+        """
+        if self._origins is not None and self._done is not None:
+            lines = _report(self._origins, self._done, model, options)
+            self.folder.say(f"{self.folder.path}: {lines}")
+
+
+def read_origins(name: str) -> _Origins:
+    """Reads what `--init` names.
+
+    Raises:
+        FileNotFoundError: if a run has no best weights.
+        ValueError: if it names nothing, or the file is damaged.
+    """
+    source = find_source(name)
+    weights, options, files = _read_weights(source.weights)
+    recipe = None
+    if source.run is not None:
+        config = read_config(source.run)
+        recipe, options = config["recipe"], {**config["model"], **options}
+    for key, tensor in weights.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise ValueError(
+                f"{source.weights}: key {shown(key)}: expected finite numbers; got NaN or "
+                "infinity; start from other weights"
+            )
+    with open(source.weights, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return _Origins(source.weights, digest, recipe, options, files, weights)
+
+
+def _transfer(origins: _Origins, model: nn.Module, files: Mapping[str, bytes]) -> _Transfer:
+    """Loads the tensors that have a name and a shape of the model's, but for what is the data's.
+
+    The model's `of_data` names beginnings of these: a buffer of them, such as the normalizer, is
+    never taken over, since it is made of the new data, and parameters of them, such as the logits
+    of classes, are taken over if the data come with the same files (vocabulary, classes). All
+    other buffers are: the weights were trained with those random features, and what was seen in
+    training, such as elements, is joined by what will be.
+
+    Args:
+        origins: what to load.
+        model: to load into.
+        files: of the data, by name.
+
+    Raises:
+        ValueError: if nothing fits.
+    """
+    own, buffers = model.state_dict(), dict(model.named_buffers())
+    decided = tuple(getattr(model, "of_data", ()))
+    same = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    others = [name for name, digest in same.items() if origins.files.get(name) != digest]
+    loaded, new, of_data = {}, {}, []
+    for name, tensor in own.items():
+        there = origins.weights.get(name)
+        if name.startswith(decided) and name in buffers:
+            of_data.append(name)
+        elif there is None:
+            new[name] = "not in the source"
+        elif there.shape != tensor.shape:
+            new[name] = f"{tuple(there.shape)} in the source"
+        elif others and name.startswith(decided):
+            new[name] = f"of another {others[0]} in the source"
+        else:
+            loaded[name] = there
+    if not any(name not in buffers for name in loaded):
+        raise ValueError(
+            f"{origins.path}: none of its {len(origins.weights)} tensors has the name and the "
+            f"shape of one of this model; got {_listed(list(origins.weights))}; leave the options "
+            "of the model out, which are then the source's"
+        )
+    model.load_state_dict(loaded, strict=False)
+    left = {name: tensor for name, tensor in origins.weights.items() if name not in own}
+    return _Transfer(loaded, new, tuple(of_data), left)
+
+
+def _record(name: str, origins: _Origins, done: _Transfer, model: nn.Module) -> bytes:
+    """What init.json says: where the weights come from, and what became of each tensor."""
+    shapes = {key: list(tensor.shape) for key, tensor in model.state_dict().items()}
+    content = {
+        "source": name,
+        "weights": str(origins.path),
+        "sha256": origins.sha256,
+        "recipe": origins.recipe,
+        "loaded": {key: shapes[key] for key in done.loaded},
+        "new": {key: {"shape": shapes[key], "why": why} for key, why in done.new.items()},
+        "of_data": list(done.of_data),
+        "left_over": {key: list(tensor.shape) for key, tensor in done.left_over.items()},
+    }
+    return (json.dumps(content, indent=1) + "\n").encode()
+
+
+def _report(
+    origins: _Origins, done: _Transfer, model: nn.Module, options: Mapping[str, object]
+) -> str:
+    """Lines about what was loaded, is new, is the data's, and was left over, by name and size.
+
+    Args:
+        origins: what was loaded from.
+        done: what became of it.
+        model: with what the data decide.
+        options: of the model.
+    """
+    own = model.state_dict()
+    parts = {name: tensor for name, tensor in own.items() if name in done.loaded}
+    lines = [f"starts from {origins.path} (sha256 {origins.sha256[:12]})"]
+    lines.append(
+        f"loaded     {len(parts)} of {len(own)} tensors, {_numbers(parts.values()):,}"
+        f" of {_numbers(own.values()):,} numbers"
+    )
+    new = [f"{name} {tuple(own[name].shape)}, {why}" for name, why in done.new.items()]
+    lines += [f"new        {_listed(new, '; ')}"] if new else []
+    frozen = [n for n, p in model.named_parameters() if n in done.new and not p.requires_grad]
+    lines += [f"and frozen {_listed(frozen)}: stays random"] if frozen else []
+    data = [_of_data(name, own[name], origins.weights.get(name)) for name in done.of_data]
+    lines += [f"of data    {'; '.join(data)}"] if data else []
+    left = [f"{name} {tuple(tensor.shape)}" for name, tensor in done.left_over.items()]
+    lines += [f"left over  {_listed(left)}"] if left else []
+    unlike = [
+        f"{name} {shown(options[name])}, {shown(was)} in the source"
+        for name, was in origins.options.items()
+        if name in options and options[name] != was
+    ]
+    lines += [f"unlike     {_listed(unlike, '; ')}"] if unlike else []
+    return "\n  ".join(lines)
+
+
+def _of_data(name: str, now: Tensor, was: Tensor | None) -> str:
+    if was is None or now.numel() != 1 or was.numel() != 1:
+        return name
+    return f"{name} {float(now):.6g}, {float(was):.6g} in the source"
+
+
+def _numbers(tensors: Iterable[Tensor]) -> int:
+    return sum(math.prod(tensor.shape) for tensor in tensors)
+
+
+def _listed(names: list[str], separator: str = ", ") -> str:
+    more = f"{separator}and {len(names) - _MOST} more" if len(names) > _MOST else ""
+    return separator.join(names[:_MOST]) + more

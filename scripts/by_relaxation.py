@@ -1,0 +1,150 @@
+"""IS2RE twice: by direct prediction, and by relaxing with a potential; errors and cost in a table.
+
+    molflt data make DATA --calculator emt --frames
+    python scripts/by_relaxation.py DATA --direct runs/is2re --potential runs/potential \\
+        --out runs/by-relaxation --count 200
+
+The potential is one of the total energies in DATA/frames/SPLIT.extxyz. A total energy becomes an
+adsorption energy by what clean slab and molecules take, which is the difference of both labels of a
+system. Writes by_relaxation.md and .csv, and a line per system as soon as it is relaxed; started
+again, it goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import ase.io
+import numpy as np
+from kit.rows import Row, Rows, markdown, write_csv
+from kit.words import parsed
+
+import molflt
+from molflt.data.structures import Structures, open_dataset
+from molflt.data.structures.in_memory import to_atoms
+from molflt.data.structures.splits import split_path
+from molflt.evaluation.predictions import infer
+from molflt.evaluation.relaxation import relax_atoms
+from molflt.evaluation.structures import adwt, position_error
+from molflt.files import write_atomically
+from molflt.training.checkpoint import load_run
+
+RELAXED = "relaxed.jsonl"
+
+
+def offsets(frames: Path, dataset: Structures) -> dict[int, float]:
+    """Total energy minus adsorption energy of each system, eV, by sid: its last frame counts.
+
+    Raises:
+        FileNotFoundError: if there are no frames.
+        ValueError: if a system has none.
+    """
+    if not frames.is_file():
+        raise FileNotFoundError(f"{frames}: no such file; make it with molflt data make --frames")
+    totals = {
+        int(atoms.info["sid"]): float(atoms.get_potential_energy())
+        for atoms in ase.io.iread(frames, index=":")
+    }
+    missing = [int(record.sid) for record in dataset if int(record.sid) not in totals]
+    if missing:
+        raise ValueError(f"{frames}: no frame of sid {missing[0]} ({len(missing)} such)")
+    return {int(r.sid): totals[int(r.sid)] - float(r.y_relaxed) for r in dataset}
+
+
+def relax_all(
+    dataset: Structures, some: range, own: Mapping[int, float], options: argparse.Namespace
+) -> Rows:
+    """A row per system: those of earlier starts from their file, the others as they come."""
+    path = options.out / RELAXED
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows: Rows = [json.loads(line) for line in lines if line.endswith("}")]
+    known = {row["sid"] for row in rows}
+    calculator = molflt.Calculator(options.potential, device="cpu")
+    for index in some:
+        record = dataset[index]
+        sid = int(record.sid)
+        if sid in known:
+            continue
+        found = relax_atoms(to_atoms(record), calculator, fmax=options.fmax, steps=options.steps)
+        row: Row = {
+            "sid": sid,
+            "error": found.after - own[sid] - float(record.y_relaxed),
+            "position": position_error(found.atoms.positions, record),
+            "seconds": found.seconds,
+            "steps": found.steps,
+            "converged": found.converged,
+        }
+        rows.append(row)
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    return [row for row in rows if row["sid"] in {int(dataset[i].sid) for i in some}]
+
+
+class Part(Structures):
+    """The first structures of a source."""
+
+    def __init__(self, source: Structures, some: range) -> None:
+        super().__init__(source.path)
+        self.source, self.some = source, some
+
+    def __len__(self) -> int:
+        return len(self.some)
+
+    def __getitem__(self, index: int):  # type: ignore[no-untyped-def]
+        return self.source[self.some[index]]
+
+    @property
+    def natoms(self) -> np.ndarray:
+        return self.source.natoms[list(self.some)]
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("data", type=Path)
+    for name in ("direct", "potential", "out"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--split", default="val_id")
+    for name, count in (("count", 200), ("steps", 200)):
+        parser.add_argument(f"--{name}", type=int, default=count)
+    parser.add_argument("--fmax", type=float, default=0.05)
+    options = parsed(parser, words)
+    options.out.mkdir(parents=True, exist_ok=True)
+    dataset = open_dataset(split_path(options.data, options.split))
+    own = offsets(options.data / "frames" / f"{options.split}.extxyz", dataset)
+    some = range(min(options.count, len(dataset)))
+    model, _ = load_run(options.direct)
+    began = time.perf_counter()
+    direct = infer(model, Part(dataset, some), 32, options.split)
+    seconds = time.perf_counter() - began
+    rows = relax_all(dataset, some, own, options)
+    errors = np.array([row["error"] for row in rows])
+    found: Rows = [
+        {
+            "way": "direct",
+            "mae_eV": np.abs(direct.energy - direct.target).mean(),
+            "adwt_percent": None,
+            "s_per_system": seconds / len(some),
+            "converged": None,
+        },
+        {
+            "way": "relaxation",
+            "mae_eV": np.abs(errors).mean(),
+            "adwt_percent": adwt(np.array([row["position"] for row in rows])),
+            "s_per_system": np.mean([row["seconds"] for row in rows]),
+            "converged": f"{sum(row['converged'] for row in rows)} of {len(rows)}",
+        },
+    ]
+    write_csv(options.out / "by_relaxation.csv", found)
+    cells = ([f"{x:.4g}" if isinstance(x, float) else x for x in row.values()] for row in found)
+    text = markdown(found[0], cells)
+    write_atomically(options.out / "by_relaxation.md", text.encode())
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

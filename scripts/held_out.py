@@ -1,0 +1,189 @@
+"""Families of molecules and metals that training does not have: all of GAME-Net's, in turn.
+
+    python scripts/held_out.py datasets/game-net/FG_dataset_lite.tar.xz \\
+        --data datasets/game-net/held-out --config configs/game-net.yaml --out runs/held-out \\
+        --seeds 0 1 2 --jobs 2
+
+Families and metals are dealt to groups by the alphabet; each training lacks one group's
+families and metals, so that every system is once of a family, and once of a metal, that is new.
+Kernel ridge and the training median are fitted to the same systems. Writes held_out.md and .csv (a
+line per system and model). Started again, it goes on where it was stopped and repeats nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from compare import INTERRUPTED, job_of, prepare, work_all
+from folds import read_energies
+from kit.rows import Row, Rows, markdown, mean_sd, names, pick, write_csv
+from kit.words import parsed
+from peers_kit.models import FITS, load
+
+from molflt.data.structures import open_dataset
+from molflt.data.structures.convert import convert
+from molflt.data.structures.game_net import GameNet
+from molflt.data.structures.splits import VAL_SPLITS, split_path
+from molflt.data.structures.systems import SYSTEMS, read_systems
+from molflt.metrics import EWT_THRESHOLD
+
+Energies = dict[str, dict[int, tuple[float, float]]]  # split -> sid -> (energy, label), eV
+
+OURS = "molflt"
+NEW = {"val_ood_ads": "family", "val_ood_cat": "metal"}  # split -> what is new in it
+
+
+def make_groups(archive: Path, data: Path, groups: int) -> list[Path]:
+    """Folders of stores, one per group, each with all systems; those that exist are kept.
+
+    Raises:
+        FileNotFoundError: if there is no archive.
+        ValueError: if it is another one, or has too few families or metals.
+    """
+    folders = [data / f"{i}-of-{groups}" for i in range(groups)]
+    missing = {i for i, folder in enumerate(folders) if not (folder / SYSTEMS).exists()}
+    if not missing:
+        return folders
+    systems = GameNet(archive).systems
+    kinds = [sorted({getattr(system, kind) for system in systems}) for kind in NEW.values()]
+    most = min(map(len, kinds))
+    if not 2 <= groups <= most:
+        raise ValueError(f"--groups: expected 2 to {most}, as each needs both; got {groups}")
+    for i in missing:
+        held = [name for every in kinds for name in every[i::groups]]
+        convert(archive, folders[i], hold_out=held)
+    return folders
+
+
+def rows_of(folder: Path, model: str, seed: int, found: Energies) -> Rows:
+    """A row per system."""
+    systems = read_systems(folder)
+    return [
+        {
+            **{"model": model, "seed": seed, "group": folder.name, "split": split},
+            **systems[sid]._asdict(),
+            **{"energy_eV": energy, "target_eV": target, "error_eV": abs(energy - target)},
+        }
+        for split, energies in found.items()
+        for sid, (energy, target) in energies.items()
+    ]
+
+
+def fits(folder: Path) -> Iterator[Row]:
+    """Rows of models that are fitted at once."""
+    train = open_dataset(split_path(folder, "train"))
+    for name, place in FITS.items():
+        model = load(place)(seed=0)
+        model.fit(train)
+        found: Energies = {}
+        for path in filter(Path.exists, (folder / f"{split}.safetensors" for split in VAL_SPLITS)):
+            dataset = open_dataset(path)
+            sids = (dataset[index].sid for index in range(len(dataset)))
+            pairs = zip(model.predict(dataset), dataset.y_relaxed, strict=True)
+            found[path.stem] = dict(zip(sids, pairs, strict=True))
+        yield from rows_of(folder, name, 0, found)
+
+
+def table(rows: Rows) -> str:
+    """A line per model; means and spread over seeds of what all groups together say."""
+    splits = [split for split in VAL_SPLITS if split in names(rows, "split")]
+    head = ["model", "seeds", *(f"{split} MAE, eV" for split in splits)]
+    head += [f"{split} EwT, %" for split in splits]
+    lines = []
+    for model in names(rows, "model"):
+        own = pick(rows, model=model)
+        seeds = names(own, "seed")
+        by_seed = [[pick(own, seed=seed, split=split) for seed in seeds] for split in splits]
+        maes = [[float(np.mean([row["error_eV"] for row in r])) for r in each] for each in by_seed]
+        within = [
+            [100 * float(np.mean([row["error_eV"] < EWT_THRESHOLD for row in r])) for r in each]
+            for each in by_seed
+        ]
+        cells = [*(mean_sd(values, 4) for values in maes), *(mean_sd(v, 1) for v in within)]
+        lines.append([model, len(seeds), *cells])
+    return markdown(head, lines)
+
+
+def by_group(rows: Rows, split: str) -> str:
+    """Error of each family or metal while it is new, a column per model, over all seeds."""
+    kind, models = NEW[split], names(rows, "model")
+    lines = []
+    for name in sorted(names(pick(rows, split=split), kind)):
+        own = pick(rows, split=split, **{kind: name})
+        parts = [[row["error_eV"] for row in pick(own, model=model)] for model in models]
+        count = len({row["sid"] for row in own})
+        lines.append([name, count, *(f"{np.mean(part):.3f}" for part in parts)])
+    return markdown([f"new {kind}", "systems", *(f"{m}, MAE, eV" for m in models)], lines)
+
+
+def write(out: Path, folders: list[Path], seeds: list[int]) -> None:
+    """Writes and prints what all finished trainings together say."""
+    done = {
+        seed: [folder for folder in folders if (_run(out, folder, seed) / "results.json").exists()]
+        for seed in seeds
+    }
+    whole = [seed for seed, own in done.items() if own == folders]
+    if not whole:
+        print(f"no seed has all {len(folders)} groups yet")
+        return
+    rows: Rows = []
+    for folder in folders:
+        for seed in whole:
+            run = _run(out, folder, seed)
+            found = {split: read_energies(run, split) for split in VAL_SPLITS}
+            rows += rows_of(folder, OURS, seed, found)
+        rows += fits(folder)
+    text = "\n\n".join([table(rows), *(by_group(rows, split) for split in NEW)])
+    (out / "held_out.md").write_text(f"{text}\n")
+    write_csv(out / "held_out.csv", rows)
+    print(text)
+
+
+def _run(out: Path, folder: Path, seed: int) -> Path:
+    return out / folder.name / f"seed{seed}"
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """Options of the script; what follows -- goes to every training."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("archive", type=Path, help="FG_dataset_lite.tar.xz")
+    parser.add_argument("--groups", type=int, default=5)
+    parser.add_argument("--data", type=Path, default=Path("datasets/game-net/held-out"))
+    parser.add_argument("--config", type=Path, default=Path("configs/game-net.yaml"))
+    parser.add_argument("--out", type=Path, default=Path("runs/held-out"))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=1, help="trainings at the same time")
+    parser.add_argument("--threads", type=int, default=1, help="of each training")
+    return parsed(parser, words)
+
+
+def main(words: list[str] | None = None) -> int:
+    """Runs what is not finished; returns 1 if a run failed."""
+    options = parse(words)
+    try:
+        folders = make_groups(options.archive, options.data, options.groups)
+        jobs = {}
+        for seed in options.seeds:
+            for folder in folders:
+                job = job_of(options, str(options.config), seed)
+                job["words"] = [*job["words"], f"--data.root={folder}"]
+                jobs[_run(options.out, folder, seed)] = job
+        for run, job in jobs.items():
+            prepare(run, job)
+    except (ValueError, OSError) as error:
+        print(f"held_out.py: error: {error}", file=sys.stderr)
+        return 2
+    code = work_all(jobs, options.jobs, options.threads)
+    if code != INTERRUPTED:
+        write(options.out, folders, options.seeds)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""What a training set held, and what is said of structures that lie outside of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_run import structures
+
+from molflt.data.structures import open_dataset
+from molflt.data.structures.datamodule import IS2REData
+from molflt.data.structures.domain import Domain
+from molflt.data.structures.in_memory import StructuresInMemory
+from molflt.data.structures.records import make_record
+from molflt.data.structures.store import write_store
+
+CELL = np.diag([8.0, 8.0, 20.0])
+
+
+def record(slab: str, adsorbate: str = "", tags: bool = True, pbc=(1, 1, 1), **more):
+    """Atoms in a row, those of the slab first; symbols are one letter each."""
+    numbers = [{"H": 1, "C": 6, "N": 7, "O": 8, "K": 19}[one] for one in slab + adsorbate]
+    pos = np.arange(3 * len(numbers)).reshape(-1, 3) * 0.5
+    own = [1] * len(slab) + [2] * len(adsorbate)
+    return make_record(
+        pos=pos, atomic_numbers=numbers, cell=CELL if any(pbc) else None, pbc=pbc,
+        tags=own if tags else None, **more,
+    )  # fmt: skip
+
+
+def domain(*records) -> Domain:
+    return Domain.of(StructuresInMemory(list(records)))
+
+
+TRAINED = domain(record("KKKK", "HO", y_relaxed=-1.0), record("KKKKK", "HOO", y_relaxed=0.5))
+
+
+def test_it_says_what_there_is() -> None:
+    own = TRAINED.to_json()
+    assert own["systems"] == 2 and own["atoms"] == [6, 8]
+    assert own["elements"] == {"slab": ["K"], "adsorbate": ["H", "O"], "untagged": []}
+    assert own["slab_atoms"] == [4, 5] and own["adsorbate_atoms"] == [2, 3]
+    assert own["periodic"] == ["xyz"] and own["kind"] == "adsorption"
+    assert own["energy_eV"] == [-1.0, 0.5] and own["relaxed"] == own["untagged"] == 0
+    assert TRAINED.describe() == "2 systems of K with H, O; 6 to 8 atoms, 2 to 3 of them adsorbate"
+
+
+@pytest.mark.parametrize(
+    ("structure", "reasons"),
+    [
+        (record("KKKK", "HO"), []),
+        (record("KKKKN", "HO"), ["N not in training"]),
+        (record("KKKKO", "HO"), ["O in the slab, trained on in adsorbates alone"]),
+        (record("KKKK", "KO"), ["K in the adsorbate, trained on in slabs alone"]),
+        (record("KKK", "HO"), ["atoms: 5, trained on 6 to 8"]),
+        (record("KKKKKKK", "HO"), ["atoms: 9, trained on 6 to 8"]),
+        (record("KKKK", "HHHO"), ["adsorbate atoms: 4, trained on 2 to 3"]),
+        (record("KKKKKK"), ["no adsorbate (tag 2)"]),
+        (record("", "HHOOOH"), ["no slab (tags 0 and 1)", "adsorbate atoms: 6, trained on 2 to 3"]),
+        (record("KKKK", "HO", tags=False), ["no tags, which training had"]),
+        (record("KKKK", "HO", pbc=(1, 1, 0)),
+         ["periodic along x, y, trained on periodic along x, y, z"]),
+        (record("KKKK", "HO", pbc=(0, 0, 0)), ["not periodic, trained on periodic along x, y, z"]),
+    ],
+    ids=lambda value: "+".join(value)[:30] if isinstance(value, list) else "",
+)  # fmt: skip
+def test_each_way_to_lie_outside_has_its_reason(structure, reasons: list[str]) -> None:
+    assert TRAINED.outside(structure) == reasons
+
+
+def test_what_training_had_is_inside() -> None:
+    records = [record("KKKK", tags=False), record("KKKK", "HO"), record("CCCC", pbc=(0, 0, 0))]
+    own = domain(*records)
+    assert [own.outside(one) for one in records] == [[], [], []]
+    assert own.outside(record("CCCC", "OK")) == []  # seen without tags, so in any part
+    assert own.untagged == 1 and own.to_json()["periodic"] == ["", "xyz"]
+
+
+def test_it_comes_back_from_its_file(tmp_path: Path) -> None:
+    write_store(tmp_path / "train.safetensors", structures(9))
+    write_store(tmp_path / "val_id.safetensors", structures(3, seed=1))
+    (content,) = IS2REData(tmp_path).files().values()
+    own = Domain.of(open_dataset(tmp_path / "train.safetensors"))
+    assert Domain.from_json(json.loads(content), "domain.json") == own
+    assert own.relaxed == own.systems == 9
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("systems", -1), ("systems", True), ("systems", 10**30), ("atoms", [3, 2]),
+        ("atoms", None), ("atoms", [1, 2, 3]), ("slab_atoms", "x"), ("elements", {"slab": ["Cu"]}),
+        ("elements", {"slab": ["Xx"], "adsorbate": [], "untagged": []}), ("periodic", ["xx"]),
+        ("kind", "huge"), ("kind", []), ("energy_eV", [float("nan"), 1.0]), ("energy_eV", 3),
+        ("relaxed", None), ("untagged", 1.5),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_is_named_with_its_key(key: str, value: object) -> None:
+    content = {**TRAINED.to_json(), key: value}
+    with pytest.raises(ValueError, match=rf"^run/domain\.json: key {key}: expected .*; got "):
+        Domain.from_json(content, "run/domain.json")
+    if key != "energy_eV":  # without labels there is none
+        del content[key]
+        with pytest.raises(ValueError, match=rf"key {key}: .*got no such key"):
+            Domain.from_json(content, "run/domain.json")

@@ -1,0 +1,84 @@
+"""Structures that are in memory already: ASE's, PyG's, and lists of both."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from ase import Atoms
+from ase.build import molecule
+from ase.constraints import FixAtoms
+from ase.io import write
+from tiny_run import structures
+from torch_geometric.data import Batch, Data
+
+from molflt.data.structures import open_dataset
+from molflt.data.structures.in_memory import StructuresInMemory, is_one, to_atoms
+
+WATER = molecule("H2O")
+
+
+def test_atoms_are_read_as_from_their_file(tmp_path) -> None:
+    slab = Atoms("Cu3O", positions=np.eye(4, 3) * 2.5, cell=[8, 8, 20], pbc=True)
+    slab.set_tags([0, 1, 1, 2])
+    slab.set_constraint(FixAtoms(indices=[0]))
+    slab.info["sid"] = 7
+    write(tmp_path / "in.traj", [slab, WATER])
+    for own, read in zip(
+        StructuresInMemory([slab, WATER]), open_dataset(tmp_path / "in.traj"), strict=True
+    ):
+        for key in ("pos", "atomic_numbers", "cell", "pbc", "tags", "fixed", "sid", "natoms"):
+            assert torch.equal(torch.as_tensor(own[key]), torch.as_tensor(read[key])), key
+    back = to_atoms(StructuresInMemory(slab)[0])
+    assert back.info == {"sid": 7} and (back.get_tags() == slab.get_tags()).all()
+    assert (back.constraints[0].get_indices() == [0]).all()
+    np.testing.assert_allclose(back.positions, slab.positions, atol=1e-6)
+
+
+def test_batches_lists_and_data_sets_are_the_same() -> None:
+    records = list(structures(3))
+    for given in (
+        records,
+        tuple(records),
+        Batch.from_data_list(records),
+        [Batch.from_data_list(records[:2]), records[2]],
+        StructuresInMemory(records),
+    ):
+        own = StructuresInMemory(given)
+        assert own.natoms.tolist() == [one.natoms for one in records]
+        for one, record in zip(own, records, strict=True):
+            assert torch.equal(one.pos, record.pos) and one.sid == record.sid
+            assert torch.equal(one.y_relaxed, record.y_relaxed)
+
+
+def test_pyg_data_of_others() -> None:
+    data = Data(pos=torch.rand(2, 3, dtype=torch.float64), z=torch.tensor([1, 1]))
+    own = StructuresInMemory(data)[0]
+    assert own.atomic_numbers.tolist() == [1, 1] and not own.pbc.any()
+    assert own.pos.dtype == torch.float32 and torch.isnan(own.y_relaxed).all()
+    data.y_relaxed = torch.tensor([float("nan")])  # an unknown label is none
+    assert len(StructuresInMemory([data])) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "structures: none given; expected ase.Atoms"),
+        (3, "structures: expected ase.Atoms, PyG's Data or Batch, .*; got int"),
+        ({"pos": 1}, "got dict"),
+        ([WATER, "x"], "structure 1: expected ase.Atoms, .*; got str"),
+        (np.zeros((3, 3)), "got ndarray"),
+        ([WATER, Data(pos=torch.rand(2, 3))], "structure 1: expected pos, .*; got pos"),
+        ([WATER, Atoms("H", positions=[[np.nan] * 3])], "structure 1: .*pos must be finite"),
+    ],
+)
+def test_what_is_no_structure_gets_one_line(given: object, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message) as caught:
+        StructuresInMemory(given)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_one_structure_is_told_from_several() -> None:
+    (record,) = structures(1)
+    assert is_one(WATER) and is_one(record)
+    assert not any(map(is_one, ([WATER], Batch.from_data_list([record]), "in.xyz", None)))

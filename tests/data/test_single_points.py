@@ -1,0 +1,214 @@
+"""Energies, forces and stress at the positions: read, kept, counted, and in the right units."""
+
+from __future__ import annotations
+
+import lzma
+from pathlib import Path
+
+import ase.db
+import ase.io
+import numpy as np
+import pytest
+import torch
+from ase import Atoms
+from ase.build import bulk
+from ase.calculators.emt import EMT
+from ase.calculators.singlepoint import SinglePointCalculator
+from data.oc20_files import old_record, write_lmdb
+
+from molflt.commands.cli import main
+from molflt.data.structures import open_dataset
+from molflt.data.structures.force_units import energy_unit_fault, force_unit_fault
+from molflt.data.structures.potential_data import PotentialData, SinglePoints
+from molflt.data.structures.records import make_record
+
+MD = Path(__file__).resolve().parents[3] / "shared" / "data" / "md_botnet"
+
+
+def copper(count=12, seed=0):
+    """Rattled crystals of 4 atoms with EMT's labels."""
+    draw = np.random.default_rng(seed)
+    frames = []
+    for _ in range(count):
+        atoms = bulk("Cu", cubic=True)
+        atoms.positions += draw.normal(scale=0.05, size=(4, 3))
+        atoms.calc = EMT()
+        energy, forces = atoms.get_potential_energy(), atoms.get_forces()
+        stress = atoms.get_stress()
+        atoms.calc = SinglePointCalculator(atoms, energy=energy, forces=forces, stress=stress)
+        frames.append(atoms)
+    return frames
+
+
+def bare(atoms: Atoms, **labels) -> Atoms:
+    """The structure with arrays and info of these names instead of a calculator."""
+    out = atoms.copy()
+    for name, value in labels.items():
+        store = out.arrays if np.shape(value) == (len(atoms), 3) else out.info
+        store[name] = value
+    return out
+
+
+@pytest.mark.parametrize("name", ["a.extxyz", "a.traj", "a.db"])
+def test_what_calculators_stored(tmp_path, name):
+    frames = copper(2)
+    if name.endswith("db"):
+        with ase.db.connect(tmp_path / name) as database:
+            for atoms in frames:
+                database.write(atoms)
+    else:
+        ase.io.write(tmp_path / name, frames)
+    for record, atoms in zip(open_dataset(tmp_path / name), frames, strict=True):
+        assert float(record.energy) == pytest.approx(atoms.calc.results["energy"], abs=1e-6)
+        np.testing.assert_allclose(record.forces, atoms.get_forces(), atol=1e-6)
+        np.testing.assert_allclose(record.stress[0], atoms.get_stress(voigt=False), atol=1e-7)
+
+
+def test_other_names(tmp_path):
+    atoms = copper(1)[0]
+    energy, forces = atoms.get_potential_energy(), atoms.get_forces()
+    stress = atoms.get_stress(voigt=False)
+    mace = bare(atoms, REF_energy=energy, REF_forces=forces, REF_stress=stress)
+    own = bare(atoms, energy=energy, dft=forces, virials=stress)
+    for count, frame in enumerate((mace, own)):
+        ase.io.write(tmp_path / f"{count}.extxyz", frame)
+    record = open_dataset(tmp_path / "0.extxyz")[0]
+    assert float(record.energy) == pytest.approx(energy, abs=1e-6)
+    np.testing.assert_allclose(record.forces, forces, atol=1e-6)
+    np.testing.assert_allclose(record.stress[0], stress, atol=1e-6)
+    assert bool(open_dataset(tmp_path / "1.extxyz")[0].forces.isnan().all())
+    ase.io.write(tmp_path / "train.extxyz", own)
+    named = PotentialData(tmp_path, "dft", "virials", val_split="train")
+    named.setup()
+    assert named.describe()[0].endswith("forces in all, stress in all")
+    with pytest.raises(ValueError, match=r"train\.extxyz: none of 1 structures has forces.*key"):
+        PotentialData(tmp_path, val_split="train").setup()
+
+
+def test_stores_keep_them_and_do_without(tmp_path):
+    frames = copper(3)
+    del frames[1].calc.results["forces"], frames[2].calc.results["stress"]
+    ase.io.write(tmp_path / "a.traj", frames)
+    store = tmp_path / "a.safetensors"
+    assert main(["data", "convert", str(tmp_path / "a.traj"), str(store)]) == 0
+    for a, b in zip(open_dataset(tmp_path / "a.traj"), open_dataset(store), strict=True):
+        for name in ("energy", "forces", "stress"):
+            torch.testing.assert_close(a[name], b[name], rtol=0, atol=0, equal_nan=True)
+    maps = open_dataset(store)._open()
+    assert {"energy", "forces", "stress"} < maps.keys() and "pos_relaxed" not in maps
+    plain = tmp_path / "b.safetensors"
+    ase.io.write(tmp_path / "b.traj", [atoms.copy() for atoms in frames])
+    assert main(["data", "convert", str(tmp_path / "b.traj"), str(plain)]) == 0
+    assert not {"energy", "forces", "stress"} & open_dataset(plain)._open().keys()
+    assert bool(open_dataset(plain)[0].forces.isnan().all())
+    with pytest.raises(
+        ValueError, match=r"forces_key=dft is for files that ASE reads; got a compact store"
+    ):
+        PotentialData(_folder(tmp_path, store), "dft", val_split="train").setup()
+
+
+def _folder(path: Path, store: Path) -> Path:
+    (path / "folder").mkdir()
+    store.rename(path / "folder" / "train.safetensors")
+    return path / "folder"
+
+
+def test_s2ef_files(tmp_path):
+    forces = torch.arange(21.0).reshape(7, 3) / 10
+    y = {"y": -3.5, "force": forces, "y_relaxed": None, "y_init": None, "pos_relaxed": None}
+    path = write_lmdb(tmp_path / "train.lmdb", {str(i): old_record(i, **y) for i in range(2)})
+    record = open_dataset(path)[0]
+    assert float(record.energy) == -3.5 and torch.equal(record.forces, forces)
+    data = PotentialData(tmp_path, val_split="train", check_units=False)
+    data.setup()
+    assert data.force_scale() == pytest.approx(float(forces.square().mean().sqrt()))
+    # some IS2RE files have forces, too, of an energy that nobody says
+    alone = write_lmdb(tmp_path / "b.lmdb", {"0": old_record(0, force=forces)})
+    assert bool(open_dataset(alone)[0].forces.isnan().all())
+
+
+def test_relaxed_energies_are_not_those_of_the_positions(tmp_path):
+    atoms = copper(1)[0]
+    atoms.arrays["pos_relaxed"] = atoms.positions + 0.1
+    ase.io.write(tmp_path / "train.extxyz", atoms)
+    record = open_dataset(tmp_path / "train.extxyz")[0]
+    assert bool(record.energy.isnan()) and bool(record.y_relaxed.isfinite())
+    with pytest.raises(ValueError, match=r"none of 1 structures has an energy at its positions"):
+        PotentialData(tmp_path, val_split="train").setup()
+
+
+def test_missing_labels_are_counted_and_left_out(tmp_path):
+    frames = copper(6)
+    del frames[1].calc.results["forces"]
+    frames[4].calc = None
+    ase.io.write(tmp_path / "train.traj", frames)
+    data = PotentialData(tmp_path, val_split="train")
+    data.setup()
+    points = data.datasets["train"]
+    assert isinstance(points, SinglePoints) and len(points) == 5
+    assert "train 5 systems (20 atoms), forces in 4, stress in all" in data.describe()[0]
+    assert "1 without energy left out" in data.describe()[0]
+    known = np.concatenate([frames[i].get_forces() for i in (0, 2, 3, 5)])
+    assert data.force_scale() == pytest.approx(np.sqrt((known**2).mean()), rel=1e-6)
+    assert [int(points[i].sid) for i in range(5)] == [0, 1, 2, 3, 5]
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ({"forces": np.zeros((3, 3))}, r"forces must be \(2, 3\) in eV/Å; got shape \(3, 3\)"),
+        (
+            {"forces": [[0, 0, 0], [0, np.inf, 0]]},
+            r"forces must be finite, in eV/Å; got .*inf.* for atom 1",
+        ),
+        ({"stress": [1.0, 2.0]}, r"stress must be finite, .* got shape \(2,\)"),
+        ({"energy": np.nan}, "energy must be a finite energy in eV; got nan"),
+    ],
+)
+def test_wrong_labels_are_named(labels, message):
+    with pytest.raises(ValueError, match="sid 7: " + message):
+        make_record(pos=[[0, 0, 0], [1, 0, 0]], atomic_numbers=[1, 1], sid=7, **labels)
+
+
+def test_voigt_order():
+    record = make_record(pos=[[0, 0, 0]], atomic_numbers=[1], stress=[1, 2, 3, 4, 5, 6])
+    assert record.stress[0].tolist() == [[1, 6, 5], [6, 2, 4], [5, 4, 3]]
+
+
+@pytest.mark.parametrize(
+    ("factor", "said"),
+    [
+        (1.0, ""),
+        (23.0605, "kcal/mol/Å"),
+        (96.485, "kJ/mol/Å"),
+        (1 / 51.422, "Hartree/bohr"),
+        (1000.0, "meV/Å"),
+        (-1.0, "gradients, minus the forces"),
+    ],
+)
+def test_units_of_forces_are_seen_in_energies(tmp_path, factor, said):
+    frames = copper(30)
+    for atoms in frames:
+        atoms.calc.results["forces"] *= factor
+    ase.io.write(tmp_path / "train.traj", frames)
+    records = list(open_dataset(tmp_path / "train.traj"))
+    found = force_unit_fault(records)
+    assert found.startswith(f"forces look like {said}: between") if said else not found
+    if said:
+        with pytest.raises(ValueError, match=r"forces look like .* --data\.check_units"):
+            PotentialData(tmp_path, val_split="train").setup()
+        PotentialData(tmp_path, val_split="train", check_units=False).setup()
+
+
+def test_units_of_energies_are_seen_where_no_atom_has_so_much():
+    ethanol = np.zeros((1, 119))
+    ethanol[0, [1, 6, 8]] = 6, 2, 1
+    assert not energy_unit_fault(np.array([-4209.5]), ethanol)
+    assert "times what all electrons" in energy_unit_fault(np.array([-97080.0]), ethanol)
+
+
+@pytest.mark.skipif(not MD.is_dir(), reason="no molecular dynamics sets beside the checkout")
+def test_a_published_set_is_in_its_units(tmp_path):
+    with lzma.open(MD / "ethanol_train.xyz.xz") as packed:
+        (tmp_path / "train.xyz").write_bytes(packed.read())
+    PotentialData(tmp_path, val_split="train").setup()

@@ -1,0 +1,243 @@
+"""The potential: smooth, extensive, exactly periodic; forces and stress are its derivatives."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from ase import Atoms
+from ase.build import add_adsorbate, bulk, fcc111, molecule
+from scipy.spatial.transform import Rotation
+from torch_geometric.data import Batch, Data
+
+from molflt.atoms import Tag
+from molflt.graph.periodic import Reciprocal
+from molflt.graph.potential import Potential
+
+
+@pytest.fixture(autouse=True)
+def double():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def potential(**options) -> Potential:
+    torch.manual_seed(1)
+    sizes = {"dim": 16, "heads": 2, "layers": 2, "ffn_dim": 16, "num_features": 8}
+    model = Potential(**{**sizes, "radial_basis": 4, **options})
+    model.element_energies[:] = torch.linspace(-9, 0, 119, dtype=torch.float64)
+    return model.double().eval()
+
+
+def data(atoms: Atoms, **more) -> Data:
+    return Data(
+        pos=torch.tensor(atoms.positions),
+        atomic_numbers=torch.tensor(atoms.numbers),
+        cell=torch.tensor(atoms.cell.array)[None],
+        pbc=torch.tensor(atoms.pbc)[None],
+        **more,
+    )
+
+
+def ethanol() -> Atoms:
+    atoms = molecule("CH3CH2OH")
+    atoms.rattle(0.05, seed=1)
+    return atoms
+
+
+def slab(pbc=(True, True, False)) -> Atoms:
+    atoms = fcc111("Cu", (2, 2, 2), vacuum=5.0)
+    add_adsorbate(atoms, "O", 1.5, "fcc")
+    atoms.pbc = pbc
+    return atoms
+
+
+def salt() -> Atoms:
+    atoms = bulk("NaCl", "rocksalt", 5.2)
+    atoms.set_cell(atoms.cell.array + np.diag([0.2, -0.1, 0.05]), scale_atoms=True)
+    atoms.rattle(0.1, seed=2)
+    return atoms
+
+
+def forces_along(model: torch.nn.Module, atoms: Atoms, step: np.ndarray, count: int) -> np.ndarray:
+    """-dE/dt of atoms + t step for `count` times t from 0 to 1."""
+    batch = Batch.from_data_list([data(atoms) for _ in range(count)])
+    batch.pos = batch.pos.reshape(count, -1, 3)
+    batch.pos = batch.pos + torch.linspace(0, 1, count)[:, None, None] * torch.tensor(step)
+    batch.pos = batch.pos.flatten(0, 1)
+    frames = batch.to_data_list()
+    found = [model(Batch.from_data_list(frames[i : i + 101])) for i in range(0, count, 101)]
+    forces = torch.cat([out["forces"] for out in found]).reshape(count, -1, 3)
+    return (forces.numpy() * step).sum(axis=(1, 2))
+
+
+def kink(forces: np.ndarray) -> float:
+    """Largest second difference, over that of every second place: 1/4 if smooth, 1 of a kink."""
+    return np.abs(np.diff(forces, 2)).max() / np.abs(np.diff(forces[::2], 2)).max()
+
+
+@pytest.mark.parametrize("atoms", [ethanol(), slab(), salt()], ids=["molecule", "slab", "crystal"])
+def test_no_kink_along_a_path_of_600_points(atoms):
+    """Past neighbors, through cutoffs, and out of what the structure spans."""
+    step = np.zeros((len(atoms), 3))
+    step[-1] = [3.0, 2.0, 3.5]
+    forces = forces_along(potential(radial_basis=0), atoms, step, 601)
+    assert np.ptp(forces) > 1e-4 and kink(forces) < 0.3
+
+
+def test_a_smooth_extent_is_what_it_takes():
+    """Of the plain span the slope jumps where another atom comes to be outermost."""
+    model = potential(radial_basis=0, near_field=0)
+    atoms, step = Atoms("OHH", [[0, 0, 0], [1.0, 0, 0], [0.5, 1, 0]]), np.zeros((3, 3))
+    atoms.set_cell([9.0, 9.0, 9.0])
+    atoms.pbc = (False, True, True)
+    step[2] = [1.0, 0, 0]  # past the atom at 1.0 Å
+    smooth = forces_along(model, atoms, step, 601)
+    model.encoding.periodic = Reciprocal()
+    assert kink(smooth) < 0.3 and kink(forces_along(model, atoms, step, 601)) > 0.6
+
+
+@pytest.mark.parametrize("near_exact", [False, True])
+@pytest.mark.parametrize("atoms", [slab((True, True, True)), salt()], ids=["slab", "crystal"])
+def test_forces_and_stress_are_differences_of_energies(atoms, near_exact):
+    model, h = potential(near_exact=near_exact), 1e-4
+    out = model(data(atoms))
+
+    def energy(pos, cell):
+        there = Atoms(atoms.numbers, positions=pos, cell=cell, pbc=atoms.pbc)
+        return float(model(data(there))["energy"])
+
+    def slope(energy_at) -> float:
+        """Of the fourth order."""
+        near, far = (energy_at(k * h) - energy_at(-k * h) for k in (1, 2))
+        return (8 * near - far) / 12 / h
+
+    def moved(atom, axis, by):
+        pos = atoms.positions.copy()
+        pos[atom, axis] += by
+        return energy(pos, atoms.cell.array)
+
+    def strained(i, j, by):
+        strain = np.eye(3)
+        strain[i, j] += by / 2
+        strain[j, i] += by / 2
+        return energy(atoms.positions @ strain, atoms.cell.array @ strain)
+
+    for atom, axis in ((0, 0), (1, 2), (len(atoms) - 1, 1)):
+        by_differences = slope(partial(moved, atom, axis))
+        assert abs(by_differences + float(out["forces"][atom, axis])) < 1e-7
+    for i, j in ((0, 0), (2, 2), (0, 1), (1, 2)):
+        by_differences = slope(partial(strained, i, j)) / atoms.get_volume()
+        assert abs(by_differences - float(out["stress"][0, i, j])) < 1e-7
+    assert float(out["forces"].sum(0).abs().max()) < 1e-10
+    torch.testing.assert_close(out["stress"], out["stress"].mT)
+
+
+@pytest.mark.parametrize(
+    ("atoms", "repeats"),
+    [
+        (salt(), [(1, 1, 1), (2, 1, 1), (1, 2, 2), (3, 1, 1), (2, 2, 2)]),
+        (slab(), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (3, 1, 1), (2, 2, 1)]),
+    ],
+    ids=["crystal", "slab"],
+)
+def test_energy_per_atom_of_five_supercells(atoms, repeats):
+    model = potential()
+    first = model(data(atoms))
+    for repeat in repeats:
+        large = atoms.repeat(repeat)
+        out = model(data(large))
+        per_atom = float(out["energy"]) / len(large)
+        assert abs(per_atom - float(first["energy"]) / len(atoms)) < 1e-10
+        assert float((out["forces"][: len(atoms)] - first["forces"]).abs().max()) < 1e-9
+
+
+def test_a_batch_changes_nothing_and_tags_are_not_read():
+    model = potential()
+    structures = [data(ethanol()), data(slab((True, True, True))), data(salt())]
+    for structure in structures:
+        structure.tags = torch.full_like(structure.atomic_numbers, int(Tag.SUBSURFACE))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # tags are unknown: no word about it
+        together = model(Batch.from_data_list(structures))
+        alone = [model(structure) for structure in structures]
+    for name in ("energy", "forces"):
+        parts = torch.cat([out[name] for out in alone])
+        torch.testing.assert_close(together[name], parts, rtol=0, atol=1e-10)
+    structures[1].tags = torch.randint(0, 3, structures[1].tags.shape)
+    torch.testing.assert_close(model(structures[1])["energy"], alone[1]["energy"])
+    assert bool(together["stress"][0].isnan().all()) and bool(
+        together["stress"][1:].isfinite().all()
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_atom_alone_and_two_in_a_line(count):
+    """They span nothing along some axes, or less than rounding."""
+    atoms = Atoms("H" * count, [[0.1 * i, 0.7 * i, 0.3] for i in range(count)])
+    out = potential()(data(atoms))
+    assert bool(out["forces"].isfinite().all()) and bool(out["energy"].isfinite())
+
+
+def test_a_molecule_turns_and_needs_no_cell():
+    model, atoms = potential(), ethanol()
+    alone = Data(pos=torch.tensor(atoms.positions), atomic_numbers=torch.tensor(atoms.numbers))
+    out = model(alone)
+    assert out.keys() == {"energy", "forces"}
+    turn = Rotation.random(random_state=0).as_matrix()
+    alone.pos = alone.pos @ torch.tensor(turn).T
+    turned = model(alone)
+    assert abs(float(turned["energy"] - out["energy"])) < 1e-10
+    back = turned["forces"] @ torch.tensor(turn)
+    assert float((back - out["forces"]).abs().max()) < 1e-10
+
+
+@pytest.mark.parametrize("options", [{}, {"near_field": 0}, {"near_exact": True}])
+def test_all_pairs_of_a_molecule_are_its_crystal_in_a_large_box(options):
+    """Two ways to one number, but for what the kernel is beyond half of the box."""
+    atoms, found = ethanol(), []
+    for side, pbc in ((10.0, False), (40.0, True)):
+        atoms.set_cell([side] * 3)
+        atoms.pbc = pbc
+        found.append(potential(**options)(data(atoms)))
+    assert abs(float(found[0]["energy"] - found[1]["energy"])) < 1e-4
+    assert float((found[0]["forces"] - found[1]["forces"]).abs().max()) < 1e-4
+
+
+def test_forces_can_be_learned_and_energies_alone_too():
+    model = potential().train()
+    out = model(Batch.from_data_list([data(ethanol()), data(salt())]))
+    (out["forces"].square().sum() + out["stress"][1].square().sum()).backward()
+    norms = [float(p.grad.norm()) for p in model.encoding.parameters() if p.grad is not None]
+    assert norms and all(np.isfinite(norms)) and max(norms) > 0
+    with torch.inference_mode():
+        quiet = model.eval()(Batch.from_data_list([data(ethanol())]))
+    assert not quiet["forces"].requires_grad and float(quiet["forces"].abs().max()) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"position": "spectral"}, "needs position='multiplicative'; got 'spectral': its random"),
+        ({"position": "none"}, "needs position='multiplicative'; got 'none'"),
+        ({"periodic": "images"}, "needs periodic='reciprocal'; got 'images': images come and go"),
+        ({"periodic": "none"}, "needs periodic='reciprocal'; got 'none': boundaries"),
+        ({"mixing": "softmax"}, "no mixing='softmax': it takes a logarithm"),
+        ({"feature_map": "relu"}, "feature_map='relu' has kinks or sums that pass 0"),
+        ({"floor": 0.1}, "floor cuts sums off"),
+        ({"position_options": {"background": 1.0}}, "background=0"),
+        ({"position_options": {"positive": False}}, "positive=True"),
+    ],
+)
+def test_other_forms_are_refused_with_the_reason(options, message):
+    with pytest.raises(ValueError, match=message):
+        Potential(16, 2, **options)
+
+
+def test_the_scheme_of_before_is_as_it_was():
+    """Smooth extents are of potentials alone: energies of earlier runs stay what they were."""
+    assert not Reciprocal().smooth and potential().encoding.periodic.smooth

@@ -1,0 +1,54 @@
+"""scripts/by_relaxation.py: direct prediction and relaxation of the same systems, once each."""
+
+from __future__ import annotations
+
+import csv
+
+import ase.io
+import pytest
+from ase.calculators.singlepoint import SinglePointCalculator
+from script_files import load_script
+from tiny_run import start, structures, write_data
+
+from molflt.commands.cli import main
+from molflt.data.structures.in_memory import to_atoms
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_both_ways_and_a_second_start(tmp_path, monkeypatch, capsys):
+    script = load_script("by_relaxation")
+    data, points = write_data(tmp_path / "data"), tmp_path / "points"
+    (data / "frames").mkdir()
+    points.mkdir()
+    frames = []
+    for record in structures(13, seed=1, first_sid=1000):
+        atoms = to_atoms(record)
+        total = float(record.y_relaxed) - 100.0  # of slab and molecule
+        forces = 0.1 * (atoms.positions - atoms.positions.mean(axis=0))
+        atoms.calc = SinglePointCalculator(atoms, energy=total, forces=forces)
+        frames.append(atoms)
+    ase.io.write(data / "frames" / "val_id.extxyz", frames)
+    for split in ("train", "val_id"):
+        ase.io.write(points / f"{split}.traj", frames)
+    sizes = {"dim": 16, "heads": 2, "layers": 1, "ffn_dim": 16, "num_features": 8}
+    words = [f"--model.{name}={value}" for name, value in sizes.items()]
+    words += ["--recipe=potential", f"--data.root={points}", f"--run={tmp_path / 'potential'}"]
+    words += ["--trainer.max_steps=3", "--task.warmup_steps=1", "--trainer.accelerator=cpu"]
+    assert main(["train", *words]) == 0
+    assert start(data, tmp_path / "direct", "--trainer.max_steps=3") == 0
+    out = tmp_path / "out"
+    told = [str(data), "--direct", str(tmp_path / "direct"), "--steps", "2", "--count", "3"]
+    told += ["--potential", str(tmp_path / "potential"), "--out", str(out)]
+    assert script.main(told) == 0
+    with (out / "by_relaxation.csv").open() as file:
+        rows = {row["way"]: row for row in csv.DictReader(file)}
+    assert float(rows["direct"]["mae_eV"]) > 0 and float(rows["relaxation"]["mae_eV"]) > 0
+    assert rows["relaxation"]["converged"].endswith("of 3")
+    assert len((out / script.RELAXED).read_text().splitlines()) == 3
+    monkeypatch.setattr(script, "relax_atoms", None)  # nothing is relaxed again
+    assert script.main(told) == 0
+    store = script.open_dataset(data / "val_id.safetensors")
+    own = script.offsets(data / "frames" / "val_id.extxyz", store)
+    assert list(own.values()) == pytest.approx([-100.0] * 13, abs=1e-5)
+    with pytest.raises(FileNotFoundError, match="data make --frames"):
+        script.main([str(data), "--split", "train", *told[1:]])

@@ -1,0 +1,188 @@
+"""``molflt compare``: runs side by side."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import test_language_run as language
+import yaml
+from tiny_run import error_of, last_state, start, structures, table, write_data
+
+from molflt.commands.cli import main
+from molflt.data.structures.store import write_store
+from molflt.training.checkpoint import load_run
+
+STEPS = ["--trainer.max_steps=6", "--trainer.val_every=3", "--trainer.log_every=3"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two runs that differ in their width and rate, evaluated; their folder."""
+    root = tmp_path_factory.mktemp("compare")
+    data = write_data(root / "data")
+    start(data, root / "narrow", *STEPS)
+    start(data, root / "wide", *STEPS, "--model.dim=24", "--task.lr=1e-2")
+    for name in ("narrow", "wide"):
+        assert main(["evaluate", str(root / name), "--splits", "val_id", "train"]) == 0
+    return root
+
+
+def compare(capsys, *words):
+    capsys.readouterr()
+    assert main(["compare", *map(str, words)]) == 0
+    return capsys.readouterr().out
+
+
+def rows_of(text):
+    """First cell -> the others of a table whose cells are two blanks apart."""
+    lines = (line.split("  ") for line in text.splitlines())
+    cells = ([cell.strip() for cell in line if cell.strip()] for line in lines)
+    return {line[0]: line[1:] for line in cells if line}
+
+
+def test_a_table_of_what_differs_and_what_came_of_it(runs, capsys):
+    text = compare(capsys, runs / "narrow", runs / "wide")
+    rows = rows_of(text)
+    assert rows["narrow"] == ["wide"]
+    keys = [key for key in rows if "." in key.split()[0]]
+    assert keys == ["model.dim", "task.lr"]
+    assert rows["model.dim"] == ["16", "24"] and rows["task.lr"] == ["0.0003", "0.01"]
+    sizes = [load_run(runs / name)[0] for name in ("narrow", "wide")]
+    count = [f"{sum(p.numel() for p in model.parameters()):,}" for model in sizes]
+    assert rows["parameters"] == count
+    assert rows["steps"] == ["6", "6"] and all(cell.endswith(" s") for cell in rows["time"])
+    assert "different" not in text and "not evaluated" not in text
+
+
+def test_the_best_of_a_row_has_a_star(runs, capsys):
+    rows = rows_of(compare(capsys, runs / "narrow", runs / "wide"))
+    found = [json.loads((runs / name / "results.json").read_text()) for name in ("narrow", "wide")]
+    for split in ("val_id", "train"):
+        values = [one[split]["mae_eV"] for one in found]
+        cells = rows[f"{split} mae_eV"]
+        assert [f"{value:.4f}" for value in values] == [
+            cell.split()[0].strip("*") for cell in cells
+        ]
+        assert ["*" in cell for cell in cells] == [value == min(values) for value in values]
+    # the standard error of |error| over the systems
+    errors = [float(row["error_eV"]) for row in table(runs / "wide" / "predictions.csv")]
+    spread = np.abs(errors[:13]).std(ddof=1) / 13**0.5
+    assert rows["val_id mae_eV"][1].endswith(f" ± {spread:.4f}")
+    best = [float(row["val_mae_eV"]) for row in table(runs / "wide" / "metrics.csv", "val_mae_eV")]
+    assert rows["val mae_eV, best"][1].replace("*", "") == (
+        f"{min(best):.4f} at {3 * (1 + best.index(min(best)))}"
+    )
+    assert rows["val_id n"] == ["13", "13"]  # neither better nor worse
+
+
+def test_json_and_pictures(runs, capsys, tmp_path):
+    out = tmp_path / "out"
+    found = json.loads(compare(capsys, runs / "narrow", runs / "wide", "--json", f"--out={out}"))
+    assert found == json.loads((out / "comparison.json").read_text())
+    assert found["differences"]["model.dim"] == {"narrow": 16, "wide": 24}
+    own = found["runs"]["wide"]
+    assert own["steps"] == 6 and own["recipe"] == "is2re" and own["measure"] == "val_mae_eV"
+    assert own["results"] == json.loads((runs / "wide" / "results.json").read_text())
+    share = own["results"]["val_id"]["ewt_percent"] / 100
+    expected = 100 * (share * (1 - share) / 13) ** 0.5
+    assert own["standard_errors"]["val_id"]["ewt_percent"] == pytest.approx(expected)
+    assert own["seconds"] == pytest.approx(last_state(runs / "wide")["molflt"]["seconds"])
+    assert 0 < own["seconds"] < 600
+    for name in ("curves.png", "metrics.png"):
+        assert (out / name).stat().st_size > 5000
+    assert not list(runs.glob("*/comparison.json"))
+
+
+def test_nothing_is_written_without_a_folder(runs, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in runs.rglob("*")}
+    compare(capsys, runs / "narrow", runs / "wide")
+    assert before == {path: path.stat().st_mtime_ns for path in runs.rglob("*")}
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_data_and_runs_that_are_not_evaluated_are_said(runs, capsys, tmp_path):
+    root = tmp_path / "data"
+    write_store(root / "train.safetensors", structures(9, seed=3))
+    shutil.copy(runs / "data" / "val_id.safetensors", root)
+    start(root, tmp_path / "other", *STEPS)
+    text = compare(capsys, runs / "narrow", tmp_path / "other", runs / "wide")
+    names = [f"{runs.name}/narrow", f"{tmp_path.name}/other", f"{runs.name}/wide"]
+    line = next(line for line in text.splitlines() if line.startswith("different data"))
+    for name in names:
+        assert name.rpartition("/")[2] in line
+    assert line.endswith(" learned from other structures or items") and line.count("|") == 1
+    assert "validated on" not in text  # the same systems, in another place
+    assert f"not evaluated: {tmp_path / 'other'}; molflt evaluate RUN does it" in text
+    assert [*rows_of(text)["val_id mae_eV"]][1] == "-"
+
+
+def test_other_recipes_are_said(runs, capsys, tmp_path):
+    for seed, name in enumerate(("train", "val", "test")):
+        language.write_text(tmp_path / f"{name}.txt", 30, seed)
+    words = language.arguments(tmp_path, tmp_path / "text", "--trainer.max_steps=4")
+    assert main(words) == 0
+    text = compare(capsys, runs / "narrow", tmp_path / "text", f"--out={tmp_path / 'out'}")
+    assert "different recipes (is2re, language): their metrics do not compare" in text
+    rows = rows_of(text)
+    assert rows["recipe"] == ["is2re", "language"] and rows["data.length"] == ["-", "16"]
+    assert "*" not in "".join(rows["val perplexity, best"])
+    assert (tmp_path / "out" / "curves.png").is_file()
+
+
+def test_a_run_of_an_earlier_version(runs, capsys, tmp_path):
+    """Without a last checkpoint, metrics and results there is still something to compare."""
+    old = tmp_path / "old"
+    old.mkdir()
+    config = yaml.safe_load((runs / "narrow" / "config.yaml").read_text())
+    del config["trainer"]["accumulate"], config["trainer"]["patience"], config["init"]
+    (old / "config.yaml").write_text(yaml.safe_dump(config))
+    rows = rows_of(compare(capsys, runs / "narrow", old))
+    assert rows["time"][1] == rows["steps"][1] == rows["val_id mae_eV"][1] == "-"
+    assert not [key for key in rows if key.startswith(("trainer.", "model.", "init"))]
+
+
+def cut(text):
+    return text[: len(text) // 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("results.json", cut, "results.json: expected metrics by split in JSON; "),
+        ("results.json", lambda _: "[1]", "results.json: expected metrics by split in JSON; "),
+        ("results.json", lambda _: '{"val": {"mae_eV": "x"}}', "key 'mae_eV': expected a number"),
+        (
+            "results.json",
+            lambda _: '{"val": {"n": 1' + "0" * 400 + "}}",
+            "key 'n': expected a number",
+        ),
+        ("results.json", lambda _: '{"val": {"n": NaN}}', "key 'n': expected a number or null"),
+        ("predictions.csv", lambda _: "split,error_eV\nval_id,x\n", "columns split and error_eV; "),
+        ("metrics.csv", lambda _: "loss\n1\n", "metrics.csv: expected a column step; got loss"),
+        ("config.yaml", lambda text: text.replace("dim: 16", "dim: 0"), "key model: "),
+    ],
+)
+def test_damaged_files_are_named(runs, capsys, tmp_path, name, change, said):
+    shutil.copytree(runs / "narrow", tmp_path / "run")
+    file = tmp_path / "run" / name
+    file.write_text(change(file.read_text()))
+    text = error_of(capsys, "compare", str(runs / "wide"), str(tmp_path / "run"))
+    assert said in text and str(file) in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["narrow"], "expected two runs or more, each once; got 1; name others"),
+        (["narrow", "wide", "narrow"], "got "),
+        (["narrow", "data"], "config.yaml: no such file; expected the folder of a training run"),
+        ([], "missing runs; see `molflt compare --help`"),
+    ],
+)
+def test_what_cannot_be_compared(runs, capsys, words, said):
+    text = error_of(capsys, "compare", *(str(runs / word) for word in words))
+    assert said in text
+    if len(words) == 3:
+        assert "narrow twice" in text

@@ -1,0 +1,118 @@
+"""scripts/held_out.py: every family and metal is new once, and what the tables say by hand."""
+
+import csv
+import re
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from script_files import Trainings, load_script
+
+from molflt.data.structures.systems import read_systems
+
+sys.path.append(str(Path(__file__).parent / "data"))
+from game_net_files import content, write_archive
+
+OFF = {"val_id": 0.01, "val_ood_ads": 0.2, "val_ood_cat": 0.3, "val_ood_both": 0.4}
+
+
+def split_of(folder: Path) -> dict[int, str]:
+    with open(folder / "systems.csv", newline="") as file:
+        return {int(row["sid"]): row["split"] for row in csv.DictReader(file)}
+
+
+class Groups(Trainings):
+    """Evaluations that err by a known energy on each split, twice as much on Cu."""
+
+    def evaluate(self, run: Path) -> None:
+        root = next(
+            word.partition("=")[2]
+            for words in self.commands
+            for word in words
+            if str(run) in words and word.startswith("--data.root=")
+        )
+        systems = read_systems(Path(root))
+        with open(run / "predictions.csv", "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["split", "sid", "energy_eV", "target_eV"])
+            for sid, split in split_of(Path(root)).items():
+                if split in OFF:
+                    off = OFF[split] * (1 + (systems[sid].metal == "Cu"))
+                    writer.writerow([split, sid, -1.0 + off, -1.0])
+        (run / "results.json").write_text("{}")
+
+
+@pytest.fixture
+def held_out(monkeypatch, tmp_path):
+    module = load_script("held_out")
+    digest = write_archive(tmp_path / "FG.tar.xz", content())
+    monkeypatch.setattr(module, "convert", partial(module.convert, sha256=digest))
+    monkeypatch.setattr("compare.subprocess", SimpleNamespace(run=Groups()))
+    pytest.importorskip("sklearn", reason="kernel ridge needs scikit-learn, extra bench")
+    (tmp_path / "c.yaml").write_text("seed: 0\n")
+    return module
+
+
+@pytest.fixture
+def words(tmp_path) -> list[str]:
+    options = {"config": "c.yaml", "data": "data", "out": "out"}
+    own = [word for name, path in options.items() for word in (f"--{name}", str(tmp_path / path))]
+    return [str(tmp_path / "FG.tar.xz"), *own]
+
+
+def test_each_system_is_new_once_by_family_and_once_by_metal(held_out, words, tmp_path, capsys):
+    assert held_out.main([*words, "--groups", "2", "--seeds", "0", "1"]) == 0
+    new = {"val_ood_ads": [], "val_ood_cat": [], "val_ood_both": []}
+    for folder in (tmp_path / "data").iterdir():
+        systems = read_systems(folder)
+        trained = {systems[sid] for sid, split in split_of(folder).items() if split == "train"}
+        for sid, split in split_of(folder).items():
+            if split in new:
+                new[split].append(sid)
+                same = (systems[sid].family, systems[sid].metal)
+                seen = ({s.family for s in trained}, {s.metal for s in trained})
+                assert [a in b for a, b in zip(same, seen, strict=True)] == [
+                    split == "val_ood_cat",
+                    split == "val_ood_ads",
+                ]
+    for split in ("val_ood_ads", "val_ood_cat"):
+        assert sorted(new[split] + new["val_ood_both"]) == list(range(30))
+
+    text = capsys.readouterr().out
+    lines = {
+        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
+        for line in text.splitlines()
+        if line.startswith("|")
+    }
+    assert lines["molflt"][0] == "2" and lines["molflt"][1].endswith("± 0.0000")
+    expected = np.mean([0.3 * (1 + (sid // 10 == 1)) for sid in new["val_ood_cat"]])
+    assert lines["molflt"][3] == f"{expected:.4f} ± 0.0000"
+    assert lines["Cu"][1] == "0.600" and lines["Ag"][1] == "0.300"
+    assert {"kernel-ridge", "median", "amides", "oximes", "Ni"} <= lines.keys()
+    assert text.endswith((tmp_path / "out" / "held_out.md").read_text())
+    with open(tmp_path / "out" / "held_out.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["model"] for row in rows} == {"molflt", "kernel-ridge", "median"}
+
+
+def test_folders_are_made_once_and_unfinished_seeds_are_left_out(
+    held_out, words, tmp_path, capsys, monkeypatch
+):
+    import compare
+
+    compare.subprocess.run.broken = f"evaluate {tmp_path / 'out' / '1-of-2' / 'seed1'}"
+    assert held_out.main([*words, "--groups", "2", "--seeds", "0", "1"]) == 1
+    assert re.search(r"\| molflt \| 1 \|", capsys.readouterr().out)
+    monkeypatch.setattr(held_out, "convert", None)  # would raise
+    compare.subprocess.run.broken = "evaluate"
+    assert held_out.main([*words, "--groups", "2", "--seeds", "3"]) == 1
+    assert "no seed has all 2 groups yet" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("groups", ["1", "3"])
+def test_groups_that_would_lack_a_family_or_a_metal_are_refused(held_out, words, groups, capsys):
+    assert held_out.main([*words, "--groups", groups]) == 2
+    assert "--groups: expected 2 to 2" in capsys.readouterr().err

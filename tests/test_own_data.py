@@ -1,0 +1,303 @@
+"""A file of one's own is a data set: split, trained on and evaluated without any preparation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ase import Atoms
+from ase.build import add_adsorbate, fcc111, molecule
+from ase.calculators.singlepoint import SinglePointCalculator
+from ase.io import write
+from tiny_run import SMALL, error_of, start, structures, write_data
+
+from molflt.commands.cli import main
+from molflt.data.structures import Reading, open_dataset
+from molflt.data.structures.data_set import DataSet
+from molflt.data.structures.datamodule import IS2REData
+from molflt.data.structures.store import write_store
+from molflt.training.config import build_parser, read_config
+
+STEPS = ("--trainer.max_steps=2", "--task.warmup_steps=1")
+
+
+def frames(count: int = 10, **info: float) -> list[Atoms]:
+    """Small slabs as ASE's structures, with an energy in the calculator and more in info."""
+    out = []
+    for i, record in enumerate(structures(count)):
+        atoms = Atoms(
+            record.atomic_numbers.numpy(),
+            record.pos.numpy(),
+            cell=record.cell[0].numpy(),
+            pbc=True,
+            tags=record.tags.numpy(),
+            info={"sid": 500 + i, **info},
+        )
+        energy = float(record.y_relaxed)
+        atoms.calc = SinglePointCalculator(atoms, energy=energy, forces=np.zeros((len(atoms), 3)))
+        out.append(atoms)
+    return out
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("own") / "mine.extxyz"
+    write(path, frames())
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(file, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "one"
+    assert start(file, folder, *STEPS, "--data.val_fraction=0.3") == 0
+    return folder
+
+
+def sids(data: Any) -> list[int]:
+    return [int(data[i].sid) for i in range(len(data))]
+
+
+def module(root: Path, seed: int = 0, **options: Any) -> IS2REData:
+    data = IS2REData(root, batch_size=2, **options)
+    data.seed = seed
+    data.setup()
+    return data
+
+
+def test_one_file_is_split_by_seed(file: Path) -> None:
+    split = {seed: module(file, seed, val_fraction=0.3).datasets for seed in (0, 1)}
+    for parts in split.values():
+        train, val = sids(parts["train"]), sids(parts["val"])
+        assert (len(train), len(val)) == (7, 3)
+        assert sorted(train + val) == list(range(500, 510))
+    assert sids(split[0]["val"]) != sids(split[1]["val"])
+    again = module(file, 0, val_fraction=0.3).datasets
+    assert sids(again["val"]) == sids(split[0]["val"])
+    assert len(module(file).datasets["val"]) == 1  # a tenth
+    energies = {500 + i: float(a.get_potential_energy()) for i, a in enumerate(frames())}
+    part = split[0]["train"]
+    assert part.y_relaxed == pytest.approx([energies[sid] for sid in sids(part)])
+    assert part.natoms.tolist() == [part[i].natoms for i in range(len(part))]
+
+
+def test_a_run_on_one_file_is_judged_by_what_it_has_not_seen(run, file, tmp_path, capsys) -> None:
+    held = sids(module(file, val_fraction=0.3).datasets["val"])
+    for more in ([], ["--data", str(file)]):
+        assert main(["evaluate", str(run), "--out", str(tmp_path), "--device=cpu", *more]) == 0
+        rows = (tmp_path / "predictions.csv").read_text().splitlines()[1:]
+        assert sorted(int(row.split(",")[1]) for row in rows) == sorted(held)
+        assert list(json.loads((tmp_path / "results.json").read_text())) == ["val_id"]
+    assert "published" not in capsys.readouterr().out
+
+
+def test_other_files_are_evaluated_whole(run, tmp_path, capsys) -> None:
+    other = tmp_path / "other.traj"
+    write(other, frames(4))
+    words = ["evaluate", str(run), "--data", str(other), "--out", str(tmp_path), "--device=cpu"]
+    assert main(words) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert list(results) == ["other"] and results["other"]["n"] == 4
+    assert results["other"]["baseline_mae_eV"] > 0  # by the energies of the training part
+    line = error_of(capsys, *words, "--splits", "val_id")
+    assert "other.traj: one file has no splits; got --splits val_id" in line
+
+
+def test_a_file_that_has_moved_is_known_by_its_name(run, file, tmp_path, capsys) -> None:
+    config = read_config(run)
+    moved = tmp_path / file.name
+    moved.write_bytes(file.read_bytes())
+    from molflt.evaluation.evaluated import EvaluationData
+
+    config["data"]["root"] = str(tmp_path / "gone" / file.name)
+    source = EvaluationData(run, config, moved)
+    assert source.choose(None) == ["val_id"] and len(source.open(["val_id"])["val_id"]) == 3
+    assert "which the run was trained on and which is gone" in capsys.readouterr().err
+
+
+def test_splits_of_any_format_and_those_that_are_missing(run, tmp_path, capsys) -> None:
+    write(tmp_path / "train.extxyz", frames(3))
+    write(tmp_path / "val_id.traj", frames(2))
+    write_store(tmp_path / "val_ood_cat.safetensors", structures(3))
+    words = ["evaluate", str(run), "--data", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert main([*words, "--device=cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "not there, and so not evaluated: val_ood_ads, val_ood_both\n" in out
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert {split: row["n"] for split, row in results.items()} == {"val_id": 2, "val_ood_cat": 3}
+    (tmp_path / "val_id.traj").unlink()
+    (tmp_path / "val_ood_cat.safetensors").unlink()
+    assert "no split 'val_id'" in error_of(capsys, *words)
+    assert len(module(write_data(tmp_path / "d", 4, 3)).datasets["val"]) == 3
+
+
+def test_bad_own_data_gets_one_line(file, tmp_path, capsys) -> None:
+    train = ["train", *SMALL, *STEPS, f"--run={tmp_path / 'run'}"]
+    data = write_data(tmp_path / "data", 4, 3)
+    one = tmp_path / "one.extxyz"
+    write(one, frames(1))
+    for words, parts in (
+        ([f"--data.root={data}", "--data.val_fraction=0.2"], ["is for one file; got a folder"]),
+        ([f"--data.root={one}"], ["one.extxyz: expected at least 2 structures", "got 1"]),
+        ([f"--data.root={file}", "--data.val_fraction=1"], ["data.val_fraction", "(0, 1)"]),
+        ([f"--data.root={file}", "--data.val_split=train"], ["the name 'train' for both"]),
+        (
+            [f"--data.root={file}", "--data.energy_key=REF_energy"],
+            ["no structure has the energy_key 'REF_energy'", "there are energy"],
+        ),
+        ([f"--data.root={data}", "--data.tags=ase"], ["tags=ase is for files that ASE reads"]),
+        ([f"--data.root={tmp_path / 'no'}"], [str(tmp_path / "no"), "no such folder or file"]),
+    ):
+        line = error_of(capsys, *train, *words)
+        assert all(part in line for part in parts), line
+        assert not (tmp_path / "run").exists()
+
+
+def test_the_energy_is_the_entry_that_is_named(tmp_path, capsys) -> None:
+    some = frames(3)
+    for i, atoms in enumerate(some):
+        atoms.info["REF_energy"], atoms.info["dft_energy"] = -2.0 - i, -7.0 - i
+    for name in ("a.extxyz", "a.traj", "a.db"):
+        write(tmp_path / name, some) if name != "a.db" else write_rows(tmp_path / name, some)
+        dataset = open_dataset(tmp_path / name, reading=Reading("REF_energy"))
+        assert dataset.y_relaxed.tolist() == [-2.0, -3.0, -4.0]
+        assert {"energy", "dft_energy"} <= set(dataset.unused)
+        assert dataset.for_potentials == ["forces"]
+        assert "REF_energy" not in dataset.unused
+        assert {"REF_energy", "dft_energy"} <= set(open_dataset(tmp_path / name).unused)
+    words = [str(tmp_path / "a.extxyz"), "--energy_key", "dft_energy"]
+    assert main(["data", "convert", *words[:1], str(tmp_path / "a.safetensors"), *words[1:]]) == 0
+    assert "labels that are there and not used: energy, REF_energy" in capsys.readouterr().out
+    assert open_dataset(tmp_path / "a.safetensors").y_relaxed.tolist() == [-7.0, -8.0, -9.0]
+    assert main(["data", "inspect", *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["energies_eV"]["y_relaxed"]["max"] == -7.0
+    assert found["labels_not_used"] == ["energy", "REF_energy"]
+
+
+def write_rows(path: Path, some: list[Atoms]) -> None:
+    import ase.db
+
+    with ase.db.connect(path) as database:
+        for atoms in some:
+            database.write(atoms, **atoms.info)
+
+
+def test_energies_under_another_name_are_hinted_at(tmp_path, capsys) -> None:
+    some = frames(4, dft_energy=-3.0, cut_off_energy=250.0)
+    for atoms in some:
+        atoms.calc = None
+    write(tmp_path / "a.extxyz", some)
+    line = error_of(capsys, "train", *SMALL, f"--data.root={tmp_path / 'a.extxyz'}")
+    assert "y_relaxed must be a finite energy in eV; got none" in line
+    assert "name the entry that is the energy with --energy_key" in line
+    assert line.endswith("there are dft_energy")
+
+
+def test_labels_that_are_not_used_are_named_once(file, tmp_path, capsys) -> None:
+    assert main(["train", *SMALL, *STEPS, f"--data.root={file}", f"--run={tmp_path}"]) == 0
+    (line,) = [text for text in capsys.readouterr().err.splitlines() if "not used" in text]
+    assert line.endswith("mine.extxyz: labels that are there and not used: forces")
+
+
+def test_folders_are_inspected_and_converted_whole(tmp_path, capsys) -> None:
+    source = tmp_path / "source"
+    write_data(source, 4, 3)
+    write(source / "val_ood_ads.extxyz", frames(2))
+    (source / "made.json").write_text("{}")
+    assert main(["data", "inspect", str(source), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    counts = {name: each["systems"] for name, each in found["splits"].items()}
+    assert counts == {"train": 4, "val_id": 3, "val_ood_ads": 2}
+    assert list(counts) == ["train", "val_id", "val_ood_ads"] and found["others"] == ["made.json"]
+    assert main(["data", "inspect", str(source)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\nsystems ") == 3 and "no structures in made.json" in out
+    assert main(["data", "convert", str(source), str(tmp_path / "out")]) == 0
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"train.safetensors", "val_id.safetensors", "val_ood_ads.safetensors"}
+    assert len(open_dataset(tmp_path / "out" / "val_ood_ads.safetensors")) == 2
+    (tmp_path / "empty").mkdir()
+    for words, part in (
+        (["convert", str(source), str(tmp_path / "x.safetensors")], "expected a folder, as"),
+        (["convert", str(source), str(source)], "expected another folder than that of the"),
+        (["inspect", str(tmp_path / "empty")], "holds no structures; expected a file for each"),
+        (["inspect", str(source), "--plot", "a.png"], "--plot is for one file; got the folder"),
+    ):
+        assert part in error_of(capsys, "data", *words)
+    write(source / "train.traj", frames(1))
+    assert "expected one file for train" in error_of(capsys, "data", "inspect", str(source))
+
+
+def test_shards_are_one_source(tmp_path) -> None:
+    from data.oc20_files import old_record, write_lmdb  # the writer of the reader's own tests
+
+    shards = tmp_path / "train"
+    shards.mkdir()
+    write_lmdb(shards / "data.0000.lmdb", {str(i): old_record(i) for i in range(3)})
+    write_lmdb(shards / "data.0001.lmdb", {str(i): old_record(i + 3) for i in range(2)})
+    assert DataSet(shards).is_one and not DataSet(tmp_path).is_one
+    parts = module(shards, val_fraction=0.4).datasets
+    assert (len(parts["train"]), len(parts["val"])) == (3, 2)
+    assert parts["train"].unused == []
+    forces = {str(i): old_record(i, force=torch.zeros(7, 3)) for i in range(2)}
+    write_lmdb(tmp_path / "f.lmdb", forces)
+    with pytest.warns(UserWarning, match="labels that are there and not used: force$"):
+        module(tmp_path / "f.lmdb")
+
+
+def test_options_are_spelt_alike() -> None:
+    from molflt.commands import cli
+    from molflt.commands.options import _options_of
+
+    for command in (("data", "inspect"), ("data", "convert"), ("predict",), ("evaluate",)):
+        assert "--tags" in _options_of(cli._parser(command, []))
+    assert {"--data.tags", "--data.energy_key"} <= set(_options_of(build_parser()))
+
+
+def layered(layers: int, adsorbate: bool = True) -> Atoms:
+    """Cu(111) as ase.build makes it."""
+    atoms = fcc111("Cu", (1, 1, layers), vacuum=6.0, periodic=True)
+    if adsorbate:
+        add_adsorbate(atoms, molecule("CO"), 2.0, "ontop")
+    atoms.calc = SinglePointCalculator(atoms, energy=-1.0)
+    return atoms
+
+
+@pytest.mark.parametrize("layers", [1, 2, 4])
+def test_layers_of_ase_become_tags(layers: int, tmp_path, capsys) -> None:
+    path = tmp_path / "a.traj"
+    write(path, layered(layers))
+    record = open_dataset(path, reading=Reading(tags="ase"))[0]
+    assert record.tags.tolist() == [0] * (layers - 1) + [1] + [2, 2]
+    assert capsys.readouterr().err == ""
+    words = ["data", "inspect", str(path)]
+    if layers > 2:
+        line = error_of(capsys, *words)
+        assert "tags must be" in line and "read such a file with --tags ase" in line
+    else:  # read as they are, and said
+        assert main(words) == 0
+        said = capsys.readouterr().err
+        assert "tags of 1 of 1 structures look like ase.build's numbers of layers" in said
+    assert main([*words, "--tags", "ase"]) == 0
+    counts = f"tags        subsurface {layers - 1}, surface 1, adsorbate 2"
+    assert counts in capsys.readouterr().out
+
+
+def test_tags_that_are_no_layers_are_left_alone(tmp_path, capsys) -> None:
+    ours, bare = layered(3), layered(3, adsorbate=False)
+    ours.set_tags([0, 0, 1, 2, 2])
+    bare.set_tags([0, 0, 1])
+    gas = molecule("CO")
+    gas.set_tags([0, 0])
+    write(tmp_path / "a.traj", [ours, bare, gas])
+    tags = [record.tags.tolist() for record in open_dataset(tmp_path / "a.traj")]
+    assert tags == [[0, 0, 1, 2, 2], [0, 0, 1], [0, 0]] and capsys.readouterr().err == ""
+    write(tmp_path / "b.traj", [ours, bare])
+    open_dataset(tmp_path / "b.traj", reading=Reading(tags="ase"))
+    assert "tags of 2 of 2 structures were read as numbers of layers" in capsys.readouterr().err
+    write(tmp_path / "c.traj", gas)
+    assert not open_dataset(tmp_path / "c.traj", reading=Reading(tags="ase"))[0].tags.any()

@@ -1,0 +1,226 @@
+"""A potential from training to relaxations: the recipe, the calculator, ``molflt relax``."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import ase.io
+import numpy as np
+import pytest
+import torch
+from ase import Atoms
+from ase.build import bulk, molecule
+from ase.calculators.calculator import PropertyNotImplementedError
+from ase.calculators.fd import calculate_numerical_forces, calculate_numerical_stress
+from ase.calculators.lj import LennardJones
+from ase.constraints import FixAtoms
+from tiny_run import argon, error_of, start, write_data
+
+import molflt
+from molflt.commands.cli import main
+from molflt.evaluation.relaxation import relax_atoms
+from molflt.evaluation.structures import adwt, position_error
+from molflt.graph.potential import Potential
+from molflt.tasks.potential import PotentialTask
+
+SMALL = {"dim": 16, "heads": 2, "layers": 1, "ffn_dim": 16, "num_features": 8, "radial_basis": 8}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("argon")
+    for seed, (split, count) in enumerate({"train": 24, "val_id": 8}.items()):
+        ase.io.write(root / f"{split}.traj", argon(count, seed))
+    words = [f"--model.{name}={value}" for name, value in SMALL.items()]
+    words += ["--recipe=potential", f"--data.root={root}", f"--run={root / 'run'}"]
+    words += ["--trainer.max_steps=60", "--trainer.val_every=30", "--task.warmup_steps=5"]
+    words += ["--task.lr=0.01", "--data.batch_size=8", "--trainer.accelerator=cpu"]
+    assert main(["train", *words]) == 0
+    return root / "run"
+
+
+def test_it_learns_and_is_evaluated(trained, capsys):
+    rows = list(csv.DictReader((trained / "metrics.csv").open()))
+    errors = [
+        float(row["val_force_mae_meV_per_A"]) for row in rows if row["val_force_mae_meV_per_A"]
+    ]
+    assert errors[-1] < errors[0]
+    assert main(["evaluate", str(trained), "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    assert "F MAE / meV/Å" in text and "stress MAE / meV/Å³" in text
+    found = json.loads((trained / "results.json").read_text())["val_id"]
+    assert found["n"] == 8 and found["stress_mae_meV_per_A3"] > 0
+    assert found["force_mae_meV_per_A"] == pytest.approx(min(errors), rel=1e-4)
+    assert found["force_mae_meV_per_A"] < found["baseline_force_mae_meV_per_A"]
+    table = list(csv.DictReader((trained / "predictions.csv").open()))
+    assert len(table) == 8 and table[1]["force_mae_eV_per_A"] == ""  # has no forces
+    assert (trained / "parity.png").is_file()
+    assert json.loads((trained / "references.json").read_text()).keys() == {"Ar"}
+
+
+def test_calculator(trained):
+    atoms = bulk("Ar", "fcc", 5.2)
+    atoms.rattle(0.1)
+    atoms.calc = molflt.Calculator(trained, device="cpu")
+    energy = atoms.get_potential_energy()
+    assert energy == atoms.get_potential_energy(force_consistent=True)
+    by_differences = calculate_numerical_forces(atoms, 1e-3)
+    assert np.abs(atoms.get_forces() - by_differences).max() < 1e-5
+    assert np.abs(atoms.get_stress() - calculate_numerical_stress(atoms, 1e-4)).max() < 1e-5
+    model = atoms.calc.model
+    same = molflt.Calculator(model, dtype="float32")
+    assert same.model is not model and next(model.parameters()).dtype == torch.float64
+    assert same.get_potential_energy(atoms) == pytest.approx(energy, abs=1e-3)
+    alone = Atoms("Ar2", [[0, 0, 0], [3.8, 0, 0]])
+    alone.calc = same
+    assert alone.get_forces().shape == (2, 3)
+    with pytest.raises(PropertyNotImplementedError, match="no stress without a cell"):
+        alone.get_stress()
+
+
+def test_calculator_says_what_it_has_not_learned(trained, capsys):
+    calculator = molflt.Calculator(trained, device="cpu")
+    for _ in range(2):
+        calculator.get_potential_energy(molecule("CO"))
+        calculator.reset()
+    assert capsys.readouterr().err.count("C, O did not occur in training") == 1
+    with pytest.raises(ValueError, match="dtype='float16' is unknown"):
+        molflt.Calculator(trained, dtype="float16")
+    with torch.no_grad():
+        calculator.model.readout.mlp[0].bias[:] = torch.nan
+    with pytest.raises(ValueError, match="Ar: energy nan eV or a force is not finite"):
+        calculator.get_potential_energy(Atoms("Ar"))
+
+
+def test_runs_of_relaxed_energies_give_no_forces(tmp_path, capsys):
+    run = tmp_path / "run"
+    assert start(write_data(tmp_path), run, "--trainer.max_steps=3") == 0
+    with pytest.raises(ValueError, match="needs a potential; got EnergyRegressor, whose energies"):
+        molflt.Calculator(run)
+    ase.io.write(tmp_path / "a.xyz", molecule("H2O"))
+    said = error_of(capsys, "relax", str(tmp_path / "a.xyz"), "--run", str(run))
+    assert "train one with --recipe potential" in said
+    # structures by its position head, with OC20's metric
+    words = ["--splits", "val_id", "--relaxed", str(tmp_path / "moved"), "--device", "cpu"]
+    assert main(["evaluate", str(run), *words]) == 0
+    assert "ADwT / %" in capsys.readouterr().out
+    found = json.loads((run / "results.json").read_text())["val_id"]
+    frames = ase.io.read(tmp_path / "moved" / "val_id.extxyz", ":")
+    assert len(frames) == found["n"] == 13 and frames[0].info["sid"] == 1000
+    assert 0 <= found["adwt_percent"] <= 100 and found["position_error_A"] > 0
+
+
+def test_relaxations(trained, tmp_path, capsys):
+    atoms = bulk("Ar", "fcc", 5.2, cubic=True)
+    atoms.rattle(0.1, seed=3)
+    atoms.set_constraint(FixAtoms([0]))
+    ase.io.write(tmp_path / "a.traj", [atoms, Atoms("Ar2", [[0, 0, 0], [3.5, 0, 0]])])
+    out, steps = tmp_path / "b.extxyz", tmp_path / "steps"
+    words = ["relax", str(tmp_path / "a.traj"), "--run", str(trained), "--device", "cpu"]
+    words += ["--out", str(out), "--trajectories", str(steps)]
+    status = main([*words, "--fmax", "0.1"])
+    said = capsys.readouterr()
+    assert status == 0, said.err
+    assert "2 of 2 relaxations converged" in said.out
+    frames = ase.io.read(out, ":")
+    for frame in frames:
+        assert frame.info["converged"] and np.abs(frame.get_forces()).max() < 0.1
+    np.testing.assert_allclose(frames[0].positions[0], atoms.positions[0], atol=1e-5)
+    table = list(csv.DictReader(out.with_suffix(".csv").open()))
+    assert float(table[0]["energy_eV"]) <= float(table[0]["energy_before_eV"])
+    assert len(list(steps.glob("*.traj"))) == 2
+    assert main([*words, "--fmax", "1e-9", "--steps", "2"]) == 3
+    said = capsys.readouterr()
+    assert "0 of 2 relaxations converged" in said.out
+    assert "structure 1, sid 1, Ar2: not converged: largest force" in said.err
+
+
+def test_cells_relax_too(trained, tmp_path, capsys):
+    atoms = bulk("Ar", "fcc", 5.0)
+    ase.io.write(tmp_path / "a.traj", atoms)
+    words = ["--run", str(trained), "--out", str(tmp_path / "b.traj"), "--device", "cpu"]
+    assert main(["relax", str(tmp_path / "a.traj"), "--cell", "true", *words]) in (0, 3)
+    assert ase.io.read(tmp_path / "b.traj").get_volume() != pytest.approx(atoms.get_volume())
+    ase.io.write(tmp_path / "m.xyz", Atoms("Ar2", [[0, 0, 0], [3.5, 0, 0]]))
+    words[1] = str(trained)
+    said = error_of(capsys, "relax", str(tmp_path / "m.xyz"), "--cell", "true", *words)
+    assert "m.xyz: frame 0: --cell relaxes crystals" in said
+
+
+def test_numbers_that_are_not_finite_keep_the_last_structure():
+    class Breaks(LennardJones):
+        calls = 0
+
+        def calculate(self, *args, **kwargs):
+            super().calculate(*args, **kwargs)
+            self.calls += 1
+            if self.calls > 2:
+                raise ValueError("Ar2: energy nan eV or a force is not finite")
+
+    start = Atoms("Ar2", [[0, 0, 0], [0.9, 0, 0]])
+    found = relax_atoms(start, Breaks(), fmax=1e-6)
+    assert not found.converged and found.why.startswith("Ar2: energy nan")
+    assert (
+        found.steps >= 1 and np.isfinite(found.after) and np.isfinite(found.atoms.positions).all()
+    )
+    never = Breaks()
+    never.calls = 5
+    found = relax_atoms(start, never, fmax=1e-6)
+    assert not found.converged and np.isnan(found.before)
+    np.testing.assert_array_equal(found.atoms.positions, start.positions)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--out", "a.csv"], "a.csv: expected a name that ends in .extxyz, .traj"),
+        (["--fmax", "0"], "--fmax must be above 0"),
+        (["--run", "nowhere"], "nowhere"),
+    ],
+)
+def test_bad_words(trained, capsys, words, message):
+    assert message in error_of(capsys, "relax", "a.xyz", "--run", str(trained), *words)
+
+
+def test_average_distance_within_threshold():
+    """By hand: thresholds 0.01 to 0.499 Å, a distance counts below each of those above it."""
+    assert adwt(np.array([0.0])) == 100 and adwt(np.array([0.5])) == 0
+    assert adwt(np.array([0.0, 0.6])) == pytest.approx(50)
+    assert adwt(np.array([0.2545])) == pytest.approx(50)
+    atoms = next(iter(argon(1, 0)))
+    from molflt.data.structures.records import make_record
+
+    record = make_record(
+        pos=atoms.positions, atomic_numbers=atoms.numbers, cell=atoms.cell.array,
+        fixed=[1, 0, 0, 0], pos_relaxed=atoms.positions + np.array([0.3, 0, 0.4]),
+    )  # fmt: skip
+    wrapped = record.pos.numpy() + atoms.cell.array[0]
+    assert position_error(record.pos.numpy(), record) == pytest.approx(0.5, abs=1e-5)
+    assert position_error(wrapped, record) == pytest.approx(0.5, abs=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["huber", "l1", "mse"])
+def test_loss_is_of_labels_that_are_there(loss):
+    from torch_geometric.data import Batch
+
+    from molflt.data.structures.ase_files import _record_from_atoms
+
+    torch.manual_seed(0)
+    task = PotentialTask(Potential(**SMALL).train(), loss=loss)
+    records = [_record_from_atoms(atoms, i) for i, atoms in enumerate(argon(4, 0))]
+    total, sums = task.loss(Batch.from_data_list(records), 0.0)
+    assert float(sums.structures) == 4 and float(sums.components) == 3 * 12
+    assert float(sums.stresses) == 2 * 9
+    total.backward()
+    assert all(p.grad is None or bool(p.grad.isfinite().all()) for p in task.model.parameters())
+    one, _ = task.loss(Batch.from_data_list(records[1:2]), 0.0)  # no forces, no stress
+    assert bool(one.isfinite())
+
+
+def test_weights_out_of_range():
+    with pytest.raises(ValueError, match=r"task\.force_weight must be at least 0; got -1"):
+        PotentialTask(Potential(**SMALL), force_weight=-1)
+    with pytest.raises(ValueError, match="expected one above 0"):
+        PotentialTask(Potential(**SMALL), energy_weight=0, force_weight=0, stress_weight=0)

@@ -1,0 +1,34 @@
+"""scripts/potentials.py: two models on the same frames, and nothing twice."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import ase.io
+import pytest
+from script_files import load_script
+from test_potential_run import argon
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_both_models_learn_and_a_second_start_repeats_nothing(tmp_path, monkeypatch):
+    script = load_script("potentials")
+    for seed, split in enumerate(("train", "val_id")):
+        ase.io.write(tmp_path / f"{split}.traj", argon(6, seed))
+    out = tmp_path / "out"
+    words = [str(tmp_path), "--out", str(out), "--seconds", "0.3", "--dim", "16", "--layers", "1"]
+    assert script.main(words) == 0
+    with (out / "potentials.csv").open() as file:
+        rows = {row["model"]: row for row in csv.DictReader(file)}
+    assert rows.keys() == {"mean", "molflt", "schnet"}
+    assert all(float(row["force_mae_meV_per_A"]) > 0 for row in rows.values())
+    assert int(rows["schnet"]["steps"]) >= 1 and (out / "potentials.md").is_file()
+    monkeypatch.setattr(script, "learn", None)
+    assert script.main(words) == 0
+    # stopped in between: the time that was spent counts
+    monkeypatch.undo()
+    before = json.loads((out / "schnet.json").read_text())
+    (out / "schnet.json").unlink()
+    assert script.main(words) == 0
+    assert json.loads((out / "schnet.json").read_text())["steps"] == before["steps"]

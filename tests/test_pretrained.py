@@ -1,0 +1,389 @@
+"""One line loads a trained model, from a run or from its export, with equal numbers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ase import Atoms
+from ase.io import write
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny_run import error_of, start, structures, table
+from torch_geometric.data import Batch
+
+import molflt
+from molflt.commands.cli import main
+from molflt.commands.evaluate import evaluate
+from molflt.data.structures import open_dataset
+from molflt.data.structures.store import write_store
+from molflt.pretrained import EnergyPredictor
+from molflt.training import sources
+from molflt.training.checkpoint import load_run
+from molflt.training.exported import read_exported
+
+ABOUT = "energies of random slabs against nothing, by a formula"
+STEPS = ("--trainer.max_steps=3", "--trainer.val_every=3", "--trainer.checkpoint_every=3")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("data")
+    for seed, (split, count) in enumerate({"train": 48, "val_id": 60}.items()):
+        write_store(root / f"{split}.safetensors", structures(count, seed, 1000 * seed))
+    return root
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, data) -> list[Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    found = [folder / f"seed{seed}" for seed in range(2)]
+    for seed, run in enumerate(found):
+        assert start(data, run, *STEPS, f"--seed={seed}", "--model.descriptors=true") == 0
+    return found
+
+
+@pytest.fixture(scope="module")
+def run(runs) -> Path:
+    evaluate(runs[0], splits=["val_id"], device="cpu")
+    return runs[0]
+
+
+@pytest.fixture(scope="module")
+def exported(run, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("exported") / "small"
+    assert main(["export", str(run), str(out), "--about", ABOUT, "--license", "mit"]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def val(data) -> list:
+    return list(open_dataset(data / "val_id.safetensors"))[:5]
+
+
+def atoms(symbols: str = "Cu3PtO2H") -> Atoms:
+    found = Atoms(symbols, positions=np.eye(7, 3) * 2.5 + np.arange(7)[:, None] * 0.4)
+    found.set_cell([8, 8, 20])
+    found.set_pbc(True)
+    found.set_tags([0, 0, 1, 1, 2, 2, 2])
+    return found
+
+
+def test_python_and_the_command_give_the_same_numbers(run, exported, data, tmp_path) -> None:
+    source = data / "val_id.safetensors"
+    with torch.no_grad():
+        model, _ = load_run(run)
+        alone = [
+            float(model(Batch.from_data_list([one]))["energy"]) for one in open_dataset(source)
+        ]
+    weights = run / "checkpoints" / "best.safetensors"
+    for name in (run, exported, exported / "model.safetensors", weights):
+        out = tmp_path / "out.csv"
+        assert main(["predict", str(name), str(source), "--out", str(out), "--device", "cpu"]) == 0
+        command = [float(row["energy_eV"]) for row in table(out)]
+        python = [one.energy for one in molflt.load(name).predict(source)]
+        assert command == python
+        np.testing.assert_allclose(python, alone, atol=1e-5)
+
+
+def test_any_form_of_a_structure(run, val) -> None:
+    model = molflt.load(run)
+    energies = [one.energy for one in model.predict(val)]
+    assert [one.energy for one in model.predict(Batch.from_data_list(val), 2)] == pytest.approx(
+        energies, abs=1e-5
+    )
+    single = model.predict(val[2])
+    assert single.energy == pytest.approx(energies[2], abs=1e-5)
+    assert single.uncertainty is single.spread is single.embedding is None
+    assert model.predict(atoms()).energy == model.predict([atoms()])[0].energy
+    with pytest.raises(TypeError, match=r"structures: expected ase.Atoms, .*; got dict"):
+        model.predict({})
+
+
+def test_relaxed_positions_are_a_guess_for_free_atoms(run, val) -> None:
+    model, own = molflt.load(run), atoms()
+    own.info["mine"], own.constraints = "kept", []
+    found = model.predict(val)
+    for record, one in zip(val, found, strict=True):
+        with torch.no_grad():
+            out = model.model(Batch.from_data_list([record]))
+        moved = one.relaxed.positions - record.pos.numpy()
+        fixed = record.fixed.numpy()
+        assert np.abs(moved[fixed]).max() < 1e-6 < np.abs(moved[~fixed]).max()
+        np.testing.assert_allclose(moved[~fixed], out["displacement"][~fixed], atol=1e-5)
+    relaxed = model.predict(own).relaxed
+    assert relaxed.info == own.info and relaxed.calc is None
+    assert (relaxed.numbers == own.numbers).all() and (own.positions == atoms().positions).all()
+
+
+def test_without_relaxed_positions_in_training_there_is_no_guess(data, tmp_path, val) -> None:
+    words = ["--task.position_weight=0", "--task.position_weight_final=0"]
+    start(data, tmp_path / "run", *STEPS, *words)
+    assert molflt.load(tmp_path / "run").predict(val[0]).relaxed is None
+
+
+@pytest.mark.parametrize("subsurface", [True, False])
+def test_embeddings_are_what_energies_are_read_from(data, tmp_path, subsurface, val) -> None:
+    """A model's own readout makes its energies of them."""
+    start(data, tmp_path / "run", *STEPS, f"--model.subsurface={str(subsurface).lower()}")
+    model = molflt.load(tmp_path / "run")
+    by_atom, pooled = (model.predict(val, embedding=kind) for kind in ("atoms", "pooled"))
+    for record, one, mean in zip(val, by_atom, pooled, strict=True):
+        assert one.embedding.shape == (record.natoms, 16)
+        counted = (record.tags > 0).numpy()
+        np.testing.assert_allclose(mean.embedding, one.embedding[counted].mean(0), atol=1e-6)
+        assert np.any(one.embedding[~counted]) == subsurface
+        net = model.model
+        with torch.no_grad():
+            h = torch.from_numpy(one.embedding[counted])
+            atomic = net.readout.mlp(h) * net.readout.factor(record.tags[record.tags > 0])
+            energy = atomic.sum().double() * net.energy_std + net.energy_mean
+        assert float(energy) == pytest.approx(one.energy, abs=1e-5)
+    with pytest.raises(ValueError, match="expected atoms, pooled or None"):
+        model.predict(val, embedding="all")
+
+
+def test_an_ensemble_and_its_calibration_travel_together(runs, run, tmp_path, val, capsys) -> None:
+    evaluate(run, also=runs[1:], splits=["val_id"], device="cpu")
+    whole = molflt.load(run, also=runs[1:])
+    found = whole.predict(val)
+    assert all(one.uncertainty > 0 and one.spread > 0 and one.relaxed for one in found)
+    whole.save_pretrained(tmp_path / "both")
+    capsys.readouterr()
+    again = molflt.load(tmp_path / "both").predict(val)
+    for one, other in zip(found, again, strict=True):
+        assert one[:3] == other[:3]
+    assert capsys.readouterr().err == ""
+    out = tmp_path / "o.csv"
+    write(tmp_path / "in.traj", atoms())
+    assert main(["predict", str(tmp_path / "both"), str(tmp_path / "in.traj"), f"--out={out}"]) == 0
+    assert {"spread_eV", "uncertainty_eV"} <= table(out)[0].keys()
+    with pytest.raises(ValueError, match="embedding: expected one model; got an ensemble"):
+        whole.predict(val, embedding="pooled")
+    with pytest.raises(ValueError, match="an exported model; expected a run in an ensemble"):
+        molflt.load(tmp_path / "both", also=[run])
+
+
+def test_the_card_says_what_it_is(exported, run) -> None:
+    from huggingface_hub import ModelCard
+
+    assert {path.name for path in exported.iterdir()} == {
+        "model.safetensors", "config.json", "README.md",
+    }  # fmt: skip
+    card = ModelCard.load(exported / "README.md")
+    assert card.data.license == "mit" and card.data.library_name == "molflt"
+    assert card.data.metrics == ["mae"] and {"molflt", "is2re"} <= set(card.data.tags)
+    row = json.loads((run / "results.json").read_text())["val_id"]
+    assert f"| val_id | {row['mae_eV']:.4g} | {row['ewt_percent']:.4g} |" in card.text
+    assert ABOUT in card.text and "trained on 48 systems of H, O, Cu, Pt" in card.text
+    assert "molflt predict small structures.extxyz" in card.text
+    config = json.loads((exported / "config.json").read_text())
+    assert config["recipe"] == "is2re" and config["files"]["domain.json"]["systems"] == 48
+
+
+def test_exporting_again_gives_the_same_bytes(exported, tmp_path) -> None:
+    EnergyPredictor.from_pretrained(exported).save_pretrained(tmp_path / "small")
+    for name in ("model.safetensors", "config.json", "README.md"):
+        assert (tmp_path / "small" / name).read_bytes() == (exported / name).read_bytes()
+
+
+def test_a_model_that_comes_with_the_package(exported, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sources, "_WEIGHTS", tmp_path / "weights")
+    write("in.extxyz", [atoms(), atoms("Au3PtO2H")])
+    line = error_of(capsys, "predict", "in.extxyz")
+    assert "no weights come with this installation" in line and "molflt predict RUN" in line
+    shutil.copytree(exported, tmp_path / "weights" / "game-net")
+    assert main(["predict", "in.extxyz", "--device", "cpu"]) == 0
+    printed = capsys.readouterr()
+    rows = printed.out.splitlines()
+    assert rows[0] == "index,sid,formula,natoms,outside,energy_eV" and len(rows) == 3
+    assert rows[1].startswith("0,0,HCu3O2Pt,7,,") and ",Au not in training," in rows[2]
+    told = printed.err.splitlines()
+    assert told[0].startswith(f"molflt: game-net: {ABOUT}; trained on 48 systems of H, O, Cu, Pt")
+    assert any("1 of 2 structures are outside of what was trained on" in line for line in told)
+    energies = [one.energy for one in molflt.load().predict("in.extxyz")]
+    assert energies == [float(row.split(",")[-1]) for row in rows[1:]]
+    assert molflt.load("game-net").about == ABOUT
+    assert main(["predict", "game-net", "in.extxyz", "--out", "named.csv"]) == 0
+    assert [float(row["energy_eV"]) for row in table(Path("named.csv"))] == energies
+
+
+def test_totals_beside_adsorption_energies_are_told(run, tmp_path, capsys) -> None:
+    frame = atoms()
+    frame.info["y_relaxed"] = -4321.0
+    write(tmp_path / "in.traj", frame)
+    molflt.load(run).predict(tmp_path / "in.traj")
+    err = capsys.readouterr().err
+    assert "look like total energies; what is predicted are adsorption energies" in err
+
+
+def test_the_hub_and_back(exported, tmp_path, monkeypatch, val) -> None:
+    """What would be uploaded, put where the Hub's cache would have it, is the same model."""
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    cache, revision = tmp_path / "cache", "a" * 40
+    place = cache / "models--me--small"
+
+    class Created:
+        repo_id = "me/small"
+
+    def upload(self, folder_path, **options) -> str:
+        assert options["repo_id"] == "me/small"
+        shutil.copytree(folder_path, place / "snapshots" / revision)
+        (place / "refs").mkdir()
+        (place / "refs" / "main").write_text(revision)
+        return "https://the/commit"
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", lambda *_, **__: Created)
+    monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", upload)
+    model = molflt.load(exported)
+    assert model.push_to_hub("me/small") == "https://the/commit"
+    away = {"cache_dir": cache, "local_files_only": True}
+    again = EnergyPredictor.from_pretrained("me/small", **away)
+    assert [one.energy for one in again.predict(val)] == [one.energy for one in model.predict(val)]
+    with pytest.raises(ValueError, match=r"^hf:me/other: .*Hugging Face Hub.*; check") as caught:
+        EnergyPredictor.from_pretrained("me/other", **away)
+    assert len(str(caught.value).splitlines()) == 1
+    code = "import molflt; print(molflt.load('hf:me/small').about)"
+    words = [sys.executable, "-c", code]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(cache)}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ABOUT
+
+
+def test_without_a_network_a_name_on_the_hub_gets_one_line(tmp_path, monkeypatch, capsys) -> None:
+    constants = pytest.importorskip("huggingface_hub").constants
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    line = error_of(capsys, "predict", "hf:nobody/nothing", "in.extxyz", "--out", "o.csv")
+    assert line.startswith("hf:nobody/nothing: not fetched from the Hugging Face Hub; expected a ")
+    assert line.endswith("check the name, or give a folder")
+
+
+def test_folders_need_no_hub_package(exported, tmp_path) -> None:
+    code = (
+        "import sys; sys.modules['huggingface_hub'] = None\n"
+        "import molflt; from molflt.pretrained import EnergyPredictor\n"
+        "model = EnergyPredictor.from_pretrained(sys.argv[1]); model.save_pretrained(sys.argv[2])\n"
+        "for f in (lambda: model.push_to_hub('a/b'), lambda: molflt.load('hf:a/b'),\n"
+        "          lambda: EnergyPredictor.from_pretrained('a/b')):\n"
+        "    try: f()\n"
+        "    except ModuleNotFoundError as error: print(error)\n"
+    )
+    words = [sys.executable, "-c", code, str(exported), str(tmp_path / "small")]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout.count("pip install molflt[hub], or") == 3 == len(done.stdout.splitlines())
+    name = "model.safetensors"
+    assert (tmp_path / "small" / name).read_bytes() == (exported / name).read_bytes()
+
+
+def resealed(path: Path, **changes: object) -> None:
+    """Writes an exported file with other content, and a digest that is its own."""
+    from molflt.training.exported import write_exported
+
+    content, weights = read_exported(path / "model.safetensors")
+    write_exported(path, weights, {**content, **changes})
+
+
+def test_what_is_damaged_or_hostile_gets_one_line(exported, tmp_path, capsys) -> None:
+    options = json.loads((exported / "config.json").read_text())["models"][0]
+    one = tmp_path / "one"
+    for changes, message in (
+        ({"format": 2}, "expected an exported model of format 1; got 2"),
+        ({"recipe": "alchemy"}, "recipe 'alchemy'; expected one of is2re"),
+        ({"models": {}}, "key models: got {}"),
+        ({"models": []}, "key models: expected options; got []"),
+        ({"models": [{**options, "neighbor_cutoff": 1e-9}]}, "expected a number from 0.1 to 100"),
+        ({"models": [1]}, "key models: expected options; got [1]"),
+        ({"files": []}, "key files: got []"),
+        ({"models": [{**options, "dim": 8192}]}, "'dim': expected at most"),
+        ({"models": [{**options, "layers": 9999}]}, "'layers': expected at most"),
+        ({"models": [{**options, "num_features": 10**6}]}, "'num_features': expected at most"),
+        ({"models": [{**options, "dim": 32}]}, "expected (119, 32); got (119, 16)"),
+        ({"models": [{**options, "dim": "wide"}]}, "key models: "),
+        ({"models": [{**options, "__class__": "os.system"}]}, "key models: "),
+        ({"models": [options, options]}, "got 2, but no weights members.0.*"),
+        ({"files": {"domain.json": {"systems": "x"}}}, "domain.json: key kind"),
+    ):  # fmt: skip
+        shutil.rmtree(one, ignore_errors=True)
+        shutil.copytree(exported, one)
+        resealed(one, **changes)
+        line = error_of(capsys, "predict", str(one), "in.extxyz", "--out", "o.csv")
+        assert str(one) in line or "recipe" in line
+        assert message in line, line
+
+
+def test_a_file_that_is_not_what_was_written_is_refused(exported, tmp_path, capsys) -> None:
+    words = ("in.extxyz", "--out", "o.csv")
+    one = Path(shutil.copytree(exported, tmp_path / "one"))
+    config, weights = one / "config.json", one / "model.safetensors"
+    config.write_text(config.read_text().replace(ABOUT, "energies of DFT"))
+    line = error_of(capsys, "predict", str(one), *words)
+    assert line.startswith(f"{config}: is not what model.safetensors says of itself")
+    config.unlink()  # it is for people
+    assert molflt.load(one).about == ABOUT
+    with safe_open(weights, framework="pt") as file:
+        header = file.metadata()
+    tensors = {name: tensor + 1 for name, tensor in load_file(weights).items()}
+    save_file(tensors, weights, metadata=header)
+    assert "damaged since it was written; expected sha256" in error_of(
+        capsys, "predict", str(one), *words
+    )
+    del header["sha256"]
+    save_file(tensors, weights, metadata=header)
+    assert "its sha256 is missing" in error_of(capsys, "predict", str(one), *words)
+    weights.write_bytes(b"nothing")
+    assert "not a complete safetensors file" in error_of(capsys, "predict", str(one), *words)
+
+
+def test_a_domain_is_read_again_from_the_same_data(run, exported, tmp_path, capsys) -> None:
+    old = Path(shutil.copytree(run, tmp_path / "old"))
+    (old / "domain.json").unlink()
+    words = ["export", str(old), str(tmp_path / "small"), "--about", ABOUT, "--license=mit"]
+    assert main(words) == 0 and "warning" not in capsys.readouterr().err
+    name = "config.json"
+    assert (tmp_path / "small" / name).read_bytes() == (exported / name).read_bytes()
+    write_store(tmp_path / "data" / "train.safetensors", list(structures(9))[:1])
+    write_store(tmp_path / "data" / "val_id.safetensors", structures(3))
+    config = (old / "config.yaml").read_text()
+    root = re.search(r"root: (.+)", config)[1]
+    for place, why in (("data", "other elements than the weights"), ("gone", "no such")):
+        (old / "config.yaml").write_text(config.replace(root, str(tmp_path / place)))
+        assert main(words) == 0
+        err = capsys.readouterr().err
+        assert "no domain.json, and it cannot be made again" in err and why in err
+
+
+def test_what_is_no_model_gets_one_line(data, exported, run, tmp_path, capsys) -> None:
+    store = str(data / "val_id.safetensors")
+    assert "weights without a config.yaml" in error_of(capsys, "predict", store, store)
+    assert "expected the folder of a training run" in error_of(capsys, "predict", "no", store)
+    for words, message in (
+        ([str(tmp_path / "a")], "--about: expected one line that says what is predicted"),
+        ([str(tmp_path / "a"), "--about", "two\nlines"], "about: expected one line"),
+        ([store, "--about", ABOUT], "is a file; expected a folder"),
+        ([str(run), "--about", ABOUT], "is the folder of a run; expected another"),
+    ):
+        assert message in error_of(capsys, "export", str(run), *words)
+    with pytest.raises(ValueError, match="expected a model for TextWriter; got one of the recipe"):
+        molflt.pretrained.TextWriter.from_pretrained(exported)
+
+
+def test_runs_of_earlier_versions_have_no_domain(run, tmp_path, val, capsys) -> None:
+    old = Path(shutil.copytree(run, tmp_path / "old"))
+    (old / "domain.json").unlink()
+    capsys.readouterr()
+    model = molflt.load(old)
+    assert model.domain is None and model.predict(atoms()).outside == ()
+    assert "outside" not in capsys.readouterr().err
+    (old / "domain.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"domain\.json: changed since best\.safetensors was"):
+        molflt.load(old)

@@ -1,0 +1,134 @@
+"""Configurations by name, paths in them, and the package as pip installs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+from tiny_run import SMALL, error_of, write_data
+
+from molflt import shipped
+from molflt.commands.cli import main
+from molflt.commands.train import build_parser
+from molflt.shipped import config_names, find_config
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS = ("--trainer.max_steps=2", "--task.warmup_steps=1")
+
+
+def parsed(*words: str):
+    return build_parser(words).parse_args(list(words))
+
+
+def test_every_configuration_has_a_name(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert {"demo", "atoms/flt", "oc20/base"} <= set(config_names())
+    for name in config_names():
+        assert find_config(name) == ROOT / "configs" / f"{name}.yaml"
+    (tmp_path / "demo").write_text("seed: 7\n")  # a file of one's own comes first
+    assert parsed("--config", "demo", "--data.root=x").seed == 7
+
+
+def test_configurations_of_an_installed_package(tmp_path, monkeypatch) -> None:
+    package = tmp_path / "site-packages" / "molflt"
+    configs = package / "shipped" / "configs"
+    configs.mkdir(parents=True)
+    (configs / "demo.yaml").write_text("data: {root: ../datasets/some}\n")
+    monkeypatch.setattr(shipped, "files", lambda _: package)
+    assert config_names() == ["demo"]
+    assert parsed("--config=demo").data.root == package / "shipped" / "datasets" / "some"
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("dmeo", ["did you mean demo?", "there are demo, "]),
+        ("fltt", ["did you mean ", "/flt?"]),
+        ("configs/demo.yaml", ["did you mean demo?"]),
+        ("../secret", ["no such file; expected a YAML configuration or the name of a shipped"]),
+    ],
+)
+def test_unknown_names(name, parts, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = error_of(capsys, "train", "--config", name)
+    assert all(part in line for part in parts), line
+
+
+def test_paths_are_relative_to_the_configuration_that_names_them(tmp_path, monkeypatch) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "c.yaml").write_text("data: {root: ../data}\n")
+    (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path / "b")
+    assert parsed("--config", "../a/c.yaml").data.root == tmp_path / "data"
+    assert parsed("--config=../a/c.yaml", "--data.root=mine").data.root == Path("mine")
+    text = "recipe: language\ndata: {train: t.txt, val: 'hf:some/set:test'}\n"
+    (tmp_path / "a" / "lm.yaml").write_text(text)
+    data = parsed("--config", "../a/lm.yaml").data
+    assert (data.train, str(data.val)) == (tmp_path / "a" / "t.txt", "hf:some/set:test")
+
+
+def test_the_run_folder_knows_absolute_paths(tmp_path, monkeypatch, capsys) -> None:
+    """So it is evaluated and resumed from anywhere; one of earlier versions from where it was."""
+    write_data(tmp_path / "data", 6, 3)
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *SMALL, *STEPS, "--data.root=data", "--run=runs/a"]) == 0
+    saved = yaml.safe_load(Path("runs/a/config.yaml").read_text())
+    assert (saved["data"]["root"], saved["run"]) == (f"{tmp_path}/data", f"{tmp_path}/runs/a")
+    (tmp_path / "else").mkdir()
+    monkeypatch.chdir(tmp_path / "else")
+    evaluate = ["evaluate", "../runs/a", "--device=cpu"]
+    resume = ["train", "--resume", "../runs/a"]
+    assert main(evaluate) == main([*resume, "--trainer.max_steps=3"]) == 0
+    saved["data"]["root"], saved["run"] = "data", "runs/a"
+    saved["trainer"]["max_steps"] = 3
+    (tmp_path / "runs/a/config.yaml").write_text(yaml.safe_dump(saved))
+    capsys.readouterr()
+    assert "start from the folder where the run was trained" in error_of(capsys, *evaluate)
+    monkeypatch.chdir(tmp_path)
+    assert main(["evaluate", "runs/a", "--device=cpu"]) == 0
+    assert main(["train", "--resume", "runs/a", "--trainer.max_steps=4"]) == 0
+    assert yaml.safe_load(Path("runs/a/config.yaml").read_text())["data"]["root"].startswith("/")
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """A folder with what a wheel holds."""
+    build = pytest.importorskip("hatchling.build", reason="hatchling builds the wheel")
+    folder = tmp_path_factory.mktemp("wheel")
+    before = Path.cwd()
+    os.chdir(ROOT)
+    try:
+        wheel = build.build_wheel(str(folder))
+    finally:
+        os.chdir(before)
+    with zipfile.ZipFile(folder / wheel) as file:
+        file.extractall(folder / "site")
+    return folder / "site"
+
+
+def test_the_wheel_trains_and_evaluates_by_itself(installed, tmp_path) -> None:
+    """From another folder, without the repository: `train --config demo`, `evaluate`."""
+    environment = {**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
+    environment.pop("MOLFLT_RUN", None)
+
+    def molflt(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "molflt", *words],
+            **{"cwd": tmp_path, "env": environment, "capture_output": True, "text": True},
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    small = [word for word in SMALL if "position" not in word and "mixing" not in word]
+    lines = molflt("train", "--config", "demo", *small, "--trainer.max_steps=2").splitlines()
+    (run,) = (tmp_path / "runs").iterdir()
+    assert run.name.endswith("-demo")
+    assert lines[-1].endswith(f"next: molflt evaluate runs/{run.name}")
+    root = Path(yaml.safe_load((run / "config.yaml").read_text())["data"]["root"])
+    assert root.is_relative_to(installed)
+    assert "val_ood_both" in molflt(*lines[-1].partition("next: molflt ")[2].split())

@@ -1,0 +1,264 @@
+"""Gradients of several batches in a step, patience, and loggers."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from safetensors import safe_open
+from tiny_run import SMALL, differences, error_of, last_state, logged, start, table, write_data
+
+from molflt.commands.cli import main
+from molflt.commands.train import build_parser, train
+from molflt.training import loggers
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """24 structures: 6 batches of 4, 3 of 8."""
+    return write_data(tmp_path_factory.mktemp("data"), train=24)
+
+
+def weights(run, name="last"):
+    with safe_open(run / "checkpoints" / f"{name}.safetensors", framework="pt") as file:
+        return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+
+
+def largest_difference(one, other):
+    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
+
+
+def resume(run, *more):
+    return train(**build_parser().parse_args([f"--resume={run}", *more]).as_dict())
+
+
+def steps_of(run, column):
+    return [int(row["step"]) for row in table(run / "metrics.csv", column)]
+
+
+def test_accumulated_batches_are_one_large_batch(data, tmp_path, monkeypatch):
+    """Float64, to 1e-6: weights, averages, learning rates, and the steps of every row."""
+    from molflt.data.batches import SizeBucketedBatchSampler
+
+    def in_order(self, epoch=0):  # cuts of 4 and of 8 then hold the same structures
+        return self._cut(torch.arange(len(self.natoms)).numpy())
+
+    monkeypatch.setattr(SizeBucketedBatchSampler, "batches", in_order)
+    words = ["--trainer.precision=64-true", "--trainer.max_steps=7", "--trainer.val_every=3"]
+    words += ["--trainer.log_every=2", "--trainer.ema_decay=0.5", "--task.weight_decay=0.1"]
+    words += ["--trainer.gradient_clip=0.5", "--task.lr=1e-2"]
+    start(data, tmp_path / "one", *words, "--data.batch_size=8")
+    start(data, tmp_path / "parts", *words, "--trainer.accumulate=2")
+    one, parts = weights(tmp_path / "one"), weights(tmp_path / "parts")
+    assert largest_difference(one, parts) < 1e-6
+    for column in ("lr", "train_loss", "train_mae_eV", "gradient_norm", "val_mae_eV"):
+        assert logged(tmp_path / "parts", column) == pytest.approx(
+            logged(tmp_path / "one", column), rel=1e-6
+        )
+        assert steps_of(tmp_path / "parts", column) == steps_of(tmp_path / "one", column)
+    assert steps_of(tmp_path / "parts", "val_mae_eV") == [3, 6, 7]
+    assert last_state(tmp_path / "parts")["global_step"] == 7
+
+
+def test_other_batches_in_a_step_give_other_weights(data, tmp_path):
+    """The comparison above can fail."""
+    words = ["--trainer.precision=64-true", "--trainer.max_steps=3", "--task.lr=1e-2"]
+    start(data, tmp_path / "one", *words)
+    start(data, tmp_path / "parts", *words, "--trainer.accumulate=2")
+    one, parts = weights(tmp_path / "one"), weights(tmp_path / "parts")
+    assert largest_difference(one, parts) > 1e-3
+
+
+def test_accumulating_run_resumes_to_the_bit(data, tmp_path):
+    """With dropout, redrawn features and averages; the checkpoint lies between two epochs."""
+    words = ["--model.dropout=0.2", "--task.redraw_every=3", "--trainer.ema_decay=0.9"]
+    words += ["--trainer.accumulate=4", "--trainer.val_every=4", "--task.schedule=inverse_sqrt"]
+    words += ["--task.position_weight=1", "--task.position_weight_final=1"]  # whatever the steps
+    start(data, tmp_path / "whole", *words, "--trainer.max_steps=9")
+    start(data, tmp_path / "parts", *words, "--trainer.max_steps=5")
+    assert resume(tmp_path / "parts", "--trainer.max_steps=9") == 0
+    one, other = last_state(tmp_path / "whole"), last_state(tmp_path / "parts")
+    for part in ("state_dict", "current_model_state", "optimizer_states", "lr_schedulers"):
+        assert differences(one[part], other[part]) == [], part
+    assert (
+        logged(tmp_path / "parts", "val_mae_eV")[-1:]
+        == logged(tmp_path / "whole", "val_mae_eV")[-1:]
+    )
+
+
+def test_batches_of_a_step_draw_dropout_of_their_own(data, tmp_path):
+    """With the same mask in each, two equal batches would be one."""
+    from molflt.training.loop import _LightningTask
+
+    drawn = []
+    original = _LightningTask.training_step
+
+    def noted(self, batch, batch_idx):
+        drawn.append(torch.initial_seed())
+        return original(self, batch, batch_idx)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(_LightningTask, "training_step", noted)
+        start(data, tmp_path / "run", "--trainer.accumulate=3", "--trainer.max_steps=4")
+    assert len(drawn) == len(set(drawn)) == 12
+
+
+PATIENT = ["--trainer.max_steps=40", "--trainer.val_every=2", "--trainer.patience=3"]
+# the first steps are too large for anything to get better afterwards
+WORSE = ["--task.lr=3", "--task.position_weight=0", "--task.position_weight_final=0"]
+
+
+@pytest.fixture(scope="module")
+def stopped(data, tmp_path_factory):
+    run = tmp_path_factory.mktemp("stopped") / "run"
+    assert start(data, run, *PATIENT, *WORSE) == 0
+    return run
+
+
+def test_patience_ends_a_training_that_gets_no_better(stopped):
+    values = logged(stopped, "val_mae_eV")
+    best = values.index(min(values))
+    assert len(values) == best + 1 + 3 and steps_of(stopped, "val_mae_eV")[-1] < 40
+    state = last_state(stopped)
+    step = 2 * len(values)
+    with safe_open(stopped / "checkpoints" / "last.safetensors", framework="pt") as file:
+        header = file.metadata()
+    assert header["step"] == str(step) and state["global_step"] == step
+    found = json.loads(header["stopped"])
+    assert found == state["molflt"]["stopped"]
+    assert (found["step"], found["since"], found["best_step"]) == (step, 3, 2 * (best + 1))
+    assert found["best"] == min(values)
+    assert (stopped / "curve.png").is_file()
+
+
+def test_the_end_says_why(data, tmp_path, capsys):
+    start(data, tmp_path / "run", *PATIENT, *WORSE)
+    said = capsys.readouterr().out
+    assert "stopped early at step " in said
+    assert "3 validations without a better mae_eV than " in said
+
+
+def test_more_patience_goes_on_as_if_it_had_never_stopped(data, stopped, tmp_path, capsys):
+    import shutil
+
+    run = tmp_path / "run"
+    shutil.copytree(stopped, run)
+    before = len(logged(run, "val_mae_eV"))
+    text = error_of(capsys, "train", "--resume", str(run))
+    assert f"stopped early at step {2 * before}, 3 validations after its best mae_eV" in text
+    assert "expected --trainer.patience above 3, or null" in text
+    assert "got 3" in error_of(capsys, "train", f"--resume={run}", "--trainer.max_steps=50")
+    assert resume(run, "--trainer.patience=null") == 0
+    assert steps_of(run, "val_mae_eV")[-1] == 40
+    assert "stopped" not in last_state(run)["molflt"]
+    start(data, tmp_path / "whole", *PATIENT[:2], *WORSE)
+    for part in ("state_dict", "optimizer_states", "lr_schedulers"):
+        assert differences(last_state(run)[part], last_state(tmp_path / "whole")[part]) == []
+    assert logged(run, "val_mae_eV") == logged(tmp_path / "whole", "val_mae_eV")
+
+
+def test_patience_that_is_not_used_up_changes_nothing(data, tmp_path):
+    words = ["--trainer.max_steps=4", "--trainer.val_every=2"]
+    start(data, tmp_path / "patient", *words, "--trainer.patience=50")
+    start(data, tmp_path / "run", *words)
+    one, other = (last_state(tmp_path / name)["state_dict"] for name in ("patient", "run"))
+    assert differences(one, other) == []
+
+
+@pytest.mark.parametrize("option", ["accumulate", "patience"])
+def test_numbers_that_no_run_can_mean(data, tmp_path, capsys, option):
+    words = [*SMALL, f"--data.root={data}", f"--run={tmp_path / 'run'}"]
+    text = error_of(capsys, "train", *words, f"--trainer.{option}=0")
+    assert f"option --trainer.{option}; expected int in [1, " in text and "got 0" in text
+    assert not (tmp_path / "run").exists()
+
+
+def test_rows_of_the_metrics_go_to_a_logger(data, tmp_path, monkeypatch):
+    """One of Lightning's that needs no package stands in for TensorBoard's."""
+    made = []
+
+    def stand_in(folder):
+        made.append(CSVLogger(folder.path, name="", version="log"))
+        monkeypatch.setattr(made[0], "log_hyperparams", kept.append)
+        return made[0]
+
+    kept = []
+    monkeypatch.setattr(loggers, "_tensorboard", stand_in)
+    monkeypatch.setattr(loggers, "expect_logger", lambda name: None)
+    monkeypatch.setattr("molflt.training.fit.expect_logger", lambda name: None)
+    words = ["--trainer.max_steps=4", "--trainer.val_every=2", "--trainer.log_every=2"]
+    start(data, tmp_path / "run", *words, "--trainer.logger=tensorboard")
+    assert kept[0]["model"]["dim"] == 16 and kept[0]["trainer"]["logger"] == "tensorboard"
+    rows = table(tmp_path / "run" / "log" / "metrics.csv")
+    ours = table(tmp_path / "run" / "metrics.csv")
+    for column in ("lr", "train_loss", "val_mae_eV"):
+        own = [(row["step"], float(row[column])) for row in ours if row[column]]
+        assert [(row["step"], float(row[column])) for row in rows if row[column]] == own
+        assert [step for step, _ in own] == ["2", "4"]
+
+
+def test_tensorboard_has_every_row_once_also_after_resuming(data, tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = tmp_path / "run"
+    words = ["--trainer.val_every=2", "--trainer.log_every=2", "--trainer.logger=tensorboard"]
+    start(data, run, *words, "--trainer.max_steps=4")
+    resume(run, "--trainer.max_steps=8")
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    for column in ("train_loss", "val_mae_eV", "lr"):
+        found = events.Scalars(column)
+        assert [event.step for event in found] == [2, 4, 6, 8]
+        assert [event.value for event in found] == pytest.approx(logged(run, column), rel=1e-6)
+
+
+def test_wandb_offline(data, tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run = tmp_path / "run"
+    words = ["--trainer.max_steps=4", "--trainer.val_every=2", "--trainer.logger=wandb"]
+    assert start(data, run, *words) == 0
+    (file,) = (run / "wandb").glob("offline-run-*/run-*.wandb")
+    content = file.read_bytes()
+    assert b"val_mae_eV" in content and b"train_loss" in content
+    assert resume(run, "--trainer.max_steps=6") == 0
+    files = list((run / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len({file.name for file in files}) == 1  # one run to wandb, which joins its parts
+
+
+def test_wandb_without_a_login(data, tmp_path, capsys, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+
+    def refuse(**_):
+        raise wandb.errors.UsageError("No API key configured. Use `wandb login` to log in.")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    words = [*SMALL, f"--data.root={data}", f"--run={tmp_path / 'run'}", "--trainer.max_steps=4"]
+    assert main(["train", *words, "--trainer.logger=wandb"]) == 2
+    text = capsys.readouterr().err.splitlines()[-1]  # wandb itself prints lines before
+    assert text.startswith("molflt: error: trainer.logger=wandb: could not begin; ")
+    assert "log in with `wandb login`, or set WANDB_MODE=offline" in text
+
+
+def test_a_logger_whose_package_is_absent(data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: None)
+    words = [*SMALL, f"--data.root={data}", f"--run={tmp_path / 'run'}", "--trainer.max_steps=4"]
+    for name in ("tensorboard", "wandb"):
+        text = error_of(capsys, "train", *words, f"--trainer.logger={name}")
+        assert f"trainer.logger={name} needs the package {name}" in text
+        assert f"pip install 'molflt[{name}]'" in text
+    assert not (tmp_path / "run").exists()
+    assert main(["train", *words]) == 0  # csv needs none
+
+
+def test_the_default_imports_no_logger(data, tmp_path):
+    code = (
+        "import sys; from molflt.commands.cli import main; "
+        f"main(['train', *{[*SMALL, f'--data.root={data}', f'--run={tmp_path}/run']!r}, "
+        "'--trainer.max_steps=3']); print({'wandb', 'tensorboard'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
