@@ -30,6 +30,7 @@ from molflt.data.structures.store import StructureStore, write_store
 from molflt.files import atomically, shown, write_atomically
 
 if TYPE_CHECKING:
+    from ase import Atoms
     from torch_geometric.data import Data
 
 __all__ = ["make"]
@@ -40,6 +41,7 @@ _SETTINGS = "made.json"
 _NAMES = "systems.csv"
 _PARTS = ".parts"
 _FRAMES = "frames"
+_SIZES = ("train", "val")
 _COLUMNS = ("sid", "split", "adsorbate", "catalyst", "facet", "site")
 
 
@@ -84,7 +86,7 @@ def make(
     N2, linear per element. The validation splits are those of OC20: val_id, and val_ood_ads,
     val_ood_cat, val_ood_both with adsorbates, catalysts or both that train does not have. The same
     seed gives the same systems for any number of workers; when interrupted, the same command
-    continues.
+    continues, and with a larger train or val it adds to what is there.
 
     Args:
         directory: folder for train.safetensors, val_id.safetensors, ..., systems.csv, made.json.
@@ -127,11 +129,13 @@ def make(
     _claim(directory, settings)
     references = _references(directory, calculator)
     plan = _Plan(calculator, seed, tuple(references.items()), frames)
-    splits = [s for s in _SPLITS if not _store_path(directory, s).exists()]
+    sizes = {split: train if split == "train" else val for split in _SPLITS}
+    splits = [split for split in _SPLITS if _made(directory, split) < sizes[split]]
     tasks = {
-        split: [_Task(directory, plan, split, i) for i in range(train if split == "train" else val)]
-        for split in splits
+        split: [_Task(directory, plan, split, i) for i in range(sizes[split])] for split in splits
     }
+    for split in splits:
+        _take_apart(directory, tasks[split])
     try:
         _relax_all(list(itertools.chain(*tasks.values())), workers)
     except KeyboardInterrupt:
@@ -145,6 +149,12 @@ def make(
 
 def _store_path(directory: Path, split: str) -> Path:
     return directory / f"{split}.safetensors"
+
+
+def _made(directory: Path, split: str) -> int:
+    """Systems in the store of a split; 0 if there is none yet."""
+    path = _store_path(directory, split)
+    return len(StructureStore(path)) if path.exists() else 0
 
 
 def _claim(directory: Path, settings: dict[str, object]) -> None:
@@ -164,13 +174,22 @@ def _claim(directory: Path, settings: dict[str, object]) -> None:
     words = ", ".join(
         f"{name} {shown(found.get(name))} (now {settings[name]!r})"
         for name in settings
-        if found.get(name) != settings[name]
+        if not _goes_on(found.get(name), settings[name], grows=name in _SIZES)
     )
     if words:
         raise ValueError(
             f"{directory}: begun with other settings: {words}; repeat those, or choose another "
             "folder"
         )
+    if any(found[name] != settings[name] for name in _SIZES):
+        _write_settings(directory, found | {name: settings[name] for name in _SIZES})
+
+
+def _goes_on(found: object, asked: object, grows: bool) -> bool:
+    """Whether a folder of one setting can be continued with another."""
+    if grows and isinstance(found, int) and isinstance(asked, int):
+        return found <= asked
+    return found == asked
 
 
 def _read_settings(directory: Path) -> dict[str, object]:
@@ -254,6 +273,37 @@ def _relax_one(task: _Task) -> tuple[str, dict[str, int]]:
     return task.split, system.rejected
 
 
+def _take_apart(directory: Path, tasks: list[_Task]) -> None:
+    """Writes the parts that a smaller data set of these settings was joined from.
+
+    Refused draws are known of the split as a whole: its first part has them all.
+    """
+    from ase.io import iread, write
+
+    split = tasks[0].split
+    made = _made(directory, split)
+    if not made:
+        return
+    with (directory / _NAMES).open(newline="", encoding="utf-8") as file:
+        names = {int(row.pop("sid")): row for row in csv.DictReader(file)}
+    rejected = _read_settings(directory).get("rejected")
+    counts = rejected.get(split, {}) if isinstance(rejected, dict) else {}
+    frames: dict[int, list[Atoms]] = {}
+    if tasks[0].plan.frames:
+        for frame in iread(directory / _FRAMES / f"{split}.extxyz"):
+            frames.setdefault(int(frame.info["sid"]), []).append(frame)
+    store = StructureStore(_store_path(directory, split))
+    for task, record in zip(tasks[:made], store, strict=True):
+        if _is_whole(task):
+            continue
+        own = {key: value for key, value in names[record.sid].items() if key != "split"}
+        note = _Note(names=own, rejected=counts if task.number == 0 else {})
+        task.part.parent.mkdir(parents=True, exist_ok=True)
+        if task.plan.frames:
+            write(task.frames, frames[record.sid], format="extxyz")
+        write_store(task.part, [record], source=json.dumps(note))
+
+
 def _join(directory: Path, tasks: list[_Task], settings: dict[str, object]) -> None:
     """Write a split's frames, names, refused draws and store from its parts, the store last."""
     split, rejected = tasks[0].split, Counter[str]()
@@ -278,7 +328,8 @@ def _join(directory: Path, tasks: list[_Task], settings: dict[str, object]) -> N
     counts = found.get("rejected")
     found["rejected"] = {**(counts if isinstance(counts, dict) else {}), split: dict(rejected)}
     _write_settings(directory, found)
-    words = ", ".join(f"{name} {value}" for name, value in settings.items() if name != "frames")
+    kept = (name for name in settings if name not in ("frames", *_SIZES))
+    words = ", ".join(f"{name} {settings[name]}" for name in kept)
     write_store(_store_path(directory, split), made, source=f"molflt data make: {split}, {words}")
 
 
@@ -291,7 +342,7 @@ def _add_names(directory: Path, split: str, rows: list[dict[str, object]]) -> No
     text = io.StringIO()
     writer = csv.DictWriter(text, _COLUMNS, lineterminator="\n")
     writer.writeheader()
-    writer.writerows([*before, *rows])
+    writer.writerows(sorted([*before, *rows], key=lambda row: int(str(row["sid"]))))
     write_atomically(path, text.getvalue().encode())
 
 
