@@ -26,10 +26,12 @@ from tiny_run import (
 from molflt.commands.cli import main
 from molflt.commands.train import build_parser, train
 from molflt.data.structures.store import StructureStore, write_store
+from molflt.training import sources
 
 STEPS = ["--trainer.max_steps=4", "--trainer.val_every=4"]
 # Steps too small to move a weight: what a run ends with is what it started from
 STILL = [*STEPS, "--task.lr=1e-30"]
+CARD = ["--license=mit", "--about=energies in eV"]
 SAMPLE = Path(__file__).parents[1] / "datasets" / "emt-sample"
 
 
@@ -244,13 +246,45 @@ def no_best(source, folder):
     return folder / "early"
 
 
+def two_models(source, folder):
+    data, again = yaml.safe_load((source / "config.yaml").read_text())["data"], folder / "again"
+    start(Path(data["root"]), again, *STEPS, "--task.lr=1e-2", "--model.layers=2", "--seed=1")
+    words = ["export", str(source), str(folder / "two"), "--also", str(again)]
+    assert main([*words, *CARD]) == 0
+    return folder / "two"
+
+
+def test_an_export_or_a_model_on_the_hub_is_as_good_as_its_run(
+    data, source, tmp_path, monkeypatch, capsys
+):
+    assert main(["export", str(source), str(tmp_path / "export"), *CARD]) == 0
+    begin(data, tmp_path / "a", source, *STILL)
+    hub = pytest.importorskip("huggingface_hub", reason="needs molflt[hub]")
+    monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: str(tmp_path / "export"))
+    names = ["hf:me/small", tmp_path / "export", "small"]
+    monkeypatch.setattr(sources, "_WEIGHTS", tmp_path / "weights")
+    shutil.copytree(tmp_path / "export", tmp_path / "weights" / "small")
+    for i, name in enumerate(names):
+        begin(data, tmp_path / f"b{i}", name, *STILL)
+        found, expected = record(tmp_path / f"b{i}"), record(tmp_path / "a")
+        for key in ("recipe", "loaded", "new", "of_data", "left_over"):
+            assert found[key] == expected[key]
+        now, was = weights(tmp_path / f"b{i}"), weights(tmp_path / "a")
+        assert all(torch.equal(now[key], was[key]) for key in was)
+    assert config(tmp_path / "b0")["init"] == "hf:me/small"
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
         (lambda source, folder: folder / "none", "got no such file or folder"),
         (lambda source, folder: source.parent, "holds no config.yaml; expected the folder of a"),
-        (lambda source, folder: source / "metrics.csv", "a .safetensors file; got another file"),
-        (lambda source, folder: "hf:somebody/something", "got no such file or folder"),
+        (lambda source, folder: source / "metrics.csv", "hf:OWNER/NAME; got another file"),
+        (
+            lambda source, folder: "hf:no/model",
+            "hf:no/model: not fetched from the Hugging Face Hub",
+        ),
+        (two_models, "an ensemble of 2 models; expected one; start from a member's own"),
         (no_best, "best.safetensors: no such checkpoint; there: last.safetensors"),
         (damaged, "damaged since it was written"),
         (of_nothing, "none of its 1 tensors has the name and the shape of one of this model"),

@@ -7,7 +7,7 @@ import itertools
 import os
 import sys
 from argparse import ArgumentError
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, TypedDict, cast, get_args
@@ -20,7 +20,7 @@ from molflt.shipped import find_config
 from molflt.training.fit import fit
 from molflt.training.recipes import RECIPES, Recipe
 from molflt.training.run_name import dated_run
-from molflt.training.source import find_source
+from molflt.training.sources import HUB, Source, find, find_weights, is_packaged
 
 __all__ = ["Config", "absolute", "build_parser", "plain", "read_config"]
 
@@ -41,7 +41,6 @@ class Config(TypedDict):
 _PARTS = ("model", "data", "task", "trainer")
 _MOST_BYTES = 1_000_000
 _ADVICE = "restore the file that training wrote"
-_HUB = "hf:"  # begins the name of a data set of Hugging Face
 
 
 def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
@@ -63,7 +62,11 @@ def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
         "of a shipped one, such as demo",
     )
     parser.add_argument("--resume", type=Path | None, help="run folder to go on with")
-    parser.add_argument("--init", type=Path | None, help="run folder or weights to start from")
+    parser.add_argument(
+        "--init",
+        type=Path | None,
+        help="run, exported model, weights or hf:OWNER/NAME to start from",
+    )
     parser.add_argument(
         "--run", type=Path | None, help="folder to write; by default runs/DATE-CONFIG"
     )
@@ -82,11 +85,21 @@ def _recipe_named(words: list[str]) -> str:
     """The recipe of a command line: its own word, or the last that its configurations name."""
     found = [next(iter(RECIPES)), *_values_in("recipe", _values_of("--resume", words))]
     for name in _inits(words):
-        with contextlib.suppress(ValueError):  # told when it is read
-            run = find_source(name).run
-            found += _values_in("recipe", [] if run is None else [str(run)])
+        with contextlib.suppress(ValueError, OSError):  # told when it is read
+            found += _recipes_of(find_weights(name))
     found += _values_in("recipe", _values_of("--config", words))
     return [*found, *_values_of("--recipe", words)][-1]
+
+
+def _recipes_of(source: Source) -> list[str]:
+    """The recipe of weights, if it is known."""
+    from molflt.training.exported import is_exported, read_exported
+
+    if source.run is not None:
+        return _values_in("recipe", [str(source.run)])
+    if is_exported(source.weights):
+        return [str(read_exported(source.weights).content["recipe"])]
+    return []
 
 
 def _inits(words: list[str]) -> list[str]:
@@ -175,15 +188,17 @@ def _holds_paths(hint: object) -> bool:
 
 
 def _with_files(words: Sequence[str]) -> list[str]:
-    """The words with files in place of the names of shipped configurations."""
+    """The words with files in place of the names of shipped configurations and models."""
+    named: dict[str, Callable[[str], object]] = {
+        "--config": find_config,
+        "--init": lambda name: find(name) if is_packaged(name) else name,
+    }
     out: list[str] = []
     for word in words:
-        if out and out[-1] == "--config":
-            out[-1:] = [f"--config={find_config(word)}"]
-        elif word.startswith("--config="):
-            out.append(f"--config={find_config(word.partition('=')[2])}")
-        else:
-            out.append(word)
+        option, _, value = word.partition("=")
+        if out and out[-1] in named:
+            option, value = out.pop(), word
+        out.append(f"{option}={named[option](value)}" if option in named and value else word)
     return out
 
 
@@ -191,7 +206,7 @@ def _below(folder: Path, value: object) -> object:
     """A path, or those in a list, as an absolute one; ``hf:NAME`` is none."""
     if isinstance(value, list | tuple):
         return [_below(folder, part) for part in value]
-    if not isinstance(value, str | Path) or str(value).startswith(_HUB):
+    if not isinstance(value, str | Path) or str(value).startswith(HUB):
         return value
     return Path(os.path.normpath(folder / value))
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from molflt.files import shown
 
-__all__ = ["HUB", "RECOMMENDED", "find", "is_trained"]
+__all__ = ["HUB", "RECOMMENDED", "Source", "find", "find_weights", "is_packaged", "is_trained"]
 
 HUB = "hf:"
 """What the name of a repository on the Hugging Face Hub begins with."""
@@ -16,6 +17,21 @@ RECOMMENDED = "game-net"
 
 _WEIGHTS = Path(__file__).parents[1] / "weights"  # of the models that come with the package
 _MODEL = "model.safetensors"
+
+
+_EXPECTED = (
+    "expected the folder of a training run, an exported model, a .safetensors file, or "
+    f"{HUB}OWNER/NAME"
+)
+
+
+class Source(NamedTuple):
+    """Where the weights lie that a run starts from."""
+
+    weights: Path
+    """.safetensors"""
+    run: Path | None
+    """folder that holds their config.yaml, if there is one"""
 
 
 def find(source: str | Path | None, hub: Mapping[str, object] | None = None) -> Path:
@@ -39,11 +55,39 @@ def find(source: str | Path | None, hub: Mapping[str, object] | None = None) -> 
     name, path = str(source), Path(source)
     if name.startswith(HUB):
         return _fetched(name, hub or {})
-    if not path.exists() and name in _names():
+    if is_packaged(name):
         return _packaged(name)
     if path.is_dir() and not (path / "config.yaml").exists() and (path / _MODEL).is_file():
         return path / _MODEL
     return path
+
+
+def find_weights(name: str) -> Source:
+    """What `--init` names, which also takes weights without a configuration; reads nothing.
+
+    Args:
+        name: as for `find`, or a file of weights; of a run, the best ones are meant.
+
+    Raises:
+        FileNotFoundError: if a repository on the Hub holds no model.
+        ValueError: if there is nothing of that name, or the Hub does not answer.
+    """
+    path = find(name)
+    if (path / "config.yaml").is_file():
+        return Source(path / "checkpoints" / "best.safetensors", path)
+    if path.is_dir():
+        raise ValueError(f"--init {name}: holds no config.yaml; {_EXPECTED}")
+    if not path.is_file() or path.suffix != ".safetensors":
+        got = "another file" if path.is_file() else "no such file or folder"
+        raise ValueError(f"--init {name}: {_EXPECTED}; got {got}")
+    above = [path.parent, path.parent.parent][path.parent.name == "checkpoints" :]
+    run = above[0] if (above[0] / "config.yaml").is_file() else None
+    return Source(path, run)
+
+
+def is_packaged(name: str) -> bool:
+    """Whether it is the name of a model that comes with the package, and of no file."""
+    return not Path(name).exists() and name in _names()
 
 
 def is_trained(folder: Path) -> bool:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from molflt.files import shown
 from molflt.training.checkpoint import _read_weights
 from molflt.training.config import read_config
-from molflt.training.source import find_source
+from molflt.training.exported import is_exported, read_exported
+from molflt.training.sources import find_weights
 
 if TYPE_CHECKING:
     from molflt.training.run_folder import RunFolder
@@ -37,7 +38,7 @@ class _Origins(NamedTuple):
     options: dict[str, object]
     """of the model"""
     files: dict[str, object]
-    """sha256 by name of what belonged to the data"""
+    """what belonged to the data, by name: its sha256, or in an export what its JSON says"""
     weights: dict[str, Tensor]
 
 
@@ -58,7 +59,7 @@ class Start:
 
     Args:
         folder: of the run; one that goes on has weights of its own.
-        init: run or file.
+        init: as for `molflt.training.sources.find_weights`.
 
     Attributes:
         options: of the source's model.
@@ -116,9 +117,12 @@ def read_origins(name: str) -> _Origins:
         FileNotFoundError: if a run has no best weights.
         ValueError: if it names nothing, or the file is damaged.
     """
-    source = find_source(name)
-    weights, options, files = _read_weights(source.weights)
+    source = find_weights(name)
     recipe = None
+    if source.weights.is_file() and is_exported(source.weights):
+        recipe, weights, options, files = _of_export(source.weights)
+    else:
+        weights, options, files = _read_weights(source.weights)
     if source.run is not None:
         config = read_config(source.run)
         recipe, options = config["recipe"], {**config["model"], **options}
@@ -131,6 +135,25 @@ def read_origins(name: str) -> _Origins:
     with open(source.weights, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return _Origins(source.weights, digest, recipe, options, files, weights)
+
+
+def _of_export(
+    path: Path,
+) -> tuple[str, dict[str, Tensor], dict[str, object], dict[str, object]]:
+    """Recipe, weights, options of the model and the data's files of an exported model.
+
+    Raises:
+        ValueError: if it is damaged, or an ensemble.
+    """
+    content, weights = read_exported(path)
+    models, files = content["models"], content["files"]
+    assert isinstance(models, list) and isinstance(files, dict)  # read_exported has seen to it
+    if len(models) > 1:
+        raise ValueError(
+            f"--init {path}: an ensemble of {len(models)} models; expected one; start from a "
+            "member's own run or export"
+        )
+    return str(content["recipe"]), weights, models[0], files
 
 
 def _transfer(origins: _Origins, model: nn.Module, files: Mapping[str, bytes]) -> _Transfer:
@@ -152,8 +175,7 @@ def _transfer(origins: _Origins, model: nn.Module, files: Mapping[str, bytes]) -
     """
     own, buffers = model.state_dict(), dict(model.named_buffers())
     decided = tuple(getattr(model, "of_data", ()))
-    same = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-    others = [name for name, digest in same.items() if origins.files.get(name) != digest]
+    others = [name for name in files if not _is_same(origins.files.get(name), files[name])]
     loaded, new, of_data = {}, {}, []
     for name, tensor in own.items():
         there = origins.weights.get(name)
@@ -176,6 +198,13 @@ def _transfer(origins: _Origins, model: nn.Module, files: Mapping[str, bytes]) -
     model.load_state_dict(loaded, strict=False)
     left = {name: tensor for name, tensor in origins.weights.items() if name not in own}
     return _Transfer(loaded, new, tuple(of_data), left)
+
+
+def _is_same(kept: object, content: bytes) -> bool:
+    """Whether a file of the data is what the source was trained with."""
+    if isinstance(kept, str):
+        return kept == hashlib.sha256(content).hexdigest()
+    return kept is not None and kept == json.loads(content)
 
 
 def _record(name: str, origins: _Origins, done: _Transfer, model: nn.Module) -> bytes:

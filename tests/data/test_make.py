@@ -21,7 +21,7 @@ from ase.optimize import BFGS
 
 from molflt.commands.cli import main
 from molflt.data.structures import make as generator
-from molflt.data.structures import make_systems, references, slabs
+from molflt.data.structures import make_settings, make_systems, references, slabs
 from molflt.data.structures.adsorbates import ADSORBATES, _oriented
 from molflt.data.structures.calculators import CALCULATORS
 from molflt.data.structures.make import make
@@ -101,7 +101,8 @@ def test_a_data_set_grows_to_the_bytes_of_one_made_at_once(
     def here(work, tasks, workers):  # EMT has no threads whose number would matter
         return (work(task) for task in tasks)
 
-    monkeypatch.setattr(generator, "_in_processes", here)
+    for module in (generator, make_settings):
+        monkeypatch.setattr(module, "_in_processes", here)
     make(directory, **{**SMALL, "train": 1}, workers=1, frames=True)
     with monkeypatch.context() as stop, pytest.raises(KeyboardInterrupt):
         stop.setattr(generator, "_relax_all", Mock(side_effect=KeyboardInterrupt))
@@ -184,7 +185,8 @@ def test_interrupted_run_of_two_workers_continues_to_the_bytes_of_one(
         relaxed.extend(tasks)
         return in_processes(work, tasks, workers)
 
-    monkeypatch.setattr(generator, "_in_processes", spy)
+    for module in (generator, make_settings):
+        monkeypatch.setattr(module, "_in_processes", spy)
     make(directory, **SMALL, workers=2, frames=True)
     assert len(relaxed) == 6 - kept + 1, "references and systems that are there are not repeated"
     assert contents(directory) == contents(one_worker)

@@ -23,11 +23,18 @@ from tqdm import tqdm
 
 from molflt.data.structures.calculators import CALCULATORS
 from molflt.data.structures.make_processes import _in_processes
+from molflt.data.structures.make_settings import (
+    _SIZES,
+    _claim,
+    _read_settings,
+    _references,
+    _store_path,
+    _write_settings,
+)
 from molflt.data.structures.make_systems import _SIDS_PER_SPLIT, _SPLITS, _Plan, _relax_system
 from molflt.data.structures.records import make_record
-from molflt.data.structures.references import linear_references, molecule_energies
 from molflt.data.structures.store import StructureStore, write_store
-from molflt.files import atomically, shown, write_atomically
+from molflt.files import atomically, write_atomically
 
 if TYPE_CHECKING:
     from ase import Atoms
@@ -37,11 +44,9 @@ __all__ = ["make"]
 
 # Raise when the same seed would give other systems: an interrupted run must not mix the two.
 _GENERATOR_VERSION = 5
-_SETTINGS = "made.json"
 _NAMES = "systems.csv"
 _PARTS = ".parts"
 _FRAMES = "frames"
-_SIZES = ("train", "val")
 _COLUMNS = ("sid", "split", "adsorbate", "catalyst", "facet", "site")
 
 
@@ -147,89 +152,10 @@ def make(
     _print_summary(directory)
 
 
-def _store_path(directory: Path, split: str) -> Path:
-    return directory / f"{split}.safetensors"
-
-
 def _made(directory: Path, split: str) -> int:
     """Systems in the store of a split; 0 if there is none yet."""
     path = _store_path(directory, split)
     return len(StructureStore(path)) if path.exists() else 0
-
-
-def _claim(directory: Path, settings: dict[str, object]) -> None:
-    """Note the settings in the folder; refuse a folder that holds something else."""
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / _SETTINGS
-    if not path.exists():
-        for split in _SPLITS:
-            if _store_path(directory, split).exists():
-                raise ValueError(
-                    f"{_store_path(directory, split)}: already there, and not from data make "
-                    f"(no {_SETTINGS} beside it); choose another folder"
-                )
-        _write_settings(directory, settings)
-        return
-    found = _read_settings(directory)
-    words = ", ".join(
-        f"{name} {shown(found.get(name))} (now {settings[name]!r})"
-        for name in settings
-        if not _goes_on(found.get(name), settings[name], grows=name in _SIZES)
-    )
-    if words:
-        raise ValueError(
-            f"{directory}: begun with other settings: {words}; repeat those, or choose another "
-            "folder"
-        )
-    if any(found[name] != settings[name] for name in _SIZES):
-        _write_settings(directory, found | {name: settings[name] for name in _SIZES})
-
-
-def _goes_on(found: object, asked: object, grows: bool) -> bool:
-    """Whether a folder of one setting can be continued with another."""
-    if grows and isinstance(found, int) and isinstance(asked, int):
-        return found <= asked
-    return found == asked
-
-
-def _read_settings(directory: Path) -> dict[str, object]:
-    path = directory / _SETTINGS
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError(
-            f"{path}: not the settings of a data make run; got {path.read_bytes()[:40]!r}; "
-            "delete the file, or choose another folder"
-        )
-    return found
-
-
-def _write_settings(directory: Path, settings: dict[str, object]) -> None:
-    text = json.dumps(settings, indent=1, ensure_ascii=False)
-    write_atomically(directory / _SETTINGS, f"{text}\n".encode())
-
-
-def _references(directory: Path, calculator: str) -> dict[str, float]:
-    """Energy of each element, eV; computed once, then read from the settings."""
-    settings = _read_settings(directory)
-    molecules = settings.get("molecules_eV")
-    if molecules is None:
-        with contextlib.closing(_in_processes(molecule_energies, [calculator], 1)) as found:
-            molecules = next(found)
-        settings |= {"molecules_eV": molecules, "references_eV": linear_references(molecules)}
-        _write_settings(directory, settings)
-    try:
-        references = linear_references({name: float(e) for name, e in molecules.items()})  # type: ignore[attr-defined]
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise ValueError(
-            f"{directory / _SETTINGS}: molecules_eV must be energies of H2, H2O, CO and N2; got "
-            f"{shown(molecules)}; delete that key, or choose another folder"
-        ) from None
-    words = ", ".join(f"{element} {energy:.4f}" for element, energy in references.items())
-    print(f"references of {calculator}, eV: {words} (from H2, H2O, CO, N2)")
-    return references
 
 
 def _relax_all(tasks: list[_Task], workers: int) -> None:
