@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from ase.build import add_adsorbate, fcc111, molecule
 from tiny_run import SMALL, error_of, write_data
 
 from molflt import shipped
@@ -111,8 +112,8 @@ def installed(tmp_path_factory) -> Path:
     return folder / "site"
 
 
-def test_the_wheel_trains_and_evaluates_by_itself(installed, tmp_path) -> None:
-    """From another folder, without the repository: `train --config demo`, `evaluate`."""
+def test_the_wheel_trains_evaluates_and_predicts_by_itself(installed, tmp_path) -> None:
+    """From another folder, without the repository, also with the weights that come with it."""
     environment = {**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
     environment.pop("MOLFLT_RUN", None)
 
@@ -132,3 +133,9 @@ def test_the_wheel_trains_and_evaluates_by_itself(installed, tmp_path) -> None:
     root = Path(yaml.safe_load((run / "config.yaml").read_text())["data"]["root"])
     assert root.is_relative_to(installed)
     assert "val_ood_both" in molflt(*lines[-1].partition("next: molflt ")[2].split())
+
+    slab = fcc111("Pt", (3, 4, 4), vacuum=8.0, periodic=True)
+    add_adsorbate(slab, molecule("CH3OH"), 2.2, "ontop")
+    slab.write(tmp_path / "slab.extxyz")  # with tags as ASE numbers them
+    head, row = molflt("predict", "slab.extxyz", "--tags", "ase").splitlines()
+    assert -2.0 < float(row.split(",")[head.split(",").index("energy_eV")]) < 0.5
