@@ -80,6 +80,23 @@ def test_calculator(trained):
         alone.get_stress()
 
 
+def test_predictions_have_forces(trained, tmp_path):
+    structures = [bulk("Ar", "fcc", 5.2, cubic=True), bulk("Ar", "fcc", 5.4)]
+    for atoms in structures:
+        atoms.rattle(0.1)
+    ase.io.write(tmp_path / "in.extxyz", structures)
+    out = tmp_path / "out.extxyz"
+    words = ["predict", str(trained), str(tmp_path / "in.extxyz"), "--device=cpu", "--out"]
+    assert main([*words, str(out)]) == 0
+    found = molflt.load(trained).predict(structures)
+    calculator = molflt.Calculator(trained, device="cpu")
+    for written, one, atoms in zip(ase.io.read(out, ":"), found, structures, strict=True):
+        expected = calculator.get_forces(atoms)
+        assert np.abs(written.get_forces() - expected).max() < 1e-4
+        assert np.abs(one.forces - expected).max() < 1e-4
+        assert one.energy == pytest.approx(calculator.get_potential_energy(atoms), abs=1e-4)
+
+
 def test_calculator_says_what_it_has_not_learned(trained, capsys):
     calculator = molflt.Calculator(trained, device="cpu")
     for _ in range(2):

@@ -26,7 +26,8 @@ from molflt.training.sources import is_trained
 __all__ = ["build_parser", "predict"]
 
 _USAGE = "molflt predict [RUN] STRUCTURES [--OPTION VALUE ...]"
-_SUFFIXES = (".csv", ".json", ".extxyz", ".traj")
+_OF_ATOMS = (".extxyz", ".traj")
+_SUFFIXES = (".csv", ".json", *_OF_ATOMS)
 
 
 def predict(
@@ -42,7 +43,7 @@ def predict(
     calibration: Path | None = None,
     tags: Tags = "oc20",
 ) -> None:
-    """Predicts relaxed energies, in eV, of the structures in a file: molflt predict [RUN] FILE.
+    """Predicts energies, in eV, of the structures in a file: molflt predict [RUN] FILE.
 
     Says what lies outside of what the model was trained on.
 
@@ -51,8 +52,8 @@ def predict(
             that comes with the package.
         structures: a file that ASE reads, a compact store, or an OC20 LMDB.
         out: file to write: .csv or .json (sid, formula, number of atoms, energy in eV), or .extxyz
-            or .traj (the structures, with the predicted relaxed energy as their energy); by default
-            the CSV is printed.
+            or .traj (the structures, with the predicted relaxed energy as their energy, and forces
+            of a potential); by default the CSV is printed.
         checkpoint: best, last, or a safetensors file.
         batch_size: structures in a batch.
         device: auto, cpu, cuda or cuda:N.
@@ -85,7 +86,9 @@ def predict(
     dataset = open_structures(structures, skip_bad, Reading(tags=tags))
     if model.about is not None:
         print(f"molflt: {model.summary}", file=sys.stderr)
-    found = model.infer(dataset, batch_size, structures.name)
+    atoms = out is not None and out.suffix in _OF_ATOMS
+    forces = ["forces"] if atoms and model.predicts_forces else []
+    found = model.infer(dataset, batch_size, structures.name, forces)
     columns = {"energy_eV": found.energy, **model.uncertainties(found, calibration)}
     if out is None:
         print(csv_text(_rows(found, columns)), end="")
@@ -167,7 +170,8 @@ def _write_atoms(
         atoms.info.update(more)
         if found.outside[i]:
             atoms.info["outside"] = "; ".join(found.outside[i])
-        atoms.calc = SinglePointCalculator(atoms, energy=float(energy))
+        more = {name: values[i] for name, values in found.by_atom.items()}
+        atoms.calc = SinglePointCalculator(atoms, energy=float(energy), **more)
         frames.append(atoms)
     with atomically(out) as part:
         write(str(part), frames, format=out.suffix.removeprefix("."))

@@ -48,8 +48,8 @@ class Predictions:
         members: what each member of an ensemble predicts, (systems, members), eV, whose mean is
             `energy`; None for one model.
         outside: in what each system differs from all that the model was trained on.
-        by_atom: if asked for, "displacement" (atoms, 3), Å, and "embedding" (atoms, dim) of each
-            system, as far as the model predicts them.
+        by_atom: if asked for, "displacement" (atoms, 3), Å, "embedding" (atoms, dim), and "forces"
+            (atoms, 3), eV/Å, of each system, as far as the model predicts them.
     """
 
     sid: NDArray[np.int64]
@@ -142,7 +142,7 @@ def infer(
         batch_size: structures in a batch.
         name: what the progress bar says.
         domain: what the model was trained on; None does not compare.
-        by_atom: what to keep of each atom: "displacement", "embedding".
+        by_atom: what to keep of each atom: "displacement", "embedding", "forces".
 
     Raises:
         ValueError: if a structure cannot be used, a prediction is not finite, or a batch does not

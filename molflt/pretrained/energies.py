@@ -19,6 +19,7 @@ from molflt.evaluation.predictions import Predictions, infer, open_structures
 from molflt.evaluation.uncertainty import CALIBRATION, calibrated, uncertainty_of
 from molflt.graph import EnergyRegressor
 from molflt.graph.geometry import Geometry
+from molflt.graph.potential import Potential
 from molflt.pretrained.base import Pretrained
 from molflt.pretrained.trained import Trained
 
@@ -35,7 +36,7 @@ class Prediction(NamedTuple):
     """What a model says of one structure."""
 
     energy: float
-    """of the relaxed structure, eV, as the labels of training"""
+    """of the relaxed structure, eV, as the labels of training; of a potential, of this structure"""
     uncertainty: float | None = None
     """eV, made to hold 68 % of the errors; None unless an ensemble was calibrated"""
     spread: float | None = None
@@ -46,6 +47,8 @@ class Prediction(NamedTuple):
     """in what the structure differs from all that was trained on"""
     embedding: NDArray[np.float32] | None = None
     """(atoms, dim), or pooled (dim,); None unless it was asked for"""
+    forces: NDArray[np.float32] | None = None
+    """(atoms, 3), eV/Å, of a potential; None of other models, whose energies have no forces"""
 
 
 class EnergyPredictor(Pretrained):
@@ -79,6 +82,11 @@ class EnergyPredictor(Pretrained):
         task, domain = self.trained.task, self.domain
         weights = [task.get(f"position_weight{end}") for end in ("", "_final")]
         return any(weights) and (domain is None or domain.relaxed > 0)
+
+    @property
+    def predicts_forces(self) -> bool:
+        """Whether it is a potential."""
+        return isinstance(self.model, Potential)
 
     @overload
     def predict(
@@ -125,6 +133,7 @@ class EnergyPredictor(Pretrained):
             raise ValueError("embedding: expected one model; got an ensemble; load one of its runs")
         dataset = _opened(structures)
         kept = ["displacement"] * self.predicts_positions + ["embedding"] * bool(embedding)
+        kept += ["forces"] * self.predicts_forces
         found = self.infer(dataset, batch_size, dataset.path.name, kept)
         columns = self.uncertainties(found)
         out = [self._prediction(i, dataset, found, columns, embedding) for i in range(len(dataset))]
@@ -153,6 +162,7 @@ class EnergyPredictor(Pretrained):
             relaxed,
             tuple(found.outside[i]),
             tokens,
+            found.by_atom["forces"][i] if "forces" in found.by_atom else None,
         )
 
     def infer(
