@@ -18,9 +18,10 @@ def linear_with_kernel(
 ) -> Sums:
     """A_ij = (U_i . V_j + w_ij) phi(q_i) . phi(k_j) in time O(N m p dv + pairs (m + dv)).
 
-    Column by column of U and V, sum_s U_is phi(q_i) . [sum_j phi(k_j) V_js v_j], so that the
-    Kronecker product of features and factors, (N, m p), never exists; chunks of columns and of
-    pairs are computed again in the backward pass instead of being kept.
+    Never with the Kronecker product of features and factors, (N, m p): column by column of U and
+    V, sum_s U_is phi(q_i) . [sum_j V_js v_j phi(k_j)], or, where columns are many, feature by
+    feature, sum_a phi_a(q_i) U_i . [sum_j V_j phi_a(k_j) v_j]. Chunks of columns, of features and
+    of pairs are computed again in the backward pass instead of being kept.
 
     Args:
         query: (batch, heads, queries, m).
@@ -35,19 +36,23 @@ def linear_with_kernel(
         value = torch.cat((value, torch.ones_like(value[..., :1])), dim=-1)
         left, right = (factor.to(value.dtype) for factor in kernel)
         sums = torch.zeros_like(phi_q[..., :1]).expand(*phi_q.shape[:-1], value.shape[-1])
+        # Products of values and the fewer of the two are formed, and are all that is not a matmul.
+        by_feature = left.shape[-1] > phi_q.shape[-1]
+        parts, rest = ((phi_q, phi_k), (left, right))[:: 1 if by_feature else -1]
         chunk = max(1, _TRANSIENT // max(1, value.numel()))
-        for u, v in zip(left.split(chunk, dim=-1), right.split(chunk, dim=-1), strict=True):
-            several = chunk < left.shape[-1]
-            sums = sums + recomputed(_columns, phi_q, phi_k, value, u, v, several=several)
+        for u, v in zip(*(part.split(chunk, dim=-1) for part in parts), strict=True):
+            several = chunk < parts[0].shape[-1]
+            sums = sums + recomputed(_grouped, *rest, value, u, v, several=several)
         if pairs is not None:
             sums = sums + _pair_sums(phi_q, phi_k, value, pairs)
         return Sums(sums[..., :-1], sums[..., -1:], shift)
 
 
-def _columns(phi_q: Tensor, phi_k: Tensor, value: Tensor, left: Tensor, right: Tensor) -> Tensor:
+def _grouped(query: Tensor, key: Tensor, value: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """sum_s left_is query_i . [sum_j key_j right_js v_j]: (batch, heads, queries, dv)."""
     columns = right.shape[-1]
-    waves = (right[..., :, None] * value[..., None, :]).flatten(-2)  # [b, h, key, p dv]
-    mixed = phi_q @ (phi_k.transpose(-1, -2) @ waves)
+    waves = (right[..., :, None] * value[..., None, :]).flatten(-2)  # [b, h, key, s dv]
+    mixed = query @ (key.transpose(-1, -2) @ waves)
     return torch.einsum(
         "bhns,bhnsv->bhnv", left.expand(*mixed.shape[:-1], -1), mixed.unflatten(-1, (columns, -1))
     )
