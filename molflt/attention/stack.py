@@ -11,11 +11,14 @@ from molflt.attention.encodings import Encoding
 from molflt.attention.fnet import Mixer
 from molflt.attention.keys import Keys, placed, without_masked
 from molflt.attention.layer import Attention
+from molflt.attention.mixers import MixerName, make_mixer, mixed_layers
 from molflt.attention.mixing.causal import DecodeState
 from molflt.attention.positions import make_position
 from molflt.attention.positions.base import Position, Positioned
 
 _NormName = Literal["pre", "post"]
+_ActivationName = Literal["gelu", "gelu_tanh"]
+_ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}  # what torch approximates it by
 
 
 class Block(nn.Module):
@@ -23,10 +26,13 @@ class Block(nn.Module):
 
     Args:
         attention: the attention layer, or a mixer of FNet; its `dim` is the width of the block.
-        ffn_dim: hidden width of the feed-forward network (GELU).
+        ffn_dim: hidden width of the feed-forward network.
         dropout: probability of dropout after attention and in the feed-forward network.
         norm: where LayerNorm stands. "pre": x + Attention(LN x); "post": LN(x + Attention(x)), as
             in FNet (arXiv:2105.03824) and BERT.
+        activation: of the feed-forward network: "gelu", or "gelu_tanh", its approximation by tanh,
+            with which FNet was trained.
+        norm_eps: what LayerNorm adds to the variance.
     """
 
     def __init__(
@@ -35,17 +41,21 @@ class Block(nn.Module):
         ffn_dim: int,
         dropout: float = 0.0,
         norm: _NormName = "pre",
+        activation: _ActivationName = "gelu",
+        norm_eps: float = 1e-5,
     ) -> None:
         super().__init__()
         one_of("norm", norm, ("pre", "post"))
+        one_of("activation", activation, _ACTIVATIONS)
         at_least_one(ffn_dim=ffn_dim)
         share(dropout=dropout)
         dim = attention.dim
         self.attention = attention
-        self.attention_norm = nn.LayerNorm(dim)
-        self.ffn_norm = nn.LayerNorm(dim)
+        self.attention_norm = nn.LayerNorm(dim, norm_eps)
+        self.ffn_norm = nn.LayerNorm(dim, norm_eps)
+        gelu = nn.GELU(_ACTIVATIONS[activation])
         self.ffn = nn.Sequential(
-            nn.Linear(dim, ffn_dim), nn.GELU(), nn.Dropout(dropout), nn.Linear(ffn_dim, dim)
+            nn.Linear(dim, ffn_dim), gelu, nn.Dropout(dropout), nn.Linear(ffn_dim, dim)
         )
         self.dropout = nn.Dropout(dropout)
         self.norm = norm
@@ -106,7 +116,7 @@ class Stack(Positioned):
 
     The output of each pass is fed back as the input of the next (`refinements` passes), as in
     3D-Graphormer (arXiv:2203.04810) and FLT's OC20 experiment. The encoding is evaluated once.
-    `Stack.of` makes one from blocks made by hand, as FNet's hybrid.
+    `Stack.of` makes one from blocks made by hand.
 
     Args:
         dim: width of tokens; a multiple of `heads`.
@@ -115,6 +125,13 @@ class Stack(Positioned):
         ffn_dim: hidden width of the feed-forward networks.
         refinements: passes through the layers with shared weights.
         norm: "pre" or "post", see `Block`.
+        activation: of the feed-forward networks, see `Block`.
+        norm_eps: what LayerNorm adds to the variance.
+        mixer: what mixes tokens: "attention", or a key of `TOKEN_MIXERS`, such as "fourier" for
+            FNet (arXiv:2105.03824).
+        mixer_options: further arguments of that mixer.
+        attention_layers: how many of the last layers have attention all the same, 0 by default:
+            FNet's hybrid has 2 (section 4.1).
         dropout: dropout of blocks.
         attention_dropout: see `Attention`.
         position: the encoding that all layers share, different for each head: "none", a key of
@@ -135,6 +152,11 @@ class Stack(Positioned):
         ffn_dim: int = 256,
         refinements: int = 1,
         norm: _NormName = "pre",
+        activation: _ActivationName = "gelu",
+        norm_eps: float = 1e-5,
+        mixer: MixerName = "attention",
+        mixer_options: Mapping[str, object] | None = None,
+        attention_layers: int | None = None,
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
         position: str | Position | None = "none",
@@ -149,10 +171,18 @@ class Stack(Positioned):
             position = make_position(position, heads, width, mixing=mixing, **options)
         else:
             no_effect("with a position that is made", position_options=position_options)
+        given = {**attention, "dropout": attention_dropout}
+        mixed = mixed_layers(layers, mixer, mixer_options, attention_layers, given)
         blocks = []
-        for _ in range(layers):
-            layer = Attention(dim, heads, position=position, dropout=attention_dropout, **attention)
-            blocks.append(Block(layer, ffn_dim, dropout, norm))
+        layer: Attention | Mixer
+        for number in range(layers):
+            if number < mixed:
+                layer = make_mixer(mixer, dim, mixer_options or {})
+            else:
+                layer = Attention(
+                    dim, heads, position=position, dropout=attention_dropout, **attention
+                )
+            blocks.append(Block(layer, ffn_dim, dropout, norm, activation, norm_eps))
         self._assemble(blocks, position, refinements)
 
     @classmethod
@@ -192,8 +222,8 @@ class Stack(Positioned):
             attention.share_position()
         self.mixings = sorted({attention.mixing for attention in attentions})
         self._face = attentions[0].face if attentions else "linear"
-        post = blocks[-1].norm == "post"
-        self.norm = nn.Identity() if post else nn.LayerNorm(blocks[0].attention.dim)
+        post, eps = blocks[-1].norm == "post", blocks[0].attention_norm.eps
+        self.norm = nn.Identity() if post else nn.LayerNorm(blocks[0].attention.dim, eps)
 
     def forward(
         self,

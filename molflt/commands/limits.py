@@ -28,6 +28,9 @@ LIMITS = {
     "model.layers": "[1, 1024]",
     "model.ffn_dim": "[1, 262144]",
     "model.refinements": "[1, 1024]",
+    "model.attention_layers": "[0, 1024]",
+    "model.norm_eps": "(0, 1]",
+    "model.types": "[1, 1024]",
     "model.dropout": _SHARE,
     "model.attention_dropout": _SHARE,
     "model.embedding_dropout": _SHARE,
@@ -77,6 +80,7 @@ LIMITS = {
     "trainer.accumulate": "[1, 1e6]",
     "trainer.patience": _COUNT,
     "model.position_options": "[-1e6, 1e6]",
+    "model.mixer_options": "[-1e6, 1e6]",
     "batch_size": "[1, 1e6]",
     "workers": "[1, 256]",
 }
