@@ -18,7 +18,7 @@ from molflt.attention.positions.base import Position, Positioned
 
 _NormName = Literal["pre", "post"]
 _ActivationName = Literal["gelu", "gelu_tanh"]
-_ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}  # what torch approximates it by
+ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}  # what torch approximates it by
 
 
 class Block(nn.Module):
@@ -46,14 +46,14 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         one_of("norm", norm, ("pre", "post"))
-        one_of("activation", activation, _ACTIVATIONS)
+        one_of("activation", activation, ACTIVATIONS)
         at_least_one(ffn_dim=ffn_dim)
         share(dropout=dropout)
         dim = attention.dim
         self.attention = attention
         self.attention_norm = nn.LayerNorm(dim, norm_eps)
         self.ffn_norm = nn.LayerNorm(dim, norm_eps)
-        gelu = nn.GELU(_ACTIVATIONS[activation])
+        gelu = nn.GELU(ACTIVATIONS[activation])
         self.ffn = nn.Sequential(
             nn.Linear(dim, ffn_dim), gelu, nn.Dropout(dropout), nn.Linear(ffn_dim, dim)
         )

@@ -34,6 +34,7 @@ LIMITS = {
     "model.dropout": _SHARE,
     "model.attention_dropout": _SHARE,
     "model.embedding_dropout": _SHARE,
+    "model.head_dropout": _SHARE,
     "model.floor": "[0, 1e6]",
     "model.vocabulary": "[1, 1e8]",
     "model.max_length": "[1, 1e7]",

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from molflt.attention.numerics import at_least_float32
+from molflt.attention.numerics import at_least_float32, recomputed
+from molflt.attention.stack import ACTIVATIONS
 
+_AT_ONCE = 2**27  # logits that are kept for backward; of more, pieces are computed again
 _SHRINK = 4.0  # ratio of the widths of neighboring clusters
 
 
@@ -32,6 +34,14 @@ class Head(nn.Module):
     def log_likelihood(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """log p of the targets: (n, dim), (n,) -> (n,)."""
         raise NotImplementedError
+
+    def score(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """`log_likelihood`, in pieces where all logits would need more memory than the blocks."""
+        size = max(1, _AT_ONCE // self.width)
+        if len(hidden) <= size:
+            return self.log_likelihood(hidden, targets)
+        pieces = zip(hidden.split(size), targets.split(size), strict=True)
+        return torch.cat([recomputed(self.log_likelihood, *piece) for piece in pieces])
 
 
 class _PlainHead(Head):
@@ -119,6 +129,41 @@ class _AdaptiveHead(Head):
         with torch.autocast(hidden.device.type, enabled=False):
             out: Tensor = self.softmax(hidden.to(self.softmax.head.weight.dtype), targets).output
             return out
+
+
+class MaskedHead(Head):
+    """The output of BERT (arXiv:1810.04805): a layer more, and the embeddings as its weights.
+
+    log p = log softmax(E LN(gelu(W h + b)) + c), with the embeddings E of the words.
+
+    Args:
+        words: the embeddings, which stay where they are.
+        activation: "gelu", or "gelu_tanh", see `molflt.attention.Block`.
+        norm_eps: what LayerNorm adds to the variance.
+    """
+
+    def __init__(self, words: nn.Embedding, activation: str, norm_eps: float) -> None:
+        super().__init__()
+        self.width, dim = words.num_embeddings, words.embedding_dim
+        self.dense = nn.Linear(dim, dim)
+        self.norm = nn.LayerNorm(dim, norm_eps)
+        self.bias = nn.Parameter(torch.zeros(self.width))
+        self.activation = ACTIVATIONS[activation]
+        self._words = (words,)  # in a tuple: the encoder holds it, and keeps it in files
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self._words[0].weight)
+
+    def log_probabilities(self, hidden: Tensor) -> Tensor:
+        return _log_softmax(self._logits(hidden))
+
+    def log_likelihood(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        logits = at_least_float32(self._logits(hidden))
+        return -F.cross_entropy(logits, targets, reduction="none")
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        x = self.norm(F.gelu(self.dense(hidden), approximate=self.activation))
+        return F.linear(x, self._words[0].weight, self.bias)
 
 
 def _log_softmax(logits: Tensor) -> Tensor:

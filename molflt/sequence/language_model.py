@@ -1,6 +1,5 @@
 """Causal language model: token ids in, a distribution over the next token out."""
 
-import math
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,17 +11,14 @@ from molflt.attention.checks import (
     beside_weights,
     known_names,
     no_effect,
-    one_of,
     tensors,
     whole,
 )
-from molflt.attention.numerics import recomputed
 from molflt.attention.positions import PositionName, known_options
-from molflt.attention.positions.absolute import ABSOLUTE, sinusoids
+from molflt.attention.positions.absolute import sinusoids
 from molflt.attention.stack import StackState
 from molflt.sequence.heads import Head, _AdaptiveHead, _PlainHead
-
-_AT_ONCE = 2**27  # logits that are kept for backward; of more, pieces are computed again
+from molflt.sequence.places import check_places, embedding, longest_of
 
 
 class LanguageState(NamedTuple):
@@ -94,7 +90,7 @@ class LanguageModel(nn.Module):
                 f"vocabulary must be the number of token ids, at least 1; got {vocabulary}; take "
                 "it from the data"
             )
-        _check(absolute, max_length, position_scale, dim)
+        check_places(absolute, max_length, position_scale, dim)
         if position == "none":
             no_effect("with position='none'", position_scale=position_scale)
         given = {} if max_length is None else {"max_tokens": max_length}
@@ -117,10 +113,10 @@ class LanguageModel(nn.Module):
         else:
             self.head = _AdaptiveHead(dim, vocabulary, adaptive_cutoffs)
         # Tied embeddings are the head's.
-        self.embedding = None if tie_embeddings else _embedding(vocabulary, dim, dim**-0.5)
+        self.embedding = None if tie_embeddings else embedding(vocabulary, dim, dim**-0.5)
         self.places: nn.Embedding | None = None
         if absolute == "learned" and max_length is not None:
-            self.places = _embedding(max_length, dim, 0.1)
+            self.places = embedding(max_length, dim, 0.1)
         self.embedding_dropout = nn.Dropout(embedding_dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -154,14 +150,8 @@ class LanguageModel(nn.Module):
                 f"{tuple(targets.shape)}; give one for each token, -1 where there is none"
             )
         whole("targets", targets.clamp(min=-1), -1, self.vocabulary - 1, "ids, or none")
-        hidden = self(tokens).flatten(0, 1)
         wanted = targets.flatten()
-        size = max(1, _AT_ONCE // self.head.width)
-        if len(hidden) <= size:
-            found = self.head.log_likelihood(hidden, wanted.clamp(min=0))
-        else:  # all logits of a large batch would need more memory than the blocks
-            pieces = zip(hidden.split(size), wanted.clamp(min=0).split(size), strict=True)
-            found = torch.cat([recomputed(self.head.log_likelihood, *piece) for piece in pieces])
+        found = self.head.score(self(tokens).flatten(0, 1), wanted.clamp(min=0))
         return found.where(wanted >= 0, 0.0).view(targets.shape)
 
     def log_probabilities(self, hidden: Tensor) -> Tensor:
@@ -177,12 +167,7 @@ class LanguageModel(nn.Module):
     @property
     def longest(self) -> int | None:
         """Most tokens that the model can be given at once; None without a limit."""
-        position = self.stack.position
-        table = None if position is None else position.longest
-        limits = [] if table is None else [math.ceil(table / self.position_scale)]
-        if self.places is not None:
-            limits.append(self.places.num_embeddings)
-        return min(limits, default=None)
+        return longest_of(self.stack.position, self.position_scale, self.places)
 
     def decode(
         self, tokens: Tensor, state: LanguageState | None = None
@@ -248,21 +233,3 @@ class LanguageModel(nn.Module):
             return self.embedding_dropout(x), None
         positions = index.to(next(self.stack.parameters()).dtype) * self.position_scale
         return self.embedding_dropout(x), positions[None, :, None]
-
-
-def _embedding(count: int, dim: int, std: float) -> nn.Embedding:
-    embedding = nn.Embedding(count, dim)
-    nn.init.normal_(embedding.weight, std=std)
-    return embedding
-
-
-def _check(absolute: str, max_length: int | None, position_scale: float | None, dim: int) -> None:
-    one_of("absolute", absolute, ABSOLUTE)
-    if max_length is not None and max_length < 1:
-        raise ValueError(f"max_length must be at least 1; got {max_length}")
-    if absolute == "learned" and max_length is None:
-        raise ValueError("absolute='learned' needs max_length, the longest sequence; set it")
-    if absolute == "sinusoidal" and dim % 2:
-        raise ValueError(f"absolute='sinusoidal' needs an even dim; got {dim}")
-    if position_scale is not None and not position_scale > 0:
-        raise ValueError(f"position_scale must be positive; got {position_scale}")

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from molflt.commands.train import build_parser
-from molflt.sequence import language_model as module
+from molflt.sequence import heads
 from molflt.sequence.language_model import LanguageModel
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "lm"
@@ -174,7 +174,7 @@ def test_log_probabilities(name, monkeypatch):
     torch.testing.assert_close(found, expected, **EXACT)
     parameters = list(model.parameters())
     grads = torch.autograd.grad(found.sum(), parameters, allow_unused=True)
-    monkeypatch.setattr(module, "_AT_ONCE", 5 * model.head.width)
+    monkeypatch.setattr(heads, "_AT_ONCE", 5 * model.head.width)
     pieces = model.log_likelihood(inputs, targets)
     torch.testing.assert_close(pieces, expected, **EXACT)
     again = torch.autograd.grad(pieces.sum(), parameters, allow_unused=True)

@@ -1,0 +1,80 @@
+"""Classifier of sequences and of pairs of them: ids in, one logit per class out."""
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from molflt.attention import Attention, Stack
+from molflt.attention.checks import at_least_one, known_names, one_of, share
+from molflt.sequence.encoder import TokenEncoder
+
+
+class SequenceClassifier(nn.Module):
+    """An encoder, a layer over its first token or its mean, and a linear classifier.
+
+    BERT's fine-tuning (arXiv:1810.04805), section 4.1. A pair is one sequence, whose parts have
+    types of their own.
+
+    Args:
+        vocabulary: number of token ids; `molflt train` takes it from the data.
+        classes: number of classes; 1 stands for a score, a real number. The data decide it where it
+            is null.
+        pool: what is classified: the first "token", as in BERT, or the "mean" of all tokens.
+        head_dropout: dropout in front of the classifier.
+        encoder: further arguments of `molflt.sequence.TokenEncoder`.
+
+    Attributes:
+        of_data: beginnings of names of what belongs to a file of the data.
+
+    Raises:
+        TypeError: an unknown argument.
+        ValueError: an option outside its range, or options that do not go together.
+    """
+
+    of_data: ClassVar = {"classes.json": ("classify.",), "tokenizer.json": ("encoder.words.",)}
+
+    def __init__(
+        self,
+        vocabulary: int | None = None,
+        classes: int | None = None,
+        pool: Literal["token", "mean"] = "token",
+        head_dropout: float = 0.1,
+        **encoder: Any,
+    ) -> None:
+        super().__init__()
+        known_names(SequenceClassifier, encoder, TokenEncoder, Stack, Attention, but=("causal",))
+        one_of("pool", pool, ("token", "mean"))
+        share(head_dropout=head_dropout)
+        if classes is None:
+            raise ValueError("classes must be their number, at least 1; take it from the data")
+        at_least_one(classes=classes)
+        self.classes, self.pool = classes, pool
+        self.encoder = TokenEncoder(vocabulary, **encoder)
+        self.pooler = nn.Linear(self.encoder.dim, self.encoder.dim)
+        self.head_dropout = nn.Dropout(head_dropout)
+        self.classify = nn.Linear(self.encoder.dim, classes)
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+        return self.encoder.vocabulary
+
+    def forward(
+        self, tokens: Tensor, types: Tensor | None = None, key_mask: Tensor | None = None
+    ) -> Tensor:
+        """Logits (batch, classes), or scores (batch, 1); see `TokenEncoder.forward`."""
+        hidden = self.encoder(tokens, types, key_mask)
+        if self.pool == "token":
+            pooled = hidden[:, 0]
+        elif key_mask is None:
+            pooled = hidden.mean(dim=1)
+        else:
+            there = key_mask[..., None].to(hidden.dtype)
+            pooled = (hidden * there).sum(dim=1) / there.sum(dim=1).clamp(min=1)
+        logits: Tensor = self.classify(self.head_dropout(self.pooler(pooled).tanh()))
+        return logits
+
+    def redraw_(self, generator: torch.Generator | None = None) -> None:
+        """Draws new random features in place; give a generator seeded alike on every rank."""
+        self.encoder.redraw_(generator)

@@ -1,0 +1,128 @@
+"""Masked language model: sequences with gaps in, a distribution over what belongs there out."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from molflt.attention import Attention, Stack
+from molflt.attention.checks import known_names, tensors, whole
+from molflt.sequence.encoder import TokenEncoder
+from molflt.sequence.heads import MaskedHead
+
+
+class MaskedLanguageModel(nn.Module):
+    """An encoder that is trained to fill in tokens, and perhaps to tell which sentences follow.
+
+    BERT's pre-training (arXiv:1810.04805), section 3.1, of any encoder of tokens, words or not.
+
+    Args:
+        vocabulary: number of token ids; `molflt train` takes it from the data.
+        next_sentence: also tell from the first token whether the second part follows the first
+            (arXiv:1810.04805, "next sentence prediction"); the data decide it where it is null.
+        encoder: further arguments of `molflt.sequence.TokenEncoder`.
+
+    Attributes:
+        mask_id: id of the token that stands in a gap, -1 before `set_special`.
+        ordinary: (vocabulary,) bool, ids that stand for something and may be hidden or put into a
+            gap; separators and their like are none.
+        of_data: beginnings of names of what belongs to a file of the data.
+
+    Raises:
+        TypeError: an unknown argument.
+        ValueError: an option outside its range, or options that do not go together.
+    """
+
+    of_data: ClassVar = {"tokenizer.json": ("encoder.words.", "head.bias", "mask_id", "ordinary")}
+    mask_id: Tensor
+    ordinary: Tensor
+
+    def __init__(
+        self, vocabulary: int | None = None, next_sentence: bool | None = None, **encoder: Any
+    ) -> None:
+        super().__init__()
+        known_names(MaskedLanguageModel, encoder, TokenEncoder, Stack, Attention, but=("causal",))
+        self.encoder = TokenEncoder(vocabulary, **encoder)
+        dim, eps = self.encoder.dim, self.encoder.embedding_norm.eps
+        self.head = MaskedHead(self.encoder.words, encoder.get("activation", "gelu"), eps)
+        self.pooler = nn.Linear(dim, dim) if next_sentence else None
+        self.next_sentence = nn.Linear(dim, 2) if next_sentence else None
+        self.register_buffer("mask_id", torch.tensor(-1))
+        self.register_buffer("ordinary", torch.ones(self.encoder.vocabulary, dtype=torch.bool))
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+        return self.encoder.vocabulary
+
+    def set_special(self, mask_id: int, special: list[int]) -> None:
+        """Sets which ids are no ordinary tokens.
+
+        Args:
+            mask_id: of the token that stands in a gap.
+            special: all that are not ordinary, with that one.
+
+        Raises:
+            ValueError: an id out of range, or no ordinary one left.
+        """
+        wrong = [i for i in (mask_id, *special) if not 0 <= i < self.vocabulary]
+        if wrong or len(set(special)) >= self.vocabulary:
+            raise ValueError(
+                f"expected special ids of 0 to {self.vocabulary - 1} that leave ordinary ones; got "
+                f"{sorted({mask_id, *special})[:8]}; take them from the tokenizer of this model"
+            )
+        self.mask_id.fill_(mask_id)
+        self.ordinary.fill_(True)
+        self.ordinary[[mask_id, *special]] = False
+
+    def forward(
+        self, tokens: Tensor, types: Tensor | None = None, key_mask: Tensor | None = None
+    ) -> Tensor:
+        """Hidden states (batch, length, dim); arguments as for `TokenEncoder.forward`."""
+        hidden: Tensor = self.encoder(tokens, types, key_mask)
+        return hidden
+
+    def log_probabilities(self, hidden: Tensor) -> Tensor:
+        """Normalized log-probabilities of all ids: (..., dim) -> (..., vocabulary)."""
+        return self.head.log_probabilities(hidden)
+
+    def log_likelihood(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """log p of what belongs into the gaps, each by itself; of these alone logits are computed.
+
+        Args:
+            hidden: (batch, length, dim), from `forward`.
+            targets: ids (batch, length), -1 outside of gaps.
+
+        Returns:
+            (gaps,), float32 at least, in the order of rows and places.
+
+        Raises:
+            ValueError: targets of another shape, or out of range.
+        """
+        tensors(hidden=hidden, targets=targets)
+        if targets.shape != hidden.shape[:2]:
+            raise ValueError(
+                f"targets must be (batch, length), {tuple(hidden.shape[:2])}; got "
+                f"{tuple(targets.shape)}; give one for each token, -1 where there is no gap"
+            )
+        whole("targets", targets.clamp(min=-1), -1, self.vocabulary - 1, "ids, or none")
+        gaps = targets >= 0
+        return self.head.score(hidden[gaps], targets[gaps])
+
+    def follows(self, hidden: Tensor) -> Tensor:
+        """Logits of "follows" and "does not": (batch, length, dim) -> (batch, 2).
+
+        Raises:
+            ValueError: for a model without `next_sentence`.
+        """
+        if self.pooler is None or self.next_sentence is None:
+            raise ValueError(
+                "this model was built without next_sentence and cannot tell; build it with "
+                "next_sentence=True"
+            )
+        logits: Tensor = self.next_sentence(self.pooler(hidden[:, 0]).tanh())
+        return logits
+
+    def redraw_(self, generator: torch.Generator | None = None) -> None:
+        """Draws new random features in place; give a generator seeded alike on every rank."""
+        self.encoder.redraw_(generator)

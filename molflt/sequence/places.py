@@ -1,0 +1,48 @@
+"""What models of token sequences share about the places of tokens."""
+
+import math
+
+from torch import nn
+
+from molflt.attention import Position
+from molflt.attention.checks import one_of
+from molflt.attention.positions.absolute import ABSOLUTE
+
+
+def embedding(count: int, dim: int, std: float) -> nn.Embedding:
+    """Embeddings drawn from a normal distribution of that width."""
+    made = nn.Embedding(count, dim)
+    nn.init.normal_(made.weight, std=std)
+    return made
+
+
+def longest_of(
+    position: Position | None, position_scale: float, places: nn.Embedding | None
+) -> int | None:
+    """Most tokens that an encoding and learned places can tell apart; None without a limit.
+
+    Args:
+        position: the encoding.
+        position_scale: distance of neighboring tokens, in its unit of length.
+        places: one vector per place.
+    """
+    table = None if position is None else position.longest
+    limits = [] if table is None else [math.ceil(table / position_scale)]
+    if places is not None:
+        limits.append(places.num_embeddings)
+    return min(limits, default=None)
+
+
+def check_places(
+    absolute: str, max_length: int | None, position_scale: float | None, dim: int
+) -> None:
+    """Raises ValueError for options of places that do not go together."""
+    one_of("absolute", absolute, ABSOLUTE)
+    if max_length is not None and max_length < 1:
+        raise ValueError(f"max_length must be at least 1; got {max_length}")
+    if absolute == "learned" and max_length is None:
+        raise ValueError("absolute='learned' needs max_length, the longest sequence; set it")
+    if absolute == "sinusoidal" and dim % 2:
+        raise ValueError(f"absolute='sinusoidal' needs an even dim; got {dim}")
+    if position_scale is not None and not position_scale > 0:
+        raise ValueError(f"position_scale must be positive; got {position_scale}")

@@ -1,0 +1,124 @@
+"""Published BERT and FNet weights, as transformers names them, in the names of this package."""
+
+import re
+from collections.abc import Mapping
+
+from torch import Tensor
+
+__all__ = ["is_transformers", "options_of", "renamed"]
+
+_WORDS = "embeddings.word_embeddings.weight"
+_KINDS = ("bert", "fnet")
+_ENCODER = (
+    (r"embeddings\.word_embeddings", "words"),
+    (r"embeddings\.position_embeddings", "places"),
+    (r"embeddings\.token_type_embeddings", "types"),
+    (r"embeddings\.LayerNorm", "embedding_norm"),
+    (r"embeddings\.projection", "projection"),
+    (
+        r"encoder\.layer\.(\d+)\.attention\.self\.(query|key|value)",
+        r"stack.blocks.\1.attention.to_\2",
+    ),
+    (r"encoder\.layer\.(\d+)\.attention\.output\.dense", r"stack.blocks.\1.attention.to_out"),
+    (
+        r"encoder\.layer\.(\d+)\.(?:attention|fourier)\.output\.LayerNorm",
+        r"stack.blocks.\1.attention_norm",
+    ),
+    (r"encoder\.layer\.(\d+)\.intermediate\.dense", r"stack.blocks.\1.ffn.0"),
+    (r"encoder\.layer\.(\d+)\.output\.dense", r"stack.blocks.\1.ffn.3"),
+    (r"encoder\.layer\.(\d+)\.output\.LayerNorm", r"stack.blocks.\1.ffn_norm"),
+)
+_RENAMED = (
+    *((rf"(?:(?:bert|fnet)\.)?{theirs}", f"encoder.{ours}") for theirs, ours in _ENCODER),
+    (r"(?:(?:bert|fnet)\.)?pooler\.dense", "pooler"),
+    (r"cls\.predictions\.transform\.dense", "head.dense"),
+    (r"cls\.predictions\.transform\.LayerNorm", "head.norm"),
+    (r"cls\.predictions", "head"),  # its bias; the decoder's weights are the words
+    (r"cls\.seq_relationship", "next_sentence"),
+    (r"classifier", "classify"),
+)
+_PATTERNS = [(re.compile(rf"{theirs}\.(\w+)"), ours) for theirs, ours in _RENAMED]
+_TENSORS = {"gamma": "weight", "beta": "bias"}  # of LayerNorm, in files converted from TensorFlow
+_ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+_HEAD = 64  # width of a head, in all published sizes
+
+
+def is_transformers(weights: Mapping[str, object]) -> bool:
+    """Whether tensors have the names of transformers' BERT or FNet."""
+    return any(f"{prefix}{_WORDS}" in weights for prefix in ("", *(f"{k}." for k in _KINDS)))
+
+
+def renamed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors under this package's names; what has no place here keeps its own.
+
+    `molflt.sequence.MaskedLanguageModel` and `SequenceClassifier` of the options that `options_of`
+    gives have parameters of these names. Tensors are shared, not copied.
+    """
+    found = {}
+    for name, tensor in weights.items():
+        if name.endswith("position_ids") or name.startswith("cls.predictions.decoder."):
+            continue  # counted up, and tied
+        found[_own(name)] = tensor
+    return found
+
+
+def _own(name: str) -> str:
+    for pattern, ours in _PATTERNS:
+        if (match := pattern.fullmatch(name)) is not None:
+            return f"{match.expand(ours)}.{_TENSORS.get(match.groups()[-1], match.groups()[-1])}"
+    return name
+
+
+def options_of(weights: Mapping[str, Tensor], config: Mapping[str, object]) -> dict[str, object]:
+    """Options of the model that renamed weights belong to.
+
+    Args:
+        weights: from `renamed`.
+        config: transformers' config.json of them. What it does not say, such as everything where it
+            is missing, follows from the shapes, with heads of width 64, and is that of the papers.
+
+    Raises:
+        ValueError: an activation that the blocks here do not have, or an architecture of BERT's
+            that is not the plain one.
+    """
+    vocabulary, dim = weights["encoder.words.weight"].shape
+    layers = sum(name.endswith(".ffn.0.weight") for name in weights)
+    attends = any(name.endswith(".to_query.weight") for name in weights)
+    activation = str(config.get("hidden_act", "gelu" if attends else "gelu_new"))
+    if activation not in _ACTIVATIONS:
+        raise ValueError(
+            f"hidden_act={activation!r}; expected one of {', '.join(_ACTIVATIONS)}; use other "
+            "weights"
+        )
+    places = str(config.get("position_embedding_type", "absolute"))
+    if places != "absolute" or config.get("is_decoder"):
+        raise ValueError(
+            f"position_embedding_type={places!r}, is_decoder={bool(config.get('is_decoder'))}; "
+            "expected an encoder with absolute positions; use other "
+            "weights"
+        )
+    options: dict[str, object] = {
+        "vocabulary": vocabulary,
+        "dim": dim,
+        "heads": config.get("num_attention_heads", max(1, dim // _HEAD)),
+        "layers": layers,
+        "ffn_dim": len(weights["encoder.stack.blocks.0.ffn.0.weight"]),
+        "types": len(weights["encoder.types.weight"]),
+        "max_length": len(weights["encoder.places.weight"]),
+        "absolute": "learned",
+        "norm": "post",
+        "norm_eps": config.get("layer_norm_eps", 1e-12),
+        "activation": _ACTIVATIONS[activation],
+        "embedding_dropout": config.get("hidden_dropout_prob", 0.1),
+        "dropout": config.get("hidden_dropout_prob", 0.1),
+        "project_embeddings": "encoder.projection.weight" in weights,
+        "next_sentence": "next_sentence.weight" in weights,
+    }
+    if attends:
+        options |= {
+            "mixing": "softmax",
+            "attention_dropout": config.get("attention_probs_dropout_prob", 0.1),
+        }
+    else:
+        options["mixer"] = "fourier"
+    return options

@@ -1,0 +1,168 @@
+"""The encoder of tokens: published BERT and FNet, padding, mixers, gaps and classes."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from molflt.attention import TOKEN_MIXERS
+from molflt.sequence import MaskedLanguageModel, SequenceClassifier, TokenEncoder
+from molflt.sequence.published import is_transformers, options_of, renamed
+
+EXACT = {"rtol": 0, "atol": 1e-10}
+VOCABULARY, LENGTH = 29, 11
+MECHANISMS = {
+    "bert": {"mixing": "softmax"},
+    "performer": {"num_features": 8},
+    "nprf": {"num_features": 8, "normalize_qk": True, "position": "toeplitz"},
+    "flt": {"num_features": 8, "position": "spectral", "position_options": {"num_nodes": 4}},
+    "hybrid": {"mixer": "fourier", "attention_layers": 1, "mixing": "softmax"},
+    **{name: {"mixer": name} for name in TOKEN_MIXERS},
+}
+
+
+def small(kind=TokenEncoder, **options):
+    torch.manual_seed(0)
+    sizes = {"dim": 16, "heads": 2, "layers": 2, "ffn_dim": 24, "max_length": LENGTH}
+    return kind(VOCABULARY, **{**sizes, **options}).double().eval()
+
+
+def ids(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def published(kind: str, folder):
+    """A random model of transformers in float64, and its files."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24, "vocab_size": 29}
+    sizes |= {"max_position_embeddings": LENGTH, "initializer_range": 0.3}
+    if kind == "Bert":
+        sizes["num_attention_heads"] = 4
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    model = getattr(transformers, f"{kind}ForPreTraining")(config)
+    for parameter in model.parameters():  # not the zeros and ones that many begin with
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    return model.double().eval(), config
+
+
+@pytest.mark.parametrize("kind", ["Bert", "FNet"])
+def test_published_weights_give_published_outputs(kind, tmp_path):
+    """Hidden states, both pre-training heads, and the pooled token of transformers' own models."""
+    theirs, config = published(kind, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert is_transformers(stored)
+    weights = renamed(stored)
+    ours = MaskedLanguageModel(**options_of(weights, config.to_dict()))
+    left = ours.load_state_dict(weights, strict=False)
+    assert left.unexpected_keys == [] and set(left.missing_keys) == {"mask_id", "ordinary"}
+    ours = ours.double().eval()
+    tokens, types = ids(3, 9), ids(3, 9, seed=2) % 2
+    padded = {} if kind == "FNet" else {"attention_mask": torch.ones(3, 9, dtype=torch.bool)}
+    if padded:
+        padded["attention_mask"][1, 5:] = False
+    with torch.no_grad():
+        wanted = theirs(tokens, token_type_ids=types, output_hidden_states=True, **padded)
+        hidden = ours(tokens, types, padded.get("attention_mask"))
+    there = padded.get("attention_mask", torch.ones(3, 9, dtype=torch.bool))
+    torch.testing.assert_close(hidden[there], wanted.hidden_states[-1][there], rtol=0, atol=1e-9)
+    scores = wanted.prediction_logits.log_softmax(-1)
+    torch.testing.assert_close(ours.log_probabilities(hidden)[there], scores[there], **EXACT)
+    torch.testing.assert_close(ours.follows(hidden), wanted.seq_relationship_logits, **EXACT)
+
+
+def test_names_of_older_files_and_options_without_a_configuration():
+    model = small(MaskedLanguageModel, dim=128, norm="post", mixing="softmax", next_sentence=True)
+    theirs = {"embeddings.LayerNorm.gamma": "encoder.embedding_norm.weight"}
+    theirs["embeddings.LayerNorm.beta"] = "encoder.embedding_norm.bias"
+    assert list(renamed(dict.fromkeys(theirs, torch.ones(1)))) == list(theirs.values())
+    found = options_of(model.state_dict(), {})
+    assert (found["heads"], found["layers"], found["norm_eps"]) == (2, 2, 1e-12)
+    assert MaskedLanguageModel(**found).state_dict().keys() == model.state_dict().keys()
+    with pytest.raises(ValueError, match=r"hidden_act='silu'; expected one of gelu, "):
+        options_of(model.state_dict(), {"hidden_act": "silu"})
+    with pytest.raises(ValueError, match="expected an encoder with absolute positions"):
+        options_of(model.state_dict(), {"position_embedding_type": "relative_key"})
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_a_sequence_means_the_same_alone_and_padded(name):
+    """Outputs and gradients of the words, whatever stands in the padding."""
+    model = small(**MECHANISMS[name])
+    tokens, short = ids(3, LENGTH), 6
+    mask = torch.ones(3, LENGTH, dtype=torch.bool)
+    mask[1, short:] = False
+    padded = model(tokens, key_mask=mask)[1, :short]
+    alone = model(tokens[1:2, :short])[0]
+    torch.testing.assert_close(padded, alone, **EXACT)
+    grads = [torch.autograd.grad(x.square().sum(), model.words.weight)[0] for x in (padded, alone)]
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-9)
+
+
+def test_types_and_places_are_seen():
+    model = small(mixing="softmax")
+    tokens = torch.full((1, 6), 3)
+    types = torch.tensor([[0, 0, 0, 1, 1, 1]])
+    assert (model(tokens) - model(tokens, types)).abs().max() > 1e-3
+    torch.testing.assert_close(model(tokens), model(tokens, 0 * types), **EXACT)
+    assert (model(tokens)[0, 0] - model(tokens)[0, 1]).abs().max() > 1e-3
+
+
+def test_only_gaps_are_scored(monkeypatch):
+    """Equal to all log-probabilities at the gaps, in one piece and in several, with gradients."""
+    model = small(MaskedLanguageModel, mixing="softmax")
+    tokens, targets = ids(4, LENGTH), torch.full((4, LENGTH), -1)
+    targets[0, 3], targets[2, 1], targets[2, 9] = 5, 0, 28
+    hidden = model(tokens)
+    every = model.log_probabilities(hidden)
+    wanted = torch.stack([every[0, 3, 5], every[2, 1, 0], every[2, 9, 28]])
+    for at_once in (1000, 2):
+        monkeypatch.setattr("molflt.sequence.heads._AT_ONCE", at_once * VOCABULARY)
+        score = model.log_likelihood(model(tokens), targets)
+        torch.testing.assert_close(score, wanted, **EXACT)
+        mine, exact = (
+            torch.autograd.grad(x.sum(), list(model.parameters()), retain_graph=True)
+            for x in (score, wanted)
+        )
+        for one, other in zip(mine, exact, strict=True):
+            torch.testing.assert_close(one, other, **EXACT)
+
+
+@pytest.mark.parametrize("pool", ["token", "mean"])
+def test_classes_do_not_depend_on_padding(pool):
+    model = small(SequenceClassifier, classes=3, pool=pool, mixing="softmax")
+    tokens, mask = ids(2, 8), torch.ones(2, 8, dtype=torch.bool)
+    mask[0, 5:] = False
+    padded = model(tokens, key_mask=mask)
+    torch.testing.assert_close(padded[:1], model(tokens[:1, :5]), **EXACT)
+    full = torch.ones(1, 8, dtype=torch.bool)
+    torch.testing.assert_close(model(tokens[1:]), model(tokens[1:], key_mask=full), **EXACT)
+    assert (padded[0] - model(tokens)[0]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (lambda: small(absolute="learned", max_length=None), "absolute='learned' needs max_length"),
+        (
+            lambda: small(mixer="dense", max_length=None, absolute="none"),
+            "mixer_options max_tokens",
+        ),
+        (lambda: small(mixer="fourier", mixing="softmax"), "mixing='softmax' has no effect with"),
+        (lambda: small(mixer="fourier", attention_layers=2), "must be 0 to 1, fewer than layers=2"),
+        (lambda: small(attention_layers=1), "attention_layers=1 has no effect with mixer='att"),
+        (lambda: small(mixer="fourier", position="rotary"), "no block has any; leave it out"),
+        (lambda: small(mixer="wavelet"), "mixer='wavelet'.*attention, fourier, dense"),
+        (lambda: small(SequenceClassifier), "classes must be their number"),
+        (lambda: small()(ids(1, LENGTH + 1)), "takes at most 11 tokens; got 12; cut"),
+        (lambda: small()(ids(1, 4) + VOCABULARY), "tokens must be 0 to 28, ids"),
+        (lambda: small()(ids(1, 4), ids(1, 3)), r"one shape .* \(1, 4\) and \(1, 3\)"),
+        (lambda: small(MaskedLanguageModel).follows(torch.ones(1, 2, 16)), "next_sentence=True"),
+        (lambda: small(MaskedLanguageModel).set_special(29, []), "ids of 0 to 28"),
+    ],
+)
+def test_bad_input(build, words):
+    with pytest.raises(ValueError, match=words):
+        build()
+    with pytest.raises(TypeError, match="no argument 'causal'"):
+        small(causal=True)
