@@ -50,6 +50,7 @@ LIMITS = {
     "data.bucket": "[1, 1e6]",
     "data.length": "[1, 1e7]",
     "data.min_count": _COUNT,
+    "data.pieces": "[6, 1e8]",
     "data.val_fraction": "(0, 1)",
     "data.image_size": "[1, 16384]",
     "data.resize": "[1, 16384]",
@@ -63,6 +64,9 @@ LIMITS = {
     "task.interpolate": "[0, 1]",
     "task.noise": "[0, 10]",  # Å
     "task.label_smoothing": _SHARE,
+    "task.mask_rate": "(0, 1)",
+    "task.mask_share": "[0, 1]",
+    "task.random_share": "[0, 1]",
     "task.lr": "(0, 1000]",
     "task.warmup_steps": "[0, 2e9]",
     "task.betas": _SHARE,

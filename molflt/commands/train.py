@@ -108,6 +108,8 @@ def _train(folder: RunFolder, config: Config) -> int:
     parts = Recipe.of(config)
     batches = parts.load("data")(**config["data"])
     batches.seed = config["seed"]
+    if folder.checkpoint is not None or not folder.writes:
+        batches.kept = folder.path
     batches.setup()
     if folder.writes:  # once for all processes: it reads all data
         folder.check_data(batches.fingerprints(), batches.files())

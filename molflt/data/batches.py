@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence, Sized
+from pathlib import Path
 from typing import ClassVar, Generic, TypeVar, cast
 
 import numpy as np
@@ -159,6 +160,8 @@ class BatchedData(Generic[_Items]):
         seed: of the order of training items.
         start_step: step that training starts from.
         datasets: "train" and "val".
+        kept: folder with the `files` of a run that goes on, or whose first process has made them;
+            None for a new run.
         items: what a batch consists of.
         collate: makes a batch of a list of items; torch's own if None.
 
@@ -179,6 +182,7 @@ class BatchedData(Generic[_Items]):
         self.seed = 0
         self.start_step = 0
         self.datasets: dict[str, _Items] = {}
+        self.kept: Path | None = None
 
     def setup(self, stage: str = "fit") -> None:
         """Opens the sets that are not open yet."""

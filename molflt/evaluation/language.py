@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ from molflt.data.text.datamodule import TokenBlocks, read_blocks
 from molflt.data.text.vocabulary import Vocabulary
 from molflt.evaluation.attention import _attention_of, _locality_of
 from molflt.evaluation.report import Report, _align
+from molflt.evaluation.splits import named_sources
 from molflt.memory import within_memory
 from molflt.sequence.language_model import LanguageModel
 from molflt.tasks.language import LanguageTask
@@ -62,7 +63,7 @@ def evaluate(
     length = int(str(config["data"]["length"]))
     results: dict[str, dict[str, float | None]] = {}
     curves: dict[str, NDArray[np.float64]] = {}
-    for split, source in _sources(config["data"], splits, data).items():
+    for split, source in named_sources(config["data"], splits, data).items():
         blocks = read_blocks(source, vocabulary, length, split)
         losses = curves[split] = _token_losses(model, blocks, batch_size, split)
         counted = torch.from_numpy(losses[np.isfinite(losses)])
@@ -134,21 +135,6 @@ def _token_losses(
                 )
             found.append(np.where(targets.numpy() < 0, np.nan, loss))
     return np.concatenate(found)
-
-
-def _sources(
-    data: Mapping[str, object], splits: Sequence[str] | None, other: Path | None
-) -> dict[str, str]:
-    if other is not None:
-        if splits:
-            raise ValueError("give either --splits or --data; got both")
-        return {Path(other).name: str(other)}
-    named = {name: str(data[name]) for name in ("train", "val", "test") if data[name]}
-    wanted = list(dict.fromkeys(splits or [name for name in named if name != "train"]))
-    for name in wanted:
-        if name not in named:
-            raise ValueError(f"the run has no split {name!r}; expected some of {', '.join(named)}")
-    return {name: named[name] for name in wanted}
 
 
 def _locality(model: LanguageModel, blocks: TokenBlocks) -> dict[str, float | None]:

@@ -161,6 +161,11 @@ class MaskedHead(Head):
         logits = at_least_float32(self._logits(hidden))
         return -F.cross_entropy(logits, targets, reduction="none")
 
+    def best(self, hidden: Tensor) -> Tensor:
+        """The most probable ids: (n, dim) -> (n,), in pieces as `score`."""
+        pieces = hidden.split(max(1, _AT_ONCE // self.width))
+        return torch.cat([self._logits(piece).argmax(dim=-1) for piece in pieces])
+
     def _logits(self, hidden: Tensor) -> Tensor:
         x = self.norm(F.gelu(self.dense(hidden), approximate=self.activation))
         return F.linear(x, self._words[0].weight, self.bias)

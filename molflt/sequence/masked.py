@@ -109,6 +109,11 @@ class MaskedLanguageModel(nn.Module):
         gaps = targets >= 0
         return self.head.score(hidden[gaps], targets[gaps])
 
+    @torch.no_grad()
+    def best(self, hidden: Tensor) -> Tensor:
+        """The most probable ids of hidden states (n, dim): (n,)."""
+        return self.head.best(hidden)
+
     def follows(self, hidden: Tensor) -> Tensor:
         """Logits of "follows" and "does not": (batch, length, dim) -> (batch, 2).
 

@@ -94,8 +94,7 @@ def options_of(weights: Mapping[str, Tensor], config: Mapping[str, object]) -> d
     if places != "absolute" or config.get("is_decoder"):
         raise ValueError(
             f"position_embedding_type={places!r}, is_decoder={bool(config.get('is_decoder'))}; "
-            "expected an encoder with absolute positions; use other "
-            "weights"
+            "expected an encoder with absolute positions; use other weights"
         )
     options: dict[str, object] = {
         "vocabulary": vocabulary,

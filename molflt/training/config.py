@@ -15,6 +15,7 @@ from typing import Any, Literal, TypedDict, cast, get_args
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
+from molflt.data.text.tokenizer import TOKENIZER
 from molflt.files import shown
 from molflt.shipped import find_config
 from molflt.training.fit import fit
@@ -94,12 +95,13 @@ def _recipe_named(words: list[str]) -> str:
 def _recipes_of(source: Source) -> list[str]:
     """The recipe of weights, if it is known."""
     from molflt.training.exported import is_exported, read_exported
+    from molflt.training.transfer import read_origins
 
     if source.run is not None:
         return _values_in("recipe", [str(source.run)])
     if is_exported(source.weights):
         return [str(read_exported(source.weights).content["recipe"])]
-    return []
+    return [recipe for recipe in [read_origins(str(source.weights)).recipe] if recipe]
 
 
 def _inits(words: list[str]) -> list[str]:
@@ -159,19 +161,25 @@ class _TrainParser(ArgumentParser):
         from molflt.training.transfer import read_origins
 
         source = read_origins(init)
-        if source.recipe not in (None, recipe):
+        related = source.recipe in Recipe.of({"recipe": recipe}).relatives
+        if source.recipe not in (None, recipe) and not related:
             raise ValueError(
                 f"--init {init}: a run of recipe {source.recipe}; this one is of recipe {recipe}; "
                 "expected the same; start from another"
             )
         known = {action.dest for action in self._actions}
-        for name in source.options:
-            if f"model.{name}" not in known:
+        taken = {}
+        for name, value in source.options.items():
+            if f"model.{name}" in known:
+                taken[f"model.{name}"] = value
+            elif not related:
                 raise ValueError(
                     f"{source.path}: its model has {shown(name)}, which one of recipe {recipe} has "
                     "not; start from weights of the same recipe"
                 )
-        self.set_defaults({f"model.{name}": value for name, value in source.options.items()})
+        if "data.tokenizer" in known and source.files is not None and TOKENIZER in source.files:
+            taken["data.tokenizer"] = _tokenizer_of(source.path)
+        self.set_defaults(taken)
 
     def parse_path(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Namespace:
         found = super().parse_path(path, *args, **kwargs)
@@ -180,6 +188,13 @@ class _TrainParser(ArgumentParser):
             if _holds_paths(getattr(action, "_typehint", None)) and action.dest in found:
                 found[action.dest] = _below(folder, found[action.dest])
         return found
+
+
+def _tokenizer_of(weights: Path) -> Path | None:
+    """The folder whose tokenizer belongs to weights: theirs, or that of the run around them."""
+    folder = weights.absolute().parent
+    above = folder.parent if folder.name == "checkpoints" else folder
+    return above if (above / TOKENIZER).is_file() or (above / "config.json").is_file() else None
 
 
 def _holds_paths(hint: object) -> bool:

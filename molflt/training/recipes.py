@@ -21,6 +21,8 @@ class Recipe(NamedTuple):
     task: str
     evaluate: str
     """(run, model, config, out, ...) -> `molflt.evaluation.report.Report`"""
+    relatives: tuple[str, ...] = ()
+    """other recipes whose weights it may start from: those with the same encoder"""
 
     @staticmethod
     def of(config: Mapping[str, object]) -> Recipe:
@@ -58,6 +60,20 @@ RECIPES: dict[str, Recipe] = {
         "molflt.data.text.datamodule:TextData",
         "molflt.tasks.language:LanguageTask",
         "molflt.evaluation.language:evaluate",
+    ),
+    "masked_language": Recipe(
+        "molflt.sequence.masked:MaskedLanguageModel",
+        "molflt.data.text.tokenized:TokenizedText",
+        "molflt.tasks.masked:MaskedTask",
+        "molflt.evaluation.masked:evaluate",
+        relatives=("sentences",),
+    ),
+    "sentences": Recipe(
+        "molflt.sequence.classifier:SequenceClassifier",
+        "molflt.data.text.sentences:SentenceData",
+        "molflt.tasks.sentences:SentenceTask",
+        "molflt.evaluation.sentences:evaluate",
+        relatives=("masked_language",),
     ),
     "images": Recipe(
         "molflt.image.classifier:ImageClassifier",

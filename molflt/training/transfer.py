@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from molflt.data.text.tokenizer import TOKENIZER, Tokenizer, find_tokenizer
 from molflt.files import shown
+from molflt.sequence.published import is_transformers, options_of, renamed
 from molflt.training.checkpoint import _read_weights
 from molflt.training.config import read_config
 from molflt.training.exported import is_exported, read_exported
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Start", "read_origins"]
 
 _RECORD = "init.json"
+_MASKED = "masked_language"  # the recipe whose model published encoders are
 _MOST = 8  # names in a line; init.json has them all
 
 
@@ -37,8 +40,9 @@ class _Origins(NamedTuple):
     """None where only the weights are there"""
     options: dict[str, object]
     """of the model"""
-    files: dict[str, object]
-    """what belonged to the data, by name: its sha256, or in an export what its JSON says"""
+    files: dict[str, object] | None
+    """what belonged to the data, by name: its sha256, or in an export what its JSON says; None
+    where nobody knows, and shapes have to do"""
     weights: dict[str, Tensor]
 
 
@@ -118,11 +122,15 @@ def read_origins(name: str) -> _Origins:
         ValueError: if it names nothing, or the file is damaged.
     """
     source = find_weights(name)
-    recipe = None
+    recipe: str | None = None
+    files: dict[str, object] | None
     if source.weights.is_file() and is_exported(source.weights):
         recipe, weights, options, files = _of_export(source.weights)
     else:
-        weights, options, files = _read_weights(source.weights)
+        weights, options, known = _read_weights(source.weights)
+        files = known
+        if source.run is None and is_transformers(weights):
+            recipe, (weights, options, files) = _MASKED, _of_transformers(source.weights, weights)
     if source.run is not None:
         config = read_config(source.run)
         recipe, options = config["recipe"], {**config["model"], **options}
@@ -156,12 +164,36 @@ def _of_export(
     return str(content["recipe"]), weights, models[0], files
 
 
+def _of_transformers(
+    path: Path, published: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, object], dict[str, object] | None]:
+    """Weights of transformers' BERT or FNet, the options of their model, and their tokenizer.
+
+    Raises:
+        ValueError: if it is one that cannot be built here, or a file beside it is damaged.
+    """
+    weights, beside = renamed(published), path.with_name("config.json")
+    try:
+        config = json.loads(beside.read_bytes()) if beside.is_file() else {}
+        options = options_of(weights, config)
+    except (ValueError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"{path}: expected a whole BERT or FNet of transformers; {shown(str(error))}; get its "
+            "files again"
+        ) from None
+    if not path.with_name(TOKENIZER).is_file():
+        return weights, options, None
+    tokenizer = Tokenizer.from_json(*find_tokenizer(path.with_name(TOKENIZER)))
+    return weights, options, {TOKENIZER: json.loads(tokenizer.to_json())}
+
+
 def _transfer(origins: _Origins, model: nn.Module, files: Mapping[str, bytes]) -> _Transfer:
     """Loads the tensors that have a name and a shape of the model's, but for what is the data's.
 
     The model's `of_data` names beginnings of these: a buffer of them, such as the normalizer, is
     never taken over, since it is made of the new data, and parameters of them, such as the logits
-    of classes, are taken over if the data come with the same files (vocabulary, classes). All
+    of classes, are taken over if the data come with the same files (vocabulary, classes), or with
+    the same one of them if `of_data` has beginnings for each file. All
     other buffers are: the weights were trained with those random features, and what was seen in
     training, such as elements, is joined by what will be.
 
@@ -174,8 +206,10 @@ def _transfer(origins: _Origins, model: nn.Module, files: Mapping[str, bytes]) -
         ValueError: if nothing fits.
     """
     own, buffers = model.state_dict(), dict(model.named_buffers())
-    decided = tuple(getattr(model, "of_data", ()))
-    others = [name for name in files if not _is_same(origins.files.get(name), files[name])]
+    files_of = _files_of(model)
+    decided = tuple(files_of)
+    was = origins.files
+    others = [n for n in files if was is not None and not _is_same(was.get(n), files[n])]
     loaded, new, of_data = {}, {}, []
     for name, tensor in own.items():
         there = origins.weights.get(name)
@@ -185,8 +219,14 @@ def _transfer(origins: _Origins, model: nn.Module, files: Mapping[str, bytes]) -
             new[name] = "not in the source"
         elif there.shape != tensor.shape:
             new[name] = f"{tuple(there.shape)} in the source"
-        elif others and name.startswith(decided):
-            new[name] = f"of another {others[0]} in the source"
+        elif other := [
+            file
+            for start, own in files_of.items()
+            if name.startswith(start)
+            for file in others
+            if own in (None, file)
+        ]:
+            new[name] = f"of another {other[0]} in the source"
         else:
             loaded[name] = there
     if not any(name not in buffers for name in loaded):
@@ -198,6 +238,14 @@ def _transfer(origins: _Origins, model: nn.Module, files: Mapping[str, bytes]) -
     model.load_state_dict(loaded, strict=False)
     left = {name: tensor for name, tensor in origins.weights.items() if name not in own}
     return _Transfer(loaded, new, tuple(of_data), left)
+
+
+def _files_of(model: nn.Module) -> dict[str, str | None]:
+    """Beginnings of names of what belongs to the data, and the file that decides; None for any."""
+    named = getattr(model, "of_data", ())
+    if isinstance(named, Mapping):
+        return {start: file for file, starts in named.items() for start in starts}
+    return dict.fromkeys(named)
 
 
 def _is_same(kept: object, content: bytes) -> bool:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 
+from molflt.attention.positions.absolute import sinusoids
 from molflt.commands.train import build_parser
 from molflt.sequence import heads
 from molflt.sequence.language_model import LanguageModel
@@ -225,7 +226,7 @@ def test_redraw_follows_the_generator():
 
 def test_absolute_positions():
     """Sines and cosines of the index, by the formula; tokens alike are told apart."""
-    found = module.sinusoids(torch.tensor([0, 1, 10_000]), 6)
+    found = sinusoids(torch.tensor([0, 1, 10_000]), 6)
     for n, row in zip((0, 1, 10_000), found, strict=True):
         angles = [n / 10000 ** (2 * p / 6) for p in range(3)]
         expected = [math.sin(a) for a in angles] + [math.cos(a) for a in angles]

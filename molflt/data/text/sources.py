@@ -13,6 +13,7 @@ from molflt.data.text.vocabulary import _Level
 
 _BLOCK = 2**20  # bytes read at once: their words take up to 80 MB as Python objects
 _LONGEST = 2**20  # characters of a word
+_LONGEST_LINE = 2**24  # characters
 _PACKED = {".gz": "gzip", ".xz": "xz"}
 _HF = "hf:"
 _SPLITS = {"train": "train", "val": "validation", "test": "test"}
@@ -31,11 +32,33 @@ def _text_blocks(source: str, level: _Level = "word", use: str = "train") -> Ite
             that is damaged, or unpacks to far more than a text does; or a word without an end.
         FileNotFoundError: naming the file.
     """
-    raw = _rows(source, use) if source.startswith(_HF) else _file(Path(source))
+    raw = _raw(source, use)
     if level == "byte":
         return raw
-    text = _decoded(raw, source)
+    text = _decoded(raw, source, "convert it, or use data.level byte")
     return _whole_words(text, source) if level == "word" else text
+
+
+def _line_blocks(source: str, use: str = "train") -> Iterator[str]:
+    """Pieces of a text that end with a line; arguments and errors as for `_text_blocks`."""
+    rest = ""
+    for block in _decoded(_raw(source, use), source, "convert it"):
+        head, line_break, tail = block.rpartition("\n")
+        if line_break:
+            yield rest + head + line_break
+            rest = ""
+        rest += tail
+        if len(rest) > _LONGEST_LINE:
+            raise ValueError(
+                f"{source}: expected lines of at most {_LONGEST_LINE:,} characters; got a longer "
+                f"one, {rest[:20]!r}...; break it"
+            )
+    if rest:
+        yield rest
+
+
+def _raw(source: str, use: str) -> Iterator[bytes]:
+    return _rows(source, use) if source.startswith(_HF) else _file(Path(source))
 
 
 def _file(path: Path) -> Iterator[bytes]:
@@ -47,7 +70,7 @@ def _file(path: Path) -> Iterator[bytes]:
             yield block
 
 
-def _decoded(raw: Iterable[bytes], source: str) -> Iterator[str]:
+def _decoded(raw: Iterable[bytes], source: str, advice: str) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")("strict")
     done = 0
     for block in itertools.chain(raw, (b"",)):
@@ -57,7 +80,7 @@ def _decoded(raw: Iterable[bytes], source: str) -> Iterator[str]:
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"{source}: byte {done - waiting + error.start} is not UTF-8 ({error.reason}); "
-                "expected a text in UTF-8; convert it, or use data.level byte"
+                f"expected a text in UTF-8; {advice}"
             ) from None
         done += len(block)
         if text:

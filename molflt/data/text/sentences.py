@@ -1,0 +1,184 @@
+"""Labelled sentences and pairs of sentences, as the tasks of GLUE have them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from molflt.data.text.glue import GLUE, Example, find_split, read_examples
+from molflt.data.text.tokenized import TokenizedData
+from molflt.data.text.tokenizer import Tokenizer, TokenizerKind
+
+__all__ = ["CLASSES", "GlueName", "SentenceData", "Sentences", "padded"]
+
+CLASSES = "classes.json"
+"""Names of the classes of a run, in order; of a task of scores, the word score."""
+
+# The command line lists the choices of an option from its type.
+if TYPE_CHECKING:
+    GlueName = str
+else:
+    GlueName = Literal[tuple(GLUE)]
+
+_Item = tuple[Tensor, Tensor, Tensor]
+
+
+class Sentences(Dataset[_Item]):
+    """Labelled sequences [CLS] first [SEP], or [CLS] first [SEP] second [SEP].
+
+    Args:
+        examples: rows of the task.
+        tokenizer: cuts them.
+        length: most tokens; of a longer pair, the longer sentence loses its end, token by token.
+
+    Raises:
+        ValueError: a length without room for text.
+    """
+
+    def __init__(self, examples: Sequence[Example], tokenizer: Tokenizer, length: int) -> None:
+        if length < 5:
+            raise ValueError(f"data.length must be at least 5; got {length}")
+        self.examples = examples
+        self.cls, self.sep = tokenizer.cls, tokenizer.sep
+        first = tokenizer.encode([one.first for one in examples])
+        second = tokenizer.encode([one.second or "" for one in examples])
+        self.parts = []
+        self.cut = 0
+        for one, a, b in zip(examples, first, second, strict=True):
+            pair = one.second is not None
+            lengths = _cut(len(a), len(b), length - 2 - pair)
+            self.cut += sum(lengths) < len(a) + len(b)
+            self.parts.append((a[: lengths[0]], b[: lengths[1]] if pair else None))
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __getitem__(self, index: int) -> _Item:
+        """Ids and types, (tokens,) int64 each, and the class or score, () float64."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        first, second = self.parts[index]
+        tokens = [self.cls, *first, self.sep]
+        rest = [] if second is None else [*second, self.sep]
+        types = torch.tensor([0] * len(tokens) + [1] * len(rest))
+        label = torch.tensor(self.examples[index].label, dtype=torch.float64)
+        return torch.tensor([*tokens, *rest]), types, label
+
+
+def _cut(first: int, second: int, room: int) -> tuple[int, int]:
+    """Lengths of two sentences that fit, the longer one cut first."""
+    if first + second <= room:
+        return first, second
+    half = room // 2
+    if second <= half:
+        return room - second, second
+    return (first, room - first) if first <= room - half else (room - half, half)
+
+
+def padded(items: Sequence[_Item], pad: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A batch of items.
+
+    Returns:
+        Ids, types, and which tokens exist, (batch, longest) each, and labels (batch,).
+    """
+    longest = max(len(tokens) for tokens, _, _ in items)
+    ids = torch.full((len(items), longest), pad)
+    types = torch.zeros_like(ids)
+    there = torch.zeros(ids.shape, dtype=torch.bool)
+    for i, (tokens, kinds, _) in enumerate(items):
+        ids[i, : len(tokens)], types[i, : len(tokens)] = tokens, kinds
+        there[i, : len(tokens)] = True
+    return ids, types, there, torch.stack([label for _, _, label in items])
+
+
+class SentenceData(TokenizedData[Sentences]):
+    """The training and the validation sentences of one task of GLUE (arXiv:1804.07461).
+
+    Files are tab-separated, plain or as .gz or .xz: ROOT/SST-2/train.tsv and dev.tsv, or
+    ROOT/SST-2.train.tsv, as the tasks come.
+
+    Args:
+        task: CoLA, SST-2, MRPC, STS-B, QQP, MNLI, QNLI or RTE.
+        root: folder with the files of the tasks.
+        tokenizer: tokenizer.json, or the folder of a run or of a published model that has one; with
+            --init, that of the weights by default, and otherwise one is learned.
+        kind: of a tokenizer that is learned, see `molflt.data.text.tokenized.TokenizedText`.
+        pieces: most pieces of one that is learned, 8192 by default.
+        lowercase: whether case makes no difference to one that is learned; true by default.
+        length: most tokens of a sentence or pair, special ones too; longer ones are cut.
+        batch_size: sentences or pairs in a batch, per device.
+        workers: processes that read ahead; 0 reads in the main process.
+
+    Raises:
+        ValueError: for an option outside its range, or without effect.
+    """
+
+    items = "sentences"
+    datasets: dict[str, Sentences]
+
+    def __init__(
+        self,
+        task: GlueName,
+        root: Path,
+        tokenizer: Path | None = None,
+        kind: TokenizerKind | None = None,
+        pieces: int | None = None,
+        lowercase: bool | None = None,
+        length: int = 128,
+        batch_size: int = 16,
+        workers: int = 0,
+    ) -> None:
+        super().__init__(batch_size, workers, tokenizer, kind, pieces, lowercase)
+        if task not in GLUE:
+            raise ValueError(f"data.task={task!r}; expected one of {', '.join(GLUE)}")
+        if length < 5:
+            raise ValueError(f"data.length must be at least 5; got {length}")
+        self.task, self.root, self.length = task, Path(root), length
+
+    def setup(self, stage: str = "fit") -> None:
+        """Reads the files, once.
+
+        Raises:
+            ValueError: a file that cannot be read, naming the row; a damaged tokenizer.
+            FileNotFoundError: naming the file.
+        """
+        for use in ("train", "val"):
+            if use in self.datasets:
+                continue
+            path = find_split(self.root, self.task, use)
+            examples = read_examples(path, self.task)
+            if use == "train":
+                self.obtain(partial(_texts, examples), str(path))
+                self.collate = cast("None", partial(padded, pad=self.tokenizer.pad))
+            self.datasets[use] = Sentences(examples, self.tokenizer, self.length)
+
+    def sizes(self) -> dict[str, int]:
+        """What the data decide about the model: 1 class stands for a score."""
+        self.setup()
+        return {"vocabulary": len(self.tokenizer), "classes": len(GLUE[self.task].labels or "1")}
+
+    def files(self) -> dict[str, bytes]:
+        """Tokenizer and classes."""
+        names = list(GLUE[self.task].labels or ("score",))
+        return {**super().files(), CLASSES: (json.dumps(names) + "\n").encode()}
+
+    def describe(self) -> list[str]:
+        return [
+            f"{use} {len(rows):,} {'pairs' if rows.parts[0][1] is not None else 'sentences'}"
+            f" of {self.task}" + (f", {rows.cut:,} of them cut" if rows.cut else "")
+            for use, rows in self.datasets.items()
+        ]
+
+
+def _texts(examples: Sequence[Example]) -> Iterator[str]:
+    for one in examples:
+        yield one.first
+        if one.second is not None:
+            yield one.second

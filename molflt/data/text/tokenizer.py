@@ -1,0 +1,234 @@
+"""Texts to pieces of words and back: WordPiece and Unigram, learned and kept by `tokenizers`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+
+import numpy as np
+
+from molflt.files import shown
+
+if TYPE_CHECKING:
+    import tokenizers
+
+__all__ = ["TOKENIZER", "Tokenizer", "TokenizerKind", "find_tokenizer"]
+
+TOKENIZER = "tokenizer.json"
+"""The file of a tokenizer, here and in published models."""
+
+TokenizerKind = Literal["wordpiece", "unigram"]
+_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4 of a trained one
+_OTHER_NAMES = {"[PAD]": "<pad>", "[CLS]": "<s>", "[SEP]": "</s>", "[MASK]": "<mask>"}
+_MOST_BYTES = 100_000_000
+_CONFIG = "config.json"
+
+
+class Tokenizer:
+    """Pieces of words by id, and the tokens that stand around and between sentences.
+
+    Args:
+        inner: of the library.
+        name: of the file, for messages.
+
+    Attributes:
+        pad, unk, cls, sep, mask: ids of padding, of what is unknown (None if nothing is), of what
+            begins a sequence, of what ends a sentence, and of what stands in a gap.
+        special: ids that stand for no text, sorted.
+
+    Raises:
+        ValueError: if one of these is missing.
+    """
+
+    def __init__(self, inner: tokenizers.Tokenizer, name: str = TOKENIZER) -> None:
+        self._inner = inner
+        ids = {}
+        for special in _SPECIAL:
+            found = inner.token_to_id(special)
+            if found is None and special in _OTHER_NAMES:
+                found = inner.token_to_id(_OTHER_NAMES[special])
+            ids[special] = found
+        self.pad, self.unk, self.cls, self.sep, self.mask = ids.values()
+        missing = [special for special, number in ids.items() if number is None]
+        if missing and missing != ["[UNK]"]:
+            raise ValueError(
+                f"{name}: a tokenizer without {missing[0]}; expected {', '.join(_SPECIAL)}; use "
+                "one of BERT's kind, or leave data.tokenizer out to train one"
+            )
+        added = {number for number, one in inner.get_added_tokens_decoder().items() if one.special}
+        self.special = sorted(added | {number for number in ids.values() if number is not None})
+
+    def __len__(self) -> int:
+        return self._inner.get_vocab_size()
+
+    @classmethod
+    def train(
+        cls,
+        kind: TokenizerKind,
+        lines: Iterable[str],
+        size: int,
+        lowercase: bool,
+        name: str = "text",
+    ) -> Tokenizer:
+        """Learns the pieces of a text.
+
+        WordPiece as BERT (arXiv:1810.04805), Unigram as SentencePiece (arXiv:1808.06226). Two
+        trainings may number rare pieces differently; a run keeps its tokenizer.
+
+        Args:
+            kind: "wordpiece" or "unigram".
+            lines: of the text.
+            size: most pieces, special ones too.
+            lowercase: whether case, and with WordPiece accents, make no difference.
+            name: of the text, for messages.
+
+        Raises:
+            ModuleNotFoundError: without the package `tokenizers`.
+            ValueError: an unknown kind, or a text without words.
+        """
+        if kind not in get_args(TokenizerKind):
+            raise ValueError(
+                f"data.kind={kind!r}; expected one of {', '.join(get_args(TokenizerKind))}"
+            )
+        library = _library()
+        make = _wordpiece if kind == "wordpiece" else _unigram
+        inner, trainer = make(library, size, lowercase)
+        try:
+            inner.train_from_iterator(lines, trainer)
+        except (ValueError, TypeError):
+            raise
+        except Exception as error:  # of the library's own making
+            raise ValueError(f"{name}: no tokenizer can be made of it; {error}") from None
+        if inner.get_vocab_size() <= len(_SPECIAL):
+            raise ValueError(f"{name}: no words in it; expected text")
+        return cls(inner, name)
+
+    @classmethod
+    def from_json(cls, content: bytes, name: str = TOKENIZER) -> Tokenizer:
+        """Reads what `to_json` or another program with `tokenizers` has written.
+
+        Raises:
+            ModuleNotFoundError: without the package `tokenizers`.
+            ValueError: naming the file and what is wrong with it.
+        """
+        try:
+            inner = _library().Tokenizer.from_str(content.decode("utf-8"))
+        except ModuleNotFoundError:
+            raise
+        except Exception as error:  # the library raises no narrower one
+            reason = shown(str(error).splitlines()[0] if str(error) else type(error).__name__)
+            raise ValueError(
+                f"{name}: not a tokenizer in JSON; {reason}; expected {TOKENIZER} of a run or of a "
+                "published model"
+            ) from None
+        inner.no_padding()
+        inner.no_truncation()
+        return cls(inner, name)
+
+    def to_json(self) -> bytes:
+        """A file's content that `from_json` reads; the same for equal tokenizers."""
+        text = json.dumps(json.loads(self._inner.to_str()), ensure_ascii=False, indent=0)
+        return text.encode() + b"\n"
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Ids of each text, without special tokens around them."""
+        found = self._inner.encode_batch(texts, add_special_tokens=False)
+        return [one.ids for one in found]
+
+    def encode_blocks(self, blocks: Iterable[str]) -> np.ndarray:
+        """Ids (tokens,) int32 of a text given in whole lines; white space counts for nothing."""
+        found: list[np.ndarray] = [np.empty(0, dtype=np.int32)]
+        for block in blocks:
+            lines = [line for line in block.splitlines() if line.strip()]
+            found += [np.array(ids, dtype=np.int32) for ids in self.encode(lines)]
+        return np.concatenate(found)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids, without special tokens."""
+        return cast(str, self._inner.decode([int(one) for one in ids]))
+
+    def token(self, index: int) -> str:
+        """The piece of an id, as the tokenizer writes it.
+
+        Raises:
+            ValueError: an id outside the vocabulary.
+        """
+        found = self._inner.id_to_token(index)
+        if found is None:
+            raise ValueError(f"token id {index}; expected 0 to {len(self) - 1}")
+        return cast(str, found)
+
+
+def find_tokenizer(path: Path) -> tuple[bytes, str]:
+    """The tokenizer in a file, in the folder of a run or a published model, or in an export.
+
+    Returns:
+        What its file holds, and its name.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        ValueError: if the file is too large to be one.
+    """
+    path = Path(path)
+    inside = path / TOKENIZER if path.is_dir() else path
+    if not inside.is_file() and (path / _CONFIG).is_file():
+        found = _of_export(path / _CONFIG)
+        if found is not None:
+            return found, f"{path / _CONFIG}: {TOKENIZER}"
+    if not inside.is_file():
+        raise FileNotFoundError(
+            f"{inside}: no such file; expected a tokenizer; give its file or the folder of a run, "
+            "or leave data.tokenizer out to train one"
+        )
+    if inside.stat().st_size > _MOST_BYTES:
+        raise ValueError(
+            f"{inside}: expected a tokenizer of at most {_MOST_BYTES:,} bytes; got "
+            f"{inside.stat().st_size:,}"
+        )
+    return inside.read_bytes(), str(inside)
+
+
+def _of_export(path: Path) -> bytes | None:
+    """The tokenizer that the configuration of an exported model holds."""
+    try:
+        files = json.loads(path.read_bytes()).get("files", {})
+        content = files.get(TOKENIZER)
+    except (ValueError, RecursionError, AttributeError):
+        return None
+    return None if content is None else json.dumps(content, ensure_ascii=False, indent=0).encode()
+
+
+def _library() -> Any:
+    try:
+        import tokenizers
+    except ImportError:
+        raise ModuleNotFoundError(
+            "pieces of words need the package tokenizers; got none; run: pip install molflt[text]"
+        ) from None
+    return tokenizers
+
+
+def _wordpiece(library: Any, size: int, lowercase: bool) -> tuple[Any, Any]:
+    inner = library.Tokenizer(library.models.WordPiece(unk_token="[UNK]"))
+    inner.normalizer = library.normalizers.BertNormalizer(lowercase=lowercase)
+    inner.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
+    inner.decoder = library.decoders.WordPiece()
+    trainer = library.trainers.WordPieceTrainer(
+        vocab_size=size, special_tokens=list(_SPECIAL), show_progress=False
+    )
+    return inner, trainer
+
+
+def _unigram(library: Any, size: int, lowercase: bool) -> tuple[Any, Any]:
+    inner = library.Tokenizer(library.models.Unigram())
+    steps = [library.normalizers.NFKC()]
+    steps += [library.normalizers.Lowercase()] if lowercase else []
+    inner.normalizer = library.normalizers.Sequence(steps)
+    inner.pre_tokenizer = library.pre_tokenizers.Metaspace()
+    inner.decoder = library.decoders.Metaspace()
+    trainer = library.trainers.UnigramTrainer(
+        vocab_size=size, special_tokens=list(_SPECIAL), unk_token="[UNK]", show_progress=False
+    )
+    return inner, trainer

@@ -1,0 +1,159 @@
+"""Evaluation of a masked language model: how well it fills gaps, where heads look."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from molflt import plots
+from molflt.data.text.tokenized import PieceBlocks, read_pieces
+from molflt.data.text.tokenizer import TOKENIZER, Tokenizer
+from molflt.evaluation.attention import _attention_of
+from molflt.evaluation.report import Report, _align
+from molflt.evaluation.splits import named_sources
+from molflt.memory import within_memory
+from molflt.sequence.masked import MaskedLanguageModel
+from molflt.tasks.masked import MaskedTask
+from molflt.training.config import Config
+
+__all__ = ["evaluate", "load_tokenizer", "tokenizer_of"]
+
+_ATTENTION_TOKENS = 128  # of the picture of attention matrices
+
+
+def evaluate(
+    run: Path,
+    model: MaskedLanguageModel,
+    config: Config,
+    out: Path,
+    splits: list[str] | None = None,
+    data: Path | None = None,
+    batch_size: int | None = None,
+) -> Report:
+    """Evaluates a masked language model: perplexity and accuracy in gaps, and whether parts follow.
+
+    Gaps are those of validation: each sequence has its own, whatever the batch. Writes
+    attention.png (each head of the last layer that has attention) and, if there is one,
+    encoding.png.
+
+    Args:
+        run: folder of the training run.
+        model: in evaluation mode.
+        config: the run's.
+        out: folder to write.
+        splits: some of train, val and test; by default val, and test if the run names it.
+        data: another text instead, a file or an hf: name.
+        batch_size: sequences in a batch; by default as in training, which decides where wrong
+            second parts come from.
+
+    Returns:
+        Per split: perplexity, accuracy_percent, next_sentence_percent if the model tells it, and
+        the number of gaps.
+
+    Raises:
+        FileNotFoundError: if the run's tokenizer or a text is missing.
+        ValueError: if a text cannot be used, or the tokenizer is another model's.
+    """
+    tokenizer, options = load_tokenizer(run, model.vocabulary), config["data"]
+    length, pairs = int(str(options["length"])), model.next_sentence is not None
+    task = MaskedTask(model, **_shares(config["task"]))
+    size = int(str(options["batch_size"])) if batch_size is None else batch_size
+    results: dict[str, dict[str, float | None]] = {}
+    for split, source in named_sources(options, splits, data).items():
+        blocks = read_pieces(source, tokenizer, length, pairs, split)
+        results[split] = _judged(task, blocks, size, split)
+    return Report(results, f"\n\n{_table(results)}\n", _draw(out, model, blocks, split))
+
+
+def load_tokenizer(run: Path, size: int) -> Tokenizer:
+    """The tokenizer of a run.
+
+    Args:
+        run: folder of a training run.
+        size: number of ids that its model has.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        ValueError: if it is damaged, or of another model.
+    """
+    path = run / TOKENIZER
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; expected the tokenizer of this run")
+    return tokenizer_of(path.read_bytes(), str(path), size)
+
+
+def tokenizer_of(content: bytes, name: str, size: int) -> Tokenizer:
+    """As `load_tokenizer`, from what the file of that name holds."""
+    tokenizer = Tokenizer.from_json(content, name)
+    if len(tokenizer) != size:
+        raise ValueError(
+            f"{name}: {len(tokenizer):,} tokens, but the checkpoint has {size:,}; expected the "
+            "tokenizer that the model was trained with; put it back"
+        )
+    return tokenizer
+
+
+def _shares(task: Mapping[str, object]) -> dict[str, float]:
+    names = ("mask_rate", "mask_share", "random_share")
+    return {name: float(str(task[name])) for name in names}
+
+
+def _judged(
+    task: MaskedTask, blocks: PieceBlocks, batch_size: int, name: str
+) -> dict[str, float | None]:
+    """Metrics of a text; raises ValueError if a loss is not finite, or memory does not do."""
+    device = next(task.model.parameters()).device
+    total = torch.zeros(len(task.sums._fields), dtype=torch.float64)
+    batch_of = f"{name}: a batch of {batch_size} x {blocks.length:,} tokens"
+    with torch.inference_mode(), within_memory(lambda: batch_of, "lower --batch-size"):
+        batches = DataLoader(blocks, batch_size=batch_size)
+        for batch in tqdm(batches, desc=name, leave=False, disable=None):
+            moved = cast("tuple[Tensor, Tensor, Tensor]", tuple(part.to(device) for part in batch))
+            total += torch.stack(list(task.judge(moved))).cpu()
+    if not bool(total.isfinite().all()):
+        raise ValueError(
+            f"{name}: the probability of a token is not finite; expected a number; use another "
+            "checkpoint"
+        )
+    return {**task.summarize(total), "gaps": int(total[2])}
+
+
+def _table(results: Mapping[str, Mapping[str, float | None]]) -> str:
+    keys = ["perplexity", "accuracy_percent", "next_sentence_percent"]
+    keys = [key for key in keys if all(key in row for row in results.values())]
+    heads = {
+        "perplexity": "perplexity",
+        "accuracy_percent": "right / %",
+        "next_sentence_percent": "pairs right / %",
+    }
+    lines = [("text", *(heads[key] for key in keys), "gaps")]
+    for name, row in results.items():
+        lines.append((name, *(f"{row[key]:.2f}" for key in keys), f"{row['gaps']:,}"))
+    return _align(lines)
+
+
+def _draw(out: Path, model: MaskedLanguageModel, blocks: PieceBlocks, split: str) -> list[Path]:
+    files = []
+    tokens, types, there = (part[None] for part in blocks[0])
+    count = min(_ATTENTION_TOKENS, int(there.sum()))
+    device = next(model.parameters()).device
+    first = [part[:, :count].to(device) for part in (tokens, types)]
+    matrices = _attention_of(model.encoder.stack, lambda: model(*first))
+    if matrices:
+        files.append(out / "attention.png")
+        title = f"last layer with attention, first {count} tokens of {split}"
+        plots.attention_matrices(matrices[-1][0], files[-1], title=title)
+    position = model.encoder.stack.position
+    if position is not None and plots.has_bias(position):
+        step = model.encoder.position_scale  # of neighbors, in the encoding's unit of length
+        reach = (min(blocks.length, model.encoder.longest or blocks.length) - 1) * step
+        files.append(out / "encoding.png")
+        unit = "tokens" if step == 1 else f"{1 / step:g} tokens"
+        plots.rpe_curves(position, files[-1], reach, unit)
+    return files

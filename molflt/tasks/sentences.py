@@ -1,0 +1,124 @@
+"""The class of a sequence or of a pair, or its score."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from molflt.metrics import Metric
+from molflt.tasks.base import Task
+
+if TYPE_CHECKING:
+    from molflt.sequence.classifier import SequenceClassifier
+
+__all__ = ["SentenceTask"]
+
+_Batch = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class _LabelSums(NamedTuple):
+    items: Tensor
+    right: Tensor
+    """items whose class is the most probable one"""
+    loss: Tensor
+    told: Tensor
+    """predicted scores, or indices of classes"""
+    label: Tensor
+    told_square: Tensor
+    label_square: Tensor
+    product: Tensor
+
+    @classmethod
+    def of(cls, told: Tensor, label: Tensor, loss: Tensor) -> _LabelSums:
+        """Of predictions and labels (items,), and the summed loss."""
+        told, label = told.detach().double(), label.double()
+        parts = (told, label, told.square(), label.square(), told * label)
+        right = (told == label).sum()
+        counts = (torch.tensor(len(label)), right, loss.detach(), *(part.sum() for part in parts))
+        return cls(*(part.to(label.device, torch.float64) for part in counts))
+
+    def metrics(self) -> dict[str, float]:
+        n, right, loss, x, y, xx, yy, xy = (float(part) for part in self)
+        apart = (n * xx - x * x) * (n * yy - y * y)
+        # as scikit-learn has it where all predictions are one
+        correlation = (n * xy - x * y) / math.sqrt(apart) if apart > 1e-12 * n * n else 0.0
+        return {
+            "accuracy_percent": 100 * right / n,
+            "correlation_percent": 100 * correlation,
+            "mean_loss": loss / n,
+        }
+
+
+class SentenceTask(Task[_Batch, object]):
+    """Cross-entropy of classes, or the squared error of scores.
+
+    Batches are ids and types, (batch, length) each, which of them exist, and labels (batch,). The
+    correlation is Pearson's; of two classes it is Matthews'.
+
+    Args:
+        model: `molflt.sequence.SequenceClassifier`.
+        measure: what chooses the best weights: accuracy or correlation; null for the accuracy of
+            classes and the correlation of scores. CoLA's is the correlation.
+        optimization: arguments of `molflt.tasks.base.Task`.
+    """
+
+    model: SequenceClassifier
+    unit = "sentences"
+    sums: ClassVar[type[_LabelSums]] = _LabelSums
+    metrics: ClassVar = {
+        "score_percent": Metric("measure", "%", digits=2, largest_is_best=True),
+        "accuracy_percent": Metric("accuracy", "%", digits=2, largest_is_best=True),
+        "correlation_percent": Metric("correlation", "%", digits=2, largest_is_best=True),
+        "mean_loss": Metric("loss", "", measured_in=("val",)),
+    }
+    best = "score_percent"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        measure: Literal["accuracy", "correlation"] | None = None,
+        **optimization: Any,
+    ) -> None:
+        super().__init__(model, **optimization)
+        scores = self.model.classes == 1
+        if scores and measure == "accuracy":
+            raise ValueError(
+                "task.measure='accuracy' has no effect on scores, which have no classes; leave it "
+                "out"
+            )
+        self.measure = measure or ("correlation" if scores else "accuracy")
+
+    def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, _LabelSums]:
+        loss, sums = self._judged(batch)
+        return loss / len(batch[3]), sums
+
+    def judge(self, batch: _Batch) -> _LabelSums:
+        return self._judged(batch)[1]
+
+    def size(self, batch: _Batch) -> int:
+        """Sentences or pairs."""
+        return len(batch[3])
+
+    def summarize(self, totals: Tensor) -> dict[str, float]:
+        """Metrics of all items whose sums were added up, (fields,), with the measure first."""
+        found = super().summarize(totals)
+        score = found[f"{self.measure}_percent"]
+        if self.model.classes == 1:
+            del found["accuracy_percent"]
+        return {"score_percent": score, **found}
+
+    def _judged(self, batch: _Batch) -> tuple[Tensor, _LabelSums]:
+        """The summed loss, and the sums."""
+        tokens, types, there, label = batch
+        logits = self.model(tokens, types, there).float()
+        if self.model.classes == 1:
+            told = logits[:, 0]
+            loss = F.mse_loss(told, label.to(told.dtype), reduction="sum")
+        else:
+            told = logits.argmax(dim=1)
+            loss = F.cross_entropy(logits, label.long(), reduction="sum")
+        return loss, _LabelSums.of(told, label, loss)
