@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import torch
+from sentence_files import write_sentences
 from test_image_run import write_images
 from test_language_run import write_text
 from tiny_run import error_of, write_data, write_points
@@ -104,6 +105,8 @@ def test_what_is_meant_passes(recipe: str) -> None:
         "is2re": ["data.root"],
         "potential": ["data.root"],
         "language": ["data.train", "data.val"],
+        "masked_language": ["data.train", "data.val"],
+        "sentences": ["data.task", "data.root"],
     }
     words = [f"--{key}=x" for key in required.get(recipe, ["data.train"])]
     parser = parser_of(recipe)
@@ -241,11 +244,14 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[str]]:
     texts = [f"--data.{name}={folder}/{name}.txt" for name in ("train", "val")]
     images = [f"--data.{name}={folder}/{name}-images-idx3-ubyte" for name in ("train", "val")]
     write_points(folder / "points")
+    write_sentences(folder, "SST-2", 20, 8)
     return {
         "is2re": [f"--data.root={folder}/data"],
         "potential": [f"--data.root={folder}/points"],
         "language": [*texts, "--data.length=16"],
         "images": images,
+        "masked_language": [*texts, "--data.length=16", "--data.pieces=50"],
+        "sentences": ["--data.task=SST-2", f"--data.root={folder}", "--data.pieces=50"],
     }
 
 

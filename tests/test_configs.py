@@ -25,7 +25,7 @@ OC20 = {
     f"{kind}-{layers}l": ["base", *(["10l"] if layers == 10 else []), kind]
     for kind, layers in (("flt", 12), ("flt", 10), ("performer", 12), ("softmax", 12))
 }
-SIZES = {"lm": "wikitext2", "image": "fashion-mnist"}
+SIZES = {"lm": "wikitext2", "image": "fashion-mnist", "masked": "wikitext2"}
 ENERGIES = [(p.stem,) for p in sorted(CONFIGS.glob("*.yaml")) if p.stem != "potential"]
 ENERGIES += [tuple(f"oc20/{part}" for part in names) for names in OC20.values()]
 ENERGIES += [("demo", f"atoms/{path.stem}") for path in sorted((CONFIGS / "atoms").glob("*.yaml"))]
@@ -33,7 +33,7 @@ TOKENS = [
     (f"{folder}/{size}", f"{folder}/{path.stem}")
     for folder, size in SIZES.items()
     for path in sorted((CONFIGS / folder).glob("*.yaml"))
-    if "data" not in yaml.safe_load(path.read_text())
+    if not {"data", "trainer"} & yaml.safe_load(path.read_text()).keys()
 ]
 # what has no default, for each recipe
 REQUIRED = {
@@ -41,6 +41,8 @@ REQUIRED = {
     "potential": ["--data.root=somewhere"],
     "language": ["--data.train=train.txt", "--data.val=val.txt"],
     "images": ["--data.train=train", "--data.val_fraction=0.1"],
+    "masked_language": ["--data.train=train.txt", "--data.val=val.txt"],
+    "sentences": ["--data.task=RTE", "--data.root=somewhere"],
 }
 
 
@@ -198,15 +200,24 @@ def test_every_parameter_of_an_energy_configuration_learns(names: tuple[str, ...
     assert without_gradient(net, loss) == []
 
 
+FEW: dict[str, dict[str, Any]] = {
+    "lm": {"vocabulary": 40, "max_length": 24, "adaptive_cutoffs": [8, 20]},
+    "image": {"classes": 4, "channels": 1, "image_size": 28},
+    "masked": {"vocabulary": 40, "max_length": 24, "layers": 3, "next_sentence": True},
+}
+
+
 @pytest.mark.parametrize("names", TOKENS, ids=" + ".join)
 def test_every_parameter_of_a_token_configuration_learns(names: tuple[str, ...]) -> None:
     torch.manual_seed(0)
-    language = names[0].startswith("lm/")
-    sizes = {"vocabulary": 40, "max_length": 24, "adaptive_cutoffs": [8, 20]} if language else {}
-    recipe, model = shrunk(names, **(sizes or {"classes": 4, "channels": 1, "image_size": 28}))
+    kind = names[0].partition("/")[0]
+    recipe, model = shrunk(names, **FEW[kind])
     net = recipe.load("model")(**model)
-    if language:
-        tokens = torch.randint(0, 40, (2, 24))
+    tokens = torch.randint(0, 40, (2, 24))
+    if kind == "masked":
+        hidden = net(tokens, tokens % 2)
+        loss = net.log_likelihood(hidden, tokens).sum() + net.follows(hidden).square().sum()
+    elif kind == "lm":
         loss = net.log_likelihood(tokens[:, :-1], tokens[:, 1:]).sum()
     else:
         loss = net(torch.rand(2, 1, 28, 28)).square().sum()

@@ -15,6 +15,8 @@ __all__ = ["card"]
 # recipe -> tags, metrics, lines of Python
 _TAGS = {
     "language": (["text-generation"], ["perplexity"], ['print(model.generate("The"))']),
+    "masked_language": (["fill-mask"], ["perplexity"], ['print(model.fill("A [MASK].")[0][0])']),
+    "sentences": (["text-classification"], ["accuracy"], ['model.classify(["A text."])[0].name']),
     "images": (["image-classification"], ["accuracy"], ["model.classify(images)[0].name"]),
 }
 _ATOMS = (

@@ -19,7 +19,7 @@ from molflt.training.sources import find
 
 __all__ = ["Trained", "read_trained"]
 
-_KEPT = (DOMAIN, "references.json", "vocabulary.json", "classes.json")
+_KEPT = (DOMAIN, "references.json", "vocabulary.json", "classes.json", "tokenizer.json")
 _RESULTS = "results.json"
 
 

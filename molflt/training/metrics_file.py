@@ -150,7 +150,7 @@ class _MetricsFile(Callback):
         metrics = cast(_Module, pl_module).validation_metrics()
         row = {f"val_{name}": metrics[name] for name in self.names["val"] if name in metrics}
         self._write(trainer, {"step": trainer.global_step, **row})
-        for name in self.names["val"][:2]:
+        for name in [name for name in self.names["val"] if name in metrics][:2]:
             self.shown[f"val_{_short(name)}"] = f"{metrics[name]:.4g}"
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

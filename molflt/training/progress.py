@@ -59,7 +59,8 @@ class _Lines(ProgressBar):
         if trainer.sanity_checking:
             return
         found = cast(_LightningTask[object, object], pl_module).validation_metrics()
-        values = [self.metrics[name].shown(found[name]) for name in list(self.metrics)[:2]]
+        measured = [name for name in self.metrics if name in found]
+        values = [self.metrics[name].shown(found[name]) for name in measured[:2]]
         known = self.shown().items()
         rest = [f"{name} {text}" for name, text in known if name == "loss" or name[-2:] == "/s"]
         rest.append(duration(time.perf_counter() - self._since))

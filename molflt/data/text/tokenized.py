@@ -142,9 +142,7 @@ class TokenizedData(BatchedData[_Items]):
         if source is not None:
             self.tokenizer = Tokenizer.from_json(*find_tokenizer(source))
         else:
-            made = Tokenizer.train(self.kind, lines(), self.pieces, self.lowercase, name)
-            # as a run keeps it, and every other process reads it
-            self.tokenizer = Tokenizer.from_json(made.to_json(), name)
+            self.tokenizer = Tokenizer.train(self.kind, lines(), self.pieces, self.lowercase, name)
 
     def files(self) -> dict[str, bytes]:
         """What a run must keep to read text later."""

@@ -58,6 +58,8 @@ class Tokenizer:
                 "one of BERT's kind, or leave data.tokenizer out to train one"
             )
         added = {number for number, one in inner.get_added_tokens_decoder().items() if one.special}
+        # not what the library writes again: it rounds the scores of Unigram differently
+        self._content = inner.to_str().encode()
         self.special = sorted(added | {number for number in ids.values() if number is not None})
 
     def __len__(self) -> int:
@@ -103,7 +105,8 @@ class Tokenizer:
             raise ValueError(f"{name}: no tokenizer can be made of it; {error}") from None
         if inner.get_vocab_size() <= len(_SPECIAL):
             raise ValueError(f"{name}: no words in it; expected text")
-        return cls(inner, name)
+        # as a run keeps it, and reads it again
+        return cls.from_json(inner.to_str().encode(), name)
 
     @classmethod
     def from_json(cls, content: bytes, name: str = TOKENIZER) -> Tokenizer:
@@ -113,24 +116,24 @@ class Tokenizer:
             ModuleNotFoundError: without the package `tokenizers`.
             ValueError: naming the file and what is wrong with it.
         """
+        library = _library()
         try:
-            inner = _library().Tokenizer.from_str(content.decode("utf-8"))
-        except ModuleNotFoundError:
-            raise
+            parsed = {**json.loads(content), "padding": None, "truncation": None}
+            text = json.dumps(parsed, ensure_ascii=False, indent=0)
+            inner = library.Tokenizer.from_str(text)
         except Exception as error:  # the library raises no narrower one
             reason = shown(str(error).splitlines()[0] if str(error) else type(error).__name__)
             raise ValueError(
                 f"{name}: not a tokenizer in JSON; {reason}; expected {TOKENIZER} of a run or of a "
                 "published model"
             ) from None
-        inner.no_padding()
-        inner.no_truncation()
-        return cls(inner, name)
+        found = cls(inner, name)
+        found._content = f"{text}\n".encode()
+        return found
 
     def to_json(self) -> bytes:
-        """A file's content that `from_json` reads; the same for equal tokenizers."""
-        text = json.dumps(json.loads(self._inner.to_str()), ensure_ascii=False, indent=0)
-        return text.encode() + b"\n"
+        """A file's content that `from_json` reads, and would write again."""
+        return self._content
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Ids of each text, without special tokens around them."""

@@ -1,0 +1,107 @@
+"""Masked models that fill gaps, and classifiers that label sentences."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+
+from molflt.data.text.glue import Example
+from molflt.data.text.sentences import CLASSES
+from molflt.data.text.tokenizer import TOKENIZER, Tokenizer
+from molflt.evaluation.images import classes_of
+from molflt.evaluation.masked import tokenizer_of
+from molflt.evaluation.sentences import logits_of
+from molflt.pretrained.base import Pretrained
+from molflt.pretrained.tokens import Label
+from molflt.pretrained.trained import Trained
+from molflt.sequence.classifier import SequenceClassifier
+from molflt.sequence.masked import MaskedLanguageModel
+
+__all__ = ["GapFiller", "SentenceLabeler"]
+
+
+class GapFiller(Pretrained):
+    """What belongs into the gaps of a text; `molflt.load` makes it."""
+
+    models = (MaskedLanguageModel,)
+    model: MaskedLanguageModel
+
+    def __init__(self, trained: Trained) -> None:
+        super().__init__(trained)
+        self.tokenizer = _tokenizer(trained, self.model.vocabulary)
+
+    @torch.inference_mode()
+    def fill(self, text: str, count: int = 5) -> list[list[Label]]:
+        """The most probable pieces of each gap.
+
+        Args:
+            text: with [MASK], or what the tokenizer calls it, in each gap.
+            count: pieces per gap.
+
+        Raises:
+            ValueError: a text without gaps, or that is too long.
+        """
+        tokenizer = self.tokenizer
+        ids = [tokenizer.cls, *tokenizer.encode([text])[0], tokenizer.sep]
+        gaps = [place for place, token in enumerate(ids) if token == tokenizer.mask]
+        if not gaps:
+            raise ValueError(
+                f"the text has no gap; expected {tokenizer.token(tokenizer.mask)} in each; got none"
+            )
+        device = next(self.model.parameters()).device
+        hidden = self.model(torch.tensor([ids], device=device))[0, gaps]
+        best = self.model.log_probabilities(hidden).exp().topk(count, dim=-1)
+        return [
+            [Label(tokenizer.token(index), share) for share, index in zip(*pair, strict=True)]
+            for pair in zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        ]
+
+
+class SentenceLabeler(Pretrained):
+    """Classes or scores of sentences and pairs; `molflt.load` makes it."""
+
+    models: ClassVar = (SequenceClassifier,)
+    model: SequenceClassifier
+
+    def __init__(self, trained: Trained) -> None:
+        super().__init__(trained)
+        self.tokenizer = _tokenizer(trained, self.model.vocabulary)
+        content = json.dumps(trained.files.get(CLASSES)).encode()
+        self.classes = classes_of(content, trained.label(CLASSES), self.model.classes)
+
+    def classify(
+        self,
+        sentences: Sequence[str | tuple[str, str]],
+        length: int = 128,
+        batch_size: int = 64,
+    ) -> list[Label]:
+        """The class of each sentence or pair, or its score: its name is then "score".
+
+        Args:
+            sentences: texts, or pairs of texts for a task of pairs.
+            length: most tokens of each, special ones too; longer ones are cut.
+            batch_size: sentences in a batch.
+
+        Raises:
+            ValueError: no sentences, or a length beyond the model's.
+        """
+        if not sentences:
+            raise ValueError("expected sentences, at least one; got none")
+        pairs = [(one, None) if isinstance(one, str) else one for one in sentences]
+        examples = [Example(first, second, 0.0) for first, second in pairs]
+        logits = logits_of(self.model, self.tokenizer, examples, length, batch_size, "sentences")
+        if self.model.classes == 1:
+            return [Label(self.classes[0], float(score)) for score in logits[:, 0]]
+        shares = torch.from_numpy(logits).softmax(dim=1).max(dim=1)
+        return [
+            Label(self.classes[index], share)
+            for share, index in zip(shares.values.tolist(), shares.indices.tolist(), strict=True)
+        ]
+
+
+def _tokenizer(trained: Trained, size: int) -> Tokenizer:
+    content = json.dumps(trained.files.get(TOKENIZER), ensure_ascii=False).encode()
+    return tokenizer_of(content, trained.label(TOKENIZER), size)

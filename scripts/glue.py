@@ -1,0 +1,142 @@
+"""Fine-tunes trained weights on the tasks of GLUE, and makes the table with the average.
+
+    python scripts/glue.py --init runs/fnet --root datasets/glue --out runs/glue
+    python scripts/glue.py --init hf:google-bert/bert-base-uncased ... --tasks RTE CoLA --jobs 2
+    python scripts/glue.py ... -- --task.lr 2e-5      # more options for every training
+
+One set of hyperparameters for all tasks, medians over seeds. Tasks whose files are not there are
+named and left out. Writes glue.md and glue.csv. Started again, it goes on where it was stopped and
+repeats nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from compare import INTERRUPTED, job_of, prepare, work_all
+from kit.rows import Rows, markdown, names, pick, write_csv
+from kit.words import parsed
+
+from molflt.data.text.glue import GLUE, find_split, read_examples
+
+BATCH = 16  # the default of data.batch_size
+SMALL = "configs/masked/glue.yaml"
+
+
+def steps_of(root: Path, task: str, epochs: float) -> int:
+    """Steps of so many epochs."""
+    rows = len(read_examples(find_split(root, task, "train"), task))
+    return max(1, round(epochs * rows / BATCH))
+
+
+def available(root: Path, tasks: list[str]) -> tuple[list[str], list[str]]:
+    """Tasks whose training and validation files are there, and why others are not."""
+    there, absent = [], []
+    for task in tasks:
+        try:
+            for split in ("train", "val"):
+                find_split(root, task, split)
+        except FileNotFoundError as error:
+            absent.append(str(error))
+        else:
+            there.append(task)
+    return there, absent
+
+
+def job(options: argparse.Namespace, task: str, seed: int) -> dict[str, Any]:
+    """The training of one task with one seed."""
+    steps = steps_of(options.root, task, options.epochs)
+    own = [f"--data.task={task}", f"--data.root={options.root}", f"--init={options.init}"]
+    own += [f"--trainer.max_steps={steps}", f"--task.warmup_steps={round(0.06 * steps)}"]
+    # a validation per epoch, of which the best counts
+    own += [f"--trainer.val_every={max(1, round(steps / options.epochs))}"]
+    own += ["--task.measure=correlation"] if "matthews" in GLUE[task].metrics else []
+    found = job_of(options, str(options.config), seed)
+    return found | {"words": [*own, f"--seed={seed}", *options.words]}
+
+
+def collect(out: Path, tasks: list[str], seeds: list[int]) -> Rows:
+    """One row per finished run and split: the numbers of its results.json."""
+    rows = []
+    for task in tasks:
+        for seed in seeds:
+            path = out / task / f"seed{seed}" / "results.json"
+            for split, result in json.loads(path.read_text()).items() if path.exists() else ():
+                rows.append({"task": task, "seed": seed, "split": split, **result})
+    return rows
+
+
+def table(rows: Rows, absent: list[str]) -> str:
+    """Medians of the metrics of each task, and the average of the tasks that there are."""
+    lines, scores = [], []
+    for task in names(rows, "task"):
+        splits = names(pick(rows, task=task), "split")
+        own = []
+        for split in splits:
+            found = pick(rows, task=task, split=split)
+            keys = [f"{name}_percent" for name in GLUE[task].metrics]
+            own.append(statistics.median(row["glue_percent"] for row in found))
+            cells = [
+                f"{key.removesuffix('_percent')} {statistics.median(r[key] for r in found):.1f}"
+                for key in keys
+            ]
+            lines.append([task, split, len(found), ", ".join(cells), f"{own[-1]:.1f}"])
+        scores.append(statistics.fmean(own))
+    head = ["task", "split", "seeds", "median, %", "counts as"]
+    count = f"average of {len(scores)} of {len(GLUE)} tasks"
+    lines.append([count, None, None, None, f"{statistics.fmean(scores):.1f}"])
+    return "\n".join([markdown(head, lines), *(f"\nleft out: {line}" for line in absent)])
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """Options of the script; what follows -- goes to every training."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--init", required=True, help="run or weights to start from")
+    parser.add_argument("--root", type=Path, required=True, help="folder of the tasks' files")
+    parser.add_argument("--out", type=Path, default=Path("runs/glue"))
+    parser.add_argument("--config", type=Path, default=Path(SMALL))
+    parser.add_argument("--tasks", nargs="+", default=list(GLUE), choices=list(GLUE))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
+    parser.add_argument("--epochs", type=float, default=5)
+    parser.add_argument("--jobs", type=int, default=1, help="trainings at the same time")
+    parser.add_argument("--threads", type=int, default=1, help="of each training")
+    return parsed(parser, words)
+
+
+def main(words: list[str] | None = None) -> int:
+    """Runs what is not finished; returns 1 if a run failed."""
+    options = parse(words)
+    try:
+        tasks, absent = available(options.root, options.tasks)
+        if not tasks:
+            raise ValueError(f"{options.root}: no task of GLUE; {absent[0]}")
+        jobs = {
+            options.out / task / f"seed{seed}": job(options, task, seed)
+            for seed in options.seeds
+            for task in tasks
+        }
+        for run, one in jobs.items():
+            prepare(run, one)
+    except (ValueError, OSError) as error:
+        print(f"glue.py: error: {error}", file=sys.stderr)
+        return 2
+    code = work_all(jobs, options.jobs, options.threads)
+    rows = collect(options.out, tasks, options.seeds)
+    if code != INTERRUPTED and rows:
+        text = table(rows, absent)
+        (options.out / "glue.md").write_text(f"{text}\n")
+        keys = dict.fromkeys(key for row in rows for key in row)
+        write_csv(options.out / "glue.csv", [{key: row.get(key) for key in keys} for row in rows])
+        print(text)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
