@@ -25,6 +25,7 @@ from molflt.training.recipes import RECIPES
 ZERO = {
     *("seed", "model.near_field", "model.radial_basis", "model.dropout", "model.attention_dropout"),
     *("model.embedding_dropout", "model.floor", "data.workers", "task.position_weight"),
+    *("model.attention_layers", "model.head_dropout", "task.mask_share", "task.random_share"),
     *(
         "task.position_weight_final",
         "task.energy_mean",

@@ -30,7 +30,7 @@ def evaluate(
     """Evaluates a run on splits of its data: a table, results.json, and pictures.
 
     Energies: MAE and EwT, errors by adsorbate and by size, parity. Language: perplexity per token.
-    Images: top-1 and top-5 accuracy, the images that are classified wrongly. All: the learned
+    Masked language: perplexity and accuracy in gaps. Sentences: the metrics of GLUE. Images: top-1 and top-5 accuracy, the images that are classified wrongly. All: the learned
     relative encoding, if there is one.
 
     Args:

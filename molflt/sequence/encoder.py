@@ -37,7 +37,7 @@ class TokenEncoder(nn.Module):
         absolute: what is added to embeddings to tell places: "learned" (BERT), "sinusoidal"
             (arXiv:1706.03762, section 3.5), or "none".
         max_length: longest sequence, where something has to know: "learned" places, encodings with
-            a table, and mixers with a matrix of all tokens. Others have no limit.
+            a table, and mixers with a matrix of all tokens. Others have no limit. BERT's is 512.
         position: "none" or a key of `molflt.attention.POSITIONS`, shared by all layers.
         position_options: further arguments of the encoding; `dim` is 1.
         position_scale: distance of neighboring tokens, in the unit of length of the encoding; 1 by
@@ -61,7 +61,7 @@ class TokenEncoder(nn.Module):
         heads: int = 8,
         types: int = 2,
         absolute: Literal["none", "sinusoidal", "learned"] = "learned",
-        max_length: int | None = None,
+        max_length: int = 512,
         position: PositionName = "none",
         position_options: dict[str, Any] | None = None,
         position_scale: float | None = None,
@@ -83,7 +83,7 @@ class TokenEncoder(nn.Module):
         check_places(absolute, max_length, position_scale, dim)
         if position == "none":
             no_effect("with position='none'", position_scale=position_scale)
-        limit = {} if max_length is None else {"max_tokens": max_length}
+        limit = {"max_tokens": max_length}
         options = {**known_options(position, dim=1, **limit), **(position_options or {})}
         if mixer in TOKEN_MIXERS and TOKEN_MIXERS[mixer].bounded:
             mixer_options = {**limit, **(mixer_options or {})}
@@ -110,7 +110,7 @@ class TokenEncoder(nn.Module):
         self.words = embedding(vocabulary, dim, _STD)
         self.types = embedding(types, dim, _STD)
         self.places: nn.Embedding | None = None
-        if absolute == "learned" and max_length is not None:
+        if absolute == "learned":
             self.places = embedding(max_length, dim, _STD)
         self.embedding_norm = nn.LayerNorm(dim, norm_eps)
         self.projection = nn.Linear(dim, dim) if project_embeddings else None

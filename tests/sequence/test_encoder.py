@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from molflt.attention import TOKEN_MIXERS
+from molflt.attention import TOKEN_MIXERS, Stack
 from molflt.sequence import MaskedLanguageModel, SequenceClassifier, TokenEncoder
 from molflt.sequence.published import is_transformers, options_of, renamed
 
@@ -143,9 +143,9 @@ def test_classes_do_not_depend_on_padding(pool):
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: small(absolute="learned", max_length=None), "absolute='learned' needs max_length"),
+        (lambda: small(max_length=0), "max_length must be at least 1; got 0"),
         (
-            lambda: small(mixer="dense", max_length=None, absolute="none"),
+            lambda: Stack(16, 2, mixer="dense"),
             "mixer_options max_tokens",
         ),
         (lambda: small(mixer="fourier", mixing="softmax"), "mixing='softmax' has no effect with"),
