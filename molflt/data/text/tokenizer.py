@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
@@ -20,8 +20,15 @@ TOKENIZER = "tokenizer.json"
 """The file of a tokenizer, here and in published models."""
 
 TokenizerKind = Literal["wordpiece", "unigram"]
-_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4 of a trained one
-_OTHER_NAMES = {"[PAD]": "<pad>", "[CLS]": "<s>", "[SEP]": "</s>", "[MASK]": "<mask>"}
+_UNKNOWN = "[UNK]"
+_SPECIAL = ("[PAD]", _UNKNOWN, "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4 of a trained one
+_OTHER_NAMES = {
+    "[PAD]": "<pad>",
+    _UNKNOWN: "<unk>",
+    "[CLS]": "<s>",
+    "[SEP]": "</s>",
+    "[MASK]": "<mask>",
+}
 _MOST_BYTES = 100_000_000
 _CONFIG = "config.json"
 
@@ -44,23 +51,23 @@ class Tokenizer:
 
     def __init__(self, inner: tokenizers.Tokenizer, name: str = TOKENIZER) -> None:
         self._inner = inner
-        ids = {}
+        ids: dict[str, int] = {}
         for special in _SPECIAL:
-            found = inner.token_to_id(special)
-            if found is None and special in _OTHER_NAMES:
-                found = inner.token_to_id(_OTHER_NAMES[special])
-            ids[special] = found
-        self.pad, self.unk, self.cls, self.sep, self.mask = ids.values()
-        missing = [special for special, number in ids.items() if number is None]
-        if missing and missing != ["[UNK]"]:
+            for known in (special, _OTHER_NAMES.get(special, special)):
+                if special not in ids and (number := inner.token_to_id(known)) is not None:
+                    ids[special] = number
+        missing = [special for special in _SPECIAL if special not in (*ids, _UNKNOWN)]
+        if missing:
             raise ValueError(
                 f"{name}: a tokenizer without {missing[0]}; expected {', '.join(_SPECIAL)}; use "
                 "one of BERT's kind, or leave data.tokenizer out to train one"
             )
+        self.unk = ids.get(_UNKNOWN)
+        self.pad, self.cls, self.sep, self.mask = (ids[n] for n in _SPECIAL if n != _UNKNOWN)
         added = {number for number, one in inner.get_added_tokens_decoder().items() if one.special}
         # not what the library writes again: it rounds the scores of Unigram differently
         self._content = inner.to_str().encode()
-        self.special = sorted(added | {number for number in ids.values() if number is not None})
+        self.special = sorted(added | set(ids.values()))
 
     def __len__(self) -> int:
         return self._inner.get_vocab_size()
@@ -150,7 +157,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids, without special tokens."""
-        return cast(str, self._inner.decode([int(one) for one in ids]))
+        return self._inner.decode([int(one) for one in ids])
 
     def token(self, index: int) -> str:
         """The piece of an id, as the tokenizer writes it.
@@ -161,7 +168,7 @@ class Tokenizer:
         found = self._inner.id_to_token(index)
         if found is None:
             raise ValueError(f"token id {index}; expected 0 to {len(self) - 1}")
-        return cast(str, found)
+        return found
 
 
 def find_tokenizer(path: Path) -> tuple[bytes, str]:
