@@ -17,7 +17,13 @@ from molflt.attention.checks import (
 from molflt.attention.mixers import MixerName
 from molflt.attention.positions import PositionName, known_options
 from molflt.attention.positions.absolute import sinusoids
-from molflt.sequence.places import check_places, embedding, longest_of
+from molflt.sequence.places import (
+    check_places,
+    embedding,
+    expect_line,
+    expected_vocabulary,
+    longest_of,
+)
 
 _STD = 0.02  # of embeddings, as BERT's
 
@@ -75,11 +81,7 @@ class TokenEncoder(nn.Module):
         super().__init__()
         known_names(TokenEncoder, stack, Stack, Attention, but=("causal",))
         at_least_one(dim=dim, heads=heads, types=types)
-        if vocabulary is None or vocabulary < 1:
-            raise ValueError(
-                f"vocabulary must be the number of token ids, at least 1; got {vocabulary}; take "
-                "it from the data"
-            )
+        self.vocabulary = expected_vocabulary(vocabulary)
         check_places(absolute, max_length, position_scale, dim)
         if position == "none":
             no_effect("with position='none'", position_scale=position_scale)
@@ -98,20 +100,13 @@ class TokenEncoder(nn.Module):
             norm_eps=norm_eps,
             **stack,
         )
-        if self.stack.position is not None and self.stack.position.dim != 1:
-            raise ValueError(
-                f"tokens have one coordinate; got position_options dim={self.stack.position.dim}; "
-                "leave it out"
-            )
-        self.vocabulary = vocabulary
+        expect_line(self.stack.position)
         self.dim = dim
         self.absolute = absolute
         self.position_scale = 1.0 if position_scale is None else position_scale
-        self.words = embedding(vocabulary, dim, _STD)
+        self.words = embedding(self.vocabulary, dim, _STD)
         self.types = embedding(types, dim, _STD)
-        self.places: nn.Embedding | None = None
-        if absolute == "learned":
-            self.places = embedding(max_length, dim, _STD)
+        self.places = embedding(max_length, dim, _STD) if absolute == "learned" else None
         self.embedding_norm = nn.LayerNorm(dim, norm_eps)
         self.projection = nn.Linear(dim, dim) if project_embeddings else None
         self.embedding_dropout = nn.Dropout(embedding_dropout)

@@ -18,7 +18,13 @@ from molflt.attention.positions import PositionName, known_options
 from molflt.attention.positions.absolute import sinusoids
 from molflt.attention.stack import StackState
 from molflt.sequence.heads import Head, _AdaptiveHead, _PlainHead
-from molflt.sequence.places import check_places, embedding, longest_of
+from molflt.sequence.places import (
+    check_places,
+    embedding,
+    expect_line,
+    expected_vocabulary,
+    longest_of,
+)
 
 
 class LanguageState(NamedTuple):
@@ -85,11 +91,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         known_names(LanguageModel, stack, Stack, Attention, but=("causal",))
         at_least_one(dim=dim, heads=heads)
-        if vocabulary is None or vocabulary < 1:
-            raise ValueError(
-                f"vocabulary must be the number of token ids, at least 1; got {vocabulary}; take "
-                "it from the data"
-            )
+        vocabulary = expected_vocabulary(vocabulary)
         check_places(absolute, max_length, position_scale, dim)
         if position == "none":
             no_effect("with position='none'", position_scale=position_scale)
@@ -98,11 +100,7 @@ class LanguageModel(nn.Module):
         self.stack = Stack(
             dim, heads, causal=True, position=position, position_options=options, **stack
         )
-        if self.stack.position is not None and self.stack.position.dim != 1:
-            raise ValueError(
-                f"tokens have one coordinate; got position_options dim={self.stack.position.dim}; "
-                "leave it out"
-            )
+        expect_line(self.stack.position)
         self.vocabulary = vocabulary
         self.dim = dim
         self.absolute = absolute

@@ -1,4 +1,4 @@
-"""What models of token sequences share about the places of tokens."""
+"""What models of token sequences share: numbers of ids, places of tokens."""
 
 import math
 
@@ -31,6 +31,24 @@ def longest_of(
     if places is not None:
         limits.append(places.num_embeddings)
     return min(limits, default=None)
+
+
+def expected_vocabulary(vocabulary: int | None) -> int:
+    """The number of token ids; ValueError unless there is one."""
+    if vocabulary is None or vocabulary < 1:
+        raise ValueError(
+            f"vocabulary must be the number of token ids, at least 1; got {vocabulary}; take it "
+            "from the data"
+        )
+    return vocabulary
+
+
+def expect_line(position: Position | None) -> None:
+    """Raises ValueError for an encoding of more than one dimension."""
+    if position is not None and position.dim != 1:
+        raise ValueError(
+            f"tokens have one coordinate; got position_options dim={position.dim}; leave it out"
+        )
 
 
 def check_places(

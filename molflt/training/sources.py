@@ -17,6 +17,7 @@ RECOMMENDED = "game-net"
 
 _WEIGHTS = Path(__file__).parents[1] / "weights"  # of the models that come with the package
 _MODEL = "model.safetensors"
+_FILES = (_MODEL, "config.json", "tokenizer.json")  # the last one of published encoders
 
 
 _EXPECTED = (
@@ -126,7 +127,7 @@ def _fetched(name: str, options: Mapping[str, object]) -> Path:
             "or give a folder"
         ) from None
     repository, _, revision = name.removeprefix(HUB).partition("@")
-    chosen = {"revision": revision or None, "allow_patterns": [_MODEL, "config.json"], **options}
+    chosen = {"revision": revision or None, "allow_patterns": [*_FILES], **options}
     fetch: Callable[..., str] = huggingface_hub.snapshot_download
     try:
         folder = fetch(repository, **chosen)

@@ -87,6 +87,12 @@ def test_a_run_goes_on_with_its_tokenizer(tmp_path):
     again.kept = tmp_path
     assert again.files()["tokenizer.json"] == kept
     assert first.fingerprints() == again.fingerprints()
+    again = text_data(tmp_path)
+    again.kept = tmp_path / "gone"
+    with pytest.raises(
+        FileNotFoundError, match="gone/tokenizer.json: no such file; expected the t"
+    ):
+        again.setup()
     given = text_data(tmp_path, pieces=None, tokenizer=tmp_path)
     assert given.files()["tokenizer.json"] == kept
     assert given.sizes() == {"vocabulary": len(first.tokenizer), "next_sentence": False}

@@ -138,7 +138,14 @@ class TokenizedData(BatchedData[_Items]):
             FileNotFoundError: if there is no such tokenizer.
             ValueError: if it is damaged, or the text has no words.
         """
-        source = self.tokenizer_file if self.kept is None else self.kept / TOKENIZER
+        source = self.tokenizer_file
+        if self.kept is not None and (self.kept / TOKENIZER).is_file():
+            source = self.kept / TOKENIZER
+        elif self.kept is not None and source is None:
+            raise FileNotFoundError(
+                f"{self.kept / TOKENIZER}: no such file; expected the tokenizer that this run was "
+                "begun with; put it back, or give data.tokenizer where torchrun starts processes"
+            )
         if source is not None:
             self.tokenizer = Tokenizer.from_json(*find_tokenizer(source))
         else:
