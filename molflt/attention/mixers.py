@@ -9,6 +9,8 @@ from molflt.attention.fnet import TOKEN_MIXERS, Mixer
 from molflt.attention.layer import Attention
 
 ATTENTION = "attention"
+MIXER_OPTIONS = ("mixer", "mixer_options", "attention_layers")
+"""Options of a stack that models have no use for whose tokens have no order, or a causal one."""
 
 # The command line lists the choices of an option from its type.
 if TYPE_CHECKING:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from molflt.atoms import MAX_ATOMIC_NUMBER
-from molflt.attention import Attention, Stack
+from molflt.attention import Attention, Position, Stack
 from molflt.attention.checks import at_least_one, known_names, no_effect, not_negative, positive
 from molflt.attention.encodings import Encoding
 from molflt.attention.features import FeatureMapName
+from molflt.attention.mixers import ATTENTION, MIXER_OPTIONS
 from molflt.attention.positions.base import MixingName
 from molflt.graph.dense import DenseAtoms, _pad
 from molflt.graph.encoding import GraphEncoding, GraphPositionName, _make_encoding
@@ -26,6 +27,7 @@ from molflt.graph.periodic import PeriodicName
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
+_NOT_OURS = ("position", "causal", *MIXER_OPTIONS)  # options of the stack that are given here
 _MAX_MOVE = 1.0  # Å; moves without a bound feed on their own gradients, and training diverges
 
 
@@ -118,7 +120,7 @@ class EnergyRegressor(nn.Module):
         **stack: Any,
     ) -> None:
         super().__init__()
-        known_names(EnergyRegressor, stack, Stack, Attention, but=("position", "causal"))
+        known_names(EnergyRegressor, stack, Stack, Attention, but=_NOT_OURS)
         _check_numbers(dim, heads, radial_basis, neighbor_cutoff, position_head)
         kind: dict[str, Any] = {"mixing": mixing}
         kind |= {"feature_map": feature_map, "num_features": num_features}
@@ -133,7 +135,7 @@ class EnergyRegressor(nn.Module):
             near_exact=near_exact,
         )
         own = None if self.encoding is None else self.encoding.position
-        blocks = Stack(dim, heads, position=own, causal=False, **kind, **stack)
+        blocks = _stack_of_atoms(dim, heads, own, kind, **stack)
         blocks.share_position()
         _refuse_misfits(move_atoms, position_head, blocks.refinements, self.encoding is not None)
         self.neighbor_cutoff = cutoff = 5.0 if neighbor_cutoff is None else neighbor_cutoff
@@ -234,6 +236,23 @@ class EnergyRegressor(nn.Module):
         self.stack.redraw_(generator)
         if self.encoding is not None:
             self.encoding.redraw_(generator)
+
+
+def _stack_of_atoms(
+    dim: int, heads: int, position: Position | None, kind: dict[str, Any], **stack: Any
+) -> Stack:
+    """A stack without what sees an order of tokens, which atoms do not have."""
+    return Stack(
+        dim,
+        heads,
+        position=position,
+        causal=False,
+        mixer=ATTENTION,
+        mixer_options=None,
+        attention_layers=None,
+        **kind,
+        **stack,
+    )
 
 
 def _among(x: Tensor, kept: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from molflt.attention.checks import (
     tensors,
     whole,
 )
+from molflt.attention.mixers import ATTENTION, MIXER_OPTIONS
 from molflt.attention.positions import PositionName, known_options
 from molflt.attention.positions.absolute import sinusoids
 from molflt.attention.stack import StackState
@@ -89,7 +90,7 @@ class LanguageModel(nn.Module):
         **stack: Any,
     ) -> None:
         super().__init__()
-        known_names(LanguageModel, stack, Stack, Attention, but=("causal",))
+        known_names(LanguageModel, stack, Stack, Attention, but=("causal", *MIXER_OPTIONS))
         at_least_one(dim=dim, heads=heads)
         vocabulary = expected_vocabulary(vocabulary)
         check_places(absolute, max_length, position_scale, dim)
@@ -98,7 +99,15 @@ class LanguageModel(nn.Module):
         given = {} if max_length is None else {"max_tokens": max_length}
         options = {**known_options(position, dim=1, **given), **(position_options or {})}
         self.stack = Stack(
-            dim, heads, causal=True, position=position, position_options=options, **stack
+            dim,
+            heads,
+            causal=True,
+            position=position,
+            position_options=options,
+            mixer=ATTENTION,
+            mixer_options=None,
+            attention_layers=None,
+            **stack,
         )
         expect_line(self.stack.position)
         self.vocabulary = vocabulary
