@@ -115,10 +115,8 @@ class Attention(Positioned):
             given |= {"normalize": None if normalize == "masked" else normalize, "degree": degree}
             no_effect("with mixing='softmax'", **given)
         self._refuse_misfits(gate)
-        self.to_query = nn.Linear(dim, dim)
-        self.to_key = nn.Linear(dim, dim)
-        self.to_value = nn.Linear(dim, dim)
-        self.to_out = nn.Linear(dim, dim)
+        linears = (nn.Linear(dim, dim) for _ in range(4))
+        self.to_query, self.to_key, self.to_value, self.to_out = linears
         self.to_gate = nn.Linear(dim, heads) if gate else None
         self.feature_map: FeatureMap | None = None
         if mixing != "softmax":

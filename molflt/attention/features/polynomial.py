@@ -25,7 +25,7 @@ from molflt.attention.features.projections import Projection
 
 _WIDEST = 2**14  # features of a head; of more, softmax is cheaper for any number of tokens in sight
 _TERMS = 6  # levels of the continued fraction
-_LEAST = 0.04  # of the constant term, what the product of two features has at least
+_LEAST = 0.04  # of a weight, what is left of it at least
 
 
 class _PolynomialFeatures(FeatureMap):
@@ -127,8 +127,8 @@ def harmonics(square: Tensor, dim: int, degree: int) -> tuple[Tensor, list[Tenso
     up to degree 3, w_0 = 1 - (nu + 2) r_2, w_1 = 2 (nu + 1) (r_1 - (nu + 3) r_3) / rho,
     w_2 = 2 (nu + 1) (nu + 2) r_2 / rho^2, w_3 = (4 / 3) (nu + 1) (nu + 2) (nu + 3) r_3 / rho^3:
     Gegenbauer's expansion of exp. Features are real where no w_n is below 0, and their products of
-    degree 2 positive where w_1^2 < 4 w_0 w_2. From the rho on where this ends (3 for d = 8, 4 for
-    16, 5.7 for 32) w_0 is the least that keeps it, and from rho = 2 on r_3 is held back likewise.
+    degree 2 positive where w_1^2 < 4 w_0 w_2. Where rho is too large for that (above 3 for d = 8,
+    4 for 16, 5.7 for 32), w_0 is the least and r_3 the largest that keeps it.
 
     Args:
         square: rho, of any shape.
@@ -150,8 +150,8 @@ def harmonics(square: Tensor, dim: int, degree: int) -> tuple[Tensor, list[Tenso
     two = first * second
     weights = [1 - (nu + 2) * square * two, 2 * (nu + 1) * first, 2 * (nu + 1) * (nu + 2) * two]
     if degree == 3:
-        # Beyond r_3 / r_2 = 1 / (nu + 3) the weight of degree 1 would come to be below 0.
-        largest = 1 / ((nu + 3) * square.clamp(min=1.0).sqrt())
+        # Above that the weight of degree 1 would be below 0; rho^2 is then far above 1.
+        largest = (1 - _LEAST) / ((nu + 3) * square.clamp(min=1.0) * second)
         three = two * torch.minimum(third, largest)
         weights[1] = weights[1] - 2 * (nu + 1) * (nu + 3) * square * three
         weights.append(4 / 3 * (nu + 1) * (nu + 2) * (nu + 3) * three)
