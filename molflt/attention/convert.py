@@ -12,8 +12,8 @@ def convert_weights_(source: nn.Module, target: nn.Module) -> list[str]:
     Queries, keys, values and outputs mean the same in every mechanism, so a trained softmax layer
     can go on as a kernelized one, and back: Performer's backward compatibility (FAVOR,
     arXiv:2006.03555, section 4.2) and the conversion of NPRF (arXiv:2106.12566, section 4.5). The
-    feature map "polynomial" comes so close to a softmax layer of normalized queries and keys, its
-    temperature included, that no fine-tuning is needed; others have to be trained again.
+    feature map "polynomial" is within 1 % of softmax layers of normalized queries and keys whose
+    temperature is about 1; models that use other maps, or sharper weights, have to be trained on.
 
     Args:
         source: any module; not changed.
