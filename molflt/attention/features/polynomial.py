@@ -1,9 +1,9 @@
-"""Features whose products are a polynomial of q . k: nothing is drawn, and exp is met on a sphere.
+"""Features whose products are a polynomial of q . k, close to exp(q . k), without anything random.
 
-On the sphere |x|^2 = rho, exp(x . y) = a_0 + a_1 + a_2 + ... is a sum over spherical harmonics of
-one degree each, whose weights are modified Bessel functions (Funk and Hecke). The sum up to degree
-p is the best polynomial of degree p in the mean square over directions. Beside it, that of Taylor
-at q . k = 0, to which it tends for large d, misses outputs of attention 1.6 to 2.5 times as far.
+On the sphere |x|^2 = rho, exp(x . y) is a sum over spherical harmonics, one term for each degree,
+whose weights are modified Bessel functions (Funk and Hecke). Up to degree p it is the best
+polynomial of degree p in the mean square over directions. Outputs of attention with Taylor's
+polynomial at q . k = 0, its limit for small rho, err 1.5 to 2 times as much.
 """
 
 import math
@@ -23,31 +23,32 @@ from molflt.attention.features.base import (
 )
 from molflt.attention.features.projections import Projection
 
-_WIDEST = 2**14  # features of a head; of more, softmax is cheaper for any number of tokens in sight
+_WIDEST = 2**14  # features of a head; softmax takes less time up to about as many tokens
 _TERMS = 6  # levels of the continued fraction
 _LEAST = 0.04  # of a weight, what is left of it at least
 
 
 class _PolynomialFeatures(FeatureMap):
-    """Powers of x up to degree 2 or 3: phi(x) . phi(y) is nearly exp(x . y), and drawn is nothing.
+    """All monomials of x up to degree 2 or 3: phi(x) . phi(y) is nearly exp(x . y).
 
     With q, k of norm 1 and a temperature tau, x . y = tau cos(q, k), and the products are exp(x .
-    y) without its spherical harmonics of degree 3 (4) and more; see `harmonics`. In (d + 1)(d + 2)
-    / 2 features of degree 2: 45, 153, 561 for d = 8, 16, 32; times (d + 3) / 3 for degree 3.
-    Degree 2 is above 0 for any x, y. Degree 3 is above 0 for x, y of one norm up to tau = 1.6;
-    beyond, nearly opposite tokens can have weights below 0.
+    y) without its spherical harmonics of degree 3 (4) and more; see `harmonics`. Degree 2 takes (d
+    + 1)(d + 2) / 2 features, 45, 153, 561 for d = 8, 16, 32, and degree 3 (d + 3) / 3 times as
+    many. Products of degree 2 are above 0 for any x, y; those of degree 3 for x, y of one norm up
+    to tau = 1.6, beyond which nearly opposite tokens can have weights below 0.
 
     Args:
         dim: width d of the queries and keys given to the map.
         heads: number of heads.
-        num_features: fewer features than that: all powers but the highest as they are, and of the
-            highest products of random projections, unbiased and signed. Worth it only for the
-            concentrated queries and keys of a large tau; a head has to be wide.
+        num_features: fewer than that: the monomials of highest degree give way to products of as
+            many random projections. Without bias, but products can be below 0, and half of the
+            features have 10 times the error, unless heads are wide and q, k lie in few directions.
         projection: how these are drawn, key of `PROJECTIONS`.
         degree: 2 by default, or 3.
 
     Raises:
-        ValueError: too many features, or a number of them that is none of a sketch.
+        ValueError: another degree, too many features, or a number that leaves no monomials of the
+            highest degree or all of them.
     """
 
     paper = "2402.18668; 1201.6530"
@@ -161,7 +162,7 @@ def harmonics(square: Tensor, dim: int, degree: int) -> tuple[Tensor, list[Tenso
 
 
 def _log_mean(square: Tensor, order: float) -> Tensor:
-    """log of Gamma(nu + 1) (2 / rho)^nu I_nu(rho) by Debye's expansion: order nu, rho^2."""
+    """log of Gamma(nu + 1) (2 / rho)^nu I_nu(rho), nu the order: two terms of Debye's expansion."""
     root = (1 + square / order**2).sqrt()
     first = (3 / root - 5 / root**3 + 2) / (24 * order)
     return order * (root - 1 - ((1 + root) / 2).log()) - root.log() / 2 + first
