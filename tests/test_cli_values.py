@@ -126,7 +126,7 @@ def test_other_types(recipe: str) -> None:
         if hasattr(action, "_typehint")
     }
     choices = {key for key, action in options.items() if Literal in kinds_of(action)}
-    flags = {key for key, action in options.items() if kinds_of(action) == {bool}}
+    flags = {key for key, action in options.items() if bool in kinds_of(action)}
     nested = {key for key, action in options.items() if dict in kinds_of(action)}
     assert {"model.normalize_qk"} <= flags and {"model.position", "task.schedule"} <= choices
     told(recipe, dict.fromkeys([*choices, *flags, *nested], "no such"))

@@ -20,6 +20,7 @@ LIMITS = {
     "model.dim": "[1, 65536]",
     "model.heads": "[1, 4096]",
     "model.num_features": "[1, 16384]",
+    "model.degree": "[2, 3]",
     "model.image_cutoff": _LENGTH,
     "model.max_frequency": "(0, 10]",  # cycles/Å
     "model.near_field": "[0, 100]",  # Å
