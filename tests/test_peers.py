@@ -404,12 +404,18 @@ def test_kernel_ridge_learns_by_cross_validation(tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="kernel ridge needs the extra bench")
     from molflt.data.structures.store import write_store
 
-    write_store(tmp_path / "train.safetensors", structures(60))
-    write_store(tmp_path / "val_id.safetensors", structures(30, seed=1))
+    def with_energies(count: int, seed: int):
+        for record in structures(count, seed=seed):
+            mine = record.atomic_numbers[record.tags == 2]
+            record.y_relaxed[:] = -0.3 * (mine == 8).sum() - 0.1 * (mine == 78).sum()
+            yield record
+
+    write_store(tmp_path / "train.safetensors", with_energies(60, 0))
+    write_store(tmp_path / "val_id.safetensors", with_energies(30, 1))
     train, val = (open_dataset(tmp_path / f"{name}.safetensors") for name in ("train", "val_id"))
     model = ridge.KernelRidge(seed=0)
     model.fit(train)
     error = np.abs(model.predict(val) - val.y_relaxed).mean()
-    assert error < 0.9 * np.abs(np.median(train.y_relaxed) - val.y_relaxed).mean()
+    assert error < 0.3 * np.abs(np.median(train.y_relaxed) - val.y_relaxed).mean()
     assert model.chosen["tried"] == 40
     assert set(model.chosen) == {"kernel", "alpha", "gamma", "tried"}

@@ -64,8 +64,7 @@ def descriptors(data: Data, elements: list[int]) -> _Array:
         own = numbers[target] == element
         parts.append(smeared[across & own].sum(axis=0))
         parts += [
-            smeared[inside & own & (numbers[source] == other)].sum(axis=0)
-            for other in elements[i:]
+            smeared[inside & own & (numbers[source] == other)].sum(axis=0) for other in elements[i:]
         ]
     return np.concatenate(parts)
 
