@@ -151,16 +151,13 @@ def inverse_power_sums(
         _check_axes(axes, powers)
         laws = [InversePower(power, _DEPTH / cutoff) for power in powers]
         near, far = _pair_sums(charges, geometry, laws, cutoff, smearing)
-        found = [
-            _far_of_lattice(
-                *(geometry.pos[start:stop], charges[start:stop]),
-                *(geometry.cell[graph], geometry.pbc[graph], laws),
-            )
-            if axes[graph]
-            else torch.zeros_like(far[graph])
-            for graph, (start, stop) in enumerate(pairwise(geometry.ptr.tolist()))
-        ]
-        return near, far + torch.stack(found)
+        rows = list(far)
+        for graph, (start, stop) in enumerate(pairwise(geometry.ptr.tolist())):
+            if axes[graph]:
+                atoms = geometry.pos[start:stop], charges[start:stop]
+                box = geometry.cell[graph], geometry.pbc[graph]
+                rows[graph] = rows[graph] + _far_of_lattice(*atoms, *box, laws)
+        return near, torch.stack(rows)
 
 
 def _check_axes(axes: Sequence[int], powers: Sequence[int]) -> None:

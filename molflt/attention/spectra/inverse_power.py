@@ -61,12 +61,11 @@ class InversePower(Spectrum):
         zero = s == 0
         t = torch.where(zero, 1.0, s)  # where nothing may be divided by 0
         falls, tail = (-(s**2)).exp(), math.sqrt(math.pi) * s * torch.special.erfc(s)
-        at_zero = {1: -1.0, 2: -2.0, 4: 2.0, 6: 1.0 / 3.0}[self.power]
-        shape = {
-            1: lambda: falls / t**2,
-            2: lambda: math.sqrt(math.pi) * torch.special.erfc(s) / t,
-            4: lambda: 2 * (falls - tail),
-            6: lambda: (falls * (1 - 2 * s**2) + 2 * s**2 * tail) / 3,
+        shape, at_zero = {
+            1: lambda: (falls / t**2, -1.0),
+            2: lambda: (math.sqrt(math.pi) * torch.special.erfc(s) / t, -2.0),
+            4: lambda: (2 * (falls - tail), 2.0),
+            6: lambda: ((falls * (1 - 2 * s**2) + 2 * s**2 * tail) / 3, 1 / 3),
         }[self.power]()
         volume = (math.pi if self.power == 1 else math.pi**1.5) * self.sharpness ** (self.power - 3)
         return volume * torch.where(zero, at_zero, shape)
@@ -95,8 +94,8 @@ class InversePower(Spectrum):
         """Gamma(p/2, x) / Gamma(p/2), which falls from 1 to 0."""
         if self.power == 1:
             return torch.special.erfc(x.sqrt())
-        polynomial = {2: lambda: 1.0, 4: lambda: 1 + x, 6: lambda: 1 + x + x**2 / 2}
-        return (-x).exp() * polynomial[self.power]()
+        terms = {2: torch.ones_like(x), 4: 1 + x, 6: 1 + x + x**2 / 2}
+        return (-x).exp() * terms[self.power]
 
     def extra_repr(self) -> str:
         return f"power={self.power}, sharpness={self.sharpness:g}"
