@@ -23,7 +23,13 @@ from molflt.training.recipes import RECIPES
 # Where 0, or less, means something.
 ZERO = {
     *("seed", "model.near_field", "model.radial_basis", "model.dropout", "model.attention_dropout"),
-    *("model.embedding_dropout", "model.floor", "data.workers", "task.position_weight"),
+    *(
+        "model.long_range_smearing",
+        "model.embedding_dropout",
+        "model.floor",
+        "data.workers",
+        "task.position_weight",
+    ),
     *(
         "task.position_weight_final",
         "task.energy_mean",

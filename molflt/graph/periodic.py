@@ -289,6 +289,29 @@ class Reciprocal(Open):
         return tapered_mask(spectrum, distance, self.max_frequency, taper, farthest)
 
 
+class Near(Reciprocal):
+    """Nothing beyond the near field: what atoms see of each other ends at its cutoff.
+
+    The encoding of a potential whose far part is a law, with charges; see
+    `molflt.graph.long_range`.
+    """
+
+    def nodes(
+        self, geometry: Geometry, dense: DenseAtoms, position: SpectralPosition
+    ) -> GraphNodes:
+        """See `Open.nodes`: one, of the weight 0."""
+        nothing = geometry.pos.new_zeros(geometry.graphs, 1, 3, dtype=torch.float64)
+        return GraphNodes(nothing, nothing[..., 0])
+
+    def without_nodes(self, geometry: Geometry) -> None:
+        """See `Open.without_nodes`: none needs all pairs."""
+
+    far = Open.far
+
+    def radial_profile(self, position: MultiplicativePosition, distance: Tensor) -> Tensor:
+        return distance.new_zeros(position.spectrum.heads, len(distance))
+
+
 PERIODIC: dict[str, type[Open]] = {"none": Open, "images": Images, "reciprocal": Reciprocal}
 
 # The command line lists the choices of an option from its type.
