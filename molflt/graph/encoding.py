@@ -179,17 +179,9 @@ class GraphEncoding(nn.Module):
                 f"{', '.join(known)}"
             )
 
-    def forward(self, geometry: Geometry) -> tuple[DenseAtoms, Encoding]:
-        """Evaluates the encoding of all graphs at once, padded to the largest.
-
-        Returns:
-            Atoms and keys as attention sees them, and the encoding between them.
-        """
-        return self._evaluate(geometry, self._found(geometry))
-
     @_uncompiled_loop
-    def in_classes(self, geometry: Geometry) -> SizeClasses:
-        """Evaluates the encoding in classes of graphs of similar size: what layers compute with."""
+    def forward(self, geometry: Geometry) -> SizeClasses:
+        """Evaluates the encoding, in classes of graphs of similar size."""
         found = self._found(geometry)
         by_size = Sorted.of(geometry, self._columns(geometry, found))
         if by_size is None:
@@ -199,6 +191,10 @@ class GraphEncoding(nn.Module):
             part = by_size.geometry.part(graphs)
             classes.append(SizeClass.of(part, *self._evaluate(part, found.part(graphs))))
         return SizeClasses(classes, by_size.atoms)
+
+    def padded(self, geometry: Geometry) -> tuple[DenseAtoms, Encoding]:
+        """The same with all graphs padded to the largest: atoms and keys, and their encoding."""
+        return self._evaluate(geometry, self._found(geometry))
 
     def _found(self, geometry: Geometry) -> _Found:
         """What is searched once for a batch, so that errors name its graphs."""
@@ -334,4 +330,4 @@ def _make_encoding(
 
 def _encode(encoding: GraphEncoding | None, geometry: Geometry) -> SizeClasses:
     """A batch as attention computes with it; None: without positions."""
-    return SizeClasses.of(geometry) if encoding is None else encoding.in_classes(geometry)
+    return SizeClasses.of(geometry) if encoding is None else encoding(geometry)
