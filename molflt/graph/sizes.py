@@ -13,8 +13,8 @@ from molflt.attention.numerics import uncompiled
 from molflt.graph.dense import DenseAtoms
 from molflt.graph.geometry import Geometry
 
-# Padded atoms that take as long as starting one more class: on a CPU 32 to 256 were equally
-# fast; elsewhere starting an operation takes longer beside computing it.
+# Padded atoms that take as long as starting one more class: on a CPU 64 to 256 were the fastest of
+# 32 to 512; elsewhere starting an operation takes longer beside computing it.
 _START = {"cpu": 64}
 _START_ELSEWHERE = 8192
 _COLUMNS = 64  # nodes, or images, of an atom that take as long as all that it takes without them
