@@ -19,8 +19,8 @@ from molflt.attention.checks import at_least_one, not_negative, positive
 from molflt.attention.nodes.reciprocal import free_extent, reciprocal_nodes
 from molflt.attention.numerics import at_least_float32, distances, fade, recomputed, uncompiled
 from molflt.attention.spectra import InversePower
-from molflt.graph.encoding import _all_pairs
 from molflt.graph.geometry import Geometry, _sum_by
+from molflt.graph.near import _all_pairs
 from molflt.graph.neighbors import neighbor_list
 
 COULOMB = 14.399645  # eV Å, of two elementary charges
@@ -225,8 +225,8 @@ def _far_of_lattice(
     height = torch.zeros_like(cell[:, 0])
     if slab:
         # As tall as twice the slab with margins. The energy does not depend on it, nor forces.
-        inside = torch.ones(1, len(pos), dtype=torch.bool, device=pos.device)
-        height = 2 * free_extent(pos.detach()[None], inside, cell.detach(), pbc)
+        graph = torch.zeros(len(pos), dtype=torch.long, device=pos.device)
+        height = 2 * free_extent(pos.detach(), graph, cell.detach(), pbc)
     reach = 2 * _APART / sharpness
     nodes, weights = reciprocal_nodes(cell, pbc, highest, height, reach)
     spectra = torch.cat([law.spectrum(nodes) for law in laws])  # [p, r]
