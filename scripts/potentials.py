@@ -1,4 +1,4 @@
-"""A potential of molflt beside SchNet (PyG), trained on the same frames for the same time of a processor.
+"""A potential of molflt beside SchNet (PyG), at equal processor time on the same frames.
 
     python scripts/potentials.py FOLDER --out runs/potentials --seconds 3600
     python scripts/potentials.py FOLDER --out runs/potentials --models molflt --dim 128 --layers 4
