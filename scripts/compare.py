@@ -29,7 +29,8 @@ from kit.words import parsed
 from tqdm import tqdm
 
 from molflt.plots import intervals
-from molflt.training.checkpoint import load_run
+from molflt.training.checkpoint import count_parameters
+from molflt.training.config import read_config
 
 PAPERS = [f"configs/atoms/{name}.yaml" for name in ("flt", "performer", "softmax-mask", "softmax")]
 INTERRUPTED = 130
@@ -142,12 +143,10 @@ def table(rows: Rows, measure: str, out: Path) -> str:
     lines = []
     for variant in names(rows, "variant"):
         seeds = names(pick(rows, variant=variant), "seed")
-        model, _ = load_run(out / variant / f"seed{seeds[0]}")
+        run = out / variant / f"seed{seeds[0]}"
         found = [(values(rows, m, variant=variant, split=s), d) for s, m, d in columns]
         cells = [mean_sd(own, d) if own else "–" for own, d in found]
-        lines.append(
-            [variant, f"{sum(p.numel() for p in model.parameters()):,}", len(seeds), *cells]
-        )
+        lines.append([variant, f"{count_parameters(run, read_config(run)):,}", len(seeds), *cells])
     if not energies:
         return markdown(head, lines)
     baseline = {row["split"]: f"{row['baseline_mae_eV']:.4f}" for row in rows}

@@ -1,4 +1,4 @@
-"""A potential of molflt beside SchNet (PyG), trained on the same frames for the same time.
+"""A potential of molflt beside SchNet (PyG), at equal processor time on the same frames.
 
     python scripts/potentials.py FOLDER --out runs/potentials --seconds 3600
     python scripts/potentials.py FOLDER --out runs/potentials --models molflt --dim 128 --layers 4
@@ -93,14 +93,14 @@ def learn(
         task.model.load_state_dict(kept["model"])
         optimizer.load_state_dict(kept["optimizer"])
         step, spent = kept["step"], kept["spent"]
-    began = saved = time.perf_counter()
+    began = saved = time.process_time()
     task.model.train()
 
     def keep(seconds: float) -> None:
         parts = {"model": task.model.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save({**parts, "step": step, "spent": seconds}, state)
 
-    while (elapsed := spent + time.perf_counter() - began) < options.seconds:
+    while (elapsed := spent + time.process_time() - began) < options.seconds:
         draw = np.random.default_rng((options.seed, step))
         chosen = draw.choice(len(points), min(options.batch_size, len(points)), replace=False)
         progress = elapsed / options.seconds
@@ -113,9 +113,9 @@ def learn(
         nn.utils.clip_grad_norm_(task.model.parameters(), 5.0)
         optimizer.step()
         step += 1
-        if time.perf_counter() - saved > SAVE_EVERY:
-            keep(spent + time.perf_counter() - began)
-            saved = time.perf_counter()
+        if time.process_time() - saved > SAVE_EVERY:
+            keep(spent + time.process_time() - began)
+            saved = time.process_time()
     keep(elapsed)
     return step, elapsed
 

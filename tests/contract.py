@@ -158,6 +158,8 @@ def cases() -> dict[str, Case]:
 
 
 CASES = cases()
+ELEMENTWISE = ("squared_relu", "abs")
+PLAIN_AND_FACTORS = ("none", "gaussian_basis")
 
 
 class Combination(NamedTuple):
@@ -176,13 +178,16 @@ class Combination(NamedTuple):
 def combinations() -> list[Combination]:
     """Feature map x position x mixing, as far as they differ; softmax has no feature map.
 
-    Spectra differ behind the feature map, so that two maps with each of them are enough. The
+    Spectra differ behind the feature map, so that two maps with each of them are enough, and
+    `ELEMENTWISE` maps are relu but for a function of single numbers. The
     quadratic form is compared with the linear one in `check_oracle`, for each of them.
     """
     found = []
     for name, case in CASES.items():
         position = case.build()
-        maps = list(FEATURE_MAPS) if case.core else ["positive", "elu"]
+        maps = ["positive", "elu"]
+        if case.core:
+            maps = [m for m in FEATURE_MAPS if m not in ELEMENTWISE or name in PLAIN_AND_FACTORS]
         for causal in (False, True):
             if "linear" in case.mixings:
                 found += [Combination(phi, name, "linear", causal) for phi in maps]
@@ -210,7 +215,7 @@ def make_stack(
     stack = Stack(DIM, HEADS, 2, ffn_dim=24, refinements=refinements, **options)
     with torch.no_grad():
         for name, parameter in stack.named_parameters():
-            if "amplitude" in name or name.endswith("position.table"):
+            if "amplitude" in name or name.endswith(("position.table", "log_temperature")):
                 parameter.normal_(std=0.7)
             elif "blocks" in name and parameter.ndim == 2 and "weight" in name:
                 parameter.normal_(std=0.35 if divides else 0.2)

@@ -224,3 +224,21 @@ def test_sums_extrapolate_a_coulomb_law_that_message_passing_does_not_see(tmp_pa
     found = script.references(rows)
     for name, error in (("energy 0", 1032.1), ("last in training", 167.9)):
         assert script.errors(found, name, "test")["CC"] == [pytest.approx(error, abs=0.1)]
+
+
+def test_charges_fitted_to_near_ions_are_those_of_far_ones(tmp_path) -> None:
+    """Energies of known charges with all their images; and the potential says what was fitted."""
+    script = benchmark("dimers")
+    data = script.read(dimers(tmp_path))
+    kernels = script.laws(data.graphs, (1,))
+    charges = [(graph.atomic_numbers == 11) * 1.5 - 0.5 for graph in data.graphs]  # 1, -0.5, -0.5
+    true = [q.double() @ law[0] @ q.double() / 2 for q, law in zip(charges, kernels, strict=True)]
+    data = data._replace(energy=data.binding(torch.stack(true)))
+    setting = script.Setting((1,), 16, 1e-3, 1e-8)
+    model = script.potential(setting, 0)
+    design = script.Design.of(model, data, kernels)
+    weights = script.fitted(model, design, data, setting, ~data.test, 60)
+    guess = design(*weights)
+    assert data.relative(guess, data.test) < 1e-3
+    torch.testing.assert_close(script.predicted(model, data, *weights), guess, rtol=0, atol=1e-8)
+    assert data.held_out(2).sum() == 2 and not (data.held_out(2) & data.test).any()

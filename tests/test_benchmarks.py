@@ -60,6 +60,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return {
         "reading": ["--records", str(folder / "oc20.lmdb")],
         "long_range": ["--data", str(dimers(folder))],
+        "dimers": ["--data", str(folder)],
         "rotation": ["--runs", "a", "b"],
         "labels": [word for key, value in labels.items() for word in (f"--{key}", str(value))],
     }
@@ -169,6 +170,7 @@ def test_commands_of_the_documentation_exist() -> None:
         (["atoms", "--sizes", "400", "196"], "sizes must increase, from 1 on; got 400 196; sort"),
         (["reading", "--records", "nowhere"], "nowhere: no such file; expected an OC20 LMDB"),
         (["long_range", "--data", "nowhere"], "nowhere: no train-id*.xyz"),
+        (["dimers", "--data", "nowhere"], "nowhere: no train-id*.xyz"),
         (["gps", "--data", "nowhere"], "nowhere"),
         (["nodes", "--redraw"], "nodes.csv"),
     ],

@@ -74,7 +74,7 @@ class Model:
         self,
         dim: int = 8,
         heads: int = 2,
-        normalize_qk: bool = False,
+        normalize_qk: bool | None = None,
         rate: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.98),
     ) -> None:

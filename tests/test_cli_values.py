@@ -24,8 +24,9 @@ from molflt.training.recipes import RECIPES
 # Where 0, or less, means something.
 ZERO = {
     *("seed", "model.near_field", "model.radial_basis", "model.dropout", "model.attention_dropout"),
-    *("model.embedding_dropout", "model.floor", "data.workers", "task.position_weight"),
-    *("model.attention_layers", "model.head_dropout", "task.mask_share", "task.random_share"),
+    *("model.long_range_smearing", "model.embedding_dropout", "model.floor", "data.workers"),
+    *("task.position_weight", "model.attention_layers", "model.head_dropout"),
+    *("task.mask_share", "task.random_share"),
     *(
         "task.position_weight_final",
         "task.energy_mean",
@@ -130,7 +131,7 @@ def test_other_types(recipe: str) -> None:
         if hasattr(action, "_typehint")
     }
     choices = {key for key, action in options.items() if Literal in kinds_of(action)}
-    flags = {key for key, action in options.items() if kinds_of(action) == {bool}}
+    flags = {key for key, action in options.items() if bool in kinds_of(action)}
     nested = {key for key, action in options.items() if dict in kinds_of(action)}
     assert {"model.normalize_qk"} <= flags and {"model.position", "task.schedule"} <= choices
     told(recipe, dict.fromkeys([*choices, *flags, *nested], "no such"))

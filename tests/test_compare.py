@@ -5,7 +5,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from script_files import Trainings, load_script
 
 from molflt.data.structures.splits import VAL_SPLITS
@@ -30,7 +29,8 @@ class Comparisons(Trainings):
 def compare(monkeypatch):
     module = load_script("compare")
     monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=Comparisons()))
-    monkeypatch.setattr(module, "load_run", lambda run: (torch.nn.Linear(9, 1), {}))
+    monkeypatch.setattr(module, "read_config", lambda run: {})
+    monkeypatch.setattr(module, "count_parameters", lambda run, config: 10)
     return module
 
 

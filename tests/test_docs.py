@@ -51,6 +51,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     points = write_points(root / "points")
     words = [f"--data.root={points}", f"--run={root / 'runs' / 'potential'}", "--model.dim=16"]
     words += ["--trainer.max_steps=2", "--trainer.val_every=2", "--model.layers=1"]
+    words += ["--model.long_range=[1]"]
     assert cli.main(["train", "--recipe=potential", *words]) == 0
     atoms = fcc111("Cu", (2, 2, 3), vacuum=8.0, periodic=True)
     add_adsorbate(atoms, "O", height=1.2, position="fcc")

@@ -107,9 +107,7 @@ def small(**options: object) -> EnergyRegressor:
 def test_reciprocal_nodes_are_counted_before_they_are_made(monkeypatch) -> None:
     model, batch = small(), crystal(4)
     geometry = Geometry.of_data(batch)
-    nodes = model.encoding.periodic.nodes(
-        geometry, model.encoding.periodic.dense(geometry), model.encoding.position
-    )
+    nodes = model.encoding.periodic.nodes(geometry, model.encoding.position)
     waves = 2 * 4 * 2 * nodes.xi.shape[1] * 2 * 2 * 64  # both sides, bytes, waves, graphs, heads
     monkeypatch.setattr(memory, "available_memory", lambda: int(1.5 * waves) - 1)
     with pytest.raises(MemoryError, match=rf"{nodes.xi.shape[1]} reciprocal nodes x 64 atoms x 2"):
@@ -117,6 +115,9 @@ def test_reciprocal_nodes_are_counted_before_they_are_made(monkeypatch) -> None:
     for free in (int(1.5 * waves), None):
         monkeypatch.setattr(memory, "available_memory", lambda free=free: free)
         memory.expect_memory(model, batch)
+    # small ones beside it are not padded to it
+    monkeypatch.setattr(memory, "available_memory", lambda: int(1.5 * waves))
+    memory.expect_memory(model, Batch.from_data_list([batch[0], *crystal(1).to_data_list()]))
     monkeypatch.setattr(memory, "available_memory", lambda: 1)
     for other in (small(periodic="none"), small(position="none"), nn.Identity()):
         memory.expect_memory(other, batch)

@@ -35,6 +35,7 @@ def trained(tmp_path_factory) -> Path:
         ase.io.write(root / f"{split}.traj", argon(count, seed))
     words = [f"--model.{name}={value}" for name, value in SMALL.items()]
     words += ["--recipe=potential", f"--data.root={root}", f"--run={root / 'run'}"]
+    words += ["--model.long_range", "1", "6", "--model.long_range_channels=2"]
     words += ["--trainer.max_steps=60", "--trainer.val_every=30", "--task.warmup_steps=5"]
     words += ["--task.lr=0.01", "--data.batch_size=8", "--trainer.accelerator=cpu"]
     assert main(["train", *words]) == 0

@@ -3,13 +3,17 @@
 import torch
 from torch import nn
 
+from molflt.attention.scaling import Scaling
+
 
 def convert_weights_(source: nn.Module, target: nn.Module) -> list[str]:
     """Copies what two models have in common, such as a trained softmax model and a kernelized one.
 
     Queries, keys, values and outputs mean the same in every mechanism, so a trained softmax layer
     can go on as a kernelized one, and back: Performer's backward compatibility (FAVOR,
-    arXiv:2006.03555, section 4.2) and the conversion of NPRF (arXiv:2106.12566, section 4.5).
+    arXiv:2006.03555, section 4.2) and the conversion of NPRF (arXiv:2106.12566, section 4.5). The
+    feature map "polynomial" is within 1 % of softmax layers of normalized queries and keys whose
+    temperature is about 1; models that use other maps, or sharper weights, have to be trained on.
 
     Args:
         source: any module; not changed.
@@ -21,8 +25,10 @@ def convert_weights_(source: nn.Module, target: nn.Module) -> list[str]:
         feature map; they stay as they were.
 
     Raises:
-        ValueError: a parameter of another shape, or nothing in common; the target is unchanged.
+        ValueError: a parameter of another shape, nothing in common, or queries and keys that are
+            normalized in one of them alone; the target is unchanged.
     """
+    _refuse_other_logits(source, target)
     given, own = source.state_dict(), target.state_dict()
     shared = [name for name in own if name in given]
     parameters = {name for name, _ in target.named_parameters()}
@@ -41,3 +47,22 @@ def convert_weights_(source: nn.Module, target: nn.Module) -> list[str]:
         for name in shared:
             own[name].copy_(given[name])
     return sorted(parameters.difference(shared))
+
+
+def _refuse_other_logits(source: nn.Module, target: nn.Module) -> None:
+    """Raises ValueError for layers of the same name that scale their queries and keys otherwise."""
+    modules = dict(source.named_modules())
+    for name, own in target.named_modules():
+        given = modules.get(name)
+        if not isinstance(own, Scaling) or not isinstance(given, Scaling):
+            continue
+        if own.normalize != given.normalize:
+            raise ValueError(
+                f"{name}: normalize_qk={given.normalize} in the source, {own.normalize} in the "
+                "target; logits would be others; build the target with the source's"
+            )
+        if given.log_temperature is not None and own.log_temperature is None:
+            raise ValueError(
+                f"{name}: the source has a learned temperature, the target none; build it with "
+                "learn_temperature=True"
+            )

@@ -13,8 +13,9 @@ from molflt.attention.keys import Keys, placed, without_masked
 from molflt.attention.mixing.causal import DecodeState, KeyValues, State
 from molflt.attention.mixing.forms import softmax
 from molflt.attention.mixing.sums import NORMALIZE, NormalizeName, Sums, drop_keys
-from molflt.attention.numerics import at_least_float32, unit
+from molflt.attention.numerics import at_least_float32
 from molflt.attention.positions.base import MIXINGS, MixingName, Position, Positioned
+from molflt.attention.scaling import Scaling
 
 DEFAULT_MAP = "positive"
 
@@ -56,20 +57,20 @@ class Attention(Positioned):
         causal: each token sees itself and those before it.
         feature_map: key of `FEATURE_MAPS`, "positive" by default; softmax has none.
         num_features: random or learned features m per head, 64 by default, where the map has such.
-        projection: how random features are drawn, key of `PROJECTIONS`; None for the map's own
-            default, "orthogonal", or nothing.
+        projection: how random features are drawn, key of `PROJECTIONS`, "orthogonal" by default.
         position: the encoding that `forward` evaluates. Its parameters are the layer's, unless a
             `Stack` shares one encoding among all layers.
-        normalize_qk: divide queries and keys by their norms, logits in [-1, 1] (NPRF,
-            arXiv:2106.12566, section 3.3).
+        degree: of the feature map "polynomial", 2 by default, or 3.
+        normalize_qk: divide queries and keys by their norms (NPRF, arXiv:2106.12566, section 3.3).
+            None: where the feature map is made for it, as "polynomial" is.
+        learn_temperature: multiply their logits by a learned number per head. None: likewise.
         normalize: what kernelized attention divides by. "masked": sum_j A_ij; "unmasked": the same
             without factors and positional kernel; "none": nothing, so that outputs grow with the
             number of keys (FAVOR, arXiv:2006.03555, section 4.3: renormalization off).
         floor: least |sum_j A_ij|, see `Sums.ratio`; for signed features and kernels.
         gate: forget with a learned rate per token and head, sum_j of (1 - g_j) prod_(j<l<=i) g_l;
             causal only. RFA (arXiv:2103.02143), section 3.2.
-        dropout: attention dropout. Softmax drops single weights; kernelized attention, which has
-            no single weights, drops whole keys per head.
+        dropout: of single weights in softmax, of whole keys per head in kernelized attention.
 
     Raises:
         ValueError: an unknown choice, choices that do not go together, an option that would have
@@ -87,7 +88,9 @@ class Attention(Positioned):
         num_features: int | None = None,
         projection: ProjectionName | None = None,
         position: Position | None = None,
-        normalize_qk: bool = False,
+        degree: int | None = None,
+        normalize_qk: bool | None = None,
+        learn_temperature: bool | None = None,
         normalize: NormalizeName = "masked",
         floor: float = 0.0,
         gate: bool = False,
@@ -103,27 +106,26 @@ class Attention(Positioned):
         self.heads = heads
         self.mixing = mixing
         self.causal = causal
-        self.normalize_qk = normalize_qk
         self.normalize = normalize
         self.floor = floor
         self.dropout = dropout
         if mixing == "softmax":
             given: dict[str, object] = {"feature_map": feature_map, "num_features": num_features}
             given |= {"projection": projection, "floor": floor or None, "gate": gate or None}
-            given |= {"normalize": None if normalize == "masked" else normalize}
+            given |= {"normalize": None if normalize == "masked" else normalize, "degree": degree}
             no_effect("with mixing='softmax'", **given)
         self._refuse_misfits(gate)
-        self.to_query = nn.Linear(dim, dim)
-        self.to_key = nn.Linear(dim, dim)
-        self.to_value = nn.Linear(dim, dim)
-        self.to_out = nn.Linear(dim, dim)
+        linears = (nn.Linear(dim, dim) for _ in range(4))
+        self.to_query, self.to_key, self.to_value, self.to_out = linears
         self.to_gate = nn.Linear(dim, heads) if gate else None
         self.feature_map: FeatureMap | None = None
         if mixing != "softmax":
             name = feature_map or DEFAULT_MAP
             one_of("feature_map", name, FEATURE_MAPS)
             width = self.head_dim if position is None else position.width(self.head_dim)
-            self.feature_map = FEATURE_MAPS[name](width, heads, num_features, projection)
+            self.feature_map = FEATURE_MAPS[name](width, heads, num_features, projection, degree)
+        unit_norm = self.feature_map is not None and self.feature_map.unit_norm
+        self.scaling = Scaling(heads, self.head_dim, normalize_qk, learn_temperature, unit_norm)
 
     def _refuse_misfits(self, gate: bool) -> None:
         if gate and not self.causal:
@@ -275,11 +277,7 @@ class Attention(Positioned):
             to(tokens).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
             for to, tokens in ((self.to_query, x), (self.to_key, source), (self.to_value, source))
         )
-        if self.normalize_qk:
-            query, key = (unit(at_least_float32(x)).to(x.dtype) for x in (query, key))
-        else:
-            scale = self.head_dim**-0.25
-            query, key = query * scale, key * scale
+        query, key = self.scaling(query), self.scaling(key)
         if key_index is not None:
             index = key_index[:, None, :, None].expand(-1, self.heads, -1, self.head_dim)
             key, value = key.gather(2, index), value.gather(2, index)

@@ -71,8 +71,13 @@ def recomputed(function: Callable[..., _R], *arguments: object, several: bool = 
     return out
 
 
-def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`torch.compiler.disable`, which loads the compiler, only once somebody else has loaded it."""
+def uncompiled(function: Callable[_P, _R], inside: bool = False) -> Callable[_P, _R]:
+    """`torch.compiler.disable`, which loads the compiler, only once somebody else has loaded it.
+
+    Args:
+        function: what is not compiled.
+        inside: whether what it calls is: for loops of varying length, which would be unrolled.
+    """
     disabled: Callable[_P, _R] | None = None
 
     @functools.wraps(function)
@@ -81,7 +86,7 @@ def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
         if "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
         if disabled is None:
-            disabled = torch.compiler.disable(function)
+            disabled = torch.compiler.disable(function, recursive=not inside)
         return disabled(*args, **kwargs)
 
     return call

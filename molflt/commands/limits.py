@@ -20,10 +20,15 @@ LIMITS = {
     "model.dim": "[1, 65536]",
     "model.heads": "[1, 4096]",
     "model.num_features": "[1, 16384]",
+    "model.degree": "[2, 3]",
     "model.image_cutoff": _LENGTH,
     "model.max_frequency": "(0, 10]",  # cycles/Å
     "model.near_field": "[0, 100]",  # Å
     "model.neighbor_cutoff": _LENGTH,
+    "model.long_range": "[1, 6]",
+    "model.long_range_channels": "[1, 1024]",
+    "model.long_range_cutoff": "[1, 100]",  # Å
+    "model.long_range_smearing": "[0, 10]",  # Å
     "model.radial_basis": "[0, 1024]",
     "model.layers": "[1, 1024]",
     "model.ffn_dim": "[1, 262144]",

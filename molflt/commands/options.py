@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from types import NoneType
+from typing import TYPE_CHECKING, get_args
 
 from molflt.commands.values import (
     Given,
@@ -92,7 +93,8 @@ def _options_of(parser: ArgumentParser) -> dict[str, Action]:
 
 
 def _is_flag(action: Action | None) -> bool:
-    return getattr(action, "_typehint", None) is bool
+    hint = getattr(action, "_typehint", None)
+    return hint is bool or {*get_args(hint)} == {bool, NoneType}
 
 
 def _show_flags(parser: ArgumentParser) -> None:

@@ -170,8 +170,8 @@ def _write_atoms(
         atoms.info.update(more)
         if found.outside[i]:
             atoms.info["outside"] = "; ".join(found.outside[i])
-        more = {name: values[i] for name, values in found.by_atom.items()}
-        atoms.calc = SinglePointCalculator(atoms, energy=float(energy), **more)
+        by_atom = {name: values[i] for name, values in found.by_atom.items()}
+        atoms.calc = SinglePointCalculator(atoms, energy=float(energy), **by_atom)
         frames.append(atoms)
     with atomically(out) as part:
         write(str(part), frames, format=out.suffix.removeprefix("."))

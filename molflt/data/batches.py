@@ -1,7 +1,7 @@
 """Batches of a training and a validation set, as a pure function of seed, epoch and step.
 
-A dense batch pads every structure to the largest one in it, so similar sizes bound the waste, and a
-cap on padded atoms bounds the memory. But a batch of one size is no random draw: see `bucket`.
+A cap on structures times the atoms of the largest bounds the memory, the tighter the more alike the
+sizes of a batch are. But a batch of one size is no random draw: see `bucket`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
     Args:
         natoms: atoms in each structure, (structures,).
         batch_size: most structures in a batch.
-        max_atoms: most padded atoms in a batch, that is structures times the atoms of the largest;
-            None for no cap.
+        max_atoms: most structures of a batch times the atoms of its largest; None for no cap.
         shuffle: draw the batches anew for every epoch.
         bucket: with `shuffle`, how many random batches are pooled, sorted by size and cut again.
-            1 leaves random batches. More saves padding, but structures of one size have much else
-            in common, and gradients become noisier: measured in docs/results.md.
+            1 leaves random batches. More makes sizes alike, for models that pad, which
+            `EnergyRegressor` hardly does; but structures of one size have much else in common, and
+            gradients become noisier: measured in docs/results.md.
         seed: of the draws; a batch depends on `seed`, `epoch` and the sizes only.
         rank: index of this process.
         world: number of processes.

@@ -27,7 +27,8 @@ _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 class Calculator(AseCalculator):
     """Energy, forces and stress of a potential trained with ``--recipe potential``.
 
-    ``atoms.calc = molflt.Calculator("runs/mine")``; then whatever of ASE takes a calculator.
+    ``atoms.calc = molflt.Calculator("runs/mine")``; then whatever of ASE takes a calculator. Of a
+    potential with a long range `results` also has energy_local, energy_near and energy_far, eV.
 
     Args:
         run: folder of the training run, or the model that `molflt.training.checkpoint.load_run` or
@@ -96,6 +97,8 @@ class Calculator(AseCalculator):
                 "finite; expected numbers; atoms may lie on each other, or the weights be broken"
             )
         self.results = {"energy": energy, "free_energy": energy, "forces": forces}
+        parts = (name for name in out if name.startswith("energy_"))  # of a long range
+        self.results |= {name: float(out[name][0]) for name in parts}
         stress = out["stress"][0].double().cpu().numpy()
         if np.isfinite(stress).all():
             self.results["stress"] = full_3x3_to_voigt_6_stress(stress)

@@ -18,8 +18,7 @@ from molflt.attention.features import FeatureMapName
 from molflt.attention.layer import Attention
 from molflt.attention.numerics import at_least_float32
 from molflt.attention.positions.base import MixingName
-from molflt.graph.dense import _atom_mask, _pad
-from molflt.graph.encoding import GraphEncoding, GraphPositionName, _make_encoding
+from molflt.graph.encoding import GraphEncoding, GraphPositionName, _encode, _make_encoding
 from molflt.graph.geometry import Geometry
 from molflt.graph.periodic import Open
 
@@ -155,13 +154,7 @@ class GraphAttention(nn.Module):
             geometry = self._geometry(self.encoding, x, pos, batch, cell, pbc, batch_size)
         if not len(x):
             return x.clone()
-        if self.encoding is None:
-            mask = _atom_mask(geometry)
-            out: Tensor = self.attention(_pad(x, mask), key_mask=mask)
-            return out[mask]
-        dense, encoding = self.encoding(geometry)
-        out = self.attention(_pad(x, dense.mask), encoding=encoding, **dense.keys)
-        return out[dense.mask]
+        return _encode(self.encoding, geometry).apply(self.attention, x)
 
     def _geometry(
         self,

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,9 @@ from molflt.attention.positions.spectral import GraphNodes, SpectralPosition
 from molflt.attention.spectra import GaussianBasis
 from molflt.graph.dense import DenseAtoms
 from molflt.graph.geometry import Geometry
-from molflt.graph.neighbors import neighbor_list
+from molflt.graph.near import NearPairs
 from molflt.graph.periodic import Open, _make_periodic
+from molflt.graph.sizes import SizeClass, SizeClasses, Sorted, _uncompiled_loop
 
 _STEP = 16.0  # Å, of bounds of distances
 _NARROWEST = 0.2  # Å, of the Gaussians of the near field
@@ -33,6 +34,40 @@ if TYPE_CHECKING:
     GraphPositionName = str
 else:
     GraphPositionName = Literal[_GRAPH_POSITIONS]
+
+
+class _Found(NamedTuple):
+    """Nodes and pairs of a batch; see `Open`."""
+
+    nodes: GraphNodes | None
+    alone: Tensor | None = None
+    near: NearPairs | None = None
+
+    def counts(self) -> Tensor:
+        """Nodes of each graph up to the last that has a weight, (graphs,)."""
+        assert self.nodes is not None
+        place = torch.arange(1, self.nodes.xi.shape[1] + 1, device=self.nodes.xi.device)
+        return ((self.nodes.weights.detach() != 0) * place).amax(dim=1)
+
+    def reordered(self, order: Tensor) -> "_Found":
+        """Of the batch with its graphs in another order, (graphs,)."""
+        return _Found(
+            None if self.nodes is None else GraphNodes(*(x[order] for x in self.nodes)),
+            None if self.alone is None else self.alone[order],
+            None if self.near is None else self.near.reordered(order),
+        )
+
+    def part(self, graphs: slice) -> "_Found":
+        """Of some graphs that follow one another, without room for the nodes of others."""
+        nodes = self.nodes
+        if nodes is not None:
+            most = max(1, int(self.counts()[graphs].max()))
+            nodes = GraphNodes(*(x[graphs, :most] for x in nodes))
+        return _Found(
+            nodes,
+            None if self.alone is None else self.alone[graphs],
+            None if self.near is None else self.near.part(graphs),
+        )
 
 
 class GraphEncoding(nn.Module):
@@ -144,21 +179,45 @@ class GraphEncoding(nn.Module):
                 f"{', '.join(known)}"
             )
 
-    def forward(self, geometry: Geometry) -> tuple[DenseAtoms, Encoding]:
-        """Evaluates the encoding.
+    @_uncompiled_loop
+    def forward(self, geometry: Geometry) -> SizeClasses:
+        """Evaluates the encoding, in classes of graphs of similar size."""
+        found = self._found(geometry)
+        by_size = Sorted.of(geometry, self._columns(geometry, found))
+        if by_size is None:
+            return SizeClasses([SizeClass.of(geometry, *self._evaluate(geometry, found))])
+        found, classes = found.reordered(by_size.order), []
+        for graphs in by_size.classes:
+            part = by_size.geometry.part(graphs)
+            classes.append(SizeClass.of(part, *self._evaluate(part, found.part(graphs))))
+        return SizeClasses(classes, by_size.atoms)
 
-        Returns:
-            Atoms and keys as attention sees them, and the encoding between them.
-        """
-        dense = self.periodic.dense(geometry)
-        nodes = self.periodic.nodes(geometry, dense, self.position)
+    def padded(self, geometry: Geometry) -> tuple[DenseAtoms, Encoding]:
+        """The same with all graphs padded to the largest: atoms and keys, and their encoding."""
+        return self._evaluate(geometry, self._found(geometry))
+
+    def _found(self, geometry: Geometry) -> _Found:
+        """What is searched once for a batch, so that errors name its graphs."""
+        nodes = self.periodic.nodes(geometry, self.position)
+        alone, near = self.periodic.without_nodes(geometry), self.near_field
+        if near is None and alone is None:
+            return _Found(nodes)
+        cutoff = 0.0 if near is None else near.cutoff
+        around = self.periodic.neighborhood(geometry)
+        return _Found(nodes, alone, NearPairs.of(geometry, around, cutoff, alone))
+
+    def _columns(self, geometry: Geometry, found: _Found) -> Tensor | None:
+        return self.periodic.images(geometry) if found.nodes is None else found.counts()
+
+    def _evaluate(self, geometry: Geometry, found: _Found) -> tuple[DenseAtoms, Encoding]:
+        dense, nodes = self.periodic.dense(geometry), found.nodes
         if self.softmax and nodes is None:
-            return dense, self._exact(geometry, dense)
+            return dense, self._exact(dense, found)
         dtype = torch.promote_types(dense.positions.dtype, torch.float32)
         rounded = None if nodes is None else GraphNodes(*(x.to(dtype) for x in nodes))
         factors = self.position.factors(dense.positions, dense.key_positions, rounded)
         if isinstance(self.position, MultiplicativePosition):
-            encoding = Kernel(*factors, self._near(geometry, self.position, factors))
+            encoding = Kernel(*factors, self._near(found, self.position, factors))
             if not self.softmax:
                 return dense, encoding
             kernel = encoding.dense(dense.positions.shape[1], dense.key_positions.shape[1])
@@ -175,14 +234,14 @@ class GraphEncoding(nn.Module):
             return dense, Factors(*self.frequency_projection(factors, nodes.xi))
         return dense, Factors(*factors)
 
-    def _exact(self, geometry: Geometry, dense: DenseAtoms) -> Encoding:
+    def _exact(self, dense: DenseAtoms, found: _Found) -> Encoding:
         """The exact mask of softmax, with the near field, without any nodes."""
         positions, keys = dense.positions, dense.key_positions
         if self.near_field is None or not isinstance(self.position, MultiplicativePosition):
             encoding: Encoding = self.position("softmax", positions, keys)
             return encoding
         kernel = self.position.kernel(differences(positions, keys))
-        pairs = self._near(geometry, self.position, None)
+        pairs = self._near(found, self.position, None)
         if pairs is not None:
             batch, queries, _ = positions.shape
             kernel = kernel + pairs.dense(batch, queries, keys.shape[1])
@@ -190,19 +249,15 @@ class GraphEncoding(nn.Module):
 
     def _near(
         self,
-        geometry: Geometry,
+        found: _Found,
         position: MultiplicativePosition,
         factors: tuple[Tensor, Tensor] | None,
     ) -> Pairs | None:
         """Pairs within the near field, each atom and itself included, and what they add."""
-        alone = self.periodic.without_nodes(geometry)
-        if self.near_field is None and alone is None:
+        if found.near is None:
             return None
-        query, key, vector = self._pairs(geometry, alone)
-        graph = geometry.batch[query]
-        first = geometry.ptr[graph]
-        pairs = Pairs(graph, query - first, key - first, vector.new_zeros(1, 1))
-        distance = distances(vector)
+        vector, alone = found.near.vector, found.alone
+        pairs, distance = found.near.pairs(), distances(vector)
         if factors is None:
             far = position.kernel(vector[None])[0]
         else:
@@ -213,29 +268,8 @@ class GraphEncoding(nn.Module):
         if self.near_field is not None:
             out = self.near_field(pairs, vector, far)
         if alone is not None:
-            out = out._replace(weight=out.weight + far * alone[graph])
+            out = out._replace(weight=out.weight + far * alone[pairs.batch])
         return out
-
-    def _pairs(self, geometry: Geometry, alone: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Atoms (pairs,) twice and the vectors (pairs, 3) between them, Å: each and itself, the
-        neighbors of each and, in graphs that are `alone`, all others.
-        """
-        own = torch.arange(len(geometry.pos), device=geometry.pos.device)
-        queries, keys, vectors = [own], [own], [torch.zeros_like(geometry.pos)]
-        if self.near_field is not None:
-            found = neighbor_list(self.periodic.neighborhood(geometry), self.near_field.cutoff)
-            kept = torch.ones_like(found.center, dtype=torch.bool)
-            if alone is not None:
-                kept = ~alone[geometry.batch[found.center]]
-            queries.append(found.center[kept])
-            keys.append(found.neighbor[kept])
-            vectors.append(found.vector[kept])
-        if alone is not None:
-            query, key = _all_pairs(geometry, alone)
-            queries.append(query)
-            keys.append(key)
-            vectors.append(geometry.pos[key] - geometry.pos[query])
-        return torch.cat(queries), torch.cat(keys), torch.cat(vectors)
 
     @torch.no_grad()
     def radial_profile(self, distance: Tensor) -> Tensor:
@@ -265,19 +299,6 @@ class GraphEncoding(nn.Module):
         return f"position={type(self.position).__name__}, periodic={self.periodic!r}"
 
 
-def _all_pairs(geometry: Geometry, graphs: Tensor) -> tuple[Tensor, Tensor]:
-    """Ordered pairs of different atoms of these graphs, (graphs,) bool: (pairs,) twice."""
-    counts = geometry.ptr.diff()
-    member = torch.arange(len(geometry.pos), device=counts.device)[graphs[geometry.batch]]
-    count = counts[geometry.batch[member]]
-    query = member.repeat_interleave(count)
-    first = (count.cumsum(0) - count).repeat_interleave(count)
-    place = torch.arange(len(query), device=counts.device) - first
-    key = geometry.ptr[geometry.batch[query]] + place
-    different = query != key
-    return query[different], key[different]
-
-
 def _bound(distance: Tensor, least: float) -> float:
     """A bound of distances, Å, in coarse steps: the rule behind it shall not change with atoms."""
     highest = max(least, float(distance.detach().max()) if len(distance) else 0.0)
@@ -305,3 +326,8 @@ def _make_encoding(
     idle = {"periodic": scheme, **where}
     no_effect("with position='none'", **{name: value or None for name, value in idle.items()})
     return None
+
+
+def _encode(encoding: GraphEncoding | None, geometry: Geometry) -> SizeClasses:
+    """A batch as attention computes with it; None: without positions."""
+    return SizeClasses.of(geometry) if encoding is None else encoding(geometry)

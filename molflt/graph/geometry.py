@@ -111,6 +111,37 @@ class Geometry(NamedTuple):
         """Number of graphs."""
         return len(self.ptr) - 1
 
+    def reordered(self, order: Tensor) -> tuple["Geometry", Tensor]:
+        """Graphs (graphs,) of the batch in this order, and the atom of the batch at each place."""
+        counts = self.ptr.diff()[order]
+        ends = counts.cumsum(0)
+        batch = torch.arange(len(order), device=order.device).repeat_interleave(counts)
+        atoms = torch.arange(len(batch), device=order.device)
+        atoms = atoms + (self.ptr[order] - ends + counts)[batch]
+        found = Geometry(
+            self.pos[atoms],
+            batch,
+            torch.cat((ends.new_zeros(1), ends)),
+            self.cell[order],
+            self.pbc[order],
+            None if self.tags is None else self.tags[atoms],
+        )
+        return found, atoms
+
+    def part(self, graphs: slice) -> "Geometry":
+        """Some graphs that follow one another, counted from 0."""
+        ptr = self.ptr[graphs.start : graphs.stop + 1]
+        first, end = ptr[[0, -1]].tolist()
+        atoms = slice(first, end)
+        return Geometry(
+            self.pos[atoms],
+            self.batch[atoms] - graphs.start,
+            ptr - first,
+            self.cell[graphs],
+            self.pbc[graphs],
+            None if self.tags is None else self.tags[atoms],
+        )
+
     def above_subsurface(self) -> Tensor:
         """Atoms with tag > 0, and all of graphs in which none has that (tags unknown): (atoms,).
 
@@ -176,7 +207,8 @@ def _in_order(batch: Tensor | None, atoms: Tensor, graphs: int | None) -> Tensor
     Raises:
         ValueError: another shape, graphs that are not ascending, or that are out of range.
     """
-    if graphs is not None and graphs < (batch is None and len(atoms) > 0):
+    least = 1 if batch is None and len(atoms) else 0
+    if graphs is not None and graphs < least:
         raise ValueError(f"batch_size must be the number of graphs; got {graphs}; correct it")
     if batch is None:
         return torch.zeros(len(atoms), dtype=torch.long, device=atoms.device)

@@ -55,10 +55,12 @@ class Open:
         """Atoms and keys as attention sees them."""
         return DenseAtoms.of(geometry)
 
-    def nodes(
-        self, geometry: Geometry, dense: DenseAtoms, position: SpectralPosition
-    ) -> GraphNodes | None:
+    def nodes(self, geometry: Geometry, position: SpectralPosition) -> GraphNodes | None:
         """Nodes of each graph in float64, for schemes with `lattice`."""
+        return None
+
+    def images(self, geometry: Geometry) -> Tensor | None:
+        """About how many images an atom of each graph may have, (graphs,); None: none."""
         return None
 
     def neighborhood(self, geometry: Geometry) -> Geometry:
@@ -130,6 +132,13 @@ class Images(Open):
         near = torch.where(has_adsorbate, adsorbate, atoms.mask)
         sources = torch.where(has_adsorbate, ~adsorbate & atoms.mask, atoms.mask)
         return self._with_images(geometry, atoms, _IN_PLANE, near, sources)
+
+    def images(self, geometry: Geometry) -> Tensor:
+        if geometry.tags is not None:
+            return torch.full_like(geometry.ptr[1:], len(_IN_PLANE))
+        inverse = torch.linalg.pinv(geometry.cell.detach())
+        most = (1 + self.image_cutoff * inverse.norm(dim=1)).floor() * geometry.pbc
+        return (2 * most + 1).prod(dim=1) - 1
 
     def _steps(self, geometry: Geometry, atoms: DenseAtoms) -> Tensor:
         """Steps n of all cells, n . cell away, whose atoms may be within the cutoff of an atom.
@@ -246,16 +255,14 @@ class Reciprocal(Open):
     def dense(self, geometry: Geometry) -> DenseAtoms:
         return DenseAtoms.of(geometry, lattice=True)
 
-    def nodes(
-        self, geometry: Geometry, dense: DenseAtoms, position: SpectralPosition
-    ) -> GraphNodes:
+    def nodes(self, geometry: Geometry, position: SpectralPosition) -> GraphNodes:
         """See `Open.nodes`; in double precision, as random features are drawn from frequencies."""
         cell, pbc = geometry.cell.double(), geometry.pbc
         alone = self.without_nodes(geometry)
         if alone is not None:  # any small cell: its few nodes get the weight 0
             pbc = pbc | alone[:, None]
             cell = torch.where(alone[:, None, None], torch.eye(3).to(cell), cell)
-        extent = free_extent(dense.positions.double(), dense.mask, cell, pbc, self.smooth)
+        extent = free_extent(geometry.pos.double(), geometry.batch, cell, pbc, self.smooth)
         found = reciprocal_nodes(cell, pbc, self.max_frequency, extent, taper=position.taper)
         if alone is None:
             return GraphNodes(*found)
@@ -287,6 +294,27 @@ class Reciprocal(Open):
         farthest = float(distance.max())
         spectrum, taper = position.spectrum, position.taper
         return tapered_mask(spectrum, distance, self.max_frequency, taper, farthest)
+
+
+class Near(Reciprocal):
+    """Nothing beyond the near field: what atoms see of each other ends at its cutoff.
+
+    The encoding of a potential whose far part is a law, with charges; see
+    `molflt.graph.long_range`.
+    """
+
+    def nodes(self, geometry: Geometry, position: SpectralPosition) -> GraphNodes:
+        """See `Open.nodes`: one, of the weight 0."""
+        nothing = geometry.pos.new_zeros(geometry.graphs, 1, 3, dtype=torch.float64)
+        return GraphNodes(nothing, nothing[..., 0])
+
+    def without_nodes(self, geometry: Geometry) -> None:
+        """See `Open.without_nodes`: none needs all pairs."""
+
+    far = Open.far
+
+    def radial_profile(self, position: MultiplicativePosition, distance: Tensor) -> Tensor:
+        return distance.new_zeros(position.spectrum.heads, len(distance))
 
 
 PERIODIC: dict[str, type[Open]] = {"none": Open, "images": Images, "reciprocal": Reciprocal}

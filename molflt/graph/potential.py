@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from molflt.atoms import Tag
+from molflt.attention.checks import no_effect
 from molflt.attention.features import FeatureMapName
 from molflt.attention.positions.base import MixingName
 from molflt.graph.encoding import GraphPositionName
-from molflt.graph.periodic import PeriodicName, Reciprocal
+from molflt.graph.inputs import Atoms
+from molflt.graph.long_range import LongRange
+from molflt.graph.periodic import Near, PeriodicName, Reciprocal
 from molflt.graph.regressor import EnergyRegressor
 
 if TYPE_CHECKING:
@@ -43,12 +46,20 @@ class Potential(EnergyRegressor):
         position_options: of the kernel, see `molflt.graph.encoding.GraphEncoding`.
         periodic: "reciprocal".
         max_frequency: end of the spectrum of reciprocal nodes, 0.25 cycles/Å by default.
+        far_field: False: attention ends at `near_field`, so that with L layers, R times refined, an
+            atom knows of others up to L R near fields away, and of none across a wider gap. What is
+            beyond it is left to `long_range`.
         near_field: distance within which the kernel is exact, Å; 5 by default.
         near_exact: within it, q.k is exact as well, without random features.
         neighbor_cutoff: radius of the embedding's radial summary, 5 Å by default.
         radial_basis: size of the radial summary; 0 leaves it out.
         descriptors: tell elements by period, group, radius, electronegativity and valence electrons
             as well.
+        long_range: powers p, of 1 (charges), 2, 4 and 6 (dispersion): adds energies of 1 / r^p
+            between latent charges and all their images, see `molflt.graph.long_range.LongRange`.
+        long_range_channels: charges of each atom for each power, 4 by default.
+        long_range_cutoff: of near pairs, 8 Å by default.
+        long_range_smearing: width of charges, 1 Å by default.
         stack: further arguments of `molflt.attention.Stack`.
 
     Attributes:
@@ -78,10 +89,15 @@ class Potential(EnergyRegressor):
         neighbor_cutoff: float | None = None,
         radial_basis: int = 16,
         descriptors: bool = False,
+        far_field: bool = True,
+        long_range: list[int] | None = None,
+        long_range_channels: int | None = None,
+        long_range_cutoff: float | None = None,
+        long_range_smearing: float | None = None,
         **stack: Any,
     ) -> None:
         _refuse_rough(mixing, feature_map, position, periodic, position_options or {}, stack)
-        highest = {} if max_frequency is None else {"max_frequency": max_frequency}
+        scheme = _scheme(far_field, max_frequency, near_field, position_options)
         super().__init__(
             dim,
             heads,
@@ -90,9 +106,7 @@ class Potential(EnergyRegressor):
             num_features=num_features,
             position=position,
             position_options=position_options,
-            periodic=cast(PeriodicName, Reciprocal(**highest, smooth=True)),
-            image_cutoff=None,
-            max_frequency=None,
+            periodic=cast(PeriodicName, scheme),
             near_field=near_field,
             near_exact=near_exact,
             neighbor_cutoff=neighbor_cutoff,
@@ -103,6 +117,9 @@ class Potential(EnergyRegressor):
             move_atoms=False,
             **stack,
         )
+        charges = {"channels": long_range_channels, "cutoff": long_range_cutoff}
+        charges["smearing"] = long_range_smearing
+        self.long_range = _make_long_range(dim, long_range, charges)
 
     def forward(self, batch: "Data") -> Mapping[str, Tensor]:
         """Energies and their derivatives; in training mode these can be differentiated again.
@@ -113,7 +130,8 @@ class Potential(EnergyRegressor):
         Returns:
             "energy": (graphs,) float64, eV; "forces": (atoms, 3), eV/Å; if the batch has cells,
             "stress": (graphs, 3, 3), eV/Å^3, as ASE has its sign (positive where the energy rises
-            with the volume), NaN for graphs without a volume.
+            with the volume), NaN for graphs without a volume. With `long_range` also what the
+            energy is the sum of, "energy_local", "energy_near" and "energy_far", see `parts`.
 
         Raises:
             TypeError: something else than PyG's data.
@@ -122,12 +140,15 @@ class Potential(EnergyRegressor):
         # also inside of torch.inference_mode, where tensors of before cannot be differentiated
         with torch.inference_mode(False), torch.enable_grad():
             strained, pos, strain = _strained(batch)
-            energy = self.energy(strained)
+            parts = self.parts(strained)
+            energy = _sum(parts)
             wanted = [pos] if strain is None else [pos, strain]
             found = torch.autograd.grad(
                 energy.sum(), wanted, create_graph=self.training, materialize_grads=True
             )
             out = {"energy": energy, "forces": -found[0]}
+            if self.long_range is not None:
+                out |= {f"energy_{name}": part for name, part in parts.items()}
             if strain is not None:
                 volume = torch.linalg.det(strained.cell.detach().reshape(-1, 3, 3)).abs()
                 virial = (found[1] + found[1].mT) / 2
@@ -139,9 +160,71 @@ class Potential(EnergyRegressor):
 
     def energy(self, batch: "Data") -> Tensor:
         """Energies alone, (graphs,) float64, eV, to be differentiated by whatever in `batch`."""
+        return _sum(self.parts(batch))
+
+    def parts(self, batch: "Data") -> dict[str, Tensor]:
+        """What energies are the sum of, (graphs,) float64, eV, each to be differentiated.
+
+        Args:
+            batch: as for `forward`.
+
+        Returns:
+            "local": of elements and attention; with `long_range` also "near" and "far": of latent
+            charges, what is sharp, within the cutoff, and what is smooth.
+
+        Raises:
+            ValueError: also for periodic axes that `long_range` has no sum for.
+        """
         untagged = copy.copy(batch)  # all atoms count alike
         untagged.tags = torch.full_like(batch.atomic_numbers, int(Tag.SURFACE))
-        return super().forward(untagged)["energy"]
+        out = super().forward(untagged)
+        parts = {"local": out["energy"]}
+        if self.long_range is not None:
+            geometry = Atoms.of(untagged, self.embedding.element.weight).geometry
+            parts |= self.long_range(out["embedding"], geometry)._asdict()
+        return parts
+
+
+def _make_long_range(
+    dim: int, powers: list[int] | None, options: Mapping[str, Any]
+) -> LongRange | None:
+    """None without powers.
+
+    Raises:
+        ValueError: an option that has no effect, or is out of its range.
+    """
+    if not powers:
+        no_effect("without long_range", **{f"long_range_{k}": v for k, v in options.items()})
+        return None
+    return LongRange(dim, powers, **{k: v for k, v in options.items() if v is not None})
+
+
+def _sum(parts: Mapping[str, Tensor]) -> Tensor:
+    return torch.stack(list(parts.values())).sum(dim=0)
+
+
+def _scheme(
+    far_field: bool,
+    max_frequency: float | None,
+    near_field: float | None,
+    position_options: dict[str, Any] | None,
+) -> Reciprocal:
+    """How periodic boundaries enter.
+
+    Raises:
+        ValueError: an option that has no effect, or nothing that atoms would see.
+    """
+    if far_field:
+        highest = {} if max_frequency is None else {"max_frequency": max_frequency}
+        return Reciprocal(**highest, smooth=True)
+    no_effect(
+        "with far_field=False", max_frequency=max_frequency, position_options=position_options
+    )
+    if near_field == 0:
+        raise ValueError(
+            "far_field=False and near_field=0 leave atoms nothing to see; got both; leave one out"
+        )
+    return Near(smooth=True)
 
 
 def _strained(batch: "Data") -> tuple["Data", Tensor, Tensor | None]:

@@ -12,12 +12,10 @@ from torch import Tensor, nn
 from molflt.atoms import MAX_ATOMIC_NUMBER
 from molflt.attention import Attention, Position, Stack
 from molflt.attention.checks import at_least_one, known_names, no_effect, not_negative, positive
-from molflt.attention.encodings import Encoding
 from molflt.attention.features import FeatureMapName
 from molflt.attention.mixers import ATTENTION, MIXER_OPTIONS
 from molflt.attention.positions.base import MixingName
-from molflt.graph.dense import DenseAtoms, _pad
-from molflt.graph.encoding import GraphEncoding, GraphPositionName, _make_encoding
+from molflt.graph.encoding import GraphEncoding, GraphPositionName, _encode, _make_encoding
 from molflt.graph.geometry import Geometry
 from molflt.graph.heads import AtomEmbedding, EnergyReadout, PositionHead
 from molflt.graph.inputs import Atoms
@@ -207,14 +205,13 @@ class EnergyRegressor(nn.Module):
     ) -> tuple[Tensor, list[Tensor]]:
         """Atoms (atoms, dim) after the last pass, displacements (atoms, 3) Å so far after each."""
         start = geometry.pos
-        dense, encoding = self._encode(geometry)
-        x = _pad(tokens, dense.mask)
-        h, moved = tokens, []
+        classes = _encode(self.encoding, geometry)
+        h, x, moved = tokens, tokens, []
         for left in reversed(range(self.stack.refinements)):
-            x = self.stack.one_pass(x, encoding, **dense.keys)
+            x = classes.apply(self.stack.one_pass, x)
             if left and not self.move_atoms:
                 continue
-            h = self.stack.norm(x)[dense.mask]
+            h = self.stack.norm(x)
             if self.position_head is None or neighbors is None:
                 continue
             step = self.position_head(h, neighbors)
@@ -222,14 +219,8 @@ class EnergyRegressor(nn.Module):
             if left:
                 geometry = geometry._replace(pos=geometry.pos + _bounded(step) * ~fixed[:, None])
                 neighbors = neighbor_list(geometry, self.neighbor_cutoff)
-                dense, encoding = self._encode(geometry)
+                classes = _encode(self.encoding, geometry)
         return h, moved
-
-    def _encode(self, geometry: Geometry) -> tuple[DenseAtoms, Encoding | None]:
-        if self.encoding is None:
-            return DenseAtoms.of(geometry), None
-        dense, encoding = self.encoding(geometry)
-        return dense, encoding
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws new random features in place; give a generator seeded alike on every rank."""

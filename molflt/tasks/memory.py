@@ -38,16 +38,18 @@ def expect_memory(model: nn.Module, batch: Batch) -> None:
         return
     with torch.no_grad():
         geometry = Geometry.of_data(batch)
-        dense = encoding.periodic.dense(geometry)
-        nodes = encoding.periodic.nodes(geometry, dense, encoding.position)
+        nodes = encoding.periodic.nodes(geometry, encoding.position)
     if nodes is None:
         return
-    count, (graphs, atoms) = nodes.xi.shape[1], dense.mask.shape
+    counts, atoms = (nodes.weights != 0).sum(dim=1), geometry.ptr.diff()
     heads = encoding.position.spectrum.heads
-    size = _WHILE_MADE * 4 * (2 * count) * 2 * graphs * atoms * heads
+    # each graph by itself: classes of similar size hardly pad
+    size = _WHILE_MADE * 4 * 2 * 2 * int((counts * atoms).sum()) * heads
     if size > free:
+        most = int((counts * atoms).argmax())
         raise MemoryError(
-            f"{count:,} reciprocal nodes x {atoms:,} atoms x {heads} heads x {graphs} structures "
-            f"take {size / 1e9:.1f} GB; {free / 1e9:.1f} GB are free; a smaller max_frequency has "
+            f"{int(counts[most]):,} reciprocal nodes x {int(atoms[most]):,} atoms x {heads} heads "
+            f"of the largest of {len(atoms)} structures, and those of the others, take "
+            f"{size / 1e9:.1f} GB; {free / 1e9:.1f} GB are free; a smaller max_frequency has "
             "fewer nodes"
         )

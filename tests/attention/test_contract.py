@@ -15,7 +15,7 @@ def some(*maps: str) -> list[Combination]:
     For checks of what map and position do not do together.
     """
     return [
-        c for c in COMBINATIONS if c.feature_map in maps or c.case in ("none", "gaussian_basis")
+        c for c in COMBINATIONS if c.feature_map in maps or c.case in contract.PLAIN_AND_FACTORS
     ]
 
 

@@ -41,7 +41,8 @@ def atoms(count: int = 6, seed: int = 0) -> Tensor:
 
 
 def nodes_of(positions, cell, pbc, max_frequency, **options):
-    extent = free_extent(positions, torch.ones_like(positions[..., 0]).bool(), cell, pbc)
+    graph = torch.arange(len(positions)).repeat_interleave(positions.shape[1])
+    extent = free_extent(positions.flatten(0, 1), graph, cell, pbc)
     return reciprocal_nodes(cell, pbc, max_frequency, extent, **options)
 
 
@@ -247,16 +248,16 @@ def test_positive_taper_keeps_positive():
 
 
 def test_extent():
-    """Per direction that is free, unchanged by padding, 0 without atoms."""
-    x = torch.tensor([[[0.0, 0.0, 1.0], [2.0, 5.0, 4.0], [900.0, 900.0, 900.0]]] * 5).double()
-    atom = torch.tensor([[1, 1, 0]] * 3 + [[1, 0, 0], [0, 0, 0]]).bool()
+    """Per direction that is free, 0 without atoms."""
+    x = torch.tensor([[0.0, 0.0, 1.0], [2.0, 5.0, 4.0]]).double().repeat(4, 1)[:7]
+    atom = torch.tensor([0, 0, 1, 1, 2, 2, 3])
     pbc = torch.tensor([[1, 1, 1], [0, 1, 1], [0, 0, 0], [0, 0, 0], [0, 0, 0]]).bool()
     cell = 9 * torch.eye(3).double().repeat(5, 1, 1)
     expected = torch.tensor([[0.0, 0, 0], [0, 0, 2], [2, 3, 5], [0, 0, 0], [0, 0, 0]]).double()
     for origin in (-100.0, 100.0):
         found = free_extent(x + origin, atom, cell, pbc).sort(dim=1).values
         torch.testing.assert_close(found, expected)
-    assert (free_extent(x[:, :0], atom[:, :0], cell, pbc) == 0).all()
+    assert (free_extent(x[:0], atom[:0], cell, pbc) == 0).all()
 
 
 def test_few_atoms_and_no_graphs():
@@ -331,7 +332,7 @@ def test_degenerate_cells_are_refused_by_graph(bad, kind):
     with pytest.raises(ValueError, match="linearly independent.*graph 2; set pbc to False"):
         reciprocal_nodes(cell, pbc, 0.3, torch.zeros(3, 3))
     with pytest.raises(ValueError, match="graph 2"):
-        free_extent(torch.zeros(3, 1, 3), torch.ones(3, 1).bool(), cell, pbc)
+        free_extent(torch.zeros(3, 3), torch.arange(3), cell, pbc)
     pbc[2] = False
     reciprocal_nodes(cell, pbc, 0.3, torch.zeros(3, 3))
 

@@ -23,7 +23,7 @@ from graph_cases import (
 )
 
 from molflt.attention import encodings
-from molflt.graph import GraphAttention
+from molflt.graph import GraphAttention, sizes
 
 
 @pytest.mark.parametrize("kind", ALL, ids=str)
@@ -284,13 +284,24 @@ def test_float32_and_autocast(kind):
     assert 0 < (out - exact).abs().mean() < 0.03 * exact.abs().mean()
 
 
-@pytest.mark.parametrize("kind", [FEW[-1], kinds("auto")[0]], ids=str)
-def test_compile(kind):
-    """Graph breaks are allowed, other numbers are not: outputs and gradients."""
-    layer, found = kind.build(), []
-    for module in (layer, torch.compile(copy.deepcopy(layer), backend="aot_eager")):
-        arguments = collated(mixed())
-        leaves = [arguments[name].requires_grad_() for name in ("x", "pos")]
-        out = module(**arguments)
-        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
-    close(found[1], found[0])
+@pytest.mark.parametrize(
+    ("kind", "start", "batches"),
+    [(FEW[-1], torch.inf, [mixed()]), (kinds("auto")[0], 0, [mixed(), mixed()[2:]])],
+    ids=["one class", "several"],
+)
+def test_compile(kind, start, batches, monkeypatch):
+    """Graph breaks are allowed, other numbers are not: outputs and gradients.
+
+    Also of batches with other numbers of graphs and of classes of sizes, one after another.
+    """
+    monkeypatch.setattr(sizes, "_START", {"cpu": start})
+    layer = kind.build()
+    compiled = torch.compile(copy.deepcopy(layer), backend="aot_eager")
+    for graphs in batches:
+        found = []
+        for module in (layer, compiled):
+            arguments = collated(graphs)
+            leaves = [arguments[name].requires_grad_() for name in ("x", "pos")]
+            out = module(**arguments)
+            found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+        close(found[1], found[0])

@@ -107,7 +107,7 @@ def kernel_at(layer: GraphAttention, distance: float) -> Tensor:
     """Positional kernel between two atoms of a molecule, (heads,)."""
     pos = torch.tensor([[0.0, 0.0, 0.0], [0.6, 0.0, 0.8]], dtype=torch.float64) * distance
     one, none = torch.zeros(2, dtype=torch.long), torch.zeros(1, 3, dtype=torch.bool)
-    _, encoding = layer.encoding(
+    _, encoding = layer.encoding.padded(
         Geometry(pos, one, torch.tensor([0, 2]), torch.zeros(1, 3, 3).double(), none)
     )
     return encoding.dense(2, 2)[0, :, 0, 1]

@@ -260,7 +260,7 @@ def test_numbers_out_of_range(build, options, part) -> None:
 def test_every_argument_that_is_handed_on_is_known() -> None:
     """What the core takes is not refused."""
     layer = GraphAttention(16, 2, normalize_qk=True, normalize="unmasked", projection="iid")
-    assert layer.attention.normalize_qk and layer.attention.normalize == "unmasked"
+    assert layer.attention.scaling.normalize and layer.attention.normalize == "unmasked"
     assert (
         EnergyRegressor(**SMALL, dropout=0.1, attention_dropout=0.1, norm="post").stack is not None
     )

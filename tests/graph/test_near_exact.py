@@ -10,6 +10,7 @@ from molflt.graph import GraphAttention
 
 EXACT = {"rtol": 0.0, "atol": 1e-10}
 PTR = (0, 6, 7, 16)
+POLYNOMIAL = {"feature_map": "polynomial", "num_features": None}
 
 
 def build(**options):
@@ -17,7 +18,8 @@ def build(**options):
     options = {"near_field": 3.0, "near_exact": True, "periodic": "none", **options}
     if options["periodic"] == "none":
         options["position_options"] = {"num_nodes": 4}
-    return GraphAttention(8, 2, position="multiplicative", num_features=6, **options).double()
+    options = {"num_features": 6, "position": "multiplicative", **options}
+    return GraphAttention(8, 2, **options).double()
 
 
 def atoms(scale: float = 1.0):
@@ -37,10 +39,10 @@ def softmax_of(layer, x, pos):
 
 
 @pytest.mark.parametrize("mixing", ["linear", "quadratic"])
-@pytest.mark.parametrize("scale", [1.0, 30.0])
-def test_with_every_pair_near_it_is_softmax(mixing, scale):
-    """Also where exp(q.k) is beyond what random features estimate."""
-    layer = build(near_field=50.0, mixing=mixing)
+@pytest.mark.parametrize(("scale", "options"), [(1.0, {}), (30.0, {}), (30.0, POLYNOMIAL)])
+def test_with_every_pair_near_it_is_softmax(mixing, scale, options):
+    """Also where exp(q.k) is beyond what features estimate."""
+    layer = build(near_field=50.0, mixing=mixing, **options)
     layer.encoding.near_field.onset = 0.9
     x, pos, batch, _, _ = atoms(scale)
     x.requires_grad_()
@@ -51,10 +53,11 @@ def test_with_every_pair_near_it_is_softmax(mixing, scale):
     torch.testing.assert_close(*grads, rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize("periodic", ["none", "reciprocal"])
-def test_forms_agree_and_graphs_are_alone(periodic):
+@pytest.mark.parametrize(("periodic", "options"), [("none", {}), ("reciprocal", POLYNOMIAL)])
+def test_forms_agree_and_graphs_are_alone(periodic, options):
     x, pos, batch, cell, pbc = atoms()
-    layer, other = (build(periodic=periodic, mixing=form) for form in ("linear", "quadratic"))
+    forms = ("linear", "quadratic")
+    layer, other = (build(periodic=periodic, mixing=form, **options) for form in forms)
     other.load_state_dict(layer.state_dict())
     pos.requires_grad_()
     out, dense = (net(x, pos, batch, cell, pbc) for net in (layer, other))

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Literal
 
 from molflt.attention.features import maps
 from molflt.attention.features.base import PROJECTIONS, FeatureMap, Features
+from molflt.attention.features.polynomial import _PolynomialFeatures
 from molflt.attention.features.projections import Projection
 
 __all__ = [
@@ -35,6 +36,7 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {
     "cosformer": maps._CosformerFeatures,
     "rfa_gaussian": maps._RfaGaussianFeatures,
     "rfa_arccos": maps._RfaArccosFeatures,
+    "polynomial": _PolynomialFeatures,
 }
 
 # The command line lists the choices of an option from its type.

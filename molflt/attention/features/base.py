@@ -169,6 +169,7 @@ class FeatureMap(nn.Module):
         num_features: rows m of the projection, 64 by default. Maps without a projection refuse one.
         projection: key of `PROJECTIONS`, how the rows of a random matrix are drawn; "orthogonal" by
             default. Maps without a projection refuse one.
+        degree: of maps that are polynomials; others refuse one.
 
     Attributes:
         width: number of features per token that `forward` returns.
@@ -180,8 +181,11 @@ class FeatureMap(nn.Module):
         signed: whether features can be negative.
         positive_kernel: whether products phi(q) . phi(k) are above 0, so that normalizers are.
             Elsewhere count the others in `Attention.sums(...).normalizer`.
-        estimates_exp: whether these products estimate exp(q . k) without bias.
+        estimates_exp: whether these products estimate exp(q . k), without bias where they are
+            random.
         takes_projected: whether it can do with random projections of its columns.
+        unit_norm: whether it is made for queries and keys of norm 1 with a learned temperature,
+            which are then what attention does by default.
         per_row: features that each row of the projection makes.
     """
 
@@ -193,6 +197,8 @@ class FeatureMap(nn.Module):
     positive_kernel = True
     estimates_exp = False
     takes_projected = False
+    unit_norm = False
+    degrees: tuple[int, ...] = ()
     per_row = 1
     projection: Projection | None
 
@@ -202,8 +208,11 @@ class FeatureMap(nn.Module):
         heads: int,
         num_features: int | None = None,
         projection: str | None = None,
+        degree: int | None = None,
     ) -> None:
         super().__init__()
+        if not self.degrees:
+            no_effect(f"in {type(self).__name__.strip('_')}, no polynomial", degree=degree)
         if not (self.random or self.learned):
             why = f"in {type(self).__name__.strip('_')}, which projects nothing"
             no_effect(why, num_features=num_features, projection=projection)
@@ -214,8 +223,12 @@ class FeatureMap(nn.Module):
         self.dim = dim
         self.heads = heads
         self.width = self.per_row * rows if self.random or self.learned else dim
-        self.projection = PROJECTIONS[projection](heads, rows, dim) if self.random else None
+        self.projection = self._drawn(rows, projection) if self.random else None
         self._add(rows, projection)
+
+    def _drawn(self, rows: int, projection: str) -> Projection:
+        """The random projection of a map that has one."""
+        return PROJECTIONS[projection](self.heads, rows, self.dim)
 
     def _add(self, rows: int, projection: str) -> None:
         """Makes the parameters and buffers that a map has beside its random projection."""

@@ -123,7 +123,8 @@ def linear(query: Features, key: Features, value: Tensor) -> Sums:
 def cheaper(queries: int, keys: int, features: int, dim: int, columns: int = 1) -> str:
     """Which of two forms of the same sums takes less time: "quadratic" or "linear".
 
-    Counts multiplications: queries keys (m + dv + p) against (queries + keys) m dv p.
+    Counts multiplications: queries keys (m + dv + p) against (queries + keys) m dv p, the latter
+    twice under a kernel, whose products are formed, and formed again in the backward pass.
 
     Args:
         queries: number of queries.
@@ -132,5 +133,6 @@ def cheaper(queries: int, keys: int, features: int, dim: int, columns: int = 1) 
         dim: dv, width of the values.
         columns: p, of the positional kernel's factors; 1 without one.
     """
-    quadratic = queries * keys * (features + dim + columns)
-    return "quadratic" if quadratic < (queries + keys) * features * dim * columns else "linear"
+    by_matrix = queries * keys * (features + dim + columns)
+    by_sums = (queries + keys) * features * dim * columns * (2 if columns > 1 else 1)
+    return "quadratic" if by_matrix < by_sums else "linear"

@@ -27,7 +27,14 @@ import torch
 from torch import Tensor
 
 from molflt.attention.checks import one_of, positive
-from molflt.attention.numerics import at_least_float32, distances, fade, sinc, uncompiled
+from molflt.attention.numerics import (
+    at_least_float32,
+    distances,
+    fade,
+    finite,
+    sinc,
+    uncompiled,
+)
 from molflt.attention.spectra import Spectrum
 
 _DEGENERATE = 1e-6  # volume of the periodic vectors relative to the product of their lengths
@@ -119,15 +126,15 @@ def reciprocal_nodes(
 
 @uncompiled
 def free_extent(
-    positions: Tensor, mask: Tensor, cell: Tensor, pbc: Tensor, smooth: bool = False
+    positions: Tensor, graph: Tensor, cell: Tensor, pbc: Tensor, smooth: bool = False
 ) -> Tensor:
     """What each graph spans along the directions perpendicular to its periodic lattice vectors.
 
     Neither a translation nor a lattice shift of any atom changes it.
 
     Args:
-        positions: (b, n, 3), Å.
-        mask: (b, n) bool, true for atoms, false for padding.
+        positions: (n, 3), Å.
+        graph: (n,), of each atom.
         cell: (b, 3, 3), Å, as for `reciprocal_nodes`.
         pbc: (b, 3) bool.
         smooth: instead of the largest and the smallest coordinate, whose slopes jump where another
@@ -141,22 +148,26 @@ def free_extent(
         ValueError: as `reciprocal_nodes` for cell and pbc.
     """
     rows, periodic = _sorted_rows(cell, pbc)
-    along = (positions[:, :, None] * rows[:, None].to(positions.dtype)).sum(dim=-1)  # [b, n, 3]
-    if not along.shape[1]:
-        return torch.zeros_like(rows[..., 0])
-    atoms = mask[..., None]
-    none = periodic | ~atoms.any(dim=1)
-    if smooth:
-        count = atoms.sum(dim=1).clamp(min=1).log()
-        ends = [
-            (sign * _SHARPNESS * along).masked_fill(~atoms, -math.inf).logsumexp(dim=1) - count
-            for sign in (1.0, -1.0)
-        ]
-        span = (ends[0] + ends[1]) / _SHARPNESS  # below 0 by rounding alone
-        return torch.where(none, 0.0, span.clamp(min=0.0))
-    upper = along.masked_fill(~atoms, -math.inf).amax(dim=1)
-    lower = along.masked_fill(~atoms, math.inf).amin(dim=1)
-    return torch.where(none, 0.0, upper - lower)
+    along = (positions[:, None] * rows[graph].to(positions.dtype)).sum(dim=-1)  # [n, 3]
+    count = torch.bincount(graph, minlength=len(rows))[:, None]
+    none = periodic | (count == 0)
+    if not smooth:
+        span = _largest(along, graph, len(rows)) + _largest(-along, graph, len(rows))
+        return torch.where(none, 0.0, span)
+    span = torch.zeros_like(none, dtype=along.dtype)
+    for sign in (1.0, -1.0):
+        scaled = sign * _SHARPNESS * along
+        top = finite(_largest(scaled.detach(), graph, len(rows)))
+        terms = (scaled - top[graph]).exp()
+        mean = torch.zeros_like(span).index_add(0, graph, terms) / count.clamp(min=1)
+        span = span + (top + torch.where(none, 1.0, mean).log()) / _SHARPNESS
+    return torch.where(none, 0.0, span.clamp(min=0.0))  # below 0 by rounding alone
+
+
+def _largest(x: Tensor, graph: Tensor, graphs: int) -> Tensor:
+    """Over the atoms of each graph: (n, 3) -> (graphs, 3), -inf without atoms."""
+    start = x.new_full((graphs, x.shape[1]), -math.inf)
+    return start.scatter_reduce(0, graph[:, None].expand_as(x), x, "amax")
 
 
 def tapered_mask(

@@ -37,10 +37,10 @@ class IS2REData(BatchedData[Structures]):
         train_split: split to train on.
         val_split: split to validate on.
         batch_size: structures in a batch, per device.
-        max_atoms: most padded atoms in a batch (its structures times the atoms of its largest one);
-            null for no cap.
-        bucket: random batches that are pooled and cut again by size, to pad less in training. 1:
-            batches stay random, which learns faster per step (docs/results.md).
+        max_atoms: most structures of a batch times the atoms of its largest one; null for no cap.
+        bucket: random batches that are pooled and cut again by size, which models that do not pad
+            gain little from. 1: batches stay random, which learns faster per step
+            (docs/results.md).
         workers: processes that read ahead; 0 reads in the main process.
         skip_bad: leave out records with NaN or infinite numbers, and those whose label is missing
             or absurd, counted, instead of stopping at the first one.

@@ -1,0 +1,183 @@
+"""Features whose products are a polynomial of q . k, close to exp(q . k), without anything random.
+
+On the sphere |x|^2 = rho, exp(x . y) is a sum over spherical harmonics, one term for each degree,
+whose weights are modified Bessel functions (Funk and Hecke). Up to degree p it is the best
+polynomial of degree p in the mean square over directions. Outputs of attention with Taylor's
+polynomial at q . k = 0, its limit for small rho, err 1.5 to 2 times as much.
+"""
+
+import math
+from itertools import combinations_with_replacement
+
+import torch
+from torch import Tensor
+
+from molflt.attention.checks import no_effect
+from molflt.attention.features.base import (
+    PROJECTIONS,
+    Columns,
+    FeatureMap,
+    Features,
+    _joined,
+    _squared_norm,
+)
+from molflt.attention.features.projections import Projection
+
+_WIDEST = 2**14  # features of a head; softmax takes less time up to about as many tokens
+_TERMS = 6  # levels of the continued fraction
+_LEAST = 0.04  # of a weight, what is left of it at least
+
+
+class _PolynomialFeatures(FeatureMap):
+    """All monomials of x up to degree 2 or 3: phi(x) . phi(y) is nearly exp(x . y).
+
+    With q, k of norm 1 and a temperature tau, x . y = tau cos(q, k), and the products are exp(x .
+    y) without its spherical harmonics of degree 3 (4) and more; see `harmonics`. Degree 2 takes (d
+    + 1)(d + 2) / 2 features, 45, 153, 561 for d = 8, 16, 32, and degree 3 (d + 3) / 3 times as
+    many. Products of degree 2 are above 0 for any x, y; those of degree 3 for x, y of one norm up
+    to tau = 1.6, beyond which nearly opposite tokens can have weights below 0.
+
+    Args:
+        dim: width d of the queries and keys given to the map.
+        heads: number of heads.
+        num_features: fewer than that: the monomials of highest degree give way to products of as
+            many random projections. Without bias, but products can be below 0, and half of the
+            features have 10 times the error, unless heads are wide and q, k lie in few directions.
+        projection: how these are drawn, key of `PROJECTIONS`.
+        degree: 2 by default, or 3.
+
+    Raises:
+        ValueError: another degree, too many features, or a number that leaves no monomials of the
+            highest degree or all of them.
+    """
+
+    paper = "2402.18668; 1201.6530"
+    cost = "N d³ / 2"
+    degrees = (2, 3)
+    estimates_exp = True
+    signed = True
+    unit_norm = True
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        num_features: int | None = None,
+        projection: str | None = None,
+        degree: int | None = None,
+    ) -> None:
+        self.degree = 2 if degree is None else degree
+        if self.degree not in self.degrees:
+            raise ValueError(f"degree must be 2 or 3; got {degree}; leave it out for 2")
+        lower, whole = (math.comb(dim + p, p) for p in (self.degree - 1, self.degree))
+        if num_features is None:
+            no_effect("without num_features: nothing is drawn", projection=projection)
+        elif not lower < num_features < whole:
+            raise ValueError(
+                f"num_features={num_features} of a polynomial of degree {self.degree} in {dim} "
+                f"dimensions; expected {lower + 1} to {whole - 1}; leave it out for all {whole}"
+            )
+        self.random = num_features is not None
+        self.positive_kernel = self.degree == 2 and not self.random
+        width = num_features or whole
+        if width > _WIDEST:
+            raise ValueError(
+                f"a polynomial of degree {self.degree} in {dim} dimensions has {whole} features "
+                f"per head; at most {_WIDEST}; use more heads, degree=2, num_features or a "
+                "position that puts no columns before queries and keys"
+            )
+        super().__init__(dim, heads, width - lower if self.random else None, projection)
+        self.width = width
+        for power in range(2, self.degree + (not self.random)):
+            self.register_buffer(f"power_{power}", _monomials(dim, power), persistent=False)
+
+    def _drawn(self, rows: int, projection: str) -> Projection:
+        # Factors of one product have to be independent, as heads are.
+        return PROJECTIONS[projection](self.heads * self.degree, rows, self.dim)
+
+    def forward(self, *columns: Columns) -> Features:
+        x, square = _joined(*columns), _squared_norm(*columns)
+        log_mean, weights = harmonics(square, self.dim, self.degree)
+        constant, *roots = (weight.sqrt() for weight in weights)
+        powers = [constant, roots[0] * x]
+        for power, root in enumerate(roots[1:], start=2):
+            # The weight goes with one factor, which is narrower than their product.
+            powers.append(self._power(power, root * x, x))
+        return Features(torch.cat(powers, dim=-1), log_mean / 2)
+
+    def _power(self, power: int, first: Tensor, other: Tensor) -> Tensor:
+        """Features whose products are (first . first') (other . other')^(power - 1)."""
+        if power == self.degree and self.projection is not None:
+            inputs = torch.stack((first, *(power - 1) * (other,)), dim=2).flatten(1, 2)
+            factors = self.project(inputs).unflatten(1, (self.heads, power)).unbind(2)
+            scale = factors[0].shape[-1] ** -0.5
+        else:
+            rows = self.get_buffer(f"power_{power}").to(other.dtype)
+            factors = (first @ rows[0].sqrt(), *(other @ row for row in rows[1:]))
+            scale = 1.0
+        out = factors[0] * scale
+        for factor in factors[1:]:
+            out = out * factor
+        return out
+
+
+def harmonics(square: Tensor, dim: int, degree: int) -> tuple[Tensor, list[Tensor]]:
+    """exp(x . y) of |x|^2 = |y|^2 = rho without its spherical harmonics above a degree.
+
+    exp(log_mean) sum_n w_n (x . y)^n, with nu = d / 2 - 1, r_n = I_(nu + n)(rho) / I_nu(rho) and,
+    up to degree 3, w_0 = 1 - (nu + 2) r_2, w_1 = 2 (nu + 1) (r_1 - (nu + 3) r_3) / rho,
+    w_2 = 2 (nu + 1) (nu + 2) r_2 / rho^2, w_3 = (4 / 3) (nu + 1) (nu + 2) (nu + 3) r_3 / rho^3:
+    Gegenbauer's expansion of exp. Features are real where no w_n is below 0, and their products of
+    degree 2 positive where w_1^2 < 4 w_0 w_2. Where rho is too large for that (above 3 for d = 8,
+    4 for 16, 5.7 for 32), w_0 is the least and r_3 the largest that keeps it.
+
+    Args:
+        square: rho, of any shape.
+        dim: d.
+        degree: 2 or 3.
+
+    Returns:
+        The logarithm of the mean of exp over the sphere, and w_0 to w_degree, all positive.
+    """
+    nu, above = dim / 2 - 1, dim / 2 - 1 + _TERMS
+    square = square.square()  # only rho^2 enters
+    # I_(nu+k) / (rho I_(nu+k-1)) from k + 1 down to k, and at first by its asymptotic bound.
+    ratio = 1 / (above - 1 + (square + (above + 1) ** 2).sqrt())
+    log_mean, ratios = _log_mean(square, above - 1), [ratio]
+    for k in range(_TERMS - 1, 0, -1):
+        ratios.append(1 / (2 * (nu + k) + square * ratios[-1]))
+        log_mean = log_mean - (2 * (nu + k) * ratios[-1]).log()
+    first, second, third = ratios[-1], ratios[-2], ratios[-3]
+    two = first * second
+    weights = [1 - (nu + 2) * square * two, 2 * (nu + 1) * first, 2 * (nu + 1) * (nu + 2) * two]
+    if degree == 3:
+        # Above that the weight of degree 1 would be below 0; rho^2 is then far above 1.
+        largest = (1 - _LEAST) / ((nu + 3) * square.clamp(min=1.0) * second)
+        three = two * torch.minimum(third, largest)
+        weights[1] = weights[1] - 2 * (nu + 1) * (nu + 3) * square * three
+        weights.append(4 / 3 * (nu + 1) * (nu + 2) * (nu + 3) * three)
+    least = weights[1].square() / (4 * (1 - _LEAST) * weights[2])
+    weights[0] = torch.maximum(weights[0], least)
+    return log_mean, weights
+
+
+def _log_mean(square: Tensor, order: float) -> Tensor:
+    """log of Gamma(nu + 1) (2 / rho)^nu I_nu(rho), nu the order: two terms of Debye's expansion."""
+    root = (1 + square / order**2).sqrt()
+    first = (3 / root - 5 / root**3 + 2) / (24 * order)
+    return order * (root - 1 - ((1 + root) / 2).log()) - root.log() / 2 + first
+
+
+def _monomials(dim: int, power: int) -> Tensor:
+    """What turns x into all monomials of a degree, in whole numbers, exact in any precision.
+
+    Returns:
+        (power, dim, features): the product over its first axis of x @ rows, the first ones by their
+        roots, has the products (x . y)^power.
+    """
+    chosen = torch.tensor([*combinations_with_replacement(range(dim), power)], device="cpu")
+    rows = torch.nn.functional.one_hot(chosen, dim).double()  # [features, power, dim]
+    orders = math.lgamma(power + 1) - torch.lgamma(rows.sum(dim=1) + 1).sum(dim=-1)
+    rows[:, 0] *= orders.exp().round()[:, None]  # the number of orders of its factors
+    rows = rows.permute(1, 2, 0).contiguous()
+    return torch.empty(rows.shape, dtype=torch.get_default_dtype()).copy_(rows)

@@ -1,0 +1,101 @@
+"""Inverse powers of the distance: the part that is smooth, and its spectrum, as in Ewald sums."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from molflt.attention.checks import positive
+from molflt.attention.numerics import distances
+from molflt.attention.spectra.base import Spectrum
+
+POWERS = (1, 2, 4, 6)
+_SERIES = 18  # terms: for x < 1 the next one is below 1e-17
+
+
+class InversePower(Spectrum):
+    """The far part f of 1 / r^p, smooth, with a spectrum g that falls off as a Gaussian.
+
+    With x = (a r)^2 and the incomplete gamma functions of p/2,
+
+        f(r) = gamma(p/2, x) / (Gamma(p/2) r^p),   1 / r^p = f + Gamma(p/2, x) / (Gamma(p/2) r^p),
+
+    where the rest is over within a few 1 / a. Ewald's split for p = 1 (Ann. Phys. 369, 253, 1921),
+    for other powers as by Nijboer and De Wette (Physica 23, 309, 1957). Unlike the families of
+    `SPECTRA` it has nothing to learn, and all heads share it: a law, beside which charges are
+    learned.
+
+    Args:
+        power: p, one of 1, 2, 4, 6, for which there are closed forms.
+        sharpness: a, in 1 / length.
+
+    Raises:
+        ValueError: another power, or a sharpness that is not positive.
+    """
+
+    paper = "Ewald 1921; Nijboer and De Wette 1957"
+    isotropic = True
+
+    def __init__(self, power: int, sharpness: float) -> None:
+        super().__init__(heads=1, dim=3)
+        if power not in POWERS:
+            raise ValueError(
+                f"powers of 1 / r^p must be some of {', '.join(map(str, POWERS))}; got {power!r}"
+            )
+        positive(sharpness=sharpness)
+        self.power = power
+        self.sharpness = sharpness
+
+    def spectrum(self, xi: Tensor) -> Tensor:
+        """g, with its finite part at xi = 0 where p < 3 and it is infinite there.
+
+        That part is what a uniform background leaves, which makes the mean of 1 / r^p vanish.
+
+        Args:
+            xi: (1, nodes, 3), cycles per length.
+
+        Returns:
+            (1, nodes), length^(3 - p).
+        """
+        s = math.pi / self.sharpness * distances(xi)  # k / 2a
+        zero = s == 0
+        t = torch.where(zero, 1.0, s)  # where nothing may be divided by 0
+        falls, tail = (-(s**2)).exp(), math.sqrt(math.pi) * s * torch.special.erfc(s)
+        shape, at_zero = {
+            1: lambda: (falls / t**2, -1.0),
+            2: lambda: (math.sqrt(math.pi) * torch.special.erfc(s) / t, -2.0),
+            4: lambda: (2 * (falls - tail), 2.0),
+            6: lambda: ((falls * (1 - 2 * s**2) + 2 * s**2 * tail) / 3, 1 / 3),
+        }[self.power]()
+        volume = (math.pi if self.power == 1 else math.pi**1.5) * self.sharpness ** (self.power - 3)
+        return volume * torch.where(zero, at_zero, shape)
+
+    def mask(self, delta: Tensor) -> Tensor:
+        """f: differences (batch, ..., 3) -> (batch, 1, ...), length^-p."""
+        return self.smooth(delta.square().sum(dim=-1))[:, None]
+
+    def smooth(self, square: Tensor) -> Tensor:
+        """f of squared distances, analytic in them: any shape, length^2 -> length^-p."""
+        x, half = self.sharpness**2 * square, self.power / 2
+        low = x < 1
+        small, large = torch.where(low, x, 0.5), torch.where(low, 1.0, x)
+        series = torch.zeros_like(x)
+        for n in reversed(range(_SERIES)):  # Horner, gamma(s, x) / x^s = sum (-x)^n / n! (s + n)
+            series = series * -small + 1 / (math.factorial(n) * (half + n))
+        closed = large**-half * (1 - self._share(large))
+        found = torch.where(low, series / math.gamma(half), closed)
+        return self.sharpness**self.power * found
+
+    def at_zero(self) -> float:
+        """f(0), what a charge sees of itself: length^-p."""
+        return self.sharpness**self.power / math.gamma(self.power / 2 + 1)
+
+    def _share(self, x: Tensor) -> Tensor:
+        """Gamma(p/2, x) / Gamma(p/2), which falls from 1 to 0."""
+        if self.power == 1:
+            return torch.special.erfc(x.sqrt())
+        terms = {2: torch.ones_like(x), 4: 1 + x, 6: 1 + x + x**2 / 2}
+        return (-x).exp() * terms[self.power]
+
+    def extra_repr(self) -> str:
+        return f"power={self.power}, sharpness={self.sharpness:g}"

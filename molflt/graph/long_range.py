@@ -1,0 +1,286 @@
+"""Long range: inverse powers of the distance between latent charges, with all periodic images.
+
+    E = 1/2 sum_p sum_c s_pc k sum_ij' q_ipc q_jpc / |r_ij|^p,   k = 14.4 eV Å^p,
+
+over all pairs and images but an atom and itself, in Ewald's way: near pairs within a cutoff, and
+the smooth rest on the reciprocal lattice of each graph (`InversePower`). The split is the same for
+every cell, so that energies depend neither on its choice nor on how many cells make a supercell.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from molflt.attention.checks import at_least_one, not_negative, positive
+from molflt.attention.nodes.reciprocal import free_extent, reciprocal_nodes
+from molflt.attention.numerics import at_least_float32, distances, fade, recomputed, uncompiled
+from molflt.attention.spectra import InversePower
+from molflt.graph.geometry import Geometry, _sum_by
+from molflt.graph.near import _all_pairs
+from molflt.graph.neighbors import neighbor_list
+
+COULOMB = 14.399645  # eV Å, of two elementary charges
+_DEPTH = 4.0  # sharpness times cutoff: near pairs end below 1e-6 of 1 / r
+_ONSET = 0.9  # share of the cutoff from where on near pairs fade away
+_HIGHEST = 1.44  # of frequencies over sharpness: nodes end at 3e-6 of the first ones
+_APART = 5.0  # of the images of a slab, over the sharpness: they see 1e-12 of each other
+_TRANSIENT = 2**21  # numbers that waves of one chunk of nodes may hold at once
+_START = 0.02  # of charges over what a linear layer starts with: energies of some meV an atom
+
+
+class LongRangeEnergy(NamedTuple):
+    """What a pair is within the cutoff, and what it is beyond it, of each graph."""
+
+    near: Tensor
+    """(graphs,) float64, eV"""
+    far: Tensor
+    """(graphs,) float64, eV: the smooth part of all pairs, those within the cutoff included"""
+
+
+class LongRange(nn.Module):
+    """Energies of latent charges, each a linear function of what the model knows of its atom.
+
+    Along three periodic axes a uniform background neutralizes charges (p = 1, 2), and the
+    surface of the crystal is a conductor, as in all Ewald sums without a term for it. Along two,
+    for p = 1 alone, nothing is beyond the slab, and a net charge has the field of a sheet. Without
+    periodic axes all pairs are computed, O(atoms^2).
+
+    Nothing near is lost in `smearing`: what the model computes from neighbors has to learn it
+    anyway, and 1 / r^p would outgrow all that it says.
+
+    Args:
+        dim: width of features.
+        powers: p, each at most once, of 1, 2, 4, 6. The interactions of p = 1 are Coulomb's; of
+            others every second channel repels and the others, the first among them, attract.
+        channels: charges of each atom for each power.
+        cutoff: of near pairs, Å: a longer one takes more pairs and fewer nodes.
+        smearing: width of the Gaussians that the charges are, Å, as in latent Ewald summation
+            (arXiv:2408.15165), which has 1: 1 / r^p is met at 5 widths. 0: points.
+
+    Raises:
+        ValueError: an option out of its range.
+    """
+
+    signs: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        powers: Sequence[int] = (1,),
+        channels: int = 4,
+        cutoff: float = 8.0,
+        smearing: float = 1.0,
+    ) -> None:
+        super().__init__()
+        at_least_one(dim=dim, channels=channels)
+        positive(cutoff=cutoff)
+        not_negative(smearing=smearing)
+        if not powers or len(set(powers)) < len(powers):
+            raise ValueError(
+                f"powers of 1 / r^p must be given, each once; got {list(powers)}; leave it out for "
+                "no long range"
+            )
+        if smearing >= cutoff / (_DEPTH * 2**0.5):
+            raise ValueError(
+                f"smearing must be below {cutoff / (_DEPTH * 2**0.5):.3g} Å, the width that the "
+                f"nodes see with a cutoff of {cutoff:g} Å; got {smearing:g}; raise the cutoff"
+            )
+        self.powers, self.channels = tuple(powers), channels
+        self.cutoff, self.smearing = cutoff, smearing
+        self.charge = nn.Linear(dim, len(powers) * channels, bias=False)
+        with torch.no_grad():
+            self.charge.weight.mul_(_START)
+        signs = torch.ones(len(powers), channels)
+        signs[[power > 1 for power in powers], ::2] = -1.0
+        self.register_buffer("signs", signs, persistent=False)
+
+    def charges(self, h: Tensor) -> Tensor:
+        """Features (atoms, dim) -> latent charges (atoms, powers, channels); of p = 1 in e."""
+        found: Tensor = self.charge(at_least_float32(h))
+        return found.unflatten(1, (len(self.powers), self.channels))
+
+    def forward(self, h: Tensor, geometry: Geometry) -> LongRangeEnergy:
+        """Features (atoms, dim) and where the atoms are -> energies.
+
+        Raises:
+            ValueError: naming the graph, for periodic axes that there is no sum for.
+        """
+        charges, options = self.charges(h), (self.cutoff, self.smearing)
+        near, far = inverse_power_sums(charges, geometry, self.powers, *options)
+        strength = COULOMB * self.signs.double()
+        return LongRangeEnergy(*((x * strength).sum(dim=(1, 2)) for x in (near, far)))
+
+    def extra_repr(self) -> str:
+        return (
+            f"powers={self.powers}, channels={self.channels}, cutoff={self.cutoff:g}, "
+            f"smearing={self.smearing:g}"
+        )
+
+
+@uncompiled
+def inverse_power_sums(
+    charges: Tensor,
+    geometry: Geometry,
+    powers: Sequence[int],
+    cutoff: float = 8.0,
+    smearing: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """1/2 sum_ij' q_i q_j / |r_ij|^p over all images, as near and far part.
+
+    Args:
+        charges: (atoms, powers, channels).
+        geometry: of the atoms.
+        powers: p of each, see `InversePower`.
+        cutoff: of near pairs, Å.
+        smearing: see `LongRange`.
+
+    Returns:
+        (graphs, powers, channels) float64 twice, in charge^2 Å^-p; differentiable twice in charges,
+        positions and cells.
+
+    Raises:
+        ValueError: naming the graph, for periodic axes that there is no sum for.
+    """
+    with torch.autocast(charges.device.type, enabled=False):
+        charges = at_least_float32(charges)
+        axes = geometry.pbc.sum(dim=1).tolist()
+        _check_axes(axes, powers)
+        laws = [InversePower(power, _DEPTH / cutoff) for power in powers]
+        near, far = _pair_sums(charges, geometry, laws, cutoff, smearing)
+        rows = list(far)
+        for graph, (start, stop) in enumerate(pairwise(geometry.ptr.tolist())):
+            if axes[graph]:
+                atoms = geometry.pos[start:stop], charges[start:stop]
+                box = geometry.cell[graph], geometry.pbc[graph]
+                rows[graph] = rows[graph] + _far_of_lattice(*atoms, *box, laws)
+        return near, torch.stack(rows)
+
+
+def _check_axes(axes: Sequence[int], powers: Sequence[int]) -> None:
+    """Raises ValueError for the first graph whose number of periodic axes has no sum."""
+    for graph, count in enumerate(axes):
+        what = {1: "one periodic axis", 2: "two periodic axes and p > 1"}.get(count)
+        if what is not None and (count == 1 or max(powers) > 1):
+            raise ValueError(
+                f"long_range={list(powers)} has no sum for {what}, of which images along the "
+                f"others would not converge; got that of graph {graph}; set pbc to True along all "
+                "axes, with vacuum between"
+            )
+
+
+def _pair_sums(
+    charges: Tensor,
+    geometry: Geometry,
+    laws: Sequence[InversePower],
+    cutoff: float,
+    smearing: float,
+) -> tuple[Tensor, Tensor]:
+    """Near parts, and far parts of graphs without periodic axes: (graphs, powers, channels)."""
+    molecule = ~geometry.pbc.any(dim=1)
+    found = neighbor_list(geometry, cutoff)
+    kept = ~molecule[geometry.batch[found.center]]
+    first, second = _all_pairs(geometry, molecule)
+    query = torch.cat((found.center[kept], first))
+    key = torch.cat((found.neighbor[kept], second))
+    vector = torch.cat((found.vector[kept], geometry.pos[second] - geometry.pos[first]))
+    square = vector.double().square().sum(dim=-1)
+    share = fade((distances(vector.double()) / cutoff - _ONSET) / (1 - _ONSET))
+    alone = molecule[geometry.batch[query]]
+    near, far = [], []
+    for law in laws:
+        whole = square ** (-law.power / 2)
+        if smearing:
+            whole = InversePower(law.power, 0.5**0.5 / smearing).smooth(square)
+        close = share * (whole - law.smooth(square))
+        near.append(close)
+        far.append((whole - close) * alone)
+
+    def energies(weights: list[Tensor]) -> Tensor:
+        weight = torch.stack(weights, dim=1).to(charges.dtype)[..., None]
+        field = _sum_by(weight * charges[key], query, len(charges))
+        return geometry.sum((charges * field).double()) / 2
+
+    return energies(near), energies(far)
+
+
+def _far_of_lattice(
+    pos: Tensor, charges: Tensor, cell: Tensor, pbc: Tensor, laws: Sequence[InversePower]
+) -> Tensor:
+    """Far part of one graph with periodic axes: (powers, channels) float64.
+
+    Args:
+        pos: (atoms, 3), Å.
+        charges: (atoms, powers, channels).
+        cell: (3, 3), Å.
+        pbc: (3,) bool, two or all.
+        laws: of each power.
+    """
+    pos, cell, pbc = pos.double(), cell.double()[None], pbc[None]
+    sharpness = laws[0].sharpness
+    highest, slab = _HIGHEST * sharpness, not bool(pbc.all())
+    height = torch.zeros_like(cell[:, 0])
+    if slab:
+        # As tall as twice the slab with margins. The energy does not depend on it, nor forces.
+        graph = torch.zeros(len(pos), dtype=torch.long, device=pos.device)
+        height = 2 * free_extent(pos.detach(), graph, cell.detach(), pbc)
+    reach = 2 * _APART / sharpness
+    nodes, weights = reciprocal_nodes(cell, pbc, highest, height, reach)
+    spectra = torch.cat([law.spectrum(nodes) for law in laws])  # [p, r]
+    if slab:
+        spectra = _cut_off(nodes, spectra, cell, pbc, height[0, -1] + reach)
+    factors = (weights * spectra).T  # [r, p]
+    chunk = max(1, _TRANSIENT // max(1, len(pos)))
+    total = factors.new_zeros(charges.shape[1:])
+    for xi, factor in zip(nodes[0].split(chunk), factors.split(chunk), strict=True):
+        several = chunk < len(factors)
+        total = total + recomputed(_power, pos, charges, xi, factor, several=several)
+    itself = charges.double().square().sum(dim=0).mT * charges.new_tensor(
+        [law.at_zero() for law in laws], dtype=torch.float64
+    )
+    return (total - itself.mT) / 2
+
+
+def _power(pos: Tensor, charges: Tensor, xi: Tensor, factor: Tensor) -> Tensor:
+    """sum_G w_G |sum_j q_j exp(2 pi i G . r_j)|^2 of some nodes: (powers, channels) float64.
+
+    Args:
+        pos: (atoms, 3) float64, Å.
+        charges: (atoms, powers, channels).
+        xi: G, (nodes, 3) float64, cycles/Å.
+        factor: w, (nodes, powers) float64.
+    """
+    turns = xi @ pos.mT
+    phase = (2 * math.pi * (turns - turns.detach().round())).to(charges.dtype)  # [r, atom]
+    flat = charges.flatten(1)
+    square = (phase.cos() @ flat).square() + (phase.sin() @ flat).square()
+    waves = square.unflatten(1, charges.shape[1:]).double()
+    return (factor[..., None] * waves).sum(dim=0)
+
+
+def _cut_off(nodes: Tensor, spectra: Tensor, cell: Tensor, pbc: Tensor, height: Tensor) -> Tensor:
+    """Spectra (1, r) of 1 / r that ends half of the height above and below, so without images.
+
+    1 - exp(-k R) cos(k_z R) of them, k along the plane, R half of the height (Rozzi et al., Phys.
+    Rev. B 73, 205119, 2006), where k_z R is a multiple of pi; -2 pi R^2 at 0.
+
+    Args:
+        nodes: (1, r, 3), cycles/Å.
+        spectra: (1, r) of p = 1.
+        cell: (1, 3, 3), Å.
+        pbc: (1, 3) bool.
+        height: () Å, of the lattice vector along the axis that is not periodic.
+    """
+    first, second = cell[0, pbc[0]]
+    normal = torch.linalg.cross(first, second)
+    normal = normal / normal.norm()
+    along = (nodes[0] * normal).sum(dim=-1)
+    plane = distances(nodes[0] - along[:, None] * normal)
+    odd = (along.detach() * height).round() % 2 != 0
+    sign = torch.where(odd, -1.0, 1.0)
+    cut = spectra * (1 - sign * (-math.pi * plane * height).exp())
+    zero = (nodes[0] == 0).all(dim=-1)
+    return torch.where(zero, -math.pi / 2 * height**2, cut)

@@ -1,0 +1,84 @@
+"""Pairs of atoms whose kernel does not come from nodes, of all graphs of a batch."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from molflt.attention.mixing.pairs import Pairs
+from molflt.graph.geometry import Geometry
+from molflt.graph.neighbors import neighbor_list
+
+
+class NearPairs(NamedTuple):
+    """Pairs of each atom with itself, with its neighbors and, in some graphs, with all others."""
+
+    graph: Tensor
+    """(pairs,)"""
+    query: Tensor
+    """(pairs,), counted from the first atom of the graph"""
+    key: Tensor
+    """(pairs,), likewise; a pair may appear several times, once for each image"""
+    vector: Tensor
+    """(pairs, 3) from query to key, Å"""
+
+    @classmethod
+    def of(
+        cls, geometry: Geometry, neighborhood: Geometry, cutoff: float, alone: Tensor | None
+    ) -> "NearPairs":
+        """Finds the pairs.
+
+        Args:
+            geometry: the batch.
+            neighborhood: the same with the boundaries across which neighbors are seen.
+            cutoff: Å; 0: no neighbors.
+            alone: (graphs,) bool, graphs all of whose pairs are wanted; None: of none.
+        """
+        own = torch.arange(len(geometry.pos), device=geometry.pos.device)
+        queries, keys, vectors = [own], [own], [torch.zeros_like(geometry.pos)]
+        if cutoff:
+            found = neighbor_list(neighborhood, cutoff)
+            kept = torch.ones_like(found.center, dtype=torch.bool)
+            if alone is not None:
+                kept = ~alone[geometry.batch[found.center]]
+            queries.append(found.center[kept])
+            keys.append(found.neighbor[kept])
+            vectors.append(found.vector[kept])
+        if alone is not None:
+            query, key = _all_pairs(geometry, alone)
+            queries.append(query)
+            keys.append(key)
+            vectors.append(geometry.pos[key] - geometry.pos[query])
+        query, key = torch.cat(queries), torch.cat(keys)
+        graph = geometry.batch[query]
+        first = geometry.ptr[graph]
+        return cls(graph, query - first, key - first, torch.cat(vectors))
+
+    def reordered(self, order: Tensor) -> "NearPairs":
+        """Of the batch with its graphs in another order, (graphs,)."""
+        place = torch.zeros(int(order.max()) + 1, dtype=torch.long, device=order.device)
+        place[order] = torch.arange(len(order), device=order.device)
+        return self._replace(graph=place[self.graph])
+
+    def part(self, graphs: slice) -> "NearPairs":
+        """Of some graphs that follow one another, counted from 0."""
+        inside = ((self.graph >= graphs.start) & (self.graph < graphs.stop)).nonzero()[:, 0]
+        graph, *rest = (x.index_select(0, inside) for x in self)
+        return NearPairs(graph - graphs.start, *rest)
+
+    def pairs(self) -> Pairs:
+        """As attention takes them, with nothing to add yet."""
+        return Pairs(self.graph, self.query, self.key, self.vector.new_zeros(1, 1))
+
+
+def _all_pairs(geometry: Geometry, graphs: Tensor) -> tuple[Tensor, Tensor]:
+    """Ordered pairs of different atoms of these graphs, (graphs,) bool: (pairs,) twice."""
+    counts = geometry.ptr.diff()
+    member = torch.arange(len(geometry.pos), device=counts.device)[graphs[geometry.batch]]
+    count = counts[geometry.batch[member]]
+    query = member.repeat_interleave(count)
+    first = (count.cumsum(0) - count).repeat_interleave(count)
+    place = torch.arange(len(query), device=counts.device) - first
+    key = geometry.ptr[geometry.batch[query]] + place
+    different = query != key
+    return query[different], key[different]

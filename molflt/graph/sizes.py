@@ -1,0 +1,133 @@
+"""Classes of graphs of similar size, so that hardly any of what is computed is padding."""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from molflt.attention.encodings import Encoding
+from molflt.attention.numerics import uncompiled
+from molflt.graph.dense import DenseAtoms
+from molflt.graph.geometry import Geometry
+
+# Padded atoms that take as long as starting one more class: on a CPU 64 to 256 were the fastest of
+# 32 to 512; elsewhere starting an operation takes longer beside computing it.
+_START = {"cpu": 64}
+_START_ELSEWHERE = 8192
+_COLUMNS = 64  # nodes, or images, of an atom that take as long as all that it takes without them
+
+_uncompiled_loop = partial(uncompiled, inside=True)
+
+
+class Sorted(NamedTuple):
+    """A batch with its graphs in the order of their size, the largest first, and none empty."""
+
+    geometry: Geometry
+    order: Tensor
+    """(graphs,), the graph of the batch at each place"""
+    atoms: Tensor
+    """(atoms,), the atom of the batch at each place"""
+    classes: list[slice]
+    """graphs of each class"""
+
+    @classmethod
+    def of(cls, geometry: Geometry, columns: Tensor | None = None) -> "Sorted | None":
+        """Sorts a batch into classes; None where all its graphs are best computed as one.
+
+        Args:
+            geometry: the batch.
+            columns: (graphs,), nodes or images for each atom of a graph; None: none.
+        """
+        start = _START.get(geometry.pos.device.type, _START_ELSEWHERE)
+        order, classes = _classes(geometry.ptr, columns, start)
+        if len(classes) < 2:
+            return None
+        places = torch.tensor(order, device=geometry.ptr.device)
+        found, atoms = geometry.reordered(places)
+        return cls(found, places, atoms, classes)
+
+
+class SizeClass(NamedTuple):
+    """Graphs padded to the largest of them, as attention computes with them."""
+
+    dense: DenseAtoms
+    encoding: Encoding | None
+    places: Tensor
+    """(atoms,), places of `dense` that hold an atom, all graphs counted through"""
+
+    @classmethod
+    def of(
+        cls, geometry: Geometry, dense: DenseAtoms, encoding: Encoding | None = None
+    ) -> "SizeClass":
+        """From atoms and keys of all graphs of a geometry, and the encoding between them."""
+        number = torch.arange(len(geometry.batch), device=geometry.batch.device)
+        first = dense.mask.shape[1] * torch.arange(geometry.graphs, device=number.device)
+        return cls(dense, encoding, number + (first - geometry.ptr[:-1])[geometry.batch])
+
+    def apply(self, layer: Callable[..., Tensor], x: Tensor) -> Tensor:
+        """See `SizeClasses.apply`; x are the atoms of this class."""
+        mask, width = self.dense.mask, x.shape[-1]
+        tokens = x.new_zeros(mask.numel(), width).index_copy(0, self.places, x)
+        out = layer(tokens.view(*mask.shape, width), encoding=self.encoding, **self.dense.keys)
+        return out.flatten(0, 1).index_select(0, self.places)
+
+
+class SizeClasses(NamedTuple):
+    """A batch in classes of graphs of similar size."""
+
+    classes: list[SizeClass]
+    atoms: Tensor | None = None
+    """(atoms,), the atom of the batch at each place of all classes; None: one class, all atoms"""
+
+    @classmethod
+    def of(cls, geometry: Geometry) -> "SizeClasses":
+        """Of a batch whose positions do not matter."""
+        found = Sorted.of(geometry)
+        if found is None:
+            return cls([SizeClass.of(geometry, DenseAtoms.of(geometry))])
+        parts = [found.geometry.part(graphs) for graphs in found.classes]
+        return cls([SizeClass.of(part, DenseAtoms.of(part)) for part in parts], found.atoms)
+
+    @_uncompiled_loop
+    def apply(self, layer: Callable[..., Tensor], x: Tensor) -> Tensor:
+        """Applies a layer to every class.
+
+        Args:
+            layer: of tokens (graphs, atoms, dim), and of `encoding` and `Keys` by name.
+            x: (atoms, dim).
+
+        Returns:
+            (atoms, dim).
+        """
+        if self.atoms is None:
+            return self.classes[0].apply(layer, x)
+        parts = x.index_select(0, self.atoms).split([len(each.places) for each in self.classes])
+        pairs = zip(self.classes, parts, strict=True)
+        out = torch.cat([each.apply(layer, part) for each, part in pairs])
+        return torch.zeros_like(out).index_copy(0, self.atoms, out)
+
+
+@uncompiled
+def _classes(ptr: Tensor, columns: Tensor | None, start: int) -> tuple[list[int], list[slice]]:
+    """Graphs with atoms, the largest first, and which of these each class has.
+
+    A class ends where taking in the next graph would make its padding dearer than another class:
+    so padding never costs more than `start` atoms for each of them.
+    """
+    atoms = ptr.diff().tolist()
+    each = [0.0] * len(atoms) if columns is None else columns.tolist()
+    cost = [1 + number / _COLUMNS for number in each]  # of one atom of each graph
+    graphs = [graph for graph, count in enumerate(atoms) if count]
+    graphs.sort(key=lambda graph: -atoms[graph] * cost[graph])
+    cuts, most, highest, needed = [0], 0, 0.0, 0.0
+    for place, graph in enumerate(graphs):
+        most, highest = max(most, atoms[graph]), max(highest, cost[graph])
+        needed += atoms[graph] * cost[graph]
+        if (place + 1 - cuts[-1]) * most * highest - needed > start:
+            cuts.append(place)
+            most, highest = atoms[graph], cost[graph]
+            needed = most * highest
+    return graphs, [slice(*ends) for ends in pairwise([*cuts, len(graphs)])]

@@ -1,0 +1,157 @@
+"""Polynomial and random features against softmax of normalized queries and keys, and its gradients.
+
+Relative errors, in the norm over all tokens of a head, of the output and of the gradients of a
+random linear function of it. Random maps have as many features as the polynomial of degree 2.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from kit.pictures import error_panels
+from kit.rows import Points, Promise, Rows, markdown, names, pick
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from molflt.attention import FEATURE_MAPS
+from molflt.attention.mixing.forms import linear, softmax
+
+HEADS = 8  # one head is one sample
+CLUSTERS = 8  # of queries and keys that share directions, as those of trained models do
+QUICK = {"dims": (8, 16), "temperatures": (0.5, 1.0), "tokens": 64, "samples": 8}
+QUANTITIES = ("output", "gradient", "gradient by q, k")
+Mix = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def taylor(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Weights 1 + x + x^2 / 2 of x = q . k."""
+    x = query @ key.mT
+    weights = 1 + x + x.square() / 2
+    return weights @ value / weights.sum(dim=-1, keepdim=True)
+
+
+def featured(name: str, dim: int, generator: torch.Generator, **options: object) -> Mix:
+    """Linear attention with a feature map whose projection is drawn anew."""
+    phi = FEATURE_MAPS[name](dim, HEADS, **options)
+    phi.redraw_(generator)
+    return lambda query, key, value: linear(phi(query), phi(key), value).ratio()
+
+
+def forms(dim: int, generator: torch.Generator) -> dict[str, Mix]:
+    """What is compared, by name."""
+    width = math.comb(dim + 2, 2)
+    found: dict[str, Mix] = {"Taylor": taylor}
+    options: dict[str, dict[str, object]] = {
+        "polynomial": {},
+        "sketch, half": {"num_features": (width + dim) // 2},
+        **({"degree 3": {"degree": 3}} if dim < 64 else {}),
+    }
+    for name, own in options.items():
+        found[name] = featured("polynomial", dim, generator, **own)
+    for kind in ("iid", "orthogonal"):
+        own = {"num_features": width, "projection": kind}
+        found[f"positive, {kind}"] = featured("positive", dim, generator, **own)
+    found["trigonometric"] = featured("trigonometric", dim, generator, num_features=width // 2)
+    return found
+
+
+def drawn(kind: str, tokens: int, dim: int, generator: torch.Generator) -> list[Tensor]:
+    """Queries, keys, values and weights of the outputs: (1, heads, tokens, dim) each."""
+    shape = (1, HEADS, tokens, dim)
+    q, k, v, w = (torch.randn(shape, generator=generator) for _ in range(4))
+    if kind == "clustered":
+        centers = torch.randn(1, HEADS, CLUSTERS, dim, generator=generator)
+        index = torch.randint(CLUSTERS, (2, tokens), generator=generator)
+        q, k = (x / 2 + centers[:, :, i] for x, i in zip((q, k), index, strict=True))
+    return [q, k, v, w]
+
+
+def results(mix: Mix, inputs: list[Tensor], temperature: float) -> list[Tensor]:
+    """The output, all gradients, and those by queries and keys: (heads, numbers) each."""
+    *inputs, weights = (x.detach().requires_grad_() for x in inputs)
+    query, key = (temperature**0.5 * F.normalize(x, dim=-1) for x in inputs[:2])
+    out = mix(query, key, inputs[2])
+    slopes = torch.autograd.grad((out * weights).sum(), inputs)
+    parts = ([out.detach()], slopes, slopes[:2])
+    return [torch.cat([x[0].flatten(1) for x in part], dim=-1) for part in parts]
+
+
+def measure(
+    dims: tuple[int, ...] = (8, 16, 32, 64),
+    temperatures: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0),
+    tokens: int = 256,
+    samples: int = 8,
+) -> Rows:
+    """Errors of all forms at all widths of a head and temperatures."""
+    points, generator = Points(), torch.Generator().manual_seed(0)
+    cases = itertools.product(("uniform", "clustered"), dims, temperatures, range(samples // HEADS))
+    for kind, dim, temperature, _ in tqdm(list(cases), leave=False):
+        inputs = drawn(kind, tokens, dim, generator)
+        exact = results(softmax, inputs, temperature)
+        for name, mix in forms(dim, generator).items():
+            found = results(mix, inputs, temperature)
+            for quantity, a, b in zip(QUANTITIES, found, exact, strict=True):
+                error = (a - b).norm(dim=-1) / b.norm(dim=-1)
+                labels = {"directions": kind, "d": dim, "temperature": temperature}
+                points.add(error, **labels, form=name, quantity=quantity)
+    return points.rows()
+
+
+def table(rows: Rows) -> str:
+    """Errors in percent: of the output, and of the gradient by all inputs."""
+    forms = names(rows, "form")
+    lines = []
+    keys = ("directions", "d", "temperature")
+    for labels in itertools.product(*(names(rows, key) for key in keys)):
+        own = pick(rows, **dict(zip(keys, labels, strict=True)))
+        cells = []
+        for form in forms:
+            found = [pick(own, form=form, quantity=q) for q in QUANTITIES[:2]]
+            shown = [f"{100 * row[0]['mean']:.2g}" for row in found if row]
+            cells.append(", ".join(shown) or None)
+        width = math.comb(labels[1] + 2, 2)
+        lines.append([labels[0], labels[1], width, f"{labels[2]:g}", *cells])
+    return markdown(["directions", "d", "features", "τ", *forms], lines)
+
+
+def draw(png: Path, rows: Rows) -> None:
+    """Error of the output against the temperature."""
+    own = [row for row in rows if row["quantity"] == "output"]
+    labels = ("temperature", "relative error of outputs")
+    error_panels(*(png, own, ("directions", "d"), "form", "temperature", labels, (2, 4), (9, 5)))
+
+
+def at(rows: Rows, dim: int, form: str, quantity: str) -> float | None:
+    """Error at temperature 1, directions uniform."""
+    labels = {"directions": "uniform", "d": dim, "temperature": 1, "form": form}
+    found = pick(rows, **labels, quantity=quantity)
+    return found[0]["mean"] if found else None
+
+
+def ratio(rows: Rows, dim: int) -> float | None:
+    """Error of the output over that of the best random features of equal width."""
+    others = ("positive, iid", "positive, orthogonal", "trigonometric")
+    found = [at(rows, dim, form, "output") for form in ("polynomial", *others)]
+    return None if None in found else found[0] / min(found[1:])
+
+
+def promise(dim: int, quantity: str, most: float) -> Promise:
+    """A bound on an error of the polynomial of degree 2."""
+    text = f"{quantity}, d = {dim}, {math.comb(dim + 2, 2)} features"
+    return Promise(text, lambda rows: at(rows, dim, "polynomial", quantity), most)
+
+
+PROMISES = [
+    promise(16, "output", 0.01),
+    promise(8, "output", 0.02),
+    promise(16, "gradient", 0.015),
+    promise(8, "gradient", 0.035),
+    Promise(
+        "output of the polynomial / best random map, d = 16", lambda rows: ratio(rows, 16), 0.1
+    ),
+]

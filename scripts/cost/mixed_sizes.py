@@ -1,0 +1,235 @@
+"""Time of one GraphAttention layer over graphs of unlike sizes, against equal ones and padding.
+
+"mixed" is the layer; "padded" the same with every graph padded to the largest, as PyG computes;
+"equal" the layer over as many atoms in as many graphs that differ by one atom at most.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from kit.layers import pyg_performer
+from kit.pictures import legend
+from kit.rows import Promise, Row, Rows, markdown, names, pick
+from kit.turns import paired, turns
+from torch import Tensor, nn
+from torch_geometric.utils import to_dense_batch
+
+from molflt.graph import GraphAttention
+from molflt.graph.geometry import Geometry
+from molflt.plots.figure import SERIES, picture
+
+DIM, HEADS, FEATURES, NODES, NEAR = 128, 8, 64, 16, 4.5
+VOLUME = 12.0  # Å^3 per atom
+PYG = "PyG performer, relu"
+Inputs = dict[str, Tensor]
+
+
+def made(**options: Any) -> Callable[[int], nn.Module]:
+    """A layer of ours by its width, in linear form: what `auto` gains is not of padding."""
+    return lambda dim: GraphAttention(
+        dim, HEADS, mixing="linear", num_features=FEATURES, **{"periodic": "none", **options}
+    )
+
+
+SAMPLED = {"position_options": {"num_nodes": NODES}}
+KERNEL = {"position": "multiplicative"}
+MECHANISMS: dict[str, Callable[[int], nn.Module]] = {
+    "performer": made(position="none", periodic=None),
+    "additive": made(position="spectral", **SAMPLED),
+    "multiplicative": made(**KERNEL, **SAMPLED),
+    "multiplicative, near field": made(**KERNEL, **SAMPLED, near_field=NEAR),
+    "images": made(position="spectral", **SAMPLED, periodic="images", image_cutoff=NEAR),
+    "reciprocal, near field": made(**KERNEL, periodic="reciprocal", near_field=NEAR),
+}
+
+
+FIXED = tuple(MECHANISMS)[:4]  # whose cost per atom does not grow with the cell
+
+
+class Mix(NamedTuple):
+    """Graphs of a batch, and what is measured of it."""
+
+    sizes: list[int]
+    known: tuple[str, ...]
+    ways: tuple[str, ...] = ("mixed", "equal", "padded")
+
+    def equal(self) -> list[int]:
+        """As many atoms in as many graphs."""
+        least, more = divmod(sum(self.sizes), len(self.sizes))
+        return [least + 1] * more + [least] * (len(self.sizes) - more)
+
+
+MIXES = {
+    "1 of 2000, 63 of 20": Mix([20] * 40 + [2000] + [20] * 23, FIXED[:2]),
+    "32 of 20 to 225": Mix([20 + 205 * (13 * n % 32) // 31 for n in range(32)], tuple(MECHANISMS)),
+    "64 of 2 to 512": Mix(
+        [round(2 ** (1 + 8 * (23 * n % 64) / 63)) for n in range(64)], FIXED, ("mixed", "equal")
+    ),
+}
+MEASURED = LARGE, OC20, WIDE = tuple(MIXES)
+MIXES["4 of 3 to 30"] = Mix([7, 30, 3, 12], tuple(MECHANISMS))
+QUICK = {"rounds": 1, "mixes": ("4 of 3 to 30",), "dim": 16}
+
+
+def inputs(sizes: list[int], dim: int) -> Inputs:
+    """Atoms at random places of cubic cells, 12 Å^3 each."""
+    draw = torch.Generator().manual_seed(0)
+    batch = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    sides = (VOLUME * torch.tensor(sizes)) ** (1 / 3)
+    return {
+        "x": torch.randn(len(batch), dim, generator=draw),
+        "pos": torch.rand(len(batch), 3, generator=draw) * sides[batch][:, None],
+        "batch": batch,
+        "cell": sides[:, None, None] * torch.eye(3),
+    }
+
+
+def mixed(layer: nn.Module, given: Inputs) -> Tensor:
+    """The layer as it is."""
+    if layer.encoding is None:
+        return layer(given["x"], batch=given["batch"])
+    return layer(**given)
+
+
+def padded(layer: nn.Module, given: Inputs) -> Tensor:
+    """All graphs padded to the largest; also a layer of PyG."""
+    x, mask = to_dense_batch(given["x"], given["batch"])
+    if not isinstance(layer, GraphAttention):
+        return layer(x, mask)[mask]
+    if layer.encoding is None:
+        return layer.attention(x, key_mask=mask)[mask]
+    geometry = Geometry.of(given["pos"], given["batch"], given["cell"])
+    dense, encoding = layer.encoding.padded(geometry)
+    return layer.attention(x, encoding=encoding, **dense.keys)[mask]
+
+
+def step(run: Callable[[nn.Module, Inputs], Tensor], layer: nn.Module, given: Inputs) -> None:
+    """Forward and backward."""
+    run(layer, given).square().sum().backward()
+    layer.zero_grad()
+
+
+@torch.no_grad()
+def difference(name: str, given: Inputs, dim: int) -> float:
+    """Largest between mixed and padded over the largest output, in float64."""
+    torch.manual_seed(0)
+    layer = MECHANISMS[name](dim).double()
+    given = {key: x.double() if x.is_floating_point() else x for key, x in given.items()}
+    one, other = (run(layer, given) for run in (mixed, padded))
+    return float((one - other).abs().max() / other.abs().max())
+
+
+def measure(rounds: int = 3, mixes: tuple[str, ...] = MEASURED, dim: int = DIM) -> Rows:
+    """All mechanisms, or those whose cost per atom does not grow with the cell.
+
+    Raises:
+        ValueError: a mix that is unknown, or less than one round.
+    """
+    rows: Rows = []
+    for mix in mixes:
+        if mix not in MIXES:
+            raise ValueError(f"mix {mix!r} is unknown; expected some of {'; '.join(MIXES)}")
+        known, ways = MIXES[mix].known, MIXES[mix].ways
+        same, even = (inputs(sizes, dim) for sizes in (MIXES[mix].sizes, MIXES[mix].equal()))
+        works: dict[tuple[str, str], Callable[[], None]] = {}
+        for name in known:
+            torch.manual_seed(0)
+            layer = MECHANISMS[name](dim)
+            runs = {"mixed": (mixed, same), "equal": (mixed, even), "padded": (padded, same)}
+            for way in ways:
+                run, given = runs[way]
+                works[name, way] = partial(step, run, layer, given)
+        works[PYG, "padded"] = partial(step, padded, pyg_performer(dim, HEADS, FEATURES), same)
+        once = mix == LARGE  # padded, it takes as long as all else
+        few = {key: 1 if once and key[1] == "padded" else rounds for key in works}
+        apart = {
+            name: difference(name, same, dim) for name in known if mix != LARGE and "padded" in ways
+        }
+        for (name, way), seconds in turns(works, few, time.process_time).items():
+            found = apart.get(name) if way == "mixed" else None
+            labels = {"mix": mix, "mechanism": name, "way": way}
+            rows.append({**labels, "seconds": seconds, "difference": found})
+    return rows
+
+
+def ratio(rows: Rows, mix: str, name: str, way: str, other: str | None = None) -> float | None:
+    """Time of a way over that of the mixed batch; of another mechanism, if there is one."""
+    of = pick(rows, mix=mix, mechanism=other or name, way=way)
+    ours = pick(rows, mix=mix, mechanism=name, way="mixed")
+    return paired(of[0]["seconds"], ours[0]["seconds"]) if of and ours else None
+
+
+def table(rows: Rows) -> str:
+    """A line for each mechanism and mix."""
+    head = ["batch, atoms", "mechanism", "mixed, s", "mixed / equal", "padded / mixed"]
+    head += ["PyG / mixed", "difference"]
+    lines = []
+    for row in pick(rows, way="mixed"):
+        mix, name, seconds = row["mix"], row["mechanism"], row["seconds"]
+        even, wide = (ratio(rows, mix, name, way) for way in ("equal", "padded"))
+        theirs, apart = ratio(rows, mix, name, "padded", PYG), row["difference"]
+        numbers = (1 / even if even else None, wide, theirs)
+        cells = [None if x is None else f"{x:.2f}" for x in numbers]
+        last = None if apart is None else f"{apart:.0e}"
+        lines.append([mix, name, f"{statistics.median(seconds):.3g}", *cells, last])
+    return markdown(head, lines)
+
+
+def draw(png: Path, rows: Rows) -> None:
+    """Bars of seconds by mechanism, a panel for each mix."""
+    mixes = names(rows, "mix")
+    ways = ("mixed", "equal", "padded")
+    with picture(png, figsize=(3.6 * len(mixes), 3.6)) as figure:
+        panels = figure.subplots(1, len(mixes), squeeze=False)[0]
+        for axes, mix in zip(panels, mixes, strict=True):
+            known = names(pick(rows, mix=mix), "mechanism")
+            for number, way in enumerate(ways):
+                own: list[Row] = pick(rows, mix=mix, way=way)
+                where = [known.index(row["mechanism"]) + 0.27 * (number - 1) for row in own]
+                seconds = [statistics.median(row["seconds"]) for row in own]
+                axes.bar(where, seconds, 0.27, color=SERIES[number], label=way)
+            axes.set(title=mix, yscale="log", ylabel="time, s")
+            axes.set_xticks(range(len(known)), known, rotation=40, ha="right", fontsize="small")
+            axes.grid(alpha=0.25, axis="y")
+        legend(figure, panels[0])
+
+
+def least(rows: Rows, way: str, mixes: Sequence[str], known: Sequence[str]) -> float | None:
+    """Smallest ratio of all that were measured."""
+    found = [ratio(rows, mix, name, way) for mix in mixes for name in known]
+    return min((value for value in found if value is not None), default=None)
+
+
+def over_equal(rows: Rows) -> float | None:
+    """Largest mixed / equal of those that take as long for an atom of any graph."""
+    found = least(rows, "equal", MEASURED, FIXED)
+    return None if found is None else 1 / found
+
+
+PROMISES = [
+    Promise("mixed / equal, any batch of the first four", over_equal, most=1.3),
+    Promise(
+        f"PyG's performer / ours, {LARGE}",
+        lambda rows: ratio(rows, LARGE, "performer", "padded", PYG),
+        least=24,
+    ),
+    Promise(
+        f"padded / mixed of any of ours, {OC20}",
+        lambda rows: least(rows, "padded", (OC20,), tuple(MECHANISMS)),
+        least=1.4,
+    ),
+    Promise(
+        "difference between mixed and padded, float64",
+        lambda rows: max(
+            (row["difference"] for row in pick(rows, mix=OC20, way="mixed")), default=None
+        ),
+        most=1e-12,
+    ),
+]

@@ -1,0 +1,326 @@
+"""Long range: lattice sums against published numbers, other splits, other formulas, brute force."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from ase import Atoms
+from ase.build import bulk
+from test_potential import data, double, ethanol, forces_along, kink, potential, salt  # noqa: F401
+from torch import Tensor
+from torch_geometric.data import Batch
+
+import molflt
+from molflt.graph import long_range
+from molflt.graph.geometry import Geometry
+from molflt.graph.long_range import COULOMB, LongRange, inverse_power_sums
+
+# Epstein's zeta function of the simple cubic lattice: sum' 1 / r^p, for p < 3 continued
+EPSTEIN = {1: -2.83729747948, 2: -8.91363291758, 4: 16.5323159597617, 6: 8.40192397482754}
+MADELUNG = {  # of the nearest distance, in units of the cube's side
+    "rocksalt": (1.747564594633, 1 / 2),
+    "cesiumchloride": (1.762674773071, 3**0.5 / 2),
+    "zincblende": (1.638055053389, 3**0.5 / 4),
+}
+
+
+@pytest.fixture
+def exact(monkeypatch):
+    """Near pairs and nodes that end below rounding: what is left is no error of the cutoffs."""
+    monkeypatch.setattr(long_range, "_DEPTH", 6.6)
+    monkeypatch.setattr(long_range, "_HIGHEST", 2.4)
+    monkeypatch.setattr(long_range, "_APART", 6.5)
+
+
+def slab(height: float = 0.0, pbc=(True, True, False)) -> Atoms:
+    """Four atoms on a skewed plane."""
+    places = [[0, 0, 0], [2.0, 2.1, 0.4], [2.2, 0.1, 3.0], [0.1, 1.9, 4.1]]
+    cell = [[4.0, 0.3, 0], [0.2, 4.2, 0], [0, 0, height]]
+    return Atoms("NaClNaCl", places, cell=cell, pbc=pbc)
+
+
+def energy(atoms: Atoms, charges, powers=(1,), **options) -> Tensor:
+    """1/2 sum q q / r^p of the same charges for each power: (powers,)."""
+    return sum(parts(atoms, charges, powers, **options))
+
+
+def parts(atoms: Atoms, charges, powers=(1,), dtype=torch.float64, **options) -> list[Tensor]:
+    geometry = Geometry.of_data(data(atoms))
+    geometry = geometry._replace(pos=geometry.pos.to(dtype), cell=geometry.cell.to(dtype))
+    q = torch.as_tensor(charges, dtype=dtype).view(-1, 1, 1).expand(-1, len(powers), 1)
+    return [x[0, :, 0] for x in inverse_power_sums(q, geometry, powers, **options)]
+
+
+def derivatives(atoms: Atoms, charges, power: int, **options) -> list[Tensor]:
+    """Energy and its gradients by positions, cell and charges."""
+    inputs = [torch.tensor(x) for x in (atoms.positions, atoms.cell.array, np.array(charges))]
+    pos, cell, q = (x.requires_grad_() for x in inputs)
+    geometry = Geometry.of(pos, cell=cell, pbc=torch.tensor(atoms.pbc))
+    near, far = inverse_power_sums(q.view(-1, 1, 1), geometry, [power], **options)
+    total = (near + far).sum()
+    return [total, *torch.autograd.grad(total, (pos, cell, q))]
+
+
+@pytest.mark.parametrize("structure", MADELUNG)
+def test_madelung_constants(structure):
+    constant, nearest = MADELUNG[structure]
+    names = {"rocksalt": "NaCl", "cesiumchloride": "CsCl", "zincblende": "ZnS"}
+    atoms = bulk(names[structure], structure, 5.0)
+    for cutoff in (5.0, 8.0, 11.0):
+        found = -float(energy(atoms, [1.0, -1.0], cutoff=cutoff)) * 5.0 * nearest
+        assert found == pytest.approx(constant, abs=5e-7)
+
+
+@pytest.mark.parametrize("power", EPSTEIN)
+def test_sums_over_the_cubic_lattice(power, exact):
+    """Of one kind of charge: for p < 3 with the background that neutralizes it."""
+    atoms = Atoms("Na", cell=[2.5] * 3, pbc=True)
+    found = 2 * float(energy(atoms, [1.0], (power,), cutoff=7.0)) * 2.5**power
+    assert found == pytest.approx(EPSTEIN[power], abs=1e-10)
+
+
+@pytest.mark.parametrize("power", EPSTEIN)
+def test_the_split_does_not_matter(power, exact):
+    """Near and far parts come from different formulas, and only their sum does not depend on it."""
+    charges = [0.7, -0.4]
+    one, other = (derivatives(salt(), charges, power, cutoff=cutoff) for cutoff in (5.0, 7.0))
+    for a, b in zip(one, other, strict=True):
+        assert float(a.detach().abs().max()) > 1e-3
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-10)
+
+
+@pytest.mark.parametrize("charges", [[0.7, -0.4, -0.5, 0.2], [0.7, 0.4, 0.5, -0.2]])
+def test_a_slab_is_its_crystal_with_the_dipole_term(charges, exact):
+    """J. Chem. Phys. 131, 094107 (2009), also of net charges; with gradients."""
+    height, q = 30.0, torch.tensor(charges)
+    found = derivatives(slab(), charges, 1, cutoff=7.0)
+    expected = derivatives(slab(height, True), charges, 1, cutoff=7.0)
+    pos = torch.tensor(slab().positions, requires_grad=True)
+    cell = torch.tensor(slab().cell.array, requires_grad=True)
+    area, z = torch.linalg.cross(cell[0], cell[1]).norm(), pos[:, 2]
+    dipole = (q * z).sum() ** 2 - q.sum() * (q * z**2).sum() - q.sum() ** 2 * height**2 / 12
+    term = 2 * math.pi / (area * height) * dipole
+    slopes = torch.autograd.grad(term, (pos, cell))
+    assert abs(float(found[0] - expected[0] - term)) < 1e-10
+    torch.testing.assert_close(found[1], expected[1] + slopes[0], rtol=0, atol=1e-10)
+    along = found[2][:2, :2] - (expected[2] + slopes[1])[:2, :2]
+    assert float(along.abs().max()) < 1e-10
+
+
+@pytest.mark.parametrize("power", EPSTEIN)
+@pytest.mark.parametrize("smearing", [0.0, 0.8])
+def test_molecules_are_all_pairs(power, smearing):
+    atoms = ethanol()
+    atoms.positions[-1] += 12.0  # beyond the cutoff
+    charges = np.linspace(-1, 2, len(atoms))
+    pos = torch.tensor(atoms.positions, requires_grad=True)
+    i, j = torch.triu_indices(len(atoms), len(atoms), 1)
+    r, q = (pos[i] - pos[j]).norm(dim=1), torch.tensor(charges)
+    law = torch.special.gammainc(torch.tensor(power / 2), r**2 / 2 / smearing**2) if smearing else 1
+    total = (q[i] * q[j] * law / r**power).sum()
+    near, far = parts(atoms, charges, (power,), smearing=smearing)
+    assert float(near + far) == pytest.approx(float(total), abs=1e-10)
+    assert abs(float(near)) > 1e-3 and abs(float(far)) > 1e-4
+    options = {"smearing": smearing, "cutoff": 8.0}
+    (slope,) = torch.autograd.grad(total, pos)
+    atoms.set_cell(np.eye(3))  # not read
+    found = derivatives(atoms, charges, power, **options)
+    torch.testing.assert_close(found[1], slope, rtol=0, atol=1e-9)
+
+
+def test_smearing_is_gone_at_five_widths():
+    atoms = Atoms("NaCl", [[0, 0, 0], [5.0, 0, 0]], cell=[10.0] * 3, pbc=True)
+    point, wide = (energy(atoms, [1.0, -1.0], smearing=width) for width in (0.0, 1.0))
+    assert float(point - wide) == pytest.approx(0.0, abs=2e-6)
+    atoms.positions[1, 0] = 1.0
+    point, wide = (energy(atoms, [1.0, -1.0], smearing=width) for width in (0.0, 1.0))
+    assert float(wide - point) == pytest.approx(math.erfc(0.5**0.5), abs=1e-6)
+
+
+@pytest.mark.parametrize("atoms", [salt(), slab()], ids=["crystal", "slab"])
+def test_supercells_other_cells_and_other_images(atoms):
+    charges, per = np.linspace(0.7, -0.4, len(atoms)), 1 / len(atoms)
+    first = energy(atoms, charges) * per
+    for repeat in ((2, 1, 1), (1, 3, 1), (2, 2, 1)):
+        large = atoms.repeat(repeat)
+        found = energy(large, np.tile(charges, len(large) // len(atoms))) / len(large)
+        assert abs(float(found - first)) < 1e-10
+    other = atoms.copy()
+    other.cell[0] += 2 * other.cell[1]
+    other.positions[0] += 3 * other.cell[1] - other.cell[0]
+    other.positions += [0.3, -7.0, 2.0]
+    assert abs(float(energy(other, charges) * per - first)) < 1e-10
+
+
+@pytest.mark.parametrize("atoms", [salt(), slab()], ids=["crystal", "slab"])
+def test_gradients_by_differences(atoms):
+    """Also of gradients, which is what training on forces takes."""
+    pbc, half = torch.tensor(atoms.pbc), torch.tensor(2)
+    powers = [1, 2, 4, 6] if atoms.pbc.all() else [1]
+
+    def total(pos: Tensor, cell: Tensor, q: Tensor) -> Tensor:
+        charges = q[:, None, None].expand(-1, len(powers), -1)
+        near, far = inverse_power_sums(charges, Geometry.of(pos, cell=cell, pbc=pbc), powers, 4.0)
+        return (near + far).sum() / half
+
+    inputs = (torch.tensor(x) for x in (atoms.positions, atoms.cell.array, np.arange(len(atoms))))
+    inputs = tuple(x.double().requires_grad_() for x in inputs)
+    assert torch.autograd.gradcheck(total, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(total, inputs, fast_mode=True)
+
+
+def test_nodes_in_chunks_are_the_same(monkeypatch):
+    """Also when forces are learned, which differentiates twice what was forgotten."""
+
+    def found() -> list[Tensor]:
+        pos = torch.tensor(salt().positions, requires_grad=True)
+        q = torch.tensor([0.7, -0.4]).view(2, 1, 1).requires_grad_()
+        geometry = Geometry.of_data(data(salt()))._replace(pos=pos)
+        total = sum(inverse_power_sums(q, geometry, [4])).sum()
+        (slope,) = torch.autograd.grad(total, pos, create_graph=True)
+        return [total, slope, *torch.autograd.grad(slope.square().sum(), (pos, q))]
+
+    whole = found()
+    monkeypatch.setattr(long_range, "_TRANSIENT", 64)
+    for a, b in zip(whole, found(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+def test_single_precision():
+    """Phases are rounded after whole turns are taken off: far from the origin, too."""
+    atoms, charges = salt(), [0.7, -0.4]
+    atoms.positions += 100 * atoms.cell.array.sum(axis=0).round()
+    exact = energy(atoms, charges, (1, 6))
+    atoms.positions = atoms.positions.astype(np.float32)
+    single = energy(atoms, charges, (1, 6), dtype=torch.float32)
+    assert single.dtype == torch.float64
+    torch.testing.assert_close(single, exact, rtol=2e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("pbc", "powers", "message"),
+    [
+        ((True, False, False), (1,), "no sum for one periodic axis, .* that of graph 1"),
+        ((True, True, False), (1, 6), r"long_range=\[1, 6\] has no sum for two .* p > 1"),
+    ],
+)
+def test_axes_without_a_sum_are_refused(pbc, powers, message):
+    other = salt()
+    other.pbc = pbc
+    layer = LongRange(3, powers)
+    geometry = Geometry.of_data(Batch.from_data_list([data(salt()), data(other)]))
+    with pytest.raises(ValueError, match=message):
+        layer(torch.zeros(4, 3), geometry)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"powers": ()}, "powers of 1 / r.p must be given, each once"),
+        ({"powers": (1, 1)}, r"each once; got \[1, 1\]"),
+        ({"powers": (3,)}, "some of 1, 2, 4, 6; got 3"),
+        ({"channels": 0}, "channels must be at least 1"),
+        ({"smearing": 2.0}, "smearing must be below 1.41 Å"),
+    ],
+)
+def test_options_out_of_range(options, message):
+    with pytest.raises(ValueError, match=message):
+        LongRange(4, **options)(torch.zeros(2, 4), Geometry.of_data(data(salt())))
+
+
+def charged(powers=(1,), **options):
+    """A potential whose latent charges are no longer small."""
+    model = potential(long_range=list(powers), **options)
+    with torch.no_grad():
+        model.long_range.charge.weight.mul_(30)
+    return model
+
+
+def latent(model: torch.nn.Module, batch) -> tuple[dict[str, Tensor], Tensor]:
+    """Parts of the energies, and the latent charges (atoms, powers, channels) behind them."""
+    found: list[Tensor] = []
+    hook = model.long_range.charge.register_forward_hook(lambda *args: found.append(args[2]))
+    out = {name: part.detach() for name, part in model.parts(batch).items()}
+    hook.remove()
+    (charges,) = found
+    return out, charges.unflatten(1, (-1, model.long_range.channels)).detach()
+
+
+def test_parts_of_an_energy():
+    model, batch = charged((1, 6)), Batch.from_data_list([data(salt()), data(ethanol())])
+    out, (found, charges) = model(batch), latent(model, batch)
+    assert found.keys() == {"local", "near", "far"}
+    for name, part in found.items():
+        assert part.dtype == torch.float64 and float(part.abs().min()) > 1e-3
+        torch.testing.assert_close(out[f"energy_{name}"], part)
+    torch.testing.assert_close(out["energy"], sum(found.values()), rtol=0, atol=1e-12)
+    signs = torch.tensor([[1.0] * 4, [-1, 1, -1, 1]])  # charges of p = 1 repel their like
+    sums = inverse_power_sums(charges, Geometry.of_data(batch), (1, 6), 8.0, 1.0)
+    for name, part in zip(("near", "far"), sums, strict=True):
+        torch.testing.assert_close(found[name], COULOMB * (part * signs).sum((1, 2)))
+    atoms = salt()
+    atoms.calc = molflt.Calculator(model)
+    total = atoms.get_potential_energy()
+    assert total == pytest.approx(sum(atoms.calc.results[f"energy_{name}"] for name in found))
+
+
+@pytest.mark.parametrize("far_field", [True, False])
+def test_a_potential_with_a_long_range_keeps_its_promises(far_field):
+    model, h = charged(far_field=far_field), 1e-4
+    structures = [data(ethanol()), data(slab()), data(salt())]
+    together = model(Batch.from_data_list(structures))
+    for index, structure in enumerate(structures):
+        alone = model(structure)
+        assert abs(float(together["energy"][index] - alone["energy"][0])) < 1e-10
+    large = model(data(salt().repeat((2, 1, 1))))
+    assert abs(float(large["energy"] / 2 - alone["energy"])) < 1e-10
+
+    def moved(by: float) -> float:
+        atoms = salt()
+        atoms.positions[1, 0] += by
+        return float(model(data(atoms))["energy"])
+
+    slope = (8 * (moved(h) - moved(-h)) - moved(2 * h) + moved(-2 * h)) / 12 / h
+    assert slope == pytest.approx(-float(alone["forces"][1, 0]), abs=1e-7)
+
+
+def test_no_kink_through_the_cutoff_of_near_pairs():
+    options = {"radial_basis": 0, "far_field": False, "long_range_smearing": 0.5}
+    model = charged(long_range_cutoff=4.0, **options)
+    step = np.array([[0, 0, 0], [3.0, 2.0, 3.5]])
+    forces = forces_along(model, salt(), step, 301)
+    assert np.ptp(forces) > 1e-4 and kink(forces) < 0.3
+
+
+def test_without_far_field_nothing_crosses_a_gap():
+    """Local energies and charges of two molecules are those of each; what is left is a law."""
+    one, other = ethanol(), ethanol()
+    other.rotate(70, "y")
+    other.positions += [0, 12.0, 0]
+    model = charged(far_field=False)
+    found = [latent(model, data(atoms)) for atoms in (one + other, one, other)]
+    local = [float(parts["local"]) for parts, _ in found]
+    assert abs(local[0] - local[1] - local[2]) < 1e-12
+    torch.testing.assert_close(found[0][1], torch.cat((found[1][1], found[2][1])))
+    between = [sum(float(parts[name]) for name in ("near", "far")) for parts, _ in found]
+    q, p = found[1][1][:, 0], found[2][1][:, 0]
+    r = torch.cdist(torch.tensor(one.positions), torch.tensor(other.positions))
+    law = COULOMB * float((q @ p.T / r).sum())
+    assert between[0] - between[1] - between[2] == pytest.approx(law, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"long_range_cutoff": 9.0}, "long_range_cutoff=9.0 has no effect without long_range"),
+        ({"long_range": [], "long_range_channels": 2}, "long_range_channels=2 has no effect"),
+        ({"far_field": False, "max_frequency": 0.2}, "max_frequency=0.2 has no effect with far_f"),
+        ({"far_field": False, "near_field": 0}, "leave atoms nothing to see"),
+    ],
+)
+def test_options_of_the_potential_without_effect(options, message):
+    with pytest.raises(ValueError, match=message):
+        potential(**options)
