@@ -1,6 +1,8 @@
 """The shipped sample against an independent calculation."""
 
+import csv
 import hashlib
+import json
 import re
 from pathlib import Path
 
@@ -96,3 +98,30 @@ def test_card_has_the_checksums_and_the_size_is_kept() -> None:
     listed = dict(re.findall(r"\| `([a-z_]+\.safetensors)` \|.*\| `([0-9a-f]{64})` \|", card))
     assert listed == {n: hashlib.sha256(p.read_bytes()).hexdigest() for n, p in files.items()}
     assert sum(p.stat().st_size for p in SAMPLE.iterdir()) <= 4_000_000
+
+
+def test_the_chgnet_sample_is_what_its_settings_and_names_say() -> None:
+    """Sizes, held-out groups, checksums on the card, and labels against the references."""
+    folder = ROOT / "datasets" / "chgnet-sample"
+    made = json.loads((folder / "made.json").read_text())
+    with (folder / "systems.csv").open(newline="") as file:
+        names = {int(row["sid"]): row for row in csv.DictReader(file)}
+    card = (folder / "README.md").read_text()
+    seen: dict[str, set[tuple[str, str]]] = {}
+    for split in SPLITS:
+        path = folder / f"{split}.safetensors"
+        store = StructureStore(path)
+        assert len(store) == made["train" if split == "train" else "val"]
+        assert hashlib.sha256(path.read_bytes()).hexdigest() in card
+        for record in store:
+            row = names.pop(record.sid)
+            assert row["split"] == split and record.natoms <= 30
+            assert adsorbate_name(record) == Atoms(row["adsorbate"]).get_chemical_formula()
+            assert -10.0 <= float(record.y_relaxed) <= float(record.y_init) + 1e-6
+            seen.setdefault(split, set()).add((row["adsorbate"], row["catalyst"]))
+    assert not names
+    adsorbates, catalysts = ({s: {p[i] for p in seen[s]} for s in SPLITS} for i in (0, 1))
+    for split in VAL_SPLITS:
+        new = split in ("val_ood_ads", "val_ood_both"), split in ("val_ood_cat", "val_ood_both")
+        assert (not adsorbates[split] & adsorbates["train"]) == new[0]
+        assert (not catalysts[split] & catalysts["train"]) == new[1]
