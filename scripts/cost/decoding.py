@@ -193,15 +193,19 @@ def draw(png: Path, rows: Rows) -> None:
         legend(figure, panels[0])
 
 
+def _is_linear(name: str) -> bool:
+    return not name.startswith(SOFTMAX)
+
+
 def slowest(rows: Rows) -> float | None:
     """Largest ratio of a linear mechanism at 10,000 tokens to the first position."""
-    far = [r["ratio"] for r in pick(rows, position=10_000) if r["mechanism"] != SOFTMAX]
+    far = [r["ratio"] for r in pick(rows, position=10_000) if _is_linear(r["mechanism"])]
     return max(far, default=None)
 
 
 def largest_growth_of_states(rows: Rows) -> float:
     """Of a mechanism other than softmax, last position over first."""
-    linear = [pick(rows, mechanism=name) for name in names(rows, "mechanism") if name != SOFTMAX]
+    linear = [pick(rows, mechanism=name) for name in filter(_is_linear, names(rows, "mechanism"))]
     return max((own[-1]["state_bytes"] / own[0]["state_bytes"] for own in linear), default=1.0)
 
 

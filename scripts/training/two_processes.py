@@ -28,11 +28,14 @@ SMALL = ["--model.dim=24", "--model.heads=3", "--model.ffn_dim=16", "--data.batc
 def combinations() -> Iterator[tuple[str, ...]]:
     """Files that make a training, the one that goes below first."""
     below = {"atoms": "demo", "oc20": "oc20/base", "lm": "lm/wikitext2"}
-    below["image"] = "image/fashion-mnist"
+    below |= {"image": "image/fashion-mnist", "masked": "masked/wikitext2"}
     configs = ROOT / "configs"
     for path in sorted(configs.rglob("*.yaml")):
         name = path.relative_to(configs).with_suffix("").as_posix()
-        alone = "data" in yaml.safe_load(path.read_text())
+        content = yaml.safe_load(path.read_text())
+        if content.get("recipe") == "sentences":
+            continue  # fine-tuning begins with another run
+        alone = "data" in content
         folder = name.split("/")[0]
         yield (name,) if alone else (below[folder], name)
 
@@ -55,6 +58,7 @@ def write_data(folder: Path) -> dict[str, list[str]]:
         "is2re": [f"--data.root={ROOT / 'datasets' / 'emt-sample'}"],
         "language": [*text, "--data.test=null", *clusters],
         "images": [*image, "--model.patch_size=4"],
+        "masked_language": [*text, "--data.test=null", "--data.length=32", "--data.pieces=300"],
     }
 
 

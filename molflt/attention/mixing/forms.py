@@ -124,7 +124,7 @@ def cheaper(queries: int, keys: int, features: int, dim: int, columns: int = 1) 
     """Which of two forms of the same sums takes less time: "quadratic" or "linear".
 
     Counts multiplications: queries keys (m + dv + p) against (queries + keys) m dv p, the latter
-    twice under a kernel, whose products are formed, and formed again in the backward pass.
+    twice where columns are many: their products are formed, and again in the backward pass.
 
     Args:
         queries: number of queries.
@@ -134,5 +134,5 @@ def cheaper(queries: int, keys: int, features: int, dim: int, columns: int = 1) 
         columns: p, of the positional kernel's factors; 1 without one.
     """
     by_matrix = queries * keys * (features + dim + columns)
-    by_sums = (queries + keys) * features * dim * columns * (2 if columns > 1 else 1)
+    by_sums = (queries + keys) * features * dim * columns * (2 if columns > features else 1)
     return "quadratic" if by_matrix < by_sums else "linear"
