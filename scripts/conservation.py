@@ -27,6 +27,12 @@ from molflt.plots.figure import picture
 
 def simulate(options: argparse.Namespace) -> Rows:
     """A row every so many steps: time, fs, energies, meV/atom, and temperature, K."""
+    steps = round(options.ps * 1e3 / options.timestep) if options.timestep > 0 else 0
+    if not 0 < options.every <= steps:
+        raise ValueError(
+            f"--ps {options.ps:g} with --timestep {options.timestep:g} is {steps} steps; expected "
+            f"at least --every, {options.every}, and these more than 0"
+        )
     atoms = ase.io.read(options.structure)
     draw = np.random.default_rng(options.seed)
     MaxwellBoltzmannDistribution(atoms, temperature_K=options.temperature, rng=draw)
@@ -45,7 +51,7 @@ def simulate(options: argparse.Namespace) -> Rows:
             "temperature_K": atoms.get_temperature(),
         }
 
-    rows, steps = [row(0)], round(options.ps * 1e3 / options.timestep)
+    rows = [row(0)]
     for step in tqdm(range(options.every, steps + 1, options.every), disable=None):
         dynamics.run(options.every)
         rows.append(row(step))
@@ -79,7 +85,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("potential", help="run, exported model or hf:OWNER/NAME")
+    parser.add_argument("potential", help="folder of a run of the recipe potential")
     parser.add_argument("structure", type=Path, help="any file that ASE reads; its last structure")
     parser.add_argument("--ps", type=float, default=20.0, help="length, ps")
     parser.add_argument("--timestep", type=float, default=0.5, help="fs")
@@ -98,7 +104,9 @@ def main(words: list[str] | None = None) -> int:
     try:
         rows = simulate(options)
     except (ValueError, OSError) as error:
-        print(f"conservation.py: error: {error}", file=sys.stderr)
+        missing = isinstance(error, OSError) and error.filename
+        text = f"{error.filename}: {error.strerror}" if missing else error
+        print(f"conservation.py: error: {text}", file=sys.stderr)
         return 2
     write_csv(options.out / "conservation.csv", rows)
     draw(rows, options.out / "conservation.png")

@@ -54,7 +54,8 @@ def error_panels(
     A panel per combination of the labels `panel`, and in it a line per value of `curve` (`UNIFORM`
     is black) against `x`; `labels` are those of both axes, `shape` rows and columns of panels.
     """
-    panels = sorted({tuple(row[key] for key in panel) for row in rows}, key=str)
+    found = {tuple(row[key] for key in panel) for row in rows}
+    panels = sorted(found, key=lambda values: [(isinstance(v, str), v) for v in values])
     names = list(dict.fromkeys(row[curve] for row in rows))
     with picture(png, figsize=figsize) as figure:
         grid = figure.subplots(*shape, sharex=True, sharey="row", squeeze=False)

@@ -104,6 +104,11 @@ def test_a_data_set_grows_to_the_bytes_of_one_made_at_once(
     for module in (generator, make_settings):
         monkeypatch.setattr(module, "_in_processes", here)
     make(directory, **{**SMALL, "train": 1}, workers=1, frames=True)
+    table = (directory / "systems.csv").read_text()
+    (directory / "systems.csv").write_text("\n".join(table.splitlines()[:1]))
+    with pytest.raises(ValueError, match=r"systems\.csv: no row of sid 0, which .*train\.safet"):
+        make(directory, **SMALL, workers=1, frames=True)
+    (directory / "systems.csv").write_text(table)
     with monkeypatch.context() as stop, pytest.raises(KeyboardInterrupt):
         stop.setattr(generator, "_relax_all", Mock(side_effect=KeyboardInterrupt))
         make(directory, **SMALL, workers=1, frames=True)

@@ -222,6 +222,11 @@ def _take_apart(directory: Path, tasks: list[_Task]) -> None:
     for task, record in zip(tasks[:made], store, strict=True):
         if _is_whole(task):
             continue
+        if record.sid not in names:
+            raise ValueError(
+                f"{directory / _NAMES}: no row of sid {record.sid}, which {store.path} has; put "
+                "the file back, or choose another folder"
+            )
         own = {key: value for key, value in names[record.sid].items() if key != "split"}
         note = _Note(names=own, rejected=counts if task.number == 0 else {})
         task.part.parent.mkdir(parents=True, exist_ok=True)
