@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jsonargparse import ArgumentParser
 
+from molflt.evaluation.report import align
 from molflt.evaluation.runs import (
     Run,
     differences,
@@ -112,7 +113,7 @@ def _as_table(runs: Sequence[Run]) -> str:
         steps = ["" if one is None else f" at {one[1]:,}" for one in best]
         rows.append([f"val {measure}, best", *(c + s for c, s in zip(cells, steps, strict=True))])
     rows += [_metric_row(runs, split, name) for split, name in measures_of(runs)]
-    text = _columns([[_cut(cell) for cell in row] for row in rows])
+    text = align([[_cut(cell) for cell in row] for row in rows], text_columns=len(rows[0]))
     legend = ["* the best of the row; ± standard error over the systems"]
     return "\n".join([text, *legend, *notes(runs)])
 
@@ -154,15 +155,6 @@ def _plain(value: object) -> str:
 def _cut(cell: str) -> str:
     """The end of a long cell, where paths differ."""
     return cell if len(cell) <= _WIDEST else f"…{cell[1 - _WIDEST :]}"
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
-    return "\n".join(lines)
 
 
 def _draw(runs: Sequence[Run], out: Path) -> list[Path]:

@@ -20,7 +20,7 @@ from molflt.evaluation.evaluated import EvaluationData
 from molflt.evaluation.groups import _errors_by_group, _group_tables
 from molflt.evaluation.predictions import Predictions, infer
 from molflt.evaluation.published import _compare, read_published
-from molflt.evaluation.report import Report, _align, _warn, write_csv
+from molflt.evaluation.report import Report, _warn, align, write_csv
 from molflt.evaluation.structures import _write_relaxed
 from molflt.evaluation.submission import _submission_names, _write_submission
 from molflt.evaluation.uncertainty import _assess, _check_asked
@@ -190,7 +190,7 @@ def _results_table(results: Mapping[str, _Metrics]) -> str:
     for split, row in rows.items():
         numbers = [_fixed(row[key], digits) for key, digits in zip(keys, (4, 2, 4), strict=True)]
         lines.append([split, f"{row['n']:,}", *numbers])
-    return _align(lines)
+    return align(lines)
 
 
 def _fixed(value: float | None, digits: int) -> str:
@@ -206,7 +206,7 @@ def _published_table(results: Mapping[str, _Metrics]) -> str:
     ours = [_fixed(results.get(split, {}).get("mae_eV"), 4) for split in VAL_SPLITS]
     ewt = _fixed(results.get("val_id", {}).get("ewt_percent"), 2)
     lines.append(["this run", "see its config.yaml", *ours, ewt])
-    return f"published, on OC20: MAE / eV on the validation splits\n{_align(lines, 2)}"
+    return f"published, on OC20: MAE / eV on the validation splits\n{align(lines, 2)}"
 
 
 def _write(

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from molflt.evaluation.predictions import Predictions
-from molflt.evaluation.report import _align
+from molflt.evaluation.report import align
 from molflt.plots import GroupError
 
 _SIZE_BINS = 6
@@ -71,7 +71,7 @@ def _group_tables(groups: Mapping[str, Sequence[GroupError]]) -> str:
     for kind, title in names.items():
         shown = groups[kind][:_PRINTED]
         rows = [[group.group, f"{group.n:,}", f"{group.mae:.4f}"] for group in shown]
-        text = _align([[title, "systems", "MAE / eV"], *rows])
+        text = align([[title, "systems", "MAE / eV"], *rows])
         if len(shown) < len(groups[kind]):
             text += f"\n({len(groups[kind]) - len(shown)} more in errors_by_group.csv)"
         tables.append(text)

@@ -18,7 +18,7 @@ from molflt import plots
 from molflt.data.images.base import LabeledImages
 from molflt.data.images.datamodule import ImageData
 from molflt.evaluation.attention import _attention_of, _locality_of
-from molflt.evaluation.report import Report, _align, write_csv
+from molflt.evaluation.report import Report, align, write_csv
 from molflt.image.classifier import ImageClassifier
 from molflt.memory import within_memory
 from molflt.tasks.images import ImageTask
@@ -208,7 +208,7 @@ def _table(results: Mapping[str, Mapping[str, float | None]]) -> str:
         for name, row in results.items()
     ]
     note = "10 %: attention on that share of the patches, mean over heads and layers"
-    return f"{_align([head, *rows])}\n\n{note}"
+    return f"{align([head, *rows])}\n\n{note}"
 
 
 def _draw(

@@ -15,8 +15,9 @@ from molflt import plots
 from molflt.data.text.datamodule import TokenBlocks, read_blocks
 from molflt.data.text.vocabulary import Vocabulary
 from molflt.evaluation.attention import _attention_of, _locality_of
-from molflt.evaluation.report import Report, _align
+from molflt.evaluation.report import Report, align
 from molflt.evaluation.splits import named_sources
+from molflt.evaluation.tokens import draw_encoding, expect_finite, expect_size, read_kept
 from molflt.memory import within_memory
 from molflt.sequence.language_model import LanguageModel
 from molflt.tasks.language import LanguageTask
@@ -75,12 +76,8 @@ def evaluate(
     matrices = _attention_of(model.stack, lambda: model(first))
     title = f"last layer, first {first.shape[1]} tokens of {split}"
     plots.attention_matrices(matrices[-1][0], files[1], title=title)
-    if model.stack.position is not None and plots.has_bias(model.stack.position):
-        step = model.position_scale  # of neighboring tokens, in the encoding's unit of length
-        reach = (min(length, model.longest or length) - 1) * step
-        unit = "tokens" if step == 1 else f"{1 / step:g} tokens"
-        files.append(out / "encoding.png")
-        plots.rpe_curves(model.stack.position, files[-1], reach, unit)
+    own = model.stack.position, model.position_scale, length, model.longest
+    files += draw_encoding(*own, out / "encoding.png")
     return Report(results, f", blocks of {length} tokens\n\n{_table(results)}\n", files)
 
 
@@ -96,19 +93,13 @@ def load_vocabulary(run: Path, size: int) -> Vocabulary:
         ValueError: if it is damaged, or of another model.
     """
     path = run / "vocabulary.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; expected the vocabulary of this run")
-    return vocabulary_of(path.read_bytes(), str(path), size)
+    return vocabulary_of(read_kept(path, "vocabulary"), str(path), size)
 
 
 def vocabulary_of(content: bytes, name: str, size: int) -> Vocabulary:
     """As `load_vocabulary`, from what the file of that name holds."""
     vocabulary = Vocabulary.from_json(content, name)
-    if len(vocabulary) != size:
-        raise ValueError(
-            f"{name}: {len(vocabulary):,} tokens, but the checkpoint has {size:,}; expected the "
-            "vocabulary that the model was trained with; put it back"
-        )
+    expect_size(name, len(vocabulary), size, "vocabulary")
     return vocabulary
 
 
@@ -127,13 +118,9 @@ def _token_losses(
         batches = DataLoader(blocks, batch_size=batch_size)
         for inputs, targets in tqdm(batches, desc=name, leave=False, disable=None):
             score = model.log_likelihood(inputs.to(device), targets.to(device))
-            loss = -score.double().cpu().numpy()
-            if not np.isfinite(loss).all():
-                raise ValueError(
-                    f"{name}: the probability of a token is not finite; expected a number; use "
-                    "another checkpoint"
-                )
-            found.append(np.where(targets.numpy() < 0, np.nan, loss))
+            loss = -score.double().cpu()
+            expect_finite(name, loss)
+            found.append(np.where(targets.numpy() < 0, np.nan, loss.numpy()))
     return np.concatenate(found)
 
 
@@ -159,4 +146,4 @@ def _table(results: Mapping[str, Mapping[str, float | None]]) -> str:
         for name, row in results.items()
     ]
     note = "10 %: attention on that share of the tokens before, mean over heads and layers"
-    return f"{_align([head, *rows])}\n\n{note}"
+    return f"{align([head, *rows])}\n\n{note}"

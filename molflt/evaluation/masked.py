@@ -15,8 +15,9 @@ from molflt import plots
 from molflt.data.text.tokenized import PieceBlocks, read_pieces
 from molflt.data.text.tokenizer import TOKENIZER, Tokenizer
 from molflt.evaluation.attention import _attention_of
-from molflt.evaluation.report import Report, _align
+from molflt.evaluation.report import Report, align
 from molflt.evaluation.splits import named_sources
+from molflt.evaluation.tokens import draw_encoding, expect_finite, expect_size, read_kept
 from molflt.memory import within_memory
 from molflt.sequence.masked import MaskedLanguageModel
 from molflt.tasks.masked import MaskedTask
@@ -83,19 +84,13 @@ def load_tokenizer(run: Path, size: int) -> Tokenizer:
         ValueError: if it is damaged, or of another model.
     """
     path = run / TOKENIZER
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; expected the tokenizer of this run")
-    return tokenizer_of(path.read_bytes(), str(path), size)
+    return tokenizer_of(read_kept(path, "tokenizer"), str(path), size)
 
 
 def tokenizer_of(content: bytes, name: str, size: int) -> Tokenizer:
     """As `load_tokenizer`, from what the file of that name holds."""
     tokenizer = Tokenizer.from_json(content, name)
-    if len(tokenizer) != size:
-        raise ValueError(
-            f"{name}: {len(tokenizer):,} tokens, but the checkpoint has {size:,}; expected the "
-            "tokenizer that the model was trained with; put it back"
-        )
+    expect_size(name, len(tokenizer), size, "tokenizer")
     return tokenizer
 
 
@@ -116,11 +111,7 @@ def _judged(
         for batch in tqdm(batches, desc=name, leave=False, disable=None):
             moved = cast("tuple[Tensor, Tensor, Tensor]", tuple(part.to(device) for part in batch))
             total += torch.stack(list(task.judge(moved))).cpu()
-    if not bool(total.isfinite().all()):
-        raise ValueError(
-            f"{name}: the probability of a token is not finite; expected a number; use another "
-            "checkpoint"
-        )
+    expect_finite(name, total)
     return {**task.summarize(total), "gaps": int(total[2])}
 
 
@@ -135,7 +126,7 @@ def _table(results: Mapping[str, Mapping[str, float | None]]) -> str:
     lines = [("text", *(heads[key] for key in keys), "gaps")]
     for name, row in results.items():
         lines.append((name, *(f"{row[key]:.2f}" for key in keys), f"{row['gaps']:,}"))
-    return _align(lines)
+    return align(lines)
 
 
 def _draw(out: Path, model: MaskedLanguageModel, blocks: PieceBlocks, split: str) -> list[Path]:
@@ -149,11 +140,6 @@ def _draw(out: Path, model: MaskedLanguageModel, blocks: PieceBlocks, split: str
         files.append(out / "attention.png")
         title = f"last layer with attention, first {count} tokens of {split}"
         plots.attention_matrices(matrices[-1][0], files[-1], title=title)
-    position = model.encoder.stack.position
-    if position is not None and plots.has_bias(position):
-        step = model.encoder.position_scale  # of neighbors, in the encoding's unit of length
-        reach = (min(blocks.length, model.encoder.longest or blocks.length) - 1) * step
-        files.append(out / "encoding.png")
-        unit = "tokens" if step == 1 else f"{1 / step:g} tokens"
-        plots.rpe_curves(position, files[-1], reach, unit)
-    return files
+    encoder = model.encoder
+    own = encoder.stack.position, encoder.position_scale, blocks.length, encoder.longest
+    return [*files, *draw_encoding(*own, out / "encoding.png")]

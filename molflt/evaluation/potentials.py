@@ -12,7 +12,7 @@ from molflt import plots
 from molflt.data.structures.potential_data import SinglePoints
 from molflt.evaluation.evaluated import EvaluationData
 from molflt.evaluation.points import Points, infer_points
-from molflt.evaluation.report import Report, _align, _warn, write_csv
+from molflt.evaluation.report import Report, _warn, align, write_csv
 from molflt.training.config import Config
 
 __all__ = ["evaluate"]
@@ -86,7 +86,7 @@ def evaluate(
     for split, row in results.items():
         cells = ("-" if (x := row[name]) is None else f"{x:.2f}" for name in _COLUMNS)
         table.append([split, f"{row['n']:,}", *cells])
-    on = "\n\n".join(filter(None, (f" on {source}", source.absent, _align(table))))
+    on = "\n\n".join(filter(None, (f" on {source}", source.absent, align(table))))
     return Report(results, f"{on}\n", files)
 
 

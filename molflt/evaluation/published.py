@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from molflt import plots
 from molflt.data.structures.systems import System, read_systems
 from molflt.evaluation.predictions import Predictions
-from molflt.evaluation.report import _align, write_csv
+from molflt.evaluation.report import align, write_csv
 from molflt.files import read_arrays, shown
 
 _OURS = "this run"
@@ -198,4 +198,4 @@ def _table(rows: list[dict[str, object]], kind: str, several: bool) -> str:
     for group, count in groups.items():
         cells = [f"{values[group, model][key]:.4f}" for model, key in columns.values()]
         lines.append([str(group), f"{count:,}", *cells])
-    return _align(lines)
+    return align(lines)

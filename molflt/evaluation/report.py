@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from molflt.files import write_atomically
 
-__all__ = ["Report", "csv_text", "write_csv"]
+__all__ = ["Report", "align", "csv_text", "write_csv"]
 
 
 class Report(NamedTuple):
@@ -25,7 +25,7 @@ class Report(NamedTuple):
     """what was written"""
 
 
-def _align(lines: Sequence[Sequence[str]], text_columns: int = 1) -> str:
+def align(lines: Sequence[Sequence[str]], text_columns: int = 1) -> str:
     """Cells in columns: the first `text_columns` to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = []

@@ -19,7 +19,7 @@ from molflt.data.text.sentences import Sentences, padded
 from molflt.data.text.tokenizer import Tokenizer
 from molflt.evaluation.images import classes_of
 from molflt.evaluation.masked import load_tokenizer
-from molflt.evaluation.report import Report, _align, write_csv
+from molflt.evaluation.report import Report, align, write_csv
 from molflt.memory import within_memory
 from molflt.sequence.classifier import SequenceClassifier
 from molflt.training.config import Config
@@ -186,4 +186,4 @@ def _table(results: Mapping[str, Mapping[str, float | None]]) -> str:
         (name, f"{row['n']:,}", *(f"{row[key]:.2f}" for key in keys))
         for name, row in results.items()
     ]
-    return _align([head, *rows])
+    return align([head, *rows])

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from molflt.data.batches import SizeBucketedBatchSampler
 from molflt.data.structures import Structures
 from molflt.data.structures.in_memory import to_atoms
-from molflt.evaluation.report import _align
+from molflt.evaluation.report import align
 from molflt.files import atomically
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _write_relaxed(
             found = adwt(errors[known]), adwt(start[known]), float(errors[known].mean())
             rows[split] = dict(zip(names, found, strict=True))
         lines.append([split, *("-" if x is None else f"{x:.3f}" for x in rows[split].values())])
-    return rows, f"relaxed structures by the position head\n{_align(lines)}"
+    return rows, f"relaxed structures by the position head\n{align(lines)}"
 
 
 def _displaced(

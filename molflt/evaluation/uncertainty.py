@@ -21,7 +21,7 @@ from molflt.evaluation.calibration import (
 )
 from molflt.evaluation.ensemble import EnsembleRegressor
 from molflt.evaluation.predictions import Predictions
-from molflt.evaluation.report import _align, _warn
+from molflt.evaluation.report import _warn, align
 
 __all__ = ["CALIBRATION", "calibrated", "uncertainty_of"]
 
@@ -192,7 +192,7 @@ def _table(calibration: Calibration, rows: _Rows) -> str:
         f"holds {100 * LEVEL:.0f} % of the errors of {calibration.systems:,} systems of "
         f"{calibration.split}, which do not count here"
     )
-    return f"{heading}\n{_align(lines)}"
+    return f"{heading}\n{align(lines)}"
 
 
 def uncertainty_of(

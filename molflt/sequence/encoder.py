@@ -16,13 +16,15 @@ from molflt.attention.checks import (
 )
 from molflt.attention.mixers import MixerName
 from molflt.attention.positions import PositionName, known_options
-from molflt.attention.positions.absolute import sinusoids
 from molflt.sequence.places import (
     check_places,
     embedding,
+    expect_length,
     expect_line,
     expected_vocabulary,
     longest_of,
+    positions_of,
+    with_places,
 )
 
 _STD = 0.02  # of embeddings, as BERT's
@@ -155,26 +157,15 @@ class TokenEncoder(nn.Module):
 
     def _embed(self, tokens: Tensor, types: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Embeddings (batch, n, dim), and positions (1, n, 1) if the stack has an encoding."""
-        longest, length = self.longest, tokens.shape[1]
-        if longest is not None and length > longest:
-            raise ValueError(
-                f"the model takes at most {longest} tokens; got {length}; cut the sequence, or "
-                "train with a larger max_length (or max_tokens of the position)"
-            )
+        expect_length(tokens.shape[1], self.longest)
         x = self.words(tokens)
         if types is None:
             x = x + self.types.weight[0]
         else:
             whole("types", types, 0, self.types.num_embeddings - 1, "types of tokens")
             x = x + self.types(types.long())
-        index = torch.arange(length, device=tokens.device)
-        if self.places is not None:
-            x = x + self.places(index)
-        elif self.absolute == "sinusoidal":
-            x = x + sinusoids(index, self.dim).to(x.dtype)
-        x = self.embedding_norm(x)
+        index = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.embedding_norm(with_places(x, index, self.absolute, self.places))
         x = self.embedding_dropout(x if self.projection is None else self.projection(x))
-        if self.stack.position is None:
-            return x, None
-        positions = index.to(self.words.weight.dtype) * self.position_scale
-        return x, positions[None, :, None]
+        dtype = self.words.weight.dtype
+        return x, positions_of(index, self.stack, self.position_scale, dtype)

@@ -16,15 +16,17 @@ from molflt.attention.checks import (
 )
 from molflt.attention.mixers import ATTENTION, MIXER_OPTIONS
 from molflt.attention.positions import PositionName, known_options
-from molflt.attention.positions.absolute import sinusoids
 from molflt.attention.stack import StackState
 from molflt.sequence.heads import Head, _AdaptiveHead, _PlainHead
 from molflt.sequence.places import (
     check_places,
     embedding,
+    expect_length,
     expect_line,
     expected_vocabulary,
     longest_of,
+    positions_of,
+    with_places,
 )
 
 
@@ -222,21 +224,11 @@ class LanguageModel(nn.Module):
         whole("tokens", tokens, 0, self.vocabulary - 1, "ids of the vocabulary")
         tokens = tokens.long()  # bytes, too
         end = start + tokens.shape[1]
-        longest = self.longest
-        if longest is not None and end > longest:
-            raise ValueError(
-                f"the model takes at most {longest} tokens; got {end}; cut the sequence, or train "
-                "with a larger max_length (or max_tokens of the position)"
-            )
+        expect_length(end, self.longest)
         embed = self.head.embed if self.embedding is None else self.embedding
         x = embed(tokens) * self.dim**0.5
         # Counted in whole numbers, so that a token has one position in forward and in decode.
         index = torch.arange(start, end, device=tokens.device)
-        if self.places is not None:
-            x = x + self.places(index)
-        elif self.absolute == "sinusoidal":
-            x = x + sinusoids(index, self.dim).to(x.dtype)
-        if self.stack.position is None:
-            return self.embedding_dropout(x), None
-        positions = index.to(next(self.stack.parameters()).dtype) * self.position_scale
-        return self.embedding_dropout(x), positions[None, :, None]
+        x = self.embedding_dropout(with_places(x, index, self.absolute, self.places))
+        dtype = next(self.stack.parameters()).dtype
+        return x, positions_of(index, self.stack, self.position_scale, dtype)

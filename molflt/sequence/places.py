@@ -2,11 +2,12 @@
 
 import math
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from molflt.attention import Position
+from molflt.attention import Position, Stack
 from molflt.attention.checks import one_of
-from molflt.attention.positions.absolute import ABSOLUTE
+from molflt.attention.positions.absolute import ABSOLUTE, sinusoids
 
 
 def embedding(count: int, dim: int, std: float) -> nn.Embedding:
@@ -64,3 +65,24 @@ def check_places(
         raise ValueError(f"absolute='sinusoidal' needs an even dim; got {dim}")
     if position_scale is not None and not position_scale > 0:
         raise ValueError(f"position_scale must be positive; got {position_scale}")
+
+
+def expect_length(length: int, longest: int | None) -> None:
+    """Raises ValueError for more tokens than a model can be given at once."""
+    if longest is not None and length > longest:
+        raise ValueError(
+            f"the model takes at most {longest} tokens; got {length}; cut the sequence, or train "
+            "with a larger max_length (or max_tokens of the position)"
+        )
+
+
+def with_places(x: Tensor, index: Tensor, absolute: str, places: nn.Embedding | None) -> Tensor:
+    """Embeddings (batch, n, dim) with what tells their places, of index (n,), apart."""
+    if places is not None:
+        return x + places(index)
+    return x + sinusoids(index, x.shape[-1]).to(x.dtype) if absolute == "sinusoidal" else x
+
+
+def positions_of(index: Tensor, stack: Stack, scale: float, dtype: torch.dtype) -> Tensor | None:
+    """Index (n,) as positions (1, n, 1) in the encoding's unit; None without an encoding."""
+    return None if stack.position is None else (index.to(dtype) * scale)[None, :, None]

@@ -3,11 +3,8 @@
 # No `from __future__ import annotations`: jsonargparse would import all that stands below
 # TYPE_CHECKING, PyG included, to read annotations that are strings.
 
-import json
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,15 +12,14 @@ from torch import Tensor, nn
 from molflt.data.structures import augment
 from molflt.metrics import EWT_THRESHOLD, Metric
 from molflt.tasks.base import Task
-from molflt.tasks.memory import expect_memory
+from molflt.tasks.structures import OfStructures
 
 if TYPE_CHECKING:
     from torch_geometric.data import Batch
 
     from molflt.data.structures.datamodule import IS2REData
-    from molflt.data.structures.element_energies import ElementEnergies
 
-__all__ = ["IS2RETask", "element_energies_by_symbol"]
+__all__ = ["IS2RETask"]
 
 
 class _EnergySums(NamedTuple):
@@ -67,7 +63,7 @@ class _EnergySums(NamedTuple):
         return found | ({"displacement_mae_A": displacement / batches} if batches else {})
 
 
-class IS2RETask(Task["Batch", "IS2REData"]):
+class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
     """Loss, optimizer and schedule of IS2RE direct training (3D-Graphormer, arXiv:2203.04810).
 
     Loss = L1(normalized energy) + w(t) L1(displacement), where the displacement error is averaged
@@ -96,7 +92,6 @@ class IS2RETask(Task["Batch", "IS2REData"]):
         ValueError: for an option outside its range.
     """
 
-    unit = "atoms"
     sums: ClassVar[type[_EnergySums]] = _EnergySums
     metrics: ClassVar = {
         "mae_eV": Metric("MAE", "eV", "log"),
@@ -137,7 +132,6 @@ class IS2RETask(Task["Batch", "IS2REData"]):
         self.energy_mean = energy_mean
         self.energy_std = energy_std
         self.references = references
-        self._fitted: dict[str, float] = {}
         self.rotate = rotate
         self.interpolate = interpolate
         self.noise = noise
@@ -152,10 +146,7 @@ class IS2RETask(Task["Batch", "IS2REData"]):
         if self.references is None:
             data.refuse_totals()
         if self.references == "fit":
-            fit = data.element_energies()
-            own = self.model.get_buffer("element_energies")
-            own.copy_(torch.from_numpy(fit.energies))
-            self._fitted = element_energies_by_symbol(fit)
+            fit = self.fit_elements(data)
             found = fit.mean, fit.std if fit.std > 0 else 1.0
         elif mean is None or std is None:
             found = data.normalizer()
@@ -163,11 +154,6 @@ class IS2RETask(Task["Batch", "IS2REData"]):
             found = mean, std
         self.model.get_buffer("energy_mean").fill_(found[0] if mean is None else mean)
         self.model.get_buffer("energy_std").fill_(found[1] if std is None else std)
-
-    def files(self) -> dict[str, bytes]:
-        if not self._fitted:
-            return {}
-        return {"references.json": (json.dumps(self._fitted, indent=2) + "\n").encode()}
 
     def loss(self, batch: "Batch", progress: float) -> tuple[Tensor, _EnergySums]:
         if self.interpolate:
@@ -191,28 +177,8 @@ class IS2RETask(Task["Batch", "IS2REData"]):
     def judge(self, batch: "Batch") -> "_EnergySums":
         return _EnergySums.of(self._predict(batch)["energy"], batch.y_relaxed)
 
-    def _predict(self, batch: "Batch") -> Mapping[str, Tensor]:
-        expect_memory(self.model, batch)
-        found: Mapping[str, Tensor] = self.model(batch)
-        return found
-
-    def size(self, batch: "Batch") -> int:
-        """Atoms."""
-        return int(batch.num_nodes)
-
-    def name(self, batch: "Batch") -> str:
-        return f"sids {', '.join(map(str, batch.sid.tolist()))}"
-
     def _position_weight(self, progress: float) -> float:
         return self.position_weight + progress * (self.position_weight_final - self.position_weight)
-
-
-def element_energies_by_symbol(fit: "ElementEnergies") -> dict[str, float]:
-    """eV of each element that was there."""
-    from ase.data import chemical_symbols
-
-    there = np.flatnonzero(fit.present)
-    return {chemical_symbols[number]: float(fit.energies[number]) for number in there}
 
 
 def _displacement_error(displacement: Tensor, batch: "Batch") -> Tensor:

@@ -3,7 +3,6 @@
 # No `from __future__ import annotations`: jsonargparse would import all that stands below
 # TYPE_CHECKING, PyG included, to read annotations that are strings.
 
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -13,8 +12,7 @@ from torch import Tensor, nn
 
 from molflt.metrics import Metric
 from molflt.tasks.base import Task
-from molflt.tasks.is2re import element_energies_by_symbol
-from molflt.tasks.memory import expect_memory
+from molflt.tasks.structures import OfStructures
 
 if TYPE_CHECKING:
     from torch_geometric.data import Batch
@@ -80,7 +78,7 @@ class _PointSums(NamedTuple):
         return found | ({"stress_mae_meV_per_A3": 1e3 * stress / stresses} if stresses else {})
 
 
-class PotentialTask(Task["Batch", "PotentialData"]):
+class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
     """Loss, optimizer and schedule of interatomic potentials.
 
     Loss = energy_weight L(energy per atom) + force_weight L(force components) + stress_weight
@@ -102,7 +100,6 @@ class PotentialTask(Task["Batch", "PotentialData"]):
         ValueError: for an option outside its range.
     """
 
-    unit = "atoms"
     sums: ClassVar[type[_PointSums]] = _PointSums
     metrics: ClassVar = {
         "force_mae_meV_per_A": Metric("force MAE", "meV/Å", "log"),
@@ -135,20 +132,12 @@ class PotentialTask(Task["Batch", "PotentialData"]):
         self.weights = tuple(weights.values())
         self.kind = loss
         self.references = references
-        self._fitted: dict[str, float] = {}
 
     def prepare(self, data: "PotentialData") -> None:
         """Stores energies per element, and the size of forces, in the model's buffers."""
         if self.references == "fit":
-            fit = data.element_energies()
-            self.model.get_buffer("element_energies").copy_(torch.from_numpy(fit.energies))
-            self._fitted = element_energies_by_symbol(fit)
+            self.fit_elements(data)
         self.model.get_buffer("energy_std").fill_(data.force_scale())
-
-    def files(self) -> dict[str, bytes]:
-        if not self._fitted:
-            return {}
-        return {"references.json": (json.dumps(self._fitted, indent=2) + "\n").encode()}
 
     def loss(self, batch: "Batch", progress: float) -> tuple[Tensor, _PointSums]:
         errors = point_errors(self._predict(batch), batch)
@@ -167,18 +156,6 @@ class PotentialTask(Task["Batch", "PotentialData"]):
 
     def judge(self, batch: "Batch") -> _PointSums:
         return _PointSums.of(point_errors(self._predict(batch), batch))
-
-    def _predict(self, batch: "Batch") -> Mapping[str, Tensor]:
-        expect_memory(self.model, batch)
-        found: Mapping[str, Tensor] = self.model(batch)
-        return found
-
-    def size(self, batch: "Batch") -> int:
-        """Atoms."""
-        return int(batch.num_nodes)
-
-    def name(self, batch: "Batch") -> str:
-        return f"sids {', '.join(map(str, batch.sid.tolist()))}"
 
 
 def point_errors(out: Mapping[str, Tensor], batch: "Batch") -> _Errors:

@@ -94,14 +94,12 @@ def _recipe_named(words: list[str]) -> str:
 
 def _recipes_of(source: Source) -> list[str]:
     """The recipe of weights, if it is known."""
-    from molflt.training.exported import is_exported, read_exported
-    from molflt.training.transfer import read_origins
+    from molflt.training.transfer import recipe_of
 
     if source.run is not None:
         return _values_in("recipe", [str(source.run)])
-    if is_exported(source.weights):
-        return [str(read_exported(source.weights).content["recipe"])]
-    return [recipe for recipe in [read_origins(str(source.weights)).recipe] if recipe]
+    found = recipe_of(source.weights)
+    return [] if found is None else [found]
 
 
 def _inits(words: list[str]) -> list[str]:

@@ -20,7 +20,7 @@ from molflt.files import save_tensors, shown, verify_tensors, write_atomically
 from molflt.training.checkpoint import check_weights
 from molflt.training.recipes import Recipe
 
-__all__ = ["Exported", "build", "is_exported", "read_exported", "write_exported"]
+__all__ = ["Exported", "build", "exported_recipe", "is_exported", "read_exported", "write_exported"]
 
 _KEY, _FORMAT = "molflt", 1
 _GONE = "export it again, or get the file again"
@@ -83,6 +83,12 @@ def is_exported(path: Path) -> bool:
         ValueError: if it is no complete safetensors file.
     """
     return _KEY in _header(path)
+
+
+def exported_recipe(path: Path) -> str | None:
+    """The recipe that an exported model names; nothing else of it is read or checked."""
+    found = _parsed(_header(path)[_KEY]).get("recipe")
+    return found if isinstance(found, str) else None
 
 
 def _header(path: Path) -> dict[str, str]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import safetensors
 import torch
 from torch import Tensor, nn
 
@@ -17,13 +18,13 @@ from molflt.files import shown
 from molflt.sequence.published import is_transformers, options_of, renamed
 from molflt.training.checkpoint import _read_weights
 from molflt.training.config import read_config
-from molflt.training.exported import is_exported, read_exported
+from molflt.training.exported import exported_recipe, is_exported, read_exported
 from molflt.training.sources import find_weights
 
 if TYPE_CHECKING:
     from molflt.training.run_folder import RunFolder
 
-__all__ = ["Start", "read_origins"]
+__all__ = ["Start", "read_origins", "recipe_of"]
 
 _RECORD = "init.json"
 _MASKED = "masked_language"  # the recipe whose model published encoders are
@@ -112,6 +113,14 @@ class Start:
         if self._origins is not None and self._done is not None:
             lines = _report(self._origins, self._done, model, options)
             self.folder.say(f"{self.folder.path}: {lines}")
+
+
+def recipe_of(weights: Path) -> str | None:
+    """The recipe of a file of weights without a run, from its header alone; None if unknown."""
+    if is_exported(weights):
+        return exported_recipe(weights)
+    with safetensors.safe_open(weights, framework="pt") as file:
+        return _MASKED if is_transformers(dict.fromkeys(file.keys())) else None
 
 
 def read_origins(name: str) -> _Origins:

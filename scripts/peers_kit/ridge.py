@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -46,7 +48,7 @@ def descriptors(data: Data, elements: list[int]) -> _Array:
         elements: those that are told apart in the adsorbate.
     """
     numbers, adsorbate = data.atomic_numbers.numpy(), _adsorbate(data)
-    known = np.nan_to_num(elements_in_numbers().numpy().astype(float))[numbers]
+    known = _properties()[numbers]
     slab = known[~adsorbate] if (~adsorbate).any() else np.zeros((1, known.shape[1]))
     counts = [float((numbers[adsorbate] == element).sum()) for element in elements]
     parts = [np.array(counts), slab.mean(axis=0), slab.std(axis=0)]
@@ -67,6 +69,12 @@ def descriptors(data: Data, elements: list[int]) -> _Array:
             smeared[inside & own & (numbers[source] == other)].sum(axis=0) for other in elements[i:]
         ]
     return np.concatenate(parts)
+
+
+@cache
+def _properties() -> _Array:
+    """What is known of each element, 0 where nothing is, (elements, numbers)."""
+    return np.nan_to_num(elements_in_numbers().numpy().astype(float))
 
 
 def _adsorbate(data: Data) -> NDArray[np.bool_]:

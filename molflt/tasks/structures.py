@@ -1,0 +1,62 @@
+"""What tasks on batches of structures share."""
+
+# No `from __future__ import annotations`: jsonargparse would import all that stands below
+# TYPE_CHECKING, PyG included, to read annotations that are strings.
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from molflt.tasks.memory import expect_memory
+
+if TYPE_CHECKING:
+    from torch_geometric.data import Batch
+
+    from molflt.data.structures.element_energies import ElementEnergies
+
+__all__ = ["OfStructures"]
+
+
+class _WithElements(Protocol):
+    def element_energies(self) -> "ElementEnergies": ...
+
+
+class OfStructures:
+    """Energies of elements, memory, and names of what is in a batch; goes before `Task`."""
+
+    unit: ClassVar[str] = "atoms"
+    model: nn.Module
+    _fitted: dict[str, float] | None = None
+
+    def fit_elements(self, data: _WithElements) -> "ElementEnergies":
+        """Fits an energy to each element and stores them in the model's buffer."""
+        from ase.data import chemical_symbols
+
+        fit = data.element_energies()
+        self.model.get_buffer("element_energies").copy_(torch.from_numpy(fit.energies))
+        there = np.flatnonzero(fit.present)
+        self._fitted = {chemical_symbols[number]: float(fit.energies[number]) for number in there}
+        return fit
+
+    def files(self) -> dict[str, bytes]:
+        """references.json, eV by symbol, if energies of elements were fitted."""
+        if not self._fitted:
+            return {}
+        return {"references.json": (json.dumps(self._fitted, indent=2) + "\n").encode()}
+
+    def size(self, batch: "Batch") -> int:
+        """Atoms."""
+        return int(batch.num_nodes)
+
+    def name(self, batch: "Batch") -> str:
+        """The structures of a batch, for messages."""
+        return f"sids {', '.join(map(str, batch.sid.tolist()))}"
+
+    def _predict(self, batch: "Batch") -> Mapping[str, Tensor]:
+        expect_memory(self.model, batch)
+        found: Mapping[str, Tensor] = self.model(batch)
+        return found
