@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from molflt.attention import Attention, Stack
-    from molflt.evaluation.calculator import Calculator
     from molflt.graph import EnergyRegressor, GraphAttention, PBCRadiusGraph, Potential
     from molflt.image import ImageClassifier
     from molflt.pretrained import load
+    from molflt.pretrained.calculator import Calculator
     from molflt.sequence import LanguageModel
 
 __version__ = "0.1.0"
@@ -27,7 +27,7 @@ __all__ = [
 
 _ROOMS = {
     "Attention": "attention",
-    "Calculator": "evaluation.calculator",
+    "Calculator": "pretrained.calculator",
     "EnergyRegressor": "graph",
     "GraphAttention": "graph",
     "ImageClassifier": "image",

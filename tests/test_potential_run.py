@@ -81,6 +81,20 @@ def test_calculator(trained):
         alone.get_stress()
 
 
+def test_what_was_exported_is_a_calculator_too(trained, tmp_path):
+    loaded = molflt.load(trained)
+    loaded.save_pretrained(tmp_path / "exported")
+    atoms = bulk("Ar", "fcc", 5.2)
+    atoms.rattle(0.1)
+    for source in (tmp_path / "exported", str(tmp_path / "exported" / "model.safetensors"), loaded):
+        found, same = (molflt.Calculator(one, device="cpu") for one in (source, trained))
+        assert np.array_equal(found.get_forces(atoms), same.get_forces(atoms))
+    ase.io.write(tmp_path / "in.xyz", atoms)
+    words = [str(tmp_path / "in.xyz"), "--run", str(tmp_path / "exported"), "--steps=1"]
+    assert main(["relax", *words, "--out", str(tmp_path / "out.extxyz")]) in (0, 3)
+    assert (tmp_path / "out.csv").is_file()
+
+
 def test_predictions_have_forces(trained, tmp_path):
     structures = [bulk("Ar", "fcc", 5.2, cubic=True), bulk("Ar", "fcc", 5.4)]
     for atoms in structures:

@@ -12,7 +12,7 @@ from molflt.graph.potential import Potential
 
 
 def test_without_it_one_line_says_what_to_install():
-    code = "import sys; sys.modules['torch_sim'] = None; import molflt.evaluation.torch_sim"
+    code = "import sys; sys.modules['torch_sim'] = None; import molflt.pretrained.torch_sim"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "pip install molflt[torch-sim]" in done.stderr.splitlines()[-1]
 
@@ -22,7 +22,7 @@ def test_validates(dtype):
     pytest.importorskip("torch_sim")
     from torch_sim.models.interface import validate_model_outputs
 
-    from molflt.evaluation.torch_sim import TorchSimModel
+    from molflt.pretrained.torch_sim import TorchSimModel
 
     torch.manual_seed(0)
     made = Potential(16, 2, layers=1, ffn_dim=16, num_features=8, radial_basis=4)

@@ -22,6 +22,8 @@ def inspect(
     skip_bad: bool = False,
     energy_key: str | None = None,
     tags: Tags = "oc20",
+    forces_key: str | None = None,
+    stress_key: str | None = None,
 ) -> None:
     """Print what a file or folder of structures holds, with units and warnings.
 
@@ -40,6 +42,9 @@ def inspect(
             else energy.
         tags: what tags mean in a file that ASE reads: oc20 (0 subsurface, 1 surface, 2 adsorbate)
             or ase (numbers of layers from the top, 1, 2, ..., and 0 for adsorbates).
+        forces_key: array of a file that ASE reads that is the forces, eV/Å; by default forces, else
+            REF_forces.
+        stress_key: its entry that is the stress, eV/Å^3; by default stress, else REF_stress.
 
     Raises:
         ValueError: naming the file, key and sid of a structure that is not valid.
@@ -47,7 +52,7 @@ def inspect(
     """
     if plot is not None and plot.suffix != ".png":
         raise ValueError(f"plot: expected a file ending in .png; got {plot}")
-    reading = Reading(energy_key, tags)
+    reading = Reading(energy_key, tags, forces_key, stress_key)
     if path.is_dir() and not is_one_source(path):
         if plot is not None:
             raise ValueError(f"--plot is for one file; got the folder {path}; name a file in it")

@@ -9,10 +9,10 @@ from typing import Literal
 from tqdm import tqdm
 
 from molflt.data.structures.in_memory import to_atoms
-from molflt.evaluation.calculator import Calculator
 from molflt.evaluation.relaxation import OptimizerName, Relaxed, readable_structures, relax_atoms
 from molflt.evaluation.report import write_csv
 from molflt.files import atomically
+from molflt.pretrained.calculator import Calculator
 
 __all__ = ["relax"]
 
@@ -23,7 +23,7 @@ _MOST_LISTED = 20
 def relax(
     structures: Path,
     *,
-    run: Path,
+    run: str,
     out: Path = Path("relaxed.extxyz"),
     fmax: float = 0.05,
     steps: int = 500,
@@ -42,14 +42,15 @@ def relax(
 
     Args:
         structures: a file that ASE reads, a compact store, or an OC20 LMDB.
-        run: folder of a training run with --recipe potential.
+        run: folder of a training run with --recipe potential, an exported potential, or
+            hf:OWNER/NAME.
         out: file to write, .extxyz or .traj.
         fmax: largest force on a free atom at the end, eV/Å.
         steps: after which a relaxation has not converged.
         optimizer: lbfgs, bfgs or fire.
         cell: relax the cells, too; of structures that are periodic along all axes.
         trajectories: folder to write each relaxation to, step by step, as SID.traj.
-        checkpoint: best, last, or a safetensors file.
+        checkpoint: best, last, or a safetensors file; of a run.
         device: auto, cpu, cuda or cuda:N.
         dtype: of the arithmetic.
         skip_bad: leave out structures that cannot be used, and list them.

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from molflt.data.batches import SizeBucketedBatchSampler
 from molflt.data.structures import Structures
-from molflt.evaluation.predictions import Predictions, _hill, _warn_of_elements
+from molflt.evaluation.predictions import Predictions, _hill, warn_of_elements
 from molflt.memory import within_memory
 from molflt.tasks.memory import expect_memory
 from molflt.tasks.potential import PotentialTask, point_errors
@@ -78,7 +78,7 @@ def infer_points(model: nn.Module, dataset: Structures, batch_size: int, name: s
             for i, start, stop in zip(indices, batch.ptr[:-1], batch.ptr[1:], strict=True):
                 formula[i] = _hill(batch.atomic_numbers[start:stop].cpu().numpy())
             bar.update(len(indices))
-    _warn_of_elements(model, present, name)
+    warn_of_elements(model, present, name)
     energies = Predictions(
         numbers["sid"], numbers["natoms"], columns["energy"], columns["target"], formula, formula
     )

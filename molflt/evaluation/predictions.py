@@ -28,7 +28,7 @@ from molflt.tasks.memory import expect_memory
 if TYPE_CHECKING:
     from torch_geometric.data import Batch, Data
 
-__all__ = ["Predictions", "check_structures", "infer", "open_structures"]
+__all__ = ["Predictions", "check_structures", "infer", "open_structures", "warn_of_elements"]
 
 _UNKNOWN = "unknown"  # adsorbate of a structure without tags
 _LISTED = 3  # structures in a warning
@@ -168,7 +168,7 @@ def infer(
             kept = {one: out[one] for one in by_atom if one in out}
             rows.take_atoms(indices, kept, [record.natoms for record in records])
             bar.update(len(indices))
-    _warn_of_elements(model, rows.present, name)
+    warn_of_elements(model, rows.present, name)
     rows.warn(name, domain, isinstance(model, Potential))
     return rows.predictions(several is not None)
 
@@ -250,7 +250,7 @@ class _Rows:
         )
 
 
-def _warn_of_elements(model: nn.Module, present: set[int], name: str) -> None:
+def warn_of_elements(model: nn.Module, present: set[int], name: str) -> None:
     """Warns of elements that did not occur in training, or have no reference energy."""
     from ase.data import chemical_symbols
 

@@ -81,6 +81,13 @@ def test_other_names(tmp_path):
     named = PotentialData(tmp_path, "dft", "virials", val_split="train")
     named.setup()
     assert named.describe()[0].endswith("forces in all, stress in all")
+    words = [str(tmp_path / "train.extxyz"), "--forces_key=dft", "--stress_key=virials"]
+    assert main(["data", "convert", words[0], str(tmp_path / "a.safetensors"), *words[1:]]) == 0
+    record = open_dataset(tmp_path / "a.safetensors")[0]
+    np.testing.assert_allclose(record.forces, forces, atol=1e-6)
+    np.testing.assert_allclose(record.stress[0], stress, atol=1e-6)
+    assert main(["data", "inspect", *words]) == 0
+    assert main(["data", "inspect", words[0], "--forces_key=none"]) == 2
     with pytest.raises(ValueError, match=r"train\.extxyz: none of 1 structures has forces.*key"):
         PotentialData(tmp_path, val_split="train").setup()
 

@@ -37,6 +37,8 @@ def convert(
     sha256: str = GAME_NET.sha256,
     energy_key: str | None = None,
     tags: Tags = "oc20",
+    forces_key: str | None = None,
+    stress_key: str | None = None,
 ) -> None:
     """Convert structures to a compact store: no edges, no pickle, much faster to read.
 
@@ -64,6 +66,9 @@ def convert(
             else energy.
         tags: what tags mean in a file that ASE reads: oc20 (0 subsurface, 1 surface, 2 adsorbate)
             or ase (numbers of layers from the top, 1, 2, ..., and 0 for adsorbates).
+        forces_key: array of a file that ASE reads that is the forces, eV/Å; by default forces, else
+            REF_forces.
+        stress_key: its entry that is the stress, eV/Å^3; by default stress, else REF_stress.
 
     Raises:
         ValueError: naming the file, key and sid of a structure that is not valid, or whose label is
@@ -89,8 +94,9 @@ def convert(
             raise ValueError(f"{store}: a compact store ends in .safetensors; got {store.suffix!r}")
         if issubclass(source_of(path), GameNet):
             _expect_archive(path, sha256)
+    reading = Reading(energy_key, tags, forces_key, stress_key)
     for path, store in jobs.items():
-        _convert_one(_OnePass(path, limit, skip_bad, Reading(energy_key, tags)), store)
+        _convert_one(_OnePass(path, limit, skip_bad, reading), store)
 
 
 def _jobs_of(src: Path, dst: Path) -> dict[Path, Path]:

@@ -14,10 +14,11 @@ from ase.calculators.calculator import PropertyNotImplementedError, all_changes
 from ase.stress import full_3x3_to_voigt_6_stress
 from torch import nn
 
-from molflt.evaluation.predictions import _warn_of_elements
+from molflt.evaluation.predictions import warn_of_elements
 from molflt.graph.potential import Potential
 from molflt.memory import within_memory
-from molflt.training.checkpoint import load_run
+from molflt.pretrained.base import Pretrained
+from molflt.pretrained.trained import read_trained
 
 __all__ = ["Calculator"]
 
@@ -31,17 +32,17 @@ class Calculator(AseCalculator):
     potential with a long range `results` also has energy_local, energy_near and energy_far, eV.
 
     Args:
-        run: folder of the training run, or the model that `molflt.training.checkpoint.load_run` or
-            `molflt.graph.potential.Potential` made.
-        checkpoint: best, last, or a safetensors file; of a folder.
+        source: what `molflt.load` takes: the folder of a training run, an exported model,
+            ``hf:OWNER/NAME``; or what it has returned, or its model.
+        checkpoint: best, last, or a safetensors file; of a run.
         device: auto, cpu, cuda or cuda:N.
         dtype: of the arithmetic; float32 takes half of the time, and its forces are rounded to
             some 1e-5 eV/Å.
         options: of ASE's calculators.
 
     Raises:
-        FileNotFoundError: if the run or its checkpoint is missing.
-        ValueError: for a run of another recipe, whose energies belong to other positions than
+        FileNotFoundError: if there is nothing of that name.
+        ValueError: for a model of another recipe, whose energies belong to other positions than
             those that are given.
     """
 
@@ -49,7 +50,7 @@ class Calculator(AseCalculator):
 
     def __init__(
         self,
-        run: str | Path | nn.Module,
+        source: str | Path | Pretrained | nn.Module,
         checkpoint: str = "best",
         device: str = "auto",
         dtype: Literal["float32", "float64"] = "float64",
@@ -58,10 +59,12 @@ class Calculator(AseCalculator):
         super().__init__(**options)
         if dtype not in _DTYPES:
             raise ValueError(f"dtype={dtype!r} is unknown; expected one of {', '.join(_DTYPES)}")
-        if isinstance(run, nn.Module):
-            name, model = "the model", copy.deepcopy(run).eval()
+        if isinstance(source, Pretrained):
+            source = source.model
+        if isinstance(source, nn.Module):
+            name, model = "the model", copy.deepcopy(source).eval()
         else:
-            name, model = str(run), load_run(Path(run), checkpoint, device)[0]
+            name, model = str(source), read_trained(source, checkpoint, device).model
         if not isinstance(model, Potential):
             raise ValueError(
                 f"{name}: a calculator needs a potential; got {type(model).__name__}, whose "
@@ -86,7 +89,7 @@ class Calculator(AseCalculator):
         super().calculate(atoms, properties, system_changes)
         given = self.atoms
         assert given is not None  # ASE keeps a copy of the last ones
-        self._warn_of_elements(given)
+        self._warn_of_new(given)
         with within_memory(lambda: f"{len(given):,} atoms", "take fewer, or dtype='float32'"):
             out = self.model(_data(given, self.model.energy_std))
         energy = float(out["energy"][0])
@@ -105,11 +108,11 @@ class Calculator(AseCalculator):
         elif "stress" in (properties or ()):
             raise PropertyNotImplementedError("no stress without a cell of three lattice vectors")
 
-    def _warn_of_elements(self, atoms: Atoms) -> None:
+    def _warn_of_new(self, atoms: Atoms) -> None:
         new = set(atoms.numbers.tolist()) - self._told
         if new:
             self._told |= new
-            _warn_of_elements(self.model, new, atoms.get_chemical_formula())
+            warn_of_elements(self.model, new, atoms.get_chemical_formula())
 
 
 def _data(atoms: Atoms, like: torch.Tensor) -> Any:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from molflt.evaluation.calculator import Calculator
+from molflt.pretrained.base import Pretrained
+from molflt.pretrained.calculator import Calculator
 
 try:
     from torch_sim.models.interface import ModelInterface
@@ -27,25 +28,25 @@ class TorchSimModel(ModelInterface):
     """Energies, forces and stress of a potential, for `torch_sim.integrate`, `optimize`, ...
 
     Args:
-        run: folder of the training run with ``--recipe potential``, or its model.
-        checkpoint: best, last, or a safetensors file; of a folder.
+        source: as for `molflt.Calculator`.
+        checkpoint: best, last, or a safetensors file; of a run.
         device: auto, cpu, cuda or cuda:N.
         dtype: "float32" or "float64"; that of the state's positions.
 
     Raises:
-        FileNotFoundError: if the run or its checkpoint is missing.
-        ValueError: for a run of another recipe.
+        FileNotFoundError: if there is nothing of that name.
+        ValueError: for a model of another recipe.
     """
 
     def __init__(
         self,
-        run: str | Path | nn.Module,
+        source: str | Path | Pretrained | nn.Module,
         checkpoint: str = "best",
         device: str = "auto",
         dtype: str = "float64",
     ) -> None:
         super().__init__()
-        self.model = Calculator(run, checkpoint, device, dtype).model  # type: ignore[arg-type]
+        self.model = Calculator(source, checkpoint, device, dtype).model  # type: ignore[arg-type]
         weight = self.model.embedding.element.weight
         self._device, self._dtype = weight.device, weight.dtype
         self._compute_stress = self._compute_forces = True
