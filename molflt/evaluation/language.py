@@ -92,8 +92,7 @@ def evaluate(
     if proteins:
         png, about = draw_substitutions(model.head, vocabulary.ids, out / "substitutions.png")
         files.append(png)
-        keys = "residue_perplexity", "residue_accuracy_percent", "residues"
-        text = f"{text}\n\n{residue_table(results, *keys)}\n\n{note}\n{about}"
+        text = f"{text}\n\n{residue_table(results)}\n\n{note}\n{about}"
     return Report(results, f", blocks of {length} tokens\n\n{text}\n", files)
 
 

@@ -70,22 +70,20 @@ def unigram_of(
     return Unigram.of(read(), possible), f"unigram: frequencies in {source}"
 
 
-def residue_table(results: _Results, perplexity: str, accuracy: str, count: str) -> str:
+def residue_table(results: _Results) -> str:
     """A line per text: the model per residue, and beside it the baseline where there is one.
 
     Args:
-        results: metrics of each text.
-        perplexity: name of the model's among them.
-        accuracy: likewise, %.
-        count: of the number of residues.
+        results: residue_perplexity, residue_accuracy_percent and residues of each text, and what
+            `Unigram.judge` gives, if it was asked.
     """
+    keys = ["residue_perplexity", "residue_accuracy_percent"]
+    keys += ["unigram_perplexity", "unigram_accuracy_percent"]
     head = ("per residue", "perplexity", "right / %", "unigram", "right / %", "residues")
-    keys = (perplexity, accuracy, "unigram_perplexity", "unigram_accuracy_percent")
-    lines = [head]
+    lines: list[tuple[str, ...]] = [head]
     for name, row in results.items():
-        found = [row.get(key) for key in keys]
-        cells = ["-" if one is None else f"{one:.2f}" for one in found]
-        lines.append((name, *cells, f"{row[count]:,}"))  # type: ignore[arg-type]
+        cells = ("-" if row.get(key) is None else f"{row[key]:.2f}" for key in keys)
+        lines.append((name, *cells, f"{row['residues']:,}"))
     return align(lines)
 
 

@@ -149,10 +149,11 @@ class TokenizedData(BatchedData[_Items]):
                 "begun with; put it back, or give data.tokenizer where torchrun starts processes"
             )
         if source is not None:
-            self.tokenizer = Tokenizer.from_json(*find_tokenizer(source))
+            content, label = find_tokenizer(source)
+            self.tokenizer = Tokenizer.from_json(content, label)
             if self.proteins and self.tokenizer.letters is None:
                 raise ValueError(
-                    f"{source}: its tokens are no residues; expected them with data.kind=protein; "
+                    f"{label}: its tokens are no residues; expected them with data.kind=protein; "
                     "change data.tokenizer, or leave it out"
                 )
         else:
