@@ -22,7 +22,7 @@ from molflt.tasks.masked import MaskedTask
 SIZE: dict[str, Any] = {"dim": 512, "heads": 8, "layers": 6, "ffn_dim": 2048, "dropout": 0.1}
 LENGTH, LIMIT = 8192, 12.0  # tokens; GB of the process
 RESIDUES, SPECIAL = 25, 5
-QUICK = {"sizes": (128, 256), "rounds": 1}
+QUICK = {"sizes": (128,), "rounds": 1}
 
 
 class Step(nn.Module):
