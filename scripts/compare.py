@@ -37,6 +37,7 @@ INTERRUPTED = 130
 # what is compared, by its name in results.json: heading and digits
 MEASURES = {
     "mae_eV": ("MAE, eV", 4),
+    "residue_perplexity": ("perplexity per residue", 2),
     "perplexity": ("perplexity", 2),
     "top1_percent": ("top-1, %", 2),
 }

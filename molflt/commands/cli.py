@@ -50,6 +50,9 @@ COMMANDS: dict[tuple[str, ...], _Command] = {
     ("data", "download"): _Command(
         "molflt.data.structures.download:download", "fetch, check and unpack a public data set"
     ),
+    ("data", "split"): _Command(
+        "molflt.data.text.split:split", "a FASTA file -> train, val, test, by record or cluster"
+    ),
     ("train",): _Command(
         "molflt.commands.train:train",
         "train on structures, text or images, or resume",

@@ -91,6 +91,8 @@ LIMITS = {
     "trainer.patience": _COUNT,
     "model.position_options": "[-1e6, 1e6]",
     "model.mixer_options": "[-1e6, 1e6]",
+    "val_fraction": "(0, 1)",
+    "test_fraction": _SHARE,
     "batch_size": "[1, 1e6]",
     "workers": "[1, 256]",
 }

@@ -15,6 +15,7 @@ from molflt import plots
 from molflt.data.text.datamodule import TokenBlocks, read_blocks
 from molflt.data.text.vocabulary import Vocabulary
 from molflt.evaluation.attention import _attention_of, _locality_of
+from molflt.evaluation.proteins import Unigram, draw_substitutions, residue_table, unigram_of
 from molflt.evaluation.report import Report, align
 from molflt.evaluation.splits import named_sources
 from molflt.evaluation.tokens import draw_encoding, expect_finite, expect_size, read_kept
@@ -41,7 +42,8 @@ def evaluate(
 
     Each block of the training's length is judged by itself, without what stood before it, as the
     papers do. Writes losses.png (loss against the place in the block), attention.png (each head of
-    the last layer on the first tokens) and, if there is one, encoding.png.
+    the last layer on the first tokens) and, if there is one, encoding.png. Proteins: also per
+    residue, beside the unigram model of the training file, and substitutions.png.
 
     Args:
         run: folder of the training run.
@@ -54,7 +56,9 @@ def evaluate(
 
     Returns:
         Per split: perplexity, bits_per_token, tokens, and the shares of attention on the nearest
-        and farthest 10 % of the tokens, mean over heads and layers, of the first block.
+        and farthest 10 % of the tokens, mean over heads and layers, of the first block. Of proteins
+        also residue_perplexity, residue_accuracy_percent, residues (without what ends records),
+        unigram_perplexity and unigram_accuracy_percent.
 
     Raises:
         FileNotFoundError: if the run's vocabulary or a text is missing.
@@ -64,12 +68,18 @@ def evaluate(
     length = int(str(config["data"]["length"]))
     results: dict[str, dict[str, float | None]] = {}
     curves: dict[str, NDArray[np.float64]] = {}
+    proteins = vocabulary.level == "protein"
+    train = str(config["data"]["train"])
+    baseline, note = _baseline(train, vocabulary, length) if proteins else (None, "")
     for split, source in named_sources(config["data"], splits, data).items():
         blocks = read_blocks(source, vocabulary, length, split)
-        losses = curves[split] = _token_losses(model, blocks, batch_size, split)
+        right: list[NDArray[np.bool_]] | None = [] if proteins else None
+        losses = curves[split] = _token_losses(model, blocks, batch_size, split, right)
         counted = torch.from_numpy(losses[np.isfinite(losses)])
         sums = LanguageTask.sums(counted.sum(), torch.tensor(len(counted)))
         results[split] = {**sums.metrics(), "tokens": len(counted), **_locality(model, blocks)}
+        if right is not None:
+            results[split] |= _per_residue(blocks, losses, right, baseline)
     files = [out / "losses.png", out / "attention.png"]
     plots.losses_by_place(curves, files[0])
     first = blocks[0][0][:_ATTENTION_TOKENS].to(next(model.parameters()).device)[None]
@@ -78,7 +88,12 @@ def evaluate(
     plots.attention_matrices(matrices[-1][0], files[1], title=title)
     own = model.stack.position, model.position_scale, length, model.longest
     files += draw_encoding(*own, out / "encoding.png")
-    return Report(results, f", blocks of {length} tokens\n\n{_table(results)}\n", files)
+    text = _table(results)
+    if proteins:
+        png, about = draw_substitutions(model.head, vocabulary.ids, out / "substitutions.png")
+        files.append(png)
+        text = f"{text}\n\n{residue_table(results)}\n\n{note}\n{about}"
+    return Report(results, f", blocks of {length} tokens\n\n{text}\n", files)
 
 
 def load_vocabulary(run: Path, size: int) -> Vocabulary:
@@ -103,10 +118,46 @@ def vocabulary_of(content: bytes, name: str, size: int) -> Vocabulary:
     return vocabulary
 
 
+def _baseline(source: str, vocabulary: Vocabulary, length: int) -> tuple[Unigram | None, str]:
+    """See `unigram_of`; records end, so that <eos> is one of what can come."""
+    possible = np.ones(len(vocabulary), dtype=bool)
+    return unigram_of(source, lambda: read_blocks(source, vocabulary, length).ids, possible)
+
+
+def _per_residue(
+    blocks: TokenBlocks,
+    losses: NDArray[np.float64],
+    right: list[NDArray[np.bool_]],
+    baseline: Unigram | None,
+) -> dict[str, float | None]:
+    """Metrics of the residues among the tokens of a text, and of the baseline on these."""
+    ids, own, there = blocks.ids, blocks.ids != blocks.eos, np.isfinite(losses)
+    nats, hits = losses[there][own], np.concatenate(right)[there][own]
+    sums = LanguageTask.sums(torch.tensor(nats.sum()), torch.tensor(len(nats)))
+    return {
+        "residue_perplexity": sums.metrics()["perplexity"],
+        "residue_accuracy_percent": 100 * float(hits.mean()),
+        "residues": len(nats),
+        **({} if baseline is None else baseline.judge(ids[own])),
+    }
+
+
 def _token_losses(
-    model: LanguageModel, blocks: TokenBlocks, batch_size: int, name: str
+    model: LanguageModel,
+    blocks: TokenBlocks,
+    batch_size: int,
+    name: str,
+    right: list[NDArray[np.bool_]] | None = None,
 ) -> NDArray[np.float64]:
     """Negative log-likelihood of each token of a text, nats: (blocks, length); NaN where none is.
+
+    Args:
+        model: in evaluation mode.
+        blocks: of the text.
+        batch_size: blocks in a batch.
+        name: of the text, for messages.
+        right: takes whether each token was the most probable one, (batch, length) of each batch;
+            None saves all logits, which a large vocabulary has too many of.
 
     Raises:
         ValueError: if a loss is not finite, or a batch does not fit into memory.
@@ -117,7 +168,15 @@ def _token_losses(
     with torch.inference_mode(), within_memory(lambda: batch_of, "lower --batch-size"):
         batches = DataLoader(blocks, batch_size=batch_size)
         for inputs, targets in tqdm(batches, desc=name, leave=False, disable=None):
-            score = model.log_likelihood(inputs.to(device), targets.to(device))
+            if right is None:
+                score = model.log_likelihood(inputs.to(device), targets.to(device))
+            else:
+                log_p, wanted = (
+                    model.log_probabilities(model(inputs.to(device))),
+                    targets.to(device),
+                )
+                score = log_p.gather(2, wanted.clamp(min=0)[..., None])[..., 0]
+                right.append((log_p.argmax(dim=2) == wanted).cpu().numpy())
             loss = -score.double().cpu()
             expect_finite(name, loss)
             found.append(np.where(targets.numpy() < 0, np.nan, loss.numpy()))

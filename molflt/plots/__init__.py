@@ -8,7 +8,7 @@ from molflt.plots.attention import attention_matrices
 from molflt.plots.encodings import has_bias, rpe_curves, rpe_profiles, rpe_surfaces
 from molflt.plots.runs import intervals, overlaid_curves
 from molflt.plots.structures import structure_overview
-from molflt.plots.tokens import confusion, image_sheet, losses_by_place
+from molflt.plots.tokens import confusion, image_sheet, losses_by_place, substitutions
 from molflt.plots.training import GroupError, errors, parity, training_curve
 from molflt.plots.uncertainty import calibration
 
@@ -28,5 +28,6 @@ __all__ = [
     "rpe_profiles",
     "rpe_surfaces",
     "structure_overview",
+    "substitutions",
     "training_curve",
 ]

@@ -16,7 +16,7 @@ from molflt.plots.figure import SERIES, picture
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["confusion", "image_sheet", "losses_by_place"]
+__all__ = ["confusion", "image_sheet", "losses_by_place", "substitutions"]
 
 _BINS = 24
 _ROWS, _COLUMNS = 4, 8
@@ -102,3 +102,23 @@ def confusion(counts: ArrayLike, classes: Sequence[str], png: Path) -> None:
         figure.supylabel("class", fontsize="medium")
         axes.set_xlabel("predicted class")
         figure.colorbar(image, ax=axes, label="share of the class / %", fraction=0.05)
+
+
+def substitutions(tables: Mapping[str, NDArray[np.float64]], letters: str, png: Path) -> None:
+    """Draws how alike letters are, by one or more tables.
+
+    Args:
+        tables: title -> (letters, letters), symmetric. The diagonal is left out: it says nothing,
+            and would take up the range of colors.
+        letters: names of rows and columns.
+        png: file to write.
+    """
+    with picture(png, figsize=(0.6 + 4.4 * len(tables), 3.9)) as figure:
+        panels = figure.subplots(1, len(tables), squeeze=False)[0]
+        for axes, (title, table) in zip(panels, tables.items(), strict=True):
+            shown = np.where(np.eye(len(letters), dtype=bool), np.nan, table)
+            image = axes.imshow(shown, cmap="viridis")
+            axes.set_xticks(range(len(letters)), letters, fontsize="x-small")
+            axes.set_yticks(range(len(letters)), letters, fontsize="x-small")
+            axes.set_title(title, fontsize="medium")
+            figure.colorbar(image, ax=axes, fraction=0.05)

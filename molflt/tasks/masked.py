@@ -99,17 +99,24 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
         """Tokens."""
         return batch[0].numel()
 
+    def gaps(self, batch: _Batch, draws: Draws) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What the model sees with these draws, what it is to tell (-1 elsewhere), which tokens
+        there are, (batch, length) each, and whether second parts were swapped, (batch,).
+        """
+        tokens, types, there = batch
+        label = torch.zeros(len(tokens), dtype=torch.long, device=tokens.device)
+        if self.model.next_sentence is not None:
+            tokens, there, label = swap_parts(tokens, types, there, draws.sequences)
+        mask_id, ordinary = self.model.mask_id, self.model.ordinary
+        seen, targets = hide(tokens, there, draws.tokens, mask_id, ordinary, **self.shares)
+        return seen, targets, there, label
+
     def _judged(self, batch: _Batch, draws: Draws) -> tuple[Tensor, _GapSums]:
         """The loss with these draws, and the sums."""
         tokens, types, there = batch
         model, zero = self.model, torch.zeros((), device=tokens.device)
         pairs = model.next_sentence is not None
-        label = zero
-        if pairs:
-            tokens, there, label = swap_parts(tokens, types, there, draws.sequences)
-        seen, targets = hide(
-            tokens, there, draws.tokens, model.mask_id, model.ordinary, **self.shares
-        )
+        seen, targets, there, label = self.gaps(batch, draws)
         hidden = model(seen, types, there)
         found = model.log_likelihood(hidden, targets)
         loss = -found.sum() / max(1, len(found))

@@ -81,7 +81,8 @@ class TextData(BatchedData[TokenBlocks]):
         train: text to train on.
         val: text to validate on.
         test: text to evaluate on at the end.
-        level: tokens are words, characters or bytes; see `molflt.data.text.vocabulary.Vocabulary`.
+        level: tokens are words, characters, bytes, or residues of proteins in FASTA files, one
+            `<eos>` behind each record; see `molflt.data.text.vocabulary.Vocabulary`.
         length: tokens in a block.
         batch_size: blocks in a batch, per device.
         workers: processes that read ahead; 0 reads in the main process.

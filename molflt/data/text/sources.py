@@ -9,6 +9,7 @@ from pathlib import Path
 
 from molflt.data.hub import dataset_loader
 from molflt.data.packed import unpacked
+from molflt.data.text.proteins import Record, read_records
 from molflt.data.text.vocabulary import _Level
 
 _BLOCK = 2**20  # bytes read at once: their words take up to 80 MB as Python objects
@@ -20,11 +21,12 @@ _SPLITS = {"train": "train", "val": "validation", "test": "test"}
 
 
 def _text_blocks(source: str, level: _Level = "word", use: str = "train") -> Iterator[bytes | str]:
-    """Pieces of a text as `Vocabulary` reads them: bytes, text, or text in whole words.
+    """Pieces of a text as `Vocabulary` reads them: bytes, text, text in whole words, or records.
 
     Args:
         source: file or hf: name, see `molflt.data.text.datamodule.TextData`.
-        level: of the tokens. Only bytes need not be UTF-8.
+        level: of the tokens. Only bytes need not be UTF-8. Of "protein" the text is FASTA, and the
+            pieces are the residues of one record each, and a line break.
         use: "train", "val" or "test": which split of a Hugging Face data set if none is named.
 
     Raises:
@@ -32,6 +34,8 @@ def _text_blocks(source: str, level: _Level = "word", use: str = "train") -> Ite
             that is damaged, or unpacks to far more than a text does; or a word without an end.
         FileNotFoundError: naming the file.
     """
+    if level == "protein":
+        return (f"{record.residues}\n" for record in _records(source, use))
     raw = _raw(source, use)
     if level == "byte":
         return raw
@@ -55,6 +59,11 @@ def _line_blocks(source: str, use: str = "train") -> Iterator[str]:
             )
     if rest:
         yield rest
+
+
+def _records(source: str, use: str = "train") -> Iterator[Record]:
+    """Records of a FASTA file; arguments and errors as for `_text_blocks`."""
+    return read_records(_line_blocks(source, use), source)
 
 
 def _raw(source: str, use: str) -> Iterator[bytes]:

@@ -1,10 +1,10 @@
-"""Texts as blocks of pieces of words, one sequence or two parts of one, for masked models."""
+"""Texts as blocks of tokens, one sequence or two parts of one, for masked models."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sized
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from molflt.data.batches import BatchedData
-from molflt.data.text.sources import _line_blocks
+from molflt.data.text.sources import _line_blocks, _text_blocks
 from molflt.data.text.tokenizer import TOKENIZER, Tokenizer, TokenizerKind, find_tokenizer
 
 __all__ = ["PieceBlocks", "TokenizedData", "TokenizedText", "read_pieces"]
@@ -90,7 +90,7 @@ class TokenizedData(BatchedData[_Items]):
         batch_size: items in a batch, per device.
         workers: processes that read ahead; 0 reads in the main process.
         tokenizer: file of a tokenizer, or folder of a run or published model that has one.
-        kind: of a tokenizer that is learned.
+        kind: of a tokenizer that is learned; or protein.
         pieces: most pieces of one that is learned.
         lowercase: whether case makes no difference to one that is learned.
 
@@ -116,12 +116,14 @@ class TokenizedData(BatchedData[_Items]):
         if pieces is not None and pieces < 6:
             raise ValueError(f"data.pieces must be at least 6; got {pieces}")
         self.tokenizer_file = None if tokenizer is None else Path(tokenizer)
-        given = {"kind": kind, "pieces": pieces, "lowercase": lowercase}
+        self.proteins = kind == "protein"  # nothing is learned, but a given one is checked
+        given = {"kind": None if self.proteins else kind, "pieces": pieces, "lowercase": lowercase}
         idle = [name for name, value in given.items() if value is not None]
-        if tokenizer is not None and idle:
+        if idle and (tokenizer is not None or self.proteins):
+            reason = "kind=protein" if tokenizer is None else f"tokenizer={tokenizer}"
             raise ValueError(
-                f"data.{idle[0]} has no effect with data.tokenizer={tokenizer}, which is not "
-                "learned; leave one of them out"
+                f"data.{idle[0]} has no effect with data.{reason}, which is not learned; leave one "
+                "of them out"
             )
         self.kind: TokenizerKind = kind or "wordpiece"
         self.pieces = pieces or _PIECES
@@ -147,7 +149,13 @@ class TokenizedData(BatchedData[_Items]):
                 "begun with; put it back, or give data.tokenizer where torchrun starts processes"
             )
         if source is not None:
-            self.tokenizer = Tokenizer.from_json(*find_tokenizer(source))
+            content, label = find_tokenizer(source)
+            self.tokenizer = Tokenizer.from_json(content, label)
+            if self.proteins and self.tokenizer.letters is None:
+                raise ValueError(
+                    f"{label}: its tokens are no residues; expected them with data.kind=protein; "
+                    "change data.tokenizer, or leave it out"
+                )
         else:
             self.tokenizer = Tokenizer.train(self.kind, lines(), self.pieces, self.lowercase, name)
 
@@ -170,7 +178,8 @@ class TokenizedText(TokenizedData[PieceBlocks]):
         tokenizer: tokenizer.json, or the folder of a run or of a published model that has one; by
             default one is learned from the training text.
         kind: of a tokenizer that is learned: wordpiece (as BERT's), the default, or unigram (as
-            SentencePiece's, which FNet has).
+            SentencePiece's, which FNet has); or protein: tokens are residues, the files FASTA,
+            records stand behind each other with a [SEP] between them, and nothing is learned.
         pieces: most pieces of one that is learned, 8192 by default.
         lowercase: whether case makes no difference to one that is learned; true by default.
         length: tokens in a block.
@@ -246,6 +255,8 @@ def read_pieces(
 ) -> PieceBlocks:
     """A text in blocks; all of it but for training, where the rest that fills no block is left out.
 
+    A tokenizer of residues reads FASTA.
+
     Args:
         source: file or hf: name.
         tokenizer: of the model.
@@ -257,7 +268,9 @@ def read_pieces(
         ValueError: a text that is empty, or not UTF-8, or mostly unknown to the tokenizer.
         FileNotFoundError: naming the file.
     """
-    ids = tokenizer.encode_blocks(_line_blocks(source, use))
+    records = tokenizer.letters is not None
+    blocks = _text_blocks(source, "protein", use) if records else _line_blocks(source, use)
+    ids = tokenizer.encode_blocks(cast("Iterable[str]", blocks))
     if not len(ids):
         raise ValueError(f"{source}: the file is empty; expected text")
     if (share := float(np.mean(ids == tokenizer.unk))) > _FEW_KNOWN:

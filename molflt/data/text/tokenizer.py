@@ -1,4 +1,4 @@
-"""Texts to pieces of words and back: WordPiece and Unigram, learned and kept by `tokenizers`."""
+"""Texts to tokens and back: pieces of words, learned by `tokenizers`, or residues of proteins."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
+from molflt.data.text.proteins import RESIDUES, residue_ids
 from molflt.files import shown
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ __all__ = ["TOKENIZER", "Tokenizer", "TokenizerKind", "find_tokenizer"]
 TOKENIZER = "tokenizer.json"
 """The file of a tokenizer, here and in published models."""
 
-TokenizerKind = Literal["wordpiece", "unigram"]
+TokenizerKind = Literal["wordpiece", "unigram", "protein"]
 _UNKNOWN = "[UNK]"
 _SPECIAL = ("[PAD]", _UNKNOWN, "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4 of a trained one
 _OTHER_NAMES = {
@@ -44,6 +45,7 @@ class Tokenizer:
         pad, unk, cls, sep, mask: ids of padding, of what is unknown (None if nothing is), of what
             begins a sequence, of what ends a sentence, and of what stands in a gap.
         special: ids that stand for no text, sorted.
+        letters: ids of residues by their letters, if the tokens are these, otherwise None.
 
     Raises:
         ValueError: if one of these is missing.
@@ -68,6 +70,9 @@ class Tokenizer:
         # not what the library writes again: it rounds the scores of Unigram differently
         self._content = inner.to_str().encode()
         self.special = sorted(added | set(ids.values()))
+        own = inner.get_vocab() if type(inner.model).__name__ == "WordLevel" else {}
+        ordinary = {token: i for token, i in own.items() if i not in self.special}
+        self.letters = ordinary if ordinary.keys() == set(RESIDUES) else None
 
     def __len__(self) -> int:
         return self._inner.get_vocab_size()
@@ -81,14 +86,14 @@ class Tokenizer:
         lowercase: bool,
         name: str = "text",
     ) -> Tokenizer:
-        """Learns the pieces of a text.
+        """Learns the pieces of a text; those of proteins are given.
 
         WordPiece as BERT (arXiv:1810.04805), Unigram as SentencePiece (arXiv:1808.06226). Two
         trainings may number rare pieces differently; a run keeps its tokenizer.
 
         Args:
-            kind: "wordpiece" or "unigram".
-            lines: of the text.
+            kind: "wordpiece", "unigram" or "protein".
+            lines: of the text; not read for "protein".
             size: most pieces, special ones too.
             lowercase: whether case, and with WordPiece accents, make no difference.
             name: of the text, for messages.
@@ -102,6 +107,8 @@ class Tokenizer:
                 f"data.kind={kind!r}; expected one of {', '.join(get_args(TokenizerKind))}"
             )
         library = _library()
+        if kind == "protein":
+            return cls.from_json(_of_letters(library, RESIDUES).to_str().encode(), name)
         make = _wordpiece if kind == "wordpiece" else _unigram
         inner, trainer = make(library, size, lowercase)
         try:
@@ -143,14 +150,32 @@ class Tokenizer:
         return self._content
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Ids of each text, without special tokens around them."""
+        """Ids of each text, without special tokens around them.
+
+        Raises:
+            ValueError: a letter that is no residue, if the tokens are residues.
+        """
+        if self.letters is not None:
+            texts = [text.upper() for text in texts]
         found = self._inner.encode_batch(texts, add_special_tokens=False)
+        for text, one in zip(texts, found, strict=True) if self.letters is not None else ():
+            if self.unk in one.ids:
+                start, end = one.offsets[one.ids.index(self.unk)]
+                raise ValueError(
+                    f"{text[start:end]!r} is no residue; expected the letters {RESIDUES}"
+                )
         return [one.ids for one in found]
 
     def encode_blocks(self, blocks: Iterable[str]) -> np.ndarray:
-        """Ids (tokens,) int32 of a text given in whole lines; white space counts for nothing."""
+        """Ids (tokens,) int32 of a text given in whole lines; white space counts for nothing.
+
+        Lines of residues are sequences, and what ends a sentence stands behind each.
+        """
         found: list[np.ndarray] = [np.empty(0, dtype=np.int32)]
         for block in blocks:
+            if self.letters is not None:
+                found.append(residue_ids(block, self.letters, self.sep))
+                continue
             lines = [line for line in block.splitlines() if line.strip()]
             found += [np.array(ids, dtype=np.int32) for ids in self.encode(lines)]
         return np.concatenate(found)
@@ -218,6 +243,18 @@ def _library() -> Any:
             "pieces of words need the package tokenizers; got none; run: pip install molflt[text]"
         ) from None
     return tokenizers
+
+
+def _of_letters(library: Any, letters: str) -> Any:
+    """One token per character: these, and the special ones."""
+    names = [*_SPECIAL, *letters]
+    ids = {name: index for index, name in enumerate(names)}
+    inner = library.Tokenizer(library.models.WordLevel(ids, unk_token=_UNKNOWN))
+    each = library.Regex(r"[\s\S]")
+    inner.pre_tokenizer = library.pre_tokenizers.Split(each, "isolated")
+    inner.decoder = library.decoders.Fuse()
+    inner.add_special_tokens(list(_SPECIAL))
+    return inner
 
 
 def _wordpiece(library: Any, size: int, lowercase: bool) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Texts to token ids and back: words, characters or bytes."""
+"""Texts to token ids and back: words, characters, bytes, or residues of proteins."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from molflt.data.text.proteins import RESIDUES, residue_ids
+
 __all__ = ["Vocabulary"]
 
-_Level = Literal["word", "char", "byte"]
+_Level = Literal["word", "char", "byte", "protein"]
 _UNK, _EOS = "<unk>", "<eos>"
 _FORMAT, _VERSION = "molflt-vocabulary", 1
 _PIECE = 2**20  # ids
 _MANY = 2**19  # words, which take 200 MB; WikiText-103 has 268,000
 _REPEATS = 8  # how often a word comes on average, at least, where there are many; 380 there
-_BYTES = [chr(byte) for byte in range(256)]
+_FIXED = {"byte": [*map(chr, range(256)), _EOS], "protein": [*RESIDUES, _EOS]}
 
 
 class Vocabulary:
@@ -29,10 +31,12 @@ class Vocabulary:
     Words are what lies between white space, and the end of each line, empty ones too, is one
     `<eos>`: so perplexities per token of WikiText-2 and -103 are counted (AWD-LSTM, fairseq).
     Characters are code points, line breaks included. Bytes have their own value as id, and then
-    comes `<eos>`: there is no unknown byte. A stream of tokens begins with `<eos>` at every level.
+    comes `<eos>`: there is no unknown byte. Of proteins, tokens are residues, and each sequence
+    ends with one `<eos>`; there is no unknown residue, either. A stream of tokens begins with
+    `<eos>` at every level.
 
     Args:
-        level: "word", "char" or "byte".
+        level: "word", "char", "byte" or "protein".
         tokens: by id.
 
     Raises:
@@ -52,9 +56,10 @@ class Vocabulary:
             raise ValueError(
                 f"token {twice[:80]!r} stands twice in the vocabulary; expected it once"
             )
-        if level == "byte" and self.tokens != [*_BYTES, _EOS]:
-            raise ValueError(f"a vocabulary of bytes has the 256 bytes in order and {_EOS}")
-        specials = (_EOS,) if level == "byte" else (_EOS, _UNK)
+        if level in _FIXED and self.tokens != _FIXED[level]:
+            what = "bytes has the 256 bytes" if level == "byte" else f"proteins has {RESIDUES}"
+            raise ValueError(f"a vocabulary of {what} in order and {_EOS}")
+        specials = (_EOS,) if level in _FIXED else (_EOS, _UNK)
         for special in specials:
             if special not in self.ids:
                 raise ValueError(f"the vocabulary has no {special}; expected one")
@@ -88,8 +93,8 @@ class Vocabulary:
         Raises:
             ValueError: the words are too many, and nearly all different.
         """
-        if level == "byte":
-            found = cls(level, [*_BYTES, _EOS])
+        if level in _FIXED:
+            found = cls(level, _FIXED[level])
             return found, found.encode_blocks(blocks)
         seen: defaultdict[str, int] = defaultdict()
         seen.default_factory = seen.__len__  # a new token gets the next number
@@ -114,7 +119,13 @@ class Vocabulary:
 
         Args:
             blocks: bytes at level "byte"; else text, at level "word" in whole words.
+
+        Raises:
+            ValueError: a letter that is no residue, at level "protein".
         """
+        if self.level == "protein":
+            texts = (block.decode() if isinstance(block, bytes) else block for block in blocks)
+            return _joined(residue_ids(text, self.ids, self.eos) for text in texts)
         if self.level == "byte":
             raw = (block.encode() if isinstance(block, str) else block for block in blocks)
             return _joined(np.frombuffer(block, dtype=np.uint8).astype(np.int32) for block in raw)
@@ -122,11 +133,11 @@ class Vocabulary:
         return _joined(_numbers(self.level, ids.__getitem__, block) for block in blocks)
 
     def encode(self, text: str) -> Tensor:
-        """Ids (tokens,) int64. At level "word" a line break is `<eos>`, the end of text is not."""
+        """Ids (tokens,) int64. Line breaks are `<eos>` of words and proteins, the end is not."""
         return torch.from_numpy(self.encode_blocks([text]).astype(np.int64))
 
     def decode(self, ids: Iterable[int] | Tensor) -> str:
-        """Text of ids; `<eos>` is a line break at level "word" and nothing at the others.
+        """Text of ids; `<eos>` is a line break of words and proteins and nothing at other levels.
 
         Raises:
             ValueError: an id outside the vocabulary.
@@ -138,6 +149,8 @@ class Vocabulary:
         if self.level == "byte":
             return bytes(index for index in numbers if index < 256).decode("utf-8", "replace")
         tokens = [self.tokens[index] for index in numbers]
+        if self.level == "protein":
+            return "".join("\n" if token == _EOS else token for token in tokens)
         if self.level == "char":
             return "".join(token for token in tokens if token != _EOS)
         lines = " ".join("\n" if token == _EOS else token for token in tokens)
@@ -174,7 +187,7 @@ class Vocabulary:
             )
         level, tokens = cast(_Level, fields.get("level")), fields.get("tokens")
         if level == "byte" and tokens is None:
-            tokens = [*_BYTES, _EOS]
+            tokens = _FIXED[level]
         if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
             raise ValueError(f"{name}: tokens must be a list of texts; got something else")
         try:
