@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+from kit.energies import errors_of_mean
 from kit.rows import Rows, markdown, mean_sd, names, pick, write_csv
 from kit.words import parsed
 from tqdm import tqdm
@@ -148,6 +149,8 @@ def table(rows: Rows, measure: str, out: Path) -> str:
         found = [(values(rows, m, variant=variant, split=s), d) for s, m, d in columns]
         cells = [mean_sd(own, d) if own else "–" for own, d in found]
         lines.append([variant, f"{count_parameters(run, read_config(run)):,}", len(seeds), *cells])
+        if energies and len(seeds) > 1:
+            lines.append(_of_mean([out / variant / f"seed{seed}" for seed in seeds], splits))
     if not energies:
         return markdown(head, lines)
     baseline = {row["split"]: f"{row['baseline_mae_eV']:.4f}" for row in rows}
@@ -160,6 +163,14 @@ def table(rows: Rows, measure: str, out: Path) -> str:
         ratio = statistics.fmean(flt) / statistics.fmean(performer)
         text += f"\n\nval_id MAE, FLT / Performer: {ratio:.3f}"
     return text
+
+
+def _of_mean(runs: list[Path], splits: list[str]) -> list[object]:
+    """A line of the table: the runs as one model, whose energy is the mean of theirs."""
+    found = {split: errors_of_mean(runs, split) for split in splits}
+    cells = [f"{mae:.4f}" for mae, _ in found.values()]
+    ewt = f"{found['val_id'][1]:.1f}" if "val_id" in found else None
+    return ["their mean", None, len(runs), *cells, ewt]
 
 
 def draw(rows: Rows, measure: str, png: Path) -> None:

@@ -13,13 +13,13 @@ line per system) and .png. Started again, it goes on where it was stopped and re
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 from compare import INTERRUPTED, job_of, prepare, work_all
+from kit.energies import read_energies
 from kit.rows import Rows, markdown, mean_sd, write_csv
 from kit.words import parsed
 
@@ -29,13 +29,6 @@ from molflt.evaluation.published import Published, read_published
 from molflt.metrics import EWT_THRESHOLD
 
 TEST, VALIDATION = "test_id", "val_id"
-
-
-def read_energies(run: Path, split: str) -> dict[int, tuple[float, float]]:
-    """Predicted energy and label of the systems of a split, by sid, eV."""
-    with open(run / "predictions.csv", newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["split"] == split]
-    return {int(row["sid"]): (float(row["energy_eV"]), float(row["target_eV"])) for row in rows}
 
 
 def collect(out: Path, data: Path) -> Rows:

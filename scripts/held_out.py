@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 from compare import INTERRUPTED, job_of, prepare, work_all
-from folds import read_energies
+from kit.energies import read_energies
 from kit.rows import Row, Rows, markdown, mean_sd, names, pick, write_csv
 from kit.words import parsed
 from peers_kit.models import FITS, load

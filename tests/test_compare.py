@@ -23,6 +23,10 @@ class Comparisons(Trainings):
         mae = {"flt": 0.2, "performer": 0.5}[run.parent.name] + 0.01 * seed
         row = {"mae_eV": mae, "ewt_percent": 4.0 * seed, "baseline_mae_eV": 1.1, "n": 9}
         (run / "results.json").write_text(json.dumps(dict.fromkeys(VAL_SPLITS, row)))
+        energies = {7: 0.03 * seed, 9: 0.03 * seed - 0.02}  # beside a label of 0
+        lines = [f"{split},{sid},{e},0" for split in VAL_SPLITS for sid, e in energies.items()]
+        text = "\n".join(["split,sid,energy_eV,target_eV", *lines])
+        (run / "predictions.csv").write_text(text)
 
 
 @pytest.fixture
@@ -56,6 +60,9 @@ def test_mean_and_spread(compare, words, tmp_path, capsys) -> None:
     cells = ["10", "3", *["0.2100 ± 0.0100"] * 4, "4.0 ± 4.0"]
     assert [cell.strip() for cell in flt.split("|")[2:-1]] == cells
     assert "FLT / Performer: 0.412" in text  # 0.21 / 0.51
+    means = [line for line in text.splitlines() if line.startswith("| their mean")]
+    cells = ["", "3", *["0.0200"] * 4, "50.0"]  # errors of 0.03 and 0.01 eV
+    assert [[cell.strip() for cell in line.split("|")[2:-1]] for line in means] == [cells] * 2
     assert len((tmp_path / "out" / "comparison.csv").read_text().splitlines()) == 1 + 2 * 3 * 4
     assert (tmp_path / "out" / "comparison.png").stat().st_size > 1000
 
