@@ -20,7 +20,7 @@ that; crystals and slabs by nothing. No graph depends on the rest of its batch.
 
 import itertools
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -42,6 +42,42 @@ _DEGENERATE = 1e-6  # volume of the periodic vectors relative to the product of 
 _MOST_CANDIDATES = 2**20
 _SHARPNESS = 4.0  # 1/Å, of smooth extents
 _MOST_REDUCTIONS = 64  # of a cell; two or three do, where numbers mean something
+
+
+class Lattice(NamedTuple):
+    """The lattice of each graph; along directions that are not periodic a virtual one."""
+
+    vectors: Tensor
+    """(b, 3, 3) in rows, Å; the periodic ones first, of a reduced cell"""
+    dual: Tensor
+    """(b, 3, 3) in rows, reciprocal vectors without 2 pi, cycles/Å"""
+    volume: Tensor
+    """(b,), Å^3"""
+
+    @classmethod
+    @uncompiled
+    def of(
+        cls, cell: Tensor, pbc: Tensor, extent: Tensor | None = None, reach: float = 20.0
+    ) -> "Lattice":
+        """Arguments, precision and errors as for `reciprocal_nodes`."""
+        positive(reach=reach)
+        rows, periodic = _sorted_rows(cell, pbc)
+        if extent is None:
+            if not bool(pbc.all()):
+                graph = int((~pbc.all(dim=1)).nonzero()[0])
+                raise ValueError(
+                    f"extent must be given where an axis is not periodic; got None and pbc "
+                    f"{pbc[graph].tolist()} of graph {graph}; use free_extent(...)"
+                )
+            extent = torch.zeros_like(rows[..., 0])
+        elif extent.shape != pbc.shape or not bool(((extent >= 0) & extent.isfinite()).all()):
+            raise ValueError(
+                f"extent must be non-negative and finite, of shape {tuple(pbc.shape)}; got shape "
+                f"{tuple(extent.shape)}; use free_extent(...)"
+            )
+        side = torch.where(periodic, 1.0, extent.to(rows.dtype) + reach)
+        vectors = rows * side[..., None]
+        return cls(vectors, *_dual(vectors))
 
 
 @uncompiled
@@ -95,25 +131,9 @@ def reciprocal_nodes(
         ValueError: if shapes, numbers or choices are wrong, lattice vectors along periodic axes are
             zero or linearly dependent, or there would be far too many nodes.
     """
-    positive(max_frequency=max_frequency, reach=reach)
+    positive(max_frequency=max_frequency)
     one_of("taper", taper, _TAPERS)
-    rows, periodic = _sorted_rows(cell, pbc)
-    if extent is None:
-        if not bool(pbc.all()):
-            graph = int((~pbc.all(dim=1)).nonzero()[0])
-            raise ValueError(
-                f"extent must be given where an axis is not periodic; got None and pbc "
-                f"{pbc[graph].tolist()} of graph {graph}; use free_extent(...)"
-            )
-        extent = torch.zeros_like(rows[..., 0])
-    elif extent.shape != pbc.shape or not bool(((extent >= 0) & extent.isfinite()).all()):
-        raise ValueError(
-            f"extent must be non-negative and finite, of shape {tuple(pbc.shape)}; got shape "
-            f"{tuple(extent.shape)}; use free_extent(...)"
-        )
-    side = torch.where(periodic, 1.0, extent.to(rows.dtype) + reach)
-    lattice = rows * side[..., None]
-    dual, volume = _dual(lattice)
+    lattice, dual, volume = Lattice.of(cell, pbc, extent, reach)
     index, valid = _indices(lattice.detach(), dual.detach(), max_frequency)
     # Products and sums instead of a matrix product: the same bits whatever else is in the batch.
     nodes = (index.to(dual.dtype)[..., None] * dual[:, None]).sum(dim=2)
