@@ -1,8 +1,8 @@
 """Periodic boundaries by a mesh: the far field of large cells."""
 
 from molflt.attention.mixing.mesh import MeshKernel
+from molflt.attention.nodes.lattice import Lattice, free_extent
 from molflt.attention.nodes.mesh import check_order
-from molflt.attention.nodes.reciprocal import Lattice, free_extent
 from molflt.attention.numerics import uncompiled
 from molflt.attention.positions.multiplicative import MultiplicativePosition
 from molflt.attention.positions.spectral import SpectralPosition
@@ -20,7 +20,7 @@ class OnMesh(Reciprocal):
 
     Args:
         max_frequency: largest |G|, cycles/Å.
-        mesh_order: of the splines: 4, 5, 6 or 8, for errors of attention up to 3e-3, 6e-4, 5e-6
+        mesh_order: of the splines: 4, 5, 6 or 8, for errors of attention up to 3e-3, 6e-4, 6e-6
             and 2e-7; the last two have more points, too.
     """
 

@@ -11,7 +11,8 @@ from molflt.atoms import Tag
 from molflt.attention.checks import positive
 from molflt.attention.mixing.mesh import MeshKernel
 from molflt.attention.mixing.pairs import Pairs, products
-from molflt.attention.nodes.reciprocal import free_extent, reciprocal_nodes, tapered_mask
+from molflt.attention.nodes.lattice import free_extent
+from molflt.attention.nodes.reciprocal import reciprocal_nodes, tapered_mask
 from molflt.attention.numerics import distances, fade
 from molflt.attention.positions.multiplicative import MultiplicativePosition
 from molflt.attention.positions.spectral import GraphNodes, SpectralPosition

@@ -123,8 +123,7 @@ class EnergyRegressor(nn.Module):
         super().__init__()
         known_names(EnergyRegressor, stack, Stack, Attention, but=_NOT_OURS)
         _check_numbers(dim, heads, radial_basis, neighbor_cutoff, position_head)
-        kind: dict[str, Any] = {"mixing": mixing}
-        kind |= {"feature_map": feature_map, "num_features": num_features}
+        kind = {"mixing": mixing, "feature_map": feature_map, "num_features": num_features}
         self.encoding: GraphEncoding | None = _make_encoding(
             heads,
             position,

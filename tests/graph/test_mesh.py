@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch_geometric.data import Batch
 
-from molflt.attention.nodes.reciprocal import Lattice, free_extent, reciprocal_nodes
+from molflt.attention.nodes.lattice import Lattice, free_extent
+from molflt.attention.nodes.reciprocal import reciprocal_nodes
 from molflt.attention.positions.multiplicative import MultiplicativePosition
 from molflt.attention.positions.spectral import GraphNodes
 from molflt.graph import EnergyRegressor, GraphAttention, Potential
 
-ERROR = {4: 3e-3, 5: 6e-4, 6: 5e-6, 8: 2e-7}  # as documented, of the kernel of a worst case
+ERROR = {4: 3e-3, 5: 6e-4, 6: 6e-6, 8: 2e-7}  # as documented, of the kernel of a worst case
 
 
 def layer(periodic: str = "mesh", **options) -> GraphAttention:
@@ -169,15 +170,17 @@ def test_lower_precision(dtype):
     assert (found - exact).norm() < (1e-5 if dtype is torch.float32 else 0.05) * exact.norm()
 
 
-def test_the_regressor_takes_it_compiled_or_not():
+def test_it_can_be_in_what_is_compiled():
+    net, given = layer(near_field=3.0), collated([crystal(3)])
+    close([torch.compile(net, backend="eager")(**given)], [net(**given)])
+
+
+def test_the_regressor_takes_it():
     def energies(periodic: str, **options) -> Tensor:
         torch.manual_seed(0)
         sizes = {"dim": 16, "heads": 2, "layers": 2, "position": "multiplicative"}
         net = EnergyRegressor(periodic=periodic, near_field=3.0, **sizes, **options).double().eval()
-        batch = Batch.from_data_list([structure(9, 3), structure(6, 4)])
-        compiled = torch.compile(net, backend="eager")
-        torch.testing.assert_close(compiled(batch)["energy"], net(batch)["energy"])
-        return net(batch)["energy"]
+        return net(Batch.from_data_list([structure(9, 3), structure(6, 4)]))["energy"]
 
     expected = energies("reciprocal")
     assert 0 < (energies("mesh", mesh_order=8) - expected).abs().max() < 1e-5

@@ -19,13 +19,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from molflt.attention.nodes.reciprocal import _TAPERS, Lattice
+from molflt.attention.nodes.lattice import Lattice
+from molflt.attention.nodes.reciprocal import _TAPERS
 from molflt.attention.numerics import distances, sinc
 
 OVERSAMPLING = {4: 1.25, 5: 1.25, 6: 2.0, 8: 2.0}
 """Points per half of the shortest wave, by the order of the splines.
 
-Relative errors of kernelized attention with the positive taper are at most 3e-3, 6e-4, 5e-6, 2e-7;
+Relative errors of kernelized attention with the positive taper are at most 3e-3, 6e-4, 6e-6, 2e-7;
 those of its gradients by positions up to ten times as large."""
 
 _MOST_POINTS = 2**26  # of a graph; beyond it a cell or its frequencies are taken for a mistake

@@ -9,8 +9,8 @@ from molflt.attention.encodings import Bias, Encoding, Kernel
 from molflt.attention.mixing.mesh import MeshKernel
 from molflt.attention.mixing.stencil import Stencil
 from molflt.attention.nodes import Nodes
+from molflt.attention.nodes.lattice import Lattice
 from molflt.attention.nodes.mesh import Mesh
-from molflt.attention.nodes.reciprocal import Lattice
 from molflt.attention.positions.base import differences
 from molflt.attention.positions.spectral import GraphNodes, SpectralPosition
 from molflt.attention.spectra import Spectrum
