@@ -15,6 +15,7 @@ from molflt.attention.features.base import Columns, Operand
 from molflt.attention.mixing.causal import State, causal_linear
 from molflt.attention.mixing.chunked import chunk_size, linear_in_chunks
 from molflt.attention.mixing.forms import cheaper, linear, quadratic
+from molflt.attention.mixing.mesh import MeshKernel, linear_with_mesh
 from molflt.attention.mixing.multiplicative import linear_with_kernel
 from molflt.attention.mixing.pairs import Pairs, with_exact_pairs
 from molflt.attention.mixing.sums import Sums
@@ -185,28 +186,27 @@ class Factors(Encoding):
         return None
 
 
-class Kernel(Encoding):
-    """A positional kernel that multiplies: A_ij = (U_i . V_j + w_ij) phi(q_i) . phi(k_j).
+class _Multiplied(Encoding):
+    """A positional kernel that multiplies, and what is added to it for single pairs.
 
     Args:
-        left: U (b, h, queries, p).
-        right: V (b, h, keys, p).
         pairs: w, the near field; with `exact` also what is added to A_ij itself.
     """
 
     faces = (KERNELIZED,)
-    kernel: tuple[Tensor, Tensor]
 
-    def __init__(self, left: Tensor, right: Tensor, pairs: Pairs | None = None) -> None:
-        self.kernel = left, right
+    def __init__(self, pairs: Pairs | None = None) -> None:
         self.pairs = pairs
         self._matrix: Tensor | None = None
 
+    def _far(self, queries: int, keys: int) -> Tensor:
+        """h, (b, h, queries, keys), without w."""
+        raise NotImplementedError
+
     def dense(self, queries: int, keys: int) -> Tensor:
-        """U V^T + w, what multiplies; formed once for all layers that want it."""
+        """h + w, what multiplies; formed once for all layers that want it."""
         if self._matrix is None:
-            left, right = self.kernel
-            matrix = left @ right.transpose(-1, -2)
+            matrix = self._far(queries, keys)
             if self.pairs is not None:
                 matrix = matrix + self.pairs.dense(len(matrix), queries, keys)
             self._matrix = matrix
@@ -219,6 +219,26 @@ class Kernel(Encoding):
 
     def by_matrix(self, terms: Terms) -> Sums:
         return self._quadratic(terms, kernel=self.dense(terms.query.tokens, terms.key.tokens))
+
+
+class Kernel(_Multiplied):
+    """A positional kernel that multiplies: A_ij = (U_i . V_j + w_ij) phi(q_i) . phi(k_j).
+
+    Args:
+        left: U (b, h, queries, p).
+        right: V (b, h, keys, p).
+        pairs: w, the near field; with `exact` also what is added to A_ij itself.
+    """
+
+    kernel: tuple[Tensor, Tensor]
+
+    def __init__(self, left: Tensor, right: Tensor, pairs: Pairs | None = None) -> None:
+        super().__init__(pairs)
+        self.kernel = left, right
+
+    def _far(self, queries: int, keys: int) -> Tensor:
+        left, right = self.kernel
+        return left @ right.transpose(-1, -2)
 
     def mix(self, terms: Terms) -> tuple[Sums, State | None]:
         if not terms.causal:
@@ -234,6 +254,41 @@ class Kernel(Encoding):
         if self.pairs is not None:
             return 0
         return chunk_size(query, key, value, self.kernel[1].shape[-1])
+
+
+class OnMesh(_Multiplied):
+    """A positional kernel that multiplies, by a mesh: A_ij = (h_ij + w_ij) phi(q_i) . phi(k_j).
+
+    Args:
+        on_mesh: h; queries and keys are the same tokens.
+        pairs: w, as for `Kernel`.
+    """
+
+    decodes = False
+
+    def __init__(self, on_mesh: MeshKernel, pairs: Pairs | None = None) -> None:
+        super().__init__(pairs)
+        self.on_mesh = on_mesh
+
+    def _far(self, queries: int, keys: int) -> Tensor:
+        return self.on_mesh.dense(queries)
+
+    def mix(self, terms: Terms) -> tuple[Sums, State | None]:
+        if terms.causal:
+            raise ValueError("causal attention has no mesh; take reciprocal nodes, or none")
+        return linear_with_mesh(*terms[:3], self.on_mesh, self.pairs), None
+
+    def _takes_matrix(
+        self, form: str, causal: bool, query: Operand, key: Operand, value: Tensor
+    ) -> bool:
+        if form != "auto" or causal:
+            return form == "quadratic"
+        return self.on_mesh.matrix_is_cheaper(
+            query.x.shape[2], query.feature_map.width, value.shape[-1]
+        )
+
+    def _chunk_size(self, query: Operand, key: Operand, value: Tensor) -> int:
+        return 0
 
 
 class Toeplitz(Encoding):

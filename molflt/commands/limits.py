@@ -23,6 +23,7 @@ LIMITS = {
     "model.degree": "[2, 3]",
     "model.image_cutoff": _LENGTH,
     "model.max_frequency": "(0, 10]",  # cycles/Å
+    "model.mesh_order": "[4, 8]",
     "model.near_field": "[0, 100]",  # Å
     "model.neighbor_cutoff": _LENGTH,
     "model.long_range": "[1, 6]",

@@ -43,6 +43,7 @@ class GraphAttention(nn.Module):
             others.
         image_cutoff: see there.
         max_frequency: see there.
+        mesh_order: see there.
         near_field: see there.
         near_exact: see there.
         mixing: "linear"; "quadratic": the same numbers through the N x N matrix, faster for few
@@ -69,6 +70,7 @@ class GraphAttention(nn.Module):
         periodic: str | Open | None = None,
         image_cutoff: float | None = None,
         max_frequency: float | None = None,
+        mesh_order: int | None = None,
         near_field: float | None = None,
         near_exact: bool = False,
         mixing: MixingName = "auto",
@@ -91,6 +93,7 @@ class GraphAttention(nn.Module):
             "periodic": periodic,
             "image_cutoff": image_cutoff,
             "max_frequency": max_frequency,
+            "mesh_order": mesh_order,
             "near_field": near_field,
             "near_exact": near_exact,
         }

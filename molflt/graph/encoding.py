@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from molflt.attention.checks import no_effect, one_of, positive
-from molflt.attention.encodings import Bias, Encoding, Factors, Kernel
+from molflt.attention.encodings import Bias, Encoding, Factors, Kernel, OnMesh
 from molflt.attention.features import FEATURE_MAPS
 from molflt.attention.layer import DEFAULT_MAP
 from molflt.attention.mixing.pairs import Pairs
@@ -23,7 +23,8 @@ from molflt.attention.spectra import GaussianBasis
 from molflt.graph.dense import DenseAtoms
 from molflt.graph.geometry import Geometry
 from molflt.graph.near import NearPairs
-from molflt.graph.periodic import Open, _make_periodic
+from molflt.graph.periodic import Open
+from molflt.graph.schemes import make_periodic
 from molflt.graph.sizes import SizeClass, SizeClasses, Sorted, _uncompiled_loop
 
 _STEP = 16.0  # Å, of bounds of distances
@@ -81,10 +82,12 @@ class GraphEncoding(nn.Module):
         position_options: its further arguments, see `SpectralPosition.build`: spectrum, nodes,
             num_nodes, those of the spectrum, and of the nodes with the prefix `node_`.
         periodic: "none"; "images": periodic images as further keys; "reciprocal": nodes on each
-            graph's reciprocal lattice, exactly periodic; or a scheme of `molflt.graph.periodic`.
+            graph's reciprocal lattice, exactly periodic; "mesh": the same for large cells; or a
+            scheme of `molflt.graph.periodic`.
         image_cutoff: "images": Å, 8 by default.
-        max_frequency: "reciprocal": largest |G|, cycles/Å, 0.25 by default; the number of nodes
-            grows as its cube.
+        max_frequency: "reciprocal" and "mesh": largest |G|, cycles/Å, 0.25 by default; the number
+            of nodes grows as its cube.
+        mesh_order: "mesh": order of its splines, 5 by default.
         near_field: Å; within it the kernel is the exponential of an exact mask of its own, through
             a neighbor list. Multiplicative, without "images". 0 or None: none.
         near_exact: within the near field, q.k is exact as well, as in softmax (`NearField`); for
@@ -109,6 +112,7 @@ class GraphEncoding(nn.Module):
         periodic: str | Open = "none",
         image_cutoff: float | None = None,
         max_frequency: float | None = None,
+        mesh_order: int | None = None,
         near_field: float | None = None,
         near_exact: bool = False,
         mixing: str = "linear",
@@ -119,8 +123,11 @@ class GraphEncoding(nn.Module):
         one_of("position", position, _GRAPH_POSITIONS[1:])
         feature_map = feature_map or DEFAULT_MAP
         one_of("feature_map", feature_map, FEATURE_MAPS)
-        self.periodic = _make_periodic(
-            periodic, image_cutoff=image_cutoff, max_frequency=max_frequency
+        self.periodic = make_periodic(
+            periodic,
+            image_cutoff=image_cutoff,
+            max_frequency=max_frequency,
+            mesh_order=mesh_order,
         )
         self.softmax = mixing == "softmax"
         options = dict(position_options or {})
@@ -130,6 +137,7 @@ class GraphEncoding(nn.Module):
             options["sampled"] = False
         made = make_position(position, heads, 0, mixing=mixing, **{"dim": 3, **options})
         self.position = cast(SpectralPosition, made)
+        self.periodic.check(self.position, self.softmax)
         self.near_field: NearField | None = None
         self.frequency_projection: FrequencyProjection | None = None
         if near_field:
@@ -211,6 +219,9 @@ class GraphEncoding(nn.Module):
 
     def _evaluate(self, geometry: Geometry, found: _Found) -> tuple[DenseAtoms, Encoding]:
         dense, nodes = self.periodic.dense(geometry), found.nodes
+        mesh = self.periodic.mesh(geometry, dense, self.position)
+        if mesh is not None and isinstance(self.position, MultiplicativePosition):
+            return dense, OnMesh(mesh, self._near(found, self.position))
         if self.softmax and nodes is None:
             return dense, self._exact(dense, found)
         dtype = torch.promote_types(dense.positions.dtype, torch.float32)
@@ -241,7 +252,7 @@ class GraphEncoding(nn.Module):
             encoding: Encoding = self.position("softmax", positions, keys)
             return encoding
         kernel = self.position.kernel(differences(positions, keys))
-        pairs = self._near(found, self.position, None)
+        pairs = self._near(found, self.position, exact=True)
         if pairs is not None:
             batch, queries, _ = positions.shape
             kernel = kernel + pairs.dense(batch, queries, keys.shape[1])
@@ -251,14 +262,15 @@ class GraphEncoding(nn.Module):
         self,
         found: _Found,
         position: MultiplicativePosition,
-        factors: tuple[Tensor, Tensor] | None,
+        factors: tuple[Tensor, Tensor] | None = None,
+        exact: bool = False,
     ) -> Pairs | None:
         """Pairs within the near field, each atom and itself included, and what they add."""
         if found.near is None:
             return None
         vector, alone = found.near.vector, found.alone
         pairs, distance = found.near.pairs(), distances(vector)
-        if factors is None:
+        if exact:
             far = position.kernel(vector[None])[0]
         else:
             cutoff = 0.0 if self.near_field is None else self.near_field.cutoff

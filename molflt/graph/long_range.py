@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from molflt.attention.checks import at_least_one, not_negative, positive
-from molflt.attention.nodes.reciprocal import free_extent, reciprocal_nodes
+from molflt.attention.nodes.lattice import free_extent
+from molflt.attention.nodes.reciprocal import reciprocal_nodes
 from molflt.attention.numerics import at_least_float32, distances, fade, recomputed, uncompiled
 from molflt.attention.spectra import InversePower
 from molflt.graph.geometry import Geometry, _sum_by

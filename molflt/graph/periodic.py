@@ -1,17 +1,18 @@
 """How the periodic boundaries of a structure enter attention: one class for each scheme."""
 
-import inspect
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from molflt.atoms import Tag
-from molflt.attention.checks import no_effect, one_of, positive
+from molflt.attention.checks import positive
+from molflt.attention.mixing.mesh import MeshKernel
 from molflt.attention.mixing.pairs import Pairs, products
-from molflt.attention.nodes.reciprocal import free_extent, reciprocal_nodes, tapered_mask
+from molflt.attention.nodes.lattice import free_extent
+from molflt.attention.nodes.reciprocal import reciprocal_nodes, tapered_mask
 from molflt.attention.numerics import distances, fade
 from molflt.attention.positions.multiplicative import MultiplicativePosition
 from molflt.attention.positions.spectral import GraphNodes, SpectralPosition
@@ -27,8 +28,8 @@ _IN_PLANE = [(a, b, 0) for a, b in itertools.product((-1, 0, 1), repeat=2) if (a
 class Open:
     """No boundaries: atoms see the atoms that are given, whatever their cell; and base class.
 
-    A new scheme overrides what differs and gets a line in `PERIODIC`; its constructor's arguments
-    are its options.
+    A new scheme overrides what differs and gets a line in `molflt.graph.schemes.PERIODIC`; its
+    constructor's arguments are its options.
 
     Attributes:
         near: whether a near field can go with it.
@@ -51,6 +52,9 @@ class Open:
                 f"near_field finds images itself; got {self!r}; use periodic='none' or 'reciprocal'"
             )
 
+    def check(self, position: SpectralPosition, softmax: bool) -> None:
+        """Raises ValueError if the scheme cannot go with the position, or with softmax."""
+
     def dense(self, geometry: Geometry) -> DenseAtoms:
         """Atoms and keys as attention sees them."""
         return DenseAtoms.of(geometry)
@@ -71,10 +75,16 @@ class Open:
         """Graphs whose far field is that of all pairs, not of nodes: (graphs,) bool; None: none."""
         return None
 
+    def mesh(
+        self, geometry: Geometry, dense: DenseAtoms, position: SpectralPosition
+    ) -> MeshKernel | None:
+        """The far field on a mesh, for schemes that have one instead of nodes."""
+        return None
+
     def far(
         self,
         position: MultiplicativePosition,
-        factors: tuple[Tensor, Tensor],
+        factors: tuple[Tensor, Tensor] | None,
         pairs: Pairs,
         distance: Tensor,
         farthest: float,
@@ -83,11 +93,12 @@ class Open:
 
         Args:
             position: the kernel.
-            factors: its evaluation.
+            factors: its evaluation; None on a mesh.
             pairs: which.
             distance: (pairs,), Å.
             farthest: bound of the distances, Å.
         """
+        assert factors is not None
         return products(*factors, pairs)
 
     def radial_profile(self, position: MultiplicativePosition, distance: Tensor) -> Tensor:
@@ -255,7 +266,7 @@ class Reciprocal(Open):
     def dense(self, geometry: Geometry) -> DenseAtoms:
         return DenseAtoms.of(geometry, lattice=True)
 
-    def nodes(self, geometry: Geometry, position: SpectralPosition) -> GraphNodes:
+    def nodes(self, geometry: Geometry, position: SpectralPosition) -> GraphNodes | None:
         """See `Open.nodes`; in double precision, as random features are drawn from frequencies."""
         cell, pbc = geometry.cell.double(), geometry.pbc
         alone = self.without_nodes(geometry)
@@ -281,7 +292,7 @@ class Reciprocal(Open):
     def far(
         self,
         position: MultiplicativePosition,
-        factors: tuple[Tensor, Tensor],
+        factors: tuple[Tensor, Tensor] | None,
         pairs: Pairs,
         distance: Tensor,
         farthest: float,
@@ -315,31 +326,3 @@ class Near(Reciprocal):
 
     def radial_profile(self, position: MultiplicativePosition, distance: Tensor) -> Tensor:
         return distance.new_zeros(position.spectrum.heads, len(distance))
-
-
-PERIODIC: dict[str, type[Open]] = {"none": Open, "images": Images, "reciprocal": Reciprocal}
-
-# The command line lists the choices of an option from its type.
-if TYPE_CHECKING:
-    PeriodicName = str
-else:
-    PeriodicName = Literal[tuple(PERIODIC)]
-
-
-def _make_periodic(periodic: str | Open, **options: float | None) -> Open:
-    """A scheme from its name and those options that were given, or one that was made already.
-
-    Raises:
-        ValueError: the name is unknown, or an option has no effect.
-    """
-    if isinstance(periodic, Open):
-        no_effect(f"with periodic={periodic!r}", **options)
-        return periodic
-    one_of("periodic", periodic, PERIODIC)
-    scheme = PERIODIC[periodic]
-    known = inspect.signature(scheme).parameters
-    no_effect(
-        f"with periodic={periodic!r}",
-        **{name: value for name, value in options.items() if name not in known},
-    )
-    return scheme(**{k: v for k, v in options.items() if k in known and v is not None})

@@ -17,8 +17,9 @@ from molflt.attention.positions.base import MixingName
 from molflt.graph.encoding import GraphPositionName
 from molflt.graph.inputs import Atoms
 from molflt.graph.long_range import LongRange
-from molflt.graph.periodic import Near, PeriodicName, Reciprocal
+from molflt.graph.periodic import Near, Reciprocal
 from molflt.graph.regressor import EnergyRegressor
+from molflt.graph.schemes import PeriodicName
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data

@@ -20,7 +20,7 @@ from molflt.graph.geometry import Geometry
 from molflt.graph.heads import AtomEmbedding, EnergyReadout, PositionHead
 from molflt.graph.inputs import Atoms
 from molflt.graph.neighbors import Neighbors, neighbor_list
-from molflt.graph.periodic import PeriodicName
+from molflt.graph.schemes import PeriodicName
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
@@ -54,6 +54,8 @@ class EnergyRegressor(nn.Module):
             "reciprocal" for a multiplicative position, "none" for others.
         image_cutoff: distance from the adsorbate within which images are kept, 8 Å by default.
         max_frequency: end of the spectrum of reciprocal nodes, 0.25 cycles/Å by default.
+        mesh_order: of the splines of periodic mesh, 4, 5, 6 or 8, 5 by default: the exacter, the
+            dearer.
         near_field: distance within which a multiplicative kernel is exact, through a neighbor list,
             Å; by default 5, or 0 with images; 0 leaves it to its Fourier nodes.
         near_exact: within it, q.k is exact as well, without random features.
@@ -107,6 +109,7 @@ class EnergyRegressor(nn.Module):
         periodic: PeriodicName | None = None,
         image_cutoff: float | None = None,
         max_frequency: float | None = None,
+        mesh_order: int | None = None,
         near_field: float | None = None,
         near_exact: bool = False,
         neighbor_cutoff: float | None = None,
@@ -120,8 +123,7 @@ class EnergyRegressor(nn.Module):
         super().__init__()
         known_names(EnergyRegressor, stack, Stack, Attention, but=_NOT_OURS)
         _check_numbers(dim, heads, radial_basis, neighbor_cutoff, position_head)
-        kind: dict[str, Any] = {"mixing": mixing}
-        kind |= {"feature_map": feature_map, "num_features": num_features}
+        kind = {"mixing": mixing, "feature_map": feature_map, "num_features": num_features}
         self.encoding: GraphEncoding | None = _make_encoding(
             heads,
             position,
@@ -130,6 +132,7 @@ class EnergyRegressor(nn.Module):
             position_options=position_options,
             image_cutoff=image_cutoff,
             max_frequency=max_frequency,
+            mesh_order=mesh_order,
             near_exact=near_exact,
         )
         own = None if self.encoding is None else self.encoding.position

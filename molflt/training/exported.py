@@ -30,6 +30,7 @@ _LENGTHS = {  # Å, and cycles/Å: of what has to be searched or summed, which g
     "neighbor_cutoff": (0.1, 100),
     "image_cutoff": (0.1, 100),
     "max_frequency": (1e-3, 10),
+    "mesh_order": (4, 8),
 }
 _LONGEST = 10_000_000  # tokens: a table of them would be a weight
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from molflt.attention.features.base import Features
 from molflt.attention.mixing.multiplicative import linear_with_kernel
+from molflt.attention.nodes.lattice import free_extent
 from molflt.attention.nodes.random import GaussianNodes
-from molflt.attention.nodes.reciprocal import _half_space_indices, free_extent, reciprocal_nodes
+from molflt.attention.nodes.reciprocal import _half_space_indices, reciprocal_nodes
 from molflt.attention.positions.multiplicative import MultiplicativePosition
 from molflt.attention.positions.spectral import SpectralPosition
 from molflt.attention.spectra.base import Spectrum

@@ -10,7 +10,8 @@ from torch_geometric.data import Batch
 from molflt.graph import EnergyRegressor, GraphAttention
 from molflt.graph.dense import DenseAtoms
 from molflt.graph.geometry import Geometry
-from molflt.graph.periodic import PERIODIC, Images, Reciprocal
+from molflt.graph.periodic import Images, Reciprocal
+from molflt.graph.schemes import PERIODIC
 
 
 class AllImages(Images):

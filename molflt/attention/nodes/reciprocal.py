@@ -18,7 +18,6 @@ mask beyond its reach. A wire or a molecule that turns in its box changes the ma
 that; crystals and slabs by nothing. No graph depends on the rest of its batch.
 """
 
-import itertools
 import math
 from typing import Literal
 
@@ -27,21 +26,12 @@ import torch
 from torch import Tensor
 
 from molflt.attention.checks import one_of, positive
-from molflt.attention.numerics import (
-    at_least_float32,
-    distances,
-    fade,
-    finite,
-    sinc,
-    uncompiled,
-)
+from molflt.attention.nodes.lattice import Lattice
+from molflt.attention.numerics import distances, fade, sinc, uncompiled
 from molflt.attention.spectra import Spectrum
 
-_DEGENERATE = 1e-6  # volume of the periodic vectors relative to the product of their lengths
 # Of a batch: beyond it a cell or its frequencies are taken for a mistake.
 _MOST_CANDIDATES = 2**20
-_SHARPNESS = 4.0  # 1/Å, of smooth extents
-_MOST_REDUCTIONS = 64  # of a cell; two or three do, where numbers mean something
 
 
 @uncompiled
@@ -95,25 +85,9 @@ def reciprocal_nodes(
         ValueError: if shapes, numbers or choices are wrong, lattice vectors along periodic axes are
             zero or linearly dependent, or there would be far too many nodes.
     """
-    positive(max_frequency=max_frequency, reach=reach)
+    positive(max_frequency=max_frequency)
     one_of("taper", taper, _TAPERS)
-    rows, periodic = _sorted_rows(cell, pbc)
-    if extent is None:
-        if not bool(pbc.all()):
-            graph = int((~pbc.all(dim=1)).nonzero()[0])
-            raise ValueError(
-                f"extent must be given where an axis is not periodic; got None and pbc "
-                f"{pbc[graph].tolist()} of graph {graph}; use free_extent(...)"
-            )
-        extent = torch.zeros_like(rows[..., 0])
-    elif extent.shape != pbc.shape or not bool(((extent >= 0) & extent.isfinite()).all()):
-        raise ValueError(
-            f"extent must be non-negative and finite, of shape {tuple(pbc.shape)}; got shape "
-            f"{tuple(extent.shape)}; use free_extent(...)"
-        )
-    side = torch.where(periodic, 1.0, extent.to(rows.dtype) + reach)
-    lattice = rows * side[..., None]
-    dual, volume = _dual(lattice)
+    lattice, dual, volume = Lattice.of(cell, pbc, extent, reach)
     index, valid = _indices(lattice.detach(), dual.detach(), max_frequency)
     # Products and sums instead of a matrix product: the same bits whatever else is in the batch.
     nodes = (index.to(dual.dtype)[..., None] * dual[:, None]).sum(dim=2)
@@ -122,52 +96,6 @@ def reciprocal_nodes(
     if merged:
         return nodes, torch.cat((weights[:, :1], 2 * weights[:, 1:]), dim=1)
     return torch.cat((nodes, -nodes[:, 1:]), dim=1), torch.cat((weights, weights[:, 1:]), dim=1)
-
-
-@uncompiled
-def free_extent(
-    positions: Tensor, graph: Tensor, cell: Tensor, pbc: Tensor, smooth: bool = False
-) -> Tensor:
-    """What each graph spans along the directions perpendicular to its periodic lattice vectors.
-
-    Neither a translation nor a lattice shift of any atom changes it.
-
-    Args:
-        positions: (n, 3), Å.
-        graph: (n,), of each atom.
-        cell: (b, 3, 3), Å, as for `reciprocal_nodes`.
-        pbc: (b, 3) bool.
-        smooth: instead of the largest and the smallest coordinate, whose slopes jump where another
-            atom comes to be outermost, the logarithms of mean exponentials: analytic, equal in
-            supercells, and up to log(n) / 4 Å further in on each side.
-
-    Returns:
-        (b, 3) Å, 0 for the periodic directions, which come first, and for graphs without atoms.
-
-    Raises:
-        ValueError: as `reciprocal_nodes` for cell and pbc.
-    """
-    rows, periodic = _sorted_rows(cell, pbc)
-    along = (positions[:, None] * rows[graph].to(positions.dtype)).sum(dim=-1)  # [n, 3]
-    count = torch.bincount(graph, minlength=len(rows))[:, None]
-    none = periodic | (count == 0)
-    if not smooth:
-        span = _largest(along, graph, len(rows)) + _largest(-along, graph, len(rows))
-        return torch.where(none, 0.0, span)
-    span = torch.zeros_like(none, dtype=along.dtype)
-    for sign in (1.0, -1.0):
-        scaled = sign * _SHARPNESS * along
-        top = finite(_largest(scaled.detach(), graph, len(rows)))
-        terms = (scaled - top[graph]).exp()
-        mean = torch.zeros_like(span).index_add(0, graph, terms) / count.clamp(min=1)
-        span = span + (top + torch.where(none, 1.0, mean).log()) / _SHARPNESS
-    return torch.where(none, 0.0, span.clamp(min=0.0))  # below 0 by rounding alone
-
-
-def _largest(x: Tensor, graph: Tensor, graphs: int) -> Tensor:
-    """Over the atoms of each graph: (n, 3) -> (graphs, 3), -inf without atoms."""
-    start = x.new_full((graphs, x.shape[1]), -math.inf)
-    return start.scatter_reduce(0, graph[:, None].expand_as(x), x, "amax")
 
 
 def tapered_mask(
@@ -246,97 +174,6 @@ def _indices(lattice: Tensor, dual: Tensor, max_frequency: float) -> tuple[Tenso
     padded = index.new_zeros(len(lattice), width, 3)
     padded[graph, column] = index
     return padded, torch.arange(width, device=graph.device) < counts[:, None]
-
-
-def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
-    """The periodic lattice vectors, then unit vectors perpendicular to them and to each other.
-
-    Returns:
-        (b, 3, 3), and which rows are periodic, (b, 3).
-    """
-    if cell.ndim != 3 or cell.shape[1:] != (3, 3) or not cell.is_floating_point():
-        raise ValueError(
-            f"cell must be (graphs, 3, 3), floating point; got shape {tuple(cell.shape)}, "
-            f"{cell.dtype}"
-        )
-    if pbc.shape != cell.shape[:2] or pbc.dtype != torch.bool:
-        raise ValueError(
-            f"pbc must be bool of shape {tuple(cell.shape[:2])}; got shape {tuple(pbc.shape)}, "
-            f"{pbc.dtype}"
-        )
-    cell = _reduced(at_least_float32(cell), pbc)
-    order = (~pbc).to(torch.uint8).argsort(dim=1, stable=True)
-    given = cell.gather(1, order[..., None].expand(-1, -1, 3))
-    periodic = pbc.gather(1, order)
-    own = periodic[..., None]
-    first = torch.where(own[:, 0], given[:, 0], given.new_tensor([1.0, 0.0, 0.0]))
-    size = first.detach().abs()
-    tie = size.amax(dim=1, keepdim=True) * size.new_tensor([0.0, 1e-3, 2e-3])
-    axis = torch.nn.functional.one_hot((size + tie).argmin(dim=1), 3).to(first.dtype)
-    second = torch.where(own[:, 1], given[:, 1], _unit_normal(first, axis))
-    third = torch.where(own[:, 2], given[:, 2], _unit_normal(first, second))
-    rows = torch.stack((first, second, third), dim=1)
-    _check_rows(rows.detach(), periodic)
-    return rows, periodic
-
-
-def _reduced(cell: Tensor, pbc: Tensor) -> Tensor:
-    """Short vectors of the same lattice, 0 where nothing is periodic: (b, 3, 3).
-
-    As in Gauss's reduction multiples of one vector are taken from another until none gets shorter.
-    In a skewed cell the reciprocal vectors are small differences of large products, and random
-    features of frequencies magnify what that costs.
-    """
-    rows = cell.masked_fill(~pbc[..., None], 0.0)
-    combination = torch.eye(3, dtype=torch.float64, device=cell.device).repeat(len(cell), 1, 1)
-    short = rows.detach().double().clone()  # what follows must not reach `rows`
-    for _ in range(_MOST_REDUCTIONS):
-        moved = False
-        for i, j in itertools.permutations(range(3), 2):
-            product = (short[:, i] * short[:, j]).sum(dim=-1) / short[:, j].square().sum(dim=-1)
-            # Half a vector more or less is as long: leave it. NaN of no vector is left, too.
-            times = torch.where(product.abs() > 0.501, product.round(), 0.0)[:, None]
-            if bool((times != 0).any()):
-                moved = True
-                for x in (short, combination):
-                    x[:, i] -= times * x[:, j]
-        if not moved:
-            break
-    # Products and sums: a cell that is short as it is keeps its bits.
-    found = (combination.to(rows.dtype)[..., None] * rows[:, None]).sum(dim=2)
-    # Of vectors that depend on each other only rounding is left.
-    longest = rows.detach().norm(dim=-1).amax(dim=1, keepdim=True)
-    return found.masked_fill((short.norm(dim=-1) < _DEGENERATE * longest)[..., None], 0.0)
-
-
-def _check_rows(rows: Tensor, periodic: Tensor) -> None:
-    """Raises ValueError for the first graph whose periodic vectors do not span a lattice."""
-    rows = rows.double()
-    first, second, third = (rows / rows.norm(dim=-1, keepdim=True)).unbind(1)
-    volume = (torch.linalg.cross(first, second) * third).sum(dim=-1).abs()
-    bad = ~(volume > _DEGENERATE)  # NaN is bad, too
-    if bool(bad.any()):
-        graph = int(bad.nonzero()[0])
-        raise ValueError(
-            f"lattice vectors along periodic axes must be finite and linearly independent; got "
-            f"{rows[graph][periodic[graph]].tolist()} of graph {graph}; set pbc to False along "
-            "axes without a lattice vector"
-        )
-
-
-def _unit_normal(a: Tensor, b: Tensor) -> Tensor:
-    normal = torch.linalg.cross(a, b)
-    return normal / normal.norm(dim=-1, keepdim=True)
-
-
-def _dual(lattice: Tensor) -> tuple[Tensor, Tensor]:
-    """Reciprocal vectors (b, 3, 3) in rows, a_i . b_j = 1 if i = j else 0, and volumes (b,)."""
-    a, b, c = lattice.unbind(1)
-    normals = torch.stack(
-        (torch.linalg.cross(b, c), torch.linalg.cross(c, a), torch.linalg.cross(a, b)), dim=1
-    )
-    volume = (normals[:, 0] * a).sum(dim=-1)
-    return normals / volume[:, None, None], volume.abs()
 
 
 def _step(x: Tensor) -> Tensor:

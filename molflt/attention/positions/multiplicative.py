@@ -6,7 +6,11 @@ import torch
 from torch import Tensor
 
 from molflt.attention.encodings import Bias, Encoding, Kernel
+from molflt.attention.mixing.mesh import MeshKernel
+from molflt.attention.mixing.stencil import Stencil
 from molflt.attention.nodes import Nodes
+from molflt.attention.nodes.lattice import Lattice
+from molflt.attention.nodes.mesh import Mesh
 from molflt.attention.positions.base import differences
 from molflt.attention.positions.spectral import GraphNodes, SpectralPosition
 from molflt.attention.spectra import Spectrum
@@ -68,4 +72,51 @@ class MultiplicativePosition(SpectralPosition):
         return (
             torch.cat((left, one.expand_as(left[..., :1])), dim=-1),
             torch.cat((right, constant.expand_as(right[..., :1])), dim=-1),
+        )
+
+    def check_isotropic(self) -> None:
+        """Raises ValueError if h cannot be on a mesh."""
+        if not self.spectrum.isotropic:
+            raise ValueError(
+                f"a mesh needs a spectrum of |xi| alone; got {type(self.spectrum).__name__}; use "
+                "another, or reciprocal nodes"
+            )
+
+    def on_mesh(
+        self, positions: Tensor, mask: Tensor, lattice: Lattice, max_frequency: float, order: int
+    ) -> MeshKernel:
+        """h on meshes: the same as from `reciprocal_nodes` up to the error of interpolation.
+
+        Args:
+            positions: (batch, tokens, 3), Å.
+            mask: (batch, tokens) bool, which of them there are.
+            lattice: of each graph.
+            max_frequency: end of the spectrum, cycles/Å.
+            order: of the splines; see `molflt.attention.nodes.mesh.OVERSAMPLING`.
+
+        Raises:
+            ValueError: an unknown order, or a spectrum that is not a function of |xi|.
+        """
+        self.check_isotropic()
+        dtype = torch.promote_types(positions.dtype, torch.float32)
+        meshes = [Mesh.of(lattice, graph, max_frequency, order) for graph in range(len(mask))]
+        rows, places, weight, coefficients, before = [], [], [], [], 0
+        for graph, mesh in enumerate(meshes):
+            number = mask[graph].nonzero()[:, 0]
+            tokens = positions[graph, number].to(lattice.dual.dtype)
+            near, w = mesh.stencil((tokens[:, None] * lattice.dual[graph]).sum(dim=-1), order)
+            by_place = near[:, 0].argsort()  # neighbors in space are neighbors in memory: faster
+            rows.append(number[by_place] + graph * mask.shape[1])
+            places.append(near[by_place] + before)
+            weight.append(w[by_place].to(dtype))
+            before += mesh.points
+            c = self.coefficients(GraphNodes(mesh.xi[None], mesh.weights[None]))[0]
+            zero = (mesh.xi == 0).all(dim=-1)
+            coefficients.append((c + self.background * zero).to(dtype))
+        return MeshKernel(
+            torch.cat(rows),
+            Stencil.of(torch.cat(places), before),
+            torch.cat(weight),
+            tuple(meshes),
+            tuple(coefficients),
         )

@@ -187,11 +187,15 @@ class SpectralPosition(Position):
                 "factors(queries, keys, GraphNodes(*reciprocal_nodes(...)))"
             )
         xi, weights = nodes
+        floor = self.floor * weights / weights.amax(dim=1, keepdim=True)
+        return xi[:, None], self.coefficients(nodes), floor.detach()[:, None]
+
+    def coefficients(self, nodes: GraphNodes) -> Tensor:
+        """c_s g(xi_s) of the nodes of each graph: (batch, heads, r)."""
+        xi, weights = nodes
         graphs, r, _ = xi.shape
         g = hermitian(self.spectrum, xi.reshape(1, graphs * r, -1))  # [h, b r]
-        product = weights[:, None] * g.unflatten(-1, (graphs, r)).transpose(0, 1)
-        floor = self.floor * weights / weights.amax(dim=1, keepdim=True)
-        return xi[:, None], product, floor.detach()[:, None]
+        return weights[:, None] * g.unflatten(-1, (graphs, r)).transpose(0, 1)
 
     def radial_profile(self, distances: Tensor) -> Tensor:
         """Exact mask along a line: distances (n,) -> (heads, n), for plots."""

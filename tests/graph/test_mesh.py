@@ -1,0 +1,205 @@
+"""A mesh instead of reciprocal nodes: the same kernel, and all that holds for every layer."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from graph.test_regressor import structure
+from graph_cases import DIM, HEADS, Graph, close, collated, graph, mixed, run
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+from torch_geometric.data import Batch
+
+from molflt.attention.nodes.lattice import Lattice, free_extent
+from molflt.attention.nodes.reciprocal import reciprocal_nodes
+from molflt.attention.positions.multiplicative import MultiplicativePosition
+from molflt.attention.positions.spectral import GraphNodes
+from molflt.graph import EnergyRegressor, GraphAttention, Potential
+
+ERROR = {4: 3e-3, 5: 6e-4, 6: 6e-6, 8: 2e-7}  # as documented, of the kernel of a worst case
+
+
+def layer(periodic: str = "mesh", **options) -> GraphAttention:
+    """Two layers made alike have the same weights."""
+    torch.manual_seed(0)
+    chosen = {"position": "multiplicative", "max_frequency": 0.2, "num_features": 16}
+    net = GraphAttention(DIM, HEADS, periodic=periodic, **{**chosen, **options}).double()
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            if name.endswith(".amplitude"):
+                parameter.normal_(std=0.5)
+            elif "to_" in name and parameter.ndim == 2:
+                parameter.normal_(std=0.3)
+    return net
+
+
+def crystal(atoms: int = 7) -> Graph:
+    return graph("crystal", atoms)
+
+
+def kernels(kind: str, max_frequency: float, **options) -> tuple[Tensor, Callable[[int], Tensor]]:
+    """h of 9 atoms by nodes, and by a mesh of an order."""
+    given = graph(kind, 9)
+    cell, pbc, pos = given.cell[None], given.pbc[None], given.pos[None]
+    torch.manual_seed(0)
+    position = MultiplicativePosition.build(HEADS, sampled=False, **options).double()
+    extent = free_extent(given.pos, torch.zeros(9, dtype=torch.long), cell, pbc)
+    nodes = GraphNodes(*reciprocal_nodes(cell, pbc, max_frequency, extent, taper="positive"))
+    left, right = position.factors(pos, pos, nodes)
+    lattice, mask = Lattice.of(cell, pbc, extent), torch.ones(1, 9, dtype=torch.bool)
+
+    def by_mesh(order: int) -> Tensor:
+        return position.on_mesh(pos, mask, lattice, max_frequency, order).dense(9)
+
+    return left @ right.mT, by_mesh
+
+
+@pytest.mark.parametrize("kind", ["crystal", "slab", "molecule"])
+@pytest.mark.parametrize("max_frequency", [0.1, 0.3])
+def test_the_kernel_is_that_of_the_nodes(kind, max_frequency):
+    # a spectrum that is flat up to its end: what splines find hardest
+    sharp = {"width_range": (0.2, 0.3), "num_gaussians": 2, "positive": True, "background": 0.0}
+    expected, by_mesh = kernels(kind, max_frequency, **sharp)
+    for order, bound in ERROR.items():
+        error = (by_mesh(order) - expected).norm() / expected.norm()
+        assert error < bound, (order, error)
+
+
+def test_a_background_is_seen_by_all_pairs():
+    options = {"num_gaussians": 4, "positive": True}
+    expected, by_mesh = kernels("crystal", 0.2, background=0.7, **options)
+    without, _ = kernels("crystal", 0.2, background=0.0, **options)
+    assert (expected - without - 0.7).abs().max() < 1e-12
+    assert (by_mesh(8) - expected).norm() < 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("near", [None, 3.0])
+def test_a_layer_is_that_of_the_nodes_with_its_gradients(near):
+    graphs = [crystal(), graph("slab", 12)]
+    found = []
+    for periodic, options in (("mesh", {"mesh_order": 8}), ("reciprocal", {})):
+        net, given = layer(periodic, near_field=near, **options), collated(graphs)
+        given["pos"].requires_grad_()
+        out = net(**given)
+        slopes = torch.autograd.grad(out.square().sum(), [given["pos"], *net.parameters()])
+        found.append([out, *slopes])
+    for one, other in zip(*found, strict=True):
+        assert (one - other).norm() < 1e-5 * max(1e-3, float(other.norm()))
+
+
+def test_its_two_forms_are_equal_with_gradients():
+    given = collated([crystal(), graph("slab", 12), graph("molecule", 5)])
+    given["pos"].requires_grad_()
+    found = []
+    for mixing in ("linear", "quadratic", "auto"):
+        net = layer(mixing=mixing, near_field=3.0)
+        out = net(**given)
+        found.append([out, *torch.autograd.grad(out.square().sum(), [given["pos"]])])
+    close(found[0], found[1])
+    close(found[0], found[2])
+
+
+def test_graphs_do_not_see_their_batch():
+    net, graphs = layer(near_field=3.0), mixed()
+    together = run(net, graphs)
+    close([run(net, [each])[0] for each in graphs], together)
+    close(run(net, graphs[::-1])[::-1], together)
+    given = collated(graphs)
+    given["x"].requires_grad_()
+    first = len(graphs[0].x)
+    slope = torch.autograd.grad(net(**given)[:first].sum(), given["x"])[0]
+    assert bool((slope[first:] == 0).all()) and bool((slope[:first] != 0).any())
+
+
+def test_what_holds_exactly_and_what_to_the_error_of_interpolation():
+    net, given = layer(near_field=3.0), crystal()
+    out = run(net, [given])[0]
+    order = torch.randperm(7)
+    close([run(net, [given._replace(x=given.x[order], pos=given.pos[order])])[0]], [out[order]])
+    steps = torch.tensor([[2.0, -1.0, 0.0]]).double().repeat(7, 1)
+    steps[3] = torch.tensor([0.0, 1.0, -3.0])
+    close([run(net, [given._replace(pos=given.pos + steps @ given.cell)])[0]], [out])
+    turn = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64)).Q
+    close([run(net, [given._replace(pos=given.pos @ turn, cell=given.cell @ turn)])[0]], [out])
+    shifted = given._replace(pos=given.pos + torch.tensor([0.37, 0.2, -0.5]).double())
+    skewed = given._replace(
+        cell=torch.tensor([[1.0, 0, 0], [1, 1, 0], [0, -1, 1]]).double() @ given.cell
+    )
+    double = Graph(
+        given.x.repeat(2, 1),
+        torch.cat((given.pos, given.pos + given.cell[0])),
+        given.cell * torch.tensor([[2.0], [1.0], [1.0]]).double(),
+        given.pbc,
+    )
+    for order, bound in ((5, 1e-3), (8, 1e-6)):
+        net = layer(near_field=3.0, mesh_order=order)
+        out = run(net, [given])[0]
+        for other in (shifted, skewed, double):
+            found = run(net, [other])[0][:7]
+            assert 0 < (found - out).norm() < bound * out.norm()
+
+
+def test_gradients_by_positions_and_cell_of_two_orders():
+    net = layer(near_field=3.0, num_features=4)
+    given = collated([crystal(3)])
+
+    def energy(pos: Tensor, cell: Tensor) -> Tensor:
+        return net(**{**given, "pos": pos, "cell": cell}).square().sum()
+
+    inputs = (given["pos"].requires_grad_(), given["cell"].requires_grad_())
+    assert gradcheck(energy, inputs)
+    assert gradgradcheck(energy, inputs)
+
+
+def test_pieces_on_the_mesh_change_nothing(monkeypatch):
+    net, given = layer(), [crystal(), graph("slab", 12)]
+    whole = run(net, given)
+    monkeypatch.setattr("molflt.attention.mixing.mesh._CHANNELS", 20)
+    close(run(net, given), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lower_precision(dtype):
+    given = collated([crystal(), graph("slab", 12)])
+    exact = layer(near_field=3.0)(**given)
+    net = layer(near_field=3.0).float()
+    single = {name: x.float() if name in ("x", "pos", "cell") else x for name, x in given.items()}
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is torch.bfloat16):
+        found = net(**single)
+    assert found.isfinite().all()
+    assert (found - exact).norm() < (1e-5 if dtype is torch.float32 else 0.05) * exact.norm()
+
+
+def test_it_can_be_in_what_is_compiled():
+    net, given = layer(near_field=3.0), collated([crystal(3)])
+    close([torch.compile(net, backend="eager")(**given)], [net(**given)])
+
+
+def test_the_regressor_takes_it():
+    def energies(periodic: str, **options) -> Tensor:
+        torch.manual_seed(0)
+        sizes = {"dim": 16, "heads": 2, "layers": 2, "position": "multiplicative"}
+        net = EnergyRegressor(periodic=periodic, near_field=3.0, **sizes, **options).double().eval()
+        return net(Batch.from_data_list([structure(9, 3), structure(6, 4)]))["energy"]
+
+    expected = energies("reciprocal")
+    assert 0 < (energies("mesh", mesh_order=8) - expected).abs().max() < 1e-5
+
+
+def test_what_it_cannot_do_is_refused():
+    with pytest.raises(ValueError, match="periodic='mesh' is for a kernel that multiplies"):
+        layer(position="spectral")
+    with pytest.raises(ValueError, match="got mixing=softmax"):
+        layer(mixing="softmax", num_features=None)
+    with pytest.raises(ValueError, match="mesh_order must be one of 4, 5, 6, 8; got 7"):
+        layer(mesh_order=7)
+    with pytest.raises(ValueError, match="mesh_order=5 has no effect with periodic='reciprocal'"):
+        layer("reciprocal", mesh_order=5)
+    with pytest.raises(ValueError, match=r"spectrum of \|xi\| alone; got GaussianMixture"):
+        layer(position_options={"spectrum": "gaussian_mixture"})
+    lost = graph("molecule", 5)
+    lost.pos[0, 0] = 1e9
+    with pytest.raises(ValueError, match=r"too many mesh points below 0\.2 cycles/Å; .* graph 0"):
+        run(layer(), [lost])
+    with pytest.raises(ValueError, match="periodic"):
+        Potential(periodic="mesh", near_field=3.0)
