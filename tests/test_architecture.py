@@ -47,7 +47,7 @@ NAMES = {path.stem for path in PACKAGE.glob("*.py")} | {
 
 # Rooms and modules of the core: each may import those before it, and its own neighbors.
 CORE = ["checks", "numerics", "keys", "scaling", "features", "spectra", "nodes", "mixing"]
-CORE += ["encodings", "positions", "fnet", "layer", "mixers", "stack", "convert"]
+CORE += ["encodings", "positions", "fnet", "layer", "mixers", "stack", "decoder", "convert"]
 
 
 def test_every_room_has_a_rule() -> None:

@@ -14,6 +14,7 @@ from sentence_files import write_sentences
 from test_image_run import write_images
 from test_language_run import write_text
 from tiny_run import error_of, write_data, write_points
+from translation_files import write_pairs
 
 from molflt.commands import cli
 from molflt.commands.limits import LIMITS
@@ -109,6 +110,7 @@ def test_what_is_meant_passes(recipe: str) -> None:
         "language": ["data.train", "data.val"],
         "masked_language": ["data.train", "data.val"],
         "sentences": ["data.task", "data.root"],
+        "translation": ["data.train", "data.val", "data.source", "data.target"],
     }
     words = [f"--{key}=x" for key in required.get(recipe, ["data.train"])]
     parser = parser_of(recipe)
@@ -247,6 +249,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[str]]:
     images = [f"--data.{name}={folder}/{name}-images-idx3-ubyte" for name in ("train", "val")]
     write_points(folder / "points")
     write_sentences(folder, "SST-2", 20, 8)
+    parallel = [f"--data.{name}={folder}/p{name}" for name in ("train", "val")]
+    for name in ("ptrain", "pval"):
+        write_pairs(folder, name, 20, 0)
     return {
         "is2re": [f"--data.root={folder}/data"],
         "potential": [f"--data.root={folder}/points"],
@@ -254,6 +259,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[str]]:
         "images": images,
         "masked_language": [*texts, "--data.length=16", "--data.pieces=50"],
         "sentences": ["--data.task=SST-2", f"--data.root={folder}", "--data.pieces=50"],
+        "translation": [*parallel, "--data.source=de", "--data.target=en", "--data.pieces=60"],
     }
 
 

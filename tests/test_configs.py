@@ -27,6 +27,7 @@ OC20 = {
 }
 SIZES = [("lm", "wikitext2"), ("image", "fashion-mnist"), ("masked", "wikitext2")]
 SIZES += [("proteins", "small-causal"), ("proteins", "small-masked")]
+SIZES += [("translation", "multi30k")]
 ENERGIES = [(p.stem,) for p in sorted(CONFIGS.glob("*.yaml")) if p.stem != "potential"]
 ENERGIES += [tuple(f"oc20/{part}" for part in names) for names in OC20.values()]
 ENERGIES += [("demo", f"atoms/{path.stem}") for path in sorted((CONFIGS / "atoms").glob("*.yaml"))]
@@ -36,6 +37,7 @@ TOKENS = [
     for path in sorted((CONFIGS / folder).glob("*.yaml"))
     if not {"data", "trainer"} & yaml.safe_load(path.read_text()).keys()
 ]
+_PARALLEL = ("train", "val", "source", "target")
 # what has no default, for each recipe
 REQUIRED = {
     "is2re": ["--data.root=somewhere"],
@@ -44,6 +46,7 @@ REQUIRED = {
     "images": ["--data.train=train", "--data.val_fraction=0.1"],
     "masked_language": ["--data.train=train.txt", "--data.val=val.txt"],
     "sentences": ["--data.task=RTE", "--data.root=somewhere"],
+    "translation": [f"--data.{k}={v}" for k, v in zip(_PARALLEL, "abcd", strict=True)],
 }
 
 
@@ -176,7 +179,9 @@ def shrunk(names: tuple[str, ...], **data: Any) -> tuple[Any, dict[str, Any]]:
     """The recipe of configurations and its model, small."""
     config = configured(*names)
     model = {**config["model"], "dim": 24, "heads": 3, "ffn_dim": 16, "layers": 2, **data}
-    model |= {"refinements": min(2, model["refinements"]), "dropout": 0.0, "attention_dropout": 0.0}
+    if "refinements" in model:
+        model["refinements"] = min(2, model["refinements"])
+    model |= {"dropout": 0.0, "attention_dropout": 0.0}
     return RECIPES[config["recipe"]], model
 
 
@@ -205,6 +210,7 @@ FEW: dict[str, dict[str, Any]] = {
     "language": {"vocabulary": 40, "max_length": 24},
     "images": {"classes": 4, "channels": 1, "image_size": 28},
     "masked_language": {"vocabulary": 40, "max_length": 24, "layers": 3, "next_sentence": True},
+    "translation": {"vocabulary": 40, "max_length": 24},
 }
 
 
@@ -219,6 +225,8 @@ def test_every_parameter_of_a_token_configuration_learns(names: tuple[str, ...])
     if kind == "masked_language":
         hidden = net(tokens, tokens % 2)
         loss = net.log_likelihood(hidden, tokens).sum() + net.follows(hidden).square().sum()
+    elif kind == "translation":
+        loss = net.log_likelihood(net(tokens, tokens), tokens)[0].sum()
     elif kind == "language":
         loss = net.log_likelihood(tokens[:, :-1], tokens[:, 1:]).sum()
     else:

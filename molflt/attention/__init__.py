@@ -5,6 +5,7 @@ or tasks; `molflt.graph` brings atoms.
 """
 
 from molflt.attention.convert import convert_weights_
+from molflt.attention.decoder import CrossAttention, Decoder
 from molflt.attention.encodings import Encoding
 from molflt.attention.features import FEATURE_MAPS, PROJECTIONS, FeatureMap, Features
 from molflt.attention.fnet import TOKEN_MIXERS
@@ -25,6 +26,8 @@ __all__ = [
     "TOKEN_MIXERS",
     "Attention",
     "Block",
+    "CrossAttention",
+    "Decoder",
     "Encoding",
     "FeatureMap",
     "Features",

@@ -89,18 +89,23 @@ class Block(nn.Module):
         mixed, state = self.attention.decode(self._before(x), positions, state, encoding=encoding)
         return self._after(x, mixed), state
 
-    def _before(self, x: Tensor) -> Tensor:
-        out: Tensor = self.attention_norm(x) if self.norm == "pre" else x
+    def _before(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
+        """What a part of the block, with that LayerNorm, sees; by default attention."""
+        out: Tensor = (norm or self.attention_norm)(x) if self.norm == "pre" else x
+        return out
+
+    def _added(self, x: Tensor, new: Tensor, norm: nn.Module) -> Tensor:
+        """Tokens to which a part of the block, with that LayerNorm, has added something."""
+        x = x + self.dropout(new)
+        out: Tensor = x if self.norm == "pre" else norm(x)
         return out
 
     def _after(self, x: Tensor, mixed: Tensor) -> Tensor:
-        x = x + self.dropout(mixed)
-        if self.norm == "pre":
-            out: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
-            return out
-        x = self.attention_norm(x)
-        out = self.ffn_norm(x + self.dropout(self.ffn(x)))
-        return out
+        x = self._added(x, mixed, self.attention_norm)
+        return self._after_ffn(x)
+
+    def _after_ffn(self, x: Tensor) -> Tensor:
+        return self._added(x, self.ffn(self._before(x, self.ffn_norm)), self.ffn_norm)
 
 
 class StackState(NamedTuple):
@@ -281,6 +286,20 @@ class Stack(Positioned):
         Raises:
             ValueError: for mechanisms without a state to decode from.
         """
+        encoding, keys = self._evaluate_new(positions, state)
+        before = iter(state.blocks) if state is not None else None
+        after: list[DecodeState] = []
+        for _ in range(self.refinements):
+            for block in self._blocks():
+                last = None if before is None else next(before)
+                x, last = block.decode(x, state=last, encoding=encoding)
+                after.append(last)
+        return self.norm(x), StackState(keys, after)
+
+    def _evaluate_new(
+        self, positions: Tensor | None, state: StackState | None
+    ) -> tuple[Encoding | None, Tensor | None]:
+        """The encoding of new tokens that follow a state, and the positions to remember."""
         if self.position is not None and not self.position.decodes:
             raise ValueError(
                 f"{type(self.position).__name__} leaves no state of constant size to decode from; "
@@ -290,15 +309,7 @@ class Stack(Positioned):
         past = None if state is None else state.positions
         if self._face == "softmax" and past is not None and positions is not None:
             keys = torch.cat((past, positions), dim=1)  # linear attention needs the new ones alone
-        encoding = self._evaluate(self._face, positions, keys)
-        before = iter(state.blocks) if state is not None else None
-        after: list[DecodeState] = []
-        for _ in range(self.refinements):
-            for block in self._blocks():
-                last = None if before is None else next(before)
-                x, last = block.decode(x, state=last, encoding=encoding)
-                after.append(last)
-        return self.norm(x), StackState(keys, after)
+        return self._evaluate(self._face, positions, keys), keys
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws new random features of every block in place, and the noise of stochastic encodings.

@@ -83,7 +83,7 @@ COMMANDS: dict[tuple[str, ...], _Command] = {
         "molflt.commands.relax:relax", "structures at rest, by a trained potential"
     ),
     ("generate",): _Command(
-        "molflt.commands.generate:generate", "text from a trained language model"
+        "molflt.commands.generate:generate", "text from a trained language model, or translations"
     ),
 }
 _GROUPS = {"data": "make, look at, convert and fetch data sets"}

@@ -30,9 +30,9 @@ def evaluate(
     """Evaluates a run on splits of its data: a table, results.json, and pictures.
 
     Energies: MAE and EwT, errors by adsorbate and by size, parity. Language: perplexity per token.
-    Masked language: perplexity and accuracy in gaps. Sentences: the metrics of GLUE. Images: top-1
-    and top-5 accuracy, the images that are classified wrongly. All: the learned relative encoding,
-    if there is one.
+    Masked language: perplexity and accuracy in gaps. Sentences: the metrics of GLUE. Translation:
+    BLEU. Images: top-1 and top-5 accuracy, the images that are classified wrongly. All: the learned
+    relative encoding, if there is one.
 
     Args:
         run: folder of a training run; its recipe decides which of the other options there are.

@@ -57,6 +57,7 @@ LIMITS = {
     "data.length": "[1, 1e7]",
     "data.min_count": _COUNT,
     "data.pieces": "[6, 1e8]",
+    "data.max_tokens": _COUNT,
     "data.val_fraction": "(0, 1)",
     "data.image_size": "[1, 16384]",
     "data.resize": "[1, 16384]",
@@ -94,7 +95,10 @@ LIMITS = {
     "model.mixer_options": "[-1e6, 1e6]",
     "val_fraction": "(0, 1)",
     "test_fraction": _SHARE,
+    "model.decoder": "[-1e6, 1e6]",
     "batch_size": "[1, 1e6]",
+    "beam": "[1, 1000]",
+    "length_penalty": "[0, 100]",
     "workers": "[1, 256]",
 }
 

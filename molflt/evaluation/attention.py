@@ -9,17 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from molflt.attention import Attention, Stack
+from molflt.attention import Attention
 from molflt.metrics import locality
 
 _Call = tuple[Attention, tuple[Any, ...], dict[str, Any]]
 
 
-def _attention_of(stack: Stack, run: Callable[[], object]) -> list[Tensor]:
+def _attention_of(stack: nn.Module, run: Callable[[], object]) -> list[Tensor]:
     """Attention matrices of all layers, in the order in which they are applied.
 
     Args:
-        stack: of a model in evaluation mode.
+        stack: of a model in evaluation mode, or a part of it.
         run: calls the model once.
 
     Returns:

@@ -17,6 +17,7 @@ _TAGS = {
     "language": (["text-generation"], ["perplexity"], ['print(model.generate("The"))']),
     "masked_language": (["fill-mask"], ["perplexity"], ['print(model.fill("A [MASK].")[0][0])']),
     "sentences": (["text-classification"], ["accuracy"], ['model.classify(["A text."])[0].name']),
+    "translation": (["translation"], ["bleu"], ['print(model.translate(["A text."])[0])']),
     "images": (["image-classification"], ["accuracy"], ["model.classify(images)[0].name"]),
 }
 _ATOMS = (

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from molflt.files import shown
 from molflt.pretrained.energies import EnergyPredictor
-from molflt.pretrained.sentences import GapFiller, SentenceLabeler
+from molflt.pretrained.sentences import GapFiller, SentenceLabeler, Translator
 from molflt.pretrained.tokens import ImageLabeler, TextWriter
 from molflt.pretrained.trained import read_trained
 
 __all__ = ["load"]
 
-_KINDS = (EnergyPredictor, TextWriter, ImageLabeler, GapFiller, SentenceLabeler)
+_KINDS = (EnergyPredictor, TextWriter, ImageLabeler, GapFiller, SentenceLabeler, Translator)
 
 
 def load(
@@ -22,7 +22,7 @@ def load(
     *,
     checkpoint: str = "best",
     also: Sequence[str | Path] = (),
-) -> EnergyPredictor | TextWriter | ImageLabeler | GapFiller | SentenceLabeler:
+) -> EnergyPredictor | TextWriter | ImageLabeler | GapFiller | SentenceLabeler | Translator:
     """Loads a trained model.
 
     Args:
@@ -34,8 +34,8 @@ def load(
         also: further runs that make an ensemble with `source`, whose spread is an uncertainty.
 
     Returns:
-        What predicts energies, writes text, labels images, fills gaps or labels sentences, as the
-        model has learned.
+        What predicts energies, writes text, labels images, fills gaps, labels sentences or
+        translates them, as the model has learned.
 
     Raises:
         FileNotFoundError: if there is nothing of that name.

@@ -1,4 +1,4 @@
-"""Masked models that fill gaps, and classifiers that label sentences."""
+"""Masked models that fill gaps, classifiers that label sentences, and models that translate."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from molflt.data.text.tokenizer import TOKENIZER, Tokenizer
 from molflt.evaluation.images import classes_of
 from molflt.evaluation.masked import tokenizer_of
 from molflt.evaluation.sentences import logits_of
+from molflt.evaluation.translation import translate
 from molflt.pretrained.base import Pretrained
 from molflt.pretrained.tokens import Label
 from molflt.pretrained.trained import Trained
 from molflt.sequence.classifier import SequenceClassifier
+from molflt.sequence.encoder_decoder import EncoderDecoder
 from molflt.sequence.masked import MaskedLanguageModel
 
-__all__ = ["GapFiller", "SentenceLabeler"]
+__all__ = ["GapFiller", "SentenceLabeler", "Translator"]
 
 
 class GapFiller(Pretrained):
@@ -100,6 +102,41 @@ class SentenceLabeler(Pretrained):
             Label(self.classes[index], share)
             for share, index in zip(shares.values.tolist(), shares.indices.tolist(), strict=True)
         ]
+
+
+class Translator(Pretrained):
+    """Translations of sentences; `molflt.load` makes it."""
+
+    models: ClassVar = (EncoderDecoder,)
+    model: EncoderDecoder
+
+    def __init__(self, trained: Trained) -> None:
+        super().__init__(trained)
+        self.tokenizer = _tokenizer(trained, self.model.vocabulary)
+
+    def translate(
+        self,
+        sentences: Sequence[str],
+        beam: int = 5,
+        length_penalty: float = 1.0,
+        batch_size: int = 64,
+    ) -> list[str]:
+        """The translation of each sentence.
+
+        Args:
+            sentences: to translate.
+            beam: hypotheses of each, see `molflt.sequence.beam_search`.
+            length_penalty: see there.
+            batch_size: sentences in a batch.
+
+        Raises:
+            ValueError: no sentences, an empty one, or one that is too long.
+        """
+        if isinstance(sentences, str) or not sentences:
+            raise ValueError(
+                f"expected sentences, a list of at least one; got {sentences!r:.80}; put it into []"
+            )
+        return translate(self.model, self.tokenizer, sentences, beam, length_penalty, batch_size)
 
 
 def _tokenizer(trained: Trained, size: int) -> Tokenizer:

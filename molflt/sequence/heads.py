@@ -67,6 +67,16 @@ class _PlainHead(Head):
         logits = at_least_float32(F.linear(hidden, self.weight))
         return -F.cross_entropy(logits, targets, reduction="none")
 
+    def excess(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Mean of log p over all ids less that of the target: (n, dim), (n,) -> (n,).
+
+        Normalizers cancel, so that the mean of the weights does: h . (mean_k W_k - W_target).
+        """
+        with torch.autocast(hidden.device.type, enabled=False):
+            weight = at_least_float32(self.weight)
+            away = weight.mean(dim=0) - F.embedding(targets, weight)
+            return torch.linalg.vecdot(hidden.to(weight.dtype), away)
+
 
 class _AdaptiveHead(Head):
     """Adaptive softmax: frequent ids at full width, clusters of rarer ones at a quarter each.

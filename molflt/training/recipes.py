@@ -75,6 +75,12 @@ RECIPES: dict[str, Recipe] = {
         "molflt.evaluation.sentences:evaluate",
         relatives=("masked_language",),
     ),
+    "translation": Recipe(
+        "molflt.sequence.encoder_decoder:EncoderDecoder",
+        "molflt.data.text.parallel:ParallelData",
+        "molflt.tasks.translation:TranslationTask",
+        "molflt.evaluation.translation:evaluate",
+    ),
     "images": Recipe(
         "molflt.image.classifier:ImageClassifier",
         "molflt.data.images.datamodule:ImageData",

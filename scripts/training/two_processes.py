@@ -29,6 +29,7 @@ def combinations() -> Iterator[tuple[str, ...]]:
     """Files that make a training, the one that goes below first."""
     below = {"atoms": "demo", "oc20": "oc20/base", "lm": "lm/wikitext2"}
     below |= {"image": "image/fashion-mnist", "masked": "masked/wikitext2"}
+    below["translation"] = "translation/multi30k"
     configs = ROOT / "configs"
     for path in sorted(configs.rglob("*.yaml")):
         name = path.relative_to(configs).with_suffix("").as_posix()
@@ -45,6 +46,10 @@ def write_data(folder: Path) -> dict[str, list[str]]:
     words = (ROOT / "docs" / "attention.md").read_text()
     for split in ("train", "val"):
         (folder / f"{split}.txt").write_text(words)
+    for name in ("train", "val"):
+        for language in ("de", "en"):
+            lines = [line for line in words.splitlines() if line.strip()]
+            (folder / f"{name}.{language}").write_text("\n".join(lines))
     pixels = np.random.default_rng(0).integers(0, 256, (10, 4, 28, 28), dtype=np.uint8)
     for label, images in enumerate(pixels):
         (folder / "images" / str(label)).mkdir(parents=True)
@@ -52,6 +57,7 @@ def write_data(folder: Path) -> dict[str, list[str]]:
             Image.fromarray(image).save(folder / "images" / str(label) / f"{number}.png")
     text = [f"--data.{split}={folder}/{split}.txt" for split in ("train", "val")]
     clusters = ["--model.adaptive_cutoffs=[20, 60]", "--data.length=32", "--model.max_length=32"]
+    parallel = [f"--data.{split}={folder}/{split}" for split in ("train", "val")]
     image = [f"--data.train={folder}/images", "--data.val=null", "--data.val_fraction=0.5"]
     image += ["--data.class_names=null", "--data.image_size=28", "--data.resize=null"]
     return {
@@ -59,6 +65,7 @@ def write_data(folder: Path) -> dict[str, list[str]]:
         "language": [*text, "--data.test=null", *clusters],
         "images": [*image, "--model.patch_size=4"],
         "masked_language": [*text, "--data.test=null", "--data.length=32", "--data.pieces=300"],
+        "translation": [*parallel, "--data.test=null", "--data.pieces=300"],
     }
 
 

@@ -31,6 +31,8 @@ class KeyValues(NamedTuple):
     """(batch, heads, tokens, d), scaled, before any rotation"""
     value: Tensor
     """(batch, heads, tokens, d)"""
+    mask: Tensor | None = None
+    """(batch, 1, tokens), True where a key exists; None where all do"""
 
 
 DecodeState = KeyValues | tuple[State, ...]

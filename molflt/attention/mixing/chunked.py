@@ -53,17 +53,14 @@ def linear_in_chunks(
     left, right = kernel or (None, None)
     queries, keys = query.split(size), key.split(size)
     rights = cut(right, size, len(keys))
-    carried: _Carried | None = None
+    carried: KeySums | None = None
     for operand, v, values in zip(keys, rights, value.split(size, dim=-2), strict=True):
-        added = recomputed(_absorb, operand, v, values)
+        added = recomputed(absorb, operand, values, v)
         carried = added if carried is None else carried.plus(added)
     if carried is None:
         raise ValueError("linear_in_chunks needs at least one key; got none; use `linear`")
-    context, log_max = carried
-    if log_max is not None:
-        log_max = finite(log_max)  # infinite: no valid key at all
     answers = [
-        recomputed(_answer, operand, u, context, log_max)
+        recomputed(answer, operand, carried, u)
         for operand, u in zip(queries, cut(left, size, len(queries)), strict=True)
     ]
     joined = (
@@ -73,41 +70,61 @@ def linear_in_chunks(
     return Sums(*joined)
 
 
-class _Carried(NamedTuple):
-    """sum_j phi(k_j) [v_j, 1] so far, to be multiplied by exp of the features' maxima."""
+class KeySums(NamedTuple):
+    """All that linear attention has to know of its keys: sum_j phi(k_j) [v_j, 1] = context exp(.).
+
+    What is in the exponent is the features' maximum over the keys, of which each query takes off
+    what cancels.
+    """
 
     context: Tensor
+    """(batch, heads, m, dv + 1), with a positional kernel (dv + 1) p columns"""
     log_max: Tensor | None
-    """-inf without a key; None where features have no logarithm"""
+    """(batch, heads, 1, m or 1), -inf without a key; None where features have no logarithm"""
 
-    def plus(self, added: "_Carried") -> "_Carried":
+    def plus(self, added: "KeySums") -> "KeySums":
+        """The sums over the keys of both."""
         if self.log_max is None or added.log_max is None:
-            return _Carried(self.context + added.context, None)
+            return KeySums(self.context + added.context, None)
         peak = torch.maximum(self.log_max, added.log_max)
         before, own = (
             (x - finite(peak)).exp().transpose(-1, -2) for x in (self.log_max, added.log_max)
         )
-        return _Carried(self.context * before + added.context * own, peak)
+        return KeySums(self.context * before + added.context * own, peak)
 
 
-def _absorb(operand: Operand, right: Tensor | None, value: Tensor) -> _Carried:
-    key = operand.features().at_least_float32()
+def absorb(key: Operand, value: Tensor, right: Tensor | None = None) -> KeySums:
+    """Sums over the keys.
+
+    Args:
+        key: (batch, heads, keys, d).
+        value: (batch, heads, keys, dv).
+        right: V of a positional kernel, (batch or 1, heads or 1, keys, p).
+    """
+    phi = key.features().at_least_float32()
     with torch.autocast(value.device.type, enabled=False):
         value = F.pad(at_least_float32(value), (0, 1), value=1.0)
         if right is not None:
             value = (right.to(value.dtype)[..., :, None] * value[..., None, :]).flatten(-2)
-        if key.log_scale is None:
-            return _Carried(key.materialize().transpose(-1, -2) @ value, None)
-        own = key.log_scale.detach().amax(dim=-2, keepdim=True)
-        return _Carried(key.shifted(finite(own)).transpose(-1, -2) @ value, own)
+        if phi.log_scale is None:
+            return KeySums(phi.materialize().transpose(-1, -2) @ value, None)
+        own = phi.log_scale.detach().amax(dim=-2, keepdim=True)
+        return KeySums(phi.shifted(finite(own)).transpose(-1, -2) @ value, own)
 
 
-def _answer(operand: Operand, left: Tensor | None, context: Tensor, log_max: Tensor | None) -> Sums:
-    """Sums of a chunk of queries over all keys."""
-    query = operand.features().at_least_float32()
-    with torch.autocast(context.device.type, enabled=False):
-        phi_q, shift = _stable_query(query, log_max)
-        mixed = phi_q @ context
+def answer(query: Operand, keys: KeySums, left: Tensor | None = None) -> Sums:
+    """Sums of queries (batch, heads, queries, d) over keys that `absorb` has seen.
+
+    Args:
+        query: any queries.
+        keys: of all keys.
+        left: U of the positional kernel, (batch or 1, heads or 1, queries, p).
+    """
+    phi = query.features().at_least_float32()
+    with torch.autocast(keys.context.device.type, enabled=False):
+        log_max = None if keys.log_max is None else finite(keys.log_max)  # infinite: no valid key
+        phi_q, shift = _stable_query(phi, log_max)
+        mixed = phi_q @ keys.context
         if left is not None:
             mixed = mixed.unflatten(-1, (left.shape[-1], -1))
             mixed = (left.to(mixed.dtype)[..., None, :] @ mixed).squeeze(-2)

@@ -177,9 +177,9 @@ class TokenizedText(TokenizedData[PieceBlocks]):
         test: text to evaluate on at the end.
         tokenizer: tokenizer.json, or the folder of a run or of a published model that has one; by
             default one is learned from the training text.
-        kind: of a tokenizer that is learned: wordpiece (as BERT's), the default, or unigram (as
-            SentencePiece's, which FNet has); or protein: tokens are residues, the files FASTA,
-            records stand behind each other with a [SEP] between them, and nothing is learned.
+        kind: of a tokenizer that is learned: wordpiece (as BERT's), the default, unigram (as
+            SentencePiece's, which FNet has), or bpe; or protein: tokens are residues, the files
+            FASTA, records stand behind each other with a [SEP] between them, nothing is learned.
         pieces: most pieces of one that is learned, 8192 by default.
         lowercase: whether case makes no difference to one that is learned; true by default.
         length: tokens in a block.

@@ -20,7 +20,7 @@ __all__ = ["TOKENIZER", "Tokenizer", "TokenizerKind", "find_tokenizer"]
 TOKENIZER = "tokenizer.json"
 """The file of a tokenizer, here and in published models."""
 
-TokenizerKind = Literal["wordpiece", "unigram", "protein"]
+TokenizerKind = Literal["wordpiece", "unigram", "bpe", "protein"]
 _UNKNOWN = "[UNK]"
 _SPECIAL = ("[PAD]", _UNKNOWN, "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4 of a trained one
 _OTHER_NAMES = {
@@ -88,11 +88,12 @@ class Tokenizer:
     ) -> Tokenizer:
         """Learns the pieces of a text; those of proteins are given.
 
-        WordPiece as BERT (arXiv:1810.04805), Unigram as SentencePiece (arXiv:1808.06226). Two
-        trainings may number rare pieces differently; a run keeps its tokenizer.
+        WordPiece as BERT (arXiv:1810.04805), Unigram as SentencePiece (arXiv:1808.06226), byte pair
+        encoding (arXiv:1508.07909) with a mark for each space, so that texts can be joined again.
+        Two trainings may number rare pieces differently; a run keeps its tokenizer.
 
         Args:
-            kind: "wordpiece", "unigram" or "protein".
+            kind: "wordpiece", "unigram", "bpe" or "protein".
             lines: of the text; not read for "protein".
             size: most pieces, special ones too.
             lowercase: whether case, and with WordPiece accents, make no difference.
@@ -109,8 +110,7 @@ class Tokenizer:
         library = _library()
         if kind == "protein":
             return cls.from_json(_of_letters(library, RESIDUES).to_str().encode(), name)
-        make = _wordpiece if kind == "wordpiece" else _unigram
-        inner, trainer = make(library, size, lowercase)
+        inner, trainer = _MAKE[kind](library, size, lowercase)
         try:
             inner.train_from_iterator(lines, trainer)
         except (ValueError, TypeError):
@@ -268,14 +268,33 @@ def _wordpiece(library: Any, size: int, lowercase: bool) -> tuple[Any, Any]:
     return inner, trainer
 
 
-def _unigram(library: Any, size: int, lowercase: bool) -> tuple[Any, Any]:
-    inner = library.Tokenizer(library.models.Unigram())
+def _spaced(library: Any, inner: Any, lowercase: bool) -> None:
+    """Marks spaces, which are then part of the pieces."""
     steps = [library.normalizers.NFKC()]
     steps += [library.normalizers.Lowercase()] if lowercase else []
     inner.normalizer = library.normalizers.Sequence(steps)
     inner.pre_tokenizer = library.pre_tokenizers.Metaspace()
     inner.decoder = library.decoders.Metaspace()
+
+
+def _bpe(library: Any, size: int, lowercase: bool) -> tuple[Any, Any]:
+    inner = library.Tokenizer(library.models.BPE(unk_token=_UNKNOWN))
+    _spaced(library, inner, lowercase)
+    marks = library.pre_tokenizers.Punctuation()  # no piece is part of a word and a mark behind it
+    inner.pre_tokenizer = library.pre_tokenizers.Sequence([inner.pre_tokenizer, marks])
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=size, special_tokens=list(_SPECIAL), show_progress=False
+    )
+    return inner, trainer
+
+
+def _unigram(library: Any, size: int, lowercase: bool) -> tuple[Any, Any]:
+    inner = library.Tokenizer(library.models.Unigram())
+    _spaced(library, inner, lowercase)
     trainer = library.trainers.UnigramTrainer(
         vocab_size=size, special_tokens=list(_SPECIAL), unk_token="[UNK]", show_progress=False
     )
     return inner, trainer
+
+
+_MAKE = {"wordpiece": _wordpiece, "unigram": _unigram, "bpe": _bpe}

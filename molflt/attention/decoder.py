@@ -1,0 +1,223 @@
+"""The decoder of an encoder-decoder: causal blocks that also attend to another sequence."""
+
+from inspect import signature
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from molflt.attention.checks import known_names, no_effect
+from molflt.attention.features.base import Operand
+from molflt.attention.keys import without_masked
+from molflt.attention.layer import Attention
+from molflt.attention.mixers import ATTENTION, MIXER_OPTIONS
+from molflt.attention.mixing.causal import DecodeState, KeyValues
+from molflt.attention.mixing.chunked import KeySums, absorb, answer
+from molflt.attention.mixing.forms import softmax
+from molflt.attention.stack import Block, Stack, StackState
+
+Memory = KeyValues | KeySums
+"""What cross-attention has to know of the other sequence: all keys and values, or sums of them."""
+
+_OF_SELF_ATTENTION = ("causal", "gate", "position")
+
+
+class CrossAttention(Attention):
+    """Attention of tokens to those of another sequence, whose part can be computed once.
+
+    `Attention.forward` with `context` does all at once; `remember` and `recall` give the same.
+    There is no relative encoding: two sequences share no places (as T5, arXiv:1910.10683, section
+    2.1; NPRF, arXiv:2106.12566, eq. 6, has one within a sequence).
+
+    Args:
+        dim: width of tokens; a multiple of `heads`.
+        heads: number of heads.
+        attention: further arguments of `Attention`.
+
+    Raises:
+        ValueError: as for `Attention`, or an option of self-attention.
+    """
+
+    def __init__(self, dim: int, heads: int, **attention: Any) -> None:
+        own = {name: attention.get(name) or None for name in _OF_SELF_ATTENTION}
+        no_effect("in attention to another sequence", **own)
+        super().__init__(dim, heads, **attention)
+
+    def remember(self, context: Tensor, context_mask: Tensor | None = None) -> Memory:
+        """The part of attention that belongs to the other sequence.
+
+        Args:
+            context: (batch, keys, dim).
+            context_mask: (batch, keys) bool, True where a token exists.
+
+        Returns:
+            Of softmax keys and values, O(keys d) numbers; of kernelized attention sums over the
+            keys, O(m d) whatever their number.
+        """
+        _, source = without_masked(context, context_mask)
+        key, value = (self._by_head(to, source) for to in (self.to_key, self.to_value))
+        key = self.scaling(key)
+        mask = None if context_mask is None else context_mask[:, None]
+        if self.feature_map is None:
+            return KeyValues(key, value, mask)
+        return absorb(Operand(self.feature_map, key, None, mask), value)
+
+    def recall(self, x: Tensor, memory: Memory) -> Tensor:
+        """`forward(x, context=..., key_mask=...)`, but for dropout, from what `remember` has kept.
+
+        Args:
+            x: (batch k, tokens, dim): k rows in turn for each sequence of the memory.
+            memory: of `batch` sequences.
+
+        Returns:
+            The shape of x.
+        """
+        rows = memory.key if isinstance(memory, KeyValues) else memory.context
+        query = self.scaling(self._by_head(self.to_query, x.reshape(len(rows), -1, self.dim)))
+        if isinstance(memory, KeyValues):
+            out = softmax(query, memory.key, memory.value, None, memory.mask)
+        else:
+            assert self.feature_map is not None
+            sums = answer(Operand(self.feature_map, query), memory)
+            out = sums.extensive() if self.normalize == "none" else sums.ratio(self.floor)
+        return self._join(out.to(query.dtype)).view_as(x)
+
+    def _by_head(self, to: nn.Module, tokens: Tensor) -> Tensor:
+        """(batch, tokens, dim) -> (batch, heads, tokens, d)."""
+        out: Tensor = to(tokens).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
+        return out
+
+
+class DecoderState(NamedTuple):
+    """What decoding remembers of the tokens so far, and of the other sequence."""
+
+    memory: list[Memory]
+    """of each layer"""
+    stack: StackState | None = None
+    """None before the first token"""
+
+
+class Decoder(nn.Module):
+    """Causal blocks with attention to another sequence between their two parts.
+
+    The decoder of arXiv:1706.03762, section 3.1, fig. 1; NPRF (arXiv:2106.12566), section 4.3,
+    with kernelized attention, of both kinds, and a relative encoding.
+
+    Args:
+        dim: width of tokens; a multiple of `heads`.
+        heads: attention heads.
+        layers: number of blocks.
+        attention_dropout: of both kinds of attention.
+        stack: further arguments of `Stack` and `Attention`. The latter hold for both kinds, but
+            for a position and a gate, which self-attention alone has.
+
+    Raises:
+        TypeError: an unknown argument.
+        ValueError: as for `Stack`.
+    """
+
+    def __init__(
+        self,
+        dim: int = 128,
+        heads: int = 8,
+        layers: int = 4,
+        *,
+        attention_dropout: float = 0.0,
+        **stack: Any,
+    ) -> None:
+        super().__init__()
+        mixer: dict[str, Any] = {**dict.fromkeys(MIXER_OPTIONS), "mixer": ATTENTION}
+        known_names(Decoder, stack, Stack, Attention, but=("causal", "refinements", *mixer))
+        self.stack = Stack(
+            dim, heads, layers, causal=True, attention_dropout=attention_dropout, **stack, **mixer
+        )
+        # the dropout of a stack is that of its blocks
+        shared = signature(Attention).parameters.keys() - {"dropout", *_OF_SELF_ATTENTION}
+        given = {name: value for name, value in stack.items() if name in shared}
+        eps = self.stack._blocks()[0].attention_norm.eps
+        self.cross = nn.ModuleList(
+            CrossAttention(dim, heads, dropout=attention_dropout, **given) for _ in range(layers)
+        )
+        self.cross_norms = nn.ModuleList(nn.LayerNorm(dim, eps) for _ in range(layers))
+
+    @property
+    def decodes(self) -> bool:
+        """Whether `step` goes on from a state; otherwise all tokens have to be given again."""
+        position = self.stack.position
+        return (position is None or position.decodes) and "quadratic" not in self.stack.mixings
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor,
+        positions: Tensor | None = None,
+        context_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Refines tokens.
+
+        Args:
+            x: (batch, tokens, dim).
+            context: (batch, keys, dim), tokens of the other sequence.
+            positions: (batch, tokens, l), for the encoding of self-attention, if there is one.
+            context_mask: (batch, keys) bool, True where a token of that sequence exists.
+
+        Returns:
+            (batch, tokens, dim), normalized by a last LayerNorm.
+
+        Raises:
+            ValueError: positions without an encoding, or an encoding without positions.
+        """
+        encoding = self.stack._evaluate(self.stack._face, positions, None)
+        for block, cross, norm in self._layers():
+            mixed = block.attention(block._before(x), encoding=encoding)
+            x = block._added(x, mixed, block.attention_norm)
+            seen = cross(block._before(x, norm), context=context, key_mask=context_mask)
+            x = block._after_ffn(block._added(x, seen, norm))
+        out: Tensor = self.stack.norm(x)
+        return out
+
+    def remember(self, context: Tensor, context_mask: Tensor | None = None) -> DecoderState:
+        """The state before the first token; arguments as for `forward`."""
+        return DecoderState([c.remember(context, context_mask) for _, c, _ in self._layers()])
+
+    def step(
+        self, x: Tensor, state: DecoderState, positions: Tensor | None = None
+    ) -> tuple[Tensor, DecoderState]:
+        """Refines new tokens without going over those before them again.
+
+        `forward(x, context)` equals `step(x, remember(context))[0]`, and so does step by step.
+
+        Args:
+            x: (batch k, new tokens, dim), k rows in turn for each sequence that is remembered.
+            state: returned by the call before; of `remember` at the beginning.
+            positions: (batch k or 1, new tokens, l), of the new tokens; for the encoding.
+
+        Returns:
+            (batch k, new tokens, dim), and the state after them.
+
+        Raises:
+            ValueError: for mechanisms without a state; `decodes` tells.
+        """
+        encoding, keys = self.stack._evaluate_new(positions, state.stack)
+        before = [None] * len(self.cross) if state.stack is None else state.stack.blocks
+        after: list[DecodeState] = []
+        for (block, cross, norm), old, memory in zip(
+            self._layers(), before, state.memory, strict=True
+        ):
+            attention = cast(Attention, block.attention)
+            mixed, new = attention.decode(block._before(x), state=old, encoding=encoding)
+            after.append(new)
+            x = block._added(x, mixed, block.attention_norm)
+            seen = cross.recall(block._before(x, norm), memory)
+            x = block._after_ffn(block._added(x, seen, norm))
+        return self.stack.norm(x), state._replace(stack=StackState(keys, after))
+
+    def redraw_(self, generator: torch.Generator | None = None) -> None:
+        """Draws new random features in place, see `Stack.redraw_`."""
+        self.stack.redraw_(generator)
+        for _, cross, _ in self._layers():
+            cross.redraw_(generator)
+
+    def _layers(self) -> list[tuple[Block, CrossAttention, nn.Module]]:
+        layers = zip(self.stack.blocks, self.cross, self.cross_norms, strict=True)
+        return cast(list[tuple[Block, CrossAttention, nn.Module]], list(layers))

@@ -1,0 +1,189 @@
+"""Beam search: the most probable target of each source, as far as a few hypotheses at once tell."""
+
+from typing import NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from molflt.attention.checks import at_least_one, beside_weights
+from molflt.attention.decoder import DecoderState
+from molflt.sequence.encoder_decoder import EncoderDecoder, Translating
+
+_Tree = TypeVar("_Tree")
+
+
+class Hypothesis(NamedTuple):
+    """A target, complete."""
+
+    tokens: list[int]
+    """ids, without the one that begins and the one that ends every target"""
+    score: float
+    """log p / length^penalty; the length counts the end"""
+
+
+class _Source(NamedTuple):
+    """Sources, encoded; a row each."""
+
+    encoded: Tensor
+    mask: Tensor | None
+
+
+@torch.no_grad()
+def beam_search(
+    model: EncoderDecoder,
+    source: Tensor,
+    source_mask: Tensor | None = None,
+    *,
+    begin: int,
+    end: int,
+    beam: int = 5,
+    length_penalty: float = 1.0,
+    limit: int | None = None,
+) -> list[Hypothesis]:
+    """The best complete target of each source.
+
+    Of each source `beam` unfinished hypotheses are kept; its search ends when as many have come to
+    an end (as in fairseq and, with `early_stopping`, in transformers), and the one with the largest
+    log p / length^length_penalty wins (arXiv:1609.08144, section 7, without its constants). A beam
+    of 1 takes the most probable token at each step. Mechanisms with a state cost the same at every
+    step; others compute the whole target again, see `EncoderDecoder.decodes`.
+
+    Args:
+        model: in evaluation mode.
+        source: ids (batch, n).
+        source_mask: (batch, n) bool, True where a token exists; None where all do.
+        begin: id that begins every target.
+        end: id that ends it.
+        beam: hypotheses per source.
+        length_penalty: 0 compares log p, and favors short targets; above 1, long ones.
+        limit: most tokens of a target, the end too; by default twice those of its source, and 10,
+            and in any case no more than the model takes. A hypothesis that comes so far ends there.
+
+    Raises:
+        ValueError: a model in training, an argument outside its range, or a source that is too
+            long.
+    """
+    if model.training:
+        raise ValueError("beam_search needs a model without dropout; call model.eval() first")
+    at_least_one(beam=beam, limit=1 if limit is None else limit)
+    for name, token in (("begin", begin), ("end", end)):
+        if not 0 <= token < model.vocabulary:
+            raise ValueError(
+                f"{name} must be an id of 0 to {model.vocabulary - 1}; got {token}; take it from "
+                "the tokenizer of this model"
+            )
+    beside_weights("source", source, model.head.weight)
+    encoded = model.encode(source, source_mask)
+    there = torch.ones_like(source, dtype=torch.bool) if source_mask is None else source_mask
+    most = 2 * there.sum(dim=1) + 10 if limit is None else torch.full_like(source[:, 0], limit)
+    if model.longest is not None:
+        most = most.clamp(max=model.longest)
+    search = _Search(model, _Source(encoded, source_mask), most, begin, end, beam, length_penalty)
+    while search.open:
+        search.step()
+    return [max(found, key=lambda one: one.score) for found in search.found]
+
+
+class _Search:
+    """Hypotheses of all sources that are not finished, `beam` rows in turn for each of them."""
+
+    def __init__(
+        self,
+        model: EncoderDecoder,
+        source: _Source,
+        most: Tensor,
+        begin: int,
+        end: int,
+        beam: int,
+        penalty: float,
+    ) -> None:
+        self.model, self.source, self.most = model, source, most
+        self.end, self.beam, self.penalty = end, beam, penalty
+        count, device = len(most), most.device
+        self.found: list[list[Hypothesis]] = [[] for _ in range(count)]
+        self.open = list(range(count))  # which source each of them is
+        self.tokens = torch.full((count * beam, 1), begin, device=device)
+        self.state: Translating | None = model.begin(*source) if model.decodes else None
+        # at first all hypotheses are the same: one counts
+        self.score = torch.full((count, beam), -torch.inf, dtype=torch.float64, device=device)
+        self.score[:, 0] = 0.0
+
+    def step(self) -> None:
+        """One more token of every hypothesis."""
+        log_p = self._next().double().unflatten(0, (-1, self.beam))  # [source, beam, id]
+        if not bool(log_p.isfinite().all()):
+            raise ValueError(
+                "the probability of a token is not finite; expected a number; use another "
+                "checkpoint"
+            )
+        length = self.tokens.shape[1]  # with the new token, without the one that begins
+        last = length >= self.most
+        other = torch.arange(log_p.shape[-1], device=log_p.device) != self.end
+        log_p = log_p.masked_fill(last[:, None, None] & other, -torch.inf)
+        total = (self.score[..., None] + log_p).flatten(1)
+        # Of each hypothesis one continuation at most is the end: `beam` others remain.
+        count = min(2 * self.beam, total.shape[1])
+        best = total.topk(count, dim=1)
+        token, parent = best.indices % log_p.shape[-1], best.indices // log_p.shape[-1]
+        ended = (token == self.end) & best.values.isfinite()
+        self._collect(best.values, parent, ended, length, last)
+        going = best.values.masked_fill(token == self.end, -torch.inf)
+        kept = going.topk(self.beam, dim=1)
+        token, parent = token.gather(1, kept.indices), parent.gather(1, kept.indices)
+        rows = [i for i, name in enumerate(self.open) if not self._finished(name, bool(last[i]))]
+        self._keep(rows, kept.values, token, parent)
+
+    def _finished(self, name: int, last: bool) -> bool:
+        return last or len(self.found[name]) >= self.beam
+
+    def _collect(
+        self, total: Tensor, parent: Tensor, ended: Tensor, length: int, last: Tensor
+    ) -> None:
+        """Notes hypotheses that end among the best `beam`, or at the last step at all."""
+        ended[:, self.beam :] &= last[:, None]
+        for i, place in ended.nonzero().tolist():
+            row = i * self.beam + int(parent[i, place])
+            score = float(total[i, place]) / length**self.penalty
+            self.found[self.open[i]].append(Hypothesis(self.tokens[row, 1:].tolist(), score))
+
+    def _keep(self, rows: list[int], score: Tensor, token: Tensor, parent: Tensor) -> None:
+        """Goes on with some of the sources, and of each with the hypotheses that are chosen."""
+        kept = torch.tensor(rows, dtype=torch.long, device=score.device)
+        self.open = [self.open[i] for i in rows]
+        self.score, self.most = score[kept], self.most[kept]
+        chosen = (kept[:, None] * self.beam + parent[kept]).flatten()
+        self.tokens = torch.cat((self.tokens[chosen], token[kept].flatten()[:, None]), dim=1)
+        fewer = len(rows) < len(score)
+        if fewer:
+            self.source = _rows(self.source, kept)
+        if self.state is not None:
+            memory, stack = self.state.decoder
+            assert stack is not None  # there was a step
+            memory = _rows(memory, kept) if fewer else memory
+            stack = stack._replace(blocks=_rows(stack.blocks, chosen))
+            self.state = self.state._replace(decoder=DecoderState(memory, stack))
+
+    def _next(self) -> Tensor:
+        """Log-probabilities of the next token of each hypothesis, (rows, vocabulary)."""
+        if self.state is not None:
+            hidden, self.state = self.model.advance(self.tokens[:, -1:], self.state)
+        else:
+            encoded, mask = (
+                None if part is None else part.repeat_interleave(self.beam, dim=0)
+                for part in self.source
+            )
+            hidden = self.model.decode(self.tokens, cast(Tensor, encoded), mask)
+        return self.model.log_probabilities(hidden[:, -1])
+
+
+def _rows(tree: _Tree, index: Tensor) -> _Tree:
+    """Some rows of every tensor in nested lists and tuples."""
+    if isinstance(tree, Tensor):
+        return cast(_Tree, tree[index])
+    if isinstance(tree, list):
+        return cast(_Tree, [_rows(part, index) for part in tree])
+    if isinstance(tree, tuple):
+        parts = [_rows(part, index) for part in tree]
+        made = type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
+        return cast(_Tree, made)
+    return tree

@@ -1,0 +1,267 @@
+"""Encoder-decoder: one sequence of tokens in, a distribution over another one out."""
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from molflt.attention import Attention, Decoder, Stack
+from molflt.attention.checks import (
+    at_least_one,
+    beside_weights,
+    known_names,
+    no_effect,
+    tensors,
+    whole,
+)
+from molflt.attention.decoder import DecoderState
+from molflt.attention.keys import check_mask
+from molflt.attention.mixers import ATTENTION, MIXER_OPTIONS
+from molflt.attention.positions import PositionName, known_options
+from molflt.sequence.heads import _PlainHead
+from molflt.sequence.places import (
+    check_places,
+    embedding,
+    expect_length,
+    expect_line,
+    expected_vocabulary,
+    longest_of,
+    positions_of,
+    with_places,
+)
+
+
+class Translating(NamedTuple):
+    """What decoding remembers of the source and of the target so far."""
+
+    length: int
+    """tokens of the target"""
+    decoder: DecoderState
+
+
+class EncoderDecoder(nn.Module):
+    """p(target token i + 1 | source, target tokens 0 .. i), of arXiv:1706.03762.
+
+    The translation model of NPRF (arXiv:2106.12566), section 4.3: attention of all three kinds,
+    among source tokens, among target tokens and from these to the source, has the same mechanism,
+    unless `decoder` says otherwise. One matrix holds the embeddings of source and target and the
+    weights of the output. Relative encodings see position = index x `position_scale`, in the
+    encoder and, with parameters of its own, in the decoder; between the two there is none.
+
+    Args:
+        vocabulary: number of token ids, of both languages; `molflt train` takes it from the data.
+        dim: width of tokens.
+        heads: attention heads; `dim` is a multiple of it.
+        absolute: what is added to embeddings to tell places: "none", "sinusoidal"
+            (arXiv:1706.03762, section 3.5) or "learned", then the same for source and target.
+        max_length: longest sequence, where something has to know: "learned" places, and encodings
+            with a table, which take it for their `max_tokens`. Others have no limit.
+        position: "none" or a key of `molflt.attention.POSITIONS`, shared by all layers of the
+            encoder, and by all of the decoder.
+        position_options: further arguments of the encoding; `dim` is 1.
+        position_scale: distance of neighboring tokens, in the unit of length of the encoding; 1 by
+            default.
+        embedding_dropout: dropout of embeddings.
+        decoder: options of `stack` that are others in the decoder, such as
+            {"num_features": 24, "layers": 3}; null for none.
+        stack: further arguments of `molflt.attention.Stack`, of the encoder and of the decoder.
+
+    Attributes:
+        of_data: beginnings of names of what belongs to a file of the data.
+
+    Raises:
+        TypeError: an unknown argument.
+        ValueError: an option outside its range, or options that do not go together.
+    """
+
+    of_data = ("head.",)
+
+    def __init__(
+        self,
+        vocabulary: int | None = None,
+        dim: int = 128,
+        heads: int = 8,
+        absolute: Literal["none", "sinusoidal", "learned"] = "sinusoidal",
+        max_length: int | None = None,
+        position: PositionName = "none",
+        position_options: dict[str, Any] | None = None,
+        position_scale: float | None = None,
+        embedding_dropout: float = 0.0,
+        decoder: dict[str, Any] | None = None,
+        **stack: Any,
+    ) -> None:
+        super().__init__()
+        ours = ("causal", "refinements", "dim", "heads", *MIXER_OPTIONS)
+        known_names(EncoderDecoder, stack, Stack, Attention, but=("gate", *ours))
+        known_names(Decoder, decoder or {}, Stack, Attention, but=(*ours, *_SHARED))
+        at_least_one(dim=dim, heads=heads)
+        vocabulary = expected_vocabulary(vocabulary)
+        check_places(absolute, max_length, position_scale, dim)
+        if position == "none":
+            no_effect("with position='none'", position_scale=position_scale)
+        given = {} if max_length is None else {"max_tokens": max_length}
+        options = {**known_options(position, dim=1, **given), **(position_options or {})}
+        places = {"position": position, "position_options": options}
+        self.encoder = Stack(
+            dim,
+            heads,
+            causal=False,
+            gate=False,
+            refinements=1,
+            mixer=ATTENTION,
+            mixer_options=None,
+            attention_layers=None,
+            position=position,
+            position_options=options,
+            **stack,
+        )
+        self.decoder = Decoder(dim, heads, **{**stack, **places, **(decoder or {})})
+        expect_line(self.encoder.position)
+        self.vocabulary = vocabulary
+        self.dim = dim
+        self.absolute = absolute
+        self.position_scale = 1.0 if position_scale is None else position_scale
+        self.head = _PlainHead(dim, vocabulary)
+        self.places: nn.Embedding | None = None
+        if absolute == "learned" and max_length is not None:
+            self.places = embedding(max_length, dim, 0.1)
+        self.embedding_dropout = nn.Dropout(embedding_dropout)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether `advance` goes on from a state; otherwise all tokens have to be given again."""
+        return self.decoder.decodes
+
+    @property
+    def longest(self) -> int | None:
+        """Most tokens of a source or a target; None without a limit."""
+        return longest_of(self.encoder.position, self.position_scale, self.places)
+
+    def encode(self, source: Tensor, source_mask: Tensor | None = None) -> Tensor:
+        """Hidden states of the source.
+
+        Args:
+            source: ids (batch, n).
+            source_mask: (batch, n) bool, True where a token exists; None where all do. What a
+                sentence means does not depend on its padding.
+
+        Returns:
+            (batch, n, dim).
+
+        Raises:
+            TypeError: something else than tensors.
+            ValueError: another shape, ids out of range, or a sequence that is too long.
+        """
+        if source_mask is not None:
+            check_mask(source_mask, source.shape)
+        x, positions = self._embed("source", source, 0, self.encoder)
+        hidden: Tensor = self.encoder(x, positions, key_mask=source_mask)
+        return hidden
+
+    def forward(self, source: Tensor, target: Tensor, source_mask: Tensor | None = None) -> Tensor:
+        """Hidden states of the target, each of which sees the source and the target up to its own.
+
+        Args:
+            source: ids (batch, n).
+            target: ids (batch, t), the first of which begins every target.
+            source_mask: as for `encode`.
+
+        Returns:
+            (batch, t, dim).
+
+        Raises:
+            TypeError: something else than tensors.
+            ValueError: as for `encode`.
+        """
+        return self.decode(target, self.encode(source, source_mask), source_mask)
+
+    def decode(self, target: Tensor, encoded: Tensor, source_mask: Tensor | None = None) -> Tensor:
+        """`forward` of a source that is encoded, (batch, n, dim)."""
+        x, positions = self._embed("target", target, 0, self.decoder.stack)
+        hidden: Tensor = self.decoder(x, encoded, positions, source_mask)
+        return hidden
+
+    def begin(self, encoded: Tensor, source_mask: Tensor | None = None) -> Translating:
+        """The state before the first token of the target, of a source that is encoded."""
+        return Translating(0, self.decoder.remember(encoded, source_mask))
+
+    def advance(self, tokens: Tensor, state: Translating) -> tuple[Tensor, Translating]:
+        """Hidden states of new tokens, without going over those before them again.
+
+        Args:
+            tokens: ids (batch k, new), k rows in turn for each source of the state.
+            state: of `begin`, or returned by the call before. Linear attention keeps sums, whose
+                size depends neither on the source nor on the target; softmax keys and values.
+
+        Returns:
+            (batch k, new, dim), and the state after them.
+
+        Raises:
+            ValueError: for mechanisms without a state; `decodes` tells.
+        """
+        x, positions = self._embed("target", tokens, state.length, self.decoder.stack)
+        hidden, last = self.decoder.step(x, state.decoder, positions)
+        return hidden, Translating(state.length + tokens.shape[1], last)
+
+    def log_probabilities(self, hidden: Tensor) -> Tensor:
+        """Normalized log-probabilities of all ids: (..., dim) -> (..., vocabulary)."""
+        return self.head.log_probabilities(hidden)
+
+    def log_likelihood(
+        self, hidden: Tensor, targets: Tensor, smoothing: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """log p of each target, and its mean under smoothed labels.
+
+        Args:
+            hidden: (batch, t, dim), from `forward`.
+            targets: ids (batch, t), each of which follows the token of its place; -1 for none.
+            smoothing: epsilon: the label is the target with 1 - epsilon, and any id with epsilon /
+                vocabulary (arXiv:1512.00567, section 7).
+
+        Returns:
+            log p, and sum_k label_k log p_k, (targets,) each, float32 at least, without those of
+            -1, in the order of rows and places.
+
+        Raises:
+            TypeError: something else than tensors.
+            ValueError: targets of another shape, or out of range.
+        """
+        tensors(hidden=hidden, targets=targets)
+        if targets.shape != hidden.shape[:2]:
+            raise ValueError(
+                f"targets must be (batch, length), {tuple(hidden.shape[:2])}; got "
+                f"{tuple(targets.shape)}; give one for each token, -1 where there is none"
+            )
+        whole("targets", targets.clamp(min=-1), -1, self.vocabulary - 1, "ids, or none")
+        there = targets >= 0
+        wanted, seen = targets[there], hidden[there]
+        score = self.head.score(seen, wanted)
+        if not smoothing:
+            return score, score
+        return score, score + smoothing * self.head.excess(seen, wanted)
+
+    def redraw_(self, generator: torch.Generator | None = None) -> None:
+        """Draws new random features in place; give a generator seeded alike on every rank."""
+        self.encoder.redraw_(generator)
+        self.decoder.redraw_(generator)
+
+    def _embed(
+        self, name: str, tokens: Tensor, start: int, stack: Stack
+    ) -> tuple[Tensor, Tensor | None]:
+        """Embeddings (batch, n, dim) and positions (1, n, 1) of ids (batch, n) from `start` on."""
+        tensors(**{name: tokens})
+        if tokens.ndim != 2:
+            raise ValueError(
+                f"{name} must be ids of shape (batch, length); got shape {tuple(tokens.shape)}"
+            )
+        beside_weights(name, tokens, self.head.weight)
+        whole(name, tokens, 0, self.vocabulary - 1, "ids of the vocabulary")
+        end = start + tokens.shape[1]
+        expect_length(end, self.longest)
+        x = self.head.embed(tokens.long()) * self.dim**0.5
+        index = torch.arange(start, end, device=tokens.device)
+        x = self.embedding_dropout(with_places(x, index, self.absolute, self.places))
+        return x, positions_of(index, stack, self.position_scale, self.head.weight.dtype)
+
+
+_SHARED = ("position", "position_options")  # what encoder and decoder have in common

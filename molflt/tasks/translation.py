@@ -1,0 +1,82 @@
+"""The next token of a translation."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from molflt.metrics import Metric
+from molflt.tasks.base import Task
+
+if TYPE_CHECKING:
+    from molflt.sequence.encoder_decoder import EncoderDecoder
+
+__all__ = ["TranslationTask"]
+
+_Batch = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class _TargetSums(NamedTuple):
+    nats: Tensor
+    """negative log-likelihood"""
+    smoothed: Tensor
+    """the same under smoothed labels: what is minimized"""
+    tokens: Tensor
+
+    def metrics(self) -> dict[str, float]:
+        nats, smoothed = float(self.nats / self.tokens), float(self.smoothed / self.tokens)
+        # a diverging run has a perplexity beyond the range of numbers
+        perplexity = math.exp(nats) if nats < 700 else math.inf
+        return {"perplexity": perplexity, "mean_loss": smoothed}
+
+
+class TranslationTask(Task[_Batch, object]):
+    """Cross-entropy of the next target token, given the source and those before it.
+
+    Batches are ids of sources and which of them exist, (batch, n) each, target tokens that are seen
+    and those that follow them, (batch, t) each, -1 for none. Perplexity is that of the targets
+    themselves, without smoothing. BLEU is what `molflt evaluate` measures.
+
+    Args:
+        model: `molflt.sequence.EncoderDecoder`.
+        label_smoothing: share of the label that is spread over all ids.
+        optimization: arguments of `molflt.tasks.base.Task`.
+    """
+
+    model: EncoderDecoder
+    unit = "tokens"
+    sums: ClassVar[type[_TargetSums]] = _TargetSums
+    metrics: ClassVar = {
+        "perplexity": Metric("perplexity", scale="log", digits=2),
+        "mean_loss": Metric("loss", "nats", measured_in=("val",)),
+    }
+    best = "perplexity"
+
+    def __init__(self, model: nn.Module, label_smoothing: float = 0.1, **optimization: Any) -> None:
+        super().__init__(model, **optimization)
+        if not 0 <= label_smoothing < 1:
+            raise ValueError(f"task.label_smoothing must be in [0, 1); got {label_smoothing}")
+        self.label_smoothing = label_smoothing
+
+    def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, _TargetSums]:
+        smoothed, sums = self._judged(batch)
+        return -smoothed.mean(), sums
+
+    def judge(self, batch: _Batch) -> _TargetSums:
+        return self._judged(batch)[1]
+
+    def size(self, batch: _Batch) -> int:
+        """Target tokens."""
+        return int((batch[3] >= 0).sum())
+
+    def _judged(self, batch: _Batch) -> tuple[Tensor, _TargetSums]:
+        """log p under smoothed labels, (tokens,), and the sums."""
+        source, there, seen, following = batch
+        hidden = self.model(source, seen, there)
+        score, smoothed = self.model.log_likelihood(hidden, following, self.label_smoothing)
+        count = torch.tensor(float(len(score)), device=score.device)
+        totals = -score.detach().sum(), -smoothed.detach().sum(), count
+        return smoothed, _TargetSums(*(part.double() for part in totals))

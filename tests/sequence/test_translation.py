@@ -1,0 +1,363 @@
+"""Encoder-decoders: against transformers and torch, decoding, beam search, padding, refusals."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import contract
+import pytest
+import torch
+import yaml
+from safetensors.torch import load, save
+from torch import nn
+
+from molflt.attention import CrossAttention, Decoder
+from molflt.attention.mixing.causal import KeyValues
+from molflt.sequence.beam import beam_search
+from molflt.sequence.encoder_decoder import EncoderDecoder
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "translation"
+SIZES = ("iwslt14", "multi30k")
+MECHANISMS = sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem not in SIZES)
+VOCABULARY, BEGIN, END = 23, 2, 3
+EXACT = {"rtol": 0.0, "atol": 1e-10}
+WITH_STATE = [name for name in MECHANISMS if "rpe" not in name]
+
+
+def tiny(mechanism: str, vocabulary: int = VOCABULARY, **changes: Any) -> EncoderDecoder:
+    """A configured mechanism in a small model whose logits differ enough to be told apart."""
+    torch.manual_seed(0)
+    given = yaml.safe_load((CONFIGS / f"{mechanism}.yaml").read_text())["model"]
+    small = {"dim": 16, "heads": 2, "layers": 2, "ffn_dim": 24, "max_length": 40}
+    model = EncoderDecoder(vocabulary, **{**given, **small, **changes}).double().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("amplitude", "table")):
+                parameter.normal_()
+            elif parameter.ndim == 2 and name != "head.weight":
+                parameter.mul_(4)
+    return model
+
+
+def ids(batch: int, length: int, seed: int = 0, vocabulary: int = VOCABULARY) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(5 if vocabulary > 5 else 0, vocabulary, (batch, length), generator=draw)
+
+
+def sources() -> tuple[torch.Tensor, torch.Tensor]:
+    """Three of them, of 7, 4 and 1 tokens."""
+    mask = torch.arange(7) < torch.tensor([7, 4, 1])[:, None]
+    return ids(3, 7).masked_fill(~mask, 0), mask
+
+
+# --- independent implementations ----------------------------------------------------------------
+
+
+def marian(ours: EncoderDecoder) -> nn.Module:
+    """The weights of a model with softmax and post-norm in MarianMT of transformers."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"d_model": 16, "max_position_embeddings": 60, "vocab_size": ours.vocabulary}
+    for side in ("encoder", "decoder"):
+        sizes |= {f"{side}_layers": 2, f"{side}_attention_heads": 2, f"{side}_ffn_dim": 24}
+    ends = {"pad_token_id": 0, "eos_token_id": END, "decoder_start_token_id": BEGIN}
+    config = transformers.MarianConfig(
+        **sizes, **ends, dropout=0.0, scale_embedding=True, activation_function="gelu"
+    )
+    config.forced_eos_token_id = None
+    theirs = transformers.MarianMTModel(config).double().eval()
+    own = ours.state_dict()
+    names = {"self_attn": "attention", "encoder_attn": "cross"}
+    parts = {"q_proj": "to_query", "k_proj": "to_key", "v_proj": "to_value", "out_proj": "to_out"}
+    norms = {"self_attn_layer_norm": "attention_norm", "final_layer_norm": "ffn_norm"}
+
+    def renamed(name: str) -> str:
+        if name.endswith(("shared.weight", "embed_tokens.weight", "lm_head.weight")):
+            return "head.weight"
+        _, side, _, layer, part, *rest = name.split(".")
+        stack = "encoder" if side == "encoder" else "decoder.stack"
+        if part == "encoder_attn":
+            return f"decoder.cross.{layer}.{parts[rest[0]]}.{rest[1]}"
+        if part == "encoder_attn_layer_norm":
+            return f"decoder.cross_norms.{layer}.{rest[0]}"
+        block = f"{stack}.blocks.{layer}"
+        if part in names:
+            return f"{block}.attention.{parts[rest[0]]}.{rest[1]}"
+        if part in norms:
+            return f"{block}.{norms[part]}.{rest[0]}"
+        return f"{block}.ffn.{0 if part == 'fc1' else 3}.{rest[0]}"
+
+    weights = {}
+    for name in theirs.state_dict():
+        if "embed_positions" not in name and "final_logits_bias" not in name:
+            weights[name] = own[renamed(name)]
+    left = theirs.load_state_dict(weights, strict=False)
+    assert all("embed_positions" in n or "final_logits" in n for n in left.missing_keys)
+    return theirs
+
+
+def test_softmax_is_marian_in_every_logit():
+    """Embeddings, places, both stacks, cross-attention and output, with a padded batch."""
+    ours = tiny("softmax", norm="post")
+    source, mask = sources()
+    target = ids(3, 6, seed=1)
+    theirs = marian(ours)
+    with torch.no_grad():
+        wanted = theirs(source, mask.long(), decoder_input_ids=target).logits.log_softmax(-1)
+        found = ours.log_probabilities(ours(source, target, mask))
+    assert wanted.std() > 0.5
+    torch.testing.assert_close(found, wanted, rtol=0.0, atol=1e-6)  # their places are float32
+
+
+@pytest.mark.parametrize(("beam", "penalty"), [(1, 1.0), (4, 0.0), (4, 1.2)])
+def test_beam_search_finds_what_transformers_finds(beam, penalty):
+    """Of the targets that end by themselves: transformers counts no end that a limit brings."""
+    lengths = []
+    for seed in (3, 4):
+        ours = tiny("softmax", vocabulary=8, norm="post")
+        torch.manual_seed(seed)
+        source = torch.randint(4, 8, (8, 7))
+        with torch.no_grad():
+            ours.head.weight.normal_(std=0.25)
+            ours.head.weight[END] *= 3
+        wanted = marian(ours).generate(
+            source,
+            num_beams=beam,
+            length_penalty=penalty,
+            early_stopping=beam > 1,
+            do_sample=False,
+            max_new_tokens=20,
+        )
+        ends = {"begin": BEGIN, "end": END, "limit": 20}
+        found = beam_search(ours, source, beam=beam, length_penalty=penalty, **ends)
+        for row, one in zip(wanted[:, 1:].tolist(), found, strict=True):
+            if END in row:
+                assert one.tokens == row[: row.index(END)]
+                lengths.append(len(one.tokens))
+    assert len(lengths) > 5 and len(set(lengths)) > 1
+
+
+def test_pre_norm_is_that_of_torch():
+    ours = tiny("softmax")
+    layer = nn.TransformerDecoderLayer(
+        16, 2, 24, 0.0, "gelu", batch_first=True, norm_first=True, dtype=torch.float64
+    )
+    theirs = nn.TransformerDecoder(layer, 2, nn.LayerNorm(16, dtype=torch.float64)).eval()
+    stack, decoder = ours.decoder.stack, ours.decoder
+    with torch.no_grad():
+        for i, layer in enumerate(theirs.layers):
+            block = stack.blocks[i]
+            pairs = [(layer.self_attn, block.attention), (layer.multihead_attn, decoder.cross[i])]
+            for attn, own in pairs:
+                parts = own.to_query, own.to_key, own.to_value
+                attn.in_proj_weight.copy_(torch.cat([part.weight for part in parts]))
+                attn.in_proj_bias.copy_(torch.cat([part.bias for part in parts]))
+                attn.out_proj.load_state_dict(own.to_out.state_dict())
+            norms = block.attention_norm, decoder.cross_norms[i], block.ffn_norm
+            for norm, own in zip((layer.norm1, layer.norm2, layer.norm3), norms, strict=True):
+                nn.init.normal_(own.weight)
+                norm.load_state_dict(own.state_dict())
+            layer.linear1.load_state_dict(block.ffn[0].state_dict())
+            layer.linear2.load_state_dict(block.ffn[3].state_dict())
+        x, context = torch.randn(2, 6, 16).double(), torch.randn(2, 5, 16).double()
+        mask = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
+        past = nn.Transformer.generate_square_subsequent_mask(6, dtype=torch.float64)
+        wanted = theirs(x, context, past, memory_key_padding_mask=~mask)
+        torch.testing.assert_close(decoder(x, context, None, mask), wanted, **EXACT)
+
+
+def test_smoothed_labels_are_those_of_torch():
+    model = tiny("prf")
+    hidden = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
+    targets = ids(2, 5).index_fill(1, torch.tensor([4]), -1)
+    plain, smoothed = model.log_likelihood(hidden, targets, 0.1)
+    flat = targets.flatten()
+    logits = hidden.flatten(0, 1) @ model.head.weight.T
+    for found, share in ((plain, 0.0), (smoothed, 0.1)):
+        wanted = nn.functional.cross_entropy(
+            logits, flat, ignore_index=-1, label_smoothing=share, reduction="sum"
+        )
+        torch.testing.assert_close(-found.sum(), wanted, **EXACT)
+        grads = [
+            torch.autograd.grad(value, (hidden, model.head.weight), retain_graph=True)
+            for value in (-found.sum(), wanted)
+        ]
+        for one, other in zip(*grads, strict=True):
+            torch.testing.assert_close(one, other, **EXACT)
+
+
+# --- decoding -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_greedy_is_the_most_probable_token_of_the_whole_prefix(mechanism):
+    """Also: a batch finds what each source finds alone, and padding is nothing to it."""
+    model = tiny(mechanism)
+    source, mask = sources()
+    ends = {"begin": BEGIN, "end": END, "beam": 1, "limit": 8}
+    found = beam_search(model, source, mask, **ends)
+    for row, one in enumerate(found):
+        alone = source[row : row + 1, mask[row]]
+        tokens, score = torch.tensor([[BEGIN]]), 0.0
+        while int(tokens[0, -1]) != END:
+            log_p = model.log_probabilities(model(alone, tokens)[0, -1])
+            token = int(log_p.argmax()) if tokens.shape[1] < 8 else END
+            score += float(log_p[token])
+            tokens = torch.cat((tokens, torch.tensor([[token]])), dim=1)
+        assert one.tokens == tokens[0, 1:-1].tolist()
+        assert one.score == pytest.approx(score / (tokens.shape[1] - 1), abs=1e-10)
+    assert len({tuple(one.tokens) for one in found}) > 1
+
+
+@pytest.mark.parametrize("mechanism", WITH_STATE)
+def test_steps_equal_the_whole_pass(mechanism):
+    """Token by token, and in pieces; the state grows with softmax alone."""
+    model = tiny(mechanism)
+    source, mask = sources()
+    target = ids(3, 9, seed=2)
+    whole = model(source, target, mask)
+    for pieces in ([1] * 9, [4, 5]):
+        state, parts, sizes = model.begin(model.encode(source, mask), mask), [], []
+        for part in target.split(pieces, dim=1):
+            hidden, state = model.advance(part, state)
+            parts.append(hidden)
+            sizes.append(
+                sum(x.numel() for block in state.decoder.stack.blocks for x in kept(block))
+            )
+        torch.testing.assert_close(torch.cat(parts, dim=1), whole, **EXACT)
+        growing = model.decoder.stack.mixings == ["softmax"]
+        assert (sizes[-1] > sizes[0]) == growing and (growing or len(set(sizes)) == 1)
+    longer = model.begin(model.encode(torch.cat((source, source), dim=1)))
+    same = [
+        sum(x.numel() for x in kept(a)) == sum(x.numel() for x in kept(b))
+        for a, b in zip(longer.decoder.memory, state.decoder.memory, strict=True)
+    ]
+    assert all(same) != growing
+
+
+def kept(state) -> list[torch.Tensor]:
+    """All tensors of the state of a block."""
+    parts = [state] if isinstance(state, KeyValues) or not isinstance(state[0], tuple) else state
+    return [x for part in parts for x in part if isinstance(x, torch.Tensor)]
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "prf", "nprf-rpe"])
+def test_a_wide_beam_finds_the_best_of_all_targets(mechanism):
+    """All targets of up to 3 tokens of 4 ids, each by a pass of its own."""
+    model = tiny(mechanism, vocabulary=4)
+    source = ids(1, 5, vocabulary=4)
+    for penalty in (0.0, 1.0, 2.5):
+        scores = {}
+        for length in range(4):
+            for words in itertools.product((0, 1, 2), repeat=length):
+                target = torch.tensor([[2, *words, 3]])
+                log_p = model.log_probabilities(model(source, target[:, :-1]))
+                total = log_p.gather(2, target[:, 1:, None]).sum()
+                scores[words] = float(total) / (length + 1) ** penalty
+        (found,) = beam_search(
+            model, source, begin=2, end=3, beam=100, length_penalty=penalty, limit=4
+        )
+        best = max(scores, key=lambda words: scores[words])
+        assert tuple(found.tokens) == best
+        assert found.score == pytest.approx(scores[best], abs=1e-10)
+
+
+@pytest.mark.parametrize("mechanism", ["softmax", "prf", "flt", "nprf-rpe"])
+def test_a_beam_of_a_batch_is_that_of_each_source(mechanism):
+    model = tiny(mechanism)
+    source, mask = sources()
+    ends = {"begin": BEGIN, "end": END, "beam": 3, "length_penalty": 1.2}
+    for row, one in enumerate(beam_search(model, source, mask, **ends)):
+        (alone,) = beam_search(model, source[row : row + 1, mask[row]], **ends)
+        assert alone.tokens == one.tokens and alone.score == pytest.approx(one.score, abs=1e-10)
+        assert len(one.tokens) < 2 * int(mask[row].sum()) + 10
+
+
+# --- what must not matter -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_padding_and_neighbors_are_nothing_to_a_sentence(mechanism):
+    """Values to 1e-10; gradients of one sentence with respect to others and to padding are 0."""
+    model = tiny(mechanism)
+    source, mask = sources()
+    target = ids(3, 5, seed=3)
+    whole = model(source, target, mask)
+    garbage = source.masked_fill(~mask, 9)
+    torch.testing.assert_close(model(garbage, target, mask), whole, **EXACT)
+    for row in range(3):
+        alone = model(source[row : row + 1, mask[row]], target[row : row + 1])
+        torch.testing.assert_close(alone[0], whole[row], **EXACT)
+    encoded = model.encode(source, mask).detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(
+        model.decode(target, encoded, mask)[1].square().sum(), encoded
+    )
+    assert (gradient[[0, 2]] == 0).all() and (gradient[1, 4:] == 0).all()
+    assert (gradient[1, :4] != 0).any(dim=1).all()
+    later = target.clone()
+    later[:, 3:] = 7
+    torch.testing.assert_close(model(source, later, mask)[:, :3], whole[:, :3], **EXACT)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_weights_are_saved_and_loaded(mechanism):
+    model, source = tiny(mechanism), ids(2, 6)
+    other = tiny(mechanism)
+    other.redraw_(torch.Generator().manual_seed(5))
+    random = "softmax" not in mechanism
+    before = model(source, source)
+    assert torch.equal(other(source, source), before) != random
+    other.load_state_dict(load(save(model.state_dict())))
+    assert torch.equal(other(source, source), before)
+
+
+@pytest.mark.parametrize("options", [{"mixing": "softmax"}, {}, {"normalize": "none"}])
+def test_what_is_remembered_gives_the_whole_attention(options):
+    """Values and gradients, for k rows of queries to each sequence; and no key at all is 0."""
+    torch.manual_seed(0)
+    layer = CrossAttention(16, 2, **contract.with_features(8, options)).double()
+    x = torch.randn(6, 4, 16, dtype=torch.float64, requires_grad=True)
+    context = torch.randn(3, 5, 16, dtype=torch.float64, requires_grad=True)
+    mask = torch.arange(5) < torch.tensor([5, 3, 0])[:, None]
+    whole = layer(x, context=context.repeat_interleave(2, 0), key_mask=mask.repeat_interleave(2, 0))
+    found = layer.recall(x, layer.remember(context, mask))
+    weight = torch.randn_like(whole)
+    torch.testing.assert_close(found, whole, **EXACT)
+    wanted = torch.autograd.grad((whole * weight).sum(), (x, context))
+    given = torch.autograd.grad((found * weight).sum(), (x, context))
+    for one, other in zip(given, wanted, strict=True):
+        torch.testing.assert_close(one, other, **EXACT)
+    assert torch.equal(found[4:], layer.to_out.bias.expand_as(found[4:]))
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda m: beam_search(m.train(), ids(1, 3), begin=2, end=3), "call model.eval"),
+        (lambda m: beam_search(m, ids(1, 3), begin=2, end=3, beam=0), "beam must be at least 1"),
+        (lambda m: beam_search(m, ids(1, 3), begin=2, end=99), "end must be an id of 0 to 22"),
+        (lambda m: m(ids(1, 41), ids(1, 3)), "takes at most 40 tokens; got 41"),
+        (lambda m: m(ids(1, 3) + 30, ids(1, 3)), "source must be 0 to 22"),
+        (lambda m: m(ids(1, 3), ids(1, 3)[0]), "target must be ids of shape"),
+        (lambda m: m(ids(1, 3), ids(1, 3), torch.ones(1, 4) > 0), "key_mask is wrong"),
+        (lambda m: tiny("prf", decoder={"positon": "none"}), "no argument 'positon'"),
+        (lambda m: tiny("prf", decoder={"heads": 4}), "no argument 'heads'"),
+        (lambda m: tiny("prf", gate=True), "no argument 'gate'"),
+        (lambda m: CrossAttention(16, 2, causal=True), "causal=True has no effect in attention"),
+        (lambda m: Decoder(16, 2, 1, refinements=2), "no argument 'refinements'"),
+    ],
+)
+def test_refusals(call, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        call(tiny("nprf-rpe"))
+
+
+def test_a_model_that_has_diverged_is_refused():
+    model = tiny("softmax")
+    nn.init.constant_(model.head.weight, torch.nan)
+    with pytest.raises(ValueError, match="probability of a token is not finite"):
+        beam_search(model, ids(1, 3), begin=2, end=3)

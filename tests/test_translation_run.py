@@ -1,0 +1,120 @@
+"""Translation on the command line: train, resume, evaluate, translate, export, convert."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from script_files import load_script
+from tiny_run import differences, error_of, last_state, logged
+from translation_files import write_pairs
+
+import molflt
+from molflt.commands.cli import main
+from molflt.evaluation.translation import bleu
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("sacrebleu")
+SMALL = [
+    *("--recipe=translation", "--model.dim=32", "--model.heads=2", "--model.layers=1"),
+    *("--model.ffn_dim=48", "--model.mixing=softmax"),
+    *("--model.absolute=learned", "--model.max_length=40"),
+    *("--data.source=de", "--data.target=en", "--data.batch_size=32", "--task.lr=5e-3"),
+    *("--trainer.accelerator=cpu", "--trainer.log_every=10", "--task.warmup_steps=10"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("parallel")
+    for seed, (name, count) in enumerate({"train": 600, "val": 40, "test": 20}.items()):
+        write_pairs(root, name, count, seed)
+    return root
+
+
+def words(folder: Path, run: Path, *more: str) -> list[str]:
+    files = [f"--data.{name}={folder / name}" for name in ("train", "val")]
+    return ["train", *SMALL, *files, "--data.pieces=80", f"--run={run}", *more]
+
+
+@pytest.fixture(scope="module")
+def run(folder, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "translation"
+    steps = ["--trainer.max_steps=240", "--trainer.val_every=80", f"--data.test={folder / 'test'}"]
+    assert main(words(folder, path, *steps)) == 0
+    assert main(["evaluate", str(path), "--beam=2"]) == 0
+    return path
+
+
+def test_a_small_language_is_learned(run, folder, capsys):
+    found = logged(run, "val_perplexity")
+    assert found[-1] < 0.5 * found[0]
+    results = json.loads((run / "results.json").read_text())
+    assert results["val"]["perplexity"] == pytest.approx(min(found), rel=1e-4)
+    assert results["test"]["bleu"] > 50 and results["test"]["pairs"] == 20
+    told = (run / "translations-test.txt").read_text().splitlines()
+    references = (folder / "test.en").read_text().splitlines()
+    assert bleu(told, references).bleu == pytest.approx(results["test"]["bleu"])
+    assert {"attention.png", "cross-attention.png", "curve.png"} <= {p.name for p in run.iterdir()}
+    capsys.readouterr()
+    assert main(["evaluate", str(run), "--data", str(folder / "test"), "--beam=2"]) == 0
+    said = capsys.readouterr().out
+    assert "sacrebleu nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:" in said
+    assert f"{results['test']['bleu']:.2f}" in said and "beam 2, length penalty 1, de-en" in said
+
+
+def test_sentences_are_translated(run, folder, tmp_path, capsys):
+    """On the command line, from a file, in Python, and from an export: all the same."""
+    lines = (folder / "test.de").read_text().splitlines()[:3]
+    told = molflt.load(run).translate(lines)
+    (tmp_path / "in.txt").write_text("\n".join(lines) + "\n")
+    assert main(["generate", str(run), "--file", str(tmp_path / "in.txt")]) == 0
+    assert capsys.readouterr().out.splitlines() == told
+    assert main(["export", str(run), str(tmp_path / "out"), "--about", "de-en"]) == 0
+    capsys.readouterr()
+    assert main(["generate", str(tmp_path / "out"), "--prompt", lines[0], "--beam", "5"]) == 0
+    assert capsys.readouterr().out.strip() == told[0]
+    for options, message in (
+        (["--tokens=3"], "draws nothing; --tokens 3 has no effect"),
+        ([], "either --prompt TEXT or --file FILE; got neither"),
+        (["--prompt=" + 60 * "ein "], "sentence 1 has 6"),
+    ):
+        assert message in error_of(capsys, "generate", str(run), *options)
+    with pytest.raises(ValueError, match="expected sentences, a list"):
+        molflt.load(run).translate("ein Hund")
+
+
+def test_a_resumed_run_equals_one_in_a_piece(folder, tmp_path):
+    steps = ["--trainer.val_every=3", "--trainer.max_steps=6", "--task.warmup_steps=2"]
+    steps += ["--task.schedule=inverse_sqrt", "--model.dropout=0.1", "--trainer.ema_decay=0.9"]
+    steps += ["--model.mixing=linear", "--model.num_features=8", "--task.redraw_every=2"]
+    whole, half = tmp_path / "whole", tmp_path / "half"
+    assert main(words(folder, whole, *steps)) == 0
+    given = [word for word in words(folder, half, *steps) if "pieces" not in word]
+    assert main([*given, f"--data.tokenizer={whole}", "--trainer.max_steps=3"]) == 0
+    assert main(["train", "--resume", str(half), "--trainer.max_steps=6"]) == 0
+    one, two = (last_state(path)["state_dict"] for path in (whole, half))
+    assert differences(one, two) == []
+
+
+def test_what_does_not_belong_to_a_run_is_refused(run, folder, tmp_path, capsys):
+    shutil.copytree(run, tmp_path / "other")
+    kept = tmp_path / "other" / "tokenizer.json"
+    kept.write_bytes(kept.read_bytes().replace(b"Hund", b"Hand"))
+    assert "tokenizer.json: changed since" in error_of(capsys, "evaluate", str(kept.parent))
+    (tmp_path / "x.de").write_text(60 * "ein " + "\n")
+    (tmp_path / "x.en").write_text("one\n")
+    message = error_of(capsys, "evaluate", str(run), "--data", str(tmp_path / "x"))
+    assert "x.de: line 1 has 6" in message and "takes at most 40" in message
+
+
+def test_conversion_of_a_trained_model(run, folder, capsys):
+    """Few features of queries and keys of any norm lose nearly all, many keep much (fig. 2)."""
+    script = load_script("conversion")
+    assert script.main([str(run), "--features", "4", "512", "--draws", "2", "--beam", "1"]) == 0
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if "|" in line][2:]
+    found = {row[1].strip(): float(row[2]) for row in rows}
+    assert set(found) == {"softmax", "4", "512"}
+    assert found["4"] < 0.3 * found["softmax"] and found["512"] > 3 * found["4"]
