@@ -22,7 +22,9 @@ from molflt.attention.positions.spectral import GraphNodes, SpectralPosition
 from molflt.attention.spectra import GaussianBasis
 from molflt.graph.dense import DenseAtoms
 from molflt.graph.geometry import Geometry
+from molflt.graph.memory import _expect_memory
 from molflt.graph.near import NearPairs
+from molflt.graph.neighbors import Neighbors, neighbor_list
 from molflt.graph.periodic import Open, _make_periodic
 from molflt.graph.sizes import SizeClass, SizeClasses, Sorted, _uncompiled_loop
 
@@ -122,7 +124,7 @@ class GraphEncoding(nn.Module):
         self.periodic = _make_periodic(
             periodic, image_cutoff=image_cutoff, max_frequency=max_frequency
         )
-        self.softmax = mixing == "softmax"
+        self.mixing, self.softmax = mixing, mixing == "softmax"
         options = dict(position_options or {})
         spectrum = str(options.get("spectrum", "gaussian_basis"))
         options = {**self.periodic.defaults(position, spectrum), **options}
@@ -180,9 +182,14 @@ class GraphEncoding(nn.Module):
             )
 
     @_uncompiled_loop
-    def forward(self, geometry: Geometry) -> SizeClasses:
-        """Evaluates the encoding, in classes of graphs of similar size."""
-        found = self._found(geometry)
+    def forward(self, geometry: Geometry, neighbors: Neighbors | None = None) -> SizeClasses:
+        """Evaluates the encoding, in classes of graphs of similar size.
+
+        Args:
+            geometry: the batch.
+            neighbors: all of its pairs within the cutoff of the near field, if they are known.
+        """
+        found = self._found(geometry, neighbors)
         by_size = Sorted.of(geometry, self._columns(geometry, found))
         if by_size is None:
             return SizeClasses([SizeClass.of(geometry, *self._evaluate(geometry, found))])
@@ -196,18 +203,28 @@ class GraphEncoding(nn.Module):
         """The same with all graphs padded to the largest: atoms and keys, and their encoding."""
         return self._evaluate(geometry, self._found(geometry))
 
-    def _found(self, geometry: Geometry) -> _Found:
+    def _found(self, geometry: Geometry, neighbors: Neighbors | None = None) -> _Found:
         """What is searched once for a batch, so that errors name its graphs."""
         nodes = self.periodic.nodes(geometry, self.position)
+        if nodes is not None:
+            _expect_memory(nodes.weights, geometry, self.position.spectrum.heads)
         alone, near = self.periodic.without_nodes(geometry), self.near_field
         if near is None and alone is None:
             return _Found(nodes)
         cutoff = 0.0 if near is None else near.cutoff
         around = self.periodic.neighborhood(geometry)
-        return _Found(nodes, alone, NearPairs.of(geometry, around, cutoff, alone))
+        if around is not geometry or neighbors is None:
+            neighbors = neighbor_list(around, cutoff) if cutoff else None
+        return _Found(nodes, alone, NearPairs.of(geometry, neighbors, alone))
 
     def _columns(self, geometry: Geometry, found: _Found) -> Tensor | None:
-        return self.periodic.images(geometry) if found.nodes is None else found.counts()
+        """What the time of an atom grows with, (graphs,): nodes, images or, in a matrix, atoms."""
+        if found.nodes is None:
+            return self.periodic.images(geometry)
+        atoms, nodes = geometry.ptr.diff(), found.counts()
+        if self.mixing == "linear":
+            return nodes
+        return torch.minimum(atoms, nodes) if self.mixing == "auto" else atoms
 
     def _evaluate(self, geometry: Geometry, found: _Found) -> tuple[DenseAtoms, Encoding]:
         dense, nodes = self.periodic.dense(geometry), found.nodes
@@ -328,6 +345,8 @@ def _make_encoding(
     return None
 
 
-def _encode(encoding: GraphEncoding | None, geometry: Geometry) -> SizeClasses:
+def _encode(
+    encoding: GraphEncoding | None, geometry: Geometry, neighbors: Neighbors | None = None
+) -> SizeClasses:
     """A batch as attention computes with it; None: without positions."""
-    return SizeClasses.of(geometry) if encoding is None else encoding(geometry)
+    return SizeClasses.of(geometry) if encoding is None else encoding(geometry, neighbors)

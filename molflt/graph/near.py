@@ -7,7 +7,7 @@ from torch import Tensor
 
 from molflt.attention.mixing.pairs import Pairs
 from molflt.graph.geometry import Geometry
-from molflt.graph.neighbors import neighbor_list
+from molflt.graph.neighbors import Neighbors
 
 
 class NearPairs(NamedTuple):
@@ -24,26 +24,24 @@ class NearPairs(NamedTuple):
 
     @classmethod
     def of(
-        cls, geometry: Geometry, neighborhood: Geometry, cutoff: float, alone: Tensor | None
+        cls, geometry: Geometry, neighbors: Neighbors | None, alone: Tensor | None
     ) -> "NearPairs":
-        """Finds the pairs.
+        """Joins the pairs.
 
         Args:
             geometry: the batch.
-            neighborhood: the same with the boundaries across which neighbors are seen.
-            cutoff: Å; 0: no neighbors.
+            neighbors: its pairs within the cutoff; None without a near field.
             alone: (graphs,) bool, graphs all of whose pairs are wanted; None: of none.
         """
         own = torch.arange(len(geometry.pos), device=geometry.pos.device)
         queries, keys, vectors = [own], [own], [torch.zeros_like(geometry.pos)]
-        if cutoff:
-            found = neighbor_list(neighborhood, cutoff)
-            kept = torch.ones_like(found.center, dtype=torch.bool)
+        if neighbors is not None:
+            found = neighbors[:3]
             if alone is not None:
-                kept = ~alone[geometry.batch[found.center]]
-            queries.append(found.center[kept])
-            keys.append(found.neighbor[kept])
-            vectors.append(found.vector[kept])
+                kept = ~alone[geometry.batch[neighbors.center]]
+                found = tuple(x[kept] for x in found)
+            for parts, part in zip((queries, keys, vectors), found, strict=True):
+                parts.append(part)
         if alone is not None:
             query, key = _all_pairs(geometry, alone)
             queries.append(query)
