@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from molflt.attention.spectra import GaussianBasis
 from molflt.graph.dense import DenseAtoms
 from molflt.graph.geometry import Geometry
 from molflt.graph.memory import _expect_memory
-from molflt.graph.near import NearPairs
+from molflt.graph.near import NearPairs, _Found
 from molflt.graph.neighbors import Neighbors, neighbor_list
 from molflt.graph.periodic import Open, _make_periodic
 from molflt.graph.sizes import SizeClass, SizeClasses, Sorted, _uncompiled_loop
@@ -36,40 +36,6 @@ if TYPE_CHECKING:
     GraphPositionName = str
 else:
     GraphPositionName = Literal[_GRAPH_POSITIONS]
-
-
-class _Found(NamedTuple):
-    """Nodes and pairs of a batch; see `Open`."""
-
-    nodes: GraphNodes | None
-    alone: Tensor | None = None
-    near: NearPairs | None = None
-
-    def counts(self) -> Tensor:
-        """Nodes of each graph up to the last that has a weight, (graphs,)."""
-        assert self.nodes is not None
-        place = torch.arange(1, self.nodes.xi.shape[1] + 1, device=self.nodes.xi.device)
-        return ((self.nodes.weights.detach() != 0) * place).amax(dim=1)
-
-    def reordered(self, order: Tensor) -> "_Found":
-        """Of the batch with its graphs in another order, (graphs,)."""
-        return _Found(
-            None if self.nodes is None else GraphNodes(*(x[order] for x in self.nodes)),
-            None if self.alone is None else self.alone[order],
-            None if self.near is None else self.near.reordered(order),
-        )
-
-    def part(self, graphs: slice) -> "_Found":
-        """Of some graphs that follow one another, without room for the nodes of others."""
-        nodes = self.nodes
-        if nodes is not None:
-            most = max(1, int(self.counts()[graphs].max()))
-            nodes = GraphNodes(*(x[graphs, :most] for x in nodes))
-        return _Found(
-            nodes,
-            None if self.alone is None else self.alone[graphs],
-            None if self.near is None else self.near.part(graphs),
-        )
 
 
 class GraphEncoding(nn.Module):
@@ -192,16 +158,30 @@ class GraphEncoding(nn.Module):
         found = self._found(geometry, neighbors)
         by_size = Sorted.of(geometry, self._columns(geometry, found))
         if by_size is None:
-            return SizeClasses([SizeClass.of(geometry, *self._evaluate(geometry, found))])
+            return SizeClasses([self._class(geometry, found)])
         found, classes = found.reordered(by_size.order), []
         for graphs in by_size.classes:
             part = by_size.geometry.part(graphs)
-            classes.append(SizeClass.of(part, *self._evaluate(part, found.part(graphs))))
+            classes.append(self._class(part, found.part(graphs)))
         return SizeClasses(classes, by_size.atoms)
+
+    def _class(self, geometry: Geometry, found: _Found) -> SizeClass:
+        return SizeClass.of(geometry, *self._padded(geometry, found))
 
     def padded(self, geometry: Geometry) -> tuple[DenseAtoms, Encoding]:
         """The same with all graphs padded to the largest: atoms and keys, and their encoding."""
-        return self._evaluate(geometry, self._found(geometry))
+        return self._padded(geometry, self._found(geometry))
+
+    def _padded(self, geometry: Geometry, found: _Found) -> tuple[DenseAtoms, Encoding]:
+        by_cell = geometry.cell.requires_grad and torch.is_grad_enabled()
+        if by_cell and self.frequency_projection is not None:
+            raise ValueError(
+                "position='spectral' with reciprocal nodes has no gradient by the cell: random "
+                "features of frequencies jump when these move; got a cell that requires one; "
+                "use position='multiplicative' for stress"
+            )
+        dense = self.periodic.dense(geometry)
+        return dense, self._evaluate(dense, found)
 
     def _found(self, geometry: Geometry, neighbors: Neighbors | None = None) -> _Found:
         """What is searched once for a batch, so that errors name its graphs."""
@@ -226,30 +206,25 @@ class GraphEncoding(nn.Module):
             return nodes
         return torch.minimum(atoms, nodes) if self.mixing == "auto" else atoms
 
-    def _evaluate(self, geometry: Geometry, found: _Found) -> tuple[DenseAtoms, Encoding]:
-        dense, nodes = self.periodic.dense(geometry), found.nodes
+    def _evaluate(self, dense: DenseAtoms, found: _Found) -> Encoding:
+        """Of tensors alone."""
+        nodes = found.nodes
         if self.softmax and nodes is None:
-            return dense, self._exact(dense, found)
+            return self._exact(dense, found)
         dtype = torch.promote_types(dense.positions.dtype, torch.float32)
         rounded = None if nodes is None else GraphNodes(*(x.to(dtype) for x in nodes))
         factors = self.position.factors(dense.positions, dense.key_positions, rounded)
         if isinstance(self.position, MultiplicativePosition):
             encoding = Kernel(*factors, self._near(found, self.position, factors))
             if not self.softmax:
-                return dense, encoding
+                return encoding
             kernel = encoding.dense(dense.positions.shape[1], dense.key_positions.shape[1])
-            return dense, Bias(kernel.clamp(min=self.position.positive).log())
+            return Bias(kernel.clamp(min=self.position.positive).log())
         if self.softmax:
-            return dense, Bias(factors[0] @ factors[1].mT)
+            return Bias(factors[0] @ factors[1].mT)
         if self.frequency_projection is not None and nodes is not None:
-            if geometry.cell.requires_grad and torch.is_grad_enabled():
-                raise ValueError(
-                    "position='spectral' with reciprocal nodes has no gradient by the cell: random "
-                    "features of frequencies jump when these move; got a cell that requires one; "
-                    "use position='multiplicative' for stress"
-                )
-            return dense, Factors(*self.frequency_projection(factors, nodes.xi))
-        return dense, Factors(*factors)
+            return Factors(*self.frequency_projection(factors, nodes.xi))
+        return Factors(*factors)
 
     def _exact(self, dense: DenseAtoms, found: _Found) -> Encoding:
         """The exact mask of softmax, with the near field, without any nodes."""

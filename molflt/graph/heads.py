@@ -138,7 +138,7 @@ class EnergyReadout(nn.Module):
         """Tokens (atoms, dim) of atoms with tags -> energies (graphs,)."""
         counted = geometry.above_subsurface()
         assert geometry.tags is not None
-        untagged = counted & (geometry.tags == Tag.SUBSURFACE)
+        untagged = counted & (geometry.tags == Tag.SUBSURFACE.value)
         if not torch.compiler.is_compiling() and bool(untagged.any()):
             structures = len(geometry.batch[untagged].unique())
             warnings.warn(
@@ -146,7 +146,7 @@ class EnergyReadout(nn.Module):
                 "all atoms. Set tags (1 surface, 2 adsorbate) for adsorption energies.",
                 stacklevel=2,
             )
-        tags = torch.where(untagged, Tag.SURFACE, geometry.tags)
+        tags = torch.where(untagged, Tag.SURFACE.value, geometry.tags)
         atomic = (self.mlp(h) * self.factor(tags)).squeeze(-1)
         return geometry.sum(torch.where(counted, atomic, 0.0))
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from molflt.attention.mixing.pairs import Pairs
+from molflt.attention.positions.spectral import GraphNodes
 from molflt.graph.geometry import Geometry
 from molflt.graph.neighbors import Neighbors
 
@@ -67,6 +68,40 @@ class NearPairs(NamedTuple):
     def pairs(self) -> Pairs:
         """As attention takes them, with nothing to add yet."""
         return Pairs(self.graph, self.query, self.key, self.vector.new_zeros(1, 1))
+
+
+class _Found(NamedTuple):
+    """Nodes and pairs of a batch; see `Open`."""
+
+    nodes: GraphNodes | None
+    alone: Tensor | None = None
+    near: NearPairs | None = None
+
+    def counts(self) -> Tensor:
+        """Nodes of each graph up to the last that has a weight, (graphs,)."""
+        assert self.nodes is not None
+        place = torch.arange(1, self.nodes.xi.shape[1] + 1, device=self.nodes.xi.device)
+        return ((self.nodes.weights.detach() != 0) * place).amax(dim=1)
+
+    def reordered(self, order: Tensor) -> "_Found":
+        """Of the batch with its graphs in another order, (graphs,)."""
+        return _Found(
+            None if self.nodes is None else GraphNodes(*(x[order] for x in self.nodes)),
+            None if self.alone is None else self.alone[order],
+            None if self.near is None else self.near.reordered(order),
+        )
+
+    def part(self, graphs: slice) -> "_Found":
+        """Of some graphs that follow one another, without room for the nodes of others."""
+        nodes = self.nodes
+        if nodes is not None:
+            most = max(1, int(self.counts()[graphs].max()))
+            nodes = GraphNodes(*(x[graphs, :most] for x in nodes))
+        return _Found(
+            nodes,
+            None if self.alone is None else self.alone[graphs],
+            None if self.near is None else self.near.part(graphs),
+        )
 
 
 def _all_pairs(geometry: Geometry, graphs: Tensor) -> tuple[Tensor, Tensor]:
