@@ -95,7 +95,7 @@ class EnergyInputs(NamedTuple):
             center, neighbor, _, distance = neighbor_list(geometry, model.neighbor_cutoff)
             edges = center, neighbor, distance
         places = SizeClass.of(geometry, dense).places
-        cast = (x.to(geometry.pos.dtype) for x in nodes)
+        dtype = geometry.pos.dtype
         return cls(
             numbers,
             geometry.tags,
@@ -103,7 +103,8 @@ class EnergyInputs(NamedTuple):
             references,
             dense.mask,
             dense.positions,
-            *cast,
+            nodes.xi.to(dtype),
+            nodes.weights.to(dtype),
             *near,
             *edges,
         )

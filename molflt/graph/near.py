@@ -37,7 +37,7 @@ class NearPairs(NamedTuple):
         own = torch.arange(len(geometry.pos), device=geometry.pos.device)
         queries, keys, vectors = [own], [own], [torch.zeros_like(geometry.pos)]
         if neighbors is not None:
-            found = neighbors[:3]
+            found: tuple[Tensor, ...] = neighbors[:3]
             if alone is not None:
                 kept = ~alone[geometry.batch[neighbors.center]]
                 found = tuple(x[kept] for x in found)
