@@ -30,7 +30,7 @@ LEAVES: dict[str, set[str]] = {
     "shipped": set(),
     "data": {"atoms", "files"},
     "plots": {"atoms", "metrics"},
-    **{adapter: {"atoms", "attention"} for adapter in ADAPTERS},
+    **{adapter: {"atoms", "attention", "memory"} for adapter in ADAPTERS},
 }
 MIDDLE = {"tasks", "evaluation", "training"}
 ALLOWED: dict[str, set[str]] = {

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -69,6 +70,19 @@ def recomputed(function: Callable[..., _R], *arguments: object, several: bool = 
         return function(*arguments)
     out: _R = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
     return out
+
+
+def constant(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """`torch.compiler.assume_constant_result`, which would load the compiler: of plain numbers."""
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
+
+
+@constant
+def gauss_rule(count: int) -> tuple[list[float], list[float]]:
+    """Points of Gauss's rule in [0, 1], and weights whose sum is 2."""
+    points, steps = np.polynomial.legendre.leggauss(count)
+    return ((points + 1) / 2).tolist(), steps.tolist()
 
 
 def uncompiled(function: Callable[_P, _R], inside: bool = False) -> Callable[_P, _R]:

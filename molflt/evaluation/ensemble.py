@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from molflt.tasks.memory import expect_memory
 from molflt.training.checkpoint import load_run
 from molflt.training.config import Config, read_config
 
@@ -63,7 +62,6 @@ class EnsembleRegressor(nn.Module):
         """
         energies, moves = [], []
         for member in self.members:
-            expect_memory(member, batch)
             found = member(batch)
             energies.append(found["energy"].double())
             moves += [found["displacement"]] if "displacement" in found else []

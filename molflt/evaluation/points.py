@@ -15,7 +15,6 @@ from molflt.data.batches import SizeBucketedBatchSampler
 from molflt.data.structures import Structures
 from molflt.evaluation.predictions import Predictions, _hill, warn_of_elements
 from molflt.memory import within_memory
-from molflt.tasks.memory import expect_memory
 from molflt.tasks.potential import PotentialTask, point_errors
 
 if TYPE_CHECKING:
@@ -93,7 +92,6 @@ def _judged(model: nn.Module, batch: Batch, where: str) -> tuple[_Numbers, torch
 
     with within_memory(named, "lower --batch-size"):
         try:
-            expect_memory(model, batch)
             out = model(batch)
         except ValueError as error:
             raise ValueError(f"{named()}: {error}") from None

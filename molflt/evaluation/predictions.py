@@ -23,7 +23,6 @@ from molflt.evaluation.ensemble import EnsembleRegressor
 from molflt.evaluation.report import _warn
 from molflt.graph.potential import Potential
 from molflt.memory import within_memory
-from molflt.tasks.memory import expect_memory
 
 if TYPE_CHECKING:
     from torch_geometric.data import Batch, Data
@@ -284,7 +283,6 @@ def _outputs(model: nn.Module, batch: Batch, path: Path) -> Mapping[str, Tensor]
     """What the model says of a batch."""
     with within_memory(lambda: _largest(batch, path), "lower --batch-size"):
         try:
-            expect_memory(model, batch)
             out: Mapping[str, Tensor] = model(batch)
         except ValueError as error:
             raise ValueError(f"{_largest(batch, path)}: {error}") from None

@@ -31,7 +31,11 @@ class DenseAtoms(NamedTuple):
     @property
     def keys(self) -> Keys:
         """What attention is told of the keys."""
-        return Keys(key_mask=self.key_mask, key_weight=self.key_weight, key_index=self.key_index)
+        return {
+            "key_mask": self.key_mask,
+            "key_weight": self.key_weight,
+            "key_index": self.key_index,
+        }
 
     @classmethod
     def of(cls, geometry: Geometry, lattice: bool = False) -> "DenseAtoms":

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,9 @@ from molflt.attention.positions.spectral import GraphNodes, SpectralPosition
 from molflt.attention.spectra import GaussianBasis
 from molflt.graph.dense import DenseAtoms
 from molflt.graph.geometry import Geometry
-from molflt.graph.near import NearPairs
+from molflt.graph.memory import _expect_memory
+from molflt.graph.near import NearPairs, _Found
+from molflt.graph.neighbors import Neighbors, neighbor_list
 from molflt.graph.periodic import Open
 from molflt.graph.schemes import make_periodic
 from molflt.graph.sizes import SizeClass, SizeClasses, Sorted, _uncompiled_loop
@@ -35,40 +37,6 @@ if TYPE_CHECKING:
     GraphPositionName = str
 else:
     GraphPositionName = Literal[_GRAPH_POSITIONS]
-
-
-class _Found(NamedTuple):
-    """Nodes and pairs of a batch; see `Open`."""
-
-    nodes: GraphNodes | None
-    alone: Tensor | None = None
-    near: NearPairs | None = None
-
-    def counts(self) -> Tensor:
-        """Nodes of each graph up to the last that has a weight, (graphs,)."""
-        assert self.nodes is not None
-        place = torch.arange(1, self.nodes.xi.shape[1] + 1, device=self.nodes.xi.device)
-        return ((self.nodes.weights.detach() != 0) * place).amax(dim=1)
-
-    def reordered(self, order: Tensor) -> "_Found":
-        """Of the batch with its graphs in another order, (graphs,)."""
-        return _Found(
-            None if self.nodes is None else GraphNodes(*(x[order] for x in self.nodes)),
-            None if self.alone is None else self.alone[order],
-            None if self.near is None else self.near.reordered(order),
-        )
-
-    def part(self, graphs: slice) -> "_Found":
-        """Of some graphs that follow one another, without room for the nodes of others."""
-        nodes = self.nodes
-        if nodes is not None:
-            most = max(1, int(self.counts()[graphs].max()))
-            nodes = GraphNodes(*(x[graphs, :most] for x in nodes))
-        return _Found(
-            nodes,
-            None if self.alone is None else self.alone[graphs],
-            None if self.near is None else self.near.part(graphs),
-        )
 
 
 class GraphEncoding(nn.Module):
@@ -129,7 +97,7 @@ class GraphEncoding(nn.Module):
             max_frequency=max_frequency,
             mesh_order=mesh_order,
         )
-        self.softmax = mixing == "softmax"
+        self.mixing, self.softmax = mixing, mixing == "softmax"
         options = dict(position_options or {})
         spectrum = str(options.get("spectrum", "gaussian_basis"))
         options = {**self.periodic.defaults(position, spectrum), **options}
@@ -188,62 +156,86 @@ class GraphEncoding(nn.Module):
             )
 
     @_uncompiled_loop
-    def forward(self, geometry: Geometry) -> SizeClasses:
-        """Evaluates the encoding, in classes of graphs of similar size."""
-        found = self._found(geometry)
+    def forward(self, geometry: Geometry, neighbors: Neighbors | None = None) -> SizeClasses:
+        """Evaluates the encoding, in classes of graphs of similar size.
+
+        Args:
+            geometry: the batch.
+            neighbors: all of its pairs within the cutoff of the near field, if they are known.
+        """
+        found = self._found(geometry, neighbors)
         by_size = Sorted.of(geometry, self._columns(geometry, found))
         if by_size is None:
-            return SizeClasses([SizeClass.of(geometry, *self._evaluate(geometry, found))])
+            return SizeClasses([self._class(geometry, found)])
         found, classes = found.reordered(by_size.order), []
         for graphs in by_size.classes:
             part = by_size.geometry.part(graphs)
-            classes.append(SizeClass.of(part, *self._evaluate(part, found.part(graphs))))
+            classes.append(self._class(part, found.part(graphs)))
         return SizeClasses(classes, by_size.atoms)
+
+    def _class(self, geometry: Geometry, found: _Found) -> SizeClass:
+        return SizeClass.of(geometry, *self._padded(geometry, found))
 
     def padded(self, geometry: Geometry) -> tuple[DenseAtoms, Encoding]:
         """The same with all graphs padded to the largest: atoms and keys, and their encoding."""
-        return self._evaluate(geometry, self._found(geometry))
+        return self._padded(geometry, self._found(geometry))
 
-    def _found(self, geometry: Geometry) -> _Found:
+    def _padded(self, geometry: Geometry, found: _Found) -> tuple[DenseAtoms, Encoding]:
+        by_cell = geometry.cell.requires_grad and torch.is_grad_enabled()
+        if by_cell and self.frequency_projection is not None:
+            raise ValueError(
+                "position='spectral' with reciprocal nodes has no gradient by the cell: random "
+                "features of frequencies jump when these move; got a cell that requires one; "
+                "use position='multiplicative' for stress"
+            )
+        dense = self.periodic.dense(geometry)
+        mesh = self.periodic.mesh(geometry, dense, self.position)
+        if mesh is not None and isinstance(self.position, MultiplicativePosition):
+            return dense, OnMesh(mesh, self._near(found, self.position))
+        return dense, self._evaluate(dense, found)
+
+    def _found(self, geometry: Geometry, neighbors: Neighbors | None = None) -> _Found:
         """What is searched once for a batch, so that errors name its graphs."""
         nodes = self.periodic.nodes(geometry, self.position)
+        if nodes is not None:
+            _expect_memory(nodes.weights, geometry, self.position.spectrum.heads)
         alone, near = self.periodic.without_nodes(geometry), self.near_field
         if near is None and alone is None:
             return _Found(nodes)
         cutoff = 0.0 if near is None else near.cutoff
         around = self.periodic.neighborhood(geometry)
-        return _Found(nodes, alone, NearPairs.of(geometry, around, cutoff, alone))
+        if around is not geometry or neighbors is None:
+            neighbors = neighbor_list(around, cutoff) if cutoff else None
+        return _Found(nodes, alone, NearPairs.of(geometry, neighbors, alone))
 
     def _columns(self, geometry: Geometry, found: _Found) -> Tensor | None:
-        return self.periodic.images(geometry) if found.nodes is None else found.counts()
+        """What the time of an atom grows with, (graphs,): nodes, images or, in a matrix, atoms."""
+        if found.nodes is None:
+            return self.periodic.images(geometry)
+        atoms, nodes = geometry.ptr.diff(), found.counts()
+        if self.mixing == "linear":
+            return nodes
+        return torch.minimum(atoms, nodes) if self.mixing == "auto" else atoms
 
-    def _evaluate(self, geometry: Geometry, found: _Found) -> tuple[DenseAtoms, Encoding]:
-        dense, nodes = self.periodic.dense(geometry), found.nodes
-        mesh = self.periodic.mesh(geometry, dense, self.position)
-        if mesh is not None and isinstance(self.position, MultiplicativePosition):
-            return dense, OnMesh(mesh, self._near(found, self.position))
+    def _evaluate(self, dense: DenseAtoms, found: _Found) -> Encoding:
+        """Of tensors alone."""
+        nodes = found.nodes
         if self.softmax and nodes is None:
-            return dense, self._exact(dense, found)
+            return self._exact(dense, found)
         dtype = torch.promote_types(dense.positions.dtype, torch.float32)
         rounded = None if nodes is None else GraphNodes(*(x.to(dtype) for x in nodes))
         factors = self.position.factors(dense.positions, dense.key_positions, rounded)
         if isinstance(self.position, MultiplicativePosition):
             encoding = Kernel(*factors, self._near(found, self.position, factors))
             if not self.softmax:
-                return dense, encoding
+                return encoding
             kernel = encoding.dense(dense.positions.shape[1], dense.key_positions.shape[1])
-            return dense, Bias(kernel.clamp(min=self.position.positive).log())
+            return Bias(kernel.clamp(min=self.position.positive).log())
         if self.softmax:
-            return dense, Bias(factors[0] @ factors[1].mT)
+            return Bias(factors[0] @ factors[1].mT)
         if self.frequency_projection is not None and nodes is not None:
-            if geometry.cell.requires_grad and torch.is_grad_enabled():
-                raise ValueError(
-                    "position='spectral' with reciprocal nodes has no gradient by the cell: random "
-                    "features of frequencies jump when these move; got a cell that requires one; "
-                    "use position='multiplicative' for stress"
-                )
-            return dense, Factors(*self.frequency_projection(factors, nodes.xi))
-        return dense, Factors(*factors)
+            return Factors(*self.frequency_projection(factors, nodes.xi))
+        return Factors(*factors)
 
     def _exact(self, dense: DenseAtoms, found: _Found) -> Encoding:
         """The exact mask of softmax, with the near field, without any nodes."""
@@ -340,6 +332,8 @@ def _make_encoding(
     return None
 
 
-def _encode(encoding: GraphEncoding | None, geometry: Geometry) -> SizeClasses:
+def _encode(
+    encoding: GraphEncoding | None, geometry: Geometry, neighbors: Neighbors | None = None
+) -> SizeClasses:
     """A batch as attention computes with it; None: without positions."""
-    return SizeClasses.of(geometry) if encoding is None else encoding(geometry)
+    return SizeClasses.of(geometry) if encoding is None else encoding(geometry, neighbors)

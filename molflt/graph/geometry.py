@@ -150,7 +150,7 @@ class Geometry(NamedTuple):
         """
         if self.tags is None:
             raise ValueError("tags, (atoms,), are needed; got None; set 0 where unknown")
-        above = self.tags > Tag.SUBSURFACE
+        above = self.tags > Tag.SUBSURFACE.value  # what compilers can read
         tagged = self.sum(above.long()) > 0
         return above | ~tagged[self.batch]
 

@@ -14,20 +14,24 @@ from molflt.graph.neighbors import Neighbors
 
 _WAVES = 64  # functions of descriptors
 _WAVE_NUMBER = 0.3  # 1 / standard deviation of a descriptor: elements of one group are neighbors
+_E3NN = 1.14136  # its factor of a second moment of one
+_EDGE = 0.01  # of 1 - u^2, where exp(-2 / .) is 1e-87, and its slope still a number
 _NUM_ELEMENTS = MAX_ATOMIC_NUMBER + 1  # 0 is not used
 
 
 def _radial_basis(distance: Tensor, number: int, cutoff: float) -> Tensor:
     """Smooth bumps of finite support, zero with all derivatives at `cutoff`: (pairs, number).
 
-    e3nn's "smooth_finite" basis (arXiv:2207.09453), scaled to a second moment of about one.
+    e3nn's "smooth_finite" basis (arXiv:2207.09453), scaled to a second moment of about one: with
+    u = (number + 1) |r| / cutoff - 1, 2, ..., number it is exp(-1 / (1 + u) - 1 / (1 - u)), as one
+    exponential.
     """
-    from e3nn.math import soft_one_hot_linspace  # here: reading signatures shall not load e3nn
-
-    basis: Tensor = soft_one_hot_linspace(
-        distance, 0.0, cutoff, number, basis="smooth_finite", cutoff=True
-    )
-    return basis * number**0.5
+    centers = torch.arange(1, number + 1, dtype=distance.dtype, device=distance.device)
+    u = distance[:, None] * ((number + 1) / cutoff) - centers
+    rest = 1 - u * u
+    inside = rest > _EDGE
+    bumps = (2 - 2 / torch.where(inside, rest, 1.0)).exp() * (_E3NN * number**0.5)
+    return torch.where(inside, bumps, 0.0)
 
 
 class ElementEmbedding(nn.Embedding):
@@ -108,7 +112,8 @@ class AtomEmbedding(nn.Module):
                 raise ValueError("the radial summary needs neighbors; got None")
             basis = _radial_basis(neighbors.distance, self.num_basis, self.cutoff)
             message = self.radial(basis.to(x.dtype))
-            message = message * self.neighbor_element(numbers)[neighbors.neighbor]
+            element = self.neighbor_element(numbers).index_select(0, neighbors.neighbor)
+            message = message * element
             x = x + _sum_by(message, neighbors.center, len(x))
         return x
 
@@ -133,7 +138,7 @@ class EnergyReadout(nn.Module):
         """Tokens (atoms, dim) of atoms with tags -> energies (graphs,)."""
         counted = geometry.above_subsurface()
         assert geometry.tags is not None
-        untagged = counted & (geometry.tags == Tag.SUBSURFACE)
+        untagged = counted & (geometry.tags == Tag.SUBSURFACE.value)
         if not torch.compiler.is_compiling() and bool(untagged.any()):
             structures = len(geometry.batch[untagged].unique())
             warnings.warn(
@@ -141,7 +146,7 @@ class EnergyReadout(nn.Module):
                 "all atoms. Set tags (1 surface, 2 adsorbate) for adsorption energies.",
                 stacklevel=2,
             )
-        tags = torch.where(untagged, Tag.SURFACE, geometry.tags)
+        tags = torch.where(untagged, Tag.SURFACE.value, geometry.tags)
         atomic = (self.mlp(h) * self.factor(tags)).squeeze(-1)
         return geometry.sum(torch.where(counted, atomic, 0.0))
 
@@ -175,11 +180,10 @@ class PositionHead(nn.Module):
         """Tokens (atoms, dim) and pairs -> displacements (atoms, 3), Å."""
         center, neighbor, vector, distance = neighbors
         basis = _radial_basis(distance, self.num_basis, self.cutoff).to(h.dtype)
-        hidden = (
-            self.from_center(h)[center]
-            + self.from_neighbor(h)[neighbor]
-            + self.from_distance(basis)
-        )
+        # Pairs are many: each further tensor of them costs as much as computing with it.
+        ends = self.from_center(h).index_select(0, center)
+        ends = ends.add_(self.from_neighbor(h).index_select(0, neighbor))
+        hidden = torch.addmm(ends, basis, self.from_distance.weight.T)
         # The basis also gates the weight: it vanishes smoothly at the cutoff.
         weight = (self.weight(nn.functional.silu(hidden)) * basis).sum(dim=-1, keepdim=True)
         return _sum_by(weight * vector, center, len(h))

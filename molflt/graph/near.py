@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from molflt.attention.mixing.pairs import Pairs
+from molflt.attention.positions.spectral import GraphNodes
 from molflt.graph.geometry import Geometry
-from molflt.graph.neighbors import neighbor_list
+from molflt.graph.neighbors import Neighbors
 
 
 class NearPairs(NamedTuple):
@@ -24,26 +25,24 @@ class NearPairs(NamedTuple):
 
     @classmethod
     def of(
-        cls, geometry: Geometry, neighborhood: Geometry, cutoff: float, alone: Tensor | None
+        cls, geometry: Geometry, neighbors: Neighbors | None, alone: Tensor | None
     ) -> "NearPairs":
-        """Finds the pairs.
+        """Joins the pairs.
 
         Args:
             geometry: the batch.
-            neighborhood: the same with the boundaries across which neighbors are seen.
-            cutoff: Å; 0: no neighbors.
+            neighbors: its pairs within the cutoff; None without a near field.
             alone: (graphs,) bool, graphs all of whose pairs are wanted; None: of none.
         """
         own = torch.arange(len(geometry.pos), device=geometry.pos.device)
         queries, keys, vectors = [own], [own], [torch.zeros_like(geometry.pos)]
-        if cutoff:
-            found = neighbor_list(neighborhood, cutoff)
-            kept = torch.ones_like(found.center, dtype=torch.bool)
+        if neighbors is not None:
+            found: tuple[Tensor, ...] = neighbors[:3]
             if alone is not None:
-                kept = ~alone[geometry.batch[found.center]]
-            queries.append(found.center[kept])
-            keys.append(found.neighbor[kept])
-            vectors.append(found.vector[kept])
+                kept = ~alone[geometry.batch[neighbors.center]]
+                found = tuple(x[kept] for x in found)
+            for parts, part in zip((queries, keys, vectors), found, strict=True):
+                parts.append(part)
         if alone is not None:
             query, key = _all_pairs(geometry, alone)
             queries.append(query)
@@ -69,6 +68,40 @@ class NearPairs(NamedTuple):
     def pairs(self) -> Pairs:
         """As attention takes them, with nothing to add yet."""
         return Pairs(self.graph, self.query, self.key, self.vector.new_zeros(1, 1))
+
+
+class _Found(NamedTuple):
+    """Nodes and pairs of a batch; see `Open`."""
+
+    nodes: GraphNodes | None
+    alone: Tensor | None = None
+    near: NearPairs | None = None
+
+    def counts(self) -> Tensor:
+        """Nodes of each graph up to the last that has a weight, (graphs,)."""
+        assert self.nodes is not None
+        place = torch.arange(1, self.nodes.xi.shape[1] + 1, device=self.nodes.xi.device)
+        return ((self.nodes.weights.detach() != 0) * place).amax(dim=1)
+
+    def reordered(self, order: Tensor) -> "_Found":
+        """Of the batch with its graphs in another order, (graphs,)."""
+        return _Found(
+            None if self.nodes is None else GraphNodes(*(x[order] for x in self.nodes)),
+            None if self.alone is None else self.alone[order],
+            None if self.near is None else self.near.reordered(order),
+        )
+
+    def part(self, graphs: slice) -> "_Found":
+        """Of some graphs that follow one another, without room for the nodes of others."""
+        nodes = self.nodes
+        if nodes is not None:
+            most = max(1, int(self.counts()[graphs].max()))
+            nodes = GraphNodes(*(x[graphs, :most] for x in nodes))
+        return _Found(
+            nodes,
+            None if self.alone is None else self.alone[graphs],
+            None if self.near is None else self.near.part(graphs),
+        )
 
 
 def _all_pairs(geometry: Geometry, graphs: Tensor) -> tuple[Tensor, Tensor]:

@@ -208,7 +208,7 @@ class EnergyRegressor(nn.Module):
     ) -> tuple[Tensor, list[Tensor]]:
         """Atoms (atoms, dim) after the last pass, displacements (atoms, 3) Å so far after each."""
         start = geometry.pos
-        classes = _encode(self.encoding, geometry)
+        classes = _encode(self.encoding, geometry, self._near(neighbors))
         h, x, moved = tokens, tokens, []
         for left in reversed(range(self.stack.refinements)):
             x = classes.apply(self.stack.one_pass, x)
@@ -222,8 +222,14 @@ class EnergyRegressor(nn.Module):
             if left:
                 geometry = geometry._replace(pos=geometry.pos + _bounded(step) * ~fixed[:, None])
                 neighbors = neighbor_list(geometry, self.neighbor_cutoff)
-                classes = _encode(self.encoding, geometry)
+                classes = _encode(self.encoding, geometry, self._near(neighbors))
         return h, moved
+
+    def _near(self, neighbors: Neighbors | None) -> Neighbors | None:
+        """Neighbors that the near field needs not search again: those of its own cutoff."""
+        field = None if self.encoding is None else self.encoding.near_field
+        shared = field is not None and field.cutoff == self.neighbor_cutoff
+        return neighbors if shared else None
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws new random features in place; give a generator seeded alike on every rank."""

@@ -17,7 +17,9 @@ from molflt.graph.geometry import Geometry
 # 32 to 512; elsewhere starting an operation takes longer beside computing it.
 _START = {"cpu": 64}
 _START_ELSEWHERE = 8192
-_COLUMNS = 64  # nodes, or images, of an atom that take as long as all that it takes without them
+# Nodes, images or, in a matrix, atoms for each atom that take as long as all that it takes without.
+_COLUMNS = 64
+_PREPARED = 4  # times as many, where nodes and pairs of each class are prepared by themselves
 
 _uncompiled_loop = partial(uncompiled, inside=True)
 
@@ -39,9 +41,10 @@ class Sorted(NamedTuple):
 
         Args:
             geometry: the batch.
-            columns: (graphs,), nodes or images for each atom of a graph; None: none.
+            columns: (graphs,), nodes, images or keys for each atom of a graph; None: none.
         """
         start = _START.get(geometry.pos.device.type, _START_ELSEWHERE)
+        start *= 1 if columns is None else _PREPARED
         order, classes = _classes(geometry.ptr, columns, start)
         if len(classes) < 2:
             return None

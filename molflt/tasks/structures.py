@@ -11,8 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from molflt.tasks.memory import expect_memory
-
 if TYPE_CHECKING:
     from torch_geometric.data import Batch
 
@@ -26,7 +24,7 @@ class _WithElements(Protocol):
 
 
 class OfStructures:
-    """Energies of elements, memory, and names of what is in a batch; goes before `Task`."""
+    """Energies of elements, and names of what is in a batch; goes before `Task`."""
 
     unit: ClassVar[str] = "atoms"
     model: nn.Module
@@ -57,6 +55,5 @@ class OfStructures:
         return f"sids {', '.join(map(str, batch.sid.tolist()))}"
 
     def _predict(self, batch: "Batch") -> Mapping[str, Tensor]:
-        expect_memory(self.model, batch)
         found: Mapping[str, Tensor] = self.model(batch)
         return found

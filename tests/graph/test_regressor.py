@@ -11,8 +11,9 @@ import torch
 from scipy.spatial.transform import Rotation
 from torch_geometric.data import Batch, Data
 
-from molflt.graph import EnergyRegressor
+from molflt.graph import EnergyRegressor, encoding, neighbors, regressor
 from molflt.graph.geometry import Geometry
+from molflt.graph.heads import _radial_basis
 from molflt.graph.neighbors import neighbor_list
 from molflt.graph.periodic import Images
 
@@ -407,3 +408,33 @@ def test_single_atoms_may_be_given_in_any_image(variant):
 def test_options_that_do_not_go_together(options, words):
     with pytest.raises(ValueError, match=words):
         EnergyRegressor(**{**SMALL, **options})
+
+
+def test_radial_basis_is_that_of_e3nn():
+    """To the rounding of its factor to float32; gradients of all orders end at the cutoff."""
+    from e3nn.math import soft_one_hot_linspace
+
+    r = torch.linspace(0.0, 5.5, 200, dtype=torch.float64)
+    theirs = soft_one_hot_linspace(r, 0.0, 5.0, 16, basis="smooth_finite", cutoff=True)
+    torch.testing.assert_close(_radial_basis(r, 16, 5.0), theirs * 4, rtol=2e-7, atol=1e-12)
+    end = torch.tensor([5.0 - 1e-9, 5.0, 5.0 + 1e-9], requires_grad=True)
+    (slope,) = torch.autograd.grad(_radial_basis(end, 16, 5.0).sum(), end, create_graph=True)
+    (curvature,) = torch.autograd.grad(slope.sum(), end)
+    assert not slope.any() and not curvature.any()
+
+
+def test_neighbors_are_searched_once_for_both_uses(monkeypatch):
+    """For one cutoff; for two, each has its own, and the result is the same."""
+    counted = []
+    search = neighbors.neighbor_list
+    for room in (regressor, encoding):
+        monkeypatch.setattr(room, "neighbor_list", lambda *a: counted.append(1) or search(*a))
+    net, batch = model(near_field=5.0), Batch.from_data_list(STRUCTURES)
+    shared = net(batch)["energy"]
+    assert len(counted) == 1
+    monkeypatch.setattr(net, "_near", lambda neighbors: None)
+    torch.testing.assert_close(net(batch)["energy"], shared, rtol=0, atol=0)
+    assert len(counted) == 3
+    other = model(near_field=4.0)
+    other(batch)
+    assert len(counted) == 5

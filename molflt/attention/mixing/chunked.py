@@ -24,6 +24,8 @@ def chunk_size(query: Operand, key: Operand, value: Tensor, columns: int = 0) ->
         value: likewise.
         columns: p, of the positional kernel; 0 without one.
     """
+    if torch.compiler.is_exporting():
+        return 0  # one graph of operations for all sizes
     width = max(query.feature_map.width, columns * (value.shape[-1] + 1))
     each = max(1, query.x.shape[0] * query.x.shape[1] * width)
     tokens, size = max(query.x.shape[2], key.x.shape[2]), max(_LEAST, _AT_ONCE // each)

@@ -8,6 +8,8 @@ from molflt.attention.mixing.pairs import _TRANSIENT, Pairs, _pair_sums
 from molflt.attention.mixing.sums import Sums, _stabilize
 from molflt.attention.numerics import at_least_float32, recomputed
 
+_COMPILED = 8  # columns of a chunk
+
 
 def linear_with_kernel(
     query: Features,
@@ -39,7 +41,9 @@ def linear_with_kernel(
         # Products of values and the fewer of the two are formed, and are all that is not a matmul.
         by_feature = left.shape[-1] > phi_q.shape[-1]
         parts, rest = ((phi_q, phi_k), (left, right))[:: 1 if by_feature else -1]
-        chunk = max(1, _TRANSIENT // max(1, value.numel()))
+        # Compiled code has as many chunks for all sizes.
+        compiling = torch.compiler.is_compiling()
+        chunk = _COMPILED if compiling else max(1, _TRANSIENT // max(1, value.numel()))
         for u, v in zip(*(part.split(chunk, dim=-1) for part in parts), strict=True):
             several = chunk < parts[0].shape[-1]
             sums = sums + recomputed(_grouped, *rest, value, u, v, several=several)

@@ -21,13 +21,12 @@ that; crystals and slabs by nothing. No graph depends on the rest of its batch.
 import math
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from molflt.attention.checks import one_of, positive
 from molflt.attention.nodes.lattice import Lattice
-from molflt.attention.numerics import distances, fade, sinc, uncompiled
+from molflt.attention.numerics import distances, fade, gauss_rule, sinc, uncompiled
 from molflt.attention.spectra import Spectrum
 
 # Of a batch: beyond it a cell or its frequencies are taken for a mistake.
@@ -116,10 +115,10 @@ def tapered_mask(
         (heads, n).
     """
     count = 16 + math.ceil(8 * max_frequency * farthest)
-    points, steps = np.polynomial.legendre.leggauss(count)
-    x = torch.tensor((points + 1) / 2, device=distance.device)
+    rule = torch.tensor(gauss_rule(count), dtype=torch.float64, device=distance.device)
+    x, steps = rule
     radius = max_frequency * x
-    measure = torch.tensor(steps, device=x.device) * (2 * math.pi * max_frequency) * radius**2
+    measure = steps * (2 * math.pi * max_frequency) * radius**2
     measure = (measure * _TAPERS[taper](x)).to(distance.dtype)
     radius = radius.to(distance.dtype)
     xi = torch.zeros(1, count, 3, dtype=distance.dtype, device=distance.device)

@@ -1,0 +1,64 @@
+"""Time and peak memory of one layer of the recommended form on crystals, 10^2 to 10^5 atoms.
+
+A multiplicative kernel, exact for pairs within 4.5 Å, of one cubic cell with N atoms at random
+places, 12 Å^3 each: its far field by nodes on the reciprocal lattice, by the N x N matrix, or on a
+mesh; see kit/layers.py.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from kit.layers import Mechanism, Study, cost_table, draw_costs, measure_layers
+from torch import Tensor, nn
+
+from molflt.graph import GraphAttention
+
+DIM, HEADS, NEAR = 128, 8, 4.5
+VOLUME = 12.0  # Å^3 per atom
+LIMIT = 8.0  # GB
+QUICK = {"sizes": (100, 200), "rounds": 1}
+
+
+class Crystal(nn.Module):
+    """A layer of ours, and the cell and places of the atoms that it mixes."""
+
+    def __init__(self, atoms: int, causal: bool = False, **options: Any) -> None:
+        super().__init__()
+        side = (VOLUME * atoms) ** (1 / 3)
+        self.register_buffer("pos", torch.rand(atoms, 3) * side)
+        self.register_buffer("cell", side * torch.eye(3)[None])
+        self.register_buffer("pbc", torch.ones(1, 3, dtype=torch.bool))
+        form = {"position": "multiplicative", "near_field": NEAR}
+        self.layer = GraphAttention(DIM, HEADS, **form, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch = torch.zeros(len(x), dtype=torch.long)
+        return self.layer(x, self.pos, batch, self.cell, self.pbc)
+
+
+def made(periodic: str, features: int = 64, mixing: str = "linear") -> Mechanism:
+    """A layer of ours."""
+    options = {"periodic": periodic, "num_features": features, "mixing": mixing}
+    return Mechanism(partial(Crystal, **options), linear=periodic == "mesh")
+
+
+MECHANISMS = {
+    "nodes": made("reciprocal"),
+    "N × N": made("reciprocal", mixing="quadratic"),
+    "mesh": made("mesh"),
+    "nodes, 8 features": made("reciprocal", 8),
+    "mesh, 8 features": made("mesh", 8),
+}
+STYLES = dict(zip(MECHANISMS, enumerate(["-", ":", "-", "--", "--"]), strict=True))
+STUDY = Study("cost.crystals", MECHANISMS, lambda atoms: torch.randn(atoms, DIM))
+measure = partial(
+    *(measure_layers, STUDY),
+    sizes=(100, 300, 1000, 3000, 10_000, 30_000, 100_000),
+    seconds=600.0,
+    gigabytes=LIMIT,
+)
+table = partial(cost_table, unit="atoms")
+draw = partial(draw_costs, unit="atoms", styles=STYLES, limit=LIMIT)

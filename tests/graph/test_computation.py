@@ -1,0 +1,63 @@
+"""Energies as a function of tensors alone, also exported, are those of the model."""
+
+import pytest
+import torch
+from graph.test_regressor import FLT, KERNEL, PERFORMER, STRUCTURES, model, structure
+from torch_geometric.data import Batch
+
+from molflt.graph.computation import EnergyComputation, EnergyInputs, export_energies
+
+EXACT = {"rtol": 0.0, "atol": 1e-10}
+VARIANTS = {
+    "default": {},
+    "surface": {"subsurface": False, "descriptors": True, "radial_basis": 4},
+    "flt": FLT,
+    "flt-reciprocal": {**FLT, "periodic": "reciprocal"},
+    "kernel": {**KERNEL, "near_field": 0.0, "periodic": "none"},
+    "performer": PERFORMER,
+}
+
+
+def batches() -> list[Batch]:
+    """Of 1 to 5 graphs, the first of one atom."""
+    sizes = ([1], [7, 4], [9], [3, 12, 5, 8, 2])
+    return [
+        Batch.from_data_list([structure(n, 10 + n, tags=n > 3) for n in batch]) for batch in sizes
+    ]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@torch.no_grad()
+def test_tensors_alone_give_the_energies_of_the_model(variant):
+    """Whatever the sizes, a single atom too; with energies of elements."""
+    net = model(**VARIANTS[variant]).eval()
+    net.element_energies.normal_()
+    compute = EnergyComputation(net)
+    for batch in batches():
+        found = compute(*EnergyInputs.of(net, batch))
+        torch.testing.assert_close(found, net(batch)["energy"], **EXACT)
+
+
+@pytest.mark.parametrize("variant", ["surface"])
+@torch.no_grad()
+def test_one_exported_program_for_all_sizes(variant):
+    """Reciprocal nodes, near pairs, radial summary and all, from a single atom on."""
+    net = model(**{**VARIANTS[variant], "layers": 1}).eval()
+    run = export_energies(net, Batch.from_data_list(STRUCTURES)).module()
+    for batch in batches():
+        found = run(*EnergyInputs.of(net, batch))
+        torch.testing.assert_close(found, net(batch)["energy"], **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"move_atoms": True}, "between its passes"),
+        ({**FLT, "periodic": "images"}, "keys of its own"),
+        ({**KERNEL, "periodic": "mesh"}, "sparse"),
+        ({"mixing": "softmax", "position": "none"}, "softmax"),
+    ],
+)
+def test_other_models_are_refused(options, why):
+    with pytest.raises(ValueError, match=f"cannot be exported: .*{why}"):
+        EnergyComputation(model(**options))
