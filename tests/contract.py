@@ -394,6 +394,8 @@ def check_decoding(combination: Combination, **options: Any) -> None:
 
 
 def _tensors(state: Any) -> list[Tensor]:
+    if state is None:  # no mask of keys
+        return []
     return [state] if isinstance(state, Tensor) else [t for part in state for t in _tensors(part)]
 
 

@@ -7,11 +7,14 @@ mesh; see kit/layers.py.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
-from kit.layers import Mechanism, Study, cost_table, draw_costs, measure_layers
+from kit.layers import TRAINING, Mechanism, Study, cost_table, draw_costs, measure_layers
+from kit.rows import Promise, Rows, pick
 from torch import Tensor, nn
 
 from molflt.graph import GraphAttention
@@ -19,6 +22,7 @@ from molflt.graph import GraphAttention
 DIM, HEADS, NEAR = 128, 8, 4.5
 VOLUME = 12.0  # Å^3 per atom
 LIMIT = 8.0  # GB
+ENDS = 1000, 100_000  # atoms
 QUICK = {"sizes": (100, 200), "rounds": 1}
 
 
@@ -62,3 +66,25 @@ measure = partial(
 )
 table = partial(cost_table, unit="atoms")
 draw = partial(draw_costs, unit="atoms", styles=STYLES, limit=LIMIT)
+
+
+def growth(rows: Rows, quantity: str, name: str) -> float | None:
+    """Exponent of a cost of training from 10^3 to 10^5 atoms; None unless both were measured."""
+    found = [
+        pick(rows, mechanism=name, length=size, note=None, **{"pass": TRAINING}) for size in ENDS
+    ]
+    if not all(found):
+        return None
+    low, high = (float(np.median(own[0][quantity])) for own in found)
+    return math.log(high / low) / math.log(ENDS[1] / ENDS[0])
+
+
+PROMISES = [
+    Promise(
+        f"exponent of {what} of {name}, {ENDS[0]:,} to {ENDS[1]:,} atoms",
+        lambda rows, quantity=quantity, name=name: growth(rows, quantity, name),
+        most=1.15,
+    )
+    for name in ("mesh", "mesh, 8 features")
+    for what, quantity in (("time", "seconds"), ("memory", "peak_MiB"))
+]

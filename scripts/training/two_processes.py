@@ -29,7 +29,7 @@ def combinations() -> Iterator[tuple[str, ...]]:
     """Files that make a training, the one that goes below first."""
     below = {"atoms": "demo", "oc20": "oc20/base", "lm": "lm/wikitext2"}
     below |= {"image": "image/fashion-mnist", "masked": "masked/wikitext2"}
-    below["translation"] = "translation/multi30k"
+    below |= {"translation": "translation/multi30k", "proteins": "proteins/small-causal"}
     configs = ROOT / "configs"
     for path in sorted(configs.rglob("*.yaml")):
         name = path.relative_to(configs).with_suffix("").as_posix()
@@ -50,6 +50,9 @@ def write_data(folder: Path) -> dict[str, list[str]]:
         for language in ("de", "en"):
             lines = [line for line in words.splitlines() if line.strip()]
             (folder / f"{name}.{language}").write_text("\n".join(lines))
+    residues = "ACDEFGHIKLMNPQRSTVWY"
+    records = [f">{i}\n{residues[i % 20 :]}{residues * 3}" for i in range(60)]
+    (folder / "proteins.fasta").write_text("\n".join(records))
     pixels = np.random.default_rng(0).integers(0, 256, (10, 4, 28, 28), dtype=np.uint8)
     for label, images in enumerate(pixels):
         (folder / "images" / str(label)).mkdir(parents=True)
@@ -57,6 +60,7 @@ def write_data(folder: Path) -> dict[str, list[str]]:
             Image.fromarray(image).save(folder / "images" / str(label) / f"{number}.png")
     text = [f"--data.{split}={folder}/{split}.txt" for split in ("train", "val")]
     clusters = ["--model.adaptive_cutoffs=[20, 60]", "--data.length=32", "--model.max_length=32"]
+    fasta = [f"--data.{split}={folder}/proteins.fasta" for split in ("train", "val")]
     parallel = [f"--data.{split}={folder}/{split}" for split in ("train", "val")]
     image = [f"--data.train={folder}/images", "--data.val=null", "--data.val_fraction=0.5"]
     image += ["--data.class_names=null", "--data.image_size=28", "--data.resize=null"]
@@ -65,6 +69,7 @@ def write_data(folder: Path) -> dict[str, list[str]]:
         "language": [*text, "--data.test=null", *clusters],
         "images": [*image, "--model.patch_size=4"],
         "masked_language": [*text, "--data.test=null", "--data.length=32", "--data.pieces=300"],
+        "proteins": [*fasta, "--data.test=null", "--data.length=32", "--model.max_length=32"],
         "translation": [*parallel, "--data.test=null", "--data.pieces=300"],
     }
 
@@ -76,7 +81,7 @@ def train(names: tuple[str, ...], data: dict[str, list[str]], folder: Path, step
     words = [
         *files,
         *SMALL,
-        *data[recipe],
+        *data["proteins" if names[0].startswith("proteins") else recipe],
         "--run",
         str(folder / "-".join(names).replace("/", "_")),
     ]

@@ -6,10 +6,21 @@ import torch
 from contract import EXACT
 
 from molflt.attention import Attention, Encoding
-from molflt.attention.encodings import SOFTMAX, Bias, Factors, Kernel, Rotation, Terms, Toeplitz
+from molflt.attention.encodings import (
+    SOFTMAX,
+    Bias,
+    Factors,
+    Kernel,
+    OnMesh,
+    Rotation,
+    Terms,
+    Toeplitz,
+)
 from molflt.attention.features import FEATURE_MAPS
 from molflt.attention.features.base import Operand
 from molflt.attention.mixing.pairs import Pairs
+from molflt.attention.nodes.lattice import Lattice
+from molflt.attention.positions.multiplicative import MultiplicativePosition
 
 TOKENS, DIM, HEADS = 7, 4, 2
 
@@ -30,12 +41,24 @@ def rows(seed: int, width: int = 3) -> torch.Tensor:
     return randn(2, HEADS, TOKENS, width, seed=seed)
 
 
+def on_mesh(near: Pairs | None = None) -> OnMesh:
+    """A kernel of all tokens in one cell and of some in another."""
+    position = MultiplicativePosition.build(HEADS, sampled=False).double()
+    mask = torch.ones(2, TOKENS, dtype=torch.bool)
+    cell = randn(2, 3, 3, seed=8) + 8 * torch.eye(3)
+    lattice = Lattice.of(cell, torch.ones(2, 3, dtype=torch.bool))
+    return OnMesh(position.on_mesh(5 * randn(2, TOKENS, 3), mask, lattice, 0.2, 5), near)
+
+
 BUILDS = {
     "nothing": Encoding,
     "factors": lambda: Factors(rows(1), rows(2)),
     "kernel": lambda: Kernel(rows(1), rows(2)),
     "kernel, pairs": lambda: Kernel(rows(1), rows(2), pairs()),
     "kernel, exact pairs": lambda: Kernel(rows(1), rows(2), pairs(exact=True)),
+    "mesh": on_mesh,
+    "mesh, pairs": lambda: on_mesh(pairs()),
+    "mesh, exact pairs": lambda: on_mesh(pairs(exact=True)),
     "Toeplitz": lambda: Toeplitz(randn(HEADS, 2 * TOKENS - 1, seed=1)),
     "Toeplitz, fft": lambda: Toeplitz(randn(HEADS, 2 * TOKENS - 1, seed=1), "fft"),
     "rotation": lambda: Rotation(lambda q: q.flip(-1), lambda k: k * rows(2, 1)),
@@ -48,7 +71,8 @@ def kinds(kind: type[Encoding]) -> set[type[Encoding]]:
 
 def test_every_kind_is_here():
     built = {type(build()) for build in BUILDS.values()} | {Bias}
-    assert kinds(Encoding) == built, "add the new kind to BUILDS"
+    public = {kind for kind in kinds(Encoding) if not kind.__name__.startswith("_")}
+    assert public == built, "add the new kind to BUILDS"
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
@@ -81,8 +105,8 @@ def test_fast_form_matrix_and_definition_agree(build, feature_map, causal):
             matrix[b, :, i, j] += switch[p] * (dot + f[:, p]).exp()
     if causal:
         matrix = matrix.tril()
-        if near is not None:
-            with pytest.raises(ValueError, match="causal attention has no near field"):
+        if near is not None or isinstance(encoding, OnMesh):
+            with pytest.raises(ValueError, match="causal attention has no (near field|mesh)"):
                 encoding.attend(*operands, value, causal=True)
             return
     expected = matrix @ value, matrix.sum(-1, keepdim=True)
