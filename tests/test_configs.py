@@ -37,6 +37,7 @@ TOKENS = [
     for path in sorted((CONFIGS / folder).glob("*.yaml"))
     if not {"data", "trainer"} & yaml.safe_load(path.read_text()).keys()
 ]
+TOKENS += [("lra/listops-small", name) for size, name in TOKENS if size == "masked/wikitext2"]
 _PARALLEL = ("train", "val", "source", "target")
 # what has no default, for each recipe
 REQUIRED = {
@@ -82,7 +83,7 @@ def configured(*names: str) -> dict[str, Any]:
     """The complete configuration of several files below configs/."""
     words = [word for name in names for word in ("--config", str(CONFIGS / f"{name}.yaml"))]
     recipe = yaml.safe_load((CONFIGS / f"{names[0]}.yaml").read_text()).get("recipe", "is2re")
-    return resolve(*REQUIRED[recipe], *words)
+    return resolve(*REQUIRED[recipe], *words, "--recipe", recipe)
 
 
 def oc20(model: str) -> dict[str, Any]:
@@ -211,6 +212,7 @@ FEW: dict[str, dict[str, Any]] = {
     "images": {"classes": 4, "channels": 1, "image_size": 28},
     "masked_language": {"vocabulary": 40, "max_length": 24, "layers": 3, "next_sentence": True},
     "translation": {"vocabulary": 40, "max_length": 24},
+    "sentences": {"vocabulary": 40, "max_length": 24, "layers": 3, "classes": 10},
 }
 
 
@@ -225,6 +227,8 @@ def test_every_parameter_of_a_token_configuration_learns(names: tuple[str, ...])
     if kind == "masked_language":
         hidden = net(tokens, tokens % 2)
         loss = net.log_likelihood(hidden, tokens).sum() + net.follows(hidden).square().sum()
+    elif kind == "sentences":
+        loss = net(tokens, tokens % 2).square().sum()
     elif kind == "translation":
         loss = net.log_likelihood(net(tokens, tokens), tokens)[0].sum()
     elif kind == "language":

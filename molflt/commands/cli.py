@@ -53,6 +53,9 @@ COMMANDS: dict[tuple[str, ...], _Command] = {
     ("data", "split"): _Command(
         "molflt.data.text.split:split", "a FASTA file -> train, val, test, by record or cluster"
     ),
+    ("data", "listops"): _Command(
+        "molflt.data.text.listops:make", "random expressions with their values, as long as you like"
+    ),
     ("train",): _Command(
         "molflt.commands.train:train",
         "train on structures, text or images, or resume",

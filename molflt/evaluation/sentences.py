@@ -1,4 +1,4 @@
-"""Evaluation of a classifier of sentences: the official metrics of GLUE."""
+"""Evaluation of a classifier of sequences: the official metrics of GLUE, accuracy elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from molflt.data.text.glue import GLUE, Example, find_split, read_examples
+from molflt.data.text.glue import GLUE, TASKS, Example, find_split, read_examples
 from molflt.data.text.sentences import Sentences, padded
 from molflt.data.text.tokenizer import Tokenizer
 from molflt.evaluation.images import classes_of
@@ -52,8 +52,8 @@ def evaluate(
         batch_size: sentences or pairs in a batch.
 
     Returns:
-        Per split: the metrics of the task in percent, glue_percent (their mean, what the task adds
-        to GLUE's average) and n.
+        Per split: the metrics of the task in percent, of those of GLUE glue_percent (their mean,
+        what the task adds to its average), and n.
 
     Raises:
         FileNotFoundError: if a file is missing.
@@ -78,10 +78,10 @@ def evaluate(
 
 
 def official(task: str, told: _Numbers, label: _Numbers) -> dict[str, float | None]:
-    """GLUE's metrics of a task, in percent, and their mean as glue_percent.
+    """The metrics of a task, in percent, and of those of GLUE their mean as glue_percent.
 
     Args:
-        task: key of `molflt.data.text.glue.GLUE`.
+        task: key of `molflt.data.text.glue.TASKS`.
         told: predicted indices of classes, or scores, (items,).
         label: the right ones, (items,).
 
@@ -106,12 +106,12 @@ def official(task: str, told: _Numbers, label: _Numbers) -> dict[str, float | No
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of predictions that are all the same
-        values = [float(known[name](label, told)) for name in GLUE[task].metrics]
+        values = [float(known[name](label, told)) for name in TASKS[task].metrics]
     # no number then; 0, as for Matthews
     values = [100 * value if np.isfinite(value) else 0.0 for value in values]
-    names = [f"{name}_percent" for name in GLUE[task].metrics]
+    names = [f"{name}_percent" for name in TASKS[task].metrics]
     found: dict[str, float | None] = dict(zip(names, values, strict=True))
-    return {**found, "glue_percent": float(np.mean(values))}
+    return {**found, "glue_percent": float(np.mean(values))} if task in GLUE else found
 
 
 def logits_of(
@@ -138,7 +138,7 @@ def logits_of(
     device = next(model.parameters()).device
     found = []
     batches = DataLoader(
-        Sentences(examples, tokenizer, length),
+        Sentences(examples, tokenizer, length, name),
         batch_size=batch_size,
         collate_fn=partial(padded, pad=tokenizer.pad),
     )

@@ -107,7 +107,7 @@ def test_a_run_goes_on_with_its_tokenizer(tmp_path):
     ("options", "words"),
     [
         ({"tokenizer": "."}, "data.pieces has no effect with data.tokenizer"),
-        ({"kind": "letters"}, "data.kind='letters'; expected one of wordpiece, unigram"),
+        ({"kind": "words"}, "data.kind='words'; expected one of wordpiece, unigram"),
         ({"length": 2}, "data.length must be at least 3"),
         ({"length": 4, "next_sentence": True}, "data.length must be at least 5"),
         ({"next_sentence": True, "batch_size": 1}, "data.batch_size of at least 2; got 1"),

@@ -1,16 +1,22 @@
-"""The tasks of GLUE (arXiv:1804.07461): which file, which columns, which labels, which metrics."""
+"""Tasks with labels for sequences: which file, which columns, which labels, which metrics.
+
+Those of GLUE (arXiv:1804.07461), and those of Long Range Arena (arXiv:2011.04006).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from molflt.data.text.sources import _line_blocks
 from molflt.files import shown
 
-__all__ = ["GLUE", "Example", "GlueTask", "find_split", "read_examples"]
+if TYPE_CHECKING:
+    from molflt.data.text.tokenizer import TokenizerKind
+
+__all__ = ["GLUE", "LONG_RANGE", "TASKS", "Example", "GlueTask", "find_split", "read_examples"]
 
 _PACKED = ("", ".gz", ".xz")
 _BYTE_ORDER = "\ufeff"
@@ -42,6 +48,8 @@ class GlueTask(NamedTuple):
     """split -> names of files other than the usual ones"""
     broken_rows: bool = False
     """whether the public files have rows with missing columns, which everybody leaves out"""
+    kind: TokenizerKind | None = None
+    """of its tokenizer where none is asked for; None for one that is learned"""
 
 
 def _pair(first: str, second: str, label: str = "label") -> dict[str, str]:
@@ -83,19 +91,33 @@ GLUE: dict[str, GlueTask] = {
     "RTE": GlueTask(_pair("sentence1", "sentence2"), _ENTAILED),
 }
 
+_ARENA = {use: (f"{use}.tsv", f"basic_{use}.tsv") for use in ("train", "val", "test")}
+
+LONG_RANGE: dict[str, GlueTask] = {
+    "ListOps": GlueTask(
+        {"first": "Source", "label": "Target"},
+        tuple("0123456789"),
+        places={"first": 1, "label": 0},  # of the original files (arXiv:1804.06028)
+        files=_ARENA,
+        kind="listops",
+    ),
+}
+
+TASKS = {**GLUE, **LONG_RANGE}
+
 
 def find_split(root: Path, task: str, split: str) -> Path:
     """The file of a split: ROOT/TASK/train.tsv or ROOT/TASK.train.tsv, plain or as .gz or .xz.
 
     Args:
-        root: folder of GLUE's files.
-        task: key of `GLUE`.
+        root: folder of the tasks.
+        task: key of `TASKS`.
         split: train, val, test, or val_mismatched of MNLI.
 
     Raises:
         FileNotFoundError: naming what was looked for.
     """
-    names = [*GLUE[task].files.get(split, ()), *_USUAL.get(split, ())]
+    names = [*TASKS[task].files.get(split, ()), *_USUAL.get(split, ())]
     for name in names:
         for form in (f"{task}/{name}", f"{task}.{name}"):
             for packed in _PACKED:
@@ -113,14 +135,14 @@ def read_examples(path: Path, task: str) -> list[Example]:
 
     Args:
         path: of the file.
-        task: key of `GLUE`.
+        task: key of `TASKS`.
 
     Raises:
         FileNotFoundError: naming the file.
         ValueError: naming the file and the row: not UTF-8, an empty file, a missing column, a label
             that the task has not.
     """
-    spec, rows = GLUE[task], _rows(path)
+    spec, rows = TASKS[task], _rows(path)
     number, head = next(rows, (0, []))
     if not number:
         raise ValueError(f"{path}: the file is empty; expected rows of {task}")

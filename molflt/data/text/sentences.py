@@ -1,4 +1,4 @@
-"""Labelled sentences and pairs of sentences, as the tasks of GLUE have them."""
+"""Labelled sequences and pairs of them, as GLUE and Long Range Arena have them."""
 
 from __future__ import annotations
 
@@ -8,26 +8,30 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from molflt.data.text.glue import GLUE, Example, find_split, read_examples
+from molflt.data.text.glue import TASKS, Example, find_split, read_examples
 from molflt.data.text.tokenized import TokenizedData
 from molflt.data.text.tokenizer import Tokenizer, TokenizerKind
 
-__all__ = ["CLASSES", "GlueName", "SentenceData", "Sentences", "padded"]
+__all__ = ["CLASSES", "SentenceData", "Sentences", "TaskName", "padded"]
 
 CLASSES = "classes.json"
 """Names of the classes of a run, in order; of a task of scores, the word score."""
 
 # The command line lists the choices of an option from its type.
 if TYPE_CHECKING:
-    GlueName = str
+    TaskName = str
 else:
-    GlueName = Literal[tuple(GLUE)]
+    TaskName = Literal[tuple(TASKS)]
 
 _Item = tuple[Tensor, Tensor, Tensor]
+_Ids = NDArray[np.int32]
+_AT_ONCE = 512  # the library needs 150 bytes for each token that it cuts
 
 
 class Sentences(Dataset[_Item]):
@@ -37,25 +41,31 @@ class Sentences(Dataset[_Item]):
         examples: rows of the task.
         tokenizer: cuts them.
         length: most tokens; of a longer pair, the longer sentence loses its end, token by token.
+        source: of the rows, for messages.
 
     Raises:
-        ValueError: a length without room for text.
+        ValueError: a length without room for text, or what is no token of a given vocabulary.
     """
 
-    def __init__(self, examples: Sequence[Example], tokenizer: Tokenizer, length: int) -> None:
+    def __init__(
+        self, examples: Sequence[Example], tokenizer: Tokenizer, length: int, source: str = ""
+    ) -> None:
         if length < 5:
             raise ValueError(f"data.length must be at least 5; got {length}")
-        self.examples = examples
+        self.labels = [one.label for one in examples]
         self.cls, self.sep = tokenizer.cls, tokenizer.sep
-        first = tokenizer.encode([one.first for one in examples])
-        second = tokenizer.encode([one.second or "" for one in examples])
-        self.parts = []
+        self.parts: list[tuple[_Ids, _Ids | None]] = []
         self.cut = 0
-        for one, a, b in zip(examples, first, second, strict=True):
-            pair = one.second is not None
-            lengths = _cut(len(a), len(b), length - 2 - pair)
-            self.cut += sum(lengths) < len(a) + len(b)
-            self.parts.append((a[: lengths[0]], b[: lengths[1]] if pair else None))
+        for start in range(0, len(examples), _AT_ONCE):
+            some = examples[start : start + _AT_ONCE]
+            first = tokenizer.encode([one.first for one in some], source)
+            second = tokenizer.encode([one.second or "" for one in some], source)
+            for one, a, b in zip(some, first, second, strict=True):
+                pair = one.second is not None
+                lengths = _cut(len(a), len(b), length - 2 - pair)
+                self.cut += sum(lengths) < len(a) + len(b)
+                rest = np.array(b[: lengths[1]], np.int32) if pair else None
+                self.parts.append((np.array(a[: lengths[0]], np.int32), rest))
 
     def __len__(self) -> int:
         return len(self.parts)
@@ -65,10 +75,10 @@ class Sentences(Dataset[_Item]):
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         first, second = self.parts[index]
-        tokens = [self.cls, *first, self.sep]
-        rest = [] if second is None else [*second, self.sep]
+        tokens = [self.cls, *first.tolist(), self.sep]
+        rest = [] if second is None else [*second.tolist(), self.sep]
         types = torch.tensor([0] * len(tokens) + [1] * len(rest))
-        label = torch.tensor(self.examples[index].label, dtype=torch.float64)
+        label = torch.tensor(self.labels[index], dtype=torch.float64)
         return torch.tensor([*tokens, *rest]), types, label
 
 
@@ -99,17 +109,18 @@ def padded(items: Sequence[_Item], pad: int) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 class SentenceData(TokenizedData[Sentences]):
-    """The training and the validation sentences of one task of GLUE (arXiv:1804.07461).
+    """The training and the validation rows of a task of GLUE or Long Range Arena.
 
-    Files are tab-separated, plain or as .gz or .xz: ROOT/SST-2/train.tsv and dev.tsv, or
-    ROOT/SST-2.train.tsv, as the tasks come.
+    arXiv:1804.07461 and 2011.04006. Files are tab-separated, plain or as .gz or .xz:
+    ROOT/SST-2/train.tsv and dev.tsv, or ROOT/SST-2.train.tsv, as the tasks come.
 
     Args:
-        task: CoLA, SST-2, MRPC, STS-B, QQP, MNLI, QNLI or RTE.
+        task: CoLA, SST-2, MRPC, STS-B, QQP, MNLI, QNLI or RTE; or ListOps.
         root: folder with the files of the tasks.
         tokenizer: tokenizer.json, or the folder of a run or of a published model that has one; with
             --init, that of the weights by default, and otherwise one is learned.
-        kind: of a tokenizer that is learned, see `molflt.data.text.tokenized.TokenizedText`.
+        kind: of a tokenizer that is learned, or of a given one, see
+            `molflt.data.text.tokenized.TokenizedText`; listops for ListOps by default.
         pieces: most pieces of one that is learned, 8192 by default.
         lowercase: whether case makes no difference to one that is learned; true by default.
         length: most tokens of a sentence or pair, special ones too; longer ones are cut.
@@ -125,7 +136,7 @@ class SentenceData(TokenizedData[Sentences]):
 
     def __init__(
         self,
-        task: GlueName,
+        task: TaskName,
         root: Path,
         tokenizer: Path | None = None,
         kind: TokenizerKind | None = None,
@@ -135,9 +146,10 @@ class SentenceData(TokenizedData[Sentences]):
         batch_size: int = 16,
         workers: int = 0,
     ) -> None:
+        if task not in TASKS:
+            raise ValueError(f"data.task={task!r}; expected one of {', '.join(TASKS)}")
+        kind = kind or (TASKS[task].kind if tokenizer is None else None)
         super().__init__(batch_size, workers, tokenizer, kind, pieces, lowercase)
-        if task not in GLUE:
-            raise ValueError(f"data.task={task!r}; expected one of {', '.join(GLUE)}")
         if length < 5:
             raise ValueError(f"data.length must be at least 5; got {length}")
         self.task, self.root, self.length = task, Path(root), length
@@ -157,16 +169,16 @@ class SentenceData(TokenizedData[Sentences]):
             if use == "train":
                 self.obtain(partial(_texts, examples), str(path))
                 self.collate = cast("None", partial(padded, pad=self.tokenizer.pad))
-            self.datasets[use] = Sentences(examples, self.tokenizer, self.length)
+            self.datasets[use] = Sentences(examples, self.tokenizer, self.length, str(path))
 
     def sizes(self) -> dict[str, int]:
         """What the data decide about the model: 1 class stands for a score."""
         self.setup()
-        return {"vocabulary": len(self.tokenizer), "classes": len(GLUE[self.task].labels or "1")}
+        return {"vocabulary": len(self.tokenizer), "classes": len(TASKS[self.task].labels or "1")}
 
     def files(self) -> dict[str, bytes]:
         """Tokenizer and classes."""
-        names = list(GLUE[self.task].labels or ("score",))
+        names = list(TASKS[self.task].labels or ("score",))
         return {**super().files(), CLASSES: (json.dumps(names) + "\n").encode()}
 
     def describe(self) -> list[str]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from molflt.data.batches import BatchedData
+from molflt.data.text.fixed import FIXED
 from molflt.data.text.sources import _line_blocks, _text_blocks
 from molflt.data.text.tokenizer import TOKENIZER, Tokenizer, TokenizerKind, find_tokenizer
 
@@ -90,7 +91,7 @@ class TokenizedData(BatchedData[_Items]):
         batch_size: items in a batch, per device.
         workers: processes that read ahead; 0 reads in the main process.
         tokenizer: file of a tokenizer, or folder of a run or published model that has one.
-        kind: of a tokenizer that is learned; or protein.
+        kind: of a tokenizer that is learned; or a given one, a key of `FIXED`.
         pieces: most pieces of one that is learned.
         lowercase: whether case makes no difference to one that is learned.
 
@@ -116,11 +117,12 @@ class TokenizedData(BatchedData[_Items]):
         if pieces is not None and pieces < 6:
             raise ValueError(f"data.pieces must be at least 6; got {pieces}")
         self.tokenizer_file = None if tokenizer is None else Path(tokenizer)
-        self.proteins = kind == "protein"  # nothing is learned, but a given one is checked
-        given = {"kind": None if self.proteins else kind, "pieces": pieces, "lowercase": lowercase}
+        # nothing is learned then, but the tokens of a given tokenizer are checked
+        self.fixed = kind if kind in FIXED else None
+        given = {"kind": None if self.fixed else kind, "pieces": pieces, "lowercase": lowercase}
         idle = [name for name, value in given.items() if value is not None]
-        if idle and (tokenizer is not None or self.proteins):
-            reason = "kind=protein" if tokenizer is None else f"tokenizer={tokenizer}"
+        if idle and (tokenizer is not None or self.fixed):
+            reason = f"kind={kind}" if tokenizer is None else f"tokenizer={tokenizer}"
             raise ValueError(
                 f"data.{idle[0]} has no effect with data.{reason}, which is not learned; leave one "
                 "of them out"
@@ -151,10 +153,10 @@ class TokenizedData(BatchedData[_Items]):
         if source is not None:
             content, label = find_tokenizer(source)
             self.tokenizer = Tokenizer.from_json(content, label)
-            if self.proteins and self.tokenizer.letters is None:
+            if self.fixed and self.tokenizer.fixed != self.fixed:
                 raise ValueError(
-                    f"{label}: its tokens are no residues; expected them with data.kind=protein; "
-                    "change data.tokenizer, or leave it out"
+                    f"{label}: its tokens are no {FIXED[self.fixed].what}s; expected them with "
+                    f"data.kind={self.fixed}; change data.tokenizer, or leave it out"
                 )
         else:
             self.tokenizer = Tokenizer.train(self.kind, lines(), self.pieces, self.lowercase, name)
@@ -179,7 +181,8 @@ class TokenizedText(TokenizedData[PieceBlocks]):
             default one is learned from the training text.
         kind: of a tokenizer that is learned: wordpiece (as BERT's), the default, unigram (as
             SentencePiece's, which FNet has), or bpe; or protein: tokens are residues, the files
-            FASTA, records stand behind each other with a [SEP] between them, nothing is learned.
+            FASTA, records stand behind each other with a [SEP] between them, nothing is learned; or
+            listops: tokens are its symbols, each line is an expression, with a [SEP] behind it.
         pieces: most pieces of one that is learned, 8192 by default.
         lowercase: whether case makes no difference to one that is learned; true by default.
         length: tokens in a block.
@@ -270,7 +273,7 @@ def read_pieces(
     """
     records = tokenizer.letters is not None
     blocks = _text_blocks(source, "protein", use) if records else _line_blocks(source, use)
-    ids = tokenizer.encode_blocks(cast("Iterable[str]", blocks))
+    ids = tokenizer.encode_blocks(cast("Iterable[str]", blocks), source)
     if not len(ids):
         raise ValueError(f"{source}: the file is empty; expected text")
     if (share := float(np.mean(ids == tokenizer.unk))) > _FEW_KNOWN:

@@ -1,4 +1,4 @@
-"""Texts to tokens and back: pieces of words, learned by `tokenizers`, or residues of proteins."""
+"""Texts to tokens and back: pieces of words, learned by `tokenizers`, or a given vocabulary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from molflt.data.text.proteins import RESIDUES, residue_ids
+from molflt.data.text.fixed import FIXED
+from molflt.data.text.proteins import residue_ids
 from molflt.files import shown
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ __all__ = ["TOKENIZER", "Tokenizer", "TokenizerKind", "find_tokenizer"]
 TOKENIZER = "tokenizer.json"
 """The file of a tokenizer, here and in published models."""
 
-TokenizerKind = Literal["wordpiece", "unigram", "bpe", "protein"]
+TokenizerKind = Literal["wordpiece", "unigram", "bpe", "protein", "listops"]
 _UNKNOWN = "[UNK]"
 _SPECIAL = ("[PAD]", _UNKNOWN, "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4 of a trained one
 _OTHER_NAMES = {
@@ -45,6 +46,7 @@ class Tokenizer:
         pad, unk, cls, sep, mask: ids of padding, of what is unknown (None if nothing is), of what
             begins a sequence, of what ends a sentence, and of what stands in a gap.
         special: ids that stand for no text, sorted.
+        fixed: key of `molflt.data.text.fixed.FIXED` whose tokens these are, otherwise None.
         letters: ids of residues by their letters, if the tokens are these, otherwise None.
 
     Raises:
@@ -72,7 +74,9 @@ class Tokenizer:
         self.special = sorted(added | set(ids.values()))
         own = inner.get_vocab() if type(inner.model).__name__ == "WordLevel" else {}
         ordinary = {token: i for token, i in own.items() if i not in self.special}
-        self.letters = ordinary if ordinary.keys() == set(RESIDUES) else None
+        kinds = (kind for kind, one in FIXED.items() if ordinary.keys() == set(one.tokens))
+        self.fixed = next(kinds, None)
+        self.letters = ordinary if self.fixed == "protein" else None
 
     def __len__(self) -> int:
         return self._inner.get_vocab_size()
@@ -86,15 +90,15 @@ class Tokenizer:
         lowercase: bool,
         name: str = "text",
     ) -> Tokenizer:
-        """Learns the pieces of a text; those of proteins are given.
+        """Learns the pieces of a text; those of `molflt.data.text.fixed.FIXED` are given.
 
         WordPiece as BERT (arXiv:1810.04805), Unigram as SentencePiece (arXiv:1808.06226), byte pair
         encoding (arXiv:1508.07909) with a mark for each space, so that texts can be joined again.
         Two trainings may number rare pieces differently; a run keeps its tokenizer.
 
         Args:
-            kind: "wordpiece", "unigram", "bpe" or "protein".
-            lines: of the text; not read for "protein".
+            kind: "wordpiece", "unigram", "bpe", or a key of `FIXED`.
+            lines: of the text; not read for the latter.
             size: most pieces, special ones too.
             lowercase: whether case, and with WordPiece accents, make no difference.
             name: of the text, for messages.
@@ -108,8 +112,9 @@ class Tokenizer:
                 f"data.kind={kind!r}; expected one of {', '.join(get_args(TokenizerKind))}"
             )
         library = _library()
-        if kind == "protein":
-            return cls.from_json(_of_letters(library, RESIDUES).to_str().encode(), name)
+        if kind in FIXED:
+            given = FIXED[kind].build(library, _SPECIAL, _UNKNOWN)
+            return cls.from_json(given.to_str().encode(), name)
         inner, trainer = _MAKE[kind](library, size, lowercase)
         try:
             inner.train_from_iterator(lines, trainer)
@@ -149,27 +154,27 @@ class Tokenizer:
         """A file's content that `from_json` reads, and would write again."""
         return self._content
 
-    def encode(self, texts: list[str]) -> list[list[int]]:
+    def encode(self, texts: list[str], source: str = "") -> list[list[int]]:
         """Ids of each text, without special tokens around them.
 
         Raises:
-            ValueError: a letter that is no residue, if the tokens are residues.
+            ValueError: something that is no token of a given vocabulary, and the source if named.
         """
         if self.letters is not None:
             texts = [text.upper() for text in texts]
         found = self._inner.encode_batch(texts, add_special_tokens=False)
-        for text, one in zip(texts, found, strict=True) if self.letters is not None else ():
+        for text, one in zip(texts, found, strict=True) if self.fixed is not None else ():
             if self.unk in one.ids:
                 start, end = one.offsets[one.ids.index(self.unk)]
-                raise ValueError(
-                    f"{text[start:end]!r} is no residue; expected the letters {RESIDUES}"
-                )
+                known, where = FIXED[str(self.fixed)], f"{source}: " if source else ""
+                wrong = shown(text[start:end])
+                raise ValueError(f"{where}{wrong} is no {known.what}; expected {known.expected}")
         return [one.ids for one in found]
 
-    def encode_blocks(self, blocks: Iterable[str]) -> np.ndarray:
+    def encode_blocks(self, blocks: Iterable[str], source: str = "") -> np.ndarray:
         """Ids (tokens,) int32 of a text given in whole lines; white space counts for nothing.
 
-        Lines of residues are sequences, and what ends a sentence stands behind each.
+        With a given vocabulary, lines are sequences, and what ends a sentence stands behind each.
         """
         found: list[np.ndarray] = [np.empty(0, dtype=np.int32)]
         for block in blocks:
@@ -177,7 +182,8 @@ class Tokenizer:
                 found.append(residue_ids(block, self.letters, self.sep))
                 continue
             lines = [line for line in block.splitlines() if line.strip()]
-            found += [np.array(ids, dtype=np.int32) for ids in self.encode(lines)]
+            end = [] if self.fixed is None else [self.sep]
+            found += [np.array(ids + end, dtype=np.int32) for ids in self.encode(lines, source)]
         return np.concatenate(found)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -243,18 +249,6 @@ def _library() -> Any:
             "pieces of words need the package tokenizers; got none; run: pip install molflt[text]"
         ) from None
     return tokenizers
-
-
-def _of_letters(library: Any, letters: str) -> Any:
-    """One token per character: these, and the special ones."""
-    names = [*_SPECIAL, *letters]
-    ids = {name: index for index, name in enumerate(names)}
-    inner = library.Tokenizer(library.models.WordLevel(ids, unk_token=_UNKNOWN))
-    each = library.Regex(r"[\s\S]")
-    inner.pre_tokenizer = library.pre_tokenizers.Split(each, "isolated")
-    inner.decoder = library.decoders.Fuse()
-    inner.add_special_tokens(list(_SPECIAL))
-    return inner
 
 
 def _wordpiece(library: Any, size: int, lowercase: bool) -> tuple[Any, Any]:

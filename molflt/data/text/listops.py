@@ -1,0 +1,178 @@
+"""ListOps: nested operations on lists of digits, their values, and random ones (arXiv:1804.06028).
+
+Long Range Arena has them longer (arXiv:2011.04006, section 2.2.1), by the same rules.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from molflt.files import atomically, shown
+
+__all__ = ["DIGITS", "END", "OPERATORS", "SYMBOLS", "evaluate", "expressions", "make"]
+
+DIGITS = tuple("0123456789")
+OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
+END = "]"
+SYMBOLS = (*OPERATORS, END, *DIGITS)
+"""Every token of an expression; files also have parentheses, which tell nothing more."""
+
+_OPERATOR_SHARE = 0.25  # of the arguments above the greatest depth
+_MOST_MISSES = 1_000_000
+_WITHOUT_PARENTHESES = str.maketrans("()", "  ")
+
+
+def evaluate(expression: str) -> int:
+    """The value of an expression, 0 to 9.
+
+    The smallest, the largest, the median (of an even number of arguments the mean of the two in the
+    middle, rounded down), or the sum modulo 10 of the arguments.
+
+    Args:
+        expression: symbols of `SYMBOLS` between white space; parentheses count for nothing.
+
+    Raises:
+        ValueError: another symbol, an operator without arguments, or brackets that do not match.
+    """
+    open_lists: list[tuple[str, list[int]]] = [("", [])]
+    for symbol in expression.translate(_WITHOUT_PARENTHESES).split():
+        if symbol in OPERATORS:
+            open_lists.append((symbol, []))
+        elif symbol in DIGITS:
+            open_lists[-1][1].append(int(symbol))
+        elif symbol == END and len(open_lists) > 1 and open_lists[-1][1]:
+            operator, arguments = open_lists.pop()
+            open_lists[-1][1].append(_apply(operator, arguments))
+        else:
+            raise ValueError(
+                f"{shown(symbol)} in {shown(expression)}; expected an expression of "
+                f"{' '.join(SYMBOLS)}, with arguments between an operator and its {END}"
+            )
+    if len(open_lists) > 1 or len(open_lists[0][1]) != 1:
+        raise ValueError(
+            f"{shown(expression)}; expected one expression, with one {END} for each operator"
+        )
+    return open_lists[0][1][0]
+
+
+def _apply(operator: str, arguments: Sequence[int]) -> int:
+    if operator == "[MIN":
+        return min(arguments)
+    if operator == "[MAX":
+        return max(arguments)
+    if operator == "[SM":
+        return sum(arguments) % 10
+    ordered, half = sorted(arguments), len(arguments) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) // 2
+
+
+def expressions(
+    draw: random.Random, depth: int, arguments: int, min_length: int, max_length: int
+) -> Iterator[tuple[str, int]]:
+    """Different random expressions and their values, without end.
+
+    An argument is a digit with probability 3/4, and otherwise a list of 2 to `arguments`
+    arguments; at the greatest depth it is a digit. What is too short or too long is drawn again.
+
+    Args:
+        draw: source of randomness.
+        depth: of lists inside of each other, the innermost digits counted.
+        arguments: most arguments of an operator.
+        min_length: tokens that an expression exceeds.
+        max_length: tokens that it stays below.
+
+    Raises:
+        ValueError: after a million draws without a new expression of such a length.
+    """
+    known: set[bytes] = set()
+    misses = 0
+    while misses < _MOST_MISSES:
+        tokens: list[str] = []
+        value = _grow(draw, depth, arguments, max_length, tokens)
+        misses += 1
+        if min_length < len(tokens) < max_length:
+            text = " ".join(tokens)
+            # texts of the full data set would take 300 MB
+            key = hashlib.blake2b(text.encode(), digest_size=16).digest()
+            if key not in known:
+                known.add(key)
+                misses = 0
+                yield text, value
+    raise ValueError(
+        f"no more than {len(known):,} different expressions of {min_length + 1} to "
+        f"{max_length - 1} tokens with depth={depth} and arguments={arguments} in {_MOST_MISSES:,} "
+        "draws each; expected more; raise these, or ask for fewer expressions"
+    )
+
+
+def _grow(
+    draw: random.Random, depth: int, arguments: int, max_length: int, tokens: list[str]
+) -> int:
+    """Appends the tokens of an expression; its value."""
+    # an expression that is too long already will not be used: end it quickly
+    if depth <= 1 or len(tokens) >= max_length or draw.random() >= _OPERATOR_SHARE:
+        digit = draw.randrange(10)
+        tokens.append(DIGITS[digit])
+        return digit
+    operator = draw.choice(OPERATORS)
+    tokens.append(operator)
+    count = draw.randint(2, arguments)
+    values = [_grow(draw, depth - 1, arguments, max_length, tokens) for _ in range(count)]
+    tokens.append(END)
+    return _apply(operator, values)
+
+
+def make(
+    dst: Path,
+    train: int = 96000,
+    val: int = 2000,
+    test: int = 2000,
+    depth: int = 10,
+    arguments: int = 10,
+    min_length: int = 500,
+    max_length: int = 2000,
+    seed: int = 0,
+) -> None:
+    """Draws expressions of ListOps, by default as many and as long as those of Long Range Arena.
+
+    Writes train.tsv, val.tsv and test.tsv with the columns Source and Target. No expression comes
+    twice.
+
+    Args:
+        dst: folder to write, such as datasets/long-range/ListOps; files in it are replaced.
+        train: expressions to train on.
+        val: expressions to validate on.
+        test: expressions to test on.
+        depth: greatest depth of lists inside of each other.
+        arguments: most arguments of an operator.
+        min_length: tokens that an expression exceeds.
+        max_length: tokens that it stays below.
+        seed: of the draw.
+
+    Raises:
+        ValueError: if there are not as many different expressions of such a length.
+    """
+    if max_length - min_length < 2:
+        raise ValueError(
+            "max_length must be at least 2 above min_length, which both are excluded; got "
+            f"{max_length} and {min_length}"
+        )
+    drawn = expressions(random.Random(seed), depth, arguments, min_length, max_length)
+    uses = {"train": train, "val": val, "test": test}
+    lines = []
+    with ExitStack() as stack:  # all files or none
+        for use, count in uses.items():
+            part = stack.enter_context(atomically(Path(dst) / f"{use}.tsv"))
+            tokens = 0
+            with open(part, "w") as file:
+                file.write("Source\tTarget\n")
+                for _ in range(count):
+                    text, value = next(drawn)
+                    file.write(f"{text}\t{value}\n")
+                    tokens += text.count(" ") + 1
+            lines.append(f"  {use}: {count:,} expressions, {tokens / count:.1f} tokens on average")
+    print("\n".join([f"{dst}: ListOps", *lines]))

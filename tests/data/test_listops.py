@@ -1,0 +1,177 @@
+"""ListOps: values of the published expressions, the rules of the random ones, and their tokens."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.stats import chisquare, ks_2samp
+
+from molflt.commands.cli import main
+from molflt.data.text.glue import find_split, read_examples
+from molflt.data.text.listops import DIGITS, OPERATORS, SYMBOLS, evaluate, expressions, make
+from molflt.data.text.sentences import SentenceData
+from molflt.data.text.tokenized import TokenizedText
+from molflt.data.text.tokenizer import Tokenizer
+
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "listops"
+PUBLISHED = SHARED / "test_d20s.tsv.xz"
+TWO = "[SM [MED 3 1 8 4 ] [MIN 7 9 ] [MAX 2 5 4 ] ]"  # 3 (the mean of 3 and 4, down) + 7 + 5
+
+
+def symbols(text: str) -> list[str]:
+    return [one for one in text.split() if one not in "()"]
+
+
+@pytest.fixture(scope="module")
+def published() -> list[tuple[list[str], int]]:
+    if not PUBLISHED.is_file():
+        pytest.skip(f"no published expressions; expected {PUBLISHED}")
+    found = read_examples(PUBLISHED, "ListOps")
+    assert [evaluate(one.first) for one in found] == [one.label for one in found]
+    return [(symbols(one.first), int(one.label)) for one in found]
+
+
+def test_all_published_values(published):
+    """10,000 expressions of the authors of ListOps, with the values that they computed."""
+    assert len(published) == 10_000
+    assert {one for text, _ in published for one in text} == set(SYMBOLS)
+
+
+def test_the_rules_give_what_was_published(published):
+    """Lengths, values and operators as in that file, where equal texts are no matter."""
+    drawn = expressions(random.Random(1), depth=20, arguments=5, min_length=6, max_length=2000)
+    mine = [(text.split(), value) for text, value in itertools.islice(drawn, 4000)]
+    theirs = [pair for pair in published if len(pair[0]) > 6]  # shorter ones repeat: drawn once
+    sizes = [[len(text) for text, _ in some] for some in (mine, theirs)]
+    assert ks_2samp(*sizes).pvalue > 0.01
+    for what in (lambda text, value: [value], lambda text, value: text):
+        counts = [Counter(x for pair in some for x in what(*pair)) for some in (mine, theirs)]
+        keys = sorted(set(counts[0]) | set(counts[1]))
+        shares = [np.array([count[k] for k in keys]) / count.total() for count in counts]
+        assert np.abs(shares[0] - shares[1]).max() < 0.012  # three standard errors of the values
+
+
+def arguments_of(tokens: list[str]) -> tuple[list[int], int]:
+    """Numbers of arguments of all operators, and the greatest depth."""
+    open_lists, found, deepest = [0], [], 1
+    for one in tokens:
+        if one == "]":
+            found.append(open_lists.pop())
+            continue
+        open_lists[-1] += 1
+        if one in OPERATORS:
+            open_lists.append(0)
+        deepest = max(deepest, len(open_lists))
+    return found, deepest
+
+
+def test_limits_of_random_expressions():
+    drawn = expressions(random.Random(0), depth=5, arguments=4, min_length=8, max_length=40)
+    some = [text.split() for text, _ in itertools.islice(drawn, 3000)]
+    assert {len(text) for text in some} == set(range(9, 40))
+    counts, depths = zip(*map(arguments_of, some), strict=True)
+    assert {n for each in counts for n in each} == {2, 3, 4} and max(depths) == 5
+    operators = Counter(x for text in some for x in text if x in OPERATORS)
+    assert chisquare([*operators.values()]).pvalue > 0.01
+    again = expressions(random.Random(0), depth=5, arguments=4, min_length=8, max_length=40)
+    pairs = list(itertools.islice(again, 3000))
+    assert [text.split() for text, _ in pairs] == some and len({text for text, _ in pairs}) == 3000
+    assert all(evaluate(text) == value for text, value in pairs)
+
+
+def test_values_by_hand():
+    assert evaluate(TWO) == 5 and evaluate("( ( ( [MAX 2 ) 9 ) ] )") == 9
+    assert evaluate("7") == 7 and evaluate("[MED 1 9 8 ]") == 8 and evaluate("[MED 1 2 ]") == 1
+    for wrong, message in {
+        "[MAX 2 3": "one expression, with one ]",
+        "[MAX 2 3 ] ]": "with arguments between",
+        "[MAX ]": "with arguments between",
+        "1 2": "one expression",
+        "": "one expression",
+        "[AVG 1 2 ]": r"'\[AVG' in",
+        "[MAX 12 3 ]": "'12' in",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            evaluate(wrong)
+
+
+def test_files_tokens_and_labels(tmp_path, capsys):
+    """From the command to ids: the published form, with parentheses, means the same."""
+    words = ["--train=30", "--val=5", "--test=4", "--depth=4", "--arguments=3", "--min_length=4"]
+    folder = tmp_path / "ListOps"
+    assert main(["data", "listops", str(folder), *words, "--max_length=30"]) == 0
+    assert "train: 30 expressions" in capsys.readouterr().out
+    rows = {use: read_examples(find_split(tmp_path, "ListOps", use), "ListOps") for use in FILES}
+    assert {use: len(found) for use, found in rows.items()} == FILES
+    texts = [one.first for found in rows.values() for one in found]
+    assert len(set(texts)) == 39 and all(4 < len(text.split()) < 30 for text in texts)
+    assert all(evaluate(one.first) == one.label for found in rows.values() for one in found)
+    pytest.importorskip("tokenizers")
+    data = SentenceData("ListOps", tmp_path, length=20, batch_size=2)
+    assert data.sizes() == {"vocabulary": 20, "classes": 10}
+    ids, types, label = data.datasets["val"][0]
+    own = [SYMBOLS.index(one) + 5 for one in rows["val"][0].first.split()]
+    assert ids.tolist() == [data.tokenizer.cls, *own[:18], data.tokenizer.sep]
+    assert not types.any() and label == rows["val"][0].label
+    cut = sum(len(one.first.split()) > 18 for one in rows["train"])
+    assert cut and f"train 30 sentences of ListOps, {cut} of them cut" in data.describe()
+    basic = tmp_path / "other" / "ListOps"
+    basic.mkdir(parents=True)
+    for use in ("train", "val"):
+        lines = [f"( {one.first} )\t{one.label:.0f}\r\n" for one in rows[use]]
+        (basic / f"basic_{use}.tsv").write_bytes("".join(["Source\tTarget\r\n", *lines]).encode())
+    basic_val = basic / "basic_val.tsv"
+    same = SentenceData("ListOps", tmp_path / "other", length=20)
+    same.setup()
+    assert same.datasets["val"][0][0].tolist() == ids.tolist()
+    basic_val.write_text("Source\tTarget\n1 2 ten\t3\n")
+    with pytest.raises(ValueError, match="basic_val.tsv: 'ten' is no ListOps symbol"):
+        SentenceData("ListOps", tmp_path / "other", length=20).setup()
+
+
+FILES = {"train": 30, "val": 5, "test": 4}
+
+
+def test_tokens_of_texts(tmp_path):
+    """What self-pretraining reads: a line for each expression, an end behind each."""
+    pytest.importorskip("tokenizers")
+    tokenizer = Tokenizer.train("listops", [], 8, True)
+    assert (tokenizer.fixed, tokenizer.letters, len(tokenizer)) == ("listops", None, 20)
+    again = Tokenizer.from_json(tokenizer.to_json())
+    assert again.fixed == "listops" and again.decode(again.encode([TWO])[0]) == TWO
+    assert again.encode(["3 [MASK]"]) == [[5 + SYMBOLS.index("3"), again.mask]]
+    with pytest.raises(ValueError, match=r"'\[AVG' is no ListOps symbol; expected \[MIN \[MAX"):
+        again.encode(["3", "[AVG 2 ]"])
+    path = tmp_path / "a.txt"
+    path.write_text("1 [AVG 2 ]\n")
+    with pytest.raises(ValueError, match=r"a.txt: '\[AVG' is no ListOps symbol"):
+        TokenizedText(path, path, kind="listops", length=12).setup()
+    path.write_text(f"{TWO}\n\n( [MAX 1 2 ] )\n")
+    data = TokenizedText(path, path, kind="listops", length=12)
+    data.setup()
+    middle = again.encode([TWO])[0] + [again.sep] + again.encode(["[MAX 1 2 ]"])[0] + [again.sep]
+    assert data.datasets["val"].ids.tolist() == middle
+    (tmp_path / "tokenizer.json").write_bytes(Tokenizer.train("protein", [], 8, True).to_json())
+    with pytest.raises(ValueError, match="its tokens are no ListOps symbols; expected them"):
+        TokenizedText(path, path, kind="listops", tokenizer=tmp_path, length=12).setup()
+    for name, value in {"pieces": 30, "lowercase": True}.items():
+        with pytest.raises(ValueError, match=f"data.{name} has no effect with data.kind=listops"):
+            SentenceData("ListOps", tmp_path, **{name: value})
+
+
+def test_what_cannot_be_drawn(tmp_path, capsys, monkeypatch):
+    with pytest.raises(ValueError, match="max_length must be at least 2 above min_length"):
+        make(tmp_path, min_length=5, max_length=6)
+    monkeypatch.setattr("molflt.data.text.listops._MOST_MISSES", 2000)
+    with pytest.raises(ValueError, match="no more than 10 different expressions of 1 to 1 tokens"):
+        make(tmp_path / "out", train=20, depth=2, min_length=0, max_length=2)
+    assert not [path for path in (tmp_path / "out").iterdir() if path.suffix == ".tsv"]
+    drawn = expressions(random.Random(0), depth=1, arguments=2, min_length=0, max_length=9)
+    assert sorted(text for text, _ in itertools.islice(drawn, 10)) == [*DIGITS]
+    assert main(["data", "listops", str(tmp_path), "--depth=1"]) == 2
+    assert "depth" in capsys.readouterr().err
