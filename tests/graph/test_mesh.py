@@ -170,11 +170,6 @@ def test_lower_precision(dtype):
     assert (found - exact).norm() < (1e-5 if dtype is torch.float32 else 0.05) * exact.norm()
 
 
-def test_it_can_be_in_what_is_compiled():
-    net, given = layer(near_field=3.0), collated([crystal(3)])
-    close([torch.compile(net, backend="eager")(**given)], [net(**given)])
-
-
 def test_the_regressor_takes_it():
     def energies(periodic: str, **options) -> Tensor:
         torch.manual_seed(0)
