@@ -92,14 +92,18 @@ class Kind(NamedTuple):
         }
         options.setdefault("position_options", {})
         options["position_options"] = {**extra, **options["position_options"]}
-        layer = GraphAttention(DIM, HEADS, **{**arguments, **options}).double()
-        with torch.no_grad():
-            for name, parameter in layer.named_parameters():
-                if name.endswith(".amplitude"):
-                    parameter.normal_(std=0.5)
-                elif "to_" in name and parameter.ndim == 2:
-                    parameter.normal_(std=0.3)
-        return layer
+        return uneven(GraphAttention(DIM, HEADS, **{**arguments, **options}).double())
+
+
+def uneven(layer: GraphAttention) -> GraphAttention:
+    """The layer, whose mask is now far from uniform."""
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if name.endswith(".amplitude"):
+                parameter.normal_(std=0.5)
+            elif "to_" in name and parameter.ndim == 2:
+                parameter.normal_(std=0.3)
+    return layer
 
 
 def kinds(*mixings: str) -> list[Kind]:

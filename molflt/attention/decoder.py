@@ -82,11 +82,6 @@ class CrossAttention(Attention):
             out = sums.extensive() if self.normalize == "none" else sums.ratio(self.floor)
         return self._join(out.to(query.dtype)).view_as(x)
 
-    def _by_head(self, to: nn.Module, tokens: Tensor) -> Tensor:
-        """(batch, tokens, dim) -> (batch, heads, tokens, d)."""
-        out: Tensor = to(tokens).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
-        return out
-
 
 class DecoderState(NamedTuple):
     """What decoding remembers of the tokens so far, and of the other sequence."""

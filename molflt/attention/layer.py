@@ -273,10 +273,8 @@ class Attention(Positioned):
         if self.causal and (context is not None or key_index is not None):
             raise ValueError("causal attention has no context and no key_index; set causal=False")
         x, source = without_masked(x, key_mask, key_index, context)
-        query, key, value = (
-            to(tokens).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
-            for to, tokens in ((self.to_query, x), (self.to_key, source), (self.to_value, source))
-        )
+        query = self._by_head(self.to_query, x)
+        key, value = (self._by_head(to, source) for to in (self.to_key, self.to_value))
         query, key = self.scaling(query), self.scaling(key)
         if key_index is not None:
             index = key_index[:, None, :, None].expand(-1, self.heads, -1, self.head_dim)
@@ -285,6 +283,10 @@ class Attention(Positioned):
         weight = None if key_weight is None else at_least_float32(key_weight).log()[:, None]
         gate = None if self.to_gate is None else self.to_gate(x).transpose(1, 2)
         return _Heads(query, key, value, mask, weight, gate)
+
+    def _by_head(self, to: nn.Module, tokens: Tensor) -> Tensor:
+        """(batch, tokens, dim) -> (batch, heads, tokens, d)."""
+        return to(tokens).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
 
     def _mix(
         self, heads: _Heads, encoding: Encoding, dropout: float = 0.0, states: _States = ()

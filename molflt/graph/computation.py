@@ -85,17 +85,20 @@ class EnergyInputs(NamedTuple):
         assert geometry.tags is not None
         encoding, nothing = model.encoding, geometry.pos.new_zeros(geometry.graphs, 2, 3)
         found = _Found(None)
+        around = None
+        if model.embedding.num_basis:
+            around = neighbor_list(geometry, model.neighbor_cutoff)
         if encoding is None:
             dense = DenseAtoms.of(geometry)
         else:
-            dense, found = encoding.periodic.dense(geometry), encoding._found(geometry)
+            dense = encoding.periodic.dense(geometry)
+            found = encoding._found(geometry, model._near(around))
         nodes = found.nodes or GraphNodes(nothing, nothing[..., 0])
         none = numbers.new_zeros(2)
         near = found.near or NearPairs(none, none, none, geometry.pos.new_zeros(2, 3))
         edges = (none, none, geometry.pos.new_ones(2))
-        if model.embedding.num_basis:
-            center, neighbor, _, distance = neighbor_list(geometry, model.neighbor_cutoff)
-            edges = center, neighbor, distance
+        if around is not None:
+            edges = around.center, around.neighbor, around.distance
         places = SizeClass.of(geometry, dense).places
         dtype = geometry.pos.dtype
         return cls(

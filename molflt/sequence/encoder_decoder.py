@@ -24,6 +24,7 @@ from molflt.sequence.places import (
     embedding,
     expect_length,
     expect_line,
+    expect_targets,
     expected_vocabulary,
     longest_of,
     positions_of,
@@ -226,14 +227,7 @@ class EncoderDecoder(nn.Module):
             TypeError: something else than tensors.
             ValueError: targets of another shape, or out of range.
         """
-        tensors(hidden=hidden, targets=targets)
-        if targets.shape != hidden.shape[:2]:
-            raise ValueError(
-                f"targets must be (batch, length), {tuple(hidden.shape[:2])}; got "
-                f"{tuple(targets.shape)}; give one for each token, -1 where there is none"
-            )
-        whole("targets", targets.clamp(min=-1), -1, self.vocabulary - 1, "ids, or none")
-        there = targets >= 0
+        there = expect_targets(hidden, targets, self.vocabulary, "none")
         wanted, seen = targets[there], hidden[there]
         score = self.head.score(seen, wanted)
         if not smoothing:

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from molflt.attention import Attention, Stack
-from molflt.attention.checks import known_names, tensors, whole
+from molflt.attention.checks import known_names
 from molflt.sequence.encoder import TokenEncoder
 from molflt.sequence.heads import MaskedHead
+from molflt.sequence.places import expect_targets
 
 
 class MaskedLanguageModel(nn.Module):
@@ -99,14 +100,7 @@ class MaskedLanguageModel(nn.Module):
         Raises:
             ValueError: targets of another shape, or out of range.
         """
-        tensors(hidden=hidden, targets=targets)
-        if targets.shape != hidden.shape[:2]:
-            raise ValueError(
-                f"targets must be (batch, length), {tuple(hidden.shape[:2])}; got "
-                f"{tuple(targets.shape)}; give one for each token, -1 where there is no gap"
-            )
-        whole("targets", targets.clamp(min=-1), -1, self.vocabulary - 1, "ids, or none")
-        gaps = targets >= 0
+        gaps = expect_targets(hidden, targets, self.vocabulary, "no gap")
         return self.head.score(hidden[gaps], targets[gaps])
 
     @torch.no_grad()

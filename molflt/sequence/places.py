@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from molflt.attention import Position, Stack
-from molflt.attention.checks import one_of
+from molflt.attention.checks import one_of, tensors, whole
 from molflt.attention.positions.absolute import ABSOLUTE, sinusoids
 
 
@@ -32,6 +32,29 @@ def longest_of(
     if places is not None:
         limits.append(places.num_embeddings)
     return min(limits, default=None)
+
+
+def expect_targets(hidden: Tensor, targets: Tensor, vocabulary: int, none: str) -> Tensor:
+    """Which tokens have a target, (batch, length) bool.
+
+    Args:
+        hidden: (batch, length, dim).
+        targets: ids (batch, length), -1 for none.
+        vocabulary: number of ids.
+        none: what -1 means, for messages.
+
+    Raises:
+        TypeError: something else than tensors.
+        ValueError: targets of another shape, or out of range.
+    """
+    tensors(hidden=hidden, targets=targets)
+    if targets.shape != hidden.shape[:2]:
+        raise ValueError(
+            f"targets must be (batch, length), {tuple(hidden.shape[:2])}; got "
+            f"{tuple(targets.shape)}; give one for each token, -1 where there is {none}"
+        )
+    whole("targets", targets.clamp(min=-1), -1, vocabulary - 1, "ids, or none")
+    return targets >= 0
 
 
 def expected_vocabulary(vocabulary: int | None) -> int:

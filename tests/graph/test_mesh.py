@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from graph.test_regressor import structure
-from graph_cases import DIM, HEADS, Graph, close, collated, graph, mixed, run
+from graph_cases import DIM, HEADS, Graph, close, collated, graph, mixed, run, uneven
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch_geometric.data import Batch
@@ -23,14 +23,7 @@ def layer(periodic: str = "mesh", **options) -> GraphAttention:
     """Two layers made alike have the same weights."""
     torch.manual_seed(0)
     chosen = {"position": "multiplicative", "max_frequency": 0.2, "num_features": 16}
-    net = GraphAttention(DIM, HEADS, periodic=periodic, **{**chosen, **options}).double()
-    with torch.no_grad():
-        for name, parameter in net.named_parameters():
-            if name.endswith(".amplitude"):
-                parameter.normal_(std=0.5)
-            elif "to_" in name and parameter.ndim == 2:
-                parameter.normal_(std=0.3)
-    return net
+    return uneven(GraphAttention(DIM, HEADS, periodic=periodic, **{**chosen, **options}).double())
 
 
 def crystal(atoms: int = 7) -> Graph:

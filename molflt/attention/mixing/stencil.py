@@ -72,7 +72,7 @@ def spread(weight: Tensor, x: Tensor, stencil: Stencil) -> Tensor:
         (points, channels).
     """
     if _has_sparse_products(weight):
-        return cast(Tensor, _Spread.apply(weight, x, stencil))
+        return cast(Tensor, _Product.apply(weight, x, stencil, True))
     out = x.new_zeros(stencil.points, x.shape[1])
     for place, w in zip(stencil.places.unbind(1), weight.unbind(1), strict=True):
         out = out.index_add(0, place, w[:, None] * x)
@@ -85,7 +85,7 @@ def gather(weight: Tensor, y: Tensor, stencil: Stencil) -> Tensor:
     Arguments as for `spread`.
     """
     if _has_sparse_products(weight):
-        return cast(Tensor, _Gather.apply(weight, y, stencil))
+        return cast(Tensor, _Product.apply(weight, y, stencil, False))
     places = zip(stencil.places.unbind(1), weight.unbind(1), strict=True)
     return sum((w[:, None] * y[place] for place, w in places), y.new_zeros(1))
 
@@ -105,32 +105,24 @@ def _has_sparse_products(weight: Tensor) -> bool:
 # The three products are the derivatives of one another: gradients of any order.
 
 
-class _Spread(Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, weight: Tensor, x: Tensor, stencil: Stencil) -> Tensor:
-        ctx.save_for_backward(weight, x)
-        ctx.stencil = stencil  # type: ignore[attr-defined]
-        return stencil.transposed(weight) @ x
+class _Product(Function):
+    """Of the sparse matrix, transposed to spread, with a dense one."""
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def forward(
+        ctx: FunctionCtx, weight: Tensor, x: Tensor, stencil: Stencil, spreads: bool
+    ) -> Tensor:
+        ctx.save_for_backward(weight, x)
+        ctx.stencil, ctx.spreads = stencil, spreads  # type: ignore[attr-defined]
+        return (stencil.transposed(weight) if spreads else stencil.matrix(weight)) @ x
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         weight, x = ctx.saved_tensors  # type: ignore[attr-defined]
         stencil, (grad,) = ctx.stencil, grads  # type: ignore[attr-defined]
-        return _correlate(x, grad, stencil), gather(weight, grad, stencil), None
-
-
-class _Gather(Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, weight: Tensor, y: Tensor, stencil: Stencil) -> Tensor:
-        ctx.save_for_backward(weight, y)
-        ctx.stencil = stencil  # type: ignore[attr-defined]
-        return stencil.matrix(weight) @ y
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        weight, y = ctx.saved_tensors  # type: ignore[attr-defined]
-        stencil, (grad,) = ctx.stencil, grads  # type: ignore[attr-defined]
-        return _correlate(grad, y, stencil), spread(weight, grad, stencil), None
+        if ctx.spreads:  # type: ignore[attr-defined]
+            return _correlate(x, grad, stencil), gather(weight, grad, stencil), None, None
+        return _correlate(grad, x, stencil), spread(weight, grad, stencil), None, None
 
 
 class _Correlate(Function):

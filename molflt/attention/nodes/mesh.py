@@ -29,7 +29,9 @@ OVERSAMPLING = {4: 1.25, 5: 1.25, 6: 2.0, 8: 2.0}
 Relative errors of kernelized attention with the positive taper are at most 3e-3, 6e-4, 6e-6, 2e-7;
 those of its gradients by positions up to ten times as large."""
 
-_MOST_POINTS = 2**26  # of a graph; beyond it a cell or its frequencies are taken for a mistake
+# Of a graph: 10^6 atoms have a fifth of it, and some 5 GB are on a mesh of so many. Beyond it a
+# cell or its frequencies are taken for a mistake.
+_MOST_POINTS = 2**24
 
 
 class Mesh(NamedTuple):
