@@ -17,7 +17,7 @@ from molflt.attention.mixing.chunked import chunk_size, linear_in_chunks
 from molflt.attention.mixing.forms import cheaper, linear, quadratic
 from molflt.attention.mixing.mesh import MeshKernel, linear_with_mesh
 from molflt.attention.mixing.multiplicative import linear_with_kernel
-from molflt.attention.mixing.pairs import Pairs, with_exact_pairs
+from molflt.attention.mixing.pairs import Pairs, SortedPairs, with_exact_pairs
 from molflt.attention.mixing.sums import Sums
 from molflt.attention.mixing.toeplitz import dense_log_kernel, toeplitz
 from molflt.attention.numerics import at_least_float32
@@ -198,6 +198,14 @@ class _Multiplied(Encoding):
     def __init__(self, pairs: Pairs | None = None) -> None:
         self.pairs = pairs
         self._matrix: Tensor | None = None
+        self._by_query: Pairs | SortedPairs | None = None
+
+    def _sorted_pairs(self, terms: Terms) -> Pairs | SortedPairs | None:
+        """w as sums without the matrix take it; sorted once for all layers."""
+        if self._by_query is None and self.pairs is not None:
+            sizes = len(terms.value), terms.query.tokens, terms.key.tokens
+            self._by_query = self.pairs.by_query(*sizes)
+        return self._by_query
 
     def _far(self, queries: int, keys: int) -> Tensor:
         """h, (b, h, queries, keys), without w."""
@@ -242,7 +250,7 @@ class Kernel(_Multiplied):
 
     def mix(self, terms: Terms) -> tuple[Sums, State | None]:
         if not terms.causal:
-            return linear_with_kernel(*terms[:3], self.kernel, self.pairs), None
+            return linear_with_kernel(*terms[:3], self.kernel, self._sorted_pairs(terms)), None
         if self.pairs is not None:
             raise ValueError("causal attention has no near field; leave it out")
         value = at_least_float32(terms.value)
@@ -276,7 +284,7 @@ class OnMesh(_Multiplied):
     def mix(self, terms: Terms) -> tuple[Sums, State | None]:
         if terms.causal:
             raise ValueError("causal attention has no mesh; take reciprocal nodes, or none")
-        return linear_with_mesh(*terms[:3], self.on_mesh, self.pairs), None
+        return linear_with_mesh(*terms[:3], self.on_mesh, self._sorted_pairs(terms)), None
 
     def _takes_matrix(
         self, form: str, causal: bool, query: Operand, key: Operand, value: Tensor

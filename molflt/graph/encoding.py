@@ -1,6 +1,5 @@
 """Relative encodings of the atoms of a batch: mask or kernel, periodicity and near field."""
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -23,13 +22,12 @@ from molflt.attention.spectra import GaussianBasis
 from molflt.graph.dense import DenseAtoms
 from molflt.graph.geometry import Geometry
 from molflt.graph.memory import _expect_memory
-from molflt.graph.near import NearPairs, _Found
+from molflt.graph.near import NearPairs, _bound, _Found, in_pieces
 from molflt.graph.neighbors import Neighbors, neighbor_list
 from molflt.graph.periodic import Open
 from molflt.graph.schemes import make_periodic
 from molflt.graph.sizes import SizeClass, SizeClasses, Sorted, _uncompiled_loop
 
-_STEP = 16.0  # Å, of bounds of distances
 _NARROWEST = 0.2  # Å, of the Gaussians of the near field
 _GRAPH_POSITIONS = ("none", "spectral", "multiplicative")
 
@@ -260,20 +258,35 @@ class GraphEncoding(nn.Module):
         """Pairs within the near field, each atom and itself included, and what they add."""
         if found.near is None:
             return None
-        vector, alone = found.near.vector, found.alone
-        pairs, distance = found.near.pairs(), distances(vector)
+        near, alone = found.near, found.alone
+        cutoff = 0.0 if self.near_field is None else self.near_field.cutoff
+        farthest = cutoff if alone is None else _bound(distances(near.vector), cutoff)
+        parts = in_pieces(self._added, near, alone, position, factors, farthest, exact)
+        weight, *own = (torch.cat(x, dim=-1) for x in zip(*parts, strict=True))
+        return near.pairs()._replace(weight=weight, exact=(own[0], own[1]) if own else None)
+
+    def _added(
+        self,
+        near: NearPairs,
+        alone: Tensor | None,
+        position: MultiplicativePosition,
+        factors: tuple[Tensor, Tensor] | None,
+        farthest: float,
+        exact: bool,
+    ) -> tuple[Tensor, ...]:
+        """What is added for some pairs: the weight, and what `Pairs.exact` has."""
+        vector, pairs, distance = near.vector, near.pairs(), distances(near.vector)
         if exact:
             far = position.kernel(vector[None])[0]
         else:
-            cutoff = 0.0 if self.near_field is None else self.near_field.cutoff
-            farthest = cutoff if alone is None else _bound(distance, cutoff)
             far = self.periodic.far(position, factors, pairs, distance, farthest)
         out = pairs._replace(weight=torch.zeros_like(far))
         if self.near_field is not None:
             out = self.near_field(pairs, vector, far)
+        weight = out.weight
         if alone is not None:
-            out = out._replace(weight=out.weight + far * alone[pairs.batch])
-        return out
+            weight = weight + far * alone[pairs.batch]
+        return weight, *(out.exact or ())
 
     @torch.no_grad()
     def radial_profile(self, distance: Tensor) -> Tensor:
@@ -301,12 +314,6 @@ class GraphEncoding(nn.Module):
 
     def extra_repr(self) -> str:
         return f"position={type(self.position).__name__}, periodic={self.periodic!r}"
-
-
-def _bound(distance: Tensor, least: float) -> float:
-    """A bound of distances, Å, in coarse steps: the rule behind it shall not change with atoms."""
-    highest = max(least, float(distance.detach().max()) if len(distance) else 0.0)
-    return _STEP * math.ceil(highest / _STEP)
 
 
 def _make_encoding(

@@ -10,6 +10,7 @@ from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
 from molflt.attention.checks import at_hand
 from molflt.graph import elements
 from molflt.graph.geometry import Geometry, _sum_by
+from molflt.graph.near import in_pieces
 from molflt.graph.neighbors import Neighbors
 
 _WAVES = 64  # functions of descriptors
@@ -178,12 +179,18 @@ class PositionHead(nn.Module):
 
     def forward(self, h: Tensor, neighbors: Neighbors) -> Tensor:
         """Tokens (atoms, dim) and pairs -> displacements (atoms, 3), Å."""
-        center, neighbor, vector, distance = neighbors
-        basis = _radial_basis(distance, self.num_basis, self.cutoff).to(h.dtype)
+        ends = self.from_center(h), self.from_neighbor(h)
+        first, *others = in_pieces(self._moves, neighbors, *ends)
+        return sum(others, first)
+
+    def _moves(self, pairs: Neighbors, from_center: Tensor, from_neighbor: Tensor) -> Tensor:
+        """What some pairs add: (atoms, 3), Å."""
+        center, neighbor, vector, distance = pairs
+        basis = _radial_basis(distance, self.num_basis, self.cutoff).to(from_center.dtype)
         # Pairs are many: each further tensor of them costs as much as computing with it.
-        ends = self.from_center(h).index_select(0, center)
-        ends = ends.add_(self.from_neighbor(h).index_select(0, neighbor))
+        ends = from_center.index_select(0, center)
+        ends = ends.add_(from_neighbor.index_select(0, neighbor))
         hidden = torch.addmm(ends, basis, self.from_distance.weight.T)
         # The basis also gates the weight: it vanishes smoothly at the cutoff.
         weight = (self.weight(nn.functional.silu(hidden)) * basis).sum(dim=-1, keepdim=True)
-        return _sum_by(weight * vector, center, len(h))
+        return _sum_by(weight * vector, center, len(from_center))

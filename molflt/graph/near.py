@@ -1,14 +1,23 @@
 """Pairs of atoms whose kernel does not come from nodes, of all graphs of a batch."""
 
-from typing import NamedTuple
+import math
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from molflt.attention.mixing.pairs import Pairs
+from molflt.attention.numerics import recomputed
 from molflt.attention.positions.spectral import GraphNodes
 from molflt.graph.geometry import Geometry
 from molflt.graph.neighbors import Neighbors
+
+_PIECE = 2**16  # pairs whose intermediate results, hundreds of numbers each, are there at once
+_MANY = 2**18  # pairs from which on these are computed again in backward
+_STEP = 16.0  # Å, of bounds of distances
+
+_R = TypeVar("_R")
 
 
 class NearPairs(NamedTuple):
@@ -115,3 +124,20 @@ def _all_pairs(geometry: Geometry, graphs: Tensor) -> tuple[Tensor, Tensor]:
     key = geometry.ptr[geometry.batch[query]] + place
     different = query != key
     return query[different], key[different]
+
+
+def in_pieces(
+    function: Callable[..., _R], pairs: "NearPairs | Neighbors", *rest: object
+) -> list[_R]:
+    """function(pairs, *rest) for pieces of many pairs, of which only the results are kept."""
+    # Compiled code is one graph of operations for all sizes.
+    if torch.compiler.is_compiling() or len(pairs[0]) <= _MANY:
+        return [function(pairs, *rest)]
+    pieces = zip(*(x.split(_PIECE) for x in pairs), strict=True)
+    return [recomputed(function, type(pairs)(*piece), *rest) for piece in pieces]
+
+
+def _bound(distance: Tensor, least: float) -> float:
+    """A bound of distances, Å, in coarse steps: the rule behind it shall not change with atoms."""
+    highest = max(least, float(distance.detach().max()) if len(distance) else 0.0)
+    return _STEP * math.ceil(highest / _STEP)

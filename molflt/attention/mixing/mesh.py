@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from molflt.attention.features import Features
-from molflt.attention.mixing.pairs import Pairs, _pair_sums
-from molflt.attention.mixing.stencil import Stencil, gather, spread
+from molflt.attention.mixing.pairs import Pairs, SortedPairs, _pair_sums
+from molflt.attention.mixing.sparse import Pattern, gather, spread
 from molflt.attention.mixing.sums import Sums, _stabilize
 from molflt.attention.nodes.mesh import Mesh
 from molflt.attention.numerics import at_least_float32, recomputed, uncompiled
 
 _CHANNELS = 272  # products of features and values on the mesh at once; more are no faster
-_MOST_ON_MESH = 2**26  # numbers
+_ON_MESH = 2**22  # numbers there at once, if that leaves one feature
 _SPARSE = 4  # times as long as in a dense product a multiplication takes in a sparse one
 
 
@@ -22,13 +22,32 @@ class MeshKernel(NamedTuple):
 
     rows: Tensor
     """(tokens,), place of each token among batch x tokens"""
-    stencil: Stencil
+    pattern: Pattern
     """tokens of all graphs on the points of all meshes"""
     weight: Tensor
-    """(tokens, s), of the splines"""
+    """(tokens s,), of the splines, on s points of each token"""
+    turned: Tensor
+    """the same in the order of the points, without gradient"""
     meshes: tuple[Mesh, ...]
     coefficients: tuple[Tensor, ...]
     """(heads or 1, r) of each graph"""
+
+    @classmethod
+    def of(
+        cls,
+        rows: Tensor,
+        places: Tensor,
+        weight: Tensor,
+        meshes: tuple[Mesh, ...],
+        coefficients: tuple[Tensor, ...],
+    ) -> "MeshKernel":
+        """From places and weights of the splines, (tokens, s) each; the rest as it is stored."""
+        tokens, points = len(rows), sum(mesh.points for mesh in meshes)
+        row = torch.arange(tokens, device=rows.device).repeat_interleave(places.shape[1])
+        pattern = Pattern.of(row, places.flatten(), tokens, points)
+        weight = weight.flatten()
+        turned = pattern.turned(weight.detach())
+        return cls(rows, pattern, weight, turned, meshes, coefficients)
 
     @property
     def heads(self) -> int:
@@ -37,17 +56,20 @@ class MeshKernel(NamedTuple):
 
     def matrix_is_cheaper(self, tokens: int, features: int, dim: int) -> bool:
         """Whether the N x N form takes less time, for N tokens, m features and values of dv."""
-        on_mesh = 2 * _SPARSE * self.stencil.places.shape[1]
+        on_mesh = 2 * _SPARSE * len(self.weight) // max(1, len(self.rows))
         return tokens * (features + dim + on_mesh) < features * dim * on_mesh
 
     def apply(self, x: Tensor, head: int) -> Tensor:
         """sum_j h(r_i - r_j) x_j over the tokens of the same graph, (tokens, channels)."""
         head = min(head, self.heads - 1)
-        weight = self.weight.to(x.dtype)
-        grids = spread(weight, x, self.stencil).split([mesh.points for mesh in self.meshes])
+        weight, turned = self.weight.to(x.dtype), self.turned.to(x.dtype)
+        grid = spread(weight, x, self.pattern, turned)
+        grids = grid.split([mesh.points for mesh in self.meshes])
         parts = zip(self.meshes, grids, self.coefficients, strict=True)
-        convolved = [mesh.convolve(grid, c[head].to(x.dtype)) for mesh, grid, c in parts]
-        return gather(weight, torch.cat(convolved), self.stencil)
+        convolved = [mesh.convolve(part, c[head].to(x.dtype)) for mesh, part, c in parts]
+        # joining would copy a single one
+        out = convolved[0] if len(convolved) == 1 else torch.cat(convolved)
+        return gather(weight, out, self.pattern, turned)
 
     @uncompiled
     def dense(self, tokens: int) -> Tensor:
@@ -67,7 +89,11 @@ class MeshKernel(NamedTuple):
 
 @uncompiled
 def linear_with_mesh(
-    query: Features, key: Features, value: Tensor, kernel: MeshKernel, pairs: Pairs | None = None
+    query: Features,
+    key: Features,
+    value: Tensor,
+    kernel: MeshKernel,
+    pairs: Pairs | SortedPairs | None = None,
 ) -> Sums:
     """A_ij = (h(r_i - r_j) + w_ij) phi(q_i) . phi(k_j) in time O(N m dv + pairs (m + dv)).
 
@@ -86,16 +112,17 @@ def linear_with_mesh(
         value = at_least_float32(value)
         value = torch.cat((value, torch.ones_like(value[..., :1])), dim=-1)
         batch, heads, tokens, width = value.shape
-        q, k, v = (x.transpose(1, 2).flatten(0, 1)[kernel.rows] for x in (phi_q, phi_k, value))
-        most = min(_CHANNELS, max(1, _MOST_ON_MESH // max(1, kernel.stencil.points)))
-        features = max(1, most // width)
+        points = sum(mesh.points for mesh in kernel.meshes)
+        features = max(1, min(_CHANNELS, _ON_MESH // max(1, points)) // width)
+        several = heads > 1 or features < phi_q.shape[-1]
         found = []
-        for head in range(heads):
-            parts = zip(q[:, head].split(features, 1), k[:, head].split(features, 1), strict=True)
+        # `unbind` and `split`, whose gradients are joined; those of slices would each be whole
+        for head, (q, k, v) in enumerate(
+            zip(phi_q.unbind(1), phi_k.unbind(1), value.unbind(1), strict=True)
+        ):
             sums = v.new_zeros(())
-            for a, b in parts:
-                several = heads > 1 or features < q.shape[-1]
-                sums = sums + recomputed(_part, a, b, v[:, head], kernel, head, several=several)
+            for a, b in zip(q.split(features, -1), k.split(features, -1), strict=True):
+                sums = sums + recomputed(_part, a, b, v, kernel, head, several=several)
             found.append(sums)
         out = value.new_zeros(batch * tokens, heads, width)
         if len(kernel.rows):
@@ -107,7 +134,8 @@ def linear_with_mesh(
 
 
 def _part(query: Tensor, key: Tensor, value: Tensor, kernel: MeshKernel, head: int) -> Tensor:
-    """Of some features of one head: (tokens, m'), (tokens, m') and (tokens, dv) -> (tokens, dv)."""
-    products = (key[:, :, None] * value[:, None, :]).flatten(1)
-    mixed = kernel.apply(products, head).unflatten(1, (key.shape[1], -1))
-    return torch.einsum("na,nav->nv", query, mixed)
+    """Of some features of one head: (batch, n, m'), (batch, n, m'), (batch, n, dv) -> (n', dv)."""
+    q, k, v = (x.flatten(0, 1).index_select(0, kernel.rows) for x in (query, key, value))
+    products = (k[:, :, None] * v[:, None, :]).flatten(1)
+    mixed = kernel.apply(products, head).unflatten(1, (k.shape[1], -1))
+    return torch.einsum("na,nav->nv", q, mixed)

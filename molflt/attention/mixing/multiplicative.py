@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from molflt.attention.features import Features
-from molflt.attention.mixing.pairs import _TRANSIENT, Pairs, _pair_sums
+from molflt.attention.mixing.pairs import _TRANSIENT, Pairs, SortedPairs, _pair_sums
 from molflt.attention.mixing.sums import Sums, _stabilize
 from molflt.attention.numerics import at_least_float32, recomputed
 
@@ -16,7 +16,7 @@ def linear_with_kernel(
     key: Features,
     value: Tensor,
     kernel: tuple[Tensor, Tensor],
-    pairs: Pairs | None = None,
+    pairs: Pairs | SortedPairs | None = None,
 ) -> Sums:
     """A_ij = (U_i . V_j + w_ij) phi(q_i) . phi(k_j) in time O(N m p dv + pairs (m + dv)).
 

@@ -5,10 +5,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from molflt.attention.mixing.sparse import Pattern, correlate, gather, has_sparse_products
 from molflt.attention.mixing.sums import Sums
 from molflt.attention.numerics import at_least_float32, recomputed
 
 _TRANSIENT = 2**22  # numbers that one chunk of columns or pairs may hold at once
+_MANY = 2**18  # pairs whose products of features are computed again in backward
 
 
 class Pairs(NamedTuple):
@@ -25,6 +27,16 @@ class Pairs(NamedTuple):
     exact: tuple[Tensor, Tensor] | None = None
     """f (heads, pairs) and s (pairs,): s exp(q_i . k_j + f) is added to A_ij beside it"""
 
+    def by_query(self, batch: int, queries: int, keys: int) -> "Pairs | SortedPairs":
+        """The weights as a sparse matrix; the same pairs where the library has no such products."""
+        compiling = torch.compiler.is_compiling()
+        if compiling or self.weight.device.type != "cpu" or not has_sparse_products(self.weight):
+            return self
+        row, column = self.batch * queries + self.query, self.batch * keys + self.key
+        order = row.argsort(stable=True)
+        pattern = Pattern.of(row[order], column[order], batch * queries, batch * keys)
+        return SortedPairs(pattern, self.weight.index_select(1, order))
+
     def dense(self, batch: int, queries: int, keys: int) -> Tensor:
         """(batch, heads or 1, queries, keys)."""
         flat = (self.batch * queries + self.query) * keys + self.key
@@ -33,9 +45,20 @@ class Pairs(NamedTuple):
         return added.view(len(added), batch, queries, keys).transpose(0, 1)
 
 
-def _pair_sums(phi_q: Tensor, phi_k: Tensor, value: Tensor, pairs: Pairs) -> Tensor:
+class SortedPairs(NamedTuple):
+    """The weights of `Pairs` in the order of their queries."""
+
+    pattern: Pattern
+    """queries of all graphs x keys of all graphs"""
+    weight: Tensor
+    """(heads or 1, pairs)"""
+
+
+def _pair_sums(phi_q: Tensor, phi_k: Tensor, value: Tensor, pairs: Pairs | SortedPairs) -> Tensor:
     """sum_j w_ij phi_i . phi_j v_j over the pairs: (batch, heads, queries, dv)."""
     batch, heads, queries, m = phi_q.shape
+    if isinstance(pairs, SortedPairs):
+        return _sparse_sums(phi_q, phi_k, value, pairs)
     out = value.new_zeros(batch * queries, heads, value.shape[-1])
     weight = at_least_float32(pairs.weight).expand(heads, -1).T  # [pair, h]
     chunk = max(1, _TRANSIENT // (heads * (m + value.shape[-1])))
@@ -46,6 +69,22 @@ def _pair_sums(phi_q: Tensor, phi_k: Tensor, value: Tensor, pairs: Pairs) -> Ten
         added = recomputed(_messages, phi_q, phi_k, value, *rest, several=chunk < len(weight))
         out = out.index_add(0, places[0] * queries + places[1], added)
     return out.unflatten(0, (batch, queries)).transpose(1, 2)
+
+
+def _sparse_sums(phi_q: Tensor, phi_k: Tensor, value: Tensor, pairs: SortedPairs) -> Tensor:
+    """`_pair_sums` head by head; features of pairs are read where they stand, not copied."""
+    weight = at_least_float32(pairs.weight).expand(phi_q.shape[1], -1)
+    found = []
+    for *tokens, w in zip(
+        *(x.unbind(1) for x in (phi_q, phi_k, value)), weight.unbind(0), strict=True
+    ):
+        arguments = *(x.flatten(0, 1) for x in tokens), w, pairs.pattern
+        found.append(recomputed(_sparse_sum, *arguments, several=len(w) > _MANY))
+    return torch.stack(found, dim=1).unflatten(0, (len(phi_q), -1)).transpose(1, 2)
+
+
+def _sparse_sum(query: Tensor, key: Tensor, value: Tensor, w: Tensor, pattern: Pattern) -> Tensor:
+    return gather(correlate(query, key, pattern) * w.to(value.dtype), value, pattern)
 
 
 def _messages(

@@ -40,8 +40,9 @@ class Mesh(NamedTuple):
     sides: tuple[int, int, int]
     """points along each lattice vector"""
     waves: tuple[Tensor, Tensor, Tensor]
-    """exp(-2 pi i m n / side) for m = 0 ... bound along the first axis, (2 (bound + 1), side) real
-    over imaginary parts; for m = -bound ... bound along the others, (2 bound + 1, side) complex"""
+    """exp(-2 pi i m n / side) as real matrices: for m = 0 ... bound along the first axis, from
+    (side,) to (m, real and imaginary part); for m = -bound ... bound along the others, from (real
+    and imaginary part, side) to (m, real and imaginary part)"""
     inside: Tensor
     """(a, b, c) bool, which triples m are below the end of the spectrum"""
     xi: Tensor
@@ -90,11 +91,14 @@ class Mesh(NamedTuple):
         splines = sinc(triple.to(dual.dtype) / side).prod(dim=-1) ** (2 * order)
         twice = torch.where(triple[..., 0] > 0, 2.0, 1.0)
         weights = twice * _TAPERS["positive"](x) / splines / volume
-        waves = [_waves(m, n, dual.dtype) for m, n in zip(ranges, sides, strict=True)]
-        first = torch.cat((waves[0].real, waves[0].imag))
+        first, second, third = (_waves(m, n) for m, n in zip(ranges, sides, strict=True))
+        waves = (
+            first[:, :, 0].flatten(0, 1),
+            *(x.flatten(2).flatten(0, 1) for x in (second, third)),
+        )
         return cls(
             (sides[0], sides[1], sides[2]),
-            (first, waves[1], waves[2]),
+            (waves[0].to(dual.dtype), waves[1].to(dual.dtype), waves[2].to(dual.dtype)),
             inside,
             xi[inside],
             weights[inside],
@@ -131,16 +135,17 @@ class Mesh(NamedTuple):
             grid: real.
             coefficients: (r,), g(xi) times `weights`.
         """
-        first, second, third = (wave.to(_as(grid, wave)) for wave in self.waves)
+        first, second, third = (wave.to(grid.dtype) for wave in self.waves)
         (n, _, last), (a, b, c) = self.sides, self.inside.shape
-        x = (first @ grid.reshape(n, -1)).view(2, a, self.sides[1], -1)
-        y = second @ torch.complex(x[0], x[1])  # [a, b, (n c)]
-        y = third @ y.view(a * b, last, -1)  # [(a b), c, channels]
+        # Products of real matrices alone, each of which leaves its axes where the next wants them.
+        x = (first @ grid.view(n, -1)).view(a, 2 * self.sides[1], -1)
+        y = (second @ x).view(a * b, 2 * last, -1)
+        z = (third @ y).view(a * b, c, 2, -1)
         box = coefficients.new_zeros(a, b, c).masked_scatter(self.inside, coefficients)
-        y = third.mH @ (y * box.to(grid.dtype).view(a * b, c, 1))
-        y = second.mH @ y.view(a, b, -1)
-        z = torch.cat((y.real, y.imag)).view(2 * a, -1)
-        return (first.mT @ z).view(self.points, -1)
+        z = z * box.to(grid.dtype).view(a * b, c, 1, 1)
+        y = (third.mT @ z.flatten(1, 2)).view(a, 2 * b, -1)
+        x = (second.mT @ y).view(2 * a, -1)
+        return (first.mT @ x).view(self.points, -1)
 
 
 def check_order(order: int) -> None:
@@ -168,17 +173,12 @@ def splines(t: Tensor, order: int) -> Tensor:
     return torch.stack(w, dim=-1)
 
 
-def _waves(m: Tensor, side: int, dtype: torch.dtype) -> Tensor:
-    """exp(-2 pi i m n / side), (m, side); the phase in integers, exact for any size."""
+def _waves(m: Tensor, side: int) -> Tensor:
+    """exp(-2 pi i m n / side) as products of real and imaginary parts, (m, 2, 2, side) float64.
+
+    From (., ., in, n) to (m, out, ., .); the phase in integers, exact for any size.
+    """
     n = torch.arange(side, device=m.device)
-    turns = (m[:, None] * n) % side
-    phase = -2 * math.pi / side * turns.double()
-    return torch.polar(torch.ones_like(phase), phase).to(_complex(dtype))
-
-
-def _complex(dtype: torch.dtype) -> torch.dtype:
-    return torch.complex128 if dtype == torch.float64 else torch.complex64
-
-
-def _as(grid: Tensor, wave: Tensor) -> torch.dtype:
-    return _complex(grid.dtype) if wave.is_complex() else grid.dtype
+    phase = 2 * math.pi / side * ((m[:, None] * n) % side).double()
+    cos, sin = phase.cos(), phase.sin()
+    return torch.stack((torch.stack((cos, sin), 1), torch.stack((-sin, cos), 1)), 1)

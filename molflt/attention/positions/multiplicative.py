@@ -7,7 +7,6 @@ from torch import Tensor
 
 from molflt.attention.encodings import Bias, Encoding, Kernel
 from molflt.attention.mixing.mesh import MeshKernel
-from molflt.attention.mixing.stencil import Stencil
 from molflt.attention.nodes import Nodes
 from molflt.attention.nodes.lattice import Lattice
 from molflt.attention.nodes.mesh import Mesh
@@ -113,9 +112,9 @@ class MultiplicativePosition(SpectralPosition):
             c = self.coefficients(GraphNodes(mesh.xi[None], mesh.weights[None]))[0]
             zero = (mesh.xi == 0).all(dim=-1)
             coefficients.append((c + self.background * zero).to(dtype))
-        return MeshKernel(
+        return MeshKernel.of(
             torch.cat(rows),
-            Stencil.of(torch.cat(places), before),
+            torch.cat(places),
             torch.cat(weight),
             tuple(meshes),
             tuple(coefficients),

@@ -1,0 +1,74 @@
+"""Products with a sparse matrix: forms, derivatives, and the splines of a mesh in it."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.interpolate import BSpline
+from torch.autograd import gradcheck, gradgradcheck
+
+from molflt.attention.mixing import sparse as products
+from molflt.attention.mixing.sparse import Pattern, correlate, gather, spread
+from molflt.attention.nodes.mesh import splines
+
+TOKENS, POINTS, CHANNELS = 5, 7, 3
+
+
+def case():
+    generator = torch.Generator().manual_seed(0)
+    row = torch.tensor([0, 0, 0, 0, 1, 1, 3, 3, 3, 4])  # one of them empty
+    column = torch.tensor([1, 1, 2, 3, 6, 0, 5, 1, 2, 2])  # a place twice
+    sizes = (len(row),), (TOKENS, CHANNELS), (POINTS, CHANNELS)
+    made = [torch.randn(s, dtype=torch.float64, generator=generator) for s in sizes]
+    pattern = Pattern.of(row, column, TOKENS, POINTS)
+    assert torch.equal(pattern.rows().long(), row)
+    return pattern, (row, column), *(x.requires_grad_() for x in made)
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_they_are_the_products_and_have_gradients_of_two_orders(sparse, monkeypatch):
+    monkeypatch.setattr(products, "has_sparse_products", lambda _: sparse)
+    monkeypatch.setattr(products, "_TRANSIENT", 4 * CHANNELS)
+    pattern, places, weight, x, y = case()
+    matrix = torch.zeros(TOKENS, POINTS, dtype=torch.float64)
+    matrix = matrix.index_put(places, weight, accumulate=True)
+    torch.testing.assert_close(spread(weight, x, pattern), matrix.T @ x, rtol=0, atol=1e-14)
+    torch.testing.assert_close(gather(weight, y, pattern), matrix @ y, rtol=0, atol=1e-14)
+    turned = pattern.turned(weight.detach())
+    for product, other in ((spread, x), (gather, y)):
+        for known in (None, turned):
+            assert torch.equal(
+                product(weight, other, pattern), product(weight, other, pattern, known)
+            )
+        assert gradcheck(lambda w, z, f=product: f(w, z, pattern), (weight, other))
+        assert gradgradcheck(lambda w, z, f=product: f(w, z, pattern), (weight, other))
+    if sparse:
+        expected = (x @ y.T)[places]
+        torch.testing.assert_close(correlate(x, y, pattern), expected, rtol=0, atol=1e-14)
+        assert gradcheck(lambda a, b: correlate(a, b, pattern), (x, y))
+        assert gradgradcheck(lambda a, b: correlate(a, b, pattern), (x, y))
+
+
+def test_a_gradient_that_nobody_wants_keeps_nothing():
+    pattern, _, weight, x, _ = case()
+    out = spread(weight.detach(), x, pattern)
+    kept = [t for t in out.grad_fn.saved_tensors if t is not None]
+    assert [t.shape for t in kept] == [weight.shape]
+
+
+def test_transforms_take_the_plain_form():
+    pattern, _, *tensors = case()
+    weight, x, _ = (z.detach() for z in tensors)
+    batch = torch.stack((x, 2 * x))
+    found = torch.func.vmap(lambda one: spread(weight, one, pattern))(batch)
+    torch.testing.assert_close(found[1], 2 * spread(weight, x, pattern))
+
+
+@pytest.mark.parametrize("order", [4, 5, 6, 8])
+def test_splines_are_those_of_scipy(order):
+    t = torch.linspace(0, 0.999, 7, dtype=torch.float64)
+    found = splines(t, order)
+    cardinal = BSpline.basis_element(np.arange(order + 1), extrapolate=False)
+    for place in range(order):
+        expected = np.nan_to_num(cardinal(t.numpy() + order - 1 - place))
+        np.testing.assert_allclose(found[:, place], expected, atol=1e-14)
+    torch.testing.assert_close(found.sum(dim=-1), torch.ones_like(t), rtol=0, atol=1e-14)
