@@ -1,10 +1,13 @@
 """Sums over keys under a positional kernel on a mesh: its cost per token does not grow with N."""
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
 
+from molflt.attention.checks import in_transform
 from molflt.attention.features import Features
 from molflt.attention.mixing.pairs import Pairs, SortedPairs, _pair_sums
 from molflt.attention.mixing.sparse import Pattern, gather, spread
@@ -114,28 +117,105 @@ def linear_with_mesh(
         batch, heads, tokens, width = value.shape
         points = sum(mesh.points for mesh in kernel.meshes)
         features = max(1, min(_CHANNELS, _ON_MESH // max(1, points)) // width)
-        several = heads > 1 or features < phi_q.shape[-1]
-        found = []
-        # `unbind` and `split`, whose gradients are joined; those of slices would each be whole
-        for head, (q, k, v) in enumerate(
-            zip(phi_q.unbind(1), phi_k.unbind(1), value.unbind(1), strict=True)
-        ):
-            sums = v.new_zeros(())
-            for a, b in zip(q.split(features, -1), k.split(features, -1), strict=True):
-                sums = sums + recomputed(_part, a, b, v, kernel, head, several=several)
-            found.append(sums)
+        tensors = phi_q, phi_k, value, kernel.weight, *kernel.coefficients
+        few = heads == 1 and features >= phi_q.shape[-1]  # one piece: nothing would be saved
+        if few or in_transform():
+            found = _whole(kernel, features, *tensors)
+        else:
+            found = cast(Tensor, _ByFeatures.apply(kernel, features, *tensors))
         out = value.new_zeros(batch * tokens, heads, width)
         if len(kernel.rows):
-            out = out.index_copy(0, kernel.rows, torch.stack(found, dim=1))
+            out = out.index_copy(0, kernel.rows, found.transpose(0, 1))
         out = out.unflatten(0, (batch, tokens)).transpose(1, 2)
         if pairs is not None:
             out = out + _pair_sums(phi_q, phi_k, value, pairs)
         return Sums(out[..., :-1], out[..., -1:], shift)
 
 
-def _part(query: Tensor, key: Tensor, value: Tensor, kernel: MeshKernel, head: int) -> Tensor:
-    """Of some features of one head: (batch, n, m'), (batch, n, m'), (batch, n, dv) -> (n', dv)."""
-    q, k, v = (x.flatten(0, 1).index_select(0, kernel.rows) for x in (query, key, value))
-    products = (k[:, :, None] * v[:, None, :]).flatten(1)
-    mixed = kernel.apply(products, head).unflatten(1, (k.shape[1], -1))
-    return torch.einsum("na,nav->nv", q, mixed)
+def _pieces(phi: Tensor, features: int) -> list[tuple[int, slice]]:
+    """Heads and features that are on the mesh at once, of phi (batch, heads, n, m)."""
+    starts = range(0, phi.shape[-1], features)
+    return [(head, slice(i, i + features)) for head in range(phi.shape[1]) for i in starts]
+
+
+def _part(
+    query: Tensor, key: Tensor, value: Tensor, kernel: MeshKernel, weight: Tensor, *own: Tensor
+) -> Tensor:
+    """Of some features of one head: (batch, n, m'), (batch, n, m'), (batch, n, dv) -> (n', dv).
+
+    With weights of the splines, and the coefficients of the head for each mesh.
+    """
+    with torch.autocast(value.device.type, enabled=False):
+        q, k, v = (x.flatten(0, 1).index_select(0, kernel.rows) for x in (query, key, value))
+        products = (k[:, :, None] * v[:, None, :]).flatten(1)
+        kernel = kernel._replace(weight=weight, coefficients=tuple(c[None] for c in own))
+        mixed = kernel.apply(products, 0).unflatten(1, (k.shape[1], -1))
+        return torch.einsum("na,nav->nv", q, mixed)
+
+
+def _arguments(
+    tensors: tuple[Tensor, ...], head: int, piece: slice, kernel: MeshKernel
+) -> tuple[Tensor, ...]:
+    """What `_part` is a function of: views of those that `_ByFeatures` is."""
+    query, key, value, weight, *coefficients = tensors
+    own = (c[min(head, kernel.heads - 1)] for c in coefficients)
+    return query[:, head, :, piece], key[:, head, :, piece], value[:, head], weight, *own
+
+
+def _whole(kernel: MeshKernel, features: int, *tensors: Tensor) -> Tensor:
+    """Sums over features, (heads, n', dv), with a graph of gradients of any order."""
+    pieces, found = _pieces(tensors[0], features), dict[int, Tensor]()
+    for head, piece in pieces:
+        q, k, v, *rest = _arguments(tensors, head, piece, kernel)
+        part = recomputed(_part, q, k, v, kernel, *rest, several=len(pieces) > 1)
+        found[head] = found[head] + part if head in found else part
+    return torch.stack(list(found.values()))
+
+
+class _ByFeatures(Function):
+    """The same, a piece after the other, where nothing of any is kept.
+
+    Gradients are added up where they belong, too: the graph of `_whole` would keep those of all
+    pieces, of which each takes a place in memory where the mesh of the piece before has been.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, kernel: MeshKernel, features: int, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.kernel, ctx.features = kernel, features  # type: ignore[attr-defined]
+        query, _, value, *_ = tensors
+        out = value.new_zeros(query.shape[1], len(kernel.rows), value.shape[-1])
+        for head, piece in _pieces(query, features):
+            q, k, v, *rest = _arguments(tensors, head, piece, kernel)
+            out[head] += _part(q, k, v, kernel, *rest)
+        return out
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        kernel, features = ctx.kernel, ctx.features  # type: ignore[attr-defined]
+        tensors: tuple[Tensor, ...] = ctx.saved_tensors  # type: ignore[attr-defined]
+        wanted = ctx.needs_input_grad[2:]  # type: ignore[attr-defined]
+        if torch.is_grad_enabled():  # gradients of the gradient are wanted
+            own = [x.view_as(x) for x in tensors]  # so that none depends on another
+            chosen = [x for x, want in zip(own, wanted, strict=True) if want]
+            with torch.enable_grad():
+                out = _whole(kernel, features, *own)
+                slopes = iter(torch.autograd.grad(out, chosen, grads, create_graph=True))
+            return None, None, *(next(slopes) if want else None for want in wanted)
+        sums = tuple(
+            torch.zeros_like(x, memory_format=torch.contiguous_format) if want else x
+            for x, want in zip(tensors, wanted, strict=True)
+        )
+        for head, piece in _pieces(tensors[0], features):
+            given = _arguments(tensors, head, piece, kernel)
+            given = tuple(
+                x.detach().requires_grad_(want) for x, want in zip(given, wanted, strict=True)
+            )
+            with torch.enable_grad():
+                out = _part(*given[:3], kernel, *given[3:])
+            chosen = [x for x in given if x.requires_grad]
+            found = iter(torch.autograd.grad(out, chosen, grads[0][head]))
+            for total, want in zip(_arguments(sums, head, piece, kernel), wanted, strict=True):
+                if want:
+                    total += next(found)
+        return None, None, *(x if want else None for x, want in zip(sums, wanted, strict=True))
