@@ -5,7 +5,8 @@ once, where its memory is measured. Memory (Linux): every measurement has a proc
 forked from one that has computed nothing, warms up on 64 tokens, sets the kernel's peak of resident
 memory to the present value (/proc/self/clear_refs) and reports by how much one pass raises it. It
 sees what any library allocates, and no block is reused in silence, because the allocator gives
-every block above 64 KiB back to the system (MALLOC_MMAP_THRESHOLD_).
+every block above 64 KiB back to the system (MALLOC_MMAP_THRESHOLD_). Or it is as users have it
+(`Study.allocator`): then time and peak are of one pass, and what lies idle in the process counts.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ class Study(NamedTuple):
     budget: float = 12.0
     """seconds of all turns of a mechanism"""
     clock: Callable[[], float] = time.perf_counter
+    allocator: Mapping[str, str] = ALLOCATOR
+    """environment of the processes in which memory is measured"""
 
 
 def one_pass(study: Study, name: str, causal: bool, length: int, which: str) -> Callable[[], None]:
@@ -125,7 +128,7 @@ def cost(module: str, name: str, causal: bool, length: int, which: str) -> dict[
         return {"note": f"{type(error).__name__}: {error}".splitlines()[0]}
 
 
-def ask(module: str, key: Key) -> dict[str, Any]:
+def ask(module: str, key: Key, allocator: Mapping[str, str] = ALLOCATOR) -> dict[str, Any]:
     """`cost` in a process of its own, a fork of one that has only imported the module.
 
     Raises:
@@ -137,7 +140,7 @@ def ask(module: str, key: Key) -> dict[str, Any]:
     context.set_forkserver_preload([module, *SLOW])
     path = os.pathsep.join([str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     before = dict(os.environ)
-    os.environ.update(ALLOCATOR, PYTHONPATH=path)  # read when the first process of all starts
+    os.environ.update(allocator, PYTHONPATH=path)  # read when the first process of all starts
     try:
         with ProcessPoolExecutor(1, context) as pool:
             return pool.submit(cost, module, *key).result()
@@ -193,7 +196,7 @@ def measure_layers(
                 note = "skipped: would need about {:.1f} GB and {:.0f} s".format(*needs)
                 costs[key] = {"note": note}
                 continue
-            costs[key] = found = ask(study.module, key)
+            costs[key] = found = ask(study.module, key, study.allocator)
             if "note" in found:
                 continue
             if turned := min(rounds, int(study.budget / found["seconds"])):
