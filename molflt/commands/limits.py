@@ -104,6 +104,7 @@ LIMITS = {
     "max_length": "[2, 1e7]",
     "model.decoder": "[-1e6, 1e6]",
     "batch_size": "[1, 1e6]",
+    "mesh_order": "[4, 8]",
     "beam": "[1, 1000]",
     "length_penalty": "[0, 100]",
     "workers": "[1, 256]",

@@ -42,6 +42,7 @@ def predict(
     also: list[Path] | None = None,
     calibration: Path | None = None,
     tags: Tags = "oc20",
+    mesh_order: int | None = None,
 ) -> None:
     """Predicts energies, in eV, of the structures in a file: molflt predict [RUN] FILE.
 
@@ -65,11 +66,15 @@ def predict(
             folder ensemble of `run`, if it is there.
         tags: what tags mean in a file that ASE reads: oc20 (0 subsurface, 1 surface, 2 adsorbate)
             or ase (numbers of layers from the top, 1, 2, ..., and 0 for adsorbates).
+        mesh_order: for cells of some thousand atoms and more: computes what the model sums over
+            reciprocal nodes on a mesh instead, by splines of this order, 4, 5, 6 or 8: attention to
+            3e-3, 6e-4, 6e-6, 2e-7.
 
     Raises:
         FileNotFoundError: if the run, its checkpoint, or the structures are missing.
         ValueError: if `out` has another ending, there is nothing to predict, the runs make no
-            ensemble, the model predicts no energies, or the calibration is not theirs.
+            ensemble, the model predicts no energies or has no reciprocal nodes for the mesh, or the
+            calibration is not theirs.
     """
     structures = Path(structures)
     if out is not None and out.suffix not in _SUFFIXES:
@@ -83,6 +88,8 @@ def predict(
             "predict RUN STRUCTURES"
         )
     model = _load(run, checkpoint, device, also)
+    if mesh_order is not None:
+        model.use_mesh_(mesh_order)
     dataset = open_structures(structures, skip_bad, Reading(tags=tags))
     if model.about is not None:
         print(f"molflt: {model.summary}", file=sys.stderr)

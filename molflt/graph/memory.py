@@ -38,5 +38,5 @@ def _expect_memory(weights: Tensor, geometry: Geometry, heads: int) -> None:
             f"{int(counts[most]):,} reciprocal nodes x {int(atoms[most]):,} atoms x {heads} heads "
             f"of the largest of {len(atoms)} structures, and those of the others, take "
             f"{size / 1e9:.1f} GB; {free / 1e9:.1f} GB are free; a smaller max_frequency has "
-            "fewer nodes"
+            "fewer nodes, periodic='mesh' (predict: --mesh_order 5) none"
         )

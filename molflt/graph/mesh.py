@@ -1,5 +1,9 @@
 """Periodic boundaries by a mesh: the far field of large cells."""
 
+from typing import Any
+
+from torch import nn
+
 from molflt.attention.mixing.mesh import MeshKernel
 from molflt.attention.nodes.lattice import Lattice, free_extent
 from molflt.attention.nodes.mesh import check_order
@@ -51,3 +55,39 @@ class OnMesh(Reciprocal):
         lattice = Lattice.of(cell, pbc, extent)
         where = self.max_frequency, self.mesh_order
         return position.on_mesh(dense.positions, dense.mask, lattice, *where)
+
+
+def use_mesh_(model: nn.Module, order: int = 5) -> None:
+    """Lets a model with reciprocal nodes compute the same sums on a mesh, in place.
+
+    Its parameters stay as they are: what changes is the error of interpolation, see `OnMesh`, and
+    that time and memory per atom no longer grow with the cell.
+
+    Args:
+        model: trained with periodic="reciprocal", or one that contains such.
+        order: of the splines, see `OnMesh`.
+
+    Raises:
+        ValueError: no part of the model has reciprocal nodes, or a part cannot do without them.
+    """
+    found = [part for part in model.modules() if isinstance(_scheme(part), Reciprocal)]
+    if not found:
+        raise ValueError(
+            f"mesh_order={order} puts sums over reciprocal nodes on a mesh; got "
+            f"{type(model).__name__} without any; leave it out"
+        )
+    for part in found:
+        scheme = _scheme(part)
+        if type(scheme) not in (Reciprocal, OnMesh) or scheme.smooth:
+            raise ValueError(
+                f"mesh_order={order}: expected sums over reciprocal nodes; got {scheme!r}, whose "
+                "nodes a mesh does not have; leave it out"
+            )
+        own = OnMesh(scheme.max_frequency, order)
+        encoding: Any = part
+        own.check(encoding.position, encoding.softmax)
+        encoding.periodic = own
+
+
+def _scheme(part: nn.Module) -> Any:
+    return getattr(part, "periodic", None)

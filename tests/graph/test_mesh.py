@@ -15,6 +15,7 @@ from molflt.attention.nodes.reciprocal import reciprocal_nodes
 from molflt.attention.positions.multiplicative import MultiplicativePosition
 from molflt.attention.positions.spectral import GraphNodes
 from molflt.graph import EnergyRegressor, GraphAttention, Potential
+from molflt.graph.mesh import use_mesh_
 
 ERROR = {4: 3e-3, 5: 6e-4, 6: 6e-6, 8: 2e-7}  # as documented, of the kernel of a worst case
 
@@ -172,6 +173,58 @@ def test_the_regressor_takes_it():
 
     expected = energies("reciprocal")
     assert 0 < (energies("mesh", mesh_order=8) - expected).abs().max() < 1e-5
+
+
+def test_a_trained_model_takes_it_in_place_of_its_nodes():
+    torch.manual_seed(0)
+    net = EnergyRegressor(16, 2, layers=2, near_field=3.0).double().eval()
+    batch = Batch.from_data_list([structure(9, 3), structure(6, 4)])
+    by_nodes, weights = net(batch)["energy"], dict(net.state_dict())
+    use_mesh_(net, 8)
+    by_mesh = net(batch)["energy"]
+    assert 0 < (by_mesh - by_nodes).abs().max() < 1e-5
+    assert all(torch.equal(x, weights[name]) for name, x in net.state_dict().items())
+    use_mesh_(net, 5)  # another order
+    assert (net(batch)["energy"] - by_nodes).abs().max() > (by_mesh - by_nodes).abs().max()
+    for model in (
+        EnergyRegressor(16, 2, periodic="images"),
+        EnergyRegressor(16, 2, position="none"),
+    ):
+        with pytest.raises(ValueError, match="mesh_order=5 puts sums over reciprocal nodes on a"):
+            use_mesh_(model)
+    with pytest.raises(ValueError, match="mesh_order=5: expected sums over reciprocal nodes"):
+        use_mesh_(Potential(near_field=3.0))
+    with pytest.raises(ValueError, match="periodic='mesh' is for a kernel that multiplies"):
+        use_mesh_(EnergyRegressor(16, 2, position="spectral", periodic="reciprocal"))
+
+
+@pytest.mark.parametrize("near", [None, 3.0])
+def test_many_pairs_and_pieces_change_nothing(near, monkeypatch):
+    """Outputs, gradients and their gradients; of the position head as well."""
+
+    def found() -> list[Tensor]:
+        torch.manual_seed(0)
+        net = EnergyRegressor(8, 2, layers=1, num_features=6, periodic="mesh", near_field=near)
+        net = uneven(net.double())
+        batch = Batch.from_data_list([structure(5, 3), structure(4, 4)])
+        batch.pos = batch.pos.double().requires_grad_()
+        out = net(batch)
+        total = out["energy"].sum() + out["displacement"].square().sum()
+        weights = [w for w in net.parameters() if w.requires_grad]
+        (force,) = torch.autograd.grad(total, batch.pos, create_graph=True)
+        second = torch.autograd.grad(force.square().sum(), weights, allow_unused=True)
+        first = torch.autograd.grad(
+            net(batch)["energy"].sum(), [batch.pos, *weights], allow_unused=True
+        )
+        given = (x for x in (*first, *second) if x is not None)
+        return [out["energy"], out["displacement"], force, *given]
+
+    whole = found()
+    monkeypatch.setattr("molflt.attention.mixing.mesh._CHANNELS", 10)
+    monkeypatch.setattr("molflt.attention.mixing.pairs._MANY", 8)
+    monkeypatch.setattr("molflt.graph.near._MANY", 8)
+    monkeypatch.setattr("molflt.graph.near._PIECE", 50)
+    close(found(), whole)
 
 
 def test_what_it_cannot_do_is_refused():

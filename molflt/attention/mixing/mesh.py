@@ -211,8 +211,9 @@ class _ByFeatures(Function):
             given = tuple(
                 x.detach().requires_grad_(want) for x, want in zip(given, wanted, strict=True)
             )
+            q, k, v, *rest = given
             with torch.enable_grad():
-                out = _part(*given[:3], kernel, *given[3:])
+                out = _part(q, k, v, kernel, *rest)
             chosen = [x for x in given if x.requires_grad]
             found = iter(torch.autograd.grad(out, chosen, grads[0][head]))
             for total, want in zip(_arguments(sums, head, piece, kernel), wanted, strict=True):
