@@ -48,6 +48,15 @@ def test_they_are_the_products_and_have_gradients_of_two_orders(sparse, monkeypa
         assert gradgradcheck(lambda a, b: correlate(a, b, pattern), (x, y))
 
 
+def test_more_places_than_the_matrix_has_numbers():
+    """A small cell has many images of few atoms."""
+    row = torch.tensor([0, 0, 0, 1, 1, 1])
+    pattern = Pattern.of(row, torch.tensor([1, 1, 0, 0, 1, 0]), 2, 2)
+    x, y = torch.randn(2, 2, 3, dtype=torch.float64).unbind()
+    expected = torch.stack([x[i] @ y[j] for i, j in zip(row, pattern.places, strict=True)])
+    torch.testing.assert_close(correlate(x, y, pattern), expected, rtol=0, atol=1e-14)
+
+
 def test_a_gradient_that_nobody_wants_keeps_nothing():
     pattern, _, weight, x, _ = case()
     out = spread(weight.detach(), x, pattern)

@@ -177,6 +177,8 @@ class _Correlate(Function):
         kept = x if by_y else None, y if by_x else None
         ctx.save_for_backward(*kept)  # type: ignore[arg-type]
         ctx.pattern = pattern  # type: ignore[attr-defined]
+        if len(pattern.places) > len(x) * len(y):  # with images; the library refuses so many
+            return (x @ y.mT)[pattern.rows(), pattern.places]
         places = pattern.matrix(x.new_ones(len(pattern.places)))
         found: Tensor = torch.sparse.sampled_addmm(places, x, y.mT, beta=0.0)
         return found.values()
