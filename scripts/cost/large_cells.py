@@ -1,0 +1,86 @@
+"""Memory and processor time of `molflt predict` on crystals of 10^4 and 10^5 atoms.
+
+The model that comes with the package, of the demo's form, was trained with reciprocal nodes and
+computes on a mesh (`--mesh_order`). Copper at the places of a cubic lattice, shaken by 0.1 Å, with
+12 Å^3 for each atom. Each prediction is a process of its own, from the start of Python to its CSV.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from ase import Atoms
+from ase.io import write
+from kit.rows import Promise, Rows, formatted, pick
+
+VOLUME = 12.0  # Å^3 per atom
+LIMITS = {25: 2.0, 47: 8.0}  # GB, by atoms along an edge
+QUICK = {"edges": (5,)}
+
+
+def crystal(edge: int) -> Atoms:
+    """edge^3 atoms of a surface layer, as far as tags go: all count."""
+    step = VOLUME ** (1 / 3)
+    places = np.stack(np.meshgrid(*[np.arange(edge)] * 3, indexing="ij"), axis=-1).reshape(-1, 3)
+    shaken = step * places + np.random.default_rng(0).normal(0, 0.1, places.shape)
+    atoms = Atoms(f"Cu{edge**3}", positions=shaken, cell=[edge * step] * 3, pbc=True)
+    atoms.set_tags([1] * len(atoms))
+    return atoms
+
+
+def predict(file: Path, words: tuple[str, ...]) -> tuple[float, float]:
+    """GB at the peak, and seconds of processor time, of a prediction.
+
+    Raises:
+        subprocess.CalledProcessError: if it fails.
+    """
+    command = [sys.executable, "-m", "molflt", "predict", str(file), *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        said = process.stdout.read() if process.stdout else ""
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, said)
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, bytes
+    return used.ru_maxrss * unit / 1e9, used.ru_utime + used.ru_stime
+
+
+def measure(edges: tuple[int, ...] = tuple(LIMITS), mesh_order: int = 5) -> Rows:
+    """One row for each crystal of edge^3 atoms."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for edge in edges:
+            file = Path(folder) / f"copper{edge}.extxyz"
+            write(file, crystal(edge))
+            peak, seconds = predict(file, ("--mesh_order", str(mesh_order)))
+            atoms = edge**3
+            rows.append({"atoms": atoms, "edge": edge, "order": mesh_order, "GB": peak})
+            rows[-1]["seconds"] = seconds
+    return rows
+
+
+def table(rows: Rows) -> str:
+    """A line per crystal."""
+    cells = {"peak, GB": "{GB:.2f}", "processor time, s": "{seconds:.0f}"}
+    return formatted(rows, {"atoms": "{atoms:,}", "mesh_order": "{order}", **cells})
+
+
+def peak(rows: Rows, edge: int) -> float | None:
+    """GB; None unless it was measured."""
+    found = pick(rows, edge=edge)
+    return float(found[0]["GB"]) if found else None
+
+
+PROMISES = [
+    Promise(
+        f"GB of a prediction of {edge**3:,} atoms",
+        lambda rows, edge=edge: peak(rows, edge),
+        most=most,
+    )
+    for edge, most in LIMITS.items()
+]
