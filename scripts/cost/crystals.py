@@ -85,6 +85,12 @@ def growth(rows: Rows, quantity: str, name: str) -> float | None:
     return math.log(high / low) / math.log(ENDS[1] / ENDS[0])
 
 
+def whole(rows: Rows, name: str) -> float | None:
+    """GB of the process that trained on 10^5 atoms; None unless it was measured."""
+    found = pick(rows, mechanism=name, length=ENDS[1], note=None, **{"pass": TRAINING})
+    return float(found[0]["process_MiB"]) * 2**20 / 1e9 if found else None
+
+
 PROMISES = [
     Promise(
         f"exponent of {what} of {name}, {ENDS[0]:,} to {ENDS[1]:,} atoms",
@@ -93,4 +99,10 @@ PROMISES = [
     )
     for name in ("mesh", "mesh, 8 features")
     for what, quantity in (("time", "seconds"), ("memory", "peak_MiB"))
+]
+PROMISES += [
+    Promise(
+        f"GB of the process of {name} with {ENDS[1]:,} atoms", partial(whole, name=name), most=LIMIT
+    )
+    for name in ("mesh", "mesh, 8 features")
 ]

@@ -41,11 +41,10 @@ def test_they_are_the_products_and_have_gradients_of_two_orders(sparse, monkeypa
             )
         assert gradcheck(lambda w, z, f=product: f(w, z, pattern), (weight, other))
         assert gradgradcheck(lambda w, z, f=product: f(w, z, pattern), (weight, other))
-    if sparse:
-        expected = (x @ y.T)[places]
-        torch.testing.assert_close(correlate(x, y, pattern), expected, rtol=0, atol=1e-14)
-        assert gradcheck(lambda a, b: correlate(a, b, pattern), (x, y))
-        assert gradgradcheck(lambda a, b: correlate(a, b, pattern), (x, y))
+    expected = (x @ y.T)[places]
+    torch.testing.assert_close(correlate(x, y, pattern), expected, rtol=0, atol=1e-14)
+    assert gradcheck(lambda a, b: correlate(a, b, pattern), (x, y))
+    assert gradgradcheck(lambda a, b: correlate(a, b, pattern), (x, y))
 
 
 def test_more_places_than_the_matrix_has_numbers():

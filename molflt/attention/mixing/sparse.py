@@ -118,10 +118,9 @@ def _plain(weight: Tensor, x: Tensor, source: Tensor, target: Tensor, size: int)
 
 
 def correlate(x: Tensor, y: Tensor, pattern: Pattern) -> Tensor:
-    """x_i . y_p at each place: (rows, channels) and (columns, channels) -> (n,).
-
-    Only where there are sparse products.
-    """
+    """x_i . y_p at each place: (rows, channels) and (columns, channels) -> (n,)."""
+    if not has_sparse_products(x):
+        return (x[pattern.rows()] * y[pattern.places]).sum(dim=-1)
     return cast(Tensor, _Correlate.apply(x, y, pattern))
 
 
