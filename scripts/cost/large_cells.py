@@ -60,13 +60,13 @@ def measure(edges: tuple[int, ...] = tuple(LIMITS), mesh_order: int = 5) -> Rows
             peak, seconds = predict(file, ("--mesh_order", str(mesh_order)))
             atoms = edge**3
             rows.append({"atoms": atoms, "edge": edge, "order": mesh_order, "GB": peak})
-            rows[-1]["seconds"] = seconds
+            rows[-1]["processor_s"] = seconds
     return rows
 
 
 def table(rows: Rows) -> str:
     """A line per crystal."""
-    cells = {"peak, GB": "{GB:.2f}", "processor time, s": "{seconds:.0f}"}
+    cells = {"peak, GB": "{GB:.2f}", "processor time, s": "{processor_s:.0f}"}
     return formatted(rows, {"atoms": "{atoms:,}", "mesh_order": "{order}", **cells})
 
 
