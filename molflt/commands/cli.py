@@ -88,6 +88,12 @@ COMMANDS: dict[tuple[str, ...], _Command] = {
     ("generate",): _Command(
         "molflt.commands.generate:generate", "text from a trained language model, or translations"
     ),
+    ("schema",): _Command(
+        "molflt.commands.schema:schema", "what configurations may hold, for editors (JSON Schema)"
+    ),
+    ("completion",): _Command(
+        "molflt.commands.completion:completion", "a script with which a shell completes options"
+    ),
 }
 _GROUPS = {"data": "make, look at, convert and fetch data sets"}
 

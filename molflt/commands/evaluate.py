@@ -16,7 +16,7 @@ from molflt.training.checkpoint import load_run
 from molflt.training.config import read_config
 from molflt.training.recipes import RECIPES, Recipe
 
-__all__ = ["build_parser", "evaluate"]
+__all__ = ["build_parser", "evaluate", "parser_of"]
 
 
 def evaluate(
@@ -78,11 +78,14 @@ def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
     Args:
         words: the command line; a run that it names decides the options.
     """
+    return parser_of(_recipe_of_run(words))
+
+
+def parser_of(recipe: Recipe) -> ArgumentParser:
+    """Parser of ``molflt evaluate`` for runs of a recipe."""
     parser = ArgumentParser()
     parser.add_function_arguments(evaluate, as_group=False, as_positional=True)
-    parser.add_function_arguments(
-        _recipe_of_run(words).load("evaluate"), skip={"run", "model", "config", "out"}
-    )
+    parser.add_function_arguments(recipe.load("evaluate"), skip={"run", "model", "config", "out"})
     return parser
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,6 +87,14 @@ class EnergyPredictor(Pretrained):
     def predicts_forces(self) -> bool:
         """Whether it is a potential."""
         return isinstance(self.model, Potential)
+
+    @overload
+    def predict(
+        self,
+        structures: str | Path | list[Any] | tuple[Any, ...],
+        batch_size: int = ...,
+        embedding: Literal["atoms", "pooled"] | None = ...,
+    ) -> list[Prediction]: ...
 
     @overload
     def predict(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, overload
 
 from molflt.files import shown
 from molflt.pretrained.energies import EnergyPredictor
@@ -14,6 +15,26 @@ from molflt.pretrained.trained import read_trained
 __all__ = ["load"]
 
 _KINDS = (EnergyPredictor, TextWriter, ImageLabeler, GapFiller, SentenceLabeler, Translator)
+
+
+@overload
+def load(
+    source: None = ...,
+    device: str = ...,
+    *,
+    checkpoint: str = ...,
+    also: Sequence[str | Path] = ...,
+) -> EnergyPredictor: ...
+
+
+@overload  # what it is stands in the file: `EnergyPredictor.from_pretrained(source)` has a type
+def load(
+    source: str | Path | None,
+    device: str = ...,
+    *,
+    checkpoint: str = ...,
+    also: Sequence[str | Path] = ...,
+) -> Any: ...
 
 
 def load(
@@ -35,7 +56,8 @@ def load(
 
     Returns:
         What predicts energies, writes text, labels images, fills gaps, labels sentences or
-        translates them, as the model has learned.
+        translates them, as the model has learned. To a type checker it is of any type;
+        `EnergyPredictor.from_pretrained(source)` and the like are of theirs.
 
     Raises:
         FileNotFoundError: if there is nothing of that name.

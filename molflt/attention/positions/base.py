@@ -1,6 +1,6 @@
 """What a relative positional encoding is to attention: widths, limits, and its evaluation."""
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -133,6 +133,10 @@ class Positioned(nn.Module):
     def __init__(self, position: Position | None) -> None:
         super().__init__()
         self.position = position
+
+    if TYPE_CHECKING:  # torch declares that a call returns anything
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
     def _evaluate(
         self, mixing: str, positions: Tensor | None, key_positions: Tensor | None
