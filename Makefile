@@ -15,7 +15,7 @@ QUICK  := tests/test_architecture.py tests/attention/test_nothing_in_silence.py 
 SPLITS := val_id val_ood_ads val_ood_cat val_ood_both
 
 .DEFAULT_GOAL := help
-.PHONY: help env check demo bench fuzz test quick lint types format clean
+.PHONY: help env check demo bench fuzz test quick lint types format dist clean
 
 help:
 	@echo "make demo    train on the shipped sample and evaluate the four splits, into $(RUN)"
@@ -27,6 +27,7 @@ help:
 	@echo "make types   mypy"
 	@echo "make check   whether the installed packages fit together"
 	@echo "make format  rewrite the files in ruff's format"
+	@echo "make dist    sdist and wheel, into dist"
 	@echo "make env     only the environment, $(VENV)"
 	@echo "make clean   remove $(VENV) and caches (runs/ is kept)"
 
@@ -82,6 +83,9 @@ types: $(VENV)/.molflt-dev
 format: $(VENV)/.molflt-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+dist: $(VENV)/.molflt-dev
+	$(BIN)/hatchling build -d dist
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
