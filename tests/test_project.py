@@ -86,7 +86,9 @@ def test_the_tests_run_on_what_the_project_promises() -> None:
     (torch,) = [name for name in project["dependencies"] if name.startswith("torch>")]
     least = torch.removeprefix("torch>=")
     assert {row["torch"] for row in matrix["include"]} == {f"torch=={least}.*", f"torch>={least}"}
-    assert re.search(r"^torch==", (ROOT / "constraints.txt").read_text(), re.M)  # which sed replaces
+    assert re.search(
+        r"^torch==", (ROOT / "constraints.txt").read_text(), re.M
+    )  # which sed replaces
 
 
 def test_only_publishing_may_do_more_than_read() -> None:

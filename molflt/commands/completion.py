@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import reduce
 from importlib.util import find_spec
 from operator import or_
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
 
@@ -16,9 +16,6 @@ from molflt.commands.evaluate import parser_of
 from molflt.commands.options import _is_flag, _options_of, _show_flags
 from molflt.shipped import config_names
 from molflt.training.recipes import RECIPES
-
-if TYPE_CHECKING:
-    from argparse import Action
 
 __all__ = ["completion"]
 
@@ -72,7 +69,7 @@ def _merged(path: tuple[str, ...]) -> ArgumentParser:
     from shtab import FILE
 
     merged = ArgumentParser()
-    options: dict[str, list[Action]] = {}
+    options: dict[str, list[Any]] = {}
     for parser in _parsers(path):
         found = {action.dest: action for action in parser._actions if not action.option_strings}
         for name, action in (found | _options_of(parser)).items():
@@ -87,15 +84,15 @@ def _merged(path: tuple[str, ...]) -> ArgumentParser:
             hint: Any = reduce(or_, (action._typehint for action in actions))
             added = merged.add_argument(name, type=hint, help=actions[0].help)
             if hint is str and not name.startswith("-"):  # a run, structures, text
-                added.complete = FILE  # type: ignore[attr-defined]
+                added.complete = FILE
     _show_flags(merged)
     return merged
 
 
-def _add_config(parser: ArgumentParser, files: dict[str, str]) -> None:
+def _add_config(parser: ArgumentParser, files: dict[str, Any]) -> None:
     action = parser.add_argument("--config", help="YAML file, or the name of a shipped one")
     parser.add_argument("--print_config", action="store_true", help="print all options as YAML")
-    action.complete = {**files, "bash": _CONFIGS}  # type: ignore[attr-defined]
+    action.complete = {**files, "bash": _CONFIGS}
 
 
 def _parsers(path: tuple[str, ...]) -> Iterator[ArgumentParser]:
