@@ -1,7 +1,7 @@
 # make demo    fresh machine: environment, train on the shipped sample, evaluate four splits -> runs/demo
 # make test    fresh machine: environment, all tests
 # make fuzz    10,000 damaged and hostile inputs through the command line, in half an hour
-# make bench NAME=decoding    a benchmark: docs/results/decoding.csv and .png, and its block of docs/results.md
+# make bench NAME=decoding    a benchmark: docs/results/decoding.csv and .png, and its block of docs/results/*.md
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin

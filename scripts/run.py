@@ -5,8 +5,8 @@
     python scripts/run.py decoding --out runs/d     # ... into a folder, the documentation stays
     python scripts/run.py decoding --redraw         # the same from the CSV, without measuring
 
-Writes NAME.csv, .png and .md into a folder, runs/NAME without --out; what has marks in
-docs/results.md goes between them and to docs/results. Exits with 1 if a promise does not hold.
+Writes NAME.csv, .png and .md into a folder, runs/NAME without --out. What has marks in a page of
+docs/results goes between them instead. Exits with 1 if a promise does not hold.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kit.rows import Rows, Verdict, markdown, read_csv, write_csv
 
 SCRIPTS = Path(__file__).resolve().parent
 ROOMS = ("cost", "accuracy", "training")
-PAGE = SCRIPTS.parent / "docs" / "results.md"
+RESULTS = SCRIPTS.parent / "docs" / "results"
 
 
 def benchmarks() -> dict[str, str]:
@@ -67,6 +67,12 @@ def add_options(parser: argparse.ArgumentParser, measure: Any, redraw: bool) -> 
         parser.add_argument(f"--{name}", default=argparse.SUPPRESS, **options)
 
 
+def page_of(name: str) -> Path | None:
+    """The page of the results that has the marks of a benchmark."""
+    pages = sorted(RESULTS.glob("*.md"))
+    return next((page for page in pages if f"<!-- bench: {name} -->" in page.read_text()), None)
+
+
 def marked(text: str, name: str, block: str) -> str:
     """A page with the block between its marks.
 
@@ -76,7 +82,7 @@ def marked(text: str, name: str, block: str) -> str:
     begin, end = f"<!-- bench: {name} -->", "<!-- end -->"
     before, mark, rest = text.partition(begin)
     if not mark or end not in rest:
-        raise ValueError(f"{PAGE}: no {begin} ... {end}; add the marks, or give --out FOLDER")
+        raise ValueError(f"no {begin} ... {end}; add the marks, or give --out FOLDER")
     return f"{before}{begin}\n\n{block}\n\n{end}{rest.partition(end)[2]}"
 
 
@@ -93,12 +99,14 @@ def block(benchmark: ModuleType, rows: Rows) -> tuple[str, list[Verdict]]:
 def write(benchmark: ModuleType, name: str, rows: Rows, out: Path | None) -> bool:
     """Block and picture of rows; returns whether all promises hold, and says which do not."""
     text, verdicts = block(benchmark, rows)
-    if out is None:
-        PAGE.write_text(marked(PAGE.read_text(), name, text))
+    page = None if out else page_of(name)
+    folder = out or RESULTS
+    if page:
+        page.write_text(marked(page.read_text(), name, text))
     else:
-        (out / f"{name}.md").write_text(f"{text}\n")
+        (folder / f"{name}.md").write_text(f"{text}\n")
     if hasattr(benchmark, "draw"):
-        benchmark.draw((out or PAGE.with_suffix("")) / f"{name}.png", rows)
+        benchmark.draw(folder / f"{name}.png", rows)
     print(text)
     broken = [verdict for verdict in verdicts if not verdict.kept]
     for text, measured, bound, _ in broken:
@@ -124,7 +132,7 @@ def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace, Mapping[str, A
     add_options(parser, module.measure, "--redraw" in words)
     given = vars(parser.parse_args(words[1:]))
     options = argparse.Namespace(**{key: given[key] for key in given if key in own})
-    if options.out is None and f"<!-- bench: {name} -->" not in PAGE.read_text():
+    if options.out is None and page_of(name) is None:
         options.out = Path("runs") / name
     if options.quick and options.out is None:
         parser.error("--quick measures nothing worth keeping; give --out FOLDER")
@@ -142,7 +150,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     name, options, given = parse(words)
     benchmark = import_module(benchmarks()[name])
-    path = (options.out or PAGE.with_suffix("")) / f"{name}.csv"
+    path = (options.out or RESULTS) / f"{name}.csv"
     torch.set_num_threads(1)
     try:
         if not options.redraw:

@@ -87,6 +87,11 @@ def small_run(run: Path) -> tuple[torch.nn.Module, dict[str, dict[str, str]]]:
     return model, {"data": {"root": str(ROOT / "datasets" / "emt-sample")}}
 
 
+def every_page() -> str:
+    """The results, one page after the other."""
+    return "\n".join(page.read_text() for page in sorted(RESULTS.glob("*.md")))
+
+
 def check_memory(study: layers.Study, rows: Rows) -> None:
     """It is linear in the length where it is said to be, and grows faster where it is not."""
     for mechanism, (_, _, kinds, linear) in study.mechanisms.items():
@@ -109,7 +114,7 @@ def test_quick_run_writes_rows_block_and_picture(
     module = benchmark(name)
     if name == "rotation":
         monkeypatch.setattr(module, "load_run", small_run)
-    page, threads = RUN.PAGE.read_text(), torch.get_num_threads()
+    pages, threads = every_page(), torch.get_num_threads()
     words = [name, "--quick", *inputs.get(name, []), "--out", str(tmp_path)]
     assert RUN.main(words) == 0
     torch.set_num_threads(threads)
@@ -122,7 +127,7 @@ def test_quick_run_writes_rows_block_and_picture(
     assert len(lengths) > 2 and block.startswith(module.table(rows))
     if hasattr(module, "draw"):
         assert 10_000 < (tmp_path / f"{name}.png").stat().st_size < 300_000
-    assert RUN.PAGE.read_text() == page  # --out leaves the documentation alone
+    assert every_page() == pages  # --out leaves the documentation alone
 
     capsys.readouterr()
     broken = Promise("a number", lambda rows: 2.0, most=1.0)
@@ -134,7 +139,7 @@ def test_quick_run_writes_rows_block_and_picture(
 @pytest.mark.parametrize("name", [name for name in NAMES if name in STORED])
 def test_documentation_is_what_the_stored_rows_give(name: str) -> None:
     module, rows = benchmark(name), RUN.read_csv(RESULTS / f"{name}.csv")
-    text = RUN.PAGE.read_text()
+    text = RUN.page_of(name).read_text()
     assert RUN.marked(text, name, RUN.block(module, rows)[0]) == text, f"run.py {name} --redraw"
     for promise in module.PROMISES:
         verdict = promise.verdict(rows)
@@ -144,13 +149,13 @@ def test_documentation_is_what_the_stored_rows_give(name: str) -> None:
 
 
 def test_all_stored_rows_have_a_benchmark_and_all_blocks_rows() -> None:
-    marks = re.findall(r"^<!-- bench: (\w+) -->$", RUN.PAGE.read_text(), re.M)
+    marks = re.findall(r"^<!-- bench: (\w+) -->$", every_page(), re.M)
     assert sorted(marks) == [name for name in STORED if name in NAMES] == STORED
 
 
 def test_commands_of_the_documentation_exist() -> None:
     """Benchmarks by name with their options; scripts and files that are named."""
-    text = "\n".join(page.read_text() for page in ROOT.glob("docs/*.md")).replace("\\\n", " ")
+    text = "\n".join(page.read_text() for page in ROOT.glob("docs/**/*.md")).replace("\\\n", " ")
     quoted = re.findall(r'make bench NAME=(\w+)(?: +ARGS="([^"]*)")?', text)
     assert {name for name, _ in quoted} >= set(STORED) - {"layers", "norms", "masks"}
     for name, words in quoted:

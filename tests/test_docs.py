@@ -20,7 +20,7 @@ from molflt.training.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 PAGES = sorted([*PAGES, *(ROOT / "configs").rglob("README.md")])
 EXAMPLES = [
     pytest.param(page, code, id=f"{page.stem}-{count}")

@@ -38,7 +38,7 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
         bucket: with `shuffle`, how many random batches are pooled, sorted by size and cut again.
             1 leaves random batches. More makes sizes alike, for models that pad, which
             `EnergyRegressor` hardly does; but structures of one size have much else in common, and
-            gradients become noisier: measured in docs/results.md.
+            gradients become noisier: measured in docs/results/emt-sample.md.
         seed: of the draws; a batch depends on `seed`, `epoch` and the sizes only.
         rank: index of this process.
         world: number of processes.

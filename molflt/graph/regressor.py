@@ -35,7 +35,7 @@ class EnergyRegressor(nn.Module):
     Element and tag embeddings, blocks of attention with a relative encoding learned per head and
     shared by all layers, several passes with shared weights, tag-weighted sum over atoms: FLT's
     OC20 model (arXiv:2302.01925) on 3D-Graphormer's recipe (arXiv:2203.04810). By default the form
-    that docs/results.md found best, which is not FLT's: a kernel that multiplies, exactly periodic
+    that docs/results found best, which is not FLT's: a kernel that multiplies, exactly periodic
     and exact for near pairs.
 
     Args:
@@ -279,7 +279,7 @@ def _bounded(step: Tensor) -> Tensor:
 
 
 def _best_form(position: str, periodic: str | None, near_field: float | None) -> dict[str, Any]:
-    """What is left open in the form of the encoding, as docs/results.md found it best."""
+    """What is left open in the form of the encoding, as docs/results found it best."""
     multiplies = position == "multiplicative"
     scheme = periodic or ("reciprocal" if multiplies else "none")
     if near_field is None and multiplies and scheme != "images":

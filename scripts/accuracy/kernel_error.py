@@ -1,6 +1,6 @@
 """How far each placement of a mask is from exact attention, at equal cost, on real slabs.
 
-Costs are multiplications per atom and head of the linear-time forms (docs/results.md has them for
+Costs are multiplications per atom and head of the linear-time forms (docs/results has them for
 each): queries and keys are projected to m features, and each form gets the features that a budget
 leaves it. Trigonometric features need half of that, which is not taken off.
 """

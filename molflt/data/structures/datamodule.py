@@ -40,7 +40,7 @@ class IS2REData(BatchedData[Structures]):
         max_atoms: most structures of a batch times the atoms of its largest one; null for no cap.
         bucket: random batches that are pooled and cut again by size, which models that do not pad
             gain little from. 1: batches stay random, which learns faster per step
-            (docs/results.md).
+            (docs/results/emt-sample.md).
         workers: processes that read ahead; 0 reads in the main process.
         skip_bad: leave out records with NaN or infinite numbers, and those whose label is missing
             or absurd, counted, instead of stopping at the first one.
