@@ -84,10 +84,9 @@ def test_ranges_are_those_of_the_command_line() -> None:
         for part in ("model", "data", "task", "trainer"):
             for name, described in one["properties"][part]["properties"].items():
                 key = f"{part}.{name}"
-                if key not in LIMITS or "object" in described.get("type", ()):
-                    continue
-                if "number" not in str(described):  # whole numbers have no halves
-                    continue
+                types = str({k: v for k, v in described.items() if k != "description"})
+                if key not in LIMITS or "object" in types or "number" not in types:
+                    continue  # of the last, whole numbers have no halves
                 low, high = (float(end) for end in LIMITS[key][1:-1].split(","))
                 size = 2 if "prefixItems" in described else 0
                 for number in (low - 1e-3, low, (low + high) / 2, high, high + 1e-3 * high):
@@ -154,3 +153,13 @@ def test_completion_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(completion, "find_spec", lambda name: None)
     assert "pip install 'molflt[completion]'" in error_of(capsys, "completion", "bash")
     assert "shell" in error_of(capsys, "completion", "dash")
+
+
+def test_the_script_is_printed_and_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    monkeypatch.setattr(completion, "_script", lambda shell: f"script of {shell}")
+    monkeypatch.setattr(completion, "find_spec", lambda name: name)
+    assert main(["completion", "zsh"]) == 0 == main(["completion", "zsh", "--out", f"{tmp_path}/z"])
+    assert capsys.readouterr().out == f"script of zsh\nwritten: {tmp_path}/z\n"
+    assert (tmp_path / "z").read_text() == "script of zsh\n"

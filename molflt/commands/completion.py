@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import reduce
 from importlib.util import find_spec
 from operator import or_
+from pathlib import Path
 from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
@@ -14,6 +15,7 @@ from jsonargparse import ArgumentParser
 from molflt.commands.cli import _GROUPS, COMMANDS, _parser
 from molflt.commands.evaluate import parser_of
 from molflt.commands.options import _is_flag, _options_of, _show_flags
+from molflt.files import write_atomically
 from molflt.shipped import config_names
 from molflt.training.recipes import RECIPES
 
@@ -22,7 +24,7 @@ __all__ = ["completion"]
 _CONFIGS = "_molflt_configs"
 
 
-def completion(shell: Literal["bash", "zsh", "tcsh"]) -> None:
+def completion(shell: Literal["bash", "zsh", "tcsh"], out: Path | None = None) -> None:
     """Prints a script with which a shell completes commands, options, values and files.
 
     It holds the options of all recipes, and needs molflt no longer once it is written:
@@ -30,6 +32,7 @@ def completion(shell: Literal["bash", "zsh", "tcsh"]) -> None:
 
     Args:
         shell: what it is for.
+        out: file to write; by default it is printed.
 
     Raises:
         ModuleNotFoundError: without the package shtab.
@@ -38,7 +41,12 @@ def completion(shell: Literal["bash", "zsh", "tcsh"]) -> None:
         raise ModuleNotFoundError(
             "completion needs the package shtab; pip install 'molflt[completion]'"
         )
-    print(_script(shell))
+    script = f"{_script(shell)}\n"
+    if out is None:
+        print(script, end="")
+    else:
+        write_atomically(out, script.encode())
+        print(f"written: {out}")
 
 
 def _script(shell: str) -> str:

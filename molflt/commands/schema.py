@@ -35,9 +35,7 @@ def schema(out: Path | None = None) -> None:
         print(text, end="")
     else:
         write_atomically(out, text.encode())
-        print(
-            f"written: {out}; first line of a configuration: # yaml-language-server: $schema={out}"
-        )
+        print(f"written: {out}; first line of a configuration: {_HEADER}{out}")
 
 
 def config_schema() -> dict[str, Any]:
@@ -97,7 +95,7 @@ def _bound(described: _Schema, interval: str) -> None:
     described["minimum" if interval[0] == "[" else "exclusiveMinimum"] = low
     described["maximum" if interval[-1] == "]" else "exclusiveMaximum"] = high
     inside = [*described.get("anyOf", []), *described.get("prefixItems", [])]
-    for part in [*inside, described.get("items")]:
+    for part in [*inside, described.get("items"), described.get("additionalProperties")]:
         if isinstance(part, dict):
             _bound(part, interval)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import nn
 
@@ -105,7 +105,14 @@ class Pretrained(ModelHubMixin):
             )
         return cls(trained)
 
-    if not TYPE_CHECKING:  # the signatures are the mixin's; their errors become one line
+    if TYPE_CHECKING:  # also without huggingface_hub, whose signatures these are
+
+        @classmethod
+        def from_pretrained(
+            cls, pretrained_model_name_or_path: str | Path, **options: Any
+        ) -> Self: ...
+
+    else:  # errors become one line
 
         @classmethod
         def from_pretrained(cls, pretrained_model_name_or_path, **options):
