@@ -42,6 +42,7 @@ def predict(
     also: list[Path] | None = None,
     calibration: Path | None = None,
     tags: Tags = "oc20",
+    compiled: bool = False,
 ) -> None:
     """Predicts energies, in eV, of the structures in a file: molflt predict [RUN] FILE.
 
@@ -65,6 +66,7 @@ def predict(
             folder ensemble of `run`, if it is there.
         tags: what tags mean in a file that ASE reads: oc20 (0 subsurface, 1 surface, 2 adsorbate)
             or ase (numbers of layers from the top, 1, 2, ..., and 0 for adsorbates).
+        compiled: use the machine code that `molflt export --compiled true` wrote into the folder.
 
     Raises:
         FileNotFoundError: if the run, its checkpoint, or the structures are missing.
@@ -82,7 +84,7 @@ def predict(
             f"{structures}: a trained model; expected structures to predict; got none; molflt "
             "predict RUN STRUCTURES"
         )
-    model = _load(run, checkpoint, device, also)
+    model = _load(run, checkpoint, device, also, compiled)
     dataset = open_structures(structures, skip_bad, Reading(tags=tags))
     if model.about is not None:
         print(f"molflt: {model.summary}", file=sys.stderr)
@@ -123,10 +125,13 @@ def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
     return parser
 
 
-def _load(run: str, checkpoint: str, device: str, also: list[Path] | None) -> EnergyPredictor:
+def _load(
+    run: str, checkpoint: str, device: str, also: list[Path] | None, compiled: bool
+) -> EnergyPredictor:
     if also == []:  # an empty list asks for an ensemble all the same
         load_ensemble([Path(run)])
-    model = load(run or None, device, checkpoint=checkpoint, also=also or ())
+    device = "cpu" if compiled and device == "auto" else device
+    model = load(run or None, device, checkpoint=checkpoint, also=also or (), compiled=compiled)
     if not isinstance(model, EnergyPredictor):
         raise ValueError(
             f"{run}: a model of the recipe {model.trained.recipe}; expected one that predicts "
