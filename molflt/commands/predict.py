@@ -43,6 +43,7 @@ def predict(
     also: list[Path] | None = None,
     calibration: Path | None = None,
     tags: Tags = "oc20",
+    compiled: bool = False,
 ) -> None:
     """Predicts what is in a file: energies, in eV, of structures; classes of sentences or images.
 
@@ -69,6 +70,7 @@ def predict(
             folder ensemble of `run`, if it is there.
         tags: what tags mean in a file that ASE reads: oc20 (0 subsurface, 1 surface, 2 adsorbate)
             or ase (numbers of layers from the top, 1, 2, ..., and 0 for adsorbates).
+        compiled: use the machine code that `molflt export --compiled true` wrote into the folder.
 
     Raises:
         FileNotFoundError: if the run, its checkpoint, or the file is missing.
@@ -83,7 +85,7 @@ def predict(
             f"{file}: a trained model; expected what it shall predict; got none; molflt predict "
             "RUN FILE"
         )
-    model = _load(run, checkpoint, device, also)
+    model = _load(run, checkpoint, device, also, compiled)
     if not isinstance(model, EnergyPredictor):
         given = {"skip-bad": skip_bad, "also": also, "calibration": calibration}
         _refuse(run, model.trained.recipe, {**given, "tags": tags if tags != "oc20" else None})
@@ -154,11 +156,12 @@ def _write_rows(out: Path | None, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def _load(
-    run: str, checkpoint: str, device: str, also: list[Path] | None
+    run: str, checkpoint: str, device: str, also: list[Path] | None, compiled: bool
 ) -> EnergyPredictor | Labeler:
     if also == []:  # an empty list asks for an ensemble all the same
         load_ensemble([Path(run)])
-    model = load(run or None, device, checkpoint=checkpoint, also=also or ())
+    device = "cpu" if compiled and device == "auto" else device
+    model = load(run or None, device, checkpoint=checkpoint, also=also or (), compiled=compiled)
     if not isinstance(model, EnergyPredictor | Labeler):
         raise ValueError(
             f"{run}: a model of the recipe {model.trained.recipe}, which writes text; expected one "
