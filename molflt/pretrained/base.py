@@ -60,6 +60,13 @@ class Pretrained(ModelHubMixin):
         """The module itself, in evaluation mode."""
         return self.trained.model
 
+    def use_compiled(self) -> None:
+        """Computes with machine code, where there is some: of energies, see `EnergyPredictor`."""
+        raise ValueError(
+            f"{self.name}: machine code is made of energies; got a model of the recipe "
+            f"{self.trained.recipe}; leave compiled out"
+        )
+
     @property
     def summary(self) -> str:
         """One line: what it is, and what it was trained on."""

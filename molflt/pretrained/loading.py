@@ -11,6 +11,7 @@ from molflt.pretrained.energies import EnergyPredictor
 from molflt.pretrained.sentences import GapFiller, SentenceLabeler, Translator
 from molflt.pretrained.tokens import ImageLabeler, TextWriter
 from molflt.pretrained.trained import read_trained
+from molflt.training.sources import HUB
 
 __all__ = ["load"]
 
@@ -43,6 +44,7 @@ def load(
     *,
     checkpoint: str = "best",
     also: Sequence[str | Path] = (),
+    compiled: bool = False,
 ) -> EnergyPredictor | TextWriter | ImageLabeler | GapFiller | SentenceLabeler | Translator:
     """Loads a trained model.
 
@@ -53,6 +55,8 @@ def load(
         device: cpu, cuda, cuda:N, or auto.
         checkpoint: of a run: best, last, or the path of a safetensors file.
         also: further runs that make an ensemble with `source`, whose spread is an uncertainty.
+        compiled: compute energies, and nothing else, with the machine code beside an exported
+            model that `molflt export --compiled true` has written. Only for what you trust.
 
     Returns:
         What predicts energies, writes text, labels images, fills gaps, labels sentences or
@@ -61,13 +65,28 @@ def load(
 
     Raises:
         FileNotFoundError: if there is nothing of that name.
-        ValueError: naming what is damaged, or why the Hub has given nothing.
+        ValueError: naming what is damaged, why the Hub has given nothing, or why there is no
+            machine code for this model.
     """
+    if compiled:
+        _check_compiled(source, device)
     trained = read_trained(source, checkpoint, device, also)
     for kind in _KINDS:
         if isinstance(trained.model, kind.models):
-            return kind(trained)
+            found = kind(trained)
+            if compiled:
+                found.use_compiled()
+            return found
     raise ValueError(
         f"{trained.path}: a model of the recipe {shown(trained.recipe)}, which nothing here uses; "
         "expected energies, texts or images; take molflt.training.checkpoint.load_run"
     )
+
+
+def _check_compiled(source: str | Path | None, device: str) -> None:
+    if device != "cpu":
+        raise ValueError(f"compiled=True computes on the CPU; got device={device!r}; leave one out")
+    if str(source).startswith(HUB):
+        raise ValueError(
+            f"{source}: machine code is not taken from the Hub; export it with --compiled true here"
+        )
