@@ -22,7 +22,7 @@ from molflt.attention.positions.spectral import SpectralPosition
 from molflt.attention.spectra.gaussian import GaussianBasis, GaussianMixture
 from molflt.attention.spectra.local import Local
 from molflt.metrics import Metric
-from molflt.plots import GroupError, figure, training
+from molflt.plots import GroupError, figure, parity, training
 from molflt.tasks.base import Task
 from molflt.tasks.is2re import IS2RETask
 
