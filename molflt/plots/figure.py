@@ -93,7 +93,7 @@ def plain(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-class _End(NamedTuple):
+class LineEnd(NamedTuple):
     """Where a line ends, and what it is called."""
 
     name: str
@@ -102,14 +102,15 @@ class _End(NamedTuple):
     color: str
 
 
-def _label_ends(axes: Axes, ends: Sequence[_End], height: float) -> None:
+def label_ends(axes: Axes, ends: Sequence[LineEnd], height: float) -> None:
     """Writes names to the right of a panel, next to where their lines end, none over another.
 
     Args:
-        axes: whose limits are set.
+        axes: with all that it shows; its limits stay from now on.
         ends: of the lines.
         height: of the panel, inches.
     """
+    axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
     at = axes.transData + axes.transAxes.inverted()
     places = [float(at.transform((end.x, end.y))[1]) for end in ends]
     order = sorted(range(len(ends)), key=places.__getitem__)
@@ -129,7 +130,12 @@ def _label_ends(axes: Axes, ends: Sequence[_End], height: float) -> None:
             va="center",
             fontsize=7,
             color=end.color,
-            arrowprops={"arrowstyle": "-", "color": end.color, "linewidth": 0.5, "alpha": 0.6},
+            arrowprops={
+                "arrowstyle": "-",
+                "color": end.color,
+                "linewidth": 0.5,
+                "relpos": (0, 0.5),
+            },
             annotation_clip=False,
         )
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from molflt.metrics import Metric
-from molflt.plots.figure import SERIES, _End, _label_ends, picture, plain
+from molflt.plots.figure import SERIES, LineEnd, label_ends, picture, plain
 from molflt.plots.training import _log_if_wide
 
 _Columns = Mapping[str, NDArray[np.float64]]
@@ -55,14 +55,13 @@ def overlaid_curves(
                 line = {"color": color, "linewidth": 1.4, "linestyle": style, "marker": marker}
                 axes.plot(steps, values, markersize=3, **line)
                 if len(values):
-                    ends.append(_End(run, float(steps[-1]), float(values[-1]), color))
+                    ends.append(LineEnd(run, float(steps[-1]), float(values[-1]), color))
             if metrics[name].scale == "log":
                 _log_if_wide(axes, np.concatenate(drawn))
             axes.set_xlim(0, 1.02 * last)
-            axes.set_ylim(axes.get_ylim())
             axes.set_ylabel(f"{metrics[name].axis}\n({better(metrics[name].largest_is_best)})")
             axes.grid(alpha=0.3)
-            _label_ends(axes, ends, height)
+            label_ends(axes, ends, height)
         panels[-1].set_xlabel("step")
         panels[0].set_title(f"n = {len(runs)} runs", fontsize="medium")
         figure.align_ylabels()
@@ -93,7 +92,7 @@ def intervals(
     order = sorted(first, key=lambda name: first[name][0], reverse=not largest_is_best)
     others = [name for found in panels.values() for name in found if name not in first]
     order = [*dict.fromkeys(others), *order]
-    size = (3.2 + 3.2 * len(panels), 1.0 + 0.3 * len(order))
+    size = (3.2 + 3.2 * len(panels), 1.3 + 0.3 * len(order))
     with picture(file, figsize=size) as figure:
         row = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
         for axes, (label, found) in zip(row, panels.items(), strict=True):
@@ -103,5 +102,6 @@ def intervals(
                     axes.errorbar(value, place, xerr=width, fmt="o", capsize=3, color=SERIES[0])
             axes.set_yticks(range(len(order)), [plain(name) for name in order])
             axes.set_ylim(-0.6, len(order) - 0.4)
+            axes.locator_params(axis="x", nbins=5)
             axes.set_xlabel(f"{label}\n({better(largest_is_best)})")
             axes.grid(alpha=0.3)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import html
-import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Html", "Section", "details", "identifier", "joined", "pre", "table", "text"]
+__all__ = ["Html", "Section", "details", "joined", "pre", "table", "text"]
 
 _LONGEST = 400  # characters of a cell
 _SHOWN = 30  # rows of a long table
@@ -76,8 +75,10 @@ def table(
         + "</tr>"
         for row in rows[:most]
     ]
+    whole = ' class="text"' if text_columns == len(head) else ""
     return Html(
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{text(caption)}"><table>'
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{text(caption)}">'
+        f"<table{whole}>"
         f"<caption>{text(caption)}</caption>\n<thead><tr>{''.join(titles)}</tr></thead>\n"
         f"<tbody>{''.join(lines)}</tbody></table></div>"
     )
@@ -91,8 +92,3 @@ def details(summary: str, body: Html) -> Html:
 def pre(lines: Sequence[str]) -> Html:
     """Lines as they are."""
     return Html(f'<pre tabindex="0">{text(chr(10).join(lines), 20_000)}</pre>')
-
-
-def identifier(name: str) -> str:
-    """A name as an id of an element."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")

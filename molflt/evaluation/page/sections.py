@@ -34,6 +34,10 @@ _UNITS = {
     "bits": "bits",
 }
 _UNIT = re.compile(rf"^(.+)_({'|'.join(sorted(_UNITS, key=len, reverse=True))})$")
+_NAMES = {
+    "nearest": "attention on the nearest 10 % of the tokens",
+    "farthest": "attention on the farthest 10 % of the tokens",
+}
 _VALIDATIONS = 20  # rows of their table
 _FILES = 200
 _KEPT = {  # pictures of evaluations: title, the picture in words
@@ -116,6 +120,8 @@ def heading(name: str, metrics: Mapping[str, Metric]) -> str:
     """A metric with its unit, and an arrow if one direction is known to be the better one."""
     if name in metrics:
         return f"{metrics[name].axis} {'↑' if metrics[name].largest_is_best else '↓'}"
+    if name in _NAMES:
+        return _NAMES[name]
     inner = name.removeprefix("baseline_")
     if inner != name and inner in metrics:
         return f"baseline {metrics[inner].axis}"
@@ -127,21 +133,19 @@ def results(found: Contents) -> Section:
     """Metrics by split."""
     run = found.run
     metrics = {} if run is None else run.metrics
-    names = list(dict.fromkeys(name for row in found.results.values() for name in row))
-    rows = []
-    for split, row in found.results.items():
+    rows: list[list[str]] = []
+    for name in dict.fromkeys(name for row in found.results.values() for name in row):
         cells = []
-        for name in names:
+        for split, row in found.results.items():
             error = None if run is None or name not in row else standard_error(run, split, name)
             cells.append(_number(row.get(name), error, metrics.get(name)))
-        rows.append([split, *cells])
+        rows.append([heading(name, metrics), *cells])
     text = "Metrics by split, as molflt evaluate found them (results.json)"
     if metrics:
         text += "; ↓ lower is better, ↑ higher is better"
-    if any(" ± " in cell for row in rows for cell in row[1:]):
+    if any(" ± " in cell for row in rows for cell in row):
         text += "; ± is the standard error over the systems"
-    head = ["split", *(heading(name, metrics) for name in names)]
-    return Section("results", "Results", table(head, rows, f"{text}."))
+    return Section("results", "Results", table(["metric", *found.results], rows, f"{text}."))
 
 
 def _number(value: float | None, error: float | None = None, metric: Metric | None = None) -> str:
@@ -151,6 +155,7 @@ def _number(value: float | None, error: float | None = None, metric: Metric | No
         return f"{value:,}"
     # as the tables of evaluations and comparisons
     form = f".{metric.digits + (metric.digits > 2)}f" if metric is not None else ".4g"
+    form = ",.1f" if abs(value) >= 1000 else form
     return f"{value:{form}}" + ("" if error is None else f" ± {error:{form}}")
 
 

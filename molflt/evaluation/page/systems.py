@@ -30,7 +30,12 @@ __all__ = ["parity", "worst_systems"]
 
 _DRAWN = 6
 _LISTED = 15
-_TITLES = {"adsorbate": "adsorbate", "slab": "slab", "element": "element", "natoms": "atoms"}
+_TITLES = {
+    "adsorbate": "adsorbate",
+    "slab": "metal (elements of the slab)",
+    "element": "element",
+    "natoms": "number of atoms",
+}
 
 _Array = NDArray[np.float64]
 
@@ -105,7 +110,7 @@ def _parity(found: Contents, pictures: Pictures, of_forces: bool) -> Html:
         said.append(f"{split}: mean absolute error {mae:.3f} eV over {len(own):,} systems")
     quantity = "energy less the mean of its formula" if of_forces else "energy"
     alt = f"Predicted against labeled {quantity}, a panel per split. {'. '.join(said)}."
-    caption = f"Predicted against labeled {quantity}; the {3} largest errors of a split are named."
+    caption = f"Predicted against labeled {quantity}; the largest errors of a split are named."
     draw = partial(_draw_parity, panels, names, quantity)
     return pictures.drawn(alt, caption, draw)
 
