@@ -144,6 +144,16 @@ def _unfinished(run: Path) -> None:
     config.write_text(config.read_text().replace("max_steps: 6", "max_steps: 9"))
 
 
+def test_odd_rows_are_passed_over(run, capsys, quick) -> None:
+    """A row of units in one table, a number of systems below 0 in another."""
+    head, rest = (run / "metrics.csv").read_text().split("\n", 1)
+    (run / "metrics.csv").write_text(f"{head}\n{'eV,' * head.count(',')}eV\n{rest}")
+    (run / "results.json").write_text('{"val_id": {"ewt_percent": 5.0, "n": -3}}')
+    page = Page(page_of(run))
+    assert capsys.readouterr().err == "" and page.words["h2"][0] == "Overview"
+    assert "5.00" in page.words["td"] and "-3" in page.words["td"]
+
+
 def _no_labels(run: Path) -> None:
     path = run / "predictions.csv"
     path.write_text(path.read_text().replace("error_eV", "other").replace("target_eV", "label"))
@@ -252,7 +262,7 @@ def test_mistakes_get_one_line(run, tmp_path, capsys) -> None:
 
 
 def test_large_pictures_do_not_make_a_large_page(run, capsys, quick) -> None:
-    noise = np.random.default_rng(0).integers(0, 256, (1500, 1500, 3), dtype=np.uint8)
+    noise = np.random.default_rng(0).integers(0, 256, (800, 800, 3), dtype=np.uint8)
     for name in ("attention", "losses", "confusion"):
         Image.fromarray(noise).save(run / f"{name}.png")
     text = page_of(run)
@@ -269,7 +279,7 @@ def test_every_picture_also_as_pdf(run, tmp_path, capsys) -> None:
         starts = [file.read_bytes()[:5] for file in files]
         assert starts == [b"\x89PNG\r", b"%PDF-"]
         assert str(files[1]) in said
-    assert "Expected" in error_of(capsys, *words, "--pictures", "gif")
+    assert "option --pictures; expected" in error_of(capsys, *words, "--pictures", "gif")
     line = error_of(capsys, "compare", str(run), str(tmp_path / "x"), "--pictures", "pdf")
     assert "expected --out FOLDER" in line
 

@@ -133,6 +133,7 @@ def test_the_wheel_trains_evaluates_and_predicts_by_itself(installed, tmp_path) 
     root = Path(yaml.safe_load((run / "config.yaml").read_text())["data"]["root"])
     assert root.is_relative_to(installed)
     assert "val_ood_both" in molflt(*lines[-1].partition("next: molflt ")[2].split())
+    assert molflt("report", f"runs/{run.name}").startswith(f"written: runs/{run.name}/report.html")
 
     slab = fcc111("Pt", (3, 4, 4), vacuum=8.0, periodic=True)
     add_adsorbate(slab, molecule("CH3OH"), 2.2, "ontop")

@@ -177,7 +177,7 @@ def standard_error(run: Run, split: str, name: str) -> float | None:
     """Of a metric of a split, as a mean over so many systems; None where they are not known."""
     row = run.results[split]
     value, count = row.get(name), row.get("n")
-    if value is None or not count:
+    if value is None or not count or count < 0:
         return None
     errors = run.errors.get(split, np.zeros(0))
     if name == "mae_eV" and len(errors) == count > 1:

@@ -21,6 +21,7 @@ SERIES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, GREY, "black")
 ZERO, DPI = "#D9D9D9", 150  # in heat maps: a weight of exactly 0, a mask of -inf; dots per inch
 
 
+_LONGEST = 48  # characters of a name
 FORMATS = ("png", "svg", "pdf")
 _UNDATED = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}  # the same bytes again
 _further: ContextVar[tuple[tuple[str, ...], list[Path]]] = ContextVar("further", default=((), []))
@@ -89,8 +90,13 @@ def picture(file: Path, **options: object) -> Iterator[Figure]:
 
 
 def plain(text: str) -> str:
-    """A name from data as Matplotlib shows it letter by letter: dollars begin no formula."""
-    return text.replace("$", r"\$")
+    """A name from data as a picture shows it: letter by letter, as dollars begin no formula.
+
+    Long ones are cut, or nothing else would have room.
+    """
+    shown = "".join(one if one.isprintable() else "?" for one in text)
+    shown = shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 1]}…"
+    return shown.replace("$", r"\$")
 
 
 class LineEnd(NamedTuple):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -55,20 +56,22 @@ def page_of(run: Path) -> tuple[str, list[str]]:
 def _sections(found: Contents) -> Iterator[Section]:
     """In the order of the page; what cannot be made is noted as missing."""
     pictures, run = Pictures(), found.run
+    makers: list[Callable[[], Section | None]] = []
     if run is not None:
-        yield sections.overview(run)
+        makers.append(partial(sections.overview, run))
     if found.results:
-        yield sections.results(found)
-    made = [sections.training(found, pictures)]
+        makers.append(partial(sections.results, found))
+    makers.append(partial(sections.training, found, pictures))
     if run is not None and run.config["recipe"] in OF_STRUCTURES:
-        made += [parity(found, run, pictures), worst_systems(found, run, pictures)]
-    made.append(sections.encodings(found, pictures))
-    yield from (part for part in made if part is not None)
+        makers += [partial(make, found, run, pictures) for make in (parity, worst_systems)]
+    makers.append(partial(sections.encodings, found, pictures))
     if run is not None:
-        yield sections.settings(run)
-    yield sections.files(found)
+        makers.append(partial(sections.settings, run))
+    makers.append(partial(sections.files, found))
     if run is not None:
-        yield sections.repeat(found)
+        makers.append(partial(sections.repeat, found))
+    made = (found.attempt(make, None) for make in makers)
+    yield from (section for section in made if section is not None)
 
 
 def _summary(found: Contents) -> str:

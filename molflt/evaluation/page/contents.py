@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from molflt.evaluation.runs import Results, Run, read_errors, read_results
-from molflt.files import shown
+from molflt.files import shown, verify_tensors
 from molflt.plots.training import read_columns
 from molflt.training.checkpoint import Checkpoint, count_parameters, read_checkpoint
 from molflt.training.config import Config, read_config
@@ -60,7 +60,7 @@ class Contents:
             return read()
         except KeyError as error:
             self.missing.append(f"{self.path}: a table without the column {shown(error.args[0])}")
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, ArithmeticError, csv.Error) as error:
             line = " ".join(str(error).split())
             if line not in self.missing:
                 self.missing.append(line)
@@ -87,11 +87,16 @@ def read_contents(path: Path) -> Contents:
         state = found.attempt(lambda: read_checkpoint(last), state)
     else:
         found.missing.append(f"{last}: not there; time and data of the training are unknown")
+    best = path / "checkpoints" / "best.safetensors"
+    if best.is_file():
+        found.attempt(lambda: verify_tensors(best), False)
     own = state.get("molflt", {})
     config: Config | None = found.attempt(lambda: read_config(path), own.get("config"))
     table = path / "metrics.csv"
     if table.is_file():
-        found.columns = found.attempt(lambda: read_columns(table), {})
+        columns: dict[str, NDArray[np.float64]] = found.attempt(lambda: read_columns(table), {})
+        known = np.isfinite(columns.get("step", np.zeros(0)))  # a row of units has no step
+        found.columns = {name: values[known] for name, values in columns.items()}
     else:
         found.missing.append(f"{table}: not there; no curves")
     found.results = found.attempt(lambda: read_results(path / "results.json"), {})
@@ -134,6 +139,9 @@ def _say_what_lacks(found: Contents, run: Run, stopped: bool) -> None:
         )
     if found.columns and run.best is None:
         found.missing.append(f"{found.path / 'metrics.csv'}: no validation yet")
+    best = found.path / "checkpoints" / "best.safetensors"
+    if run.best is not None and not best.is_file():
+        found.missing.append(f"{best}: not there; the weights of the run are lost")
     if not found.results:
         found.missing.append(f"{found.path}: not evaluated; molflt evaluate RUN does it")
     elif run.config["recipe"] in OF_STRUCTURES and not found.predictions:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from molflt.evaluation.page.contents import Contents
-from molflt.evaluation.page.html import Section, details, joined, pre, table
+from molflt.evaluation.page.html import Html, Section, details, joined, pre, table
 from molflt.evaluation.page.pictures import Pictures
 from molflt.evaluation.runs import Run, flat, standard_error
 from molflt.files import readable_size
@@ -262,4 +262,5 @@ def repeat(found: Contents) -> Section:
     splits = " ".join(shlex.quote(split) for split in found.results)
     lines.append("molflt evaluate AGAIN" + (f" --splits {splits}" if splits else ""))
     lines.append("molflt report AGAIN")
-    return Section("repeat", "How to repeat it", pre(lines))
+    said = Html("<p>AGAIN is the name of a new folder.</p>")
+    return Section("repeat", "How to repeat it", joined([said, pre(lines)]))

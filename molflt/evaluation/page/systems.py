@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -83,14 +83,14 @@ def parity(found: Contents, run: Run, pictures: Pictures) -> Section | None:
     if not found.predictions:
         return None
     of_forces = run.config["recipe"] == "potential"
-    parts = []
-    for make in (
+    makers: list[Callable[[], Html | None]] = [
         partial(_parity, found, pictures, of_forces),
         partial(_groups, found, pictures, "meV/Å" if of_forces else "eV"),
-        *([] if of_forces else [partial(_distribution, run, pictures)]),
-    ):
-        made = found.attempt(make, None)
-        parts += [made] if made is not None else []
+    ]
+    if not of_forces:
+        makers.append(partial(_distribution, run, pictures))
+    made = [found.attempt(make, None) for make in makers]
+    parts = [part for part in made if part is not None]
     return Section("errors", "Predictions and errors", joined(parts)) if parts else None
 
 
@@ -175,7 +175,7 @@ def _draw_distribution(run: Run, file: Path) -> None:
 
 def worst_systems(found: Contents, run: Run, pictures: Pictures) -> Section | None:
     """The systems with the largest errors, as a table and drawn."""
-    systems = found.attempt(lambda: _systems(found), [])
+    systems: list[_System] = found.attempt(partial(_systems, found), [])
     of_forces = any(math.isfinite(one.force) for one in systems)
     unit = "eV/Å" if of_forces else "eV"
 
@@ -222,7 +222,7 @@ def _structures(found: Contents, run: Run, wanted: Sequence[_System]) -> list[tu
     drawn: list[tuple[_System, Data]] = []
     for split in dict.fromkeys(one.split for one in wanted):
         own = [one for one in wanted if one.split == split]
-        records = found.attempt(partial(_records, run, split, own), [])
+        records: list[Data] = found.attempt(partial(_records, run, split, own), [])
         drawn += list(zip(own, records, strict=False))
     return sorted(drawn, key=lambda pair: wanted.index(pair[0]))
 
