@@ -22,7 +22,7 @@ from molflt.training.config import Config, read_config
 from molflt.training.outcome import duration
 from molflt.training.recipes import Recipe
 
-__all__ = ["Results", "Run", "differences", "flat", "measures_of", "notes", "read_errors"]
+__all__ = ["Results", "Run", "differences", "flat_options", "measures_of", "notes", "read_errors"]
 __all__ += ["read_results", "read_runs", "standard_error"]
 
 _MOST_BYTES = 10_000_000  # of results.json
@@ -189,7 +189,7 @@ def standard_error(run: Run, split: str, name: str) -> float | None:
 
 def differences(runs: Sequence[Run]) -> dict[str, list[object]]:
     """Keys of the configurations in which runs differ, and the value of each; None without it."""
-    flat = [dict(flat(run.config)) for run in runs]
+    flat = [dict(flat_options(run.config)) for run in runs]
     found = {}
     for key in dict.fromkeys(key for one in flat for key in one):
         values = [one.get(key) for one in flat]
@@ -198,11 +198,11 @@ def differences(runs: Sequence[Run]) -> dict[str, list[object]]:
     return found
 
 
-def flat(config: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+def flat_options(config: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     """Dotted keys of a configuration, with their values."""
     for name, value in config.items():
         if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{name}.")
+            yield from flat_options(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 

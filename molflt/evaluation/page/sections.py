@@ -14,7 +14,7 @@ import numpy as np
 from molflt.evaluation.page.contents import Contents
 from molflt.evaluation.page.html import Html, Section, details, joined, pre, table
 from molflt.evaluation.page.pictures import Pictures
-from molflt.evaluation.runs import Run, flat, standard_error
+from molflt.evaluation.runs import Run, flat_options, standard_error
 from molflt.files import readable_size
 from molflt.metrics import Metric
 from molflt.plots import training_curve
@@ -219,9 +219,9 @@ def encodings(found: Contents, pictures: Pictures) -> Section | None:
 
 def settings(run: Run) -> Section:
     """Options that are not the defaults, and all."""
-    own = dict(flat(run.config))
+    own = dict(flat_options(run.config))
     defaults = build_parser([f"--recipe={run.config['recipe']}"]).get_defaults().as_dict()
-    usual = dict(flat(plain(defaults)))  # type: ignore[arg-type]
+    usual = dict(flat_options(plain(defaults)))  # type: ignore[arg-type]
     chosen = [(key, value) for key, value in own.items() if usual.get(key) != value]
     head = ("option", "value")
     body = joined(
