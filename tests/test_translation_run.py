@@ -59,7 +59,7 @@ def test_a_small_language_is_learned(run, folder, capsys):
     assert bleu(told, references).bleu == pytest.approx(results["test"]["bleu"])
     assert {"attention.png", "cross-attention.png", "curve.png"} <= {p.name for p in run.iterdir()}
     page = page_of(run)
-    assert "What is missing" not in page and page.count("<img") == 4 and "BLEU" in page
+    assert "What is missing" not in page and page.count("<img") == 3 and "BLEU" in page
     capsys.readouterr()
     assert main(["evaluate", str(run), "--data", str(folder / "test"), "--beam=2"]) == 0
     said = capsys.readouterr().out

@@ -35,6 +35,8 @@ _UNITS = {
 }
 _UNIT = re.compile(rf"^(.+)_({'|'.join(sorted(_UNITS, key=len, reverse=True))})$")
 _NAMES = {
+    "bleu": "BLEU ↑",
+    "chrf": "chrF ↑",
     "nearest": "attention on the nearest 10 % of the tokens",
     "farthest": "attention on the farthest 10 % of the tokens",
 }
