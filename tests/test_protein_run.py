@@ -88,7 +88,8 @@ def test_a_run_beats_the_unigram_baseline(run, results, folder):
         share = 100 * val[best] / val.total()
         assert results["val"]["unigram_accuracy_percent"] == pytest.approx(share, rel=1e-12)
     page = page_of(run)
-    assert "What is missing" not in page and "perplexity ↓" in page
+    heading = "perplexity ↓" if causal else "perplexity in gaps ↓"
+    assert "What is missing" not in page and heading in page
     assert (run / "substitutions.png").stat().st_size > 1000 and "Similarity of amino acids" in page
     validated = min(logged(run, "val_perplexity"))
     assert results["val"]["perplexity"] == pytest.approx(validated, rel=1e-5)
