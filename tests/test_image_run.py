@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_run import differences, error_of, last_state, logged, table
+from tiny_run import differences, error_of, last_state, logged, page_of, table
 
 import molflt
 from molflt.commands.cli import main
@@ -123,6 +123,11 @@ def test_evaluation(run: Path, tmp_path: Path) -> None:
     pictures = ["confusion", "attention", "encoding", *([] if all(right) else ["wrong"])]
     for name in pictures:
         assert (tmp_path / f"{name}.png").stat().st_size > 1000
+    copy = shutil.copytree(run, tmp_path / "copy")
+    for path in tmp_path.glob("*.*"):
+        shutil.copy(path, copy)
+    page = page_of(copy)
+    assert "What is missing" not in page and page.count("<img") == 1 + len(pictures)
     write_images(tmp_path, "other", 11, 5)
     other = tmp_path / "other-images-idx3-ubyte"
     assert main(["evaluate", str(run), "--data", str(other), "--out", str(tmp_path)]) == 0

@@ -12,7 +12,7 @@ import pytest
 import torch
 from script_files import load_script
 from sentence_files import write_sentences
-from tiny_run import differences, error_of, last_state, logged
+from tiny_run import differences, error_of, last_state, logged, page_of
 
 import molflt
 from molflt.commands.cli import main
@@ -223,6 +223,8 @@ def test_sentences_are_learned_and_judged(folder, tmp_path, capsys):
     assert result["accuracy_percent"] == pytest.approx(max(logged(run, "val_score_percent")))
     assert result["glue_percent"] == result["accuracy_percent"] and result["n"] == 60
     assert (run / "predictions.csv").read_text().startswith("split,index,label,predicted\nval,0,")
+    page = page_of(run)
+    assert "What is missing" not in page and "accuracy / % ↑" in page
     assert main(["export", str(run), str(tmp_path / "out"), "--about", "good or bad"]) == 0
     texts = ["the cat is good", "the house is awful"]
     labels = [molflt.load(path).classify(texts) for path in (run, tmp_path / "out")]

@@ -64,6 +64,9 @@ COMMANDS: dict[tuple[str, ...], _Command] = {
     ("info",): _Command(
         "molflt.commands.info:info", "what a run is: data, model, steps, best value"
     ),
+    ("report",): _Command(
+        "molflt.commands.report:report", "a run as one HTML page: curves, errors, settings"
+    ),
     ("evaluate",): _Command(
         "molflt.commands.evaluate:evaluate",
         "metrics of a run on splits, tables, plots, submission",

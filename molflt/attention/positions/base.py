@@ -18,6 +18,13 @@ else:
     MixingName = Literal[(*MIXINGS, "auto")]
 
 
+ADDED = ("f", "added to the logit")
+AS_FACTOR = (
+    "f",
+    "exp f multiplies the weight",
+)  # of kernelized attention, of softmax too
+
+
 class Position(nn.Module):
     """Base class of positional encodings.
 
@@ -33,6 +40,7 @@ class Position(nn.Module):
         decodes: whether it leaves linear causal attention a state of constant size.
         redraws: whether its randomness estimates something and should be drawn anew in training, as
             that of random features; nodes of a spectrum are part of what is learned and stay.
+        placement: what pictures of the encoding show, and how that enters attention.
         grid: whether tokens must lie on a regular grid in order, so that they cannot be permuted.
     """
 
@@ -43,6 +51,7 @@ class Position(nn.Module):
     causal: ClassVar[bool] = True
     decodes: ClassVar[bool] = True
     redraws: ClassVar[bool] = False
+    placement: ClassVar[tuple[str, str]] = ADDED
     grid: ClassVar[bool] = False
 
     @property
