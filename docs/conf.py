@@ -40,6 +40,8 @@ html_theme = "furo"
 html_title = f"molflt {release}"
 html_show_sourcelink = False
 html_copy_source = False
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 html_extra_path = ["_static/index.html"]
 copybutton_exclude = ".linenos, .gp, .go"
 
@@ -48,14 +50,16 @@ copybutton_exclude = ".linenos, .gp, .go"
 default_role = "code"
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+napoleon_attr_annotations = False
 autodoc_member_order = "bysource"
+autodoc_default_options = {"exclude-members": "extra_repr"}
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 nitpicky = True
-nitpick_ignore_regex = [("py:.*", r".*")]
+nitpick_ignore_regex = [("py:(class|data|obj|attr)", r".*")]  # types of other packages
 
 
 def _escape(app: object, what: str, name: str, obj: object, options: object, lines: list) -> None:
@@ -64,6 +68,8 @@ def _escape(app: object, what: str, name: str, obj: object, options: object, lin
         parts = re.split(r"(``.*?``|`.*?`)", line)
         parts[::2] = [re.sub(r"\||(?<=\w)_(?!\w)", r"\\\g<0>", part) for part in parts[::2]]
         lines[i] = "".join(parts)
+    if what in ("attribute", "data", "property") and lines:
+        lines[0] = f": {lines[0]}"  # the text before a first colon would be taken for a type
 
 
 def _list_children(app: object, name: str, source: list) -> None:

@@ -30,7 +30,7 @@ def run_python(code: str, page: Path, names: dict[str, object]) -> str:
 
 def run_commands(lines: str, capsys: pytest.CaptureFixture[str]) -> str:
     capsys.readouterr()
-    for line in lines.splitlines():
+    for line in lines.replace("\\\n", " ").splitlines():
         program, *words = shlex.split(line)
         assert program == "molflt" and cli.main(words) == 0, line
     return capsys.readouterr().out
