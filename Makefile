@@ -75,9 +75,9 @@ quick: $(VENV)/.molflt-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(QUICK)
 
 # The source folder is the repository, docs/conf.py says which files are pages. -W: a warning, such as
-# that of a broken link, is an error.
+# that of a broken link, is an error; -E: in pages that have not changed, too.
 docs: $(VENV)/.molflt-dev
-	OMP_NUM_THREADS=1 $(BIN)/sphinx-build -q -W --keep-going -n -c docs . docs/_build/html
+	OMP_NUM_THREADS=1 $(BIN)/sphinx-build -q -E -W --keep-going -n -c docs . docs/_build/html
 	@echo "docs/_build/html/index.html"
 
 lint: $(VENV)/.molflt-dev

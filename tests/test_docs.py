@@ -97,6 +97,13 @@ def test_commands_exist_with_their_options(line: str) -> None:
     assert not mistakes
 
 
+def test_configurations_in_commands_exist() -> None:
+    named = set(re.findall(r"--config[ =](\S+)", "\n".join(commands())))
+    files = {name: (ROOT / name, ROOT / "configs" / f"{name}.yaml") for name in named}
+    assert len(named) > 20
+    assert not [name for name, paths in files.items() if not any(p.exists() for p in paths)]
+
+
 def quoted_messages() -> list[str]:
     """The fixed words of each message in the table of problems, without names and values."""
     text = (ROOT / "docs" / "problems.md").read_text()
