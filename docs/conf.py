@@ -38,6 +38,7 @@ myst_enable_extensions = ["deflist"]
 
 html_theme = "furo"
 html_title = f"molflt {release}"
+html_domain_indices = False
 html_show_sourcelink = False
 html_copy_source = False
 html_static_path = ["_static"]
@@ -72,6 +73,11 @@ def _escape(app: object, what: str, name: str, obj: object, options: object, lin
         lines[0] = f": {lines[0]}"  # the text before a first colon would be taken for a type
 
 
+def _skip(app: object, what: str, name: str, obj: object, skip: bool, options: object) -> bool:
+    """Fields of named tuples without a docstring have one that says nothing."""
+    return skip or (getattr(obj, "__doc__", None) or "").startswith("Alias for field number")
+
+
 def _list_children(app: object, name: str, source: list) -> None:
     """Pages below configs/ and datasets/ into the navigation: on other sites that list is noise."""
     pages = {"configs/README": "*/README", "datasets/README": "*/README\n*"}
@@ -80,5 +86,6 @@ def _list_children(app: object, name: str, source: list) -> None:
 
 
 def setup(app: "Sphinx") -> None:
+    app.connect("autodoc-skip-member", _skip)
     app.connect("source-read", _list_children)
     app.connect("autodoc-process-docstring", _escape, priority=400)  # before napoleon
