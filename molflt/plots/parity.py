@@ -93,9 +93,7 @@ def _name_worst(
         if not low <= energy[one] <= high:
             continue
         at = scale * np.array([target[one], energy[one]])
-        shift = max(
-            _SHIFTS, key=lambda by: min((np.hypot(*(at + by - x)) for x in taken), default=0)
-        )
+        shift = max(_SHIFTS, key=lambda by: _nearest(at + by, taken))
         taken.append(at + shift)
         axes.plot(target[one], energy[one], "o", color=VERMILION, mfc="none", markersize=6)
         axes.annotate(
