@@ -1,6 +1,7 @@
 # make demo    fresh machine: environment, train on the shipped sample, evaluate four splits -> runs/demo
 # make test    fresh machine: environment, all tests
 # make fuzz    10,000 damaged and hostile inputs through the command line, in half an hour
+# make docs    the documentation as a site: docs/_build/html/index.html
 # make bench NAME=decoding    a benchmark: docs/results/decoding.csv and .png, and its block of docs/results/*.md
 PYTHON ?= python3
 VENV   ?= .venv
@@ -15,7 +16,7 @@ QUICK  := tests/test_architecture.py tests/attention/test_nothing_in_silence.py 
 SPLITS := val_id val_ood_ads val_ood_cat val_ood_both
 
 .DEFAULT_GOAL := help
-.PHONY: help env check demo bench fuzz test quick lint types format clean
+.PHONY: help env check demo bench fuzz test quick docs lint types format dist clean
 
 help:
 	@echo "make demo    train on the shipped sample and evaluate the four splits, into $(RUN)"
@@ -23,10 +24,12 @@ help:
 	@echo "make fuzz    damaged and hostile inputs, each has to be read rightly or refused; INPUTS, SEED, JOBS"
 	@echo "make test    all tests"
 	@echo "make quick   a part of them, in a minute"
+	@echo "make docs    the documentation as a site, docs/_build/html/index.html; stops on broken links"
 	@echo "make lint    ruff check and format --check"
 	@echo "make types   mypy"
 	@echo "make check   whether the installed packages fit together"
 	@echo "make format  rewrite the files in ruff's format"
+	@echo "make dist    sdist and wheel, into dist"
 	@echo "make env     only the environment, $(VENV)"
 	@echo "make clean   remove $(VENV) and caches (runs/ is kept)"
 
@@ -72,6 +75,12 @@ test: $(VENV)/.molflt-dev
 quick: $(VENV)/.molflt-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(QUICK)
 
+# The source folder is the repository, docs/conf.py says which files are pages. -W: a warning, such as
+# that of a broken link, is an error; -E: in pages that have not changed, too.
+docs: $(VENV)/.molflt-dev
+	OMP_NUM_THREADS=1 $(BIN)/sphinx-build -q -E -W --keep-going -n -c docs . docs/_build/html
+	@echo "docs/_build/html/index.html"
+
 lint: $(VENV)/.molflt-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -83,6 +92,9 @@ format: $(VENV)/.molflt-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+dist: $(VENV)/.molflt-dev
+	$(BIN)/hatchling build -d dist
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis docs/_build build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

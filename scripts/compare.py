@@ -180,7 +180,9 @@ def draw(rows: Rows, measure: str, png: Path) -> None:
     means = {name: statistics.fmean(own) for name, own in found.items() if own}
     if not means:
         return
-    label = f"{split} {MEASURES[measure][0]}\nmean ± standard deviation over seeds"
+    counts = sorted({len(found[name]) for name in means})
+    seeds = "-".join(dict.fromkeys((str(counts[0]), str(counts[-1]))))
+    label = f"{split} {MEASURES[measure][0]}\nmean ± standard deviation, n = {seeds} seeds"
     spread = {
         name: statistics.stdev(found[name]) if len(found[name]) > 1 else 0.0 for name in means
     }

@@ -20,11 +20,13 @@ from molflt.training.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+DOCS = [page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts]
+PAGES = [*ROOT.glob("*.md"), *DOCS, *(ROOT / "datasets").rglob("*.md")]
 PAGES = sorted([*PAGES, *(ROOT / "configs").rglob("README.md")])
 EXAMPLES = [
     pytest.param(page, code, id=f"{page.stem}-{count}")
     for page in PAGES
+    if page.parent.name != "tutorials"  # tests/test_tutorials.py
     for count, code in enumerate(
         re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
     )
@@ -36,7 +38,8 @@ def commands() -> list[str]:
     lines = []
     for page in PAGES:
         for block in re.findall(r"^```(?:bash|sh)?\n(.*?)^```", page.read_text(), re.M | re.S):
-            lines += [line for line in block.splitlines() if line.startswith("molflt ")]
+            joined = block.replace("\\\n", " ").splitlines()
+            lines += [line for line in joined if line.startswith("molflt ")]
     return sorted(set(lines))
 
 
@@ -94,6 +97,13 @@ def test_commands_exist_with_their_options(line: str) -> None:
     assert not mistakes
 
 
+def test_configurations_in_commands_exist() -> None:
+    named = set(re.findall(r"--config[ =](\S+)", "\n".join(commands())))
+    files = {name: (ROOT / name, ROOT / "configs" / f"{name}.yaml") for name in named}
+    assert len(named) > 20
+    assert not [name for name, paths in files.items() if not any(p.exists() for p in paths)]
+
+
 def quoted_messages() -> list[str]:
     """The fixed words of each message in the table of problems, without names and values."""
     text = (ROOT / "docs" / "problems.md").read_text()
@@ -117,15 +127,28 @@ def test_keys_named_in_the_documentation_exist() -> None:
     parsers = [cli._parser(("train",), ["--recipe", recipe]) for recipe in RECIPES]
     known = {name for parser in parsers for name in _options_of(parser)}
     pages = "\n".join(page.read_text() for page in PAGES if page.name != "problems.md")
-    named = set(re.findall(r"--(?:model|data|task|trainer)\.\w+", pages))
+    named = set(re.findall(r"--(?:model|data|task|trainer)\.[a-z]\w*", pages))
     assert named and named <= known
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def anchors(page: Path) -> set[str]:
+    """What a link to a heading of a page says behind the #."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    titles = re.findall(r"^#+ (.*?)\s*$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_relative_links_lead_somewhere(page: Path) -> None:
-    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
-    links = [link for link in links if "://" not in link]
-    assert not [link for link in links if not (page.parent / link).resolve().exists()]
+    links = re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?[^)]*\)", page.read_text())
+    wrong = []
+    for link, anchor in links:
+        target = (page.parent / link).resolve() if link else page
+        if "://" in link or (target.exists() and not anchor):
+            continue
+        if not (target.suffix == ".md" and target.exists() and anchor in anchors(target)):
+            wrong.append(f"{link}#{anchor}" if anchor else link)
+    assert not wrong
 
 
 def test_make_targets_exist() -> None:

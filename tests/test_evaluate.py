@@ -112,6 +112,8 @@ def test_predictions_csv(evaluated, data) -> None:
         for row, record in zip(part, store, strict=True):
             adsorbate = Atoms(record.atomic_numbers[record.tags == 2].numpy())
             assert row["adsorbate"] == adsorbate.get_chemical_formula("hill")
+            elements = {*Atoms(record.atomic_numbers[record.tags != 2]).symbols}
+            assert row["slab"] == "-".join(sorted(elements))
             assert int(row["natoms"]) == record.natoms
             assert float(row["target_eV"]) == float(record.y_relaxed)
 
@@ -123,7 +125,7 @@ def test_errors_by_group_add_up(evaluated) -> None:
         chosen = VAL_SPLITS if split == "all" else (split,)
         count = sum(results[name]["n"] for name in chosen)
         total = sum(results[name]["n"] * results[name]["mae_eV"] for name in chosen)
-        for kind in ("adsorbate", "natoms"):
+        for kind in ("adsorbate", "slab", "natoms"):
             part = [row for row in rows if (row["split"], row["kind"]) == (split, kind)]
             assert sum(int(row["n"]) for row in part) == count
             weighted = sum(int(row["n"]) * float(row["mae_eV"]) for row in part)
@@ -402,7 +404,7 @@ def test_predict_refuses_bad_input(run, tmp_path, capsys) -> None:
     for words, message in (
         (["x.xyz", "--out", "e.txt"], "e.txt: expected a name that ends in .csv, .json"),
         ([absent, "--out", "e.csv"], "no.xyz"),
-        ([], "a trained model; expected structures to predict; got none"),
+        ([], "a trained model; expected what it shall predict; got none"),
     ):
         assert message in error_of(capsys, "predict", str(run), *words)
 

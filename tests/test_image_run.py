@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 import struct
@@ -11,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_run import differences, error_of, last_state, logged, table
+from PIL import Image
+from tiny_run import differences, error_of, last_state, logged, page_of, table
 
 import molflt
 from molflt.commands.cli import main
@@ -121,6 +123,11 @@ def test_evaluation(run: Path, tmp_path: Path) -> None:
     pictures = ["confusion", "attention", "encoding", *([] if all(right) else ["wrong"])]
     for name in pictures:
         assert (tmp_path / f"{name}.png").stat().st_size > 1000
+    copy = shutil.copytree(run, tmp_path / "copy")
+    for path in tmp_path.glob("*.*"):
+        shutil.copy(path, copy)
+    page = page_of(copy)
+    assert "What is missing" not in page and page.count("<img") == 1 + len(pictures)
     write_images(tmp_path, "other", 11, 5)
     other = tmp_path / "other-images-idx3-ubyte"
     assert main(["evaluate", str(run), "--data", str(other), "--out", str(tmp_path)]) == 0
@@ -224,6 +231,35 @@ def test_a_missing_package_is_named(monkeypatch, tmp_path: Path, capsys) -> None
     words = ["--data.train=hf:some/set", "--data.val=hf:some/set:test", f"--run={tmp_path}"]
     line = error_of(capsys, "train", *SMALL, *words)
     assert "hf:some/set: needs the package datasets" in line
+
+
+def test_predict_labels_an_idx_file_a_folder_and_an_image(run, data, tmp_path, capsys) -> None:
+    """All alike; a larger image is fitted, and what is no image is named."""
+    idx = data / "val-images-idx3-ubyte"
+    images = ImageData(idx, idx)
+    images.setup()
+    pixels = torch.stack([images.datasets["val"][i][0] for i in range(70)])
+    labels = molflt.load(run).classify(pixels)
+    for i in (3, 60):
+        gray = Image.fromarray(pixels[i, 0].numpy())
+        (tmp_path / "images").mkdir(exist_ok=True)
+        gray.save(tmp_path / "images" / f"{i:02d}.png")
+    out = tmp_path / "labels.json"
+    assert main(["predict", str(run), str(idx), "--out", str(out), "--device=cpu"]) == 0
+    rows = json.loads(out.read_text())
+    assert [row["label"] for row in rows[:70]] == [one.name for one in labels] and len(rows) == 75
+    assert rows[3]["probability"] == pytest.approx(labels[3].probability, rel=1e-5)
+    capsys.readouterr()
+    for source, places in ((tmp_path / "images", (3, 60)), (tmp_path / "images/03.png", (3,))):
+        assert main(["predict", str(run), str(source), "--device=cpu"]) == 0
+        said = list(csv.DictReader(capsys.readouterr().out.splitlines()))
+        assert [row["image"] for row in said] == [f"{i:02d}.png" for i in places]
+        assert [row["label"] for row in said] == [labels[i].name for i in places]
+    gray.resize((64, 64), Image.Resampling.NEAREST).save(tmp_path / "images" / "03.png")
+    assert main(["predict", str(run), str(tmp_path / "images"), "--device=cpu"]) == 0
+    (tmp_path / "images" / "bad.png").write_bytes(b"no image")
+    for source, message in (("images", "bad.png: expected an image"), ("x", "x: no such file")):
+        assert message in error_of(capsys, "predict", str(run), str(tmp_path / source))
 
 
 def test_a_loaded_run_labels_images(run: Path, data: Path, tmp_path: Path) -> None:

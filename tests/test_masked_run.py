@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from script_files import load_script
 from sentence_files import write_sentences
-from tiny_run import differences, error_of, last_state, logged
+from tiny_run import differences, error_of, last_state, logged, page_of
 
 import molflt
 from molflt.commands.cli import main
@@ -142,7 +143,15 @@ def test_the_sums_are_those_of_all_gaps():
 # --- runs ----------------------------------------------------------------------------------------
 
 
-def test_gaps_are_filled(run, folder, tmp_path):
+def predicted(capsys, run: Path, folder: Path, text: str) -> list[dict[str, str]]:
+    """What ``molflt predict`` prints of a text."""
+    (folder / "given.txt").write_text(f"{text}\n")
+    capsys.readouterr()
+    assert main(["predict", str(run), str(folder / "given.txt"), "--device=cpu"]) == 0
+    return list(csv.DictReader(capsys.readouterr().out.splitlines()))
+
+
+def test_gaps_are_filled(run, folder, tmp_path, capsys):
     found = logged(run, "val_perplexity")
     assert found[-1] < 0.6 * found[0] and found[-1] < 5  # 9 words, 3 of each topic
     assert logged(run, "val_next_sentence_percent")[-1] > 55
@@ -151,6 +160,14 @@ def test_gaps_are_filled(run, folder, tmp_path):
     assert result["perplexity"] == pytest.approx(min(found), rel=1e-5)
     assert {"accuracy_percent", "next_sentence_percent", "gaps"} < result.keys()
     assert (tmp_path / "attention.png").stat().st_size > 1000
+    text = (folder / "train.txt").read_text().splitlines()[0].split()
+    text[1] = "[MASK]"
+    said = predicted(capsys, run, tmp_path, " ".join(text))
+    best = molflt.load(run).fill(" ".join(text))[0]
+    assert [(row["piece"], float(row["probability"])) for row in said] == best
+    (tmp_path / "none.txt").write_text("a text\n")
+    message = error_of(capsys, "predict", str(run), str(tmp_path / "none.txt"))
+    assert "none.txt: line 1: the text has no gap" in message
 
 
 def test_a_resumed_run_equals_one_in_a_piece(folder, tmp_path):
@@ -206,17 +223,32 @@ def test_sentences_are_learned_and_judged(folder, tmp_path, capsys):
     assert result["accuracy_percent"] == pytest.approx(max(logged(run, "val_score_percent")))
     assert result["glue_percent"] == result["accuracy_percent"] and result["n"] == 60
     assert (run / "predictions.csv").read_text().startswith("split,index,label,predicted\nval,0,")
+    page = page_of(run)
+    assert "What is missing" not in page and "accuracy / % ↑" in page
     assert main(["export", str(run), str(tmp_path / "out"), "--about", "good or bad"]) == 0
     texts = ["the cat is good", "the house is awful"]
     labels = [molflt.load(path).classify(texts) for path in (run, tmp_path / "out")]
     assert labels[0] == labels[1] and [one.name for one in labels[0]] == ["1", "0"]
+    said = predicted(capsys, run, tmp_path, "\n".join(texts))
+    assert said == [
+        {"line": str(line), "label": one.name, "probability": str(one.probability)}
+        for line, one in enumerate(labels[0], 1)
+    ]
+    mixed = tmp_path / "mixed.txt"
+    mixed.write_text("the cat is good\nthe cat\tis awful\n")
+    assert "mixed.txt: line 2: 2 columns" in error_of(capsys, "predict", str(run), str(mixed))
+    words = ["predict", str(run), str(mixed)]
+    assert "--skip-bad has no effect" in error_of(capsys, *words, "--skip_bad=true")
+    assert "ends in .csv, .json; got '.extxyz'" in error_of(capsys, *words, "--out=a.extxyz")
+    molflt.load(run).classify([" ".join(100 * texts)])
+    assert "1 of 1 have more than 32 tokens, and were cut" in capsys.readouterr().err
     shutil.copytree(run, tmp_path / "damaged")
     kept = tmp_path / "damaged" / "tokenizer.json"
     kept.write_bytes(kept.read_bytes().replace(b"good", b"goad"))
     assert "tokenizer.json: changed since" in error_of(capsys, "evaluate", str(kept.parent))
 
 
-def test_scores_are_learned(folder, tmp_path):
+def test_scores_are_learned(folder, tmp_path, capsys):
     run = tmp_path / "run"
     assert main(sentences(folder, "STS-B", run, *SIZE, "--data.pieces=80")) == 0
     assert "val_accuracy_percent" not in {k for k, v in table_row(run).items() if v}
@@ -225,7 +257,10 @@ def test_scores_are_learned(folder, tmp_path):
     assert result["pearson_percent"] == pytest.approx(
         max(logged(run, "val_score_percent")), rel=1e-4
     )
-    assert molflt.load(run).classify([("a cat", "a cat")])[0].name == "score"
+    score = molflt.load(run).classify([("a cat", "a cat")])[0]
+    assert score.name == "score"
+    said = predicted(capsys, run, tmp_path, "a cat\ta cat")
+    assert said == [{"line": "1", "score": str(score.probability)}]
 
 
 def table_row(run: Path) -> dict[str, str]:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from matplotlib.text import Text
 
 from molflt import plots
 from molflt.attention.encodings import Bias
@@ -17,12 +18,13 @@ from molflt.attention.nodes.random import GaussianNodes
 from molflt.attention.positions.base import Position, differences
 from molflt.attention.positions.gaussian_bias import GaussianBias
 from molflt.attention.positions.grid import BucketedPosition, LowRankPosition, ToeplitzPosition
+from molflt.attention.positions.multiplicative import MultiplicativePosition
 from molflt.attention.positions.rotary import RotaryPosition
 from molflt.attention.positions.spectral import SpectralPosition
 from molflt.attention.spectra.gaussian import GaussianBasis, GaussianMixture
 from molflt.attention.spectra.local import Local
 from molflt.metrics import Metric
-from molflt.plots import GroupError, figure, training
+from molflt.plots import GroupError, figure, runs, training
 from molflt.tasks.base import Task
 from molflt.tasks.is2re import IS2RETask
 
@@ -41,7 +43,7 @@ def figures(monkeypatch) -> list:
             drawn.append(made)
             yield made
 
-    for module in (training, figure):
+    for module in (training, figure, sys.modules["molflt.plots.parity"], runs):
         monkeypatch.setattr(module, "picture", remember)
     return drawn
 
@@ -153,6 +155,70 @@ def test_parity(tmp_path: Path, figures) -> None:
     assert texts(figures[0]) == ["1 outside"]
 
 
+def boxes(drawn) -> list:
+    """Where the texts next to points and lines are, without the arrows that lead to them."""
+    drawn.canvas.draw()
+    return [Text.get_window_extent(text) for axes in drawn.axes for text in axes.texts]
+
+
+def test_parity_names_the_systems_that_are_most_wrong(tmp_path: Path, figures) -> None:
+    target = np.linspace(-4.0, 1.0, 50)
+    energy = target.copy()
+    energy[[40, 41, 42, 7]] += [-1.5, -1.4, -1.3, 0.2]  # three next to each other
+    names = [f"sid {i} $C$" for i in range(50)]
+    plots.parity({"val_id": (target, energy)}, tmp_path / "p.svg", {"val_id": names})
+    assert (tmp_path / "p.svg").read_bytes().startswith(b"<?xml")
+    (axes,) = figures[0].axes
+    label, *worst = axes.get_xlabel().splitlines()
+    assert label == "labeled energy / eV"
+    assert worst == [
+        f"{n}: sid {i} \\$C\\$, error {error:+.2f} eV"
+        for n, i, error in ((1, 40, -1.5), (2, 41, -1.4), (3, 42, -1.3))
+    ]
+    assert texts(figures[0]) == ["1", "2", "3"]
+    found = boxes(figures[0])
+    assert not any(one.overlaps(other) for i, one in enumerate(found) for other in found[:i])
+    with pytest.raises(ValueError, match="a name if there are names; got .* 3 names"):
+        plots.parity({"val_id": (target, energy)}, tmp_path / "no.png", {"val_id": names[:3]})
+
+
+def test_compared_runs_are_named_where_their_lines_end(tmp_path: Path, figures) -> None:
+    steps = np.arange(0.0, 100.0, 10)
+    found = {
+        f"run{i}": {"step": steps, "train_loss": np.exp(-steps / 50) + 1e-3 * i} for i in range(13)
+    }
+    metrics = {"train_loss": Metric("loss", scale="log")}
+    plots.overlaid_curves(found, metrics, tmp_path / "c.png")
+    (axes,) = figures[0].axes
+    assert axes.get_legend() is None and not figures[0].legends
+    assert axes.get_ylabel() == "loss\n(lower is better)" and axes.get_title() == "n = 13 runs"
+    assert texts(figures[0]) == list(found)
+    found = boxes(figures[0])
+    assert not any(one.overlaps(other) for i, one in enumerate(found) for other in found[:i])
+    assert max(box.x1 for box in found) <= figures[0].bbox.x1 and found[0].y0 < found[-1].y0
+    plots.intervals({"val, n = 3": {"a": (0.1, 0.0)}}, tmp_path / "i.png", largest_is_best=True)
+    assert figures[1].axes[0].get_xlabel() == "val, n = 3\n(higher is better)"
+
+
+def test_pictures_in_further_formats(tmp_path: Path) -> None:
+    pair = {"val_id": (np.zeros(3), np.ones(3))}
+    with plots.further_formats(["svg", "pdf"]) as written:
+        plots.parity(pair, tmp_path / "p.png")
+    files = [tmp_path / f"p.{kind}" for kind in ("png", "svg", "pdf")]
+    assert written == files[1:]
+    starts = [file.read_bytes()[:5] for file in files]
+    assert starts == [PNG[:5], b"<?xml", b"%PDF-"]
+    for name in ("alone.pdf", "again.svg", "ahead.svg"):
+        plots.parity(pair, tmp_path / name)
+    assert len(list(tmp_path.iterdir())) == 6
+    same = [(tmp_path / name).read_bytes() for name in ("again.svg", "ahead.svg")]
+    assert same[0] == same[1]  # no date, no random names
+    with pytest.raises(ValueError, match="a.gif: expected a picture that ends in"):
+        plots.parity(pair, tmp_path / "a.gif")
+    with pytest.raises(ValueError, match="got 'gif'"), plots.further_formats(["gif"]):
+        pass
+
+
 def test_parity_of_many_is_a_density_with_one_scale(tmp_path: Path, figures) -> None:
     draw = np.random.default_rng(0)
     pairs = {}
@@ -171,7 +237,8 @@ def test_errors(tmp_path: Path, figures) -> None:
     groups = [GroupError(f"C{i}H", i, 0.1 * i) for i in range(1, 31)] + [GroupError("N2", 5, 9.0)]
     sizes = [GroupError("7-20", 40, 0.3), GroupError("21-50", 60, 0.2)]
     absolute = {"val_id": np.array([0.01, 0.5, 0.03, 0.001])}
-    plots.errors(groups, sizes, absolute, tmp_path / "e.png")
+    kinds = {"adsorbate": groups, "natoms": sizes}
+    plots.errors(kinds, absolute, tmp_path / "e.png")
     assert is_picture(tmp_path / "e.png")
     left, middle, right = figures[0].axes
     assert left.get_title().endswith("the 20 worst of 31")
@@ -183,7 +250,7 @@ def test_errors(tmp_path: Path, figures) -> None:
     assert share == 50.0  # two of four errors are below 0.02 eV
     assert right.lines[1].get_xdata()[0] == 0.02
     exact = [GroupError("O", 1, 0.0)]
-    plots.errors(exact, exact, {"val_id": np.zeros(1)}, tmp_path / "exact.png")
+    plots.errors({"slab": exact}, {"val_id": np.zeros(1)}, tmp_path / "exact.png")
     assert is_picture(tmp_path / "exact.png")
 
 
@@ -346,6 +413,21 @@ def test_rpe_curves_of_tokens_on_a_grid(tmp_path: Path, figures) -> None:
     assert "/ pixels" in figures[0].get_supxlabel()
 
 
+def test_a_kernel_that_multiplies_is_not_called_added(tmp_path: Path, figures) -> None:
+    position = MultiplicativePosition(GaussianMixture(2, 4, 1), GaussianNodes(2, 4, 1)).double()
+    plots.rpe_curves(position, tmp_path / "c.png", 6)
+    plots.rpe_curves(ToeplitzPosition(2, max_tokens=7), tmp_path / "t.png", 6)
+    labels = [drawn.get_supylabel() for drawn in figures]
+    assert labels == [
+        "log h($r_i - r_j$), h multiplies the weight",
+        "f($r_i - r_j$), exp f multiplies the weight",
+    ]
+    offset = torch.tensor([-2.0], dtype=torch.float64)[None, None, None]
+    x, y = figures[0].axes[1].lines[-1].get_data()
+    h = position.kernel(offset).squeeze()[1].item()
+    assert np.exp(y[np.argmin(np.abs(x + 2))]) == pytest.approx(h, rel=1e-12)
+
+
 def test_rpe_surfaces(tmp_path: Path, figures) -> None:
     position = spectral(Local, 3, 2, amplitude=1.0, per_axis=True)
     with torch.no_grad():
@@ -459,7 +541,7 @@ BARE = SimpleNamespace(stack=SimpleNamespace(position=None))
             lambda png: plots.parity({"val_id": (np.zeros(4), np.zeros(3))}, png),
             r"one prediction per.*got \(3,\)",
         ),
-        (lambda png: plots.errors([], [], {}, png), "got none"),
+        (lambda png: plots.errors({}, {}, png), "got none"),
         (
             lambda png: plots.attention_matrices(ONES[0], png),
             r"must be \(heads, queries, keys\).*got \(3, 3\)",

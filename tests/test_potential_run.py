@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import ase.io
@@ -16,7 +17,7 @@ from ase.calculators.calculator import PropertyNotImplementedError
 from ase.calculators.fd import calculate_numerical_forces, calculate_numerical_stress
 from ase.calculators.lj import LennardJones
 from ase.constraints import FixAtoms
-from tiny_run import argon, error_of, start, write_data
+from tiny_run import argon, error_of, page_of, start, write_data
 
 import molflt
 from molflt.commands.cli import main
@@ -59,6 +60,29 @@ def test_it_learns_and_is_evaluated(trained, capsys):
     assert len(table) == 8 and table[1]["force_mae_eV_per_A"] == ""  # has no forces
     assert (trained / "parity.png").is_file()
     assert json.loads((trained / "references.json").read_text()).keys() == {"Ar"}
+
+
+def test_errors_of_forces_by_group_and_the_page(trained, tmp_path):
+    """Against the calculator, one structure at a time."""
+    run = shutil.copytree(trained, tmp_path / "run")
+    assert main(["evaluate", str(run), "--device", "cpu"]) == 0
+    errors = []
+    calculator = molflt.Calculator(run, device="cpu")
+    for atoms in ase.io.read(trained.parent / "val_id.traj", ":"):
+        if "forces" in atoms.calc.results:
+            errors.append(1e3 * np.abs(calculator.get_forces(atoms) - atoms.get_forces()).mean())
+    rows = list(csv.DictReader((run / "errors_by_group.csv").open()))
+    assert [(row["kind"], row["group"], row["n"]) for row in rows] == [
+        ("element", "Ar", str(4 * len(errors))),
+        ("natoms", "4", str(len(errors))),
+    ]
+    for row in rows:  # all have as many atoms
+        assert float(row["mae_meV_per_A"]) == pytest.approx(np.mean(errors), rel=1e-4)
+    page = page_of(run)
+    assert "What is missing" not in page and (run / "forces.png").is_file()
+    assert "force MAE / meV/Å ↓" in page and "mean error of the forces / eV/Å" in page
+    # curve, parity, two kinds of groups, the worst of 7, forces
+    assert page.count("<img") == 1 + 1 + 2 + 6 + 1
 
 
 def test_calculator(trained):

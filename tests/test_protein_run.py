@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_run import error_of, logged
+from tiny_run import error_of, logged, page_of
 
 import molflt
 from molflt.commands.cli import main
@@ -87,7 +87,10 @@ def test_a_run_beats_the_unigram_baseline(run, results, folder):
         best = max(train, key=train.__getitem__)
         share = 100 * val[best] / val.total()
         assert results["val"]["unigram_accuracy_percent"] == pytest.approx(share, rel=1e-12)
-    assert (run / "substitutions.png").stat().st_size > 1000
+    page = page_of(run)
+    heading = "perplexity ↓" if causal else "perplexity in gaps ↓"
+    assert "What is missing" not in page and heading in page
+    assert (run / "substitutions.png").stat().st_size > 1000 and "Similarity of amino acids" in page
     validated = min(logged(run, "val_perplexity"))
     assert results["val"]["perplexity"] == pytest.approx(validated, rel=1e-5)
 

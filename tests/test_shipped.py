@@ -1,16 +1,11 @@
-"""Configurations by name, paths in them, and the package as pip installs it."""
+"""Configurations by name, and paths in them."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 import yaml
-from ase.build import add_adsorbate, fcc111, molecule
 from tiny_run import SMALL, error_of, write_data
 
 from molflt import shipped
@@ -94,48 +89,3 @@ def test_the_run_folder_knows_absolute_paths(tmp_path, monkeypatch, capsys) -> N
     assert main(["evaluate", "runs/a", "--device=cpu"]) == 0
     assert main(["train", "--resume", "runs/a", "--trainer.max_steps=4"]) == 0
     assert yaml.safe_load(Path("runs/a/config.yaml").read_text())["data"]["root"].startswith("/")
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory) -> Path:
-    """A folder with what a wheel holds."""
-    build = pytest.importorskip("hatchling.build", reason="hatchling builds the wheel")
-    folder = tmp_path_factory.mktemp("wheel")
-    before = Path.cwd()
-    os.chdir(ROOT)
-    try:
-        wheel = build.build_wheel(str(folder))
-    finally:
-        os.chdir(before)
-    with zipfile.ZipFile(folder / wheel) as file:
-        file.extractall(folder / "site")
-    return folder / "site"
-
-
-def test_the_wheel_trains_evaluates_and_predicts_by_itself(installed, tmp_path) -> None:
-    """From another folder, without the repository, also with the weights that come with it."""
-    environment = {**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
-    environment.pop("MOLFLT_RUN", None)
-
-    def molflt(*words: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "molflt", *words],
-            **{"cwd": tmp_path, "env": environment, "capture_output": True, "text": True},
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    small = [word for word in SMALL if "position" not in word and "mixing" not in word]
-    lines = molflt("train", "--config", "demo", *small, "--trainer.max_steps=2").splitlines()
-    (run,) = (tmp_path / "runs").iterdir()
-    assert run.name.endswith("-demo")
-    assert lines[-1].endswith(f"next: molflt evaluate runs/{run.name}")
-    root = Path(yaml.safe_load((run / "config.yaml").read_text())["data"]["root"])
-    assert root.is_relative_to(installed)
-    assert "val_ood_both" in molflt(*lines[-1].partition("next: molflt ")[2].split())
-
-    slab = fcc111("Pt", (3, 4, 4), vacuum=8.0, periodic=True)
-    add_adsorbate(slab, molecule("CH3OH"), 2.2, "ontop")
-    slab.write(tmp_path / "slab.extxyz")  # with tags as ASE numbers them
-    head, row = molflt("predict", "slab.extxyz", "--tags", "ase").splitlines()
-    assert -2.0 < float(row.split(",")[head.split(",").index("energy_eV")]) < 0.5

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from script_files import load_script
-from tiny_run import differences, error_of, last_state, logged
+from tiny_run import differences, error_of, last_state, logged, page_of
 from translation_files import write_pairs
 
 import molflt
@@ -58,6 +58,8 @@ def test_a_small_language_is_learned(run, folder, capsys):
     references = (folder / "test.en").read_text().splitlines()
     assert bleu(told, references).bleu == pytest.approx(results["test"]["bleu"])
     assert {"attention.png", "cross-attention.png", "curve.png"} <= {p.name for p in run.iterdir()}
+    page = page_of(run)
+    assert "What is missing" not in page and page.count("<img") == 3 and "BLEU" in page
     capsys.readouterr()
     assert main(["evaluate", str(run), "--data", str(folder / "test"), "--beam=2"]) == 0
     said = capsys.readouterr().out

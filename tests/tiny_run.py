@@ -153,3 +153,9 @@ def differences(one, other) -> list[str]:
         if not same:
             names.append(name)
     return names
+
+
+def page_of(run: Path) -> str:
+    """The page that ``molflt report`` writes into a run."""
+    assert main(["report", str(run)]) == 0
+    return (run / "report.html").read_text(encoding="utf-8")

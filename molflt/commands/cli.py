@@ -64,6 +64,9 @@ COMMANDS: dict[tuple[str, ...], _Command] = {
     ("info",): _Command(
         "molflt.commands.info:info", "what a run is: data, model, steps, best value"
     ),
+    ("report",): _Command(
+        "molflt.commands.report:report", "a run as one HTML page: curves, errors, settings"
+    ),
     ("evaluate",): _Command(
         "molflt.commands.evaluate:evaluate",
         "metrics of a run on splits, tables, plots, submission",
@@ -87,6 +90,12 @@ COMMANDS: dict[tuple[str, ...], _Command] = {
     ),
     ("generate",): _Command(
         "molflt.commands.generate:generate", "text from a trained language model, or translations"
+    ),
+    ("schema",): _Command(
+        "molflt.commands.schema:schema", "what configurations may hold, for editors (JSON Schema)"
+    ),
+    ("completion",): _Command(
+        "molflt.commands.completion:completion", "a script with which a shell completes options"
     ),
 }
 _GROUPS = {"data": "make, look at, convert and fetch data sets"}

@@ -6,6 +6,7 @@ import json as json_format
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 from jsonargparse import ArgumentParser
 
@@ -20,14 +21,19 @@ from molflt.evaluation.runs import (
 )
 from molflt.files import shown, write_atomically
 from molflt.metrics import Metric
-from molflt.plots.runs import intervals, overlaid_curves
+from molflt.plots import further_formats, intervals, overlaid_curves
 
 __all__ = ["build_parser", "compare"]
 
 _WIDEST = 28  # characters of a cell
 
 
-def compare(runs: list[Path], out: Path | None = None, json: bool = False) -> None:
+def compare(
+    runs: list[Path],
+    out: Path | None = None,
+    json: bool = False,
+    pictures: list[Literal["svg", "pdf"]] | None = None,
+) -> None:
     """Compares runs: what differs in their configurations, size, time, and metrics.
 
     Metrics are those of results.json, by split, with the standard error of their mean over the
@@ -39,18 +45,24 @@ def compare(runs: list[Path], out: Path | None = None, json: bool = False) -> No
         out: folder for comparison.json, curves.png (training curves in one picture) and
             metrics.png (what chooses the best weights, by split); nothing is written without it.
         json: print JSON instead of a table.
+        pictures: formats in which the pictures are written as well, beside their PNG.
 
     Raises:
         FileNotFoundError: if one is no run.
-        ValueError: naming the file that is damaged; for fewer than two runs.
+        ValueError: naming the file that is damaged; for fewer than two runs, or pictures without a
+            folder.
     """
+    if pictures and out is None:
+        raise ValueError("--pictures: expected --out FOLDER to write them to; got none; give one")
     found = read_runs(runs)
     text = json_format.dumps(_as_json(found), indent=2, allow_nan=False)
     print(text if json else _as_table(found))
     if out is not None:
         written = [out / "comparison.json"]
         write_atomically(written[0], f"{text}\n".encode())
-        written += _draw(found, out)
+        with further_formats(pictures or []) as more:
+            written += _draw(found, out)
+        written += more
         if not json:
             print(f"\nwritten: {', '.join(map(str, written))}")
 
@@ -173,7 +185,8 @@ def _draw(runs: Sequence[Run], out: Path) -> list[Path]:
             value = row.get(measure)
             if value is not None and math.isfinite(value):
                 error = standard_error(run, split, measure) or 0.0
-                label = f"{split} {metrics[measure].axis}\n± standard error, where known"
+                count = f", n = {row['n']:,}" if row.get("n") else ""
+                label = f"{split}{count}\n{metrics[measure].axis} ± standard error, where known"
                 found.setdefault(label, {})[run.name] = (value, error)
     if found:
         intervals(found, out / "metrics.png", metrics[measure].largest_is_best)

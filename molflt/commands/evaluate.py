@@ -7,16 +7,18 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
 
 from molflt.evaluation.report import Report
 from molflt.files import write_atomically
+from molflt.plots import further_formats, training_curve
 from molflt.training.checkpoint import load_run
 from molflt.training.config import read_config
 from molflt.training.recipes import RECIPES, Recipe
 
-__all__ = ["build_parser", "evaluate"]
+__all__ = ["build_parser", "evaluate", "parser_of"]
 
 
 def evaluate(
@@ -25,6 +27,7 @@ def evaluate(
     out: Path | None = None,
     device: str = "auto",
     also: list[Path] | None = None,
+    pictures: list[Literal["svg", "pdf"]] | None = None,
     **options: object,
 ) -> dict[str, dict[str, float | None]]:
     """Evaluates a run on splits of its data: a table, results.json, and pictures.
@@ -41,6 +44,8 @@ def evaluate(
         device: auto, cpu, cuda or cuda:N.
         also: further runs of energies, which together with `run` are evaluated as one model, an
             ensemble: their mean, and their spread calibrated as its uncertainty.
+        pictures: formats in which every picture is written as well, beside its PNG; the curves of
+            the training too.
         options: of the recipe's evaluation, such as `molflt.evaluation.energies.evaluate`.
 
     Returns:
@@ -59,7 +64,12 @@ def evaluate(
         model, config = load_ensemble([run, *also], checkpoint, device)
         out = run / ENSEMBLE if out is None else out
     out = run if out is None else Path(out)
-    report: Report = Recipe.of(config).load("evaluate")(run, model, config, out, **options)
+    recipe = Recipe.of(config)
+    with further_formats(pictures or []) as more:
+        report: Report = recipe.load("evaluate")(run, model, config, out, **options)
+        if pictures and (run / "metrics.csv").is_file():
+            task: Any = recipe.load("task")
+            training_curve(run / "metrics.csv", out / "curve.png", task.metrics, task.best)
     runs = " + ".join(map(str, [run, *(also or [])]))
     print(f"{runs}, checkpoint {checkpoint}{report.text}")
     known = {  # JSON has no number for the perplexity of a diverged model
@@ -68,7 +78,7 @@ def evaluate(
     }
     path = out / "results.json"
     write_atomically(path, (json.dumps(known, indent=2, allow_nan=False) + "\n").encode())
-    print("written: " + ", ".join(map(str, [path, *report.files])))
+    print("written: " + ", ".join(map(str, [path, *report.files, *more])))
     return report.results
 
 
@@ -78,11 +88,14 @@ def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
     Args:
         words: the command line; a run that it names decides the options.
     """
+    return parser_of(_recipe_of_run(words))
+
+
+def parser_of(recipe: Recipe) -> ArgumentParser:
+    """Parser of ``molflt evaluate`` for runs of a recipe."""
     parser = ArgumentParser()
     parser.add_function_arguments(evaluate, as_group=False, as_positional=True)
-    parser.add_function_arguments(
-        _recipe_of_run(words).load("evaluate"), skip={"run", "model", "config", "out"}
-    )
+    parser.add_function_arguments(recipe.load("evaluate"), skip={"run", "model", "config", "out"})
     return parser
 
 

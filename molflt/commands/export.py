@@ -24,6 +24,7 @@ def export(
     datasets: list[str] | None = None,
     checkpoint: str = "best",
     also: list[Path] | None = None,
+    compiled: bool = False,
 ) -> None:
     """Writes a model with all that is needed to use it: model.safetensors, config.json, README.md.
 
@@ -39,10 +40,14 @@ def export(
         datasets: data sets on the Hub that it was trained on.
         checkpoint: best, last, or a safetensors file.
         also: further runs that make an ensemble with `run`.
+        compiled: also write machine code of the energies, for processors like this one, which
+            `molflt predict FOLDER FILE --compiled true` uses; needs a C++ compiler and minutes.
 
     Raises:
         FileNotFoundError: if the run or its checkpoint is missing.
-        ValueError: if nobody has said what is predicted, `out` is a file, or the Hub refuses.
+        RuntimeError: without a C++ compiler, where machine code is asked for.
+        ValueError: if nobody has said what is predicted, `out` is a file, the Hub refuses, or there
+            is no machine code of such a model.
     """
     model = load(run, checkpoint=checkpoint, also=also or ())
     model.about = model.about if about is None else about
@@ -61,6 +66,11 @@ def export(
             "`molflt evaluate` before",
             file=sys.stderr,
         )
+    if compiled and (out.startswith(HUB) or not isinstance(model, EnergyPredictor)):
+        raise ValueError(
+            f"{out}: machine code is made of energies, into a folder here; got a model of the "
+            f"recipe {model.trained.recipe}, or the Hub; leave --compiled out"
+        )
     if out.startswith(HUB):
         print(f"uploaded: {model.push_to_hub(out.removeprefix(HUB))}")
         return
@@ -69,6 +79,8 @@ def export(
     if (Path(out) / "config.yaml").exists():
         raise ValueError(f"{out}: is the folder of a run; expected another one; choose it")
     model.save_pretrained(out)
+    if compiled and isinstance(model, EnergyPredictor):
+        model.save_compiled(Path(out))
     size = (Path(out) / "model.safetensors").stat().st_size
     print(f"{out}: {size / 1e6:.1f} MB; {model.summary}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from json import dumps, loads
+from json import dumps
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -13,10 +13,9 @@ from molflt.training.checkpoint import count_parameters, read_checkpoint
 from molflt.training.config import read_config
 from molflt.training.outcome import Best, best_of, steps_of
 from molflt.training.recipes import Recipe
+from molflt.training.run_folder import read_versions
 
 __all__ = ["Info", "info"]
-
-_MOST_BYTES = 100_000  # of versions.json
 
 
 class Info(TypedDict):
@@ -76,23 +75,9 @@ def _read(run: Path) -> Info:
         "steps": steps_of(run),
         "max_steps": int(str(config["trainer"]["max_steps"])),
         "best": best_of(run),
-        "versions": _versions(run / "versions.json"),
+        "versions": read_versions(run),
         "files": {path.relative_to(run).as_posix(): path.stat().st_size for path in files},
     }
-
-
-def _versions(path: Path) -> dict[str, object]:
-    if not path.is_file():
-        return {}
-    try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise ValueError(f"it has {path.stat().st_size:,} bytes")
-        found = loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: expected JSON; {shown(str(error), 100)}; restore it") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: expected versions by name; got {shown(found)}; restore it")
-    return found
 
 
 def _as_text(found: Info) -> str:

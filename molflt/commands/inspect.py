@@ -35,7 +35,8 @@ def inspect(
         json: print one JSON object instead of text, with at least systems, atoms_total,
             with_labels, elements, energies_look_like and warnings; of a folder path, splits (such
             an object for each, by name) and others (names of other files).
-        plot: write a PNG with the histogram of energies and one structure from top and side.
+        plot: write a picture (.png, .svg or .pdf) with the histogram of energies and one structure
+            from top and side.
         limit: look only at the first so many structures.
         skip_bad: leave out structures that are not valid, count and list them.
         energy_key: entry of a file that ASE reads that is the energy, eV; by default y_relaxed,
@@ -50,8 +51,10 @@ def inspect(
         ValueError: naming the file, key and sid of a structure that is not valid.
         FileNotFoundError: if there is nothing at ``path``.
     """
-    if plot is not None and plot.suffix != ".png":
-        raise ValueError(f"plot: expected a file ending in .png; got {plot}")
+    if plot is not None:
+        from molflt.plots.figure import expect_picture
+
+        expect_picture(plot)
     reading = Reading(energy_key, tags, forces_key, stress_key)
     if path.is_dir() and not is_one_source(path):
         if plot is not None:

@@ -1,4 +1,4 @@
-"""``molflt predict``: energies of structures in any readable file."""
+"""``molflt predict``: energies of structures, classes of sentences and images, pieces in gaps."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 from jsonargparse import ArgumentParser
 from numpy.typing import NDArray
 
+from molflt.commands.labels import Labeler, label
 from molflt.commands.options import normalized
 from molflt.data.structures import Reading, Structures
 from molflt.data.structures.base import Tags
@@ -25,14 +26,14 @@ from molflt.training.sources import is_trained
 
 __all__ = ["build_parser", "predict"]
 
-_USAGE = "molflt predict [RUN] STRUCTURES [--OPTION VALUE ...]"
+_USAGE = "molflt predict [RUN] FILE [--OPTION VALUE ...]"
 _OF_ATOMS = (".extxyz", ".traj")
-_SUFFIXES = (".csv", ".json", *_OF_ATOMS)
+_TABLES = (".csv", ".json")
 
 
 def predict(
     run: str,
-    structures: Path,
+    file: Path,
     *,
     out: Path | None = None,
     checkpoint: str = "best",
@@ -43,22 +44,26 @@ def predict(
     calibration: Path | None = None,
     tags: Tags = "oc20",
     mesh_order: int | None = None,
+    compiled: bool = False,
 ) -> None:
-    """Predicts energies, in eV, of the structures in a file: molflt predict [RUN] FILE.
+    """Predicts what is in a file: energies, in eV, of structures; classes of sentences or images.
 
-    Says what lies outside of what the model was trained on.
+    Says which structures lie outside of what the model was trained on.
 
     Args:
-        run: folder of a training run, an exported model, or hf:OWNER/NAME; without it, the model
-            that comes with the package.
-        structures: a file that ASE reads, a compact store, or an OC20 LMDB.
-        out: file to write: .csv or .json (sid, formula, number of atoms, energy in eV), or .extxyz
-            or .traj (the structures, with the predicted relaxed energy as their energy, and forces
-            of a potential); by default the CSV is printed.
+        run: folder of a training run, an exported model, or hf:OWNER/NAME; without it, the model of
+            energies that comes with the package.
+        file: of structures: one that ASE reads, a compact store, or an OC20 LMDB. Of sentences: a
+            text with one in each line, or a pair with a tab between; of gaps: lines with [MASK]. Of
+            images: one, a folder of them, or an idx file.
+        out: file to write: .csv or .json (of structures sid, formula, number of atoms, energy in
+            eV), or .extxyz or .traj (the structures, with the predicted relaxed energy as their
+            energy, and forces of a potential); by default the CSV is printed.
         checkpoint: best, last, or a safetensors file.
-        batch_size: structures in a batch.
+        batch_size: structures, sentences or images in a batch.
         device: auto, cpu, cuda or cuda:N.
-        skip_bad: leave out structures that cannot be used, and list them.
+        skip_bad: leave out structures that cannot be used, and list them. Of energies, as are the
+            next three.
         also: further runs, which together with `run` predict as one model, an ensemble: the mean,
             the standard deviation over the runs (spread_eV) and, calibrated, its 68 % interval
             (uncertainty_eV).
@@ -69,43 +74,44 @@ def predict(
         mesh_order: for cells of some thousand atoms and more: computes what the model sums over
             reciprocal nodes on a mesh instead, by splines of this order, 4, 5, 6 or 8: attention to
             3e-3, 6e-4, 6e-6, 2e-7.
+        compiled: use the machine code that `molflt export --compiled true` wrote into the folder.
 
     Raises:
-        FileNotFoundError: if the run, its checkpoint, or the structures are missing.
+        FileNotFoundError: if the run, its checkpoint, or the file is missing.
         ValueError: if `out` has another ending, there is nothing to predict, the runs make no
-            ensemble, the model predicts no energies or has no reciprocal nodes for the mesh, or the
-            calibration is not theirs.
+            ensemble, the model writes text or has no reciprocal nodes for a mesh, an option is for
+            models of another kind, or the calibration is not theirs.
     """
-    structures = Path(structures)
-    if out is not None and out.suffix not in _SUFFIXES:
+    file = Path(file)
+    _check_ending(out, (*_TABLES, *_OF_ATOMS))
+    if not run and is_trained(file):
         raise ValueError(
-            f"{out}: expected a name that ends in {', '.join(_SUFFIXES)}; "
-            f"got {out.suffix or 'no ending'!r}"
+            f"{file}: a trained model; expected what it shall predict; got none; molflt predict "
+            "RUN FILE"
         )
-    if not run and is_trained(structures):
-        raise ValueError(
-            f"{structures}: a trained model; expected structures to predict; got none; molflt "
-            "predict RUN STRUCTURES"
-        )
-    model = _load(run, checkpoint, device, also)
+    model = _load(run, checkpoint, device, also, compiled)
+    if not isinstance(model, EnergyPredictor):
+        given = {"skip-bad": skip_bad, "also": also, "calibration": calibration}
+        more = {"mesh-order": mesh_order, "tags": tags if tags != "oc20" else None}
+        _refuse(run, model.trained.recipe, {**given, **more})
+        _check_ending(out, _TABLES)
+        _write_rows(out, label(model, file, batch_size))
+        return
     if mesh_order is not None:
         model.use_mesh_(mesh_order)
-    dataset = open_structures(structures, skip_bad, Reading(tags=tags))
+    dataset = open_structures(file, skip_bad, Reading(tags=tags))
     if model.about is not None:
         print(f"molflt: {model.summary}", file=sys.stderr)
     atoms = out is not None and out.suffix in _OF_ATOMS
     forces = ["forces"] if atoms and model.predicts_forces else []
-    found = model.infer(dataset, batch_size, structures.name, forces)
+    found = model.infer(dataset, batch_size, file.name, forces)
     columns = {"energy_eV": found.energy, **model.uncertainties(found, calibration)}
-    if out is None:
-        print(csv_text(_rows(found, columns)), end="")
-        return
-    if out.suffix == ".csv":
-        write_csv(out, _rows(found, columns))
-    elif out.suffix == ".json":
-        write_atomically(out, (json.dumps(_rows(found, columns), indent=1) + "\n").encode())
+    if out is None or out.suffix in _TABLES:
+        _write_rows(out, _rows(found, columns))
     else:
         _write_atoms(out, dataset, columns, found)
+    if out is None:
+        return
     low, high = found.energy.min(), found.energy.max()
     ranges = [f"{len(found.energy):,} energies, {low:.3f} to {high:.3f} eV"]
     for name, values in list(columns.items())[1:]:
@@ -130,14 +136,43 @@ def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
     return parser
 
 
-def _load(run: str, checkpoint: str, device: str, also: list[Path] | None) -> EnergyPredictor:
+def _check_ending(out: Path | None, endings: Sequence[str]) -> None:
+    if out is not None and out.suffix not in endings:
+        raise ValueError(
+            f"{out}: expected a name that ends in {', '.join(endings)}; "
+            f"got {out.suffix or 'no ending'!r}"
+        )
+
+
+def _refuse(run: str, recipe: str, options: Mapping[str, object]) -> None:
+    for name, value in options.items():
+        if value:
+            raise ValueError(
+                f"{run}: a model of the recipe {recipe}; --{name} has no effect on it; leave it out"
+            )
+
+
+def _write_rows(out: Path | None, rows: Sequence[Mapping[str, object]]) -> None:
+    """To a file, or to the terminal."""
+    if out is None:
+        print(csv_text(rows), end="")
+    elif out.suffix == ".csv":
+        write_csv(out, rows)
+    else:
+        write_atomically(out, (json.dumps(rows, indent=1) + "\n").encode())
+
+
+def _load(
+    run: str, checkpoint: str, device: str, also: list[Path] | None, compiled: bool
+) -> EnergyPredictor | Labeler:
     if also == []:  # an empty list asks for an ensemble all the same
         load_ensemble([Path(run)])
-    model = load(run or None, device, checkpoint=checkpoint, also=also or ())
-    if not isinstance(model, EnergyPredictor):
+    device = "cpu" if compiled and device == "auto" else device
+    model = load(run or None, device, checkpoint=checkpoint, also=also or (), compiled=compiled)
+    if not isinstance(model, EnergyPredictor | Labeler):
         raise ValueError(
-            f"{run}: a model of the recipe {model.trained.recipe}; expected one that predicts "
-            "energies; molflt generate writes text, molflt evaluate judges images"
+            f"{run}: a model of the recipe {model.trained.recipe}, which writes text; expected one "
+            "of energies, classes or gaps; use molflt generate"
         )
     return model
 

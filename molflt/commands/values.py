@@ -17,7 +17,16 @@ if TYPE_CHECKING:
     from argparse import Action
 
 
-__all__ = ["Given", "checked", "is_group", "kinds_of", "nulls", "out_of_range", "read_config"]
+__all__ = [
+    "Given",
+    "checked",
+    "is_group",
+    "item_types",
+    "kinds_of",
+    "nulls",
+    "out_of_range",
+    "read_config",
+]
 
 _ITEMS = "model.position_options"
 
@@ -161,7 +170,7 @@ def _off(where: str, interval: str, value: object) -> str:
 
 def _wrong_items(where: str, items: Mapping[object, object]) -> list[str]:
     """As `out_of_range`, of the options of a position, which all encodings share."""
-    types = _item_types() if items else {}
+    types = item_types() if items else {}
     wrong = []
     for name, value in items.items():
         if not isinstance(name, str):
@@ -178,7 +187,7 @@ def _wrong_items(where: str, items: Mapping[object, object]) -> list[str]:
     return wrong
 
 
-def _item_types() -> dict[str, Any]:
+def item_types() -> dict[str, Any]:
     """Type of each option of positions, by name."""
     from molflt.attention.nodes import NODES
     from molflt.attention.positions import POSITIONS

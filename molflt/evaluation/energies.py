@@ -220,19 +220,21 @@ def _write(
     rows: list[dict[str, object]] = []
     for split, part in found.items():
         arrays[f"{split}_ids"], arrays[f"{split}_energy"] = part.ids, part.energy
-        columns = (part.sid, part.adsorbate, part.natoms, part.energy, part.target, part.labeled)
+        named = (part.sid, part.adsorbate, part.slab)
+        columns = (*named, part.natoms, part.energy, part.target, part.labeled)
         rows += [
             {
                 "split": split,
                 "sid": sid,
                 "adsorbate": adsorbate,
+                "slab": slab,
                 "natoms": natoms,
                 "energy_eV": float(energy),
                 "target_eV": float(target) if known else None,
                 "error_eV": float(energy - target) if known else None,
                 **{name: float(values[i]) for name, values in more.get(split, {}).items()},
             }
-            for i, (sid, adsorbate, natoms, energy, target, known) in enumerate(
+            for i, (sid, adsorbate, slab, natoms, energy, target, known) in enumerate(
                 zip(*columns, strict=True)
             )
         ]
@@ -258,13 +260,20 @@ def _draw(
     drawn = []
     if groups:
         pairs = {split: part.only_labeled() for split, part in found.items() if part.labeled.any()}
-        plots.parity({split: pair[::-1] for split, pair in pairs.items()}, out / "parity.png")
+        names = {split: _names(found[split]) for split in pairs}
+        panels = {split: pair[::-1] for split, pair in pairs.items()}
+        plots.parity(panels, out / "parity.png", names)
         absolute = {split: np.abs(energy - target) for split, (energy, target) in pairs.items()}
-        everything = groups["all"]
-        plots.errors(everything["adsorbate"], everything["natoms"], absolute, out / "errors.png")
+        plots.errors(groups["all"], absolute, out / "errors.png")
         drawn += [out / "parity.png", out / "errors.png"]
     position = getattr(getattr(model, "encoding", None), "position", None)
     if position is not None and plots.has_bias(position):
         plots.rpe_profiles(model, out / "encoding.png")
         drawn.append(out / "encoding.png")
     return drawn
+
+
+def _names(part: Predictions) -> list[str]:
+    """What pictures call the systems with a label."""
+    named = zip(part.sid, part.adsorbate, part.slab, part.labeled, strict=True)
+    return [f"sid {sid} {adsorbate} on {slab}" for sid, adsorbate, slab, known in named if known]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -32,11 +32,15 @@ class Points:
         force_mae: mean error of the force components of each structure, (systems,), eV/Å; NaN
             without labels.
         metrics: of all of them together, as in training.
+        elements: atomic numbers of the atoms with labeled forces, (atoms,).
+        forces: their labels and predictions, (2, atoms, 3), eV/Å.
     """
 
     energies: Predictions
     force_mae: _Numbers
     metrics: dict[str, float]
+    elements: NDArray[np.int64]
+    forces: _Numbers
 
 
 def infer_points(model: nn.Module, dataset: Structures, batch_size: int, name: str) -> Points:
@@ -61,16 +65,20 @@ def infer_points(model: nn.Module, dataset: Structures, batch_size: int, name: s
     columns = {key: np.empty(count) for key in ("energy", "target", "forces")}
     numbers = {key: np.empty(count, dtype=np.int64) for key in ("sid", "natoms")}
     formula, present = [""] * count, set[int]()
+    elements: list[NDArray[np.int64]] = []
+    forces: list[_Numbers] = []
     totals = torch.zeros(len(PotentialTask.sums._fields), dtype=torch.float64)
     bar = tqdm(total=count, desc=name, unit=" systems", leave=False, disable=None)
     with bar:
         for indices in SizeBucketedBatchSampler(dataset.natoms, batch_size):
             batch = Batch.from_data_list([dataset[i] for i in indices]).to(device)
-            energy, sums, mae = _judged(model, batch, f"{dataset.path}: {name}")
-            totals += sums.cpu()
-            columns["energy"][indices] = energy
+            judged = _judged(model, batch, f"{dataset.path}: {name}")
+            totals += judged.sums.cpu()
+            elements.append(judged.elements)
+            forces.append(judged.forces)
+            columns["energy"][indices] = judged.energy
             columns["target"][indices] = batch.energy.cpu().numpy()
-            columns["forces"][indices] = mae
+            columns["forces"][indices] = judged.force_mae
             numbers["sid"][indices] = batch.sid.cpu().numpy()
             numbers["natoms"][indices] = batch.ptr.diff().cpu().numpy()
             present.update(batch.atomic_numbers.unique().tolist())
@@ -81,11 +89,26 @@ def infer_points(model: nn.Module, dataset: Structures, batch_size: int, name: s
     energies = Predictions(
         numbers["sid"], numbers["natoms"], columns["energy"], columns["target"], formula, formula
     )
-    return Points(energies, columns["forces"], PotentialTask.sums(*totals).metrics())
+    return Points(
+        energies,
+        columns["forces"],
+        PotentialTask.sums(*totals).metrics(),
+        np.concatenate(elements),
+        np.concatenate(forces, axis=1),
+    )
 
 
-def _judged(model: nn.Module, batch: Batch, where: str) -> tuple[_Numbers, torch.Tensor, _Numbers]:
-    """Energies (graphs,), sums of the metrics, and mean force errors (graphs,) of a batch."""
+class _Judged(NamedTuple):
+    """What a potential says about a batch, as in `Points`."""
+
+    energy: _Numbers
+    sums: torch.Tensor
+    force_mae: _Numbers
+    elements: NDArray[np.int64]
+    forces: _Numbers
+
+
+def _judged(model: nn.Module, batch: Batch, where: str) -> _Judged:
 
     def named() -> str:
         return f"{where}: a batch of {batch.num_graphs} with {batch.num_nodes:,} atoms"
@@ -105,4 +128,7 @@ def _judged(model: nn.Module, batch: Batch, where: str) -> tuple[_Numbers, torch
     sums = torch.stack(list(PotentialTask.sums.of(point_errors(out, batch))))
     wrong = (out["forces"] - batch.forces).abs().mean(dim=1).double()
     total = wrong.new_zeros(batch.num_graphs).index_add(0, batch.batch, wrong)
-    return energy, sums, (total / batch.ptr.diff()).cpu().numpy()
+    known = batch.forces.isfinite().all(dim=1)
+    forces = torch.stack((batch.forces[known], out["forces"][known])).double().cpu().numpy()
+    elements = batch.atomic_numbers[known].cpu().numpy()
+    return _Judged(energy, sums, (total / batch.ptr.diff()).cpu().numpy(), elements, forces)

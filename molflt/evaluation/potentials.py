@@ -11,6 +11,7 @@ from torch import nn
 from molflt import plots
 from molflt.data.structures.potential_data import SinglePoints
 from molflt.evaluation.evaluated import EvaluationData
+from molflt.evaluation.groups import force_errors, without_compositions
 from molflt.evaluation.points import Points, infer_points
 from molflt.evaluation.report import Report, _warn, align, write_csv
 from molflt.training.config import Config
@@ -39,8 +40,9 @@ def evaluate(
 ) -> Report:
     """Evaluates a potential.
 
-    Writes predictions.csv (energies and mean force errors of each structure) and parity.png
-    (energies less what their elements give).
+    Writes predictions.csv (energies and mean force errors of each structure), parity.png (energies
+    less what their elements give) and, if there are labels of forces, forces.png (components
+    against their labels), errors_by_group.csv and errors.png (of forces, by element and by size).
 
     Args:
         run: folder of the training run.
@@ -80,8 +82,7 @@ def evaluate(
             name: found[split].metrics.get(name) for name in _COLUMNS
         }
         results[split] = {**metrics, **baseline, "n": len(points)}
-    files = [write_csv(out / "predictions.csv", _rows(found)), out / "parity.png"]
-    plots.parity({split: _without_elements(model, part) for split, part in found.items()}, files[1])
+    files = [write_csv(out / "predictions.csv", _rows(found)), *_draw(out, found)]
     table = [["split", "structures", *_COLUMNS.values()]]
     for split, row in results.items():
         cells = ("-" if (x := row[name]) is None else f"{x:.2f}" for name in _COLUMNS)
@@ -107,12 +108,35 @@ def _baseline(model: nn.Module, points: SinglePoints) -> dict[str, float | None]
     }
 
 
-def _without_elements(model: nn.Module, part: Points) -> tuple[np.ndarray, np.ndarray]:
-    """Labels and predictions, (structures,) eV each, less a constant for each composition."""
-    energies = part.energies
-    groups = np.unique(np.array(energies.formula), return_inverse=True)[1]
-    means = np.bincount(groups, energies.target) / np.bincount(groups)
-    return energies.target - means[groups], energies.energy - means[groups]
+def _draw(out: Path, found: Mapping[str, Points]) -> list[Path]:
+    """Writes the pictures, and errors of forces by group."""
+    files = [out / "parity.png"]
+    panels, names = {}, {}
+    for split, part in found.items():
+        own = part.energies
+        panels[split] = without_compositions(own.formula, own.target, own.energy)
+        names[split] = [f"sid {sid} {f}" for sid, f in zip(own.sid, own.formula, strict=True)]
+    plots.parity(panels, files[0], names, "energy less the mean of its formula")
+    forces = {split: part.forces.reshape(2, -1) for split, part in found.items()}
+    pairs = {split: (pair[0], pair[1]) for split, pair in forces.items() if pair.size}
+    if not pairs:
+        return files
+    plots.parity(pairs, out / "forces.png", quantity="force component", unit="eV/Å")
+    groups = force_errors(found)
+    plots.errors(groups, {}, out / "errors.png", unit="meV/Å")
+    rows = [
+        {
+            "split": "all",
+            "kind": kind,
+            "group": group.group,
+            "n": group.n,
+            "mae_meV_per_A": group.mae,
+        }
+        for kind, own in groups.items()
+        for group in own
+    ]
+    table = write_csv(out / "errors_by_group.csv", rows)
+    return [*files, out / "forces.png", out / "errors.png", table]
 
 
 def _rows(found: Mapping[str, Points]) -> list[dict[str, object]]:

@@ -27,9 +27,10 @@ from molflt.memory import within_memory
 if TYPE_CHECKING:
     from torch_geometric.data import Batch, Data
 
-__all__ = ["Predictions", "check_structures", "infer", "open_structures", "warn_of_elements"]
+__all__ = ["UNKNOWN", "Predictions", "check_structures", "infer", "open_structures"]
+__all__ += ["warn_of_elements"]
 
-_UNKNOWN = "unknown"  # adsorbate of a structure without tags
+UNKNOWN = "unknown"  # adsorbate and slab of a structure without tags
 _LISTED = 3  # structures in a warning
 
 
@@ -49,6 +50,8 @@ class Predictions:
         outside: in what each system differs from all that the model was trained on.
         by_atom: if asked for, "displacement" (atoms, 3), Å, "embedding" (atoms, dim), and "forces"
             (atoms, 3), eV/Å, of each system, as far as the model predicts them.
+        slab: elements of its atoms without tag 2, such as Cu-Pt, or "unknown" if none has it; empty
+            where nobody looked.
     """
 
     sid: NDArray[np.int64]
@@ -60,6 +63,7 @@ class Predictions:
     members: NDArray[np.float64] | None = None
     outside: Sequence[Sequence[str]] = ()
     by_atom: Mapping[str, Sequence[NDArray[np.float32]]] = field(default_factory=dict)
+    slab: Sequence[str] = ()
 
     @property
     def by_training(self) -> NDArray[np.float64]:
@@ -183,7 +187,7 @@ class _Rows:
     def __init__(self, count: int, members: int) -> None:
         self.sid, self.natoms = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
         self.target, self.members = np.empty(count), np.empty((count, members))
-        self.formula, self.adsorbate = [""] * count, [""] * count
+        self.formula, self.adsorbate, self.slab = ([""] * count for _ in range(3))
         self.outside: list[Sequence[str]] = [()] * count
         self.by_atom: dict[str, list[NDArray[np.float32]]] = {}
         self.untagged = 0
@@ -194,8 +198,10 @@ class _Rows:
         self.target[i] = float(record.y_relaxed)
         self.present.update(record.atomic_numbers.unique().tolist())
         self.formula[i] = _hill(record.atomic_numbers.numpy())
-        adsorbate = record.atomic_numbers[record.tags == Tag.ADSORBATE]
-        self.adsorbate[i] = _hill(adsorbate.numpy()) or _UNKNOWN
+        adsorbed = record.tags == Tag.ADSORBATE
+        self.adsorbate[i] = _hill(record.atomic_numbers[adsorbed].numpy()) or UNKNOWN
+        slab = record.atomic_numbers[~adsorbed] if bool(adsorbed.any()) else adsorbed[:0]
+        self.slab[i] = _elements(slab.numpy()) or UNKNOWN
         self.untagged += not bool((record.tags > Tag.SUBSURFACE).any())
         self.outside[i] = [] if domain is None else domain.outside(record)
 
@@ -246,6 +252,7 @@ class _Rows:
             self.members if ensemble else None,
             self.outside,
             self.by_atom,
+            self.slab,
         )
 
 
@@ -323,3 +330,9 @@ def _hill(numbers: NDArray[np.int64]) -> str:
     from ase.symbols import Symbols
 
     return str(Symbols(numbers).get_chemical_formula(mode="hill"))
+
+
+def _elements(numbers: NDArray[np.int64]) -> str:
+    from ase.data import chemical_symbols
+
+    return "-".join(sorted(chemical_symbols[z] for z in np.unique(numbers)))

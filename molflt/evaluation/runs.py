@@ -22,7 +22,8 @@ from molflt.training.config import Config, read_config
 from molflt.training.outcome import duration
 from molflt.training.recipes import Recipe
 
-__all__ = ["Run", "differences", "measures_of", "notes", "read_runs", "standard_error"]
+__all__ = ["Results", "Run", "differences", "flat_options", "measures_of", "notes", "read_errors"]
+__all__ += ["read_results", "read_runs", "standard_error"]
 
 _MOST_BYTES = 10_000_000  # of results.json
 _LARGEST = 1e300  # of a metric, which files may write as an integer of any length
@@ -107,7 +108,7 @@ def _read_run(path: Path, name: str) -> Run:
     last, table = path / "checkpoints" / "last.ckpt", path / "metrics.csv"
     state = read_checkpoint(last) if last.is_file() else {}
     own = state.get("molflt", {})
-    results = _read_results(path / "results.json")
+    results = read_results(path / "results.json")
     return Run(
         name,
         path,
@@ -118,12 +119,16 @@ def _read_run(path: Path, name: str) -> Run:
         own.get("data", {}),
         read_columns(table) if table.is_file() else {},
         results,
-        _read_errors(path / "predictions.csv") if results else {},
+        read_errors(path / "predictions.csv") if results else {},
     )
 
 
-def _read_results(path: Path) -> Results:
-    """Metrics by split; none if the run has not been evaluated."""
+def read_results(path: Path) -> Results:
+    """Metrics by split in a results.json; none if there is none.
+
+    Raises:
+        ValueError: naming the file, if it is damaged.
+    """
     if not path.is_file():
         return {}
     try:
@@ -146,8 +151,12 @@ def _read_results(path: Path) -> Results:
     return found
 
 
-def _read_errors(path: Path) -> dict[str, NDArray[np.float64]]:
-    """|error_eV| by split of an evaluation of energies; none of others."""
+def read_errors(path: Path) -> dict[str, NDArray[np.float64]]:
+    """|error_eV| by split in the predictions.csv of energies; none in that of others.
+
+    Raises:
+        ValueError: naming the file, if it is damaged.
+    """
     if not path.is_file():
         return {}
     errors: dict[str, list[float]] = {}
@@ -168,7 +177,7 @@ def standard_error(run: Run, split: str, name: str) -> float | None:
     """Of a metric of a split, as a mean over so many systems; None where they are not known."""
     row = run.results[split]
     value, count = row.get(name), row.get("n")
-    if value is None or not count:
+    if value is None or not count or count < 0:
         return None
     errors = run.errors.get(split, np.zeros(0))
     if name == "mae_eV" and len(errors) == count > 1:
@@ -180,7 +189,7 @@ def standard_error(run: Run, split: str, name: str) -> float | None:
 
 def differences(runs: Sequence[Run]) -> dict[str, list[object]]:
     """Keys of the configurations in which runs differ, and the value of each; None without it."""
-    flat = [dict(_flat(run.config)) for run in runs]
+    flat = [dict(flat_options(run.config)) for run in runs]
     found = {}
     for key in dict.fromkeys(key for one in flat for key in one):
         values = [one.get(key) for one in flat]
@@ -189,10 +198,11 @@ def differences(runs: Sequence[Run]) -> dict[str, list[object]]:
     return found
 
 
-def _flat(config: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+def flat_options(config: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Dotted keys of a configuration, with their values."""
     for name, value in config.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flat_options(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 

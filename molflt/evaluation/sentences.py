@@ -19,7 +19,7 @@ from molflt.data.text.sentences import Sentences, padded
 from molflt.data.text.tokenizer import Tokenizer
 from molflt.evaluation.images import classes_of
 from molflt.evaluation.masked import load_tokenizer
-from molflt.evaluation.report import Report, align, write_csv
+from molflt.evaluation.report import Report, _warn, align, write_csv
 from molflt.memory import within_memory
 from molflt.sequence.classifier import SequenceClassifier
 from molflt.training.config import Config
@@ -137,8 +137,11 @@ def logits_of(
     """
     device = next(model.parameters()).device
     found = []
+    rows = Sentences(examples, tokenizer, length, name)
+    if rows.cut:
+        _warn(f"{name}: {rows.cut:,} of {len(rows):,} have more than {length} tokens, and were cut")
     batches = DataLoader(
-        Sentences(examples, tokenizer, length, name),
+        rows,
         batch_size=batch_size,
         collate_fn=partial(padded, pad=tokenizer.pad),
     )

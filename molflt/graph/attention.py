@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -158,6 +158,9 @@ class GraphAttention(nn.Module):
         if not len(x):
             return x.clone()
         return _encode(self.encoding, geometry).apply(self.attention, x)
+
+    if TYPE_CHECKING:  # torch declares that a call returns anything
+        __call__ = forward
 
     def _geometry(
         self,

@@ -153,11 +153,10 @@ class EnergyComputation(nn.Module):
         super().__init__()
         _check(model)
         self.model = copy.deepcopy(model).eval().requires_grad_(False)
-        encoding = self.model.encoding
-        matrix = encoding is not None and (encoding.periodic.lattice or encoding.near_field)
+        mixing = "quadratic" if takes_matrix(self.model) else "linear"
         for layer in self.model.modules():
             if isinstance(layer, Attention):
-                layer.mixing = "quadratic" if matrix else "linear"
+                layer.mixing = mixing
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Energies (graphs,) of what `EnergyInputs` has, in its order."""
@@ -215,6 +214,12 @@ def export_energies(model: EnergyRegressor, batch: "Data") -> "ExportedProgram":
     )
     with torch.no_grad():
         return export(computation, tuple(inputs), dynamic_shapes=(shapes,), strict=True)
+
+
+def takes_matrix(model: EnergyRegressor) -> bool:
+    """Whether its `EnergyComputation` goes through the N x N matrix of each graph."""
+    encoding = model.encoding
+    return encoding is not None and bool(encoding.periodic.lattice or encoding.near_field)
 
 
 def _place(name: str) -> int:

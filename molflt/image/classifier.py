@@ -1,7 +1,7 @@
 """Vision Transformer: image in, one logit per class out."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -193,6 +193,9 @@ class ImageClassifier(nn.Module):
         x = self.stack(self.tokens(images), positions)
         logits: Tensor = self.head(x.mean(dim=1) if self.pool == "mean" else x[:, 0])
         return logits
+
+    if TYPE_CHECKING:  # torch declares that a call returns anything
+        __call__ = forward
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws new random features in place (see `molflt.attention.Stack.redraw_`)."""

@@ -1,4 +1,4 @@
-"""Pictures of training, predictions, errors, attention and learned encodings, as PNG.
+"""Pictures of training, predictions, errors, attention and learned encodings, as PNG, SVG or PDF.
 
 Matplotlib is imported when a picture is drawn, and drawn without a display. Colors of lines are
 those of Okabe and Ito, which stay apart for color-blind readers.
@@ -6,10 +6,12 @@ those of Okabe and Ito, which stay apart for color-blind readers.
 
 from molflt.plots.attention import attention_matrices
 from molflt.plots.encodings import has_bias, rpe_curves, rpe_profiles, rpe_surfaces
+from molflt.plots.figure import further_formats
+from molflt.plots.parity import parity
 from molflt.plots.runs import intervals, overlaid_curves
-from molflt.plots.structures import structure_overview
+from molflt.plots.structures import structure_overview, structure_views
 from molflt.plots.tokens import confusion, image_sheet, losses_by_place, substitutions
-from molflt.plots.training import GroupError, errors, parity, training_curve
+from molflt.plots.training import GroupError, errors, training_curve
 from molflt.plots.uncertainty import calibration
 
 __all__ = [
@@ -18,6 +20,7 @@ __all__ = [
     "calibration",
     "confusion",
     "errors",
+    "further_formats",
     "has_bias",
     "image_sheet",
     "intervals",
@@ -28,6 +31,7 @@ __all__ = [
     "rpe_profiles",
     "rpe_surfaces",
     "structure_overview",
+    "structure_views",
     "substitutions",
     "training_curve",
 ]

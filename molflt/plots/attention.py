@@ -24,7 +24,7 @@ _Array = NDArray[np.float64]
 
 def attention_matrices(
     weights: ArrayLike | torch.Tensor,
-    png: Path,
+    file: Path,
     *,
     title: str | None = None,
     rows: int | None = None,
@@ -40,7 +40,7 @@ def attention_matrices(
 
     Args:
         weights: (heads, queries, keys), without unit, as of one sequence from `Attention.weights`.
-        png: file to write.
+        file: to write, .png, .svg or .pdf.
         title: what stands above, such as the layer.
         rows: rows of panels; None chooses.
         scale: "linear" from 0, "log" over at most four decades, or "auto": linear if weights are
@@ -69,7 +69,7 @@ def attention_matrices(
     # A panel has a dot on paper for each pixel, or drawing would leave out what averaging kept.
     side = max(max(pixels.shape[1:]) / DPI, 2.2) + 0.2
     panel, margin = (side, side + 0.15), (1.7, 0.8 + 0.2 * len(notes))
-    with _head_panels(png, heads, panel, margin, rows=rows) as (figure, shown_axes):
+    with _head_panels(file, heads, panel, margin, rows=rows) as (figure, shown_axes):
         for axes, matrix in zip(shown_axes, shown, strict=True):
             right, bottom = step[1] * matrix.shape[1], step[0] * matrix.shape[0]
             image = axes.imshow(

@@ -1,4 +1,4 @@
-"""Pictures of relative positional encodings: what they add to logits, a panel per head."""
+"""Pictures of relative positional encodings, a panel per head: what they add to or multiply."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class _Position(Protocol):
 
     dim: int
     grid: bool
+    placement: tuple[str, str]
     mixings: Collection[str]
 
     def __call__(
@@ -51,16 +52,16 @@ def has_bias(position: torch.nn.Module) -> bool:
     return _evaluate(module, _like(module).new_zeros(1, 1, module.dim)) is not None
 
 
-def rpe_profiles(model: torch.nn.Module, png: Path, r_max: float = 8.0, unit: str = "Å") -> None:
+def rpe_profiles(model: torch.nn.Module, file: Path, r_max: float = 8.0, unit: str = "Å") -> None:
     """Draws the relative encoding f(r) that each head has learned, each head on its own scale.
 
     Softmax attention adds f(r) to its logits as it is; linear attention an estimate from r nodes.
-    An encoding that is not isotropic is drawn along the first axis. Of a kernel that multiplies the
-    logarithm is drawn.
+    An encoding that is not isotropic is drawn along the first axis. Of a kernel h that multiplies
+    attention weights the logarithm is drawn, and the label says so.
 
     Args:
         model: a position module, or a model that has one at `encoding.position`.
-        png: file to write.
+        file: to write, .png, .svg or .pdf.
         r_max: largest distance, in `unit`.
         unit: unit of positions.
 
@@ -79,11 +80,12 @@ def rpe_profiles(model: torch.nn.Module, png: Path, r_max: float = 8.0, unit: st
     else:
         delta = distances[:, None] * torch.eye(position.dim)[0].to(distances)
         profiles = _bias(position, delta)
-    _draw_curves(png, _array(distances), profiles, f"distance r / {unit}", "f(r)")
+    y_label = _label(position, "(r)")
+    _draw_curves(file, _array(distances), profiles, f"distance r / {unit}", y_label)
 
 
 def rpe_curves(
-    position: torch.nn.Module, png: Path, max_offset: float, unit: str = "tokens"
+    position: torch.nn.Module, file: Path, max_offset: float, unit: str = "tokens"
 ) -> None:
     """Draws the encoding f(r_i - r_j) of positions on a line, for offsets of both signs.
 
@@ -92,7 +94,7 @@ def rpe_curves(
 
     Args:
         position: a position module of dimension 1, or a model that has one at `encoding.position`.
-        png: file to write.
+        file: to write, .png, .svg or .pdf.
         max_offset: largest offset between query and key, in `unit`; an integer for encodings on a
             grid of tokens.
         unit: unit of positions.
@@ -117,14 +119,14 @@ def rpe_curves(
         offsets, curves = _array(line), _bias(module, line[:, None])
     label = f"offset $r_i - r_j$ / {unit}\n(left: keys after the query; right: before it)"
     marker = "." if len(offsets) <= 65 else ""
-    _draw_curves(png, offsets, curves, label, "f($r_i - r_j$)", marker)
+    _draw_curves(file, offsets, curves, label, _label(module, "($r_i - r_j$)"), marker)
 
 
 def _draw_curves(
-    png: Path, x: _Array, curves: _Array, x_label: str, y_label: str, marker: str = ""
+    file: Path, x: _Array, curves: _Array, x_label: str, y_label: str, marker: str = ""
 ) -> None:
     sizes = ((2.3, 1.8), (0.6, 0.9), (3.4, 2.9))
-    with _head_panels(png, len(curves), *sizes, share_y=False) as (figure, shown):
+    with _head_panels(file, len(curves), *sizes, share_y=False) as (figure, shown):
         for axes, curve in zip(shown, curves, strict=True):
             axes.axhline(0.0, color=GREY, linewidth=0.8)
             if x[0] < 0:
@@ -133,12 +135,12 @@ def _draw_curves(
             axes.margins(x=0.01)
             axes.grid(alpha=0.3)
         figure.supxlabel(x_label, fontsize="medium")
-        figure.supylabel(f"{y_label}, added to the logit", fontsize="medium")
+        figure.supylabel(y_label, fontsize="medium")
 
 
 def rpe_surfaces(
     position: torch.nn.Module,
-    png: Path,
+    file: Path,
     extent: float | tuple[float, float],
     unit: str = "patches",
     points: int = 129,
@@ -153,7 +155,7 @@ def rpe_surfaces(
     Args:
         position: a position module of dimension 2 or more, or a model that has one at
             `encoding.position`.
-        png: file to write.
+        file: to write, .png, .svg or .pdf.
         extent: largest offset along both axes or each, in `unit`; for encodings on a grid of H x W
             tokens, (H - 1, W - 1).
         unit: unit of positions.
@@ -180,11 +182,12 @@ def rpe_surfaces(
         surfaces = _bias(module, delta.to(_like(module))).reshape(-1, points, points)
         pad = (reach[0] / (points - 1), reach[1] / (points - 1))  # half a pixel
     cut = "" if module.dim == 2 else "cut through offset 0 along all other axes"
-    _draw_surfaces(png, surfaces, (reach[0] + pad[0], reach[1] + pad[1]), unit, cut)
+    ends, label = (reach[0] + pad[0], reach[1] + pad[1]), _label(module, "($r_i - r_j$)")
+    _draw_surfaces(file, surfaces, ends, label, unit, cut)
 
 
 def _draw_surfaces(
-    png: Path, surfaces: _Array, ends: tuple[float, float], unit: str, title: str
+    file: Path, surfaces: _Array, ends: tuple[float, float], label: str, unit: str, title: str
 ) -> None:
     from matplotlib import colormaps
     from matplotlib.colors import Normalize
@@ -194,7 +197,7 @@ def _draw_surfaces(
     colors = colormaps["RdBu_r"].with_extremes(bad=ZERO)
     across, down = (2.4 * end / max(ends) for end in reversed(ends))
     panel = (max(across, 1.4), max(down, 1.0) + 0.25)
-    with _head_panels(png, len(surfaces), panel, (1.7, 0.8)) as (figure, shown):
+    with _head_panels(file, len(surfaces), panel, (1.7, 0.8)) as (figure, shown):
         for head, (axes, surface) in enumerate(zip(shown, finite, strict=True)):
             image = axes.imshow(
                 surface,
@@ -206,8 +209,7 @@ def _draw_surfaces(
             axes.set_title(f"head {head}: {_range(surface)}", fontsize="small")
             axes.locator_params(nbins=5)
         gray = "; gray: −∞" if np.ma.is_masked(finite) else ""
-        label = f"f($r_i - r_j$), added to the logit{gray}"
-        figure.colorbar(image, ax=shown, label=label, aspect=30, fraction=0.05)
+        figure.colorbar(image, ax=shown, label=f"{label}{gray}", aspect=30, fraction=0.05)
         figure.supxlabel(f"offset along axis 2 / {unit}", fontsize="medium")
         figure.supylabel(f"offset along axis 1 / {unit}", fontsize="medium")
         if title:
@@ -235,6 +237,12 @@ def _found(model: object, caller: str) -> _Position:
             f"{type(position).__name__}, which adds nothing to logits; draw attention_matrices"
         )
     return cast(_Position, position)
+
+
+def _label(position: _Position, of: str) -> str:
+    """What is drawn, and how it enters attention."""
+    name, meaning = position.placement
+    return f"{name}{of}, {meaning}"
 
 
 def _like(position: _Position) -> torch.Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,24 +21,129 @@ SERIES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, GREY, "black")
 ZERO, DPI = "#D9D9D9", 150  # in heat maps: a weight of exactly 0, a mask of -inf; dots per inch
 
 
+_LONGEST = 48  # characters of a name
+FORMATS = ("png", "svg", "pdf")
+_UNDATED = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}  # the same bytes again
+_further: ContextVar[tuple[tuple[str, ...], list[Path]]] = ContextVar("further", default=((), []))
+
+
 @contextmanager
-def picture(png: Path, **options: object) -> Iterator[Figure]:
-    """A figure that is written to `png` at the end.
+def further_formats(names: Collection[str]) -> Iterator[list[Path]]:
+    """Writes each picture that is drawn inside of the block in further formats, too.
 
     Args:
-        png: file to write; folders above it are made.
-        options: of `matplotlib.figure.Figure`, such as figsize in inches.
+        names: some of `FORMATS`.
+
+    Yields:
+        The files that were written so, as they come.
+
+    Raises:
+        ValueError: for an unknown format.
     """
+    for name in names:
+        if name not in FORMATS:
+            raise ValueError(f"pictures: expected some of {', '.join(FORMATS)}; got {name!r}")
+    written: list[Path] = []
+    token = _further.set((tuple(names), written))
+    try:
+        yield written
+    finally:
+        _further.reset(token)
+
+
+def expect_picture(file: Path) -> None:
+    """Raises ValueError if the name of a file ends in none of `FORMATS`."""
+    if file.suffix.removeprefix(".") not in FORMATS:
+        raise ValueError(f"{file}: expected a picture that ends in .png, .svg or .pdf; rename it")
+
+
+@contextmanager
+def picture(file: Path, **options: object) -> Iterator[Figure]:
+    """A figure that is written to `file` at the end, and in the formats of `further_formats`.
+
+    Args:
+        file: to write, .png, .svg or .pdf; folders above it are made.
+        options: of `matplotlib.figure.Figure`, such as figsize in inches.
+
+    Raises:
+        ValueError: if the name has another ending.
+    """
+    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(layout="constrained", **options)  # type: ignore[arg-type]
+    file = Path(file)
+    expect_picture(file)
+    figure = Figure(**{"layout": "constrained", **options})  # type: ignore[arg-type]
     FigureCanvasAgg(figure)
     yield figure
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
-    Path(png).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(png, dpi=DPI, format="png")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    names, written = _further.get()
+    more = [path for name in names if (path := file.with_suffix(f".{name}")) != file]
+    for path in (file, *more):
+        kind = path.suffix.removeprefix(".")
+        with rc_context({"svg.hashsalt": "molflt"}):
+            figure.savefig(path, dpi=DPI, format=kind, metadata=_UNDATED[kind])
+    written += more
+
+
+def plain(text: str) -> str:
+    """A name from data as a picture shows it: letter by letter, as dollars begin no formula.
+
+    Long ones are cut, or nothing else would have room.
+    """
+    shown = "".join(one if one.isprintable() else "?" for one in text)
+    shown = shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 1]}…"
+    return shown.replace("$", r"\$")
+
+
+class LineEnd(NamedTuple):
+    """Where a line ends, and what it is called."""
+
+    name: str
+    x: float
+    y: float
+    color: str
+
+
+def label_ends(axes: Axes, ends: Sequence[LineEnd], height: float) -> None:
+    """Writes names to the right of a panel, next to where their lines end, none over another.
+
+    Args:
+        axes: with all that it shows; its limits stay from now on.
+        ends: of the lines.
+        height: of the panel, inches.
+    """
+    axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
+    at = axes.transData + axes.transAxes.inverted()
+    places = [float(at.transform((end.x, end.y))[1]) for end in ends]
+    order = sorted(range(len(ends)), key=places.__getitem__)
+    step = min(0.125 / height, 1 / max(1, len(ends) - 1))  # a line of 7 points
+    for before, after in pairwise(order):
+        places[after] = max(places[after], places[before] + step)
+    highest = 1.0
+    for one in reversed(order):
+        places[one] = min(places[one], highest)
+        highest = places[one] - step
+    for end, place in zip(ends, places, strict=True):
+        axes.annotate(
+            plain(end.name),
+            (end.x, end.y),
+            xytext=(1.03, place),
+            textcoords="axes fraction",
+            va="center",
+            fontsize=7,
+            color=end.color,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": end.color,
+                "linewidth": 0.5,
+                "relpos": (0, 0.5),
+            },
+            annotation_clip=False,
+        )
 
 
 def _plain_numbers(axis: Axis, wide: bool) -> None:
@@ -50,7 +157,7 @@ def _plain_numbers(axis: Axis, wide: bool) -> None:
 
 @contextmanager
 def _head_panels(
-    png: Path,
+    file: Path,
     heads: int,
     panel: tuple[float, float],
     margin: tuple[float, float],
@@ -61,7 +168,7 @@ def _head_panels(
     """A picture with a panel per head, titled by it; what is left of the grid stays empty.
 
     Args:
-        png: file to write.
+        file: to write, .png, .svg or .pdf.
         heads: number of panels.
         panel: width and height of each, inches.
         margin: width and height of what is around them, inches.
@@ -79,7 +186,7 @@ def _head_panels(
     width, height = (
         max(margin[axis] + panel[axis] * shape[1 - axis], least[axis]) for axis in (0, 1)
     )
-    with picture(png, figsize=(width, height)) as figure:
+    with picture(file, figsize=(width, height)) as figure:
         grid = figure.subplots(*shape, sharex=True, sharey=share_y, squeeze=False)
         for axes in grid.flat[heads:]:
             axes.set_visible(False)

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from torch_geometric.data import Data
 
-__all__ = ["structure_overview"]
+__all__ = ["structure_overview", "structure_views"]
 
 
 def structure_overview(
-    energies: Mapping[str, np.ndarray], shown: Data, name: str, png: Path
+    energies: Mapping[str, np.ndarray], shown: Data, name: str, file: Path
 ) -> None:
     """Draws the histogram of labels, and one structure seen from top and side.
 
@@ -28,14 +28,26 @@ def structure_overview(
         energies: labels by name, (structures with that label,), eV.
         shown: the structure to draw, as `molflt.data.structures.records.make_record` makes it.
         name: of the source.
-        png: file to write.
+        file: to write, .png, .svg or .pdf.
     """
-    with picture(png, figsize=(13, 4.2)) as figure:
+    with picture(file, figsize=(13, 4.2)) as figure:
         left, top, side = figure.subplots(1, 3, width_ratios=(1.2, 1, 1))
         _histogram(left, energies)
         _view(top, shown, "top")
         _view(side, shown, "side")
         figure.suptitle(f"{name} (thick edge: adsorbate; hatched: fixed)")
+
+
+def structure_views(structure: Data, file: Path) -> None:
+    """Draws a structure from top and side.
+
+    Args:
+        structure: as `molflt.data.structures.records.make_record` makes it.
+        file: to write, .png, .svg or .pdf.
+    """
+    with picture(file, figsize=(5.8, 3.1)) as figure:
+        for axes, view in zip(figure.subplots(1, 2), ("top", "side"), strict=True):
+            _view(axes, structure, view)
 
 
 def _histogram(axes: Axes, energies: Mapping[str, np.ndarray]) -> None:

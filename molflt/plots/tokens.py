@@ -22,14 +22,14 @@ _BINS = 24
 _ROWS, _COLUMNS = 4, 8
 
 
-def losses_by_place(losses: Mapping[str, NDArray[np.float64]], png: Path) -> None:
+def losses_by_place(losses: Mapping[str, NDArray[np.float64]], file: Path) -> None:
     """Draws the mean loss against the place of a token in its block: what context is worth.
 
     Args:
         losses: text -> nats of each token, (blocks, length); NaN where there is none.
-        png: file to write.
+        file: to write, .png, .svg or .pdf.
     """
-    with picture(png, figsize=(6.0, 3.4)) as figure:
+    with picture(file, figsize=(6.0, 3.4)) as figure:
         axes = figure.subplots()
         for (name, loss), color in zip(losses.items(), SERIES, strict=False):
             length = loss.shape[1]
@@ -48,18 +48,18 @@ def losses_by_place(losses: Mapping[str, NDArray[np.float64]], png: Path) -> Non
 
 
 def image_sheet(
-    images: Sequence[NDArray[np.uint8]], captions: Sequence[str], png: Path, title: str
+    images: Sequence[NDArray[np.uint8]], captions: Sequence[str], file: Path, title: str
 ) -> None:
     """Draws images with a caption each.
 
     Args:
         images: (channels, height, width) each; the first 32 are drawn.
         captions: what stands above each.
-        png: file to write.
+        file: to write, .png, .svg or .pdf.
         title: what stands above all.
     """
     rows = max(1, min(_ROWS, -(-len(images) // _COLUMNS)))
-    with picture(png, figsize=(1.3 * _COLUMNS, 0.5 + 1.65 * rows)) as figure:
+    with picture(file, figsize=(1.3 * _COLUMNS, 0.5 + 1.65 * rows)) as figure:
         grid = figure.subplots(rows, _COLUMNS, squeeze=False).ravel()
         for axes in grid:
             axes.axis("off")
@@ -71,18 +71,18 @@ def image_sheet(
         figure.suptitle(title, fontsize="medium")
 
 
-def confusion(counts: ArrayLike, classes: Sequence[str], png: Path) -> None:
+def confusion(counts: ArrayLike, classes: Sequence[str], file: Path) -> None:
     """Draws how many images of each class were taken for which.
 
     Args:
         counts: (classes, classes): images of a row's class that were taken for a column's.
         classes: their names.
-        png: file to write.
+        file: to write, .png, .svg or .pdf.
     """
     matrix = np.asarray(counts, dtype=float)
     shares = 100 * matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
     side = 2.2 + 0.42 * min(len(classes), 20)
-    with picture(png, figsize=(side + 0.8, side)) as figure:
+    with picture(file, figsize=(side + 0.8, side)) as figure:
         axes: Axes = figure.subplots()
         image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=100)
         if len(classes) <= 40:
@@ -104,16 +104,16 @@ def confusion(counts: ArrayLike, classes: Sequence[str], png: Path) -> None:
         figure.colorbar(image, ax=axes, label="share of the class / %", fraction=0.05)
 
 
-def substitutions(tables: Mapping[str, NDArray[np.float64]], letters: str, png: Path) -> None:
+def substitutions(tables: Mapping[str, NDArray[np.float64]], letters: str, file: Path) -> None:
     """Draws how alike letters are, by one or more tables.
 
     Args:
         tables: title -> (letters, letters), symmetric. The diagonal is left out: it says nothing,
             and would take up the range of colors.
         letters: names of rows and columns.
-        png: file to write.
+        file: to write, .png, .svg or .pdf.
     """
-    with picture(png, figsize=(0.6 + 4.4 * len(tables), 3.9)) as figure:
+    with picture(file, figsize=(0.6 + 4.4 * len(tables), 3.9)) as figure:
         panels = figure.subplots(1, len(tables), squeeze=False)[0]
         for axes, (title, table) in zip(panels, tables.items(), strict=True):
             shown = np.where(np.eye(len(letters), dtype=bool), np.nan, table)

@@ -12,14 +12,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from molflt.metrics import EWT_THRESHOLD, Metric
-from molflt.plots.figure import BLUE, GREEN, GREY, SERIES, SKY, VERMILION, _plain_numbers, picture
+from molflt.plots.figure import (
+    BLUE,
+    GREEN,
+    SERIES,
+    SKY,
+    VERMILION,
+    _plain_numbers,
+    picture,
+    plain,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.collections import PolyCollection
 
-_MAX_POINTS = 2000  # more than these are drawn as a density
 _MAX_BARS = 20
+
+_KINDS = {  # kind of groups -> axis, title
+    "adsorbate": ("adsorbate", "by adsorbate"),
+    "slab": ("elements of the slab", "by metal"),
+    "element": ("element of the atom", "by element"),
+    "natoms": ("atoms in the system", "by size"),
+}
 
 _Array = NDArray[np.float64]
 
@@ -30,18 +44,18 @@ class GroupError(NamedTuple):
     group: str
     n: int
     mae: float
-    """eV"""
+    """in the unit of the energies, or of what else was predicted"""
 
 
 def training_curve(
-    metrics_csv: Path, png: Path, metrics: Mapping[str, Metric], best: str = ""
+    metrics_csv: Path, file: Path, metrics: Mapping[str, Metric], best: str = ""
 ) -> None:
     """Draws loss, metrics and learning rate against the step.
 
     Args:
         metrics_csv: a run's metrics.csv: step and any of train_loss, lr, and train_ and val_ of the
             metrics; empty cells are where nothing was measured.
-        png: file to write.
+        file: to write, .png, .svg or .pdf.
         metrics: those of the task; each that was measured has a panel.
         best: the one whose best validation is marked.
 
@@ -59,7 +73,7 @@ def training_curve(
     ]
     if not shown:
         raise ValueError(f"{metrics_csv}: nothing to draw; expected train_loss, lr or metrics")
-    with picture(png, figsize=(7.0, 0.6 + 1.9 * len(shown))) as figure:
+    with picture(file, figsize=(7.0, 0.6 + 1.9 * len(shown))) as figure:
         rows = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
         for axes, (name, metric, lines) in zip(rows, shown, strict=True):
             for line in lines:
@@ -123,121 +137,53 @@ def _log_if_wide(axes: Axes, values: _Array) -> None:
     _plain_numbers(axes.yaxis, wide=bool(high / low >= 60))
 
 
-def parity(panels: Mapping[str, tuple[_Array, _Array]], png: Path) -> None:
-    """Draws predicted against true energies, a panel per split, all with the same axes.
-
-    Args:
-        panels: split -> (labels, predictions), each (systems,), eV.
-        png: file to write.
-
-    Raises:
-        ValueError: if there is no panel, or labels and predictions differ in number.
-    """
-    if not panels:
-        raise ValueError("parity: expected at least one split with labels; got none")
-    for split, (target, energy) in panels.items():
-        if target.shape != energy.shape or target.size == 0:
-            raise ValueError(
-                f"parity: split {split!r} needs one prediction per label; got {energy.shape} and "
-                f"{target.shape}"
-            )
-    columns = min(len(panels), 2)
-    rows = -(-len(panels) // columns)
-    low, high = _limits(list(panels.values()))
-    dense = any(len(target) > _MAX_POINTS for target, _ in panels.values())
-    size = (0.6 + 3.6 * columns + 0.8 * dense, 0.4 + 3.7 * rows)
-    with picture(png, figsize=size) as figure:
-        grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-        for axes in grid.flat[len(panels) :]:
-            axes.set_visible(False)
-        densities = []
-        for axes, (split, (target, energy)) in zip(grid.flat, panels.items(), strict=False):
-            densities += _parity_panel(axes, target, energy, low, high)
-            mae = np.abs(energy - target).mean()
-            axes.set_title(f"{split}: MAE {mae:.3f} eV (n = {len(target):,})", fontsize="medium")
-        if densities:
-            most = max(float(np.max(np.asarray(density.get_array()))) for density in densities)
-            for density in densities:
-                density.set_clim(1, max(most, 2))
-            used = list(grid.flat[: len(panels)])
-            figure.colorbar(densities[0], ax=used, label="systems per cell", shrink=0.5, aspect=30)
-        figure.supxlabel("labeled energy / eV")
-        figure.supylabel("predicted energy / eV")
-
-
-def _limits(pairs: Sequence[tuple[_Array, _Array]]) -> tuple[float, float]:
-    """Range of the labels and of all but the most extreme predictions, eV."""
-    targets = np.concatenate([target for target, _ in pairs])
-    energies = np.concatenate([energy for _, energy in pairs])
-    low = min(targets.min(), np.quantile(energies, 0.005))
-    high = max(targets.max(), np.quantile(energies, 0.995))
-    pad = 0.04 * (high - low) or 0.5
-    return float(low - pad), float(high + pad)
-
-
-def _parity_panel(
-    axes: Axes, target: _Array, energy: _Array, low: float, high: float
-) -> list[PolyCollection]:
-    """Draws points or, of many systems, their density, which it returns."""
-    densities: list[PolyCollection] = []
-    axes.plot([low, high], [low, high], color=GREY, linewidth=1, zorder=1)
-    if len(target) <= _MAX_POINTS:
-        axes.scatter(target, energy, s=9, alpha=0.5, color=BLUE, linewidths=0, zorder=2)
-    else:
-        box = (low, high, low, high)
-        density = axes.hexbin(
-            target, energy, gridsize=60, extent=box, bins="log", mincnt=1, cmap="cividis"
-        )
-        densities.append(density)
-    axes.set(xlim=(low, high), ylim=(low, high), aspect="equal")
-    axes.grid(alpha=0.3)
-    outside = int(((energy < low) | (energy > high)).sum())
-    if outside:
-        axes.text(
-            0.03, 0.97, f"{outside} outside", transform=axes.transAxes, va="top", fontsize="small"
-        )
-    return densities
-
-
 def errors(
-    by_adsorbate: Sequence[GroupError],
-    by_size: Sequence[GroupError],
+    groups: Mapping[str, Sequence[GroupError]],
     absolute: Mapping[str, _Array],
-    png: Path,
+    file: Path,
+    unit: str = "eV",
 ) -> None:
-    """Draws MAE by adsorbate and by size, and the distribution of errors per split.
+    """Draws the MAE of groups, a panel per kind, and the distribution of errors per split.
 
     Args:
-        by_adsorbate: error per adsorbate; of more than 20, those with the largest are drawn.
-        by_size: error per range of numbers of atoms, in their order.
-        absolute: split -> |error| of each system, (systems,), eV.
-        png: file to write.
+        groups: kind (adsorbate, slab, element, natoms) -> groups, those of natoms in the order of
+            their sizes; of more than 20 others, those with the largest errors are drawn.
+        absolute: split -> |error| of each system, (systems,), eV; empty for no such panel.
+        file: to write, .png, .svg or .pdf.
+        unit: of the MAE.
 
     Raises:
         ValueError: if there is nothing to draw.
     """
-    if not by_adsorbate or not by_size or not absolute:
-        raise ValueError("errors: expected adsorbates, sizes and splits with labels; got none")
-    worst = sorted(by_adsorbate, key=lambda group: group.mae)[-_MAX_BARS:]
-    with picture(png, figsize=(13.5, max(3.8, 1.1 + 0.27 * len(worst)))) as figure:
-        left, middle, right = figure.subplots(1, 3, width_ratios=(1.0, 0.9, 1.2))
-        _bars(left, worst, "adsorbate")
-        title = "by adsorbate, all splits"
-        if len(worst) < len(by_adsorbate):
-            title += f": the {len(worst)} worst of {len(by_adsorbate)}"
-        left.set_title(title, fontsize="medium")
-        _bars(middle, list(by_size)[::-1], "atoms in the system")
-        middle.set_title("by size, all splits", fontsize="medium")
-        _distribution(right, absolute)
+    if not (groups or absolute) or not all(groups.values()):
+        raise ValueError("errors: expected groups, or splits with labels; got none")
+    shown = {
+        kind: [*own][::-1] if kind == "natoms" else sorted(own, key=lambda g: g.mae)[-_MAX_BARS:]
+        for kind, own in groups.items()
+    }
+    bars = max(map(len, shown.values()), default=0)
+    widths = [4.2] * len(shown) + [5.0] * bool(absolute)
+    size = (sum(widths), max(3.8, 1.3 + 0.27 * bars))
+    with picture(file, figsize=size) as figure:
+        row = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
+        for axes, (kind, own) in zip(row, shown.items(), strict=False):
+            label, title = _KINDS[kind]
+            _bars(axes, own, label, unit)
+            if len(own) < len(groups[kind]):
+                title += f": the {len(own)} worst of {len(groups[kind])}"
+            axes.set_title(title, fontsize="medium")
+        if absolute:
+            _distribution(row[-1], absolute)
 
 
-def _bars(axes: Axes, groups: Sequence[GroupError], label: str) -> None:
+def _bars(axes: Axes, groups: Sequence[GroupError], label: str, unit: str) -> None:
     places = np.arange(len(groups))
     values = [group.mae for group in groups]
     axes.barh(places, values, color=SKY, height=0.75)
+    digits = 3 if unit == "eV" else 1
     for place, group in zip(places, groups, strict=True):
         axes.annotate(
-            f"{group.mae:.3f}  (n = {group.n:,})",
+            f"{group.mae:.{digits}f}  (n = {group.n:,})",
             (group.mae, place),
             xytext=(3, 0),
             textcoords="offset points",
@@ -247,14 +193,14 @@ def _bars(axes: Axes, groups: Sequence[GroupError], label: str) -> None:
     axes.set_yticks(places, [_subscripts(group.group) for group in groups])
     axes.set_xlim(0, 1.55 * max(values) or 1.0)  # room for the numbers
     axes.set_ylim(min(-0.6, len(groups) - 4.4), len(groups) - 0.4)
-    axes.set_xlabel("MAE / eV")
+    axes.set_xlabel(f"MAE / {unit} (lower is better)")
     axes.set_ylabel(label)
 
 
 def _subscripts(formula: str) -> str:
     """CH3 with a lowered 3; ranges of sizes and words stay as they are."""
     if not re.fullmatch(r"(?:[A-Z][a-z]?\d*)+", formula):
-        return formula
+        return plain(formula)
     return re.sub(r"(\d+)", r"$_{\1}$", formula)
 
 
@@ -265,7 +211,7 @@ def _distribution(axes: Axes, absolute: Mapping[str, _Array]) -> None:
         ordered = np.sort(np.maximum(values, floor))
         share = 100.0 * np.arange(len(ordered) + 1) / len(ordered)
         ordered = np.append(ordered[0], ordered)  # each curve begins at 0 %
-        axes.step(ordered, share, where="post", color=color, label=split)
+        axes.step(ordered, share, where="post", color=color, label=plain(split))
     axes.axvline(EWT_THRESHOLD, color="black", linestyle="--", linewidth=1)
     axes.text(EWT_THRESHOLD, 99, f"EwT: {EWT_THRESHOLD} eV ", rotation=90, ha="right", va="top")
     axes.set_xscale("log")

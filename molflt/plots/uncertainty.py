@@ -26,7 +26,7 @@ def calibration(
     coverage: Mapping[str, tuple[_Array, _Array]],
     errors: Mapping[str, tuple[_Array, _Array]],
     level: float,
-    png: Path,
+    file: Path,
 ) -> None:
     """Draws coverage against nominal level, and the size of errors against the uncertainty.
 
@@ -35,7 +35,7 @@ def calibration(
             each (levels,).
         errors: split -> uncertainty and |error| of each system, (systems,), eV.
         level: share of errors that the uncertainty is to hold, in (0, 1).
-        png: file to write.
+        file: to write, .png, .svg or .pdf.
 
     Raises:
         ValueError: if there is no split.
@@ -43,7 +43,7 @@ def calibration(
     if not coverage or not errors:
         raise ValueError("calibration: expected at least one split with labels; got none")
     colors = dict(zip(errors, SERIES * len(errors), strict=False))
-    with picture(png, figsize=(10.5, 4.6)) as figure:
+    with picture(file, figsize=(10.5, 4.6)) as figure:
         left, right = figure.subplots(1, 2)
         left.set_title("how much the intervals hold", fontsize="medium")
         right.set_title("errors against their uncertainty", fontsize="medium")

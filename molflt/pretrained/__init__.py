@@ -2,8 +2,8 @@
 
 from molflt.pretrained.energies import EnergyPredictor, Prediction
 from molflt.pretrained.loading import load
-from molflt.pretrained.sentences import Translator
+from molflt.pretrained.sentences import GapFiller, SentenceLabeler, Translator
 from molflt.pretrained.tokens import ImageLabeler, TextWriter
 
-__all__ = ["EnergyPredictor", "ImageLabeler", "Prediction", "TextWriter", "Translator"]
-__all__ += ["load"]
+__all__ = ["EnergyPredictor", "GapFiller", "ImageLabeler", "Prediction", "SentenceLabeler"]
+__all__ += ["TextWriter", "Translator", "load"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import nn
 
@@ -60,6 +60,13 @@ class Pretrained(ModelHubMixin):
         """The module itself, in evaluation mode."""
         return self.trained.model
 
+    def use_compiled(self) -> None:
+        """Computes with machine code, where there is some: of energies, see `EnergyPredictor`."""
+        raise ValueError(
+            f"{self.name}: machine code is made of energies; got a model of the recipe "
+            f"{self.trained.recipe}; leave compiled out"
+        )
+
     @property
     def summary(self) -> str:
         """One line: what it is, and what it was trained on."""
@@ -105,7 +112,14 @@ class Pretrained(ModelHubMixin):
             )
         return cls(trained)
 
-    if not TYPE_CHECKING:  # the signatures are the mixin's; their errors become one line
+    if TYPE_CHECKING:  # also without huggingface_hub, whose signatures these are
+
+        @classmethod
+        def from_pretrained(
+            cls, pretrained_model_name_or_path: str | Path, **options: Any
+        ) -> Self: ...
+
+    else:  # errors become one line
 
         @classmethod
         def from_pretrained(cls, pretrained_model_name_or_path, **options):

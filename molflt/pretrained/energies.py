@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from molflt.data.structures import Structures
 from molflt.data.structures.domain import DOMAIN, Domain
@@ -22,6 +22,7 @@ from molflt.graph.geometry import Geometry
 from molflt.graph.mesh import use_mesh_
 from molflt.graph.potential import Potential
 from molflt.pretrained.base import Pretrained
+from molflt.pretrained.compiled import load_compiled, save_compiled
 from molflt.pretrained.trained import Trained
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class EnergyPredictor(Pretrained):
         held = trained.files.get(DOMAIN)
         known = None if held is None else Domain.from_json(held, trained.label(DOMAIN))
         self.domain: Domain | None = known
+        self.compiled: nn.Module | None = None
 
     @property
     def summary(self) -> str:
@@ -76,6 +78,31 @@ class EnergyPredictor(Pretrained):
             if isinstance(error, float):
                 return f"; MAE {error:.3f} eV on {split}"
         return ""
+
+    def use_compiled(self) -> None:
+        """Computes energies with the machine code beside an exported model, and nothing else.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: it is not of these weights, this torch and this processor.
+        """
+        if not self.trained.path.is_file():
+            raise ValueError(
+                f"{self.trained.path}: a run has no machine code; expected an exported model; "
+                "molflt export RUN FOLDER --compiled true"
+            )
+        self.compiled = load_compiled(self.model, self.trained.path)
+
+    def save_compiled(self, folder: Path) -> list[Path]:
+        """Writes machine code of the energies beside what `save_pretrained` has written.
+
+        It runs faster by a factor, on processors like this one, with this version of torch.
+
+        Raises:
+            RuntimeError: without a C++ compiler.
+            ValueError: a model that cannot be compiled, see `molflt.graph.computation`.
+        """
+        return save_compiled(self.model, Path(folder) / "model.safetensors")
 
     @property
     def predicts_positions(self) -> bool:
@@ -101,7 +128,17 @@ class EnergyPredictor(Pretrained):
         Raises:
             ValueError: an unknown order, or a model without reciprocal nodes.
         """
+        if self.compiled is not None:
+            raise ValueError(f"mesh_order={order}: machine code has no mesh; leave one of them out")
         use_mesh_(self.model, order)
+
+    @overload
+    def predict(
+        self,
+        structures: str | Path | list[Any] | tuple[Any, ...],
+        batch_size: int = ...,
+        embedding: Literal["atoms", "pooled"] | None = ...,
+    ) -> list[Prediction]: ...
 
     @overload
     def predict(
@@ -146,6 +183,8 @@ class EnergyPredictor(Pretrained):
             raise ValueError(f"embedding={embedding!r}; expected atoms, pooled or None")
         if embedding and isinstance(self.model, EnsembleRegressor):
             raise ValueError("embedding: expected one model; got an ensemble; load one of its runs")
+        if embedding and self.compiled is not None:
+            raise ValueError("embedding: machine code has energies alone; load without compiled")
         dataset = _opened(structures)
         kept = ["displacement"] * self.predicts_positions + ["embedding"] * bool(embedding)
         kept += ["forces"] * self.predicts_forces
@@ -184,7 +223,8 @@ class EnergyPredictor(Pretrained):
         self, dataset: Structures, batch_size: int, name: str, by_atom: Collection[str] = ()
     ) -> Predictions:
         """As `molflt.evaluation.predictions.infer`, compared with what was trained on."""
-        return infer(self.model, dataset, batch_size, name, self.domain, by_atom)
+        model = self.model if self.compiled is None else self.compiled
+        return infer(model, dataset, batch_size, name, self.domain, by_atom)
 
     def uncertainties(
         self, found: Predictions, calibration: Path | None = None

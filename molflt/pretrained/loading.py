@@ -4,16 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, overload
 
 from molflt.files import shown
 from molflt.pretrained.energies import EnergyPredictor
 from molflt.pretrained.sentences import GapFiller, SentenceLabeler, Translator
 from molflt.pretrained.tokens import ImageLabeler, TextWriter
 from molflt.pretrained.trained import read_trained
+from molflt.training.sources import HUB
 
 __all__ = ["load"]
 
 _KINDS = (EnergyPredictor, TextWriter, ImageLabeler, GapFiller, SentenceLabeler, Translator)
+
+
+@overload
+def load(
+    source: None = ...,
+    device: str = ...,
+    *,
+    checkpoint: str = ...,
+    also: Sequence[str | Path] = ...,
+) -> EnergyPredictor: ...
+
+
+@overload  # what it is stands in the file: `EnergyPredictor.from_pretrained(source)` has a type
+def load(
+    source: str | Path | None,
+    device: str = ...,
+    *,
+    checkpoint: str = ...,
+    also: Sequence[str | Path] = ...,
+) -> Any: ...
 
 
 def load(
@@ -22,6 +44,7 @@ def load(
     *,
     checkpoint: str = "best",
     also: Sequence[str | Path] = (),
+    compiled: bool = False,
 ) -> EnergyPredictor | TextWriter | ImageLabeler | GapFiller | SentenceLabeler | Translator:
     """Loads a trained model.
 
@@ -32,20 +55,38 @@ def load(
         device: cpu, cuda, cuda:N, or auto.
         checkpoint: of a run: best, last, or the path of a safetensors file.
         also: further runs that make an ensemble with `source`, whose spread is an uncertainty.
+        compiled: compute energies, and nothing else, with the machine code beside an exported
+            model that `molflt export --compiled true` has written. Only for what you trust.
 
     Returns:
         What predicts energies, writes text, labels images, fills gaps, labels sentences or
-        translates them, as the model has learned.
+        translates them, as the model has learned. To a type checker it is of any type;
+        `EnergyPredictor.from_pretrained(source)` and the like are of theirs.
 
     Raises:
         FileNotFoundError: if there is nothing of that name.
-        ValueError: naming what is damaged, or why the Hub has given nothing.
+        ValueError: naming what is damaged, why the Hub has given nothing, or why there is no
+            machine code for this model.
     """
+    if compiled:
+        _check_compiled(source, device)
     trained = read_trained(source, checkpoint, device, also)
     for kind in _KINDS:
         if isinstance(trained.model, kind.models):
-            return kind(trained)
+            found = kind(trained)
+            if compiled:
+                found.use_compiled()
+            return found
     raise ValueError(
         f"{trained.path}: a model of the recipe {shown(trained.recipe)}, which nothing here uses; "
         "expected energies, texts or images; take molflt.training.checkpoint.load_run"
     )
+
+
+def _check_compiled(source: str | Path | None, device: str) -> None:
+    if device != "cpu":
+        raise ValueError(f"compiled=True computes on the CPU; got device={device!r}; leave one out")
+    if str(source).startswith(HUB):
+        raise ValueError(
+            f"{source}: machine code is not taken from the Hub; export it with --compiled true here"
+        )

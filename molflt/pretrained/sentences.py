@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -77,14 +78,15 @@ class SentenceLabeler(Pretrained):
     def classify(
         self,
         sentences: Sequence[str | tuple[str, str]],
-        length: int = 128,
+        length: int | None = None,
         batch_size: int = 64,
     ) -> list[Label]:
         """The class of each sentence or pair, or its score: its name is then "score".
 
         Args:
             sentences: texts, or pairs of texts for a task of pairs.
-            length: most tokens of each, special ones too; longer ones are cut.
+            length: most tokens of each, special ones too; longer ones are cut, which is said. By
+                default as many as the model takes.
             batch_size: sentences in a batch.
 
         Raises:
@@ -94,7 +96,8 @@ class SentenceLabeler(Pretrained):
             raise ValueError("expected sentences, at least one; got none")
         pairs = [(one, None) if isinstance(one, str) else one for one in sentences]
         examples = [Example(first, second, 0.0) for first, second in pairs]
-        logits = logits_of(self.model, self.tokenizer, examples, length, batch_size, "sentences")
+        most = length or self.model.encoder.longest or sys.maxsize
+        logits = logits_of(self.model, self.tokenizer, examples, most, batch_size, "sentences")
         if self.model.classes == 1:
             return [Label(self.classes[0], float(score)) for score in logits[:, 0]]
         shares = torch.from_numpy(logits).softmax(dim=1).max(dim=1)

@@ -1,6 +1,6 @@
 """Causal language model: token ids in, a distribution over the next token out."""
 
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -137,6 +137,9 @@ class LanguageModel(nn.Module):
         """
         out: Tensor = self.stack(*self._embed(tokens, 0))
         return out
+
+    if TYPE_CHECKING:  # torch declares that a call returns anything
+        __call__ = forward
 
     def log_likelihood(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """log p of each target given the tokens up to its place, in nats.

@@ -65,7 +65,7 @@ def load_run(run: Path, checkpoint: str = "best", device: str = "cpu") -> tuple[
     """Reads a trained model.
 
     Args:
-        run: folder that :func:`molflt.commands.train.train` wrote.
+        run: folder that ``molflt train`` wrote.
         checkpoint: "best" (by validation), "last", or the path of a safetensors file.
         device: where the model goes: cpu, cuda, cuda:N, or auto.
 

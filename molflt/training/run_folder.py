@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from molflt import __version__
 from molflt.data.batches import Fingerprint
-from molflt.files import append, verify_tensors, write_atomically
+from molflt.files import append, shown, verify_tensors, write_atomically
 from molflt.metrics import Metric
 from molflt.training.checkpoint import (
     Checkpoint,
@@ -42,7 +42,9 @@ from molflt.training.origin import (
     check_stopped,
 )
 
-__all__ = ["RunFolder"]
+__all__ = ["RunFolder", "read_versions"]
+
+_MOST_BYTES = 100_000  # of versions.json
 
 
 class RunFolder:
@@ -249,6 +251,26 @@ def _versions() -> dict[str, str | None]:
         "platform": platform.platform(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def read_versions(run: Path) -> dict[str, object]:
+    """Versions of packages, by name, that a run was begun with; none if it does not say.
+
+    Raises:
+        ValueError: naming the file, if it is damaged.
+    """
+    path = Path(run) / "versions.json"
+    if not path.is_file():
+        return {}
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise ValueError(f"it has {path.stat().st_size:,} bytes")
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: expected JSON; {shown(str(error), 100)}; restore it") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected versions by name; got {shown(found)}; restore it")
+    return found
 
 
 def _git_commit(root: Path = Path(__file__).parents[2]) -> str | None:

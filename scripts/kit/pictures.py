@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kit.rows import Rows
-from molflt.plots.figure import SERIES, picture
+from molflt.plots.figure import SERIES, LineEnd, label_ends, picture
 
+MOST = 8  # entries of a legend; more lines than that are named where they end
 UNIFORM = "uniform attention"  # all keys weigh the same: what an estimate has to beat
 
 
@@ -21,8 +22,11 @@ def curves(
 ) -> None:
     """A line per name through its points (x, y), if it has any; both scales are logarithmic.
 
-    Styles are the number of a color and the style of a line by name, labels those of `axes.set`.
+    Styles are the number of a color and the style of a line by name, labels those of `axes.set`;
+    of what is drawn so, times, bytes and errors, less is better, and the axis says it.
     """
+    if "ylabel" in labels:
+        labels["ylabel"] += "\n(lower is better)"
     for index, (name, own) in enumerate(points.items()):
         color, line = (styles or {}).get(name, (index % len(SERIES), "-"))
         options = {"marker": "o", "markersize": 3, "linewidth": 1.2, "label": name}
@@ -33,9 +37,20 @@ def curves(
 
 
 def legend(figure: Any, axes: Any, columns: int = 4) -> None:
-    """One for all panels, below them."""
-    options = {"loc": "outside lower center", "ncols": columns, "fontsize": "small"}
-    figure.legend(*axes.get_legend_handles_labels(), frameon=False, **options)
+    """One for all panels, below them; of many lines, names at their ends in each panel."""
+    handles, labels = axes.get_legend_handles_labels()
+    if len(labels) <= MOST:
+        options = {"loc": "outside lower center", "ncols": columns, "fontsize": "small"}
+        figure.legend(handles, labels, frameon=False, **options)
+        return
+    figure.set_figwidth(1.45 * figure.get_figwidth())
+    rows = axes.get_gridspec().nrows
+    for panel in figure.axes:
+        lines = [line for line in panel.lines if not line.get_label().startswith("_")]
+        ends = [
+            LineEnd(line.get_label(), *line.get_xydata()[-1], line.get_color()) for line in lines
+        ]
+        label_ends(panel, ends, 0.75 * figure.get_figheight() / rows)
 
 
 def error_panels(
@@ -78,7 +93,7 @@ def error_panels(
             title = ", ".join(v if isinstance(v, str) else f"{k} {v:g}" for k, v in parts)
             axes.set_title(title, fontsize="small")
         figure.supxlabel(labels[0])
-        figure.supylabel(labels[1])
+        figure.supylabel(f"{labels[1]} (lower is better)")
         handles = grid[0, 0].get_legend_handles_labels()
         options = {"ncols": len(handles[0]), "columnspacing": 1, "handlelength": 1}
         options |= {"loc": "outside upper center", "fontsize": "small", "frameon": False}

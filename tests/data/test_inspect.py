@@ -106,10 +106,10 @@ def test_limit_and_wrong_options(tmp_path, capsys):
     path = bad_lmdb(tmp_path)
     assert as_json(capsys, path, "--limit", 1)["systems"] == 1
     assert as_json(capsys, path, "--limit", 2, "--skip_bad")["systems"] == 2
-    for words in (["--limit", "0"], ["--plot", str(tmp_path / "a.pdf")]):
+    for words in (["--limit", "0"], ["--plot", str(tmp_path / "a.gif")]):
         assert main(["data", "inspect", str(path), *words]) == 2
     error = capsys.readouterr().err
-    assert "limit must be at least 1; got 0" in error and "file ending in .png" in error
+    assert "limit must be at least 1; got 0" in error and "expected a picture that ends" in error
     assert main(["data", "inspect", str(tmp_path / "absent.lmdb")]) == 2
     assert "absent.lmdb: no such file or folder" in capsys.readouterr().err
 

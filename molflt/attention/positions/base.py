@@ -1,6 +1,6 @@
 """What a relative positional encoding is to attention: widths, limits, and its evaluation."""
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,13 @@ else:
     MixingName = Literal[(*MIXINGS, "auto")]
 
 
+ADDED = ("f", "added to the logit")
+AS_FACTOR = (
+    "f",
+    "exp f multiplies the weight",
+)  # of kernelized attention, of softmax too
+
+
 class Position(nn.Module):
     """Base class of positional encodings.
 
@@ -33,6 +40,7 @@ class Position(nn.Module):
         decodes: whether it leaves linear causal attention a state of constant size.
         redraws: whether its randomness estimates something and should be drawn anew in training, as
             that of random features; nodes of a spectrum are part of what is learned and stay.
+        placement: what pictures of the encoding show, and how that enters attention.
         grid: whether tokens must lie on a regular grid in order, so that they cannot be permuted.
     """
 
@@ -43,6 +51,7 @@ class Position(nn.Module):
     causal: ClassVar[bool] = True
     decodes: ClassVar[bool] = True
     redraws: ClassVar[bool] = False
+    placement: ClassVar[tuple[str, str]] = ADDED
     grid: ClassVar[bool] = False
 
     @property
@@ -133,6 +142,10 @@ class Positioned(nn.Module):
     def __init__(self, position: Position | None) -> None:
         super().__init__()
         self.position = position
+
+    if TYPE_CHECKING:  # torch declares that a call returns anything
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Tensor: ...
 
     def _evaluate(
         self, mixing: str, positions: Tensor | None, key_positions: Tensor | None

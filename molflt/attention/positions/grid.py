@@ -14,7 +14,7 @@ from molflt.attention.checks import at_least_one, one_of
 from molflt.attention.encodings import Bias, Encoding, Factors, Toeplitz
 from molflt.attention.mixing.toeplitz import METHODS, toeplitz_matmul
 from molflt.attention.numerics import at_least_float32
-from molflt.attention.positions.base import Position, differences
+from molflt.attention.positions.base import ADDED, AS_FACTOR, Position, differences
 
 _TOLERANCE = 1e-3  # of positions that should be grid points, in units of their spacing
 
@@ -44,6 +44,7 @@ class ToeplitzPosition(Position):
         ValueError: a size is below 1; in `forward`, positions that the table does not cover.
     """
 
+    placement = AS_FACTOR
     paper = "2106.12566, sec. 3.2"
     cost = "m d N log N"
     decodes = False
@@ -134,6 +135,7 @@ class BucketedPosition(Position):
             single distances.
     """
 
+    placement = AS_FACTOR
     paper = "1910.10683, sec. 2.1"
     cost = "m d N log N"
     decodes = False
@@ -226,6 +228,7 @@ class LowRankPosition(ToeplitzPosition):
         ValueError: a size is below 1 or rank above L; in `forward`, positions outside [0, L).
     """
 
+    placement = ADDED
     paper = "2302.01925, sec. 4.2.1"
     cost = "N m (d + r)"
     decodes = True

@@ -35,6 +35,7 @@ class MultiplicativePosition(SpectralPosition):
     positive = 1e-9  # least h whose logarithm softmax attention takes
     # At the end of the spectrum: a kernel that multiplies must not become negative.
     taper: ClassVar[Literal["step", "positive"]] = "positive"
+    placement: ClassVar[tuple[str, str]] = ("log h", "h multiplies the weight")
     paper: ClassVar[str] = "molflt"
     cost: ClassVar[str] = "N m 2r d"
 

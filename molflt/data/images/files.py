@@ -15,7 +15,7 @@ from torch import Tensor
 
 from molflt.data.hub import dataset_loader
 from molflt.data.images.base import LabeledImages
-from molflt.data.images.idx import _IdxImages
+from molflt.data.images.idx import _IdxImages, _read_file
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -57,6 +57,64 @@ def _open_images(
     return _IdxImages(source, labels, size, classes)
 
 
+def read_images(source: Path, side: int, channels: int) -> Iterator[tuple[str, Tensor]]:
+    """Images without labels, one after another, fitted to a square.
+
+    Args:
+        source: an image, a folder of images, or an idx file of images.
+        side: of the square, pixels.
+        channels: 1 for gray, 3 for colors.
+
+    Yields:
+        Name of the file, with the place within an idx file, and bytes (channels, side, side).
+
+    Raises:
+        FileNotFoundError: there is nothing at `source`.
+        ValueError: naming the file that is damaged or no image, or a folder without any.
+    """
+    if not source.exists():
+        raise FileNotFoundError(
+            f"{source}: no such file or folder; expected an image, a folder of images, or an idx "
+            "file of images"
+        )
+    fit = LabeledImages._fit
+    if source.is_file() and "idx" in source.name:
+        for place, image in enumerate(_read_file(source, 3)):
+            gray = image.expand(1, channels, *image.shape)
+            yield f"{source.name}:{place}", fit(gray, side, str(source))[0]
+        return
+    files = [str(source)] if source.is_file() else sorted(_image_files(source))
+    if not files:
+        raise ValueError(
+            f"{source}: expected images ({', '.join(_SUFFIXES)}); got none; give another folder"
+        )
+    for file in files:
+        image = fit(_decode(file, "L" if channels == 1 else "RGB")[None], side, file)[0]
+        yield (Path(file).name if source.is_file() else os.path.relpath(file, source)), image
+
+
+def _decode(path: str, mode: str, fitted: int | None = None) -> Tensor:
+    """Bytes (channels, height, width) of an image in a mode of Pillow: L is gray, RGB in colors."""
+    from PIL import Image
+
+    with _decoding(path), Image.open(path, formats=_FORMATS) as image:
+        _check_pixels(image)
+        if fitted is not None:
+            image.draft(mode, (fitted, fitted))  # a JPEG may be read in part
+        image.load()
+    return _as_bytes(image, path, mode)
+
+
+def _as_bytes(image: Image, name: str, mode: str = "RGB") -> Tensor:
+    """Raises ValueError, with the name, for more than 8 bits per channel."""
+    if image.mode[0] in _DEEP:
+        raise ValueError(
+            f"{name}: expected 8 bits per channel; got mode {image.mode}; convert the image"
+        )
+    pixels = torch.from_numpy(np.array(image.convert(mode)))
+    return pixels[None] if mode == "L" else pixels.permute(2, 0, 1)
+
+
 class _DecodedImages(LabeledImages):
     """Images that are decoded when they are asked for, in colors.
 
@@ -92,17 +150,7 @@ class _DecodedImages(LabeledImages):
             )
         return image
 
-    def _as_bytes(self, image: Image, name: str) -> Tensor:
-        """A Pillow image in colors, (3, height, width) uint8, fitted.
-
-        Raises:
-            ValueError: with the name, if it has more than 8 bits per channel.
-        """
-        if image.mode[0] in _DEEP:
-            raise ValueError(
-                f"{name}: expected 8 bits per channel; got mode {image.mode}; convert the image"
-            )
-        pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+    def _fitted(self, pixels: Tensor, name: str) -> Tensor:
         if self.fitted is not None:
             pixels = self._fit(pixels[None], self.fitted, name)[0]
         return pixels.contiguous()
@@ -160,15 +208,8 @@ class _ImageFolder(_DecodedImages):
         return self.files[index]
 
     def _decoded(self, index: int) -> Tensor:
-        from PIL import Image
-
         path = self.files[index]
-        with _decoding(path), Image.open(path, formats=_FORMATS) as image:
-            _check_pixels(image)
-            if self.fitted is not None:
-                image.draft("RGB", (self.fitted, self.fitted))  # a JPEG may be read in part
-            image.load()
-        return self._as_bytes(image, path)
+        return self._fitted(_decode(path, "RGB", self.fitted), path)
 
 
 class _HubImages(_DecodedImages):
@@ -218,7 +259,7 @@ class _HubImages(_DecodedImages):
         with _decoding(self._name(index)):
             image = cast("Image", self.rows[index][self.column])
             _check_pixels(image)
-        return self._as_bytes(image, self._name(index))
+        return self._fitted(_as_bytes(image, self._name(index)), self._name(index))
 
 
 @contextmanager

@@ -1,0 +1,106 @@
+"""Pictures inside of the page: drawn for it, or those that an evaluation has left in the run."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from molflt.evaluation.page.html import Html, text
+from molflt.files import readable_size, shown
+from molflt.plots.figure import DPI
+
+__all__ = ["Pictures"]
+
+_LARGEST_SVG = 250_000  # bytes; what has more is smaller as PNG
+_LARGEST_PNG = 500_000  # bytes; what has more gets a palette
+_MOST_READ = 50_000_000  # bytes of a file
+_MOST_PIXELS = 50_000_000
+_BUDGET = 2_500_000  # bytes of all in the page, of its 3 MB
+_WIDE = 720  # px, above which a narrow window scrolls rather than shrinks a picture
+_MAGIC = b"\x89PNG\r\n\x1a\n"
+
+
+class Pictures:
+    """Makes figures of pictures, as long as the page does not become too large."""
+
+    def __init__(self) -> None:
+        self._left = _BUDGET
+
+    def drawn(self, alt: str, caption: str, draw: Callable[[Path], object]) -> Html:
+        """A figure that is drawn for the page, as SVG or, if that is large, as PNG.
+
+        Args:
+            alt: the picture in words.
+            caption: what stands below it.
+            draw: writes a picture to a file.
+
+        Raises:
+            ValueError: if there is no more room.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "picture.svg"
+            draw(file)
+            if file.stat().st_size > _LARGEST_SVG:
+                file = file.with_suffix(".png")
+                draw(file)
+            content = file.read_bytes()
+        if file.suffix == ".png":
+            return self._png(content, alt, caption, alt)
+        points = re.search(rb'<svg[^>]*? width="([\d.]+)pt"', content)
+        width = round(float(points[1]) * 96 / 72) if points else _WIDE
+        return self._figure("svg+xml", content, width, alt, caption, alt)
+
+    def kept(self, file: Path, alt: str, caption: str) -> Html:
+        """A figure of a PNG that lies in the run.
+
+        Raises:
+            ValueError: naming the file, if it is no picture, or there is no more room.
+            OSError: if it cannot be read.
+        """
+        size = file.stat().st_size
+        if size > _MOST_READ:
+            raise ValueError(f"{file}: {readable_size(size)}; too large to be shown")
+        return self._png(file.read_bytes(), alt, caption, str(file))
+
+    def _png(self, content: bytes, alt: str, caption: str, name: str) -> Html:
+        from PIL import Image
+
+        try:
+            if not content.startswith(_MAGIC):
+                raise ValueError(f"begins with {content[:8]!r}")
+            with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
+                if image.width * image.height > _MOST_PIXELS:
+                    raise ValueError(f"{image.width} x {image.height} pixels")
+                width = image.width
+                image.load()
+                if len(content) > _LARGEST_PNG:
+                    buffer = io.BytesIO()
+                    image.convert("RGB").quantize(256).save(buffer, "PNG", optimize=True)
+                    content = buffer.getvalue()
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            raise ValueError(
+                f"{name}: expected a PNG; {shown(str(error), 100)}; evaluate the run again"
+            ) from None
+        return self._figure("png", content, round(width * 96 / DPI), alt, caption, name)
+
+    def _figure(
+        self, kind: str, content: bytes, width: int, alt: str, caption: str, name: str
+    ) -> Html:
+        data = base64.b64encode(content).decode()
+        if len(data) > self._left:
+            raise ValueError(
+                f"{name}: left out, because the page would become larger than 3 MB; look at the "
+                "file in the run"
+            )
+        self._left -= len(data)
+        wide = ' class="wide"' if width > _WIDE else ""
+        return Html(
+            f'<figure><div class="scroll" tabindex="0" role="region" aria-label="Picture: '
+            f'{text(caption)}"><img{wide} width="{width}" alt="{text(alt)}" '
+            f'src="data:image/{kind};base64,{data}"></div>'
+            f"<figcaption>{text(caption)}</figcaption></figure>"
+        )

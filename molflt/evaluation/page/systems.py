@@ -1,0 +1,258 @@
+"""Predictions of structures: parity, errors by what they have in common, and the worst of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from molflt import plots
+from molflt.data.structures.data_set import DataSet
+from molflt.data.structures.potential_data import SinglePoints
+from molflt.evaluation.groups import without_compositions
+from molflt.evaluation.page.contents import Contents, Row
+from molflt.evaluation.page.html import Html, Section, details, joined, table
+from molflt.evaluation.page.pictures import Pictures
+from molflt.evaluation.runs import Run
+from molflt.plots import GroupError
+
+if TYPE_CHECKING:
+    from torch_geometric.data import Data
+
+    from molflt.data.structures import Structures
+
+__all__ = ["parity", "worst_systems"]
+
+_DRAWN = 6
+_LISTED = 15
+_TITLES = {
+    "adsorbate": "adsorbate",
+    "slab": "metal (elements of the slab)",
+    "element": "element",
+    "natoms": "number of atoms",
+}
+
+_Array = NDArray[np.float64]
+
+
+class _System(NamedTuple):
+    """A row of predictions.csv."""
+
+    split: str
+    place: int
+    """of the row among those of its split, which is its place in the data"""
+    sid: int
+    name: str
+    """adsorbate and slab, or formula"""
+    natoms: int
+    energy: float
+    target: float
+    """NaN without a label"""
+    force: float
+    """mean error of its forces, eV/Å; NaN for energies alone"""
+
+
+def _systems(found: Contents) -> list[_System]:
+    """Raises ValueError for cells that are no numbers, KeyError for columns that are not there."""
+    counts: dict[str, int] = {}
+    systems = []
+    for row in found.predictions:
+        split = row["split"]
+        counts[split] = counts.get(split, -1) + 1
+        own = (_name(row), int(row["natoms"]), float(row["energy_eV"]))
+        force = row.get("force_mae_eV_per_A")
+        numbers = (float(row["target_eV"] or "nan"), float(force or "nan"))
+        systems.append(_System(split, counts[split], int(row["sid"]), *own, *numbers))
+    return systems
+
+
+def _name(row: Row) -> str:
+    if "formula" in row:
+        return row["formula"]
+    slab = row.get("slab")
+    return row["adsorbate"] + (f" on {slab}" if slab else "")
+
+
+def parity(found: Contents, run: Run, pictures: Pictures) -> Section | None:
+    """Predictions against labels, and errors by group."""
+    if not found.predictions:
+        return None
+    of_forces = run.config["recipe"] == "potential"
+    makers: list[Callable[[], Html | None]] = [
+        partial(_parity, found, pictures, of_forces),
+        partial(_groups, found, pictures, "meV/Å" if of_forces else "eV"),
+    ]
+    if not of_forces:
+        makers.append(partial(_distribution, run, pictures))
+    made = [found.attempt(make, None) for make in makers]
+    parts = [part for part in made if part is not None]
+    return Section("errors", "Predictions and errors", joined(parts)) if parts else None
+
+
+def _parity(found: Contents, pictures: Pictures, of_forces: bool) -> Html:
+    by_split: dict[str, list[_System]] = {}
+    for system in _systems(found):
+        if math.isfinite(system.target) and math.isfinite(system.energy):
+            by_split.setdefault(system.split, []).append(system)
+    panels, names, said = {}, {}, []
+    for split, own in by_split.items():
+        target, energy = (np.array([getattr(one, k) for one in own]) for k in ("target", "energy"))
+        if of_forces:
+            target, energy = without_compositions([one.name for one in own], target, energy)
+        panels[split] = (target, energy)
+        names[split] = [f"sid {one.sid} {one.name}" for one in own]
+        mae = float(np.abs(energy - target).mean())
+        said.append(f"{split}: mean absolute error {mae:.3f} eV over {len(own):,} systems")
+    quantity = "energy less the mean of its formula" if of_forces else "energy"
+    alt = f"Predicted against labeled {quantity}, a panel per split. {'. '.join(said)}."
+    caption = f"Predicted against labeled {quantity}; the largest errors of a split are named."
+    draw = partial(_draw_parity, panels, names, quantity)
+    return pictures.drawn(alt, caption, draw)
+
+
+def _draw_parity(
+    panels: Mapping[str, tuple[_Array, _Array]],
+    names: Mapping[str, Sequence[str]],
+    quantity: str,
+    file: Path,
+) -> None:
+    plots.parity(panels, file, names, quantity)
+
+
+def _groups(found: Contents, pictures: Pictures, unit: str) -> Html | None:
+    """Errors over all splits by each kind of group: a picture and a table."""
+    key = "mae_eV" if unit == "eV" else "mae_meV_per_A"
+    kinds: dict[str, list[GroupError]] = {}
+    for row in found.groups:
+        if row["split"] == "all" and row["kind"] in _TITLES:
+            group = GroupError(row["group"], int(row["n"]), float(row[key]))
+            kinds.setdefault(row["kind"], []).append(group)
+    if not kinds:
+        expected = found.path / "errors_by_group.csv"
+        found.missing.append(f"{expected}: not there or empty; no errors by group")
+        return None
+    if unit == "eV" and "slab" not in kinds:
+        found.missing.append(
+            f"{found.path / 'errors_by_group.csv'}: no errors by metal, as it is of an earlier "
+            "version; molflt evaluate RUN adds them"
+        )
+    figures, tables = [], []
+    for kind, own in kinds.items():
+        title = f"Mean absolute error by {_TITLES[kind]}, all splits, {unit}; lower is better."
+        worst = max(own, key=lambda one: one.mae)
+        alt = f"{title} Largest: {worst.group}, {worst.mae:.3f} {unit} (n = {worst.n:,})."
+        figures.append(pictures.drawn(alt, title, partial(_draw_groups, kind, own, unit)))
+        rows = [(one.group, f"{one.n:,}", f"{one.mae:.4g}") for one in own]
+        tables.append(table((_TITLES[kind], "n", f"MAE / {unit}"), rows, title))
+    grid = f'<div class="pictures">{joined(figures)}</div>'
+    return joined([Html(grid), details("The same as tables", joined(tables))])
+
+
+def _draw_groups(kind: str, groups: Sequence[GroupError], unit: str, file: Path) -> None:
+    plots.errors({kind: groups}, {}, file, unit)
+
+
+def _distribution(run: Run, pictures: Pictures) -> Html | None:
+    if not run.errors:
+        return None
+    medians = ", ".join(
+        f"{split} {float(np.median(own)):.3f} eV" for split, own in run.errors.items()
+    )
+    alt = f"Share of the systems whose error is smaller, against the error. Medians: {medians}."
+    return pictures.drawn(
+        alt, "Share of the systems with a smaller error.", partial(_draw_distribution, run)
+    )
+
+
+def _draw_distribution(run: Run, file: Path) -> None:
+    plots.errors({}, run.errors, file)
+
+
+def worst_systems(found: Contents, run: Run, pictures: Pictures) -> Section | None:
+    """The systems with the largest errors, as a table and drawn."""
+    systems: list[_System] = found.attempt(partial(_systems, found), [])
+    of_forces = any(math.isfinite(one.force) for one in systems)
+    unit = "eV/Å" if of_forces else "eV"
+
+    def error(one: _System) -> float:
+        return one.force if of_forces else one.energy - one.target
+
+    known = [one for one in systems if math.isfinite(error(one))]
+    known.sort(key=lambda one: -abs(error(one)))
+    if not known:
+        return None
+    sign = "" if of_forces else "+"
+    rows = []
+    for one in known[:_LISTED]:
+        numbers = (f"{one.target:.3f}", f"{one.energy:.3f}", f"{error(one):{sign}.3f}")
+        rows.append([one.sid, one.split, one.name, one.natoms, *numbers])
+    what = "mean error of the forces" if of_forces else "error"
+    caption = f"The {len(rows)} systems with the largest {what}, of {len(known):,}."
+    named = "formula" if of_forces else "adsorbate and slab"
+    head = ("sid", "split", named, "atoms", "label / eV", "prediction / eV", f"{what} / {unit}")
+    parts = [table(head, rows, caption, text_columns=3)]
+    figures = []
+    for one, structure in _structures(found, run, known[:_DRAWN]):
+        title = f"sid {one.sid} ({one.split}): {one.name}, {what} {error(one):{sign}.3f} {unit}"
+        alt = f"{title}; {one.natoms} atoms seen from the top and from the side."
+        figure = found.attempt(
+            partial(pictures.drawn, alt, title, partial(_draw_structure, structure)), None
+        )
+        figures += [figure] if figure is not None else []
+    if figures:
+        legend = (
+            "<p>Thick edges are atoms of the adsorbate (tag 2), hatched ones are fixed, the dashed "
+            "line is the cell. The structures are those that the model was given.</p>"
+        )
+        parts.append(Html(f'{legend}<div class="pictures pairs">{joined(figures)}</div>'))
+    return Section("worst", "The worst predictions", joined(parts))
+
+
+def _draw_structure(structure: Data, file: Path) -> None:
+    plots.structure_views(structure, file)
+
+
+def _structures(found: Contents, run: Run, wanted: Sequence[_System]) -> list[tuple[_System, Data]]:
+    """Those structures that the data of the run still have; says which it has not."""
+    drawn: list[tuple[_System, Data]] = []
+    for split in dict.fromkeys(one.split for one in wanted):
+        own = [one for one in wanted if one.split == split]
+        records: list[Data] = found.attempt(partial(_records, run, split, own), [])
+        drawn += list(zip(own, records, strict=False))
+    return sorted(drawn, key=lambda pair: wanted.index(pair[0]))
+
+
+def _records(run: Run, split: str, wanted: Sequence[_System]) -> list[Data]:
+    """Structures of one split.
+
+    Raises:
+        ValueError: if the data are not there, or are not those that were evaluated.
+    """
+    data = DataSet.of_run(run.config["data"], run.config["seed"])
+    advice = "the worst structures are not drawn"
+    if not data.root.exists():
+        raise ValueError(f"{data.root}: the data of the run are not there; {advice}")
+    for skip_bad in (False, True):  # evaluations may have left out bad ones
+        try:
+            opened: Structures = data.open([split], skip_bad)[split]
+            if run.config["recipe"] == "potential":
+                opened = SinglePoints(opened)
+            records = [opened[one.place] for one in wanted if one.place < len(opened)]
+        except ValueError:
+            continue
+        except FileNotFoundError:
+            raise ValueError(f"{data.root}: the data have no split {split}; {advice}") from None
+        same = [
+            (int(record.sid), int(record.num_nodes)) == (one.sid, one.natoms)
+            for record, one in zip(records, wanted, strict=False)
+        ]
+        if len(same) == len(wanted) and all(same):
+            return records
+    raise ValueError(
+        f"{data.root}: split {split} no longer holds the structures of predictions.csv; {advice}"
+    )

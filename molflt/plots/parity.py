@@ -1,0 +1,151 @@
+"""Predictions against labels, with the systems that are most wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from molflt.plots.figure import BLUE, GREY, VERMILION, picture, plain
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.collections import PolyCollection
+
+__all__ = ["parity"]
+
+_MAX_POINTS = 2000  # more than these are drawn as a density
+_NAMED = 3  # systems of a panel with the largest errors
+_PANEL = 230.0  # about the side of a panel of `parity`, points
+_SHIFTS = [(9.0, 0.0), (-9.0, 0.0), (0.0, 9.0), (0.0, -9.0)]  # of a number from its point
+
+_Array = NDArray[np.float64]
+
+
+def parity(
+    panels: Mapping[str, tuple[_Array, _Array]],
+    file: Path,
+    names: Mapping[str, Sequence[str]] | None = None,
+    quantity: str = "energy",
+    unit: str = "eV",
+) -> None:
+    """Draws predictions against labels, a panel per split, all with the same axes.
+
+    Args:
+        panels: split -> (labels, predictions), each (systems,), in `unit`.
+        file: to write, .png, .svg or .pdf.
+        names: split -> what each system is called, to name those with the largest errors.
+        quantity: what is predicted.
+        unit: of that.
+
+    Raises:
+        ValueError: if there is no panel, or labels, predictions and names differ in number.
+    """
+    if not panels:
+        raise ValueError("parity: expected at least one split with labels; got none")
+    for split, (target, energy) in panels.items():
+        named = len(target) if names is None else len(names.get(split, ()))
+        if target.shape != energy.shape or target.size == 0 or named != len(target):
+            raise ValueError(
+                f"parity: split {split!r} needs one prediction per label, and a name if there are "
+                f"names; got {energy.shape} and {target.shape}, {named} names"
+            )
+    columns = min(len(panels), 2)
+    rows = -(-len(panels) // columns)
+    low, high = _limits(list(panels.values()))
+    dense = any(len(target) > _MAX_POINTS for target, _ in panels.values())
+    height = 4.0 if names is None else 4.6
+    size = (0.6 + 3.7 * columns + 0.8 * dense, 0.4 + height * rows)
+    with picture(file, figsize=size, layout="compressed") as figure:
+        grid = figure.subplots(rows, columns, squeeze=False)
+        for axes in grid.flat[len(panels) :]:
+            axes.set_visible(False)
+        densities = []
+        for axes, (split, (target, energy)) in zip(grid.flat, panels.items(), strict=False):
+            densities += _parity_panel(axes, target, energy, low, high)
+            mae = np.abs(energy - target).mean()
+            title = f"{plain(split)}: MAE {mae:.3f} {unit} (n = {len(target):,})"
+            axes.set_title(title, fontsize="medium")
+            worst = [] if names is None else _name_worst(axes, target, energy, names[split], unit)
+            axes.set_xlabel("\n".join([f"labeled {quantity} / {unit}", *worst]), fontsize="small")
+        if densities:
+            most = max(float(np.max(np.asarray(density.get_array()))) for density in densities)
+            for density in densities:
+                density.set_clim(1, max(most, 2))
+            used = list(grid.flat[: len(panels)])
+            figure.colorbar(densities[0], ax=used, label="points per cell", shrink=0.5, aspect=30)
+        figure.supylabel(f"predicted {quantity} / {unit}", fontsize="medium")
+
+
+def _name_worst(
+    axes: Axes, target: _Array, energy: _Array, names: Sequence[str], unit: str
+) -> list[str]:
+    """Numbers at the points with the largest errors, and a line about each of them."""
+    error = energy - target
+    worst = np.argsort(-np.abs(error), kind="stable")[:_NAMED]
+    low, high = axes.get_xlim()
+    scale = _PANEL / (high - low)  # points per unit of energy
+    taken: list[_Array] = []
+    for number, one in enumerate(worst, start=1):
+        if not low <= energy[one] <= high:
+            continue
+        at = scale * np.array([target[one], energy[one]])
+        shift = max(_SHIFTS, key=lambda by: _nearest(at + by, taken))
+        taken.append(at + shift)
+        axes.plot(target[one], energy[one], "o", color=VERMILION, mfc="none", markersize=6)
+        axes.annotate(
+            str(number),
+            (target[one], energy[one]),
+            xytext=shift,
+            textcoords="offset points",
+            ha="center",
+            va="center",
+            fontsize="small",
+            color=VERMILION,
+        )
+    return [
+        f"{number}: {plain(names[one])}, error {error[one]:+.2f} {unit}"
+        for number, one in enumerate(worst, start=1)
+    ]
+
+
+def _limits(pairs: Sequence[tuple[_Array, _Array]]) -> tuple[float, float]:
+    """Range of the labels and of all but the most extreme predictions."""
+    targets = np.concatenate([target for target, _ in pairs])
+    energies = np.concatenate([energy for _, energy in pairs])
+    low = min(targets.min(), np.quantile(energies, 0.005))
+    high = max(targets.max(), np.quantile(energies, 0.995))
+    pad = 0.04 * (high - low) or 0.5
+    return float(low - pad), float(high + pad)
+
+
+def _parity_panel(
+    axes: Axes, target: _Array, energy: _Array, low: float, high: float
+) -> list[PolyCollection]:
+    """Draws points or, of many systems, their density, which it returns."""
+    densities: list[PolyCollection] = []
+    axes.plot([low, high], [low, high], color=GREY, linewidth=1, zorder=1)
+    if len(target) <= _MAX_POINTS:
+        axes.scatter(target, energy, s=9, alpha=0.5, color=BLUE, linewidths=0, zorder=2)
+    else:
+        box = (low, high, low, high)
+        density = axes.hexbin(
+            target, energy, gridsize=60, extent=box, bins="log", mincnt=1, cmap="cividis"
+        )
+        densities.append(density)
+    axes.set(xlim=(low, high), ylim=(low, high), aspect="equal")
+    axes.grid(alpha=0.3)
+    outside = int(((energy < low) | (energy > high)).sum())
+    if outside:
+        axes.text(
+            0.03, 0.97, f"{outside} outside", transform=axes.transAxes, va="top", fontsize="small"
+        )
+    return densities
+
+
+def _nearest(place: _Array, taken: Sequence[_Array]) -> float:
+    """Distance to the nearest of some places."""
+    return min((float(np.hypot(*(place - other))) for other in taken), default=0.0)

@@ -1,0 +1,164 @@
+"""Energies by machine code of AOTInductor against those of the model itself.
+
+Every form is compiled once in each precision (times are of the first, differences of the last), and
+then takes batches of any number of graphs and atoms. Times include the preparation of a batch
+(neighbors, reciprocal nodes, padding).
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from kit.rows import Promise, Row, Rows, choose, markdown, pick
+from kit.turns import paired, turns
+from torch_geometric.data import Batch, Data
+
+from molflt.graph import EnergyRegressor
+from molflt.graph.compiled import CompiledEnergies, compile_energies
+
+Pair = tuple[EnergyRegressor, CompiledEnergies]
+VOLUME = 12.0  # Å^3 per atom
+DIM, HEADS, LAYERS = 128, 8, 4
+FORMS: dict[str, dict[str, Any]] = {
+    "performer": {"position": "none"},
+    "FLT": {"position": "spectral", "periodic": "none"},
+    "reciprocal, near field": {
+        "position": "multiplicative",
+        "periodic": "reciprocal",
+        "near_field": 5.0,
+    },
+}
+OC20 = "32 of 20 to 225"
+BATCHES = {
+    "1 of 1": [1],
+    "1 of 60": [60],
+    OC20: [20 + 205 * (13 * n % 32) // 31 for n in range(32)],
+    "1 of 1000": [1000],
+    "1 of 10000": [10_000],
+    "1 of 100000": [100_000],
+    "2 of 2 and 3": [2, 3],
+}
+CLASSES = 4  # batches that graphs of unlike sizes are sorted into, as `molflt predict` sorts them
+FAR = ("1 of 10000", "1 of 100000")  # where the recommended form has no room for its matrix
+QUICK = {"forms": ("performer",), "batches": ("2 of 2 and 3",), "rounds": 1, "dim": 8, "layers": 1}
+QUICK["precisions"] = ("float64",)
+
+
+def structures(sizes: list[int]) -> list[Batch]:
+    """Atoms at random places of cubic cells, 12 Å^3 each; graphs of similar size together."""
+    draw = torch.Generator().manual_seed(0)
+    made = []
+    for atoms in sorted(sizes):
+        side = (VOLUME * atoms) ** (1 / 3)
+        numbers = torch.tensor([1, 6, 8, 29, 78])
+        made.append(
+            Data(
+                pos=torch.rand(atoms, 3, generator=draw, dtype=torch.float64) * side,
+                atomic_numbers=numbers[torch.randint(5, (atoms,), generator=draw)],
+                tags=torch.ones(atoms, dtype=torch.int64),
+                cell=side * torch.eye(3, dtype=torch.float64)[None],
+                pbc=torch.ones(1, 3, dtype=torch.bool),
+            )
+        )
+    each = -(-len(made) // CLASSES)
+    return [Batch.from_data_list(made[i : i + each]) for i in range(0, len(made), each)]
+
+
+def all_energies(model: Callable[[Batch], Any], batches: list[Batch]) -> torch.Tensor:
+    """Energies of all graphs, eV."""
+    with torch.inference_mode():
+        return torch.cat([model(batch)["energy"] for batch in batches])
+
+
+def regressor(form: str, dim: int, layers: int, dtype: torch.dtype) -> EnergyRegressor:
+    """One with the weights that it begins with."""
+    torch.manual_seed(0)
+    sizes = {"heads": min(HEADS, dim), "layers": layers, "position_head": False}
+    return EnergyRegressor(dim, **sizes, **FORMS[form]).to(dtype).eval()
+
+
+def measure(
+    rounds: int = 5,
+    forms: tuple[str, ...] = tuple(FORMS),
+    batches: tuple[str, ...] = tuple(BATCHES)[:-1],
+    precisions: tuple[str, ...] = ("float32", "float64"),
+    dim: int = DIM,
+    layers: int = LAYERS,
+) -> Rows:
+    """A row for each form and batch.
+
+    Raises:
+        RuntimeError: without a C++ compiler.
+        ValueError: an unknown form or batch.
+    """
+    chosen, rows = choose(forms, FORMS), []
+    for form in chosen:
+        with tempfile.TemporaryDirectory() as folder:
+            pairs = []
+            for precision in precisions:
+                model = regressor(form, dim, layers, getattr(torch, precision))
+                path = compile_energies(model, Path(folder) / f"{precision}.pt2")
+                pairs.append((model, CompiledEnergies(model, path)))
+            for name in choose(batches, BATCHES):
+                if pairs[0][1].matrix and name in FAR:
+                    continue
+                rows.append({"form": form, **compared(name, pairs[0], pairs[-1], rounds)})
+    return rows
+
+
+def compared(name: str, timed: Pair, exact: Pair, rounds: int) -> Row:
+    """Times of one pair, and the difference of another."""
+    given = structures(BATCHES[name])
+    energies = [all_energies(model, given) for model in exact]
+    works = {
+        way: partial(all_energies, model, given)
+        for way, model in zip(("model", "compiled"), timed, strict=True)
+    }
+    few = 1 if name in FAR else rounds
+    seconds = turns(works, few, time.process_time)
+    scale = energies[0].abs().max().clamp(min=1.0)
+    return {
+        "batch": name,
+        "model": " ".join(f"{x:.6g}" for x in seconds["model"]),
+        "seconds": seconds["compiled"],
+        "difference": float((energies[0] - energies[1]).abs().max() / scale),
+    }
+
+
+def faster(row: Row) -> float:
+    """Time of the model over that of machine code, median over rounds."""
+    return paired([float(x) for x in str(row["model"]).split()], row["seconds"])
+
+
+def table(rows: Rows) -> str:
+    """A line for each form and batch."""
+    lines = []
+    for row in rows:
+        model = statistics.median(float(x) for x in str(row["model"]).split())
+        code = statistics.median(row["seconds"])
+        times = (f"{1000 * model:.1f}", f"{1000 * code:.1f}", f"{faster(row):.2f}")
+        lines.append([row["form"], row["batch"], *times, f"{row['difference']:.0e}"])
+    head = ["form", "graphs, atoms", "model, ms", "machine code, ms", "model / code", "difference"]
+    return markdown(head, lines)
+
+
+def _least(rows: Rows) -> float | None:
+    found = [faster(row) for row in pick(rows, batch=OC20)]
+    return min(found) if found else None
+
+
+PROMISES = [
+    Promise(f"time of the model / machine code, {OC20}, any form", _least, least=1.3),
+    Promise(
+        "difference of energies in float64",
+        lambda rows: max(row["difference"] for row in rows),
+        most=1e-10,
+    ),
+]

@@ -1,0 +1,105 @@
+"""Energies as machine code: those of the model, for all sizes, through export and predict."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from ase import Atoms
+from ase.io import write
+from tiny_run import error_of, start, write_data
+
+import molflt
+from molflt.commands.cli import main
+from molflt.graph import compiled
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """The folder of an exported model with machine code."""
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        pytest.skip("no C++ compiler")
+    root = tmp_path_factory.mktemp("compiled")
+    steps = ["--trainer.max_steps=2", "--trainer.val_every=2", "--trainer.checkpoint_every=2"]
+    assert start(write_data(root / "data"), root / "run", *steps, "--model.layers=1") == 0
+    words = ["export", str(root / "run"), str(root / "out"), "--about=energies"]
+    assert main([*words, "--compiled=true"]) == 0
+    return root / "out"
+
+
+def structures(*sizes: int) -> list[Atoms]:
+    torch.manual_seed(0)
+    found = []
+    for size in sizes:
+        atoms = Atoms([29] * (size - 1) + [8], 2 * torch.rand(size, 3) * size**0.5, pbc=True)
+        atoms.set_cell([8, 9, 10])
+        atoms.set_tags([1] * (size - 1) + [2])
+        found.append(atoms)
+    return found
+
+
+def test_one_package_for_all_sizes(exported, monkeypatch):
+    """From one atom on; what has no room in a matrix is left to the model."""
+    given = structures(1, 2, 3, 17, 60, 300)
+    eager, fast = molflt.load(exported), molflt.load(exported, compiled=True)
+    for batch_size in (1, 6):
+        energies = [[one.energy for one in m.predict(given, batch_size)] for m in (eager, fast)]
+        assert energies[1] == pytest.approx(energies[0], abs=1e-5)  # float32
+    calls = []
+    program, fast.compiled.program = (
+        fast.compiled.program,
+        lambda *x: calls.append(x) or program(*x),
+    )
+    monkeypatch.setattr(compiled, "_MOST_IN_MATRIX", 20)
+    assert [one.energy for one in fast.predict(given, 1)] == pytest.approx(energies[0], abs=1e-5)
+    assert len(calls) == (4 if fast.compiled.matrix else 6)
+    with pytest.raises(ValueError, match="embedding: machine code has energies alone"):
+        fast.predict(given, embedding="pooled")
+    with pytest.raises(ValueError, match="machine code has no mesh"):
+        fast.use_mesh_()
+
+
+def test_predict_with_it(exported, tmp_path, capsys):
+    write(tmp_path / "in.extxyz", structures(5, 9))
+    tables = []
+    for words in ([], ["--compiled=true"]):
+        capsys.readouterr()
+        assert main(["predict", str(exported), str(tmp_path / "in.extxyz"), *words]) == 0
+        lines = capsys.readouterr().out.splitlines()[1:]
+        tables.append([float(line.rpartition(",")[2]) for line in lines])
+    assert tables[1] == pytest.approx(tables[0], abs=1e-5)
+
+
+def test_what_does_not_belong_to_it_is_refused(exported, tmp_path, capsys):
+    out = tmp_path / "out"
+    shutil.copytree(exported, out)
+    words = ["predict", str(out), str(tmp_path / "in.extxyz"), "--compiled=true"]
+    write(tmp_path / "in.extxyz", structures(5))
+    record = json.loads((out / "energies.json").read_text())
+    for key in record:
+        changed = json.dumps({**record, key: "other"})
+        (out / "energies.json").write_text(changed)
+        assert f"made for {key} 'other'; here is" in error_of(capsys, *words)
+    (out / "energies.json").write_text("[")
+    assert "energies.json: expected a JSON object" in error_of(capsys, *words)
+    (out / "energies.json").unlink()
+    assert "export the run again, with --compiled true" in error_of(capsys, *words)
+    assert "on the CPU; got device='cuda'" in error_of(capsys, *words, "--device=cuda")
+    with pytest.raises(ValueError, match="not taken from the Hub"):
+        molflt.load("hf:someone/something", compiled=True)
+    run = exported.parent / "run"
+    message = error_of(capsys, "predict", str(run), *words[2:])
+    assert "a run has no machine code" in message
+
+
+def test_a_missing_compiler_is_named(tmp_path, monkeypatch):
+    from graph.test_regressor import model
+    from torch._inductor import exc
+
+    def none(*_, **__):
+        raise exc.InvalidCxxCompiler
+
+    monkeypatch.setattr("torch._inductor.aoti_compile_and_package", none)
+    monkeypatch.setattr(compiled, "export_energies", lambda *_: None)
+    with pytest.raises(RuntimeError, match="needs a C\\+\\+ compiler; got none"):
+        compiled.compile_energies(model().eval(), tmp_path / "x.pt2")

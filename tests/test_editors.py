@@ -1,0 +1,165 @@
+"""The schema of configurations, and the completion of command lines."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+from tiny_run import error_of
+
+from molflt.commands import completion
+from molflt.commands.cli import COMMANDS, main
+from molflt.commands.limits import LIMITS, outside
+from molflt.commands.schema import config_schema
+from molflt.commands.train import build_parser
+from molflt.training.recipes import RECIPES
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+
+
+@cache
+def validator() -> Draft202012Validator:
+    schema = config_schema()
+    Draft202012Validator.check_schema(schema)
+    return Draft202012Validator(schema)
+
+
+def wrong(config: dict[str, Any]) -> list[str]:
+    return [error.message for error in validator().iter_errors(config)]
+
+
+def test_shipped_configurations_are_valid() -> None:
+    assert not [path for path in CONFIGS if wrong(yaml.safe_load(path.read_text()))]
+
+
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_all_defaults_of_a_recipe_are_valid(recipe: str) -> None:
+    """What --print_config writes; and each key of it, misspelt, is refused."""
+    parser = build_parser([f"--recipe={recipe}"])
+    written = yaml.safe_load(parser.dump(parser.get_defaults(), skip_validation=True))
+    written["data"] = {key: value for key, value in written["data"].items() if value is not None}
+    assert not wrong(written)
+    for part in ("model", "data", "task", "trainer"):
+        for key, value in written[part].items():
+            assert wrong({"recipe": recipe, part: {f"{key}s": value}}), f"{part}.{key}s"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "modle: {dim: 3}",
+        "model: {dmi: 3}",
+        "model: {dim: wide}",
+        "model: {mixing: linaer}",
+        "model: {position_options: {num_node: 4}}",
+        "model: {position_options: {num_nodes: few}}",
+        "model: {position_options: {spectrum: gausian_mixture}}",
+        "model: {dropout: 1.0}",
+        "task: {betas: [0.9]}",
+        "task: {betas: [0.9, 1.0]}",
+        "trainer: {max_steps: 0}",
+        "recipe: langauge",
+        "recipe: language\nmodel: {near_field: 5.0}",  # of another recipe
+        "data: {train: text}",  # likewise, as is2re is the default
+        "resume: runs/mine",
+    ],
+)
+def test_what_training_refuses_is_invalid(text: str, tmp_path: Path, capsys: Any) -> None:
+    assert wrong(yaml.safe_load(text))
+    (tmp_path / "x.yaml").write_text(f"{text}\n")
+    error_of(capsys, "train", "--config", str(tmp_path / "x.yaml"), "--run", str(tmp_path / "run"))
+
+
+def test_ranges_are_those_of_the_command_line() -> None:
+    checked = 0
+    for recipe, one in validator().schema["$defs"].items():
+        for part in ("model", "data", "task", "trainer"):
+            for name, described in one["properties"][part]["properties"].items():
+                key = f"{part}.{name}"
+                types = str({k: v for k, v in described.items() if k != "description"})
+                if key not in LIMITS or "object" in types or "number" not in types:
+                    continue  # of the last, whole numbers have no halves
+                low, high = (float(end) for end in LIMITS[key][1:-1].split(","))
+                size = 2 if "prefixItems" in described else 0
+                for number in (low - 1e-3, low, (low + high) / 2, high, high + 1e-3 * high):
+                    value = [number] * size if size else number
+                    found = wrong({"recipe": recipe, part: {name: value}})
+                    assert bool(found) == (outside(key, value) is not None), (key, number, found)
+                checked += 1
+    assert checked > 50
+
+
+def test_the_schema_is_printed_and_written(tmp_path: Path, capsys: Any) -> None:
+    assert main(["schema"]) == 0
+    printed = capsys.readouterr().out
+    assert json.loads(printed) == validator().schema
+    assert main(["schema", "--out", str(tmp_path / "molflt.schema.json")]) == 0
+    assert (tmp_path / "molflt.schema.json").read_text() == printed
+
+
+COMPLETE = """
+source "$1"; shift
+COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMP_LINE="$*"; COMP_POINT=${#COMP_LINE}
+$(complete -p molflt | sed 's/.*-F \\([^ ]*\\).*/\\1/') molflt "${!#}" "${COMP_WORDS[$# - 2]}"
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("shtab", reason="shtab writes the scripts")
+    if shutil.which("bash") is None:
+        pytest.skip("no bash")
+    path = tmp_path_factory.mktemp("completion") / "molflt"
+    path.write_text(completion._script("bash"))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("line", "some", "others"),
+    [
+        ("", {name[0] for name in COMMANDS}, {"make"}),
+        ("data ", {"make", "inspect", "convert"}, {"train"}),
+        ("train --model.pos", {"--model.position", "--model.position_options"}, {"--model.dim"}),
+        ("train --model.position m", {"multiplicative"}, {"none"}),
+        ("train --recipe ", set(RECIPES), {"demo"}),
+        ("train --config atoms/f", {"atoms/flt"}, {"atoms/softmax"}),
+        ("train --config ou", {"ours.yaml"}, {"demo"}),
+        ("train --model.normalize_qk --task.mask", {"--task.mask_rate"}, {"true"}),
+        ("evaluate ", {"ours.yaml"}, {"--beam"}),
+        ("evaluate runs/mine --be", {"--beam"}, {"--also+"}),  # of translations
+        ("completion ", {"bash", "zsh", "tcsh"}, set()),
+    ],
+)
+def test_bash_completes(
+    script: Path, line: str, some: set[str], others: set[str], tmp_path: Path
+) -> None:
+    (tmp_path / "ours.yaml").touch()
+    words = ["bash", "-c", COMPLETE, "bash", str(script), "molflt", *line.split(" ")]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
+    found = set(done.stdout.split())
+    assert some <= found and not found & others, done.stderr
+
+
+def test_completion_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(completion, "find_spec", lambda name: None)
+    assert "pip install 'molflt[completion]'" in error_of(capsys, "completion", "bash")
+    assert "shell" in error_of(capsys, "completion", "dash")
+
+
+def test_the_script_is_printed_and_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    monkeypatch.setattr(completion, "_script", lambda shell: f"script of {shell}")
+    monkeypatch.setattr(completion, "find_spec", lambda name: name)
+    assert main(["completion", "zsh"]) == 0 == main(["completion", "zsh", "--out", f"{tmp_path}/z"])
+    assert capsys.readouterr().out == f"script of zsh\nwritten: {tmp_path}/z\n"
+    assert (tmp_path / "z").read_text() == "script of zsh\n"

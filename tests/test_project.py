@@ -1,0 +1,100 @@
+"""What surrounds the package: how it is cited, released and checked elsewhere."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tomllib
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from molflt import __version__
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_top_of_the_changelog_is_the_version() -> None:
+    heads = re.findall(r"^## (.+)$", CHANGELOG, re.M)
+    assert heads[0] == "Unreleased"
+    version, date = re.fullmatch(r"(\d+\.\d+\.\d+) \((\d{4}-\d\d-\d\d)\)", heads[1]).groups()
+    assert version == __version__
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (cited["version"], cited["date-released"]) == (version, date)
+
+
+def test_the_changelog_has_each_group_once_per_version() -> None:
+    for section in re.split(r"^## ", CHANGELOG, flags=re.M)[1:]:
+        groups = re.findall(r"^### (.+)$", section, re.M)
+        known = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
+        places = [known.index(group) for group in groups]
+        assert all(one < other for one, other in pairwise(places)), groups
+
+
+def test_the_citation_has_what_the_format_needs() -> None:
+    """Required keys of CFF 1.2.0, of persons and of references; each paper once."""
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= cited.keys()
+    assert cited["cff-version"] == "1.2.0" and cited["type"] == "software"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert cited["license"] == project["license"]
+    assert cited["authors"] == [{"name": "The molflt developers"}]
+    for paper in cited["references"]:
+        assert {"type", "title", "authors", "year", "url"} <= paper.keys()
+        assert all(person.keys() == {"given-names", "family-names"} for person in paper["authors"])
+    papers = [paper["url"].rpartition("/")[2] for paper in cited["references"]]
+    readme = (ROOT / "README.md").read_text().partition("## Sources")[2]
+    assert sorted(papers) == sorted(set(re.findall(r"arxiv\.org/abs/([\d.]+)", readme)))
+
+
+def steps(job: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = job["steps"]
+    return found
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_workflows_have_few_rights_and_call_what_exists(path: Path) -> None:
+    flow = yaml.safe_load(path.read_text())
+    assert flow[True]  # YAML 1.1 reads `on` so
+    assert flow["permissions"] == {"contents": "read"} and flow["concurrency"]
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    for job in flow["jobs"].values():
+        assert job["timeout-minutes"] <= 90
+        for step in steps(job):
+            assert {"uses", "run"} & step.keys()
+            assert re.fullmatch(r"[\w-]+/[\w-]+@(v\d+|release/v1)", step.get("uses", "a/b@v1"))
+            command = step.get("run", "")
+            assert "${{" not in command  # what comes from outside reaches a shell as a variable
+            for called in re.findall(r"\bmake ((?:[a-z]+ ?)+)", command):
+                assert set(called.split()) <= targets, command
+    if shutil.which("actionlint"):
+        subprocess.run(["actionlint", path], check=True)
+
+
+def test_the_tests_run_on_what_the_project_promises() -> None:
+    flow = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())
+    matrix = flow["jobs"]["tests"]["strategy"]["matrix"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    oldest = project["requires-python"].removeprefix(">=")
+    assert matrix["python"][0] == oldest
+    (torch,) = [name for name in project["dependencies"] if name.startswith("torch>")]
+    least = torch.removeprefix("torch>=")
+    assert {row["torch"] for row in matrix["include"]} == {f"torch=={least}.*", f"torch>={least}"}
+    assert re.search(
+        r"^torch==", (ROOT / "constraints.txt").read_text(), re.M
+    )  # which sed replaces
+
+
+def test_only_publishing_may_do_more_than_read() -> None:
+    rights = {}
+    for path in WORKFLOWS:
+        for name, job in yaml.safe_load(path.read_text())["jobs"].items():
+            if "permissions" in job:
+                rights[f"{path.stem}.{name}"] = set(job["permissions"])
+    assert rights == {"release.publish": {"id-token", "attestations"}}

@@ -1,0 +1,314 @@
+"""``molflt report``: one page of a run, whole, unfinished, damaged or hostile."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from tiny_run import error_of, page_of, start, table, write_data
+
+from molflt.commands.cli import main
+from molflt.evaluation.page.pictures import Pictures
+
+STEPS = ["--trainer.max_steps=6", "--trainer.val_every=3", "--trainer.log_every=3"]
+HOSTILE = "<script>alert(1)</script>"
+VOID = {"meta", "img", "br", "link"}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("report")
+    assert start(write_data(root / "data"), root / "run", *STEPS) == 0
+    assert main(["evaluate", str(root / "run"), "--splits", "val_id", "train", "--device=cpu"]) == 0
+    return root / "run"
+
+
+@pytest.fixture
+def run(trained, tmp_path) -> Path:
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def whole(trained) -> str:
+    return page_of(trained)
+
+
+@pytest.fixture
+def quick(monkeypatch) -> None:
+    """Without drawing, for what is not about pictures."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (2, 2)).save(buffer, "PNG")
+
+    def blank(self, alt, caption, draw):
+        return self._png(buffer.getvalue(), alt, caption, alt)
+
+    monkeypatch.setattr(Pictures, "drawn", blank)
+
+
+class Page(HTMLParser):
+    """What stands in a page; an element that is not closed, or closed twice, is an error."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.words: dict[str, list[str]] = {}
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self.words.setdefault(tag, []).append("")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data) -> None:
+        for tag in set(self.open):
+            self.words[tag][-1] += data
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [own for name, own in self.elements if name == tag]
+
+
+def test_a_whole_run(trained, whole, capsys) -> None:
+    assert page_of(trained) == whole and len(whole) < 3e6  # the same run, the same page
+    assert capsys.readouterr().err == ""
+    page = Page(whole)
+    assert page.words["h1"] == ["Run run"]
+    names = ["Overview", "Results", "Training", "Predictions and errors", "The worst predictions"]
+    more = ["Encodings and pictures of the evaluation", "Settings", "Versions and files"]
+    assert page.words["h2"] == [*names, *more, "How to repeat it"]
+    links = [own["href"] for own in page.all("a")]
+    assert links == [f"#{own['id']}" for own in page.all("h2")]
+    for split, row in json.loads((trained / "results.json").read_text()).items():
+        assert split in page.words["th"]
+        for value in (f"{row['mae_eV']:.4f} ±", f"{row['baseline_mae_eV']:.4f}"):
+            assert any(cell.startswith(value) for cell in page.words["td"])
+    assert "MAE / eV ↓" in page.words["th"] and "EwT / % ↑" in page.words["th"]
+    assert all(caption for caption in page.words["caption"])
+    assert len(page.words["caption"]) == len(page.all("table"))
+
+
+def test_nothing_comes_from_elsewhere(whole) -> None:
+    page = Page(whole)
+    images = page.all("img")
+    assert len(images) == 2 + 3 + 1 + 6 + 1  # curve, parity; groups; shares; worst; encoding
+    assert all(own["alt"] and len(own["alt"]) > 30 for own in images)
+    assert all(re.match(r"data:image/(png|svg\+xml);base64,", own["src"] or "") for own in images)
+    named = {name for _, own in page.elements for name in own}
+    assert not {"onload", "onclick", "srcset", "action", "style", "background"} & named
+    assert not {"script", "iframe", "object", "embed", "link", "form", "base"} & page.words.keys()
+    assert "url(" not in page.words["style"][0] and "@import" not in page.words["style"][0]
+    (policy,) = [own["content"] for own in page.all("meta") if own.get("http-equiv")]
+    assert policy == "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+
+
+def test_the_worst_are_the_worst(trained, whole) -> None:
+    page = Page(whole)
+    rows = sorted(table(trained / "predictions.csv"), key=lambda row: -abs(float(row["error_eV"])))
+    drawn = [text for text in page.words["figcaption"] if text.startswith("sid ")]
+    assert len(drawn) == 6
+    for text, row in zip(drawn, rows, strict=False):
+        assert text.startswith(f"sid {row['sid']} ({row['split']}): {row['adsorbate']} on ")
+        assert text.endswith(f"error {float(row['error_eV']):+.3f} eV")
+
+
+def test_the_commands_of_the_page_repeat_the_run(trained, whole, tmp_path, quick) -> None:
+    (lines,) = Page(whole).words["pre"]
+    again = str(tmp_path / "again")
+    for line in lines.splitlines()[1:]:
+        words = shlex.split(line.replace("AGAIN", again))
+        assert words.pop(0) == "molflt" and main(words) == 0
+    results = [json.loads((one / "results.json").read_text()) for one in (trained, Path(again))]
+    assert results[0] == results[1]
+    assert (Path(again) / "report.html").is_file()
+
+
+def _unfinished(run: Path) -> None:
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("max_steps: 6", "max_steps: 9"))
+
+
+def test_odd_rows_are_passed_over(run, capsys, quick) -> None:
+    """A row of units in one table, a number of systems below 0 in another."""
+    head, rest = (run / "metrics.csv").read_text().split("\n", 1)
+    (run / "metrics.csv").write_text(f"{head}\n{'eV,' * head.count(',')}eV\n{rest}")
+    (run / "results.json").write_text('{"val_id": {"ewt_percent": 5.0, "n": -3}}')
+    page = Page(page_of(run))
+    assert capsys.readouterr().err == "" and page.words["h2"][0] == "Overview"
+    assert "5.00" in page.words["td"] and "-3" in page.words["td"]
+
+
+def _no_labels(run: Path) -> None:
+    path = run / "predictions.csv"
+    path.write_text(path.read_text().replace("error_eV", "other").replace("target_eV", "label"))
+
+
+def _of_other_data(run: Path) -> None:
+    path = run / "predictions.csv"
+    path.write_text(re.sub(r"^(train|val_id),(\d+)", r"\1,77\2", path.read_text(), flags=re.M))
+
+
+def cut(name: str, size: int = 60) -> Callable[[Path], None]:
+    """Leaves the beginning of a file."""
+    return lambda run: (run / name).write_bytes((run / name).read_bytes()[:size])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message", "absent"),
+    [
+        (_unfinished, "6 of 9 steps are done; molflt train --resume goes on", ""),
+        (lambda run: (run / "results.json").unlink(), "not evaluated; molflt evaluate", "Results"),
+        (lambda run: (run / "metrics.csv").unlink(), "metrics.csv: not there; no", "Training"),
+        (cut("metrics.csv", 3), "metrics.csv: expected a column step; got ste", "Training"),
+        (cut("config.yaml", 99), "config.yaml: key", ""),  # a checkpoint has it, too
+        (cut("results.json"), "results.json: expected metrics by split in JSON", "Results"),
+        (cut("versions.json"), "versions.json: expected JSON", ""),
+        (cut("predictions.csv", 250), "predictions.csv: expected CSV", "The worst predictions"),
+        (_no_labels, "a table without the column 'target_eV'", "The worst predictions"),
+        (_of_other_data, "no longer holds the structures of predictions.csv", ""),
+        (cut("encoding.png", 3000), "encoding.png: expected a PNG", "Encodings and pictures"),
+        (cut("checkpoints/last.ckpt"), "last.ckpt: ", ""),
+        (cut("checkpoints/best.safetensors"), "best.safetensors: ", ""),
+        (lambda run: shutil.rmtree(run / "checkpoints"), "last.ckpt: not there", ""),
+    ],
+)
+def test_what_is_missing_is_said_and_the_rest_is_drawn(run, damage, message, absent, capsys, quick):
+    damage(run)
+    capsys.readouterr()
+    page = Page(page_of(run))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"molflt: warning: {run}: missing: ") and message in line
+    assert page.words["h2"][0] == "What is missing"
+    assert any(message in item for item in page.words["li"])
+    titles = " ".join(page.words["h2"])
+    assert not absent or absent not in titles
+    assert "Versions and files" in titles and "Settings" in titles
+    assert len(page.all("img")) >= 1
+
+
+def test_without_any_configuration(run, capsys, quick) -> None:
+    (run / "config.yaml").unlink()
+    shutil.rmtree(run / "checkpoints")
+    titles = Page(page_of(run)).words["h2"]
+    assert {"What is missing", "Results", "Training"} <= set(titles) and "Settings" not in titles
+    assert "config.yaml: no such file" in capsys.readouterr().err
+
+
+def test_data_that_are_gone_are_said(run, tmp_path, capsys, quick) -> None:
+    config = run / "config.yaml"
+    config.write_text(re.sub("root: .*", f"root: {tmp_path}/gone", config.read_text()))
+    page = Page(page_of(run))
+    assert not [text for text in page.words["figcaption"] if text.startswith("sid ")]
+    message = f"{tmp_path}/gone: the data of the run are not there; the worst structures are not"
+    assert message in capsys.readouterr().err
+    assert any("systems with the largest error" in text for text in page.words["caption"])
+
+
+def test_what_comes_from_data_is_text(trained, tmp_path) -> None:
+    """File names, splits, adsorbates, options, versions, metrics: none becomes markup."""
+    run = shutil.copytree(trained, tmp_path / HOSTILE.replace("/", "$x^$"))
+    for name in ("predictions.csv", "errors_by_group.csv", "results.json"):
+        text = (run / name).read_text().replace("val_id", f"$\\frac{{{HOSTILE}$")
+        text = text.replace('mae_eV":', f'mae_eV{HOSTILE}":') if name[0] == "r" else text
+        (run / name).write_text(text.replace("unknown", HOSTILE))
+    for name in ("predictions.csv", "errors_by_group.csv"):
+        rows = (run / name).read_text().splitlines()
+        head = rows[0].split(",")
+        place = head.index("adsorbate" if "adsorbate" in head else "group")
+        for at, row in enumerate(rows[1:], start=1):
+            cells = row.split(",")
+            cells[place] = f"{HOSTILE}&amp;\x1b{cells[place]}"
+            rows[at] = ",".join(cells)
+        (run / name).write_text("\n".join(rows) + "\n")
+    (run / "versions.json").write_text(json.dumps({"molflt": HOSTILE, HOSTILE: "'\"><img src=x>"}))
+    (run / f"{HOSTILE.replace('/', '_')}.txt").write_text("x")
+    config = run / "config.yaml"
+    config.write_text(re.sub("root: .*", f"root: {HOSTILE}", config.read_text()))
+    text = page_of(run)
+    page = Page(text)
+    assert "script" not in page.words and "\x1b" not in text and "onerror" not in text
+    assert all((own["src"] or "").startswith("data:") for own in page.all("img"))
+    assert page.words["h1"] == [f"Run {run.name}"]
+    assert any(f"root {HOSTILE}" in cell for cell in page.words["td"])
+    assert any(f"{HOSTILE}&amp;\\x1b" in cell for cell in page.words["td"])
+    assert any(HOSTILE in cell for cell in page.words["th"])
+    assert len(page.all("img")) > 5
+
+
+def test_mistakes_get_one_line(run, tmp_path, capsys) -> None:
+    (tmp_path / "empty").mkdir()
+    for name, got in (("empty", "another folder"), ("absent", "no such folder")):
+        line = error_of(capsys, "report", str(tmp_path / name))
+        assert line.startswith(str(tmp_path / name)) and f"got {got}" in line
+    line = error_of(capsys, "report", str(run), "--out", str(tmp_path / "page.pdf"))
+    assert "expected a file that ends in .html" in line
+    assert not list(tmp_path.glob("*.pdf")) and not list((tmp_path / "empty").iterdir())
+
+
+def test_large_pictures_do_not_make_a_large_page(run, capsys, quick) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (800, 800, 3), dtype=np.uint8)
+    for name in ("attention", "losses", "confusion"):
+        Image.fromarray(noise).save(run / f"{name}.png")
+    text = page_of(run)
+    assert len(text) < 3e6
+    assert "left out, because the page would become larger than 3 MB" in capsys.readouterr().err
+
+
+def test_every_picture_also_as_pdf(run, tmp_path, capsys) -> None:
+    words = ["evaluate", str(run), "--splits", "val_id", "--out", str(tmp_path / "out")]
+    assert main([*words, "--device=cpu", "--pictures", "pdf"]) == 0
+    said = capsys.readouterr().out
+    for name in ("curve", "parity", "errors", "encoding"):
+        files = [tmp_path / "out" / f"{name}.{kind}" for kind in ("png", "pdf")]
+        starts = [file.read_bytes()[:5] for file in files]
+        assert starts == [b"\x89PNG\r", b"%PDF-"]
+        assert str(files[1]) in said
+    assert "option --pictures; expected" in error_of(capsys, *words, "--pictures", "gif")
+    line = error_of(capsys, "compare", str(run), str(tmp_path / "x"), "--pictures", "pdf")
+    assert "expected --out FOLDER" in line
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
+
+
+def browse(page: Path, profile: Path) -> tuple[str, list[str]]:
+    """The page as a browser has rendered it, and what stands in its console."""
+    assert BROWSER is not None
+    quiet = ["--no-first-run", "--disable-background-networking", "--disable-component-update"]
+    quiet += ["--disable-quic", "--disable-sync", "--host-resolver-rules=MAP * ~NOTFOUND"]
+    quiet += [f"--user-data-dir={profile}", "--enable-logging=stderr", "--dump-dom"]
+    done = subprocess.run(
+        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", *quiet, page.as_uri()],
+        **{"capture_output": True, "text": True, "timeout": 240},
+        env={name: value for name, value in os.environ.items() if name != "LD_PRELOAD"},
+    )
+    return done.stdout, [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on the PATH")
+def test_a_browser_renders_it_and_asks_for_nothing(trained, whole, tmp_path) -> None:
+    shown, console = browse(trained / "report.html", tmp_path / "profile")
+    assert console == []  # what the page's policy refuses would stand here
+    assert Page(shown).words["h2"] == Page(whole).words["h2"]
+    bad = tmp_path / "bad.html"
+    asks = '<img alt="" src="http://127.0.0.1:9/x.png"><script>document.title = 1</script><footer>'
+    bad.write_text(whole.replace("<footer>", asks))
+    shown, console = browse(bad, tmp_path / "other")
+    assert len(console) == 2 and all("Content Security Policy" in line for line in console)
+    assert "<title>Run run</title>" in shown

@@ -1,0 +1,260 @@
+"""The package as pip installs it: README.md in an empty folder, and what a type checker sees."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from ase.build import add_adsorbate, fcc111, molecule
+from ase.io import write
+from test_own_data import frames
+from tiny_run import SMALL, write_points
+
+from molflt.commands import cli
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+
+# What README.md shows, in seconds: options that are added to a command.
+TINY = "--model.dim=16 --model.heads=2 --model.layers=1 --trainer.max_steps=2 --trainer.val_every=2"
+SMALLER = {
+    "train": f"{TINY} --trainer.checkpoint_every=2 --trainer.accelerator=cpu --data.batch_size=4",
+    "evaluate": "--device=cpu",
+    "relax": "--fmax=100",
+}
+# What it shows and a test cannot do: other tools, and commands that fetch.
+ELSEWHERE = ("make ", "pip ", "conda ", "molflt data download ")
+
+# Runs commands and examples in one process, because each would spend seconds on importing torch.
+DRIVER = """
+import contextlib, io, json, sys, traceback
+from molflt.commands.cli import main
+
+done = []
+for words in json.load(sys.stdin):
+    out, error = io.StringIO(), ""
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            status = main(words) if isinstance(words, list) else exec(words, {}) or 0
+        except Exception:
+            status, error = 1, traceback.format_exc()
+    done.append([status, out.getvalue(), err.getvalue() + error])
+import molflt
+print(json.dumps([molflt.__file__, done]))
+"""
+
+
+class Installed(NamedTuple):
+    """A virtual environment of its own."""
+
+    python: Path
+    package: Path
+    files: set[str]
+    sdist: set[str]
+
+    def run(self, folder: Path, steps: list[list[str] | str]) -> list[str]:
+        """What each command (words) and example (text) prints; fails where one fails."""
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+        environment.pop("PYTHONPATH", None)
+        done = subprocess.run(
+            [self.python, "-c", DRIVER],
+            **{"cwd": folder, "env": environment, "input": json.dumps(steps)},
+            **{"capture_output": True, "text": True},
+        )
+        assert done.returncode == 0, done.stderr
+        file, results = json.loads(done.stdout.splitlines()[-1])
+        assert Path(file).parent == self.package
+        for step, (status, _, error) in zip(steps, results, strict=True):
+            assert status == 0, f"{step}: {error}"
+        return [out for _, out, _ in results]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """The wheel that is built from the sdist, beside the packages of this environment."""
+    build = pytest.importorskip("hatchling.build", reason="hatchling builds the wheel")
+    folder = tmp_path_factory.mktemp("wheel")
+    sdist = built(build.build_sdist, ROOT, folder)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    wheel = built(build.build_wheel, folder / sdist.name.removesuffix(".tar.gz"), folder)
+    venv.create(folder / "venv", symlinks=True)
+    python = folder / "venv" / "bin" / "python"
+    paths = sysconfig.get_paths(vars={"base": str(folder / "venv")})
+    there = Path(paths["purelib"])
+    others = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    (there / "others.pth").write_text("\n".join(others))  # after its own
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--quiet"]
+    subprocess.run([*pip, "--no-index", "--force-reinstall", str(wheel)], check=True)
+    return Installed(python, there / "molflt", set(zipfile.ZipFile(wheel).namelist()), inside)
+
+
+def built(build: Any, source: Path, folder: Path) -> Path:
+    before = Path.cwd()
+    os.chdir(source)
+    try:
+        return folder / build(str(folder))
+    finally:
+        os.chdir(before)
+
+
+def test_the_files_hold_what_they_should(installed: Installed) -> None:
+    """All of the package, and of configurations, sample and weights what is in the repository."""
+    for folder, inside in (("molflt", "molflt"), ("configs", "molflt/shipped/configs")):
+        tracked = {
+            f"{inside}/{path.relative_to(ROOT / folder).as_posix()}"
+            for path in (ROOT / folder).rglob("*")
+            if path.is_file() and path.suffix != ".pyc"
+        }
+        assert tracked <= installed.files
+    assert {"molflt/py.typed", "molflt/shipped/datasets/emt-sample/train.safetensors"} <= (
+        installed.files
+    )
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in installed.files)
+    assert not [name for name in installed.files if name.startswith(("tests", "scripts", "docs"))]
+    assert {"CITATION.cff", "CHANGELOG.md", "tests/test_wheel.py", "Makefile"} <= installed.sdist
+
+
+def test_the_command_of_the_installed_package(installed: Installed) -> None:
+    script = installed.python.parent / "molflt"
+    done = subprocess.run(
+        [script, "--version"], capture_output=True, text=True, cwd="/", check=True
+    )
+    assert done.stdout.split()[0] == "molflt"
+
+
+def test_it_trains_evaluates_and_predicts_by_itself(installed: Installed, tmp_path: Path) -> None:
+    """Sample, configurations and weights come with it."""
+    slab = fcc111("Pt", (3, 4, 4), vacuum=8.0, periodic=True)
+    add_adsorbate(slab, molecule("CH3OH"), 2.2, "ontop")
+    slab.write(tmp_path / "slab.extxyz")  # with tags as ASE numbers them
+    small = [word for word in SMALL if "position" not in word and "mixing" not in word]
+    evaluate = "import os; from molflt.commands.cli import main\n"
+    evaluate += "main(['evaluate', 'runs/' + os.listdir('runs')[0]])"
+    trained, predicted, evaluated = installed.run(
+        tmp_path,
+        [
+            ["train", "--config", "demo", *small, "--trainer.max_steps=2"],
+            ["predict", "slab.extxyz", "--tags", "ase"],
+            evaluate,
+        ],
+    )
+    (run,) = (tmp_path / "runs").iterdir()
+    assert run.name.endswith("-demo")
+    assert trained.splitlines()[-1].endswith(f"next: molflt evaluate runs/{run.name}")
+    root = Path(yaml.safe_load((run / "config.yaml").read_text())["data"]["root"])
+    assert root.is_relative_to(installed.package)
+    assert "val_ood_both" in evaluated
+    head, row = predicted.splitlines()
+    assert -2.0 < float(row.split(",")[head.split(",").index("energy_eV")]) < 0.5
+
+
+def shown() -> list[list[str] | str]:
+    """Commands and Python examples of README.md, in their order."""
+    steps: list[list[str] | str] = []
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", README, re.M | re.S):
+        if language == "python":
+            steps.append(block)
+            continue
+        for line in filter(str.strip, block.splitlines()):
+            if not line.startswith(ELSEWHERE):
+                tool, *words = shlex.split(line, comments=True)
+                assert tool == "molflt", f"{line}: neither run nor listed in ELSEWHERE"
+                steps.append([*words, *SMALLER.get(words[0], "").split()])
+    return steps
+
+
+def test_readme_in_a_folder_elsewhere(
+    installed: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every command and example, after what a reader has to bring: structures and a potential."""
+    write(tmp_path / "mine.extxyz", frames(12))
+    slab = fcc111("Cu", (2, 2, 3), vacuum=8.0, periodic=True)
+    add_adsorbate(slab, "O", height=1.2, position="fcc")
+    slab.set_tags([0] * 4 + [1] * 8 + [2])
+    for name in ("structures.extxyz", "slab.extxyz"):
+        write(tmp_path / name, slab)
+    if "runs/potential" in README:
+        points = write_points(tmp_path / "points")
+        words = f"--recipe=potential --data.root={points} --run={tmp_path}/runs/potential {TINY}"
+        assert cli.main(["train", *words.split(), "--trainer.accelerator=cpu"]) == 0
+    steps = shown()
+    assert {step[0] for step in steps if isinstance(step, list)} >= {"train", "evaluate", "predict"}
+    assert any(isinstance(step, str) for step in steps)
+    installed.run(tmp_path, steps)
+
+
+USER = """
+import molflt, torch
+from molflt.graph import EnergyRegressor, GraphAttention
+from molflt.pretrained import EnergyPredictor
+
+reveal_type(molflt.load())
+reveal_type(molflt.load().predict("structures.extxyz"))
+reveal_type(molflt.load("runs/mine").predict("structures.extxyz")[0].energy)
+reveal_type(EnergyPredictor.from_pretrained("runs/mine").predict(["a"])[0].energy)
+reveal_type(EnergyRegressor(dim=16).forward)
+reveal_type(GraphAttention(64)(torch.ones(8, 64)))
+reveal_type(molflt.Stack(64, heads=4, layers=2)(torch.ones(1, 8, 64)))
+EnergyRegressor(dim="wide")
+GraphAttention(64)(torch.ones(8, 64), bach=None)
+"""
+SEEN = [
+    "molflt.pretrained.energies.EnergyPredictor",
+    "list[molflt.pretrained.energies.Prediction]",
+    "Any",  # what it is stands in the file
+    "float",
+    "def (batch: Any) -> Mapping[str, torch.Tensor]",
+    "torch.Tensor",
+    "torch.Tensor",
+]
+# torch in a few lines, as it declares calls: reading all of it takes mypy a minute
+OPEN = "from typing import Any, Callable\ndef __getattr__(name: str) -> Any: ...\n"
+MODULE = "    __call__: Callable[..., Any]\n    def __getattr__(self, name: str) -> Any: ...\n"
+TORCH = {
+    "__init__.pyi": f"{OPEN}class Tensor: ...\ndef ones(*size: int) -> Tensor: ...\n",
+    "nn/__init__.pyi": f"{OPEN}class Module:\n{MODULE}",
+}
+
+
+def test_mypy_of_a_user_sees_the_types(installed: Installed, tmp_path: Path) -> None:
+    pytest.importorskip("mypy", reason="mypy is not installed")
+    for name, text in TORCH.items():
+        path = tmp_path / "stubs" / "torch" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "user.py").write_text(USER)
+    (tmp_path / "mypy.ini").write_text(
+        f"[mypy]\nfollow_imports = skip\nmypy_path = {tmp_path / 'stubs'}\n"
+        "[mypy-molflt.*,torch.*]\nfollow_imports = normal\n"
+    )
+    options = ["--config-file=mypy.ini", "--cache-dir=cache", "--no-error-summary"]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "mypy",
+            *options,
+            f"--python-executable={installed.python}",
+            "user.py",
+        ],
+        **{"cwd": tmp_path, "capture_output": True, "text": True},
+    )
+    seen = re.findall(r'Revealed type is "(.*)"', done.stdout)
+    short = [re.sub(r"tuple\[.*fallback=([\w.]+)\]", r"\1", name) for name in seen]
+    assert [re.sub(r"\b(?:builtins|typing)\.", "", name) for name in short] == SEEN, done.stdout
+    errors = re.findall(r"error: (.*)", done.stdout)
+    assert len(errors) == 2 and "EnergyRegressor" in errors[0] and "bach" in errors[1], done.stdout
