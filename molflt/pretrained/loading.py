@@ -25,6 +25,7 @@ def load(
     *,
     checkpoint: str = ...,
     also: Sequence[str | Path] = ...,
+    compiled: bool = ...,
 ) -> EnergyPredictor: ...
 
 
@@ -35,6 +36,7 @@ def load(
     *,
     checkpoint: str = ...,
     also: Sequence[str | Path] = ...,
+    compiled: bool = ...,
 ) -> Any: ...
 
 
