@@ -26,7 +26,7 @@ RESULTS = ROOT / "docs" / "results"
 RUN = load_script("run")
 NAMES = list(RUN.benchmarks())
 STORED = sorted(path.stem for path in RESULTS.glob("*.csv"))
-MEMORY = {"scaling", "atoms", "patches", "proteins"}
+MEMORY = {"scaling", "atoms", "patches", "proteins", "arena"}
 needs_linux = pytest.mark.skipif(
     not os.access("/proc/self/clear_refs", os.W_OK), reason="peak memory is read from Linux's /proc"
 )

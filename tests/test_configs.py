@@ -38,6 +38,7 @@ TOKENS = [
     if not {"data", "trainer"} & yaml.safe_load(path.read_text()).keys()
 ]
 TOKENS += [("lra/listops-small", name) for size, name in TOKENS if size == "masked/wikitext2"]
+TOKENS += [(f"lra/{size}", "masked/fnet") for size in ("listops", "imdb", "image")]
 _PARALLEL = ("train", "val", "source", "target")
 # what has no default, for each recipe
 REQUIRED = {

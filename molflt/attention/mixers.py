@@ -74,6 +74,11 @@ def mixed_layers(
         )
     if not last:
         defaults = signature(Attention).parameters
-        idle = {name: v for name, v in attention.items() if v != defaults[name].default}
+        named = {"dropout": "attention_dropout"}  # of the stack
+        idle = {
+            named.get(name, name): value
+            for name, value in attention.items()
+            if value != defaults[name].default
+        }
         no_effect(f"with mixer={mixer!r} and no attention_layers", **idle)
     return layers - last

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from molflt.data.text.glue import GLUE, TASKS, Example, find_split, read_examples
+from molflt.data.text.glue import GLUE, TASKS, Example, read_examples, read_splits
 from molflt.data.text.sentences import Sentences, padded
 from molflt.data.text.tokenizer import Tokenizer
 from molflt.evaluation.images import classes_of
@@ -65,9 +65,7 @@ def evaluate(
     classes = classes_of((run / "classes.json").read_bytes(), f"{run}/classes.json", model.classes)
     results: dict[str, dict[str, float | None]] = {}
     rows: list[dict[str, object]] = []
-    root = Path(str(config["data"]["root"]))
-    for split, path in _files(root, task, splits, data).items():
-        examples = read_examples(path, task)
+    for split, examples in _examples(config, task, splits, data, classes).items():
         logits = logits_of(model, tokenizer, examples, length, batch_size, split)
         told = logits[:, 0] if model.classes == 1 else logits.argmax(axis=1).astype(float)
         label = np.array([one.label for one in examples])
@@ -156,18 +154,24 @@ def logits_of(
     return logits
 
 
-def _files(
-    root: Path, task: str, splits: Sequence[str] | None, other: Path | None
-) -> dict[str, Path]:
+def _examples(
+    config: Config,
+    task: str,
+    splits: Sequence[str] | None,
+    other: Path | None,
+    classes: Sequence[str],
+) -> dict[str, list[Example]]:
     if other is not None:
         if splits:
             raise ValueError("give either --splits or --data; got both")
-        return {Path(other).name: Path(other)}
+        return {Path(other).name: read_examples(Path(other), task, classes)}
     there = ["train", "val", "test"] + (["val_mismatched"] if task == "MNLI" else [])
     wanted = list(dict.fromkeys(splits or [name for name in there if name.startswith("val")]))
     if unknown := [name for name in wanted if name not in there]:
         raise ValueError(f"{task} has no split {unknown[0]!r}; expected some of {', '.join(there)}")
-    return {name: find_split(root, task, name) for name in wanted}
+    share = cast("float | None", config["data"].get("val_fraction"))
+    found = read_splits(Path(str(config["data"]["root"])), task, wanted, share, classes)
+    return {name: examples for name, (_, examples) in found.items()}
 
 
 def _rows(

@@ -48,7 +48,7 @@ class GapFiller(Pretrained):
             ValueError: a text without gaps, or that is too long.
         """
         tokenizer = self.tokenizer
-        ids = [tokenizer.cls, *tokenizer.encode([text])[0], tokenizer.sep]
+        ids = [tokenizer.cls, *tokenizer.encode([text], special=True)[0], tokenizer.sep]
         gaps = [place for place, token in enumerate(ids) if token == tokenizer.mask]
         if not gaps:
             raise ValueError(

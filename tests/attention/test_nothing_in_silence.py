@@ -118,6 +118,10 @@ def encoded(mixing: str, name: str = "spectral"):
         (lambda x, r: layer(floor=-1.0), "floor must be at least 0; got -1.0"),
         (lambda x, r: Stack(DIM, HEADS, 1, ffn_dim=0), "ffn_dim must be at least 1; got 0"),
         (lambda x, r: Stack(DIM, HEADS, 1, dropout=-0.1), "dropout must be in"),
+        (
+            lambda x, r: Stack(DIM, HEADS, 1, mixer="fourier", attention_dropout=0.1),
+            "^attention_dropout=0.1 has no effect with mixer='fourier'",
+        ),
         (lambda x, r: layer(mixing="softmax", floor=0.1), "floor=0.1 has no effect with mixing="),
         (lambda x, r: layer(normalize="none", floor=0.1), "floor=0.1 has no effect with normalize"),
         (

@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from molflt.data.held_out import held_out
 from molflt.data.images.augment import (
     _center_crop,
     _random_boxes,
@@ -27,8 +28,8 @@ from molflt.data.images.augment import (
     _random_resized_crop,
     augment,
 )
-from molflt.data.images.datamodule import ImageData, _held_out
-from molflt.data.images.files import _open_images
+from molflt.data.images.datamodule import ImageData
+from molflt.data.images.files import open_images
 from molflt.data.images.idx import _IdxImages, _read_file
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "fashion_mnist"
@@ -152,7 +153,7 @@ def test_folders_are_classes_in_order(tmp_path: Path) -> None:
     (root / "dog" / "3.png").rename(root / "dog" / "deeper" / "z.PNG")
     (root / "dog" / "notes.txt").write_text("no image")
     (root / ".cache").mkdir()
-    folder = _open_images(root)
+    folder = open_images(root)
     assert folder.classes == ["cat", "dog", "eel"]
     assert folder.labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4
     image, label = folder[6]
@@ -167,10 +168,10 @@ def test_grey_and_transparent_images_become_colors(tmp_path: Path) -> None:
     Image.fromarray(gray).save(root / "cat" / "0.png")
     Image.fromarray(gray).convert("RGBA").save(root / "dog" / "0.png")
     for i in (0, 1):
-        assert (_open_images(root)[i][0].numpy() == gray).all()
+        assert (open_images(root)[i][0].numpy() == gray).all()
     Image.fromarray(gray.astype(np.uint16) * 256).save(root / "eel" / "0.png")
     with pytest.raises(ValueError, match="eel/0.png: expected 8 bits per channel; got mode I;16"):
-        _open_images(root)[2]
+        open_images(root)[2]
 
 
 def test_images_are_fitted_to_squares(tmp_path: Path) -> None:
@@ -179,7 +180,7 @@ def test_images_are_fitted_to_squares(tmp_path: Path) -> None:
     ramp = np.tile(np.arange(48, dtype=np.uint8) * 4, (24, 1))
     for name in ("cat", "dog", "eel"):
         Image.fromarray(ramp).save(root / name / "0.png")
-    image = _open_images(root, size=12)[0][0]
+    image = open_images(root, size=12)[0][0]
     assert image.shape == (3, 12, 12)
     middle = ramp[0, 12:36].reshape(12, 2).mean(axis=1)
     assert np.abs(image[0, 6].numpy() - middle).max() <= 1
@@ -190,7 +191,7 @@ def test_images_are_fitted_to_squares(tmp_path: Path) -> None:
 def test_bad_folders_are_named(tmp_path: Path) -> None:
     def refuses(message: str, folder: Path, item: int = 0, **options: Any) -> None:
         with pytest.raises(ValueError, match=message):
-            _open_images(folder, **options)[item]
+            open_images(folder, **options)[item]
 
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -209,7 +210,7 @@ def test_bad_folders_are_named(tmp_path: Path) -> None:
         (root / "dog" / "1.png").write_bytes(content)
         refuses("dog/1.png: expected an image; it cannot be decoded", root, 5)
     with pytest.raises(FileNotFoundError, match="no such file or folder; expected a folder of"):
-        _open_images(tmp_path / "nowhere")
+        open_images(tmp_path / "nowhere")
 
 
 def png(width: int, height: int, *chunks: tuple[bytes, bytes]) -> bytes:
@@ -243,7 +244,7 @@ def test_bombs_are_refused_by_name(tmp_path: Path, content: bytes, message: str)
     """An EPS would be decoded by a program that Pillow starts."""
     path = write_folder(tmp_path / "set") / "cat" / "1.png"
     path.write_bytes(content)
-    images = _open_images(tmp_path / "set", size=8)
+    images = open_images(tmp_path / "set", size=8)
     with pytest.raises(ValueError, match=rf"1.png: expected an image; it cannot.*({message})"):
         images.image(images.files.index(str(path)))
 
@@ -253,7 +254,7 @@ def test_lines_are_not_blown_up(tmp_path: Path) -> None:
     root = write_folder(tmp_path / "set")
     Image.new("RGB", (1, 20_000)).save(root / "cat" / "1.png")
     Image.new("RGB", (1, 50)).save(root / "cat" / "2.png")
-    images = _open_images(root, size=64)
+    images = open_images(root, size=64)
     narrow, wide = (images.files.index(str(root / "cat" / f"{i}.png")) for i in (1, 2))
     with pytest.raises(ValueError, match=r"1.png: expected sides within .*; got 20000 x 1 pixels"):
         images.image(narrow)
@@ -261,7 +262,7 @@ def test_lines_are_not_blown_up(tmp_path: Path) -> None:
     path = write_idx(tmp_path / "idx")
     path.write_bytes(idx(np.zeros((12, 1, 2000))))
     with pytest.raises(ValueError, match=f"{IMAGES}: expected sides within .*; got 1 x 2000"):
-        _open_images(path, size=64)
+        open_images(path, size=64)
 
 
 def test_links_in_a_circle_end(tmp_path: Path) -> None:
@@ -269,7 +270,7 @@ def test_links_in_a_circle_end(tmp_path: Path) -> None:
     for name in ("back", "again"):
         (root / "cat" / name).symlink_to(root / "cat", target_is_directory=True)
     (root / "cat" / "more").symlink_to(root / "dog", target_is_directory=True)
-    assert len(_open_images(root)) == 3 * 4 + 4
+    assert len(open_images(root)) == 3 * 4 + 4
 
 
 @pytest.mark.parametrize("shape", [(12, 2**15, 2**15), (2**32 - 1,) * 3, (12, 512, 512)])
@@ -422,13 +423,13 @@ def test_idx_files_in_batches(tmp_path: Path) -> None:
 
 
 def test_val_fraction_holds_out_the_last_of_each_class(tmp_path: Path) -> None:
-    held = _held_out(torch.tensor([0, 0, 0, 0, 1, 1, 1, 2]), 0.5)
+    held = held_out(torch.tensor([0, 0, 0, 0, 1, 1, 1, 2]), 0.5, tmp_path, "images")
     assert held.nonzero()[:, 0].tolist() == [2, 3, 6]
     data = ImageData(write_folder(tmp_path / "set"), val_fraction=0.25)
     data.setup()
     train, val = data.datasets["train"], data.datasets["val"]
     assert len(train) == 9 and val.labels.tolist() == [0, 1, 2]
-    whole = _open_images(tmp_path / "set")
+    whole = open_images(tmp_path / "set")
     assert (val[1][0] == whole[7][0]).all() and (train[3][0] == whole[4][0]).all()
     with pytest.raises(ValueError, match=r"val_fraction=0.01 of 12 images leaves none"):
         ImageData(tmp_path / "set", val_fraction=0.01).setup()

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from molflt.data.batches import BatchedData
+from molflt.data.held_out import held_out
 from molflt.data.images.augment import _center_crop
 from molflt.data.images.base import LabeledImages
-from molflt.data.images.files import _open_images
+from molflt.data.images.files import open_images
 
 __all__ = ["ImageData"]
 
@@ -98,12 +99,7 @@ class ImageData(BatchedData[LabeledImages]):
             self._expect_alike(use, dataset, train)
         indices: dict[str, Tensor | None] = {"train": None, "val": None}
         if self.val_fraction is not None:
-            held = _held_out(train.labels, self.val_fraction)
-            if not bool(held.any()) or bool(held.all()):
-                raise ValueError(
-                    f"{train.path}: data.val_fraction={self.val_fraction} of {len(train)} images "
-                    "leaves none to train or to validate on; change it"
-                )
+            held = held_out(train.labels, self.val_fraction, train.path, "images")
             indices = {"train": (~held).nonzero()[:, 0], "val": held.nonzero()[:, 0]}
         side = self.image_size or train.size[0]
         self.image_size = side
@@ -150,7 +146,7 @@ class ImageData(BatchedData[LabeledImages]):
         return train.statistics(len(train)) if train.in_memory else train.statistics()
 
     def _open(self, use: str, classes: list[str] | None) -> LabeledImages:
-        return _open_images(self.sources[use], self.labels[use], self.resize, classes)
+        return open_images(self.sources[use], self.labels[use], self.resize, classes)
 
     def _expect_alike(self, use: str, images: LabeledImages, train: LabeledImages) -> None:
         """Raises ValueError unless images are squares of the training images' size and colors."""
@@ -187,12 +183,3 @@ class _Squares(LabeledImages):
 
     def image(self, index: int) -> Tensor:
         return _center_crop(self.images.image(int(self.index[index])), self.size[0])
-
-
-def _held_out(labels: Tensor, fraction: float) -> Tensor:
-    """Marks the last images of each class, rounded down: (n,) labels -> (n,) bool."""
-    held = torch.zeros(len(labels), dtype=torch.bool)
-    for label in labels.unique():
-        members = (labels == label).nonzero()[:, 0]
-        held[members[len(members) - int(fraction * len(members)) :]] = True
-    return held

@@ -20,6 +20,7 @@ from molflt.data.images.idx import _IdxImages, _read_file
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+__all__ = ["open_images", "read_images"]
 
 _SUFFIXES = (".png", ".jpg", ".jpeg")
 _DEEP = ("I", "F")  # modes of more than 8 bits, which Pillow would clip
@@ -27,7 +28,7 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # whatever the name says; othe
 _MOST_PIXELS = 2**25  # 300 MB while it is decoded
 
 
-def _open_images(
+def open_images(
     source: Path,
     labels: Path | None = None,
     size: int | None = None,

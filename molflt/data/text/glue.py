@@ -6,17 +6,36 @@ Those of GLUE (arXiv:1804.07461), and those of Long Range Arena (arXiv:2011.0400
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
+import torch
+
+from molflt.data.held_out import held_out
+from molflt.data.images.files import open_images
+from molflt.data.text.folders import read_grey, read_texts
 from molflt.data.text.sources import _line_blocks
 from molflt.files import shown
 
 if TYPE_CHECKING:
     from molflt.data.text.tokenizer import TokenizerKind
 
-__all__ = ["GLUE", "LONG_RANGE", "TASKS", "Example", "GlueTask", "find_split", "read_examples"]
+__all__ = [
+    "GLUE",
+    "LONG_RANGE",
+    "TASKS",
+    "VAL_FRACTION",
+    "Example",
+    "GlueTask",
+    "classes_in",
+    "find_split",
+    "read_examples",
+    "read_splits",
+]
+
+VAL_FRACTION = 0.1
+"""Share of the training rows to validate on, of tasks without files for that, if nobody says."""
 
 _PACKED = ("", ".gz", ".xz")
 _BYTE_ORDER = "\ufeff"
@@ -40,7 +59,7 @@ class GlueTask(NamedTuple):
     columns: Mapping[str, str]
     """what -> name in the header: first, second (of pairs), label"""
     labels: tuple[str, ...] | None
-    """classes in the order of their index; None for a score from 0 to 5"""
+    """classes in the order of their index; None for a score from 0 to 5, and for images"""
     metrics: tuple[str, ...] = ("accuracy",)
     places: Mapping[str, int] | None = None
     """the same columns in files without a header, from 0"""
@@ -50,6 +69,15 @@ class GlueTask(NamedTuple):
     """whether the public files have rows with missing columns, which everybody leaves out"""
     kind: TokenizerKind | None = None
     """of its tokenizer where none is asked for; None for one that is learned"""
+    form: Literal["rows", "texts", "images"] = "rows"
+    """a table, a folder of texts for each class, or images"""
+    folder: str | None = None
+    """where the files are, below the root, if it is not named as the task"""
+
+    @property
+    def held_out(self) -> bool:
+        """Whether there are no files to validate on: a share of the training rows is."""
+        return self.form != "rows"
 
 
 def _pair(first: str, second: str, label: str = "label") -> dict[str, str]:
@@ -91,6 +119,11 @@ GLUE: dict[str, GlueTask] = {
     "RTE": GlueTask(_pair("sentence1", "sentence2"), _ENTAILED),
 }
 
+
+def _folders(train: str, test: str) -> dict[str, tuple[str, ...]]:
+    return {"train": (*train.split(),), "val": (*train.split(),), "test": (*test.split(),)}
+
+
 _ARENA = {use: (f"{use}.tsv", f"basic_{use}.tsv") for use in ("train", "val", "test")}
 
 LONG_RANGE: dict[str, GlueTask] = {
@@ -100,6 +133,21 @@ LONG_RANGE: dict[str, GlueTask] = {
         places={"first": 1, "label": 0},  # of the original files (arXiv:1804.06028)
         files=_ARENA,
         kind="listops",
+    ),
+    "IMDb": GlueTask(
+        {},
+        ("neg", "pos"),
+        files=_folders("train", "test"),
+        kind="byte",
+        form="texts",
+        folder="aclImdb",
+    ),
+    "Image": GlueTask(
+        {},
+        None,
+        files=_folders("train train-images-idx3-ubyte", "test t10k-images-idx3-ubyte"),
+        kind="byte",
+        form="images",
     ),
 }
 
@@ -117,32 +165,85 @@ def find_split(root: Path, task: str, split: str) -> Path:
     Raises:
         FileNotFoundError: naming what was looked for.
     """
-    names = [*TASKS[task].files.get(split, ()), *_USUAL.get(split, ())]
-    for name in names:
-        for form in (f"{task}/{name}", f"{task}.{name}"):
-            for packed in _PACKED:
-                if (path := Path(root) / f"{form}{packed}").is_file():
+    spec, root = TASKS[task], Path(root)
+    names = [*spec.files.get(split, ()), *(() if spec.held_out else _USUAL.get(split, ()))]
+    forms = [f"{spec.folder or task}/{name}" for name in names]
+    for form in forms:
+        for packed in _PACKED:
+            for path in (root / f"{form}{packed}", root / f"{form.replace('/', '.', 1)}{packed}"):
+                if path.is_file() or (spec.held_out and path.is_dir()):
                     return path
-    wanted = " or ".join(f"{task}/{name}" for name in names) or "no such split"
+    kind = "an unpacked folder" if spec.form == "texts" else "plain or as .gz or .xz"
     raise FileNotFoundError(
-        f"{root}: no {split} file of {task}; expected {wanted}, plain or as .gz or .xz; change "
-        "data.root"
+        f"{root}: no {split} file of {task}; expected {' or '.join(forms) or 'no such split'}, "
+        f"{kind}; change data.root"
     )
 
 
-def read_examples(path: Path, task: str) -> list[Example]:
+def read_splits(
+    root: Path,
+    task: str,
+    splits: Sequence[str],
+    val_fraction: float | None = None,
+    classes: Sequence[str] | None = None,
+) -> dict[str, tuple[Path, list[Example]]]:
+    """File or folder, and rows, of each split.
+
+    Where a task has no files to validate on, val are the last of each class of the training rows,
+    and train the others: IMDb's reviews of one film stand behind each other, so that hardly a film
+    is in both.
+
+    Args:
+        root: folder of the tasks.
+        task: key of `TASKS`.
+        splits: train, val, test, or val_mismatched of MNLI.
+        val_fraction: share of the training rows that is val; None is `VAL_FRACTION`.
+        classes: see `read_examples`.
+
+    Raises:
+        FileNotFoundError: naming what was looked for.
+        ValueError: see `read_examples`; or a share that leaves none to train or to validate on.
+    """
+    paths = {split: find_split(root, task, split) for split in splits}
+    rows = {path: read_examples(path, task, classes) for path in dict.fromkeys(paths.values())}
+    found = {split: rows[path] for split, path in paths.items()}
+    for split in {"train", "val"} & found.keys() if TASKS[task].held_out else ():
+        path, whole = paths[split], found[split]
+        share = VAL_FRACTION if val_fraction is None else val_fraction
+        labels = torch.tensor([one.label for one in whole])
+        held = held_out(labels, share, path, TASKS[task].form).tolist()
+        found[split] = [
+            one for one, kept in zip(whole, held, strict=True) if kept == (split == "val")
+        ]
+    return {split: (path, found[split]) for split, path in paths.items()}
+
+
+def classes_in(path: Path, task: str) -> list[str]:
+    """Names of the classes, those of images as `path` has them; of scores the word score."""
+    if TASKS[task].form == "images":
+        return open_images(path).classes
+    return list(TASKS[task].labels or ("score",))
+
+
+def read_examples(path: Path, task: str, classes: Sequence[str] | None = None) -> list[Example]:
     """All rows of a file: cells between tabs, where quotation marks mean nothing.
 
     Args:
-        path: of the file.
+        path: of the file, or of the folder of a task that has folders.
         task: key of `TASKS`.
+        classes: names of the classes of images, in the order of labels; by default as found.
 
     Raises:
         FileNotFoundError: naming the file.
         ValueError: naming the file and the row: not UTF-8, an empty file, a missing column, a label
-            that the task has not.
+            that the task has not. See also `molflt.data.text.folders`.
     """
-    spec, rows = TASKS[task], _rows(path)
+    spec = TASKS[task]
+    if spec.held_out:
+        names = classes_in(path, task) if classes is None else classes
+        read = read_grey if spec.form == "images" else read_texts
+        return [Example(text, None, label) for text, label in read(path, names)]
+    rows = _rows(path)
     number, head = next(rows, (0, []))
     if not number:
         raise ValueError(f"{path}: the file is empty; expected rows of {task}")

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from molflt.data.text.glue import TASKS, Example, find_split, read_examples
+from molflt.data.text.glue import TASKS, Example, classes_in, find_split, read_splits
 from molflt.data.text.tokenized import TokenizedData
 from molflt.data.text.tokenizer import Tokenizer, TokenizerKind
 
@@ -112,18 +112,23 @@ class SentenceData(TokenizedData[Sentences]):
     """The training and the validation rows of a task of GLUE or Long Range Arena.
 
     arXiv:1804.07461 and 2011.04006. Files are tab-separated, plain or as .gz or .xz:
-    ROOT/SST-2/train.tsv and dev.tsv, or ROOT/SST-2.train.tsv, as the tasks come.
+    ROOT/SST-2/train.tsv and dev.tsv, or ROOT/SST-2.train.tsv, as the tasks come. Reviews of IMDb
+    are in ROOT/aclImdb/train/pos and neg; images, of which each pixel is a grey token, in
+    ROOT/Image/train, in a folder for each class, or ROOT/Image/train-images-idx3-ubyte.
 
     Args:
-        task: CoLA, SST-2, MRPC, STS-B, QQP, MNLI, QNLI or RTE; or ListOps.
+        task: CoLA, SST-2, MRPC, STS-B, QQP, MNLI, QNLI or RTE; or ListOps, IMDb or Image.
         root: folder with the files of the tasks.
         tokenizer: tokenizer.json, or the folder of a run or of a published model that has one; with
             --init, that of the weights by default, and otherwise one is learned.
         kind: of a tokenizer that is learned, or of a given one, see
-            `molflt.data.text.tokenized.TokenizedText`; listops for ListOps by default.
+            `molflt.data.text.tokenized.TokenizedText`; by default listops for ListOps, and byte for
+            IMDb and Image.
         pieces: most pieces of one that is learned, 8192 by default.
         lowercase: whether case makes no difference to one that is learned; true by default.
         length: most tokens of a sentence or pair, special ones too; longer ones are cut.
+        val_fraction: share of the training rows of IMDb or Image to validate on, the last of each
+            class; null is 0.1. The other tasks have files for that.
         batch_size: sentences or pairs in a batch, per device.
         workers: processes that read ahead; 0 reads in the main process.
 
@@ -143,6 +148,7 @@ class SentenceData(TokenizedData[Sentences]):
         pieces: int | None = None,
         lowercase: bool | None = None,
         length: int = 128,
+        val_fraction: float | None = None,
         batch_size: int = 16,
         workers: int = 0,
     ) -> None:
@@ -152,7 +158,15 @@ class SentenceData(TokenizedData[Sentences]):
         super().__init__(batch_size, workers, tokenizer, kind, pieces, lowercase)
         if length < 5:
             raise ValueError(f"data.length must be at least 5; got {length}")
+        if val_fraction is not None and not TASKS[task].held_out:
+            raise ValueError(
+                f"data.val_fraction has no effect on {task}, which has files to validate on; leave "
+                "it out"
+            )
+        if val_fraction is not None and not 0 < val_fraction < 1:
+            raise ValueError(f"data.val_fraction must be between 0 and 1; got {val_fraction}")
         self.task, self.root, self.length = task, Path(root), length
+        self.val_fraction, self.classes = val_fraction, list[str]()
 
     def setup(self, stage: str = "fit") -> None:
         """Reads the files, once.
@@ -161,25 +175,30 @@ class SentenceData(TokenizedData[Sentences]):
             ValueError: a file that cannot be read, naming the row; a damaged tokenizer.
             FileNotFoundError: naming the file.
         """
-        for use in ("train", "val"):
-            if use in self.datasets:
-                continue
-            path = find_split(self.root, self.task, use)
-            examples = read_examples(path, self.task)
-            if use == "train":
-                self.obtain(partial(_texts, examples), str(path))
-                self.collate = cast("None", partial(padded, pad=self.tokenizer.pad))
+        if self.datasets:
+            return
+        self.classes = classes_in(find_split(self.root, self.task, "train"), self.task)
+        found = read_splits(self.root, self.task, ("train", "val"), self.val_fraction, self.classes)
+        path, examples = found["train"]
+        self.obtain(partial(_texts, examples), str(path))
+        if TASKS[self.task].form == "images" and self.tokenizer.fixed != "byte":
+            raise ValueError(
+                f"data.task={self.task}: grey levels are bytes; got a tokenizer of other tokens; "
+                "use data.kind byte, and data.tokenizer or --init of a model of bytes, or none"
+            )
+        self.collate = cast("None", partial(padded, pad=self.tokenizer.pad))
+        for use, (path, examples) in found.items():
             self.datasets[use] = Sentences(examples, self.tokenizer, self.length, str(path))
 
     def sizes(self) -> dict[str, int]:
         """What the data decide about the model: 1 class stands for a score."""
         self.setup()
-        return {"vocabulary": len(self.tokenizer), "classes": len(TASKS[self.task].labels or "1")}
+        return {"vocabulary": len(self.tokenizer), "classes": len(self.classes)}
 
     def files(self) -> dict[str, bytes]:
         """Tokenizer and classes."""
-        names = list(TASKS[self.task].labels or ("score",))
-        return {**super().files(), CLASSES: (json.dumps(names) + "\n").encode()}
+        own = super().files()
+        return {**own, CLASSES: (json.dumps(self.classes) + "\n").encode()}
 
     def describe(self) -> list[str]:
         return [

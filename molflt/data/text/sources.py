@@ -43,10 +43,13 @@ def _text_blocks(source: str, level: _Level = "word", use: str = "train") -> Ite
     return _whole_words(text, source) if level == "word" else text
 
 
-def _line_blocks(source: str, use: str = "train") -> Iterator[str]:
-    """Pieces of a text that end with a line; arguments and errors as for `_text_blocks`."""
+def _line_blocks(source: str, use: str = "train", any_bytes: bool = False) -> Iterator[str]:
+    """Pieces of a text that end with a line; arguments and errors as for `_text_blocks`.
+
+    With `any_bytes` what is not UTF-8 becomes what `molflt.data.text.fixed.byte_ids` turns back.
+    """
     rest = ""
-    for block in _decoded(_raw(source, use), source, "convert it"):
+    for block in _decoded(_raw(source, use), source, "convert it", any_bytes):
         head, line_break, tail = block.rpartition("\n")
         if line_break:
             yield rest + head + line_break
@@ -79,8 +82,11 @@ def _file(path: Path) -> Iterator[bytes]:
             yield block
 
 
-def _decoded(raw: Iterable[bytes], source: str, advice: str) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder("utf-8")("strict")
+def _decoded(
+    raw: Iterable[bytes], source: str, advice: str, any_bytes: bool = False
+) -> Iterator[str]:
+    errors = "surrogateescape" if any_bytes else "strict"
+    decoder = codecs.getincrementaldecoder("utf-8")(errors)
     done = 0
     for block in itertools.chain(raw, (b"",)):
         waiting = len(decoder.getstate()[0])

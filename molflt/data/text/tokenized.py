@@ -182,7 +182,8 @@ class TokenizedText(TokenizedData[PieceBlocks]):
         kind: of a tokenizer that is learned: wordpiece (as BERT's), the default, unigram (as
             SentencePiece's, which FNet has), or bpe; or protein: tokens are residues, the files
             FASTA, records stand behind each other with a [SEP] between them, nothing is learned; or
-            listops: tokens are its symbols, each line is an expression, with a [SEP] behind it.
+            listops: tokens are its symbols, each line is an expression, with a [SEP] behind it; or
+            byte: tokens are the 256 bytes, UTF-8 or not, each line with a [SEP] behind it.
         pieces: most pieces of one that is learned, 8192 by default.
         lowercase: whether case makes no difference to one that is learned; true by default.
         length: tokens in a block.
@@ -272,7 +273,10 @@ def read_pieces(
         FileNotFoundError: naming the file.
     """
     records = tokenizer.letters is not None
-    blocks = _text_blocks(source, "protein", use) if records else _line_blocks(source, use)
+    any_bytes = tokenizer.fixed == "byte"
+    blocks = (
+        _text_blocks(source, "protein", use) if records else _line_blocks(source, use, any_bytes)
+    )
     ids = tokenizer.encode_blocks(cast("Iterable[str]", blocks), source)
     if not len(ids):
         raise ValueError(f"{source}: the file is empty; expected text")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from molflt.data.text.fixed import FIXED
+from molflt.data.text.fixed import BYTES, FIXED, byte_ids
 from molflt.data.text.proteins import residue_ids
 from molflt.files import shown
 
@@ -21,7 +21,7 @@ __all__ = ["TOKENIZER", "Tokenizer", "TokenizerKind", "find_tokenizer"]
 TOKENIZER = "tokenizer.json"
 """The file of a tokenizer, here and in published models."""
 
-TokenizerKind = Literal["wordpiece", "unigram", "bpe", "protein", "listops"]
+TokenizerKind = Literal["wordpiece", "unigram", "bpe", "protein", "listops", "byte"]
 _UNKNOWN = "[UNK]"
 _SPECIAL = ("[PAD]", _UNKNOWN, "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4 of a trained one
 _OTHER_NAMES = {
@@ -77,6 +77,9 @@ class Tokenizer:
         kinds = (kind for kind, one in FIXED.items() if ordinary.keys() == set(one.tokens))
         self.fixed = next(kinds, None)
         self.letters = ordinary if self.fixed == "protein" else None
+        self._bytes = None
+        if self.fixed == "byte":
+            self._bytes = np.array([ordinary[one] for one in BYTES], dtype=np.int32)
 
     def __len__(self) -> int:
         return self._inner.get_vocab_size()
@@ -117,7 +120,7 @@ class Tokenizer:
             return cls.from_json(given.to_str().encode(), name)
         inner, trainer = _MAKE[kind](library, size, lowercase)
         try:
-            inner.train_from_iterator(lines, trainer)
+            inner.train_from_iterator(_texts(lines, name), trainer)
         except (ValueError, TypeError):
             raise
         except Exception as error:  # of the library's own making
@@ -154,15 +157,25 @@ class Tokenizer:
         """A file's content that `from_json` reads, and would write again."""
         return self._content
 
-    def encode(self, texts: list[str], source: str = "") -> list[list[int]]:
+    def encode(self, texts: list[str], source: str = "", special: bool = False) -> list[list[int]]:
         """Ids of each text, without special tokens around them.
 
+        Args:
+            texts: to cut; of bytes, what `molflt.data.text.fixed.text_of` makes of them.
+            source: of the texts, for messages.
+            special: whether [MASK] in a text is a gap even where tokens are bytes; where they are
+                others, it always is.
+
         Raises:
-            ValueError: something that is no token of a given vocabulary, and the source if named.
+            ValueError: something that is no token of a given vocabulary, and the source if named;
+                or bytes that are not UTF-8, for a tokenizer of text.
         """
+        if self._bytes is not None and not special:
+            return [byte_ids(text, self._bytes).tolist() for text in texts]
         if self.letters is not None:
             texts = [text.upper() for text in texts]
-        found = self._inner.encode_batch(texts, add_special_tokens=False)
+        checked = [*_texts(texts, source)]
+        found = self._inner.encode_batch(checked, add_special_tokens=False)
         for text, one in zip(texts, found, strict=True) if self.fixed is not None else ():
             if self.unk in one.ids:
                 start, end = one.offsets[one.ids.index(self.unk)]
@@ -175,13 +188,15 @@ class Tokenizer:
         """Ids (tokens,) int32 of a text given in whole lines; white space counts for nothing.
 
         With a given vocabulary, lines are sequences, and what ends a sentence stands behind each.
+        Of bytes, spaces count, and only a line feed ends a line.
         """
         found: list[np.ndarray] = [np.empty(0, dtype=np.int32)]
         for block in blocks:
             if self.letters is not None:
                 found.append(residue_ids(block, self.letters, self.sep))
                 continue
-            lines = [line for line in block.splitlines() if line.strip()]
+            cut = block.splitlines() if self._bytes is None else block.split("\n")
+            lines = [line for line in cut if line.strip()]
             end = [] if self.fixed is None else [self.sep]
             found += [np.array(ids + end, dtype=np.int32) for ids in self.encode(lines, source)]
         return np.concatenate(found)
@@ -239,6 +254,20 @@ def _of_export(path: Path) -> bytes | None:
     except (ValueError, RecursionError, AttributeError):
         return None
     return None if content is None else json.dumps(content, ensure_ascii=False, indent=0).encode()
+
+
+def _texts(texts: Iterable[str], source: str) -> Iterator[str]:
+    """The same, unless one was made of bytes that are not UTF-8."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            where = f"{source}: " if source else ""
+            raise ValueError(
+                f"{where}{shown(text[max(0, error.start - 20) : error.end])} is not UTF-8; "
+                "expected a text; convert it, or use data.kind byte"
+            ) from None
+        yield text
 
 
 def _library() -> Any:
