@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -159,7 +160,7 @@ def test_commands_of_the_documentation_exist() -> None:
     quoted = re.findall(r'make bench NAME=(\w+)(?: +ARGS="([^"]*)")?', text)
     assert {name for name, _ in quoted} >= set(STORED) - {"layers", "norms", "masks"}
     for name, words in quoted:
-        RUN.parse([name, *words.split()])
+        RUN.parse([name, *shlex.split(words)])
     for script in re.findall(r"python (scripts/\w+\.py)", text):
         assert (ROOT / script).exists(), script
 

@@ -262,4 +262,4 @@ def test_a_loaded_run_writes_what_the_command_writes(run: Path, tmp_path: Path, 
         assert main(["generate", str(name), "--prompt=the cat", "--tokens=12", "--seed=3"]) == 0
         assert capsys.readouterr().out == f"{text}\n"
     line = error_of(capsys, "predict", str(tmp_path / "writer"), "in.extxyz", "--out", "o.csv")
-    assert "a model of the recipe language; expected one that predicts energies" in line
+    assert "a model of the recipe language, which writes text; expected one of energies" in line
