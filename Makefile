@@ -60,6 +60,7 @@ demo: $(VENV)/.molflt
 	else \
 	    $(BIN)/molflt train --config configs/demo.yaml --run $(RUN); fi
 	$(BIN)/molflt evaluate $(RUN) --splits $(SPLITS)
+	$(BIN)/molflt report $(RUN)
 
 # Without NAME, a line for each benchmark. ARGS="--out runs/bench" leaves the documentation as it is.
 bench: $(VENV)/.molflt-dev
