@@ -71,7 +71,7 @@ fuzz: $(VENV)/.molflt-dev
 	$(BIN)/python scripts/fuzz.py --inputs $(INPUTS) --seed $(SEED) --jobs $(JOBS) $(ARGS)
 
 test: $(VENV)/.molflt-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 quick: $(VENV)/.molflt-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(QUICK)
