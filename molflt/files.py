@@ -217,6 +217,27 @@ def verify_tensors(path: Path) -> bool:
     return True
 
 
+def read_json(path: Path, most: int, expected: str, hint: str) -> object:
+    """What a small JSON file holds.
+
+    Args:
+        path: file to read.
+        most: bytes.
+        expected: what messages say that it has to be.
+        hint: what they say to do.
+
+    Raises:
+        ValueError: naming the file, if it is damaged or larger.
+    """
+    try:
+        if (size := path.stat().st_size) > most:
+            raise ValueError(f"it has {size:,} bytes")
+        found: object = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: expected {expected}; {shown(str(error), 100)}; {hint}") from None
+    return found
+
+
 def shown(value: object, most: int = 80) -> str:
     """What messages show of a value that a file holds: its repr, without what lies beyond `most`.
 

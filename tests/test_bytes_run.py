@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from data.test_bytes import write_reviews
 from data.test_images import write_folder
-from tiny_run import logged
+from tiny_run import error_of, logged
 
 import molflt
 from molflt.commands.cli import main
@@ -65,3 +65,8 @@ def test_grey_images(tmp_path: Path, capsys) -> None:
     assert main(["evaluate", str(run), "--data", str(other)]) == 0
     lines = (run / "predictions.csv").read_text().splitlines()
     assert [line.split(",")[2] for line in lines[1:]] == ["dog", "dog"]
+    (tmp_path / "text.txt").write_text("some text\n")
+    assert main(["export", str(run), str(tmp_path / "out"), "--about=animals"]) == 0
+    for model in (run, tmp_path / "out"):  # lines of a text would be read as grey levels
+        message = error_of(capsys, "predict", str(model), str(tmp_path / "text.txt"))
+        assert "a model of the grey levels of images (Image); got text" in message

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from molflt.commands.options import refuse_idle
 from molflt.data.text.parallel import read_lines
 from molflt.pretrained import TextWriter, Translator, load
 
@@ -53,25 +54,17 @@ def generate(
     drawing = {"tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
     search = {"beam": beam, "length_penalty": length_penalty}
     if isinstance(model, Translator):
-        _refuse(run, "a translation model, which draws nothing", drawing)
+        refuse_idle(run, "a translation model, which draws nothing", drawing)
         given = {name: value for name, value in search.items() if value is not None}
         _translate(model, prompt, file, given)
     elif isinstance(model, TextWriter):
-        _refuse(run, "a language model, which translates nothing", {"file": file, **search})
+        refuse_idle(run, "a language model, which translates nothing", {"file": file, **search})
         given = {name: value for name, value in drawing.items() if value is not None}
         _write(model, prompt, given)
     else:
         raise ValueError(
             f"{run}: not a language model; expected a run with recipe: language or translation"
         )
-
-
-def _refuse(run: str, kind: str, options: Mapping[str, object]) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise ValueError(
-                f"{run}: {kind}; --{name.replace('_', '-')} {value} has no effect; leave it out"
-            )
 
 
 def _translate(

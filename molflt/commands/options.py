@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from jsonargparse import ArgumentParser, Namespace
 
-__all__ = ["normalized", "parse"]
+__all__ = ["normalized", "parse", "refuse_idle"]
 
 # Ends of keys, and commands, that have had other names
 _RENAMED = {
@@ -41,6 +41,23 @@ _RENAMED = {
         for name in ("diameter", "nodes", "num_gaussians", "num_nodes", "spectrum")
     },
 }
+
+
+def refuse_idle(run: str, kind: str, options: Mapping[str, object]) -> None:
+    """Refuses options that are given to a model of a kind that has no use for them.
+
+    Args:
+        run: the model, for messages.
+        kind: what it is.
+        options: name -> value; None where it is not given.
+
+    Raises:
+        ValueError: naming the first one that is given.
+    """
+    for name, value in options.items():
+        if value is not None:
+            word = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+            raise ValueError(f"{run}: {kind}; {word} has no effect; leave it out")
 
 
 def parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:

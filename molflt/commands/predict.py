@@ -13,7 +13,7 @@ from jsonargparse import ArgumentParser
 from numpy.typing import NDArray
 
 from molflt.commands.labels import Labeler, label
-from molflt.commands.options import normalized
+from molflt.commands.options import normalized, refuse_idle
 from molflt.data.structures import Reading, Structures
 from molflt.data.structures.base import Tags
 from molflt.data.structures.in_memory import to_atoms
@@ -91,9 +91,9 @@ def predict(
         )
     model = _load(run, checkpoint, device, also, compiled)
     if not isinstance(model, EnergyPredictor):
-        given = {"skip-bad": skip_bad, "also": also, "calibration": calibration}
-        more = {"mesh-order": mesh_order, "tags": tags if tags != "oc20" else None}
-        _refuse(run, model.trained.recipe, {**given, **more})
+        given = {"skip_bad": skip_bad or None, "also": also, "calibration": calibration}
+        more = {"mesh_order": mesh_order, "tags": tags if tags != "oc20" else None}
+        refuse_idle(run, f"a model of the recipe {model.trained.recipe}", {**given, **more})
         _check_ending(out, _TABLES)
         _write_rows(out, label(model, file, batch_size))
         return
@@ -142,14 +142,6 @@ def _check_ending(out: Path | None, endings: Sequence[str]) -> None:
             f"{out}: expected a name that ends in {', '.join(endings)}; "
             f"got {out.suffix or 'no ending'!r}"
         )
-
-
-def _refuse(run: str, recipe: str, options: Mapping[str, object]) -> None:
-    for name, value in options.items():
-        if value:
-            raise ValueError(
-                f"{run}: a model of the recipe {recipe}; --{name} has no effect on it; leave it out"
-            )
 
 
 def _write_rows(out: Path | None, rows: Sequence[Mapping[str, object]]) -> None:

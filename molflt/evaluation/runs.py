@@ -8,12 +8,12 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Never, cast
+from typing import Any, NamedTuple, Never, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.files import shown
+from molflt.files import read_json, shown
 from molflt.metrics import Metric
 from molflt.plots.training import read_columns
 from molflt.tasks.base import Task
@@ -131,16 +131,12 @@ def read_results(path: Path) -> Results:
     """
     if not path.is_file():
         return {}
+    expected, hint = "metrics by split in JSON", "evaluate the run again"
+    found: Any = read_json(path, _MOST_BYTES, expected, hint)
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise ValueError(f"{path.stat().st_size:,} bytes")
-        found = json.loads(path.read_text(encoding="utf-8"))
         rows = [(key, value) for row in found.values() for key, value in row.items()]
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"{path}: expected metrics by split in JSON; {shown(str(error))}; evaluate the run "
-            "again"
-        ) from None
+    except AttributeError:
+        raise ValueError(f"{path}: expected {expected}; got {shown(found)}; {hint}") from None
     for key, value in rows:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (number and abs(value) < _LARGEST):  # NaN is not

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from molflt.data.text.glue import Example
+from molflt.data.text.glue import TASKS, Example
 from molflt.data.text.sentences import CLASSES
 from molflt.data.text.tokenizer import TOKENIZER, Tokenizer
 from molflt.evaluation.images import classes_of
@@ -90,8 +90,14 @@ class SentenceLabeler(Pretrained):
             batch_size: sentences in a batch.
 
         Raises:
-            ValueError: no sentences, or a length beyond the model's.
+            ValueError: no sentences, a length beyond the model's, or a model of grey levels.
         """
+        name = str(self.trained.task.get("name"))
+        if name in TASKS and TASKS[name].form == "images":
+            raise ValueError(
+                f"{self.name}: a model of the grey levels of images ({name}); got text; use molflt "
+                "evaluate RUN --data FOLDER"
+            )
         if not sentences:
             raise ValueError("expected sentences, at least one; got none")
         pairs = [(one, None) if isinstance(one, str) else one for one in sentences]

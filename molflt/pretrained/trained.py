@@ -34,7 +34,7 @@ class Trained(NamedTuple):
     options: Sequence[Mapping[str, object]]
     """arguments of each training's model"""
     task: Mapping[str, object]
-    """options of training"""
+    """options of training; of sentences also the name of what is learned, as `name`"""
     results: Mapping[str, object]
     """split -> metrics; empty if it was not evaluated"""
     files: Mapping[str, object]
@@ -112,7 +112,9 @@ def _of_run(
         files[CALIBRATION] = calibration
     results = _json(evaluated / _RESULTS)
     found = results if isinstance(results, dict) else {}
-    return Trained(run, config["recipe"], model, options, config["task"], found, files)
+    named = {"name": config["data"]["task"]} if "task" in config["data"] else {}
+    task = {**config["task"], **named}
+    return Trained(run, config["recipe"], model, options, task, found, files)
 
 
 def _json(path: Path) -> object:

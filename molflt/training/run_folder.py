@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from molflt import __version__
 from molflt.data.batches import Fingerprint
-from molflt.files import append, shown, verify_tensors, write_atomically
+from molflt.files import append, read_json, shown, verify_tensors, write_atomically
 from molflt.metrics import Metric
 from molflt.training.checkpoint import (
     Checkpoint,
@@ -262,12 +262,7 @@ def read_versions(run: Path) -> dict[str, object]:
     path = Path(run) / "versions.json"
     if not path.is_file():
         return {}
-    try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise ValueError(f"it has {path.stat().st_size:,} bytes")
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: expected JSON; {shown(str(error), 100)}; restore it") from None
+    found = read_json(path, _MOST_BYTES, "JSON", "restore it")
     if not isinstance(found, dict):
         raise ValueError(f"{path}: expected versions by name; got {shown(found)}; restore it")
     return found

@@ -7,7 +7,6 @@ See kit/layers.py; time is the processor's.
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import Any
 
@@ -15,15 +14,14 @@ import torch
 import yaml
 from kit.layers import (
     SCRIPTS,
-    TRAINING,
     Mechanism,
-    Study,
     cost_promise,
     cost_ratio,
     cost_table,
     curve,
     draw_costs,
     measure_layers,
+    training_study,
 )
 from kit.rows import Rows, markdown, names
 from torch import Tensor, nn
@@ -64,13 +62,7 @@ class Step(nn.Module):
 
 MODELS = {name: Mechanism(partial(Step, file=file)) for name, file in FILES.items()}
 STYLES = {"fnet": (2, "-"), "performer": (0, "-"), "flt": (1, "-"), "softmax": (6, "-")}
-STUDY = Study(
-    "cost.arena",
-    MODELS,
-    lambda length: torch.rand(1, length),
-    passes=(TRAINING,),
-    clock=time.process_time,
-)
+STUDY = training_study("cost.arena", MODELS)
 measure = partial(
     *(measure_layers, STUDY),
     sizes=(512, 1024, 2048, 4096, 8192),

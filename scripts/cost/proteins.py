@@ -6,12 +6,11 @@ at a time, unidirectional (causal) or with gaps; exact softmax beside them. See 
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import Any
 
 import torch
-from kit.layers import TRAINING, Mechanism, Study, cost_table, draw_costs, measure_layers
+from kit.layers import Mechanism, cost_table, draw_costs, measure_layers, training_study
 from kit.rows import Promise, Rows, pick
 from torch import Tensor, nn
 
@@ -61,13 +60,7 @@ MODELS = {
     "softmax": Mechanism(partial(Step, mixing="softmax"), causal=(False, True)),
 }
 STYLES = {"performer": (0, "-"), "performer, sigmoid": (1, "-"), "softmax": (6, "-")}
-STUDY = Study(
-    "cost.proteins",
-    MODELS,
-    lambda length: torch.rand(1, length),
-    passes=(TRAINING,),
-    clock=time.process_time,
-)
+STUDY = training_study("cost.proteins", MODELS)
 measure = partial(
     *(measure_layers, STUDY),
     sizes=(1024, 2048, 4096, LENGTH),

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,6 +78,12 @@ class Study(NamedTuple):
     clock: Callable[[], float] = time.perf_counter
     allocator: Mapping[str, str] = ALLOCATOR
     """environment of the processes in which memory is measured"""
+
+
+def training_study(module: str, mechanisms: Mapping[str, Mechanism]) -> Study:
+    """Of mechanisms that make whole training steps on uniform numbers (1, length)."""
+    draws = partial(torch.rand, 1)
+    return Study(module, mechanisms, draws, passes=(TRAINING,), clock=time.process_time)
 
 
 def one_pass(study: Study, name: str, causal: bool, length: int, which: str) -> Callable[[], None]:
