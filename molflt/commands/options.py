@@ -78,7 +78,8 @@ def parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
         config: Namespace = parser.parse_args(words)
         values = vars(config.as_flat())
     except ArgumentError as error:
-        wrong, values = checked(given, _options_of(parser))
+        places = {f"--{place.dest}": place for place in _places_of(parser)}
+        wrong, values = checked(given, _options_of(parser) | places)
         mistakes += [*wrong, *out_of_range(values, given), *_missing(parser, given)]
         raise ValueError(_listed(mistakes or [str(error)])) from error
     except RecursionError as error:
@@ -107,6 +108,11 @@ def _options_of(parser: ArgumentParser) -> dict[str, Action]:
         for name in action.option_strings
         if name.startswith("--") and not name.endswith("+")
     }
+
+
+def _places_of(parser: ArgumentParser) -> list[Action]:
+    """What the words that are no options are, in order."""
+    return [action for action in parser._actions if not action.option_strings]
 
 
 def _is_flag(action: Action | None) -> bool:
@@ -240,13 +246,13 @@ def _given(words: Sequence[str], parser: ArgumentParser, mistakes: list[str]) ->
     """
     options = _options_of(parser)
     given: list[Given] = []
-    places = [action for action in parser._actions if not action.option_strings]
+    places = _places_of(parser)
     for word in words:
         name, equals, value = word.partition("=")
         key = name.removeprefix("--").removesuffix("+")
         if _is_value(word) and places:
             place = places[0] if places[0].nargs == "+" else places.pop(0)
-            given.append(Given(place.dest, word, word))
+            given.append(Given(place.dest, place.dest, word))
         elif _is_value(word):
             mistakes.append(f"unexpected {word}; see `{parser.prog} --help`")
         elif name == "--config":
