@@ -16,7 +16,6 @@ from tiny_run import error_of
 from molflt import __version__
 from molflt.commands import cli
 from molflt.commands.cli import COMMANDS, _Command, main
-from molflt.commands.options import _options_of
 from molflt.training.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -91,12 +91,7 @@ def predict(
     """
     file = Path(file)
     part = _shard(shard, out)
-    if not run and is_trained(file):
-        raise ValueError(
-            f"{file}: a trained model; expected what it shall predict; got none; molflt predict "
-            "RUN FILE"
-        )
-    model = _load(run, checkpoint, device, also, compiled)
+    model = _load(run, file, checkpoint, device, also, compiled)
     if not isinstance(model, EnergyPredictor):
         given = {"skip_bad": skip_bad or None, "also": also, "calibration": calibration}
         tags_given = tags if tags != "oc20" else None
@@ -171,8 +166,13 @@ def _write_rows(out: Path | None, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def _load(
-    run: str, checkpoint: str, device: str, also: list[Path] | None, compiled: bool
+    run: str, file: Path, checkpoint: str, device: str, also: list[Path] | None, compiled: bool
 ) -> EnergyPredictor | Labeler:
+    if not run and is_trained(file):
+        raise ValueError(
+            f"{file}: a trained model; expected what it shall predict; got none; molflt predict "
+            "RUN FILE"
+        )
     if also == []:  # an empty list asks for an ensemble all the same
         load_ensemble([Path(run)])
     device = "cpu" if compiled and device == "auto" else device
