@@ -33,6 +33,7 @@ def open_images(
     labels: Path | None = None,
     size: int | None = None,
     classes: Sequence[str] | None = None,
+    box: bool = False,
 ) -> LabeledImages:
     """Opens labeled images, whatever holds them.
 
@@ -41,21 +42,22 @@ def open_images(
         labels: idx file of the labels, if it is not beside that of the images.
         size: side of a square that images are fitted to, pixels.
         classes: names of the classes.
+        box: whether a pixel of a fitted image is the mean of what it covers, in all formats alike.
 
     Raises:
         FileNotFoundError: there is nothing at `source`.
         ValueError: what is there is damaged or of an unknown kind.
     """
     if str(source).startswith("hf:"):
-        return _HubImages(str(source), size, classes)
+        return _HubImages(str(source), size, classes, box)
     if source.is_dir():
-        return _ImageFolder(source, size, classes)
+        return _ImageFolder(source, size, classes, box)
     if not source.exists():
         raise FileNotFoundError(
             f"{source}: no such file or folder; expected a folder of classes, an idx file of "
             "images, or hf:NAME"
         )
-    return _IdxImages(source, labels, size, classes)
+    return _IdxImages(source, labels, size, classes, box)
 
 
 def read_images(source: Path, side: int, channels: int) -> Iterator[tuple[str, Tensor]]:
@@ -124,12 +126,13 @@ class _DecodedImages(LabeledImages):
     Args:
         fitted: side of a square that images are fitted to; None expects that all are
             of the size of the first one.
+        box: how, see `LabeledImages._fit`.
     """
 
     channels = 3
 
-    def __init__(self, fitted: int | None) -> None:
-        self.fitted = fitted
+    def __init__(self, fitted: int | None, box: bool = False) -> None:
+        self.fitted, self.box = fitted, box
         first = self._decoded(0)
         self.size = (first.shape[1], first.shape[2])
 
@@ -153,7 +156,7 @@ class _DecodedImages(LabeledImages):
 
     def _fitted(self, pixels: Tensor, name: str) -> Tensor:
         if self.fitted is not None:
-            pixels = self._fit(pixels[None], self.fitted, name)[0]
+            pixels = self._fit(pixels[None], self.fitted, name, self.box)[0]
         return pixels.contiguous()
 
 
@@ -165,6 +168,7 @@ class _ImageFolder(_DecodedImages):
         size: side of a square that images are fitted to; None expects that all are of
             the size of the first one.
         classes: names of the classes, in the order of labels; by default all folders, sorted.
+        box: how images are scaled, see `LabeledImages._fit`.
 
     Raises:
         ValueError: naming the folder without classes or images, or of an unknown class; when an
@@ -172,7 +176,11 @@ class _ImageFolder(_DecodedImages):
     """
 
     def __init__(
-        self, path: Path, size: int | None = None, classes: Sequence[str] | None = None
+        self,
+        path: Path,
+        size: int | None = None,
+        classes: Sequence[str] | None = None,
+        box: bool = False,
     ) -> None:
         self.path = path
         found = sorted(
@@ -203,14 +211,15 @@ class _ImageFolder(_DecodedImages):
             self.files += files
             labels += [self.classes.index(name)] * len(files)
         self.labels = torch.tensor(labels)
-        super().__init__(size)
+        super().__init__(size, box)
 
     def _name(self, index: int) -> str:
         return self.files[index]
 
     def _decoded(self, index: int) -> Tensor:
         path = self.files[index]
-        return self._fitted(_decode(path, "RGB", self.fitted), path)
+        # A JPEG read in part is scaled by its own transform: no box.
+        return self._fitted(_decode(path, "RGB", None if self.box else self.fitted), path)
 
 
 class _HubImages(_DecodedImages):
@@ -221,6 +230,7 @@ class _HubImages(_DecodedImages):
             its column "image" or "img", and classes in "label", or "fine_label".
         size: side of a square that images are fitted to, or None.
         classes: names of the classes, for a check.
+        box: how images are scaled, see `LabeledImages._fit`.
 
     Raises:
         ModuleNotFoundError: the package `datasets` is not installed.
@@ -228,7 +238,11 @@ class _HubImages(_DecodedImages):
     """
 
     def __init__(
-        self, source: str, size: int | None = None, classes: Sequence[str] | None = None
+        self,
+        source: str,
+        size: int | None = None,
+        classes: Sequence[str] | None = None,
+        box: bool = False,
     ) -> None:
         load = dataset_loader(source)
         name, _, split = source.removeprefix("hf:").partition(":")
@@ -251,7 +265,7 @@ class _HubImages(_DecodedImages):
                 f"{source}: expected the {len(classes)} classes trained on; got "
                 f"{len(self.classes)} others; validate on the same classes"
             )
-        super().__init__(size)
+        super().__init__(size, box)
 
     def _name(self, index: int) -> str:
         return f"{self.path}, row {index}"
