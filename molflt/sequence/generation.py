@@ -58,8 +58,8 @@ def sample(
         raise ValueError("generate needs a model without dropout; call model.eval() first")
     if prompt.ndim != 2 or not prompt.numel():
         raise ValueError(
-            f"prompt must be ids of shape (batch, n) with n of at least 1; got {tuple(prompt.shape)}; "
-            "begin with the end-of-line token where there is no text"
+            "prompt must be ids of shape (batch, n) with n of at least 1; got "
+            f"{tuple(prompt.shape)}; begin with the end-of-line token where there is no text"
         )
     low, high = (int(end) for end in prompt.aminmax())
     if low < 0 or high >= model.vocabulary:

@@ -1,6 +1,6 @@
 """Causal language model: token ids in, a distribution over the next token out."""
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +74,7 @@ class LanguageModel(nn.Module):
         ValueError: an option outside its range, or options that do not go together.
     """
 
-    of_data = ("head.", "embedding.")
+    of_data: ClassVar[tuple[str, ...]] = ("head.", "embedding.")
 
     def __init__(
         self,

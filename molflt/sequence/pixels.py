@@ -1,6 +1,6 @@
 """Autoregressive model of images: their bytes one after another, each given those before it."""
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class PixelModel(LanguageModel):
         ValueError: an option outside its range, or options that do not go together.
     """
 
-    of_data = ()
+    of_data: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,

@@ -24,8 +24,6 @@ _Data = TypeVar("_Data", contravariant=True)
 class _Sums(Protocol):
     """A NamedTuple of scalars, float64: sums over items, which add up over batches and ranks."""
 
-    _fields: ClassVar[tuple[str, ...]]
-
     def __iter__(self) -> Iterator[Tensor]: ...
 
     def metrics(self) -> dict[str, float]:

@@ -182,7 +182,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
     def validation_metrics(self) -> dict[str, float]:
         """Metrics over the whole split and all ranks, from sums and counts; all ranks call it."""
         if self._metrics is None:
-            width = len(self.task.sums._fields)  # also of a rank without a batch
+            width = len(self.task.sums.__annotations__)  # also of a rank without a batch
             zero = torch.zeros(width, dtype=torch.float64, device=self.device)
             sums = torch.stack([zero, *self._sums]).sum(dim=0)
             self._metrics = self.task.summarize(self.trainer.strategy.reduce(sums, reduce_op="sum"))
