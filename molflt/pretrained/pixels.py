@@ -50,7 +50,7 @@ class ImageWriter(Pretrained):
                 shape.
         """
         known = self._known(count, given, rows)
-        prompt = torch.cat((torch.full_like(known[:, :1], START), known), dim=1)
+        prompt = torch.cat((known.new_full((len(known), 1), START), known), dim=1)
         left = self.model.longest - known.shape[1]
         generator = torch.Generator().manual_seed(seed)
         drawn = sample(self.model, prompt, left, temperature, top_k, generator)
