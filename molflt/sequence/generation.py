@@ -21,8 +21,11 @@ def generate(
     Raises:
         ValueError: see there, and for several prompts.
     """
-    if prompt.ndim != 2 or len(prompt) != 1:
-        raise ValueError(f"prompt must be ids of shape (1, n); got {tuple(prompt.shape)}")
+    if prompt.ndim != 2 or len(prompt) != 1 or not prompt.shape[1]:
+        raise ValueError(
+            f"prompt must be ids of shape (1, n) with n of at least 1; got {tuple(prompt.shape)}; "
+            "begin with the end-of-line token where there is no text"
+        )
     return map(int, sample(model, prompt, count, temperature, top_k, generator))
 
 
@@ -59,7 +62,7 @@ def sample(
     if prompt.ndim != 2 or not prompt.numel():
         raise ValueError(
             "prompt must be ids of shape (batch, n) with n of at least 1; got "
-            f"{tuple(prompt.shape)}; begin with the end-of-line token where there is no text"
+            f"{tuple(prompt.shape)}; begin with a token that stands for nothing"
         )
     low, high = (int(end) for end in prompt.aminmax())
     if low < 0 or high >= model.vocabulary:

@@ -156,8 +156,9 @@ def draw(png: Path, rows: Rows) -> None:
 
 
 def steepest(rows: Rows) -> float | None:
-    """Largest ratio of the last tenth to the first of a mechanism other than softmax, 32 x 32."""
-    last = [row for row in pick(rows, tenth=TENTHS, bytes=3072) if row["mechanism"] != SOFTMAX]
+    """Largest ratio of the last tenth to the first of a mechanism other than softmax."""
+    last = [row for row in pick(rows, tenth=TENTHS) if row["mechanism"] != SOFTMAX]
+    last = [row for row in last if row["bytes"] >= 768]  # shorter sequences say nothing
     return max((row["ratio"] for row in last), default=None)
 
 
