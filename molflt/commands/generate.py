@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from molflt.commands.options import refuse_idle
-from molflt.data.images.files import read_alike
 from molflt.data.images.sheet import write_sheet
+from molflt.data.images.unlabeled import read_alike
 from molflt.data.text.parallel import read_lines
 from molflt.pretrained import ImageWriter, TextWriter, Translator, load
 from molflt.sequence import LanguageModel
