@@ -257,6 +257,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[str]]:
         "potential": [f"--data.root={folder}/points"],
         "language": [*texts, "--data.length=16"],
         "images": images,
+        "image_generation": images,
         "masked_language": [*texts, "--data.length=16", "--data.pieces=50"],
         "sentences": ["--data.task=SST-2", f"--data.root={folder}", "--data.pieces=50"],
         "translation": [*parallel, "--data.source=de", "--data.target=en", "--data.pieces=60"],

@@ -105,6 +105,8 @@ LIMITS = {
     "model.decoder": "[-1e6, 1e6]",
     "batch_size": "[1, 1e6]",
     "mesh_order": "[4, 8]",
+    "images": "[1, 1e5]",
+    "rows": "[1, 16384]",
     "beam": "[1, 1000]",
     "length_penalty": "[0, 100]",
     "workers": "[1, 256]",

@@ -87,4 +87,10 @@ RECIPES: dict[str, Recipe] = {
         "molflt.tasks.images:ImageTask",
         "molflt.evaluation.images:evaluate",
     ),
+    "image_generation": Recipe(
+        "molflt.sequence.pixels:PixelModel",
+        "molflt.data.images.pixels:PixelData",
+        "molflt.tasks.pixels:PixelTask",
+        "molflt.evaluation.pixels:evaluate",
+    ),
 }

@@ -83,6 +83,7 @@ EXPECTED = {
     "masked_language": (),
     "translation": ("attention.png", "cross-attention.png"),
     "images": ("confusion.png", "attention.png"),
+    "image_generation": ("losses.png",),
 }
 """Pictures that every evaluation of a recipe writes."""
 
