@@ -87,4 +87,10 @@ RECIPES: dict[str, Recipe] = {
         "molflt.tasks.images:ImageTask",
         "molflt.evaluation.images:evaluate",
     ),
+    "learned_optimizer": Recipe(
+        "molflt.optimizers.coordinate:CoordinateOptimizer",
+        "molflt.data.problems:ProblemData",
+        "molflt.tasks.optimizers:OptimizerTask",
+        "molflt.evaluation.optimizers:evaluate",
+    ),
 }
