@@ -115,8 +115,9 @@ LIMITS = {
     "beam": "[1, 1000]",
     "length_penalty": "[0, 100]",
     "workers": "[1, 256]",
-    "steps": "[1, 1e7]",
-    "repeats": "[1, 1000]",
+    "steps": "[1, 1e9]",
+    "repeats": "[1, 1e6]",
+    "rates": "(0, 1e6]",
 }
 
 

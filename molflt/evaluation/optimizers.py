@@ -1,9 +1,11 @@
-"""Evaluation of a learned optimizer: loss curves on problems of no training, beside tuned Adam."""
+"""Evaluation of a learned optimizer: loss curves on unseen problems, beside tuned Adam."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +26,8 @@ from molflt.optimizers.problems import Problem
 from molflt.optimizers.unseen import UNSEEN, image_problems
 from molflt.training.config import Config
 
-__all__ = ["ADAM_RATES", "Raced", "evaluate", "final_loss", "loss_curve", "race", "tasks_of"]
+__all__ = ["ADAM_RATES", "Raced", "curve_rows", "evaluate", "final_loss", "loss_curve", "race"]
+__all__ += ["stretches", "table", "tasks_of", "tuned_adam"]
 
 ADAM_RATES = tuple(round(10 ** (-4 + i / 3), 6) for i in range(10))  # 1e-4 to 0.1
 _END = 0.1  # share of the steps whose mean loss is the final one
@@ -52,13 +55,15 @@ def evaluate(
     repeats: int = 3,
     tasks: list[str] | None = None,
     data: Path | None = None,
+    rates: list[float] | None = None,
 ) -> Report:
     """Evaluates a learned optimizer: loss curves on unseen tasks, beside Adam.
 
-    Adam has the best of 10 learning rates, 1e-4 to 0.1, for each task: that of the smallest final
-    loss in the same repeats. The tasks are Rosenbrock's function, the factorization of a matrix, a
+    Adam has the best of several learning rates for each task: that of the smallest final loss in
+    the same repeats. The tasks are Rosenbrock's function, the factorization of a matrix, a
     network that is deeper and larger than those of training, and with `data` a network and a
-    convolutional network on images. Writes curves.csv and losses.png.
+    convolutional network on images. Writes curves.csv (mean losses of up to 200 stretches of steps)
+    and optimizations.png.
 
     Args:
         run: folder of the training run.
@@ -70,10 +75,12 @@ def evaluate(
         tasks: some of rosenbrock, factorization, deep_network, image_network and
             image_convolutions; by default all that there are data for.
         data: images: a folder of classes or an idx file.
+        rates: learning rates that Adam is tried with, 1e-4 to 0.1 in 10 steps by default; an empty
+            list leaves Adam out.
 
     Returns:
         Per task: final_loss (geometric mean over repeats of the mean loss of the last 10 % of the
-        steps), final_loss_sd (of its decimal logarithm), the same of Adam, and adam_lr.
+        steps), final_loss_sd (of its decimal logarithm), and with Adam the same of it, and adam_lr.
 
     Raises:
         FileNotFoundError: if the images are missing.
@@ -82,17 +89,24 @@ def evaluate(
     for name, value in (("steps", steps), ("repeats", repeats)):
         if value < 1:
             raise ValueError(f"--{name} must be at least 1; got {value}")
+    rates = list(ADAM_RATES) if rates is None else rates
+    if not all(0 < rate < math.inf for rate in rates):
+        raise ValueError(f"--rates must be above 0; got {rates}")
     chosen = tasks_of(tasks, data)
     like = next(model.parameters())
     found: dict[str, dict[str, Raced]] = {}
     with within_memory(lambda: f"{run}: the optimizer's state", "choose smaller --tasks"):
-        bar = tqdm(chosen.items(), desc="tasks", leave=False, disable=None)
-        for name, made in bar:
-            learned = race(made, lambda p: LearnedOptimizer(p, model), steps, repeats, like)
-            found[name] = {run.name: learned, "Adam": tuned_adam(made, steps, repeats, like)}
-    files = [write_csv(out / "curves.csv", curve_rows(found)), out / "losses.png"]
-    curves = {task: {n: r.curves for n, r in own.items()} for task, own in found.items()}
-    plots.loss_curves(curves, files[1])
+        for name, made in tqdm(chosen.items(), desc="tasks", leave=False, disable=None):
+            opened = partial(LearnedOptimizer, model=model)
+            found[name] = {run.name: race(made, opened, steps, repeats, like)}
+            if rates:
+                found[name]["Adam"] = tuned_adam(made, steps, repeats, like, rates)
+    files = [write_csv(out / "curves.csv", curve_rows(found)), out / "optimizations.png"]
+    curves = {
+        task: {name: stretches(raced.curves)[1] for name, raced in own.items()}
+        for task, own in found.items()
+    }
+    plots.loss_curves(curves, files[1], steps)
     results = {task: _metrics(*own.values()) for task, own in found.items()}
     text = f", {steps:,} steps, {repeats} repeats\n\n{table(found)}\n"
     return Report(results, text, files)
@@ -144,7 +158,7 @@ def tuned_adam(
     """Adam with the learning rate whose final loss is least."""
     best, least = Raced(np.empty(0)), math.inf
     for lr in rates:
-        found = race(made, lambda p, lr=lr: Adam(p, lr=lr), steps, repeats, like)  # type: ignore[misc]
+        found = race(made, partial(Adam, lr=lr), steps, repeats, like)
         end = final_loss(found.curves)[0]
         if end < least or not best.setting:
             best, least = Raced(found.curves, f"{lr:g}"), end
@@ -182,13 +196,14 @@ def final_loss(curves: _Curve) -> tuple[float, float]:
     return float(10 ** ends.mean()), float(ends.std(ddof=1)) if len(ends) > 1 else math.nan
 
 
-def _metrics(learned: Raced, adam: Raced) -> dict[str, float | None]:
+def _metrics(learned: Raced, adam: Raced | None = None) -> dict[str, float | None]:
     found: dict[str, float | None] = {}
     for prefix, raced in (("", learned), ("adam_", adam)):
-        end, spread = final_loss(raced.curves)
-        found[f"{prefix}final_loss"] = end
-        found[f"{prefix}final_loss_sd"] = None if math.isnan(spread) else spread
-    return found | {"adam_lr": float(adam.setting)}
+        if raced is not None:
+            end, spread = final_loss(raced.curves)
+            found[f"{prefix}final_loss"] = end
+            found[f"{prefix}final_loss_sd"] = None if math.isnan(spread) else spread
+    return found if adam is None else {**found, "adam_lr": float(adam.setting)}
 
 
 def table(found: Mapping[str, Mapping[str, Raced]]) -> str:
@@ -203,16 +218,22 @@ def table(found: Mapping[str, Mapping[str, Raced]]) -> str:
     return f"{align(lines, text_columns=2)}\n\n{note}"
 
 
+def stretches(curves: _Curve, most: int = _ROWS) -> tuple[_Curve, _Curve]:
+    """Mean losses of stretches of steps: their middle steps (n,), and (repeats, n)."""
+    steps = curves.shape[1]
+    edges = np.linspace(0, steps, min(steps, most) + 1).round().astype(int)
+    means = [curves[:, a:b].mean(axis=1) for a, b in itertools.pairwise(edges)]
+    return (edges[:-1] + edges[1:] - 1) / 2, np.stack(means, axis=1)
+
+
 def curve_rows(found: Mapping[str, Mapping[str, Raced]]) -> list[dict[str, Any]]:
-    """Rows of curves.csv: the loss at about 200 steps of each optimization."""
+    """Rows of curves.csv."""
     rows: list[dict[str, Any]] = []
     for task, own in found.items():
         for name, raced in own.items():
-            steps = raced.curves.shape[1]
-            shown = sorted({round(i) for i in np.linspace(0, steps - 1, min(steps, _ROWS))})
-            for repeat, curve in enumerate(raced.curves):
-                label = {"task": task, "optimizer": name, "tuned": raced.setting}
-                rows += [
-                    {**label, "repeat": repeat, "step": step, "loss": curve[step]} for step in shown
-                ]
+            label = {"task": task, "optimizer": name, "tuned": raced.setting}
+            middle, means = stretches(raced.curves)
+            for repeat, losses in enumerate(means):
+                pairs = zip(middle, losses, strict=True)
+                rows += [{**label, "repeat": repeat, "step": s, "loss": x} for s, x in pairs]
     return rows

@@ -55,8 +55,8 @@ class CoordinateOptimizer(nn.Module):
     """Gradients in, updates out, for each coordinate alone: (coordinates,) -> (coordinates,).
 
     Features of a gradient are its logarithm and sign (arXiv:1606.04474, appendix A), the gradient
-    and its means over several times in units of its root mean square (arXiv:1703.03633, section 4;
-    arXiv:2009.11243, appendix B), how that has changed of late, and the logarithm of the step. A
+    and its means over several times in units of its root mean square (arXiv:1703.03633;
+    arXiv:2009.11243), how that has changed of late, and the logarithm of the step. A
     memory of these, as in Mnemosyne (Jain et al. 2023) and FLT (arXiv:2302.01925, section 5.4),
     gives d and s of
 

@@ -20,7 +20,7 @@ from molflt.attention import Stack
 from molflt.attention.checks import at_least_one
 from molflt.attention.encodings import Bias, Encoding
 from molflt.attention.mixing.causal import DecodeState, KeyValues, State
-from molflt.attention.stack import StackState
+from molflt.attention.stack import Block, StackState
 
 __all__ = ["AttentionMemory", "Memory", "MemoryState", "RecurrentMemory", "StateSpaceMemory"]
 
@@ -71,7 +71,7 @@ class AttentionMemory(Memory):
         dim: width.
         heads: of attention.
         position_scale: distance of neighboring steps in the encoding's unit of length.
-        window: steps that softmax looks back at, with the present one; None for all.
+        window: steps that each layer of softmax looks back at, with the present one; None for all.
         stack: further arguments of `molflt.attention.Stack`.
 
     Raises:
@@ -98,10 +98,10 @@ class AttentionMemory(Memory):
         self.softmax = "softmax" in self.stack.mixings
         if window is not None:
             at_least_one(window=window)
-            if not self.softmax or position is not None or len(self.stack.blocks) > 1:
+            if not self.softmax or position is not None:
                 raise ValueError(
-                    f"window={window} is for one layer of softmax without a position, whose past "
-                    "has no end otherwise; leave it out"
+                    f"window={window} is for mixing='softmax' without a position, which keeps "
+                    "every step otherwise; leave it out"
                 )
         self.position_scale = position_scale
         self.window = window
@@ -140,11 +140,14 @@ class AttentionMemory(Memory):
     def _decode(
         self, x: Tensor, encoding: Encoding | None, state: MemoryState
     ) -> tuple[Tensor, MemoryState]:
-        """One layer of softmax without a position, and which keys it does not see."""
-        (block,) = self.stack.blocks
-        before = KeyValues(*state) if state else None
-        hidden, last = cast(Any, block).decode(x, state=before, encoding=encoding)
-        return self.stack.norm(hidden), _packed([last])
+        """Softmax without a position, and which keys it does not see."""
+        last: list[DecodeState] = []
+        for number, block in enumerate(self.stack.blocks):
+            own = state[2 * number : 2 * number + 2]
+            before = KeyValues(*own) if own else None
+            x, after = cast(Block, block).decode(x, state=before, encoding=encoding)
+            last.append(after)
+        return self.stack.norm(x), _packed(last)
 
     def _positions(self, start: int, steps: int, x: Tensor) -> Tensor | None:
         """Of the new steps, (1, steps, 1): counted from the first of all."""

@@ -34,7 +34,7 @@ def draw_problem(seed: int, like: Tensor) -> Problem:
     """A problem of a random family, size and scale.
 
     Parameters and losses are rescaled at random, so that what is learned holds for other scales
-    (arXiv:1703.03633, section 4.1): each coordinate by exp(N(0, 1/2)), the loss by 10^(-2..2).
+    (arXiv:1703.03633): each coordinate by exp(N(0, 1/2)), the loss by 10^(-2..2).
 
     Args:
         seed: of all draws.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,19 +12,20 @@ from molflt.plots.figure import SERIES, picture, plain
 
 __all__ = ["loss_curves"]
 
-_BINS = 60
 _COLUMNS = 3
+_LEAST = 1e-30  # of losses on a logarithmic axis
 
 
-def loss_curves(tasks: Mapping[str, Mapping[str, NDArray[np.float64]]], file: Path) -> None:
+def loss_curves(
+    tasks: Mapping[str, Mapping[str, NDArray[np.float64]]], file: Path, steps: int
+) -> None:
     """Draws losses against the step: the geometric mean over repeats, and all that they span.
 
-    Steps are pooled in bins, over which a loss is averaged: minibatches make it noisy.
-
     Args:
-        tasks: name of a task, which gets a panel -> name of an optimizer -> losses (repeats,
-            steps), above 0; infinite ones are left out.
+        tasks: name of a task, which gets a panel -> name of an optimizer -> losses (repeats, n) at
+            evenly spaced steps, at least 0; infinite ones are left out.
         file: to write, .png, .svg or .pdf.
+        steps: that the n losses span.
     """
     columns = min(_COLUMNS, len(tasks))
     rows = -(-len(tasks) // columns)
@@ -37,12 +37,13 @@ def loss_curves(tasks: Mapping[str, Mapping[str, NDArray[np.float64]]], file: Pa
         for axes, (task, own) in zip(grid.flat, tasks.items(), strict=False):
             for name, losses in own.items():
                 color = SERIES[names.index(name) % len(SERIES)]
-                steps, binned = _binned(losses)
-                middle = np.exp(np.log(binned).mean(axis=0))
-                axes.plot(steps, middle, color=color, linewidth=1.4, label=plain(name))
-                if len(binned) > 1:
-                    low, high = binned.min(axis=0), binned.max(axis=0)
-                    axes.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
+                at = (np.arange(losses.shape[1]) + 0.5) * steps / losses.shape[1]
+                shown = np.where(np.isfinite(losses), np.maximum(losses, _LEAST), np.nan)
+                middle = np.exp(np.log(shown).mean(axis=0))
+                axes.plot(at, middle, color=color, linewidth=1.4, label=plain(name))
+                if len(shown) > 1:
+                    low, high = shown.min(axis=0), shown.max(axis=0)
+                    axes.fill_between(at, low, high, color=color, alpha=0.2, linewidth=0)
             axes.set_yscale("log")
             axes.set_title(plain(task.replace("_", " ")), fontsize="medium")
             axes.set(xlabel="step", ylabel="loss")
@@ -51,12 +52,3 @@ def loss_curves(tasks: Mapping[str, Mapping[str, NDArray[np.float64]]], file: Pa
         figure.legend(
             handles, labels, loc="outside lower center", ncols=min(len(names), 5), frameon=False
         )
-
-
-def _binned(losses: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Centers of bins of steps, and the mean loss in each: (bins,) and (repeats, bins)."""
-    steps = losses.shape[1]
-    edges = np.unique(np.linspace(0, steps, _BINS + 1).round().astype(int))
-    means = np.stack([losses[:, a:b].mean(axis=1) for a, b in itertools.pairwise(edges)], axis=1)
-    known = np.isfinite(means)
-    return (edges[:-1] + edges[1:] - 1) / 2, np.where(known, np.maximum(means, 1e-30), np.nan)

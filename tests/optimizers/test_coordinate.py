@@ -20,7 +20,7 @@ MEMORIES: dict[str, dict[str, Any]] = {
     "flt": {**ATTENTION, "position": "spectral", "position_options": {**MASK, "num_nodes": 4}},
     "performer": ATTENTION,
     "softmax": {**SMALL, "mixing": "softmax", "position": "spectral", "position_options": MASK},
-    "window": {"dim": 8, "mixing": "softmax", "window": 3},
+    "window": {**SMALL, "mixing": "softmax", "window": 3},
     "lstm": {**SMALL, "memory": "lstm"},
     "state_space": {**SMALL, "memory": "state_space", "states": 3},
 }
@@ -178,7 +178,7 @@ def test_problems_are_of_their_seed_and_step_alone() -> None:
         ({"memory": "lstm", "position": "spectral"}, "position='spectral' has no effect with"),
         ({"states": 4}, "states=4 has no effect with memory='attention'"),
         ({"position_scale": 0.1}, "position_scale=0.1 has no effect with position='none'"),
-        ({"window": 4}, "window=4 is for one layer of softmax"),
+        ({"window": 4}, "window=4 is for mixing='softmax' without a pos"),
         ({"position": "toeplitz", "position_options": {"max_tokens": 9}}, "needs a state to go on"),
         ({"memory": "gru"}, "memory='gru' is unknown; expected one of attention, lstm, state_sp"),
         ({"lr": 0.0}, "lr must be positive and finite; got 0.0"),
