@@ -77,6 +77,7 @@ def test_evaluation_beside_adam(run: Path, tmp_path: Path) -> None:
     assert list(results) == [*UNSEEN, "image_network", "image_convolutions"]
     rows = list(csv.DictReader((tmp_path / "curves.csv").open()))
     assert len(rows) == 5 * 2 * 2 * 12 and (tmp_path / "optimizations.png").stat().st_size > 10_000
+    assert {"attention.png", "encoding.png"} <= {path.name for path in tmp_path.iterdir()}
     for task, found in results.items():
         own = [r for r in rows if r["task"] == task and float(r["step"]) == 11]
         ends = [float(r["loss"]) for r in own if r["optimizer"] == run.name]

@@ -18,10 +18,12 @@ from tqdm import tqdm
 
 from molflt import plots
 from molflt.data.problems import ProblemSeeds
+from molflt.evaluation.attention import _attention_of
 from molflt.evaluation.report import Report, align, write_csv
 from molflt.memory import within_memory
-from molflt.optimizers.coordinate import CoordinateOptimizer
+from molflt.optimizers.coordinate import CoordinateOptimizer, OptimizerState
 from molflt.optimizers.learned import LearnedOptimizer
+from molflt.optimizers.memories import AttentionMemory
 from molflt.optimizers.problems import Problem
 from molflt.optimizers.unseen import UNSEEN, image_problems
 from molflt.training.config import Config
@@ -32,6 +34,8 @@ __all__ += ["stretches", "table", "tasks_of", "tuned_adam"]
 ADAM_RATES = tuple(round(10 ** (-4 + i / 3), 6) for i in range(10))  # 1e-4 to 0.1
 _END = 0.1  # share of the steps whose mean loss is the final one
 _ROWS = 200  # of a curve in the file
+_SHOWN, _COORDINATES = 64, 32  # gradients and coordinates in the picture of attention
+_REACH = 200  # steps in that of the encoding
 _Curve = NDArray[np.float64]
 _Made = Callable[[int, Tensor], Problem]
 _Opened = Callable[[list[Tensor]], Optimizer]
@@ -63,7 +67,8 @@ def evaluate(
     the same repeats. The tasks are Rosenbrock's function, the factorization of a matrix, a
     network that is deeper and larger than those of training, and with `data` a network and a
     convolutional network on images. Writes curves.csv (mean losses of up to 200 stretches of steps)
-    and optimizations.png.
+    and optimizations.png; of attention also attention.png (each head of the last layer on the first
+    gradients of the last task) and, if there is one, encoding.png.
 
     Args:
         run: folder of the training run.
@@ -107,9 +112,44 @@ def evaluate(
         for task, own in found.items()
     }
     plots.loss_curves(curves, files[1], steps)
+    task, made = list(chosen.items())[-1]
+    files += _draw_memory(model, made(int(ProblemSeeds("test", 1)[0]), like), task, steps, out)
     results = {task: _metrics(*own.values()) for task, own in found.items()}
     text = f", {steps:,} steps, {repeats} repeats\n\n{table(found)}\n"
     return Report(results, text, files)
+
+
+def _draw_memory(
+    model: CoordinateOptimizer, problem: Problem, task: str, steps: int, out: Path
+) -> list[Path]:
+    """Pictures of where attention looks among past gradients, mean over coordinates."""
+    memory = model.memory
+    if not isinstance(memory, AttentionMemory):
+        return []
+    theta, seen = problem.start.detach(), []
+    state: OptimizerState | None = None
+    rows = torch.linspace(0, len(theta) - 1, min(_COORDINATES, len(theta))).long()
+    for step in range(min(steps, _SHOWN)):
+        shown = theta.clone().requires_grad_()
+        with torch.enable_grad():
+            (gradient,) = torch.autograd.grad(problem.loss(shown, step), shown)
+        moments = None if state is None else state.moments
+        seen.append(model.observe(gradient, moments, step).features[rows])
+        with torch.no_grad():
+            update, state = model.step(gradient, state)
+        theta = theta + update
+        if not bool(theta.isfinite().all()):
+            break
+    features = torch.stack(seen, dim=1)
+    matrices = _attention_of(memory.stack, lambda: model(features, features[..., 0]))
+    files = [out / "attention.png"]
+    title = f"last layer, first {features.shape[1]} gradients of {task.replace('_', ' ')}"
+    plots.attention_matrices(matrices[-1].mean(dim=0), files[0], title=title)
+    position, scale = memory.stack.position, memory.position_scale
+    if position is not None and plots.has_bias(position):
+        files.append(out / "encoding.png")
+        plots.rpe_curves(position, files[1], _REACH * scale, f"{1 / scale:g} steps")
+    return files
 
 
 def tasks_of(names: Sequence[str] | None, data: Path | None) -> dict[str, _Made]:

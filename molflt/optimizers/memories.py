@@ -119,12 +119,18 @@ class AttentionMemory(Memory):
     def forward(self, x: Tensor, state: MemoryState = (), start: int = 0) -> Tensor:
         steps = x.shape[1]
         if self.window is None:
-            return self.stack.decode(x, self._positions(start, steps, x), self._unpacked(state))[0]
+            positions = self._positions(start, steps, x)
+            if not state:
+                return self.stack(x, positions)
+            return self.stack.decode(x, positions, self._unpacked(state))[0]
         keys = steps + (state[0].shape[2] if state else 0)
         ahead = torch.arange(keys, device=x.device) - (keys - steps)
         lag = torch.arange(steps, device=x.device)[:, None] - ahead  # [query, key]
         far = torch.zeros_like(lag, dtype=x.dtype).masked_fill(lag >= self.window, -torch.inf)
-        return self._decode(x, Bias(far[None, None]), state)[0]
+        seen = Bias(far[None, None])
+        if not state:
+            return self.stack.norm(self.stack.one_pass(x, seen))
+        return self._decode(x, seen, state)[0]
 
     def step(self, x: Tensor, state: MemoryState, start: int) -> tuple[Tensor, MemoryState]:
         if self.window is not None:

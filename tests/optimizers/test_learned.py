@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from optimizers.test_coordinate import MEMORIES
+from test_coordinate import MEMORIES
 from torch import Tensor, nn
 
 from molflt.optimizers import CoordinateOptimizer, LearnedOptimizer
