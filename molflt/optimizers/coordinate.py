@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -75,6 +76,7 @@ class CoordinateOptimizer(nn.Module):
             "softmax" (of all steps so far).
         feature_map: of linear attention, see `molflt.attention.Attention`.
         num_features: likewise, 16 by default.
+        normalize_qk: of attention, see there.
         position: encoding of time, "none" or a key of `molflt.attention.POSITIONS` that decodes,
             such as "spectral" for FLT.
         position_options: further arguments of the encoding; `dim` is 1.
@@ -98,6 +100,7 @@ class CoordinateOptimizer(nn.Module):
         mixing: Literal["linear", "softmax"] | None = None,
         feature_map: FeatureMapName | None = None,
         num_features: int | None = None,
+        normalize_qk: bool | None = None,
         position: PositionName = "none",
         position_options: dict[str, Any] | None = None,
         position_scale: float | None = None,
@@ -111,36 +114,23 @@ class CoordinateOptimizer(nn.Module):
         self.dim = dim
         self.lr = lr
         self.take_in = nn.Linear(_FEATURES, dim)
+        attention: dict[str, Any] = {"heads": heads, "ffn_dim": ffn_dim, "mixing": mixing}
+        attention |= {"feature_map": feature_map, "num_features": num_features}
+        attention |= {"normalize_qk": normalize_qk, "window": window}
+        named = None if position == "none" else position
+        timing: dict[str, Any] = {"position": named, "position_scale": position_scale}
+        timing |= {"position_options": position_options or None}
         if memory != "state_space":
             no_effect(f"with memory={memory!r}", states=states)
+        if memory != "attention":
+            no_effect(f"with memory={memory!r}", **attention, **timing)
+        self.memory: Memory
         if memory == "attention":
-            timing = _timing(position, position_options, position_scale)
-            attention: dict[str, Any] = {"feature_map": feature_map, "num_features": num_features}
-            if mixing != "softmax":
-                attention["num_features"] = 16 if num_features is None else num_features
-            self.memory: Memory = AttentionMemory(
-                dim,
-                2 if heads is None else heads,
-                window=window,
-                layers=layers,
-                ffn_dim=2 * dim if ffn_dim is None else ffn_dim,
-                mixing=mixing or "linear",
-                **attention,
-                **timing,
-            )
+            self.memory = _attention(dim, layers, attention, timing)
+        elif memory == "lstm":
+            self.memory = RecurrentMemory(dim, layers)
         else:
-            named = None if position == "none" else position
-            no_effect(
-                f"with memory={memory!r}",
-                **{"heads": heads, "ffn_dim": ffn_dim, "mixing": mixing, "window": window},
-                **{"feature_map": feature_map, "num_features": num_features, "position": named},
-                **{"position_options": position_options, "position_scale": position_scale},
-            )
-            self.memory = (
-                RecurrentMemory(dim, layers)
-                if memory == "lstm"
-                else StateSpaceMemory(dim, layers, 8 if states is None else states)
-            )
+            self.memory = StateSpaceMemory(dim, layers, 8 if states is None else states)
         self.head = nn.Linear(dim, 2)
         nn.init.normal_(self.head.weight, std=0.01)
         nn.init.zeros_(self.head.bias)
@@ -210,15 +200,21 @@ class CoordinateOptimizer(nn.Module):
         return out
 
 
-def _timing(position: str, options: dict[str, Any] | None, scale: float | None) -> dict[str, Any]:
-    """Arguments of `AttentionMemory` that say how it tells steps apart."""
-    if position == "none":
-        no_effect("with position='none'", position_scale=scale, position_options=options or None)
-        return {"position": "none"}
+def _attention(
+    dim: int, layers: int, given: Mapping[str, Any], timing: Mapping[str, Any]
+) -> AttentionMemory:
+    """Attention with the options that are given, and our defaults for those that are None."""
+    own: dict[str, Any] = {"heads": 2, "ffn_dim": 2 * dim, "mixing": "linear", "window": None}
+    if given["mixing"] != "softmax":
+        own["num_features"] = 16
+    own |= {name: value for name, value in given.items() if value is not None}
+    name, scale = timing["position"], timing["position_scale"]
+    if name is None:
+        no_effect("with position='none'", **timing)
+        return AttentionMemory(dim, layers=layers, **own)
+    options = {**known_options(name, dim=1), **(timing["position_options"] or {})}
     scale = 0.01 if scale is None else scale
     positive(position_scale=scale)
-    return {
-        "position": position,
-        "position_options": {**known_options(position, dim=1), **(options or {})},
-        "position_scale": scale,
-    }
+    return AttentionMemory(
+        dim, layers=layers, position=name, position_options=options, position_scale=scale, **own
+    )
