@@ -27,7 +27,7 @@ ZERO = {
     *("seed", "model.near_field", "model.radial_basis", "model.dropout", "model.attention_dropout"),
     *("model.long_range_smearing", "model.embedding_dropout", "model.floor", "data.workers"),
     *("task.position_weight", "model.attention_layers", "model.head_dropout"),
-    *("task.mask_share", "task.random_share"),
+    *("task.mask_share", "task.random_share", "task.burn_in"),
     *(
         "task.position_weight_final",
         "task.energy_mean",
@@ -111,6 +111,7 @@ def test_what_is_meant_passes(recipe: str) -> None:
         "masked_language": ["data.train", "data.val"],
         "sentences": ["data.task", "data.root"],
         "translation": ["data.train", "data.val", "data.source", "data.target"],
+        "learned_optimizer": [],
     }
     words = [f"--{key}=x" for key in required.get(recipe, ["data.train"])]
     parser = parser_of(recipe)
@@ -261,6 +262,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[str]]:
         "masked_language": [*texts, "--data.length=16", "--data.pieces=50"],
         "sentences": ["--data.task=SST-2", f"--data.root={folder}", "--data.pieces=50"],
         "translation": [*parallel, "--data.source=de", "--data.target=en", "--data.pieces=60"],
+        "learned_optimizer": [],
     }
 
 

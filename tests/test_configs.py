@@ -51,6 +51,7 @@ REQUIRED = {
     "sentences": ["--data.task=RTE", "--data.root=somewhere"],
     "image_generation": ["--data.train=train", "--data.val_fraction=0.1"],
     "translation": [f"--data.{k}={v}" for k, v in zip(_PARALLEL, "abcd", strict=True)],
+    "learned_optimizer": [],
 }
 
 
@@ -254,3 +255,14 @@ def test_every_parameter_of_a_token_configuration_learns(names: tuple[str, ...])
     else:
         loss = net(torch.rand(2, 1, 28, 28)).square().sum()
     assert without_gradient(net, loss) == []
+
+
+@pytest.mark.parametrize("memory", ["flt", "performer", "softmax", "lstm", "state-space"])
+@pytest.mark.parametrize("size", ["small", "paper"])
+def test_every_parameter_of_an_optimizer_learns(size: str, memory: str) -> None:
+    config = configured(f"optimizers/{size}", f"optimizers/{memory}")
+    torch.manual_seed(0)
+    model = RECIPES["learned_optimizer"].load("model")(**{**config["model"], "lr": 0.1}).double()
+    features = torch.randn(3, 4, 8, dtype=torch.double)
+    loss = model(features, features[..., 0]).square().sum()
+    assert without_gradient(model, loss) == []

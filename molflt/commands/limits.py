@@ -50,6 +50,9 @@ LIMITS = {
     "model.channels": "[1, 1024]",
     "model.image_size": "[1, 16384]",
     "model.patch_size": "[1, 16384]",
+    "model.lr": "(0, 1000]",
+    "model.window": "[1, 1e7]",
+    "model.states": "[1, 65536]",
     "data.batch_size": "[1, 1e6]",
     "data.workers": "[0, 256]",
     "data.max_atoms": _COUNT,
@@ -61,6 +64,8 @@ LIMITS = {
     "data.val_fraction": "(0, 1)",
     "data.image_size": "[1, 16384]",
     "data.resize": "[1, 16384]",
+    "data.problems": "[1, 2147483648]",
+    "data.val_problems": "[1, 2147483648]",
     "task.position_weight": "[0, 1e6]",
     "task.position_weight_final": "[0, 1e6]",
     "task.energy_weight": "[0, 1e9]",
@@ -74,6 +79,8 @@ LIMITS = {
     "task.mask_rate": "(0, 1)",
     "task.mask_share": "[0, 1]",
     "task.random_share": "[0, 1]",
+    "task.unroll": "[1, 1e6]",
+    "task.burn_in": "[0, 1e6]",
     "task.lr": "(0, 1000]",
     "task.warmup_steps": "[0, 2e9]",
     "task.betas": _SHARE,
@@ -110,6 +117,9 @@ LIMITS = {
     "beam": "[1, 1000]",
     "length_penalty": "[0, 100]",
     "workers": "[1, 256]",
+    "steps": "[1, 1e9]",
+    "repeats": "[1, 1e6]",
+    "rates": "(0, 1e6]",
 }
 
 

@@ -93,4 +93,10 @@ RECIPES: dict[str, Recipe] = {
         "molflt.tasks.pixels:PixelTask",
         "molflt.evaluation.pixels:evaluate",
     ),
+    "learned_optimizer": Recipe(
+        "molflt.optimizers.coordinate:CoordinateOptimizer",
+        "molflt.data.problems:ProblemData",
+        "molflt.tasks.optimizers:OptimizerTask",
+        "molflt.evaluation.optimizers:evaluate",
+    ),
 }

@@ -73,6 +73,10 @@ _KEPT = {  # pictures of evaluations: title, the picture in words
         "Forces",
         "Predicted against labeled components of the forces, in eV/Å, a panel per split.",
     ),
+    "optimizations.png": (
+        "Unseen tasks",
+        "Loss against the step on tasks of no training: mean over repeats, and all that they span.",
+    ),
     "published.png": (
         "Beside published models",
         "Predicted against labeled energies, in eV, a panel per model.",
@@ -84,6 +88,7 @@ EXPECTED = {
     "translation": ("attention.png", "cross-attention.png"),
     "images": ("confusion.png", "attention.png"),
     "image_generation": ("losses.png",),
+    "learned_optimizer": ("optimizations.png",),
 }
 """Pictures that every evaluation of a recipe writes."""
 
