@@ -61,6 +61,8 @@ LIMITS = {
     "data.val_fraction": "(0, 1)",
     "data.image_size": "[1, 16384]",
     "data.resize": "[1, 16384]",
+    "data.problems": "[1, 2147483648]",
+    "data.val_problems": "[1, 2147483648]",
     "task.position_weight": "[0, 1e6]",
     "task.position_weight_final": "[0, 1e6]",
     "task.energy_weight": "[0, 1e9]",

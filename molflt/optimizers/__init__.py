@@ -1,0 +1,1 @@
+"""Optimizers that are learned, with the attention core as their memory."""
