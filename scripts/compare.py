@@ -41,6 +41,7 @@ MEASURES = {
     "residue_perplexity": ("perplexity per residue", 2),
     "perplexity": ("perplexity", 2),
     "top1_percent": ("top-1, %", 2),
+    "log10_best": ("log10 of the best value", 2),
 }
 
 

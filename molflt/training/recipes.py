@@ -87,4 +87,10 @@ RECIPES: dict[str, Recipe] = {
         "molflt.tasks.images:ImageTask",
         "molflt.evaluation.images:evaluate",
     ),
+    "population_optimizer": Recipe(
+        "molflt.optimizers.population_model:PopulationModel",
+        "molflt.data.problems:ProblemData",
+        "molflt.tasks.population:PopulationTask",
+        "molflt.evaluation.population:evaluate",
+    ),
 }
