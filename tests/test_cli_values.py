@@ -111,6 +111,7 @@ def test_what_is_meant_passes(recipe: str) -> None:
         "masked_language": ["data.train", "data.val"],
         "sentences": ["data.task", "data.root"],
         "translation": ["data.train", "data.val", "data.source", "data.target"],
+        "population_optimizer": [],
     }
     words = [f"--{key}=x" for key in required.get(recipe, ["data.train"])]
     parser = parser_of(recipe)
@@ -260,6 +261,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[str]]:
         "masked_language": [*texts, "--data.length=16", "--data.pieces=50"],
         "sentences": ["--data.task=SST-2", f"--data.root={folder}", "--data.pieces=50"],
         "translation": [*parallel, "--data.source=de", "--data.target=en", "--data.pieces=60"],
+        "population_optimizer": [],
     }
 
 

@@ -49,6 +49,7 @@ REQUIRED = {
     "masked_language": ["--data.train=train.txt", "--data.val=val.txt"],
     "sentences": ["--data.task=RTE", "--data.root=somewhere"],
     "translation": [f"--data.{k}={v}" for k, v in zip(_PARALLEL, "abcd", strict=True)],
+    "population_optimizer": [],
 }
 
 

@@ -128,10 +128,11 @@ def _of_model(model: PopulationModel, members: int) -> _Search:
 def _cma_es(functions: Functions, seeds: list[int], evaluations: int) -> _Values:
     """CMA-ES one run at a time, with its own default of the population."""
     cma, found = _cma(), []
-    never = {name: 0 for name in ("tolfun", "tolfunhist", "tolfunrel", "tolx")}
+    never: dict[str, float] = dict.fromkeys(("tolfun", "tolfunhist", "tolfunrel", "tolx"), 0)
     never |= {"tolstagnation": 10**9, "tolflatfitness": 10**9, "tolconditioncov": 1e300}
     for place, seed in enumerate(seeds):
         generator = generator_of(seed, 2)
+        function = functions.only(place)
         start = _uniform(1, functions, generator)[0].numpy()
         number = int(torch.randint(1, 2**31, (1,), generator=generator))
         options = {"seed": number, "verbose": -9, "maxfevals": 10 * evaluations, **never}
@@ -140,7 +141,7 @@ def _cma_es(functions: Functions, seeds: list[int], evaluations: int) -> _Values
         while len(told) < evaluations:
             asked = strategy.ask()
             points = torch.as_tensor(np.array(asked))[None]
-            values = functions.only(place)(points)[0].tolist()
+            values = function(points)[0].tolist()
             strategy.tell(asked, values)
             told += values
         found.append(told[:evaluations])
