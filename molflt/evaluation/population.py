@@ -84,7 +84,8 @@ def evaluate(
     own = _own_name(config)
     searches: dict[str, _Search] = {own: _of_model(model.of_dimension(d), size)}
     searches |= {name: BASELINES[name] for name in wanted}
-    seeds = [int(seed) for seed in ProblemSeeds("test", runs)]
+    problems = ProblemSeeds("test", runs)
+    seeds = [int(problems[place]) for place in range(runs)]
     counts = np.unique(np.linspace(size, evaluations, _POINTS).astype(int))
     curves: dict[str, dict[str, _Values]] = {}
     for name in tqdm(dict.fromkeys(functions or UNSEEN), leave=False, disable=None):

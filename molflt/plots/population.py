@@ -55,5 +55,11 @@ def best_values(
                 axes.set_xlabel("evaluations")
         title = f"mean ± standard deviation, n = {runs} runs"
         handles, labels = grid.flat[0].get_legend_handles_labels()
-        place = {"loc": "outside upper center", "ncols": len(labels), "frameon": False}
-        figure.legend(handles, labels, title=title, **place)
+        figure.legend(
+            handles,
+            labels,
+            title=title,
+            loc="outside upper center",
+            ncols=len(labels),
+            frameon=False,
+        )
