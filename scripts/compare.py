@@ -42,6 +42,7 @@ MEASURES = {
     "perplexity": ("perplexity", 2),
     "top1_percent": ("top-1, %", 2),
     "bits_per_dim": ("bits/dim", 3),
+    "log10_best": ("log10 of the best value", 2),
 }
 
 

@@ -52,6 +52,7 @@ REQUIRED = {
     "image_generation": ["--data.train=train", "--data.val_fraction=0.1"],
     "translation": [f"--data.{k}={v}" for k, v in zip(_PARALLEL, "abcd", strict=True)],
     "learned_optimizer": [],
+    "population_optimizer": [],
 }
 
 

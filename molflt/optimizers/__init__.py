@@ -6,12 +6,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from molflt.optimizers.coordinate import CoordinateOptimizer
     from molflt.optimizers.learned import LearnedOptimizer
+    from molflt.optimizers.population import PopulationOptimizer
+    from molflt.optimizers.population_model import PopulationModel
 
-__all__ = ["CoordinateOptimizer", "LearnedOptimizer"]
+__all__ = ["CoordinateOptimizer", "LearnedOptimizer", "PopulationModel", "PopulationOptimizer"]
 
 _ROOMS = {
     "CoordinateOptimizer": "coordinate",
     "LearnedOptimizer": "learned",
+    "PopulationModel": "population_model",
+    "PopulationOptimizer": "population",
 }
 
 

@@ -9,6 +9,7 @@ from molflt.plots.encodings import has_bias, rpe_curves, rpe_profiles, rpe_surfa
 from molflt.plots.figure import further_formats
 from molflt.plots.optimizers import loss_curves
 from molflt.plots.parity import parity
+from molflt.plots.population import best_values
 from molflt.plots.runs import intervals, overlaid_curves
 from molflt.plots.structures import structure_overview, structure_views
 from molflt.plots.tokens import confusion, image_sheet, losses_by_place, substitutions
@@ -18,6 +19,7 @@ from molflt.plots.uncertainty import calibration
 __all__ = [
     "GroupError",
     "attention_matrices",
+    "best_values",
     "calibration",
     "confusion",
     "errors",

@@ -99,4 +99,10 @@ RECIPES: dict[str, Recipe] = {
         "molflt.tasks.optimizers:OptimizerTask",
         "molflt.evaluation.optimizers:evaluate",
     ),
+    "population_optimizer": Recipe(
+        "molflt.optimizers.population_model:PopulationModel",
+        "molflt.data.problems:ProblemData",
+        "molflt.tasks.population:PopulationTask",
+        "molflt.evaluation.population:evaluate",
+    ),
 }

@@ -69,6 +69,11 @@ _KEPT = {  # pictures of evaluations: title, the picture in words
         "The share of the images of each class, by row, that were taken for each class, by column.",
     ),
     "wrong.png": ("Confident mistakes", "The images that were classified wrongly most surely."),
+    "best_values.png": (
+        "Unseen functions",
+        "The best value so far against how many values were asked for, a panel per function: mean "
+        "and standard deviation over runs.",
+    ),
     "forces.png": (
         "Forces",
         "Predicted against labeled components of the forces, in eV/Å, a panel per split.",
@@ -89,6 +94,7 @@ EXPECTED = {
     "images": ("confusion.png", "attention.png"),
     "image_generation": ("losses.png",),
     "learned_optimizer": ("optimizations.png",),
+    "population_optimizer": ("best_values.png",),
 }
 """Pictures that every evaluation of a recipe writes."""
 
