@@ -31,6 +31,8 @@ class _Own(NamedTuple):
 class LearnedOptimizer(Optimizer):
     """Updates parameters as a meta-trained model says, each coordinate by its own past gradients.
 
+    ::
+
         optimizer = LearnedOptimizer.from_run("runs/flt", net.parameters())
         loss.backward()
         optimizer.step()

@@ -76,6 +76,8 @@ class Best(NamedTuple):
 class PopulationOptimizer:
     """Minimizes a function of which values alone are known, with steps that were learned.
 
+    ::
+
         optimizer = PopulationOptimizer.from_run("runs/population", dimension=10)
         while optimizer.evaluations < 5000:
             members = optimizer.ask()
