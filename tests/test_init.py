@@ -32,7 +32,7 @@ STEPS = ["--trainer.max_steps=4", "--trainer.val_every=4"]
 # Steps too small to move a weight: what a run ends with is what it started from
 STILL = [*STEPS, "--task.lr=1e-30"]
 CARD = ["--license=mit", "--about=energies in eV"]
-SAMPLE = Path(__file__).parents[1] / "datasets" / "emt-sample"
+SAMPLE = Path(__file__).parents[1] / "datasets" / "chgnet-sample"
 
 
 @pytest.fixture(scope="module")
