@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 from graph.test_regressor import structure
+from jsonargparse import ArgumentParser
 from torch_geometric.data import Batch
 
 from molflt.attention import FEATURE_MAPS
@@ -52,10 +53,21 @@ REQUIRED = {
 }
 
 
-def resolve(*words: str) -> dict[str, Any]:
+def resolve(recipe: str, *words: str) -> dict[str, Any]:
     """The complete configuration of a command line, as plain dictionaries."""
-    config: dict[str, Any] = build_parser(words).parse_args(list(words)).as_dict()
+    words = (*REQUIRED[recipe], *words)
+    config: dict[str, Any] = parser_of(recipe).parse_args(list(words)).as_dict()
     return config
+
+
+@cache
+def parser_of(recipe: str) -> ArgumentParser:
+    return build_parser(["--recipe", recipe])
+
+
+@cache
+def defaults_of(recipe: str) -> dict[str, Any]:
+    return dict(leaves(resolve(recipe)))
 
 
 def leaves(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -84,7 +96,7 @@ def configured(*names: str) -> dict[str, Any]:
     """The complete configuration of several files below configs/."""
     words = [word for name in names for word in ("--config", str(CONFIGS / f"{name}.yaml"))]
     recipe = yaml.safe_load((CONFIGS / f"{names[0]}.yaml").read_text()).get("recipe", "is2re")
-    return resolve(*REQUIRED[recipe], *words, "--recipe", recipe)
+    return resolve(recipe, *words, "--recipe", recipe)
 
 
 def oc20(model: str) -> dict[str, Any]:
@@ -97,8 +109,8 @@ def test_says_only_what_differs_from_the_defaults(path: Path) -> None:
     assert len(text.splitlines()) <= 40
     written = dict(leaves(yaml.safe_load(text)))
     recipe = written.pop("recipe", "is2re")
-    defaults = dict(leaves(resolve("--recipe", recipe, *REQUIRED[recipe])))
-    resolved = dict(leaves(resolve(*REQUIRED[recipe], "--config", str(path))))
+    defaults = defaults_of(recipe)
+    resolved = dict(leaves(resolve(recipe, "--config", str(path))))
     assert not [key for key in written if resolved[key] == defaults.get(key, "none")], "defaults"
 
 
@@ -161,7 +173,7 @@ def test_parameter_counts_in_the_readme() -> None:
 
 
 def test_demo_reads_the_shipped_sample() -> None:
-    root = Path(resolve("--config", str(CONFIGS / "demo.yaml"))["data"]["root"])
+    root = Path(resolve("is2re", "--config", str(CONFIGS / "demo.yaml"))["data"]["root"])
     assert root == CONFIGS.parent / "datasets" / "chgnet-sample"
     assert (root / "train.safetensors").is_file()
 

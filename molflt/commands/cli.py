@@ -82,6 +82,9 @@ COMMANDS: dict[tuple[str, ...], _Command] = {
         "energies of structures in any readable file",
         "molflt.commands.predict:build_parser",
     ),
+    ("merge",): _Command(
+        "molflt.commands.merge:merge", "predictions of several processes -> one file"
+    ),
     ("export",): _Command(
         "molflt.commands.export:export", "a run as one folder to use and share: weights, card"
     ),

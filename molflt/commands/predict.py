@@ -14,12 +14,15 @@ from numpy.typing import NDArray
 
 from molflt.commands.labels import Labeler, label
 from molflt.commands.options import normalized, refuse_idle
+from molflt.data.shards import Shard
 from molflt.data.structures import Reading, Structures
 from molflt.data.structures.base import Tags
 from molflt.data.structures.in_memory import to_atoms
+from molflt.data.structures.parts import Part
 from molflt.evaluation.ensemble import load_ensemble
 from molflt.evaluation.predictions import Predictions, open_structures
 from molflt.evaluation.report import csv_text, write_csv
+from molflt.evaluation.shards import ENDINGS, noted
 from molflt.files import atomically, write_atomically
 from molflt.pretrained import EnergyPredictor, load
 from molflt.training.sources import is_trained
@@ -45,6 +48,7 @@ def predict(
     tags: Tags = "oc20",
     mesh_order: int | None = None,
     compiled: bool = False,
+    shard: str | None = None,
 ) -> None:
     """Predicts what is in a file: energies, in eV, of structures; classes of sentences or images.
 
@@ -75,6 +79,9 @@ def predict(
             reciprocal nodes on a mesh instead, by splines of this order, 4, 5, 6 or 8: attention to
             3e-3, 6e-4, 6e-6, 2e-7.
         compiled: use the machine code that `molflt export --compiled true` wrote into the folder.
+        shard: I/N, the I-th of N parts of the structures, for as many processes or machines: with
+            --out energies.csv it writes energies.I-of-N.csv (or .json, .extxyz); when all are
+            there, molflt merge energies.csv joins them to what one process would have written.
 
     Raises:
         FileNotFoundError: if the run, its checkpoint, or the file is missing.
@@ -83,16 +90,12 @@ def predict(
             models of another kind, or the calibration is not theirs.
     """
     file = Path(file)
-    _check_ending(out, (*_TABLES, *_OF_ATOMS))
-    if not run and is_trained(file):
-        raise ValueError(
-            f"{file}: a trained model; expected what it shall predict; got none; molflt predict "
-            "RUN FILE"
-        )
-    model = _load(run, checkpoint, device, also, compiled)
+    part = _shard(shard, out)
+    model = _load(run, file, checkpoint, device, also, compiled)
     if not isinstance(model, EnergyPredictor):
         given = {"skip_bad": skip_bad or None, "also": also, "calibration": calibration}
-        more = {"mesh_order": mesh_order, "tags": tags if tags != "oc20" else None}
+        tags_given = tags if tags != "oc20" else None
+        more = {"mesh_order": mesh_order, "tags": tags_given, "shard": shard}
         refuse_idle(run, f"a model of the recipe {model.trained.recipe}", {**given, **more})
         _check_ending(out, _TABLES)
         _write_rows(out, label(model, file, batch_size))
@@ -100,6 +103,10 @@ def predict(
     if mesh_order is not None:
         model.use_mesh_(mesh_order)
     dataset = open_structures(file, skip_bad, Reading(tags=tags))
+    marks: list[dict[str, object]] = [{"index": i} for i in range(len(dataset))]
+    if part is not None and out is not None:
+        dataset, marks = _part(dataset, part, batch_size)
+        out = part.path(out)
     if model.about is not None:
         print(f"molflt: {model.summary}", file=sys.stderr)
     atoms = out is not None and out.suffix in _OF_ATOMS
@@ -107,16 +114,11 @@ def predict(
     found = model.infer(dataset, batch_size, file.name, forces)
     columns = {"energy_eV": found.energy, **model.uncertainties(found, calibration)}
     if out is None or out.suffix in _TABLES:
-        _write_rows(out, _rows(found, columns))
+        _write_rows(out, _rows(found, columns, marks))
     else:
-        _write_atoms(out, dataset, columns, found)
-    if out is None:
-        return
-    low, high = found.energy.min(), found.energy.max()
-    ranges = [f"{len(found.energy):,} energies, {low:.3f} to {high:.3f} eV"]
-    for name, values in list(columns.items())[1:]:
-        ranges.append(f"{name} {values.min():.3f} to {values.max():.3f}")
-    print(f"{out}: {'; '.join(ranges)}")
+        _write_atoms(out, dataset, columns, found, [] if part is None else marks)
+    if out is not None:
+        print(f"{out}: {_ranges(columns)}")
 
 
 def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
@@ -134,6 +136,15 @@ def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
     parser.add_argument("--run", default="", help=SUPPRESS)
     parser.add_function_arguments(predict, as_group=False, as_positional=True, skip={"run"})
     return parser
+
+
+def _shard(text: str | None, out: Path | None) -> Shard | None:
+    """What a shard is asked for, if one is; refuses what cannot be written."""
+    part = None if text is None else Shard.of(text)
+    if part is not None and out is None:
+        raise ValueError(f"option --shard {text}; expected --out FILE with it; got none")
+    _check_ending(out, (*_TABLES, *_OF_ATOMS) if part is None else ENDINGS)
+    return part
 
 
 def _check_ending(out: Path | None, endings: Sequence[str]) -> None:
@@ -155,8 +166,13 @@ def _write_rows(out: Path | None, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def _load(
-    run: str, checkpoint: str, device: str, also: list[Path] | None, compiled: bool
+    run: str, file: Path, checkpoint: str, device: str, also: list[Path] | None, compiled: bool
 ) -> EnergyPredictor | Labeler:
+    if not run and is_trained(file):
+        raise ValueError(
+            f"{file}: a trained model; expected what it shall predict; got none; molflt predict "
+            "RUN FILE"
+        )
     if also == []:  # an empty list asks for an ensemble all the same
         load_ensemble([Path(run)])
     device = "cpu" if compiled and device == "auto" else device
@@ -169,12 +185,32 @@ def _load(
     return model
 
 
+def _part(
+    dataset: Structures, shard: Shard, batch_size: int
+) -> tuple[Structures, list[dict[str, object]]]:
+    """Structures of a shard, and what their rows say of their place."""
+    kept = shard.indices(dataset.natoms, batch_size)
+    note = noted(len(kept), len(dataset))
+    return Part(dataset, kept), [{"index": int(i), **note} for i in kept]
+
+
+def _ranges(columns: Mapping[str, NDArray[np.float64]]) -> str:
+    """Least and largest of each column, the energies first."""
+    energy = columns["energy_eV"]
+    ranges = [f"{len(energy):,} energies, {energy.min():.3f} to {energy.max():.3f} eV"]
+    for name, values in list(columns.items())[1:]:
+        ranges.append(f"{name} {values.min():.3f} to {values.max():.3f}")
+    return "; ".join(ranges)
+
+
 def _rows(
-    found: Predictions, columns: Mapping[str, NDArray[np.float64]]
+    found: Predictions,
+    columns: Mapping[str, NDArray[np.float64]],
+    marks: Sequence[Mapping[str, object]],
 ) -> list[dict[str, object]]:
     return [
         {
-            "index": i,
+            **marks[i],
             "sid": int(sid),
             "formula": formula,
             "natoms": int(natoms),
@@ -192,6 +228,7 @@ def _write_atoms(
     dataset: Structures,
     columns: Mapping[str, NDArray[np.float64]],
     found: Predictions,
+    marks: Sequence[Mapping[str, object]],
 ) -> None:
     """Writes structures with their energies; the file appears complete or not at all."""
     from ase.calculators.singlepoint import SinglePointCalculator
@@ -204,6 +241,8 @@ def _write_atoms(
         atoms.info.update(more)
         if found.outside[i]:
             atoms.info["outside"] = "; ".join(found.outside[i])
+        if marks:
+            atoms.info.update(marks[i])
         by_atom = {name: values[i] for name, values in found.by_atom.items()}
         atoms.calc = SinglePointCalculator(atoms, energy=float(energy), **by_atom)
         frames.append(atoms)

@@ -15,7 +15,7 @@ from molflt.evaluation.uncertainty import CALIBRATION
 from molflt.training.checkpoint import device_named, load_run
 from molflt.training.config import Config, read_config
 from molflt.training.exported import build, is_exported, read_exported
-from molflt.training.sources import find
+from molflt.training.sources import EXPECTED, find
 
 __all__ = ["Trained", "read_trained"]
 
@@ -82,6 +82,9 @@ def read_trained(
             )
         return _exported(path, device_named(device))
     run = path
+    if not path.is_file() and not (path / "config.yaml").is_file():
+        got = "a folder without its files" if path.is_dir() else "no such file or folder"
+        raise FileNotFoundError(f"{path}: {EXPECTED}; got {got}")
     if path.is_file():
         run, checkpoint = _run_of(path), str(path)
     if also:

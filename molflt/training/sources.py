@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from molflt.files import shown
 
-__all__ = ["HUB", "RECOMMENDED", "Source", "find", "find_weights", "is_packaged", "is_trained"]
+__all__ = ["EXPECTED", "HUB", "RECOMMENDED", "Source"]
+__all__ += ["find", "find_weights", "is_packaged", "is_trained"]
 
 HUB = "hf:"
 """What the name of a repository on the Hugging Face Hub begins with."""
@@ -19,11 +20,11 @@ _WEIGHTS = Path(__file__).parents[1] / "weights"  # of the models that come with
 _MODEL = "model.safetensors"
 _FILES = (_MODEL, "config.json", "tokenizer.json")  # the last one of published encoders
 
-
-_EXPECTED = (
+EXPECTED = (
     "expected the folder of a training run, an exported model, a .safetensors file, or "
     f"{HUB}OWNER/NAME"
 )
+"""What messages say that a trained model has to be."""
 
 
 class Source(NamedTuple):
@@ -77,10 +78,10 @@ def find_weights(name: str) -> Source:
     if (path / "config.yaml").is_file():
         return Source(path / "checkpoints" / "best.safetensors", path)
     if path.is_dir():
-        raise ValueError(f"--init {name}: holds no config.yaml; {_EXPECTED}")
+        raise ValueError(f"--init {name}: holds no config.yaml; {EXPECTED}")
     if not path.is_file() or path.suffix != ".safetensors":
         got = "another file" if path.is_file() else "no such file or folder"
-        raise ValueError(f"--init {name}: {_EXPECTED}; got {got}")
+        raise ValueError(f"--init {name}: {EXPECTED}; got {got}")
     above = [path.parent, path.parent.parent][path.parent.name == "checkpoints" :]
     run = above[0] if (above[0] / "config.yaml").is_file() else None
     return Source(path, run)

@@ -93,8 +93,8 @@ def test_frames_lead_from_the_initial_to_the_relaxed_structure(one_worker: Path)
         assert float(record.y_relaxed) == pytest.approx(label, abs=1e-4)
 
 
-def test_a_data_set_grows_to_the_bytes_of_one_made_at_once(
-    tmp_path: Path, one_worker: Path, monkeypatch
+def test_a_data_set_grows_in_shards_to_the_bytes_of_one_made_at_once(
+    tmp_path: Path, one_worker: Path, monkeypatch, capsys
 ) -> None:
     directory = tmp_path / "data"
 
@@ -112,6 +112,9 @@ def test_a_data_set_grows_to_the_bytes_of_one_made_at_once(
     with monkeypatch.context() as stop, pytest.raises(KeyboardInterrupt):
         stop.setattr(generator, "_relax_all", Mock(side_effect=KeyboardInterrupt))
         make(directory, **SMALL, workers=1, frames=True)
+    for shard, said in (("1/2", "is made; not yet, or lost: 2/2 (1 missing)"), ("2/2", "all 2 ")):
+        make(directory, **SMALL, workers=1, frames=True, shard=shard)
+        assert said in capsys.readouterr().out
     assert len(StructureStore(directory / "train.safetensors")) == 1
     make(directory, **SMALL, workers=1, frames=True)
     assert contents(directory) == contents(one_worker)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
 import numpy as np
 from tqdm import tqdm
 
+from molflt.data.shards import Shard
 from molflt.data.structures.calculators import CALCULATORS
 from molflt.data.structures.make_processes import _in_processes
 from molflt.data.structures.make_settings import (
@@ -63,6 +64,10 @@ class _Task(NamedTuple):
         """A store of this system alone, kept until its split is whole."""
         return self.directory / _PARTS / self.split / f"{self.number:07d}.safetensors"
 
+    def belongs_to(self, shard: Shard | None) -> bool:
+        """Whether it is of that shard; None is all of them."""
+        return shard is None or self.number % shard.total == shard.number - 1
+
     @property
     def frames(self) -> Path:
         return self.part.with_suffix(".extxyz")
@@ -83,6 +88,7 @@ def make(
     seed: int = 0,
     workers: int = 2,
     frames: bool = False,
+    shard: str | None = None,
 ) -> None:
     """Make a data set of real relaxations with an interatomic potential, in the OC20 schema.
 
@@ -103,24 +109,18 @@ def make(
         workers: number of processes.
         frames: also keep each relaxation step by step, with total energies and forces, in
             DIRECTORY/frames/SPLIT.extxyz.
+        shard: I/N, only each N-th system, the I-th first, for as many processes or machines that
+            share the folder; when all shards are made, the same command without it joins them.
 
     Raises:
         ValueError: a number is out of range, or the folder holds data of other settings.
         ModuleNotFoundError: the calculator's package is not installed; says what to install.
         OSError: the folder cannot be written.
     """
-    for name, value, least in (
-        ("train", train, 1),
-        ("val", val, 1),
-        ("seed", seed, 0),
-        ("workers", workers, 1),
-    ):
-        if value < least:
-            raise ValueError(f"--{name} must be at least {least}; got {value}")
-    if max(train, val) > _SIDS_PER_SPLIT:
-        raise ValueError(f"at most {_SIDS_PER_SPLIT} systems a split; got {max(train, val)}")
+    _check_sizes(train, val, seed, workers)
     if calculator not in CALCULATORS:
         raise ValueError(f"--calculator must be one of {', '.join(CALCULATORS)}; got {calculator}")
+    part = None if shard is None else Shard.of(shard)
     directory = Path(directory)
     settings: dict[str, object] = {
         "generator": _GENERATOR_VERSION,
@@ -140,16 +140,33 @@ def make(
         split: [_Task(directory, plan, split, i) for i in range(sizes[split])] for split in splits
     }
     for split in splits:
-        _take_apart(directory, tasks[split])
+        _take_apart(directory, tasks[split], part)
+    every = list(itertools.chain(*tasks.values()))
     try:
-        _relax_all(list(itertools.chain(*tasks.values())), workers)
+        _relax_all([task for task in every if task.belongs_to(part)], workers)
     except KeyboardInterrupt:
         print(f"\ninterrupted; the same command continues from what is in {directory / _PARTS}")
         raise
+    if part is not None:
+        _print_shards(directory, part, every)
+        return
     for split in splits:
         _join(directory, tasks[split], settings)
     shutil.rmtree(directory / _PARTS, ignore_errors=True)
     _print_summary(directory)
+
+
+def _check_sizes(train: int, val: int, seed: int, workers: int) -> None:
+    for name, value, least in (
+        ("train", train, 1),
+        ("val", val, 1),
+        ("seed", seed, 0),
+        ("workers", workers, 1),
+    ):
+        if value < least:
+            raise ValueError(f"--{name} must be at least {least}; got {value}")
+    if max(train, val) > _SIDS_PER_SPLIT:
+        raise ValueError(f"at most {_SIDS_PER_SPLIT} systems a split; got {max(train, val)}")
 
 
 def _made(directory: Path, split: str) -> int:
@@ -199,7 +216,7 @@ def _relax_one(task: _Task) -> tuple[str, dict[str, int]]:
     return task.split, system.rejected
 
 
-def _take_apart(directory: Path, tasks: list[_Task]) -> None:
+def _take_apart(directory: Path, tasks: list[_Task], shard: Shard | None) -> None:
     """Writes the parts that a smaller data set of these settings was joined from.
 
     Refused draws are known of the split as a whole: its first part has them all.
@@ -220,7 +237,7 @@ def _take_apart(directory: Path, tasks: list[_Task]) -> None:
             frames.setdefault(int(frame.info["sid"]), []).append(frame)
     store = StructureStore(_store_path(directory, split))
     for task, record in zip(tasks[:made], store, strict=True):
-        if _is_whole(task):
+        if not task.belongs_to(shard) or _is_whole(task):
             continue
         if record.sid not in names:
             raise ValueError(
@@ -275,6 +292,17 @@ def _add_names(directory: Path, split: str, rows: list[dict[str, object]]) -> No
     writer.writeheader()
     writer.writerows(sorted([*before, *rows], key=lambda row: int(str(row["sid"]))))
     write_atomically(path, text.getvalue().encode())
+
+
+def _print_shards(directory: Path, made: Shard, tasks: list[_Task]) -> None:
+    """What is still missing, by shard, and what to do next."""
+    missing = Counter(task.number % made.total + 1 for task in tasks if not _is_whole(task))
+    if missing:
+        words = [f"{number}/{made.total} ({missing[number]} missing)" for number in sorted(missing)]
+        print(f"{directory}: shard {made} is made; not yet, or lost: {', '.join(words)}")
+    else:
+        what = "the same command without --shard joins them"
+        print(f"{directory}: all {made.total} shards are made; {what}")
 
 
 def _print_summary(directory: Path) -> None:

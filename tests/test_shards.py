@@ -1,0 +1,104 @@
+"""Predictions in shards: merged they are what one process writes, and what is lost is named."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from tiny_run import error_of, structures
+
+from molflt.commands.cli import main
+from molflt.data.shards import Shard
+from molflt.data.structures.store import write_store
+from molflt.evaluation.shards import merge_shards
+
+COUNT = 3
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("in") / "many.safetensors"
+    write_store(path, structures(11))
+    return path
+
+
+def predict(source: Path, out: Path, *words: str) -> None:
+    """With the weights that come with the package, five batches."""
+    words = (str(source), "--out", str(out), "--batch_size=2", "--device=cpu", *words)
+    assert main(["predict", *words]) == 0
+
+
+@pytest.fixture(scope="module", params=[".csv", ".json", ".extxyz"])
+def predicted(request, source, tmp_path_factory) -> tuple[Path, bytes]:
+    """What the shards write to, all of them written, and what one process writes."""
+    folder = tmp_path_factory.mktemp("shards")
+    whole = folder / f"whole{request.param}"
+    predict(source, whole)
+    for number in range(1, COUNT + 1):
+        predict(source, folder / f"many{request.param}", f"--shard={number}/{COUNT}")
+    return folder / f"many{request.param}", whole.read_bytes()
+
+
+@pytest.fixture
+def out(predicted, tmp_path) -> Path:
+    """A copy that a test may damage."""
+    shutil.copytree(predicted[0].parent, tmp_path, dirs_exist_ok=True)
+    return tmp_path / predicted[0].name
+
+
+def shard(out: Path, number: int) -> Path:
+    return Shard(number, COUNT).path(out)
+
+
+def test_merged_shards_are_what_one_process_writes(predicted, out, capsys) -> None:
+    assert main(["merge", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out}: 11 structures\n"
+    assert out.read_bytes() == predicted[1]
+
+
+def test_lost_shards_are_named(out) -> None:
+    shard(out, 2).unlink()
+    with pytest.raises(ValueError, match=r"1 of 3 shards missing: \[2\]; repeat it with"):
+        merge_shards(out)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.4, 0.99])
+def test_a_shard_that_is_cut_off_is_named(out, keep) -> None:
+    path = shard(out, 3)
+    text = path.read_text()
+    path.write_text(text[: int(keep * len(text.rstrip()))])
+    expected = rf"{re.escape(str(path))}: damaged: .*; repeat it with --shard 3/3"
+    with pytest.raises(ValueError, match=expected):
+        merge_shards(out)
+
+
+def test_shards_of_unlike_divisions_are_refused(out, source) -> None:
+    predict(source, out, "--shard=1/2")
+    with pytest.raises(ValueError, match="divisions by 2, 3; expected one"):
+        merge_shards(out)
+
+
+def test_shards_of_unlike_batches_are_refused(out, source) -> None:
+    predict(source, out, "--shard=1/3", "--batch_size=3")
+    with pytest.raises(ValueError, match="not of one data set and batch size"):
+        merge_shards(out)
+
+
+@pytest.mark.parametrize("text", ["0/3", "4/3", "1", "1/0", "a/b", "1/99999", "-1/3", "1/3/3"])
+def test_what_is_no_shard_is_refused(source, tmp_path, text, capsys) -> None:
+    said = error_of(
+        capsys, "predict", str(source), f"--out={tmp_path / 'x.csv'}", f"--shard={text}"
+    )
+    assert "option --shard; expected I/N with 1 <= I <= N" in said and repr(text) in said
+
+
+def test_options_that_do_not_fit_together(source, tmp_path, capsys) -> None:
+    said = error_of(capsys, "predict", str(source), "--shard=1/2")
+    assert "expected --out FILE with it" in said
+    words = ["predict", str(source), f"--out={tmp_path / 'x.traj'}", "--shard=1/2"]
+    assert "expected a name that ends in .csv, .json, .extxyz" in error_of(capsys, *words)
+    words[2] = f"--out={tmp_path / 'x.csv'}"
+    said = error_of(capsys, *words[:3], "--shard=9/9", "--batch_size=2")
+    assert "11 structures are 6 batches of 2, of which this shard has none" in said
+    assert "no shards; expected x.1-of-8.csv" in error_of(capsys, "merge", str(tmp_path / "x.csv"))
