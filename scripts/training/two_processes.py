@@ -65,7 +65,7 @@ def write_data(folder: Path) -> dict[str, list[str]]:
     image = [f"--data.train={folder}/images", "--data.val=null", "--data.val_fraction=0.5"]
     image += ["--data.class_names=null", "--data.image_size=28", "--data.resize=null"]
     return {
-        "is2re": [f"--data.root={ROOT / 'datasets' / 'emt-sample'}"],
+        "is2re": [f"--data.root={ROOT / 'datasets' / 'chgnet-sample'}"],
         "language": [*text, "--data.test=null", *clusters],
         "images": [*image, "--model.patch_size=4"],
         "masked_language": [*text, "--data.test=null", "--data.length=32", "--data.pieces=300"],
