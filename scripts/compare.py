@@ -41,6 +41,8 @@ MEASURES = {
     "residue_perplexity": ("perplexity per residue", 2),
     "perplexity": ("perplexity", 2),
     "top1_percent": ("top-1, %", 2),
+    "bits_per_dim": ("bits/dim", 3),
+    "log10_best": ("log10 of the best value", 2),
 }
 
 
@@ -151,6 +153,10 @@ def table(rows: Rows, measure: str, out: Path) -> str:
         lines.append([variant, f"{count_parameters(run, read_config(run)):,}", len(seeds), *cells])
         if energies and len(seeds) > 1:
             lines.append(_of_mean([out / variant / f"seed{seed}" for seed in seeds], splits))
+    for name in ("histogram", "uniform") if measure == "bits_per_dim" else ():
+        known = [values(rows, f"{name}_{measure}", split=split) for split in splits]
+        cells = [f"{own[0]:.{digits}f}" if own else "–" for own in known]
+        lines.append([f"{name}, no model", None, None, *cells])
     if not energies:
         return markdown(head, lines)
     baseline = {row["split"]: f"{row['baseline_mae_eV']:.4f}" for row in rows}

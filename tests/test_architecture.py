@@ -35,8 +35,9 @@ LEAVES: dict[str, set[str]] = {
 MIDDLE = {"tasks", "evaluation", "training"}
 ALLOWED: dict[str, set[str]] = {
     **LEAVES,
-    **{room: LEAVES.keys() | MIDDLE for room in MIDDLE},
-    "pretrained": LEAVES.keys() | MIDDLE,
+    **{room: LEAVES.keys() | MIDDLE | {"optimizers"} for room in MIDDLE},
+    "optimizers": {"attention", "data", "files", "memory", "training"},  # they open their runs
+    "pretrained": LEAVES.keys() | MIDDLE | {"optimizers"},
     "commands": LEAVES.keys() | MIDDLE | {"pretrained"},
     "__main__": {"commands"},
 }

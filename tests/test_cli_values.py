@@ -27,7 +27,7 @@ ZERO = {
     *("seed", "model.near_field", "model.radial_basis", "model.dropout", "model.attention_dropout"),
     *("model.long_range_smearing", "model.embedding_dropout", "model.floor", "data.workers"),
     *("task.position_weight", "model.attention_layers", "model.head_dropout"),
-    *("task.mask_share", "task.random_share"),
+    *("task.mask_share", "task.random_share", "task.burn_in"),
     *(
         "task.position_weight_final",
         "task.energy_mean",
@@ -111,6 +111,8 @@ def test_what_is_meant_passes(recipe: str) -> None:
         "masked_language": ["data.train", "data.val"],
         "sentences": ["data.task", "data.root"],
         "translation": ["data.train", "data.val", "data.source", "data.target"],
+        "learned_optimizer": [],
+        "population_optimizer": [],
     }
     words = [f"--{key}=x" for key in required.get(recipe, ["data.train"])]
     parser = parser_of(recipe)
@@ -135,7 +137,8 @@ def test_other_types(recipe: str) -> None:
     choices = {key for key, action in options.items() if Literal in kinds_of(action)}
     flags = {key for key, action in options.items() if bool in kinds_of(action)}
     nested = {key for key, action in options.items() if dict in kinds_of(action)}
-    assert {"model.normalize_qk"} <= flags and {"model.position", "task.schedule"} <= choices
+    assert "model.normalize_qk" in flags or recipe == "population_optimizer"
+    assert {"model.position", "task.schedule"} <= choices
     told(recipe, dict.fromkeys([*choices, *flags, *nested], "no such"))
 
 
@@ -257,9 +260,12 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[str]]:
         "potential": [f"--data.root={folder}/points"],
         "language": [*texts, "--data.length=16"],
         "images": images,
+        "image_generation": images,
         "masked_language": [*texts, "--data.length=16", "--data.pieces=50"],
         "sentences": ["--data.task=SST-2", f"--data.root={folder}", "--data.pieces=50"],
         "translation": [*parallel, "--data.source=de", "--data.target=en", "--data.pieces=60"],
+        "learned_optimizer": [],
+        "population_optimizer": [],
     }
 
 

@@ -28,7 +28,7 @@ OC20 = {
 }
 SIZES = [("lm", "wikitext2"), ("image", "fashion-mnist"), ("masked", "wikitext2")]
 SIZES += [("proteins", "small-causal"), ("proteins", "small-masked")]
-SIZES += [("translation", "multi30k")]
+SIZES += [("translation", "multi30k"), ("pixels", "fashion-mnist")]
 ENERGIES = [(p.stem,) for p in sorted(CONFIGS.glob("*.yaml")) if p.stem != "potential"]
 ENERGIES += [tuple(f"oc20/{part}" for part in names) for names in OC20.values()]
 ENERGIES += [("demo", f"atoms/{path.stem}") for path in sorted((CONFIGS / "atoms").glob("*.yaml"))]
@@ -49,7 +49,10 @@ REQUIRED = {
     "images": ["--data.train=train", "--data.val_fraction=0.1"],
     "masked_language": ["--data.train=train.txt", "--data.val=val.txt"],
     "sentences": ["--data.task=RTE", "--data.root=somewhere"],
+    "image_generation": ["--data.train=train", "--data.val_fraction=0.1"],
     "translation": [f"--data.{k}={v}" for k, v in zip(_PARALLEL, "abcd", strict=True)],
+    "learned_optimizer": [],
+    "population_optimizer": [],
 }
 
 
@@ -223,6 +226,7 @@ def test_every_parameter_of_an_energy_configuration_learns(names: tuple[str, ...
 FEW: dict[str, dict[str, Any]] = {
     "language": {"vocabulary": 40, "max_length": 24},
     "images": {"classes": 4, "channels": 1, "image_size": 28},
+    "image_generation": {"channels": 3, "image_size": 3},
     "masked_language": {"vocabulary": 40, "max_length": 24, "layers": 3, "next_sentence": True},
     "translation": {"vocabulary": 40, "max_length": 24},
     "sentences": {"vocabulary": 40, "max_length": 24, "layers": 3, "classes": 10},
@@ -244,8 +248,22 @@ def test_every_parameter_of_a_token_configuration_learns(names: tuple[str, ...])
         loss = net(tokens, tokens % 2).square().sum()
     elif kind == "translation":
         loss = net.log_likelihood(net(tokens, tokens), tokens)[0].sum()
+    elif kind == "image_generation":
+        pixels = torch.randint(256, (2, 3, 3, 3), dtype=torch.uint8)
+        loss = net.image_log_likelihood(pixels).sum()
     elif kind == "language":
         loss = net.log_likelihood(tokens[:, :-1], tokens[:, 1:]).sum()
     else:
         loss = net(torch.rand(2, 1, 28, 28)).square().sum()
     assert without_gradient(net, loss) == []
+
+
+@pytest.mark.parametrize("memory", ["flt", "performer", "softmax", "lstm", "state-space"])
+@pytest.mark.parametrize("size", ["small", "paper"])
+def test_every_parameter_of_an_optimizer_learns(size: str, memory: str) -> None:
+    config = configured(f"optimizers/{size}", f"optimizers/{memory}")
+    torch.manual_seed(0)
+    model = RECIPES["learned_optimizer"].load("model")(**{**config["model"], "lr": 0.1}).double()
+    features = torch.randn(3, 4, 8, dtype=torch.double)
+    loss = model(features, features[..., 0]).square().sum()
+    assert without_gradient(model, loss) == []

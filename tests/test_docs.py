@@ -56,6 +56,9 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words += ["--trainer.max_steps=2", "--trainer.val_every=2", "--model.layers=1"]
     words += ["--model.long_range=[1]"]
     assert cli.main(["train", "--recipe=potential", *words]) == 0
+    words = [f"--run={root / 'runs' / 'optimizer'}", "--data.batch_size=1", "--trainer.max_steps=1"]
+    words += ["--data.val_problems=1", "--task.burn_in=1", "--task.unroll=2"]
+    assert cli.main(["train", "--recipe=learned_optimizer", *words]) == 0
     atoms = fcc111("Cu", (2, 2, 3), vacuum=8.0, periodic=True)
     add_adsorbate(atoms, "O", height=1.2, position="fcc")
     atoms.set_tags([0] * 4 + [1] * 8 + [2])

@@ -1,17 +1,26 @@
-"""``molflt generate``: text from a trained language model, or the translation of a text."""
+"""``molflt generate``: text or images from a trained model, or the translation of a text."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from molflt.commands.options import refuse_idle
+from molflt.data.images.sheet import write_sheet
+from molflt.data.images.unlabeled import read_alike
 from molflt.data.text.parallel import read_lines
-from molflt.pretrained import TextWriter, Translator, load
+from molflt.pretrained import ImageWriter, TextWriter, Translator, load
+from molflt.sequence import LanguageModel
 
 __all__ = ["generate"]
+
+_SHEET = "samples.png"
+_GREY = 128  # of the rows that are not given
 
 
 def generate(
@@ -22,24 +31,37 @@ def generate(
     temperature: float | None = None,
     top_k: int | None = None,
     seed: int | None = None,
+    images: int | None = None,
+    rows: int | None = None,
+    fit: bool = False,
+    out: Path | None = None,
     beam: int | None = None,
     length_penalty: float | None = None,
     checkpoint: str = "best",
     device: str = "auto",
 ) -> None:
-    """Writes text that follows a prompt, token by token; or translates sentences, line by line.
+    """Writes text that follows a prompt, token by token; or translates sentences, line by line; or
+    draws images, byte by byte, into a PNG: from nothing, or below upper rows that are given.
 
     Mechanisms with a state of constant size take as long for the last token as for the first.
 
     Args:
-        run: folder of a training run of a language or translation model, an exported model, or
-            hf:OWNER/NAME.
+        run: folder of a training run of a model of language, translation or images
+            (image_generation), an exported model, or hf:OWNER/NAME.
         prompt: what the text begins with; of a translation, the sentence.
-        file: of a translation, a text with a sentence in each line, instead of the prompt.
-        tokens: how many are drawn; 100 by default. Of language models, as are the next three.
+        file: of a translation, a text with a sentence in each line, instead of the prompt. Of
+            images, those to go on with: one, a folder of them, or an idx file, of the size and
+            the channels of the training images; the PNG shows what is given, what was drawn, and
+            the original, below each other.
+        tokens: how many are drawn; 100 by default. Of language models.
         temperature: below 1, likely tokens become likelier; 0 takes the likeliest; 1 by default.
+            Of language and images, as are the next two.
         top_k: draw from so many of the likeliest tokens alone; null for all.
         seed: of the draws; 0 by default.
+        images: how many, of a file its first ones; 8 by default. Of images, as are the next three.
+        rows: how many upper rows of the images in the file are given; half of them by default.
+        fit: scale larger images of the file down, as data.image_size does in training.
+        out: PNG to write; by default samples.png in the run, else here.
         beam: hypotheses of a translation, as in `molflt evaluate`; 5 by default.
         length_penalty: of a translation, likewise; 1 by default.
         checkpoint: best, last, or a safetensors file.
@@ -47,23 +69,34 @@ def generate(
 
     Raises:
         FileNotFoundError: if the run, its checkpoint, its vocabulary or the file is missing.
-        ValueError: if it is neither kind of model, or for an option outside its range, or of the
-            other kind.
+        ValueError: if it is no such model, or for an option outside its range, or of another
+            kind of model, or images that the model cannot take.
     """
     model = load(run, device, checkpoint=checkpoint)
-    drawing = {"tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
+    drawing = {"temperature": temperature, "top_k": top_k, "seed": seed}
     search = {"beam": beam, "length_penalty": length_penalty}
+    sheet = {"images": images, "rows": rows, "fit": fit or None, "out": out}
+    if isinstance(model, ImageWriter):
+        idle = {"prompt": prompt or None, "tokens": tokens, **search}
+        refuse_idle(run, "a model of images", idle)
+        given = {name: value for name, value in drawing.items() if value is not None}
+        _draw(model, file, images, rows, fit, out, given)
+        return
+    drawing["tokens"] = tokens
     if isinstance(model, Translator):
-        refuse_idle(run, "a translation model, which draws nothing", drawing)
+        refuse_idle(run, "a translation model, which draws nothing", {**drawing, **sheet})
         given = {name: value for name, value in search.items() if value is not None}
         _translate(model, prompt, file, given)
     elif isinstance(model, TextWriter):
-        refuse_idle(run, "a language model, which translates nothing", {"file": file, **search})
+        refuse_idle(
+            run, "a language model, which translates nothing", {"file": file, **search, **sheet}
+        )
         given = {name: value for name, value in drawing.items() if value is not None}
         _write(model, prompt, given)
     else:
         raise ValueError(
-            f"{run}: not a language model; expected a run with recipe: language or translation"
+            f"{run}: not a language model; expected a run with recipe: language, translation or "
+            "image_generation"
         )
 
 
@@ -79,13 +112,51 @@ def _translate(
         print(line)
 
 
-def _write(model: TextWriter, prompt: str, options: Mapping[str, Any]) -> None:
-    if not model.model.decodes:
+def _draw(
+    model: ImageWriter,
+    file: Path | None,
+    images: int | None,
+    rows: int | None,
+    fit: bool,
+    out: Path | None,
+    options: Mapping[str, Any],
+) -> None:
+    """Draws images, and writes them as a sheet."""
+    whole, path = model.model, model.trained.path
+    out = (path / _SHEET if path.is_dir() else Path(_SHEET)) if out is None else out
+    if out.suffix != ".png":
+        raise ValueError(f"{out}: expected a name that ends in .png; rename it")
+    if file is None:
+        refuse_idle(model.name, "no --file to go on with", {"rows": rows, "fit": fit or None})
+        _say_cost(whole)
+        write_sheet(out, [model.generate(images, progress=True, **options)])
+        print(f"{out}: {8 if images is None else images} images")
+        return
+    count = 8 if images is None else images
+    found = list(islice(read_alike(file, whole.image_size, whole.channels, fit), count))
+    original = torch.stack(found)
+    rows = whole.image_size // 2 if rows is None else rows
+    _say_cost(whole)
+    drawn = model.generate(given=original, rows=rows, progress=True, **options)
+    given = original.clone()
+    given[:, :, rows:] = _GREY
+    write_sheet(out, [given, drawn, original])
+    print(
+        f"{out}: {len(drawn)} images; rows: given ({rows} of {whole.image_size}), drawn, original"
+    )
+
+
+def _say_cost(model: LanguageModel) -> None:
+    if not model.decodes:
         print(
             "molflt: this mechanism leaves no state to decode from; each token computes the whole "
-            "text again",
+            "sequence again",
             file=sys.stderr,
         )
+
+
+def _write(model: TextWriter, prompt: str, options: Mapping[str, Any]) -> None:
+    _say_cost(model.model)
     for piece in model.stream(prompt, **options):
         print(piece, end="", flush=True)
     print()

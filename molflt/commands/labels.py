@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from molflt.data.images.files import read_images
+from molflt.data.images.unlabeled import read_images
 from molflt.data.text.parallel import read_lines
 from molflt.pretrained import GapFiller, ImageLabeler, SentenceLabeler
 

@@ -24,7 +24,7 @@ from molflt.evaluation.predictions import Predictions, open_structures
 from molflt.evaluation.report import csv_text, write_csv
 from molflt.evaluation.shards import ENDINGS, noted
 from molflt.files import atomically, write_atomically
-from molflt.pretrained import EnergyPredictor, load
+from molflt.pretrained import EnergyPredictor, ImageWriter, load
 from molflt.training.sources import is_trained
 
 __all__ = ["build_parser", "predict"]
@@ -178,9 +178,10 @@ def _load(
     device = "cpu" if compiled and device == "auto" else device
     model = load(run or None, device, checkpoint=checkpoint, also=also or (), compiled=compiled)
     if not isinstance(model, EnergyPredictor | Labeler):
+        kind = "images" if isinstance(model, ImageWriter) else "text"
         raise ValueError(
-            f"{run}: a model of the recipe {model.trained.recipe}, which writes text; expected one "
-            "of energies, classes or gaps; use molflt generate"
+            f"{run}: a model of the recipe {model.trained.recipe}, which writes {kind}; expected "
+            "one of energies, classes or gaps; use molflt generate"
         )
     return model
 

@@ -19,6 +19,7 @@ _Schema = dict[str, Any]
 _HEADER = "# yaml-language-server: $schema="
 _NO_KEYS = ("$schema", "resume")  # of the command line, and of jsonargparse's own files
 _NOT_WRITTEN = {"heads", "dim", "head_dim", "node_heads", "node_dim"}  # the model's
+_WRITTEN = {"image_generation": {"dim"}}  # recipe -> those of them that it leaves open
 
 
 def schema(out: Path | None = None) -> None:
@@ -76,7 +77,9 @@ def _of_recipe(name: str) -> _Schema:
                 _bound(described, interval)
     options = found["properties"]["model"]["properties"].get("position_options")
     if options is not None:
-        options |= {"properties": _items(), "additionalProperties": False}
+        hidden = _NOT_WRITTEN - _WRITTEN.get(name, set())
+        known = {key: value for key, value in _items().items() if key not in hidden}
+        options |= {"properties": known, "additionalProperties": False}
     return found
 
 
@@ -101,7 +104,7 @@ def _bound(described: _Schema, interval: str) -> None:
 
 
 def _items() -> _Schema:
-    """Options of positions; those of all of them, as `values` knows them."""
+    """Options of all positions, as `values` knows them, and of the model that makes them."""
     from jsonargparse import ArgumentParser
 
     from molflt.attention.nodes import NODES
@@ -109,8 +112,7 @@ def _items() -> _Schema:
 
     parser = ArgumentParser()
     for name, hint in item_types().items():
-        if name not in _NOT_WRITTEN:
-            parser.add_argument(f"--{name}", type=hint)
+        parser.add_argument(f"--{name}", type=hint)
     found: _Schema = json.loads(parser.get_completion_script("jsonschema"))["properties"]
     del found["$schema"]
     for described in found.values():

@@ -19,6 +19,7 @@ from molflt.data.images.base import LabeledImages
 from molflt.data.images.datamodule import ImageData
 from molflt.evaluation.attention import _attention_of, _locality_of
 from molflt.evaluation.report import Report, align, write_csv
+from molflt.evaluation.splits import named_images
 from molflt.image.classifier import ImageClassifier
 from molflt.memory import within_memory
 from molflt.tasks.images import ImageTask
@@ -151,25 +152,13 @@ def _datasets(
     other: Path | None,
 ) -> dict[str, LabeledImages]:
     """Name -> images in the size of the run's validation images."""
-    options = {**options, "resize": None}
-    if other is not None:
-        if splits:
-            raise ValueError("give either --splits or --data; got both")
-        options |= {"train": other, "val": other, "train_labels": None, "val_labels": None}
-        options |= {"val_fraction": None}
-    wanted = list(dict.fromkeys(splits or ["val"]))
-    if unknown := sorted(set(wanted) - {"train", "val"}):
-        raise ValueError(f"the run has no split {unknown[0]!r}; expected some of train, val")
-    data = ImageData(**options)  # type: ignore[arg-type]  # of a configuration that was checked
-    data.setup()
+    data, named = named_images(ImageData, {**options, "resize": None}, splits, other)
     if data.classes != classes:
         raise ValueError(
             f"{data.sources['val']}: classes {', '.join(data.classes[:5])} ...; expected those of "
             f"the run, {', '.join(classes[:5])} ...; use data with the same classes"
         )
-    if other is not None:
-        return {Path(other).name: data.datasets["val"]}
-    return {name: data.datasets[name] for name in wanted}
+    return named
 
 
 def _locality(model: ImageClassifier, images: LabeledImages) -> dict[str, float | None]:

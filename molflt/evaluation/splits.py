@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
-__all__ = ["named_sources"]
+from molflt.data.images.base import LabeledImages
+from molflt.data.images.datamodule import ImageData
+
+__all__ = ["named_images", "named_sources"]
+
+_Images = TypeVar("_Images", bound=ImageData)
 
 
 def named_sources(
@@ -31,3 +37,36 @@ def named_sources(
         if name not in named:
             raise ValueError(f"the run has no split {name!r}; expected some of {', '.join(named)}")
     return {name: named[name] for name in wanted}
+
+
+def named_images(
+    kind: type[_Images],
+    options: Mapping[str, object],
+    splits: Sequence[str] | None,
+    other: Path | None,
+) -> tuple[_Images, dict[str, LabeledImages]]:
+    """The data of a run of images, and name -> images.
+
+    Args:
+        kind: class of the data.
+        options: the run's options of it.
+        splits: some of train and val; None for val.
+        other: other images instead, which the data then have for both.
+
+    Raises:
+        ValueError: for both, a split that the run has not, or images that cannot be used.
+        FileNotFoundError: naming what is not there.
+    """
+    if other is not None:
+        if splits:
+            raise ValueError("give either --splits or --data; got both")
+        options = {**options, "train": other, "val": other, "val_fraction": None}
+        options |= {"train_labels": None, "val_labels": None}
+    wanted = list(dict.fromkeys(splits or ["val"]))
+    if unknown := sorted(set(wanted) - {"train", "val"}):
+        raise ValueError(f"the run has no split {unknown[0]!r}; expected some of train, val")
+    data = kind(**options)  # type: ignore[arg-type]  # of a configuration that was checked
+    data.setup()
+    if other is not None:
+        return data, {Path(other).name: data.datasets["val"]}
+    return data, {name: data.datasets[name] for name in wanted}

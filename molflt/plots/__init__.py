@@ -7,7 +7,9 @@ those of Okabe and Ito, which stay apart for color-blind readers.
 from molflt.plots.attention import attention_matrices
 from molflt.plots.encodings import has_bias, rpe_curves, rpe_profiles, rpe_surfaces
 from molflt.plots.figure import further_formats
+from molflt.plots.optimizers import loss_curves
 from molflt.plots.parity import parity
+from molflt.plots.population import best_values
 from molflt.plots.runs import intervals, overlaid_curves
 from molflt.plots.structures import structure_overview, structure_views
 from molflt.plots.tokens import confusion, image_sheet, losses_by_place, substitutions
@@ -17,6 +19,7 @@ from molflt.plots.uncertainty import calibration
 __all__ = [
     "GroupError",
     "attention_matrices",
+    "best_values",
     "calibration",
     "confusion",
     "errors",
@@ -24,6 +27,7 @@ __all__ = [
     "has_bias",
     "image_sheet",
     "intervals",
+    "loss_curves",
     "losses_by_place",
     "overlaid_curves",
     "parity",

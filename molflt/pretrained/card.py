@@ -18,6 +18,11 @@ _TAGS = {
     "masked_language": (["fill-mask"], ["perplexity"], ['print(model.fill("A [MASK].")[0][0])']),
     "sentences": (["text-classification"], ["accuracy"], ['model.classify(["A text."])[0].name']),
     "translation": (["translation"], ["bleu"], ['print(model.translate(["A text."])[0])']),
+    "image_generation": (
+        ["unconditional-image-generation"],
+        ["bits_per_dim"],
+        ["images = model.generate(4)  # (4, channels, side, side) bytes"],
+    ),
     "images": (["image-classification"], ["accuracy"], ["model.classify(images)[0].name"]),
 }
 _ATOMS = (

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, get_args, overload
 
 from molflt.files import shown
 from molflt.pretrained.energies import EnergyPredictor
+from molflt.pretrained.pixels import ImageWriter
 from molflt.pretrained.sentences import GapFiller, SentenceLabeler, Translator
 from molflt.pretrained.tokens import ImageLabeler, TextWriter
 from molflt.pretrained.trained import read_trained
@@ -15,7 +16,16 @@ from molflt.training.sources import HUB
 
 __all__ = ["load"]
 
-_KINDS = (EnergyPredictor, TextWriter, ImageLabeler, GapFiller, SentenceLabeler, Translator)
+_Loaded = (
+    EnergyPredictor
+    | ImageWriter
+    | TextWriter
+    | ImageLabeler
+    | GapFiller
+    | SentenceLabeler
+    | Translator
+)
+_KINDS: tuple[type[_Loaded], ...] = get_args(_Loaded)  # a model of bytes is one of language, too
 
 
 @overload
@@ -47,7 +57,7 @@ def load(
     checkpoint: str = "best",
     also: Sequence[str | Path] = (),
     compiled: bool = False,
-) -> EnergyPredictor | TextWriter | ImageLabeler | GapFiller | SentenceLabeler | Translator:
+) -> _Loaded:
     """Loads a trained model.
 
     Args:
@@ -61,8 +71,8 @@ def load(
             model that `molflt export --compiled true` has written. Only for what you trust.
 
     Returns:
-        What predicts energies, writes text, labels images, fills gaps, labels sentences or
-        translates them, as the model has learned. To a type checker it is of any type;
+        What predicts energies, writes text, labels or draws images, fills gaps, labels sentences
+        or translates them, as the model has learned. To a type checker it is of any type;
         `EnergyPredictor.from_pretrained(source)` and the like are of theirs.
 
     Raises:

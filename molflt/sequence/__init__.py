@@ -1,12 +1,13 @@
-"""Sequences of tokens on the attention core: language models, translation, classifiers."""
+"""Sequences of tokens on the attention core: language, translation, classifiers, pixels."""
 
 from molflt.sequence.beam import Hypothesis, beam_search
 from molflt.sequence.classifier import SequenceClassifier
 from molflt.sequence.encoder import TokenEncoder
 from molflt.sequence.encoder_decoder import EncoderDecoder
-from molflt.sequence.generation import generate
+from molflt.sequence.generation import generate, sample
 from molflt.sequence.language_model import LanguageModel, LanguageState
 from molflt.sequence.masked import MaskedLanguageModel
+from molflt.sequence.pixels import PixelModel
 
 __all__ = [
     "EncoderDecoder",
@@ -14,6 +15,7 @@ __all__ = [
     "LanguageModel",
     "LanguageState",
     "MaskedLanguageModel",
+    "PixelModel",
     "SequenceClassifier",
 ]
-__all__ += ["TokenEncoder", "beam_search", "generate"]
+__all__ += ["TokenEncoder", "beam_search", "generate", "sample"]

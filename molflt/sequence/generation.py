@@ -16,7 +16,28 @@ def generate(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Iterator[int]:
-    """Draws tokens that follow a prompt.
+    """Draws tokens that follow a prompt (1, n): `sample` of one sequence.
+
+    Raises:
+        ValueError: see there, and for several prompts.
+    """
+    if prompt.ndim != 2 or len(prompt) != 1 or not prompt.shape[1]:
+        raise ValueError(
+            f"prompt must be ids of shape (1, n) with n of at least 1; got {tuple(prompt.shape)}; "
+            "begin with the end-of-line token where there is no text"
+        )
+    return map(int, sample(model, prompt, count, temperature, top_k, generator))
+
+
+def sample(
+    model: LanguageModel,
+    prompt: Tensor,
+    count: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Iterator[Tensor]:
+    """Draws tokens that follow prompts, one after another, for all prompts at once.
 
     Where the mechanism leaves a state to decode from, a token costs the same however many came
     before it (softmax: in proportion to these); otherwise the whole sequence is computed again for
@@ -24,24 +45,24 @@ def generate(
 
     Args:
         model: in evaluation mode.
-        prompt: ids (1, n), at least one.
-        count: tokens to draw.
+        prompt: ids (batch, n), at least one of each.
+        count: tokens to draw for each.
         temperature: divides logits; 0 takes the most probable token.
         top_k: draw from the k most probable tokens alone.
         generator: of the draws, on the CPU, so that a seed gives the same tokens on every device.
 
     Yields:
-        Ids, as they are drawn.
+        Ids (batch,) on the CPU, as they are drawn.
 
     Raises:
         ValueError: an argument outside its range, or more tokens than the model can take.
     """
     if model.training:
         raise ValueError("generate needs a model without dropout; call model.eval() first")
-    if prompt.ndim != 2 or len(prompt) != 1 or not prompt.shape[1]:
+    if prompt.ndim != 2 or not prompt.numel():
         raise ValueError(
-            f"prompt must be ids of shape (1, n) with n of at least 1; got {tuple(prompt.shape)}; "
-            "begin with the end-of-line token where there is no text"
+            "prompt must be ids of shape (batch, n) with n of at least 1; got "
+            f"{tuple(prompt.shape)}; begin with a token that stands for nothing"
         )
     low, high = (int(end) for end in prompt.aminmax())
     if low < 0 or high >= model.vocabulary:
@@ -72,7 +93,7 @@ def _drawn(
     temperature: float,
     top_k: int | None,
     generator: torch.Generator | None,
-) -> Iterator[int]:
+) -> Iterator[Tensor]:
     state: LanguageState | None = None
     tokens = prompt
     for _ in range(count):
@@ -81,8 +102,8 @@ def _drawn(
         else:
             hidden = model(tokens)
         token = _choose(model.log_probabilities(hidden[:, -1]), temperature, top_k, generator)
-        yield int(token)
-        new = token.view(1, 1).to(prompt.device)
+        yield token
+        new = token[:, None].to(prompt.device)
         tokens = new if model.decodes else torch.cat((tokens, new), dim=1)
 
 

@@ -1,6 +1,6 @@
 """Causal language model: token ids in, a distribution over the next token out."""
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +74,7 @@ class LanguageModel(nn.Module):
         ValueError: an option outside its range, or options that do not go together.
     """
 
-    of_data = ("head.", "embedding.")
+    of_data: ClassVar[tuple[str, ...]] = ("head.", "embedding.")
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class LanguageModel(nn.Module):
             attention_layers=None,
             **stack,
         )
-        expect_line(self.stack.position)
+        self._check_axes()
         self.vocabulary = vocabulary
         self.dim = dim
         self.absolute = absolute
@@ -214,7 +214,7 @@ class LanguageModel(nn.Module):
         self.stack.redraw_(generator)
 
     def _embed(self, tokens: Tensor, start: int) -> tuple[Tensor, Tensor | None]:
-        """Embeddings (batch, n, dim) and positions (1, n, 1) of ids (batch, n) from `start` on.
+        """Embeddings (batch, n, dim) and positions (1, n, l) of ids (batch, n) from `start` on.
 
         No positions where the stack has no encoding.
         """
@@ -233,5 +233,12 @@ class LanguageModel(nn.Module):
         # Counted in whole numbers, so that a token has one position in forward and in decode.
         index = torch.arange(start, end, device=tokens.device)
         x = self.embedding_dropout(with_places(x, index, self.absolute, self.places))
-        dtype = next(self.stack.parameters()).dtype
-        return x, positions_of(index, self.stack, self.position_scale, dtype)
+        return x, self._positions(index, next(self.stack.parameters()).dtype)
+
+    def _check_axes(self) -> None:
+        """Raises ValueError for an encoding of other coordinates than tokens have."""
+        expect_line(self.stack.position)
+
+    def _positions(self, index: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Where tokens of an index (n,) are, (1, n, l); None without an encoding."""
+        return positions_of(index, self.stack, self.position_scale, dtype)

@@ -13,12 +13,14 @@ from molflt.tasks.base import Task
 if TYPE_CHECKING:
     from molflt.sequence.language_model import LanguageModel
 
-__all__ = ["LanguageTask"]
+__all__ = ["LanguageTask", "TokenSums"]
 
 _Batch = tuple[Tensor, Tensor]
 
 
-class _TokenSums(NamedTuple):
+class TokenSums(NamedTuple):
+    """Sums over tokens."""
+
     nats: Tensor
     """negative log-likelihood"""
     tokens: Tensor
@@ -39,20 +41,20 @@ class LanguageTask(Task[_Batch, object]):
 
     model: LanguageModel
     unit = "tokens"
-    sums: ClassVar[type[_TokenSums]] = _TokenSums
+    sums: ClassVar[type[TokenSums]] = TokenSums
     metrics: ClassVar = {
         "perplexity": Metric("perplexity", scale="log", digits=1),
         "bits_per_token": Metric("bits per token", measured_in=("val",)),
     }
     best = "perplexity"
 
-    def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, _TokenSums]:
+    def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, TokenSums]:
         nats, tokens = self._sums(batch)
-        return nats / tokens.clamp(min=1), _TokenSums(nats.detach().double(), tokens.double())
+        return nats / tokens.clamp(min=1), self.sums(nats.detach().double(), tokens.double())
 
-    def judge(self, batch: _Batch) -> _TokenSums:
+    def judge(self, batch: _Batch) -> TokenSums:
         nats, tokens = self._sums(batch)
-        return _TokenSums(nats.double(), tokens.double())
+        return self.sums(nats.double(), tokens.double())
 
     def size(self, batch: _Batch) -> int:
         """Tokens."""

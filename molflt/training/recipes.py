@@ -87,4 +87,22 @@ RECIPES: dict[str, Recipe] = {
         "molflt.tasks.images:ImageTask",
         "molflt.evaluation.images:evaluate",
     ),
+    "image_generation": Recipe(
+        "molflt.sequence.pixels:PixelModel",
+        "molflt.data.images.pixels:PixelData",
+        "molflt.tasks.pixels:PixelTask",
+        "molflt.evaluation.pixels:evaluate",
+    ),
+    "learned_optimizer": Recipe(
+        "molflt.optimizers.coordinate:CoordinateOptimizer",
+        "molflt.data.problems:ProblemData",
+        "molflt.tasks.optimizers:OptimizerTask",
+        "molflt.evaluation.optimizers:evaluate",
+    ),
+    "population_optimizer": Recipe(
+        "molflt.optimizers.population_model:PopulationModel",
+        "molflt.data.problems:ProblemData",
+        "molflt.tasks.population:PopulationTask",
+        "molflt.evaluation.population:evaluate",
+    ),
 }

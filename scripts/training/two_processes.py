@@ -29,6 +29,7 @@ def combinations() -> Iterator[tuple[str, ...]]:
     """Files that make a training, the one that goes below first."""
     below = {"atoms": "demo", "oc20": "oc20/base", "lm": "lm/wikitext2"}
     below |= {"image": "image/fashion-mnist", "masked": "masked/wikitext2"}
+    below |= {"pixels": "pixels/fashion-mnist"}
     below |= {"translation": "translation/multi30k", "proteins": "proteins/small-causal"}
     configs = ROOT / "configs"
     for path in sorted(configs.rglob("*.yaml")):
@@ -64,10 +65,13 @@ def write_data(folder: Path) -> dict[str, list[str]]:
     parallel = [f"--data.{split}={folder}/{split}" for split in ("train", "val")]
     image = [f"--data.train={folder}/images", "--data.val=null", "--data.val_fraction=0.5"]
     image += ["--data.class_names=null", "--data.image_size=28", "--data.resize=null"]
+    classes = ("--data.class_names=null", "--data.resize=null", "--data.image_size=28")
+    pixels_of = [*(word for word in image if word not in classes), "--data.image_size=7"]
     return {
         "is2re": [f"--data.root={ROOT / 'datasets' / 'chgnet-sample'}"],
         "language": [*text, "--data.test=null", *clusters],
         "images": [*image, "--model.patch_size=4"],
+        "image_generation": pixels_of,
         "masked_language": [*text, "--data.test=null", "--data.length=32", "--data.pieces=300"],
         "proteins": [*fasta, "--data.test=null", "--data.length=32", "--model.max_length=32"],
         "translation": [*parallel, "--data.test=null", "--data.pieces=300"],

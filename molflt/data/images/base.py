@@ -49,19 +49,22 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]], ABC):
         """One image, (channels, height, width) uint8."""
 
     @staticmethod
-    def _fit(images: Tensor, size: int, name: str) -> Tensor:
+    def _fit(images: Tensor, size: int, name: str, box: bool = False) -> Tensor:
         """Images resized so that the shorter side is `size`, and the central square of that.
 
         Args:
             images: (n, channels, height, width) uint8.
             size: pixels.
             name: of the images, for messages.
+            box: whether a pixel is the mean of what it covers, see `_box`; else the filter is
+                bilinear, twice as wide.
 
         Returns:
             (n, channels, size, size) uint8.
 
         Raises:
-            ValueError: they are so narrow that the square would be blown up from a line.
+            ValueError: they are so narrow that the square would be blown up from a line, or for a
+                box smaller than the square.
         """
         height, width = images.shape[-2:]
         if (height, width) == (size, size):
@@ -71,6 +74,8 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]], ABC):
                 f"{name}: expected sides within a factor of {_NARROWEST}; got {height} x {width} "
                 "pixels; remove it, or crop it"
             )
+        if box:
+            return _box(_center_crop(images, min(height, width)), size, name)
         scale = size / min(height, width)
         sides = [max(size, round(height * scale)), max(size, round(width * scale))]
         resized = F.interpolate(images, size=sides, mode="bilinear", antialias=True)
@@ -97,3 +102,29 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]], ABC):
         mean = share @ level
         std = (share * (level - mean[:, None]).square()).sum(dim=1).sqrt()
         return mean, torch.where(std > 0, std, 1.0)
+
+
+def _box(images: Tensor, size: int, name: str) -> Tensor:
+    """Squares scaled down: each pixel is the mean of the area that it covers, rounded.
+
+    Of half the side it is the mean of 2 x 2 pixels.
+
+    Args:
+        images: (n, channels, side, side) uint8.
+        size: of the result.
+        name: of the images, for messages.
+
+    Raises:
+        ValueError: for images that are smaller: enlarged ones would be easy to predict.
+    """
+    side = images.shape[-1]
+    if side < size:
+        raise ValueError(
+            f"{name}: expected at least {size} pixels on the shorter side; got {side}; set a "
+            "smaller data.image_size, or leave the image out"
+        )
+    ends = torch.arange(size + 1, dtype=torch.float64)[:, None] * (side / size)
+    pixel = torch.arange(side, dtype=torch.float64)
+    covered = torch.minimum(ends[1:], pixel + 1) - torch.maximum(ends[:-1], pixel)
+    share = (covered.clamp(min=0) * (size / side)).float()  # [new pixel, old pixel]
+    return (share @ images.float() @ share.T).round().to(torch.uint8)

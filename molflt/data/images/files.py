@@ -15,14 +15,15 @@ from torch import Tensor
 
 from molflt.data.hub import dataset_loader
 from molflt.data.images.base import LabeledImages
-from molflt.data.images.idx import _IdxImages, _read_file
+from molflt.data.images.idx import _IdxImages
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["open_images", "read_images"]
+__all__ = ["open_images"]
 
 _SUFFIXES = (".png", ".jpg", ".jpeg")
+_GRAY = ("1", "L", "LA")
 _DEEP = ("I", "F")  # modes of more than 8 bits, which Pillow would clip
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # whatever the name says; others run programs
 _MOST_PIXELS = 2**25  # 300 MB while it is decoded
@@ -33,6 +34,7 @@ def open_images(
     labels: Path | None = None,
     size: int | None = None,
     classes: Sequence[str] | None = None,
+    box: bool = False,
 ) -> LabeledImages:
     """Opens labeled images, whatever holds them.
 
@@ -41,61 +43,29 @@ def open_images(
         labels: idx file of the labels, if it is not beside that of the images.
         size: side of a square that images are fitted to, pixels.
         classes: names of the classes.
+        box: whether a pixel of a fitted image is the mean of what it covers, in all formats alike.
 
     Raises:
         FileNotFoundError: there is nothing at `source`.
         ValueError: what is there is damaged or of an unknown kind.
     """
     if str(source).startswith("hf:"):
-        return _HubImages(str(source), size, classes)
+        return _HubImages(str(source), size, classes, box)
     if source.is_dir():
-        return _ImageFolder(source, size, classes)
+        return _ImageFolder(source, size, classes, box)
     if not source.exists():
         raise FileNotFoundError(
             f"{source}: no such file or folder; expected a folder of classes, an idx file of "
             "images, or hf:NAME"
         )
-    return _IdxImages(source, labels, size, classes)
+    return _IdxImages(source, labels, size, classes, box)
 
 
-def read_images(source: Path, side: int, channels: int) -> Iterator[tuple[str, Tensor]]:
-    """Images without labels, one after another, fitted to a square.
+def _decode(path: str, mode: str | None, fitted: int | None = None) -> Tensor:
+    """Bytes (channels, height, width) of an image in a mode of Pillow: L is gray, RGB in colors.
 
-    Args:
-        source: an image, a folder of images, or an idx file of images.
-        side: of the square, pixels.
-        channels: 1 for gray, 3 for colors.
-
-    Yields:
-        Name of the file, with the place within an idx file, and bytes (channels, side, side).
-
-    Raises:
-        FileNotFoundError: there is nothing at `source`.
-        ValueError: naming the file that is damaged or no image, or a folder without any.
+    Without a mode, as it is: gray or in colors.
     """
-    if not source.exists():
-        raise FileNotFoundError(
-            f"{source}: no such file or folder; expected an image, a folder of images, or an idx "
-            "file of images"
-        )
-    fit = LabeledImages._fit
-    if source.is_file() and "idx" in source.name:
-        for place, image in enumerate(_read_file(source, 3)):
-            gray = image.expand(1, channels, *image.shape)
-            yield f"{source.name}:{place}", fit(gray, side, str(source))[0]
-        return
-    files = [str(source)] if source.is_file() else sorted(_image_files(source))
-    if not files:
-        raise ValueError(
-            f"{source}: expected images ({', '.join(_SUFFIXES)}); got none; give another folder"
-        )
-    for file in files:
-        image = fit(_decode(file, "L" if channels == 1 else "RGB")[None], side, file)[0]
-        yield (Path(file).name if source.is_file() else os.path.relpath(file, source)), image
-
-
-def _decode(path: str, mode: str, fitted: int | None = None) -> Tensor:
-    """Bytes (channels, height, width) of an image in a mode of Pillow: L is gray, RGB in colors."""
     from PIL import Image
 
     with _decoding(path), Image.open(path, formats=_FORMATS) as image:
@@ -103,7 +73,7 @@ def _decode(path: str, mode: str, fitted: int | None = None) -> Tensor:
         if fitted is not None:
             image.draft(mode, (fitted, fitted))  # a JPEG may be read in part
         image.load()
-    return _as_bytes(image, path, mode)
+    return _as_bytes(image, path, mode or ("L" if image.mode in _GRAY else "RGB"))
 
 
 def _as_bytes(image: Image, name: str, mode: str = "RGB") -> Tensor:
@@ -124,12 +94,13 @@ class _DecodedImages(LabeledImages):
     Args:
         fitted: side of a square that images are fitted to; None expects that all are
             of the size of the first one.
+        box: how, see `LabeledImages._fit`.
     """
 
     channels = 3
 
-    def __init__(self, fitted: int | None) -> None:
-        self.fitted = fitted
+    def __init__(self, fitted: int | None, box: bool = False) -> None:
+        self.fitted, self.box = fitted, box
         first = self._decoded(0)
         self.size = (first.shape[1], first.shape[2])
 
@@ -153,7 +124,7 @@ class _DecodedImages(LabeledImages):
 
     def _fitted(self, pixels: Tensor, name: str) -> Tensor:
         if self.fitted is not None:
-            pixels = self._fit(pixels[None], self.fitted, name)[0]
+            pixels = self._fit(pixels[None], self.fitted, name, self.box)[0]
         return pixels.contiguous()
 
 
@@ -165,6 +136,7 @@ class _ImageFolder(_DecodedImages):
         size: side of a square that images are fitted to; None expects that all are of
             the size of the first one.
         classes: names of the classes, in the order of labels; by default all folders, sorted.
+        box: how images are scaled, see `LabeledImages._fit`.
 
     Raises:
         ValueError: naming the folder without classes or images, or of an unknown class; when an
@@ -172,7 +144,11 @@ class _ImageFolder(_DecodedImages):
     """
 
     def __init__(
-        self, path: Path, size: int | None = None, classes: Sequence[str] | None = None
+        self,
+        path: Path,
+        size: int | None = None,
+        classes: Sequence[str] | None = None,
+        box: bool = False,
     ) -> None:
         self.path = path
         found = sorted(
@@ -203,14 +179,15 @@ class _ImageFolder(_DecodedImages):
             self.files += files
             labels += [self.classes.index(name)] * len(files)
         self.labels = torch.tensor(labels)
-        super().__init__(size)
+        super().__init__(size, box)
 
     def _name(self, index: int) -> str:
         return self.files[index]
 
     def _decoded(self, index: int) -> Tensor:
         path = self.files[index]
-        return self._fitted(_decode(path, "RGB", self.fitted), path)
+        # A JPEG read in part is scaled by its own transform: no box.
+        return self._fitted(_decode(path, "RGB", None if self.box else self.fitted), path)
 
 
 class _HubImages(_DecodedImages):
@@ -221,6 +198,7 @@ class _HubImages(_DecodedImages):
             its column "image" or "img", and classes in "label", or "fine_label".
         size: side of a square that images are fitted to, or None.
         classes: names of the classes, for a check.
+        box: how images are scaled, see `LabeledImages._fit`.
 
     Raises:
         ModuleNotFoundError: the package `datasets` is not installed.
@@ -228,7 +206,11 @@ class _HubImages(_DecodedImages):
     """
 
     def __init__(
-        self, source: str, size: int | None = None, classes: Sequence[str] | None = None
+        self,
+        source: str,
+        size: int | None = None,
+        classes: Sequence[str] | None = None,
+        box: bool = False,
     ) -> None:
         load = dataset_loader(source)
         name, _, split = source.removeprefix("hf:").partition(":")
@@ -251,7 +233,7 @@ class _HubImages(_DecodedImages):
                 f"{source}: expected the {len(classes)} classes trained on; got "
                 f"{len(self.classes)} others; validate on the same classes"
             )
-        super().__init__(size)
+        super().__init__(size, box)
 
     def _name(self, index: int) -> str:
         return f"{self.path}, row {index}"

@@ -29,6 +29,7 @@ class _IdxImages(LabeledImages):
             "labels" for "images" and "idx1" for "idx3".
         size: side of a square that images are fitted to; None leaves them as they are.
         classes: names of the classes; their numbers if None.
+        box: how images are scaled, see `LabeledImages._fit`.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -43,6 +44,7 @@ class _IdxImages(LabeledImages):
         labels: Path | None = None,
         size: int | None = None,
         classes: Sequence[str] | None = None,
+        box: bool = False,
     ) -> None:
         self.path = path
         images = _read_file(path, axes=3)
@@ -64,7 +66,7 @@ class _IdxImages(LabeledImages):
         self.images = images[:, None]
         if size is not None and self.images.shape[-2:] != (size, size):
             self.images = torch.cat(
-                [self._fit(part, size, str(path)) for part in self.images.split(_CHUNK)]
+                [self._fit(part, size, str(path), box) for part in self.images.split(_CHUNK)]
             )
         self.channels = 1
         self.size = (self.images.shape[-2], self.images.shape[-1])

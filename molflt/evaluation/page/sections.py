@@ -69,9 +69,18 @@ _KEPT = {  # pictures of evaluations: title, the picture in words
         "The share of the images of each class, by row, that were taken for each class, by column.",
     ),
     "wrong.png": ("Confident mistakes", "The images that were classified wrongly most surely."),
+    "best_values.png": (
+        "Unseen functions",
+        "The best value so far against how many values were asked for, a panel per function: mean "
+        "and standard deviation over runs.",
+    ),
     "forces.png": (
         "Forces",
         "Predicted against labeled components of the forces, in eV/Å, a panel per split.",
+    ),
+    "optimizations.png": (
+        "Unseen tasks",
+        "Loss against the step on tasks of no training: mean over repeats, and all that they span.",
     ),
     "published.png": (
         "Beside published models",
@@ -83,6 +92,9 @@ EXPECTED = {
     "masked_language": (),
     "translation": ("attention.png", "cross-attention.png"),
     "images": ("confusion.png", "attention.png"),
+    "image_generation": ("losses.png",),
+    "learned_optimizer": ("optimizations.png",),
+    "population_optimizer": ("best_values.png",),
 }
 """Pictures that every evaluation of a recipe writes."""
 

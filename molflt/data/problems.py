@@ -1,0 +1,92 @@
+"""Problems to learn an optimizer from: nothing but the seeds from which they are drawn."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from molflt.data.batches import BatchedData
+
+__all__ = ["ProblemData", "ProblemSeeds", "generator_of"]
+
+_FIRST = {"val": 0, "test": 2**31, "train": 2**32}  # seeds of the uses never meet
+_MOST = 2**31
+
+
+class ProblemSeeds(Dataset[Tensor]):
+    """Consecutive seeds; a problem is drawn from its seed alone, see `generator_of`.
+
+    Args:
+        use: "train", "val" or "test": which no two have a seed in common.
+        count: how many, at most 2^31.
+
+    Raises:
+        ValueError: for a count outside of its range.
+    """
+
+    def __init__(self, use: str, count: int) -> None:
+        if not 1 <= count <= _MOST:
+            raise ValueError(f"problems must be 1 to {_MOST:,}; got {count:,}")
+        self.first = _FIRST[use]
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Tensor:
+        """A seed, () int64."""
+        if not 0 <= index < self.count:
+            raise IndexError(f"problem {index} of {self.count}")
+        return torch.tensor(self.first + index)
+
+
+class ProblemData(BatchedData[ProblemSeeds]):
+    """Seeds of problems, (batch,) int64 in each batch.
+
+    An epoch holds every problem of training once, in an order of the run's seed. Validation has
+    problems of its own, the same in every run.
+
+    Args:
+        batch_size: problems of one meta-step, per device.
+        problems: how many problems training draws from.
+        val_problems: how many problems validation takes.
+
+    Raises:
+        ValueError: for a number outside its range.
+    """
+
+    items = "problems"
+
+    def __init__(
+        self, batch_size: int = 8, problems: int = 100_000, val_problems: int = 32
+    ) -> None:
+        super().__init__(batch_size)
+        for name, value in (("problems", problems), ("val_problems", val_problems)):
+            if not 1 <= value <= _MOST:
+                raise ValueError(f"data.{name} must be 1 to {_MOST:,}; got {value:,}")
+        self.counts = {"train": problems, "val": val_problems}
+
+    def setup(self, stage: str = "fit") -> None:
+        """Nothing is read: there are only seeds."""
+        for use, count in self.counts.items():
+            self.datasets.setdefault(use, ProblemSeeds(use, count))
+
+    def _digest(self, use: str, most: int | None = None) -> str:
+        """Of the range of seeds, instead of each one."""
+        seeds = self.datasets[use]
+        return hashlib.sha256(f"{seeds.first}+{len(seeds)}".encode()).hexdigest()
+
+
+def generator_of(seed: int, *purpose: int) -> torch.Generator:
+    """What a problem is drawn with: neighboring seeds, and purposes, have nothing in common.
+
+    Args:
+        seed: of the problem.
+        purpose: numbers that tell several generators of one problem apart.
+    """
+    words = np.random.SeedSequence([seed, *purpose]).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(words[0] >> np.uint64(1)))

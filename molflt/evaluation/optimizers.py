@@ -1,0 +1,279 @@
+"""Evaluation of a learned optimizer: loss curves on unseen problems, beside tuned Adam."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim import Adam, Optimizer
+from tqdm import tqdm
+
+from molflt import plots
+from molflt.data.problems import ProblemSeeds
+from molflt.evaluation.attention import _attention_of
+from molflt.evaluation.report import Report, align, write_csv
+from molflt.memory import within_memory
+from molflt.optimizers.coordinate import CoordinateOptimizer, OptimizerState
+from molflt.optimizers.learned import LearnedOptimizer
+from molflt.optimizers.memories import AttentionMemory
+from molflt.optimizers.problems import Problem
+from molflt.optimizers.unseen import UNSEEN, image_problems
+from molflt.training.config import Config
+
+__all__ = ["ADAM_RATES", "Raced", "curve_rows", "evaluate", "final_loss", "loss_curve", "race"]
+__all__ += ["stretches", "table", "tasks_of", "tuned_adam"]
+
+ADAM_RATES = tuple(round(10 ** (-4 + i / 3), 6) for i in range(10))  # 1e-4 to 0.1
+_END = 0.1  # share of the steps whose mean loss is the final one
+_ROWS = 200  # of a curve in the file
+_SHOWN, _COORDINATES = 64, 32  # gradients and coordinates in the picture of attention
+_REACH = 200  # steps in that of the encoding
+_Curve = NDArray[np.float64]
+_Made = Callable[[int, Tensor], Problem]
+_Opened = Callable[[list[Tensor]], Optimizer]
+
+
+class Raced(NamedTuple):
+    """What an optimizer made of a task."""
+
+    curves: _Curve
+    """loss before each step, (repeats, steps); infinite from where it was no number"""
+    setting: str = ""
+    """what was tuned, for people"""
+
+
+def evaluate(
+    run: Path,
+    model: CoordinateOptimizer,
+    config: Config,
+    out: Path,
+    steps: int = 500,
+    repeats: int = 3,
+    tasks: list[str] | None = None,
+    data: Path | None = None,
+    rates: list[float] | None = None,
+) -> Report:
+    """Evaluates a learned optimizer: loss curves on unseen tasks, beside Adam.
+
+    Adam has the best of several learning rates for each task: that of the smallest final loss in
+    the same repeats. The tasks are Rosenbrock's function, the factorization of a matrix, a
+    network that is deeper and larger than those of training, and with `data` a network and a
+    convolutional network on images. Writes curves.csv (mean losses of up to 200 stretches of steps)
+    and optimizations.png; of attention also attention.png (each head of the last layer on the first
+    gradients of the last task) and, if there is one, encoding.png.
+
+    Args:
+        run: folder of the training run.
+        model: in evaluation mode.
+        config: the run's.
+        out: folder to write.
+        steps: of each optimization.
+        repeats: optimizations of each task, from other seeds.
+        tasks: some of rosenbrock, factorization, deep_network, image_network and
+            image_convolutions; by default all that there are data for.
+        data: images: a folder of classes or an idx file.
+        rates: learning rates that Adam is tried with, 1e-4 to 0.1 in 10 steps by default; an empty
+            list leaves Adam out.
+
+    Returns:
+        Per task: final_loss (geometric mean over repeats of the mean loss of the last 10 % of the
+        steps), final_loss_sd (of its decimal logarithm), and with Adam the same of it, and adam_lr.
+
+    Raises:
+        FileNotFoundError: if the images are missing.
+        ValueError: for a number outside its range, an unknown task, or one without its data.
+    """
+    for name, value in (("steps", steps), ("repeats", repeats)):
+        if value < 1:
+            raise ValueError(f"--{name} must be at least 1; got {value}")
+    rates = list(ADAM_RATES) if rates is None else rates
+    if not all(0 < rate < math.inf for rate in rates):
+        raise ValueError(f"--rates must be above 0; got {rates}")
+    chosen = tasks_of(tasks, data)
+    like = next(model.parameters())
+    found: dict[str, dict[str, Raced]] = {}
+    with within_memory(lambda: f"{run}: the optimizer's state", "choose smaller --tasks"):
+        for name, made in tqdm(chosen.items(), desc="tasks", leave=False, disable=None):
+            opened = partial(LearnedOptimizer, model=model)
+            found[name] = {run.name: race(made, opened, steps, repeats, like)}
+            if rates:
+                found[name]["Adam"] = tuned_adam(made, steps, repeats, like, rates)
+    files = [write_csv(out / "curves.csv", curve_rows(found)), out / "optimizations.png"]
+    curves = {
+        task: {name: stretches(raced.curves)[1] for name, raced in own.items()}
+        for task, own in found.items()
+    }
+    plots.loss_curves(curves, files[1], steps)
+    task, made = list(chosen.items())[-1]
+    files += _draw_memory(model, made(int(ProblemSeeds("test", 1)[0]), like), task, steps, out)
+    results = {task: _metrics(*own.values()) for task, own in found.items()}
+    text = f", {steps:,} steps, {repeats} repeats\n\n{table(found)}\n"
+    return Report(results, text, files)
+
+
+def _draw_memory(
+    model: CoordinateOptimizer, problem: Problem, task: str, steps: int, out: Path
+) -> list[Path]:
+    """Pictures of where attention looks among past gradients, mean over coordinates."""
+    memory = model.memory
+    if not isinstance(memory, AttentionMemory):
+        return []
+    theta, seen = problem.start.detach(), []
+    state: OptimizerState | None = None
+    rows = torch.linspace(0, len(theta) - 1, min(_COORDINATES, len(theta))).long()
+    for step in range(min(steps, _SHOWN)):
+        shown = theta.clone().requires_grad_()
+        with torch.enable_grad():
+            (gradient,) = torch.autograd.grad(problem.loss(shown, step), shown)
+        moments = None if state is None else state.moments
+        seen.append(model.observe(gradient, moments, step).features[rows])
+        with torch.no_grad():
+            update, state = model.step(gradient, state)
+        theta = theta + update
+        if not bool(theta.isfinite().all()):
+            break
+    features = torch.stack(seen, dim=1)
+    matrices = _attention_of(memory.stack, lambda: model(features, features[..., 0]))
+    files = [out / "attention.png"]
+    title = f"last layer, first {features.shape[1]} gradients of {task.replace('_', ' ')}"
+    plots.attention_matrices(matrices[-1].mean(dim=0), files[0], title=title)
+    position, scale = memory.stack.position, memory.position_scale
+    if position is not None and plots.has_bias(position):
+        files.append(out / "encoding.png")
+        plots.rpe_curves(position, files[1], _REACH * scale, f"{1 / scale:g} steps")
+    return files
+
+
+def tasks_of(names: Sequence[str] | None, data: Path | None) -> dict[str, _Made]:
+    """Tasks by name.
+
+    Args:
+        names: of some; None for all that there are data for.
+        data: images; None without.
+
+    Raises:
+        FileNotFoundError: if the images are missing.
+        ValueError: for an unknown task, or one without its data.
+    """
+    of_images = ("image_network", "image_convolutions")
+    known = [*UNSEEN, *of_images]
+    for name in names or ():
+        if name not in known:
+            raise ValueError(f"--tasks {name!r}; expected some of {', '.join(known)}")
+        if name in of_images and data is None:
+            raise ValueError(f"--tasks {name}: expected images; got none; give --data")
+    wanted = names or [name for name in known if data is not None or name in UNSEEN]
+    if data is not None and not set(wanted) & {*of_images}:
+        raise ValueError(f"--data {data} has no effect on {', '.join(wanted)}; leave it out")
+    there = {**UNSEEN, **(image_problems(data) if data is not None else {})}
+    return {name: there[name] for name in wanted}
+
+
+def race(made: _Made, opened: _Opened, steps: int, repeats: int, like: Tensor) -> Raced:
+    """Optimizes a task from several seeds, which no training has.
+
+    Args:
+        made: the task.
+        opened: makes the optimizer of some parameters.
+        steps: of each.
+        repeats: how many seeds.
+        like: a tensor of the wanted type, on the wanted device.
+    """
+    seeds = ProblemSeeds("test", repeats)
+    problems = [made(int(seeds[i]), like) for i in range(repeats)]
+    return Raced(np.stack([loss_curve(problem, opened, steps) for problem in problems]))
+
+
+def tuned_adam(
+    made: _Made, steps: int, repeats: int, like: Tensor, rates: Iterable[float] = ADAM_RATES
+) -> Raced:
+    """Adam with the learning rate whose final loss is least."""
+    best, least = Raced(np.empty(0)), math.inf
+    for lr in rates:
+        found = race(made, partial(Adam, lr=lr), steps, repeats, like)
+        end = final_loss(found.curves)[0]
+        if end < least or not best.setting:
+            best, least = Raced(found.curves, f"{lr:g}"), end
+    return best
+
+
+def loss_curve(problem: Problem, opened: _Opened, steps: int) -> _Curve:
+    """Losses before each step, (steps,); infinite once one is no number."""
+    theta = nn.Parameter(problem.start.detach().clone())
+    optimizer = opened([theta])
+    curve = np.full(steps, np.inf)
+    for step in range(steps):
+        optimizer.zero_grad()
+        with torch.enable_grad():
+            loss = problem.loss(theta, step)
+            loss.backward()
+        if not bool(loss.isfinite()) or not bool(_gradient(theta).isfinite().all()):
+            break
+        curve[step] = loss.item()
+        optimizer.step()
+    return curve
+
+
+def _gradient(theta: Tensor) -> Tensor:
+    assert theta.grad is not None
+    return theta.grad
+
+
+def final_loss(curves: _Curve) -> tuple[float, float]:
+    """Geometric mean over repeats of the loss at the end, and the sd of its decimal logarithm."""
+    count = max(1, round(_END * curves.shape[1]))
+    ends = np.log10(np.maximum(curves[:, -count:].mean(axis=1), 1e-30))
+    if not np.isfinite(ends).all():
+        return math.inf, math.nan
+    return float(10 ** ends.mean()), float(ends.std(ddof=1)) if len(ends) > 1 else math.nan
+
+
+def _metrics(learned: Raced, adam: Raced | None = None) -> dict[str, float | None]:
+    found: dict[str, float | None] = {}
+    for prefix, raced in (("", learned), ("adam_", adam)):
+        if raced is not None:
+            end, spread = final_loss(raced.curves)
+            found[f"{prefix}final_loss"] = end
+            found[f"{prefix}final_loss_sd"] = None if math.isnan(spread) else spread
+    return found if adam is None else {**found, "adam_lr": float(adam.setting)}
+
+
+def table(found: Mapping[str, Mapping[str, Raced]]) -> str:
+    """A line per task and optimizer."""
+    lines = [("task", "optimizer", "tuned", "final loss", "sd of log10")]
+    for task, own in found.items():
+        for name, raced in own.items():
+            end, spread = final_loss(raced.curves)
+            sd = "-" if math.isnan(spread) else f"{spread:.2f}"
+            lines.append((task, name, raced.setting or "-", f"{end:.4g}", sd))
+    note = "final loss: mean of the last 10 % of the steps, geometric mean over repeats"
+    return f"{align(lines, text_columns=2)}\n\n{note}"
+
+
+def stretches(curves: _Curve, most: int = _ROWS) -> tuple[_Curve, _Curve]:
+    """Mean losses of stretches of steps: their middle steps (n,), and (repeats, n)."""
+    steps = curves.shape[1]
+    edges = np.linspace(0, steps, min(steps, most) + 1).round().astype(int)
+    means = [curves[:, a:b].mean(axis=1) for a, b in itertools.pairwise(edges)]
+    return (edges[:-1] + edges[1:] - 1) / 2, np.stack(means, axis=1)
+
+
+def curve_rows(found: Mapping[str, Mapping[str, Raced]]) -> list[dict[str, Any]]:
+    """Rows of curves.csv."""
+    rows: list[dict[str, Any]] = []
+    for task, own in found.items():
+        for name, raced in own.items():
+            label = {"task": task, "optimizer": name, "tuned": raced.setting}
+            middle, means = stretches(raced.curves)
+            for repeat, losses in enumerate(means):
+                pairs = zip(middle, losses, strict=True)
+                rows += [{**label, "repeat": repeat, "step": s, "loss": x} for s, x in pairs]
+    return rows

@@ -1,0 +1,229 @@
+"""Evaluation of a population that was learned: best values on functions that it has not seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from tqdm import tqdm
+
+from molflt import plots
+from molflt.data.problems import ProblemSeeds, generator_of
+from molflt.evaluation.report import Report, align, write_csv
+from molflt.optimizers.functions import FAMILIES, HALF_WIDTH, UNSEEN, Functions
+from molflt.optimizers.population import Populations
+from molflt.optimizers.population_model import PopulationModel
+from molflt.training.config import Config
+
+__all__ = ["BASELINES", "evaluate"]
+
+_SMALLEST = 1e-12  # of a best value: what lies below is rounding
+_POINTS = 100  # of a curve
+_CMA_STEP = 2.0  # in a domain of +-5: BBOB's usual start of CMA-ES
+
+_Values = NDArray[np.float64]
+_Search = Callable[[Functions, list[int], int], _Values]
+
+
+def evaluate(
+    run: Path,
+    model: PopulationModel,
+    config: Config,
+    out: Path,
+    functions: list[str] | None = None,
+    evaluations: int = 5000,
+    runs: int = 10,
+    dimension: int | None = None,
+    members: int | None = None,
+    baselines: list[Literal["cma-es", "random"]] | None = None,
+) -> Report:
+    """Evaluates a population optimizer beside CMA-ES and random search.
+
+    Writes best_values.csv and best_values.png. Every run has a function of its own, shifted and
+    rotated, which all optimizers share. Populations start from N(0, 2.5^2), as in training; CMA-ES
+    (the package cma with its defaults, stopped by nothing but the number of evaluations) from a
+    uniform place in [-5, 5]^d with step size 2; random search is uniform there.
+
+    Args:
+        run: folder of the training run.
+        model: in evaluation mode.
+        config: the run's.
+        out: folder to write.
+        functions: keys of `molflt.optimizers.functions.FAMILIES`; by default ellipsoid, rosenbrock,
+            ackley, griewank and levy, none of which is trained on.
+        evaluations: values that each optimizer may ask for.
+        runs: functions of each kind.
+        dimension: of the functions; by default that of training.
+        members: of the population; by default those of training.
+        baselines: what it is compared with, by default cma-es and random; an empty list for none.
+
+    Returns:
+        Per function: mean over runs of log10 of the best value, log10_best, and its standard
+        deviation, log10_best_sd; the same of each baseline, such as cma-es_log10_best; and n.
+
+    Raises:
+        ValueError: for a number outside its range, or a function that is unknown.
+        ModuleNotFoundError: without the package cma, if CMA-ES is asked for.
+    """
+    trained: Any = config["task"]["members"]
+    size = trained if members is None else members
+    d = model.dimension if dimension is None else dimension
+    for name, value, low in (("evaluations", evaluations, size), ("runs", runs, 1)):
+        if value < low:
+            raise ValueError(f"--{name} must be at least {low}; got {value}")
+    if size < 2 or d < 1:
+        raise ValueError(f"--members must be at least 2, --dimension 1; got {size} and {d}")
+    wanted = list(BASELINES) if baselines is None else list(dict.fromkeys(baselines))
+    if "cma-es" in wanted:
+        _cma()  # missing is told before anything is computed
+    own = _own_name(config)
+    searches: dict[str, _Search] = {own: _of_model(model.of_dimension(d), size)}
+    searches |= {name: BASELINES[name] for name in wanted}
+    problems = ProblemSeeds("test", runs)
+    seeds = [int(problems[place]) for place in range(runs)]
+    counts = np.unique(np.linspace(size, evaluations, _POINTS).astype(int))
+    curves: dict[str, dict[str, _Values]] = {}
+    for name in tqdm(dict.fromkeys(functions or UNSEEN), leave=False, disable=None):
+        drawn = Functions.draw(name, d, [generator_of(seed, 0) for seed in seeds])
+        found = {key: search(drawn, seeds, evaluations) for key, search in searches.items()}
+        curves[name] = {key: _best(values)[:, counts - 1] for key, values in found.items()}
+    results = {name: _summary(found, own) for name, found in curves.items()}
+    rows = _rows(curves, counts, seeds)
+    png = out / "best_values.png"
+    plots.best_values(curves, counts.astype(float), png, runs)
+    text = f"\n\n{_table(curves, evaluations, d, runs)}\n"
+    return Report(results, text, [write_csv(out / "best_values.csv", rows), png])
+
+
+def _own_name(config: Config) -> str:
+    """What the model is called beside others."""
+    options = config["model"]
+    masked, softmax = options["position"] != "none", options["mixing"] == "softmax"
+    if softmax:
+        return "softmax + mask" if masked else "softmax"
+    return "FLT" if masked else "Performer"
+
+
+def _of_model(model: PopulationModel, members: int) -> _Search:
+    """Populations of all runs in one batch: what each finds does not depend on the others."""
+
+    @torch.no_grad()
+    def search(functions: Functions, seeds: list[int], evaluations: int) -> _Values:
+        populations = Populations(model, seeds, members)
+        functions = functions.to(populations.device)
+        told: list[Tensor] = []
+        for _ in range(-(-evaluations // members)):
+            told.append(functions(populations.state.position))
+            populations.tell(told[-1])
+        found: _Values = torch.cat(told, dim=1)[:, :evaluations].cpu().numpy()
+        return found
+
+    return search
+
+
+def _cma_es(functions: Functions, seeds: list[int], evaluations: int) -> _Values:
+    """CMA-ES one run at a time, with its own default of the population."""
+    cma, found = _cma(), []
+    never: dict[str, float] = dict.fromkeys(("tolfun", "tolfunhist", "tolfunrel", "tolx"), 0)
+    never |= {"tolstagnation": 10**9, "tolflatfitness": 10**9, "tolconditioncov": 1e300}
+    for place, seed in enumerate(seeds):
+        generator = generator_of(seed, 2)
+        function = functions.only(place)
+        start = _uniform(1, functions, generator)[0].numpy()
+        number = int(torch.randint(1, 2**31, (1,), generator=generator))
+        options = {"seed": number, "verbose": -9, "maxfevals": 10 * evaluations, **never}
+        strategy = cma.CMAEvolutionStrategy(start, _CMA_STEP, options)
+        told: list[float] = []
+        while len(told) < evaluations:
+            asked = strategy.ask()
+            points = torch.as_tensor(np.array(asked))[None]
+            values = function(points)[0].tolist()
+            strategy.tell(asked, values)
+            told += values
+        found.append(told[:evaluations])
+    return np.array(found)
+
+
+def _random(functions: Functions, seeds: list[int], evaluations: int) -> _Values:
+    """Uniform in the search domain."""
+    draws = [_uniform(evaluations, functions, generator_of(seed, 3)) for seed in seeds]
+    found: _Values = functions(torch.stack(draws)).numpy()
+    return found
+
+
+BASELINES: dict[str, _Search] = {"cma-es": _cma_es, "random": _random}
+"""Name -> (functions, seeds, evaluations) -> values in the order of evaluation, (runs, .)"""
+
+
+def _uniform(count: int, functions: Functions, generator: torch.Generator) -> Tensor:
+    """Points of the search domain, (count, d)."""
+    d = functions.minimizer.shape[1]
+    return HALF_WIDTH * (2 * torch.rand(count, d, generator=generator, dtype=torch.float64) - 1)
+
+
+def _cma() -> Any:
+    try:
+        import cma
+    except ImportError:
+        raise ModuleNotFoundError(
+            "CMA-ES needs the package cma; got none; run: pip install molflt[bench], or leave it "
+            "out with --baselines random"
+        ) from None
+    return cma
+
+
+def _best(values: _Values) -> _Values:
+    """log10 of the best value so far, (runs, evaluations)."""
+    found: _Values = np.log10(np.maximum(np.minimum.accumulate(values, axis=1), _SMALLEST))
+    return found
+
+
+def _summary(found: Mapping[str, _Values], own: str) -> dict[str, float | None]:
+    """Mean and standard deviation over runs at the end."""
+    summary: dict[str, float | None] = {}
+    for name, curves in found.items():
+        prefix, last = "" if name == own else f"{name}_", curves[:, -1]
+        summary[f"{prefix}log10_best"] = float(last.mean())
+        summary[f"{prefix}log10_best_sd"] = float(last.std(ddof=1)) if len(last) > 1 else None
+    return {**summary, "n": len(found[own])}
+
+
+def _rows(
+    curves: Mapping[str, Mapping[str, _Values]], counts: NDArray[np.int64], seeds: list[int]
+) -> list[dict[str, object]]:
+    return [
+        {
+            "function": name,
+            "optimizer": optimizer,
+            "run": place,
+            "seed": seed,
+            "evaluations": int(count),
+            "log10_best": float(value),
+        }
+        for name, found in curves.items()
+        for optimizer, values in found.items()
+        for place, seed in enumerate(seeds)
+        for count, value in zip(counts, values[place], strict=True)
+    ]
+
+
+def _table(
+    curves: Mapping[str, Mapping[str, _Values]], evaluations: int, dimension: int, runs: int
+) -> str:
+    names = list(next(iter(curves.values())))
+    lines = [("function", *names)]
+    for function, found in curves.items():
+        last = [found[name][:, -1] for name in names]
+        cells = (f"{x.mean():.2f} ± {x.std(ddof=min(1, len(x) - 1)):.2f}" for x in last)
+        known = function not in UNSEEN and function == next(iter(FAMILIES))
+        lines.append((f"{function} (trained on)" if known else function, *cells))
+    note = (
+        f"log10 of the best of {evaluations:,} values in {dimension} dimensions, mean ± standard "
+        f"deviation over {runs} runs; the least value is 0; below -12 counts as -12"
+    )
+    return f"{align(lines)}\n\n{note}"

@@ -1,0 +1,30 @@
+"""Optimizers that are learned, with the attention core as their memory."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from molflt.optimizers.coordinate import CoordinateOptimizer
+    from molflt.optimizers.learned import LearnedOptimizer
+    from molflt.optimizers.population import PopulationOptimizer
+    from molflt.optimizers.population_model import PopulationModel
+
+__all__ = ["CoordinateOptimizer", "LearnedOptimizer", "PopulationModel", "PopulationOptimizer"]
+
+_ROOMS = {
+    "CoordinateOptimizer": "coordinate",
+    "LearnedOptimizer": "learned",
+    "PopulationModel": "population_model",
+    "PopulationOptimizer": "population",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Loaded when they are asked for: the command line needs none of them."""
+    if name in _ROOMS:
+        return getattr(import_module(f"molflt.optimizers.{_ROOMS[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -1,0 +1,220 @@
+"""An optimizer that is learned: the same small model for every coordinate, with a memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from molflt.attention.checks import at_least_one, no_effect, one_of, positive
+from molflt.attention.features import FeatureMapName
+from molflt.attention.positions import PositionName, known_options
+from molflt.optimizers.memories import (
+    AttentionMemory,
+    Memory,
+    MemoryState,
+    RecurrentMemory,
+    StateSpaceMemory,
+)
+
+__all__ = ["CoordinateOptimizer", "Observed", "OptimizerState"]
+
+_MOMENTA = (0.5, 0.9, 0.99)
+_SQUARES = (0.9, 0.999)  # the last one is Adam's
+_FEATURES = 2 + 1 + len(_MOMENTA) + 1 + 1
+_P = 10.0  # of Andrychowicz et al., appendix A
+_EPS = 1e-8  # Adam's
+_LARGEST = 1e15  # of gradients: squares have to fit into float32
+_RATE = 3.0  # learned factors of the learning rate are exp(-3) to exp(3)
+
+
+class OptimizerState(NamedTuple):
+    """What is kept of each coordinate between steps."""
+
+    step: int
+    """steps taken"""
+    moments: Tensor
+    """running means of gradients and of their squares, (coordinates, 5)"""
+    memory: MemoryState
+
+
+class Observed(NamedTuple):
+    """A gradient as the model sees it."""
+
+    features: Tensor
+    """(coordinates, features)"""
+    direction: Tensor
+    """Adam's step in units of its learning rate, (coordinates,)"""
+    moments: Tensor
+    """as in `OptimizerState`"""
+
+
+class CoordinateOptimizer(nn.Module):
+    """Gradients in, updates out, for each coordinate alone: (coordinates,) -> (coordinates,).
+
+    Features of a gradient are its logarithm and sign (arXiv:1606.04474, appendix A), the gradient
+    and its means over several times in units of its root mean square (arXiv:1703.03633;
+    arXiv:2009.11243), how that has changed of late, and the logarithm of the step. A
+    memory of these, as in Mnemosyne (Jain et al. 2023) and FLT (arXiv:2302.01925, section 5.4),
+    gives d and s of
+
+        update = -lr exp(s) (Adam's direction + d), |s| < 3,
+
+    which begins as Adam but for small random d and s.
+
+    Args:
+        memory: "attention", "lstm" (arXiv:1606.04474) or "state_space" (arXiv:2206.11893).
+        dim: width.
+        layers: of the memory.
+        lr: learning rate before anything is learned.
+        heads: of attention, 2 by default.
+        ffn_dim: hidden width of attention's feed-forward networks, 2 dim by default.
+        mixing: of attention: "linear" (constant memory per coordinate), which is the default, or
+            "softmax" (of all steps so far).
+        feature_map: of linear attention, see `molflt.attention.Attention`.
+        num_features: likewise, 16 by default.
+        normalize_qk: of attention, see there.
+        position: encoding of time, "none" or a key of `molflt.attention.POSITIONS` that decodes,
+            such as "spectral" for FLT.
+        position_options: further arguments of the encoding; `dim` is 1.
+        position_scale: distance of neighboring steps, in the unit of length of the encoding; 0.01
+            by default.
+        window: steps that softmax looks back at; null for all.
+        states: complex numbers of each channel of "state_space", 8 by default.
+
+    Raises:
+        ValueError: an option outside its range, or one without effect.
+    """
+
+    def __init__(
+        self,
+        memory: Literal["attention", "lstm", "state_space"] = "attention",
+        dim: int = 16,
+        layers: int = 1,
+        lr: float = 0.01,
+        heads: int | None = None,
+        ffn_dim: int | None = None,
+        mixing: Literal["linear", "softmax"] | None = None,
+        feature_map: FeatureMapName | None = None,
+        num_features: int | None = None,
+        normalize_qk: bool | None = None,
+        position: PositionName = "none",
+        position_options: dict[str, Any] | None = None,
+        position_scale: float | None = None,
+        window: int | None = None,
+        states: int | None = None,
+    ) -> None:
+        super().__init__()
+        one_of("memory", memory, ("attention", "lstm", "state_space"))
+        at_least_one(dim=dim, layers=layers)
+        positive(lr=lr)
+        self.dim = dim
+        self.lr = lr
+        self.take_in = nn.Linear(_FEATURES, dim)
+        attention: dict[str, Any] = {"heads": heads, "ffn_dim": ffn_dim, "mixing": mixing}
+        attention |= {"feature_map": feature_map, "num_features": num_features}
+        attention |= {"normalize_qk": normalize_qk, "window": window}
+        named = None if position == "none" else position
+        timing: dict[str, Any] = {"position": named, "position_scale": position_scale}
+        timing |= {"position_options": position_options or None}
+        if memory != "state_space":
+            no_effect(f"with memory={memory!r}", states=states)
+        if memory != "attention":
+            no_effect(f"with memory={memory!r}", **attention, **timing)
+        self.memory: Memory
+        if memory == "attention":
+            self.memory = _attention(dim, layers, attention, timing)
+        elif memory == "lstm":
+            self.memory = RecurrentMemory(dim, layers)
+        else:
+            self.memory = StateSpaceMemory(dim, layers, 8 if states is None else states)
+        self.head = nn.Linear(dim, 2)
+        nn.init.normal_(self.head.weight, std=0.01)
+        nn.init.zeros_(self.head.bias)
+
+    def observe(self, gradient: Tensor, moments: Tensor | None, step: int) -> Observed:
+        """Features of gradients (coordinates,), `step` of which came before; no gradient flows."""
+        with torch.no_grad():
+            g = gradient.detach().clamp(-_LARGEST, _LARGEST)
+            new = torch.stack((*(g for _ in _MOMENTA), *(g * g for _ in _SQUARES)), dim=-1)
+            decay = new.new_tensor((*_MOMENTA, *_SQUARES))
+            moments = torch.lerp(new, torch.zeros_like(new) if moments is None else moments, decay)
+            means = moments / (1 - decay ** (step + 1))
+            recent, long = means[:, -2], means[:, -1]
+            scaled = torch.cat((g[:, None], means[:, : len(_MOMENTA)]), dim=-1)
+            scaled = scaled / (long.sqrt() + _EPS)[:, None]
+            change = 0.5 * ((recent + _EPS**2) / (long + _EPS**2)).log()
+            large = g.abs() >= math.exp(-_P)
+            logarithm = (g.abs().clamp(min=math.exp(-_P)).log() / _P).where(large, -1.0)
+            sign = g.sign().where(large, g * math.exp(_P))
+            time = torch.full_like(g, math.log1p(step) / 5)
+            shown = torch.stack((logarithm, sign, change, time), dim=-1)
+        direction = scaled[:, 1 + _MOMENTA.index(0.9)]
+        return Observed(torch.cat((shown, scaled), dim=-1), direction, moments)
+
+    def forward(
+        self, features: Tensor, direction: Tensor, memory: MemoryState = (), start: int = 0
+    ) -> Tensor:
+        """Updates of all steps at once, from what `observe` has seen.
+
+        Args:
+            features: (coordinates, steps, features).
+            direction: (coordinates, steps).
+            memory: state of the memory before them; empty at the beginning.
+            start: how many steps came before.
+
+        Returns:
+            (coordinates, steps), to be added to the parameters.
+        """
+        return self._decide(self.memory(self.take_in(features), memory, start), direction)
+
+    def step(
+        self, gradient: Tensor, state: OptimizerState | None = None
+    ) -> tuple[Tensor, OptimizerState]:
+        """The update of one step, (coordinates,), and the state after it.
+
+        Args:
+            gradient: (coordinates,).
+            state: of the step before; None at the beginning.
+        """
+        done = 0 if state is None else state.step
+        seen = self.observe(gradient, None if state is None else state.moments, done)
+        update, memory = self.react(seen, () if state is None else state.memory, done)
+        return update, OptimizerState(done + 1, seen.moments, memory)
+
+    def react(self, seen: Observed, memory: MemoryState, start: int) -> tuple[Tensor, MemoryState]:
+        """The update that follows a gradient, and the memory after it."""
+        hidden, memory = self.memory.step(self.take_in(seen.features), memory, start)
+        return self._decide(hidden, seen.direction), memory
+
+    def redraw_(self, generator: torch.Generator | None = None) -> None:
+        """Draws the random features of attention anew."""
+        self.memory.redraw_(generator)
+
+    def _decide(self, hidden: Tensor, direction: Tensor) -> Tensor:
+        own, rate = self.head(hidden).to(direction.dtype).unbind(dim=-1)
+        out: Tensor = -self.lr * (_RATE * torch.tanh(rate / _RATE)).exp() * (direction + own)
+        return out
+
+
+def _attention(
+    dim: int, layers: int, given: Mapping[str, Any], timing: Mapping[str, Any]
+) -> AttentionMemory:
+    """Attention with the options that are given, and our defaults for those that are None."""
+    own: dict[str, Any] = {"heads": 2, "ffn_dim": 2 * dim, "mixing": "linear", "window": None}
+    if given["mixing"] != "softmax":
+        own["num_features"] = 16
+    own |= {name: value for name, value in given.items() if value is not None}
+    name, scale = timing["position"], timing["position_scale"]
+    if name is None:
+        no_effect("with position='none'", **timing)
+        return AttentionMemory(dim, layers=layers, **own)
+    options = {**known_options(name, dim=1), **(timing["position_options"] or {})}
+    scale = 0.01 if scale is None else scale
+    positive(position_scale=scale)
+    return AttentionMemory(
+        dim, layers=layers, position=name, position_options=options, position_scale=scale, **own
+    )

@@ -1,0 +1,189 @@
+"""Families of functions to be minimized, shifted and rotated, whose least value is known.
+
+A function is f(x) = base(z) with z = z* + k R (x - x*), where z* is where the base has its minimum,
+R a rotation drawn from the Haar measure, x* the minimizer, and k the number that takes the search
+domain [-5, 5]^d to the domain on which the base is published. The least value of every one is 0.
+
+The family to learn from, "rastrigin_like", is that of LOIS (arXiv:1911.03787) and of Open-L2O
+(arXiv:2103.12828), a quadratic form with cosines, written around its minimum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["FAMILIES", "HALF_WIDTH", "UNSEEN", "Family", "Functions", "haar_rotation"]
+
+HALF_WIDTH = 5.0
+"""of the search domain, which is centered at 0"""
+_FARTHEST = 4.0  # of a coordinate of the minimizer from 0
+
+_Shape = Mapping[str, Tensor]
+
+
+class Family(NamedTuple):
+    """A kind of function."""
+
+    base: Callable[[Tensor, _Shape], Tensor]
+    """z (batch, ..., d) and what was drawn -> values (batch, ...)"""
+    half_width: float
+    """of the domain on which the base is published"""
+    minimizer: float = 0.0
+    """each coordinate of z*"""
+    draw: Callable[[int, torch.Generator], dict[str, Tensor]] = lambda dimension, generator: {}
+    """dimension and generator -> numbers of one function, which the base gets in a batch"""
+    least_dimension: int = 1
+
+
+def _sphere(z: Tensor, shape: _Shape) -> Tensor:
+    return z.square().sum(dim=-1)
+
+
+def _exponents(z: Tensor) -> Tensor:
+    """0 to 1 over the coordinates, (d,)."""
+    return torch.linspace(0, 1, z.shape[-1], dtype=z.dtype, device=z.device)
+
+
+def _ellipsoid(z: Tensor, shape: _Shape) -> Tensor:
+    return (10 ** (6 * _exponents(z)) * z.square()).sum(dim=-1)
+
+
+def _rosenbrock(z: Tensor, shape: _Shape) -> Tensor:
+    first, second = z[..., :-1], z[..., 1:]
+    return (100 * (second - first.square()).square() + (1 - first).square()).sum(dim=-1)
+
+
+def _rastrigin(z: Tensor, shape: _Shape) -> Tensor:
+    return (z.square() + 10 * (1 - (2 * math.pi * z).cos())).sum(dim=-1)
+
+
+def _ackley(z: Tensor, shape: _Shape) -> Tensor:
+    # sqrt(mean + tiny): at the minimum itself a gradient of 0 instead of nan
+    root = (z.square().mean(dim=-1) + 1e-300).sqrt()
+    waves = (2 * math.pi * z).cos().mean(dim=-1)
+    return 20 * -torch.expm1(-0.2 * root) + math.e * -torch.expm1(waves - 1)
+
+
+def _griewank(z: Tensor, shape: _Shape) -> Tensor:
+    place = torch.arange(1, z.shape[-1] + 1, dtype=z.dtype, device=z.device)
+    return z.square().sum(dim=-1) / 4000 + 1 - (z / place.sqrt()).cos().prod(dim=-1)
+
+
+def _levy(z: Tensor, shape: _Shape) -> Tensor:
+    w = 1 + (z - 1) / 4
+    first, last, inner = w[..., 0], w[..., -1], w[..., :-1]
+    waves = 1 + 10 * (math.pi * inner + 1).sin().square()
+    ends = (math.pi * first).sin().square()
+    ends = ends + (last - 1).square() * (1 + (2 * math.pi * last).sin().square())
+    return ends + ((inner - 1).square() * waves).sum(dim=-1)
+
+
+def _rastrigin_like(z: Tensor, shape: _Shape) -> Tensor:
+    axis = [len(z), *(1,) * (z.ndim - 2), -1]
+    curvature, depth, pulse = (shape[key].view(axis) for key in ("curvature", "depth", "pulse"))
+    return (curvature * z.square() + depth * (1 - (pulse * z).cos())).sum(dim=-1)
+
+
+def _draw_rastrigin_like(dimension: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Condition 1 to 100, depth 0 to 20 with factors of 0.5 to 1, 0.5 to 1.5 waves per unit."""
+    condition, depth, waves = torch.rand(3, generator=generator, dtype=torch.float64)
+    factors = torch.rand(dimension, generator=generator, dtype=torch.float64)
+    exponents = torch.linspace(-0.5, 0.5, dimension, dtype=torch.float64)
+    return {
+        "curvature": 10 ** (2 * condition * exponents),
+        "depth": 20 * depth * (0.5 + 0.5 * factors),
+        "pulse": 2 * math.pi * (0.5 + waves)[None],
+    }
+
+
+FAMILIES = {
+    "rastrigin_like": Family(_rastrigin_like, 5.12, draw=_draw_rastrigin_like),
+    "rastrigin": Family(_rastrigin, 5.12),
+    "sphere": Family(_sphere, 5.0),
+    "ellipsoid": Family(_ellipsoid, 5.0),
+    "rosenbrock": Family(_rosenbrock, 2.048, 1.0, least_dimension=2),
+    "ackley": Family(_ackley, 32.768),
+    "griewank": Family(_griewank, 600.0),
+    "levy": Family(_levy, 10.0, 1.0),
+}
+"""Name -> family: the one to learn from first."""
+
+UNSEEN = ("ellipsoid", "rosenbrock", "ackley", "griewank", "levy")
+"""What an optimizer that has learned from "rastrigin_like" is tried on."""
+
+
+class Functions(NamedTuple):
+    """A batch of functions of one family, each of all points of its own population."""
+
+    family: str
+    minimizer: Tensor
+    """x*, (batch, d) float64, as all numbers here"""
+    rotation: Tensor
+    """R, (batch, d, d)"""
+    shape: dict[str, Tensor]
+    """what else was drawn, (batch, ...) each"""
+
+    @classmethod
+    def draw(cls, family: str, dimension: int, generators: Sequence[torch.Generator]) -> Functions:
+        """One function from each generator: what it is does not depend on the others.
+
+        Args:
+            family: key of `FAMILIES`.
+            dimension: d.
+            generators: on the CPU.
+
+        Raises:
+            ValueError: there is no such family, or not in so few dimensions.
+        """
+        if family not in FAMILIES:
+            raise ValueError(
+                f"function {family!r} is unknown; expected one of {', '.join(FAMILIES)}"
+            )
+        kind = FAMILIES[family]
+        if dimension < kind.least_dimension:
+            raise ValueError(
+                f"{family} needs at least {kind.least_dimension} dimensions; got {dimension}"
+            )
+        minimizers, rotations, shapes = [], [], []
+        for generator in generators:
+            place = torch.rand(dimension, generator=generator, dtype=torch.float64)
+            minimizers.append(_FARTHEST * (2 * place - 1))
+            rotations.append(haar_rotation(dimension, generator))
+            shapes.append(kind.draw(dimension, generator))
+        shape = {name: torch.stack([own[name] for own in shapes]) for name in shapes[0]}
+        return cls(family, torch.stack(minimizers), torch.stack(rotations), shape)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Values at points: (batch, ..., d) -> (batch, ...), differentiable."""
+        kind, batch = FAMILIES[self.family], len(self.minimizer)
+        between = (1,) * (x.ndim - 2)
+        moved = x - self.minimizer.view(batch, *between, -1)
+        turned = (moved.flatten(1, -2) @ self.rotation.mT).view(x.shape)
+        return kind.base(kind.minimizer + kind.half_width / HALF_WIDTH * turned, self.shape)
+
+    def only(self, place: int) -> Functions:
+        """One of the batch, as a batch of one."""
+        part = slice(place, place + 1)
+        shape = {name: drawn[part] for name, drawn in self.shape.items()}
+        return Functions(self.family, self.minimizer[part], self.rotation[part], shape)
+
+    def to(self, device: torch.device) -> Functions:
+        """The same on a device."""
+        shape = {name: drawn.to(device) for name, drawn in self.shape.items()}
+        return Functions(self.family, self.minimizer.to(device), self.rotation.to(device), shape)
+
+
+def haar_rotation(dimension: int, generator: torch.Generator) -> Tensor:
+    """An orthogonal matrix from the Haar measure, reflections among them: (d, d) float64.
+
+    Q of a normal matrix with the signs that make R's diagonal positive (Mezzadri,
+    arXiv:math-ph/0609050).
+    """
+    normal = torch.randn(dimension, dimension, generator=generator, dtype=torch.float64)
+    q, r = torch.linalg.qr(normal)
+    return q * r.diagonal().sign()

@@ -1,0 +1,230 @@
+"""A learned optimizer as a `torch.optim.Optimizer`, for any model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Self, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from molflt.optimizers.coordinate import CoordinateOptimizer, OptimizerState
+
+__all__ = ["LearnedOptimizer"]
+
+_RECIPE = "learned_optimizer"
+_DTYPES = (torch.float32, torch.float64)
+
+
+class _Own(NamedTuple):
+    """A parameter with a gradient, and what messages call it."""
+
+    parameter: Tensor
+    gradient: Tensor
+    name: str
+    lr: float
+
+
+class LearnedOptimizer(Optimizer):
+    """Updates parameters as a meta-trained model says, each coordinate by its own past gradients.
+
+        optimizer = LearnedOptimizer.from_run("runs/flt", net.parameters())
+        loss.backward()
+        optimizer.step()
+
+    There is no learning rate to tune; `lr` multiplies what the model has learned. Schedulers,
+    parameter groups, closures and `state_dict` are those of torch. Parameters without a gradient
+    are left alone.
+
+    Args:
+        params: parameters, named parameters, or groups of these, with an `lr` of their own.
+        model: what has been learned; a copy is used, one for each device and precision.
+        lr: factor of the updates.
+        chunk: coordinates that are computed at once, which bounds the memory of a step; what is
+            kept between steps is that of all coordinates.
+
+    Raises:
+        ValueError: for options outside their range, or parameters that are neither float32 nor
+            float64.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        model: CoordinateOptimizer,
+        lr: float = 1.0,
+        chunk: int = 65_536,
+    ) -> None:
+        if chunk < 1:
+            raise ValueError(f"chunk must be at least 1; got {chunk}")
+        self._models: dict[tuple[torch.device, torch.dtype], CoordinateOptimizer] = {}
+        self.model = model
+        self.chunk = chunk
+        super().__init__(params, {"lr": lr})
+
+    @classmethod
+    def from_run(
+        cls,
+        run: str | Path,
+        params: Iterable[Any],
+        lr: float = 1.0,
+        checkpoint: str = "best",
+        chunk: int = 65_536,
+    ) -> Self:
+        """With what a run of the recipe `learned_optimizer` has learned.
+
+        Args:
+            run: its folder.
+            params: as for the class, likewise `lr` and `chunk`.
+            lr: see there.
+            checkpoint: best, last, or a safetensors file.
+            chunk: see there.
+
+        Raises:
+            FileNotFoundError: if there is no such run or checkpoint.
+            ValueError: if the run is of another recipe, or damaged.
+        """
+        from molflt.training.checkpoint import load_run
+        from molflt.training.config import read_config
+
+        if (recipe := read_config(Path(run))["recipe"]) != _RECIPE:
+            raise ValueError(
+                f"{run}: a run of recipe {recipe}; expected one of recipe {_RECIPE}; train it with "
+                f"molflt train --recipe {_RECIPE}"
+            )
+        model, _ = load_run(Path(run), checkpoint)
+        assert isinstance(model, CoordinateOptimizer)
+        return cls(params, model, lr, chunk)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; refuses a factor below 0, and parameters of other types than float32 or 64.
+
+        Raises:
+            ValueError: naming the parameter.
+        """
+        super().add_param_group(param_group)
+        group, number = self.param_groups[-1], len(self.param_groups) - 1
+        if not 0 <= group["lr"] < float("inf"):
+            self.param_groups.pop()
+            raise ValueError(
+                f"lr of group {number} must be at least 0 and finite; got {group['lr']}; 1 is what "
+                "was learned"
+            )
+        for name, parameter in _named(group, number):
+            if parameter.dtype not in _DTYPES:
+                self.param_groups.pop()
+                raise ValueError(
+                    f"{name} is {parameter.dtype}; expected float32 or float64; keep the weights "
+                    "in float32, and compute with torch.autocast"
+                )
+
+    @overload
+    def step(self, closure: None = ...) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One update of all parameters that have a gradient.
+
+        Args:
+            closure: computes the loss and its gradients anew; its result is returned.
+
+        Raises:
+            ValueError: naming the parameter, if its gradient is not finite or sparse, or if none
+                has any gradient. No parameter has been changed then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for own in list(self._gradients()):  # all are looked at before one is changed
+            self._update(own)
+        return loss
+
+    def _gradients(self) -> Iterator[_Own]:
+        """Parameters that have a gradient."""
+        found = count = 0
+        for number, group in enumerate(self.param_groups):
+            for name, parameter in _named(group, number):
+                count += 1
+                if parameter.grad is None:
+                    continue
+                found += 1
+                yield _Own(parameter, self._checked(name, parameter), name, group["lr"])
+        if count and not found:
+            raise ValueError(
+                f"none of the {count} parameters has a gradient; expected some; call "
+                "loss.backward() before step()"
+            )
+
+    def _checked(self, name: str, parameter: Tensor) -> Tensor:
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.layout != torch.strided:
+            raise ValueError(
+                f"the gradient of {name} is sparse; expected a dense one; use sparse=False in the "
+                "embedding"
+            )
+        if not bool(gradient.isfinite().all()):
+            wrong = int((~gradient.isfinite()).sum())
+            step = self.state[parameter].get("step", 0) if parameter in self.state else 0
+            raise ValueError(
+                f"the gradient of {name}, shape {tuple(parameter.shape)}, has {wrong:,} values "
+                f"that are NaN or infinite at step {step}; expected finite numbers; look at that "
+                "batch, or clip gradients; no parameter has been changed"
+            )
+        return gradient
+
+    def _update(self, own: _Own) -> None:
+        """Changes one parameter, chunk by chunk."""
+        parameter, model = own.parameter, self._model_for(own.parameter)
+        kept = self.state[parameter]
+        before = None
+        if kept:
+            before = OptimizerState(kept["step"], kept["moments"], tuple(kept["memory"]))
+        gradient = own.gradient.reshape(-1)
+        updates, states = [], []
+        for start in range(0, len(gradient), self.chunk):
+            rows = slice(start, start + self.chunk)
+            piece = None
+            if before is not None:
+                memory = tuple(part[rows] for part in before.memory)
+                piece = OptimizerState(before.step, before.moments[rows], memory)
+            update, state = model.step(gradient[rows], piece)
+            updates.append(update)
+            states.append(state)
+        if not states:  # a parameter without elements
+            return
+        memories = zip(*(state.memory for state in states), strict=True)
+        kept["step"] = states[0].step
+        kept["moments"] = _joined([state.moments for state in states])
+        kept["memory"] = [_joined(parts) for parts in memories]
+        parameter.add_(_joined(updates).view_as(parameter), alpha=own.lr)
+
+    def _model_for(self, parameter: Tensor) -> CoordinateOptimizer:
+        """The model where a parameter is, and in its precision."""
+        key = parameter.device, parameter.dtype
+        if key not in self._models:
+            own = copy.deepcopy(self.model).to(*key).eval().requires_grad_(False)
+            self._models[key] = own
+        return self._models[key]
+
+
+def _named(group: dict[str, Any], number: int) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of a group with what messages call them: their names, if torch was given them."""
+    for i, parameter in enumerate(group["params"]):
+        if "param_names" in group:
+            yield group["param_names"][i], parameter
+        else:
+            yield f"parameter {i} of group {number}", parameter
+
+
+def _joined(parts: Iterable[Tensor]) -> Tensor:
+    """Chunks as one tensor; a single one as it is."""
+    own = list(parts)
+    return own[0].contiguous() if len(own) == 1 else torch.cat(own)

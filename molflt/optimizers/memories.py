@@ -1,0 +1,301 @@
+"""What a learned optimizer remembers of each coordinate: causal attention, or what it replaced.
+
+A memory maps the features of a coordinate's past to one hidden vector per step. All memories have
+two forms that agree: `forward` over a whole sequence, and `step` with a state whose tensors have
+the coordinates as their first axis.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from molflt.attention import Stack
+from molflt.attention.checks import at_least_one
+from molflt.attention.encodings import Bias, Encoding
+from molflt.attention.mixing.causal import DecodeState, KeyValues, State
+from molflt.attention.stack import Block, StackState
+
+__all__ = ["AttentionMemory", "Memory", "MemoryState", "RecurrentMemory", "StateSpaceMemory"]
+
+MemoryState = tuple[Tensor, ...]
+"""(coordinates, ...) each; empty before the first step"""
+
+
+class Memory(nn.Module, ABC):
+    """Base class: (coordinates, steps, dim) -> the same shape, causal along steps.
+
+    Attributes:
+        redraws: whether it has random features.
+        grows: whether its state does, with every step.
+    """
+
+    redraws: ClassVar[bool] = False
+    grows: ClassVar[bool] = False
+
+    @abstractmethod
+    def forward(self, x: Tensor, state: MemoryState = (), start: int = 0) -> Tensor:
+        """Hidden vectors of all steps at once.
+
+        Args:
+            x: (coordinates, steps, dim).
+            state: of the steps before, see `step`; empty at the beginning.
+            start: how many steps came before.
+
+        Returns:
+            (coordinates, steps, dim).
+        """
+
+    @abstractmethod
+    def step(self, x: Tensor, state: MemoryState, start: int) -> tuple[Tensor, MemoryState]:
+        """The hidden vector of one more step, (coordinates, dim), and the state after it."""
+
+    def redraw_(self, generator: torch.Generator | None = None) -> None:
+        """Draws random features anew, where there are such."""
+
+
+class AttentionMemory(Memory):
+    """Causal attention of the core over the steps of each coordinate.
+
+    Mnemosyne (Jain et al. 2023, NeurIPS) with Performers; FLT (arXiv:2302.01925), section 5.4,
+    with the spectral encoding of time. Kernelized attention keeps sums of constant size; softmax
+    keeps keys and values of all steps, or of the last `window`.
+
+    Args:
+        dim: width.
+        heads: of attention.
+        position_scale: distance of neighboring steps in the encoding's unit of length.
+        window: steps that each layer of softmax looks back at, with the present one; None for all.
+        stack: further arguments of `molflt.attention.Stack`.
+
+    Raises:
+        ValueError: as for `Stack`; or where there is no state to go on from, or the window does
+            nothing.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        position_scale: float = 1.0,
+        window: int | None = None,
+        **stack: Any,
+    ) -> None:
+        super().__init__()
+        self.stack = Stack(dim, heads, causal=True, **stack)
+        position = self.stack.position
+        if (position is not None and not position.decodes) or "quadratic" in self.stack.mixings:
+            raise ValueError(
+                "a memory needs a state to go on from; expected mixing 'linear' or 'softmax', and "
+                "a position such as 'spectral'; got one that has none"
+            )
+        self.softmax = "softmax" in self.stack.mixings
+        if window is not None:
+            at_least_one(window=window)
+            if not self.softmax or position is not None:
+                raise ValueError(
+                    f"window={window} is for mixing='softmax' without a position, which keeps "
+                    "every step otherwise; leave it out"
+                )
+        self.position_scale = position_scale
+        self.window = window
+
+    @property
+    def redraws(self) -> bool:  # type: ignore[override]
+        """Kernelized attention alone has random features."""
+        return not self.softmax
+
+    @property
+    def grows(self) -> bool:  # type: ignore[override]
+        """Softmax without a window keeps every step."""
+        return self.softmax and self.window is None
+
+    def forward(self, x: Tensor, state: MemoryState = (), start: int = 0) -> Tensor:
+        steps = x.shape[1]
+        if self.window is None:
+            positions = self._positions(start, steps, x)
+            if not state:
+                return self.stack(x, positions)
+            return self.stack.decode(x, positions, self._unpacked(state))[0]
+        keys = steps + (state[0].shape[2] if state else 0)
+        ahead = torch.arange(keys, device=x.device) - (keys - steps)
+        lag = torch.arange(steps, device=x.device)[:, None] - ahead  # [query, key]
+        far = torch.zeros_like(lag, dtype=x.dtype).masked_fill(lag >= self.window, -torch.inf)
+        seen = Bias(far[None, None])
+        if not state:
+            return self.stack.norm(self.stack.one_pass(x, seen))
+        return self._decode(x, seen, state)[0]
+
+    def step(self, x: Tensor, state: MemoryState, start: int) -> tuple[Tensor, MemoryState]:
+        if self.window is not None:
+            keep = self.window - 1
+            kept = tuple(part[:, :, part.shape[2] - min(keep, part.shape[2]) :] for part in state)
+            out, state = self._decode(x[:, None], None, kept)
+            return out[:, 0], state
+        hidden, last = self.stack.decode(
+            x[:, None], self._positions(start, 1, x), self._unpacked(state)
+        )
+        return hidden[:, 0], _packed(last.blocks)
+
+    def _decode(
+        self, x: Tensor, encoding: Encoding | None, state: MemoryState
+    ) -> tuple[Tensor, MemoryState]:
+        """Softmax without a position, and which keys it does not see."""
+        last: list[DecodeState] = []
+        for number, block in enumerate(self.stack.blocks):
+            own = state[2 * number : 2 * number + 2]
+            before = KeyValues(*own) if own else None
+            x, after = cast(Block, block).decode(x, state=before, encoding=encoding)
+            last.append(after)
+        return self.stack.norm(x), _packed(last)
+
+    def _positions(self, start: int, steps: int, x: Tensor) -> Tensor | None:
+        """Of the new steps, (1, steps, 1): counted from the first of all."""
+        if self.stack.position is None:
+            return None
+        index = torch.arange(start, start + steps, device=x.device)
+        return (index.to(x.dtype) * self.position_scale)[None, :, None]
+
+    def _unpacked(self, state: MemoryState) -> StackState | None:
+        if not state:
+            return None
+        count = len(self.stack.blocks) * self.stack.refinements
+        each = len(state) // count
+        parts = [state[i * each : (i + 1) * each] for i in range(count)]
+        blocks: list[DecodeState] = (
+            [KeyValues(*part) for part in parts]
+            if self.softmax
+            else [tuple(State(*part[i : i + 2]) for i in range(0, each, 2)) for part in parts]
+        )
+        seen = self._positions(0, state[0].shape[2], state[0]) if self.softmax else None
+        return StackState(seen, blocks)
+
+    def redraw_(self, generator: torch.Generator | None = None) -> None:
+        self.stack.redraw_(generator)
+
+
+def _packed(blocks: Sequence[DecodeState]) -> MemoryState:
+    """All tensors of decode states in a row."""
+    found: list[Tensor] = []
+    for block in blocks:
+        if isinstance(block, KeyValues):
+            found += [block.key, block.value]
+        else:
+            found += [tensor for state in block for tensor in state]
+    return tuple(found)
+
+
+class RecurrentMemory(Memory):
+    """LSTM, as in "Learning to learn by gradient descent by gradient descent" (arXiv:1606.04474).
+
+    Args:
+        dim: width.
+        layers: of cells.
+    """
+
+    def __init__(self, dim: int, layers: int) -> None:
+        super().__init__()
+        at_least_one(layers=layers)
+        self.cells = nn.LSTM(dim, dim, layers, batch_first=True)
+
+    def forward(self, x: Tensor, state: MemoryState = (), start: int = 0) -> Tensor:
+        return self._run(x, state)[0]
+
+    def step(self, x: Tensor, state: MemoryState, start: int) -> tuple[Tensor, MemoryState]:
+        out, (hidden, cell) = self._run(x[:, None], state)
+        return out[:, 0], (hidden.transpose(0, 1), cell.transpose(0, 1))
+
+    def _run(self, x: Tensor, state: MemoryState) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        parts = [part.transpose(0, 1).contiguous() for part in state]
+        return cast(Any, self.cells(x, tuple(parts) if parts else None))
+
+
+class StateSpaceMemory(Memory):
+    """Diagonal linear state-space layers between normalization and gated outputs.
+
+    h_t = a h_(t-1) + b x_t, y_t = Re(c . h_t) + d x_t for each channel, with a = exp(-exp(r) + i w)
+    and b = 1: S4D (arXiv:2206.11893), real decay and frequency learned, of which the zero-order
+    hold is absorbed into c. Rates begin evenly on a logarithmic scale, 1 / 2 to 1 / 1000 per step.
+
+    Args:
+        dim: width.
+        layers: of state-space and gate.
+        states: complex numbers h of each channel.
+    """
+
+    def __init__(self, dim: int, layers: int, states: int) -> None:
+        super().__init__()
+        at_least_one(layers=layers, states=states)
+        self.layers = nn.ModuleList(_Diagonal(dim, states) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, x: Tensor, state: MemoryState = (), start: int = 0) -> Tensor:
+        for number, layer in enumerate(self._layers()):
+            x = layer(x, state[number] if state else None)
+        out: Tensor = self.norm(x)
+        return out
+
+    def step(self, x: Tensor, state: MemoryState, start: int) -> tuple[Tensor, MemoryState]:
+        last = []
+        for number, layer in enumerate(self._layers()):
+            x, new = layer.step(x, state[number] if state else None)
+            last.append(new)
+        return self.norm(x), tuple(last)
+
+    def _layers(self) -> list[_Diagonal]:
+        return cast("list[_Diagonal]", list(self.layers))
+
+
+class _Diagonal(nn.Module):
+    """x + gate(SSM(LN x)); states are (coordinates, dim, states, 2), the last axis re and im."""
+
+    def __init__(self, dim: int, states: int) -> None:
+        super().__init__()
+        rates = torch.linspace(math.log(0.5), math.log(1e-3), states)
+        self.log_rate = nn.Parameter(rates.repeat(dim, 1))
+        self.frequency = nn.Parameter(torch.linspace(0, math.pi / 4, states).repeat(dim, 1))
+        # of y about the size of x, whatever the rates are
+        size = (2 * rates.exp() / states).sqrt()[None, :, None]
+        self.out = nn.Parameter(torch.randn(dim, states, 2) * size)
+        self.skip = nn.Parameter(torch.ones(dim))
+        self.norm = nn.LayerNorm(dim)
+        self.gate = nn.Linear(dim, 2 * dim)
+
+    def forward(self, x: Tensor, state: Tensor | None) -> Tensor:
+        """(coordinates, steps, dim), by convolution with the powers of a, with FFT."""
+        u, steps = self.norm(x), x.shape[1]
+        time = torch.arange(steps + 1, device=x.device)
+        log_a = torch.complex(-self.log_rate.exp(), self.frequency)
+        powers = (log_a[..., None] * time).exp()  # [dim, states, steps + 1]
+        out = torch.view_as_complex(self.out)[..., None]
+        kernel = (out * powers[..., :-1]).real.sum(dim=1)  # [dim, steps]
+        spectrum = torch.fft.rfft(u.transpose(1, 2), n=2 * steps)
+        spectrum = spectrum * torch.fft.rfft(kernel, n=2 * steps)
+        y = torch.fft.irfft(spectrum, n=2 * steps)[..., :steps]
+        if state is not None:
+            y = (
+                y
+                + torch.einsum(
+                    "ndk,dkt->ndt", torch.view_as_complex(state), out * powers[..., 1:]
+                ).real
+            )
+        return self._after(x, y.transpose(1, 2) + self.skip * u)
+
+    def step(self, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        u = self.norm(x)
+        a = torch.complex(-self.log_rate.exp(), self.frequency).exp()
+        h = u[..., None].to(a.dtype).expand(-1, -1, a.shape[-1])
+        if state is not None:
+            h = a * torch.view_as_complex(state) + h
+        y = (torch.view_as_complex(self.out) * h).real.sum(dim=-1)
+        return self._after(x, y + self.skip * u), torch.view_as_real(h.contiguous())
+
+    def _after(self, x: Tensor, y: Tensor) -> Tensor:
+        out: Tensor = x + F.glu(self.gate(F.gelu(y)), dim=-1)
+        return out

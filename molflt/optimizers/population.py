@@ -1,0 +1,251 @@
+"""A learned population as an optimizer of functions without gradients: ask, evaluate, tell."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from molflt.attention.checks import positive
+from molflt.data.problems import generator_of
+from molflt.optimizers.population_model import Noise, PopulationModel, PopulationState
+
+__all__ = ["MEMBERS", "START_SCALE", "Best", "PopulationOptimizer", "Populations"]
+
+MEMBERS = 32
+START_SCALE = 2.5
+"""standard deviation of the first members' coordinates, half the half width of the search domain
+of `molflt.optimizers.functions`"""
+
+
+class Populations:
+    """Populations that move together, each of its own seed and as if it were alone.
+
+    Args:
+        model: what moves them.
+        seeds: one of each population; a seed gives the same population in every batch.
+        members: of each.
+        center: mean of the first positions, (d,) or a number.
+        scale: standard deviation of their coordinates.
+
+    Attributes:
+        state: of the batch, on the device of the model.
+        generators: of each population's noise, on the CPU.
+    """
+
+    def __init__(
+        self,
+        model: PopulationModel,
+        seeds: Sequence[int],
+        members: int = MEMBERS,
+        center: Tensor | float = 0.0,
+        scale: float = START_SCALE,
+    ) -> None:
+        self.model, self.members = model, members
+        self.device = model.log_pressure.device
+        self.generators = [generator_of(seed, 1) for seed in seeds]
+        position = torch.as_tensor(center, dtype=torch.float64) + scale * self._normal(members)
+        waves = self._normal(model.waves)
+        self.state = model.start(position.to(self.device), waves.to(self.device))
+
+    def tell(self, values: Tensor) -> None:
+        """Takes the values at `state.position`, (batch, members), and moves the members."""
+        noise = Noise.draw(self.members, self.model.dimension, self.generators)
+        on_device = Noise(*(part.to(self.device) for part in noise))
+        self.state = self.model(self.state, values, on_device)
+
+    def _normal(self, count: int) -> Tensor:
+        """(batch, count, d)."""
+        shape = count, self.model.dimension
+        draws = [torch.randn(shape, generator=g, dtype=torch.float64) for g in self.generators]
+        return torch.stack(draws)
+
+
+class Best(NamedTuple):
+    """The least value so far, and where it was found."""
+
+    position: Tensor
+    """(d,) float64"""
+    value: float
+
+
+class PopulationOptimizer:
+    """Minimizes a function of which values alone are known, with steps that were learned.
+
+        optimizer = PopulationOptimizer.from_run("runs/population", dimension=10)
+        while optimizer.evaluations < 5000:
+            members = optimizer.ask()
+            optimizer.tell([function(x) for x in members])
+        print(optimizer.best)
+
+    Args:
+        model: what moves the members; see `from_run`.
+        members: of the population, at least 2; its training had `MEMBERS` if it does not say else.
+        seed: of the start and of all noise.
+        start: mean of the first members, a number or d numbers.
+        scale: standard deviation of their coordinates: about how far the minimum may be.
+
+    Attributes:
+        evaluations: values that were told.
+
+    Raises:
+        ValueError: for an argument outside its range.
+    """
+
+    def __init__(
+        self,
+        model: PopulationModel,
+        members: int = MEMBERS,
+        seed: int = 0,
+        start: float | Sequence[float] | Tensor = 0.0,
+        scale: float = START_SCALE,
+    ) -> None:
+        positive(scale=scale)
+        center = torch.as_tensor(start, dtype=torch.float64)
+        if center.shape not in ((), (model.dimension,)) or not bool(center.isfinite().all()):
+            raise ValueError(
+                f"start must be one finite number or {model.dimension}, one per dimension; got "
+                f"{tuple(center.shape)}: {center.flatten()[:4].tolist()}"
+            )
+        with torch.no_grad():
+            self._populations = Populations(model, [seed], members, center, scale)
+        self.model = model
+        self.members = members
+        self.evaluations = 0
+        self._asked = False
+
+    @classmethod
+    def from_run(
+        cls,
+        run: str | Path,
+        dimension: int | None = None,
+        members: int | None = None,
+        seed: int = 0,
+        start: float | Sequence[float] | Tensor = 0.0,
+        scale: float = START_SCALE,
+        checkpoint: str = "best",
+    ) -> PopulationOptimizer:
+        """From the folder of a run of the recipe population_optimizer.
+
+        Args:
+            run: the folder.
+            dimension: of the function; as in training if None.
+            members: of the population; as in training if None.
+            seed: see the class; likewise `start` and `scale`.
+            start: see there.
+            scale: see there.
+            checkpoint: best, last, or the path of a safetensors file.
+
+        Raises:
+            FileNotFoundError: if the run or its weights are missing.
+            ValueError: if it is a run of another kind, or damaged, or for an argument outside its
+                range.
+        """
+        from molflt.training.checkpoint import load_run
+
+        model, config = load_run(Path(run), checkpoint)
+        if not isinstance(model, PopulationModel):
+            raise ValueError(
+                f"{run}: a run of the recipe {config['recipe']}; expected one of "
+                "population_optimizer; name another run"
+            )
+        trained: Any = config["task"]["members"]
+        model = model.of_dimension(model.dimension if dimension is None else dimension)
+        return cls(model, trained if members is None else members, seed, start, scale)
+
+    def ask(self) -> Tensor:
+        """Where values are wanted: (members, d) float64, the same until they are told."""
+        self._asked = True
+        return self._populations.state.position[0].cpu().clone()
+
+    def tell(self, values: Tensor | Sequence[float]) -> None:
+        """Takes the values of the members that `ask` has returned, in their order.
+
+        Args:
+            values: (members,).
+
+        Raises:
+            ValueError: if none were asked for, or for another number of values, or one that is not
+                finite: members stay where they are then.
+        """
+        generation = self.generation
+        if not self._asked:
+            raise ValueError(
+                f"tell before ask in generation {generation}; expected values of the members that "
+                "ask() returns; call ask() first"
+            )
+        told = torch.as_tensor(values, dtype=torch.float64).detach()
+        if told.shape != (self.members,):
+            raise ValueError(
+                f"values must have shape ({self.members},), one for each member; got "
+                f"{tuple(told.shape)}"
+            )
+        if not bool(told.isfinite().all()):
+            member = int((~told.isfinite()).nonzero()[0])
+            raise ValueError(
+                f"the value of member {member} in generation {generation} is "
+                f"{float(told[member])}; expected a finite number; tell a large one where the "
+                "function has none"
+            )
+        with torch.no_grad():
+            self._populations.tell(told[None].to(self._populations.device))
+        self.evaluations += self.members
+        self._asked = False
+
+    @property
+    def generation(self) -> int:
+        """How often values were told."""
+        return int(self._populations.state.generation)
+
+    @property
+    def best(self) -> Best:
+        """The least value told so far.
+
+        Raises:
+            ValueError: before the first values.
+        """
+        state = self._populations.state
+        member = int(state.best_value[0].argmin())
+        value = float(state.best_value[0, member])
+        if math.isinf(value):
+            raise ValueError("there is no best value yet; expected one after tell(); ask and tell")
+        return Best(state.best_position[0, member].cpu().clone(), value)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All that the population remembers and its noise, but not the weights: tensors by name."""
+        state = {
+            name: part.cpu().clone() for name, part in self._populations.state._asdict().items()
+        }
+        asked = torch.tensor(self._asked)
+        noise = self._populations.generators[0].get_state()
+        return {**state, "noise": noise, "asked": asked}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Goes on from a `state_dict`, to the bit where weights are the same.
+
+        Raises:
+            ValueError: naming the part that is missing or of another shape.
+        """
+        now = self.state_dict()
+        if wrong := sorted(set(now) ^ set(state)):
+            raise ValueError(
+                f"state {wrong[0]!r}: expected {', '.join(now)}; got {', '.join(state)}; take what "
+                "state_dict() has returned"
+            )
+        for name, part in now.items():
+            if part.shape != state[name].shape or part.dtype != state[name].dtype:
+                raise ValueError(
+                    f"state {name!r}: expected {part.dtype} of {tuple(part.shape)}; got "
+                    f"{state[name].dtype} of {tuple(state[name].shape)}; build the optimizer with "
+                    "as many members and dimensions"
+                )
+        populations, kept = self._populations, {name: part.clone() for name, part in state.items()}
+        populations.generators[0].set_state(kept.pop("noise"))
+        self._asked = bool(kept.pop("asked"))
+        on_device = {name: part.to(populations.device) for name, part in kept.items()}
+        populations.state = PopulationState(**on_device)
+        self.evaluations = self.generation * self.members

@@ -1,0 +1,51 @@
+"""FLT's mask of the positions of a population's members, of which no direction is special."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from molflt.attention import Encoding
+from molflt.attention.encodings import Bias, Factors
+from molflt.attention.positions.base import differences
+from molflt.attention.positions.spectral import GraphNodes, SpectralPosition
+from molflt.attention.spectra import GaussianBasis
+
+__all__ = ["PopulationMask"]
+
+
+class PopulationMask(SpectralPosition):
+    """FLT's mask of positions, sampled at nodes that come with each population.
+
+    Nodes that were part of the weights would single out directions of space. These are drawn for
+    each population from an isotropic density, the mixture of those of the Gaussians as they start,
+    xi_s ~ N(0, 1 / (2 pi w_t)^2), with c_s = 1 / (r p(xi_s)): FLT, eq. 5.
+    """
+
+    def __init__(self, spectrum: GaussianBasis, num_nodes: int) -> None:
+        super().__init__(spectrum, None)
+        self.num_nodes = num_nodes
+        log_width = spectrum.log_width.detach().double()
+        self.register_buffer("log_sigma", -log_width - math.log(2 * math.pi))
+
+    def width(self, head_dim: int) -> int:
+        return head_dim + 2 * self.num_nodes
+
+    def evaluate(self, mixing: str, positions: Tensor, waves: Tensor) -> Encoding:
+        """Of positions (batch, members, d), in units of length, at the nodes of waves."""
+        if mixing == "softmax":
+            return Bias(self.bias(differences(positions, positions)))
+        return Factors(*self.factors(positions, positions, self.nodes_of(waves)))
+
+    def nodes_of(self, waves: Tensor) -> GraphNodes:
+        """Nodes (batch, r, d) and weights from normal numbers; node s is of Gaussian s mod T."""
+        sigma = self.get_buffer("log_sigma").to(waves)
+        place = torch.arange(self.num_nodes, device=waves.device) % len(sigma)
+        xi = waves * sigma[place].exp()[:, None]
+        square, d = xi.square().sum(dim=-1, keepdim=True), waves.shape[-1]
+        log_p = -0.5 * square * (-2 * sigma).exp() - d * (sigma + 0.5 * math.log(2 * math.pi))
+        log_p = log_p.logsumexp(dim=-1) - math.log(len(sigma))
+        # g has the unit of a volume and 1 / p its inverse: kept in float64 until they meet
+        return GraphNodes(xi, (-log_p).exp() / self.num_nodes)

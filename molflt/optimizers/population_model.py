@@ -1,0 +1,332 @@
+"""A population whose members attend to each other: how it moves, learned from functions.
+
+FLT (arXiv:2302.01925), section 5.4, second experiment: an FLT mask f(x_i - x_j) of the members'
+positions decides, beside what they know, how much they attend to each other. What the paper leaves
+open (features, the form of a step) is molflt's own: see `PopulationModel`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from molflt.attention import Attention, Stack
+from molflt.attention.checks import at_least_one, no_effect, one_of
+from molflt.attention.features import FeatureMapName
+from molflt.attention.positions.base import MixingName
+from molflt.attention.spectra import GaussianBasis
+from molflt.optimizers.population_mask import PopulationMask
+
+__all__ = ["Noise", "PopulationModel", "PopulationState"]
+
+_TINY = 1e-150  # of a spread, whose square is still a number
+_WIDTHS = (0.2, 2.0)  # of the mask, in units of the population's radius
+_FEATURES = 16
+_START = (0.7, 0.0, 1.0, 0.1, 0.2)  # a, b, c, e, g before anything is learned
+_PRESSURE = 4.0  # at the start, the best member weighs exp(4) as much as the worst
+_KEPT = 0.8  # of the averaged movement, from one generation to the next
+_LEAST = 1e-12  # weight whose root has a gradient
+_LARGEST = 3.0  # logarithm of the factor by which c and e can differ from their start
+
+
+class Noise(NamedTuple):
+    """Normal numbers of one generation: what is random about it, float64."""
+
+    pairs: Tensor
+    """(batch, members, members), no vectors: the same after a rotation"""
+    vectors: Tensor
+    """(batch, members, d)"""
+
+    @classmethod
+    def draw(cls, members: int, dimension: int, generators: Sequence[torch.Generator]) -> Noise:
+        """Of each population from its own generator, on the CPU."""
+        sizes = (members, members), (members, dimension)
+        drawn = [
+            [torch.randn(s, generator=g, dtype=torch.float64) for s in sizes] for g in generators
+        ]
+        return cls(*(torch.stack(part) for part in zip(*drawn, strict=True)))
+
+
+class PopulationState(NamedTuple):
+    """What a population remembers. Vectors are float64, so that it can converge.
+
+    A batch of populations; each is alone, whatever else is in the batch.
+    """
+
+    position: Tensor
+    """where values are wanted, (batch, members, d)"""
+    best_position: Tensor
+    """where each member has found its best value, (batch, members, d)"""
+    best_value: Tensor
+    """infinite before the first, (batch, members)"""
+    age: Tensor
+    """generations since then, (batch, members)"""
+    path: Tensor
+    """averaged movement of the mean of best positions, (batch, d)"""
+    log_spread: Tensor
+    """of best positions, at the start, (batch,)"""
+    waves: Tensor
+    """normal numbers from which nodes of the mask are made, (batch, nodes, d)"""
+    generation: Tensor
+    """values told so far, (batch,) float64"""
+
+
+class PopulationModel(nn.Module):
+    """Learned steps of a population of members with positions in R^d.
+
+    Every member keeps the best place p_i that it has found. Members are tokens of numbers that do
+    not depend on where the population is, how it is turned, or how large it is: ranks of values,
+    distances in units of the population's spread, cosines. Blocks of attention refine them. The
+    weights w_ij >= 0 of a last attention, sum_j w_ij = 1, mixed from its heads, make
+
+        m_i = sum_j w_ij p_j
+        n_i = sum_j sqrt(w_ij) z_ij (p_j - m_i)          of the covariance of p under w_i
+        x_i = p_i + a_i (m_i - p_i) + b_i (x_i - p_i) + c_i n_i + s e_i eps_i + g_i u
+
+    with z and eps normal, s the spread, u the averaged movement of the mean of p, and five numbers
+    of each member that are read from its token. All are sums of differences and noise, so a step
+    commutes with translations, rotations, reflections and changes of scale of space, if the noise
+    is turned alike, and with permutations of members.
+
+    Gradients go through these sums and not through what tokens know: the derivative of attention by
+    positions makes long unrolls chaotic.
+
+    Args:
+        dimension: d, of the functions. No weight depends on it.
+        dim: width of tokens, a multiple of `heads`.
+        heads: attention heads.
+        layers: blocks before the last attention.
+        ffn_dim: hidden width of their feed-forward networks.
+        position: "spectral", FLT's mask of the positions, in units of the population's radius, or
+            "none": a Performer, or plain softmax attention.
+        num_gaussians: T of the mask, 8 by default.
+        num_nodes: r of the mask, 16 by default; softmax takes the exact one.
+        mixing: see `molflt.attention.Attention`; likewise `feature_map` and `num_features`.
+        feature_map: see there.
+        num_features: see there.
+
+    Raises:
+        ValueError: choices that do not go together, or an option that would have no effect.
+    """
+
+    def __init__(
+        self,
+        dimension: int = 10,
+        dim: int = 32,
+        heads: int = 4,
+        layers: int = 1,
+        ffn_dim: int = 64,
+        position: Literal["none", "spectral"] = "spectral",
+        num_gaussians: int | None = None,
+        num_nodes: int | None = None,
+        mixing: MixingName = "auto",
+        feature_map: FeatureMapName | None = None,
+        num_features: int | None = None,
+    ) -> None:
+        super().__init__()
+        at_least_one(dimension=dimension, dim=dim, heads=heads)
+        one_of("position", position, ("none", "spectral"))
+        self.dimension = dimension
+        mask: PopulationMask | None = None
+        if position == "none":
+            no_effect("with position='none'", num_gaussians=num_gaussians, num_nodes=num_nodes)
+        else:
+            if mixing == "softmax":
+                no_effect("with mixing='softmax', the exact mask", num_nodes=num_nodes)
+            count = 8 if num_gaussians is None else num_gaussians
+            basis = GaussianBasis(heads, count, dimension, _WIDTHS)
+            mask = PopulationMask(basis, 16 if num_nodes is None else num_nodes)
+        kind: dict[str, Any] = {
+            "mixing": mixing,
+            "feature_map": feature_map,
+            "num_features": num_features,
+        }
+        self.embed = nn.Linear(_FEATURES, dim)
+        self.stack = Stack(dim, heads, layers, ffn_dim=ffn_dim, position=mask, **kind)
+        self.read = Attention(dim, heads, position=mask, **kind)
+        self.read.share_position()
+        for unused in ("to_value", "to_out"):  # its weights alone are read
+            self.read.add_module(unused, nn.Identity())
+        self.head = nn.Linear(dim, heads + len(_START))
+        nn.init.normal_(self.head.weight, std=0.02)
+        nn.init.zeros_(self.head.bias)
+        self.log_pressure = nn.Parameter(torch.tensor(math.log(_PRESSURE)))
+
+    @property
+    def waves(self) -> int:
+        """Nodes of the mask that a population brings, 0 without them."""
+        mask = self.stack.position
+        sampled = isinstance(mask, PopulationMask) and self.read.mixing != "softmax"
+        return mask.num_nodes if isinstance(mask, PopulationMask) and sampled else 0
+
+    def of_dimension(self, dimension: int) -> PopulationModel:
+        """The same weights for functions of another dimension; this one where it is the same."""
+        at_least_one(dimension=dimension)
+        if dimension == self.dimension:
+            return self
+        other = copy.deepcopy(self)
+        other.dimension = dimension
+        if isinstance(other.stack.position, PopulationMask):
+            other.stack.position.dim = other.stack.position.spectrum.dim = dimension
+        return other
+
+    def start(self, position: Tensor, waves: Tensor) -> PopulationState:
+        """A population before its first values.
+
+        Args:
+            position: (batch, members, d) float64.
+            waves: normal numbers, (batch, `self.waves`, d) float64.
+
+        Raises:
+            ValueError: fewer than two members.
+        """
+        batch, members, d = position.shape
+        if members < 2:
+            raise ValueError(f"a population needs at least 2 members; got {members}")
+        unknown = position.new_full((batch, members), math.inf)
+        none, path = position.new_zeros(batch), position.new_zeros(batch, d)
+        age = torch.zeros_like(unknown)
+        return PopulationState(position, position, unknown, age, path, none, waves, none)
+
+    def forward(self, state: PopulationState, values: Tensor, noise: Noise) -> PopulationState:
+        """One generation.
+
+        Args:
+            state: of a batch of populations.
+            values: of the functions at `state.position`, (batch, members) float64.
+            noise: of the generation, of each population.
+
+        Returns:
+            The state with the positions where values are wanted next.
+        """
+        state, improved = _told(state, values)
+        tokens, rank = self._tokens(state, values, improved)
+        x, weights = self._attend(tokens, state, rank)
+        out = self.head(x).to(state.position)
+        heads = out[..., : -len(_START)].softmax(dim=-1)
+        w = torch.einsum("bih,bhij->bij", heads, weights.to(heads))
+        return state._replace(position=self._moved(state, w, out[..., -len(_START) :], noise))
+
+    @staticmethod
+    def _moved(state: PopulationState, w: Tensor, out: Tensor, noise: Noise) -> Tensor:
+        """Positions from weights (batch, members, members) and numbers (batch, members, 5)."""
+        best, (a, b, c, e, g) = state.best_position, out.split(1, dim=-1)
+        toward = w @ best - best
+        root = w.clamp(min=_LEAST).sqrt() * noise.pairs
+        around = root @ best - root.sum(dim=-1, keepdim=True) * (best + toward)
+        width = _spread(best.detach())[:, None, None]
+        return (
+            best
+            + (_START[0] + a) * toward
+            + (_START[1] + b) * (state.position - best)
+            + _START[2] * _factor(c) * around
+            + _START[3] * _factor(e) * width * noise.vectors
+            + (_START[4] + g) * state.path[:, None]
+        )
+
+    def _tokens(
+        self, state: PopulationState, values: Tensor, improved: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What members know, (batch, members, features), and the ranks of their best values."""
+        best, value, path = (
+            x.detach() for x in (state.best_position, state.best_value, state.path)
+        )
+        center = best.mean(dim=1, keepdim=True)
+        spread = _spread(best)
+        first = value.argmin(dim=1)[:, None, None].expand(-1, 1, best.shape[2])
+        away, last, lead = (
+            best - center,
+            state.position.detach() - best,
+            best.gather(1, first) - best,
+        )
+        moved = path[:, None].expand_as(best)
+        rank, vectors = _rank(value), (away, last, lead, moved)
+        unit = spread[:, None] * best.shape[2] ** 0.5
+        lengths = [(x.norm(dim=-1) / unit).log1p() for x in vectors]
+        cosines = [_cosine(last, lead), _cosine(moved, away), _cosine(moved, lead)]
+        of_all = [
+            2 * improved.mean(dim=1) - 1,
+            (spread.log() - state.log_spread) / 5,
+            state.generation.log1p() / 4,
+        ]
+        own = [2 * rank - 1, 2 * _rank(values) - 1, *_standardized(value, values)]
+        own += [2 * improved - 1, state.age.log1p() / 2, *lengths, *cosines]
+        own += [x[:, None].expand_as(rank) for x in of_all]
+        return torch.stack(own, dim=-1), rank
+
+    def _attend(
+        self, tokens: Tensor, state: PopulationState, rank: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Refined tokens (batch, members, dim), and weights (batch, heads, members, members)."""
+        x, encoding = self.embed(tokens.to(self.embed.weight)), None
+        mask = self.stack.position
+        if isinstance(mask, PopulationMask):
+            best = state.best_position.detach()
+            centered = best - best.mean(dim=1, keepdim=True)
+            radius = _spread(best)[:, None, None] * best.shape[2] ** 0.5
+            encoding = mask.evaluate(self.read.mixing, (centered / radius).to(x), state.waves.to(x))
+        x = self.stack.norm(self.stack.one_pass(x, encoding))
+        pressure = self.log_pressure.exp() * rank.to(x)
+        return x, self.read.weights(x, encoding=encoding, key_weight=(-pressure).exp())
+
+    def redraw_(self, generator: torch.Generator | None = None) -> None:
+        """Draws new random features in place (see `molflt.attention.Stack.redraw_`)."""
+        self.stack.redraw_(generator)
+        self.read.redraw_(generator)
+
+    if TYPE_CHECKING:  # torch declares that a call returns anything
+        __call__ = forward
+
+
+def _told(state: PopulationState, values: Tensor) -> tuple[PopulationState, Tensor]:
+    """The state with the best places after new values, and who has improved, 1 or 0."""
+    better = values < state.best_value
+    best = torch.where(better[..., None], state.position, state.best_position)
+    begun = (state.generation > 0)[:, None]
+    movement = best.mean(dim=1) - state.best_position.mean(dim=1)
+    path = _KEPT * state.path + (1 - _KEPT**2) ** 0.5 * movement
+    return state._replace(
+        best_position=best,
+        best_value=torch.where(better, values, state.best_value),
+        age=torch.where(better, 0.0, state.age + 1),
+        path=path,
+        log_spread=torch.where(begun[:, 0], state.log_spread, _spread(best.detach()).log()),
+        generation=state.generation + 1,
+    ), better.to(values)
+
+
+def _spread(best: Tensor) -> Tensor:
+    """Root mean square of coordinates from their mean: (batch, members, d) -> (batch,)."""
+    centered = best - best.mean(dim=1, keepdim=True)
+    return centered.square().mean(dim=(1, 2)).sqrt().clamp(min=_TINY)
+
+
+def _rank(values: Tensor) -> Tensor:
+    """0 for the least to 1 for the greatest, equal ones alike: (batch, members)."""
+    values = values.detach()
+    one, other = values[:, :, None], values[:, None]
+    below = (other < one).sum(dim=-1) + 0.5 * ((other == one).sum(dim=-1) - 1)
+    return below.to(values) / (values.shape[1] - 1)
+
+
+def _standardized(best: Tensor, values: Tensor) -> list[Tensor]:
+    """Both in units of the best values' deviation from their mean, within -3 and 3."""
+    deviation, mean = torch.std_mean(best, dim=1, keepdim=True)
+    unit = deviation.clamp(min=_TINY)
+    return [((x - mean) / unit).nan_to_num(0.0).clamp(-3, 3) for x in (best, values.detach())]
+
+
+def _cosine(one: Tensor, other: Tensor) -> Tensor:
+    """Of the angle between vectors, 0 where one is 0: (..., d) -> (...)."""
+    lengths = one.norm(dim=-1) * other.norm(dim=-1)
+    return (one * other).sum(dim=-1) / lengths.clamp(min=_TINY)
+
+
+def _factor(logit: Tensor) -> Tensor:
+    """A positive factor, 1 at 0."""
+    return (_LARGEST * (logit / _LARGEST).tanh()).exp()

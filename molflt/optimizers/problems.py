@@ -1,0 +1,153 @@
+"""Small random problems that optimizers learn from, each drawn from its seed alone."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from molflt.data.problems import generator_of
+
+__all__ = ["FAMILIES", "Problem", "cut", "draw_problem", "minibatch"]
+
+_ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (torch.tanh, torch.relu, F.gelu)
+_POINTS = 256  # of a data set
+_BATCH = 32
+
+
+class Problem(NamedTuple):
+    """A function to be made small."""
+
+    name: str
+    start: Tensor
+    """first parameters, (n,)"""
+    loss: Callable[[Tensor, int], Tensor]
+    """of parameters (n,) at a step, which decides about the minibatch; never negative"""
+
+
+def draw_problem(seed: int, like: Tensor) -> Problem:
+    """A problem of a random family, size and scale.
+
+    Parameters and losses are rescaled at random, so that what is learned holds for other scales
+    (arXiv:1703.03633): each coordinate by exp(N(0, 1/2)), the loss by 10^(-2..2).
+
+    Args:
+        seed: of all draws.
+        like: a tensor of the wanted type, on the wanted device.
+    """
+    generator = generator_of(seed)
+    family = list(FAMILIES)[_integer(generator, 0, len(FAMILIES) - 1)]
+    inner = FAMILIES[family](seed, generator, like)
+    scale = torch.exp(0.5 * _normal(generator, like, len(inner.start)))
+    height = 10 ** (4 * float(torch.rand((), generator=generator)) - 2)
+    return Problem(
+        inner.name, inner.start / scale, lambda x, step: height * inner.loss(x * scale, step)
+    )
+
+
+def _quadratic(seed: int, generator: torch.Generator, like: Tensor) -> Problem:
+    """|A x - y|^2, singular values of A spread over a few powers of e."""
+    n = _integer(generator, 8, 64)
+    spread = torch.exp(1.5 * (2 * torch.rand(n, generator=generator).to(like) - 1))
+    matrix = _normal(generator, like, n, n) / math.sqrt(n) * spread
+    wanted, start = _normal(generator, like, n), _normal(generator, like, n)
+    return Problem(
+        f"quadratic of {n}", start, lambda x, _: 0.5 * (matrix @ x - wanted).square().mean()
+    )
+
+
+def _regression(seed: int, generator: torch.Generator, like: Tensor) -> Problem:
+    """Softmax regression; labels are those of a noisy teacher."""
+    inputs, classes = _integer(generator, 4, 24), _integer(generator, 2, 6)
+    x = _normal(generator, like, _POINTS, inputs) * torch.exp(_normal(generator, like, inputs) / 2)
+    logits = x @ _normal(generator, like, inputs, classes)
+    labels = (logits + _normal(generator, like, *logits.shape)).argmax(dim=1)
+    shapes = ((inputs, classes), (classes,))
+    start = 0.1 * _normal(generator, like, (inputs + 1) * classes)
+
+    def loss(theta: Tensor, step: int) -> Tensor:
+        weight, bias = cut(theta, shapes)
+        rows = minibatch(seed, step, _POINTS, _BATCH, like.device)
+        return F.cross_entropy(x[rows] @ weight + bias, labels[rows])
+
+    return Problem(f"regression {inputs}-{classes}", start, loss)
+
+
+def _network(seed: int, generator: torch.Generator, like: Tensor) -> Problem:
+    """A small network that learns the classes, or the numbers, of another one."""
+    depth = _integer(generator, 1, 2)
+    widths = [_integer(generator, 4, 16) for _ in range(depth + 1)]
+    widths.append(_integer(generator, 2, 6))
+    act = _ACTIVATIONS[_integer(generator, 0, len(_ACTIVATIONS) - 1)]
+    labeled = bool(_integer(generator, 0, 1))
+    shapes = layer_shapes(widths)
+    x = _normal(generator, like, _POINTS, widths[0])
+    teacher = start_of(shapes, generator, like, 2.0)
+    wanted = perceptron(x, cut(teacher, shapes), act)
+    labels = wanted.argmax(dim=1)
+    start = start_of(shapes, generator, like)
+
+    def loss(theta: Tensor, step: int) -> Tensor:
+        rows = minibatch(seed, step, _POINTS, _BATCH, like.device)
+        out = perceptron(x[rows], cut(theta, shapes), act)
+        return F.cross_entropy(out, labels[rows]) if labeled else F.mse_loss(out, wanted[rows])
+
+    return Problem(f"network {'-'.join(map(str, widths))}", start, loss)
+
+
+FAMILIES: dict[str, Callable[[int, torch.Generator, Tensor], Problem]] = {
+    "quadratic": _quadratic,
+    "regression": _regression,
+    "network": _network,
+}
+
+
+def minibatch(seed: int, step: int, rows: int, size: int, device: torch.device) -> Tensor:
+    """Rows of a step, (size,), drawn from the problem's seed and the step alone."""
+    generator = generator_of(seed, 1, step)
+    return torch.randint(rows, (size,), generator=generator).to(device)
+
+
+def cut(theta: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Parameters (n,) as tensors of these shapes."""
+    parts = theta.split([math.prod(shape) for shape in shapes])
+    return [part.view(*shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def layer_shapes(widths: Sequence[int]) -> list[tuple[int, ...]]:
+    """Weights and biases of a network of fully connected layers."""
+    return [shape for a, b in itertools.pairwise(widths) for shape in ((b, a), (b,))]
+
+
+def start_of(
+    shapes: Sequence[Sequence[int]], generator: torch.Generator, like: Tensor, gain: float = 1.0
+) -> Tensor:
+    """First parameters (n,): weights N(0, gain^2 / fan-in), biases 0."""
+    parts = [
+        gain * _normal(generator, like, *shape) / math.sqrt(math.prod(shape[1:]))
+        if len(shape) > 1
+        else like.new_zeros(*shape)
+        for shape in shapes
+    ]
+    return torch.cat([part.flatten() for part in parts])
+
+
+def perceptron(x: Tensor, layers: Sequence[Tensor], act: Callable[[Tensor], Tensor]) -> Tensor:
+    """A network of fully connected layers: weights and biases in turn."""
+    for i in range(0, len(layers), 2):
+        x = F.linear(x if i == 0 else act(x), layers[i], layers[i + 1])
+    return x
+
+
+def _integer(generator: torch.Generator, low: int, high: int) -> int:
+    return int(torch.randint(low, high + 1, (), generator=generator))
+
+
+def _normal(generator: torch.Generator, like: Tensor, *shape: int) -> Tensor:
+    """On the CPU first: a seed gives the same problem on every device."""
+    return torch.randn(*shape, generator=generator, dtype=torch.float32).to(like)

@@ -1,0 +1,97 @@
+"""Optimizing problems with a learned optimizer so that it can learn from how that went."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from molflt.optimizers.coordinate import CoordinateOptimizer, OptimizerState
+from molflt.optimizers.problems import Problem
+
+__all__ = ["Unrolled", "unroll"]
+
+_FLOOR = 1e-3  # of the first loss: what is gained below it counts no more
+
+
+class Unrolled(NamedTuple):
+    """What came of an unroll."""
+
+    loss: Tensor
+    """mean over problems and steps of log((f + floor f_0) / f_0), float64; it has a gradient"""
+    mean: Tensor
+    """the same of each problem, (problems,)"""
+    last: Tensor
+    """the same at the last step, (problems,)"""
+
+
+def unroll(
+    model: CoordinateOptimizer, problems: Sequence[Problem], steps: int, before: int = 0
+) -> Unrolled:
+    """Optimizes all problems side by side, and differentiates by the optimizer's weights.
+
+    Gradients of the problems count as given, as in arXiv:1606.04474, section 2.1: an update acts on
+    the losses after it, and not on the gradients that the model is shown. So the steps are taken
+    first, from state to state, and the updates are then computed once more, all at once, with the
+    gradient sum over t > s of df(x_t) / dx for the update of step s. It is the gradient of
+    backpropagation through the steps, at the memory of one causal pass.
+
+    Args:
+        model: with the weights to learn.
+        problems: their parameters are the coordinates, in a row.
+        steps: that count.
+        before: steps that are taken first, and do not count but for what is remembered of them.
+    """
+    sizes = [len(problem.start) for problem in problems]
+    theta = torch.cat([problem.start for problem in problems]).detach()
+    state: OptimizerState | None = None
+    with torch.no_grad():
+        first, gradient = _slopes(problems, theta.split(sizes), 0)
+        for step in range(before):
+            update, state = model.step(gradient, state)
+            theta = theta + update
+            losses, gradient = _slopes(problems, theta.split(sizes), step + 1)
+        moments = None if state is None else state.moments
+        begun = memory = () if state is None else state.memory
+        features, directions, logs, pulls = [], [], [], []
+        for step in range(before, before + steps):
+            seen = model.observe(gradient, moments, step)
+            update, memory = model.react(seen, memory, step)
+            moments = seen.moments
+            theta = theta + update
+            losses, gradient = _slopes(problems, theta.split(sizes), step + 1)
+            floored = losses + _FLOOR * first
+            features.append(seen.features)
+            directions.append(seen.direction)
+            logs.append((floored / first).log())
+            pulls.append(gradient / floored.to(gradient).repeat_interleave(_counts(sizes, theta)))
+        # of the update of a step: all losses after it
+        pull = torch.stack(pulls, dim=1).flip(1).cumsum(dim=1).flip(1) / (steps * len(problems))
+    found = torch.stack(logs)  # [steps, problems]
+    value = found.mean()
+    if torch.is_grad_enabled():
+        updates = model(torch.stack(features, 1), torch.stack(directions, 1), begun, before)
+        surrogate = (updates * pull).sum()
+        value = value + (surrogate - surrogate.detach()).to(value)
+    return Unrolled(value, found.mean(dim=0), found[-1])
+
+
+def _counts(sizes: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(sizes, device=like.device)
+
+
+def _slopes(
+    problems: Sequence[Problem], parts: Sequence[Tensor], step: int
+) -> tuple[Tensor, Tensor]:
+    """Losses (problems,), float64, and their gradients in a row (coordinates,)."""
+    losses: list[Tensor] = []
+    gradients: list[Tensor] = []
+    with torch.enable_grad(), torch.autocast(parts[0].device.type, enabled=False):
+        for problem, part in zip(problems, parts, strict=True):
+            theta = part.detach().requires_grad_()
+            loss = problem.loss(theta, step)
+            gradients += torch.autograd.grad(loss, theta)
+            losses.append(loss.detach().double())
+    return torch.stack(losses), torch.cat(gradients)

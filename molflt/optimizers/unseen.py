@@ -1,0 +1,133 @@
+"""Problems that no training of an optimizer draws: other functions, deeper and larger networks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from molflt.data.images.files import open_images
+from molflt.data.problems import generator_of
+from molflt.optimizers.problems import (
+    Problem,
+    cut,
+    layer_shapes,
+    minibatch,
+    perceptron,
+    start_of,
+)
+
+__all__ = ["UNSEEN", "image_problems"]
+
+_POINTS, _BATCH = 2048, 64
+_IMAGES = 16_384  # of a data set, evenly spaced
+_HIDDEN, _CHANNELS = 32, (8, 16)
+
+_Made = Callable[[int, Tensor], Problem]
+_Net = Callable[[Tensor, list[Tensor]], Tensor]
+
+
+def _rosenbrock(seed: int, like: Tensor) -> Problem:
+    """Rosenbrock's valley in 100 dimensions, mean over its terms."""
+    start = 0.5 * torch.randn(100, generator=generator_of(seed)).to(like)
+
+    def loss(x: Tensor, step: int) -> Tensor:
+        return (100 * (x[1:] - x[:-1].square()).square() + (1 - x[:-1]).square()).mean()
+
+    return Problem("rosenbrock", start, loss)
+
+
+def _factorization(seed: int, like: Tensor) -> Problem:
+    """A matrix of 40 x 60 and rank 5 as the product of two factors."""
+    generator = generator_of(seed)
+    shapes = ((40, 5), (5, 60))
+    left, right = (torch.randn(*shape, generator=generator).to(like) for shape in shapes)
+    wanted = left @ right
+    start = 0.1 * torch.randn(sum(map(math.prod, shapes)), generator=generator).to(like)
+
+    def loss(theta: Tensor, step: int) -> Tensor:
+        u, v = cut(theta, shapes)
+        return (u @ v - wanted).square().mean()
+
+    return Problem("factorization", start, loss)
+
+
+def _deep_network(seed: int, like: Tensor) -> Problem:
+    """Three hidden layers of 32, 10 classes of a teacher: deeper and wider than in training."""
+    generator = generator_of(seed)
+    widths = (32, 32, 32, 32, 10)
+    shapes = layer_shapes(widths)
+    x = torch.randn(_POINTS, widths[0], generator=generator).to(like)
+    teacher = layer_shapes((32, 32, 10))
+    logits = perceptron(x, cut(start_of(teacher, generator, like, 2.0), teacher), torch.tanh)
+    labels = logits.argmax(dim=1)
+    start = start_of(shapes, generator, like)
+
+    def loss(theta: Tensor, step: int) -> Tensor:
+        rows = minibatch(seed, step, _POINTS, _BATCH, like.device)
+        out = perceptron(x[rows], cut(theta, shapes), F.silu)
+        return F.cross_entropy(out, labels[rows])
+
+    return Problem("deep network", start, loss)
+
+
+UNSEEN: dict[str, _Made] = {
+    "rosenbrock": _rosenbrock,
+    "factorization": _factorization,
+    "deep_network": _deep_network,
+}
+
+
+def image_problems(source: Path) -> dict[str, _Made]:
+    """Classifiers of images: a network with one hidden layer, and a small convolutional one.
+
+    Args:
+        source: as `molflt.data.images.files.open_images` takes it, such as the idx file of
+            Fashion-MNIST's training images; at most 16,384 of them are used.
+
+    Raises:
+        FileNotFoundError: there is nothing at `source`.
+        ValueError: what is there is damaged or of an unknown kind.
+    """
+    images = open_images(source)
+    count = min(len(images), _IMAGES)
+    read = [images[i * len(images) // count] for i in range(count)]
+    pixels = torch.stack([image for image, _ in read]).float()
+    labels = torch.stack([label for _, label in read])
+    pixels = (pixels - pixels.mean()) / pixels.std().clamp(min=1.0)
+    channels, *sides = pixels.shape[1:]
+    first, second = _CHANNELS
+    left = math.prod((side + 3) // 4 for side in sides)  # both strides of 2 round up
+    flat = layer_shapes((pixels[0].numel(), _HIDDEN, len(images.classes)))
+    deep = [(first, channels, 3, 3), (first,), (second, first, 3, 3), (second,)]
+    deep += layer_shapes((second * left, len(images.classes)))
+
+    def plain(x: Tensor, parts: list[Tensor]) -> Tensor:
+        return perceptron(x.flatten(1), parts, torch.relu)
+
+    def convolved(x: Tensor, parts: list[Tensor]) -> Tensor:
+        for i in (0, 2):
+            x = F.conv2d(x, parts[i], parts[i + 1], stride=2, padding=1).relu()
+        return F.linear(x.flatten(1), parts[4], parts[5])
+
+    def problem(name: str, net: _Net, shapes: Sequence[tuple[int, ...]]) -> _Made:
+        def made(seed: int, like: Tensor) -> Problem:
+            start = start_of(shapes, generator_of(seed), like, math.sqrt(2))
+
+            def loss(theta: Tensor, step: int) -> Tensor:
+                rows = minibatch(seed, step, len(pixels), _BATCH, pixels.device)
+                out = net(pixels[rows].to(like), cut(theta, shapes))
+                return F.cross_entropy(out, labels[rows].to(like.device))
+
+            return Problem(name, start, loss)
+
+        return made
+
+    return {
+        "image_network": problem("image network", plain, flat),
+        "image_convolutions": problem("image convolutions", convolved, deep),
+    }

@@ -1,0 +1,121 @@
+"""Autoregressive model of images: their bytes one after another, each given those before it."""
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from molflt.attention import Attention, Stack
+from molflt.attention.checks import at_least_one, beside_weights, known_names, tensors, whole
+from molflt.attention.mixers import MIXER_OPTIONS
+from molflt.sequence.language_model import LanguageModel
+
+LEVELS = 256
+"""values of a byte"""
+START = 0
+"""what stands before the first byte: black"""
+
+_GIVEN = ("vocabulary", "max_length", "adaptive_cutoffs")
+
+
+class PixelModel(LanguageModel):
+    """Causal blocks over the bytes of an image, p(byte i | bytes 0 .. i - 1), 256 ways.
+
+    The image generation of NPRF (arXiv:2106.12566), appendix A.5, table 6. Bytes come row by row,
+    pixel by pixel, red, green and blue of a pixel after each other. Token i is byte i - 1, the
+    first one `START`, and stands at the place of byte i, which it predicts.
+
+    Relative encodings of one dimension see i x `position_scale`; those of three (`position_options`
+    with `dim: 3`) see (row, column, channel) x `position_scale`, counted from the first byte.
+
+    Args:
+        channels: of an image, 1 or 3; the data decide it where it is null.
+        image_size: sides of the square images, pixels; likewise.
+        absolute: what tells bytes their places: "learned", a vector each, "sinusoidal" or "none",
+            see `molflt.sequence.LanguageModel`.
+        language: further arguments of `molflt.sequence.LanguageModel`.
+
+    Raises:
+        TypeError: an unknown argument.
+        ValueError: an option outside its range, or options that do not go together.
+    """
+
+    of_data: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        channels: int | None = None,
+        image_size: int | None = None,
+        absolute: Literal["none", "sinusoidal", "learned"] = "learned",
+        **language: Any,
+    ) -> None:
+        hidden = ("causal", *_GIVEN, *MIXER_OPTIONS)
+        known_names(PixelModel, language, LanguageModel, Stack, Attention, but=hidden)
+        if channels is None or image_size is None:
+            raise ValueError(
+                f"channels and image_size must be numbers; got {channels}, {image_size}; take them "
+                "from the data"
+            )
+        at_least_one(channels=channels, image_size=image_size)
+        self.channels, self.image_size = channels, image_size
+        super().__init__(
+            vocabulary=LEVELS,
+            max_length=channels * image_size**2,
+            absolute=absolute,
+            adaptive_cutoffs=None,
+            **language,
+        )
+
+    @property
+    def longest(self) -> int:
+        """Bytes of an image."""
+        return self.channels * self.image_size**2
+
+    def bytes_of(self, images: Tensor) -> Tensor:
+        """Images (batch, channels, image_size, image_size) as bytes (batch, `longest`).
+
+        Raises:
+            TypeError: something else than a tensor.
+            ValueError: another shape, type or device.
+        """
+        tensors(images=images)
+        beside_weights("images", images, next(self.parameters()))
+        shape = (self.channels, self.image_size, self.image_size)
+        if images.ndim != 4 or tuple(images.shape[1:]) != shape:
+            raise ValueError(
+                f"images must be (batch, {', '.join(map(str, shape))}); got {tuple(images.shape)}; "
+                "scale them, or build the model for their size"
+            )
+        whole("images", images, 0, LEVELS - 1, "bytes")
+        return images.permute(0, 2, 3, 1).flatten(1).long()
+
+    def images_of(self, values: Tensor) -> Tensor:
+        """Bytes (batch, `longest`) as images (batch, channels, image_size, image_size) uint8."""
+        grid = (self.image_size, self.image_size, self.channels)
+        return values.unflatten(1, grid).permute(0, 3, 1, 2).to(torch.uint8)
+
+    def image_log_likelihood(self, images: Tensor) -> Tensor:
+        """log p of each byte given those before it, in nats: (batch, `longest`), in their order.
+
+        Args:
+            images: (batch, channels, image_size, image_size), bytes.
+        """
+        values = self.bytes_of(images)
+        before = torch.cat((torch.full_like(values[:, :1], START), values[:, :-1]), dim=1)
+        return self.log_likelihood(before, values)
+
+    def _check_axes(self) -> None:
+        position = self.stack.position
+        if position is not None and position.dim not in (1, 3):
+            raise ValueError(
+                "bytes of an image have 3 coordinates (row, column, channel), or 1 along the "
+                f"sequence; got position_options dim={position.dim}; choose 1 or 3"
+            )
+
+    def _positions(self, index: Tensor, dtype: torch.dtype) -> Tensor | None:
+        position = self.stack.position
+        if position is None or position.dim == 1:
+            return super()._positions(index, dtype)
+        pixel = index // self.channels
+        axes = (pixel // self.image_size, pixel % self.image_size, index % self.channels)
+        return torch.stack(axes, dim=-1).to(dtype)[None] * self.position_scale

@@ -1,0 +1,103 @@
+"""Learning to optimize: the loss is how far down small problems came."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from molflt.metrics import Metric
+from molflt.optimizers.problems import draw_problem
+from molflt.optimizers.unroll import Unrolled, unroll
+from molflt.tasks.base import Task
+
+if TYPE_CHECKING:
+    from molflt.optimizers.coordinate import CoordinateOptimizer
+
+__all__ = ["OptimizerTask"]
+
+
+class _OptimizerSums(NamedTuple):
+    mean: Tensor
+    """log of the loss in units of the first one, mean over steps"""
+    last: Tensor
+    """the same after the last step"""
+    problems: Tensor
+
+    @classmethod
+    def of(cls, found: Unrolled) -> _OptimizerSums:
+        count = torch.tensor(len(found.mean), dtype=torch.float64)
+        return cls(found.mean.detach().sum(), found.last.detach().sum(), count)
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "mean_log_loss": float(self.mean / self.problems),
+            "last_log_loss": float(self.last / self.problems),
+        }
+
+
+class OptimizerTask(Task[Tensor, object]):
+    """Mean over steps and problems of log(f / f_0), by truncated unrolls.
+
+    Batches are seeds of problems, (batch,). Each begins at its start and is optimized for a random
+    number of steps, up to `burn_in`, before the `unroll` steps that count: so nothing is left over
+    from one meta-step for the next, and a training goes on from any of them.
+
+    Args:
+        model: `molflt.optimizers.coordinate.CoordinateOptimizer`.
+        unroll: steps that count, 20 to 100 in the literature.
+        burn_in: most steps before them. Validation takes `burn_in` + `unroll` steps, which all
+            count.
+        optimization: arguments of `molflt.tasks.base.Task`.
+
+    Raises:
+        ValueError: for an option outside its range, or redrawing where nothing is random.
+    """
+
+    model: CoordinateOptimizer
+    unit = "problems"
+    sums: ClassVar[type[_OptimizerSums]] = _OptimizerSums
+    metrics: ClassVar = {
+        "mean_log_loss": Metric("mean log(f / f₀)", measured_in=("train", "val"), scale="linear"),
+        "last_log_loss": Metric("last log(f / f₀)", measured_in=("train", "val")),
+    }
+    best = "mean_log_loss"
+
+    def __init__(
+        self, model: nn.Module, unroll: int = 20, burn_in: int = 80, **optimization: Any
+    ) -> None:
+        super().__init__(model, **optimization)
+        if unroll < 1:
+            raise ValueError(f"task.unroll must be at least 1; got {unroll}")
+        if burn_in < 0:
+            raise ValueError(f"task.burn_in must be at least 0; got {burn_in}")
+        if self.redraw_every is not None and not self.model.memory.redraws:
+            raise ValueError(
+                f"task.redraw_every={self.redraw_every}: this memory has no random features; "
+                "leave it out"
+            )
+        self.unroll = unroll
+        self.burn_in = burn_in
+
+    def loss(self, batch: Tensor, progress: float) -> tuple[Tensor, _OptimizerSums]:
+        before = int(torch.randint(self.burn_in + 1, ()))  # seeded by the step
+        found = self._unroll(batch, self.unroll, before)
+        return found.loss.to(next(self.model.parameters()).dtype), _OptimizerSums.of(found)
+
+    def judge(self, batch: Tensor) -> _OptimizerSums:
+        # validation is in inference mode, whose tensors no problem could be differentiated by
+        with torch.inference_mode(False), torch.no_grad():
+            return _OptimizerSums.of(self._unroll(batch, self.burn_in + self.unroll, 0))
+
+    def size(self, batch: Tensor) -> int:
+        """Problems."""
+        return len(batch)
+
+    def name(self, batch: Tensor) -> str:
+        return f"problems of seeds {', '.join(map(str, batch.tolist()))}"
+
+    def _unroll(self, batch: Tensor, steps: int, before: int) -> Unrolled:
+        like = next(self.model.parameters())
+        problems = [draw_problem(seed, like) for seed in batch.tolist()]
+        return unroll(self.model, problems, steps, before)

@@ -1,0 +1,177 @@
+"""Meta-trains learned optimizers with several memories, and runs them on unseen tasks beside Adam.
+
+    python scripts/optimizers.py --data datasets/fashion-mnist/train-images-idx3-ubyte.gz \\
+        --out runs/optimizers --jobs 2
+    python scripts/optimizers.py ... --memories flt lstm --tasks rosenbrock --steps 500 \\
+        -- --trainer.max_steps 100      # more options for every training
+
+Five tasks: Rosenbrock's function, the factorization of a matrix, a deep network, and, with --data,
+a network and a convolutional network on images. Adam has the best of 10 learning rates for each.
+Writes optimizers.md, .csv (loss curves) and .png. Started again, it goes on where it was stopped
+and repeats nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from compare import INTERRUPTED, job_of, prepare, work_all
+from kit.rows import Rows, markdown, names, pick, write_csv
+from kit.words import parsed
+
+from molflt import plots
+from molflt.evaluation.optimizers import curve_rows, final_loss, tasks_of, tuned_adam
+
+CONFIG = Path("configs/optimizers/small.yaml")
+MEMORIES = ("flt", "performer", "softmax", "lstm", "state-space")
+ADAM = "Adam, tuned"
+
+
+def job(options: argparse.Namespace, memory: str, seed: int) -> dict[str, Any]:
+    """The training of one memory with one seed, and how it is evaluated."""
+    found = job_of(options, f"configs/optimizers/{memory}.yaml", seed)
+    return found | {"evaluation": list(evaluation(options))}
+
+
+def evaluation(options: argparse.Namespace) -> tuple[str, ...]:
+    """Options of ``molflt evaluate``; Adam, which is the same beside all of them, comes later."""
+    words = ["--steps", str(options.steps), "--repeats", str(options.repeats), "--rates=[]"]
+    words += [] if options.data is None else ["--data", str(options.data)]
+    words += [] if options.tasks is None else ["--tasks", *options.tasks]
+    return tuple(words)
+
+
+def of_adam(options: argparse.Namespace) -> Rows:
+    """Rows of Adam's curves, computed once for these options and kept in adam.json."""
+    path = options.out / "adam.json"
+    asked = {"steps": options.steps, "repeats": options.repeats, "tasks": options.tasks}
+    asked["data"] = None if options.data is None else str(options.data)
+    kept = json.loads(path.read_text()) if path.exists() else {"asked": asked, "tasks": {}}
+    if kept["asked"] != asked:
+        raise ValueError(f"{path}: made with {kept['asked']}; choose another --out, or remove it")
+    rows: Rows = []
+    for name, made in tasks_of(options.tasks, options.data).items():
+        if name not in kept["tasks"]:
+            found = tuned_adam(made, options.steps, options.repeats, torch.zeros(()))
+            own = curve_rows({name: {ADAM: found}})
+            end, spread = final_loss(found.curves)
+            kept["tasks"][name] = {"rows": own, "end": end, "sd": spread, "lr": found.setting}
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(kept))
+        rows += kept["tasks"][name]["rows"]
+    return rows
+
+
+def collect(out: Path, memories: list[str], seeds: list[int]) -> tuple[Rows, Rows]:
+    """Rows of the curves, and of the final losses, of all finished runs."""
+    curves: Rows = []
+    ends: Rows = []
+    for memory in memories:
+        for seed in seeds:
+            run = out / memory / f"seed{seed}"
+            if not (run / "results.json").exists():
+                continue
+            with open(run / "curves.csv", newline="") as file:
+                for row in csv.DictReader(file):
+                    own = {**row, "optimizer": memory, "seed": seed}
+                    curves.append({**own, "step": float(row["step"]), "loss": float(row["loss"])})
+            for task, found in json.loads((run / "results.json").read_text()).items():
+                ends.append({"optimizer": memory, "seed": seed, "task": task, **found})
+    return curves, ends
+
+
+def table(ends: Rows, out: Path) -> str:
+    """Final losses: geometric mean over seeds, and how many powers of ten they spread."""
+    adam = json.loads((out / "adam.json").read_text())["tasks"]
+    lines = [[ADAM, 1, *(f"{own['end']:.4g} (lr {float(own['lr']):.2g})" for own in adam.values())]]
+    for memory in names(ends, "optimizer"):
+        own = pick(ends, optimizer=memory)
+        cells = [cell(pick(own, task=task)) for task in adam]
+        lines.append([memory, len(names(own, "seed")), *cells])
+    note = "final loss: mean of the last 10 % of the steps, geometric mean over repeats and seeds; "
+    note += "sd of its decimal logarithm over seeds"
+    return f"{markdown(['optimizer', 'seeds', *adam], lines)}\n\n{note}"
+
+
+def cell(rows: Rows) -> str:
+    """Mean and spread of a memory on a task; a run that diverged has no final loss."""
+    ends = [math.inf if row["final_loss"] is None else row["final_loss"] for row in rows]
+    if not ends or not np.isfinite(ends).all():
+        return "diverged" if ends else "–"
+    logs = np.log10(ends)
+    spread = f" ± {logs.std(ddof=1):.2f}" if len(logs) > 1 else ""
+    return f"{10 ** logs.mean():.4g}{spread}"
+
+
+def draw(curves: Rows, png: Path, steps: int) -> None:
+    """Curves of all optimizers, seeds and repeats of each in one band."""
+    tasks: dict[str, dict[str, np.ndarray]] = {}
+    for task in names(curves, "task"):
+        own = pick(curves, task=task)
+        tasks[task] = {}
+        for name in names(own, "optimizer"):
+            lines: dict[tuple[object, object], list[float]] = {}
+            for row in pick(own, optimizer=name):
+                lines.setdefault((row.get("seed"), row["repeat"]), []).append(row["loss"])
+            tasks[task][name] = np.array(list(lines.values()))
+    plots.loss_curves(tasks, png, steps)
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """Options of the script; what follows -- goes to every training."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, help="images, such as the idx file of Fashion-MNIST")
+    parser.add_argument("--out", type=Path, default=Path("runs/optimizers"))
+    parser.add_argument("--config", type=Path, default=CONFIG)
+    parser.add_argument("--memories", nargs="+", default=list(MEMORIES), choices=MEMORIES)
+    parser.add_argument("--tasks", nargs="+", help="by default all that there are data for")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=1, help="trainings at the same time")
+    parser.add_argument("--threads", type=int, default=1, help="of each training")
+    return parsed(parser, words)
+
+
+def main(words: list[str] | None = None) -> int:
+    """Runs what is not finished; returns 1 if a run failed."""
+    options = parse(words)
+    try:
+        tasks_of(options.tasks, options.data)
+        jobs = {
+            options.out / memory / f"seed{seed}": job(options, memory, seed)
+            for seed in options.seeds
+            for memory in options.memories
+        }
+        for run, one in jobs.items():
+            prepare(run, one)
+        code = work_all(jobs, options.jobs, options.threads, evaluation(options))
+        if code == INTERRUPTED:
+            return code
+        adam = of_adam(options)
+    except (ValueError, OSError) as error:
+        print(f"optimizers.py: error: {error}", file=sys.stderr)
+        return 2
+    curves, ends = collect(options.out, options.memories, options.seeds)
+    keys = ["task", "optimizer", "tuned", "seed", "repeat", "step", "loss"]
+    rows = [{key: row.get(key) for key in keys} for row in [*adam, *curves]]
+    write_csv(options.out / "optimizers.csv", rows)
+    draw(rows, options.out / "optimizers.png", options.steps)
+    text = table(ends, options.out)
+    (options.out / "optimizers.md").write_text(f"{text}\n")
+    print(text)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

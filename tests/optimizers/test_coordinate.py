@@ -1,0 +1,189 @@
+"""A learned optimizer: step by step as all at once, and every coordinate by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from molflt.data.problems import generator_of
+from molflt.optimizers.coordinate import CoordinateOptimizer, OptimizerState
+from molflt.optimizers.problems import FAMILIES, Problem, draw_problem
+from molflt.optimizers.unroll import unroll
+
+MASK = {"spectrum": "gaussian_mixture", "num_gaussians": 3}
+SMALL = {"dim": 8, "layers": 2}
+ATTENTION = {**SMALL, "ffn_dim": 8, "num_features": 4}
+MEMORIES: dict[str, dict[str, Any]] = {
+    "flt": {**ATTENTION, "position": "spectral", "position_options": {**MASK, "num_nodes": 4}},
+    "performer": ATTENTION,
+    "softmax": {**SMALL, "mixing": "softmax", "position": "spectral", "position_options": MASK},
+    "window": {**SMALL, "mixing": "softmax", "window": 3},
+    "lstm": {**SMALL, "memory": "lstm"},
+    "state_space": {**SMALL, "memory": "state_space", "states": 3},
+}
+STEPS, COORDINATES = 9, 6
+every_memory = pytest.mark.parametrize("name", MEMORIES)
+
+
+def model_of(name: str) -> CoordinateOptimizer:
+    torch.manual_seed(0)
+    model = CoordinateOptimizer(**MEMORIES[name]).double()
+    torch.nn.init.normal_(model.head.weight)
+    return model
+
+
+def gradients(seed: int = 1) -> Tensor:
+    drawn = torch.randn(STEPS, COORDINATES, generator=generator_of(seed)).double()
+    drawn[2, 1], drawn[:, 0] = 1e-9, 0.0  # tiny, and of a coordinate without effect
+    return drawn * 10.0 ** torch.arange(-2, 4)
+
+
+def by_steps(
+    model: CoordinateOptimizer, shown: Tensor, state: OptimizerState | None = None
+) -> tuple[Tensor, OptimizerState]:
+    found = []
+    for gradient in shown:
+        update, state = model.step(gradient, state)
+        found.append(update)
+    assert state is not None
+    return torch.stack(found, dim=1), state
+
+
+def all_at_once(
+    model: CoordinateOptimizer, shown: Tensor, state: OptimizerState | None = None
+) -> Tensor:
+    moments, start = (None, 0) if state is None else (state.moments, state.step)
+    features, directions = [], []
+    for step, gradient in enumerate(shown, start):
+        seen = model.observe(gradient, moments, step)
+        moments = seen.moments
+        features.append(seen.features)
+        directions.append(seen.direction)
+    memory = () if state is None else state.memory
+    updates: Tensor = model(torch.stack(features, 1), torch.stack(directions, 1), memory, start)
+    return updates
+
+
+@every_memory
+def test_steps_are_the_causal_pass_with_gradients(name: str) -> None:
+    model, shown = model_of(name), gradients()
+    stepped, _ = by_steps(model, shown)
+    whole = all_at_once(model, shown)
+    torch.testing.assert_close(stepped, whole, rtol=0, atol=1e-10)
+    weight = torch.randn(whole.shape, generator=generator_of(3)).double()
+    learned = [p for p in model.parameters() if p.requires_grad]
+    one, other = (torch.autograd.grad((x * weight).sum(), learned) for x in (stepped, whole))
+    assert all(part.abs().max() > 0 for part in one)  # every parameter has a use
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+@every_memory
+def test_the_causal_pass_goes_on_from_a_state(name: str) -> None:
+    model, shown = model_of(name), gradients()
+    _, state = by_steps(model, shown[:4])
+    whole = all_at_once(model, shown)
+    torch.testing.assert_close(all_at_once(model, shown[4:], state), whole[:, 4:])
+
+
+@every_memory
+def test_coordinates_know_nothing_of_each_other(name: str) -> None:
+    model, shown = model_of(name), gradients()
+    whole = by_steps(model, shown)[0]
+    order = torch.tensor([3, 0, 5, 1, 4, 2])
+    permuted = by_steps(model, shown[:, order])[0]
+    torch.testing.assert_close(permuted, whole[order], rtol=0, atol=1e-12)
+    alone = [by_steps(model, part)[0] for part in shown.split([1, 3, 2], dim=1)]
+    torch.testing.assert_close(torch.cat(alone), whole, rtol=0, atol=1e-12)
+
+
+def test_a_window_forgets_what_came_before_it() -> None:
+    model = model_of("window")
+    one, other = gradients(), gradients()
+    _, state = by_steps(model, one)
+    assert state.memory[0].shape[2] == 3
+    seen = model.observe(other[0], state.moments, STEPS)
+    other_memory = tuple(part.clone() for part in state.memory)
+    for part in other_memory:
+        part[:, :, 0] = 7.0  # falls out with the next step
+    found = [model.react(seen, memory, STEPS)[0] for memory in (state.memory, other_memory)]
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_it_begins_as_adam() -> None:
+    """With nothing added to Adam's direction: the same steps as torch's."""
+    model = CoordinateOptimizer(memory="lstm", lr=0.02).double()
+    torch.nn.init.zeros_(model.head.weight)
+    x = torch.nn.Parameter(torch.ones(COORDINATES, dtype=torch.double))
+    adam, state = torch.optim.Adam([x], lr=0.02), None
+    for gradient in gradients():
+        before, x.grad = x.detach().clone(), gradient
+        adam.step()
+        update, state = model.step(gradient, state)
+        torch.testing.assert_close(update, x.detach() - before, rtol=1e-9, atol=1e-12)
+
+
+def backpropagated(model: CoordinateOptimizer, problem: Problem, steps: int, before: int) -> Tensor:
+    """The meta-loss by plain backpropagation through the steps, gradients taken as given."""
+    theta, state, logs = problem.start, None, []
+    first = problem.loss(theta, 0)
+    for step in range(before + steps):
+        shown = theta.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(problem.loss(shown, step), shown)
+        if step == before and state is not None:
+            theta = theta.detach()
+            state = OptimizerState(step, state.moments, tuple(m.detach() for m in state.memory))
+        update, state = model.step(gradient, state)
+        theta = theta + update
+        if step >= before:
+            logs.append(((problem.loss(theta, step + 1) + 1e-3 * first) / first).log())
+    return torch.stack(logs).mean()
+
+
+@every_memory
+@pytest.mark.parametrize("before", [0, 3])
+def test_unrolls_have_the_gradient_of_backpropagation(name: str, before: int) -> None:
+    model = model_of(name)
+    like = torch.zeros((), dtype=torch.double)
+    problems = [draw_problem(seed, like) for seed in (2, 3)]
+    found = unroll(model, problems, 5, before)
+    losses = torch.stack([backpropagated(model, problem, 5, before) for problem in problems])
+    torch.testing.assert_close(found.mean, losses.detach(), rtol=0, atol=1e-10)
+    assert found.loss.item() == pytest.approx(losses.mean().item(), abs=1e-10)
+    learned = [p for p in model.parameters() if p.requires_grad]
+    one = torch.autograd.grad(found.loss, learned)
+    other = torch.autograd.grad(losses.mean(), learned)
+    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+
+
+def test_problems_are_of_their_seed_and_step_alone() -> None:
+    like = torch.zeros((), dtype=torch.double)
+    names = set()
+    for seed in range(40):
+        one, other = draw_problem(seed, like), draw_problem(seed, like)
+        names.add(one.name.split()[0])
+        torch.testing.assert_close(one.start, other.start, rtol=0, atol=0)
+        assert one.loss(one.start, 5) == other.loss(one.start, 5) >= 0
+    assert names == set(FAMILIES)
+    noisy = draw_problem(next(s for s in range(40) if "reg" in draw_problem(s, like).name), like)
+    assert noisy.loss(noisy.start, 5) != noisy.loss(noisy.start, 6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory": "lstm", "heads": 2}, "heads=2 has no effect with memory='lstm'"),
+        ({"memory": "lstm", "position": "spectral"}, "position='spectral' has no effect with"),
+        ({"states": 4}, "states=4 has no effect with memory='attention'"),
+        ({"position_scale": 0.1}, "position_scale=0.1 has no effect with position='none'"),
+        ({"window": 4}, "window=4 is for mixing='softmax' without a pos"),
+        ({"position": "toeplitz", "position_options": {"max_tokens": 9}}, "needs a state to go on"),
+        ({"memory": "gru"}, "memory='gru' is unknown; expected one of attention, lstm, state_sp"),
+        ({"lr": 0.0}, "lr must be positive and finite; got 0.0"),
+    ],
+)
+def test_options_that_do_nothing_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CoordinateOptimizer(**options)

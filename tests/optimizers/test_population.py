@@ -1,0 +1,269 @@
+"""A population that attends: its symmetries, its noise, and ask and tell."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from molflt.attention.spectra import GaussianBasis
+from molflt.data.problems import generator_of
+from molflt.optimizers.functions import Functions, haar_rotation
+from molflt.optimizers.population import PopulationOptimizer, Populations
+from molflt.optimizers.population_mask import PopulationMask
+from molflt.optimizers.population_model import Noise, PopulationModel, PopulationState
+from molflt.tasks.population import PopulationTask
+
+D, MEMBERS, BATCH = 3, 6, 2
+KINDS = {
+    "flt": {"num_nodes": 5, "num_gaussians": 3},
+    "linear": {"num_nodes": 5, "mixing": "linear"},
+    "performer": {"position": "none"},
+    "softmax": {"position": "none", "mixing": "softmax"},
+    "softmax-mask": {"mixing": "softmax"},
+}
+
+
+def made(kind: str = "flt", d: int = D) -> PopulationModel:
+    torch.manual_seed(0)
+    options = {"dim": 16, "heads": 2, "ffn_dim": 16, **KINDS[kind]}
+    options |= {} if "softmax" in kind else {"num_features": 8}
+    model = PopulationModel(d, **options).double()
+    with torch.no_grad():  # as if it had learned: gains, and masks that are felt
+        model.head.weight.mul_(20)
+        if isinstance(model.stack.position, PopulationMask):
+            model.stack.position.spectrum.amplitude.mul_(8)
+    return model
+
+
+def noise(generator: torch.Generator) -> Noise:
+    return Noise.draw(MEMBERS, D, [generator] * BATCH)
+
+
+def normal(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=generator_of(seed), dtype=torch.float64)
+
+
+def walked(model, turn=None, shift=0.0, scale=1.0, order=None, steps: int = 4) -> Tensor:
+    """Positions after some generations of a population that was turned, moved and reordered.
+
+    The function is turned and moved alike; its values do not change.
+    """
+    turn = torch.eye(D, dtype=torch.float64) if turn is None else turn
+    order = torch.arange(MEMBERS) if order is None else order
+    functions = Functions.draw("rastrigin_like", D, [generator_of(s) for s in range(BATCH)])
+    position, waves = normal(BATCH, MEMBERS, D), normal(BATCH, model.waves, D, seed=2)
+    state = model.start(scale * position[:, order] @ turn.mT + shift, waves @ turn.mT)
+    generator = generator_of(3)
+    for _ in range(steps):
+        pairs, vectors = noise(generator)
+        own = Noise(pairs[:, order][:, :, order], vectors[:, order] @ turn.mT)
+        state = model(state, functions((state.position - shift) / scale @ turn), own)
+    return state.position
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_commutes_with_motions_of_space_and_permutations(kind: str) -> None:
+    model = made(kind)
+    plain = walked(model)
+    assert float((plain - walked(model, steps=3)).abs().max()) > 0.01
+    turn, order = haar_rotation(D, generator_of(4)), torch.tensor([3, 0, 5, 1, 4, 2])
+    mirror = turn * torch.tensor([1.0, 1.0, -1.0]).double()  # both signs of the determinant
+    shift = torch.tensor([2.0, -7.0, 0.5], dtype=torch.float64)
+    close = {"rtol": 0, "atol": 1e-10}
+    torch.testing.assert_close(walked(model, shift=shift), plain + shift, **close)
+    torch.testing.assert_close(walked(model, turn), plain @ turn.mT, **close)
+    torch.testing.assert_close(walked(model, mirror), plain @ mirror.mT, **close)
+    torch.testing.assert_close(walked(model, order=order), plain[:, order], **close)
+    torch.testing.assert_close(walked(model, scale=0.01) * 100, plain, **close)
+
+
+def test_noise_has_the_covariance_that_attention_sees() -> None:
+    """The derivative J of x_i by its noise: J J' is c^2 sum_j w_ij (p_j - m_i)(p_j - m_i)'."""
+    best = normal(1, MEMBERS, D)
+    state = made().start(best, normal(1, 5, D))
+    w = normal(1, MEMBERS, MEMBERS, seed=5).softmax(dim=-1)
+    out = torch.zeros(1, MEMBERS, 5, dtype=torch.float64)
+
+    def moved(pairs: Tensor) -> Tensor:
+        noise = Noise(pairs[None, None].expand(1, MEMBERS, -1), torch.zeros_like(best))
+        return PopulationModel._moved(state, w, out, noise)[0]
+
+    zero = torch.zeros(MEMBERS, dtype=torch.float64)
+    for i, jacobian in enumerate(torch.autograd.functional.jacobian(moved, zero)):
+        mean = w[0, i] @ best[0]
+        away = best[0] - mean
+        expected = away.T @ (w[0, i, :, None] * away)
+        torch.testing.assert_close(jacobian @ jacobian.T, expected, rtol=0, atol=1e-10)
+        torch.testing.assert_close(moved(zero)[i], best[0, i] + 0.7 * (mean - best[0, i]))
+
+
+def test_the_sampled_mask_is_the_exact_one() -> None:
+    """With many nodes of each population; with those of another one too, so no direction is odd."""
+    torch.manual_seed(0)
+    basis = GaussianBasis(2, 4, D, (0.2, 2.0), amplitude=0.5)
+    mask, x = PopulationMask(basis, 40_000).requires_grad_(False), 0.6 * normal(1, 5, D)
+    exact = mask.evaluate("softmax", x, normal(1, 1, D)).bias
+    for seed in (6, 7):
+        left, right = mask.evaluate("linear", x, normal(1, 40_000, D, seed=seed)).columns
+        torch.testing.assert_close(left @ right.mT, exact, rtol=0, atol=0.05, check_dtype=False)
+    assert float(exact.abs().max()) > 0.5
+
+
+@pytest.mark.parametrize("kind", ["flt", "softmax-mask"])
+def test_the_mask_decides_who_is_seen(kind: str) -> None:
+    """Only with a mask do weights depend on where members are, their tokens being the same."""
+    changes = {}
+    for name in (kind, "performer"):
+        model = made(name)
+        state = model.start(normal(1, MEMBERS, D), normal(1, model.waves, D, seed=2))
+        other = state._replace(best_position=state.position.flip(1))
+        tokens, rank = normal(1, MEMBERS, 16), torch.linspace(0, 1, MEMBERS).double()[None]
+        one, two = (model._attend(tokens, s, rank)[1] for s in (state, other))
+        changes[name] = float((one - two).abs().max().detach())
+    assert changes["performer"] == 0 and changes[kind] > 0.01
+
+
+def test_alone_as_in_a_batch() -> None:
+    model = made()
+    functions = Functions.draw("levy", D, [generator_of(s) for s in range(3)])
+    with torch.no_grad():
+        together = Populations(model, [5, 6, 7], MEMBERS)
+    optimizer = PopulationOptimizer(model, MEMBERS, seed=6)
+    for _ in range(4):
+        told = functions(together.state.position)
+        members = optimizer.ask()
+        torch.testing.assert_close(members, together.state.position[1], rtol=0, atol=1e-10)
+        with torch.no_grad():
+            together.tell(told)
+        optimizer.tell(functions.only(1)(members[None])[0])
+    assert optimizer.evaluations == 4 * MEMBERS
+    assert optimizer.best.value == pytest.approx(float(together.state.best_value[1].min()), 1e-10)
+
+
+def test_resumes_to_the_bit() -> None:
+    model = made()
+
+    def go(optimizer: PopulationOptimizer, steps: int) -> PopulationOptimizer:
+        for _ in range(steps):
+            optimizer.tell(optimizer.ask().square().sum(dim=1))
+        return optimizer
+
+    whole = go(PopulationOptimizer(model, MEMBERS, seed=1, start=[1, 2, 3], scale=0.5), 7)
+    first = go(PopulationOptimizer(model, MEMBERS, seed=1, start=[1, 2, 3], scale=0.5), 3)
+    kept = first.state_dict()
+    go(first, 2)  # what was kept stays
+    second = PopulationOptimizer(model, MEMBERS, seed=9)
+    second.load_state_dict(kept)
+    go(second, 4)
+    for name, part in whole.state_dict().items():
+        assert torch.equal(part, second.state_dict()[name]), name
+    assert second.best.value == whole.best.value and second.evaluations == 7 * MEMBERS
+    assert whole.best.value < 14  # of the start
+    with pytest.raises(ValueError, match=r"'position': expected torch.float64 of \(1, 5, 3\)"):
+        PopulationOptimizer(model, 5).load_state_dict(kept)
+    with pytest.raises(ValueError, match="state 'age': expected .* got position"):
+        second.load_state_dict({"position": kept["position"]})
+
+
+def test_a_state_is_no_view_of_a_population() -> None:
+    optimizer = PopulationOptimizer(made(), MEMBERS)
+    optimizer.ask().fill_(9.0)
+    assert float(optimizer.ask().abs().max()) < 9
+
+
+def test_misuse_is_named() -> None:
+    optimizer = PopulationOptimizer(made(), MEMBERS)
+    with pytest.raises(ValueError, match="tell before ask in generation 0"):
+        optimizer.tell([1.0] * MEMBERS)
+    with pytest.raises(ValueError, match="no best value yet"):
+        _ = optimizer.best
+    members = optimizer.ask()
+    with pytest.raises(ValueError, match=r"shape \(6,\), one for each member; got \(5,\)"):
+        optimizer.tell([1.0] * 5)
+    for wrong in (math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"member 4 in generation 0 is {wrong}"):
+            optimizer.tell([1.0, 2, 3, 4, wrong, 6])
+    assert torch.equal(optimizer.ask(), members)
+    optimizer.tell([3.0, 1, 3, 3, 3, 3])
+    assert torch.equal(optimizer.best.position, members[1])
+    with pytest.raises(ValueError, match="tell before ask in generation 1"):
+        optimizer.tell([1.0] * MEMBERS)
+    for options, said in [
+        ({"members": 1}, "at least 2 members; got 1"),
+        ({"scale": 0.0}, "scale must be positive"),
+        ({"start": [1.0, 2.0]}, "one finite number or 3"),
+        ({"start": math.nan}, "one finite number"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            PopulationOptimizer(made(), **options)
+    for options, said in [
+        ({"position": "none", "num_nodes": 4}, "num_nodes=4 has no effect"),
+        ({"mixing": "softmax", "num_nodes": 4}, "num_nodes=4 has no effect"),
+        ({"position": "toeplitz"}, "expected one of none, spectral"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            PopulationModel(D, **options)
+
+
+@torch.no_grad()
+def test_members_that_coincide_move_on() -> None:
+    model = made()
+    state = model.start(torch.zeros(1, MEMBERS, D).double(), normal(1, 5, D))
+    for _ in range(3):
+        state = model(state, state.position.square().sum(dim=-1), noise(generator_of(0)))
+    assert bool(state.position.isfinite().all())
+
+
+def test_windows_cut_the_gradient_and_nothing_else() -> None:
+    seeds = torch.tensor([3, 4])
+    found = {}
+    for window in (2, 6):
+        model = made()
+        task = PopulationTask(model, members=MEMBERS, generations=6, window=window)
+        loss, sums = task.loss(seeds, 0.0)
+        loss.backward()
+        found[window] = loss.detach(), sums.best, model.head.bias.grad
+    assert torch.equal(found[2][0], found[6][0]) and torch.equal(found[2][1], found[6][1])
+    assert float((found[2][2] - found[6][2]).abs().max()) > 1e-4
+    assert torch.equal(task.judge(seeds).best, sums.best)
+    for name in ("members", "generations", "window"):
+        with pytest.raises(ValueError, match=f"task.{name} must be at least 2; got 1"):
+            PopulationTask(made(), **{name: 1})
+    with pytest.raises(ValueError, match="resolution"):
+        PopulationTask(made(), resolution=0.0)
+
+
+def test_the_gradient_is_that_of_the_values() -> None:
+    """Of one step by the gain of the noise, by finite differences: its tokens are constant."""
+    model = made("performer")
+    functions = Functions.draw("levy", D, [generator_of(0), generator_of(1)])
+    start = model.start(normal(BATCH, MEMBERS, D), normal(BATCH, 0, D))
+    state = PopulationState(*(part.detach() for part in start))
+    generator = generator_of(3)
+    drawn = noise(generator)
+
+    def best() -> Tensor:
+        moved = model(state, functions(state.position), drawn)
+        return functions(moved.position).amin(dim=1).sum()
+
+    best().backward()
+    with torch.no_grad():
+        model.head.bias[-2] += 1e-6
+        above = best()
+        model.head.bias[-2] -= 2e-6
+        slope = (above - best()) / 2e-6
+    torch.testing.assert_close(model.head.bias.grad[-2], slope, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_parameter_learns(kind: str) -> None:
+    model = made(kind)
+    task = PopulationTask(model, members=MEMBERS, generations=6)
+    task.loss(torch.arange(6), 0.0)[0].backward()
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        assert grad is not None and bool(grad.isfinite().all()) and bool((grad != 0).any()), name

@@ -1,0 +1,190 @@
+"""Images pixel by pixel on the command line: training, bits per dimension, drawing."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from data.test_images import idx, write_folder
+from PIL import Image
+from tiny_run import error_of, logged
+
+import molflt
+from molflt.commands.cli import main
+from molflt.data.images.pixels import PixelData
+from molflt.data.images.sheet import write_sheet
+from molflt.pretrained import ImageWriter
+
+SMALL = [
+    *("--recipe=image_generation", "--model.dim=16", "--model.heads=2", "--model.layers=1"),
+    *("--model.ffn_dim=16", "--model.num_features=8", "--data.batch_size=8", "--task.lr=2e-2"),
+    *("--task.warmup_steps=2", "--trainer.accelerator=cpu", "--trainer.log_every=10"),
+    *("--trainer.max_steps=60", "--trainer.val_every=60", "--model.position=spectral"),
+    *("--model.position_options.dim=3", "--model.position_options.num_nodes=4"),
+]
+SIDE = 4
+
+
+def write_stripes(folder: Path, name: str, count: int, seed: int) -> Path:
+    """Images of 8 x 8 whose rows are dark or light as the first one says, in turns."""
+    draw = np.random.default_rng(seed)
+    first = draw.integers(0, 2, (count, 1, 1))
+    rows = (first + np.arange(8)[:, None] // 2) % 2
+    images = np.broadcast_to(40 + 160 * rows, (count, 8, 8))
+    (folder / f"{name}-labels-idx1-ubyte").write_bytes(idx(first[:, 0, 0]))
+    path = folder / f"{name}-images-idx3-ubyte"
+    path.write_bytes(idx(images))
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pixels")
+    files = {name: write_stripes(folder, name, n, n) for name, n in (("train", 40), ("val", 12))}
+    words = [f"--data.{name}={path}" for name, path in files.items()]
+    run = folder / "run"
+    assert main(["train", *SMALL, *words, f"--data.image_size={SIDE}", f"--run={run}"]) == 0
+    return run
+
+
+def test_bits_per_dim_beside_the_histogram_of_each_place(run: Path, capsys) -> None:
+    assert main(["evaluate", str(run), "--splits", "train", "val", "--batch-size", "5"]) == 0
+    found = json.loads((run / "results.json").read_text())
+    data = PixelData(
+        *(run.parent / f"{n}-images-idx3-ubyte" for n in ("train", "val")), image_size=4
+    )
+    data.setup()
+    sets = {name: torch.stack([image for image, _ in data.datasets[name]]) for name in found}
+    model = molflt.load(run).model
+    for name, images in sets.items():
+        bits = -model.image_log_likelihood(images).double().mean().item() / math.log(2)
+        assert found[name]["bits_per_dim"] == pytest.approx(bits, rel=1e-5)
+        assert found[name]["uniform_bits_per_dim"] == 8
+        assert (found[name]["n"], found[name]["bytes"]) == (len(images), 16 * len(images))
+        seen = sets["train"].flatten(1)
+        count = (seen[None] == images.flatten(1)[:, None]).sum(dim=1).double()
+        histogram = -((count + 1) / (len(seen) + 256)).log2().mean().item()
+        assert found[name]["histogram_bits_per_dim"] == pytest.approx(histogram, rel=1e-9)
+    assert found["val"]["bits_per_dim"] == pytest.approx(logged(run, "val_bits_per_dim")[-1])
+    assert found["val"]["bits_per_dim"] < 0.5 * found["val"]["histogram_bits_per_dim"]
+    for name in ("losses", "encoding"):
+        assert (run / f"{name}.png").stat().st_size > 1000
+    (run.parent / "train-images-idx3-ubyte").rename(run.parent / "away")
+    capsys.readouterr()
+    other = run.parent / "val-images-idx3-ubyte"
+    assert main(["evaluate", str(run), "--data", str(other), "--out", str(run.parent / "o")]) == 0
+    assert "training images are missing" in capsys.readouterr().out
+    (run.parent / "away").rename(run.parent / "train-images-idx3-ubyte")
+    again = json.loads((run.parent / "o" / "results.json").read_text())[other.name]
+    assert again["bits_per_dim"] == pytest.approx(found["val"]["bits_per_dim"])
+    assert again["histogram_bits_per_dim"] is None
+
+
+def test_drawing_from_nothing_and_below_given_rows(run: Path, capsys) -> None:
+    words = ["generate", str(run), "--images", "5", "--seed", "3", "--temperature", "0.5"]
+    assert main(words) == 0
+    first = (run / "samples.png").read_bytes()
+    assert main(words) == 0
+    assert (run / "samples.png").read_bytes() == first
+    assert main([*words[:-4], "--seed", "4"]) == 0
+    assert (run / "samples.png").read_bytes() != first
+    val, out = run.parent / "val-images-idx3-ubyte", run.parent / "sheet.png"
+    words = ["generate", str(run), "--file", str(val), "--fit", "--rows", "1", "--temperature", "0"]
+    assert main([*words, "--out", str(out)]) == 0
+    assert (
+        "12 images" not in (said := capsys.readouterr().out) and "8 images; rows: given (1" in said
+    )
+    sheet = np.array(Image.open(out))
+    assert sheet.shape == (3 * (56 + 2) + 2, 8 * (56 + 2) + 2)
+    given, drawn, original = (sheet[2 + 58 * i : 58 + 58 * i, 2:58] for i in range(3))
+    assert (given[:14] == original[:14]).all() and (given[14:] == 128).all()
+    assert (drawn[:14] == original[:14]).all()
+    assert (drawn == original).mean() > 0.9  # the first row says what the others are
+
+
+def test_a_loaded_model_and_an_export(run: Path, tmp_path: Path) -> None:
+    model = molflt.load(run)
+    assert isinstance(model, ImageWriter)
+    images = model.generate(3, seed=1)
+    assert images.shape == (3, 1, SIDE, SIDE) and images.dtype == torch.uint8
+    below = model.generate(given=images, rows=2, seed=2)
+    assert torch.equal(below[:, :, :2], images[:, :, :2])
+    assert main(["export", str(run), str(tmp_path / "out"), "--about=stripes"]) == 0
+    assert torch.equal(molflt.load(tmp_path / "out").generate(3, seed=1), images)
+    for options, words in (
+        ({"rows": 2}, "rows=2 has no effect without images"),
+        ({"count": 2, "given": images}, "count=2 has no effect beside given images"),
+        ({"count": 0}, "count must be at least 1"),
+        ({"given": images[..., :3]}, r"images must be \(batch, 1, 4, 4\)"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            model.generate(**options)
+
+
+def test_what_cannot_be_drawn_is_told_in_a_line(run: Path, tmp_path: Path, capsys) -> None:
+    colors = write_folder(tmp_path / "colors", count=1, side=SIDE)
+    val = str(run.parent / "val-images-idx3-ubyte")
+    cut = tmp_path / "cut.png"
+    cut.write_bytes(next(colors.rglob("*.png")).read_bytes()[:60])
+    Image.new("L", (3, 3)).save(tmp_path / "small.png")
+    for words, message in (
+        (["--file", val], f"{val}: expected 4 x 4 pixels, as in training; got 8 x 8; scale it"),
+        (["--file", val, "--fit", "--rows", "4"], "rows must be 1 to 3, of an image of 4"),
+        (["--file", val, "--fit", "--rows", "40"], "rows must be 1 to 3, of an image of 4"),
+        (["--file", str(colors)], "expected images of 1 channels, as in training; got 3"),
+        (["--file", str(cut)], "cut.png: expected an image; it cannot be decoded"),
+        (["--file", str(tmp_path / "small.png"), "--fit"], "at least 4 pixels on the shorter side"),
+        (["--rows", "2"], "no --file to go on with; --rows 2 has no effect"),
+        (["--prompt", "a"], "a model of images; --prompt a has no effect"),
+        (["--out", "a.jpg"], "a.jpg: expected a name that ends in .png"),
+    ):
+        assert message in error_of(capsys, "generate", str(run), *words)
+    assert "which writes images; expected one of" in error_of(capsys, "predict", str(run), val)
+
+
+def test_images_of_unlike_sizes_and_channels_are_named(run: Path, tmp_path: Path, capsys) -> None:
+    colors = write_folder(tmp_path / "colors", count=2, side=SIDE)
+    odd = colors / "eel" / "1.png"
+    Image.new("RGB", (5, 5)).save(odd)
+    val = run.parent / "val-images-idx3-ubyte"
+    words = ["train", *SMALL, f"--data.train={colors}", "--data.val_fraction=0.5"]
+    line = error_of(capsys, *words, f"--run={tmp_path / 'a'}")
+    assert f"{odd}: expected 4 x 4 pixels, as of the first image; got 5 x 5" in line
+    words[-1] = f"--data.val={val}"
+    line = error_of(capsys, *words, f"--run={tmp_path / 'a'}", "--data.image_size=4")
+    assert "expected val images of 4 pixels and 3 channels, as in training; got 4 and 1" in line
+    line = error_of(capsys, *words, f"--run={tmp_path / 'a'}", "--data.image_size=6")
+    assert "0.png: expected at least 6 pixels on the shorter side; got 4" in line
+
+
+def test_a_scaled_pixel_is_the_mean_of_what_it_covers(tmp_path: Path) -> None:
+    """In JPEGs and other formats alike."""
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 12, 3), dtype=np.uint8)
+    for ending in ("png", "jpg"):
+        file = tmp_path / ending / "x" / f"1.{ending}"
+        file.parent.mkdir(parents=True)
+        Image.fromarray(pixels).save(file)
+        Image.fromarray(pixels).save(file.with_stem("2"))
+        whole = Image.open(file).convert("RGB")
+        for side in (6, 5):
+            data = PixelData(tmp_path / ending, val_fraction=0.5, image_size=side)
+            data.setup()
+            found = data.datasets["train"][0][0].permute(1, 2, 0).numpy()
+            # each pixel as side x side of its parts, which new pixels hold whole
+            parts = np.array(whole).repeat(side, 0).repeat(side, 1)
+            means = parts.reshape(side, 12, side, 12, 3).mean((1, 3))
+            assert abs(found - means).max() <= 0.5 + 1e-4
+            if side == 6:
+                assert abs(found - np.array(whole.reduce(2)).astype(int)).max() <= 1  # Pillow's
+
+
+def test_a_sheet_of_many_images_has_strips(tmp_path: Path) -> None:
+    images = torch.arange(20, dtype=torch.uint8)[:, None, None, None].expand(-1, 3, 60, 60)
+    write_sheet(tmp_path / "a.png", [images, images])
+    sheet = np.array(Image.open(tmp_path / "a.png"))
+    assert sheet.shape == (4 * 62 + 2, 16 * 62 + 2, 3)
+    assert sheet[2 + 62 * 2, 2, 0] == 16 and sheet[2 + 62 * 3, 2 + 62 * 3, 0] == 19
