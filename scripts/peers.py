@@ -1,6 +1,6 @@
 """Trains what else one could take beside molflt: same data, seeds, and CPU time for each.
 
-    python scripts/peers.py --data datasets/emt-sample --out runs/peers --minutes 10 --jobs 2
+    python scripts/peers.py --data datasets/chgnet-sample --out runs/peers --minutes 10 --jobs 2
     python scripts/peers.py --data DIR --out runs/peers-few --minutes 10 --fractions 0.1 0.3 1.0 \\
         --models molflt painn kernel-ridge configs/atoms/near.yaml,model.heads=4
     python scripts/peers.py ... --tune                      # learning rates first, on val_id

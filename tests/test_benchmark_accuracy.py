@@ -103,7 +103,7 @@ def script() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def data(script):
-    return script.slabs("EMT", script.SAMPLE, 2)
+    return script.slabs("CHGNet", script.SAMPLE, 2)
 
 
 @pytest.mark.parametrize("placement", ["near field", "near exact"])
@@ -192,7 +192,9 @@ class DenseSoftmax(nn.Module):
 def test_the_six_lines_are_gpsconv_with_an_attention_that_sees_positions() -> None:
     """With GPSConv's own attention there, outputs are GPSConv's, which passes over any other."""
     torch.manual_seed(0)
-    batch = Batch.from_data_list(benchmark("gps").read(ROOT / "datasets/emt-sample", "val_id", 4))
+    batch = Batch.from_data_list(
+        benchmark("gps").read(ROOT / "datasets/chgnet-sample", "val_id", 4)
+    )
     places = (batch.pos.double(), batch.cell.double(), batch.pbc)
     x, edge_attr = (torch.randn(n, 16).double() for n in (len(batch.pos), batch.num_edges))
     kinds = (GPSConv, benchmark("gps").SpatialGPSConv)

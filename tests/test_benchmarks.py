@@ -85,7 +85,7 @@ def small_run(run: Path) -> tuple[torch.nn.Module, dict[str, dict[str, str]]]:
     """In place of a trained model."""
     options = {"position": "spectral", "position_options": {"num_nodes": 4}, "periodic": "none"}
     model = EnergyRegressor(16, 2, layers=1, **options).eval()
-    return model, {"data": {"root": str(ROOT / "datasets" / "emt-sample")}}
+    return model, {"data": {"root": str(ROOT / "datasets" / "chgnet-sample")}}
 
 
 def every_page() -> str:

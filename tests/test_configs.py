@@ -177,7 +177,7 @@ def test_parameter_counts_in_the_readme() -> None:
 
 def test_demo_reads_the_shipped_sample() -> None:
     root = Path(resolve("is2re", "--config", str(CONFIGS / "demo.yaml"))["data"]["root"])
-    assert root == CONFIGS.parent / "datasets" / "emt-sample"
+    assert root == CONFIGS.parent / "datasets" / "chgnet-sample"
     assert (root / "train.safetensors").is_file()
 
 

@@ -120,7 +120,7 @@ def test_the_files_hold_what_they_should(installed: Installed) -> None:
             if path.is_file() and path.suffix != ".pyc"
         }
         assert tracked <= installed.files
-    assert {"molflt/py.typed", "molflt/shipped/datasets/emt-sample/train.safetensors"} <= (
+    assert {"molflt/py.typed", "molflt/shipped/datasets/chgnet-sample/train.safetensors"} <= (
         installed.files
     )
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in installed.files)

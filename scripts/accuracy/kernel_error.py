@@ -34,7 +34,7 @@ AIM = 0.2  # what the near field is to make of the additive form's error
 CONTACT, AMPLITUDE = (1.0, 3.0), 1.5  # Å, where the largest |f| is the amplitude
 # |q| = |k| = 1 or standard normal times d^(-1/4), and feature maps that do not fail for them.
 QK = {"unit": ("positive", "trigonometric"), "gaussian": ("positive",)}
-SAMPLE = Path(__file__).resolve().parents[2] / "datasets" / "emt-sample" / "val_id.safetensors"
+SAMPLE = Path(__file__).resolve().parents[2] / "datasets" / "chgnet-sample" / "val_id.safetensors"
 
 
 Tokens = tuple[Tensor, ...]  # queries, keys, values, exact outputs
@@ -306,8 +306,8 @@ def measure(
     features: tuple[int, ...] = (64, 256, 1024),
     few: bool = False,
 ) -> Rows:
-    """Errors on the EMT sample, and on records of OC20 if they are given."""
-    sources = {"EMT": SAMPLE} | ({"OC20": oc20} if oc20 else {})
+    """Errors on the shipped sample, and on records of OC20 if they are given."""
+    sources = {"CHGNet": SAMPLE} | ({"OC20": oc20} if oc20 else {})
     data = [slabs(name, path, structures) for name, path in sources.items()]
     return [row for own in data for row in of_slabs(own, FEW if few else FORMS, features, seeds)]
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ase import Atoms
     from torch_geometric.data import Data
 
-SAMPLE = Path(__file__).resolve().parents[2] / "datasets" / "emt-sample"
+SAMPLE = Path(__file__).resolve().parents[2] / "datasets" / "chgnet-sample"
 ASE_SUFFIXES = ("traj", "extxyz", "xyz", "cif", "vasp", "poscar", "xsf", "pdb", "gen", "db", "json")
 STEPS = 2  # of the runs
 MODEL = ["--model.dim=16", "--model.heads=2", "--model.layers=1", "--model.ffn_dim=16"]

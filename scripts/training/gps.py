@@ -1,4 +1,4 @@
-"""GPS layers with GraphAttention as their global part, for relaxed energies of the EMT sample.
+"""GPS layers with GraphAttention as their global part, for relaxed energies of the CHGNet sample.
 
 Message passing within 4 Å, alone and with attention beside it in every layer: PyG's own Performer,
 which sees no positions, and GraphAttention. Validation errors after a short training.
@@ -25,7 +25,7 @@ from molflt.graph.geometry import Geometry
 from molflt.graph.heads import AtomEmbedding, EnergyReadout
 
 WIDTH, HEADS, BASIS, CUTOFF = 64, 4, 12, 4.0  # cutoff in Å
-SAMPLE = Path(__file__).resolve().parents[2] / "datasets" / "emt-sample"
+SAMPLE = Path(__file__).resolve().parents[2] / "datasets" / "chgnet-sample"
 QUICK = {"steps": 2, "limit": 40, "seeds": 1}
 
 

@@ -68,7 +68,7 @@ def write_data(folder: Path) -> dict[str, list[str]]:
     classes = ("--data.class_names=null", "--data.resize=null", "--data.image_size=28")
     pixels_of = [*(word for word in image if word not in classes), "--data.image_size=7"]
     return {
-        "is2re": [f"--data.root={ROOT / 'datasets' / 'emt-sample'}"],
+        "is2re": [f"--data.root={ROOT / 'datasets' / 'chgnet-sample'}"],
         "language": [*text, "--data.test=null", *clusters],
         "images": [*image, "--model.patch_size=4"],
         "image_generation": pixels_of,
