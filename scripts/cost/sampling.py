@@ -152,6 +152,7 @@ def draw(png: Path, rows: Rows) -> None:
             for name in order
         }
         curves(axes, points, styles, xlabel="bytes so far", ylabel="ms per byte")
+        axes.set(xscale="linear", yscale="linear", xlim=(0, None), ylim=(0, None))
         legend(figure, axes)
 
 
