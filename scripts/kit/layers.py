@@ -164,7 +164,7 @@ def expected(costs: Costs, key: Key, quantity: str) -> float:
     known = [
         (other[2], found[quantity])
         for other, found in costs.items()
-        if (other[0], other[1], other[3]) == (name, causal, which) and quantity in found
+        if (other[0], other[1], other[3]) == (name, causal, which) and found.get(quantity, 0) > 0
     ]
     if not known:
         return 0.0

@@ -1,0 +1,141 @@
+"""Whether `mixing: auto` takes the faster of its two forms, 10 to 10^4 atoms.
+
+One layer on graphs of equal size, at least 1,000 atoms in all, at random places, 12 Å^3 each; every
+placement of the positions, alone and in periodic cells, in linear time, through the N x N matrix,
+and as `auto` chooses. Processor time of forward and backward; see kit/layers.py.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from kit.layers import TRAINING, Mechanism, Study, measure_layers
+from kit.rows import Promise, Rows, markdown, names, pick
+from kit.turns import paired
+from torch import Tensor, nn
+
+from molflt.graph import GraphAttention
+
+DIM, HEADS, FEATURES, NODES, NEAR = 128, 8, 64, 16, 5.0
+VOLUME = 12.0  # Å^3 per atom
+ATOMS = 1000  # at least, of a batch
+MOST = 1.2
+QUICK = {"sizes": (10, 40), "rounds": 1, "mechanisms": ("Performer: linear", "Performer: auto")}
+
+FORMS = "linear", "quadratic", "auto"
+KERNEL = {"position": "multiplicative"}
+NEARBY = {**KERNEL, "near_field": NEAR}
+KINDS: dict[str, dict[str, Any]] = {
+    "Performer": {"position": "none"},
+    "additive": {"position": "spectral"},
+    "multiplicative": KERNEL,
+    "multiplicative, near field": NEARBY,
+    "cells, additive": {"position": "spectral", "periodic": "reciprocal"},
+    "cells, near field": {**NEARBY, "periodic": "reciprocal"},
+    "cells, near field, 8 features": {**NEARBY, "periodic": "reciprocal", "num_features": 8},
+    "cells, mesh": {**NEARBY, "periodic": "mesh"},
+}
+
+
+def graphs(atoms: int) -> int:
+    """How many of that size."""
+    return -(-ATOMS // atoms)
+
+
+class Layer(nn.Module):
+    """A layer of ours and the structures whose atoms it mixes."""
+
+    def __init__(self, atoms: int, causal: bool = False, **options: Any) -> None:
+        super().__init__()
+        count = graphs(atoms)
+        side = (VOLUME * atoms) ** (1 / 3)
+        self.register_buffer("pos", torch.rand(count * atoms, 3) * side)
+        self.register_buffer("batch", torch.arange(count).repeat_interleave(atoms))
+        self.cells: dict[str, Tensor] = {}
+        options = {"num_features": FEATURES, **options}
+        if "periodic" in options:
+            self.cells["cell"] = (side * torch.eye(3)).expand(count, 3, 3)
+            self.cells["pbc"] = torch.ones(count, 3, dtype=torch.bool)
+        elif options["position"] != "none":
+            options["position_options"] = {"num_nodes": NODES}
+        self.layer = GraphAttention(DIM, HEADS, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x, self.pos, self.batch, **self.cells)
+
+
+MECHANISMS = {
+    f"{kind}: {form}": Mechanism(partial(Layer, mixing=form, **options), linear=form == "linear")
+    for kind, options in KINDS.items()
+    for form in FORMS
+}
+STUDY = Study(
+    *("cost.forms", MECHANISMS, lambda atoms: torch.randn(graphs(atoms) * atoms, DIM)),
+    clock=time.process_time,
+    budget=6.0,
+    allocator={},
+)
+measure = partial(
+    *(measure_layers, STUDY),
+    sizes=(10, 30, 100, 300, 1000, 3000, 10_000),
+    rounds=5,
+    seconds=60.0,
+    gigabytes=8.0,
+)
+
+
+def seconds(rows: Rows, kind: str, atoms: int) -> dict[str, list[float]]:
+    """Of each form that was measured."""
+    found = {
+        form: pick(
+            rows, mechanism=f"{kind}: {form}", length=atoms, note=None, **{"pass": TRAINING}
+        )
+        for form in FORMS
+    }
+    return {form: own[0]["seconds"] for form, own in found.items() if own}
+
+
+def cases(rows: Rows) -> Iterator[tuple[str, int, dict[str, list[float]]]]:
+    """Kind, size and seconds, where both `auto` and something to compare it with were measured."""
+    for kind in KINDS:
+        for atoms in names(rows, "length"):
+            found = seconds(rows, kind, atoms)
+            if "auto" in found and len(found) > 1:
+                yield kind, atoms, found
+
+
+def excess(found: dict[str, list[float]]) -> float:
+    """Time of `auto` in units of the best form's."""
+    auto = found["auto"]
+    return max(paired(auto, own) for form, own in found.items() if form != "auto")
+
+
+def table(rows: Rows) -> str:
+    """Markdown: time of the matrix in units of sums in linear time, and of `auto` of the best."""
+    sizes = names(rows, "length")
+    parts = []
+    for title, ratio in (
+        ("N × N / linear", lambda f: paired(f["quadratic"], f["linear"])),
+        ("auto / the better form", excess),
+    ):
+        cells: dict[str, dict[int, str]] = {kind: {} for kind in KINDS}
+        for kind, atoms, found in cases(rows):
+            if title[0] == "a" or len(found) == len(FORMS):
+                cells[kind][atoms] = f"{ratio(found):.2f}"
+        lines = [[kind, *(own.get(n, "–") for n in sizes)] for kind, own in cells.items() if own]
+        parts.append(markdown([f"{title}, atoms per graph", *sizes], lines))
+    return "\n\n".join(parts)
+
+
+def worst(rows: Rows) -> float | None:
+    """The largest excess of `auto` over the best form."""
+    return max((excess(found) for *_, found in cases(rows)), default=None)
+
+
+PROMISES = [
+    Promise("auto / the better form, all kinds and sizes", worst, most=MOST),
+]
