@@ -226,7 +226,17 @@ class BatchedData(Generic[_Items]):
         return self._loader("train", _TrainingStream(batches, self.start_step))
 
     def val_dataloader(self, rank: int = 0, world: int = 1) -> DataLoader[object]:
-        """One pass over the validation set; no item on two ranks."""
+        """One pass over the validation set; no item on two ranks.
+
+        Raises:
+            ValueError: if there are fewer batches than ranks.
+        """
+        if (batches := len(self._sampler("val", 0, 1))) < world:
+            raise ValueError(
+                f"batches to validate on: expected one for each of {world} processes; got "
+                f"{batches} of {self.batch_size} {self.items}; take a smaller --data.batch_size, more data, "
+                "or fewer --trainer.devices"
+            )
         return self._loader("val", self._sampler("val", rank, world))
 
     def _sampler(self, use: str, rank: int, world: int) -> SizeBucketedBatchSampler:

@@ -91,9 +91,7 @@ measure = partial(
 def seconds(rows: Rows, kind: str, atoms: int) -> dict[str, list[float]]:
     """Of each form that was measured."""
     found = {
-        form: pick(
-            rows, mechanism=f"{kind}: {form}", length=atoms, note=None, **{"pass": TRAINING}
-        )
+        form: pick(rows, mechanism=f"{kind}: {form}", length=atoms, note=None, **{"pass": TRAINING})
         for form in FORMS
     }
     return {form: own[0]["seconds"] for form, own in found.items() if own}

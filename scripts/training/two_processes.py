@@ -29,7 +29,8 @@ def combinations() -> Iterator[tuple[str, ...]]:
     """Files that make a training, the one that goes below first."""
     below = {"atoms": "demo", "oc20": "oc20/base", "lm": "lm/wikitext2"}
     below |= {"image": "image/fashion-mnist", "masked": "masked/wikitext2"}
-    below |= {"pixels": "pixels/fashion-mnist"}
+    below |= {"pixels": "pixels/fashion-mnist", "optimizers": "optimizers/small"}
+    below |= {"population": "optimizers/population"}
     below |= {"translation": "translation/multi30k", "proteins": "proteins/small-causal"}
     configs = ROOT / "configs"
     for path in sorted(configs.rglob("*.yaml")):
@@ -38,7 +39,7 @@ def combinations() -> Iterator[tuple[str, ...]]:
         if content.get("recipe") == "sentences":
             continue  # fine-tuning begins with another run
         alone = "data" in content
-        folder = name.split("/")[0]
+        folder = "population" if "/population-" in name else name.split("/")[0]
         yield (name,) if alone else (below[folder], name)
 
 
@@ -72,6 +73,8 @@ def write_data(folder: Path) -> dict[str, list[str]]:
         "language": [*text, "--data.test=null", *clusters],
         "images": [*image, "--model.patch_size=4"],
         "image_generation": pixels_of,
+        "learned_optimizer": ["--data.val_problems=8", "--task.burn_in=2", "--task.unroll=3"],
+        "population_optimizer": ["--data.val_problems=8"],
         "masked_language": [*text, "--data.test=null", "--data.length=32", "--data.pieces=300"],
         "proteins": [*fasta, "--data.test=null", "--data.length=32", "--model.max_length=32"],
         "translation": [*parallel, "--data.test=null", "--data.pieces=300"],
@@ -82,9 +85,11 @@ def train(names: tuple[str, ...], data: dict[str, list[str]], folder: Path, step
     """One training, and how it ended."""
     files = [word for name in names for word in ("--config", f"{ROOT}/configs/{name}.yaml")]
     recipe = yaml.safe_load(Path(files[1]).read_text()).get("recipe", "is2re")
+    own = yaml.safe_load(Path(files[-1]).read_text()).get("model", {})
+    small = SMALL[-1:] if "memory" in own else SMALL  # no heads there
     words = [
         *files,
-        *SMALL,
+        *small,
         *data["proteins" if names[0].startswith("proteins") else recipe],
         "--run",
         str(folder / "-".join(names).replace("/", "_")),

@@ -51,3 +51,11 @@ def test_fingerprints_tell_other_problems():
         ProblemData(problems=0)
     with pytest.raises(IndexError, match="problem 6 of 6"):
         one.datasets["val"][6]
+
+
+def test_each_process_has_something_to_validate_on() -> None:
+    data = ProblemData(batch_size=4, val_problems=8)
+    data.setup()
+    assert len(data.val_dataloader(1, 2)) == 1
+    with pytest.raises(ValueError, match="expected one for each of 3 processes; got 2 of 4 probl"):
+        data.val_dataloader(0, 3)
