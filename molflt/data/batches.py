@@ -234,8 +234,8 @@ class BatchedData(Generic[_Items]):
         if (batches := len(self._sampler("val", 0, 1))) < world:
             raise ValueError(
                 f"batches to validate on: expected one for each of {world} processes; got "
-                f"{batches} of {self.batch_size} {self.items}; take a smaller --data.batch_size, more "
-                "data, or fewer --trainer.devices"
+                f"{batches} of {self.batch_size} {self.items}; take a smaller --data.batch_size, "
+                "more data, or fewer --trainer.devices"
             )
         return self._loader("val", self._sampler("val", rank, world))
 
