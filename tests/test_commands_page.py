@@ -1,0 +1,73 @@
+"""The guide of commands, carried out from top to bottom by a reader with files of these names."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from ase.build import add_adsorbate, fcc111
+from ase.io import write
+from tiny_run import write_data, write_points
+
+from molflt.commands.cli import main
+from molflt.data.shards import Shard
+
+PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
+SHORT = ["--trainer.max_steps=1", "--trainer.val_every=1", "--trainer.checkpoint_every=1"]
+SMALL = ["--model.dim=16", "--model.heads=2", "--model.ffn_dim=16", "--data.batch_size=4"]
+NAMES = {"DIR": "data", "PATH": "structures.extxyz", "SRC": "structures.extxyz"}
+NAMES |= {"DST": "converted.safetensors", "FOLDER": "exported", "many.lmdb": "many.extxyz"}
+NAMES |= {"5000": "1"}
+EPOCH = [*(word.replace("=1", "=16") for word in SHORT), "--data.batch_size=64"]  # all elements
+ELSEWHERE = ("data download", "lm/wikitext2", "runs/lm", "image/", "runs/vit")  # other data
+
+
+def lines() -> list[list[str]]:
+    """Words of each command that needs nothing but structures."""
+    blocks = re.findall(r"^```\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    found = [line.partition(" #")[0] for line in "".join(blocks).splitlines()]
+    kept = [line for line in found if line and not any(word in line for word in ELSEWHERE)]
+    return [[NAMES.get(word, word) for word in shlex.split(line)[1:]] for line in kept]
+
+
+def carried_out(words: list[str]) -> None:
+    if words[0] == "train" and "--resume" not in words:
+        words = [*words, *(SMALL if "--init" not in words else SMALL[-1:])]
+        words += EPOCH if "demo" in words else SHORT
+    if words[:2] == ["data", "make"]:
+        words = ["data", "make", "made", *words[3:], "--val", "1"]
+    assert main(words) == 0, words
+
+
+@pytest.fixture
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with what the page assumes, but for what its own commands make."""
+    atoms = fcc111("Cu", (2, 2, 3), vacuum=8.0, periodic=True)
+    add_adsorbate(atoms, "O", height=1.2, position="fcc")
+    atoms.set_tags([0] * 4 + [1] * 8 + [2])
+    for name, count in {"mine": 6, "structures": 2, "many": 9, "slab": 1}.items():
+        frames = [atoms.copy() for _ in range(count)]
+        for seed, frame in enumerate(frames):
+            frame.rattle(0.05, seed=seed)
+            frame.info["y_relaxed"] = -1.0 - 0.1 * seed
+        write(tmp_path / f"{name}.extxyz", frames)
+    write_data(tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    points = [f"--data.root={write_points(tmp_path / 'points')}", "--run=runs/potential"]
+    assert main(["train", "--recipe=potential", *points, *SHORT, "--model.dim=16"]) == 0
+    carried_out(["train", "--config", "demo", "--run", "runs/mine2", "--seed", "1"])
+    return tmp_path
+
+
+def test_all_commands_of_the_page_that_need_structures_alone(reader: Path) -> None:
+    done = []
+    for words in lines():
+        if words[0] == "merge":  # the page shows one shard of eight
+            for number in (n for n in range(1, 9) if not Shard(n, 8).path(Path(words[1])).exists()):
+                carried_out([*done[-1][:-1], f"{number}/8"])
+        if "--shard" in words:  # few structures here
+            words = [*words[:-2], "--batch_size=1", *words[-2:]]
+        carried_out(words)
+        done.append(words)
+    assert len(done) >= 16 and (reader / "energies.csv").exists()
+    assert {"train", "evaluate", "predict", "merge", "relax", "data"} <= {w[0] for w in done}
