@@ -53,6 +53,20 @@ def fade(x: Tensor) -> Tensor:
     return rest**3 * (10 - 15 * rest + 6 * rest**2)
 
 
+def by_head(x: Tensor, matrices: Tensor) -> Tensor:
+    """x @ matrices, one matrix per head: (batch, heads, n, d), (heads, d, m) -> (..., n, m).
+
+    Of many short sequences, as in decoding, in one product per head: torch would copy the matrices
+    for each of the batch.
+    """
+    d, m = matrices.shape[-2:]
+    # Compiled code is one for all sizes.
+    if torch.compiler.is_compiling() or len(x) == 1 or x.shape[2] * (d + m) >= d * m:
+        return x @ matrices
+    joined = x.transpose(0, 1).flatten(1, 2) @ matrices
+    return joined.unflatten(1, (len(x), x.shape[2])).transpose(0, 1).contiguous()
+
+
 def finite(x: Tensor) -> Tensor:
     """x, with 0 in place of infinite values, as maxima over nothing are."""
     return torch.where(x.isfinite(), x, 0.0)

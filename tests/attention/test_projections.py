@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from molflt.attention import PROJECTIONS
 from molflt.attention.features.factored import _GivensProjection, _HadamardProjection
+from molflt.attention.numerics import by_head
 
 F64 = torch.float64
 EXACT = {"rtol": 0.0, "atol": 1e-12}
@@ -378,3 +379,15 @@ def test_error_falls_as_one_over_sqrt_m_and_structure_lowers_it():
     for name in ORTHOGONAL:
         assert rmse[name, 64] < 0.95 * rmse["iid", 64]
     assert rmse["sobol", 64] < 0.65 * rmse["iid", 64]
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3, 40])
+@pytest.mark.parametrize("batch", [0, 1, 6])
+def test_one_product_per_head_is_that_of_each_sequence(batch, tokens):
+    x = torch.randn(batch, 2, tokens, 5, generator=seeded(0), dtype=F64, requires_grad=True)
+    matrices = torch.randn(2, 5, 16, generator=seeded(1), dtype=F64, requires_grad=True)
+    found, wanted = by_head(x, matrices), torch.einsum("bhnd,hdm->bhnm", x, matrices)
+    torch.testing.assert_close(found, wanted, **EXACT)
+    weight = torch.randn(found.shape, generator=seeded(2), dtype=F64)
+    each = (torch.autograd.grad(out, (x, matrices), weight) for out in (found, wanted))
+    torch.testing.assert_close(*each, **EXACT)

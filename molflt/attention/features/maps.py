@@ -18,7 +18,7 @@ from molflt.attention.features.base import (
     _joined,
     _squared_norm,
 )
-from molflt.attention.numerics import unit
+from molflt.attention.numerics import by_head, unit
 
 
 class _PositiveFeatures(FeatureMap):
@@ -215,7 +215,7 @@ class _LearnableExpFeatures(FeatureMap):
     def product(self, *columns: Columns) -> Tensor:
         """W x: (batch, heads, tokens, dim), in columns -> (batch, heads, tokens, m)."""
         x = _joined(*columns)
-        return x @ self.weight.to(x.dtype).transpose(-1, -2)
+        return by_head(x, self.weight.to(x.dtype).mT)
 
     def forward(self, *columns: Columns) -> Features:
         return Features(None, self.product(*columns))

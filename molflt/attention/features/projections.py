@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from molflt.attention.checks import at_least_one, on_cpu
+from molflt.attention.numerics import by_head
 
 # On the CPU whatever torch's default device is: the generator lives there.
 _rand = partial(torch.rand, dtype=torch.float64, device="cpu")
@@ -123,7 +124,7 @@ class DenseProjection(Projection):
 
     def _project(self, *columns: Tensor) -> Tensor:
         rows = self.rows.to(columns[0].dtype).split([x.shape[-1] for x in columns], dim=-1)
-        first, *others = (x @ row.mT for x, row in zip(columns, rows, strict=True))
+        first, *others = (by_head(x, row.mT) for x, row in zip(columns, rows, strict=True))
         return sum(others, first)
 
     def matrix(self) -> Tensor:

@@ -115,7 +115,8 @@ def _step(
         log_max = torch.maximum(decayed, log_k).detach()
         phi = Features(None if key.values is None else key.values.mT, log_k)  # [b, h, m, 1]
         added = phi.shifted(log_max.where(log_max > _EMPTY / 2, 0.0))
-        sums = state.sums * (decayed - log_max).exp() + added * torch.cat((value, zero + 1), dim=-1)
+        past = state.sums * (decayed - log_max).exp()
+        sums = past.addcmul(added, torch.cat((value, zero + 1), dim=-1))
 
         log_q = (zero if query.log_scale is None else query.log_scale) + log_max.mT
         row = log_q.detach().amax(dim=-1, keepdim=True)
