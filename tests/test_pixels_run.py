@@ -17,6 +17,7 @@ import molflt
 from molflt.commands.cli import main
 from molflt.data.images.pixels import PixelData
 from molflt.data.images.sheet import write_sheet
+from molflt.evaluation.pixels import _around
 from molflt.pretrained import ImageWriter
 
 SMALL = [
@@ -71,7 +72,7 @@ def test_bits_per_dim_beside_the_histogram_of_each_place(run: Path, capsys) -> N
         assert found[name]["histogram_bits_per_dim"] == pytest.approx(histogram, rel=1e-9)
     assert found["val"]["bits_per_dim"] == pytest.approx(logged(run, "val_bits_per_dim")[-1])
     assert found["val"]["bits_per_dim"] < 0.5 * found["val"]["histogram_bits_per_dim"]
-    for name in ("losses", "encoding"):
+    for name in ("losses", "attention", "encoding"):
         assert (run / f"{name}.png").stat().st_size > 1000
     (run.parent / "train-images-idx3-ubyte").rename(run.parent / "away")
     capsys.readouterr()
@@ -82,6 +83,27 @@ def test_bits_per_dim_beside_the_histogram_of_each_place(run: Path, capsys) -> N
     again = json.loads((run.parent / "o" / "results.json").read_text())[other.name]
     assert again["bits_per_dim"] == pytest.approx(found["val"]["bits_per_dim"])
     assert again["histogram_bits_per_dim"] is None
+
+
+def test_attention_around_a_pixel_is_the_mean_over_pixels_that_have_such_a_neighbor() -> None:
+    side, channels = 3, 2
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(2, 18, 18, generator=generator, dtype=torch.float64).tril()
+    model = molflt.sequence.PixelModel(channels, side, dim=8, heads=2, layers=1)
+    found = _around(weights, model)
+    assert found.shape == (2, side, 2 * side - 1)
+    for up in range(side):
+        for right in range(1 - side, side):
+            own = []
+            for i in range(18):
+                row, column = i // channels // side - up, i // channels % side + right
+                if row >= 0 and 0 <= column < side:
+                    # key j knows byte j - 1
+                    keys = [(row * side + column) * channels + c + 1 for c in range(channels)]
+                    own.append(sum(weights[:, i, j] for j in keys if j < 18))
+            torch.testing.assert_close(
+                found[:, side - 1 - up, side - 1 + right], sum(own) / len(own)
+            )
 
 
 def test_drawing_from_nothing_and_below_given_rows(run: Path, capsys) -> None:

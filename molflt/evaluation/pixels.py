@@ -16,6 +16,7 @@ from tqdm import tqdm
 from molflt import plots
 from molflt.data.images.base import LabeledImages
 from molflt.data.images.pixels import PixelData
+from molflt.evaluation.attention import _attention_of
 from molflt.evaluation.report import Report, align
 from molflt.evaluation.splits import named_images
 from molflt.evaluation.tokens import draw_encoding, expect_finite
@@ -27,6 +28,7 @@ from molflt.training.config import Config
 __all__ = ["evaluate"]
 
 _AT_ONCE = 64  # images that are counted at once
+_AROUND = 7  # pixels up and to the sides in the picture of attention
 
 
 def evaluate(
@@ -42,7 +44,8 @@ def evaluate(
 
     Beside it are 8 bits, a byte of which nothing is known, and the histogram of each place: how
     often each value is there in the training images, each counted once more. Writes losses.png
-    (loss against the place in the sequence) and, if there is one, encoding.png.
+    (loss against the place in the sequence), attention.png (of the last layer: where around a
+    pixel, mean over the pixels of one image) and, if there is one, encoding.png.
 
     Args:
         run: folder of the training run.
@@ -82,6 +85,7 @@ def evaluate(
         }
     files = [out / "losses.png"]
     plots.losses_by_place(curves, files[0])
+    files += _draw_attention(model, next(iter(named.values()))[0][0], out)
     return Report(results, f"\n\n{_table(results)}\n\n{note}\n", files + _draw(model, out))
 
 
@@ -162,6 +166,44 @@ def _draw(model: PixelModel, out: Path) -> list[Path]:
     unit = "pixels" if scale == 1 else f"{1 / scale:g} pixels"
     plots.rpe_surfaces(position, png, (model.image_size - 1) * scale, unit)
     return [png]
+
+
+def _draw_attention(model: PixelModel, image: Tensor, out: Path) -> list[Path]:
+    """Where the heads of the last layer look in an image (channels, side, side)."""
+    given = image[None].to(next(model.parameters()).device)
+    what = f"the attention matrices of an image of {model.longest:,} bytes"
+    with within_memory(lambda: what, "use a smaller model or smaller images"):
+        matrices = _attention_of(model.stack, lambda: model.image_log_likelihood(given))
+    if not matrices:
+        return []
+    png = out / "attention.png"
+    around = _around(matrices[-1][0], model)
+    plots.attention_around(around, png, title="last layer, mean over the pixels of an image")
+    return [png]
+
+
+def _around(weights: Tensor, model: PixelModel) -> Tensor:
+    """Mean weights of the pixels around each pixel, channels summed, where there are such.
+
+    Args:
+        weights: (heads, bytes, bytes); key j knows byte j - 1, the first one none.
+        model: whose they are.
+
+    Returns:
+        (heads, rows up to the pixel's own, columns to both sides).
+    """
+    heads, channels, side = len(weights), model.channels, model.image_size
+    reach = min(_AROUND, side - 1)
+    known = torch.cat((weights[..., 1:], torch.zeros_like(weights[..., :1])), dim=-1)
+    pixels = known.unflatten(2, (side, side, channels)).sum(dim=-1)
+    pixels = pixels.unflatten(1, (side, side, channels)).mean(dim=3)  # [h, r, c, r, c]
+    out = weights.new_zeros(heads, reach + 1, 2 * reach + 1)
+    for up in range(reach + 1):
+        rows = pixels.diagonal(-up, 1, 3)  # [h, column, key's column, row]
+        for right in range(-reach, reach + 1):
+            own = rows.diagonal(right, 1, 2)
+            out[:, reach - up, reach + right] = own.flatten(1).mean(dim=1)
+    return out
 
 
 def _table(results: Mapping[str, Mapping[str, float | None]]) -> str:

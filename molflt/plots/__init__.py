@@ -4,7 +4,7 @@ Matplotlib is imported when a picture is drawn, and drawn without a display. Col
 those of Okabe and Ito, which stay apart for color-blind readers.
 """
 
-from molflt.plots.attention import attention_matrices
+from molflt.plots.attention import attention_around, attention_matrices
 from molflt.plots.encodings import has_bias, rpe_curves, rpe_profiles, rpe_surfaces
 from molflt.plots.figure import further_formats
 from molflt.plots.optimizers import loss_curves
@@ -18,6 +18,7 @@ from molflt.plots.uncertainty import calibration
 
 __all__ = [
     "GroupError",
+    "attention_around",
     "attention_matrices",
     "best_values",
     "calibration",

@@ -90,6 +90,42 @@ def attention_matrices(
             figure.suptitle("\n".join(notes), fontsize="medium")
 
 
+def attention_around(weights: ArrayLike | torch.Tensor, file: Path, *, title: str) -> None:
+    """Draws where around a pixel the attention of each head goes, mean over pixels.
+
+    Args:
+        weights: (heads, rows, columns), without unit: mean weights of the pixels so far up and to
+            the sides. The query's own row is the last one, its column the middle one.
+        file: to write, .png, .svg or .pdf.
+        title: what stands above.
+
+    Raises:
+        ValueError: weights are of another shape, empty or not finite.
+    """
+    maps = _matrices(weights)
+    heads, rows, columns = maps.shape
+    norm, colors, word, extend = _weight_colors(maps, "auto")
+    shown = np.ma.masked_equal(maps, 0.0)
+    side = columns // 2
+    panel, margin = (2.2, 0.35 + 2.2 * rows / columns), (1.7, 0.8)
+    with _head_panels(file, heads, panel, margin) as (figure, shown_axes):
+        for axes, one in zip(shown_axes, shown, strict=True):
+            image = axes.imshow(
+                one,
+                cmap=colors,
+                norm=norm,
+                extent=(-side - 0.5, side + 0.5, 0.5, 0.5 - rows),
+                aspect="equal",
+            )
+            axes.plot(0, 0, marker="s", markersize=5, color="black", markerfacecolor="none")
+            axes.locator_params(nbins=5, integer=True)
+        bar = figure.colorbar(image, ax=shown_axes, extend=extend, aspect=30, fraction=0.05)
+        bar.set_label(f"attention weight,\n{word} scale; gray: 0")
+        figure.supxlabel("columns from the predicted pixel (square)", fontsize="medium")
+        figure.supylabel("rows from it", fontsize="medium")
+        figure.suptitle(title, fontsize="medium")
+
+
 def _matrices(weights: ArrayLike | torch.Tensor) -> _Array:
     """(heads, queries, keys) in float64, after the checks."""
     if hasattr(weights, "detach"):  # a tensor, on any device and of any precision
