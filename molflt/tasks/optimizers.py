@@ -41,8 +41,9 @@ class OptimizerTask(Task[Tensor, object]):
     """Mean over steps and problems of log(f / f_0), by truncated unrolls.
 
     Batches are seeds of problems, (batch,). Each begins at its start and is optimized for a random
-    number of steps, up to `burn_in`, before the `unroll` steps that count: so nothing is left over
-    from one meta-step for the next, and a training goes on from any of them.
+    number of steps, up to `burn_in` and uniform in its logarithm, before the `unroll` steps that
+    count: so nothing is left over from one meta-step for the next, a training goes on from any of
+    them, and how an optimization ends is learned at little cost.
 
     Args:
         model: `molflt.optimizers.coordinate.CoordinateOptimizer`.
@@ -81,7 +82,7 @@ class OptimizerTask(Task[Tensor, object]):
         self.burn_in = burn_in
 
     def loss(self, batch: Tensor, progress: float) -> tuple[Tensor, _OptimizerSums]:
-        before = int(torch.randint(self.burn_in + 1, ()))  # seeded by the step
+        before = int((self.burn_in + 1) ** float(torch.rand(()))) - 1  # seeded by the step
         found = self._unroll(batch, self.unroll, before)
         return found.loss.to(next(self.model.parameters()).dtype), _OptimizerSums.of(found)
 
