@@ -26,7 +26,7 @@ from typing import Any
 
 from kit.energies import errors_of_mean
 from kit.rows import Rows, markdown, mean_sd, names, pick, write_csv
-from kit.words import parsed
+from kit.words import described, trainings
 from tqdm import tqdm
 
 from molflt.plots import intervals
@@ -209,17 +209,12 @@ def write(out: Path, variants: list[str], seeds: list[int]) -> None:
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Options of the script; what follows -- goes to every training."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = described(__doc__)
     parser.add_argument("--config", type=Path, default=Path("configs/demo.yaml"))
     parser.add_argument("--out", type=Path, default=Path("runs/compare"))
     form = "FILE.yaml[,key=value ...]"
     parser.add_argument("--variants", nargs="+", default=PAPERS, metavar="VARIANT", help=form)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--jobs", type=int, default=1, help="trainings at the same time")
-    parser.add_argument("--threads", type=int, default=1, help="of each training")
-    return parsed(parser, words)
+    return trainings(parser, words, seeds=[0, 1, 2])
 
 
 def work_all(

@@ -20,7 +20,7 @@ from typing import Any
 
 from compare import INTERRUPTED, job_of, prepare, work_all
 from kit.rows import Rows, markdown, names, pick, write_csv
-from kit.words import parsed
+from kit.words import described, trainings
 
 from molflt.data.text.glue import GLUE, find_split, read_examples
 
@@ -95,19 +95,14 @@ def table(rows: Rows, absent: list[str]) -> str:
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Options of the script; what follows -- goes to every training."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = described(__doc__)
     parser.add_argument("--init", required=True, help="run or weights to start from")
     parser.add_argument("--root", type=Path, required=True, help="folder of the tasks' files")
     parser.add_argument("--out", type=Path, default=Path("runs/glue"))
     parser.add_argument("--config", type=Path, default=Path(SMALL))
     parser.add_argument("--tasks", nargs="+", default=list(GLUE), choices=list(GLUE))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--epochs", type=float, default=5)
-    parser.add_argument("--jobs", type=int, default=1, help="trainings at the same time")
-    parser.add_argument("--threads", type=int, default=1, help="of each training")
-    return parsed(parser, words)
+    return trainings(parser, words, seeds=[0, 1, 2, 3, 4])
 
 
 def main(words: list[str] | None = None) -> int:
