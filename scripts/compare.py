@@ -120,14 +120,14 @@ def work(run: Path, job: dict[str, Any], threads: int, evaluation: tuple[str, ..
                 )
 
 
-def collect(out: Path, variants: list[str], seeds: list[int]) -> Rows:
-    """One row per finished run and split: the numbers of its results.json."""
+def collect(out: Path, kind: str, among: list[str], seeds: list[int]) -> Rows:
+    """One row per finished run and split: the numbers of its results.json; `kind` is its name's."""
     rows = []
-    for variant in variants:
+    for name in among:
         for seed in seeds:
-            path = out / variant / f"seed{seed}" / "results.json"
+            path = out / name / f"seed{seed}" / "results.json"
             for split, result in json.loads(path.read_text()).items() if path.exists() else ():
-                rows.append({"variant": variant, "seed": seed, "split": split, **result})
+                rows.append({kind: name, "seed": seed, "split": split, **result})
     return rows
 
 
@@ -198,7 +198,7 @@ def draw(rows: Rows, measure: str, png: Path) -> None:
 
 def write(out: Path, variants: list[str], seeds: list[int]) -> None:
     """Writes and prints the comparison of all runs that are finished."""
-    if rows := collect(out, variants, seeds):
+    if rows := collect(out, "variant", variants, seeds):
         measure = next(name for name in MEASURES if name in rows[0])
         text = table(rows, measure, out)
         (out / "comparison.md").write_text(f"{text}\n")

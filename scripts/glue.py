@@ -12,13 +12,12 @@ repeats nothing.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
-from compare import INTERRUPTED, job_of, prepare, work_all
+from compare import INTERRUPTED, collect, job_of, prepare, work_all
 from kit.rows import Rows, markdown, names, pick, write_csv
 from kit.words import described, trainings
 
@@ -58,17 +57,6 @@ def job(options: argparse.Namespace, task: str, seed: int) -> dict[str, Any]:
     own += ["--task.measure=correlation"] if "matthews" in GLUE[task].metrics else []
     found = job_of(options, str(options.config), seed)
     return found | {"words": [*own, f"--seed={seed}", *options.words]}
-
-
-def collect(out: Path, tasks: list[str], seeds: list[int]) -> Rows:
-    """One row per finished run and split: the numbers of its results.json."""
-    rows = []
-    for task in tasks:
-        for seed in seeds:
-            path = out / task / f"seed{seed}" / "results.json"
-            for split, result in json.loads(path.read_text()).items() if path.exists() else ():
-                rows.append({"task": task, "seed": seed, "split": split, **result})
-    return rows
 
 
 def table(rows: Rows, absent: list[str]) -> str:
@@ -123,7 +111,7 @@ def main(words: list[str] | None = None) -> int:
         print(f"glue.py: error: {error}", file=sys.stderr)
         return 2
     code = work_all(jobs, options.jobs, options.threads)
-    rows = collect(options.out, tasks, options.seeds)
+    rows = collect(options.out, "task", tasks, options.seeds)
     if code != INTERRUPTED and rows:
         text = table(rows, absent)
         (options.out / "glue.md").write_text(f"{text}\n")
