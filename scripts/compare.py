@@ -26,7 +26,7 @@ from typing import Any
 
 from kit.energies import errors_of_mean
 from kit.rows import Rows, markdown, mean_sd, names, pick, write_csv
-from kit.words import parsed
+from kit.words import described, trainings
 from tqdm import tqdm
 
 from molflt.plots import intervals
@@ -120,14 +120,14 @@ def work(run: Path, job: dict[str, Any], threads: int, evaluation: tuple[str, ..
                 )
 
 
-def collect(out: Path, variants: list[str], seeds: list[int]) -> Rows:
-    """One row per finished run and split: the numbers of its results.json."""
+def collect(out: Path, kind: str, among: list[str], seeds: list[int]) -> Rows:
+    """One row per finished run and split: the numbers of its results.json; `kind` is its name's."""
     rows = []
-    for variant in variants:
+    for name in among:
         for seed in seeds:
-            path = out / variant / f"seed{seed}" / "results.json"
+            path = out / name / f"seed{seed}" / "results.json"
             for split, result in json.loads(path.read_text()).items() if path.exists() else ():
-                rows.append({"variant": variant, "seed": seed, "split": split, **result})
+                rows.append({kind: name, "seed": seed, "split": split, **result})
     return rows
 
 
@@ -198,7 +198,7 @@ def draw(rows: Rows, measure: str, png: Path) -> None:
 
 def write(out: Path, variants: list[str], seeds: list[int]) -> None:
     """Writes and prints the comparison of all runs that are finished."""
-    if rows := collect(out, variants, seeds):
+    if rows := collect(out, "variant", variants, seeds):
         measure = next(name for name in MEASURES if name in rows[0])
         text = table(rows, measure, out)
         (out / "comparison.md").write_text(f"{text}\n")
@@ -209,17 +209,12 @@ def write(out: Path, variants: list[str], seeds: list[int]) -> None:
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Options of the script; what follows -- goes to every training."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = described(__doc__)
     parser.add_argument("--config", type=Path, default=Path("configs/demo.yaml"))
     parser.add_argument("--out", type=Path, default=Path("runs/compare"))
     form = "FILE.yaml[,key=value ...]"
     parser.add_argument("--variants", nargs="+", default=PAPERS, metavar="VARIANT", help=form)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--jobs", type=int, default=1, help="trainings at the same time")
-    parser.add_argument("--threads", type=int, default=1, help="of each training")
-    return parsed(parser, words)
+    return trainings(parser, words, seeds=[0, 1, 2])
 
 
 def work_all(

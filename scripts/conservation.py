@@ -19,6 +19,7 @@ from ase import units
 from ase.md.velocitydistribution import MaxwellBoltzmannDistribution, Stationary
 from ase.md.verlet import VelocityVerlet
 from kit.rows import Row, Rows, write_csv
+from kit.words import described
 from tqdm import tqdm
 
 import molflt
@@ -82,9 +83,7 @@ def draw(rows: Rows, png: Path) -> None:
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Options of the script."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = described(__doc__)
     parser.add_argument("potential", help="folder of a run of the recipe potential")
     parser.add_argument("structure", type=Path, help="any file that ASE reads; its last structure")
     parser.add_argument("--ps", type=float, default=20.0, help="length, ps")

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from kit.rows import markdown
+from kit.words import described
 
 from molflt.attention import convert_weights_
 from molflt.data.text.parallel import read_parallel
@@ -42,9 +43,7 @@ def converted(model: EncoderDecoder, options: dict, features: int, draw: int) ->
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Options of the script."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = described(__doc__)
     parser.add_argument("run", type=Path, help="folder of a run of translation with softmax")
     parser.add_argument("--features", nargs="+", type=int, default=[8, 16, 32, 64, 128])
     parser.add_argument("--draws", type=int, default=5)

@@ -21,7 +21,7 @@ import numpy as np
 from compare import INTERRUPTED, job_of, prepare, work_all
 from kit.energies import read_energies
 from kit.rows import Rows, markdown, mean_sd, write_csv
-from kit.words import parsed
+from kit.words import described, trainings
 
 from molflt import plots
 from molflt.data.structures.systems import System, read_systems
@@ -163,18 +163,14 @@ def write(out: Path, data: Path, published: Published | None) -> None:
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Options of the script; what follows -- goes to every training."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = described(__doc__)
     parser.add_argument("--config", type=Path, default=Path("configs/game-net.yaml"))
     parser.add_argument("--data", type=Path, required=True, help="folder of folders testI-valJ")
     parser.add_argument("--out", type=Path, default=Path("runs/folds"))
     parser.add_argument("--published", type=Path, help="npz file of predictions of others")
     parser.add_argument("--only", nargs="+", help="these folders alone")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1, help="trainings at the same time")
-    parser.add_argument("--threads", type=int, default=1, help="of each training")
-    return parsed(parser, words)
+    return trainings(parser, words)
 
 
 def main(words: list[str] | None = None) -> int:

@@ -29,6 +29,7 @@ from fuzzing import media, payloads, runs, structures
 from fuzzing.cases import Format
 from fuzzing.pool import FAILURES, Outcome, Worker, seeds_in, start_server
 from kit.rows import markdown
+from kit.words import described
 from tqdm import tqdm
 
 FORMATS: dict[str, Format] = {
@@ -115,8 +116,7 @@ def table(found: Sequence[Outcome]) -> str:
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     """Options of the command."""
-    kind = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=kind)
+    parser = described(__doc__)
     parser.add_argument("--inputs", type=int, default=10_000, help="of all formats together")
     parser.add_argument("--seed", type=int, default=0, help="of all draws")
     parser.add_argument("--jobs", type=int, default=2, help="processes")

@@ -12,15 +12,14 @@ repeats nothing.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
-from compare import INTERRUPTED, job_of, prepare, work_all
+from compare import INTERRUPTED, collect, job_of, prepare, work_all
 from kit.rows import Rows, markdown, names, pick, write_csv
-from kit.words import parsed
+from kit.words import described, trainings
 
 from molflt.data.text.glue import GLUE, find_split, read_examples
 
@@ -60,17 +59,6 @@ def job(options: argparse.Namespace, task: str, seed: int) -> dict[str, Any]:
     return found | {"words": [*own, f"--seed={seed}", *options.words]}
 
 
-def collect(out: Path, tasks: list[str], seeds: list[int]) -> Rows:
-    """One row per finished run and split: the numbers of its results.json."""
-    rows = []
-    for task in tasks:
-        for seed in seeds:
-            path = out / task / f"seed{seed}" / "results.json"
-            for split, result in json.loads(path.read_text()).items() if path.exists() else ():
-                rows.append({"task": task, "seed": seed, "split": split, **result})
-    return rows
-
-
 def table(rows: Rows, absent: list[str]) -> str:
     """Medians of the metrics of each task, and the average of the tasks that there are."""
     lines, scores = [], []
@@ -95,19 +83,14 @@ def table(rows: Rows, absent: list[str]) -> str:
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Options of the script; what follows -- goes to every training."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = described(__doc__)
     parser.add_argument("--init", required=True, help="run or weights to start from")
     parser.add_argument("--root", type=Path, required=True, help="folder of the tasks' files")
     parser.add_argument("--out", type=Path, default=Path("runs/glue"))
     parser.add_argument("--config", type=Path, default=Path(SMALL))
     parser.add_argument("--tasks", nargs="+", default=list(GLUE), choices=list(GLUE))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--epochs", type=float, default=5)
-    parser.add_argument("--jobs", type=int, default=1, help="trainings at the same time")
-    parser.add_argument("--threads", type=int, default=1, help="of each training")
-    return parsed(parser, words)
+    return trainings(parser, words, seeds=[0, 1, 2, 3, 4])
 
 
 def main(words: list[str] | None = None) -> int:
@@ -128,7 +111,7 @@ def main(words: list[str] | None = None) -> int:
         print(f"glue.py: error: {error}", file=sys.stderr)
         return 2
     code = work_all(jobs, options.jobs, options.threads)
-    rows = collect(options.out, tasks, options.seeds)
+    rows = collect(options.out, "task", tasks, options.seeds)
     if code != INTERRUPTED and rows:
         text = table(rows, absent)
         (options.out / "glue.md").write_text(f"{text}\n")

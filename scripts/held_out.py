@@ -21,7 +21,7 @@ import numpy as np
 from compare import INTERRUPTED, job_of, prepare, work_all
 from kit.energies import read_energies
 from kit.rows import Row, Rows, markdown, mean_sd, names, pick, write_csv
-from kit.words import parsed
+from kit.words import described, trainings
 from peers_kit.models import FITS, load
 
 from molflt.data.structures import open_dataset
@@ -149,18 +149,13 @@ def _run(out: Path, folder: Path, seed: int) -> Path:
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Options of the script; what follows -- goes to every training."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = described(__doc__)
     parser.add_argument("archive", type=Path, help="FG_dataset_lite.tar.xz")
     parser.add_argument("--groups", type=int, default=5)
     parser.add_argument("--data", type=Path, default=Path("datasets/game-net/held-out"))
     parser.add_argument("--config", type=Path, default=Path("configs/game-net.yaml"))
     parser.add_argument("--out", type=Path, default=Path("runs/held-out"))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--jobs", type=int, default=1, help="trainings at the same time")
-    parser.add_argument("--threads", type=int, default=1, help="of each training")
-    return parsed(parser, words)
+    return trainings(parser, words, seeds=[0, 1, 2])
 
 
 def main(words: list[str] | None = None) -> int:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from compare import INTERRUPTED, job_of, prepare, work_all
 from kit.rows import Rows, markdown, names, pick, write_csv
-from kit.words import parsed
+from kit.words import described, trainings
 
 from molflt import plots
 from molflt.evaluation.optimizers import curve_rows, final_loss, tasks_of, tuned_adam
@@ -127,20 +127,15 @@ def draw(curves: Rows, png: Path, steps: int) -> None:
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Options of the script; what follows -- goes to every training."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = described(__doc__)
     parser.add_argument("--data", type=Path, help="images, such as the idx file of Fashion-MNIST")
     parser.add_argument("--out", type=Path, default=Path("runs/optimizers"))
     parser.add_argument("--config", type=Path, default=CONFIG)
     parser.add_argument("--memories", nargs="+", default=list(MEMORIES), choices=MEMORIES)
     parser.add_argument("--tasks", nargs="+", help="by default all that there are data for")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=1, help="trainings at the same time")
-    parser.add_argument("--threads", type=int, default=1, help="of each training")
-    return parsed(parser, words)
+    return trainings(parser, words, seeds=[0, 1, 2])
 
 
 def main(words: list[str] | None = None) -> int:

@@ -27,7 +27,7 @@ import json
 import sys
 from pathlib import Path
 
-from kit.words import parsed
+from kit.words import described, parsed
 from peers_kit import pool, report
 from peers_kit.jobs import options_of, run_job
 from peers_kit.models import MODELS, REPOSITORY, title
@@ -35,9 +35,7 @@ from peers_kit.models import MODELS, REPOSITORY, title
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Options of the script; what follows -- goes to every training."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = described(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of compact stores")
     parser.add_argument("--out", type=Path, default=Path("runs/peers"))
     parser.add_argument("--config", type=Path, default=REPOSITORY / "configs/demo.yaml")

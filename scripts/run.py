@@ -17,7 +17,6 @@ import re
 import sys
 import types
 from collections.abc import Mapping, Sequence
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +24,7 @@ from typing import Any, get_args, get_origin
 
 import torch
 from kit.rows import Rows, Verdict, markdown, read_csv, write_csv
+from kit.words import described
 
 SCRIPTS = Path(__file__).resolve().parent
 ROOMS = ("cost", "accuracy", "training")
@@ -117,12 +117,11 @@ def write(benchmark: ModuleType, name: str, rows: Rows, out: Path | None) -> boo
 def parse(words: Sequence[str]) -> tuple[str, argparse.Namespace, Mapping[str, Any]]:
     """Name, options of this command, and those of the benchmark's `measure`."""
     modules = benchmarks()
-    plain = partial(argparse.ArgumentParser, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser = plain(prog="run.py", description=f"{__doc__}\n{titles()}")
+    parser = described(f"{__doc__}\n{titles()}", "run.py")
     parser.add_argument("name", choices=modules, metavar="NAME")
     name = parser.parse_args(words[:1]).name
     module = import_module(modules[name])
-    parser = plain(prog=f"run.py {name}", description=module.__doc__)
+    parser = described(module.__doc__, f"run.py {name}")
     parser.add_argument("--out", type=Path, help="folder for all files; the documentation stays")
     parser.add_argument(
         "--quick", action="store_true", help="smallest size, in seconds; with --out"

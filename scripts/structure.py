@@ -14,7 +14,6 @@ McCabe's as ruff counts it (C901).
 
 from __future__ import annotations
 
-import argparse
 import ast
 import re
 import subprocess
@@ -23,6 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
+
+from kit.words import described
 
 PACKAGE = "molflt"
 IMPORTED = ("attention", "graph")
@@ -182,9 +183,7 @@ def column(tree: Path) -> dict[str, str]:
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = described(__doc__)
     parser.add_argument("--tree", type=Path, action="append", required=True)
     parser.add_argument("--rounds", type=int, default=5, help="imports of each, in turns")
     options = parser.parse_args(words)

@@ -15,6 +15,7 @@ from molflt.data.images.sheet import write_sheet
 from molflt.data.images.unlabeled import read_alike
 from molflt.data.text.parallel import read_lines
 from molflt.pretrained import ImageWriter, TextWriter, Translator, load
+from molflt.pretrained.pixels import IMAGES
 from molflt.sequence import LanguageModel
 
 __all__ = ["generate"]
@@ -79,25 +80,27 @@ def generate(
     if isinstance(model, ImageWriter):
         idle = {"prompt": prompt or None, "tokens": tokens, **search}
         refuse_idle(run, "a model of images", idle)
-        given = {name: value for name, value in drawing.items() if value is not None}
-        _draw(model, file, images, rows, fit, out, given)
+        _draw(model, file, images, rows, fit, out, _given(drawing))
         return
     drawing["tokens"] = tokens
     if isinstance(model, Translator):
         refuse_idle(run, "a translation model, which draws nothing", {**drawing, **sheet})
-        given = {name: value for name, value in search.items() if value is not None}
-        _translate(model, prompt, file, given)
+        _translate(model, prompt, file, _given(search))
     elif isinstance(model, TextWriter):
         refuse_idle(
             run, "a language model, which translates nothing", {"file": file, **search, **sheet}
         )
-        given = {name: value for name, value in drawing.items() if value is not None}
-        _write(model, prompt, given)
+        _write(model, prompt, _given(drawing))
     else:
         raise ValueError(
             f"{run}: not a language model; expected a run with recipe: language, translation or "
             "image_generation"
         )
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options without those that the model has a default for."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _translate(
@@ -129,10 +132,11 @@ def _draw(
     if file is None:
         refuse_idle(model.name, "no --file to go on with", {"rows": rows, "fit": fit or None})
         _say_cost(whole)
-        write_sheet(out, [model.generate(images, progress=True, **options)])
-        print(f"{out}: {8 if images is None else images} images")
+        drawn = model.generate(images, progress=True, **options)
+        write_sheet(out, [drawn])
+        print(f"{out}: {len(drawn)} images")
         return
-    count = 8 if images is None else images
+    count = IMAGES if images is None else images
     found = list(islice(read_alike(file, whole.image_size, whole.channels, fit), count))
     original = torch.stack(found)
     rows = whole.image_size // 2 if rows is None else rows

@@ -15,7 +15,6 @@ from molflt.optimizers.coordinate import CoordinateOptimizer, OptimizerState
 
 __all__ = ["LearnedOptimizer"]
 
-_RECIPE = "learned_optimizer"
 _DTYPES = (torch.float32, torch.float64)
 
 
@@ -90,14 +89,8 @@ class LearnedOptimizer(Optimizer):
             ValueError: if the run is of another recipe, or damaged.
         """
         from molflt.training.checkpoint import load_run
-        from molflt.training.config import read_config
 
-        if (recipe := read_config(Path(run))["recipe"]) != _RECIPE:
-            raise ValueError(
-                f"{run}: a run of recipe {recipe}; expected one of recipe {_RECIPE}; train it with "
-                f"molflt train --recipe {_RECIPE}"
-            )
-        model, _ = load_run(Path(run), checkpoint)
+        model, _ = load_run(Path(run), checkpoint, recipe="learned_optimizer")
         assert isinstance(model, CoordinateOptimizer)
         return cls(params, model, lr, chunk)
 

@@ -149,12 +149,8 @@ class PopulationOptimizer:
         """
         from molflt.training.checkpoint import load_run
 
-        model, config = load_run(Path(run), checkpoint)
-        if not isinstance(model, PopulationModel):
-            raise ValueError(
-                f"{run}: a run of the recipe {config['recipe']}; expected one of "
-                "population_optimizer; name another run"
-            )
+        model, config = load_run(Path(run), checkpoint, recipe="population_optimizer")
+        assert isinstance(model, PopulationModel)
         trained: Any = config["task"]["members"]
         model = model.of_dimension(model.dimension if dimension is None else dimension)
         return cls(model, trained if members is None else members, seed, start, scale)

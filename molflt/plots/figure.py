@@ -7,12 +7,16 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    import numpy as np
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
+    from numpy.typing import NDArray
+
+    _Array = NDArray[np.float64]
 
 BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 ORANGE, SKY, GREY = "#E69F00", "#56B4E9", "#777777"
@@ -156,23 +160,76 @@ def _plain_numbers(axis: Axis, wide: bool) -> None:
 
 
 @contextmanager
-def _head_panels(
+def panel_grid(
     file: Path,
-    heads: int,
+    count: int,
+    shape: tuple[int | None, int],
     panel: tuple[float, float],
     margin: tuple[float, float],
     least: tuple[float, float] = (0.0, 0.0),
+    *,
+    layout: str = "constrained",
+    **options: Any,
+) -> Iterator[tuple[Figure, list[Axes]]]:
+    """A picture with a grid of panels, row by row; what is left of the grid stays empty.
+
+    Args:
+        file: to write, .png, .svg or .pdf.
+        count: of panels.
+        shape: rows, None for as many as needed, and the most columns.
+        panel: width and height of each, inches.
+        margin: width and height of what is around them, inches.
+        least: smallest width and height of all, inches.
+        layout: of the figure.
+        options: of `matplotlib.figure.Figure.subplots`.
+    """
+    columns = min(shape[1], count)
+    rows = -(-count // columns) if shape[0] is None else shape[0]
+    width = max(margin[0] + panel[0] * columns, least[0])
+    height = max(margin[1] + panel[1] * rows, least[1])
+    with picture(file, figsize=(width, height), layout=layout) as figure:
+        grid = figure.subplots(rows, columns, squeeze=False, **options)
+        for axes in grid.flat[count:]:
+            axes.set_visible(False)
+        for axes in grid.flat[count - columns : count]:  # the lowest that are seen
+            axes.tick_params(labelbottom=True)
+        yield figure, list(grid.flat[:count])
+
+
+def curve_in_band(
+    axes: Axes, x: _Array, y: _Array, band: tuple[_Array, _Array], name: str, color: str
+) -> None:
+    """Draws a curve through y at x, and the band around it from low to high, all (n,)."""
+    axes.plot(x, y, color=color, linewidth=1.4, label=plain(name))
+    axes.fill_between(x, *band, color=color, alpha=0.2, linewidth=0)
+
+
+def legend_outside(
+    figure: Figure, axes: Axes, place: str, columns: int | None = None, **options: Any
+) -> None:
+    """One legend for all panels, with the names in one of them; `place` is lower or upper.
+
+    By default it has a column for each name.
+    """
+    handles, labels = axes.get_legend_handles_labels()
+    options |= {"loc": f"outside {place} center", "ncols": columns or len(labels)}
+    figure.legend(handles, labels, frameon=False, **options)
+
+
+@contextmanager
+def _head_panels(
+    file: Path,
+    heads: int,
+    *sizes: tuple[float, float],
     rows: int | None = None,
     share_y: bool = True,
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """A picture with a panel per head, titled by it; what is left of the grid stays empty.
+    """A picture with a panel per head, titled by it.
 
     Args:
         file: to write, .png, .svg or .pdf.
         heads: number of panels.
-        panel: width and height of each, inches.
-        margin: width and height of what is around them, inches.
-        least: smallest width and height of all, inches.
+        sizes: of a panel, of the margin and the least of all, as for `panel_grid`.
         rows: rows of panels; None puts four abreast, or eight if there are many.
         share_y: whether all have the same y axis; the x axis is always shared.
 
@@ -181,19 +238,8 @@ def _head_panels(
     """
     if rows is not None and not 1 <= rows <= heads:
         raise ValueError(f"rows must be 1 to {heads}, the number of panels; got {rows}")
-    columns = -(-heads // rows) if rows else min(heads, 4 if heads <= 16 else 8)
-    shape = (-(-heads // columns) if rows is None else rows, columns)
-    width, height = (
-        max(margin[axis] + panel[axis] * shape[1 - axis], least[axis]) for axis in (0, 1)
-    )
-    with picture(file, figsize=(width, height)) as figure:
-        grid = figure.subplots(*shape, sharex=True, sharey=share_y, squeeze=False)
-        for axes in grid.flat[heads:]:
-            axes.set_visible(False)
-        for column in range(columns):  # the lowest panel that is seen carries the numbers
-            lowest = (heads - 1 - column) // columns
-            grid[lowest, column].tick_params(labelbottom=True)
-        shown = list(grid.flat[:heads])
+    shape = rows, -(-heads // rows) if rows else 4 if heads <= 16 else 8
+    with panel_grid(file, heads, shape, *sizes, sharex=True, sharey=share_y) as (figure, shown):
         for head, axes in enumerate(shown):
             axes.set_title(f"head {head}", fontsize="small")
         yield figure, shown

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.plots.figure import BLUE, GREY, VERMILION, picture, plain
+from molflt.plots.figure import BLUE, GREY, VERMILION, panel_grid, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,18 +53,13 @@ def parity(
                 f"parity: split {split!r} needs one prediction per label, and a name if there are "
                 f"names; got {energy.shape} and {target.shape}, {named} names"
             )
-    columns = min(len(panels), 2)
-    rows = -(-len(panels) // columns)
     low, high = _limits(list(panels.values()))
     dense = any(len(target) > _MAX_POINTS for target, _ in panels.values())
     height = 4.0 if names is None else 4.6
-    size = (0.6 + 3.7 * columns + 0.8 * dense, 0.4 + height * rows)
-    with picture(file, figsize=size, layout="compressed") as figure:
-        grid = figure.subplots(rows, columns, squeeze=False)
-        for axes in grid.flat[len(panels) :]:
-            axes.set_visible(False)
+    grid = (None, 2), (3.7, height), (0.6 + 0.8 * dense, 0.4)
+    with panel_grid(file, len(panels), *grid, layout="compressed") as (figure, shown):
         densities = []
-        for axes, (split, (target, energy)) in zip(grid.flat, panels.items(), strict=False):
+        for axes, (split, (target, energy)) in zip(shown, panels.items(), strict=True):
             densities += _parity_panel(axes, target, energy, low, high)
             mae = np.abs(energy - target).mean()
             title = f"{plain(split)}: MAE {mae:.3f} {unit} (n = {len(target):,})"
@@ -75,8 +70,7 @@ def parity(
             most = max(float(np.max(np.asarray(density.get_array()))) for density in densities)
             for density in densities:
                 density.set_clim(1, max(most, 2))
-            used = list(grid.flat[: len(panels)])
-            figure.colorbar(densities[0], ax=used, label="points per cell", shrink=0.5, aspect=30)
+            figure.colorbar(densities[0], ax=shown, label="points per cell", shrink=0.5, aspect=30)
         figure.supylabel(f"predicted {quantity} / {unit}", fontsize="medium")
 
 

@@ -12,7 +12,9 @@ from molflt.pretrained.base import Pretrained
 from molflt.sequence.generation import sample
 from molflt.sequence.pixels import START, PixelModel
 
-__all__ = ["ImageWriter"]
+__all__ = ["IMAGES", "ImageWriter"]
+
+IMAGES = 8  # that are drawn where no number is asked for
 
 
 class ImageWriter(Pretrained):
@@ -64,7 +66,7 @@ class ImageWriter(Pretrained):
         if given is None:
             if rows is not None:
                 raise ValueError(f"rows={rows} has no effect without images to go on with")
-            count = 8 if count is None else count
+            count = IMAGES if count is None else count
             if count < 1:
                 raise ValueError(f"count must be at least 1; got {count}")
             return torch.zeros(count, 0, dtype=torch.long, device=device)

@@ -61,13 +61,16 @@ def save_weights(
     save_tensors(path, own, {**header, **sealed})
 
 
-def load_run(run: Path, checkpoint: str = "best", device: str = "cpu") -> tuple[nn.Module, Config]:
+def load_run(
+    run: Path, checkpoint: str = "best", device: str = "cpu", recipe: str | None = None
+) -> tuple[nn.Module, Config]:
     """Reads a trained model.
 
     Args:
         run: folder that ``molflt train`` wrote.
         checkpoint: "best" (by validation), "last", or the path of a safetensors file.
         device: where the model goes: cpu, cuda, cuda:N, or auto.
+        recipe: the only one of which the run may be; None for any.
 
     Returns:
         The model in evaluation mode, and the run's configuration.
@@ -75,9 +78,14 @@ def load_run(run: Path, checkpoint: str = "best", device: str = "cpu") -> tuple[
     Raises:
         FileNotFoundError: if the configuration or the checkpoint is missing.
         ValueError: naming file and key, if the configuration or the weights are damaged or do not
-            belong to each other; or if there is no such device.
+            belong to each other; for a run of another recipe; or if there is no such device.
     """
     run, config, device = Path(run), read_config(run), device_named(device)
+    if recipe not in (None, config["recipe"]):
+        raise ValueError(
+            f"{run}: a run of recipe {config['recipe']}; expected one of recipe {recipe}; train it "
+            f"with molflt train --recipe {recipe}"
+        )
     named = checkpoint in ("best", "last")
     path = run / "checkpoints" / f"{checkpoint}.safetensors" if named else Path(checkpoint)
     weights, options, files = _read_weights(path)

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import yaml
+from kit.decoders import SOFTMAX, decoders, held
 from kit.pictures import curves, legend
-from kit.rows import Promise, Rows, choose, exponent, increasing, markdown, names, pick, upper_half
+from kit.rows import Promise, Rows, exponent, increasing, markdown, names, pick, upper_half
 from kit.turns import paired
 from torch import Tensor
 from tqdm import tqdm
@@ -33,7 +34,6 @@ SIZES: dict[str, Any] = {
 }
 PIECE = 1000  # tokens of a prompt at once: softmax would need 10^8 logits per head for all of them
 TOKENS = 8
-SOFTMAX = "softmax"
 QUICK = {"positions": (6, 12, 24), "rounds": 2}
 
 Key = tuple[str, int]  # mechanism, position
@@ -41,25 +41,8 @@ Times = dict[Key, list[list[float]]]  # seconds of each token of each round
 
 
 def chosen(given: Sequence[str], longest: int) -> dict[str, LanguageModel]:
-    """Models for as many tokens by name; of all mechanisms, those that have a state.
-
-    Raises:
-        ValueError: an unknown mechanism, or one without a state.
-    """
-    configs = {
-        path.stem: yaml.safe_load(path.read_text()) for path in sorted(CONFIGS.glob("*.yaml"))
-    }
-    # files that name data are sizes
-    known = {name: one.get("model", {}) for name, one in configs.items() if "data" not in one}
-    models = {}
-    for name in choose(given, known):
-        torch.manual_seed(0)
-        model = LanguageModel(**{**SIZES, "max_length": longest, **known[name]}).eval()
-        if model.decodes:
-            models[name] = model
-        elif given:
-            raise ValueError(f"mechanism {name!r} leaves no state to decode from; leave it out")
-    return models
+    """Models for as many tokens by name, as `decoders` has them."""
+    return decoders(CONFIGS, given, partial(LanguageModel, **SIZES, max_length=longest))
 
 
 def states(
@@ -74,22 +57,6 @@ def states(
                 _, state = model.advance(piece, state)
         _, state = model.advance(tokens[:, end - 1 : end], state)
         yield state
-
-
-def held(state: object) -> int:
-    """Bytes of the storages behind all tensors of a state, each counted once."""
-    storages: dict[int, int] = {}
-
-    def visit(part: object) -> None:
-        if isinstance(part, Tensor):
-            storage = part.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-        elif isinstance(part, (tuple, list)):
-            for child in part:
-                visit(child)
-
-    visit(state)
-    return sum(storages.values())
 
 
 def turn(model: LanguageModel, state: LanguageState, tokens: Tensor) -> list[float]:

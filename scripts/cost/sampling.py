@@ -9,17 +9,16 @@ Memory is that of all tensors that the state keeps alive behind the last byte.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import torch
-import yaml
-from cost.decoding import SOFTMAX, held
+from kit.decoders import SOFTMAX, decoders, held
 from kit.pictures import curves, legend
-from kit.rows import Promise, Rows, choose, markdown, names, pick
+from kit.rows import Promise, Rows, markdown, names, pick
 from kit.turns import paired
 from tqdm import tqdm
 
@@ -34,28 +33,6 @@ TENTHS = 10
 QUICK = {"side": 4, "images": 2, "rounds": 1}
 
 Times = dict[str, list[list[float]]]  # seconds of each byte of each round
-
-
-def chosen(given: Sequence[str], side: int) -> dict[str, PixelModel]:
-    """Models by name; of all mechanisms, those that have a state.
-
-    Raises:
-        ValueError: an unknown mechanism, or one without a state.
-    """
-    configs = {
-        path.stem: yaml.safe_load(path.read_text()) for path in sorted(CONFIGS.glob("*.yaml"))
-    }
-    # files that name data are sizes
-    known = {name: one["model"] for name, one in configs.items() if "data" not in one}
-    models = {}
-    for name in choose(given, known):
-        torch.manual_seed(0)
-        model = PixelModel(CHANNELS, side, **{**SIZES, **known[name]}).eval()
-        if model.decodes:
-            models[name] = model
-        elif given:
-            raise ValueError(f"mechanism {name!r} leaves no state to decode from; leave it out")
-    return models
 
 
 def draw_images(model: PixelModel, images: int, seed: int) -> list[float]:
@@ -81,7 +58,7 @@ def measure(
     for name, value, least in (("side", side, 4), ("images", images, 1), ("rounds", rounds, 1)):
         if value < least:
             raise ValueError(f"{name} must be at least {least}; got {value}")
-    models = chosen(mechanisms, side)
+    models = decoders(CONFIGS, mechanisms, partial(PixelModel, CHANNELS, side, **SIZES))
     times: Times = {name: [] for name in models}
     for turn in tqdm(range(rounds), desc="rounds", leave=False):
         for name, model in models.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kit.rows import Rows
-from molflt.plots.figure import SERIES, LineEnd, label_ends, picture
+from molflt.plots.figure import SERIES, LineEnd, label_ends, legend_outside, picture
 
 MOST = 8  # entries of a legend; more lines than that are named where they end
 UNIFORM = "uniform attention"  # all keys weigh the same: what an estimate has to beat
@@ -38,10 +38,8 @@ def curves(
 
 def legend(figure: Any, axes: Any, columns: int = 4) -> None:
     """One for all panels, below them; of many lines, names at their ends in each panel."""
-    handles, labels = axes.get_legend_handles_labels()
-    if len(labels) <= MOST:
-        options = {"loc": "outside lower center", "ncols": columns, "fontsize": "small"}
-        figure.legend(handles, labels, frameon=False, **options)
+    if len(axes.get_legend_handles_labels()[1]) <= MOST:
+        legend_outside(figure, axes, "lower", columns, fontsize="small")
         return
     figure.set_figwidth(1.45 * figure.get_figwidth())
     rows = axes.get_gridspec().nrows
@@ -94,7 +92,5 @@ def error_panels(
             axes.set_title(title, fontsize="small")
         figure.supxlabel(labels[0])
         figure.supylabel(f"{labels[1]} (lower is better)")
-        handles = grid[0, 0].get_legend_handles_labels()
-        options = {"ncols": len(handles[0]), "columnspacing": 1, "handlelength": 1}
-        options |= {"loc": "outside upper center", "fontsize": "small", "frameon": False}
-        figure.legend(*handles, **options)
+        options = {"columnspacing": 1, "handlelength": 1, "fontsize": "small"}
+        legend_outside(figure, grid[0, 0], "upper", **options)

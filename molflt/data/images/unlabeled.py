@@ -30,16 +30,9 @@ def read_images(source: Path, side: int, channels: int) -> Iterator[tuple[str, T
         FileNotFoundError: there is nothing at `source`.
         ValueError: naming the file that is damaged or no image, or a folder without any.
     """
-    _expect_there(source)
-    fit = LabeledImages._fit
-    if source.is_file() and "idx" in source.name:
-        for place, image in enumerate(_read_file(source, 3)):
-            gray = image.expand(1, channels, *image.shape)
-            yield f"{source.name}:{place}", fit(gray, side, str(source))[0]
-        return
-    for file in _named_files(source):
-        image = fit(_decode(file, "L" if channels == 1 else "RGB")[None], side, file)[0]
-        yield (Path(file).name if source.is_file() else os.path.relpath(file, source)), image
+    for file, name, image in _images(source, "L" if channels == 1 else "RGB"):
+        pixels = image.expand(1, channels, *image.shape[1:])
+        yield name, LabeledImages._fit(pixels, side, file)[0]
 
 
 def read_alike(source: Path, side: int, channels: int, fit: bool = False) -> Iterator[Tensor]:
@@ -58,40 +51,43 @@ def read_alike(source: Path, side: int, channels: int, fit: bool = False) -> Ite
         FileNotFoundError: there is nothing at `source`.
         ValueError: naming the file that is damaged, no image, or of other channels or another size.
     """
-    _expect_there(source)
-    if source.is_file() and "idx" in source.name:
-        images = ((str(source), image[None]) for image in _read_file(source, 3))
-    else:
-        images = ((file, _decode(file, None)) for file in _named_files(source))
-    for name, image in images:
+    for file, _, image in _images(source, None):
         if len(image) != channels:
             raise ValueError(
-                f"{name}: expected images of {channels} channels, as in training; got {len(image)};"
+                f"{file}: expected images of {channels} channels, as in training; got {len(image)};"
                 " convert it"
             )
         if fit:
-            image = LabeledImages._fit(image[None], side, name, box=True)[0]
+            image = LabeledImages._fit(image[None], side, file, box=True)[0]
         if tuple(image.shape[1:]) != (side, side):
             raise ValueError(
-                f"{name}: expected {side} x {side} pixels, as in training; got {image.shape[1]} x "
+                f"{file}: expected {side} x {side} pixels, as in training; got {image.shape[1]} x "
                 f"{image.shape[2]}; scale it, or let --fit true do so"
             )
         yield image
 
 
-def _expect_there(source: Path) -> None:
+def _images(source: Path, mode: str | None) -> Iterator[tuple[str, str, Tensor]]:
+    """File, name and bytes (channels, height, width) of each image, those of an idx file gray.
+
+    Args:
+        source: an image, a folder of images, in sorted order, or an idx file of images.
+        mode: as for `_decode`, of images that are decoded.
+    """
     if not source.exists():
         raise FileNotFoundError(
             f"{source}: no such file or folder; expected an image, a folder of images, or an idx "
             "file of images"
         )
-
-
-def _named_files(source: Path) -> list[str]:
-    """An image, or the images of a folder, sorted; ValueError if it has none."""
+    if source.is_file() and "idx" in source.name:
+        for place, image in enumerate(_read_file(source, 3)):
+            yield str(source), f"{source.name}:{place}", image[None]
+        return
     files = [str(source)] if source.is_file() else sorted(_image_files(source))
     if not files:
         raise ValueError(
             f"{source}: expected images ({', '.join(_SUFFIXES)}); got none; give another folder"
         )
-    return files
+    for file in files:
+        name = Path(file).name if source.is_file() else os.path.relpath(file, source)
+        yield file, name, _decode(file, mode)

@@ -1,30 +1,28 @@
 """Structures with energies, forces and stress at their positions, in batches."""
 
-# No `from __future__ import annotations`: jsonargparse would import all that stands below
-# TYPE_CHECKING, PyG included, to read annotations that are strings.
+from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from molflt.data.structures import Structures
 from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.force_units import energy_unit_fault, force_unit_fault
 from molflt.data.structures.labels import label_faults
-
-if TYPE_CHECKING:
-    from torch_geometric.data import Data
+from molflt.data.structures.parts import Part
 
 __all__ = ["PotentialData", "SinglePoints"]
 
 _MOST_COMPOSITIONS = 1000  # of which the unit of energies is judged
 
 
-class SinglePoints(Structures):
+class SinglePoints(Part):
     """Structures of a source with energies of their own, at `pos`; the others are left out.
+
+    `y_relaxed` is what is learned, these energies.
 
     Args:
         source: any.
@@ -37,8 +35,6 @@ class SinglePoints(Structures):
     """
 
     def __init__(self, source: Structures) -> None:
-        super().__init__(source.path, source.skip_bad)
-        self.source, self.bad, self.hint = source, list(source.bad), source.hint
         from tqdm import tqdm
 
         energies = np.full(len(source), np.nan)
@@ -55,39 +51,11 @@ class SinglePoints(Structures):
                 square += float(forces.square().sum())
                 size += float(forces.abs().sum())
                 numbers += forces.numel()
-        self._kept = np.flatnonzero(np.isfinite(energies))
-        self._energies = energies[self._kept]
-        self.without_energy = len(energies) - len(self._kept)
+        super().__init__(source, np.flatnonzero(np.isfinite(energies)), energies)
+        self.without_energy = len(source) - len(self)
         self.with_forces, self.with_stress = counts["forces"], counts["stress"]
         self.force_scale = float(np.sqrt(square / numbers)) if numbers else float("nan")
         self.force_size = size / numbers if numbers else float("nan")
-
-    def __len__(self) -> int:
-        return len(self._energies)
-
-    def __getitem__(self, index: int) -> "Data":
-        return self.source[self._stored(index)]
-
-    @property
-    def natoms(self) -> np.ndarray:
-        """Atoms in each structure, (len,) int64."""
-        natoms: np.ndarray = self.source.natoms[self._kept]
-        return natoms
-
-    @property
-    def y_relaxed(self) -> np.ndarray:
-        """What is learned: energies at `pos`, (len,) float64, eV."""
-        return self._energies
-
-    def compositions(self, indices: NDArray[np.int64]) -> NDArray[np.float64]:
-        assert self._kept is not None
-        return self.source.compositions(self._kept[indices])
-
-    def where(self, index: int) -> str:
-        return self.source.where(self._stored(index))
-
-    def verify(self) -> bool | None:
-        return self.source.verify()
 
 
 class PotentialData(IS2REData):
