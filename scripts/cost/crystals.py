@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from kit.layers import TRAINING, Mechanism, Study, cost_table, draw_costs, measure_layers
-from kit.rows import Promise, Rows, pick
+from kit.layers import FORWARD, TRAINING, Mechanism, Study, cost_table, draw_costs, measure_layers
+from kit.rows import Promise, Rows, names, pick
 from torch import Tensor, nn
 
 from molflt.graph import GraphAttention
@@ -24,6 +24,7 @@ DIM, HEADS, NEAR = 128, 8, 5.0
 VOLUME = 12.0  # Å^3 per atom
 LIMIT = 8.0  # GB
 ENDS = 1000, 100_000  # atoms
+MOST, ROOM = 1_000_000, 16.0  # atoms of a forward pass, GB
 QUICK = {"sizes": (100, 200), "rounds": 1}
 
 
@@ -70,7 +71,6 @@ measure = partial(
     seconds=200.0,
     gigabytes=LIMIT,
 )
-table = partial(cost_table, unit="atoms")
 draw = partial(draw_costs, unit="atoms", styles=STYLES, limit=LIMIT)
 
 
@@ -85,9 +85,15 @@ def growth(rows: Rows, quantity: str, name: str) -> float | None:
     return math.log(high / low) / math.log(ENDS[1] / ENDS[0])
 
 
-def whole(rows: Rows, name: str) -> float | None:
-    """GB of the process that trained on 10^5 atoms; None unless it was measured."""
-    found = pick(rows, mechanism=name, length=ENDS[1], note=None, **{"pass": TRAINING})
+def table(rows: Rows) -> str:
+    """Costs of training, and of forward passes where they were measured."""
+    passes = names(rows, "pass")
+    return "\n\n".join(cost_table(rows, "atoms", one) for one in passes)
+
+
+def whole(rows: Rows, name: str, atoms: int, which: str) -> float | None:
+    """GB of the process that made a pass over so many atoms; None unless it was measured."""
+    found = pick(rows, mechanism=name, length=atoms, note=None, **{"pass": which})
     return float(found[0]["process_MiB"]) * 2**20 / 1e9 if found else None
 
 
@@ -102,7 +108,13 @@ PROMISES = [
 ]
 PROMISES += [
     Promise(
-        f"GB of the process of {name} with {ENDS[1]:,} atoms", partial(whole, name=name), most=LIMIT
+        f"GB of the process of {name} with {atoms:,} atoms, {which}",
+        partial(whole, name=name, atoms=atoms, which=which),
+        most=most,
     )
-    for name in ("mesh", "mesh, 8 features")
+    for name, atoms, which, most in (
+        ("mesh", ENDS[1], TRAINING, LIMIT),
+        ("mesh, 8 features", ENDS[1], TRAINING, LIMIT),
+        ("mesh, 8 features", MOST, FORWARD, ROOM),
+    )
 ]

@@ -179,8 +179,9 @@ def measure_layers(
     rounds: int = 9,
     seconds: float = 60.0,
     gigabytes: float = 6.0,
+    passes: tuple[str, ...] = (),
 ) -> Rows:
-    """One row per mechanism, size and pass, with the seconds of every round.
+    """One row per mechanism, size and pass, with the seconds of every round; `passes` if given.
 
     What would take more seconds or gigabytes, judged from the sizes before, is skipped.
 
@@ -188,12 +189,13 @@ def measure_layers(
         ValueError: for an unknown mechanism, sizes that do not grow, or no round.
     """
     chosen = choose(mechanisms, study.mechanisms)
+    passes = choose(passes, PASSES) if passes else study.passes
     increasing("sizes", sizes)
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1; got {rounds}")
     costs: Costs = {}
     spent: dict[Key, list[float]] = {}
-    groups = [(n, c, p) for n in sizes for c in (False, True) for p in study.passes]
+    groups = [(n, c, p) for n in sizes for c in (False, True) for p in passes]
     for length, causal, which in tqdm(groups, unit=" groups", leave=False):
         works, most = {}, {}
         for name in (n for n in chosen if causal in study.mechanisms[n].causal):
@@ -234,27 +236,28 @@ def curve(
     ]
 
 
-def cost_table(rows: Rows, unit: str) -> str:
-    """Markdown: time and memory of training at every size, exponents, and what was skipped.
+def cost_table(rows: Rows, unit: str, which: str = TRAINING) -> str:
+    """Markdown: time and memory of a pass at every size, exponents, and what was skipped.
 
     Exponents are fitted to the longer half of the sizes.
     """
-    sizes, parts = names(rows, "length"), []
+    rows, parts = pick(rows, **{"pass": which}), []
+    sizes, note = names(rows, "length"), "" if which == TRAINING else f", {which}"
     for causal in names(rows, "causal"):
         for title, quantity, form in (("time, s", "seconds", ".3g"), ("memory, MiB", "MiB", ".0f")):
             lines = []
             for name in names(pick(rows, causal=causal), "mechanism"):
-                points = curve(rows, name, quantity, causal)
+                points = curve(rows, name, quantity, causal, which)
                 cells = {size: format(value, form) for size, value in points}
                 power = exponent(upper_half(points))
                 last = f"{power:.2f}" if math.isfinite(power) else None
                 lines.append([name, *(cells.get(size, "–") for size in sizes), last])
-            head = [f"{title}, {unit}{', causal' * causal}", *sizes, "~ N^"]
+            head = [f"{title}{note}, {unit}{', causal' * causal}", *sizes, "~ N^"]
             parts.append(markdown(head, lines))
     skipped = [
         f"- {r['mechanism']}{', causal' * r['causal']}, {r['length']} {unit}: {r['note']}"
         for r in rows
-        if r["note"] and r["pass"] == TRAINING
+        if r["note"]
     ]
     return "\n\n".join(filter(None, [*parts, "\n".join(skipped)]))
 
