@@ -38,6 +38,29 @@ def test_tensors_alone_give_the_energies_of_the_model(variant):
         torch.testing.assert_close(found, net(batch)["energy"], **EXACT)
 
 
+@pytest.mark.parametrize("variant", ["surface", "flt-reciprocal"])
+@torch.no_grad()
+def test_one_compiled_graph_for_all_sizes(variant):
+    """Of two atoms, graphs and nodes and more: compilers treat a size of 1 on its own.
+
+    They also take sizes that are equal at first for one size, so there are 5 graphs at first.
+    """
+    net = model(**{**VARIANTS[variant], "layers": 1}).eval()
+    graphs = []
+
+    def count(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    compute = torch.compile(EnergyComputation(net), fullgraph=True, dynamic=True, backend=count)
+    for sizes in ([9, 12, 7, 5, 8], [20, 13, 15, 8], [30, 14]):
+        batch = Batch.from_data_list([structure(n, n) for n in sizes])
+        found = compute(*EnergyInputs.of(net, batch))
+        torch.testing.assert_close(found, net(batch)["energy"], **EXACT)
+    assert len(graphs) == 1
+
+
 @pytest.mark.parametrize("variant", ["surface"])
 @torch.no_grad()
 def test_one_exported_program_for_all_sizes(variant):

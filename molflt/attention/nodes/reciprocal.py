@@ -19,6 +19,7 @@ that; crystals and slabs by nothing. No graph depends on the rest of its batch.
 """
 
 import math
+import operator
 from typing import Literal
 
 import torch
@@ -114,7 +115,8 @@ def tapered_mask(
     Returns:
         (heads, n).
     """
-    count = 16 + math.ceil(8 * max_frequency * farthest)
+    # `index`: one number also where a compiler takes attributes of modules for variables.
+    count = operator.index(16 + math.ceil(8 * max_frequency * farthest))
     rule = torch.tensor(gauss_rule(count), dtype=torch.float64, device=distance.device)
     x, steps = rule
     radius = max_frequency * x
