@@ -21,6 +21,8 @@ from tiny_run import argon, error_of, page_of, start, write_data
 
 import molflt
 from molflt.commands.cli import main
+from molflt.data.structures import Reading, open_dataset
+from molflt.data.structures.store import write_store
 from molflt.evaluation.relaxation import relax_atoms
 from molflt.evaluation.structures import adwt, position_error
 from molflt.graph.potential import Potential
@@ -196,6 +198,12 @@ def test_relaxations(trained, tmp_path, capsys):
     for frame in frames:
         assert frame.info["converged"] and np.abs(frame.get_forces()).max() < 0.1
     assert list(frames[0].get_tags()) == [4, 3, 2, 1]
+    store = str(tmp_path / "a.safetensors")
+    write_store(Path(store), [open_dataset(tmp_path / "a.traj", reading=Reading(tags="ase"))[0]])
+    again = ["--run", str(trained), "--device", "cpu", "--out", str(tmp_path / "c.extxyz")]
+    assert main(["relax", store, *again]) == 0
+    assert main(["predict", str(trained), store, "--device", "cpu"]) == 0
+    capsys.readouterr()
     np.testing.assert_allclose(frames[0].positions[0], atoms.positions[0], atol=1e-5)
     table = list(csv.DictReader(out.with_suffix(".csv").open()))
     assert float(table[0]["energy_eV"]) <= float(table[0]["energy_before_eV"])
