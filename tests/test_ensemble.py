@@ -144,6 +144,15 @@ def test_splits_without_labels_have_a_spread_alone(runs, tmp_path, capsys) -> No
     assert not (tmp_path / "uncertainty.json").exists()
 
 
+def test_splits_with_few_labels_have_a_spread_alone(runs, tmp_path, capsys) -> None:
+    options = {"splits": ["small"], "out": tmp_path, "device": "cpu"}
+    found = evaluate(runs[0], also=runs[1:], **options)["small"]
+    said = capsys.readouterr().err
+    assert "systems with labels in the half that calibrates the uncertainty, expected" in said
+    assert found["spread_eV"] > 0 and found["mae_eV"] > 0 and found["uncertainty_eV"] is None
+    assert not (tmp_path / "uncertainty.json").exists()
+
+
 def test_predict_beside_each_energy(evaluated, runs, data, tmp_path, capsys) -> None:
     calibration = Calibration.read(evaluated[0] / "uncertainty.json")
     source = data / "small.safetensors"
@@ -206,7 +215,8 @@ def test_bad_members_get_one_line(runs, data, tmp_path, capsys) -> None:
         (["--also", "[]"], [f"--also: expected further runs beside {one}; got none"]),
         (["--also"], ["option --also; expected at least one value; got none"]),
         (["--also", two, "--checkpoint", weights], ["expected best or last with --also"]),
-        (["--also", two, *small], ["small: expected at least 20 systems with labels", "got 8"]),
+        (["--also", two, *small, "--calibration_split", "small"],
+         ["small: expected at least 20 systems with labels", "got 8"]),
         (["--also", two, "--splits", "test_id", "--calibration_split", "val_id"],
          ["--calibration_split val_id: expected one of the evaluated splits, test_id"]),
         (["--also", two, "--splits", "test_id", "--calibration_split", "test_id"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,13 @@ def run(file, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "one"
     assert start(file, folder, *STEPS, "--data.val_fraction=0.3") == 0
     return folder
+
+
+def test_displacements_that_nobody_knows_have_no_error(run) -> None:
+    """A column of zeros looked like perfect predictions."""
+    rows = list(csv.DictReader((run / "metrics.csv").open()))
+    assert rows[-1]["val_mae_eV"] and any(row["train_mae_eV"] for row in rows)
+    assert not any(row.get("train_displacement_mae_A") for row in rows)
 
 
 def sids(data: Any) -> list[int]:

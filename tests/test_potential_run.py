@@ -21,6 +21,8 @@ from tiny_run import argon, error_of, page_of, start, write_data
 
 import molflt
 from molflt.commands.cli import main
+from molflt.data.structures import Reading, open_dataset
+from molflt.data.structures.store import write_store
 from molflt.evaluation.relaxation import relax_atoms
 from molflt.evaluation.structures import adwt, position_error
 from molflt.graph.potential import Potential
@@ -33,7 +35,10 @@ SMALL = {"dim": 16, "heads": 2, "layers": 1, "ffn_dim": 16, "num_features": 8, "
 def trained(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("argon")
     for seed, (split, count) in enumerate({"train": 24, "val_id": 8}.items()):
-        ase.io.write(root / f"{split}.traj", argon(count, seed))
+        frames = argon(count, seed)
+        for atoms in frames:
+            atoms.set_tags([4, 3, 2, 1])  # layers of ase.build: nothing that a potential reads
+        ase.io.write(root / f"{split}.traj", frames)
     words = [f"--model.{name}={value}" for name, value in SMALL.items()]
     words += ["--recipe=potential", f"--data.root={root}", f"--run={root / 'run'}"]
     words += ["--model.long_range", "1", "6", "--model.long_range_channels=2"]
@@ -123,13 +128,21 @@ def test_predictions_have_forces(trained, tmp_path):
     structures = [bulk("Ar", "fcc", 5.2, cubic=True), bulk("Ar", "fcc", 5.4)]
     for atoms in structures:
         atoms.rattle(0.1)
+        atoms.set_tags(range(len(atoms), 0, -1))
     ase.io.write(tmp_path / "in.extxyz", structures)
     out = tmp_path / "out.extxyz"
     words = ["predict", str(trained), str(tmp_path / "in.extxyz"), "--device=cpu", "--out"]
     assert main([*words, str(out)]) == 0
-    found = molflt.load(trained).predict(structures)
+    model = molflt.load(trained)
+    found = model.predict(structures, embedding="pooled")
+    each = model.predict(structures, embedding="atoms")
     calculator = molflt.Calculator(trained, device="cpu")
-    for written, one, atoms in zip(ase.io.read(out, ":"), found, structures, strict=True):
+    for written, one, two, atoms in zip(
+        ase.io.read(out, ":"), found, each, structures, strict=True
+    ):
+        assert not any("tags" in why or "adsorbate" in why for why in one.outside)
+        np.testing.assert_array_equal(written.get_tags(), atoms.get_tags())
+        np.testing.assert_allclose(one.embedding, two.embedding.mean(axis=0), atol=1e-6)
         expected = calculator.get_forces(atoms)
         assert np.abs(written.get_forces() - expected).max() < 1e-4
         assert np.abs(one.forces - expected).max() < 1e-4
@@ -172,6 +185,7 @@ def test_relaxations(trained, tmp_path, capsys):
     atoms = bulk("Ar", "fcc", 5.2, cubic=True)
     atoms.rattle(0.1, seed=3)
     atoms.set_constraint(FixAtoms([0]))
+    atoms.set_tags([4, 3, 2, 1])
     ase.io.write(tmp_path / "a.traj", [atoms, Atoms("Ar2", [[0, 0, 0], [3.5, 0, 0]])])
     out, steps = tmp_path / "b.extxyz", tmp_path / "steps"
     words = ["relax", str(tmp_path / "a.traj"), "--run", str(trained), "--device", "cpu"]
@@ -183,6 +197,13 @@ def test_relaxations(trained, tmp_path, capsys):
     frames = ase.io.read(out, ":")
     for frame in frames:
         assert frame.info["converged"] and np.abs(frame.get_forces()).max() < 0.1
+    assert list(frames[0].get_tags()) == [4, 3, 2, 1]
+    store = str(tmp_path / "a.safetensors")
+    write_store(Path(store), [open_dataset(tmp_path / "a.traj", reading=Reading(tags="ase"))[0]])
+    again = ["--run", str(trained), "--device", "cpu", "--out", str(tmp_path / "c.extxyz")]
+    assert main(["relax", store, *again]) == 0
+    assert main(["predict", str(trained), store, "--device", "cpu"]) == 0
+    capsys.readouterr()
     np.testing.assert_allclose(frames[0].positions[0], atoms.positions[0], atol=1e-5)
     table = list(csv.DictReader(out.with_suffix(".csv").open()))
     assert float(table[0]["energy_eV"]) <= float(table[0]["energy_before_eV"])

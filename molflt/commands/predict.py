@@ -16,7 +16,7 @@ from molflt.commands.labels import Labeler, label
 from molflt.commands.options import normalized, refuse_idle
 from molflt.data.shards import Shard
 from molflt.data.structures import Reading, Structures
-from molflt.data.structures.base import Tags
+from molflt.data.structures.base import ANY_TAGS, Tags
 from molflt.data.structures.in_memory import to_atoms
 from molflt.data.structures.parts import Part
 from molflt.evaluation.ensemble import load_ensemble
@@ -102,7 +102,7 @@ def predict(
         return
     if mesh_order is not None:
         model.use_mesh_(mesh_order)
-    dataset = open_structures(file, skip_bad, Reading(tags=tags))
+    dataset = open_structures(file, skip_bad, _reading(model, tags))
     marks: list[dict[str, object]] = [{"index": i} for i in range(len(dataset))]
     if part is not None and out is not None:
         dataset, marks = _part(dataset, part, batch_size)
@@ -119,6 +119,11 @@ def predict(
         _write_atoms(out, dataset, columns, found, [] if part is None else marks)
     if out is not None:
         print(f"{out}: {_ranges(columns)}")
+
+
+def _reading(model: EnergyPredictor, tags: Tags) -> Reading:
+    """A potential takes any tags, unless they are to be translated for what is written."""
+    return ANY_TAGS if model.predicts_forces and tags == "oc20" else Reading(tags=tags)
 
 
 def build_parser(words: Sequence[str] = ()) -> ArgumentParser:

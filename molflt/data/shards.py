@@ -55,16 +55,16 @@ class Shard(NamedTuple):
             batch_size: structures in a batch.
 
         Raises:
-            ValueError: if it has none.
+            ValueError: if one of the shards has none, whichever this is.
         """
+        found = len(np.asarray(natoms))
+        count = -(-found // batch_size)
+        if self.total > count:  # in all shards alike: the others could never be merged
+            raise ValueError(
+                f"option --shard {self}; {found:,} structures are {count:,} batches of "
+                f"{batch_size}, fewer than shards; take fewer shards, or a smaller --batch_size"
+            )
         batches = list(
             SizeBucketedBatchSampler(natoms, batch_size, rank=self.number - 1, world=self.total)
         )
-        if not batches:
-            found = len(np.asarray(natoms))
-            raise ValueError(
-                f"option --shard {self}; {found:,} structures are "
-                f"{-(-found // batch_size):,} batches of {batch_size}, of which this shard has "
-                "none; take fewer shards, or a smaller --batch_size"
-            )
         return np.sort(np.concatenate(batches)).astype(np.int64)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from molflt.data.structures import Structures
+from molflt.data.structures.base import ANY_TAGS
 from molflt.evaluation.predictions import open_structures
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def readable_structures(path: Path, skip_bad: bool, cell: bool) -> Structures:
         FileNotFoundError: if there is nothing.
         ValueError: as for predictions; or if a cell shall be relaxed that is not there.
     """
-    dataset = open_structures(path, skip_bad)
+    dataset = open_structures(path, skip_bad, ANY_TAGS)
     if cell:
         for index, record in enumerate(dataset):
             if not bool(record.pbc.all()):

@@ -87,11 +87,11 @@ def _assess(
         model: nothing is done for one that is no ensemble.
         found: split -> predictions.
         out: folder to write.
-        split: half of which calibrates; by default the first one with labels. Without any, there is
-            only the spread.
+        split: half of which calibrates; by default the first one with labels. Without any, and if
+            that half has less than 20 of them, there is only the spread.
 
     Raises:
-        ValueError: if the split has less than 20 labels in that half.
+        ValueError: if the split that was named has less than 20 labels in that half.
     """
     if not isinstance(model, EnsembleRegressor):
         return _Uncertainty({}, "", {}, [])
@@ -100,9 +100,16 @@ def _assess(
     if split is None and not labeled:
         _warn("no labels to calibrate the uncertainty with; there is only the spread, spread_eV")
         return _Uncertainty({name: _row(part) for name, part in found.items()}, "", columns, [])
-    split = split or labeled[0]
+    named, split = split, split or labeled[0]
     part = found[split]
     aside = is_set_aside(part.sid) & part.labeled
+    if named is None and aside.sum() < LEAST:
+        _warn(
+            f"{split}: {aside.sum()} systems with labels in the half that calibrates the "
+            f"uncertainty, expected at least {LEAST}; there is only the spread, spread_eV; hold "
+            "out more, or name a larger split with --calibration_split"
+        )
+        return _Uncertainty({name: _row(part) for name, part in found.items()}, "", columns, [])
     error, spread = np.abs(part.energy - part.target), part.spread
     calibration = Calibration.fit(error[aside], spread[aside], split, model.weights)
     judged = {}

@@ -331,6 +331,7 @@ def _make_encoding(
     Raises:
         ValueError: choices that do not go together, or an option that would have no effect.
     """
+    one_of("position", position, _GRAPH_POSITIONS)
     if position != "none":
         return GraphEncoding(heads, position=position, periodic=periodic or "none", **where, **kind)
     scheme = None if periodic == "none" else periodic

@@ -129,7 +129,8 @@ class Potential(EnergyRegressor):
             batch: as for `EnergyRegressor.forward`; tags are not read.
 
         Returns:
-            "energy": (graphs,) float64, eV; "forces": (atoms, 3), eV/Å; if the batch has cells,
+            "energy": (graphs,) float64, eV; "forces": (atoms, 3), eV/Å; "embedding":
+            (atoms, dim), the tokens that energies are read from; if the batch has cells,
             "stress": (graphs, 3, 3), eV/Å^3, as ASE has its sign (positive where the energy rises
             with the volume), NaN for graphs without a volume. With `long_range` also what the
             energy is the sum of, "energy_local", "energy_near" and "energy_far", see `parts`.
@@ -141,13 +142,13 @@ class Potential(EnergyRegressor):
         # also inside of torch.inference_mode, where tensors of before cannot be differentiated
         with torch.inference_mode(False), torch.enable_grad():
             strained, pos, strain = _strained(batch)
-            parts = self.parts(strained)
+            parts, tokens = self._parts(strained)
             energy = _sum(parts)
             wanted = [pos] if strain is None else [pos, strain]
             found = torch.autograd.grad(
                 energy.sum(), wanted, create_graph=self.training, materialize_grads=True
             )
-            out = {"energy": energy, "forces": -found[0]}
+            out = {"energy": energy, "forces": -found[0], "embedding": tokens}
             if self.long_range is not None:
                 out |= {f"energy_{name}": part for name, part in parts.items()}
             if strain is not None:
@@ -176,6 +177,10 @@ class Potential(EnergyRegressor):
         Raises:
             ValueError: also for periodic axes that `long_range` has no sum for.
         """
+        return self._parts(batch)[0]
+
+    def _parts(self, batch: "Data") -> tuple[dict[str, Tensor], Tensor]:
+        """What energies are the sum of, and the tokens that they are read from, (atoms, dim)."""
         untagged = copy.copy(batch)  # all atoms count alike
         untagged.tags = torch.full_like(batch.atomic_numbers, int(Tag.SURFACE))
         out = super().forward(untagged)
@@ -183,7 +188,7 @@ class Potential(EnergyRegressor):
         if self.long_range is not None:
             geometry = Atoms.of(untagged, self.embedding.element.weight).geometry
             parts |= self.long_range(out["embedding"], geometry)._asdict()
-        return parts
+        return parts, out["embedding"]
 
 
 def _make_long_range(

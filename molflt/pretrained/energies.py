@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from molflt.data.structures import Structures
+from molflt.data.structures.base import ANY_TAGS, AS_IT_IS, Reading
 from molflt.data.structures.domain import DOMAIN, Domain
 from molflt.data.structures.in_memory import StructuresInMemory, is_one, to_atoms
 from molflt.evaluation.calibration import Calibration
@@ -62,6 +63,8 @@ class EnergyPredictor(Pretrained):
         super().__init__(trained)
         held = trained.files.get(DOMAIN)
         known = None if held is None else Domain.from_json(held, trained.label(DOMAIN))
+        if known is not None and self.predicts_forces:
+            known = known.without_tags()
         self.domain: Domain | None = known
         self.compiled: nn.Module | None = None
 
@@ -165,12 +168,13 @@ class EnergyPredictor(Pretrained):
         """Predicts structures; warns of those that lie outside of what was trained on.
 
         Args:
-            structures: `ase.Atoms` with tags (0 subsurface, 1 surface, 2 adsorbate), PyG's `Data`
-                or `Batch`, any number of these, a data set, or a file that holds one.
+            structures: `ase.Atoms` with tags (0 subsurface, 1 surface, 2 adsorbate; any, for a
+                potential), PyG's `Data` or `Batch`, any number of these, a data set, or a file that
+                holds one.
             batch_size: structures in a batch.
             embedding: also give the tokens that energies are read from: of "atoms" (0 for those
                 that the model leaves out), or "pooled", their mean over the atoms that the energy
-                sums over, those with tag > 0 where there are tags.
+                sums over: those with tag > 0 where there are tags; of a potential, all.
 
         Returns:
             For one structure its prediction, else a list in the order of the structures.
@@ -185,7 +189,7 @@ class EnergyPredictor(Pretrained):
             raise ValueError("embedding: expected one model; got an ensemble; load one of its runs")
         if embedding and self.compiled is not None:
             raise ValueError("embedding: machine code has energies alone; load without compiled")
-        dataset = _opened(structures)
+        dataset = _opened(structures, ANY_TAGS if self.predicts_forces else AS_IT_IS)
         kept = ["displacement"] * self.predicts_positions + ["embedding"] * bool(embedding)
         kept += ["forces"] * self.predicts_forces
         found = self.infer(dataset, batch_size, dataset.path.name, kept)
@@ -205,7 +209,9 @@ class EnergyPredictor(Pretrained):
         tokens = None
         if embedding is not None:
             tokens = found.by_atom["embedding"][i]
-            tokens = _pooled(tokens, dataset[i]) if embedding == "pooled" else tokens
+            if embedding == "pooled":
+                whole = self.predicts_forces
+                tokens = tokens.mean(axis=0) if whole else _pooled(tokens, dataset[i])
         relaxed = None
         if "displacement" in found.by_atom:
             relaxed = _moved(dataset, i, found.by_atom["displacement"][i])
@@ -249,12 +255,12 @@ class EnergyPredictor(Pretrained):
         return uncertainty_of(model, found, calibration, default)
 
 
-def _opened(structures: object) -> Structures:
+def _opened(structures: object, reading: Reading) -> Structures:
     if isinstance(structures, Structures):
         return structures
     if isinstance(structures, str | Path):
-        return open_structures(Path(structures), skip_bad=False)
-    return StructuresInMemory(structures)
+        return open_structures(Path(structures), False, reading)
+    return StructuresInMemory(structures, reading)
 
 
 def _pooled(tokens: NDArray[np.float32], record: Data) -> NDArray[np.float32]:

@@ -37,9 +37,15 @@ class _EnergySums(NamedTuple):
 
     @classmethod
     def of(
-        cls, energy: Tensor, target: Tensor, displacement: Tensor | None = None
+        cls,
+        energy: Tensor,
+        target: Tensor,
+        displacement: Tensor | None = None,
+        known: Tensor | None = None,
     ) -> "_EnergySums":
         """Of predictions and labels, (structures,) each, eV, and a displacement error, Å.
+
+        The error counts if `known`, (atoms,), holds for any of the atoms.
 
         Raises:
             ValueError: if the shapes differ; broadcasting would give a wrong number, not an error.
@@ -50,7 +56,7 @@ class _EnergySums(NamedTuple):
         return cls(
             *(error.sum(), error.square().sum(), within.sum(), error.new_tensor(len(error))),
             error.new_zeros(()) if displacement is None else displacement.detach().double(),
-            error.new_tensor(displacement is not None),
+            error.new_zeros(()) if known is None else known.any().double(),
         )
 
     def metrics(self) -> dict[str, float]:
@@ -166,19 +172,25 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         _same_shape(energy, target)
         scale = self.model.get_buffer("energy_std")
         loss = F.l1_loss(energy / scale, target / scale)
-        displacement = None
+        displacement = known = None
         if "displacement" in out:
             by_pass = out.get("displacement_by_pass", out["displacement"][None])
             errors = torch.stack([_displacement_error(moved, batch) for moved in by_pass])
             loss = loss + self._position_weight(progress) * errors.mean()
-            displacement = errors[-1]
-        return loss, _EnergySums.of(energy.detach(), target, displacement)
+            displacement, known = errors[-1], _goal(batch)[1]
+        return loss, _EnergySums.of(energy.detach(), target, displacement, known)
 
     def judge(self, batch: "Batch") -> "_EnergySums":
         return _EnergySums.of(self._predict(batch)["energy"], batch.y_relaxed)
 
     def _position_weight(self, progress: float) -> float:
         return self.position_weight + progress * (self.position_weight_final - self.position_weight)
+
+
+def _goal(batch: "Batch") -> tuple[Tensor, Tensor]:
+    """Displacements to learn, (atoms, 3), Å, and of which atoms: free ones that have one."""
+    target = batch.pos_relaxed - batch.pos
+    return target, torch.isfinite(target).all(dim=1) & ~batch.fixed
 
 
 def _displacement_error(displacement: Tensor, batch: "Batch") -> Tensor:
@@ -191,8 +203,7 @@ def _displacement_error(displacement: Tensor, batch: "Batch") -> Tensor:
     Returns:
         Scalar, Å; 0, with a graph to differentiate, if no structure has relaxed positions.
     """
-    target = batch.pos_relaxed - batch.pos
-    known = torch.isfinite(target).all(dim=1) & ~batch.fixed
+    target, known = _goal(batch)
     target = torch.where(known[:, None], target, torch.zeros_like(target))
     error = (displacement - target).abs().mean(dim=1) * known
     graphs = batch.num_graphs

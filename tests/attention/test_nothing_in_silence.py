@@ -32,6 +32,20 @@ POSITIONED = ["spectral", "multiplicative", "low_rank", "toeplitz", "rotary", "s
 
 
 @pytest.mark.parametrize("name", POSITIONED)
+def test_positions_of_another_shape_are_refused(name):
+    own = position(name)
+    x, r = tokens(own.dim)
+    for wrong in (r[..., 0], torch.cat([r, r], dim=-1)):
+        with pytest.raises(ValueError, match=rf"must have shape \(batch, tokens, {own.dim}\); got"):
+            layer(own)(x, wrong)
+
+
+def test_a_name_is_no_position():
+    with pytest.raises(TypeError, match="got 'spectral'; make one with molflt.attention.make_pos"):
+        layer("spectral")
+
+
+@pytest.mark.parametrize("name", POSITIONED)
 def test_a_position_reaches_every_layer(name):
     """Stack, hand-made stack and layer: positions matter, or the object cannot be made."""
     shared = position(name)

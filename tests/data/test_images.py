@@ -31,6 +31,7 @@ from molflt.data.images.augment import (
 from molflt.data.images.datamodule import ImageData
 from molflt.data.images.files import open_images
 from molflt.data.images.idx import _IdxImages, _read_file
+from molflt.data.images.pixels import PixelData
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "fashion_mnist"
 IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
@@ -160,6 +161,22 @@ def test_folders_are_classes_in_order(tmp_path: Path) -> None:
     assert label == 1 and image.shape == (3, 8, 8)
     expected = np.random.default_rng(12).integers(0, 256, (8, 8, 3))
     assert (image.permute(1, 2, 0).numpy() == expected).all()
+
+
+def test_bytes_need_no_folders_of_classes(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "set", classes="cat") / "cat"
+    with pytest.raises(ValueError, match="expected a folder of images for each class"):
+        open_images(root)
+    flat, below = (PixelData(path, path) for path in (root, root.parent))
+    flat.setup()
+    below.setup()
+    assert len(flat.datasets["train"]) == 4
+    for one, other in zip(flat.datasets["train"], below.datasets["train"], strict=True):
+        assert torch.equal(one[0], other[0])
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ValueError, match=f"{empty}: expected images .*; got none"):
+        PixelData(empty, empty).setup()
 
 
 def test_grey_and_transparent_images_become_colors(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def test_a_molecule_turns_and_needs_no_cell():
     model, atoms = potential(), ethanol()
     alone = Data(pos=torch.tensor(atoms.positions), atomic_numbers=torch.tensor(atoms.numbers))
     out = model(alone)
-    assert out.keys() == {"energy", "forces"}
+    assert out.keys() == {"energy", "forces", "embedding"}
     turn = Rotation.random(random_state=0).as_matrix()
     alone.pos = alone.pos @ torch.tensor(turn).T
     turned = model(alone)

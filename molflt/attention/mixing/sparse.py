@@ -131,6 +131,11 @@ def has_sparse_products(weight: Tensor) -> bool:
     return weight.is_cuda or (weight.device.type == "cpu" and torch.backends.mkl.is_available())
 
 
+def _as_given(x: Tensor) -> torch.autocast:
+    """No autocast: of bfloat16 and float16 the library has no such products."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
 # The three products are the derivatives of one another: gradients of any order.
 
 
@@ -152,9 +157,10 @@ class _Product(Function):
         ctx.save_for_backward(*kept)  # type: ignore[arg-type]
         ctx.pattern, ctx.spreads = pattern, spreads  # type: ignore[attr-defined]
         ctx.turned = turned  # type: ignore[attr-defined]
-        if not spreads:
-            return pattern.matrix(weight) @ x
-        return pattern.transposed(pattern.turned(weight) if turned is None else turned) @ x
+        with _as_given(x):
+            if not spreads:
+                return pattern.matrix(weight) @ x
+            return pattern.transposed(pattern.turned(weight) if turned is None else turned) @ x
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -176,11 +182,12 @@ class _Correlate(Function):
         kept = x if by_y else None, y if by_x else None
         ctx.save_for_backward(*kept)  # type: ignore[arg-type]
         ctx.pattern = pattern  # type: ignore[attr-defined]
-        if len(pattern.places) > len(x) * len(y):  # with images; the library refuses so many
-            return (x @ y.mT)[pattern.rows(), pattern.places]
-        places = pattern.matrix(x.new_ones(len(pattern.places)))
-        found: Tensor = torch.sparse.sampled_addmm(places, x, y.mT, beta=0.0)
-        return found.values()
+        with _as_given(x):
+            if len(pattern.places) > len(x) * len(y):  # with images; the library refuses so many
+                return (x @ y.mT)[pattern.rows(), pattern.places]
+            places = pattern.matrix(x.new_ones(len(pattern.places)))
+            found: Tensor = torch.sparse.sampled_addmm(places, x, y.mT, beta=0.0)
+            return found.values()
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -141,6 +141,11 @@ class Positioned(nn.Module):
 
     def __init__(self, position: Position | None) -> None:
         super().__init__()
+        if not (position is None or isinstance(position, Position)):
+            raise TypeError(
+                f"position must be a Position or None; got {position!r}; make one with "
+                "molflt.attention.make_position(name, heads, head_dim)"
+            )
         self.position = position
 
     if TYPE_CHECKING:  # torch declares that a call returns anything
@@ -153,7 +158,8 @@ class Positioned(nn.Module):
         """The encoding at these positions; None without one.
 
         Raises:
-            ValueError: positions without an encoding, or an encoding without positions.
+            ValueError: positions without an encoding, an encoding without positions, or positions
+                of another shape.
         """
         position, name = self.position, type(self).__name__.lower()
         if position is None:
@@ -169,6 +175,7 @@ class Positioned(nn.Module):
                 f"{position.dim}), or, to an attention, their encoding"
             )
         keys = positions if key_positions is None else key_positions
+        position.check_axes(positions, keys)
         encoding: Encoding = position(mixing, positions, keys)
         return encoding
 

@@ -35,6 +35,7 @@ def open_images(
     size: int | None = None,
     classes: Sequence[str] | None = None,
     box: bool = False,
+    flat: bool = False,
 ) -> LabeledImages:
     """Opens labeled images, whatever holds them.
 
@@ -44,6 +45,7 @@ def open_images(
         size: side of a square that images are fitted to, pixels.
         classes: names of the classes.
         box: whether a pixel of a fitted image is the mean of what it covers, in all formats alike.
+        flat: take the images of a folder without folders, too, as those of one class.
 
     Raises:
         FileNotFoundError: there is nothing at `source`.
@@ -52,7 +54,7 @@ def open_images(
     if str(source).startswith("hf:"):
         return _HubImages(str(source), size, classes, box)
     if source.is_dir():
-        return _ImageFolder(source, size, classes, box)
+        return _ImageFolder(source, size, classes, box, flat)
     if not source.exists():
         raise FileNotFoundError(
             f"{source}: no such file or folder; expected a folder of classes, an idx file of "
@@ -137,6 +139,7 @@ class _ImageFolder(_DecodedImages):
             the size of the first one.
         classes: names of the classes, in the order of labels; by default all folders, sorted.
         box: how images are scaled, see `LabeledImages._fit`.
+        flat: see `open_images`.
 
     Raises:
         ValueError: naming the folder without classes or images, or of an unknown class; when an
@@ -149,11 +152,14 @@ class _ImageFolder(_DecodedImages):
         size: int | None = None,
         classes: Sequence[str] | None = None,
         box: bool = False,
+        flat: bool = False,
     ) -> None:
         self.path = path
         found = sorted(
             entry.name for entry in path.iterdir() if entry.is_dir() and entry.name[0] != "."
         )
+        if flat and not found:
+            found = ["."]
         if not found:
             idx = sorted(entry.name for entry in path.glob("*idx3*"))
             hint = f"or give the file {path / idx[0]}" if idx else f"as in {path}/cat/1.png"

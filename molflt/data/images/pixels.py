@@ -15,7 +15,7 @@ class PixelData(ImageData):
     """Images of one size, in batches as `ImageData` makes them.
 
     Args:
-        train: images to train on: a folder of a folder per class (one will do), an idx file of
+        train: images to train on: a folder of images, or of a folder per class, an idx file of
             images (its labels beside it), or hf:NAME:SPLIT.
         val: images to validate on, likewise; null with `val_fraction`.
         train_labels: idx file of the labels, if it is not named as that of the images.
@@ -57,4 +57,4 @@ class PixelData(ImageData):
         return {}
 
     def _open(self, use: str, classes: list[str] | None) -> LabeledImages:
-        return open_images(self.sources[use], self.labels[use], self.resize, box=True)
+        return open_images(self.sources[use], self.labels[use], self.resize, box=True, flat=True)

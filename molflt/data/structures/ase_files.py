@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from molflt.data.structures.ase_guards import bounded, check_counts, xyz_properties
 from molflt.data.structures.ase_labels import Labels, entries, layers_as_tags, tags_look_like
-from molflt.data.structures.base import AS_IT_IS, Reading, Structures, Tags
+from molflt.data.structures.base import AS_IT_IS, AnyTags, Reading, Structures
 from molflt.data.structures.records import make_record
 from molflt.files import shown
 
@@ -76,7 +77,7 @@ class AseStructures(Structures):
         path: str | Path,
         skip_bad: bool = False,
         energy_key: str | None = None,
-        tags: Tags = "oc20",
+        tags: AnyTags = "oc20",
         forces_key: str | None = None,
         stress_key: str | None = None,
     ) -> None:
@@ -91,7 +92,7 @@ class AseStructures(Structures):
             name = f"{self.path}: frame {frame}"
             try:
                 self._records.append(_record_from_atoms(atoms, number, reading, labels))
-                others += tags_look_like(atoms) not in (None, tags)
+                others += tags != "any" and tags_look_like(atoms) not in (None, tags)
                 self._frames.append(frame)
             except ValueError as error:
                 if not skip_bad:
@@ -127,7 +128,7 @@ class AseStructures(Structures):
         return np.array([record.natoms for record in self._records], dtype=np.int64)
 
 
-def _say_tags(path: Path, count: str, tags: Tags) -> None:
+def _say_tags(path: Path, count: str, tags: AnyTags) -> None:
     found = (
         "look like ase.build's numbers of layers, from the top; if they are, read them with --tags "
         "ase, in training --data.tags ase"
@@ -159,12 +160,15 @@ def _record_from_atoms(
     if relaxed is not None:  # the energy would belong to these
         at_pos.pop("energy", None)
     tags = atoms.get_tags() if atoms.has("tags") else None
-    return make_record(
+    kept = tags if reading.tags == "any" else None  # neither checked nor lost in what is written
+    if tags is not None and reading.tags != "oc20":
+        tags = layers_as_tags(tags) if reading.tags == "ase" else None
+    record = make_record(
         pos=atoms.positions,
         atomic_numbers=atoms.numbers,
         cell=atoms.cell.array,
         pbc=atoms.pbc,
-        tags=layers_as_tags(tags) if reading.tags == "ase" and tags is not None else tags,
+        tags=tags,
         fixed=_fixed(atoms),
         sid=info.get("sid", number),
         y_init=info.get("y_init"),
@@ -172,6 +176,9 @@ def _record_from_atoms(
         pos_relaxed=relaxed,
         **at_pos,
     )
+    if kept is not None:
+        record.tags = torch.as_tensor(kept, dtype=torch.long)
+    return record
 
 
 def _fixed(atoms: Atoms) -> np.ndarray:

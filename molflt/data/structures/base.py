@@ -16,9 +16,10 @@ from molflt.atoms import MAX_ATOMIC_NUMBER
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-__all__ = ["AS_IT_IS", "Reading", "Structures", "Tags"]
+__all__ = ["ANY_TAGS", "AS_IT_IS", "AnyTags", "Reading", "Structures", "Tags"]
 
 Tags = Literal["oc20", "ase"]
+AnyTags = Literal["oc20", "ase", "any"]
 
 
 class Reading(NamedTuple):
@@ -26,9 +27,10 @@ class Reading(NamedTuple):
 
     energy_key: str | None = None
     """name of the entry that is the energy, eV; by default y_relaxed, else energy"""
-    tags: Tags = "oc20"
+    tags: AnyTags = "oc20"
     """oc20: 0 subsurface, 1 surface, 2 adsorbate; ase: ase.build's numbers of layers from the top,
-    1, 2, ..., and 0 for adsorbates"""
+    1, 2, ..., and 0 for adsorbates; any: whole numbers that mean nothing, for potentials, which do
+    not read them"""
     forces_key: str | None = None
     """name of the array of forces, (N, 3) eV/Å; by default forces, else REF_forces"""
     stress_key: str | None = None
@@ -36,6 +38,7 @@ class Reading(NamedTuple):
 
 
 AS_IT_IS = Reading()
+ANY_TAGS = Reading(tags="any")
 
 
 class Structures(Dataset["Data"], ABC):

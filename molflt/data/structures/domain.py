@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -110,6 +110,17 @@ class Domain:
             energy=(float(known.min()), float(known.max())) if len(known) else None,
         )
 
+    def without_tags(self) -> Domain:
+        """The same for a model that does not read tags."""
+        untagged = Elements(frozenset(), frozenset(), self.elements.all)
+        return replace(
+            self,
+            elements=untagged,
+            adsorbate_atoms=None,
+            slab_atoms=None,
+            untagged=self.systems,
+        )
+
     def outside(self, record: Data) -> list[str]:
         """In what a structure differs from all that was trained on; nothing, if it does not."""
         slab, adsorbate, untagged = _parts(record)
@@ -150,7 +161,8 @@ class Domain:
         """In words: how many systems, of what, how large."""
         parts = [_named(numbers) for numbers in self.elements]
         of = [f"{parts[0]}" if parts[0] else "", f"with {parts[1]}" if parts[1] else ""]
-        of.append(f"{parts[2]} without tags" if parts[2] else "")
+        if parts[2]:
+            of.append(f"and {parts[2]} without tags" if any(parts[:2]) else parts[2])
         sizes = f"{_span(self.atoms)} atoms"
         if self.adsorbate_atoms is not None and self.adsorbate_atoms[1]:
             sizes += f", {_span(self.adsorbate_atoms)} of them adsorbate"
@@ -279,7 +291,7 @@ def _parts(record: Data) -> tuple[Tensor, Tensor, Tensor]:
     none = numbers[:0]
     if not bool((tags > Tag.SUBSURFACE).any()):
         return none, none, numbers
-    return numbers[tags < Tag.ADSORBATE], numbers[tags == Tag.ADSORBATE], none
+    return numbers[tags != Tag.ADSORBATE], numbers[tags == Tag.ADSORBATE], none
 
 
 def _axes(record: Data) -> str:

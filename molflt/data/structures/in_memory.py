@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from molflt.data.structures.ase_files import _record_from_atoms
-from molflt.data.structures.base import Structures
+from molflt.data.structures.base import AS_IT_IS, Reading, Structures
 from molflt.data.structures.records import make_record
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class StructuresInMemory(Structures):
         given: `ase.Atoms` (as of `molflt.data.structures.ase_files.AseStructures`), `Data` or
             `Batch` of PyG with pos, atomic_numbers (or z) and perhaps cell, pbc, tags, fixed, sid
             and y_relaxed, or any number of these.
+        reading: whether tags of `Atoms` are OC20's.
 
     Attributes:
         given: one object for each structure.
@@ -38,8 +39,9 @@ class StructuresInMemory(Structures):
         ValueError: naming the structure that is not valid, or if there is none.
     """
 
-    def __init__(self, given: object) -> None:
+    def __init__(self, given: object, reading: Reading = AS_IT_IS) -> None:
         super().__init__("structures")
+        self.reading = reading
         self.given = list(_flat(given))
         if not self.given:
             raise ValueError(f"{self.path}: none given; {_EXPECTED}")
@@ -48,7 +50,7 @@ class StructuresInMemory(Structures):
     def _record(self, index: int, one: object) -> Data:
         try:
             if _is_atoms(one):
-                return _record_from_atoms(one, index)
+                return _record_from_atoms(one, index, self.reading)
             if _is_data(one):
                 return _record_from_data(one, index)
         except ValueError as error:

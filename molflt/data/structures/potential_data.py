@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from molflt.data.structures import Structures
+from molflt.data.structures.base import AnyTags
 from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.force_units import energy_unit_fault, force_unit_fault
 from molflt.data.structures.labels import label_faults
@@ -69,6 +70,8 @@ class PotentialData(IS2REData):
         forces_key: array of forces in files that ASE reads, eV/Å; by default what a calculator
             has stored, forces, or REF_forces.
         stress_key: name of the stress in info, eV/Å^3; by default likewise.
+        tags: any: tags of files that ASE reads are not read, as a potential has no use for them;
+            oc20 or ase: they are checked.
         check_units: refuse energies beyond what all electrons can give, and forces that do not fit
             differences of energies between near frames.
         options: as for relaxed energies.
@@ -80,10 +83,13 @@ class PotentialData(IS2REData):
         forces_key: str | None = None,
         stress_key: str | None = None,
         check_units: bool = True,
+        tags: AnyTags = "any",
         **options: Any,
     ) -> None:
         super().__init__(root, **options)
-        self.reading = self.reading._replace(forces_key=forces_key, stress_key=stress_key)
+        self.reading = self.reading._replace(
+            tags=tags, forces_key=forces_key, stress_key=stress_key
+        )
         self.check_units = check_units
 
     def _unused(self, dataset: Structures) -> list[str]:
