@@ -114,13 +114,14 @@ def test_drawing_from_nothing_and_below_given_rows(run: Path, capsys) -> None:
     assert (run / "samples.png").read_bytes() == first
     assert main([*words[:-4], "--seed", "4"]) == 0
     assert (run / "samples.png").read_bytes() != first
-    val, out = run.parent / "val-images-idx3-ubyte", run.parent / "sheet.png"
+    val, first = run.parent / "val-images-idx3-ubyte", (run / "samples.png").read_bytes()
     words = ["generate", str(run), "--file", str(val), "--fit", "--rows", "1", "--temperature", "0"]
-    assert main([*words, "--out", str(out)]) == 0
+    assert main(words) == 0
+    assert (run / "samples.png").read_bytes() == first
     assert (
         "12 images" not in (said := capsys.readouterr().out) and "8 images; rows: given (1" in said
     )
-    sheet = np.array(Image.open(out))
+    sheet = np.array(Image.open(run / "completions.png"))
     assert sheet.shape == (3 * (56 + 2) + 2, 8 * (56 + 2) + 2)
     given, drawn, original = (sheet[2 + 58 * i : 58 + 58 * i, 2:58] for i in range(3))
     assert (given[:14] == original[:14]).all() and (given[14:] == 128).all()
@@ -131,6 +132,7 @@ def test_drawing_from_nothing_and_below_given_rows(run: Path, capsys) -> None:
 def test_a_loaded_model_and_an_export(run: Path, tmp_path: Path) -> None:
     model = molflt.load(run)
     assert isinstance(model, ImageWriter)
+    assert repr(model) == "ImageWriter(run: image_generation)"
     images = model.generate(3, seed=1)
     assert images.shape == (3, 1, SIDE, SIDE) and images.dtype == torch.uint8
     below = model.generate(given=images, rows=2, seed=2)

@@ -20,7 +20,7 @@ from molflt.sequence import LanguageModel
 
 __all__ = ["generate"]
 
-_SHEET = "samples.png"
+_SAMPLES, _COMPLETIONS = "samples.png", "completions.png"
 _GREY = 128  # of the rows that are not given
 
 
@@ -62,7 +62,8 @@ def generate(
         images: how many, of a file its first ones; 8 by default. Of images, as are the next three.
         rows: how many upper rows of the images in the file are given; half of them by default.
         fit: scale larger images of the file down, as data.image_size does in training.
-        out: PNG to write; by default samples.png in the run, else here.
+        out: PNG to write; by default samples.png, or with `file` completions.png, in the run, else
+            here.
         beam: hypotheses of a translation, as in `molflt evaluate`; 5 by default.
         length_penalty: of a translation, likewise; 1 by default.
         checkpoint: best, last, or a safetensors file.
@@ -126,7 +127,8 @@ def _draw(
 ) -> None:
     """Draws images, and writes them as a sheet."""
     whole, path = model.model, model.trained.path
-    out = (path / _SHEET if path.is_dir() else Path(_SHEET)) if out is None else out
+    sheet = _SAMPLES if file is None else _COMPLETIONS
+    out = (path / sheet if path.is_dir() else Path(sheet)) if out is None else out
     if out.suffix != ".png":
         raise ValueError(f"{out}: expected a name that ends in .png; rename it")
     if file is None:

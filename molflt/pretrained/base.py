@@ -72,6 +72,9 @@ class Pretrained(ModelHubMixin):
         """One line: what it is, and what it was trained on."""
         return f"{self.name}: {self.about or self.trained.recipe}"
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.summary})"
+
     def _save_pretrained(self, save_directory: Path) -> None:
         if self.about is not None and (len(self.about) > _LONGEST or not self.about.isprintable()):
             raise ValueError(
