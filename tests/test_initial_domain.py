@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from test_init import CARD, STEPS, STILL, begin
+from test_init import CARD, STEPS, STILL, begin, weights
 from tiny_run import error_of, start, structures, table, write_data
 
 import molflt
@@ -151,6 +151,9 @@ def test_a_missing_domain_of_the_source_is_said(source, gold, tmp_path, capsys):
         err = capsys.readouterr().err
         assert f"--init {init}: no domain.json belongs to it" in err
         assert held(tmp_path / name) == alone(gold)
+    # elements of the source count only with its embedding, which has another width
+    seen = [weights(tmp_path / name)["trained_elements"].nonzero().flatten() for name in "ab"]
+    assert [one.tolist() for one in seen] == [[1, 8, 29, 47, 78, 79], [1, 47, 79]]
 
 
 def test_each_aspect_is_told_apart() -> None:

@@ -116,7 +116,8 @@ def _transfer(origins: Origins, model: nn.Module, files: Mapping[str, bytes]) ->
     of classes, are taken over if the data come with the same files (vocabulary, classes), or with
     the same one of them if `of_data` has beginnings for each file. All
     other buffers are: the weights were trained with those random features, and what was seen in
-    training, such as elements, is joined by what will be.
+    training, such as elements, is joined by what will be, unless the weight that has seen it
+    (the model's `seen_by`) is new.
 
     Args:
         origins: what to load.
@@ -150,6 +151,10 @@ def _transfer(origins: Origins, model: nn.Module, files: Mapping[str, bytes]) ->
             new[name] = f"of another {other[0]} in the source"
         else:
             loaded[name] = there
+    for buffer, weight in getattr(model, "seen_by", {}).items():
+        if buffer in loaded and weight not in loaded:
+            del loaded[buffer]
+            new[buffer] = f"{weight} is new"
     if not any(name not in buffers for name in loaded):
         raise ValueError(
             f"{origins.path}: none of its {len(origins.weights)} tensors has the name and the "
