@@ -138,7 +138,7 @@ _FILES = (
 
 def _folder(draw: Random, folder: Path, seeds: Path) -> Case:
     """A run with one other file damaged, missing, or of another run."""
-    kind, name = draw.choice(_FILES)
+    kind, name = draw.choice([one for one in _FILES if one[0] in KINDS])
     run = shutil.copytree(seeds / kind, folder / kind)
     file = run / name
     content, what = _other(draw, file, seeds)
@@ -164,7 +164,9 @@ def _using(kind: str, draw: Random, store: Path) -> list[str]:
         "lm": [["generate", kind, "--tokens=3", "--device=cpu"]],
         "img": [evaluate],
         "pixels": [evaluate, ["generate", kind, "--images=1", "--out=out/a.png", "--device=cpu"]],
-        "pop": [[*evaluate, "--runs=1", "--evaluations=8", "--functions", "levy"]],
+        "pop": [
+            [*evaluate, "--runs=1", "--evaluations=8", "--functions=[levy]", "--baselines=[random]"]
+        ],
         "opt": [[*evaluate, "--steps=2", "--repeats=1", "--tasks", "rosenbrock", "--rates", "0.1"]],
         "mt": [[*evaluate, "--beam=2"], ["generate", kind, "--prompt=a cat", "--device=cpu"]],
     }[kind])  # fmt: skip
@@ -215,7 +217,9 @@ def _has_initial(folder: Path, content: bytes) -> str | None:
     truth = json.loads(content)
     truth = [{**truth, "initial": None}, *truth.get("initial", [])]
     parts = ("slab", "adsorbate", "untagged")
-    now, was = ([[one["elements"][p] for p in parts] for one in each] for each in (found, truth))
+    now, was = (
+        [{*one["elements"][part]} for one in each for part in parts] for each in (found, truth)
+    )
     return None if now == was else "other elements than the source's"
 
 
@@ -289,7 +293,7 @@ def _options(draw: Random, folder: Path, seeds: Path) -> Case:
         name = f"--{key}" if draw.random() < 0.9 else f"--{key}{draw.choice('sx-=')}"
         changed.append(f"{name}={value}" if draw.random() < 0.95 else name)
     # A path that is not there is named itself
-    keys = (*(key.partition(".")[2] for key in options), "no such f", "no split")
+    keys = (*(key.partition(".")[2] for key in options), "no such f", "no split", "/data/")
     return Case([*words, *changed], keys, None, f"{kind}: {' '.join(changed)[:100]}")
 
 

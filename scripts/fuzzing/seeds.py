@@ -12,6 +12,7 @@ import shutil
 import struct
 import tarfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,6 +96,8 @@ KINDS: dict[str, Callable[[Path], list[str]]] = {
     ),
 }  # fmt: skip
 """A run of each: what to train it with."""
+if not (find_spec("tokenizers") and find_spec("sacrebleu")):  # molflt[text]
+    del KINDS["mt"]
 
 
 def command(*words: str) -> None:
