@@ -25,7 +25,7 @@ from itertools import zip_longest
 from pathlib import Path
 from queue import SimpleQueue
 
-from fuzzing import media, payloads, runs, structures
+from fuzzing import media, payloads, runs, shards, structures
 from fuzzing.cases import Format
 from fuzzing.pool import FAILURES, Outcome, Worker, seeds_in, start_server
 from kit.rows import markdown
@@ -33,7 +33,7 @@ from kit.words import described
 from tqdm import tqdm
 
 FORMATS: dict[str, Format] = {
-    **structures.FORMATS, **runs.FORMATS, **media.FORMATS, **payloads.FORMATS
+    **structures.FORMATS, **runs.FORMATS, **media.FORMATS, **shards.FORMATS, **payloads.FORMATS
 }  # fmt: skip
 ENTRANCE = "molflt.commands.cli:main"
 SLOWER = 4  # a quick run has so many times fewer of the inputs that train

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import cma
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_run import differences, error_of, last_state, logged, page_of, table
 
 from molflt.commands.cli import main
 from molflt.data.problems import generator_of
 from molflt.optimizers import PopulationOptimizer
 from molflt.optimizers.functions import Functions
-from molflt.training.checkpoint import load_run
+from molflt.training.checkpoint import load_run, save_weights
 
 SMALL = [
     *("--recipe=population_optimizer", "--model.dimension=3", "--model.dim=8", "--model.heads=2"),
@@ -116,3 +118,18 @@ def test_a_run_of_another_kind(run: Path, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(text.replace("population_optimizer", "poplation"))
     with pytest.raises(ValueError, match="recipe 'poplation'; expected one of"):
         PopulationOptimizer.from_run(tmp_path)
+
+
+def test_a_diverged_population_has_no_best_value(run: Path, tmp_path: Path) -> None:
+    """Its values are no numbers from some generation on, which JSON cannot hold."""
+    diverged = Path(shutil.copytree(run, tmp_path / "run"))
+    file = diverged / "checkpoints" / "best.safetensors"
+    weights = {name: 1e30 * tensor for name, tensor in load_file(file).items()}
+    save_weights(file, weights, {}, {}, {})
+    words = ["--runs=2", "--evaluations=12", "--functions=[levy]", "--baselines=[random]"]
+    assert main(["evaluate", str(diverged), *words]) == 0
+    (row,) = json.loads((diverged / "results.json").read_text()).values()
+    assert row["random_log10_best"] is not None and row["random_log10_best_sd"] is not None
+    ends = [float(one["log10_best"]) for one in table(diverged / "best_values.csv")]
+    assert not any(np.isnan(ends))
+    assert row["log10_best"] is None or np.isfinite(row["log10_best"])

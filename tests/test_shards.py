@@ -73,6 +73,28 @@ def test_a_shard_that_is_cut_off_is_named(out, keep) -> None:
         merge_shards(out)
 
 
+CHANGES = {  # of a shard whose numbers of rows stay right; another count of atoms had no end
+    ".csv": [
+        ("^index", "indices", "damaged: .*index"),
+        (r"\bsid\b", "side", "all have .'sid', 'side'."),
+    ],
+    ".json": [
+        ('"index": ', '"index": 0.', "an index is no whole"),
+        ('"sid"', '"s"', "all have .'s'"),
+    ],
+    ".extxyz": [(r"\A", "-2\n", "line 1 is no number of atoms"), ("index=", "i=", "does not say")],
+}
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_shard_with_other_rows_is_named(out, place) -> None:
+    old, new, said = CHANGES[out.suffix][place]
+    text = shard(out, 2).read_text()
+    shard(out, 2).write_text(re.sub(old, new, text, flags=re.M))
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(out.with_suffix('')))}.*{said}"):
+        merge_shards(out)
+
+
 def test_shards_of_unlike_divisions_are_refused(out, source) -> None:
     predict(source, out, "--shard=1/2")
     with pytest.raises(ValueError, match="divisions by 2, 3; expected one"):

@@ -110,11 +110,12 @@ def _train(folder: RunFolder, config: Config) -> int:
     batches.seed = config["seed"]
     if folder.checkpoint is not None or not folder.writes:
         batches.kept = folder.path
+    start = Start(folder, config["init"])
+    batches.initial = start.domain()
     batches.setup()
     if folder.writes:  # once for all processes: it reads all data
         folder.check_data(batches.fingerprints(), batches.files())
     model, trainer = config["model"], config["trainer"]
-    start = Start(folder, config["init"])
     _fit_sizes(model, batches.sizes(), start.options)
     folder.check_config(config)  # with the sizes
     learned = parts.load("task")(

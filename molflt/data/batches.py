@@ -162,6 +162,8 @@ class BatchedData(Generic[_Items]):
         datasets: "train" and "val".
         kept: folder with the `files` of a run that goes on, or whose first process has made them;
             None for a new run.
+        initial: name and content of the domain.json of the weights that the run starts from; None
+            without any.
         items: what a batch consists of.
         collate: makes a batch of a list of items; torch's own if None.
 
@@ -183,6 +185,7 @@ class BatchedData(Generic[_Items]):
         self.start_step = 0
         self.datasets: dict[str, _Items] = {}
         self.kept: Path | None = None
+        self.initial: tuple[str, object] | None = None
 
     def setup(self, stage: str = "fit") -> None:
         """Opens the sets that are not open yet."""

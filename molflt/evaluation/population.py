@@ -179,7 +179,9 @@ def _cma() -> Any:
 
 def _best(values: _Values) -> _Values:
     """log10 of the best value so far, (runs, evaluations)."""
-    found: _Values = np.log10(np.maximum(np.minimum.accumulate(values, axis=1), _SMALLEST))
+    # NaN, of a diverged model, is no better than anything
+    known = np.where(np.isnan(values), np.inf, values)
+    found: _Values = np.log10(np.maximum(np.minimum.accumulate(known, axis=1), _SMALLEST))
     return found
 
 
@@ -189,7 +191,8 @@ def _summary(found: Mapping[str, _Values], own: str) -> dict[str, float | None]:
     for name, curves in found.items():
         prefix, last = "" if name == own else f"{name}_", curves[:, -1]
         summary[f"{prefix}log10_best"] = float(last.mean())
-        summary[f"{prefix}log10_best_sd"] = float(last.std(ddof=1)) if len(last) > 1 else None
+        known = len(last) > 1 and bool(np.isfinite(last).all())
+        summary[f"{prefix}log10_best_sd"] = float(last.std(ddof=1)) if known else None
     return {**summary, "n": len(found[own])}
 
 

@@ -22,6 +22,7 @@ __all__ = ["ENDINGS", "merge_shards", "noted"]
 
 _LARGEST = 2**32  # bytes of a file of one shard
 _KEY = "shard"
+_INDEX = re.compile(r"[0-9]{1,18}")
 
 _Row = dict[str, object]
 
@@ -45,6 +46,7 @@ def _json_rows(text: str) -> list[_Row]:
     return rows
 
 
+_COUNT = re.compile(r"\d{1,9}\n")
 _NOTED = re.compile(r' index=(\d+) shard="(\d+ of \d+)"(?=\s|$)')
 
 
@@ -54,9 +56,11 @@ def _frames(text: str) -> list[_Row]:
     rows: list[_Row] = []
     start = 0
     while start < len(lines):
+        if not _COUNT.fullmatch(lines[start]):
+            raise ValueError(f"line {start + 1} is no number of atoms")
         end = start + int(lines[start]) + 2
-        found = _NOTED.search(lines[start + 1])
-        if found is None or end > len(lines):
+        found = _NOTED.search(lines[start + 1]) if end <= len(lines) else None
+        if found is None:
             raise ValueError("a structure is cut off, or does not say which it is")
         head = _NOTED.sub("", lines[start + 1], count=1)
         frame = "".join([lines[start], head, *lines[start + 2 : end]])
@@ -112,6 +116,12 @@ def merge_shards(out: Path) -> int:
     if faults:
         raise ValueError("; ".join(faults))
     rows = [row for part in parts.values() for row in part]
+    columns = [set(row) for row in rows]
+    if unlike := set().union(*columns) - columns[0].intersection(*columns):
+        raise ValueError(
+            f"{out}: its shards do not all have {shown(sorted(unlike))}; expected the same columns "
+            "in each; predict all shards again with the same options"
+        )
     totals = {str(row.pop(_KEY)).rpartition(" ")[2] for row in rows}
     rows.sort(key=lambda row: int(str(row["index"])))
     if totals != {str(len(rows))} or [int(str(r["index"])) for r in rows] != list(range(len(rows))):
@@ -165,6 +175,9 @@ def _whole(rows: list[_Row]) -> list[_Row]:
     said = re.fullmatch(r"(\d+) of \d+", notes.pop()) if len(notes) == 1 else None
     if said is None or int(said[1]) != len(rows):
         raise ValueError(f"expected {said[1] if said else 'a number of'} rows; got {len(rows)}")
+    for row in rows:
+        if not _INDEX.fullmatch(str(row["index"])):
+            raise ValueError("an index is no whole number")
     return rows
 
 

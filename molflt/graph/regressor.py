@@ -4,7 +4,7 @@
 # TYPE_CHECKING, PyG included, to read annotations that are strings.
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +82,8 @@ class EnergyRegressor(nn.Module):
             a new model.
         of_data: names of buffers that each run makes of its own data, also one that starts from the
             weights of another.
+        seen_by: names of buffers that say what a weight has seen, with that weight: another run
+            takes them over together, or not at all.
 
     Raises:
         TypeError: an unknown argument.
@@ -91,6 +93,7 @@ class EnergyRegressor(nn.Module):
 
     added_later = ("element_energies",)
     of_data = ("energy_mean", "energy_std", "element_energies")
+    seen_by: ClassVar = {"trained_elements": "embedding.element.weight"}
     energy_mean: Tensor
     energy_std: Tensor
     element_energies: Tensor

@@ -19,8 +19,8 @@ from molflt.files import save_tensors, shown, verify_tensors, write_atomically
 from molflt.training.config import Config, read_config
 from molflt.training.recipes import Recipe
 
-__all__ = ["Checkpoint", "check_weights", "count_parameters", "device_named", "load_run"]
-__all__ += ["model_weights", "read_checkpoint", "save_weights", "write_checkpoint"]
+__all__ = ["Checkpoint", "check_unchanged", "check_weights", "count_parameters", "device_named"]
+__all__ += ["load_run", "model_weights", "read_checkpoint", "save_weights", "write_checkpoint"]
 
 Checkpoint = dict[str, Any]  # Lightning's, and under "molflt" what the run was begun with
 
@@ -89,13 +89,8 @@ def load_run(
     named = checkpoint in ("best", "last")
     path = run / "checkpoints" / f"{checkpoint}.safetensors" if named else Path(checkpoint)
     weights, options, files = _read_weights(path)
-    for name, digest in files.items():
-        kept = run / name
-        if kept.is_file() and hashlib.sha256(kept.read_bytes()).hexdigest() != digest:
-            raise ValueError(
-                f"{kept}: changed since {path.name} was trained with it; expected sha256 "
-                f"{shown(str(digest)[:12])}...; put it back"
-            )
+    for name in files:
+        check_unchanged(run / name, path, files)
     for name, was in options.items():
         if name in config["model"] and config["model"][name] != was:
             raise ValueError(
@@ -110,6 +105,27 @@ def load_run(
     check_weights(path, model, weights)
     model.load_state_dict(weights)
     return model.to(device).eval(), config
+
+
+def check_unchanged(kept: Path, weights: Path, files: Mapping[str, object]) -> None:
+    """Refuses a file of a run that is there, and is not what weights were trained with.
+
+    Args:
+        kept: the file.
+        weights: file of these, for messages.
+        files: sha256 by name, as weights hold them; another name is not compared.
+
+    Raises:
+        ValueError: naming the file.
+    """
+    if kept.name not in files or not kept.is_file():
+        return
+    digest = files[kept.name]
+    if hashlib.sha256(kept.read_bytes()).hexdigest() != digest:
+        raise ValueError(
+            f"{kept}: changed since {weights.name} was trained with it; expected sha256 "
+            f"{shown(str(digest)[:12])}...; put it back"
+        )
 
 
 def count_parameters(run: Path, config: Config) -> int:

@@ -94,7 +94,7 @@ def _recipe_named(words: list[str]) -> str:
 
 def _recipes_of(source: Source) -> list[str]:
     """The recipe of weights, if it is known."""
-    from molflt.training.transfer import recipe_of
+    from molflt.training.initial_weights import recipe_of
 
     if source.run is not None:
         return _values_in("recipe", [str(source.run)])
@@ -156,7 +156,7 @@ class _TrainParser(ArgumentParser):
 
     def _take_model_of(self, init: str, recipe: str) -> None:
         """Makes the model of a source the default; what the data decide is compared later."""
-        from molflt.training.transfer import read_origins
+        from molflt.training.initial_weights import read_origins
 
         source = read_origins(init)
         related = source.recipe in Recipe.of({"recipe": recipe}).relatives

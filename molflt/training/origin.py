@@ -34,6 +34,8 @@ class Origin(TypedDict, total=False):
     machine: Mapping[str, object]
     stopped: Stopped
     seconds: float
+    initial: object
+    """domain.json of the weights that it started from, if they had one"""
 
 
 # Where things are, how fast they come and how often they are written down: the steps are the same

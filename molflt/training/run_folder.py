@@ -144,6 +144,17 @@ class RunFolder:
         """What the checkpoint says about its run; nothing, in those of earlier versions."""
         return cast(Origin, (self.checkpoint or {}).get("molflt", {}))
 
+    def remember(self, domain: object) -> object:
+        """Keeps in checkpoints what the weights of a start had seen; a run that goes on has it.
+
+        Args:
+            domain: content of their domain.json, None without; that of a new run.
+        """
+        kept = domain if self.checkpoint is None else self._was().get("initial")
+        if kept is not None:
+            self.origin["initial"] = kept
+        return kept
+
     def check_weights(self, model: nn.Module) -> None:
         """Refuses a checkpoint of another model, and writes last.safetensors if it lags behind.
 

@@ -5,46 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import warnings
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import safetensors
-import torch
 from torch import Tensor, nn
 
-from molflt.data.text.tokenizer import TOKENIZER, Tokenizer, find_tokenizer
+from molflt.data.structures.domain import DOMAIN
 from molflt.files import shown
-from molflt.sequence.published import is_transformers, options_of, renamed
-from molflt.training.checkpoint import _read_weights
-from molflt.training.config import read_config
-from molflt.training.exported import exported_recipe, is_exported, read_exported
-from molflt.training.sources import find_weights
+from molflt.training.initial_weights import Origins, read_origins
 
 if TYPE_CHECKING:
     from molflt.training.run_folder import RunFolder
 
-__all__ = ["Start", "read_origins", "recipe_of"]
+__all__ = ["Start"]
 
 _RECORD = "init.json"
-_MASKED = "masked_language"  # the recipe whose model published encoders are
 _MOST = 8  # names in a line; init.json has them all
-
-
-class _Origins(NamedTuple):
-    """Weights, and what they were made with."""
-
-    path: Path
-    sha256: str
-    """of the file"""
-    recipe: str | None
-    """None where only the weights are there"""
-    options: dict[str, object]
-    """of the model"""
-    files: dict[str, object] | None
-    """what belonged to the data, by name: its sha256, or in an export what its JSON says; None
-    where nobody knows, and shapes have to do"""
-    weights: dict[str, Tensor]
 
 
 class _Transfer(NamedTuple):
@@ -82,8 +59,18 @@ class Start:
         self.options = {} if self._origins is None else self._origins.options
         self._done: _Transfer | None = None
 
+    def domain(self) -> tuple[str, object] | None:
+        """What the source had seen: the name, for messages, and the content of its domain.json.
+
+        None without either. A run that goes on has kept it.
+        """
+        origins = self._origins
+        found = self.folder.remember(None if origins is None else origins.domain)
+        name = f"--init {self.name}: {DOMAIN}" if origins else f"{self.folder.last}: initial"
+        return None if found is None else (name, found)
+
     def load(self, model: nn.Module, files: Mapping[str, bytes]) -> None:
-        """Loads what fits into a new model.
+        """Loads what fits into a new model; warns if nobody knows what the source had seen.
 
         Args:
             model: to load into.
@@ -94,6 +81,12 @@ class Start:
         """
         if self._origins is not None:
             self._done = _transfer(self._origins, model, files)
+            if DOMAIN in files and self._origins.domain is None:
+                warnings.warn(
+                    f"--init {self.name}: no {DOMAIN} belongs to it: what these weights had seen "
+                    "is not known; predictions will be compared with the new data alone",
+                    stacklevel=2,
+                )
         elif self.folder.writes:  # of a start that was killed before its first checkpoint
             (self.folder.path / _RECORD).unlink(missing_ok=True)
 
@@ -115,88 +108,7 @@ class Start:
             self.folder.say(f"{self.folder.path}: {lines}")
 
 
-def recipe_of(weights: Path) -> str | None:
-    """The recipe of a file of weights without a run, from its header alone; None if unknown."""
-    if is_exported(weights):
-        return exported_recipe(weights)
-    with safetensors.safe_open(weights, framework="pt") as file:
-        return _MASKED if is_transformers(dict.fromkeys(file.keys())) else None
-
-
-def read_origins(name: str) -> _Origins:
-    """Reads what `--init` names.
-
-    Raises:
-        FileNotFoundError: if a run has no best weights.
-        ValueError: if it names nothing, or the file is damaged.
-    """
-    source = find_weights(name)
-    recipe: str | None = None
-    files: dict[str, object] | None
-    if source.weights.is_file() and is_exported(source.weights):
-        recipe, weights, options, files = _of_export(source.weights)
-    else:
-        weights, options, known = _read_weights(source.weights)
-        files = known
-        if source.run is None and is_transformers(weights):
-            recipe, (weights, options, files) = _MASKED, _of_transformers(source.weights, weights)
-    if source.run is not None:
-        config = read_config(source.run)
-        recipe, options = config["recipe"], {**config["model"], **options}
-    for key, tensor in weights.items():
-        if not bool(torch.isfinite(tensor).all()):
-            raise ValueError(
-                f"{source.weights}: key {shown(key)}: expected finite numbers; got NaN or "
-                "infinity; start from other weights"
-            )
-    with open(source.weights, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return _Origins(source.weights, digest, recipe, options, files, weights)
-
-
-def _of_export(
-    path: Path,
-) -> tuple[str, dict[str, Tensor], dict[str, object], dict[str, object]]:
-    """Recipe, weights, options of the model and the data's files of an exported model.
-
-    Raises:
-        ValueError: if it is damaged, or an ensemble.
-    """
-    content, weights = read_exported(path)
-    models, files = content["models"], content["files"]
-    assert isinstance(models, list) and isinstance(files, dict)  # read_exported has seen to it
-    if len(models) > 1:
-        raise ValueError(
-            f"--init {path}: an ensemble of {len(models)} models; expected one; start from a "
-            "member's own run or export"
-        )
-    return str(content["recipe"]), weights, models[0], files
-
-
-def _of_transformers(
-    path: Path, published: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], dict[str, object], dict[str, object] | None]:
-    """Weights of transformers' BERT or FNet, the options of their model, and their tokenizer.
-
-    Raises:
-        ValueError: if it is one that cannot be built here, or a file beside it is damaged.
-    """
-    weights, beside = renamed(published), path.with_name("config.json")
-    try:
-        config = json.loads(beside.read_bytes()) if beside.is_file() else {}
-        options = options_of(weights, config)
-    except (ValueError, KeyError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            f"{path}: expected a whole BERT or FNet of transformers; {shown(str(error))}; get its "
-            "files again"
-        ) from None
-    if not path.with_name(TOKENIZER).is_file():
-        return weights, options, None
-    tokenizer = Tokenizer.from_json(*find_tokenizer(path.with_name(TOKENIZER)))
-    return weights, options, {TOKENIZER: json.loads(tokenizer.to_json())}
-
-
-def _transfer(origins: _Origins, model: nn.Module, files: Mapping[str, bytes]) -> _Transfer:
+def _transfer(origins: Origins, model: nn.Module, files: Mapping[str, bytes]) -> _Transfer:
     """Loads the tensors that have a name and a shape of the model's, but for what is the data's.
 
     The model's `of_data` names beginnings of these: a buffer of them, such as the normalizer, is
@@ -204,7 +116,8 @@ def _transfer(origins: _Origins, model: nn.Module, files: Mapping[str, bytes]) -
     of classes, are taken over if the data come with the same files (vocabulary, classes), or with
     the same one of them if `of_data` has beginnings for each file. All
     other buffers are: the weights were trained with those random features, and what was seen in
-    training, such as elements, is joined by what will be.
+    training, such as elements, is joined by what will be, unless the weight that has seen it
+    (the model's `seen_by`) is new.
 
     Args:
         origins: what to load.
@@ -238,6 +151,10 @@ def _transfer(origins: _Origins, model: nn.Module, files: Mapping[str, bytes]) -
             new[name] = f"of another {other[0]} in the source"
         else:
             loaded[name] = there
+    for buffer, weight in getattr(model, "seen_by", {}).items():
+        if buffer in loaded and weight not in loaded:
+            del loaded[buffer]
+            new[buffer] = f"{weight} is new"
     if not any(name not in buffers for name in loaded):
         raise ValueError(
             f"{origins.path}: none of its {len(origins.weights)} tensors has the name and the "
@@ -264,7 +181,7 @@ def _is_same(kept: object, content: bytes) -> bool:
     return kept is not None and kept == json.loads(content)
 
 
-def _record(name: str, origins: _Origins, done: _Transfer, model: nn.Module) -> bytes:
+def _record(name: str, origins: Origins, done: _Transfer, model: nn.Module) -> bytes:
     """What init.json says: where the weights come from, and what became of each tensor."""
     shapes = {key: list(tensor.shape) for key, tensor in model.state_dict().items()}
     content = {
@@ -281,7 +198,7 @@ def _record(name: str, origins: _Origins, done: _Transfer, model: nn.Module) -> 
 
 
 def _report(
-    origins: _Origins, done: _Transfer, model: nn.Module, options: Mapping[str, object]
+    origins: Origins, done: _Transfer, model: nn.Module, options: Mapping[str, object]
 ) -> str:
     """Lines about what was loaded, is new, is the data's, and was left over, by name and size.
 

@@ -26,10 +26,11 @@ from fuzzing.grammar import (
 )
 from fuzzing.mutate import FLOATS, INTEGERS, damage
 from fuzzing.pickles import damage_pickle
-from fuzzing.seeds import MODEL, STEPS, STEPWISE, tensors
+from fuzzing.seeds import KINDS, STEPS, tensors, training
 
 # Options whose large values are orders that a computer carries out, and so proves nothing
 _ENDLESS = ("max_steps", "workers", "devices", "strategy")
+_ENDLESS += ("unroll", "burn_in", "generations", "members", "window", "dimension", "val_problems")
 _PREDICT = ["--out=out/energies.csv", "--device=cpu"]
 
 
@@ -129,13 +130,15 @@ _FILES = (
     ("run", "config.yaml"), ("run", "config.yaml"), ("run", "config.yaml"), ("run", "metrics.csv"),
     ("lm", "vocabulary.json"), ("lm", "config.yaml"), ("img", "classes.json"),
     ("img", "config.yaml"), ("run", "versions.json"),
-    ("run", "domain.json"),
+    ("run", "domain.json"), ("run", "domain.json"),
+    ("pixels", "config.yaml"), ("pop", "config.yaml"), ("opt", "config.yaml"),
+    ("mt", "config.yaml"), ("mt", "tokenizer.json"), ("mt", "versions.json"),
 )  # fmt: skip
 
 
 def _folder(draw: Random, folder: Path, seeds: Path) -> Case:
     """A run with one other file damaged, missing, or of another run."""
-    kind, name = draw.choice(_FILES)
+    kind, name = draw.choice([one for one in _FILES if one[0] in KINDS])
     run = shutil.copytree(seeds / kind, folder / kind)
     file = run / name
     content, what = _other(draw, file, seeds)
@@ -145,16 +148,79 @@ def _folder(draw: Random, folder: Path, seeds: Path) -> Case:
         file.write_bytes(content)
     store = seeds / "data" / "val_id.safetensors"
     resume = ["train", "--resume", kind, f"--trainer.max_steps={STEPS + 1}"]
-    words = {
-        "run": ["predict", kind, str(store), *_PREDICT],
-        "lm": ["generate", kind, "--tokens=3", "--device=cpu"],
-        "img": ["evaluate", kind, "--out=out", "--device=cpu"],
-    }[kind]
+    words = _using(kind, draw, store)
     if name in ("metrics.csv", "versions.json") or draw.random() < 0.2:
         words = resume
     keys = tuple(_keys(seeds / kind / "config.yaml"))
     size = None if name == "config.yaml" else len(content or b"")
     return Case(words, (name, *keys), size, f"{kind}/{name}: {what}")
+
+
+def _using(kind: str, draw: Random, store: Path) -> list[str]:
+    """A command that opens a run of a kind."""
+    evaluate = ["evaluate", kind, "--out=out", "--device=cpu"]
+    return draw.choice({
+        "run": [["predict", kind, str(store), *_PREDICT]],
+        "lm": [["generate", kind, "--tokens=3", "--device=cpu"]],
+        "img": [evaluate],
+        "pixels": [evaluate, ["generate", kind, "--images=1", "--out=out/a.png", "--device=cpu"]],
+        "pop": [
+            [*evaluate, "--runs=1", "--evaluations=8", "--functions=[levy]", "--baselines=[random]"]
+        ],
+        "opt": [[*evaluate, "--steps=2", "--repeats=1", "--tasks", "rosenbrock", "--rates", "0.1"]],
+        "mt": [[*evaluate, "--beam=2"], ["generate", kind, "--prompt=a cat", "--device=cpu"]],
+    }[kind])  # fmt: skip
+
+
+def _recipe_weights(draw: Random, folder: Path, seeds: Path) -> Case:
+    """Damaged weights of one of the recipes that have no energies."""
+    kind = draw.choice([name for name in KINDS if name != "run"])
+    run = shutil.copytree(seeds / kind, folder / kind)
+    file = run / "checkpoints" / "best.safetensors"
+    content, what = damage_tensors(draw, file.read_bytes())
+    if by_hand := draw.random() < 0.6:  # by somebody who knows how
+        content = signed(content)
+    file.write_bytes(content)
+    words = _using(kind, draw, folder)
+    names = (file.name, "finite", *_keys(seeds / kind / "config.yaml"))
+    return Case(words, names, None, f"{kind}: {what}{', signed' * by_hand}")
+
+
+def _started(draw: Random, folder: Path, seeds: Path) -> Case:
+    """A training that starts from a run whose domain.json says something else."""
+    run = shutil.copytree(seeds / "run", folder / "source")
+    file = run / "domain.json"
+    tree = json.loads(file.read_text())
+    if draw.random() < 0.5:
+        tree["initial"] = [json.loads(file.read_text()) for _ in range(draw.choice((1, 2)))]
+    content, what = json.dumps(tree).encode(), "whole"
+    if draw.random() < 0.7:
+        tree, what = damage_tree(draw, tree)
+        content = json.dumps(tree).encode()
+    elif draw.random() < 0.7:
+        content, what = draw.choice((damage, damage_text))(draw, content)
+    file.write_bytes(content)
+    weights = run / "checkpoints" / "best.safetensors"
+    if draw.random() < 0.8:  # by somebody who knows how
+        header, data = split_tensors(weights.read_bytes())
+        header["__metadata__"]["files"] = json.dumps(
+            {"domain.json": hashlib.sha256(content).hexdigest()}
+        )
+        weights.write_bytes(signed(join_tensors(header, data)))
+    words = [*training("run", seeds), "--init=source", "--run=out/run"]
+    return Case(words, (file.name,), len(content), what, partial(_has_initial, folder, content))
+
+
+def _has_initial(folder: Path, content: bytes) -> str | None:
+    """Whether the new run says what the source had said."""
+    found = json.loads((folder / "out/run/domain.json").read_text()).get("initial", [])
+    truth = json.loads(content)
+    truth = [{**truth, "initial": None}, *truth.get("initial", [])]
+    parts = ("slab", "adsorbate", "untagged")
+    now, was = (
+        [{*one["elements"][part]} for one in each for part in parts] for each in (found, truth)
+    )
+    return None if now == was else "other elements than the source's"
 
 
 def _other(draw: Random, file: Path, seeds: Path) -> tuple[bytes | None, str]:
@@ -187,7 +253,7 @@ def _keys(file: Path) -> list[str]:
 
 def _yaml(draw: Random, folder: Path, seeds: Path) -> Case:
     """A configuration for a new training."""
-    kind = draw.choice(("run", "run", "lm", "img"))
+    kind = draw.choice(("run", "run", *KINDS))
     source = seeds / kind / "config.yaml"
     config = yaml.safe_load(source.read_text())
     config["run"] = "out/run"
@@ -205,32 +271,29 @@ def _yaml(draw: Random, folder: Path, seeds: Path) -> Case:
 
 
 def _bounded_bytes(content: bytes) -> bytes:
-    pattern = rf"\b({'|'.join(_ENDLESS)}): *[\"']?\+?\d\S+".encode()
+    pattern = rf"\b({'|'.join(_ENDLESS)}): *[\"']?\+?\d\S*".encode()
     content = re.sub(rb"\bworkers: *(\+?[1-9]|true).*", b"workers: 0", content)
     return re.sub(pattern, rb"\1: 1", content)
 
 
 def _options(draw: Random, folder: Path, seeds: Path) -> Case:
     """A command line for a new training, with one or two options changed."""
-    kind = draw.choice(("run", "run", "lm", "img"))
+    kind = draw.choice(("run", "run", *KINDS))
     config = yaml.safe_load((seeds / kind / "config.yaml").read_text())
     options = [
         f"{group}.{key}"
         for group in ("model", "data", "task", "trainer")
-        for key in config[group]
+        for key in config.get(group, {})
         if key not in _ENDLESS
     ]
-    words = ["train", *MODEL, *STEPWISE, "--run=out/run", f"--recipe={config['recipe']}"]
-    words += [f"--data.{k}={v}" for k, v in config["data"].items() if k in ("root", "train", "val")]
-    names = {"lm": ["--data.length=8"], "img": ["--model.patch_size=4"]}
-    words += names.get(kind, [])
+    words = [*training(kind, seeds), "--run=out/run"]
     changed = []
     for key in draw.sample(options, draw.choice((1, 1, 2))):
         value = draw.choice((*INTEGERS, *FLOATS, *WORDS, "-1", "0", "-2", "[1]", "{}", "x"))
         name = f"--{key}" if draw.random() < 0.9 else f"--{key}{draw.choice('sx-=')}"
         changed.append(f"{name}={value}" if draw.random() < 0.95 else name)
     # A path that is not there is named itself
-    keys = (*(key.partition(".")[2] for key in options), "no such f", "no split")
+    keys = (*(key.partition(".")[2] for key in options), "no such f", "no split", "/data/")
     return Case([*words, *changed], keys, None, f"{kind}: {' '.join(changed)[:100]}")
 
 
@@ -239,6 +302,8 @@ FORMATS = {
     "exported": Format(_exported, 3),
     "checkpoint": Format(_checkpoint, 4, trains=True),
     "run-folder": Format(_folder, 6, trains=True),
+    "weights-of": Format(_recipe_weights, 4),
+    "init": Format(_started, 2, trains=True),
     "yaml": Format(_yaml, 5, trains=True),
     "options": Format(_options, 5, trains=True),
 }

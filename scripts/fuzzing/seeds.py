@@ -11,10 +11,14 @@ import pickle
 import shutil
 import struct
 import tarfile
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from fuzzing import parts
 
 if TYPE_CHECKING:
     from ase import Atoms
@@ -30,6 +34,8 @@ LINES = [
     "the cat sat on a mat", "", "and saw one dog run far away", "ünïcödé ≤ 3 Å",
     *("one two three four five six seven eight nine ten",) * 3, "the dog sat", "a cat ran far",
 ]  # fmt: skip
+ATTENTION = ["--model.dim=8", "--model.ffn_dim=8", "--model.num_features=4"]
+ATTENTION += ["--task.warmup_steps=1", "--trainer.accelerator=cpu", "--data.val_problems=2"]
 INNER = "is2res_train_val_test_lmdbs/data/is2re"
 
 
@@ -42,16 +48,56 @@ def make(folder: Path) -> None:
     _structures(folder)
     _texts(folder)
     _images(folder)
-    command("train", *MODEL, *STEPWISE, f"--data.root={folder / 'data'}", f"--run={folder / 'run'}")
-    text = folder / "text" / "train.txt"
-    files = [f"--data.train={text}", f"--data.val={text}", "--data.length=8"]
-    language = ["--recipe=language", "--data.level=char", *files]
-    command("train", *MODEL, *STEPWISE, *language, f"--run={folder / 'lm'}")
-    idx = folder / "idx" / "images-idx3-ubyte"
-    pictures = ["--recipe=images", f"--data.train={idx}", f"--data.val={idx}"]
-    pictures += ["--model.patch_size=4"]
-    command("train", *MODEL, *STEPWISE, *pictures, f"--run={folder / 'img'}")
+    for kind in KINDS:
+        command(*training(kind, folder), f"--run={folder / kind}")
     _references(folder)
+    parts.make(folder, command)
+
+
+def training(kind: str, folder: Path) -> list[str]:
+    """The command that makes the run of a kind, but for its folder.
+
+    Args:
+        kind: of `KINDS`.
+        folder: of the seeds.
+    """
+    return ["train", *STEPWISE, *KINDS[kind](folder)]
+
+
+def _on(file: Path, *words: str) -> list[str]:
+    return [*words, f"--data.train={file}", f"--data.val={file}"]
+
+
+KINDS: dict[str, Callable[[Path], list[str]]] = {
+    "run": lambda folder: [*MODEL, "--recipe=is2re", f"--data.root={folder / 'data'}"],
+    "lm": lambda folder: _on(
+        folder / "text" / "train.txt",
+        *MODEL, "--recipe=language", "--data.level=char", "--data.length=8",
+    ),
+    "img": lambda folder: _on(
+        folder / "idx" / "images-idx3-ubyte", *MODEL, "--recipe=images", "--model.patch_size=4"
+    ),
+    "pixels": lambda folder: _on(
+        folder / "idx" / "images-idx3-ubyte",
+        *MODEL, "--recipe=image_generation", "--data.image_size=4",
+    ),
+    "pop": lambda folder: [
+        *ATTENTION, "--recipe=population_optimizer", "--model.heads=2", "--model.dimension=2",
+        "--model.num_nodes=4", "--task.members=4", "--task.generations=4", "--task.window=2",
+    ],
+    "opt": lambda folder: [
+        *ATTENTION, "--recipe=learned_optimizer", "--data.problems=4", "--model.position=spectral",
+        '--model.position_options={"num_nodes": 4, "spectrum": "gaussian_mixture"}',
+        "--task.unroll=2", "--task.burn_in=2",
+    ],
+    "mt": lambda folder: _on(
+        folder / "text" / "pairs", *MODEL, "--recipe=translation", "--data.pieces=60",
+        "--data.source=de", "--data.target=en", "--model.max_length=32",
+    ),
+}  # fmt: skip
+"""A run of each: what to train it with."""
+if not (find_spec("tokenizers") and find_spec("sacrebleu")):  # molflt[text]
+    del KINDS["mt"]
 
 
 def command(*words: str) -> None:
@@ -167,6 +213,9 @@ def write_lmdb(path: Path, records: list[bytes], length: bytes | None = b"") -> 
 def _texts(folder: Path) -> None:
     (folder / "text").mkdir()
     text = ("\n".join(LINES * 3) + "\n").encode()
+    for language, lines in {"de": LINES, "en": LINES[::-1]}.items():
+        pairs = "\n".join(filter(None, lines * 3)) + "\n"
+        (folder / "text" / f"pairs.{language}").write_text(pairs)
     for name, content in {
         "train.txt": text, "train.gz": gzip.compress(text, mtime=0), "train.xz": lzma.compress(text)
     }.items():  # fmt: skip

@@ -94,14 +94,14 @@ def test_it_comes_back_from_its_file(tmp_path: Path) -> None:
         ("atoms", None), ("atoms", [1, 2, 3]), ("slab_atoms", "x"), ("elements", {"slab": ["Cu"]}),
         ("elements", {"slab": ["Xx"], "adsorbate": [], "untagged": []}), ("periodic", ["xx"]),
         ("kind", "huge"), ("kind", []), ("energy_eV", [float("nan"), 1.0]), ("energy_eV", 3),
-        ("relaxed", None), ("untagged", 1.5),
+        ("relaxed", None), ("untagged", 1.5), ("initial", None), ("initial", [{"initial": []}]),
     ],
 )  # fmt: skip
 def test_a_damaged_file_is_named_with_its_key(key: str, value: object) -> None:
     content = {**TRAINED.to_json(), key: value}
     with pytest.raises(ValueError, match=rf"^run/domain\.json: key {key}: expected .*; got "):
         Domain.from_json(content, "run/domain.json")
-    if key != "energy_eV":  # without labels there is none
+    if key not in ("energy_eV", "initial"):  # without labels, or without other weights, none
         del content[key]
         with pytest.raises(ValueError, match=rf"key {key}: .*got no such key"):
             Domain.from_json(content, "run/domain.json")

@@ -136,10 +136,20 @@ class IS2REData(BatchedData[Structures]):
         ]
 
     def files(self) -> dict[str, bytes]:
-        """domain.json: what the training split holds, to say later what lies outside of it."""
+        """domain.json: what the training split holds, to say later what lies outside of it.
+
+        Also what initial weights had seen, if they say so.
+
+        Raises:
+            ValueError: if what is said of that is damaged.
+        """
         self.setup()
         if self._domain is None:
-            self._domain = Domain.of(self.datasets["train"])
+            own = Domain.of(self.datasets["train"])
+            if self.initial is not None:
+                name, content = self.initial
+                own = own.after(Domain.from_json(content, name))
+            self._domain = own
         return {DOMAIN: self._domain.to_bytes()}
 
     def fingerprints(self) -> dict[str, Fingerprint]:

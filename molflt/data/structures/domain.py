@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,8 +10,8 @@ import numpy as np
 import torch
 
 from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
+from molflt.data.structures.domain_reader import DomainReader
 from molflt.data.structures.labels import EnergyKind, energy_kind
-from molflt.files import shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,8 +26,9 @@ DOMAIN = "domain.json"
 
 _AXES = "xyz"
 _KINDS: tuple[EnergyKind, ...] = ("adsorption", "total", "unknown")
-_MOST = 10**12
+_SEEN = " (seen by the initial weights alone)"
 _Range = tuple[int, int]
+_Aspect = tuple[str, str]  # and the element that it is about, if it is about one
 
 
 class Elements(NamedTuple):
@@ -64,6 +63,8 @@ class Domain:
         relaxed: number of structures with relaxed positions.
         kind: what the energies look like; see `molflt.data.structures.labels.energy_kind`.
         energy: least and largest relaxed energy, eV; None without labels.
+        initial: those of the weights that training started from, of theirs, and so on; nothing
+            where it started from new ones. Kind and energies are those of the last data.
     """
 
     systems: int
@@ -76,6 +77,7 @@ class Domain:
     relaxed: int
     kind: EnergyKind
     energy: tuple[float, float] | None
+    initial: tuple[Domain, ...] = ()
 
     @staticmethod
     def of(dataset: Structures) -> Domain:
@@ -119,43 +121,60 @@ class Domain:
             adsorbate_atoms=None,
             slab_atoms=None,
             untagged=self.systems,
+            initial=tuple(one.without_tags() for one in self.initial),
         )
 
+    def after(self, initial: Domain) -> Domain:
+        """That of a training which started from weights with a domain of their own."""
+        return replace(self, initial=(replace(initial, initial=()), *initial.initial))
+
     def outside(self, record: Data) -> list[str]:
-        """In what a structure differs from all that was trained on; nothing, if it does not."""
+        """In what a structure differs from all that was trained on; nothing, if it does not.
+
+        What the initial weights had seen is said to be so: they may have kept it, or not.
+        """
+        own, before = self._beyond(record), [one._beyond(record) for one in self.initial]
+        found: dict[str, list[str]] = {}
+        for (aspect, symbol), text in own.items():
+            if not text or (aspect != "element" and ("element", symbol) in own):
+                continue
+            seen = any((aspect, symbol) not in one for one in before)
+            found.setdefault(text + _SEEN * seen, []).append(symbol)
+        return [f"{', '.join(symbols)} {text}".strip() for text, symbols in found.items()]
+
+    def _beyond(self, record: Data) -> dict[_Aspect, str]:
+        """In what a structure differs from these data, in words; "" where they cannot tell."""
         slab, adsorbate, untagged = _parts(record)
-        numbers = record.atomic_numbers
-        found = []
-        if unknown := _symbols(numbers, self.elements.all):
-            found.append(f"{unknown} not in training")
-        found += self._other_parts(slab, adsorbate)
-        if not self.atoms[0] <= len(numbers) <= self.atoms[1]:
-            found.append(f"atoms: {len(numbers)}, trained on {_span(self.atoms)}")
+        own, count = self.elements, len(record.atomic_numbers)
+        found: dict[_Aspect, str] = {}
+        for aspect, numbers, known, text in (
+            ("element", record.atomic_numbers, own.all, "not in training"),
+            ("slab", slab, own.slab | own.untagged, "in the slab, trained on in adsorbates alone"),
+            ("adsorbate", adsorbate, own.adsorbate | own.untagged,
+             "in the adsorbate, trained on in slabs alone"),
+        ):  # fmt: skip
+            unknown = sorted(set(numbers.tolist()) - known)
+            found |= {(aspect, _symbol(number)): text for number in unknown}
+        sizes = {}
+        if not self.atoms[0] <= count <= self.atoms[1]:
+            sizes["atoms"] = f"atoms: {count}, trained on {_span(self.atoms)}"
         if len(untagged):
-            found += [] if self.untagged else ["no tags, which training had"]
+            sizes |= {} if self.untagged else {"tags": "no tags, which training had"}
         else:
-            found += _lacking(len(slab), self.slab_atoms, "slab (tags 0 and 1)")
-            found += _lacking(len(adsorbate), self.adsorbate_atoms, "adsorbate (tag 2)")
-            found += self._size_of_adsorbate(len(adsorbate))
+            sizes |= _lacking(len(slab), self.slab_atoms, "slab (tags 0 and 1)")
+            sizes |= _lacking(len(adsorbate), self.adsorbate_atoms, "adsorbate (tag 2)")
+            sizes |= self._size_of_adsorbate(len(adsorbate))
         if _axes(record) not in self.periodic:
             kinds = " or ".join(map(_along, sorted(self.periodic)))
-            found.append(f"{_along(_axes(record))}, trained on {kinds}")
-        return found
+            sizes["periodic"] = f"{_along(_axes(record))}, trained on {kinds}"
+        return found | {(aspect, ""): text for aspect, text in sizes.items()}
 
-    def _other_parts(self, slab: Tensor, adsorbate: Tensor) -> list[str]:
-        """Elements that were trained on, but in the other part of a structure."""
-        own, found = self.elements, []
-        if moved := _symbols(slab, own.slab | own.untagged, own.adsorbate):
-            found.append(f"{moved} in the slab, trained on in adsorbates alone")
-        if moved := _symbols(adsorbate, own.adsorbate | own.untagged, own.slab):
-            found.append(f"{moved} in the adsorbate, trained on in slabs alone")
-        return found
-
-    def _size_of_adsorbate(self, count: int) -> list[str]:
+    def _size_of_adsorbate(self, count: int) -> dict[str, str]:
         known = self.adsorbate_atoms
-        if known is None or count == 0 or known[0] <= count <= known[1]:
-            return []
-        return [f"adsorbate atoms: {count}, trained on {_span(known)}"]
+        if count == 0 or (known is not None and known[0] <= count <= known[1]):
+            return {}
+        text = "" if known is None else f"adsorbate atoms: {count}, trained on {_span(known)}"
+        return {"size of adsorbate": text}
 
     def describe(self) -> str:
         """In words: how many systems, of what, how large."""
@@ -166,7 +185,8 @@ class Domain:
         sizes = f"{_span(self.atoms)} atoms"
         if self.adsorbate_atoms is not None and self.adsorbate_atoms[1]:
             sizes += f", {_span(self.adsorbate_atoms)} of them adsorbate"
-        return f"{self.systems:,} systems of {' '.join(filter(None, of))}; {sizes}"
+        own = f"{self.systems:,} systems of {' '.join(filter(None, of))}; {sizes}"
+        return "; from weights trained on ".join([own, *(one.describe() for one in self.initial)])
 
     def to_json(self) -> dict[str, object]:
         """As plain numbers and lists."""
@@ -184,6 +204,7 @@ class Domain:
             "relaxed": self.relaxed,
             "kind": self.kind,
             "energy_eV": None if self.energy is None else [*self.energy],
+            **({"initial": [one.to_json() for one in self.initial]} if self.initial else {}),
         }
 
     def to_bytes(self) -> bytes:
@@ -201,7 +222,7 @@ class Domain:
         Raises:
             ValueError: naming the key that is wrong.
         """
-        values = _Reader(content, name)
+        values = DomainReader(content, name)
         kind = values.take("kind")
         periodic = values.take("periodic")
         axes = ["", "x", "y", "z", "xy", "xz", "yz", "xyz"]
@@ -211,7 +232,7 @@ class Domain:
             raise values.wrong("periodic", "a list of axes, as xyz")
         return Domain(
             systems=values.count("systems"),
-            elements=values.elements(),
+            elements=Elements(*values.elements(Elements._fields)),
             atoms=values.range("atoms") or (0, 0),
             adsorbate_atoms=values.range("adsorbate_atoms", optional=True),
             slab_atoms=values.range("slab_atoms", optional=True),
@@ -220,69 +241,8 @@ class Domain:
             relaxed=values.count("relaxed"),
             kind=next(one for one in _KINDS if one == kind),
             energy=values.energies(),
+            initial=tuple(Domain.from_json(one, f"{name}: initial") for one in values.initial()),
         )
-
-
-class _Reader:
-    """The keys of a domain that a file holds, each checked."""
-
-    def __init__(self, content: object, name: str) -> None:
-        self.content: Mapping[object, object] = content if isinstance(content, dict) else {}
-        self.name = name
-
-    def take(self, key: str) -> object:
-        return self.content.get(key)
-
-    def wrong(self, key: str, expected: str) -> ValueError:
-        got = shown(self.content[key]) if key in self.content else "no such key"
-        return ValueError(
-            f"{self.name}: key {key}: expected {expected}; got {got}; put back the file that "
-            "training wrote"
-        )
-
-    def count(self, key: str) -> int:
-        value = self.take(key)
-        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST:
-            return value
-        raise self.wrong(key, "a number")
-
-    def range(self, key: str, optional: bool = False) -> _Range | None:
-        value = self.take(key)
-        if value is None and optional and key in self.content:
-            return None
-        if isinstance(value, list) and len(value) == 2:
-            low, high = value
-            if type(low) is type(high) is int and 0 <= low <= high < _MOST:
-                return low, high
-        raise self.wrong(key, "two numbers, the first not above the second")
-
-    def energies(self) -> tuple[float, float] | None:
-        value = self.take("energy_eV")
-        if value is None:
-            return None
-        if isinstance(value, list) and len(value) == 2:
-            low, high = value
-            number = all(type(one) in (int, float) and math.isfinite(one) for one in value)
-            if number and low <= high:
-                return float(low), float(high)
-        raise self.wrong("energy_eV", "two energies, the first not above the second")
-
-    def elements(self) -> Elements:
-        from ase.data import atomic_numbers
-
-        value = self.take("elements")
-        parts = value if isinstance(value, dict) else {}
-        found = []
-        for part in Elements._fields:
-            symbols = parts.get(part)
-            known = isinstance(symbols, list) and all(
-                isinstance(one, str) and 0 < atomic_numbers.get(one, 0) <= MAX_ATOMIC_NUMBER
-                for one in symbols
-            )
-            if not known:
-                raise self.wrong("elements", "lists of symbols by part of a structure")
-            found.append(frozenset(atomic_numbers[one] for one in symbols or ()))
-        return Elements(*found)
 
 
 def _parts(record: Data) -> tuple[Tensor, Tensor, Tensor]:
@@ -304,14 +264,10 @@ def _along(axes: str) -> str:
     return f"periodic along {', '.join(axes)}" if axes else "not periodic"
 
 
-def _lacking(count: int, known: _Range | None, part: str) -> list[str]:
-    return [f"no {part}"] if known is not None and known[0] > 0 and count == 0 else []
-
-
-def _symbols(numbers: Tensor, but: frozenset[int], among: frozenset[int] | None = None) -> str:
-    """Symbols of the elements that do not belong to one set, and belong to the other if any."""
-    present = set(numbers.tolist()) - but
-    return _named(frozenset(present if among is None else present & among))
+def _lacking(count: int, known: _Range | None, part: str) -> dict[str, str]:
+    if count or (known is not None and known[0] == 0):
+        return {}
+    return {f"no {part}": "" if known is None else f"no {part}"}
 
 
 def _named(numbers: frozenset[int]) -> str:

@@ -8,21 +8,26 @@ relaxed, so that an interruption costs those in flight.
 from __future__ import annotations
 
 import contextlib
-import csv
-import io
 import itertools
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
 from molflt.data.shards import Shard
 from molflt.data.structures.calculators import CALCULATORS
+from molflt.data.structures.make_files import (
+    _Note,
+    _note_of,
+    _read_frames,
+    _read_names,
+    _write_names,
+)
 from molflt.data.structures.make_processes import _in_processes
 from molflt.data.structures.make_settings import (
     _SIZES,
@@ -35,10 +40,9 @@ from molflt.data.structures.make_settings import (
 from molflt.data.structures.make_systems import _SIDS_PER_SPLIT, _SPLITS, _Plan, _relax_system
 from molflt.data.structures.records import make_record
 from molflt.data.structures.store import StructureStore, write_store
-from molflt.files import atomically, write_atomically
+from molflt.files import atomically
 
 if TYPE_CHECKING:
-    from ase import Atoms
     from torch_geometric.data import Data
 
 __all__ = ["make"]
@@ -48,7 +52,6 @@ _GENERATOR_VERSION = 5
 _NAMES = "systems.csv"
 _PARTS = ".parts"
 _FRAMES = "frames"
-_COLUMNS = ("sid", "split", "adsorbate", "catalyst", "facet", "site")
 
 
 class _Task(NamedTuple):
@@ -71,13 +74,6 @@ class _Task(NamedTuple):
     @property
     def frames(self) -> Path:
         return self.part.with_suffix(".extxyz")
-
-
-class _Note(TypedDict):
-    """What is known of a system beside its record."""
-
-    names: dict[str, str]
-    rejected: dict[str, int]
 
 
 def make(
@@ -196,7 +192,10 @@ def _relax_all(tasks: list[_Task], workers: int) -> None:
 
 def _is_whole(task: _Task) -> bool:
     try:
-        return len(StructureStore(task.part)) == 1
+        store = StructureStore(task.part)
+        store.verify()
+        _note_of(store)
+        return len(store) == 1
     except (FileNotFoundError, ValueError):  # a damaged part is made again
         return False
 
@@ -221,29 +220,30 @@ def _take_apart(directory: Path, tasks: list[_Task], shard: Shard | None) -> Non
 
     Refused draws are known of the split as a whole: its first part has them all.
     """
-    from ase.io import iread, write
+    from ase.io import write
 
     split = tasks[0].split
     made = _made(directory, split)
     if not made:
         return
-    with (directory / _NAMES).open(newline="", encoding="utf-8") as file:
-        names = {int(row.pop("sid")): row for row in csv.DictReader(file)}
+    names = {int(row.pop("sid")): row for row in _read_names(directory / _NAMES)}
     rejected = _read_settings(directory).get("rejected")
     counts = rejected.get(split, {}) if isinstance(rejected, dict) else {}
-    frames: dict[int, list[Atoms]] = {}
-    if tasks[0].plan.frames:
-        for frame in iread(directory / _FRAMES / f"{split}.extxyz"):
-            frames.setdefault(int(frame.info["sid"]), []).append(frame)
+    path = directory / _FRAMES / f"{split}.extxyz"
+    frames = _read_frames(path) if tasks[0].plan.frames else {}
+    known_in: dict[Path, tuple[str, Container[int]]] = {directory / _NAMES: ("row", names)}
+    known_in |= {path: ("frame", frames)} if tasks[0].plan.frames else {}
     store = StructureStore(_store_path(directory, split))
+    store.verify()
     for task, record in zip(tasks[:made], store, strict=True):
         if not task.belongs_to(shard) or _is_whole(task):
             continue
-        if record.sid not in names:
-            raise ValueError(
-                f"{directory / _NAMES}: no row of sid {record.sid}, which {store.path} has; put "
-                "the file back, or choose another folder"
-            )
+        for beside, (what, known) in known_in.items():
+            if record.sid not in known:
+                raise ValueError(
+                    f"{beside}: no {what} of sid {record.sid}, which {store.path} has; put "
+                    "the file back, or choose another folder"
+                )
         own = {key: value for key, value in names[record.sid].items() if key != "split"}
         note = _Note(names=own, rejected=counts if task.number == 0 else {})
         task.part.parent.mkdir(parents=True, exist_ok=True)
@@ -255,14 +255,14 @@ def _take_apart(directory: Path, tasks: list[_Task], shard: Shard | None) -> Non
 def _join(directory: Path, tasks: list[_Task], settings: dict[str, object]) -> None:
     """Write a split's frames, names, refused draws and store from its parts, the store last."""
     split, rejected = tasks[0].split, Counter[str]()
-    rows: list[dict[str, object]] = []
+    rows: list[dict[str, str]] = []
 
     def records() -> Iterator[Data]:
         for task in tasks:
             store = StructureStore(task.part)
-            note: _Note = json.loads(store.source)
+            note = _note_of(store)
             rejected.update(note["rejected"])
-            rows.append({"sid": store[0].sid, "split": split, **note["names"]})
+            rows.append({**note["names"], "sid": str(int(store[0].sid)), "split": split})
             yield store[0]
 
     made = list(records())
@@ -271,7 +271,8 @@ def _join(directory: Path, tasks: list[_Task], settings: dict[str, object]) -> N
             for task in tasks:
                 with task.frames.open("rb") as one:
                     shutil.copyfileobj(one, file)
-    _add_names(directory, split, rows)
+    others = _read_names(path) if (path := directory / _NAMES).exists() else []
+    _write_names(path, [*(row for row in others if row["split"] != split), *rows])
     found = _read_settings(directory)
     counts = found.get("rejected")
     found["rejected"] = {**(counts if isinstance(counts, dict) else {}), split: dict(rejected)}
@@ -279,19 +280,6 @@ def _join(directory: Path, tasks: list[_Task], settings: dict[str, object]) -> N
     kept = (name for name in settings if name not in ("frames", *_SIZES))
     words = ", ".join(f"{name} {settings[name]}" for name in kept)
     write_store(_store_path(directory, split), made, source=f"molflt data make: {split}, {words}")
-
-
-def _add_names(directory: Path, split: str, rows: list[dict[str, object]]) -> None:
-    path = directory / _NAMES
-    before: list[dict[str, object]] = []
-    if path.exists():
-        with path.open(newline="", encoding="utf-8") as file:
-            before = [dict(row) for row in csv.DictReader(file) if row.get("split") != split]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, _COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(sorted([*before, *rows], key=lambda row: int(str(row["sid"]))))
-    write_atomically(path, text.getvalue().encode())
 
 
 def _print_shards(directory: Path, made: Shard, tasks: list[_Task]) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 from pathlib import Path
 
+from molflt.data.structures.make_files import _are_counts
 from molflt.data.structures.make_processes import _in_processes
 from molflt.data.structures.make_systems import _SPLITS
 from molflt.data.structures.references import linear_references, molecule_energies
@@ -64,6 +65,12 @@ def _read_settings(directory: Path) -> dict[str, object]:
         raise ValueError(
             f"{path}: not the settings of a data make run; got {path.read_bytes()[:40]!r}; "
             "delete the file, or choose another folder"
+        )
+    rejected = found.get("rejected", {})
+    if not isinstance(rejected, dict) or not all(map(_are_counts, rejected.values())):
+        raise ValueError(
+            f"{path}: rejected must be numbers by split and reason; got {shown(rejected)}; delete "
+            "that key, or choose another folder"
         )
     return found
 
