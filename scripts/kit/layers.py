@@ -266,6 +266,7 @@ def draw_costs(
     png: Path, rows: Rows, unit: str, styles: Mapping[str, tuple[int, str]], limit: float = math.nan
 ) -> None:
     """Time and memory of training against the size, causal and not; a line at the limit, GB."""
+    rows = pick(rows, **{"pass": TRAINING}) or rows
     kinds = names(rows, "causal")
     with picture(png, figsize=(7.6, 4.2) if len(kinds) < 2 else (9, 7.2)) as figure:
         grid = figure.subplots(len(kinds), 2, sharex=True, sharey="col", squeeze=False)
