@@ -114,10 +114,8 @@ def check_structures(dataset: Structures) -> Structures:
     """
     path = dataset.path
     dataset.verify()
-    if dataset.bad:
-        shown = "; ".join(f"{name}: {reason}" for name, reason in dataset.bad[:5])
-        more = "; ..." if len(dataset.bad) > 5 else ""
-        _warn(f"{path}: {len(dataset.bad)} bad structure(s) left out: {shown}{more}")
+    if text := dataset.left_out():
+        _warn(text)
     if len(dataset) == 0:
         raise ValueError(
             f"{path}: no structures; expected at least one; got 0 "

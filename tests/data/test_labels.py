@@ -65,7 +65,9 @@ def test_training_names_bad_labels_or_leaves_them_out(tmp_path: Path, capsys, ki
     assert "(2 such of 6)" in line
 
     data = IS2REData(tmp_path, val_split="train", batch_size=2, skip_bad=True)
-    data.setup()
+    with pytest.warns(UserWarning, match="2 bad structure") as told:
+        data.setup()
+    assert len(told) == 1 and all(str(sid) in str(told[0].message) for sid in REASONS)
     train = data.datasets["train"]
     sids = [1000, 1001, 1004, 1005]
     assert [item.sid for item in train] == sids

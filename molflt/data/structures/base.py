@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ANY_TAGS", "AS_IT_IS", "AnyTags", "Reading", "Structures", "Tags"]
 
+_SHOWN = 5  # structures that are left out, in a message
+
 Tags = Literal["oc20", "ase"]
 AnyTags = Literal["oc20", "ase", "any"]
 
@@ -74,6 +76,14 @@ class Structures(Dataset["Data"], ABC):
         self.unused: list[str] = []
         self.for_potentials: list[str] = []
         self._kept: np.ndarray | None = None  # indices in the file; None: all of them
+
+    def left_out(self) -> str:
+        """How many structures were left out as bad, and the first of them with why; "" if none."""
+        if not self.bad:
+            return ""
+        shown = "; ".join(f"{name}: {reason}" for name, reason in self.bad[:_SHOWN])
+        more = "; ..." * (len(self.bad) > _SHOWN)
+        return f"{self.path}: {len(self.bad)} bad structure(s) left out: {shown}{more}"
 
     @classmethod
     def to_read_once(cls, path: Path, skip_bad: bool) -> Structures:

@@ -108,6 +108,9 @@ class IS2REData(BatchedData[Structures]):
                 )
             self.datasets[use] = dataset
             self._sampler(use, rank=0, world=1)
+        for text in dict.fromkeys(dataset.left_out() for dataset in self.datasets.values()):
+            if text:
+                warnings.warn(text, stacklevel=3)
         self._say_unused(opened.values())
 
     def _labeled(self, dataset: Structures) -> Structures:
