@@ -15,12 +15,15 @@ from molflt.metrics import locality
 _Call = tuple[Attention, tuple[Any, ...], dict[str, Any]]
 
 
-def _attention_of(stack: nn.Module, run: Callable[[], object]) -> list[Tensor]:
-    """Attention matrices of all layers, in the order in which they are applied.
+def _attention_of(
+    stack: nn.Module, run: Callable[[], object], last: int | None = None
+) -> list[Tensor]:
+    """Attention matrices of layers, in the order in which they are applied.
 
     Args:
         stack: of a model in evaluation mode, or a part of it.
         run: calls the model once.
+        last: only the last so many; all if None. Those of others are not made.
 
     Returns:
         One (batch, heads, queries, keys) per layer and pass; layers without attention have none.
@@ -39,7 +42,10 @@ def _attention_of(stack: nn.Module, run: Callable[[], object]) -> list[Tensor]:
         for hook in hooks:
             hook.remove()
     with torch.no_grad():
-        return [layer.weights(*inputs, **options) for layer, inputs, options in calls]
+        return [
+            layer.weights(*inputs, **options)
+            for layer, inputs, options in calls[-last if last else 0 :]
+        ]
 
 
 def _locality_of(

@@ -220,7 +220,7 @@ def _draw(
         plots.image_sheet(wrong, captions, out / "wrong.png", title)
         names.append("wrong.png")
     first = images[0][0][None].to(next(model.parameters()).device)
-    matrices = _attention_of(model.stack, lambda: model(first))
+    matrices = _attention_of(model.stack, lambda: model(first), last=1)
     title = "last layer, first image; patches row by row"
     plots.attention_matrices(matrices[-1][0], out / "attention.png", title=title)
     position = model.stack.position

@@ -83,7 +83,7 @@ def evaluate(
     files = [out / "losses.png", out / "attention.png"]
     plots.losses_by_place(curves, files[0])
     first = blocks[0][0][:_ATTENTION_TOKENS].to(next(model.parameters()).device)[None]
-    matrices = _attention_of(model.stack, lambda: model(first))
+    matrices = _attention_of(model.stack, lambda: model(first), last=1)
     title = f"last layer, first {first.shape[1]} tokens of {split}"
     plots.attention_matrices(matrices[-1][0], files[1], title=title)
     own = model.stack.position, model.position_scale, length, model.longest

@@ -193,7 +193,7 @@ def _draw(out: Path, model: MaskedLanguageModel, blocks: PieceBlocks, split: str
     count = min(_ATTENTION_TOKENS, int(there.sum()))
     device = next(model.parameters()).device
     first = [part[:, :count].to(device) for part in (tokens, types)]
-    matrices = _attention_of(model.encoder.stack, lambda: model(*first))
+    matrices = _attention_of(model.encoder.stack, lambda: model(*first), last=1)
     if matrices:
         files.append(out / "attention.png")
         title = f"last layer with attention, first {count} tokens of {split}"

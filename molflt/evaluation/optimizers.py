@@ -141,7 +141,7 @@ def _draw_memory(
         if not bool(theta.isfinite().all()):
             break
     features = torch.stack(seen, dim=1)
-    matrices = _attention_of(memory.stack, lambda: model(features, features[..., 0]))
+    matrices = _attention_of(memory.stack, lambda: model(features, features[..., 0]), last=1)
     files = [out / "attention.png"]
     title = f"last layer, first {features.shape[1]} gradients of {task.replace('_', ' ')}"
     plots.attention_matrices(matrices[-1].mean(dim=0), files[0], title=title)

@@ -171,9 +171,9 @@ def _draw(model: PixelModel, out: Path) -> list[Path]:
 def _draw_attention(model: PixelModel, image: Tensor, out: Path) -> list[Path]:
     """Where the heads of the last layer look in an image (channels, side, side)."""
     given = image[None].to(next(model.parameters()).device)
-    what = f"the attention matrices of an image of {model.longest:,} bytes"
+    what = f"the attention matrix of an image of {model.longest:,} bytes"
     with within_memory(lambda: what, "use a smaller model or smaller images"):
-        matrices = _attention_of(model.stack, lambda: model.image_log_likelihood(given))
+        matrices = _attention_of(model.stack, lambda: model.image_log_likelihood(given), last=1)
     if not matrices:
         return []
     png = out / "attention.png"

@@ -232,9 +232,9 @@ def _draw(out: Path, model: EncoderDecoder, pairs: Pairs, split: str) -> list[Pa
     """Both kinds of attention of the decoder's last layer, and the relative encoding."""
     source, target = (ids[None].to(model.head.weight.device) for ids in pairs[0])
     seen = target[:, :-1]
-    matrices = _attention_of(model.decoder, lambda: model(source, seen))
+    matrices = _attention_of(model.decoder, lambda: model(source, seen), last=2)
     files = [out / "attention.png", out / "cross-attention.png"]
-    for matrix, file, what in zip(matrices[-2:], files, ("target", "source"), strict=True):
+    for matrix, file, what in zip(matrices, files, ("target", "source"), strict=True):
         title = f"last layer, target to {what}, first pair of {split}"
         plots.attention_matrices(matrix[0], file, title=title)
     tokens = max(pairs.sizes)
