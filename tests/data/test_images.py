@@ -64,6 +64,15 @@ def write_folder(root: Path, count: int = 4, side: int = 8, classes: str = "cat 
     return root
 
 
+def test_images_beside_folders_of_classes_are_named(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "mixed")
+    (root / "stray.png").write_bytes((root / "cat" / "0.png").read_bytes())
+    for data in (ImageData(root, root), PixelData(root, root)):
+        with pytest.warns(UserWarning, match="1 images beside the folders .* such as 'stray.png'"):
+            data.setup()
+        assert len(data.datasets["train"]) == 12
+
+
 @pytest.mark.parametrize("zipped", [False, True])
 def test_idx_is_read_as_written(tmp_path: Path, zipped: bool) -> None:
     """Plain, gzipped, and gzipped under a name that does not say so."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch import Tensor
 from molflt.data.hub import dataset_loader
 from molflt.data.images.base import LabeledImages
 from molflt.data.images.idx import _IdxImages
+from molflt.files import shown
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -166,6 +168,8 @@ class _ImageFolder(_DecodedImages):
             raise ValueError(
                 f"{path}: expected a folder of images for each class; got none; make them, {hint}"
             )
+        elif found != ["."]:
+            _warn_of_others(path)
         self.classes = found if classes is None else list(classes)
         if unknown := sorted(set(found) - set(self.classes)):
             raise ValueError(
@@ -267,6 +271,21 @@ def _check_pixels(image: Image) -> None:
         raise ValueError(f"{count:,} pixels; expected at most {_MOST_PIXELS:,}")
 
 
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(_SUFFIXES) and not name.startswith(".")
+
+
+def _warn_of_others(path: Path) -> None:
+    """Says what stands beside the folders of classes, where nobody reads it."""
+    beside = sorted(filter(_is_image, os.listdir(path)))
+    if beside:
+        warnings.warn(
+            f"{path}: {len(beside)} images beside the folders of classes are not used, such as "
+            f"{shown(beside[0])}; move them into a folder, or away",
+            stacklevel=4,
+        )
+
+
 def _image_files(folder: Path) -> list[str]:
     """Images below a folder, also behind links, but each folder once: links may form a circle."""
     seen: set[str] = set()
@@ -277,9 +296,5 @@ def _image_files(folder: Path) -> list[str]:
             below.clear()
             continue
         seen.add(real)
-        found += [
-            os.path.join(where, name)
-            for name in names
-            if name.lower().endswith(_SUFFIXES) and not name.startswith(".")
-        ]
+        found += [os.path.join(where, name) for name in filter(_is_image, names)]
     return found
