@@ -1,11 +1,12 @@
-"""A potential of molflt beside SchNet (PyG), at equal processor time on the same frames.
+"""A potential of molflt beside SchNet (PyG) and PaiNN, at equal processor time on the same frames.
 
     python scripts/potentials.py FOLDER --out runs/potentials --seconds 3600
-    python scripts/potentials.py FOLDER --out runs/potentials --models molflt --dim 128 --layers 4
+    python scripts/potentials.py FOLDER --out runs/potentials --test val_id val_hot --seeds 0 1 2
 
-FOLDER holds train and test splits (--train, --test) that `molflt data inspect` reads. Both models
-see the same loss, batches and schedule, which follows the clock. Writes potentials.md and .csv;
-started again, it goes on where it was stopped and repeats nothing.
+FOLDER holds train and test splits (--train, --test) that `molflt data inspect` reads. molflt's is
+that of configs/potential.yaml; all see the same loss, batches and schedule, which follows the
+clock. Writes potentials.md and .csv; started again, it goes on where it was stopped and repeats
+nothing.
 """
 
 from __future__ import annotations
@@ -16,61 +17,68 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from kit.rows import Row, Rows, markdown, write_csv
-from kit.words import parsed
+import yaml
+from kit.rows import Row, Rows, markdown, mean_sd, pick, write_csv
+from kit.words import described
+from numpy.typing import NDArray
+from peers_kit.nets import Peer, PeriodicSchNet
+from peers_kit.painn import PeriodicPaiNN
 from torch import Tensor, nn
-from torch_geometric.data import Batch
-from torch_geometric.nn.models import SchNet
+from torch_geometric.data import Batch, Data
 
 from molflt.data.structures.potential_data import PotentialData, SinglePoints
 from molflt.files import write_atomically
 from molflt.graph.geometry import Geometry
-from molflt.graph.neighbors import neighbor_list
 from molflt.graph.potential import Potential
 from molflt.tasks.potential import PotentialTask
 
+CONFIG = Path(__file__).parents[1] / "configs/potential.yaml"
+CUTOFF = 5.0  # Å
 SAVE_EVERY = 60  # seconds
 WARM = 0.02  # share of the time in which the learning rate rises
+MEASURES = {
+    "energy_mae_meV_per_atom": "energy MAE, meV/atom",
+    "energy_rmse_meV_per_atom": "energy RMSE, meV/atom",
+    "force_mae_meV_per_A": "force MAE, meV/Å",
+    "force_rmse_meV_per_A": "force RMSE, meV/Å",
+}
 
 
 class LocalNet(nn.Module):
-    """PyG's SchNet with periodic neighbors, and what `PotentialTask` asks of a model."""
+    """A net of messages within a cutoff, and what `PotentialTask` asks of a model."""
 
-    def __init__(self, dim: int, layers: int, cutoff: float = 5.0) -> None:
+    element_energies: Tensor
+    energy_std: Tensor
+
+    def __init__(self, net: Peer) -> None:
         super().__init__()
-        self.net = SchNet(dim, dim, layers, cutoff=cutoff, interaction_graph=self._edges)
-        self.cutoff = cutoff
-        self.found: tuple[Tensor, Tensor] | None = None
+        self.net = net
         self.register_buffer("element_energies", torch.zeros(119, dtype=torch.float64))
         self.register_buffer("energy_std", torch.ones((), dtype=torch.float64))
-
-    def _edges(self, pos: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
-        assert self.found is not None
-        return self.found
 
     def forward(self, batch: Batch) -> Mapping[str, Tensor]:
         with torch.enable_grad():
             pos = batch.pos.detach().clone().requires_grad_()
             geometry = Geometry.of(pos, batch.batch, batch.cell, batch.pbc)
-            pairs = neighbor_list(geometry, self.cutoff)
-            self.found = torch.stack((pairs.neighbor, pairs.center)), pairs.distance
-            atomic = self.net(batch.atomic_numbers, pos, batch.batch)[:, 0]
+            place = {"pos": pos, "cell": batch.cell, "pbc": batch.pbc}
+            edges = self.net.graph(Data(**place, batch=batch.batch, num_nodes=len(pos)))
+            atomic = self.net.atomic(batch.atomic_numbers, edges)
             known = geometry.sum(self.element_energies[batch.atomic_numbers])
-            energy = atomic.double() * self.energy_std + known
+            energy = geometry.sum(atomic).double() * self.energy_std + known
             force = -torch.autograd.grad(energy.sum(), pos, create_graph=self.training)[0]
         return {"energy": energy, "forces": force, "stress": torch.full_like(batch.stress, np.nan)}
 
 
 def build(name: str, options: argparse.Namespace) -> nn.Module:
-    torch.manual_seed(options.seed)
+    dim, layers = options.dim, options.layers
     if name == "schnet":
-        return LocalNet(options.dim, options.layers)
-    sizes: dict[str, Any] = {"dim": options.dim, "layers": options.layers}
-    return Potential(**sizes, ffn_dim=2 * options.dim)
+        return LocalNet(PeriodicSchNet(dim, dim, layers, num_gaussians=50, cutoff=CUTOFF))
+    if name == "painn":
+        return LocalNet(PeriodicPaiNN(dim, layers, cutoff=CUTOFF))
+    return Potential(**yaml.safe_load(CONFIG.read_text())["model"])
 
 
 def judge(task: PotentialTask, points: SinglePoints, batch_size: int) -> dict[str, float]:
@@ -84,7 +92,7 @@ def judge(task: PotentialTask, points: SinglePoints, batch_size: int) -> dict[st
 
 
 def learn(
-    task: PotentialTask, points: SinglePoints, state: Path, options: argparse.Namespace
+    task: PotentialTask, points: SinglePoints, state: Path, seed: int, options: argparse.Namespace
 ) -> tuple[int, float]:
     """Steps until the time is over; those of earlier starts count. Returns steps and seconds."""
     optimizer, step, spent = task.optimizer(), 0, 0.0
@@ -101,7 +109,7 @@ def learn(
         torch.save({**parts, "step": step, "spent": seconds}, state)
 
     while (elapsed := spent + time.process_time() - began) < options.seconds:
-        draw = np.random.default_rng((options.seed, step))
+        draw = np.random.default_rng((seed, step))
         chosen = draw.choice(len(points), min(options.batch_size, len(points)), replace=False)
         progress = elapsed / options.seconds
         factor = min(progress / WARM, 0.5 * (1 + math.cos(math.pi * progress)))
@@ -120,60 +128,99 @@ def learn(
     return step, elapsed
 
 
-def run(name: str, options: argparse.Namespace, data: PotentialData) -> Row:
-    """Trains and judges one model, or reads what an earlier start has found."""
-    done = options.out / f"{name}.json"
+def run(
+    name: str,
+    seed: int,
+    data: PotentialData,
+    tests: Mapping[str, SinglePoints],
+    options: argparse.Namespace,
+) -> Rows:
+    """Trains one model and judges it on each split, or reads what an earlier start has found."""
+    done = options.out / f"{name}-{seed}.json"
     if done.exists():
         return json.loads(done.read_text())  # type: ignore[no-any-return]
-    train, test = data.datasets["train"], data.datasets["val"]
-    assert isinstance(train, SinglePoints) and isinstance(test, SinglePoints)
+    torch.manual_seed(seed)
     task = PotentialTask(build(name, options), lr=options.lr)
     task.prepare(data)
-    step, seconds = learn(task, train, options.out / f"{name}.ckpt", options)
-    found = judge(task, test, options.batch_size)
+    train, state = data.datasets["train"], options.out / f"{name}-{seed}.ckpt"
+    assert isinstance(train, SinglePoints)
+    step, seconds = learn(task, train, state, seed, options)
     count = sum(p.numel() for p in task.model.parameters())
-    row: Row = {"model": name, "parameters": count, "steps": step, "seconds": round(seconds)}
-    row |= {key: round(value, 3) for key, value in found.items()}
-    write_atomically(done, json.dumps(row).encode())
-    return row
-
-
-def trivial(data: PotentialData) -> Row:
-    """Energies of the elements plus a constant per atom, and no forces."""
-    train, test = data.datasets["train"], data.datasets["val"]
-    assert isinstance(train, SinglePoints) and isinstance(test, SinglePoints)
-    own = data.element_energies().energies
-    rest = [
-        (points.y_relaxed - points.compositions(np.arange(len(points))) @ own) / points.natoms
-        for points in (train, test)
+    about: Row = {"model": name, "seed": seed, "parameters": count, "steps": step}
+    about["seconds"] = round(seconds)
+    rows = [
+        {**about, "split": split, **judge(task, points, options.batch_size)}
+        for split, points in tests.items()
     ]
-    error = np.abs(rest[1] - np.median(rest[0])).mean()
-    row: Row = {"model": "mean", "energy_mae_meV_per_atom": round(1e3 * float(error), 3)}
-    return {**row, "force_mae_meV_per_A": round(1e3 * test.force_size, 3)}
+    write_atomically(done, json.dumps(rows).encode())
+    return rows
+
+
+def points_of(options: argparse.Namespace, split: str) -> tuple[PotentialData, SinglePoints]:
+    """The training split, and another one to be judged on."""
+    data = PotentialData(options.data, train_split=options.train, val_split=split)
+    data.setup()
+    found = data.datasets["val"]
+    assert isinstance(found, SinglePoints)
+    return data, found
+
+
+def trivial(data: PotentialData, tests: Mapping[str, SinglePoints]) -> Rows:
+    """Energies of the elements plus a constant per atom, and no forces."""
+    own, train = data.element_energies().energies, data.datasets["train"]
+    assert isinstance(train, SinglePoints)
+
+    def rest(points: SinglePoints) -> NDArray[np.float64]:
+        known = points.compositions(np.arange(len(points))) @ own
+        return np.asarray((points.y_relaxed - known) / points.natoms)
+
+    constant = np.median(rest(train))
+    return [
+        {
+            "model": "mean",
+            "split": split,
+            "energy_mae_meV_per_atom": 1e3 * float(np.abs(rest(points) - constant).mean()),
+            "force_mae_meV_per_A": 1e3 * points.force_size,
+        }
+        for split, points in tests.items()
+    ]
+
+
+def table(rows: Rows) -> str:
+    """Mean and standard deviation over seeds, of each model on each split."""
+    lines = []
+    for split, model in dict.fromkeys((row["split"], row["model"]) for row in rows):
+        mine = pick(rows, split=split, model=model)
+        found = ([row[key] for row in mine if key in row] for key in MEASURES)
+        told = [mean_sd(values, 2) if values else None for values in found]
+        lines.append([split, model, *(mine[0].get(key) for key in ("parameters", "steps")), *told])
+    return markdown(["split", "model", "parameters", "steps", *MEASURES.values()], lines)
 
 
 def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = described(__doc__)
     parser.add_argument("data", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--train", default="train")
-    parser.add_argument("--test", default="val_id")
-    parser.add_argument("--models", nargs="+", default=["molflt", "schnet"])
+    parser.add_argument("--test", nargs="+", default=["val_id"])
+    parser.add_argument("--models", nargs="+", default=["molflt", "schnet", "painn"])
     for name, default in (("seconds", 600.0), ("lr", 2e-3)):
         parser.add_argument(f"--{name}", type=float, default=default)
-    for name, value in (("batch_size", 8), ("dim", 64), ("layers", 3), ("seed", 0)):
+    for name, value in (("batch_size", 8), ("dim", 64), ("layers", 3)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    options = parsed(parser, words)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    options = parser.parse_args(words)
     options.out.mkdir(parents=True, exist_ok=True)
-    data = PotentialData(options.data, train_split=options.train, val_split=options.test)
-    data.setup()
-    rows: Rows = [trivial(data), *(run(name, options, data) for name in options.models)]
-    columns = list(dict.fromkeys(key for row in reversed(rows) for key in row))
-    rows = [{key: row.get(key) for key in columns} for row in rows]
-    write_csv(options.out / "potentials.csv", rows)
-    text = markdown(columns, (row.values() for row in rows))
-    write_atomically(options.out / "potentials.md", text.encode())
-    print(text)
+    opened = {split: points_of(options, split) for split in options.test}
+    data, tests = opened[options.test[0]][0], {split: found[1] for split, found in opened.items()}
+    rows = trivial(data, tests)
+    for seed in options.seeds:
+        for name in options.models:
+            rows += run(name, seed, data, tests, options)
+            columns = list(dict.fromkeys(key for row in reversed(rows) for key in row))
+            write_csv(options.out / "potentials.csv", [dict.fromkeys(columns) | r for r in rows])
+            write_atomically(options.out / "potentials.md", table(rows).encode())
+    print(table(rows))
     return 0
 
 

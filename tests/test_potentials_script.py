@@ -21,14 +21,14 @@ def test_both_models_learn_and_a_second_start_repeats_nothing(tmp_path, monkeypa
     assert script.main(words) == 0
     with (out / "potentials.csv").open() as file:
         rows = {row["model"]: row for row in csv.DictReader(file)}
-    assert rows.keys() == {"mean", "molflt", "schnet"}
+    assert rows.keys() == {"mean", "molflt", "schnet", "painn"}
     assert all(float(row["force_mae_meV_per_A"]) > 0 for row in rows.values())
     assert int(rows["schnet"]["steps"]) >= 1 and (out / "potentials.md").is_file()
     monkeypatch.setattr(script, "learn", None)
     assert script.main(words) == 0
     # stopped in between: the time that was spent counts
     monkeypatch.undo()
-    before = json.loads((out / "schnet.json").read_text())
-    (out / "schnet.json").unlink()
+    before = json.loads((out / "schnet-0.json").read_text())
+    (out / "schnet-0.json").unlink()
     assert script.main(words) == 0
-    assert json.loads((out / "schnet.json").read_text())["steps"] == before["steps"]
+    assert json.loads((out / "schnet-0.json").read_text())[0]["steps"] == before[0]["steps"]

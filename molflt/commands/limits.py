@@ -31,6 +31,7 @@ LIMITS = {
     "model.long_range_cutoff": "[1, 100]",  # Å
     "model.long_range_smearing": "[0, 10]",  # Å
     "model.radial_basis": "[0, 1024]",
+    "model.messages": "[0, 64]",
     "model.layers": "[1, 1024]",
     "model.ffn_dim": "[1, 262144]",
     "model.refinements": "[1, 1024]",

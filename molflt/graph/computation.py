@@ -61,11 +61,11 @@ class EnergyInputs(NamedTuple):
     pair_vectors: Tensor
     """(pairs, 3), from query to key"""
     edge_centers: Tensor
-    """(edges,) int64, atoms with neighbors, for the radial summary of the embedding"""
+    """(edges,) int64, atoms with neighbors, for the embedding"""
     edge_neighbors: Tensor
     """(edges,) int64"""
-    edge_distances: Tensor
-    """(edges,)"""
+    edge_vectors: Tensor
+    """(edges, 3), from center to neighbor"""
 
     @classmethod
     def of(cls, model: EnergyRegressor, batch: "Data") -> "EnergyInputs":
@@ -86,7 +86,7 @@ class EnergyInputs(NamedTuple):
         encoding, nothing = model.encoding, geometry.pos.new_zeros(geometry.graphs, 2, 3)
         found = _Found(None)
         around = None
-        if model.embedding.num_basis:
+        if model.embedding.sees_neighbors:
             around = neighbor_list(geometry, model.neighbor_cutoff)
         if encoding is None:
             dense = DenseAtoms.of(geometry)
@@ -96,9 +96,9 @@ class EnergyInputs(NamedTuple):
         nodes = found.nodes or GraphNodes(nothing, nothing[..., 0])
         none = numbers.new_zeros(2)
         near = found.near or NearPairs(none, none, none, geometry.pos.new_zeros(2, 3))
-        edges = (none, none, geometry.pos.new_ones(2))
+        edges = (none, none, geometry.pos.new_ones(2, 3))
         if around is not None:
-            edges = around.center, around.neighbor, around.distance
+            edges = around.center, around.neighbor, around.vector
         places = SizeClass.of(geometry, dense).places
         dtype = geometry.pos.dtype
         return cls(
@@ -130,7 +130,7 @@ _SIZES = {
     "pair_vectors": (_PAIRS,),
     "edge_centers": (_EDGES,),
     "edge_neighbors": (_EDGES,),
-    "edge_distances": (_EDGES,),
+    "edge_vectors": (_EDGES,),
 }
 
 
@@ -171,9 +171,9 @@ class EnergyComputation(nn.Module):
                 near = NearPairs(*given[_place("pair_graphs") : _place("edge_centers")])
             encoded = model.encoding._evaluate(dense, _Found(nodes, None, near))
         edges = None
-        if model.embedding.num_basis:
-            center, neighbor, distance = given[_place("edge_centers") :]
-            edges = Neighbors(center, neighbor, distance[:, None].expand(-1, 3), distance)
+        if model.embedding.sees_neighbors:
+            center, neighbor, vector = given[_place("edge_centers") :]
+            edges = Neighbors(center, neighbor, vector, vector.norm(dim=-1))
         x = model.embedding(given.numbers, given.tags, edges)
         padded = SizeClass(dense, encoded, given.places)
         for _ in range(model.stack.refinements):

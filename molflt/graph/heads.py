@@ -10,29 +10,14 @@ from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
 from molflt.attention.checks import at_hand
 from molflt.graph import elements
 from molflt.graph.geometry import Geometry, _sum_by
+from molflt.graph.messages import EquivariantMessages
 from molflt.graph.near import in_pieces
 from molflt.graph.neighbors import Neighbors
+from molflt.graph.radial import radial_bumps
 
 _WAVES = 64  # functions of descriptors
 _WAVE_NUMBER = 0.3  # 1 / standard deviation of a descriptor: elements of one group are neighbors
-_E3NN = 1.14136  # its factor of a second moment of one
-_EDGE = 0.01  # of 1 - u^2, where exp(-2 / .) is 1e-87, and its slope still a number
 _NUM_ELEMENTS = MAX_ATOMIC_NUMBER + 1  # 0 is not used
-
-
-def _radial_basis(distance: Tensor, number: int, cutoff: float) -> Tensor:
-    """Smooth bumps of finite support, zero with all derivatives at `cutoff`: (pairs, number).
-
-    e3nn's "smooth_finite" basis (arXiv:2207.09453), scaled to a second moment of about one: with
-    u = (number + 1) |r| / cutoff - 1, 2, ..., number it is exp(-1 / (1 + u) - 1 / (1 - u)), as one
-    exponential.
-    """
-    centers = torch.arange(1, number + 1, dtype=distance.dtype, device=distance.device)
-    u = distance[:, None] * ((number + 1) / cutoff) - centers
-    rest = 1 - u * u
-    inside = rest > _EDGE
-    bumps = (2 - 2 / torch.where(inside, rest, 1.0)).exp() * (_E3NN * number**0.5)
-    return torch.where(inside, bumps, 0.0)
 
 
 class ElementEmbedding(nn.Embedding):
@@ -82,19 +67,26 @@ def _check_described(numbers: Tensor, known: Tensor) -> None:
 
 
 class AtomEmbedding(nn.Module):
-    """Element + tag + (optional) a radial summary of the neighborhood.
+    """Element + tag + (optional) what stands around each atom, before any attention.
 
-    The summary is sum_j W b(|r_ij|) * u(Z_j): what stands how far away, before any attention.
+    The radial summary is sum_j W b(|r_ij|) * u(Z_j), what stands how far away; layers of messages
+    add to it in which directions, see `molflt.graph.messages.EquivariantMessages`.
 
     Args:
         dim: width of the embedding.
         num_basis: size of the radial basis b; 0 leaves the summary out.
         cutoff: radius of the neighborhood, Å.
         descriptors: see `ElementEmbedding`.
+        messages: layers of messages; 0 leaves them out.
     """
 
     def __init__(
-        self, dim: int, num_basis: int = 0, cutoff: float = 6.0, descriptors: bool = False
+        self,
+        dim: int,
+        num_basis: int = 0,
+        cutoff: float = 6.0,
+        descriptors: bool = False,
+        messages: int = 0,
     ) -> None:
         super().__init__()
         self.num_basis = num_basis
@@ -104,19 +96,27 @@ class AtomEmbedding(nn.Module):
         if num_basis:
             self.neighbor_element = ElementEmbedding(dim, descriptors)
             self.radial = nn.Linear(num_basis, dim, bias=False)
+        self.messages = EquivariantMessages(dim, messages, cutoff) if messages else None
+
+    @property
+    def sees_neighbors(self) -> bool:
+        """Whether anything but the atom itself enters its embedding."""
+        return bool(self.num_basis) or self.messages is not None
 
     def forward(self, numbers: Tensor, tags: Tensor, neighbors: Neighbors | None) -> Tensor:
         """(atoms,) atomic numbers and tags, and pairs, to (atoms, dim)."""
         x = self.element(numbers) + self.tag(tags)
+        if not self.sees_neighbors:
+            return x
+        if neighbors is None:
+            raise ValueError("a radial summary and messages need neighbors; got None")
         if self.num_basis:
-            if neighbors is None:
-                raise ValueError("the radial summary needs neighbors; got None")
-            basis = _radial_basis(neighbors.distance, self.num_basis, self.cutoff)
+            basis = radial_bumps(neighbors.distance, self.num_basis, self.cutoff)
             message = self.radial(basis.to(x.dtype))
             element = self.neighbor_element(numbers).index_select(0, neighbors.neighbor)
             message = message * element
             x = x + _sum_by(message, neighbors.center, len(x))
-        return x
+        return x if self.messages is None else self.messages(x, neighbors)
 
 
 class EnergyReadout(nn.Module):
@@ -186,7 +186,7 @@ class PositionHead(nn.Module):
     def _moves(self, pairs: Neighbors, from_center: Tensor, from_neighbor: Tensor) -> Tensor:
         """What some pairs add: (atoms, 3), Å."""
         center, neighbor, vector, distance = pairs
-        basis = _radial_basis(distance, self.num_basis, self.cutoff).to(from_center.dtype)
+        basis = radial_bumps(distance, self.num_basis, self.cutoff).to(from_center.dtype)
         # Pairs are many: each further tensor of them costs as much as computing with it.
         ends = from_center.index_select(0, center)
         ends = ends.add_(from_neighbor.index_select(0, neighbor))

@@ -127,7 +127,7 @@ def _all_pairs(geometry: Geometry, graphs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def in_pieces(
-    function: Callable[..., _R], pairs: "NearPairs | Neighbors", *rest: object
+    function: Callable[..., _R], pairs: tuple[Tensor, ...], *rest: object
 ) -> list[_R]:
     """function(pairs, *rest) for pieces of many pairs, of which only the results are kept."""
     # Compiled code is one graph of operations for all sizes.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from molflt.atoms import Tag
 from molflt.attention.checks import no_effect
@@ -53,7 +53,9 @@ class Potential(EnergyRegressor):
         near_field: distance within which the kernel is exact, Å; 5 by default.
         near_exact: within it, q.k is exact as well, without random features.
         neighbor_cutoff: radius of the embedding's radial summary, 5 Å by default.
-        radial_basis: size of the radial summary; 0 leaves it out.
+        radial_basis: size of the radial summary; left out by default.
+        messages: layers of equivariant messages between neighbors, 2 by default, see
+            `EnergyRegressor`; 0 leaves them out, and angles enter through distances only.
         descriptors: tell elements by period, group, radius, electronegativity and valence electrons
             as well.
         long_range: powers p, of 1 (charges), 2, 4 and 6 (dispersion): adds energies of 1 / r^p
@@ -88,7 +90,8 @@ class Potential(EnergyRegressor):
         near_field: float | None = None,
         near_exact: bool = False,
         neighbor_cutoff: float | None = None,
-        radial_basis: int = 16,
+        radial_basis: int = 0,
+        messages: int = 2,
         descriptors: bool = False,
         far_field: bool = True,
         long_range: list[int] | None = None,
@@ -112,12 +115,14 @@ class Potential(EnergyRegressor):
             near_exact=near_exact,
             neighbor_cutoff=neighbor_cutoff,
             radial_basis=radial_basis,
+            messages=messages,
             descriptors=descriptors,
             subsurface=True,
             position_head=False,
             move_atoms=False,
             **stack,
         )
+        nn.init.ones_(self.readout.factor.weight)  # there are no tags that differ
         charges = {"channels": long_range_channels, "cutoff": long_range_cutoff}
         charges["smearing"] = long_range_smearing
         self.long_range = _make_long_range(dim, long_range, charges)

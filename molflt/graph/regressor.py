@@ -62,6 +62,9 @@ class EnergyRegressor(nn.Module):
         neighbor_cutoff: radius of the neighborhoods of embedding and position head, 5 Å by default.
         radial_basis: size of the embedding's radial summary; 0 leaves it out, so that attention is
             the only place where energies see positions.
+        messages: layers of messages that turn with the structure, between neighbors and before
+            attention, so that tokens know of angles; PaiNN's, see
+            `molflt.graph.messages.EquivariantMessages`. 0 leaves them out.
         descriptors: tell elements by period, group, radius, electronegativity and valence electrons
             as well, which reach those that training did not see; see `ElementEmbedding`.
         subsurface: False leaves out the atoms with tag 0, half of a slab: whatever the model says
@@ -117,6 +120,7 @@ class EnergyRegressor(nn.Module):
         near_exact: bool = False,
         neighbor_cutoff: float | None = None,
         radial_basis: int = 0,
+        messages: int = 0,
         descriptors: bool = False,
         subsurface: bool = True,
         position_head: bool = True,
@@ -125,7 +129,8 @@ class EnergyRegressor(nn.Module):
     ) -> None:
         super().__init__()
         known_names(EnergyRegressor, stack, Stack, Attention, but=_NOT_OURS)
-        _check_numbers(dim, heads, radial_basis, neighbor_cutoff, position_head)
+        around = {"radial_basis": radial_basis, "messages": messages}
+        _check_numbers(dim, heads, around, neighbor_cutoff, position_head)
         kind = {"mixing": mixing, "feature_map": feature_map, "num_features": num_features}
         self.encoding: GraphEncoding | None = _make_encoding(
             heads,
@@ -143,7 +148,7 @@ class EnergyRegressor(nn.Module):
         blocks.share_position()
         _refuse_misfits(move_atoms, position_head, blocks.refinements, self.encoding is not None)
         self.neighbor_cutoff = cutoff = 5.0 if neighbor_cutoff is None else neighbor_cutoff
-        self.embedding = AtomEmbedding(dim, radial_basis, cutoff, descriptors)
+        self.embedding = AtomEmbedding(dim, radial_basis, cutoff, descriptors, messages)
         self.stack = blocks
         self.descriptors, self.subsurface, self.move_atoms = descriptors, subsurface, move_atoms
         self.readout = EnergyReadout(dim)
@@ -195,7 +200,7 @@ class EnergyRegressor(nn.Module):
     def _predict(self, atoms: Atoms) -> dict[str, Tensor]:
         geometry, numbers, fixed = atoms
         neighbors = None
-        if self.position_head is not None or self.embedding.num_basis:
+        if self.position_head is not None or self.embedding.sees_neighbors:
             neighbors = neighbor_list(geometry, self.neighbor_cutoff)
         if self.training:
             self.trained_elements[numbers] = True
@@ -291,12 +296,12 @@ def _best_form(position: str, periodic: str | None, near_field: float | None) ->
 
 
 def _check_numbers(
-    dim: int, heads: int, radial_basis: int, cutoff: float | None, position_head: bool
+    dim: int, heads: int, around: Mapping[str, int], cutoff: float | None, position_head: bool
 ) -> None:
     at_least_one(dim=dim, heads=heads)
-    not_negative(radial_basis=radial_basis)
-    if not (position_head or radial_basis):
-        no_effect("without position_head and radial_basis", neighbor_cutoff=cutoff)
+    not_negative(**around)
+    if not (position_head or any(around.values())):
+        no_effect("without position_head, radial_basis and messages", neighbor_cutoff=cutoff)
     if cutoff is not None:
         positive(neighbor_cutoff=cutoff)
 

@@ -11,6 +11,7 @@ EXACT = {"rtol": 0.0, "atol": 1e-10}
 VARIANTS = {
     "default": {},
     "surface": {"subsurface": False, "descriptors": True, "radial_basis": 4},
+    "messages": {"messages": 2},
     "flt": FLT,
     "flt-reciprocal": {**FLT, "periodic": "reciprocal"},
     "kernel": {**KERNEL, "near_field": 0.0, "periodic": "none"},

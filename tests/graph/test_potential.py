@@ -91,7 +91,7 @@ def test_no_kink_along_a_path_of_600_points(atoms):
 
 def test_a_smooth_extent_is_what_it_takes():
     """Of the plain span the slope jumps where another atom comes to be outermost."""
-    model = potential(radial_basis=0, near_field=0)
+    model = potential(radial_basis=0, messages=0, near_field=0)
     atoms, step = Atoms("OHH", [[0, 0, 0], [1.0, 0, 0], [0.5, 1, 0]]), np.zeros((3, 3))
     atoms.set_cell([9.0, 9.0, 9.0])
     atoms.pbc = (False, True, True)

@@ -13,9 +13,9 @@ from torch_geometric.data import Batch, Data
 
 from molflt.graph import EnergyRegressor, encoding, neighbors, regressor
 from molflt.graph.geometry import Geometry
-from molflt.graph.heads import _radial_basis
 from molflt.graph.neighbors import neighbor_list
 from molflt.graph.periodic import Images
+from molflt.graph.radial import radial_bumps
 
 EXACT = {"rtol": 0.0, "atol": 1e-10}
 SMALL = {"dim": 16, "heads": 2, "layers": 2, "refinements": 2, "ffn_dim": 24}
@@ -39,6 +39,7 @@ VARIANTS = {
     "near": {**KERNEL, "near_field": 3.0, "periodic": "none", "mixing": "auto"},
     "near-reciprocal-moving": {**MOVING, "near_field": 3.0, "normalize": "none"},
     "surface": {**KERNEL, "near_field": 3.0, "descriptors": True, "subsurface": False},
+    "messages": {**KERNEL, "near_field": 3.0, "messages": 2},
     "performer": PERFORMER,
     "performer-radial": {**PERFORMER, "radial_basis": 8, "descriptors": True},
     "softmax-mask": SOFTMAX,
@@ -410,15 +411,15 @@ def test_options_that_do_not_go_together(options, words):
         EnergyRegressor(**{**SMALL, **options})
 
 
-def test_radial_basis_is_that_of_e3nn():
+def test_radial_bumps_are_those_of_e3nn():
     """To the rounding of its factor to float32; gradients of all orders end at the cutoff."""
     from e3nn.math import soft_one_hot_linspace
 
     r = torch.linspace(0.0, 5.5, 200, dtype=torch.float64)
     theirs = soft_one_hot_linspace(r, 0.0, 5.0, 16, basis="smooth_finite", cutoff=True)
-    torch.testing.assert_close(_radial_basis(r, 16, 5.0), theirs * 4, rtol=2e-7, atol=1e-12)
+    torch.testing.assert_close(radial_bumps(r, 16, 5.0), theirs * 4, rtol=2e-7, atol=1e-12)
     end = torch.tensor([5.0 - 1e-9, 5.0, 5.0 + 1e-9], requires_grad=True)
-    (slope,) = torch.autograd.grad(_radial_basis(end, 16, 5.0).sum(), end, create_graph=True)
+    (slope,) = torch.autograd.grad(radial_bumps(end, 16, 5.0).sum(), end, create_graph=True)
     (curvature,) = torch.autograd.grad(slope.sum(), end)
     assert not slope.any() and not curvature.any()
 

@@ -1,0 +1,39 @@
+"""Functions of distances that end at a cutoff, with all derivatives."""
+
+import math
+
+import torch
+from torch import Tensor
+
+_E3NN = 1.14136  # its factor of a second moment of one
+_EDGE = 0.01  # of 1 - u^2, where exp(-2 / .) is 1e-87, and its slope still a number
+
+
+def radial_bumps(distance: Tensor, number: int, cutoff: float) -> Tensor:
+    """Smooth bumps of finite support: (pairs,) Å -> (pairs, number).
+
+    e3nn's "smooth_finite" basis (arXiv:2207.09453), scaled to a second moment of about one: with
+    u = (number + 1) |r| / cutoff - 1, 2, ..., number it is exp(-1 / (1 + u) - 1 / (1 - u)), as one
+    exponential.
+    """
+    centers = torch.arange(1, number + 1, dtype=distance.dtype, device=distance.device)
+    u = distance[:, None] * ((number + 1) / cutoff) - centers
+    rest = 1 - u * u
+    inside = rest > _EDGE
+    bumps = (2 - 2 / torch.where(inside, rest, 1.0)).exp() * (_E3NN * number**0.5)
+    return torch.where(inside, bumps, 0.0)
+
+
+def radial_waves(distance: Tensor, number: int, cutoff: float) -> Tensor:
+    """Standing waves that fade: (pairs,) Å, above 0 -> (pairs, number).
+
+    DimeNet's Bessel functions (arXiv:2003.03123, eq. 7) with another envelope, c / r
+    sin(n pi u) exp(-u^2 / (1 - u^2)) for n = 1, ..., number and u = r / c. They tell distances of a
+    bond apart, which are within the width of one bump.
+    """
+    u = distance / cutoff
+    rest = 1 - u * u
+    inside = rest > _EDGE
+    fade = torch.where(inside, (1 - 1 / torch.where(inside, rest, 1.0)).exp(), 0.0)
+    waves = torch.arange(1, number + 1, dtype=distance.dtype, device=distance.device) * math.pi
+    return (waves * u[:, None]).sin() * (fade / u)[:, None]

@@ -1,0 +1,170 @@
+"""Messages turn with the structure, know of angles and end smoothly; sums are those of the paper."""
+
+import math
+
+import pytest
+import torch
+from graph.test_regressor import structure
+from scipy.spatial.transform import Rotation
+from torch_geometric.data import Batch, Data
+
+from molflt.graph import EnergyRegressor, near
+from molflt.graph.geometry import Geometry
+from molflt.graph.messages import EquivariantMessages
+from molflt.graph.neighbors import Neighbors, neighbor_list
+from molflt.graph.radial import radial_waves
+
+CUTOFF = 4.0
+EXACT = {"rtol": 0.0, "atol": 1e-10}
+
+
+def messages(layers: int = 2) -> EquivariantMessages:
+    torch.manual_seed(3)
+    return EquivariantMessages(8, layers, CUTOFF).double()
+
+
+def around(pos: torch.Tensor) -> Neighbors:
+    """All pairs of different atoms of a molecule, within the cutoff or not."""
+    center, neighbor = (~torch.eye(len(pos), dtype=torch.bool)).nonzero().T
+    vector = pos[neighbor] - pos[center]
+    return Neighbors(center, neighbor, vector, vector.norm(dim=-1))
+
+
+def points(atoms: int = 6) -> torch.Tensor:
+    return structure(atoms, seed=5).pos
+
+
+def by_hand(net: EquivariantMessages, tokens: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
+    """PaiNN's equations 7 to 10, atom by atom and pair by pair."""
+    s, v = list(tokens), [torch.zeros(3, 8, dtype=pos.dtype) for _ in pos]
+    for layer in net.layers:
+        phi = [layer.message(layer.norm(x)) * 0.25 for x in s]
+        new_s, new_v = list(s), list(v)
+        for i in range(len(pos)):
+            for j in range(len(pos)):
+                if i == j:
+                    continue
+                r = pos[j] - pos[i]
+                wave = radial_waves(r.norm()[None], 8, CUTOFF)[0]
+                f, h, *g = (phi[j] * (layer.filter.weight @ wave)).split(8)
+                new_s[i] = new_s[i] + f
+                new_v[i] = new_v[i] + torch.outer(r / r.norm(), h) + (v[j] * g[0] if g else 0.0)
+        for i in range(len(pos)):
+            u, w = (layer.project.weight @ new_v[i].T).T.split(8, dim=1)
+            length = torch.tensor([math.sqrt(1 + float(x @ x)) - 1 for x in w.T])
+            own, product, turn = layer.update(
+                torch.cat((layer.norm(new_s[i]), length.to(pos.dtype)))
+            ).split(8)
+            new_s[i] = new_s[i] + own + product * (u * w).sum(dim=0)
+            new_v[i] = new_v[i] + turn * u
+        s, v = new_s, new_v
+    return torch.stack(s)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@torch.no_grad()
+def test_sums_are_those_of_the_equations(layers):
+    net, pos = messages(layers), points()
+    tokens = torch.randn(len(pos), 8, dtype=pos.dtype)
+    torch.testing.assert_close(net(tokens, around(pos)), by_hand(net, tokens, pos), **EXACT)
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+@torch.no_grad()
+def test_tokens_do_not_turn(mirrored):
+    net, pos = messages(3), points()
+    turn = torch.from_numpy(Rotation.random(random_state=1).as_matrix())
+    tokens = torch.randn(len(pos), 8, dtype=pos.dtype)
+    turned = pos @ turn.T * (-1 if mirrored else 1) + 7.0
+    torch.testing.assert_close(net(tokens, around(turned)), net(tokens, around(pos)), **EXACT)
+
+
+@torch.no_grad()
+def test_angles_are_seen_where_distances_to_the_center_are_equal():
+    """Two neighbors at 90 and at 180 degrees, too far from each other to exchange a message."""
+    net, tokens = messages(1), torch.randn(3, 8, dtype=torch.float64)
+    bent = torch.tensor([[0.0, 0, 0], [3, 0, 0], [0, 3, 0]], dtype=torch.float64)
+    straight = torch.tensor([[0.0, 0, 0], [3, 0, 0], [-3, 0, 0]], dtype=torch.float64)
+    change = net(tokens, around(bent)) - net(tokens, around(straight))
+    assert change[0].abs().max() > 1e-6 and change[1:].abs().max() < 1e-12
+
+
+def test_messages_end_with_all_derivatives_at_the_cutoff():
+    distance = torch.tensor([CUTOFF - 1e-3, CUTOFF, CUTOFF + 0.1], dtype=torch.float64)
+    distance.requires_grad_()
+    found = radial_waves(distance, 8, CUTOFF)
+    (slope,) = torch.autograd.grad(found.sum(), distance, create_graph=True)
+    (curvature,) = torch.autograd.grad(slope.sum(), distance)
+    assert found.abs().max() == 0 and slope.abs().max() == 0 and curvature.abs().max() == 0
+    inside = torch.linspace(0.3, CUTOFF, 30, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda r: radial_waves(r, 8, CUTOFF), (inside,))
+
+
+def test_waves_are_orthonormal_before_they_fade():
+    """DimeNet's Bessel functions: their products, times r^2, integrate to delta(n, m) c^3 / 2."""
+    r = torch.linspace(0.001, CUTOFF * 0.89, 4001, dtype=torch.float64)
+    u = r / CUTOFF
+    plain = radial_waves(r, 5, CUTOFF) * (u * u / (1 - u * u)).exp()[:, None] * u[:, None]
+    expected = torch.stack([(n * math.pi * u).sin() for n in range(1, 6)], dim=1)
+    torch.testing.assert_close(plain, expected, rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+def test_in_pieces_as_at_once(monkeypatch):
+    net, pos = messages(3), points(9)
+    tokens = torch.randn(len(pos), 8, dtype=pos.dtype)
+    whole = net(tokens, around(pos))
+    monkeypatch.setattr(near, "_MANY", 4)
+    monkeypatch.setattr(near, "_PIECE", 5)
+    torch.testing.assert_close(net(tokens, around(pos)), whole, **EXACT)
+
+
+def test_gradients_in_pieces_as_at_once(monkeypatch):
+    """Also of gradients, as training with forces takes them."""
+    net, start = messages(2), points(7)
+
+    def both() -> list[torch.Tensor]:
+        pos = start.clone().requires_grad_()
+        tokens = torch.linspace(-1, 1, 7 * 8, dtype=pos.dtype).reshape(7, 8)
+        (force,) = torch.autograd.grad(net(tokens, around(pos)).sum(), pos, create_graph=True)
+        net.zero_grad()
+        force.square().sum().backward()
+        return [force.detach(), *(p.grad for p in net.parameters() if p.grad is not None)]
+
+    whole = [x.clone() for x in both()]
+    monkeypatch.setattr(near, "_MANY", 4)
+    monkeypatch.setattr(near, "_PIECE", 5)
+    for found, expected in zip(both(), whole, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+@torch.no_grad()
+def test_an_atom_alone_and_none():
+    net = messages(2)
+    alone = Geometry.of_data(Batch.from_data_list([structure(1, 0)]))
+    tokens = torch.ones(1, 8, dtype=torch.float64)
+    far = neighbor_list(alone, 1.0)
+    assert len(far.center) == 0 and net(tokens, far).shape == (1, 8)
+    none = far._replace()
+    assert net(tokens[:0], none).shape == (0, 8)
+
+
+def test_periodic_images_of_an_atom_are_its_neighbors():
+    """A crystal of one atom, and the same of eight of them."""
+    torch.manual_seed(0)
+    net = EnergyRegressor(16, 2, layers=1, ffn_dim=16, messages=2, neighbor_cutoff=CUTOFF).double()
+    net.eval()
+    one = Data(
+        pos=torch.zeros(1, 3, dtype=torch.float64),
+        cell=2.5 * torch.eye(3, dtype=torch.float64)[None],
+        pbc=torch.ones(1, 3, dtype=torch.bool),
+        atomic_numbers=torch.tensor([29]),
+        tags=torch.tensor([1]),
+    )
+    grid = torch.cartesian_prod(*[torch.arange(2.0, dtype=torch.float64)] * 3) * 2.5
+    eight = Data(
+        pos=grid, cell=2 * one.cell, pbc=one.pbc, atomic_numbers=torch.full((8,), 29),
+        tags=torch.ones(8, dtype=torch.long),
+    )  # fmt: skip
+    small, large = (net(Batch.from_data_list([x])) for x in (one, eight))
+    torch.testing.assert_close(large["energy"], 8 * small["energy"], rtol=1e-9, atol=1e-9)
