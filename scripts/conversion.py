@@ -1,51 +1,63 @@
-"""A trained softmax translation model with kernelized attention, without training: its BLEU.
+"""A trained softmax model with kernelized attention, without training: its BLEU or perplexity.
 
     python scripts/conversion.py runs/softmax-normalized-rpe
     python scripts/conversion.py runs/softmax --features 8 16 32 64 --draws 5 --beam 1
+    python scripts/conversion.py runs/lm-softmax-normalized --features 64 --polynomial
 
-NPRF (arXiv:2106.12566), section 4.5, fig. 2: models trained with and without normalized queries and
-keys, with and without a relative encoding, in all of whose attention softmax is replaced by
-positive random features. Run it for each of the four. Mean and standard deviation are over draws of
-the features; the first row is the model as it was trained.
+Translation: NPRF (arXiv:2106.12566), section 4.5, fig. 2: models trained with and without
+normalized queries and keys, with and without a relative encoding, in all of whose attention softmax
+is replaced by positive random features. Run it for each of the four. Mean and standard deviation
+are over draws of the features; the first row is the model as it was trained. --polynomial adds rows
+of polynomials, which draw nothing. Language models are judged by perplexity per token.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from kit.rows import markdown
+from kit.rows import markdown, mean_sd
 from kit.words import described
+from torch import nn
 
 from molflt.attention import convert_weights_
 from molflt.data.text.parallel import read_parallel
+from molflt.evaluation import language
 from molflt.evaluation.masked import load_tokenizer
 from molflt.evaluation.splits import named_sources
 from molflt.evaluation.translation import bleu, translate
-from molflt.sequence import EncoderDecoder
+from molflt.sequence import EncoderDecoder, LanguageModel
 from molflt.training.checkpoint import load_run
 
+DEGREES = 2, 3  # of polynomials
 
-def converted(model: EncoderDecoder, options: dict, features: int, draw: int) -> EncoderDecoder:
-    """The same weights in kernelized attention, with so many features of their own draw."""
+
+def converted(model: nn.Module, options: dict[str, Any], draw: int, **own: object) -> nn.Module:
+    """The same weights in attention with options of its `own`, with a draw of its own."""
     torch.manual_seed(draw)
-    own = {"mixing": "linear", "num_features": features}
-    decoder = {k: v for k, v in (options.get("decoder") or {}).items() if k not in own}
     # the data have told the run how many ids there are
-    given = {**options, "vocabulary": model.vocabulary, "decoder": decoder or None, **own}
-    made = EncoderDecoder(**given)
+    given = {**options, "vocabulary": model.vocabulary, **own}
+    if isinstance(model, EncoderDecoder):
+        decoder = {k: v for k, v in (options.get("decoder") or {}).items() if k not in own}
+        given["decoder"] = decoder or None
+    made = type(model)(**given)
     convert_weights_(model, made)
-    return made.to(model.head.weight.device).eval()
+    return made.to(next(model.parameters()).device).eval()
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Options of the script."""
     parser = described(__doc__)
-    parser.add_argument("run", type=Path, help="folder of a run of translation with softmax")
+    parser.add_argument(
+        "run", type=Path, help="of translation or language, with softmax"
+    )
     parser.add_argument("--features", nargs="+", type=int, default=[8, 16, 32, 64, 128])
+    parser.add_argument("--polynomial", action="store_true", help="polynomials too, degree 2 and 3")
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--split", default="val", choices=["train", "val", "test"])
     parser.add_argument("--beam", type=int, default=5)
@@ -56,46 +68,73 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def measure(options: argparse.Namespace) -> list[list[str]]:
-    """A row for the trained model, and one for each number of features."""
-    model, config = load_run(options.run, options.checkpoint, options.device)
-    translates = isinstance(model, EncoderDecoder)
-    if not translates or {*model.encoder.mixings, *model.decoder.stack.mixings} != {"softmax"}:
-        raise ValueError(
-            f"{options.run}: expected a run of the recipe translation with model.mixing softmax; "
-            f"got {config['recipe']}, {config['model'].get('mixing')}"
-        )
+def judge(
+    run: Path, model: nn.Module, config: dict[str, Any], options: argparse.Namespace
+) -> tuple[str, Callable[[Any], float]]:
+    """What models of this run are judged by, and the function that does it.
+
+    Raises:
+        ValueError: for a run of another recipe, or without softmax.
+    """
     data = config["data"]
+    if isinstance(model, EncoderDecoder):
+        mixings = {*model.encoder.mixings, *model.decoder.stack.mixings}
+    elif isinstance(model, LanguageModel):
+        mixings = set(model.stack.mixings)
+    else:
+        mixings = set()
+    if mixings != {"softmax"}:
+        raise ValueError(
+            f"{run}: expected a run of the recipe translation or language with model.mixing "
+            f"softmax; got {config['recipe']}, {config['model'].get('mixing')}"
+        )
+    if isinstance(model, LanguageModel):
+
+        def perplexity(one: LanguageModel) -> float:
+            with tempfile.TemporaryDirectory() as out:
+                report = language.evaluate(run, one, config, Path(out), [options.split])
+            return float(report.results[options.split]["perplexity"])
+
+        return "perplexity", perplexity
     (name,) = named_sources(data, [options.split], None).values()
     text = read_parallel(name, str(data["source"]), str(data["target"]))
-    tokenizer = load_tokenizer(options.run, model.vocabulary)
+    tokenizer = load_tokenizer(run, model.vocabulary)
 
     def score(one: EncoderDecoder) -> float:
         search = options.beam, options.length_penalty, options.batch_size, options.split
         told = translate(one, tokenizer, text.source, *search)
         return bleu(told, text.target, bool(data["lowercase"])).bleu
 
-    rows = [["softmax", f"{score(model):.2f}", "", "1"]]
+    return "BLEU", score
+
+
+def measure(options: argparse.Namespace) -> str:
+    """A table: a row for the trained model, and one for each kernelized one."""
+    model, config = load_run(options.run, options.checkpoint, options.device)
+    heading, score = judge(options.run, model, config, options)
+    rows: list[list[object]] = [["softmax, as trained", f"{score(model):.2f}", 1]]
+
+    def add(name: str, draws: int, **own: object) -> None:
+        found = [score(converted(model, config["model"], i, **own)) for i in range(draws)]
+        rows.append([name, mean_sd(found, 2), draws])
+
     for features in options.features:
-        found = [
-            score(converted(model, config["model"], features, draw))
-            for draw in range(options.draws)
-        ]
-        spread = f"{statistics.stdev(found):.2f}" if len(found) > 1 else ""
-        mean = f"{statistics.fmean(found):.2f}"
-        rows.append([str(features), mean, spread, str(len(found))])
-    return rows
+        add(f"{features} features", options.draws, mixing="linear", num_features=features)
+    for degree in DEGREES if options.polynomial else ():
+        kernel = {"mixing": "quadratic", "feature_map": "polynomial", "degree": degree}
+        add(f"polynomial of degree {degree}", 1, **kernel)
+    return markdown(["attention", heading, "draws"], rows)
 
 
 def main(words: list[str] | None = None) -> int:
     """Prints the table; returns 2 for a run that cannot be converted."""
     try:
         options = parse(words)
-        rows = measure(options)
+        table = measure(options)
     except (ValueError, OSError) as error:
         print(f"conversion.py: error: {error}", file=sys.stderr)
         return 2
-    print(markdown(["features", "BLEU", "standard deviation", "draws"], rows))
+    print(table)
     return 0
 
 

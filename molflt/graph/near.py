@@ -126,9 +126,7 @@ def _all_pairs(geometry: Geometry, graphs: Tensor) -> tuple[Tensor, Tensor]:
     return query[different], key[different]
 
 
-def in_pieces(
-    function: Callable[..., _R], pairs: tuple[Tensor, ...], *rest: object
-) -> list[_R]:
+def in_pieces(function: Callable[..., _R], pairs: tuple[Tensor, ...], *rest: object) -> list[_R]:
     """function(pairs, *rest) for pieces of many pairs, of which only the results are kept."""
     # Compiled code is one graph of operations for all sizes.
     if torch.compiler.is_compiling() or len(pairs[0]) <= _MANY:

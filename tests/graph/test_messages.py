@@ -1,4 +1,4 @@
-"""Messages turn with the structure, know of angles and end smoothly; sums are those of the paper."""
+"""Messages turn with the structure, know of angles, end smoothly; sums are those of the paper."""
 
 import math
 

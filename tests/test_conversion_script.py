@@ -1,0 +1,39 @@
+"""scripts/conversion.py on language models: polynomials stay close, and others are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from script_files import load_script
+from test_language_run import arguments, texts
+
+from molflt.commands.cli import main
+
+__all__ = ["texts"]
+
+
+def test_normalized_softmax_as_polynomial(texts: Path, tmp_path: Path, capsys) -> None:
+    run = tmp_path / "run"
+    words = ["--trainer.max_steps=80", "--model.mixing=softmax", "--model.normalize_qk=true"]
+    features = SMALL_FEATURES
+    given = [word for word in arguments(texts, run, *words) if word not in features]
+    assert main(given) == 0
+    script = load_script("conversion")
+    capsys.readouterr()
+    assert script.main([str(run), "--features", "4", "--draws", "2", "--polynomial"]) == 0
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if "|" in line][2:]
+    found = {row[1].strip(): float(row[2].split("±")[0]) for row in rows}
+    trained = found.pop("softmax, as trained")
+    assert set(found) == {"4 features", "polynomial of degree 2", "polynomial of degree 3"}
+    assert abs(found["polynomial of degree 3"] / trained - 1) < 0.01
+    assert all(value > 0 for value in found.values())
+
+
+def test_runs_without_softmax_are_refused(texts: Path, tmp_path: Path, capsys) -> None:
+    run = tmp_path / "run"
+    assert main(arguments(texts, run, "--trainer.max_steps=2")) == 0
+    assert load_script("conversion").main([str(run)]) == 2
+    assert "expected a run of the recipe translation or language" in capsys.readouterr().err
+
+
+SMALL_FEATURES = ("--model.num_features=8",)
