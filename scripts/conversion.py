@@ -53,9 +53,7 @@ def converted(model: nn.Module, options: dict[str, Any], draw: int, **own: objec
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Options of the script."""
     parser = described(__doc__)
-    parser.add_argument(
-        "run", type=Path, help="of translation or language, with softmax"
-    )
+    parser.add_argument("run", type=Path, help="of translation or language, with softmax")
     parser.add_argument("--features", nargs="+", type=int, default=[8, 16, 32, 64, 128])
     parser.add_argument("--polynomial", action="store_true", help="polynomials too, degree 2 and 3")
     parser.add_argument("--draws", type=int, default=5)

@@ -93,7 +93,9 @@ def _as_text(summary: Summary) -> str:
         f"{atoms['max']}, mean {atoms['mean']:.1f}",
         "elements    " + ", ".join(f"{name} {n}" for name, n in summary["elements"].items()),
         "tags        " + ", ".join(f"{name} {n}" for name, n in summary["tags"].items()),
-        f"labels      {summary['with_labels']} systems have y_relaxed",
+        f"labels      {summary['with_labels']} systems have y_relaxed"
+        + f", {summary['with_forces']} forces" * bool(summary["with_forces"])
+        + f", {summary['with_stress']} stress" * bool(summary["with_stress"]),
     ]
     for name, values in summary["energies_eV"].items():
         lines.append(f"{name:<12}" + _range(values, "eV"))

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import math
 
+import ase.io
 import numpy as np
 import pytest
 import torch
+from ase import Atoms
+from ase.calculators.singlepoint import SinglePointCalculator
 from matplotlib.figure import Figure
 from oc20_files import old_record, record, same, write_lmdb
 
@@ -214,3 +217,14 @@ def test_large_slabs_in_between_are_neither(tmp_path, capsys):
     assert as_json(capsys, path)["energies_look_like"] == "unknown"
     assert main(["data", "inspect", str(path)]) == 0
     assert "look like neither adsorption nor total energies" in capsys.readouterr().out
+
+
+def test_forces_and_stress_are_counted(tmp_path, capsys):
+    frames = [Atoms("CO", [[0, 0, 0], [0, 0, 1.1 + 0.1 * i]]) for i in range(3)]
+    for atoms in frames[:2]:
+        atoms.calc = SinglePointCalculator(atoms, energy=-1.0, forces=np.ones((2, 3)))
+    ase.io.write(tmp_path / "co.extxyz", frames)
+    found = as_json(capsys, tmp_path / "co.extxyz")
+    assert found["with_forces"] == 2 and found["with_stress"] == 0
+    assert main(["data", "inspect", str(tmp_path / "co.extxyz")]) == 0
+    assert "2 systems have y_relaxed, 2 forces\n" in capsys.readouterr().out

@@ -36,6 +36,8 @@ class Summary(TypedDict):
     atoms_per_system: dict[str, float] | None
     with_labels: int
     with_relaxed_positions: int
+    with_forces: int
+    with_stress: int
     elements: dict[str, int]
     tags: dict[str, int]
     energies_eV: dict[str, dict[str, float] | None]
@@ -70,6 +72,7 @@ def summarize(
     elements, tags = Counter[int](), Counter[int]()
     labels: dict[str, list[float]] = {"y_init": [], "y_relaxed": []}
     displacements: list[np.ndarray] = []
+    derivatives = Counter[str]()
     untagged = moved_atoms = 0
     shown: Data | None = None
     for record, moved in structures:
@@ -81,6 +84,8 @@ def summarize(
         moved_atoms += moved
         for name, values in labels.items():
             values.append(float(record[name]))
+        for name in ("forces", "stress"):
+            derivatives[name] += bool(record[name].isfinite().all())
         if not torch.isnan(record.pos_relaxed).any():
             free = (record.pos_relaxed - record.pos)[~record.fixed]
             displacements.append(free.norm(dim=1).numpy())
@@ -98,6 +103,8 @@ def summarize(
         "atoms_per_system": _statistics(np.array(counts)),
         "with_labels": int(np.isfinite(energies["y_relaxed"]).sum()),
         "with_relaxed_positions": len(displacements),
+        "with_forces": derivatives["forces"],
+        "with_stress": derivatives["stress"],
         "elements": {chemical_symbols[z]: n for z, n in sorted(elements.items())},
         "tags": {tag.name.lower(): tags[tag] for tag in Tag},
         "energies_eV": {name: _statistics(values) for name, values in energies.items()},
