@@ -53,9 +53,10 @@ class Potential(EnergyRegressor):
         near_field: distance within which the kernel is exact, Å; 5 by default.
         near_exact: within it, q.k is exact as well, without random features.
         neighbor_cutoff: radius of the embedding's radial summary, 5 Å by default.
-        radial_basis: size of the radial summary; left out by default.
-        messages: layers of equivariant messages between neighbors, 2 by default, see
-            `EnergyRegressor`; 0 leaves them out, and angles enter through distances only.
+        radial_basis: size of the radial summary; 0 leaves it out.
+        messages: layers of equivariant messages between neighbors, see `EnergyRegressor`; two of
+            them in place of the radial summary are recommended (configs/potential.yaml). Without
+            them, as in earlier versions, angles enter through distances only.
         descriptors: tell elements by period, group, radius, electronegativity and valence electrons
             as well.
         long_range: powers p, of 1 (charges), 2, 4 and 6 (dispersion): adds energies of 1 / r^p
@@ -90,8 +91,8 @@ class Potential(EnergyRegressor):
         near_field: float | None = None,
         near_exact: bool = False,
         neighbor_cutoff: float | None = None,
-        radial_basis: int = 0,
-        messages: int = 2,
+        radial_basis: int = 16,
+        messages: int = 0,
         descriptors: bool = False,
         far_field: bool = True,
         long_range: list[int] | None = None,

@@ -28,7 +28,7 @@ def double():
 def potential(**options) -> Potential:
     torch.manual_seed(1)
     sizes = {"dim": 16, "heads": 2, "layers": 2, "ffn_dim": 16, "num_features": 8}
-    model = Potential(**{**sizes, "radial_basis": 4, **options})
+    model = Potential(**{**sizes, "radial_basis": 4, "messages": 2, **options})
     model.element_energies[:] = torch.linspace(-9, 0, 119, dtype=torch.float64)
     return model.double().eval()
 
