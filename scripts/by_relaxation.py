@@ -2,7 +2,7 @@
 
     molflt data make DATA --calculator emt --frames
     python scripts/by_relaxation.py DATA --direct runs/is2re --potential runs/potential \\
-        --out runs/by-relaxation --count 200
+        --out runs/by-relaxation --splits val_id val_ood_both --count 200
 
 The potential is one of the total energies in DATA/frames/SPLIT.extxyz. A total energy becomes an
 adsorption energy by what clean slab and molecules take, which is the difference of both labels of a
@@ -21,7 +21,7 @@ from pathlib import Path
 import ase.io
 import numpy as np
 from kit.rows import Row, Rows, markdown, write_csv
-from kit.words import parsed
+from kit.words import described
 
 import molflt
 from molflt.data.structures import Structures, open_dataset
@@ -32,8 +32,6 @@ from molflt.evaluation.relaxation import relax_atoms
 from molflt.evaluation.structures import adwt, position_error
 from molflt.files import write_atomically
 from molflt.training.checkpoint import load_run
-
-RELAXED = "relaxed.jsonl"
 
 
 def offsets(frames: Path, dataset: Structures) -> dict[int, float]:
@@ -56,10 +54,13 @@ def offsets(frames: Path, dataset: Structures) -> dict[int, float]:
 
 
 def relax_all(
-    dataset: Structures, some: range, own: Mapping[int, float], options: argparse.Namespace
+    dataset: Structures,
+    some: range,
+    own: Mapping[int, float],
+    path: Path,
+    options: argparse.Namespace,
 ) -> Rows:
     """A row per system: those of earlier starts from their file, the others as they come."""
-    path = options.out / RELAXED
     lines = path.read_text().splitlines() if path.exists() else []
     rows: Rows = [json.loads(line) for line in lines if line.endswith("}")]
     known = {row["sid"] for row in rows}
@@ -102,28 +103,20 @@ class Part(Structures):
         return self.source.natoms[list(self.some)]
 
 
-def main(words: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("data", type=Path)
-    for name in ("direct", "potential", "out"):
-        parser.add_argument(f"--{name}", type=Path, required=True)
-    parser.add_argument("--split", default="val_id")
-    for name, count in (("count", 200), ("steps", 200)):
-        parser.add_argument(f"--{name}", type=int, default=count)
-    parser.add_argument("--fmax", type=float, default=0.05)
-    options = parsed(parser, words)
-    options.out.mkdir(parents=True, exist_ok=True)
-    dataset = open_dataset(split_path(options.data, options.split))
-    own = offsets(options.data / "frames" / f"{options.split}.extxyz", dataset)
+def compare(split: str, options: argparse.Namespace) -> Rows:
+    """A row for each way."""
+    dataset = open_dataset(split_path(options.data, split))
+    own = offsets(options.data / "frames" / f"{split}.extxyz", dataset)
     some = range(min(options.count, len(dataset)))
     model, _ = load_run(options.direct)
     began = time.perf_counter()
-    direct = infer(model, Part(dataset, some), 32, options.split)
+    direct = infer(model, Part(dataset, some), 32, split)
     seconds = time.perf_counter() - began
-    rows = relax_all(dataset, some, own, options)
+    rows = relax_all(dataset, some, own, options.out / f"{split}.jsonl", options)
     errors = np.array([row["error"] for row in rows])
-    found: Rows = [
+    return [
         {
+            "split": split,
             "way": "direct",
             "mae_eV": np.abs(direct.energy - direct.target).mean(),
             "adwt_percent": None,
@@ -131,6 +124,7 @@ def main(words: list[str] | None = None) -> int:
             "converged": None,
         },
         {
+            "split": split,
             "way": "relaxation",
             "mae_eV": np.abs(errors).mean(),
             "adwt_percent": adwt(np.array([row["position"] for row in rows])),
@@ -138,6 +132,20 @@ def main(words: list[str] | None = None) -> int:
             "converged": f"{sum(row['converged'] for row in rows)} of {len(rows)}",
         },
     ]
+
+
+def main(words: list[str] | None = None) -> int:
+    parser = described(__doc__)
+    parser.add_argument("data", type=Path)
+    for name in ("direct", "potential", "out"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--splits", nargs="+", default=["val_id"])
+    for name, count in (("count", 200), ("steps", 200)):
+        parser.add_argument(f"--{name}", type=int, default=count)
+    parser.add_argument("--fmax", type=float, default=0.05)
+    options = parser.parse_args(words)
+    options.out.mkdir(parents=True, exist_ok=True)
+    found = [row for split in options.splits for row in compare(split, options)]
     write_csv(options.out / "by_relaxation.csv", found)
     cells = ([f"{x:.4g}" if isinstance(x, float) else x for x in row.values()] for row in found)
     text = markdown(found[0], cells)

@@ -44,11 +44,11 @@ def test_both_ways_and_a_second_start(tmp_path, monkeypatch, capsys):
         rows = {row["way"]: row for row in csv.DictReader(file)}
     assert float(rows["direct"]["mae_eV"]) > 0 and float(rows["relaxation"]["mae_eV"]) > 0
     assert rows["relaxation"]["converged"].endswith("of 3")
-    assert len((out / script.RELAXED).read_text().splitlines()) == 3
+    assert len((out / "val_id.jsonl").read_text().splitlines()) == 3
     monkeypatch.setattr(script, "relax_atoms", None)  # nothing is relaxed again
     assert script.main(told) == 0
     store = script.open_dataset(data / "val_id.safetensors")
     own = script.offsets(data / "frames" / "val_id.extxyz", store)
     assert list(own.values()) == pytest.approx([-100.0] * 13, abs=1e-5)
     with pytest.raises(FileNotFoundError, match="data make --frames"):
-        script.main([str(data), "--split", "train", *told[1:]])
+        script.main([str(data), "--splits", "train", *told[1:]])
