@@ -66,7 +66,7 @@ class Features(NamedTuple):
         """values * exp(log_scale - shift)."""
         if self.log_scale is None:
             return self._given
-        scale = (self.log_scale - shift.to(self.log_scale)).exp()
+        scale = (self.log_scale - shift.to(self.log_scale)).exp_()  # features are many
         return scale if self.values is None else self.values * scale
 
     def masked(self, mask: Tensor | None) -> "Features":
@@ -284,6 +284,10 @@ class Operand(NamedTuple):
             elif self.columns is not None:
                 inputs = self.columns.to(x.dtype).expand(*x.shape[:-1], -1), x
             features: Features = self.feature_map(*inputs)
+            if features.values is None and self.mask is not None:
+                # a number for each token, which is added once, in place of a copy of all features
+                weight = x.new_zeros(()) if self.log_weight is None else self.log_weight
+                return features.scaled(torch.where(self.mask, weight, -torch.inf))
             if self.log_weight is not None:
                 features = features.scaled(self.log_weight)
             return features.masked(self.mask)

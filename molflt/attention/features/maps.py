@@ -35,7 +35,8 @@ class _PositiveFeatures(FeatureMap):
 
     def forward(self, *columns: Columns) -> Features:
         shift = _squared_norm(*columns) + math.log(self.width)
-        return Features(None, self.project(*columns) - shift / 2)
+        # plus: the gradient of a difference would be negated in full before it is summed
+        return Features(None, self.project(*columns).add_(shift / -2))
 
 
 class _TrigonometricFeatures(FeatureMap):
