@@ -12,6 +12,7 @@ from molflt.graph.neighbors import Neighbors
 from molflt.graph.radial import radial_waves
 
 _NUM_BASIS = 8
+_TINY = 1e-9  # Å
 _SCALE = 0.25  # of sums over neighbors, of which there are some 16: tokens keep their size
 
 
@@ -50,7 +51,8 @@ class EquivariantMessages(nn.Module):
     def forward(self, tokens: Tensor, neighbors: Neighbors) -> Tensor:
         """Tokens (atoms, dim) and pairs to tokens that know of their neighborhoods."""
         basis = radial_waves(neighbors.distance, _NUM_BASIS, self.cutoff)
-        direction = neighbors.vector / neighbors.distance[:, None]
+        # of atoms at one place 0, not NaN
+        direction = neighbors.vector / neighbors.distance[:, None].clamp(min=_TINY)
         shared = basis.to(tokens.dtype), direction.to(tokens.dtype)[..., None]
         edges = _Edges(neighbors.center, neighbors.neighbor, *shared)
         vectors = None

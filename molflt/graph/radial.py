@@ -25,7 +25,7 @@ def radial_bumps(distance: Tensor, number: int, cutoff: float) -> Tensor:
 
 
 def radial_waves(distance: Tensor, number: int, cutoff: float) -> Tensor:
-    """Standing waves that fade: (pairs,) Å, above 0 -> (pairs, number).
+    """Standing waves that fade: (pairs,) Å -> (pairs, number).
 
     DimeNet's Bessel functions (arXiv:2003.03123, eq. 7) with another envelope, c / r
     sin(n pi u) exp(-u^2 / (1 - u^2)) for n = 1, ..., number and u = r / c. They tell distances of a
@@ -35,5 +35,5 @@ def radial_waves(distance: Tensor, number: int, cutoff: float) -> Tensor:
     rest = 1 - u * u
     inside = rest > _EDGE
     fade = torch.where(inside, (1 - 1 / torch.where(inside, rest, 1.0)).exp(), 0.0)
-    waves = torch.arange(1, number + 1, dtype=distance.dtype, device=distance.device) * math.pi
-    return (waves * u[:, None]).sin() * (fade / u)[:, None]
+    waves = torch.arange(1, number + 1, dtype=distance.dtype, device=distance.device)
+    return torch.sinc(waves * u[:, None]) * (math.pi * waves) * fade[:, None]

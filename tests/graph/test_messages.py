@@ -168,3 +168,11 @@ def test_periodic_images_of_an_atom_are_its_neighbors():
     )  # fmt: skip
     small, large = (net(Batch.from_data_list([x])) for x in (one, eight))
     torch.testing.assert_close(large["energy"], 8 * small["energy"], rtol=1e-9, atol=1e-9)
+
+
+def test_atoms_at_one_place_give_numbers():
+    """Wrong structures as they are, but no NaN that would reach the rest of the batch."""
+    net, pos = messages(2), torch.zeros(2, 3, dtype=torch.float64, requires_grad=True)
+    out = net(torch.ones(2, 8, dtype=torch.float64), around(pos))
+    (force,) = torch.autograd.grad(out.sum(), pos)
+    assert out.isfinite().all() and force.isfinite().all()
