@@ -38,12 +38,16 @@ INTERRUPTED = 130
 # what is compared, by its name in results.json: heading and digits
 MEASURES = {
     "mae_eV": ("MAE, eV", 4),
+    "bleu": ("BLEU", 2),
     "residue_perplexity": ("perplexity per residue", 2),
     "perplexity": ("perplexity", 2),
     "top1_percent": ("top-1, %", 2),
+    "accuracy_percent": ("accuracy, %", 2),
     "bits_per_dim": ("bits/dim", 3),
     "log10_best": ("log10 of the best value", 2),
 }
+
+LARGE_IS_GOOD = ("bleu", "top1_percent", "accuracy_percent")
 
 
 def words_of(variant: str) -> list[str]:
@@ -193,7 +197,7 @@ def draw(rows: Rows, measure: str, png: Path) -> None:
         name: statistics.stdev(found[name]) if len(found[name]) > 1 else 0.0 for name in means
     }
     panel = {name: (means[name], spread[name]) for name in means}
-    intervals({label: panel}, png, largest_is_best=measure == "top1_percent")
+    intervals({label: panel}, png, largest_is_best=measure in LARGE_IS_GOOD)
 
 
 def write(out: Path, variants: list[str], seeds: list[int]) -> None:
