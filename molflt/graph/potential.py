@@ -275,17 +275,17 @@ def _refuse_rough(
         "structure lies and jump with the cell",
         "none": "energies would not depend on distances",
         "images": "images come and go with atoms, and energies depend on the choice of the cell",
+        "mesh": "energies depend on where a structure lies on it",
         "softmax": "it takes a logarithm of the kernel that is cut off at 1e-9",
     }
-    open_axes = "boundaries would be left out; molecules need no option, only pbc of False"
+    axes = {"none": "boundaries would be left out; molecules need no option, only pbc of False"}
     for name, given, wanted, reason in (
         ("position", position, "multiplicative", why.get(position, "")),
-        ("periodic", periodic, "reciprocal", open_axes if periodic == "none" else why["images"]),
+        ("periodic", periodic, "reciprocal", (why | axes).get(periodic, "")),
     ):
         if given != wanted:
-            raise ValueError(
-                f"a potential needs {name}={wanted!r}; got {given!r}: {reason}; leave it out"
-            )
+            told = f"{given!r}: {reason}" if reason else f"{given!r}"
+            raise ValueError(f"a potential needs {name}={wanted!r}; got {told}; leave it out")
     if mixing == "softmax":
         raise ValueError(
             f"a potential has no mixing='softmax': {why['softmax']}; use linear, quadratic or auto"

@@ -102,5 +102,12 @@ def table(rows: Rows) -> str:
 
 
 PROMISES = [
-    Promise("rate of a step with FLT / of one product", lambda rows: share(rows, "flt"), least=0.6),
+    Promise(
+        "rate of a step with the Performer / of one product",
+        lambda rows: share(rows, "performer"),
+        least=0.5,
+    ),
+    Promise(
+        "rate of a step with FLT / of one product", lambda rows: share(rows, "flt"), least=0.25
+    ),
 ]

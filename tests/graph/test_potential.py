@@ -226,6 +226,8 @@ def test_forces_can_be_learned_and_energies_alone_too():
         ({"position": "none"}, "needs position='multiplicative'; got 'none'"),
         ({"periodic": "images"}, "needs periodic='reciprocal'; got 'images': images come and go"),
         ({"periodic": "none"}, "needs periodic='reciprocal'; got 'none': boundaries"),
+        ({"periodic": "mesh"}, "needs periodic='reciprocal'; got 'mesh': energies depend on where"),
+        ({"periodic": "slab"}, "needs periodic='reciprocal'; got 'slab'; leave it out"),
         ({"mixing": "softmax"}, "no mixing='softmax': it takes a logarithm"),
         ({"feature_map": "relu"}, "feature_map='relu' has kinks or sums that pass 0"),
         ({"floor": 0.1}, "floor cuts sums off"),
