@@ -124,9 +124,8 @@ class Potential(EnergyRegressor):
             **stack,
         )
         nn.init.ones_(self.readout.factor.weight)  # there are no tags that differ
-        charges = {"channels": long_range_channels, "cutoff": long_range_cutoff}
-        charges["smearing"] = long_range_smearing
-        self.long_range = _make_long_range(dim, long_range, charges)
+        charges = long_range_channels, long_range_cutoff, long_range_smearing
+        self.long_range = _make_long_range(dim, long_range, *charges)
 
     def forward(self, batch: "Data") -> Mapping[str, Tensor]:
         """Energies and their derivatives; in training mode these can be differentiated again.
@@ -198,17 +197,23 @@ class Potential(EnergyRegressor):
 
 
 def _make_long_range(
-    dim: int, powers: list[int] | None, options: Mapping[str, Any]
+    dim: int,
+    powers: list[int] | None,
+    channels: int | None,
+    cutoff: float | None,
+    smearing: float | None,
 ) -> LongRange | None:
     """None without powers.
 
     Raises:
         ValueError: an option that has no effect, or is out of its range.
     """
+    options = {"channels": channels, "cutoff": cutoff, "smearing": smearing}
     if not powers:
         no_effect("without long_range", **{f"long_range_{k}": v for k, v in options.items()})
         return None
-    return LongRange(dim, powers, **{k: v for k, v in options.items() if v is not None})
+    given: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
+    return LongRange(dim, powers, **given)
 
 
 def _sum(parts: Mapping[str, Tensor]) -> Tensor:

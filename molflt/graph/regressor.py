@@ -129,8 +129,7 @@ class EnergyRegressor(nn.Module):
     ) -> None:
         super().__init__()
         known_names(EnergyRegressor, stack, Stack, Attention, but=_NOT_OURS)
-        around = {"radial_basis": radial_basis, "messages": messages}
-        _check_numbers(dim, heads, around, neighbor_cutoff, position_head)
+        _check_numbers(dim, heads, radial_basis, messages, neighbor_cutoff, position_head)
         kind = {"mixing": mixing, "feature_map": feature_map, "num_features": num_features}
         self.encoding: GraphEncoding | None = _make_encoding(
             heads,
@@ -149,9 +148,8 @@ class EnergyRegressor(nn.Module):
         _refuse_misfits(move_atoms, position_head, blocks.refinements, self.encoding is not None)
         self.neighbor_cutoff = cutoff = 5.0 if neighbor_cutoff is None else neighbor_cutoff
         self.embedding = AtomEmbedding(dim, radial_basis, cutoff, descriptors, messages)
-        self.stack = blocks
         self.descriptors, self.subsurface, self.move_atoms = descriptors, subsurface, move_atoms
-        self.readout = EnergyReadout(dim)
+        self.stack, self.readout = blocks, EnergyReadout(dim)
         self.position_head = PositionHead(dim, cutoff=cutoff) if position_head else None
         self._register_buffers()
 
@@ -296,11 +294,16 @@ def _best_form(position: str, periodic: str | None, near_field: float | None) ->
 
 
 def _check_numbers(
-    dim: int, heads: int, around: Mapping[str, int], cutoff: float | None, position_head: bool
+    dim: int,
+    heads: int,
+    radial_basis: int,
+    messages: int,
+    cutoff: float | None,
+    position_head: bool,
 ) -> None:
     at_least_one(dim=dim, heads=heads)
-    not_negative(**around)
-    if not (position_head or any(around.values())):
+    not_negative(radial_basis=radial_basis, messages=messages)
+    if not (position_head or radial_basis or messages):
         no_effect("without position_head, radial_basis and messages", neighbor_cutoff=cutoff)
     if cutoff is not None:
         positive(neighbor_cutoff=cutoff)

@@ -21,6 +21,8 @@ __all__ = ["Summary", "summarize"]
 
 _MOST_INITIAL = 100.0  # eV: an initial structure may be strained
 
+_DERIVATIVES = ("forces", "stress")
+
 
 class Summary(TypedDict):
     """What a source holds, as `molflt data inspect --json` prints it.
@@ -67,12 +69,10 @@ def summarize(
         one structure of typical size to draw.
     """
     structures = _OnePass(path, limit, skip_bad, reading)
-    counts: list[int] = []
-    sids: list[int] = []
+    counts, sids = list[int](), list[int]()
     elements, tags = Counter[int](), Counter[int]()
     labels: dict[str, list[float]] = {"y_init": [], "y_relaxed": []}
-    displacements: list[np.ndarray] = []
-    derivatives = Counter[str]()
+    displacements, derivatives = list[np.ndarray](), Counter[str]()
     untagged = moved_atoms = 0
     shown: Data | None = None
     for record, moved in structures:
@@ -84,11 +84,8 @@ def summarize(
         moved_atoms += moved
         for name, values in labels.items():
             values.append(float(record[name]))
-        for name in ("forces", "stress"):
-            derivatives[name] += bool(record[name].isfinite().all())
-        if not torch.isnan(record.pos_relaxed).any():
-            free = (record.pos_relaxed - record.pos)[~record.fixed]
-            displacements.append(free.norm(dim=1).numpy())
+        derivatives.update(name for name in _DERIVATIVES if record[name].isfinite().all())
+        displacements += _displacements(record)
         if shown is None or (len(counts) <= 100 and record.natoms < shown.natoms):
             shown = record  # small structures are the ones a picture can show
     assert shown is not None  # OnePass raises when there are none
@@ -119,6 +116,13 @@ def summarize(
     known = sids, np.array(counts), untagged, len(free_displacements), structures.hint
     summary["warnings"] = _warnings(summary, energies, *known)
     return summary, {name: values[np.isfinite(values)] for name, values in energies.items()}, shown
+
+
+def _displacements(record: Data) -> list[np.ndarray]:
+    """Those of the free atoms, Å, if relaxed positions are known."""
+    if torch.isnan(record.pos_relaxed).any():
+        return []
+    return [(record.pos_relaxed - record.pos)[~record.fixed].norm(dim=1).numpy()]
 
 
 def _statistics(values: np.ndarray) -> dict[str, float] | None:
