@@ -26,6 +26,7 @@ from kit.words import described
 from torch import nn
 
 from molflt.attention import convert_weights_
+from molflt.attention.checks import no_effect
 from molflt.data.text.parallel import read_parallel
 from molflt.evaluation import language
 from molflt.evaluation.masked import load_tokenizer
@@ -34,6 +35,7 @@ from molflt.evaluation.translation import bleu, translate
 from molflt.sequence import EncoderDecoder, LanguageModel
 from molflt.training.checkpoint import load_run
 
+BEAM, PENALTY = 5, 1.0
 DEGREES = 2, 3  # of polynomials
 
 
@@ -58,8 +60,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--polynomial", action="store_true", help="polynomials too, degree 2 and 3")
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--split", default="val", choices=["train", "val", "test"])
-    parser.add_argument("--beam", type=int, default=5)
-    parser.add_argument("--length-penalty", type=float, default=1.0)
+    parser.add_argument("--beam", type=int, help="of translation, 5 by default")
+    parser.add_argument("--length-penalty", type=float, help="of translation, 1 by default")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--checkpoint", default="best")
     parser.add_argument("--device", default="auto")
@@ -87,19 +89,23 @@ def judge(
             f"softmax; got {config['recipe']}, {config['model'].get('mixing')}"
         )
     if isinstance(model, LanguageModel):
+        no_effect("on a language model", beam=options.beam, length_penalty=options.length_penalty)
 
         def perplexity(one: LanguageModel) -> float:
             with tempfile.TemporaryDirectory() as out:
-                report = language.evaluate(run, one, config, Path(out), [options.split])
+                given = Path(out), [options.split], None, options.batch_size
+                report = language.evaluate(run, one, config, *given)
             return float(report.results[options.split]["perplexity"])
 
         return "perplexity", perplexity
     (name,) = named_sources(data, [options.split], None).values()
     text = read_parallel(name, str(data["source"]), str(data["target"]))
     tokenizer = load_tokenizer(run, model.vocabulary)
+    beam = BEAM if options.beam is None else options.beam
+    penalty = PENALTY if options.length_penalty is None else options.length_penalty
 
     def score(one: EncoderDecoder) -> float:
-        search = options.beam, options.length_penalty, options.batch_size, options.split
+        search = beam, penalty, options.batch_size, options.split
         told = translate(one, tokenizer, text.source, *search)
         return bleu(told, text.target, bool(data["lowercase"])).bleu
 

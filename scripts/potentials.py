@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import yaml
+from compare import prepare
 from kit.rows import Row, Rows, markdown, mean_sd, pick, write_csv
 from kit.words import described
 from numpy.typing import NDArray
@@ -206,11 +208,19 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", default=["molflt", "schnet", "painn"])
     for name, default in (("seconds", 600.0), ("lr", 2e-3)):
         parser.add_argument(f"--{name}", type=float, default=default)
-    for name, value in (("batch_size", 8), ("dim", 64), ("layers", 3)):
-        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--batch_size", type=int, default=8)
+    for name, value in (("dim", 64), ("layers", 3)):
+        parser.add_argument(f"--{name}", type=int, default=value, help="of SchNet and PaiNN")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     options = parser.parse_args(words)
-    options.out.mkdir(parents=True, exist_ok=True)
+    own = ("out", "models", "seeds")  # which add rows, and change none
+    job = {key: value for key, value in vars(options).items() if key not in own}
+    job |= {"data": str(options.data), "config": CONFIG.name, "content": CONFIG.read_text()}
+    try:
+        prepare(options.out, job)
+    except ValueError as error:
+        print(f"potentials.py: error: {error}", file=sys.stderr)
+        return 2
     opened = {split: points_of(options, split) for split in options.test}
     data, tests = opened[options.test[0]][0], {split: found[1] for split, found in opened.items()}
     rows = trivial(data, tests)

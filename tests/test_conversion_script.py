@@ -27,6 +27,8 @@ def test_normalized_softmax_as_polynomial(texts: Path, tmp_path: Path, capsys) -
     assert set(found) == {"4 features", "polynomial of degree 2", "polynomial of degree 3"}
     assert abs(found["polynomial of degree 3"] / trained - 1) < 0.01
     assert all(value > 0 for value in found.values())
+    assert script.main([str(run), "--beam", "3"]) == 2
+    assert "beam" in capsys.readouterr().err
 
 
 def test_runs_without_softmax_are_refused(texts: Path, tmp_path: Path, capsys) -> None:

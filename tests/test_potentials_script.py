@@ -32,3 +32,4 @@ def test_both_models_learn_and_a_second_start_repeats_nothing(tmp_path, monkeypa
     (out / "schnet-0.json").unlink()
     assert script.main(words) == 0
     assert json.loads((out / "schnet-0.json").read_text())[0]["steps"] == before[0]["steps"]
+    assert script.main([*words, "--lr", "0.1"]) == 2  # not another run's results

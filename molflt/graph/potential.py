@@ -52,7 +52,7 @@ class Potential(EnergyRegressor):
             beyond it is left to `long_range`.
         near_field: distance within which the kernel is exact, Å; 5 by default.
         near_exact: within it, q.k is exact as well, without random features.
-        neighbor_cutoff: radius of the embedding's radial summary, 5 Å by default.
+        neighbor_cutoff: radius of the radial summary and of messages, 5 Å by default.
         radial_basis: size of the radial summary; 0 leaves it out.
         messages: layers of equivariant messages between neighbors, see `EnergyRegressor`; two of
             them in place of the radial summary are recommended (configs/potential.yaml). Without
