@@ -199,6 +199,24 @@ def table(rows: Rows) -> str:
     return markdown(["split", "model", "parameters", "steps", *MEASURES.values()], lines)
 
 
+def measured(options: argparse.Namespace) -> Rows:
+    """A row for each model, seed and split; writes them as they come."""
+    own = ("out", "models", "seeds")  # which add rows, and change none
+    job = {key: value for key, value in vars(options).items() if key not in own}
+    job |= {"data": str(options.data), "config": CONFIG.name, "content": CONFIG.read_text()}
+    prepare(options.out, job)
+    opened = {split: points_of(options, split) for split in options.test}
+    data, tests = opened[options.test[0]][0], {split: found[1] for split, found in opened.items()}
+    rows = trivial(data, tests)
+    for seed in options.seeds:
+        for name in options.models:
+            rows += run(name, seed, data, tests, options)
+            columns = list(dict.fromkeys(key for row in reversed(rows) for key in row))
+            write_csv(options.out / "potentials.csv", [dict.fromkeys(columns) | r for r in rows])
+            write_atomically(options.out / "potentials.md", table(rows).encode())
+    return rows
+
+
 def main(words: list[str] | None = None) -> int:
     parser = described(__doc__)
     parser.add_argument("data", type=Path)
@@ -213,24 +231,11 @@ def main(words: list[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=int, default=value, help="of SchNet and PaiNN")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     options = parser.parse_args(words)
-    own = ("out", "models", "seeds")  # which add rows, and change none
-    job = {key: value for key, value in vars(options).items() if key not in own}
-    job |= {"data": str(options.data), "config": CONFIG.name, "content": CONFIG.read_text()}
     try:
-        prepare(options.out, job)
-    except ValueError as error:
+        print(table(measured(options)))
+    except (ValueError, FileNotFoundError) as error:
         print(f"potentials.py: error: {error}", file=sys.stderr)
         return 2
-    opened = {split: points_of(options, split) for split in options.test}
-    data, tests = opened[options.test[0]][0], {split: found[1] for split, found in opened.items()}
-    rows = trivial(data, tests)
-    for seed in options.seeds:
-        for name in options.models:
-            rows += run(name, seed, data, tests, options)
-            columns = list(dict.fromkeys(key for row in reversed(rows) for key in row))
-            write_csv(options.out / "potentials.csv", [dict.fromkeys(columns) | r for r in rows])
-            write_atomically(options.out / "potentials.md", table(rows).encode())
-    print(table(rows))
     return 0
 
 
