@@ -7,23 +7,26 @@
 The potential is one of the total energies in DATA/frames/SPLIT.extxyz. A total energy becomes an
 adsorption energy by what clean slab and molecules take, which is the difference of both labels of a
 system. Writes by_relaxation.md and .csv, and a line per system as soon as it is relaxed; started
-again, it goes on where it was stopped.
+again with the same options, it goes on where it was stopped.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import ase.io
 import numpy as np
+from compare import prepare
 from kit.rows import Row, Rows, markdown, write_csv
 from kit.words import described
+from torch import nn
 
-import molflt
+from molflt import Calculator
 from molflt.data.structures import Structures, open_dataset
 from molflt.data.structures.in_memory import to_atoms
 from molflt.data.structures.splits import split_path
@@ -58,13 +61,13 @@ def relax_all(
     some: range,
     own: Mapping[int, float],
     path: Path,
+    calculator: Calculator,
     options: argparse.Namespace,
 ) -> Rows:
     """A row per system: those of earlier starts from their file, the others as they come."""
     lines = path.read_text().splitlines() if path.exists() else []
     rows: Rows = [json.loads(line) for line in lines if line.endswith("}")]
     known = {row["sid"] for row in rows}
-    calculator = molflt.Calculator(options.potential, device="cpu")
     for index in some:
         record = dataset[index]
         sid = int(record.sid)
@@ -103,16 +106,17 @@ class Part(Structures):
         return self.source.natoms[list(self.some)]
 
 
-def compare(split: str, options: argparse.Namespace) -> Rows:
+def compare(
+    split: str, model: nn.Module, calculator: Calculator, options: argparse.Namespace
+) -> Rows:
     """A row for each way."""
     dataset = open_dataset(split_path(options.data, split))
     own = offsets(options.data / "frames" / f"{split}.extxyz", dataset)
     some = range(min(options.count, len(dataset)))
-    model, _ = load_run(options.direct)
     began = time.perf_counter()
     direct = infer(model, Part(dataset, some), 32, split)
     seconds = time.perf_counter() - began
-    rows = relax_all(dataset, some, own, options.out / f"{split}.jsonl", options)
+    rows = relax_all(dataset, some, own, options.out / f"{split}.jsonl", calculator, options)
     errors = np.array([row["error"] for row in rows])
     return [
         {
@@ -134,7 +138,8 @@ def compare(split: str, options: argparse.Namespace) -> Rows:
     ]
 
 
-def main(words: list[str] | None = None) -> int:
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """Options of the script."""
     parser = described(__doc__)
     parser.add_argument("data", type=Path)
     for name in ("direct", "potential", "out"):
@@ -143,9 +148,21 @@ def main(words: list[str] | None = None) -> int:
     for name, count in (("count", 200), ("steps", 200)):
         parser.add_argument(f"--{name}", type=int, default=count)
     parser.add_argument("--fmax", type=float, default=0.05)
-    options = parser.parse_args(words)
-    options.out.mkdir(parents=True, exist_ok=True)
-    found = [row for split in options.splits for row in compare(split, options)]
+    return parser.parse_args(words)
+
+
+def main(words: list[str] | None = None) -> int:
+    """Relaxes what is not relaxed yet; returns 2 for what cannot be compared."""
+    options = parse(words)
+    try:
+        calculator = Calculator(options.potential, device="cpu")
+        model, _ = load_run(options.direct)
+        own = {name: str(getattr(options, name)) for name in ("data", "fmax", "steps")}
+        prepare(options.out, {"config": str(options.potential), **own})
+        found = [row for one in options.splits for row in compare(one, model, calculator, options)]
+    except (ValueError, OSError) as error:
+        print(f"by_relaxation.py: error: {error}", file=sys.stderr)
+        return 2
     write_csv(options.out / "by_relaxation.csv", found)
     cells = ([f"{x:.4g}" if isinstance(x, float) else x for x in row.values()] for row in found)
     text = markdown(found[0], cells)

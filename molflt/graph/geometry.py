@@ -64,7 +64,7 @@ class Geometry(NamedTuple):
             raise ValueError(f"pbc must be bool, one for each axis; got {pbc.dtype}; use .bool()")
         batch = _in_order(batch, pos, graphs)
         if graphs is None:
-            graphs = int(batch[-1]) + 1 if len(batch) else 1
+            graphs = int(batch[-1]) + 1 if len(batch) else _of_none(cell, pbc)
         if pbc is None:
             pbc = torch.full((3,), cell is not None, device=pos.device)
         cell = pos.new_zeros(3, 3) if cell is None else cell.to(pos)
@@ -243,6 +243,16 @@ def _in_order(batch: Tensor | None, atoms: Tensor, graphs: int | None) -> Tensor
 def _sum_by(x: Tensor, index: Tensor, size: int) -> Tensor:
     """Sums of rows with one index: (n, ...), (n,) -> (size, ...)."""
     return x.new_zeros(size, *x.shape[1:]).index_add(0, index, x)
+
+
+def _of_none(cell: Tensor | None, pbc: Tensor | None) -> int:
+    """Number of graphs where there are no atoms to tell: that of cells or axes, or 1."""
+    many = [
+        len(given)
+        for given, ndim in ((cell, 3), (pbc, 2))
+        if given is not None and given.ndim == ndim
+    ]
+    return many[0] if many else 1
 
 
 def _for_each(name: str, given: Tensor, shape: tuple[int, ...], graphs: int) -> Tensor:

@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from kit.decoders import SOFTMAX, decoders, held
+from kit.decoders import SOFTMAX, decoders, held, keeps_sums
 from kit.pictures import curves, legend
 from kit.rows import Promise, Rows, exponent, increasing, markdown, names, pick, upper_half
 from kit.turns import paired
@@ -160,19 +160,15 @@ def draw(png: Path, rows: Rows) -> None:
         legend(figure, panels[0])
 
 
-def _is_linear(name: str) -> bool:
-    return not name.startswith(SOFTMAX)
-
-
 def slowest(rows: Rows) -> float | None:
     """Largest ratio of a linear mechanism at 10,000 tokens to the first position."""
-    far = [r["ratio"] for r in pick(rows, position=10_000) if _is_linear(r["mechanism"])]
+    far = [r["ratio"] for r in pick(rows, position=10_000) if keeps_sums(r["mechanism"])]
     return max(far, default=None)
 
 
 def largest_growth_of_states(rows: Rows) -> float:
     """Of a mechanism other than softmax, last position over first."""
-    linear = [pick(rows, mechanism=name) for name in filter(_is_linear, names(rows, "mechanism"))]
+    linear = [pick(rows, mechanism=name) for name in filter(keeps_sums, names(rows, "mechanism"))]
     return max((own[-1]["state_bytes"] / own[0]["state_bytes"] for own in linear), default=1.0)
 
 

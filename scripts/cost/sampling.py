@@ -1,38 +1,29 @@
 """Time of a byte while images are drawn, from the first to the last, and images a second.
 
 In every round all mechanisms take turns, and each draws the same number of images at once, from
-nothing. Times are the processor's, medians over the bytes of a tenth of the sequence and over
-rounds; ratios are medians over rounds of the ratio of two medians, or two sums, of one round.
-Memory is that of all tensors that the state keeps alive behind the last byte.
+nothing. `kit.tenths` says what the numbers are.
 """
 
 from __future__ import annotations
 
 import time
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any
 
 import torch
-from kit.decoders import SOFTMAX, decoders, held
-from kit.pictures import curves, legend
-from kit.rows import Promise, Rows, markdown, names, pick
-from kit.turns import paired
+from kit.decoders import decoders, held
+from kit.rows import Promise, Rows
+from kit.tenths import Times, draw_tenths, rows_of, steepest, tenths_table
 from tqdm import tqdm
 
-from molflt.plots.figure import SERIES, picture
 from molflt.sequence import PixelModel, sample
 from molflt.sequence.pixels import START
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "pixels"
 SIZES: dict[str, Any] = {"dim": 128, "heads": 8, "layers": 2, "ffn_dim": 512}
 CHANNELS = 3
-TENTHS = 10
 QUICK = {"side": 4, "images": 2, "rounds": 1}
-
-Times = dict[str, list[list[float]]]  # seconds of each byte of each round
 
 
 def draw_images(model: PixelModel, images: int, seed: int) -> list[float]:
@@ -72,72 +63,9 @@ def measure(
     return rows_of(times, sizes, images)
 
 
-def rows_of(times: Times, sizes: dict[str, int], images: int) -> Rows:
-    """A row for each mechanism and tenth; ratios of a byte's time to that in the first tenth."""
+table = partial(tenths_table, step="byte", sequences="images")
+draw = partial(draw_tenths, step="byte")
 
-    def row(name: str, tenth: int) -> dict[str, Any]:
-        parts = [[_tenth(one, part) for one in times[name]] for part in (0, tenth)]
-        first, own = ([median(one) for one in part] for part in parts)
-        sums = [sum(one) for one in times[name]]
-        softmax = [sum(one) for one in times[SOFTMAX]] if SOFTMAX in times else None
-        return {
-            **{"mechanism": name, "tenth": tenth + 1},
-            "median_ms": 1e3 * median(chain.from_iterable(parts[1])),
-            "ratio": paired(own, first),
-            "images_per_s": images / fmean(sums),
-            "softmax_ratio": paired(softmax, sums) if softmax else None,
-            **{"bytes": len(times[name][0]), "images": images, "rounds": len(sums)},
-            "state_bytes": sizes[name],
-        }
-
-    return [row(name, tenth) for name in times for tenth in range(TENTHS)]
-
-
-def _tenth(seconds: list[float], number: int) -> list[float]:
-    return seconds[number * len(seconds) // TENTHS : (number + 1) * len(seconds) // TENTHS]
-
-
-def table(rows: Rows) -> str:
-    """Time in the first, a middle and the last tenth, images a second, states."""
-    head = ["", "ms a byte, first tenth", "middle / first", "last / first", "images/s"]
-    head += ["softmax's time / its", "state, KiB"]
-    lines = []
-    for name in names(rows, "mechanism"):
-        first, middle, last = (
-            pick(rows, mechanism=name, tenth=tenth)[0] for tenth in (1, TENTHS // 2 + 1, TENTHS)
-        )
-        softmax = first["softmax_ratio"]
-        ratio = None if softmax is None else f"{softmax:.2f}"
-        cells = [f"{first['median_ms']:.2f}", f"{middle['ratio']:.2f}", f"{last['ratio']:.2f}"]
-        cells += [f"{first['images_per_s']:.3f}"]
-        lines.append([name, *cells, ratio, f"{first['state_bytes'] / 1024:.0f}"])
-    return markdown(head, lines)
-
-
-def draw(png: Path, rows: Rows) -> None:
-    """Time of a byte along the sequence."""
-    order = sorted(names(rows, "mechanism"), key=SOFTMAX.__eq__)
-    styles = {name: (i, "-") for i, name in enumerate(order)}
-    styles[SOFTMAX] = (len(SERIES) - 1, "-")
-    with picture(png, figsize=(6.0, 4.0)) as figure:
-        axes = figure.subplots()
-        points = {
-            name: [
-                ((row["tenth"] - 0.5) / TENTHS * row["bytes"], row["median_ms"])
-                for row in pick(rows, mechanism=name)
-            ]
-            for name in order
-        }
-        curves(axes, points, styles, xlabel="bytes so far", ylabel="ms per byte")
-        axes.set(xscale="linear", yscale="linear", xlim=(0, None), ylim=(0, None))
-        legend(figure, axes)
-
-
-def steepest(rows: Rows) -> float | None:
-    """Largest ratio of the last tenth to the first of a mechanism other than softmax."""
-    last = [row for row in pick(rows, tenth=TENTHS) if row["mechanism"] != SOFTMAX]
-    last = [row for row in last if row["bytes"] >= 768]  # shorter sequences say nothing
-    return max((row["ratio"] for row in last), default=None)
-
-
-PROMISES = [Promise("time of a byte with a state, last tenth / first", steepest, 1.15)]
+PROMISES = [
+    Promise("time of a byte with a state, last tenth / first", partial(steepest, least=768), 1.15)
+]

@@ -11,11 +11,11 @@ import yaml
 from torch import Tensor
 
 from kit.rows import choose
-from molflt.sequence import LanguageModel
+from molflt.sequence import EncoderDecoder, LanguageModel, PixelModel
 
 SOFTMAX = "softmax"
 
-Model = TypeVar("Model", bound=LanguageModel)
+Model = TypeVar("Model", LanguageModel, PixelModel, EncoderDecoder)
 
 
 def decoders(folder: Path, given: Sequence[str], build: Callable[..., Model]) -> dict[str, Model]:
@@ -42,6 +42,11 @@ def decoders(folder: Path, given: Sequence[str], build: Callable[..., Model]) ->
         elif given:
             raise ValueError(f"mechanism {name!r} leaves no state to decode from; leave it out")
     return models
+
+
+def keeps_sums(name: str) -> bool:
+    """Whether a mechanism's state has one size at all positions: all but softmax's keys."""
+    return not name.startswith(SOFTMAX)
 
 
 def held(state: object) -> int:

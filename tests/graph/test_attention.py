@@ -172,6 +172,13 @@ def test_no_atoms_at_all(kind):
         out.sum().backward()
 
 
+def test_no_atoms_of_no_graphs():
+    arguments = collated([graph("crystal", 7), graph("crystal", 5)]) | {"batch_size": None}
+    none = {name: None if given is None else given[:0] for name, given in arguments.items()}
+    layer = Kind("spectral", "reciprocal", False, "gaussian", "linear").build()
+    assert layer(**none).shape == (0, DIM)
+
+
 WRONG_INPUT = {
     "width": ({"x": torch.zeros(7, 3)}, "x must have shape"),
     "one dimension": ({"x": torch.zeros(16)}, "x must have shape"),
