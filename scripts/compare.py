@@ -4,9 +4,11 @@
     python scripts/compare.py --config configs/lm/wikitext2.yaml --out runs/lm \\
         --variants configs/lm/performer.yaml configs/lm/flt-local.yaml,model.normalize_qk=true
     python scripts/compare.py ... -- --trainer.max_steps 600      # more options for every training
+    python scripts/compare.py ... -- --init runs/gaps/{variant}/seed{seed}
 
-A variant is a file of options, and changes of its own behind commas. Evaluates every run, and
-writes comparison.md, .csv and .png. Started again, it goes on where it was stopped and
+A variant is a file of options, and changes of its own behind commas. {variant} and {seed} are
+filled in where options for every training name them. Evaluates every run, and writes
+comparison.md, .csv and .png. Started again, it goes on where it was stopped and
 repeats nothing.
 """
 
@@ -16,6 +18,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -75,10 +78,12 @@ def job_of(options: argparse.Namespace, variant: str, seed: int) -> dict[str, An
     """What makes a run what it is; kept beside it, so that no other run is taken for it."""
     words = words_of(variant)
     files = [options.config, *(Path(word) for word in words if word.endswith(".yaml"))]
+    own = {"variant": name_of(variant), "seed": str(seed)}
+    more = [re.sub(r"\{(variant|seed)\}", lambda it: own[it[1]], word) for word in options.words]
     return {
         "config": str(options.config),
         "sha256": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest(),
-        "words": [*words, f"--seed={seed}", *options.words],
+        "words": [*words, f"--seed={seed}", *more],
     }
 
 

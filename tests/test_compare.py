@@ -47,11 +47,13 @@ def words(tmp_path: Path) -> list[str]:
 
 
 def test_mean_and_spread(compare, words, tmp_path, capsys) -> None:
-    assert compare.main([*words, "--", "--trainer.max_steps=7"]) == 0
+    more = ["--trainer.max_steps=7", "--init=runs/{variant}/seed{seed}"]
+    assert compare.main([*words, "--", *more]) == 0
     trainings = compare.subprocess.run.commands
     assert len(trainings) == 12
     first = trainings[0]
     assert first[0] == "train" and "--trainer.max_steps=7" in first and "--seed=0" in first
+    assert "--init=runs/flt/seed0" in first
     assert "configs/atoms/flt.yaml" in first
     text = capsys.readouterr().out
     assert text.strip() == (tmp_path / "out" / "comparison.md").read_text().strip()
