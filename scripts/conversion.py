@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from kit.rows import markdown, mean_sd
 from kit.words import described
@@ -27,6 +27,7 @@ from torch import nn
 
 from molflt.attention import convert_weights_
 from molflt.attention.checks import no_effect
+from molflt.data.text.datamodule import read_blocks
 from molflt.data.text.parallel import read_parallel
 from molflt.evaluation import language
 from molflt.evaluation.masked import load_tokenizer
@@ -88,17 +89,18 @@ def judge(
             f"{run}: expected a run of the recipe translation or language with model.mixing "
             f"softmax; got {config['recipe']}, {config['model'].get('mixing')}"
         )
+    (name,) = named_sources(data, [options.split], None).values()
     if isinstance(model, LanguageModel):
         no_effect("on a language model", beam=options.beam, length_penalty=options.length_penalty)
 
+        vocabulary = language.load_vocabulary(run, model.vocabulary)
+        blocks = read_blocks(name, vocabulary, int(data["length"]), options.split)
+
         def perplexity(one: LanguageModel) -> float:
-            with tempfile.TemporaryDirectory() as out:
-                given = Path(out), [options.split], None, options.batch_size
-                report = language.evaluate(run, one, config, *given)
-            return float(report.results[options.split]["perplexity"])
+            losses = language.token_losses(one, blocks, options.batch_size, options.split)
+            return float(np.exp(np.nanmean(losses)))
 
         return "perplexity", perplexity
-    (name,) = named_sources(data, [options.split], None).values()
     text = read_parallel(name, str(data["source"]), str(data["target"]))
     tokenizer = load_tokenizer(run, model.vocabulary)
     beam = BEAM if options.beam is None else options.beam

@@ -19,7 +19,7 @@ import molflt
 from molflt.commands.cli import main
 from molflt.data.text.datamodule import read_blocks
 from molflt.data.text.vocabulary import Vocabulary
-from molflt.evaluation.language import _token_losses
+from molflt.evaluation.language import token_losses
 from molflt.sequence import LanguageModel
 from molflt.tasks.language import LanguageTask
 from molflt.training.checkpoint import load_run
@@ -126,7 +126,7 @@ def test_losses_are_in_the_order_of_the_text(texts: Path, run: Path) -> None:
     model, _ = load_run(run)
     vocabulary = Vocabulary.from_json((run / "vocabulary.json").read_bytes())
     blocks = read_blocks(str(texts / "val.txt"), vocabulary, 16)
-    losses = _token_losses(model, blocks, 2, "val")
+    losses = token_losses(model, blocks, 2, "val")
     assert losses.shape == (len(blocks), 16)
     inputs, targets = (part[None] for part in blocks[5])
     with torch.no_grad():

@@ -82,7 +82,7 @@ def test_images_and_texts_name_the_batch(failure: str) -> None:
     blocks = [(torch.zeros(5), torch.zeros(5))]
     blocks = type("Blocks", (list,), {"length": 5})(blocks)
     with pytest.raises(ValueError, match="val: a batch of 7 x 5 tokens does not fit"):
-        language_evaluation._token_losses(Greedy(failure), blocks, 7, "val")
+        language_evaluation.token_losses(Greedy(failure), blocks, 7, "val")
 
 
 def crystal(side: int, pbc: bool = True) -> Batch:

@@ -24,7 +24,7 @@ from molflt.sequence.language_model import LanguageModel
 from molflt.tasks.language import LanguageTask
 from molflt.training.config import Config
 
-__all__ = ["evaluate", "load_vocabulary", "vocabulary_of"]
+__all__ = ["evaluate", "load_vocabulary", "token_losses", "vocabulary_of"]
 
 _ATTENTION_TOKENS = 128  # of the picture of attention matrices
 
@@ -74,7 +74,7 @@ def evaluate(
     for split, source in named_sources(config["data"], splits, data).items():
         blocks = read_blocks(source, vocabulary, length, split)
         right: list[NDArray[np.bool_]] | None = [] if proteins else None
-        losses = curves[split] = _token_losses(model, blocks, batch_size, split, right)
+        losses = curves[split] = token_losses(model, blocks, batch_size, split, right)
         counted = torch.from_numpy(losses[np.isfinite(losses)])
         sums = LanguageTask.sums(counted.sum(), torch.tensor(len(counted)))
         results[split] = {**sums.metrics(), "tokens": len(counted), **_locality(model, blocks)}
@@ -142,7 +142,7 @@ def _per_residue(
     }
 
 
-def _token_losses(
+def token_losses(
     model: LanguageModel,
     blocks: TokenBlocks,
     batch_size: int,
