@@ -36,6 +36,8 @@ def carried_out(words: list[str]) -> None:
         words += EPOCH if "demo" in words else SHORT
     if words[:2] == ["data", "make"]:
         words = ["data", "make", "made", *words[3:], "--val", "1"]
+    if words[0] == "relax":  # whether a minimum is found depends on rounding
+        words = [*words, "--fmax=1000"]
     assert main(words) == 0, words
 
 

@@ -309,3 +309,26 @@ def test_tags_that_are_no_layers_are_left_alone(tmp_path, capsys) -> None:
     assert "tags of 2 of 2 structures were read as numbers of layers" in capsys.readouterr().err
     write(tmp_path / "c.traj", gas)
     assert not open_dataset(tmp_path / "c.traj", reading=Reading(tags="ase"))[0].tags.any()
+
+
+def test_tags_mean_in_prediction_what_they_meant_in_training(tmp_path, capsys) -> None:
+    path, run = tmp_path / "a.traj", tmp_path / "run"
+    many = [layered(1 + i % 2) for i in range(12)]
+    for i, atoms in enumerate(many):
+        atoms.rattle(0.1, seed=i)
+        atoms.calc = SinglePointCalculator(atoms, energy=-1.0 - 0.1 * i)
+    write(path, many)
+    words = ("--data.tags=ase", "--data.val_fraction=0.3", "--trainer.max_steps=2")
+    assert start(path, run, *words) == 0
+    export = str(tmp_path / "export")
+    assert main(["export", str(run), export, "--about", "energies of nothing"]) == 0
+    told = []
+    for model, more in ((run, ["--tags", "ase"]), (run, []), (export, [])):
+        out = tmp_path / "out.csv"
+        assert main(["predict", str(model), str(path), "--out", str(out), *more]) == 0
+        told.append(out.read_text())
+    assert told[0] == told[1] == told[2]
+    assert main(["predict", str(run), str(path), "--out", str(out), "--tags", "oc20"]) == 0
+    assert out.read_text() != told[0]
+    write_store(tmp_path / "b.safetensors", structures(3))  # whose tags are OC20's
+    assert main(["predict", str(run), str(tmp_path / "b.safetensors")]) == 0

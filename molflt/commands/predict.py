@@ -7,6 +7,7 @@ import sys
 from argparse import SUPPRESS
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from jsonargparse import ArgumentParser
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from molflt.commands.labels import Labeler, label
 from molflt.commands.options import normalized, refuse_idle
 from molflt.data.shards import Shard
-from molflt.data.structures import Reading, Structures
+from molflt.data.structures import AS_IT_IS, Reading, Structures, source_of
 from molflt.data.structures.base import ANY_TAGS, Tags
 from molflt.data.structures.in_memory import to_atoms
 from molflt.data.structures.parts import Part
@@ -45,7 +46,7 @@ def predict(
     skip_bad: bool = False,
     also: list[Path] | None = None,
     calibration: Path | None = None,
-    tags: Tags = "oc20",
+    tags: Tags | None = None,
     mesh_order: int | None = None,
     compiled: bool = False,
     shard: str | None = None,
@@ -74,7 +75,8 @@ def predict(
         calibration: uncertainty.json of an evaluation of the same runs; by default that in the
             folder ensemble of `run`, if it is there.
         tags: what tags mean in a file that ASE reads: oc20 (0 subsurface, 1 surface, 2 adsorbate)
-            or ase (numbers of layers from the top, 1, 2, ..., and 0 for adsorbates).
+            or ase (numbers of layers from the top, 1, 2, ..., and 0 for adsorbates); by default
+            what they meant in training.
         mesh_order: for cells of some thousand atoms and more: computes what the model sums over
             reciprocal nodes on a mesh instead, by splines of this order, 4, 5, 6 or 8: attention to
             3e-3, 6e-4, 6e-6, 2e-7.
@@ -94,15 +96,14 @@ def predict(
     model = _load(run, file, checkpoint, device, also, compiled)
     if not isinstance(model, EnergyPredictor):
         given = {"skip_bad": skip_bad or None, "also": also, "calibration": calibration}
-        tags_given = tags if tags != "oc20" else None
-        more = {"mesh_order": mesh_order, "tags": tags_given, "shard": shard}
+        more = {"mesh_order": mesh_order, "tags": tags, "shard": shard}
         refuse_idle(run, f"a model of the recipe {model.trained.recipe}", {**given, **more})
         _check_ending(out, _TABLES)
         _write_rows(out, label(model, file, batch_size))
         return
     if mesh_order is not None:
         model.use_mesh_(mesh_order)
-    dataset = open_structures(file, skip_bad, _reading(model, tags))
+    dataset = open_structures(file, skip_bad, _reading(model, file, tags))
     marks: list[dict[str, object]] = [{"index": i} for i in range(len(dataset))]
     if part is not None and out is not None:
         dataset, marks = _part(dataset, part, batch_size)
@@ -121,9 +122,13 @@ def predict(
         print(f"{out}: {_ranges(columns)}")
 
 
-def _reading(model: EnergyPredictor, tags: Tags) -> Reading:
+def _reading(model: EnergyPredictor, file: Path, tags: Tags | None) -> Reading:
     """A potential takes any tags, unless they are to be translated for what is written."""
-    return ANY_TAGS if model.predicts_forces and tags == "oc20" else Reading(tags=tags)
+    if tags is None and "tags" in source_of(file).options:
+        tags = cast("Tags | None", model.trained.task.get("tags"))
+    if model.predicts_forces and tags in (None, "oc20"):
+        return ANY_TAGS
+    return AS_IT_IS if tags is None else Reading(tags=tags)
 
 
 def build_parser(words: Sequence[str] = ()) -> ArgumentParser:

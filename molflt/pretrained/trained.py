@@ -34,7 +34,8 @@ class Trained(NamedTuple):
     options: Sequence[Mapping[str, object]]
     """arguments of each training's model"""
     task: Mapping[str, object]
-    """options of training; of sentences also the name of what is learned, as `name`"""
+    """options of training; of sentences also the name of what is learned, as `name`, and of
+    structures what `tags` of files that ASE reads meant"""
     results: Mapping[str, object]
     """split -> metrics; empty if it was not evaluated"""
     files: Mapping[str, object]
@@ -115,7 +116,8 @@ def _of_run(
         files[CALIBRATION] = calibration
     results = _json(evaluated / _RESULTS)
     found = results if isinstance(results, dict) else {}
-    named = {"name": config["data"]["task"]} if "task" in config["data"] else {}
+    data = {"task": "name", "tags": "tags"}
+    named = {kept: config["data"][name] for name, kept in data.items() if name in config["data"]}
     task = {**config["task"], **named}
     return Trained(run, config["recipe"], model, options, task, found, files)
 
