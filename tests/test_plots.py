@@ -279,6 +279,19 @@ def test_attention_matrices_show_the_weights(tmp_path: Path, figures) -> None:
         assert axes.get_ylim()[0] > axes.get_ylim()[1]  # the first query on top
 
 
+def test_tokens_stand_at_the_axes_if_they_are_few(tmp_path: Path, figures) -> None:
+    words = [f"w{i}" for i in range(40)]
+    for queries, shown in ((7, True), (40, False)):
+        weights, told = torch.rand(2, queries, 5), (words[:queries], words[:5])
+        plots.attention_matrices(weights, tmp_path / "a.png", tokens=told)
+        first = figures[-1].axes[0]
+        drawn = [tick.get_text() for tick in first.get_xticklabels()] == words[:5]
+        down = [tick.get_text() for tick in first.get_yticklabels()] == words[:queries]
+        assert (drawn, down) == (shown, shown)
+    with pytest.raises(ValueError, match=r"7 queries and 5 keys; got 5 and 5"):
+        plots.attention_matrices(torch.rand(1, 7, 5), tmp_path / "a.png", tokens=(told[1],) * 2)
+
+
 def test_large_attention_matrices_are_averaged_over_blocks(tmp_path: Path, figures) -> None:
     """Each spike is in the picture, in the mean of its block."""
     queries, keys = 1100, 700

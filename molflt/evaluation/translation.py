@@ -84,7 +84,7 @@ def evaluate(
         write_atomically(files[-1], ("\n".join(told) + "\n").encode())
     how = f"beam {beam}, length penalty {length_penalty:g}, {'-'.join(languages)}"
     table = f", {how}\n\n{_table(results)}\n\nsacrebleu {signature}\n"
-    return Report(results, table, [*files, *_draw(out, model, pairs, split)])
+    return Report(results, table, [*files, *_draw(out, model, pairs, tokenizer, split)])
 
 
 class Bleu(NamedTuple):
@@ -228,15 +228,19 @@ def _table(results: Mapping[str, Mapping[str, float | None]]) -> str:
     return align([head, *rows])
 
 
-def _draw(out: Path, model: EncoderDecoder, pairs: Pairs, split: str) -> list[Path]:
+def _draw(
+    out: Path, model: EncoderDecoder, pairs: Pairs, tokenizer: Tokenizer, split: str
+) -> list[Path]:
     """Both kinds of attention of the decoder's last layer, and the relative encoding."""
     source, target = (ids[None].to(model.head.weight.device) for ids in pairs[0])
     seen = target[:, :-1]
     matrices = _attention_of(model.decoder, lambda: model(source, seen), last=2)
     files = [out / "attention.png", out / "cross-attention.png"]
-    for matrix, file, what in zip(matrices, files, ("target", "source"), strict=True):
+    words = [[tokenizer.token(int(one)) for one in ids[0]] for ids in (seen, source)]
+    sides = zip(("target", "source"), words, strict=True)
+    for matrix, file, (what, keys) in zip(matrices, files, sides, strict=True):
         title = f"last layer, target to {what}, first pair of {split}"
-        plots.attention_matrices(matrix[0], file, title=title)
+        plots.attention_matrices(matrix[0], file, title=title, tokens=(words[0], keys))
     tokens = max(pairs.sizes)
     own = model.decoder.stack.position, model.position_scale, tokens, model.longest
     return [*files, *draw_encoding(*own, out / "encoding.png")]

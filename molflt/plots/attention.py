@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,14 +13,18 @@ from molflt.plots.figure import DPI, ZERO, _head_panels
 
 if TYPE_CHECKING:
     import torch
+    from matplotlib.axes import Axes
     from matplotlib.colors import Colormap, Normalize
 
 _MAX_PIXELS = 512  # of a heat map along each side
 _LOG_RANGE = 1e4  # largest over smallest weight that a logarithmic color scale tells apart
+_MAX_NAMES = 32  # tokens along an axis that are written there
+_NAME = 0.14  # inches
 _USUAL = 0.99  # share of signed weights within the color scale, if the others are far beyond it
 _SCALES = ("auto", "linear", "log")
 
 _Array = NDArray[np.float64]
+_Names = tuple[Sequence[str], Sequence[str]]  # of queries, of keys
 
 
 def attention_matrices(
@@ -27,6 +32,7 @@ def attention_matrices(
     file: Path,
     *,
     title: str | None = None,
+    tokens: _Names | None = None,
     rows: int | None = None,
     scale: str = "auto",
 ) -> None:
@@ -42,18 +48,20 @@ def attention_matrices(
         weights: (heads, queries, keys), without unit, as of one sequence from `Attention.weights`.
         file: to write, .png, .svg or .pdf.
         title: what stands above, such as the layer.
+        tokens: what the queries and what the keys are; of up to 32 it stands at the axes.
         rows: rows of panels; None chooses.
         scale: "linear" from 0, "log" over at most four decades, or "auto": linear if weights are
             of both signs or the largest is below 30 times the median, else log.
 
     Raises:
-        ValueError: weights are of another shape, empty or not finite, rows or scale cannot be, or
-            a logarithm is asked of negative weights.
+        ValueError: weights are of another shape, empty or not finite, tokens of another number,
+            rows or scale cannot be, or a logarithm is asked of negative weights.
     """
     matrices = _matrices(weights)
     if scale not in _SCALES:
         raise ValueError(f"scale={scale!r} is unknown; expected one of {', '.join(_SCALES)}")
     heads, queries, keys = matrices.shape
+    named = _names(tokens, queries, keys)
     step = -(-queries // _MAX_PIXELS), -(-keys // _MAX_PIXELS)
     pixels = _block_means(matrices, *step)
     norm, colors, word, extend = _weight_colors(pixels, scale)
@@ -67,8 +75,9 @@ def attention_matrices(
         notes.append(f"each pixel is the mean over {step[0]} queries × {step[1]} keys")
     square = 1 / 3 < queries / keys < 3
     # A panel has a dot on paper for each pixel, or drawing would leave out what averaging kept.
-    side = max(max(pixels.shape[1:]) / DPI, 2.2) + 0.2
-    panel, margin = (side, side + 0.15), (1.7, 0.8 + 0.2 * len(notes))
+    side = max(max(pixels.shape[1:]) * (_NAME if named else 1 / DPI), 2.2) + 0.2
+    more = 0.5 if named else 0.0
+    panel, margin = (side, side + 0.15), (1.7 + more, 0.8 + more + 0.2 * len(notes))
     with _head_panels(file, heads, panel, margin, rows=rows) as (figure, shown_axes):
         for axes, matrix in zip(shown_axes, shown, strict=True):
             right, bottom = step[1] * matrix.shape[1], step[0] * matrix.shape[0]
@@ -80,7 +89,7 @@ def attention_matrices(
                 aspect="equal" if square else "auto",
             )
             axes.set(xlim=(-0.5, keys - 0.5), ylim=(queries - 0.5, -0.5))
-            axes.locator_params(nbins=5, integer=True)
+            _write_ticks(axes, named)
         bar = figure.colorbar(image, ax=shown_axes, extend=extend, aspect=30, fraction=0.05)
         gray = "; gray: 0" if np.ma.is_masked(shown) else ""
         bar.set_label(f"attention weight, {word} scale{gray}")
@@ -88,6 +97,26 @@ def attention_matrices(
         figure.supylabel("query")
         if notes:
             figure.suptitle("\n".join(notes), fontsize="medium")
+
+
+def _names(tokens: _Names | None, queries: int, keys: int) -> _Names | None:
+    """The tokens, checked; None if they are too many to be written."""
+    if tokens is None:
+        return None
+    given = len(tokens[0]), len(tokens[1])
+    if given != (queries, keys):
+        got = f"{given[0]} and {given[1]}"
+        raise ValueError(f"tokens must name {queries} queries and {keys} keys; got {got}")
+    return tokens if max(given) <= _MAX_NAMES else None
+
+
+def _write_ticks(axes: Axes, named: _Names | None) -> None:
+    """Tokens at the axes, or few whole numbers."""
+    if named is None:
+        axes.locator_params(nbins=5, integer=True)
+        return
+    axes.set_xticks(range(len(named[1])), named[1], rotation=90, fontsize="x-small")
+    axes.set_yticks(range(len(named[0])), named[0], fontsize="x-small")
 
 
 def attention_around(weights: ArrayLike | torch.Tensor, file: Path, *, title: str) -> None:
