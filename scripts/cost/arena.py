@@ -8,12 +8,9 @@ See kit/layers.py; time is the processor's.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
-import yaml
 from kit.layers import (
-    SCRIPTS,
     Mechanism,
     cost_promise,
     cost_ratio,
@@ -21,6 +18,7 @@ from kit.layers import (
     curve,
     draw_costs,
     measure_layers,
+    model_of,
     training_study,
 )
 from kit.rows import Rows, markdown, names
@@ -29,16 +27,9 @@ from torch import Tensor, nn
 from molflt.sequence import SequenceClassifier
 from molflt.tasks.sentences import SentenceTask
 
-CONFIGS = SCRIPTS.parent / "configs"
 BYTES, SPECIAL = 256, 5
 FILES = {"fnet": "fnet", "performer": "performer", "flt": "flt", "softmax": "bert"}
 QUICK = {"sizes": (64,), "rounds": 1}
-
-
-def model_of(*files: str) -> dict[str, Any]:
-    """The options of the model in files of configurations, later files win."""
-    read = [yaml.safe_load((CONFIGS / f"{file}.yaml").read_text()) for file in files]
-    return {key: value for part in read for key, value in part.get("model", {}).items()}
 
 
 class Step(nn.Module):

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import yaml
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -84,6 +85,13 @@ def training_study(module: str, mechanisms: Mapping[str, Mechanism]) -> Study:
     """Of mechanisms that make whole training steps on uniform numbers (1, length)."""
     draws = partial(torch.rand, 1)
     return Study(module, mechanisms, draws, passes=(TRAINING,), clock=time.process_time)
+
+
+def model_of(*files: str) -> dict[str, Any]:
+    """The options of the model in files of configurations, later files win."""
+    paths = [SCRIPTS.parent / "configs" / f"{file}.yaml" for file in files]
+    read = [yaml.safe_load(path.read_text()) for path in paths]
+    return {key: value for part in read for key, value in part.get("model", {}).items()}
 
 
 def one_pass(study: Study, name: str, causal: bool, length: int, which: str) -> Callable[[], None]:

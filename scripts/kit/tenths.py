@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from itertools import chain
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from kit.decoders import SOFTMAX, keeps_sums
@@ -42,7 +42,7 @@ def rows_of(times: Times, sizes: dict[str, int], count: int) -> Rows:
             **{"mechanism": name, "tenth": tenth + 1},
             "median_ms": 1e3 * median(chain.from_iterable(parts[1])),
             "ratio": paired(own, first),
-            "sequences_per_s": count / fmean(sums),
+            "sequences_per_s": count / median(sums),
             "softmax_ratio": paired(softmax, sums) if softmax else None,
             **{"steps": len(times[name][0]), "sequences": count, "rounds": len(sums)},
             "state_bytes": sizes[name],
