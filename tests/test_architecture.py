@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -225,6 +226,16 @@ def test_nothing_unpickles(path: Path) -> None:
             if called.endswith(("pickle.load", "pickle.loads", "Unpickler")):
                 wrong.append((node.lineno, called))
     assert not wrong
+
+
+CORE_FILES = sorted((PACKAGE / "attention").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", CORE_FILES, ids=module_name)
+def test_the_core_knows_no_task(path: Path) -> None:
+    """Identifiers and comments; what the papers do with language models may be told."""
+    word = r"\b(texts?|sentences?|proteins?|residues?|translat(e|or)\w*|beam|tokenizer|pixels?)\b"
+    assert not re.findall(word, path.read_text(), re.IGNORECASE)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_name)

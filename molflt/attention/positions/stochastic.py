@@ -282,7 +282,7 @@ class ConvSPE(_StochasticPosition):
         if index.shape[-1] * self.kernel_size > self.noise.shape[2]:
             bank = self._filter_all(kernel)
         if not torch.compiler.is_compiling() and len(index) and (index == index[:1]).all():
-            index = index[:1]  # the usual case of text; compiled code takes the way below
+            index = index[:1]  # as of tokens in a row; compiled code takes the way below
         if len(index) == 1:
             return functools.partial(_product, self._at(index[0], kernel, bank))
         return functools.partial(self._row_by_row, index, kernel, bank)
