@@ -52,8 +52,10 @@ class Step(nn.Module):
 
 
 MODELS = {file: Mechanism(partial(Step, file=file)) for file in FILES}
-STUDY = training_study("cost.pretraining", MODELS)
-measure = partial(measure_layers, STUDY, sizes=(128, 512), rounds=5, seconds=300.0, gigabytes=12.0)
+STUDY = training_study("cost.pretraining", MODELS)._replace(budget=120.0)
+measure = partial(
+    measure_layers, STUDY, sizes=(128, 512, 2048), rounds=3, seconds=300.0, gigabytes=12.0
+)
 COLORS = len(SERIES) - 1  # the last is softmax's
 STYLES = {file: (i % COLORS, "-" if i < COLORS else "--") for i, file in enumerate(FILES[1:])}
 draw = partial(draw_costs, unit="tokens", styles={**STYLES, "bert": (COLORS, "-")})
