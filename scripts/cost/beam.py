@@ -65,7 +65,7 @@ def measure(
     words: int = 32,
     beam: int = 5,
     mechanisms: tuple[str, ...] = (),
-    rounds: int = 3,
+    rounds: int = 5,
 ) -> Rows:
     """Times and sizes of states: of `sources` sources of `words` tokens, `tokens` steps.
 
