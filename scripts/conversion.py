@@ -98,7 +98,7 @@ def judge(
 
         def perplexity(one: LanguageModel) -> float:
             losses = language.token_losses(one, blocks, options.batch_size, options.split)
-            return float(np.exp(np.nanmean(losses)))
+            return language.metrics_of(losses[np.isfinite(losses)])["perplexity"]
 
         return "perplexity", perplexity
     text = read_parallel(name, str(data["source"]), str(data["target"]))

@@ -16,6 +16,7 @@ from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io import write
 from tiny_run import SMALL, error_of, start, structures, write_data
 
+import molflt
 from molflt.commands.cli import main
 from molflt.data.structures import Reading, open_dataset
 from molflt.data.structures.data_set import DataSet
@@ -328,6 +329,9 @@ def test_tags_mean_in_prediction_what_they_meant_in_training(tmp_path, capsys) -
         assert main(["predict", str(model), str(path), "--out", str(out), *more]) == 0
         told.append(out.read_text())
     assert told[0] == told[1] == told[2]
+    energies = [one.energy for one in molflt.load(run).predict(path)]
+    written = [float(row["energy_eV"]) for row in csv.DictReader(told[0].splitlines())]
+    assert energies == pytest.approx(written, abs=1e-5)
     assert main(["predict", str(run), str(path), "--out", str(out), "--tags", "oc20"]) == 0
     assert out.read_text() != told[0]
     write_store(tmp_path / "b.safetensors", structures(3))  # whose tags are OC20's

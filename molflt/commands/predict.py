@@ -7,7 +7,6 @@ import sys
 from argparse import SUPPRESS
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 from jsonargparse import ArgumentParser
@@ -16,8 +15,8 @@ from numpy.typing import NDArray
 from molflt.commands.labels import Labeler, label
 from molflt.commands.options import normalized, refuse_idle
 from molflt.data.shards import Shard
-from molflt.data.structures import AS_IT_IS, Reading, Structures, source_of
-from molflt.data.structures.base import ANY_TAGS, Tags
+from molflt.data.structures import Structures
+from molflt.data.structures.base import Tags
 from molflt.data.structures.in_memory import to_atoms
 from molflt.data.structures.parts import Part
 from molflt.evaluation.ensemble import load_ensemble
@@ -103,7 +102,7 @@ def predict(
         return
     if mesh_order is not None:
         model.use_mesh_(mesh_order)
-    dataset = open_structures(file, skip_bad, _reading(model, file, tags))
+    dataset = open_structures(file, skip_bad, model.reading_of(file, tags))
     marks: list[dict[str, object]] = [{"index": i} for i in range(len(dataset))]
     if part is not None and out is not None:
         dataset, marks = _part(dataset, part, batch_size)
@@ -120,15 +119,6 @@ def predict(
         _write_atoms(out, dataset, columns, found, [] if part is None else marks)
     if out is not None:
         print(f"{out}: {_ranges(columns)}")
-
-
-def _reading(model: EnergyPredictor, file: Path, tags: Tags | None) -> Reading:
-    """A potential takes any tags, unless they are to be translated for what is written."""
-    if tags is None and "tags" in source_of(file).options:
-        tags = cast("Tags | None", model.trained.task.get("tags"))
-    if model.predicts_forces and tags in (None, "oc20"):
-        return ANY_TAGS
-    return AS_IT_IS if tags is None else Reading(tags=tags)
 
 
 def build_parser(words: Sequence[str] = ()) -> ArgumentParser:

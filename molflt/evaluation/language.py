@@ -24,7 +24,7 @@ from molflt.sequence.language_model import LanguageModel
 from molflt.tasks.language import LanguageTask
 from molflt.training.config import Config
 
-__all__ = ["evaluate", "load_vocabulary", "token_losses", "vocabulary_of"]
+__all__ = ["evaluate", "load_vocabulary", "metrics_of", "token_losses", "vocabulary_of"]
 
 _ATTENTION_TOKENS = 128  # of the picture of attention matrices
 
@@ -75,9 +75,9 @@ def evaluate(
         blocks = read_blocks(source, vocabulary, length, split)
         right: list[NDArray[np.bool_]] | None = [] if proteins else None
         losses = curves[split] = token_losses(model, blocks, batch_size, split, right)
-        counted = torch.from_numpy(losses[np.isfinite(losses)])
-        sums = LanguageTask.sums(counted.sum(), torch.tensor(len(counted)))
-        results[split] = {**sums.metrics(), "tokens": len(counted), **_locality(model, blocks)}
+        counted = losses[np.isfinite(losses)]
+        scores = metrics_of(counted)
+        results[split] = {**scores, "tokens": len(counted), **_locality(model, blocks)}
         if right is not None:
             results[split] |= _per_residue(blocks, losses, right, baseline)
     files = [out / "losses.png", out / "attention.png"]
@@ -133,13 +133,17 @@ def _per_residue(
     """Metrics of the residues among the tokens of a text, and of the baseline on these."""
     ids, own, there = blocks.ids, blocks.ids != blocks.eos, np.isfinite(losses)
     nats, hits = losses[there][own], np.concatenate(right)[there][own]
-    sums = LanguageTask.sums(torch.tensor(nats.sum()), torch.tensor(len(nats)))
     return {
-        "residue_perplexity": sums.metrics()["perplexity"],
+        "residue_perplexity": metrics_of(nats)["perplexity"],
         "residue_accuracy_percent": 100 * float(hits.mean()),
         "residues": len(nats),
         **({} if baseline is None else baseline.judge(ids[own])),
     }
+
+
+def metrics_of(losses: NDArray[np.float64]) -> dict[str, float]:
+    """Perplexity and bits per token, from the negative log-likelihoods of tokens, nats."""
+    return LanguageTask.sums(torch.tensor(losses.sum()), torch.tensor(len(losses))).metrics()
 
 
 def token_losses(

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from molflt.data.structures import Structures
-from molflt.data.structures.base import ANY_TAGS, AS_IT_IS, Reading
+from molflt.data.structures import Structures, source_of
+from molflt.data.structures.base import ANY_TAGS, AS_IT_IS, Reading, Tags
 from molflt.data.structures.domain import DOMAIN, Domain
 from molflt.data.structures.in_memory import StructuresInMemory, is_one, to_atoms
 from molflt.evaluation.calibration import Calibration
@@ -170,7 +170,7 @@ class EnergyPredictor(Pretrained):
         Args:
             structures: `ase.Atoms` with tags (0 subsurface, 1 surface, 2 adsorbate; any, for a
                 potential), PyG's `Data` or `Batch`, any number of these, a data set, or a file that
-                holds one.
+                holds one, where tags mean what they meant in training.
             batch_size: structures in a batch.
             embedding: also give the tokens that energies are read from: of "atoms" (0 for those
                 that the model leaves out), or "pooled", their mean over the atoms that the energy
@@ -189,13 +189,39 @@ class EnergyPredictor(Pretrained):
             raise ValueError("embedding: expected one model; got an ensemble; load one of its runs")
         if embedding and self.compiled is not None:
             raise ValueError("embedding: machine code has energies alone; load without compiled")
-        dataset = _opened(structures, ANY_TAGS if self.predicts_forces else AS_IT_IS)
+        dataset = self._opened(structures)
         kept = ["displacement"] * self.predicts_positions + ["embedding"] * bool(embedding)
         kept += ["forces"] * self.predicts_forces
         found = self.infer(dataset, batch_size, dataset.path.name, kept)
         columns = self.uncertainties(found)
         out = [self._prediction(i, dataset, found, columns, embedding) for i in range(len(dataset))]
         return out[0] if is_one(structures) else out
+
+    def reading_of(self, file: Path, tags: Tags | None = None) -> Reading:
+        """How to read a file: by default tags mean what they meant in training.
+
+        A potential takes any tags, unless they are to be translated for what is written.
+
+        Args:
+            file: of structures.
+            tags: what they mean instead.
+
+        Raises:
+            FileNotFoundError: if there is nothing.
+            ValueError: a file of an unknown kind.
+        """
+        if tags is None and "tags" in source_of(file).options:
+            tags = cast("Tags | None", self.trained.task.get("tags"))
+        if self.predicts_forces and tags in (None, "oc20"):
+            return ANY_TAGS
+        return AS_IT_IS if tags is None else Reading(tags=tags)
+
+    def _opened(self, structures: object) -> Structures:
+        if isinstance(structures, Structures):
+            return structures
+        if isinstance(structures, str | Path):
+            return open_structures(Path(structures), False, self.reading_of(Path(structures)))
+        return StructuresInMemory(structures, ANY_TAGS if self.predicts_forces else AS_IT_IS)
 
     def _prediction(
         self,
@@ -253,14 +279,6 @@ class EnergyPredictor(Pretrained):
             return calibrated(model, found, Calibration.from_json(held, label), label)
         default = trained.path / ENSEMBLE / CALIBRATION
         return uncertainty_of(model, found, calibration, default)
-
-
-def _opened(structures: object, reading: Reading) -> Structures:
-    if isinstance(structures, Structures):
-        return structures
-    if isinstance(structures, str | Path):
-        return open_structures(Path(structures), False, reading)
-    return StructuresInMemory(structures, reading)
 
 
 def _pooled(tokens: NDArray[np.float32], record: Data) -> NDArray[np.float32]:
