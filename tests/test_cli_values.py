@@ -24,7 +24,14 @@ from molflt.training.recipes import RECIPES
 
 # Where 0, or less, means something.
 ZERO = {
-    *("seed", "model.near_field", "model.radial_basis", "model.messages", "model.dropout"),
+    *(
+        "seed",
+        "data.split_seed",
+        "model.near_field",
+        "model.radial_basis",
+        "model.messages",
+        "model.dropout",
+    ),
     "model.attention_dropout",
     *("model.long_range_smearing", "model.embedding_dropout", "model.floor", "data.workers"),
     *("task.position_weight", "model.attention_layers", "model.head_dropout"),

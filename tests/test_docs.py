@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from ase.build import add_adsorbate, fcc111
+from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io import write
 from tiny_run import start, write_data, write_points
 
@@ -63,6 +64,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     add_adsorbate(atoms, "O", height=1.2, position="fcc")
     atoms.set_tags([0] * 4 + [1] * 8 + [2])
     write(root / "structures.extxyz", [atoms, atoms])
+    atoms.calc = SinglePointCalculator(atoms, energy=-1.0)
+    write(root / "runs" / "relaxation.traj", [atoms, atoms])
     return root
 
 

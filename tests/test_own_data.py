@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tiny_run import SMALL, error_of, start, structures, write_data
 import molflt
 from molflt.commands.cli import main
 from molflt.data.structures import Reading, open_dataset
+from molflt.data.structures.base import ANY_TAGS
 from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.store import write_store
@@ -70,9 +72,9 @@ def sids(data: Any) -> list[int]:
     return [int(data[i].sid) for i in range(len(data))]
 
 
-def module(root: Path, seed: int = 0, **options: Any) -> IS2REData:
-    data = IS2REData(root, batch_size=2, **options)
-    data.seed = seed
+def module(root: Path, split_seed: int = 0, **options: Any) -> IS2REData:
+    data = IS2REData(root, batch_size=2, split_seed=split_seed, **options)
+    data.seed = 7  # of the run, which does not draw the split
     data.setup()
     return data
 
@@ -103,6 +105,87 @@ def test_a_run_on_one_file_is_judged_by_what_it_has_not_seen(run, file, tmp_path
     assert "published" not in capsys.readouterr().out
 
 
+def test_an_ensemble_is_judged_by_what_no_member_has_seen(run, file, tmp_path, capsys) -> None:
+    """Members of other seeds held out the same structures, those of other split seeds did not."""
+    same, other, ase = tmp_path / "same", tmp_path / "other", tmp_path / "ase"
+    words = (*STEPS, "--data.val_fraction=0.3", "--seed=1")
+    for folder, more in (
+        (same, ()),
+        (other, ("--data.split_seed=1",)),
+        (ase, ("--data.tags=ase",)),
+    ):
+        assert start(file, folder, *words, *more) == 0
+    command = ["evaluate", str(run), "--out", str(tmp_path / "out"), "--device=cpu", "--also"]
+    held = sids(module(file, val_fraction=0.3).datasets["val"])
+    assert main([*command, str(same), "--calibration_split=null"]) == 0
+    rows = (tmp_path / "out" / "predictions.csv").read_text().splitlines()[1:]
+    assert sorted(int(row.split(",")[1]) for row in rows) == sorted(held)
+    said = error_of(capsys, *command, str(other))
+    assert "held out different structures" in said and "data.split_seed 0 and 1" in said
+    assert "trained with data.tags ase" in error_of(capsys, *command, str(ase))
+
+
+@pytest.mark.parametrize("change", ["grown", "in another order"])
+def test_a_file_that_has_changed_is_not_split_anew(run, file, tmp_path, capsys, change) -> None:
+    """Structures that were trained on would count as held out."""
+    own, copy = tmp_path / "run", tmp_path / "mine.extxyz"
+    shutil.copytree(run, own)
+    shutil.copy(file, copy)
+    config = (own / "config.yaml").read_text()
+    (own / "config.yaml").write_text(config.replace(str(file), str(copy)))
+    command = ["evaluate", str(own), "--device=cpu", "--out", str(tmp_path)]
+    assert main(command) == 0
+    write(copy, frames(14) if change == "grown" else frames()[::-1])
+    assert "has changed since" in error_of(capsys, *command)
+    assert main([*command, "--data", str(file)]) == 0  # another file
+
+
+def test_splits_of_earlier_versions_were_drawn_by_the_seed(file) -> None:
+    options = {"root": str(file), "train_split": "train", "val_split": "val_id"}
+    assert DataSet.of_run(options, 3).split_seed == 3
+    assert DataSet.of_run({**options, "split_seed": 0}, 3).split_seed == 0
+
+
+def test_one_file_has_one_kind_of_label(tmp_path, capsys) -> None:
+    """Energies of two references, or levels of theory, are not mixed."""
+    mixed = frames(6)
+    for atoms in mixed[:4]:
+        atoms.info["y_relaxed"] = -1.0
+    write(tmp_path / "mixed.extxyz", mixed)
+    found = open_dataset(tmp_path / "mixed.extxyz")
+    assert np.isnan(found.y_relaxed).tolist() == 4 * [False] + 2 * [True]
+    assert "the first structures have y_relaxed, others only energy" in found.hint
+    folder = tmp_path / "run"
+    command = ["train", f"--data.root={tmp_path / 'mixed.extxyz'}", f"--run={folder}"]
+    assert "name the one to take with --energy_key" in error_of(capsys, *command)
+    for i, atoms in enumerate(mixed):
+        atoms.calc, atoms.info = None, {"energy" if i < 3 else "REF_energy": -2.0}
+        atoms.arrays["forces" if i < 3 else "REF_forces"] = np.zeros((len(atoms), 3))
+    write(tmp_path / "levels.extxyz", mixed)
+    points = open_dataset(tmp_path / "levels.extxyz", reading=ANY_TAGS)
+    assert [bool(points[i].energy.isfinite()) for i in range(6)] == 3 * [True] + 3 * [False]
+    assert {"REF_energy", "REF_forces"} <= set(points.unused)
+
+
+def test_steps_of_a_relaxation_are_not_taken_for_systems_in_silence(tmp_path, capsys) -> None:
+    first = frames(1)[0]
+    steps = []
+    for i in range(6):
+        atoms = first.copy()
+        atoms.rattle(0.01, seed=i)
+        atoms.calc = SinglePointCalculator(atoms, energy=-i, forces=np.zeros((len(atoms), 3)))
+        steps.append(atoms)
+    write(tmp_path / "relax.traj", steps)
+    open_dataset(tmp_path / "relax.traj")
+    assert "look like steps of relaxations" in capsys.readouterr().err
+    open_dataset(tmp_path / "relax.traj", reading=ANY_TAGS)  # a potential's
+    for atoms in steps:
+        atoms.info["y_relaxed"] = -6.0
+    write(tmp_path / "named.extxyz", steps)
+    open_dataset(tmp_path / "named.extxyz")
+    assert capsys.readouterr().err == ""
+
+
 def test_other_files_are_evaluated_whole(run, tmp_path, capsys) -> None:
     other = tmp_path / "other.traj"
     write(other, frames(4))
@@ -123,7 +206,10 @@ def test_a_file_that_has_moved_is_known_by_its_name(run, file, tmp_path, capsys)
 
     config["data"]["root"] = str(tmp_path / "gone" / file.name)
     source = EvaluationData(run, config, moved)
-    assert source.choose(None) == ["val_id"] and len(source.open(["val_id"])["val_id"]) == 3
+    assert (
+        source.choose(None) == ["val_id"]
+        and len(source.open(["val_id"], torch.nn.Identity())["val_id"]) == 3
+    )
     assert "which the run was trained on and which is gone" in capsys.readouterr().err
 
 
@@ -329,9 +415,17 @@ def test_tags_mean_in_prediction_what_they_meant_in_training(tmp_path, capsys) -
         assert main(["predict", str(model), str(path), "--out", str(out), *more]) == 0
         told.append(out.read_text())
     assert told[0] == told[1] == told[2]
-    energies = [one.energy for one in molflt.load(run).predict(path)]
+    loaded = molflt.load(run)
     written = [float(row["energy_eV"]) for row in csv.DictReader(told[0].splitlines())]
-    assert energies == pytest.approx(written, abs=1e-5)
+    for given in (path, many):
+        energies = [one.energy for one in loaded.predict(given)]
+        assert energies == pytest.approx(written, abs=1e-5)
+    capsys.readouterr()
+    others = [one.energy for one in loaded.predict(many, tags="oc20")]
+    assert others != pytest.approx(written, abs=1e-5)
+    assert "tags of 12 of 12 structures look like ase.build's" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="no effect on a data set that is open"):
+        loaded.predict(open_dataset(path), tags="ase")
     assert main(["predict", str(run), str(path), "--out", str(out), "--tags", "oc20"]) == 0
     assert out.read_text() != told[0]
     write_store(tmp_path / "b.safetensors", structures(3))  # whose tags are OC20's

@@ -63,6 +63,7 @@ LIMITS = {
     "data.pieces": "[6, 1e8]",
     "data.max_tokens": _COUNT,
     "data.val_fraction": "(0, 1)",
+    "data.split_seed": "[0, 4294967295]",
     "data.image_size": "[1, 16384]",
     "data.resize": "[1, 16384]",
     "model.dimension": "[1, 1000]",

@@ -99,7 +99,7 @@ def evaluate(
     _check_asked(model, calibration_split, splits)
     names = {} if submission is None else _submission_names(submission, splits)
     others = None if published is None else read_published(published, source.folder)
-    datasets = source.open(splits)
+    datasets = source.open(splits, model)
     median, baseline = source.training_median()
     found = {split: infer(model, datasets[split], batch_size, split) for split in splits}
     uncertainty = _assess(model, found, out, calibration_split)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from molflt.data.structures.data_set import DataSet
 from molflt.training.checkpoint import load_run
 from molflt.training.config import Config, read_config
 
@@ -29,18 +30,20 @@ class EnsembleRegressor(nn.Module):
 
     Args:
         members: two or more, on one device.
+        data: what each was trained on, if that is known.
 
     Attributes:
         weights: sha256 of the weights of each member.
         trained_elements: see `molflt.graph.EnergyRegressor`; the same for all members.
     """
 
-    def __init__(self, members: Sequence[nn.Module]) -> None:
+    def __init__(self, members: Sequence[nn.Module], data: Sequence[DataSet] = ()) -> None:
         super().__init__()
         if len(members) < 2:
             raise ValueError(f"an ensemble needs two members or more; got {len(members)}")
         self.members = nn.ModuleList(members)
         self.weights = tuple(map(_digest, members))
+        self.data = tuple(data)
 
     @property
     def trained_elements(self) -> Tensor | None:
@@ -108,7 +111,14 @@ def load_ensemble(
                 "ensembles are of energies"
             )
     loaded = [load_run(run, checkpoint, device) for run in runs]
-    ensemble = EnsembleRegressor([model for model, _ in loaded])
+    data = [DataSet.of_run(config["data"], config["seed"]) for _, config in loaded]
+    for run, own in zip(runs, data, strict=True):
+        if own.reading.tags != data[0].reading.tags:
+            raise ValueError(
+                f"{run}: trained with data.tags {own.reading.tags}; expected, as {runs[0]}, "
+                f"{data[0].reading.tags} in an ensemble, whose members read the same structures"
+            )
+    ensemble = EnsembleRegressor([model for model, _ in loaded], data)
     for i, run in enumerate(runs):
         if ensemble.weights[i] in ensemble.weights[:i]:
             twin = runs[ensemble.weights.index(ensemble.weights[i])]

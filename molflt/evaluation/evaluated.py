@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import io
+import warnings
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from torch import nn
 
 from molflt.data.structures import Structures
 from molflt.data.structures.base import Tags
-from molflt.data.structures.data_set import DataSet
+from molflt.data.structures.data_set import VAL_FRACTION, DataSet
 from molflt.data.structures.splits import VAL_SPLITS
+from molflt.evaluation.ensemble import EnsembleRegressor
 from molflt.evaluation.predictions import check_structures
 from molflt.evaluation.report import _warn
+from molflt.training.checkpoint import read_checkpoint
 from molflt.training.config import Config
+from molflt.training.recipes import Recipe
 
 __all__ = ["EvaluationData"]
 
@@ -46,6 +54,7 @@ class EvaluationData:
         tags: Tags | None = None,
         skip_bad: bool = False,
     ) -> None:
+        self.run, self.config = run, config
         self.own = DataSet.of_run(config["data"], config["seed"])
         if data is None and not self.own.root.exists():
             raise FileNotFoundError(
@@ -113,18 +122,59 @@ class EvaluationData:
             self.absent = f"not there, and so not evaluated: {', '.join(missing)}"
         return there
 
-    def open(self, splits: Sequence[str]) -> dict[str, Structures]:
+    def open(self, splits: Sequence[str], model: nn.Module) -> dict[str, Structures]:
         """Structures by split; warns of those that are left out.
+
+        Args:
+            splits: their names.
+            model: that is to predict them.
 
         Raises:
             FileNotFoundError: if a split is missing.
-            ValueError: if one cannot be used.
+            ValueError: if one cannot be used, or what is held out of one file now was not when the
+                model, or a member of an ensemble, was trained on it.
         """
         if self.stem is not None:
             opened = {self.stem: self.data.whole(self.skip_bad)}
         else:
+            if self.data.is_one:
+                self._expect_unchanged()
+                self._expect_same_split(model)
             opened = self.data.open(splits, self.skip_bad)
         return {split: check_structures(dataset) for split, dataset in opened.items()}
+
+    def _expect_same_split(self, model: nn.Module) -> None:
+        if not isinstance(model, EnsembleRegressor):
+            return
+        first = self.own
+        for member in model.data:
+            if member.root == first.root and _drawn(member) != _drawn(first):
+                raise ValueError(
+                    f"{first.root}: the runs of this ensemble held out different structures of it, "
+                    f"with data.split_seed {first.split_seed} and {member.split_seed}, so that "
+                    "members would be judged on what they were trained on; train all with the same "
+                    "data.split_seed and data.val_fraction, or evaluate other structures with "
+                    "--data"
+                )
+
+    def _expect_unchanged(self) -> None:
+        """Raises ValueError if the file of a run would now be split in another way."""
+        last = self.run / "checkpoints" / "last.ckpt"
+        was: Any = read_checkpoint(last).get("molflt", {}) if last.is_file() else {}
+        if not (held := was.get("data", {}).get("val")):
+            return
+        more = {"root": self.data.root, "split_seed": self.own.split_seed}
+        batches = Recipe.of(self.config).load("data")(**self.config["data"] | more)
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):  # told when it is read
+            warnings.simplefilter("ignore")
+            batches.setup()
+        if batches.fingerprints()["val"] != held:
+            raise ValueError(
+                f"{self.data.root}: has changed since {self.run} was trained on it, and its parts "
+                "are drawn by its number of structures, so that some of those now held out may "
+                "have been trained on; restore the file, or name with --data one of structures "
+                "that training has not seen"
+            )
 
     def training_median(self) -> tuple[float | None, str]:
         """Median energy of the training split, eV, and a line that says where it comes from."""
@@ -144,3 +194,8 @@ class EvaluationData:
             median,
             f"baseline: always {median:.4f} eV, the median of the energies in {dataset.path}",
         )
+
+
+def _drawn(data: DataSet) -> tuple[float, int]:
+    """What decides which structures of one file are held out."""
+    return VAL_FRACTION if data.val_fraction is None else data.val_fraction, data.split_seed

@@ -67,7 +67,7 @@ def evaluate(
     source = EvaluationData(run, config, data, skip_bad=skip_bad)
     results: dict[str, dict[str, float | None]] = {}
     found: dict[str, Points] = {}
-    for split, dataset in source.open(source.choose(splits)).items():
+    for split, dataset in source.open(source.choose(splits), model).items():
         points = SinglePoints(dataset)
         if not len(points):
             raise ValueError(

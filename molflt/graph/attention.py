@@ -30,7 +30,7 @@ class GraphAttention(nn.Module):
     (`arXiv:2009.14794 <https://arxiv.org/abs/2009.14794>`_), additive; the multiplicative position,
     reciprocal nodes and near field are molflt's own. A graph's output does not depend on what else
     is in the batch, on the order of its atoms or on where it lies in space; with "reciprocal"
-    neither on the choice of its cell nor on which image of an atom is given.
+    it depends neither on the choice of its cell nor on which image of an atom is given.
 
     Args:
         dim: width of atoms, a multiple of `heads`.

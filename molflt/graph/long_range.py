@@ -50,8 +50,8 @@ class LongRange(nn.Module):
     for p = 1 alone, nothing is beyond the slab, and a net charge has the field of a sheet. Without
     periodic axes all pairs are computed, O(atoms^2).
 
-    Nothing near is lost in `smearing`: what the model computes from neighbors has to learn it
-    anyway, and 1 / r^p would outgrow all that it says.
+    `smearing` loses nothing at short range: the model learns that from neighbors
+    anyway, and there 1 / r^p would dominate everything else.
 
     Args:
         dim: width of features.

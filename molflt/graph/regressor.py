@@ -54,8 +54,8 @@ class EnergyRegressor(nn.Module):
             "reciprocal" for a multiplicative position, "none" for others.
         image_cutoff: distance from the adsorbate within which images are kept, 8 Å by default.
         max_frequency: end of the spectrum of reciprocal nodes, 0.25 cycles/Å by default.
-        mesh_order: of the splines of periodic mesh, 4, 5, 6 or 8, 5 by default: the exacter, the
-            dearer.
+        mesh_order: order of the mesh splines, 4, 5, 6 or 8, 5 by default: higher is more accurate
+            and slower.
         near_field: distance within which a multiplicative kernel is exact, through a neighbor list,
             Å; by default 5, or 0 with images; 0 leaves it to its Fourier nodes.
         near_exact: within it, q.k is exact as well, without random features.

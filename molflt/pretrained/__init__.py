@@ -1,4 +1,4 @@
-"""Trained models to use and to hand on: one line loads them, whatever holds them."""
+"""Trained models to use and to share: one line loads them, from a run, an export or the Hub."""
 
 from molflt.pretrained.energies import EnergyPredictor, Prediction
 from molflt.pretrained.loading import load

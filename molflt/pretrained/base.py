@@ -1,4 +1,4 @@
-"""What all trained models can do: be handed on, through a folder or the Hugging Face Hub."""
+"""What all trained models share: export to a folder or to the Hugging Face Hub."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 class Calculator(AseCalculator):
     """Energy, forces and stress of a potential trained with ``--recipe potential``.
 
-    ``atoms.calc = molflt.Calculator("runs/mine")``; then whatever of ASE takes a calculator. Of a
+    ``atoms.calc = molflt.Calculator("runs/mine")``; then use it as any calculator of ASE. For a
     potential with a long range `results` also has energy_local, energy_near and energy_far, eV.
 
     Args:

@@ -1,4 +1,4 @@
-"""Energies of structures by a trained model: as numbers beside the structures they are of."""
+"""Energies of structures, predicted by a trained model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _Energies = NDArray[np.float64]
 
 
 class Prediction(NamedTuple):
-    """What a model says of one structure."""
+    """A model's prediction for one structure."""
 
     energy: float
     """of the relaxed structure, eV, as the labels of training; of a potential, of this structure"""
@@ -141,6 +141,7 @@ class EnergyPredictor(Pretrained):
         structures: str | Path | list[Any] | tuple[Any, ...],
         batch_size: int = ...,
         embedding: Literal["atoms", "pooled"] | None = ...,
+        tags: Tags | None = ...,
     ) -> list[Prediction]: ...
 
     @overload
@@ -149,6 +150,7 @@ class EnergyPredictor(Pretrained):
         structures: Atoms | Data,
         batch_size: int = ...,
         embedding: Literal["atoms", "pooled"] | None = ...,
+        tags: Tags | None = ...,
     ) -> Prediction: ...
 
     @overload
@@ -157,6 +159,7 @@ class EnergyPredictor(Pretrained):
         structures: object,
         batch_size: int = ...,
         embedding: Literal["atoms", "pooled"] | None = ...,
+        tags: Tags | None = ...,
     ) -> list[Prediction]: ...
 
     def predict(
@@ -164,17 +167,20 @@ class EnergyPredictor(Pretrained):
         structures: object,
         batch_size: int = 64,
         embedding: Literal["atoms", "pooled"] | None = None,
+        tags: Tags | None = None,
     ) -> Prediction | list[Prediction]:
         """Predicts structures; warns of those that lie outside of what was trained on.
 
         Args:
-            structures: `ase.Atoms` with tags (0 subsurface, 1 surface, 2 adsorbate; any, for a
-                potential), PyG's `Data` or `Batch`, any number of these, a data set, or a file that
-                holds one, where tags mean what they meant in training.
+            structures: `ase.Atoms`, PyG's `Data` or `Batch` (whose tags are OC20's), any number of
+                these, a data set, or a file that holds one.
             batch_size: structures in a batch.
             embedding: also give the tokens that energies are read from: of "atoms" (0 for those
                 that the model leaves out), or "pooled", their mean over the atoms that the energy
                 sums over: those with tag > 0 where there are tags; of a potential, all.
+            tags: what the tags of `ase.Atoms` and of ASE's files mean: oc20 (0 subsurface, 1
+                surface, 2 adsorbate) or ase (numbers of layers from the top, and 0 for
+                adsorbates); None for what they meant in training. Potentials read none.
 
         Returns:
             For one structure its prediction, else a list in the order of the structures.
@@ -189,7 +195,7 @@ class EnergyPredictor(Pretrained):
             raise ValueError("embedding: expected one model; got an ensemble; load one of its runs")
         if embedding and self.compiled is not None:
             raise ValueError("embedding: machine code has energies alone; load without compiled")
-        dataset = self._opened(structures)
+        dataset = self._opened(structures, tags)
         kept = ["displacement"] * self.predicts_positions + ["embedding"] * bool(embedding)
         kept += ["forces"] * self.predicts_forces
         found = self.infer(dataset, batch_size, dataset.path.name, kept)
@@ -197,31 +203,37 @@ class EnergyPredictor(Pretrained):
         out = [self._prediction(i, dataset, found, columns, embedding) for i in range(len(dataset))]
         return out[0] if is_one(structures) else out
 
-    def reading_of(self, file: Path, tags: Tags | None = None) -> Reading:
-        """How to read a file: by default tags mean what they meant in training.
+    def reading_of(self, file: Path | None, tags: Tags | None = None) -> Reading:
+        """How to read structures: by default tags mean what they meant in training.
 
         A potential takes any tags, unless they are to be translated for what is written.
 
         Args:
-            file: of structures.
+            file: that holds them; None for structures in memory.
             tags: what they mean instead.
 
         Raises:
             FileNotFoundError: if there is nothing.
             ValueError: a file of an unknown kind.
         """
-        if tags is None and "tags" in source_of(file).options:
+        if tags is None and (file is None or "tags" in source_of(file).options):
             tags = cast("Tags | None", self.trained.task.get("tags"))
         if self.predicts_forces and tags in (None, "oc20"):
             return ANY_TAGS
         return AS_IT_IS if tags is None else Reading(tags=tags)
 
-    def _opened(self, structures: object) -> Structures:
+    def _opened(self, structures: object, tags: Tags | None) -> Structures:
         if isinstance(structures, Structures):
+            if tags is not None:
+                raise ValueError(
+                    f"tags={tags!r} has no effect on a data set that is open; open it with "
+                    "molflt.data.structures.open_dataset and a Reading"
+                )
             return structures
         if isinstance(structures, str | Path):
-            return open_structures(Path(structures), False, self.reading_of(Path(structures)))
-        return StructuresInMemory(structures, ANY_TAGS if self.predicts_forces else AS_IT_IS)
+            file = Path(structures)
+            return open_structures(file, False, self.reading_of(file, tags))
+        return StructuresInMemory(structures, self.reading_of(None, tags))
 
     def _prediction(
         self,

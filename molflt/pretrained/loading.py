@@ -71,9 +71,9 @@ def load(
             model that `molflt export --compiled true` has written. Only for what you trust.
 
     Returns:
-        What predicts energies, writes text, labels or draws images, fills gaps, labels sentences
-        or translates them, as the model has learned. To a type checker it is of any type;
-        `EnergyPredictor.from_pretrained(source)` and the like are of theirs.
+        An object that predicts energies, writes text, labels or draws images, labels sentences
+        or translates them, or fills gaps, as the model was trained to. Its static type is Any;
+        `EnergyPredictor.from_pretrained(source)` and the like return their own type.
 
     Raises:
         FileNotFoundError: if there is nothing of that name.

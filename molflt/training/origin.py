@@ -42,7 +42,7 @@ class Origin(TypedDict, total=False):
 _FREE = {
     "run",
     *(f"data.{name}" for name in ("root", "train", "val", "test", "vocabulary")),
-    *(f"data.{name}" for name in ("train_labels", "val_labels", "workers")),
+    *(f"data.{name}" for name in ("train_labels", "val_labels", "workers", "split_seed")),
     *(f"trainer.{name}" for name in ("accelerator", "checkpoint_every", "log_every", "logger")),
     "trainer.patience",
 }
@@ -57,6 +57,7 @@ def check_config(path: Path, was: Config, now: Config, done: int) -> None:
     - ``trainer.max_steps``, upwards; the schedule is then that of the new number;
     - ``run`` and the places of the data (``data.root``, ``train``, ``val``, ``test``,
       ``vocabulary``, labels), because the data themselves are compared;
+    - ``data.split_seed``, for the same reason;
     - ``data.workers``, ``trainer.log_every``, ``trainer.checkpoint_every``;
     - ``trainer.patience`` and ``trainer.logger``;
     - ``trainer.accelerator``, which is said because it changes the rounding.

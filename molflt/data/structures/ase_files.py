@@ -87,13 +87,15 @@ class AseStructures(Structures):
         self._records: list[Data] = []
         self._frames: list[int] = []
         reading = Reading(energy_key, tags, forces_key, stress_key)
-        labels, others = Labels(reading), 0
+        labels, others, steps, last = Labels(reading), 0, 0, b""
         for frame, (number, atoms) in enumerate(_frames(self.path)):
             name = f"{self.path}: frame {frame}"
             try:
                 self._records.append(_record_from_atoms(atoms, number, reading, labels))
                 others += tags != "any" and tags_look_like(atoms) not in (None, tags)
                 self._frames.append(frame)
+                same = atoms.numbers.tobytes() + atoms.cell.array.tobytes()
+                steps, last = steps + (same == last), same
             except ValueError as error:
                 if not skip_bad:
                     raise ValueError(f"{name}: {error}") from None
@@ -106,8 +108,9 @@ class AseStructures(Structures):
             raise ValueError(f"{self.path}: {error}") from None
         self.hint, self.unused = labels.hint, labels.unused
         self.for_potentials = labels.for_potentials
-        if 2 * others > len(self._records):
-            _say_tags(self.path, f"{others} of {len(self._records)}", tags)
+        say_tags(str(self.path), others, len(self._records), tags)
+        if tags != "any" and labels.of_steps and 2 * steps > len(self._records):
+            _say_steps(self.path)
 
     @classmethod
     def takes(cls, path: Path) -> bool:
@@ -128,14 +131,28 @@ class AseStructures(Structures):
         return np.array([record.natoms for record in self._records], dtype=np.int64)
 
 
-def _say_tags(path: Path, count: str, tags: AnyTags) -> None:
+def say_tags(name: str, others: int, count: int, tags: AnyTags) -> None:
+    """Warns if more than half of the structures have tags that look like the other kind."""
+    if 2 * others <= count:
+        return
     found = (
         "look like ase.build's numbers of layers, from the top; if they are, read them with --tags "
-        "ase, in training --data.tags ase"
+        "ase, in training --data.tags ase, in Python tags='ase'"
         if tags == "oc20"
         else "were read as numbers of layers, but look like OC20's (0 below 1, 2 above it)"
     )
-    print(f"molflt: warning: {path}: tags of {count} structures {found}", file=sys.stderr)
+    message = f"molflt: warning: {name}: tags of {others} of {count} structures {found}"
+    print(message, file=sys.stderr)
+
+
+def _say_steps(path: Path) -> None:
+    print(
+        f"molflt: warning: {path}: frames with forces, and with the same atoms and cell one after "
+        "another, look like steps of relaxations or of dynamics; each one's energy is taken for "
+        "that of its relaxed structure; they are for --recipe potential; for relaxed energies give "
+        "the first frame of each relaxation, with the energy of the last as y_relaxed",
+        file=sys.stderr,
+    )
 
 
 def _record_from_atoms(

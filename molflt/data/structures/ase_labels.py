@@ -27,6 +27,9 @@ _MOST_KEYS = 12  # that a message lists
 class Labels:
     """Keeps account of the labels in the structures of a file.
 
+    Names are chosen once for a file, by the first structure that has a label: energies of two
+    levels of theory, or of two references, would otherwise be mixed.
+
     Args:
         reading: names of the entries that are labels.
     """
@@ -35,7 +38,9 @@ class Labels:
         self.key = reading.energy_key
         self._derivatives = {"forces": reading.forces_key, "stress": reading.stress_key}
         self._used: dict[str, None] = {}  # in the order in which they came
+        self._others: dict[str, None] = {}  # where the one in use is missing
         self._at_pos: dict[str, None] = {}
+        self._chosen: dict[str, str] = {}  # by label
         self._there: dict[str, None] = {}
         self._numbers: dict[str, None] = {}
 
@@ -51,15 +56,18 @@ class Labels:
         there = [*results, *(name for name in named if not _SETTING.search(name))]
         if results.get("free_energy") == results.get("energy"):
             there = [name for name in there if name != "free_energy"]
+        if "energy" in results:
+            there = [name for name in there if name != "energies"]  # its parts, an atom each
         self._there |= dict.fromkeys(there)
         if self.key is not None:
             places: list[tuple[str, Mapping[str, object]]] = [(self.key, info), (self.key, results)]
         else:
             places = [("y_relaxed", info), ("energy", results), ("energy", info)]
         for name, place in places:
-            if place.get(name) is not None:
+            if place.get(name) is not None and (not self._used or name in self._used):
                 self._used[name] = None
                 return place[name]
+        self._others |= {name: None for name, place in places if place.get(name) is not None}
         return None
 
     def at_pos(self, atoms: Atoms) -> dict[str, Any]:
@@ -77,7 +85,9 @@ class Labels:
             stored = {**store, **results}
             names = (key,) if key is not None else (label, f"REF_{label}")
             name = next((n for n in names if stored.get(n) is not None), None)
-            if name is not None and not _all_nan(stored[name]):
+            if name is None or _all_nan(stored[name]):
+                continue
+            if self._chosen.setdefault(label, name) == name:
                 self._at_pos[name] = None
                 found[label] = stored[name]
         return found
@@ -108,9 +118,20 @@ class Labels:
         return [name for name in self._there if name in self._at_pos and name not in self._used]
 
     @property
+    def of_steps(self) -> bool:
+        """Whether energies are those that go with forces, at the positions that are given."""
+        return self.key is None and list(self._used) == ["energy"] and "forces" in self._chosen
+
+    @property
     def hint(self) -> str:
         """What to say where energies are missing."""
         candidates = self._energies() or self._candidates()
+        if self._used and self._others:
+            return (
+                f"the first structures have {_listed(list(self._used))}, others only "
+                f"{_listed(list(self._others))}; name the one to take with --energy_key, in "
+                "training --data.energy_key"
+            )
         if self._used or not candidates:
             return ""
         return (

@@ -140,6 +140,8 @@ def _convert_one(structures: _OnePass, dst: Path) -> None:
         print(f"{unwrapped} relaxed positions were stored in another periodic image; unwrapped")
     if structures.unused:
         print(f"labels that are there and not used: {', '.join(structures.unused)}")
+    if structures.hint:
+        print(f"warning: not all structures have y_relaxed; {structures.hint}")
     _list_bad(structures.bad)
 
 

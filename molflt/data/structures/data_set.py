@@ -20,7 +20,7 @@ class DataSet(NamedTuple):
     """Where structures lie, and in which splits.
 
     A folder has a file or a folder of shards for each split. One file, or one folder of shards, has
-    two: `train` and `val`, drawn by `seed`.
+    two: `train` and `val`, drawn by `split_seed`.
     """
 
     root: Path
@@ -30,21 +30,21 @@ class DataSet(NamedTuple):
     """split to validate on"""
     val_fraction: float | None = None
     """share of one file that is `val`; None for a folder, and for `VAL_FRACTION`"""
-    seed: int = 0
+    split_seed: int = 0
     """of the draw"""
     reading: Reading = AS_IT_IS
     """what the entries of others' files mean"""
 
     @classmethod
     def of_run(cls, data: Mapping[str, object], seed: int) -> DataSet:
-        """That of a run, from the options of its data and its seed."""
+        """That of a run, from the options of its data and its seed, which once drew splits, too."""
         reading = Reading(**{name: data[name] for name in Reading._fields if name in data})  # type: ignore[arg-type]
         return cls(
             Path(str(data["root"])),
             str(data["train_split"]),
             str(data["val_split"]),
             cast("float | None", data.get("val_fraction")),
-            seed,
+            cast("int", data.get("split_seed", seed)),
             reading,
         )
 
@@ -95,7 +95,7 @@ class DataSet(NamedTuple):
                 f"{self.root}: one file is split into two; got the name {self.train!r} for both; "
                 "leave data.train_split and data.val_split out"
             )
-        train, val = split_by_seed(whole, fraction, self.seed)
+        train, val = split_by_seed(whole, fraction, self.split_seed)
         parts = {self.train: train, self.val: val}
         unknown = [split for split in splits if split not in parts]
         if unknown:

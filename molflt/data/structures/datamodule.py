@@ -33,7 +33,7 @@ class IS2REData(BatchedData[Structures]):
 
     Args:
         root: folder of the data set, with a file or a folder per split, or one file of any readable
-            format, which is split by the seed.
+            format, which is split by `split_seed`.
         train_split: split to train on.
         val_split: split to validate on.
         batch_size: structures in a batch, per device.
@@ -46,6 +46,8 @@ class IS2REData(BatchedData[Structures]):
             or absurd, counted, instead of stopping at the first one.
         val_fraction: share of the structures of one file to validate on; null is 0.1. The splits of
             a folder are taken as they are.
+        split_seed: of the draw of these. Runs of an ensemble have the same, and other `seed`s: only
+            then has no member been trained on what another one is judged by.
         energy_key: entry of files that ASE reads that is the energy, eV, such as REF_energy; null
             is y_relaxed, else energy.
         tags: of files that ASE reads: oc20 (0 subsurface, 1 surface, 2 adsorbate), or ase (numbers
@@ -66,6 +68,7 @@ class IS2REData(BatchedData[Structures]):
         workers: int = 0,
         skip_bad: bool = False,
         val_fraction: float | None = None,
+        split_seed: int = 0,
         energy_key: str | None = None,
         tags: Tags = "oc20",
     ) -> None:
@@ -75,6 +78,7 @@ class IS2REData(BatchedData[Structures]):
         if val_fraction is not None and not 0 < val_fraction < 1:
             raise ValueError(f"data.val_fraction must be between 0 and 1; got {val_fraction}")
         self.val_fraction = val_fraction
+        self.split_seed = split_seed
         self.reading = Reading(energy_key, tags)
         self.root = Path(root)
         self.splits = {"train": train_split, "val": val_split}
@@ -93,7 +97,12 @@ class IS2REData(BatchedData[Structures]):
         if self.datasets.keys() >= self.splits.keys():
             return
         train, val = self.splits["train"], self.splits["val"]
-        data = DataSet(self.root, train, val, self.val_fraction, self.seed, self.reading)
+        data = DataSet(self.root, train, val, self.val_fraction, self.split_seed, self.reading)
+        if self.split_seed and not data.is_one:
+            raise ValueError(
+                f"{self.root}: data.split_seed={self.split_seed} is for one file; got a folder, "
+                "whose splits are taken as they are; leave it out"
+            )
         opened = data.open([train, val], self.skip_bad)
         for use, split in self.splits.items():
             dataset = opened[split]

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, TypeGuard, cast
 import numpy as np
 import torch
 
-from molflt.data.structures.ase_files import _record_from_atoms
+from molflt.data.structures.ase_files import _record_from_atoms, say_tags
+from molflt.data.structures.ase_labels import tags_look_like
 from molflt.data.structures.base import AS_IT_IS, Reading, Structures
 from molflt.data.structures.records import make_record
 
@@ -46,6 +47,10 @@ class StructuresInMemory(Structures):
         if not self.given:
             raise ValueError(f"{self.path}: none given; {_EXPECTED}")
         self._records = [self._record(i, one) for i, one in enumerate(self.given)]
+        if reading.tags != "any":
+            own = [tags_look_like(one) for one in self.given if _is_atoms(one)]
+            others = sum(one not in (None, reading.tags) for one in own)
+            say_tags(str(self.path), others, len(own), reading.tags)
 
     def _record(self, index: int, one: object) -> Data:
         try:
