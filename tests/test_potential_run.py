@@ -223,6 +223,11 @@ def test_cells_relax_too(trained, tmp_path, capsys):
     ase.io.write(tmp_path / "m.xyz", Atoms("Ar2", [[0, 0, 0], [3.5, 0, 0]]))
     words[1] = str(trained)
     said = error_of(capsys, "relax", str(tmp_path / "m.xyz"), "--cell", "true", *words)
+    found = relax_atoms(atoms, LennardJones(sigma=3.4, epsilon=0.01), fmax=1e-9, steps=0, cell=True)
+    stress = found.atoms.get_stress(voigt=False)  # the force on the one atom is 0
+    virial = np.linalg.norm(atoms.get_volume() * stress, axis=1).max()
+    assert found.largest_force < 1e-9 < virial
+    assert f"eV/Å and virial {virial:.3g} eV per atom after 0 steps" in found.why
     assert "m.xyz: frame 0: --cell relaxes crystals" in said
 
 

@@ -45,11 +45,12 @@ def relax(
         run: folder of a training run with --recipe potential, an exported potential, or
             hf:OWNER/NAME.
         out: file to write, .extxyz or .traj.
-        fmax: largest force on a free atom at the end, eV/Å.
+        fmax: largest force on a free atom at the end, eV/Å; with --cell also of the virial, eV per
+            atom.
         steps: after which a relaxation has not converged.
         optimizer: lbfgs, bfgs or fire.
         cell: relax the cells, too; of structures that are periodic along all axes.
-        trajectories: folder to write each relaxation to, step by step, as SID.traj.
+        trajectories: folder to write each relaxation to, step by step, as NUMBER-SID.traj.
         checkpoint: best, last, or a safetensors file; of a run.
         device: auto, cpu, cuda or cuda:N.
         dtype: of the arithmetic.
