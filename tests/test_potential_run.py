@@ -258,12 +258,18 @@ def test_numbers_that_are_not_finite_keep_the_last_structure():
     ("words", "message"),
     [
         (["--out", "a.csv"], "a.csv: expected a name that ends in .extxyz, .traj"),
+        (["--out", "a.txt/b.traj"], "b.traj: could not be written (Not a directory); nothing was"),
+        (["--out", "./a.extxyz"], "a.extxyz: is what is read, and would be overwritten"),
         (["--fmax", "0"], "--fmax must be above 0"),
         (["--run", "nowhere"], "nowhere"),
     ],
 )
-def test_bad_words(trained, capsys, words, message):
-    assert message in error_of(capsys, "relax", "a.xyz", "--run", str(trained), *words)
+def test_bad_words(trained, tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("a")
+    Path("a.extxyz").write_text("a")
+    assert message in error_of(capsys, "relax", "a.extxyz", "--run", str(trained), *words)
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "a.extxyz", tmp_path / "a.txt"]
 
 
 def test_average_distance_within_threshold():

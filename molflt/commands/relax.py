@@ -11,7 +11,7 @@ from tqdm import tqdm
 from molflt.data.structures.in_memory import to_atoms
 from molflt.evaluation.relaxation import OptimizerName, Relaxed, readable_structures, relax_atoms
 from molflt.evaluation.report import write_csv
-from molflt.files import atomically
+from molflt.files import atomically, expect_writable
 from molflt.pretrained.calculator import Calculator
 
 __all__ = ["relax"]
@@ -72,6 +72,8 @@ def relax(
             f"--fmax must be above 0 and --steps at least 1; got {fmax} and {steps}; correct them"
         )
     calculator = Calculator(run, checkpoint, device, dtype)
+    for path in (out, out.with_suffix(".csv")):
+        expect_writable(path, Path(structures))
     dataset = readable_structures(Path(structures), skip_bad, cell)
     if trajectories is not None:
         trajectories.mkdir(parents=True, exist_ok=True)
