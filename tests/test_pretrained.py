@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from ase import Atoms
+from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io import write
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -106,6 +107,28 @@ def test_any_form_of_a_structure(run, val) -> None:
     assert model.predict(atoms()).energy == model.predict([atoms()])[0].energy
     with pytest.raises(TypeError, match=r"structures: expected ase.Atoms, .*; got dict"):
         model.predict({})
+
+
+def test_a_label_that_is_not_finite_is_none_in_a_prediction(run, tmp_path, capsys) -> None:
+    model, file = molflt.load(run), str(tmp_path / "a.traj")
+    given, energy = atoms(), model.predict(atoms()).energy
+    given.info["y_init"] = np.float64(np.inf)
+    forces = np.full((7, 3), [0, np.nan, 0])
+    given.calc = SinglePointCalculator(given, energy=float("nan"), forces=forces)
+    assert model.predict(given).energy == energy
+    write(file, given)
+    assert [one.energy for one in model.predict(file)] == [energy]
+    out = tmp_path / "out.csv"
+    assert main(["predict", str(run), file, "--device", "cpu", "--out", str(out)]) == 0
+    assert float(table(out)[0]["energy_eV"]) == energy
+    words = ["evaluate", str(run), "--device", "cpu", "--data", file, "--out", str(tmp_path / "o")]
+    assert "y_init must be a finite energy" in error_of(capsys, *words)
+    del given.info["y_init"]
+    write(file, given)
+    assert "y_relaxed must be a finite energy" in error_of(capsys, *words)
+    given.calc = SinglePointCalculator(given, energy="much")
+    with pytest.raises(ValueError, match="structure 0: sid 0: y_relaxed must be"):
+        model.predict(given)
 
 
 def test_relaxed_positions_are_a_guess_for_free_atoms(run, val) -> None:

@@ -60,8 +60,8 @@ class AseStructures(Structures):
             or named POSCAR or CONTCAR; .aselmdb with the package that adds it to ASE.
         skip_bad: leave out structures that are not valid; they are listed in ``bad`` as
             (frame, reason).
-        energy_key, tags, forces_key, stress_key: see :class:`Reading`; says so if tags look like
-            the other ones.
+        energy_key, tags, forces_key, stress_key, for_prediction: see :class:`Reading`; says so if
+            tags look like the other ones.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -80,13 +80,14 @@ class AseStructures(Structures):
         tags: AnyTags = "oc20",
         forces_key: str | None = None,
         stress_key: str | None = None,
+        for_prediction: bool = False,
     ) -> None:
         super().__init__(path, skip_bad)
         if not self.path.is_file():
             raise FileNotFoundError(f"{self.path}: no such file; expected structures for ASE")
         self._records: list[Data] = []
         self._frames: list[int] = []
-        reading = Reading(energy_key, tags, forces_key, stress_key)
+        reading = Reading(energy_key, tags, forces_key, stress_key, for_prediction)
         labels, others = Labels(reading), 0
         for frame, (number, atoms) in enumerate(_frames(self.path)):
             name = f"{self.path}: frame {frame}"
@@ -154,9 +155,11 @@ def _record_from_atoms(
     """
     info = entries(atoms)
     labels = labels or Labels(reading)
-    energy: Any = labels.energy(atoms)
+    energy, at_pos = labels.energy(atoms), labels.at_pos(atoms)
+    energies: dict[str, Any] = {"y_init": info.get("y_init"), "y_relaxed": energy}
+    if reading.for_prediction:
+        at_pos, energies = {}, {name: _if_finite(each) for name, each in energies.items()}
     relaxed = atoms.arrays.get("pos_relaxed")
-    at_pos = labels.at_pos(atoms)
     if relaxed is not None:  # the energy would belong to these
         at_pos.pop("energy", None)
     tags = atoms.get_tags() if atoms.has("tags") else None
@@ -171,14 +174,19 @@ def _record_from_atoms(
         tags=tags,
         fixed=_fixed(atoms),
         sid=info.get("sid", number),
-        y_init=info.get("y_init"),
-        y_relaxed=energy,
         pos_relaxed=relaxed,
+        **energies,
         **at_pos,
     )
     if kept is not None:
         record.tags = torch.as_tensor(kept, dtype=torch.long)
     return record
+
+
+def _if_finite(energy: object) -> object:
+    """An energy; None if it is NaN or infinite."""
+    unknown = isinstance(energy, float | np.floating) and not np.isfinite(energy)
+    return None if unknown else energy
 
 
 def _fixed(atoms: Atoms) -> np.ndarray:

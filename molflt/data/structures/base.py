@@ -37,6 +37,8 @@ class Reading(NamedTuple):
     """name of the array of forces, (N, 3) eV/Å; by default forces, else REF_forces"""
     stress_key: str | None = None
     """name of the stress, (3, 3) or (6,), eV/Å^3; by default stress, else REF_stress"""
+    for_prediction: bool = False
+    """no label is needed: an energy that is not finite is none, forces and stress are not read"""
 
 
 AS_IT_IS = Reading()

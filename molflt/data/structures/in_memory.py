@@ -23,7 +23,7 @@ _EXPECTED = "expected ase.Atoms, PyG's Data or Batch, a list of them, or a data 
 
 
 class StructuresInMemory(Structures):
-    """A list of structures, checked as those of files are.
+    """A list of structures to predict, checked as those of files are.
 
     Args:
         given: `ase.Atoms` (as of `molflt.data.structures.ase_files.AseStructures`), `Data` or
@@ -41,7 +41,7 @@ class StructuresInMemory(Structures):
 
     def __init__(self, given: object, reading: Reading = AS_IT_IS) -> None:
         super().__init__("structures")
-        self.reading = reading
+        self.reading = reading._replace(for_prediction=True)
         self.given = list(_flat(given))
         if not self.given:
             raise ValueError(f"{self.path}: none given; {_EXPECTED}")
