@@ -15,6 +15,7 @@ import pytest
 import torch
 from ase import Atoms
 from ase.calculators.singlepoint import SinglePointCalculator
+from ase.constraints import FixBondLengths, FixCartesian, FixedPlane
 from ase.io import write
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -145,6 +146,27 @@ def test_relaxed_positions_are_a_guess_for_free_atoms(run, val) -> None:
     relaxed = model.predict(own).relaxed
     assert relaxed.info == own.info and relaxed.calc is None
     assert (relaxed.numbers == own.numbers).all() and (own.positions == atoms().positions).all()
+
+
+def test_a_guess_respects_the_constraints_of_its_structure(run, capsys) -> None:
+    model, free = molflt.load(run), atoms()
+    moved = model.predict(free).relaxed.positions - free.positions
+    held = free.copy()
+    held.set_constraint([FixCartesian([6], (False, False, True)), FixedPlane([5], (0, 0, 1))])
+    found = model.predict(held).relaxed
+    expected = moved.copy()
+    expected[5:, 2] = 0
+    np.testing.assert_allclose(found.positions - free.positions, expected, atol=1e-12)
+    assert np.abs(moved[5:, 2]).min() > 1e-6 and len(found.constraints) == 2
+    held.set_constraint(FixBondLengths([(5, 6)]))
+    found = model.predict(held).relaxed
+    assert found.get_distance(5, 6) == pytest.approx(free.get_distance(5, 6), abs=1e-10)
+    assert capsys.readouterr().err == ""
+    held.set_constraint(FixBondLengths([(5, 6), (4, 5), (4, 6)], iterations=1))
+    found = model.predict([free, held])
+    assert found[0].relaxed is not None and found[1].relaxed is None
+    said = capsys.readouterr().err
+    assert "structure 1: no relaxed structure, as FixBondLengths cannot be met" in said
 
 
 def test_without_relaxed_positions_in_training_there_is_no_guess(data, tmp_path, val) -> None:

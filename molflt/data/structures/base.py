@@ -39,6 +39,8 @@ class Reading(NamedTuple):
     """name of the stress, (3, 3) or (6,), eV/Å^3; by default stress, else REF_stress"""
     for_prediction: bool = False
     """no label is needed: an energy that is not finite is none, forces and stress are not read"""
+    keep_atoms: bool = False
+    """keep the structures as ASE has read them beside the records, with all their constraints"""
 
 
 AS_IT_IS = Reading()
