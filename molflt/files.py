@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "append",
+    "appending",
     "atomically",
     "expect_readable",
     "expect_writable",
@@ -122,11 +123,17 @@ def append(path: Path, text: str) -> None:
     Raises:
         OSError: naming the file; its end may then be cut.
     """
+    with appending(path), open(path, "a", encoding="utf-8", newline="") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def appending(path: Path) -> Iterator[None]:
+    """Names the file in errors of what appends to it in the block."""
     try:
-        with open(path, "a", encoding="utf-8", newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        yield
     except OSError as error:
         raise _not_written(path, error, "what it held is kept") from error
 

@@ -53,7 +53,7 @@ def readable_structures(path: Path, skip_bad: bool, cell: bool) -> Structures:
         FileNotFoundError: if there is nothing.
         ValueError: as for predictions; or if a cell shall be relaxed that is not there.
     """
-    dataset = open_structures(path, skip_bad, ANY_TAGS)
+    dataset = open_structures(path, skip_bad, ANY_TAGS._replace(keep_atoms=True))
     if cell:
         for index, record in enumerate(dataset):
             if not bool(record.pbc.all()):
