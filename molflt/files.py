@@ -121,12 +121,19 @@ def append(path: Path, text: str) -> None:
     """Appends to a file that exists, and waits until the disk has it.
 
     Raises:
-        OSError: naming the file; its end may then be cut.
+        OSError: naming the file, which is then as before.
     """
-    with appending(path), open(path, "a", encoding="utf-8", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    with appending(path):
+        size = path.stat().st_size
+        try:
+            with open(path, "a", encoding="utf-8", newline="") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:  # an interruption, too
+            with suppress(OSError):
+                os.truncate(path, size)
+            raise
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Files appear complete or not at all."""
 
 import os
+import resource
 import stat
 
 import numpy as np
@@ -9,7 +10,14 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from molflt.files import atomically, expect_writable, save_tensors, verify_tensors, write_atomically
+from molflt.files import (
+    append,
+    atomically,
+    expect_writable,
+    save_tensors,
+    verify_tensors,
+    write_atomically,
+)
 
 
 def test_a_block_that_fails_leaves_the_older_file(tmp_path):
@@ -47,6 +55,20 @@ def test_what_could_not_be_written_is_named_before(tmp_path):
     expect_writable(there, tmp_path / "none")
     expect_writable(tmp_path / "new" / "b.txt", there)
     assert sorted(os.listdir(tmp_path)) == ["a.txt", "link.txt"] and there.read_text() == "a"
+
+
+def test_what_is_appended_is_there_or_not(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("a\n")
+    append(path, "b\n")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+    try:
+        with pytest.raises(OSError, match=r"a\.txt: could not be written .*; what it held is kept"):
+            append(path, "c" * 200)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert path.read_text() == "a\nb\n"
 
 
 def test_what_may_not_be_read_or_written_says_so(tmp_path):
