@@ -19,6 +19,7 @@ from ase.calculators.lj import LennardJones
 from ase.constraints import (
     FixAtoms,
     FixBondLength,
+    FixBondLengths,
     FixCartesian,
     FixCom,
     FixedLine,
@@ -339,6 +340,10 @@ def test_numbers_that_are_not_finite_keep_the_last_structure():
     assert (
         found.steps >= 1 and np.isfinite(found.after) and np.isfinite(found.atoms.positions).all()
     )
+    rigid = Atoms("Ar4", [[0, 0, 0], [3.5, 0, 0], [0, 4, 0], [1, 1, 3]])
+    rigid.set_constraint(FixBondLengths([(0, 1), (1, 2), (0, 2)], tolerance=0))
+    found = relax_atoms(rigid, LennardJones(sigma=3.4), fmax=1e-6)
+    assert not found.converged and "lengths of bonds cannot be met" in found.why
     never = Breaks()
     never.calls = 5
     found = relax_atoms(start, never, fmax=1e-6)

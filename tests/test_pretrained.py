@@ -162,7 +162,7 @@ def test_a_guess_respects_the_constraints_of_its_structure(run, capsys) -> None:
     found = model.predict(held).relaxed
     assert found.get_distance(5, 6) == pytest.approx(free.get_distance(5, 6), abs=1e-10)
     assert capsys.readouterr().err == ""
-    held.set_constraint(FixBondLengths([(5, 6), (4, 5), (4, 6)], iterations=1))
+    held.set_constraint(FixBondLengths([(5, 6), (4, 5), (4, 6)], tolerance=0))
     found = model.predict([free, held])
     assert found[0].relaxed is not None and found[1].relaxed is None
     said = capsys.readouterr().err

@@ -23,6 +23,7 @@ __all__ = ["OptimizerName", "Relaxed", "readable_structures", "relax_atoms"]
 
 OptimizerName = Literal["lbfgs", "bfgs", "fire"]
 _CLASSES = {"lbfgs": "LBFGS", "bfgs": "BFGS", "fire": "FIRE"}
+_UNMET = "Did not converge"  # what FixBondLengths says
 _LARGEST_STEP = 0.1  # Å of an atom; ASE's 0.2 may leave the region that a potential has learned
 
 
@@ -108,6 +109,10 @@ def relax_atoms(
             told(count)
     except ValueError as error:  # numbers that are not finite: the last sound structure stays
         converged, why = False, " ".join(str(error).split())
+    except RuntimeError as error:
+        if str(error) != _UNMET:
+            raise
+        converged, why = False, "constraints on the lengths of bonds cannot be met"
     before, (energy, largest, virial) = (seen[0].energy, seen[-1]) if seen else (nan, _Seen())
     if not converged and not why:
         of_cell = f" and virial {virial:.3g} eV per atom" if cell else ""
