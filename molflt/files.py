@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import reprlib
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import IO, TYPE_CHECKING
@@ -20,7 +22,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "append",
+    "appending",
     "atomically",
+    "expect_readable",
+    "expect_writable",
     "read_arrays",
     "readable_size",
     "save_tensors",
@@ -31,6 +36,8 @@ __all__ = [
 
 _UNREADABLE = (OSError, ValueError, KeyError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error)
 _MOST_ARRAYS = 2**28  # bytes of an npz, unpacked
+_ADVICE = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "choose a place you may write to")
+_ADVICE |= dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.ENOENT), "choose another name")
 _BLANK = b"0" * 64  # stands where the digest of a file will be, while it is computed
 
 
@@ -48,7 +55,10 @@ def atomically(path: Path) -> Iterator[Path]:
     Raises:
         OSError: naming the file, for instance on a full disk; the older file is kept.
     """
-    _make_folder(path.parent)
+    try:
+        _make_folder(path.parent)
+    except OSError as error:
+        raise _not_written(path, error, "there is no folder for it") from error
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.touch()
@@ -60,30 +70,77 @@ def atomically(path: Path) -> Iterator[Path]:
         os.replace(part, path)
         _sync_folder(path.parent)
     except OSError as error:
-        kept = "the one written before is kept" if path.exists() else "there is none before it"
+        kept = (
+            "the one written before is kept" if os.path.exists(path) else "there is none before it"
+        )
         raise _not_written(path, error, kept) from error
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # there is none, or nobody may look
+            part.unlink()
 
 
 def _not_written(path: Path, error: OSError, kept: str) -> OSError:
-    return OSError(
-        f"{path}: could not be written ({error.strerror or error}); {kept}; free some space, then "
-        "try again"
-    )
+    advice = _ADVICE.get(error.errno or 0, "free some space, then try again")
+    return OSError(f"{path}: could not be written ({error.strerror or error}); {kept}; {advice}")
+
+
+def expect_writable(path: Path, *read: Path) -> None:
+    """Refuses a file to write later, before what it shall hold is computed; writes nothing.
+
+    Args:
+        path: the file; folders above it may be missing.
+        read: what its content will be computed from.
+
+    Raises:
+        OSError: naming the file, if nothing can be written in its place.
+        ValueError: if it is one of those that are read.
+    """
+    try:
+        for one in read:
+            if path.exists() and one.exists() and path.samefile(one):
+                raise ValueError(
+                    f"{path}: is what is read, and would be overwritten; expected another file to "
+                    "write; choose another name"
+                )
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        folder = next(each for each in path.absolute().parents if each.exists())
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _not_written(path, error, "nothing was computed") from error
+
+
+def expect_readable(path: Path) -> None:
+    """Raises the OSError of a file that may not be read; safetensors says that there is none."""
+    with open(path, "rb"):
+        pass
 
 
 def append(path: Path, text: str) -> None:
     """Appends to a file that exists, and waits until the disk has it.
 
     Raises:
-        OSError: naming the file; its end may then be cut.
+        OSError: naming the file, which is then as before.
     """
+    with appending(path):
+        size = path.stat().st_size
+        try:
+            with open(path, "a", encoding="utf-8", newline="") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:  # an interruption, too
+            with suppress(OSError):
+                os.truncate(path, size)
+            raise
+
+
+@contextmanager
+def appending(path: Path) -> Iterator[None]:
+    """Names the file in errors of what appends to it in the block."""
     try:
-        with open(path, "a", encoding="utf-8", newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        yield
     except OSError as error:
         raise _not_written(path, error, "what it held is kept") from error
 
@@ -198,6 +255,7 @@ def verify_tensors(path: Path) -> bool:
     """
     from safetensors import SafetensorError, safe_open
 
+    expect_readable(path)
     try:
         with safe_open(path, framework="np") as opened:
             expected = (opened.metadata() or {}).get("sha256")

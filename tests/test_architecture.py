@@ -30,7 +30,7 @@ LEAVES: dict[str, set[str]] = {
     "metrics": set(),
     "shipped": set(),
     "data": {"atoms", "files"},
-    "plots": {"atoms", "metrics"},
+    "plots": {"atoms", "files", "metrics"},
     **{adapter: {"atoms", "attention", "memory"} for adapter in ADAPTERS},
 }
 MIDDLE = {"tasks", "evaluation", "training"}

@@ -399,6 +399,21 @@ def test_predict_without_tags_says_so(run, tmp_path, capsys, recwarn) -> None:
     assert not [w for w in recwarn if "tag > 0" in str(w.message)]  # once, not per batch
 
 
+def test_what_cannot_be_written_is_not_computed(run, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    write("a.extxyz", fcc111("Cu", (1, 1, 3), vacuum=6))
+    said = error_of(capsys, "evaluate", str(run), "--out", "a.extxyz/b")
+    assert "results.json: could not be written (Not a directory); nothing was computed" in said
+    said = error_of(capsys, "predict", str(run), "a.extxyz", "--out", "a.extxyz/b.csv")
+    assert "b.csv: could not be written (Not a directory); nothing was computed" in said
+    before = Path("a.extxyz").read_bytes()
+    said = error_of(
+        capsys, "predict", str(run), "a.extxyz", "--out", "../" + tmp_path.name + "/a.extxyz"
+    )
+    assert "a.extxyz: is what is read, and would be overwritten" in said
+    assert Path("a.extxyz").read_bytes() == before
+
+
 def test_predict_refuses_bad_input(run, tmp_path, capsys) -> None:
     absent = str(tmp_path / "no.xyz")
     for words, message in (

@@ -1,5 +1,6 @@
 """Pictures are drawn from odd input too; what stands in them is checked through their figures."""
 
+import resource
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -217,6 +218,19 @@ def test_pictures_in_further_formats(tmp_path: Path) -> None:
         plots.parity(pair, tmp_path / "a.gif")
     with pytest.raises(ValueError, match="got 'gif'"), plots.further_formats(["gif"]):
         pass
+
+
+def test_a_picture_without_room_is_named_and_leaves_the_older_one(tmp_path: Path) -> None:
+    png = tmp_path / "a.png"
+    png.write_bytes(b"older")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, limit[1]))
+    try:
+        with pytest.raises(OSError, match=r"a\.png: could not be written \(File too large\)"):
+            plots.parity({"val_id": (np.zeros(3), np.ones(3))}, png)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert png.read_bytes() == b"older" and not list(tmp_path.glob(".*"))
 
 
 def test_parity_of_many_is_a_density_with_one_scale(tmp_path: Path, figures) -> None:

@@ -16,7 +16,16 @@ from ase.build import bulk, molecule
 from ase.calculators.calculator import PropertyNotImplementedError
 from ase.calculators.fd import calculate_numerical_forces, calculate_numerical_stress
 from ase.calculators.lj import LennardJones
-from ase.constraints import FixAtoms
+from ase.constraints import (
+    FixAtoms,
+    FixBondLength,
+    FixBondLengths,
+    FixCartesian,
+    FixCom,
+    FixedLine,
+    FixedPlane,
+    FixScaled,
+)
 from tiny_run import argon, error_of, page_of, start, write_data
 
 import molflt
@@ -214,6 +223,90 @@ def test_relaxations(trained, tmp_path, capsys):
     assert "structure 1, sid 1, Ar2: not converged: largest force" in said.err
 
 
+def of_each_constraint() -> list[Atoms]:
+    frames = []
+    for number, constraint in enumerate(
+        [
+            FixCartesian([0], mask=(True, True, False)),
+            FixedPlane([0], (0, 0, 1)),
+            FixedLine([0], (0, 0, 1)),
+            FixScaled([0], (True, True, False)),
+            FixBondLength(0, 1),
+            FixCom(),
+            FixScaled([0]),
+        ]
+    ):
+        atoms = bulk("Ar", "fcc", 5.2, cubic=True)
+        atoms.rattle(0.1, seed=number)
+        atoms.set_constraint(constraint)
+        atoms.info |= {"name": f"number {number}", "energy": 5.0}
+        frames.append(atoms)
+    return frames
+
+
+def test_relaxations_respect_and_keep_constraints(trained, tmp_path, capsys):
+    frames = of_each_constraint()
+    ase.io.write(tmp_path / "a.traj", frames)
+    words = ["relax", str(tmp_path / "a.traj"), "--run", str(trained), "--device", "cpu"]
+    assert main([*words, "--fmax=1e-9", "--steps=3", "--out", str(tmp_path / "b.traj")]) == 3
+    assert "constraints" not in capsys.readouterr().err
+    found = ase.io.read(tmp_path / "b.traj", ":")
+    for one, atoms in zip(found, frames, strict=True):
+        assert one.constraints[0].todict() == atoms.constraints[0].todict()
+        assert one.info["name"] == atoms.info["name"] and "energy" not in one.info
+        assert np.abs(one.positions - atoms.positions)[1:].max() > 1e-3
+    moved = np.array([b.positions[0] - a.positions[0] for a, b in zip(frames, found, strict=True)])
+    for number, held in enumerate([[0, 1], [2], [0, 1], [0, 1]]):
+        free = [axis for axis in range(3) if axis not in held]
+        assert np.abs(moved[number][held]).max() < 1e-12 < np.abs(moved[number][free]).min()
+    assert found[4].get_distance(0, 1) == pytest.approx(frames[4].get_distance(0, 1), abs=1e-10)
+    shift = found[5].get_center_of_mass() - frames[5].get_center_of_mass()
+    assert np.abs(shift).max() < 1e-12 and np.abs(moved[6]).max() < 1e-12
+    calculator = molflt.Calculator(trained, device="cpu")
+    for row, atoms in zip(csv.DictReader((tmp_path / "b.csv").open()), frames, strict=True):
+        expected = calculator.get_potential_energy(atoms)  # of positions in float64
+        assert float(row["energy_before_eV"]) == pytest.approx(expected, abs=1e-12)
+    main([*words, "--steps=1", "--out", str(tmp_path / "b.extxyz")])
+    said = capsys.readouterr().err
+    assert said.count("cannot be held by .extxyz") == 5
+    assert said.count("FixScaled cannot be held by .extxyz; write .traj to keep it") == 1
+    again = ase.io.read(tmp_path / "b.extxyz", ":")
+    assert again[0].constraints[0].mask.tolist() == [True, True, False]
+    assert [one.info["name"] for one in again] == [one.info["name"] for one in frames]
+    frames[0].set_array("mine", np.arange(4.0))
+    words[1] = str(tmp_path / "c.extxyz")
+    ase.io.write(words[1], frames[:1])
+    main([*words, "--steps=1", "--out", str(tmp_path / "d.extxyz")])
+    np.testing.assert_array_equal(ase.io.read(tmp_path / "d.extxyz").arrays["mine"], np.arange(4.0))
+    assert "cannot be held" not in capsys.readouterr().err
+    main([*words, "--steps=1", "--out", str(tmp_path / "d.traj")])
+    assert "array mine cannot be held by .traj; write .extxyz" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ending", ["extxyz", "traj"])
+def test_what_is_relaxed_before_an_interruption_is_kept(
+    trained, tmp_path, monkeypatch, capsys, ending
+):
+    frames = of_each_constraint()[:3]
+    ase.io.write(tmp_path / "a.traj", frames)
+    out = tmp_path / f"b.{ending}"
+    out.write_text("older")
+
+    def interrupted(atoms, *args, **options):
+        if atoms.info["sid"] == 2:
+            raise KeyboardInterrupt
+        return relax_atoms(atoms, LennardJones(sigma=3.4, epsilon=0.01), steps=1)
+
+    monkeypatch.setattr("molflt.commands.relax.relax_atoms", interrupted)
+    words = ["relax", str(tmp_path / "a.traj"), "--run", str(trained), "--device", "cpu"]
+    assert main([*words, "--out", str(out)]) == 130
+    assert f"molflt: {out} has 2 of 3\n" in capsys.readouterr().err
+    assert [one.info["name"] for one in ase.io.read(out, ":")] == ["number 0", "number 1"]
+    table = list(csv.DictReader(out.with_suffix(".csv").open()))
+    assert [row["index"] for row in table] == ["0", "1"]
+    assert all(float(row["energy_eV"]) < 0 for row in table)
+
+
 def test_cells_relax_too(trained, tmp_path, capsys):
     atoms = bulk("Ar", "fcc", 5.0)
     ase.io.write(tmp_path / "a.traj", atoms)
@@ -223,6 +316,11 @@ def test_cells_relax_too(trained, tmp_path, capsys):
     ase.io.write(tmp_path / "m.xyz", Atoms("Ar2", [[0, 0, 0], [3.5, 0, 0]]))
     words[1] = str(trained)
     said = error_of(capsys, "relax", str(tmp_path / "m.xyz"), "--cell", "true", *words)
+    found = relax_atoms(atoms, LennardJones(sigma=3.4, epsilon=0.01), fmax=1e-9, steps=0, cell=True)
+    stress = found.atoms.get_stress(voigt=False)  # the force on the one atom is 0
+    virial = np.linalg.norm(atoms.get_volume() * stress, axis=1).max()
+    assert found.largest_force < 1e-9 < virial
+    assert f"eV/Å and virial {virial:.3g} eV per atom after 0 steps" in found.why
     assert "m.xyz: frame 0: --cell relaxes crystals" in said
 
 
@@ -242,6 +340,10 @@ def test_numbers_that_are_not_finite_keep_the_last_structure():
     assert (
         found.steps >= 1 and np.isfinite(found.after) and np.isfinite(found.atoms.positions).all()
     )
+    rigid = Atoms("Ar4", [[0, 0, 0], [3.5, 0, 0], [0, 4, 0], [1, 1, 3]])
+    rigid.set_constraint(FixBondLengths([(0, 1), (1, 2), (0, 2)], tolerance=0))
+    found = relax_atoms(rigid, LennardJones(sigma=3.4), fmax=1e-6)
+    assert not found.converged and "lengths of bonds cannot be met" in found.why
     never = Breaks()
     never.calls = 5
     found = relax_atoms(start, never, fmax=1e-6)
@@ -253,12 +355,18 @@ def test_numbers_that_are_not_finite_keep_the_last_structure():
     ("words", "message"),
     [
         (["--out", "a.csv"], "a.csv: expected a name that ends in .extxyz, .traj"),
+        (["--out", "a.txt/b.traj"], "b.traj: could not be written (Not a directory); nothing was"),
+        (["--out", "./a.extxyz"], "a.extxyz: is what is read, and would be overwritten"),
         (["--fmax", "0"], "--fmax must be above 0"),
         (["--run", "nowhere"], "nowhere"),
     ],
 )
-def test_bad_words(trained, capsys, words, message):
-    assert message in error_of(capsys, "relax", "a.xyz", "--run", str(trained), *words)
+def test_bad_words(trained, tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("a")
+    Path("a.extxyz").write_text("a")
+    assert message in error_of(capsys, "relax", "a.extxyz", "--run", str(trained), *words)
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "a.extxyz", tmp_path / "a.txt"]
 
 
 def test_average_distance_within_threshold():

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 from ase import Atoms
+from ase.calculators.singlepoint import SinglePointCalculator
+from ase.constraints import FixBondLengths, FixCartesian, FixedPlane
 from ase.io import write
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -108,6 +110,28 @@ def test_any_form_of_a_structure(run, val) -> None:
         model.predict({})
 
 
+def test_a_label_that_is_not_finite_is_none_in_a_prediction(run, tmp_path, capsys) -> None:
+    model, file = molflt.load(run), str(tmp_path / "a.traj")
+    given, energy = atoms(), model.predict(atoms()).energy
+    given.info["y_init"] = np.float64(np.inf)
+    forces = np.full((7, 3), [0, np.nan, 0])
+    given.calc = SinglePointCalculator(given, energy=float("nan"), forces=forces)
+    assert model.predict(given).energy == energy
+    write(file, given)
+    assert [one.energy for one in model.predict(file)] == [energy]
+    out = tmp_path / "out.csv"
+    assert main(["predict", str(run), file, "--device", "cpu", "--out", str(out)]) == 0
+    assert float(table(out)[0]["energy_eV"]) == energy
+    words = ["evaluate", str(run), "--device", "cpu", "--data", file, "--out", str(tmp_path / "o")]
+    assert "y_init must be a finite energy" in error_of(capsys, *words)
+    del given.info["y_init"]
+    write(file, given)
+    assert "y_relaxed must be a finite energy" in error_of(capsys, *words)
+    given.calc = SinglePointCalculator(given, energy="much")
+    with pytest.raises(ValueError, match="structure 0: sid 0: y_relaxed must be"):
+        model.predict(given)
+
+
 def test_relaxed_positions_are_a_guess_for_free_atoms(run, val) -> None:
     model, own = molflt.load(run), atoms()
     own.info["mine"], own.constraints = "kept", []
@@ -122,6 +146,27 @@ def test_relaxed_positions_are_a_guess_for_free_atoms(run, val) -> None:
     relaxed = model.predict(own).relaxed
     assert relaxed.info == own.info and relaxed.calc is None
     assert (relaxed.numbers == own.numbers).all() and (own.positions == atoms().positions).all()
+
+
+def test_a_guess_respects_the_constraints_of_its_structure(run, capsys) -> None:
+    model, free = molflt.load(run), atoms()
+    moved = model.predict(free).relaxed.positions - free.positions
+    held = free.copy()
+    held.set_constraint([FixCartesian([6], (False, False, True)), FixedPlane([5], (0, 0, 1))])
+    found = model.predict(held).relaxed
+    expected = moved.copy()
+    expected[5:, 2] = 0
+    np.testing.assert_allclose(found.positions - free.positions, expected, atol=1e-12)
+    assert np.abs(moved[5:, 2]).min() > 1e-6 and len(found.constraints) == 2
+    held.set_constraint(FixBondLengths([(5, 6)]))
+    found = model.predict(held).relaxed
+    assert found.get_distance(5, 6) == pytest.approx(free.get_distance(5, 6), abs=1e-10)
+    assert capsys.readouterr().err == ""
+    held.set_constraint(FixBondLengths([(5, 6), (4, 5), (4, 6)], tolerance=0))
+    found = model.predict([free, held])
+    assert found[0].relaxed is not None and found[1].relaxed is None
+    said = capsys.readouterr().err
+    assert "structure 1: no relaxed structure, as FixBondLengths cannot be met" in said
 
 
 def test_without_relaxed_positions_in_training_there_is_no_guess(data, tmp_path, val) -> None:

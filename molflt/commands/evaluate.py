@@ -12,7 +12,7 @@ from typing import Any, Literal
 from jsonargparse import ArgumentParser
 
 from molflt.evaluation.report import Report
-from molflt.files import write_atomically
+from molflt.files import expect_writable, write_atomically
 from molflt.plots import further_formats, training_curve
 from molflt.training.checkpoint import load_run
 from molflt.training.config import read_config
@@ -52,6 +52,7 @@ def evaluate(
         Metrics per split; the same is in results.json.
 
     Raises:
+        OSError: if `out` cannot be written; nothing is computed then.
         FileNotFoundError: if the run, its checkpoint, or a split is missing.
         ValueError: if the data cannot be used.
     """
@@ -64,6 +65,8 @@ def evaluate(
         model, config = load_ensemble([run, *also], checkpoint, device)
         out = run / ENSEMBLE if out is None else out
     out = run if out is None else Path(out)
+    path = out / "results.json"
+    expect_writable(path)
     recipe = Recipe.of(config)
     with further_formats(pictures or []) as more:
         report: Report = recipe.load("evaluate")(run, model, config, out, **options)
@@ -76,7 +79,6 @@ def evaluate(
         split: {name: None if value == math.inf else value for name, value in row.items()}
         for split, row in report.results.items()
     }
-    path = out / "results.json"
     write_atomically(path, (json.dumps(known, indent=2, allow_nan=False) + "\n").encode())
     print("written: " + ", ".join(map(str, [path, *report.files, *more])))
     return report.results

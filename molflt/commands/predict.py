@@ -23,7 +23,7 @@ from molflt.evaluation.ensemble import load_ensemble
 from molflt.evaluation.predictions import Predictions, open_structures
 from molflt.evaluation.report import csv_text, write_csv
 from molflt.evaluation.shards import ENDINGS, noted
-from molflt.files import atomically, write_atomically
+from molflt.files import atomically, expect_writable, write_atomically
 from molflt.pretrained import EnergyPredictor, ImageWriter, load
 from molflt.training.sources import is_trained
 
@@ -85,14 +85,17 @@ def predict(
             there, molflt merge energies.csv joins them to what one process would have written.
 
     Raises:
+        OSError: if `out` cannot be written; nothing is computed then.
         FileNotFoundError: if the run, its checkpoint, or the file is missing.
-        ValueError: if `out` has another ending, there is nothing to predict, the runs make no
-            ensemble, the model writes text or has no reciprocal nodes for a mesh, an option is for
-            models of another kind, or the calibration is not theirs.
+        ValueError: if `out` has another ending or is `file`, there is nothing to predict, the runs
+            make no ensemble, the model writes text or has no reciprocal nodes for a mesh, an option
+            is for models of another kind, or the calibration is not theirs.
     """
     file = Path(file)
     part = _shard(shard, out)
     model = _load(run, file, checkpoint, device, also, compiled)
+    if out is not None:
+        expect_writable(part.path(out) if part else out, file)
     if not isinstance(model, EnergyPredictor):
         given = {"skip_bad": skip_bad or None, "also": also, "calibration": calibration}
         more = {"mesh_order": mesh_order, "tags": tags, "shard": shard}

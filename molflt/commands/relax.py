@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import sys
+import warnings
+from io import StringIO
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tqdm import tqdm
 
-from molflt.data.structures.in_memory import to_atoms
+from molflt.data.structures.in_memory import atoms_of
 from molflt.evaluation.relaxation import OptimizerName, Relaxed, readable_structures, relax_atoms
-from molflt.evaluation.report import write_csv
-from molflt.files import atomically
+from molflt.evaluation.report import csv_text, write_csv
+from molflt.files import append, appending, atomically, expect_writable, shown, write_atomically
 from molflt.pretrained.calculator import Calculator
+
+if TYPE_CHECKING:
+    from ase import Atoms
 
 __all__ = ["relax"]
 
 _NOT_CONVERGED = 3  # exit status
 _MOST_LISTED = 20
+_OF_EXTXYZ = {"FixAtoms", "FixCartesian"}
+_OF_TRAJ = {"numbers", "positions", "tags", "momenta", "masses", "initial_magmoms"}
+_OF_TRAJ |= {"initial_charges"}
 
 
 def relax(
@@ -35,21 +43,23 @@ def relax(
     dtype: Literal["float32", "float64"] = "float64",
     skip_bad: bool = False,
 ) -> int:
-    """Relaxes the structures in a file with a potential; fixed atoms stay where they are.
+    """Relaxes the structures in a file with a potential; constraints hold.
 
-    Writes the relaxed structures with energies and forces, and a table (.csv) beside them. The exit
-    status is 3 if a relaxation has not converged; its last sound structure is written all the same.
+    Writes the relaxed structures with energies and forces and what else the file says of them, and
+    a table (.csv) beside them, each as soon as it is there. The exit status is 3 if a relaxation
+    has not converged; its last sound structure is written all the same.
 
     Args:
         structures: a file that ASE reads, a compact store, or an OC20 LMDB.
         run: folder of a training run with --recipe potential, an exported potential, or
             hf:OWNER/NAME.
         out: file to write, .extxyz or .traj.
-        fmax: largest force on a free atom at the end, eV/Å.
+        fmax: largest force on a free atom at the end, eV/Å; with --cell also of the virial, eV per
+            atom.
         steps: after which a relaxation has not converged.
         optimizer: lbfgs, bfgs or fire.
         cell: relax the cells, too; of structures that are periodic along all axes.
-        trajectories: folder to write each relaxation to, step by step, as SID.traj.
+        trajectories: folder to write each relaxation to, step by step, as NUMBER-SID.traj.
         checkpoint: best, last, or a safetensors file; of a run.
         device: auto, cpu, cuda or cuda:N.
         dtype: of the arithmetic.
@@ -71,16 +81,18 @@ def relax(
             f"--fmax must be above 0 and --steps at least 1; got {fmax} and {steps}; correct them"
         )
     calculator = Calculator(run, checkpoint, device, dtype)
+    for path in (out, out.with_suffix(".csv")):
+        expect_writable(path, Path(structures))
     dataset = readable_structures(Path(structures), skip_bad, cell)
     if trajectories is not None:
         trajectories.mkdir(parents=True, exist_ok=True)
-    found: list[Relaxed] = []
-    with tqdm(total=len(dataset), unit=" structures", disable=None) as bar:
+    bar = tqdm(total=len(dataset), unit=" structures", disable=None)
+    with _Output(out, len(dataset)) as output, bar:
         for index, record in enumerate(dataset):
-            atoms = to_atoms(record)
-            bar.set_description(f"sid {atoms.info['sid']}")
-            kept = trajectories and trajectories / f"{index:06d}-{atoms.info['sid']}.traj"
-            found.append(
+            atoms = atoms_of(dataset, index)
+            sid = atoms.info["sid"] = int(record.sid)
+            bar.set_description(f"sid {sid}")
+            output.add(
                 relax_atoms(
                     atoms,
                     calculator,
@@ -88,42 +100,96 @@ def relax(
                     fmax=fmax,
                     steps=steps,
                     cell=cell,
-                    trajectory=kept,
+                    trajectory=trajectories and trajectories / f"{index:06d}-{sid}.traj",
                     told=lambda step: bar.set_postfix(step=step),
                 )
             )
             bar.update()
-    _write(out, found)
-    return _summary(out, found)
+    return _summary(out, output.found)
 
 
-def _write(out: Path, found: list[Relaxed]) -> None:
-    from ase.io import write
+class _Output:
+    """Relaxed structures and their table, each written as soon as it is there.
 
-    frames = []
-    for part in found:
-        part.atoms.info |= {"converged": part.converged, "steps": part.steps}
-        frames.append(part.atoms)
-    with atomically(out) as file:
-        write(str(file), frames, format=out.suffix.removeprefix("."))
-    rows: list[dict[str, object]] = [
-        {
-            "index": index,
-            "sid": part.atoms.info["sid"],
-            "formula": part.atoms.get_chemical_formula(),
-            "natoms": len(part.atoms),
-            "converged": part.converged,
-            "steps": part.steps,
-            "energy_before_eV": part.before,
-            "energy_eV": part.after,
-            "largest_force_eV_per_A": part.largest_force,
-            "moved_A": part.moved,
-            "seconds": round(part.seconds, 3),
-            "why": part.why or None,
-        }
-        for index, part in enumerate(found)
-    ]
-    write_csv(out.with_suffix(".csv"), rows)
+    The first replaces files that are there before.
+
+    Args:
+        out: file of structures, .extxyz or .traj.
+        total: how many there will be.
+    """
+
+    def __init__(self, out: Path, total: int) -> None:
+        self.out, self.table, self.total = out, out.with_suffix(".csv"), total
+        self.found: list[Relaxed] = []  # that are written
+        self.lost: dict[str, None] = {}  # in words, in the order in which they came
+
+    def add(self, part: Relaxed) -> None:
+        """Writes one; OSError names the file."""
+        atoms = part.atoms
+        for name in ("energy", "free_energy", "forces", "stress"):  # they were of what was given
+            atoms.info.pop(name, None)
+            atoms.arrays.pop(name, None)
+        atoms.info |= {"converged": part.converged, "steps": part.steps}
+        row = _row(len(self.found), part)
+        self._add_atoms(atoms)
+        if self.found:
+            append(self.table, csv_text([row]).partition("\n")[2])
+        else:
+            write_csv(self.table, [row])
+        self.found.append(part)
+
+    def __enter__(self) -> _Output:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Says what files of this ending cannot hold, and what is there if not all is."""
+        for text in self.lost:
+            print(f"molflt: warning: {self.out}: {text}", file=sys.stderr)
+        if 0 < len(self.found) < self.total:
+            print(f"molflt: {self.out} has {len(self.found)} of {self.total}", file=sys.stderr)
+
+    def _add_atoms(self, atoms: Atoms) -> None:
+        from ase.io import Trajectory, write
+
+        kinds, whole = {type(one).__name__ for one in atoms.constraints} - _OF_EXTXYZ, ".traj"
+        if self.out.suffix == ".traj":
+            kinds, whole = {f"array {name}" for name in atoms.arrays.keys() - _OF_TRAJ}, ".extxyz"
+        for kind in sorted(kinds):
+            text = f"{kind} cannot be held by {self.out.suffix}; write {whole} to keep it"
+            self.lost[text] = None
+        if self.out.suffix == ".extxyz":
+            file = StringIO()
+            with warnings.catch_warnings(record=True) as heard:
+                warnings.simplefilter("always")
+                write(file, atoms, format="extxyz")
+            self.lost |= dict.fromkeys(f"ASE: {shown(str(each.message), 200)}" for each in heard)
+            if self.found:
+                append(self.out, file.getvalue())
+            else:
+                write_atomically(self.out, file.getvalue().encode())
+        elif self.found:
+            with appending(self.out), Trajectory(str(self.out), "a") as opened:
+                opened.write(atoms)
+        else:
+            with atomically(self.out) as new, Trajectory(str(new), "w") as opened:
+                opened.write(atoms)
+
+
+def _row(index: int, part: Relaxed) -> dict[str, object]:
+    return {
+        "index": index,
+        "sid": part.atoms.info["sid"],
+        "formula": part.atoms.get_chemical_formula(),
+        "natoms": len(part.atoms),
+        "converged": part.converged,
+        "steps": part.steps,
+        "energy_before_eV": part.before,
+        "energy_eV": part.after,
+        "largest_force_eV_per_A": part.largest_force,
+        "moved_A": part.moved,
+        "seconds": round(part.seconds, 3),
+        "why": part.why or None,
+    }
 
 
 def _summary(out: Path, found: list[Relaxed]) -> int:

@@ -96,14 +96,14 @@ def open_structures(path: Path, skip_bad: bool, reading: Reading = AS_IT_IS) -> 
     Args:
         path: a file that ASE reads, a compact store, or an OC20 LMDB.
         skip_bad: leave out structures that cannot be used, and list them.
-        reading: what the entries of a file that ASE reads mean.
+        reading: what the entries of a file that ASE reads mean; labels are not needed.
 
     Raises:
         FileNotFoundError: if there is nothing.
         ValueError: if there are no structures, one cannot be used, or the file was changed since
             it was written.
     """
-    return check_structures(open_dataset(path, skip_bad, reading))
+    return check_structures(open_dataset(path, skip_bad, reading._replace(for_prediction=True)))
 
 
 def check_structures(dataset: Structures) -> Structures:

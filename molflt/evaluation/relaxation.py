@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -16,11 +17,13 @@ from molflt.evaluation.predictions import open_structures
 if TYPE_CHECKING:
     from ase import Atoms
     from ase.calculators.calculator import Calculator
+    from ase.filters import Filter
 
 __all__ = ["OptimizerName", "Relaxed", "readable_structures", "relax_atoms"]
 
 OptimizerName = Literal["lbfgs", "bfgs", "fire"]
 _CLASSES = {"lbfgs": "LBFGS", "bfgs": "BFGS", "fire": "FIRE"}
+_UNMET = "Did not converge"  # what FixBondLengths says
 _LARGEST_STEP = 0.1  # Å of an atom; ASE's 0.2 may leave the region that a potential has learned
 
 
@@ -51,7 +54,7 @@ def readable_structures(path: Path, skip_bad: bool, cell: bool) -> Structures:
         FileNotFoundError: if there is nothing.
         ValueError: as for predictions; or if a cell shall be relaxed that is not there.
     """
-    dataset = open_structures(path, skip_bad, ANY_TAGS)
+    dataset = open_structures(path, skip_bad, ANY_TAGS._replace(keep_atoms=True))
     if cell:
         for index, record in enumerate(dataset):
             if not bool(record.pbc.all()):
@@ -79,51 +82,68 @@ def relax_atoms(
         atoms: the structure.
         calculator: of energies and forces; with `cell` also of stress.
         optimizer: of ASE.
-        fmax: largest force on a free atom at the end, eV/Å; with `cell` likewise of the cell.
+        fmax: largest force on a free atom at the end, eV/Å; with `cell` of the virial too, eV per
+            atom.
         steps: after which it has not converged.
         cell: relax the cell as well, with `ase.filters.FrechetCellFilter`.
         trajectory: file of ASE's .traj, to write each structure to.
         told: called with the number of each step.
     """
     import ase.optimize
-    from ase.calculators.singlepoint import SinglePointCalculator
     from ase.filters import FrechetCellFilter
 
     began, moving = time.perf_counter(), atoms.copy()
     moving.calc = calculator
-    sound = [atoms.copy()]
-    seen: list[tuple[float, float]] = []
-
-    def keep() -> None:
-        frame = moving.copy()
-        results = {
-            name: calculator.results[name]
-            for name in ("energy", "forces", "stress")
-            if name in calculator.results
-        }
-        frame.calc = SinglePointCalculator(frame, **results)
-        largest = float(np.linalg.norm(moving.get_forces(), axis=1).max())
-        sound[0] = frame
-        seen.append((float(results["energy"]), largest))
-
+    subject = FrechetCellFilter(moving) if cell else moving
+    last: Atoms = atoms.copy()
+    seen: list[_Seen] = []
     options: dict[str, Any] = {"logfile": None, "trajectory": trajectory and str(trajectory)}
     converged, count, why = False, 0, ""
-    made = getattr(ase.optimize, _CLASSES[optimizer])(
-        FrechetCellFilter(moving) if cell else moving, maxstep=_LARGEST_STEP, **options
-    )
+    made = getattr(ase.optimize, _CLASSES[optimizer])(subject, maxstep=_LARGEST_STEP, **options)
     try:
         for at_rest in made.irun(fmax=fmax, steps=steps):
             converged = bool(at_rest)
-            keep()
+            last = _frame(moving, calculator)
+            seen.append(_Seen.of(subject, moving))
             count = made.nsteps
             told(count)
     except ValueError as error:  # numbers that are not finite: the last sound structure stays
         converged, why = False, " ".join(str(error).split())
-    last = sound[0]
-    energies = [energy for energy, _ in seen] or [float("nan")]
-    largest = seen[-1][1] if seen else float("nan")
+    except RuntimeError as error:
+        if str(error) != _UNMET:
+            raise
+        converged, why = False, "constraints on the lengths of bonds cannot be met"
+    before, (energy, largest, virial) = (seen[0].energy, seen[-1]) if seen else (nan, _Seen())
     if not converged and not why:
-        why = f"largest force {largest:.3g} eV/Å after {count} steps"
+        of_cell = f" and virial {virial:.3g} eV per atom" if cell else ""
+        why = f"largest force {largest:.3g} eV/Å{of_cell} after {count} steps"
     moved = float(np.linalg.norm(last.positions - atoms.positions, axis=1).max())
     seconds = time.perf_counter() - began
-    return Relaxed(last, converged, count, energies[0], energies[-1], largest, moved, seconds, why)
+    return Relaxed(last, converged, count, before, energy, largest, moved, seconds, why)
+
+
+class _Seen(NamedTuple):
+    """Of one step; NaN of none."""
+
+    energy: float = nan
+    force: float = nan
+    """the largest, eV/Å"""
+    virial: float = nan
+    """with which the cell counts as three more atoms, eV per atom; 0 without a cell to relax"""
+
+    @classmethod
+    def of(cls, subject: Atoms | Filter, moving: Atoms) -> _Seen:
+        forces = np.linalg.norm(moving.get_forces(), axis=1)
+        of_cell = np.linalg.norm(subject.get_forces()[len(moving) :], axis=1)
+        energy = moving.calc.results["energy"]
+        return cls(float(energy), float(forces.max()), float(of_cell.max(initial=0.0)))
+
+
+def _frame(moving: Atoms, calculator: Calculator) -> Atoms:
+    """A copy of a structure that holds the last results."""
+    from ase.calculators.singlepoint import SinglePointCalculator
+
+    frame, names = moving.copy(), ("energy", "forces", "stress")
+    results = {name: calculator.results[name] for name in names if name in calculator.results}
+    frame.calc = SinglePointCalculator(frame, **results)
+    return frame

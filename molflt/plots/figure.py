@@ -9,6 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from molflt.files import atomically
+
 if TYPE_CHECKING:
     import numpy as np
     from matplotlib.axes import Axes
@@ -70,6 +72,7 @@ def picture(file: Path, **options: object) -> Iterator[Figure]:
         options: of `matplotlib.figure.Figure`, such as figsize in inches.
 
     Raises:
+        OSError: naming the file, for instance on a full disk.
         ValueError: if the name has another ending.
     """
     from matplotlib import rc_context
@@ -83,13 +86,12 @@ def picture(file: Path, **options: object) -> Iterator[Figure]:
     yield figure
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
-    file.parent.mkdir(parents=True, exist_ok=True)
     names, written = _further.get()
     more = [path for name in names if (path := file.with_suffix(f".{name}")) != file]
     for path in (file, *more):
         kind = path.suffix.removeprefix(".")
-        with rc_context({"svg.hashsalt": "molflt"}):
-            figure.savefig(path, dpi=DPI, format=kind, metadata=_UNDATED[kind])
+        with rc_context({"svg.hashsalt": "molflt"}), atomically(path) as part:
+            figure.savefig(part, dpi=DPI, format=kind, metadata=_UNDATED[kind])
     written += more
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from molflt.data.structures import Structures, source_of
 from molflt.data.structures.base import ANY_TAGS, AS_IT_IS, Reading, Tags
 from molflt.data.structures.domain import DOMAIN, Domain
-from molflt.data.structures.in_memory import StructuresInMemory, is_one, to_atoms
+from molflt.data.structures.in_memory import StructuresInMemory, atoms_of, is_one
 from molflt.evaluation.calibration import Calibration
 from molflt.evaluation.ensemble import ENSEMBLE, EnsembleRegressor
 from molflt.evaluation.predictions import Predictions, infer, open_structures
@@ -45,7 +46,8 @@ class Prediction(NamedTuple):
     spread: float | None = None
     """standard deviation over the members of an ensemble, eV; None for one model"""
     relaxed: Atoms | None = None
-    """guess of the relaxed structure; None where training gave no relaxed positions"""
+    """guess of the relaxed structure, by its constraints; None where they cannot be met, or
+    training gave no relaxed positions"""
     outside: tuple[str, ...] = ()
     """in what the structure differs from all that was trained on"""
     embedding: NDArray[np.float32] | None = None
@@ -299,11 +301,20 @@ def _pooled(tokens: NDArray[np.float32], record: Data) -> NDArray[np.float32]:
     return cast("NDArray[np.float32]", tokens[counted].mean(axis=0))
 
 
-def _moved(dataset: Structures, i: int, displacement: NDArray[np.float32]) -> Atoms:
-    """A structure with its free atoms moved, (atoms, 3) Å; what else it holds stays."""
-    record = dataset[i]
-    own = dataset.given[i] if isinstance(dataset, StructuresInMemory) else None
-    atoms = cast("Atoms", own).copy() if hasattr(own, "get_chemical_formula") else to_atoms(record)
-    free: Tensor = ~record.fixed
-    atoms.positions += np.where(free.numpy()[:, None], displacement, 0.0).astype(float)
+def _moved(dataset: Structures, i: int, displacement: NDArray[np.float32]) -> Atoms | None:
+    """A structure with its free atoms moved, (atoms, 3) Å, as far as its constraints let them.
+
+    What else it holds stays. None, with a warning, where constraints cannot be met.
+    """
+    atoms, free = atoms_of(dataset, i), (~dataset[i].fixed).numpy()
+    try:
+        atoms.set_positions(atoms.positions + np.where(free[:, None], displacement, 0.0))
+    except (RuntimeError, ValueError) as error:  # of those that are met by iteration
+        kinds = ", ".join(type(one).__name__ for one in atoms.constraints)
+        print(
+            f"molflt: warning: {dataset.where(i)}: no relaxed structure, as {kinds} cannot be met: "
+            f"{error}",
+            file=sys.stderr,
+        )
+        return None
     return atoms

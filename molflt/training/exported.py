@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from molflt.files import save_tensors, shown, verify_tensors, write_atomically
+from molflt.files import expect_readable, save_tensors, shown, verify_tensors, write_atomically
 from molflt.training.checkpoint import check_weights
 from molflt.training.recipes import Recipe
 
@@ -93,6 +93,7 @@ def exported_recipe(path: Path) -> str | None:
 
 
 def _header(path: Path) -> dict[str, str]:
+    expect_readable(path)
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             return file.metadata() or {}

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from molflt.files import shown
+from molflt.files import expect_readable, shown
 from molflt.metrics import Metric
 
 __all__ = ["Best", "best_of", "duration", "outcome", "steps_of"]
@@ -56,6 +56,7 @@ def _header(path: Path) -> dict[str, str]:
     """What weights say about themselves; nothing, where there are none."""
     if not path.is_file():
         return {}
+    expect_readable(path)
     try:
         with safe_open(path, framework="np") as file:
             return file.metadata() or {"": ""}

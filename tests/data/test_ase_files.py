@@ -16,7 +16,7 @@ import torch
 from ase.build import add_adsorbate, fcc111, molecule
 from ase.calculators.emt import EMT
 from ase.calculators.singlepoint import SinglePointCalculator
-from ase.constraints import FixAtoms, FixCartesian, FixedPlane
+from ase.constraints import FixAtoms, FixCartesian, FixedPlane, FixScaled
 
 from molflt.data.structures import open_dataset
 from molflt.data.structures.ase_files import AseStructures, _record_from_atoms
@@ -102,8 +102,30 @@ def test_precedence_of_energies_and_that_nothing_is_computed():
 def test_only_atoms_held_in_all_directions_are_fixed():
     atoms = slab()
     planes = [FixCartesian(1, [True, True, False]), FixedPlane(2, [0, 0, 1])]
-    atoms.set_constraint([FixCartesian(0), *planes])
-    assert _record_from_atoms(atoms).fixed.nonzero().flatten().tolist() == [0]
+    parts = [FixCartesian(5, [True, True, False]), FixCartesian(5, [False, False, True])]
+    scaled = [FixScaled([3]), FixScaled([4], [True, False, True])]
+    atoms.set_constraint([FixCartesian(0), *planes, *scaled, *parts])
+    assert _record_from_atoms(atoms).fixed.nonzero().flatten().tolist() == [0, 3, 5]
+
+
+def test_constraints_that_are_left_out_are_named_once(tmp_path, capsys):
+    plane, both = slab(), slab(1)
+    plane.set_constraint([FixAtoms([0]), FixedPlane([2, 3], [0, 0, 1])])
+    both.set_constraint([FixedPlane([2], [0, 0, 1]), FixCartesian([1], [True, False, False])])
+    path = write(tmp_path / "a.traj", [slab(), plane, both])
+    assert open_dataset(path)[1].fixed.nonzero().flatten().tolist() == [0]
+    assert capsys.readouterr().err == (
+        f"molflt: warning: {path}: constraints other than fixed atoms are left out: FixCartesian "
+        "in 1, FixedPlane in 2 structures; atoms that they hold count as free\n"
+    )
+    for one in (write(tmp_path / "b.extxyz", [slab()]), write(tmp_path / "b.traj", [slab()])):
+        open_dataset(one)
+    assert capsys.readouterr().err == ""
+    lines = ["x", "1.0", "8 0 0", "0 8 0", "0 0 9", "Cu", "2", "Selective dynamics", "Direct"]
+    lines += ["0 0 0 F F F", "0.5 0 0 T T F", ""]
+    (tmp_path / "POSCAR").write_text("\n".join(lines))
+    assert open_dataset(tmp_path / "POSCAR")[0].fixed.tolist() == [True, False]
+    assert "are left out: FixScaled in 1 structures" in capsys.readouterr().err
 
 
 def test_layer_tags_of_ase_are_refused_not_misread(tmp_path):

@@ -1,6 +1,7 @@
 """Files appear complete or not at all."""
 
 import os
+import resource
 import stat
 
 import numpy as np
@@ -9,7 +10,14 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from molflt.files import atomically, save_tensors, verify_tensors, write_atomically
+from molflt.files import (
+    append,
+    atomically,
+    expect_writable,
+    save_tensors,
+    verify_tensors,
+    write_atomically,
+)
 
 
 def test_a_block_that_fails_leaves_the_older_file(tmp_path):
@@ -33,6 +41,53 @@ def test_what_cannot_be_written_is_named(tmp_path):
     with pytest.raises(OSError, match=r"folder: could not be written \(Is a directory\); the one"):
         write_atomically(tmp_path / "folder", b"")
     assert os.listdir(tmp_path) == ["folder"]
+
+
+def test_what_could_not_be_written_is_named_before(tmp_path):
+    there = tmp_path / "a.txt"
+    there.write_text("a")
+    for path, why in {tmp_path: "Is a directory", there / "b" / "c.txt": "Not a directory"}.items():
+        with pytest.raises(OSError, match=rf"{path}: could not be written \({why}\); nothing was"):
+            expect_writable(path)
+    (tmp_path / "link.txt").symlink_to(there)
+    with pytest.raises(ValueError, match=r"link\.txt: is what is read, and would be overwritten"):
+        expect_writable(tmp_path / "link.txt", tmp_path / "none", there)
+    expect_writable(there, tmp_path / "none")
+    expect_writable(tmp_path / "new" / "b.txt", there)
+    assert sorted(os.listdir(tmp_path)) == ["a.txt", "link.txt"] and there.read_text() == "a"
+
+
+def test_what_is_appended_is_there_or_not(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("a\n")
+    append(path, "b\n")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+    try:
+        with pytest.raises(OSError, match=r"a\.txt: could not be written .*; what it held is kept"):
+            append(path, "c" * 200)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert path.read_text() == "a\nb\n"
+
+
+def test_what_may_not_be_read_or_written_says_so(tmp_path):
+    path = tmp_path / "a.safetensors"
+    save_tensors(path, {"a": np.zeros(2)}, {})
+    own = os.geteuid()
+    tmp_path.chmod(0o500)
+    path.chmod(0)
+    try:
+        if own == 0:  # to whom nothing is forbidden
+            os.seteuid(65534)
+        with pytest.raises(PermissionError, match=r"a\.safetensors"):
+            verify_tensors(path)
+        for write in (expect_writable, lambda to: write_atomically(to, b"")):
+            with pytest.raises(OSError, match=r"b\.txt: .*Permission denied.* you may write to"):
+                write(path.with_name("b.txt"))
+    finally:
+        os.seteuid(own)
+        tmp_path.chmod(0o700)
 
 
 def test_every_byte_of_tensors_is_guarded_by_their_digest(tmp_path):

@@ -48,8 +48,9 @@ def open_dataset(
             way than it is.
     """
     source = source_of(Path(path))
-    if reading.tags == "any" and "tags" not in source.options:  # it demands nothing
-        reading = reading._replace(tags=AS_IT_IS.tags)
+    if "tags" not in source.options:  # what demands nothing
+        tags = AS_IT_IS.tags if reading.tags == "any" else reading.tags
+        reading = reading._replace(tags=tags, for_prediction=False, keep_atoms=False)
     given = reading._asdict().items()
     options = {name: value for name, value in given if value != AS_IT_IS._asdict()[name]}
     for name, value in options.items():

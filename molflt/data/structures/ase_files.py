@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from molflt.data.structures.ase_constraints import fixed_atoms, other_constraints
 from molflt.data.structures.ase_guards import bounded, check_counts, xyz_properties
 from molflt.data.structures.ase_labels import Labels, entries, layers_as_tags, tags_look_like
 from molflt.data.structures.base import AS_IT_IS, AnyTags, Reading, Structures
@@ -45,7 +47,8 @@ class AseStructures(Structures):
     """An ASE-readable file or database, held in memory.
 
     What is taken: positions, cell, periodic axes, ``atoms.get_tags()`` (0 subsurface, 1 surface,
-    2 adsorbate; without tags all 0), ``FixAtoms`` constraints as fixed atoms, ``y_relaxed`` from
+    2 adsorbate; without tags all 0), constraints that hold atoms in all directions as fixed atoms
+    (of others it says that they are left out), ``y_relaxed`` from
     `energy_key`, by default ``info["y_relaxed"]``, else the stored calculator's energy, else
     ``info["energy"]``,
     ``y_init`` from ``info["y_init"]``, relaxed positions from an array ``pos_relaxed``, and the
@@ -60,8 +63,8 @@ class AseStructures(Structures):
             or named POSCAR or CONTCAR; .aselmdb with the package that adds it to ASE.
         skip_bad: leave out structures that are not valid; they are listed in ``bad`` as
             (frame, reason).
-        energy_key, tags, forces_key, stress_key: see :class:`Reading`; says so if tags look like
-            the other ones.
+        energy_key, tags, forces_key, stress_key, for_prediction, keep_atoms: see
+            :class:`Reading`; says so if tags look like the other ones.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -80,14 +83,18 @@ class AseStructures(Structures):
         tags: AnyTags = "oc20",
         forces_key: str | None = None,
         stress_key: str | None = None,
+        for_prediction: bool = False,
+        keep_atoms: bool = False,
     ) -> None:
         super().__init__(path, skip_bad)
         if not self.path.is_file():
             raise FileNotFoundError(f"{self.path}: no such file; expected structures for ASE")
         self._records: list[Data] = []
         self._frames: list[int] = []
-        reading = Reading(energy_key, tags, forces_key, stress_key)
+        reading = Reading(energy_key, tags, forces_key, stress_key, for_prediction)
         labels, others, steps, last = Labels(reading), 0, 0, b""
+        self.atoms: list[Atoms] = []  # as they are, if they are kept
+        lost: Counter[str] = Counter()
         for frame, (number, atoms) in enumerate(_frames(self.path)):
             name = f"{self.path}: frame {frame}"
             try:
@@ -96,6 +103,10 @@ class AseStructures(Structures):
                 self._frames.append(frame)
                 same = atoms.numbers.tobytes() + atoms.cell.array.tobytes()
                 steps, last = steps + (same == last), same
+                if keep_atoms:
+                    self.atoms.append(atoms)
+                else:
+                    lost.update(other_constraints(atoms))
             except ValueError as error:
                 if not skip_bad:
                     raise ValueError(f"{name}: {error}") from None
@@ -111,6 +122,8 @@ class AseStructures(Structures):
         say_tags(str(self.path), others, len(self._records), tags)
         if tags != "any" and labels.of_steps and 2 * steps > len(self._records):
             _say_steps(self.path)
+        if lost:
+            _say_constraints(self.path, lost)
 
     @classmethod
     def takes(cls, path: Path) -> bool:
@@ -155,6 +168,15 @@ def _say_steps(path: Path) -> None:
     )
 
 
+def _say_constraints(path: Path, lost: Counter[str]) -> None:
+    found = ", ".join(f"{kind} in {count}" for kind, count in sorted(lost.items()))
+    print(
+        f"molflt: warning: {path}: constraints other than fixed atoms are left out: {found} "
+        "structures; atoms that they hold count as free",
+        file=sys.stderr,
+    )
+
+
 def _record_from_atoms(
     atoms: Atoms, number: int = 0, reading: Reading = AS_IT_IS, labels: Labels | None = None
 ) -> Data:
@@ -171,9 +193,11 @@ def _record_from_atoms(
     """
     info = entries(atoms)
     labels = labels or Labels(reading)
-    energy: Any = labels.energy(atoms)
+    energy, at_pos = labels.energy(atoms), labels.at_pos(atoms)
+    energies: dict[str, Any] = {"y_init": info.get("y_init"), "y_relaxed": energy}
+    if reading.for_prediction:
+        at_pos, energies = {}, {name: _if_finite(each) for name, each in energies.items()}
     relaxed = atoms.arrays.get("pos_relaxed")
-    at_pos = labels.at_pos(atoms)
     if relaxed is not None:  # the energy would belong to these
         at_pos.pop("energy", None)
     tags = atoms.get_tags() if atoms.has("tags") else None
@@ -186,11 +210,10 @@ def _record_from_atoms(
         cell=atoms.cell.array,
         pbc=atoms.pbc,
         tags=tags,
-        fixed=_fixed(atoms),
+        fixed=fixed_atoms(atoms),
         sid=info.get("sid", number),
-        y_init=info.get("y_init"),
-        y_relaxed=energy,
         pos_relaxed=relaxed,
+        **energies,
         **at_pos,
     )
     if kept is not None:
@@ -198,24 +221,10 @@ def _record_from_atoms(
     return record
 
 
-def _fixed(atoms: Atoms) -> np.ndarray:
-    """Atoms held in all three directions, (N,) bool."""
-    from ase.constraints import FixAtoms, FixCartesian
-
-    fixed = np.zeros(len(atoms), dtype=bool)
-    for constraint in atoms.constraints:
-        whole = isinstance(constraint, FixAtoms) or (
-            isinstance(constraint, FixCartesian) and bool(np.all(constraint.mask))
-        )
-        if whole:
-            held = np.asarray(constraint.index)
-            if held.size and not -len(atoms) <= held.min() <= held.max() < len(atoms):
-                raise ValueError(
-                    f"a constraint holds atom {held.max()}; expected one of 0..{len(atoms) - 1}; "
-                    "the file is damaged"
-                )
-            fixed[held] = True
-    return fixed
+def _if_finite(energy: object) -> object:
+    """An energy; None if it is NaN or infinite."""
+    unknown = isinstance(energy, float | np.floating) and not np.isfinite(energy)
+    return None if unknown else energy
 
 
 def _frames(path: Path) -> Iterator[tuple[int, Atoms]]:

@@ -37,6 +37,10 @@ class Reading(NamedTuple):
     """name of the array of forces, (N, 3) eV/Å; by default forces, else REF_forces"""
     stress_key: str | None = None
     """name of the stress, (3, 3) or (6,), eV/Å^3; by default stress, else REF_stress"""
+    for_prediction: bool = False
+    """no label is needed: an energy that is not finite is none, forces and stress are not read"""
+    keep_atoms: bool = False
+    """keep the structures as ASE has read them beside the records, with all their constraints"""
 
 
 AS_IT_IS = Reading()

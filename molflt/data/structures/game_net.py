@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from molflt.atoms import Tag
-from molflt.data.structures.ase_files import _fixed
+from molflt.data.structures.ase_constraints import fixed_atoms
 from molflt.data.structures.ase_guards import check_poscar
 from molflt.data.structures.base import Structures
 from molflt.data.structures.game_net_archive import (
@@ -174,7 +174,7 @@ class _Content:
         metal = start.numbers == atomic_numbers.get(system.metal, 0)
         if not metal.any() or metal.all():
             raise ValueError(f"expected {system.metal} with an adsorbate; got {start.symbols}")
-        fixed = _fixed(start)
+        fixed = fixed_atoms(start)
         tags = np.where(metal, np.where(fixed, Tag.SUBSURFACE, Tag.SURFACE), Tag.ADSORBATE)
         record = make_record(
             pos=start.positions,

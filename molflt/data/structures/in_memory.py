@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeGuard, cast
 import numpy as np
 import torch
 
-from molflt.data.structures.ase_files import _record_from_atoms, say_tags
+from molflt.data.structures.ase_files import AseStructures, _record_from_atoms, say_tags
 from molflt.data.structures.ase_labels import tags_look_like
 from molflt.data.structures.base import AS_IT_IS, Reading, Structures
 from molflt.data.structures.records import make_record
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch_geometric.data import Data
 
-__all__ = ["StructuresInMemory", "is_one", "to_atoms"]
+__all__ = ["StructuresInMemory", "atoms_of", "is_one", "to_atoms"]
 
 _EXPECTED = "expected ase.Atoms, PyG's Data or Batch, a list of them, or a data set of Data"
 
 
 class StructuresInMemory(Structures):
-    """A list of structures, checked as those of files are.
+    """A list of structures to predict, checked as those of files are.
 
     Args:
         given: `ase.Atoms` (as of `molflt.data.structures.ase_files.AseStructures`), `Data` or
@@ -42,7 +42,7 @@ class StructuresInMemory(Structures):
 
     def __init__(self, given: object, reading: Reading = AS_IT_IS) -> None:
         super().__init__("structures")
-        self.reading = reading
+        self.reading = reading._replace(for_prediction=True)
         self.given = list(_flat(given))
         if not self.given:
             raise ValueError(f"{self.path}: none given; {_EXPECTED}")
@@ -142,6 +142,17 @@ def _label(value: Tensor | float | None) -> float | None:
     """An energy, eV, if there is one that is finite."""
     found = torch.as_tensor(float("nan") if value is None else value)
     return float(found) if found.numel() == 1 and bool(torch.isfinite(found).all()) else None
+
+
+def atoms_of(dataset: Structures, index: int) -> Atoms:
+    """A structure as `ase.Atoms`: a copy of what is there, if that is kept, without calculator.
+
+    What is not kept is made of its record, see :func:`to_atoms`.
+    """
+    if isinstance(dataset, AseStructures) and dataset.atoms:
+        return dataset.atoms[index].copy()
+    own = dataset.given[index] if isinstance(dataset, StructuresInMemory) else None
+    return own.copy() if _is_atoms(own) else to_atoms(dataset[index])
 
 
 def to_atoms(record: Data) -> Atoms:

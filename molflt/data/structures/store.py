@@ -21,7 +21,7 @@ from molflt.atoms import MAX_ATOMIC_NUMBER
 from molflt.data.structures.base import Structures
 from molflt.data.structures.records import make_record
 from molflt.data.structures.store_faults import _atom_faults, _structure_faults
-from molflt.files import save_tensors, shown, verify_tensors
+from molflt.files import expect_readable, save_tensors, shown, verify_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -251,6 +251,7 @@ def _map_columns(path: Path) -> dict[str, np.ndarray]:
     ``safe_open`` checks that the header is sound and covers the file exactly; its ``get_slice``
     is slower than a numpy view, so the slicing is numpy's.
     """
+    expect_readable(path)
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
