@@ -18,7 +18,7 @@ from tiny_run import differences, error_of, last_state, logged, page_of, table
 import molflt
 from molflt.commands.cli import main
 from molflt.data.images.datamodule import ImageData
-from molflt.evaluation.images import _classes, _classify
+from molflt.evaluation.images import _classes, _classify, _datasets
 from molflt.image import ImageClassifier
 from molflt.tasks.images import ImageTask
 from molflt.training.checkpoint import load_run
@@ -132,6 +132,24 @@ def test_evaluation(run: Path, tmp_path: Path) -> None:
     other = tmp_path / "other-images-idx3-ubyte"
     assert main(["evaluate", str(run), "--data", str(other), "--out", str(tmp_path)]) == 0
     assert json.loads((tmp_path / "results.json").read_text())[other.name]["n"] == 11
+
+
+def test_evaluation_sees_the_pixels_of_validation(data: Path, tmp_path: Path) -> None:
+    """With `data.resize`, every split is fitted to it and cut from the center."""
+    run, idx = tmp_path / "run", data / "val-images-idx3-ubyte"
+    words = [*SMALL, f"--data.train={idx}", "--data.val_fraction=0.4", "--trainer.max_steps=2"]
+    assert main(["train", *words, "--data.image_size=8", "--data.resize=14", f"--run={run}"]) == 0
+    model, config = load_run(run)
+    found = [
+        _classify(model, images, 64, name).metrics | {"n": len(images)}
+        for splits, other in ((["train", "val"], None), (None, idx))
+        for name, images in _datasets(config["data"], ["0", "1", "2"], splits, other).items()
+    ]
+    train, val, whole = found
+    for name in ("top1_percent", "cross_entropy"):
+        assert val[name] == pytest.approx(logged(run, f"val_{name}")[-1], rel=1e-5)
+        mean = sum(part["n"] * part[name] for part in (train, val)) / 75
+        assert whole[name] == pytest.approx(mean, rel=1e-5)
 
 
 def test_stopped_and_resumed_is_the_same(data: Path, tmp_path: Path) -> None:
