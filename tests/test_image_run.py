@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import shutil
 import struct
 import sys
@@ -222,7 +223,23 @@ def test_sums_by_hand() -> None:
     found = ImageTask.sums.of(logits, labels).metrics()
     expected = {"top1_percent": top1 / 0.09, "top5_percent": top5 / 0.09, "cross_entropy": nats / 9}
     assert found == pytest.approx(expected)
-    assert list(ImageTask.sums.of(torch.zeros(9, 7), labels)[:2]) == [0.0, 0.0]
+    for constant in (0.0, math.nan):
+        wrong = ImageTask.sums.of(torch.full((9, 7), constant), labels)
+        assert list(wrong[:2]) == [0.0, 0.0]
+
+
+def test_a_diverged_classifier_has_no_best_weights(data, tmp_path: Path, capsys) -> None:
+    forward = ImageClassifier.forward
+
+    def diverged(self, images):
+        return forward(self, images) * (1 if self.training else math.nan)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ImageClassifier, "forward", diverged)
+        assert main(arguments(data, tmp_path / "run", "--trainer.max_steps=1")) == 0
+    assert "no validation with finite values; 1 steps" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "run/checkpoints").glob("best*")] == []
+    assert logged(tmp_path / "run", "val_top1_percent") == [0.0]
 
 
 def test_label_smoothing_is_of_training_only() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -332,6 +333,17 @@ def test_sums_agree_with_the_official_metrics(task):
     if classes is None:
         with pytest.raises(ValueError, match="'accuracy' has no effect on scores"):
             SentenceTask(model, measure="accuracy")
+
+
+@pytest.mark.parametrize("classes", [1, 2])
+def test_outputs_that_are_not_numbers_are_right_about_nothing(classes):
+    model = SequenceClassifier(9, classes, dim=8, heads=2, layers=1, max_length=4).eval()
+    model.classify.bias.data[0] = math.nan
+    tokens = torch.randint(9, (5, 4))
+    batch = tokens, torch.zeros_like(tokens), torch.ones_like(tokens).bool(), torch.zeros(5)
+    learned = SentenceTask(model)
+    sums = torch.stack([*learned.judge(batch)])
+    assert learned.summarize(sums)["score_percent"] == 0 and not sums.isfinite().all()
 
 
 def test_the_table_of_glue(tmp_path, capsys):

@@ -119,6 +119,7 @@ class SentenceTask(Task[_Batch, object]):
             told = logits[:, 0]
             loss = F.mse_loss(told, label.to(told.dtype), reduction="sum")
         else:
-            told = logits.argmax(dim=1)
+            told = logits.argmax(dim=1).float()
+            told = told.masked_fill(logits.isnan().any(dim=1), math.nan)  # argmax takes NaN's place
             loss = F.cross_entropy(logits, label.long(), reduction="sum")
         return loss, _LabelSums.of(told, label, loss)
