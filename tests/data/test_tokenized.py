@@ -153,6 +153,9 @@ def test_quotation_marks_packing_and_forms(tmp_path):
     (tmp_path / "MRPC.train.tsv.xz").write_bytes(lzma.compress(mrpc.encode()))
     path = find_split(tmp_path, "MRPC", "train")
     assert read_examples(path, "MRPC") == [Example('He said, "yes', '"No.', 1)]
+    path.rename(tmp_path / "MRPC.msr_paraphrase_train.txt.xz")  # GLUE's dev.tsv is a part of it
+    with pytest.raises(FileNotFoundError, match=r"no train file of MRPC; expected MRPC/train.tsv"):
+        find_split(tmp_path, "MRPC", "train")
     sts = "g\tf\t2012\t0001\t4.750\tA plane.\tAn air plane.\textra\n"
     (tmp_path / "STS-B").mkdir()
     (tmp_path / "STS-B/sts-train.csv.gz").write_bytes(gzip.compress(sts.encode()))
