@@ -313,3 +313,5 @@ def test_a_loaded_run_labels_images(run: Path, data: Path, tmp_path: Path) -> No
         assert [one.probability for one in again] == pytest.approx(found.confidence, abs=1e-5)
     with pytest.raises(ValueError, match=r"images must be bytes, .* of shape \(n, 1, 8, 8\); got"):
         model.classify(bytes_[:, :, :4])
+    with pytest.raises(ValueError, match="batch_size must be at least 1; got 0"):
+        model.classify(bytes_, batch_size=0)

@@ -277,6 +277,9 @@ def test_gaps_of_a_loaded_model(run):
     assert found[0][0].probability > found[0][2].probability > 0
     with pytest.raises(ValueError, match=r"no gap; expected \[MASK\] in each; got none"):
         model.fill("the cat")
+    for count in (0, len(model.tokenizer) + 1):
+        with pytest.raises(ValueError, match=rf"count must be 1 to .*; got {count}"):
+            model.fill("the [MASK]", count)
 
 
 @pytest.mark.parametrize("kind", ["Bert", "FNet"])
