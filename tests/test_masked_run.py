@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from molflt.sequence import MaskedLanguageModel, SequenceClassifier
 from molflt.tasks.masked import MaskedTask
 from molflt.tasks.masking import Draws, hide, swap_parts
 from molflt.tasks.sentences import SentenceTask
+from molflt.training.progress import _Lines
 
 pytest.importorskip("tokenizers")
 SIZE = [
@@ -347,6 +349,26 @@ def test_outputs_that_are_not_numbers_are_right_about_nothing(classes):
     learned = SentenceTask(model)
     sums = torch.stack([*learned.judge(batch)])
     assert learned.summarize(sums)["score_percent"] == 0 and not sums.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("classes", "measure", "words"),
+    [
+        (2, None, "validation accuracy 60.00 %, correlation 20.00 %;"),
+        (2, "correlation", "validation correlation 20.00 %, accuracy 60.00 %;"),
+        (1, None, "validation correlation 20.00 %, loss 0.500;"),
+    ],
+)
+def test_a_line_says_what_chooses_once_and_by_its_name(classes, measure, words):
+    model = SequenceClassifier(9, classes, dim=8, heads=2, layers=1, max_length=4)
+    learned, said = SentenceTask(model, measure=measure), []
+    numbers = {"accuracy_percent": 60.0} if classes == 2 else {}
+    numbers |= {"correlation_percent": 20.0, "mean_loss": 0.5}
+    numbers["score_percent"] = numbers[f"{learned.measure}_percent"]
+    lines = _Lines(learned, SimpleNamespace(say=said.append), dict)
+    trainer = SimpleNamespace(sanity_checking=False, global_step=1, max_steps=2)
+    lines.on_validation_end(trainer, SimpleNamespace(validation_metrics=lambda: numbers))
+    assert words in said[0] and SentenceTask.metrics["score_percent"].label == "measure"
 
 
 def test_the_table_of_glue(tmp_path, capsys):

@@ -91,6 +91,8 @@ class SentenceTask(Task[_Batch, object]):
                 "out"
             )
         self.measure = measure or ("correlation" if scores else "accuracy")
+        named = self.metrics[self.best]._replace(label=self.measure)
+        self.metrics = {**self.metrics, self.best: named}  # type: ignore[misc]  # of this one
 
     def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, _LabelSums]:
         loss, sums = self._judged(batch)
