@@ -41,6 +41,13 @@ def test_a_tokenizer_is_kept_as_it_is(kind):
     assert cased.encode(["The Cat"]) != cased.encode(["the cat"])
 
 
+@pytest.mark.parametrize("kind", ["wordpiece", "unigram", "bpe"])
+def test_special_tokens_written_in_a_text_are_these(kind):
+    found = Tokenizer.train(kind, LINES, 60, True)
+    (ids,) = found.encode(["a [SEP] cat [MASK] [PAD]"])
+    assert [one for one in ids if one in (0, 3, 4)] == [found.sep, found.mask, found.pad]
+
+
 def test_names_of_published_special_tokens(tokenizer):
     """FNet's files say <pad>; one without any such token is refused."""
     content = tokenizer.to_json().decode()
