@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import shutil
 import struct
 import sys
@@ -18,7 +19,7 @@ from tiny_run import differences, error_of, last_state, logged, page_of, table
 import molflt
 from molflt.commands.cli import main
 from molflt.data.images.datamodule import ImageData
-from molflt.evaluation.images import _classes, _classify
+from molflt.evaluation.images import _classes, _classify, _datasets
 from molflt.image import ImageClassifier
 from molflt.tasks.images import ImageTask
 from molflt.training.checkpoint import load_run
@@ -134,6 +135,24 @@ def test_evaluation(run: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "results.json").read_text())[other.name]["n"] == 11
 
 
+def test_evaluation_sees_the_pixels_of_validation(data: Path, tmp_path: Path) -> None:
+    """With `data.resize`, every split is fitted to it and cut from the center."""
+    run, idx = tmp_path / "run", data / "val-images-idx3-ubyte"
+    words = [*SMALL, f"--data.train={idx}", "--data.val_fraction=0.4", "--trainer.max_steps=2"]
+    assert main(["train", *words, "--data.image_size=8", "--data.resize=14", f"--run={run}"]) == 0
+    model, config = load_run(run)
+    found = [
+        _classify(model, images, 64, name).metrics | {"n": len(images)}
+        for splits, other in ((["train", "val"], None), (None, idx))
+        for name, images in _datasets(config["data"], ["0", "1", "2"], splits, other).items()
+    ]
+    train, val, whole = found
+    for name in ("top1_percent", "cross_entropy"):
+        assert val[name] == pytest.approx(logged(run, f"val_{name}")[-1], rel=1e-5)
+        mean = sum(part["n"] * part[name] for part in (train, val)) / 75
+        assert whole[name] == pytest.approx(mean, rel=1e-5)
+
+
 def test_stopped_and_resumed_is_the_same(data: Path, tmp_path: Path) -> None:
     """With augmentation, which is drawn anew for each image of each step."""
     words = ["--task.augment=flip_crop", "--task.schedule=inverse_sqrt"]
@@ -204,7 +223,23 @@ def test_sums_by_hand() -> None:
     found = ImageTask.sums.of(logits, labels).metrics()
     expected = {"top1_percent": top1 / 0.09, "top5_percent": top5 / 0.09, "cross_entropy": nats / 9}
     assert found == pytest.approx(expected)
-    assert list(ImageTask.sums.of(torch.zeros(9, 7), labels)[:2]) == [0.0, 0.0]
+    for constant in (0.0, math.nan):
+        wrong = ImageTask.sums.of(torch.full((9, 7), constant), labels)
+        assert list(wrong[:2]) == [0.0, 0.0]
+
+
+def test_a_diverged_classifier_has_no_best_weights(data, tmp_path: Path, capsys) -> None:
+    forward = ImageClassifier.forward
+
+    def diverged(self, images):
+        return forward(self, images) * (1 if self.training else math.nan)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ImageClassifier, "forward", diverged)
+        assert main(arguments(data, tmp_path / "run", "--trainer.max_steps=1")) == 0
+    assert "no validation with finite values; 1 steps" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "run/checkpoints").glob("best*")] == []
+    assert logged(tmp_path / "run", "val_top1_percent") == [0.0]
 
 
 def test_label_smoothing_is_of_training_only() -> None:
@@ -278,3 +313,5 @@ def test_a_loaded_run_labels_images(run: Path, data: Path, tmp_path: Path) -> No
         assert [one.probability for one in again] == pytest.approx(found.confidence, abs=1e-5)
     with pytest.raises(ValueError, match=r"images must be bytes, .* of shape \(n, 1, 8, 8\); got"):
         model.classify(bytes_[:, :, :4])
+    with pytest.raises(ValueError, match="batch_size must be at least 1; got 0"):
+        model.classify(bytes_, batch_size=0)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from molflt.sequence import MaskedLanguageModel, SequenceClassifier
 from molflt.tasks.masked import MaskedTask
 from molflt.tasks.masking import Draws, hide, swap_parts
 from molflt.tasks.sentences import SentenceTask
+from molflt.training.progress import _Lines
 
 pytest.importorskip("tokenizers")
 SIZE = [
@@ -276,6 +279,9 @@ def test_gaps_of_a_loaded_model(run):
     assert found[0][0].probability > found[0][2].probability > 0
     with pytest.raises(ValueError, match=r"no gap; expected \[MASK\] in each; got none"):
         model.fill("the cat")
+    for count in (0, len(model.tokenizer) + 1):
+        with pytest.raises(ValueError, match=rf"count must be 1 to .*; got {count}"):
+            model.fill("the [MASK]", count)
 
 
 @pytest.mark.parametrize("kind", ["Bert", "FNet"])
@@ -332,6 +338,37 @@ def test_sums_agree_with_the_official_metrics(task):
     if classes is None:
         with pytest.raises(ValueError, match="'accuracy' has no effect on scores"):
             SentenceTask(model, measure="accuracy")
+
+
+@pytest.mark.parametrize("classes", [1, 2])
+def test_outputs_that_are_not_numbers_are_right_about_nothing(classes):
+    model = SequenceClassifier(9, classes, dim=8, heads=2, layers=1, max_length=4).eval()
+    model.classify.bias.data[0] = math.nan
+    tokens = torch.randint(9, (5, 4))
+    batch = tokens, torch.zeros_like(tokens), torch.ones_like(tokens).bool(), torch.zeros(5)
+    learned = SentenceTask(model)
+    sums = torch.stack([*learned.judge(batch)])
+    assert learned.summarize(sums)["score_percent"] == 0 and not sums.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("classes", "measure", "words"),
+    [
+        (2, None, "validation accuracy 60.00 %, correlation 20.00 %;"),
+        (2, "correlation", "validation correlation 20.00 %, accuracy 60.00 %;"),
+        (1, None, "validation correlation 20.00 %, loss 0.500;"),
+    ],
+)
+def test_a_line_says_what_chooses_once_and_by_its_name(classes, measure, words):
+    model = SequenceClassifier(9, classes, dim=8, heads=2, layers=1, max_length=4)
+    learned, said = SentenceTask(model, measure=measure), []
+    numbers = {"accuracy_percent": 60.0} if classes == 2 else {}
+    numbers |= {"correlation_percent": 20.0, "mean_loss": 0.5}
+    numbers["score_percent"] = numbers[f"{learned.measure}_percent"]
+    lines = _Lines(learned, SimpleNamespace(say=said.append), dict)
+    trainer = SimpleNamespace(sanity_checking=False, global_step=1, max_steps=2)
+    lines.on_validation_end(trainer, SimpleNamespace(validation_metrics=lambda: numbers))
+    assert words in said[0] and SentenceTask.metrics["score_percent"].label == "measure"
 
 
 def test_the_table_of_glue(tmp_path, capsys):

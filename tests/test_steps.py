@@ -1,8 +1,10 @@
 """Gradients of several batches in a step, patience, and loggers."""
 
 import json
+import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,10 @@ from tiny_run import SMALL, differences, error_of, last_state, logged, start, ta
 
 from molflt.commands.cli import main
 from molflt.commands.train import build_parser, train
+from molflt.tasks.images import ImageTask
+from molflt.tasks.language import LanguageTask
 from molflt.training import loggers
+from molflt.training.callbacks import _BestWeights
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +170,22 @@ def test_patience_that_is_not_used_up_changes_nothing(data, tmp_path):
     start(data, tmp_path / "run", *words)
     one, other = (last_state(tmp_path / name)["state_dict"] for name in ("patient", "run"))
     assert differences(one, other) == []
+
+
+@pytest.mark.parametrize(("task", "sign"), [(ImageTask, 1), (LanguageTask, -1)])
+def test_what_is_not_finite_is_no_better_validation(task, sign):
+    """Whether the score is not or a sum beside it, and whichever end is best; patience counts."""
+    kept, folder = [], SimpleNamespace(origin={})
+    folder.save_weights = lambda name, weights, header: kept.append(header["step"])
+    best = _BestWeights(task, folder, patience=4)
+    row = [(5, True), (9, True), (99, False), (math.inf, True), (math.nan, False), (1, True)]
+    for step, (score, finite) in enumerate(row):
+        trainer = SimpleNamespace(sanity_checking=False, global_step=step, max_steps=99)
+        module = SimpleNamespace(validation_is_finite=finite, model=torch.nn.Identity())
+        module.validation_metrics = lambda score=score: {task.best: sign * score}
+        best.on_validation_epoch_end(trainer, module)
+        assert ("stopped" in folder.origin) == (step == 5)
+    assert kept == [0, 1] and folder.origin["stopped"]["best"] == sign * 9
 
 
 @pytest.mark.parametrize("option", ["accumulate", "patience"])

@@ -86,6 +86,8 @@ def test_sentences_are_translated(run, folder, tmp_path, capsys):
         assert message in error_of(capsys, "generate", str(run), *options)
     with pytest.raises(ValueError, match="expected sentences, a list"):
         molflt.load(run).translate("ein Hund")
+    with pytest.raises(ValueError, match="batch_size must be at least 1; got 0"):
+        molflt.load(run).translate(["ein Hund"], batch_size=0)
 
 
 def test_a_resumed_run_equals_one_in_a_piece(folder, tmp_path):

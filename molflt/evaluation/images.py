@@ -151,8 +151,8 @@ def _datasets(
     splits: Sequence[str] | None,
     other: Path | None,
 ) -> dict[str, LabeledImages]:
-    """Name -> images in the size of the run's validation images."""
-    data, named = named_images(ImageData, {**options, "resize": None}, splits, other)
+    """Name -> images, fitted and cut as the run's validation images."""
+    data, named = named_images(ImageData, options, splits, other)
     if data.classes != classes:
         raise ValueError(
             f"{data.sources['val']}: classes {', '.join(data.classes[:5])} ...; expected those of "

@@ -45,7 +45,7 @@ def named_images(
     splits: Sequence[str] | None,
     other: Path | None,
 ) -> tuple[_Images, dict[str, LabeledImages]]:
-    """The data of a run of images, and name -> images.
+    """The data of a run of images, and name -> images as its validation takes them.
 
     Args:
         kind: class of the data.
@@ -68,5 +68,5 @@ def named_images(
     data = kind(**options)  # type: ignore[arg-type]  # of a configuration that was checked
     data.setup()
     if other is not None:
-        return data, {Path(other).name: data.datasets["val"]}
-    return data, {name: data.datasets[name] for name in wanted}
+        return data, {Path(other).name: data.judged("val")}
+    return data, {name: data.judged(name) for name in wanted}

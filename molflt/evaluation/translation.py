@@ -146,8 +146,11 @@ def translate(
         name: of the sentences, for messages.
 
     Raises:
-        ValueError: an empty sentence, one that is too long, or a batch beyond the memory.
+        ValueError: an empty sentence, one that is too long, or a batch without sentences or beyond
+            the memory.
     """
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1; got {batch_size}")
     ids = [[*one, tokenizer.sep] for one in tokenizer.encode(list(sentences))]
     for number, one in enumerate(ids, 1):
         _expect_length(f"{name}: sentence {number:,}", len(one), model.longest)

@@ -42,12 +42,17 @@ class GapFiller(Pretrained):
 
         Args:
             text: with [MASK], or what the tokenizer calls it, in each gap.
-            count: pieces per gap.
+            count: pieces per gap, at most as many as there are.
 
         Raises:
-            ValueError: a text without gaps, or that is too long.
+            ValueError: a text without gaps, or that is too long; a count outside its range.
         """
         tokenizer = self.tokenizer
+        if not 1 <= count <= self.model.vocabulary:
+            raise ValueError(
+                f"count must be 1 to {self.model.vocabulary}, the pieces that the model knows; got "
+                f"{count}"
+            )
         ids = [tokenizer.cls, *tokenizer.encode([text], special=True)[0], tokenizer.sep]
         gaps = [place for place, token in enumerate(ids) if token == tokenizer.mask]
         if not gaps:
@@ -139,7 +144,8 @@ class Translator(Pretrained):
             batch_size: sentences in a batch.
 
         Raises:
-            ValueError: no sentences, an empty one, or one that is too long.
+            ValueError: no sentences, an empty one, or one that is too long; an option outside its
+                range.
         """
         if isinstance(sentences, str) or not sentences:
             raise ValueError(

@@ -115,8 +115,10 @@ class ImageLabeler(Pretrained):
             batch_size: images in a batch.
 
         Raises:
-            ValueError: another shape or type.
+            ValueError: another shape or type, or batches without images.
         """
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1; got {batch_size}")
         given = torch.as_tensor(images)
         side = self.model.image_size
         shape = (self.model.channels, side, side)

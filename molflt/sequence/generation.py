@@ -55,7 +55,8 @@ def sample(
         Ids (batch,) on the CPU, as they are drawn.
 
     Raises:
-        ValueError: an argument outside its range, or more tokens than the model can take.
+        ValueError: an argument outside its range, or more tokens than the model can take; while
+            tokens are drawn, if a probability is not finite.
     """
     if model.training:
         raise ValueError("generate needs a model without dropout; call model.eval() first")
@@ -113,8 +114,16 @@ def _choose(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """One id per row of logits (batch, vocabulary): (batch,), on the CPU."""
+    """One id per row of logits (batch, vocabulary): (batch,), on the CPU.
+
+    Raises:
+        ValueError: a logit that is not finite.
+    """
     logits = logits.double().cpu()
+    if not bool(logits.isfinite().all()):
+        raise ValueError(
+            "the probability of a token is not finite; expected a number; use another checkpoint"
+        )
     if temperature == 0:
         return logits.argmax(dim=-1)
     if top_k is not None:

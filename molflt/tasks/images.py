@@ -34,8 +34,8 @@ class _ImageSums(NamedTuple):
     def of(cls, logits: Tensor, labels: Tensor) -> _ImageSums:
         """Of logits (images, classes) and labels (images,)."""
         own = logits.gather(1, labels[:, None])
-        # ties count against the model: a constant output is not right about every image
-        rank = (logits >= own).sum(dim=1)
+        # ties count against the model, and so does NaN: a constant is not right about every image
+        rank = (~(logits < own)).sum(dim=1)
         nats = F.cross_entropy(logits.double(), labels, reduction="sum")
         parts = [(rank <= 1).sum(), (rank <= 5).sum(), nats, torch.tensor(len(labels))]
         return cls(*(part.to(logits.device, torch.float64) for part in parts))

@@ -91,6 +91,8 @@ class SentenceTask(Task[_Batch, object]):
                 "out"
             )
         self.measure = measure or ("correlation" if scores else "accuracy")
+        named = self.metrics[self.best]._replace(label=self.measure)
+        self.metrics = {**self.metrics, self.best: named}  # type: ignore[misc]  # of this one
 
     def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, _LabelSums]:
         loss, sums = self._judged(batch)
@@ -119,6 +121,7 @@ class SentenceTask(Task[_Batch, object]):
             told = logits[:, 0]
             loss = F.mse_loss(told, label.to(told.dtype), reduction="sum")
         else:
-            told = logits.argmax(dim=1)
+            told = logits.argmax(dim=1).float()
+            told = told.masked_fill(logits.isnan().any(dim=1), math.nan)  # argmax takes NaN's place
             loss = F.cross_entropy(logits, label.long(), reduction="sum")
         return loss, _LabelSums.of(told, label, loss)

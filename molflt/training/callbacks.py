@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import threading
@@ -83,6 +84,8 @@ class _Interrupted(Exception):
 class _BestWeights(Callback):
     """Keeps the weights of the best validation so far, and stops when no better one comes.
 
+    One with a loss, or another sum, that is not finite is no better one.
+
     Lightning's own `EarlyStopping` reads what modules log, which these do not, and knows nothing of
     the run folder.
     """
@@ -104,7 +107,9 @@ class _BestWeights(Callback):
             return
         module = cast(_Module, pl_module)
         new, step = module.validation_metrics()[self.metric], trainer.global_step
-        if self.sign * new > self.sign * self.best[self.metric]:
+        # An accuracy is a number whatever the outputs are: the loss is one of the sums
+        finite = module.validation_is_finite and math.isfinite(new)
+        if finite and self.sign * new > self.sign * self.best[self.metric]:
             self.best = {self.metric: new, "step": step, "since": 0}
             header = {"step": step, f"val_{self.metric}": new}
             self.folder.save_weights("best", module.model.state_dict(), header)

@@ -101,6 +101,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
     Attributes:
         gradient_norm: of the last step, before it was clipped.
         last_lr: learning rate of the last step.
+        validation_is_finite: whether all sums are, of which `validation_metrics` were made last.
     """
 
     def __init__(self, task: Task[_Batch, _Data]) -> None:
@@ -113,6 +114,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         self._size = self._step_before = 0
         self._sums: list[Tensor] = []
         self._metrics: dict[str, float] | None = None
+        self.validation_is_finite = True
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         """Makes the randomness of a batch a function of seed, rank, step and its place in the step.
@@ -185,7 +187,9 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
             width = len(self.task.sums.__annotations__)  # also of a rank without a batch
             zero = torch.zeros(width, dtype=torch.float64, device=self.device)
             sums = torch.stack([zero, *self._sums]).sum(dim=0)
-            self._metrics = self.task.summarize(self.trainer.strategy.reduce(sums, reduce_op="sum"))
+            totals = self.trainer.strategy.reduce(sums, reduce_op="sum")
+            self._metrics = self.task.summarize(totals)
+            self.validation_is_finite = bool(totals.isfinite().all())
         return self._metrics
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:

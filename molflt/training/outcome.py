@@ -98,7 +98,7 @@ def outcome(run: Path, metrics: Mapping[str, Metric], steps: int, seconds: float
     """
     best = best_of(run)
     known = (
-        "no validation"
+        "no validation with finite values"
         if best is None
         else f"best validation {metrics[best.metric].shown(best.value)} at step {best.step:,}"
     )

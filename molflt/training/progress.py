@@ -60,13 +60,14 @@ class _Lines(ProgressBar):
             return
         found = cast(_LightningTask[object, object], pl_module).validation_metrics()
         measured = [name for name in self.metrics if name in found]
-        values = [self.metrics[name].shown(found[name]) for name in measured[:2]]
+        # what chooses the best may be one of the others under another name
+        values = list(dict.fromkeys(self.metrics[name].shown(found[name]) for name in measured))
         known = self.shown().items()
         rest = [f"{name} {text}" for name, text in known if name == "loss" or name[-2:] == "/s"]
         rest.append(duration(time.perf_counter() - self._since))
         self.folder.say(
             f"step {trainer.global_step:,} of {trainer.max_steps:,}: validation "
-            f"{', '.join(values)}; {', '.join(rest)}"
+            f"{', '.join(values[:2])}; {', '.join(rest)}"
         )
 
 

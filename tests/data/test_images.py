@@ -32,6 +32,7 @@ from molflt.data.images.datamodule import ImageData
 from molflt.data.images.files import open_images
 from molflt.data.images.idx import _IdxImages, _read_file
 from molflt.data.images.pixels import PixelData
+from molflt.data.images.unlabeled import read_images
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "fashion_mnist"
 IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
@@ -459,6 +460,15 @@ def test_val_fraction_holds_out_the_last_of_each_class(tmp_path: Path) -> None:
     assert (val[1][0] == whole[7][0]).all() and (train[3][0] == whole[4][0]).all()
     with pytest.raises(ValueError, match=r"val_fraction=0.01 of 12 images leaves none"):
         ImageData(tmp_path / "set", val_fraction=0.01).setup()
+
+
+def test_jpegs_to_be_labeled_are_read_as_in_training(tmp_path: Path) -> None:
+    """Large ones in part, by the same transform: to the byte."""
+    (tmp_path / "cat").mkdir()
+    noise = Image.fromarray(np.stack([pixels(1, 40, seed)[0] for seed in range(3)], axis=-1))
+    noise.resize((640, 480)).save(tmp_path / "cat" / "0.jpg", quality=92)
+    ((name, image),) = read_images(tmp_path, 32, 3)
+    assert name == "cat/0.jpg" and torch.equal(image, open_images(tmp_path, size=32).image(0))
 
 
 def test_resize_leaves_room_for_crops(tmp_path: Path) -> None:

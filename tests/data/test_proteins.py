@@ -190,6 +190,18 @@ def test_splits_that_cannot_be(tmp_path, capsys, table, more, words):
     assert not list(tmp_path.glob("out/*"))
 
 
+def test_a_split_leaves_no_older_test_set_behind(tmp_path, capsys):
+    """Half of whose sequences could be in the new training set; nothing is written then."""
+    src, out = fasta(tmp_path / "all.fasta", drawn(40)), tmp_path / "out"
+    assert main(["data", "split", str(src), str(out)]) == 0
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    words = ["data", "split", str(src), str(out), "--test_fraction=0", "--seed=1"]
+    assert "test.fasta: expected no such file" in error_of(capsys, *words)
+    assert before == {path.name: path.read_bytes() for path in out.iterdir()}
+    (out / "test.fasta").unlink()
+    assert main(words) == 0 and not (out / "test.fasta").exists()
+
+
 def test_a_split_does_not_replace_its_source(tmp_path, capsys):
     src = fasta(tmp_path / "train.fasta", drawn(40))
     line = error_of(capsys, "data", "split", str(src), str(tmp_path))

@@ -41,6 +41,13 @@ def test_a_tokenizer_is_kept_as_it_is(kind):
     assert cased.encode(["The Cat"]) != cased.encode(["the cat"])
 
 
+@pytest.mark.parametrize("kind", ["wordpiece", "unigram", "bpe"])
+def test_special_tokens_written_in_a_text_are_these(kind):
+    found = Tokenizer.train(kind, LINES, 60, True)
+    (ids,) = found.encode(["a [SEP] cat [MASK] [PAD]"])
+    assert [one for one in ids if one in (0, 3, 4)] == [found.sep, found.mask, found.pad]
+
+
 def test_names_of_published_special_tokens(tokenizer):
     """FNet's files say <pad>; one without any such token is refused."""
     content = tokenizer.to_json().decode()
@@ -153,6 +160,9 @@ def test_quotation_marks_packing_and_forms(tmp_path):
     (tmp_path / "MRPC.train.tsv.xz").write_bytes(lzma.compress(mrpc.encode()))
     path = find_split(tmp_path, "MRPC", "train")
     assert read_examples(path, "MRPC") == [Example('He said, "yes', '"No.', 1)]
+    path.rename(tmp_path / "MRPC.msr_paraphrase_train.txt.xz")  # GLUE's dev.tsv is a part of it
+    with pytest.raises(FileNotFoundError, match=r"no train file of MRPC; expected MRPC/train.tsv"):
+        find_split(tmp_path, "MRPC", "train")
     sts = "g\tf\t2012\t0001\t4.750\tA plane.\tAn air plane.\textra\n"
     (tmp_path / "STS-B").mkdir()
     (tmp_path / "STS-B/sts-train.csv.gz").write_bytes(gzip.compress(sts.encode()))

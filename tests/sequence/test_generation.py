@@ -59,6 +59,15 @@ def test_draws_follow_the_probabilities():
         assert (found - scaled.softmax(0)).abs().max() < 0.015  # 4 standard errors
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_probabilities_that_are_not_finite_choose_nothing(value):
+    logits = torch.zeros(2, 4)
+    logits[1, 2] = value
+    for options in ({}, {"temperature": 0}, {"top_k": 1}):
+        with pytest.raises(ValueError, match="probability of a token is not finite; expected a"):
+            _choose(logits, **options)
+
+
 def test_tokens_come_one_by_one():
     model = tiny("performer")
     stream = generate(model, ids(1, 3), 10**9)

@@ -135,6 +135,11 @@ class ImageData(BatchedData[LabeledImages]):
         labels = hashlib.sha256(images.labels.numpy().tobytes()).hexdigest()
         return labels[:16] + super()._digest(use, most if images.in_memory else 2000)[:48]
 
+    def judged(self, use: str) -> LabeledImages:
+        """The images of train or val as validation takes them: central squares of `image_size`."""
+        self.setup()
+        return _Squares(self.datasets[use], None, self.datasets["val"].size[0])
+
     def statistics(self) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation per channel of the training images, scaled to [0, 1].
 

@@ -30,7 +30,7 @@ def read_images(source: Path, side: int, channels: int) -> Iterator[tuple[str, T
         FileNotFoundError: there is nothing at `source`.
         ValueError: naming the file that is damaged or no image, or a folder without any.
     """
-    for file, name, image in _images(source, "L" if channels == 1 else "RGB"):
+    for file, name, image in _images(source, "L" if channels == 1 else "RGB", side):
         pixels = image.expand(1, channels, *image.shape[1:])
         yield name, LabeledImages._fit(pixels, side, file)[0]
 
@@ -67,12 +67,15 @@ def read_alike(source: Path, side: int, channels: int, fit: bool = False) -> Ite
         yield image
 
 
-def _images(source: Path, mode: str | None) -> Iterator[tuple[str, str, Tensor]]:
+def _images(
+    source: Path, mode: str | None, fitted: int | None = None
+) -> Iterator[tuple[str, str, Tensor]]:
     """File, name and bytes (channels, height, width) of each image, those of an idx file gray.
 
     Args:
         source: an image, a folder of images, in sorted order, or an idx file of images.
         mode: as for `_decode`, of images that are decoded.
+        fitted: likewise; given where training reads JPEGs in part, so that pixels are the same.
     """
     if not source.exists():
         raise FileNotFoundError(
@@ -90,4 +93,4 @@ def _images(source: Path, mode: str | None) -> Iterator[tuple[str, str, Tensor]]
         )
     for file in files:
         name = Path(file).name if source.is_file() else os.path.relpath(file, source)
-        yield file, name, _decode(file, mode)
+        yield file, name, _decode(file, mode, fitted)

@@ -86,7 +86,7 @@ def _pair(first: str, second: str, label: str = "label") -> dict[str, str]:
 
 _MATCHED = {"val": ("dev_matched.tsv",), "val_mismatched": ("dev_mismatched.tsv",)}
 _USUAL = {"train": ("train.tsv",), "val": ("dev.tsv",), "test": ("test.tsv",)}
-_MRPC = {"train": ("msr_paraphrase_train.txt",), "test": ("msr_paraphrase_test.txt",)}
+_MRPC = {"test": ("msr_paraphrase_test.txt",)}  # that of training holds GLUE's dev.tsv as well
 _STS = {"train": ("sts-train.csv",), "val": ("sts-dev.csv",), "test": ("sts-test.csv",)}
 
 GLUE: dict[str, GlueTask] = {

@@ -45,8 +45,8 @@ def split(
 
     Raises:
         FileNotFoundError: naming the file.
-        ValueError: a file that cannot be read, a record without a cluster, or nothing to validate
-            on.
+        ValueError: a file that cannot be read, a record without a cluster, nothing to validate
+            on, or an older test.fasta where none is to be written.
     """
     if val_fraction + test_fraction >= 1:
         raise ValueError(
@@ -66,6 +66,13 @@ def split(
             if path.exists() and path.samefile(src):
                 raise ValueError(f"{path}: would replace its own source; choose another folder")
         used = {use: path for use, path in paths.items() if use in set(side.values())}
+        for use in paths.keys() - used.keys():
+            if paths[use].exists():
+                raise ValueError(
+                    f"{paths[use]}: expected no such file, because none is to be written "
+                    f"({use}_fraction 0) and records of an older one may be in the new "
+                    f"{_TRAIN}.fasta; remove it, or choose another folder"
+                )
         parts = {use: stack.enter_context(atomically(path)) for use, path in used.items()}
         files = {use: stack.enter_context(open(part, "w")) for use, part in parts.items()}
         for record, group in zip(_records(source), groups, strict=True):
