@@ -310,7 +310,7 @@ class Attention(Positioned):
         elif self.normalize == "masked":
             out = sums.ratio(self.floor)
         else:
-            out = sums.extensive()
+            out = sums.extensive(1 - dropout)
         return out.to(heads.value.dtype), tuple(state for state in last if state is not None)
 
     def _operands(self, heads: _Heads, encoding: Encoding) -> tuple[Operand, Operand]:

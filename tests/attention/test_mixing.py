@@ -292,6 +292,28 @@ def test_key_dropout_only_in_training():
     assert (attention(x) - attention(x)).abs().max() > 1e-6
 
 
+@pytest.mark.parametrize(
+    ("options", "context"),
+    [
+        ({"mixing": "linear"}, False),
+        ({"mixing": "quadratic"}, False),
+        ({"mixing": "linear"}, True),
+        ({"causal": True}, False),
+        ({"causal": True, "gate": True}, False),
+    ],
+    ids=str,
+)
+def test_sums_with_key_dropout_are_those_of_all_keys_on_average(options, context):
+    torch.manual_seed(0)
+    attention = Attention(8, 2, dropout=0.5, normalize="none", **options).double()
+    attention.to_out = torch.nn.Identity()
+    x, other = torch.randn(2, 1, 5, 8, dtype=torch.float64)
+    where = {"context": other.expand(1000, -1, -1)} if context else {}
+    drawn = attention.train()(x.expand(1000, -1, -1), **where).mean(0)
+    expected = attention.eval()(x, **({"context": other} if context else {}))[0]
+    assert (drawn - expected).norm() < 0.1 * expected.norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("causally", [False, True])
 def test_half_precision_at_a_standard_deviation_of_three(dtype, causally):
