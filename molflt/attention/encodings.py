@@ -223,7 +223,7 @@ class _Multiplied(Encoding):
     def _with_single_pairs(self, sums: Sums, query: Operand, key: Operand, value: Tensor) -> Sums:
         if self.pairs is None or self.pairs.exact is None:
             return sums
-        return with_exact_pairs(sums, query.x, key.x, value, self.pairs)
+        return with_exact_pairs(sums, query.x, key.x, value, self.pairs, key.mask)
 
     def by_matrix(self, terms: Terms) -> Sums:
         return self._quadratic(terms, kernel=self.dense(terms.query.tokens, terms.key.tokens))

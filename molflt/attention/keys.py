@@ -35,6 +35,16 @@ def finite_where_masked(x: Tensor, key_mask: Tensor) -> Tensor:
     return torch.where(key_mask[..., None], x, x.nan_to_num(0.0, 0.0, 0.0))
 
 
+def passed_over(gate: Tensor, mask: Tensor | None) -> Tensor:
+    """Logits of what each token keeps of the past: all of it where the token is no key.
+
+    Args:
+        gate: (batch, heads, tokens).
+        mask: broadcastable to it, True where a key exists.
+    """
+    return gate if mask is None else gate.masked_fill(~mask, torch.inf)
+
+
 def placed(
     positions: Tensor | None, key_positions: Tensor | None, key_mask: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:

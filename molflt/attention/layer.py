@@ -9,7 +9,7 @@ from molflt.attention.checks import _head_width, no_effect, not_negative, one_of
 from molflt.attention.encodings import KERNELIZED, SOFTMAX, Encoding
 from molflt.attention.features import FEATURE_MAPS, FeatureMap, FeatureMapName, ProjectionName
 from molflt.attention.features.base import Operand
-from molflt.attention.keys import Keys, placed, without_masked
+from molflt.attention.keys import Keys, passed_over, placed, without_masked
 from molflt.attention.mixing.causal import DecodeState, KeyValues, State
 from molflt.attention.mixing.forms import softmax
 from molflt.attention.mixing.sums import NORMALIZE, NormalizeName, Sums, drop_keys
@@ -281,7 +281,7 @@ class Attention(Positioned):
             key, value = key.gather(2, index), value.gather(2, index)
         mask = None if key_mask is None else key_mask[:, None]
         weight = None if key_weight is None else at_least_float32(key_weight).log()[:, None]
-        gate = None if self.to_gate is None else self.to_gate(x).transpose(1, 2)
+        gate = None if self.to_gate is None else passed_over(self.to_gate(x).mT, mask)
         return _Heads(query, key, value, mask, weight, gate)
 
     def _by_head(self, to: nn.Module, tokens: Tensor) -> Tensor:
@@ -310,7 +310,7 @@ class Attention(Positioned):
         elif self.normalize == "masked":
             out = sums.ratio(self.floor)
         else:
-            out = sums.extensive()
+            out = sums.extensive(1 - dropout)
         return out.to(heads.value.dtype), tuple(state for state in last if state is not None)
 
     def _operands(self, heads: _Heads, encoding: Encoding) -> tuple[Operand, Operand]:

@@ -52,7 +52,8 @@ class GraphAttention(nn.Module):
         feature_map: key of `molflt.attention.FEATURE_MAPS`, "positive" by default.
         num_features: random or learned features m per head, 64 by default.
         attention: further arguments of `molflt.attention.Attention`: projection, normalize_qk,
-            normalize, floor, dropout.
+            normalize, floor, dropout. With normalize="unmasked", outputs of crystals depend on how
+            many cells are given, also with "reciprocal" and "mesh": it counts their atoms.
 
     Raises:
         TypeError: an unknown argument.

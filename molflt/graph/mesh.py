@@ -20,7 +20,7 @@ class OnMesh(Reciprocal):
 
     For large cells, from some 1,000 atoms on at 0.25 cycles/Å and 5,000 at 0.1. Kernels that
     multiply, of a spectrum of |xi| alone. What nodes keep exactly (shifts of all atoms, the choice
-    of the cell, supercells) holds to the error of interpolation.
+    of the cell, supercells but for normalize="unmasked") holds to the error of interpolation.
 
     Args:
         max_frequency: largest |G|, cycles/Å.

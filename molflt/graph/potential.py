@@ -274,7 +274,7 @@ def _refuse_rough(
     options: Mapping[str, object],
     stack: Mapping[str, object],
 ) -> None:
-    """Raises ValueError for forms whose energy is no smooth function of positions and cell."""
+    """Raises ValueError for forms whose energy is not extensive, or not smooth."""
     why = {
         "spectral": "its random features see waves one by one, so that energies depend on where a "
         "structure lies and jump with the cell",
@@ -302,6 +302,11 @@ def _refuse_rough(
         )
     if stack.get("floor"):
         raise ValueError("floor cuts sums off, where forces jump; leave it out of a potential")
+    if stack.get("normalize") == "unmasked":
+        raise ValueError(
+            "normalize='unmasked' divides by all atoms of the cell, so that energies per atom "
+            "depend on its size; leave it out of a potential, or take 'none'"
+        )
     if options.get("background") or options.get("positive") is False:
         raise ValueError(
             "position_options of a potential need background=0, as a constant for each pair would "

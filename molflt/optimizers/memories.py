@@ -160,7 +160,8 @@ class AttentionMemory(Memory):
         if self.stack.position is None:
             return None
         index = torch.arange(start, start + steps, device=x.device)
-        return (index.to(x.dtype) * self.position_scale)[None, :, None]
+        real = index.to(torch.promote_types(x.dtype, torch.float32))
+        return (real * self.position_scale)[None, :, None]
 
     def _unpacked(self, state: MemoryState) -> StackState | None:
         if not state:

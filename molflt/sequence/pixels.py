@@ -118,4 +118,5 @@ class PixelModel(LanguageModel):
             return super()._positions(index, dtype)
         pixel = index // self.channels
         axes = (pixel // self.image_size, pixel % self.image_size, index % self.channels)
-        return torch.stack(axes, dim=-1).to(dtype)[None] * self.position_scale
+        places = torch.stack(axes, dim=-1).to(torch.promote_types(dtype, torch.float32))
+        return places[None] * self.position_scale

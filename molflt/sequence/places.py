@@ -107,5 +107,10 @@ def with_places(x: Tensor, index: Tensor, absolute: str, places: nn.Embedding | 
 
 
 def positions_of(index: Tensor, stack: Stack, scale: float, dtype: torch.dtype) -> Tensor | None:
-    """Index (n,) as positions (1, n, 1) in the encoding's unit; None without an encoding."""
-    return None if stack.position is None else (index.to(dtype) * scale)[None, :, None]
+    """Index (n,) as positions (1, n, 1) in the encoding's unit; None without an encoding.
+
+    In float32 at least, whatever weights are of: half precision has no odd numbers beyond 256.
+    """
+    if stack.position is None:
+        return None
+    return (index.to(torch.promote_types(dtype, torch.float32)) * scale)[None, :, None]

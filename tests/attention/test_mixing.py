@@ -147,6 +147,25 @@ def test_gate_keeps_the_contract(feature_map):
     contract.check_decoding(combination, gate=True)
 
 
+@pytest.mark.parametrize("mixing", ["linear", "quadratic"])
+@pytest.mark.parametrize("feature_map", ["positive", "elu", "polynomial"])
+def test_gate_passes_over_masked_keys(feature_map, mixing):
+    """Outputs and gradients are those without these tokens, whatever they hold."""
+    torch.manual_seed(0)
+    options = {"mixing": mixing, "feature_map": feature_map, "normalize": "none"}
+    attention = Attention(8, 2, causal=True, gate=True, **options).double()
+    x = torch.randn(1, 140, 8, dtype=torch.float64, requires_grad=True)
+    mask = torch.ones(1, 140, dtype=torch.bool)
+    mask[0, [0, 3, 4, 70, 128, 139]] = False
+    held = torch.where(mask[..., None], x, torch.tensor([5.0, torch.nan] * 4))
+    outs = attention(held, key_mask=mask)[mask], attention(x[mask][None])[0]
+    torch.testing.assert_close(*outs, **contract.EXACT)
+    wanted = [x, *attention.parameters()]
+    grads = [torch.autograd.grad(out.square().sum(), wanted) for out in outs]
+    for given, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(given, expected, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("normalize", ["masked", "unmasked", "none"])
 @pytest.mark.parametrize("causally", [False, True])
 @pytest.mark.parametrize("case", ["gaussian_mixture", "toeplitz", "cosine"])
@@ -271,6 +290,28 @@ def test_key_dropout_only_in_training():
     torch.testing.assert_close(attention(x), attention(x), rtol=0, atol=0)
     attention.train()
     assert (attention(x) - attention(x)).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("options", "context"),
+    [
+        ({"mixing": "linear"}, False),
+        ({"mixing": "quadratic"}, False),
+        ({"mixing": "linear"}, True),
+        ({"causal": True}, False),
+        ({"causal": True, "gate": True}, False),
+    ],
+    ids=str,
+)
+def test_sums_with_key_dropout_are_those_of_all_keys_on_average(options, context):
+    torch.manual_seed(0)
+    attention = Attention(8, 2, dropout=0.5, normalize="none", **options).double()
+    attention.to_out = torch.nn.Identity()
+    x, other = torch.randn(2, 1, 5, 8, dtype=torch.float64)
+    where = {"context": other.expand(1000, -1, -1)} if context else {}
+    drawn = attention.train()(x.expand(1000, -1, -1), **where).mean(0)
+    expected = attention.eval()(x, **({"context": other} if context else {}))[0]
+    assert (drawn - expected).norm() < 0.1 * expected.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -40,6 +40,16 @@ def test_positions_of_another_shape_are_refused(name):
             layer(own)(x, wrong)
 
 
+@pytest.mark.parametrize("mixing", ["linear", "softmax"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+@pytest.mark.parametrize("name", ["spectral", "multiplicative", "rotary"])
+def test_integers_are_positions(name, dtype, mixing):
+    own = position(name)
+    made = layer(own, mixing=mixing)
+    x, r = tokens(own.dim)
+    torch.testing.assert_close(made(x, r.to(dtype)), made(x, r), rtol=0, atol=1e-5)
+
+
 def test_a_name_is_no_position():
     with pytest.raises(TypeError, match="got 'spectral'; make one with molflt.attention.make_pos"):
         layer("spectral")

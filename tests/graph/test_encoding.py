@@ -95,11 +95,14 @@ def test_additive_position_promises_nothing_about_supercells(mixing):
     assert torch.isfinite(found).all() and found.abs().max() > 1e-6
 
 
-def test_a_background_breaks_supercells_and_is_off_by_default():
-    """What all pairs see of each other, however far apart, doubles with the cell."""
+@pytest.mark.parametrize(
+    "options", [{"position_options": {"background": 1.0}}, {"normalize": "unmasked"}], ids=str
+)
+def test_what_breaks_supercells_is_off_by_default(options):
+    """What all pairs see of each other, and a normalizer without the kernel, double with a cell."""
     default = reciprocal("multiplicative").encoding.position
     assert default.background == 0 and default.spectrum.positive
-    layer = reciprocal("multiplicative", position_options={"background": 1.0})
+    layer = reciprocal("multiplicative", **options)
     assert against_supercell(layer, "crystal", (2, 1, 1)).abs().max() > 1e-6
 
 

@@ -231,6 +231,7 @@ def test_forces_can_be_learned_and_energies_alone_too():
         ({"mixing": "softmax"}, "no mixing='softmax': it takes a logarithm"),
         ({"feature_map": "relu"}, "feature_map='relu' has kinks or sums that pass 0"),
         ({"floor": 0.1}, "floor cuts sums off"),
+        ({"normalize": "unmasked"}, "energies per atom depend on its size"),
         ({"position_options": {"background": 1.0}}, "background=0"),
         ({"position_options": {"positive": False}}, "positive=True"),
     ],

@@ -217,6 +217,20 @@ def test_bfloat16_is_finite_and_close(name):
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("mixing", ["linear", "softmax"])
+def test_weights_in_half_precision_do_not_round_places(mixing):
+    """Beyond 256, bfloat16 has every second number; rounded places cost 5 to 7 %."""
+    torch.manual_seed(0)
+    small = {"dim": 16, "heads": 2, "layers": 1, "position": "rotary", "mixing": mixing}
+    model = LanguageModel(VOCABULARY, **small).eval().bfloat16()
+    for layer in (model.stack.blocks[0].attention.to_query, model.stack.blocks[0].attention.to_key):
+        layer.weight.data *= 3
+    tokens = ids(1, 400)
+    half, exact = model(tokens), model.float()(tokens)
+    assert half.dtype == torch.bfloat16
+    assert (half - exact)[:, 300:].norm() < 0.01 * exact[:, 300:].norm()
+
+
 def test_redraw_follows_the_generator():
     model = tiny("performer")
     tokens = ids()

@@ -148,6 +148,14 @@ def test_images_survive_as_bytes_in_the_order_of_the_paper() -> None:
     assert torch.equal(gray.bytes_of(images(1, 1)), images(1, 1).flatten(1).long())
 
 
+def test_places_of_large_images_in_half_precision() -> None:
+    small: dict[str, Any] = {"dim": 8, "heads": 1, "layers": 1, "absolute": "none"}
+    where: dict[str, Any] = {"position": "multiplicative", "position_options": {"dim": 3}}
+    model = PixelModel(1, 258, **small, **where).bfloat16()
+    found = model._positions(torch.tensor([258 * 257 + 255, 258 * 257 + 257]), torch.bfloat16)
+    assert found is not None and found[0].tolist() == [[257, 255, 0], [257, 257, 0]]
+
+
 def test_the_size_of_the_paper() -> None:
     """6 layers, width 512, 8 heads, m = 32, 3072 bytes."""
     size = yaml.safe_load((CONFIGS / "imagenet32.yaml").read_text())["model"]

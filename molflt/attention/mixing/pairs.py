@@ -94,7 +94,14 @@ def _messages(
     return (product * weight)[..., None] * value[b, :, j]
 
 
-def with_exact_pairs(sums: Sums, query: Tensor, key: Tensor, value: Tensor, pairs: Pairs) -> Sums:
+def with_exact_pairs(
+    sums: Sums,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pairs: Pairs,
+    key_mask: Tensor | None = None,
+) -> Sums:
     """Sums to which s exp(q_i . k_j + f_ij) of the pairs is added, without any random feature.
 
     Args:
@@ -103,6 +110,7 @@ def with_exact_pairs(sums: Sums, query: Tensor, key: Tensor, value: Tensor, pair
         key: (batch, heads, keys, d), scaled.
         value: (batch, heads, keys, dv).
         pairs: with `exact`.
+        key_mask: broadcastable to (batch, heads, keys), True where a key exists or was not dropped.
     """
     assert pairs.exact is not None
     with torch.autocast(value.device.type, enabled=False):
@@ -110,6 +118,9 @@ def with_exact_pairs(sums: Sums, query: Tensor, key: Tensor, value: Tensor, pair
         f, switch = (at_least_float32(x) for x in pairs.exact)
         logit = (products(query, key, pairs) + f).T  # [pair, h]
         batch, heads, queries, _ = query.shape
+        if key_mask is not None:
+            seen = key_mask.expand(batch, -1, -1)[pairs.batch, :, pairs.key]  # [pair, h or 1]
+            logit = logit.masked_fill(~seen, -torch.inf)
         row = pairs.batch * queries + pairs.query
         before = sums.log_scale.expand(batch, heads, queries, 1).transpose(1, 2).flatten(0, 1)
         index = row[:, None].expand(-1, heads)

@@ -54,9 +54,13 @@ class Sums(NamedTuple):
         # A quotient, not a reciprocal: the gradient of that one overflows below 1e-19.
         return (numerator / normalizer.masked_fill(empty, 1.0)).masked_fill(empty, 0.0)
 
-    def extensive(self) -> Tensor:
-        """sum_j A_ij v_j itself; overflows where the kernel does."""
-        return self.numerator * self.log_scale.exp()
+    def extensive(self, kept: float = 1.0) -> Tensor:
+        """sum_j A_ij v_j itself; overflows where the kernel does.
+
+        Args:
+            kept: share of the keys that dropout leaves, which stand for all of them.
+        """
+        return self.numerator * self.log_scale.exp() / kept
 
 
 def _stabilize(query: Features, key: Features) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,6 +112,6 @@ def _causal_mask(queries: int, keys: int, device: torch.device | None = None) ->
 
 
 def drop_keys(key: Tensor, mask: Tensor | None, rate: float) -> Tensor:
-    """Random (batch, heads, keys) mask; the normalizer makes rescaling by 1 / (1 - rate) moot."""
+    """Random (batch, heads, keys) mask; in ratios of sums a factor 1 / (1 - rate) would cancel."""
     kept = torch.rand(key.shape[:-1], device=key.device) >= rate
     return kept if mask is None else kept & mask

@@ -192,7 +192,7 @@ class Positioned(nn.Module):
 
 def differences(positions: Tensor, key_positions: Tensor) -> Tensor:
     """r_i - r_j: (batch, queries, l), (batch, keys, l) -> (batch, queries, keys, l)."""
-    return positions[:, :, None] - key_positions[:, None]
+    return _real(positions)[:, :, None] - _real(key_positions)[:, None]
 
 
 def _real(positions: Tensor) -> Tensor:

@@ -11,8 +11,7 @@ from molflt.attention.checks import no_effect, one_of
 from molflt.attention.encodings import Bias, Encoding, Factors
 from molflt.attention.nodes import NODES, Nodes, ShellNodes
 from molflt.attention.nodes.base import hermitian
-from molflt.attention.numerics import at_least_float32
-from molflt.attention.positions.base import Position, differences
+from molflt.attention.positions.base import Position, _real, differences
 from molflt.attention.spectra import SPECTRA, Spectrum
 
 _T = TypeVar("_T")
@@ -135,7 +134,7 @@ class SpectralPosition(Position):
     def bias(self, delta: Tensor) -> Tensor:
         """Exact mask: differences (batch, queries, keys, l) -> (batch, heads, queries, keys)."""
         with torch.autocast(delta.device.type, enabled=False):
-            return self.spectrum.mask(at_least_float32(delta))
+            return self.spectrum.mask(_real(delta))
 
     def factors(
         self, positions: Tensor, key_positions: Tensor, nodes: GraphNodes | None = None
@@ -219,7 +218,7 @@ def _waves(positions: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         (batch, heads or 1, n, r) each.
     """
-    positions = at_least_float32(positions)[:, None]
+    positions = _real(positions)[:, None]
     phase = 2 * math.pi * positions @ nodes.to(positions.dtype).transpose(-1, -2)
     return phase.cos(), phase.sin()
 
