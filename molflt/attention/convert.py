@@ -25,8 +25,8 @@ def convert_weights_(source: nn.Module, target: nn.Module) -> list[str]:
         feature map; they stay as they were.
 
     Raises:
-        ValueError: a parameter of another shape, nothing in common, or queries and keys that are
-            normalized in one of them alone; the target is unchanged.
+        ValueError: a parameter of another shape, another number of heads, nothing in common, or
+            queries and keys that are normalized in one of them alone; the target is unchanged.
     """
     _refuse_other_logits(source, target)
     given, own = source.state_dict(), target.state_dict()
@@ -56,6 +56,11 @@ def _refuse_other_logits(source: nn.Module, target: nn.Module) -> None:
         given = modules.get(name)
         if not isinstance(own, Scaling) or not isinstance(given, Scaling):
             continue
+        if own.heads != given.heads:
+            raise ValueError(
+                f"{name}: {given.heads} heads in the source, {own.heads} in the target, of the "
+                "same weights; logits would be others; build the target with the source's heads"
+            )
         if own.normalize != given.normalize:
             raise ValueError(
                 f"{name}: normalize_qk={given.normalize} in the source, {own.normalize} in the "

@@ -31,6 +31,7 @@ class Scaling(nn.Module):
         unit_norm: bool = False,
     ) -> None:
         super().__init__()
+        self.heads = heads
         self.head_dim = head_dim
         self.normalize = unit_norm if normalize is None else normalize
         if not self.normalize:

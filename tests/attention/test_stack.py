@@ -167,6 +167,9 @@ def test_conversion_refuses_other_shapes_and_changes_nothing():
     assert all(torch.equal(value, before[key]) for key, value in wide.state_dict().items())
     with pytest.raises(ValueError, match="no parameter in common"):
         convert_weights_(torch.nn.Linear(3, 3), wide)
+    with pytest.raises(ValueError, match=r"scaling: 4 heads in the source, 2 in the target"):
+        convert_weights_(Attention(2 * DIM, 4, mixing="softmax"), wide)
+    assert all(torch.equal(value, before[key]) for key, value in wide.state_dict().items())
 
 
 @pytest.mark.parametrize("mixing", ["quadratic", "auto", "linear"])

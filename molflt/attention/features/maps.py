@@ -87,7 +87,7 @@ class _Favor2020Features(FeatureMap):
         self._draw_phase(generator)
 
     def _draw_phase(self, generator: torch.Generator | None = None) -> None:
-        turns = torch.rand(self.phase.shape, dtype=torch.float64, generator=generator)
+        turns = torch.rand(self.phase.shape, dtype=torch.float64, generator=generator, device="cpu")
         with torch.no_grad():
             self.phase.copy_(2 * math.pi * turns)
 

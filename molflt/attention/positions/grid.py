@@ -285,7 +285,7 @@ class LowRankPosition(ToeplitzPosition):
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws new probing vectors in place; give a generator seeded alike on every rank."""
-        drawn = torch.randn(self.probe.shape, generator=generator)
+        drawn = torch.randn(self.probe.shape, generator=generator, device="cpu")
         self.probe.copy_(drawn)
 
     def extra_repr(self) -> str:

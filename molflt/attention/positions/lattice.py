@@ -44,10 +44,12 @@ class FrequencyProjection(nn.Module):
     @torch.no_grad()
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws all rows anew in place; give a generator seeded alike on every rank."""
-        drawn = torch.randn(self.vectors.shape, dtype=torch.float64, generator=generator)
+        drawn = torch.randn(
+            self.vectors.shape, dtype=torch.float64, generator=generator, device="cpu"
+        )
         scale = torch.tensor([self.LENGTH, self.BEND, self.BEND], dtype=torch.float64)
         self.vectors.copy_(drawn * scale[:, None, None, None])
-        turns = torch.rand(self.turns.shape, dtype=torch.float64, generator=generator)
+        turns = torch.rand(self.turns.shape, dtype=torch.float64, generator=generator, device="cpu")
         self.turns.copy_(turns)
 
     def rows(self, nodes: Tensor) -> Tensor:

@@ -111,7 +111,7 @@ class Laplace(ShiftInvariant):
     def draw(self, nodes: int, generator: torch.Generator | None = None) -> Tensor:
         """Cauchy draws (heads, nodes, l), by inverting the distribution function."""
         size = (self.heads, nodes, self.dim)
-        uniform = torch.rand(size, dtype=torch.float64, generator=generator)
+        uniform = torch.rand(size, dtype=torch.float64, generator=generator, device="cpu")
         return (math.pi * (uniform - 0.5)).tan() / (2 * math.pi)
 
 
@@ -171,4 +171,4 @@ class Matern(ShiftInvariant):
 
 def _normal(size: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
     """Standard normal draws in float64, the same on every device for one generator."""
-    return torch.randn(size, dtype=torch.float64, generator=generator)
+    return torch.randn(size, dtype=torch.float64, generator=generator, device="cpu")
