@@ -4,11 +4,14 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
-from tiny_run import error_of, structures
+from ase.io import write
+from tiny_run import error_of, structures, table
 
 from molflt.commands.cli import main
 from molflt.data.shards import Shard
+from molflt.data.structures.in_memory import to_atoms
 from molflt.data.structures.store import write_store
 from molflt.evaluation.shards import merge_shards
 
@@ -124,3 +127,17 @@ def test_options_that_do_not_fit_together(source, tmp_path, capsys) -> None:
     said = error_of(capsys, *words[:3], "--shard=1/9", "--batch_size=2")
     assert "11 structures are 6 batches of 2, fewer than shards" in said
     assert "no shards; expected x.1-of-8.csv" in error_of(capsys, "merge", str(tmp_path / "x.csv"))
+
+
+def test_rows_say_which_structure_of_the_file_they_are_of(tmp_path) -> None:
+    """Those that were left out count; shards of the others merge."""
+    frames = [to_atoms(record) for record in structures(5)]
+    frames[1].positions[0] = np.nan
+    write(tmp_path / "some.traj", frames)
+    for words in ([], ["--shard=1/2"], ["--shard=2/2"]):
+        name = "many.csv" if words else "whole.csv"
+        predict(tmp_path / "some.traj", tmp_path / name, "--skip-bad", *words)
+    rows = table(tmp_path / "whole.csv")
+    assert [(row["index"], row["sid"]) for row in rows] == [(i, i) for i in "0234"]
+    assert merge_shards(tmp_path / "many.csv") == 4
+    assert (tmp_path / "many.csv").read_bytes() == (tmp_path / "whole.csv").read_bytes()

@@ -60,9 +60,10 @@ def predict(
         file: of structures: one that ASE reads, a compact store, or an OC20 LMDB. Of sentences: a
             text with one in each line, or a pair with a tab between; of gaps: lines with [MASK]. Of
             images: one, a folder of them, or an idx file.
-        out: file to write: .csv or .json (of structures sid, formula, number of atoms, energy in
-            eV), or .extxyz or .traj (the structures, with the predicted relaxed energy as their
-            energy, and forces of a potential); by default the CSV is printed.
+        out: file to write: .csv or .json (of structures their index in the file, sid, formula,
+            number of atoms, energy in eV), or .extxyz or .traj (the structures, with the predicted
+            relaxed energy as their energy, and forces of a potential); by default the CSV is
+            printed.
         checkpoint: best, last, or a safetensors file.
         batch_size: structures, sentences or images in a batch.
         device: auto, cpu, cuda or cuda:N.
@@ -103,7 +104,7 @@ def predict(
     if mesh_order is not None:
         model.use_mesh_(mesh_order)
     dataset = open_structures(file, skip_bad, model.reading_of(file, tags))
-    marks: list[dict[str, object]] = [{"index": i} for i in range(len(dataset))]
+    marks: list[dict[str, object]] = [{"index": dataset.place(i)} for i in range(len(dataset))]
     if part is not None and out is not None:
         dataset, marks = _part(dataset, part, batch_size)
         out = part.path(out)
@@ -192,7 +193,7 @@ def _part(
     """Structures of a shard, and what their rows say of their place."""
     kept = shard.indices(dataset.natoms, batch_size)
     note = noted(len(kept), len(dataset))
-    return Part(dataset, kept), [{"index": int(i), **note} for i in kept]
+    return Part(dataset, kept), [{"index": dataset.place(int(i)), **note} for i in kept]
 
 
 def _ranges(columns: Mapping[str, NDArray[np.float64]]) -> str:

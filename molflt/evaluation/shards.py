@@ -124,7 +124,8 @@ def merge_shards(out: Path) -> int:
         )
     totals = {str(row.pop(_KEY)).rpartition(" ")[2] for row in rows}
     rows.sort(key=lambda row: int(str(row["index"])))
-    if totals != {str(len(rows))} or [int(str(r["index"])) for r in rows] != list(range(len(rows))):
+    places = {int(str(row["index"])) for row in rows}  # not of structures that were left out
+    if totals != {str(len(rows))} or len(places) != len(rows):
         raise ValueError(
             f"{out}: its shards are not of one data set and batch size; expected each structure "
             f"once; got {len(rows):,} of {' or '.join(sorted(totals))}; predict all shards again "
