@@ -14,7 +14,7 @@ from molflt.files import shown, write_atomically
 from molflt.pretrained.card import card
 from molflt.pretrained.hub import ModelHubMixin
 from molflt.pretrained.trained import Trained, read_trained
-from molflt.training.exported import write_exported
+from molflt.training.exported import check_replaceable, write_exported
 from molflt.training.sources import HUB
 
 if TYPE_CHECKING:
@@ -123,6 +123,10 @@ class Pretrained(ModelHubMixin):
         ) -> Self: ...
 
     else:  # errors become one line
+
+        def save_pretrained(self, save_directory, **options):
+            check_replaceable(Path(save_directory))  # before the mixin removes a config.json
+            return super().save_pretrained(save_directory, **options)
 
         @classmethod
         def from_pretrained(cls, pretrained_model_name_or_path, **options):
