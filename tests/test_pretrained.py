@@ -387,3 +387,23 @@ def test_runs_of_earlier_versions_have_no_domain(run, tmp_path, val, capsys) -> 
     (old / "domain.json").write_text("{}")
     with pytest.raises(ValueError, match=r"domain\.json: changed since best\.safetensors was"):
         molflt.load(old)
+
+
+def test_an_option_of_runs_is_refused_for_other_models(run, exported, data, capsys) -> None:
+    store, weights = str(data / "val_id.safetensors"), run / "checkpoints" / "best.safetensors"
+    for source in (exported, exported / "model.safetensors", weights, "game-net"):
+        for choice in ("best", "last", "nonsense"):
+            line = error_of(capsys, "predict", str(source), store, "--checkpoint", choice)
+            assert line == (
+                f"{source}: weights, not a run; --checkpoint {choice} has no effect; leave it out"
+            )
+    with pytest.raises(ValueError, match="checkpoint='last' is of a run; got a model; leave it"):
+        molflt.Calculator(molflt.load(run), "last")
+
+
+@pytest.mark.parametrize("name", ["README.md", "config.json", "model.safetensors"])
+def test_an_export_overwrites_nothing_but_an_export(run, tmp_path, name, capsys) -> None:
+    (tmp_path / name).write_text("{}")
+    line = error_of(capsys, "export", str(run), str(tmp_path), "--about", ABOUT)
+    assert line.startswith(f"{tmp_path / name}: is there already, and of no model that molflt")
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [(name, "{}")]

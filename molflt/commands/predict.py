@@ -39,7 +39,7 @@ def predict(
     file: Path,
     *,
     out: Path | None = None,
-    checkpoint: str = "best",
+    checkpoint: str | None = None,
     batch_size: int = 64,
     device: str = "auto",
     skip_bad: bool = False,
@@ -64,7 +64,7 @@ def predict(
             number of atoms, energy in eV), or .extxyz or .traj (the structures, with the predicted
             relaxed energy as their energy, and forces of a potential); by default the CSV is
             printed.
-        checkpoint: best, last, or a safetensors file.
+        checkpoint: of a run: best (the default), last, or a safetensors file.
         batch_size: structures, sentences or images in a batch.
         device: auto, cpu, cuda or cuda:N.
         skip_bad: leave out structures that cannot be used, and list them. Of energies, as are the
@@ -167,7 +167,12 @@ def _write_rows(out: Path | None, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def _load(
-    run: str, file: Path, checkpoint: str, device: str, also: list[Path] | None, compiled: bool
+    run: str,
+    file: Path,
+    checkpoint: str | None,
+    device: str,
+    also: list[Path] | None,
+    compiled: bool,
 ) -> EnergyPredictor | Labeler:
     if not run and is_trained(file):
         raise ValueError(

@@ -57,7 +57,7 @@ class Trained(NamedTuple):
 
 def read_trained(
     source: str | Path | None,
-    checkpoint: str = "best",
+    checkpoint: str | None = None,
     device: str = "cpu",
     also: Sequence[str | Path] = (),
     hub: Mapping[str, object] | None = None,
@@ -66,16 +66,23 @@ def read_trained(
 
     Args:
         source: as for `molflt.training.sources.find`.
-        checkpoint: of a run: best, last, or the path of a safetensors file.
+        checkpoint: of a run: best (the default), last, or the path of a safetensors file.
         device: cpu, cuda, cuda:N, or auto.
         also: further runs that make an ensemble with `source`, a run.
         hub: options of `huggingface_hub.snapshot_download`.
 
     Raises:
         FileNotFoundError: if there is nothing of that name, or a part is missing.
-        ValueError: naming what is damaged, or does not go together.
+        ValueError: naming what is damaged, or does not go together; for a `checkpoint` of what is
+            no run.
     """
     path = find(source, hub)
+    if path.is_file() and checkpoint is not None:
+        raise ValueError(
+            f"{source or path}: weights, not a run; --checkpoint {checkpoint} has no effect; leave "
+            "it out"
+        )
+    checkpoint = checkpoint or "best"
     if path.is_file() and path.suffix == ".safetensors" and is_exported(path):
         if also:
             raise ValueError(
