@@ -22,7 +22,7 @@ from molflt.data.structures.parts import Part
 from molflt.evaluation.ensemble import load_ensemble
 from molflt.evaluation.predictions import Predictions, open_structures
 from molflt.evaluation.report import csv_text, write_csv
-from molflt.evaluation.shards import ENDINGS, noted
+from molflt.evaluation.shards import ENDINGS, made_of, noted
 from molflt.files import atomically, write_atomically
 from molflt.pretrained import EnergyPredictor, ImageWriter, load
 from molflt.training.sources import is_trained
@@ -103,10 +103,19 @@ def predict(
         return
     if mesh_order is not None:
         model.use_mesh_(mesh_order)
-    dataset = open_structures(file, skip_bad, model.reading_of(file, tags))
+    reading = model.reading_of(file, tags)
+    dataset = open_structures(file, skip_bad, reading)
     marks: list[dict[str, object]] = [{"index": dataset.place(i)} for i in range(len(dataset))]
     if part is not None and out is not None:
-        dataset, marks = _part(dataset, part, batch_size)
+        made = made_of(
+            model.model,
+            dataset,
+            batch_size=batch_size,
+            tags=reading.tags,
+            mesh_order=mesh_order,
+            compiled=compiled,
+        )
+        dataset, marks = _part(dataset, part, batch_size, made)
         out = part.path(out)
     if model.about is not None:
         print(f"molflt: {model.summary}", file=sys.stderr)
@@ -193,11 +202,11 @@ def _load(
 
 
 def _part(
-    dataset: Structures, shard: Shard, batch_size: int
+    dataset: Structures, shard: Shard, batch_size: int, made: Mapping[str, object]
 ) -> tuple[Structures, list[dict[str, object]]]:
     """Structures of a shard, and what their rows say of their place."""
     kept = shard.indices(dataset.natoms, batch_size)
-    note = noted(len(kept), len(dataset))
+    note = noted(len(kept), len(dataset), made)
     return Part(dataset, kept), [{"index": dataset.place(int(i)), **note} for i in kept]
 
 
