@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -12,9 +11,9 @@ from typing import Any, Literal
 from jsonargparse import ArgumentParser
 
 from molflt.evaluation.report import Report
-from molflt.files import write_atomically
+from molflt.evaluation.results import origin_of, write_results
 from molflt.plots import further_formats, training_curve
-from molflt.training.checkpoint import load_run
+from molflt.training.checkpoint import load_run, weights_of
 from molflt.training.config import read_config
 from molflt.training.recipes import RECIPES, Recipe
 
@@ -49,19 +48,22 @@ def evaluate(
         options: of the recipe's evaluation, such as `molflt.evaluation.energies.evaluate`.
 
     Returns:
-        Metrics per split; the same is in results.json.
+        Metrics per split; the same is in results.json, and in results_of.json of which weights and
+        data they are.
 
     Raises:
         FileNotFoundError: if the run, its checkpoint, or a split is missing.
         ValueError: if the data cannot be used.
     """
     run = Path(run)
+    members = [run, *map(Path, also or [])]
+    origin = origin_of([weights_of(one, checkpoint) for one in members], checkpoint)
     if also is None:
         model, config = load_run(run, checkpoint, device)
     else:
         from molflt.evaluation.ensemble import ENSEMBLE, load_ensemble
 
-        model, config = load_ensemble([run, *also], checkpoint, device)
+        model, config = load_ensemble(members, checkpoint, device)
         out = run / ENSEMBLE if out is None else out
     out = run if out is None else Path(out)
     recipe = Recipe.of(config)
@@ -70,15 +72,13 @@ def evaluate(
         if pictures and (run / "metrics.csv").is_file():
             task: Any = recipe.load("task")
             training_curve(run / "metrics.csv", out / "curve.png", task.metrics, task.best)
-    runs = " + ".join(map(str, [run, *(also or [])]))
-    print(f"{runs}, checkpoint {checkpoint}{report.text}")
+    print(f"{' + '.join(map(str, members))}, checkpoint {checkpoint}{report.text}")
     known = {  # JSON has no number for the perplexity of a diverged model
         split: {name: None if value == math.inf else value for name, value in row.items()}
         for split, row in report.results.items()
     }
-    path = out / "results.json"
-    write_atomically(path, (json.dumps(known, indent=2, allow_nan=False) + "\n").encode())
-    print("written: " + ", ".join(map(str, [path, *report.files, *more])))
+    files = write_results(out, known, origin, config, options.get("data"))
+    print("written: " + ", ".join(map(str, [*files, *report.files, *more])))
     return report.results
 
 

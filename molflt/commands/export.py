@@ -62,9 +62,10 @@ def export(
             "references, at which level of theory; got none"
         )
     if not model.trained.results:
+        why = model.trained.unmeasured or f"{run}: no results.json"
         print(
-            f"molflt: warning: {run}: no results.json; the card has no measured errors; run "
-            "`molflt evaluate` before",
+            f"molflt: warning: {why}; the card has no measured errors; run `molflt evaluate` "
+            "before",
             file=sys.stderr,
         )
     if compiled and (out.startswith(HUB) or not isinstance(model, EnergyPredictor)):

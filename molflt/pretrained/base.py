@@ -73,7 +73,10 @@ class Pretrained(ModelHubMixin):
         return f"{self.name}: {self.about or self.trained.recipe}"
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.summary})"
+        unmeasured = self.trained.unmeasured
+        return (
+            f"{type(self).__name__}({self.summary}{unmeasured and f'; not measured: {unmeasured}'})"
+        )
 
     def _save_pretrained(self, save_directory: Path) -> None:
         if self.about is not None and (len(self.about) > _LONGEST or not self.about.isprintable()):
