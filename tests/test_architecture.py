@@ -26,10 +26,11 @@ LEAVES: dict[str, set[str]] = {
     "atoms": set(),
     "attention": set(),
     "files": set(),
+    "lock": set(),
     "memory": set(),
     "metrics": set(),
     "shipped": set(),
-    "data": {"atoms", "files"},
+    "data": {"atoms", "files", "lock"},
     "plots": {"atoms", "files", "metrics"},
     **{adapter: {"atoms", "attention", "memory"} for adapter in ADAPTERS},
 }

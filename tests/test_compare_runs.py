@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import test_language_run as language
 import yaml
-from tiny_run import error_of, last_state, start, structures, table, write_data
+from tiny_run import error_of, last_state, page_of, start, structures, table, write_data
 
 from molflt.commands.cli import main
 from molflt.data.structures.store import write_store
@@ -186,3 +186,24 @@ def test_what_cannot_be_compared(runs, capsys, words, said):
     assert said in text
     if len(words) == 3:
         assert "narrow twice" in text
+
+
+def test_results_of_other_weights_are_left_out(runs, tmp_path, capsys):
+    """Also by the page of a run, with all that the same evaluation has written."""
+    wide = tmp_path / "wide"
+    shutil.copytree(runs / "wide", wide)
+    before = page_of(wide)
+    assert ">Results<" in before and "left out" not in before
+    shutil.copy(
+        wide / "checkpoints" / "last.safetensors", wide / "checkpoints" / "best.safetensors"
+    )
+    text = compare(capsys, runs / "narrow", wide)
+    reason = f"{wide / 'results.json'}: of other weights, checkpoint 'best' at that time"
+    assert f"left out: {reason}" in text and f"not evaluated: {wide}" in text
+    assert rows_of(text)["val_id mae_eV"][1] == "-"
+    page = page_of(wide)
+    assert ">Results<" not in page and "Encodings and pictures" not in page
+    assert "of other weights, checkpoint" in page and "no parity" not in page
+    (wide / "results_of.json").write_text("[]")
+    line = error_of(capsys, "compare", str(runs / "narrow"), str(wide))
+    assert line.startswith(f"{wide / 'results_of.json'}: expected weights and data of results.json")

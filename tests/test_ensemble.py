@@ -153,6 +153,19 @@ def test_splits_with_few_labels_have_a_spread_alone(runs, tmp_path, capsys) -> N
     assert not (tmp_path / "uncertainty.json").exists()
 
 
+def test_a_split_that_was_learned_calibrates_only_where_it_is_named(runs, tmp_path, capsys) -> None:
+    options = {"out": tmp_path, "device": "cpu", "also": runs[1:]}
+    evaluate(runs[0], splits=["train", "val_id"], **options)
+    kept = tmp_path / "uncertainty.json"
+    assert Calibration.read(kept).split == "val_id" and not capsys.readouterr().err
+    kept.unlink()
+    found = evaluate(runs[0], splits=["train"], **options)["train"]
+    assert "beside those of train, which was learned" in capsys.readouterr().err
+    assert found["spread_eV"] > 0 and found["uncertainty_eV"] is None and not kept.exists()
+    evaluate(runs[0], splits=["train"], calibration_split="train", **options)
+    assert Calibration.read(kept).split == "train"
+
+
 def test_predict_beside_each_energy(evaluated, runs, data, tmp_path, capsys) -> None:
     calibration = Calibration.read(evaluated[0] / "uncertainty.json")
     source = data / "small.safetensors"

@@ -70,8 +70,9 @@ def alone(run: Path, path: Path) -> np.ndarray:
 
 def test_results_are_those_of_an_independent_computation(evaluated, run, data) -> None:
     out, results = evaluated
-    names = "results.json predictions.npz predictions.csv errors_by_group.csv parity.png errors.png"
-    assert {path.name for path in out.iterdir()} == {*names.split(), "encoding.png"}
+    names = "results.json results_of.json predictions.npz predictions.csv errors_by_group.csv"
+    pictures = "parity.png errors.png encoding.png"
+    assert {path.name for path in out.iterdir()} == {*names.split(), *pictures.split()}
     assert json.loads((out / "results.json").read_text()) == results
     assert list(results) == list(VAL_SPLITS)
     median = np.median(labels(data / "train.safetensors"))

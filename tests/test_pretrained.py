@@ -217,6 +217,54 @@ def test_an_ensemble_and_its_calibration_travel_together(runs, run, tmp_path, va
         molflt.load(tmp_path / "both", also=[run])
 
 
+def test_errors_of_other_weights_or_data_are_not_on_the_card(
+    runs, data, tmp_path, val, capsys
+) -> None:
+    one = Path(shutil.copytree(runs[0], tmp_path / "one"))
+    for file in ("results.json", "results_of.json"):
+        (one / file).unlink(missing_ok=True)
+    best, last = (one / "checkpoints" / f"{name}.safetensors" for name in ("best", "last"))
+    tensors = load_file(last)
+    tensors["readout.mlp.0.weight"] += 0.1
+    save_file(tensors, last)  # of another step, and without a digest of its own
+    other = Path(shutil.copytree(data, tmp_path / "other"))
+
+    def card(*words: str) -> tuple[str, str]:
+        """README.md of an export, and what was warned of."""
+        capsys.readouterr()
+        assert main(["export", str(one), str(tmp_path / "card"), "--about", ABOUT, *words]) == 0
+        return (tmp_path / "card" / "README.md").read_text(), capsys.readouterr().err
+
+    def measured(checkpoint: str = "best", **options) -> None:
+        evaluate(one, checkpoint, splits=["val_id"], device="cpu", **options)
+
+    measured("last")
+    readme, said = card()
+    assert "| val_id |" not in readme and "MAE" not in readme
+    assert f"{one / 'results.json'}: of other weights, checkpoint 'last' at that time; the" in said
+    readme, said = card("--checkpoint", "last")
+    assert "| val_id |" in readme and not said
+    assert "not measured: " in repr(molflt.load(one)) and not molflt.load(one).trained.results
+    measured()
+    assert "| val_id |" in card()[0] and "MAE" in repr(molflt.load(one))
+    shutil.copy(last, best)  # a longer training
+    assert "of other weights, checkpoint 'best' at that time" in card()[1]
+    measured(data=other)
+    readme, said = card()
+    assert "| val_id |" not in readme and f"results.json: of other data, '{other}'" in said
+    measured(data=data)
+    assert "| val_id |" in card()[0]
+    (one / "results_of.json").unlink()  # earlier versions had none
+    assert "| val_id |" in card()[0]
+    measured(also=[runs[1]])
+    assert "| val_id |" in card("--also", str(runs[1]))[0]
+    third = Path(shutil.copytree(runs[1], tmp_path / "third"))
+    shutil.copy(runs[0] / "checkpoints" / "best.safetensors", third / "checkpoints")
+    readme, said = card("--also", str(third))
+    assert "| val_id |" not in readme and "of other weights" in said
+    assert molflt.load(tmp_path / "card").predict(val[0]).uncertainty is None  # of others, too
+
+
 def test_the_card_says_what_it_is(exported, run) -> None:
     from huggingface_hub import ModelCard
 
@@ -432,3 +480,23 @@ def test_runs_of_earlier_versions_have_no_domain(run, tmp_path, val, capsys) -> 
     (old / "domain.json").write_text("{}")
     with pytest.raises(ValueError, match=r"domain\.json: changed since best\.safetensors was"):
         molflt.load(old)
+
+
+def test_an_option_of_runs_is_refused_for_other_models(run, exported, data, capsys) -> None:
+    store, weights = str(data / "val_id.safetensors"), run / "checkpoints" / "best.safetensors"
+    for source in (exported, exported / "model.safetensors", weights, "game-net"):
+        for choice in ("best", "last", "nonsense"):
+            line = error_of(capsys, "predict", str(source), store, "--checkpoint", choice)
+            assert line == (
+                f"{source}: weights, not a run; --checkpoint {choice} has no effect; leave it out"
+            )
+    with pytest.raises(ValueError, match="checkpoint='last' is of a run; got a model; leave it"):
+        molflt.Calculator(molflt.load(run), "last")
+
+
+@pytest.mark.parametrize("name", ["README.md", "config.json", "model.safetensors"])
+def test_an_export_overwrites_nothing_but_an_export(run, tmp_path, name, capsys) -> None:
+    (tmp_path / name).write_text("{}")
+    line = error_of(capsys, "export", str(run), str(tmp_path), "--about", ABOUT)
+    assert line.startswith(f"{tmp_path / name}: is there already, and of no model that molflt")
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [(name, "{}")]

@@ -1,4 +1,4 @@
-"""One training per run folder; a lock that ends with its process, however that ends."""
+"""One training, or making of data, per folder; a lock that ends with its process anyhow."""
 
 import os
 import signal
@@ -10,6 +10,8 @@ import threading
 import pytest
 from tiny_run import arguments, error_of, start, write_data
 
+from molflt.data.shards import Shard
+from molflt.data.structures.make_settings import _alone
 from molflt.training.lock import RunLock
 
 fcntl = pytest.importorskip("fcntl", reason="flock is of POSIX")
@@ -136,3 +138,20 @@ def make_half(new, folder):
     new.mkdir(parents=True)
     (new / "config.yaml").write_bytes((folder / "config.yaml").read_bytes())
     return new
+
+
+def test_shards_of_a_data_set_are_made_side_by_side_and_nothing_twice(tmp_path, capsys):
+    folder, one, two = tmp_path / "made", Shard(1, 2), Shard(2, 2)
+    here = f"{folder}: process {os.getpid()} on "
+    with _alone(folder, one), _alone(folder, two):
+        with pytest.raises(ValueError, match=f"^{here}.* is making shard 1/2 in this folder; wait"):
+            _alone(folder, one).__enter__()
+        with pytest.raises(ValueError, match=f"^{folder}: another process is making data in this"):
+            _alone(folder, None).__enter__()
+    with _alone(folder, None):
+        with pytest.raises(ValueError, match=f"^{here}.* is making data in this folder; wait"):
+            _alone(folder, one).__enter__()
+        line = error_of(capsys, "data", "make", str(folder), "--train=1", "--val=1")
+        assert line.startswith(here) and line.endswith("wait for it, or choose another folder")
+        assert [path.name for path in folder.iterdir()] == [".lock"]
+    assert not folder.exists()

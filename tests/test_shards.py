@@ -4,13 +4,18 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
-from tiny_run import error_of, structures
+from ase.io import write
+from tiny_run import error_of, structures, table
 
+import molflt
 from molflt.commands.cli import main
 from molflt.data.shards import Shard
+from molflt.data.structures.in_memory import to_atoms
 from molflt.data.structures.store import write_store
 from molflt.evaluation.shards import merge_shards
+from molflt.training.exported import read_exported, write_exported
 
 COUNT = 3
 
@@ -103,7 +108,37 @@ def test_shards_of_unlike_divisions_are_refused(out, source) -> None:
 
 def test_shards_of_unlike_batches_are_refused(out, source) -> None:
     predict(source, out, "--shard=1/3", "--batch_size=3")
-    with pytest.raises(ValueError, match="not of one data set and batch size"):
+    with pytest.raises(ValueError, match=r"1-of-3.* and .*2-of-3.*: .*batch_size 3 and 2'; pred"):
+        merge_shards(out)
+
+
+@pytest.mark.parametrize("unlike", ["weights", "data"])
+def test_shards_of_other_models_or_structures_are_refused(source, tmp_path, unlike) -> None:
+    """Of the same sids and sizes, by the same batches."""
+    out, words, records = tmp_path / "e.csv", [str(source)], list(structures(11))
+    if unlike == "data":
+        records[3].pos += 0.01
+        write_store(tmp_path / "moved.safetensors", records)
+        words = [str(tmp_path / "moved.safetensors")]
+    else:
+        content, weights = read_exported(molflt.load().trained.path)
+        weights["embedding.tag.weight"] += 0.1
+        write_exported(tmp_path / "model", weights, content)
+        words.insert(0, str(tmp_path / "model"))
+    predict(source, out, "--shard=1/2")
+    words += ["--out", str(out), "--batch_size=2", "--device=cpu", "--shard=2/2"]
+    assert main(["predict", *words]) == 0
+    one, two = (str(Shard(number, 2).path(out)) for number in (1, 2))
+    said = rf"^{re.escape(one)} and {re.escape(two)}: not of one prediction: '{unlike} \w+ and \w"
+    with pytest.raises(ValueError, match=said):
+        merge_shards(out)
+
+
+def test_shards_of_earlier_versions_are_refused(out) -> None:
+    path = shard(out, 2)
+    path.write_text(re.sub(r"(\d+ of 11)[^\",\n]*", r"\1", path.read_text()))
+    said = rf"^{re.escape(str(path))}: damaged: .an earlier version wrote it.*; repeat it with --sh"
+    with pytest.raises(ValueError, match=said):
         merge_shards(out)
 
 
@@ -124,3 +159,17 @@ def test_options_that_do_not_fit_together(source, tmp_path, capsys) -> None:
     said = error_of(capsys, *words[:3], "--shard=1/9", "--batch_size=2")
     assert "11 structures are 6 batches of 2, fewer than shards" in said
     assert "no shards; expected x.1-of-8.csv" in error_of(capsys, "merge", str(tmp_path / "x.csv"))
+
+
+def test_rows_say_which_structure_of_the_file_they_are_of(tmp_path) -> None:
+    """Those that were left out count; shards of the others merge."""
+    frames = [to_atoms(record) for record in structures(5)]
+    frames[1].positions[0] = np.nan
+    write(tmp_path / "some.traj", frames)
+    for words in ([], ["--shard=1/2"], ["--shard=2/2"]):
+        name = "many.csv" if words else "whole.csv"
+        predict(tmp_path / "some.traj", tmp_path / name, "--skip-bad", *words)
+    rows = table(tmp_path / "whole.csv")
+    assert [(row["index"], row["sid"]) for row in rows] == [(i, i) for i in "0234"]
+    assert merge_shards(tmp_path / "many.csv") == 4
+    assert (tmp_path / "many.csv").read_bytes() == (tmp_path / "whole.csv").read_bytes()

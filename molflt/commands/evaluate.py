@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -12,9 +11,10 @@ from typing import Any, Literal
 from jsonargparse import ArgumentParser
 
 from molflt.evaluation.report import Report
-from molflt.files import expect_writable, write_atomically
+from molflt.evaluation.results import origin_of, write_results
+from molflt.files import expect_writable
 from molflt.plots import further_formats, training_curve
-from molflt.training.checkpoint import load_run
+from molflt.training.checkpoint import load_run, weights_of
 from molflt.training.config import read_config
 from molflt.training.recipes import RECIPES, Recipe
 
@@ -49,7 +49,8 @@ def evaluate(
         options: of the recipe's evaluation, such as `molflt.evaluation.energies.evaluate`.
 
     Returns:
-        Metrics per split; the same is in results.json.
+        Metrics per split; the same is in results.json, and in results_of.json of which weights and
+        data they are.
 
     Raises:
         OSError: if `out` cannot be written; nothing is computed then.
@@ -57,30 +58,30 @@ def evaluate(
         ValueError: if the data cannot be used.
     """
     run = Path(run)
+    members = [run, *map(Path, also or [])]
+    origin = origin_of([weights_of(one, checkpoint) for one in members], checkpoint)
     if also is None:
         model, config = load_run(run, checkpoint, device)
     else:
         from molflt.evaluation.ensemble import ENSEMBLE, load_ensemble
 
-        model, config = load_ensemble([run, *also], checkpoint, device)
+        model, config = load_ensemble(members, checkpoint, device)
         out = run / ENSEMBLE if out is None else out
     out = run if out is None else Path(out)
-    path = out / "results.json"
-    expect_writable(path)
+    expect_writable(out / "results.json")
     recipe = Recipe.of(config)
     with further_formats(pictures or []) as more:
         report: Report = recipe.load("evaluate")(run, model, config, out, **options)
         if pictures and (run / "metrics.csv").is_file():
             task: Any = recipe.load("task")
             training_curve(run / "metrics.csv", out / "curve.png", task.metrics, task.best)
-    runs = " + ".join(map(str, [run, *(also or [])]))
-    print(f"{runs}, checkpoint {checkpoint}{report.text}")
+    print(f"{' + '.join(map(str, members))}, checkpoint {checkpoint}{report.text}")
     known = {  # JSON has no number for the perplexity of a diverged model
         split: {name: None if value == math.inf else value for name, value in row.items()}
         for split, row in report.results.items()
     }
-    write_atomically(path, (json.dumps(known, indent=2, allow_nan=False) + "\n").encode())
-    print("written: " + ", ".join(map(str, [path, *report.files, *more])))
+    files = write_results(out, known, origin, config, options.get("data"))
+    print("written: " + ", ".join(map(str, [*files, *report.files, *more])))
     return report.results
 
 

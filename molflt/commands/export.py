@@ -22,7 +22,7 @@ def export(
     about: str | None = None,
     license: str | None = None,
     datasets: list[str] | None = None,
-    checkpoint: str = "best",
+    checkpoint: str | None = None,
     also: list[Path] | None = None,
     compiled: bool = False,
 ) -> None:
@@ -38,7 +38,7 @@ def export(
             references, at which level of theory.
         license: of the weights, as the Hub calls it, such as mit or cc-by-4.0.
         datasets: data sets on the Hub that it was trained on.
-        checkpoint: best, last, or a safetensors file.
+        checkpoint: of a run: best (the default), last, or a safetensors file.
         also: further runs that make an ensemble with `run`.
         compiled: also write machine code of the energies, for processors like this one, which
             `molflt predict FOLDER FILE --compiled true` uses; needs a C++ compiler and minutes.
@@ -46,8 +46,9 @@ def export(
     Raises:
         FileNotFoundError: if the run or its checkpoint is missing.
         RuntimeError: without a C++ compiler, where machine code is asked for.
-        ValueError: if nobody has said what is predicted, `out` is a file, the Hub refuses, or there
-            is no machine code of such a model.
+        ValueError: if nobody has said what is predicted, `out` is a file or holds files of the same
+            names that are of no export, the Hub refuses, or there is no machine code of such a
+            model.
     """
     model = load(run, checkpoint=checkpoint, also=also or ())
     model.about = model.about if about is None else about
@@ -61,9 +62,10 @@ def export(
             "references, at which level of theory; got none"
         )
     if not model.trained.results:
+        why = model.trained.unmeasured or f"{run}: no results.json"
         print(
-            f"molflt: warning: {run}: no results.json; the card has no measured errors; run "
-            "`molflt evaluate` before",
+            f"molflt: warning: {why}; the card has no measured errors; run `molflt evaluate` "
+            "before",
             file=sys.stderr,
         )
     if compiled and (out.startswith(HUB) or not isinstance(model, EnergyPredictor)):

@@ -38,7 +38,7 @@ def generate(
     out: Path | None = None,
     beam: int | None = None,
     length_penalty: float | None = None,
-    checkpoint: str = "best",
+    checkpoint: str | None = None,
     device: str = "auto",
 ) -> None:
     """Writes text that follows a prompt, token by token; or translates sentences, line by line; or
@@ -66,7 +66,7 @@ def generate(
             here.
         beam: hypotheses of a translation, as in `molflt evaluate`; 5 by default.
         length_penalty: of a translation, likewise; 1 by default.
-        checkpoint: best, last, or a safetensors file.
+        checkpoint: of a run: best (the default), last, or a safetensors file.
         device: auto, cpu, cuda or cuda:N.
 
     Raises:

@@ -20,7 +20,7 @@ def merge(out: Path) -> None:
 
     Raises:
         FileNotFoundError: if there are no shards of that name.
-        ValueError: if some are missing, damaged, or not of one data set.
+        ValueError: if some are missing, damaged, or not of one model and data set.
     """
     count = merge_shards(Path(out))
     print(f"{out}: {count:,} structures")

@@ -22,7 +22,7 @@ from molflt.data.structures.parts import Part
 from molflt.evaluation.ensemble import load_ensemble
 from molflt.evaluation.predictions import Predictions, open_structures
 from molflt.evaluation.report import csv_text, write_csv
-from molflt.evaluation.shards import ENDINGS, noted
+from molflt.evaluation.shards import ENDINGS, made_of, noted
 from molflt.files import atomically, expect_writable, write_atomically
 from molflt.pretrained import EnergyPredictor, ImageWriter, load
 from molflt.training.sources import is_trained
@@ -39,7 +39,7 @@ def predict(
     file: Path,
     *,
     out: Path | None = None,
-    checkpoint: str = "best",
+    checkpoint: str | None = None,
     batch_size: int = 64,
     device: str = "auto",
     skip_bad: bool = False,
@@ -60,10 +60,11 @@ def predict(
         file: of structures: one that ASE reads, a compact store, or an OC20 LMDB. Of sentences: a
             text with one in each line, or a pair with a tab between; of gaps: lines with [MASK]. Of
             images: one, a folder of them, or an idx file.
-        out: file to write: .csv or .json (of structures sid, formula, number of atoms, energy in
-            eV), or .extxyz or .traj (the structures, with the predicted relaxed energy as their
-            energy, and forces of a potential); by default the CSV is printed.
-        checkpoint: best, last, or a safetensors file.
+        out: file to write: .csv or .json (of structures their index in the file, sid, formula,
+            number of atoms, energy in eV), or .extxyz or .traj (the structures, with the predicted
+            relaxed energy as their energy, and forces of a potential); by default the CSV is
+            printed.
+        checkpoint: of a run: best (the default), last, or a safetensors file.
         batch_size: structures, sentences or images in a batch.
         device: auto, cpu, cuda or cuda:N.
         skip_bad: leave out structures that cannot be used, and list them. Of energies, as are the
@@ -105,10 +106,19 @@ def predict(
         return
     if mesh_order is not None:
         model.use_mesh_(mesh_order)
-    dataset = open_structures(file, skip_bad, model.reading_of(file, tags))
-    marks: list[dict[str, object]] = [{"index": i} for i in range(len(dataset))]
+    reading = model.reading_of(file, tags)
+    dataset = open_structures(file, skip_bad, reading)
+    marks: list[dict[str, object]] = [{"index": dataset.place(i)} for i in range(len(dataset))]
     if part is not None and out is not None:
-        dataset, marks = _part(dataset, part, batch_size)
+        made = made_of(
+            model.model,
+            dataset,
+            batch_size=batch_size,
+            tags=reading.tags,
+            mesh_order=mesh_order,
+            compiled=compiled,
+        )
+        dataset, marks = _part(dataset, part, batch_size, made)
         out = part.path(out)
     if model.about is not None:
         print(f"molflt: {model.summary}", file=sys.stderr)
@@ -169,7 +179,12 @@ def _write_rows(out: Path | None, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def _load(
-    run: str, file: Path, checkpoint: str, device: str, also: list[Path] | None, compiled: bool
+    run: str,
+    file: Path,
+    checkpoint: str | None,
+    device: str,
+    also: list[Path] | None,
+    compiled: bool,
 ) -> EnergyPredictor | Labeler:
     if not run and is_trained(file):
         raise ValueError(
@@ -190,12 +205,12 @@ def _load(
 
 
 def _part(
-    dataset: Structures, shard: Shard, batch_size: int
+    dataset: Structures, shard: Shard, batch_size: int, made: Mapping[str, object]
 ) -> tuple[Structures, list[dict[str, object]]]:
     """Structures of a shard, and what their rows say of their place."""
     kept = shard.indices(dataset.natoms, batch_size)
-    note = noted(len(kept), len(dataset))
-    return Part(dataset, kept), [{"index": int(i), **note} for i in kept]
+    note = noted(len(kept), len(dataset), made)
+    return Part(dataset, kept), [{"index": dataset.place(int(i)), **note} for i in kept]
 
 
 def _ranges(columns: Mapping[str, NDArray[np.float64]]) -> str:

@@ -38,7 +38,7 @@ def relax(
     optimizer: OptimizerName = "lbfgs",
     cell: bool = False,
     trajectories: Path | None = None,
-    checkpoint: str = "best",
+    checkpoint: str | None = None,
     device: str = "auto",
     dtype: Literal["float32", "float64"] = "float64",
     skip_bad: bool = False,
@@ -60,7 +60,7 @@ def relax(
         optimizer: lbfgs, bfgs or fire.
         cell: relax the cells, too; of structures that are periodic along all axes.
         trajectories: folder to write each relaxation to, step by step, as NUMBER-SID.traj.
-        checkpoint: best, last, or a safetensors file; of a run.
+        checkpoint: of a run: best (the default), last, or a safetensors file.
         device: auto, cpu, cuda or cuda:N.
         dtype: of the arithmetic.
         skip_bad: leave out structures that cannot be used, and list them.

@@ -73,7 +73,7 @@ def evaluate(
         skip_bad: leave out structures that cannot be used, and list them.
         calibration_split: of an ensemble: half of this split, drawn by a hash of the sid, is what
             the uncertainty is calibrated on, and does not count in its coverage; by default of the
-            first one with labels.
+            first one with labels but that of the training, whose errors are too small.
         energy_key: entry of files that ASE reads that is the energy, eV; by default as in training.
         tags: what tags mean in files that ASE reads, oc20 or ase; by default as in training.
         relaxed: folder to write SPLIT.extxyz to, the structures that the position head predicts.
@@ -102,7 +102,7 @@ def evaluate(
     datasets = source.open(splits, model)
     median, baseline = source.training_median()
     found = {split: infer(model, datasets[split], batch_size, split) for split in splits}
-    uncertainty = _assess(model, found, out, calibration_split)
+    uncertainty = _assess(model, found, out, calibration_split, source.own.train)
     _say_what_labels_lack(found)
     structures, moved = _write_relaxed(model, datasets, relaxed, batch_size)
     results = {split: _metrics(part, median) for split, part in found.items()}

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Never, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from molflt.evaluation.results import RESULTS, run_weights, why_of_others
 from molflt.files import read_json, shown
 from molflt.metrics import Metric
 from molflt.plots.training import read_columns
@@ -52,6 +53,8 @@ class Run(NamedTuple):
     """of results.json; empty before it is evaluated"""
     errors: Mapping[str, NDArray[np.float64]]
     """|error| of the systems of each split, eV, where predictions.csv has them"""
+    unmeasured: str = ""
+    """why there are no results, where those that there are belong to others"""
 
     @property
     def _task(self) -> type[Task[Never, Never]]:
@@ -108,7 +111,8 @@ def _read_run(path: Path, name: str) -> Run:
     last, table = path / "checkpoints" / "last.ckpt", path / "metrics.csv"
     state = read_checkpoint(last) if last.is_file() else {}
     own = state.get("molflt", {})
-    results = read_results(path / "results.json")
+    unmeasured = why_of_others(path, run_weights(path))
+    results = {} if unmeasured else read_results(path / RESULTS)
     return Run(
         name,
         path,
@@ -120,6 +124,7 @@ def _read_run(path: Path, name: str) -> Run:
         read_columns(table) if table.is_file() else {},
         results,
         read_errors(path / "predictions.csv") if results else {},
+        unmeasured,
     )
 
 
@@ -224,6 +229,7 @@ def notes(runs: Sequence[Run]) -> list[str]:
         if len(groups) > 1:
             sides = " | ".join(", ".join(names) for names in groups.values())
             lines.append(f"different data: {sides} {what} other structures or items")
+    lines += [f"left out: {run.unmeasured}" for run in runs if run.unmeasured]
     absent = [str(run.path) for run in runs if not run.results]
     if absent:
         lines.append(f"not evaluated: {', '.join(absent)}; molflt evaluate RUN does it")

@@ -1,35 +1,91 @@
 """Predictions in shards: each process predicts some batches, and the files are merged afterwards.
 
 A shard has whole batches of all that one process would cut, so that its numbers are the same bits.
-Each row of its file says which structure it is of, and how many rows the shard and the whole have:
-what is lost or cut off is named.
+Each row of its file says which structure it is of, how many rows the shard and the whole have, and
+what made it: what is lost or cut off, or of another model or other structures, is named.
 """
 
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+from torch import nn
 
 from molflt.data.shards import MOST_SHARDS, Shard
+from molflt.data.structures import Structures
+from molflt.evaluation.ensemble import _digest
 from molflt.evaluation.report import csv_text
 from molflt.files import shown, write_atomically
 
-__all__ = ["ENDINGS", "merge_shards", "noted"]
+__all__ = ["ENDINGS", "made_of", "merge_shards", "noted"]
 
 _LARGEST = 2**32  # bytes of a file of one shard
 _KEY = "shard"
 _INDEX = re.compile(r"[0-9]{1,18}")
+_SHOWN = 16  # of a digest
 
 _Row = dict[str, object]
 
 
-def noted(rows: int, total: int) -> dict[str, object]:
-    """What each row of the file of a shard says beside its own: rows here, rows of all shards."""
-    return {_KEY: f"{rows} of {total}"}
+class _Note(NamedTuple):
+    """What each row of the file of a shard says of it."""
+
+    rows: int
+    total: int
+    """rows of all shards"""
+    made: Mapping[str, str]
+    """what made it"""
+
+    @classmethod
+    def read(cls, text: str) -> _Note:
+        counts, *made = text.split("; ")
+        found = re.fullmatch(r"(\d{1,18}) of (\d{1,18})", counts)
+        if found is None:
+            raise ValueError(f"{text!r} is no number of rows")
+        if not made:
+            raise ValueError("an earlier version wrote it, which does not say of what model it is")
+        parts = (part.partition(" ") for part in made)
+        return cls(int(found[1]), int(found[2]), {name: value for name, _, value in parts})
+
+
+def noted(rows: int, total: int, made: Mapping[str, object]) -> dict[str, object]:
+    """What each row of the file of a shard says beside its own.
+
+    Args:
+        rows: of this shard.
+        total: of all shards.
+        made: what made it, as `made_of` gives it.
+    """
+    return {_KEY: "; ".join([f"{rows} of {total}", *(f"{k} {made[k]}" for k in made)])}
+
+
+def made_of(model: nn.Module, dataset: Structures, **options: object) -> dict[str, object]:
+    """What decides about the predictions of a data set: shards of others are not merged.
+
+    Args:
+        model: of energies, or an ensemble.
+        dataset: all of it; its files are read once.
+        options: of the prediction.
+
+    Returns:
+        Digests of weights and data, and the options.
+    """
+    members = getattr(model, "members", [model])
+    weights = hashlib.sha256("".join(sorted(map(_digest, members))).encode())
+    data = hashlib.sha256(dataset.natoms.astype("<i8").tobytes())  # without what was left out
+    path = dataset.path
+    for file in sorted(path.glob("*.lmdb")) if path.is_dir() else [path]:
+        with open(file, "rb") as opened:
+            data.update(hashlib.file_digest(opened, "sha256").digest())
+    digests = {"weights": weights, "data": data}
+    return {**{name: one.hexdigest()[:_SHOWN] for name, one in digests.items()}, **options}
 
 
 def _csv_rows(text: str) -> list[_Row]:
@@ -47,7 +103,7 @@ def _json_rows(text: str) -> list[_Row]:
 
 
 _COUNT = re.compile(r"\d{1,9}\n")
-_NOTED = re.compile(r' index=(\d+) shard="(\d+ of \d+)"(?=\s|$)')
+_NOTED = re.compile(r' index=(\d+) shard="([^"]*)"(?=\s|$)')
 
 
 def _frames(text: str) -> list[_Row]:
@@ -96,8 +152,8 @@ def merge_shards(out: Path) -> int:
 
     Raises:
         FileNotFoundError: if there are no shards of that name.
-        ValueError: naming the shards that are missing, damaged, or of another division or data
-            set, and how to repeat them; or if the ending is none of predictions in shards.
+        ValueError: naming the shards that are missing, damaged, or of another division, model or
+            data set, and how to repeat them; or if the ending is none of predictions in shards.
     """
     if out.suffix not in _FORMATS:
         raise ValueError(
@@ -107,14 +163,16 @@ def merge_shards(out: Path) -> int:
     read, write = _FORMATS[out.suffix]
     shards = _shards(out)
     parts: dict[Shard, list[_Row]] = {}
+    notes: dict[Shard, _Note] = {}
     faults = []
     for shard in shards:
         try:
-            parts[shard] = _whole(read(_text(shard.path(out))))
+            parts[shard], notes[shard] = _whole(read(_text(shard.path(out))))
         except (ValueError, KeyError, TypeError, csv.Error, RecursionError) as error:
             faults.append(f"{shard.path(out)}: damaged: {shown(str(error), 100)}; {_again(shard)}")
     if faults:
         raise ValueError("; ".join(faults))
+    _check_alike(out, notes)
     rows = [row for part in parts.values() for row in part]
     columns = [set(row) for row in rows]
     if unlike := set().union(*columns) - columns[0].intersection(*columns):
@@ -122,13 +180,16 @@ def merge_shards(out: Path) -> int:
             f"{out}: its shards do not all have {shown(sorted(unlike))}; expected the same columns "
             "in each; predict all shards again with the same options"
         )
-    totals = {str(row.pop(_KEY)).rpartition(" ")[2] for row in rows}
+    for row in rows:
+        del row[_KEY]
+    totals = {note.total for note in notes.values()}
     rows.sort(key=lambda row: int(str(row["index"])))
-    if totals != {str(len(rows))} or [int(str(r["index"])) for r in rows] != list(range(len(rows))):
+    places = {int(str(row["index"])) for row in rows}  # not of structures that were left out
+    if totals != {len(rows)} or len(places) != len(rows):
+        expected = " or ".join(map(str, sorted(totals)))
         raise ValueError(
-            f"{out}: its shards are not of one data set and batch size; expected each structure "
-            f"once; got {len(rows):,} of {' or '.join(sorted(totals))}; predict all shards again "
-            "with the same options"
+            f"{out}: its shards are not of one division; expected each structure once; got "
+            f"{len(rows):,} of {expected}; predict all shards again with the same options"
         )
     write_atomically(out, write(rows).encode())
     return len(rows)
@@ -169,16 +230,34 @@ def _text(path: Path) -> str:
     return text
 
 
-def _whole(rows: list[_Row]) -> list[_Row]:
+def _check_alike(out: Path, notes: Mapping[Shard, _Note]) -> None:
+    """Raises ValueError for two shards that were not made of the same, naming both."""
+    first, *others = notes
+    own = notes[first].made
+    for shard in others:
+        theirs = notes[shard].made
+        unlike = [name for name in {**own, **theirs} if own.get(name) != theirs.get(name)]
+        if unlike:
+            words = ", ".join(f"{n} {own.get(n)} and {theirs.get(n)}" for n in unlike)
+            raise ValueError(
+                f"{first.path(out)} and {shard.path(out)}: not of one prediction: "
+                f"{shown(words, 300)}; predict all shards again with the same model, structures "
+                "and options"
+            )
+
+
+def _whole(rows: list[_Row]) -> tuple[list[_Row], _Note]:
     """Rows of a shard that has all that it says it has."""
     notes = {str(row[_KEY]) for row in rows}
-    said = re.fullmatch(r"(\d+) of \d+", notes.pop()) if len(notes) == 1 else None
-    if said is None or int(said[1]) != len(rows):
-        raise ValueError(f"expected {said[1] if said else 'a number of'} rows; got {len(rows)}")
+    if len(notes) != 1:
+        raise ValueError(f"expected one note in all rows; got {len(notes)}")
+    note = _Note.read(notes.pop())
+    if note.rows != len(rows):
+        raise ValueError(f"expected {note.rows} rows; got {len(rows)}")
     for row in rows:
         if not _INDEX.fullmatch(str(row["index"])):
             raise ValueError("an index is no whole number")
-    return rows
+    return rows, note
 
 
 def _again(shard: Shard) -> str:

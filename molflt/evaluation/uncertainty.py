@@ -79,7 +79,7 @@ def _check_asked(model: nn.Module, split: str | None, splits: Sequence[str]) -> 
 
 
 def _assess(
-    model: nn.Module, found: Mapping[str, Predictions], out: Path, split: str | None
+    model: nn.Module, found: Mapping[str, Predictions], out: Path, split: str | None, learned: str
 ) -> _Uncertainty:
     """Calibrates the uncertainty of an ensemble, and writes uncertainty.json and uncertainty.png.
 
@@ -87,18 +87,20 @@ def _assess(
         model: nothing is done for one that is no ensemble.
         found: split -> predictions.
         out: folder to write.
-        split: half of which calibrates; by default the first one with labels. Without any, and if
-            that half has less than 20 of them, there is only the spread.
+        split: half of which calibrates; by default the first one with labels but `learned`. Without
+            any, and if that half has less than 20 of them, there is only the spread.
+        learned: the split of the training, whose errors are too small.
 
     Raises:
         ValueError: if the split that was named has less than 20 labels in that half.
     """
     if not isinstance(model, EnsembleRegressor):
         return _Uncertainty({}, "", {}, [])
-    labeled = [name for name, part in found.items() if part.labeled.any()]
+    labeled = [name for name, part in found.items() if part.labeled.any() and name != learned]
     columns = {name: {"spread_eV": part.spread} for name, part in found.items()}
     if split is None and not labeled:
-        _warn("no labels to calibrate the uncertainty with; there is only the spread, spread_eV")
+        why = f" beside those of {learned}, which was learned" if learned in found else ""
+        _warn(f"no labels to calibrate the uncertainty with{why}; there is only the spread")
         return _Uncertainty({name: _row(part) for name, part in found.items()}, "", columns, [])
     named, split = split, split or labeled[0]
     part = found[split]

@@ -14,7 +14,7 @@ from molflt.files import shown, write_atomically
 from molflt.pretrained.card import card
 from molflt.pretrained.hub import ModelHubMixin
 from molflt.pretrained.trained import Trained, read_trained
-from molflt.training.exported import write_exported
+from molflt.training.exported import check_replaceable, write_exported
 from molflt.training.sources import HUB
 
 if TYPE_CHECKING:
@@ -73,7 +73,10 @@ class Pretrained(ModelHubMixin):
         return f"{self.name}: {self.about or self.trained.recipe}"
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.summary})"
+        unmeasured = self.trained.unmeasured
+        return (
+            f"{type(self).__name__}({self.summary}{unmeasured and f'; not measured: {unmeasured}'})"
+        )
 
     def _save_pretrained(self, save_directory: Path) -> None:
         if self.about is not None and (len(self.about) > _LONGEST or not self.about.isprintable()):
@@ -123,6 +126,10 @@ class Pretrained(ModelHubMixin):
         ) -> Self: ...
 
     else:  # errors become one line
+
+        def save_pretrained(self, save_directory, **options):
+            check_replaceable(Path(save_directory))  # before the mixin removes a config.json
+            return super().save_pretrained(save_directory, **options)
 
         @classmethod
         def from_pretrained(cls, pretrained_model_name_or_path, **options):

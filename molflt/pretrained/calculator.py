@@ -34,7 +34,7 @@ class Calculator(AseCalculator):
     Args:
         source: what `molflt.load` takes: the folder of a training run, an exported model,
             ``hf:OWNER/NAME``; or what it has returned, or its model.
-        checkpoint: best, last, or a safetensors file; of a run.
+        checkpoint: of a run: best (the default), last, or a safetensors file.
         device: auto, cpu, cuda or cuda:N.
         dtype: of the arithmetic; float32 takes half of the time, and its forces are rounded to
             some 1e-5 eV/Å.
@@ -51,7 +51,7 @@ class Calculator(AseCalculator):
     def __init__(
         self,
         source: str | Path | Pretrained | nn.Module,
-        checkpoint: str = "best",
+        checkpoint: str | None = None,
         device: str = "auto",
         dtype: Literal["float32", "float64"] = "float64",
         **options: Any,
@@ -61,6 +61,8 @@ class Calculator(AseCalculator):
             raise ValueError(f"dtype={dtype!r} is unknown; expected one of {', '.join(_DTYPES)}")
         if isinstance(source, Pretrained):
             source = source.model
+        if isinstance(source, nn.Module) and checkpoint is not None:
+            raise ValueError(f"checkpoint={checkpoint!r} is of a run; got a model; leave it out")
         if isinstance(source, nn.Module):
             name, model = "the model", copy.deepcopy(source).eval()
         else:

@@ -33,7 +33,7 @@ def load(
     source: None = ...,
     device: str = ...,
     *,
-    checkpoint: str = ...,
+    checkpoint: str | None = ...,
     also: Sequence[str | Path] = ...,
     compiled: bool = ...,
 ) -> EnergyPredictor: ...
@@ -44,7 +44,7 @@ def load(
     source: str | Path | None,
     device: str = ...,
     *,
-    checkpoint: str = ...,
+    checkpoint: str | None = ...,
     also: Sequence[str | Path] = ...,
     compiled: bool = ...,
 ) -> Any: ...
@@ -54,7 +54,7 @@ def load(
     source: str | Path | None = None,
     device: str = "cpu",
     *,
-    checkpoint: str = "best",
+    checkpoint: str | None = None,
     also: Sequence[str | Path] = (),
     compiled: bool = False,
 ) -> _Loaded:
@@ -65,7 +65,7 @@ def load(
             its folder or its model.safetensors; weights within a run; ``hf:OWNER/NAME`` on the
             Hugging Face Hub; or one that comes with the package, by default the recommended one.
         device: cpu, cuda, cuda:N, or auto.
-        checkpoint: of a run: best, last, or the path of a safetensors file.
+        checkpoint: of a run: best (the default), last, or the path of a safetensors file.
         also: further runs that make an ensemble with `source`, whose spread is an uncertainty.
         compiled: compute energies, and nothing else, with the machine code beside an exported
             model that `molflt export --compiled true` has written. Only for what you trust.

@@ -29,7 +29,7 @@ class TorchSimModel(ModelInterface):
 
     Args:
         source: as for `molflt.Calculator`.
-        checkpoint: best, last, or a safetensors file; of a run.
+        checkpoint: of a run: best (the default), last, or a safetensors file.
         device: auto, cpu, cuda or cuda:N.
         dtype: "float32" or "float64"; that of the state's positions.
 
@@ -41,7 +41,7 @@ class TorchSimModel(ModelInterface):
     def __init__(
         self,
         source: str | Path | Pretrained | nn.Module,
-        checkpoint: str = "best",
+        checkpoint: str | None = None,
         device: str = "auto",
         dtype: str = "float64",
     ) -> None:

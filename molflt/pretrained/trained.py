@@ -11,8 +11,9 @@ from torch import nn
 
 from molflt.data.structures.domain import DOMAIN
 from molflt.evaluation.ensemble import ENSEMBLE, EnsembleRegressor, load_ensemble
+from molflt.evaluation.results import RESULTS, why_of_others
 from molflt.evaluation.uncertainty import CALIBRATION
-from molflt.training.checkpoint import device_named, load_run
+from molflt.training.checkpoint import device_named, load_run, weights_of
 from molflt.training.config import Config, read_config
 from molflt.training.exported import build, is_exported, read_exported
 from molflt.training.sources import EXPECTED, find
@@ -20,7 +21,6 @@ from molflt.training.sources import EXPECTED, find
 __all__ = ["Trained", "read_trained"]
 
 _KEPT = (DOMAIN, "references.json", "vocabulary.json", "classes.json", "tokenizer.json")
-_RESULTS = "results.json"
 
 
 class Trained(NamedTuple):
@@ -43,6 +43,8 @@ class Trained(NamedTuple):
     about: str | None = None
     license: str | None = None
     datasets: Sequence[str] = ()
+    unmeasured: str = ""
+    """why there are no results, where those that there are belong to others"""
 
     def label(self, name: str) -> str:
         """What messages call one of its files."""
@@ -57,7 +59,7 @@ class Trained(NamedTuple):
 
 def read_trained(
     source: str | Path | None,
-    checkpoint: str = "best",
+    checkpoint: str | None = None,
     device: str = "cpu",
     also: Sequence[str | Path] = (),
     hub: Mapping[str, object] | None = None,
@@ -66,16 +68,23 @@ def read_trained(
 
     Args:
         source: as for `molflt.training.sources.find`.
-        checkpoint: of a run: best, last, or the path of a safetensors file.
+        checkpoint: of a run: best (the default), last, or the path of a safetensors file.
         device: cpu, cuda, cuda:N, or auto.
         also: further runs that make an ensemble with `source`, a run.
         hub: options of `huggingface_hub.snapshot_download`.
 
     Raises:
         FileNotFoundError: if there is nothing of that name, or a part is missing.
-        ValueError: naming what is damaged, or does not go together.
+        ValueError: naming what is damaged, or does not go together; for a `checkpoint` of what is
+            no run.
     """
     path = find(source, hub)
+    if path.is_file() and checkpoint is not None:
+        raise ValueError(
+            f"{source or path}: weights, not a run; --checkpoint {checkpoint} has no effect; leave "
+            "it out"
+        )
+    checkpoint = checkpoint or "best"
     if path.is_file() and path.suffix == ".safetensors" and is_exported(path):
         if also:
             raise ValueError(
@@ -91,9 +100,10 @@ def read_trained(
     if also:
         model, config = load_ensemble([run, *map(Path, also)], checkpoint, device)
         options = [read_config(Path(one))["model"] for one in (run, *also)]
-        return _of_run(run, model, config, options, run / ENSEMBLE)
+        weights = [weights_of(Path(one), checkpoint) for one in (run, *also)]
+        return _of_run(run, model, config, options, run / ENSEMBLE, weights)
     alone, config = load_run(run, checkpoint, device)
-    return _of_run(run, alone, config, [config["model"]], run)
+    return _of_run(run, alone, config, [config["model"]], run, [weights_of(run, checkpoint)])
 
 
 def _run_of(weights: Path) -> Path:
@@ -108,18 +118,27 @@ def _run_of(weights: Path) -> Path:
 
 
 def _of_run(
-    run: Path, model: nn.Module, config: Config, options: list[dict[str, object]], evaluated: Path
+    run: Path,
+    model: nn.Module,
+    config: Config,
+    options: list[dict[str, object]],
+    evaluated: Path,
+    weights: list[Path],
 ) -> Trained:
     files = {name: read for name in _KEPT if (read := _json(run / name)) is not None}
     calibration = _json(evaluated / CALIBRATION)
     if isinstance(model, EnsembleRegressor) and calibration is not None:
-        files[CALIBRATION] = calibration
-    results = _json(evaluated / _RESULTS)
+        own = not isinstance(calibration, dict) or calibration.get("members") == sorted(
+            model.weights
+        )
+        files |= {CALIBRATION: calibration} if own else {}
+    unmeasured = why_of_others(evaluated, weights)
+    results = None if unmeasured else _json(evaluated / RESULTS)
     found = results if isinstance(results, dict) else {}
     data = {"task": "name", "tags": "tags"}
     named = {kept: config["data"][name] for name, kept in data.items() if name in config["data"]}
     task = {**config["task"], **named}
-    return Trained(run, config["recipe"], model, options, task, found, files)
+    return Trained(run, config["recipe"], model, options, task, found, files, unmeasured=unmeasured)
 
 
 def _json(path: Path) -> object:

@@ -20,7 +20,8 @@ from molflt.training.config import Config, read_config
 from molflt.training.recipes import Recipe
 
 __all__ = ["Checkpoint", "check_unchanged", "check_weights", "count_parameters", "device_named"]
-__all__ += ["load_run", "model_weights", "read_checkpoint", "save_weights", "write_checkpoint"]
+__all__ += ["load_run", "model_weights", "read_checkpoint", "save_weights", "weights_digest"]
+__all__ += ["weights_of", "write_checkpoint"]
 
 Checkpoint = dict[str, Any]  # Lightning's, and under "molflt" what the run was begun with
 
@@ -86,8 +87,7 @@ def load_run(
             f"{run}: a run of recipe {config['recipe']}; expected one of recipe {recipe}; train it "
             f"with molflt train --recipe {recipe}"
         )
-    named = checkpoint in ("best", "last")
-    path = run / "checkpoints" / f"{checkpoint}.safetensors" if named else Path(checkpoint)
+    path = weights_of(run, checkpoint)
     weights, options, files = _read_weights(path)
     for name in files:
         check_unchanged(run / name, path, files)
@@ -105,6 +105,24 @@ def load_run(
     check_weights(path, model, weights)
     model.load_state_dict(weights)
     return model.to(device).eval(), config
+
+
+def weights_of(run: Path, checkpoint: str) -> Path:
+    """File of the weights of a run that are called best or last, or have a path of their own."""
+    named = checkpoint in ("best", "last")
+    return run / "checkpoints" / f"{checkpoint}.safetensors" if named else Path(checkpoint)
+
+
+def weights_digest(path: Path) -> str:
+    """sha256 of a file of weights, as its header says it, else of its bytes; "" without a file."""
+    if not path.is_file():
+        return ""
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            said = (file.metadata() or {}).get("sha256")
+    except safetensors.SafetensorError:  # whoever loads it says so
+        said = None
+    return said or hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def check_unchanged(kept: Path, weights: Path, files: Mapping[str, object]) -> None:

@@ -20,7 +20,8 @@ from molflt.files import expect_readable, save_tensors, shown, verify_tensors, w
 from molflt.training.checkpoint import check_weights
 from molflt.training.recipes import Recipe
 
-__all__ = ["Exported", "build", "exported_recipe", "is_exported", "read_exported", "write_exported"]
+__all__ = ["Exported", "build", "check_replaceable", "exported_recipe", "is_exported"]
+__all__ += ["read_exported", "write_exported"]
 
 _KEY, _FORMAT = "molflt", 1
 _GONE = "export it again, or get the file again"
@@ -75,6 +76,25 @@ def write_exported(
     save_tensors(files[0], own, {"format": "pt", _KEY: text})
     write_atomically(files[1], text.encode())
     return files
+
+
+def check_replaceable(folder: Path) -> None:
+    """Refuses a folder in which an export would overwrite what is none.
+
+    Raises:
+        ValueError: naming the file.
+    """
+    try:
+        if is_exported(folder / "model.safetensors"):
+            return
+    except (ValueError, FileNotFoundError):
+        pass
+    for name in ("model.safetensors", "config.json", "README.md"):
+        if (folder / name).exists():
+            raise ValueError(
+                f"{folder / name}: is there already, and of no model that molflt exported; "
+                "expected a new folder, or an earlier export; choose another one"
+            )
 
 
 def is_exported(path: Path) -> bool:

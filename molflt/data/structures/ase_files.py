@@ -135,6 +135,9 @@ class AseStructures(Structures):
     def __getitem__(self, index: int) -> Data:
         return self._records[self._stored(index)].clone()
 
+    def place(self, index: int) -> int:
+        return self._frames[self._stored(index)]
+
     def where(self, index: int) -> str:
         return f"{self.path}: frame {self._frames[index]}"
 

@@ -151,6 +151,10 @@ class Structures(Dataset["Data"], ABC):
         """What messages call a structure: its file and its place in there."""
         return f"{self.path}: structure {index}"
 
+    def place(self, index: int) -> int:
+        """Which structure of the file one is, from 0 on; those that were left out count."""
+        return self._stored(index)
+
     def with_unwrapped(self, index: int) -> tuple[Data, int]:
         """A structure, and how many of its free atoms the file has in another periodic image."""
         return self[index], 0

@@ -106,6 +106,9 @@ class GameNet(Structures):
         """Whether this is the archive as published."""
         return _sha256(self.path) == GAME_NET.sha256
 
+    def place(self, index: int) -> int:
+        return int(self._records[self._stored(index)].sid)
+
     def __len__(self) -> int:
         return len(self._records)
 

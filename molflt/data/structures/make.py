@@ -31,6 +31,7 @@ from molflt.data.structures.make_files import (
 from molflt.data.structures.make_processes import _in_processes
 from molflt.data.structures.make_settings import (
     _SIZES,
+    _alone,
     _claim,
     _read_settings,
     _references,
@@ -109,7 +110,8 @@ def make(
             share the folder; when all shards are made, the same command without it joins them.
 
     Raises:
-        ValueError: a number is out of range, or the folder holds data of other settings.
+        ValueError: a number is out of range, the folder holds data of other settings, or another
+            process makes the same in it.
         ModuleNotFoundError: the calculator's package is not installed; says what to install.
         OSError: the folder cannot be written.
     """
@@ -127,29 +129,31 @@ def make(
         "val": val,
         "frames": frames,
     }
-    _claim(directory, settings)
-    references = _references(directory, calculator)
-    plan = _Plan(calculator, seed, tuple(references.items()), frames)
-    sizes = {split: train if split == "train" else val for split in _SPLITS}
-    splits = [split for split in _SPLITS if _made(directory, split) < sizes[split]]
-    tasks = {
-        split: [_Task(directory, plan, split, i) for i in range(sizes[split])] for split in splits
-    }
-    for split in splits:
-        _take_apart(directory, tasks[split], part)
-    every = list(itertools.chain(*tasks.values()))
-    try:
-        _relax_all([task for task in every if task.belongs_to(part)], workers)
-    except KeyboardInterrupt:
-        print(f"\ninterrupted; the same command continues from what is in {directory / _PARTS}")
-        raise
-    if part is not None:
-        _print_shards(directory, part, every)
-        return
-    for split in splits:
-        _join(directory, tasks[split], settings)
-    shutil.rmtree(directory / _PARTS, ignore_errors=True)
-    _print_summary(directory)
+    with _alone(directory, part):
+        _claim(directory, settings)
+        references = _references(directory, calculator)
+        plan = _Plan(calculator, seed, tuple(references.items()), frames)
+        sizes = {split: train if split == "train" else val for split in _SPLITS}
+        splits = [split for split in _SPLITS if _made(directory, split) < sizes[split]]
+        tasks = {
+            split: [_Task(directory, plan, split, i) for i in range(sizes[split])]
+            for split in splits
+        }
+        for split in splits:
+            _take_apart(directory, tasks[split], part)
+        every = list(itertools.chain(*tasks.values()))
+        try:
+            _relax_all([task for task in every if task.belongs_to(part)], workers)
+        except KeyboardInterrupt:
+            print(f"\ninterrupted; the same command continues from what is in {directory / _PARTS}")
+            raise
+        if part is not None:
+            _print_shards(directory, part, every)
+            return
+        for split in splits:
+            _join(directory, tasks[split], settings)
+        shutil.rmtree(directory / _PARTS, ignore_errors=True)
+        _print_summary(directory)
 
 
 def _check_sizes(train: int, val: int, seed: int, workers: int) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
+from molflt.data.shards import Shard
 from molflt.data.structures.make_files import _are_counts
 from molflt.data.structures.make_processes import _in_processes
 from molflt.data.structures.make_systems import _SPLITS
 from molflt.data.structures.references import linear_references, molecule_energies
 from molflt.files import shown, write_atomically
+from molflt.lock import FolderLock
 
 _SETTINGS = "made.json"
 _SIZES = ("train", "val")
@@ -18,6 +21,24 @@ _SIZES = ("train", "val")
 
 def _store_path(directory: Path, split: str) -> Path:
     return directory / f"{split}.safetensors"
+
+
+@contextlib.contextmanager
+def _alone(directory: Path, shard: Shard | None) -> Iterator[None]:
+    """Keeps others from making the same in a folder; shards go on side by side.
+
+    Raises:
+        ValueError: if another process makes all of it, or this shard; for all, or any shard.
+    """
+    doing = "is making data in this folder; wait for it, or choose another folder"
+    with contextlib.ExitStack() as held:
+        whole = FolderLock(directory, doing, shared=shard is not None)
+        held.enter_context(whole.held())
+        if shard is not None:
+            doing = f"is making shard {shard} in this folder; wait for it, or make another shard"
+            name = f".lock.{shard.number}-of-{shard.total}"
+            held.enter_context(FolderLock(directory, doing, name).held())
+        yield
 
 
 def _claim(directory: Path, settings: dict[str, object]) -> None:

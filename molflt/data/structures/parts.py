@@ -63,6 +63,9 @@ class Part(Structures):
     def compositions(self, indices: NDArray[np.int64]) -> NDArray[np.float64]:
         return self.source.compositions(self._kept[indices])
 
+    def place(self, index: int) -> int:
+        return self.source.place(self._stored(index))
+
     def where(self, index: int) -> str:
         return self.source.where(self._stored(index))
 

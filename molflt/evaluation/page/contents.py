@@ -11,6 +11,7 @@ from typing import TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from molflt.evaluation.results import RESULTS, run_weights, why_of_others
 from molflt.evaluation.runs import Results, Run, read_errors, read_results
 from molflt.files import shown, verify_tensors
 from molflt.plots.training import read_columns
@@ -42,6 +43,7 @@ class Contents:
         predictions: rows of predictions.csv.
         groups: rows of errors_by_group.csv.
         versions: of versions.json.
+        unmeasured: why there are no results, where those that there are belong to others.
         missing: a line for everything that is not there or damaged.
     """
 
@@ -52,6 +54,7 @@ class Contents:
     predictions: Sequence[Row] = ()
     groups: Sequence[Row] = ()
     versions: Mapping[str, object] = field(default_factory=dict)
+    unmeasured: str = ""
     missing: list[str] = field(default_factory=list)
 
     def attempt(self, read: Callable[[], _Found], otherwise: _Found) -> _Found:
@@ -99,12 +102,16 @@ def read_contents(path: Path) -> Contents:
         found.columns = {name: values[known] for name, values in columns.items()}
     else:
         found.missing.append(f"{table}: not there; no curves")
-    found.results = found.attempt(lambda: read_results(path / "results.json"), {})
+    found.unmeasured = found.attempt(lambda: why_of_others(path, run_weights(path)), "")
+    if found.unmeasured:
+        found.missing.append(f"{found.unmeasured}; left out; molflt evaluate RUN makes those of it")
     found.versions = found.attempt(lambda: read_versions(path), {})
     if not found.versions and not any("versions.json" in line for line in found.missing):
         found.missing.append(f"{path / 'versions.json'}: not there; versions are unknown")
-    found.predictions = found.attempt(lambda: _rows(path / "predictions.csv"), [])
-    found.groups = found.attempt(lambda: _rows(path / "errors_by_group.csv"), [])
+    if not found.unmeasured:
+        found.results = found.attempt(lambda: read_results(path / RESULTS), {})
+        found.predictions = found.attempt(lambda: _rows(path / "predictions.csv"), [])
+        found.groups = found.attempt(lambda: _rows(path / "errors_by_group.csv"), [])
     if config is not None:
         found.run = _run(found, config, state)
         _say_what_lacks(found, found.run, "stopped" in own)
@@ -126,7 +133,7 @@ def _run(found: Contents, config: Config, state: Checkpoint) -> Run:
         own.get("data", {}),
         found.columns,
         found.results,
-        found.attempt(lambda: read_errors(path / "predictions.csv"), {}),
+        found.attempt(lambda: read_errors(path / "predictions.csv"), {}) if found.results else {},
     )
 
 
@@ -142,6 +149,8 @@ def _say_what_lacks(found: Contents, run: Run, stopped: bool) -> None:
     best = found.path / "checkpoints" / "best.safetensors"
     if run.best is not None and not best.is_file():
         found.missing.append(f"{best}: not there; the weights of the run are lost")
+    if found.unmeasured:
+        return
     if not found.results:
         found.missing.append(f"{found.path}: not evaluated; molflt evaluate RUN does it")
     elif run.config["recipe"] in OF_STRUCTURES and not found.predictions:

@@ -1,0 +1,112 @@
+"""Of which weights and which data the results of an evaluation are: a note beside results.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from molflt.files import read_json, shown, write_atomically
+from molflt.training.checkpoint import weights_digest
+from molflt.training.config import Config
+
+__all__ = ["Origin", "origin_of", "run_weights", "why_of_others", "write_results"]
+
+RESULTS = "results.json"
+"""Name of the file with the metrics by split, in the folder of an evaluation."""
+
+_NOTE = "results_of.json"
+_MOST_BYTES = 1_000_000
+_SPLITS = ("train", "val", "test")  # what the names of a data set's own splits begin with
+
+Origin = dict[str, object]
+"""checkpoint, weights (sha256 of each member, sorted) and data (None: the run's own)"""
+
+
+def origin_of(weights: Iterable[Path], checkpoint: str) -> Origin:
+    """What an evaluation is of.
+
+    Args:
+        weights: files of the members; to be read before the evaluation, which may take long.
+        checkpoint: what they are called.
+    """
+    digests = sorted(weights_digest(path) for path in weights)
+    return {"checkpoint": checkpoint, "weights": digests, "data": None}
+
+
+def write_results(
+    out: Path,
+    results: Mapping[str, Mapping[str, float | None]],
+    origin: Origin,
+    config: Config,
+    data: object,
+) -> list[Path]:
+    """Writes results.json, and beside it what it is of.
+
+    Args:
+        out: folder.
+        results: split -> metrics, finite ones or None.
+        origin: as `origin_of` gives it.
+        config: of the run.
+        data: what was given as the data of the evaluation; None for the run's own.
+
+    Returns:
+        What was written.
+    """
+    paths = [out / RESULTS, out / _NOTE]
+    known = {**origin, "data": _others(config["data"], data, results)}
+    paths[1].unlink(missing_ok=True)  # never that of other results
+    for path, content in zip(paths, (results, known), strict=True):
+        write_atomically(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
+    return paths
+
+
+def _others(own: Mapping[str, object], data: object, splits: Iterable[str]) -> str | None:
+    """The data, if they are not the run's and their results do not have their name, either."""
+    sources = [str(own[key]) for key in ("root", "train", "val", "test") if own.get(key)]
+    if data is None or not sources:  # of learned optimizers, they are part of a task
+        return None
+    path = Path(str(data))
+    if any(_is_within(path, Path(source)) for source in sources):
+        return None
+    named = all(one in (path.name, path.stem) and not one.startswith(_SPLITS) for one in splits)
+    return None if named else str(data)
+
+
+def _is_within(data: Path, source: Path) -> bool:
+    """Whether data are a run's, or a file of them; what has moved still has its name."""
+    if source.exists():
+        return source.resolve() in (data.resolve(), *data.resolve().parents)
+    return data == source or data.name == source.name
+
+
+def run_weights(run: Path) -> list[Path]:
+    """Weights that a run as a whole stands for: the best ones; without them the last ones."""
+    files = [run / "checkpoints" / f"{name}.safetensors" for name in ("best", "last")]
+    return [path for path in files if path.is_file()][:1]
+
+
+def why_of_others(folder: Path, weights: Sequence[Path]) -> str:
+    """Why results are not of these weights and of the data of their run, in words; "" if they are.
+
+    Those of earlier versions, which have not said what they are of, pass.
+
+    Args:
+        folder: of the evaluation.
+        weights: files of all members; without any, only the data count.
+
+    Raises:
+        ValueError: naming the note, if it is damaged.
+    """
+    path, note = folder / RESULTS, folder / _NOTE
+    if not path.is_file() or not note.is_file():
+        return ""
+    expected, hint = "weights and data of results.json", "evaluate the run again"
+    found = read_json(note, _MOST_BYTES, expected, hint)
+    if not isinstance(found, dict) or not {"checkpoint", "weights", "data"} <= found.keys():
+        raise ValueError(f"{note}: expected {expected}; got {shown(found)}; {hint}")
+    if found["data"] is not None:
+        return f"{path}: of other data, {shown(found['data'])}"
+    if weights and found["weights"] != sorted(weights_digest(one) for one in weights):
+        return f"{path}: of other weights, checkpoint {shown(found['checkpoint'])} at that time"
+    return ""

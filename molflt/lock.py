@@ -1,0 +1,139 @@
+"""One process per folder: a lock that ends with its process, however that ends."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+__all__ = ["FolderLock"]
+
+_held: set[TextIO] = set()  # of this process, which its forks must not keep
+if hasattr(os, "register_at_fork"):
+    # Closing a copy unlocks nothing; but a data worker that outlives a killed training would hold
+    # on to the lock.
+    os.register_at_fork(after_in_child=lambda: [file.close() for file in _held])
+
+
+class FolderLock:
+    """Makes sure that nobody else works in a folder, in this process or in another.
+
+    The system lets go of the lock (``flock``) when the process ends, also after ``kill -9`` or a
+    power failure. The file ``.lock`` says who holds it and is removed at the end; one that is left
+    over does not matter.
+
+    Args:
+        folder: made if it is not there, and removed again if nothing came into it.
+        doing: what messages say behind the name of the holder: what it does, and what to do.
+        name: of the file; locks of other names have nothing to do with each other.
+        shared: keeps those away who want the folder for themselves, and those alone.
+    """
+
+    def __init__(self, folder: Path, doing: str, name: str = ".lock", shared: bool = False) -> None:
+        self.path = folder / name
+        self.doing = doing
+        self.shared = shared
+        self._file: TextIO | None = None
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Holds the lock inside of the block.
+
+        Raises:
+            ValueError: if another holds it; says who.
+            OSError: if the folder cannot be made or written to.
+        """
+        folder = self.path.parent
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = self._acquire()
+        _held.add(self._file)
+        try:
+            yield
+        finally:
+            _held.discard(self._file)
+            if not self.is_gone() and self._is_last():
+                self.path.unlink(missing_ok=True)  # before it is let go of: it is still ours
+            self._file.close()
+            with contextlib.suppress(OSError):  # as far as they are empty
+                for path in made:
+                    path.rmdir()
+
+    def _acquire(self) -> TextIO:
+        while True:
+            file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 (held beyond this block)
+            try:
+                _flock(file, self.shared)
+            except BlockingIOError:
+                holder = _holder(file)
+                file.close()
+                raise ValueError(f"{self.path.parent}: {holder} {self.doing}") from None
+            except BaseException:
+                file.close()
+                raise
+            self._file = file
+            if self.is_gone():
+                file.close()  # its holder removed it after we had opened it
+                continue
+            file.truncate(0)
+            if self.shared:  # several names would not stay true
+                return file
+            since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+            file.write(f"process {os.getpid()} on {socket.gethostname()} (since {since})\n")
+            file.flush()
+            return file
+
+    def _is_last(self) -> bool:
+        """Whether nobody else holds it."""
+        assert self._file is not None
+        try:
+            _flock(self._file, shared=False)
+        except BlockingIOError:
+            return False
+        return True
+
+    def is_gone(self) -> bool:
+        """Whether it is held, and the path leads to another file than the one held, or to none."""
+        if self._file is None:
+            return False
+        try:
+            return not os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            return True
+
+
+def _holder(file: TextIO) -> str:
+    """Who has locked a file: the holder writes its name into it just after it has locked it."""
+    for _ in range(100):
+        file.seek(0)
+        name = file.read(300)
+        if name.endswith("\n"):
+            return name.strip()
+        time.sleep(0.01)
+    return "another process"
+
+
+def _flock(file: TextIO, shared: bool) -> None:
+    """Locks a file, or says that there are no locks here.
+
+    Raises:
+        BlockingIOError: if another has locked it.
+    """
+    try:
+        import fcntl
+
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except (ImportError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EAGAIN):
+            raise BlockingIOError(error.errno, error.strerror) from error
+        print(
+            f"{file.name}: this system has no file locks; do not start a second process here",
+            file=sys.stderr,
+        )
