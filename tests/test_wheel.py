@@ -22,8 +22,6 @@ from ase.io import write
 from test_own_data import frames
 from tiny_run import SMALL, write_points
 
-from molflt.commands import cli
-
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
@@ -177,20 +175,15 @@ def shown() -> list[list[str] | str]:
     return steps
 
 
-def test_readme_in_a_folder_elsewhere(
-    installed: Installed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every command and example, after what a reader has to bring: structures and a potential."""
+def test_readme_in_a_folder_elsewhere(installed: Installed, tmp_path: Path) -> None:
+    """Every command and example, after what a reader has to bring: structures and forces."""
     write(tmp_path / "mine.extxyz", frames(12))
     slab = fcc111("Cu", (2, 2, 3), vacuum=8.0, periodic=True)
     add_adsorbate(slab, "O", height=1.2, position="fcc")
     slab.set_tags([0] * 4 + [1] * 8 + [2])
     for name in ("structures.extxyz", "slab.extxyz"):
         write(tmp_path / name, slab)
-    if "runs/potential" in README:
-        points = write_points(tmp_path / "points")
-        words = f"--recipe=potential --data.root={points} --run={tmp_path}/runs/potential {TINY}"
-        assert cli.main(["train", *words.split(), "--trainer.accelerator=cpu"]) == 0
+    write_points(tmp_path / "frames")
     steps = shown()
     assert {step[0] for step in steps if isinstance(step, list)} >= {"train", "evaluate", "predict"}
     assert any(isinstance(step, str) for step in steps)

@@ -102,22 +102,15 @@ def predict(
         more = {"mesh_order": mesh_order, "tags": tags, "shard": shard}
         refuse_idle(run, f"a model of the recipe {model.trained.recipe}", {**given, **more})
         _check_ending(out, _TABLES)
-        _write_rows(out, label(model, file, batch_size))
-        return
+        return _write_rows(out, label(model, file, batch_size))
     if mesh_order is not None:
         model.use_mesh_(mesh_order)
     reading = model.reading_of(file, tags)
     dataset = open_structures(file, skip_bad, reading)
     marks: list[dict[str, object]] = [{"index": dataset.place(i)} for i in range(len(dataset))]
     if part is not None and out is not None:
-        made = made_of(
-            model.model,
-            dataset,
-            batch_size=batch_size,
-            tags=reading.tags,
-            mesh_order=mesh_order,
-            compiled=compiled,
-        )
+        made = made_of(model.model, dataset, mesh_order=mesh_order, compiled=compiled)
+        made |= {"batch_size": batch_size, "tags": reading.tags}
         dataset, marks = _part(dataset, part, batch_size, made)
         out = part.path(out)
     if model.about is not None:

@@ -46,7 +46,7 @@ class IS2REData(BatchedData[Structures]):
             or absurd, counted, instead of stopping at the first one.
         val_fraction: share of the structures of one file to validate on; null is 0.1. The splits of
             a folder are taken as they are.
-        split_seed: of the draw of these. Runs of an ensemble have the same, and other `seed`s: only
+        split_seed: of the draw of these. Runs of an ensemble share it and differ in `seed`: only
             then has no member been trained on what another one is judged by.
         energy_key: entry of files that ASE reads that is the energy, eV, such as REF_energy; null
             is y_relaxed, else energy.
