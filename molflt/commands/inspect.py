@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from json import dumps
 from pathlib import Path
 
 from molflt.data.structures import Reading
 from molflt.data.structures.base import Tags
 from molflt.data.structures.splits import is_one_source, sources_in
-from molflt.data.structures.summary import Summary, summarize
+from molflt.data.structures.summary import Inspected, Summary, summarize
 
 __all__ = ["inspect"]
 
@@ -59,9 +59,9 @@ def inspect(
     if path.is_dir() and not is_one_source(path):
         if plot is not None:
             raise ValueError(f"--plot is for one file; got the folder {path}; name a file in it")
-        _inspect_folder(path, json, lambda each: summarize(each, limit, skip_bad, reading)[0])
+        _inspect_folder(path, json, lambda each: summarize(each, limit, skip_bad, reading))
         return
-    summary, energies, shown = summarize(path, limit, skip_bad, reading)
+    summary, energies, shown, _ = summarize(path, limit, skip_bad, reading)
     if plot is not None:
         from molflt.plots import structure_overview
 
@@ -70,17 +70,34 @@ def inspect(
     print(dumps(summary) if json else _as_text(summary))
 
 
-def _inspect_folder(path: Path, json: bool, look: Callable[[Path], Summary]) -> None:
+def _inspect_folder(path: Path, json: bool, look: Callable[[Path], Inspected]) -> None:
     found, others = sources_in(path)
+    splits: dict[str, Summary] = {}
+    earlier: dict[str, dict[bytes, int]] = {}
+    for name, each in found.items():
+        splits[name], *_, earlier[name] = look(each)
+        splits[name]["warnings"] += _shared(name, earlier)
+        if not json:
+            print(_as_text(splits[name]), end="\n\n")
     if json:
-        splits = {name: look(each) for name, each in found.items()}
         print(dumps({"path": str(path), "splits": splits, "others": others}))
         return
-    for each in found.values():
-        print(_as_text(look(each)), end="\n\n")
     print(
         f"{path}: {', '.join(found)}" + (f"; no structures in {', '.join(others)}" * bool(others))
     )
+
+
+def _shared(name: str, structures: Mapping[str, Mapping[bytes, int]]) -> list[str]:
+    """Warnings of structures of a split that are in an earlier one, too."""
+    own, texts = structures[name], []
+    for other, theirs in structures.items():
+        both = [sid for digest, sid in own.items() if digest in theirs]
+        if both and other != name:
+            texts.append(
+                f"structures of two splits: {len(both)} have the elements, cell and initial "
+                f"positions of one in {other}, for instance sid {both[0]}"
+            )
+    return texts
 
 
 def _as_text(summary: Summary) -> str:

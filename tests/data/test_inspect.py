@@ -74,6 +74,24 @@ def test_warnings(tmp_path, capsys):
     assert as_json(capsys, path)["warnings"] == []
 
 
+def test_structures_that_are_there_twice(tmp_path, capsys):
+    """In one source, and in two splits, where one would be judged by what it was trained on."""
+    one, two = record(0), record(1)
+    moved = record(0)
+    moved.pos = moved.pos + 1e-3
+    write_store(tmp_path / "train.safetensors", [one, two, record(0, y_relaxed=-1.0)])
+    write_store(tmp_path / "val_id.safetensors", [moved, two])
+    splits = as_json(capsys, tmp_path)["splits"]
+    text = "\n".join(splits["train"]["warnings"])
+    assert "repeated structures: 1 of 3 systems have the elements" in text
+    assert splits["val_id"]["warnings"] == [
+        "structures of two splits: 1 have the elements, cell and initial positions of one in "
+        f"train, for instance sid {two.sid}"
+    ]
+    assert main(["data", "inspect", str(tmp_path)]) == 0
+    assert "warning: structures of two splits: 1 have" in capsys.readouterr().out
+
+
 def test_without_any_labels(tmp_path, capsys):
     path = tmp_path / "test_id.safetensors"
     write_store(path, [record(i, y_init=None, y_relaxed=None, pos_relaxed=None) for i in (1, 2)])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, NotRequired, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from molflt.data.structures.labels import EnergyKind, energy_kind, label_faults,
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-__all__ = ["Summary", "summarize"]
+__all__ = ["Inspected", "Summary", "summarize"]
 
 _MOST_INITIAL = 100.0  # eV: an initial structure may be strained
 
@@ -53,9 +54,22 @@ class Summary(TypedDict):
     plot: NotRequired[str]
 
 
+class Inspected(NamedTuple):
+    """What one pass over a source finds."""
+
+    summary: Summary
+    """plain numbers and strings"""
+    energies: dict[str, np.ndarray]
+    """labels that are present, eV, by name"""
+    shown: Data
+    """a structure of typical size to draw"""
+    structures: dict[bytes, int]
+    """digest of elements, cell and initial positions -> sid of the first that has it"""
+
+
 def summarize(
     path: Path, limit: int | None = None, skip_bad: bool = False, reading: Reading = AS_IT_IS
-) -> tuple[Summary, dict[str, np.ndarray], Data]:
+) -> Inspected:
     """One pass over a source.
 
     Args:
@@ -63,21 +77,19 @@ def summarize(
         limit: look only at the first so many structures.
         skip_bad: leave out structures that are not valid, and list them.
         reading: what the entries of a file that ASE reads mean.
-
-    Returns:
-        The summary as plain numbers and strings; the labels that are present, eV, by name; and
-        one structure of typical size to draw.
     """
     structures = _OnePass(path, limit, skip_bad, reading)
     counts, sids = list[int](), list[int]()
     elements, tags = Counter[int](), Counter[int]()
     labels: dict[str, list[float]] = {"y_init": [], "y_relaxed": []}
     displacements, derivatives = list[np.ndarray](), Counter[str]()
+    digests: dict[bytes, int] = {}
     untagged = moved_atoms = 0
     shown: Data | None = None
     for record, moved in structures:
         counts.append(record.natoms)
         sids.append(record.sid)
+        digests.setdefault(_digest(record), record.sid)
         elements.update(record.atomic_numbers.tolist())
         tags.update(record.tags.tolist())
         untagged += not record.tags.any()
@@ -115,7 +127,21 @@ def summarize(
     }
     known = sids, np.array(counts), untagged, len(free_displacements), structures.hint
     summary["warnings"] = _warnings(summary, energies, *known)
-    return summary, {name: values[np.isfinite(values)] for name, values in energies.items()}, shown
+    if len(digests) < len(counts):
+        summary["warnings"].append(
+            f"repeated structures: {len(counts) - len(digests)} of {len(counts)} systems have the "
+            "elements, cell and initial positions of an earlier one"
+        )
+    present = {name: values[np.isfinite(values)] for name, values in energies.items()}
+    return Inspected(summary, present, shown, digests)
+
+
+def _digest(record: Data) -> bytes:
+    """That of what a model sees of where which atoms are."""
+    found = hashlib.blake2b(digest_size=16)
+    for name in ("atomic_numbers", "cell", "pos"):
+        found.update(record[name].numpy().tobytes())
+    return found.digest()
 
 
 def _displacements(record: Data) -> list[np.ndarray]:
