@@ -52,8 +52,8 @@ def test_it_says_what_there_is() -> None:
     [
         (record("KKKK", "HO"), []),
         (record("KKKKN", "HO"), ["N not in training"]),
-        (record("KKKKO", "HO"), ["O in the slab, trained on in adsorbates alone"]),
-        (record("KKKK", "KO"), ["K in the adsorbate, trained on in slabs alone"]),
+        (record("KKKKO", "HO"), ["O in the slab, in training only in adsorbates"]),
+        (record("KKKK", "KO"), ["K in the adsorbate, in training only in slabs"]),
         (record("KKK", "HO"), ["atoms: 5, trained on 6 to 8"]),
         (record("KKKKKKK", "HO"), ["atoms: 9, trained on 6 to 8"]),
         (record("KKKK", "HHHO"), ["adsorbate atoms: 4, trained on 2 to 3"]),

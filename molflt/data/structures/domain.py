@@ -149,9 +149,9 @@ class Domain:
         found: dict[_Aspect, str] = {}
         for aspect, numbers, known, text in (
             ("element", record.atomic_numbers, own.all, "not in training"),
-            ("slab", slab, own.slab | own.untagged, "in the slab, trained on in adsorbates alone"),
+            ("slab", slab, own.slab | own.untagged, "in the slab, in training only in adsorbates"),
             ("adsorbate", adsorbate, own.adsorbate | own.untagged,
-             "in the adsorbate, trained on in slabs alone"),
+             "in the adsorbate, in training only in slabs"),
         ):  # fmt: skip
             unknown = sorted(set(numbers.tolist()) - known)
             found |= {(aspect, _symbol(number)): text for number in unknown}
