@@ -11,7 +11,7 @@ from script_files import load_script
 from tiny_run import start, structures, write_data
 
 from molflt.commands.cli import main
-from molflt.data.structures.in_memory import to_atoms
+from molflt.data.structures.base import to_atoms
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ase import Atoms
 from ase.build import add_adsorbate, fcc111
-from ase.constraints import FixAtoms
+from ase.constraints import FixAtoms, FixBondLength
 from ase.io import read, write
 from safetensors.torch import load_file, save_file
 from tiny_run import error_of, start, structures, table
@@ -373,18 +373,28 @@ def test_elements_that_training_did_not_see_are_worth_something_with_descriptors
 
 
 @pytest.mark.parametrize("suffix", [".extxyz", ".traj"])
-def test_predict_structures(run, tmp_path, suffix) -> None:
+def test_predict_structures(run, tmp_path, suffix, capsys) -> None:
+    """With all that they hold but labels, which were of what was given."""
     frames = slabs()
+    for atoms in frames:
+        atoms.info |= {"source": "mine", "energy": 7.0}
+        atoms.set_initial_charges(np.arange(len(atoms)) / 10)
+        atoms.set_constraint([FixAtoms(indices=range(4)), FixBondLength(4, 5)])
     write(tmp_path / "in.traj", frames)
     out = tmp_path / f"out{suffix}"
     predict(run, tmp_path / "in.traj", out=out, device="cpu")
+    said = f"{out}: FixBondLengths cannot be held by .extxyz; write .traj to keep it"
+    assert (said in capsys.readouterr().err) == (suffix == ".extxyz")
     written = read(out, ":")
     assert len(written) == 3
     energy = [atoms.get_potential_energy() for atoms in written]
     np.testing.assert_allclose(energy, alone(run, tmp_path / "in.traj"), atol=1e-5)
     for old, new in zip(frames, written, strict=True):
-        np.testing.assert_allclose(old.positions, new.positions, atol=1e-5)
-        np.testing.assert_allclose(old.cell.array, new.cell.array, atol=1e-5)
+        np.testing.assert_allclose(old.positions, new.positions, rtol=0, atol=1e-8)
+        np.testing.assert_allclose(old.cell.array, new.cell.array, rtol=0, atol=1e-8)
+        assert new.info["source"] == "mine" and "energy" not in new.info
+        np.testing.assert_allclose(new.get_initial_charges(), old.get_initial_charges())
+        assert len(new.constraints) == (1 if suffix == ".extxyz" else 2)
         assert (old.numbers == new.numbers).all() and (old.get_tags() == new.get_tags()).all()
         assert (new.constraints[0].get_indices() == np.arange(4)).all()
         assert new.info["sid"] == old.info["sid"]

@@ -12,7 +12,7 @@ from tiny_run import error_of, structures, table
 import molflt
 from molflt.commands.cli import main
 from molflt.data.shards import Shard
-from molflt.data.structures.in_memory import to_atoms
+from molflt.data.structures.base import to_atoms
 from molflt.data.structures.store import write_store
 from molflt.evaluation.shards import merge_shards
 from molflt.training.exported import read_exported, write_exported

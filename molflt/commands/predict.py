@@ -16,8 +16,8 @@ from molflt.commands.labels import Labeler, label
 from molflt.commands.options import normalized, refuse_idle
 from molflt.data.shards import Shard
 from molflt.data.structures import Structures
+from molflt.data.structures.ase_output import drop_labels_, not_held
 from molflt.data.structures.base import Tags
-from molflt.data.structures.in_memory import to_atoms
 from molflt.data.structures.parts import Part
 from molflt.evaluation.ensemble import load_ensemble
 from molflt.evaluation.predictions import Predictions, open_structures
@@ -105,7 +105,8 @@ def predict(
         return _write_rows(out, label(model, file, batch_size))
     if mesh_order is not None:
         model.use_mesh_(mesh_order)
-    reading = model.reading_of(file, tags)
+    atoms = out is not None and out.suffix in _OF_ATOMS
+    reading = model.reading_of(file, tags)._replace(keep_atoms=atoms)
     dataset = open_structures(file, skip_bad, reading)
     marks: list[dict[str, object]] = [{"index": dataset.place(i)} for i in range(len(dataset))]
     if part is not None and out is not None:
@@ -115,7 +116,6 @@ def predict(
         out = part.path(out)
     if model.about is not None:
         print(f"molflt: {model.summary}", file=sys.stderr)
-    atoms = out is not None and out.suffix in _OF_ATOMS
     forces = ["forces"] if atoms and model.predicts_forces else []
     found = model.infer(dataset, batch_size, file.name, forces)
     columns = {"energy_eV": found.energy, **model.uncertainties(found, calibration)}
@@ -246,9 +246,12 @@ def _write_atoms(
     from ase.calculators.singlepoint import SinglePointCalculator
     from ase.io import write
 
-    frames = []
+    frames, lost = [], dict[str, None]()
     for i, energy in enumerate(columns["energy_eV"]):
-        atoms = to_atoms(dataset[i])
+        atoms = dataset.to_atoms(i)
+        drop_labels_(atoms)
+        lost |= dict.fromkeys(not_held(atoms, out.suffix))
+        atoms.info["sid"] = int(found.sid[i])
         more = {name: float(values[i]) for name, values in columns.items() if name != "energy_eV"}
         atoms.info.update(more)
         if found.outside[i]:
@@ -260,3 +263,5 @@ def _write_atoms(
         frames.append(atoms)
     with atomically(out) as part:
         write(str(part), frames, format=out.suffix.removeprefix("."))
+    for text in lost:
+        print(f"molflt: warning: {out}: {text}", file=sys.stderr)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tqdm import tqdm
 
-from molflt.data.structures.in_memory import atoms_of
+from molflt.data.structures.ase_output import drop_labels_, not_held
 from molflt.evaluation.relaxation import OptimizerName, Relaxed, readable_structures, relax_atoms
 from molflt.evaluation.report import csv_text, write_csv
 from molflt.files import append, appending, atomically, expect_writable, shown, write_atomically
@@ -23,9 +23,6 @@ __all__ = ["relax"]
 
 _NOT_CONVERGED = 3  # exit status
 _MOST_LISTED = 20
-_OF_EXTXYZ = {"FixAtoms", "FixCartesian"}
-_OF_TRAJ = {"numbers", "positions", "tags", "momenta", "masses", "initial_magmoms"}
-_OF_TRAJ |= {"initial_charges"}
 
 
 def relax(
@@ -89,7 +86,7 @@ def relax(
     bar = tqdm(total=len(dataset), unit=" structures", disable=None)
     with _Output(out, len(dataset)) as output, bar:
         for index, record in enumerate(dataset):
-            atoms = atoms_of(dataset, index)
+            atoms = dataset.to_atoms(index)
             sid = atoms.info["sid"] = int(record.sid)
             bar.set_description(f"sid {sid}")
             output.add(
@@ -126,9 +123,7 @@ class _Output:
     def add(self, part: Relaxed) -> None:
         """Writes one; OSError names the file."""
         atoms = part.atoms
-        for name in ("energy", "free_energy", "forces", "stress"):  # they were of what was given
-            atoms.info.pop(name, None)
-            atoms.arrays.pop(name, None)
+        drop_labels_(atoms)
         atoms.info |= {"converged": part.converged, "steps": part.steps}
         row = _row(len(self.found), part)
         self._add_atoms(atoms)
@@ -151,12 +146,7 @@ class _Output:
     def _add_atoms(self, atoms: Atoms) -> None:
         from ase.io import Trajectory, write
 
-        kinds, whole = {type(one).__name__ for one in atoms.constraints} - _OF_EXTXYZ, ".traj"
-        if self.out.suffix == ".traj":
-            kinds, whole = {f"array {name}" for name in atoms.arrays.keys() - _OF_TRAJ}, ".extxyz"
-        for kind in sorted(kinds):
-            text = f"{kind} cannot be held by {self.out.suffix}; write {whole} to keep it"
-            self.lost[text] = None
+        self.lost |= dict.fromkeys(not_held(atoms, self.out.suffix))
         if self.out.suffix == ".extxyz":
             file = StringIO()
             with warnings.catch_warnings(record=True) as heard:

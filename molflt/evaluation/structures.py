@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from molflt.data.batches import SizeBucketedBatchSampler
 from molflt.data.structures import Structures
-from molflt.data.structures.in_memory import to_atoms
+from molflt.data.structures.base import to_atoms
 from molflt.evaluation.report import align
 from molflt.files import atomically
 

@@ -25,7 +25,7 @@ def structure_overview(
     """Draws the histogram of labels, and one structure seen from top and side.
 
     Args:
-        energies: labels by name, (structures with that label,), eV.
+        energies: labels by name, (structures,), eV; NaN where there is none.
         shown: the structure to draw, as `molflt.data.structures.records.make_record` makes it.
         name: of the source.
         file: to write, .png, .svg or .pdf.
@@ -52,7 +52,8 @@ def structure_views(structure: Data, file: Path) -> None:
 
 def _histogram(axes: Axes, energies: Mapping[str, np.ndarray]) -> None:
     """Histogram of labels, eV, over the range that holds 98 % of them."""
-    present = {name: values for name, values in energies.items() if len(values)}
+    finite = {name: values[np.isfinite(values)] for name, values in energies.items()}
+    present = {name: values for name, values in finite.items() if len(values)}
     axes.set_xlabel("energy (eV)")
     axes.set_ylabel("systems")
     if not present:

@@ -14,7 +14,7 @@ from torch import nn
 from molflt.data.structures import Structures, source_of
 from molflt.data.structures.base import ANY_TAGS, AS_IT_IS, Reading, Tags
 from molflt.data.structures.domain import DOMAIN, Domain
-from molflt.data.structures.in_memory import StructuresInMemory, atoms_of, is_one
+from molflt.data.structures.in_memory import StructuresInMemory, is_one
 from molflt.evaluation.calibration import Calibration
 from molflt.evaluation.ensemble import ENSEMBLE, EnsembleRegressor
 from molflt.evaluation.predictions import Predictions, infer, open_structures
@@ -306,7 +306,7 @@ def _moved(dataset: Structures, i: int, displacement: NDArray[np.float32]) -> At
 
     What else it holds stays. None, with a warning, where constraints cannot be met.
     """
-    atoms, free = atoms_of(dataset, i), (~dataset[i].fixed).numpy()
+    atoms, free = dataset.to_atoms(i), (~dataset[i].fixed).numpy()
     try:
         atoms.set_positions(atoms.positions + np.where(free[:, None], displacement, 0.0))
     except (RuntimeError, ValueError) as error:  # of those that are met by iteration

@@ -38,8 +38,8 @@ def write_parts(folder: Path, store: Path, number: int) -> None:
     import ase.io
 
     from molflt.data.structures import make, open_dataset
+    from molflt.data.structures.base import to_atoms
     from molflt.data.structures.calculators import CALCULATORS
-    from molflt.data.structures.in_memory import to_atoms
     from molflt.data.structures.store import write_store
 
     for place, (split, record) in enumerate(zip(SPLITS, open_dataset(store), strict=True)):

@@ -13,7 +13,8 @@ from tiny_run import structures
 from torch_geometric.data import Batch, Data
 
 from molflt.data.structures import open_dataset
-from molflt.data.structures.in_memory import StructuresInMemory, is_one, to_atoms
+from molflt.data.structures.base import to_atoms
+from molflt.data.structures.in_memory import StructuresInMemory, is_one
 
 WATER = molecule("H2O")
 

@@ -14,9 +14,10 @@ from torch.utils.data import Dataset
 from molflt.atoms import MAX_ATOMIC_NUMBER
 
 if TYPE_CHECKING:
+    from ase import Atoms
     from torch_geometric.data import Data
 
-__all__ = ["ANY_TAGS", "AS_IT_IS", "AnyTags", "Reading", "Structures", "Tags"]
+__all__ = ["ANY_TAGS", "AS_IT_IS", "AnyTags", "Reading", "Structures", "Tags", "to_atoms"]
 
 _SHOWN = 5  # structures that are left out, in a message
 
@@ -123,6 +124,10 @@ class Structures(Dataset["Data"], ABC):
     @abstractmethod
     def __getitem__(self, index: int) -> Data: ...
 
+    def to_atoms(self, index: int) -> Atoms:
+        """A structure for ASE: as it was given, where that is kept, else made of its record."""
+        return to_atoms(self[index])
+
     @property
     @abstractmethod
     def natoms(self) -> np.ndarray:
@@ -166,3 +171,21 @@ class Structures(Dataset["Data"], ABC):
             raise IndexError(f"{self.path}: index {index} is outside 0..{length - 1}")
         index = int(index) % length
         return index if self._kept is None else int(self._kept[index])
+
+
+def to_atoms(record: Data) -> Atoms:
+    """A record as `ase.Atoms`: positions, cell, tags, fixed atoms, and the sid in ``info``."""
+    from ase import Atoms
+    from ase.constraints import FixAtoms
+
+    atoms = Atoms(
+        record.atomic_numbers.numpy(),
+        positions=record.pos.numpy(),
+        cell=record.cell[0].numpy(),
+        pbc=record.pbc[0].numpy(),
+        tags=record.tags.numpy(),
+        info={"sid": int(record.sid)},
+    )
+    if bool(record.fixed.any()):
+        atoms.set_constraint(FixAtoms(mask=record.fixed.numpy()))
+    return atoms

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeGuard, cast
 import numpy as np
 import torch
 
-from molflt.data.structures.ase_files import AseStructures, _record_from_atoms, say_tags
+from molflt.data.structures.ase_files import _record_from_atoms, say_tags
 from molflt.data.structures.ase_labels import tags_look_like
 from molflt.data.structures.base import AS_IT_IS, Reading, Structures
 from molflt.data.structures.records import make_record
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch_geometric.data import Data
 
-__all__ = ["StructuresInMemory", "atoms_of", "is_one", "to_atoms"]
+__all__ = ["StructuresInMemory", "is_one"]
 
 _EXPECTED = "expected ase.Atoms, PyG's Data or Batch, a list of them, or a data set of Data"
 
@@ -67,6 +67,10 @@ class StructuresInMemory(Structures):
 
     def __getitem__(self, index: int) -> Data:
         return self._records[self._stored(index)].clone()
+
+    def to_atoms(self, index: int) -> Atoms:
+        own = self.given[index]
+        return own.copy() if _is_atoms(own) else super().to_atoms(index)
 
     @property
     def natoms(self) -> np.ndarray:
@@ -142,32 +146,3 @@ def _label(value: Tensor | float | None) -> float | None:
     """An energy, eV, if there is one that is finite."""
     found = torch.as_tensor(float("nan") if value is None else value)
     return float(found) if found.numel() == 1 and bool(torch.isfinite(found).all()) else None
-
-
-def atoms_of(dataset: Structures, index: int) -> Atoms:
-    """A structure as `ase.Atoms`: a copy of what is there, if that is kept, without calculator.
-
-    What is not kept is made of its record, see :func:`to_atoms`.
-    """
-    if isinstance(dataset, AseStructures) and dataset.atoms:
-        return dataset.atoms[index].copy()
-    own = dataset.given[index] if isinstance(dataset, StructuresInMemory) else None
-    return own.copy() if _is_atoms(own) else to_atoms(dataset[index])
-
-
-def to_atoms(record: Data) -> Atoms:
-    """A record as `ase.Atoms`: positions, cell, tags, fixed atoms, and the sid in ``info``."""
-    from ase import Atoms
-    from ase.constraints import FixAtoms
-
-    atoms = Atoms(
-        record.atomic_numbers.numpy(),
-        positions=record.pos.numpy(),
-        cell=record.cell[0].numpy(),
-        pbc=record.pbc[0].numpy(),
-        tags=record.tags.numpy(),
-        info={"sid": int(record.sid)},
-    )
-    if bool(record.fixed.any()):
-        atoms.set_constraint(FixAtoms(mask=record.fixed.numpy()))
-    return atoms

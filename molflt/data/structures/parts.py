@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from molflt.data.structures.base import Structures
 
 if TYPE_CHECKING:
+    from ase import Atoms
     from torch_geometric.data import Data
 
 __all__ = ["Part", "split_by_seed", "without"]
@@ -43,6 +44,9 @@ class Part(Structures):
 
     def __getitem__(self, index: int) -> Data:
         return self.source[self._stored(index)]
+
+    def to_atoms(self, index: int) -> Atoms:
+        return self.source.to_atoms(self._stored(index))
 
     def verify(self) -> bool | None:
         return self.source.verify()

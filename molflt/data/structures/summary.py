@@ -60,7 +60,7 @@ class Inspected(NamedTuple):
     summary: Summary
     """plain numbers and strings"""
     energies: dict[str, np.ndarray]
-    """labels that are present, eV, by name"""
+    """labels by name, each (systems,), eV; NaN where there is none"""
     shown: Data
     """a structure of typical size to draw"""
     structures: dict[bytes, int]
@@ -79,11 +79,10 @@ def summarize(
         reading: what the entries of a file that ASE reads mean.
     """
     structures = _OnePass(path, limit, skip_bad, reading)
-    counts, sids = list[int](), list[int]()
+    counts, sids, digests = list[int](), list[int](), dict[bytes, int]()
     elements, tags = Counter[int](), Counter[int]()
     labels: dict[str, list[float]] = {"y_init": [], "y_relaxed": []}
     displacements, derivatives = list[np.ndarray](), Counter[str]()
-    digests: dict[bytes, int] = {}
     untagged = moved_atoms = 0
     shown: Data | None = None
     for record, moved in structures:
@@ -103,8 +102,6 @@ def summarize(
     assert shown is not None  # OnePass raises when there are none
     energies = {name: np.array(values) for name, values in labels.items()}
     free_displacements = np.concatenate(displacements) if displacements else np.array([])
-    from ase.data import chemical_symbols
-
     summary: Summary = {
         "path": str(path),
         "systems": len(counts),
@@ -114,7 +111,7 @@ def summarize(
         "with_relaxed_positions": len(displacements),
         "with_forces": derivatives["forces"],
         "with_stress": derivatives["stress"],
-        "elements": {chemical_symbols[z]: n for z, n in sorted(elements.items())},
+        "elements": _by_symbol(elements),
         "tags": {tag.name.lower(): tags[tag] for tag in Tag},
         "energies_eV": {name: _statistics(values) for name, values in energies.items()},
         "energies_look_like": energy_kind(energies["y_relaxed"], np.array(counts)),
@@ -126,14 +123,14 @@ def summarize(
         "warnings": [],
     }
     known = sids, np.array(counts), untagged, len(free_displacements), structures.hint
-    summary["warnings"] = _warnings(summary, energies, *known)
-    if len(digests) < len(counts):
-        summary["warnings"].append(
-            f"repeated structures: {len(counts) - len(digests)} of {len(counts)} systems have the "
-            "elements, cell and initial positions of an earlier one"
-        )
-    present = {name: values[np.isfinite(values)] for name, values in energies.items()}
-    return Inspected(summary, present, shown, digests)
+    summary["warnings"] = _warnings(summary, energies, *known, len(digests))
+    return Inspected(summary, energies, shown, digests)
+
+
+def _by_symbol(elements: Counter[int]) -> dict[str, int]:
+    from ase.data import chemical_symbols
+
+    return {chemical_symbols[number]: count for number, count in sorted(elements.items())}
 
 
 def _digest(record: Data) -> bytes:
@@ -173,6 +170,7 @@ def _warnings(
     untagged: int,
     free_atoms: int,
     hint: str,
+    distinct: int,
 ) -> list[str]:
     systems = summary["systems"]
     found = []
@@ -193,6 +191,11 @@ def _warnings(
     repeated = systems - len(set(sids))
     if repeated:
         found.append(f"repeated sids: {repeated} systems have the sid of an earlier one")
+    if distinct < systems:
+        found.append(
+            f"repeated structures: {systems - distinct} of {systems} systems have the elements, "
+            "cell and initial positions of an earlier one"
+        )
     if summary["left_out"]:
         found.append(f"left out: {len(summary['left_out'])} structures are not valid")
     return found
