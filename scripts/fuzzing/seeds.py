@@ -159,20 +159,11 @@ def _archive(folder: Path) -> None:
 
 
 def atoms_of(record: Data) -> Atoms:
-    """A record as ASE's Atoms, with its labels."""
-    from ase import Atoms
-    from ase.constraints import FixAtoms
+    """A record as ASE's Atoms, with its label."""
+    from molflt.data.structures.base import to_atoms
 
-    info = {"sid": int(record.sid), "y_relaxed": float(record.y_relaxed)}
-    atoms = Atoms(
-        record.atomic_numbers.numpy(),
-        positions=record.pos.numpy(),
-        cell=record.cell[0].numpy(),
-        pbc=record.pbc[0].numpy(),
-        tags=record.tags.numpy(),
-        info=info,
-    )
-    atoms.set_constraint(FixAtoms(mask=record.fixed.numpy()))
+    atoms = to_atoms(record)
+    atoms.info["y_relaxed"] = float(record.y_relaxed)
     return atoms
 
 
