@@ -25,7 +25,10 @@ LEVEL = 0.68
 """Share of errors that an uncertainty is to hold, about that within one standard deviation."""
 LEAST = 20
 """Systems that calibrate; fewer leave the coverage uncertain by more than 10 %."""
-AGAIN = "evaluate these runs with molflt evaluate RUN --also RUN2 ..."
+AGAIN = (
+    "evaluate these runs with molflt evaluate RUN --also RUN2 ... and at least "
+    f"{2 * LEAST} held-out systems with labels"
+)
 """What to do about a calibration that cannot be used."""
 
 _SEED = 0  # of the half that calibrates
