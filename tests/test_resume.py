@@ -102,7 +102,7 @@ def stop(words, ready, signum):
         assert running.poll() is None and time.monotonic() < deadline
         time.sleep(0.002)
     running.send_signal(signum)
-    _, errors = running.communicate(timeout=30)
+    _, errors = running.communicate(timeout=120)
     return running.returncode, errors
 
 
@@ -189,7 +189,7 @@ def test_a_terminal_that_is_closed(data, tmp_path):
         time.sleep(0.01)
     before = last_state(run)["global_step"]
     os.close(ours)
-    assert running.wait(timeout=30) == 128 + signal.SIGHUP
+    assert running.wait(timeout=120) == 128 + signal.SIGHUP
     assert last_state(run)["global_step"] > before
     assert load_run(run, "last")[1]["trainer"]["max_steps"] == 100000
 

@@ -32,9 +32,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"train": 2, "val": 1, "seed": 7}
 RUN = f"""
 from pathlib import Path
-import signal, sys
+import sys
 from molflt.data.structures.make import make
-signal.signal(signal.SIGINT, signal.default_int_handler)  # also where tests run in the background
 if __name__ == "__main__":
     make(Path(sys.argv[1]), **{SMALL}, workers=2, frames=True)
 """
