@@ -221,6 +221,11 @@ def test_relaxations(trained, tmp_path, capsys):
     said = capsys.readouterr()
     assert "0 of 2 relaxations converged" in said.out
     assert "structure 1, sid 1, Ar2: not converged: largest force" in said.err
+    first = steps / "000000-0.traj"
+    before = first.read_bytes()
+    status = main(["relax", str(first), *words[2:]])  # where the steps of its own would go
+    assert status == 2 and f"{first}: is what is read" in capsys.readouterr().err
+    assert first.read_bytes() == before
 
 
 def of_each_constraint() -> list[Atoms]:

@@ -19,6 +19,8 @@ from molflt.pretrained.calculator import Calculator
 if TYPE_CHECKING:
     from ase import Atoms
 
+    from molflt.data.structures import Structures
+
 __all__ = ["relax"]
 
 _NOT_CONVERGED = 3  # exit status
@@ -81,8 +83,7 @@ def relax(
     for path in (out, out.with_suffix(".csv")):
         expect_writable(path, Path(structures))
     dataset = readable_structures(Path(structures), skip_bad, cell)
-    if trajectories is not None:
-        trajectories.mkdir(parents=True, exist_ok=True)
+    steps_of = _trajectories(trajectories, dataset, Path(structures))
     bar = tqdm(total=len(dataset), unit=" structures", disable=None)
     with _Output(out, len(dataset)) as output, bar:
         for index, record in enumerate(dataset):
@@ -97,12 +98,28 @@ def relax(
                     fmax=fmax,
                     steps=steps,
                     cell=cell,
-                    trajectory=trajectories and trajectories / f"{index:06d}-{sid}.traj",
+                    trajectory=steps_of[index],
                     told=lambda step: bar.set_postfix(step=step),
                 )
             )
             bar.update()
     return _summary(out, output.found)
+
+
+def _trajectories(folder: Path | None, dataset: Structures, read: Path) -> list[Path | None]:
+    """Where the steps of each structure go; makes the folder.
+
+    Raises:
+        ValueError: if that is the file that is read.
+    """
+    if folder is None:
+        return [None] * len(dataset)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{i:06d}-{int(record.sid)}.traj" for i, record in enumerate(dataset)]
+    for path in paths:
+        if path.exists():
+            expect_writable(path, read)
+    return list(paths)
 
 
 class _Output:
