@@ -239,6 +239,21 @@ def test_budget_is_kept_within_a_step_and_the_rate_follows_it(tmp_path: Path) ->
     assert trained is not model and not trained.training  # the average
 
 
+def test_an_average_of_weights_forgets_the_first_ones_of_a_short_training() -> None:
+    """After 300 steps a fixed decay of 0.999 keeps 74 % of them."""
+    model = nn.Linear(1, 1, bias=False)
+    average = training._average_of(model, 0.999)
+    for weight in [1.0] + 300 * [0.0]:
+        nn.init.constant_(model.weight, weight)
+        average.update_parameters(model)
+    assert 0 < float(average.module.weight) < 1e-9
+    for weight in 20_000 * [0.0] + [1.0]:  # from 8,990 steps on the decay is the given one
+        nn.init.constant_(model.weight, weight)
+        average.update_parameters(model)
+    assert float(average.module.weight) == pytest.approx(1e-3, rel=1e-3)
+    assert training._average_of(model, None) is None
+
+
 def test_shares_of_the_training_set_depend_on_the_seed_alone(tmp_path: Path) -> None:
     whole = open_dataset(write_data(tmp_path) / "train.safetensors")
     sids = [{int(data.sid) for data in jobs.part_of(whole, share, 3)} for share in (0.2, 0.5, 1)]
