@@ -123,11 +123,15 @@ def test_same_seed_same_weights_other_seed_other_weights(data, tmp_path):
     assert weights("a", 4) == weights("b", 4) != weights("c", 5)
 
 
-def test_averaged_weights_are_validated_and_kept(data, tmp_path):
+def test_averaged_weights_are_validated_and_kept(data, tmp_path, capsys):
     """EMA from hand, against the file; with decay 1 - 1e-9 the first step's weights stay."""
     words = ["--trainer.max_steps=12", "--trainer.val_every=6", "--task.lr=0.01"]
     start(data, tmp_path / "still", *words, "--trainer.ema_decay=0.999999999")
+    said = "100% of the averaged weights, which are validated and kept, are those of the first step"
+    assert f"{said}; use 0.75 or less, or more steps" in capsys.readouterr().err
     start(data, tmp_path / "plain", *words)
+    start(data, tmp_path / "quick", *words, "--trainer.ema_decay=0.75")
+    assert said[4:] not in capsys.readouterr().err
     maes, others = (logged(tmp_path / name, "val_mae_eV") for name in ("still", "plain"))
     assert maes[0] == pytest.approx(maes[1], rel=1e-4)
     assert others[0] != pytest.approx(others[1], rel=1e-3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from molflt.training.loggers import LoggerName, expect_logger
@@ -54,6 +55,7 @@ def fit(
         val_every: steps between validations; there is one after the last step in any case.
         checkpoint_every: steps between checkpoints; each validation is preceded by one.
         ema_decay: decay of the moving average of weights that is validated and kept; null for none.
+            After max_steps steps it still holds a share decay^max_steps of the first weights.
         log_every: steps between rows of metrics.csv.
         num_sanity: validation batches tried before training.
         accumulate: batches whose gradients are averaged for one step, each of them a pass of its
@@ -75,6 +77,7 @@ def fit(
     every = {"val_every": val_every, "checkpoint_every": checkpoint_every, "log_every": log_every}
     more = {"accumulate": accumulate, "patience": patience, "logger": logger}
     check_steps(task.warmup_steps, max_steps, precision, accelerator, devices, **every, **more)
+    _warn_of_slow_average(ema_decay, max_steps)
     # Imported here, not above: the command line reads this signature before anything is trained.
     from molflt.training.callbacks import _callbacks_of, _Interrupted
     from molflt.training.loggers import _logging
@@ -148,6 +151,18 @@ def check_steps(
     if precision == "16-mixed" and kind == "core":
         raise ValueError(
             "trainer.precision=16-mixed needs a GPU; use bf16-mixed or 32-true on the CPU"
+        )
+
+
+def _warn_of_slow_average(decay: float | None, max_steps: int) -> None:
+    """Says so where an average of weights would end with much of the first ones in it."""
+    first = 0.0 if decay is None else decay ** (max_steps - 1)
+    if first > 0.1:
+        warnings.warn(
+            f"trainer.ema_decay={decay:g} with trainer.max_steps={max_steps}: {first:.0%} of the "
+            "averaged weights, which are validated and kept, are those of the first step; use "
+            f"{max(0, 1 - 3 / max_steps):.3g} or less, or more steps",
+            stacklevel=2,
         )
 
 
