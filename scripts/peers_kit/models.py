@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -63,5 +64,6 @@ def title(model: str) -> str:
 def variant_words(model: str) -> list[str]:
     """Options of `molflt train` that make a model of ours what it is; none for others."""
     if model in OURS:
-        return words_of(str(REPOSITORY / OURS[model]))
+        # relative, so that results can be gone on with in another clone
+        return words_of(os.path.relpath(REPOSITORY / OURS[model]))
     return [] if model in MODELS else words_of(model)

@@ -59,7 +59,7 @@ def job_of(options: Namespace, model: str, seed: int, fraction: float, lr: float
     return {
         "model": title(model),
         "words": words,
-        "digests": {path.name: _digest(path) for path in files},
+        "digests": {path.as_posix(): _digest(path) for path in files},
         "data": str(options.data),
         "splits": splits,
         "seed": seed,
