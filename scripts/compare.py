@@ -33,7 +33,7 @@ from kit.words import described, trainings
 from tqdm import tqdm
 
 from molflt.plots import intervals
-from molflt.training.checkpoint import count_parameters
+from molflt.training.checkpoint import count_parameters, read_checkpoint
 from molflt.training.config import read_config
 
 PAPERS = [f"configs/atoms/{name}.yaml" for name in ("flt", "performer", "softmax-mask", "softmax")]
@@ -69,9 +69,21 @@ def words_of(variant: str) -> list[str]:
 
 
 def name_of(variant: str) -> str:
-    """Folder and row of a variant: configs/lm/flt.yaml,model.heads=2 -> flt,heads=2."""
+    """Folder and row of a variant: configs/lm/flt.yaml,model.dropout=0.1 -> flt,dropout=0.1."""
     path, *changes = variant.split(",")
-    return ",".join([Path(path).stem, *(change.rpartition(".")[2] for change in changes)])
+    parts = (change.partition("=") for change in changes)
+    own = [f"{key.rpartition('.')[2]}{equals}{value}" for key, equals, value in parts]
+    return ",".join([Path(path).stem, *own])
+
+
+def expect_names(variants: list[str]) -> None:
+    """Raises ValueError for variants of one name: the folder of one would be that of the other."""
+    own = [name_of(variant) for variant in variants]
+    if twice := sorted({name for name in own if own.count(name) > 1}):
+        raise ValueError(
+            f"--variants: expected different names; got {', '.join(twice)} more than once; rename "
+            "a file"
+        )
 
 
 def job_of(options: argparse.Namespace, variant: str, seed: int) -> dict[str, Any]:
@@ -80,6 +92,8 @@ def job_of(options: argparse.Namespace, variant: str, seed: int) -> dict[str, An
     files = [options.config, *(Path(word) for word in words if word.endswith(".yaml"))]
     own = {"variant": name_of(variant), "seed": str(seed)}
     more = [re.sub(r"\{(variant|seed)\}", lambda it: own[it[1]], word) for word in options.words]
+    given = (Path(word.rpartition("=")[2]) for word in more if word.endswith(".yaml"))
+    files += [path for path in given if path.is_file()]
     return {
         "config": str(options.config),
         "sha256": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest(),
@@ -129,6 +143,25 @@ def work(run: Path, job: dict[str, Any], threads: int, evaluation: tuple[str, ..
                 )
 
 
+def expect_same_data(runs: list[Path]) -> None:
+    """Refuses to average over runs whose data have changed in between.
+
+    Raises:
+        ValueError: naming two of them.
+    """
+    known: dict[Path, object] = {}
+    for run in runs:
+        if (last := run / "checkpoints" / "last.ckpt").is_file():
+            known[run] = read_checkpoint(last).get("molflt", {}).get("data")
+    for run in known:
+        first = next(iter(known))
+        if None not in (known[first], known[run]) and known[first] != known[run]:
+            raise ValueError(
+                f"{run}: was trained on other data than {first}; expected the same data for all "
+                "seeds; remove one of them, or choose another --out"
+            )
+
+
 def collect(out: Path, kind: str, among: list[str], seeds: list[int]) -> Rows:
     """One row per finished run and split: the numbers of its results.json; `kind` is its name's."""
     rows = []
@@ -168,7 +201,8 @@ def table(rows: Rows, measure: str, out: Path) -> str:
         lines.append([f"{name}, no model", None, None, *cells])
     if not energies:
         return markdown(head, lines)
-    baseline = {row["split"]: f"{row['baseline_mae_eV']:.4f}" for row in rows}
+    known = {row["split"]: row["baseline_mae_eV"] for row in rows}
+    baseline = {split: "–" if mae is None else f"{mae:.4f}" for split, mae in known.items()}
     lines.append(["training median", None, None, *(baseline[split] for split in splits), None])
     text = markdown([*head, "val_id EwT, %"], lines)
     flt, performer = (
@@ -183,8 +217,9 @@ def table(rows: Rows, measure: str, out: Path) -> str:
 def _of_mean(runs: list[Path], splits: list[str]) -> list[object]:
     """A line of the table: the runs as one model, whose energy is the mean of theirs."""
     found = {split: errors_of_mean(runs, split) for split in splits}
-    cells = [f"{mae:.4f}" for mae, _ in found.values()]
-    ewt = f"{found['val_id'][1]:.1f}" if "val_id" in found else None
+    cells = ["–" if own is None else f"{own[0]:.4f}" for own in found.values()]
+    known = found.get("val_id")
+    ewt = None if known is None else f"{known[1]:.1f}"
     return ["their mean", None, len(runs), *cells, ewt]
 
 
@@ -206,7 +241,13 @@ def draw(rows: Rows, measure: str, png: Path) -> None:
 
 
 def write(out: Path, variants: list[str], seeds: list[int]) -> None:
-    """Writes and prints the comparison of all runs that are finished."""
+    """Writes and prints the comparison of all runs that are finished.
+
+    Raises:
+        ValueError: if the runs of a variant were trained on different data.
+    """
+    for variant in variants:
+        expect_same_data([out / variant / f"seed{seed}" for seed in seeds])
     if rows := collect(out, "variant", variants, seeds):
         measure = next(name for name in MEASURES if name in rows[0])
         text = table(rows, measure, out)
@@ -249,6 +290,7 @@ def main(words: list[str] | None = None) -> int:
     """Runs what is not finished; returns 1 if a run failed."""
     options = parse(words)
     try:
+        expect_names(options.variants)
         # seeds outside, so that a comparison stopped early has all variants
         jobs = {
             options.out / name_of(variant) / f"seed{seed}": job_of(options, variant, seed)
@@ -258,14 +300,22 @@ def main(words: list[str] | None = None) -> int:
         for run, job in jobs.items():
             prepare(run, job)
     except (ValueError, OSError) as error:
-        missing = isinstance(error, OSError) and error.filename
-        text = f"{error.filename}: {error.strerror}" if missing else error
-        print(f"compare.py: error: {text}", file=sys.stderr)
-        return 2
+        return _refused(error)
     code = work_all(jobs, options.jobs, options.threads)
     if code != INTERRUPTED:
-        write(options.out, [name_of(variant) for variant in options.variants], options.seeds)
+        try:
+            write(options.out, [name_of(variant) for variant in options.variants], options.seeds)
+        except ValueError as error:
+            return _refused(error)
     return code
+
+
+def _refused(error: ValueError | OSError) -> int:
+    """Says in one line what is wrong; returns 2."""
+    missing = isinstance(error, OSError) and error.filename
+    text = f"{error.filename}: {error.strerror}" if missing else error
+    print(f"compare.py: error: {text}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

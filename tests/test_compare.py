@@ -35,6 +35,7 @@ def compare(monkeypatch):
     monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=Comparisons()))
     monkeypatch.setattr(module, "read_config", lambda run: {})
     monkeypatch.setattr(module, "count_parameters", lambda run, config: 10)
+    monkeypatch.setattr(module, "read_checkpoint", lambda path: {})
     return module
 
 
@@ -120,6 +121,54 @@ def test_variants_are_files_too(compare, words, tmp_path, capsys) -> None:
     assert compare.main(words) == 2
     assert compare.main([*words[:4], "--variants", "fly"]) == 2
     assert "variant 'fly' is not a YAML file; expected FILE.yaml[" in capsys.readouterr().err
+
+
+def test_variants_of_one_name_are_refused(compare, words, capsys) -> None:
+    """The second would be read as the first; a value with a point is a name of its own."""
+    assert compare.name_of("a/flt.yaml,task.noise=0.1") == "flt,noise=0.1"
+    assert compare.name_of("a/flt.yaml,task.betas=[0.9]") == "flt,betas=[0.9]"
+    twice = ["configs/atoms/flt.yaml", "configs/other/flt.yaml"]
+    assert compare.main([*words[:4], "--variants", *twice]) == 2
+    assert "--variants: expected different names; got flt more" in capsys.readouterr().err
+    assert compare.subprocess.run.commands == []
+
+
+def test_runs_on_data_that_have_changed_are_not_averaged(
+    compare, words, tmp_path, capsys, monkeypatch
+) -> None:
+    assert compare.main(words) == 0
+    for seed in range(3):
+        last = tmp_path / "out" / "flt" / f"seed{seed}" / "checkpoints" / "last.ckpt"
+        last.parent.mkdir()
+        last.touch()
+    data = {seed: {"train": {"structures": 1000 + 2000 * (seed == 2)}} for seed in range(3)}
+
+    def read(path: Path) -> dict:
+        return {"molflt": {"data": data[int(path.parts[-3].removeprefix("seed"))]}}
+
+    monkeypatch.setattr(compare, "read_checkpoint", read)
+    assert compare.main(words) == 2
+    said = capsys.readouterr().err
+    assert "flt/seed2: was trained on other data than" in said and "flt/seed0; expected" in said
+    data[2] = data[0]
+    assert compare.main(words) == 0
+
+
+def test_systems_without_labels_do_not_count(compare, words, tmp_path, capsys) -> None:
+    assert compare.main(words) == 0
+    for path in (tmp_path / "out").rglob("predictions.csv"):
+        lines = path.read_text().splitlines()
+        kept = [lines[0], *(line for line in lines[1:] if not line.startswith("val_ood_cat"))]
+        path.write_text("\n".join([*kept, "val_ood_cat,7,0.5,", "val_id,8,0.5,"]))
+        results = json.loads((path.parent / "results.json").read_text())
+        results["val_ood_cat"] |= dict.fromkeys(("mae_eV", "ewt_percent", "baseline_mae_eV"))
+        (path.parent / "results.json").write_text(json.dumps(results))
+    capsys.readouterr()
+    assert compare.main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    means = [line for line in lines if line.startswith("| their mean")]
+    assert means == 2 * ["| their mean |  | 3 | 0.0200 | 0.0200 | – | 0.0200 | 50.0 |"]
+    assert lines[-3 if "FLT" in lines[-1] else -1].count("–") == 1
 
 
 def test_a_row_that_diverged_in_one_seed_has_no_mean(compare, words, tmp_path, capsys) -> None:

@@ -96,7 +96,8 @@ def predict(
     part = _shard(shard, out)
     model = _load(run, file, checkpoint, device, also, compiled)
     if out is not None:
-        expect_writable(part.path(out) if part else out, file)
+        for written in [out, part.path(out)] if part else [out]:  # molflt merge writes out
+            expect_writable(written, file)
     if not isinstance(model, EnergyPredictor):
         given = {"skip_bad": skip_bad or None, "also": also, "calibration": calibration}
         more = {"mesh_order": mesh_order, "tags": tags, "shard": shard}
@@ -257,7 +258,7 @@ def _write_atoms(
         if found.outside[i]:
             atoms.info["outside"] = "; ".join(found.outside[i])
         if marks:
-            atoms.info.update(marks[i])
+            atoms.info.update({f"molflt_{name}": value for name, value in marks[i].items()})
         by_atom = {name: values[i] for name, values in found.by_atom.items()}
         atoms.calc = SinglePointCalculator(atoms, energy=float(energy), **by_atom)
         frames.append(atoms)

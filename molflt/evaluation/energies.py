@@ -24,7 +24,7 @@ from molflt.evaluation.report import Report, _warn, align, write_csv
 from molflt.evaluation.structures import _write_relaxed
 from molflt.evaluation.submission import _submission_names, _write_submission
 from molflt.evaluation.uncertainty import _assess, _check_asked
-from molflt.files import write_atomically
+from molflt.files import expect_writable, write_atomically
 from molflt.plots import GroupError
 from molflt.tasks.is2re import IS2RETask
 from molflt.training.config import Config
@@ -100,6 +100,9 @@ def evaluate(
     names = {} if submission is None else _submission_names(submission, splits)
     others = None if published is None else read_published(published, source.folder)
     datasets = source.open(splits, model)
+    if relaxed is not None:
+        for split, dataset in datasets.items():
+            expect_writable(relaxed / f"{split}.extxyz", dataset.path)
     median, baseline = source.training_median()
     found = {split: infer(model, datasets[split], batch_size, split) for split in splits}
     uncertainty = _assess(model, found, out, calibration_split, source.own.train)

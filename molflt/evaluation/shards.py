@@ -103,7 +103,7 @@ def _json_rows(text: str) -> list[_Row]:
 
 
 _COUNT = re.compile(r"\d{1,9}\n")
-_NOTED = re.compile(r' index=(\d+) shard="([^"]*)"(?=\s|$)')
+_NOTED = re.compile(r' molflt_index=(\d+) molflt_shard="([^"]*)"(?=\s|$)')
 
 
 def _frames(text: str) -> list[_Row]:
