@@ -254,6 +254,34 @@ def test_an_average_of_weights_forgets_the_first_ones_of_a_short_training() -> N
     assert training._average_of(model, None) is None
 
 
+def test_options_for_all_nets_are_those_of_peers_too(tmp_path) -> None:
+    """Rates that are named, factors of them, batches, and references of elements."""
+    job = {"model": "dimenet++", "data": str(write_data(tmp_path)), "splits": ["val_id"]}
+    job |= {"seed": 0, "lr": None, "fraction": 1.0, "evaluations": 1}
+    job["words"] = ["--config", str(models.REPOSITORY / "configs/demo.yaml")]
+    with pytest.MonkeyPatch.context() as patch:
+        small = models.load(models.NETS["painn"].make)
+        patch.setattr(jobs, "load", lambda place: lambda: small(**SMALLER["painn"]))
+        task, data, _ = jobs._parts(job)
+        assert (task.lr, data.batch_size) == (models.NETS["dimenet++"].lr, 8)
+        job["words"] += ["--task.lr=0.5", "--data.batch_size=3", "--task.references=fit"]
+        job["words"] += ['--task.lr_factors={"readout.*": 0.1}']
+        task, data, settings = jobs._parts(job)
+    assert (task.lr, data.batch_size) == (0.5, 3)
+    assert task.model.element_energies.any()
+    optimizer, batch = task.optimizer(), next(iter(data.train_dataloader()))
+    with torch.no_grad():
+        energy, references = task.model(batch)["energy"], task.model.element_energies.clone()
+        task.model.element_energies.zero_()
+        own = torch.zeros(batch.num_graphs, dtype=torch.float64)
+        own.index_add_(0, batch.batch, references[batch.atomic_numbers])
+        torch.testing.assert_close(energy - task.model(batch)["energy"], own)
+    for share in (0.0, 0.5):
+        training._learn(task, batch, optimizer, share, settings, 0)
+        first, other = (group["lr"] for group in optimizer.param_groups)
+        assert other == pytest.approx(0.1 * first)
+
+
 def test_shares_of_the_training_set_depend_on_the_seed_alone(tmp_path: Path) -> None:
     whole = open_dataset(write_data(tmp_path) / "train.safetensors")
     sids = [{int(data.sid) for data in jobs.part_of(whole, share, 3)} for share in (0.2, 0.5, 1)]
@@ -386,6 +414,8 @@ def test_a_job_in_a_process_of_its_own(words, monkeypatch) -> None:
         (["--models", "gemnet"], "model 'gemnet' is unknown; expected one of molflt, flt,"),
         (["--data", "nowhere"], "--data nowhere: expected train.safetensors and val_id"),
         (["--", "--trainer.precision", "bf16-mixed"], "and trainer.precision 32-true; got is2re"),
+        (["--", "--trainer.accumulate", "2"], "peers have no trainer.accumulate; expected none"),
+        (["--", "--trainer.patience", "3"], "peers have no trainer.patience; expected none"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_trained(words, change, message, capsys):

@@ -188,6 +188,8 @@ def test_runs_of_relaxed_energies_give_no_forces(tmp_path, capsys):
     frames = ase.io.read(tmp_path / "moved" / "val_id.extxyz", ":")
     assert len(frames) == found["n"] == 13 and frames[0].info["sid"] == 1000
     assert 0 <= found["adwt_percent"] <= 100 and found["position_error_A"] > 0
+    said = error_of(capsys, "evaluate", str(run), *words, "--data", str(tmp_path / "moved"))
+    assert "val_id.extxyz: is what is read, and would be overwritten" in said
 
 
 def test_relaxations(trained, tmp_path, capsys):

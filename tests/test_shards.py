@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ase.io import write
+from ase.io import read, write
 from tiny_run import error_of, structures, table
 
 import molflt
@@ -159,6 +159,30 @@ def test_options_that_do_not_fit_together(source, tmp_path, capsys) -> None:
     said = error_of(capsys, *words[:3], "--shard=1/9", "--batch_size=2")
     assert "11 structures are 6 batches of 2, fewer than shards" in said
     assert "no shards; expected x.1-of-8.csv" in error_of(capsys, "merge", str(tmp_path / "x.csv"))
+
+
+def test_the_file_that_is_read_is_not_what_shards_are_merged_to(source, tmp_path, capsys) -> None:
+    """Its own energies and forces would be gone."""
+    file = tmp_path / "in.extxyz"
+    write(file, [to_atoms(record) for record in structures(3)])
+    said = error_of(capsys, "predict", str(file), f"--out={file}", "--shard=1/2", "--batch_size=1")
+    assert "in.extxyz: is what is read, and would be overwritten" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["in.extxyz"]
+
+
+def test_entries_of_structures_named_as_those_of_shards_are_kept(tmp_path) -> None:
+    frames = [to_atoms(record) for record in structures(4)]
+    for number, atoms in enumerate(frames):
+        atoms.info |= {"index": 100 + number, "shard": "mine"}
+        atoms.numbers[-1] = 2 if number % 2 else atoms.numbers[-1]  # outside of training
+    write(tmp_path / "in.extxyz", frames)
+    predict(tmp_path / "in.extxyz", tmp_path / "whole.extxyz")
+    for word in ("1/2", "2/2"):
+        predict(tmp_path / "in.extxyz", tmp_path / "out.extxyz", f"--shard={word}")
+    assert merge_shards(tmp_path / "out.extxyz") == 4
+    assert (tmp_path / "out.extxyz").read_bytes() == (tmp_path / "whole.extxyz").read_bytes()
+    found = read(tmp_path / "out.extxyz", ":")
+    assert [atoms.info["index"] for atoms in found] == [100, 101, 102, 103]
 
 
 def test_rows_say_which_structure_of_the_file_they_are_of(tmp_path) -> None:

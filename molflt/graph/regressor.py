@@ -3,7 +3,7 @@
 # No `from __future__ import annotations`: jsonargparse would import all that stands below
 # TYPE_CHECKING, PyG included, to read annotations that are strings.
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -161,6 +161,16 @@ class EnergyRegressor(nn.Module):
         self.register_load_state_dict_pre_hook(_fill_added)
         elements = torch.zeros(MAX_ATOMIC_NUMBER + 1, dtype=torch.bool)
         self.register_buffer("trained_elements", elements)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "EnergyRegressor":
+        """See `torch.nn.Module`; energies of data stay in float64, whatever weights are cast to."""
+        kept = {name: self.get_buffer(name) for name in self.of_data}
+        super()._apply(fn, recurse)
+        for name, before in kept.items():
+            now = self.get_buffer(name)
+            if now.dtype != before.dtype:
+                self.register_buffer(name, before.to(now.device))
+        return self
 
     def forward(self, batch: "Data") -> Mapping[str, Tensor]:
         """Predicts a batch.

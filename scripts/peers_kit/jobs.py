@@ -182,8 +182,12 @@ def _parts(job: Job) -> tuple[IS2RETask, IS2REData, Settings]:
     config = options_of(job["words"])
     net = NETS.get(job["model"])
     if net is not None:
-        config["task"] |= {"lr": net.lr, "rotate": "none"}  # no turn changes these nets' energies
-        config["data"]["batch_size"] = net.batch_size or config["data"]["batch_size"]
+        config["task"]["rotate"] = "none"  # no turn changes these nets' energies
+        given = {word.partition("=")[0] for word in job["words"][2:]}  # behind --config
+        if "--task.lr" not in given:
+            config["task"]["lr"] = net.lr
+        if net.batch_size is not None and "--data.batch_size" not in given:
+            config["data"]["batch_size"] = net.batch_size
     if job["lr"] is not None:
         config["task"]["lr"] = job["lr"]
     data = IS2REData(**{**config["data"], "root": Path(job["data"]), "train_split": "train"})
@@ -204,9 +208,19 @@ def options_of(words: list[str]) -> dict[str, Any]:
     """Options of `molflt train` by part.
 
     Raises:
-        ValueError: for another recipe than that of energies, or an arithmetic that is not float32.
+        ValueError: for another recipe than that of energies, an arithmetic that is not float32, or
+            an option that has no effect in a comparison.
     """
     found: Any = plain(build_parser(words).parse_args(words).as_dict())
+    data, trainer = found["data"], found["trainer"]
+    idle = {
+        "init": found["init"] is not None,
+        "data.train_split": data.get("train_split") not in (None, "train"),
+        "trainer.accumulate": trainer["accumulate"] != 1,
+        "trainer.patience": trainer["patience"] is not None,
+    }
+    if named := [name for name, is_given in idle.items() if is_given]:
+        raise ValueError(f"peers have no {', '.join(named)}; expected none; leave it out")
     if found["recipe"] != "is2re" or found["trainer"]["precision"] != "32-true":
         raise ValueError(
             "peers are compared on energies, with recipe is2re and trainer.precision 32-true; got "

@@ -57,11 +57,13 @@ class Peer(nn.Module, ABC):
 
     Attributes:
         energy_mean, energy_std: eV, buffers that turn the normalized output into eV.
+        element_energies: (119,) eV, buffer: what each atom adds to that, as in `EnergyRegressor`.
         subsurface: False leaves out atoms with tag 0, as `molflt.graph.EnergyRegressor` does.
     """
 
     energy_mean: Tensor
     energy_std: Tensor
+    element_energies: Tensor
 
     def __init__(self, cutoff: float) -> None:
         super().__init__()
@@ -69,6 +71,7 @@ class Peer(nn.Module, ABC):
         self.graph = PBCRadiusGraph(cutoff)
         self.register_buffer("energy_mean", torch.zeros((), dtype=torch.float64))
         self.register_buffer("energy_std", torch.ones((), dtype=torch.float64))
+        self.register_buffer("element_energies", torch.zeros(_ELEMENTS, dtype=torch.float64))
 
     def forward(self, batch: Batch) -> Mapping[str, Tensor]:
         """A batch of structures -> "energy": (graphs,) float64, eV."""
@@ -79,7 +82,9 @@ class Peer(nn.Module, ABC):
         edges = self.graph(Data(**place, batch=graph, num_nodes=len(pos)))
         atomic = self.atomic(codes_of(batch)[kept], edges)
         energy = atomic.new_zeros(batch.num_graphs).index_add(0, graph, atomic)
-        return {"energy": energy.double() * self.energy_std + self.energy_mean}
+        own = self.element_energies[batch.atomic_numbers.long()]
+        references = own.new_zeros(batch.num_graphs).index_add(0, batch.batch, own)
+        return {"energy": energy.double() * self.energy_std + self.energy_mean + references}
 
     @abstractmethod
     def atomic(self, codes: Tensor, edges: Data) -> Tensor:

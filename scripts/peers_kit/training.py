@@ -120,7 +120,8 @@ def _learn(
 ) -> None:
     """One step, at a share of the budget."""
     for group in optimizer.param_groups:
-        group["lr"] = task.lr * task.lr_factor(int(share * settings.span), settings.span)
+        first = group.setdefault("initial_lr", group["lr"])  # with its own of task.lr_factors
+        group["lr"] = first * task.lr_factor(int(share * settings.span), settings.span)
     optimizer.zero_grad()
     loss, _ = task.loss(batch, share)
     loss.backward()

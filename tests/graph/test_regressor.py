@@ -439,3 +439,17 @@ def test_neighbors_are_searched_once_for_both_uses(monkeypatch):
     other = model(near_field=4.0)
     other(batch)
     assert len(counted) == 5
+
+
+def test_total_energies_keep_their_digits_in_single_precision():
+    """C60 of -61,784 eV: with references in float32 it was 31 meV off."""
+    net, batch = model().double(), Batch.from_data_list(STRUCTURES)
+    net.element_energies += -1029.8123456789
+    exact = net(batch)["energy"]
+    found = net.float()
+    assert found.element_energies.dtype == found.energy_std.dtype == torch.float64
+    assert found.embedding.element.weight.dtype == torch.float32
+    torch.testing.assert_close(found(batch)["energy"], exact, rtol=0, atol=1e-3)
+    assert found.to(torch.bfloat16).state_dict()["energy_mean"].dtype == torch.float64
+    with torch.device("meta"):
+        assert model().to_empty(device="cpu").energy_mean.dtype == torch.float64

@@ -92,6 +92,11 @@ def convert(
     for path, store in jobs.items():
         if store.suffix != ".safetensors":  # before reading for half an hour
             raise ValueError(f"{store}: a compact store ends in .safetensors; got {store.suffix!r}")
+        if (limit is not None or skip_bad) and store.exists() and store.samefile(path):
+            raise ValueError(
+                f"{store}: is what is read, and would lose what --limit or --skip-bad leaves out; "
+                "expected another file to write; choose another name"
+            )
         if issubclass(source_of(path), GameNet):
             _expect_archive(path, sha256)
     reading = Reading(energy_key, tags, forces_key, stress_key)
