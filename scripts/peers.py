@@ -15,10 +15,10 @@ of it that is used, and evaluation takes nothing of it. The weights judged are t
 Batches, targets, loss, optimizer and clipping are those of --config for all nets, and so is whether
 atoms below the surface are left out; element and tag are the inputs of all, and periodic images are
 edges. Peers have their usual learning rates, and DimeNet++ batches of 8, unless options behind --
-name others. An average of weights has the decay of --config, or forgets faster: it is over a tenth of the
-steps at most, or slow nets would be judged by their beginnings. Writes comparison.md and .csv,
-error-cpu.png, error-size.png, and jobs/*.json with predictions. Started again, it goes on where it
-was stopped and repeats no job.
+name others. An average of weights has the decay of --config, or forgets faster: it is over a tenth
+of the steps at most, or slow nets would be judged by their beginnings.
+Writes comparison.md and .csv, error-cpu.png, error-size.png, and jobs/*.json with predictions.
+Started again, it goes on where it was stopped and repeats no job.
 """
 
 from __future__ import annotations

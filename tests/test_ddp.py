@@ -11,7 +11,9 @@ import pytest
 import torch
 from tiny_run import arguments, last_state, logged, process, start, table, write_data
 
+from molflt.graph import EnergyRegressor
 from molflt.training.callbacks import _LastCheckpoint
+from molflt.training.loop import _LightningTask
 from molflt.training.run_folder import RunFolder
 
 if not torch.distributed.is_available():
@@ -91,6 +93,24 @@ def test_processes_that_torchrun_starts_go_on_with_what_lightning_started(both):
     )
     assert done.returncode == 0, done.stderr
     assert last_state(run)["global_step"] == 8 and not (run / ".lock").exists()
+
+
+def test_what_one_rank_has_seen_all_have(both):
+    """An element of the other rank's batches was said not to have occurred in training."""
+    model = EnergyRegressor(dim=8, heads=1, layers=1)
+    steps = _LightningTask(SimpleNamespace(model=model, lr=1.0))
+    model.trained_elements[29] = True
+
+    def reduce(seen, reduce_op):
+        others = torch.zeros_like(seen)
+        others[78] = 1
+        return seen + others
+
+    steps._trainer = SimpleNamespace(world_size=2, strategy=SimpleNamespace(reduce=reduce))
+    steps._share_seen()
+    assert model.trained_elements.nonzero().flatten().tolist() == [29, 78]
+    seen = [last_state(run)["state_dict"]["model.trained_elements"] for run in both]
+    assert not (seen[0] & ~seen[1]).any() and seen[1].dtype == torch.bool
 
 
 def test_a_signal_that_arrives_while_ranks_agree_is_not_lost(tmp_path):

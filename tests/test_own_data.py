@@ -24,6 +24,7 @@ from molflt.data.structures.base import ANY_TAGS
 from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.store import write_store
+from molflt.evaluation.results import why_of_others
 from molflt.training.config import build_parser, read_config
 
 STEPS = ("--trainer.max_steps=2", "--task.warmup_steps=1")
@@ -211,6 +212,36 @@ def test_a_file_that_has_moved_is_known_by_its_name(run, file, tmp_path, capsys)
         and len(source.open(["val_id"], torch.nn.Identity())["val_id"]) == 3
     )
     assert "which the run was trained on and which is gone" in capsys.readouterr().err
+    from data.oc20_files import old_record, write_lmdb  # the writer of the reader's own tests
+
+    shards = tmp_path / "shards"  # so are several shards, which are one source
+    shards.mkdir()
+    write_lmdb(shards / "data.0000.lmdb", {str(i): old_record(i) for i in range(3)})
+    config["data"]["root"] = str(tmp_path / "gone" / "shards")
+    source = EvaluationData(run, config, shards)
+    assert source.choose(None) == ["val_id"] and source.stem is None
+    assert "evaluated on its part val_id alone" in capsys.readouterr().err
+    assert EvaluationData(run, config, moved).choose(None) == [moved.stem]
+
+
+def test_other_energies_of_the_data_are_not_the_results_of_the_run(run, file, tmp_path) -> None:
+    """They have no baseline, and no card and no comparison takes them for the run's."""
+    some = frames()
+    for atoms in some:
+        atoms.info |= {"sid": atoms.info["sid"], "other_energy": 100.0}
+    own = tmp_path / "run"
+    shutil.copytree(run, own)
+    write(tmp_path / "mine.extxyz", some)
+    text = (own / "config.yaml").read_text().replace(str(file), str(tmp_path / "mine.extxyz"))
+    (own / "config.yaml").write_text(text)
+    (own / "checkpoints" / "last.ckpt").unlink()  # of other labels
+    weights = [own / "checkpoints" / "best.safetensors"]
+    for words, said in (([], ""), (["--energy_key=other_energy"], "with energy_key other_energy")):
+        assert main(["evaluate", str(own), "--device=cpu", *words]) == 0
+        why = why_of_others(own, weights)
+        assert said in why and bool(said) == bool(why)
+    row = json.loads((own / "results.json").read_text())["val_id"]
+    assert row["mae_eV"] > 50 and row["baseline_mae_eV"] is None
 
 
 def test_splits_of_any_format_and_those_that_are_missing(run, tmp_path, capsys) -> None:
@@ -328,7 +359,7 @@ def test_folders_are_inspected_and_converted_whole(tmp_path, capsys) -> None:
 
 
 def test_shards_are_one_source(tmp_path) -> None:
-    from data.oc20_files import old_record, write_lmdb  # the writer of the reader's own tests
+    from data.oc20_files import old_record, write_lmdb
 
     shards = tmp_path / "train"
     shards.mkdir()

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -130,6 +131,14 @@ def test_a_label_that_is_not_finite_is_none_in_a_prediction(run, tmp_path, capsy
     given.calc = SinglePointCalculator(given, energy="much")
     with pytest.raises(ValueError, match="structure 0: sid 0: y_relaxed must be"):
         model.predict(given)
+
+
+def test_entries_of_any_kind_and_calculators_without_results_change_nothing(run) -> None:
+    model, given = molflt.load(run), atoms()
+    expected = model.predict(given).energy
+    given.info[1] = given.info["note", 2] = "x"
+    given.calc = SimpleNamespace(results=None)
+    assert model.predict(given).energy == expected
 
 
 def test_relaxed_positions_are_a_guess_for_free_atoms(run, val) -> None:

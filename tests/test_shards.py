@@ -174,7 +174,7 @@ def test_entries_of_structures_named_as_those_of_shards_are_kept(tmp_path) -> No
     frames = [to_atoms(record) for record in structures(4)]
     for number, atoms in enumerate(frames):
         atoms.info |= {"index": 100 + number, "shard": "mine"}
-        atoms.numbers[-1] = 2 if number % 2 else atoms.numbers[-1]  # outside of training
+        atoms.numbers[-1] = 5 if number % 2 else atoms.numbers[-1]  # outside of training
     write(tmp_path / "in.extxyz", frames)
     predict(tmp_path / "in.extxyz", tmp_path / "whole.extxyz")
     for word in ("1/2", "2/2"):

@@ -80,7 +80,8 @@ def evaluate(
         split: {name: None if value == math.inf else value for name, value in row.items()}
         for split, row in report.results.items()
     }
-    files = write_results(out, known, origin, config, options.get("data"))
+    reading = {key: options.get(key) for key in ("energy_key", "tags")}
+    files = write_results(out, known, origin, config, options.get("data"), reading)
     print("written: " + ", ".join(map(str, [*files, *report.files, *more])))
     return report.results
 

@@ -74,11 +74,11 @@ class EvaluationData:
                 self.stem = self.data.root.stem
 
     def _is_own(self, data: Path) -> bool:
-        """Whether a path is where the run has its data from; one file may have moved."""
+        """Whether a path is where the run has its data from; a single source may have moved."""
         root = self.own.root
-        if root.exists() or not data.is_file():
+        if root.exists() or not data.exists():
             return root.exists() and data.exists() and root.samefile(data)
-        if data.name != root.name:
+        if data.name != root.name or not self.own._replace(root=data).is_one:
             return False
         _warn(
             f"{data}: taken for {root}, which the run was trained on and which is gone; evaluated "
@@ -180,6 +180,9 @@ class EvaluationData:
         """Median energy of the training split, eV, and a line that says where it comes from."""
         # data that have moved are where --data says; other data keep the training set's median
         source = self.own if self.own.root.exists() else self.data
+        key = self.data.reading.energy_key
+        if self.data.root == self.own.root and key != self.own.reading.energy_key:
+            return None, f"no baseline, because training has not seen the energies named {key}"
         try:
             if self.stem is not None and source is self.data:
                 raise FileNotFoundError(f"{self.own.root}: no such folder or file")

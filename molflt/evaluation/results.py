@@ -40,6 +40,7 @@ def write_results(
     origin: Origin,
     config: Config,
     data: object,
+    reading: Mapping[str, object] | None = None,
 ) -> list[Path]:
     """Writes results.json, and beside it what it is of.
 
@@ -49,12 +50,19 @@ def write_results(
         origin: as `origin_of` gives it.
         config: of the run.
         data: what was given as the data of the evaluation; None for the run's own.
+        reading: options of how data are read, energy_key and tags, that were given.
 
     Returns:
         What was written.
     """
     paths = [out / RESULTS, out / _NOTE]
-    known = {**origin, "data": _others(config["data"], data, results)}
+    own = config["data"]
+    others = _others(own, data, results)
+    unlike = {key: x for key, x in (reading or {}).items() if x not in (None, own.get(key))}
+    if others is None and unlike:
+        how = ", ".join(f"{key} {value}" for key, value in unlike.items())
+        others = f"{own.get('root') if data is None else data} with {how}"
+    known = {**origin, "data": others}
     paths[1].unlink(missing_ok=True)  # never that of other results
     for path, content in zip(paths, (results, known), strict=True):
         write_atomically(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())

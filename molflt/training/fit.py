@@ -48,7 +48,7 @@ def fit(
         folder: for checkpoints and metrics; its checkpoint, if it has one, is what goes on.
         max_steps: optimizer steps in all.
         precision: of the arithmetic.
-        accelerator: where to compute; auto takes a GPU if there is one.
+        accelerator: where to compute; auto takes a GPU, by CUDA, if there is one.
         devices: GPUs, or processes on the CPU.
         strategy: ddp for more than one device; auto chooses it then.
         gradient_clip: largest norm of the gradient; null for no limit.
@@ -92,7 +92,7 @@ def fit(
                 ddp=devices > 1 or strategy == "ddp",
                 max_steps=max_steps,
                 precision=precision,
-                accelerator=accelerator,
+                accelerator="cuda" if _devices(accelerator)[0] == "GPU" else "cpu",
                 devices=devices,
                 gradient_clip_val=gradient_clip,
                 val_check_interval=val_every * accumulate,  # Lightning counts batches
@@ -167,10 +167,13 @@ def _warn_of_slow_average(decay: float | None, max_steps: int) -> None:
 
 
 def _devices(accelerator: str) -> tuple[str, int]:
-    """What an accelerator computes on, and how many of them there are."""
+    """What an accelerator computes on, and how many of them there are.
+
+    Apple's GPUs have no float64, in which energies are summed, and do not count.
+    """
     import torch
 
-    gpus = torch.cuda.device_count() or int(torch.backends.mps.is_available())
+    gpus = torch.cuda.device_count()
     if accelerator == "gpu" or (accelerator == "auto" and gpus):
         return "GPU", gpus
     return "core", max(2, os.cpu_count() or 1)  # two processes on one core: to try it out

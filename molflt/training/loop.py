@@ -141,11 +141,19 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         progress = self.global_step / max(1, self.trainer.max_steps)
         self._batch, self._size = self.task.name(batch), self.task.size(batch)
         loss, sums = self.task.loss(batch, progress)
+        self._share_seen()
         if not bool(torch.isfinite(loss)):
             raise ValueError(self._diverged("loss", loss.item()))
         self.last_lr = self._learning_rate()
         row = [loss.detach(), loss.new_tensor(1), torch.tensor(self._size), *sums]
         return {"loss": loss, "sums": _row(row, self.device)}
+
+    def _share_seen(self) -> None:
+        """What the batch of one rank had, such as a rare element, all ranks have seen."""
+        if self.trainer.world_size > 1:
+            for name in getattr(self.model, "seen_by", ()):
+                seen = self.model.get_buffer(name)
+                seen |= self.trainer.strategy.reduce(seen.int(), reduce_op="sum").bool()
 
     def configure_gradient_clipping(
         self,

@@ -114,10 +114,13 @@ def write(out: Path, results: Results, tried: Mapping[str, int]) -> str:
 def draw_time(png: Path, results: Results, split: str) -> None:
     """Mean error over seeds against CPU time, of the largest share of the training set.
 
-    What is not trained step by step has one point; the median is a line across.
+    What is not trained step by step has one point; the median is a line across. A model that has
+    diverged with one seed has no line, as it has no mean in the table.
     """
     most = max(result["job"]["fraction"] for result in results)
-    own = [result for result in results if result["job"]["fraction"] == most and result["curve"]]
+    own = [result for result in results if result["job"]["fraction"] == most]
+    diverged = {result["job"]["model"] for result in own if not result["curve"]}
+    own = [result for result in own if result["job"]["model"] not in diverged]
     points: dict[str, list[tuple[float, float]]] = {}
     for model in dict.fromkeys(result["job"]["model"] for result in own):
         found = [result["curve"] for result in own if result["job"]["model"] == model]

@@ -180,6 +180,15 @@ def test_convert_leaves_out_bad_records_in_one_pass(tmp_path, capsys):
         same(a, b)
 
 
+def test_a_store_is_not_shortened_in_its_own_place(tmp_path, capsys):
+    path = tmp_path / "a.safetensors"
+    write_store(path, (record(i) for i in range(3)))
+    for word in ("--limit=2", "--skip_bad"):
+        assert main(["data", "convert", str(path), str(path), word]) == 2
+        assert "is what is read, and would lose what" in capsys.readouterr().err
+    assert main(["data", "convert", str(path), str(path)]) == 0 and len(open_dataset(path)) == 3
+
+
 def test_everything_bad(tmp_path):
     path = write_lmdb(tmp_path / "data.lmdb", {"0": b"damaged"})
     with pytest.raises(ValueError, match=r"no valid structures; expected at least one: .*damaged"):

@@ -50,7 +50,7 @@ class Labels:
         By default ``info["y_relaxed"]``, else the stored calculator's energy, else
         ``info["energy"]``.
         """
-        info, results = entries(atoms), getattr(atoms.calc, "results", {})
+        info, results = entries(atoms), _results(atoms)
         self._numbers |= dict.fromkeys(name for name, value in info.items() if _is_number(value))
         named = filter(_LABEL.search, [*info, *atoms.arrays])
         there = [*results, *(name for name in named if not _SETTING.search(name))]
@@ -76,7 +76,7 @@ class Labels:
         By default what a calculator has stored, else ``energy``, ``forces`` and ``stress``, else
         the same after ``REF_``, as data for MACE have them.
         """
-        info, results = entries(atoms), getattr(atoms.calc, "results", {})
+        info, results = entries(atoms), _results(atoms)
         wanted: dict[str, tuple[str | None, Mapping[str, Any]]] = {"energy": (self.key, info)}
         wanted |= {name: (key, info) for name, key in self._derivatives.items()}
         wanted["forces"] = (self._derivatives["forces"], atoms.arrays)
@@ -148,12 +148,17 @@ class Labels:
 
 def entries(atoms: Atoms) -> dict[str, Any]:
     """What a structure is said to have: its info, and key-value pairs and data of a database."""
-    info = dict(atoms.info)
+    info = {name: value for name, value in atoms.info.items() if isinstance(name, str)}
     for inner in ("data", "key_value_pairs"):
         value = info.get(inner)
         if isinstance(value, Mapping):
             info |= {str(name): each for name, each in value.items()}
     return info
+
+
+def _results(atoms: Atoms) -> dict[str, Any]:
+    """What a calculator has stored; some have nothing of that name, or None."""
+    return getattr(atoms.calc, "results", None) or {}
 
 
 def _all_nan(value: ArrayLike) -> bool:
