@@ -20,7 +20,7 @@ from molflt.attention.mixing.multiplicative import linear_with_kernel
 from molflt.attention.mixing.pairs import Pairs, SortedPairs, with_exact_pairs
 from molflt.attention.mixing.sums import Sums
 from molflt.attention.mixing.toeplitz import dense_log_kernel, toeplitz
-from molflt.attention.numerics import at_least_float32
+from molflt.attention.numerics import at_least_float32, products_of_all
 
 SOFTMAX, KERNELIZED = "softmax", "kernelized"
 
@@ -182,7 +182,7 @@ class Factors(Encoding):
     def dense(self, queries: int, keys: int) -> Tensor | None:
         """N1 N2^T, what is added to q . k; None where only projections are known."""
         if isinstance(self.left, Tensor) and isinstance(self.right, Tensor):
-            return self.left @ self.right.mT
+            return products_of_all(self.left, self.right)
         return None
 
 
@@ -245,8 +245,7 @@ class Kernel(_Multiplied):
         self.kernel = left, right
 
     def _far(self, queries: int, keys: int) -> Tensor:
-        left, right = self.kernel
-        return left @ right.transpose(-1, -2)
+        return products_of_all(*self.kernel)
 
     def mix(self, terms: Terms) -> tuple[Sums, State | None]:
         if not terms.causal:

@@ -67,6 +67,12 @@ def by_head(x: Tensor, matrices: Tensor) -> Tensor:
     return joined.unflatten(1, (len(x), x.shape[2])).transpose(0, 1).contiguous()
 
 
+def products_of_all(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right^T as exact as both are, also under autocast: (..., n, p), (..., m, p)."""
+    with torch.autocast(left.device.type, enabled=False):
+        return left @ right.mT
+
+
 def finite(x: Tensor) -> Tensor:
     """x, with 0 in place of infinite values, as maxima over nothing are."""
     return torch.where(x.isfinite(), x, 0.0)
