@@ -24,7 +24,9 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 def unit(x: Tensor) -> Tensor:
     """x / |x| along the last axis; 0 where x is 0, and smooth there."""
-    return x * (torch.linalg.vecdot(x, x).unsqueeze(-1) + 1e-24).rsqrt()
+    with torch.autocast(x.device.type, enabled=False):  # 1e-24 is 0 in half precision
+        square = torch.linalg.vecdot(x, x).unsqueeze(-1)
+    return x * (square + 1e-24).rsqrt()
 
 
 def distances(vector: Tensor) -> Tensor:

@@ -1,10 +1,11 @@
-"""Choices that the layer makes by itself."""
+"""Choices that the layer makes by itself, and the precision in which it makes them."""
 
 import contract
 import pytest
 import torch
 
 from molflt.attention import Attention, encodings, make_position
+from molflt.attention.scaling import Scaling
 
 
 @pytest.mark.parametrize(("tokens", "form"), [(3, "quadratic"), (200, "linear")])
@@ -32,3 +33,14 @@ def test_auto_takes_the_form_with_fewer_multiplications(monkeypatch, tokens, for
         torch.testing.assert_close(out, expected, **contract.EXACT)
         grads = [torch.autograd.grad(o.sum(), x, retain_graph=True)[0] for o in (out, expected)]
         torch.testing.assert_close(*grads, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1e-4, 300.0])
+def test_norms_are_taken_in_single_precision_under_autocast(dtype, size):
+    """Squares of 300 overflow in float16, and those of 1e-4 vanish."""
+    scaling = Scaling(1, 8, normalize=True)
+    x = (size * torch.randn(1, 1, 5, 8, generator=torch.manual_seed(0))).to(dtype)
+    with torch.autocast("cpu", dtype=dtype):
+        found = scaling(x)
+    assert torch.equal(found, scaling(x))
