@@ -56,6 +56,22 @@ def placed(
     return finite_where_masked(positions, key_mask), None
 
 
+def all_placed(positions: Tensor, key_positions: Tensor | None, keys: int) -> None:
+    """Raises ValueError unless each key of softmax has a place, those that are remembered too.
+
+    Args:
+        positions: (batch, new tokens, l).
+        key_positions: (batch, keys, l); those of the new tokens if None.
+        keys: how many there are.
+    """
+    got = (positions if key_positions is None else key_positions).shape[1]
+    if got != keys:
+        raise ValueError(
+            f"key_positions must be of all {keys} tokens so far, as softmax compares the new ones "
+            f"with them; got {got}; join those of each call, or decode with a Stack, which does"
+        )
+
+
 def without_masked(
     x: Tensor,
     key_mask: Tensor | None,
