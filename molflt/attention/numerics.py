@@ -4,14 +4,14 @@ import functools
 import math
 import sys
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from molflt.attention.checks import in_transform
+from molflt.attention.checks import in_checkpoint, in_transform
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -92,6 +92,26 @@ def recomputed(function: Callable[..., _R], *arguments: object, several: bool = 
         return function(*arguments)
     out: _R = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
     return out
+
+
+class Once(Generic[_R]):
+    """What several layers share, computed for the first of them.
+
+    Without gradients it is not what layers with gradients need. Inside of a checkpoint each layer
+    computes its own: in backward it would find what others have left by then.
+    """
+
+    def __init__(self) -> None:
+        self._kept: tuple[bool, _R] | None = None
+
+    def get(self, compute: Callable[[], _R]) -> _R:
+        """The result of `compute`, of the first call or of this one."""
+        if in_checkpoint():
+            return compute()
+        grad = torch.is_grad_enabled()
+        if self._kept is None or (grad and not self._kept[0]):
+            self._kept = grad, compute()
+        return self._kept[1]
 
 
 def constant(function: Callable[_P, _R]) -> Callable[_P, _R]:
