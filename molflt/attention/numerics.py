@@ -42,7 +42,7 @@ def root(square: Tensor) -> Tensor:
 
 
 def sinc(x: Tensor) -> Tensor:
-    """sin(pi x) / (pi x); torch.sinc has no second derivative at 0."""
+    """sin(pi x) / (pi x); the second derivative at 0 is 0, that of torch.sinc NaN."""
     phase = math.pi * x
     away = phase != 0
     phase = torch.where(away, phase, 1.0)
