@@ -9,11 +9,10 @@ from molflt.attention.checks import _head_width, no_effect, not_negative, one_of
 from molflt.attention.encodings import KERNELIZED, SOFTMAX, Encoding
 from molflt.attention.features import FEATURE_MAPS, FeatureMap, FeatureMapName, ProjectionName
 from molflt.attention.features.base import Operand
-from molflt.attention.keys import Keys, all_placed, passed_over, placed, without_masked
+from molflt.attention.keys import Keys, all_placed, log_weights, passed_over, placed, without_masked
 from molflt.attention.mixing.causal import DecodeState, KeyValues, State
 from molflt.attention.mixing.forms import joined_bias, softmax
 from molflt.attention.mixing.sums import NORMALIZE, NormalizeName, Sums, drop_keys
-from molflt.attention.numerics import at_least_float32
 from molflt.attention.positions.base import MIXINGS, MixingName, Position, Positioned
 from molflt.attention.scaling import Scaling
 
@@ -282,7 +281,7 @@ class Attention(Positioned):
             index = key_index[:, None, :, None].expand(-1, self.heads, -1, self.head_dim)
             key, value = key.gather(2, index), value.gather(2, index)
         mask = None if key_mask is None else key_mask[:, None]
-        weight = None if key_weight is None else at_least_float32(key_weight).log()[:, None]
+        weight = log_weights(key_weight, key_mask, key)
         gate = None if self.to_gate is None else passed_over(self.to_gate(x).mT, mask)
         return _Heads(query, key, value, mask, weight, gate)
 

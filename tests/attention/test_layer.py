@@ -44,3 +44,26 @@ def test_norms_are_taken_in_single_precision_under_autocast(dtype, size):
     with torch.autocast("cpu", dtype=dtype):
         found = scaling(x)
     assert torch.equal(found, scaling(x))
+
+
+@pytest.mark.parametrize("mixing", ["linear", "quadratic", "softmax"])
+def test_weights_of_keys(mixing):
+    """Those of masked keys may be anything, with gradients; others are cast, or refused."""
+    torch.manual_seed(0)
+    layer, x = Attention(8, 2, mixing=mixing).double(), torch.randn(2, 3, 8).double()
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    weight = torch.tensor([[1.0, 2.0, 0.0], [1.0, -1.0, torch.nan]], requires_grad=True)
+    out = layer(x, key_mask=mask, key_weight=weight)
+    plain = layer(x, key_mask=mask, key_weight=torch.tensor([[1, 2, 1], [1, 1, 1]]))
+    torch.testing.assert_close(out, plain, **contract.EXACT)
+    (own,) = torch.autograd.grad(out.square().sum(), weight)
+    assert own.isfinite().all() and own[0, 1] != 0 and (own[~mask] == 0).all()
+    single = layer.float()(x.float(), key_mask=mask, key_weight=weight.double())
+    torch.testing.assert_close(single.double(), out, rtol=0, atol=1e-5)
+    for wrong, words in (
+        (weight[:1], r"must have shape \(2, 3\), one for each key; got \(1, 3\)"),
+        (weight[:, :1], r"must have shape \(2, 3\), one for each key; got \(2, 1\)"),
+        (-torch.ones(2, 3), "must be above 0, .* got -1; mask"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            layer(x.float(), key_mask=mask, key_weight=wrong)
