@@ -25,7 +25,7 @@ from molflt.attention.positions.spectral import SpectralPosition
 from molflt.attention.spectra.gaussian import GaussianBasis, GaussianMixture
 from molflt.attention.spectra.local import Local
 from molflt.metrics import Metric
-from molflt.plots import GroupError, figure, runs, training
+from molflt.plots import GroupError, figure, population, runs, tokens, training
 from molflt.tasks.base import Task
 from molflt.tasks.is2re import IS2RETask
 
@@ -44,7 +44,7 @@ def figures(monkeypatch) -> list:
             drawn.append(made)
             yield made
 
-    for module in (training, figure, runs):
+    for module in (training, figure, runs, tokens):
         monkeypatch.setattr(module, "picture", remember)
     return drawn
 
@@ -199,6 +199,17 @@ def test_compared_runs_are_named_where_their_lines_end(tmp_path: Path, figures) 
     assert max(box.x1 for box in found) <= figures[0].bbox.x1 and found[0].y0 < found[-1].y0
     plots.intervals({"val, n = 3": {"a": (0.1, 0.0)}}, tmp_path / "i.png", largest_is_best=True)
     assert figures[1].axes[0].get_xlabel() == "val, n = 3\n(higher is better)"
+
+
+def test_more_series_than_colors_are_all_drawn(tmp_path: Path, figures) -> None:
+    """Of the ninth on they were left out, without a word."""
+    names = [f"one of {i}" for i in range(1, 11)]
+    values = {name: np.random.default_rng(0).random((3, 20)) for name in names}
+    tokens.losses_by_place(values, tmp_path / "losses.png")
+    population.best_values({"sphere": values}, np.arange(20.0), tmp_path / "best.png", 3)
+    for drawn in figures:
+        lines = drawn.axes[0].get_lines()
+        assert [line.get_label() for line in lines] == names
 
 
 def test_pictures_in_further_formats(tmp_path: Path) -> None:

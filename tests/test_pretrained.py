@@ -28,12 +28,19 @@ from molflt.commands.cli import main
 from molflt.commands.evaluate import evaluate
 from molflt.data.structures import open_dataset
 from molflt.data.structures.store import write_store
+from molflt.graph import EnergyRegressor
 from molflt.pretrained import EnergyPredictor
 from molflt.training import sources
-from molflt.training.checkpoint import load_run
-from molflt.training.exported import read_exported
+from molflt.training.checkpoint import count_parameters, load_run
+from molflt.training.exported import Exported, build, read_exported
 
 ABOUT = "energies of random slabs against nothing, by a formula"
+SHELLS = {
+    "periodic": "none",
+    "position": "multiplicative",
+    "near_field": 5.0,
+    "position_options": {"nodes": "shells", "node_diameter": 9.0, "node_max_frequency": 0.2},
+}
 STEPS = ("--trainer.max_steps=3", "--trainer.val_every=3", "--trainer.checkpoint_every=3")
 
 
@@ -462,6 +469,18 @@ def test_a_domain_is_read_again_from_the_same_data(run, exported, tmp_path, caps
         assert main(words) == 0
         err = capsys.readouterr().err
         assert "no domain.json, and it cannot be made again" in err and why in err
+
+
+@pytest.mark.parametrize("options", [SHELLS, {"position": "spectral", "periodic": "reciprocal"}])
+def test_nodes_of_every_kind_are_read_back_and_counted(options, tmp_path) -> None:
+    options = {"dim": 16, "heads": 2, "layers": 1, "ffn_dim": 16, **options}
+    model = EnergyRegressor(**options)
+    content = {"recipe": "is2re", "models": [options]}
+    (again,) = build(tmp_path / "model.safetensors", Exported(content, model.state_dict()))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor)
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    assert count_parameters(tmp_path, {"recipe": "is2re", "model": options}) == numbers
 
 
 def test_what_is_no_model_gets_one_line(data, exported, run, tmp_path, capsys) -> None:

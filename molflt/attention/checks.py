@@ -128,6 +128,13 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def in_checkpoint() -> bool:
+    """Whether a checkpoint that is not reentrant, or another hook, handles what backward needs."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def at_hand(values: torch.Tensor) -> bool:
     """Whether numbers can be looked at for nothing: on the CPU, not compiled nor transformed."""
     if torch.compiler.is_compiling() or in_transform():

@@ -73,7 +73,8 @@ class CrossAttention(Attention):
             The shape of x.
         """
         rows = memory.key if isinstance(memory, KeyValues) else memory.context
-        query = self.scaling(self._by_head(self.to_query, x.reshape(len(rows), -1, self.dim)))
+        tokens = len(x) // max(1, len(rows)) * x.shape[1]
+        query = self.scaling(self._by_head(self.to_query, x.reshape(len(rows), tokens, self.dim)))
         if isinstance(memory, KeyValues):
             out = softmax(query, memory.key, memory.value, None, memory.mask)
         else:

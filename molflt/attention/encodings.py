@@ -20,7 +20,7 @@ from molflt.attention.mixing.multiplicative import linear_with_kernel
 from molflt.attention.mixing.pairs import Pairs, SortedPairs, with_exact_pairs
 from molflt.attention.mixing.sums import Sums
 from molflt.attention.mixing.toeplitz import dense_log_kernel, toeplitz
-from molflt.attention.numerics import at_least_float32
+from molflt.attention.numerics import Once, at_least_float32, products_of_all
 
 SOFTMAX, KERNELIZED = "softmax", "kernelized"
 
@@ -182,7 +182,7 @@ class Factors(Encoding):
     def dense(self, queries: int, keys: int) -> Tensor | None:
         """N1 N2^T, what is added to q . k; None where only projections are known."""
         if isinstance(self.left, Tensor) and isinstance(self.right, Tensor):
-            return self.left @ self.right.mT
+            return products_of_all(self.left, self.right)
         return None
 
 
@@ -197,15 +197,15 @@ class _Multiplied(Encoding):
 
     def __init__(self, pairs: Pairs | None = None) -> None:
         self.pairs = pairs
-        self._matrix: Tensor | None = None
-        self._by_query: Pairs | SortedPairs | None = None
+        self._matrix: Once[Tensor] = Once()
+        self._by_query: Once[Pairs | SortedPairs] = Once()
 
     def _sorted_pairs(self, terms: Terms) -> Pairs | SortedPairs | None:
         """w as sums without the matrix take it; sorted once for all layers."""
-        if self._by_query is None and self.pairs is not None:
-            sizes = len(terms.value), terms.query.tokens, terms.key.tokens
-            self._by_query = self.pairs.by_query(*sizes)
-        return self._by_query
+        if (pairs := self.pairs) is None:
+            return None
+        sizes = len(terms.value), terms.query.tokens, terms.key.tokens
+        return self._by_query.get(lambda: pairs.by_query(*sizes))
 
     def _far(self, queries: int, keys: int) -> Tensor:
         """h, (b, h, queries, keys), without w."""
@@ -213,12 +213,13 @@ class _Multiplied(Encoding):
 
     def dense(self, queries: int, keys: int) -> Tensor:
         """h + w, what multiplies; formed once for all layers that want it."""
-        if self._matrix is None:
-            matrix = self._far(queries, keys)
-            if self.pairs is not None:
-                matrix = matrix + self.pairs.dense(len(matrix), queries, keys)
-            self._matrix = matrix
-        return self._matrix
+        return self._matrix.get(lambda: self._formed(queries, keys))
+
+    def _formed(self, queries: int, keys: int) -> Tensor:
+        matrix = self._far(queries, keys)
+        if self.pairs is None:
+            return matrix
+        return matrix + self.pairs.dense(len(matrix), queries, keys)
 
     def _with_single_pairs(self, sums: Sums, query: Operand, key: Operand, value: Tensor) -> Sums:
         if self.pairs is None or self.pairs.exact is None:
@@ -245,8 +246,7 @@ class Kernel(_Multiplied):
         self.kernel = left, right
 
     def _far(self, queries: int, keys: int) -> Tensor:
-        left, right = self.kernel
-        return left @ right.transpose(-1, -2)
+        return products_of_all(*self.kernel)
 
     def mix(self, terms: Terms) -> tuple[Sums, State | None]:
         if not terms.causal:

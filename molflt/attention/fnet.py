@@ -286,7 +286,7 @@ class _RandomMixer(_LinearMixer):
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws both anew in place, on the CPU, so that all devices draw alike from one seed."""
         for weight in (self.sequence_weight, self.hidden_weight):
-            draw = torch.empty(weight.shape, dtype=torch.float64)
+            draw = torch.empty(weight.shape, dtype=torch.float64, device="cpu")
             nn.init.trunc_normal_(draw, 0.0, 1.0, -2.0, 2.0, generator=generator)
             weight.copy_(draw / (_TRUNCATED_STD * math.sqrt(len(weight))))
 

@@ -5,6 +5,9 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
+from molflt.attention.checks import at_hand
+from molflt.attention.numerics import at_least_float32
+
 
 class Keys(TypedDict, total=False):
     """What attention is told of its keys; the `forward` of all layers, blocks and stacks takes it.
@@ -28,6 +31,36 @@ def check_mask(key_mask: Tensor, shape: torch.Size) -> None:
             f"key_mask is wrong; expected bool of shape {tuple(shape)}; got {key_mask.dtype} of "
             f"{tuple(key_mask.shape)}; pass True where a token exists"
         )
+
+
+def log_weights(key_weight: Tensor | None, key_mask: Tensor | None, key: Tensor) -> Tensor | None:
+    """Logarithms of weights, 0 for keys that are masked: (batch, 1, keys).
+
+    Args:
+        key_weight: (batch, keys) or None, see `Keys`.
+        key_mask: likewise.
+        key: (batch, heads, keys, d), whose precision they get, float32 at least.
+
+    Raises:
+        ValueError: another shape, or, on the CPU, weights below 0 or NaN of keys that exist.
+    """
+    if key_weight is None:
+        return None
+    if key_weight.shape != (len(key), key.shape[2]):
+        raise ValueError(
+            f"key_weight must have shape {(len(key), key.shape[2])}, one for each key; got "
+            f"{tuple(key_weight.shape)}; expand it"
+        )
+    weight = key_weight.to(at_least_float32(key).dtype)
+    if key_mask is not None:  # before the logarithm, whose slope at 0 is infinite
+        weight = weight.masked_fill(~key_mask, 1.0)
+    if at_hand(weight) and not bool((weight >= 0).all()):
+        wrong = weight[~(weight >= 0)][0].item()
+        raise ValueError(
+            f"key_weight must be above 0, a factor of what each key adds; got {wrong:g}; mask keys "
+            "that are to be left out"
+        )
+    return weight.log()[:, None]
 
 
 def finite_where_masked(x: Tensor, key_mask: Tensor) -> Tensor:
@@ -54,6 +87,22 @@ def placed(
     if key_positions is not None:
         return positions, finite_where_masked(key_positions, key_mask)
     return finite_where_masked(positions, key_mask), None
+
+
+def all_placed(positions: Tensor, key_positions: Tensor | None, keys: int) -> None:
+    """Raises ValueError unless each key of softmax has a place, those that are remembered too.
+
+    Args:
+        positions: (batch, new tokens, l).
+        key_positions: (batch, keys, l); those of the new tokens if None.
+        keys: how many there are.
+    """
+    got = (positions if key_positions is None else key_positions).shape[1]
+    if got != keys:
+        raise ValueError(
+            f"key_positions must be of all {keys} tokens so far, as softmax compares the new ones "
+            f"with them; got {got}; join those of each call, or decode with a Stack, which does"
+        )
 
 
 def without_masked(

@@ -9,11 +9,10 @@ from molflt.attention.checks import _head_width, no_effect, not_negative, one_of
 from molflt.attention.encodings import KERNELIZED, SOFTMAX, Encoding
 from molflt.attention.features import FEATURE_MAPS, FeatureMap, FeatureMapName, ProjectionName
 from molflt.attention.features.base import Operand
-from molflt.attention.keys import Keys, passed_over, placed, without_masked
+from molflt.attention.keys import Keys, all_placed, log_weights, passed_over, placed, without_masked
 from molflt.attention.mixing.causal import DecodeState, KeyValues, State
-from molflt.attention.mixing.forms import softmax
+from molflt.attention.mixing.forms import joined_bias, softmax
 from molflt.attention.mixing.sums import NORMALIZE, NormalizeName, Sums, drop_keys
-from molflt.attention.numerics import at_least_float32
 from molflt.attention.positions.base import MIXINGS, MixingName, Position, Positioned
 from molflt.attention.scaling import Scaling
 
@@ -186,7 +185,7 @@ class Attention(Positioned):
             key_positions: for softmax, those of all tokens so far.
 
         Raises:
-            ValueError: for mechanisms without such a state.
+            ValueError: for mechanisms without such a state, or keys without a position.
         """
         if not self.causal or self.mixing == "quadratic":
             raise ValueError(
@@ -204,6 +203,8 @@ class Attention(Positioned):
             key = torch.cat((state.key, heads.key), dim=2)
             value = torch.cat((state.value, heads.value), dim=2)
             heads, state = heads._replace(key=key, value=value), None
+        if self.mixing == "softmax" and positions is not None:
+            all_placed(positions, key_positions, heads.key.shape[2])
         out, last = self._mix(heads, encoding, self.dropout * self.training, state or ())
         return self._join(out), last if last else KeyValues(heads.key, heads.value)
 
@@ -280,7 +281,7 @@ class Attention(Positioned):
             index = key_index[:, None, :, None].expand(-1, self.heads, -1, self.head_dim)
             key, value = key.gather(2, index), value.gather(2, index)
         mask = None if key_mask is None else key_mask[:, None]
-        weight = None if key_weight is None else at_least_float32(key_weight).log()[:, None]
+        weight = log_weights(key_weight, key_mask, key)
         gate = None if self.to_gate is None else passed_over(self.to_gate(x).mT, mask)
         return _Heads(query, key, value, mask, weight, gate)
 
@@ -294,9 +295,7 @@ class Attention(Positioned):
         """Outputs by head, and the states after the last token, if there are such."""
         if self.mixing == "softmax":
             compared = encoding.transform(heads.query, heads.key)
-            bias, log_weight = encoding.bias, heads.log_weight
-            if log_weight is not None:
-                bias = log_weight[:, :, None] + (0.0 if bias is None else bias)
+            bias = joined_bias(encoding.bias, heads.log_weight, *compared)
             out = softmax(*compared, heads.value, bias, heads.mask, dropout, self.causal)
             return out, ()
         if dropout:

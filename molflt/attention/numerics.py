@@ -4,14 +4,14 @@ import functools
 import math
 import sys
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from molflt.attention.checks import in_transform
+from molflt.attention.checks import in_checkpoint, in_transform
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -24,7 +24,9 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 def unit(x: Tensor) -> Tensor:
     """x / |x| along the last axis; 0 where x is 0, and smooth there."""
-    return x * (torch.linalg.vecdot(x, x).unsqueeze(-1) + 1e-24).rsqrt()
+    with torch.autocast(x.device.type, enabled=False):  # 1e-24 is 0 in half precision
+        square = torch.linalg.vecdot(x, x).unsqueeze(-1)
+    return x * (square + 1e-24).rsqrt()
 
 
 def distances(vector: Tensor) -> Tensor:
@@ -40,7 +42,7 @@ def root(square: Tensor) -> Tensor:
 
 
 def sinc(x: Tensor) -> Tensor:
-    """sin(pi x) / (pi x); torch.sinc has no second derivative at 0."""
+    """sin(pi x) / (pi x); the second derivative at 0 is 0, that of torch.sinc NaN."""
     phase = math.pi * x
     away = phase != 0
     phase = torch.where(away, phase, 1.0)
@@ -67,6 +69,12 @@ def by_head(x: Tensor, matrices: Tensor) -> Tensor:
     return joined.unflatten(1, (len(x), x.shape[2])).transpose(0, 1).contiguous()
 
 
+def products_of_all(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right^T as exact as both are, also under autocast: (..., n, p), (..., m, p)."""
+    with torch.autocast(left.device.type, enabled=False):
+        return left @ right.mT
+
+
 def finite(x: Tensor) -> Tensor:
     """x, with 0 in place of infinite values, as maxima over nothing are."""
     return torch.where(x.isfinite(), x, 0.0)
@@ -84,6 +92,26 @@ def recomputed(function: Callable[..., _R], *arguments: object, several: bool = 
         return function(*arguments)
     out: _R = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
     return out
+
+
+class Once(Generic[_R]):
+    """What several layers share, computed for the first of them.
+
+    Without gradients it is not what layers with gradients need. Inside of a checkpoint each layer
+    computes its own: in backward it would find what others have left by then.
+    """
+
+    def __init__(self) -> None:
+        self._kept: tuple[bool, _R] | None = None
+
+    def get(self, compute: Callable[[], _R]) -> _R:
+        """The result of `compute`, of the first call or of this one."""
+        if in_checkpoint():
+            return compute()
+        grad = torch.is_grad_enabled()
+        if self._kept is None or (grad and not self._kept[0]):
+            self._kept = grad, compute()
+        return self._kept[1]
 
 
 def constant(function: Callable[_P, _R]) -> Callable[_P, _R]:

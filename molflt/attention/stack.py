@@ -79,14 +79,15 @@ class Block(nn.Module):
         state: DecodeState | None = None,
         *,
         encoding: Encoding | None = None,
+        key_positions: Tensor | None = None,
     ) -> tuple[Tensor, DecodeState]:
         """Arguments and result as for `Attention.decode`."""
         if not isinstance(self.attention, Attention):
-            raise ValueError(
-                f"{type(self.attention).__name__} mixes all tokens at once and cannot decode; use "
-                "causal attention"
-            )
-        mixed, state = self.attention.decode(self._before(x), positions, state, encoding=encoding)
+            name = type(self.attention).__name__
+            raise ValueError(f"{name} mixes all tokens at once and cannot decode; use attention")
+        mixed, state = self.attention.decode(
+            self._before(x), positions, state, encoding=encoding, key_positions=key_positions
+        )
         return self._after(x, mixed), state
 
     def _before(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:

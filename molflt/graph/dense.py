@@ -78,4 +78,5 @@ def _centres(geometry: Geometry, lattice: bool) -> Tensor:
     if not lattice:
         return mean
     vectors = geometry.cell.detach().to(mean)
-    return mean - (mean[:, None] @ torch.linalg.pinv(vectors) @ vectors)[:, 0]
+    with torch.autocast(mean.device.type, enabled=False):
+        return mean - (mean[:, None] @ torch.linalg.pinv(vectors) @ vectors)[:, 0]

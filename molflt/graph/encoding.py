@@ -11,7 +11,7 @@ from molflt.attention.encodings import Bias, Encoding, Factors, Kernel, OnMesh
 from molflt.attention.features import FEATURE_MAPS
 from molflt.attention.layer import DEFAULT_MAP
 from molflt.attention.mixing.pairs import Pairs
-from molflt.attention.numerics import distances
+from molflt.attention.numerics import distances, products_of_all
 from molflt.attention.positions import make_position
 from molflt.attention.positions.base import differences
 from molflt.attention.positions.lattice import FrequencyProjection
@@ -230,7 +230,7 @@ class GraphEncoding(nn.Module):
             kernel = encoding.dense(dense.positions.shape[1], dense.key_positions.shape[1])
             return Bias(kernel.clamp(min=self.position.positive).log())
         if self.softmax:
-            return Bias(factors[0] @ factors[1].mT)
+            return Bias(products_of_all(*factors))
         if self.frequency_projection is not None and nodes is not None:
             return Factors(*self.frequency_projection(factors, nodes.xi))
         return Factors(*factors)

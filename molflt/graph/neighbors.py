@@ -72,7 +72,8 @@ def neighbor_list(geometry: Geometry, cutoff: float) -> Neighbors:
         for part, axis in zip(zip(*found, strict=True), (1, 0, 0), strict=True)
     )
     center, neighbor = ends
-    offset = torch.einsum("ps,psc->pc", shift.to(cell.dtype), cell[graph_index])
+    with torch.autocast(cell.device.type, enabled=False):  # no lattice vector in half precision
+        offset = torch.einsum("ps,psc->pc", shift.to(cell.dtype), cell[graph_index])
     vector = pos[neighbor] - pos[center] + offset
     return Neighbors(center, neighbor, vector, vector.norm(dim=-1))
 

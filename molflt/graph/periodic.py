@@ -134,6 +134,10 @@ class Images(Open):
         self.image_cutoff = image_cutoff
 
     def dense(self, geometry: Geometry) -> DenseAtoms:
+        with torch.autocast(geometry.pos.device.type, enabled=False):
+            return self._dense(geometry)
+
+    def _dense(self, geometry: Geometry) -> DenseAtoms:
         atoms = DenseAtoms.of(geometry)
         if geometry.tags is None:
             return self._with_images(geometry, atoms, self._steps(geometry, atoms))

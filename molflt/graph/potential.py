@@ -150,9 +150,10 @@ class Potential(EnergyRegressor):
             parts, tokens = self._parts(strained)
             energy = _sum(parts)
             wanted = [pos] if strain is None else [pos, strain]
-            found = torch.autograd.grad(
-                energy.sum(), wanted, create_graph=self.training, materialize_grads=True
-            )
+            with torch.autocast(pos.device.type, enabled=False):  # each step as it was computed
+                found = torch.autograd.grad(
+                    energy.sum(), wanted, create_graph=self.training, materialize_grads=True
+                )
             out = {"energy": energy, "forces": -found[0], "embedding": tokens}
             if self.long_range is not None:
                 out |= {f"energy_{name}": part for name, part in parts.items()}
@@ -261,8 +262,9 @@ def _strained(batch: "Data") -> tuple["Data", Tensor, Tensor | None]:
     symmetric = (strain + strain.mT) / 2
     index = out.get("batch")
     own = symmetric[0].expand(len(pos), 3, 3) if index is None else symmetric[index]
-    out.pos = pos + torch.einsum("nc,ncd->nd", pos, own)
-    out.cell = cell + cell @ symmetric
+    with torch.autocast(pos.device.type, enabled=False):  # positions are not of half precision
+        out.pos = pos + torch.einsum("nc,ncd->nd", pos, own)
+        out.cell = cell + cell @ symmetric
     return out, pos, strain
 
 

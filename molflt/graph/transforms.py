@@ -69,7 +69,8 @@ class PBCRadiusGraph(BaseTransform):
         inside = (pos[source] - pos[target]).detach().double()
         lattice = cell.detach().double() * geometry.pbc[..., None]
         shift = ((vector - inside)[:, None] @ torch.linalg.pinv(lattice)[graph])[:, 0].round()
-        offset = (shift.to(cell.dtype)[:, None] @ cell[graph])[:, 0]
+        with torch.autocast(cell.device.type, enabled=False):
+            offset = (shift.to(cell.dtype)[:, None] @ cell[graph])[:, 0]
         data.edge_index = torch.stack((source, target))
         data.edge_vec = pos[source] - pos[target] + offset
         data.edge_weight = data.edge_vec.norm(dim=-1)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,9 @@ __all__ = ["FAMILIES", "HALF_WIDTH", "UNSEEN", "Family", "Functions", "haar_rota
 HALF_WIDTH = 5.0
 """of the search domain, which is centered at 0"""
 _FARTHEST = 4.0  # of a coordinate of the minimizer from 0
+# On the CPU whatever torch's default device is: the generators live there.
+_rand = partial(torch.rand, dtype=torch.float64, device="cpu")
+_randn = partial(torch.randn, dtype=torch.float64, device="cpu")
 
 _Shape = Mapping[str, Tensor]
 
@@ -91,9 +95,9 @@ def _rastrigin_like(z: Tensor, shape: _Shape) -> Tensor:
 
 def _draw_rastrigin_like(dimension: int, generator: torch.Generator) -> dict[str, Tensor]:
     """Condition 1 to 100, depth 0 to 20 with factors of 0.5 to 1, 0.5 to 1.5 waves per unit."""
-    condition, depth, waves = torch.rand(3, generator=generator, dtype=torch.float64)
-    factors = torch.rand(dimension, generator=generator, dtype=torch.float64)
-    exponents = torch.linspace(-0.5, 0.5, dimension, dtype=torch.float64)
+    condition, depth, waves = _rand(3, generator=generator)
+    factors = _rand(dimension, generator=generator)
+    exponents = torch.linspace(-0.5, 0.5, dimension, dtype=torch.float64, device="cpu")
     return {
         "curvature": 10 ** (2 * condition * exponents),
         "depth": 20 * depth * (0.5 + 0.5 * factors),
@@ -151,7 +155,7 @@ class Functions(NamedTuple):
             )
         minimizers, rotations, shapes = [], [], []
         for generator in generators:
-            place = torch.rand(dimension, generator=generator, dtype=torch.float64)
+            place = _rand(dimension, generator=generator)
             minimizers.append(_FARTHEST * (2 * place - 1))
             rotations.append(haar_rotation(dimension, generator))
             shapes.append(kind.draw(dimension, generator))
@@ -184,6 +188,6 @@ def haar_rotation(dimension: int, generator: torch.Generator) -> Tensor:
     Q of a normal matrix with the signs that make R's diagonal positive (Mezzadri,
     arXiv:math-ph/0609050).
     """
-    normal = torch.randn(dimension, dimension, generator=generator, dtype=torch.float64)
+    normal = _randn(dimension, dimension, generator=generator)
     q, r = torch.linalg.qr(normal)
     return q * r.diagonal().sign()

@@ -103,6 +103,11 @@ class AttentionMemory(Memory):
                     f"window={window} is for mixing='softmax' without a position, which keeps "
                     "every step otherwise; leave it out"
                 )
+            if self.stack.refinements > 1:
+                raise ValueError(
+                    f"a window looks back in one pass through the layers; got window={window} and "
+                    f"refinements={self.stack.refinements}; leave one of them out"
+                )
         self.position_scale = position_scale
         self.window = window
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ MEMBERS = 32
 START_SCALE = 2.5
 """standard deviation of the first members' coordinates, half the half width of the search domain
 of `molflt.optimizers.functions`"""
+# On the CPU whatever torch's default device is: the generators live there.
+_randn = partial(torch.randn, dtype=torch.float64, device="cpu")
 
 
 class Populations:
@@ -48,7 +51,8 @@ class Populations:
         self.model, self.members = model, members
         self.device = model.log_pressure.device
         self.generators = [generator_of(seed, 1) for seed in seeds]
-        position = torch.as_tensor(center, dtype=torch.float64) + scale * self._normal(members)
+        middle = torch.as_tensor(center, dtype=torch.float64, device="cpu")
+        position = middle + scale * self._normal(members)
         waves = self._normal(model.waves)
         self.state = model.start(position.to(self.device), waves.to(self.device))
 
@@ -61,7 +65,7 @@ class Populations:
     def _normal(self, count: int) -> Tensor:
         """(batch, count, d)."""
         shape = count, self.model.dimension
-        draws = [torch.randn(shape, generator=g, dtype=torch.float64) for g in self.generators]
+        draws = [_randn(shape, generator=g) for g in self.generators]
         return torch.stack(draws)
 
 
@@ -107,7 +111,7 @@ class PopulationOptimizer:
         scale: float = START_SCALE,
     ) -> None:
         positive(scale=scale)
-        center = torch.as_tensor(start, dtype=torch.float64)
+        center = torch.as_tensor(start, dtype=torch.float64, device="cpu")
         if center.shape not in ((), (model.dimension,)) or not bool(center.isfinite().all()):
             raise ValueError(
                 f"start must be one finite number or {model.dimension}, one per dimension; got "
@@ -218,7 +222,7 @@ class PopulationOptimizer:
         state = {
             name: part.cpu().clone() for name, part in self._populations.state._asdict().items()
         }
-        asked = torch.tensor(self._asked)
+        asked = torch.tensor(self._asked, device="cpu")
         noise = self._populations.generators[0].get_state()
         return {**state, "noise": noise, "asked": asked}
 

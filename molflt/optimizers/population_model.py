@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -32,6 +33,8 @@ _PRESSURE = 4.0  # at the start, the best member weighs exp(4) as much as the wo
 _KEPT = 0.8  # of the averaged movement, from one generation to the next
 _LEAST = 1e-12  # weight whose root has a gradient
 _LARGEST = 3.0  # logarithm of the factor by which c and e can differ from their start
+# On the CPU whatever torch's default device is: the generators live there.
+_randn = partial(torch.randn, dtype=torch.float64, device="cpu")
 
 
 class Noise(NamedTuple):
@@ -46,9 +49,7 @@ class Noise(NamedTuple):
     def draw(cls, members: int, dimension: int, generators: Sequence[torch.Generator]) -> Noise:
         """Of each population from its own generator, on the CPU."""
         sizes = (members, members), (members, dimension)
-        drawn = [
-            [torch.randn(s, generator=g, dtype=torch.float64) for s in sizes] for g in generators
-        ]
+        drawn = [[_randn(s, generator=g) for s in sizes] for g in generators]
         return cls(*(torch.stack(part) for part in zip(*drawn, strict=True)))
 
 

@@ -44,7 +44,7 @@ def draw_problem(seed: int, like: Tensor) -> Problem:
     family = list(FAMILIES)[_integer(generator, 0, len(FAMILIES) - 1)]
     inner = FAMILIES[family](seed, generator, like)
     scale = torch.exp(0.5 * _normal(generator, like, len(inner.start)))
-    height = 10 ** (4 * float(torch.rand((), generator=generator)) - 2)
+    height = 10 ** (4 * float(torch.rand((), generator=generator, device="cpu")) - 2)
     return Problem(
         inner.name, inner.start / scale, lambda x, step: height * inner.loss(x * scale, step)
     )
@@ -53,7 +53,7 @@ def draw_problem(seed: int, like: Tensor) -> Problem:
 def _quadratic(seed: int, generator: torch.Generator, like: Tensor) -> Problem:
     """|A x - y|^2, singular values of A spread over a few powers of e."""
     n = _integer(generator, 8, 64)
-    spread = torch.exp(1.5 * (2 * torch.rand(n, generator=generator).to(like) - 1))
+    spread = torch.exp(1.5 * (2 * torch.rand(n, generator=generator, device="cpu").to(like) - 1))
     matrix = _normal(generator, like, n, n) / math.sqrt(n) * spread
     wanted, start = _normal(generator, like, n), _normal(generator, like, n)
     return Problem(
@@ -110,7 +110,7 @@ FAMILIES: dict[str, Callable[[int, torch.Generator, Tensor], Problem]] = {
 def minibatch(seed: int, step: int, rows: int, size: int, device: torch.device) -> Tensor:
     """Rows of a step, (size,), drawn from the problem's seed and the step alone."""
     generator = generator_of(seed, 1, step)
-    return torch.randint(rows, (size,), generator=generator).to(device)
+    return torch.randint(rows, (size,), generator=generator, device="cpu").to(device)
 
 
 def cut(theta: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -145,9 +145,9 @@ def perceptron(x: Tensor, layers: Sequence[Tensor], act: Callable[[Tensor], Tens
 
 
 def _integer(generator: torch.Generator, low: int, high: int) -> int:
-    return int(torch.randint(low, high + 1, (), generator=generator))
+    return int(torch.randint(low, high + 1, (), generator=generator, device="cpu"))
 
 
 def _normal(generator: torch.Generator, like: Tensor, *shape: int) -> Tensor:
     """On the CPU first: a seed gives the same problem on every device."""
-    return torch.randn(*shape, generator=generator, dtype=torch.float32).to(like)
+    return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32).to(like)

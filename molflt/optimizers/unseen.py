@@ -33,7 +33,7 @@ _Net = Callable[[Tensor, list[Tensor]], Tensor]
 
 def _rosenbrock(seed: int, like: Tensor) -> Problem:
     """Rosenbrock's valley in 100 dimensions, mean over its terms."""
-    start = 0.5 * torch.randn(100, generator=generator_of(seed)).to(like)
+    start = 0.5 * torch.randn(100, generator=generator_of(seed), device="cpu").to(like)
 
     def loss(x: Tensor, step: int) -> Tensor:
         return (100 * (x[1:] - x[:-1].square()).square() + (1 - x[:-1]).square()).mean()
@@ -45,9 +45,11 @@ def _factorization(seed: int, like: Tensor) -> Problem:
     """A matrix of 40 x 60 and rank 5 as the product of two factors."""
     generator = generator_of(seed)
     shapes = ((40, 5), (5, 60))
-    left, right = (torch.randn(*shape, generator=generator).to(like) for shape in shapes)
+    drawn = (torch.randn(*shape, generator=generator, device="cpu") for shape in shapes)
+    left, right = (part.to(like) for part in drawn)
     wanted = left @ right
-    start = 0.1 * torch.randn(sum(map(math.prod, shapes)), generator=generator).to(like)
+    count = sum(map(math.prod, shapes))
+    start = 0.1 * torch.randn(count, generator=generator, device="cpu").to(like)
 
     def loss(theta: Tensor, step: int) -> Tensor:
         u, v = cut(theta, shapes)
@@ -61,7 +63,7 @@ def _deep_network(seed: int, like: Tensor) -> Problem:
     generator = generator_of(seed)
     widths = (32, 32, 32, 32, 10)
     shapes = layer_shapes(widths)
-    x = torch.randn(_POINTS, widths[0], generator=generator).to(like)
+    x = torch.randn(_POINTS, widths[0], generator=generator, device="cpu").to(like)
     teacher = layer_shapes((32, 32, 10))
     logits = perceptron(x, cut(start_of(teacher, generator, like, 2.0), teacher), torch.tanh)
     labels = logits.argmax(dim=1)

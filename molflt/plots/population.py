@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -36,7 +37,8 @@ def best_values(
     grid = (None, _ABREAST), (3.1, 2.5), (0.4, 0.7)
     with panel_grid(file, len(panels), *grid, sharex=True) as (figure, shown):
         for axes, (name, found) in zip(shown, panels.items(), strict=True):
-            for color, (optimizer, values) in zip(SERIES, found.items(), strict=False):
+            colors = itertools.cycle(SERIES)
+            for color, (optimizer, values) in zip(colors, found.items(), strict=False):
                 mean, width = values.mean(axis=0), values.std(axis=0, ddof=min(1, len(values) - 1))
                 band = mean - width, mean + width
                 curve_in_band(axes, evaluations, mean, band, optimizer, color)

@@ -31,7 +31,7 @@ def losses_by_place(losses: Mapping[str, NDArray[np.float64]], file: Path) -> No
     """
     with picture(file, figsize=(6.0, 3.4)) as figure:
         axes = figure.subplots()
-        for (name, loss), color in zip(losses.items(), SERIES, strict=False):
+        for (name, loss), color in zip(losses.items(), itertools.cycle(SERIES), strict=False):
             length = loss.shape[1]
             edges = np.unique(np.geomspace(1, length + 1, _BINS).astype(int))
             with warnings.catch_warnings():  # a short text has no token in the last places

@@ -4,8 +4,9 @@ import contract
 import pytest
 import torch
 from contract import EXACT
+from torch.utils.checkpoint import checkpoint
 
-from molflt.attention import Attention, Encoding
+from molflt.attention import Attention, Block, Encoding
 from molflt.attention.encodings import (
     SOFTMAX,
     Bias,
@@ -146,6 +147,34 @@ def test_encodings_work_in_the_attention_that_they_name(case):
             for call in (other, other.weights):
                 with pytest.raises(ValueError, match=f"for {own} attention; .* evaluate it for"):
                     call(x, encoding=encoding)
+
+
+@pytest.mark.parametrize("form", ["linear", "quadratic"])
+@pytest.mark.parametrize("near", [False, True], ids=["kernel", "pairs"])
+def test_what_layers_share_has_its_gradient(form, near):
+    """Also where it was first needed without one, and where blocks are checkpointed."""
+    torch.manual_seed(0)
+    blocks = [Block(Attention(2 * HEADS, HEADS, mixing=form), 8).double() for _ in range(2)]
+    weights = [x.requires_grad_() for x in (rows(1), rows(2), randn(HEADS, 4, seed=5))]
+    x = randn(2, TOKENS, 2 * HEADS)
+
+    def gradients(*checkpointed: int, before: bool = False):
+        left, right, weight = (2 * each for each in weights)
+        own = pairs()._replace(weight=weight) if near else None
+        encoding, out = Kernel(left, right, own), x
+        if before:
+            with torch.no_grad():
+                blocks[0](x, encoding=encoding)
+        for i, block in enumerate(blocks):
+            if i in checkpointed:
+                out = checkpoint(block, out, None, encoding=encoding, use_reentrant=False)
+            else:
+                out = block(out, encoding=encoding)
+        return torch.autograd.grad(out.square().sum(), weights[: 2 + near])
+
+    expected = gradients()
+    for found in (gradients(before=True), gradients(0, 1), gradients(0), gradients(1)):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-10)
 
 
 def test_projections_of_factors_have_no_matrix():

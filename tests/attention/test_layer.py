@@ -1,10 +1,11 @@
-"""Choices that the layer makes by itself."""
+"""Choices that the layer makes by itself, and the precision in which it makes them."""
 
 import contract
 import pytest
 import torch
 
 from molflt.attention import Attention, encodings, make_position
+from molflt.attention.scaling import Scaling
 
 
 @pytest.mark.parametrize(("tokens", "form"), [(3, "quadratic"), (200, "linear")])
@@ -32,3 +33,37 @@ def test_auto_takes_the_form_with_fewer_multiplications(monkeypatch, tokens, for
         torch.testing.assert_close(out, expected, **contract.EXACT)
         grads = [torch.autograd.grad(o.sum(), x, retain_graph=True)[0] for o in (out, expected)]
         torch.testing.assert_close(*grads, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1e-4, 300.0])
+def test_norms_are_taken_in_single_precision_under_autocast(dtype, size):
+    """Squares of 300 overflow in float16, and those of 1e-4 vanish."""
+    scaling = Scaling(1, 8, normalize=True)
+    x = (size * torch.randn(1, 1, 5, 8, generator=torch.manual_seed(0))).to(dtype)
+    with torch.autocast("cpu", dtype=dtype):
+        found = scaling(x)
+    assert torch.equal(found, scaling(x))
+
+
+@pytest.mark.parametrize("mixing", ["linear", "quadratic", "softmax"])
+def test_weights_of_keys(mixing):
+    """Those of masked keys may be anything, with gradients; others are cast, or refused."""
+    torch.manual_seed(0)
+    layer, x = Attention(8, 2, mixing=mixing).double(), torch.randn(2, 3, 8).double()
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    weight = torch.tensor([[1.0, 2.0, 0.0], [1.0, -1.0, torch.nan]], requires_grad=True)
+    out = layer(x, key_mask=mask, key_weight=weight)
+    plain = layer(x, key_mask=mask, key_weight=torch.tensor([[1, 2, 1], [1, 1, 1]]))
+    torch.testing.assert_close(out, plain, **contract.EXACT)
+    (own,) = torch.autograd.grad(out.square().sum(), weight)
+    assert own.isfinite().all() and own[0, 1] != 0 and (own[~mask] == 0).all()
+    single = layer.float()(x.float(), key_mask=mask, key_weight=weight.double())
+    torch.testing.assert_close(single.double(), out, rtol=0, atol=1e-5)
+    for wrong, words in (
+        (weight[:1], r"must have shape \(2, 3\), one for each key; got \(1, 3\)"),
+        (weight[:, :1], r"must have shape \(2, 3\), one for each key; got \(2, 1\)"),
+        (-torch.ones(2, 3), "must be above 0, .* got -1; mask"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            layer(x.float(), key_mask=mask, key_weight=wrong)

@@ -6,6 +6,8 @@ from contract import DIM, EXACT, HEADS
 from torch.func import functional_call, grad, vmap
 
 from molflt.attention import MIXINGS, POSITIONS, SPECTRA, Attention, Position, Stack
+from molflt.attention.nodes import NODES
+from molflt.attention.nodes.shells import _directions
 from molflt.image import ImageClassifier
 from molflt.sequence import LanguageModel
 
@@ -102,10 +104,21 @@ def test_gradients_of_single_samples(position, mixing, causal):
         torch.testing.assert_close(single[name][1], expected, **EXACT)
 
 
+NODE_RULES = [(rule, "gaussian") for rule in NODES] + [("shells", "shell_weights")]
+
+
+def sampled_by(rule: str, spectrum: str, dim: int = 3) -> Stack:
+    sizes = {"node_diameter": 4.0, "node_max_frequency": 0.5} if rule == "shells" else {}
+    return make("spectral", "linear", dim=dim, spectrum=spectrum, nodes=rule, **sizes)
+
+
 LANGUAGE = {"dim": DIM, "heads": HEADS, "layers": 1, "ffn_dim": 16, "max_length": 16}
 IMAGE = {"classes": 3, "channels": 1, "image_size": 8, "dim": 16, "heads": 2, "layers": 1}
 MODULES = {
     **{f"{p} {m}": (lambda p=p, m=m: make(p, m), None) for p, m in PAIRS},
+    **{f"{r} {s}": (lambda r=r, s=s: sampled_by(r, s), None) for r, s in NODE_RULES},
+    "shells on a line": (lambda: sampled_by("shells", "gaussian", 1), None),
+    "shells in a plane": (lambda: sampled_by("shells", "gaussian", 2), None),
     "language model": (lambda: LanguageModel(9, **LANGUAGE), torch.arange(8)[None]),
     "image classifier": (
         lambda: ImageClassifier(**IMAGE, absolute="sinusoidal", position="spectral"),
@@ -118,11 +131,12 @@ MODULES = {
 def test_modules_made_without_memory(name):
     """A state dict is all that a module needs to be given."""
     make_one, x = MODULES[name]
+    _directions.cache_clear()  # what is kept must not be without memory
+    with torch.device("meta"):
+        empty = make_one().eval()
     module = make_one().eval()
     inputs = (tokens(), places(module)) if x is None else (x,)
     expected = module(*inputs)
-    with torch.device("meta"):
-        empty = make_one().eval()
     empty = empty.to_empty(device="cpu")
     with torch.no_grad():
         for value in (*empty.parameters(), *empty.buffers()):

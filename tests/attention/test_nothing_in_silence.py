@@ -223,3 +223,25 @@ def test_misspelt_arguments_of_a_stack_are_answered():
 @pytest.mark.parametrize("mixing", ["linear", "quadratic", "auto", "softmax"])
 def test_no_sequence_at_all(mixing):
     assert layer(mixing=mixing)(torch.zeros(0, 5, DIM)).shape == (0, 5, DIM)
+
+
+@pytest.mark.parametrize("name", ["spectral", "multiplicative", "rotary", "sine_spe"])
+def test_softmax_decodes_with_the_places_of_all_tokens_or_not_at_all(name):
+    """One place was that of all keys: the outputs were others, without a word."""
+    own = position(name, mixing="softmax")
+    block = Block(layer(own, mixing="softmax", causal=True), 24).double()
+    x, r = (part.double() for part in tokens(own.dim))
+    for part in (block, block.attention):
+        expected, found, state = part(x, r), [], None
+        for i in range(5):
+            places = {"key_positions": r[:, : i + 1]}
+            out, state = part.decode(x[:, i : i + 1], r[:, i : i + 1], state, **places)
+            found.append(out)
+        torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=0, atol=1e-10)
+        for missing in (None, r[:, :1], r[:, :5]):
+            with pytest.raises(ValueError, match=r"must be of all 6 tokens so far.*; got [15]"):
+                part.decode(x[:, :1], r[:, :1], state, key_positions=missing)
+        for length in (1, 4):
+            encoding = own("softmax", r[:, :1], r[:, :length])
+            with pytest.raises(ValueError, match=rf"the encoding .*{length}.*; evaluate it"):
+                part.decode(x[:, :1], None, state, encoding=encoding)

@@ -162,6 +162,20 @@ def test_amplitudes_that_cross_zero_keep_their_gradient(variant):
     assert (grad.abs().max() > 0) != ("product" in variant)
 
 
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "shell_weights"])
+def test_frequencies_have_second_derivatives_at_the_origin(variant):
+    """Training on stress needs them: every reciprocal lattice has the node 0."""
+    spectrum, xi = make(variant), randn(1, 4, 3)
+    xi[:, 0] = 0.0
+    xi[:, 1, 0] = 0.0
+
+    def by_strain(strain):
+        return spectrum.spectrum(xi @ (torch.eye(3) - strain)).abs().square().sum()
+
+    strain = torch.zeros(3, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(by_strain, (strain,))
+
+
 def test_radii_of_boxes_learn_through_the_spectrum_alone():
     family = make("local")
     family.spectrum(0.3 * randn(1, 5, 3)).sum().backward()

@@ -1,12 +1,19 @@
 """Edges of periodic structures: ties at the cutoff, gradients of cells, rows that are not read."""
 
+from functools import partial
+
 import pytest
 import torch
-from graph_cases import ALL, DIM, EXACT, FEW, HEADS, TRICLINIC, collated, graph
+from graph_cases import ALL, DIM, EXACT, FEW, HEADS, TRICLINIC, Kind, collated, graph, kinds
+from torch_geometric.data import Data
 
 from molflt.graph import GraphAttention
+from molflt.graph.dense import DenseAtoms
 from molflt.graph.geometry import Geometry
+from molflt.graph.mesh import use_mesh_
+from molflt.graph.neighbors import neighbor_list
 from molflt.graph.periodic import Images
+from molflt.graph.transforms import PBCRadiusGraph
 
 CUTOFF = 8.0
 
@@ -82,6 +89,50 @@ def test_weights_of_images():
 
     assert weights(6.5) == [] and weights(7.5) == [1.0, 1.0]
     assert weights(7.0) == pytest.approx([0.5, 0.5])
+
+
+def same_under_autocast(compute, *arguments) -> None:
+    """To the bit, all tensors of a result that is a tuple of them."""
+    expected = compute(*arguments)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = compute(*arguments)
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
+
+
+def test_where_atoms_are_is_not_rounded_under_autocast():
+    """A side of 10.03 Å is 10 Å in bfloat16: images, pairs and centres would be off."""
+    draw = torch.manual_seed(0)
+    tags = torch.tensor([0, 1, 1, 2])
+    given = Geometry.of(10 * torch.rand(4, 3, generator=draw), cell=10.03 * torch.eye(3))
+    same_under_autocast(neighbor_list, given, 6.0)
+    same_under_autocast(partial(DenseAtoms.of, lattice=True), given)
+    same_under_autocast(Images(6.0).dense, given)
+    same_under_autocast(Images(6.0).dense, given._replace(tags=tags))
+    data = Data(pos=given.pos, cell=given.cell, pbc=given.pbc)
+    same_under_autocast(lambda: PBCRadiusGraph(6.0)(data.clone()).edge_vec)
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in kinds("quadratic", "softmax") if kind.nodes == "gaussian"], ids=str
+)
+def test_encodings_are_not_rounded_under_autocast(kind):
+    """What the N x N form and softmax take is as exact as what the linear form takes."""
+    layer = kind.build().float()
+    encoding = layer.encoding
+    given = collated([graph("crystal", 7), graph("slab", 5)])
+    geometry = Geometry.of(*(given[k] for k in ("pos", "batch", "cell", "pbc")))
+    geometry = geometry._replace(pos=geometry.pos.float(), cell=geometry.cell.float())
+
+    def evaluated():
+        dense, found = encoding.padded(geometry)
+        matrix = found.dense(dense.mask.shape[1], dense.key_mask.shape[1])
+        return dense.positions, dense.key_positions, matrix
+
+    same_under_autocast(evaluated)
+    if kind == Kind("multiplicative", "reciprocal", True, "gaussian", "quadratic"):
+        use_mesh_(layer)
+        same_under_autocast(evaluated)
 
 
 def test_additive_reciprocal_has_no_gradient_by_the_cell_and_says_so():

@@ -14,6 +14,8 @@ from scipy.spatial.transform import Rotation
 from torch_geometric.data import Batch, Data
 
 from molflt.atoms import Tag
+from molflt.graph.geometry import Geometry
+from molflt.graph.neighbors import neighbor_list
 from molflt.graph.periodic import Reciprocal
 from molflt.graph.potential import Potential
 
@@ -173,6 +175,39 @@ def test_a_batch_changes_nothing_and_tags_are_not_read():
     assert bool(together["stress"][0].isnan().all()) and bool(
         together["stress"][1:].isfinite().all()
     )
+
+
+def test_forces_and_stress_are_no_less_exact_under_autocast(monkeypatch):
+    """Derivatives by positions and strain, of an energy that is exact itself."""
+
+    def springs(self, batch):
+        energy = neighbor_list(Geometry.of_data(batch), 4.0).distance.square().sum()
+        return {"local": energy.double()[None]}, batch.pos
+
+    monkeypatch.setattr(Potential, "_parts", springs)
+    atoms = salt()
+    atoms.rattle(0.1, seed=1)
+    model, batch = potential().float(), Batch.from_data_list([data(atoms)])
+    batch.pos, batch.cell = batch.pos.float(), batch.cell.float()
+    expected = model(batch)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = model(batch)
+    assert all(torch.equal(found[name], expected[name]) for name in ("energy", "forces", "stress"))
+
+
+def test_potentials_train_and_predict_under_autocast():
+    batch = Batch.from_data_list([data(salt()), data(slab())])
+    for name in ("pos", "cell"):
+        batch[name] = batch[name].float()
+    for more in ({}, {"near_exact": True}, {"long_range": [1]}, {"far_field": False}):
+        model = potential(near_field=4.0, **more).float()
+        exact = model(batch)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = model(batch)
+            model.train()(batch)["forces"].square().sum().backward()
+        error = found["forces"] - exact["forces"]
+        assert 0 < error.norm() < 0.05 * exact["forces"].norm(), error.norm()
+        assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from molflt.data.problems import generator_of
 from molflt.optimizers.coordinate import CoordinateOptimizer, OptimizerState
+from molflt.optimizers.memories import AttentionMemory
 from molflt.optimizers.problems import FAMILIES, Problem, draw_problem
 from molflt.optimizers.unroll import unroll
+from molflt.optimizers.unseen import UNSEEN
 
 MASK = {"spectrum": "gaussian_mixture", "num_gaussians": 3}
 SMALL = {"dim": 8, "layers": 2}
@@ -112,6 +115,11 @@ def test_a_window_forgets_what_came_before_it() -> None:
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
+def test_a_window_goes_with_one_pass() -> None:
+    with pytest.raises(ValueError, match="got window=3 and refinements=2; leave one of them out"):
+        AttentionMemory(8, 2, window=3, layers=1, mixing="softmax", refinements=2)
+
+
 def test_it_begins_as_adam() -> None:
     """With nothing added to Adam's direction: the same steps as torch's."""
     model = CoordinateOptimizer(memory="lstm", lr=0.02).double()
@@ -167,6 +175,10 @@ def test_problems_are_of_their_seed_and_step_alone() -> None:
         torch.testing.assert_close(one.start, other.start, rtol=0, atol=0)
         assert one.loss(one.start, 5) == other.loss(one.start, 5) >= 0
     assert names == set(FAMILIES)
+    with torch.device("meta"):  # draws are the CPU's whatever the default device
+        for make in (partial(draw_problem, 3), *(partial(made, 3) for made in UNSEEN.values())):
+            problem = make(like)
+            assert problem.loss(problem.start, 2).isfinite()
     noisy = draw_problem(next(s for s in range(40) if "reg" in draw_problem(s, like).name), like)
     assert noisy.loss(noisy.start, 5) != noisy.loss(noisy.start, 6)
 

@@ -169,6 +169,22 @@ def test_resumes_to_the_bit() -> None:
         second.load_state_dict({"position": kept["position"]})
 
 
+def test_draws_are_the_same_whatever_the_default_device() -> None:
+    def numbers() -> list[Tensor]:
+        populations = Populations(model, [3, 4])
+        populations.tell(torch.zeros(2, 32, dtype=torch.float64, device="cpu"))
+        functions = Functions.draw("rastrigin_like", D, [generator_of(5)])
+        state = PopulationOptimizer(model, 3).state_dict()
+        drawn = [functions.minimizer, functions.rotation, *functions.shape.values()]
+        return [*populations.state, *drawn, *state.values()]
+
+    model = made()
+    expected = numbers()
+    with torch.device("meta"):
+        found = numbers()
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 def test_a_state_is_no_view_of_a_population() -> None:
     optimizer = PopulationOptimizer(made(), MEMBERS)
     optimizer.ask().fill_(9.0)

@@ -329,6 +329,9 @@ def test_what_is_remembered_gives_the_whole_attention(options):
     for one, other in zip(given, wanted, strict=True):
         torch.testing.assert_close(one, other, **EXACT)
     assert torch.equal(found[4:], layer.to_out.bias.expand_as(found[4:]))
+    alone = layer.recall(x, layer.remember(context[:, :0]))
+    assert torch.equal(alone, layer.to_out.bias.expand_as(x))
+    assert layer.recall(x[:0], layer.remember(context[:0])).shape == (0, 4, 16)
 
 
 # --- what is refused ----------------------------------------------------------------------------

@@ -110,7 +110,11 @@ def absorb(key: Operand, value: Tensor, right: Tensor | None = None) -> KeySums:
             value = (right.to(value.dtype)[..., :, None] * value[..., None, :]).flatten(-2)
         if phi.log_scale is None:
             return KeySums(phi.materialize().transpose(-1, -2) @ value, None)
-        own = phi.log_scale.detach().amax(dim=-2, keepdim=True)
+        own = phi.log_scale.detach()
+        if own.shape[-2]:
+            own = own.amax(dim=-2, keepdim=True)
+        else:
+            own = own.new_full((*own.shape[:-2], 1, own.shape[-1]), -torch.inf)
         return KeySums(phi.shifted(finite(own)).transpose(-1, -2) @ value, own)
 
 

@@ -58,6 +58,32 @@ def softmax(
     return out
 
 
+def joined_bias(
+    bias: Tensor | None, log_weight: Tensor | None, query: Tensor, key: Tensor
+) -> Tensor | None:
+    """What is added to the logits of softmax, by an encoding and by the weights of keys.
+
+    Args:
+        bias: (b, h, queries, keys).
+        log_weight: broadcastable to (batch, heads, keys).
+        query: (batch, heads, queries, d).
+        key: (batch, heads, keys, d).
+
+    Raises:
+        ValueError: the encoding is of other tokens; one column would be that of every key.
+    """
+    sizes = query.shape[-2], key.shape[-2]
+    if bias is not None and bias.shape[-2:] != sizes:
+        raise ValueError(
+            f"the encoding must be of {sizes[0]} queries and {sizes[1]} keys; got one of "
+            f"{tuple(bias.shape[-2:])}; evaluate it for these tokens, in decoding with all so far "
+            "as keys"
+        )
+    if log_weight is None:
+        return bias
+    return log_weight[:, :, None] + (0.0 if bias is None else bias)
+
+
 def quadratic(
     query: Features,
     key: Features,

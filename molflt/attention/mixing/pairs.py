@@ -7,7 +7,7 @@ from torch import Tensor
 
 from molflt.attention.mixing.sparse import Pattern, correlate, gather, has_sparse_products
 from molflt.attention.mixing.sums import Sums
-from molflt.attention.numerics import at_least_float32, recomputed
+from molflt.attention.numerics import at_least_float32, products_of_all, recomputed
 
 _TRANSIENT = 2**22  # numbers that one chunk of columns or pairs may hold at once
 _MANY = 2**18  # pairs whose products of features are computed again in backward
@@ -156,7 +156,8 @@ def products(left: Tensor, right: Tensor, pairs: Pairs) -> Tensor:
     """
     batch = max(len(left), len(right))
     if batch * left.shape[-2] * right.shape[-2] <= 4 * len(pairs.query):
-        matrix = left @ right.transpose(-1, -2)  # of few tokens: cheaper than to gather the factors
+        # Of few tokens: cheaper than to gather the factors.
+        matrix = products_of_all(left, right)
         return matrix.expand(batch, -1, -1, -1)[pairs.batch, :, pairs.query, pairs.key].T
     found = []
     chunk = max(1, _TRANSIENT // (left.shape[1] * left.shape[-1]))

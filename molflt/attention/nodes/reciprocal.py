@@ -125,8 +125,9 @@ def tapered_mask(
     radius = radius.to(distance.dtype)
     xi = torch.zeros(1, count, 3, dtype=distance.dtype, device=distance.device)
     xi[..., 0] = radius
-    waves = sinc(2 * distance[:, None] * radius)  # [n, k]
-    return (spectrum.spectrum(xi) * measure).to(distance.dtype) @ waves.mT
+    with torch.autocast(distance.device.type, enabled=False):
+        waves = sinc(2 * distance[:, None] * radius)  # [n, k]
+        return (spectrum.spectrum(xi) * measure).to(distance.dtype) @ waves.mT
 
 
 def _half_space_indices(bounds: Tensor) -> tuple[Tensor, Tensor]:

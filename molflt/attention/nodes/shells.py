@@ -6,7 +6,7 @@ Shells chosen by their error are in `molflt.attention.nodes.suggest`.
 import functools
 import math
 from collections.abc import Sequence
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,15 +18,17 @@ from molflt.attention.spectra import Spectrum
 # Degrees of Lebedev's rules. Those of 13, 25 and 27 are left out: some of their weights are
 # negative, which would turn a positive mask into one with negative parts.
 _DEGREES = (3, 5, 7, 9, 11, 15, 17, 19, 21, 23, 29, 31, *range(35, 132, 6))
+# On the CPU whatever torch's default device is: rules are kept, and counted, on "meta" as well.
+_DOUBLE: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
 
 
 class _Directions(NamedTuple):
     """A quadrature of the unit sphere of which one of every two antipodes is kept."""
 
     unit: Tensor
-    """(n, l), float64"""
+    """(n, l), float64 on the CPU"""
     weights: Tensor
-    """(n,), float64, sum 1"""
+    """(n,), likewise, sum 1"""
 
 
 @functools.lru_cache(maxsize=64)
@@ -46,11 +48,10 @@ def _directions(dim: int, degree: int) -> _Directions:
     if dim not in (1, 2, 3):
         raise ValueError(f"dim must be 1, 2 or 3; got {dim}; use 'sobol' nodes in more dimensions")
     if dim == 1 or degree <= 1:
-        axis = torch.eye(dim, dtype=torch.float64)[-1:]
-        return _Directions(axis, torch.ones(1, dtype=torch.float64))
+        return _Directions(torch.eye(dim, **_DOUBLE)[-1:], torch.ones(1, **_DOUBLE))
     if dim == 2:
         pairs = degree // 2 + 1
-        angle = torch.arange(pairs, dtype=torch.float64) * (math.pi / pairs)
+        angle = torch.arange(pairs, **_DOUBLE) * (math.pi / pairs)
         unit = torch.stack((angle.cos(), angle.sin()), dim=-1)
         return _Directions(unit, torch.full_like(angle, 1 / pairs))
     known = [d for d in _DEGREES if d >= degree]
@@ -63,7 +64,7 @@ def _directions(dim: int, degree: int) -> _Directions:
 
     points, weights = (torch.from_numpy(array) for array in lebedev_rule(known[0]))
     points = torch.where(points.T.abs() < 1e-9, 0.0, points.T)  # [n, 3]
-    sign = torch.tensor([9.0, 3.0, 1.0], dtype=torch.float64) @ points.sign().T
+    sign = torch.tensor([9.0, 3.0, 1.0], **_DOUBLE) @ points.sign().T
     return _Directions(points[sign > 0], weights[sign > 0] / (2 * math.pi))
 
 
@@ -135,20 +136,19 @@ class ShellNodes(Nodes):
         if normalized:
             measure = torch.ones_like(measure)
         elif dim == 1 and radial in (None, "trapezoid"):
-            parts = [_Directions(torch.zeros(1, 1).double(), torch.ones(1).double()), *parts]
+            parts = [_Directions(torch.zeros(1, 1, **_DOUBLE), torch.ones(1, **_DOUBLE)), *parts]
             radius = torch.cat((radius.new_zeros(1), radius))
             measure = torch.cat((measure[:1] / 2, measure))
         self.dim = dim
         self.normalized = normalized
-        count = torch.tensor([len(part.weights) for part in parts])
+        count = torch.tensor([len(part.weights) for part in parts], device="cpu")
         self.num_nodes = int(count.sum())
-        self.register_buffer("shell", torch.arange(len(parts)).repeat_interleave(count))
-        xi = radius[self.shell, None] * torch.cat([part.unit for part in parts])
-        weights = measure[self.shell] * torch.cat([part.weights for part in parts])
-        dtype = torch.get_default_dtype()
-        self.register_buffer("xi", xi.to(dtype)[None])
-        self.register_buffer("weights", weights.to(dtype)[None])
-        self.register_buffer("shell_radius", radius.to(dtype))
+        shell = torch.arange(len(parts), device="cpu").repeat_interleave(count)
+        xi = radius[shell, None] * torch.cat([part.unit for part in parts])
+        weights = measure[shell] * torch.cat([part.weights for part in parts])
+        self.register_buffer("shell", torch.empty(shell.shape, dtype=shell.dtype).copy_(shell))
+        for name, x in (("xi", xi[None]), ("weights", weights[None]), ("shell_radius", radius)):
+            self.register_buffer(name, torch.empty(x.shape).copy_(x))
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Returns nodes (1, r, l) in cycles per unit of length and weights (1, r)."""
@@ -174,7 +174,10 @@ class ShellNodes(Nodes):
                 "build them with normalized=False"
             )
         radii = spectrum.radii.to(self.shell_radius)
-        if radii.shape != self.shell_radius.shape or not torch.allclose(radii, self.shell_radius):
+        alike = radii.shape == self.shell_radius.shape
+        if alike and not radii.is_meta:
+            alike = torch.allclose(radii, self.shell_radius)
+        if not alike:
             raise ValueError(
                 f"the radii of ShellWeights must be those of the shells; got {len(radii)} other "
                 f"ones for {len(self.shell_radius)} shells; build them for these shells"
@@ -188,7 +191,10 @@ class ShellNodes(Nodes):
 def shells(
     max_frequency: float, count: int, dim: int = 3, radial: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Radii k and measures S_l k^(l-1) dk of shells, (count,) float64 each: see `ShellNodes`.
+    """Radii k and measures S_l k^(l-1) dk of shells: see `ShellNodes`.
+
+    Returns:
+        (count,) each, float64 on the CPU.
 
     Raises:
         ValueError: if dim or the radial rule is unknown, or one does not go with the other.
@@ -204,12 +210,10 @@ def shells(
         import numpy as np
 
         points, weights = np.polynomial.legendre.leggauss(count)
-        radius, step = (
-            torch.tensor(max_frequency * (points + 1) / 2),
-            torch.tensor(max_frequency * weights / 2),
-        )
+        radius = torch.tensor(max_frequency * (points + 1) / 2, **_DOUBLE)
+        step = torch.tensor(max_frequency * weights / 2, **_DOUBLE)
     else:
-        index = torch.arange(1, count + 1, dtype=torch.float64)
+        index = torch.arange(1, count + 1, **_DOUBLE)
         radius = max_frequency / count * (index - (0.5 if radial == "midpoint" else 0.0))
         step = torch.full_like(index, max_frequency / count)
     return radius, step * 2 * math.pi ** (dim / 2) / math.gamma(dim / 2) * radius ** (dim - 1)

@@ -190,6 +190,18 @@ class Positioned(nn.Module):
             object.__setattr__(self, "position", position)
 
 
+def check_tokens(places: int, x: Tensor) -> None:
+    """Raises ValueError unless queries or keys (batch, heads, tokens, d) have a place each.
+
+    One place would be that of every token.
+    """
+    if x.shape[2] != places:
+        raise ValueError(
+            f"the encoding is of {places} positions; got {x.shape[2]} tokens; evaluate it for "
+            "these, in decoding with all so far as keys"
+        )
+
+
 def differences(positions: Tensor, key_positions: Tensor) -> Tensor:
     """r_i - r_j: (batch, queries, l), (batch, keys, l) -> (batch, queries, keys, l)."""
     return _real(positions)[:, :, None] - _real(key_positions)[:, None]

@@ -47,7 +47,8 @@ class FrequencyProjection(nn.Module):
         drawn = torch.randn(
             self.vectors.shape, dtype=torch.float64, generator=generator, device="cpu"
         )
-        scale = torch.tensor([self.LENGTH, self.BEND, self.BEND], dtype=torch.float64)
+        lengths = [self.LENGTH, self.BEND, self.BEND]
+        scale = torch.tensor(lengths, dtype=torch.float64, device="cpu")
         self.vectors.copy_(drawn * scale[:, None, None, None])
         turns = torch.rand(self.turns.shape, dtype=torch.float64, generator=generator, device="cpu")
         self.turns.copy_(turns)

@@ -110,7 +110,8 @@ class MultiplicativePosition(SpectralPosition):
             places.append(near[by_place] + before)
             weight.append(w[by_place].to(dtype))
             before += mesh.points
-            c = self.coefficients(GraphNodes(mesh.xi[None], mesh.weights[None]))[0]
+            with torch.autocast(positions.device.type, enabled=False):
+                c = self.coefficients(GraphNodes(mesh.xi[None], mesh.weights[None]))[0]
             zero = (mesh.xi == 0).all(dim=-1)
             coefficients.append((c + self.background * zero).to(dtype))
         return MeshKernel.of(

@@ -12,7 +12,7 @@ from torch import Tensor
 from molflt.attention.checks import at_least_one, positive
 from molflt.attention.encodings import Encoding, Kernel, Rotation
 from molflt.attention.numerics import at_least_float32
-from molflt.attention.positions.base import Position, _real
+from molflt.attention.positions.base import Position, _real, check_tokens
 
 
 class RotaryPosition(Position):
@@ -137,6 +137,7 @@ class CosinePosition(Position):
 
 def _rotate(waves: tuple[Tensor, Tensor], x: Tensor) -> Tensor:
     """Turns adjacent pairs: (batch, heads, n, d), in the dtype of x."""
+    check_tokens(waves[0].shape[-2], x)
     full = at_least_float32(x)
     cos, sin = (wave.to(full.dtype) for wave in waves)
     turning = 2 * cos.shape[-1]

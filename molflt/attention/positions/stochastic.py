@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from molflt.attention.checks import at_least_one, on_cpu, positive
 from molflt.attention.encodings import Encoding, Rotation
 from molflt.attention.numerics import at_least_float32, recomputed
-from molflt.attention.positions.base import Position
+from molflt.attention.positions.base import Position, check_tokens
 
 _Code = Callable[[Tensor], Tensor]
 """x (batch, heads, n, d) -> sum_d x_id Qbar_d(i, r), (batch, heads, n, R)"""
@@ -95,7 +95,8 @@ class _StochasticPosition(Position):
         with torch.autocast(positions.device.type, enabled=False):
             query_code = self._code(positions[..., 0], query=True)
             key_code = self._code(key_positions[..., 0], query=False)
-        turns = (functools.partial(self._encode, code) for code in (query_code, key_code))
+        sides = (query_code, positions), (key_code, key_positions)
+        turns = (functools.partial(self._encode, code, r.shape[1]) for code, r in sides)
         return Rotation(*turns)
 
     def kernel(self, delta: Tensor) -> Tensor:
@@ -138,8 +139,9 @@ class _StochasticPosition(Position):
         """P_d: lags (m,) -> (heads, d, m)."""
         raise NotImplementedError(f"{type(self).__name__} must override _position_kernel(lags)")
 
-    def _encode(self, code: _Code, x: Tensor) -> Tensor:
+    def _encode(self, code: _Code, places: int, x: Tensor) -> Tensor:
         """q^ of one side: (batch, heads, n, d) -> (batch, heads, n, R), in the dtype of x."""
+        check_tokens(places, x)
         with torch.autocast(x.device.type, enabled=False):
             full = at_least_float32(x)
             if self.gate is None:

@@ -86,7 +86,7 @@ class SmoothLocal(Spectrum):
         """g(xi) per head, real: frequencies (heads or 1, nodes, l) -> (heads, nodes)."""
         width = 2 * self.log_radius.exp()  # [h, t, l or 1]
         # sin(2 pi v xi) / (pi xi) = 2 v sinc(2 v xi), with the limit 2 v at xi = 0
-        powers = torch.sinc(width * xi.transpose(0, 1)[:, :, None]) ** self.order  # [s, h, t, l]
+        powers = _sinc(width * xi.transpose(0, 1)[:, :, None]) ** self.order  # [s, h, t, l]
         return self._combine(width * powers / self._peak).T
 
     def mask(self, delta: Tensor) -> Tensor:
@@ -149,6 +149,17 @@ class Local(SmoothLocal):
     def _profile(self, distance: Tensor, radius: Tensor) -> Tensor:
         """1[|z| <= v], (..., heads, t, l)."""
         return (distance <= radius).to(self.amplitude.dtype)
+
+
+def _sinc(x: Tensor) -> Tensor:
+    """sin(pi x) / (pi x) with its second derivative at 0, where frequencies along axes are.
+
+    That of torch.sinc is NaN there, and that of `numerics.sinc`, for what is flat at 0, is 0.
+    """
+    phase = math.pi * x
+    away = phase != 0
+    divisor = torch.where(away, phase, 1.0)
+    return torch.where(away, divisor.sin() / divisor, 1 - phase.square() / 6)
 
 
 def _product(factors: Tensor) -> Tensor:
