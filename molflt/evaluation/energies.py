@@ -99,10 +99,7 @@ def evaluate(
     _check_asked(model, calibration_split, splits)
     names = {} if submission is None else _submission_names(submission, splits)
     others = None if published is None else read_published(published, source.folder)
-    datasets = source.open(splits, model)
-    if relaxed is not None:
-        for split, dataset in datasets.items():
-            expect_writable(relaxed / f"{split}.extxyz", dataset.path)
+    datasets = _open(source, splits, model, relaxed)
     median, baseline = source.training_median()
     found = {split: infer(model, datasets[split], batch_size, split) for split in splits}
     uncertainty = _assess(model, found, out, calibration_split, source.own.train)
@@ -131,6 +128,17 @@ def evaluate(
         if trial:
             _warn(f"{submission}: made of validation splits; the leaderboard wants test splits")
     return Report(results, "\n\n".join(tables) + "\n", files)
+
+
+def _open(
+    source: EvaluationData, splits: Sequence[str], model: nn.Module, relaxed: Path | None
+) -> dict[str, Structures]:
+    """Structures by split; refuses, before anything is computed, to write where they are read."""
+    datasets = source.open(splits, model)
+    if relaxed is not None:
+        for split, dataset in datasets.items():
+            expect_writable(relaxed / f"{split}.extxyz", dataset.path)
+    return datasets
 
 
 def _metrics(found: Predictions, median: float | None) -> dict[str, float | None]:
