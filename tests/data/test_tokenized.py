@@ -38,6 +38,7 @@ def test_a_tokenizer_is_kept_as_it_is(kind):
     assert ids[0][:2] == ids[1][:2] and ids[1][-1] == found.mask
     assert found.decode(ids[0]).replace(" ", "") == "thecatwalking"
     cased = Tokenizer.train(kind, LINES, 60, False)
+    assert found.ignores_case and not cased.ignores_case
     assert cased.encode(["The Cat"]) != cased.encode(["the cat"])
 
 

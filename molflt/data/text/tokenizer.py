@@ -205,6 +205,14 @@ class Tokenizer:
         """Text of ids, without special tokens."""
         return self._inner.decode([int(one) for one in ids])
 
+    @property
+    def ignores_case(self) -> bool:
+        """Whether capitals are read as small letters, so that no capital is ever decoded."""
+        normalizer = self._inner.normalizer
+        return normalizer is not None and bool(
+            normalizer.normalize_str("A") == normalizer.normalize_str("a")
+        )
+
     def token(self, index: int) -> str:
         """The piece of an id, as the tokenizer writes it.
 
