@@ -42,6 +42,16 @@ def test_a_tokenizer_is_kept_as_it_is(kind):
     assert cased.encode(["The Cat"]) != cased.encode(["the cat"])
 
 
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+def test_no_piece_goes_beyond_a_line(kind, tmp_path):
+    """Lines are encoded one by one: such a piece would never be used."""
+    made = text_data(tmp_path, kind=kind)  # which reads in blocks of many lines
+    made.setup()
+    alone = Tokenizer.train(kind, [line.strip() for line in LINES], 60, True)
+    pieces = [{one.token(i) for i in range(len(one))} for one in (made.tokenizer, alone)]
+    assert pieces[0] == pieces[1] and not any("\n" in piece for piece in pieces[0])
+
+
 @pytest.mark.parametrize("kind", ["wordpiece", "unigram", "bpe"])
 def test_special_tokens_written_in_a_text_are_these(kind):
     found = Tokenizer.train(kind, LINES, 60, True)
