@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,9 @@ from tiny_run import differences, error_of, last_state, logged, page_of
 import molflt
 from molflt.commands.cli import main
 from molflt.data.text.glue import GLUE
+from molflt.data.text.tokenized import read_pieces
+from molflt.data.text.tokenizer import Tokenizer
+from molflt.evaluation import masked as evaluated
 from molflt.evaluation.sentences import official
 from molflt.sequence import MaskedLanguageModel, SequenceClassifier
 from molflt.tasks.masked import MaskedTask
@@ -34,6 +38,7 @@ SIZE = [
 STEPS = ["--trainer.accelerator=cpu", "--task.warmup_steps=5", "--trainer.log_every=10"]
 
 
+NONE = r"short.*: none of its \d tokens is hidden; expected gaps"
 TOPICS = [["cat", "dog", "cow"], ["red", "blue", "green"], ["run", "walk", "jump"]]
 
 
@@ -99,6 +104,32 @@ def test_validation_gaps_follow_from_the_sequence():
     assert torch.equal(alone.tokens[:, 0], first.tokens[:, 1, :7])
     assert alone.sequences[0] == first.sequences[1] and (first.tokens[:, 1, 7:] == 1).all()
     assert not torch.equal(first.tokens[:, 0], first.tokens[:, 2])
+
+
+@pytest.mark.parametrize("kind", ["byte", "protein"])
+def test_a_text_without_gaps_is_refused_before_anything_is_computed(kind, tmp_path, monkeypatch):
+    """The perplexity of no gap would be 1, the best there is."""
+    text = ">a\nMKVLAWGDERMKVLAWGDERMKVLAWGDER\n"
+    for name, content in (("good", text), ("short", ">a\nM\n" if kind == "protein" else "h\n")):
+        (tmp_path / f"{name}.txt").write_text(content)
+    tokenizer = Tokenizer.train(kind, [], 0, False)
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer.to_json())
+    model = MaskedLanguageModel(len(tokenizer), dim=16, heads=2, layers=1, max_length=40).eval()
+    task = MaskedTask(model)
+    for name, expected in (
+        ("good", nullcontext()),
+        ("short", pytest.raises(ValueError, match=NONE)),
+    ):
+        blocks = read_pieces(str(tmp_path / f"{name}.txt"), tokenizer, 40)
+        data = SimpleNamespace(tokenizer=tokenizer, datasets={"val": blocks}, sources={"val": name})
+        with expected:
+            task.prepare(data)
+    files = {"train": tmp_path / "gone", "val": tmp_path / "good.txt"}
+    options = {**files, "test": tmp_path / "short.txt", "length": 40, "batch_size": 2}
+    shares = {"mask_rate": 0.15, "mask_share": 0.8, "random_share": 0.1}
+    monkeypatch.setattr(evaluated, "_judged", lambda *_: pytest.fail("the first was judged"))
+    with pytest.raises(ValueError, match=NONE):
+        evaluated.evaluate(tmp_path, model, {"data": options, "task": shares}, tmp_path)
 
 
 def test_half_of_the_pairs_get_the_second_part_of_another():
