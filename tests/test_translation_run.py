@@ -127,6 +127,10 @@ def test_bleu_ignores_case_where_a_given_tokenizer_does(tmp_path, monkeypatch):
         assert report.results["val"]["chrf"] == pytest.approx(100)
         assert ("without case, as the tokenizer" in report.text) == lowercase
         assert ("case:lc" in report.text) == lowercase
+    config["data"]["test"] = tmp_path / "gone"
+    monkeypatch.setattr(translation, "translate", lambda *_: pytest.fail("the first was judged"))
+    with pytest.raises(FileNotFoundError, match="gone.de: no such file"):
+        translation.evaluate(tmp_path, model, config, tmp_path)
 
 
 def test_what_does_not_belong_to_a_run_is_refused(run, folder, tmp_path, capsys):

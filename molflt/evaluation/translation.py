@@ -72,10 +72,12 @@ def evaluate(
     bleu(["a"], ["a"])  # without sacrebleu there is nothing to begin
     results: dict[str, dict[str, float | None]] = {}
     files, signature = [], ""
+    texts = {}  # all of them, before the first is translated
     for split, name in named_sources(options, splits, data).items():
         text = read_parallel(name, *languages)
-        pairs = Pairs(text, tokenizer)
+        texts[split] = text, Pairs(text, tokenizer)
         _expect_short(text, tokenizer, model.longest)
+    for split, (text, pairs) in texts.items():
         results[split] = _judged(model, pairs, tokenizer.pad, batch_size, split)
         told = translate(model, tokenizer, text.source, beam, length_penalty, batch_size, split)
         found = bleu(told, text.target, lowercase)
