@@ -23,7 +23,9 @@ from molflt.data.text.glue import GLUE
 from molflt.data.text.tokenized import read_pieces
 from molflt.data.text.tokenizer import Tokenizer
 from molflt.evaluation import masked as evaluated
-from molflt.evaluation.sentences import official
+from molflt.evaluation.sentences import _examples, official
+from molflt.pretrained.sentences import SentenceLabeler
+from molflt.pretrained.trained import Trained
 from molflt.sequence import MaskedLanguageModel, SequenceClassifier
 from molflt.tasks.masked import MaskedTask
 from molflt.tasks.masking import Draws, hide, swap_parts
@@ -295,6 +297,34 @@ def test_scores_are_learned(folder, tmp_path, capsys):
     assert score.name == "score"
     said = predicted(capsys, run, tmp_path, "a cat\ta cat")
     assert said == [{"line": "1", "score": str(score.probability)}]
+
+
+@pytest.mark.parametrize("task", ["SST-2", "STS-B"])
+def test_what_is_not_of_the_form_of_the_task_gets_no_label(task):
+    """A text alone is no list of its characters, and a pair no sentence."""
+    tokenizer = Tokenizer.train("byte", [], 0, False)
+    classes = ["score"] if task == "STS-B" else ["0", "1"]
+    model = SequenceClassifier(len(tokenizer), len(classes), dim=8, heads=2, layers=1, max_length=9)
+    files = {"tokenizer.json": json.loads(tokenizer.to_json()), "classes.json": classes}
+    trained = Trained(Path(), "sentences", model.eval(), [{}], {"name": task}, {}, files)
+    labeler = SentenceLabeler(trained)
+    one, pair = "good", ("a", "b")
+    right, wrong, kind = (pair, one, "a pair") if task == "STS-B" else (one, pair, "one sentence")
+    assert len(labeler.classify([right, right])) == 2
+    for sentences, words in (
+        ("good", r"a list of at least one; got 'good'; put it into \[\]"),
+        ([right, wrong], f"sentence 2: expected {kind}, as in training on {task}; got"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            labeler.classify(sentences)
+
+
+def test_one_row_has_no_correlation(tmp_path):
+    write_sentences(tmp_path, "STS-B", 3, 1)
+    config = {"data": {"root": tmp_path}}
+    for split, data in (("val", None), (None, tmp_path / "STS-B" / "dev.tsv")):
+        with pytest.raises(ValueError, match=r"dev.tsv: expected at least 2 rows, of which"):
+            _examples(config, "STS-B", split and [split], data, ["score"])
 
 
 def table_row(run: Path) -> dict[str, str]:
