@@ -109,7 +109,7 @@ def judge(
     def score(one: EncoderDecoder) -> float:
         search = beam, penalty, options.batch_size, options.split
         told = translate(one, tokenizer, text.source, *search)
-        return bleu(told, text.target, bool(data["lowercase"])).bleu
+        return bleu(told, text.target, tokenizer.ignores_case).bleu
 
     return "BLEU", score
 

@@ -1,8 +1,10 @@
 """Evaluation and prediction with a real run: trained for three steps, since errors may be large."""
 
 import json
+import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,6 +27,8 @@ from molflt.data.structures.systems import System, write_systems
 from molflt.evaluation.energies import _metrics, _published_table, _results_table
 from molflt.evaluation.groups import _errors_by_group
 from molflt.evaluation.predictions import Predictions, infer
+from molflt.evaluation.report import Report
+from molflt.evaluation.results import write_results
 from molflt.graph import EnergyRegressor
 from molflt.training.checkpoint import load_run
 
@@ -66,6 +70,22 @@ def alone(run: Path, path: Path) -> np.ndarray:
     with torch.no_grad():
         batches = (Batch.from_data_list([record]) for record in open_dataset(path))
         return np.array([float(model(batch)["energy"]) for batch in batches])
+
+
+def test_numbers_that_are_not_finite_are_null(run, tmp_path, monkeypatch) -> None:
+    """And what cannot be written at all leaves older results with the note of what they are of."""
+    row = {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 0.5, "e": None, "f": 3}
+    report = Report({"val_id": row}, "", [])
+    recipe = SimpleNamespace(load=lambda _: lambda *_, **__: report)
+    monkeypatch.setattr("molflt.commands.evaluate.Recipe", SimpleNamespace(of=lambda _: recipe))
+    evaluate(run, out=tmp_path, device="cpu")
+    found = json.loads((tmp_path / "results.json").read_text())["val_id"]
+    assert found == {**dict.fromkeys("abce"), "d": 0.5, "f": 3}
+    files = [tmp_path / "results.json", tmp_path / "results_of.json"]
+    before = [path.read_bytes() for path in files]
+    with pytest.raises(ValueError):
+        write_results(tmp_path, report.results, {}, {"data": {}}, None)
+    assert [path.read_bytes() for path in files] == before
 
 
 def test_results_are_those_of_an_independent_computation(evaluated, run, data) -> None:

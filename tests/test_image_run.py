@@ -19,8 +19,10 @@ from tiny_run import differences, error_of, last_state, logged, page_of, table
 import molflt
 from molflt.commands.cli import main
 from molflt.data.images.datamodule import ImageData
+from molflt.evaluation import images as evaluated
 from molflt.evaluation.images import _classes, _classify, _datasets
 from molflt.image import ImageClassifier
+from molflt.metrics import locality
 from molflt.tasks.images import ImageTask
 from molflt.training.checkpoint import load_run
 
@@ -240,6 +242,31 @@ def test_a_diverged_classifier_has_no_best_weights(data, tmp_path: Path, capsys)
     assert "no validation with finite values; 1 steps" in capsys.readouterr().out
     assert [path.name for path in (tmp_path / "run/checkpoints").glob("best*")] == []
     assert logged(tmp_path / "run", "val_top1_percent") == [0.0]
+
+
+def test_logits_are_in_float32_where_training_is_in_bfloat16() -> None:
+    """Of 1000 logits in bfloat16 many are tied, and ties count against the model."""
+    torch.manual_seed(0)
+    model = ImageClassifier(1000, 1, 8, dim=16, heads=2, layers=1).eval()
+    images = torch.randint(0, 256, (2, 1, 8, 8), dtype=torch.uint8)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        logits = model(images)
+    assert logits.dtype == torch.float32
+    assert min(len(row.unique()) for row in logits) > 990
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.1, 0.3])
+def test_patches_at_one_distance_count_alike(scale: float, monkeypatch) -> None:
+    """Whatever the unit of length: one-sided attention shows how ties are broken."""
+    options = {"position": "spectral", "position_scale": scale, "num_features": 4}
+    model = ImageClassifier(3, 1, 14, patch_size=1, dim=8, heads=1, layers=1, **options).eval()
+    places = torch.cartesian_prod(torch.arange(14), torch.arange(14))
+    apart = places[None] - places[:, None]
+    weights = (-((apart[..., 1] - 3) ** 2 + apart[..., 0] ** 2) / 2.0).double().softmax(dim=1)
+    monkeypatch.setattr(evaluated, "_attention_of", lambda *_: [weights])
+    found = evaluated._locality(model, [(torch.zeros(1, 14, 14), 0)])
+    exact = locality(weights.numpy(), (apart**2).sum(-1).numpy())
+    assert found == pytest.approx({"nearest": exact.nearest, "farthest": exact.farthest}, rel=1e-9)
 
 
 def test_label_smoothing_is_of_training_only() -> None:

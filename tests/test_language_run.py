@@ -19,6 +19,7 @@ import molflt
 from molflt.commands.cli import main
 from molflt.data.text.datamodule import read_blocks
 from molflt.data.text.vocabulary import Vocabulary
+from molflt.evaluation import language
 from molflt.evaluation.language import token_losses
 from molflt.sequence import LanguageModel
 from molflt.tasks.language import LanguageTask
@@ -237,6 +238,18 @@ def test_a_diverged_model_has_no_perplexity(run: Path, tmp_path: Path) -> None:
     assert main(["evaluate", str(copy), "--splits", "val"]) == 0
     found = json.loads((copy / "results.json").read_text())["val"]
     assert found["perplexity"] is None and found["bits_per_token"] > 1010
+
+
+def test_all_texts_are_opened_before_the_first_is_judged(texts, tmp_path, monkeypatch) -> None:
+    vocabulary, _ = Vocabulary.count("word", ["a b c d\n"])
+    (tmp_path / "vocabulary.json").write_bytes(vocabulary.to_json())
+    model = LanguageModel(len(vocabulary), dim=16, heads=2, layers=1).eval()
+    files = {"train": tmp_path / "gone", "val": tmp_path / "val.txt", "test": tmp_path / "gone"}
+    files["val"].write_text("a b c\n")
+    config = {"data": {**files, "length": 8}}
+    monkeypatch.setattr(language, "token_losses", lambda *_: pytest.fail("the first was judged"))
+    with pytest.raises(FileNotFoundError, match="gone: no such file"):
+        language.evaluate(tmp_path, model, config, tmp_path)
 
 
 def test_perplexity_of_sums() -> None:

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +20,12 @@ from tiny_run import differences, error_of, last_state, logged, page_of
 import molflt
 from molflt.commands.cli import main
 from molflt.data.text.glue import GLUE
-from molflt.evaluation.sentences import official
+from molflt.data.text.tokenized import read_pieces
+from molflt.data.text.tokenizer import Tokenizer
+from molflt.evaluation import masked as evaluated
+from molflt.evaluation.sentences import _examples, official
+from molflt.pretrained.sentences import SentenceLabeler
+from molflt.pretrained.trained import Trained
 from molflt.sequence import MaskedLanguageModel, SequenceClassifier
 from molflt.tasks.masked import MaskedTask
 from molflt.tasks.masking import Draws, hide, swap_parts
@@ -34,6 +40,7 @@ SIZE = [
 STEPS = ["--trainer.accelerator=cpu", "--task.warmup_steps=5", "--trainer.log_every=10"]
 
 
+NONE = r"short.*: none of its \d tokens is hidden; expected gaps"
 TOPICS = [["cat", "dog", "cow"], ["red", "blue", "green"], ["run", "walk", "jump"]]
 
 
@@ -99,6 +106,32 @@ def test_validation_gaps_follow_from_the_sequence():
     assert torch.equal(alone.tokens[:, 0], first.tokens[:, 1, :7])
     assert alone.sequences[0] == first.sequences[1] and (first.tokens[:, 1, 7:] == 1).all()
     assert not torch.equal(first.tokens[:, 0], first.tokens[:, 2])
+
+
+@pytest.mark.parametrize("kind", ["byte", "protein"])
+def test_a_text_without_gaps_is_refused_before_anything_is_computed(kind, tmp_path, monkeypatch):
+    """The perplexity of no gap would be 1, the best there is."""
+    text = ">a\nMKVLAWGDERMKVLAWGDERMKVLAWGDER\n"
+    for name, content in (("good", text), ("short", ">a\nM\n" if kind == "protein" else "h\n")):
+        (tmp_path / f"{name}.txt").write_text(content)
+    tokenizer = Tokenizer.train(kind, [], 0, False)
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer.to_json())
+    model = MaskedLanguageModel(len(tokenizer), dim=16, heads=2, layers=1, max_length=40).eval()
+    task = MaskedTask(model)
+    for name, expected in (
+        ("good", nullcontext()),
+        ("short", pytest.raises(ValueError, match=NONE)),
+    ):
+        blocks = read_pieces(str(tmp_path / f"{name}.txt"), tokenizer, 40)
+        data = SimpleNamespace(tokenizer=tokenizer, datasets={"val": blocks}, sources={"val": name})
+        with expected:
+            task.prepare(data)
+    files = {"train": tmp_path / "gone", "val": tmp_path / "good.txt"}
+    options = {**files, "test": tmp_path / "short.txt", "length": 40, "batch_size": 2}
+    shares = {"mask_rate": 0.15, "mask_share": 0.8, "random_share": 0.1}
+    monkeypatch.setattr(evaluated, "_judged", lambda *_: pytest.fail("the first was judged"))
+    with pytest.raises(ValueError, match=NONE):
+        evaluated.evaluate(tmp_path, model, {"data": options, "task": shares}, tmp_path)
 
 
 def test_half_of_the_pairs_get_the_second_part_of_another():
@@ -264,6 +297,34 @@ def test_scores_are_learned(folder, tmp_path, capsys):
     assert score.name == "score"
     said = predicted(capsys, run, tmp_path, "a cat\ta cat")
     assert said == [{"line": "1", "score": str(score.probability)}]
+
+
+@pytest.mark.parametrize("task", ["SST-2", "STS-B"])
+def test_what_is_not_of_the_form_of_the_task_gets_no_label(task):
+    """A text alone is no list of its characters, and a pair no sentence."""
+    tokenizer = Tokenizer.train("byte", [], 0, False)
+    classes = ["score"] if task == "STS-B" else ["0", "1"]
+    model = SequenceClassifier(len(tokenizer), len(classes), dim=8, heads=2, layers=1, max_length=9)
+    files = {"tokenizer.json": json.loads(tokenizer.to_json()), "classes.json": classes}
+    trained = Trained(Path(), "sentences", model.eval(), [{}], {"name": task}, {}, files)
+    labeler = SentenceLabeler(trained)
+    one, pair = "good", ("a", "b")
+    right, wrong, kind = (pair, one, "a pair") if task == "STS-B" else (one, pair, "one sentence")
+    assert len(labeler.classify([right, right])) == 2
+    for sentences, words in (
+        ("good", r"a list of at least one; got 'good'; put it into \[\]"),
+        ([right, wrong], f"sentence 2: expected {kind}, as in training on {task}; got"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            labeler.classify(sentences)
+
+
+def test_one_row_has_no_correlation(tmp_path):
+    write_sentences(tmp_path, "STS-B", 3, 1)
+    config = {"data": {"root": tmp_path}}
+    for split, data in (("val", None), (None, tmp_path / "STS-B" / "dev.tsv")):
+        with pytest.raises(ValueError, match=r"dev.tsv: expected at least 2 rows, of which"):
+            _examples(config, "STS-B", split and [split], data, ["score"])
 
 
 def table_row(run: Path) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from tiny_run import error_of, logged
 
 import molflt
 from molflt.commands.cli import main
+from molflt.commands.generate import _draw
 from molflt.data.images.pixels import PixelData
 from molflt.data.images.sheet import write_sheet
 from molflt.evaluation.pixels import _around
@@ -168,6 +170,25 @@ def test_what_cannot_be_drawn_is_told_in_a_line(run: Path, tmp_path: Path, capsy
     ):
         assert message in error_of(capsys, "generate", str(run), *words)
     assert "which writes images; expected one of" in error_of(capsys, "predict", str(run), val)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_cannot_be_written_is_told_before_anything_is_drawn(tmp_path: Path, whole) -> None:
+    """An image to go on with is never overwritten, named by itself or in its folder."""
+    writer = SimpleNamespace(  # which draws nothing: that would be an AttributeError
+        model=SimpleNamespace(image_size=SIDE, channels=1, decodes=True),
+        trained=SimpleNamespace(path=tmp_path),
+        name="run",
+    )
+    photo = tmp_path / "photos" / "photo.png"
+    photo.parent.mkdir()
+    Image.new("L", (SIDE, SIDE)).save(photo)
+    before = photo.read_bytes()
+    with pytest.raises(ValueError, match="photo.png: is what is read, and would be overwritten"):
+        _draw(writer, photo.parent if whole else photo, None, None, False, photo, {})
+    with pytest.raises(OSError, match=r"x.png: could not be written \(.*nothing was computed"):
+        _draw(writer, photo if whole else None, None, None, False, photo / "x.png", {})
+    assert photo.read_bytes() == before
 
 
 def test_images_of_unlike_sizes_and_channels_are_named(run: Path, tmp_path: Path, capsys) -> None:

@@ -430,6 +430,24 @@ def test_what_is_damaged_or_hostile_gets_one_line(exported, tmp_path, capsys) ->
         assert message in line, line
 
 
+def test_a_vocabulary_in_clusters_is_no_longer_than_its_weights(tmp_path) -> None:
+    """No single weight of an adaptive softmax has as many rows as there are words."""
+    from molflt.sequence.language_model import LanguageModel
+    from molflt.training.exported import build, write_exported
+
+    options = {"vocabulary": 12_000, "dim": 16, "heads": 2, "layers": 1}
+    options["adaptive_cutoffs"] = [5000]
+    weights = LanguageModel(**options).state_dict()
+    nothing = {"about": None, "license": None, "datasets": [], "task": {}, "results": {}}
+    content = {"recipe": "language", "models": [options], "files": {}, **nothing}
+    path = write_exported(tmp_path, weights, content)[0]
+    again = build(path, read_exported(path))[0].state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
+    write_exported(tmp_path, weights, {**content, "models": [{**options, "vocabulary": 20_000}]})
+    with pytest.raises(ValueError, match=r"'vocabulary': expected at most 12,\d\d\d with"):
+        build(path, read_exported(path))
+
+
 def test_a_file_that_is_not_what_was_written_is_refused(exported, tmp_path, capsys) -> None:
     words = ("in.extxyz", "--out", "o.csv")
     one = Path(shutil.copytree(exported, tmp_path / "one"))

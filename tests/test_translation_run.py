@@ -13,7 +13,10 @@ from translation_files import write_pairs
 
 import molflt
 from molflt.commands.cli import main
+from molflt.data.text.tokenizer import Tokenizer
+from molflt.evaluation import translation
 from molflt.evaluation.translation import bleu
+from molflt.sequence.encoder_decoder import EncoderDecoder
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("sacrebleu")
@@ -101,6 +104,33 @@ def test_a_resumed_run_equals_one_in_a_piece(folder, tmp_path):
     assert main(["train", "--resume", str(half), "--trainer.max_steps=6"]) == 0
     one, two = (last_state(path)["state_dict"] for path in (whole, half))
     assert differences(one, two) == []
+
+
+def test_bleu_ignores_case_where_a_given_tokenizer_does(tmp_path, monkeypatch):
+    """No option of the run says so then; translations without capitals scored about nothing."""
+    lines = ["The Cat sat on Anna's Mat in Berlin.", "A Dog met Peter in the Park."] * 3
+    for name in ("v.de", "v.en"):
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+    for lowercase in (True, False):
+        tokenizer = Tokenizer.train("bpe", lines, 90, lowercase)
+        (tmp_path / "tokenizer.json").write_bytes(tokenizer.to_json())
+        model = EncoderDecoder(len(tokenizer), dim=16, heads=2, layers=1, max_length=90).eval()
+        options = {"source": "de", "target": "en", "lowercase": None, "val": tmp_path / "v"}
+        config = {"data": options | {"train": None, "test": None}}
+        monkeypatch.setattr(
+            translation,
+            "translate",
+            lambda _, own, texts, *__: [own.decode(ids) for ids in own.encode(texts)],
+        )
+        report = translation.evaluate(tmp_path, model, config, tmp_path)
+        assert report.results["val"]["bleu"] == pytest.approx(100)
+        assert report.results["val"]["chrf"] == pytest.approx(100)
+        assert ("without case, as the tokenizer" in report.text) == lowercase
+        assert ("case:lc" in report.text) == lowercase
+    config["data"]["test"] = tmp_path / "gone"
+    monkeypatch.setattr(translation, "translate", lambda *_: pytest.fail("the first was judged"))
+    with pytest.raises(FileNotFoundError, match="gone.de: no such file"):
+        translation.evaluate(tmp_path, model, config, tmp_path)
 
 
 def test_what_does_not_belong_to_a_run_is_refused(run, folder, tmp_path, capsys):

@@ -76,8 +76,11 @@ def evaluate(
             task: Any = recipe.load("task")
             training_curve(run / "metrics.csv", out / "curve.png", task.metrics, task.best)
     print(f"{' + '.join(map(str, members))}, checkpoint {checkpoint}{report.text}")
-    known = {  # JSON has no number for the perplexity of a diverged model
-        split: {name: None if value == math.inf else value for name, value in row.items()}
+    known = {  # JSON has no number for the perplexity of a diverged model, nor for a mean of none
+        split: {
+            name: None if value is None or not math.isfinite(value) else value
+            for name, value in row.items()
+        }
         for split, row in report.results.items()
     }
     reading = {key: options.get(key) for key in ("energy_key", "tags")}

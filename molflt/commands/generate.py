@@ -14,6 +14,7 @@ from molflt.commands.options import refuse_idle
 from molflt.data.images.sheet import write_sheet
 from molflt.data.images.unlabeled import read_alike
 from molflt.data.text.parallel import read_lines
+from molflt.files import expect_writable
 from molflt.pretrained import ImageWriter, TextWriter, Translator, load
 from molflt.pretrained.pixels import IMAGES
 from molflt.sequence import LanguageModel
@@ -71,8 +72,9 @@ def generate(
 
     Raises:
         FileNotFoundError: if the run, its checkpoint, its vocabulary or the file is missing.
+        OSError: if `out` cannot be written.
         ValueError: if it is no such model, or for an option outside its range, or of another
-            kind of model, or images that the model cannot take.
+            kind of model, or images that the model cannot take, or that `out` would overwrite.
     """
     model = load(run, device, checkpoint=checkpoint)
     drawing = {"temperature": temperature, "top_k": top_k, "seed": seed}
@@ -131,6 +133,9 @@ def _draw(
     out = (path / sheet if path.is_dir() else Path(sheet)) if out is None else out
     if out.suffix != ".png":
         raise ValueError(f"{out}: expected a name that ends in .png; rename it")
+    # an image in the folder is read, too
+    inside = file is not None and file.resolve() in out.resolve().parents
+    expect_writable(out, *([] if file is None else [file]), *([out] if inside else []))
     if file is None:
         refuse_idle(model.name, "no --file to go on with", {"rows": rows, "fit": fit or None})
         _say_cost(whole)

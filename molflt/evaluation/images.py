@@ -164,9 +164,11 @@ def _datasets(
 def _locality(model: ImageClassifier, images: LabeledImages) -> dict[str, float | None]:
     device = next(model.parameters()).device
     batch = torch.stack([images[i][0] for i in range(min(16, len(images)))]).to(device)
-    places = model.positions[0].float()
+    places = model.places[0].double()
+    # matrix products would tell distances apart that are equal, and so would scaled places
+    distances = torch.cdist(places, places, compute_mode="donot_use_mm_for_euclid_dist")
     matrices = _attention_of(model.stack, lambda: model(batch))
-    return _locality_of(matrices, torch.cdist(places, places), causal=False)
+    return _locality_of(matrices, distances, causal=False)
 
 
 def _rows(split: str, found: _Classified, classes: list[str]) -> list[dict[str, object]]:

@@ -71,8 +71,11 @@ def evaluate(
     proteins = vocabulary.level == "protein"
     train = str(config["data"]["train"])
     baseline, note = _baseline(train, vocabulary, length) if proteins else (None, "")
-    for split, source in named_sources(config["data"], splits, data).items():
-        blocks = read_blocks(source, vocabulary, length, split)
+    texts = {  # all of them, before the first is judged
+        split: read_blocks(source, vocabulary, length, split)
+        for split, source in named_sources(config["data"], splits, data).items()
+    }
+    for split, blocks in texts.items():
         right: list[NDArray[np.bool_]] | None = [] if proteins else None
         losses = curves[split] = token_losses(model, blocks, batch_size, split, right)
         counted = losses[np.isfinite(losses)]

@@ -64,7 +64,7 @@ def evaluate(
 
     Raises:
         FileNotFoundError: if the run's tokenizer or a text is missing.
-        ValueError: if a text cannot be used, or the tokenizer is another model's.
+        ValueError: if a text cannot be used or has no gaps, or the tokenizer is another model's.
     """
     tokenizer, options = load_tokenizer(run, model.vocabulary), config["data"]
     length, pairs = int(str(options["length"])), model.next_sentence is not None
@@ -73,8 +73,11 @@ def evaluate(
     size = int(str(options["batch_size"])) if batch_size is None else batch_size
     results: dict[str, dict[str, float | None]] = {}
     baseline, note = _baseline(str(options["train"]), tokenizer, length, model)
+    texts = {}  # all of them, before the first is judged
     for split, source in named_sources(options, splits, data).items():
-        blocks = read_pieces(source, tokenizer, length, pairs, split)
+        texts[split] = read_pieces(source, tokenizer, length, pairs, split)
+        task.expect_gaps(texts[split], source)
+    for split, blocks in texts.items():
         results[split] = _judged(task, blocks, size, split)[0]
         if tokenizer.letters is not None:
             results[split] |= _per_residue(

@@ -63,9 +63,10 @@ def write_results(
         how = ", ".join(f"{key} {value}" for key, value in unlike.items())
         others = f"{own.get('root') if data is None else data} with {how}"
     known = {**origin, "data": others}
+    texts = [json.dumps(content, indent=2, allow_nan=False) + "\n" for content in (results, known)]
     paths[1].unlink(missing_ok=True)  # never that of other results
-    for path, content in zip(paths, (results, known), strict=True):
-        write_atomically(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
+    for path, text in zip(paths, texts, strict=True):
+        write_atomically(path, text.encode())
     return paths
 
 

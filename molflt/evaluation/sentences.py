@@ -164,14 +164,25 @@ def _examples(
     if other is not None:
         if splits:
             raise ValueError("give either --splits or --data; got both")
-        return {Path(other).name: read_examples(Path(other), task, classes)}
+        own = read_examples(Path(other), task, classes)
+        return {Path(other).name: _expect_enough(Path(other), task, own)}
     there = ["train", "val", "test"] + (["val_mismatched"] if task == "MNLI" else [])
     wanted = list(dict.fromkeys(splits or [name for name in there if name.startswith("val")]))
     if unknown := [name for name in wanted if name not in there]:
         raise ValueError(f"{task} has no split {unknown[0]!r}; expected some of {', '.join(there)}")
     share = cast("float | None", config["data"].get("val_fraction"))
     found = read_splits(Path(str(config["data"]["root"])), task, wanted, share, classes)
-    return {name: examples for name, (_, examples) in found.items()}
+    return {name: _expect_enough(path, task, rows) for name, (path, rows) in found.items()}
+
+
+def _expect_enough(path: Path, task: str, examples: list[Example]) -> list[Example]:
+    """The same, unless there is no correlation of so few."""
+    if len(examples) < 2 and "pearson" in TASKS[task].metrics:
+        raise ValueError(
+            f"{path}: expected at least 2 rows, of which there is a correlation; got "
+            f"{len(examples)}; use a longer file"
+        )
+    return examples
 
 
 def _rows(

@@ -44,7 +44,8 @@ def evaluate(
 
     Writes translations-SPLIT.txt, a line for each source, attention.png and cross-attention.png
     (each head of the last layer of the decoder, on the first pair) and, if there is one,
-    encoding.png. The signature of BLEU says how it was computed.
+    encoding.png. The signature of BLEU says how it was computed: without case where the tokenizer
+    knows none.
 
     Args:
         run: folder of the training run.
@@ -67,14 +68,16 @@ def evaluate(
     """
     tokenizer, options = load_tokenizer(run, model.vocabulary), config["data"]
     languages = str(options["source"]), str(options["target"])
-    lowercase = bool(options["lowercase"])
+    lowercase = tokenizer.ignores_case  # options say nothing of a tokenizer that was given
     bleu(["a"], ["a"])  # without sacrebleu there is nothing to begin
     results: dict[str, dict[str, float | None]] = {}
     files, signature = [], ""
+    texts = {}  # all of them, before the first is translated
     for split, name in named_sources(options, splits, data).items():
         text = read_parallel(name, *languages)
-        pairs = Pairs(text, tokenizer)
+        texts[split] = text, Pairs(text, tokenizer)
         _expect_short(text, tokenizer, model.longest)
+    for split, (text, pairs) in texts.items():
         results[split] = _judged(model, pairs, tokenizer.pad, batch_size, split)
         told = translate(model, tokenizer, text.source, beam, length_penalty, batch_size, split)
         found = bleu(told, text.target, lowercase)
@@ -83,6 +86,7 @@ def evaluate(
         files.append(out / f"translations-{split}.txt")
         write_atomically(files[-1], ("\n".join(told) + "\n").encode())
     how = f"beam {beam}, length penalty {length_penalty:g}, {'-'.join(languages)}"
+    how += ", without case, as the tokenizer" if lowercase else ""
     table = f", {how}\n\n{_table(results)}\n\nsacrebleu {signature}\n"
     return Report(results, table, [*files, *_draw(out, model, pairs, tokenizer, split)])
 

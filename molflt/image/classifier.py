@@ -172,13 +172,19 @@ class ImageClassifier(nn.Module):
         return out
 
     @property
+    def places(self) -> Tensor:
+        """Rows and columns of patches from the center, (1, tokens, 2), or 0, 1, 2, ... in the
+        sequence, (1, tokens, 1); exact.
+        """
+        axes = 2 if self.stack.position is None else self.stack.position.dim
+        return _places(self.side, self.side**2 + (self.class_token is not None), axes)
+
+    @property
     def positions(self) -> Tensor:
-        """Where patches are, (1, tokens, 2), or their place in the sequence, (1, tokens, 1)."""
-        position, weight = self.stack.position, at_least_float32(self.embed.weight)
-        axes = 2 if position is None else position.dim
-        tokens = self.side**2 + (self.class_token is not None)
-        scale = self.position_scale if axes == 2 else 1.0
-        return (_places(self.side, tokens, axes) * scale).to(weight)
+        """`places` as the relative encoding has them: times `position_scale` in two dimensions."""
+        places = self.places
+        scale = self.position_scale if places.shape[-1] == 2 else 1.0
+        return (places * scale).to(at_least_float32(self.embed.weight))
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits of the classes.
@@ -191,7 +197,9 @@ class ImageClassifier(nn.Module):
         """
         positions = None if self.stack.position is None else self.positions
         x = self.stack(self.tokens(images), positions)
-        logits: Tensor = self.head(x.mean(dim=1) if self.pool == "mean" else x[:, 0])
+        pooled = x.mean(dim=1) if self.pool == "mean" else x[:, 0]
+        with torch.autocast(pooled.device.type, enabled=False):  # logits in bfloat16 are often tied
+            logits: Tensor = self.head(pooled.to(self.head.weight.dtype))
         return logits
 
     if TYPE_CHECKING:  # torch declares that a call returns anything

@@ -95,7 +95,8 @@ class SentenceLabeler(Pretrained):
             batch_size: sentences in a batch.
 
         Raises:
-            ValueError: no sentences, a length beyond the model's, or a model of grey levels.
+            ValueError: no sentences, or pairs of them where there are none in training, or the
+                other way round; a length beyond the model's, or a model of grey levels.
         """
         name = str(self.trained.task.get("name"))
         if name in TASKS and TASKS[name].form == "images":
@@ -103,9 +104,19 @@ class SentenceLabeler(Pretrained):
                 f"{self.name}: a model of the grey levels of images ({name}); got text; use molflt "
                 "evaluate RUN --data FOLDER"
             )
-        if not sentences:
-            raise ValueError("expected sentences, at least one; got none")
+        if isinstance(sentences, str) or not sentences:
+            raise ValueError(
+                f"expected sentences, a list of at least one; got {sentences!r:.80}; put it into []"
+            )
         pairs = [(one, None) if isinstance(one, str) else one for one in sentences]
+        paired = "second" in TASKS[name].columns if name in TASKS else None
+        for number, (_, second) in enumerate(pairs, 1):
+            if paired is not None and paired != (second is not None):
+                kinds = ("a pair", "one sentence") if paired else ("one sentence", "a pair")
+                raise ValueError(
+                    f"sentence {number:,}: expected {kinds[0]}, as in training on {name}; got "
+                    f"{kinds[1]}"
+                )
         examples = [Example(first, second, 0.0) for first, second in pairs]
         most = length or self.model.encoder.longest or sys.maxsize
         logits = logits_of(self.model, self.tokenizer, examples, most, batch_size, "sentences")

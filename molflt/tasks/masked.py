@@ -14,7 +14,7 @@ from molflt.tasks.base import Task
 from molflt.tasks.masking import Draws, hide, swap_parts
 
 if TYPE_CHECKING:
-    from molflt.data.text.tokenized import TokenizedText
+    from molflt.data.text.tokenized import PieceBlocks, TokenizedText
     from molflt.sequence.masked import MaskedLanguageModel
 
 __all__ = ["MaskedTask"]
@@ -85,8 +85,9 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
         self.shares = {"rate": mask_rate, "mask_share": mask_share, "random_share": random_share}
 
     def prepare(self, data: TokenizedText) -> None:
-        """Tells the model which ids are special."""
+        """Tells the model which ids are special; ValueError for a validation without gaps."""
         self.model.set_special(data.tokenizer.mask, data.tokenizer.special)
+        self.expect_gaps(data.datasets["val"], data.sources["val"])
 
     def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, _GapSums]:
         loss, sums = self._judged(batch, Draws.new(batch[0]))
@@ -98,6 +99,28 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
     def size(self, batch: _Batch) -> int:
         """Tokens."""
         return batch[0].numel()
+
+    def expect_gaps(self, blocks: PieceBlocks, name: str) -> None:
+        """Refuses a text in which nothing is hidden: a perplexity of no gap is the best there is.
+
+        Args:
+            blocks: of the text.
+            name: of the text, for messages.
+
+        Raises:
+            ValueError: if no block has a gap of validation.
+        """
+        for i in range(len(blocks)):
+            tokens, _, there = (part[None].to(self.model.mask_id.device) for part in blocks[i])
+            draws = Draws.of_content(tokens, there).tokens
+            mask_id, ordinary = self.model.mask_id, self.model.ordinary
+            told = hide(tokens, there, draws, mask_id, ordinary, **self.shares)[1]
+            if bool((told >= 0).any()):
+                return
+        raise ValueError(
+            f"{name}: none of its {blocks.tokens:,} tokens is hidden; expected gaps to judge by; "
+            f"got task.mask_rate={self.shares['rate']:g}; use a longer text"
+        )
 
     def gaps(self, batch: _Batch, draws: Draws) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What the model sees with these draws, what it is to tell (-1 elsewhere), which tokens

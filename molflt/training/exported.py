@@ -229,7 +229,10 @@ def _bound(path: Path, options: Mapping[str, object], weights: Mapping[str, Tens
     """
     longest = max([_MOST, *(size for tensor in weights.values() for size in tensor.shape)])
     total = sum(tensor.numel() for tensor in weights.values())
+    rows = sum(len(tensor) for tensor in weights.values() if tensor.ndim)
     limits = {"layers": len(weights), "dim": int(total**0.5), "max_length": _LONGEST}
+    # adaptive softmax has the rows of a vocabulary in several weights
+    limits |= dict.fromkeys(("vocabulary", "adaptive_cutoffs"), max(longest, rows))
     for name, (low, high) in _LENGTHS.items():
         value = options.get(name)
         if value and not (isinstance(value, int | float) and low <= value <= high):

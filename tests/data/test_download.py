@@ -22,6 +22,7 @@ from molflt.data.structures import open_dataset
 from molflt.data.structures.download import _unpack, download
 from molflt.data.structures.game_net_archive import GAME_NET
 from molflt.data.structures.splits import _OC20_ARCHIVE, OC20_FILES, split_path
+from molflt.lock import FolderLock
 
 INNER = _OC20_ARCHIVE.inner
 
@@ -144,6 +145,28 @@ def test_only_wanted_splits_are_unpacked_and_readable(server, tmp_path, capsys):
     assert len(server.asked) == asked
 
 
+def test_a_split_that_is_named_twice_is_unpacked_once(server, tmp_path):
+    get(server, tmp_path / "a", ["val_id", "all/val_id", "val_ood_ads"])
+    assert len(list((tmp_path / "a").rglob("data.lmdb"))) == 2
+
+
+def test_two_downloads_do_not_share_a_folder(server, tmp_path):
+    with FolderLock(tmp_path / "a", module._DOING, ".lock.download").held():
+        with pytest.raises(ValueError, match=r"a: process \d+ .* is downloading to this folder"):
+            get(server, tmp_path / "a")
+        with pytest.raises(ValueError, match="is downloading to this folder"):
+            download("game-net", tmp_path / "a", base_url=server.url)
+        assert server.asked == []
+    get(server, tmp_path / "a")
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["is2re"]
+
+
+@pytest.mark.parametrize("options", [{"splits": ["val_id"]}, {"keep_archive": True}])
+def test_options_of_oc20_are_refused_for_game_net(options, tmp_path):
+    with pytest.raises(ValueError, match="are for oc20-is2re; got game-net, .*; leave them out"):
+        download("game-net", tmp_path, **options)
+
+
 def test_kept_archive_serves_more_splits_without_a_download(server, tmp_path):
     get(server, tmp_path / "a", ["val_id"], keep_archive=True)
     assert (tmp_path / "a" / _OC20_ARCHIVE.name).read_bytes() == server.content
@@ -180,8 +203,9 @@ def test_an_earlier_calls_part_is_continued(server, tmp_path, capsys):
 def test_wrong_md5_and_damaged_parts_are_refused(server, tmp_path):
     with pytest.raises(ValueError, match="expected md5 0000; got " + md5(server.content)):
         get(server, tmp_path / "a", md5="0000")
-    assert list((tmp_path / "a").iterdir()) == []
+    assert not (tmp_path / "a").exists()
     part = tmp_path / "a" / f"{_OC20_ARCHIVE.name}.part"
+    part.parent.mkdir()
     part.write_bytes(b"x" * 700)
     with pytest.raises(ValueError, match="the download was damaged"):
         get(server, tmp_path / "a")
@@ -268,7 +292,7 @@ def test_sizes_that_are_none_are_told(server, tmp_path, length):
     with pytest.raises(OSError, match=r"Content-Length '.*'; use another mirror") as caught:
         get(server, tmp_path / "a")
     assert str(caught.value).startswith(server.url) and len(str(caught.value)) < 400
-    assert list((tmp_path / "a").iterdir()) == []
+    assert not (tmp_path / "a").exists()
 
 
 def test_a_server_that_never_ends_fills_no_disk(server, tmp_path, monkeypatch):
@@ -288,7 +312,7 @@ def test_a_server_that_never_ends_fills_no_disk(server, tmp_path, monkeypatch):
     server.answers["GET"] = [head() + b"x" * 2**22]
     with pytest.raises(ValueError, match="expected md5 .* it has been deleted"):
         get(server, tmp_path / "b")
-    assert received == [size, size] and list((tmp_path / "b").iterdir()) == []
+    assert received == [size, size] and not (tmp_path / "b").exists()
     for answer in (head("Content-Length: 9999999"), head(f"Content-Length: {size - 1}")):
         server.answers["GET"] = [answer]
         with pytest.raises(ValueError, match=rf"expected {size:,} bytes, as the server declared"):

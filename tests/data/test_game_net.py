@@ -144,6 +144,29 @@ def test_groups_names_and_folds(archive, tmp_path, capsys):
     capsys.readouterr()
 
 
+def test_splits_of_an_earlier_conversion_do_not_stay_beside_a_new_train(archive, tmp_path, capsys):
+    out = tmp_path / "fg"
+    assert convert(*archive, out) == 0
+    before = stores(out)
+    (tmp_path / "s.json").write_text(json.dumps({"train": before["val_ood_ads"]}))
+    for words in (("--hold_out", "Ag"), ("--splits", tmp_path / "s.json")):
+        assert convert(*archive, out, *words) == 2
+        error = capsys.readouterr().err
+        assert f"{out / 'val_'}" in error and "whose systems may be in the new train" in error
+    assert stores(out) == before
+    assert convert(*archive, out) == 0 and stores(out) == before
+
+    folds = {system.name: sid % 3 for sid, system in read_systems(out).items()}
+    (tmp_path / "f.json").write_text(json.dumps(folds))
+    pairs = tmp_path / "pairs"
+    stale = pairs / "test2-val1" / "mine.safetensors"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
+    assert convert(*archive, pairs, "--folds", tmp_path / "f.json") == 2
+    assert f"{stale}: of an earlier conversion" in capsys.readouterr().err
+    assert list(pairs.iterdir()) == [stale.parent]
+
+
 def test_lists_that_do_not_fit_are_refused(archive, tmp_path, capsys):
     file = tmp_path / "a.json"
     lists = [

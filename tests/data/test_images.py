@@ -488,6 +488,10 @@ def test_data_that_do_not_go_together(tmp_path: Path) -> None:
     for options, message in (
         ({}, "either data.val or data.val_fraction; got neither"),
         ({"val": path, "val_fraction": 0.1}, "got both"),
+        (
+            {"val_fraction": 0.1, "val_labels": path},
+            "data.val_labels has no effect with data.val_fraction=0.1, which takes images of",
+        ),
         ({"val_fraction": 1.0}, "must be between 0 and 1; got 1.0"),
         ({"val": path, "image_size": 0}, "image_size must be at least 1; got 0"),
         ({"val": path, "resize": 9}, "data.resize must be at least data.image_size=None"),
@@ -500,6 +504,9 @@ def test_data_that_do_not_go_together(tmp_path: Path) -> None:
         ImageData(path, write_idx(tmp_path / "b", side=9)).setup()
     with pytest.raises(ValueError, match="and 1 channels, as in training; got 8 and 3"):
         ImageData(path, root, class_names=["cat", "dog", "eel"]).setup()
+    for options in ({"train_labels": path}, {"val_labels": path}):
+        with pytest.raises(ValueError, match="a file of labels has no effect with .*set, whose"):
+            ImageData(root, root, **options).setup()
 
 
 class Rows:

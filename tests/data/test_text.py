@@ -19,7 +19,7 @@ import torch
 from molflt.data import packed
 from molflt.data.text import sources as text_sources
 from molflt.data.text.datamodule import TextData, TokenBlocks, read_blocks
-from molflt.data.text.sources import _text_blocks
+from molflt.data.text.sources import _line_blocks, _text_blocks
 from molflt.data.text.vocabulary import Vocabulary
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -51,6 +51,23 @@ def test_words_of_files(tmp_path, monkeypatch, name, block):
     assert ids.dtype == np.int32
     again = vocabulary.encode_blocks(_text_blocks(str(tmp_path / name)))
     np.testing.assert_array_equal(again, ids)
+
+
+@pytest.mark.parametrize("block", [1, 1000])
+def test_a_byte_order_mark_is_no_text(tmp_path, monkeypatch, block):
+    """At the beginning; of bytes, it is what is modelled."""
+    monkeypatch.setattr(text_sources, "_BLOCK", block)
+    path = write(tmp_path / "t", "\ufeffa b\n\ufeffc\n")
+    assert set(read(path)[0].tokens) == {"a", "b", "\ufeffc", "<eos>", "<unk>"}
+    assert (
+        read(path, "char")[1].tolist()
+        == read(write(tmp_path / "u", "a b\n\ufeffc\n"), "char")[1].tolist()
+    )
+    assert "".join(_line_blocks(path)) == "a b\n\ufeffc\n"
+    assert "".join(_line_blocks(path, any_bytes=True)) == "\ufeffa b\n\ufeffc\n"
+    assert read(path, "byte")[1][:3].tolist() == [0xEF, 0xBB, 0xBF]
+    with pytest.raises(ValueError, match="the file is empty"):
+        read_blocks(write(tmp_path / "mark", "\ufeff"), read(path)[0], 4)
 
 
 def test_last_line_without_an_end(tmp_path):
@@ -300,6 +317,9 @@ def test_unknown_validation_text(tmp_path):
     [
         ({"length": 0}, "data.length"),
         ({"min_count": 0}, "data.min_count"),
+        ({"min_count": 2, "vocabulary": "v.json"}, "no effect with data.vocabulary=v.json, of whi"),
+        ({"min_count": 2, "level": "byte"}, "data.min_count has no effect with data.level=byte"),
+        ({"min_count": 2, "level": "protein"}, "has no effect with data.level=protein, of which"),
         ({"batch_size": 0}, "data.batch_size"),
         ({"workers": -1}, "data.workers"),
         *(

@@ -38,7 +38,18 @@ def test_a_tokenizer_is_kept_as_it_is(kind):
     assert ids[0][:2] == ids[1][:2] and ids[1][-1] == found.mask
     assert found.decode(ids[0]).replace(" ", "") == "thecatwalking"
     cased = Tokenizer.train(kind, LINES, 60, False)
+    assert found.ignores_case and not cased.ignores_case
     assert cased.encode(["The Cat"]) != cased.encode(["the cat"])
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+def test_no_piece_goes_beyond_a_line(kind, tmp_path):
+    """Lines are encoded one by one: such a piece would never be used."""
+    made = text_data(tmp_path, kind=kind)  # which reads in blocks of many lines
+    made.setup()
+    alone = Tokenizer.train(kind, [line.strip() for line in LINES], 60, True)
+    pieces = [{one.token(i) for i in range(len(one))} for one in (made.tokenizer, alone)]
+    assert pieces[0] == pieces[1] and not any("\n" in piece for piece in pieces[0])
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "unigram", "bpe"])

@@ -63,6 +63,11 @@ class ImageData(BatchedData[LabeledImages]):
                 "expected either data.val or data.val_fraction; got "
                 f"{'neither' if val is None else 'both'}; give one"
             )
+        if val_labels is not None and val is None:
+            raise ValueError(
+                f"data.val_labels has no effect with data.val_fraction={val_fraction}, which takes "
+                "images of data.train; leave one of them out"
+            )
         if val_fraction is not None and not 0 < val_fraction < 1:
             raise ValueError(f"data.val_fraction must be between 0 and 1; got {val_fraction}")
         if image_size is not None and image_size < 1:

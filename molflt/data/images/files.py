@@ -51,8 +51,13 @@ def open_images(
 
     Raises:
         FileNotFoundError: there is nothing at `source`.
-        ValueError: what is there is damaged or of an unknown kind.
+        ValueError: what is there is damaged or of an unknown kind, or has labels of its own.
     """
+    if labels is not None and (str(source).startswith("hf:") or source.is_dir()):
+        raise ValueError(
+            f"{labels}: a file of labels has no effect with {source}, whose images have classes of "
+            "their own; leave data.train_labels or data.val_labels out"
+        )
     if str(source).startswith("hf:"):
         return _HubImages(str(source), size, classes, box)
     if source.is_dir():

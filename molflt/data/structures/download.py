@@ -19,12 +19,15 @@ from molflt.data.structures.game_net_archive import GAME_NET, _sha256
 from molflt.data.structures.splits import _OC20_ARCHIVE, OC20_FILES, VAL_SPLITS
 from molflt.data.structures.unpack import _md5, _target, _unpack, _unpacked_size
 from molflt.files import readable_size
+from molflt.lock import FolderLock
 
 __all__ = ["download"]
 
 _CHUNK = 1 << 20
 _ATTEMPTS = 5  # connections in a row that bring nothing
 _TIMEOUT = 60.0  # s
+_SPLITS = ["10k/train", *VAL_SPLITS]
+_DOING = "is downloading to this folder; wait for it, or choose another folder"
 _BUSY = (408, 429)  # that pass, like all from 500 on
 _HANDLERS = (  # those of urllib without ftp, file and data, to which a server could redirect
     urllib.request.ProxyHandler,
@@ -40,7 +43,7 @@ _HANDLERS = (  # those of urllib without ftp, file and data, to which a server c
 def download(
     dataset: Literal["oc20-is2re", "game-net"],
     directory: Path,
-    splits: list[str] = ["10k/train", *VAL_SPLITS],  # noqa: B006  (shown in --help, not changed)
+    splits: list[str] = _SPLITS,
     base_url: str | None = None,
     md5: str | None = None,
     keep_archive: bool = False,
@@ -63,19 +66,35 @@ def download(
         keep_archive: keep OC20's archive after unpacking.
 
     Raises:
-        ValueError: for an unknown split, too little free disk, or a wrong md5.
+        ValueError: for an unknown split, too little free disk, a wrong md5, an option without
+            effect, or a folder to which another process is downloading.
         OSError: if the server cannot be reached or does not have the file.
     """
+    alone = FolderLock(directory, _DOING, ".lock.download").held
     if dataset == "game-net":
-        _download_game_net(directory, base_url or GAME_NET.base_url, md5 or GAME_NET.md5)
+        if keep_archive or list(splits) != _SPLITS:
+            raise ValueError(
+                "--splits and --keep_archive are for oc20-is2re; got game-net, whose archive is "
+                "left as it is; leave them out"
+            )
+        with alone():
+            _download_game_net(directory, base_url or GAME_NET.base_url, md5 or GAME_NET.md5)
         return
-    wanted = [_official_name(split) for split in splits]
+    wanted = list(dict.fromkeys(_official_name(split) for split in splits))
     if not wanted:
         raise ValueError("splits: expected at least one of " + ", ".join(OC20_FILES))
     missing = [name for name in wanted if not _target(directory, name).is_file()]
     if not missing:
         print(f"{directory}: already has {', '.join(wanted)}")
         return
+    with alone():
+        _download_oc20(directory, missing, base_url, md5, keep_archive)
+
+
+def _download_oc20(
+    directory: Path, missing: list[str], base_url: str | None, md5: str | None, keep_archive: bool
+) -> None:
+    """Fetches the archive and unpacks what is missing; see `download`."""
     archive = directory / _OC20_ARCHIVE.name
     md5 = (md5 or _OC20_ARCHIVE.md5).lower()
     official = md5 == _OC20_ARCHIVE.md5

@@ -39,13 +39,16 @@ def _write_splits(
         (name, reason) of systems that were left out.
 
     Raises:
-        ValueError: for another archive, a system that is not valid, or names that do not fit.
+        ValueError: for another archive, a system that is not valid, names that do not fit, or a
+            folder with splits that the new ones do not replace.
     """
     if sum(map(bool, (splits, folds, hold_out))) > 1:
         raise ValueError("expected at most one of --splits, --folds and --hold_out")
     _expect_archive(src, sha256)
     chosen = _named(splits) if splits else None
     numbers = _folds(folds) if folds else None
+    if numbers is None:  # else the pairs are known only with the systems
+        _refuse_others(dst, chosen or ("train", *VAL_SPLITS))
     dataset = GameNet(src, skip_bad)
     known = {system.name: system for system in dataset.systems}
     names = {*known, *(name.removeprefix(f"{src}: ") for name, _ in dataset.bad)}
@@ -62,6 +65,8 @@ def _write_splits(
     else:
         folders[""] = _held_out(dataset.systems, hold_out)
     for name, parts in folders.items():
+        _refuse_others(dst / name, [split for split, systems in parts.items() if systems])
+    for name, parts in folders.items():
         _write_folder(dst / name, parts, dataset, src.name)
     return dataset.bad
 
@@ -75,6 +80,16 @@ def _write_folder(folder: Path, parts: _Split, dataset: GameNet, source: str) ->
     write_systems(folder, parts.items())
     counts = ", ".join(f"{split} {len(systems)}" for split, systems in parts.items())
     print(f"{folder}: {counts} systems")
+
+
+def _refuse_others(folder: Path, splits: Collection[str]) -> None:
+    """Refuses stores that would stay beside those of these splits, whose train may have theirs."""
+    others = [path for path in sorted(folder.glob("*.safetensors")) if path.stem not in splits]
+    if others:
+        raise ValueError(
+            f"{others[0]}: of an earlier conversion, whose systems may be in the new train; "
+            f"expected none but {', '.join(splits)}; remove it, or choose another folder"
+        )
 
 
 def _held_out(systems: Sequence[System], groups: Sequence[str]) -> _Split:

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from molflt.data.batches import BatchedData
 from molflt.data.text.sources import _text_blocks
-from molflt.data.text.vocabulary import Vocabulary, _Level
+from molflt.data.text.vocabulary import _FIXED, Vocabulary, _Level
 
 __all__ = ["TextData", "TokenBlocks", "read_blocks"]
 
@@ -93,7 +93,7 @@ class TextData(BatchedData[TokenBlocks]):
         vocabulary: after `setup`.
 
     Raises:
-        ValueError: for an option outside its range.
+        ValueError: for an option outside its range, or without effect.
     """
 
     items = "blocks"
@@ -116,6 +116,12 @@ class TextData(BatchedData[TokenBlocks]):
         for name, value in (("length", length), ("min_count", min_count)):
             if value < 1:
                 raise ValueError(f"data.{name} must be at least 1; got {value}")
+        given = f"vocabulary={vocabulary}" if vocabulary is not None else f"level={level}"
+        if min_count > 1 and (vocabulary is not None or level in _FIXED):
+            raise ValueError(
+                f"data.min_count has no effect with data.{given}, of which nothing is counted; "
+                "leave one of them out"
+            )
         self.sources = {"train": str(train), "val": str(val)}
         if test is not None:
             self.sources["test"] = str(test)

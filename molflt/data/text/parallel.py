@@ -125,8 +125,8 @@ class ParallelData(TokenizedData[Pairs]):
         kind: of a tokenizer that is learned, see `molflt.data.text.tokenized.TokenizedText`; bpe by
             default.
         pieces: most pieces of one that is learned, 8192 by default.
-        lowercase: whether case makes no difference to one that is learned, nor then to BLEU; false
-            by default.
+        lowercase: whether case makes no difference to one that is learned; false by default. BLEU
+            ignores case where the tokenizer does, learned or given.
         length: most tokens of a sentence; longer pairs are left out of training and validation,
             which says how many.
         batch_size: pairs in a batch, per device.

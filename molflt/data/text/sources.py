@@ -17,6 +17,7 @@ _LONGEST = 2**20  # characters of a word
 _LONGEST_LINE = 2**24  # characters
 _PACKED = {".gz": "gzip", ".xz": "xz"}
 _HF = "hf:"
+_BYTE_ORDER = "\ufeff"
 _SPLITS = {"train": "train", "val": "validation", "test": "test"}
 
 
@@ -46,7 +47,8 @@ def _text_blocks(source: str, level: _Level = "word", use: str = "train") -> Ite
 def _line_blocks(source: str, use: str = "train", any_bytes: bool = False) -> Iterator[str]:
     """Pieces of a text that end with a line; arguments and errors as for `_text_blocks`.
 
-    With `any_bytes` what is not UTF-8 becomes what `molflt.data.text.fixed.byte_ids` turns back.
+    With `any_bytes` a byte order mark at the beginning is kept, and what is not UTF-8 becomes what
+    `molflt.data.text.fixed.byte_ids` turns back.
     """
     rest = ""
     for block in _decoded(_raw(source, use), source, "convert it", any_bytes):
@@ -87,7 +89,7 @@ def _decoded(
 ) -> Iterator[str]:
     errors = "surrogateescape" if any_bytes else "strict"
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
-    done = 0
+    done, begun = 0, False
     for block in itertools.chain(raw, (b"",)):
         waiting = len(decoder.getstate()[0])
         try:
@@ -98,6 +100,8 @@ def _decoded(
                 f"expected a text in UTF-8; {advice}"
             ) from None
         done += len(block)
+        if text and not (begun or any_bytes):
+            begun, text = True, text.removeprefix(_BYTE_ORDER)
         if text:
             yield text
 

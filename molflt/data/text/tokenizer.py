@@ -101,7 +101,7 @@ class Tokenizer:
 
         Args:
             kind: "wordpiece", "unigram", "bpe", or a key of `FIXED`.
-            lines: of the text; not read for the latter.
+            lines: of the text, one or more in each string; not read for the latter.
             size: most pieces, special ones too.
             lowercase: whether case, and with WordPiece accents, make no difference.
             name: of the text, for messages.
@@ -120,7 +120,9 @@ class Tokenizer:
             return cls.from_json(given.to_str().encode(), name)
         inner, trainer = _MAKE[kind](library, size, lowercase)
         try:
-            inner.train_from_iterator(_texts(lines, name), trainer)
+            # no piece goes beyond a line: lines are encoded one by one
+            single = (line for block in _texts(lines, name) for line in block.splitlines())
+            inner.train_from_iterator(single, trainer)
         except (ValueError, TypeError):
             raise
         except Exception as error:  # of the library's own making
@@ -204,6 +206,14 @@ class Tokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids, without special tokens."""
         return self._inner.decode([int(one) for one in ids])
+
+    @property
+    def ignores_case(self) -> bool:
+        """Whether capitals are read as small letters, so that no capital is ever decoded."""
+        normalizer = self._inner.normalizer
+        return normalizer is not None and bool(
+            normalizer.normalize_str("A") == normalizer.normalize_str("a")
+        )
 
     def token(self, index: int) -> str:
         """The piece of an id, as the tokenizer writes it.
