@@ -152,7 +152,7 @@ def label_ends(axes: Axes, ends: Sequence[LineEnd], height: float) -> None:
         )
 
 
-def _plain_numbers(axis: Axis, wide: bool) -> None:
+def plain_numbers(axis: Axis, wide: bool) -> None:
     """0.2 in place of 2e-1 on a logarithmic axis; a wide one shows powers of ten alone."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 

@@ -18,9 +18,9 @@ from molflt.plots.figure import (
     SERIES,
     SKY,
     VERMILION,
-    _plain_numbers,
     picture,
     plain,
+    plain_numbers,
 )
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def _log_if_wide(axes: Axes, values: _Array) -> None:
     if low <= 0 or high / low < 6:
         return
     axes.set_yscale("log")
-    _plain_numbers(axes.yaxis, wide=bool(high / low >= 60))
+    plain_numbers(axes.yaxis, wide=bool(high / low >= 60))
 
 
 def errors(

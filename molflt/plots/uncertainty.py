@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.plots.figure import GREY, SERIES, _plain_numbers, picture
+from molflt.plots.figure import GREY, SERIES, picture, plain_numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -80,7 +80,7 @@ def _binned(
     axes.plot([low, high], [low, high], color=GREY, linewidth=1)
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high), aspect="equal")
     for axis in (axes.xaxis, axes.yaxis):
-        _plain_numbers(axis, wide=high / low >= 60)
+        plain_numbers(axis, wide=high / low >= 60)
     axes.set_xlabel("mean uncertainty of a bin / eV")
     axes.set_ylabel(f"{100 * level:.0f} % of its |errors| are below / eV")
     axes.grid(alpha=0.3, which="both")

@@ -11,7 +11,7 @@ from kit.pictures import curves, legend
 from kit.rows import Row, Rows, markdown, mean_sd, names, pick, write_csv
 
 from molflt.metrics import EWT_THRESHOLD
-from molflt.plots.figure import GREY, SERIES, picture
+from molflt.plots.figure import GREY, SERIES, picture, plain_numbers
 from peers_kit.models import FITS
 from peers_kit.pool import Jobs, read
 
@@ -136,7 +136,7 @@ def draw_time(png: Path, results: Results, split: str) -> None:
     with picture(png, figsize=(7.2, 4.8)) as figure:
         axes = figure.subplots()
         labels = {"xlabel": "CPU time of training / minutes", "ylabel": f"{split} MAE / eV"}
-        curves(axes, points, _styles(points), **labels)
+        _draw(axes, points, labels)
         if median:
             axes.axhline(median[0][1], color=GREY, linestyle=":", label="median")
         legend(figure, axes)
@@ -152,8 +152,17 @@ def draw_size(png: Path, rows: Rows, split: str) -> None:
     with picture(png, figsize=(7.2, 4.8)) as figure:
         axes = figure.subplots()
         labels = {"xlabel": "share of the training set", "ylabel": f"{split} MAE / eV"}
-        curves(axes, points, _styles(points), **labels)
+        _draw(axes, points, labels)
         legend(figure, axes)
+
+
+def _draw(
+    axes: Any, points: Mapping[str, Sequence[tuple[float, float]]], labels: Mapping[str, str]
+) -> None:
+    """Curves with 0.2 in place of 2e-1 at the axes."""
+    curves(axes, points, _styles(points), **labels)
+    for axis in (axes.xaxis, axes.yaxis):
+        plain_numbers(axis, wide=False)
 
 
 def _shares(rows: Sequence[Row]) -> list[float]:
