@@ -22,7 +22,7 @@ from molflt.commands.cli import main
 from molflt.data.structures.store import write_store
 from molflt.training.loop import _LightningTask
 
-WORDS = ["--trainer.max_steps=6", "--trainer.val_every=4", "--trainer.ema_decay=0.9"]
+WORDS = ["--trainer.max_steps=6", "--trainer.val_every=4", "--trainer.ema_decay=0.5"]
 WORDS += ["--model.dropout=0.1"]
 
 
@@ -92,7 +92,7 @@ def assert_same_end(run, whole):
         ("data__batch_size", 5, "data.batch_size is 4; got 5"),
         ("model__dropout", 0.2, "model.dropout is 0.1; got 0.2"),
         ("model__position_options", {}, "model.position_options is {"),
-        ("trainer__ema_decay", None, "trainer.ema_decay is 0.9; got None"),
+        ("trainer__ema_decay", None, "trainer.ema_decay is 0.5; got None"),
         ("trainer__val_every", 3, "trainer.val_every is 4; got 3"),
         ("trainer__gradient_clip", None, "trainer.gradient_clip is 5.0; got None"),
         ("trainer__max_steps", 5, "trainer.max_steps is 6; got 5 for --resume; it may only be rai"),

@@ -42,7 +42,7 @@ def log_weights(key_weight: Tensor | None, key_mask: Tensor | None, key: Tensor)
         key: (batch, heads, keys, d), whose precision they get, float32 at least.
 
     Raises:
-        ValueError: another shape, or, on the CPU, weights below 0 or NaN of keys that exist.
+        ValueError: another shape, or, on the CPU, weights below 0 of keys that exist.
     """
     if key_weight is None:
         return None
@@ -54,11 +54,10 @@ def log_weights(key_weight: Tensor | None, key_mask: Tensor | None, key: Tensor)
     weight = key_weight.to(at_least_float32(key).dtype)
     if key_mask is not None:  # before the logarithm, whose slope at 0 is infinite
         weight = weight.masked_fill(~key_mask, 1.0)
-    if at_hand(weight) and not bool((weight >= 0).all()):
-        wrong = weight[~(weight >= 0)][0].item()
+    if at_hand(weight) and bool((weight < 0).any()):  # NaN, of weights that diverged, stays NaN
         raise ValueError(
-            f"key_weight must be above 0, a factor of what each key adds; got {wrong:g}; mask keys "
-            "that are to be left out"
+            "key_weight must not be below 0, a factor of what each key adds; got "
+            f"{weight.min().item():g}; mask keys that are to be left out"
         )
     return weight.log()[:, None]
 
