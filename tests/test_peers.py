@@ -3,6 +3,7 @@
 import copy
 import importlib
 import json
+import tarfile
 from functools import cache
 from pathlib import Path
 
@@ -16,13 +17,15 @@ from torch_geometric.data import Batch, Data
 
 from molflt.data.structures import open_dataset
 from molflt.data.structures.records import make_record
+from molflt.data.structures.splits import VAL_SPLITS
 from molflt.graph import EnergyRegressor
 
 peers = load_script("peers")
-budget, jobs, models, nets, painn, pool, ridge, training = (
+budget, jobs, models, nets, painn, pool, report, ridge, training = (
     importlib.import_module(f"peers_kit.{name}")
-    for name in ("budget", "jobs", "models", "nets", "painn", "pool", "ridge", "training")
+    for name in ("budget", "jobs", "models", "nets", "painn", "pool", "report", "ridge", "training")
 )
+mean_sd = importlib.import_module("kit.rows").mean_sd
 
 SMALLER = {
     "schnet": {"hidden_channels": 8, "num_filters": 8, "num_interactions": 2, "num_gaussians": 9},
@@ -428,6 +431,23 @@ def test_kernel_ridge_without_scikit_learn_says_what_to_install(words, monkeypat
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
     assert peers.main([*words, "--models", "kernel-ridge"]) == 2
     assert "kernel-ridge needs scikit-learn; pip install 'molflt[bench]'" in capsys.readouterr().err
+
+
+def test_the_page_has_what_the_runs_had() -> None:
+    """Cells of the table, from the errors that lie beside the energies of every system."""
+    docs = models.REPOSITORY / "docs" / "results"
+    with tarfile.open(docs / "peers-runs.tar.xz") as archive:
+        ours = "peers/game-net/jobs/"
+        files = [f for f in archive if f.name.startswith(ours) and "min_1_seed" in f.name]
+        rows = report.rows_of([json.load(archive.extractfile(file)) for file in files])
+    page = (docs / "dft.md").read_text().replace("*", "")
+    for model in {row["model"] for row in rows}:
+        cells = []
+        for split in VAL_SPLITS:
+            own = [r["mae_eV"] for r in rows if (r["model"], r["split"]) == (model, split)]
+            assert len(own) == 3
+            cells.append(mean_sd(own[:1] if model in models.FITS else own, 3))
+        assert f"| {' | '.join(cells)} |" in page, model
 
 
 def test_descriptors_do_not_change_with_the_crystal() -> None:
