@@ -151,11 +151,13 @@ def expect_same_data(runs: list[Path]) -> None:
     """
     known: dict[Path, object] = {}
     for run in runs:
-        if (last := run / "checkpoints" / "last.ckpt").is_file():
-            known[run] = read_checkpoint(last).get("molflt", {}).get("data")
-    for run in known:
-        first = next(iter(known))
-        if None not in (known[first], known[run]) and known[first] != known[run]:
+        last = run / "checkpoints" / "last.ckpt"
+        state = read_checkpoint(last) if last.is_file() else {}
+        if data := state.get("molflt", {}).get("data"):  # earlier versions do not say
+            known[run] = data
+    first = next(iter(known), None)
+    for run, data in known.items():
+        if data != known[first]:
             raise ValueError(
                 f"{run}: was trained on other data than {first}; expected the same data for all "
                 "seeds; remove one of them, or choose another --out"

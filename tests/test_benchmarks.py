@@ -127,7 +127,7 @@ def test_quick_run_writes_rows_block_and_picture(
     lengths = [line.count(" | ") for line in block.splitlines() if line.startswith("| ")]
     assert len(lengths) > 2 and block.startswith(module.table(rows))
     if hasattr(module, "draw"):
-        assert 10_000 < (tmp_path / f"{name}.png").stat().st_size < 500_000
+        assert 10_000 < (tmp_path / f"{name}.png").stat().st_size < 300_000
     assert every_page() == pages  # --out leaves the documentation alone
 
     capsys.readouterr()

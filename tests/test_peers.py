@@ -272,6 +272,9 @@ def test_options_for_all_nets_are_those_of_peers_too(tmp_path) -> None:
         task, data, settings = jobs._parts(job)
     assert (task.lr, data.batch_size) == (0.5, 3)
     assert task.model.element_energies.any()
+    words = ["--data", job["data"], "--models", "painn", "--", "--task.lr=0.3"]
+    tried = pool.tuning(peers.parse(words))["painn"].values()
+    assert sorted(one["lr"] for one in tried) == [0.1, 0.3, 0.9]
     optimizer, batch = task.optimizer(), next(iter(data.train_dataloader()))
     with torch.no_grad():
         energy, references = task.model(batch)["energy"], task.model.element_energies.clone()

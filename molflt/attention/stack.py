@@ -83,8 +83,8 @@ class Block(nn.Module):
     ) -> tuple[Tensor, DecodeState]:
         """Arguments and result as for `Attention.decode`."""
         if not isinstance(self.attention, Attention):
-            name = type(self.attention).__name__
-            raise ValueError(f"{name} mixes all tokens at once and cannot decode; use attention")
+            reason = "mixes all tokens at once and cannot decode; use causal attention"
+            raise ValueError(f"{type(self.attention).__name__} {reason}")
         mixed, state = self.attention.decode(
             self._before(x), positions, state, encoding=encoding, key_positions=key_positions
         )

@@ -111,10 +111,8 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
             ValueError: if no block has a gap of validation.
         """
         for i in range(len(blocks)):
-            tokens, _, there = (part[None].to(self.model.mask_id.device) for part in blocks[i])
-            draws = Draws.of_content(tokens, there).tokens
-            mask_id, ordinary = self.model.mask_id, self.model.ordinary
-            told = hide(tokens, there, draws, mask_id, ordinary, **self.shares)[1]
+            tokens, types, there = (x[None].to(self.model.mask_id.device) for x in blocks[i])
+            told = self.gaps((tokens, types, there), Draws.of_content(tokens, there))[1]
             if bool((told >= 0).any()):
                 return
         raise ValueError(

@@ -276,7 +276,7 @@ def draw_costs(
     """Time and memory of training against the size, causal and not; a line at the limit, GB."""
     rows = pick(rows, **{"pass": TRAINING}) or rows
     kinds = names(rows, "causal")
-    with picture(png, figsize=(7.6, 4.2) if len(kinds) < 2 else (9, 7.2)) as figure:
+    with picture(png, figsize=(7.6, 4.2) if len(kinds) < 2 else (8.2, 6.6)) as figure:
         grid = figure.subplots(len(kinds), 2, sharex=True, sharey="col", squeeze=False)
         for line, causal in zip(grid, kinds, strict=True):
             for axes, quantity in zip(line, ("seconds", "MiB"), strict=True):

@@ -179,15 +179,8 @@ def _train(job: Job, sets: Mapping[str, Structures], budget: CpuBudget) -> Outco
 
 def _parts(job: Job) -> tuple[IS2RETask, IS2REData, Settings]:
     """Task with its model, prepared, and data, set up."""
-    config = options_of(job["words"])
+    config = config_of(job["model"], job["words"])
     net = NETS.get(job["model"])
-    if net is not None:
-        config["task"]["rotate"] = "none"  # no turn changes these nets' energies
-        given = {word.partition("=")[0] for word in job["words"][2:]}  # behind --config
-        if "--task.lr" not in given:
-            config["task"]["lr"] = net.lr
-        if net.batch_size is not None and "--data.batch_size" not in given:
-            config["data"]["batch_size"] = net.batch_size
     if job["lr"] is not None:
         config["task"]["lr"] = job["lr"]
     data = IS2REData(**{**config["data"], "root": Path(job["data"]), "train_split": "train"})
@@ -202,6 +195,19 @@ def _parts(job: Job) -> tuple[IS2RETask, IS2REData, Settings]:
     own = config["trainer"]
     limits = (own["max_steps"], own["gradient_clip"], own["ema_decay"])
     return task, data, Settings(*limits, job["evaluations"])
+
+
+def config_of(model: str, words: list[str]) -> dict[str, Any]:
+    """Options by part for a model: of a peer its usual ones, where words name no others."""
+    config = options_of(words)
+    if net := NETS.get(model):
+        config["task"]["rotate"] = "none"  # no turn changes these nets' energies
+        given = {word.partition("=")[0] for word in words[2:]}  # behind --config
+        if "--task.lr" not in given:
+            config["task"]["lr"] = net.lr
+        if net.batch_size is not None and "--data.batch_size" not in given:
+            config["data"]["batch_size"] = net.batch_size
+    return config
 
 
 def options_of(words: list[str]) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from typing import Any
 from tqdm import tqdm
 
 from molflt.data.structures.splits import VAL_SPLITS
-from peers_kit.jobs import Job, options_of
-from peers_kit.models import FITS, NETS, TRIED, title, variant_words
+from peers_kit.jobs import Job, config_of
+from peers_kit.models import FITS, TRIED, title, variant_words
 
 SCRIPT = Path(__file__).resolve().parents[1] / "peers.py"
 TUNING_SEED = 99  # of no training that is compared
@@ -92,7 +92,7 @@ def tuning(options: Namespace) -> dict[str, Jobs]:
         if name in FITS:
             continue
         words = ["--config", str(options.config), *variant_words(model), *options.words]
-        usual = NETS[name].lr if name in NETS else options_of(words)["task"]["lr"]
+        usual = config_of(name, words)["task"]["lr"]
         found[name] = {}
         for lr in (float(f"{factor * usual:.2g}") for factor in TRIED):
             job = job_of(short, model, TUNING_SEED, 1.0, lr)
