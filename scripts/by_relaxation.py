@@ -6,14 +6,13 @@
 
 The potential is one of the total energies in DATA/frames/SPLIT.extxyz. A total energy becomes an
 adsorption energy by what clean slab and molecules take, which is the difference of both labels of a
-system. Writes by_relaxation.md and .csv, and a line per system as soon as it is relaxed; started
-again with the same options, it goes on where it was stopped.
+system. Writes by_relaxation.md and .csv, and to SPLIT/relaxed.jsonl a line per system as soon as it
+is relaxed; started again with the same options, weights and data, it goes on where it was stopped.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from pathlib import Path
 import ase.io
 import numpy as np
 from compare import prepare
+from kit.files import add_row, begin_rows, digest
 from kit.rows import Row, Rows, markdown, write_csv
 from kit.words import described
 from torch import nn
@@ -34,7 +34,14 @@ from molflt.evaluation.predictions import infer
 from molflt.evaluation.relaxation import relax_atoms
 from molflt.evaluation.structures import adwt, position_error
 from molflt.files import write_atomically
-from molflt.training.checkpoint import load_run
+from molflt.training.checkpoint import load_run, weights_digest, weights_of
+from molflt.training.sources import find
+
+
+def file_of(potential: Path) -> Path:
+    """The weights that a calculator of a run or an exported model takes."""
+    source = find(potential)
+    return weights_of(source, "best") if source.is_dir() else source
 
 
 def offsets(frames: Path, dataset: Structures) -> dict[int, float]:
@@ -65,8 +72,7 @@ def relax_all(
     options: argparse.Namespace,
 ) -> Rows:
     """A row per system: those of earlier starts from their file, the others as they come."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    rows: Rows = [json.loads(line) for line in lines if line.endswith("}")]
+    rows = begin_rows(path)
     known = {row["sid"] for row in rows}
     for index in some:
         record = dataset[index]
@@ -83,8 +89,7 @@ def relax_all(
             "converged": found.converged,
         }
         rows.append(row)
-        with path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        add_row(path, row)
     return [row for row in rows if row["sid"] in {int(dataset[i].sid) for i in some}]
 
 
@@ -109,14 +114,25 @@ class Part(Structures):
 def compare(
     split: str, model: nn.Module, calculator: Calculator, options: argparse.Namespace
 ) -> Rows:
-    """A row for each way."""
-    dataset = open_dataset(split_path(options.data, split))
-    own = offsets(options.data / "frames" / f"{split}.extxyz", dataset)
+    """A row for each way.
+
+    Raises:
+        FileNotFoundError: if there is no such split, or no frames of it.
+        ValueError: if the folder holds relaxations of another potential or of other data.
+    """
+    store, frames = split_path(options.data, split), options.data / "frames" / f"{split}.extxyz"
+    dataset = open_dataset(store)
+    own = offsets(frames, dataset)
+    job = {name: str(getattr(options, name)) for name in ("data", "fmax", "steps")}
+    digests = {"store": digest(store), "frames": digest(frames)}
+    digests["potential"] = weights_digest(file_of(options.potential))
+    folder = options.out / split
+    prepare(folder, {"config": str(options.potential), **job, "digests": digests})
     some = range(min(options.count, len(dataset)))
     began = time.perf_counter()
     direct = infer(model, Part(dataset, some), 32, split)
     seconds = time.perf_counter() - began
-    rows = relax_all(dataset, some, own, options.out / f"{split}.jsonl", calculator, options)
+    rows = relax_all(dataset, some, own, folder / "relaxed.jsonl", calculator, options)
     errors = np.array([row["error"] for row in rows])
     return [
         {
@@ -157,8 +173,6 @@ def main(words: list[str] | None = None) -> int:
     try:
         calculator = Calculator(options.potential, device="cpu")
         model, _ = load_run(options.direct)
-        own = {name: str(getattr(options, name)) for name in ("data", "fmax", "steps")}
-        prepare(options.out, {"config": str(options.potential), **own})
         found = [row for one in options.splits for row in compare(one, model, calculator, options)]
     except (ValueError, OSError) as error:
         print(f"by_relaxation.py: error: {error}", file=sys.stderr)

@@ -32,6 +32,7 @@ from kit.rows import Rows, markdown, mean_sd, names, pick, write_csv
 from kit.words import described, trainings
 from tqdm import tqdm
 
+from molflt.files import write_atomically
 from molflt.plots import intervals
 from molflt.training.checkpoint import count_parameters, read_checkpoint
 from molflt.training.config import read_config
@@ -47,10 +48,14 @@ MEASURES = {
     "top1_percent": ("top-1, %", 2),
     "accuracy_percent": ("accuracy, %", 2),
     "bits_per_dim": ("bits/dim", 3),
+    "matthews_percent": ("Matthews, %", 2),
+    "pearson_percent": ("Pearson, %", 2),
     "log10_best": ("log10 of the best value", 2),
+    "final_loss": ("final loss", 4),
+    "force_mae_meV_per_A": ("force MAE, meV/Å", 2),
 }
 
-LARGE_IS_GOOD = ("bleu", "top1_percent", "accuracy_percent")
+LARGE_IS_GOOD = ("bleu", *(name for name in MEASURES if name.endswith("_percent")))
 
 
 def words_of(variant: str) -> list[str]:
@@ -105,16 +110,22 @@ def prepare(run: Path, job: dict[str, Any]) -> None:
     """Notes the job in a new folder, or checks that the folder belongs to it.
 
     Raises:
-        ValueError: if the folder holds a run with other options.
+        ValueError: if the folder holds a run with other options or data, or an earlier version
+            has not said of which.
     """
     note = run / "job.json"
-    if note.exists() and json.loads(note.read_text()) != job:
+    was = json.loads(note.read_text()) if note.exists() else job
+    if absent := ", ".join(key for key in job if key not in was):
         raise ValueError(
-            f"{note}: this run was made with other options or another {job['config']}; choose "
-            "another --out, or remove it"
+            f"{note}: expected {absent} of what this run was made with; an earlier version has not "
+            "noted them; choose another --out, or remove the note if they are the same"
         )
-    run.mkdir(parents=True, exist_ok=True)
-    note.write_text(json.dumps(job, indent=1) + "\n")
+    if was != job:
+        raise ValueError(
+            f"{note}: this run was made with other options, other data or another {job['config']}; "
+            "choose another --out, or remove it"
+        )
+    write_atomically(note, (json.dumps(job, indent=1) + "\n").encode())
 
 
 def work(run: Path, job: dict[str, Any], threads: int, evaluation: tuple[str, ...] = ()) -> None:
@@ -246,12 +257,18 @@ def write(out: Path, variants: list[str], seeds: list[int]) -> None:
     """Writes and prints the comparison of all runs that are finished.
 
     Raises:
-        ValueError: if the runs of a variant were trained on different data.
+        ValueError: if the runs of a variant were trained on different data, or have none of the
+            measures.
     """
     for variant in variants:
         expect_same_data([out / variant / f"seed{seed}" for seed in seeds])
     if rows := collect(out, "variant", variants, seeds):
-        measure = next(name for name in MEASURES if name in rows[0])
+        measure = next((name for name in MEASURES if name in rows[0]), None)
+        if measure is None:
+            raise ValueError(
+                f"{out}: expected one of {', '.join(MEASURES)} in results.json; got "
+                f"{', '.join(list(rows[0])[3:])}; compare such runs with molflt compare"
+            )
         text = table(rows, measure, out)
         (out / "comparison.md").write_text(f"{text}\n")
         draw(rows, measure, out / "comparison.png")

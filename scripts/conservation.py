@@ -15,7 +15,7 @@ from pathlib import Path
 
 import ase.io
 import numpy as np
-from ase import units
+from ase import Atoms, units
 from ase.md.velocitydistribution import MaxwellBoltzmannDistribution, Stationary
 from ase.md.verlet import VelocityVerlet
 from kit.rows import Row, Rows, write_csv
@@ -23,7 +23,27 @@ from kit.words import described
 from tqdm import tqdm
 
 import molflt
+from molflt.files import expect_writable, shown
 from molflt.plots.figure import picture
+
+
+def read(path: Path) -> Atoms:
+    """The last structure of a file.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        ValueError: naming the file, if ASE cannot read it.
+    """
+    try:
+        return ase.io.read(path)
+    except Exception as error:  # ASE's readers fail in any way, as an OSError too
+        if isinstance(error, OSError) and error.filename:
+            raise
+        reason = " ".join(str(error).split()) or "nothing in it"
+        raise ValueError(
+            f"{path}: expected a structure that ASE reads; got {type(error).__name__}: "
+            f"{shown(reason)}; convert the file, or get it again"
+        ) from None
 
 
 def simulate(options: argparse.Namespace) -> Rows:
@@ -34,7 +54,7 @@ def simulate(options: argparse.Namespace) -> Rows:
             f"--ps {options.ps:g} with --timestep {options.timestep:g} is {steps} steps; expected "
             f"at least --every, {options.every}, and these more than 0"
         )
-    atoms = ase.io.read(options.structure)
+    atoms = read(options.structure)
     draw = np.random.default_rng(options.seed)
     MaxwellBoltzmannDistribution(atoms, temperature_K=options.temperature, rng=draw)
     Stationary(atoms)
@@ -99,8 +119,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 def main(words: list[str] | None = None) -> int:
     """Simulates, and prints the drift."""
     options = parse(words)
-    options.out.mkdir(parents=True, exist_ok=True)
     try:
+        expect_writable(options.out / "conservation.csv")
         rows = simulate(options)
     except (ValueError, OSError) as error:
         missing = isinstance(error, OSError) and error.filename

@@ -62,6 +62,20 @@ def folders(data: Path) -> list[Path]:
     return found
 
 
+def chosen(only: list[str] | None, found: list[Path]) -> list[str]:
+    """Names of the folders to train on, all if none are named.
+
+    Raises:
+        ValueError: for a name that no folder has.
+    """
+    known = [folder.name for folder in found]
+    if unknown := [name for name in only or () if name not in known]:
+        raise ValueError(
+            f"--only: expected some of {', '.join(known)}; got {', '.join(unknown)}; correct it"
+        )
+    return only or known
+
+
 def others_of(path: Path | None, folder: Path) -> Published | None:
     """Published energies of all systems of a folder.
 
@@ -177,15 +191,16 @@ def main(words: list[str] | None = None) -> int:
     """Runs what is not finished; returns 1 if a run failed."""
     options = parse(words)
     try:
-        jobs = {}
-        for folder in folders(options.data):
-            if options.only is None or folder.name in options.only:
-                job = job_of(options, str(options.config), options.seed)
-                job["words"] = [*job["words"], f"--data.root={folder}"]
-                jobs[options.out / folder.name] = job
-        others = others_of(options.published, folders(options.data)[0])
-        for run, job in jobs.items():
-            prepare(run, job)
+        jobs, found = {}, folders(options.data)
+        wanted = chosen(options.only, found)
+        for folder in found:
+            run, job = options.out / folder.name, job_of(options, str(options.config), options.seed)
+            job["words"] = [*job["words"], f"--data.root={folder}"]
+            if folder.name in wanted:
+                jobs[run] = job
+            if folder.name in wanted or (run / "results.json").exists():  # all these are collected
+                prepare(run, job)
+        others = others_of(options.published, found[0])
     except (ValueError, OSError) as error:
         print(f"folds.py: error: {error}", file=sys.stderr)
         return 2

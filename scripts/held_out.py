@@ -46,7 +46,7 @@ def make_groups(archive: Path, data: Path, groups: int) -> list[Path]:
     """
     folders = [data / f"{i}-of-{groups}" for i in range(groups)]
     missing = {i for i, folder in enumerate(folders) if not (folder / SYSTEMS).exists()}
-    if not missing:
+    if folders and not missing:
         return folders
     systems = GameNet(archive).systems
     kinds = [sorted({getattr(system, kind) for system in systems}) for kind in NEW.values()]

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,15 +33,17 @@ from torch import Tensor, nn
 from torch_geometric.data import Batch, Data
 
 from molflt.data.structures.potential_data import PotentialData, SinglePoints
-from molflt.files import write_atomically
+from molflt.files import shown, write_atomically
 from molflt.graph.geometry import Geometry
 from molflt.graph.potential import Potential
 from molflt.tasks.potential import PotentialTask
+from molflt.training.checkpoint import write_checkpoint
 
 CONFIG = Path(__file__).parents[1] / "configs/potential.yaml"
 CUTOFF = 5.0  # Å
 SAVE_EVERY = 60  # seconds
 WARM = 0.02  # share of the time in which the learning rate rises
+MODELS = ("molflt", "schnet", "painn")
 MEASURES = {
     "energy_mae_meV_per_atom": "energy MAE, meV/atom",
     "energy_rmse_meV_per_atom": "energy RMSE, meV/atom",
@@ -93,13 +96,29 @@ def judge(task: PotentialTask, points: SinglePoints, batch_size: int) -> dict[st
     return task.summarize(totals)
 
 
+def read_state(path: Path) -> dict[str, Any]:
+    """What `learn` has kept.
+
+    Raises:
+        ValueError: naming the file, if it is damaged.
+    """
+    try:
+        kept: dict[str, Any] = torch.load(path, weights_only=True)
+        return {key: kept[key] for key in ("model", "optimizer", "step", "spent")}
+    except Exception as error:  # a damaged file makes the reader fail in any way
+        raise ValueError(
+            f"{path}: expected a training to go on with; got {type(error).__name__}: "
+            f"{shown(str(error))}; remove it to train this model anew"
+        ) from None
+
+
 def learn(
     task: PotentialTask, points: SinglePoints, state: Path, seed: int, options: argparse.Namespace
 ) -> tuple[int, float]:
     """Steps until the time is over; those of earlier starts count. Returns steps and seconds."""
     optimizer, step, spent = task.optimizer(), 0, 0.0
     if state.exists():
-        kept = torch.load(state, weights_only=True)
+        kept = read_state(state)
         task.model.load_state_dict(kept["model"])
         optimizer.load_state_dict(kept["optimizer"])
         step, spent = kept["step"], kept["spent"]
@@ -108,7 +127,7 @@ def learn(
 
     def keep(seconds: float) -> None:
         parts = {"model": task.model.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save({**parts, "step": step, "spent": seconds}, state)
+        write_checkpoint(state, {**parts, "step": step, "spent": seconds})
 
     while (elapsed := spent + time.process_time() - began) < options.seconds:
         draw = np.random.default_rng((seed, step))
@@ -195,7 +214,9 @@ def table(rows: Rows) -> str:
         mine = pick(rows, split=split, model=model)
         found = ([row[key] for row in mine if key in row] for key in MEASURES)
         told = [mean_sd(values, 2) if values else None for values in found]
-        lines.append([split, model, *(mine[0].get(key) for key in ("parameters", "steps")), *told])
+        steps = [row["steps"] for row in mine if "steps" in row]
+        taken = round(sum(steps) / len(steps)) if steps else None
+        lines.append([split, model, mine[0].get("parameters"), taken, *told])
     return markdown(["split", "model", "parameters", "steps", *MEASURES.values()], lines)
 
 
@@ -204,8 +225,9 @@ def measured(options: argparse.Namespace) -> Rows:
     own = ("out", "models", "seeds")  # which add rows, and change none
     job = {key: value for key, value in vars(options).items() if key not in own}
     job |= {"data": str(options.data), "config": CONFIG.name, "content": CONFIG.read_text()}
-    prepare(options.out, job)
     opened = {split: points_of(options, split) for split in options.test}
+    job["digests"] = {split: own.fingerprints() for split, (own, _) in opened.items()}
+    prepare(options.out, job)
     data, tests = opened[options.test[0]][0], {split: found[1] for split, found in opened.items()}
     rows = trivial(data, tests)
     for seed in options.seeds:
@@ -223,7 +245,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--train", default="train")
     parser.add_argument("--test", nargs="+", default=["val_id"])
-    parser.add_argument("--models", nargs="+", default=["molflt", "schnet", "painn"])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
     for name, default in (("seconds", 600.0), ("lr", 2e-3)):
         parser.add_argument(f"--{name}", type=float, default=default)
     parser.add_argument("--batch_size", type=int, default=8)

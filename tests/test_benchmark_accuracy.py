@@ -165,6 +165,11 @@ def test_labels_of_a_potential_are_relaxed_once_and_compared_by_hand(tmp_path) -
     before = cache.read_text()
     assert script.measure(file, systems=3, **options)[:2] == rows, "relaxed ones are read"
     assert cache.read_text().startswith(before) and len(cache.read_text().splitlines()) == 3
+    cache.write_text(f"{before}{before[:30]}")  # stopped while it was written
+    assert script.measure(file, systems=2, **options) == rows and cache.read_text() == before
+    file.write_text(file.read_text().replace("y_relaxed=2.0", "y_relaxed=2.5"))  # names stay
+    script.measure(file, systems=1, **options)
+    assert len(cache.read_text().splitlines()) == 3
     made = [
         {"adsorbate": name, "dft": dft, "energy": energy}
         for name, dft, energy in (("A", 0, 1), ("A", 1, 2), ("B", 0, 0), ("B", 2, 1))

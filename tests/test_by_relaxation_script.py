@@ -12,6 +12,8 @@ from tiny_run import start, structures, write_data
 
 from molflt.commands.cli import main
 from molflt.data.structures.base import to_atoms
+from molflt.evaluation.relaxation import relax_atoms
+from molflt.training.checkpoint import _read_weights, save_weights
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -44,9 +46,21 @@ def test_both_ways_and_a_second_start(tmp_path, monkeypatch, capsys):
         rows = {row["way"]: row for row in csv.DictReader(file)}
     assert float(rows["direct"]["mae_eV"]) > 0 and float(rows["relaxation"]["mae_eV"]) > 0
     assert rows["relaxation"]["converged"].endswith("of 3")
-    assert len((out / "val_id.jsonl").read_text().splitlines()) == 3
-    monkeypatch.setattr(script, "relax_atoms", None)  # nothing is relaxed again
+    lines = out / "val_id" / "relaxed.jsonl"
+    before = lines.read_text()
+    assert len(before.splitlines()) == 3
+    lines.write_text(before[:-9])  # stopped while it was written
+    relaxed = []
+
+    def relax(*words, **options):
+        relaxed.append(relax_atoms(*words, **options))
+        return relaxed[-1]
+
+    monkeypatch.setattr(script, "relax_atoms", relax)
     assert script.main(told) == 0
+    again = lines.read_text().splitlines()
+    assert again[:2] == before.splitlines()[:2] and len(again) == 3
+    assert len(relaxed) == 1  # nothing that was whole is relaxed again
     store = script.open_dataset(data / "val_id.safetensors")
     own = script.offsets(data / "frames" / "val_id.extxyz", store)
     assert list(own.values()) == pytest.approx([-100.0] * 13, abs=1e-5)
@@ -54,3 +68,13 @@ def test_both_ways_and_a_second_start(tmp_path, monkeypatch, capsys):
     assert "data make --frames" in capsys.readouterr().err
     assert script.main([*told, "--fmax", "0.1"]) == 2
     assert "made with other options" in capsys.readouterr().err
+    # nor are relaxations of other frames, or of another potential, taken for these
+    ase.io.write(data / "frames" / "val_id.extxyz", frames[::-1])
+    assert script.main(told) == 2
+    assert "other data or another" in capsys.readouterr().err
+    ase.io.write(data / "frames" / "val_id.extxyz", frames)
+    best = tmp_path / "potential" / "checkpoints" / "best.safetensors"
+    weights, options, files = _read_weights(best)
+    save_weights(best, {name: 2 * one for name, one in weights.items()}, options, files, {})
+    assert script.main(told) == 2
+    assert "other data or another" in capsys.readouterr().err

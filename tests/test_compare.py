@@ -15,6 +15,10 @@ class Comparisons(Trainings):
 
     def evaluate(self, run: Path) -> None:
         seed = int(run.name.removeprefix("seed"))
+        if run.parent.name.startswith("other"):
+            row = {"split": {run.parent.name.removeprefix("other-"): 2.0 + seed, "n": 3}}
+            (run / "results.json").write_text(json.dumps(row))
+            return
         if run.parent.name.startswith("tokens"):
             overflowed = "diverged" in run.parent.name and seed == 1
             row = {"perplexity": None if overflowed else 30.0 + 2 * seed, "nearest": None}
@@ -121,6 +125,30 @@ def test_variants_are_files_too(compare, words, tmp_path, capsys) -> None:
     assert compare.main(words) == 2
     assert compare.main([*words[:4], "--variants", "fly"]) == 2
     assert "variant 'fly' is not a YAML file; expected FILE.yaml[" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "heading"),
+    [
+        ("force_mae_meV_per_A", "force MAE, meV/Å"),
+        ("matthews_percent", "Matthews, %"),
+        ("pearson_percent", "Pearson, %"),
+        ("final_loss", "final loss"),
+    ],
+)
+def test_runs_of_every_recipe_have_a_measure(compare, words, tmp_path, capsys, name, heading):
+    file = tmp_path / f"other-{name}.yaml"
+    file.write_text("model: {}\n")
+    assert compare.main([*words[:4], "--variants", str(file), "--seeds", "0", "1"]) == 0
+    assert f"| split {heading} |" in capsys.readouterr().out
+    assert (name in compare.LARGE_IS_GOOD) == name.endswith("percent")
+
+
+def test_measures_that_are_not_known_are_named(compare, words, tmp_path, capsys) -> None:
+    file = tmp_path / "other-speed.yaml"
+    file.write_text("model: {}\n")
+    assert compare.main([*words[:4], "--variants", str(file)]) == 2
+    assert "in results.json; got speed, n; compare such runs" in capsys.readouterr().err
 
 
 def test_variants_of_one_name_are_refused(compare, words, capsys) -> None:

@@ -100,6 +100,17 @@ def test_it_goes_on_where_it_stopped(folds, words, tmp_path, capsys):
     assert "other options" in capsys.readouterr().err
 
 
+def test_only_some_folders_but_of_the_same_options(folds, words, tmp_path, capsys):
+    assert folds.main([*words, "--only", "test0-val1"]) == 0
+    assert [word for word in commands()[0] if word.endswith("test0-val1")] and len(commands()) == 2
+    commands().clear()
+    assert folds.main([*words, "--only", "test0-val2", "--", "--model.dim=8"]) == 2
+    assert "out/test0-val1/job.json: this run was made with other" in capsys.readouterr().err
+    assert folds.main([*words, "--only", "test0-val9", "test0-val2"]) == 2
+    assert "test1-val2; got test0-val9; correct it" in capsys.readouterr().err
+    assert not commands()
+
+
 def test_a_folder_without_folds(folds, words, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert folds.main([*words, "--data", str(tmp_path / "empty")]) == 2

@@ -112,7 +112,7 @@ def test_folders_are_made_once_and_unfinished_seeds_are_left_out(
     assert "no seed has all 2 groups yet" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("groups", ["1", "3"])
+@pytest.mark.parametrize("groups", ["0", "1", "3"])
 def test_groups_that_would_lack_a_family_or_a_metal_are_refused(held_out, words, groups, capsys):
     assert held_out.main([*words, "--groups", groups]) == 2
     assert "--groups: expected 2 to 2" in capsys.readouterr().err

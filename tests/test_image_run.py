@@ -342,3 +342,6 @@ def test_a_loaded_run_labels_images(run: Path, data: Path, tmp_path: Path) -> No
         model.classify(bytes_[:, :, :4])
     with pytest.raises(ValueError, match="batch_size must be at least 1; got 0"):
         model.classify(bytes_, batch_size=0)
+    for wrong in (bytes_.float(), bytes_ - 256.0, bytes_ * torch.nan):
+        with pytest.raises(ValueError, match=r"must be in \[0, 1\]; got .* divide them by 255"):
+            model.classify(wrong)

@@ -278,6 +278,8 @@ def test_sentences_are_learned_and_judged(folder, tmp_path, capsys):
     assert "ends in .csv, .json; got '.extxyz'" in error_of(capsys, *words, "--out=a.extxyz")
     molflt.load(run).classify([" ".join(100 * texts)])
     assert "1 of 1 have more than 32 tokens, and were cut" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="length must be at least 5; got 0"):
+        molflt.load(run).classify(texts, length=0)
     shutil.copytree(run, tmp_path / "damaged")
     kept = tmp_path / "damaged" / "tokenizer.json"
     kept.write_bytes(kept.read_bytes().replace(b"good", b"goad"))

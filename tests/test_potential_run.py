@@ -131,6 +131,20 @@ def test_what_was_exported_is_a_calculator_too(trained, tmp_path):
     words = [str(tmp_path / "in.xyz"), "--run", str(tmp_path / "exported"), "--steps=1"]
     assert main(["relax", *words, "--out", str(tmp_path / "out.extxyz")]) in (0, 3)
     assert (tmp_path / "out.csv").is_file()
+    card = (tmp_path / "exported" / "README.md").read_text()
+    assert "interatomic-potential" in card and "IS2RE" not in card
+    assert "\natoms.calc = molflt.Calculator(model)" in card
+    assert "molflt relax structures.extxyz --run exported --out relaxed.extxyz" in card
+
+
+def test_a_model_stays_on_its_device_unless_another_one_is_named():
+    made = molflt.Potential(16, 2, layers=1, ffn_dim=16, num_features=8, radial_basis=4)
+    assert molflt.Calculator(made).model.energy_std.device.type == "cpu"
+    moved = molflt.Calculator(made, device="meta").model
+    assert moved.energy_std.device.type == "meta" and made.energy_std.device.type == "cpu"
+    assert molflt.Calculator(moved).model.energy_std.device.type == "meta"
+    with pytest.raises(ValueError, match="device 'nonsense': expected auto, cpu, cuda or cuda:N"):
+        molflt.Calculator(made, device="nonsense")
 
 
 def test_predictions_have_forces(trained, tmp_path):

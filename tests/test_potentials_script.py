@@ -12,7 +12,7 @@ from test_potential_run import argon
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_both_models_learn_and_a_second_start_repeats_nothing(tmp_path, monkeypatch):
+def test_both_models_learn_and_a_second_start_repeats_nothing(tmp_path, monkeypatch, capsys):
     script = load_script("potentials")
     for seed, split in enumerate(("train", "val_id")):
         ase.io.write(tmp_path / f"{split}.traj", argon(6, seed))
@@ -33,3 +33,29 @@ def test_both_models_learn_and_a_second_start_repeats_nothing(tmp_path, monkeypa
     assert script.main(words) == 0
     assert json.loads((out / "schnet-0.json").read_text())[0]["steps"] == before[0]["steps"]
     assert script.main([*words, "--lr", "0.1"]) == 2  # not another run's results
+    note = out / "job.json"
+    kept = json.loads(note.read_text())
+    note.write_text(json.dumps({key: kept[key] for key in kept if key != "digests"}))
+    capsys.readouterr()
+    assert script.main(words) == 2
+    assert "job.json: expected digests of what this run was made with" in capsys.readouterr().err
+    note.write_text(json.dumps(kept))
+    ase.io.write(tmp_path / "train.traj", argon(6, 5))  # nor those of other data
+    assert script.main(words) == 2
+    assert "made with other options, other data or another" in capsys.readouterr().err
+
+
+def test_damaged_trainings_and_unknown_models_are_named(tmp_path, capsys):
+    script = load_script("potentials")
+    (tmp_path / "schnet-0.ckpt").write_bytes(b"PK")
+    with pytest.raises(ValueError, match=r"schnet-0.ckpt: expected a training to go on with; got"):
+        script.read_state(tmp_path / "schnet-0.ckpt")
+    with pytest.raises(SystemExit):
+        script.main([str(tmp_path), "--out", str(tmp_path), "--models", "schnett"])
+    assert "invalid choice: 'schnett'" in capsys.readouterr().err
+
+
+def test_steps_are_the_mean_over_seeds():
+    script = load_script("potentials")
+    rows = [{"split": "a", "model": "m", "parameters": 9, "steps": n} for n in (10, 30)]
+    assert script.table(rows).splitlines()[2].startswith("| a | m | 9 | 20 |")

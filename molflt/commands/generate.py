@@ -52,9 +52,9 @@ def generate(
             (image_generation), an exported model, or hf:OWNER/NAME.
         prompt: what the text begins with; of a translation, the sentence.
         file: of a translation, a text with a sentence in each line, instead of the prompt. Of
-            images, those to go on with: one, a folder of them, or an idx file, of the size and
-            the channels of the training images; the PNG shows what is given, what was drawn, and
-            the original, below each other.
+            images, those to go on with: one, a folder of them, or an idx file, of the size of the
+            training images, and gray where these were; the PNG shows what is given, what was
+            drawn, and the original, below each other.
         tokens: how many are drawn; 100 by default. Of language models.
         temperature: below 1, likely tokens become likelier; 0 takes the likeliest; 1 by default.
             Of language and images, as are the next two.

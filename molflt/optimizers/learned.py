@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from molflt.files import shown
 from molflt.optimizers.coordinate import CoordinateOptimizer, OptimizerState
 
 __all__ = ["LearnedOptimizer"]
@@ -93,6 +94,50 @@ class LearnedOptimizer(Optimizer):
         model, _ = load_run(Path(run), checkpoint, recipe="learned_optimizer")
         assert isinstance(model, CoordinateOptimizer)
         return cls(params, model, lr, chunk)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # torch keeps what all its optimizers have; copies of the model are made again
+        return {**super().__getstate__(), "model": self.model, "chunk": self.chunk, "_models": {}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch; refuses the state of another optimizer, or of another model.
+
+        Raises:
+            ValueError: naming the parameter, and what is not as its model keeps it.
+        """
+        saved = (number for group in state_dict["param_groups"] for number in group["params"])
+        own = (parameter for group in self.param_groups for parameter in group["params"])
+        for number, parameter in zip(saved, own, strict=False):  # torch refuses other numbers
+            if kept := state_dict["state"].get(number):
+                self._expect_state(f"state of parameter {number}", kept, parameter)
+        super().load_state_dict(state_dict)
+
+    @torch.no_grad()
+    def _expect_state(self, name: str, kept: dict[str, Any], parameter: Tensor) -> None:
+        parts = ("step", "moments", "memory")
+        if kept.keys() != {*parts}:
+            raise ValueError(
+                f"{name}: expected {', '.join(parts)}; got {', '.join(kept)}; take what "
+                "state_dict() of a LearnedOptimizer has returned"
+            )
+        model, gradient = self._model_for(parameter), parameter.new_zeros(1)
+        first = model.step(gradient)[1]
+        second = model.step(gradient, first)[1]
+        # softmax keeps keys of all steps: an axis that differs between two of them may be any
+        wanted = [
+            [parameter.numel(), *(a if a == b else "any" for a, b in zip(*pair, strict=True))]
+            for pair in zip(_shapes(first), _shapes(second), strict=True)
+        ]
+        found = [[len(part), *part.shape[1:]] for part in (kept["moments"], *kept["memory"])]
+        alike = len(found) == len(wanted) and all(
+            len(own) == len(want) and all(b in (a, "any") for a, b in zip(own, want, strict=True))
+            for own, want in zip(found, wanted, strict=True)
+        )
+        if not alike:
+            raise ValueError(
+                f"{name}: expected tensors of {shown(wanted)}, as this model keeps them; got "
+                f"{shown(found)}; build the optimizer with the model and parameters of that state"
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; refuses a factor below 0, and parameters of other types than float32 or 64.
@@ -217,6 +262,11 @@ def _named(group: dict[str, Any], number: int) -> Iterator[tuple[str, Tensor]]:
             yield group["param_names"][i], parameter
         else:
             yield f"parameter {i} of group {number}", parameter
+
+
+def _shapes(state: OptimizerState) -> list[tuple[int, ...]]:
+    """Of what is kept of each coordinate."""
+    return [tuple(part.shape[1:]) for part in (state.moments, *state.memory)]
 
 
 def _joined(parts: Iterable[Tensor]) -> Tensor:

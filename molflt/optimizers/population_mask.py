@@ -20,8 +20,9 @@ class PopulationMask(SpectralPosition):
     """FLT's mask of positions, sampled at nodes that come with each population.
 
     Nodes that were part of the weights would single out directions of space. These are drawn for
-    each population from an isotropic density, the mixture of those of the Gaussians as they start,
-    xi_s ~ N(0, 1 / (2 pi w_t)^2), with c_s = 1 / (r p(xi_s)): FLT, eq. 5.
+    each population from isotropic densities, node s from that of Gaussian t = s mod T as it starts,
+    N(0, 1 / (2 pi w_t)^2), with c_s = 1 / (r p(xi_s)) and p the mixture of these r densities: FLT,
+    eq. 5.
     """
 
     def __init__(self, spectrum: GaussianBasis, num_nodes: int) -> None:
@@ -42,10 +43,12 @@ class PopulationMask(SpectralPosition):
     def nodes_of(self, waves: Tensor) -> GraphNodes:
         """Nodes (batch, r, d) and weights from normal numbers; node s is of Gaussian s mod T."""
         sigma = self.get_buffer("log_sigma").to(waves)
+        each = torch.arange(len(sigma), device=waves.device)
         place = torch.arange(self.num_nodes, device=waves.device) % len(sigma)
+        count = (place == each[:, None]).sum(dim=-1)  # 0 of some Gaussians, where r is below T
         xi = waves * sigma[place].exp()[:, None]
         square, d = xi.square().sum(dim=-1, keepdim=True), waves.shape[-1]
         log_p = -0.5 * square * (-2 * sigma).exp() - d * (sigma + 0.5 * math.log(2 * math.pi))
-        log_p = log_p.logsumexp(dim=-1) - math.log(len(sigma))
+        log_rp = (log_p + count.to(log_p).log()).logsumexp(dim=-1)
         # g has the unit of a volume and 1 / p its inverse: kept in float64 until they meet
-        return GraphNodes(xi, (-log_p).exp() / self.num_nodes)
+        return GraphNodes(xi, (-log_rp).exp())

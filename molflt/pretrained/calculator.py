@@ -19,6 +19,7 @@ from molflt.graph.potential import Potential
 from molflt.memory import within_memory
 from molflt.pretrained.base import Pretrained
 from molflt.pretrained.trained import read_trained
+from molflt.training.checkpoint import device_named
 
 __all__ = ["Calculator"]
 
@@ -35,7 +36,8 @@ class Calculator(AseCalculator):
         source: what `molflt.load` takes: the folder of a training run, an exported model,
             ``hf:OWNER/NAME``; or what it has returned, or its model.
         checkpoint: of a run: best (the default), last, or a safetensors file.
-        device: auto, cpu, cuda or cuda:N.
+        device: auto, cpu, cuda or cuda:N; by default auto for what is read, and for a model the
+            device that it is on.
         dtype: of the arithmetic; float32 takes half of the time, and its forces are rounded to
             some 1e-5 eV/Å.
         options: of ASE's calculators.
@@ -43,7 +45,7 @@ class Calculator(AseCalculator):
     Raises:
         FileNotFoundError: if there is nothing of that name.
         ValueError: for a model of another recipe, whose energies belong to other positions than
-            those that are given.
+            those that are given; or for a device that is not there.
     """
 
     implemented_properties = ["energy", "free_energy", "forces", "stress"]  # noqa: RUF012 (ASE's)
@@ -52,7 +54,7 @@ class Calculator(AseCalculator):
         self,
         source: str | Path | Pretrained | nn.Module,
         checkpoint: str | None = None,
-        device: str = "auto",
+        device: str | None = None,
         dtype: Literal["float32", "float64"] = "float64",
         **options: Any,
     ) -> None:
@@ -65,8 +67,10 @@ class Calculator(AseCalculator):
             raise ValueError(f"checkpoint={checkpoint!r} is of a run; got a model; leave it out")
         if isinstance(source, nn.Module):
             name, model = "the model", copy.deepcopy(source).eval()
+            if device is not None:
+                model = model.to(device_named(device))
         else:
-            name, model = str(source), read_trained(source, checkpoint, device).model
+            name, model = str(source), read_trained(source, checkpoint, device or "auto").model
         if not isinstance(model, Potential):
             raise ValueError(
                 f"{name}: a calculator needs a potential; got {type(model).__name__}, whose "

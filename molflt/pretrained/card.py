@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["card"]
 
+_FIELDS = ["chemistry", "materials-science", "pytorch-geometric"]
 # recipe -> tags, metrics, lines of Python
 _TAGS = {
     "language": (["text-generation"], ["perplexity"], ['print(model.generate("The"))']),
@@ -23,13 +24,23 @@ _TAGS = {
         ["bits_per_dim"],
         ["images = model.generate(4)  # (4, channels, side, side) bytes"],
     ),
+    "potential": (
+        [*_FIELDS, "interatomic-potential", "forces"],
+        ["mae"],
+        ["atoms.calc = molflt.Calculator(model)  # of ASE: energy, forces, stress"],
+    ),
     "images": (["image-classification"], ["accuracy"], ["model.classify(images)[0].name"]),
 }
 _ATOMS = (
-    ["chemistry", "materials-science", "adsorption", "IS2RE", "pytorch-geometric"],
+    [*_FIELDS, "adsorption", "IS2RE"],
     ["mae"],
     ['model.predict("structures.extxyz")[0].energy  # eV; also Atoms, lists, PyG batches'],
 )
+
+_COMMANDS = {
+    "is2re": "predict {} structures.extxyz",
+    "potential": "relax structures.extxyz --run {} --out relaxed.extxyz",
+}
 
 
 def card(model: Pretrained, name: str) -> str:
@@ -51,8 +62,8 @@ def card(model: Pretrained, name: str) -> str:
     lines += [model.summary.removeprefix(f"{model.name}: "), ""]
     lines += ["## Use", "", "```python", "import molflt", ""]
     lines += [f'model = molflt.load("{name}")', *use, "```", ""]
-    if recipe not in _TAGS:
-        lines += ["```", f"molflt predict {name} structures.extxyz", "```", ""]
+    if recipe in _COMMANDS:
+        lines += ["```", f"molflt {_COMMANDS[recipe].format(name)}", "```", ""]
     lines += ["`pip install molflt`; the weights hold their own sha256 and no code.", ""]
     lines += ["## Measured", "", *_table(model.trained.results), ""]
     lines += ["## Form", "", *_form(model), ""]

@@ -118,7 +118,7 @@ class SentenceLabeler(Pretrained):
                     f"{kinds[1]}"
                 )
         examples = [Example(first, second, 0.0) for first, second in pairs]
-        most = length or self.model.encoder.longest or sys.maxsize
+        most = (self.model.encoder.longest or sys.maxsize) if length is None else length
         logits = logits_of(self.model, self.tokenizer, examples, most, batch_size, "sentences")
         if self.model.classes == 1:
             return [Label(self.classes[0], float(score)) for score in logits[:, 0]]

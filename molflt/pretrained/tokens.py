@@ -115,7 +115,7 @@ class ImageLabeler(Pretrained):
             batch_size: images in a batch.
 
         Raises:
-            ValueError: another shape or type, or batches without images.
+            ValueError: another shape or type, numbers beyond [0, 1], or batches without images.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1; got {batch_size}")
@@ -127,6 +127,12 @@ class ImageLabeler(Pretrained):
             raise ValueError(
                 f"images must be bytes, or real numbers in [0, 1], of shape (n, {shape[0]}, {side},"
                 f" {side}); got {given.dtype} {tuple(given.shape)}; resize them, and stack them"
+            )
+        if given.is_floating_point() and not bool(((given >= 0) & (given <= 1)).all()):  # NaN, too
+            raise ValueError(
+                "images of real numbers must be in [0, 1]; got "
+                f"{float(given.min()):.4g} to {float(given.max()):.4g}; give bytes, or divide them "
+                "by 255"
             )
         device = next(self.model.parameters()).device
         found: list[Label] = []

@@ -30,19 +30,19 @@ class TorchSimModel(ModelInterface):
     Args:
         source: as for `molflt.Calculator`.
         checkpoint: of a run: best (the default), last, or a safetensors file.
-        device: auto, cpu, cuda or cuda:N.
+        device: likewise.
         dtype: "float32" or "float64"; that of the state's positions.
 
     Raises:
         FileNotFoundError: if there is nothing of that name.
-        ValueError: for a model of another recipe.
+        ValueError: for a model of another recipe, or a device that is not there.
     """
 
     def __init__(
         self,
         source: str | Path | Pretrained | nn.Module,
         checkpoint: str | None = None,
-        device: str = "auto",
+        device: str | None = None,
         dtype: str = "float64",
     ) -> None:
         super().__init__()

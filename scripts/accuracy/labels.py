@@ -3,17 +3,18 @@
 Reads a file of ASE with `y_relaxed` (eV), `adsorbate`, tags (2 = adsorbate) and `fixed`, as the
 public set of small adsorbates on metals and alloys of Deimel et al. (ACS Catal. 10, 13729, 2020).
 Slab with and without adsorbate are relaxed from there; references are those of that set, H2, H2O
-and CH4. What is relaxed is appended to a cache, from where the same command goes on.
+and CH4. What is relaxed is appended to a cache, from where the same command on the same file goes
+on.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from kit.files import add_row, begin_rows, digest
 from kit.rows import Promise, Row, Rows, markdown, names, pick
 from tqdm import tqdm
 
@@ -73,13 +74,14 @@ def measure(
     potential = CALCULATORS[calculator].describe()
     small = [one for one in read(file, ":") if len(one) <= atoms]
     order = np.random.default_rng(seed).permutation(len(small))[:systems]
-    lines = cache.read_text().splitlines() if cache.exists() else []
+    same = {"potential": potential, "file": digest(file), "fmax": TOLERANCE, "steps": STEPS}
     known: dict[str, Row] = {
-        row["name"]: row for line in lines if (row := json.loads(line))["potential"] == potential
+        row["name"]: {key: row[key] for key in row if key == "potential" or key not in same}
+        for row in begin_rows(cache)
+        if same.items() <= row.items()
     }
     elements: dict[str, float] = {}
     rows = []
-    cache.parent.mkdir(parents=True, exist_ok=True)
     for one in tqdm([small[i] for i in order], leave=False):
         name = str(one.info["name"])
         if name not in known:
@@ -95,8 +97,7 @@ def measure(
                 "converged": converged,
                 "seconds": time.process_time() - start,
             }
-            with cache.open("a") as out:
-                out.write(f"{json.dumps(known[name])}\n")
+            add_row(cache, known[name] | same)
         rows.append(known[name])
     return rows
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
@@ -14,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kit.files import digest
 from tqdm import tqdm
 
 from molflt.data.structures.splits import VAL_SPLITS
@@ -25,6 +25,7 @@ TUNING_SEED = 99  # of no training that is compared
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 Jobs = dict[Path, Job]
+_digest = cache(digest)
 
 
 def splits_of(data: Path) -> list[str]:
@@ -42,12 +43,6 @@ def splits_of(data: Path) -> list[str]:
         )
     known = [split for split in VAL_SPLITS if split in others]
     return known + [split for split in others if split not in known]
-
-
-@cache
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def job_of(options: Namespace, model: str, seed: int, fraction: float, lr: float | None) -> Job:

@@ -32,7 +32,7 @@ from molflt.data.images.datamodule import ImageData
 from molflt.data.images.files import open_images
 from molflt.data.images.idx import _IdxImages, _read_file
 from molflt.data.images.pixels import PixelData
-from molflt.data.images.unlabeled import read_images
+from molflt.data.images.unlabeled import read_alike, read_images
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "fashion_mnist"
 IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
@@ -196,6 +196,10 @@ def test_grey_and_transparent_images_become_colors(tmp_path: Path) -> None:
     Image.fromarray(gray).convert("RGBA").save(root / "dog" / "0.png")
     for i in (0, 1):
         assert (open_images(root)[i][0].numpy() == gray).all()
+    (image,) = read_alike(root / "cat", 8, 3)  # as a model trained on them takes them
+    assert image.shape == (3, 8, 8) and (image.numpy() == gray).all()
+    with pytest.raises(ValueError, match="expected images of 1 channels, as in training; got 3"):
+        list(read_alike(root / "dog", 8, 1))
     Image.fromarray(gray.astype(np.uint16) * 256).save(root / "eel" / "0.png")
     with pytest.raises(ValueError, match="eel/0.png: expected 8 bits per channel; got mode I;16"):
         open_images(root)[2]
@@ -529,3 +533,7 @@ def test_hugging_face_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert asked == [("some/set", "train"), ("some/set", "test")]
     image, label = data.datasets["val"][2]
     assert (image.numpy() == pixels(3)[2]).all() and label == 1
+    hidden = {"__getitem__": lambda self, key: [-1, -1, 1] if key == "label" else None}
+    fake.load_dataset = lambda name, split: type("Hidden", (Rows,), hidden)()
+    with pytest.raises(ValueError, match="^hf:a/b:test: .* got label -1 in 2 of 3 rows, as where"):
+        open_images(Path("hf:a/b:test"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from typing import Any
 
@@ -52,6 +53,47 @@ def test_state_dict_goes_on_bit_for_bit(name: str) -> None:
     train(part, second, range(4, 7))
     for one, other in zip(weights(whole), weights(part), strict=True):
         assert torch.equal(one, other)
+
+
+def test_copies_and_pickles_go_on_bit_for_bit() -> None:
+    model = net()
+    optimizer = LearnedOptimizer(model.parameters(), learned(), chunk=5)
+    train(model, optimizer, range(3))
+    buffer = io.BytesIO()
+    torch.save((model, optimizer), buffer)
+    buffer.seek(0)
+    pairs = [copy.deepcopy((model, optimizer)), torch.load(buffer, weights_only=False)]
+    train(model, optimizer, range(3, 5))
+    for one, own in pairs:
+        assert own.chunk == 5
+        train(one, own, range(3, 5))
+        for a, b in zip(weights(one), weights(model), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_states_of_other_optimizers_are_refused(name: str) -> None:
+    """When they are loaded, and not with a KeyError in the first step."""
+    model = net()
+    optimizer = LearnedOptimizer(model.parameters(), learned(name))
+    adam = torch.optim.Adam(model.parameters())
+    train(model, adam, range(1))
+    with pytest.raises(ValueError, match="state of parameter 0: expected step, moments, memory; g"):
+        optimizer.load_state_dict(adam.state_dict())
+    before = optimizer.state_dict()
+    others = [CoordinateOptimizer(**{**MEMORIES[name], "layers": 3})]
+    others += [learned(other) for other in ("lstm", "state_space") if other != name]
+    for own in others:
+        trained = LearnedOptimizer(model.parameters(), own)
+        train(model, trained, range(2))
+        with pytest.raises(ValueError, match="state of parameter 0: expected tensors of "):
+            optimizer.load_state_dict(trained.state_dict())
+    assert optimizer.state_dict() == before
+    train(model, optimizer, range(2))
+    state = optimizer.state_dict()
+    with pytest.raises(ValueError, match=r"\[12, 5\].*; got \[\[6, 5\].*; build the optimizer"):
+        state["state"][0]["moments"] = state["state"][0]["moments"][:6]
+        optimizer.load_state_dict(state)
 
 
 def test_chunks_change_nothing_and_it_is_the_model_that_decides() -> None:

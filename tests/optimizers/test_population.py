@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import pytest
 import torch
@@ -113,6 +114,20 @@ def test_the_sampled_mask_is_the_exact_one() -> None:
     assert float(exact.abs().max()) > 0.5
 
 
+@pytest.mark.parametrize("count", [4, 8, 12])
+@torch.no_grad()
+def test_few_nodes_have_the_exact_mask_as_their_mean(count: int) -> None:
+    """Also where some Gaussians have a node more than others, or some have none."""
+    torch.manual_seed(0)
+    draws, basis = 20_000, GaussianBasis(2, 8, D, (0.2, 2.0), amplitude=0.5)
+    mask, x = PopulationMask(basis, count), 0.6 * normal(1, 3, D)
+    exact = mask.evaluate("softmax", x, normal(1, 1, D)).bias
+    nodes = normal(draws, count, D, seed=6)
+    left, right = mask.evaluate("linear", x.expand(draws, -1, -1), nodes).columns
+    spread, mean = torch.std_mean(left @ right.mT, dim=0)
+    assert float(((mean - exact[0]).abs() * draws**0.5 / spread).max()) < 4
+
+
 @pytest.mark.parametrize("kind", ["flt", "softmax-mask"])
 def test_the_mask_decides_who_is_seen(kind: str) -> None:
     """Only with a mask do weights depend on where members are, their tokens being the same."""
@@ -163,6 +178,11 @@ def test_resumes_to_the_bit() -> None:
         assert torch.equal(part, second.state_dict()[name]), name
     assert second.best.value == whole.best.value and second.evaluations == 7 * MEMBERS
     assert whole.best.value < 14  # of the start
+    third = PopulationOptimizer(model, MEMBERS, seed=9)
+    third.load_state_dict(kept)
+    copied = pickle.loads(pickle.dumps(third))
+    for one in (third, copied):
+        assert torch.equal(go(one, 4).best.position, whole.best.position)
     with pytest.raises(ValueError, match=r"'position': expected torch.float64 of \(1, 5, 3\)"):
         PopulationOptimizer(model, 5).load_state_dict(kept)
     with pytest.raises(ValueError, match="state 'age': expected .* got position"):

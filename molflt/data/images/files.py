@@ -217,7 +217,7 @@ class _HubImages(_DecodedImages):
 
     Raises:
         ModuleNotFoundError: the package `datasets` is not installed.
-        ValueError: the columns are not there, or the classes differ.
+        ValueError: the columns are not there, the classes differ, or an image has none.
     """
 
     def __init__(
@@ -243,6 +243,12 @@ class _HubImages(_DecodedImages):
         self.column = image[0]
         self.labels = torch.tensor(list(self.rows[label[0]]), dtype=torch.int64)
         self.classes = list(names)
+        if bool((hidden := self.labels < 0).any()):
+            raise ValueError(
+                f"{source}: expected the class of each image; got label {int(self.labels.min())} "
+                f"in {int(hidden.sum()):,} of {len(hidden):,} rows, as where labels are hidden; "
+                "name a split that has them"
+            )
         if classes is not None and list(classes) != self.classes:
             raise ValueError(
                 f"{source}: expected the {len(classes)} classes trained on; got "

@@ -38,6 +38,8 @@ def read_images(source: Path, side: int, channels: int) -> Iterator[tuple[str, T
 def read_alike(source: Path, side: int, channels: int, fit: bool = False) -> Iterator[Tensor]:
     """Images as a model of their bytes takes them: nothing is changed but for what is asked.
 
+    Gray images serve a model of colors, as training reads them: all channels are the same.
+
     Args:
         source: an image, a folder of images, or an idx file of images.
         side: of the squares, pixels.
@@ -52,6 +54,8 @@ def read_alike(source: Path, side: int, channels: int, fit: bool = False) -> Ite
         ValueError: naming the file that is damaged, no image, or of other channels or another size.
     """
     for file, _, image in _images(source, None):
+        if len(image) == 1:
+            image = image.expand(channels, -1, -1)
         if len(image) != channels:
             raise ValueError(
                 f"{file}: expected images of {channels} channels, as in training; got {len(image)};"
