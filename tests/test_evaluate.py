@@ -14,7 +14,7 @@ from ase.build import add_adsorbate, fcc111
 from ase.constraints import FixAtoms, FixBondLength
 from ase.io import read, write
 from safetensors.torch import load_file, save_file
-from tiny_run import error_of, start, structures, table
+from tiny_run import error_of, page_of, start, structures, table
 from torch_geometric.data import Batch
 
 from molflt.commands.cli import main
@@ -258,6 +258,46 @@ def test_submission_of_shortened_or_some_splits_is_refused(run, tmp_path) -> Non
         with pytest.raises(ValueError, match=message):
             evaluate(run, splits=splits, out=tmp_path, submission=name, device="cpu")
         assert not name.exists()
+
+
+def test_an_evaluation_leaves_nothing_of_an_earlier_one(run, data, tmp_path, monkeypatch) -> None:
+    """Refused, it leaves the older results as they were; failed, none; complete, its own alone."""
+    done = Path(shutil.copytree(run, tmp_path / "run"))
+    evaluate(done, splits=["val_id"], device="cpu", pictures=["svg"])
+    before = {path.name for path in done.iterdir()}
+    assert {"errors_by_group.csv", "parity.png", "parity.svg", "results_of.json"} <= before
+    others, elsewhere = tmp_path / "others.npz", tmp_path / "elsewhere"
+    np.savez(others, name=np.array(["x"]), a=np.zeros(1))
+    write_store(elsewhere / "val_id.safetensors", structures(3))
+    write_systems(elsewhere, [("val_id", [System(0, "y", "m", "f", "Cu")])])
+    named = {"splits": list(TEST_SPLITS), "submission": tmp_path / "s.npz"}
+    with pytest.raises(ValueError, match="'id' must have"):
+        evaluate(done, device="cpu", **named)
+    with pytest.raises(ValueError, match="expected predictions of some of the 3 systems"):
+        evaluate(done, splits=["val_id"], data=elsewhere, published=others, device="cpu")
+    assert {path.name for path in done.iterdir()} == before
+    with monkeypatch.context() as patched:
+        patched.setattr("molflt.evaluation.energies._draw", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            evaluate(done, "last", splits=["test_id"], device="cpu")
+    left = {path.name for path in done.iterdir()}
+    assert "predictions.csv" in left and not {"results.json", "results_of.json"} & left
+    assert "Predictions and errors" not in page_of(done)  # they may be of other weights
+    evaluate(done, splits=["test_id"], device="cpu")
+    left = {path.name for path in done.iterdir()}
+    stale = {"errors_by_group.csv", "parity.png", "parity.svg", "errors.png", "errors.svg"}
+    assert "results.json" in left and not stale & left
+
+
+def test_a_submission_in_place_of_what_is_read_is_refused(run, data, tmp_path) -> None:
+    others = tmp_path / "others.npz"
+    root = Path(shutil.copytree(data, tmp_path / "data"))
+    np.savez(others, name=np.array(["x"]), a=np.zeros(1))
+    write_systems(root, [("val_id", [System(1000, "x", "m", "f", "Cu")])])
+    options = {"data": root, "out": tmp_path / "out", "device": "cpu"}
+    with pytest.raises(ValueError, match=r"others\.npz: is what is read, and would be overwritten"):
+        evaluate(run, submission=others, published=others, **options)
+    assert not (tmp_path / "out").exists()
 
 
 def test_bad_input_gets_one_line(run, data, tmp_path, capsys) -> None:

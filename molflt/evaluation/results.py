@@ -10,7 +10,7 @@ from molflt.files import read_json, shown, write_atomically
 from molflt.training.checkpoint import weights_digest
 from molflt.training.config import Config
 
-__all__ = ["Origin", "origin_of", "run_weights", "why_of_others", "write_results"]
+__all__ = ["Origin", "begin_results", "origin_of", "run_weights", "why_of_others", "write_results"]
 
 RESULTS = "results.json"
 """Name of the file with the metrics by split, in the folder of an evaluation."""
@@ -32,6 +32,22 @@ def origin_of(weights: Iterable[Path], checkpoint: str) -> Origin:
     """
     digests = sorted(weights_digest(path) for path in weights)
     return {"checkpoint": checkpoint, "weights": digests, "data": None}
+
+
+def begin_results(out: Path, *names: str) -> None:
+    """Removes the results of an earlier evaluation, to be called before the first file is written.
+
+    What a failed evaluation leaves would otherwise pass for files of the older results, and what
+    an older one wrote in addition for files of the newer results.
+
+    Args:
+        out: folder.
+        names: of all files that such an evaluation may write; of pictures, in every format.
+    """
+    pictures = [name for name in names if name.endswith(".png")]
+    others = [Path(name).with_suffix(end).name for name in pictures for end in (".svg", ".pdf")]
+    for name in (RESULTS, _NOTE, *names, *others):  # the note last of the two: alone it is nothing
+        (out / name).unlink(missing_ok=True)
 
 
 def write_results(
