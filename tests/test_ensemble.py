@@ -166,6 +166,24 @@ def test_a_split_that_was_learned_calibrates_only_where_it_is_named(runs, tmp_pa
     assert Calibration.read(kept).split == "train"
 
 
+def test_a_split_that_some_members_learned_is_refused(runs, data, tmp_path, capsys) -> None:
+    """By default, too, and as a file."""
+    other = Path(shutil.copytree(runs[1], tmp_path / "other"))
+    text = (other / "config.yaml").read_text()
+    (other / "config.yaml").write_text(text.replace("train_split: train", "train_split: val_id"))
+    words = ["evaluate", str(runs[0]), "--out", str(tmp_path / "out"), "--also", str(other)]
+    for more, run, split in (
+        ([], other, "val_id"),
+        (["--data", str(data / "val_id.safetensors")], other, "val_id"),
+        (["--splits", "val_ood_ads", "train"], runs[0], "train"),
+    ):
+        line = error_of(capsys, *words, *more)
+        assert line.startswith(f"{run}: was trained on {split} of {data}"), line
+        assert "as not all runs of this ensemble were; expected splits that either all" in line
+    assert not (tmp_path / "out").exists()
+    assert main([*words, "--splits", "small", "--device", "cpu"]) == 0
+
+
 def test_predict_beside_each_energy(evaluated, runs, data, tmp_path, capsys) -> None:
     calibration = Calibration.read(evaluated[0] / "uncertainty.json")
     source = data / "small.safetensors"

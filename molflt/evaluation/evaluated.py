@@ -19,6 +19,7 @@ from molflt.data.structures.splits import VAL_SPLITS
 from molflt.evaluation.ensemble import EnsembleRegressor
 from molflt.evaluation.predictions import check_structures
 from molflt.evaluation.report import _warn
+from molflt.evaluation.results import _is_within
 from molflt.training.checkpoint import read_checkpoint
 from molflt.training.config import Config
 from molflt.training.recipes import Recipe
@@ -132,22 +133,23 @@ class EvaluationData:
         Raises:
             FileNotFoundError: if a split is missing.
             ValueError: if one cannot be used, or what is held out of one file now was not when the
-                model, or a member of an ensemble, was trained on it.
+                model, or a member of an ensemble, was trained on it, or some members of an ensemble
+                were trained on a split and others were not.
         """
+        if isinstance(model, EnsembleRegressor):
+            self._expect_alike_unseen(splits, model)
         if self.stem is not None:
             opened = {self.stem: self.data.whole(self.skip_bad)}
         else:
             if self.data.is_one:
                 self._expect_unchanged()
-                self._expect_same_split(model)
             opened = self.data.open(splits, self.skip_bad)
         return {split: check_structures(dataset) for split, dataset in opened.items()}
 
-    def _expect_same_split(self, model: nn.Module) -> None:
-        if not isinstance(model, EnsembleRegressor):
-            return
+    def _expect_alike_unseen(self, splits: Sequence[str], model: EnsembleRegressor) -> None:
+        """Raises ValueError if a split is what some members were trained on, and others not."""
         first = self.own
-        for member in model.data:
+        for member in model.data.values() if self.data.is_one and self.stem is None else ():
             if member.root == first.root and _drawn(member) != _drawn(first):
                 raise ValueError(
                     f"{first.root}: the runs of this ensemble held out different structures of it, "
@@ -156,6 +158,19 @@ class EvaluationData:
                     "data.split_seed and data.val_fraction, or evaluate other structures with "
                     "--data"
                 )
+        for split in splits:
+            learned = [run for run, own in model.data.items() if self._is_learned(split, own)]
+            if 0 < len(learned) < len(model.data):
+                raise ValueError(
+                    f"{learned[0]}: was trained on {split} of {self.data.root}, as not all runs of "
+                    "this ensemble were; expected splits that either all or none have learned; "
+                    "name others with --splits, or other structures with --data"
+                )
+
+    def _is_learned(self, split: str, own: DataSet) -> bool:
+        """Whether a run was trained on a split of the evaluated data, or on a part of it."""
+        whole = own.is_one and self.stem is not None  # of which all structures count
+        return _is_within(self.data.root, own.root) and (whole or own.train == split)
 
     def _expect_unchanged(self) -> None:
         """Raises ValueError if the file of a run would now be split in another way."""
