@@ -245,6 +245,25 @@ def test_a_folder_with_checkpoints_is_not_overwritten(data, run, capsys):
     assert (run / "checkpoints" / "last.ckpt").read_bytes() == before
 
 
+def test_a_configuration_of_ones_own_is_not_overwritten(data, tmp_path, capsys):
+    """Whether it is the --config or not, and whether a start has been there before or not."""
+    config = tmp_path / "run" / "config.yaml"
+    config.parent.mkdir()
+    config.write_text(text := "# careful notes\ntrainer:\n  max_steps: 4\n")
+    words = arguments(data, config.parent)
+    assert f"{config}: of no run, and would be" in error_of(capsys, "train", *words)
+    (config.parent / "versions.json").write_text("{}")
+    line = error_of(capsys, "train", *words, f"--config={config.parent}/../run/config.yaml")
+    assert f"--run {config.parent}: its config.yaml is what --config reads" in line
+    assert config.read_text() == text
+
+
+def test_a_picture_that_cannot_be_drawn_is_named(data, tmp_path, capsys):
+    (tmp_path / "run" / "curve.png").mkdir(parents=True)
+    assert start(data, tmp_path / "run", "--trainer.max_steps=1") == 0
+    assert f"{tmp_path / 'run' / 'curve.png'}: not drawn: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("split", ["train", "val_id"])
 @pytest.mark.parametrize("normalizer", [[], ["--task.energy_mean=0", "--task.energy_std=1"]])
 def test_missing_labels_name_file_and_sid(tmp_path, capsys, split, normalizer):
