@@ -230,6 +230,18 @@ def test_predict_without_a_calibration_says_so(evaluated, runs, data, tmp_path, 
     assert not capsys.readouterr().err and "uncertainty_eV" in table(out)[0]
 
 
+def test_shards_of_other_calibrations_are_refused(runs, data, tmp_path, capsys) -> None:
+    members = tuple(sorted(load_ensemble(runs[:2])[0].weights))
+    words = ["predict", str(runs[0]), str(data / "small.safetensors"), "--also", str(runs[1])]
+    words += ["--out", str(tmp_path / "e.csv"), "--device", "cpu", "--batch_size", "8"]
+    for number, factor in ((1, 1.0), (2, 9.0)):
+        kept = tmp_path / f"{number}.json"
+        Calibration(factor, 0.05, "val_id", 30, members).save(kept)
+        assert main([*words, "--shard", f"{number}/2", "--calibration", str(kept)]) == 0
+    line = error_of(capsys, "merge", str(tmp_path / "e.csv"))
+    assert "not of one prediction: 'calibration 1/0.05 and 9/0.05'" in line
+
+
 def test_bad_members_get_one_line(runs, data, tmp_path, capsys) -> None:
     one, two = str(runs[0]), str(runs[1])
     bare = Path(shutil.copytree(runs[1], tmp_path / "bare"))
