@@ -25,6 +25,7 @@ from molflt.data.structures.splits import TEST_SPLITS, VAL_SPLITS
 from molflt.data.structures.store import StructureStore, write_store
 from molflt.data.structures.systems import System, write_systems
 from molflt.evaluation.energies import _metrics, _published_table, _results_table
+from molflt.evaluation.evaluated import EvaluationData
 from molflt.evaluation.groups import _errors_by_group
 from molflt.evaluation.predictions import Predictions, infer
 from molflt.evaluation.report import Report
@@ -349,6 +350,25 @@ def test_bad_structures(run, tmp_path, capsys) -> None:
     save_file(columns, path, metadata=header)
     assert main([*words, "--skip-bad"]) == 2
     assert "no structures; expected at least one; got 0 (6 left" in capsys.readouterr().err
+
+
+def test_what_training_left_out_is_left_out(run, tmp_path) -> None:
+    """Of its own data; with others, it has to be said."""
+    for split in ("train", "val_id", "other"):
+        write_store(tmp_path / f"{split}.safetensors", structures(6))
+        columns = load_file(tmp_path / f"{split}.safetensors")
+        columns["y_relaxed"][2] = torch.inf
+        header = {"format": "molflt-structures", "version": "1"}
+        save_file(columns, tmp_path / f"{split}.safetensors", metadata=header)
+    model, config = load_run(run)
+    config["data"] |= {"root": str(tmp_path), "skip_bad": True}
+    source = EvaluationData(run, config, None)
+    assert len(source.open(["val_id"], model)["val_id"]) == 5
+    assert source.training_median()[0] is not None
+    other = EvaluationData(run, config, tmp_path / "other.safetensors")
+    assert other.training_median()[0] is not None
+    with pytest.raises(ValueError, match="sid 2"):
+        other.open(["other"], model)
 
 
 def test_an_absurd_label_is_named(run, tmp_path, capsys) -> None:

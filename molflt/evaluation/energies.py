@@ -34,8 +34,11 @@ __all__ = ["evaluate"]
 
 _Metrics = Mapping[str, float | None]
 
-_FILES = ("predictions.npz", "predictions.csv", "errors_by_group.csv", "parity.png", "errors.png")
-_FILES += ("encoding.png", "published.csv", "published_errors.csv", "published.png")
+_FILES = (
+    *("predictions.npz", "predictions.csv", "errors_by_group.csv"),
+    *("parity.png", "errors.png", "encoding.png"),
+    *("published.csv", "published_errors.csv", "published.png"),
+)
 
 
 def evaluate(

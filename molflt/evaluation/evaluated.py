@@ -39,7 +39,8 @@ class EvaluationData:
         data: folder of the data set, or one file; None for the run's own.
         energy_key: entry that is the energy; None for that of the training.
         tags: what tags mean; None as in the training.
-        skip_bad: leave out structures that cannot be used.
+        skip_bad: leave out structures that cannot be used; of the run's own data, those that its
+            training left out are left out in any case.
 
     Attributes:
         absent: which of the usual splits are not there, in words; empty if all are, or some were
@@ -66,10 +67,12 @@ class EvaluationData:
         own = self.own.reading
         reading = own._replace(energy_key=energy_key or own.energy_key, tags=tags or own.tags)
         self.data = self.own._replace(reading=reading)
-        self.skip_bad = skip_bad
+        self._own_skip_bad = skip_bad or bool(config["data"].get("skip_bad"))
+        self.skip_bad = self._own_skip_bad
         self.absent = ""
         self.stem: str | None = None  # of one file of other structures
         if data is not None and not self._is_own(Path(data)):
+            self.skip_bad = skip_bad
             self.data = self.data._replace(root=Path(data), val_fraction=None)
             if self.data.is_one:
                 self.stem = self.data.root.stem
@@ -201,7 +204,7 @@ class EvaluationData:
         try:
             if self.stem is not None and source is self.data:
                 raise FileNotFoundError(f"{self.own.root}: no such folder or file")
-            dataset = source.open([source.train], self.skip_bad)[source.train]
+            dataset = source.open([source.train], self._own_skip_bad)[source.train]
         except FileNotFoundError as error:
             return None, f"no baseline, because there is no training split: {error}"
         energy = dataset.y_relaxed

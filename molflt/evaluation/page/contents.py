@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.evaluation.results import RESULTS, run_weights, why_of_others
+from molflt.evaluation.results import RESULTS, given_data, run_weights, why_of_others
 from molflt.evaluation.runs import Results, Run, read_errors, read_results
 from molflt.files import shown, verify_tensors
 from molflt.plots.training import read_columns
@@ -45,6 +45,7 @@ class Contents:
         versions: of versions.json.
         unmeasured: why there are no results, where those that there are belong to others.
         evaluated: whether the run has results, readable or not.
+        given: what --data was in that evaluation; None if it was left out.
         missing: a line for everything that is not there or damaged.
     """
 
@@ -57,6 +58,7 @@ class Contents:
     versions: Mapping[str, object] = field(default_factory=dict)
     unmeasured: str = ""
     evaluated: bool = False
+    given: str | None = None
     missing: list[str] = field(default_factory=list)
 
     def attempt(self, read: Callable[[], _Found], otherwise: _Found) -> _Found:
@@ -114,6 +116,7 @@ def read_contents(path: Path) -> Contents:
     found.evaluated = not found.unmeasured and (path / RESULTS).is_file()
     if found.evaluated:
         found.results = found.attempt(lambda: read_results(path / RESULTS), {})
+        found.given = found.attempt(lambda: given_data(path), None)
         found.predictions = found.attempt(lambda: _rows(path / "predictions.csv"), [])
         found.groups = found.attempt(lambda: _rows(path / "errors_by_group.csv"), [])
     if config is not None:
