@@ -433,6 +433,9 @@ def test_rates_by_name(others, source, tmp_path, capsys):
 
 def test_rates_that_cannot_be(data, tmp_path, capsys):
     words = arguments(data, tmp_path / "run", *STEPS)
+    frozen = ["--task.freeze", "embedding.*", '--task.lr_factors={"embedding.*": 2}']
+    said = error_of(capsys, "train", *words, *frozen)
+    assert "task.lr_factors 'embedding.*': all 2 parameters of such a name are frozen" in said
     said = error_of(capsys, "train", *words, '--task.lr_factors={"reedout.*": 2}')
     assert "task.lr_factors 'reedout.*': no parameter has such a name; expected some of" in said
     said = error_of(capsys, "train", *words, '--task.lr_factors={"readout.*": 0}')

@@ -233,6 +233,7 @@ def test_redraw_changes_features_at_its_steps_only(data, tmp_path, monkeypatch):
     monkeypatch.setattr(EnergyRegressor, "redraw_", noting)
     words = ["--trainer.max_steps=9", "--task.redraw_every=4"]
     start(data, tmp_path / "run", *words)
+    _, *steps = steps  # the first is of a copy: whether anything is random
     assert len(steps) == 2 and not torch.equal(*steps)  # before steps 4 and 8
     model, _ = load_run(tmp_path / "run", "last")
     assert torch.equal(feature_map(model).projection.matrix(), steps[-1])
@@ -284,6 +285,11 @@ def test_missing_labels_name_file_and_sid(tmp_path, capsys, split, normalizer):
         ("--task.lr=0", "option --task.lr; expected float in (0, "),
         ("--task.interpolate=2", "option --task.interpolate; expected float in [0, 1]; got 2"),
         ("--task.noise=0.1", "got interpolate=0.0, noise=0.1"),
+        (
+            "--task.redraw_every=2 --model.mixing=softmax --model.position=none "
+            "--model.position_options=null --model.num_features=null",
+            "task.redraw_every=2: this model has no random features; leave it out",
+        ),
         ("--model.near_field=3", "corrects a kernel that multiplies; got position='spectral'"),
         ("--data.batch_size=0", "option --data.batch_size; expected int in [1, "),
         ("--trainer.precision=8", "trainer.precision"),
@@ -293,7 +299,8 @@ def test_missing_labels_name_file_and_sid(tmp_path, capsys, split, normalizer):
     ],
 )
 def test_bad_options(data, tmp_path, capsys, word, message):
-    assert message in error_of(capsys, "train", *arguments(data, tmp_path / "run", word))
+    words = arguments(data, tmp_path / "run", *word.split())
+    assert message in error_of(capsys, "train", *words)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
