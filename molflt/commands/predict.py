@@ -96,9 +96,7 @@ def predict(
     file = Path(file)
     part = _shard(shard, out)
     model = _load(run, file, checkpoint, device, also, compiled)
-    if out is not None:
-        for written in [out, part.path(out)] if part else [out]:  # molflt merge writes out
-            expect_writable(written, file)
+    _expect_free(out, part, file)
     if not isinstance(model, EnergyPredictor):
         given = {"skip_bad": skip_bad or None, "also": also, "calibration": calibration}
         more = {"mesh_order": mesh_order, "tags": tags, "shard": shard}
@@ -155,6 +153,13 @@ def _shard(text: str | None, out: Path | None) -> Shard | None:
         raise ValueError(f"option --shard {text}; expected --out FILE with it; got none")
     _check_ending(out, (*_TABLES, *_OF_ATOMS) if part is None else ENDINGS)
     return part
+
+
+def _expect_free(out: Path | None, part: Shard | None, file: Path) -> None:
+    """Refuses, before anything is computed, what cannot be written."""
+    if out is not None:
+        for written in [out, part.path(out)] if part else [out]:  # molflt merge writes out
+            expect_writable(written, file)
 
 
 def _check_ending(out: Path | None, endings: Sequence[str]) -> None:

@@ -107,11 +107,7 @@ def evaluate(
     names = {} if submission is None else _submission_names(submission, splits)
     others = None if published is None else read_published(published, source.folder)
     datasets = _open(source, splits, model, relaxed)
-    trial = not set(splits) <= set(TEST_SPLITS)
-    if submission is not None:
-        expect_writable(submission, *filter(None, [published]))
-        for name, split in names.items():
-            _expect_count(name, len(datasets[split]), any_counts=trial)
+    _expect_submission(submission, names, datasets, published)
     median, baseline = source.training_median()
     found = {split: infer(model, datasets[split], batch_size, split) for split in splits}
     if others is not None:
@@ -136,11 +132,7 @@ def evaluate(
         tables.append(table)
         files += compared
     if submission is not None:
-        parts = {name: (found[split].ids, found[split].energy) for name, split in names.items()}
-        _write_submission(submission, parts, any_counts=trial)
-        files.append(submission)
-        if trial:
-            _warn(f"{submission}: made of validation splits; the leaderboard wants test splits")
+        files.append(_submit(submission, names, found))
     return Report(results, "\n\n".join(tables) + "\n", files)
 
 
@@ -153,6 +145,40 @@ def _open(
         for split, dataset in datasets.items():
             expect_writable(relaxed / f"{split}.extxyz", dataset.path)
     return datasets
+
+
+def _expect_submission(
+    path: Path | None,
+    names: Mapping[str, str],
+    datasets: Mapping[str, Structures],
+    published: Path | None,
+) -> None:
+    """Refuses, before anything is computed, what cannot be written or has other numbers of systems.
+
+    Args:
+        path: of the submission; None for none.
+        names: split of the leaderboard file -> split of the data set.
+        datasets: by split.
+        published: what is read besides.
+    """
+    if path is not None:
+        expect_writable(path, *filter(None, [published]))
+        for name, split in names.items():
+            _expect_count(name, len(datasets[split]), any_counts=_is_trial(names))
+
+
+def _is_trial(names: Mapping[str, str]) -> bool:
+    return not set(names.values()) <= set(TEST_SPLITS)
+
+
+def _submit(path: Path, names: Mapping[str, str], found: Mapping[str, Predictions]) -> Path:
+    """Writes the leaderboard file."""
+    trial = _is_trial(names)
+    parts = {name: (found[split].ids, found[split].energy) for name, split in names.items()}
+    _write_submission(path, parts, any_counts=trial)
+    if trial:
+        _warn(f"{path}: made of validation splits; the leaderboard wants test splits")
+    return path
 
 
 def _metrics(found: Predictions, median: float | None) -> dict[str, float | None]:
