@@ -51,18 +51,22 @@ class _MetricsFile(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._forget()
-        if not trainer.is_global_zero:
-            return  # the sums of all ranks are the first one's
+        if self._kept:  # of all ranks: the first one has them, and all have something to add up
+            totals = torch.tensor(self._kept["totals"], dtype=torch.float64)
+            totals = totals if trainer.is_global_zero else torch.zeros_like(totals)
+            self._totals = totals.to(pl_module.device)
+            self._since -= self._kept["seconds"]
+        if trainer.is_global_zero:
+            self._go_on(trainer)
+
+    def _go_on(self, trainer: pl.Trainer) -> None:
+        """Makes the table, and that of TensorBoard, as they were at the checkpoint."""
         again = self._rewind(trainer.global_step, _validation_due(self.folder.checkpoint))
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):  # which has cleared that step away
                 for row in again:
                     numbers = {name: float(cell) for name, cell in row.items() if cell}
                     logger.log_metrics(numbers, step=int(numbers.pop("step")))
-        if self._kept:
-            totals = self._kept["totals"]
-            self._totals = torch.tensor(totals, dtype=torch.float64, device=pl_module.device)
-            self._since -= self._kept["seconds"]
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
