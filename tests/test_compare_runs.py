@@ -1,7 +1,9 @@
 """``molflt compare``: runs side by side."""
 
 import json
+import math
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +13,9 @@ from tiny_run import error_of, last_state, page_of, start, structures, table, wr
 
 from molflt.commands.cli import main
 from molflt.data.structures.store import write_store
+from molflt.evaluation.runs import standard_error
+from molflt.plots.training import best_place
+from molflt.tasks.is2re import IS2RETask
 from molflt.training.checkpoint import load_run
 
 STEPS = ["--trainer.max_steps=6", "--trainer.val_every=3", "--trainer.log_every=3"]
@@ -86,12 +91,33 @@ def test_json_and_pictures(runs, capsys, tmp_path):
     assert own["results"] == json.loads((runs / "wide" / "results.json").read_text())
     share = own["results"]["val_id"]["ewt_percent"] / 100
     expected = 100 * (share * (1 - share) / 13) ** 0.5
-    assert own["standard_errors"]["val_id"]["ewt_percent"] == pytest.approx(expected)
+    errors = own["standard_errors"]["val_id"]  # without that of a share of 0, which is not known
+    assert errors.get("ewt_percent", 0.0) == pytest.approx(expected)
     assert own["seconds"] == pytest.approx(last_state(runs / "wide")["molflt"]["seconds"])
     assert 0 < own["seconds"] < 600
     for name in ("curves.png", "metrics.png"):
         assert (out / name).stat().st_size > 5000
     assert not list(runs.glob("*/comparison.json"))
+
+
+def test_a_share_that_none_or_all_have_has_no_standard_error():
+    for share, error in ((0.0, None), (100.0, None), (50.0, pytest.approx(100 * (1 / 48) ** 0.5))):
+        row = {"ewt_percent": share, "n": 12}
+        run = SimpleNamespace(results={"val_id": row}, errors={}, metrics=IS2RETask.metrics)
+        assert standard_error(run, "val_id", "ewt_percent") == error
+
+
+def test_a_validation_whose_loss_is_not_finite_is_not_the_best():
+    """As in training; a column that was never measured says nothing."""
+    nan = math.nan
+    columns = {"step": [2, 2, 4, 6, 8], "val_top1_percent": [nan, 50, 99, 70, nan]}
+    columns |= {"train_loss": [1, nan, nan, nan, 1], "val_top5_percent": [nan] * 5}
+    columns |= {"val_cross_entropy": [nan, 1, nan, 2, 3]}
+    columns = {name: np.array(values, dtype=float) for name, values in columns.items()}
+    assert best_place(columns, "val_top1_percent", largest_is_best=True) == 3
+    assert best_place(columns, "val_top1_percent", largest_is_best=False) == 1
+    assert best_place(columns, "val_top5_percent", largest_is_best=True) is None
+    assert best_place({}, "val_mae_eV", largest_is_best=False) is None
 
 
 def test_nothing_is_written_without_a_folder(runs, capsys, tmp_path, monkeypatch):

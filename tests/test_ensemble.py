@@ -166,6 +166,24 @@ def test_a_split_that_was_learned_calibrates_only_where_it_is_named(runs, tmp_pa
     assert Calibration.read(kept).split == "train"
 
 
+def test_a_split_that_some_members_learned_is_refused(runs, data, tmp_path, capsys) -> None:
+    """By default, too, and as a file."""
+    other = Path(shutil.copytree(runs[1], tmp_path / "other"))
+    text = (other / "config.yaml").read_text()
+    (other / "config.yaml").write_text(text.replace("train_split: train", "train_split: val_id"))
+    words = ["evaluate", str(runs[0]), "--out", str(tmp_path / "out"), "--also", str(other)]
+    for more, run, split in (
+        ([], other, "val_id"),
+        (["--data", str(data / "val_id.safetensors")], other, "val_id"),
+        (["--splits", "val_ood_ads", "train"], runs[0], "train"),
+    ):
+        line = error_of(capsys, *words, *more)
+        assert line.startswith(f"{run}: was trained on {split} of {data}"), line
+        assert "as not all runs of this ensemble were; expected splits that either all" in line
+    assert not (tmp_path / "out").exists()
+    assert main([*words, "--splits", "small", "--device", "cpu"]) == 0
+
+
 def test_predict_beside_each_energy(evaluated, runs, data, tmp_path, capsys) -> None:
     calibration = Calibration.read(evaluated[0] / "uncertainty.json")
     source = data / "small.safetensors"
@@ -210,6 +228,18 @@ def test_predict_without_a_calibration_says_so(evaluated, runs, data, tmp_path, 
     assert "other weights than these 2" in error_of(capsys, *words, *more)
     assert main([*words, str(runs[1]), str(runs[2])]) == 0  # these it is for
     assert not capsys.readouterr().err and "uncertainty_eV" in table(out)[0]
+
+
+def test_shards_of_other_calibrations_are_refused(runs, data, tmp_path, capsys) -> None:
+    members = tuple(sorted(load_ensemble(runs[:2])[0].weights))
+    words = ["predict", str(runs[0]), str(data / "small.safetensors"), "--also", str(runs[1])]
+    words += ["--out", str(tmp_path / "e.csv"), "--device", "cpu", "--batch_size", "8"]
+    for number, factor in ((1, 1.0), (2, 9.0)):
+        kept = tmp_path / f"{number}.json"
+        Calibration(factor, 0.05, "val_id", 30, members).save(kept)
+        assert main([*words, "--shard", f"{number}/2", "--calibration", str(kept)]) == 0
+    line = error_of(capsys, "merge", str(tmp_path / "e.csv"))
+    assert "not of one prediction: 'calibration 1/0.05 and 9/0.05'" in line
 
 
 def test_bad_members_get_one_line(runs, data, tmp_path, capsys) -> None:

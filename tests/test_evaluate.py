@@ -14,7 +14,7 @@ from ase.build import add_adsorbate, fcc111
 from ase.constraints import FixAtoms, FixBondLength
 from ase.io import read, write
 from safetensors.torch import load_file, save_file
-from tiny_run import error_of, start, structures, table
+from tiny_run import error_of, page_of, start, structures, table
 from torch_geometric.data import Batch
 
 from molflt.commands.cli import main
@@ -25,6 +25,7 @@ from molflt.data.structures.splits import TEST_SPLITS, VAL_SPLITS
 from molflt.data.structures.store import StructureStore, write_store
 from molflt.data.structures.systems import System, write_systems
 from molflt.evaluation.energies import _metrics, _published_table, _results_table
+from molflt.evaluation.evaluated import EvaluationData
 from molflt.evaluation.groups import _errors_by_group
 from molflt.evaluation.predictions import Predictions, infer
 from molflt.evaluation.report import Report
@@ -260,6 +261,46 @@ def test_submission_of_shortened_or_some_splits_is_refused(run, tmp_path) -> Non
         assert not name.exists()
 
 
+def test_an_evaluation_leaves_nothing_of_an_earlier_one(run, data, tmp_path, monkeypatch) -> None:
+    """Refused, it leaves the older results as they were; failed, none; complete, its own alone."""
+    done = Path(shutil.copytree(run, tmp_path / "run"))
+    evaluate(done, splits=["val_id"], device="cpu", pictures=["svg"])
+    before = {path.name for path in done.iterdir()}
+    assert {"errors_by_group.csv", "parity.png", "parity.svg", "results_of.json"} <= before
+    others, elsewhere = tmp_path / "others.npz", tmp_path / "elsewhere"
+    np.savez(others, name=np.array(["x"]), a=np.zeros(1))
+    write_store(elsewhere / "val_id.safetensors", structures(3))
+    write_systems(elsewhere, [("val_id", [System(0, "y", "m", "f", "Cu")])])
+    named = {"splits": list(TEST_SPLITS), "submission": tmp_path / "s.npz"}
+    with pytest.raises(ValueError, match="'id' must have"):
+        evaluate(done, device="cpu", **named)
+    with pytest.raises(ValueError, match="expected predictions of some of the 3 systems"):
+        evaluate(done, splits=["val_id"], data=elsewhere, published=others, device="cpu")
+    assert {path.name for path in done.iterdir()} == before
+    with monkeypatch.context() as patched:
+        patched.setattr("molflt.evaluation.energies._draw", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            evaluate(done, "last", splits=["test_id"], device="cpu")
+    left = {path.name for path in done.iterdir()}
+    assert "predictions.csv" in left and not {"results.json", "results_of.json"} & left
+    assert "Predictions and errors" not in page_of(done)  # they may be of other weights
+    evaluate(done, splits=["test_id"], device="cpu")
+    left = {path.name for path in done.iterdir()}
+    stale = {"errors_by_group.csv", "parity.png", "parity.svg", "errors.png", "errors.svg"}
+    assert "results.json" in left and not stale & left
+
+
+def test_a_submission_in_place_of_what_is_read_is_refused(run, data, tmp_path) -> None:
+    others = tmp_path / "others.npz"
+    root = Path(shutil.copytree(data, tmp_path / "data"))
+    np.savez(others, name=np.array(["x"]), a=np.zeros(1))
+    write_systems(root, [("val_id", [System(1000, "x", "m", "f", "Cu")])])
+    options = {"data": root, "out": tmp_path / "out", "device": "cpu"}
+    with pytest.raises(ValueError, match=r"others\.npz: is what is read, and would be overwritten"):
+        evaluate(run, submission=others, published=others, **options)
+    assert not (tmp_path / "out").exists()
+
+
 def test_bad_input_gets_one_line(run, data, tmp_path, capsys) -> None:
     for words, parts in (
         (["--splits", "val_it"], ["'val_it'", str(data), "val_id.safetensors"]),
@@ -309,6 +350,25 @@ def test_bad_structures(run, tmp_path, capsys) -> None:
     save_file(columns, path, metadata=header)
     assert main([*words, "--skip-bad"]) == 2
     assert "no structures; expected at least one; got 0 (6 left" in capsys.readouterr().err
+
+
+def test_what_training_left_out_is_left_out(run, tmp_path) -> None:
+    """Of its own data; with others, it has to be said."""
+    for split in ("train", "val_id", "other"):
+        write_store(tmp_path / f"{split}.safetensors", structures(6))
+        columns = load_file(tmp_path / f"{split}.safetensors")
+        columns["y_relaxed"][2] = torch.inf
+        header = {"format": "molflt-structures", "version": "1"}
+        save_file(columns, tmp_path / f"{split}.safetensors", metadata=header)
+    model, config = load_run(run)
+    config["data"] |= {"root": str(tmp_path), "skip_bad": True}
+    source = EvaluationData(run, config, None)
+    assert len(source.open(["val_id"], model)["val_id"]) == 5
+    assert source.training_median()[0] is not None
+    other = EvaluationData(run, config, tmp_path / "other.safetensors")
+    assert other.training_median()[0] is not None
+    with pytest.raises(ValueError, match="sid 2"):
+        other.open(["other"], model)
 
 
 def test_an_absurd_label_is_named(run, tmp_path, capsys) -> None:

@@ -213,12 +213,14 @@ def test_goes_on_without_its_source(others, source, tmp_path):
     assert logged(tmp_path / "run", "val_mae_eV") == logged(tmp_path / "whole", "val_mae_eV")
 
 
-def test_a_run_without_a_source_keeps_no_record_of_one(data, tmp_path):
+def test_a_run_keeps_no_files_of_an_earlier_start(data, tmp_path):
     """As a start that was killed at once may have left."""
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "init.json").write_text("{}")
+    for name in ("init.json", "references.json", "classes.json", "versions.json"):
+        (tmp_path / "run" / name).write_text("{}")
     start(data, tmp_path / "run", *STEPS)
-    assert not (tmp_path / "run" / "init.json").exists()
+    left = {path.name for path in (tmp_path / "run").iterdir()}
+    assert not {"init.json", "references.json", "classes.json"} & left and "domain.json" in left
     assert config(tmp_path / "run")["init"] is None
 
 
@@ -431,6 +433,9 @@ def test_rates_by_name(others, source, tmp_path, capsys):
 
 def test_rates_that_cannot_be(data, tmp_path, capsys):
     words = arguments(data, tmp_path / "run", *STEPS)
+    frozen = ["--task.freeze", "embedding.*", '--task.lr_factors={"embedding.*": 2}']
+    said = error_of(capsys, "train", *words, *frozen)
+    assert "task.lr_factors 'embedding.*': all 2 parameters of such a name are frozen" in said
     said = error_of(capsys, "train", *words, '--task.lr_factors={"reedout.*": 2}')
     assert "task.lr_factors 'reedout.*': no parameter has such a name; expected some of" in said
     said = error_of(capsys, "train", *words, '--task.lr_factors={"readout.*": 0}')

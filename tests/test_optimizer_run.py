@@ -121,7 +121,7 @@ def test_refusals(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     idle = ["--model.memory=lstm", "--model.ffn_dim=null", "--model.num_features=null"]
     idle += ["--model.position=none", "--model.position_options=null"]
     message = error_of(capsys, *words, *idle)
-    assert "task.redraw_every=5: this memory has no random features" in message
+    assert "task.redraw_every=5: this model has no random features" in message
     assert "task.unroll" in error_of(capsys, *words, "--task.unroll=0")
     for names, data, told in (
         (["ackley"], None, r"--tasks 'ackley'; expected some of rosenbrock, factor"),

@@ -24,7 +24,7 @@ from molflt.data.structures.base import ANY_TAGS
 from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.store import write_store
-from molflt.evaluation.results import why_of_others
+from molflt.evaluation.results import given_data, why_of_others, write_results
 from molflt.training.config import build_parser, read_config
 
 STEPS = ("--trainer.max_steps=2", "--task.warmup_steps=1")
@@ -242,6 +242,16 @@ def test_other_energies_of_the_data_are_not_the_results_of_the_run(run, file, tm
         assert said in why and bool(said) == bool(why)
     row = json.loads((own / "results.json").read_text())["val_id"]
     assert row["mae_eV"] > 50 and row["baseline_mae_eV"] is None
+
+
+def test_other_data_with_the_name_of_an_own_split_are_others(tmp_path) -> None:
+    own = {"root": str(tmp_path / "folds"), "train_split": "fold0", "val_split": "fold1"}
+    for name, others in (("fold1", True), ("fold0", True), ("fold7", False)):
+        file = tmp_path / "elsewhere" / f"{name}.safetensors"
+        origin = {"checkpoint": "best", "weights": []}
+        write_results(tmp_path, {name: {}}, origin, {"data": own}, file)
+        assert bool(why_of_others(tmp_path, [])) == others
+        assert given_data(tmp_path) == str(file)  # what repeats it
 
 
 def test_splits_of_any_format_and_those_that_are_missing(run, tmp_path, capsys) -> None:

@@ -102,7 +102,9 @@ def test_predictions_that_are_missing_do_not_count(root: Path) -> None:
         ({"name": np.array(NAMES, dtype=object)}, "expected an npz of arrays"),  # pickled
         ({"a": np.zeros(7)}, r"'a': expected energies \(8,\) or \(8, k\) in eV"),
         ({"a": np.zeros((8, 1000))}, "'a': expected energies"),
-        ({"this run": np.zeros(8)}, "'this run': expected energies"),
+        ({"this run": np.zeros(8)}, "'this run': expected the name of another model"),
+        ({"energy": np.zeros(8)}, "'energy': expected the name of another model"),  # a column's
+        ({"target": np.zeros(8)}, "'target': expected the name of another model"),
         ({"a": np.arange(8), "b": np.arange(8)}, "expected energies of at least one model"),
     ],
 )

@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,9 @@ from PIL import Image
 from tiny_run import error_of, page_of, start, table, write_data
 
 from molflt.commands.cli import main
+from molflt.evaluation.page.contents import Contents
 from molflt.evaluation.page.pictures import Pictures
+from molflt.evaluation.page.sections import repeat
 
 STEPS = ["--trainer.max_steps=6", "--trainer.val_every=3", "--trainer.log_every=3"]
 HOSTILE = "<script>alert(1)</script>"
@@ -137,6 +140,28 @@ def test_the_commands_of_the_page_repeat_the_run(trained, whole, tmp_path, quick
     results = [json.loads((one / "results.json").read_text()) for one in (trained, Path(again))]
     assert results[0] == results[1]
     assert (Path(again) / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given", "words"),
+    [
+        ("is2re", None, "--splits a 'b c'"),
+        ("is2re", "/x y", "--splits a 'b c' --data '/x y'"),
+        ("language", "/x", "--data /x"),
+        ("language", None, "--splits a 'b c'"),
+        ("learned_optimizer", "/x", "--tasks a 'b c' --data /x"),
+        ("population_optimizer", None, "--functions a 'b c'"),
+    ],
+)
+def test_commands_have_the_options_of_their_recipe_and_one_line_each(recipe, given, words) -> None:
+    run = SimpleNamespace(config={"recipe": recipe})
+    found = Contents(Path("r"), run=run, results={"a": {}, "b c": {}}, given=given)
+    found.versions = {"molflt": "1\n2", "git_commit": "abc\ncurl x | sh\u2028y\rz"}
+    (lines,) = Page(repeat(found).body).words["pre"]
+    first, train, evaluate, report = lines.splitlines()
+    assert first == "# molflt 1 2, commit abc curl x | sh y z"
+    assert evaluate == f"molflt evaluate AGAIN {words}"
+    assert train.startswith("molflt train ") and report == "molflt report AGAIN"
 
 
 def _unfinished(run: Path) -> None:

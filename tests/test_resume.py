@@ -71,7 +71,12 @@ def assert_same_end(run, reference):
         assert differences(one[part], other[part]) == [], part
     for name in ("best", "last"):
         assert differences(weights(run, name), weights(reference, name)) == [], name
-    assert validation_rows(run) == validation_rows(reference)
+    assert timeless(run) == timeless(reference)
+
+
+def timeless(run):
+    """The rows of metrics.csv without what depends on the clock."""
+    return [{**row, "atoms_per_s": ""} for row in table(run / "metrics.csv")]
 
 
 def assert_resumes(run, reference):

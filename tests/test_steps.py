@@ -18,6 +18,7 @@ from molflt.tasks.images import ImageTask
 from molflt.tasks.language import LanguageTask
 from molflt.training import loggers
 from molflt.training.callbacks import _BestWeights
+from molflt.training.loop import _LightningTask
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +96,6 @@ def test_accumulating_run_resumes_to_the_bit(data, tmp_path):
 
 def test_batches_of_a_step_draw_dropout_of_their_own(data, tmp_path):
     """With the same mask in each, two equal batches would be one."""
-    from molflt.training.loop import _LightningTask
-
     drawn = []
     original = _LightningTask.training_step
 
@@ -161,7 +160,15 @@ def test_more_patience_goes_on_as_if_it_had_never_stopped(data, stopped, tmp_pat
     start(data, tmp_path / "whole", *PATIENT[:2], *WORSE)
     for part in ("state_dict", "optimizer_states", "lr_schedulers"):
         assert differences(last_state(run)[part], last_state(tmp_path / "whole")[part]) == []
-    assert logged(run, "val_mae_eV") == logged(tmp_path / "whole", "val_mae_eV")
+    for column in ("val_mae_eV", "train_loss", "train_mae_eV"):
+        assert logged(run, column) == logged(tmp_path / "whole", column)
+
+
+def test_a_stop_leaves_no_steps_out(stopped):
+    """Those since the last row of training have one, after that of the validation."""
+    *_, validated, trained = table(stopped / "metrics.csv")
+    assert trained["step"] == validated["step"] == str(last_state(stopped)["global_step"])
+    assert validated["val_mae_eV"] and trained["train_loss"] and int(trained["step"]) % 50
 
 
 def test_patience_that_is_not_used_up_changes_nothing(data, tmp_path):
@@ -220,7 +227,13 @@ def test_rows_of_the_metrics_go_to_a_logger(data, tmp_path, monkeypatch):
         assert [step for step, _ in own] == ["2", "4"]
 
 
-def test_tensorboard_has_every_row_once_also_after_resuming(data, tmp_path):
+def power_cut_at_13(task, batch, place, original=_LightningTask.training_step):
+    if task.global_step == 13:
+        raise RuntimeError("power cut")
+    return original(task, batch, place)
+
+
+def test_tensorboard_has_every_row_once_also_after_resuming(data, tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -228,10 +241,15 @@ def test_tensorboard_has_every_row_once_also_after_resuming(data, tmp_path):
     words = ["--trainer.val_every=2", "--trainer.log_every=2", "--trainer.logger=tensorboard"]
     start(data, run, *words, "--trainer.max_steps=4")
     resume(run, "--trainer.max_steps=8")
+    with monkeypatch.context() as patched:
+        patched.setattr(_LightningTask, "training_step", power_cut_at_13)
+        with pytest.raises(RuntimeError, match="power cut"):  # the validation of step 12 again
+            resume(run, "--trainer.max_steps=16")
+    resume(run)
     events = EventAccumulator(str(run / "tensorboard")).Reload()
     for column in ("train_loss", "val_mae_eV", "lr"):
         found = events.Scalars(column)
-        assert [event.step for event in found] == [2, 4, 6, 8]
+        assert [event.step for event in found] == [*range(2, 17, 2)]
         assert [event.value for event in found] == pytest.approx(logged(run, column), rel=1e-6)
 
 

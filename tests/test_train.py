@@ -233,6 +233,7 @@ def test_redraw_changes_features_at_its_steps_only(data, tmp_path, monkeypatch):
     monkeypatch.setattr(EnergyRegressor, "redraw_", noting)
     words = ["--trainer.max_steps=9", "--task.redraw_every=4"]
     start(data, tmp_path / "run", *words)
+    _, *steps = steps  # the first is of a copy: whether anything is random
     assert len(steps) == 2 and not torch.equal(*steps)  # before steps 4 and 8
     model, _ = load_run(tmp_path / "run", "last")
     assert torch.equal(feature_map(model).projection.matrix(), steps[-1])
@@ -243,6 +244,25 @@ def test_a_folder_with_checkpoints_is_not_overwritten(data, run, capsys):
     line = error_of(capsys, "train", *arguments(data, run))
     assert "holds checkpoints of an earlier run" in line and f"--resume {run}" in line
     assert (run / "checkpoints" / "last.ckpt").read_bytes() == before
+
+
+def test_a_configuration_of_ones_own_is_not_overwritten(data, tmp_path, capsys):
+    """Whether it is the --config or not, and whether a start has been there before or not."""
+    config = tmp_path / "run" / "config.yaml"
+    config.parent.mkdir()
+    config.write_text(text := "# careful notes\ntrainer:\n  max_steps: 4\n")
+    words = arguments(data, config.parent)
+    assert f"{config}: of no run, and would be" in error_of(capsys, "train", *words)
+    (config.parent / "versions.json").write_text("{}")
+    line = error_of(capsys, "train", *words, f"--config={config.parent}/../run/config.yaml")
+    assert f"--run {config.parent}: its config.yaml is what --config reads" in line
+    assert config.read_text() == text
+
+
+def test_a_picture_that_cannot_be_drawn_is_named(data, tmp_path, capsys):
+    (tmp_path / "run" / "curve.png").mkdir(parents=True)
+    assert start(data, tmp_path / "run", "--trainer.max_steps=1") == 0
+    assert f"{tmp_path / 'run' / 'curve.png'}: not drawn: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("split", ["train", "val_id"])
@@ -265,6 +285,11 @@ def test_missing_labels_name_file_and_sid(tmp_path, capsys, split, normalizer):
         ("--task.lr=0", "option --task.lr; expected float in (0, "),
         ("--task.interpolate=2", "option --task.interpolate; expected float in [0, 1]; got 2"),
         ("--task.noise=0.1", "got interpolate=0.0, noise=0.1"),
+        (
+            "--task.redraw_every=2 --model.mixing=softmax --model.position=none "
+            "--model.position_options=null --model.num_features=null",
+            "task.redraw_every=2: this model has no random features; leave it out",
+        ),
         ("--model.near_field=3", "corrects a kernel that multiplies; got position='spectral'"),
         ("--data.batch_size=0", "option --data.batch_size; expected int in [1, "),
         ("--trainer.precision=8", "trainer.precision"),
@@ -274,7 +299,8 @@ def test_missing_labels_name_file_and_sid(tmp_path, capsys, split, normalizer):
     ],
 )
 def test_bad_options(data, tmp_path, capsys, word, message):
-    assert message in error_of(capsys, "train", *arguments(data, tmp_path / "run", word))
+    words = arguments(data, tmp_path / "run", *word.split())
+    assert message in error_of(capsys, "train", *words)
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 

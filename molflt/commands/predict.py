@@ -23,6 +23,7 @@ from molflt.evaluation.ensemble import load_ensemble
 from molflt.evaluation.predictions import Predictions, open_structures
 from molflt.evaluation.report import csv_text, write_csv
 from molflt.evaluation.shards import ENDINGS, made_of, noted
+from molflt.evaluation.uncertainty import uncertainty_of
 from molflt.files import atomically, expect_writable, write_atomically
 from molflt.pretrained import EnergyPredictor, ImageWriter, load
 from molflt.training.sources import is_trained
@@ -95,9 +96,7 @@ def predict(
     file = Path(file)
     part = _shard(shard, out)
     model = _load(run, file, checkpoint, device, also, compiled)
-    if out is not None:
-        for written in [out, part.path(out)] if part else [out]:  # molflt merge writes out
-            expect_writable(written, file)
+    _expect_free(out, part, file)
     if not isinstance(model, EnergyPredictor):
         given = {"skip_bad": skip_bad or None, "also": also, "calibration": calibration}
         more = {"mesh_order": mesh_order, "tags": tags, "shard": shard}
@@ -109,17 +108,19 @@ def predict(
     atoms = out is not None and out.suffix in _OF_ATOMS
     reading = model.reading_of(file, tags)._replace(keep_atoms=atoms)
     dataset = open_structures(file, skip_bad, reading)
+    known = model.calibration(calibration)
     marks: list[dict[str, object]] = [{"index": dataset.place(i)} for i in range(len(dataset))]
     if part is not None and out is not None:
         made = made_of(model.model, dataset, mesh_order=mesh_order, compiled=compiled)
         made |= {"batch_size": batch_size, "tags": reading.tags}
+        made |= {"calibration": f"{known.factor:.9g}/{known.floor:.9g}"} if known else {}
         dataset, marks = _part(dataset, part, batch_size, made)
         out = part.path(out)
     if model.about is not None:
         print(f"molflt: {model.summary}", file=sys.stderr)
     forces = ["forces"] if atoms and model.predicts_forces else []
     found = model.infer(dataset, batch_size, file.name, forces)
-    columns = {"energy_eV": found.energy, **model.uncertainties(found, calibration)}
+    columns = {"energy_eV": found.energy, **uncertainty_of(model.model, found, known)}
     if out is None or out.suffix in _TABLES:
         _write_rows(out, _rows(found, columns, marks))
     else:
@@ -152,6 +153,13 @@ def _shard(text: str | None, out: Path | None) -> Shard | None:
         raise ValueError(f"option --shard {text}; expected --out FILE with it; got none")
     _check_ending(out, (*_TABLES, *_OF_ATOMS) if part is None else ENDINGS)
     return part
+
+
+def _expect_free(out: Path | None, part: Shard | None, file: Path) -> None:
+    """Refuses, before anything is computed, what cannot be written."""
+    if out is not None:
+        for written in [out, part.path(out)] if part else [out]:  # molflt merge writes out
+            expect_writable(written, file)
 
 
 def _check_ending(out: Path | None, endings: Sequence[str]) -> None:

@@ -122,6 +122,7 @@ def _train(folder: RunFolder, config: Config) -> int:
         parts.load("model")(**model), seed=config["seed"], **config["task"]
     )
     if folder.checkpoint is None:  # it holds it otherwise
+        learned.check_new()
         start.load(learned.model, batches.files())
         learned.prepare(batches)
     folder.check_weights(learned.model)

@@ -19,10 +19,11 @@ from molflt.data.structures.splits import OC20_FILES, PUBLISHED, TEST_SPLITS, VA
 from molflt.evaluation.evaluated import EvaluationData
 from molflt.evaluation.groups import _errors_by_group, _group_tables
 from molflt.evaluation.predictions import Predictions, infer
-from molflt.evaluation.published import _compare, read_published
+from molflt.evaluation.published import _compare, _members, read_published
 from molflt.evaluation.report import Report, _warn, align, write_csv
+from molflt.evaluation.results import begin_results
 from molflt.evaluation.structures import _write_relaxed
-from molflt.evaluation.submission import _submission_names, _write_submission
+from molflt.evaluation.submission import _expect_count, _submission_names, _write_submission
 from molflt.evaluation.uncertainty import _assess, _check_asked
 from molflt.files import expect_writable, write_atomically
 from molflt.plots import GroupError
@@ -32,6 +33,12 @@ from molflt.training.config import Config
 __all__ = ["evaluate"]
 
 _Metrics = Mapping[str, float | None]
+
+_FILES = (
+    *("predictions.npz", "predictions.csv", "errors_by_group.csv"),
+    *("parity.png", "errors.png", "encoding.png"),
+    *("published.csv", "published_errors.csv", "published.png"),
+)
 
 
 def evaluate(
@@ -100,11 +107,15 @@ def evaluate(
     names = {} if submission is None else _submission_names(submission, splits)
     others = None if published is None else read_published(published, source.folder)
     datasets = _open(source, splits, model, relaxed)
+    _expect_submission(submission, names, datasets, published)
     median, baseline = source.training_median()
     found = {split: infer(model, datasets[split], batch_size, split) for split in splits}
-    uncertainty = _assess(model, found, out, calibration_split, source.own.train)
-    _say_what_labels_lack(found)
+    if others is not None:
+        _members(others, found)  # refuses, before anything is written
     structures, moved = _write_relaxed(model, datasets, relaxed, batch_size)
+    uncertainty = _assess(model, found, out, calibration_split, source.own.train)
+    begin_results(out, *_FILES)
+    _say_what_labels_lack(found)
     results = {split: _metrics(part, median) for split, part in found.items()}
     for split, row in results.items():
         row |= {**uncertainty.rows.get(split, {}), **structures.get(split, {})}
@@ -121,12 +132,7 @@ def evaluate(
         tables.append(table)
         files += compared
     if submission is not None:
-        trial = not set(splits) <= set(TEST_SPLITS)
-        parts = {name: (found[split].ids, found[split].energy) for name, split in names.items()}
-        _write_submission(submission, parts, any_counts=trial)
-        files.append(submission)
-        if trial:
-            _warn(f"{submission}: made of validation splits; the leaderboard wants test splits")
+        files.append(_submit(submission, names, found))
     return Report(results, "\n\n".join(tables) + "\n", files)
 
 
@@ -139,6 +145,40 @@ def _open(
         for split, dataset in datasets.items():
             expect_writable(relaxed / f"{split}.extxyz", dataset.path)
     return datasets
+
+
+def _expect_submission(
+    path: Path | None,
+    names: Mapping[str, str],
+    datasets: Mapping[str, Structures],
+    published: Path | None,
+) -> None:
+    """Refuses, before anything is computed, what cannot be written or has other numbers of systems.
+
+    Args:
+        path: of the submission; None for none.
+        names: split of the leaderboard file -> split of the data set.
+        datasets: by split.
+        published: what is read besides.
+    """
+    if path is not None:
+        expect_writable(path, *filter(None, [published]))
+        for name, split in names.items():
+            _expect_count(name, len(datasets[split]), any_counts=_is_trial(names))
+
+
+def _is_trial(names: Mapping[str, str]) -> bool:
+    return not set(names.values()) <= set(TEST_SPLITS)
+
+
+def _submit(path: Path, names: Mapping[str, str], found: Mapping[str, Predictions]) -> Path:
+    """Writes the leaderboard file."""
+    trial = _is_trial(names)
+    parts = {name: (found[split].ids, found[split].energy) for name, split in names.items()}
+    _write_submission(path, parts, any_counts=trial)
+    if trial:
+        _warn(f"{path}: made of validation splits; the leaderboard wants test splits")
+    return path
 
 
 def _metrics(found: Predictions, median: float | None) -> dict[str, float | None]:

@@ -30,20 +30,22 @@ class EnsembleRegressor(nn.Module):
 
     Args:
         members: two or more, on one device.
-        data: what each was trained on, if that is known.
+        data: run -> what it was trained on, of each, if that is known.
 
     Attributes:
         weights: sha256 of the weights of each member.
         trained_elements: see `molflt.graph.EnergyRegressor`; the same for all members.
     """
 
-    def __init__(self, members: Sequence[nn.Module], data: Sequence[DataSet] = ()) -> None:
+    def __init__(
+        self, members: Sequence[nn.Module], data: Mapping[Path, DataSet] | None = None
+    ) -> None:
         super().__init__()
         if len(members) < 2:
             raise ValueError(f"an ensemble needs two members or more; got {len(members)}")
         self.members = nn.ModuleList(members)
         self.weights = tuple(map(_digest, members))
-        self.data = tuple(data)
+        self.data = dict(data or {})
 
     @property
     def trained_elements(self) -> Tensor | None:
@@ -112,13 +114,14 @@ def load_ensemble(
             )
     loaded = [load_run(run, checkpoint, device) for run in runs]
     data = [DataSet.of_run(config["data"], config["seed"]) for _, config in loaded]
-    for run, own in zip(runs, data, strict=True):
-        if own.reading.tags != data[0].reading.tags:
+    for run, one in zip(runs, data, strict=True):
+        if one.reading.tags != data[0].reading.tags:
             raise ValueError(
-                f"{run}: trained with data.tags {own.reading.tags}; expected, as {runs[0]}, "
+                f"{run}: trained with data.tags {one.reading.tags}; expected, as {runs[0]}, "
                 f"{data[0].reading.tags} in an ensemble, whose members read the same structures"
             )
-    ensemble = EnsembleRegressor([model for model, _ in loaded], data)
+    own = dict(zip(runs, data, strict=True))
+    ensemble = EnsembleRegressor([model for model, _ in loaded], own)
     for i, run in enumerate(runs):
         if ensemble.weights[i] in ensemble.weights[:i]:
             twin = runs[ensemble.weights.index(ensemble.weights[i])]

@@ -19,6 +19,7 @@ from molflt.data.structures.splits import VAL_SPLITS
 from molflt.evaluation.ensemble import EnsembleRegressor
 from molflt.evaluation.predictions import check_structures
 from molflt.evaluation.report import _warn
+from molflt.evaluation.results import _is_within
 from molflt.training.checkpoint import read_checkpoint
 from molflt.training.config import Config
 from molflt.training.recipes import Recipe
@@ -38,7 +39,8 @@ class EvaluationData:
         data: folder of the data set, or one file; None for the run's own.
         energy_key: entry that is the energy; None for that of the training.
         tags: what tags mean; None as in the training.
-        skip_bad: leave out structures that cannot be used.
+        skip_bad: leave out structures that cannot be used; of the run's own data, those that its
+            training left out are left out in any case.
 
     Attributes:
         absent: which of the usual splits are not there, in words; empty if all are, or some were
@@ -65,10 +67,12 @@ class EvaluationData:
         own = self.own.reading
         reading = own._replace(energy_key=energy_key or own.energy_key, tags=tags or own.tags)
         self.data = self.own._replace(reading=reading)
-        self.skip_bad = skip_bad
+        self._own_skip_bad = skip_bad or bool(config["data"].get("skip_bad"))
+        self.skip_bad = self._own_skip_bad
         self.absent = ""
         self.stem: str | None = None  # of one file of other structures
         if data is not None and not self._is_own(Path(data)):
+            self.skip_bad = skip_bad
             self.data = self.data._replace(root=Path(data), val_fraction=None)
             if self.data.is_one:
                 self.stem = self.data.root.stem
@@ -132,22 +136,23 @@ class EvaluationData:
         Raises:
             FileNotFoundError: if a split is missing.
             ValueError: if one cannot be used, or what is held out of one file now was not when the
-                model, or a member of an ensemble, was trained on it.
+                model, or a member of an ensemble, was trained on it, or some members of an ensemble
+                were trained on a split and others were not.
         """
+        if isinstance(model, EnsembleRegressor):
+            self._expect_alike_unseen(splits, model)
         if self.stem is not None:
             opened = {self.stem: self.data.whole(self.skip_bad)}
         else:
             if self.data.is_one:
                 self._expect_unchanged()
-                self._expect_same_split(model)
             opened = self.data.open(splits, self.skip_bad)
         return {split: check_structures(dataset) for split, dataset in opened.items()}
 
-    def _expect_same_split(self, model: nn.Module) -> None:
-        if not isinstance(model, EnsembleRegressor):
-            return
+    def _expect_alike_unseen(self, splits: Sequence[str], model: EnsembleRegressor) -> None:
+        """Raises ValueError if a split is what some members were trained on, and others not."""
         first = self.own
-        for member in model.data:
+        for member in model.data.values() if self.data.is_one and self.stem is None else ():
             if member.root == first.root and _drawn(member) != _drawn(first):
                 raise ValueError(
                     f"{first.root}: the runs of this ensemble held out different structures of it, "
@@ -156,6 +161,19 @@ class EvaluationData:
                     "data.split_seed and data.val_fraction, or evaluate other structures with "
                     "--data"
                 )
+        for split in splits:
+            learned = [run for run, own in model.data.items() if self._is_learned(split, own)]
+            if 0 < len(learned) < len(model.data):
+                raise ValueError(
+                    f"{learned[0]}: was trained on {split} of {self.data.root}, as not all runs of "
+                    "this ensemble were; expected splits that either all or none have learned; "
+                    "name others with --splits, or other structures with --data"
+                )
+
+    def _is_learned(self, split: str, own: DataSet) -> bool:
+        """Whether a run was trained on a split of the evaluated data, or on a part of it."""
+        whole = own.is_one and self.stem is not None  # of which all structures count
+        return _is_within(self.data.root, own.root) and (whole or own.train == split)
 
     def _expect_unchanged(self) -> None:
         """Raises ValueError if the file of a run would now be split in another way."""
@@ -186,7 +204,7 @@ class EvaluationData:
         try:
             if self.stem is not None and source is self.data:
                 raise FileNotFoundError(f"{self.own.root}: no such folder or file")
-            dataset = source.open([source.train], self.skip_bad)[source.train]
+            dataset = source.open([source.train], self._own_skip_bad)[source.train]
         except FileNotFoundError as error:
             return None, f"no baseline, because there is no training split: {error}"
         energy = dataset.y_relaxed

@@ -19,6 +19,7 @@ from molflt.data.images.base import LabeledImages
 from molflt.data.images.datamodule import ImageData
 from molflt.evaluation.attention import _attention_of, _locality_of
 from molflt.evaluation.report import Report, align, write_csv
+from molflt.evaluation.results import begin_results
 from molflt.evaluation.splits import named_images
 from molflt.image.classifier import ImageClassifier
 from molflt.memory import within_memory
@@ -79,6 +80,8 @@ def evaluate(
         found = _classify(model, images, batch_size, split)
         results[split] = {**found.metrics, "n": len(found.label), **_locality(model, images)}
         rows += _rows(split, found, classes)
+    pictures = ("wrong.png", "confusion.png", "attention.png", "encoding.png")
+    begin_results(out, "predictions.csv", *pictures)
     files = [write_csv(out / "predictions.csv", rows), *_draw(out, model, images, found, classes)]
     return Report(results, f"\n\n{_table(results)}\n", files)
 

@@ -17,6 +17,7 @@ from molflt.data.text.vocabulary import Vocabulary
 from molflt.evaluation.attention import _attention_of, _locality_of
 from molflt.evaluation.proteins import Unigram, draw_substitutions, residue_table, unigram_of
 from molflt.evaluation.report import Report, align
+from molflt.evaluation.results import begin_results
 from molflt.evaluation.splits import named_sources
 from molflt.evaluation.tokens import draw_encoding, expect_finite, expect_size, read_kept
 from molflt.memory import within_memory
@@ -83,6 +84,7 @@ def evaluate(
         results[split] = {**scores, "tokens": len(counted), **_locality(model, blocks)}
         if right is not None:
             results[split] |= _per_residue(blocks, losses, right, baseline)
+    begin_results(out, "losses.png", "attention.png", "encoding.png", "substitutions.png")
     files = [out / "losses.png", out / "attention.png"]
     plots.losses_by_place(curves, files[0])
     first = blocks[0][0][:_ATTENTION_TOKENS].to(next(model.parameters()).device)[None]

@@ -19,6 +19,7 @@ from molflt.data.text.tokenizer import TOKENIZER, Tokenizer
 from molflt.evaluation.attention import _attention_of
 from molflt.evaluation.proteins import Unigram, draw_substitutions, residue_table, unigram_of
 from molflt.evaluation.report import Report, align
+from molflt.evaluation.results import begin_results
 from molflt.evaluation.splits import named_sources
 from molflt.evaluation.tokens import draw_encoding, expect_finite, expect_size, read_kept
 from molflt.memory import within_memory
@@ -83,6 +84,7 @@ def evaluate(
             results[split] |= _per_residue(
                 model, shares["mask_rate"], blocks, size, split, baseline
             )
+    begin_results(out, "attention.png", "encoding.png", "substitutions.png")
     text, files = _table(results), _draw(out, model, blocks, split)
     if tokenizer.letters is not None:
         png, about = draw_substitutions(model.head, tokenizer.letters, out / "substitutions.png")

@@ -20,6 +20,7 @@ from molflt import plots
 from molflt.data.problems import ProblemSeeds
 from molflt.evaluation.attention import _attention_of
 from molflt.evaluation.report import Report, align, write_csv
+from molflt.evaluation.results import begin_results
 from molflt.memory import within_memory
 from molflt.optimizers.coordinate import CoordinateOptimizer, OptimizerState
 from molflt.optimizers.learned import LearnedOptimizer
@@ -106,6 +107,7 @@ def evaluate(
             found[name] = {run.name: race(made, opened, steps, repeats, like)}
             if rates:
                 found[name]["Adam"] = tuned_adam(made, steps, repeats, like, rates)
+    begin_results(out, "curves.csv", "optimizations.png", "attention.png", "encoding.png")
     files = [write_csv(out / "curves.csv", curve_rows(found)), out / "optimizations.png"]
     curves = {
         task: {name: stretches(raced.curves)[1] for name, raced in own.items()}

@@ -18,6 +18,7 @@ from molflt.data.images.base import LabeledImages
 from molflt.data.images.pixels import PixelData
 from molflt.evaluation.attention import _attention_of
 from molflt.evaluation.report import Report, align
+from molflt.evaluation.results import begin_results
 from molflt.evaluation.splits import named_images
 from molflt.evaluation.tokens import draw_encoding, expect_finite
 from molflt.memory import within_memory
@@ -83,6 +84,7 @@ def evaluate(
             "n": count,
             "bytes": count * model.longest,
         }
+    begin_results(out, "losses.png", "attention.png", "encoding.png")
     files = [out / "losses.png"]
     plots.losses_by_place(curves, files[0])
     files += _draw_attention(model, next(iter(named.values()))[0][0], out)

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from molflt import plots
 from molflt.data.problems import ProblemSeeds, generator_of
 from molflt.evaluation.report import Report, align, write_csv
+from molflt.evaluation.results import begin_results
 from molflt.optimizers.functions import FAMILIES, HALF_WIDTH, UNSEEN, Functions
 from molflt.optimizers.population import Populations
 from molflt.optimizers.population_model import PopulationModel
@@ -95,6 +96,7 @@ def evaluate(
     results = {name: _summary(found, own) for name, found in curves.items()}
     rows = _rows(curves, counts, seeds)
     png = out / "best_values.png"
+    begin_results(out, "best_values.csv", png.name)
     plots.best_values(curves, counts.astype(float), png, runs)
     text = f"\n\n{_table(curves, evaluations, d, runs)}\n"
     return Report(results, text, [write_csv(out / "best_values.csv", rows), png])

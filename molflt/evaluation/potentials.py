@@ -14,6 +14,7 @@ from molflt.evaluation.evaluated import EvaluationData
 from molflt.evaluation.groups import force_errors, without_compositions
 from molflt.evaluation.points import Points, infer_points
 from molflt.evaluation.report import Report, _warn, align, write_csv
+from molflt.evaluation.results import begin_results
 from molflt.training.config import Config
 
 __all__ = ["evaluate"]
@@ -26,6 +27,8 @@ _COLUMNS = {  # metric -> heading
     "baseline_force_mae_meV_per_A": "F baseline",
     "stress_mae_meV_per_A3": "stress MAE / meV/Å³",
 }
+
+_FILES = ("predictions.csv", "parity.png", "forces.png", "errors_by_group.csv", "errors.png")
 
 
 def evaluate(
@@ -82,6 +85,7 @@ def evaluate(
             name: found[split].metrics.get(name) for name in _COLUMNS
         }
         results[split] = {**metrics, **baseline, "n": len(points)}
+    begin_results(out, *_FILES)
     files = [write_csv(out / "predictions.csv", _rows(found)), *_draw(out, found)]
     table = [["split", "structures", *_COLUMNS.values()]]
     for split, row in results.items():

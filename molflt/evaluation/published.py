@@ -17,6 +17,7 @@ from molflt.evaluation.report import align, write_csv
 from molflt.files import read_arrays, shown
 
 _OURS = "this run"
+_RESERVED = (_OURS, "energy", "target")  # energy_eV and target_eV of published.csv are the run's
 _MOST_MODELS = 64  # trainings of one kind of model
 _Array = NDArray[np.float64]
 
@@ -71,7 +72,12 @@ def read_published(path: Path, root: Path) -> Published:
     for key, array in arrays.items():
         if array.dtype.kind != "f":
             continue
-        fits = key != _OURS and array.ndim in (1, 2) and len(array) == len(names)
+        if key in _RESERVED:
+            raise ValueError(
+                f"{path}: {shown(key)}: expected the name of another model; got one that stands "
+                "for this run and its labels; rename the array"
+            )
+        fits = array.ndim in (1, 2) and len(array) == len(names)
         if not fits or not 1 <= array.size // max(len(names), 1) <= _MOST_MODELS:
             raise ValueError(
                 f"{path}: {shown(key)}: expected energies ({len(names)},) or ({len(names)}, k) in "
@@ -100,13 +106,8 @@ def _compare(
     Raises:
         ValueError: if there is no such system.
     """
-    members = list(_members(published, found))
+    members = _members(published, found)
     total = sum(len(part.energy) for part in found.values())
-    if not members:
-        raise ValueError(
-            f"{published.path}: expected predictions of some of the {total} systems; got none of "
-            "them with a label; do the names in systems.csv and in the file agree?"
-        )
     target = np.array([member.target for member in members])
     energies = {_OURS: np.array([member.energies for member in members])}
     places = [member.row for member in members]
@@ -133,14 +134,27 @@ def _compare(
     return heading + "\n\n".join(tables), files
 
 
-def _members(published: Published, found: Mapping[str, Predictions]) -> Iterator[_Member]:
+def _members(published: Published, found: Mapping[str, Predictions]) -> list[_Member]:
+    """The systems that both sides predicted and that have a label.
+
+    Raises:
+        ValueError: if there is none.
+    """
     finite = np.all([np.isfinite(array).all(1) for array in published.models.values()], axis=0)
+    members = []
     for split, part in found.items():
         for sid, ours, target in zip(part.sid, part.by_training, part.target, strict=True):
             system = published.systems.get(int(sid))
             row = None if system is None else published.rows.get(system.name)
             if system is not None and row is not None and finite[row] and np.isfinite(target):
-                yield _Member(split, system, float(target), ours, row)
+                members.append(_Member(split, system, float(target), ours, row))
+    if not members:
+        total = sum(len(part.energy) for part in found.values())
+        raise ValueError(
+            f"{published.path}: expected predictions of some of the {total} systems; got none of "
+            "them with a label; do the names in systems.csv and in the file agree?"
+        )
+    return members
 
 
 def _label(name: str, energies: _Array) -> str:

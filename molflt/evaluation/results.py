@@ -8,19 +8,21 @@ from pathlib import Path
 
 from molflt.files import read_json, shown, write_atomically
 from molflt.training.checkpoint import weights_digest
-from molflt.training.config import Config
+from molflt.training.config import Config, absolute
 
-__all__ = ["Origin", "origin_of", "run_weights", "why_of_others", "write_results"]
+__all__ = ["Origin", "begin_results", "given_data", "origin_of", "run_weights", "why_of_others"]
+__all__ += ["write_results"]
 
 RESULTS = "results.json"
 """Name of the file with the metrics by split, in the folder of an evaluation."""
 
 _NOTE = "results_of.json"
 _MOST_BYTES = 1_000_000
-_SPLITS = ("train", "val", "test")  # what the names of a data set's own splits begin with
+_SPLITS = ("train", "val", "test")  # what the usual names of a data set's own splits begin with
 
 Origin = dict[str, object]
-"""checkpoint, weights (sha256 of each member, sorted) and data (None: the run's own)"""
+"""checkpoint, weights (sha256 of each member, sorted), data (None: the run's own), and given, what
+--data was (None: nothing)"""
 
 
 def origin_of(weights: Iterable[Path], checkpoint: str) -> Origin:
@@ -32,6 +34,22 @@ def origin_of(weights: Iterable[Path], checkpoint: str) -> Origin:
     """
     digests = sorted(weights_digest(path) for path in weights)
     return {"checkpoint": checkpoint, "weights": digests, "data": None}
+
+
+def begin_results(out: Path, *names: str) -> None:
+    """Removes the results of an earlier evaluation, to be called before the first file is written.
+
+    What a failed evaluation leaves would otherwise pass for files of the older results, and what
+    an older one wrote in addition for files of the newer results.
+
+    Args:
+        out: folder.
+        names: of all files that such an evaluation may write; of pictures, in every format.
+    """
+    pictures = [name for name in names if name.endswith(".png")]
+    others = [Path(name).with_suffix(end).name for name in pictures for end in (".svg", ".pdf")]
+    for name in (RESULTS, _NOTE, *names, *others):  # the note last of the two: alone it is nothing
+        (out / name).unlink(missing_ok=True)
 
 
 def write_results(
@@ -62,7 +80,8 @@ def write_results(
     if others is None and unlike:
         how = ", ".join(f"{key} {value}" for key, value in unlike.items())
         others = f"{own.get('root') if data is None else data} with {how}"
-    known = {**origin, "data": others}
+    given = None if data is None else str(absolute(data))
+    known = {**origin, "data": others, "given": given}
     texts = [json.dumps(content, indent=2, allow_nan=False) + "\n" for content in (results, known)]
     paths[1].unlink(missing_ok=True)  # never that of other results
     for path, text in zip(paths, texts, strict=True):
@@ -78,7 +97,10 @@ def _others(own: Mapping[str, object], data: object, splits: Iterable[str]) -> s
     path = Path(str(data))
     if any(_is_within(path, Path(source)) for source in sources):
         return None
-    named = all(one in (path.name, path.stem) and not one.startswith(_SPLITS) for one in splits)
+    taken = {own.get("train_split"), own.get("val_split")}
+    named = all(
+        one in {path.name, path.stem} - taken and not one.startswith(_SPLITS) for one in splits
+    )
     return None if named else str(data)
 
 
@@ -107,15 +129,33 @@ def why_of_others(folder: Path, weights: Sequence[Path]) -> str:
     Raises:
         ValueError: naming the note, if it is damaged.
     """
-    path, note = folder / RESULTS, folder / _NOTE
-    if not path.is_file() or not note.is_file():
+    path = folder / RESULTS
+    if not (found := _note(folder)):
         return ""
-    expected, hint = "weights and data of results.json", "evaluate the run again"
-    found = read_json(note, _MOST_BYTES, expected, hint)
-    if not isinstance(found, dict) or not {"checkpoint", "weights", "data"} <= found.keys():
-        raise ValueError(f"{note}: expected {expected}; got {shown(found)}; {hint}")
     if found["data"] is not None:
         return f"{path}: of other data, {shown(found['data'])}"
     if weights and found["weights"] != sorted(weights_digest(one) for one in weights):
         return f"{path}: of other weights, checkpoint {shown(found['checkpoint'])} at that time"
     return ""
+
+
+def given_data(folder: Path) -> str | None:
+    """What --data was in the evaluation whose results lie in a folder; None if it was left out.
+
+    Raises:
+        ValueError: naming the note, if it is damaged.
+    """
+    given = _note(folder).get("given")  # not in those of earlier versions
+    return given if isinstance(given, str) else None
+
+
+def _note(folder: Path) -> Origin:
+    """What the results in a folder are of; nothing without results, or without a note."""
+    note = folder / _NOTE
+    if not (folder / RESULTS).is_file() or not note.is_file():
+        return {}
+    expected, hint = "weights and data of results.json", "evaluate the run again"
+    found = read_json(note, _MOST_BYTES, expected, hint)
+    if not isinstance(found, dict) or not {"checkpoint", "weights", "data"} <= found.keys():
+        raise ValueError(f"{note}: expected {expected}; got {shown(found)}; {hint}")
+    return found

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from molflt.evaluation.results import RESULTS, run_weights, why_of_others
 from molflt.files import read_json, shown
 from molflt.metrics import Metric
-from molflt.plots.training import read_columns
+from molflt.plots.training import best_place, read_columns
 from molflt.tasks.base import Task
 from molflt.training.checkpoint import count_parameters, read_checkpoint
 from molflt.training.config import Config, read_config
@@ -73,12 +73,11 @@ class Run(NamedTuple):
     @property
     def best(self) -> tuple[float, int] | None:
         """The best validation and its step; None if there was none."""
-        values = self.columns.get(f"val_{self.measure}", np.zeros(0))
-        if not np.isfinite(values).any():
-            return None
         largest = self.metrics[self.measure].largest_is_best
-        place = int(np.nanargmax(values) if largest else np.nanargmin(values))
-        return float(values[place]), int(self.columns["step"][place])
+        place = best_place(self.columns, f"val_{self.measure}", largest)
+        if place is None:
+            return None
+        return float(self.columns[f"val_{self.measure}"][place]), int(self.columns["step"][place])
 
     @property
     def time(self) -> str:
@@ -175,7 +174,10 @@ def read_errors(path: Path) -> dict[str, NDArray[np.float64]]:
 
 
 def standard_error(run: Run, split: str, name: str) -> float | None:
-    """Of a metric of a split, as a mean over so many systems; None where they are not known."""
+    """Of a metric of a split, as a mean over so many systems; None where they are not known.
+
+    Nor is it known of a share that none or all have: what such a share varies by is not 0.
+    """
     row = run.results[split]
     value, count = row.get(name), row.get("n")
     if value is None or not count or count < 0:
@@ -184,7 +186,7 @@ def standard_error(run: Run, split: str, name: str) -> float | None:
     if name == "mae_eV" and len(errors) == count > 1:
         return float(errors.std(ddof=1) / math.sqrt(count))
     if name in run.metrics and run.metrics[name].unit == "%":
-        return math.sqrt(max(0.0, value * (100.0 - value)) / count)
+        return math.sqrt(max(0.0, value * (100.0 - value)) / count) or None
     return None
 
 

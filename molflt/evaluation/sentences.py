@@ -20,6 +20,7 @@ from molflt.data.text.tokenizer import Tokenizer
 from molflt.evaluation.images import classes_of
 from molflt.evaluation.masked import load_tokenizer
 from molflt.evaluation.report import Report, _warn, align, write_csv
+from molflt.evaluation.results import begin_results
 from molflt.memory import within_memory
 from molflt.sequence.classifier import SequenceClassifier
 from molflt.training.config import Config
@@ -71,6 +72,7 @@ def evaluate(
         label = np.array([one.label for one in examples])
         results[split] = {**official(task, told, label), "n": len(label)}
         rows += _rows(split, told, label, None if model.classes == 1 else classes)
+    begin_results(out, "predictions.csv")
     files = [write_csv(out / "predictions.csv", rows)]
     return Report(results, f", {task}\n\n{_table(results)}\n", files)
 

@@ -78,15 +78,20 @@ def _checked(
         ids, energy = (np.asarray(values) for values in predictions[split])
         _check_ids(split, ids)
         _check_energy(split, energy, len(ids))
-        expected = OC20_FILES[f"all/test_{split}"].records
-        if len(ids) != expected and not any_counts:
-            raise ValueError(
-                f"submission: split {split!r} must have the {expected} systems of OC20's "
-                f"test_{split}; got {len(ids)}; predict the whole split"
-            )
+        _expect_count(split, len(ids), any_counts=any_counts)
         arrays[f"{split}_ids"] = ids
         arrays[f"{split}_energy"] = energy
     return arrays
+
+
+def _expect_count(split: str, count: int, *, any_counts: bool) -> None:
+    """Raises ValueError for another number of systems than OC20's test split has."""
+    expected = OC20_FILES[f"all/test_{split}"].records
+    if count != expected and not any_counts:
+        raise ValueError(
+            f"submission: split {split!r} must have the {expected} systems of OC20's "
+            f"test_{split}; got {count}; predict the whole split"
+        )
 
 
 def _check_ids(split: str, ids: NDArray[np.generic]) -> None:

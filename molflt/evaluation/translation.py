@@ -17,6 +17,7 @@ from molflt.data.text.tokenizer import Tokenizer
 from molflt.evaluation.attention import _attention_of
 from molflt.evaluation.masked import load_tokenizer
 from molflt.evaluation.report import Report, align
+from molflt.evaluation.results import begin_results
 from molflt.evaluation.splits import named_sources
 from molflt.evaluation.tokens import draw_encoding, expect_finite
 from molflt.files import write_atomically
@@ -71,7 +72,7 @@ def evaluate(
     lowercase = tokenizer.ignores_case  # options say nothing of a tokenizer that was given
     bleu(["a"], ["a"])  # without sacrebleu there is nothing to begin
     results: dict[str, dict[str, float | None]] = {}
-    files, signature = [], ""
+    lines: dict[str, list[str]] = {}
     texts = {}  # all of them, before the first is translated
     for split, name in named_sources(options, splits, data).items():
         text = read_parallel(name, *languages)
@@ -80,14 +81,15 @@ def evaluate(
     for split, (text, pairs) in texts.items():
         results[split] = _judged(model, pairs, tokenizer.pad, batch_size, split)
         told = translate(model, tokenizer, text.source, beam, length_penalty, batch_size, split)
-        found = bleu(told, text.target, lowercase)
+        lines[split], found = told, bleu(told, text.target, lowercase)
         results[split] |= found.metrics() | {"pairs": len(told)}
-        signature = found.signature
-        files.append(out / f"translations-{split}.txt")
-        write_atomically(files[-1], ("\n".join(told) + "\n").encode())
+    begin_results(out, "attention.png", "cross-attention.png", "encoding.png")
+    files = [out / f"translations-{split}.txt" for split in lines]
+    for path, told in zip(files, lines.values(), strict=True):
+        write_atomically(path, ("\n".join(told) + "\n").encode())
     how = f"beam {beam}, length penalty {length_penalty:g}, {'-'.join(languages)}"
     how += ", without case, as the tokenizer" if lowercase else ""
-    table = f", {how}\n\n{_table(results)}\n\nsacrebleu {signature}\n"
+    table = f", {how}\n\n{_table(results)}\n\nsacrebleu {found.signature}\n"
     return Report(results, table, [*files, *_draw(out, model, pairs, tokenizer, split)])
 
 

@@ -23,7 +23,7 @@ from molflt.evaluation.ensemble import EnsembleRegressor
 from molflt.evaluation.predictions import Predictions
 from molflt.evaluation.report import _warn, align
 
-__all__ = ["CALIBRATION", "calibrated", "uncertainty_of"]
+__all__ = ["CALIBRATION", "calibration_of", "expect_theirs", "uncertainty_of"]
 
 CALIBRATION = "uncertainty.json"
 """Name of the file with the calibration, in the folder of an evaluation."""
@@ -204,20 +204,14 @@ def _table(calibration: Calibration, rows: _Rows) -> str:
     return f"{heading}\n{align(lines)}"
 
 
-def uncertainty_of(
-    model: nn.Module, found: Predictions, calibration: Path | None, default: Path
-) -> dict[str, _Array]:
-    """Columns that an ensemble adds to its energies.
+def calibration_of(model: nn.Module, calibration: Path | None, default: Path) -> Calibration | None:
+    """The calibration of an ensemble; None for a model that is none.
 
     Args:
-        model: nothing is added for one that is no ensemble.
-        found: its predictions.
+        model: the ensemble.
         calibration: file that an evaluation of the same runs wrote.
         default: taken without one, if it is there and of these runs; otherwise there is only the
-            spread, which is said.
-
-    Returns:
-        spread_eV and, if calibrated, uncertainty_eV, each (systems,).
+            spread, which is said, and no calibration.
 
     Raises:
         FileNotFoundError: if the calibration is missing.
@@ -226,26 +220,23 @@ def uncertainty_of(
     if not isinstance(model, EnsembleRegressor):
         if calibration is not None:
             raise ValueError(f"--calibration {calibration}: {_ALONE}")
-        return {}
+        return None
+    path = calibration or default
     try:
-        read = Calibration.read(calibration or default)
-        return calibrated(model, found, read, str(calibration or default))
+        return expect_theirs(model, Calibration.read(path), str(path))
     except (FileNotFoundError, _OfOthers) as error:
         if calibration is not None:
             raise
         _warn(f"{error}; until then there is only the spread, spread_eV")
-        return {"spread_eV": found.spread}
+        return None
 
 
-def calibrated(
-    model: EnsembleRegressor, found: Predictions, calibration: Calibration, name: str
-) -> dict[str, _Array]:
-    """Spread and uncertainty of an ensemble, as `uncertainty_of`.
+def expect_theirs(model: EnsembleRegressor, calibration: Calibration, name: str) -> Calibration:
+    """A calibration, if it is of the weights of an ensemble.
 
     Args:
         model: the ensemble.
-        found: its predictions.
-        calibration: of these weights.
+        calibration: of any weights.
         name: of the calibration, for messages.
 
     Raises:
@@ -256,7 +247,28 @@ def calibrated(
             f"{name}: the calibration of {len(calibration.members)} other weights than these "
             f"{len(model.weights)}; {AGAIN}"
         )
-    return {"spread_eV": found.spread, "uncertainty_eV": calibration.uncertainty(found.spread)}
+    return calibration
+
+
+def uncertainty_of(
+    model: nn.Module, found: Predictions, calibration: Calibration | None
+) -> dict[str, _Array]:
+    """Columns that an ensemble adds to its energies: spread_eV and, calibrated, uncertainty_eV.
+
+    Args:
+        model: nothing is added for one that is no ensemble.
+        found: its predictions.
+        calibration: of its weights, if there is one.
+
+    Returns:
+        (systems,) each, eV.
+    """
+    if not isinstance(model, EnsembleRegressor):
+        return {}
+    columns = {"spread_eV": found.spread}
+    if calibration is not None:
+        columns["uncertainty_eV"] = calibration.uncertainty(found.spread)
+    return columns
 
 
 class _OfOthers(ValueError):

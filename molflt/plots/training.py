@@ -77,7 +77,9 @@ def training_curve(
         rows = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
         for axes, (name, metric, lines) in zip(rows, shown, strict=True):
             for line in lines:
-                _curve(axes, columns, line, metric if line == f"val_{best}" else None)
+                _curve(axes, columns, line)
+                if line == f"val_{best}":
+                    _star(axes, columns, line, metric)
             if name != "lr":
                 axes.legend(frameon=False, fontsize="small")
             if metric.scale == "log":
@@ -112,8 +114,31 @@ def _number(cell: str | None) -> float:
         return float("nan")
 
 
-def _curve(axes: Axes, columns: dict[str, _Array], name: str, marked: Metric | None) -> None:
-    """One column against the step, and a star at its best value if that is wanted."""
+def best_place(columns: Mapping[str, _Array], name: str, largest_is_best: bool) -> int | None:
+    """Row of the best validation by a column of a run's metrics.csv; None if there is none.
+
+    One in which another metric, such as the loss, is not finite is not the best; an empty column
+    has not been measured.
+    """
+    measured = [v for key, v in columns.items() if key.startswith("val_") and np.isfinite(v).any()]
+    if name not in columns or not measured:
+        return None
+    known = np.isfinite([columns[name], columns["step"], *measured]).all(axis=0)
+    values = np.where(known, columns[name] if largest_is_best else -columns[name], -np.inf)
+    return int(values.argmax()) if known.any() else None
+
+
+def _star(axes: Axes, columns: dict[str, _Array], name: str, metric: Metric) -> None:
+    """Marks the best validation, if there is one."""
+    place = best_place(columns, name, metric.largest_is_best)
+    if place is not None:
+        step, value = columns["step"][place], columns[name][place]
+        text = f"best: {value:.{metric.digits}f} {metric.unit}".rstrip() + f" at step {step:.0f}"
+        axes.plot(step, value, "*", color=VERMILION, markersize=11, label=text)
+
+
+def _curve(axes: Axes, columns: dict[str, _Array], name: str) -> None:
+    """One column against the step."""
     known = np.isfinite(columns["step"]) & np.isfinite(columns[name])
     step, value = columns["step"][known], columns[name][known]
     label, color = {"val": ("validation", VERMILION), "lr": ("", GREEN)}.get(
@@ -121,11 +146,6 @@ def _curve(axes: Axes, columns: dict[str, _Array], name: str, marked: Metric | N
     )
     marker = "o" if len(step) < 40 else ""
     axes.plot(step, value, color=color, label=label, marker=marker, markersize=3)
-    if marked is not None:
-        best = int(value.argmax() if marked.largest_is_best else value.argmin())
-        text = f"best: {value[best]:.{marked.digits}f} {marked.unit}".rstrip()
-        text += f" at step {step[best]:.0f}"
-        axes.plot(step[best], value[best], "*", color=color, markersize=11, label=text)
 
 
 def _log_if_wide(axes: Axes, values: _Array) -> None:

@@ -18,7 +18,7 @@ from molflt.data.structures.in_memory import StructuresInMemory, is_one
 from molflt.evaluation.calibration import Calibration
 from molflt.evaluation.ensemble import ENSEMBLE, EnsembleRegressor
 from molflt.evaluation.predictions import Predictions, infer, open_structures
-from molflt.evaluation.uncertainty import CALIBRATION, calibrated, uncertainty_of
+from molflt.evaluation.uncertainty import CALIBRATION, calibration_of, expect_theirs, uncertainty_of
 from molflt.graph import EnergyRegressor
 from molflt.graph.geometry import Geometry
 from molflt.graph.mesh import use_mesh_
@@ -201,7 +201,7 @@ class EnergyPredictor(Pretrained):
         kept = ["displacement"] * self.predicts_positions + ["embedding"] * bool(embedding)
         kept += ["forces"] * self.predicts_forces
         found = self.infer(dataset, batch_size, dataset.path.name, kept)
-        columns = self.uncertainties(found)
+        columns = uncertainty_of(self.model, found, self.calibration())
         out = [self._prediction(i, dataset, found, columns, embedding) for i in range(len(dataset))]
         return out[0] if is_one(structures) else out
 
@@ -272,14 +272,11 @@ class EnergyPredictor(Pretrained):
         model = self.model if self.compiled is None else self.compiled
         return infer(model, dataset, batch_size, name, self.domain, by_atom)
 
-    def uncertainties(
-        self, found: Predictions, calibration: Path | None = None
-    ) -> dict[str, _Energies]:
-        """Columns that an ensemble adds: spread_eV and, if calibrated, uncertainty_eV.
+    def calibration(self, file: Path | None = None) -> Calibration | None:
+        """That of an ensemble; None of one that has none, which is said, and of a single model.
 
         Args:
-            found: its predictions.
-            calibration: file that an evaluation of the same runs wrote; by default what is known.
+            file: that an evaluation of the same runs wrote; by default what is known.
 
         Raises:
             FileNotFoundError: if the calibration is missing.
@@ -287,12 +284,11 @@ class EnergyPredictor(Pretrained):
         """
         model, trained = self.model, self.trained
         held = trained.files.get(CALIBRATION)
-        own = calibration is None and held is not None and trained.path.is_file()
+        own = file is None and held is not None and trained.path.is_file()
         if own and isinstance(model, EnsembleRegressor):
             label = trained.label(CALIBRATION)
-            return calibrated(model, found, Calibration.from_json(held, label), label)
-        default = trained.path / ENSEMBLE / CALIBRATION
-        return uncertainty_of(model, found, calibration, default)
+            return expect_theirs(model, Calibration.from_json(held, label), label)
+        return calibration_of(model, file, trained.path / ENSEMBLE / CALIBRATION)
 
 
 def _pooled(tokens: NDArray[np.float32], record: Data) -> NDArray[np.float32]:

@@ -9,18 +9,16 @@ from typing import NamedTuple
 
 from torch import nn
 
-from molflt.data.structures.domain import DOMAIN
 from molflt.evaluation.ensemble import ENSEMBLE, EnsembleRegressor, load_ensemble
 from molflt.evaluation.results import RESULTS, why_of_others
 from molflt.evaluation.uncertainty import CALIBRATION
 from molflt.training.checkpoint import device_named, load_run, weights_of
 from molflt.training.config import Config, read_config
 from molflt.training.exported import build, is_exported, read_exported
+from molflt.training.run_folder import KEPT
 from molflt.training.sources import EXPECTED, find
 
 __all__ = ["Trained", "read_trained"]
-
-_KEPT = (DOMAIN, "references.json", "vocabulary.json", "classes.json", "tokenizer.json")
 
 
 class Trained(NamedTuple):
@@ -125,7 +123,7 @@ def _of_run(
     evaluated: Path,
     weights: list[Path],
 ) -> Trained:
-    files = {name: read for name in _KEPT if (read := _json(run / name)) is not None}
+    files = {name: read for name in KEPT if (read := _json(run / name)) is not None}
     calibration = _json(evaluated / CALIBRATION)
     if isinstance(model, EnsembleRegressor) and calibration is not None:
         own = not isinstance(calibration, dict) or calibration.get("members") == sorted(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -125,6 +126,25 @@ class Task(ABC, Generic[_Batch, _Data]):
                     "is for parameters that stay"
                 )
 
+    def check_new(self) -> None:
+        """Refuses options of a new run that have no effect; those of earlier ones may go on.
+
+        Raises:
+            ValueError: naming the option.
+        """
+        if self.redraw_every is not None and not _is_random(self.model):
+            raise ValueError(
+                f"task.redraw_every={self.redraw_every}: this model has no random features; leave "
+                "it out"
+            )
+        for pattern in self.lr_factors:
+            named = _named(dict(self.model.named_parameters()), pattern, "lr_factors")
+            if not any(self.model.get_parameter(name).requires_grad for name in named):
+                raise ValueError(
+                    f"task.lr_factors {pattern!r}: all {len(named)} parameters of such a name are "
+                    "frozen; expected some to learn; leave it out, or a pattern of task.freeze"
+                )
+
     def prepare(self, data: _Data) -> None:
         """Takes from the training data what the model needs of them, before a new run."""
 
@@ -180,6 +200,16 @@ class Task(ABC, Generic[_Batch, _Data]):
             return math.sqrt(max(1, self.warmup_steps) / (step + 1))
         left = max(0.0, (max_steps - step) / max(1, max_steps - self.warmup_steps))
         return left if self.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left))
+
+
+def _is_random(model: nn.Module) -> bool:
+    """Whether a redraw changes a model; none of its own numbers is drawn."""
+    other = copy.deepcopy(model)
+    if not hasattr(other, "redraw_"):
+        return False
+    cast(_Redrawn, other).redraw_(torch.Generator().manual_seed(0))
+    before, after = model.state_dict(), other.state_dict()
+    return any(not torch.equal(before[k].nan_to_num(), after[k].nan_to_num()) for k in before)
 
 
 def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:

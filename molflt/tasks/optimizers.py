@@ -53,7 +53,7 @@ class OptimizerTask(Task[Tensor, object]):
         optimization: arguments of `molflt.tasks.base.Task`.
 
     Raises:
-        ValueError: for an option outside its range, or redrawing where nothing is random.
+        ValueError: for an option outside its range.
     """
 
     model: CoordinateOptimizer
@@ -73,11 +73,6 @@ class OptimizerTask(Task[Tensor, object]):
             raise ValueError(f"task.unroll must be at least 1; got {unroll}")
         if burn_in < 0:
             raise ValueError(f"task.burn_in must be at least 0; got {burn_in}")
-        if self.redraw_every is not None and not self.model.memory.redraws:
-            raise ValueError(
-                f"task.redraw_every={self.redraw_every}: this memory has no random features; "
-                "leave it out"
-            )
         self.unroll = unroll
         self.burn_in = burn_in
 

@@ -147,11 +147,16 @@ class _TrainParser(ArgumentParser):
         config = super().parse_args(words)
         for key in ("config", "__default_config__"):
             config.pop(key, None)
+        files = [Path(name) for name in _values_of("--config", words)]
         if runs:
             config.run = Path(runs[-1])
         elif config.run is None:
-            stems = [Path(name).stem for name in _values_of("--config", words)]
-            config.run = dated_run("-".join(stems) or config.recipe)
+            config.run = dated_run("-".join(file.stem for file in files) or config.recipe)
+        elif (config.run / "config.yaml").resolve() in [file.resolve() for file in files]:
+            raise ValueError(
+                f"--run {config.run}: its config.yaml is what --config reads, and would be "
+                "overwritten; expected another folder; choose another --run"
+            )
         return config
 
     def _take_model_of(self, init: str, recipe: str) -> None:

@@ -55,7 +55,9 @@ def _logging(name: LoggerName, folder: RunFolder) -> Iterator[list[Logger]]:
 def _tensorboard(folder: RunFolder) -> TensorBoardLogger:
     from lightning.pytorch.loggers import TensorBoardLogger
 
-    step = None if folder.checkpoint is None else folder.checkpoint["global_step"] + 1
+    # with the step of the checkpoint itself, whose validation may come again; its rows that do not
+    # are in metrics.csv
+    step = None if folder.checkpoint is None else folder.checkpoint["global_step"]
     return TensorBoardLogger(folder.path, name="", version="tensorboard", purge_step=step)
 
 

@@ -6,10 +6,12 @@ import csv
 import io
 import time
 from collections.abc import Mapping, Sequence
-from typing import Never, cast
+from typing import Any, Never, cast
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from molflt.files import shown, write_atomically
@@ -40,6 +42,7 @@ class _MetricsFile(Callback):
         self.path = folder.path / "metrics.csv"
         self.log_every = log_every
         self.shown: dict[str, str] = {}
+        self._kept: dict[str, Any] = {}
         self._forget()
 
     def _forget(self) -> None:
@@ -47,23 +50,57 @@ class _MetricsFile(Callback):
         self._totals: Tensor | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.is_global_zero:
-            self._rewind(trainer.global_step, _validation_due(self.folder.checkpoint))
         self._forget()
+        if self._kept:  # of all ranks: the first one has them, and all have something to add up
+            totals = torch.tensor(self._kept["totals"], dtype=torch.float64)
+            totals = totals if trainer.is_global_zero else torch.zeros_like(totals)
+            self._totals = totals.to(pl_module.device)
+            self._since -= self._kept["seconds"]
+        if trainer.is_global_zero:
+            self._go_on(trainer)
 
-    def _rewind(self, step: int, validates: bool) -> None:
+    def _go_on(self, trainer: pl.Trainer) -> None:
+        """Makes the table, and that of TensorBoard, as they were at the checkpoint."""
+        again = self._rewind(trainer.global_step, _validation_due(self.folder.checkpoint))
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):  # which has cleared that step away
+                for row in again:
+                    numbers = {name: float(cell) for name, cell in row.items() if cell}
+                    logger.log_metrics(numbers, step=int(numbers.pop("step")))
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Keeps the sums since the last row: without an interruption the next one has them."""
+        if self._totals is not None:
+            totals = trainer.strategy.reduce(self._totals.clone(), reduce_op="sum")
+            seconds = time.perf_counter() - self._since
+            kept = {"totals": totals.tolist(), "seconds": seconds}
+            checkpoint["callbacks"][self.state_key] = kept
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Those of a checkpoint; one of an earlier version has none."""
+        self._kept = state_dict
+
+    def _rewind(self, step: int, validates: bool) -> list[dict[str, str]]:
         """Drops rows that were written after the checkpoint; those steps come again.
 
         Args:
             step: of the checkpoint.
             validates: whether its validation comes again, too.
+
+        Returns:
+            The rows of that step which stay.
         """
         rows = [
-            row
+            (at, row)
             for at, row in (self._read() if step > 0 else ())
-            if at < step or (at == step and (row["lr"] or not validates))
+            # a row of training whose sums were kept is that of a stop, in the middle of them
+            if at < step or (at == step and not (self._kept if row["lr"] else validates))
         ]
-        write_atomically(self.path, self._lines(rows, header=True).encode())
+        text = self._lines([row for _, row in rows], header=True)
+        write_atomically(self.path, text.encode())
+        return [row for at, row in rows if at == step]
 
     def _read(self) -> list[tuple[int, dict[str, str]]]:
         """Steps and rows of the file, without a last one that was being written.
@@ -112,9 +149,10 @@ class _MetricsFile(Callback):
             return
         if trainer.global_step % self.log_every == 0 or trainer.global_step >= trainer.max_steps:
             self._log_training(trainer, cast(_Module, pl_module), self._totals)
+            self._forget()
 
     def _log_training(self, trainer: pl.Trainer, module: _Module, totals: Tensor) -> None:
-        totals = trainer.strategy.reduce(totals, reduce_op="sum")
+        totals = trainer.strategy.reduce(totals.clone(), reduce_op="sum")
         loss, batches, size = totals[:3].tolist()
         metrics = module.task.summarize(totals[3:])
         loss /= batches
@@ -136,7 +174,6 @@ class _MetricsFile(Callback):
             "lr": f"{module.last_lr:.2g}",
             self.speed.replace("_per_", "/"): f"{speed:.0f}",
         }
-        self._forget()
 
     def _write(self, trainer: pl.Trainer, row: Mapping[str, float]) -> None:
         self.folder.append_metrics(self._lines([row]))
@@ -158,6 +195,9 @@ class _MetricsFile(Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._since += time.perf_counter() - self._paused  # atoms/s counts training only
+        if trainer.should_stop and self._totals is not None:  # for want of patience
+            # and not forgotten, as training may go on with more of it
+            self._log_training(trainer, cast(_Module, pl_module), self._totals)
 
 
 def _validation_due(checkpoint: Checkpoint | None) -> bool:

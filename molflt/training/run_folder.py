@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from molflt import __version__
 from molflt.data.batches import Fingerprint
+from molflt.data.structures.domain import DOMAIN
 from molflt.files import append, read_json, shown, verify_tensors, write_atomically
 from molflt.metrics import Metric
 from molflt.training.checkpoint import (
@@ -42,9 +43,14 @@ from molflt.training.origin import (
     check_stopped,
 )
 
-__all__ = ["RunFolder", "read_versions"]
+__all__ = ["KEPT", "RunFolder", "read_versions"]
 
-_MOST_BYTES = 100_000  # of versions.json
+KEPT = (DOMAIN, "references.json", "vocabulary.json", "classes.json", "tokenizer.json")
+"""Names of the files that say what weights mean, of which a run has those of its recipe."""
+
+_RECORD = "init.json"  # of a start from other weights
+_VERSIONS = "versions.json"
+_MOST_BYTES = 100_000  # of that
 
 
 class RunFolder:
@@ -109,6 +115,12 @@ class RunFolder:
             raise FileExistsError(
                 f"{kept}: belongs to an earlier run, whose last.ckpt is gone; expected an empty or "
                 "new folder; choose another --run, or move the file away"
+            )
+        config = self.path / "config.yaml"
+        if config.exists() and not (self.path / _VERSIONS).exists():
+            raise FileExistsError(
+                f"{config}: of no run, and would be overwritten; expected an empty or new folder; "
+                "choose another --run, or move the file away"
             )
 
     def check_config(self, config: Config) -> None:
@@ -196,6 +208,12 @@ class RunFolder:
             return
         for part in self.path.glob("checkpoints/.*.part"):
             part.unlink()  # of a training that was killed while it wrote
+        if self.checkpoint is None:
+            path = self.path / _VERSIONS  # the first file: it tells a config.yaml of ours
+            # an interrupted start may have been of other data, another recipe or other weights
+            for name in {*KEPT, _RECORD} - data_files.keys() if path.exists() else ():
+                (self.path / name).unlink(missing_ok=True)
+            write_atomically(path, (json.dumps(_versions(), indent=2) + "\n").encode())
         for name, content in data_files.items():
             path = self.path / name
             if self.checkpoint is not None and path.is_file() and path.read_bytes() != content:
@@ -206,9 +224,6 @@ class RunFolder:
             write_atomically(path, content)
         text = yaml.safe_dump(self.origin["config"], sort_keys=False, allow_unicode=True)
         write_atomically(self.path / "config.yaml", text.encode())
-        if self.checkpoint is None:
-            versions = json.dumps(_versions(), indent=2) + "\n"
-            write_atomically(self.path / "versions.json", versions.encode())
 
     def save_weights(
         self, name: str, weights: Mapping[str, Tensor], metadata: Mapping[str, object]
@@ -243,11 +258,12 @@ class RunFolder:
         from molflt.plots import training_curve
 
         table, png = self.path / "metrics.csv", self.path / "curve.png"
+        ending = sys.exception()  # of the training, not of the picture
         try:
             if self.writes and table.is_file() and len(table.read_text().splitlines()) > 1:
                 training_curve(table, png, metrics, best)
         except (OSError, ValueError) as error:
-            if error.__context__ is None:
+            if ending is None:
                 print(f"{png}: not drawn: {error}", file=sys.stderr)
 
 
@@ -270,7 +286,7 @@ def read_versions(run: Path) -> dict[str, object]:
     Raises:
         ValueError: naming the file, if it is damaged.
     """
-    path = Path(run) / "versions.json"
+    path = Path(run) / _VERSIONS
     if not path.is_file():
         return {}
     found = read_json(path, _MOST_BYTES, "JSON", "restore it")

@@ -7,20 +7,17 @@ import json
 import math
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from molflt.data.structures.domain import DOMAIN
 from molflt.files import shown
 from molflt.training.initial_weights import Origins, read_origins
-
-if TYPE_CHECKING:
-    from molflt.training.run_folder import RunFolder
+from molflt.training.run_folder import _RECORD, RunFolder
 
 __all__ = ["Start"]
 
-_RECORD = "init.json"
 _MOST = 8  # names in a line; init.json has them all
 
 
@@ -87,8 +84,6 @@ class Start:
                     "is not known; predictions will be compared with the new data alone",
                     stacklevel=2,
                 )
-        elif self.folder.writes:  # of a start that was killed before its first checkpoint
-            (self.folder.path / _RECORD).unlink(missing_ok=True)
 
     def files(self, model: nn.Module) -> dict[str, bytes]:
         """The record that the run keeps, by name."""

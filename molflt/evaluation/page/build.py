@@ -62,9 +62,9 @@ def _sections(found: Contents) -> Iterator[Section]:
     if found.results:
         makers.append(partial(sections.results, found))
     makers.append(partial(sections.training, found, pictures))
-    if run is not None and run.config["recipe"] in OF_STRUCTURES and not found.unmeasured:
+    if run is not None and run.config["recipe"] in OF_STRUCTURES and found.evaluated:
         makers += [partial(make, found, run, pictures) for make in (parity, worst_systems)]
-    if not found.unmeasured:
+    if found.evaluated:
         makers.append(partial(sections.encodings, found, pictures))
     if run is not None:
         makers.append(partial(sections.settings, run))

@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.evaluation.results import RESULTS, run_weights, why_of_others
+from molflt.evaluation.results import RESULTS, given_data, run_weights, why_of_others
 from molflt.evaluation.runs import Results, Run, read_errors, read_results
 from molflt.files import shown, verify_tensors
 from molflt.plots.training import read_columns
@@ -44,6 +44,8 @@ class Contents:
         groups: rows of errors_by_group.csv.
         versions: of versions.json.
         unmeasured: why there are no results, where those that there are belong to others.
+        evaluated: whether the run has results, readable or not.
+        given: what --data was in that evaluation; None if it was left out.
         missing: a line for everything that is not there or damaged.
     """
 
@@ -55,6 +57,8 @@ class Contents:
     groups: Sequence[Row] = ()
     versions: Mapping[str, object] = field(default_factory=dict)
     unmeasured: str = ""
+    evaluated: bool = False
+    given: str | None = None
     missing: list[str] = field(default_factory=list)
 
     def attempt(self, read: Callable[[], _Found], otherwise: _Found) -> _Found:
@@ -108,8 +112,11 @@ def read_contents(path: Path) -> Contents:
     found.versions = found.attempt(lambda: read_versions(path), {})
     if not found.versions and not any("versions.json" in line for line in found.missing):
         found.missing.append(f"{path / 'versions.json'}: not there; versions are unknown")
-    if not found.unmeasured:
+    # without the results, what lies there may be of an evaluation that has failed
+    found.evaluated = not found.unmeasured and (path / RESULTS).is_file()
+    if found.evaluated:
         found.results = found.attempt(lambda: read_results(path / RESULTS), {})
+        found.given = found.attempt(lambda: given_data(path), None)
         found.predictions = found.attempt(lambda: _rows(path / "predictions.csv"), [])
         found.groups = found.attempt(lambda: _rows(path / "errors_by_group.csv"), [])
     if config is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from molflt.evaluation.page.contents import Contents
+from molflt.evaluation.page.contents import OF_STRUCTURES, Contents
 from molflt.evaluation.page.html import Html, Section, details, joined, pre, table
 from molflt.evaluation.page.pictures import Pictures
 from molflt.evaluation.runs import Run, flat_options, standard_error
@@ -40,6 +40,7 @@ _NAMES = {
     "nearest": "attention on the nearest 10 % of the tokens",
     "farthest": "attention on the farthest 10 % of the tokens",
 }
+_NAMED_BY = {"learned_optimizer": "--tasks", "population_optimizer": "--functions"}
 _VALIDATIONS = 20  # rows of their table
 _FILES = 200
 _KEPT = {  # pictures of evaluations: title, the picture in words
@@ -271,10 +272,21 @@ def repeat(found: Contents) -> Section:
     lines = []
     if version := found.versions.get("molflt"):
         commit = found.versions.get("git_commit")
-        lines.append(f"# molflt {version}" + (f", commit {commit}" if commit else ""))
+        said = f"molflt {version}" + (f", commit {commit}" if commit else "")
+        lines.append(f"# {' '.join(said.split())}")  # a line break in a file would end the comment
     lines.append(f"molflt train --config {config} --run AGAIN")
-    splits = " ".join(shlex.quote(split) for split in found.results)
-    lines.append("molflt evaluate AGAIN" + (f" --splits {splits}" if splits else ""))
+    lines.append(shlex.join(["molflt", "evaluate", "AGAIN", *_of_results(found)]))
     lines.append("molflt report AGAIN")
     said = Html("<p>AGAIN is the name of a new folder.</p>")
     return Section("repeat", "How to repeat it", joined([said, pre(lines)]))
+
+
+def _of_results(found: Contents) -> list[str]:
+    """Options of the evaluation that the results are of."""
+    recipe = "" if found.run is None else str(found.run.config["recipe"])
+    if not found.results:
+        return []
+    data = [] if found.given is None else ["--data", found.given]
+    if data and recipe not in (*OF_STRUCTURES, *_NAMED_BY):
+        return data  # which is all that there is to judge
+    return [_NAMED_BY.get(recipe, "--splits"), *found.results, *data]
