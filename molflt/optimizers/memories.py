@@ -32,11 +32,9 @@ class Memory(nn.Module, ABC):
     """Base class: (coordinates, steps, dim) -> the same shape, causal along steps.
 
     Attributes:
-        redraws: whether it has random features.
         grows: whether its state does, with every step.
     """
 
-    redraws: ClassVar[bool] = False
     grows: ClassVar[bool] = False
 
     @abstractmethod
@@ -110,11 +108,6 @@ class AttentionMemory(Memory):
                 )
         self.position_scale = position_scale
         self.window = window
-
-    @property
-    def redraws(self) -> bool:  # type: ignore[override]
-        """Kernelized attention alone has random features."""
-        return not self.softmax
 
     @property
     def grows(self) -> bool:  # type: ignore[override]
