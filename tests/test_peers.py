@@ -436,7 +436,10 @@ def test_kernel_ridge_without_scikit_learn_says_what_to_install(words, monkeypat
     assert "kernel-ridge needs scikit-learn; pip install 'molflt[bench]'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("page", "folder"), [("dft.md", "game-net"), ("sample.md", "sample")])
+@pytest.mark.parametrize(
+    ("page", "folder"),
+    [("dft.md", "game-net"), ("sample.md", "sample"), ("dft.md", "attention")],
+)
 def test_the_page_has_what_the_runs_had(page: str, folder: str) -> None:
     """Cells of the tables, from the errors that lie beside the energies of every system."""
     docs = models.REPOSITORY / "docs" / "results"
