@@ -37,7 +37,7 @@ from molflt.files import shown, write_atomically
 from molflt.graph.geometry import Geometry
 from molflt.graph.potential import Potential
 from molflt.tasks.potential import PotentialTask
-from molflt.training.checkpoint import write_checkpoint
+from molflt.training.checkpoint import read_sealed, write_checkpoint
 
 CONFIG = Path(__file__).parents[1] / "configs/potential.yaml"
 CUTOFF = 5.0  # Å
@@ -103,7 +103,7 @@ def read_state(path: Path) -> dict[str, Any]:
         ValueError: naming the file, if it is damaged.
     """
     try:
-        kept: dict[str, Any] = torch.load(path, weights_only=True)
+        kept, _ = read_sealed(path)
         return {key: kept[key] for key in ("model", "optimizer", "step", "spent")}
     except Exception as error:  # a damaged file makes the reader fail in any way
         raise ValueError(
@@ -226,7 +226,7 @@ def measured(options: argparse.Namespace) -> Rows:
     job = {key: value for key, value in vars(options).items() if key not in own}
     job |= {"data": str(options.data), "config": CONFIG.name, "content": CONFIG.read_text()}
     opened = {split: points_of(options, split) for split in options.test}
-    job["digests"] = {split: own.fingerprints() for split, (own, _) in opened.items()}
+    job["digests"] = {split: data.fingerprints() for split, (data, _) in opened.items()}
     prepare(options.out, job)
     data, tests = opened[options.test[0]][0], {split: found[1] for split, found in opened.items()}
     rows = trivial(data, tests)

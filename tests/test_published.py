@@ -10,7 +10,7 @@ import pytest
 
 from molflt.data.structures.systems import System, write_systems
 from molflt.evaluation.predictions import Predictions
-from molflt.evaluation.published import _compare, read_published
+from molflt.evaluation.published import _compare, _members, read_published
 
 NAMES = [f"cu-{i}" for i in range(8)]
 
@@ -52,7 +52,8 @@ def table(path: Path) -> list[dict[str, str]]:
 
 def test_systems_are_matched_by_name_whatever_the_order(root: Path) -> None:
     names = [name for name in reversed(NAMES) if name != "cu-3"]  # 103 only we have
-    text, files = _compare(read_published(published(root / "p.npz", names), root), FOUND, root)
+    others = read_published(published(root / "p.npz", names), root)
+    text, files = _compare(others, _members(others, FOUND), FOUND, root)
     assert "beside p.npz: MAE / eV over 4 of 7 systems" in text
     assert [file.name for file in files] == [
         "published.csv",
@@ -86,12 +87,13 @@ def test_predictions_that_are_missing_do_not_count(root: Path) -> None:
     gaps = np.full((8, 2), -1.0)
     gaps[2, 1] = np.nan
     others = read_published(published(root / "p.npz", a=gaps), root)
-    assert "over 4 of 7 systems" in _compare(others, FOUND, root)[0]  # 100, 103, 105, 107
+    text, _ = _compare(others, _members(others, FOUND), FOUND, root)
+    assert "over 4 of 7 systems" in text  # 100, 103, 105, 107
     others = read_published(published(root / "p.npz", a=gaps * np.nan), root)
     with pytest.raises(
         ValueError, match=r"expected predictions of some of the 7 systems; got none"
     ):
-        _compare(others, FOUND, root)
+        _members(others, FOUND)
 
 
 @pytest.mark.parametrize(

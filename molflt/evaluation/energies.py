@@ -110,11 +110,10 @@ def evaluate(
     _expect_submission(submission, names, datasets, published)
     median, baseline = source.training_median()
     found = {split: infer(model, datasets[split], batch_size, split) for split in splits}
-    if others is not None:
-        _members(others, found)  # refuses, before anything is written
+    members = [] if others is None else _members(others, found)
     structures, moved = _write_relaxed(model, datasets, relaxed, batch_size)
     uncertainty = _assess(model, found, out, calibration_split, source.own.train)
-    begin_results(out, *_FILES)
+    begin_results(out, *_FILES)  # after all that refuses; a calibration is of weights, and stays
     _say_what_labels_lack(found)
     results = {split: _metrics(part, median) for split, part in found.items()}
     for split, row in results.items():
@@ -128,7 +127,7 @@ def evaluate(
     if others is None:
         tables += [_published_table(results)] if _is_oc20(datasets) else []
     else:
-        table, compared = _compare(others, found, out)
+        table, compared = _compare(others, members, found, out)
         tables.append(table)
         files += compared
     if submission is not None:

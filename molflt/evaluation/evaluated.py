@@ -140,6 +140,8 @@ class EvaluationData:
                 were trained on a split and others were not.
         """
         if isinstance(model, EnsembleRegressor):
+            if self.data.is_one and self.stem is None:
+                self._expect_same_split(model)
             self._expect_alike_unseen(splits, model)
         if self.stem is not None:
             opened = {self.stem: self.data.whole(self.skip_bad)}
@@ -149,10 +151,10 @@ class EvaluationData:
             opened = self.data.open(splits, self.skip_bad)
         return {split: check_structures(dataset) for split, dataset in opened.items()}
 
-    def _expect_alike_unseen(self, splits: Sequence[str], model: EnsembleRegressor) -> None:
-        """Raises ValueError if a split is what some members were trained on, and others not."""
+    def _expect_same_split(self, model: EnsembleRegressor) -> None:
+        """Raises ValueError if members held out different structures of their one file."""
         first = self.own
-        for member in model.data.values() if self.data.is_one and self.stem is None else ():
+        for member in model.data.values():
             if member.root == first.root and _drawn(member) != _drawn(first):
                 raise ValueError(
                     f"{first.root}: the runs of this ensemble held out different structures of it, "
@@ -161,6 +163,9 @@ class EvaluationData:
                     "data.split_seed and data.val_fraction, or evaluate other structures with "
                     "--data"
                 )
+
+    def _expect_alike_unseen(self, splits: Sequence[str], model: EnsembleRegressor) -> None:
+        """Raises ValueError if a split is what some members were trained on, and others not."""
         for split in splits:
             learned = [run for run, own in model.data.items() if self._is_learned(split, own)]
             if 0 < len(learned) < len(model.data):

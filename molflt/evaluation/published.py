@@ -91,22 +91,19 @@ def read_published(path: Path, root: Path) -> Published:
 
 
 def _compare(
-    published: Published, found: Mapping[str, Predictions], out: Path
+    published: Published, members: list[_Member], found: Mapping[str, Predictions], out: Path
 ) -> tuple[str, list[Path]]:
     """Compares over the systems that both sides predicted and that have a label.
 
     Args:
         published: energies of others.
-        found: split -> ours.
+        members: these systems, of `_members`.
+        found: split -> ours, of all systems.
         out: folder for published.csv, published_errors.csv and published.png.
 
     Returns:
         Tables in plain text, and the files.
-
-    Raises:
-        ValueError: if there is no such system.
     """
-    members = _members(published, found)
     total = sum(len(part.energy) for part in found.values())
     target = np.array([member.target for member in members])
     energies = {_OURS: np.array([member.energies for member in members])}

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from molflt.files import read_json, shown, write_atomically
+from molflt.plots.figure import FORMATS
 from molflt.training.checkpoint import weights_digest
 from molflt.training.config import Config, absolute
 
@@ -46,10 +47,11 @@ def begin_results(out: Path, *names: str) -> None:
         out: folder.
         names: of all files that such an evaluation may write; of pictures, in every format.
     """
-    pictures = [name for name in names if name.endswith(".png")]
-    others = [Path(name).with_suffix(end).name for name in pictures for end in (".svg", ".pdf")]
-    for name in (RESULTS, _NOTE, *names, *others):  # the note last of the two: alone it is nothing
+    for name in (RESULTS, _NOTE):  # the note last: alone it is nothing
         (out / name).unlink(missing_ok=True)
+    for name in names:
+        for ending in FORMATS if name.endswith(".png") else [Path(name).suffix[1:]]:
+            (out / name).with_suffix(f".{ending}").unlink(missing_ok=True)
 
 
 def write_results(

@@ -70,7 +70,8 @@ class Calculator(AseCalculator):
             if device is not None:
                 model = model.to(device_named(device))
         else:
-            name, model = str(source), read_trained(source, checkpoint, device or "auto").model
+            where = "auto" if device is None else device
+            name, model = str(source), read_trained(source, checkpoint, where).model
         if not isinstance(model, Potential):
             raise ValueError(
                 f"{name}: a calculator needs a potential; got {type(model).__name__}, whose "

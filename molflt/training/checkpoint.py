@@ -20,8 +20,8 @@ from molflt.training.config import Config, read_config
 from molflt.training.recipes import Recipe
 
 __all__ = ["Checkpoint", "check_unchanged", "check_weights", "count_parameters", "device_named"]
-__all__ += ["load_run", "model_weights", "read_checkpoint", "save_weights", "weights_digest"]
-__all__ += ["weights_of", "write_checkpoint"]
+__all__ += ["load_run", "model_weights", "read_checkpoint", "read_sealed", "save_weights"]
+__all__ += ["weights_digest", "weights_of", "write_checkpoint"]
 
 Checkpoint = dict[str, Any]  # Lightning's, and under "molflt" what the run was begun with
 
@@ -272,16 +272,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such checkpoint; nothing to resume; start a new run")
-    content = path.read_bytes()
-    body, seal = content[:-_DIGEST], content[-_DIGEST:]
-    sealed = seal.startswith(_SEAL)
-    if sealed and (found := hashlib.sha256(body).hexdigest().encode()) != seal[len(_SEAL) :]:
-        raise ValueError(
-            f"{path}: damaged since it was written; expected sha256 "
-            f"{shown(seal[len(_SEAL) :][:12].decode(errors='replace'))}...; "
-            f"got {found[:12].decode()!r}...; {_GONE}"
-        )
-    checkpoint: Checkpoint = _unpack(path, content)
+    checkpoint, sealed = read_sealed(path)
     for part, kind in _PARTS.items():
         if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(part), kind):
             there = isinstance(checkpoint, dict) and part in checkpoint
@@ -295,6 +286,24 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if "molflt" in checkpoint and not sealed:
         raise ValueError(f"{path}: damaged since it was written; its sha256 is missing; {_GONE}")
     return checkpoint
+
+
+def read_sealed(path: Path) -> tuple[Checkpoint, bool]:
+    """What a file of tensors and plain values holds, and whether it has a digest; see above.
+
+    Raises:
+        ValueError: naming the file, as `read_checkpoint`.
+    """
+    content = path.read_bytes()
+    body, seal = content[:-_DIGEST], content[-_DIGEST:]
+    sealed = seal.startswith(_SEAL)
+    if sealed and (found := hashlib.sha256(body).hexdigest().encode()) != seal[len(_SEAL) :]:
+        raise ValueError(
+            f"{path}: damaged since it was written; expected sha256 "
+            f"{shown(seal[len(_SEAL) :][:12].decode(errors='replace'))}...; "
+            f"got {found[:12].decode()!r}...; {_GONE}"
+        )
+    return _unpack(path, content), sealed
 
 
 def _check_numbers(path: Path, key: str, value: object) -> None:

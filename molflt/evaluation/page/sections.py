@@ -272,8 +272,8 @@ def repeat(found: Contents) -> Section:
     lines = []
     if version := found.versions.get("molflt"):
         commit = found.versions.get("git_commit")
-        said = f"molflt {version}" + (f", commit {commit}" if commit else "")
-        lines.append(f"# {' '.join(said.split())}")  # a line break in a file would end the comment
+        made = f"molflt {version}" + (f", commit {commit}" if commit else "")
+        lines.append(f"# {' '.join(made.split())}")  # a line break in a file would end the comment
     lines.append(f"molflt train --config {config} --run AGAIN")
     lines.append(shlex.join(["molflt", "evaluate", "AGAIN", *_of_results(found)]))
     lines.append("molflt report AGAIN")
