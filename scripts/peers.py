@@ -3,7 +3,8 @@
     python scripts/peers.py --data datasets/chgnet-sample --out runs/peers --minutes 10 --jobs 2
     python scripts/peers.py --data DIR --out runs/peers-few --minutes 10 --fractions 0.1 0.3 1.0 \\
         --models molflt painn kernel-ridge configs/atoms/near.yaml,model.heads=4
-    python scripts/peers.py ... --tune                      # learning rates first, on val_id
+    python scripts/peers.py ... --tune --tune-most 5        # learning rates first, on val_id
+    python scripts/peers.py ... --against molflt            # how far apart the others are
     python scripts/peers.py ... -- --trainer.ema_decay 0.99 # options of molflt train, for all nets
 
 DIR holds compact stores: train, val_id and whatever other val and test splits there are. A model is
@@ -16,7 +17,8 @@ Batches, targets, loss, optimizer and clipping are those of --config for all net
 atoms below the surface are left out; element and tag are the inputs of all, and periodic images are
 edges. Peers have their usual learning rates, and DimeNet++ batches of 8, unless options behind --
 name others. An average of weights has the decay of --config, or forgets faster: it is over a tenth
-of the steps at most, or slow nets would be judged by their beginnings.
+of the steps at most, or slow nets would be judged by their beginnings. Three learning rates are
+tried, and with --tune-most further ones as long as the best one is the largest or the smallest.
 Writes comparison.md and .csv, error-cpu.png, error-size.png, and jobs/*.json with predictions.
 Started again, it goes on where it was stopped and repeats no job.
 """
@@ -26,13 +28,14 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 
 from kit.words import described, parsed
 from peers_kit import pool, report
 from peers_kit.jobs import options_of, run_job
-from peers_kit.models import MODELS, REPOSITORY, title
+from peers_kit.models import MODELS, REPOSITORY, TRIED, title
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
@@ -40,7 +43,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = described(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of compact stores")
     parser.add_argument("--out", type=Path, default=Path("runs/peers"))
-    parser.add_argument("--config", type=Path, default=REPOSITORY / "configs/demo.yaml")
+    # relative, so that results can be gone on with in another clone
+    demo = Path(os.path.relpath(REPOSITORY / "configs/demo.yaml"))
+    parser.add_argument("--config", type=Path, default=demo)
     parser.add_argument("--models", nargs="+", default=list(MODELS), metavar="MODEL")
     parser.add_argument("--minutes", type=_positive, default=10.0, help="CPU time of each training")
     parser.add_argument("--seeds", type=int, default=3, help="how many, from 0 on")
@@ -49,10 +54,14 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--evaluations", type=int, default=10, help="points of a curve")
     parser.add_argument("--tune", action="store_true", help="try three learning rates of each net")
     parser.add_argument("--tune-minutes", type=_positive, help="of each; a fifth of --minutes")
+    parser.add_argument("--tune-most", type=int, default=len(TRIED), help="rates of each net")
+    parser.add_argument("--against", metavar="MODEL", help="adds the differences from this one")
     options = parsed(parser, words)
     for name in ("seeds", "jobs", "evaluations"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1; got {getattr(options, name)}")
+    if options.against and options.against not in map(title, options.models):
+        parser.error(f"--against {options.against}: expected one of --models")
     options.tune_minutes = options.tune_minutes or options.minutes / 5
     options.fractions = sorted(set(options.fractions))
     options.models = list(dict.fromkeys(options.models))
@@ -92,17 +101,19 @@ def compare(options: argparse.Namespace) -> bool:
     check(options)
     well, rates, tried = True, {}, {}
     if options.tune:
-        trials = pool.tuning(options)
-        every = {path: job for jobs in trials.values() for path, job in jobs.items()}
-        pool.check(every)
-        well = pool.run(every, options.jobs)
+        trials, more = pool.tuning(options), True
+        while more:
+            every = {path: job for jobs in trials.values() for path, job in jobs.items()}
+            pool.check(every)
+            well = pool.run(every, options.jobs) and well
+            more = pool.widen(options, trials)
         rates = {name: pool.best_rate(jobs) for name, jobs in trials.items()}
         tried = {name: len(jobs) for name, jobs in trials.items()}
     jobs = pool.comparison(options, rates)
     pool.check(jobs)
     well = pool.run(jobs, options.jobs) and well
     if results := report.results_of(jobs):
-        print(report.write(options.out, results, tried))
+        print(report.write(options.out, results, tried, options.against))
     return well
 
 

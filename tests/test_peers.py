@@ -385,6 +385,66 @@ def test_learning_rates_are_tried_on_val_id_alone(words, tmp_path, capsys) -> No
     assert peers.main(_with(words, *options)) == 0 and pool.done == []
 
 
+def test_more_rates_are_tried_while_the_best_is_at_an_end(words, tmp_path, monkeypatch) -> None:
+    """Here the smallest, each time; then as many as were allowed."""
+    errors = {rate: rate for rate in (3.3e-4, 1e-3, 3e-3, 1.1e-4, 3.7e-5, 1.2e-5)}
+
+    def smallest(jobs: dict) -> float | None:
+        return min((job["lr"] for job in jobs.values()), default=None)
+
+    monkeypatch.setattr(pool, "best_rate", smallest)
+    options = ["--seeds", "1", "--tune", "--tune-minutes", "0.001", "--tune-most", "5"]
+    assert peers.main(_with(words, *options)) == 0
+    rates = [float(name.partition("lr")[2]) for name in pool.done if name.startswith("tune_")]
+    assert sorted(rates) == sorted(list(errors)[:5])
+    monkeypatch.setattr(pool, "best_rate", lambda jobs: 1e-3 if jobs else None)
+    pool.done.clear()
+    assert peers.main(_with(words, *options, "--out", str(tmp_path / "inside"))) == 0
+    assert sum(name.startswith("tune_") for name in pool.done) == 3
+
+
+def test_differences_have_the_spread_of_systems_and_of_seeds(words, tmp_path, capsys) -> None:
+    assert peers.main(_with(words, "--seeds", "2", "--against", "median")) == 0
+    labels = open_dataset(tmp_path / "data" / "val_id.safetensors").y_relaxed
+
+    def errors(model: str) -> np.ndarray:
+        files = sorted((tmp_path / "out" / "jobs").glob(f"{model}_*"))
+        found = [json.loads(file.read_text())["splits"]["val_id"]["energy_eV"] for file in files]
+        return np.abs(np.array(found) - labels)
+
+    ours, median = errors("small"), errors("median")
+    apart = (ours - median).mean(axis=0)
+    seeds = ours.mean(axis=1)
+    error = (apart.std(ddof=1) ** 2 / len(labels) + seeds.std(ddof=1) ** 2 / 2) ** 0.5
+    text = capsys.readouterr().out
+    assert f"| small | {apart.mean():.3f} ± {error:.3f} |" in text
+    assert "| MAE - MAE of median, eV | val_id |" in text
+    with pytest.raises(SystemExit):
+        peers.main(_with(words, "--against", "painn"))
+    assert "--against painn: expected one of --models" in capsys.readouterr().err
+
+
+def test_archived_runs_of_the_sample_can_be_gone_on_with(tmp_path, monkeypatch) -> None:
+    """By the command of the page, from the top of any clone."""
+    monkeypatch.chdir(models.REPOSITORY)
+    with tarfile.open("docs/results/peers-runs.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    text = (models.REPOSITORY / "docs" / "results" / "sample.md").read_text()
+    command = text[
+        text.index("scripts/peers.py --data datasets/chgnet-sample --out runs/peers/sa") :
+    ]
+    given = command.partition("```")[0].replace("\\\n", " ").split()[1:]
+    options = peers.parse([*given, "--out", str(tmp_path / "peers" / "sample")])
+    trials = pool.tuning(options)
+    while pool.widen(options, trials):
+        pass
+    rates = {name: pool.best_rate(jobs) for name, jobs in trials.items()}
+    jobs = pool.comparison(options, rates)
+    for each in (jobs, *trials.values()):
+        assert each and all(path.exists() for path in each)
+        pool.check(each)
+
+
 def test_a_training_that_diverges_has_no_numbers(words, capsys) -> None:
     given = _with(words, "--seeds", "1")
     assert peers.main([*given, "--task.lr", "1e30", "--trainer.gradient_clip", "null"]) == 0

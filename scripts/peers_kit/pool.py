@@ -80,7 +80,6 @@ def comparison(options: Namespace, rates: Mapping[str, float | None]) -> Jobs:
 
 def tuning(options: Namespace) -> dict[str, Jobs]:
     """Short jobs by model, one per learning rate; only the curve's split is predicted."""
-    short = Namespace(**{**vars(options), "minutes": options.tune_minutes, "evaluations": 1})
     found: dict[str, Jobs] = {}
     for model in options.models:
         name = title(model)
@@ -88,12 +87,27 @@ def tuning(options: Namespace) -> dict[str, Jobs]:
             continue
         words = ["--config", str(options.config), *variant_words(model), *options.words]
         usual = config_of(name, words)["task"]["lr"]
-        found[name] = {}
-        for lr in (float(f"{factor * usual:.2g}") for factor in TRIED):
-            job = job_of(short, model, TUNING_SEED, 1.0, lr)
-            file = f"tune_{name}_{short.minutes:g}min_lr{lr:g}.json"
-            found[name][options.out / "jobs" / file] = job | {"splits": job["splits"][:1]}
+        found[name] = dict(_trial(options, model, factor * usual) for factor in TRIED)
     return found
+
+
+def _trial(options: Namespace, model: str, rate: float) -> tuple[Path, Job]:
+    lr = float(f"{rate:.2g}")
+    short = Namespace(**{**vars(options), "minutes": options.tune_minutes, "evaluations": 1})
+    job = job_of(short, model, TUNING_SEED, 1.0, lr)
+    file = f"tune_{title(model)}_{short.minutes:g}min_lr{lr:g}.json"
+    return options.out / "jobs" / file, job | {"splits": job["splits"][:1]}
+
+
+def widen(options: Namespace, trials: dict[str, Jobs]) -> bool:
+    """Adds a rate beyond the best one where that is the largest or smallest; whether any was."""
+    before = sum(map(len, trials.values()))
+    for model in options.models:
+        jobs = trials.get(title(model), {})
+        best, rates = best_rate(jobs), sorted(float(job["lr"] or 0) for job in jobs.values())
+        if best is not None and len(rates) < options.tune_most and best in (rates[0], rates[-1]):
+            jobs.update([_trial(options, model, 3 * best if best == rates[-1] else best / 3)])
+    return sum(map(len, trials.values())) > before
 
 
 def best_rate(jobs: Jobs) -> float | None:
