@@ -330,3 +330,7 @@ def test_weights_that_cannot_be_loaded_are_named(run, tmp_path):
         load_run(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"no such checkpoint; there: none"):
         load_run(run, str(tmp_path / "none" / "absent.safetensors"))
+    with pytest.raises(
+        FileNotFoundError, match=r"lats: no such checkpoint; expected best, last, or"
+    ):
+        load_run(run, "lats")

@@ -107,7 +107,7 @@ def predict(
         model.use_mesh_(mesh_order)
     atoms = out is not None and out.suffix in _OF_ATOMS
     reading = model.reading_of(file, tags)._replace(keep_atoms=atoms)
-    dataset = open_structures(file, skip_bad, reading)
+    dataset = open_structures(file, skip_bad, reading, model.model)
     known = model.calibration(calibration)
     marks: list[dict[str, object]] = [{"index": dataset.place(i)} for i in range(len(dataset))]
     if part is not None and out is not None:

@@ -149,7 +149,7 @@ class EvaluationData:
             if self.data.is_one:
                 self._expect_unchanged()
             opened = self.data.open(splits, self.skip_bad)
-        return {split: check_structures(dataset) for split, dataset in opened.items()}
+        return {split: check_structures(dataset, model) for split, dataset in opened.items()}
 
     def _expect_same_split(self, model: EnsembleRegressor) -> None:
         """Raises ValueError if members held out different structures of their one file."""

@@ -13,7 +13,9 @@ from tqdm import tqdm
 
 from molflt.data.batches import SizeBucketedBatchSampler
 from molflt.data.structures import Structures
-from molflt.evaluation.predictions import Predictions, _hill, warn_of_elements
+from molflt.evaluation.elements import expect_described, warn_of_elements
+from molflt.evaluation.predictions import Predictions, _hill
+from molflt.graph.heads import undescribed
 from molflt.memory import within_memory
 from molflt.tasks.potential import PotentialTask, point_errors
 
@@ -64,14 +66,16 @@ def infer_points(model: nn.Module, dataset: Structures, batch_size: int, name: s
     count = len(dataset)
     columns = {key: np.empty(count) for key in ("energy", "target", "forces")}
     numbers = {key: np.empty(count, dtype=np.int64) for key in ("sid", "natoms")}
-    formula, present = [""] * count, set[int]()
+    formula, present, beyond = [""] * count, set[int](), undescribed(model)
     elements: list[NDArray[np.int64]] = []
     forces: list[_Numbers] = []
     totals = torch.zeros(len(PotentialTask.sums._fields), dtype=torch.float64)
     bar = tqdm(total=count, desc=name, unit=" systems", leave=False, disable=None)
     with bar:
         for indices in SizeBucketedBatchSampler(dataset.natoms, batch_size):
-            batch = Batch.from_data_list([dataset[i] for i in indices]).to(device)
+            records = [dataset[i] for i in indices]
+            expect_described(records, beyond, dataset.path)
+            batch = Batch.from_data_list(records).to(device)
             judged = _judged(model, batch, f"{dataset.path}: {name}")
             totals += judged.sums.cpu()
             elements.append(judged.elements)

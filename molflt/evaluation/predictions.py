@@ -19,8 +19,11 @@ from molflt.data.batches import SizeBucketedBatchSampler
 from molflt.data.structures import AS_IT_IS, Reading, Structures, open_dataset
 from molflt.data.structures.domain import Domain
 from molflt.data.structures.labels import energy_kind
+from molflt.data.structures.parts import element_faults, without
+from molflt.evaluation.elements import expect_described, warn_of_elements
 from molflt.evaluation.ensemble import EnsembleRegressor
 from molflt.evaluation.report import _warn
+from molflt.graph.heads import undescribed
 from molflt.graph.potential import Potential
 from molflt.memory import within_memory
 
@@ -28,7 +31,6 @@ if TYPE_CHECKING:
     from torch_geometric.data import Batch, Data
 
 __all__ = ["UNKNOWN", "Predictions", "check_structures", "infer", "open_structures"]
-__all__ += ["warn_of_elements"]
 
 UNKNOWN = "unknown"  # adsorbate and slab of a structure without tags
 _LISTED = 3  # structures in a warning
@@ -90,30 +92,42 @@ class Predictions:
         return self.energy[self.labeled], self.target[self.labeled]
 
 
-def open_structures(path: Path, skip_bad: bool, reading: Reading = AS_IT_IS) -> Structures:
+def open_structures(
+    path: Path, skip_bad: bool, reading: Reading = AS_IT_IS, model: nn.Module | None = None
+) -> Structures:
     """Structures to predict energies of; warns of those that are left out.
 
     Args:
         path: a file that ASE reads, a compact store, or an OC20 LMDB.
         skip_bad: leave out structures that cannot be used, and list them.
         reading: what the entries of a file that ASE reads mean; labels are not needed.
+        model: what shall predict them, if it is known.
 
     Raises:
         FileNotFoundError: if there is nothing.
         ValueError: if there are no structures, one cannot be used, or the file was changed since
             it was written.
     """
-    return check_structures(open_dataset(path, skip_bad, reading._replace(for_prediction=True)))
+    dataset = open_dataset(path, skip_bad, reading._replace(for_prediction=True))
+    return check_structures(dataset, model)
 
 
-def check_structures(dataset: Structures) -> Structures:
-    """The structures to predict energies of, as they are; warns of those that were left out.
+def check_structures(dataset: Structures, model: nn.Module | None = None) -> Structures:
+    """The structures to predict energies of; warns of those that are left out.
+
+    Args:
+        dataset: any.
+        model: what shall predict them; where bad structures are left out, so are those with
+            elements that it cannot take.
 
     Raises:
         ValueError: if there are no structures, or the file was changed since it was written.
     """
     path = dataset.path
     dataset.verify()
+    beyond = undescribed(model) if model is not None and dataset.skip_bad else ()
+    if faults := element_faults(dataset, beyond):
+        dataset = without(dataset, None, faults)
     if text := dataset.left_out():
         _warn(text)
     if len(dataset) == 0:
@@ -153,7 +167,7 @@ def infer(
 
     device = next(iter(model.state_dict().values()), torch.empty(0)).device
     several = len(model.members) if isinstance(model, EnsembleRegressor) else None
-    rows = _Rows(len(dataset), several or 1)
+    rows, beyond = _Rows(len(dataset), several or 1), undescribed(model)
     # disable=None: no bar where stderr is a file
     bar = tqdm(total=len(dataset), desc=name, unit=" systems", leave=False, disable=None)
     with bar, torch.inference_mode(), warnings.catch_warnings():
@@ -161,6 +175,7 @@ def infer(
         warnings.filterwarnings("ignore", message=".*no atom with tag > 0.*")
         for indices in SizeBucketedBatchSampler(dataset.natoms, batch_size):
             records = [dataset[i] for i in indices]
+            expect_described(records, beyond, dataset.path)
             batch = Batch.from_data_list(records).to(device)
             out = _outputs(model, batch, dataset.path)
             rows.members[indices] = _energies(out, batch, dataset.path)
@@ -254,43 +269,13 @@ class _Rows:
         )
 
 
-def warn_of_elements(model: nn.Module, present: set[int], name: str) -> None:
-    """Warns of elements that did not occur in training, or have no reference energy."""
-    from ase.data import chemical_symbols
-
-    def those_without(buffer: str) -> str:
-        known = getattr(model, buffer, None)
-        if known is None:
-            return ""
-        return ", ".join(chemical_symbols[z] for z in sorted(present) if not bool(known[z]))
-
-    if unknown := those_without("trained_elements"):
-        _warn(
-            f"{name}: {unknown} did not occur in training; energies of structures with them "
-            f"{_worth(model)}; train on data that have them"
-        )
-    fitted = getattr(model, "element_energies", None)
-    if fitted is not None and fitted.any() and (unknown := those_without("element_energies")):
-        _warn(
-            f"{name}: no reference energy of {unknown}, which the training split does not have; "
-            "total energies of structures with them are off by that"
-        )
-
-
-def _worth(model: nn.Module) -> str:
-    """What energies of elements that training did not see are worth."""
-    members = getattr(model, "members", [model])
-    described = all(getattr(member, "descriptors", False) for member in members)
-    return "rest on descriptors alone: expect larger errors" if described else "mean nothing"
-
-
 def _outputs(model: nn.Module, batch: Batch, path: Path) -> Mapping[str, Tensor]:
     """What the model says of a batch."""
     with within_memory(lambda: _largest(batch, path), "lower --batch-size"):
         try:
             out: Mapping[str, Tensor] = model(batch)
         except ValueError as error:
-            raise ValueError(f"{_largest(batch, path)}: {error}") from None
+            raise ValueError(f"{_largest(batch, path).rstrip(',')}: {error}") from None
     return out
 
 

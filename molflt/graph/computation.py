@@ -82,6 +82,7 @@ class EnergyInputs(NamedTuple):
         if not model.subsurface:
             atoms, _ = atoms.above_subsurface()
         geometry, numbers, _ = atoms
+        model.embedding.element.check(numbers)
         assert geometry.tags is not None
         encoding, nothing = model.encoding, geometry.pos.new_zeros(geometry.graphs, 2, 3)
         found = _Found(None)

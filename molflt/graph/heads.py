@@ -50,20 +50,26 @@ class ElementEmbedding(nn.Embedding):
         if not self.described:
             return super().forward(numbers)
         if at_hand(numbers):
-            _check_described(numbers, self.get_buffer("has_descriptors"))
+            self.check(numbers)
         x = self.get_buffer("table").to(self.weight)
         vectors: Tensor = self.weight + self.mix(self.waves(x).sin())
         return vectors[numbers]
 
+    def check(self, numbers: Tensor) -> None:
+        """Raises ValueError for elements of which no descriptors are known, if they are used."""
+        if self.described and (unknown := ~self.get_buffer("has_descriptors")[numbers]).any():
+            raise ValueError(
+                f"no descriptors are known of element {int(numbers[unknown][0])}; expected a "
+                "composition of others; leave such structures out, or train with "
+                "--model.descriptors false"
+            )
 
-def _check_described(numbers: Tensor, known: Tensor) -> None:
-    unknown = ~known[numbers]
-    if unknown.any():
-        raise ValueError(
-            f"no descriptors are known of element {int(numbers[unknown][0])}; expected a "
-            "composition of others; leave such structures out, or train with "
-            "--model.descriptors false"
-        )
+
+def undescribed(model: nn.Module) -> frozenset[int]:
+    """Atomic numbers that a model cannot take, as it, or a member of it, has no descriptors."""
+    parts = [part for part in model.modules() if isinstance(part, ElementEmbedding)]
+    known = [part.get_buffer("has_descriptors") for part in parts if part.described]
+    return frozenset(z for z in range(1, _NUM_ELEMENTS) if not all(own[z] for own in known))
 
 
 class AtomEmbedding(nn.Module):

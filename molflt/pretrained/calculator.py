@@ -14,7 +14,7 @@ from ase.calculators.calculator import PropertyNotImplementedError, all_changes
 from ase.stress import full_3x3_to_voigt_6_stress
 from torch import nn
 
-from molflt.evaluation.predictions import warn_of_elements
+from molflt.evaluation.elements import warn_of_elements
 from molflt.graph.potential import Potential
 from molflt.memory import within_memory
 from molflt.pretrained.base import Pretrained

@@ -109,6 +109,11 @@ def _run_of(weights: Path) -> Path:
     for folder in (weights.parent, weights.parent.parent):
         if (folder / "config.yaml").is_file():
             return folder
+    if weights.suffix.lower() not in (".safetensors", ".ckpt"):
+        raise ValueError(
+            f"{weights}: {EXPECTED}; got a file that is not one of weights; a run goes before the "
+            "structures: RUN FILE"
+        )
     raise ValueError(
         f"{weights}: weights without a config.yaml beside or above them; expected a run, or what "
         "molflt export has written; name its folder"

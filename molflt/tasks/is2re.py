@@ -146,8 +146,10 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         """Stores energies per element, mean and standard deviation, eV, in the model's buffers.
 
         Raises:
-            ValueError: if energies look like totals, and it is not said what to do with them.
+            ValueError: if energies look like totals, and it is not said what to do with them, or
+                the model cannot take an element.
         """
+        self.expect_descriptors(data)
         mean, std = self.energy_mean, self.energy_std
         if self.references is None:
             data.refuse_totals()

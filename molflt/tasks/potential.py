@@ -134,7 +134,12 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
         self.references = references
 
     def prepare(self, data: "PotentialData") -> None:
-        """Stores energies per element, and the size of forces, in the model's buffers."""
+        """Stores energies per element, and the size of forces, in the model's buffers.
+
+        Raises:
+            ValueError: if the model cannot take an element.
+        """
+        self.expect_descriptors(data)
         if self.references == "fit":
             self.fit_elements(data)
         self.model.get_buffer("energy_std").fill_(data.force_scale())

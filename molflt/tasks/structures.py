@@ -14,12 +14,17 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from torch_geometric.data import Batch
 
+    from molflt.data.structures.base import Structures
     from molflt.data.structures.element_energies import ElementEnergies
 
 __all__ = ["OfStructures"]
 
 
 class _WithElements(Protocol):
+    datasets: "dict[str, Structures]"
+
+    def setup(self) -> None: ...
+
     def element_energies(self) -> "ElementEnergies": ...
 
 
@@ -39,6 +44,25 @@ class OfStructures:
         there = np.flatnonzero(fit.present)
         self._fitted = {chemical_symbols[number]: float(fit.energies[number]) for number in there}
         return fit
+
+    def expect_descriptors(self, data: _WithElements) -> None:
+        """Refuses elements that the model cannot take.
+
+        Raises:
+            ValueError: naming file, sid and element.
+        """
+        from molflt.data.structures.parts import element_faults
+        from molflt.graph.heads import undescribed
+
+        data.setup()
+        for dataset in data.datasets.values():
+            if faults := element_faults(dataset, undescribed(self.model)):
+                index, reason = next(iter(faults.items()))
+                raise ValueError(
+                    f"{dataset.path}: sid {int(dataset[index].sid)}: {reason} ({len(faults)} such "
+                    f"of {len(dataset)}); leave such structures out of the file, or train with "
+                    "--model.descriptors false"
+                )
 
     def files(self) -> dict[str, bytes]:
         """references.json, eV by symbol, if energies of elements were fitted."""

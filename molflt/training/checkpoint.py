@@ -58,8 +58,7 @@ def save_weights(
     """
     own = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     header = {name: str(value) for name, value in metadata.items()}
-    sealed = {"model": json.dumps(options), "files": json.dumps(files)}
-    save_tensors(path, own, {**header, **sealed})
+    save_tensors(path, own, {**header, "model": json.dumps(options), "files": json.dumps(files)})
 
 
 def load_run(
@@ -192,8 +191,9 @@ def _read_weights(
         ValueError: if the file is not complete, or damaged.
     """
     if not path.is_file():
-        there = sorted(file.name for file in path.parent.glob("*.safetensors"))
-        raise FileNotFoundError(f"{path}: no such checkpoint; there: {', '.join(there) or 'none'}")
+        there = ", ".join(sorted(file.name for file in path.parent.glob("*.safetensors"))) or "none"
+        found = f"there: {there}" if path.suffix else "expected best, last, or a path of weights"
+        raise FileNotFoundError(f"{path}: no such checkpoint; {found}")
     sealed = verify_tensors(path)
     with safetensors.safe_open(path, framework="pt") as file:
         weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from ase import Atoms
     from torch_geometric.data import Data
 
-__all__ = ["Part", "split_by_seed", "without"]
+__all__ = ["Part", "element_faults", "split_by_seed", "without"]
+
+_AT_ONCE = 4096  # structures whose compositions are counted
 
 
 class Part(Structures):
@@ -75,18 +77,37 @@ class Part(Structures):
 
 
 def without(
-    source: Structures, energies: NDArray[np.float64], faults: Mapping[int, str]
+    source: Structures, energies: NDArray[np.float64] | None, faults: Mapping[int, str]
 ) -> Structures:
     """Those structures of a source that are not at fault; the others are listed in `bad`.
 
     Args:
         source: any.
-        energies: its y_relaxed, (len,), eV.
+        energies: its y_relaxed, (len,), eV, if it is known.
         faults: reason by index in the source.
     """
     part = Part(source, np.setdiff1d(np.arange(len(source)), list(faults)), energies)
     part.bad += [(f"{source.path}: sid {int(source[i].sid)}", faults[i]) for i in faults]
     return part
+
+
+def element_faults(source: Structures, undescribed: Collection[int]) -> dict[int, str]:
+    """Structures with elements that a model cannot take: reason by index in the source.
+
+    Args:
+        source: any.
+        undescribed: atomic numbers, `molflt.graph.heads.undescribed`.
+    """
+    from ase.data import chemical_symbols
+
+    numbers, faults = np.array(sorted(undescribed), dtype=np.int64), {}
+    for start in range(0, len(source) if len(numbers) else 0, _AT_ONCE):
+        indices = np.arange(start, min(start + _AT_ONCE, len(source)))
+        there = source.compositions(indices)[:, numbers] > 0
+        for row in np.flatnonzero(there.any(axis=1)):
+            symbols = ", ".join(chemical_symbols[number] for number in numbers[there[row]])
+            faults[int(indices[row])] = f"no descriptors are known of {symbols}"
+    return faults
 
 
 def split_by_seed(source: Structures, fraction: float, seed: int) -> tuple[Part, Part]:
