@@ -71,6 +71,30 @@ def test_works_take_turns_and_ratios_are_within_rounds() -> None:
     assert math.isnan(rows.exponent([(5, 1.0)]))
 
 
+def test_the_longest_pass_is_timed_as_the_others_are(monkeypatch) -> None:
+    """Warm and in this process; a cold call in a fork took up to twice as long."""
+    seen: list[int] = []
+    ticks = iter(range(100))
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(len(x))
+            return x
+
+    study = layers.Study(
+        "none",
+        {"slow": layers.Mechanism(lambda length, causal: Layer())},
+        lambda length: torch.zeros(length),
+        passes=("forward",),
+        budget=12.0,
+        clock=lambda: float(next(ticks)),
+    )
+    fork = {"MiB": 1.0, "seconds": 40.0, "process": 1.0}
+    monkeypatch.setattr(layers, "ask", lambda *given: fork)
+    (found,) = layers.measure_layers(study, (64,))
+    assert seen == [64, 64] and found["seconds"] == [1.0] and found["rounds"] == 1
+
+
 def test_rows_survive_the_csv(tmp_path) -> None:
     table = [{"a": 1, "b": 0.5, "c": None, "d": "x, y", "e": True, "seconds": [1.5, 2.0]}]
     rows.write_csv(tmp_path / "rows.csv", table)
