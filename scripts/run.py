@@ -154,7 +154,10 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         if not options.redraw:
             quick = benchmark.QUICK if options.quick else {}
-            write_csv(path, benchmark.measure(**{**quick, **given}))
+            rows = benchmark.measure(**{**quick, **given})
+            if not rows:
+                raise ValueError("expected rows; got none with these options; choose others")
+            write_csv(path, rows)
         rows = read_csv(path)
         return 0 if write(benchmark, name, rows, options.out) else 1
     except (ValueError, FileNotFoundError) as error:

@@ -37,6 +37,7 @@ from kit.rows import (
     Promise,
     Row,
     Rows,
+    at_least,
     choose,
     exponent,
     increasing,
@@ -197,10 +198,9 @@ def measure_layers(
         ValueError: for an unknown mechanism, sizes that do not grow, or no round.
     """
     chosen = choose(mechanisms, study.mechanisms)
-    passes = choose(passes, PASSES) if passes else study.passes
+    passes = choose(passes, PASSES, "pass") if passes else study.passes
     increasing("sizes", sizes)
-    if rounds < 1:
-        raise ValueError(f"rounds must be at least 1; got {rounds}")
+    at_least(1, rounds=rounds)
     costs: Costs = {}
     spent: dict[Key, list[float]] = {}
     groups = [(n, c, p) for n in sizes for c in (False, True) for p in passes]
