@@ -246,6 +246,21 @@ def test_a_promise_of_rows_that_are_missing_is_not_measured(
     assert all(verdicts[i].measured == "not measured" for i in promises)
 
 
+def test_rows_that_could_not_be_measured_are_named(tmp_path: Path, capsys) -> None:
+    """An import that fails keeps no promise; what was skipped is a result."""
+    module = benchmark("patches")
+    key = ("performer", False, 64, layers.TRAINING)
+    good = {"MiB": 1.0, "process": 9.0}
+    notes = [None, "skipped: would need about 7.2 GB and 40 s", "ImportError: No module named 'x'"]
+    for note, code in zip(notes, (0, 0, 1), strict=True):
+        rows = [layers.row(module.STUDY, key, good, [1.0])]
+        rows += [layers.row(module.STUDY, ("flt", *key[1:]), good | {"note": note}, [1.0])]
+        RUN.write_csv(tmp_path / "patches.csv", rows)
+        assert RUN.main(["patches", "--redraw", "--out", str(tmp_path)]) == code
+    error = capsys.readouterr().err
+    assert error == "not measured: flt, 64, forward+backward: ImportError: No module named 'x'\n"
+
+
 def test_without_a_name_all_are_listed(capsys, monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", ["run.py"])
     assert RUN.main() == 0
