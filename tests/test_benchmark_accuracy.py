@@ -181,6 +181,21 @@ def test_labels_of_a_potential_are_relaxed_once_and_compared_by_hand(tmp_path) -
         script.measure(file, calculator="dft")
 
 
+def test_adsorbates_of_few_systems_are_in_a_line_of_their_own() -> None:
+    script = benchmark("labels")
+    made = [("A", 0, 1), ("A", 1, 2), ("A", 2, 3), ("B", 0, 2), ("B", 1, 1), ("C", 2, 0)]
+    rows = [
+        {"adsorbate": name, "dft": dft, "energy": energy, "converged": True}
+        for name, dft, energy in made
+    ]
+    assert script.table(rows).splitlines()[2:] == [
+        "| A | 3 | 1.00 | 1.00 | 1.00 | 1.00 | 0.00 |",
+        "| others | 3 | -1.00 | 1.33 | 0.00 | -1.00 | 0.67 |",
+        "| all | 6 | 0.00 | 1.17 | 0.50 | 0.60 | 0.33 |",
+    ]
+    assert script.table(rows[:1]).splitlines()[2] == "| others | 1 | – | 1.00 | 1.00 | – | 0.00 |"
+
+
 class DenseSoftmax(nn.Module):
     """What GPSConv does with nn.MultiheadAttention, called as GraphAttention is."""
 
