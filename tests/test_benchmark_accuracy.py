@@ -103,7 +103,7 @@ def script() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def data(script):
-    return script.slabs("CHGNet", script.SAMPLE, 2)
+    return script.slabs("CHGNet", script.SAMPLE / "val_id.safetensors", 2)
 
 
 @pytest.mark.parametrize("placement", ["near field", "near exact"])
@@ -146,6 +146,15 @@ def test_costs_are_the_multiplications_of_the_linear_forms(script, data, placeme
     counted = counter.get_total_flops() / 2 / atoms / script.MASKS
     assert mask.cost(m, 0.0) == pytest.approx(counted, rel=0.03)
     assert mask.features(mask.cost(m, 9.0), 9.0) == m
+
+
+def test_rows_have_the_name_of_the_folder_of_their_data(script, tmp_path) -> None:
+    (tmp_path / "own").mkdir()
+    name = "val_id.safetensors"
+    (tmp_path / "own" / name).write_bytes((script.SAMPLE / name).read_bytes())
+    for data in (script.SAMPLE, tmp_path / "own"):
+        rows = script.measure(data, structures=1, seeds=1, features=(64,), few=True)
+        assert {row["slabs"] for row in rows} == {data.name}
 
 
 def test_fits_find_what_lies_in_their_span(script, data) -> None:

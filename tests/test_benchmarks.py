@@ -191,6 +191,8 @@ def test_commands_of_the_documentation_exist() -> None:
         (["layers", "--maps", "foo"], "map 'foo' is unknown; expected some of positive; trig"),
         (["layers", "--samples", "0"], "samples must be at least 1; got 0"),
         (["masks", "--draws", "8"], "draws must be a multiple of 16, from 16 on; got 8"),
+        (["kernel_error", "--structures", "0"], "structures must be at least 1; got 0"),
+        (["kernel_error", "--data", "nowhere"], "nowhere: no such folder or file; expected a data"),
         (["compiled", "--precisions", "float31"], "precision 'float31' is unknown; expected some"),
         (["compiled", "--batches", "3"], "batch '3' is unknown; expected some of 1 of 1; 1 of 60"),
         (["compiled", "--rounds", "0"], "rounds must be at least 1; got 0"),
