@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
 import json
 import math
 import sys
@@ -28,6 +29,8 @@ from kit.rows import Rows, markdown, names, pick, write_csv
 from kit.words import described, trainings
 
 from molflt import plots
+from molflt.data.images.base import LabeledImages
+from molflt.data.images.files import open_images
 from molflt.evaluation.optimizers import curve_rows, final_loss, tasks_of, tuned_adam
 
 CONFIG = Path("configs/optimizers/small.yaml")
@@ -38,7 +41,16 @@ ADAM = "Adam, tuned"
 def job(options: argparse.Namespace, memory: str, seed: int) -> dict[str, Any]:
     """The training of one memory with one seed, and how it is evaluated."""
     found = job_of(options, f"configs/optimizers/{memory}.yaml", seed)
-    return found | {"evaluation": list(evaluation(options))}
+    images = {} if options.images is None else {"images": options.images}
+    return found | {"evaluation": list(evaluation(options)), **images}
+
+
+def digest_of(images: LabeledImages) -> str:
+    """sha256 of images with their labels, which may lie in a file of their own."""
+    found = hashlib.sha256()
+    for image, label in (images[i] for i in range(len(images))):
+        found.update(image.numpy().tobytes() + f" {int(label)} ".encode())
+    return found.hexdigest()
 
 
 def evaluation(options: argparse.Namespace) -> tuple[str, ...]:
@@ -50,13 +62,16 @@ def evaluation(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def of_adam(options: argparse.Namespace) -> Rows:
-    """Rows of Adam's curves, computed once for these options and kept in adam.json."""
+    """Rows of Adam's curves, computed once for these options and images, kept in adam.json."""
     path = options.out / "adam.json"
     asked = {"steps": options.steps, "repeats": options.repeats, "tasks": options.tasks}
-    asked["data"] = None if options.data is None else str(options.data)
+    asked["data"] = options.images
     kept = json.loads(path.read_text()) if path.exists() else {"asked": asked, "tasks": {}}
     if kept["asked"] != asked:
-        raise ValueError(f"{path}: made with {kept['asked']}; choose another --out, or remove it")
+        raise ValueError(
+            f"{path}: expected {asked}, where data is sha256 of the images; got {kept['asked']}; "
+            "choose another --out, or remove it"
+        )
     rows: Rows = []
     for name, made in tasks_of(options.tasks, options.data).items():
         if name not in kept["tasks"]:
@@ -143,6 +158,7 @@ def main(words: list[str] | None = None) -> int:
     options = parse(words)
     try:
         tasks_of(options.tasks, options.data)
+        options.images = None if options.data is None else digest_of(open_images(options.data))
         jobs = {
             options.out / memory / f"seed{seed}": job(options, memory, seed)
             for seed in options.seeds

@@ -104,7 +104,12 @@ def public_names(module: ast.Module) -> list[str]:
             names.append(node.name)
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names += [target.id for target in targets if isinstance(target, ast.Name)]
+            found = (part for target in targets for part in ast.walk(target))
+            names += [
+                part.id
+                for part in found
+                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
+            ]
     return [name for name in names if not name.startswith("_")]
 
 

@@ -103,7 +103,7 @@ def script() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def data(script):
-    return script.slabs("CHGNet", script.SAMPLE, 2)
+    return script.slabs("CHGNet", script.SAMPLE / "val_id.safetensors", 2)
 
 
 @pytest.mark.parametrize("placement", ["near field", "near exact"])
@@ -148,6 +148,15 @@ def test_costs_are_the_multiplications_of_the_linear_forms(script, data, placeme
     assert mask.features(mask.cost(m, 9.0), 9.0) == m
 
 
+def test_rows_have_the_name_of_the_folder_of_their_data(script, tmp_path) -> None:
+    (tmp_path / "own").mkdir()
+    name = "val_id.safetensors"
+    (tmp_path / "own" / name).write_bytes((script.SAMPLE / name).read_bytes())
+    for data in (script.SAMPLE, tmp_path / "own"):
+        rows = script.measure(data, structures=1, seeds=1, features=(64,), few=True)
+        assert {row["slabs"] for row in rows} == {data.name}
+
+
 def test_fits_find_what_lies_in_their_span(script, data) -> None:
     torch.manual_seed(0)
     shells = script.ShellNodes(data.diameter, 0.1, 3, normalized=True).double()
@@ -179,6 +188,21 @@ def test_labels_of_a_potential_are_relaxed_once_and_compared_by_hand(tmp_path) -
     assert found["MAE within"] == 0.25  # 0 of A; half an eV less of B, either side of its mean
     with pytest.raises(ValueError, match="must be one of emt, chgnet; got dft"):
         script.measure(file, calculator="dft")
+
+
+def test_adsorbates_of_few_systems_are_in_a_line_of_their_own() -> None:
+    script = benchmark("labels")
+    made = [("A", 0, 1), ("A", 1, 2), ("A", 2, 3), ("B", 0, 2), ("B", 1, 1), ("C", 2, 0)]
+    rows = [
+        {"adsorbate": name, "dft": dft, "energy": energy, "converged": True}
+        for name, dft, energy in made
+    ]
+    assert script.table(rows).splitlines()[2:] == [
+        "| A | 3 | 1.00 | 1.00 | 1.00 | 1.00 | 0.00 |",
+        "| others | 3 | -1.00 | 1.33 | 0.00 | -1.00 | 0.67 |",
+        "| all | 6 | 0.00 | 1.17 | 0.50 | 0.60 | 0.33 |",
+    ]
+    assert script.table(rows[:1]).splitlines()[2] == "| others | 1 | – | 1.00 | 1.00 | – | 0.00 |"
 
 
 class DenseSoftmax(nn.Module):

@@ -179,6 +179,31 @@ def test_commands_of_the_documentation_exist() -> None:
         (["dimers", "--data", "nowhere"], "nowhere: no train-id*.xyz"),
         (["gps", "--data", "nowhere"], "nowhere"),
         (["nodes", "--redraw"], "nodes.csv"),
+        (["nodes", "--draws", "0"], "draws must be at least 1; got 0"),
+        (["norms", "--samples", "8"], "samples must be a multiple of 16, from 16 on; got 8"),
+        (["norms", "--maps", "foo"], "map 'foo' is unknown; expected some of positive; trig"),
+        (["norms", "--radii", "0", "1"], "radii must increase, from 0.01 on; got 0.0 1.0; sort"),
+        (["polynomial", "--samples", "20"], "samples must be a multiple of 8, from 8 on; got 20"),
+        (["polynomial", "--temperatures", "0"], "temperatures must be at least 0.01; got 0"),
+        (["features", "--maps", "foo"], "map 'foo' is unknown; expected some of positive; trig"),
+        (["features", "--projections", "givens"], "projections: expected iid, beside which others"),
+        (["features", "--features", "1"], "features must be at least 2; got 1"),
+        (["layers", "--maps", "foo"], "map 'foo' is unknown; expected some of positive; trig"),
+        (["layers", "--samples", "0"], "samples must be at least 1; got 0"),
+        (["masks", "--draws", "8"], "draws must be a multiple of 16, from 16 on; got 8"),
+        (["kernel_error", "--structures", "0"], "structures must be at least 1; got 0"),
+        (["kernel_error", "--data", "nowhere"], "nowhere: no such folder or file; expected a data"),
+        (["compiled", "--precisions", "float31"], "precision 'float31' is unknown; expected some"),
+        (["compiled", "--batches", "3"], "batch '3' is unknown; expected some of 1 of 1; 1 of 60"),
+        (["compiled", "--rounds", "0"], "rounds must be at least 1; got 0"),
+        (
+            ["mixed_sizes", "--mixes", "3"],
+            "mix '3' is unknown; expected some of 1 of 2000, 63",
+        ),
+        (["forms", "--passes", "forwards"], "pass 'forwards' is unknown; expected some of forward"),
+        (["beam", "--tokens", "9"], "tokens must be at least 10; got 9"),
+        (["sampling", "--side", "3"], "side must be at least 4; got 3"),
+        (["two_processes", "--only", "none"], "expected rows; got none with these options; choose"),
     ],
 )
 def test_errors_are_one_line(words, message, tmp_path, capsys) -> None:
@@ -202,6 +227,40 @@ def test_options_without_effect_are_refused(words, message, capsys) -> None:
     with pytest.raises(SystemExit):
         RUN.main(words)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "promises"),
+    [
+        (["features", "--features", "16", "--maps", "favor2020"], [0]),
+        (["layers", "--features", "16"], [0]),
+        (["masks", "--nodes", "64"], [0, 3]),
+    ],
+)
+def test_a_promise_of_rows_that_are_missing_is_not_measured(
+    words: list[str], promises: list[int], tmp_path: Path
+) -> None:
+    threads = torch.get_num_threads()
+    assert RUN.main([*words, "--quick", "--out", str(tmp_path)]) == 0
+    torch.set_num_threads(threads)
+    rows = RUN.read_csv(tmp_path / f"{words[0]}.csv")
+    verdicts = [promise.verdict(rows) for promise in benchmark(words[0]).PROMISES]
+    assert all(verdicts[i].measured == "not measured" for i in promises)
+
+
+def test_rows_that_could_not_be_measured_are_named(tmp_path: Path, capsys) -> None:
+    """An import that fails keeps no promise; what was skipped is a result."""
+    module = benchmark("patches")
+    key = ("performer", False, 64, layers.TRAINING)
+    good = {"MiB": 1.0, "process": 9.0}
+    notes = [None, "skipped: would need about 7.2 GB and 40 s", "ImportError: No module named 'x'"]
+    for note, code in zip(notes, (0, 0, 1), strict=True):
+        rows = [layers.row(module.STUDY, key, good, [1.0])]
+        rows += [layers.row(module.STUDY, ("flt", *key[1:]), good | {"note": note}, [1.0])]
+        RUN.write_csv(tmp_path / "patches.csv", rows)
+        assert RUN.main(["patches", "--redraw", "--out", str(tmp_path)]) == code
+    error = capsys.readouterr().err
+    assert error == "not measured: flt, 64, forward+backward: ImportError: No module named 'x'\n"
 
 
 def test_without_a_name_all_are_listed(capsys, monkeypatch) -> None:

@@ -320,7 +320,7 @@ def words(tmp_path: Path, monkeypatch) -> list[str]:
 
 
 def _with(words: list[str], *more: str) -> list[str]:
-    return [*words, *more, "--", *SMALL]
+    return [*words, *more, "--", *(word for word in SMALL if "trainer" not in word)]
 
 
 def test_a_comparison_is_written_and_not_repeated(words, tmp_path, capsys) -> None:
@@ -472,6 +472,36 @@ def test_a_job_in_a_process_of_its_own(words, monkeypatch) -> None:
     monkeypatch.setattr(module.sys, "executable", "false")
     with pytest.raises(RuntimeError, match=r"median_.*\.txt: exited with 1"):
         module._work(path, job)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("run=x", "seed=7", "data.root=X", "data.val_split=X", "data.workers=2"),
+        *("trainer.val_every=5", "trainer.devices=2", "trainer.log_every=3"),
+        *("trainer.accelerator=gpu", "trainer.checkpoint_every=7", "data.split_seed=1"),
+    ],
+)
+def test_words_without_effect_are_refused_and_files_may_have_them(word: str, tmp_path) -> None:
+    """However they are written; game-net.yaml names root, val_every and checkpoint_every."""
+    files = ["--config", "configs/game-net.yaml", "--trainer.ema_decay=0.5", "--task.lr=0.1"]
+    name, _, value = word.partition("=")
+    part, _, key = name.rpartition(".")
+    group = [[f"--{part}", f"{{{key}: {value}}}"]] if part else []
+    for words in ([f"--{word}"], *group):
+        with pytest.raises(ValueError, match=f"peers have no {name}; expected none; leave it out"):
+            jobs.options_of([*files, *words])
+    more = {part: {key: value}} if part else {key: value}
+    (tmp_path / "more.yaml").write_text(json.dumps(more))
+    found = jobs.options_of(["--config", str(tmp_path / "more.yaml"), *files])
+    assert found["trainer"]["ema_decay"] == 0.5 and found["model"]["descriptors"] is True
+
+
+def test_batches_are_loaded_where_the_budget_sees_it(tmp_path: Path) -> None:
+    (tmp_path / "two.yaml").write_text("data: {root: x, workers: 2}")
+    job = {"model": "molflt", "words": ["--config", str(tmp_path / "two.yaml")], "seed": 0}
+    job |= {"data": str(write_data(tmp_path)), "splits": ["val_id"], "lr": None}
+    assert jobs._parts(job | {"fraction": 1.0, "evaluations": 1})[1].workers == 0
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """scripts/structure.py: its numbers on a tree small enough to count by hand."""
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,12 @@ def test_code_lines_leave_out_docstring_comments_and_blank_lines(tree: Path) -> 
     script = load_script("structure")
     file = next(file for file in script.sources(tree) if file.module == "molflt.a")
     assert script.code_lines(file.tree.body[-1], file.text) == 11
+
+
+def test_variables_of_a_tuple_are_counted_one_by_one() -> None:
+    names = load_script("structure").public_names
+    text = "A, (b, *_c) = 1, (2, 3)\nD: int = 4\nD.x = A[b] = 5\n[E] = f(F)\n"
+    assert names(ast.parse(text)) == ["A", "b", "D", "E"]
 
 
 def test_what_is_no_tree_is_named(tmp_path: Path, capsys) -> None:

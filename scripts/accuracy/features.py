@@ -7,12 +7,13 @@ values; rows of the matrix are independent, so that some of them are enough.
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from pathlib import Path
 
 import torch
 from kit.pictures import UNIFORM, error_panels
-from kit.rows import Points, Promise, Rows, exponent, markdown, names, pick
+from kit.rows import Points, Promise, Rows, at_least, choose, exponent, markdown, names, pick
 from torch import Tensor
 from tqdm import tqdm
 
@@ -43,7 +44,17 @@ def measure(
     queries: int = 512,
     dim: int = 16,
 ) -> Rows:
-    """Errors of all maps, projections and numbers of features."""
+    """Errors of all maps, projections and numbers of features.
+
+    Raises:
+        ValueError: an unknown map or projection, no "iid", or a number outside its range.
+    """
+    choose(maps, FEATURE_MAPS, "map")
+    if "iid" not in choose(projections, PROJECTIONS, "projection"):
+        got = " ".join(projections)
+        raise ValueError(f"projections: expected iid, beside which others stand; got {got}; add it")
+    at_least(2, features=min(features))
+    at_least(1, samples=samples, keys=keys, queries=queries, dim=dim)
     points, generator = Points(), torch.Generator().manual_seed(0)
     for scale, _ in tqdm(list(itertools.product(scales, range(samples))), leave=False):
         query, key, value = (
@@ -126,7 +137,7 @@ def distance_to_law(rows: Rows) -> float | None:
     """Largest distance of a slope from -1, independent rows, matrix, s = 0.5."""
     labels = {"projection": "iid", "scale": 0.5, "quantity": "matrix"}
     slopes = [slope(rows, feature_map=name, **labels) for name in names(rows, "feature_map")]
-    return max((abs(value + 1) for value in slopes), default=None)
+    return max((abs(value + 1) for value in slopes if math.isfinite(value)), default=None)
 
 
 PROMISES = [

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from kit.rows import Promise, Row, Rows, markdown, names, pick
+from kit.rows import Promise, Row, Rows, at_least, markdown, names, pick
 from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -27,6 +27,7 @@ from molflt.attention.positions.base import differences
 from molflt.attention.positions.near_field import NearField
 from molflt.attention.spectra import GaussianBasis, ShellWeights
 from molflt.data.structures import open_dataset
+from molflt.data.structures.splits import split_path
 
 MASKS, DIM, CUTOFF = 8, 16, 5.0  # heads, d = dv, Å
 MOST = 256  # nodes of additive forms with random features, whose errors are above 1 by then
@@ -34,8 +35,7 @@ AIM = 0.2  # what the near field is to make of the additive form's error
 CONTACT, AMPLITUDE = (1.0, 3.0), 1.5  # Å, where the largest |f| is the amplitude
 # |q| = |k| = 1 or standard normal times d^(-1/4), and feature maps that do not fail for them.
 QK = {"unit": ("positive", "trigonometric"), "gaussian": ("positive",)}
-SAMPLE = Path(__file__).resolve().parents[2] / "datasets" / "chgnet-sample" / "val_id.safetensors"
-
+SAMPLE = Path(__file__).resolve().parents[2] / "datasets" / "chgnet-sample"
 
 Tokens = tuple[Tensor, ...]  # queries, keys, values, exact outputs
 
@@ -300,16 +300,19 @@ def of_slabs(
 
 @torch.no_grad()
 def measure(
+    data: Path = SAMPLE,
     oc20: Path | None = None,
     structures: int = 20,
     seeds: int = 8,
     features: tuple[int, ...] = (64, 256, 1024),
     few: bool = False,
 ) -> Rows:
-    """Errors on the shipped sample, and on records of OC20 if they are given."""
-    sources = {"CHGNet": SAMPLE} | ({"OC20": oc20} if oc20 else {})
-    data = [slabs(name, path, structures) for name, path in sources.items()]
-    return [row for own in data for row in of_slabs(own, FEW if few else FORMS, features, seeds)]
+    """Errors on val_id of a folder of data, and on records of OC20 if they are given."""
+    at_least(1, structures=structures, seeds=seeds)
+    at_least(2, features=min(features))
+    sources = {data.absolute().name: split_path(data, "val_id")} | ({"OC20": oc20} if oc20 else {})
+    every = [slabs(name, path, structures) for name, path in sources.items()]
+    return [row for own in every for row in of_slabs(own, FEW if few else FORMS, features, seeds)]
 
 
 def best(rows: Rows, **labels: object) -> float:

@@ -9,13 +9,15 @@ on.
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from kit.files import add_row, begin_rows, digest
-from kit.rows import Promise, Row, Rows, markdown, names, pick
+from kit.rows import Promise, Row, Rows, at_least, markdown, names, pick
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from molflt.data.structures.calculators import CALCULATORS, relax
@@ -69,6 +71,7 @@ def measure(
     """One row per system: DFT and potential, eV, of a random choice among those of few atoms."""
     from ase.io import read
 
+    at_least(1, systems=systems, atoms=atoms)
     if calculator not in CALCULATORS:
         raise ValueError(f"calculator must be one of {', '.join(CALCULATORS)}; got {calculator}")
     potential = CALCULATORS[calculator].describe()
@@ -102,6 +105,12 @@ def measure(
     return rows
 
 
+def correlation(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
+    """Pearson's; nan of less than three systems, or where all of either kind are equal."""
+    known = len(a) > 2 and min(a.std(), b.std()) > 1e-9
+    return float(np.corrcoef(a, b)[0, 1]) if known else math.nan
+
+
 def agreement(rows: Rows) -> dict[str, float]:
     """Correlation, mean absolute error and mean error, eV; also within adsorbates."""
     dft, energy = (np.array([float(row[key]) for row in rows]) for key in ("dft", "energy"))
@@ -112,23 +121,26 @@ def agreement(rows: Rows) -> dict[str, float]:
     ]
     return {
         "systems": len(rows),
-        "r": float(np.corrcoef(dft, energy)[0, 1]),
+        "r": correlation(dft, energy),
         "MAE": float(np.abs(energy - dft).mean()),
         "mean error": float((energy - dft).mean()),
-        "r within": float(np.corrcoef(*apart)[0, 1]),
+        "r within": correlation(*apart),
         "MAE within": float(np.abs(apart[1] - apart[0]).mean()),
     }
 
 
 def table(rows: Rows) -> str:
-    """A line for each adsorbate, and one for all."""
+    """A line for each adsorbate of at least three systems, one for the others, and one for all."""
     rows = [row for row in rows if row["converged"] in (True, "True")]
+    parts = {name: pick(rows, adsorbate=name) for name in sorted(names(rows, "adsorbate"))}
+    several = {name: own for name, own in parts.items() if len(own) > 2}
+    others = [row for name, own in parts.items() if name not in several for row in own]
     lines = []
-    for name in [*sorted(names(rows, "adsorbate")), "all"]:
-        own = rows if name == "all" else pick(rows, adsorbate=name)
-        if len(own) > 2:
+    for name, own in (several | {"others": others, "all": rows}).items():
+        if own:
             found = agreement(own)
             count = int(found.pop("systems"))
-            lines.append([name, count, *(f"{value:.2f}" for value in found.values())])
+            cells = (f"{value:.2f}" if math.isfinite(value) else "–" for value in found.values())
+            lines.append([name, count, *cells])
     head = ("adsorbate", "systems", "r", "MAE, eV", "mean error, eV")
     return markdown((*head, "r within adsorbates", "MAE within, eV"), lines)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 from kit.pictures import UNIFORM, error_panels
-from kit.rows import Points, Promise, Rows, markdown, names, pick
+from kit.rows import Points, Promise, Rows, at_least, choose, markdown, names, pick
 from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from molflt.attention import Attention, Block
+from molflt.attention import FEATURE_MAPS, Attention, Block
 
 QUICK = {
     **{"dim": 32, "heads": 2, "tokens": 64, "depth": 3, "samples": 3},
@@ -46,7 +46,14 @@ def measure(
     dim: int = 64,
     heads: int = 4,
 ) -> Rows:
-    """Errors of all maps, numbers of features and gains."""
+    """Errors of all maps, numbers of features and gains.
+
+    Raises:
+        ValueError: an unknown map, or a number outside its range.
+    """
+    choose(maps, FEATURE_MAPS, "map")
+    at_least(2, features=min(features))
+    at_least(1, samples=samples, tokens=tokens, depth=depth, dim=dim, heads=heads)
     points, generator = Points(), torch.Generator().manual_seed(0)
 
     def block(**options: object) -> Block:
@@ -99,8 +106,10 @@ def last(rows: Rows, name: str, m: object) -> float:
     return float(pick(rows, feature_map=name, gain=1, m=m)[-1]["mean"])
 
 
-def halved(rows: Rows) -> float:
+def halved(rows: Rows) -> float | None:
     """Error with 256 features over that with 16, and over uniform attention, worst map."""
+    if not all(pick(rows, gain=1, m=m) for m in (16, 256)):
+        return None
     found = names(rows, "feature_map")
     return max(
         last(rows, n, 256) / min(2 * last(rows, n, UNIFORM), last(rows, n, 16)) for n in found

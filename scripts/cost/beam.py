@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from kit.decoders import decoders, held
-from kit.rows import Promise, Rows
+from kit.rows import Promise, Rows, at_least
 from kit.tenths import TENTHS, Times, draw_tenths, rows_of, steepest, tenths_table
 from torch import Tensor
 from tqdm import tqdm
@@ -72,11 +72,8 @@ def measure(
     Raises:
         ValueError: a mechanism or a number outside its range.
     """
-    least = {"tokens": TENTHS, "sources": 1, "words": 1, "beam": 1, "rounds": 1}
-    given = {"tokens": tokens, "sources": sources, "words": words, "beam": beam, "rounds": rounds}
-    for name, value in given.items():
-        if value < least[name]:
-            raise ValueError(f"{name} must be at least {least[name]}; got {value}")
+    at_least(TENTHS, tokens=tokens)
+    at_least(1, sources=sources, words=words, beam=beam, rounds=rounds)
     models = decoders(CONFIGS, mechanisms, partial(EncoderDecoder, **SIZES, max_length=tokens + 1))
     generator = torch.Generator().manual_seed(0)
     source = torch.randint(END + 1, SIZES["vocabulary"], (sources, words), generator=generator)

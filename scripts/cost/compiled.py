@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kit.rows import Promise, Row, Rows, choose, markdown, pick
+from kit.rows import Promise, Row, Rows, at_least, choose, markdown, pick
 from kit.turns import paired, turns
 from torch_geometric.data import Batch, Data
 
@@ -45,6 +45,7 @@ BATCHES = {
     "1 of 100000": [100_000],
     "2 of 2 and 3": [2, 3],
 }
+PRECISIONS = ("float32", "float64")
 CLASSES = 4  # batches that graphs of unlike sizes are sorted into, as `molflt predict` sorts them
 FAR = ("1 of 10000", "1 of 100000")  # where the recommended form has no room for its matrix
 QUICK = {"forms": ("performer",), "batches": ("2 of 2 and 3",), "rounds": 1, "dim": 8, "layers": 1}
@@ -88,7 +89,7 @@ def measure(
     rounds: int = 5,
     forms: tuple[str, ...] = tuple(FORMS),
     batches: tuple[str, ...] = tuple(BATCHES)[:-1],
-    precisions: tuple[str, ...] = ("float32", "float64"),
+    precisions: tuple[str, ...] = PRECISIONS,
     dim: int = DIM,
     layers: int = LAYERS,
 ) -> Rows:
@@ -96,17 +97,20 @@ def measure(
 
     Raises:
         RuntimeError: without a C++ compiler.
-        ValueError: an unknown form or batch.
+        ValueError: an unknown form, batch or precision, or a number outside its range.
     """
-    chosen, rows = choose(forms, FORMS), []
-    for form in chosen:
+    at_least(1, rounds=rounds, dim=dim, layers=layers)
+    asked = choose(batches, BATCHES, "batch")
+    choose(precisions, PRECISIONS, "precision")
+    rows = []
+    for form in choose(forms, FORMS, "form"):
         with tempfile.TemporaryDirectory() as folder:
             pairs = []
             for precision in precisions:
                 model = regressor(form, dim, layers, getattr(torch, precision))
                 path = compile_energies(model, Path(folder) / f"{precision}.pt2")
                 pairs.append((model, CompiledEnergies(model, path)))
-            for name in choose(batches, BATCHES):
+            for name in asked:
                 if pairs[0][1].matrix and name in FAR:
                     continue
                 rows.append({"form": form, **compared(name, pairs[0], pairs[-1], rounds)})

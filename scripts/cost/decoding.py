@@ -19,7 +19,17 @@ from typing import Any
 import torch
 from kit.decoders import SOFTMAX, decoders, held, keeps_sums
 from kit.pictures import curves, legend
-from kit.rows import Promise, Rows, exponent, increasing, markdown, names, pick, upper_half
+from kit.rows import (
+    Promise,
+    Rows,
+    at_least,
+    exponent,
+    increasing,
+    markdown,
+    names,
+    pick,
+    upper_half,
+)
 from kit.turns import paired
 from torch import Tensor
 from tqdm import tqdm
@@ -84,8 +94,7 @@ def measure(
         ValueError: a mechanism or a number outside its range.
     """
     increasing("positions", positions)
-    if rounds < 1:
-        raise ValueError(f"rounds must be at least 1; got {rounds}")
+    at_least(1, rounds=rounds)
     models = chosen(mechanisms, positions[-1] + TOKENS + 1)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(SIZES["vocabulary"], (1, positions[-1]), generator=generator)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from kit.layers import pyg_performer
 from kit.pictures import legend
-from kit.rows import Promise, Row, Rows, markdown, names, pick
+from kit.rows import Promise, Row, Rows, at_least, choose, markdown, names, pick
 from kit.turns import paired, turns
 from torch import Tensor, nn
 from torch_geometric.utils import to_dense_batch
@@ -133,9 +133,8 @@ def measure(rounds: int = 3, mixes: tuple[str, ...] = MEASURED, dim: int = DIM) 
         ValueError: a mix that is unknown, or less than one round.
     """
     rows: Rows = []
-    for mix in mixes:
-        if mix not in MIXES:
-            raise ValueError(f"mix {mix!r} is unknown; expected some of {'; '.join(MIXES)}")
+    at_least(1, rounds=rounds)
+    for mix in choose(mixes, MIXES, "mix"):
         known, ways = MIXES[mix].known, MIXES[mix].ways
         same, even = (inputs(sizes, dim) for sizes in (MIXES[mix].sizes, MIXES[mix].equal()))
         works: dict[tuple[str, str], Callable[[], None]] = {}

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from kit.decoders import decoders, held
-from kit.rows import Promise, Rows
+from kit.rows import Promise, Rows, at_least
 from kit.tenths import Times, draw_tenths, rows_of, steepest, tenths_table
 from tqdm import tqdm
 
@@ -46,9 +46,8 @@ def measure(
     Raises:
         ValueError: a mechanism or a number outside its range.
     """
-    for name, value, least in (("side", side, 4), ("images", images, 1), ("rounds", rounds, 1)):
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}; got {value}")
+    at_least(4, side=side)
+    at_least(1, images=images, rounds=rounds)
     models = decoders(CONFIGS, mechanisms, partial(PixelModel, CHANNELS, side, **SIZES))
     times: Times = {name: [] for name in models}
     for turn in tqdm(range(rounds), desc="rounds", leave=False):

@@ -37,6 +37,7 @@ from kit.rows import (
     Promise,
     Row,
     Rows,
+    at_least,
     choose,
     exponent,
     increasing,
@@ -48,6 +49,7 @@ from kit.rows import (
 from kit.turns import paired, turns
 from molflt.plots.figure import picture
 
+SKIPPED = "skipped"  # begins the notes of what was not tried
 FORWARD, TRAINING = PASSES = ("forward", "forward+backward")
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
 SLOW = ("torch_geometric.nn.attention", "transformers.models.fnet.modeling_fnet")  # to import
@@ -197,10 +199,9 @@ def measure_layers(
         ValueError: for an unknown mechanism, sizes that do not grow, or no round.
     """
     chosen = choose(mechanisms, study.mechanisms)
-    passes = choose(passes, PASSES) if passes else study.passes
+    passes = choose(passes, PASSES, "pass") if passes else study.passes
     increasing("sizes", sizes)
-    if rounds < 1:
-        raise ValueError(f"rounds must be at least 1; got {rounds}")
+    at_least(1, rounds=rounds)
     costs: Costs = {}
     spent: dict[Key, list[float]] = {}
     groups = [(n, c, p) for n in sizes for c in (False, True) for p in passes]
@@ -210,8 +211,8 @@ def measure_layers(
             key = (name, causal, length, which)
             needs = [expected(costs, key, "MiB") * 2**20 / 1e9, expected(costs, key, "seconds")]
             if needs[0] > gigabytes or needs[1] > seconds:
-                note = "skipped: would need about {:.1f} GB and {:.0f} s".format(*needs)
-                costs[key] = {"note": note}
+                needed = "would need about {:.1f} GB and {:.0f} s".format(*needs)
+                costs[key] = {"note": f"{SKIPPED}: {needed}"}
                 continue
             costs[key] = found = ask(study.module, key, study.allocator)
             if "note" in found:

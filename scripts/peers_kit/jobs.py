@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Mapping
@@ -27,6 +28,14 @@ from peers_kit.models import FITS, NETS, load
 from peers_kit.training import Diverged, Point, Settings, train
 
 _Metrics = dict[str, Any]
+# of the parts of a configuration; what else they have belongs to other loops and other data
+USED = {
+    "data": ("train_split", "batch_size", "max_atoms", "bucket", "skip_bad"),
+    "trainer": (
+        *("max_steps", "precision", "gradient_clip", "ema_decay"),
+        *("accumulate", "patience"),  # refused wherever they come from
+    ),
+}
 
 
 class Job(TypedDict):
@@ -183,7 +192,9 @@ def _parts(job: Job) -> tuple[IS2RETask, IS2REData, Settings]:
     net = NETS.get(job["model"])
     if job["lr"] is not None:
         config["task"]["lr"] = job["lr"]
-    data = IS2REData(**{**config["data"], "root": Path(job["data"]), "train_split": "train"})
+    # no workers, whose CPU time the budget would not see
+    own = {"root": Path(job["data"]), "train_split": "train", "workers": 0}
+    data = IS2REData(**{**config["data"], **own})
     data.seed = job["seed"]
     data.splits["val"] = job["splits"][0]
     data.setup()
@@ -192,8 +203,7 @@ def _parts(job: Job) -> tuple[IS2RETask, IS2REData, Settings]:
     model.subsurface = config["model"]["subsurface"]  # the same atoms for all
     task = IS2RETask(model, seed=job["seed"], **config["task"])
     task.prepare(data)
-    own = config["trainer"]
-    limits = (own["max_steps"], own["gradient_clip"], own["ema_decay"])
+    limits = (config["trainer"][key] for key in ("max_steps", "gradient_clip", "ema_decay"))
     return task, data, Settings(*limits, job["evaluations"])
 
 
@@ -215,9 +225,10 @@ def options_of(words: list[str]) -> dict[str, Any]:
 
     Raises:
         ValueError: for another recipe than that of energies, an arithmetic that is not float32, or
-            an option that has no effect in a comparison.
+            an option that has no effect in a comparison. What files say of the latter may stay,
+            where it does not change what is trained.
     """
-    found: Any = plain(build_parser(words).parse_args(words).as_dict())
+    found = _parsed(words)
     data, trainer = found["data"], found["trainer"]
     idle = {
         "init": found["init"] is not None,
@@ -225,14 +236,34 @@ def options_of(words: list[str]) -> dict[str, Any]:
         "trainer.accumulate": trainer["accumulate"] != 1,
         "trainer.patience": trainer["patience"] is not None,
     }
+    # the words themselves do not say it: the parser knows --trainer '{devices: 2}' too
+    pairs = itertools.pairwise(["", *words])
+    files = [b for a, b in pairs if "--config" in (a, b) or b.startswith("--config=")]
+    without, now = _without_effect(_parsed(files)), _without_effect(found)
+    idle |= {name: name in without and now[name] != without[name] for name in now}
     if named := [name for name, is_given in idle.items() if is_given]:
         raise ValueError(f"peers have no {', '.join(named)}; expected none; leave it out")
-    if found["recipe"] != "is2re" or found["trainer"]["precision"] != "32-true":
+    if found["recipe"] != "is2re" or trainer["precision"] != "32-true":
         raise ValueError(
             "peers are compared on energies, with recipe is2re and trainer.precision 32-true; got "
-            f"{found['recipe']} and {found['trainer']['precision']}; choose another --config"
+            f"{found['recipe']} and {trainer['precision']}; choose another --config"
         )
     return found
+
+
+def _parsed(words: list[str]) -> dict[str, Any]:
+    """All options by part; the folder, by default named after the time, is the same each time."""
+    found: Any = plain(build_parser(words).parse_args(["--run=none", *words]).as_dict())
+    return found
+
+
+def _without_effect(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What comparisons have options of their own for, or no use."""
+    parts = {key: options[key] for key in ("run", "seed", "resume")}
+    for part, used in USED.items():
+        own = options[part].items()
+        parts |= {f"{part}.{key}": value for key, value in own if key not in used}
+    return parts
 
 
 def _metrics(energy: NDArray[np.float64] | None, target: NDArray[np.float64]) -> _Metrics:

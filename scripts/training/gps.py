@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from kit.graphs import fit, radial_basis
-from kit.rows import Promise, Rows, choose, markdown, mean_sd, names, pick
+from kit.rows import Promise, Rows, at_least, choose, markdown, mean_sd, names, pick
 from torch import Tensor, nn
 from torch_geometric.data import Batch, Data
 from torch_geometric.nn import GINEConv, GPSConv
@@ -139,11 +139,12 @@ def measure(
     limit: int = 10**9,
 ) -> Rows:
     """Errors of every variant and seed, and that of the median of the training set."""
+    at_least(1, steps=steps, seeds=seeds, limit=limit)
     training, validation = (read(data, name, limit) for name in ("train", "val_id"))
     error = (target(validation) - target(training).median()).abs().mean().item()
     labels = ("variant", "seed", "parameters", "mae_eV", "seconds_of_training")
     found: list[tuple[object, ...]] = [("training median", 0, None, error, None)]
-    for variant in choose(variants, VARIANTS):
+    for variant in choose(variants, VARIANTS, "variant"):
         for seed in range(seeds):
             start = time.perf_counter()
             model = train(variant, training, steps, seed)

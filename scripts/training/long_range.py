@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from kit.graphs import fit, radial_basis
-from kit.rows import Promise, Rows, choose, markdown, mean_sd, names, pick
+from kit.rows import Promise, Rows, at_least, choose, markdown, mean_sd, names, pick
 from torch import Tensor, nn
 from torch_geometric.data import Batch, Data
 from torch_geometric.nn.models.schnet import InteractionBlock
@@ -157,9 +157,10 @@ def measure(
     files: int = 10**9,
 ) -> Rows:
     """One row per variant, seed and pair of molecules: energies in eV."""
+    at_least(1, steps=steps, seeds=seeds, files=files)
     splits = {split: read(data, split, files) for split in ("train", "test")}
     rows = []
-    for variant in choose(variants, VARIANTS):
+    for variant in choose(variants, VARIANTS, "variant"):
         for seed in range(seeds):
             model = train(variant, splits["train"], steps, seed)
             for split, pairs in splits.items():
