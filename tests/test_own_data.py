@@ -273,8 +273,12 @@ def test_splits_of_any_format_and_those_that_are_missing(run, tmp_path, capsys) 
 def test_bad_own_data_gets_one_line(file, tmp_path, capsys) -> None:
     train = ["train", *SMALL, *STEPS, f"--run={tmp_path / 'run'}"]
     data = write_data(tmp_path / "data", 4, 3)
-    one = tmp_path / "one.extxyz"
+    one, named = tmp_path / "one.extxyz", tmp_path / "named.traj"
     write(one, frames(1))
+    texts = frames(3)
+    for atoms in texts:
+        atoms.info["name"] = "slab"
+    write(named, texts)
     for words, parts in (
         ([f"--data.root={data}", "--data.val_fraction=0.2"], ["is for one file; got a folder"]),
         ([f"--data.root={one}"], ["one.extxyz: expected at least 2 structures", "got 1"]),
@@ -284,6 +288,7 @@ def test_bad_own_data_gets_one_line(file, tmp_path, capsys) -> None:
             [f"--data.root={file}", "--data.energy_key=REF_energy"],
             ["no structure has the energy_key 'REF_energy'", "there are energy"],
         ),
+        ([f"--data.root={named}", "--data.energy_key=name"], ["numbers; got the text 'slab'"]),
         ([f"--data.root={data}", "--data.tags=ase"], ["tags=ase is for files that ASE reads"]),
         ([f"--data.root={tmp_path / 'no'}"], [str(tmp_path / "no"), "no such folder or file"]),
     ):

@@ -164,7 +164,8 @@ def _tensor(value: _Array, key: str, name: str) -> Tensor:
         else:  # a copy: the source may be a read-only map
             tensor = torch.from_numpy(np.array(value))
     except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"{name}: {key} must be an array of numbers; {error}") from None
+        reason = f"got the text {shown(value)}" if isinstance(value, str) else error
+        raise ValueError(f"{name}: {key} must be an array of numbers; {reason}") from None
     if tensor.is_complex():
         raise ValueError(f"{name}: {key} must be real numbers; got {tensor.dtype}")
     return tensor
