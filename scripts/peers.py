@@ -52,14 +52,19 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--fractions", nargs="+", type=_share, default=[1.0], metavar="F")
     parser.add_argument("--jobs", type=int, default=1, help="trainings at the same time")
     parser.add_argument("--evaluations", type=int, default=10, help="points of a curve")
-    parser.add_argument("--tune", action="store_true", help="try three learning rates of each net")
+    parser.add_argument("--tune", action="store_true", help="try learning rates of each net")
     parser.add_argument("--tune-minutes", type=_positive, help="of each; a fifth of --minutes")
-    parser.add_argument("--tune-most", type=int, default=len(TRIED), help="rates of each net")
+    parser.add_argument("--tune-most", type=int, default=len(TRIED), help="at most so many rates")
     parser.add_argument("--against", metavar="MODEL", help="adds the differences from this one")
     options = parsed(parser, words)
     for name in ("seeds", "jobs", "evaluations"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1; got {getattr(options, name)}")
+    tuned = options.tune_minutes is not None or options.tune_most != len(TRIED)
+    if tuned and not options.tune:
+        parser.error("--tune-minutes and --tune-most are for --tune; add it, or leave them out")
+    if options.tune_most < len(TRIED):
+        parser.error(f"--tune-most must be at least {len(TRIED)}; got {options.tune_most}")
     if options.against and options.against not in map(title, options.models):
         parser.error(f"--against {options.against}: expected one of --models")
     options.tune_minutes = options.tune_minutes or options.minutes / 5

@@ -424,6 +424,20 @@ def test_differences_have_the_spread_of_systems_and_of_seeds(words, tmp_path, ca
     assert "--against painn: expected one of --models" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--tune-most", "5"), "are for --tune; add it, or leave them out"),
+        (("--tune-minutes", "1"), "are for --tune; add it, or leave them out"),
+        (("--tune", "--tune-most", "2"), "--tune-most must be at least 3; got 2"),
+    ],
+)
+def test_tuning_that_would_have_no_effect_is_refused(words, given, message, capsys) -> None:
+    with pytest.raises(SystemExit):
+        peers.main(_with(words, *given))
+    assert message in capsys.readouterr().err and pool.done == []
+
+
 def test_archived_runs_of_the_sample_can_be_gone_on_with(tmp_path, monkeypatch) -> None:
     """By the command of the page, from the top of any clone."""
     monkeypatch.chdir(models.REPOSITORY)

@@ -147,6 +147,16 @@ def test_a_model_stays_on_its_device_unless_another_one_is_named():
         molflt.Calculator(made, device="nonsense")
 
 
+def test_a_calculator_refuses_an_element_without_descriptors():
+    """On every device, before anything is computed."""
+    made = molflt.Potential(16, 2, layers=1, ffn_dim=16, num_features=8, descriptors=True)
+    atoms = Atoms("ArHe", [[0, 0, 0], [0, 0, 3]])
+    atoms.calc = molflt.Calculator(made)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="ArHe: no descriptors are known of element 2"):
+            atoms.get_potential_energy()
+
+
 def test_predictions_have_forces(trained, tmp_path):
     structures = [bulk("Ar", "fcc", 5.2, cubic=True), bulk("Ar", "fcc", 5.4)]
     for atoms in structures:

@@ -505,6 +505,9 @@ def test_what_is_no_model_gets_one_line(data, exported, run, tmp_path, capsys) -
     store = str(data / "val_id.safetensors")
     assert "weights without a config.yaml" in error_of(capsys, "predict", store, store)
     assert "expected the folder of a training run" in error_of(capsys, "predict", "no", store)
+    (tmp_path / "slab.extxyz").write_text("")
+    said = error_of(capsys, "predict", str(tmp_path / "slab.extxyz"), store)
+    assert "slab.extxyz: expected the folder" in said and "structures: RUN FILE" in said
     for words, message in (
         ([str(tmp_path / "a")], "--about: expected one line that says what is predicted"),
         ([str(tmp_path / "a"), "--about", "two\nlines"], "about: expected one line"),

@@ -13,18 +13,23 @@ from molflt.evaluation.report import _warn
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-__all__ = ["expect_described", "warn_of_elements"]
+__all__ = ["expect_described", "refuse_undescribed", "warn_of_elements"]
 
 
 def expect_described(records: Sequence[Data], beyond: frozenset[int], path: Path) -> None:
     """Raises ValueError for an element that the model cannot take; here it costs no GPU a wait."""
     for record in records if beyond else ():
-        if unknown := beyond.intersection(record.atomic_numbers.unique().tolist()):
-            raise ValueError(
-                f"{path}: sid {int(record.sid)}: no descriptors are known of element "
-                f"{min(unknown)}; leave such structures out, as --skip_bad does, or take a model "
-                "that was trained without descriptors"
-            )
+        present = set(record.atomic_numbers.unique().tolist())
+        refuse_undescribed(present, beyond, f"{path}: sid {int(record.sid)}")
+
+
+def refuse_undescribed(present: set[int], beyond: frozenset[int], name: str) -> None:
+    """Raises ValueError if one of these elements of a structure is beyond the model."""
+    if unknown := beyond & present:
+        raise ValueError(
+            f"{name}: no descriptors are known of element {min(unknown)}; leave such structures "
+            "out, as --skip_bad does, or take a model that was trained without descriptors"
+        )
 
 
 def warn_of_elements(model: nn.Module, present: set[int], name: str) -> None:

@@ -14,7 +14,8 @@ from ase.calculators.calculator import PropertyNotImplementedError, all_changes
 from ase.stress import full_3x3_to_voigt_6_stress
 from torch import nn
 
-from molflt.evaluation.elements import warn_of_elements
+from molflt.evaluation.elements import refuse_undescribed, warn_of_elements
+from molflt.graph.heads import undescribed
 from molflt.graph.potential import Potential
 from molflt.memory import within_memory
 from molflt.pretrained.base import Pretrained
@@ -118,6 +119,7 @@ class Calculator(AseCalculator):
     def _warn_of_new(self, atoms: Atoms) -> None:
         new = set(atoms.numbers.tolist()) - self._told
         if new:
+            refuse_undescribed(new, undescribed(self.model), atoms.get_chemical_formula())
             self._told |= new
             warn_of_elements(self.model, new, atoms.get_chemical_formula())
 
