@@ -271,11 +271,11 @@ class _Rows:
 
 def _outputs(model: nn.Module, batch: Batch, path: Path) -> Mapping[str, Tensor]:
     """What the model says of a batch."""
-    with within_memory(lambda: _largest(batch, path), "lower --batch-size"):
+    with within_memory(lambda: f"{_largest(batch, path)},", "lower --batch-size"):
         try:
             out: Mapping[str, Tensor] = model(batch)
         except ValueError as error:
-            raise ValueError(f"{_largest(batch, path).rstrip(',')}: {error}") from None
+            raise ValueError(f"{_largest(batch, path)}: {error}") from None
     return out
 
 
@@ -305,7 +305,7 @@ def _largest(batch: Batch, path: Path) -> str:
     most = int(counts.argmax())
     return (
         f"{path}: a batch of {batch.num_graphs}, of which sid {int(batch.sid[most])} has "
-        f"{int(counts[most]):,} atoms,"
+        f"{int(counts[most]):,} atoms"
     )
 
 

@@ -47,11 +47,10 @@ def begin_results(out: Path, *names: str) -> None:
         out: folder.
         names: of all files that such an evaluation may write; of pictures, in every format.
     """
-    for name in (RESULTS, _NOTE):  # the note last: alone it is nothing
+    pictures = [Path(name).stem for name in names if name.endswith(".png")]
+    others = [f"{stem}.{ending}" for stem in pictures for ending in FORMATS]
+    for name in (RESULTS, _NOTE, *names, *others):  # the note last of the two: alone it is nothing
         (out / name).unlink(missing_ok=True)
-    for name in names:
-        for ending in FORMATS if name.endswith(".png") else [Path(name).suffix[1:]]:
-            (out / name).with_suffix(f".{ending}").unlink(missing_ok=True)
 
 
 def write_results(

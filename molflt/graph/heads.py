@@ -67,9 +67,11 @@ class ElementEmbedding(nn.Embedding):
 
 def undescribed(model: nn.Module) -> frozenset[int]:
     """Atomic numbers that a model cannot take, as it, or a member of it, has no descriptors."""
-    parts = [part for part in model.modules() if isinstance(part, ElementEmbedding)]
-    known = [part.get_buffer("has_descriptors") for part in parts if part.described]
-    return frozenset(z for z in range(1, _NUM_ELEMENTS) if not all(own[z] for own in known))
+    missing: set[int] = set()
+    for part in model.modules():
+        if isinstance(part, ElementEmbedding) and part.described:
+            missing.update((~part.get_buffer("has_descriptors")).nonzero().flatten().tolist())
+    return frozenset(missing - {0})
 
 
 class AtomEmbedding(nn.Module):

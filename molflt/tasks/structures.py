@@ -55,8 +55,9 @@ class OfStructures:
         from molflt.graph.heads import undescribed
 
         data.setup()
+        beyond = undescribed(self.model)
         for dataset in data.datasets.values():
-            if faults := element_faults(dataset, undescribed(self.model)):
+            if faults := element_faults(dataset, beyond):
                 index, reason = next(iter(faults.items()))
                 raise ValueError(
                     f"{dataset.path}: sid {int(dataset[index].sid)}: {reason} ({len(faults)} such "

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from kit.pictures import curves, legend
 from kit.rows import Row, Rows, markdown, mean_sd, names, pick, write_csv
+from numpy.typing import NDArray
 
 from molflt.data.structures.splits import split_path
 from molflt.evaluation.predictions import open_structures
@@ -19,6 +20,7 @@ from peers_kit.models import FITS
 from peers_kit.pool import Jobs, read
 
 Results = Sequence[Mapping[str, Any]]
+_Array = NDArray[np.float64]
 
 
 def results_of(jobs: Jobs) -> Results:
@@ -122,16 +124,16 @@ def differences(results: Results, first: str) -> str:
     return f"Mean ± standard error\n\n{markdown(head, list(cells.values()))}"
 
 
-def _errors(results: Results, model: str, split: str, labels: Any) -> Any:
+def _errors(results: Results, model: str, split: str, labels: _Array) -> _Array | None:
     """Absolute errors, (seeds, labeled systems), eV; None if the model has diverged."""
     found = [r["splits"][split]["energy_eV"] for r in results if r["job"]["model"] == model]
     if None in found:
         return None
-    errors = np.abs(np.array(found) - labels)
+    errors: _Array = np.abs(np.array(found) - labels)
     return errors[:, np.isfinite(labels)]
 
 
-def _difference(errors: Any, others: Any) -> str:
+def _difference(errors: _Array | None, others: _Array | None) -> str:
     if errors is None or others is None or not errors.size:
         return "–"
     by_system = errors.mean(axis=0) - others.mean(axis=0)

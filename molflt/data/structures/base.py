@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["ANY_TAGS", "AS_IT_IS", "AnyTags", "Reading", "Structures", "Tags", "to_atoms"]
 
 _SHOWN = 5  # structures that are left out, in a message
+_BLOCK = 10_000  # structures whose compositions are counted at once
 
 Tags = Literal["oc20", "ase"]
 AnyTags = Literal["oc20", "ase", "any"]
@@ -148,6 +149,15 @@ class Structures(Dataset["Data"], ABC):
         for row, index in zip(counts, indices, strict=True):
             row += np.bincount(self[int(index)].atomic_numbers.numpy(), minlength=len(row))
         return counts
+
+    def composition_blocks(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float64]]]:
+        """Indices and `compositions` of all structures, in the memory of some."""
+        from tqdm import tqdm
+
+        bar = tqdm(range(0, len(self), _BLOCK), desc="reading elements", delay=5, leave=False)
+        for first in bar:
+            indices = np.arange(first, min(first + _BLOCK, len(self)))
+            yield indices, self.compositions(indices)
 
     def __iter__(self) -> Iterator[Data]:
         return map(self.__getitem__, range(len(self)))

@@ -12,7 +12,6 @@ from molflt.data.structures.base import Structures
 
 __all__ = ["ElementEnergies", "fit_element_energies"]
 
-_BLOCK = 10_000  # structures at once
 _NEGLIGIBLE = 1e-10  # of the largest singular value
 
 
@@ -48,9 +47,7 @@ def fit_element_energies(dataset: Structures) -> ElementEnergies:
     labels, count = dataset.y_relaxed, len(dataset)
     present = np.zeros(columns, dtype=bool)
     triangle = np.zeros((0, columns + 2))  # of compositions, ones and labels
-    for first in range(0, count, _BLOCK):
-        indices = np.arange(first, min(first + _BLOCK, count))
-        atoms = dataset.compositions(indices)
+    for indices, atoms in dataset.composition_blocks():
         present |= atoms.any(axis=0)
         block = np.column_stack([atoms, np.ones(len(indices)), labels[indices]])
         triangle = np.asarray(np.linalg.qr(np.vstack([triangle, block]), mode="r"))

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Part", "element_faults", "split_by_seed", "without"]
 
-_AT_ONCE = 4096  # structures whose compositions are counted
-
 
 class Part(Structures):
     """Structures of a source, in its order.
@@ -101,9 +99,8 @@ def element_faults(source: Structures, undescribed: Collection[int]) -> dict[int
     from ase.data import chemical_symbols
 
     numbers, faults = np.array(sorted(undescribed), dtype=np.int64), {}
-    for start in range(0, len(source) if len(numbers) else 0, _AT_ONCE):
-        indices = np.arange(start, min(start + _AT_ONCE, len(source)))
-        there = source.compositions(indices)[:, numbers] > 0
+    for indices, atoms in source.composition_blocks() if len(numbers) else ():
+        there = atoms[:, numbers] > 0
         for row in np.flatnonzero(there.any(axis=1)):
             symbols = ", ".join(chemical_symbols[number] for number in numbers[there[row]])
             faults[int(indices[row])] = f"no descriptors are known of {symbols}"
