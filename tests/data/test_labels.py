@@ -163,7 +163,7 @@ def test_references_are_recovered_exactly(tmp_path: Path, monkeypatch) -> None:
     assert np.flatnonzero(found.present).tolist() == [*REFERENCES] and found.undetermined == 0
     assert np.count_nonzero(found.energies) == 5
     assert abs(found.mean) < 1e-8 and found.std < 1e-8
-    monkeypatch.setattr("molflt.data.structures.element_energies._BLOCK", 7)
+    monkeypatch.setattr("molflt.data.structures.base._BLOCK", 7)
     again = fit_element_energies(dataset)
     np.testing.assert_allclose(again.energies, found.energies, rtol=1e-12, atol=1e-9)
 
