@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from kit.layers import (
     PASSES,
+    TRAINING,
     Mechanism,
     Study,
     cost_promise,
@@ -27,7 +28,7 @@ from molflt.attention.fnet import FourierMixer
 
 HEADS, HEAD_DIM, FEATURES, NODES = 8, 64, 64, 32
 DIM = HEADS * HEAD_DIM
-QUICK = {"sizes": (512, 1024), "rounds": 1}
+QUICK = {"sizes": (512, 1024), "rounds": 1, "passes": (TRAINING,)}
 
 
 class Layer(nn.Module):
