@@ -19,8 +19,10 @@ edges. Peers have their usual learning rates, and DimeNet++ batches of 8, unless
 name others. An average of weights has the decay of --config, or forgets faster: it is over a tenth
 of the steps at most, or slow nets would be judged by their beginnings. Three learning rates are
 tried, and with --tune-most further ones as long as the best one is the largest or the smallest.
-Writes comparison.md and .csv, error-cpu.png, error-size.png, and jobs/*.json with predictions.
-Started again, it goes on where it was stopped and repeats no job.
+Differences have standard errors over seeds and over systems, which count as independent, or but for
+those that have a column of DIR/systems.csv in common (--alike molecule metal). Writes comparison.md
+and .csv, error-cpu.png, error-size.png, and jobs/*.json with predictions. Started again, it goes
+on where it was stopped and repeats no job.
 """
 
 from __future__ import annotations
@@ -56,6 +58,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tune-minutes", type=_positive, help="of each; a fifth of --minutes")
     parser.add_argument("--tune-most", type=int, default=len(TRIED), help="at most so many rates")
     parser.add_argument("--against", metavar="MODEL", help="adds the differences from this one")
+    parser.add_argument("--alike", nargs="+", default=[], metavar="COLUMN", help="for --against")
     options = parsed(parser, words)
     for name in ("seeds", "jobs", "evaluations"):
         if getattr(options, name) < 1:
@@ -67,6 +70,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--tune-most must be at least {len(TRIED)}; got {options.tune_most}")
     if options.against and options.against not in map(title, options.models):
         parser.error(f"--against {options.against}: expected one of --models")
+    if options.alike and not (options.against and len(options.alike) <= 2):
+        parser.error("--alike is for --against, and takes at most two columns of systems.csv")
     options.tune_minutes = options.tune_minutes or options.minutes / 5
     options.fractions = sorted(set(options.fractions))
     options.models = list(dict.fromkeys(options.models))
@@ -118,7 +123,7 @@ def compare(options: argparse.Namespace) -> bool:
     pool.check(jobs)
     well = pool.run(jobs, options.jobs) and well
     if results := report.results_of(jobs):
-        print(report.write(options.out, results, tried, options.against))
+        print(report.write(options.out, results, tried, options.against, options.alike))
     return well
 
 

@@ -26,6 +26,7 @@ budget, jobs, models, nets, painn, pool, report, ridge, training = (
     for name in ("budget", "jobs", "models", "nets", "painn", "pool", "report", "ridge", "training")
 )
 mean_sd = importlib.import_module("kit.rows").mean_sd
+variance_of_mean = importlib.import_module("peers_kit.differences").variance_of_mean
 
 SMALLER = {
     "schnet": {"hidden_channels": 8, "num_filters": 8, "num_interactions": 2, "num_gaussians": 9},
@@ -419,9 +420,51 @@ def test_differences_have_the_spread_of_systems_and_of_seeds(words, tmp_path, ca
     text = capsys.readouterr().out
     assert f"| small | {apart.mean():.3f} ± {error:.3f} |" in text
     assert "| MAE - MAE of median, eV | val_id |" in text
+    rows = [f"{1000 + i},{i // 2},{i % 2}" for i in range(len(labels))]
+    (tmp_path / "data" / "systems.csv").write_text("\n".join(["sid,molecule,metal", *rows]))
+    alike = ["--alike", "molecule", "metal"]
+    assert peers.main(_with(words, "--seeds", "2", "--against", "median", *alike)) == 0
+    numbers = np.arange(len(labels))
+    variance = variance_of_mean(apart, [numbers // 2, numbers % 2])
+    error = (variance + seeds.std(ddof=1) ** 2 / 2) ** 0.5
+    text = capsys.readouterr().out
+    assert f"| small | {apart.mean():.3f} ± {error:.3f} |" in text
+    assert "Mean ± standard error by molecule and metal" in text
+    words = _with(words, "--seeds", "2", "--against", "median", "--alike", "colour")
+    assert peers.main(words) == 2
+    assert "systems.csv: no colour of sid 1000; choose --alike among" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--against", "painn"), "--against painn: expected one of --models"),
+        (("--alike", "molecule"), "--alike is for --against"),
+        (("--against", "median", "--alike", "a", "b", "c"), "takes at most two columns"),
+    ],
+)
+def test_differences_that_cannot_be_are_refused(words, given, message, capsys) -> None:
     with pytest.raises(SystemExit):
-        peers.main(_with(words, "--against", "painn"))
-    assert "--against painn: expected one of --models" in capsys.readouterr().err
+        peers.main(_with(words, *given))
+    assert message in capsys.readouterr().err and pool.done == []
+
+
+@pytest.mark.parametrize("groupings", [0, 1, 2])
+def test_the_standard_error_of_a_mean_is_what_repetition_shows(groupings: int) -> None:
+    """Normal numbers with a part in common by row, by column, both or none: 40 x 30, 400 draws."""
+    draw, shape = np.random.default_rng(0), (40, 30)
+    places = [np.repeat(np.arange(40), 30), np.tile(np.arange(30), 40)][:groupings]
+    means, found = [], []
+    for _ in range(400):
+        values = draw.normal(size=shape)
+        values += draw.normal(size=(40, 1)) if groupings > 0 else 0.0
+        values += draw.normal(size=(1, 30)) if groupings > 1 else 0.0
+        means.append(values.mean())
+        found.append(variance_of_mean(values.ravel(), places))
+    assert np.mean(found) == pytest.approx(np.var(means), rel=0.2)
+    values = draw.normal(size=7)
+    assert variance_of_mean(values, []) == pytest.approx(values.var(ddof=1) / 7)
+    assert np.isnan(variance_of_mean(values, [np.zeros(7, int)]))
 
 
 @pytest.mark.parametrize(

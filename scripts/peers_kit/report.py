@@ -7,20 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from kit.pictures import curves, legend
 from kit.rows import Row, Rows, markdown, mean_sd, names, pick, write_csv
-from numpy.typing import NDArray
 
-from molflt.data.structures.splits import split_path
-from molflt.evaluation.predictions import open_structures
 from molflt.metrics import EWT_THRESHOLD
 from molflt.plots.figure import GREY, SERIES, picture, plain_numbers
+from peers_kit.differences import Results, differences
 from peers_kit.models import FITS
 from peers_kit.pool import Jobs, read
-
-Results = Sequence[Mapping[str, Any]]
-_Array = NDArray[np.float64]
 
 
 def results_of(jobs: Jobs) -> Results:
@@ -103,53 +97,27 @@ def _mean(rows: Rows, model: str, split: str) -> float:
     return float("inf") if None in found else statistics.fmean(found)
 
 
-def differences(results: Results, first: str) -> str:
-    """How much more other models err than one, in each split, of all of the training set.
+def write(
+    out: Path,
+    results: Results,
+    tried: Mapping[str, int],
+    against: str | None = None,
+    alike: Sequence[str] = (),
+) -> str:
+    """Writes comparison.csv, .md and the pictures; returns the table.
 
-    Errors are averaged over the seeds of a model and compared system by system. The standard error
-    is that over systems, which count as independent, and over the seeds of both models:
-    sqrt(sd(d)^2 / systems + sd_a^2 / seeds_a + sd_b^2 / seeds_b).
+    Args:
+        out: folder.
+        results: of `results_of`.
+        tried: learning rates that were tried, by model.
+        against: model from which differences are given, see `differences`.
+        alike: columns of systems.csv for them.
     """
-    most = max(result["job"]["fraction"] for result in results)
-    own = [result for result in results if result["job"]["fraction"] == most]
-    models = list(dict.fromkeys(result["job"]["model"] for result in own))
-    root, splits = Path(own[0]["job"]["data"]), own[0]["job"]["splits"]
-    cells: dict[str, list[object]] = {model: [model] for model in models if model != first}
-    for split in splits:
-        labels = open_structures(split_path(root, split), False).y_relaxed
-        errors = {model: _errors(own, model, split, labels) for model in models}
-        for model, cell in cells.items():
-            cell.append(_difference(errors[model], errors[first]))
-    head = [f"MAE - MAE of {first}, eV", *splits]
-    return f"Mean ± standard error\n\n{markdown(head, list(cells.values()))}"
-
-
-def _errors(results: Results, model: str, split: str, labels: _Array) -> _Array | None:
-    """Absolute errors, (seeds, labeled systems), eV; None if the model has diverged."""
-    found = [r["splits"][split]["energy_eV"] for r in results if r["job"]["model"] == model]
-    if None in found:
-        return None
-    errors: _Array = np.abs(np.array(found) - labels)
-    return errors[:, np.isfinite(labels)]
-
-
-def _difference(errors: _Array | None, others: _Array | None) -> str:
-    if errors is None or others is None or not errors.size:
-        return "–"
-    by_system = errors.mean(axis=0) - others.mean(axis=0)
-    variance = by_system.var(ddof=1) / len(by_system)
-    for one in (errors, others):
-        variance += one.mean(axis=1).var(ddof=1) / len(one) if len(one) > 1 else 0.0
-    return f"{by_system.mean():.3f} ± {variance**0.5:.3f}"
-
-
-def write(out: Path, results: Results, tried: Mapping[str, int], against: str | None = None) -> str:
-    """Writes comparison.csv, .md and the pictures; returns the table."""
     rows = rows_of(results)
     write_csv(out / "comparison.csv", rows)
     text = table(rows, tried)
     if against is not None:
-        text += "\n\n" + differences(results, against)
+        text += "\n\n" + differences(results, against, alike)
     (out / "comparison.md").write_text(f"{text}\n")
     split = names(rows, "split")[0]
     draw_time(out / "error-cpu.png", results, split)

@@ -1,0 +1,114 @@
+"""How far the errors of models are apart, and how sure that is."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from kit.rows import markdown
+from numpy.typing import NDArray
+
+from molflt.data.structures.splits import split_path
+from molflt.evaluation.predictions import open_structures
+
+Results = Sequence[Mapping[str, Any]]
+_Array = NDArray[np.float64]
+_Groups = list[NDArray[np.int64]]
+
+SYSTEMS = "systems.csv"
+
+
+def differences(results: Results, first: str, alike: Sequence[str] = ()) -> str:
+    """How much more other models err than one, in each split, of all of the training set.
+
+    Errors are averaged over the seeds of a model and compared system by system. The standard error
+    is sqrt(V + sd_a^2 / seeds_a + sd_b^2 / seeds_b), where V is of the mean over systems; see
+    `variance_of_mean`.
+
+    Args:
+        results: of jobs.
+        first: model that others are compared with.
+        alike: at most two columns of systems.csv beside the data, such as molecule and metal:
+            systems that have one of them in common are not independent.
+
+    Raises:
+        FileNotFoundError: if `alike` are given and there is no systems.csv.
+        ValueError: if it lacks a column or a system.
+    """
+    most = max(result["job"]["fraction"] for result in results)
+    own = [result for result in results if result["job"]["fraction"] == most]
+    models = list(dict.fromkeys(result["job"]["model"] for result in own))
+    root, splits = Path(own[0]["job"]["data"]), own[0]["job"]["splits"]
+    cells: dict[str, list[object]] = {model: [model] for model in models if model != first}
+    for split in splits:
+        labels = open_structures(split_path(root, split), False).y_relaxed
+        known = np.isfinite(labels)
+        groups = groups_of(root / SYSTEMS, own[0]["splits"][split]["sid"], alike) if alike else []
+        groups = [numbers[known] for numbers in groups]
+        errors = {model: _errors(own, model, split, labels[known], known) for model in models}
+        for model, cell in cells.items():
+            cell.append(_difference(errors[model], errors[first], groups))
+    head = [f"MAE - MAE of {first}, eV", *splits]
+    text = f"Mean ± standard error{' by ' + ' and '.join(alike) if alike else ''}"
+    return f"{text}\n\n{markdown(head, list(cells.values()))}"
+
+
+def groups_of(table: Path, sids: Sequence[int], columns: Sequence[str]) -> _Groups:
+    """Numbers of the groups that systems belong to, (n,) for each column of systems.csv."""
+    with table.open(newline="") as file:
+        rows = {row.get("sid"): row for row in csv.DictReader(file)}
+    found = []
+    for column in columns:
+        words = [rows.get(str(sid), {}).get(column) for sid in sids]
+        if None in words:
+            sid = sids[words.index(None)]
+            raise ValueError(
+                f"{table}: no {column} of sid {sid}; choose --alike among its columns, "
+                "or make the data anew"
+            )
+        found.append(np.unique(np.array(words), return_inverse=True)[1])
+    return found
+
+
+def variance_of_mean(values: _Array, groups: _Groups) -> float:
+    """Of the mean of values (n,), which are independent between groups alone.
+
+    Without groups it is s^2 / n. With one grouping it is the sum over its G groups of the squared
+    sums of x - mean, times G / (G - 1) / n^2; with two it is V_1 + V_2 - V_12, with 12 the pairs of
+    both (Cameron, Gelbach and Miller, J. Bus. Econ. Stat. 29, 238, 2011), but at least the larger
+    of V_1 and V_2. Few groups make it too small; one makes it unknown, nan.
+    """
+    away = values - values.mean()
+
+    def by(numbers: NDArray[np.int64]) -> float:
+        count = int(numbers.max()) + 1
+        sums = np.bincount(numbers, weights=away)
+        return float(count / (count - 1) * (sums**2).sum()) if count > 1 else float("nan")
+
+    if not groups:
+        groups = [np.arange(len(values))]
+    each = [by(numbers) for numbers in groups]
+    both = np.unique(np.stack(groups), axis=1, return_inverse=True)[1].ravel()
+    total = max(sum(each) - by(both), *each) if len(each) > 1 else each[0]
+    return total / len(values) ** 2
+
+
+def _errors(
+    results: Results, model: str, split: str, labels: _Array, known: NDArray[np.bool_]
+) -> _Array | None:
+    """Absolute errors, (seeds, labeled systems), eV; None if the model has diverged."""
+    found = [r["splits"][split]["energy_eV"] for r in results if r["job"]["model"] == model]
+    return None if None in found else np.abs(np.array(found)[:, known] - labels)
+
+
+def _difference(errors: _Array | None, others: _Array | None, groups: _Groups) -> str:
+    if errors is None or others is None or not errors.size:
+        return "–"
+    by_system = errors.mean(axis=0) - others.mean(axis=0)
+    variance = variance_of_mean(by_system, groups)
+    for one in (errors, others):
+        variance += one.mean(axis=1).var(ddof=1) / len(one) if len(one) > 1 else 0.0
+    return f"{by_system.mean():.3f} ± {variance**0.5:.3f}"
