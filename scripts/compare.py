@@ -132,6 +132,7 @@ def work(run: Path, job: dict[str, Any], threads: int, evaluation: tuple[str, ..
     """Trains, or goes on training, and evaluates one run, with these options.
 
     Raises:
+        ValueError: if its checkpoint is damaged.
         RuntimeError: with the last line of the log, if either fails.
     """
     if (run / "results.json").exists():
@@ -143,8 +144,10 @@ def work(run: Path, job: dict[str, Any], threads: int, evaluation: tuple[str, ..
         shutil.rmtree(run / "checkpoints", ignore_errors=True)  # stopped before the first
     evaluate = ["evaluate", str(run), *evaluation]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    # one that ended for want of patience is over, and --resume refuses it
+    todo = (evaluate,) if _said(run, "stopped") else (train, evaluate)
     with open(run / "log.txt", "a") as log:
-        for words in (train, evaluate):
+        for words in todo:
             command = [sys.executable, "-m", "molflt", *words]
             done = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)
             if done.returncode != 0:
@@ -154,18 +157,20 @@ def work(run: Path, job: dict[str, Any], threads: int, evaluation: tuple[str, ..
                 )
 
 
+def _said(run: Path, key: str) -> Any:
+    """What the last checkpoint says of its run; None without one, or if it does not say."""
+    last = run / "checkpoints" / "last.ckpt"
+    return read_checkpoint(last).get("molflt", {}).get(key) if last.is_file() else None
+
+
 def expect_same_data(runs: list[Path]) -> None:
     """Refuses to average over runs whose data have changed in between.
 
     Raises:
         ValueError: naming two of them.
     """
-    known: dict[Path, object] = {}
-    for run in runs:
-        last = run / "checkpoints" / "last.ckpt"
-        state = read_checkpoint(last) if last.is_file() else {}
-        if data := state.get("molflt", {}).get("data"):  # earlier versions do not say
-            known[run] = data
+    every = {run: _said(run, "data") for run in runs}
+    known = {run: data for run, data in every.items() if data}  # earlier versions do not say
     first = next(iter(known), None)
     for run, data in known.items():
         if data != known[first]:
