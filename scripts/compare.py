@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from kit.energies import errors_of_mean
+from kit.notes import prepare
 from kit.rows import Rows, markdown, mean_sd, names, pick, write_csv
 from kit.words import described, trainings
 from tqdm import tqdm
 
-from molflt.files import write_atomically
 from molflt.plots import intervals
 from molflt.training.checkpoint import count_parameters, read_checkpoint
 from molflt.training.config import read_config
@@ -104,28 +104,6 @@ def job_of(options: argparse.Namespace, variant: str, seed: int) -> dict[str, An
         "sha256": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest(),
         "words": [*words, f"--seed={seed}", *more],
     }
-
-
-def prepare(run: Path, job: dict[str, Any]) -> None:
-    """Notes the job in a new folder, or checks that the folder belongs to it.
-
-    Raises:
-        ValueError: if the folder holds a run with other options or data, or an earlier version
-            has not said of which.
-    """
-    note = run / "job.json"
-    was = json.loads(note.read_text()) if note.exists() else job
-    if absent := ", ".join(key for key in job if key not in was):
-        raise ValueError(
-            f"{note}: expected {absent} of what this run was made with; an earlier version has not "
-            "noted them; choose another --out, or remove the note if they are the same"
-        )
-    if was != job:
-        raise ValueError(
-            f"{note}: this run was made with other options, other data or another {job['config']}; "
-            "choose another --out, or remove it"
-        )
-    write_atomically(note, (json.dumps(job, indent=1) + "\n").encode())
 
 
 def work(run: Path, job: dict[str, Any], threads: int, evaluation: tuple[str, ...] = ()) -> None:
