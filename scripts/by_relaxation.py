@@ -20,8 +20,8 @@ from pathlib import Path
 
 import ase.io
 import numpy as np
-from compare import prepare
 from kit.files import add_row, begin_rows, digest
+from kit.notes import prepare
 from kit.rows import Row, Rows, markdown, write_csv
 from kit.words import described
 from torch import nn

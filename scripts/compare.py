@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from kit.energies import errors_of_mean
+from kit.notes import prepare
 from kit.rows import Rows, markdown, mean_sd, names, pick, write_csv
 from kit.words import described, trainings
 from tqdm import tqdm
 
-from molflt.files import write_atomically
 from molflt.plots import intervals
 from molflt.training.checkpoint import count_parameters, read_checkpoint
 from molflt.training.config import read_config
@@ -106,32 +106,11 @@ def job_of(options: argparse.Namespace, variant: str, seed: int) -> dict[str, An
     }
 
 
-def prepare(run: Path, job: dict[str, Any]) -> None:
-    """Notes the job in a new folder, or checks that the folder belongs to it.
-
-    Raises:
-        ValueError: if the folder holds a run with other options or data, or an earlier version
-            has not said of which.
-    """
-    note = run / "job.json"
-    was = json.loads(note.read_text()) if note.exists() else job
-    if absent := ", ".join(key for key in job if key not in was):
-        raise ValueError(
-            f"{note}: expected {absent} of what this run was made with; an earlier version has not "
-            "noted them; choose another --out, or remove the note if they are the same"
-        )
-    if was != job:
-        raise ValueError(
-            f"{note}: this run was made with other options, other data or another {job['config']}; "
-            "choose another --out, or remove it"
-        )
-    write_atomically(note, (json.dumps(job, indent=1) + "\n").encode())
-
-
 def work(run: Path, job: dict[str, Any], threads: int, evaluation: tuple[str, ...] = ()) -> None:
     """Trains, or goes on training, and evaluates one run, with these options.
 
     Raises:
+        ValueError: if its checkpoint is damaged.
         RuntimeError: with the last line of the log, if either fails.
     """
     if (run / "results.json").exists():
@@ -143,8 +122,10 @@ def work(run: Path, job: dict[str, Any], threads: int, evaluation: tuple[str, ..
         shutil.rmtree(run / "checkpoints", ignore_errors=True)  # stopped before the first
     evaluate = ["evaluate", str(run), *evaluation]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    # one that ended for want of patience is over, and --resume refuses it
+    todo = (evaluate,) if _said(run, "stopped") else (train, evaluate)
     with open(run / "log.txt", "a") as log:
-        for words in (train, evaluate):
+        for words in todo:
             command = [sys.executable, "-m", "molflt", *words]
             done = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)
             if done.returncode != 0:
@@ -154,18 +135,20 @@ def work(run: Path, job: dict[str, Any], threads: int, evaluation: tuple[str, ..
                 )
 
 
+def _said(run: Path, key: str) -> Any:
+    """What the last checkpoint says of its run; None without one, or if it does not say."""
+    last = run / "checkpoints" / "last.ckpt"
+    return read_checkpoint(last).get("molflt", {}).get(key) if last.is_file() else None
+
+
 def expect_same_data(runs: list[Path]) -> None:
     """Refuses to average over runs whose data have changed in between.
 
     Raises:
         ValueError: naming two of them.
     """
-    known: dict[Path, object] = {}
-    for run in runs:
-        last = run / "checkpoints" / "last.ckpt"
-        state = read_checkpoint(last) if last.is_file() else {}
-        if data := state.get("molflt", {}).get("data"):  # earlier versions do not say
-            known[run] = data
+    every = {run: _said(run, "data") for run in runs}
+    known = {run: data for run, data in every.items() if data}  # earlier versions do not say
     first = next(iter(known), None)
     for run, data in known.items():
         if data != known[first]:

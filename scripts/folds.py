@@ -18,8 +18,9 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
-from compare import INTERRUPTED, job_of, prepare, work_all
+from compare import INTERRUPTED, job_of, work_all
 from kit.energies import read_energies
+from kit.notes import on_data, prepare
 from kit.rows import Rows, markdown, mean_sd, write_csv
 from kit.words import described, trainings
 
@@ -195,7 +196,7 @@ def main(words: list[str] | None = None) -> int:
         wanted = chosen(options.only, found)
         for folder in found:
             run, job = options.out / folder.name, job_of(options, str(options.config), options.seed)
-            job["words"] = [*job["words"], f"--data.root={folder}"]
+            job = on_data(job, folder)
             if folder.name in wanted:
                 jobs[run] = job
             if folder.name in wanted or (run / "results.json").exists():  # all these are collected

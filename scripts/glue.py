@@ -17,7 +17,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from compare import INTERRUPTED, collect, job_of, prepare, work_all
+from compare import INTERRUPTED, collect, job_of, work_all
+from kit.notes import prepare
 from kit.rows import Rows, markdown, names, pick, write_csv
 from kit.words import described, trainings
 

@@ -18,8 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from compare import INTERRUPTED, job_of, prepare, work_all
+from compare import INTERRUPTED, job_of, work_all
 from kit.energies import read_energies
+from kit.notes import on_data, prepare
 from kit.rows import Row, Rows, markdown, mean_sd, names, pick, write_csv
 from kit.words import described, trainings
 from peers_kit.models import FITS, load
@@ -167,8 +168,7 @@ def main(words: list[str] | None = None) -> int:
         for seed in options.seeds:
             for folder in folders:
                 job = job_of(options, str(options.config), seed)
-                job["words"] = [*job["words"], f"--data.root={folder}"]
-                jobs[_run(options.out, folder, seed)] = job
+                jobs[_run(options.out, folder, seed)] = on_data(job, folder)
         for run, job in jobs.items():
             prepare(run, job)
     except (ValueError, OSError) as error:

@@ -24,7 +24,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from compare import INTERRUPTED, job_of, prepare, work_all
+from compare import INTERRUPTED, job_of, work_all
+from kit.notes import prepare
 from kit.rows import Rows, markdown, names, pick, write_csv
 from kit.words import described, trainings
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from compare import prepare
+from kit.notes import prepare
 from kit.rows import Row, Rows, markdown, mean_sd, pick, write_csv
 from kit.words import described
 from numpy.typing import NDArray

@@ -8,6 +8,7 @@ import pytest
 from script_files import Trainings, load_script
 
 from molflt.data.structures.splits import VAL_SPLITS
+from molflt.training.checkpoint import read_checkpoint
 
 
 class Comparisons(Trainings):
@@ -88,6 +89,32 @@ def test_nothing_is_repeated(compare, words, tmp_path) -> None:
         ["train", "--resume", str(run)],
         ["evaluate", str(run)],
     ]
+
+
+def test_a_training_that_stopped_early_is_only_evaluated(compare, words, tmp_path, monkeypatch):
+    """`train --resume` refuses it."""
+    run = tmp_path / "out" / "flt" / "seed1"
+    compare.subprocess.run.broken = f"evaluate {run}"
+    assert compare.main(words) == 1
+    compare.subprocess.run.broken = ""
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints" / "last.ckpt").touch()
+    stopped = {"step": 10, "since": 2, "metric": "mae_eV", "best": 0.1, "best_step": 6}
+    monkeypatch.setattr(compare, "read_checkpoint", lambda path: {"molflt": {"stopped": stopped}})
+    compare.subprocess.run.commands.clear()
+    assert compare.main(words) == 0
+    assert compare.subprocess.run.commands == [["evaluate", str(run)]]
+
+
+def test_a_damaged_checkpoint_is_named(compare, words, tmp_path, monkeypatch, capsys) -> None:
+    compare.subprocess.run.broken = "evaluate"
+    assert compare.main(words) == 1
+    last = tmp_path / "out" / "flt" / "seed1" / "checkpoints" / "last.ckpt"
+    last.parent.mkdir()
+    last.write_text("damaged")
+    monkeypatch.setattr(compare, "read_checkpoint", read_checkpoint)
+    assert compare.main(words) != 0
+    assert f"{last}: refused; expected tensors" in capsys.readouterr().err
 
 
 def test_other_options_are_not_taken_for_the_same_run(compare, words, capsys) -> None:

@@ -639,3 +639,37 @@ def test_kernel_ridge_learns_by_cross_validation(tmp_path: Path) -> None:
     assert error < 0.3 * np.abs(np.median(train.y_relaxed) - val.y_relaxed).mean()
     assert model.chosen["tried"] == 40
     assert set(model.chosen) == {"kernel", "alpha", "gamma", "tried"}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--task.lr=0.0123", "--data.batch_size=5"),
+        ("--config", "same.yaml"),
+        ("--config=same.yaml",),
+        ("--task", "{lr: 0.0123}", "--data={batch_size: 5}"),
+    ],
+)
+def test_rates_and_batches_behind_dashes_are_those_of_all_nets(more, words, tmp_path, monkeypatch):
+    """However they are written, and also where --config says the same."""
+    monkeypatch.chdir(tmp_path)
+    Path("same.yaml").write_text("task: {lr: 0.0123}\ndata: {root: x, batch_size: 5}\n")
+
+    def found(name: str, *more: str) -> tuple[float, int]:
+        options = peers.parse([*words, "--config", "same.yaml", "--", *more])
+        job = pool.job_of(options, name, 0, 1.0, None)
+        assert "same.yaml" in job["digests"]
+        own = jobs.config_of(name, job["words"])
+        return own["task"]["lr"], own["data"]["batch_size"]
+
+    nets = ("molflt", "schnet", "dimenet++")
+    assert {found(name, *more) for name in nets} == {(0.0123, 5)}
+    others = ("--task", "{optimizer: adam}")
+    assert [found(name, *others) for name in nets] == [(0.0123, 5), (5e-4, 5), (1e-3, 8)]
+
+
+def test_a_file_behind_dashes_is_noted_however_it_is_written(words, tmp_path) -> None:
+    for more in (["--config=C"], ["--config", "C"]):
+        given = [word.replace("C", str(tmp_path / "small.yaml")) for word in more]
+        job = pool.job_of(peers.parse([*words, "--", *given]), "median", 0, 1.0, None)
+        assert (tmp_path / "small.yaml").as_posix() in job["digests"]

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kit.rows import Row, Rows
+from molflt.data.structures.systems import SYSTEMS
 from molflt.files import append, write_atomically
 
 
@@ -18,6 +19,12 @@ def digest(path: Path) -> str:
         return hashlib.sha256(each.encode()).hexdigest()
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """sha256 by path of compact stores in a folder, and of what their systems are called."""
+    paths = sorted([*folder.glob("*.safetensors"), *folder.glob(SYSTEMS)])
+    return {path.as_posix(): digest(path) for path in paths}
 
 
 def begin_rows(path: Path) -> Rows:

@@ -212,10 +212,12 @@ def config_of(model: str, words: list[str]) -> dict[str, Any]:
     config = options_of(words)
     if net := NETS.get(model):
         config["task"]["rotate"] = "none"  # no turn changes these nets' energies
-        given = {word.partition("=")[0] for word in words[2:]}  # behind --config
-        if "--task.lr" not in given:
+        # The words do not say what they name: a file may, or --task '{lr: 0.1}'. Impossible values
+        # behind --config are still there if nothing behind them does.
+        probed = _parsed([*words[:2], "--task.lr=-1", "--data.batch_size=-1", *words[2:]])
+        if probed["task"]["lr"] == -1:
             config["task"]["lr"] = net.lr
-        if net.batch_size is not None and "--data.batch_size" not in given:
+        if net.batch_size is not None and probed["data"]["batch_size"] == -1:
             config["data"]["batch_size"] = net.batch_size
     return config
 
