@@ -186,9 +186,10 @@ def test_precisions(data, tmp_path, precision):
     assert next(model.parameters()).dtype == torch.float32
 
 
-def test_structures_without_relaxed_positions_train_on_energies_alone(tmp_path):
-    def bare(seed):
-        for record in structures(9, seed):
+def bare(seed, count=9):
+    """Nine structures, of which the first ones have no relaxed positions."""
+    for index, record in enumerate(structures(9, seed)):
+        if index < count:
             record.pos_relaxed = torch.full_like(record.pos, float("nan"))
         yield record
 
@@ -197,6 +198,20 @@ def test_structures_without_relaxed_positions_train_on_energies_alone(tmp_path, 
     write_store(tmp_path / "train.safetensors", bare(0))
     write_store(tmp_path / "val_id.safetensors", bare(1))
     assert start(tmp_path, tmp_path / "run", "--trainer.max_steps=4") == 0
+    words = ["--task.interpolate=0.5", "--task.noise=0.1", "--trainer.max_steps=4"]
+    line = error_of(capsys, "train", *arguments(tmp_path, tmp_path / "moved", *words))
+    assert f"{tmp_path / 'train.safetensors'}: none of 9 structures has relaxed positions" in line
+    assert "expected some for task.interpolate=0.5, which moves structures" in line
+    assert not (tmp_path / "moved" / "checkpoints").exists()
+
+
+def test_structures_that_cannot_start_nearer_are_counted(tmp_path, capsys):
+    write_store(tmp_path / "train.safetensors", bare(0, count=2))
+    write_store(tmp_path / "val_id.safetensors", bare(1))
+    words = arguments(tmp_path, tmp_path / "run", "--trainer.max_steps=4")
+    assert main(["train", *words, "--task.interpolate=0.5"]) == 0
+    text = "2 of 9 structures have no relaxed positions; task.interpolate=0.5 has no effect on them"
+    assert capsys.readouterr().err.count(text) == 1
 
 
 def test_displacement_error_and_its_gradient_by_hand():

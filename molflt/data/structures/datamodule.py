@@ -155,6 +155,10 @@ class IS2REData(BatchedData[Structures]):
         Raises:
             ValueError: if what is said of that is damaged.
         """
+        return {DOMAIN: self._train_domain().to_bytes()}
+
+    def _train_domain(self) -> Domain:
+        """What the training split holds; reads it once."""
         self.setup()
         if self._domain is None:
             own = Domain.of(self.datasets["train"])
@@ -162,7 +166,7 @@ class IS2REData(BatchedData[Structures]):
                 name, content = self.initial
                 own = own.after(Domain.from_json(content, name))
             self._domain = own
-        return {DOMAIN: self._domain.to_bytes()}
+        return self._domain
 
     def fingerprints(self) -> dict[str, Fingerprint]:
         return {
@@ -203,6 +207,29 @@ class IS2REData(BatchedData[Structures]):
                 f"{per_atom(energies, natoms):.1f} eV per atom in the median; expected adsorption "
                 "energies; learn what energies per element leave with --task.references fit, or "
                 "take them as they are with --task.references none"
+            )
+
+    def expect_relaxed(self, option: str) -> None:
+        """Warns if some training structures have no relaxed positions, which an option is for.
+
+        Args:
+            option: its name and value.
+
+        Raises:
+            ValueError: if none has any.
+        """
+        known, dataset = self._train_domain().relaxed, self.datasets["train"]
+        if not known:
+            raise ValueError(
+                f"{dataset.path}: none of {len(dataset):,} structures has relaxed positions; "
+                f"expected some for {option}, which moves structures towards them; leave it out, "
+                "or take data that have pos_relaxed"
+            )
+        if known < len(dataset):
+            warnings.warn(
+                f"{dataset.path}: {len(dataset) - known:,} of {len(dataset):,} structures have no "
+                f"relaxed positions; {option} has no effect on them",
+                stacklevel=2,
             )
 
     def element_energies(self) -> ElementEnergies:
