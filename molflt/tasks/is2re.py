@@ -157,7 +157,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
             data.refuse_totals()
         if self.references == "fit":
             fit = self.fit_elements(data)
-            found = fit.mean, fit.std if fit.std > 0 else 1.0
+            found = fit.mean, fit.std or 1.0
         elif mean is None or std is None:
             found = data.normalizer()
         else:

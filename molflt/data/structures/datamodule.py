@@ -18,7 +18,7 @@ from molflt.data.structures.base import Tags
 from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.domain import DOMAIN, Domain
 from molflt.data.structures.element_energies import ElementEnergies, fit_element_energies
-from molflt.data.structures.labels import energy_kind, label_faults, per_atom
+from molflt.data.structures.labels import beyond_rounding, energy_kind, label_faults, per_atom
 from molflt.data.structures.parts import without
 from molflt.data.structures.store import StructureStore
 
@@ -186,11 +186,13 @@ class IS2REData(BatchedData[Structures]):
         return digest.hexdigest()
 
     def normalizer(self) -> tuple[float, float]:
-        """Mean and standard deviation of the relaxed energies of the training split, eV."""
+        """Mean and standard deviation of the relaxed energies of the training split, eV.
+
+        Where these are all the same, 1 stands for the latter.
+        """
         self.setup()
         energies = self.datasets["train"].y_relaxed
-        spread = float(energies.std())
-        return float(energies.mean()), spread if spread > 0 else 1.0
+        return float(energies.mean()), beyond_rounding(float(energies.std()), energies) or 1.0
 
     def refuse_totals(self) -> None:
         """Refuses training energies that look like total energies.
