@@ -54,6 +54,16 @@ def test_references_make_totals_learnable(data, run, tmp_path) -> None:
     assert fitted < 1.0 < 1000.0 < without
 
 
+def test_totals_that_references_explain_are_not_divided_by_rounding(tmp_path) -> None:
+    for seed, split in enumerate(("train", "val_id")):
+        records = list(structures(22, seed))
+        for record in records:
+            record.y_relaxed[:] = sum(ENERGIES[int(z)] for z in record.atomic_numbers)
+        write_store(tmp_path / f"{split}.safetensors", records)
+    start(tmp_path, tmp_path / "run", "--trainer.max_steps=3", "--task.references=fit")
+    assert float(load_run(tmp_path / "run")[0].energy_std) == 1.0
+
+
 def test_the_run_keeps_its_references(data, run) -> None:
     kept = json.loads((run / "references.json").read_text())
     assert kept.keys() == {"H", "O", "Cu", "Pt"}

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def validation_rows(run):
 def assert_same_end(run, reference):
     one, other = last_state(run), last_state(reference)
     for part in ("state_dict", "current_model_state", "optimizer_states", "lr_schedulers"):
-        assert differences(one[part], other[part]) == [], part
+        assert differences(one.get(part), other.get(part)) == [], part
     for name in ("best", "last"):
         assert differences(weights(run, name), weights(reference, name)) == [], name
     assert timeless(run) == timeless(reference)
@@ -144,6 +145,18 @@ def test_every_place_to_crash(data, whole, tmp_path, method, step, resumes_from,
         begin(data, run, *more)
     assert last_state(run)["global_step"] == resumes_from
     assert_resumes(run, whole)
+
+
+@pytest.mark.parametrize("decay", ["0.9", "null"])
+def test_float64_resumes_to_the_bit(data, tmp_path, decay):
+    """Neither weights nor their averages pass through float32."""
+    run, reference = tmp_path / "run", tmp_path / "reference"
+    more = ["--trainer.precision=64-true", f"--trainer.ema_decay={decay}"]
+    assert begin(data, reference, *more, steps=17) == 0
+    with at_step("training_step", 15, power_cut), pytest.raises(RuntimeError, match="power cut"):
+        begin(data, run, *more, steps=17)
+    assert last_state(run)["global_step"] == 14
+    assert_resumes(run, reference)
 
 
 @pytest.mark.parametrize(
@@ -231,6 +244,31 @@ def test_more_steps_may_be_asked_for_and_nothing_else(data, tmp_path):
     # the schedule is that of 14 steps: the last one is taken at 1/12 of the peak, not at 0
     rates = {row["step"]: row["lr"] for row in table(run / "metrics.csv", "lr")}
     assert float(rates["14"]) == pytest.approx(3e-4 / 12)
+
+
+def test_the_name_of_a_run_is_no_pattern(data, tmp_path):
+    for name, every in (("a[1]", 3), ("a1", 5)):
+        words = ["--trainer.max_steps=2", f"--trainer.log_every={every}"]
+        assert start(data, tmp_path / name, *words) == 0
+    assert resume(tmp_path / "a[1]", "--trainer.max_steps=3") == 0
+    assert load_run(tmp_path / "a[1]")[1]["trainer"]["log_every"] == 3
+
+
+def test_the_name_of_a_run_is_no_home(data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = Path("~", "run")  # in a folder of that name, which no shell has made another of
+    assert start(data, run, "--trainer.max_steps=2", "--trainer.log_every=3") == 0
+    assert resume(run, "--trainer.max_steps=3") == 0
+    assert load_run(run)[1]["trainer"]["log_every"] == 3
+
+
+def test_commands_to_go_on_are_quoted(data, tmp_path, capsys):
+    run = tmp_path / "my run"
+    words = arguments(data, run, "--trainer.max_steps=9")
+    with at_step("training_step", 2, lambda _: os.kill(os.getpid(), signal.SIGTERM)):
+        assert main(["train", *words]) == 143
+    assert f"molflt train --resume '{run}'\n" in capsys.readouterr().err
+    assert f"resume it with --resume '{run}', or choose" in error_of(capsys, "train", *words)
 
 
 def test_resuming_a_finished_run_changes_nothing(whole):

@@ -1,14 +1,26 @@
 """Training: loss, schedule, metrics, the run folder and the errors of ``molflt train``."""
 
 import json
+from types import SimpleNamespace
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 import yaml
 from safetensors import safe_open
-from safetensors.torch import save_file
-from tiny_run import arguments, error_of, logged, start, structures, table, write_data
+from safetensors.torch import load_file, save_file
+from tiny_run import (
+    arguments,
+    differences,
+    error_of,
+    last_state,
+    logged,
+    start,
+    structures,
+    table,
+    write_data,
+)
 from torch_geometric.data import Batch
 
 from molflt.commands.cli import main
@@ -16,6 +28,7 @@ from molflt.commands.train import build_parser
 from molflt.data.structures.store import StructureStore, write_store
 from molflt.graph.regressor import EnergyRegressor
 from molflt.tasks.is2re import IS2RETask, _displacement_error
+from molflt.training.callbacks import _Averages
 from molflt.training.checkpoint import load_run
 
 
@@ -142,6 +155,29 @@ def test_averaged_weights_are_validated_and_kept(data, tmp_path, capsys):
     assert np.abs(predicted - labels).mean() == pytest.approx(maes[1], rel=1e-5)
 
 
+def test_averages_are_made_where_the_steps_are():
+    """Lightning makes them before it moves the weights to their device."""
+    averages, module = _Averages(0.9), pl.LightningModule()
+    module.layer = torch.nn.Linear(2, 2)
+    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("meta")))
+    averages.setup(trainer, module, "fit")
+    assert {weight.device.type for weight in averages._average_model.parameters()} == {"meta"}
+
+
+def test_validation_leaves_float64_and_its_averages_alone(data, tmp_path):
+    words = ["--trainer.precision=64-true", "--trainer.ema_decay=0.5", "--trainer.max_steps=6"]
+    for every in (2, 6):
+        start(data, tmp_path / str(every), *words, f"--trainer.val_every={every}", "--task.lr=0.01")
+    often, once = (last_state(tmp_path / name) for name in ("2", "6"))
+    for part in ("state_dict", "current_model_state"):
+        assert differences(often[part], once[part]) == []
+        assert torch.float32 not in {tensor.dtype for tensor in once[part].values()}
+    for name in ("best", "last"):
+        kept = load_file(tmp_path / "6" / "checkpoints" / f"{name}.safetensors")
+        assert torch.float64 in (dtypes := {tensor.dtype for tensor in kept.values()})
+        assert torch.float32 not in dtypes
+
+
 @pytest.mark.parametrize("precision", ["64-true", "bf16-mixed"])
 def test_precisions(data, tmp_path, precision):
     words = [f"--trainer.precision={precision}", "--trainer.max_steps=4"]
@@ -150,15 +186,32 @@ def test_precisions(data, tmp_path, precision):
     assert next(model.parameters()).dtype == torch.float32
 
 
-def test_structures_without_relaxed_positions_train_on_energies_alone(tmp_path):
-    def bare(seed):
-        for record in structures(9, seed):
+def bare(seed, count=9):
+    """Nine structures, of which the first ones have no relaxed positions."""
+    for index, record in enumerate(structures(9, seed)):
+        if index < count:
             record.pos_relaxed = torch.full_like(record.pos, float("nan"))
-            yield record
+        yield record
 
+
+def test_structures_without_relaxed_positions_train_on_energies_alone(tmp_path, capsys):
     write_store(tmp_path / "train.safetensors", bare(0))
     write_store(tmp_path / "val_id.safetensors", bare(1))
     assert start(tmp_path, tmp_path / "run", "--trainer.max_steps=4") == 0
+    words = ["--task.interpolate=0.5", "--task.noise=0.1", "--trainer.max_steps=4"]
+    line = error_of(capsys, "train", *arguments(tmp_path, tmp_path / "moved", *words))
+    assert f"{tmp_path / 'train.safetensors'}: none of 9 structures has relaxed positions" in line
+    assert "expected some for task.interpolate=0.5, which moves structures" in line
+    assert not (tmp_path / "moved" / "checkpoints").exists()
+
+
+def test_structures_that_cannot_start_nearer_are_counted(tmp_path, capsys):
+    write_store(tmp_path / "train.safetensors", bare(0, count=2))
+    write_store(tmp_path / "val_id.safetensors", bare(1))
+    words = arguments(tmp_path, tmp_path / "run", "--trainer.max_steps=4")
+    assert main(["train", *words, "--task.interpolate=0.5"]) == 0
+    text = "2 of 9 structures have no relaxed positions; task.interpolate=0.5 has no effect on them"
+    assert capsys.readouterr().err.count(text) == 1
 
 
 def test_displacement_error_and_its_gradient_by_hand():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import signal
 import sys
 import time
@@ -147,7 +148,7 @@ def _train(folder: RunFolder, config: Config) -> int:
     signum, step = stopped
     folder.say(
         f"\nstopped by {signal.Signals(signum).name} at step {step}; state saved; to go on: "
-        f"molflt train --resume {folder.path}",
+        f"molflt train --resume {shlex.quote(str(folder.path))}",
         sys.stderr,
     )
     return 128 + signum

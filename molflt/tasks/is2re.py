@@ -89,8 +89,8 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         rotate: turn and mirror every training structure at random, about z (the surface normal)
             or in all directions. FLT's random nodes are not rotation invariant; this teaches them.
         interpolate: share of training structures that start from a random point of the straight way
-            from their initial to their relaxed positions. Energies are those of the relaxed
-            structure all the same.
+            from their initial to their relaxed positions, where these are known. Energies are those
+            of the relaxed structure all the same.
         noise: standard deviation of normal noise on the free atoms of such structures, Å.
         optimization: arguments of `molflt.tasks.base.Task`.
 
@@ -146,16 +146,18 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         """Stores energies per element, mean and standard deviation, eV, in the model's buffers.
 
         Raises:
-            ValueError: if energies look like totals, and it is not said what to do with them, or
-                the model cannot take an element.
+            ValueError: if energies look like totals, and it is not said what to do with them, the
+                model cannot take an element, or `interpolate` finds no relaxed positions.
         """
         self.expect_descriptors(data)
+        if self.interpolate:
+            data.expect_relaxed(f"task.interpolate={self.interpolate:g}")
         mean, std = self.energy_mean, self.energy_std
         if self.references is None:
             data.refuse_totals()
         if self.references == "fit":
             fit = self.fit_elements(data)
-            found = fit.mean, fit.std if fit.std > 0 else 1.0
+            found = fit.mean, fit.std or 1.0
         elif mean is None or std is None:
             found = data.normalizer()
         else:

@@ -66,6 +66,11 @@ class _Averages(WeightAveraging):
         # Buffers are copied, not averaged: the mean of two random projections is none
         super().__init__(use_buffers=False, avg_fn=average)
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        # Weights come to the device after this, and averages would be kept on the CPU
+        self._device = trainer.strategy.root_device
+        super().setup(trainer, pl_module, stage)
+
     @property
     def state_key(self) -> str:
         """As checkpoints of earlier versions have it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import itertools
 import os
 import sys
@@ -136,7 +137,9 @@ class _TrainParser(ArgumentParser):
         words = _with_files(words)
         if runs:
             read_config(Path(runs[-1]))  # says what is wrong with it
-            self.default_config_files = [str(Path(runs[-1]) / "config.yaml")]
+            # They are patterns, and expanded where they begin with ~: neither is meant
+            own = Path(runs[-1], "config.yaml").absolute()
+            self.default_config_files = [glob.escape(str(own))]
             if starts := _values_of("--init", words):
                 raise ValueError(
                     f"--init {starts[-1]} with --resume {runs[-1]}: a run that goes on has weights "

@@ -66,6 +66,9 @@ def _run_steps(
             **options,
         )
         last = None if folder.checkpoint is None else folder.last
+        # Lightning converts weights after it has restored them and made their averages: those of
+        # 64-true would pass through float32
+        trainer.precision_plugin.convert_module(steps)
         try:
             trainer.fit(steps, _Loaders(data), ckpt_path=last, weights_only=True)
         except SystemExit as stop:

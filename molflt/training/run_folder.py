@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -108,7 +109,8 @@ class RunFolder:
         if self.last.exists():
             raise FileExistsError(
                 f"{self.path}: holds checkpoints of an earlier run; expected an empty or new "
-                f"folder; resume it with --resume {self.path}, or choose another --run"
+                f"folder; resume it with --resume {shlex.quote(str(self.path))}, or choose "
+                "another --run"
             )
         for kept in self.path.glob("checkpoints/*.safetensors"):
             # never those of an interrupted start: last.ckpt is written before any weights

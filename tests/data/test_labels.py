@@ -83,6 +83,16 @@ def test_training_names_bad_labels_or_leaves_them_out(tmp_path: Path, capsys, ki
     assert data.fingerprints()["train"]["systems"] == 4
 
 
+@pytest.mark.parametrize(("more", "spread"), [(0.0, 1.0), (2e-9, 1e-9)])
+def test_energies_that_are_all_the_same_have_no_spread(tmp_path: Path, more, spread) -> None:
+    """The mean of 22 times -0.1 is rounded; a spread of 1e-9 eV is one."""
+    for split in ("train", "val_id"):
+        energies = [-0.1, -0.1 + more] * 11
+        write_store(tmp_path / f"{split}.safetensors", of_energies(energies))
+    found = IS2REData(tmp_path).normalizer()
+    assert found == pytest.approx((-0.1 + more / 2, spread), rel=1e-6)
+
+
 def test_a_split_without_labels_is_no_training_set(tmp_path: Path) -> None:
     write_store(tmp_path / "train.safetensors", of_energies([None, None]))
     data = IS2REData(tmp_path, val_split="train", skip_bad=True)
@@ -162,7 +172,7 @@ def test_references_are_recovered_exactly(tmp_path: Path, monkeypatch) -> None:
         assert found.energies[number] == pytest.approx(energy, rel=1e-12, abs=1e-9)
     assert np.flatnonzero(found.present).tolist() == [*REFERENCES] and found.undetermined == 0
     assert np.count_nonzero(found.energies) == 5
-    assert abs(found.mean) < 1e-8 and found.std < 1e-8
+    assert abs(found.mean) < 1e-8 and found.std == 0.0  # its rounding is no spread
     monkeypatch.setattr("molflt.data.structures.base._BLOCK", 7)
     again = fit_element_energies(dataset)
     np.testing.assert_allclose(again.energies, found.energies, rtol=1e-12, atol=1e-9)

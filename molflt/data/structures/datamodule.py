@@ -18,7 +18,7 @@ from molflt.data.structures.base import Tags
 from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.domain import DOMAIN, Domain
 from molflt.data.structures.element_energies import ElementEnergies, fit_element_energies
-from molflt.data.structures.labels import energy_kind, label_faults, per_atom
+from molflt.data.structures.labels import beyond_rounding, energy_kind, label_faults, per_atom
 from molflt.data.structures.parts import without
 from molflt.data.structures.store import StructureStore
 
@@ -155,6 +155,10 @@ class IS2REData(BatchedData[Structures]):
         Raises:
             ValueError: if what is said of that is damaged.
         """
+        return {DOMAIN: self._train_domain().to_bytes()}
+
+    def _train_domain(self) -> Domain:
+        """What the training split holds; reads it once."""
         self.setup()
         if self._domain is None:
             own = Domain.of(self.datasets["train"])
@@ -162,7 +166,7 @@ class IS2REData(BatchedData[Structures]):
                 name, content = self.initial
                 own = own.after(Domain.from_json(content, name))
             self._domain = own
-        return {DOMAIN: self._domain.to_bytes()}
+        return self._domain
 
     def fingerprints(self) -> dict[str, Fingerprint]:
         return {
@@ -182,11 +186,13 @@ class IS2REData(BatchedData[Structures]):
         return digest.hexdigest()
 
     def normalizer(self) -> tuple[float, float]:
-        """Mean and standard deviation of the relaxed energies of the training split, eV."""
+        """Mean and standard deviation of the relaxed energies of the training split, eV.
+
+        Where these are all the same, 1 stands for the latter.
+        """
         self.setup()
         energies = self.datasets["train"].y_relaxed
-        spread = float(energies.std())
-        return float(energies.mean()), spread if spread > 0 else 1.0
+        return float(energies.mean()), beyond_rounding(float(energies.std()), energies) or 1.0
 
     def refuse_totals(self) -> None:
         """Refuses training energies that look like total energies.
@@ -203,6 +209,29 @@ class IS2REData(BatchedData[Structures]):
                 f"{per_atom(energies, natoms):.1f} eV per atom in the median; expected adsorption "
                 "energies; learn what energies per element leave with --task.references fit, or "
                 "take them as they are with --task.references none"
+            )
+
+    def expect_relaxed(self, option: str) -> None:
+        """Warns if some training structures have no relaxed positions, which an option is for.
+
+        Args:
+            option: its name and value.
+
+        Raises:
+            ValueError: if none has any.
+        """
+        known, dataset = self._train_domain().relaxed, self.datasets["train"]
+        if not known:
+            raise ValueError(
+                f"{dataset.path}: none of {len(dataset):,} structures has relaxed positions; "
+                f"expected some for {option}, which moves structures towards them; leave it out, "
+                "or take data that have pos_relaxed"
+            )
+        if known < len(dataset):
+            warnings.warn(
+                f"{dataset.path}: {len(dataset) - known:,} of {len(dataset):,} structures have no "
+                f"relaxed positions; {option} has no effect on them",
+                stacklevel=2,
             )
 
     def element_energies(self) -> ElementEnergies:

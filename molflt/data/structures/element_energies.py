@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from molflt.atoms import MAX_ATOMIC_NUMBER
 from molflt.data.structures.base import Structures
+from molflt.data.structures.labels import beyond_rounding
 
 __all__ = ["ElementEnergies", "fit_element_energies"]
 
@@ -24,7 +25,7 @@ class ElementEnergies(NamedTuple):
         undetermined: how many combinations of elements the compositions leave open, in which the
             energies are then as small as they can be.
         mean: of what the references leave of the labels, eV.
-        std: its standard deviation, eV.
+        std: its standard deviation, eV; 0 where that is rounding.
     """
 
     energies: NDArray[np.float64]
@@ -58,4 +59,5 @@ def fit_element_energies(dataset: Structures) -> ElementEnergies:
     left, ones = triangle[:, -1] - triangle[:, :-2] @ energies, triangle[:, -2]
     mean = float(left @ ones / count)
     spread = float(np.linalg.norm(left - mean * ones) / np.sqrt(count))
+    spread = beyond_rounding(spread, labels)
     return ElementEnergies(energies, present, int(present.sum() - rank), mean, spread)

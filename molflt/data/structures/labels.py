@@ -7,7 +7,14 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["MOST_ADSORPTION", "EnergyKind", "energy_kind", "label_faults", "per_atom"]
+__all__ = [
+    "MOST_ADSORPTION",
+    "EnergyKind",
+    "beyond_rounding",
+    "energy_kind",
+    "label_faults",
+    "per_atom",
+]
 
 EnergyKind = Literal["adsorption", "total", "unknown"]
 
@@ -17,6 +24,8 @@ MOST_ADSORPTION = 20.0  # eV
 # Median magnitude: adsorption energies stay small however large the system is, below 0.1 eV per
 # atom on slabs; total energies are 2 to 15 eV per atom, with all electrons far more.
 _TOTAL_PER_ATOM = 1.0  # eV
+# Of the largest label: thousands of times what float64 rounds, and below what any method resolves
+_ROUNDING = 1e-12
 
 
 def per_atom(energies: NDArray[np.float64], natoms: NDArray[np.int64]) -> float:
@@ -38,6 +47,16 @@ def energy_kind(energies: NDArray[np.float64], natoms: NDArray[np.int64]) -> Ene
     if per_atom(energies, natoms) > _TOTAL_PER_ATOM:
         return "total"
     return "adsorption" if np.median(np.abs(energies[known])) <= MOST_ADSORPTION else "unknown"
+
+
+def beyond_rounding(spread: float, energies: NDArray[np.float64]) -> float:
+    """A standard deviation of energies, or of what is left of them; 0 where it is rounding, eV.
+
+    Args:
+        spread: as it was computed, eV.
+        energies: labels that it was computed from, all of them finite, eV.
+    """
+    return spread if spread > _ROUNDING * float(np.abs(energies).max()) else 0.0
 
 
 def label_faults(
