@@ -21,7 +21,7 @@ from molflt.data.structures.domain import Domain
 from molflt.data.structures.labels import energy_kind
 from molflt.data.structures.parts import element_faults, without
 from molflt.evaluation.elements import expect_described, warn_of_elements
-from molflt.evaluation.ensemble import EnsembleRegressor
+from molflt.evaluation.ensemble import EnsembleRegressor, expect_same_totals
 from molflt.evaluation.report import _warn
 from molflt.graph.heads import undescribed
 from molflt.graph.potential import Potential
@@ -160,11 +160,14 @@ def infer(
         by_atom: what to keep of each atom: "displacement", "embedding", "forces".
 
     Raises:
-        ValueError: if a structure cannot be used, a prediction is not finite, or a batch does not
-            fit into the memory of the device.
+        ValueError: if a structure cannot be used, a prediction is not finite, members of an
+            ensemble learned energies of other kinds, or a batch does not fit into the memory of the
+            device.
     """
     from torch_geometric.data import Batch
 
+    if isinstance(model, EnsembleRegressor):
+        expect_same_totals(model, dataset)
     device = next(iter(model.state_dict().values()), torch.empty(0)).device
     several = len(model.members) if isinstance(model, EnsembleRegressor) else None
     rows, beyond = _Rows(len(dataset), several or 1), undescribed(model)
