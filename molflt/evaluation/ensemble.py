@@ -197,12 +197,13 @@ def expect_same_totals(ensemble: EnsembleRegressor, dataset: Structures) -> None
     names = names or [f"model {i + 1} of the ensemble" for i in range(len(others) + 1)]
     totals, (_, std) = _totals(first, atoms), _energies(first)
     for name, member in zip(names[1:], others, strict=True):
-        own, (_, own_std) = _totals(member, atoms), _energies(member)
-        if float((own - totals).abs().median()) > max(std, own_std, negligible):
+        apart = float((_totals(member, atoms) - totals).abs().median())
+        most = max(std, _energies(member)[1], negligible)
+        if apart > most:
             raise ValueError(
-                f"{name}: its references give structures of {dataset.path} "
-                f"{float(own.median()):.6g} eV; expected as {names[0]} does, "
-                f"{float(totals.median()):.6g} eV; train all members on total energies of one kind"
+                f"{name}: its references give structures of {dataset.path} energies {apart:.3g} eV "
+                f"from those of {names[0]}; expected at most {most:.3g} eV; train all members on "
+                "total energies of one kind"
             )
 
 
