@@ -29,7 +29,7 @@ SPLITS = {"val_id": 60, "val_ood_ads": 30, "small": 20}
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("data")
-    write_store(root / "train.safetensors", structures(48))  # of all sizes that there are
+    write_store(root / "train.safetensors", structures(40))  # of all sizes that there are
     for i, (split, count) in enumerate(SPLITS.items()):
         write_store(root / f"{split}.safetensors", structures(count, i + 1, 1000 * (i + 1)))
     for i, split in enumerate(TEST_SPLITS):

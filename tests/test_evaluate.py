@@ -89,6 +89,28 @@ def test_numbers_that_are_not_finite_are_null(run, tmp_path, monkeypatch) -> Non
     assert [path.read_bytes() for path in files] == before
 
 
+def test_results_of_other_splits_are_not_replaced_in_silence(run, data, tmp_path, capsys) -> None:
+    words = ["evaluate", str(run), "--out", str(tmp_path), "--device=cpu"]
+    said = []
+    for more in (
+        ["--splits", "val_id", "test_id"],
+        ["--splits", "val_id", "val_ood_ads"],
+        ["--splits", "val_ood_ads", "val_id"],
+    ):
+        assert main([*words, *more]) == 0
+        said.append("\n".join(x for x in capsys.readouterr().err.splitlines() if "replaces" in x))
+    place = tmp_path / "results.json"
+    assert said[0] == said[2] == ""
+    assert f"{place}: replaces the results of test_id; to have both" in said[1]
+    other = tmp_path / "other" / "val_id.safetensors"
+    write_store(other, structures(5))
+    assert main([*words, "--data", str(other.parent), "--splits", "val_id"]) == 0
+    assert "replaces the results of val_ood_ads, val_id; to" in capsys.readouterr().err
+    place.write_text("{")
+    assert main([*words, "--splits", "val_id"]) == 0
+    assert "replaces" not in capsys.readouterr().err
+
+
 def test_results_are_those_of_an_independent_computation(evaluated, run, data) -> None:
     out, results = evaluated
     names = "results.json results_of.json predictions.npz predictions.csv errors_by_group.csv"

@@ -126,6 +126,46 @@ def test_an_ensemble_is_judged_by_what_no_member_has_seen(run, file, tmp_path, c
     assert "trained with data.tags ase" in error_of(capsys, *command, str(ase))
 
 
+@pytest.mark.parametrize("by", ["link", "copy", "copy that is gone"])
+def test_members_of_one_file_under_two_names(run, file, tmp_path, capsys, by) -> None:
+    """Whatever its path is, members that held out others are judged by what they learned."""
+    named = tmp_path / "named.extxyz"
+    if by == "link":
+        named.symlink_to(file)
+    else:
+        shutil.copy(file, named)
+    same, other = tmp_path / "same", tmp_path / "other"
+    words = (*STEPS, "--data.val_fraction=0.3", "--seed=1")
+    assert start(named, same, *words) == 0
+    assert start(named, other, *words, "--data.split_seed=1") == 0
+    if by == "copy that is gone":
+        named.unlink()
+    command = ["evaluate", str(run), "--out", str(tmp_path / "out"), "--device=cpu", "--also"]
+    assert "held out different structures" in error_of(capsys, *command, str(other))
+    assert main([*command, str(same)]) == 0
+
+
+def test_members_of_other_files_have_nothing_held_out_in_common(run, tmp_path, capsys) -> None:
+    other = tmp_path / "other.extxyz"
+    write(other, frames(14))
+    words = (*STEPS, "--seed=1", "--data.split_seed=1")
+    assert start(other, tmp_path / "other", *words) == 0
+    command = ["evaluate", str(run), "--out", str(tmp_path / "out"), "--device=cpu", "--also"]
+    assert main([*command, str(tmp_path / "other")]) == 0
+
+
+def test_a_file_that_changed_between_members(run, file, tmp_path, capsys) -> None:
+    one, two, copy = tmp_path / "one", tmp_path / "two", tmp_path / "mine.extxyz"
+    write(copy, frames(14))
+    assert start(copy, two, *STEPS, "--data.val_fraction=0.3", "--seed=1") == 0
+    shutil.copy(file, copy)
+    assert start(copy, one, *STEPS, "--data.val_fraction=0.3") == 0
+    command = ["evaluate", str(one), "--out", str(tmp_path / "out"), "--device=cpu"]
+    assert main(command) == 0
+    said = error_of(capsys, *command, "--also", str(two))
+    assert f"has changed since {two} was trained on it" in said
+
+
 @pytest.mark.parametrize("change", ["grown", "in another order"])
 def test_a_file_that_has_changed_is_not_split_anew(run, file, tmp_path, capsys, change) -> None:
     """Structures that were trained on would count as held out."""

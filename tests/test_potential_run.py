@@ -254,6 +254,24 @@ def test_relaxations(trained, tmp_path, capsys):
     assert first.read_bytes() == before
 
 
+def test_relaxed_structures_have_the_index_of_their_file(trained, tmp_path, capsys):
+    """As predictions have: with those that are left out counted."""
+    sound = bulk("Ar", "fcc", 5.2, cubic=True)
+    sound.rattle(0.1, seed=0)
+    broken = sound.copy()
+    broken.positions[0] = 1e7
+    file, out, steps = tmp_path / "a.extxyz", tmp_path / "b.extxyz", tmp_path / "steps"
+    ase.io.write(file, [broken, sound, broken, sound])
+    words = ["--device=cpu", "--skip_bad=true", "--out"]
+    assert main(["predict", str(trained), str(file), *words, str(tmp_path / "p.csv")]) == 0
+    words = ["--run", str(trained), *words, str(out), "--trajectories", str(steps)]
+    assert main(["relax", str(file), *words, "--steps=1", "--fmax=1e-12"]) == 3
+    assert "structure 3, sid 3, Ar4: not converged" in capsys.readouterr().err
+    for table in (tmp_path / "p.csv", out.with_suffix(".csv")):
+        assert [row["index"] for row in csv.DictReader(table.open())] == ["1", "3"]
+    assert sorted(path.name for path in steps.iterdir()) == ["000001-1.traj", "000003-3.traj"]
+
+
 def of_each_constraint() -> list[Atoms]:
     frames = []
     for number, constraint in enumerate(

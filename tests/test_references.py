@@ -109,6 +109,51 @@ def test_an_element_without_reference_is_named(run, tmp_path, capsys) -> None:
         assert sum(f"in.extxyz: {text}" in line for line in lines) == 1
 
 
+@pytest.fixture(scope="module")
+def again(data, tmp_path_factory) -> Path:
+    """Of another seed."""
+    folder = tmp_path_factory.mktemp("runs") / "again"
+    assert start(data, folder, "--task.references=fit", "--trainer.max_steps=2", "--seed=1") == 0
+    return folder
+
+
+def test_members_of_one_kind_of_totals_make_an_ensemble(data, run, again, tmp_path, capsys) -> None:
+    """Residuals, which references leave, are alike at every level of theory; totals are not."""
+    other = tmp_path / "other"
+    for split, count in (("train", 48), ("val_id", 16)):
+        records = list(totals(count))
+        for record in records:
+            record.y_relaxed += 2.0 * record.natoms
+        write_store(other / f"{split}.safetensors", records)
+    shifted = tmp_path / "shifted"
+    words = ("--task.references=fit", "--trainer.max_steps=2")
+    assert start(other, shifted, *words) == 0
+    command = ["evaluate", str(run), "--splits", "val_id", "--out", str(tmp_path / "e")]
+    command += ["--device=cpu", "--also"]
+    line = error_of(capsys, *command, str(shifted))
+    assert line.startswith(f"{shifted}: its references give structures of {data}")
+    away = float(line.partition(" energies ")[2].split()[0])
+    assert away == pytest.approx(2.0 * 11, abs=4) and f"from those of {run}; expected at" in line
+    assert not (tmp_path / "e").exists()
+    assert main([*command, str(again)]) == 0
+    file = str(data / "val_id.safetensors")
+    assert main(["predict", str(run), file, "--also", str(shifted)]) == 2
+    assert "train all members on total energies of one kind" in capsys.readouterr().err
+    assert main(["predict", str(run), file, "--also", str(again)]) == 0
+
+
+def test_an_ensemble_names_elements_without_reference(run, again, tmp_path, capsys) -> None:
+    atoms = Atoms("Cu3N", positions=np.eye(4, 3) * 2.5, cell=[8, 8, 20], pbc=True)
+    atoms.set_tags([1, 1, 1, 2])
+    write(tmp_path / "in.extxyz", atoms)
+    assert main(["predict", str(run), str(tmp_path / "in.extxyz"), "--also", str(again)]) == 0
+    said = capsys.readouterr().err
+    assert (
+        said.count("no reference energy of N, which the training split does not have; total ") == 1
+    )
+    assert "total energies of structures with them are off by that" in said
+
+
 def test_references_are_exact_and_constants() -> None:
     """What atoms add is summed in float64, and leaves outputs and gradients as they were."""
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from jsonargparse import ArgumentParser
 
 from molflt.evaluation.report import Report
-from molflt.evaluation.results import origin_of, write_results
+from molflt.evaluation.results import origin_of, results_there, warn_of_replaced, write_results
 from molflt.files import expect_writable
 from molflt.plots import further_formats, training_curve
 from molflt.training.checkpoint import load_run, weights_of
@@ -69,7 +69,7 @@ def evaluate(
         out = run / ENSEMBLE if out is None else out
     out = run if out is None else Path(out)
     expect_writable(out / "results.json")
-    recipe = Recipe.of(config)
+    recipe, before = Recipe.of(config), results_there(out)
     with further_formats(pictures or []) as more:
         report: Report = recipe.load("evaluate")(run, model, config, out, **options)
         if pictures and (run / "metrics.csv").is_file():
@@ -85,6 +85,7 @@ def evaluate(
     }
     reading = {key: options.get(key) for key in ("energy_key", "tags")}
     files = write_results(out, known, origin, config, options.get("data"), reading)
+    warn_of_replaced(out, before)
     print("written: " + ", ".join(map(str, [*files, *report.files, *more])))
     return report.results
 

@@ -91,6 +91,7 @@ def relax(
             sid = atoms.info["sid"] = int(record.sid)
             bar.set_description(f"sid {sid}")
             output.add(
+                dataset.place(index),
                 relax_atoms(
                     atoms,
                     calculator,
@@ -100,7 +101,7 @@ def relax(
                     cell=cell,
                     trajectory=steps_of[index],
                     told=lambda step: bar.set_postfix(step=step),
-                )
+                ),
             )
             bar.update()
     return _summary(out, output.found)
@@ -115,7 +116,10 @@ def _trajectories(folder: Path | None, dataset: Structures, read: Path) -> list[
     if folder is None:
         return [None] * len(dataset)
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{i:06d}-{int(record.sid)}.traj" for i, record in enumerate(dataset)]
+    paths = [
+        folder / f"{dataset.place(i):06d}-{int(record.sid)}.traj"
+        for i, record in enumerate(dataset)
+    ]
     for path in paths:
         if path.exists():
             expect_writable(path, read)
@@ -134,21 +138,21 @@ class _Output:
 
     def __init__(self, out: Path, total: int) -> None:
         self.out, self.table, self.total = out, out.with_suffix(".csv"), total
-        self.found: list[Relaxed] = []  # that are written
+        self.found: dict[int, Relaxed] = {}  # that are written, by their place in the file read
         self.lost: dict[str, None] = {}  # in words, in the order in which they came
 
-    def add(self, part: Relaxed) -> None:
-        """Writes one; OSError names the file."""
+    def add(self, place: int, part: Relaxed) -> None:
+        """Writes one, by its place in the file that is read; OSError names the file."""
         atoms = part.atoms
         drop_labels_(atoms)
         atoms.info |= {"converged": part.converged, "steps": part.steps}
-        row = _row(len(self.found), part)
+        row = _row(place, part)
         self._add_atoms(atoms)
         if self.found:
             append(self.table, csv_text([row]).partition("\n")[2])
         else:
             write_csv(self.table, [row])
-        self.found.append(part)
+        self.found[place] = part
 
     def __enter__(self) -> _Output:
         return self
@@ -199,16 +203,17 @@ def _row(index: int, part: Relaxed) -> dict[str, object]:
     }
 
 
-def _summary(out: Path, found: list[Relaxed]) -> int:
-    lost = [(i, part) for i, part in enumerate(found) if not part.converged]
-    steps = sum(part.steps for part in found)
+def _summary(out: Path, found: dict[int, Relaxed]) -> int:
+    lost = [(place, part) for place, part in found.items() if not part.converged]
+    steps = sum(part.steps for part in found.values())
+    seconds = sum(part.seconds for part in found.values())
     print(
         f"{out}: {len(found) - len(lost):,} of {len(found):,} relaxations converged, {steps:,} "
-        f"steps in {sum(part.seconds for part in found):.1f} s; table in {out.with_suffix('.csv')}"
+        f"steps in {seconds:.1f} s; table in {out.with_suffix('.csv')}"
     )
-    for index, part in lost[:_MOST_LISTED]:
+    for place, part in lost[:_MOST_LISTED]:
         print(
-            f"molflt: warning: structure {index}, sid {part.atoms.info['sid']}, "
+            f"molflt: warning: structure {place}, sid {part.atoms.info['sid']}, "
             f"{part.atoms.get_chemical_formula()}: not converged: {part.why}",
             file=sys.stderr,
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from molflt.evaluation.ensemble import _has_references
 from molflt.evaluation.report import _warn
 
 if TYPE_CHECKING:
@@ -36,27 +37,31 @@ def warn_of_elements(model: nn.Module, present: set[int], name: str) -> None:
     """Warns of elements that did not occur in training, or have no reference energy."""
     from ase.data import chemical_symbols
 
-    def those_without(buffer: str) -> str:
-        known = getattr(model, buffer, None)
-        if known is None:
-            return ""
-        return ", ".join(chemical_symbols[z] for z in sorted(present) if not bool(known[z]))
+    def those_without(members: Sequence[nn.Module], buffer: str) -> str:
+        known = [held for one in members if (held := getattr(one, buffer, None)) is not None]
+        lacking = [z for z in sorted(present) if not all(bool(each[z]) for each in known)]
+        return ", ".join(chemical_symbols[z] for z in lacking)
 
-    if unknown := those_without("trained_elements"):
+    members = _members(model)
+    if unknown := those_without(members, "trained_elements"):
         _warn(
             f"{name}: {unknown} did not occur in training; energies of structures with them "
             f"{_worth(model)}; train on data that have them"
         )
-    fitted = getattr(model, "element_energies", None)
-    if fitted is not None and fitted.any() and (unknown := those_without("element_energies")):
+    fitted = [one for one in members if _has_references(one)]
+    if unknown := those_without(fitted, "element_energies"):
         _warn(
             f"{name}: no reference energy of {unknown}, which the training split does not have; "
             "total energies of structures with them are off by that"
         )
 
 
+def _members(model: nn.Module) -> Sequence[nn.Module]:
+    """Those of an ensemble, or the model itself."""
+    return list(getattr(model, "members", [model]))
+
+
 def _worth(model: nn.Module) -> str:
     """What energies of elements that training did not see are worth."""
-    members = getattr(model, "members", [model])
-    described = all(getattr(member, "descriptors", False) for member in members)
+    described = all(getattr(member, "descriptors", False) for member in _members(model))
     return "rest on descriptors alone: expect larger errors" if described else "mean nothing"

@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from molflt.data.structures.base import Structures
 from molflt.data.structures.data_set import DataSet
 from molflt.training.checkpoint import load_run
 from molflt.training.config import Config, read_config
@@ -17,12 +19,14 @@ from molflt.training.config import Config, read_config
 if TYPE_CHECKING:
     from torch_geometric.data import Batch
 
-__all__ = ["ENSEMBLE", "EnsembleRegressor", "load_ensemble"]
+__all__ = ["ENSEMBLE", "EnsembleRegressor", "expect_same_totals", "load_ensemble"]
 
 ENSEMBLE = "ensemble"
 """Folder within that of the first run, for what is known of all of them."""
 
 _RECIPE = "is2re"
+_COMPARED = 256  # structures whose compositions are typical of all
+_NEGLIGIBLE = 0.01  # eV per atom between references; fits to labels without noise leave no spread
 
 
 class EnsembleRegressor(nn.Module):
@@ -160,12 +164,53 @@ def _expect_same_aim(run: Path, model: nn.Module, first: Path, other: nn.Module)
             f"{run}: trained {kinds[0]} references per element; expected, as {first}, {kinds[1]}; "
             "train all members alike"
         )
+    if referred[0]:
+        return  # means are of what references leave; totals need compositions to be compared
     (mean, std), (their_mean, their_std) = _energies(model), _energies(other)
     if abs(mean - their_mean) > max(std, their_std):  # other parts of one data set are closer
         raise ValueError(
             f"{run}: trained on energies of {mean:.3g} ± {std:.3g} eV; expected those of {first}, "
             f"{their_mean:.3g} ± {their_std:.3g} eV; train all members on the same kind of energies"
         )
+
+
+def expect_same_totals(ensemble: EnsembleRegressor, dataset: Structures) -> None:
+    """Refuses members whose references were fitted to other kinds of energies.
+
+    Single references say little: compositions may leave them undetermined. What they sum to over
+    the structures at hand is compared.
+
+    Args:
+        ensemble: any; without references its members were compared when they were loaded.
+        dataset: what is to be predicted.
+
+    Raises:
+        ValueError: naming a member and what its references give.
+    """
+    first, *others = ensemble.members
+    if not _has_references(first) or not len(dataset):
+        return
+    indices = np.unique(np.linspace(0, len(dataset) - 1, _COMPARED).astype(np.int64))
+    atoms = torch.from_numpy(dataset.compositions(indices))
+    negligible = _NEGLIGIBLE * float(atoms.sum(dim=1).median())
+    names = [str(run) for run in ensemble.data]
+    names = names or [f"model {i + 1} of the ensemble" for i in range(len(others) + 1)]
+    totals, (_, std) = _totals(first, atoms), _energies(first)
+    for name, member in zip(names[1:], others, strict=True):
+        apart = float((_totals(member, atoms) - totals).abs().median())
+        most = max(std, _energies(member)[1], negligible)
+        if apart > most:
+            raise ValueError(
+                f"{name}: its references give structures of {dataset.path} energies {apart:.3g} eV "
+                f"from those of {names[0]}; expected at most {most:.3g} eV; train all members on "
+                "total energies of one kind"
+            )
+
+
+def _totals(model: nn.Module, atoms: Tensor) -> Tensor:
+    """What references and mean say of compositions (structures, 119): (structures,), eV."""
+    references = model.get_buffer("element_energies").detach().cpu().double()
+    return atoms @ references + _energies(model)[0]
 
 
 def _elements(model: nn.Module) -> set[int]:

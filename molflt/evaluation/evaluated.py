@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from molflt.data.batches import Fingerprint
 from molflt.data.structures import Structures
 from molflt.data.structures.base import Tags
 from molflt.data.structures.data_set import VAL_FRACTION, DataSet
@@ -21,7 +22,7 @@ from molflt.evaluation.predictions import check_structures
 from molflt.evaluation.report import _warn
 from molflt.evaluation.results import _is_within
 from molflt.training.checkpoint import read_checkpoint
-from molflt.training.config import Config
+from molflt.training.config import Config, read_config
 from molflt.training.recipes import Recipe
 
 __all__ = ["EvaluationData"]
@@ -147,15 +148,19 @@ class EvaluationData:
             opened = {self.stem: self.data.whole(self.skip_bad)}
         else:
             if self.data.is_one:
-                self._expect_unchanged()
+                self._expect_unchanged(self.run)
             opened = self.data.open(splits, self.skip_bad)
         return {split: check_structures(dataset, model) for split, dataset in opened.items()}
 
     def _expect_same_split(self, model: EnsembleRegressor) -> None:
         """Raises ValueError if members held out different structures of their one file."""
         first = self.own
-        for member in model.data.values():
-            if member.root == first.root and _drawn(member) != _drawn(first):
+        for run, member in model.data.items():
+            shared = self._is_file_of(member)
+            if _drawn(member) == _drawn(first):
+                if shared and run != self.run:
+                    self._expect_unchanged(run)
+            elif shared or self._is_copy_of(run):
                 raise ValueError(
                     f"{first.root}: the runs of this ensemble held out different structures of it, "
                     f"with data.split_seed {first.split_seed} and {member.split_seed}, so that "
@@ -163,6 +168,19 @@ class EvaluationData:
                     "data.split_seed and data.val_fraction, or evaluate other structures with "
                     "--data"
                 )
+
+    def _is_file_of(self, member: DataSet) -> bool:
+        """Whether a member was trained on the evaluated file, whatever its path was called."""
+        if member.root in (self.own.root, self.data.root):
+            return True
+        return member.root.exists() and member.root.samefile(self.data.root)
+
+    def _is_copy_of(self, run: Path) -> bool:
+        """Whether the evaluated file has what a run held out, where the run would look for it."""
+        try:
+            return (held := _held_out(run)) is not None and self._would_hold_out(run) == held
+        except ValueError:  # it cannot even be read in this way
+            return False
 
     def _expect_alike_unseen(self, splits: Sequence[str], model: EnsembleRegressor) -> None:
         """Raises ValueError if a split is what some members were trained on, and others not."""
@@ -180,24 +198,28 @@ class EvaluationData:
         whole = own.is_one and self.stem is not None  # of which all structures count
         return _is_within(self.data.root, own.root) and (whole or own.train == split)
 
-    def _expect_unchanged(self) -> None:
+    def _expect_unchanged(self, run: Path) -> None:
         """Raises ValueError if the file of a run would now be split in another way."""
-        last = self.run / "checkpoints" / "last.ckpt"
-        was: Any = read_checkpoint(last).get("molflt", {}) if last.is_file() else {}
-        if not (held := was.get("data", {}).get("val")):
-            return
-        more = {"root": self.data.root, "split_seed": self.own.split_seed}
-        batches = Recipe.of(self.config).load("data")(**self.config["data"] | more)
-        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):  # told when it is read
-            warnings.simplefilter("ignore")
-            batches.setup()
-        if batches.fingerprints()["val"] != held:
+        held = _held_out(run)
+        if held is not None and self._would_hold_out(run) != held:
             raise ValueError(
-                f"{self.data.root}: has changed since {self.run} was trained on it, and its parts "
+                f"{self.data.root}: has changed since {run} was trained on it, and its parts "
                 "are drawn by its number of structures, so that some of those now held out may "
                 "have been trained on; restore the file, or name with --data one of structures "
                 "that training has not seen"
             )
+
+    def _would_hold_out(self, run: Path) -> Fingerprint:
+        """Of what a run, were it to begin now, would hold out of the evaluated file."""
+        config = self.config if run == self.run else read_config(run)
+        seed = DataSet.of_run(config["data"], config["seed"]).split_seed
+        more = {"root": self.data.root, "split_seed": seed}
+        batches = Recipe.of(config).load("data")(**config["data"] | more)
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):  # told when it is read
+            warnings.simplefilter("ignore")
+            batches.setup()
+        found: Fingerprint = batches.fingerprints()["val"]
+        return found
 
     def training_median(self) -> tuple[float | None, str]:
         """Median energy of the training split, eV, and a line that says where it comes from."""
@@ -225,3 +247,10 @@ class EvaluationData:
 def _drawn(data: DataSet) -> tuple[float, int]:
     """What decides which structures of one file are held out."""
     return VAL_FRACTION if data.val_fraction is None else data.val_fraction, data.split_seed
+
+
+def _held_out(run: Path) -> Fingerprint | None:
+    """Of what a run held out when it began; None if its last checkpoint is gone or does not say."""
+    last = run / "checkpoints" / "last.ckpt"
+    was: Any = read_checkpoint(last).get("molflt", {}) if last.is_file() else {}
+    return was.get("data", {}).get("val") or None

@@ -19,9 +19,10 @@ from molflt.data.batches import SizeBucketedBatchSampler
 from molflt.data.structures import AS_IT_IS, Reading, Structures, open_dataset
 from molflt.data.structures.domain import Domain
 from molflt.data.structures.labels import energy_kind
+from molflt.data.structures.overlaps import TOO_NEAR, atoms_coincide
 from molflt.data.structures.parts import element_faults, without
 from molflt.evaluation.elements import expect_described, warn_of_elements
-from molflt.evaluation.ensemble import EnsembleRegressor
+from molflt.evaluation.ensemble import EnsembleRegressor, expect_same_totals
 from molflt.evaluation.report import _warn
 from molflt.graph.heads import undescribed
 from molflt.graph.potential import Potential
@@ -148,8 +149,8 @@ def infer(
 ) -> Predictions:
     """Runs a model over a data set, structures of similar size together.
 
-    Warns of elements that did not occur in training, of structures without tags, and of what lies
-    outside of the domain.
+    Warns of elements that did not occur in training, of structures without tags or with atoms at
+    one place, and of what lies outside of the domain.
 
     Args:
         model: `molflt.graph.regressor.EnergyRegressor`, or an ensemble of such, in evaluation mode.
@@ -160,11 +161,14 @@ def infer(
         by_atom: what to keep of each atom: "displacement", "embedding", "forces".
 
     Raises:
-        ValueError: if a structure cannot be used, a prediction is not finite, or a batch does not
-            fit into the memory of the device.
+        ValueError: if a structure cannot be used, a prediction is not finite, members of an
+            ensemble learned energies of other kinds, or a batch does not fit into the memory of the
+            device.
     """
     from torch_geometric.data import Batch
 
+    if isinstance(model, EnsembleRegressor):
+        expect_same_totals(model, dataset)
     device = next(iter(model.state_dict().values()), torch.empty(0)).device
     several = len(model.members) if isinstance(model, EnsembleRegressor) else None
     rows, beyond = _Rows(len(dataset), several or 1), undescribed(model)
@@ -204,6 +208,7 @@ class _Rows:
         self.outside: list[Sequence[str]] = [()] * count
         self.by_atom: dict[str, list[NDArray[np.float32]]] = {}
         self.untagged = 0
+        self.overlapping: list[int] = []
         self.present: set[int] = set()
 
     def take(self, i: int, record: Data, domain: Domain | None) -> None:
@@ -216,6 +221,7 @@ class _Rows:
         slab = record.atomic_numbers[~adsorbed] if bool(adsorbed.any()) else adsorbed[:0]
         self.slab[i] = _elements(slab.numpy()) or UNKNOWN
         self.untagged += not bool((record.tags > Tag.SUBSURFACE).any())
+        self.overlapping += [i] * atoms_coincide(record)
         self.outside[i] = [] if domain is None else domain.outside(record)
 
     def take_atoms(
@@ -234,6 +240,12 @@ class _Rows:
                 f"{name}: {self.untagged} of {count} structures have no atom with a tag above 0; "
                 "their energies sum over all atoms instead of surface and adsorbate; set tags (0 "
                 "subsurface, 1 surface, 2 adsorbate)"
+            )
+        if self.overlapping:
+            _warn(
+                f"{name}: {len(self.overlapping)} of {count} structures have two atoms closer than "
+                f"{TOO_NEAR} Å, for instance sid {self.sid[min(self.overlapping)]}; their energies "
+                "mean nothing; look for atoms that are there twice, also in a periodic image"
             )
         if domain is None:
             return

@@ -6,13 +6,14 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from molflt.evaluation.report import _warn
 from molflt.files import read_json, shown, write_atomically
 from molflt.plots.figure import FORMATS
 from molflt.training.checkpoint import weights_digest
 from molflt.training.config import Config, absolute
 
 __all__ = ["Origin", "begin_results", "given_data", "origin_of", "run_weights", "why_of_others"]
-__all__ += ["write_results"]
+__all__ += ["results_there", "warn_of_replaced", "write_results"]
 
 RESULTS = "results.json"
 """Name of the file with the metrics by split, in the folder of an evaluation."""
@@ -51,6 +52,35 @@ def begin_results(out: Path, *names: str) -> None:
     others = [f"{stem}.{ending}" for stem in pictures for ending in FORMATS]
     for name in (RESULTS, _NOTE, *names, *others):  # the note last of the two: alone it is nothing
         (out / name).unlink(missing_ok=True)
+
+
+def results_there(out: Path) -> list[str]:
+    """Splits that results in a folder are of, with their data where these are not the run's own.
+
+    Damaged results are none: they are asked for where new ones replace them.
+    """
+    try:
+        found = read_json(out / RESULTS, _MOST_BYTES, "metrics by split in JSON", "")
+        data = _note(out).get("data")
+    except (OSError, ValueError):
+        return []
+    splits = found if isinstance(found, dict) else {}
+    return [split if data is None else f"{split} of {shown(data)}" for split in splits]
+
+
+def warn_of_replaced(out: Path, before: Iterable[str]) -> None:
+    """Warns of results that new ones have replaced without being of the same.
+
+    Args:
+        out: folder.
+        before: `results_there` before the evaluation.
+    """
+    now = results_there(out)
+    if gone := [one for one in before if one not in now]:
+        _warn(
+            f"{out / RESULTS}: replaces the results of {', '.join(gone)}; to have both, evaluate "
+            "all splits at once, or write to another folder with --out"
+        )
 
 
 def write_results(

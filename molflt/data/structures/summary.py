@@ -14,6 +14,7 @@ from molflt.atoms import Tag
 from molflt.data.structures import AS_IT_IS, Reading
 from molflt.data.structures.convert import _OnePass
 from molflt.data.structures.labels import EnergyKind, energy_kind, label_faults, per_atom
+from molflt.data.structures.overlaps import TOO_NEAR, atoms_coincide
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
@@ -22,6 +23,7 @@ __all__ = ["Inspected", "Summary", "summarize"]
 
 _MOST_INITIAL = 100.0  # eV: an initial structure may be strained
 
+_LABELS = ("y_init", "y_relaxed")
 _DERIVATIVES = ("forces", "stress")
 
 
@@ -80,8 +82,8 @@ def summarize(
     """
     structures = _OnePass(path, limit, skip_bad, reading)
     counts, sids, digests = list[int](), list[int](), dict[bytes, int]()
+    labels, overlapping = list[list[float]](), list[int]()
     elements, tags = Counter[int](), Counter[int]()
-    labels: dict[str, list[float]] = {"y_init": [], "y_relaxed": []}
     displacements, derivatives = list[np.ndarray](), Counter[str]()
     untagged = moved_atoms = 0
     shown: Data | None = None
@@ -93,14 +95,14 @@ def summarize(
         tags.update(record.tags.tolist())
         untagged += not record.tags.any()
         moved_atoms += moved
-        for name, values in labels.items():
-            values.append(float(record[name]))
+        overlapping += [record.sid] * atoms_coincide(record)
+        labels.append([float(record[name]) for name in _LABELS])
         derivatives.update(name for name in _DERIVATIVES if record[name].isfinite().all())
         displacements += _displacements(record)
         if shown is None or (len(counts) <= 100 and record.natoms < shown.natoms):
             shown = record  # small structures are the ones a picture can show
     assert shown is not None  # OnePass raises when there are none
-    energies = {name: np.array(values) for name, values in labels.items()}
+    energies = dict(zip(_LABELS, np.array(labels).T, strict=True))
     free_displacements = np.concatenate(displacements) if displacements else np.array([])
     summary: Summary = {
         "path": str(path),
@@ -123,7 +125,7 @@ def summarize(
         "warnings": [],
     }
     known = sids, np.array(counts), untagged, len(free_displacements), structures.hint
-    summary["warnings"] = _warnings(summary, energies, *known, len(digests))
+    summary["warnings"] = _warnings(summary, energies, *known, len(digests), overlapping)
     return Inspected(summary, energies, shown, digests)
 
 
@@ -171,6 +173,7 @@ def _warnings(
     free_atoms: int,
     hint: str,
     distinct: int,
+    overlapping: list[int],
 ) -> list[str]:
     systems = summary["systems"]
     found = []
@@ -195,6 +198,11 @@ def _warnings(
         found.append(
             f"repeated structures: {systems - distinct} of {systems} systems have the elements, "
             "cell and initial positions of an earlier one"
+        )
+    if overlapping:
+        found.append(
+            f"atoms at one place: {len(overlapping)} of {systems} systems have two closer than "
+            f"{TOO_NEAR} Å, for instance sid {overlapping[0]}"
         )
     if summary["left_out"]:
         found.append(f"left out: {len(summary['left_out'])} structures are not valid")

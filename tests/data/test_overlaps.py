@@ -1,0 +1,82 @@
+"""Structures with two atoms at one place are named."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from molflt.commands.cli import main
+from molflt.data.structures.overlaps import TOO_NEAR, atoms_coincide
+from molflt.data.structures.records import make_record
+from molflt.data.structures.store import write_store
+
+
+def distances(pos: np.ndarray, cell: np.ndarray, pbc: np.ndarray) -> np.ndarray:
+    """Of all pairs, to all images around."""
+    lattice = cell[pbc]
+    images = np.array([*product(range(-9, 10), repeat=len(lattice))]) @ lattice
+    first, second = np.triu_indices(len(pos), 1)
+    apart = pos[first] - pos[second]
+    if len(lattice):
+        apart = apart - np.round(apart @ np.linalg.pinv(lattice)) @ lattice
+    return np.linalg.norm(apart[:, None] + images.reshape(-1, 3), axis=2)
+
+
+def test_as_all_pairs_of_all_images_say() -> None:
+    draw, found = np.random.default_rng(0), []
+    while len(found) < 300:
+        count, pbc = int(draw.integers(2, 8)), draw.integers(0, 2, 3).astype(bool)
+        pos, cell = draw.uniform(-5, 5, (count, 3)), draw.normal(scale=2, size=(3, 3))
+        way = draw.normal(size=3)
+        way *= draw.uniform(0, 2 * TOO_NEAR) / np.linalg.norm(way)
+        pos[1] = pos[0] + way + (draw.integers(-3, 4, 3) * pbc) @ cell
+        try:
+            record = make_record(pos=pos, atomic_numbers=np.ones(count), cell=cell, pbc=pbc)
+        except ValueError:
+            continue  # too flat a cell
+        nearest = distances(record.pos.double().numpy(), record.cell[0].double().numpy(), pbc).min()
+        if abs(nearest - TOO_NEAR) > 1e-5:
+            found.append((atoms_coincide(record), bool(nearest < TOO_NEAR)))
+    assert all(got == expected for got, expected in found)
+    assert 50 < sum(expected for _, expected in found) < 250
+
+
+@pytest.mark.parametrize("away", [0.0, 1e5])
+def test_of_molecules_far_away(away) -> None:
+    pos = np.array([[away, 0, 0], [-away, 1, 2], [away, 0, 0.05]])
+    assert atoms_coincide(make_record(pos=pos, atomic_numbers=[1, 1, 1]))
+    assert not atoms_coincide(make_record(pos=pos[:2], atomic_numbers=[1, 1]))
+    assert not atoms_coincide(make_record(pos=pos[:1], atomic_numbers=[1]))
+
+
+def test_they_are_named_where_structures_are_looked_at(tmp_path, capsys) -> None:
+    """Across a boundary, too, where no viewer shows it."""
+    draw, records = np.random.default_rng(0), []
+    for sid in range(4):
+        pos = np.array([[0, 0, z] for z in (1.0, 3.0, 5.0, 7.0)]) + draw.uniform(0, 0.3, (4, 3))
+        if sid >= 2:
+            pos[3] = pos[0] + [8, -8, 0.01]
+        tags = [0, 1, 2, 2]
+        records.append(
+            make_record(
+                pos=pos,
+                atomic_numbers=[29, 29, 8, 1],
+                cell=np.eye(3) * 8,
+                tags=tags,
+                sid=sid,
+                y_relaxed=-1.0,
+            )
+        )
+    path = tmp_path / "mine.safetensors"
+    write_store(path, records)
+    assert main(["data", "inspect", str(path)]) == 0
+    told = "2 of 4 systems have two closer than 0.1 Å, for instance sid 2"
+    assert f"warning: atoms at one place: {told}" in capsys.readouterr().out
+    assert main(["predict", str(path), "--device=cpu"]) == 0
+    said = capsys.readouterr().err
+    assert said.count("2 of 4 structures have two atoms closer than 0.1 Å, for instance sid 2") == 1
+    write_store(path, records[:2])
+    assert main(["predict", str(path), "--device=cpu"]) == 0
+    assert "closer than" not in capsys.readouterr().err
