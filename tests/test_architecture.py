@@ -206,6 +206,17 @@ def test_help_loads_nothing_heavy(words: list[str]) -> None:
     assert not loaded & {"torch", "jsonargparse", "numpy", "ase", "lightning"}
 
 
+def test_progress_is_for_terminals() -> None:
+    """A bar in a log is a line without an end."""
+    calls = [(p, c) for p, c in nodes(SOURCES, ast.Call) if ast.unparse(c.func) == "tqdm"]
+    assert len(calls) > 10
+    assert not [
+        f"{path}:{call.lineno}"
+        for path, call in calls
+        if "disable" not in [keyword.arg for keyword in call.keywords]
+    ]
+
+
 def test_no_python_below_datasets() -> None:
     """A module there would shadow the package `datasets` of the same name."""
     assert list((ROOT / "datasets").rglob("*.py")) == []

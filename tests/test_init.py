@@ -315,6 +315,14 @@ def test_not_with_resume(source, tmp_path, capsys):
     assert f"--init {source} with --resume {source}: a run that goes on has weights" in said
 
 
+def test_a_run_goes_on_in_its_own_folder(source, tmp_path, capsys):
+    other = tmp_path / "other"
+    said = error_of(capsys, "train", f"--resume={source}", f"--run={other}")
+    assert f"--run {other} with --resume {source}: a run goes on in its own folder" in said
+    assert not other.exists()
+    assert build_parser().parse_args([f"--resume={source}", f"--run={source}"]).run == source
+
+
 def test_words_keep_their_vectors_only_in_the_same_vocabulary(tmp_path, capsys):
     """The recipe and the length of the vocabulary come from the source; its words may not."""
     for name, seed in {"train": 0, "val": 1, "test": 2}.items():

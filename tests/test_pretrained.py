@@ -118,6 +118,13 @@ def test_any_form_of_a_structure(run, val) -> None:
         model.predict({})
 
 
+def test_misspelt_words_are_refused(run) -> None:
+    with pytest.raises(ValueError, match="tags='ASE' is unknown; expected one of oc20, ase, any"):
+        molflt.load(run).predict(atoms(), tags="ASE")
+    with pytest.raises(ValueError, match="also='other': expected a list of runs; write "):
+        molflt.load(run, also="other")
+
+
 def test_a_label_that_is_not_finite_is_none_in_a_prediction(run, tmp_path, capsys) -> None:
     model, file = molflt.load(run), str(tmp_path / "a.traj")
     given, energy = atoms(), model.predict(atoms()).energy

@@ -80,6 +80,8 @@ def load(
         ValueError: naming what is damaged, why the Hub has given nothing, or why there is no
             machine code for this model.
     """
+    if isinstance(also, str | Path):
+        raise ValueError(f"also={also!r}: expected a list of runs; write [{str(also)!r}]")
     if compiled:
         _check_compiled(source, device)
     trained = read_trained(source, checkpoint, device, also)

@@ -145,6 +145,12 @@ class _TrainParser(ArgumentParser):
                     f"--init {starts[-1]} with --resume {runs[-1]}: a run that goes on has weights "
                     "of its own; leave one of them out"
                 )
+            folders = _values_of("--run", words)
+            if folders and Path(folders[-1]).resolve() != Path(runs[-1]).resolve():
+                raise ValueError(
+                    f"--run {folders[-1]} with --resume {runs[-1]}: a run goes on in its own "
+                    "folder; leave --run out, or begin a new run from its weights with --init"
+                )
         elif starts := _inits(words):
             self._take_model_of(starts[-1], _recipe_named(words))
         config = super().parse_args(words)

@@ -36,6 +36,12 @@ def test_absurd_is_beyond_twenty_among_adsorption_energies_alone() -> None:
     totals = np.array([-200.0, -220.0, 3.0, -180.0])
     assert energy_kind(totals, natoms) == "total"
     assert label_faults(totals, natoms, required=True) == {}
+    # single points: -0.3 eV per atom, in cells of 32 and of 108 atoms
+    sizes = np.array([32, 32, 32, 108, 32])
+    points = np.array([*(-0.3 * sizes[:4]), math.nan])
+    assert energy_kind(points, sizes) == "adsorption"
+    assert list(label_faults(points, sizes, required=True)) == [3, 4]
+    assert list(label_faults(points, sizes, required=True, at_pos=True)) == [4]
 
 
 def test_genuine_oc20_passes(real_lmdb: Path) -> None:

@@ -49,6 +49,22 @@ def bare(atoms: Atoms, **labels) -> Atoms:
     return out
 
 
+def test_energies_of_large_cells_are_not_absurd_beside_those_of_small_ones(tmp_path, capsys):
+    frames, large = copper(12), bulk("Cu", cubic=True).repeat(3)
+    large.rattle(0.15, seed=1)
+    large.calc = EMT()
+    assert large.get_potential_energy() > 20
+    frames += [large]
+    ase.io.write(tmp_path / "train.extxyz", frames)
+    PotentialData(tmp_path, val_split="train").setup()
+    words = [str(tmp_path / name) for name in ("train.extxyz", "store.safetensors")]
+    assert main(["data", "convert", *words]) == 0
+    assert len(open_dataset(words[1])) == len(frames)
+    assert main(["data", "inspect", words[0]]) == 0
+    captured = capsys.readouterr()
+    assert "absurd" not in captured.out + captured.err
+
+
 @pytest.mark.parametrize("name", ["a.extxyz", "a.traj", "a.db"])
 def test_what_calculators_stored(tmp_path, name):
     frames = copper(2)

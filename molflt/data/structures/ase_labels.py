@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from molflt.atoms import Tag
-from molflt.data.structures.base import Reading, Tags
+from molflt.data.structures.base import AnyTags, Reading, Tags
 from molflt.files import shown
 
 if TYPE_CHECKING:
@@ -32,9 +32,15 @@ class Labels:
 
     Args:
         reading: names of the entries that are labels.
+
+    Raises:
+        ValueError: if the reading says nothing that is known of tags.
     """
 
     def __init__(self, reading: Reading) -> None:
+        if reading.tags not in get_args(AnyTags):
+            known = ", ".join(get_args(AnyTags))
+            raise ValueError(f"tags={reading.tags!r} is unknown; expected one of {known}")
         self.key = reading.energy_key
         self._derivatives = {"forces": reading.forces_key, "stress": reading.stress_key}
         self._used: dict[str, None] = {}  # in the order in which they came

@@ -140,7 +140,7 @@ class Structures(Dataset["Data"], ABC):
         from tqdm import tqdm
 
         # Silent where it is quick; a pickled LMDB of OC20's size takes minutes
-        bar = tqdm(self, desc="reading labels", delay=5, leave=False)
+        bar = tqdm(self, desc="reading labels", delay=5, leave=False, disable=None)
         return np.array([float(record.y_relaxed) for record in bar], dtype=np.float64)
 
     def compositions(self, indices: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -154,8 +154,8 @@ class Structures(Dataset["Data"], ABC):
         """Indices and `compositions` of all structures, in the memory of some."""
         from tqdm import tqdm
 
-        bar = tqdm(range(0, len(self), _BLOCK), desc="reading elements", delay=5, leave=False)
-        for first in bar:
+        firsts = range(0, len(self), _BLOCK)
+        for first in tqdm(firsts, desc="reading elements", delay=5, leave=False, disable=None):
             indices = np.arange(first, min(first + _BLOCK, len(self)))
             yield indices, self.compositions(indices)
 

@@ -121,17 +121,18 @@ def _jobs_of(src: Path, dst: Path) -> dict[Path, Path]:
 
 
 def _convert_one(structures: _OnePass, dst: Path) -> None:
-    src, skip_bad, unwrapped = structures.src, structures.skip_bad, 0
+    src, skip_bad, unwrapped, with_forces = structures.src, structures.skip_bad, 0, False
 
     def records() -> Iterator[Data]:
-        nonlocal unwrapped
+        nonlocal unwrapped, with_forces
         for record, moved in structures:
             unwrapped += moved
+            with_forces |= bool(record.forces.isfinite().any())
             yield record
 
     def left_out(sids: np.ndarray, energies: np.ndarray, natoms: np.ndarray) -> Collection[int]:
         some = skip_bad and bool(np.isfinite(energies).any())  # test splits have no labels at all
-        faults = label_faults(energies, natoms, required=some)
+        faults = label_faults(energies, natoms, required=some, at_pos=with_forces)
         found = [(f"{src}: sid {sids[index]}", reason) for index, reason in faults.items()]
         if found and not skip_bad:
             raise ValueError(f"{': '.join(found[0])}; --skip-bad leaves it out ({len(found)} such)")

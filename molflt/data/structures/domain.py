@@ -88,7 +88,8 @@ class Domain:
         slab, adsorbate, periodic = [], [], set()
         relaxed = 0
         # Silent where it is quick
-        for record in tqdm(dataset, desc="reading what there is", delay=5, leave=False):
+        bar = tqdm(dataset, desc="reading what there is", delay=5, leave=False, disable=None)
+        for record in bar:
             parts = _parts(record)
             for row, numbers in zip(seen, parts, strict=True):
                 row[numbers] = True

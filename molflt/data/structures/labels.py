@@ -60,7 +60,10 @@ def beyond_rounding(spread: float, energies: NDArray[np.float64]) -> float:
 
 
 def label_faults(
-    energies: NDArray[np.float64], natoms: NDArray[np.int64], required: bool
+    energies: NDArray[np.float64],
+    natoms: NDArray[np.int64],
+    required: bool,
+    at_pos: bool = False,
 ) -> dict[int, str]:
     """What is wrong with labels, by index of the system.
 
@@ -70,12 +73,14 @@ def label_faults(
         energies: y_relaxed, (systems,), eV; NaN where there is none.
         natoms: (systems,).
         required: whether a missing label is wrong.
+        at_pos: whether they are energies of single points, with forces: those of large cells are
+            beyond 20 eV where those of small ones look like adsorption energies.
     """
     faults: dict[int, str] = {}
     if required:
         for index in np.flatnonzero(~np.isfinite(energies)):
             faults[int(index)] = "y_relaxed must be a finite energy in eV; got none"
-    if energy_kind(energies, natoms) == "adsorption":
+    if not at_pos and energy_kind(energies, natoms) == "adsorption":
         for index in np.flatnonzero(np.abs(energies) > MOST_ADSORPTION):
             faults[int(index)] = (
                 f"y_relaxed is {energies[index]:.3f} eV; expected at most {MOST_ADSORPTION:g} eV "

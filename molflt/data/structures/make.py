@@ -184,7 +184,11 @@ def _relax_all(tasks: list[_Task], workers: int) -> None:
     with (
         contextlib.closing(_in_processes(_relax_one, missing, workers)) as done,
         tqdm(
-            total=len(tasks), initial=len(tasks) - len(missing), unit=" systems", smoothing=0.05
+            total=len(tasks),
+            initial=len(tasks) - len(missing),
+            unit=" systems",
+            smoothing=0.05,
+            disable=None,
         ) as bar,
     ):
         for split, rejected in done:

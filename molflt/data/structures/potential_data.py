@@ -41,7 +41,8 @@ class SinglePoints(Part):
         energies = np.full(len(source), np.nan)
         counts = {"forces": 0, "stress": 0}
         square = size = numbers = 0.0
-        for index, record in enumerate(tqdm(source, desc="reading labels", delay=5, leave=False)):
+        bar = tqdm(source, desc="reading labels", delay=5, leave=False, disable=None)
+        for index, record in enumerate(bar):
             energies[index] = float(record.energy)
             if np.isnan(energies[index]):
                 continue
@@ -140,7 +141,7 @@ def _counts(known: Mapping[str, int], total: int, without: int) -> str:
 
 def _check_labels(points: SinglePoints, units: bool) -> None:
     """Raises ValueError for energies or forces that cannot be what they should."""
-    faults = label_faults(points.y_relaxed, points.natoms, required=True)
+    faults = label_faults(points.y_relaxed, points.natoms, required=True, at_pos=True)
     fault = next((f"sid {int(points[i].sid)}: {why}" for i, why in faults.items()), "")
     advice = "take it out of the data"
     if units and not fault:

@@ -225,7 +225,7 @@ def _label_warnings(
         found.append(
             f"no labels: {len(missing)} of {systems} systems have no y_relaxed{first}{why}"
         )
-    absurd = label_faults(relaxed, natoms, required=False)
+    absurd = label_faults(relaxed, natoms, required=False, at_pos=summary["with_forces"] > 0)
     for index, reason in list(absurd.items())[:1]:
         found.append(
             f"absurd labels: {len(absurd)} of {systems} systems, for instance sid {sids[index]}: "
