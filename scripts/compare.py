@@ -34,8 +34,9 @@ from kit.words import described, trainings
 from tqdm import tqdm
 
 from molflt.plots import intervals
-from molflt.training.checkpoint import count_parameters, read_checkpoint
+from molflt.training.checkpoint import count_parameters
 from molflt.training.config import read_config
+from molflt.training.origin import read_origin
 
 PAPERS = [f"configs/atoms/{name}.yaml" for name in ("flt", "performer", "softmax-mask", "softmax")]
 INTERRUPTED = 130
@@ -123,7 +124,7 @@ def work(run: Path, job: dict[str, Any], threads: int, evaluation: tuple[str, ..
     evaluate = ["evaluate", str(run), *evaluation]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     # one that ended for want of patience is over, and --resume refuses it
-    todo = (evaluate,) if _said(run, "stopped") else (train, evaluate)
+    todo = (evaluate,) if read_origin(run).get("stopped") else (train, evaluate)
     with open(run / "log.txt", "a") as log:
         for words in todo:
             command = [sys.executable, "-m", "molflt", *words]
@@ -135,19 +136,13 @@ def work(run: Path, job: dict[str, Any], threads: int, evaluation: tuple[str, ..
                 )
 
 
-def _said(run: Path, key: str) -> Any:
-    """What the last checkpoint says of its run; None without one, or if it does not say."""
-    last = run / "checkpoints" / "last.ckpt"
-    return read_checkpoint(last).get("molflt", {}).get(key) if last.is_file() else None
-
-
 def expect_same_data(runs: list[Path]) -> None:
     """Refuses to average over runs whose data have changed in between.
 
     Raises:
         ValueError: naming two of them.
     """
-    every = {run: _said(run, "data") for run in runs}
+    every = {run: read_origin(run).get("data") for run in runs}
     known = {run: data for run, data in every.items() if data}  # earlier versions do not say
     first = next(iter(known), None)
     for run, data in known.items():

@@ -8,6 +8,7 @@ import pytest
 from script_files import Trainings, load_script
 
 from molflt.data.structures.splits import VAL_SPLITS
+from molflt.training import origin
 from molflt.training.checkpoint import read_checkpoint
 
 
@@ -40,7 +41,7 @@ def compare(monkeypatch):
     monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=Comparisons()))
     monkeypatch.setattr(module, "read_config", lambda run: {})
     monkeypatch.setattr(module, "count_parameters", lambda run, config: 10)
-    monkeypatch.setattr(module, "read_checkpoint", lambda path: {})
+    monkeypatch.setattr(origin, "read_checkpoint", lambda path: {})
     return module
 
 
@@ -100,7 +101,7 @@ def test_a_training_that_stopped_early_is_only_evaluated(compare, words, tmp_pat
     (run / "checkpoints").mkdir()
     (run / "checkpoints" / "last.ckpt").touch()
     stopped = {"step": 10, "since": 2, "metric": "mae_eV", "best": 0.1, "best_step": 6}
-    monkeypatch.setattr(compare, "read_checkpoint", lambda path: {"molflt": {"stopped": stopped}})
+    monkeypatch.setattr(origin, "read_checkpoint", lambda path: {"molflt": {"stopped": stopped}})
     compare.subprocess.run.commands.clear()
     assert compare.main(words) == 0
     assert compare.subprocess.run.commands == [["evaluate", str(run)]]
@@ -112,7 +113,7 @@ def test_a_damaged_checkpoint_is_named(compare, words, tmp_path, monkeypatch, ca
     last = tmp_path / "out" / "flt" / "seed1" / "checkpoints" / "last.ckpt"
     last.parent.mkdir()
     last.write_text("damaged")
-    monkeypatch.setattr(compare, "read_checkpoint", read_checkpoint)
+    monkeypatch.setattr(origin, "read_checkpoint", read_checkpoint)
     assert compare.main(words) != 0
     assert f"{last}: refused; expected tensors" in capsys.readouterr().err
 
@@ -201,7 +202,7 @@ def test_runs_on_data_that_have_changed_are_not_averaged(
     def read(path: Path) -> dict:
         return {"molflt": {"data": data[int(path.parts[-3].removeprefix("seed"))]}}
 
-    monkeypatch.setattr(compare, "read_checkpoint", read)
+    monkeypatch.setattr(origin, "read_checkpoint", read)
     assert compare.main(words) == 2
     said = capsys.readouterr().err
     assert "flt/seed2: was trained on other data than" in said and "flt/seed0; expected" in said

@@ -9,8 +9,9 @@ from typing import Any, TypedDict
 
 from molflt.files import readable_size, shown
 from molflt.metrics import Metric
-from molflt.training.checkpoint import count_parameters, read_checkpoint
+from molflt.training.checkpoint import count_parameters
 from molflt.training.config import read_config
+from molflt.training.origin import read_origin
 from molflt.training.outcome import Best, best_of, steps_of
 from molflt.training.recipes import Recipe
 from molflt.training.run_folder import read_versions
@@ -58,8 +59,6 @@ def info(run: Path, json: bool = False) -> None:
 
 def _read(run: Path) -> Info:
     config = read_config(run)
-    last = run / "checkpoints" / "last.ckpt"
-    begun = read_checkpoint(last).get("molflt", {}) if last.is_file() else {}
     files = sorted(path for path in run.rglob("*") if path.is_file())
     return {
         "run": str(run),
@@ -67,7 +66,7 @@ def _read(run: Path) -> Info:
         "data": config["data"],
         "sets": {
             use: {name: count for name, count in own.items() if name != "sha256"}
-            for use, own in begun.get("data", {}).items()
+            for use, own in read_origin(run).get("data", {}).items()
         },
         "model": config["model"],
         "parameters": count_parameters(run, config),

@@ -7,12 +7,10 @@ import warnings
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch import nn
 
-from molflt.data.batches import Fingerprint
 from molflt.data.structures import Structures
 from molflt.data.structures.base import Tags
 from molflt.data.structures.data_set import VAL_FRACTION, DataSet
@@ -21,8 +19,8 @@ from molflt.evaluation.ensemble import EnsembleRegressor
 from molflt.evaluation.predictions import check_structures
 from molflt.evaluation.report import _warn
 from molflt.evaluation.results import _is_within
-from molflt.training.checkpoint import read_checkpoint
 from molflt.training.config import Config, read_config
+from molflt.training.origin import read_origin
 from molflt.training.recipes import Recipe
 
 __all__ = ["EvaluationData"]
@@ -178,7 +176,7 @@ class EvaluationData:
     def _is_copy_of(self, run: Path) -> bool:
         """Whether the evaluated file has what a run held out, where the run would look for it."""
         try:
-            return (held := _held_out(run)) is not None and self._would_hold_out(run) == held
+            return bool(self._holds_out_what_it_did(run))
         except ValueError:  # it cannot even be read in this way
             return False
 
@@ -200,8 +198,7 @@ class EvaluationData:
 
     def _expect_unchanged(self, run: Path) -> None:
         """Raises ValueError if the file of a run would now be split in another way."""
-        held = _held_out(run)
-        if held is not None and self._would_hold_out(run) != held:
+        if self._holds_out_what_it_did(run) is False:
             raise ValueError(
                 f"{self.data.root}: has changed since {run} was trained on it, and its parts "
                 "are drawn by its number of structures, so that some of those now held out may "
@@ -209,8 +206,13 @@ class EvaluationData:
                 "that training has not seen"
             )
 
-    def _would_hold_out(self, run: Path) -> Fingerprint:
-        """Of what a run, were it to begin now, would hold out of the evaluated file."""
+    def _holds_out_what_it_did(self, run: Path) -> bool | None:
+        """Whether a run, were it to begin now, would hold out the same of the evaluated file.
+
+        None if its last checkpoint does not say what it held out.
+        """
+        if not (held := read_origin(run).get("data", {}).get("val")):
+            return None
         config = self.config if run == self.run else read_config(run)
         seed = DataSet.of_run(config["data"], config["seed"]).split_seed
         more = {"root": self.data.root, "split_seed": seed}
@@ -218,8 +220,7 @@ class EvaluationData:
         with warnings.catch_warnings(), redirect_stderr(io.StringIO()):  # told when it is read
             warnings.simplefilter("ignore")
             batches.setup()
-        found: Fingerprint = batches.fingerprints()["val"]
-        return found
+        return bool(batches.fingerprints()["val"] == held)
 
     def training_median(self) -> tuple[float | None, str]:
         """Median energy of the training split, eV, and a line that says where it comes from."""
@@ -247,10 +248,3 @@ class EvaluationData:
 def _drawn(data: DataSet) -> tuple[float, int]:
     """What decides which structures of one file are held out."""
     return VAL_FRACTION if data.val_fraction is None else data.val_fraction, data.split_seed
-
-
-def _held_out(run: Path) -> Fingerprint | None:
-    """Of what a run held out when it began; None if its last checkpoint is gone or does not say."""
-    last = run / "checkpoints" / "last.ckpt"
-    was: Any = read_checkpoint(last).get("molflt", {}) if last.is_file() else {}
-    return was.get("data", {}).get("val") or None

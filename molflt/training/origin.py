@@ -8,9 +8,11 @@ from typing import TypedDict, cast
 
 from molflt.data.batches import Fingerprint
 from molflt.files import shown
+from molflt.training.checkpoint import read_checkpoint
 from molflt.training.config import Config, build_parser, plain
 
 __all__ = ["Origin", "Stopped", "check_config", "check_data", "check_machine", "check_stopped"]
+__all__ += ["read_origin"]
 
 
 class Stopped(TypedDict):
@@ -36,6 +38,16 @@ class Origin(TypedDict, total=False):
     seconds: float
     initial: object
     """domain.json of the weights that it started from, if they had one"""
+
+
+def read_origin(run: Path) -> Origin:
+    """What the last checkpoint of a run says about it; nothing without one, or in earlier versions.
+
+    Raises:
+        ValueError: naming the file, if it is damaged.
+    """
+    last = Path(run) / "checkpoints" / "last.ckpt"
+    return cast(Origin, read_checkpoint(last).get("molflt", {}) if last.is_file() else {})
 
 
 # Where things are, how fast they come and how often they are written down: the steps are the same
