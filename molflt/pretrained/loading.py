@@ -77,8 +77,8 @@ def load(
 
     Raises:
         FileNotFoundError: if there is nothing of that name.
-        ValueError: naming what is damaged, why the Hub has given nothing, or why there is no
-            machine code for this model.
+        ValueError: naming what is damaged, why the Hub has given nothing, why there is no machine
+            code for this model, or that `also` is no list.
     """
     if isinstance(also, str | Path):
         raise ValueError(f"also={also!r}: expected a list of runs; write [{str(also)!r}]")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from torch_geometric.data import Data
 
 __all__ = ["ANY_TAGS", "AS_IT_IS", "AnyTags", "Reading", "Structures", "Tags", "to_atoms"]
+__all__ += ["with_bar"]
+
+_Item = TypeVar("_Item")
 
 _SHOWN = 5  # structures that are left out, in a message
 _BLOCK = 10_000  # structures whose compositions are counted at once
@@ -47,6 +50,13 @@ class Reading(NamedTuple):
 
 AS_IT_IS = Reading()
 ANY_TAGS = Reading(tags="any")
+
+
+def with_bar(items: Iterable[_Item], what: str) -> Iterable[_Item]:
+    """The items, with a bar on a terminal if they take more than a few seconds."""
+    from tqdm import tqdm
+
+    return tqdm(items, desc=what, delay=5, leave=False, disable=None)
 
 
 class Structures(Dataset["Data"], ABC):
@@ -137,11 +147,9 @@ class Structures(Dataset["Data"], ABC):
     @property
     def y_relaxed(self) -> np.ndarray:
         """Relaxed energies, (len,) float64, eV; NaN where there is none."""
-        from tqdm import tqdm
-
-        # Silent where it is quick; a pickled LMDB of OC20's size takes minutes
-        bar = tqdm(self, desc="reading labels", delay=5, leave=False, disable=None)
-        return np.array([float(record.y_relaxed) for record in bar], dtype=np.float64)
+        # A pickled LMDB of OC20's size takes minutes
+        records = with_bar(self, "reading labels")
+        return np.array([float(record.y_relaxed) for record in records], dtype=np.float64)
 
     def compositions(self, indices: NDArray[np.int64]) -> NDArray[np.float64]:
         """How many atoms of each element structures have: (n,) -> (n, 119), by atomic number."""
@@ -152,10 +160,7 @@ class Structures(Dataset["Data"], ABC):
 
     def composition_blocks(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float64]]]:
         """Indices and `compositions` of all structures, in the memory of some."""
-        from tqdm import tqdm
-
-        firsts = range(0, len(self), _BLOCK)
-        for first in tqdm(firsts, desc="reading elements", delay=5, leave=False, disable=None):
+        for first in with_bar(range(0, len(self), _BLOCK), "reading elements"):
             indices = np.arange(first, min(first + _BLOCK, len(self)))
             yield indices, self.compositions(indices)
 

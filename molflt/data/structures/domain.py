@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
+from molflt.data.structures.base import with_bar
 from molflt.data.structures.domain_reader import DomainReader
 from molflt.data.structures.labels import EnergyKind, energy_kind
 
@@ -82,14 +83,10 @@ class Domain:
     @staticmethod
     def of(dataset: Structures) -> Domain:
         """That of a data set of at least one structure; reads it once."""
-        from tqdm import tqdm
-
         seen = np.zeros((3, MAX_ATOMIC_NUMBER + 1), dtype=bool)  # slab, adsorbate, untagged
         slab, adsorbate, periodic = [], [], set()
         relaxed = 0
-        # Silent where it is quick
-        bar = tqdm(dataset, desc="reading what there is", delay=5, leave=False, disable=None)
-        for record in bar:
+        for record in with_bar(dataset, "reading what there is"):
             parts = _parts(record)
             for row, numbers in zip(seen, parts, strict=True):
                 row[numbers] = True

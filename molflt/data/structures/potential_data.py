@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from molflt.data.structures import Structures
-from molflt.data.structures.base import AnyTags
+from molflt.data.structures.base import AnyTags, with_bar
 from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.force_units import energy_unit_fault, force_unit_fault
 from molflt.data.structures.labels import label_faults
@@ -36,13 +36,10 @@ class SinglePoints(Part):
     """
 
     def __init__(self, source: Structures) -> None:
-        from tqdm import tqdm
-
         energies = np.full(len(source), np.nan)
         counts = {"forces": 0, "stress": 0}
         square = size = numbers = 0.0
-        bar = tqdm(source, desc="reading labels", delay=5, leave=False, disable=None)
-        for index, record in enumerate(bar):
+        for index, record in enumerate(with_bar(source, "reading labels")):
             energies[index] = float(record.energy)
             if np.isnan(energies[index]):
                 continue
