@@ -36,6 +36,7 @@ from pathlib import Path
 
 from kit.words import described, parsed
 from peers_kit import pool, report
+from peers_kit.differences import expect_alike
 from peers_kit.jobs import options_of, run_job
 from peers_kit.models import MODELS, REPOSITORY, TRIED, title
 
@@ -58,7 +59,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tune-minutes", type=_positive, help="of each; a fifth of --minutes")
     parser.add_argument("--tune-most", type=int, default=len(TRIED), help="at most so many rates")
     parser.add_argument("--against", metavar="MODEL", help="adds the differences from this one")
-    parser.add_argument("--alike", nargs="+", default=[], metavar="COLUMN", help="for --against")
+    parser.add_argument(
+        "--alike", nargs="+", default=[], metavar="COLUMN", help="for --against, of systems.csv"
+    )
     options = parsed(parser, words)
     for name in ("seeds", "jobs", "evaluations"):
         if getattr(options, name) < 1:
@@ -94,7 +97,8 @@ def check(options: argparse.Namespace) -> None:
     """Refuses before anything is trained what could not be.
 
     Raises:
-        ValueError: for an unknown model, two of one name, missing data or a missing package.
+        ValueError: for an unknown model, two of one name, missing data, a missing package, or
+            columns that are not there.
     """
     titles = [title(model) for model in options.models]
     if len(set(titles)) < len(titles):
@@ -104,6 +108,8 @@ def check(options: argparse.Namespace) -> None:
             "kernel-ridge needs scikit-learn; pip install 'molflt[bench]', or name other --models"
         )
     options_of(["--config", str(options.config), *options.words])
+    if options.alike:
+        expect_alike(options.data, pool.splits_of(options.data), options.alike)
 
 
 def compare(options: argparse.Namespace) -> bool:

@@ -430,8 +430,9 @@ def test_differences_have_the_spread_of_systems_and_of_seeds(words, tmp_path, ca
     text = capsys.readouterr().out
     assert f"| small | {apart.mean():.3f} ± {error:.3f} |" in text
     assert "Mean ± standard error by molecule and metal" in text
-    words = _with(words, "--seeds", "2", "--against", "median", "--alike", "colour")
-    assert peers.main(words) == 2
+    pool.done.clear()
+    words = _with(words, "--seeds", "3", "--against", "median", "--alike", "colour")
+    assert peers.main(words) == 2 and pool.done == []
     assert "systems.csv: no colour of sid 1000; choose --alike among" in capsys.readouterr().err
 
 

@@ -11,14 +11,14 @@ import numpy as np
 from kit.rows import markdown
 from numpy.typing import NDArray
 
+from molflt.data.structures import Structures
 from molflt.data.structures.splits import split_path
+from molflt.data.structures.systems import SYSTEMS
 from molflt.evaluation.predictions import open_structures
 
 Results = Sequence[Mapping[str, Any]]
 _Array = NDArray[np.float64]
 _Groups = list[NDArray[np.int64]]
-
-SYSTEMS = "systems.csv"
 
 
 def differences(results: Results, first: str, alike: Sequence[str] = ()) -> str:
@@ -35,19 +35,19 @@ def differences(results: Results, first: str, alike: Sequence[str] = ()) -> str:
             systems that have one of them in common are not independent.
 
     Raises:
-        FileNotFoundError: if `alike` are given and there is no systems.csv.
-        ValueError: if it lacks a column or a system.
+        OSError, ValueError: as `expect_alike`.
     """
     most = max(result["job"]["fraction"] for result in results)
     own = [result for result in results if result["job"]["fraction"] == most]
     models = list(dict.fromkeys(result["job"]["model"] for result in own))
     root, splits = Path(own[0]["job"]["data"]), own[0]["job"]["splits"]
     cells: dict[str, list[object]] = {model: [model] for model in models if model != first}
+    grouping = _Grouping(root / SYSTEMS, alike)
     for split in splits:
-        labels = open_structures(split_path(root, split), False).y_relaxed
+        dataset = open_structures(split_path(root, split), False)
+        labels = dataset.y_relaxed
         known = np.isfinite(labels)
-        groups = groups_of(root / SYSTEMS, own[0]["splits"][split]["sid"], alike) if alike else []
-        groups = [numbers[known] for numbers in groups]
+        groups = [numbers[known] for numbers in grouping.of(dataset)]
         errors = {model: _errors(own, model, split, labels[known], known) for model in models}
         for model, cell in cells.items():
             cell.append(_difference(errors[model], errors[first], groups))
@@ -56,21 +56,42 @@ def differences(results: Results, first: str, alike: Sequence[str] = ()) -> str:
     return f"{text}\n\n{markdown(head, list(cells.values()))}"
 
 
-def groups_of(table: Path, sids: Sequence[int], columns: Sequence[str]) -> _Groups:
-    """Numbers of the groups that systems belong to, (n,) for each column of systems.csv."""
-    with table.open(newline="") as file:
-        rows = {row.get("sid"): row for row in csv.DictReader(file)}
-    found = []
-    for column in columns:
-        words = [rows.get(str(sid), {}).get(column) for sid in sids]
-        if None in words:
-            sid = sids[words.index(None)]
-            raise ValueError(
-                f"{table}: no {column} of sid {sid}; choose --alike among its columns, "
-                "or make the data anew"
-            )
-        found.append(np.unique(np.array(words), return_inverse=True)[1])
-    return found
+def expect_alike(root: Path, splits: Sequence[str], alike: Sequence[str]) -> None:
+    """Refuses columns that `differences` would not find, before anything is trained.
+
+    Raises:
+        FileNotFoundError: if there is no systems.csv.
+        ValueError: if it lacks a column or a system.
+    """
+    grouping = _Grouping(root / SYSTEMS, alike)
+    for split in splits:
+        grouping.of(open_structures(split_path(root, split), False))
+
+
+class _Grouping:
+    """What systems have in common, by columns of a table of their names; reads it once."""
+
+    def __init__(self, table: Path, columns: Sequence[str]) -> None:
+        self.table, self.columns = table, columns
+        self.rows: dict[str | None, dict[str, str]] = {}
+        if columns:
+            with table.open(newline="") as file:
+                self.rows = {row.get("sid"): row for row in csv.DictReader(file)}
+
+    def of(self, dataset: Structures) -> _Groups:
+        """Numbers of the groups that its systems belong to, (n,) for each column."""
+        found = []
+        sids = [int(record.sid) for record in dataset] if self.columns else []
+        for column in self.columns:
+            words = [self.rows.get(str(sid), {}).get(column) for sid in sids]
+            if None in words:
+                sid = sids[words.index(None)]
+                raise ValueError(
+                    f"{self.table}: no {column} of sid {sid}; choose --alike among its columns, "
+                    "or make the data anew"
+                )
+            found.append(np.unique(np.array(words), return_inverse=True)[1])
+        return found
 
 
 def variance_of_mean(values: _Array, groups: _Groups) -> float:
