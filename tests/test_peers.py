@@ -433,7 +433,12 @@ def test_differences_have_the_spread_of_systems_and_of_seeds(words, tmp_path, ca
     pool.done.clear()
     words = _with(words, "--seeds", "3", "--against", "median", "--alike", "colour")
     assert peers.main(words) == 2 and pool.done == []
-    assert "systems.csv: no colour of sid 1000; choose --alike among" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "systems.csv: no colour of sid 1000; choose --alike among" in said
+    assert "among its columns, sid, molecule, metal, or make the data anew" in said
+    (tmp_path / "data" / "systems.csv").unlink()
+    assert peers.main(words) == 2 and pool.done == []
+    assert "systems.csv: no such file; expected what systems are" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,11 @@ class _Grouping:
     def __init__(self, table: Path, columns: Sequence[str]) -> None:
         self.table, self.columns = table, columns
         self.rows: dict[str | None, dict[str, str]] = {}
+        if columns and not table.is_file():
+            raise FileNotFoundError(
+                f"{table}: no such file; expected what systems are called; leave --alike out, or "
+                "make the data anew"
+            )
         if columns:
             with table.open(newline="") as file:
                 self.rows = {row.get("sid"): row for row in csv.DictReader(file)}
@@ -86,9 +91,10 @@ class _Grouping:
             words = [self.rows.get(str(sid), {}).get(column) for sid in sids]
             if None in words:
                 sid = sids[words.index(None)]
+                known = ", ".join(next(iter(self.rows.values()), {}))
                 raise ValueError(
                     f"{self.table}: no {column} of sid {sid}; choose --alike among its columns, "
-                    "or make the data anew"
+                    f"{known}, or make the data anew"
                 )
             found.append(np.unique(np.array(words), return_inverse=True)[1])
         return found
