@@ -96,12 +96,15 @@ def test_results_of_other_splits_are_not_replaced_in_silence(run, data, tmp_path
         ["--splits", "val_id", "test_id"],
         ["--splits", "val_id", "val_ood_ads"],
         ["--splits", "val_ood_ads", "val_id"],
+        ["--splits", "val_ood_ads", "val_id", "--checkpoint", "last"],
     ):
         assert main([*words, *more]) == 0
         said.append("\n".join(x for x in capsys.readouterr().err.splitlines() if "replaces" in x))
     place = tmp_path / "results.json"
     assert said[0] == said[2] == ""
     assert f"{place}: replaces the results of test_id; to have both" in said[1]
+    both = "val_ood_ads with checkpoint 'best', val_id with checkpoint 'best'"
+    assert f"{place}: replaces the results of {both}; to" in said[3]
     other = tmp_path / "other" / "val_id.safetensors"
     write_store(other, structures(5))
     assert main([*words, "--data", str(other.parent), "--splits", "val_id"]) == 0

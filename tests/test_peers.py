@@ -5,6 +5,7 @@ import importlib
 import json
 import tarfile
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -675,7 +676,8 @@ def test_rates_and_batches_behind_dashes_are_those_of_all_nets(more, words, tmp_
 
 
 def test_a_file_behind_dashes_is_noted_however_it_is_written(words, tmp_path) -> None:
-    for more in (["--config=C"], ["--config", "C"]):
-        given = [word.replace("C", str(tmp_path / "small.yaml")) for word in more]
+    (tmp_path / "short.yml").touch()
+    for more, name in product((["--config=C"], ["--config", "C"]), ("small.yaml", "short.yml")):
+        given = [word.replace("C", str(tmp_path / name)) for word in more]
         job = pool.job_of(peers.parse([*words, "--", *given]), "median", 0, 1.0, None)
-        assert (tmp_path / "small.yaml").as_posix() in job["digests"]
+        assert (tmp_path / name).as_posix() in job["digests"]

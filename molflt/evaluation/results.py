@@ -54,21 +54,25 @@ def begin_results(out: Path, *names: str) -> None:
         (out / name).unlink(missing_ok=True)
 
 
-def results_there(out: Path) -> list[str]:
+def results_there(out: Path) -> dict[str, object]:
     """Splits that results in a folder are of, with their data where these are not the run's own.
 
     Damaged results are none: they are asked for where new ones replace them.
+
+    Returns:
+        Split -> checkpoint; None where an earlier version has not written it.
     """
     try:
         found = read_json(out / RESULTS, _MOST_BYTES, "metrics by split in JSON", "")
-        data = _note(out).get("data")
+        note = _note(out)
     except (OSError, ValueError):
-        return []
+        return {}
+    of_data = "" if note.get("data") is None else f" of {shown(note['data'])}"
     splits = found if isinstance(found, dict) else {}
-    return [split if data is None else f"{split} of {shown(data)}" for split in splits]
+    return {f"{split}{of_data}": note.get("checkpoint") for split in splits}
 
 
-def warn_of_replaced(out: Path, before: Iterable[str]) -> None:
+def warn_of_replaced(out: Path, before: Mapping[str, object]) -> None:
     """Warns of results that new ones have replaced without being of the same.
 
     Args:
@@ -76,7 +80,13 @@ def warn_of_replaced(out: Path, before: Iterable[str]) -> None:
         before: `results_there` before the evaluation.
     """
     now = results_there(out)
-    if gone := [one for one in before if one not in now]:
+    gone = [split for split in before if split not in now]
+    gone += [
+        f"{split} with checkpoint {shown(checkpoint)}"
+        for split, checkpoint in before.items()
+        if split in now and checkpoint not in (None, now[split])
+    ]
+    if gone:
         _warn(
             f"{out / RESULTS}: replaces the results of {', '.join(gone)}; to have both, evaluate "
             "all splits at once, or write to another folder with --out"

@@ -49,7 +49,8 @@ def job_of(options: Namespace, model: str, seed: int, fraction: float, lr: float
     """The job of a model: everything that its result depends on."""
     words = ["--config", str(options.config), *variant_words(model), *options.words]
     splits = splits_of(options.data)
-    named = (word for word in words if word.endswith(".yaml"))  # --config FILE, or --config=FILE
+    # --config FILE, or --config=FILE
+    named = (word for word in words if word.endswith((".yaml", ".yml")))
     files = [Path(it.partition("=")[2] if it.startswith("--") else it) for it in named]
     files += [options.data / f"{split}.safetensors" for split in ("train", *splits)]
     return {
