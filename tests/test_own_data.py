@@ -14,7 +14,7 @@ import torch
 from ase import Atoms
 from ase.build import add_adsorbate, fcc111, molecule
 from ase.calculators.singlepoint import SinglePointCalculator
-from ase.io import write
+from ase.io import iread, write
 from tiny_run import SMALL, error_of, start, structures, write_data
 
 import molflt
@@ -516,3 +516,12 @@ def test_tags_mean_in_prediction_what_they_meant_in_training(tmp_path, capsys) -
     assert out.read_text() != told[0]
     write_store(tmp_path / "b.safetensors", structures(3))  # whose tags are OC20's
     assert main(["predict", str(run), str(tmp_path / "b.safetensors")]) == 0
+    for name in ("again.extxyz", "again.traj"):  # what was read, which means the same once more
+        again = tmp_path / name
+        assert main(["predict", str(run), str(path), "--out", str(again)]) == 0
+        assert [list(atoms.get_tags()) for atoms in iread(again)] == [
+            list(atoms.get_tags()) for atoms in many
+        ]
+        assert main(["predict", str(run), str(again), "--out", str(out)]) == 0
+        rows = csv.DictReader(out.read_text().splitlines())
+        assert [float(row["energy_eV"]) for row in rows] == pytest.approx(written, abs=1e-5)
