@@ -106,6 +106,34 @@ def test_a_run_on_one_file_is_judged_by_what_it_has_not_seen(run, file, tmp_path
     assert "published" not in capsys.readouterr().out
 
 
+def test_an_evaluation_on_energies_of_another_kind_says_so(run, tmp_path, capsys) -> None:
+    totals = frames()
+    for atoms in totals:
+        atoms.calc.results["energy"] -= 300.0
+    write(tmp_path / "totals.extxyz", totals)
+    words = ["evaluate", str(run), "--out", str(tmp_path), "--device=cpu", "--data"]
+    assert main([*words, str(tmp_path / "totals.extxyz")]) == 0
+    said = "totals: its energies look like total energies; what is predicted are adsorption energ"
+    assert capsys.readouterr().err.count(said) == 1
+
+
+@pytest.mark.parametrize("by", ["name", "link", "copy", "others"])
+def test_training_says_that_it_is_judged_by_what_it_learns(tmp_path, capsys, by) -> None:
+    train, val = tmp_path / "train.extxyz", tmp_path / "val_id.extxyz"
+    write(train, frames())
+    if by == "link":
+        val.symlink_to(train)
+    elif by == "copy":
+        shutil.copy(train, val)
+    else:
+        write(val, [atoms for atoms in frames(11) if atoms.info["sid"] != 503])
+    split = "train" if by == "name" else "val_id"
+    words = [*STEPS, f"--data.val_split={split}"]
+    assert start(tmp_path, tmp_path / "run", *words) == 0
+    said = f"{split}.extxyz: validation has the structures of training, {train}; its errors"
+    assert capsys.readouterr().err.count(said) == (by != "others")
+
+
 def test_an_ensemble_is_judged_by_what_no_member_has_seen(run, file, tmp_path, capsys) -> None:
     """Members of other seeds held out the same structures, those of other split seeds did not."""
     same, other, ase = tmp_path / "same", tmp_path / "other", tmp_path / "ase"

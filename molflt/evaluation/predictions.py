@@ -18,7 +18,7 @@ from molflt.atoms import Tag
 from molflt.data.batches import SizeBucketedBatchSampler
 from molflt.data.structures import AS_IT_IS, Reading, Structures, open_dataset
 from molflt.data.structures.domain import Domain
-from molflt.data.structures.labels import energy_kind
+from molflt.data.structures.labels import other_kind
 from molflt.data.structures.overlaps import TOO_NEAR, atoms_coincide
 from molflt.data.structures.parts import element_faults, without
 from molflt.evaluation.elements import expect_described, warn_of_elements
@@ -259,12 +259,8 @@ class _Rows:
                 f"{name}: {len(far)} of {count} structures are outside of what was trained on, "
                 f"expect larger errors: {'; '.join(listed)}{more}"
             )
-        kind = energy_kind(self.target, self.natoms)
-        if {kind, domain.kind} == {"adsorption", "total"}:
-            _warn(
-                f"{name}: its energies look like {kind} energies; what is predicted are "
-                f"{domain.kind} energies, as in training; do not compare them"
-            )
+        if text := other_kind(self.target, self.natoms, domain.kind):
+            _warn(f"{name}: {text}")
 
     def predictions(self, ensemble: bool) -> Predictions:
         return Predictions(

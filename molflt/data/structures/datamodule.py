@@ -6,7 +6,7 @@
 import hashlib
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,13 @@ from molflt.data.structures.base import Tags
 from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.domain import DOMAIN, Domain
 from molflt.data.structures.element_energies import ElementEnergies, fit_element_energies
-from molflt.data.structures.labels import beyond_rounding, energy_kind, label_faults, per_atom
+from molflt.data.structures.labels import (
+    beyond_rounding,
+    energy_kind,
+    label_faults,
+    other_kind,
+    per_atom,
+)
 from molflt.data.structures.parts import without
 from molflt.data.structures.store import StructureStore
 
@@ -104,11 +110,12 @@ class IS2REData(BatchedData[Structures]):
                 "whose splits are taken as they are; leave it out"
             )
         opened = data.open([train, val], self.skip_bad)
+        first = os.environ.get("LOCAL_RANK", "0") == "0"  # once for all processes of a machine
+        for dataset in opened.values() if first else ():
+            dataset.verify()
+        labeled = self._labeled(opened)
         for use, split in self.splits.items():
-            dataset = opened[split]
-            if os.environ.get("LOCAL_RANK", "0") == "0":  # once for all processes of a machine
-                dataset.verify()
-            dataset = self._labeled(dataset)
+            dataset = labeled[split]
             if len(dataset) == 0:
                 why = f": {dataset.bad[0][1]}" if dataset.bad else ""
                 raise ValueError(
@@ -120,11 +127,27 @@ class IS2REData(BatchedData[Structures]):
         for text in dict.fromkeys(dataset.left_out() for dataset in self.datasets.values()):
             if text:
                 warnings.warn(text, stacklevel=3)
+        if first:
+            self._say_same()
         self._say_unused(opened.values())
 
-    def _labeled(self, dataset: Structures) -> Structures:
-        """The structures that have what is learned; ValueError for a label that cannot be."""
-        return _with_sound_labels(dataset)
+    def _labeled(self, opened: Mapping[str, Structures]) -> dict[str, Structures]:
+        """By split, the structures that have what is learned; ValueError for wrong labels."""
+        return _with_sound_labels(opened, *self.splits.values())
+
+    def _say_same(self) -> None:
+        """Warns if what is validated on is what is trained on, whatever it is called."""
+        train, val = self.datasets["train"], self.datasets["val"]
+        same = train is val
+        if not same and np.array_equal(train.natoms, val.natoms):  # a digest reads all
+            same = self._digest("train") == self._digest("val")
+        if same:
+            warnings.warn(
+                f"{val.path}: validation has the structures of training, {train.path}; its errors, "
+                "and the weights that they choose, say nothing of other structures; name another "
+                "split with --data.val_split",
+                stacklevel=4,
+            )
 
     def _unused(self, dataset: Structures) -> list[str]:
         """Labels of a source that are not learned."""
@@ -282,23 +305,41 @@ class IS2REData(BatchedData[Structures]):
             raise ValueError(f"{dataset.path}: {error}") from None
 
 
-def _with_sound_labels(dataset: Structures) -> Structures:
+def _with_sound_labels(
+    opened: Mapping[str, Structures], train: str, val: str
+) -> dict[str, Structures]:
     """Refuses missing and absurd labels, or leaves out structures that have such.
+
+    Labels of one file are judged together, whichever split they have come to. Warns where two files
+    have different kinds of them.
 
     Raises:
         ValueError: naming file, sid and value.
     """
-    if len(dataset) == 0:
-        return dataset
-    energies = dataset.y_relaxed
-    faults = label_faults(energies, dataset.natoms, required=True)
-    if not faults:
-        return dataset
-    if dataset.skip_bad:
-        return without(dataset, energies, faults)
-    index, reason = next(iter(faults.items()))
-    raise ValueError(
-        f"{dataset.path}: sid {int(dataset[index].sid)}: {reason} ({len(faults)} such of "
-        f"{len(dataset)}); "
-        + (dataset.hint or "take a split with labels, or leave these out with --data.skip_bad")
-    )
+    energies = {split: part.y_relaxed for split, part in opened.items() if len(part)}
+    natoms = {split: opened[split].natoms for split in energies}
+    kind = None
+    if energies and len({part.path for part in opened.values()}) == 1:
+        kind = energy_kind(*(np.concatenate([*of.values()]) for of in (energies, natoms)))
+    sound = dict(opened)
+    for split, own in energies.items():
+        dataset = opened[split]
+        faults = label_faults(own, natoms[split], required=True, kind=kind)
+        if not faults:
+            continue
+        if not dataset.skip_bad:
+            index, reason = next(iter(faults.items()))
+            raise ValueError(
+                f"{dataset.path}: sid {int(dataset[index].sid)}: {reason} ({len(faults)} such of "
+                f"{len(dataset)}); "
+                + (
+                    dataset.hint
+                    or "take a split with labels, or leave these out with --data.skip_bad"
+                )
+            )
+        sound[split] = without(dataset, own, faults)
+    if kind is None and train in energies and val in energies:
+        learned = energy_kind(energies[train], natoms[train])
+        if text := other_kind(energies[val], natoms[val], learned):
+            warnings.warn(f"{opened[val].path}: {text}", stacklevel=5)
+    return sound

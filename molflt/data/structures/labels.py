@@ -13,6 +13,7 @@ __all__ = [
     "beyond_rounding",
     "energy_kind",
     "label_faults",
+    "other_kind",
     "per_atom",
 ]
 
@@ -49,6 +50,25 @@ def energy_kind(energies: NDArray[np.float64], natoms: NDArray[np.int64]) -> Ene
     return "adsorption" if np.median(np.abs(energies[known])) <= MOST_ADSORPTION else "unknown"
 
 
+def other_kind(
+    energies: NDArray[np.float64], natoms: NDArray[np.int64], learned: EnergyKind
+) -> str:
+    """What to say of labels that are of another kind than what is learned; "" where they are not.
+
+    Args:
+        energies: y_relaxed, (systems,), eV; NaN where there is none.
+        natoms: (systems,).
+        learned: kind of the training energies.
+    """
+    kind = energy_kind(energies, natoms)
+    if {kind, learned} != {"adsorption", "total"}:
+        return ""
+    return (
+        f"its energies look like {kind} energies; what is predicted are {learned} energies, as in "
+        "training; do not compare them"
+    )
+
+
 def beyond_rounding(spread: float, energies: NDArray[np.float64]) -> float:
     """A standard deviation of energies, or of what is left of them; 0 where it is rounding, eV.
 
@@ -64,6 +84,7 @@ def label_faults(
     natoms: NDArray[np.int64],
     required: bool,
     at_pos: bool = False,
+    kind: EnergyKind | None = None,
 ) -> dict[int, str]:
     """What is wrong with labels, by index of the system.
 
@@ -75,12 +96,13 @@ def label_faults(
         required: whether a missing label is wrong.
         at_pos: whether they are energies of single points, with forces: those of large cells are
             beyond 20 eV where those of small ones look like adsorption energies.
+        kind: what labels look like, these and others that belong to them; None to judge by these.
     """
     faults: dict[int, str] = {}
     if required:
         for index in np.flatnonzero(~np.isfinite(energies)):
             faults[int(index)] = "y_relaxed must be a finite energy in eV; got none"
-    if not at_pos and energy_kind(energies, natoms) == "adsorption":
+    if not at_pos and (kind or energy_kind(energies, natoms)) == "adsorption":
         for index in np.flatnonzero(np.abs(energies) > MOST_ADSORPTION):
             faults[int(index)] = (
                 f"y_relaxed is {energies[index]:.3f} eV; expected at most {MOST_ADSORPTION:g} eV "

@@ -93,7 +93,10 @@ class PotentialData(IS2REData):
     def _unused(self, dataset: Structures) -> list[str]:
         return dataset.unused
 
-    def _labeled(self, dataset: Structures) -> Structures:
+    def _labeled(self, opened: Mapping[str, Structures]) -> dict[str, Structures]:
+        return {split: self._points(dataset) for split, dataset in opened.items()}
+
+    def _points(self, dataset: Structures) -> SinglePoints:
         points = SinglePoints(dataset)
         if not len(points):
             raise ValueError(
