@@ -16,6 +16,7 @@ from molflt.data.structures.game_net import GameNet
 from molflt.data.structures.game_net_archive import GAME_NET, _expect_archive
 from molflt.data.structures.game_net_splits import _write_splits
 from molflt.data.structures.labels import label_faults
+from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.data.structures.splits import is_one_source, sources_in
 from molflt.data.structures.store import write_store
 from molflt.files import readable_size
@@ -122,11 +123,13 @@ def _jobs_of(src: Path, dst: Path) -> dict[Path, Path]:
 
 def _convert_one(structures: _OnePass, dst: Path) -> None:
     src, skip_bad, unwrapped, with_forces = structures.src, structures.skip_bad, 0, False
+    overlapping: dict[int, int] = {}  # sid by place among those that are read
 
     def records() -> Iterator[Data]:
         nonlocal unwrapped, with_forces
-        for record, moved in structures:
+        for place, (record, moved) in enumerate(structures):
             unwrapped += moved
+            overlapping.update({place: int(record.sid)} if atoms_coincide(record) else {})
             with_forces |= bool(record.forces.isfinite().any())
             yield record
 
@@ -137,6 +140,8 @@ def _convert_one(structures: _OnePass, dst: Path) -> None:
         if found and not skip_bad:
             raise ValueError(f"{': '.join(found[0])}; --skip-bad leaves it out ({len(found)} such)")
         structures.bad += found
+        for place in faults:
+            overlapping.pop(place, None)
         return faults
 
     count = write_store(dst, records(), source=src.name, left_out=left_out)
@@ -148,6 +153,9 @@ def _convert_one(structures: _OnePass, dst: Path) -> None:
         print(f"labels that are there and not used: {', '.join(structures.unused)}")
     if structures.hint:
         print(f"warning: not all structures have y_relaxed; {structures.hint}")
+    if overlapping:
+        said = overlaps_of(str(src), [*overlapping.values()], count)
+        print(f"molflt: warning: {said}", file=sys.stderr)
     _list_bad(structures.bad)
 
 

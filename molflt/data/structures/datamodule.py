@@ -14,18 +14,13 @@ import numpy as np
 
 from molflt.data.batches import BatchedData, Fingerprint, SizeBucketedBatchSampler
 from molflt.data.structures import Reading, Structures
-from molflt.data.structures.base import Tags
+from molflt.data.structures.base import Tags, with_bar
 from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.domain import DOMAIN, Domain
 from molflt.data.structures.element_energies import ElementEnergies, fit_element_energies
-from molflt.data.structures.labels import (
-    beyond_rounding,
-    energy_kind,
-    label_faults,
-    other_kind,
-    per_atom,
-)
-from molflt.data.structures.parts import without
+from molflt.data.structures.labels import beyond_rounding, energy_kind, per_atom
+from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
+from molflt.data.structures.parts import with_sound_labels
 from molflt.data.structures.store import StructureStore
 
 if TYPE_CHECKING:
@@ -133,7 +128,7 @@ class IS2REData(BatchedData[Structures]):
 
     def _labeled(self, opened: Mapping[str, Structures]) -> dict[str, Structures]:
         """By split, the structures that have what is learned; ValueError for wrong labels."""
-        return _with_sound_labels(opened, *self.splits.values())
+        return with_sound_labels(opened, *self.splits.values())
 
     def _say_same(self) -> None:
         """Warns if what is validated on is what is trained on, whatever it is called."""
@@ -181,10 +176,23 @@ class IS2REData(BatchedData[Structures]):
         return {DOMAIN: self._train_domain().to_bytes()}
 
     def _train_domain(self) -> Domain:
-        """What the training split holds; reads it once."""
+        """What the training split holds; reads it once. Warns of atoms at one place."""
         self.setup()
         if self._domain is None:
-            own = Domain.of(self.datasets["train"])
+            found: dict[str, list[int]] = {use: [] for use in self.datasets}
+            train, val = self.datasets["train"], self.datasets["val"]
+
+            def look(record: "Data", use: str = "train") -> None:
+                found[use] += [int(record.sid)] * atoms_coincide(record)
+
+            own = Domain.of(train, look)
+            for record in with_bar(() if val is train else val, "reading positions"):
+                look(record, "val")
+            for use, sids in found.items():
+                dataset = self.datasets[use]
+                name = f"{dataset.path}: split {self.splits[use]!r}"
+                if sids:
+                    warnings.warn(overlaps_of(name, sids, len(dataset)), stacklevel=3)
             if self.initial is not None:
                 name, content = self.initial
                 own = own.after(Domain.from_json(content, name))
@@ -303,43 +311,3 @@ class IS2REData(BatchedData[Structures]):
             )
         except ValueError as error:
             raise ValueError(f"{dataset.path}: {error}") from None
-
-
-def _with_sound_labels(
-    opened: Mapping[str, Structures], train: str, val: str
-) -> dict[str, Structures]:
-    """Refuses missing and absurd labels, or leaves out structures that have such.
-
-    Labels of one file are judged together, whichever split they have come to. Warns where two files
-    have different kinds of them.
-
-    Raises:
-        ValueError: naming file, sid and value.
-    """
-    energies = {split: part.y_relaxed for split, part in opened.items() if len(part)}
-    natoms = {split: opened[split].natoms for split in energies}
-    kind = None
-    if energies and len({part.path for part in opened.values()}) == 1:
-        kind = energy_kind(*(np.concatenate([*of.values()]) for of in (energies, natoms)))
-    sound = dict(opened)
-    for split, own in energies.items():
-        dataset = opened[split]
-        faults = label_faults(own, natoms[split], required=True, kind=kind)
-        if not faults:
-            continue
-        if not dataset.skip_bad:
-            index, reason = next(iter(faults.items()))
-            raise ValueError(
-                f"{dataset.path}: sid {int(dataset[index].sid)}: {reason} ({len(faults)} such of "
-                f"{len(dataset)}); "
-                + (
-                    dataset.hint
-                    or "take a split with labels, or leave these out with --data.skip_bad"
-                )
-            )
-        sound[split] = without(dataset, own, faults)
-    if kind is None and train in energies and val in energies:
-        learned = energy_kind(energies[train], natoms[train])
-        if text := other_kind(energies[val], natoms[val], learned):
-            warnings.warn(f"{opened[val].path}: {text}", stacklevel=5)
-    return sound
