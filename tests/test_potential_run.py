@@ -222,6 +222,17 @@ def test_atoms_at_one_place_are_named(trained, tmp_path, capsys):
     assert f"molflt: warning: a: {words_of_all}" in capsys.readouterr().err
 
 
+def test_an_evaluation_names_absurd_forces(trained, tmp_path, capsys):
+    frames = argon(4, 5)
+    frames[2].calc.results["forces"][1] = [0, 0, -2e4]
+    ase.io.write(tmp_path / "a.traj", frames)
+    words = ["evaluate", str(trained), "--device=cpu", "--out", str(tmp_path / "out"), "--data"]
+    assert main([*words, str(tmp_path / "a.traj")]) == 0
+    said = "a: sid 2: the force on atom 1 is 2e+04 eV/Å; expected at most 1000 eV/Å, far beyond "
+    told = capsys.readouterr().err
+    assert told.count(said) == 1 and "counted in the errors all the same (1 such)" in told
+
+
 def test_runs_of_relaxed_energies_give_no_forces(tmp_path, capsys):
     run = tmp_path / "run"
     assert start(write_data(tmp_path), run, "--trainer.max_steps=3") == 0

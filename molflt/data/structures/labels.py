@@ -9,9 +9,11 @@ from numpy.typing import NDArray
 
 __all__ = [
     "MOST_ADSORPTION",
+    "MOST_FORCE",
     "EnergyKind",
     "beyond_rounding",
     "energy_kind",
+    "force_fault",
     "label_faults",
     "other_kind",
     "per_atom",
@@ -22,6 +24,10 @@ EnergyKind = Literal["adsorption", "total", "unknown"]
 # OC20 keeps adsorption energies within 10 eV of zero after relaxation; beyond twice that they are a
 # failed calculation or a total energy.
 MOST_ADSORPTION = 20.0  # eV
+MOST_FORCE = 1e3
+"""eV/Å. Organic molecules at 1,200 K stay below 12; by the repulsion of Ziegler, Biersack and
+Littmark two carbon atoms would have to be within 0.43 Å, two of copper within 0.87 Å."""
+
 # Median magnitude: adsorption energies stay small however large the system is, below 0.1 eV per
 # atom on slabs; total energies are 2 to 15 eV per atom, with all electrons far more.
 _TOTAL_PER_ATOM = 1.0  # eV
@@ -109,3 +115,18 @@ def label_faults(
                 "from 0, as the other labels look like adsorption energies"
             )
     return dict(sorted(faults.items()))
+
+
+def force_fault(forces: NDArray[np.floating]) -> str:
+    """What is wrong with forces on a structure: one that is beyond belief; "" if there is none.
+
+    Args:
+        forces: (N, 3), eV/Å; NaN where there are none.
+    """
+    sizes = np.linalg.norm(forces.astype(np.float64), axis=1)
+    if not sizes.max() > MOST_FORCE:  # NaN is not
+        return ""
+    return (
+        f"the force on atom {int(sizes.argmax())} is {sizes.max():.4g} eV/Å; expected at most "
+        f"{MOST_FORCE:g} eV/Å, far beyond dynamics and strained structures"
+    )
