@@ -14,7 +14,7 @@ import torch
 from ase import Atoms
 from ase.build import add_adsorbate, fcc111, molecule
 from ase.calculators.singlepoint import SinglePointCalculator
-from ase.io import write
+from ase.io import iread, write
 from tiny_run import SMALL, error_of, start, structures, write_data
 
 import molflt
@@ -104,6 +104,34 @@ def test_a_run_on_one_file_is_judged_by_what_it_has_not_seen(run, file, tmp_path
         assert sorted(int(row.split(",")[1]) for row in rows) == sorted(held)
         assert list(json.loads((tmp_path / "results.json").read_text())) == ["val_id"]
     assert "published" not in capsys.readouterr().out
+
+
+def test_an_evaluation_on_energies_of_another_kind_says_so(run, tmp_path, capsys) -> None:
+    totals = frames()
+    for atoms in totals:
+        atoms.calc.results["energy"] -= 300.0
+    write(tmp_path / "totals.extxyz", totals)
+    words = ["evaluate", str(run), "--out", str(tmp_path), "--device=cpu", "--data"]
+    assert main([*words, str(tmp_path / "totals.extxyz")]) == 0
+    said = "totals: its energies look like total energies; what is predicted are adsorption energ"
+    assert capsys.readouterr().err.count(said) == 1
+
+
+@pytest.mark.parametrize("by", ["name", "link", "copy", "others"])
+def test_training_says_that_it_is_judged_by_what_it_learns(tmp_path, capsys, by) -> None:
+    train, val = tmp_path / "train.extxyz", tmp_path / "val_id.extxyz"
+    write(train, frames())
+    if by == "link":
+        val.symlink_to(train)
+    elif by == "copy":
+        shutil.copy(train, val)
+    else:
+        write(val, [atoms for atoms in frames(11) if atoms.info["sid"] != 503])
+    split = "train" if by == "name" else "val_id"
+    words = [*STEPS, f"--data.val_split={split}"]
+    assert start(tmp_path, tmp_path / "run", *words) == 0
+    said = f"{split}.extxyz: validation has the structures of training, {train}; its errors"
+    assert capsys.readouterr().err.count(said) == (by != "others")
 
 
 def test_an_ensemble_is_judged_by_what_no_member_has_seen(run, file, tmp_path, capsys) -> None:
@@ -516,3 +544,12 @@ def test_tags_mean_in_prediction_what_they_meant_in_training(tmp_path, capsys) -
     assert out.read_text() != told[0]
     write_store(tmp_path / "b.safetensors", structures(3))  # whose tags are OC20's
     assert main(["predict", str(run), str(tmp_path / "b.safetensors")]) == 0
+    for name in ("again.extxyz", "again.traj"):  # what was read, which means the same once more
+        again = tmp_path / name
+        assert main(["predict", str(run), str(path), "--out", str(again)]) == 0
+        assert [list(atoms.get_tags()) for atoms in iread(again)] == [
+            list(atoms.get_tags()) for atoms in many
+        ]
+        assert main(["predict", str(run), str(again), "--out", str(out)]) == 0
+        rows = csv.DictReader(out.read_text().splitlines())
+        assert [float(row["energy_eV"]) for row in rows] == pytest.approx(written, abs=1e-5)

@@ -16,6 +16,7 @@ from ase.build import bulk, molecule
 from ase.calculators.calculator import PropertyNotImplementedError
 from ase.calculators.fd import calculate_numerical_forces, calculate_numerical_stress
 from ase.calculators.lj import LennardJones
+from ase.calculators.singlepoint import SinglePointCalculator
 from ase.constraints import (
     FixAtoms,
     FixBondLength,
@@ -194,6 +195,42 @@ def test_calculator_says_what_it_has_not_learned(trained, capsys):
         calculator.model.readout.mlp[0].bias[:] = torch.nan
     with pytest.raises(ValueError, match="Ar: energy nan eV or a force is not finite"):
         calculator.get_potential_energy(Atoms("Ar"))
+
+
+def test_atoms_at_one_place_are_named(trained, tmp_path, capsys):
+    """Such a structure is at rest for a potential, whose forces there are none."""
+    two = Atoms("Ar2", [[1, 1, 1], [1, 1, 9]], cell=[8, 8, 8], pbc=True)  # in a periodic image
+    calculator = molflt.Calculator(trained, device="cpu")
+    for _ in range(2):
+        calculator.get_potential_energy(two)
+        calculator.reset()
+    said = "Ar2: it has two atoms closer than 0.1 Å; its energy means nothing; look for atoms that "
+    assert capsys.readouterr().err.count(said) == 1
+    one = two.copy()
+    one.positions[1] -= 4
+    for atoms in (one, two):
+        atoms.calc = SinglePointCalculator(atoms, energy=0.0, forces=np.zeros((2, 3)))
+    ase.io.write(tmp_path / "a.extxyz", [one, two])
+    words = [str(tmp_path / "a.extxyz"), "--device", "cpu", "--out"]
+    main(["relax", *words, str(tmp_path / "b.extxyz"), "--run", str(trained), "--steps=1"])
+    told = capsys.readouterr().err
+    assert told.count("closer than") == 1  # and not by the calculator once more
+    words_of_all = "1 of 2 structures have two atoms closer than 0.1 Å, for instance sid 1; their"
+    assert f"molflt: warning: a.extxyz: {words_of_all}" in told
+    words = ["evaluate", str(trained), "--device=cpu", "--out", str(tmp_path / "out"), "--data"]
+    assert main([*words, str(tmp_path / "a.extxyz")]) == 0
+    assert f"molflt: warning: a: {words_of_all}" in capsys.readouterr().err
+
+
+def test_an_evaluation_names_absurd_forces(trained, tmp_path, capsys):
+    frames = argon(4, 5)
+    frames[2].calc.results["forces"][1] = [0, 0, -2e4]
+    ase.io.write(tmp_path / "a.traj", frames)
+    words = ["evaluate", str(trained), "--device=cpu", "--out", str(tmp_path / "out"), "--data"]
+    assert main([*words, str(tmp_path / "a.traj")]) == 0
+    said = "a: sid 2: the force on atom 1 is 2e+04 eV/Å; expected at most 1000 eV/Å, far beyond "
+    told = capsys.readouterr().err
+    assert told.count(said) == 1 and "counted in the errors all the same (1 such)" in told
 
 
 def test_runs_of_relaxed_energies_give_no_forces(tmp_path, capsys):

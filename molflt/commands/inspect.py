@@ -121,6 +121,11 @@ def _as_text(summary: Summary) -> str:
         said = "neither adsorption nor total energies" if kind == "unknown" else f"{kind} energies"
         lines.append(f"y_relaxed look like {said}, by their magnitude per atom")
     lines.append("displaced   " + _range(summary["displacements_A"], "Å") + " (free atoms)")
+    if summary["forces_eV_per_A"] is not None:
+        lines.append("forces      " + _range(summary["forces_eV_per_A"], "eV/Å") + " (magnitudes)")
+    if summary["stress_eV_per_A3"] is not None:
+        stress = _range(summary["stress_eV_per_A3"], "eV/Å^3", digits=5)
+        lines.append(f"stress      {stress} (components)")
     if summary["verified"] is not None:
         known = (
             "fits what it holds" if summary["verified"] else "none; molflt data convert adds one"
@@ -135,10 +140,10 @@ def _as_text(summary: Summary) -> str:
     return "\n".join(lines)
 
 
-def _range(values: dict[str, float] | None, unit: str) -> str:
+def _range(values: dict[str, float] | None, unit: str, digits: int = 3) -> str:
     if values is None:
         return "unknown"
-    return (
-        f"{values['min']:.3f} to {values['max']:.3f} {unit}, mean {values['mean']:.3f}, "
-        f"median {values['median']:.3f}"
+    low, high, mean, median = (
+        f"{values[name]:.{digits}f}" for name in ("min", "max", "mean", "median")
     )
+    return f"{low} to {high} {unit}, mean {mean}, median {median}"

@@ -82,7 +82,7 @@ def relax(
     calculator = Calculator(run, checkpoint, device, dtype)
     for path in (out, out.with_suffix(".csv")):
         expect_writable(path, Path(structures))
-    dataset = readable_structures(Path(structures), skip_bad, cell)
+    dataset, calculator.overlaps_told = readable_structures(Path(structures), skip_bad, cell)
     steps_of = _trajectories(trajectories, dataset, Path(structures))
     bar = tqdm(total=len(dataset), unit=" structures", disable=None)
     with _Output(out, len(dataset)) as output, bar:

@@ -13,8 +13,10 @@ from tqdm import tqdm
 
 from molflt.data.batches import SizeBucketedBatchSampler
 from molflt.data.structures import Structures
+from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.evaluation.elements import expect_described, warn_of_elements
 from molflt.evaluation.predictions import Predictions, _hill
+from molflt.evaluation.report import _warn
 from molflt.graph.heads import undescribed
 from molflt.memory import within_memory
 from molflt.tasks.potential import PotentialTask, point_errors
@@ -48,7 +50,7 @@ class Points:
 def infer_points(model: nn.Module, dataset: Structures, batch_size: int, name: str) -> Points:
     """Runs a potential over a data set, structures of similar size together.
 
-    Warns of elements that did not occur in training.
+    Warns of elements that did not occur in training, and of atoms at one place.
 
     Args:
         model: `molflt.graph.potential.Potential`, in evaluation mode.
@@ -67,7 +69,7 @@ def infer_points(model: nn.Module, dataset: Structures, batch_size: int, name: s
     columns = {key: np.empty(count) for key in ("energy", "target", "forces")}
     numbers = {key: np.empty(count, dtype=np.int64) for key in ("sid", "natoms")}
     formula, present, beyond = [""] * count, set[int](), undescribed(model)
-    elements: list[NDArray[np.int64]] = []
+    elements, overlapping = list[NDArray[np.int64]](), list[int]()
     forces: list[_Numbers] = []
     totals = torch.zeros(len(PotentialTask.sums._fields), dtype=torch.float64)
     bar = tqdm(total=count, desc=name, unit=" systems", leave=False, disable=None)
@@ -88,8 +90,13 @@ def infer_points(model: nn.Module, dataset: Structures, batch_size: int, name: s
             present.update(batch.atomic_numbers.unique().tolist())
             for i, start, stop in zip(indices, batch.ptr[:-1], batch.ptr[1:], strict=True):
                 formula[i] = _hill(batch.atomic_numbers[start:stop].cpu().numpy())
+            at_one = zip(indices, map(atoms_coincide, records), strict=True)
+            overlapping += [i for i, found in at_one if found]
             bar.update(len(indices))
     warn_of_elements(model, present, name)
+    if overlapping:
+        sids = numbers["sid"][sorted(overlapping)].tolist()
+        _warn(overlaps_of(name, sids, count))
     energies = Predictions(
         numbers["sid"], numbers["natoms"], columns["energy"], columns["target"], formula, formula
     )

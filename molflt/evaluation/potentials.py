@@ -79,6 +79,12 @@ def evaluate(
             )
         if points.without_energy:
             _warn(f"{split}: {points.without_energy} structures without an energy are left out")
+        for index, reason in list(points.absurd.items())[:1]:
+            _warn(
+                f"{split}: sid {int(dataset[index].sid)}: {reason}; counted in the errors all the "
+                f"same ({len(points.absurd)} such); leave it out with molflt data convert "
+                "--skip-bad"
+            )
         found[split] = infer_points(model, points, batch_size, split)
         baseline = _baseline(model, points)
         metrics: dict[str, float | None] = {

@@ -18,8 +18,8 @@ from molflt.atoms import Tag
 from molflt.data.batches import SizeBucketedBatchSampler
 from molflt.data.structures import AS_IT_IS, Reading, Structures, open_dataset
 from molflt.data.structures.domain import Domain
-from molflt.data.structures.labels import energy_kind
-from molflt.data.structures.overlaps import TOO_NEAR, atoms_coincide
+from molflt.data.structures.labels import other_kind
+from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.data.structures.parts import element_faults, without
 from molflt.evaluation.elements import expect_described, warn_of_elements
 from molflt.evaluation.ensemble import EnsembleRegressor, expect_same_totals
@@ -242,11 +242,8 @@ class _Rows:
                 "subsurface, 1 surface, 2 adsorbate)"
             )
         if self.overlapping:
-            _warn(
-                f"{name}: {len(self.overlapping)} of {count} structures have two atoms closer than "
-                f"{TOO_NEAR} Å, for instance sid {self.sid[min(self.overlapping)]}; their energies "
-                "mean nothing; look for atoms that are there twice, also in a periodic image"
-            )
+            sids = [int(self.sid[i]) for i in sorted(self.overlapping)]
+            _warn(overlaps_of(name, sids, count))
         if domain is None:
             return
         if far := [i for i, reasons in enumerate(self.outside) if reasons]:
@@ -259,12 +256,8 @@ class _Rows:
                 f"{name}: {len(far)} of {count} structures are outside of what was trained on, "
                 f"expect larger errors: {'; '.join(listed)}{more}"
             )
-        kind = energy_kind(self.target, self.natoms)
-        if {kind, domain.kind} == {"adsorption", "total"}:
-            _warn(
-                f"{name}: its energies look like {kind} energies; what is predicted are "
-                f"{domain.kind} energies, as in training; do not compare them"
-            )
+        if text := other_kind(self.target, self.natoms, domain.kind):
+            _warn(f"{name}: {text}")
 
     def predictions(self, ensemble: bool) -> Predictions:
         return Predictions(

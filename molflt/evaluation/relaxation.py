@@ -12,7 +12,9 @@ import numpy as np
 
 from molflt.data.structures import Structures
 from molflt.data.structures.base import ANY_TAGS
+from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.evaluation.predictions import open_structures
+from molflt.evaluation.report import _warn
 
 if TYPE_CHECKING:
     from ase import Atoms
@@ -47,22 +49,28 @@ class Relaxed(NamedTuple):
     """why it has not converged"""
 
 
-def readable_structures(path: Path, skip_bad: bool, cell: bool) -> Structures:
-    """Structures to relax.
+def readable_structures(path: Path, skip_bad: bool, cell: bool) -> tuple[Structures, bool]:
+    """Structures to relax; warns of atoms at one place.
+
+    Returns:
+        The structures, and whether it has warned.
 
     Raises:
         FileNotFoundError: if there is nothing.
         ValueError: as for predictions; or if a cell shall be relaxed that is not there.
     """
     dataset = open_structures(path, skip_bad, ANY_TAGS._replace(keep_atoms=True))
-    if cell:
-        for index, record in enumerate(dataset):
-            if not bool(record.pbc.all()):
-                raise ValueError(
-                    f"{dataset.where(index)}: --cell relaxes crystals, periodic along all axes; "
-                    f"got pbc {record.pbc[0].tolist()}; leave it out"
-                )
-    return dataset
+    sids = []
+    for index, record in enumerate(dataset):
+        if cell and not bool(record.pbc.all()):
+            raise ValueError(
+                f"{dataset.where(index)}: --cell relaxes crystals, periodic along all axes; "
+                f"got pbc {record.pbc[0].tolist()}; leave it out"
+            )
+        sids += [int(record.sid)] * atoms_coincide(record)
+    if sids:
+        _warn(overlaps_of(path.name, sids, len(dataset)))
+    return dataset, bool(sids)
 
 
 def relax_atoms(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from ase.calculators.calculator import PropertyNotImplementedError, all_changes
 from ase.stress import full_3x3_to_voigt_6_stress
 from torch import nn
 
+from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.evaluation.elements import refuse_undescribed, warn_of_elements
 from molflt.graph.heads import undescribed
 from molflt.graph.potential import Potential
@@ -21,6 +23,9 @@ from molflt.memory import within_memory
 from molflt.pretrained.base import Pretrained
 from molflt.pretrained.trained import read_trained
 from molflt.training.checkpoint import device_named
+
+if TYPE_CHECKING:
+    from torch_geometric.data import Batch, Data
 
 __all__ = ["Calculator"]
 
@@ -42,6 +47,9 @@ class Calculator(AseCalculator):
         dtype: of the arithmetic; float32 takes half of the time, and its forces are rounded to
             some 1e-5 eV/Å.
         options: of ASE's calculators.
+
+    Attributes:
+        overlaps_told: whether it has warned of two atoms at one place, which it does once.
 
     Raises:
         FileNotFoundError: if there is nothing of that name.
@@ -81,6 +89,7 @@ class Calculator(AseCalculator):
             )
         self.model = model.to(_DTYPES[dtype])
         self._told: set[int] = set()
+        self.overlaps_told = False
 
     def calculate(
         self,
@@ -98,8 +107,9 @@ class Calculator(AseCalculator):
         given = self.atoms
         assert given is not None  # ASE keeps a copy of the last ones
         self._warn_of_new(given)
+        data = _data(given)
         with within_memory(lambda: f"{len(given):,} atoms", "take fewer, or dtype='float32'"):
-            out = self.model(_data(given, self.model.energy_std))
+            out = self.model(_batch(data, self.model.energy_std))
         energy = float(out["energy"][0])
         forces = out["forces"].double().cpu().numpy()
         if not (np.isfinite(energy) and np.isfinite(forces).all()):
@@ -107,6 +117,10 @@ class Calculator(AseCalculator):
                 f"{given.get_chemical_formula()}: energy {energy} eV or a force is not "
                 "finite; expected numbers; atoms may lie on each other, or the weights be broken"
             )
+        if not self.overlaps_told and atoms_coincide(data):
+            self.overlaps_told = True
+            said = overlaps_of(given.get_chemical_formula())
+            print(f"molflt: warning: {said}", file=sys.stderr)
         self.results = {"energy": energy, "free_energy": energy, "forces": forces}
         parts = (name for name in out if name.startswith("energy_"))  # of a long range
         self.results |= {name: float(out[name][0]) for name in parts}
@@ -124,14 +138,20 @@ class Calculator(AseCalculator):
             warn_of_elements(self.model, new, atoms.get_chemical_formula())
 
 
-def _data(atoms: Atoms, like: torch.Tensor) -> Any:
-    """One structure of PyG, in float64, on the device of a tensor."""
-    from torch_geometric.data import Batch, Data
+def _data(atoms: Atoms) -> Data:
+    """One structure of PyG, in float64."""
+    from torch_geometric.data import Data
 
-    data = Data(
+    return Data(
         pos=torch.as_tensor(atoms.positions, dtype=torch.float64),
         atomic_numbers=torch.as_tensor(atoms.numbers, dtype=torch.long),
         cell=torch.as_tensor(atoms.cell.array, dtype=torch.float64)[None],
         pbc=torch.as_tensor(atoms.pbc)[None],
     )
+
+
+def _batch(data: Data, like: torch.Tensor) -> Batch:
+    """A batch of it alone, on the device of a tensor."""
+    from torch_geometric.data import Batch
+
     return Batch.from_data_list([data]).to(like.device)

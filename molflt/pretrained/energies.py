@@ -208,7 +208,7 @@ class EnergyPredictor(Pretrained):
     def reading_of(self, file: Path | None, tags: Tags | None = None) -> Reading:
         """How to read structures: by default tags mean what they meant in training.
 
-        A potential takes any tags, unless they are to be translated for what is written.
+        A potential takes any tags, unless they are said to be layers, which are checked.
 
         Args:
             file: that holds them; None for structures in memory.

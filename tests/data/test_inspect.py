@@ -254,4 +254,13 @@ def test_forces_and_stress_are_counted(tmp_path, capsys):
     found = as_json(capsys, tmp_path / "co.extxyz")
     assert found["with_forces"] == 2 and found["with_stress"] == 0
     assert main(["data", "inspect", str(tmp_path / "co.extxyz")]) == 0
-    assert "2 systems have y_relaxed, 2 forces\n" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "2 systems have y_relaxed, 2 forces\n" in told and "stress  " not in told
+    assert "forces      1.732 to 1.732 eV/Å, mean 1.732, median 1.732 (magnitudes)\n" in told
+    assert found["forces_eV_per_A"]["count"] == 4 and found["stress_eV_per_A3"] is None
+    crystal = Atoms("Cu", cell=[2, 2, 2], pbc=True)
+    crystal.calc = SinglePointCalculator(crystal, energy=-1.0, stress=[-0.125, 0, 0, 0, 0, 0.01])
+    ase.io.write(tmp_path / "cu.extxyz", crystal)
+    assert main(["data", "inspect", str(tmp_path / "cu.extxyz")]) == 0
+    told = capsys.readouterr().out
+    assert "stress      -0.12500 to 0.01000 eV/Å^3, mean -0.01167, median 0.00000 (comp" in told

@@ -73,7 +73,9 @@ def test_training_names_bad_labels_or_leaves_them_out(tmp_path: Path, capsys, ki
     data = IS2REData(tmp_path, val_split="train", batch_size=2, skip_bad=True)
     with pytest.warns(UserWarning, match="2 bad structure") as told:
         data.setup()
-    assert len(told) == 1 and all(str(sid) in str(told[0].message) for sid in REASONS)
+    texts = [str(each.message) for each in told]
+    assert len(texts) == 2 and all(str(sid) in texts[0] for sid in REASONS)
+    assert "validation has the structures of training" in texts[1]
     train = data.datasets["train"]
     sids = [1000, 1001, 1004, 1005]
     assert [item.sid for item in train] == sids
@@ -104,6 +106,33 @@ def test_a_split_without_labels_is_no_training_set(tmp_path: Path) -> None:
     data = IS2REData(tmp_path, val_split="train", skip_bad=True)
     with pytest.raises(ValueError, match=r"got 0 \(2 left out as bad: y_relaxed must be a finite"):
         data.setup()
+
+
+@pytest.mark.parametrize("place", range(8))
+def test_an_absurd_label_of_one_file_is_refused_in_either_part(tmp_path: Path, place: int) -> None:
+    """Alone in the part for validation, it looked like a total energy."""
+    path = tmp_path / "a.safetensors"
+    write_store(path, of_energies([514.25 if i == place else -1.0 - i / 8 for i in range(8)]))
+    message = rf"a\.safetensors: sid {1000 + place}: y_relaxed is 514.250 eV; expected at most 20"
+    with pytest.raises(ValueError, match=message):
+        IS2REData(path).setup()
+    data = IS2REData(path, skip_bad=True, val_fraction=0.5)
+    with pytest.warns(UserWarning, match="1 bad structure") as told:
+        data.setup()
+    assert len(told) == 1 and sum(map(len, data.datasets.values())) == 7
+
+
+@pytest.mark.parametrize(("learned", "judged"), [(-1.0, -314.25), (-314.25, -1.0), (-1.0, -2.0)])
+def test_validation_with_energies_of_another_kind_is_said(tmp_path: Path, learned, judged) -> None:
+    for split, energy in (("train", learned), ("val_id", judged)):
+        write_store(tmp_path / f"{split}.safetensors", of_energies([energy, energy - 0.5]))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        IS2REData(tmp_path).setup()
+    kinds = ["total" if energy < -100 else "adsorption" for energy in (judged, learned)]
+    said = f"val_id.safetensors: its energies look like {kinds[0]} energies; what is predicted are "
+    said += f"{kinds[1]} energies, as in training; do not compare them"
+    assert [said in str(each.message) for each in told] == [True] * (kinds[0] != kinds[1])
 
 
 def test_inspect_counts_and_names_bad_labels(tmp_path: Path, capsys) -> None:
@@ -230,8 +259,9 @@ def test_compositions_of_every_source_agree(tmp_path: Path) -> None:
 
 
 def test_sound_data_are_fitted_without_a_word(tmp_path: Path) -> None:
-    write_store(tmp_path / "train.safetensors", of_elements(drawn(20)))
-    data = IS2REData(tmp_path, val_split="train")
+    for split, some in (("train", drawn(20)), ("val_id", drawn(20)[5:])):
+        write_store(tmp_path / f"{split}.safetensors", of_elements(some))
+    data = IS2REData(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         data.element_energies()

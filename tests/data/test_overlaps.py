@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from molflt.commands.cli import main
+from molflt.data.structures import open_dataset
+from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.overlaps import TOO_NEAR, atoms_coincide
 from molflt.data.structures.records import make_record
 from molflt.data.structures.store import write_store
@@ -75,8 +77,34 @@ def test_they_are_named_where_structures_are_looked_at(tmp_path, capsys) -> None
     told = "2 of 4 systems have two closer than 0.1 Å, for instance sid 2"
     assert f"warning: atoms at one place: {told}" in capsys.readouterr().out
     assert main(["predict", str(path), "--device=cpu"]) == 0
-    said = capsys.readouterr().err
-    assert said.count("2 of 4 structures have two atoms closer than 0.1 Å, for instance sid 2") == 1
+    words = "2 of 4 structures have two atoms closer than 0.1 Å, for instance sid 2; their energies"
+    assert capsys.readouterr().err.count(words) == 1
+    out = tmp_path / "out.safetensors"
+    assert main(["data", "convert", str(path), str(out)]) == 0 and len(open_dataset(out)) == 4
+    assert capsys.readouterr().err.count(f"molflt: warning: {path}: {words}") == 1
+    for record, energy in zip(records, (-1.0, -1.0, 50.0, -1.0), strict=True):
+        record.y_relaxed[:] = energy
+    write_store(path, records)
+    assert main(["data", "convert", str(path), str(out), "--skip-bad"]) == 0
+    assert "1 of 3 structures have two atoms closer" in capsys.readouterr().err  # of those kept
     write_store(path, records[:2])
     assert main(["predict", str(path), "--device=cpu"]) == 0
+    assert main(["data", "convert", str(path), str(out)]) == 0
     assert "closer than" not in capsys.readouterr().err
+
+
+def test_training_names_them_in_both_splits_once(tmp_path) -> None:
+    for split, near in (("train", [1]), ("val_id", [0, 2])):
+        records = []
+        for sid in range(3):
+            pos = [[0, 0, 0], [0, 0, 0.05 if sid in near else 1.0]]
+            records.append(make_record(pos=pos, atomic_numbers=[1, 8], sid=sid, y_relaxed=-sid))
+        write_store(tmp_path / f"{split}.safetensors", records)
+    data = IS2REData(tmp_path)
+    with pytest.warns(UserWarning) as told:
+        data.files()
+        data.files()
+    texts = [str(each.message) for each in told]
+    assert "train.safetensors: split 'train': 1 of 3 structures have two atoms closer" in texts[0]
+    assert "val_id.safetensors: split 'val_id': 2 of 3 structures have two atoms" in texts[1]
+    assert len(texts) == 2 and "for instance sid 0; their energies mean nothing" in texts[1]

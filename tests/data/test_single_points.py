@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import lzma
+import re
 from pathlib import Path
 
 import ase.db
@@ -221,6 +222,35 @@ def test_units_of_forces_are_seen_in_energies(tmp_path, factor, said):
         with pytest.raises(ValueError, match=r"forces look like .* --data\.check_units"):
             PotentialData(tmp_path, val_split="train").setup()
         PotentialData(tmp_path, val_split="train", check_units=False).setup()
+
+
+def test_an_absurd_force_is_refused_or_left_out(tmp_path, capsys):
+    """Half of the forces beyond the limit are a unit, see above; one of thousands is an outlier."""
+    frames = copper(30)
+    frames[7].calc.results["forces"][2, 0] = 1e5
+    path, store = tmp_path / "train.traj", tmp_path / "out" / "train.safetensors"
+    ase.io.write(path, frames)
+    said = "sid 7: the force on atom 2 is 1e+05 eV/Å; expected at most 1000 eV/Å"
+    with pytest.raises(ValueError, match=re.escape(f"{path}: {said}") + r".* \(1 such of 30\)"):
+        PotentialData(tmp_path, val_split="train").setup()
+    PotentialData(tmp_path, val_split="train", check_units=False).setup()
+    data = PotentialData(tmp_path, val_split="train", skip_bad=True)
+    with pytest.warns(UserWarning, match="1 bad structure.*sid 7: the force on atom 2"):
+        data.setup()
+    assert len(data.datasets["train"]) == 29 and data.force_scale() < 10
+    assert "train 29 systems (116 atoms, 1 bad left out), forces in all" in data.describe()[0]
+
+    assert main(["data", "inspect", str(path)]) == 0
+    told = capsys.readouterr().out
+    assert f"warning: absurd labels: 1 of 30 systems, for instance {said}" in told
+    store.parent.mkdir()
+    words = ["data", "convert", str(path), str(store)]
+    assert main(words) == 2 and not store.exists()
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert f"{path}: {said}" in line and "--skip-bad leaves it out (1 such)" in line
+    assert main([*words, "--skip-bad"]) == 0 and len(open_dataset(store)) == 29
+    assert f"{path}: {said}" in capsys.readouterr().err
+    PotentialData(store.parent, val_split="train").setup()
 
 
 def test_units_of_energies_are_seen_where_no_atom_has_so_much():

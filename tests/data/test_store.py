@@ -186,7 +186,7 @@ def test_a_changed_byte_is_found_by_whoever_reads(store, tmp_path, capsys):
 def test_only_one_process_of_a_machine_verifies(store, monkeypatch):
     asked = []
     monkeypatch.setattr(StructureStore, "verify", lambda self: asked.append(self.path))
-    for rank, times in (("0", 2), ("1", 0)):
+    for rank, times in (("0", 1), ("1", 0)):
         monkeypatch.setenv("LOCAL_RANK", rank)
         asked.clear()
         IS2REData(store.parent, val_split="train", skip_bad=True).setup()

@@ -139,12 +139,7 @@ class AseStructures(Structures):
         return self._frames[self._stored(index)]
 
     def to_atoms(self, index: int) -> Atoms:
-        if not self.atoms:
-            return super().to_atoms(index)
-        atoms = self.atoms[index].copy()
-        if atoms.has("tags"):  # which may have been layers
-            atoms.set_tags(self._records[index].tags.numpy())
-        return atoms
+        return self.atoms[index].copy() if self.atoms else super().to_atoms(index)
 
     def where(self, index: int) -> str:
         return f"{self.path}: frame {self._frames[index]}"

@@ -15,7 +15,8 @@ from molflt.data.structures.base import Tags
 from molflt.data.structures.game_net import GameNet
 from molflt.data.structures.game_net_archive import GAME_NET, _expect_archive
 from molflt.data.structures.game_net_splits import _write_splits
-from molflt.data.structures.labels import label_faults
+from molflt.data.structures.labels import force_fault, label_faults
+from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.data.structures.splits import is_one_source, sources_in
 from molflt.data.structures.store import write_store
 from molflt.files import readable_size
@@ -72,7 +73,8 @@ def convert(
 
     Raises:
         ValueError: naming the file, key and sid of a structure that is not valid, or whose label is
-            beyond 20 eV where the others look like adsorption energies.
+            beyond 20 eV where the others look like adsorption energies, or which has a force
+            beyond 1,000 eV/Å.
         FileNotFoundError: if there is nothing at ``src``.
         OSError: if ``dst`` cannot be written; nothing is left behind then.
     """
@@ -122,21 +124,28 @@ def _jobs_of(src: Path, dst: Path) -> dict[Path, Path]:
 
 def _convert_one(structures: _OnePass, dst: Path) -> None:
     src, skip_bad, unwrapped, with_forces = structures.src, structures.skip_bad, 0, False
+    overlapping: dict[int, int] = {}  # sid by place among those that are read
+    absurd: dict[int, str] = {}  # likewise, what is wrong with forces
 
     def records() -> Iterator[Data]:
         nonlocal unwrapped, with_forces
-        for record, moved in structures:
+        for place, (record, moved) in enumerate(structures):
             unwrapped += moved
+            overlapping.update({place: int(record.sid)} if atoms_coincide(record) else {})
             with_forces |= bool(record.forces.isfinite().any())
+            if fault := force_fault(record.forces.numpy()):
+                absurd[place] = fault
             yield record
 
     def left_out(sids: np.ndarray, energies: np.ndarray, natoms: np.ndarray) -> Collection[int]:
         some = skip_bad and bool(np.isfinite(energies).any())  # test splits have no labels at all
-        faults = label_faults(energies, natoms, required=some, at_pos=with_forces)
+        faults = absurd | label_faults(energies, natoms, required=some, at_pos=with_forces)
         found = [(f"{src}: sid {sids[index]}", reason) for index, reason in faults.items()]
         if found and not skip_bad:
             raise ValueError(f"{': '.join(found[0])}; --skip-bad leaves it out ({len(found)} such)")
         structures.bad += found
+        for place in faults:
+            overlapping.pop(place, None)
         return faults
 
     count = write_store(dst, records(), source=src.name, left_out=left_out)
@@ -148,6 +157,9 @@ def _convert_one(structures: _OnePass, dst: Path) -> None:
         print(f"labels that are there and not used: {', '.join(structures.unused)}")
     if structures.hint:
         print(f"warning: not all structures have y_relaxed; {structures.hint}")
+    if overlapping:
+        said = overlaps_of(str(src), [*overlapping.values()], count)
+        print(f"molflt: warning: {said}", file=sys.stderr)
     _list_bad(structures.bad)
 
 

@@ -6,7 +6,7 @@
 import hashlib
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,12 +14,13 @@ import numpy as np
 
 from molflt.data.batches import BatchedData, Fingerprint, SizeBucketedBatchSampler
 from molflt.data.structures import Reading, Structures
-from molflt.data.structures.base import Tags
+from molflt.data.structures.base import Tags, with_bar
 from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.domain import DOMAIN, Domain
 from molflt.data.structures.element_energies import ElementEnergies, fit_element_energies
-from molflt.data.structures.labels import beyond_rounding, energy_kind, label_faults, per_atom
-from molflt.data.structures.parts import without
+from molflt.data.structures.labels import beyond_rounding, energy_kind, per_atom
+from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
+from molflt.data.structures.parts import with_sound_labels
 from molflt.data.structures.store import StructureStore
 
 if TYPE_CHECKING:
@@ -104,11 +105,12 @@ class IS2REData(BatchedData[Structures]):
                 "whose splits are taken as they are; leave it out"
             )
         opened = data.open([train, val], self.skip_bad)
+        first = os.environ.get("LOCAL_RANK", "0") == "0"  # once for all processes of a machine
+        for dataset in opened.values() if first else ():
+            dataset.verify()
+        labeled = self._labeled(opened)
         for use, split in self.splits.items():
-            dataset = opened[split]
-            if os.environ.get("LOCAL_RANK", "0") == "0":  # once for all processes of a machine
-                dataset.verify()
-            dataset = self._labeled(dataset)
+            dataset = labeled[split]
             if len(dataset) == 0:
                 why = f": {dataset.bad[0][1]}" if dataset.bad else ""
                 raise ValueError(
@@ -120,11 +122,27 @@ class IS2REData(BatchedData[Structures]):
         for text in dict.fromkeys(dataset.left_out() for dataset in self.datasets.values()):
             if text:
                 warnings.warn(text, stacklevel=3)
+        if first:
+            self._say_same()
         self._say_unused(opened.values())
 
-    def _labeled(self, dataset: Structures) -> Structures:
-        """The structures that have what is learned; ValueError for a label that cannot be."""
-        return _with_sound_labels(dataset)
+    def _labeled(self, opened: Mapping[str, Structures]) -> dict[str, Structures]:
+        """By split, the structures that have what is learned; ValueError for wrong labels."""
+        return with_sound_labels(opened, *self.splits.values())
+
+    def _say_same(self) -> None:
+        """Warns if what is validated on is what is trained on, whatever it is called."""
+        train, val = self.datasets["train"], self.datasets["val"]
+        same = train is val
+        if not same and np.array_equal(train.natoms, val.natoms):  # a digest reads all
+            same = self._digest("train") == self._digest("val")
+        if same:
+            warnings.warn(
+                f"{val.path}: validation has the structures of training, {train.path}; its errors, "
+                "and the weights that they choose, say nothing of other structures; name another "
+                "split with --data.val_split",
+                stacklevel=4,
+            )
 
     def _unused(self, dataset: Structures) -> list[str]:
         """Labels of a source that are not learned."""
@@ -158,10 +176,23 @@ class IS2REData(BatchedData[Structures]):
         return {DOMAIN: self._train_domain().to_bytes()}
 
     def _train_domain(self) -> Domain:
-        """What the training split holds; reads it once."""
+        """What the training split holds; reads it once. Warns of atoms at one place."""
         self.setup()
         if self._domain is None:
-            own = Domain.of(self.datasets["train"])
+            found: dict[str, list[int]] = {use: [] for use in self.datasets}
+            train, val = self.datasets["train"], self.datasets["val"]
+
+            def look(record: "Data", use: str = "train") -> None:
+                found[use] += [int(record.sid)] * atoms_coincide(record)
+
+            own = Domain.of(train, look)
+            for record in with_bar(() if val is train else val, "reading positions"):
+                look(record, "val")
+            for use, sids in found.items():
+                dataset = self.datasets[use]
+                name = f"{dataset.path}: split {self.splits[use]!r}"
+                if sids:
+                    warnings.warn(overlaps_of(name, sids, len(dataset)), stacklevel=3)
             if self.initial is not None:
                 name, content = self.initial
                 own = own.after(Domain.from_json(content, name))
@@ -280,25 +311,3 @@ class IS2REData(BatchedData[Structures]):
             )
         except ValueError as error:
             raise ValueError(f"{dataset.path}: {error}") from None
-
-
-def _with_sound_labels(dataset: Structures) -> Structures:
-    """Refuses missing and absurd labels, or leaves out structures that have such.
-
-    Raises:
-        ValueError: naming file, sid and value.
-    """
-    if len(dataset) == 0:
-        return dataset
-    energies = dataset.y_relaxed
-    faults = label_faults(energies, dataset.natoms, required=True)
-    if not faults:
-        return dataset
-    if dataset.skip_bad:
-        return without(dataset, energies, faults)
-    index, reason = next(iter(faults.items()))
-    raise ValueError(
-        f"{dataset.path}: sid {int(dataset[index].sid)}: {reason} ({len(faults)} such of "
-        f"{len(dataset)}); "
-        + (dataset.hint or "take a split with labels, or leave these out with --data.skip_bad")
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -81,8 +82,13 @@ class Domain:
     initial: tuple[Domain, ...] = ()
 
     @staticmethod
-    def of(dataset: Structures) -> Domain:
-        """That of a data set of at least one structure; reads it once."""
+    def of(dataset: Structures, look: Callable[[Data], object] = lambda record: None) -> Domain:
+        """That of a data set of at least one structure; reads it once.
+
+        Args:
+            dataset: what is trained on.
+            look: is shown each structure on the way.
+        """
         seen = np.zeros((3, MAX_ATOMIC_NUMBER + 1), dtype=bool)  # slab, adsorbate, untagged
         slab, adsorbate, periodic = [], [], set()
         relaxed = 0
@@ -95,6 +101,7 @@ class Domain:
                 adsorbate.append(len(parts[1]))
             periodic.add(_axes(record))
             relaxed += not bool(torch.isnan(record.pos_relaxed).any())
+            look(record)
         natoms, energies = dataset.natoms, dataset.y_relaxed
         known = energies[np.isfinite(energies)]
         return Domain(

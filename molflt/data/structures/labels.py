@@ -9,10 +9,13 @@ from numpy.typing import NDArray
 
 __all__ = [
     "MOST_ADSORPTION",
+    "MOST_FORCE",
     "EnergyKind",
     "beyond_rounding",
     "energy_kind",
+    "force_fault",
     "label_faults",
+    "other_kind",
     "per_atom",
 ]
 
@@ -21,6 +24,10 @@ EnergyKind = Literal["adsorption", "total", "unknown"]
 # OC20 keeps adsorption energies within 10 eV of zero after relaxation; beyond twice that they are a
 # failed calculation or a total energy.
 MOST_ADSORPTION = 20.0  # eV
+MOST_FORCE = 1e3
+"""eV/Å. Organic molecules at 1,200 K stay below 12; by the repulsion of Ziegler, Biersack and
+Littmark two carbon atoms would have to be within 0.43 Å, two of copper within 0.87 Å."""
+
 # Median magnitude: adsorption energies stay small however large the system is, below 0.1 eV per
 # atom on slabs; total energies are 2 to 15 eV per atom, with all electrons far more.
 _TOTAL_PER_ATOM = 1.0  # eV
@@ -49,6 +56,25 @@ def energy_kind(energies: NDArray[np.float64], natoms: NDArray[np.int64]) -> Ene
     return "adsorption" if np.median(np.abs(energies[known])) <= MOST_ADSORPTION else "unknown"
 
 
+def other_kind(
+    energies: NDArray[np.float64], natoms: NDArray[np.int64], learned: EnergyKind
+) -> str:
+    """What to say of labels that are of another kind than what is learned; "" where they are not.
+
+    Args:
+        energies: y_relaxed, (systems,), eV; NaN where there is none.
+        natoms: (systems,).
+        learned: kind of the training energies.
+    """
+    kind = energy_kind(energies, natoms)
+    if {kind, learned} != {"adsorption", "total"}:
+        return ""
+    return (
+        f"its energies look like {kind} energies; what is predicted are {learned} energies, as in "
+        "training; do not compare them"
+    )
+
+
 def beyond_rounding(spread: float, energies: NDArray[np.float64]) -> float:
     """A standard deviation of energies, or of what is left of them; 0 where it is rounding, eV.
 
@@ -64,6 +90,7 @@ def label_faults(
     natoms: NDArray[np.int64],
     required: bool,
     at_pos: bool = False,
+    kind: EnergyKind | None = None,
 ) -> dict[int, str]:
     """What is wrong with labels, by index of the system.
 
@@ -75,15 +102,31 @@ def label_faults(
         required: whether a missing label is wrong.
         at_pos: whether they are energies of single points, with forces: those of large cells are
             beyond 20 eV where those of small ones look like adsorption energies.
+        kind: what labels look like, these and others that belong to them; None to judge by these.
     """
     faults: dict[int, str] = {}
     if required:
         for index in np.flatnonzero(~np.isfinite(energies)):
             faults[int(index)] = "y_relaxed must be a finite energy in eV; got none"
-    if not at_pos and energy_kind(energies, natoms) == "adsorption":
+    if not at_pos and (kind or energy_kind(energies, natoms)) == "adsorption":
         for index in np.flatnonzero(np.abs(energies) > MOST_ADSORPTION):
             faults[int(index)] = (
                 f"y_relaxed is {energies[index]:.3f} eV; expected at most {MOST_ADSORPTION:g} eV "
                 "from 0, as the other labels look like adsorption energies"
             )
     return dict(sorted(faults.items()))
+
+
+def force_fault(forces: NDArray[np.floating]) -> str:
+    """What is wrong with forces on a structure: one that is beyond belief; "" if there is none.
+
+    Args:
+        forces: (N, 3), eV/Å; NaN where there are none.
+    """
+    sizes = np.linalg.norm(forces.astype(np.float64), axis=1)
+    if not sizes.max() > MOST_FORCE:  # NaN is not
+        return ""
+    return (
+        f"the force on atom {int(sizes.argmax())} is {sizes.max():.4g} eV/Å; expected at most "
+        f"{MOST_FORCE:g} eV/Å, far beyond dynamics and strained structures"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from molflt.atoms import lattice_heights
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-__all__ = ["TOO_NEAR", "atoms_coincide"]
+__all__ = ["TOO_NEAR", "atoms_coincide", "overlaps_of"]
 
 TOO_NEAR = 0.1
 """Å; the shortest bond there is, that of hydrogen, is 0.74 Å."""
@@ -42,3 +43,21 @@ def atoms_coincide(record: Data) -> bool:
     apart = (pos[order[:, :-1][shared]] - pos[order[:, 1:][shared]]) @ inverse
     apart[:, axes] -= np.round(apart[:, axes])
     return bool((np.linalg.norm(apart @ basis, axis=1) < TOO_NEAR).any())
+
+
+def overlaps_of(name: str, sids: Sequence[int] = (), count: int = 1) -> str:
+    """What to say of structures with two atoms at one place.
+
+    Args:
+        name: of the structure, or of what holds several.
+        sids: theirs; nothing for a single structure.
+        count: structures in all.
+    """
+    has, whose = "it has", "its energy means"
+    if sids:
+        has, whose = f"{len(sids)} of {count} structures have", "their energies mean"
+    first = f", for instance sid {sids[0]}" if sids else ""
+    return (
+        f"{name}: {has} two atoms closer than {TOO_NEAR} Å{first}; {whose} nothing; look for atoms "
+        "that are there twice, also in a periodic image"
+    )

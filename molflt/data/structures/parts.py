@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -9,12 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from molflt.data.structures.base import Structures
+from molflt.data.structures.labels import energy_kind, label_faults, other_kind
 
 if TYPE_CHECKING:
     from ase import Atoms
     from torch_geometric.data import Data
 
-__all__ = ["Part", "element_faults", "split_by_seed", "without"]
+__all__ = ["Part", "element_faults", "split_by_seed", "with_sound_labels", "without"]
 
 
 class Part(Structures):
@@ -128,3 +130,48 @@ def split_by_seed(source: Structures, fraction: float, seed: int) -> tuple[Part,
     order = np.random.default_rng([seed, count]).permutation(count)
     held = min(count - 1, max(1, round(count * fraction)))
     return Part(source, np.sort(order[held:])), Part(source, np.sort(order[:held]))
+
+
+def with_sound_labels(
+    opened: Mapping[str, Structures], train: str, val: str
+) -> dict[str, Structures]:
+    """Refuses missing and absurd labels, or leaves out structures that have such.
+
+    Labels of one file are judged together, whichever split they have come to. Warns where two files
+    have different kinds of them.
+
+    Args:
+        opened: structures by split.
+        train: the split to learn from.
+        val: the split to validate on.
+
+    Raises:
+        ValueError: naming file, sid and value.
+    """
+    energies = {split: part.y_relaxed for split, part in opened.items() if len(part)}
+    natoms = {split: opened[split].natoms for split in energies}
+    kind = None
+    if energies and len({part.path for part in opened.values()}) == 1:
+        kind = energy_kind(*(np.concatenate([*of.values()]) for of in (energies, natoms)))
+    sound = dict(opened)
+    for split, own in energies.items():
+        dataset = opened[split]
+        faults = label_faults(own, natoms[split], required=True, kind=kind)
+        if not faults:
+            continue
+        if not dataset.skip_bad:
+            index, reason = next(iter(faults.items()))
+            raise ValueError(
+                f"{dataset.path}: sid {int(dataset[index].sid)}: {reason} ({len(faults)} such of "
+                f"{len(dataset)}); "
+                + (
+                    dataset.hint
+                    or "take a split with labels, or leave these out with --data.skip_bad"
+                )
+            )
+        sound[split] = without(dataset, own, faults)
+    if kind is None and train in energies and val in energies:
+        learned = energy_kind(energies[train], natoms[train])
+        if text := other_kind(energies[val], natoms[val], learned):
+            warnings.warn(f"{opened[val].path}: {text}", stacklevel=5)
+    return sound

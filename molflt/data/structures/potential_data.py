@@ -12,8 +12,8 @@ from molflt.data.structures import Structures
 from molflt.data.structures.base import AnyTags, with_bar
 from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.force_units import energy_unit_fault, force_unit_fault
-from molflt.data.structures.labels import label_faults
-from molflt.data.structures.parts import Part
+from molflt.data.structures.labels import force_fault
+from molflt.data.structures.parts import Part, without
 
 __all__ = ["PotentialData", "SinglePoints"]
 
@@ -33,11 +33,13 @@ class SinglePoints(Part):
         with_forces: how many have forces; likewise with_stress.
         force_scale: root mean square component of the forces, eV/Å; NaN without any.
         force_size: mean magnitude of a component, eV/Å; NaN without any.
+        absurd: what is wrong with forces, by index in the source.
     """
 
     def __init__(self, source: Structures) -> None:
         energies = np.full(len(source), np.nan)
         counts = {"forces": 0, "stress": 0}
+        self.absurd: dict[int, str] = {}
         square = size = numbers = 0.0
         for index, record in enumerate(with_bar(source, "reading labels")):
             energies[index] = float(record.energy)
@@ -50,6 +52,8 @@ class SinglePoints(Part):
                 square += float(forces.square().sum())
                 size += float(forces.abs().sum())
                 numbers += forces.numel()
+                if fault := force_fault(forces.numpy()):
+                    self.absurd[index] = fault
         super().__init__(source, np.flatnonzero(np.isfinite(energies)), energies)
         self.without_energy = len(source) - len(self)
         self.with_forces, self.with_stress = counts["forces"], counts["stress"]
@@ -70,8 +74,9 @@ class PotentialData(IS2REData):
         stress_key: name of the stress in info, eV/Å^3; by default likewise.
         tags: any: tags of files that ASE reads are not read, as a potential has no use for them;
             oc20 or ase: they are checked.
-        check_units: refuse energies beyond what all electrons can give, and forces that do not fit
-            differences of energies between near frames.
+        check_units: refuse energies beyond what all electrons can give, forces that do not fit
+            differences of energies between near frames, and a force beyond 1,000 eV/Å, whose
+            structure `skip_bad` leaves out.
         options: as for relaxed energies.
     """
 
@@ -93,7 +98,10 @@ class PotentialData(IS2REData):
     def _unused(self, dataset: Structures) -> list[str]:
         return dataset.unused
 
-    def _labeled(self, dataset: Structures) -> Structures:
+    def _labeled(self, opened: Mapping[str, Structures]) -> dict[str, Structures]:
+        return {split: self._points(dataset) for split, dataset in opened.items()}
+
+    def _points(self, dataset: Structures) -> SinglePoints:
         points = SinglePoints(dataset)
         if not len(points):
             raise ValueError(
@@ -101,13 +109,14 @@ class PotentialData(IS2REData):
                 "; expected energy and forces, as ASE's calculators and S2EF have them; for "
                 "relaxed energies take --recipe is2re"
             )
-        if not points.with_forces:
+        if self.check_units:
+            points = _sound(points)
+        if len(points) and not points.with_forces:
             raise ValueError(
                 f"{dataset.path}: none of {len(points)} structures has forces; expected some; name "
                 "them with --data.forces_key, or learn energies alone: --recipe is2re "
                 "--task.references fit"
             )
-        _check_labels(points, self.check_units)
         return points
 
     def describe(self) -> list[str]:
@@ -136,15 +145,27 @@ def _counts(known: Mapping[str, int], total: int, without: int) -> str:
     return f", {said}" + (f", {without:,} without energy left out" if without else "")
 
 
-def _check_labels(points: SinglePoints, units: bool) -> None:
-    """Raises ValueError for energies or forces that cannot be what they should."""
-    faults = label_faults(points.y_relaxed, points.natoms, required=True, at_pos=True)
-    fault = next((f"sid {int(points[i].sid)}: {why}" for i, why in faults.items()), "")
-    advice = "take it out of the data"
-    if units and not fault:
-        some = np.arange(len(points))[:: -(-len(points) // _MOST_COMPOSITIONS)]
-        fault = energy_unit_fault(points.y_relaxed[some], points.compositions(some))
-        fault = fault or force_unit_fault(points)
-        advice = "convert the labels, or take them as they are with --data.check_units false"
-    if fault:
-        raise ValueError(f"{points.path}: {fault}; {advice}")
+def _sound(points: SinglePoints) -> SinglePoints:
+    """Those without absurd forces, where these may be left out.
+
+    Raises:
+        ValueError: for energies or forces that cannot be what they should.
+    """
+    source, absurd, as_they_are = points.source, points.absurd, "--data.check_units false"
+    sound = SinglePoints(without(source, None, absurd)) if absurd else points
+    judged = sound if 2 * len(sound) > len(points) else points  # most are: of another unit
+    some = np.arange(len(judged))[:: -(-len(judged) // _MOST_COMPOSITIONS)]
+    fault = energy_unit_fault(judged.y_relaxed[some], judged.compositions(some))
+    if fault := fault or force_unit_fault(judged):
+        raise ValueError(
+            f"{points.path}: {fault}; convert the labels, or take them as they are with "
+            f"{as_they_are}"
+        )
+    if absurd and not points.skip_bad:
+        index, reason = next(iter(absurd.items()))
+        raise ValueError(
+            f"{points.path}: sid {int(source[index].sid)}: {reason} ({len(absurd)} such of "
+            f"{len(points)}); convert the labels, leave these out with --data.skip_bad, or take "
+            f"them as they are with {as_they_are}"
+        )
+    return sound

@@ -13,7 +13,13 @@ import torch
 from molflt.atoms import Tag
 from molflt.data.structures import AS_IT_IS, Reading
 from molflt.data.structures.convert import _OnePass
-from molflt.data.structures.labels import EnergyKind, energy_kind, label_faults, per_atom
+from molflt.data.structures.labels import (
+    EnergyKind,
+    energy_kind,
+    force_fault,
+    label_faults,
+    per_atom,
+)
 from molflt.data.structures.overlaps import TOO_NEAR, atoms_coincide
 
 if TYPE_CHECKING:
@@ -24,7 +30,6 @@ __all__ = ["Inspected", "Summary", "summarize"]
 _MOST_INITIAL = 100.0  # eV: an initial structure may be strained
 
 _LABELS = ("y_init", "y_relaxed")
-_DERIVATIVES = ("forces", "stress")
 
 
 class Summary(TypedDict):
@@ -32,7 +37,8 @@ class Summary(TypedDict):
 
     `verified` is whether the file has a digest, which then fits; None if its kind never has one.
     `energies_look_like` is "adsorption", "total" or "unknown", judged by y_relaxed per atom.
-    Numbers of many structures are given as count, min, mean, median and max; None is unknown.
+    Numbers of many structures are given as count, min, mean, median and max; None is unknown. Those
+    of forces are of their magnitudes, those of stress of its nine components.
     """
 
     path: str
@@ -48,6 +54,8 @@ class Summary(TypedDict):
     energies_eV: dict[str, dict[str, float] | None]
     energies_look_like: EnergyKind
     displacements_A: dict[str, float] | None
+    forces_eV_per_A: dict[str, float] | None
+    stress_eV_per_A3: dict[str, float] | None
     unwrapped_atoms: int
     verified: bool | None
     left_out: list[dict[str, str]]
@@ -82,10 +90,9 @@ def summarize(
     """
     structures = _OnePass(path, limit, skip_bad, reading)
     counts, sids, digests = list[int](), list[int](), dict[bytes, int]()
-    labels, overlapping = list[list[float]](), list[int]()
+    labels, looked = list[list[float]](), _Looked()
     elements, tags = Counter[int](), Counter[int]()
-    displacements, derivatives = list[np.ndarray](), Counter[str]()
-    untagged = moved_atoms = 0
+    displacements, moved_atoms = list[np.ndarray](), 0
     shown: Data | None = None
     for record, moved in structures:
         counts.append(record.natoms)
@@ -93,17 +100,15 @@ def summarize(
         digests.setdefault(_digest(record), record.sid)
         elements.update(record.atomic_numbers.tolist())
         tags.update(record.tags.tolist())
-        untagged += not record.tags.any()
         moved_atoms += moved
-        overlapping += [record.sid] * atoms_coincide(record)
+        looked.take(record)
         labels.append([float(record[name]) for name in _LABELS])
-        derivatives.update(name for name in _DERIVATIVES if record[name].isfinite().all())
         displacements += _displacements(record)
         if shown is None or (len(counts) <= 100 and record.natoms < shown.natoms):
             shown = record  # small structures are the ones a picture can show
     assert shown is not None  # OnePass raises when there are none
     energies = dict(zip(_LABELS, np.array(labels).T, strict=True))
-    free_displacements = np.concatenate(displacements) if displacements else np.array([])
+    free_displacements = _joined(displacements)
     summary: Summary = {
         "path": str(path),
         "systems": len(counts),
@@ -111,22 +116,50 @@ def summarize(
         "atoms_per_system": _statistics(np.array(counts)),
         "with_labels": int(np.isfinite(energies["y_relaxed"]).sum()),
         "with_relaxed_positions": len(displacements),
-        "with_forces": derivatives["forces"],
-        "with_stress": derivatives["stress"],
+        "with_forces": len(looked.forces),
+        "with_stress": len(looked.stress),
         "elements": _by_symbol(elements),
         "tags": {tag.name.lower(): tags[tag] for tag in Tag},
         "energies_eV": {name: _statistics(values) for name, values in energies.items()},
         "energies_look_like": energy_kind(energies["y_relaxed"], np.array(counts)),
         "displacements_A": _statistics(free_displacements),
+        "forces_eV_per_A": _statistics(_joined(looked.forces)),
+        "stress_eV_per_A3": _statistics(_joined(looked.stress)),
         "unwrapped_atoms": moved_atoms,
         "verified": structures.verified,
         "left_out": [{"name": name, "reason": reason} for name, reason in structures.bad],
         "labels_not_used": structures.unused,
         "warnings": [],
     }
-    known = sids, np.array(counts), untagged, len(free_displacements), structures.hint
-    summary["warnings"] = _warnings(summary, energies, *known, len(digests), overlapping)
+    known = sids, np.array(counts), len(free_displacements), structures.hint
+    summary["warnings"] = _warnings(summary, energies, *known, len(digests), looked)
     return Inspected(summary, energies, shown, digests)
+
+
+class _Looked:
+    """What each structure is looked at for.
+
+    Attributes:
+        forces: magnitudes in each structure that has them, (atoms,), eV/Å.
+        stress: components, (9,), eV/Å^3.
+        absurd: sid, and what is wrong with a force.
+        overlapping: sids of structures with two atoms at one place.
+        untagged: how many have no tags.
+    """
+
+    def __init__(self) -> None:
+        self.forces, self.stress = list[np.ndarray](), list[np.ndarray]()
+        self.absurd, self.overlapping, self.untagged = list[tuple[int, str]](), list[int](), 0
+
+    def take(self, record: Data) -> None:
+        if bool(record.forces.isfinite().all()):
+            self.forces.append(record.forces.double().norm(dim=1).numpy())
+        if bool(record.stress.isfinite().all()):
+            self.stress.append(record.stress.double().flatten().numpy())
+        if reason := force_fault(record.forces.numpy()):
+            self.absurd.append((record.sid, reason))
+        self.overlapping += [record.sid] * atoms_coincide(record)
+        self.untagged += not record.tags.any()
 
 
 def _by_symbol(elements: Counter[int]) -> dict[str, int]:
@@ -150,6 +183,10 @@ def _displacements(record: Data) -> list[np.ndarray]:
     return [(record.pos_relaxed - record.pos)[~record.fixed].norm(dim=1).numpy()]
 
 
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.array([])
+
+
 def _statistics(values: np.ndarray) -> dict[str, float] | None:
     """Count, min, mean, median and max of the finite values; None if there are none."""
     finite = values[np.isfinite(values)]
@@ -169,20 +206,24 @@ def _warnings(
     energies: dict[str, np.ndarray],
     sids: list[int],
     natoms: np.ndarray,
-    untagged: int,
     free_atoms: int,
     hint: str,
     distinct: int,
-    overlapping: list[int],
+    looked: _Looked,
 ) -> list[str]:
     systems = summary["systems"]
     found = []
-    if untagged:
+    if looked.untagged:
         found.append(
-            f"no tags: {untagged} of {systems} systems have only tag 0, so surface and adsorbate "
-            "are unknown"
+            f"no tags: {looked.untagged} of {systems} systems have only tag 0, so surface and "
+            "adsorbate are unknown"
         )
     found += _label_warnings(summary, energies, sids, natoms, hint)
+    found += [
+        f"absurd labels: {len(looked.absurd)} of {systems} systems, for instance sid {sid}: "
+        f"{reason}"
+        for sid, reason in looked.absurd[:1]
+    ]
     without = systems - summary["with_relaxed_positions"]
     if without:
         found.append(f"no relaxed positions: {without} of {systems} systems have no pos_relaxed")
@@ -199,10 +240,10 @@ def _warnings(
             f"repeated structures: {systems - distinct} of {systems} systems have the elements, "
             "cell and initial positions of an earlier one"
         )
-    if overlapping:
+    if looked.overlapping:
         found.append(
-            f"atoms at one place: {len(overlapping)} of {systems} systems have two closer than "
-            f"{TOO_NEAR} Å, for instance sid {overlapping[0]}"
+            f"atoms at one place: {len(looked.overlapping)} of {systems} systems have two closer "
+            f"than {TOO_NEAR} Å, for instance sid {looked.overlapping[0]}"
         )
     if summary["left_out"]:
         found.append(f"left out: {len(summary['left_out'])} structures are not valid")
