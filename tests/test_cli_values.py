@@ -222,6 +222,11 @@ def test_a_group_of_a_configuration_holds_keys(group, value, tmp_path, monkeypat
         (b"model: {dim: %s}" % (5000 * b"x"), "..."),
         (b"model: !!python/object/apply:os.system [touch pwned]", "not a YAML configuration"),
         (b"task: {'a: b': {}}", "unknown key 'task.a: b'"),
+        (
+            b"model: {dim: 8}\nseed: 1\nmodel:\n  heads: 2",
+            "key 'model' in lines 1 and 3; expected it",
+        ),
+        (b"model:\n  dim: 8\n  'dim': 8", "key 'dim' in lines 2 and 3; expected it once; join"),
         (b"model: {dim: 2020-01-01}", "key model.dim; expected int; got datetime.date"),
     ],
 )

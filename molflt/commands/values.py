@@ -58,9 +58,11 @@ def read_config(name: str, options: Mapping[str, Action]) -> list[Given]:
     """
     import yaml
 
+    from molflt.training.unique_keys import UniqueKeys
+
     path = find_config(name)
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        config = yaml.load(path.read_text(encoding="utf-8"), UniqueKeys)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # also of endless numbers
         why = "nested too deeply" if isinstance(error, RecursionError) else error
         raise ValueError(f"{name}: not a YAML configuration: {why}") from None

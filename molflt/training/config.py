@@ -23,6 +23,7 @@ from molflt.training.fit import fit
 from molflt.training.recipes import RECIPES, Recipe
 from molflt.training.run_name import dated_run
 from molflt.training.sources import HUB, Source, find, find_weights, is_packaged
+from molflt.training.unique_keys import UniqueKeys
 
 __all__ = ["Config", "absolute", "build_parser", "plain", "read_config"]
 
@@ -110,7 +111,7 @@ def _inits(words: list[str]) -> list[str]:
 
 
 def _values_in(key: str, files: Sequence[str]) -> list[str]:
-    """A key's value in each YAML file, or run folder, that has it; that of init is a path."""
+    """A key's value in each YAML file, or run folder, that has it; of init and run, a path."""
     found = []
     for name in files:
         # The parser says what is wrong with it; aliases are not, in a file that a person wrote.
@@ -120,7 +121,7 @@ def _values_in(key: str, files: Sequence[str]) -> list[str]:
             value = content.get(key) if isinstance(content, dict) else None
             if value is not None:
                 folder = path.absolute().parent
-                found.append(str(_below(folder, value) if key == "init" else value))
+                found.append(str(_below(folder, value) if key in ("init", "run") else value))
     return found
 
 
@@ -145,11 +146,18 @@ class _TrainParser(ArgumentParser):
                     f"--init {starts[-1]} with --resume {runs[-1]}: a run that goes on has weights "
                     "of its own; leave one of them out"
                 )
-            folders = _values_of("--run", words)
-            if folders and Path(folders[-1]).resolve() != Path(runs[-1]).resolve():
+            given = [
+                *(
+                    (f"{file}: run", _values_in("run", [file]))
+                    for file in _values_of("--config", words)
+                ),
+                ("--run", _values_of("--run", words)),
+            ]
+            where, folders = next((one for one in reversed(given) if one[1]), ("", runs))
+            if Path(folders[-1]).resolve() != Path(runs[-1]).resolve():
                 raise ValueError(
-                    f"--run {folders[-1]} with --resume {runs[-1]}: a run goes on in its own "
-                    "folder; leave --run out, or begin a new run from its weights with --init"
+                    f"{where} {folders[-1]} with --resume {runs[-1]}: a run goes on in its own "
+                    "folder; leave run out, or begin a new run from its weights with --init"
                 )
         elif starts := _inits(words):
             self._take_model_of(starts[-1], _recipe_named(words))
@@ -302,7 +310,7 @@ def _recipe_of(content: Mapping[str, object]) -> str:
     return str(content.get("recipe", next(iter(RECIPES))))
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(UniqueKeys):
     """Without references, of which a few lines could make more than fits into memory."""
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
