@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from molflt.atoms import Tag
+from molflt.atoms import FARTHEST, Tag
 from molflt.attention.checks import at_hand, tensors
 
 if TYPE_CHECKING:
@@ -183,10 +183,11 @@ def _points(pos: Tensor | None, atoms: int | None) -> Tensor:
         raise ValueError(
             f"pos must be real numbers, Å; got {pos.dtype}; pass positions, no indices"
         )
-    if at_hand(pos) and not bool(pos.isfinite().all()):
-        atom = int((~pos.isfinite()).any(dim=1).nonzero()[0])
+    if at_hand(pos) and not bool((near := pos.detach().abs() <= FARTHEST).all()):  # nor NaN
+        atom = int((~near).any(dim=1).nonzero()[0])
         raise ValueError(
-            f"pos must be finite; got {pos[atom].tolist()} for atom {atom}; mend or remove it"
+            f"pos must be finite and within {FARTHEST:g} Å; got {pos[atom].tolist()} for atom "
+            f"{atom}; mend it, move the structure or remove the atom"
         )
     return pos
 

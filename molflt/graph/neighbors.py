@@ -35,6 +35,17 @@ class Neighbors(NamedTuple):
 
 
 @uncompiled
+def expect_lattice(geometry: Geometry) -> None:
+    """Refuses, as `neighbor_list`, what images of atoms cannot be counted in.
+
+    Raises:
+        ValueError: naming the graph, for lattice planes less than 0.5 Å apart.
+    """
+    boxes, periodic = _numbers(geometry.cell).astype(np.float64), _numbers(geometry.pbc)
+    _check_heights(lattice_heights(boxes, periodic), boxes, periodic)
+
+
+@uncompiled
 def neighbor_list(geometry: Geometry, cutoff: float) -> Neighbors:
     """All pairs within `cutoff`, graph by graph, through vesin.
 
@@ -151,14 +162,7 @@ def _closed(
 def _check_shapes(boxes: _Array, periodic: NDArray[np.bool_], cutoff: float) -> None:
     """Raises ValueError for a box of (graphs, 3, 3), Å, that would take all memory or crash."""
     heights = lattice_heights(boxes, np.ones_like(periodic))
-    low = ((heights < LOWEST) & periodic).any(axis=1)
-    if low.any():
-        graph = int(low.argmax())
-        raise ValueError(
-            f"graph {graph}: lattice planes must be at least {LOWEST} Å apart; got "
-            f"{heights[graph][periodic[graph]].min():.2g} Å of cell {boxes[graph].tolist()}; set "
-            "pbc to False along axes without a lattice vector"
-        )
+    _check_heights(heights, boxes, periodic)
     cells = np.maximum(heights // cutoff, 1)
     total = cells.prod(axis=1)
     fewest = cells.min(axis=1) * np.cbrt(_MOST_CELLS / total)
@@ -169,4 +173,16 @@ def _check_shapes(boxes: _Array, periodic: NDArray[np.bool_], cutoff: float) -> 
             f"graph {graph}: it spans {heights[graph].max():.3g} Å along one direction and "
             f"{heights[graph].min():.3g} Å along another, too many cutoffs of {cutoff:g} Å; check "
             "units (Å)"
+        )
+
+
+def _check_heights(heights: _Array, boxes: _Array, periodic: NDArray[np.bool_]) -> None:
+    """Raises ValueError for lattice planes, (graphs, 3) Å, that are nearer than in any crystal."""
+    low = ((heights < LOWEST) & periodic).any(axis=1)
+    if low.any():
+        graph = int(low.argmax())
+        raise ValueError(
+            f"graph {graph}: lattice planes must be at least {LOWEST} Å apart; got "
+            f"{heights[graph][periodic[graph]].min():.2g} Å of cell {boxes[graph].tolist()}; set "
+            "pbc to False along axes without a lattice vector"
         )

@@ -1,5 +1,7 @@
 """YAML whose keys are unique, as YAML demands; PyYAML keeps the last one and drops the others."""
 
+from typing import Any
+
 import yaml
 
 from molflt.files import shown
@@ -10,7 +12,7 @@ __all__ = ["UniqueKeys"]
 class UniqueKeys(yaml.SafeLoader):
     """Refuses keys and values of which two have the same key."""
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """As PyYAML's.
 
         Raises:

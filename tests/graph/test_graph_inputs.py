@@ -192,6 +192,7 @@ LAYER_INPUT = {
     "indices": ({"pos": torch.zeros(ATOMS, 3).long()}, "pos must be real numbers", "no indices"),
     "complex": ({"pos": POS.to(torch.complex64)}, "pos must be real numbers"),
     "nan": ({"pos": POS / 0 * 0}, "pos must be finite"),
+    "far away": ({"pos": 1e8 * POS}, "pos must be finite and within 100000 Å; got", "atom 0"),
     "no graphs": ({"batch_size": 0}, "batch_size", "got 0"),
     "fewer than none": ({"batch_size": -1}, "batch_size", "got -1"),
 }
