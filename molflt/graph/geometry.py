@@ -1,5 +1,6 @@
 """Where atoms are: the part of a PyG batch that attention reads, checked and in one form."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -258,8 +259,13 @@ def _of_none(cell: Tensor | None, pbc: Tensor | None) -> int:
 
 def _for_each(name: str, given: Tensor, shape: tuple[int, ...], graphs: int) -> Tensor:
     if given.shape not in (shape, (graphs, *shape)):
+        hint = "give every graph its own"
+        if given.shape[1:] == shape and len(given) > graphs:
+            hint = f"if the last graphs have no atoms, pass batch_size={len(given)}"
+        elif given.shape[1:] == shape[1:] and given.numel() % math.prod(shape) == 0:
+            hint = f"PyG joins those of a batch so; store {(1, *shape)} in the Data of each graph"
         raise ValueError(
             f"{name} must have shape {(graphs, *shape)} or {shape}; got {tuple(given.shape)}; "
-            "give every graph its own"
+            f"{hint}"
         )
     return given.expand(graphs, *shape)

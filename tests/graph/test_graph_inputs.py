@@ -205,6 +205,24 @@ def test_wrong_input_of_the_layer(case) -> None:
     refused(ValueError, lambda: layer(**{"x": X, "pos": POS, **change}), *parts)
 
 
+BATCHED = {
+    "joined cells": ({"cell": torch.zeros(6, 3)}, "cell must", "(6, 3)", "store (1, 3, 3) in the"),
+    "joined axes": ({"pbc": torch.ones(6).bool()}, "pbc must", "(6,)", "store (1, 3) in the Data"),
+    "turned cells": ({"cell": torch.zeros(3, 6)}, "(3, 6); give every graph its own"),
+    "too few": ({"cell": torch.zeros(1, 3, 3)}, "(1, 3, 3); give every graph its own"),
+    "last without atoms": ({"cell": torch.zeros(3, 3, 3)}, "no atoms, pass batch_size=3"),
+}
+
+
+@pytest.mark.parametrize("case", BATCHED)
+def test_what_batches_of_pyg_join(case) -> None:
+    layer = GraphAttention(16, 2, num_features=8, periodic="reciprocal")
+    given = {"x": X, "pos": POS, "batch": ONE.cumsum(0) // 4, "cell": torch.eye(3)}
+    assert layer(**given).shape == X.shape
+    change, *parts = BATCHED[case]
+    refused(ValueError, lambda: layer(**{**given, **change}), *parts)
+
+
 @pytest.mark.parametrize("position", ["none", "spectral"])
 @pytest.mark.parametrize("name", ["x", "pos", "batch", "cell", "pbc"])
 def test_no_tensor_for_the_layer(name, position) -> None:
