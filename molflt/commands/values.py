@@ -58,7 +58,7 @@ def read_config(name: str, options: Mapping[str, Action]) -> list[Given]:
     """
     import yaml
 
-    from molflt.training.unique_keys import UniqueKeys
+    from molflt.training.yaml_file import UniqueKeys
 
     path = find_config(name)
     try:
@@ -216,4 +216,6 @@ def _type_name(hint: object) -> str:
         return "null"
     if get_origin(hint) is dict:
         return "keys and values"
+    if get_origin(hint) is list and get_origin(get_args(hint)[0]) is Literal:
+        return f"some of {', '.join(map(repr, get_args(get_args(hint)[0])))}"
     return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)

@@ -23,7 +23,7 @@ from molflt.training.fit import fit
 from molflt.training.recipes import RECIPES, Recipe
 from molflt.training.run_name import dated_run
 from molflt.training.sources import HUB, Source, find, find_weights, is_packaged
-from molflt.training.unique_keys import UniqueKeys
+from molflt.training.yaml_file import read_yaml
 
 __all__ = ["Config", "absolute", "build_parser", "plain", "read_config"]
 
@@ -42,7 +42,6 @@ class Config(TypedDict):
 
 
 _PARTS = ("model", "data", "task", "trainer")
-_MOST_BYTES = 1_000_000
 _ADVICE = "restore the file that training wrote"
 
 
@@ -56,7 +55,13 @@ def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
         ValueError: if there is no such recipe.
     """
     name = _recipe_named(list(words))
-    recipe = Recipe.of({"recipe": name})
+    try:
+        recipe = Recipe.of({"recipe": name})
+    except ValueError as error:
+        given = ["--"] if _values_of("--recipe", list(words)) else []
+        files = _values_of("--config", list(words))
+        where = [*(f"{file}: key " for file in files if _values_in("recipe", [file])), *given]
+        raise ValueError("".join(where[-1:]) + str(error)) from None
     parser = _TrainParser()
     parser.add_argument(
         "--config",
@@ -283,7 +288,7 @@ def read_config(run: Path) -> Config:
     path = Path(run) / "config.yaml"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; expected the folder of a training run")
-    content = _read_yaml(path)
+    content = read_yaml(path, _ADVICE)
     for part in _PARTS:
         if not isinstance(content.get(part), dict):
             got = shown(content[part]) if part in content else "no such key"
@@ -308,41 +313,3 @@ def _recipe_of(content: Mapping[str, object]) -> str:
     """The name of a recipe that exists."""
     Recipe.of(content)
     return str(content.get("recipe", next(iter(RECIPES))))
-
-
-class _Loader(UniqueKeys):
-    """Without references, of which a few lines could make more than fits into memory."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("references (*name) are not read")
-        return super().compose_node(parent, index)
-
-
-def _read_yaml(path: Path) -> dict[str, object]:
-    """Keys and values of a YAML file.
-
-    Raises:
-        ValueError: naming the file and the line that is wrong.
-    """
-    if path.stat().st_size > _MOST_BYTES:
-        raise ValueError(
-            f"{path}: expected a configuration of at most {_MOST_BYTES:,} bytes; got "
-            f"{path.stat().st_size:,}"
-        )
-    try:
-        content = yaml.load(path.read_bytes().decode(), _Loader)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: byte {error.start} is not UTF-8; {_ADVICE}") from None
-    except RecursionError:
-        raise ValueError(
-            f"{path}: expected `key: value`; got too many brackets; {_ADVICE}"
-        ) from None
-    except (yaml.YAMLError, ValueError) as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"line {mark.line + 1}: " if mark else ""
-        problem = getattr(error, "problem", None) or error
-        raise ValueError(f"{path}: {place}not YAML: {shown(str(problem))}; {_ADVICE}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected `key: value`; got {shown(content)}; {_ADVICE}")
-    return content

@@ -103,6 +103,7 @@ class IS2REData(BatchedData[Structures]):
                 f"{self.root}: data.split_seed={self.split_seed} is for one file; got a folder, "
                 "whose splits are taken as they are; leave it out"
             )
+        self._refuse_names(data)
         opened = data.open([train, val], self.skip_bad)
         for use, split in self.splits.items():
             dataset = opened[split]
@@ -121,6 +122,15 @@ class IS2REData(BatchedData[Structures]):
             if text:
                 warnings.warn(text, stacklevel=3)
         self._say_unused(opened.values())
+
+    def _refuse_names(self, data: DataSet) -> None:
+        """Raises ValueError for the name of a split of one file, where nothing is found by it."""
+        for option, split, own in (("train", data.train, "train"), ("val", data.val, "val_id")):
+            if data.is_one and split != own and data.train != data.val:
+                raise ValueError(
+                    f"{self.root}: data.{option}_split={split} is for a folder of splits; got one "
+                    "file, which is split by data.split_seed; leave it out"
+                )
 
     def _labeled(self, dataset: Structures) -> Structures:
         """The structures that have what is learned; ValueError for a label that cannot be."""
