@@ -1,5 +1,6 @@
 """Neighbors within a cutoff, periodic images included."""
 
+import math
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
@@ -11,11 +12,13 @@ from torch import Tensor
 from molflt.atoms import FARTHEST, LOWEST, lattice_heights
 from molflt.attention.numerics import uncompiled
 from molflt.graph.geometry import Geometry
+from molflt.graph.memory import expect_memory
 
 # vesin sorts atoms into cells: of more, it makes larger ones in the same ratio, and divides by 0
 # where that leaves less than one along an axis.
 _MOST_CELLS = 1e5
 _FEWEST_ALONG_AXIS = 4  # it rounds down once for each axis
+_PAIR = 240  # bytes that a pair takes while neighbors are searched, measured
 
 
 _Array: TypeAlias = NDArray[np.float64]
@@ -72,6 +75,7 @@ def neighbor_list(geometry: Geometry, cutoff: float) -> Neighbors:
         for graph, (start, stop) in enumerate(pairwise(ptr))
     ]
     _check_shapes(np.stack([box for _, box in closed]), periodic, cutoff)
+    _expect_pairs(np.diff(ptr), np.stack([box for _, box in closed]), cutoff)
     search = NeighborList(cutoff=cutoff, full_list=True)
     found = []
     for graph, (inside, box) in enumerate(closed):
@@ -186,3 +190,21 @@ def _check_heights(heights: _Array, boxes: _Array, periodic: NDArray[np.bool_]) 
             f"{heights[graph][periodic[graph]].min():.2g} Å of cell {boxes[graph].tolist()}; set "
             "pbc to False along axes without a lattice vector"
         )
+
+
+def _expect_pairs(atoms: NDArray[np.int64], boxes: _Array, cutoff: float) -> None:
+    """Raises MemoryError where pairs of atoms (graphs,) in boxes (graphs, 3, 3), Å, do not fit.
+
+    As many as if atoms were spread evenly, which is the least.
+    """
+    ball = 4 / 3 * math.pi * cutoff**3
+    pairs = atoms**2 * ball / np.abs(np.linalg.det(boxes))
+    most = int(pairs.argmax())
+    expect_memory(
+        _PAIR * pairs.sum(),
+        lambda: (
+            f"some {pairs[most]:.2g} neighbors within {cutoff:g} Å of the {atoms[most]:,} atoms of "
+            f"graph {most}, and those of the others,"
+        ),
+        "take a smaller cutoff, or fewer structures at once",
+    )
