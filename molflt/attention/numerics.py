@@ -143,9 +143,6 @@ def uncompiled(function: Callable[_P, _R], inside: bool = False) -> Callable[_P,
             return function(*args, **kwargs)
         if disabled is None:
             disabled = torch.compiler.disable(function, recursive=not inside)
-        # `call` has one code for all functions, which would be compiled again for each. Said every
-        # time, as `torch._dynamo.reset` forgets it.
-        torch._dynamo.decorators.skip(call)
         return disabled(*args, **kwargs)
 
     return call

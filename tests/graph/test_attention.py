@@ -312,17 +312,3 @@ def test_compile(kind, start, batches, monkeypatch):
             out = module(**arguments)
             found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
         close(found[1], found[0])
-
-
-def test_what_is_not_compiled_is_not_compiled_again():
-    """All functions that are left out are called by one code, which would be compiled for each."""
-    from torch._dynamo import utils
-
-    layer = GraphAttention(16, 2, position="multiplicative", periodic="reciprocal", near_field=4.0)
-    given = {"x": torch.randn(9, 16), "pos": 8 * torch.rand(9, 3), "cell": 8 * torch.eye(3)}
-    for _ in range(2):  # also after a reset, which forgets what is not compiled
-        torch._dynamo.reset()
-        utils.clear_compilation_metrics()
-        torch.compile(layer, backend="eager")(**given)
-        compiled = [one.co_name for one in utils.get_compilation_metrics()]
-        assert compiled.count("call") <= 1 and len(compiled) > 20
