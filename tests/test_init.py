@@ -327,6 +327,9 @@ def test_a_run_goes_on_in_its_own_folder(source, tmp_path, capsys):
     assert build_parser().parse_args([f"--resume={source}", f"--run={source}"]).run == source
     file.write_text(f"run: {source}")
     assert build_parser().parse_args([f"--resume={source}", f"--config={file}"]).run == source
+    moved = shutil.copytree(source, tmp_path / "moved")  # whose configuration says where it was
+    own = f"--config={moved / 'config.yaml'}"
+    assert build_parser().parse_args([f"--resume={moved}", own]).run == moved
 
 
 def test_words_keep_their_vectors_only_in_the_same_vocabulary(tmp_path, capsys):

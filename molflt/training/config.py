@@ -155,6 +155,7 @@ class _TrainParser(ArgumentParser):
                 *(
                     (f"{file}: run", _values_in("run", [file]))
                     for file in _values_of("--config", words)
+                    if own.resolve() not in (Path(file).resolve(), Path(file, own.name).resolve())
                 ),
                 ("--run", _values_of("--run", words)),
             ]
