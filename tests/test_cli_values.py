@@ -178,6 +178,7 @@ def test_options_of_a_position(items: str, part: str) -> None:
         (("data", "make"), ["x", "--workers=0"], "--workers; expected int in [1, 256]"),
         (("predict",), ["a", "b", "c", "--batch_size=0"], "--batch_size; expected int in [1, 1e6]"),
         (("generate",), ["a", "--temperature=.nan"], "--temperature; expected float in (-1e15"),
+        (("evaluate",), ["a", "--pictures=jpg"], "--pictures; expected some of 'svg', 'pdf' or"),
         (("generate",), ["a", f"--tokens={10**30}"], "--tokens; expected int in (-1e15"),
     ],
 )
@@ -222,6 +223,11 @@ def test_a_group_of_a_configuration_holds_keys(group, value, tmp_path, monkeypat
         (b"model: {dim: %s}" % (5000 * b"x"), "..."),
         (b"model: !!python/object/apply:os.system [touch pwned]", "not a YAML configuration"),
         (b"task: {'a: b': {}}", "unknown key 'task.a: b'"),
+        (
+            b"model: {dim: 8}\nseed: 1\nmodel:\n  heads: 2",
+            "key 'model' in lines 1 and 3; expected it",
+        ),
+        (b"model:\n  dim: 8\n  'dim': 8", "key 'dim' in lines 2 and 3; expected it once; join"),
         (b"model: {dim: 2020-01-01}", "key model.dim; expected int; got datetime.date"),
     ],
 )
@@ -231,6 +237,23 @@ def test_no_configuration_is_a_bug(text, part, tmp_path, monkeypatch, capsys) ->
     line = error_of(capsys, "train", "--config=c.yaml", "--data.root=x")
     assert part in line and "c.yaml" in line and len(line) < 500
     assert os.listdir() == ["c.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "part"),
+    [
+        ("recipe: is2ree", [], "c.yaml: key recipe 'is2ree'; expected one of is2re, potential"),
+        ("seed: 1", ["--recipe=is2ree"], "error: --recipe 'is2ree'; expected one of is2re"),
+        ("recipe: a", ["--recipe=b"], "error: --recipe 'b'; expected one of is2re"),
+        ("recipe: potential\nmodel: {dmi: 3}", [], "see `molflt train --recipe potential --help`"),
+        ("model: {dmi: 3}", [], "see `molflt train --help`"),
+    ],
+)
+def test_a_recipe_in_messages(text, words, part, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text(text)
+    words = ["--config=c.yaml", "--data.root=x", *words]
+    assert part in f"error: {error_of(capsys, 'train', *words)}"
 
 
 def test_several_mistakes_are_all_told(capsys) -> None:

@@ -319,8 +319,17 @@ def test_a_run_goes_on_in_its_own_folder(source, tmp_path, capsys):
     other = tmp_path / "other"
     said = error_of(capsys, "train", f"--resume={source}", f"--run={other}")
     assert f"--run {other} with --resume {source}: a run goes on in its own folder" in said
+    file = tmp_path / "a.yaml"
+    file.write_text("run: other")  # relative to the file
+    said = error_of(capsys, "train", f"--resume={source}", f"--config={file}")
+    assert f"{file}: run {other} with --resume {source}: a run goes on in its own folder" in said
     assert not other.exists()
     assert build_parser().parse_args([f"--resume={source}", f"--run={source}"]).run == source
+    file.write_text(f"run: {source}")
+    assert build_parser().parse_args([f"--resume={source}", f"--config={file}"]).run == source
+    moved = shutil.copytree(source, tmp_path / "moved")  # whose configuration says where it was
+    own = f"--config={moved / 'config.yaml'}"
+    assert build_parser().parse_args([f"--resume={moved}", own]).run == moved
 
 
 def test_words_keep_their_vectors_only_in_the_same_vocabulary(tmp_path, capsys):

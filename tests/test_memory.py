@@ -17,7 +17,7 @@ from molflt.data.structures.store import write_store
 from molflt.evaluation import images as image_evaluation
 from molflt.evaluation import language as language_evaluation
 from molflt.evaluation.predictions import infer
-from molflt.graph import memory
+from molflt.graph import memory, neighbors
 from molflt.graph.geometry import Geometry
 from molflt.graph.regressor import EnergyRegressor
 from molflt.memory import within_memory
@@ -110,6 +110,7 @@ def test_reciprocal_nodes_are_counted_before_they_are_made(monkeypatch) -> None:
     nodes = model.encoding.periodic.nodes(geometry, model.encoding.position)
     waves = 2 * 4 * 2 * nodes.xi.shape[1] * 2 * 2 * 64  # both sides, bytes, waves, graphs, heads
     monkeypatch.setattr(memory, "_SMALL", 0)
+    monkeypatch.setattr(neighbors, "expect_memory", lambda *_: None)  # they are counted before
     monkeypatch.setattr(memory, "available_memory", lambda: int(1.5 * waves) - 1)
     with pytest.raises(MemoryError, match=rf"{nodes.xi.shape[1]} reciprocal nodes x 64 atoms x 2"):
         model(batch)
@@ -131,6 +132,7 @@ def test_training_and_prediction_ask_before(monkeypatch, tmp_path: Path) -> None
     late = lambda *_: throw(AssertionError("too late"))  # noqa: E731
     monkeypatch.setattr(model.encoding, "_evaluate", late)
     monkeypatch.setattr(memory, "_SMALL", 0)
+    monkeypatch.setattr(neighbors, "expect_memory", lambda *_: None)  # they are counted before
     monkeypatch.setattr(memory, "available_memory", lambda: 1000)
     task = IS2RETask(model)
     for act in (lambda: task.loss(crystal(2), 0.0), lambda: task.judge(crystal(2))):
@@ -162,6 +164,7 @@ def test_the_command_says_it_in_a_line(monkeypatch, tmp_path: Path, capsys) -> N
     """Training has no batch that fits: from the options to the line."""
     data = write_data(tmp_path / "data", 6, 4)
     monkeypatch.setattr(memory, "_SMALL", 0)
+    monkeypatch.setattr(neighbors, "expect_memory", lambda *_: None)  # they are counted before
     monkeypatch.setattr(memory, "available_memory", lambda: 1000)
     words = [*SMALL[:5], "--data.batch_size=4", "--task.warmup_steps=1", f"--data.root={data}"]
     words += [f"--run={tmp_path / 'run'}", "--trainer.max_steps=2", "--trainer.accelerator=cpu"]

@@ -352,6 +352,10 @@ def test_bad_own_data_gets_one_line(file, tmp_path, capsys) -> None:
         ([f"--data.root={one}"], ["one.extxyz: expected at least 2 structures", "got 1"]),
         ([f"--data.root={file}", "--data.val_fraction=1"], ["data.val_fraction", "(0, 1)"]),
         ([f"--data.root={file}", "--data.val_split=train"], ["the name 'train' for both"]),
+        *(
+            ([f"--data.root={file}", f"--data.{name}=a"], [f"data.{name}=a is for a folder of"])
+            for name in ("train_split", "val_split")
+        ),
         (
             [f"--data.root={file}", "--data.energy_key=REF_energy"],
             ["no structure has the energy_key 'REF_energy'", "there are energy"],

@@ -17,6 +17,8 @@ def at_least_one(**counts: int) -> None:
 def positive(**numbers: float) -> None:
     """Raises ValueError for the first number that is not positive and finite."""
     for name, value in numbers.items():
+        if isinstance(value, str) or value is None:
+            raise TypeError(f"{name} must be a number; got {value!r}; correct it")
         if not 0 < value < float("inf"):
             raise ValueError(f"{name} must be positive and finite; got {value}")
 

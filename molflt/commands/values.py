@@ -58,9 +58,11 @@ def read_config(name: str, options: Mapping[str, Action]) -> list[Given]:
     """
     import yaml
 
+    from molflt.training.yaml_file import UniqueKeys
+
     path = find_config(name)
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+        config = yaml.load(path.read_text(encoding="utf-8"), UniqueKeys)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # also of endless numbers
         why = "nested too deeply" if isinstance(error, RecursionError) else error
         raise ValueError(f"{name}: not a YAML configuration: {why}") from None
@@ -214,4 +216,6 @@ def _type_name(hint: object) -> str:
         return "null"
     if get_origin(hint) is dict:
         return "keys and values"
+    if get_origin(hint) is list and get_origin(get_args(hint)[0]) is Literal:
+        return f"some of {', '.join(map(repr, get_args(get_args(hint)[0])))}"
     return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)

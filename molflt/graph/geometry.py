@@ -1,12 +1,13 @@
 """Where atoms are: the part of a PyG batch that attention reads, checked and in one form."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from molflt.atoms import Tag
+from molflt.atoms import FARTHEST, Tag
 from molflt.attention.checks import at_hand, tensors
 
 if TYPE_CHECKING:
@@ -183,10 +184,11 @@ def _points(pos: Tensor | None, atoms: int | None) -> Tensor:
         raise ValueError(
             f"pos must be real numbers, Å; got {pos.dtype}; pass positions, no indices"
         )
-    if at_hand(pos) and not bool(pos.isfinite().all()):
-        atom = int((~pos.isfinite()).any(dim=1).nonzero()[0])
+    if at_hand(pos) and not bool((near := pos.detach().abs() <= FARTHEST).all()):  # nor NaN
+        atom = int((~near).any(dim=1).nonzero()[0])
         raise ValueError(
-            f"pos must be finite; got {pos[atom].tolist()} for atom {atom}; mend or remove it"
+            f"pos must be finite and within {FARTHEST:g} Å; got {pos[atom].tolist()} for atom "
+            f"{atom}; mend it, move the structure or remove the atom"
         )
     return pos
 
@@ -257,8 +259,13 @@ def _of_none(cell: Tensor | None, pbc: Tensor | None) -> int:
 
 def _for_each(name: str, given: Tensor, shape: tuple[int, ...], graphs: int) -> Tensor:
     if given.shape not in (shape, (graphs, *shape)):
+        hint = "give every graph its own"
+        if given.shape[1:] == shape and len(given) > graphs:
+            hint = f"if the last graphs have no atoms, pass batch_size={len(given)}"
+        elif given.shape[1:] == shape[1:] and given.numel() % math.prod(shape) == 0:
+            hint = f"PyG joins those of a batch so; store {(1, *shape)} in the Data of each graph"
         raise ValueError(
             f"{name} must have shape {(graphs, *shape)} or {shape}; got {tuple(given.shape)}; "
-            "give every graph its own"
+            f"{hint}"
         )
     return given.expand(graphs, *shape)

@@ -1,4 +1,6 @@
-"""Whether the nodes of a batch fit into memory, where their number tells before."""
+"""Whether nodes, images and neighbors of a batch fit into memory, told by their number before."""
+
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -31,12 +33,31 @@ def _expect_memory(weights: Tensor, geometry: Geometry, heads: int) -> None:
     counts, atoms = (weights != 0).sum(dim=1), geometry.ptr.diff()
     # each graph by itself: classes of similar size hardly pad
     size = _WHILE_MADE * geometry.pos.element_size() * 2 * 2 * int((counts * atoms).sum()) * heads
+    most = int((counts * atoms).argmax()) if len(atoms) else 0
+    expect_memory(
+        size,
+        lambda: (
+            f"{int(counts[most]):,} reciprocal nodes x {int(atoms[most]):,} atoms x {heads} heads "
+            f"of the largest of {len(atoms)} structures, and those of the others,"
+        ),
+        "a smaller max_frequency has fewer nodes, periodic='mesh' (predict: --mesh_order 5) none",
+    )
+
+
+@uncompiled
+def expect_memory(size: float, what: Callable[[], str], advice: str) -> None:
+    """Refuses what takes more memory than is free.
+
+    Args:
+        size: bytes.
+        what: names, in the plural, what takes them; called only then.
+        advice: what to do.
+
+    Raises:
+        MemoryError: saying what is too large.
+    """
     free = available_memory() if size > _SMALL else None
     if free is not None and size > free:
-        most = int((counts * atoms).argmax())
         raise MemoryError(
-            f"{int(counts[most]):,} reciprocal nodes x {int(atoms[most]):,} atoms x {heads} heads "
-            f"of the largest of {len(atoms)} structures, and those of the others, take "
-            f"{size / 1e9:.1f} GB; {free / 1e9:.1f} GB are free; a smaller max_frequency has "
-            "fewer nodes, periodic='mesh' (predict: --mesh_order 5) none"
+            f"{what()} take {size / 1e9:.1f} GB; {free / 1e9:.1f} GB are free; {advice}"
         )

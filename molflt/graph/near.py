@@ -16,6 +16,7 @@ from molflt.graph.neighbors import Neighbors
 _PIECE = 2**16  # pairs whose intermediate results, hundreds of numbers each, are there at once
 _MANY = 2**18  # pairs from which on these are computed again in backward
 _STEP = 16.0  # Å, of bounds of distances
+_FARTHEST = 2_000  # Å; the rule of Gauss has then some 4,000 points, which take seconds
 
 _R = TypeVar("_R")
 
@@ -136,6 +137,15 @@ def in_pieces(function: Callable[..., _R], pairs: tuple[Tensor, ...], *rest: obj
 
 
 def _bound(distance: Tensor, least: float) -> float:
-    """A bound of distances, Å, in coarse steps: the rule behind it shall not change with atoms."""
+    """A bound of distances, Å, in coarse steps: the rule behind it shall not change with atoms.
+
+    Raises:
+        ValueError: for a rule of so many points that it takes all memory, their number squared.
+    """
     highest = max(least, float(distance.detach().max()) if len(distance) else 0.0)
+    if highest > _FARTHEST:
+        raise ValueError(
+            f"atoms of a molecule are {highest:,.0f} Å apart; expected at most {_FARTHEST:,} Å; "
+            "check units (Å), or give its parts as structures of their own"
+        )
     return _STEP * math.ceil(highest / _STEP)

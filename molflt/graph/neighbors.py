@@ -1,5 +1,6 @@
 """Neighbors within a cutoff, periodic images included."""
 
+import math
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
@@ -11,11 +12,13 @@ from torch import Tensor
 from molflt.atoms import FARTHEST, LOWEST, lattice_heights
 from molflt.attention.numerics import uncompiled
 from molflt.graph.geometry import Geometry
+from molflt.graph.memory import expect_memory
 
 # vesin sorts atoms into cells: of more, it makes larger ones in the same ratio, and divides by 0
 # where that leaves less than one along an axis.
 _MOST_CELLS = 1e5
 _FEWEST_ALONG_AXIS = 4  # it rounds down once for each axis
+_PAIR = 240  # bytes that a pair takes while neighbors are searched, measured
 
 
 _Array: TypeAlias = NDArray[np.float64]
@@ -32,6 +35,17 @@ class Neighbors(NamedTuple):
     """(pairs, 3) from center to neighbor, Å; differentiable in pos and cell"""
     distance: Tensor
     """(pairs,) Å"""
+
+
+@uncompiled
+def expect_lattice(geometry: Geometry) -> None:
+    """Refuses, as `neighbor_list`, what images of atoms cannot be counted in.
+
+    Raises:
+        ValueError: naming the graph, for lattice planes less than 0.5 Å apart.
+    """
+    boxes, periodic = _numbers(geometry.cell).astype(np.float64), _numbers(geometry.pbc)
+    _check_heights(lattice_heights(boxes, periodic), boxes, periodic)
 
 
 @uncompiled
@@ -61,6 +75,7 @@ def neighbor_list(geometry: Geometry, cutoff: float) -> Neighbors:
         for graph, (start, stop) in enumerate(pairwise(ptr))
     ]
     _check_shapes(np.stack([box for _, box in closed]), periodic, cutoff)
+    _expect_pairs(np.diff(ptr), np.stack([box for _, box in closed]), cutoff)
     search = NeighborList(cutoff=cutoff, full_list=True)
     found = []
     for graph, (inside, box) in enumerate(closed):
@@ -151,14 +166,7 @@ def _closed(
 def _check_shapes(boxes: _Array, periodic: NDArray[np.bool_], cutoff: float) -> None:
     """Raises ValueError for a box of (graphs, 3, 3), Å, that would take all memory or crash."""
     heights = lattice_heights(boxes, np.ones_like(periodic))
-    low = ((heights < LOWEST) & periodic).any(axis=1)
-    if low.any():
-        graph = int(low.argmax())
-        raise ValueError(
-            f"graph {graph}: lattice planes must be at least {LOWEST} Å apart; got "
-            f"{heights[graph][periodic[graph]].min():.2g} Å of cell {boxes[graph].tolist()}; set "
-            "pbc to False along axes without a lattice vector"
-        )
+    _check_heights(heights, boxes, periodic)
     cells = np.maximum(heights // cutoff, 1)
     total = cells.prod(axis=1)
     fewest = cells.min(axis=1) * np.cbrt(_MOST_CELLS / total)
@@ -170,3 +178,33 @@ def _check_shapes(boxes: _Array, periodic: NDArray[np.bool_], cutoff: float) -> 
             f"{heights[graph].min():.3g} Å along another, too many cutoffs of {cutoff:g} Å; check "
             "units (Å)"
         )
+
+
+def _check_heights(heights: _Array, boxes: _Array, periodic: NDArray[np.bool_]) -> None:
+    """Raises ValueError for lattice planes, (graphs, 3) Å, that are nearer than in any crystal."""
+    low = ((heights < LOWEST) & periodic).any(axis=1)
+    if low.any():
+        graph = int(low.argmax())
+        raise ValueError(
+            f"graph {graph}: lattice planes must be at least {LOWEST} Å apart; got "
+            f"{heights[graph][periodic[graph]].min():.2g} Å of cell {boxes[graph].tolist()}; set "
+            "pbc to False along axes without a lattice vector"
+        )
+
+
+def _expect_pairs(atoms: NDArray[np.int64], boxes: _Array, cutoff: float) -> None:
+    """Raises MemoryError where pairs of atoms (graphs,) in boxes (graphs, 3, 3), Å, do not fit.
+
+    As many as if atoms were spread evenly, which is the least.
+    """
+    ball = 4 / 3 * math.pi * cutoff**3
+    pairs = atoms**2 * ball / np.abs(np.linalg.det(boxes))
+    most = int(pairs.argmax())
+    expect_memory(
+        _PAIR * pairs.sum(),
+        lambda: (
+            f"some {pairs[most]:.2g} neighbors within {cutoff:g} Å of the {atoms[most]:,} atoms of "
+            f"graph {most}, and those of the others,"
+        ),
+        "take a smaller cutoff, or fewer structures at once",
+    )

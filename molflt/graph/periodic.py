@@ -1,6 +1,7 @@
 """How the periodic boundaries of a structure enter attention: one class for each scheme."""
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from molflt.atoms import Tag
-from molflt.attention.checks import positive
+from molflt.attention.checks import at_hand, positive
 from molflt.attention.mixing.mesh import MeshKernel
 from molflt.attention.mixing.pairs import Pairs, products
 from molflt.attention.nodes.lattice import free_extent
@@ -19,6 +20,8 @@ from molflt.attention.positions.spectral import GraphNodes, SpectralPosition
 from molflt.attention.spectra import SPECTRA
 from molflt.graph.dense import DenseAtoms
 from molflt.graph.geometry import Geometry
+from molflt.graph.memory import expect_memory
+from molflt.graph.neighbors import expect_lattice
 
 _FADE = 1.0  # Å in front of the cutoff along which an image fades away
 _MOST_PAIRED = 1000  # atoms of a molecule whose pairs are all computed
@@ -149,6 +152,8 @@ class Images(Open):
         return self._with_images(geometry, atoms, _IN_PLANE, near, sources)
 
     def images(self, geometry: Geometry) -> Tensor:
+        """See `Open.images`; refuses lattices here, where graphs still have their names."""
+        expect_lattice(geometry)
         if geometry.tags is not None:
             return torch.full_like(geometry.ptr[1:], len(_IN_PLANE))
         inverse = torch.linalg.pinv(geometry.cell.detach())
@@ -169,6 +174,16 @@ class Images(Open):
         span = upper - fractional.masked_fill(outside, torch.inf).amin(dim=1)
         reach = span.clamp(min=0.0) + self.image_cutoff * inverse.norm(dim=1)
         most = (reach * geometry.pbc).amax(dim=0).floor().long().tolist()
+        cells = math.prod(2 * n + 1 for n in most)
+        size = cells * atoms.mask.numel() * atoms.mask.shape[1] * cell.element_size()
+        expect_memory(
+            size if at_hand(cell) else 0,
+            lambda: (
+                f"distances of {atoms.mask.numel():,} atoms to those in {cells:,} cells around, "
+                f"within image_cutoff={self.image_cutoff:g} Å of any of them,"
+            ),
+            "put all atoms into one cell, or take a smaller image_cutoff",
+        )
         axes = [torch.arange(-n, n + 1, device=cell.device) for n in most]
         steps = torch.cartesian_prod(*axes).view(-1, 3)
         return steps[(steps != 0).any(dim=1)]

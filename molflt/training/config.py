@@ -23,6 +23,7 @@ from molflt.training.fit import fit
 from molflt.training.recipes import RECIPES, Recipe
 from molflt.training.run_name import dated_run
 from molflt.training.sources import HUB, Source, find, find_weights, is_packaged
+from molflt.training.yaml_file import read_yaml
 
 __all__ = ["Config", "absolute", "build_parser", "plain", "read_config"]
 
@@ -41,7 +42,6 @@ class Config(TypedDict):
 
 
 _PARTS = ("model", "data", "task", "trainer")
-_MOST_BYTES = 1_000_000
 _ADVICE = "restore the file that training wrote"
 
 
@@ -55,7 +55,13 @@ def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
         ValueError: if there is no such recipe.
     """
     name = _recipe_named(list(words))
-    recipe = Recipe.of({"recipe": name})
+    try:
+        recipe = Recipe.of({"recipe": name})
+    except ValueError as error:
+        given = ["--"] if _values_of("--recipe", list(words)) else []
+        files = _values_of("--config", list(words))
+        where = [*(f"{file}: key " for file in files if _values_in("recipe", [file])), *given]
+        raise ValueError("".join(where[-1:]) + str(error)) from None
     parser = _TrainParser()
     parser.add_argument(
         "--config",
@@ -110,7 +116,7 @@ def _inits(words: list[str]) -> list[str]:
 
 
 def _values_in(key: str, files: Sequence[str]) -> list[str]:
-    """A key's value in each YAML file, or run folder, that has it; that of init is a path."""
+    """A key's value in each YAML file, or run folder, that has it; of init and run, a path."""
     found = []
     for name in files:
         # The parser says what is wrong with it; aliases are not, in a file that a person wrote.
@@ -120,7 +126,7 @@ def _values_in(key: str, files: Sequence[str]) -> list[str]:
             value = content.get(key) if isinstance(content, dict) else None
             if value is not None:
                 folder = path.absolute().parent
-                found.append(str(_below(folder, value) if key == "init" else value))
+                found.append(str(_below(folder, value) if key in ("init", "run") else value))
     return found
 
 
@@ -145,11 +151,19 @@ class _TrainParser(ArgumentParser):
                     f"--init {starts[-1]} with --resume {runs[-1]}: a run that goes on has weights "
                     "of its own; leave one of them out"
                 )
-            folders = _values_of("--run", words)
-            if folders and Path(folders[-1]).resolve() != Path(runs[-1]).resolve():
+            given = [
+                *(
+                    (f"{file}: run", _values_in("run", [file]))
+                    for file in _values_of("--config", words)
+                    if own.resolve() not in (Path(file).resolve(), Path(file, own.name).resolve())
+                ),
+                ("--run", _values_of("--run", words)),
+            ]
+            where, folders = next((one for one in reversed(given) if one[1]), ("", runs))
+            if Path(folders[-1]).resolve() != Path(runs[-1]).resolve():
                 raise ValueError(
-                    f"--run {folders[-1]} with --resume {runs[-1]}: a run goes on in its own "
-                    "folder; leave --run out, or begin a new run from its weights with --init"
+                    f"{where} {folders[-1]} with --resume {runs[-1]}: a run goes on in its own "
+                    "folder; leave run out, or begin a new run from its weights with --init"
                 )
         elif starts := _inits(words):
             self._take_model_of(starts[-1], _recipe_named(words))
@@ -275,7 +289,7 @@ def read_config(run: Path) -> Config:
     path = Path(run) / "config.yaml"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; expected the folder of a training run")
-    content = _read_yaml(path)
+    content = read_yaml(path, _ADVICE)
     for part in _PARTS:
         if not isinstance(content.get(part), dict):
             got = shown(content[part]) if part in content else "no such key"
@@ -300,41 +314,3 @@ def _recipe_of(content: Mapping[str, object]) -> str:
     """The name of a recipe that exists."""
     Recipe.of(content)
     return str(content.get("recipe", next(iter(RECIPES))))
-
-
-class _Loader(yaml.SafeLoader):
-    """Without references, of which a few lines could make more than fits into memory."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("references (*name) are not read")
-        return super().compose_node(parent, index)
-
-
-def _read_yaml(path: Path) -> dict[str, object]:
-    """Keys and values of a YAML file.
-
-    Raises:
-        ValueError: naming the file and the line that is wrong.
-    """
-    if path.stat().st_size > _MOST_BYTES:
-        raise ValueError(
-            f"{path}: expected a configuration of at most {_MOST_BYTES:,} bytes; got "
-            f"{path.stat().st_size:,}"
-        )
-    try:
-        content = yaml.load(path.read_bytes().decode(), _Loader)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: byte {error.start} is not UTF-8; {_ADVICE}") from None
-    except RecursionError:
-        raise ValueError(
-            f"{path}: expected `key: value`; got too many brackets; {_ADVICE}"
-        ) from None
-    except (yaml.YAMLError, ValueError) as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"line {mark.line + 1}: " if mark else ""
-        problem = getattr(error, "problem", None) or error
-        raise ValueError(f"{path}: {place}not YAML: {shown(str(problem))}; {_ADVICE}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: expected `key: value`; got {shown(content)}; {_ADVICE}")
-    return content

@@ -109,6 +109,10 @@ def test_parts_by_name_survive_saving(name, options):
         ),
         ({**SHELLS, "nodes": "shells", "node_normalized": True}, "for ShellWeights; got Gaussian"),
         ({"width": 1.0}, "GaussianBasis has no option width; expected some of num_gaussians"),
+        (
+            {"nodez": 3},
+            "GaussianBasis has no option nodez; .* positive, dim, spectrum, num_nodes, nod",
+        ),
         ({"nodes": "density"}, "nodes='density' are drawn .* of a kernel; got GaussianBasis"),
         (
             {"spectrum": "shell_weights", "nodes": "sobol"},

@@ -192,6 +192,7 @@ LAYER_INPUT = {
     "indices": ({"pos": torch.zeros(ATOMS, 3).long()}, "pos must be real numbers", "no indices"),
     "complex": ({"pos": POS.to(torch.complex64)}, "pos must be real numbers"),
     "nan": ({"pos": POS / 0 * 0}, "pos must be finite"),
+    "far away": ({"pos": 1e8 * POS}, "pos must be finite and within 100000 Å; got", "atom 0"),
     "no graphs": ({"batch_size": 0}, "batch_size", "got 0"),
     "fewer than none": ({"batch_size": -1}, "batch_size", "got -1"),
 }
@@ -202,6 +203,24 @@ def test_wrong_input_of_the_layer(case) -> None:
     layer = GraphAttention(16, 2, num_features=8)
     change, *parts = LAYER_INPUT[case]
     refused(ValueError, lambda: layer(**{"x": X, "pos": POS, **change}), *parts)
+
+
+BATCHED = {
+    "joined cells": ({"cell": torch.zeros(6, 3)}, "cell must", "(6, 3)", "store (1, 3, 3) in the"),
+    "joined axes": ({"pbc": torch.ones(6).bool()}, "pbc must", "(6,)", "store (1, 3) in the Data"),
+    "turned cells": ({"cell": torch.zeros(3, 6)}, "(3, 6); give every graph its own"),
+    "too few": ({"cell": torch.zeros(1, 3, 3)}, "(1, 3, 3); give every graph its own"),
+    "last without atoms": ({"cell": torch.zeros(3, 3, 3)}, "no atoms, pass batch_size=3"),
+}
+
+
+@pytest.mark.parametrize("case", BATCHED)
+def test_what_batches_of_pyg_join(case) -> None:
+    layer = GraphAttention(16, 2, num_features=8, periodic="reciprocal")
+    given = {"x": X, "pos": POS, "batch": ONE.cumsum(0) // 4, "cell": torch.eye(3)}
+    assert layer(**given).shape == X.shape
+    change, *parts = BATCHED[case]
+    refused(ValueError, lambda: layer(**{**given, **change}), *parts)
 
 
 @pytest.mark.parametrize("position", ["none", "spectral"])

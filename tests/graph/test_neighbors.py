@@ -92,3 +92,17 @@ def test_what_would_end_the_process_is_refused(pos, cell, message):
     with pytest.raises(ValueError, match="^graph 1: .*" + message) as caught:
         neighbor_list(both, 5.0)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("pbc", [(True, True, True), (True, True, False), (False, False, False)])
+def test_more_pairs_than_fit_are_refused_before(pbc, monkeypatch):
+    rng = np.random.default_rng(3)
+    given = geometry(20 * rng.random((60, 3)), 20 * torch.eye(3), pbc)
+    size = 240 * len(neighbor_list(given, 9.0).center)
+    monkeypatch.setattr("molflt.graph.memory._SMALL", 0)
+    monkeypatch.setattr("molflt.graph.memory.available_memory", lambda: 1.1 * size)
+    neighbor_list(given, 9.0)
+    monkeypatch.setattr("molflt.graph.memory.available_memory", lambda: 0.1 * size)
+    message = "neighbors within 9 Å of the 60 atoms of graph 0, and .* GB are free; take a smaller"
+    with pytest.raises(MemoryError, match=message):
+        neighbor_list(given, 9.0)

@@ -91,6 +91,34 @@ def test_weights_of_images():
     assert weights(7.0) == pytest.approx([0.5, 0.5])
 
 
+@pytest.mark.parametrize("tags", [None, torch.tensor([1, 2, 1, 2])])
+@pytest.mark.parametrize(
+    ("rows", "height"),
+    [
+        (torch.zeros(3, 3), "0"),
+        ([[4, 0, 0], [0, 4, 0], [4, 4, 0]], "0"),
+        (torch.eye(3) / 10, "0.1"),
+    ],
+)
+def test_images_need_a_lattice(rows, height, tags):
+    """As neighbors do; flat cells had no images, and tiny ones more than a tensor can have."""
+    cell = torch.stack((4 * torch.eye(3), torch.as_tensor(rows).float()))
+    given = Geometry.of(torch.rand(4, 3), torch.tensor([0, 0, 1, 1]), cell, tags=tags)
+    encoding = imaged().float().encoding
+    for look in (encoding, partial(neighbor_list, cutoff=5.0)):
+        with pytest.raises(ValueError, match=f"^graph 1: lattice planes .* got {height} Å of cell"):
+            look(given)
+    encoding(given._replace(pbc=torch.tensor([[True] * 3, [False] * 3])))
+
+
+def test_images_of_far_atoms_that_do_not_fit(monkeypatch):
+    monkeypatch.setattr("molflt.graph.memory.available_memory", lambda: 2**30)
+    pos = torch.tensor([[0.0, 0.0, 0.0], [9e4, 9e4, 0.0]])
+    message = "distances of 2 atoms to those in 10,1.* GB are free; put all atoms into one cell"
+    with pytest.raises(MemoryError, match=message):
+        Images().dense(Geometry.of(pos, cell=4 * torch.eye(3)))
+
+
 def same_under_autocast(compute, *arguments) -> None:
     """To the bit, all tensors of a result that is a tuple of them."""
     expected = compute(*arguments)

@@ -279,3 +279,12 @@ def test_other_forms_are_refused_with_the_reason(options, message):
 def test_the_scheme_of_before_is_as_it_was():
     """Smooth extents are of potentials alone: energies of earlier runs stay what they were."""
     assert not Reciprocal().smooth and potential().encoding.periodic.smooth
+
+
+def test_a_molecule_without_end_is_refused() -> None:
+    """Its pairs are all computed, by a rule whose points grow with the distance."""
+    far = [Atoms("Ar2", positions=[[0, 0, 0], [x, 0, 0]]) for x in (100.0, 9e4)]
+    message = "atoms of a molecule are 90,000 Å apart; expected at most 2,000 Å; check units"
+    with pytest.raises(ValueError, match=message):
+        potential()(data(far[1]))
+    assert potential()(data(far[0]))["forces"].isfinite().all()

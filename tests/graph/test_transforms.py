@@ -154,6 +154,9 @@ def test_repr_and_refusals() -> None:
     for options in ({"r": 0.0}, {"r": float("nan")}, {"r": 1.0, "max_neighbors": 0}):
         with pytest.raises(ValueError, match="must be"):
             PBCRadiusGraph(**options)
+    for r in ("3", None):
+        with pytest.raises(TypeError, match=f"^r must be a number; got {r!r}; correct it"):
+            PBCRadiusGraph(r)
     for fields, message in (
         ({"pos": None}, "pos must have shape"),
         ({"pos": pos[:, :2]}, "pos must have shape"),

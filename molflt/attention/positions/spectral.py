@@ -1,6 +1,7 @@
 """FLT's relative positional encoding: a mask learned through its Fourier transform."""
 
 import math
+from collections.abc import Sequence
 from inspect import signature
 from typing import ClassVar, Literal, NamedTuple, Self, TypeVar
 
@@ -97,6 +98,8 @@ class SpectralPosition(Position):
         one_of("nodes", name, NODES)
         mine = {key: options.pop(key) for key in list(options) if key in signature(cls).parameters}
         own = {key: options.pop(key) for key in list(options) if key.startswith("node_")}
+        known = [*signature(cls.build).parameters, *signature(cls).parameters]
+        beside = [x for x in dict.fromkeys(known) if x not in ("heads", "sampled", "options")]
         if "radii" in signature(family).parameters:  # it lives on shells, which come first
             if name != "shells" or num_nodes is not None:
                 raise ValueError(
@@ -104,17 +107,17 @@ class SpectralPosition(Position):
                     f"nodes='shells' and no num_nodes; got {name!r}, {num_nodes}"
                 )
             shells = _made(ShellNodes, own, "node_", dim=dim, normalized=True)
-            g = _made(family, options, heads=heads, dim=dim, radii=shells.shell_radius)
+            g = _made(family, options, "", beside, heads=heads, dim=dim, radii=shells.shell_radius)
             return cls(g, shells, **mine)
-        g = _made(family, options, heads=heads, dim=dim)
+        g = _made(family, options, "", beside, heads=heads, dim=dim)
         if not sampled:
             why = "for softmax, which takes the exact mask, or where nodes come with each batch"
             no_effect(why, nodes=nodes, num_nodes=num_nodes, **own)
             # Drawn and left out: a seed gives all other weights alike, with nodes and without.
-            _made(NODES[name], {}, "node_", **NODES[name].sizes(g, None))
+            _made(NODES[name], {}, "node_", (), **NODES[name].sizes(g, None))
             return cls(g, None, **mine)
         rule = NODES[name]
-        return cls(g, _made(rule, own, "node_", **rule.sizes(g, num_nodes)), **mine)
+        return cls(g, _made(rule, own, "node_", (), **rule.sizes(g, num_nodes)), **mine)
 
     def width(self, head_dim: int) -> int:
         """d + 2r: the factors put 2r columns before queries and keys, unless nodes are given."""
@@ -223,13 +226,20 @@ def _waves(positions: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
     return phase.cos(), phase.sin()
 
 
-def _made(part: type[_T], options: dict[str, object], prefix: str = "", **fixed: object) -> _T:
+def _made(
+    part: type[_T],
+    options: dict[str, object],
+    prefix: str = "",
+    beside: Sequence[str] = (),
+    **fixed: object,
+) -> _T:
     """A spectrum or a rule from options of a configuration.
 
     Args:
         part: its class.
         options: its arguments by name, with the prefix.
         prefix: what the names begin with.
+        beside: options of others that go with these, for messages.
         fixed: arguments that are no options.
     """
     known = {
@@ -240,7 +250,7 @@ def _made(part: type[_T], options: dict[str, object], prefix: str = "", **fixed:
     if unknown := sorted(set(options) - set(known)):
         raise ValueError(
             f"{part.__name__} has no option {', '.join(unknown)}; expected some of "
-            f"{', '.join(known)}"
+            f"{', '.join((*known, *beside))}"
         )
     required = [name for name, parameter in known.items() if parameter.default is parameter.empty]
     if missing := [name for name in required if name not in options]:

@@ -104,6 +104,7 @@ class IS2REData(BatchedData[Structures]):
                 f"{self.root}: data.split_seed={self.split_seed} is for one file; got a folder, "
                 "whose splits are taken as they are; leave it out"
             )
+        self._refuse_names(data)
         opened = data.open([train, val], self.skip_bad)
         first = os.environ.get("LOCAL_RANK", "0") == "0"  # once for all processes of a machine
         for dataset in opened.values() if first else ():
@@ -125,6 +126,15 @@ class IS2REData(BatchedData[Structures]):
         if first:
             self._say_same()
         self._say_unused(opened.values())
+
+    def _refuse_names(self, data: DataSet) -> None:
+        """Raises ValueError for the name of a split of one file, where nothing is found by it."""
+        for option, split, own in (("train", data.train, "train"), ("val", data.val, "val_id")):
+            if data.is_one and split != own and data.train != data.val:
+                raise ValueError(
+                    f"{self.root}: data.{option}_split={split} is for a folder of splits; got one "
+                    "file, which is split by data.split_seed; leave it out"
+                )
 
     def _labeled(self, opened: Mapping[str, Structures]) -> dict[str, Structures]:
         """By split, the structures that have what is learned; ValueError for wrong labels."""

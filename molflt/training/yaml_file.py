@@ -1,0 +1,79 @@
+"""YAML whose keys are unique, as YAML demands; PyYAML keeps the last one and drops the others."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from molflt.files import shown
+
+__all__ = ["UniqueKeys", "read_yaml"]
+
+_MOST_BYTES = 1_000_000
+
+
+class UniqueKeys(yaml.SafeLoader):
+    """Refuses keys and values of which two have the same key."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """As PyYAML's.
+
+        Raises:
+            YAMLError: naming the key and both lines.
+        """
+        found = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in found.value:
+            # Several merges, `<<: *name`, go together; other keys than words name no option.
+            if key.tag != "tag:yaml.org,2002:str":
+                continue
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                raise yaml.YAMLError(
+                    f"key {shown(key.value, 30)} in lines {lines[key.value]} and {line}; "
+                    "expected it once; join them"
+                )
+            lines[key.value] = line
+        return found
+
+
+class _Loader(UniqueKeys):
+    """Without references, of which a few lines could make more than fits into memory."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("references (*name) are not read")
+        return super().compose_node(parent, index)
+
+
+def read_yaml(path: Path, advice: str) -> dict[str, object]:
+    """Keys and values of a YAML file.
+
+    Args:
+        path: the file.
+        advice: what to do if it is wrong.
+
+    Raises:
+        ValueError: naming the file and the line that is wrong.
+    """
+    if path.stat().st_size > _MOST_BYTES:
+        raise ValueError(
+            f"{path}: expected a configuration of at most {_MOST_BYTES:,} bytes; got "
+            f"{path.stat().st_size:,}"
+        )
+    try:
+        content = yaml.load(path.read_bytes().decode(), _Loader)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: byte {error.start} is not UTF-8; {advice}") from None
+    except RecursionError:
+        raise ValueError(
+            f"{path}: expected `key: value`; got too many brackets; {advice}"
+        ) from None
+    except (yaml.YAMLError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"line {mark.line + 1}: " if mark else ""
+        problem = getattr(error, "problem", None) or error
+        raise ValueError(f"{path}: {place}not YAML: {shown(str(problem))}; {advice}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected `key: value`; got {shown(content)}; {advice}")
+    return content
