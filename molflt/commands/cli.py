@@ -20,7 +20,7 @@ from molflt import __version__
 from molflt.commands.options import _did_you_mean, parse
 from molflt.commands.terminal import guarded_output, printable
 from molflt.memory import is_out_of_memory
-from molflt.training.recipes import RECIPES
+from molflt.training.recipes import DEFAULT
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -195,7 +195,7 @@ def _parser(path: tuple[str, ...], words: Sequence[str]) -> ArgumentParser:
         parser = ArgumentParser()
         parser.add_function_arguments(function, as_group=False, as_positional=True)
     recipe = next((each.default for each in parser._actions if each.dest == "recipe"), None)
-    parser.prog = name if recipe in (None, next(iter(RECIPES))) else f"{name} --recipe {recipe}"
+    parser.prog = name if recipe in (None, DEFAULT) else f"{name} --recipe {recipe}"
     parser.description = _first_paragraphs(function)
     return parser
 

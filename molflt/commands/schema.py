@@ -11,7 +11,7 @@ from molflt.commands.limits import LIMITS
 from molflt.commands.train import build_parser
 from molflt.commands.values import item_types
 from molflt.files import write_atomically
-from molflt.training.recipes import RECIPES
+from molflt.training.recipes import DEFAULT, RECIPES
 
 __all__ = ["config_schema", "schema"]
 
@@ -44,7 +44,6 @@ def config_schema() -> dict[str, Any]:
 
     Nothing is required, because configurations are given on top of each other.
     """
-    first = next(iter(RECIPES))
     whole: _Schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "configuration of molflt",
@@ -55,10 +54,10 @@ def config_schema() -> dict[str, Any]:
     }
     for name in RECIPES:
         one = _of_recipe(name)
-        whole["properties"]["recipe"] = {**one["properties"]["recipe"], "default": first}
+        whole["properties"]["recipe"] = {**one["properties"]["recipe"], "default": DEFAULT}
         whole["$defs"][name] = one
         named: _Schema = {"properties": {"recipe": {"const": name}}}
-        if name != first:  # a file that names none is one of the first
+        if name != DEFAULT:
             named["required"] = ["recipe"]
         whole["allOf"].append({"if": named, "then": {"$ref": f"#/$defs/{name}"}})
     return whole

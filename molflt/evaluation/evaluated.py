@@ -14,21 +14,18 @@ from torch import nn
 from molflt.data.structures import Structures
 from molflt.data.structures.base import Tags
 from molflt.data.structures.data_set import VAL_FRACTION, DataSet
-from molflt.data.structures.domain import DOMAIN, Domain
+from molflt.data.structures.domain import DOMAIN, Domain, read_domain
 from molflt.data.structures.labels import EnergyKind
 from molflt.data.structures.splits import VAL_SPLITS
 from molflt.evaluation.ensemble import EnsembleRegressor
 from molflt.evaluation.predictions import check_structures
 from molflt.evaluation.report import _warn
 from molflt.evaluation.results import _is_within
-from molflt.files import read_json
 from molflt.training.config import Config, read_config
 from molflt.training.origin import read_origin
 from molflt.training.recipes import Recipe
 
 __all__ = ["EvaluationData"]
-
-_MOST_BYTES = 10_000_000  # of domain.json
 
 
 class EvaluationData:
@@ -234,10 +231,8 @@ class EvaluationData:
             ValueError: if domain.json is damaged.
         """
         path = self.run / DOMAIN
-        if not path.is_file():
-            return "unknown"
-        found = read_json(path, _MOST_BYTES, "JSON", "put back the file that training wrote")
-        return Domain.from_json(found, str(path)).kind
+        found = read_domain(path)
+        return "unknown" if found is None else Domain.from_json(found, str(path)).kind
 
     def training_median(self) -> tuple[float | None, str]:
         """Median energy of the training split, eV, and a line that says where it comes from."""

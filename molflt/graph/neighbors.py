@@ -74,8 +74,9 @@ def neighbor_list(geometry: Geometry, cutoff: float) -> Neighbors:
         _closed(points[start:stop], boxes[graph], periodic[graph], cutoff)
         for graph, (start, stop) in enumerate(pairwise(ptr))
     ]
-    _check_shapes(np.stack([box for _, box in closed]), periodic, cutoff)
-    _expect_pairs(np.diff(ptr), np.stack([box for _, box in closed]), cutoff)
+    boxes = np.stack([box for _, box in closed])
+    _check_shapes(boxes, periodic, cutoff)
+    _expect_pairs(np.diff(ptr), boxes, cutoff)
     search = NeighborList(cutoff=cutoff, full_list=True)
     found = []
     for graph, (inside, box) in enumerate(closed):

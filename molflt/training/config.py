@@ -20,7 +20,7 @@ from molflt.data.text.tokenizer import TOKENIZER
 from molflt.files import shown
 from molflt.shipped import find_config
 from molflt.training.fit import fit
-from molflt.training.recipes import RECIPES, Recipe
+from molflt.training.recipes import DEFAULT, RECIPES, Recipe
 from molflt.training.run_name import dated_run
 from molflt.training.sources import HUB, Source, find, find_weights, is_packaged
 from molflt.training.yaml_file import read_yaml
@@ -91,7 +91,7 @@ def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
 
 def _recipe_named(words: list[str]) -> str:
     """The recipe of a command line: its own word, or the last that its configurations name."""
-    found = [next(iter(RECIPES)), *_values_in("recipe", _values_of("--resume", words))]
+    found = [DEFAULT, *_values_in("recipe", _values_of("--resume", words))]
     for name in _inits(words):
         with contextlib.suppress(ValueError, OSError):  # told when it is read
             found += _recipes_of(find_weights(name))
@@ -151,14 +151,10 @@ class _TrainParser(ArgumentParser):
                     f"--init {starts[-1]} with --resume {runs[-1]}: a run that goes on has weights "
                     "of its own; leave one of them out"
                 )
-            given = [
-                *(
-                    (f"{file}: run", _values_in("run", [file]))
-                    for file in _values_of("--config", words)
-                    if own.resolve() not in (Path(file).resolve(), Path(file, own.name).resolve())
-                ),
-                ("--run", _values_of("--run", words)),
-            ]
+            same = (own.resolve(), own.parent.resolve())  # says where the run was, if it has moved
+            files = [x for x in _values_of("--config", words) if Path(x).resolve() not in same]
+            given = [(f"{file}: run", _values_in("run", [file])) for file in files]
+            given.append(("--run", _values_of("--run", words)))
             where, folders = next((one for one in reversed(given) if one[1]), ("", runs))
             if Path(folders[-1]).resolve() != Path(runs[-1]).resolve():
                 raise ValueError(
@@ -170,12 +166,12 @@ class _TrainParser(ArgumentParser):
         config = super().parse_args(words)
         for key in ("config", "__default_config__"):
             config.pop(key, None)
-        files = [Path(name) for name in _values_of("--config", words)]
+        configs = [Path(name) for name in _values_of("--config", words)]
         if runs:
             config.run = Path(runs[-1])
         elif config.run is None:
-            config.run = dated_run("-".join(file.stem for file in files) or config.recipe)
-        elif (config.run / "config.yaml").resolve() in [file.resolve() for file in files]:
+            config.run = dated_run("-".join(file.stem for file in configs) or config.recipe)
+        elif (config.run / "config.yaml").resolve() in [file.resolve() for file in configs]:
             raise ValueError(
                 f"--run {config.run}: its config.yaml is what --config reads, and would be "
                 "overwritten; expected another folder; choose another --run"
@@ -313,4 +309,4 @@ def read_config(run: Path) -> Config:
 def _recipe_of(content: Mapping[str, object]) -> str:
     """The name of a recipe that exists."""
     Recipe.of(content)
-    return str(content.get("recipe", next(iter(RECIPES))))
+    return str(content.get("recipe", DEFAULT))

@@ -12,9 +12,9 @@ import safetensors
 import torch
 from torch import Tensor
 
-from molflt.data.structures.domain import DOMAIN
+from molflt.data.structures.domain import DOMAIN, read_domain
 from molflt.data.text.tokenizer import TOKENIZER, Tokenizer, find_tokenizer
-from molflt.files import read_json, shown
+from molflt.files import shown
 from molflt.sequence.published import is_transformers, options_of, renamed
 from molflt.training.checkpoint import _read_weights, check_unchanged
 from molflt.training.config import read_config
@@ -24,7 +24,6 @@ from molflt.training.sources import find_weights
 __all__ = ["Origins", "read_origins", "recipe_of"]
 
 _MASKED = "masked_language"  # the recipe whose model published encoders are
-_MOST_BYTES = 10_000_000  # of a domain
 
 
 class Origins(NamedTuple):
@@ -89,10 +88,9 @@ def read_origins(name: str) -> Origins:
 
 def _domain_of(path: Path, weights: Path, files: Mapping[str, object]) -> object:
     """What domain.json of a run says; ValueError if it is damaged, None if it is not there."""
-    if not path.is_file():
-        return None
-    check_unchanged(path, weights, files)
-    return read_json(path, _MOST_BYTES, "JSON", "put back the file that training wrote")
+    if path.is_file():
+        check_unchanged(path, weights, files)
+    return read_domain(path)
 
 
 def _of_export(

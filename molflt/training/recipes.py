@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from molflt.files import shown
 
-__all__ = ["RECIPES", "Recipe"]
+__all__ = ["DEFAULT", "RECIPES", "Recipe"]
 
 _Loaded = Callable[..., Any]
 
@@ -26,12 +26,12 @@ class Recipe(NamedTuple):
 
     @staticmethod
     def of(config: Mapping[str, object]) -> Recipe:
-        """The recipe that a configuration names; the first one if it names none.
+        """The recipe that a configuration names; `DEFAULT` if it names none.
 
         Raises:
             ValueError: if there is no such recipe.
         """
-        name = config.get("recipe", next(iter(RECIPES)))
+        name = config.get("recipe", DEFAULT)
         if not isinstance(name, str) or name not in RECIPES:
             raise ValueError(f"recipe {shown(name)}; expected one of {', '.join(RECIPES)}")
         return RECIPES[name]
@@ -106,3 +106,6 @@ RECIPES: dict[str, Recipe] = {
         "molflt.evaluation.population:evaluate",
     ),
 }
+
+DEFAULT = next(iter(RECIPES))
+"""recipe of configurations that name none"""

@@ -131,7 +131,8 @@ def _convert_one(structures: _OnePass, dst: Path) -> None:
         nonlocal unwrapped, with_forces
         for place, (record, moved) in enumerate(structures):
             unwrapped += moved
-            overlapping.update({place: int(record.sid)} if atoms_coincide(record) else {})
+            if atoms_coincide(record):
+                overlapping[place] = int(record.sid)
             with_forces |= bool(record.forces.isfinite().any())
             if fault := force_fault(record.forces.numpy()):
                 absurd[place] = fault

@@ -189,25 +189,30 @@ class IS2REData(BatchedData[Structures]):
         """What the training split holds; reads it once. Warns of atoms at one place."""
         self.setup()
         if self._domain is None:
-            found: dict[str, list[int]] = {use: [] for use in self.datasets}
             train, val = self.datasets["train"], self.datasets["val"]
+            sids: list[int] = []
 
-            def look(record: "Data", use: str = "train") -> None:
-                found[use] += [int(record.sid)] * atoms_coincide(record)
+            def look(record: "Data") -> None:
+                if atoms_coincide(record):
+                    sids.append(int(record.sid))
 
             own = Domain.of(train, look)
-            for record in with_bar(() if val is train else val, "reading positions"):
-                look(record, "val")
-            for use, sids in found.items():
-                dataset = self.datasets[use]
-                name = f"{dataset.path}: split {self.splits[use]!r}"
-                if sids:
-                    warnings.warn(overlaps_of(name, sids, len(dataset)), stacklevel=3)
+            self._say_overlaps("train", sids)
+            if val is not train:
+                records = with_bar(val, "reading positions")
+                self._say_overlaps("val", [int(x.sid) for x in records if atoms_coincide(x)])
             if self.initial is not None:
                 name, content = self.initial
                 own = own.after(Domain.from_json(content, name))
             self._domain = own
         return self._domain
+
+    def _say_overlaps(self, use: str, sids: list[int]) -> None:
+        """Warns of structures with two atoms at one place, if there are any."""
+        dataset = self.datasets[use]
+        if sids:
+            name = f"{dataset.path}: split {self.splits[use]!r}"
+            warnings.warn(overlaps_of(name, sids, len(dataset)), stacklevel=4)
 
     def fingerprints(self) -> dict[str, Fingerprint]:
         return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
 from molflt.data.structures.base import with_bar
 from molflt.data.structures.domain_reader import DomainReader
 from molflt.data.structures.labels import EnergyKind, energy_kind
+from molflt.files import read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,16 +23,28 @@ if TYPE_CHECKING:
 
     from molflt.data.structures.base import Structures
 
-__all__ = ["DOMAIN", "Domain"]
+__all__ = ["DOMAIN", "Domain", "read_domain"]
 
 DOMAIN = "domain.json"
 """Name of the file in the folder of a run."""
 
+_MOST_BYTES = 10_000_000
 _AXES = "xyz"
 _KINDS: tuple[EnergyKind, ...] = ("adsorption", "total", "unknown")
 _SEEN = " (seen by the initial weights alone)"
 _Range = tuple[int, int]
 _Aspect = tuple[str, str]  # and the element that it is about, if it is about one
+
+
+def read_domain(path: Path) -> object:
+    """What a run's domain.json holds, for `Domain.from_json`; None if it is not there.
+
+    Raises:
+        ValueError: naming the file, if it is no JSON.
+    """
+    if not path.is_file():
+        return None
+    return read_json(path, _MOST_BYTES, "JSON", "put back the file that training wrote")
 
 
 class Elements(NamedTuple):
