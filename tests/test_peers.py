@@ -488,8 +488,18 @@ def test_tuning_that_would_have_no_effect_is_refused(words, given, message, caps
     assert message in capsys.readouterr().err and pool.done == []
 
 
-def test_archived_runs_of_the_sample_can_be_gone_on_with(tmp_path, monkeypatch) -> None:
-    """By the command of the page, from the top of any clone."""
+@pytest.mark.parametrize(
+    ("folder", "more"),
+    [
+        ("sample", []),
+        ("sample", ["--fractions", "0.1", "0.3", "1.0", "--seeds", "1"]),
+        ("sample-40", ["--minutes", "40", "--tune-minutes", "2", "--seeds", "1"]),
+    ],
+)
+def test_archived_runs_of_the_sample_can_be_gone_on_with(
+    folder: str, more: list[str], tmp_path, monkeypatch
+) -> None:
+    """By the commands of the page, from the top of any clone."""
     monkeypatch.chdir(models.REPOSITORY)
     with tarfile.open("docs/results/peers-runs.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
@@ -498,7 +508,7 @@ def test_archived_runs_of_the_sample_can_be_gone_on_with(tmp_path, monkeypatch) 
         text.index("scripts/peers.py --data datasets/chgnet-sample --out runs/peers/sa") :
     ]
     given = command.partition("```")[0].replace("\\\n", " ").split()[1:]
-    options = peers.parse([*given, "--out", str(tmp_path / "peers" / "sample")])
+    options = peers.parse([*given, *more, "--out", str(tmp_path / "peers" / folder)])
     trials = pool.tuning(options)
     while pool.widen(options, trials):
         pass
@@ -610,6 +620,29 @@ def test_the_page_has_what_the_runs_had(page: str, folder: str) -> None:
             same = max(own) - min(own) < 5e-4  # of what does not depend on the seed
             cells.append(mean_sd(own[:1] if same else own, 3))
         assert f"| {' | '.join(cells)} |" in text, model
+
+
+@pytest.mark.parametrize(
+    ("page", "folder", "minutes", "shares", "splits"),
+    [
+        ("dft.md", "game-net-40", 40, ("1",), VAL_SPLITS),
+        ("sample.md", "sample-40", 40, ("1",), VAL_SPLITS),
+        ("dft.md", "game-net", 10, ("0.1", "0.3", "1"), VAL_SPLITS[:3]),
+        ("sample.md", "sample", 10, ("0.1", "0.3", "1"), VAL_SPLITS),
+    ],
+)
+def test_the_page_has_what_single_trainings_had(page, folder, minutes, shares, splits) -> None:
+    """Rows of forty minutes, and of shares of the training set, seed 0."""
+    docs = models.REPOSITORY / "docs" / "results"
+    text = (docs / page).read_text().replace("*", "")
+    with tarfile.open(docs / "peers-runs.tar.xz") as archive:
+        for model in (models.RECOMMENDED, *models.NETS, *models.FITS):
+            names = [
+                f"peers/{folder}/jobs/{model}_{minutes}min_{share}_seed0.json" for share in shares
+            ]
+            results = [json.load(archive.extractfile(name)) for name in names]
+            cells = [f"{r['splits'][split]['mae_eV']:.3f}" for split in splits for r in results]
+            assert f"| {' | '.join(cells)} |" in text, model
 
 
 def test_descriptors_do_not_change_with_the_crystal() -> None:
