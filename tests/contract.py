@@ -428,13 +428,13 @@ def check_save_load(module: nn.Module, twin: nn.Module, call: Callable[[nn.Modul
     torch.testing.assert_close(call(twin), call(module), rtol=0.0, atol=0.0)
 
 
-def check_compile(stack: Stack, case: str, backend: str = "aot_eager") -> None:
+def check_compile(module: nn.Module, case: str, backend: str = "aot_eager") -> None:
     """torch.compile gives the same numbers, outputs and gradients, without a graph break."""
     x, r, mask = pad(ragged(case), max(SIZES), case)
     found = []
-    for module in (stack, torch.compile(stack, fullgraph=True, backend=backend)):
+    for call in (module, torch.compile(module, fullgraph=True, backend=backend)):
         tokens = x.clone().requires_grad_()
-        out = module(tokens, r, key_mask=mask)[mask]
+        out = call(tokens, r, key_mask=mask)[mask]
         found.append((out, torch.autograd.grad(out.square().sum(), tokens)[0]))
     for compiled, eager in zip(*found[::-1], strict=True):
         torch.testing.assert_close(compiled, eager, **EXACT)

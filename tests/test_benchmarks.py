@@ -16,6 +16,7 @@ from ase.build import add_adsorbate, fcc111
 from ase.io import write
 from data.oc20_files import old_record, write_lmdb
 from script_files import SCRIPTS, benchmark, load_script  # makes the kit importable
+from torch_geometric.data import Batch
 
 from molflt.graph import EnergyRegressor
 
@@ -102,6 +103,18 @@ def check_memory(study: layers.Study, rows: Rows) -> None:
                 assert (exponent(points) < 1.4) == linear, (mechanism, points)
 
 
+class NotCompiled:
+    """In place of machine code, which tests/graph/test_compiled.py makes: the model itself."""
+
+    matrix = False
+
+    def __init__(self, model: torch.nn.Module, path: Path) -> None:
+        self.model = model
+
+    def __call__(self, batch: Batch) -> dict[str, torch.Tensor]:
+        return self.model(batch)
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=needs_linux) if n in MEMORY else n for n in NAMES]
 )
@@ -115,6 +128,9 @@ def test_quick_run_writes_rows_block_and_picture(
     module = benchmark(name)
     if name == "rotation":
         monkeypatch.setattr(module, "load_run", small_run)
+    elif name == "compiled":
+        monkeypatch.setattr(module, "compile_energies", lambda model, path: path)
+        monkeypatch.setattr(module, "CompiledEnergies", NotCompiled)
     pages, threads = every_page(), torch.get_num_threads()
     words = [name, "--quick", *inputs.get(name, []), "--out", str(tmp_path)]
     assert RUN.main(words) == 0

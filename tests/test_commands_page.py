@@ -35,7 +35,7 @@ def carried_out(words: list[str]) -> None:
         words = [*words, *(SMALL if "--init" not in words else SMALL[-1:])]
         words += EPOCH if "demo" in words else SHORT
     if words[:2] == ["data", "make"]:
-        words = ["data", "make", "made", *words[3:], "--val", "1"]
+        words = ["data", "make", "made", *words[3:], "--val", "0", "--workers", "1"]
     if words[0] == "relax":  # whether a minimum is found depends on rounding
         words = [*words, "--fmax=1000"]
     assert main(words) == 0, words

@@ -36,7 +36,7 @@ def both(tmp_path_factory):
     start(data, folder / "one", *STILL, "--data.batch_size=4")
     words = ["--trainer.devices=2", "--trainer.strategy=ddp"]
     running = process(*arguments(data, folder / "two", *STILL, *words))
-    _, errors = running.communicate(timeout=120)
+    _, errors = running.communicate(timeout=600)
     assert running.returncode == 0, errors
     return folder / "one", folder / "two"
 
@@ -71,7 +71,7 @@ def test_two_processes_with_two_batches_each_take_the_step_of_four(both):
     start(folder / "data", folder / "four", *words, "--trainer.accumulate=4")
     words += ["--trainer.accumulate=2", "--trainer.devices=2", "--trainer.strategy=ddp"]
     running = process(*arguments(folder / "data", folder / "pairs", *words))
-    _, errors = running.communicate(timeout=120)
+    _, errors = running.communicate(timeout=600)
     assert running.returncode == 0, errors
     one, two = (last_state(folder / name)["state_dict"] for name in ("four", "pairs"))
     for name, tensor in one.items():
@@ -89,7 +89,7 @@ def test_processes_that_torchrun_starts_go_on_with_what_lightning_started(both):
     words = ["-m", "torch.distributed.run", "--nproc-per-node=2", *train]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=120, env=environment
+        [sys.executable, *words], capture_output=True, text=True, timeout=600, env=environment
     )
     assert done.returncode == 0, done.stderr
     assert last_state(run)["global_step"] == 8 and not (run / ".lock").exists()

@@ -412,15 +412,19 @@ def test_differences_have_the_spread_of_systems_and_of_seeds(words, tmp_path, ca
     def errors(model: str) -> np.ndarray:
         files = sorted((tmp_path / "out" / "jobs").glob(f"{model}_*"))
         found = [json.loads(file.read_text())["splits"]["val_id"]["energy_eV"] for file in files]
-        return np.abs(np.array(found) - labels)
+        return np.array(found) - labels
 
-    ours, median = errors("small"), errors("median")
+    signed = errors("small")
+    with_median = np.mean([np.corrcoef(seed, errors("median")[0])[0, 1] for seed in signed])
+    ours, median = np.abs(signed), np.abs(errors("median"))
     apart = (ours - median).mean(axis=0)
     seeds = ours.mean(axis=1)
     error = (apart.std(ddof=1) ** 2 / len(labels) + seeds.std(ddof=1) ** 2 / 2) ** 0.5
     text = capsys.readouterr().out
     assert f"| small | {apart.mean():.3f} ± {error:.3f} |" in text
     assert "| MAE - MAE of median, eV | val_id |" in text
+    assert "| r with errors of median | val_id |\n| --- | --- |\n| median | 1.00 |" in text
+    assert f"\n| small | {with_median:.2f} |" in text
     rows = [f"{1000 + i},{i // 2},{i % 2}" for i in range(len(labels))]
     (tmp_path / "data" / "systems.csv").write_text("\n".join(["sid,molecule,metal", *rows]))
     alike = ["--alike", "molecule", "metal"]

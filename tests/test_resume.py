@@ -104,12 +104,12 @@ def at_step(method, step, act):
 
 def stop(words, ready, signum):
     """Sends a signal to a training process once something is there; its status and stderr."""
-    running, deadline = process(*words), time.monotonic() + 120
+    running, deadline = process(*words), time.monotonic() + 600
     while not ready():
         assert running.poll() is None and time.monotonic() < deadline
         time.sleep(0.002)
     running.send_signal(signum)
-    _, errors = running.communicate(timeout=120)
+    _, errors = running.communicate(timeout=600)
     return running.returncode, errors
 
 
@@ -202,13 +202,13 @@ def test_a_terminal_that_is_closed(data, tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     os.close(theirs)
-    last, deadline = run / "checkpoints" / "last.ckpt", time.monotonic() + 120
+    last, deadline = run / "checkpoints" / "last.ckpt", time.monotonic() + 600
     while not last.exists():
         assert running.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     before = last_state(run)["global_step"]
     os.close(ours)
-    assert running.wait(timeout=120) == 128 + signal.SIGHUP
+    assert running.wait(timeout=600) == 128 + signal.SIGHUP
     assert last_state(run)["global_step"] > before
     assert load_run(run, "last")[1]["trainer"]["max_steps"] == 100000
 

@@ -125,7 +125,7 @@ PROMISES = [
     cost_promise("memory", "flt", "performer", FAR, most=1.35),
     cost_promise("time", "flt, l = 1", "performer", FAR, most=1.6),
     cost_promise("memory", "flt, l = 1", "performer", FAR, most=1.35),
-    cost_promise("time", "performer-pytorch", "performer", FAR, causal=True, least=8),
+    cost_promise("time", "performer-pytorch", "performer", FAR, causal=True, least=4),
     cost_promise("memory", "performer-pytorch", "performer", FAR, causal=True, least=5),
     cost_promise("time", "fnet", "transformers fnet", FAR, most=1),
 ]

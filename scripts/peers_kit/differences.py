@@ -26,7 +26,9 @@ def differences(results: Results, first: str, alike: Sequence[str] = ()) -> str:
 
     Errors are averaged over the seeds of a model and compared system by system. The standard error
     is sqrt(V + sd_a^2 / seeds_a + sd_b^2 / seeds_b), where V is of the mean over systems; see
-    `variance_of_mean`.
+    `variance_of_mean`. A second table says how much of the errors is common to both: Pearson's r of
+    their signed errors over systems, the mean over pairs of seeds; that of the one with itself is
+    between its seeds.
 
     Args:
         results: of jobs.
@@ -42,6 +44,7 @@ def differences(results: Results, first: str, alike: Sequence[str] = ()) -> str:
     models = list(dict.fromkeys(result["job"]["model"] for result in own))
     root, splits = Path(own[0]["job"]["data"]), own[0]["job"]["splits"]
     cells: dict[str, list[object]] = {model: [model] for model in models if model != first}
+    common: dict[str, list[object]] = {model: [model] for model in (first, *cells)}
     grouping = _Grouping(root / SYSTEMS, alike)
     for split in splits:
         dataset = open_structures(split_path(root, split), False)
@@ -51,9 +54,12 @@ def differences(results: Results, first: str, alike: Sequence[str] = ()) -> str:
         errors = {model: _errors(own, model, split, labels[known], known) for model in models}
         for model, cell in cells.items():
             cell.append(_difference(errors[model], errors[first], groups))
-    head = [f"MAE - MAE of {first}, eV", *splits]
+        for model, cell in common.items():
+            cell.append(_correlation(errors[model], errors[first], model == first))
     text = f"Mean ± standard error{' by ' + ' and '.join(alike) if alike else ''}"
-    return f"{text}\n\n{markdown(head, list(cells.values()))}"
+    table = markdown([f"MAE - MAE of {first}, eV", *splits], list(cells.values()))
+    shared = markdown([f"r with errors of {first}", *splits], list(common.values()))
+    return f"{text}\n\n{table}\n\n{shared}"
 
 
 def expect_alike(root: Path, splits: Sequence[str], alike: Sequence[str]) -> None:
@@ -126,16 +132,24 @@ def variance_of_mean(values: _Array, groups: _Groups) -> float:
 def _errors(
     results: Results, model: str, split: str, labels: _Array, known: NDArray[np.bool_]
 ) -> _Array | None:
-    """Absolute errors, (seeds, labeled systems), eV; None if the model has diverged."""
+    """Prediction - label, (seeds, labeled systems), eV; None if the model has diverged."""
     found = [r["splits"][split]["energy_eV"] for r in results if r["job"]["model"] == model]
-    return None if None in found else np.abs(np.array(found)[:, known] - labels)
+    return None if None in found else np.array(found)[:, known] - labels
 
 
 def _difference(errors: _Array | None, others: _Array | None, groups: _Groups) -> str:
     if errors is None or others is None or not errors.size:
         return "–"
+    errors, others = np.abs(errors), np.abs(others)
     by_system = errors.mean(axis=0) - others.mean(axis=0)
     variance = variance_of_mean(by_system, groups)
     for one in (errors, others):
         variance += one.mean(axis=1).var(ddof=1) / len(one) if len(one) > 1 else 0.0
     return f"{by_system.mean():.3f} ± {variance**0.5:.3f}"
+
+
+def _correlation(errors: _Array | None, others: _Array | None, itself: bool) -> str:
+    if errors is None or others is None or errors.shape[-1] < 2 or (itself and len(errors) < 2):
+        return "–"
+    r = np.corrcoef(errors, others)[: len(errors), len(errors) :]
+    return f"{(r[np.triu_indices(len(r), 1)] if itself else r).mean():.2f}"

@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -45,35 +46,60 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
+@contextmanager
+def in_this_process() -> Iterator[list[object]]:
+    """No workers, whose imports take seconds: EMT has no threads whose number would matter.
+
+    Gives what has been worked on.
+    """
+    done: list[object] = []
+
+    def here(work, tasks, workers):
+        done.extend(tasks)
+        return (work(task) for task in tasks)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (generator, make_settings):
+            patch.setattr(module, "_in_processes", here)
+        yield done
+
+
+@pytest.fixture
+def worked_on() -> Iterator[list[object]]:
+    with in_this_process() as done:
+        yield done
+
+
 @pytest.fixture(scope="module")
-def one_worker(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("made") / "one"
-    make(directory, **SMALL, workers=1, frames=True)
+def made_here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("made") / "here"
+    with in_this_process():
+        make(directory, **SMALL, workers=1, frames=True)
     return directory
 
 
-def test_a_finished_run_holds_what_it_says(one_worker: Path, capsys) -> None:
+def test_a_finished_run_holds_what_it_says(made_here: Path, capsys) -> None:
     stores = [f"{split}.safetensors" for split in make_systems._SPLITS]
     frames = [f"frames/{split}.extxyz" for split in make_systems._SPLITS]
-    assert sorted(contents(one_worker)) == sorted(["made.json", "systems.csv", *stores, *frames])
-    made = json.loads((one_worker / "made.json").read_text())
+    assert sorted(contents(made_here)) == sorted(["made.json", "systems.csv", *stores, *frames])
+    made = json.loads((made_here / "made.json").read_text())
     assert made["potential"].startswith("ASE's effective-medium potential, not DFT (ase ")
     assert set(made["rejected"]) == set(make_systems._SPLITS)
     assert set(made["rejected"]["train"]) == set(make_systems._REJECTIONS)
     h2, h2o = made["molecules_eV"]["H2"], made["molecules_eV"]["H2O"]
     assert made["references_eV"]["H"] == h2 / 2 and made["references_eV"]["O"] == h2o - h2
-    assert StructureStore(one_worker / stores[0]).source.startswith("molflt data make: train, ")
-    rows = (one_worker / "systems.csv").read_text().splitlines()
+    assert StructureStore(made_here / stores[0]).source.startswith("molflt data make: train, ")
+    rows = (made_here / "systems.csv").read_text().splitlines()
     assert rows[0] == "sid,split,adsorbate,catalyst,facet,site" and len(rows) == 1 + 6
-    make(one_worker, **SMALL, workers=1, frames=True)  # relaxes nothing, says it again
+    make(made_here, **SMALL, workers=1, frames=True)  # relaxes nothing, says it again
     said = capsys.readouterr().out
     assert "references of emt, eV: H 0." in said and "draws refused and drawn again: slab " in said
 
 
-def test_frames_lead_from_the_initial_to_the_relaxed_structure(one_worker: Path) -> None:
-    store = StructureStore(one_worker / "train.safetensors")
-    frames = read(one_worker / "frames" / "train.extxyz", ":")
-    elements = json.loads((one_worker / "made.json").read_text())["references_eV"]
+def test_frames_lead_from_the_initial_to_the_relaxed_structure(made_here: Path) -> None:
+    store = StructureStore(made_here / "train.safetensors")
+    frames = read(made_here / "frames" / "train.extxyz", ":")
+    elements = json.loads((made_here / "made.json").read_text())["references_eV"]
     for record in (store[i] for i in range(len(store))):
         own = [frame for frame in frames if frame.info["sid"] == record.sid]
         for frame, pos in ((own[0], record.pos), (own[-1], record.pos_relaxed)):
@@ -93,15 +119,9 @@ def test_frames_lead_from_the_initial_to_the_relaxed_structure(one_worker: Path)
 
 
 def test_a_data_set_grows_in_shards_to_the_bytes_of_one_made_at_once(
-    tmp_path: Path, one_worker: Path, monkeypatch, capsys
+    tmp_path: Path, made_here: Path, worked_on: list[object], monkeypatch, capsys
 ) -> None:
     directory = tmp_path / "data"
-
-    def here(work, tasks, workers):  # EMT has no threads whose number would matter
-        return (work(task) for task in tasks)
-
-    for module in (generator, make_settings):
-        monkeypatch.setattr(module, "_in_processes", here)
     make(directory, **{**SMALL, "train": 1}, workers=1, frames=True)
     table = (directory / "systems.csv").read_text()
     (directory / "systems.csv").write_text("\n".join(table.splitlines()[:1]))
@@ -116,7 +136,7 @@ def test_a_data_set_grows_in_shards_to_the_bytes_of_one_made_at_once(
         assert said in capsys.readouterr().out
     assert len(StructureStore(directory / "train.safetensors")) == 1
     make(directory, **SMALL, workers=1, frames=True)
-    assert contents(directory) == contents(one_worker)
+    assert contents(directory) == contents(made_here)
     with pytest.raises(ValueError, match=r"other settings: train 2 \(now 1\);"):
         make(directory, **{**SMALL, "train": 1}, workers=1, frames=True)
 
@@ -145,16 +165,16 @@ def test_references_and_adsorption_energy_by_hand() -> None:
         assert references.adsorption_energy(total, -100.0, molecule(name).symbols, simple) == 0.0
 
 
-def test_another_seed_gives_others(one_worker: Path) -> None:
+def test_another_seed_gives_others(made_here: Path) -> None:
     plan = make_systems._Plan("emt", 8, (("H", 0.0), ("C", 0.0), ("N", 0.0), ("O", 0.0)))
     other = make_systems._relax_system(plan, "train", 0).fields["pos"]
-    first = StructureStore(one_worker / "train.safetensors")[0].pos.numpy()
+    first = StructureStore(made_here / "train.safetensors")[0].pos.numpy()
     assert other.tobytes() != first.tobytes()
 
 
 def interrupted(script: Path, directory: Path, how: signal.Signals) -> str:
     """What a run prints that is stopped by a signal once it has made a further part."""
-    parts, deadline = directory / generator._PARTS, time.monotonic() + 120
+    parts, deadline = directory / generator._PARTS, time.monotonic() + 600
     before = len(list(parts.rglob("*.safetensors")))
     process = subprocess.Popen(
         [sys.executable, str(script), str(directory)],
@@ -168,7 +188,7 @@ def interrupted(script: Path, directory: Path, how: signal.Signals) -> str:
         time.sleep(0.02)
     workers = _children(process.pid)
     process.send_signal(how)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode != 0 and not (directory / "train.safetensors").exists()
     while any(_alive(pid) for pid in workers) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -176,8 +196,8 @@ def interrupted(script: Path, directory: Path, how: signal.Signals) -> str:
     return output
 
 
-def test_interrupted_runs_of_two_workers_continue_to_the_bytes_of_one(
-    tmp_path: Path, one_worker: Path, monkeypatch
+def test_interrupted_runs_of_two_workers_continue_to_the_bytes_of_one_process(
+    tmp_path: Path, made_here: Path, worked_on: list[object]
 ) -> None:
     script, directory = tmp_path / "run.py", tmp_path / "data"
     script.write_text(RUN)
@@ -189,18 +209,9 @@ def test_interrupted_runs_of_two_workers_continue_to_the_bytes_of_one(
     damaged = next(parts.rglob("[0-9]*.safetensors"))
     damaged.write_bytes(b"\x40\x00\x00")
 
-    relaxed: list[object] = []
-    in_processes = generator._in_processes
-
-    def spy(work, tasks, workers):
-        relaxed.extend(tasks)
-        return in_processes(work, tasks, workers)
-
-    for module in (generator, make_settings):
-        monkeypatch.setattr(module, "_in_processes", spy)
     make(directory, **SMALL, workers=2, frames=True)
-    assert len(relaxed) == 6 - kept + 1, "references and systems that are there are not repeated"
-    assert contents(directory) == contents(one_worker)
+    assert len(worked_on) == 6 - kept + 1, "references and systems that are there are not repeated"
+    assert contents(directory) == contents(made_here)
 
 
 def _children(pid: int) -> list[int]:
