@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from ase.build import add_adsorbate, fcc111
 from ase.io import write
-from tiny_run import write_data, write_points
+from tiny_run import structures, write_data, write_points
 
 from molflt.commands.cli import main
 from molflt.data.shards import Shard
+from molflt.data.structures.store import write_store
 
 PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
 SHORT = ["--trainer.max_steps=1", "--trainer.val_every=1", "--trainer.checkpoint_every=1"]
@@ -18,7 +19,8 @@ SMALL = ["--model.dim=16", "--model.heads=2", "--model.ffn_dim=16", "--data.batc
 NAMES = {"DIR": "data", "PATH": "structures.extxyz", "SRC": "structures.extxyz"}
 NAMES |= {"DST": "converted.safetensors", "FOLDER": "exported", "many.lmdb": "many.extxyz"}
 NAMES |= {"5000": "1"}
-EPOCH = [*(word.replace("=1", "=16") for word in SHORT), "--data.batch_size=64"]  # all elements
+DEMO = ["--data.root=data", "--data.batch_size=32"]  # one step sees all elements
+SPLITS = ("val_ood_ads", "val_ood_cat", "val_ood_both")
 ELSEWHERE = ("data download", "lm/wikitext2", "runs/lm", "image/", "runs/vit")  # other data
 
 
@@ -33,9 +35,9 @@ def lines() -> list[list[str]]:
 def carried_out(words: list[str]) -> None:
     if words[0] == "train" and "--resume" not in words:
         words = [*words, *(SMALL if "--init" not in words else SMALL[-1:])]
-        words += EPOCH if "demo" in words else SHORT
+        words += [*SHORT, *(DEMO if "demo" in words else [])]
     if words[:2] == ["data", "make"]:
-        words = ["data", "make", "made", *words[3:], "--val", "0", "--workers", "1"]
+        words = ["data", "make", "made", *words[3:], "--val", "1", "--workers", "1"]
     if words[0] == "relax":  # whether a minimum is found depends on rounding
         words = [*words, "--fmax=1000"]
     assert main(words) == 0, words
@@ -54,6 +56,8 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             frame.info["y_relaxed"] = -1.0 - 0.1 * seed
         write(tmp_path / f"{name}.extxyz", frames)
     write_data(tmp_path / "data")
+    for seed, split in enumerate(SPLITS, 2):
+        write_store(tmp_path / "data" / f"{split}.safetensors", structures(8, seed, 1000 * seed))
     monkeypatch.chdir(tmp_path)
     points = [f"--data.root={write_points(tmp_path / 'points')}", "--run=runs/potential"]
     assert main(["train", "--recipe=potential", *points, *SHORT, "--model.dim=16"]) == 0

@@ -44,7 +44,7 @@ SIZES: dict[str, Any] = {
 }
 PIECE = 1000  # tokens of a prompt at once: softmax would need 10^8 logits per head for all of them
 TOKENS = 8
-QUICK = {"positions": (6, 12, 24), "rounds": 2}
+QUICK = {"positions": (6, 12, 24), "rounds": 1}
 
 Key = tuple[str, int]  # mechanism, position
 Times = dict[Key, list[list[float]]]  # seconds of each token of each round
