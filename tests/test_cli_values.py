@@ -213,7 +213,7 @@ def test_a_group_of_a_configuration_holds_keys(group, value, tmp_path, monkeypat
         (b"x", "expected a configuration, as `key: value`; got 'x'"),
         (b"", "got None"),
         (b"\xff\xfe\x00", "not a YAML configuration"),
-        (600 * b"[", "nested too deeply"),
+        (2_000 * b"[", "nested too deeply"),
         (b"a: &a [*a]", "unknown key 'a'"),
         (b"model: {dim: &a [*a]}", "key model.dim; expected int; got [[["),
         (b"resume: x", "unknown key 'resume'"),
