@@ -649,6 +649,21 @@ def test_the_page_has_what_single_trainings_had(page, folder, minutes, shares, s
             assert f"| {' | '.join(cells)} |" in text, model
 
 
+def test_the_page_has_what_changed_forms_had() -> None:
+    """Rows of what the parts of the model are worth: a cell has the errors of all seeds."""
+    docs = models.REPOSITORY / "docs" / "results"
+    text, found = (docs / "dft.md").read_text(), {}
+    with tarfile.open(docs / "peers-runs.tar.xz") as archive:
+        for file in sorted(archive.getnames()):
+            if file.startswith("peers/parts/jobs/"):
+                result = json.load(archive.extractfile(file))
+                found.setdefault(result["job"]["model"], []).append(result)
+    assert len(found) == 9
+    for model, seeds in found.items():
+        own = [[f"{r['splits'][split]['mae_eV']:.3f}" for r in seeds] for split in VAL_SPLITS]
+        assert f"| {' | '.join(', '.join(cell) for cell in own)} |" in text, model
+
+
 def test_descriptors_do_not_change_with_the_crystal() -> None:
     own = crystal()
     turn = np.linalg.qr(np.random.default_rng(1).normal(size=(3, 3)))[0]
