@@ -604,18 +604,27 @@ def test_kernel_ridge_without_scikit_learn_says_what_to_install(words, monkeypat
     assert "kernel-ridge needs scikit-learn; pip install 'molflt[bench]'" in capsys.readouterr().err
 
 
+@pytest.fixture(scope="module")
+def archived() -> dict[str, dict]:
+    """Results of all jobs that lie beside the pages, by their paths."""
+    with tarfile.open(models.REPOSITORY / "docs" / "results" / "peers-runs.tar.xz") as archive:
+        return {f.name: json.load(archive.extractfile(f)) for f in archive if f.isfile()}
+
+
+def page_of_results(name: str) -> str:
+    return (models.REPOSITORY / "docs" / "results" / name).read_text().replace("*", "")
+
+
 @pytest.mark.parametrize(
     ("page", "folder"),
     [("dft.md", "game-net"), ("sample.md", "sample"), ("dft.md", "attention")],
 )
-def test_the_page_has_what_the_runs_had(page: str, folder: str) -> None:
+def test_the_page_has_what_the_runs_had(page: str, folder: str, archived) -> None:
     """Cells of the tables, from the errors that lie beside the energies of every system."""
-    docs = models.REPOSITORY / "docs" / "results"
-    with tarfile.open(docs / "peers-runs.tar.xz") as archive:
-        ours = f"peers/{folder}/jobs/"
-        files = [f for f in archive if f.name.startswith(ours) and "min_1_seed" in f.name]
-        rows = report.rows_of([json.load(archive.extractfile(file)) for file in files])
-    text = (docs / page).read_text().replace("*", "")
+    ours = f"peers/{folder}/jobs/"
+    names = [name for name in archived if name.startswith(ours) and "min_1_seed" in name]
+    rows = report.rows_of([archived[name] for name in names])
+    text = page_of_results(page)
     for model in {row["model"] for row in rows}:
         cells = []
         for split in VAL_SPLITS:
@@ -635,29 +644,24 @@ def test_the_page_has_what_the_runs_had(page: str, folder: str) -> None:
         ("sample.md", "sample", 10, ("0.1", "0.3", "1"), VAL_SPLITS),
     ],
 )
-def test_the_page_has_what_single_trainings_had(page, folder, minutes, shares, splits) -> None:
+def test_the_page_has_what_single_trainings_had(
+    page, folder, minutes, shares, splits, archived
+) -> None:
     """Rows of forty minutes, and of shares of the training set, seed 0."""
-    docs = models.REPOSITORY / "docs" / "results"
-    text = (docs / page).read_text().replace("*", "")
-    with tarfile.open(docs / "peers-runs.tar.xz") as archive:
-        for model in (models.RECOMMENDED, *models.NETS, *models.FITS):
-            names = [
-                f"peers/{folder}/jobs/{model}_{minutes}min_{share}_seed0.json" for share in shares
-            ]
-            results = [json.load(archive.extractfile(name)) for name in names]
-            cells = [f"{r['splits'][split]['mae_eV']:.3f}" for split in splits for r in results]
-            assert f"| {' | '.join(cells)} |" in text, model
+    text = page_of_results(page)
+    for model in (models.RECOMMENDED, *models.NETS, *models.FITS):
+        own = f"peers/{folder}/jobs/{model}_{minutes}min"
+        results = [archived[f"{own}_{share}_seed0.json"] for share in shares]
+        cells = [f"{r['splits'][split]['mae_eV']:.3f}" for split in splits for r in results]
+        assert f"| {' | '.join(cells)} |" in text, model
 
 
-def test_the_page_has_what_changed_forms_had() -> None:
+def test_the_page_has_what_changed_forms_had(archived) -> None:
     """Rows of what the parts of the model are worth: a cell has the errors of all seeds."""
-    docs = models.REPOSITORY / "docs" / "results"
-    text, found = (docs / "dft.md").read_text(), {}
-    with tarfile.open(docs / "peers-runs.tar.xz") as archive:
-        for file in sorted(archive.getnames()):
-            if file.startswith("peers/parts/jobs/"):
-                result = json.load(archive.extractfile(file))
-                found.setdefault(result["job"]["model"], []).append(result)
+    text, found = page_of_results("dft.md"), {}
+    for name in sorted(archived):
+        if name.startswith("peers/parts/jobs/"):
+            found.setdefault(archived[name]["job"]["model"], []).append(archived[name])
     assert len(found) == 9
     for model, seeds in found.items():
         own = [[f"{r['splits'][split]['mae_eV']:.3f}" for r in seeds] for split in VAL_SPLITS]

@@ -28,16 +28,7 @@ from molflt.attention.fnet import FourierMixer
 
 HEADS, HEAD_DIM, FEATURES, NODES = 8, 64, 64, 32
 DIM = HEADS * HEAD_DIM
-FEW = (
-    "softmax",
-    "softmax, spectral mask",
-    "performer",
-    "flt",
-    "log-linear",
-    "performer-pytorch",
-    "fnet",
-)
-QUICK = {"sizes": (512, 1024), "rounds": 1, "passes": (TRAINING,), "mechanisms": FEW}
+QUICK = {"sizes": (512, 1024), "rounds": 1, "passes": (TRAINING,)}
 
 
 class Layer(nn.Module):
