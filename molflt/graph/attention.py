@@ -153,7 +153,7 @@ class GraphAttention(nn.Module):
             raise ValueError(f"x must have shape (atoms, {self.dim}); got {tuple(x.shape)}")
         like_weights("x", x, self.attention.to_query.weight)
         if self.encoding is None:
-            geometry = Geometry.of(x.new_zeros(len(x), 3), batch, graphs=batch_size)
+            geometry = Geometry.of(x.new_zeros(len(x), 3), batch, cell, pbc, graphs=batch_size)
         else:
             geometry = self._geometry(self.encoding, x, pos, batch, cell, pbc, batch_size)
         if not len(x):

@@ -63,6 +63,8 @@ class Geometry(NamedTuple):
         _real("cell", cell)
         if pbc is not None and (pbc.is_floating_point() or pbc.is_complex()):
             raise ValueError(f"pbc must be bool, one for each axis; got {pbc.dtype}; use .bool()")
+        if batch is None and len(pos):
+            _expect_one_graph(graphs, cell, pbc)
         batch = _in_order(batch, pos, graphs)
         if graphs is None:
             graphs = int(batch[-1]) + 1 if len(batch) else _of_none(cell, pbc)
@@ -209,8 +211,7 @@ def _in_order(batch: Tensor | None, atoms: Tensor, graphs: int | None) -> Tensor
     Raises:
         ValueError: another shape, graphs that are not ascending, or that are out of range.
     """
-    least = 1 if batch is None and len(atoms) else 0
-    if graphs is not None and graphs < least:
+    if graphs is not None and graphs < 0:
         raise ValueError(f"batch_size must be the number of graphs; got {graphs}; correct it")
     if batch is None:
         return torch.zeros(len(atoms), dtype=torch.long, device=atoms.device)
@@ -242,6 +243,17 @@ def _in_order(batch: Tensor | None, atoms: Tensor, graphs: int | None) -> Tensor
     return batch
 
 
+def _expect_one_graph(graphs: int | None, cell: Tensor | None, pbc: Tensor | None) -> None:
+    """Raises ValueError where something is of several graphs, without `batch`."""
+    found = {"batch_size": 1 if graphs is None else graphs, "cell or pbc": _of_none(cell, pbc)}
+    for name, count in found.items():
+        if count != 1:
+            raise ValueError(
+                f"batch is missing, and one graph expected; got {count} by {name}; pass batch, "
+                "(atoms,), the graph of each atom"
+            )
+
+
 def _sum_by(x: Tensor, index: Tensor, size: int) -> Tensor:
     """Sums of rows with one index: (n, ...), (n,) -> (size, ...)."""
     return x.new_zeros(size, *x.shape[1:]).index_add(0, index, x)
@@ -249,12 +261,12 @@ def _sum_by(x: Tensor, index: Tensor, size: int) -> Tensor:
 
 def _of_none(cell: Tensor | None, pbc: Tensor | None) -> int:
     """Number of graphs where there are no atoms to tell: that of cells or axes, or 1."""
-    many = [
+    many = (
         len(given)
         for given, ndim in ((cell, 3), (pbc, 2))
         if given is not None and given.ndim == ndim
-    ]
-    return many[0] if many else 1
+    )
+    return max(many, default=1)
 
 
 def _for_each(name: str, given: Tensor, shape: tuple[int, ...], graphs: int) -> Tensor:

@@ -63,7 +63,8 @@ def test_weights_of_keys(mixing):
     for wrong, words in (
         (weight[:1], r"must have shape \(2, 3\), one for each key; got \(1, 3\)"),
         (weight[:, :1], r"must have shape \(2, 3\), one for each key; got \(2, 1\)"),
-        (-torch.ones(2, 3), "must not be below 0, .* got -1; mask"),
+        (-torch.ones(2, 3), "key_weight .* got -1; .* key_mask"),
+        (torch.tensor([[1.0, 0.0, 2.0], [1.0, 1.0, 1.0]]), "key_weight .* got 0; .* key_mask"),
     ):
         with pytest.raises(ValueError, match=words):
             layer(x.float(), key_mask=mask, key_weight=wrong)

@@ -7,7 +7,7 @@ import torch
 from torch_geometric.data import Batch, Data
 
 from molflt.data.structures.records import make_record
-from molflt.graph import EnergyRegressor, GraphAttention, PBCRadiusGraph
+from molflt.graph import EnergyRegressor, GraphAttention, PBCRadiusGraph, Potential
 
 ATOMS = 6
 SMALL = {"dim": 16, "heads": 2, "layers": 1, "ffn_dim": 16, "num_features": 8}
@@ -178,6 +178,33 @@ def test_a_wrong_batch_marks_no_element_as_trained() -> None:
     assert not model.trained_elements.any()
 
 
+FORGOTTEN = {
+    "cells": {"cell": 5 * torch.eye(3).repeat(2, 1, 1)},
+    "axes": {"pbc": torch.zeros(2, 3, dtype=torch.bool)},
+    "axes beside one cell": {"cell": torch.eye(3), "pbc": torch.ones(2, 3).bool()},
+    "number": {"batch_size": 2, "pbc": torch.zeros(3, dtype=torch.bool)},
+    "cells and their number": {"cell": 5 * torch.eye(3).repeat(2, 1, 1), "batch_size": 2},
+}
+
+
+@pytest.mark.parametrize("position", ["none", "spectral", "multiplicative"])
+@pytest.mark.parametrize("case", FORGOTTEN)
+def test_a_forgotten_batch_mixes_no_graphs(case, position) -> None:
+    layer = GraphAttention(16, 2, position=position, periodic=PERIODIC[position], num_features=8)
+    given = {"x": X, "pos": POS, **FORGOTTEN[case]}
+    refused(ValueError, lambda: layer(**given), "batch is missing", "got 2", "pass batch")
+    assert layer(**given, batch=(ONE.cumsum(0) > 3).long()).shape == X.shape
+
+
+def test_a_forgotten_batch_of_data(model) -> None:
+    whole = Batch.from_data_list([data(), data()])
+    joined = Data(**{key: whole[key] for key in ("pos", "atomic_numbers", "cell", "pbc")})
+    for call in (model, Potential(**SMALL), PBCRadiusGraph(3.0)):
+        refused(ValueError, lambda call=call: call(joined), "batch is missing", "pass batch")
+        assert call(joined.clone().update({"batch": whole.batch})) is not None
+
+
+PERIODIC = {"none": None, "spectral": "images", "multiplicative": "reciprocal"}
 X, POS = torch.randn(ATOMS, 16), data().pos
 LAYER_INPUT = {
     "float64": ({"x": X.double()}, "x is torch.float64, but the weights are torch.float32"),
