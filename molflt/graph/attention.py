@@ -197,4 +197,4 @@ class GraphAttention(nn.Module):
 
 def _is_periodic(pbc: Tensor | None) -> bool:
     """Whether an axis is periodic; all are if nobody said. Waits for the device: ask last."""
-    return pbc is None or bool(pbc.any())
+    return pbc is None or torch.compiler.is_compiling() or bool(pbc.any())

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from molflt.atoms import FARTHEST, Tag
 from molflt.attention.checks import at_hand, tensors
+from molflt.attention.numerics import counts_of
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
@@ -67,13 +68,13 @@ class Geometry(NamedTuple):
             _expect_one_graph(graphs, cell, pbc)
         batch = _in_order(batch, pos, graphs)
         if graphs is None:
-            graphs = int(batch[-1]) + 1 if len(batch) else _of_none(cell, pbc)
+            graphs = _number_of_graphs(batch, cell, pbc)
         if pbc is None:
             pbc = torch.full((3,), cell is not None, device=pos.device)
         cell = pos.new_zeros(3, 3) if cell is None else cell.to(pos)
         pbc = _for_each("pbc", pbc.to(pos.device).bool(), (3,), graphs)
         cell = _for_each("cell", cell, (3, 3), graphs).masked_fill(~pbc[..., None], 0.0)
-        counts = torch.bincount(batch, minlength=graphs).cumsum(0)
+        counts = counts_of(batch, graphs).cumsum(0)
         found = cls(
             pos,
             batch,
@@ -228,6 +229,9 @@ def _in_order(batch: Tensor | None, atoms: Tensor, graphs: int | None) -> Tensor
             f"batch must have shape ({len(atoms)},), the graph of each atom; got "
             f"{tuple(batch.shape)}; correct it"
         )
+    batch = batch.long()
+    if torch.compiler.is_compiling():
+        return batch
     if bool((batch[1:] < batch[:-1]).any()):
         raise ValueError(
             "batch must be ascending; got a graph after a later one; sort atoms by graph, as PyG's "
@@ -259,18 +263,24 @@ def _sum_by(x: Tensor, index: Tensor, size: int) -> Tensor:
     return x.new_zeros(size, *x.shape[1:]).index_add(0, index, x)
 
 
+def _number_of_graphs(batch: Tensor, cell: Tensor | None, pbc: Tensor | None) -> int:
+    """One more than the last, or as many as there are cells or axes."""
+    if torch.compiler.is_compiling():  # the number of cells is a size, that in `batch` is not
+        stacked = (cell is not None and cell.ndim == 3) or (pbc is not None and pbc.ndim == 2)
+        return _of_none(cell, pbc) if stacked else int(batch[-1]) + 1
+    return int(batch[-1]) + 1 if len(batch) else _of_none(cell, pbc)
+
+
 def _of_none(cell: Tensor | None, pbc: Tensor | None) -> int:
     """Number of graphs where there are no atoms to tell: that of cells or axes, or 1."""
-    many = (
-        len(given)
-        for given, ndim in ((cell, 3), (pbc, 2))
-        if given is not None and given.ndim == ndim
-    )
-    return max(many, default=1)
+    cells = len(cell) if cell is not None and cell.ndim == 3 else 1
+    axes = len(pbc) if pbc is not None and pbc.ndim == 2 else 1
+    return axes if cells == 1 else cells
 
 
 def _for_each(name: str, given: Tensor, shape: tuple[int, ...], graphs: int) -> Tensor:
-    if given.shape not in (shape, (graphs, *shape)):
+    compiling = torch.compiler.is_compiling()
+    if not compiling and given.shape not in (shape, (graphs, *shape)):
         hint = "give every graph its own"
         if given.shape[1:] == shape and len(given) > graphs:
             hint = f"if the last graphs have no atoms, pass batch_size={len(given)}"
