@@ -148,6 +148,11 @@ class GraphAttention(nn.Module):
                 cell are missing or (on the CPU) not finite, or a periodic structure is given to a
                 layer that was not told what to do with it.
         """
+        if torch.jit.is_tracing():
+            raise ValueError(
+                "torch.jit.trace would keep the neighbors and nodes of one batch; got GraphAttention; "
+                "use torch.compile or torch.export"
+            )
         tensors(x=x, pos=pos, batch=batch, cell=cell, pbc=pbc)
         if x.ndim != 2 or x.shape[1] != self.dim:
             raise ValueError(f"x must have shape (atoms, {self.dim}); got {tuple(x.shape)}")

@@ -1,6 +1,6 @@
 """Atoms of a batch as dense tensors with a mask, which is what attention computes with."""
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class DenseAtoms(NamedTuple):
 def _atom_mask(geometry: Geometry) -> Tensor:
     """Which places hold an atom when all graphs have as many as the largest: (graphs, atoms)."""
     counts = geometry.ptr.diff()
-    most = int(torch.cat((counts, counts.new_zeros(1))).max())
+    most = cast(int, torch.cat((counts, counts.new_zeros(1))).max().item())
     if torch.compiler.is_compiling():
         torch._check(most > 0)
     return torch.arange(most, device=counts.device) < counts[:, None]

@@ -299,7 +299,7 @@ class GraphEncoding(nn.Module):
             return self.position.radial_profile(distance)
         kernel = self.periodic.radial_profile(self.position, distance)
         if self.near_field is not None:
-            vector = torch.zeros(1, len(distance), 3).to(distance)
+            vector = distance.new_zeros(1, len(distance), 3)
             vector[0, :, 0] = distance
             near = self.near_field.spectrum.mask(vector)[0].exp()
             kernel = kernel + self.near_field.switch(distance) * (near - kernel)

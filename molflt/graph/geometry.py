@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -267,7 +267,7 @@ def _number_of_graphs(batch: Tensor, cell: Tensor | None, pbc: Tensor | None) ->
     """One more than the last, or as many as there are cells or axes."""
     if torch.compiler.is_compiling():  # the number of cells is a size, that in `batch` is not
         stacked = (cell is not None and cell.ndim == 3) or (pbc is not None and pbc.ndim == 2)
-        return _of_none(cell, pbc) if stacked else int(batch[-1]) + 1
+        return _of_none(cell, pbc) if stacked else cast(int, batch[-1].item()) + 1
     return int(batch[-1]) + 1 if len(batch) else _of_none(cell, pbc)
 
 

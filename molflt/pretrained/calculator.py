@@ -107,8 +107,13 @@ class Calculator(AseCalculator):
         given = self.atoms
         assert given is not None  # ASE keeps a copy of the last ones
         self._warn_of_new(given)
-        data = _data(given)
-        with within_memory(lambda: f"{len(given):,} atoms", "take fewer, or dtype='float32'"):
+        device = self.model.energy_std.device
+        with torch.device("cpu"):
+            data = _data(given)
+        with (
+            within_memory(lambda: f"{len(given):,} atoms", "take fewer, or dtype='float32'"),
+            torch.device(device),
+        ):
             out = self.model(_batch(data, self.model.energy_std))
         energy = float(out["energy"][0])
         forces = out["forces"].double().cpu().numpy()

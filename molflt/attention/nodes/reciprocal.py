@@ -91,7 +91,7 @@ def reciprocal_nodes(
     weights = _TAPERS[taper](distances(nodes) / max_frequency) / volume[:, None]
     weights = torch.where(valid, weights, 0.0)
     if merged:
-        return nodes, torch.cat((weights[:, :1], 2 * weights[:, 1:]), dim=1)
+        return nodes, weights * (1 + (torch.arange(nodes.shape[1], device=nodes.device) > 0))
     return torch.cat((nodes, -nodes[:, 1:]), dim=1), torch.cat((weights, weights[:, 1:]), dim=1)
 
 

@@ -201,7 +201,7 @@ class SpectralPosition(Position):
 
     def radial_profile(self, distances: Tensor) -> Tensor:
         """Exact mask along a line: distances (n,) -> (heads, n), for plots."""
-        delta = torch.zeros(1, len(distances), self.spectrum.dim).to(distances)
+        delta = distances.new_zeros(1, len(distances), self.spectrum.dim)
         delta[0, :, 0] = distances
         return self.bias(delta)[0]
 
