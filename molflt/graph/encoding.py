@@ -103,6 +103,7 @@ class GraphEncoding(nn.Module):
             options["sampled"] = False
         made = make_position(position, heads, 0, mixing=mixing, **{"dim": 3, **options})
         self.position = cast(SpectralPosition, made)
+        self.position.on_lattice = self.periodic.lattice
         self.periodic.check(self.position, self.softmax)
         self.near_field: NearField | None = None
         self.frequency_projection: FrequencyProjection | None = None

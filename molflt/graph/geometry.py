@@ -9,7 +9,7 @@ from torch import Tensor
 
 from molflt.atoms import FARTHEST, Tag
 from molflt.attention.checks import at_hand, tensors
-from molflt.attention.numerics import counts_of
+from molflt.attention.numerics import at_least_float32, counts_of
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
@@ -187,6 +187,7 @@ def _points(pos: Tensor | None, atoms: int | None) -> Tensor:
         raise ValueError(
             f"pos must be real numbers, Å; got {pos.dtype}; pass positions, no indices"
         )
+    pos = at_least_float32(pos)
     if at_hand(pos) and not bool((near := pos.detach().abs() <= FARTHEST).all()):  # nor NaN
         atom = int((~near).any(dim=1).nonzero()[0])
         raise ValueError(

@@ -206,8 +206,8 @@ class Images(Open):
 
 def _unknown_images(positions: Tensor, mask: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     images = torch.library.get_ctx().new_dynamic_size()
-    kept = mask.new_empty(len(mask), images)
-    return kept.long(), positions.new_empty(len(mask), images, 3), kept
+    kept = mask.new_empty(mask.shape[0], images)  # `len` would keep the size of an example
+    return kept.long(), positions.new_empty(*kept.shape, 3), kept
 
 
 @searched(_unknown_images)

@@ -152,8 +152,8 @@ def _half_space_indices(bounds: Tensor) -> tuple[Tensor, Tensor]:
 
 def _unknown_indices(lattice: Tensor, dual: Tensor, max_frequency: float) -> tuple[Tensor, Tensor]:
     most = torch.library.get_ctx().new_dynamic_size()
-    index = lattice.new_empty(len(lattice), most, 3, dtype=torch.long)
-    return index, index.new_empty(len(lattice), most, dtype=torch.bool)
+    index = lattice.new_empty(lattice.shape[0], most, 3, dtype=torch.long)
+    return index, index.new_empty(lattice.shape[0], most, dtype=torch.bool)
 
 
 @searched(_unknown_indices)
