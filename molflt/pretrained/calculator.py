@@ -18,6 +18,7 @@ from torch import nn
 from molflt.atoms import MAX_ATOMIC_NUMBER
 from molflt.attention.checks import whole
 from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
+from molflt.data.structures.records import origin_of
 from molflt.data.structures.unused_fields import unused_fields, unused_warning
 from molflt.evaluation.elements import refuse_undescribed, warn_of_elements
 from molflt.graph.heads import undescribed
@@ -159,8 +160,10 @@ def _data(atoms: Atoms) -> Data:
     """One structure of PyG, in float64."""
     from torch_geometric.data import Data
 
+    pos = torch.as_tensor(atoms.positions, dtype=torch.float64)
+    near = pos - origin_of(pos) if len(pos) and pos.isfinite().all() else pos
     return Data(
-        pos=torch.as_tensor(atoms.positions, dtype=torch.float64),
+        pos=near,
         atomic_numbers=torch.as_tensor(atoms.numbers, dtype=torch.long),
         cell=torch.as_tensor(atoms.cell.array, dtype=torch.float64)[None],
         pbc=torch.as_tensor(atoms.pbc)[None],
