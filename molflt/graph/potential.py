@@ -15,6 +15,7 @@ from molflt.attention.checks import no_effect
 from molflt.attention.features import FeatureMapName
 from molflt.attention.positions.base import MixingName
 from molflt.graph.encoding import GraphPositionName
+from molflt.graph.geometry import Geometry
 from molflt.graph.inputs import Atoms
 from molflt.graph.long_range import LongRange
 from molflt.graph.periodic import Near, Reciprocal
@@ -248,7 +249,7 @@ def _strained(batch: "Data") -> tuple["Data", Tensor, Tensor | None]:
     """A batch whose positions and cells follow a strain of 0, positions and strain that require
     gradients; no strain where there are no cells.
     """
-    pos = batch.pos.detach().clone().requires_grad_()
+    pos = Geometry.of_data(batch).pos.detach().clone().requires_grad_()
     out = copy.copy(batch)
     for name, value in batch.to_dict().items():
         if isinstance(value, Tensor) and value.is_inference():
