@@ -64,7 +64,7 @@ class Potential(EnergyRegressor):
             between latent charges and all their images, see `molflt.graph.long_range.LongRange`.
         long_range_channels: charges of each atom for each power, 4 by default.
         long_range_cutoff: of near pairs, 8 Å by default.
-        long_range_smearing: width of charges, 1 Å by default.
+        long_range_smearing: sigma of pairs at short distances, 1 Å by default, see `LongRange`.
         long_range_neutral: True by default: charges of p = 1 and 2 flow between atoms closer than
             5 Å, and separate molecules are neutral. False: for data with ions.
         stack: further arguments of `molflt.attention.Stack`.
