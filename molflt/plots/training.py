@@ -48,7 +48,11 @@ class GroupError(NamedTuple):
 
 
 def training_curve(
-    metrics_csv: Path, file: Path, metrics: Mapping[str, Metric], best: str = ""
+    metrics_csv: Path,
+    file: Path,
+    metrics: Mapping[str, Metric],
+    best: str = "",
+    step: int | None = None,
 ) -> None:
     """Draws loss, metrics and learning rate against the step.
 
@@ -58,6 +62,7 @@ def training_curve(
         file: to write, .png, .svg or .pdf.
         metrics: those of the task; each that was measured has a panel.
         best: the one whose best validation is marked.
+        step: of that validation; by default that with the best value.
 
     Raises:
         ValueError: if the file has no column step, or nothing to draw.
@@ -79,7 +84,7 @@ def training_curve(
             for line in lines:
                 _curve(axes, columns, line)
                 if line == f"val_{best}":
-                    _star(axes, columns, line, metric)
+                    _star(axes, columns, line, metric, step)
             if name != "lr":
                 axes.legend(frameon=False, fontsize="small")
             if metric.scale == "log":
@@ -128,9 +133,12 @@ def best_place(columns: Mapping[str, _Array], name: str, largest_is_best: bool) 
     return int(values.argmax()) if known.any() else None
 
 
-def _star(axes: Axes, columns: dict[str, _Array], name: str, metric: Metric) -> None:
+def _star(
+    axes: Axes, columns: dict[str, _Array], name: str, metric: Metric, best: int | None
+) -> None:
     """Marks the best validation, if there is one."""
-    place = best_place(columns, name, metric.largest_is_best)
+    at = np.flatnonzero((columns["step"] == best) & np.isfinite(columns[name]))
+    place = at[-1] if len(at) else best_place(columns, name, metric.largest_is_best)
     if place is not None:
         step, value = columns["step"][place], columns[name][place]
         text = f"best: {value:.{metric.digits}f} {metric.unit}".rstrip() + f" at step {step:.0f}"

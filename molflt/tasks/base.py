@@ -66,7 +66,7 @@ class Task(ABC, Generic[_Batch, _Data]):
         unit: what the throughput counts.
         sums: class of the sums, a NamedTuple of scalar tensors with `metrics()`.
         metrics: what is written down and drawn, in order.
-        best: metric of validation that chooses the best weights.
+        best: metric of validation that chooses the best weights; see `ranking`.
 
     Raises:
         ValueError: for an option outside its range.
@@ -172,6 +172,14 @@ class Task(ABC, Generic[_Batch, _Data]):
         """Metrics of all items whose sums were added up: those of `sums`, (fields,), in a row."""
         make: Callable[..., _Sums] = self.sums
         return make(*totals).metrics()
+
+    def ranking(self, found: Mapping[str, float]) -> list[str]:
+        """Names of the metrics of a validation that choose the best weights.
+
+        The first finite one decides. Each of the others decides between equal values of those
+        before it.
+        """
+        return list(dict.fromkeys([self.best, *(name for name in self.metrics if name in found)]))
 
     def redraw(self, generator: torch.Generator) -> None:
         """Draws the random features of the model anew."""

@@ -52,7 +52,9 @@ class _MetricsFile(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._forget()
         if self._kept:  # of all ranks: the first one has them, and all have something to add up
-            totals = torch.tensor(self._kept["totals"], dtype=torch.float64)
+            width = 3 + len(cast(_Module, pl_module).task.sums.__annotations__)
+            kept = [*self._kept["totals"], *[0.0] * width][:width]  # earlier versions had fewer
+            totals = torch.tensor(kept, dtype=torch.float64)
             totals = totals if trainer.is_global_zero else torch.zeros_like(totals)
             self._totals = totals.to(pl_module.device)
             self._since -= self._kept["seconds"]

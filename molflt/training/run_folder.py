@@ -43,6 +43,7 @@ from molflt.training.origin import (
     check_machine,
     check_stopped,
 )
+from molflt.training.outcome import draw_curve
 
 __all__ = ["KEPT", "RunFolder", "read_versions"]
 
@@ -257,13 +258,11 @@ class RunFolder:
 
     def draw_curve(self, metrics: Mapping[str, Metric], best: str) -> None:
         """Draws curve.png if anything is logged; a picture never hides why training stopped."""
-        from molflt.plots import training_curve
-
         table, png = self.path / "metrics.csv", self.path / "curve.png"
         ending = sys.exception()  # of the training, not of the picture
         try:
             if self.writes and table.is_file() and len(table.read_text().splitlines()) > 1:
-                training_curve(table, png, metrics, best)
+                draw_curve(self.path, png, metrics, best)
         except (OSError, ValueError) as error:
             if ending is None:
                 print(f"{png}: not drawn: {error}", file=sys.stderr)
