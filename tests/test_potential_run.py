@@ -77,6 +77,17 @@ def test_it_learns_and_is_evaluated(trained, capsys):
     assert json.loads((trained / "references.json").read_text()).keys() == {"Ar"}
 
 
+def test_energies_worse_than_those_of_the_elements_are_named(trained, tmp_path, capsys):
+    words = [f"--model.{name}={value}" for name, value in SMALL.items()]
+    words += ["--recipe=potential", f"--data.root={trained.parent}", f"--run={tmp_path / 'run'}"]
+    words += ["--trainer.max_steps=1", "--task.lr=0.5", "--trainer.accelerator=cpu"]
+    assert main(["train", *words]) == 0
+    capsys.readouterr()
+    for run, worse in ((tmp_path / "run", True), (trained, False)):
+        assert main(["evaluate", str(run), "--device=cpu", f"--out={tmp_path / 'out'}"]) == 0
+        assert ("task.energy_weight" in capsys.readouterr().err) is worse
+
+
 def test_errors_of_forces_by_group_and_the_page(trained, tmp_path):
     """Against the calculator, one structure at a time."""
     run = shutil.copytree(trained, tmp_path / "run")

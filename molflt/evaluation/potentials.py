@@ -91,6 +91,7 @@ def evaluate(
             name: found[split].metrics.get(name) for name in _COLUMNS
         }
         results[split] = {**metrics, **baseline, "n": len(points)}
+        _warn_if_trivial(split, results[split])
     begin_results(out, *_FILES)
     files = [write_csv(out / "predictions.csv", _rows(found)), *_draw(out, found)]
     table = [["split", "structures", *_COLUMNS.values()]]
@@ -99,6 +100,17 @@ def evaluate(
         table.append([split, f"{row['n']:,}", *cells])
     on = "\n\n".join(filter(None, (f" on {source}", source.absent, align(table))))
     return Report(results, f"{on}\n", files)
+
+
+def _warn_if_trivial(split: str, row: Mapping[str, float | None]) -> None:
+    """Names energies that are worse than those of the elements alone."""
+    error, trivial = row["energy_mae_meV_per_atom"], row["baseline_energy_mae_meV_per_atom"]
+    if error is not None and trivial is not None and error > trivial > 0:
+        _warn(
+            f"{split}: energy MAE {error:.1f} meV/atom is {error / trivial:.1f} times that of "
+            f"energies per element alone ({trivial:.1f}); train longer, or raise "
+            "task.energy_weight"
+        )
 
 
 def _elements(model: nn.Module, points: SinglePoints) -> np.ndarray:
