@@ -72,7 +72,7 @@ def test_the_warm_up_fits_into_the_steps(steps, warmup, kept, data, tmp_path, ca
     from molflt.commands.train import _fit_warmup
 
     task: dict[str, object] = {"warmup_steps": warmup}
-    line = _fit_warmup(task, {"max_steps": steps})
+    line = _fit_warmup(task, steps)
     assert task["warmup_steps"] == kept and line is not None
     assert f"task.warmup_steps={warmup} does not fit into trainer.max_steps={steps}" in line
     if steps > 2:
@@ -88,7 +88,7 @@ def test_a_warm_up_that_fits_is_left_alone() -> None:
     from molflt.commands.train import _fit_warmup
 
     task: dict[str, object] = {"warmup_steps": 100}
-    assert _fit_warmup(task, {"max_steps": 101}) is None and task["warmup_steps"] == 100
+    assert _fit_warmup(task, 101) is None and task["warmup_steps"] == 100
 
 
 def test_runs_are_dated_and_never_the_same(data, tmp_path, monkeypatch, capsys) -> None:

@@ -48,8 +48,8 @@ class Task(ABC, Generic[_Batch, _Data]):
         model: what is trained.
         lr: peak learning rate.
         warmup_steps: steps of linear growth of the learning rate.
-        schedule: what follows: "linear" or "cosine" (to 0 at the last step), or "inverse_sqrt"
-            (as 1 / sqrt(step), whatever the last step is).
+        schedule: what follows: "linear" or "cosine" (to 0 at the last step), "inverse_sqrt"
+            (as 1 / sqrt(step), whatever the last step is), or "constant".
         optimizer: "adamw" (decoupled weight decay: what fairseq, and so the papers, call Adam), or
             "adam" (coupled: added to the gradient, where it swamps small ones).
         betas: Adam's averaging coefficients.
@@ -89,7 +89,7 @@ class Task(ABC, Generic[_Batch, _Data]):
         model: nn.Module,
         lr: float = 3e-4,
         warmup_steps: int = 100,
-        schedule: Literal["linear", "inverse_sqrt", "cosine"] = "linear",
+        schedule: Literal["linear", "inverse_sqrt", "cosine", "constant"] = "linear",
         optimizer: Literal["adamw", "adam"] = "adamw",
         betas: tuple[float, float] = (0.9, 0.98),
         eps: float = 1e-6,
@@ -206,6 +206,8 @@ class Task(ABC, Generic[_Batch, _Data]):
             return (step + 1) / self.warmup_steps
         if self.schedule == "inverse_sqrt":
             return math.sqrt(max(1, self.warmup_steps) / (step + 1))
+        if self.schedule == "constant":
+            return 1.0
         left = max(0.0, (max_steps - step) / max(1, max_steps - self.warmup_steps))
         return left if self.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left))
 

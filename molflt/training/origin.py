@@ -56,7 +56,7 @@ _FREE = {
     *(f"data.{name}" for name in ("root", "train", "val", "test", "vocabulary")),
     *(f"data.{name}" for name in ("train_labels", "val_labels", "workers", "split_seed")),
     *(f"trainer.{name}" for name in ("accelerator", "checkpoint_every", "log_every", "logger")),
-    "trainer.patience",
+    *("trainer.patience", "trainer.max_epochs"),  # epochs are compared as steps
 }
 _STEPS = "trainer.max_steps"
 
@@ -66,7 +66,8 @@ def check_config(path: Path, was: Config, now: Config, done: int) -> None:
 
     These may change, take effect and are written to config.yaml:
 
-    - ``trainer.max_steps``, upwards; the schedule is then that of the new number;
+    - ``trainer.max_steps`` or ``trainer.max_epochs``, upwards; the schedule is then that of the
+      new number;
     - ``run`` and the places of the data (``data.root``, ``train``, ``val``, ``test``,
       ``vocabulary``, labels), because the data themselves are compared;
     - ``data.split_seed``, for the same reason;
@@ -96,6 +97,8 @@ def check_config(path: Path, was: Config, now: Config, done: int) -> None:
             f"{path}: {', '.join(sorted(wrong))} for --resume; start a new run instead, or set it "
             "back"
         )
+    if new[_STEPS] is None:
+        return  # the data decide; compared again then
     steps = int(str(new[_STEPS]))
     if steps < max(done, int(str(old[_STEPS]))):
         raise ValueError(
