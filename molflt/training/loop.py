@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+import shlex
 import warnings
 from collections.abc import Sized
 from pathlib import Path
@@ -25,6 +27,7 @@ from molflt.memory import is_out_of_memory, within_memory
 from molflt.tasks.base import Task
 from molflt.training.run_folder import RunFolder
 
+_LOST = re.compile("gloo|NCCL|closed by peer|reset by peer", re.IGNORECASE)
 _Batch = TypeVar("_Batch")
 _Data = TypeVar("_Data")
 _Learned = TypeVar("_Learned", bound=BatchedData[Sized])
@@ -76,6 +79,12 @@ def _run_steps(
                 raise KeyboardInterrupt from stop
             raise
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            if ddp and _LOST.search(str(error)) and not isinstance(error, ValueError):
+                raise ChildProcessError(
+                    f"{folder.path}: another process of this training has ended; its own message, "
+                    "if any, says why; the last checkpoint is kept; to go on: molflt train "
+                    f"--resume {shlex.quote(str(folder.path))}"
+                ) from error
             if not checkpoints.restoring or is_out_of_memory(error):
                 raise
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
