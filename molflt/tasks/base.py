@@ -168,6 +168,10 @@ class Task(ABC, Generic[_Batch, _Data]):
         """What is in a batch, for messages."""
         return f"a batch of {self.size(batch)} {self.unit}"
 
+    def blame(self, batch: _Batch, diverges: Callable[[_Batch], bool]) -> str:
+        """Names of items of a batch that diverge on their own; empty if none does."""
+        return ""
+
     def summarize(self, totals: Tensor) -> dict[str, float]:
         """Metrics of all items whose sums were added up: those of `sums`, (fields,), in a row."""
         make: Callable[..., _Sums] = self.sums

@@ -124,6 +124,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         self.last_lr = task.lr
         self._batch = "no batch yet"
         self._size = self._step_before = 0
+        self._parts: list[_Batch] = []  # of a step
         self._sums: list[Tensor] = []
         self._metrics: dict[str, float] | None = None
         self.validation_is_finite = True
@@ -136,6 +137,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         task, step = self.task, self.global_step
         self._step_before = step
         part = batch_idx % self.trainer.accumulate_grad_batches
+        self._parts = self._parts if part else []
         words = np.random.SeedSequence(
             [task.seed, step, self.global_rank, *([part] if part else [])]
         )
@@ -152,6 +154,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         """
         progress = self.global_step / max(1, self.trainer.max_steps)
         self._batch, self._size = self.task.name(batch), self.task.size(batch)
+        self._parts.append(batch)
         loss, sums = self.task.loss(batch, progress)
         self._share_seen()
         if not bool(torch.isfinite(loss)):
@@ -247,9 +250,21 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
     def _diverged(self, what: str, value: float) -> str:
         return (
             f"{what} is {value} at step {self.global_step} with learning rate "
-            f"{self._learning_rate():.3g} on {self._batch}; expected a finite number; the last "
-            "good checkpoint is kept; look at these data, or lower task.lr"
+            f"{self._learning_rate():.3g} on {self._culprits() or self._batch}; expected a finite "
+            "number; the last good checkpoint is kept; look at these data, or lower task.lr"
         )
+
+    def _culprits(self) -> str:
+        """The items of a step that make it not finite on their own; empty if none does."""
+        weights = [weight for weight in self.model.parameters() if weight.requires_grad]
+
+        def diverges(batch: _Batch) -> bool:
+            with torch.enable_grad():
+                loss = self.task.loss(batch, self.global_step / max(1, self.trainer.max_steps))[0]
+                slopes = torch.autograd.grad(loss, weights, allow_unused=True)
+            return not all(bool(x.isfinite().all()) for x in (loss, *slopes) if x is not None)
+
+        return "; ".join(filter(None, (self.task.blame(part, diverges) for part in self._parts)))
 
 
 def _row(parts: list[Tensor], device: torch.device) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from molflt import __version__
 from molflt.data.batches import Fingerprint
 from molflt.data.structures.domain import DOMAIN
-from molflt.files import append, read_json, shown, verify_tensors, write_atomically
+from molflt.files import append, clear_parts, read_json, shown, verify_tensors, write_atomically
 from molflt.metrics import Metric
 from molflt.training.checkpoint import (
     Checkpoint,
@@ -209,8 +209,8 @@ class RunFolder:
         """
         if not self.writes:
             return
-        for part in self.path.glob("checkpoints/.*.part"):
-            part.unlink()  # of a training that was killed while it wrote
+        for folder in (self.path, self.last.parent):
+            clear_parts(folder)
         if self.checkpoint is None:
             path = self.path / _VERSIONS  # the first file: it tells a config.yaml of ours
             # an interrupted start may have been of other data, another recipe or other weights
