@@ -29,6 +29,9 @@ _NOT_OURS = ("position", "causal", *MIXER_OPTIONS)  # options of the stack that 
 _MAX_MOVE = 1.0  # Å; moves without a bound feed on their own gradients, and training diverges
 
 
+_ENERGIES = ("energy_mean", "energy_std", "element_energies")  # buffers in float64
+
+
 class EnergyRegressor(nn.Module):
     """Transformer that maps an initial structure to its relaxed energy.
 
@@ -95,7 +98,7 @@ class EnergyRegressor(nn.Module):
     """
 
     added_later = ("element_energies",)
-    of_data = ("energy_mean", "energy_std", "element_energies")
+    of_data: tuple[str, ...] = _ENERGIES
     seen_by: ClassVar = {"trained_elements": "embedding.element.weight"}
     energy_mean: Tensor
     energy_std: Tensor
@@ -164,7 +167,7 @@ class EnergyRegressor(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "EnergyRegressor":
         """See `torch.nn.Module`; energies of data stay in float64, whatever weights are cast to."""
-        kept = {name: self.get_buffer(name) for name in self.of_data}
+        kept = {name: self.get_buffer(name) for name in _ENERGIES}
         super()._apply(fn, recurse)
         for name, before in kept.items():
             now = self.get_buffer(name)

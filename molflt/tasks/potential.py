@@ -150,15 +150,13 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
         self.references = references
 
     def prepare(self, data: "PotentialData") -> None:
-        """Stores energies per element, and the size of forces, in the model's buffers.
-
-        Raises:
-            ValueError: if the model cannot take an element.
-        """
+        """Stores energies per element and, in a new model, the size of forces in its buffers."""
         self.expect_descriptors(data)
         if self.references == "fit":
             self.fit_elements(data)
-        self.model.get_buffer("energy_std").fill_(data.force_scale())
+        unit = self.model.get_buffer("energy_std")
+        if unit == 1:  # else that of the weights that the run starts from
+            unit.fill_(data.force_scale())
 
     def loss(self, batch: "Batch", progress: float) -> tuple[Tensor, _PointSums]:
         errors = point_errors(self._predict(batch), batch)

@@ -228,8 +228,10 @@ def _report(
 
 
 def _of_data(name: str, now: Tensor, was: Tensor | None) -> str:
-    if was is None or now.numel() != 1 or was.numel() != 1:
+    if was is None or now.shape != was.shape:
         return name
+    if now.numel() != 1:
+        return f"{name}, up to {float((now - was).abs().max()):.3g} from those of the source"
     return f"{name} {float(now):.6g}, {float(was):.6g} in the source"
 
 
