@@ -130,7 +130,9 @@ def test_errors_of_forces_by_group_and_the_page(trained, tmp_path):
         assert float(row["mae_meV_per_A"]) == pytest.approx(np.mean(errors), rel=1e-4)
     page = page_of(run)
     assert "What is missing" not in page and (run / "forces.png").is_file()
-    assert "force MAE / meV/Å ↓" in page and "mean error of the forces / eV/Å" in page
+    assert "force MAE / meV/Å ↓" in page and "mean error of the forces / meV/Å" in page
+    found = json.loads((run / "results.json").read_text())["val_id"]
+    assert f"{found['energy_mae_meV_per_atom']:.3f} meV/atom over 8 systems" in page
     # curve, parity, two kinds of groups, the worst of 7, forces
     assert page.count("<img") == 1 + 1 + 2 + 6 + 1
 

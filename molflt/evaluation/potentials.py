@@ -136,14 +136,14 @@ def _draw(out: Path, found: Mapping[str, Points]) -> list[Path]:
     panels, names = {}, {}
     for split, part in found.items():
         own = part.energies
-        panels[split] = without_compositions(own.formula, own.target, own.energy)
+        panels[split] = without_compositions(own.formula, own.natoms, own.target, own.energy)
         names[split] = [f"sid {sid} {f}" for sid, f in zip(own.sid, own.formula, strict=True)]
-    plots.parity(panels, files[0], names, "energy less the mean of its formula")
-    forces = {split: part.forces.reshape(2, -1) for split, part in found.items()}
+    plots.parity(panels, files[0], names, "energy less the mean of its formula", "meV/atom")
+    forces = {split: 1e3 * part.forces.reshape(2, -1) for split, part in found.items()}
     pairs = {split: (pair[0], pair[1]) for split, pair in forces.items() if pair.size}
     if not pairs:
         return files
-    plots.parity(pairs, out / "forces.png", quantity="force component", unit="eV/Å")
+    plots.parity(pairs, out / "forces.png", quantity="force component", unit="meV/Å")
     groups = force_errors(found)
     plots.errors(groups, {}, out / "errors.png", unit="meV/Å")
     rows = [

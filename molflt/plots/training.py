@@ -82,7 +82,7 @@ def training_curve(
         rows = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
         for axes, (name, metric, lines) in zip(rows, shown, strict=True):
             for line in lines:
-                _curve(axes, columns, line)
+                _curve(axes, columns, line, alone=len(lines) == 1)
                 if line == f"val_{best}":
                     _star(axes, columns, line, metric, step)
             if name != "lr":
@@ -145,13 +145,14 @@ def _star(
         axes.plot(step, value, "*", color=VERMILION, markersize=11, label=text)
 
 
-def _curve(axes: Axes, columns: dict[str, _Array], name: str) -> None:
-    """One column against the step."""
+def _curve(axes: Axes, columns: dict[str, _Array], name: str, alone: bool) -> None:
+    """One column against the step, alone in its panel or not."""
     known = np.isfinite(columns["step"]) & np.isfinite(columns[name])
     step, value = columns["step"][known], columns[name][known]
     label, color = {"val": ("validation", VERMILION), "lr": ("", GREEN)}.get(
         name.partition("_")[0], ("training", BLUE)
     )
+    label += " only" if alone and label else ""
     marker = "o" if len(step) < 40 else ""
     axes.plot(step, value, color=color, label=label, marker=marker, markersize=3)
 
@@ -188,6 +189,7 @@ def errors(
     shown = {
         kind: [*own][::-1] if kind == "natoms" else sorted(own, key=lambda g: g.mae)[-_MAX_BARS:]
         for kind, own in groups.items()
+        if kind != "natoms" or len(own) > 1 or len(groups) == 1  # one size tells nothing new
     }
     bars = max(map(len, shown.values()), default=0)
     widths = [4.2] * len(shown) + [5.0] * bool(absolute)
