@@ -293,7 +293,10 @@ def read_config(run: Path) -> Config:
     """
     path = Path(run) / "config.yaml"
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; expected the folder of a training run")
+        above = (one for one in Path(run).parents if (one / "config.yaml").is_file())
+        advice = f"; give {found}" if (found := next(above, None)) else ""
+        got = f"{run}: not a folder" if Path(run).is_file() else f"{path}: no such file"
+        raise FileNotFoundError(f"{got}; expected the folder of a training run{advice}")
     content = read_yaml(path, _ADVICE)
     for part in _PARTS:
         if not isinstance(content.get(part), dict):
