@@ -36,7 +36,6 @@ _RENAMED = {
     "--epochs": "--trainer.max_epochs",
     "--steps": "--trainer.max_steps",
     "k_max": "max_frequency",
-    "make-emt": "make",
     "placement": "position",
     **{
         name: f"position_options.{name}"
