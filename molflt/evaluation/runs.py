@@ -101,10 +101,6 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
     Args:
         paths: of two runs or more.
-
-    Raises:
-        FileNotFoundError: if one is no run.
-        ValueError: naming the file that is damaged; for fewer than two, or the same one twice.
     """
     whole = [Path(os.path.abspath(path)) for path in paths]
     twice = [path for place, path in enumerate(whole) if path in whole[:place]]
@@ -139,11 +135,7 @@ def _read_run(path: Path, name: str) -> Run:
 
 
 def read_results(path: Path) -> Results:
-    """Metrics by split in a results.json; none if there is none.
-
-    Raises:
-        ValueError: naming the file, if it is damaged.
-    """
+    """Metrics by split in a results.json; none if there is none."""
     if not path.is_file():
         return {}
     expected, hint = "metrics by split in JSON", "evaluate the run again"
@@ -163,11 +155,7 @@ def read_results(path: Path) -> Results:
 
 
 def read_errors(path: Path) -> dict[str, NDArray[np.float64]]:
-    """|error_eV| by split in the predictions.csv of energies; none in that of others.
-
-    Raises:
-        ValueError: naming the file, if it is damaged.
-    """
+    """|error_eV| by split in the predictions.csv of energies; none in that of others."""
     if not path.is_file():
         return {}
     errors: dict[str, list[float]] = {}

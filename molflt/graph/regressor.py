@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 _NOT_OURS = ("position", "causal", *MIXER_OPTIONS)  # options of the stack that are given here
 _MAX_MOVE = 1.0  # Å; moves without a bound feed on their own gradients, and training diverges
-
-
 _ENERGIES = ("energy_mean", "energy_std", "element_energies")  # buffers in float64
 
 
@@ -97,7 +95,7 @@ class EnergyRegressor(nn.Module):
             have no effect.
     """
 
-    added_later = ("element_energies",)
+    added_later: tuple[str, ...] = ("element_energies",)
     of_data: tuple[str, ...] = _ENERGIES
     seen_by: ClassVar = {"trained_elements": "embedding.element.weight"}
     energy_mean: Tensor

@@ -40,9 +40,6 @@ def parity(
         names: split -> what each system is called, to name those with the largest errors.
         quantity: what is predicted.
         unit: of that.
-
-    Raises:
-        ValueError: if there is no panel, or labels, predictions and names differ in number.
     """
     if not panels:
         raise ValueError("parity: expected at least one split with labels; got none")

@@ -63,9 +63,6 @@ def training_curve(
         metrics: those of the task; each that was measured has a panel.
         best: the one whose best validation is marked.
         step: of that validation; by default that with the best value.
-
-    Raises:
-        ValueError: if the file has no column step, or nothing to draw.
     """
     columns = read_columns(Path(metrics_csv))
     panels = [("train_loss", Metric("loss", scale="log"), ["train_loss"])]
@@ -98,11 +95,7 @@ def training_curve(
 
 
 def read_columns(path: Path) -> dict[str, _Array]:
-    """Columns of a run's metrics.csv by name, (rows,) each, nan where they are empty.
-
-    Raises:
-        ValueError: if there is no column step.
-    """
+    """Columns of a run's metrics.csv by name, (rows,) each, nan where they are empty."""
     with open(path, newline="") as file:
         reader = csv.DictReader(file)
         names = reader.fieldnames or []
@@ -180,9 +173,6 @@ def errors(
         absolute: split -> |error| of each system, (systems,), eV; empty for no such panel.
         file: to write, .png, .svg or .pdf.
         unit: of the MAE.
-
-    Raises:
-        ValueError: if there is nothing to draw.
     """
     if not (groups or absolute) or not all(groups.values()):
         raise ValueError("errors: expected groups, or splits with labels; got none")

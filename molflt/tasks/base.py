@@ -67,9 +67,6 @@ class Task(ABC, Generic[_Batch, _Data]):
         sums: class of the sums, a NamedTuple of scalar tensors with `metrics()`.
         metrics: what is written down and drawn, in order.
         best: metric of validation that chooses the best weights; see `ranking`.
-
-    Raises:
-        ValueError: for an option outside its range.
     """
 
     unit: ClassVar[str]
@@ -127,11 +124,7 @@ class Task(ABC, Generic[_Batch, _Data]):
                 )
 
     def check_new(self) -> None:
-        """Refuses options of a new run that have no effect; those of earlier ones may go on.
-
-        Raises:
-            ValueError: naming the option.
-        """
+        """Refuses options of a new run that have no effect; those of earlier ones may go on."""
         if self.redraw_every is not None and not _is_random(self.model):
             raise ValueError(
                 f"task.redraw_every={self.redraw_every}: this model has no random features; leave "
@@ -227,11 +220,7 @@ def _is_random(model: nn.Module) -> bool:
 
 
 def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Has no gradients of the parameters whose names match.
-
-    Raises:
-        ValueError: for a pattern that matches none, or if nothing is left to learn.
-    """
+    """Has no gradients of the parameters whose names match."""
     parameters = dict(model.named_parameters())
     for pattern in patterns:
         for name in _named(parameters, pattern, "freeze"):
@@ -244,11 +233,7 @@ def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def _named(parameters: Mapping[str, nn.Parameter], pattern: str, option: str) -> list[str]:
-    """Names that match a pattern.
-
-    Raises:
-        ValueError: if none does; lists what there is.
-    """
+    """Names that match a pattern."""
     found = [name for name in parameters if fnmatchcase(name, pattern)]
     if not found:
         count = Counter(f"{name.partition('.')[0]}.*" for name in parameters)

@@ -48,9 +48,6 @@ def _run_steps(
         folder: for checkpoints; its checkpoint, if it has one, is where training goes on.
         ddp: whether several processes share the batches.
         options: of Lightning's Trainer.
-
-    Raises:
-        ValueError: naming the checkpoint, if the state in it is none of this training.
     """
     checkpoints, steps = _CheckpointIO(folder), _LightningTask(task)
     smaller = "lower data.batch_size, or data.max_atoms or data.length where there is one"
@@ -147,11 +144,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
             task.redraw(torch.Generator().manual_seed(int(common.generate_state(1)[0])))
 
     def training_step(self, batch: _Batch, batch_idx: int) -> dict[str, Tensor]:
-        """The loss, and a row of sums: loss, 1, size of the batch, and the sums of the task.
-
-        Raises:
-            ValueError: if the loss is not finite; names step, items and learning rate.
-        """
+        """The loss, and a row of sums: loss, 1, size of the batch, and the sums of the task."""
         progress = self.global_step / max(1, self.trainer.max_steps)
         self._batch, self._size = self.task.name(batch), self.task.size(batch)
         self._parts.append(batch)
@@ -176,12 +169,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clips the norm of the gradient, and refuses one that is not finite.
-
-        Raises:
-            ValueError: if the norm is not finite; one such step would spoil all weights. With
-                16-mixed precision the gradient scaler skips such a step instead.
-        """
+        """Clips the norm of the gradient, and refuses one that is not finite."""
         limit = float("inf") if gradient_clip_val is None else gradient_clip_val
         self.gradient_norm = float(nn.utils.clip_grad_norm_(self.parameters(), limit))
         if not np.isfinite(self.gradient_norm) and self.trainer.precision != "16-mixed":

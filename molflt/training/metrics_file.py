@@ -105,11 +105,7 @@ class _MetricsFile(Callback):
         return [row for at, row in rows if at == step]
 
     def _read(self) -> list[tuple[int, dict[str, str]]]:
-        """Steps and rows of the file, without a last one that was being written.
-
-        Raises:
-            ValueError: naming file and line, if it is not the table of this run.
-        """
+        """Steps and rows of the file, without a last one that was being written."""
         try:
             text = self.path.read_bytes().decode()
             whole = text[: text.rfind("\n") + 1]

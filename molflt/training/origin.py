@@ -41,11 +41,7 @@ class Origin(TypedDict, total=False):
 
 
 def read_origin(run: Path) -> Origin:
-    """What the last checkpoint of a run says about it; nothing without one, or in earlier versions.
-
-    Raises:
-        ValueError: naming the file, if it is damaged.
-    """
+    """What the last checkpoint of a run says about it; empty without one or in earlier versions."""
     last = Path(run) / "checkpoints" / "last.ckpt"
     return cast(Origin, read_checkpoint(last).get("molflt", {}) if last.is_file() else {})
 
@@ -82,9 +78,6 @@ def check_config(path: Path, was: Config, now: Config, done: int) -> None:
         was: the configuration in the checkpoint.
         now: that of config.yaml with the words of the command line.
         done: steps that have been taken.
-
-    Raises:
-        ValueError: naming each key that differs, what it was, is, and what to do.
     """
     old, new = {**_defaults(now["recipe"]), **dict(_flat(was))}, dict(_flat(now))
     wrong = [
@@ -114,9 +107,6 @@ def check_stopped(path: Path, stop: Stopped | None, now: Config) -> None:
         path: of the run, for messages.
         stop: what the checkpoint says about that; None if it did not end so.
         now: the configuration.
-
-    Raises:
-        ValueError: saying where it stopped, and what to do.
     """
     patience = now["trainer"].get("patience")
     if stop is not None and patience is not None and int(str(patience)) <= stop["since"]:
@@ -150,9 +140,6 @@ def check_data(run: Path, was: Mapping[str, Fingerprint], now: Mapping[str, Fing
         run: folder of the run, for messages.
         was: fingerprints in the checkpoint.
         now: those of the data.
-
-    Raises:
-        ValueError: naming what differs.
     """
     for use, old in was.items():
         new = now.get(use, {})

@@ -29,11 +29,7 @@ class Best(NamedTuple):
 
 
 def best_of(run: Path) -> Best | None:
-    """The best validation of a run, from the header of its weights; None if there was none.
-
-    Raises:
-        ValueError: naming the file, if it is damaged.
-    """
+    """The best validation of a run, from the header of its weights; None if there was none."""
     path = Path(run) / "checkpoints" / "best.safetensors"
     header = _header(path)
     name = next((name for name in header if name.startswith(_PREFIX)), "")
@@ -61,11 +57,7 @@ def draw_curve(run: Path, file: Path, metrics: Mapping[str, Metric], measure: st
 
 
 def steps_of(run: Path, weights: str = "last") -> int:
-    """Steps that have been taken, from the header of "last" or "best" weights; 0 without them.
-
-    Raises:
-        ValueError: naming the file, if it is damaged.
-    """
+    """Steps that have been taken, from the header of "last" or "best" weights; 0 without them."""
     path = Path(run) / "checkpoints" / f"{weights}.safetensors"
     header = _header(path)
     return int(_number(path, header, "step")) if header else 0

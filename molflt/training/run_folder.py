@@ -91,11 +91,6 @@ class RunFolder:
 
         Args:
             resume: whether an earlier run in it goes on.
-
-        Raises:
-            FileExistsError: if the folder holds checkpoints of an earlier run.
-            FileNotFoundError: if there is nothing to resume.
-            ValueError: if another training holds the folder, or the checkpoint is damaged.
         """
         if resume and not self.last.is_file():
             read_checkpoint(self.last)  # says so, and makes no folder
@@ -127,11 +122,7 @@ class RunFolder:
             )
 
     def check_config(self, config: Config) -> None:
-        """Compares the configuration with that of the checkpoint, and takes it over.
-
-        Raises:
-            ValueError: naming what differs; see :func:`molflt.training.origin.check_config`.
-        """
+        """Compares the configuration with that of the checkpoint, and takes it over."""
         now = cast(Config, plain(config))
         if self.checkpoint is not None:
             was = self._was().get("config") or read_config(self.path)
@@ -147,9 +138,6 @@ class RunFolder:
         Args:
             fingerprints: of each split.
             files: what belongs to the data, whose digests weights will carry.
-
-        Raises:
-            ValueError: naming what differs.
         """
         check_data(self.path, self._was().get("data", {}), fingerprints)
         self.origin["data"] = fingerprints
@@ -174,9 +162,6 @@ class RunFolder:
         """Refuses a checkpoint of another model, and writes last.safetensors if it lags behind.
 
         The latter happens if the run was killed between the two files.
-
-        Raises:
-            ValueError: naming file and key.
         """
         if self.checkpoint is not None:
             weights = model_weights(self.checkpoint)
@@ -202,11 +187,7 @@ class RunFolder:
             print(text, file=file)
 
     def write(self, data_files: Mapping[str, bytes]) -> None:
-        """Writes config.yaml, versions.json and what belongs to the data.
-
-        Raises:
-            ValueError: if what belongs to the data is not what a resumed run was started with.
-        """
+        """Writes config.yaml, versions.json and what belongs to the data."""
         if not self.writes:
             return
         for folder in (self.path, self.last.parent):
@@ -231,12 +212,7 @@ class RunFolder:
     def save_weights(
         self, name: str, weights: Mapping[str, Tensor], metadata: Mapping[str, object]
     ) -> None:
-        """Writes weights of the model as checkpoints/NAME.safetensors.
-
-        Raises:
-            FileNotFoundError: if the folder has been removed meanwhile.
-            OSError: if they cannot be written.
-        """
+        """Writes weights of the model as checkpoints/NAME.safetensors."""
         if self.writes:
             self._lock.check()
             path = self.last.with_name(f"{name}.safetensors")
@@ -282,11 +258,7 @@ def _versions() -> dict[str, str | None]:
 
 
 def read_versions(run: Path) -> dict[str, object]:
-    """Versions of packages, by name, that a run was begun with; none if it does not say.
-
-    Raises:
-        ValueError: naming the file, if it is damaged.
-    """
+    """Versions of packages, by name, that a run was begun with; none if it does not say."""
     path = Path(run) / _VERSIONS
     if not path.is_file():
         return {}

@@ -42,10 +42,6 @@ class Start:
 
     Attributes:
         options: of the source's model.
-
-    Raises:
-        FileNotFoundError: if a run has no best weights.
-        ValueError: if it names nothing, or the file is damaged.
     """
 
     def __init__(self, folder: RunFolder, init: object) -> None:
@@ -72,9 +68,6 @@ class Start:
         Args:
             model: to load into.
             files: of the data, by name.
-
-        Raises:
-            ValueError: if nothing fits.
         """
         if self._origins is not None:
             self._done = _transfer(self._origins, model, files)
@@ -118,9 +111,6 @@ def _transfer(origins: Origins, model: nn.Module, files: Mapping[str, bytes]) ->
         origins: what to load.
         model: to load into.
         files: of the data, by name.
-
-    Raises:
-        ValueError: if nothing fits.
     """
     own, buffers = model.state_dict(), dict(model.named_buffers())
     files_of = _files_of(model)

@@ -227,11 +227,7 @@ def _structures(found: Contents, run: Run, wanted: Sequence[_System]) -> list[tu
 
 
 def _records(run: Run, split: str, wanted: Sequence[_System]) -> list[Data]:
-    """Structures of one split.
-
-    Raises:
-        ValueError: if the data are not there, or are not those that were evaluated.
-    """
+    """Structures of one split."""
     data = DataSet.of_run(run.config["data"], run.config["seed"])
     advice = "the worst structures are not drawn"
     if not data.root.exists():
