@@ -21,6 +21,7 @@ from molflt.tasks.language import LanguageTask
 from molflt.tasks.potential import PotentialTask
 from molflt.tasks.sentences import SentenceTask
 from molflt.training.callbacks import _BestWeights
+from molflt.training.metrics_file import _MetricsFile
 from molflt.training.outcome import best_of
 
 NAN = math.nan
@@ -130,3 +131,14 @@ def test_cells_of_one_atom(tmp_path):
     assert table(run / "metrics.csv", f"val_{ENERGY}")[energies.index(best.value)]["step"] == str(
         best.step
     )
+
+
+def test_sums_of_an_earlier_version_have_fewer_parts(tmp_path):
+    """A checkpoint between two rows of the table holds them."""
+    task, folder = object.__new__(PotentialTask), SimpleNamespace(path=tmp_path)
+    table_of = _MetricsFile(task, folder, 50)
+    table_of._go_on = lambda trainer: None
+    table_of.load_state_dict({"totals": [7.0] * 11, "seconds": 1.0})
+    module = SimpleNamespace(task=task, device=torch.device("cpu"))
+    table_of.on_train_start(SimpleNamespace(is_global_zero=True), module)
+    assert table_of._totals.tolist() == [7.0] * 11 + [0.0]
