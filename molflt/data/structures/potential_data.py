@@ -132,7 +132,7 @@ class PotentialData(IS2REData):
         self.setup()
         points = self.datasets["train"]
         assert isinstance(points, SinglePoints)
-        return points.force_scale or 1.0
+        return points.force_scale if points.force_scale > 1e-3 else 1.0  # 0 but for noise
 
 
 def _counts(known: Mapping[str, int], total: int, without: int) -> str:
