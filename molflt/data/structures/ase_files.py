@@ -73,6 +73,7 @@ class AseStructures(Held):
 
     suffixes = tuple(ENDINGS)
     options = Reading._fields
+    joins_files = True
 
     def __init__(
         self,

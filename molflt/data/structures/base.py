@@ -102,10 +102,12 @@ class Structures(Dataset["Data"], ABC):
         unused: labels that the file has and nobody reads.
         for_potentials: labels that potentials alone read.
         options: which of the entries of :class:`Reading` the constructor takes, by name.
+        joins_files: the constructor takes several `files` at once.
     """
 
     suffixes: ClassVar[tuple[str, ...]] = ()
     options: ClassVar[tuple[str, ...]] = ()
+    joins_files: ClassVar[bool] = False
 
     def __init__(self, path: str | Path, skip_bad: bool = False) -> None:
         self.path = Path(path)
