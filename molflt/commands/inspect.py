@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from json import dumps
 from pathlib import Path
 
+from jsonargparse import ArgumentParser
+
 from molflt.data.structures import Reading
 from molflt.data.structures.base import Tags
-from molflt.data.structures.sources import is_one_source, sources_in
+from molflt.data.structures.sources import is_one_source, named, sources_in
 from molflt.data.structures.summary import Inspected, Summary, summarize
 
-__all__ = ["inspect"]
+__all__ = ["build_parser", "inspect"]
+
+
+def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
+    """Parser of ``molflt data inspect``, which takes several files."""
+    parser = ArgumentParser()
+    parser.add_argument("path", nargs="+", type=Path, help="files, folders or patterns")
+    parser.add_function_arguments(inspect, as_group=False, skip={"path"})
+    return parser
 
 
 def inspect(
-    path: Path,
+    path: Path | Sequence[Path],
     json: bool = False,
     plot: Path | None = None,
     limit: int | None = None,
@@ -56,7 +66,9 @@ def inspect(
 
         expect_picture(plot)
     reading = Reading(energy_key, tags, forces_key, stress_key)
-    if path.is_dir() and not is_one_source(path):
+    if not isinstance(path, Path) and len(path) == 1:
+        path = path[0]
+    if isinstance(path, Path) and path.is_dir() and not is_one_source(path):
         if plot is not None:
             raise ValueError(f"--plot is for one file; got the folder {path}; name a file in it")
         _inspect_folder(path, json, lambda each: summarize(each, limit, skip_bad, reading))
@@ -65,7 +77,7 @@ def inspect(
     if plot is not None:
         from molflt.plots import structure_overview
 
-        structure_overview(energies, shown, path.name, plot)
+        structure_overview(energies, shown, named(path).name, plot)
         summary["plot"] = str(plot)
     print(dumps(summary) if json else _as_text(summary))
 

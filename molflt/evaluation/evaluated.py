@@ -16,6 +16,7 @@ from molflt.data.structures.base import Tags
 from molflt.data.structures.data_set import VAL_FRACTION, DataSet
 from molflt.data.structures.domain import DOMAIN, Domain, read_domain
 from molflt.data.structures.labels import EnergyKind
+from molflt.data.structures.sources import exists, is_same
 from molflt.data.structures.splits import VAL_SPLITS
 from molflt.evaluation.ensemble import EnsembleRegressor
 from molflt.evaluation.predictions import check_structures
@@ -59,7 +60,7 @@ class EvaluationData:
     ) -> None:
         self.run, self.config = run, config
         self.own = DataSet.of_run(config["data"], config["seed"])
-        if data is None and not self.own.root.exists():
+        if data is None and not exists(self.own.root):
             raise FileNotFoundError(
                 f"{self.own.root}: no such folder or file, but {run / 'config.yaml'} names it as "
                 "data.root; start from the folder where the run was trained, or name the data with "
@@ -81,8 +82,8 @@ class EvaluationData:
     def _is_own(self, data: Path) -> bool:
         """Whether a path is where the run has its data from; a single source may have moved."""
         root = self.own.root
-        if root.exists() or not data.exists():
-            return root.exists() and data.exists() and root.samefile(data)
+        if exists(root) or not exists(data):
+            return is_same(root, data)
         if data.name != root.name or not self.own._replace(root=data).is_one:
             return False
         _warn(
@@ -173,7 +174,7 @@ class EvaluationData:
         """Whether a member was trained on the evaluated file, whatever its path was called."""
         if member.root in (self.own.root, self.data.root):
             return True
-        return member.root.exists() and member.root.samefile(self.data.root)
+        return is_same(member.root, self.data.root)
 
     def _is_copy_of(self, run: Path) -> bool:
         """Whether the evaluated file has what a run held out, where the run would look for it."""
@@ -237,7 +238,7 @@ class EvaluationData:
     def training_median(self) -> tuple[float | None, str]:
         """Median energy of the training split, eV, and a line that says where it comes from."""
         # data that have moved are where --data says; other data keep the training set's median
-        source = self.own if self.own.root.exists() else self.data
+        source = self.own if exists(self.own.root) else self.data
         key = self.data.reading.energy_key
         if self.data.root == self.own.root and key != self.own.reading.energy_key:
             return None, f"no baseline, because training has not seen the energies named {key}"

@@ -304,7 +304,7 @@ def _reason(error: Exception, path: Path) -> str:
 def _unknown_name(name: str, path: Path) -> str:
     """What to say of a name that ASE looks up in vain, with the line where it is."""
     where = ""
-    with opened(path, "r") as file:
+    with opened(path, "rt") as file:
         for number, line in enumerate(file, 1):
             if name in line.split():
                 where = f"line {number}: "
@@ -338,7 +338,7 @@ def _loads(
     form = ioformats[kind]
     if path != without_packing(path) and not form.acceptsfd:
         raise ValueError(f"ASE reads {kind} unpacked; unpack it with `xz -d` or `gunzip`")
-    with opened(path, "rb" if form.isbinary else "r") as file:
+    with opened(path, "rb" if form.isbinary else "rt") as file:
         if kind == "extxyz":
             yield from enumerate(xyz_frames(file, said))
         elif kind == "cif":

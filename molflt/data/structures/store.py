@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch_geometric.data import Data
 
-__all__ = ["StructureStore", "write_store"]
+__all__ = ["STORE", "StructureStore", "write_store"]
 
-_FORMAT, _VERSION = "molflt-structures", "1"
+STORE, _VERSION = "molflt-structures", "1"
 # column: numpy type, shape of one entry, entries per "atom" or per "structure"
 _COLUMNS: dict[str, tuple[str, tuple[int, ...], str]] = {
     "pos": ("<f4", (3,), "atom"),
@@ -62,7 +62,8 @@ def write_store(
 
     Args:
         path: file to write, ending in ``.safetensors``; an existing one is replaced.
-        records: structures as :func:`molflt.data.structures.records.make_record` returns them.
+        records: structures as :func:`molflt.data.structures.records.make_record` returns them,
+            perhaps with a `name`, which stands for the sid in tables.
         source: where they came from, kept in the file's header.
         left_out: given sids, y_relaxed (eV) and natoms of all structures, (structures,) each, says
             by their indices which are not written after all.
@@ -78,7 +79,10 @@ def write_store(
     if path.suffix != ".safetensors":
         raise ValueError(f"{path}: a compact store ends in .safetensors; got {path.suffix!r}")
     parts: dict[str, list[np.ndarray]] = {name: [] for name in _COLUMNS}
-    for record in records:
+    names: dict[int, str] = {}
+    for index, record in enumerate(records):
+        if "name" in record:
+            names[index] = record.name
         for name, array in _columns(record).items():
             parts[name].append(array)
     natoms = np.array([len(array) for array in parts["pos"]], dtype=np.int64)
@@ -96,7 +100,9 @@ def write_store(
     for name in _OPTIONAL:
         if np.isnan(columns[name]).all():
             del columns[name]
-    header = {"format": _FORMAT, "version": _VERSION, "source": source}
+    named = {place: names[index] for place, index in enumerate(kept) if index in names}
+    header = {"names": json.dumps(named)} if named else {}
+    header |= {"format": STORE, "version": _VERSION, "source": source}
     save_tensors(path, columns, header)
     return len(kept)
 
@@ -157,6 +163,8 @@ class StructureStore(Structures):
         if faults and not skip_bad:
             index, reason = next(iter(faults.items()))
             raise ValueError(f"{self._sid(index)}: {reason}; read with --skip-bad to leave out")
+        found = json.loads(self._noted("names") or "{}")
+        self.names = {int(index): str(name) for index, name in found.items()}
         if skip_bad:
             count = len(maps["sid"])
             for first in range(0, count, _BLOCK):
@@ -195,8 +203,11 @@ class StructureStore(Structures):
     @property
     def source(self) -> str:
         """Where the structures came from, as the writer noted it."""
+        return self._noted("source")
+
+    def _noted(self, name: str) -> str:
         with safe_open(self.path, framework="numpy") as file:
-            return str((file.metadata() or {}).get("source", ""))
+            return str((file.metadata() or {}).get(name, ""))
 
     def verify(self) -> bool:
         return verify_tensors(self.path)
@@ -259,9 +270,9 @@ def _map_columns(path: Path) -> dict[str, np.ndarray]:
             f"{path}: not a complete safetensors file; expected a compact store; "
             f"{str(error)[:200]}; copy or convert it again"
         ) from None
-    if metadata.get("format") != _FORMAT or metadata.get("version") != _VERSION:
+    if metadata.get("format") != STORE or metadata.get("version") != _VERSION:
         raise ValueError(
-            f"{path}: expected a compact store with format {_FORMAT!r} version {_VERSION!r}; got "
+            f"{path}: expected a compact store with format {STORE!r} version {_VERSION!r}; got "
             f"format {shown(metadata.get('format'))} version {shown(metadata.get('version'))}; "
             "make one with molflt data convert SRC DST"
         )

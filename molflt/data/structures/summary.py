@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
@@ -21,6 +20,7 @@ from molflt.data.structures.labels import (
     per_atom,
 )
 from molflt.data.structures.overlaps import TOO_NEAR, atoms_coincide
+from molflt.data.structures.sources import Paths, named
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
@@ -78,7 +78,7 @@ class Inspected(NamedTuple):
 
 
 def summarize(
-    path: Path, limit: int | None = None, skip_bad: bool = False, reading: Reading = AS_IT_IS
+    path: Paths, limit: int | None = None, skip_bad: bool = False, reading: Reading = AS_IT_IS
 ) -> Inspected:
     """One pass over a source.
 
@@ -110,7 +110,7 @@ def summarize(
     energies = dict(zip(_LABELS, np.array(labels).T, strict=True))
     free_displacements = _joined(displacements)
     summary: Summary = {
-        "path": str(path),
+        "path": str(named(path)),
         "systems": len(counts),
         "atoms_total": sum(counts),
         "atoms_per_system": _statistics(np.array(counts)),
