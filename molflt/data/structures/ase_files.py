@@ -298,6 +298,8 @@ def _reason(error: Exception, path: Path) -> str:
         return f"more memory than there is ({text})"
     if isinstance(error, ModuleNotFoundError) and path.suffix == ".aselmdb":
         return f"{text}; install ase-db-backends to read it"
+    if "chemical symbols" in text:  # a POSCAR of VASP 4
+        return f"{text}; write a line with the elements above their counts"
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
 
 
@@ -348,12 +350,21 @@ def _loads(
                 expect_elements_of_pdb(file)
             elif kind == "vasp" and path == without_packing(path):
                 expect_counts_of_poscar(file, path.stat().st_size)
+            elif kind == "vasp-xml" and b"</modeling>" not in _end(path):
+                said["the file is cut; its last steps are not read"] = None
             file.seek(0)
             # an @ in a path would otherwise be read as ASE's file@index
             given: Any = file if form.acceptsfd else str(path)
             images = iread(given, index=":", format=kind, do_not_split_by_at_sign=True)
             for number, atoms in enumerate(images):
                 yield number, partial(_same, atoms)
+
+
+def _end(path: Path) -> bytes:
+    """The last bytes of a file; of a packed one, whose end is not known, all that is asked for."""
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - 200))
+        return file.read() if path == without_packing(path) else b"</modeling>"
 
 
 def _same(atoms: Atoms) -> Atoms:

@@ -43,9 +43,10 @@ def source_of(path: Path) -> type[Structures]:
     for source in SOURCES.values():
         if source.takes(path):
             return source
-    known = "; ".join(f"{name} ({', '.join(s.suffixes)})" for name, s in SOURCES.items())
+    endings = {name: [*source.suffixes[:6]] for name, source in SOURCES.items()}
+    known = "; ".join(f"{name} ({', '.join(some)})" for name, some in endings.items())
     raise ValueError(
-        f"{path}: unknown ending {path.suffix!r}; expected one of {known}, or a VASP file; convert "
+        f"{path}: unknown ending {path.suffix!r}; expected one of {known}, POSCAR, OUTCAR; convert "
         f"it with `ase convert {path.name} {path.stem}.extxyz`; formats that can carry code, such "
         "as .pkl and .py, are refused"
     )
