@@ -227,3 +227,19 @@ def test_names_of_structures_are_written(run, tmp_path, capsys) -> None:
             "cu-3",
             "pt/7",
         ]
+
+
+@pytest.mark.parametrize("words", [["mine.extxyz"], ["--data", "mine.extxyz"]])
+def test_data_without_its_option(words, capsys) -> None:
+    assert "did you mean --data.root mine.extxyz?" in error_of(capsys, "train", *words)
+    line = error_of(capsys, "train", "--data.root", "a.extxyz", "b.extxyz")
+    assert "unexpected b.extxyz" in line and "'*.extxyz'" in line
+
+
+def test_the_configuration_of_a_run_names_its_folder(run, tmp_path, capsys) -> None:
+    file = str(run / "config.yaml")
+    poscars(tmp_path, FLAT[:1])
+    assert main(["predict", file, str(tmp_path / FLAT[0]), "--device=cpu"]) == 0
+    for words in (["evaluate", file], ["info", file], ["export", file, "y"]):
+        line = error_of(capsys, *words)
+        assert str(run) in line and "folder" in line and "config.yaml/config.yaml" not in line

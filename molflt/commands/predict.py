@@ -166,7 +166,7 @@ def _is_run(word: str) -> bool:
     if path.suffix == ".safetensors" and path.is_file():
         with safe_open(path, framework="numpy") as file:
             return (file.metadata() or {}).get("format") != STORE
-    return is_trained(path) or not exists(path)
+    return is_trained(path) or path.suffix == ".yaml" or not exists(path)
 
 
 def _shard(text: str | None, out: Path | None) -> Shard | None:

@@ -283,6 +283,10 @@ def read_config(run: Path) -> Config:
         ValueError: naming the file, and the key if it is one that is wrong.
     """
     path = Path(run) / "config.yaml"
+    if Path(run).is_file():
+        raise FileNotFoundError(
+            f"{run}: a file; expected the folder of a training run; give {Path(run).parent}"
+        )
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; expected the folder of a training run")
     content = read_yaml(path, _ADVICE)
