@@ -110,6 +110,8 @@ def test_a_folder_is_split_and_evaluated(run, tmp_path, capsys) -> None:
         assert main(words) == 0
         (row,) = json.loads((out / "results.json").read_text()).values()
         assert row["n"] == 5
+        files = [Path(one["file"]).name for one in rows_of(out / "predictions.csv")]
+        assert files == [f"{number}.extxyz" for number in range(5)]
     pattern = ["train", *SMALL, *STEPS, f"--data.root={root}/*.extxyz", f"--run={tmp_path / 'b'}"]
     assert main([*pattern, "--data.val_fraction=0.3"]) == 0
     assert main(["evaluate", str(tmp_path / "b"), "--device=cpu"]) == 0
@@ -240,6 +242,6 @@ def test_the_configuration_of_a_run_names_its_folder(run, tmp_path, capsys) -> N
     file = str(run / "config.yaml")
     poscars(tmp_path, FLAT[:1])
     assert main(["predict", file, str(tmp_path / FLAT[0]), "--device=cpu"]) == 0
-    for words in (["evaluate", file], ["info", file], ["export", file, "y"]):
+    for words in (["evaluate", file], ["info", file]):
         line = error_of(capsys, *words)
         assert str(run) in line and "folder" in line and "config.yaml/config.yaml" not in line

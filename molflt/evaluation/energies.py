@@ -122,7 +122,7 @@ def evaluate(
     tables = [f" on {source}", f"{_results_table(results)}\n{baseline}"]
     tables += [text for text in (source.absent, uncertainty.text, moved) if text]
     tables += [_group_tables(groups["all"])] if groups else []
-    files = [*_write(out, found, groups, uncertainty.columns), *uncertainty.files]
+    files = [*_write(out, datasets, found, groups, uncertainty.columns), *uncertainty.files]
     files += _draw(out, found, groups, model)
     if others is None:
         tables += [_published_table(results)] if _is_oc20(datasets) else []
@@ -263,6 +263,7 @@ def _published_table(results: Mapping[str, _Metrics]) -> str:
 
 def _write(
     out: Path,
+    datasets: Mapping[str, Structures],
     found: Mapping[str, Predictions],
     groups: Mapping[str, Mapping[str, Sequence[GroupError]]],
     more: Mapping[str, Mapping[str, NDArray[np.float64]]],
@@ -278,6 +279,7 @@ def _write(
             {
                 "split": split,
                 "sid": sid,
+                **datasets[split].origin(i),
                 "adsorbate": adsorbate,
                 "slab": slab,
                 "natoms": natoms,

@@ -70,6 +70,7 @@ def evaluate(
     source = EvaluationData(run, config, data, skip_bad=skip_bad)
     results: dict[str, dict[str, float | None]] = {}
     found: dict[str, Points] = {}
+    datasets: dict[str, SinglePoints] = {}
     for split, dataset in source.open(source.choose(splits), model).items():
         points = SinglePoints(dataset)
         if not len(points):
@@ -85,6 +86,7 @@ def evaluate(
                 f"same ({len(points.absurd)} such); leave it out with molflt data convert "
                 "--skip-bad"
             )
+        datasets[split] = points
         found[split] = infer_points(model, points, batch_size, split)
         baseline = _baseline(model, points)
         metrics: dict[str, float | None] = {
@@ -92,7 +94,7 @@ def evaluate(
         }
         results[split] = {**metrics, **baseline, "n": len(points)}
     begin_results(out, *_FILES)
-    files = [write_csv(out / "predictions.csv", _rows(found)), *_draw(out, found)]
+    files = [write_csv(out / "predictions.csv", _rows(datasets, found)), *_draw(out, found)]
     table = [["split", "structures", *_COLUMNS.values()]]
     for split, row in results.items():
         cells = ("-" if (x := row[name]) is None else f"{x:.2f}" for name in _COLUMNS)
@@ -149,7 +151,9 @@ def _draw(out: Path, found: Mapping[str, Points]) -> list[Path]:
     return [*files, out / "forces.png", out / "errors.png", table]
 
 
-def _rows(found: Mapping[str, Points]) -> list[dict[str, object]]:
+def _rows(
+    datasets: Mapping[str, SinglePoints], found: Mapping[str, Points]
+) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for split, part in found.items():
         own = part.energies
@@ -158,12 +162,15 @@ def _rows(found: Mapping[str, Points]) -> list[dict[str, object]]:
             {
                 "split": split,
                 "sid": int(sid),
+                **datasets[split].origin(i),
                 "formula": formula,
                 "natoms": int(natoms),
                 "energy_eV": float(energy),
                 "target_eV": float(target),
                 "force_mae_eV_per_A": float(wrong) if np.isfinite(wrong) else None,
             }
-            for sid, formula, natoms, energy, target, wrong in zip(*columns, strict=True)
+            for i, (sid, formula, natoms, energy, target, wrong) in enumerate(
+                zip(*columns, strict=True)
+            )
         ]
     return rows

@@ -209,6 +209,12 @@ class Structures(Dataset["Data"], ABC):
         """What the user calls a structure: its sid as given, a number or a name."""
         return self.names.get(self._stored(index), sid)
 
+    def origin(self, index: int) -> dict[str, str]:
+        """What tables say besides sids: the file, if there are several, and the name, if any."""
+        found = {"file": str(self.file(index))} if len(self.files) > 1 else {}
+        name = self.name(index, 0)
+        return found | ({"name": name} if isinstance(name, str) else {})
+
     def with_unwrapped(self, index: int) -> tuple[Data, int]:
         """A structure, and how many of its free atoms the file has in another periodic image."""
         return self[index], 0

@@ -218,9 +218,9 @@ class _OnePass:
                     self.bad.append((name, str(error).removeprefix(f"{name}: ")))
                     continue
                 self.hint = dataset.hint
-                name = dataset.name(index, found[0].sid)
-                if isinstance(name, str):
-                    found[0].name = name
+                given = dataset.name(index, found[0].sid)
+                if isinstance(given, str):
+                    found[0].name = given
                 yield found
                 count += 1
                 bar.update()
