@@ -100,7 +100,7 @@ class AseStructures(Held):
                 try:
                     atoms = load()
                     own = row if len(self.files) == 1 else place
-                    self._records.append(_record_from_atoms(atoms, own, self.reading, labels))
+                    self._hold(_record_from_atoms(atoms, own, self.reading, labels))
                 except ValueError as error:
                     if not skip_bad:
                         raise ValueError(f"{file}: frame {frame}: {error}") from None

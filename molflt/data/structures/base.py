@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
@@ -229,22 +230,37 @@ class Structures(Dataset["Data"], ABC):
 
 
 class Held(Structures):
-    """Base of sources that hold their structures in memory, in `_records`."""
+    """Base of sources that hold their structures in memory, which `_hold` adds."""
 
     def __init__(self, path: str | Path, skip_bad: bool = False) -> None:
         super().__init__(path, skip_bad)
-        self._records: list[Data] = []
+        self._records: list[dict[str, object]] = []
+
+    def _hold(self, record: Data) -> None:
+        """Adds a structure; an array of one value, such as absent labels, takes no memory."""
+        held: dict[str, object] = {}
+        for key, value in record.to_dict().items():
+            if isinstance(value, torch.Tensor):
+                value = value.numpy()
+                if np.array_equal(value, np.full_like(value, value.flat[0]), equal_nan=True):
+                    value = np.broadcast_to(value.flat[0], value.shape)
+            held[key] = value
+        self._records.append(held)
 
     def __len__(self) -> int:
         return len(self._records)
 
     def __getitem__(self, index: int) -> Data:
-        return self._records[self._stored(index)].clone()
+        from torch_geometric.data import Data
+
+        held = self._records[self._stored(index)].items()
+        arrays = {name: np.array(value) for name, value in held if isinstance(value, np.ndarray)}
+        return Data(**dict(held) | {name: torch.from_numpy(own) for name, own in arrays.items()})
 
     @property
     def natoms(self) -> np.ndarray:
         """Atoms in each structure, (len,) int64."""
-        return np.array([record.natoms for record in self._records], dtype=np.int64)
+        return np.array([record["natoms"] for record in self._records], dtype=np.int64)
 
 
 def to_atoms(record: Data) -> Atoms:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Collection, Iterable
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,7 @@ _COLUMNS: dict[str, tuple[str, tuple[int, ...], str]] = {
 }
 _OPTIONAL = ("pos_relaxed", "energy", "forces", "stress")  # not there if no structure has any
 _BLOCK = 10_000  # structures that are checked at once
+_BLOCK_WRITTEN = 1000  # structures whose arrays are joined at once
 _TYPES = {"F32": "<f4", "F64": "<f8", "I64": "<i8", "U8": "|u1", "BOOL": "|b1"}
 
 
@@ -78,33 +80,36 @@ def write_store(
     path = Path(path)
     if path.suffix != ".safetensors":
         raise ValueError(f"{path}: a compact store ends in .safetensors; got {path.suffix!r}")
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in _COLUMNS}
+    blocks: dict[str, list[np.ndarray]] = {name: [] for name in _COLUMNS}
     names: dict[int, str] = {}
-    for index, record in enumerate(records):
-        if "name" in record:
-            names[index] = record.name
-        for name, array in _columns(record).items():
-            parts[name].append(array)
-    natoms = np.array([len(array) for array in parts["pos"]], dtype=np.int64)
-    kept = list(range(len(natoms)))
-    if left_out is not None and len(natoms):
-        sids, energies = (np.concatenate(parts[name]) for name in ("sid", "y_relaxed"))
-        absent = set(left_out(sids, energies, natoms))
-        kept = [index for index in kept if index not in absent]
-    if not kept:
+    natoms: list[int] = []
+    remaining = iter(records)
+    while some := list(islice(remaining, _BLOCK_WRITTEN)):
+        names |= {len(natoms) + i: one.name for i, one in enumerate(some) if "name" in one}
+        natoms += [len(record.pos) for record in some]
+        rows = [_columns(record) for record in some]
+        for name, arrays in blocks.items():
+            arrays.append(np.concatenate([row[name] for row in rows]))
+    kept = np.ones(len(natoms), dtype=bool)
+    columns = {name: np.concatenate(arrays) for name, arrays in blocks.items() if arrays}
+    if left_out is not None and natoms:
+        absent = left_out(columns["sid"], columns["y_relaxed"], np.array(natoms))
+        kept[list(absent)] = False
+    if not kept.any():
         raise ValueError(f"{path}: no structures to write; expected at least one")
-    columns = {"offsets": np.append(0, np.cumsum(natoms[kept])).astype("<i8")}
-    for name in _COLUMNS:
-        arrays = parts.pop(name)
-        columns[name] = np.concatenate([arrays[index] for index in kept])
+    if not kept.all():
+        by = {"atom": np.repeat(kept, natoms), "structure": kept}
+        columns = {name: own[by[_COLUMNS[name][2]]] for name, own in columns.items()}
+    columns = {"offsets": np.append(0, np.cumsum(np.array(natoms)[kept])).astype("<i8"), **columns}
     for name in _OPTIONAL:
         if np.isnan(columns[name]).all():
             del columns[name]
-    named = {place: names[index] for place, index in enumerate(kept) if index in names}
+    places = {int(index): place for place, index in enumerate(np.flatnonzero(kept))}
+    named = {places[index]: name for index, name in names.items() if index in places}
     header = {"names": json.dumps(named)} if named else {}
     header |= {"format": STORE, "version": _VERSION, "source": source}
     save_tensors(path, columns, header)
-    return len(kept)
+    return int(kept.sum())
 
 
 def _columns(record: Data) -> dict[str, np.ndarray]:
