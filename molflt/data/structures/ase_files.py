@@ -214,9 +214,6 @@ def _record_from_atoms(
         number: sid if ``atoms.info`` has none.
         reading: which entry is the energy, and whose the tags are.
         labels: keeps account of the entries.
-
-    Raises:
-        ValueError: naming the sid, as :func:`molflt.data.structures.records.make_record`.
     """
     check_fields(atoms)
     info = entries(atoms)

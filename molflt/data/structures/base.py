@@ -149,11 +149,7 @@ class Structures(Dataset["Data"], ABC):
         return next((file for file in files if file.is_file()), None)
 
     def verify(self) -> bool | None:
-        """Whether the file has a digest of what it holds; None for a kind that never has one.
-
-        Raises:
-            ValueError: naming the file, if it holds something else than was written.
-        """
+        """Whether the file has a digest of what it holds; None for a kind that never has one."""
         return None
 
     @abstractmethod

@@ -76,13 +76,6 @@ def convert(
         forces_key: array of a file that ASE reads that is the forces, eV/Å; by default forces, else
             REF_forces.
         stress_key: its entry that is the stress, eV/Å^3; by default stress, else REF_stress.
-
-    Raises:
-        ValueError: naming the file, key and sid of a structure that is not valid, or whose label is
-            beyond 20 eV where the others look like adsorption energies, or which has a force
-            beyond 1,000 eV/Å.
-        FileNotFoundError: if there is nothing at ``src``.
-        OSError: if ``dst`` cannot be written; nothing is left behind then.
     """
     paths = [Path(src)] if isinstance(src, str | Path) else list(src)
     one = paths[0] if len(paths) == 1 else None
@@ -180,9 +173,6 @@ class _OnePass:
         verified: whether the source has a digest, which fits; None if its kind never has.
         hint: what to say of missing labels; see :class:`Structures`.
         unused: labels that are there and not read.
-
-    Raises:
-        ValueError: naming a structure that is not valid, or if none is.
     """
 
     def __init__(

@@ -114,10 +114,6 @@ def split_path(root: str | Path, split: str) -> Path:
     Args:
         root: folder of the data set.
         split: ``train``, ``val_id``, ..., or with its subset, ``10k/train``.
-
-    Raises:
-        FileNotFoundError: if there is no such split; names what is there.
-        ValueError: if several training subsets lie below ``root`` and none is named.
     """
     root = Path(root)
     if not root.is_dir():

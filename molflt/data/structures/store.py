@@ -72,10 +72,6 @@ def write_store(
 
     Returns:
         Number of structures written.
-
-    Raises:
-        ValueError: naming the sid of a structure that is not valid, or if there are none.
-        OSError: if the file cannot be written, for instance on a full disk.
     """
     path = Path(path)
     if path.suffix != ".safetensors":
@@ -146,12 +142,6 @@ class StructureStore(Structures):
         path: a ``.safetensors`` file made by :func:`write_store`.
         skip_bad: leave out structures that are not valid instead of refusing them; they are listed
             in ``bad`` as (sid, reason).
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if the file is truncated, is no compact store, or holds a label, cell or
-            periodic axis that is not valid. Atoms are checked when they are read, or with
-            `skip_bad`.
     """
 
     suffixes = (".safetensors",)
