@@ -27,6 +27,7 @@ from molflt.data.structures.ase_formats import (
     without_packing,
 )
 from molflt.data.structures.ase_labels import Labels, entries, layers_as_tags, tags_look_like
+from molflt.data.structures.ase_lmdb import rows_of_aselmdb
 from molflt.data.structures.ase_text import (
     cif_frames,
     expect_counts_of_poscar,
@@ -288,13 +289,12 @@ def _raise(error: Exception) -> Any:
 
 def _reason(error: Exception, path: Path) -> str:
     """Why a file cannot be read, in one line."""
-    text = (str(error).strip().splitlines() or ["no reason given"])[0][:200]
+    text = (str(error).strip().splitlines() or ["no reason given"])[0].removeprefix(f"{path}: ")
+    text = text[:200]
     if isinstance(error, KeyError):  # mostly a symbol that is no element
         return _unknown_name(str(error.args[0]) if error.args else "", path)
     if isinstance(error, MemoryError):
         return f"more memory than there is ({text})"
-    if isinstance(error, ModuleNotFoundError) and path.suffix == ".aselmdb":
-        return f"{text}; install ase-db-backends to read it"
     if "chemical symbols" in text:  # a POSCAR of VASP 4
         return f"{text}; write a line with the elements above their counts"
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
@@ -371,6 +371,9 @@ def _same(atoms: Atoms) -> Atoms:
 def _rows(path: Path, kind: str) -> Iterator[tuple[int, Callable[[], Atoms]]]:
     import ase.db
 
+    if kind == "aselmdb":
+        yield from rows_of_aselmdb(path)
+        return
     if kind == "db":  # ASE would make its tables in a file that has none
         source = f"{path.absolute().as_uri()}?mode=ro"
         with closing(sqlite3.connect(source, uri=True)) as tables:
