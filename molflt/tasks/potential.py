@@ -137,9 +137,11 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
         """Stores energies per element, and the size of forces, in the model's buffers.
 
         Raises:
-            ValueError: if the model cannot take an element.
+            ValueError: if the model cannot take an element, or there are no forces to learn.
         """
         self.expect_descriptors(data)
+        if self.weights[1]:
+            data.expect_forces()
         if self.references == "fit":
             self.fit_elements(data)
         self.model.get_buffer("energy_std").fill_(data.force_scale())

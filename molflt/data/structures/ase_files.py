@@ -19,6 +19,7 @@ from molflt.data.structures.ase_guards import bounded, check_counts, xyz_propert
 from molflt.data.structures.ase_labels import Labels, entries, layers_as_tags, tags_look_like
 from molflt.data.structures.base import AS_IT_IS, AnyTags, Reading, Structures
 from molflt.data.structures.records import make_record
+from molflt.data.structures.unused_fields import unused_fields, unused_warning
 from molflt.files import shown
 
 if TYPE_CHECKING:
@@ -124,6 +125,9 @@ class AseStructures(Structures):
             _say_steps(self.path)
         if lost:
             _say_constraints(self.path, lost)
+        if labels.fields:
+            warning = unused_warning(str(self.path), labels.fields)
+            print(f"molflt: warning: {warning}", file=sys.stderr)
 
     @classmethod
     def takes(cls, path: Path) -> bool:
@@ -166,10 +170,9 @@ def say_tags(name: str, others: int, count: int, tags: AnyTags) -> None:
 
 def _say_steps(path: Path) -> None:
     print(
-        f"molflt: warning: {path}: frames with forces, and with the same atoms and cell one after "
-        "another, look like steps of relaxations or of dynamics; each one's energy is taken for "
-        "that of its relaxed structure; they are for --recipe potential; for relaxed energies give "
-        "the first frame of each relaxation, with the energy of the last as y_relaxed",
+        f"molflt: warning: {path}: frames with forces look like steps of relaxations or dynamics; "
+        "train on them with --recipe potential; relaxed energies need the first frame of each "
+        "relaxation, with the energy of the last one as y_relaxed",
         file=sys.stderr,
     )
 
@@ -199,6 +202,7 @@ def _record_from_atoms(
     """
     info = entries(atoms)
     labels = labels or Labels(reading)
+    labels.fields = {**unused_fields(atoms), **labels.fields}
     energy, at_pos = labels.energy(atoms), labels.at_pos(atoms)
     energies: dict[str, Any] = {"y_init": info.get("y_init"), "y_relaxed": energy}
     if reading.for_prediction:

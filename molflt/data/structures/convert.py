@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from molflt.data.structures.base import Tags
 from molflt.data.structures.game_net import GameNet
 from molflt.data.structures.game_net_archive import GAME_NET, _expect_archive
 from molflt.data.structures.game_net_splits import _write_splits
-from molflt.data.structures.labels import force_fault, label_faults
+from molflt.data.structures.labels import label_faults, point_fault
 from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.data.structures.splits import is_one_source, sources_in
 from molflt.data.structures.store import write_store
@@ -24,7 +25,9 @@ from molflt.files import readable_size
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-__all__ = ["convert"]
+__all__ = ["convert", "grouped"]
+
+_MOST_KINDS, _MOST_NAMES = 5, 3  # of reasons and structures that a list of bad ones names
 
 
 def convert(
@@ -125,7 +128,7 @@ def _jobs_of(src: Path, dst: Path) -> dict[Path, Path]:
 def _convert_one(structures: _OnePass, dst: Path) -> None:
     src, skip_bad, unwrapped, with_forces = structures.src, structures.skip_bad, 0, False
     overlapping: dict[int, int] = {}  # sid by place among those that are read
-    absurd: dict[int, str] = {}  # likewise, what is wrong with forces
+    absurd: dict[int, str] = {}  # likewise, what is wrong with forces or stress
 
     def records() -> Iterator[Data]:
         nonlocal unwrapped, with_forces
@@ -134,7 +137,7 @@ def _convert_one(structures: _OnePass, dst: Path) -> None:
             if atoms_coincide(record):
                 overlapping[place] = int(record.sid)
             with_forces |= bool(record.forces.isfinite().any())
-            if fault := force_fault(record.forces.numpy()):
+            if fault := point_fault(record):
                 absurd[place] = fault
             yield record
 
@@ -167,8 +170,25 @@ def _convert_one(structures: _OnePass, dst: Path) -> None:
 def _list_bad(bad: list[tuple[str, str]]) -> None:
     if bad:
         print(f"left out {len(bad)} structures that are not valid:", file=sys.stderr)
-        for name, reason in bad:
-            print(f"  {name}: {reason}", file=sys.stderr)
+        for line in grouped(bad):
+            print(f"  {line}", file=sys.stderr)
+
+
+def grouped(bad: Collection[tuple[str, str]]) -> list[str]:
+    """A few lines for (name, reason) of many structures, by kind of reason."""
+    kinds: dict[str, list[tuple[str, str]]] = {}
+    for name, reason in bad:
+        kinds.setdefault(re.sub(r"[-+]?(\d[\d.]*(e[-+]?\d+)?|nan|inf)", "#", reason), []).append(
+            (name, reason)
+        )
+    lines = []
+    for some in sorted(kinds.values(), key=len, reverse=True)[:_MOST_KINDS]:
+        names = ", ".join(name for name, _ in some[:_MOST_NAMES])
+        more = f" and {len(some) - _MOST_NAMES} more" if len(some) > _MOST_NAMES else ""
+        lines.append(f"{names}{more}: {some[0][1]}")
+    if len(kinds) > _MOST_KINDS:
+        lines.append(f"... and {len(kinds) - _MOST_KINDS} other reasons")
+    return lines
 
 
 class _OnePass:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:
+    from torch_geometric.data import Data
+
 __all__ = [
     "MOST_ADSORPTION",
     "MOST_FORCE",
+    "MOST_STRESS",
     "EnergyKind",
     "beyond_rounding",
     "energy_kind",
-    "force_fault",
     "label_faults",
     "other_kind",
     "per_atom",
+    "point_fault",
 ]
 
 EnergyKind = Literal["adsorption", "total", "unknown"]
@@ -27,6 +31,8 @@ MOST_ADSORPTION = 20.0  # eV
 MOST_FORCE = 1e3
 """eV/Å. Organic molecules at 1,200 K stay below 12; by the repulsion of Ziegler, Biersack and
 Littmark two carbon atoms would have to be within 0.43 Å, two of copper within 0.87 Å."""
+MOST_STRESS = 10.0
+"""eV/Å^3, 1.6 TPa: five times the pressure in the center of the earth."""
 
 # Median magnitude: adsorption energies stay small however large the system is, below 0.1 eV per
 # atom on slabs; total energies are 2 to 15 eV per atom, with all electrons far more.
@@ -117,16 +123,19 @@ def label_faults(
     return dict(sorted(faults.items()))
 
 
-def force_fault(forces: NDArray[np.floating]) -> str:
-    """What is wrong with forces on a structure: one that is beyond belief; "" if there is none.
-
-    Args:
-        forces: (N, 3), eV/Å; NaN where there are none.
-    """
-    sizes = np.linalg.norm(forces.astype(np.float64), axis=1)
-    if not sizes.max() > MOST_FORCE:  # NaN is not
-        return ""
-    return (
-        f"the force on atom {int(sizes.argmax())} is {sizes.max():.4g} eV/Å; expected at most "
-        f"{MOST_FORCE:g} eV/Å, far beyond dynamics and strained structures"
-    )
+def point_fault(record: Data) -> str:
+    """Why forces or stress of a structure are beyond belief; "" if they are not."""
+    sizes = record.forces.double().norm(dim=1)
+    stress = float(record.stress.abs().max())
+    if bool((sizes > MOST_FORCE).any()):  # NaN is not
+        return (
+            f"the force on atom {int(sizes.argmax())} is {float(sizes.max()):.4g} eV/Å; expected "
+            f"at most {MOST_FORCE:g} eV/Å, far beyond dynamics and strained structures"
+        )
+    if stress > MOST_STRESS:
+        return (
+            f"a stress of {stress:.4g} eV/Å^3, which is {160.21766 * stress:.4g} GPa; expected at "
+            f"most {MOST_STRESS:g} eV/Å^3; stress in kbar is 1602.18 times, in GPa 160.218 times "
+            "as large, VASP's sign is opposite to ASE's, a virial is minus the volume times it"
+        )
+    return ""
