@@ -15,7 +15,7 @@ from ase import Atoms
 from ase.build import add_adsorbate, fcc111, molecule
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io import iread, write
-from tiny_run import SMALL, error_of, start, structures, write_data
+from tiny_run import SMALL, arguments, error_of, start, structures, write_data
 
 import molflt
 from molflt.commands.cli import main
@@ -117,21 +117,39 @@ def test_an_evaluation_on_energies_of_another_kind_says_so(run, tmp_path, capsys
     assert capsys.readouterr().err.count(said) == 1
 
 
-@pytest.mark.parametrize("by", ["name", "link", "copy", "others"])
-def test_training_says_that_it_is_judged_by_what_it_learns(tmp_path, capsys, by) -> None:
+@pytest.mark.parametrize(
+    ("by", "count"), [("link", 10), ("copy", 10), ("database", 10), ("shuffled", 10), ("some", 9)]
+)
+def test_copies_of_training_in_validation_are_refused(tmp_path, capsys, by, count) -> None:
     train, val = tmp_path / "train.extxyz", tmp_path / "val_id.extxyz"
     write(train, frames())
     if by == "link":
         val.symlink_to(train)
     elif by == "copy":
         shutil.copy(train, val)
+    elif by == "database":  # in single precision, and in other images
+        for atoms in (copies := frames()):
+            atoms.set_array("positions", atoms.positions.astype(np.float32).astype(float))
+            atoms.positions[0] += atoms.cell.array[0]
+        write_rows(tmp_path / "val_id.db", copies)
+    elif by == "shuffled":
+        order = np.random.default_rng(0).permutation
+        write(val, [atoms[order(len(atoms))] for atoms in frames()[::-1]])
     else:
         write(val, [atoms for atoms in frames(11) if atoms.info["sid"] != 503])
-    split = "train" if by == "name" else "val_id"
-    words = [*STEPS, f"--data.val_split={split}"]
-    assert start(tmp_path, tmp_path / "run", *words) == 0
-    said = f"{split}.extxyz: validation has the structures of training, {train}; its errors"
-    assert capsys.readouterr().err.count(said) == (by != "others")
+    words = ["train", *arguments(tmp_path, tmp_path / "run", *STEPS)]
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert f"{count} of 10" in error and "--data.allow_duplicates" in error
+    assert not (tmp_path / "run" / "config.yaml").exists()
+    assert main([*words, "--data.allow_duplicates=true"]) == 0
+    assert f"{count} of 10" in capsys.readouterr().err
+
+
+def test_training_says_that_it_is_judged_by_the_split_it_learns(tmp_path, capsys) -> None:
+    write(tmp_path / "train.extxyz", frames())
+    assert start(tmp_path, tmp_path / "run", *STEPS, "--data.val_split=train") == 0
+    assert capsys.readouterr().err.count("validation has the structures of training") == 1
 
 
 def test_an_ensemble_is_judged_by_what_no_member_has_seen(run, file, tmp_path, capsys) -> None:
@@ -406,8 +424,7 @@ def test_energies_under_another_name_are_hinted_at(tmp_path, capsys) -> None:
     write(tmp_path / "a.extxyz", some)
     line = error_of(capsys, "train", *SMALL, f"--data.root={tmp_path / 'a.extxyz'}")
     assert "y_relaxed must be a finite energy in eV; got none" in line
-    assert "name the entry that is the energy with --energy_key" in line
-    assert line.endswith("there are dft_energy")
+    assert "--data.energy_key dft_energy" in line and "cut_off_energy" not in line
 
 
 def test_labels_that_are_not_used_are_named_once(file, tmp_path, capsys) -> None:

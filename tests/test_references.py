@@ -126,7 +126,7 @@ def test_members_of_one_kind_of_totals_make_an_ensemble(data, run, again, tmp_pa
             record.y_relaxed += 2.0 * record.natoms
         write_store(other / f"{split}.safetensors", records)
     shifted = tmp_path / "shifted"
-    words = ("--task.references=fit", "--trainer.max_steps=2")
+    words = ("--task.references=fit", "--trainer.max_steps=2", "--data.allow_duplicates=true")
     assert start(other, shifted, *words) == 0
     command = ["evaluate", str(run), "--splits", "val_id", "--out", str(tmp_path / "e")]
     command += ["--device=cpu", "--also"]

@@ -149,7 +149,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
             ValueError: if energies look like totals, and it is not said what to do with them, the
                 model cannot take an element, or `interpolate` finds no relaxed positions.
         """
-        self.expect_descriptors(data)
+        self.check_data(data)
         if self.interpolate:
             data.expect_relaxed(f"task.interpolate={self.interpolate:g}")
         mean, std = self.energy_mean, self.energy_std

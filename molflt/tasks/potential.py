@@ -139,7 +139,7 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
         Raises:
             ValueError: if the model cannot take an element, or there are no forces to learn.
         """
-        self.expect_descriptors(data)
+        self.check_data(data)
         if self.weights[1]:
             data.expect_forces()
         if self.references == "fit":

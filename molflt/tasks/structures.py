@@ -25,6 +25,8 @@ class _WithElements(Protocol):
 
     def setup(self) -> None: ...
 
+    def refuse_copies(self) -> None: ...
+
     def element_energies(self) -> "ElementEnergies": ...
 
 
@@ -45,16 +47,16 @@ class OfStructures:
         self._fitted = {chemical_symbols[number]: float(fit.energies[number]) for number in there}
         return fit
 
-    def expect_descriptors(self, data: _WithElements) -> None:
-        """Refuses elements that the model cannot take.
+    def check_data(self, data: _WithElements) -> None:
+        """Refuses structures of validation that training has, and elements without descriptors.
 
         Raises:
-            ValueError: naming file, sid and element.
+            ValueError: naming file and sid.
         """
         from molflt.data.structures.parts import element_faults
         from molflt.graph.heads import undescribed
 
-        data.setup()
+        data.refuse_copies()
         beyond = undescribed(self.model)
         for dataset in data.datasets.values():
             if faults := element_faults(dataset, beyond):

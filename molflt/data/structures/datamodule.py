@@ -19,7 +19,12 @@ from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.domain import DOMAIN, Domain
 from molflt.data.structures.element_energies import ElementEnergies, fit_element_energies
 from molflt.data.structures.labels import beyond_rounding, energy_kind, per_atom
-from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
+from molflt.data.structures.overlaps import (
+    atoms_coincide,
+    equal_structures,
+    fingerprint,
+    overlaps_of,
+)
 from molflt.data.structures.parts import with_sound_labels
 from molflt.data.structures.store import StructureStore
 
@@ -53,6 +58,8 @@ class IS2REData(BatchedData[Structures]):
             is y_relaxed, else energy.
         tags: of files that ASE reads: oc20 (0 subsurface, 1 surface, 2 adsorbate), or ase (numbers
             of layers from the top, 1, 2, ..., and 0 for adsorbates, as ase.build makes them).
+        allow_duplicates: train although structures of validation are in training, too, with the
+            same elements, cell and positions; otherwise that is refused.
     """
 
     items = "systems"
@@ -72,6 +79,7 @@ class IS2REData(BatchedData[Structures]):
         split_seed: int = 0,
         energy_key: str | None = None,
         tags: Tags = "oc20",
+        allow_duplicates: bool = False,
     ) -> None:
         super().__init__(batch_size, workers)
         if bucket < 1:
@@ -86,7 +94,9 @@ class IS2REData(BatchedData[Structures]):
         self.max_atoms = max_atoms
         self.bucket = bucket
         self.skip_bad = skip_bad
+        self.allow_duplicates = allow_duplicates
         self._domain: Domain | None = None
+        self._copies: list[int] = []  # sids of validation that training has, too
 
     def setup(self, stage: str = "fit") -> None:
         """Opens both splits, once.
@@ -123,8 +133,14 @@ class IS2REData(BatchedData[Structures]):
         for text in dict.fromkeys(dataset.left_out() for dataset in self.datasets.values()):
             if text:
                 warnings.warn(text, stacklevel=3)
-        if first:
-            self._say_same()
+        train_set, val_set = (self.datasets[use] for use in self.splits)
+        if first and train_set is val_set:
+            warnings.warn(
+                f"{val_set.path}: validation has the structures of training; its errors, and the "
+                "weights that they choose, say nothing of other structures; name another split "
+                "with --data.val_split",
+                stacklevel=3,
+            )
         self._say_unused(opened.values())
 
     def _refuse_names(self, data: DataSet) -> None:
@@ -140,19 +156,27 @@ class IS2REData(BatchedData[Structures]):
         """By split, the structures that have what is learned; ValueError for wrong labels."""
         return with_sound_labels(opened, *self.splits.values())
 
-    def _say_same(self) -> None:
-        """Warns if what is validated on is what is trained on, whatever it is called."""
-        train, val = self.datasets["train"], self.datasets["val"]
-        same = train is val
-        if not same and np.array_equal(train.natoms, val.natoms):  # a digest reads all
-            same = self._digest("train") == self._digest("val")
-        if same:
-            warnings.warn(
-                f"{val.path}: validation has the structures of training, {train.path}; its errors, "
-                "and the weights that they choose, say nothing of other structures; name another "
-                "split with --data.val_split",
-                stacklevel=4,
+    def refuse_copies(self) -> None:
+        """Refuses structures of validation that training has, too, unless they are allowed.
+
+        Raises:
+            ValueError: with their number.
+        """
+        self._train_domain()
+        val = self.datasets["val"]
+        if not self._copies:
+            return
+        said = (
+            f"{val.path}: {len(self._copies)} of {len(val)} structures of validation are in "
+            f"training, too, for instance sid {self._copies[0]}; its errors do not tell those of "
+            "other structures"
+        )
+        if not self.allow_duplicates:
+            raise ValueError(
+                f"{said}; remove them from one of the splits, or take them as they are with "
+                "--data.allow_duplicates true"
             )
+        warnings.warn(said, stacklevel=3)
 
     def _unused(self, dataset: Structures) -> list[str]:
         """Labels of a source that are not learned."""
@@ -186,21 +210,27 @@ class IS2REData(BatchedData[Structures]):
         return {DOMAIN: self._train_domain().to_bytes()}
 
     def _train_domain(self) -> Domain:
-        """What the training split holds; reads it once. Warns of atoms at one place."""
+        """Contents of the training split. Reads both splits once; warns of atoms at one place."""
         self.setup()
         if self._domain is None:
             train, val = self.datasets["train"], self.datasets["val"]
-            sids: list[int] = []
+            sids: dict[str, list[int]] = {"train": [], "val": []}
+            features: dict[str, list[np.ndarray]] = {"train": [], "val": []}
 
-            def look(record: "Data") -> None:
+            def look(record: "Data", use: str = "train") -> None:
+                features[use].append(fingerprint(record))
                 if atoms_coincide(record):
-                    sids.append(int(record.sid))
+                    sids[use].append(int(record.sid))
 
             own = Domain.of(train, look)
-            self._say_overlaps("train", sids)
             if val is not train:
-                records = with_bar(val, "reading positions")
-                self._say_overlaps("val", [int(x.sid) for x in records if atoms_coincide(x)])
+                for record in with_bar(val, "reading positions"):
+                    look(record, "val")
+            for use, overlapping in sids.items():
+                self._say_overlaps(use, overlapping)
+            equal = equal_structures(np.array([*features["train"], *features["val"]]))
+            known, there = equal[: len(train)], equal[len(train) :]
+            self._copies = [int(val[i].sid) for i in np.flatnonzero(np.isin(there, known))]
             if self.initial is not None:
                 name, content = self.initial
                 own = own.after(Domain.from_json(content, name))

@@ -155,9 +155,8 @@ def stress_unit_fault(records: Iterable[Data]) -> str:
         return fault
     length, slope, volume = np.median(np.array(spreads), axis=0)  # slope: NaN if any is unknown
     if length < _LENGTHS[0] or length > _LENGTHS[1]:
-        what = ("minus " if slope > 0 else "") + _named(
-            _LENGTH / length, _STRESS | {_VIRIAL: 1 / volume}
-        )
+        what = _named(_LENGTH / length, _STRESS | {_VIRIAL: 1 / volume}, 2 * _UNSURE)
+        what = f"minus {what}" if slope > 0 else what
         return (
             f"stress looks like {what}: in one cell it spreads {length:.2g} Å times as much as "
             f"forces; likely are {_LENGTHS[0]:g} to {_LENGTHS[1]:g} Å; {_CONVENTION}"
