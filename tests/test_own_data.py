@@ -128,13 +128,13 @@ def test_copies_of_training_in_validation_are_refused(tmp_path, capsys, by, coun
     elif by == "copy":
         shutil.copy(train, val)
     elif by == "database":  # in single precision, and in other images
-        for atoms in (copies := frames()):
+        for atoms in (copies := frames(y_relaxed=-1.0)):
             atoms.set_array("positions", atoms.positions.astype(np.float32).astype(float))
             atoms.positions[0] += atoms.cell.array[0]
         write_rows(tmp_path / "val_id.db", copies)
     elif by == "shuffled":
         order = np.random.default_rng(0).permutation
-        write(val, [atoms[order(len(atoms))] for atoms in frames()[::-1]])
+        write(val, [atoms[order(len(atoms))] for atoms in frames(y_relaxed=-1.0)[::-1]])
     else:
         write(val, [atoms for atoms in frames(11) if atoms.info["sid"] != 503])
     words = ["train", *arguments(tmp_path, tmp_path / "run", *STEPS)]
