@@ -15,6 +15,7 @@ from ase import Atoms
 from ase.build import add_adsorbate, fcc111, molecule
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io import iread, write
+from data.oc20_files import old_record, write_lmdb
 from tiny_run import SMALL, arguments, error_of, start, structures, write_data
 
 import molflt
@@ -574,3 +575,34 @@ def test_tags_mean_in_prediction_what_they_meant_in_training(tmp_path, capsys) -
         assert main(["predict", str(run), str(again), "--out", str(out)]) == 0
         rows = csv.DictReader(out.read_text().splitlines())
         assert [float(row["energy_eV"]) for row in rows] == pytest.approx(written, abs=1e-5)
+
+
+def test_a_run_with_an_energy_key_is_evaluated_on_any_source(tmp_path, capsys) -> None:
+    """A compact store, an LMDB and a file without that entry; another key has to be given back."""
+    some = frames(12, e_ads=-0.5)
+    for index, atoms in enumerate(some):
+        atoms.info["e_ads"] -= 0.1 * index
+    write(tmp_path / "mine.extxyz", some)
+    store, lmdb = tmp_path / "store.safetensors", tmp_path / "some.lmdb"
+    words = ["data", "convert", str(tmp_path / "mine.extxyz"), str(store), "--energy_key=e_ads"]
+    assert main(words) == 0
+    write_lmdb(lmdb, {str(i): old_record(i) for i in range(4)})
+    write(tmp_path / "other.extxyz", frames())
+    run = tmp_path / "run"
+    assert start(tmp_path / "mine.extxyz", run, *STEPS, "--data.energy_key=e_ads") == 0
+    command = ["evaluate", str(run), "--device=cpu", "--out", str(tmp_path / "out"), "--data"]
+    labels = open_dataset(store).y_relaxed
+    for more in ([], ["--energy_key=null"]):
+        assert main([*command, str(store), *more]) == 0
+        rows = csv.DictReader((tmp_path / "out" / "predictions.csv").open())
+        assert [float(row["target_eV"]) for row in rows] == pytest.approx(labels)
+    assert main([*command, str(lmdb)]) == 0
+    assert "store, which needs no energy_key" in error_of(
+        capsys, *command, str(store), "--energy_key=mine"
+    )
+    line = error_of(capsys, *command, str(tmp_path / "other.extxyz"))
+    assert ("e_ads" in line and "--energy_key" in line) or "null" in line
+    assert main([*command, str(tmp_path / "other.extxyz"), "--energy_key=null"]) == 0
+    rows = csv.DictReader((tmp_path / "out" / "predictions.csv").open())
+    energies = [atoms.get_potential_energy() for atoms in frames()]
+    assert [float(row["target_eV"]) for row in rows] == pytest.approx(energies)

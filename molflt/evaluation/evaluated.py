@@ -7,12 +7,13 @@ import warnings
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import nn
 
 from molflt.data.structures import Structures
-from molflt.data.structures.base import Tags
+from molflt.data.structures.base import AS_TRAINED
 from molflt.data.structures.data_set import VAL_FRACTION, DataSet
 from molflt.data.structures.domain import DOMAIN, Domain, read_domain
 from molflt.data.structures.labels import EnergyKind
@@ -38,8 +39,6 @@ class EvaluationData:
         run: folder of the training run.
         config: the run's.
         data: folder of the data set, or one file; None for the run's own.
-        energy_key: entry that is the energy; None for that of the training.
-        tags: what tags mean; None as in the training.
         skip_bad: leave out structures that cannot be used; of the run's own data, those that its
             training left out are left out in any case.
 
@@ -53,9 +52,8 @@ class EvaluationData:
         run: Path,
         config: Config,
         data: Path | None,
-        energy_key: str | None = None,
-        tags: Tags | None = None,
         skip_bad: bool = False,
+        **reading: Any,
     ) -> None:
         self.run, self.config = run, config
         self.own = DataSet.of_run(config["data"], config["seed"])
@@ -66,8 +64,8 @@ class EvaluationData:
                 "--data"
             )
         own = self.own.reading
-        reading = own._replace(energy_key=energy_key or own.energy_key, tags=tags or own.tags)
-        self.data = self.own._replace(reading=reading)
+        given = {name: value for name, value in reading.items() if value != AS_TRAINED}
+        self.data = self.own._replace(reading=own._replace(**given), trained=own)
         self._own_skip_bad = skip_bad or bool(config["data"].get("skip_bad"))
         self.skip_bad = self._own_skip_bad
         self.absent = ""
@@ -240,7 +238,8 @@ class EvaluationData:
         source = self.own if self.own.root.exists() else self.data
         key = self.data.reading.energy_key
         if self.data.root == self.own.root and key != self.own.reading.energy_key:
-            return None, f"no baseline, because training has not seen the energies named {key}"
+            named = key or "y_relaxed or energy"
+            return None, f"no baseline, because training has not seen the energies named {named}"
         try:
             if self.stem is not None and source is self.data:
                 raise FileNotFoundError(f"{self.own.root}: no such folder or file")

@@ -301,7 +301,9 @@ def test_labels_of_other_names_are_named_with_their_option(tmp_path, capsys):
     atoms = Atoms("CO", [[0, 0, 0], [0, 0, 1.1]])
     atoms.info.update(dft_energy=-500.0, E=-3.0)
     atoms.arrays.update(forces_dft=np.ones((2, 3)), dft_gradient=np.ones((2, 3)))
-    ase.io.write(tmp_path / "co.extxyz", [atoms] * 2)
+    longer = atoms.copy()
+    longer.positions[1, 2] = 1.2
+    ase.io.write(tmp_path / "co.extxyz", [atoms, longer])
     text = "\n".join(as_json(capsys, tmp_path / "co.extxyz", "--recipe=potential")["warnings"])
     for words in ("--data.energy_key dft_energy", "E", "--data.forces_key forces_dft", "minus"):
         assert words in text

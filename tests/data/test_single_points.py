@@ -19,6 +19,7 @@ from data.oc20_files import old_record, write_lmdb
 
 from molflt.commands.cli import main
 from molflt.data.structures import Reading, open_dataset
+from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.force_units import (
     energy_unit_fault,
     force_unit_fault,
@@ -134,6 +135,17 @@ def test_stores_keep_them_and_do_without(tmp_path):
         ValueError, match=r"forces_key=dft is for files that ASE reads; got a compact store"
     ):
         PotentialData(_folder(tmp_path, store), "dft", val_split="train").setup()
+
+
+def test_keys_of_a_training_do_not_apply_to_a_store(tmp_path):
+    ase.io.write(tmp_path / "a.traj", copper(3))
+    store = tmp_path / "a.safetensors"
+    assert main(["data", "convert", str(tmp_path / "a.traj"), str(store)]) == 0
+    keys = Reading(energy_key="e", tags="any", forces_key="f", stress_key="s")
+    assert len(DataSet(store, reading=keys, trained=keys).whole()) == 3
+    given = DataSet(store, reading=keys._replace(forces_key="g"), trained=keys)
+    with pytest.raises(ValueError, match="forces_key=g"):
+        given.whole()
 
 
 def _folder(path: Path, store: Path) -> Path:

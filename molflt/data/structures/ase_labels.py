@@ -113,6 +113,7 @@ class Labels:
             raise ValueError(
                 f"no structure has the energy_key {shown(self.key)}; expected an entry of info or "
                 f"of the results of a calculator; there are {_listed(self._candidates()) or 'none'}"
+                "; null takes y_relaxed, else energy"
             )
         for label, key in self._derivatives.items():
             if key is not None and key not in self._at_pos:

@@ -17,7 +17,16 @@ if TYPE_CHECKING:
     from ase import Atoms
     from torch_geometric.data import Data
 
-__all__ = ["ANY_TAGS", "AS_IT_IS", "AnyTags", "Reading", "Structures", "Tags", "to_atoms"]
+__all__ = [
+    "ANY_TAGS",
+    "AS_IT_IS",
+    "AS_TRAINED",
+    "AnyTags",
+    "Reading",
+    "Structures",
+    "Tags",
+    "to_atoms",
+]
 __all__ += ["with_bar"]
 
 _Item = TypeVar("_Item")
@@ -49,6 +58,8 @@ class Reading(NamedTuple):
 
 
 AS_IT_IS = Reading()
+AS_TRAINED = "as trained"
+"""value of an option of an evaluation for that of the training"""
 ANY_TAGS = Reading(tags="any")
 
 
