@@ -4,6 +4,7 @@
 # TYPE_CHECKING, PyG included, to read annotations that are strings.
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -91,9 +92,9 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
         force_weight: see above.
         stress_weight: see above.
         loss: L. huber: |x| beyond 0.01, quadratic below; l1: |x|; mse: x^2, as in MACE and NequIP.
-        references: fit: an energy for each element, fitted to the training set by least squares and
-            kept with the weights, of which the model learns what is left; none: learn energies as
-            they are.
+        references: an energy for each element, kept with the weights; the model learns what is
+            left. fit: by least squares on the training set; a JSON or YAML file of energies in eV
+            by symbol, as those of free atoms; none: learn energies as they are.
         optimization: arguments of `molflt.tasks.base.Task`.
 
     Raises:
@@ -117,7 +118,7 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
         force_weight: float = 10.0,
         stress_weight: float = 1.0,
         loss: Literal["huber", "l1", "mse"] = "huber",
-        references: Literal["none", "fit"] = "fit",
+        references: Literal["none", "fit"] | Path = "fit",
         **optimization: Any,
     ) -> None:
         super().__init__(model, **optimization)
@@ -142,8 +143,7 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
         self.check_data(data)
         if self.weights[1]:
             data.expect_forces()
-        if self.references == "fit":
-            self.fit_elements(data)
+        self.store_references(data, self.references)
         self.model.get_buffer("energy_std").fill_(data.force_scale())
 
     def loss(self, batch: "Batch", progress: float) -> tuple[Tensor, _PointSums]:

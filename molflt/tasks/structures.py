@@ -5,7 +5,8 @@
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ class _WithElements(Protocol):
 
     def refuse_copies(self) -> None: ...
 
-    def element_energies(self) -> "ElementEnergies": ...
+    def element_energies(self, references: Path | None = None) -> "ElementEnergies": ...
 
 
 class OfStructures:
@@ -37,11 +38,16 @@ class OfStructures:
     model: nn.Module
     _fitted: dict[str, float] | None = None
 
-    def fit_elements(self, data: _WithElements) -> "ElementEnergies":
-        """Fits an energy to each element and stores them in the model's buffer."""
+    def store_references(
+        self, data: _WithElements, references: Literal["none", "fit"] | Path | None
+    ) -> "ElementEnergies | None":
+        """Stores an energy for each element, fitted or from a file, in the model's buffer."""
+        # `references` has the type of the options: typing caches unions, in the order of the first
         from ase.data import chemical_symbols
 
-        fit = data.element_energies()
+        if references in (None, "none"):
+            return None
+        fit = data.element_energies(None if references == "fit" else Path(references))
         self.model.get_buffer("element_energies").copy_(torch.from_numpy(fit.energies))
         there = np.flatnonzero(fit.present)
         self._fitted = {chemical_symbols[number]: float(fit.energies[number]) for number in there}
@@ -68,7 +74,7 @@ class OfStructures:
                 )
 
     def files(self) -> dict[str, bytes]:
-        """references.json, eV by symbol, if energies of elements were fitted."""
+        """references.json, eV by symbol, if there are energies of elements."""
         if not self._fitted:
             return {}
         return {"references.json": (json.dumps(self._fitted, indent=2) + "\n").encode()}

@@ -211,6 +211,38 @@ def test_wrong_labels_are_named(labels, message):
         make_record(pos=[[0, 0, 0], [1, 0, 0]], atomic_numbers=[1, 1], sid=7, **labels)
 
 
+def test_a_missing_energy_is_named_as_in_the_file(tmp_path):
+    frames = copper(4)
+    frames[2].calc.results["energy"] = np.nan
+    ase.io.write(tmp_path / "train.extxyz", frames)
+    with pytest.raises(ValueError, match=r"frame 2: sid 2: energy .*nan.*--data\.skip_bad"):
+        PotentialData(tmp_path, val_split="train").setup()
+
+
+def test_a_virial_is_named_with_the_option_that_reads_it(tmp_path):
+    frames = [
+        bare(a, energy=a.get_potential_energy(), forces=a.get_forces(), virials=np.eye(3))
+        for a in copper(4)
+    ]
+    ase.io.write(tmp_path / "train.extxyz", frames)
+    with pytest.warns(UserWarning, match=r"not used: virials; --data\.stress_key virials"):
+        PotentialData(tmp_path, val_split="train").setup()
+
+
+def test_energies_alone_are_learned_where_forces_have_no_weight(tmp_path, capsys):
+    frames = volumes()
+    for atoms in frames:
+        del atoms.calc.results["forces"], atoms.calc.results["stress"]
+    ase.io.write(tmp_path / "a.extxyz", frames)
+    words = f"train --recipe potential --data.root {tmp_path / 'a.extxyz'} --model.dim 16 --run"
+    words += f" {tmp_path / 'run'} --trainer.max_steps 1 --task.warmup_steps 0"
+    words += " --trainer.accelerator cpu"
+    assert main(words.split()) == 2
+    error = capsys.readouterr().err
+    assert "--data.forces_key" in error and "--task.force_weight 0" in error
+    assert main([*words.split(), "--task.force_weight=0"]) == 0
+
+
 def test_voigt_order():
     record = make_record(pos=[[0, 0, 0]], atomic_numbers=[1], stress=[1, 2, 3, 4, 5, 6])
     assert record.stress[0].tolist() == [[1, 6, 5], [6, 2, 4], [5, 4, 3]]

@@ -121,7 +121,12 @@ class AseStructures(Structures):
         self.hint, self.unused = labels.hint, labels.unused
         self.for_potentials = labels.for_potentials
         say_tags(str(self.path), others, len(self._records), tags)
-        if tags != "any" and labels.of_steps and 2 * steps > len(self._records):
+        if (
+            tags != "any"
+            and not for_prediction
+            and labels.of_steps
+            and 2 * steps > len(self._records)
+        ):
             _say_steps(self.path)
         if lost:
             _say_constraints(self.path, lost)
@@ -214,18 +219,21 @@ def _record_from_atoms(
     kept = tags if reading.tags == "any" else None  # neither checked nor lost in what is written
     if tags is not None and reading.tags != "oc20":
         tags = layers_as_tags(tags) if reading.tags == "ase" else None
-    record = make_record(
-        pos=atoms.positions,
-        atomic_numbers=atoms.numbers,
-        cell=atoms.cell.array,
-        pbc=atoms.pbc,
-        tags=tags,
-        fixed=fixed_atoms(atoms),
-        sid=info.get("sid", number),
-        pos_relaxed=relaxed,
-        **energies,
-        **at_pos,
-    )
+    try:
+        record = make_record(
+            pos=atoms.positions,
+            atomic_numbers=atoms.numbers,
+            cell=atoms.cell.array,
+            pbc=atoms.pbc,
+            tags=tags,
+            fixed=fixed_atoms(atoms),
+            sid=info.get("sid", number),
+            pos_relaxed=relaxed,
+            **energies,
+            **at_pos,
+        )
+    except ValueError as error:  # by the name that the energy has in the file
+        raise ValueError(str(error).replace(": y_relaxed ", f": {labels.named} ")) from None
     if kept is not None:
         record.tags = torch.as_tensor(kept, dtype=torch.long)
     return record

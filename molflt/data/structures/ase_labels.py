@@ -56,6 +56,7 @@ class Labels:
         self._there: dict[str, None] = {}
         self.fields: dict[str, str] = {}  # charge, spin, moments and fields, which nothing reads
         self._numbers: dict[str, None] = {}
+        self.named = "y_relaxed"  # entry of the last energy
 
     def energy(self, atoms: Atoms) -> object:
         """The entry of a structure that is its energy, eV; None if it has none.
@@ -79,6 +80,7 @@ class Labels:
         for name, place in places:
             if place.get(name) is not None and (not self._used or name in self._used):
                 self._used[name] = None
+                self.named = name
                 return place[name]
         self._others |= {name: None for name, place in places if place.get(name) is not None}
         return None

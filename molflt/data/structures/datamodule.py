@@ -8,16 +8,22 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from molflt.data.batches import BatchedData, Fingerprint, SizeBucketedBatchSampler
 from molflt.data.structures import Reading, Structures
+from molflt.data.structures.ase_labels import named_options
 from molflt.data.structures.base import Tags, with_bar
 from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.domain import DOMAIN, Domain
-from molflt.data.structures.element_energies import ElementEnergies, fit_element_energies
+from molflt.data.structures.element_energies import (
+    ElementEnergies,
+    expect_elements,
+    fit_element_energies,
+    read_element_energies,
+)
 from molflt.data.structures.labels import beyond_rounding, energy_kind, per_atom
 from molflt.data.structures.overlaps import (
     atoms_coincide,
@@ -63,6 +69,7 @@ class IS2REData(BatchedData[Structures]):
     """
 
     items = "systems"
+    may_read: ClassVar[tuple[str, ...]] = ("none",)  # labels whose options are named if unused
     datasets: dict[str, Structures]
 
     def __init__(
@@ -188,8 +195,11 @@ class IS2REData(BatchedData[Structures]):
         names = dict.fromkeys(name for own in found.values() for name in own)
         if names:
             first = next(path for path, own in found.items() if own)
+            options = named_options(names, *self.may_read)
             warnings.warn(
-                f"{first}: labels that are there and not used: {', '.join(names)}", stacklevel=3
+                f"{first}: labels that are there and not used: {', '.join(names)}"
+                + (f"; {options}" if options else ""),
+                stacklevel=3,
             )
 
     def describe(self) -> list[str]:
@@ -310,20 +320,30 @@ class IS2REData(BatchedData[Structures]):
                 stacklevel=2,
             )
 
-    def element_energies(self) -> ElementEnergies:
-        """Energies per element that fit the training split; warns where they mean little."""
+    def element_energies(self, references: Path | None = None) -> ElementEnergies:
+        """Energies per element that fit the training split; warns where they mean little.
+
+        Args:
+            references: file of energies to use instead of a fit.
+
+        Raises:
+            ValueError: if the file is wrong, or elements of either split are not in it.
+        """
         self.setup()
-        found = fit_element_energies(self.datasets["train"])
+        train, dataset = self.datasets["train"], self.datasets["val"]
+        given = None if references is None else read_element_energies(references)
+        found = fit_element_energies(train, given)
         if found.undetermined:
             warnings.warn(
-                f"{self.datasets['train'].path}: compositions leave {found.undetermined} of "
+                f"{train.path}: compositions leave {found.undetermined} of "
                 f"{int(found.present.sum())} element energies undetermined; other ratios of these "
                 "elements than here will have wrong energies",
                 stacklevel=2,
             )
-        dataset = self.datasets["val"]
-        missing = ~found.present & dataset.compositions(np.arange(len(dataset))).any(axis=0)
-        if missing.any():
+        present = dataset.compositions(np.arange(len(dataset))).any(axis=0)
+        if given is not None:
+            expect_elements(str(dataset.path), present, given)
+        elif (missing := ~found.present & present).any():
             from ase.data import chemical_symbols
 
             names = ", ".join(chemical_symbols[number] for number in np.flatnonzero(missing))

@@ -87,6 +87,8 @@ class PotentialData(IS2REData):
         options: as for relaxed energies.
     """
 
+    may_read = ("stress",)
+
     def __init__(
         self,
         root: Path,
@@ -152,13 +154,14 @@ class PotentialData(IS2REData):
 
 
 def _counts(known: Mapping[str, int], total: int, without: int) -> str:
-    """Which structures have which labels, where it is not all or none of them."""
-    said = ", ".join(
+    """Numbers of structures with each label."""
+    parts = [
         f"{name} in {'all' if count == total else f'{count:,}'}"
         for name, count in known.items()
         if count
-    )
-    return f", {said}" + (f", {without:,} without energy left out" if without else "")
+    ]
+    parts += [f"{without:,} without energy left out"] * bool(without)
+    return "".join(f", {part}" for part in parts)
 
 
 def _sound(points: SinglePoints) -> SinglePoints:
