@@ -140,7 +140,7 @@ def _as_text(summary: Summary) -> str:
     purpose = "a potential" if potential else "relaxed energies"
     lines = [
         f"{summary['path']}: for {purpose} (--recipe {summary['recipe']})"
-        + (f"; {warned} warnings below" if warned else ""),
+        + (f"; {warned} warning{'s' * (warned > 1)} below" if warned else ""),
         f"systems     {summary['systems']}",
         f"atoms       {summary['atoms_total']} in all; per system {atoms['min']} to "
         f"{atoms['max']}, mean {atoms['mean']:.1f}",

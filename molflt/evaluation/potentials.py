@@ -10,6 +10,7 @@ from torch import nn
 
 from molflt import plots
 from molflt.data.structures.base import AS_TRAINED
+from molflt.data.structures.force_units import unit_fault
 from molflt.data.structures.potential_data import SinglePoints
 from molflt.evaluation.evaluated import EvaluationData
 from molflt.evaluation.groups import force_errors, without_compositions
@@ -86,7 +87,7 @@ def evaluate(
                 f"{points.path}: no structure has an energy at its positions; "
                 + (dataset.hint or "molflt predict needs no labels")
             )
-        if fault := points.unit_fault():
+        if fault := unit_fault(points):
             _warn(f"{split}: {fault}")
         if points.without_energy:
             _warn(f"{split}: {points.without_energy} structures without an energy are left out")

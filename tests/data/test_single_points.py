@@ -359,6 +359,10 @@ def test_unit_and_sign_of_stress_are_seen_in_energies(tmp_path, capsys, frames, 
     PotentialData(tmp_path, val_split="train", check_units=False).setup()
     assert main(["data", "inspect", str(tmp_path / "train.traj")]) == 0
     assert "warning: wrong units: stress" in capsys.readouterr().out
+    if max(abs(atoms.calc.results["stress"]).max() for atoms in own) < 10:
+        store = str(tmp_path / "a.safetensors")
+        assert main(["data", "convert", str(tmp_path / "train.traj"), store]) == 0
+        assert "warning: " in (said := capsys.readouterr().err) and "stress looks like" in said
 
 
 def test_a_virial_is_read_as_such_when_it_is_named(tmp_path):
@@ -407,10 +411,10 @@ def test_stress_of_published_sets(symbol, split):
 
 
 def test_units_of_energies_are_seen_where_no_atom_has_so_much():
-    ethanol = np.zeros((1, 119))
-    ethanol[0, [1, 6, 8]] = 6, 2, 1
-    assert not energy_unit_fault(np.array([-4209.5]), ethanol)
-    assert "times what all electrons" in energy_unit_fault(np.array([-97080.0]), ethanol)
+    numbers = [6, 6, 8, 1, 1, 1, 1, 1, 1]
+    for energy, said in ((-4209.5, False), (-97080.0, True)):
+        ethanol = make_record(pos=np.eye(9, 3), atomic_numbers=numbers, energy=energy)
+        assert ("times what all electrons" in energy_unit_fault([ethanol])) == said
 
 
 @pytest.mark.skipif(not MD.is_dir(), reason="no molecular dynamics sets beside the checkout")

@@ -11,19 +11,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from molflt.atoms import lattice_heights
+from molflt.data.structures.labels import point_fault
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-    from molflt.data.structures.base import Structures
-
-__all__ = ["energy_unit_fault", "force_unit_fault", "stress_unit_fault", "unit_fault"]
+__all__ = [
+    "MOST_FRAMES",
+    "energy_unit_fault",
+    "force_unit_fault",
+    "stress_unit_fault",
+    "unit_fault",
+]
 
 _Array = NDArray[np.float64]
 
 _ATOM = 20.92  # eV, of Z^(7/3): all electrons of an atom by Thomas and Fermi, at most
 
-_MOST_FRAMES = 300  # 300 frames of 1,000 atoms are 2 MB
+MOST_FRAMES = 300
+"""frames that are compared; 300 of 1,000 atoms are 2 MB"""
 _FEWEST_PAIRS = 8
 _MOST_PAIRS = 50  # the nearest ones: the trapezoidal rule is the better the shorter the path
 _SURE = 0.5  # least correlation of energy differences with what forces or stress predict
@@ -81,36 +87,30 @@ class _Pair(NamedTuple):
     volume: float
 
 
-def unit_fault(records: Sequence[Data] | Structures, energies: _Array, compositions: _Array) -> str:
-    """Why energies, forces or stress are not in eV and Å; "" if they are, or cannot be judged.
+def unit_fault(records: Iterable[Data]) -> str:
+    """Why labels are not in eV and Å; "" if they are, or cannot be judged.
 
     Args:
-        records: structures with energies, perhaps forces and stress.
-        energies: of some structures, eV.
-        compositions: of these, as of :func:`energy_unit_fault`.
+        records: structures with energies, perhaps forces and stress; the first 300 are used. Those
+            with labels beyond belief are left out, unless they are the majority.
     """
-    return (
-        energy_unit_fault(energies, compositions)
-        or force_unit_fault(records)
-        or stress_unit_fault(records)
-    )
+    some = list(islice(records, MOST_FRAMES))
+    sound = [record for record in some if not point_fault(record)]
+    some = sound if 2 * len(sound) > len(some) else some
+    return energy_unit_fault(some) or force_unit_fault(some) or stress_unit_fault(some)
 
 
-def energy_unit_fault(energies: _Array, compositions: _Array) -> str:
-    """Why energies cannot be in eV; "" if they can.
-
-    Args:
-        energies: (structures,), eV.
-        compositions: atoms of each element, (structures, 119).
-    """
-    numbers = np.arange(compositions.shape[1], dtype=float)
-    ratio = -energies / (compositions @ (_ATOM * numbers ** (7 / 3)))
-    most = float(np.median(ratio))
-    if most < 2:
+def energy_unit_fault(records: Sequence[Data]) -> str:
+    """Why energies cannot be in eV: all electrons of the atoms give less; "" if they can."""
+    most = [
+        float(-record.energy / (_ATOM * record.atomic_numbers.double() ** (7 / 3)).sum())
+        for record in records
+    ]
+    if not most or np.median(most) < 2:
         return ""
     return (
-        f"energies are {most:.0f} times what all electrons of the atoms can give; expected eV; "
-        "1 Hartree is 27.2114 eV, 1 eV is 23.0605 kcal/mol or 96.4853 kJ/mol"
+        f"energies are {np.median(most):.0f} times what all electrons of the atoms can give; "
+        "expected eV; 1 Hartree is 27.2114 eV, 1 eV is 23.0605 kcal/mol or 96.4853 kJ/mol"
     )
 
 
@@ -148,7 +148,7 @@ def stress_unit_fault(records: Iterable[Data]) -> str:
         for frame in frames:
             by_cell[frame.cell.round(3).tobytes()].append(frame)
         for group in by_cell.values():
-            if len(group) >= 5:
+            if len(group) >= 3:
                 spreads += _in_one_cell(group)
     fault = _wrong_unit("stress", sorted(pairs)[:_MOST_PAIRS], _STRESS, 5)
     if fault or not spreads:
@@ -172,7 +172,7 @@ def stress_unit_fault(records: Iterable[Data]) -> str:
 def _systems(records: Iterable[Data], known: Iterable[str]) -> list[list[_Frame]]:
     """Frames of the same atoms in the same order that have the labels."""
     systems: dict[bytes, list[_Frame]] = defaultdict(list)
-    for record in islice(records, _MOST_FRAMES):
+    for record in islice(records, MOST_FRAMES):
         if all(bool(record[name].isfinite().all()) for name in known):
             arrays = (record[name].double().numpy() for name in ("pos", "cell", "forces", "stress"))
             pos, cell, forces, stress = arrays
@@ -237,7 +237,7 @@ def _in_one_cell(frames: list[_Frame]) -> list[tuple[float, float, float]]:
     gaps = np.diff(places, axis=0, append=places[:1] + 1).max(axis=0)
     covariance = np.cov([frame.energy for frame in frames], traces)
     variances = covariance[0, 0] * covariance[1, 1]
-    clear = variances > 0 and abs(covariance[0, 1]) > 0.9 * variances**0.5
+    clear = len(frames) >= 5 and variances > 0 and abs(covariance[0, 1]) > 0.9 * variances**0.5
     if not clear or (gaps * lattice_heights(cell, np.ones(3, dtype=bool))).max() > _VACUUM:
         return [(length, float("nan"), volume)]
     return [(length, float(covariance[0, 1] / covariance[0, 0]), volume)]

@@ -18,8 +18,6 @@ from molflt.data.structures.parts import Part, without
 
 __all__ = ["PotentialData", "SinglePoints"]
 
-_MOST_COMPOSITIONS = 1000  # of which the unit of energies is judged
-
 
 class SinglePoints(Part):
     """Structures of a source with energies of their own, at `pos`; the others are left out.
@@ -60,11 +58,6 @@ class SinglePoints(Part):
         self.with_forces, self.with_stress = counts["forces"], counts["stress"]
         self.force_scale = float(np.sqrt(square / numbers)) if numbers else float("nan")
         self.force_size = size / numbers if numbers else float("nan")
-
-    def unit_fault(self) -> str:
-        """Why the labels are not in eV and Å; "" if they are, or cannot be judged."""
-        some = np.arange(len(self))[:: max(1, -(-len(self) // _MOST_COMPOSITIONS))]
-        return unit_fault(self, self.y_relaxed[some], self.compositions(some))
 
 
 class PotentialData(IS2REData):
@@ -168,8 +161,7 @@ def _sound(points: SinglePoints) -> SinglePoints:
     """Those without absurd labels, where these may be left out; ValueError for wrong units."""
     source, absurd, as_they_are = points.source, points.absurd, "--data.check_units false"
     sound = SinglePoints(without(source, None, absurd)) if absurd else points
-    judged = sound if 2 * len(sound) > len(points) else points  # most are: of another unit
-    if fault := judged.unit_fault():
+    if fault := unit_fault(points):
         raise ValueError(
             f"{points.path}: {fault}; convert the labels, or take them as they are with "
             f"{as_they_are}"

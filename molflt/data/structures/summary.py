@@ -14,7 +14,7 @@ from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
 from molflt.data.structures import AS_IT_IS, Reading
 from molflt.data.structures.ase_labels import named_options
 from molflt.data.structures.convert import _OnePass
-from molflt.data.structures.force_units import unit_fault
+from molflt.data.structures.force_units import MOST_FRAMES, unit_fault
 from molflt.data.structures.labels import (
     EnergyKind,
     energy_kind,
@@ -38,7 +38,6 @@ Purpose = Literal["potential", "is2re"]
 Statistics = dict[str, float] | None
 
 _MOST_INITIAL = 100.0  # eV: an initial structure may be strained
-_MOST_KEPT = 300  # structures with forces or stress whose units are judged
 _ALL_ELECTRONS = 15.0  # eV per atom: more than pseudopotentials of most elements leave
 
 _LABELS = ("y_init", "y_relaxed", "energy")
@@ -186,7 +185,7 @@ class _Seen:
         if reason := point_fault(record):
             self.absurd.append((self.sids[-1], reason))
         self.overlapping += [self.sids[-1]] * atoms_coincide(record)
-        if len(self.kept) < _MOST_KEPT and bool(record.energy.isfinite()):
+        if len(self.kept) < MOST_FRAMES and bool(record.energy.isfinite()):
             self.kept.append(record)
         if self.shown is None or (len(self.sids) <= 100 and record.natoms < self.shown.natoms):
             self.shown = record  # small structures are the ones a picture can show
@@ -248,11 +247,8 @@ def _of_potentials(
             found.append(
                 f"no {name}: {systems - known} of {systems} systems" + f"; {why}" * bool(why)
             )
-    if seen.kept:
-        energies = np.array([float(record.energy) for record in seen.kept])
-        counts = [np.bincount(record.atomic_numbers, minlength=119) for record in seen.kept]
-        fault = unit_fault(seen.kept, energies, np.array(counts))
-        found += [f"wrong units: {fault}"] if fault else []
+    if fault := unit_fault(seen.kept):
+        return [*found, f"wrong units: {fault}"]
     return found + _absurd(seen.absurd, systems)
 
 
