@@ -240,7 +240,7 @@ class IS2REData(BatchedData[Structures]):
                 self._say_overlaps(use, overlapping)
             equal = equal_structures(np.array([*features["train"], *features["val"]]))
             known, there = equal[: len(train)], equal[len(train) :]
-            self._copies = [int(val[i].sid) for i in np.flatnonzero(np.isin(there, known))]
+            self._copies = [int(val[int(i)].sid) for i in np.flatnonzero(np.isin(there, known))]
             if self.initial is not None:
                 name, content = self.initial
                 own = own.after(Domain.from_json(content, name))
@@ -340,7 +340,7 @@ class IS2REData(BatchedData[Structures]):
                 "elements than here will have wrong energies",
                 stacklevel=2,
             )
-        present = dataset.compositions(np.arange(len(dataset))).any(axis=0)
+        present = np.asarray(dataset.compositions(np.arange(len(dataset))).any(axis=0))
         if given is not None:
             expect_elements(str(dataset.path), present, given)
         elif (missing := ~found.present & present).any():
