@@ -62,10 +62,6 @@ def inspect(
         stress_key: its entry that is the stress, eV/Å^3; by default stress, else REF_stress.
         recipe: potential (energies, forces and stress at the positions) or is2re (relaxed
             energies): what to report; by default what the labels look like.
-
-    Raises:
-        ValueError: if nothing can be read.
-        FileNotFoundError: if there is nothing at ``path``.
     """
     if plot is not None:
         from molflt.plots.figure import expect_picture

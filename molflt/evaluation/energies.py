@@ -95,12 +95,6 @@ def evaluate(
         binomial standard error of that), coverage_crossed_percent (of all systems of the split that
         calibrates, each half calibrating for the other) and rank_correlation (of spread and
         |error|). With `relaxed` also adwt_percent, initial_adwt_percent and position_error_A.
-
-    Raises:
-        FileNotFoundError: if a split is missing.
-        ValueError: if a split is empty, a structure cannot be used, a prediction is not finite,
-            these splits make no submission, the published predictions do not fit, or the
-            uncertainty cannot be calibrated.
     """
     reading = {"energy_key": energy_key, "tags": tags or AS_TRAINED}
     source = EvaluationData(run, config, data, skip_bad, **reading)

@@ -99,12 +99,7 @@ class EvaluationData:
         return self.data.folder
 
     def choose(self, splits: Sequence[str] | None) -> list[str]:
-        """The splits to evaluate: those named, or those of the usual ones that are there.
-
-        Raises:
-            FileNotFoundError: if none of the usual ones is there.
-            ValueError: if one file of other structures has no such split.
-        """
+        """The splits to evaluate: those named, or those of the usual ones that are there."""
         if self.stem is not None:
             if splits and list(splits) != [self.stem]:
                 raise ValueError(
@@ -131,12 +126,6 @@ class EvaluationData:
         Args:
             splits: their names.
             model: that is to predict them.
-
-        Raises:
-            FileNotFoundError: if a split is missing.
-            ValueError: if one cannot be used, or what is held out of one file now was not when the
-                model, or a member of an ensemble, was trained on it, or some members of an ensemble
-                were trained on a split and others were not.
         """
         if isinstance(model, EnsembleRegressor):
             if self.data.is_one and self.stem is None:
@@ -223,11 +212,7 @@ class EvaluationData:
         return bool(batches.fingerprints()["val"] == held)
 
     def learned_kind(self) -> EnergyKind:
-        """What the energies of the training look like; unknown in runs of earlier versions.
-
-        Raises:
-            ValueError: if domain.json is damaged.
-        """
+        """What the energies of the training look like; unknown in runs of earlier versions."""
         path = self.run / DOMAIN
         found = read_domain(path)
         return "unknown" if found is None else Domain.from_json(found, str(path)).kind

@@ -71,10 +71,6 @@ def evaluate(
         Per split the metrics of training, in meV/atom, meV/Å and meV/Å^3, and of the trivial
         predictions: energies of the elements plus a constant per atom, and no forces. n is the
         number of structures.
-
-    Raises:
-        FileNotFoundError: if a split is missing.
-        ValueError: if a split has no energies, or a structure cannot be used.
     """
     keys = {"energy_key": energy_key, "forces_key": forces_key, "stress_key": stress_key}
     source = EvaluationData(run, config, data, skip_bad, **keys)

@@ -47,9 +47,6 @@ class _EnergySums(NamedTuple):
         """Of predictions and labels, (structures,) each, eV, and a displacement error, Å.
 
         The error counts if `known`, (atoms,), holds for any of the atoms.
-
-        Raises:
-            ValueError: if the shapes differ; broadcasting would give a wrong number, not an error.
         """
         _same_shape(energy, target)
         error = (energy.double() - target.double()).abs()
@@ -95,9 +92,6 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
             of the relaxed structure all the same.
         noise: standard deviation of normal noise on the free atoms of such structures, Å.
         optimization: arguments of `molflt.tasks.base.Task`.
-
-    Raises:
-        ValueError: for an option outside its range.
     """
 
     sums: ClassVar[type[_EnergySums]] = _EnergySums
@@ -145,12 +139,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         self.noise = noise
 
     def prepare(self, data: "IS2REData") -> None:
-        """Stores energies per element, mean and standard deviation, eV, in the model's buffers.
-
-        Raises:
-            ValueError: if energies look like totals, and it is not said what to do with them, the
-                model cannot take an element, or `interpolate` finds no relaxed positions.
-        """
+        """Stores energies per element, mean and standard deviation, eV, in the model's buffers."""
         self.check_data(data)
         if self.interpolate:
             data.expect_relaxed(f"task.interpolate={self.interpolate:g}")

@@ -96,9 +96,6 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
             left. fit: by least squares on the training set; a JSON or YAML file of energies in eV
             by symbol, as those of free atoms; none: learn energies as they are.
         optimization: arguments of `molflt.tasks.base.Task`.
-
-    Raises:
-        ValueError: for an option outside its range.
     """
 
     sums: ClassVar[type[_PointSums]] = _PointSums
@@ -135,11 +132,7 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
         self.references = references
 
     def prepare(self, data: "PotentialData") -> None:
-        """Stores energies per element, and the size of forces, in the model's buffers.
-
-        Raises:
-            ValueError: if the model cannot take an element, or there are no forces to learn.
-        """
+        """Stores energies per element, and the size of forces, in the model's buffers."""
         self.check_data(data)
         if self.weights[1]:
             data.expect_forces()
@@ -172,9 +165,6 @@ def point_errors(out: Mapping[str, Tensor], batch: "Batch") -> _Errors:
         out: as `molflt.graph.potential.Potential` returns it.
         batch: with energy (graphs,) eV, forces (atoms, 3) eV/Å, stress (graphs, 3, 3) eV/Å^3; NaN
             where there is none.
-
-    Raises:
-        ValueError: if shapes differ; broadcasting would give a wrong number, not an error.
     """
     counts = batch.ptr.diff()
     for name in ("energy", "forces"):

@@ -54,11 +54,7 @@ class OfStructures:
         return fit
 
     def check_data(self, data: _WithElements) -> None:
-        """Refuses structures of validation that training has, and elements without descriptors.
-
-        Raises:
-            ValueError: naming file and sid.
-        """
+        """Refuses structures of validation that training has, and elements without descriptors."""
         from molflt.data.structures.parts import element_faults
         from molflt.graph.heads import undescribed
 

@@ -38,9 +38,6 @@ class Labels:
 
     Args:
         reading: names of the entries that are labels.
-
-    Raises:
-        ValueError: if the reading says nothing that is known of tags.
     """
 
     def __init__(self, reading: Reading) -> None:

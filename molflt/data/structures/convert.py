@@ -58,13 +58,6 @@ def convert(
         forces_key: array of a file that ASE reads that is the forces, eV/Å; by default forces, else
             REF_forces.
         stress_key: its entry that is the stress, eV/Å^3; by default stress, else REF_stress.
-
-    Raises:
-        ValueError: naming the file, key and sid of a structure that is not valid, or whose label is
-            beyond 20 eV where the others look like adsorption energies, or which has a force
-            beyond 1,000 eV/Å.
-        FileNotFoundError: if there is nothing at ``src``.
-        OSError: if ``dst`` cannot be written; nothing is left behind then.
     """
     whole = src.is_dir() and not is_one_source(src)
     jobs = _jobs_of(src, dst) if whole else {src: dst}
@@ -82,11 +75,7 @@ def convert(
 
 
 def _jobs_of(src: Path, dst: Path) -> dict[Path, Path]:
-    """The store for each source in a folder.
-
-    Raises:
-        ValueError: if `dst` is no folder, or that of the sources.
-    """
+    """The store for each source in a folder."""
     if dst.suffix == ".safetensors" or dst.is_file():
         raise ValueError(f"{dst}: expected a folder, as {src} holds several sources; name one")
     if dst.exists() and dst.samefile(src):
@@ -181,9 +170,6 @@ class _OnePass:
         verified: whether the source has a digest, which fits; None if its kind never has.
         hint: what to say of missing labels; see :class:`Structures`.
         unused: labels that are there and not read.
-
-    Raises:
-        ValueError: naming a structure that is not valid, or if none is.
     """
 
     def __init__(

@@ -72,12 +72,7 @@ class DataSet(NamedTuple):
             return True
 
     def open(self, splits: Iterable[str], skip_bad: bool = False) -> dict[str, Structures]:
-        """Opens splits, by name.
-
-        Raises:
-            FileNotFoundError: if one is missing; names what is there.
-            ValueError: if one cannot be read, or `val_fraction` goes with a folder of splits.
-        """
+        """Opens splits, by name."""
         if not self.is_one:
             if self.val_fraction is not None:
                 raise ValueError(

@@ -106,12 +106,7 @@ class IS2REData(BatchedData[Structures]):
         self._copies: list[int] = []  # sids of validation that training has, too
 
     def setup(self, stage: str = "fit") -> None:
-        """Opens both splits, once.
-
-        Raises:
-            ValueError: if a split is empty or was changed since it was written, a structure
-                exceeds `max_atoms`, or, naming the sid, its label is missing or absurd.
-        """
+        """Opens both splits, once."""
         if self.datasets.keys() >= self.splits.keys():
             return
         train, val = self.splits["train"], self.splits["val"]
@@ -164,11 +159,7 @@ class IS2REData(BatchedData[Structures]):
         return with_sound_labels(opened, *self.splits.values())
 
     def refuse_copies(self) -> None:
-        """Refuses structures of validation that training has, too, unless they are allowed.
-
-        Raises:
-            ValueError: with their number.
-        """
+        """Refuses structures of validation that training has, too, unless they are allowed."""
         self._train_domain()
         val = self.datasets["val"]
         if not self._copies:
@@ -213,9 +204,6 @@ class IS2REData(BatchedData[Structures]):
         """domain.json: what the training split holds, to say later what lies outside of it.
 
         Also what initial weights had seen, if they say so.
-
-        Raises:
-            ValueError: if what is said of that is damaged.
         """
         return {DOMAIN: self._train_domain().to_bytes()}
 
@@ -281,11 +269,7 @@ class IS2REData(BatchedData[Structures]):
         return float(energies.mean()), beyond_rounding(float(energies.std()), energies) or 1.0
 
     def refuse_totals(self) -> None:
-        """Refuses training energies that look like total energies.
-
-        Raises:
-            ValueError: saying what may be done with them.
-        """
+        """Refuses training energies that look like total energies."""
         self.setup()
         dataset = self.datasets["train"]
         energies, natoms = dataset.y_relaxed, dataset.natoms
@@ -302,9 +286,6 @@ class IS2REData(BatchedData[Structures]):
 
         Args:
             option: its name and value.
-
-        Raises:
-            ValueError: if none has any.
         """
         known, dataset = self._train_domain().relaxed, self.datasets["train"]
         if not known:
@@ -325,9 +306,6 @@ class IS2REData(BatchedData[Structures]):
 
         Args:
             references: file of energies to use instead of a fit.
-
-        Raises:
-            ValueError: if the file is wrong, or elements of either split are not in it.
         """
         self.setup()
         train, dataset = self.datasets["train"], self.datasets["val"]

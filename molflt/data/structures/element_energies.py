@@ -50,9 +50,6 @@ def fit_element_energies(
     Args:
         dataset: structures with labels, all of them finite.
         given: energies by atomic number, eV, to use instead of a fit.
-
-    Raises:
-        ValueError: for elements of the structures that are not given.
     """
     columns = MAX_ATOMIC_NUMBER + 1
     labels, count = dataset.y_relaxed, len(dataset)
@@ -96,11 +93,7 @@ def expect_elements(name: str, present: NDArray[np.bool_], given: Mapping[int, f
 
 
 def read_element_energies(path: Path) -> dict[int, float]:
-    """Energies, eV, by atomic number, from a JSON or YAML file of energies by symbol.
-
-    Raises:
-        ValueError: naming the file and what is wrong in it.
-    """
+    """Energies, eV, by atomic number, from a JSON or YAML file of energies by symbol."""
     import yaml
     from ase.data import atomic_numbers
 

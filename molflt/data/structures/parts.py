@@ -117,9 +117,6 @@ def split_by_seed(source: Structures, fraction: float, seed: int) -> tuple[Part,
         fraction: share of the structures that is for validation; at least one is, and at least one
             is not.
         seed: of the draw.
-
-    Raises:
-        ValueError: if there are not two structures.
     """
     count = len(source)
     if count < 2:
@@ -144,9 +141,6 @@ def with_sound_labels(
         opened: structures by split.
         train: the split to learn from.
         val: the split to validate on.
-
-    Raises:
-        ValueError: naming file, sid and value.
     """
     energies = {split: part.y_relaxed for split, part in opened.items() if len(part)}
     natoms = {split: opened[split].natoms for split in energies}

@@ -105,9 +105,6 @@ def summarize(
         limit: use only the first so many structures.
         reading: what the entries of a file that ASE reads mean.
         recipe: what the labels are for; by default what they look like.
-
-    Raises:
-        ValueError: if the source cannot be read, or no structure is valid.
     """
     structures, seen = _OnePass(path, limit, True, reading), _Seen()
     for record, moved in structures:
