@@ -121,12 +121,7 @@ class EvaluationData:
         return there
 
     def open(self, splits: Sequence[str], model: nn.Module) -> dict[str, Structures]:
-        """Structures by split; warns of those that are left out.
-
-        Args:
-            splits: their names.
-            model: that is to predict them.
-        """
+        """Structures by split; warns of those that are left out."""
         if isinstance(model, EnsembleRegressor):
             if self.data.is_one and self.stem is None:
                 self._expect_same_split(model)

@@ -190,12 +190,9 @@ def _goal(batch: "Batch") -> tuple[Tensor, Tensor]:
 def _displacement_error(displacement: Tensor, batch: "Batch") -> Tensor:
     """Mean absolute error per component over free atoms, per structure, then over structures.
 
-    Args:
-        displacement: predicted, (atoms, 3), Å.
-        batch: pos, pos_relaxed (atoms, 3) Å, the latter unwrapped or NaN; fixed, batch (atoms,).
-
     Returns:
         Scalar, Å; 0, with a graph to differentiate, if no structure has relaxed positions.
+
     """
     target, known = _goal(batch)
     target = torch.where(known[:, None], target, torch.zeros_like(target))

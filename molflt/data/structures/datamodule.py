@@ -224,8 +224,10 @@ class IS2REData(BatchedData[Structures]):
             if val is not train:
                 for record in with_bar(val, "reading positions"):
                     look(record, "val")
-            for use, overlapping in sids.items():
-                self._say_overlaps(use, overlapping)
+            for use, found in sids.items():
+                if found:
+                    name = f"{self.datasets[use].path}: split {self.splits[use]!r}"
+                    warnings.warn(overlaps_of(name, found, len(self.datasets[use])), stacklevel=3)
             equal = equal_structures(np.array([*features["train"], *features["val"]]))
             known, there = equal[: len(train)], equal[len(train) :]
             self._copies = [int(val[int(i)].sid) for i in np.flatnonzero(np.isin(there, known))]
@@ -234,13 +236,6 @@ class IS2REData(BatchedData[Structures]):
                 own = own.after(Domain.from_json(content, name))
             self._domain = own
         return self._domain
-
-    def _say_overlaps(self, use: str, sids: list[int]) -> None:
-        """Warns of structures with two atoms at one place, if there are any."""
-        dataset = self.datasets[use]
-        if sids:
-            name = f"{dataset.path}: split {self.splits[use]!r}"
-            warnings.warn(overlaps_of(name, sids, len(dataset)), stacklevel=4)
 
     def fingerprints(self) -> dict[str, Fingerprint]:
         return {
@@ -282,11 +277,7 @@ class IS2REData(BatchedData[Structures]):
             )
 
     def expect_relaxed(self, option: str) -> None:
-        """Warns if some training structures have no relaxed positions, which an option is for.
-
-        Args:
-            option: its name and value.
-        """
+        """Warns if some training structures have no relaxed positions, which an option is for."""
         known, dataset = self._train_domain().relaxed, self.datasets["train"]
         if not known:
             raise ValueError(
@@ -302,11 +293,7 @@ class IS2REData(BatchedData[Structures]):
             )
 
     def element_energies(self, references: Path | None = None) -> ElementEnergies:
-        """Energies per element that fit the training split; warns where they mean little.
-
-        Args:
-            references: file of energies to use instead of a fit.
-        """
+        """Energies per element that fit the training split; warns where they mean little."""
         self.setup()
         train, dataset = self.datasets["train"], self.datasets["val"]
         given = None if references is None else read_element_energies(references)

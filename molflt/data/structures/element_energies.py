@@ -76,13 +76,7 @@ def fit_element_energies(
 
 
 def expect_elements(name: str, present: NDArray[np.bool_], given: Mapping[int, float]) -> None:
-    """Raises ValueError if elements of structures have no reference energy.
-
-    Args:
-        name: of the structures.
-        present: by atomic number, (119,), elements of the structures.
-        given: energies by atomic number.
-    """
+    """Raises ValueError if elements of structures have no reference energy."""
     from ase.data import chemical_symbols
 
     if missing := [chemical_symbols[z] for z in np.flatnonzero(present) if z not in given]:

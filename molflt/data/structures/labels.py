@@ -1,4 +1,4 @@
-"""Which labels can be learned from: what kind of energies they are, and which are beyond belief."""
+"""Kinds of energies, and labels beyond belief."""
 
 from __future__ import annotations
 
@@ -48,12 +48,7 @@ def per_atom(energies: NDArray[np.float64], natoms: NDArray[np.int64]) -> float:
 
 
 def energy_kind(energies: NDArray[np.float64], natoms: NDArray[np.int64]) -> EnergyKind:
-    """Adsorption or total energies, by their magnitude; unknown without labels or in between.
-
-    Args:
-        energies: y_relaxed, (systems,), eV; NaN where there is none.
-        natoms: (systems,).
-    """
+    """Adsorption or total energies, by their magnitude; unknown without labels or in between."""
     known = np.isfinite(energies)
     if not known.any():
         return "unknown"
@@ -65,13 +60,7 @@ def energy_kind(energies: NDArray[np.float64], natoms: NDArray[np.int64]) -> Ene
 def other_kind(
     energies: NDArray[np.float64], natoms: NDArray[np.int64], learned: EnergyKind
 ) -> str:
-    """What to say of labels that are of another kind than what is learned; "" where they are not.
-
-    Args:
-        energies: y_relaxed, (systems,), eV; NaN where there is none.
-        natoms: (systems,).
-        learned: kind of the training energies.
-    """
+    """Text for energies of another kind than those of the training; "" for the same kind."""
     kind = energy_kind(energies, natoms)
     if {kind, learned} != {"adsorption", "total"}:
         return ""
@@ -82,12 +71,7 @@ def other_kind(
 
 
 def beyond_rounding(spread: float, energies: NDArray[np.float64]) -> float:
-    """A standard deviation of energies, or of what is left of them; 0 where it is rounding, eV.
-
-    Args:
-        spread: as it was computed, eV.
-        energies: labels that it was computed from, all of them finite, eV.
-    """
+    """A standard deviation of energies, eV; 0 if it is only rounding."""
     return spread if spread > _ROUNDING * float(np.abs(energies).max()) else 0.0
 
 
@@ -98,17 +82,14 @@ def label_faults(
     at_pos: bool = False,
     kind: EnergyKind | None = None,
 ) -> dict[int, str]:
-    """What is wrong with labels, by index of the system.
-
-    Beyond 20 eV from 0 is absurd where the others look like adsorption energies, and only there.
+    """Faults of labels by index of the system: missing ones, and adsorption energies beyond 20 eV.
 
     Args:
         energies: y_relaxed, (systems,), eV; NaN where there is none.
         natoms: (systems,).
-        required: whether a missing label is wrong.
-        at_pos: whether they are energies of single points, with forces: those of large cells are
-            beyond 20 eV where those of small ones look like adsorption energies.
-        kind: what labels look like, these and others that belong to them; None to judge by these.
+        required: a missing label is a fault.
+        at_pos: energies of single points, which have no limit.
+        kind: of these and of others that belong to them; None to judge by these.
     """
     faults: dict[int, str] = {}
     if required:

@@ -89,13 +89,7 @@ def _basis(record: Data) -> NDArray[np.float64]:
 
 
 def overlaps_of(name: str, sids: Sequence[int] = (), count: int = 1) -> str:
-    """What to say of structures with two atoms at one place.
-
-    Args:
-        name: of the structure, or of what holds several.
-        sids: theirs; nothing for a single structure.
-        count: structures in all.
-    """
+    """Text for structures with two atoms at one place, of which `sids` are some of `count`."""
     has, whose = "it has", "its energy means"
     if sids:
         has, whose = f"{len(sids)} of {count} structures have", "their energies mean"
