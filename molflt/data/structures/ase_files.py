@@ -36,6 +36,7 @@ from molflt.data.structures.ase_text import (
 )
 from molflt.data.structures.base import AS_IT_IS, AnyTags, Held, Reading
 from molflt.data.structures.records import make_record
+from molflt.data.structures.unused_fields import unused_fields, unused_warning
 from molflt.files import shown
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ class AseStructures(Held):
             raise ValueError(f"{self.path}: {error}") from None
         self.hint, self.unused = labels.hint, labels.unused
         self.for_potentials = labels.for_potentials
-        seen.say(self.path, labels, keep_atoms)
+        seen.say(self.path, labels, self.reading)
 
     @classmethod
     def takes(cls, path: Path) -> bool:
@@ -161,12 +162,16 @@ class _Seen:
         self.steps, self.last = self.steps + (same == self.last), same
         self.lost.update(other_constraints(atoms))
 
-    def say(self, path: Path, labels: Labels, keep_atoms: bool) -> None:
+    def say(self, path: Path, labels: Labels, reading: Reading) -> None:
         say_tags(str(path), self.others, self.count, self.tags)
-        if self.tags != "any" and labels.of_steps and 2 * self.steps > self.count:
+        of_steps = self.tags != "any" and not reading.for_prediction and labels.of_steps
+        if of_steps and 2 * self.steps > self.count:
             _say_steps(path)
-        if self.lost and not keep_atoms:
+        if self.lost and not reading.keep_atoms:
             _say_constraints(path, self.lost)
+        if labels.fields:
+            warning = unused_warning(str(path), labels.fields)
+            print(f"molflt: warning: {warning}", file=sys.stderr)
         if said := list(self.said):
             more = f" (and {len(said) - 1} more)" if len(said) > 1 else ""
             print(f"molflt: warning: {path}: {said[0]}{more}", file=sys.stderr)
@@ -188,10 +193,9 @@ def say_tags(name: str, others: int, count: int, tags: AnyTags) -> None:
 
 def _say_steps(path: Path) -> None:
     print(
-        f"molflt: warning: {path}: frames with forces, and with the same atoms and cell one after "
-        "another, look like steps of relaxations or of dynamics; each one's energy is taken for "
-        "that of its relaxed structure; they are for --recipe potential; for relaxed energies give "
-        "the first frame of each relaxation, with the energy of the last as y_relaxed",
+        f"molflt: warning: {path}: frames with forces look like steps of relaxations or dynamics; "
+        "train on them with --recipe potential; relaxed energies need the first frame of each "
+        "relaxation, with the energy of the last one as y_relaxed",
         file=sys.stderr,
     )
 
@@ -219,6 +223,7 @@ def _record_from_atoms(
     check_fields(atoms)
     info = entries(atoms)
     labels = labels or Labels(reading)
+    labels.fields = {**unused_fields(atoms), **labels.fields}
     energy, at_pos = labels.energy(atoms), labels.at_pos(atoms)
     energies: dict[str, Any] = {"y_init": info.get("y_init"), "y_relaxed": energy}
     if reading.for_prediction:
@@ -230,18 +235,21 @@ def _record_from_atoms(
     kept = tags if reading.tags == "any" else None  # neither checked nor lost in what is written
     if tags is not None and reading.tags != "oc20":
         tags = layers_as_tags(tags) if reading.tags == "ase" else None
-    record = make_record(
-        pos=atoms.positions,
-        atomic_numbers=atoms.numbers,
-        cell=atoms.cell.array,
-        pbc=atoms.pbc,
-        tags=tags,
-        fixed=fixed_atoms(atoms),
-        sid=info.get("sid", number) if text_sid(atoms) is None else number,
-        pos_relaxed=relaxed,
-        **energies,
-        **at_pos,
-    )
+    try:
+        record = make_record(
+            pos=atoms.positions,
+            atomic_numbers=atoms.numbers,
+            cell=atoms.cell.array,
+            pbc=atoms.pbc,
+            tags=tags,
+            fixed=fixed_atoms(atoms),
+            sid=info.get("sid", number) if text_sid(atoms) is None else number,
+            pos_relaxed=relaxed,
+            **energies,
+            **at_pos,
+        )
+    except ValueError as error:  # by the name that the energy has in the file
+        raise ValueError(str(error).replace(": y_relaxed ", f": {labels.named} ")) from None
     if kept is not None:
         record.tags = torch.as_tensor(kept, dtype=torch.long)
     return record

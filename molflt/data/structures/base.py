@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from ase import Atoms
     from torch_geometric.data import Data
 
-__all__ = ["ANY_TAGS", "AS_IT_IS", "AnyTags", "Held", "Reading", "Structures", "Tags"]
-__all__ += ["grouped", "to_atoms", "with_bar"]
+__all__ = ["ANY_TAGS", "AS_IT_IS", "AS_TRAINED", "AnyTags", "Held", "Reading", "Structures"]
+__all__ += ["Tags", "grouped", "to_atoms", "with_bar"]
 
 _Item = TypeVar("_Item")
 
@@ -51,6 +51,8 @@ class Reading(NamedTuple):
 
 
 AS_IT_IS = Reading()
+AS_TRAINED = "as trained"
+"""value of an option of an evaluation for that of the training"""
 ANY_TAGS = Reading(tags="any")
 
 

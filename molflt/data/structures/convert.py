@@ -12,7 +12,8 @@ from tqdm import tqdm
 
 from molflt.data.structures import AS_IT_IS, Reading, open_dataset
 from molflt.data.structures.base import Tags, grouped
-from molflt.data.structures.labels import force_fault, label_faults
+from molflt.data.structures.force_units import MOST_FRAMES, unit_fault
+from molflt.data.structures.labels import label_faults, point_fault
 from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.data.structures.sources import (
     Paths,
@@ -109,24 +110,26 @@ def _jobs_of(src: Path, dst: Path) -> list[tuple[Paths, Path]]:
 
 
 def _convert_one(structures: _OnePass, dst: Path) -> None:
-    src, skip_bad, unwrapped, with_forces = structures.src, structures.skip_bad, 0, False
+    src, skip_bad, unwrapped = structures.src, structures.skip_bad, 0
     overlapping: dict[int, int] = {}  # sid by place among those that are read
-    absurd: dict[int, str] = {}  # likewise, what is wrong with forces
+    kept: list[Data] = []  # with forces
+    absurd: dict[int, str] = {}  # likewise, what is wrong with forces or stress
 
     def records() -> Iterator[Data]:
-        nonlocal unwrapped, with_forces
+        nonlocal unwrapped
         for place, (record, moved) in enumerate(structures):
             unwrapped += moved
             if atoms_coincide(record):
                 overlapping[place] = int(record.sid)
-            with_forces |= bool(record.forces.isfinite().any())
-            if fault := force_fault(record.forces.numpy()):
+            if len(kept) < MOST_FRAMES and bool(record.forces.isfinite().any()):
+                kept.append(record)
+            if fault := point_fault(record):
                 absurd[place] = fault
             yield record
 
     def left_out(sids: np.ndarray, energies: np.ndarray, natoms: np.ndarray) -> Collection[int]:
         some = skip_bad and bool(np.isfinite(energies).any())  # test splits have no labels at all
-        faults = absurd | label_faults(energies, natoms, required=some, at_pos=with_forces)
+        faults = absurd | label_faults(energies, natoms, required=some, at_pos=bool(kept))
         found = [(f"{src}: sid {sids[index]}", reason) for index, reason in faults.items()]
         if found and not skip_bad:
             raise ValueError(f"{': '.join(found[0])}; --skip-bad leaves it out ({len(found)} such)")
@@ -138,15 +141,15 @@ def _convert_one(structures: _OnePass, dst: Path) -> None:
     count = write_store(dst, records(), source=src.name, left_out=left_out)
     before, after = sum(map(_size_on_disk, structures.files)), _size_on_disk(dst)
     print(f"{src} ({readable_size(before)}) -> {dst} ({readable_size(after)}): {count} structures")
-    if unwrapped:
-        print(f"{unwrapped} relaxed positions were stored in another periodic image; unwrapped")
-    if structures.unused:
-        print(f"labels that are there and not used: {', '.join(structures.unused)}")
-    if structures.hint:
-        print(f"warning: not all structures have y_relaxed; {structures.hint}")
-    if overlapping:
-        said = overlaps_of(str(src), [*overlapping.values()], count)
-        print(f"molflt: warning: {said}", file=sys.stderr)
+    moved = f"{unwrapped} relaxed positions were stored in another periodic image; unwrapped"
+    unused = f"labels that are there and not used: {', '.join(structures.unused)}"
+    hint = f"warning: not all structures have y_relaxed; {structures.hint}"
+    for text, known in ((moved, unwrapped), (unused, structures.unused), (hint, structures.hint)):
+        if known:
+            print(text)
+    said = [overlaps_of(str(src), [*overlapping.values()], count)] if overlapping else []
+    for text in [*said, *(f"{src}: {fault}" for fault in [unit_fault(kept)] if fault)]:
+        print(f"molflt: warning: {text}", file=sys.stderr)
     _list_bad(structures.bad)
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["make_record"]
 
 _Array: TypeAlias = ArrayLike | Tensor
+_SKIP = "--skip_bad, in training --data.skip_bad"
 _TAGS = ", ".join(f"{tag:d} ({tag.name.lower()})" for tag in Tag)
 
 
@@ -231,7 +232,7 @@ def _positions(value: _Array, key: str, name: str, count: int | None = None) -> 
         atom = int((~near).nonzero()[0])
         raise ValueError(
             f"{name}: {key} must be finite and within {FARTHEST:g} Å; got "
-            f"{tensor[atom].tolist()} for atom {atom}; remove the record or read with --skip-bad"
+            f"{tensor[atom].tolist()} for atom {atom}; leave the structure out with {_SKIP}"
         )
     return tensor.contiguous()
 
@@ -302,7 +303,7 @@ def _energy(value: _Array | None, key: str, name: str) -> Tensor:
     if not torch.isfinite(tensor).all():
         raise ValueError(
             f"{name}: {key} must be a finite energy in eV; got {float(tensor)}; "
-            "leave the label out if it is unknown, or read with --skip-bad"
+            f"leave the label out if it is unknown, or the structure with {_SKIP}"
         )
     return tensor.clone()
 
@@ -321,7 +322,7 @@ def _forces(value: _Array | None, count: int, name: str) -> Tensor:
         atom = int((~finite).nonzero()[0])
         raise ValueError(
             f"{name}: forces must be finite, in eV/Å; got {tensor[atom].tolist()} for atom {atom}; "
-            "leave the label out if it is unknown, or read with --skip-bad"
+            f"leave the label out if it is unknown, or the structure with {_SKIP}"
         )
     return tensor
 
