@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
     from ase import Atoms
     from torch_geometric.data import Data
 
-__all__ = ["ANY_TAGS", "AS_IT_IS", "AnyTags", "Held", "Reading", "Structures", "Tags"]
-__all__ += ["grouped", "to_atoms", "with_bar"]
+__all__ = ["ANY_TAGS", "AS_IT_IS", "AS_TRAINED", "AnyTags", "Held", "Reading", "Structures"]
+__all__ += ["Tags", "grouped", "to_atoms", "with_bar"]
 
 _Item = TypeVar("_Item")
 
@@ -50,6 +51,8 @@ class Reading(NamedTuple):
 
 
 AS_IT_IS = Reading()
+AS_TRAINED = "as trained"
+"""value of an option of an evaluation for that of the training"""
 ANY_TAGS = Reading(tags="any")
 
 
@@ -148,11 +151,7 @@ class Structures(Dataset["Data"], ABC):
         return next((file for file in files if file.is_file()), None)
 
     def verify(self) -> bool | None:
-        """Whether the file has a digest of what it holds; None for a kind that never has one.
-
-        Raises:
-            ValueError: naming the file, if it holds something else than was written.
-        """
+        """Whether the file has a digest of what it holds; None for a kind that never has one."""
         return None
 
     @abstractmethod
@@ -209,6 +208,12 @@ class Structures(Dataset["Data"], ABC):
         """What the user calls a structure: its sid as given, a number or a name."""
         return self.names.get(self._stored(index), sid)
 
+    def origin(self, index: int) -> dict[str, str]:
+        """What tables say besides sids: the file, if there are several, and the name, if any."""
+        found = {"file": str(self.file(index))} if len(self.files) > 1 else {}
+        name = self.name(index, 0)
+        return found | ({"name": name} if isinstance(name, str) else {})
+
     def with_unwrapped(self, index: int) -> tuple[Data, int]:
         """A structure, and how many of its free atoms the file has in another periodic image."""
         return self[index], 0
@@ -223,22 +228,37 @@ class Structures(Dataset["Data"], ABC):
 
 
 class Held(Structures):
-    """Base of sources that hold their structures in memory, in `_records`."""
+    """Base of sources that hold their structures in memory, which `_hold` adds."""
 
     def __init__(self, path: str | Path, skip_bad: bool = False) -> None:
         super().__init__(path, skip_bad)
-        self._records: list[Data] = []
+        self._records: list[dict[str, object]] = []
+
+    def _hold(self, record: Data) -> None:
+        """Adds a structure; an array of one value, such as absent labels, takes no memory."""
+        held: dict[str, object] = {}
+        for key, value in record.to_dict().items():
+            if isinstance(value, torch.Tensor):
+                value = value.numpy()
+                if np.array_equal(value, np.full_like(value, value.flat[0]), equal_nan=True):
+                    value = np.broadcast_to(value.flat[0], value.shape)
+            held[key] = value
+        self._records.append(held)
 
     def __len__(self) -> int:
         return len(self._records)
 
     def __getitem__(self, index: int) -> Data:
-        return self._records[self._stored(index)].clone()
+        from torch_geometric.data import Data
+
+        held = self._records[self._stored(index)].items()
+        arrays = {name: np.array(value) for name, value in held if isinstance(value, np.ndarray)}
+        return Data(**dict(held) | {name: torch.from_numpy(own) for name, own in arrays.items()})
 
     @property
     def natoms(self) -> np.ndarray:
         """Atoms in each structure, (len,) int64."""
-        return np.array([record.natoms for record in self._records], dtype=np.int64)
+        return np.array([record["natoms"] for record in self._records], dtype=np.int64)
 
 
 def to_atoms(record: Data) -> Atoms:
