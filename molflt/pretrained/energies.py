@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from molflt.data.structures import Structures, source_of
 from molflt.data.structures.base import ANY_TAGS, AS_IT_IS, Reading, Tags
 from molflt.data.structures.domain import DOMAIN, Domain
 from molflt.data.structures.in_memory import StructuresInMemory, is_one
+from molflt.data.structures.sources import Paths, files_of
 from molflt.evaluation.calibration import Calibration
 from molflt.evaluation.ensemble import ENSEMBLE, EnsembleRegressor
 from molflt.evaluation.predictions import Predictions, infer, open_structures
@@ -175,7 +176,8 @@ class EnergyPredictor(Pretrained):
 
         Args:
             structures: `ase.Atoms`, PyG's `Data` or `Batch` (whose tags are OC20's), any number of
-                these, a data set, or a file that holds one.
+                these, a data set, or a file, folder or pattern of names that holds one, or
+                several of these.
             batch_size: structures in a batch.
             embedding: also give the tokens that energies are read from: of "atoms" (0 for those
                 that the model leaves out), or "pooled", their mean over the atoms that the energy
@@ -205,20 +207,22 @@ class EnergyPredictor(Pretrained):
         out = [self._prediction(i, dataset, found, columns, embedding) for i in range(len(dataset))]
         return out[0] if is_one(structures) else out
 
-    def reading_of(self, file: Path | None, tags: Tags | None = None) -> Reading:
+    def reading_of(self, files: Paths | None, tags: Tags | None = None) -> Reading:
         """How to read structures: by default tags mean what they meant in training.
 
         A potential takes any tags, unless they are said to be layers, which are checked.
 
         Args:
-            file: that holds them; None for structures in memory.
+            files: as for :func:`molflt.data.structures.open_dataset`; None for structures in
+                memory.
             tags: what they mean instead.
 
         Raises:
             FileNotFoundError: if there is nothing.
             ValueError: a file of an unknown kind.
         """
-        if tags is None and (file is None or "tags" in source_of(file).options):
+        found = [] if files is None else files_of(files)
+        if tags is None and all("tags" in source_of(file).options for file in found):
             tags = cast("Tags | None", self.trained.task.get("tags"))
         if self.predicts_forces and tags in (None, "oc20"):
             return ANY_TAGS
@@ -232,9 +236,8 @@ class EnergyPredictor(Pretrained):
                     "molflt.data.structures.open_dataset and a Reading"
                 )
             return structures
-        if isinstance(structures, str | Path):
-            file = Path(structures)
-            return open_structures(file, False, self.reading_of(file, tags))
+        if _are_paths(structures):
+            return open_structures(structures, False, self.reading_of(structures, tags))
         return StructuresInMemory(structures, self.reading_of(None, tags))
 
     def _prediction(
@@ -289,6 +292,12 @@ class EnergyPredictor(Pretrained):
             label = trained.label(CALIBRATION)
             return expect_theirs(model, Calibration.from_json(held, label), label)
         return calibration_of(model, file, trained.path / ENSEMBLE / CALIBRATION)
+
+
+def _are_paths(structures: object) -> TypeGuard[Paths]:
+    """Whether structures are named by a path, or by several."""
+    several = structures if isinstance(structures, list | tuple) and structures else [structures]
+    return all(isinstance(one, str | Path) for one in several)
 
 
 def _pooled(tokens: NDArray[np.float32], record: Data) -> NDArray[np.float32]:
