@@ -1,0 +1,227 @@
+"""Guesses tags from the geometry: adsorbate by connectivity, surface and subsurface by height."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from molflt.atoms import Tag
+
+if TYPE_CHECKING:
+    from torch_geometric.data import Data
+
+__all__ = ["Guess", "guess_tags"]
+
+_VACUUM = 5.0  # Å without atoms along one axis; layers of layered crystals are closer
+_MOLECULAR = (1, 6, 7, 8, 9, 15, 16, 17, 35, 53)  # H C N O F P S Cl Br I
+_BOND, _CONTACT = 1.25, 1.3  # times the sum of covalent radii: within molecules, and with slabs
+_TOP = 2.0  # Å below the highest atom of the slab: surface, as in OC20
+_DEEP = 1.5  # Å below the highest atom of the slab: no adsorbate
+_SAME_SITE = 0.8  # Å from a site of the continued lattice
+_SHELL = 5.0  # Å: the environment that a lattice repeats
+_LAYER = 0.15  # Å between two layers, at least
+_EVEN = 0.45  # length of the mean direction to the neighbors of an atom inside of a lattice, at most
+_FEWEST, _REPEATED = 4, 0.8  # neighbors, and the share of them that a lattice repeats
+_HELD = 0.2  # share of the slab that is fixed, at least, if the others are the surface
+
+_Flags = NDArray[np.bool_]
+_Numbers = NDArray[np.int64]
+
+
+class Guess(NamedTuple):
+    """Tags of one structure.
+
+    Attributes:
+        tags: (N,), all 0 if there is no guess.
+        text: the number of atoms of each kind, or why there is no guess.
+    """
+
+    tags: _Numbers
+    text: str
+
+
+def guess_tags(record: Data, share: tuple[float, float] | None = None) -> Guess:
+    """Finds adsorbate, surface and subsurface atoms of a slab with vacuum along one axis.
+
+    Molecules of H, C, N, O, F, P, S, Cl, Br and I on the slab are the adsorbate, except atoms that
+    continue its lattice, such as oxygen of an oxide. All other elements belong to the slab if they
+    touch it. Where some atoms of the slab are fixed, the free ones are the surface, as in OC20.
+    Else the surface is what lies within 2 Å of the top, or has fewer neighbors than deeper atoms.
+
+    Args:
+        record: see `molflt.data.structures.records.make_record`; its tags are not read.
+        share: least and largest share of the slab's atoms that is surface, as a model's training
+            data have it. Where the guess lies outside, the top layers with the nearest share are
+            the surface.
+
+    Returns:
+        All tags are 0 for crystals, molecules, clusters and slabs without adsorbate.
+    """
+    unknown = np.zeros(record.natoms, dtype=np.int64)
+    atoms = _Atoms(record)
+    if len(atoms.open_axes) != 1:
+        what = "no slab (vacuum along more than one axis)" if atoms.open_axes else "no vacuum"
+        return Guess(unknown, what)
+    adsorbate = atoms.adsorbate()
+    if adsorbate.all() or not adsorbate.any():
+        return Guess(unknown, "no slab" if adsorbate.all() else "no adsorbate")
+    surface = atoms.surface(adsorbate, share)
+    tags = np.where(adsorbate, Tag.ADSORBATE, np.where(surface, Tag.SURFACE, Tag.SUBSURFACE))
+    return Guess(tags.astype(np.int64), atoms.described(tags))
+
+
+class _Atoms:
+    """A structure, its vacuum and its bonds."""
+
+    def __init__(self, record: Data) -> None:
+        from ase.geometry import complete_cell
+
+        self.numbers = record.atomic_numbers.numpy()
+        self.pos = record.pos.double().numpy()
+        self.pbc = record.pbc[0].numpy()
+        given = record.cell[0].double().numpy()
+        # an open axis counts along the normal of the others
+        self.cell = complete_cell(np.where(self.pbc[:, None], given, 0.0))
+        self.fixed = record.fixed.numpy() & ~record.fixed.numpy().all()
+        self.molecular = np.isin(self.numbers, _MOLECULAR)
+        self.open_axes: list[int] = []
+        self._find_vacuum()
+        if len(self.open_axes) == 1:
+            self._find_bonds()
+
+    def _find_vacuum(self) -> None:
+        inverse = np.linalg.inv(self.cell)
+        planes = 1 / np.linalg.norm(inverse, axis=0)
+        for axis in range(3):
+            along = self.pos @ inverse[:, axis] * planes[axis]
+            if self.pbc[axis]:
+                along %= planes[axis]
+                order = np.sort(along)
+                gaps = np.diff(order, append=order[0] + planes[axis])
+                if gaps.max() < _VACUUM:
+                    continue
+                along = (along - order[(gaps.argmax() + 1) % len(order)]) % planes[axis]
+            self.open_axes.append(axis)
+            self.heights, self.normal = along, inverse[:, axis] * planes[axis]
+
+    def _find_bonds(self) -> None:
+        from ase.data import covalent_radii
+        from ase.neighborlist import primitive_neighbor_list
+
+        radii = covalent_radii[self.numbers]
+        self.i, self.j, apart, lengths, self.shifts = primitive_neighbor_list(
+            "ijDdS", self.pbc, self.cell, self.pos, _CONTACT * radii
+        )
+        self.up = apart @ self.normal / np.maximum(lengths, 1e-9)
+        self.directions = apart / np.maximum(lengths, 1e-9)[:, None]
+        both = self.molecular[self.i] & self.molecular[self.j]
+        self.bonded = both & (lengths < _BOND * (radii[self.i] + radii[self.j]))
+
+    def adsorbate(self) -> _Flags:
+        """Atoms of molecules that do not continue the lattice of the slab, (N,)."""
+        slab = self._frame() | self.fixed
+        if not slab.any():
+            return ~slab
+        low, high = self.heights[slab].min(), self.heights[slab].max()
+        surrounded = self._surrounded(slab)
+        deep = (self.heights > low) & (self.heights < high - _DEEP)
+        inside = surrounded & (deep | (high - low < _DEEP)) | self.fixed
+        lattice = np.isin(self.numbers, np.unique(self.numbers[inside]))
+        slab |= lattice & (surrounded | deep)
+        sites = lattice & ~slab
+        slab[sites] = [self._continues(int(atom), slab, slab | sites) for atom in np.flatnonzero(sites)]
+        return ~slab
+
+    def _frame(self) -> _Flags:
+        """Networks along both periodic axes without the atoms of molecules, unless all are."""
+        solid = ~self.molecular
+        kept = self.bonded if not solid.any() else np.ones(len(self.i), dtype=bool)
+        along = [self._endless(kept, axis) for axis in range(3) if axis not in self.open_axes]
+        return (along[0] | along[1]) & solid if solid.any() else along[0] & along[1]
+
+    def _endless(self, kept: _Flags, axis: int) -> _Flags:
+        """Atoms that bonds connect to their own next image along an axis, (N,)."""
+        from scipy.sparse import coo_array
+        from scipy.sparse.csgraph import connected_components
+
+        count = len(self.numbers)
+        i, j, step = self.i[kept], self.j[kept], self.shifts[kept, axis]
+        # two copies of the cell along the axis, periodic
+        ends = [(i + copy * count, j + (copy + step) % 2 * count) for copy in (0, 1)]
+        one, other = np.concatenate(ends, axis=1)
+        graph = coo_array((np.ones(len(one)), (one, other)), (2 * count, 2 * count))
+        labels = connected_components(graph, directed=False)[1]
+        return np.asarray(labels[:count] == labels[count:])
+
+    def _surrounded(self, slab: _Flags) -> _Flags:
+        """Atoms with neighbors of the slab, or of the same kind, on all sides, (N,)."""
+        near = slab[self.j] | self.molecular[self.j] & (self.numbers[self.i] == self.numbers[self.j])
+        total = np.zeros((len(self.numbers), 3))
+        np.add.at(total, self.i[near], self.directions[near])
+        count = np.bincount(self.i[near], minlength=len(total))
+        return (count > 1) & (np.linalg.norm(total, axis=1) < _EVEN * count)
+
+    def _continues(self, atom: int, slab: _Flags, sites: _Flags) -> bool:
+        """True if an atom lies where the lattice, moved by one of its vectors, has one like it."""
+        from ase.geometry import find_mic
+
+        top = self.heights[slab].max() + _SAME_SITE
+        around, _ = find_mic(self.pos[sites] - self.pos[atom], self.cell, self.pbc)
+        numbers = self.numbers[sites]
+        for twin in np.flatnonzero(slab & (self.numbers == self.numbers[atom])):
+            shell, _ = find_mic(self.pos[slab] - self.pos[twin], self.cell, self.pbc)
+            away = np.linalg.norm(shell, axis=1)
+            near = (away > 0.1) & (away < _SHELL) & (self.heights[atom] + shell @ self.normal < top)
+            if near.sum() < _FEWEST:
+                continue
+            lengths = np.linalg.norm(shell[near, None] - around, axis=2)
+            same = self.numbers[slab][near, None] == numbers
+            if ((lengths < _SAME_SITE) & same).any(axis=1).mean() >= _REPEATED:
+                return True
+        return False
+
+    def surface(self, adsorbate: _Flags, share: tuple[float, float] | None) -> _Flags:
+        """Atoms of the slab that are its surface, (N,)."""
+        slab = ~adsorbate
+        held = slab & self.fixed
+        heights = self._depth(adsorbate)
+        if _HELD <= held.sum() / slab.sum() < 1 and (
+            heights[held].mean() < heights[slab & ~held].mean()
+        ):
+            found = slab & ~held
+        else:
+            near = slab[self.i] & slab[self.j]
+            neighbors = np.bincount(self.i[near], minlength=len(slab))
+            found = slab & (heights > heights[slab].max() - _TOP)
+            middle = np.median(heights[slab])
+            for number in np.unique(self.numbers[slab]):
+                own = slab & (self.numbers == number)
+                most = neighbors[own & (heights <= middle)].max(initial=0)
+                found |= own & (heights > middle) & (neighbors < most)
+        low, high = share or (0.0, 1.0)
+        if low <= found.sum() / slab.sum() <= high:
+            return found
+        order = np.sort(heights[slab])[::-1]
+        ends = np.flatnonzero(order[:-1] - order[1:] > _LAYER)
+        shares = (ends + 1) / len(order)
+        off = np.maximum(low - shares, 0) + np.maximum(shares - high, 0)
+        if not len(ends):
+            return found
+        return slab & (heights >= order[ends[off.argmin()]] - 1e-9)
+
+    def _depth(self, adsorbate: _Flags) -> NDArray[np.float64]:
+        """Heights that grow towards the sides with adsorbates, (N,), Å."""
+        slab = ~adsorbate
+        center = self.heights[slab].mean()
+        above = self.heights[adsorbate] > center
+        if above.all():
+            return self.heights
+        down = center - self.heights
+        return down if not above.any() else np.maximum(-down, down)
+
+    def described(self, tags: _Numbers) -> str:
+        """Number of atoms of each kind, and the molecules."""
+        counts = np.bincount(tags, minlength=3)
+        return f"{counts[1]} surface, {counts[0]} subsurface atoms"
