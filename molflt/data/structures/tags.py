@@ -23,7 +23,9 @@ _SAME_SITE = 0.8  # Å from a site of the continued lattice
 _SHELL = 5.0  # Å: the environment that a lattice repeats
 _LAYER = 0.15  # Å between two layers, at least
 _EVEN = 0.45  # length of the mean direction to the neighbors of an atom inside of a lattice, at most
-_FEWEST, _REPEATED = 4, 0.8  # neighbors, and the share of them that a lattice repeats
+_THICK = 3.0  # Å: thinner slabs have no inside
+_FEWEST = 4  # neighbors to compare
+_REPEATED, _ALL = 0.8, 0.95  # share of the neighbors found again: at the surface, inside
 _HELD = 0.2  # share of the slab that is fixed, at least, if the others are the surface
 
 _Flags = NDArray[np.bool_]
@@ -124,63 +126,117 @@ class _Atoms:
         slab = self._frame() | self.fixed
         if not slab.any():
             return ~slab
-        low, high = self.heights[slab].min(), self.heights[slab].max()
-        surrounded = self._surrounded(slab)
-        deep = (self.heights > low) & (self.heights < high - _DEEP)
-        inside = surrounded & (deep | (high - low < _DEEP)) | self.fixed
+        heights = self.heights
+        low, high = heights[slab].min(), heights[slab].max()
+        deep = (heights > low) & (heights < high - _DEEP)
+        touching = np.bincount(self.i[slab[self.j]], minlength=len(slab)) > 1
+        if high - low > _THICK:
+            surrounded = self._surrounded(slab)
+            inside = surrounded & deep | self.fixed
+        else:  # what is on one side alone is adsorbed
+            middle = (low + high) / 2
+            ends = [self.numbers[touching & (s * (heights - middle) > -0.5)] for s in (1, -1)]
+            inside = touching & np.isin(self.numbers, np.intersect1d(*ends)) | self.fixed
+            surrounded = inside
         lattice = np.isin(self.numbers, np.unique(self.numbers[inside]))
         slab |= lattice & (surrounded | deep)
         sites = lattice & ~slab
-        slab[sites] = [self._continues(int(atom), slab, slab | sites) for atom in np.flatnonzero(sites)]
+        sure = self._unbonded(slab) | touching
+        moves = self._moves(slab) if sites.any() else []
+        slab[sites] = [
+            self._continues(int(one), slab, slab | sites, moves, bool(sure[one]))
+            for one in np.flatnonzero(sites)
+        ]
         return ~slab
 
     def _frame(self) -> _Flags:
-        """Networks along both periodic axes without the atoms of molecules, unless all are."""
+        """Atoms of the slab that its bonds alone tell, (N,): metals, or a sheet of nonmetals."""
         solid = ~self.molecular
-        kept = self.bonded if not solid.any() else np.ones(len(self.i), dtype=bool)
-        along = [self._endless(kept, axis) for axis in range(3) if axis not in self.open_axes]
-        return (along[0] | along[1]) & solid if solid.any() else along[0] & along[1]
+        sheet = self._endless(self.bonded).all(axis=0)
+        if sheet.sum() <= solid.sum():
+            return self._endless(np.ones(len(self.i), dtype=bool)).any(axis=0) & solid
+        kinds, counts = np.unique(self.numbers[sheet], return_counts=True)
+        for kind in kinds[np.argsort(counts)[:-1]]:  # such as O on graphene
+            kept = (self.numbers[self.i] != kind) & (self.numbers[self.j] != kind)
+            rest = self._endless(self.bonded & kept).all(axis=0)
+            sheet = rest if rest.any() else sheet
+        return sheet
 
-    def _endless(self, kept: _Flags, axis: int) -> _Flags:
-        """Atoms that bonds connect to their own next image along an axis, (N,)."""
+    def _endless(self, kept: _Flags) -> _Flags:
+        """Atoms that bonds connect to their own next image, along both periodic axes: (2, N)."""
         from scipy.sparse import coo_array
         from scipy.sparse.csgraph import connected_components
 
-        count = len(self.numbers)
-        i, j, step = self.i[kept], self.j[kept], self.shifts[kept, axis]
-        # two copies of the cell along the axis, periodic
-        ends = [(i + copy * count, j + (copy + step) % 2 * count) for copy in (0, 1)]
-        one, other = np.concatenate(ends, axis=1)
-        graph = coo_array((np.ones(len(one)), (one, other)), (2 * count, 2 * count))
-        labels = connected_components(graph, directed=False)[1]
-        return np.asarray(labels[:count] == labels[count:])
+        count, found = len(self.numbers), []
+        for axis in sorted({0, 1, 2} - set(self.open_axes)):
+            i, j, step = self.i[kept], self.j[kept], self.shifts[kept, axis]
+            # two copies of the cell along the axis, periodic
+            ends = [(i + copy * count, j + (copy + step) % 2 * count) for copy in (0, 1)]
+            edges = np.concatenate(ends, axis=1)
+            graph = coo_array((np.ones(edges.shape[1]), edges), (2 * count, 2 * count))
+            labels = connected_components(graph, directed=False)[1]
+            found.append(labels[:count] == labels[count:])
+        return np.array(found)
 
     def _surrounded(self, slab: _Flags) -> _Flags:
-        """Atoms with neighbors of the slab, or of the same kind, on all sides, (N,)."""
-        near = slab[self.j] | self.molecular[self.j] & (self.numbers[self.i] == self.numbers[self.j])
+        """Atoms with neighbors of the slab on all sides, (N,)."""
+        near = slab[self.j]
         total = np.zeros((len(self.numbers), 3))
         np.add.at(total, self.i[near], self.directions[near])
         count = np.bincount(self.i[near], minlength=len(total))
         return (count > 1) & (np.linalg.norm(total, axis=1) < _EVEN * count)
 
-    def _continues(self, atom: int, slab: _Flags, sites: _Flags) -> bool:
-        """True if an atom lies where the lattice, moved by one of its vectors, has one like it."""
-        from ase.geometry import find_mic
+    def _unbonded(self, slab: _Flags) -> _Flags:
+        """Atoms without bonds of kinds that the inside of the slab does not have, (N,)."""
+        kinds = self.numbers[self.i] * 1000 + self.numbers[self.j]
+        known = np.unique(kinds[self.bonded & slab[self.i] & slab[self.j]])
+        foreign = self.bonded & ~np.isin(kinds, known)
+        return np.bincount(self.i[foreign], minlength=len(slab)) == 0
 
-        top = self.heights[slab].max() + _SAME_SITE
-        around, _ = find_mic(self.pos[sites] - self.pos[atom], self.cell, self.pbc)
-        numbers = self.numbers[sites]
-        for twin in np.flatnonzero(slab & (self.numbers == self.numbers[atom])):
-            shell, _ = find_mic(self.pos[slab] - self.pos[twin], self.cell, self.pbc)
-            away = np.linalg.norm(shell, axis=1)
-            near = (away > 0.1) & (away < _SHELL) & (self.heights[atom] + shell @ self.normal < top)
-            if near.sum() < _FEWEST:
-                continue
-            lengths = np.linalg.norm(shell[near, None] - around, axis=2)
-            same = self.numbers[slab][near, None] == numbers
-            if ((lengths < _SAME_SITE) & same).any(axis=1).mean() >= _REPEATED:
-                return True
-        return False
+    def _continues(self, atom: int, slab: _Flags, sites: _Flags, moves: list[NDArray[np.float64]], sure: bool) -> bool:
+        """True if an atom lies where the lattice, moved by one of its vectors, has one like it."""
+        twins = np.flatnonzero(slab & (self.numbers == self.numbers[atom]))
+        if not any(self._repeats(int(twin), atom, slab, sites) for twin in twins):
+            return False
+        # sites of a lattice are occupied across the surface, those of adsorbates are not
+        like = self.pos[sites & (self.numbers == self.numbers[atom])] - self.pos[atom]
+        away = [self._wrapped(like - move) for move in moves]
+        there = [np.linalg.norm(one, axis=1).min() < _SAME_SITE for one in away]
+        return float(np.mean(there)) >= 0.5 if there else sure
+
+    def _moves(self, slab: _Flags) -> list[NDArray[np.float64]]:
+        """Lattice vectors along the surface, within the cell, Å."""
+        inside = np.where(slab, np.abs(self.heights - np.median(self.heights[slab])), np.inf)
+        start = int(inside.argmin())
+        level = slab & (self.numbers == self.numbers[start])
+        level &= np.abs(self.heights - self.heights[start]) < 0.3
+        level[start] = False
+        ends = [int(one) for one in np.flatnonzero(level)]
+        return [
+            self.pos[one] - self.pos[start]
+            for one in ends
+            if self._repeats(start, one, slab, slab, _ALL)
+        ]
+
+    def _repeats(self, start: int, end: int, slab: _Flags, sites: _Flags, least: float = _REPEATED) -> bool:
+        """True if the slab around one atom is found again around another one."""
+        heights = self.heights[slab]
+        shell = self._wrapped(self.pos[slab] - self.pos[start])
+        away = np.linalg.norm(shell, axis=1)
+        rise = self.heights[end] - self.heights[start]
+        near = (away > 0.1) & (away < _SHELL) & (heights + rise < heights.max() + _SAME_SITE)
+        near &= heights + rise > heights.min() - _SAME_SITE
+        if near.sum() < _FEWEST:
+            return False
+        around = self.pos[sites] - self.pos[end]
+        lengths = np.linalg.norm(self._wrapped(shell[near, None] - around), axis=2)
+        same = self.numbers[slab][near, None] == self.numbers[sites]
+        return bool(((lengths < _SAME_SITE) & same).any(axis=1).mean() >= least)
+
+    def _wrapped(self, vectors: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Vectors less the nearest lattice vectors, by fractional coordinates."""
+        turns = np.round(vectors @ np.linalg.inv(self.cell)) * self.pbc
+        return np.asarray(vectors - turns @ self.cell)
 
     def surface(self, adsorbate: _Flags, share: tuple[float, float] | None) -> _Flags:
         """Atoms of the slab that are its surface, (N,)."""
