@@ -1,6 +1,6 @@
 """IS2RE twice: by direct prediction, and by relaxing with a potential; errors and cost in a table.
 
-    molflt data make DATA --calculator emt --frames
+    python scripts/make_data.py DATA --calculator emt --frames true
     python scripts/by_relaxation.py DATA --direct runs/is2re --potential runs/potential \\
         --out runs/by-relaxation --splits val_id val_ood_both --count 200
 
@@ -52,7 +52,7 @@ def offsets(frames: Path, dataset: Structures) -> dict[int, float]:
         ValueError: if a system has none.
     """
     if not frames.is_file():
-        raise FileNotFoundError(f"{frames}: no such file; make it with molflt data make --frames")
+        raise FileNotFoundError(f"{frames}: no such file; see scripts/make_data.py --frames true")
     totals = {
         int(atoms.info["sid"]): float(atoms.get_potential_energy())
         for atoms in ase.io.iread(frames, index=":")

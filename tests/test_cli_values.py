@@ -174,8 +174,6 @@ def test_options_of_a_position(items: str, part: str) -> None:
 @pytest.mark.parametrize(
     ("path", "words", "part"),
     [
-        (("data", "make"), ["x", "--workers=100000"], "--workers; expected int in [1, 256]"),
-        (("data", "make"), ["x", "--workers=0"], "--workers; expected int in [1, 256]"),
         (("predict",), ["a", "b", "c", "--batch_size=0"], "--batch_size; expected int in [1, 1e6]"),
         (("generate",), ["a", "--temperature=.nan"], "--temperature; expected float in (-1e15"),
         (("evaluate",), ["a", "--pictures=jpg"], "--pictures; expected some of 'svg', 'pdf' or"),

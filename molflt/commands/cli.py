@@ -37,10 +37,6 @@ class _Command(NamedTuple):
 
 
 COMMANDS: dict[tuple[str, ...], _Command] = {
-    ("data", "make"): _Command(
-        "molflt.data.structures.make:make",
-        "relax adsorbates on slabs with a potential: an OC20-like data set",
-    ),
     ("data", "inspect"): _Command(
         "molflt.commands.inspect:inspect",
         "what a file of structures holds: counts, energies, warnings",
@@ -53,9 +49,6 @@ COMMANDS: dict[tuple[str, ...], _Command] = {
     ),
     ("data", "split"): _Command(
         "molflt.data.text.split:split", "a FASTA file -> train, val, test, by record or cluster"
-    ),
-    ("data", "listops"): _Command(
-        "molflt.data.text.listops:make", "random expressions with their values, as long as you like"
     ),
     ("train",): _Command(
         "molflt.commands.train:train",
@@ -102,7 +95,7 @@ COMMANDS: dict[tuple[str, ...], _Command] = {
         "molflt.commands.completion:completion", "a script with which a shell completes options"
     ),
 }
-_GROUPS = {"data": "make, look at, convert and fetch data sets"}
+_GROUPS = {"data": "inspect, convert, download and split data sets"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -34,7 +34,6 @@ _RENAMED = {
     "backend": "mixing",
     "channels": "dim",
     "k_max": "max_frequency",
-    "make-emt": "make",
     "placement": "position",
     **{
         name: f"position_options.{name}"

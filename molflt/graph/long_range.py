@@ -22,7 +22,7 @@ from molflt.attention.numerics import at_least_float32, distances, fade, recompu
 from molflt.attention.spectra import InversePower
 from molflt.graph.geometry import Geometry, _sum_by
 from molflt.graph.near import _all_pairs
-from molflt.graph.neighbors import neighbor_list
+from molflt.graph.neighbors import Neighbors, neighbor_list
 
 COULOMB = 14.399645  # eV Å, of two elementary charges
 _DEPTH = 4.0  # sharpness times cutoff: near pairs end below 1e-6 of 1 / r
@@ -31,6 +31,7 @@ _HIGHEST = 1.44  # of frequencies over sharpness: nodes end at 3e-6 of the first
 _APART = 5.0  # of the images of a slab, over the sharpness: they see 1e-12 of each other
 _TRANSIENT = 2**21  # numbers that waves of one chunk of nodes may hold at once
 _START = 0.02  # of charges over what a linear layer starts with: energies of some meV an atom
+_REACH = 5.0  # Å between atoms that exchange charge
 
 
 class LongRangeEnergy(NamedTuple):
@@ -43,7 +44,12 @@ class LongRangeEnergy(NamedTuple):
 
 
 class LongRange(nn.Module):
-    """Energies of latent charges, each a linear function of what the model knows of its atom.
+    """Energies of latent charges, linear functions a of the features of an atom.
+
+    Charges of p = 1 and 2, whose sums over a crystal converge for neutral cells alone, flow between
+    neighbors: q_i = sum_j w(r_ij) (a_j - a_i), where w falls smoothly from 1 to 0 at 5 Å. Flows
+    cancel in pairs. A group of atoms more than 5 Å from all others is therefore neutral, and its
+    interaction with them vanishes with the distance. For other powers q_i = a_i.
 
     Along three periodic axes a uniform background neutralizes charges (p = 1, 2), and the
     surface of the crystal is a conductor, as in all Ewald sums without a term for it. Along two,
@@ -59,6 +65,8 @@ class LongRange(nn.Module):
             others every second channel repels and the others, the first among them, attract.
         channels: charges of each atom for each power.
         cutoff: of near pairs, Å: a longer one takes more pairs and fewer nodes.
+        neutral: False: q_i = a_i for all powers, for data with ions that the model recognizes by
+            their neighbors. Separate groups of atoms then have net charges.
         smearing: width of the Gaussians that the charges are, Å, as in latent Ewald summation
             (arXiv:2408.15165), which has 1: 1 / r^p is met at 5 widths. 0: points.
 
@@ -67,6 +75,7 @@ class LongRange(nn.Module):
     """
 
     signs: Tensor
+    neutral: Tensor
 
     def __init__(
         self,
@@ -75,6 +84,7 @@ class LongRange(nn.Module):
         channels: int = 4,
         cutoff: float = 8.0,
         smearing: float = 1.0,
+        neutral: bool = True,
     ) -> None:
         super().__init__()
         at_least_one(dim=dim, channels=channels)
@@ -98,11 +108,20 @@ class LongRange(nn.Module):
         signs = torch.ones(len(powers), channels)
         signs[[power > 1 for power in powers], ::2] = -1.0
         self.register_buffer("signs", signs, persistent=False)
+        # part of the weights: those of earlier versions, which lack it, are not neutral
+        self.register_buffer("neutral", torch.tensor(neutral))
 
-    def charges(self, h: Tensor) -> Tensor:
+    def charges(self, h: Tensor, neighbors: Neighbors) -> Tensor:
         """Features (atoms, dim) -> latent charges (atoms, powers, channels); of p = 1 in e."""
-        found: Tensor = self.charge(at_least_float32(h))
-        return found.unflatten(1, (len(self.powers), self.channels))
+        own = self.charge(at_least_float32(h)).unflatten(1, (len(self.powers), self.channels))
+        flowing = [i for i, power in enumerate(self.powers) if power < 3]
+        center, neighbor = neighbors.center, neighbors.neighbor
+        weight = fade(neighbors.distance / min(_REACH, self.cutoff)).to(own.dtype)[:, None, None]
+        held = own[:, flowing]
+        flows = _sum_by(weight * (held[neighbor] - held[center]), center, len(own))
+        found = own.clone()
+        found[:, flowing] = torch.where(self.neutral, flows, held)
+        return found
 
     def forward(self, h: Tensor, geometry: Geometry) -> LongRangeEnergy:
         """Features (atoms, dim) and where the atoms are -> energies.
@@ -110,8 +129,9 @@ class LongRange(nn.Module):
         Raises:
             ValueError: naming the graph, for periodic axes that there is no sum for.
         """
-        charges, options = self.charges(h), (self.cutoff, self.smearing)
-        near, far = inverse_power_sums(charges, geometry, self.powers, *options)
+        neighbors = neighbor_list(geometry, self.cutoff)
+        charges, options = self.charges(h, neighbors), (self.cutoff, self.smearing)
+        near, far = inverse_power_sums(charges, geometry, self.powers, *options, neighbors)
         strength = COULOMB * self.signs.double()
         return LongRangeEnergy(*((x * strength).sum(dim=(1, 2)) for x in (near, far)))
 
@@ -129,6 +149,7 @@ def inverse_power_sums(
     powers: Sequence[int],
     cutoff: float = 8.0,
     smearing: float = 0.0,
+    neighbors: Neighbors | None = None,
 ) -> tuple[Tensor, Tensor]:
     """1/2 sum_ij' q_i q_j / |r_ij|^p over all images, as near and far part.
 
@@ -138,6 +159,7 @@ def inverse_power_sums(
         powers: p of each, see `InversePower`.
         cutoff: of near pairs, Å.
         smearing: see `LongRange`.
+        neighbors: pairs within the cutoff; searched if None.
 
     Returns:
         (graphs, powers, channels) float64 twice, in charge^2 Å^-p; differentiable twice in charges,
@@ -151,7 +173,8 @@ def inverse_power_sums(
         axes = geometry.pbc.sum(dim=1).tolist()
         _check_axes(axes, powers)
         laws = [InversePower(power, _DEPTH / cutoff) for power in powers]
-        near, far = _pair_sums(charges, geometry, laws, cutoff, smearing)
+        found = neighbor_list(geometry, cutoff) if neighbors is None else neighbors
+        near, far = _pair_sums(charges, geometry, laws, found, cutoff, smearing)
         rows = list(far)
         for graph, (start, stop) in enumerate(pairwise(geometry.ptr.tolist())):
             if axes[graph]:
@@ -177,12 +200,12 @@ def _pair_sums(
     charges: Tensor,
     geometry: Geometry,
     laws: Sequence[InversePower],
+    found: Neighbors,
     cutoff: float,
     smearing: float,
 ) -> tuple[Tensor, Tensor]:
     """Near parts, and far parts of graphs without periodic axes: (graphs, powers, channels)."""
     molecule = ~geometry.pbc.any(dim=1)
-    found = neighbor_list(geometry, cutoff)
     kept = ~molecule[geometry.batch[found.center]]
     first, second = _all_pairs(geometry, molecule)
     query = torch.cat((found.center[kept], first))

@@ -64,6 +64,8 @@ class Potential(EnergyRegressor):
         long_range_channels: charges of each atom for each power, 4 by default.
         long_range_cutoff: of near pairs, 8 Å by default.
         long_range_smearing: width of charges, 1 Å by default.
+        long_range_neutral: True by default: charges of p = 1 and 2 flow between atoms closer than
+            5 Å, and separate molecules are neutral. False: for data with ions.
         stack: further arguments of `molflt.attention.Stack`.
 
     Attributes:
@@ -99,6 +101,7 @@ class Potential(EnergyRegressor):
         long_range_channels: int | None = None,
         long_range_cutoff: float | None = None,
         long_range_smearing: float | None = None,
+        long_range_neutral: bool | None = None,
         **stack: Any,
     ) -> None:
         _refuse_rough(mixing, feature_map, position, periodic, position_options or {}, stack)
@@ -124,8 +127,16 @@ class Potential(EnergyRegressor):
             **stack,
         )
         nn.init.ones_(self.readout.factor.weight)  # there are no tags that differ
-        charges = long_range_channels, long_range_cutoff, long_range_smearing
-        self.long_range = _make_long_range(dim, long_range, *charges)
+        self.long_range = _make_long_range(
+            dim,
+            long_range,
+            channels=long_range_channels,
+            cutoff=long_range_cutoff,
+            smearing=long_range_smearing,
+            neutral=long_range_neutral,
+        )
+        if self.long_range is not None:
+            self.added_later = (*self.added_later, "long_range.neutral")
 
     def forward(self, batch: "Data") -> Mapping[str, Tensor]:
         """Energies and their derivatives; in training mode these can be differentiated again.
@@ -197,24 +208,12 @@ class Potential(EnergyRegressor):
         return parts, out["embedding"]
 
 
-def _make_long_range(
-    dim: int,
-    powers: list[int] | None,
-    channels: int | None,
-    cutoff: float | None,
-    smearing: float | None,
-) -> LongRange | None:
-    """None without powers.
-
-    Raises:
-        ValueError: an option that has no effect, or is out of its range.
-    """
-    options = {"channels": channels, "cutoff": cutoff, "smearing": smearing}
+def _make_long_range(dim: int, powers: list[int] | None, **options: Any) -> LongRange | None:
+    """Return None without powers, and refuse options then."""
     if not powers:
         no_effect("without long_range", **{f"long_range_{k}": v for k, v in options.items()})
         return None
-    given: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
-    return LongRange(dim, powers, **given)
+    return LongRange(dim, powers, **{k: v for k, v in options.items() if v is not None})
 
 
 def _sum(parts: Mapping[str, Tensor]) -> Tensor:

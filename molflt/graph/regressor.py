@@ -284,9 +284,10 @@ def _among(x: Tensor, kept: Tensor) -> Tensor:
 def _fill_added(
     model: EnergyRegressor, weights: dict[str, Tensor], prefix: str, *_: object
 ) -> None:
-    """Hook: takes what weights of earlier versions do not have from a new model."""
+    """Hook: fill in what weights of earlier versions lack: switches are off, the rest as new."""
     for name in model.added_later:
-        weights.setdefault(prefix + name, model.get_buffer(name))
+        new = model.get_buffer(name)
+        weights.setdefault(prefix + name, new & False if new.dtype == torch.bool else new)
 
 
 def _bounded(step: Tensor) -> Tensor:

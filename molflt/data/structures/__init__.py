@@ -12,7 +12,6 @@ from pathlib import Path
 
 from molflt.data.structures.ase_files import AseStructures
 from molflt.data.structures.base import AS_IT_IS, Reading, Structures
-from molflt.data.structures.game_net import GameNet
 from molflt.data.structures.oc20_lmdb import Oc20Lmdb
 from molflt.data.structures.store import StructureStore
 
@@ -22,7 +21,6 @@ __all__ = ["AS_IT_IS", "SOURCES", "Reading", "Structures", "open_dataset", "sour
 SOURCES: dict[str, type[Structures]] = {
     "compact store": StructureStore,
     "OC20 LMDB": Oc20Lmdb,
-    "GAME-Net archive": GameNet,
     "file that ASE reads": AseStructures,
 }
 
@@ -74,10 +72,7 @@ def source_of(path: Path) -> type[Structures]:
         ValueError: if no class takes it.
     """
     if not path.exists():
-        raise FileNotFoundError(
-            f"{path}: no such file or folder; expected a {', '.join(SOURCES)}; see molflt data "
-            "download and data make"
-        )
+        raise FileNotFoundError(f"{path}: no such file or folder; expected a {', '.join(SOURCES)}")
     for source in SOURCES.values():
         if source.takes(path):
             return source

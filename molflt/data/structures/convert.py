@@ -10,11 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tqdm import tqdm
 
-from molflt.data.structures import AS_IT_IS, Reading, open_dataset, source_of
+from molflt.data.structures import AS_IT_IS, Reading, open_dataset
 from molflt.data.structures.base import Tags
-from molflt.data.structures.game_net import GameNet
-from molflt.data.structures.game_net_archive import GAME_NET, _expect_archive
-from molflt.data.structures.game_net_splits import _write_splits
 from molflt.data.structures.labels import force_fault, label_faults
 from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.data.structures.splits import is_one_source, sources_in
@@ -32,10 +29,6 @@ def convert(
     dst: Path,
     limit: int | None = None,
     skip_bad: bool = False,
-    splits: Path | None = None,
-    folds: Path | None = None,
-    hold_out: list[str] | None = None,
-    sha256: str = GAME_NET.sha256,
     energy_key: str | None = None,
     tags: Tags = "oc20",
     forces_key: str | None = None,
@@ -45,24 +38,15 @@ def convert(
 
     A folder becomes a folder, with a store for each file or folder of shards in it.
 
-    Relaxed positions are stored unwrapped, in the image nearest to the initial ones. GAME-Net's
-    archive becomes a folder of stores: train, val_id, and the same with molecules (val_ood_ads),
-    metals (val_ood_cat) or both that train does not have; by default Cu, Ir, Pd and every fifth
-    molecule of a family. What the systems are called is in systems.csv beside them.
+    Relaxed positions are stored unwrapped, in the image nearest to the initial ones.
 
     Args:
-        src: OC20 LMDB file or folder, compact store, GAME-Net's FG_dataset_lite.tar.xz, or a file
-            that ASE reads; or a folder of such.
-        dst: compact store to write, ending in .safetensors; an existing one is replaced. For
-            GAME-Net's archive also a folder, and for a folder always.
+        src: OC20 LMDB file or folder, compact store, a file that ASE reads, or a folder of such.
+        dst: compact store to write, ending in .safetensors; an existing one is replaced. For a
+            folder, a folder.
         limit: convert only the first so many structures.
         skip_bad: leave out structures that are not valid, count and list them on stderr: also
             those without a label where others have one.
-        splits: JSON file with a list of names of systems for each split of GAME-Net's archive.
-        folds: JSON file of folds by name, or npz file with arrays name and fold: writes a folder
-            testI-valJ for each pair of folds, whose train has all the others.
-        hold_out: metals and families of molecules, such as Cu amides, that train does not have.
-        sha256: expected sum of GAME-Net's archive.
         energy_key: entry of a file that ASE reads that is the energy, eV; by default y_relaxed,
             else energy.
         tags: what tags mean in a file that ASE reads: oc20 (0 subsurface, 1 surface, 2 adsorbate)
@@ -79,17 +63,6 @@ def convert(
         OSError: if ``dst`` cannot be written; nothing is left behind then.
     """
     whole = src.is_dir() and not is_one_source(src)
-    several = not whole and issubclass(source_of(src), GameNet) and dst.suffix != ".safetensors"
-    if not several and (splits or folds or hold_out):
-        raise ValueError(
-            "--splits, --folds and --hold_out are for GAME-Net's archive, converted to a folder; "
-            f"got {src} and {dst}"
-        )
-    if several:
-        if limit is not None:
-            raise ValueError("--limit is for one store; got a folder, which holds all systems")
-        _list_bad(_write_splits(src, dst, sha256, skip_bad, splits, folds, hold_out or []))
-        return
     jobs = _jobs_of(src, dst) if whole else {src: dst}
     for path, store in jobs.items():
         if store.suffix != ".safetensors":  # before reading for half an hour
@@ -99,8 +72,6 @@ def convert(
                 f"{store}: is what is read, and would lose what --limit or --skip-bad leaves out; "
                 "expected another file to write; choose another name"
             )
-        if issubclass(source_of(path), GameNet):
-            _expect_archive(path, sha256)
     reading = Reading(energy_key, tags, forces_key, stress_key)
     for path, store in jobs.items():
         _convert_one(_OnePass(path, limit, skip_bad, reading), store)

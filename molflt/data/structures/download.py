@@ -10,18 +10,37 @@ import urllib.request
 from collections.abc import Callable
 from http.client import HTTPException, HTTPResponse, InvalidURL
 from pathlib import Path
-from typing import Literal, NoReturn, cast
+from typing import Literal, NamedTuple, NoReturn, cast
 from urllib.error import HTTPError, URLError
 
 from tqdm import tqdm
 
-from molflt.data.structures.game_net_archive import GAME_NET, _sha256
 from molflt.data.structures.splits import _OC20_ARCHIVE, OC20_FILES, VAL_SPLITS
 from molflt.data.structures.unpack import _md5, _target, _unpack, _unpacked_size
 from molflt.files import readable_size
 from molflt.lock import FolderLock
 
 __all__ = ["download"]
+
+
+class _Archive(NamedTuple):
+    """A published archive."""
+
+    base_url: str
+    name: str
+    size: int
+    md5: str
+    licence: str
+
+
+GAME_NET = _Archive(
+    base_url="https://raw.githubusercontent.com/ChenglongWang/GAME-Net/"
+    "7850f6229061d7b48af7728d2c40b28cf8bb7f9c/benchmarks/ocp/datasets",
+    name="FG_dataset_lite.tar.xz",
+    size=3_094_256,
+    md5="e1e8f964e5634df436e9a5ecbd616fae",
+    licence="MIT, (c) 2022 iciq-tcc / nlopez-group",
+)
 
 _CHUNK = 1 << 20
 _ATTEMPTS = 5  # connections in a row that bring nothing
@@ -51,8 +70,9 @@ def download(
     """Download a public archive to DIRECTORY and verify it.
 
     oc20-is2re: one archive for all splits, 8.1 GB (CC-BY-4.0); the wanted ones are unpacked to
-    DIRECTORY/is2re. game-net: GAME-Net's FG set, 3.1 MB (MIT), left as it is for molflt data
-    convert. An interrupted download is taken up where it ended; md5 sums are verified.
+    DIRECTORY/is2re. game-net: GAME-Net's FG set, 3.1 MB (MIT), left as it is for
+    scripts/game_net.py of the repository. An interrupted download is taken up where it ended; md5
+    sums are verified.
 
     Args:
         dataset: name of the data set.
@@ -119,8 +139,7 @@ def _download_game_net(directory: Path, base_url: str, md5: str) -> None:
     archive = directory / GAME_NET.name
     print(f"{archive.name}: md5 {md5.lower()}; licence {GAME_NET.licence}")
     _get(archive, base_url, md5.lower(), lambda size: 2 * size, "its compact store")
-    print(f"{archive}: sha256 {_sha256(archive)}")
-    print(f"next: molflt data convert {archive} {directory / 'game-net'}")
+    print(f"next: python scripts/game_net.py {archive} {directory / 'fg'}")
 
 
 def _get(archive: Path, base_url: str, md5: str, unpacked: Callable[[int], int], what: str) -> None:

@@ -117,8 +117,7 @@ def split_path(root: str | Path, split: str) -> Path:
     if not root.is_dir():
         raise FileNotFoundError(
             f"{root}: no such folder or file; expected a data set with {split}.safetensors, or one "
-            "file of structures; make one with molflt data make, or molflt data download and "
-            "molflt data convert"
+            "file of structures; make one with molflt data download and molflt data convert"
         )
     bases = [root, root / "is2re", root / _OC20_ARCHIVE.inner]
     for base in bases:

@@ -149,8 +149,7 @@ class StructureStore(Structures):
         super().__init__(path, skip_bad)
         if not self.path.is_file():
             raise FileNotFoundError(
-                f"{self.path}: no such compact store; make one with "
-                "molflt data convert SRC DST or molflt data make DIR"
+                f"{self.path}: no such compact store; make one with molflt data convert SRC DST"
             )
         self._maps: dict[str, np.ndarray] | None = None
         maps = self._open()
