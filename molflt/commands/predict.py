@@ -20,7 +20,7 @@ from molflt.data.structures.ase_output import drop_labels_, not_held
 from molflt.data.structures.base import Tags
 from molflt.data.structures.parts import Part
 from molflt.evaluation.ensemble import load_ensemble
-from molflt.evaluation.predictions import Predictions, open_structures
+from molflt.evaluation.predictions import Predictions, grouped, open_structures
 from molflt.evaluation.report import csv_text, write_csv
 from molflt.evaluation.shards import ENDINGS, made_of, noted
 from molflt.evaluation.uncertainty import uncertainty_of
@@ -47,6 +47,7 @@ def predict(
     also: list[Path] | None = None,
     calibration: Path | None = None,
     tags: Tags | None = None,
+    force: bool = False,
     mesh_order: int | None = None,
     compiled: bool = False,
     shard: str | None = None,
@@ -77,7 +78,10 @@ def predict(
             folder ensemble of `run`, if it is there.
         tags: what tags mean in a file that ASE reads: oc20 (0 subsurface, 1 surface, 2 adsorbate)
             or ase (numbers of layers from the top, 1, 2, ..., and 0 for adsorbates); by default
-            what they meant in training.
+            what they meant in training. guess finds them, in any source: the adsorbate by bonds,
+            surface and subsurface by constraints or height, and prints what was found.
+        force: predict also structures without tags, or with tags that cannot be meant, where all
+            structures of the training had tags.
         mesh_order: for cells of some thousand atoms and more: computes what the model sums over
             reciprocal nodes on a mesh instead, by splines of this order, 4, 5, 6 or 8: attention to
             3e-3, 6e-4, 6e-6, 2e-7.
@@ -99,7 +103,7 @@ def predict(
     _expect_free(out, part, file)
     if not isinstance(model, EnergyPredictor):
         given = {"skip_bad": skip_bad or None, "also": also, "calibration": calibration}
-        more = {"mesh_order": mesh_order, "tags": tags, "shard": shard}
+        more = {"mesh_order": mesh_order, "tags": tags, "shard": shard, "force": force or None}
         refuse_idle(run, f"a model of the recipe {model.trained.recipe}", {**given, **more})
         _check_ending(out, _TABLES)
         return _write_rows(out, label(model, file, batch_size))
@@ -107,7 +111,7 @@ def predict(
         model.use_mesh_(mesh_order)
     atoms = out is not None and out.suffix in _OF_ATOMS
     reading = model.reading_of(file, tags)._replace(keep_atoms=atoms)
-    dataset = open_structures(file, skip_bad, reading, model.model)
+    dataset = open_structures(file, skip_bad, reading, model.model, model.domain)
     known = model.calibration(calibration)
     marks: list[dict[str, object]] = [{"index": dataset.place(i)} for i in range(len(dataset))]
     if part is not None and out is not None:
@@ -119,14 +123,14 @@ def predict(
     if model.about is not None:
         print(f"molflt: {model.summary}", file=sys.stderr)
     forces = ["forces"] if atoms and model.predicts_forces else []
-    found = model.infer(dataset, batch_size, file.name, forces)
+    found = model.infer(dataset, batch_size, file.name, forces, force)
     columns = {"energy_eV": found.energy, **uncertainty_of(model.model, found, known)}
     if out is None or out.suffix in _TABLES:
         _write_rows(out, _rows(found, columns, marks))
     else:
         _write_atoms(out, dataset, columns, found, [] if part is None else marks)
     if out is not None:
-        print(f"{out}: {_ranges(columns)}")
+        print(f"{out}: {_ranges(columns)}{_beyond(found)}")
 
 
 def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
@@ -222,6 +226,12 @@ def _ranges(columns: Mapping[str, NDArray[np.float64]]) -> str:
     for name, values in list(columns.items())[1:]:
         ranges.append(f"{name} {values.min():.3f} to {values.max():.3f}")
     return "; ".join(ranges)
+
+
+def _beyond(found: Predictions) -> str:
+    """Counts energies far outside of the labels of the training, for the summary."""
+    reasons = [[one for one in own if one.startswith("energy: ")] for own in found.outside]
+    return "".join(f"; {reason}" for reason in grouped(reasons))
 
 
 def _rows(

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from molflt.atoms import Tag
+from molflt.data.structures.base import Structures, with_bar
+from molflt.data.structures.parts import Part
 
 if TYPE_CHECKING:
+    from ase import Atoms
     from torch_geometric.data import Data
 
-__all__ = ["Guess", "guess_tags"]
+__all__ = ["Guess", "Tagged", "guess_tags", "heights_agree"]
 
 _VACUUM = 5.0  # Å without atoms along one axis; layers of layered crystals are closer
 _MOLECULAR = (1, 6, 7, 8, 9, 15, 16, 17, 35, 53)  # H C N O F P S Cl Br I
@@ -21,8 +27,11 @@ _TOP = 2.0  # Å below the highest atom of the slab: surface, as in OC20
 _DEEP = 1.5  # Å below the highest atom of the slab: no adsorbate
 _SAME_SITE = 0.8  # Å from a site of the continued lattice
 _SHELL = 5.0  # Å: the environment that a lattice repeats
+_LISTED = 5  # kinds of structures in a message
 _LAYER = 0.15  # Å between two layers, at least
-_EVEN = 0.45  # length of the mean direction to the neighbors of an atom inside of a lattice, at most
+_EVEN = (
+    0.45  # length of the mean direction to the neighbors of an atom inside of a lattice, at most
+)
 _THICK = 3.0  # Å: thinner slabs have no inside
 _FEWEST = 4  # neighbors to compare
 _REPEATED, _ALL = 0.8, 0.95  # share of the neighbors found again: at the surface, inside
@@ -77,7 +86,7 @@ def guess_tags(record: Data, share: tuple[float, float] | None = None) -> Guess:
 class _Atoms:
     """A structure, its vacuum and its bonds."""
 
-    def __init__(self, record: Data) -> None:
+    def __init__(self, record: Data, bonds: bool = True) -> None:
         from ase.geometry import complete_cell
 
         self.numbers = record.atomic_numbers.numpy()
@@ -90,7 +99,7 @@ class _Atoms:
         self.molecular = np.isin(self.numbers, _MOLECULAR)
         self.open_axes: list[int] = []
         self._find_vacuum()
-        if len(self.open_axes) == 1:
+        if bonds and len(self.open_axes) == 1:
             self._find_bonds()
 
     def _find_vacuum(self) -> None:
@@ -193,7 +202,9 @@ class _Atoms:
         foreign = self.bonded & ~np.isin(kinds, known)
         return np.bincount(self.i[foreign], minlength=len(slab)) == 0
 
-    def _continues(self, atom: int, slab: _Flags, sites: _Flags, moves: list[NDArray[np.float64]], sure: bool) -> bool:
+    def _continues(
+        self, atom: int, slab: _Flags, sites: _Flags, moves: list[NDArray[np.float64]], sure: bool
+    ) -> bool:
         """True if an atom lies where the lattice, moved by one of its vectors, has one like it."""
         twins = np.flatnonzero(slab & (self.numbers == self.numbers[atom]))
         if not any(self._repeats(int(twin), atom, slab, sites) for twin in twins):
@@ -218,7 +229,9 @@ class _Atoms:
             if self._repeats(start, one, slab, slab, _ALL)
         ]
 
-    def _repeats(self, start: int, end: int, slab: _Flags, sites: _Flags, least: float = _REPEATED) -> bool:
+    def _repeats(
+        self, start: int, end: int, slab: _Flags, sites: _Flags, least: float = _REPEATED
+    ) -> bool:
         """True if the slab around one atom is found again around another one."""
         heights = self.heights[slab]
         shell = self._wrapped(self.pos[slab] - self.pos[start])
@@ -242,7 +255,7 @@ class _Atoms:
         """Atoms of the slab that are its surface, (N,)."""
         slab = ~adsorbate
         held = slab & self.fixed
-        heights = self._depth(adsorbate)
+        heights = self.depth(adsorbate)
         if _HELD <= held.sum() / slab.sum() < 1 and (
             heights[held].mean() < heights[slab & ~held].mean()
         ):
@@ -267,9 +280,11 @@ class _Atoms:
             return found
         return slab & (heights >= order[ends[off.argmin()]] - 1e-9)
 
-    def _depth(self, adsorbate: _Flags) -> NDArray[np.float64]:
+    def depth(self, adsorbate: _Flags) -> NDArray[np.float64]:
         """Heights that grow towards the sides with adsorbates, (N,), Å."""
         slab = ~adsorbate
+        if not slab.any():
+            return self.heights
         center = self.heights[slab].mean()
         above = self.heights[adsorbate] > center
         if above.all():
@@ -278,6 +293,66 @@ class _Atoms:
         return down if not above.any() else np.maximum(-down, down)
 
     def described(self, tags: _Numbers) -> str:
-        """Number of atoms of each kind, and the molecules."""
-        counts = np.bincount(tags, minlength=3)
-        return f"{counts[1]} surface, {counts[0]} subsurface atoms"
+        """The molecules of the adsorbate and the number of other atoms."""
+        from ase.symbols import Symbols
+        from scipy.sparse import coo_array
+        from scipy.sparse.csgraph import connected_components
+
+        own = np.flatnonzero(tags == Tag.ADSORBATE)
+        graph = coo_array((self.bonded, (self.i, self.j)), (len(tags), len(tags))).tocsr()
+        labels = connected_components(graph[own][:, own], directed=False)[1]
+        molecules = [
+            Symbols(self.numbers[own[labels == label]]).get_chemical_formula("hill")
+            for label in np.unique(labels)
+        ]
+        counts, several = np.bincount(tags, minlength=3), "s" * (len(molecules) > 1)
+        return (
+            f"{len(molecules)} adsorbate{several} {', '.join(molecules)}, "
+            f"{counts[Tag.SURFACE]} surface, {counts[Tag.SUBSURFACE]} subsurface atoms"
+        )
+
+
+def heights_agree(record: Data) -> bool:
+    """True if surface atoms lie between subsurface and adsorbate on average, as far as is known."""
+    atoms = _Atoms(record, bonds=False)
+    if len(atoms.open_axes) != 1:
+        return True
+    tags = record.tags.numpy()
+    heights = atoms.depth(tags == Tag.ADSORBATE)
+    known = [heights[tags == tag].mean() for tag in Tag if (tags == tag).any()]
+    return known == sorted(known)
+
+
+class Tagged(Part):
+    """A source with guessed tags in place of its own. Reads it once, and prints what was found.
+
+    Structures without a guess have no tags (all 0).
+
+    Args:
+        source: any.
+        share: see :func:`guess_tags`.
+    """
+
+    def __init__(self, source: Structures, share: tuple[float, float] | None = None) -> None:
+        super().__init__(source, range(len(source)))
+        guesses = [guess_tags(one, share) for one in with_bar(source, "guessing tags")]
+        self._tags = [torch.from_numpy(one.tags) for one in guesses]
+        found = Counter(one.text for one in guesses if one.tags.any())
+        lacking = Counter(one.text for one in guesses if not one.tags.any())
+        for what, texts in (("tags guessed", found), ("no tags guessed", lacking)):
+            parts = [f"{text} ({count})" for text, count in texts.most_common(_LISTED)]
+            more = [f"{len(texts) - _LISTED} other kinds"] * (len(texts) > _LISTED)
+            if texts:
+                of = f"of {texts.total()} of {len(guesses)} structures"
+                said = f"{source.path}: {what} {of}: {'; '.join(parts + more)}"
+                print(f"molflt: {said}", file=sys.stderr)
+
+    def __getitem__(self, index: int) -> Data:
+        record = super().__getitem__(index)
+        record.tags = self._tags[self._stored(index)].clone()
+        return record
+
+    def to_atoms(self, index: int) -> Atoms:
+        atoms = super().to_atoms(index)
+        atoms.set_tags(self._tags[self._stored(index)].numpy())
+        return atoms
