@@ -45,6 +45,6 @@ def test_without_any_file_a_slab_has_an_energy_and_what_is_unknown_is_told() -> 
     gas = molecule("CH3OH")
     gas.set_tags(2)
     add_adsorbate(slab, gas, 2.2, "ontop")
-    known, unknown = molflt.load().predict([slab, Atoms("Na", tags=[2])])
+    known, unknown = molflt.load().predict([slab, Atoms("Na", tags=[2])], force=True)
     assert -2.0 < known.energy < 0.5 and known.outside == ()
     assert any("Na not in training" in reason for reason in unknown.outside)

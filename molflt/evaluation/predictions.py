@@ -36,6 +36,7 @@ __all__ = ["UNKNOWN", "Predictions", "check_structures", "grouped", "infer", "op
 
 UNKNOWN = "unknown"  # adsorbate and slab of a structure without tags
 _LISTED = 5  # reasons in a warning
+_NUMBERED = re.compile(r"(?:([^:]*: )(-?\d+(?:[.,]\d+)*))?(.+)")  # what, number and the rest
 _INSTEAD = (
     "find tags from the geometry with --tags guess (tags='guess'), or predict all the same with "
     "--force (force=True)"
@@ -180,9 +181,9 @@ def infer(
         force: predict also structures that the domain refuses, with a warning.
 
     Raises:
-        ValueError: if a structure cannot be used or its tags cannot be meant, a prediction is not finite, members of an
-            ensemble learned energies of other kinds, or a batch does not fit into the memory of the
-            device.
+        ValueError: if a structure cannot be used or its tags cannot be meant, a prediction is not
+            finite, members of an ensemble learned energies of other kinds, or a batch does not fit
+            into the memory of the device.
     """
     from torch_geometric.data import Batch
 
@@ -260,11 +261,11 @@ class _Rows:
 
     def warn(self, name: str, domain: Domain | None, untagged: bool) -> None:
         count = len(self.sid)
-        if self.untagged and not untagged:
+        if self.untagged and not untagged and domain is None:
             _warn(
                 f"{name}: {self.untagged} of {count} structures have no atom with a tag above 0; "
                 "their energies sum over all atoms instead of surface and adsorbate; set tags (0 "
-                "subsurface, 1 surface, 2 adsorbate)"
+                "subsurface, 1 surface, 2 adsorbate), or find them with --tags guess"
             )
         if self.overlapping:
             sids = [int(self.sid[i]) for i in sorted(self.overlapping)]
@@ -272,10 +273,11 @@ class _Rows:
         if domain is None:
             return
         if reasons := grouped(self.outside):
+            far = sum(map(bool, self.outside))
+            more = [f"and {len(reasons) - _LISTED} more"] * (len(reasons) > _LISTED)
             _warn(
-                f"{name}: outside of what was trained on, expect larger errors: "
-                + "; ".join(reasons[:_LISTED])
-                + f"; and {len(reasons) - _LISTED} more reasons" * (len(reasons) > _LISTED)
+                f"{name}: {far} of {count} structures are outside of what was trained on, expect "
+                f"larger errors: {'; '.join([*reasons[:_LISTED], *more])}"
             )
         if text := other_kind(self.target, self.natoms, domain.kind):
             _warn(f"{name}: {text}")
@@ -319,13 +321,14 @@ def grouped(outside: Sequence[Sequence[str]]) -> list[str]:
     found: dict[tuple[str, str], list[str]] = {}
     for reasons in outside:
         for reason in reasons:
-            what, number, rest = re.fullmatch(r"(.*?: )?(-?[\d,.]*)(.*)", reason).groups()
-            found.setdefault((what or "", rest), []).append(number)
+            what, number, rest = _NUMBERED.findall(reason)[0]
+            found.setdefault((what, rest), []).append(number)
     lines = []
     for (what, rest), numbers in sorted(found.items(), key=lambda one: -len(one[1])):
         ends = sorted(dict.fromkeys(numbers), key=lambda one: float(one.replace(",", "") or 0))
         span = " to ".join(dict.fromkeys([ends[0], ends[-1]]))
-        lines.append(f"{len(numbers)} of {len(outside)} structures: {what}{span}{rest}")
+        count = f"{len(numbers)} structure{'s' * (len(numbers) > 1)}"
+        lines.append(f"{what}{span}{rest} ({count})")
     return lines
 
 

@@ -33,7 +33,6 @@ DOMAIN = "domain.json"
 _MOST_BYTES = 10_000_000
 _SEEN = " (seen by the initial weights alone)"
 _FAR = 0.1  # of the range of the labels, beyond it
-_SAME = 0.5  # of the atoms that either tags or bonds call the adsorbate
 _ROUNDED = 0.02  # of a slab
 _Range = tuple[int, int]
 _Aspect = tuple[str, str]  # and the element that it is about, if it is about one
@@ -174,12 +173,12 @@ class Domain:
             share, (low, high) = _surface(record), self.surface
             if not low / 2 <= share <= (1 + high) / 2:
                 return _surface_text(share, self.surface)
-        if heights_agree(record) and not self._beyond(record):
-            return ""
-        given, guess = (record.tags == Tag.ADSORBATE).numpy(), guess_tags(record)
-        found = guess.tags == Tag.ADSORBATE
-        if found.any() and (given & found).sum() < _SAME * (given | found).sum():
-            return f"tags that contradict the geometry, in which there are {guess.text}"
+        moved = any(aspect in ("slab", "adsorbate") for aspect, _ in self._beyond(record))
+        if moved or not heights_agree(record):
+            guess = guess_tags(record)
+            found = torch.from_numpy(guess.tags == Tag.ADSORBATE)
+            if bool(found.any()) and not bool((found & (record.tags == Tag.ADSORBATE)).any()):
+                return f"tags that contradict the geometry, which has {guess.text}"
         return ""
 
     def beyond_labels(self, energy: float) -> str:
@@ -231,7 +230,8 @@ class Domain:
             sizes |= _lacking(len(slab), self.slab_atoms, "slab (tags 0 and 1)")
             sizes |= _lacking(len(adsorbate), self.adsorbate_atoms, "adsorbate (tag 2)")
             sizes |= self._size_of_adsorbate(len(adsorbate))
-            sizes |= self._share_of_surface(record) if len(slab) else {}
+            if len(slab) and len(adsorbate):
+                sizes |= self._share_of_surface(record)
         if _axes(record) not in self.periodic:
             kinds = " or ".join(map(_along, sorted(self.periodic)))
             sizes["periodic"] = f"{_along(_axes(record))}, trained on {kinds}"
@@ -305,15 +305,23 @@ class Domain:
                     f"{name}: key {key}: expected {expected}; got {got}; put back the file that "
                     "training wrote"
                 )
-        ranges = {key: given.get(key) for key in ("adsorbate_atoms", "slab_atoms")}
-        spans = {"energy": given.get("energy_eV"), "surface": given.get("surface_share")}
-        parts = [map(atomic_numbers.get, given["elements"][part]) for part in Elements._fields]
+
+        def pair(key: str) -> Any:
+            return None if given.get(key) is None else tuple(given[key])
+
+        parts = [[atomic_numbers[x] for x in given["elements"][one]] for one in Elements._fields]
         return Domain(
-            **{key: given[key] for key in ("systems", "untagged", "relaxed", "kind")},
-            **{key: value and tuple(value) for key, value in (ranges | spans).items()},
+            systems=given["systems"],
             elements=Elements(*map(frozenset, parts)),
-            atoms=tuple(given["atoms"]),
+            atoms=pair("atoms"),
+            adsorbate_atoms=pair("adsorbate_atoms"),
+            slab_atoms=pair("slab_atoms"),
+            untagged=given["untagged"],
             periodic=frozenset(given["periodic"]),
+            relaxed=given["relaxed"],
+            kind=given["kind"],
+            energy=pair("energy_eV"),
+            surface=pair("surface_share"),
             initial=tuple(
                 Domain.from_json(one, f"{name}: initial") for one in given.get("initial", [])
             ),

@@ -29,9 +29,7 @@ _SAME_SITE = 0.8  # Å from a site of the continued lattice
 _SHELL = 5.0  # Å: the environment that a lattice repeats
 _LISTED = 5  # kinds of structures in a message
 _LAYER = 0.15  # Å between two layers, at least
-_EVEN = (
-    0.45  # length of the mean direction to the neighbors of an atom inside of a lattice, at most
-)
+_EVEN = 0.45  # at most, length of the mean direction to the neighbors of an atom inside of a slab
 _THICK = 3.0  # Å: thinner slabs have no inside
 _FEWEST = 4  # neighbors to compare
 _REPEATED, _ALL = 0.8, 0.95  # share of the neighbors found again: at the surface, inside
@@ -163,13 +161,14 @@ class _Atoms:
         solid = ~self.molecular
         sheet = self._endless(self.bonded).all(axis=0)
         if sheet.sum() <= solid.sum():
-            return self._endless(np.ones(len(self.i), dtype=bool)).any(axis=0) & solid
+            ends = self._endless(np.ones(len(self.i), dtype=bool))
+            return np.asarray(ends.any(axis=0) & solid)
         kinds, counts = np.unique(self.numbers[sheet], return_counts=True)
         for kind in kinds[np.argsort(counts)[:-1]]:  # such as O on graphene
             kept = (self.numbers[self.i] != kind) & (self.numbers[self.j] != kind)
             rest = self._endless(self.bonded & kept).all(axis=0)
             sheet = rest if rest.any() else sheet
-        return sheet
+        return np.asarray(sheet)
 
     def _endless(self, kept: _Flags) -> _Flags:
         """Atoms that bonds connect to their own next image, along both periodic axes: (2, N)."""
@@ -343,7 +342,7 @@ class Tagged(Part):
             parts = [f"{text} ({count})" for text, count in texts.most_common(_LISTED)]
             more = [f"{len(texts) - _LISTED} other kinds"] * (len(texts) > _LISTED)
             if texts:
-                of = f"of {texts.total()} of {len(guesses)} structures"
+                of = f"for {texts.total()} of {len(guesses)} structures"
                 said = f"{source.path}: {what} {of}: {'; '.join(parts + more)}"
                 print(f"molflt: {said}", file=sys.stderr)
 
