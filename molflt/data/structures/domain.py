@@ -169,10 +169,6 @@ class Domain:
             return "no adsorbate (tag 2), which training had"
         if not len(slab) and self.slab_atoms[0]:
             return "no slab (tags 0 and 1), which training had"
-        if self.surface is not None and len(slab):
-            share, (low, high) = _surface(record), self.surface
-            if not low / 2 <= share <= (1 + high) / 2:
-                return _surface_text(share, self.surface)
         moved = any(aspect in ("slab", "adsorbate") for aspect, _ in self._beyond(record))
         if moved or not heights_agree(record):
             guess = guess_tags(record)
@@ -248,7 +244,8 @@ class Domain:
         share, known = _surface(record), self.surface
         if known is None or known[0] - _ROUNDED <= share <= known[1] + _ROUNDED:
             return {}
-        return {"surface": _surface_text(share, known)}
+        span = " to ".join(dict.fromkeys(f"{one:.2f}" for one in known))
+        return {"surface": f"share of surface (tag 1) in the slab: {share:.2f}, trained on {span}"}
 
     def describe(self) -> str:
         """In words: how many systems, of what, how large."""
@@ -394,11 +391,6 @@ def _surface(record: Data) -> float:
     """Share of the slab that has tag 1."""
     slab = record.tags[record.tags != Tag.ADSORBATE]
     return float((slab == Tag.SURFACE).float().mean())
-
-
-def _surface_text(share: float, known: tuple[float, float]) -> str:
-    span = " to ".join(dict.fromkeys(f"{one:.2f}" for one in known))
-    return f"surface: {share:.2f} of the slab (tag 1), trained on {span}"
 
 
 def _axes(record: Data) -> str:
