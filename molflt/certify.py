@@ -78,7 +78,7 @@ class _Case:
     """A calculator under test and the structures to test it on."""
 
     def __init__(self, make: Callable[[], Any], elements: list[str], float32: bool) -> None:
-        self.make, self.loose = make, 1000 if float32 else 1  # bounds
+        self.make, self.loose = make, 1000 if float32 else 1  # times wider bounds
         self.step = 2e-2 if float32 else 1e-3  # of finite differences
         self.elements = elements or _supported(make())
         samples = _samples(self.elements)
@@ -241,6 +241,7 @@ def _forces(case: _Case) -> float:
     for atoms in case.of():
         forces = _Results(case.make(), atoms)["forces"]
         for way in np.random.default_rng(0).normal(size=(3, len(atoms), 3)):
+            way /= np.linalg.norm(way)
             errors.append(_largest(case.slope(atoms, way) + (forces * way).sum()))
     return max(errors)
 
@@ -267,12 +268,12 @@ def _net_force(case: _Case) -> float:
 
 
 def _torque(case: _Case) -> float:
-    atoms = case.of("molecule")[0]
+    (atoms,) = case.of("molecule")
     return _largest(np.cross(atoms.positions, _Results(case.make(), atoms)["forces"]).sum(axis=0))
 
 
 def _jump(case: _Case, path: Callable[[float], tuple[Atoms, Any]], end: float) -> float:
-    """Jump of the energy along a path of structures and directions: not the work of forces."""
+    """First jump of the energy along structures and directions: not the work of the forces."""
     calculator = case.make()
 
     def at(t: float) -> tuple[float, float, float]:
@@ -288,9 +289,10 @@ def _jump(case: _Case, path: Callable[[float], tuple[Atoms, Any]], end: float) -
             return _largest(error)
         if abs(error) < 1e-6 * case.loose:
             return 0.0
-        return max(between(first, middle), between(middle, last))
+        return between(first, middle) or between(middle, last)
 
-    return max(itertools.starmap(between, itertools.pairwise(map(at, np.arange(0, end, 0.2)))))
+    steps = itertools.pairwise(map(at, np.arange(0, end, 0.2)))
+    return next(filter(None, itertools.starmap(between, steps)), 0.0)
 
 
 def _drawn(case: _Case) -> float:
@@ -330,8 +332,8 @@ def _ignored(case: _Case, word: str, put: Callable[[Atoms], object]) -> float:
         try:
             before = atoms.get_potential_energy()
             put(atoms)
-            after = atoms.get_potential_energy()
-            used = before != after == _Results(case.make(), atoms)["energy"]
+            new = _Results(case.make(), atoms)["energy"]
+            used = before != new == atoms.get_potential_energy()
         except Exception as problem:
             said.write(str(problem))
     return not used and word not in said.getvalue().lower()
@@ -341,8 +343,7 @@ def _touched(case: _Case) -> float:
     """Number of structures that are not as they were."""
     changed = 0
     for atoms in case.of():
-        before = atoms.copy()
-        atoms.calc = case.make()
+        before, atoms.calc = atoms.copy(), case.make()
         atoms.get_forces()
         kept = atoms.info == before.info and atoms.arrays.keys() == before.arrays.keys()
         changed += not (kept and atoms == before)
