@@ -273,7 +273,7 @@ def _cell(cell: _Array | None, pbc: _Array | None, name: str) -> tuple[Tensor, T
         if axes.numel() not in (1, 3):
             raise ValueError(f"{name}: pbc must be three booleans; got shape {tuple(axes.shape)}")
         periodic = _flags(axes, "pbc", name).reshape(1, -1).expand(1, 3).contiguous()
-    lowest = lattice_heights(lattice[0].double().numpy(), periodic[0].numpy()).min()
+    lowest = lattice_heights(lattice.double().numpy(), periodic.numpy()).min()
     if lowest < LOWEST:
         raise ValueError(
             f"{name}: periodic axes need linearly independent lattice vectors, whose planes are at "
