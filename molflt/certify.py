@@ -412,7 +412,7 @@ _moments = Atoms.set_initial_magnetic_moments
 _IGNORED: dict[str, dict[str, Any]] = {
     "charge used or named": {"word": "charge", "put": lambda a: a.info.update(charge=2)},
     "spin used or named": {"word": "spin", "put": lambda a: a.info.update(spin=3)},
-    "moments used or named": {"word": "magn", "put": lambda a: _moments(a, [2.0] * len(a))},
+    "moments used or named": {"word": "mag", "put": lambda a: _moments(a, [2.0] * len(a))},
 }
 
 CHECKS: dict[str, tuple[Callable[[_Case], float], float, str]] = {
