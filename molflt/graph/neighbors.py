@@ -95,6 +95,36 @@ def neighbor_list(geometry: Geometry, cutoff: float) -> Neighbors:
     return Neighbors(center, neighbor, vector, distances(vector))
 
 
+@uncompiled
+def nearest_images(geometry: Geometry, query: Tensor, key: Tensor) -> Tensor:
+    """Vectors from atoms to the image of others that is nearest by fractions of a reduced cell.
+
+    Args:
+        geometry: the batch.
+        query: (pairs,), atoms.
+        key: (pairs,), atoms of the same graphs.
+
+    Returns:
+        (pairs, 3), Å, differentiable in positions and cells.
+    """
+    vector = geometry.pos[key] - geometry.pos[query]
+    periodic = _numbers(geometry.pbc)
+    if not periodic.any():
+        return vector
+    short, steps = reduced_cell(_numbers(geometry.cell).astype(np.float64), periodic)
+    graph = _numbers(geometry.batch[query])
+    turns = np.einsum("pc,pcs->ps", _numbers(vector), np.linalg.pinv(short)[graph]).round()
+    shift = torch.from_numpy(np.einsum("ps,psr->pr", turns, steps[graph])).to(vector)
+    return vector - torch.einsum("ps,psc->pc", shift, geometry.cell[geometry.batch[query]])
+
+
+@uncompiled
+def images_are_far(geometry: Geometry, distance: float) -> Tensor:
+    """Graphs whose lattice planes are all farther apart than a distance, Å: (graphs,) bool."""
+    heights = lattice_heights(_numbers(geometry.cell).astype(np.float64), _numbers(geometry.pbc))
+    return torch.from_numpy((heights > distance).all(axis=1)).to(geometry.pbc.device)
+
+
 def _numbers(x: Tensor) -> NDArray[Any]:
     """What a tensor holds, also inside of `torch.func.grad`, which hides it.
 
