@@ -7,7 +7,13 @@ from torch import Tensor
 
 from molflt.attention.mixing.sparse import Pattern, correlate, gather, has_sparse_products
 from molflt.attention.mixing.sums import Sums
-from molflt.attention.numerics import at_least_float32, pieces, products_of_all, recomputed, undecided
+from molflt.attention.numerics import (
+    at_least_float32,
+    pieces,
+    products_of_all,
+    recomputed,
+    undecided,
+)
 
 _TRANSIENT = 2**22  # numbers that one chunk of columns or pairs may hold at once
 _MANY = 2**18  # pairs whose products of features are computed again in backward
