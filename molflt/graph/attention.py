@@ -150,8 +150,8 @@ class GraphAttention(nn.Module):
         """
         if torch.jit.is_tracing():
             raise ValueError(
-                "torch.jit.trace would keep the neighbors and nodes of one batch; got GraphAttention; "
-                "use torch.compile or torch.export"
+                "torch.jit.trace keeps the neighbors and nodes of one batch; use torch.compile or "
+                "torch.export"
             )
         tensors(x=x, pos=pos, batch=batch, cell=cell, pbc=pbc)
         if x.ndim != 2 or x.shape[1] != self.dim:

@@ -347,7 +347,7 @@ DEVICES = {
     "images": (EnergyRegressor, {"periodic": "images", "position": "spectral"}),
     "moves": (EnergyRegressor, {"move_atoms": True, "refinements": 2}),
     "potential": (Potential, {"messages": 1}),
-    "long range": (Potential, {"long_range": [1, 6], "far_field": False}),
+    "long range": (Potential, {"long_range": [1], "far_field": False}),
 }
 
 

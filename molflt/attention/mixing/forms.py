@@ -161,11 +161,6 @@ def cheaper(queries: int, keys: int, features: int, dim: int, columns: int | Non
     """
     kernel, columns = columns is not None, 1 if columns is None else columns
     by_matrix = queries * keys * (features + dim + columns)
-    by_sums = (
-        (queries + keys)
-        * features
-        * dim
-        * columns
-        * (2 if undecided(columns > features, True) else 1)
-    )
+    by_sums = (queries + keys) * features * dim * columns
+    by_sums = 2 * by_sums if undecided(columns > features, True) else by_sums
     return "quadratic" if undecided(by_matrix < by_sums, kernel) else "linear"
