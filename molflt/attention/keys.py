@@ -46,7 +46,7 @@ def log_weights(key_weight: Tensor | None, key_mask: Tensor | None, key: Tensor)
     """
     if key_weight is None:
         return None
-    if key_weight.shape != (len(key), key.shape[2]):
+    if key_weight.shape != (key.shape[0], key.shape[2]):
         raise ValueError(
             f"key_weight must have shape {(len(key), key.shape[2])}, one for each key; got "
             f"{tuple(key_weight.shape)}; expand it"

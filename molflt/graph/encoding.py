@@ -59,8 +59,8 @@ class GraphEncoding(nn.Module):
         near_exact: within the near field, q.k is exact as well, as in softmax (`NearField`); for
             feature maps that estimate exp(q.k).
         mixing: "softmax", for the exact mask, or a kernelized one.
-        feature_map: of the attention that uses the encoding; likewise `num_features`.
-        num_features: see there.
+        feature_map: of the attention that uses the encoding.
+        num_features: of the same attention.
 
     Attributes:
         position: the mask or kernel.

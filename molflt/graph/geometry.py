@@ -64,7 +64,7 @@ class Geometry(NamedTuple):
         _real("cell", cell)
         if pbc is not None and (pbc.is_floating_point() or pbc.is_complex()):
             raise ValueError(f"pbc must be bool, one for each axis; got {pbc.dtype}; use .bool()")
-        if batch is None and len(pos):
+        if batch is None and pos.shape[0]:
             _expect_one_graph(graphs, cell, pbc)
         batch = _in_order(batch, pos, graphs)
         if graphs is None:
@@ -113,7 +113,7 @@ class Geometry(NamedTuple):
     @property
     def graphs(self) -> int:
         """Number of graphs."""
-        return len(self.ptr) - 1
+        return self.ptr.shape[0] - 1
 
     def reordered(self, order: Tensor) -> tuple["Geometry", Tensor]:
         """Graphs (graphs,) of the batch in this order, and the atom of the batch at each place."""
@@ -179,7 +179,7 @@ def _no_data(given: object) -> str:
 
 def _points(pos: Tensor | None, atoms: int | None) -> Tensor:
     """Positions as they are, checked; likewise `Geometry.of`."""
-    if pos is None or pos.ndim != 2 or pos.shape != (len(pos) if atoms is None else atoms, 3):
+    if pos is None or pos.ndim != 2 or pos.shape != (pos.shape[0] if atoms is None else atoms, 3):
         rows = "atoms" if atoms is None else atoms
         got = None if pos is None else tuple(pos.shape)
         raise ValueError(f"pos must have shape ({rows}, 3), Å; got {got}; pass positions")
@@ -216,7 +216,7 @@ def _in_order(batch: Tensor | None, atoms: Tensor, graphs: int | None) -> Tensor
     if graphs is not None and graphs < 0:
         raise ValueError(f"batch_size must be the number of graphs; got {graphs}; correct it")
     if batch is None:
-        return torch.zeros(len(atoms), dtype=torch.long, device=atoms.device)
+        return torch.zeros(atoms.shape[0], dtype=torch.long, device=atoms.device)
     if batch.is_floating_point() or batch.is_complex() or batch.dtype == torch.bool:
         raise ValueError(
             f"batch must be whole numbers, the graph of each atom; got {batch.dtype}; use .long()"
@@ -274,8 +274,8 @@ def _number_of_graphs(batch: Tensor, cell: Tensor | None, pbc: Tensor | None) ->
 
 def _of_none(cell: Tensor | None, pbc: Tensor | None) -> int:
     """Number of graphs where there are no atoms to tell: that of cells or axes, or 1."""
-    cells = len(cell) if cell is not None and cell.ndim == 3 else 1
-    axes = len(pbc) if pbc is not None and pbc.ndim == 2 else 1
+    cells = cell.shape[0] if cell is not None and cell.ndim == 3 else 1
+    axes = pbc.shape[0] if pbc is not None and pbc.ndim == 2 else 1
     return axes if cells == 1 else cells
 
 
