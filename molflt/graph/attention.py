@@ -141,12 +141,6 @@ class GraphAttention(nn.Module):
 
         Returns:
             (atoms, dim).
-
-        Raises:
-            TypeError: something else than tensors.
-            ValueError: shapes, types or devices do not fit, graphs are not in order, positions or
-                cell are missing or (on the CPU) not finite, or a periodic structure is given to a
-                layer that was not told what to do with it.
         """
         if torch.jit.is_tracing():
             raise ValueError(

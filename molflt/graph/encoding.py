@@ -329,9 +329,6 @@ def _make_encoding(
         kind: mixing, feature_map and num_features of the attention that will use it.
         periodic: as for `GraphEncoding`; None is "none".
         where: further arguments of `GraphEncoding`.
-
-    Raises:
-        ValueError: choices that do not go together, or an option that would have no effect.
     """
     one_of("position", position, _GRAPH_POSITIONS)
     if position != "none":

@@ -53,11 +53,6 @@ class Geometry(NamedTuple):
             tags: (atoms,).
             graphs: their number, if the last ones may be empty.
             atoms: their number, if it is known.
-
-        Raises:
-            TypeError: something else than tensors.
-            ValueError: shapes, types or devices do not fit, numbers are not finite (on the CPU), or
-                graphs are not in order.
         """
         tensors(pos=pos, batch=batch, cell=cell, pbc=pbc, tags=tags)
         pos = _points(pos, atoms)
@@ -91,12 +86,7 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of_data(cls, data: "Data") -> "Geometry":
-        """The geometry of a PyG structure, or of a batch of them, with its tags if it has any.
-
-        Raises:
-            TypeError: something else than PyG's data.
-            ValueError: as for `of`.
-        """
+        """The geometry of a PyG structure, or of a batch of them, with its tags if it has any."""
         if not hasattr(data, "stores"):  # as all data of PyG have, which is not loaded for this
             raise TypeError(_no_data(data))
         pos, batch, cell, pbc, tags = (
@@ -147,11 +137,7 @@ class Geometry(NamedTuple):
         )
 
     def above_subsurface(self) -> Tensor:
-        """Atoms with tag > 0, and all of graphs in which none has that (tags unknown): (atoms,).
-
-        Raises:
-            ValueError: if there are no tags.
-        """
+        """Atoms with tag > 0, and all of graphs in which none has that (tags unknown): (atoms,)."""
         if self.tags is None:
             raise ValueError("tags, (atoms,), are needed; got None; set 0 where unknown")
         above = self.tags > Tag.SUBSURFACE.value  # what compilers can read
@@ -209,9 +195,6 @@ def _in_order(batch: Tensor | None, atoms: Tensor, graphs: int | None) -> Tensor
         batch: (atoms,) or None.
         atoms: anything with one row for each atom.
         graphs: their number, or None if nobody said.
-
-    Raises:
-        ValueError: another shape, graphs that are not ascending, or that are out of range.
     """
     if graphs is not None and graphs < 0:
         raise ValueError(f"batch_size must be the number of graphs; got {graphs}; correct it")

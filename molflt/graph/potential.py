@@ -309,11 +309,10 @@ def _refuse_rough(
             f"potential takes one of {', '.join(_SMOOTH_MAPS)}"
         )
     if feature_map == "polynomial":
-        why = "products of a polynomial can be below 0, where forces jump"
         sizes = {"num_features": num_features, "degree": stack.get("degree")}
         for name, value in {**sizes, "normalize_qk": stack.get("normalize_qk")}.items():
             if value not in (None, {"degree": 2, "normalize_qk": True}.get(name)):
-                raise ValueError(f"{name}={value} is not for a potential: {why}; leave it out")
+                raise ValueError(f"{name}={value} lets products fall below 0; leave it out")
     if stack.get("floor"):
         raise ValueError("floor cuts sums off, where forces jump; leave it out of a potential")
     if stack.get("normalize") == "unmasked":

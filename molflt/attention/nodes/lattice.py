@@ -70,9 +70,6 @@ def free_extent(
 
     Returns:
         (b, 3) Å, 0 for the periodic directions, which come first, and for graphs without atoms.
-
-    Raises:
-        ValueError: as `reciprocal_nodes` for cell and pbc.
     """
     rows, periodic = _sorted_rows(cell, pbc)
     along = (positions[:, None] * rows[graph].to(positions.dtype)).sum(dim=-1)  # [n, 3]
