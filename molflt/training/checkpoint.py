@@ -7,6 +7,7 @@ import io
 import json
 import pickle
 import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -328,6 +329,11 @@ def _check_numbers(path: Path, key: str, value: object) -> None:
 def _unpack(path: Path, content: bytes) -> Any:
     """What a checkpoint holds; nothing in it is run."""
     try:
+        if zipfile.is_zipfile(io.BytesIO(content)):
+            members = zipfile.ZipFile(io.BytesIO(content)).infolist()
+            size = sum(member.file_size for member in members)
+            if size > len(content) or any(member.compress_type for member in members):
+                raise ValueError(f"it unpacks to {size:,} bytes, and torch does not compress")
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         refused = re.search(r"GLOBAL (\S+)", str(error))
