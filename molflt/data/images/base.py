@@ -91,12 +91,11 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]], ABC):
             (channels,) float64 each; a deviation of 0 is given as 1.
         """
         count = min(len(self), most)
-        levels = torch.zeros(self.channels * 256, dtype=torch.int64)
+        levels = torch.zeros(self.channels, 256, dtype=torch.int64)
         for i in range(count):
-            image = self.image(i * len(self) // count)
-            bins = image.flatten(1).long() + 256 * torch.arange(self.channels)[:, None]
-            levels += torch.bincount(bins.flatten(), minlength=len(levels))
-        share = levels.view(-1, 256).double()
+            for total, channel in zip(levels, self.image(i * len(self) // count), strict=True):
+                total += torch.bincount(channel.flatten(), minlength=256)
+        share = levels.double()
         share = share / share.sum(dim=1, keepdim=True)
         level = torch.arange(256, dtype=torch.float64) / 255
         mean = share @ level

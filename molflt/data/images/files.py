@@ -42,7 +42,7 @@ def open_images(
     """Opens labeled images, whatever holds them.
 
     Args:
-        source: folder of classes, idx file of images, or hf:NAME.
+        source: folder of classes, idx file of images, or hf:OWNER/NAME.
         labels: idx file of the labels, if it is not beside that of the images.
         size: side of a square that images are fitted to, pixels.
         classes: names of the classes.
@@ -65,7 +65,7 @@ def open_images(
     if not source.exists():
         raise FileNotFoundError(
             f"{source}: no such file or folder; expected a folder of classes, an idx file of "
-            "images, or hf:NAME"
+            "images, or hf:OWNER/NAME"
         )
     return _IdxImages(source, labels, size, classes, box)
 
@@ -209,7 +209,7 @@ class _HubImages(_DecodedImages):
     """Images of a Hugging Face data set.
 
     Args:
-        source: "hf:NAME", "hf:NAME:SPLIT"; the split is "train" if none is named. The images are in
+        source: "hf:OWNER/NAME" or "hf:OWNER/NAME:SPLIT", by default "train". The images are in
             its column "image" or "img", and classes in "label", or "fine_label".
         size: side of a square that images are fitted to, or None.
         classes: names of the classes, for a check.
