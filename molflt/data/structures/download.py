@@ -268,6 +268,10 @@ def _fetch(url: str, file: Path, md5: str, size: int) -> None:
         ValueError: if the complete file has another md5; it is deleted.
     """
     part = _part(file)
+    if part.is_symlink():
+        raise ValueError(
+            f"{part}: is a symbolic link; a download would write to its target; remove it"
+        )
     if part.exists() and part.stat().st_size > size:
         part.unlink()
     idle = 0
