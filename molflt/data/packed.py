@@ -37,12 +37,7 @@ class Unpacked:
         self._done = 0
 
     def read(self, size: int) -> bytes:
-        """The next `size` bytes, fewer at the end of the file.
-
-        Raises:
-            ValueError: naming the file that is damaged, truncated, or unpacks to more than a
-                hundred times its size.
-        """
+        """The next `size` bytes, fewer at the end of the file."""
         found = bytearray()
         while (wanted := min(size - len(found), _BLOCK)) > 0 and (block := self._block(wanted)):
             found += block

@@ -25,11 +25,7 @@ class Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """As PyYAML's.
-
-        Raises:
-            YAMLError: naming the key and both lines.
-        """
+        """As PyYAML's."""
         found = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key, _ in found.value:
@@ -52,9 +48,6 @@ def read_yaml(path: Path, advice: str) -> dict[str, object]:
     Args:
         path: the file.
         advice: what to do if it is wrong.
-
-    Raises:
-        ValueError: naming the file and the line that is wrong.
     """
     if path.stat().st_size > _MOST_BYTES:
         raise ValueError(

@@ -61,10 +61,6 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]], ABC):
 
         Returns:
             (n, channels, size, size) uint8.
-
-        Raises:
-            ValueError: they are so narrow that the square would be blown up from a line, or for a
-                box smaller than the square.
         """
         height, width = images.shape[-2:]
         if (height, width) == (size, size):
@@ -112,9 +108,6 @@ def _box(images: Tensor, size: int, name: str) -> Tensor:
         images: (n, channels, side, side) uint8.
         size: of the result.
         name: of the images, for messages.
-
-    Raises:
-        ValueError: for images that are smaller: enlarged ones would be easy to predict.
     """
     side = images.shape[-1]
     if side < size:

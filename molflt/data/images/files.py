@@ -48,10 +48,6 @@ def open_images(
         classes: names of the classes.
         box: whether a pixel of a fitted image is the mean of what it covers, in all formats alike.
         flat: take the images of a folder without folders, too, as those of one class.
-
-    Raises:
-        FileNotFoundError: there is nothing at `source`.
-        ValueError: what is there is damaged or of an unknown kind, or has labels of its own.
     """
     if labels is not None and (str(source).startswith("hf:") or source.is_dir()):
         raise ValueError(
@@ -147,10 +143,6 @@ class _ImageFolder(_DecodedImages):
         classes: names of the classes, in the order of labels; by default all folders, sorted.
         box: how images are scaled, see `LabeledImages._fit`.
         flat: see `open_images`.
-
-    Raises:
-        ValueError: naming the folder without classes or images, or of an unknown class; when an
-            image is read, naming the file that cannot be decoded or has another size.
     """
 
     def __init__(
@@ -214,10 +206,6 @@ class _HubImages(_DecodedImages):
         size: side of a square that images are fitted to, or None.
         classes: names of the classes, for a check.
         box: how images are scaled, see `LabeledImages._fit`.
-
-    Raises:
-        ModuleNotFoundError: the package `datasets` is not installed.
-        ValueError: the columns are not there, the classes differ, or an image has none.
     """
 
     def __init__(

@@ -26,9 +26,6 @@ class PixelData(ImageData):
             squares, all of one size.
         batch_size: images in a batch, per device.
         workers: processes that read ahead; 0 reads in the main process.
-
-    Raises:
-        ValueError: for options that do not go together or are outside their range.
     """
 
     def __init__(

@@ -50,10 +50,6 @@ def _unpack(archive: Path, directory: Path, wanted: list[str], verify: bool = Tr
         wanted: keys.
         verify: whether the sums of the unpacked files are known; else their size is bounded by
             that of the archive.
-
-    Raises:
-        ValueError: if the archive is damaged, lacks a split or has it twice, unpacks to more than
-            was announced, or an unpacked file has a wrong md5. No file of it is left then.
     """
     staging = directory / ".is2re.part"  # files appear in is2re complete or not at all
     if staging.is_symlink():
