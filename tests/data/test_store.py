@@ -288,3 +288,4 @@ def test_a_killed_conversion_leaves_no_part_of_a_store(tmp_path, place):
     assert done.returncode == -signal.SIGKILL and not path.exists()
     convert(source, path)
     assert path.read_bytes() == whole.read_bytes()
+    assert list(path.parent.iterdir()) == [path]
