@@ -292,7 +292,8 @@ class Reciprocal(Open):
         alone = self.without_nodes(geometry)
         if alone is not None:  # any small cell: its few nodes get the weight 0
             pbc = pbc | alone[:, None]
-            cell = torch.where(alone[:, None, None], torch.eye(3).to(cell), cell)
+            small = torch.eye(3, dtype=cell.dtype, device=cell.device)
+            cell = torch.where(alone[:, None, None], small, cell)
         extent = free_extent(geometry.pos.double(), geometry.batch, cell, pbc, self.smooth)
         found = reciprocal_nodes(cell, pbc, self.max_frequency, extent, taper=position.taper)
         if alone is None:
