@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeGuard, cast
 
@@ -12,6 +13,7 @@ from molflt.data.structures.ase_files import _record_from_atoms, say_tags
 from molflt.data.structures.ase_labels import tags_look_like
 from molflt.data.structures.base import AS_IT_IS, Reading, Structures
 from molflt.data.structures.records import make_record
+from molflt.data.structures.unused_fields import unused_fields, unused_warning
 
 if TYPE_CHECKING:
     from ase import Atoms
@@ -47,6 +49,12 @@ class StructuresInMemory(Structures):
         if not self.given:
             raise ValueError(f"{self.path}: none given; {_EXPECTED}")
         self._records = [self._record(i, one) for i, one in enumerate(self.given)]
+        fields: dict[str, str] = {}
+        for one in filter(_is_atoms, self.given):
+            fields = {**unused_fields(one), **fields}
+        if fields:
+            warning = unused_warning(str(self.path), fields)
+            print(f"molflt: warning: {warning}", file=sys.stderr)
         if reading.tags != "any":
             own = [tags_look_like(one) for one in self.given if _is_atoms(one)]
             others = sum(one not in (None, reading.tags) for one in own)
