@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from json import dumps
 from pathlib import Path
 
 import numpy as np
+from jsonargparse import ArgumentParser
 
 from molflt.data.structures import Reading
-from molflt.data.structures.base import Tags
-from molflt.data.structures.convert import grouped
+from molflt.data.structures.base import Tags, grouped
 from molflt.data.structures.overlaps import equal_structures
-from molflt.data.structures.splits import is_one_source, sources_in
+from molflt.data.structures.sources import is_one_source, named, sources_in
 from molflt.data.structures.summary import (
     Inspected,
     Purpose,
@@ -23,11 +23,19 @@ from molflt.data.structures.summary import (
     summarize,
 )
 
-__all__ = ["inspect"]
+__all__ = ["build_parser", "inspect"]
+
+
+def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
+    """Parser of ``molflt data inspect``, which takes several files."""
+    parser = ArgumentParser()
+    parser.add_argument("path", nargs="+", type=Path, help="files, folders or patterns")
+    parser.add_function_arguments(inspect, as_group=False, skip={"path"})
+    return parser
 
 
 def inspect(
-    path: Path,
+    path: Path | Sequence[Path],
     json: bool = False,
     plot: Path | None = None,
     limit: int | None = None,
@@ -68,7 +76,9 @@ def inspect(
 
         expect_picture(plot)
     reading = Reading(energy_key, "any" if recipe == "potential" else tags, forces_key, stress_key)
-    if path.is_dir() and not is_one_source(path):
+    if not isinstance(path, Path) and len(path) == 1:
+        path = path[0]
+    if isinstance(path, Path) and path.is_dir() and not is_one_source(path):
         if plot is not None:
             raise ValueError(f"--plot is for one file; got the folder {path}; name a file in it")
         _inspect_folder(path, json, lambda each: summarize(each, limit, reading, recipe))
@@ -78,7 +88,8 @@ def inspect(
         from molflt.plots import structure_overview
 
         names = ["energy"] if summary["recipe"] == "potential" else ["y_init", "y_relaxed"]
-        structure_overview({name: energies[name] for name in names}, shown, path.name, plot)
+        found = {name: energies[name] for name in names}
+        structure_overview(found, shown, named(path).name, plot)
         summary["plot"] = str(plot)
     print(dumps(summary) if json else _as_text(summary))
 

@@ -16,7 +16,7 @@ from molflt.data.structures import Structures
 from molflt.data.structures.base import AS_TRAINED
 from molflt.data.structures.data_set import VAL_FRACTION, DataSet
 from molflt.data.structures.domain import DOMAIN, Domain, read_domain
-from molflt.data.structures.labels import EnergyKind
+from molflt.data.structures.sources import exists, is_same
 from molflt.data.structures.splits import VAL_SPLITS
 from molflt.evaluation.ensemble import EnsembleRegressor
 from molflt.evaluation.predictions import check_structures
@@ -57,7 +57,7 @@ class EvaluationData:
     ) -> None:
         self.run, self.config = run, config
         self.own = DataSet.of_run(config["data"], config["seed"])
-        if data is None and not self.own.root.exists():
+        if data is None and not exists(self.own.root):
             raise FileNotFoundError(
                 f"{self.own.root}: no such folder or file, but {run / 'config.yaml'} names it as "
                 "data.root; start from the folder where the run was trained, or name the data with "
@@ -65,7 +65,10 @@ class EvaluationData:
             )
         own = self.own.reading
         given = {name: value for name, value in reading.items() if value != AS_TRAINED}
-        self.data = self.own._replace(reading=own._replace(**given), trained=own)
+        new = own._replace(**given)
+        if new.tags == "guess" and (domain := self.domain()) is not None:
+            new = new._replace(surface=domain.surface)
+        self.data = self.own._replace(reading=new, trained=own)
         self._own_skip_bad = skip_bad or bool(config["data"].get("skip_bad"))
         self.skip_bad = self._own_skip_bad
         self.absent = ""
@@ -79,8 +82,8 @@ class EvaluationData:
     def _is_own(self, data: Path) -> bool:
         """Whether a path is where the run has its data from; a single source may have moved."""
         root = self.own.root
-        if root.exists() or not data.exists():
-            return root.exists() and data.exists() and root.samefile(data)
+        if exists(root) or not exists(data):
+            return is_same(root, data)
         if data.name != root.name or not self.own._replace(root=data).is_one:
             return False
         _warn(
@@ -132,7 +135,7 @@ class EvaluationData:
             if self.data.is_one:
                 self._expect_unchanged(self.run)
             opened = self.data.open(splits, self.skip_bad)
-        return {split: check_structures(dataset, model) for split, dataset in opened.items()}
+        return {split: check_structures(one, model, self.domain()) for split, one in opened.items()}
 
     def _expect_same_split(self, model: EnsembleRegressor) -> None:
         """Raises ValueError if members held out different structures of their one file."""
@@ -155,7 +158,7 @@ class EvaluationData:
         """Whether a member was trained on the evaluated file, whatever its path was called."""
         if member.root in (self.own.root, self.data.root):
             return True
-        return member.root.exists() and member.root.samefile(self.data.root)
+        return is_same(member.root, self.data.root)
 
     def _is_copy_of(self, run: Path) -> bool:
         """Whether the evaluated file has what a run held out, where the run would look for it."""
@@ -206,16 +209,20 @@ class EvaluationData:
             batches.setup()
         return bool(batches.fingerprints()["val"] == held)
 
-    def learned_kind(self) -> EnergyKind:
-        """What the energies of the training look like; unknown in runs of earlier versions."""
+    def domain(self) -> Domain | None:
+        """The domain of the training; None of runs of earlier versions.
+
+        Raises:
+            ValueError: if domain.json is damaged.
+        """
         path = self.run / DOMAIN
         found = read_domain(path)
-        return "unknown" if found is None else Domain.from_json(found, str(path)).kind
+        return None if found is None else Domain.from_json(found, str(path))
 
     def training_median(self) -> tuple[float | None, str]:
         """Median energy of the training split, eV, and a line that says where it comes from."""
         # data that have moved are where --data says; other data keep the training set's median
-        source = self.own if self.own.root.exists() else self.data
+        source = self.own if exists(self.own.root) else self.data
         key = self.data.reading.energy_key
         if self.data.root == self.own.root and key != self.own.reading.energy_key:
             named = key or "y_relaxed or energy"

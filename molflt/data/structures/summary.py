@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
@@ -28,6 +27,7 @@ from molflt.data.structures.overlaps import (
     equal_structures,
     fingerprint,
 )
+from molflt.data.structures.sources import Paths, named
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
@@ -93,7 +93,7 @@ class Inspected(NamedTuple):
 
 
 def summarize(
-    path: Path,
+    path: Paths,
     limit: int | None = None,
     reading: Reading = AS_IT_IS,
     recipe: Purpose | None = None,
@@ -117,7 +117,7 @@ def summarize(
     per_system = _statistics(atoms)
     assert per_system is not None
     summary: Summary = {
-        "path": str(path),
+        "path": str(named(path)),
         "recipe": recipe,
         "systems": len(atoms),
         "atoms_total": int(atoms.sum()),
