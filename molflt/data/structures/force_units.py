@@ -245,7 +245,7 @@ def _in_one_cell(frames: list[_Frame]) -> list[tuple[float, float, float]]:
         count >= 5
         and abs(covariance[0, 1]) > 0.9 * variances**0.5 > 0
         and np.trace(gram) ** 2 > directions / 2 * (gram**2).sum()  # no path of a relaxation
-        and (gaps * lattice_heights(cell, np.ones(3, dtype=bool))).max() < _VACUUM
+        and (gaps * lattice_heights(cell[None], np.ones((1, 3), dtype=bool))).max() < _VACUUM
     )
     slope = float(covariance[0, 1] / covariance[0, 0]) if clear else float("nan")
     return [(length, slope, volume)]
