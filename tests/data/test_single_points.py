@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import lzma
 import re
 from pathlib import Path
@@ -221,7 +222,7 @@ def test_a_missing_energy_is_named_as_in_the_file(tmp_path):
         PotentialData(tmp_path, val_split="train").setup()
 
 
-def test_a_virial_is_named_with_the_option_that_reads_it(tmp_path):
+def test_a_virial_is_named_with_the_option_that_reads_it(tmp_path, capsys):
     frames = [
         bare(a, energy=a.get_potential_energy(), forces=a.get_forces(), virials=np.eye(3))
         for a in copper(4)
@@ -229,6 +230,8 @@ def test_a_virial_is_named_with_the_option_that_reads_it(tmp_path):
     ase.io.write(tmp_path / "train.extxyz", frames)
     with pytest.warns(UserWarning, match=r"not used: virials; --data\.stress_key virials"):
         PotentialData(tmp_path, val_split="train").setup()
+    assert main(["data", "inspect", str(tmp_path / "train.extxyz")]) == 0
+    assert "--data.stress_key virials" in capsys.readouterr().out
 
 
 def test_energies_alone_are_learned_where_forces_have_no_weight(tmp_path, capsys):
@@ -243,6 +246,9 @@ def test_energies_alone_are_learned_where_forces_have_no_weight(tmp_path, capsys
     error = capsys.readouterr().err
     assert "--data.forces_key" in error and "--task.force_weight 0" in error
     assert main([*words.split(), "--task.force_weight=0"]) == 0
+    assert main(["evaluate", str(tmp_path / "run"), "--device=cpu"]) == 0
+    found = json.loads((tmp_path / "run" / "results.json").read_text())["val_id"]
+    assert found["energy_mae_meV_per_atom"] > 0 and found["force_mae_meV_per_A"] is None
 
 
 def test_voigt_order():
