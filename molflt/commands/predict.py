@@ -23,7 +23,7 @@ from molflt.data.structures.parts import Part
 from molflt.data.structures.sources import exists, named
 from molflt.data.structures.store import STORE
 from molflt.evaluation.ensemble import load_ensemble
-from molflt.evaluation.predictions import Predictions, open_structures
+from molflt.evaluation.predictions import Predictions, grouped, open_structures
 from molflt.evaluation.report import csv_text, write_csv
 from molflt.evaluation.shards import ENDINGS, made_of, noted
 from molflt.evaluation.uncertainty import uncertainty_of
@@ -50,6 +50,7 @@ def predict(
     also: list[Path] | None = None,
     calibration: Path | None = None,
     tags: Tags | None = None,
+    force: bool = False,
     mesh_order: int | None = None,
     compiled: bool = False,
     shard: str | None = None,
@@ -81,7 +82,10 @@ def predict(
             folder ensemble of `run`, if it is there.
         tags: what tags mean in a file that ASE reads: oc20 (0 subsurface, 1 surface, 2 adsorbate)
             or ase (numbers of layers from the top, 1, 2, ..., and 0 for adsorbates); by default
-            what they meant in training.
+            what they meant in training. guess finds them, in any source: the adsorbate by bonds,
+            surface and subsurface by constraints or height, and prints what was found.
+        force: predict also structures without tags, or with tags that cannot be meant, where all
+            structures of the training had tags.
         mesh_order: for cells of some thousand atoms and more: computes what the model sums over
             reciprocal nodes on a mesh instead, by splines of this order, 4, 5, 6 or 8: attention to
             3e-3, 6e-4, 6e-6, 2e-7.
@@ -103,7 +107,7 @@ def predict(
     _expect_free(out, part, files)
     if not isinstance(model, EnergyPredictor):
         given = {"skip_bad": skip_bad or None, "also": also, "calibration": calibration}
-        more = {"mesh_order": mesh_order, "tags": tags, "shard": shard}
+        more = {"mesh_order": mesh_order, "tags": tags, "shard": shard, "force": force or None}
         refuse_idle(run, f"a model of the recipe {model.trained.recipe}", {**given, **more})
         _check_ending(out, _TABLES)
         if len(files) > 1:
@@ -113,7 +117,7 @@ def predict(
         model.use_mesh_(mesh_order)
     atoms = out is not None and out.suffix in _OF_ATOMS
     reading = model.reading_of(files, tags)._replace(keep_atoms=atoms)
-    dataset = open_structures(files, skip_bad, reading, model.model)
+    dataset = open_structures(files, skip_bad, reading, model.model, model.domain)
     _expect_free(out, part, dataset.files)
     known = model.calibration(calibration)
     marks = _marks(dataset)
@@ -127,7 +131,7 @@ def predict(
     if model.about is not None:
         print(f"molflt: {model.summary}", file=sys.stderr)
     forces = ["forces"] if atoms and model.predicts_forces else []
-    found = model.infer(dataset, batch_size, named(files).name, forces)
+    found = model.infer(dataset, batch_size, named(files).name, forces, force)
     columns = {"energy_eV": found.energy, **uncertainty_of(model.model, found, known)}
     if out is None or out.suffix in _TABLES:
         _write_rows(out, _rows(dataset, found, columns, marks))
@@ -136,7 +140,7 @@ def predict(
             out, dataset, columns, found, marks if part or "file" in marks[0] else [{}] * len(marks)
         )
     if out is not None:
-        print(f"{out}: {_ranges(columns)}")
+        print(f"{out}: {_ranges(columns)}{_beyond(found)}")
 
 
 def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
@@ -253,6 +257,12 @@ def _ranges(columns: Mapping[str, NDArray[np.float64]]) -> str:
     for name, values in list(columns.items())[1:]:
         ranges.append(f"{name} {values.min():.3f} to {values.max():.3f}")
     return "; ".join(ranges)
+
+
+def _beyond(found: Predictions) -> str:
+    """Counts energies far outside of the labels of the training, for the summary."""
+    reasons = [[one for one in own if one.startswith("energy: ")] for own in found.outside]
+    return "".join(f"; {reason}" for reason in grouped(reasons))
 
 
 def _rows(

@@ -14,7 +14,7 @@ from torch import nn
 from molflt import plots
 from molflt.data.structures import Structures
 from molflt.data.structures.base import AS_TRAINED, Tags
-from molflt.data.structures.labels import EnergyKind, label_faults, other_kind
+from molflt.data.structures.labels import label_faults
 from molflt.data.structures.splits import OC20_FILES, PUBLISHED, TEST_SPLITS, VAL_SPLITS
 from molflt.evaluation.evaluated import EvaluationData
 from molflt.evaluation.groups import _errors_by_group, _group_tables
@@ -56,6 +56,7 @@ def evaluate(
     energy_key: str | None = AS_TRAINED,
     tags: Tags | None = None,
     relaxed: Path | None = None,
+    force: bool = False,
 ) -> Report:
     """Evaluates an energy regressor.
 
@@ -83,8 +84,10 @@ def evaluate(
             first one with labels but that of the training, whose errors are too small.
         energy_key: entry of files that ASE reads that is the energy, eV; by default that of the
             training, if a source has such entries; null for y_relaxed, else energy.
-        tags: what tags mean in files that ASE reads, oc20 or ase; by default as in training.
+        tags: what tags mean in files that ASE reads, oc20 or ase; guess finds them from the
+            geometry, in any source; by default as in training.
         relaxed: folder to write SPLIT.extxyz to, the structures that the position head predicts.
+        force: also evaluate structures whose tags cannot be meant.
 
     Returns:
         Per split: mae_eV, ewt_percent, baseline_mae_eV (always predicting the median of the
@@ -104,13 +107,16 @@ def evaluate(
     others = None if published is None else read_published(published, source.folder)
     datasets = _open(source, splits, model, relaxed)
     _expect_submission(submission, names, datasets, published)
-    (median, baseline), kind = source.training_median(), source.learned_kind()
-    found = {split: infer(model, datasets[split], batch_size, split) for split in splits}
+    (median, baseline), domain = source.training_median(), source.domain()
+    found = {
+        split: infer(model, datasets[split], batch_size, split, domain, force=force)
+        for split in splits
+    }
     members = [] if others is None else _members(others, found)
     structures, moved = _write_relaxed(model, datasets, relaxed, batch_size)
     uncertainty = _assess(model, found, out, calibration_split, source.own.train)
     begin_results(out, *_FILES)  # after all that refuses; a calibration is of weights, and stays
-    _say_what_labels_lack(found, kind)
+    _say_what_labels_lack(found)
     results = {split: _metrics(part, median) for split, part in found.items()}
     for split, row in results.items():
         row |= {**uncertainty.rows.get(split, {}), **structures.get(split, {})}
@@ -204,7 +210,7 @@ def _is_oc20(datasets: Mapping[str, Structures]) -> bool:
     )
 
 
-def _say_what_labels_lack(found: Mapping[str, Predictions], learned: EnergyKind) -> None:
+def _say_what_labels_lack(found: Mapping[str, Predictions]) -> None:
     for split, part in found.items():
         absent = int((~part.labeled).sum())
         if absent == len(part.energy):
@@ -213,8 +219,6 @@ def _say_what_labels_lack(found: Mapping[str, Predictions], learned: EnergyKind)
             _warn(
                 f"{split}: {absent} of {len(part.energy)} systems have no label, left out of errors"
             )
-        if text := other_kind(part.target, part.natoms, learned):
-            _warn(f"{split}: {text}")
         absurd = label_faults(part.target, part.natoms, required=False)
         for index, reason in list(absurd.items())[:1]:
             _warn(

@@ -16,7 +16,6 @@ from molflt.data.structures import Structures
 from molflt.data.structures.base import AS_TRAINED
 from molflt.data.structures.data_set import VAL_FRACTION, DataSet
 from molflt.data.structures.domain import DOMAIN, Domain, read_domain
-from molflt.data.structures.labels import EnergyKind
 from molflt.data.structures.sources import exists, is_same
 from molflt.data.structures.splits import VAL_SPLITS
 from molflt.evaluation.ensemble import EnsembleRegressor
@@ -66,7 +65,10 @@ class EvaluationData:
             )
         own = self.own.reading
         given = {name: value for name, value in reading.items() if value != AS_TRAINED}
-        self.data = self.own._replace(reading=own._replace(**given), trained=own)
+        taken = own._replace(**given)
+        if taken.tags == "guess" and (domain := self.domain()) is not None:
+            taken = taken._replace(surface=domain.surface)
+        self.data = self.own._replace(reading=taken, trained=own)
         self._own_skip_bad = skip_bad or bool(config["data"].get("skip_bad"))
         self.skip_bad = self._own_skip_bad
         self.absent = ""
@@ -133,7 +135,7 @@ class EvaluationData:
             if self.data.is_one:
                 self._expect_unchanged(self.run)
             opened = self.data.open(splits, self.skip_bad)
-        return {split: check_structures(dataset, model) for split, dataset in opened.items()}
+        return {split: check_structures(one, model, self.domain()) for split, one in opened.items()}
 
     def _expect_same_split(self, model: EnsembleRegressor) -> None:
         """Raises ValueError if members held out different structures of their one file."""
@@ -207,11 +209,11 @@ class EvaluationData:
             batches.setup()
         return bool(batches.fingerprints()["val"] == held)
 
-    def learned_kind(self) -> EnergyKind:
-        """What the energies of the training look like; unknown in runs of earlier versions."""
+    def domain(self) -> Domain | None:
+        """The domain of the training; None of runs of earlier versions."""
         path = self.run / DOMAIN
         found = read_domain(path)
-        return "unknown" if found is None else Domain.from_json(found, str(path)).kind
+        return None if found is None else Domain.from_json(found, str(path))
 
     def training_median(self) -> tuple[float | None, str]:
         """Median energy of the training split, eV, and a line that says where it comes from."""

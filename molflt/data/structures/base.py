@@ -27,8 +27,8 @@ _Item = TypeVar("_Item")
 _SHOWN = 5  # names of structures that are left out, and reasons, in a message
 _BLOCK = 10_000  # structures whose compositions are counted at once
 
-Tags = Literal["oc20", "ase"]
-AnyTags = Literal["oc20", "ase", "any"]
+Tags = Literal["oc20", "ase", "guess"]
+AnyTags = Literal["oc20", "ase", "guess", "any"]
 
 
 class Reading(NamedTuple):
@@ -38,8 +38,9 @@ class Reading(NamedTuple):
     """name of the entry that is the energy, eV; by default y_relaxed, else energy"""
     tags: AnyTags = "oc20"
     """oc20: 0 subsurface, 1 surface, 2 adsorbate; ase: ase.build's numbers of layers from the top,
-    1, 2, ..., and 0 for adsorbates; any: whole numbers that mean nothing, for potentials, which do
-    not read them"""
+    1, 2, ..., and 0 for adsorbates; guess: not read, but found from the geometry by
+    `molflt.data.structures.tags.guess_tags`; any: whole numbers that mean nothing, for potentials,
+    which do not read them"""
     forces_key: str | None = None
     """name of the array of forces, (N, 3) eV/Å; by default forces, else REF_forces"""
     stress_key: str | None = None
@@ -48,6 +49,8 @@ class Reading(NamedTuple):
     """no label is needed: an energy that is not finite is none, forces and stress are not read"""
     keep_atoms: bool = False
     """keep the structures as ASE has read them beside the records, with all their constraints"""
+    surface: tuple[float, float] | None = None
+    """least and largest share of a slab that is surface, for tags that are guessed"""
 
 
 AS_IT_IS = Reading()
