@@ -24,6 +24,7 @@ __all__ = [
     "append",
     "appending",
     "atomically",
+    "clear_parts",
     "expect_readable",
     "expect_writable",
     "read_arrays",
@@ -77,6 +78,26 @@ def atomically(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):  # there is none, or nobody may look
             part.unlink()
+
+
+def clear_parts(folder: Path) -> None:
+    """Removes what processes that were killed had begun to write in a folder."""
+    for part in folder.glob(".*.part"):
+        pid = part.name.split(".")[-2]
+        if pid.isdecimal() and not _is_alive(int(pid)):
+            part.unlink(missing_ok=True)
+
+
+def _is_alive(pid: int) -> bool:
+    if os.name != "posix":  # where a signal of 0 is not a question
+        return True
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _not_written(path: Path, error: OSError, kept: str) -> OSError:

@@ -33,6 +33,8 @@ __all__ = ["normalized", "parse", "refuse_idle"]
 _RENAMED = {
     "backend": "mixing",
     "channels": "dim",
+    "--epochs": "--trainer.max_epochs",
+    "--steps": "--trainer.max_steps",
     "k_max": "max_frequency",
     "placement": "position",
     **{

@@ -65,10 +65,10 @@ class EvaluationData:
             )
         own = self.own.reading
         given = {name: value for name, value in reading.items() if value != AS_TRAINED}
-        taken = own._replace(**given)
-        if taken.tags == "guess" and (domain := self.domain()) is not None:
-            taken = taken._replace(surface=domain.surface)
-        self.data = self.own._replace(reading=taken, trained=own)
+        new = own._replace(**given)
+        if new.tags == "guess" and (domain := self.domain()) is not None:
+            new = new._replace(surface=domain.surface)
+        self.data = self.own._replace(reading=new, trained=own)
         self._own_skip_bad = skip_bad or bool(config["data"].get("skip_bad"))
         self.skip_bad = self._own_skip_bad
         self.absent = ""

@@ -101,6 +101,7 @@ def evaluate(
             name: found[split].metrics.get(name) for name in _COLUMNS
         }
         results[split] = {**metrics, **baseline, "n": len(points)}
+        _warn_if_trivial(split, results[split])
     begin_results(out, *_FILES)
     files = [write_csv(out / "predictions.csv", _rows(datasets, found)), *_draw(out, found)]
     table = [["split", "structures", *_COLUMNS.values()]]
@@ -109,6 +110,17 @@ def evaluate(
         table.append([split, f"{row['n']:,}", *cells])
     on = "\n\n".join(filter(None, (f" on {source}", source.absent, align(table))))
     return Report(results, f"{on}\n", files)
+
+
+def _warn_if_trivial(split: str, row: Mapping[str, float | None]) -> None:
+    """Names energies that are worse than those of the elements alone."""
+    error, trivial = row["energy_mae_meV_per_atom"], row["baseline_energy_mae_meV_per_atom"]
+    if error is not None and trivial is not None and error > trivial > 0:
+        _warn(
+            f"{split}: energy MAE {error:.1f} meV/atom is {error / trivial:.1f} times that of "
+            f"energies per element alone ({trivial:.1f}); train longer, or raise "
+            "task.energy_weight"
+        )
 
 
 def _elements(model: nn.Module, points: SinglePoints) -> np.ndarray:
@@ -134,14 +146,14 @@ def _draw(out: Path, found: Mapping[str, Points]) -> list[Path]:
     panels, names = {}, {}
     for split, part in found.items():
         own = part.energies
-        panels[split] = without_compositions(own.formula, own.target, own.energy)
+        panels[split] = without_compositions(own.formula, own.natoms, own.target, own.energy)
         names[split] = [f"sid {sid} {f}" for sid, f in zip(own.sid, own.formula, strict=True)]
-    plots.parity(panels, files[0], names, "energy less the mean of its formula")
-    forces = {split: part.forces.reshape(2, -1) for split, part in found.items()}
+    plots.parity(panels, files[0], names, "energy less the mean of its formula", "meV/atom")
+    forces = {split: 1e3 * part.forces.reshape(2, -1) for split, part in found.items()}
     pairs = {split: (pair[0], pair[1]) for split, pair in forces.items() if pair.size}
     if not pairs:
         return files
-    plots.parity(pairs, out / "forces.png", quantity="force component", unit="eV/Å")
+    plots.parity(pairs, out / "forces.png", quantity="force component", unit="meV/Å")
     groups = force_errors(found)
     plots.errors(groups, {}, out / "errors.png", unit="meV/Å")
     rows = [

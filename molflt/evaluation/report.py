@@ -43,9 +43,6 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> Path:
 
     Returns:
         The path.
-
-    Raises:
-        OSError: naming the file that cannot be written.
     """
     write_atomically(path, csv_text(rows).encode())
     return path

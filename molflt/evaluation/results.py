@@ -8,7 +8,7 @@ from pathlib import Path
 
 from molflt.data.structures.base import AS_TRAINED
 from molflt.evaluation.report import _warn
-from molflt.files import read_json, shown, write_atomically
+from molflt.files import clear_parts, read_json, shown, write_atomically
 from molflt.plots.figure import FORMATS
 from molflt.training.checkpoint import weights_digest
 from molflt.training.config import Config, absolute
@@ -49,6 +49,7 @@ def begin_results(out: Path, *names: str) -> None:
         out: folder.
         names: of all files that such an evaluation may write; of pictures, in every format.
     """
+    clear_parts(out)
     pictures = [Path(name).stem for name in names if name.endswith(".png")]
     others = [f"{stem}.{ending}" for stem in pictures for ending in FORMATS]
     for name in (RESULTS, _NOTE, *names, *others):  # the note last of the two: alone it is nothing

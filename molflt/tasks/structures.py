@@ -4,7 +4,7 @@
 # TYPE_CHECKING, PyG included, to read annotations that are strings.
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
@@ -82,6 +82,24 @@ class OfStructures:
     def name(self, batch: "Batch") -> str:
         """The structures of a batch, for messages."""
         return f"sids {', '.join(map(str, batch.sid.tolist()))}"
+
+    def blame(self, batch: "Batch", diverges: Callable[["Batch"], bool]) -> str:
+        """Structures that diverge on their own, or else those with two atoms at one place."""
+        from molflt.data.structures.overlaps import atoms_coincide
+
+        records = {int(record.sid): record.cpu() for record in batch.to_data_list()}
+        together = [sid for sid, record in records.items() if atoms_coincide(record)]
+        device = batch.pos.device
+        found = [
+            sid
+            for sid, record in records.items()
+            if diverges(type(batch).from_data_list([record]).to(device))
+        ]
+        named = ", ".join(
+            f"{sid} (two atoms at one place)" if sid in together else f"{sid}"
+            for sid in found or together
+        )
+        return f"sids {named}" if named else ""
 
     def _predict(self, batch: "Batch") -> Mapping[str, Tensor]:
         found: Mapping[str, Tensor] = self.model(batch)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.atoms import lattice_heights
+from molflt.atoms import lattice_heights, reduced_cell
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
@@ -37,7 +37,8 @@ def atoms_coincide(record: Data) -> bool:
     that are so close share a bin of one of these. The time grows as the number of atoms.
     """
     pos, axes = record.pos.double().numpy(), record.pbc[0].numpy()
-    basis = _basis(record)
+    reduced = reduced_cell(record.cell.double().numpy(), record.pbc.numpy())[0][0]
+    basis = _basis(reduced, axes)
     heights = lattice_heights(basis, np.ones(3, dtype=bool))
     inverse, bins = np.linalg.inv(basis), heights / (2 * TOO_NEAR)
     bins[axes] = np.floor(bins[axes])
@@ -62,7 +63,9 @@ def fingerprint(record: Data) -> NDArray[np.float64]:
     """
     numbers, axes = record.atomic_numbers.numpy(), record.pbc[0].numpy()
     kind = hashlib.blake2b(np.sort(numbers).tobytes() + axes.tobytes(), digest_size=6).digest()
-    places = record.pos.double().numpy() @ np.linalg.inv(_basis(record))
+    places = record.pos.double().numpy() @ np.linalg.inv(
+        _basis(record.cell[0].double().numpy(), axes)
+    )
     turns = 2 * np.pi * np.where(axes, places, places / _LENGTH)
     weights = np.sqrt(numbers / numbers.sum())
     sums = weights @ np.exp(1j * turns @ _WAVES.T)
@@ -81,10 +84,10 @@ def equal_structures(features: NDArray[np.float64]) -> NDArray[np.int64]:
     return numbers
 
 
-def _basis(record: Data) -> NDArray[np.float64]:
+def _basis(cell: NDArray[np.float64], axes: NDArray[np.bool_]) -> NDArray[np.float64]:
     """Cell with unit vectors in place of the axes that are not periodic, (3, 3), Å."""
-    basis, axes = record.cell[0].double().numpy().copy(), record.pbc[0].numpy()
-    basis[~axes] = np.linalg.qr(basis[axes].T, mode="complete")[0].T[axes.sum() :]
+    basis = cell.copy()
+    basis[~axes] = np.linalg.qr(cell[axes].T, mode="complete")[0].T[axes.sum() :]
     return basis
 
 
