@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from molflt.data.structures import AS_IT_IS, Reading, Structures, open_dataset, source_of
+from molflt.data.structures import AS_IT_IS, Reading, Structures, open_dataset
 from molflt.data.structures.parts import split_by_seed
-from molflt.data.structures.sources import files_of, is_one_source, split_path
+from molflt.data.structures.sources import is_one_source, split_path
 
 __all__ = ["VAL_FRACTION", "DataSet"]
 
@@ -102,10 +102,4 @@ class DataSet(NamedTuple):
         return self._open(self.root, skip_bad)
 
     def _open(self, path: Path, skip_bad: bool) -> Structures:
-        known = {name for file in files_of(path) for name in source_of(file).options}
-        unknown = {
-            name: value
-            for name, value in AS_IT_IS._asdict().items()
-            if name not in known and getattr(self.reading, name) == getattr(self.trained, name)
-        }
-        return open_dataset(path, skip_bad, self.reading._replace(**unknown))
+        return open_dataset(path, skip_bad, self.reading, trained=self.trained)
