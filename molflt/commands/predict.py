@@ -117,7 +117,9 @@ def predict(
         model.use_mesh_(mesh_order)
     atoms = out is not None and out.suffix in _OF_ATOMS
     reading = model.reading_of(files, tags)._replace(keep_atoms=atoms)
-    dataset = open_structures(files, skip_bad, reading, model.model, model.domain)
+    dataset = open_structures(
+        files, skip_bad, reading, model.model, None if force else model.domain
+    )
     _expect_free(out, part, dataset.files)
     known = model.calibration(calibration)
     marks = _marks(dataset)
