@@ -98,6 +98,7 @@ LIMITS = {
     "task.redraw_every": _COUNT,
     "task.lr_factors": "(0, 1e6]",
     "trainer.max_steps": _COUNT,
+    "trainer.max_epochs": _COUNT,
     "trainer.devices": "[1, 1024]",
     "trainer.gradient_clip": "(0, 1e9]",
     "trainer.val_every": _COUNT,

@@ -13,7 +13,7 @@ from torch import nn
 
 from molflt import plots
 from molflt.data.structures import Structures
-from molflt.data.structures.base import Tags
+from molflt.data.structures.base import AS_TRAINED, Tags
 from molflt.data.structures.labels import label_faults
 from molflt.data.structures.splits import OC20_FILES, PUBLISHED, TEST_SPLITS, VAL_SPLITS
 from molflt.evaluation.evaluated import EvaluationData
@@ -53,7 +53,7 @@ def evaluate(
     published: Path | None = None,
     skip_bad: bool = False,
     calibration_split: str | None = None,
-    energy_key: str | None = None,
+    energy_key: str | None = AS_TRAINED,
     tags: Tags | None = None,
     relaxed: Path | None = None,
     force: bool = False,
@@ -82,7 +82,8 @@ def evaluate(
         calibration_split: of an ensemble: half of this split, drawn by a hash of the sid, is what
             the uncertainty is calibrated on, and does not count in its coverage; by default of the
             first one with labels but that of the training, whose errors are too small.
-        energy_key: entry of files that ASE reads that is the energy, eV; by default as in training.
+        energy_key: entry of files that ASE reads that is the energy, eV; by default that of the
+            training, if a source has such entries; null for y_relaxed, else energy.
         tags: what tags mean in files that ASE reads, oc20 or ase; guess finds them from the
             geometry, in any source; by default as in training.
         relaxed: folder to write SPLIT.extxyz to, the structures that the position head predicts.
@@ -97,14 +98,9 @@ def evaluate(
         binomial standard error of that), coverage_crossed_percent (of all systems of the split that
         calibrates, each half calibrating for the other) and rank_correlation (of spread and
         |error|). With `relaxed` also adwt_percent, initial_adwt_percent and position_error_A.
-
-    Raises:
-        FileNotFoundError: if a split is missing.
-        ValueError: if a split is empty, a structure cannot be used, a prediction is not finite,
-            these splits make no submission, the published predictions do not fit, or the
-            uncertainty cannot be calibrated.
     """
-    source = EvaluationData(run, config, data, energy_key, tags, skip_bad)
+    reading = {"energy_key": energy_key, "tags": tags or AS_TRAINED}
+    source = EvaluationData(run, config, data, skip_bad, **reading)
     splits = source.choose(splits)
     _check_asked(model, calibration_split, splits)
     names = {} if submission is None else _submission_names(submission, splits)
@@ -128,7 +124,7 @@ def evaluate(
     tables = [f" on {source}", f"{_results_table(results)}\n{baseline}"]
     tables += [text for text in (source.absent, uncertainty.text, moved) if text]
     tables += [_group_tables(groups["all"])] if groups else []
-    files = [*_write(out, found, groups, uncertainty.columns), *uncertainty.files]
+    files = [*_write(out, datasets, found, groups, uncertainty.columns), *uncertainty.files]
     files += _draw(out, found, groups, model)
     if others is None:
         tables += [_published_table(results)] if _is_oc20(datasets) else []
@@ -267,6 +263,7 @@ def _published_table(results: Mapping[str, _Metrics]) -> str:
 
 def _write(
     out: Path,
+    datasets: Mapping[str, Structures],
     found: Mapping[str, Predictions],
     groups: Mapping[str, Mapping[str, Sequence[GroupError]]],
     more: Mapping[str, Mapping[str, NDArray[np.float64]]],
@@ -282,6 +279,7 @@ def _write(
             {
                 "split": split,
                 "sid": sid,
+                **datasets[split].origin(i),
                 "adsorbate": adsorbate,
                 "slab": slab,
                 "natoms": natoms,

@@ -22,6 +22,7 @@ from molflt.data.structures.domain import Domain
 from molflt.data.structures.labels import other_kind
 from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.data.structures.parts import element_faults, without
+from molflt.data.structures.sources import Paths
 from molflt.evaluation.elements import expect_described, warn_of_elements
 from molflt.evaluation.ensemble import EnsembleRegressor, expect_same_totals
 from molflt.evaluation.report import _warn
@@ -100,7 +101,7 @@ class Predictions:
 
 
 def open_structures(
-    path: Path,
+    path: Paths,
     skip_bad: bool,
     reading: Reading = AS_IT_IS,
     model: nn.Module | None = None,
@@ -109,7 +110,7 @@ def open_structures(
     """Structures to predict energies of; warns of those that are left out.
 
     Args:
-        path: a file that ASE reads, a compact store, or an OC20 LMDB.
+        path: as for :func:`molflt.data.structures.open_dataset`.
         skip_bad: leave out structures that cannot be used, and list them.
         reading: what the entries of a file that ASE reads mean; labels are not needed.
         model: to predict them, if it is known.

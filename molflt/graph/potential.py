@@ -78,6 +78,8 @@ class Potential(EnergyRegressor):
             option out of its range.
     """
 
+    of_data = ("energy_mean", "element_energies")  # energy_std scales the forces of the source
+
     def __init__(
         self,
         dim: int = 128,

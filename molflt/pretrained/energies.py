@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from molflt.data.structures import Structures, source_of
 from molflt.data.structures.base import ANY_TAGS, AS_IT_IS, Reading, Tags
 from molflt.data.structures.domain import DOMAIN, Domain
 from molflt.data.structures.in_memory import StructuresInMemory, is_one
+from molflt.data.structures.sources import Paths, files_of
 from molflt.data.structures.tags import Tagged
 from molflt.evaluation.calibration import Calibration
 from molflt.evaluation.ensemble import ENSEMBLE, EnsembleRegressor
@@ -180,7 +181,8 @@ class EnergyPredictor(Pretrained):
 
         Args:
             structures: `ase.Atoms`, PyG's `Data` or `Batch` (whose tags are OC20's), any number of
-                these, a data set, or a file that holds one.
+                these, a data set, or a file, folder or pattern of names that holds one, or
+                several of these.
             batch_size: structures in a batch.
             embedding: also give the tokens that energies are read from: of "atoms" (0 for those
                 that the model leaves out), or "pooled", their mean over the atoms that the energy
@@ -214,13 +216,14 @@ class EnergyPredictor(Pretrained):
         out = [self._prediction(i, dataset, found, columns, embedding) for i in range(len(dataset))]
         return out[0] if is_one(structures) else out
 
-    def reading_of(self, file: Path | None, tags: Tags | None = None) -> Reading:
+    def reading_of(self, files: Paths | None, tags: Tags | None = None) -> Reading:
         """How to read structures: by default tags mean what they meant in training.
 
         A potential takes any tags, unless they are said to be layers, which are checked.
 
         Args:
-            file: that holds them; None for structures in memory.
+            files: as for :func:`molflt.data.structures.open_dataset`; None for structures in
+                memory.
             tags: what they mean instead.
 
         Raises:
@@ -229,7 +232,8 @@ class EnergyPredictor(Pretrained):
         """
         if tags == "guess" and self.predicts_forces:
             raise ValueError("tags='guess' has no effect: a potential reads no tags; leave it out")
-        if tags is None and (file is None or "tags" in source_of(file).options):
+        found = [] if files is None else files_of(files)
+        if tags is None and all("tags" in source_of(file).options for file in found):
             tags = cast("Tags | None", self.trained.task.get("tags"))
         if self.predicts_forces and tags in (None, "oc20", "guess"):
             return ANY_TAGS
@@ -246,9 +250,8 @@ class EnergyPredictor(Pretrained):
                     "molflt.data.structures.open_dataset and a Reading"
                 )
             return structures
-        if isinstance(structures, str | Path):
-            file = Path(structures)
-            return open_structures(file, False, self.reading_of(file, tags))
+        if _are_paths(structures):
+            return open_structures(structures, False, self.reading_of(structures, tags))
         reading = self.reading_of(None, tags)
         if reading.tags == "guess":
             return Tagged(StructuresInMemory(structures, ANY_TAGS), reading.surface)
@@ -311,6 +314,12 @@ class EnergyPredictor(Pretrained):
             label = trained.label(CALIBRATION)
             return expect_theirs(model, Calibration.from_json(held, label), label)
         return calibration_of(model, file, trained.path / ENSEMBLE / CALIBRATION)
+
+
+def _are_paths(structures: object) -> TypeGuard[Paths]:
+    """Whether structures are named by a path, or by several."""
+    several = structures if isinstance(structures, list | tuple) and structures else [structures]
+    return all(isinstance(one, str | Path) for one in several)
 
 
 def _pooled(tokens: NDArray[np.float32], record: Data) -> NDArray[np.float32]:

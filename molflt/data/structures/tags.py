@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Guess", "Tagged", "guess_tags", "heights_agree"]
 
-_VACUUM = 5.0  # Å without atoms along one axis; layers of layered crystals are closer
+_VACUUM = 4.5  # Å without atoms along one axis; layers of layered crystals are closer
 _MOLECULAR = (1, 6, 7, 8, 9, 15, 16, 17, 35, 53)  # H C N O F P S Cl Br I
 _BOND, _CONTACT = 1.25, 1.3  # times the sum of covalent radii: within molecules, and with slabs
 _TOP = 2.0  # Å below the highest atom of the slab: surface, as in OC20
