@@ -9,7 +9,11 @@ MAX_ATOMIC_NUMBER = 118
 FARTHEST = 1e5
 """Å, bound of each coordinate: there the steps of float32 are 0.01 Å."""
 LOWEST = 0.5
-"""Å, least distance of lattice planes: no crystal comes near it, and images abound below."""
+"""Å, least distance of lattice planes of a reduced cell: no crystal comes near it."""
+
+_DEPENDENT = 1e-18  # of the longest vector squared: less is rounding
+_MOST_REDUCTIONS = 64  # of a cell; some ten are enough where numbers mean something
+_SIGNS = np.array([[1.0, 1, 1], [1, 1, -1], [1, -1, 1], [-1, 1, 1]])
 
 
 class Tag(IntEnum):
@@ -20,18 +24,70 @@ class Tag(IntEnum):
     ADSORBATE = 2
 
 
-def lattice_heights(cell: NDArray[np.float64], pbc: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Distances of neighboring lattice planes.
+def reduced_cell(
+    cell: NDArray[np.float64], pbc: NDArray[np.bool_]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Minkowski-reduced lattice vectors: the shortest that span the same lattice.
 
     Args:
-        cell: (..., 3, 3), rows are lattice vectors, Å; finite along periodic axes.
-        pbc: (..., 3), which of them are periodic.
+        cell: (graphs, 3, 3), rows are lattice vectors, Å; finite along periodic axes.
+        pbc: (graphs, 3), which of them are periodic.
 
     Returns:
-        (..., 3), Å; 0 where lattice vectors are dependent, infinite along axes that are not
-        periodic.
+        The reduced vectors, (graphs, 3, 3), 0 along axes that are not periodic, and the unimodular
+        matrices that give them, steps @ cell, (graphs, 3, 3). Cells that are reduced keep their
+        bits.
     """
     rows = np.where(pbc[..., None], cell, 0.0)
+    steps = np.tile(np.eye(3), (len(rows), 1, 1))
+    shortest = _DEPENDENT * np.square(rows).sum(axis=2).max(axis=1, initial=0.0)
+    left = np.arange(len(rows))
+    for _ in range(_MOST_REDUCTIONS):
+        vectors = steps[left] @ rows[left]
+        change = _shortening(vectors, shortest[left])
+        moved = (change != np.eye(3)).any(axis=(1, 2))
+        left = left[moved]
+        if not len(left):
+            break
+        steps[left] = change[moved] @ steps[left]
+    return np.where((steps == np.eye(3)).all(axis=(1, 2))[:, None, None], rows, steps @ rows), steps
+
+
+def _shortening(vectors: NDArray[np.float64], shortest: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Unimodular matrices (n, 3, 3) that shorten vectors (n, 3, 3); 1 where none does.
+
+    Args:
+        vectors: rows.
+        shortest: (n,), squared length below which a vector depends on the others, and is left.
+    """
+    gram = vectors @ np.swapaxes(vectors, 1, 2)
+    square = np.diagonal(gram, axis1=1, axis2=2)
+    share = gram / np.where(square > shortest[:, None], square, np.inf)[:, None]
+    # half a vector more or less is as long
+    times = np.where(np.abs(share) > 0.501, share.round(), 0.0) * (1 - np.eye(3))
+    gain = (times * (2 * gram - times * square[:, None])).reshape(-1, 9)
+    change, each = np.tile(np.eye(3), (len(gram), 1, 1)), np.arange(len(gram))
+    i, j = np.divmod(gain.argmax(axis=1), 3)
+    change[each, i, j] -= times[each, i, j]
+    sums = np.square(_SIGNS @ vectors).sum(axis=2)
+    shorter = (sums.min(axis=1) < 0.999 * square.max(axis=1)) & (gain.max(axis=1) <= 0)
+    shorter &= (square > shortest[:, None]).all(axis=1)
+    change[shorter, square[shorter].argmax(axis=1)] = _SIGNS[sums[shorter].argmin(axis=1)]
+    return change
+
+
+def lattice_heights(cell: NDArray[np.float64], pbc: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Distances of neighboring lattice planes of the reduced cells.
+
+    Args:
+        cell: (graphs, 3, 3), rows are lattice vectors, Å; finite along periodic axes.
+        pbc: (graphs, 3), which of them are periodic.
+
+    Returns:
+        (graphs, 3), Å; 0 where lattice vectors are dependent, infinite along axes that are not
+        periodic.
+    """
+    rows, _ = reduced_cell(cell, pbc)
     gram = rows @ np.swapaxes(rows, -1, -2) + np.eye(3) * ~pbc[..., None]
     i, j, k = np.array([0, 1, 2]), np.array([1, 2, 0]), np.array([2, 0, 1])
     # h_i^2 is the volume of all vectors over that of the others, squared; no inverse may fail here

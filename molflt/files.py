@@ -229,12 +229,15 @@ def save_tensors(
             file.write(text.replace(_BLANK, digest.encode(), 1))
 
 
-def read_arrays(path: Path, wanted: Collection[str]) -> dict[str, np.ndarray]:
-    """All arrays of an npz file by name; none of them is unpickled.
+def read_arrays(
+    path: Path, wanted: Collection[str], most: int = _MOST_ARRAYS
+) -> dict[str, np.ndarray]:
+    """Read all arrays of an npz file by name, without unpickling.
 
     Args:
         path: file to read.
-        wanted: names that it has to have.
+        wanted: names that the file must have.
+        most: bytes that all arrays may take.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -247,8 +250,8 @@ def read_arrays(path: Path, wanted: Collection[str]) -> dict[str, np.ndarray]:
     try:
         with zipfile.ZipFile(path) as packed:
             size = sum(member.file_size for member in packed.infolist())
-        if size > _MOST_ARRAYS:
-            raise ValueError(f"{size:,} bytes unpacked, above {_MOST_ARRAYS:,}")
+        if size > most:
+            raise ValueError(f"{size:,} bytes unpacked, above {most:,}")
         with np.load(path, allow_pickle=False) as arrays:
             found = {name: arrays[name] for name in arrays.files}
     except (*_UNREADABLE, NotImplementedError, RuntimeError, SyntaxError) as error:

@@ -29,7 +29,7 @@ from torch import nn
 from molflt import Calculator
 from molflt.data.structures import Structures, open_dataset
 from molflt.data.structures.base import to_atoms
-from molflt.data.structures.splits import split_path
+from molflt.data.structures.sources import split_path
 from molflt.evaluation.predictions import infer
 from molflt.evaluation.relaxation import relax_atoms
 from molflt.evaluation.structures import adwt, position_error

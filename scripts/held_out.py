@@ -27,7 +27,8 @@ from kit.words import described, trainings
 from peers_kit.models import FITS, load
 
 from molflt.data.structures import open_dataset
-from molflt.data.structures.splits import VAL_SPLITS, split_path
+from molflt.data.structures.sources import split_path
+from molflt.data.structures.splits import VAL_SPLITS
 from molflt.data.structures.systems import SYSTEMS, read_systems
 from molflt.metrics import EWT_THRESHOLD
 

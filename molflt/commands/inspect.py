@@ -8,7 +8,7 @@ from pathlib import Path
 
 from molflt.data.structures import Reading
 from molflt.data.structures.base import Tags
-from molflt.data.structures.splits import is_one_source, sources_in
+from molflt.data.structures.sources import is_one_source, sources_in
 from molflt.data.structures.summary import Inspected, Summary, summarize
 
 __all__ = ["inspect"]

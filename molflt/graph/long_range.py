@@ -3,8 +3,9 @@
     E = 1/2 sum_p sum_c s_pc k sum_ij' q_ipc q_jpc / |r_ij|^p,   k = 14.4 eV Å^p,
 
 over all pairs and images but an atom and itself, in Ewald's way: near pairs within a cutoff, and
-the smooth rest on the reciprocal lattice of each graph (`InversePower`). The split is the same for
-every cell, so that energies depend neither on its choice nor on how many cells make a supercell.
+the smooth rest on the reciprocal lattice of each graph (`InversePower`). The split changes with the
+volume of very large cells only, which bounds the number of nodes; energies depend neither on the
+split nor on the choice of the cell.
 """
 
 import math
@@ -16,19 +17,21 @@ import torch
 from torch import Tensor, nn
 
 from molflt.attention.checks import at_least_one, not_negative, positive
-from molflt.attention.nodes.lattice import free_extent
+from molflt.attention.nodes.lattice import Lattice, free_extent
 from molflt.attention.nodes.reciprocal import reciprocal_nodes
 from molflt.attention.numerics import at_least_float32, distances, fade, recomputed, uncompiled
 from molflt.attention.spectra import InversePower
 from molflt.graph.geometry import Geometry, _sum_by
 from molflt.graph.near import _all_pairs
 from molflt.graph.neighbors import Neighbors, neighbor_list
+from molflt.graph.radial import softened
 
 COULOMB = 14.399645  # eV Å, of two elementary charges
 _DEPTH = 4.0  # sharpness times cutoff: near pairs end below 1e-6 of 1 / r
 _ONSET = 0.9  # share of the cutoff from where on near pairs fade away
 _HIGHEST = 1.44  # of frequencies over sharpness: nodes end at 3e-6 of the first ones
 _APART = 5.0  # of the images of a slab, over the sharpness: they see 1e-12 of each other
+_LARGEST = 800.0  # volume over the cutoff cubed from which on the cutoff grows with the cell
 _TRANSIENT = 2**21  # numbers that waves of one chunk of nodes may hold at once
 _START = 0.02  # of charges over what a linear layer starts with: energies of some meV an atom
 _REACH = 5.0  # Å between atoms that exchange charge
@@ -173,15 +176,31 @@ def inverse_power_sums(
         axes = geometry.pbc.sum(dim=1).tolist()
         _check_axes(axes, powers)
         laws = [InversePower(power, _DEPTH / cutoff) for power in powers]
-        found = neighbor_list(geometry, cutoff) if neighbors is None else neighbors
-        near, far = _pair_sums(charges, geometry, laws, found, cutoff, smearing)
+        scale = _scales(geometry, cutoff).to(geometry.pos.dtype)
+        scaled = geometry._replace(
+            pos=geometry.pos / scale[geometry.batch, None],
+            cell=geometry.cell / scale[:, None, None],
+        )
+        if neighbors is None or bool((scale > 1).any()):
+            neighbors = neighbor_list(scaled, cutoff)
+        near, far = _pair_sums(charges, scaled, scale.double(), laws, neighbors, smearing)
         rows = list(far)
         for graph, (start, stop) in enumerate(pairwise(geometry.ptr.tolist())):
             if axes[graph]:
-                atoms = geometry.pos[start:stop], charges[start:stop]
-                box = geometry.cell[graph], geometry.pbc[graph]
-                rows[graph] = rows[graph] + _far_of_lattice(*atoms, *box, laws)
+                atoms = scaled.pos[start:stop], charges[start:stop]
+                box = scaled.cell[graph], scaled.pbc[graph]
+                shrunk = scale[graph].double() ** -charges.new_tensor(powers)[:, None]
+                rows[graph] = rows[graph] + _far_of_lattice(*atoms, *box, laws) * shrunk
         return near, torch.stack(rows)
+
+
+def _scales(geometry: Geometry, cutoff: float) -> Tensor:
+    """Lengths in which each graph has a bounded number of nodes, (graphs,) float64; 1 for most."""
+    cell, pbc = geometry.cell.detach().double(), geometry.pbc
+    extent = free_extent(geometry.pos.detach().double(), geometry.batch, cell, pbc)
+    volume = Lattice.of(cell, pbc, 2 * extent, 2 * _APART * cutoff / _DEPTH).volume
+    scale = (volume / (_LARGEST * cutoff**3)).clamp(min=1.0) ** (1 / 3)
+    return torch.where(pbc.any(dim=1), scale, 1.0)
 
 
 def _check_axes(axes: Sequence[int], powers: Sequence[int]) -> None:
@@ -199,13 +218,16 @@ def _check_axes(axes: Sequence[int], powers: Sequence[int]) -> None:
 def _pair_sums(
     charges: Tensor,
     geometry: Geometry,
+    scale: Tensor,
     laws: Sequence[InversePower],
     found: Neighbors,
-    cutoff: float,
     smearing: float,
 ) -> tuple[Tensor, Tensor]:
-    """Near parts, and far parts of graphs without periodic axes: (graphs, powers, channels)."""
-    molecule = ~geometry.pbc.any(dim=1)
+    """Near parts, and far parts of graphs without periodic axes: (graphs, powers, channels).
+
+    Lengths of the geometry and of the neighbors are in units of `scale`, (graphs,) Å.
+    """
+    molecule, cutoff = ~geometry.pbc.any(dim=1), _DEPTH / laws[0].sharpness
     kept = ~molecule[geometry.batch[found.center]]
     first, second = _all_pairs(geometry, molecule)
     query = torch.cat((found.center[kept], first))
@@ -213,13 +235,15 @@ def _pair_sums(
     vector = torch.cat((found.vector[kept], geometry.pos[second] - geometry.pos[first]))
     square = vector.double().square().sum(dim=-1)
     share = fade((distances(vector.double()) / cutoff - _ONSET) / (1 - _ONSET))
-    alone = molecule[geometry.batch[query]]
+    graph = geometry.batch[query]
+    alone, unit = molecule[graph], scale[graph]
     near, far = [], []
     for law in laws:
-        whole = square ** (-law.power / 2)
         if smearing:
-            whole = InversePower(law.power, 0.5**0.5 / smearing).smooth(square)
-        close = share * (whole - law.smooth(square))
+            whole = InversePower(law.power, 0.5**0.5 / smearing).smooth(square * unit**2)
+        else:
+            whole = softened(square * unit**2) ** (-law.power / 2)
+        close = share * (whole - law.smooth(square) * unit**-law.power)
         near.append(close)
         far.append((whole - close) * alone)
 

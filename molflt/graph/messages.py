@@ -1,5 +1,4 @@
-"""Messages between neighbors that turn with the structure: what stands around each atom, angles
-included."""
+"""Equivariant messages between neighbors: what surrounds each atom, angles included."""
 
 from typing import NamedTuple
 
@@ -9,10 +8,9 @@ from torch import Tensor, nn
 from molflt.graph.geometry import _sum_by
 from molflt.graph.near import in_pieces
 from molflt.graph.neighbors import Neighbors
-from molflt.graph.radial import radial_waves
+from molflt.graph.radial import radial_waves, softened
 
 _NUM_BASIS = 8
-_TINY = 1e-9  # Å
 _SCALE = 0.25  # of sums over neighbors, of which there are some 16: tokens keep their size
 
 
@@ -26,7 +24,7 @@ class _Edges(NamedTuple):
     basis: Tensor
     """(pairs, functions) of the distance, 0 with all derivatives at the cutoff"""
     direction: Tensor
-    """(pairs, 3, 1), of length 1, from center to neighbor"""
+    """(pairs, 3, 1), from center to neighbor, of length 1 from 0.1 Å on"""
 
 
 class EquivariantMessages(nn.Module):
@@ -51,8 +49,9 @@ class EquivariantMessages(nn.Module):
     def forward(self, tokens: Tensor, neighbors: Neighbors) -> Tensor:
         """Tokens (atoms, dim) and pairs to tokens that know of their neighborhoods."""
         basis = radial_waves(neighbors.distance, _NUM_BASIS, self.cutoff)
-        # of atoms at one place 0, not NaN
-        direction = neighbors.vector / neighbors.distance[:, None].clamp(min=_TINY)
+        # goes to 0, not to NaN, where two atoms approach one place
+        square = neighbors.vector.square().sum(dim=-1, keepdim=True)
+        direction = neighbors.vector / softened(square).sqrt()
         shared = basis.to(tokens.dtype), direction.to(tokens.dtype)[..., None]
         edges = _Edges(neighbors.center, neighbors.neighbor, *shared)
         vectors = None

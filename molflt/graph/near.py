@@ -11,7 +11,7 @@ from molflt.attention.mixing.pairs import Pairs
 from molflt.attention.numerics import recomputed
 from molflt.attention.positions.spectral import GraphNodes
 from molflt.graph.geometry import Geometry
-from molflt.graph.neighbors import Neighbors
+from molflt.graph.neighbors import Neighbors, nearest_images
 
 _PIECE = 2**16  # pairs whose intermediate results, hundreds of numbers each, are there at once
 _MANY = 2**18  # pairs from which on these are computed again in backward
@@ -29,7 +29,7 @@ class NearPairs(NamedTuple):
     query: Tensor
     """(pairs,), counted from the first atom of the graph"""
     key: Tensor
-    """(pairs,), likewise; a pair may appear several times, once for each image"""
+    """(pairs,), as `query`; a pair may appear several times, once for each image"""
     vector: Tensor
     """(pairs, 3) from query to key, Å"""
 
@@ -57,7 +57,7 @@ class NearPairs(NamedTuple):
             query, key = _all_pairs(geometry, alone)
             queries.append(query)
             keys.append(key)
-            vectors.append(geometry.pos[key] - geometry.pos[query])
+            vectors.append(nearest_images(geometry, query, key))
         query, key = torch.cat(queries), torch.cat(keys)
         graph = geometry.batch[query]
         first = geometry.ptr[graph]

@@ -1,6 +1,7 @@
 """Neighbors within a cutoff, periodic images included."""
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
@@ -9,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from molflt.atoms import FARTHEST, LOWEST, lattice_heights
-from molflt.attention.numerics import uncompiled
+from molflt.atoms import FARTHEST, LOWEST, lattice_heights, reduced_cell
+from molflt.attention.numerics import distances, uncompiled
 from molflt.graph.geometry import Geometry
 from molflt.graph.memory import expect_memory
 
@@ -19,6 +20,7 @@ from molflt.graph.memory import expect_memory
 _MOST_CELLS = 1e5
 _FEWEST_ALONG_AXIS = 4  # it rounds down once for each axis
 _PAIR = 240  # bytes that a pair takes while neighbors are searched, measured
+_PLACES = np.array([1, 1_000_003, 1_000_003**2])  # of cubes along the axes
 
 
 _Array: TypeAlias = NDArray[np.float64]
@@ -39,18 +41,14 @@ class Neighbors(NamedTuple):
 
 @uncompiled
 def expect_lattice(geometry: Geometry) -> None:
-    """Refuses, as `neighbor_list`, what images of atoms cannot be counted in.
-
-    Raises:
-        ValueError: naming the graph, for lattice planes less than 0.5 Å apart.
-    """
+    """Raises ValueError, naming the graph, for lattice planes less than 0.5 Å apart."""
     boxes, periodic = _numbers(geometry.cell).astype(np.float64), _numbers(geometry.pbc)
     _check_heights(lattice_heights(boxes, periodic), boxes, periodic)
 
 
 @uncompiled
 def neighbor_list(geometry: Geometry, cutoff: float) -> Neighbors:
-    """All pairs within `cutoff`, graph by graph, through vesin.
+    """All pairs within `cutoff`, graph by graph, through vesin and in reduced cells.
 
     Args:
         geometry: the atoms.
@@ -62,7 +60,8 @@ def neighbor_list(geometry: Geometry, cutoff: float) -> Neighbors:
 
     Raises:
         ValueError: naming the graph, for positions or lattice vectors that are not finite, lattice
-            planes less than 0.5 Å apart, or far too long and thin a space.
+            planes of the reduced cell less than 0.5 Å apart, or far too long and thin a space.
+        MemoryError: for more pairs than fit into memory.
     """
     from vesin import NeighborList  # here, so that reading signatures loads no library of C
 
@@ -70,19 +69,21 @@ def neighbor_list(geometry: Geometry, cutoff: float) -> Neighbors:
     points, boxes = _numbers(pos).astype(np.float64), _numbers(cell).astype(np.float64)
     periodic, ptr = _numbers(geometry.pbc), _numbers(geometry.ptr).tolist()
     _check_finite(points, boxes, periodic, ptr)
+    reduced, steps = reduced_cell(boxes, periodic)
     closed = [
-        _closed(points[start:stop], boxes[graph], periodic[graph], cutoff)
+        _closed(points[start:stop], reduced[graph], periodic[graph], cutoff)
         for graph, (start, stop) in enumerate(pairwise(ptr))
     ]
-    boxes = np.stack([box for _, box in closed])
-    _check_shapes(boxes, periodic, cutoff)
-    _expect_pairs(np.diff(ptr), boxes, cutoff)
+    _check_shapes(np.stack([box for _, box in closed]), boxes, periodic, cutoff)
+    _expect_pairs([_least_pairs(*each, cutoff) for each in closed], np.diff(ptr), cutoff)
     search = NeighborList(cutoff=cutoff, full_list=True)
-    found = []
+    found, counts = [], []
     for graph, (inside, box) in enumerate(closed):
         i, j, shift = search.compute(inside, box, True, quantities="ijS")
         ends = np.stack((i, j)).astype(np.int64) + ptr[graph]
-        found.append((ends, shift, np.full(len(i), graph)))
+        found.append((ends, shift @ steps[graph], np.full(len(i), graph)))
+        counts.append(len(i))
+        _expect_pairs(counts, np.diff(ptr), cutoff)
     ends, shift, graph_index = (
         torch.from_numpy(np.concatenate(part, axis=axis)).to(pos.device)
         for part, axis in zip(zip(*found, strict=True), (1, 0, 0), strict=True)
@@ -91,7 +92,37 @@ def neighbor_list(geometry: Geometry, cutoff: float) -> Neighbors:
     with torch.autocast(cell.device.type, enabled=False):  # no lattice vector in half precision
         offset = torch.einsum("ps,psc->pc", shift.to(cell.dtype), cell[graph_index])
     vector = pos[neighbor] - pos[center] + offset
-    return Neighbors(center, neighbor, vector, vector.norm(dim=-1))
+    return Neighbors(center, neighbor, vector, distances(vector))
+
+
+@uncompiled
+def nearest_images(geometry: Geometry, query: Tensor, key: Tensor) -> Tensor:
+    """Vectors from atoms to the image of others that is nearest by fractions of a reduced cell.
+
+    Args:
+        geometry: the batch.
+        query: (pairs,), atoms.
+        key: (pairs,), atoms of the same graphs.
+
+    Returns:
+        (pairs, 3), Å, differentiable in positions and cells.
+    """
+    vector = geometry.pos[key] - geometry.pos[query]
+    periodic = _numbers(geometry.pbc)
+    if not periodic.any():
+        return vector
+    short, steps = reduced_cell(_numbers(geometry.cell).astype(np.float64), periodic)
+    graph = _numbers(geometry.batch[query])
+    turns = np.einsum("pc,pcs->ps", _numbers(vector), np.linalg.pinv(short)[graph]).round()
+    shift = torch.from_numpy(np.einsum("ps,psr->pr", turns, steps[graph])).to(vector)
+    return vector - torch.einsum("ps,psc->pc", shift, geometry.cell[geometry.batch[query]])
+
+
+@uncompiled
+def images_are_far(geometry: Geometry, distance: float) -> Tensor:
+    """Graphs whose lattice planes are all farther apart than a distance, Å: (graphs,) bool."""
+    heights = lattice_heights(_numbers(geometry.cell).astype(np.float64), _numbers(geometry.pbc))
+    return torch.from_numpy((heights > distance).all(axis=1)).to(geometry.pbc.device)
 
 
 def _numbers(x: Tensor) -> NDArray[Any]:
@@ -164,9 +195,11 @@ def _closed(
     return points - excess @ normals, closed
 
 
-def _check_shapes(boxes: _Array, periodic: NDArray[np.bool_], cutoff: float) -> None:
-    """Raises ValueError for a box of (graphs, 3, 3), Å, that would take all memory or crash."""
-    heights = lattice_heights(boxes, np.ones_like(periodic))
+def _check_shapes(
+    closed: _Array, boxes: _Array, periodic: NDArray[np.bool_], cutoff: float
+) -> None:
+    """Raises ValueError for a closed box (graphs, 3, 3), Å, that would take all memory or crash."""
+    heights = lattice_heights(closed, np.ones_like(periodic))
     _check_heights(heights, boxes, periodic)
     cells = np.maximum(heights // cutoff, 1)
     total = cells.prod(axis=1)
@@ -188,24 +221,31 @@ def _check_heights(heights: _Array, boxes: _Array, periodic: NDArray[np.bool_]) 
         graph = int(low.argmax())
         raise ValueError(
             f"graph {graph}: lattice planes must be at least {LOWEST} Å apart; got "
-            f"{heights[graph][periodic[graph]].min():.2g} Å of cell {boxes[graph].tolist()}; set "
-            "pbc to False along axes without a lattice vector"
+            f"{heights[graph][periodic[graph]].min():.2g} Å in the reduced form of cell "
+            f"{boxes[graph].tolist()}; set pbc to False along axes without a lattice vector"
         )
 
 
-def _expect_pairs(atoms: NDArray[np.int64], boxes: _Array, cutoff: float) -> None:
-    """Raises MemoryError where pairs of atoms (graphs,) in boxes (graphs, 3, 3), Å, do not fit.
+def _least_pairs(points: _Array, box: _Array, cutoff: float) -> float:
+    """A lower bound of the pairs of atoms (atoms, 3) in a closed box (3, 3), Å.
 
-    As many as if atoms were spread evenly, which is the least.
+    The larger of those of atoms spread evenly and of those that share a cube with a diagonal of
+    one cutoff.
     """
-    ball = 4 / 3 * math.pi * cutoff**3
-    pairs = atoms**2 * ball / np.abs(np.linalg.det(boxes))
-    most = int(pairs.argmax())
+    even = len(points) ** 2 * 4 / 3 * math.pi * cutoff**3 / abs(np.linalg.det(box))
+    cubes = np.floor(points * (3**0.5 / cutoff)).astype(np.int64)
+    _, shared = np.unique(cubes @ _PLACES, return_counts=True)
+    return max(even, float(np.square(shared).sum() - len(points)))
+
+
+def _expect_pairs(pairs: Sequence[float], atoms: NDArray[np.int64], cutoff: float) -> None:
+    """Raises MemoryError where pairs (graphs,) of atoms (graphs,) do not fit."""
+    most = int(np.argmax(pairs))
     expect_memory(
-        _PAIR * pairs.sum(),
+        _PAIR * sum(pairs),
         lambda: (
-            f"some {pairs[most]:.2g} neighbors within {cutoff:g} Å of the {atoms[most]:,} atoms of "
-            f"graph {most}, and those of the others,"
+            f"{pairs[most]:.2g} or more neighbors within {cutoff:g} Å of the {atoms[most]:,} atoms "
+            f"of graph {most}, and those of the others,"
         ),
-        "take a smaller cutoff, or fewer structures at once",
+        "take a smaller cutoff, fewer structures at once, or remove atoms that are there twice",
     )

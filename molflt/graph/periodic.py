@@ -21,10 +21,11 @@ from molflt.attention.spectra import SPECTRA
 from molflt.graph.dense import DenseAtoms
 from molflt.graph.geometry import Geometry
 from molflt.graph.memory import expect_memory
-from molflt.graph.neighbors import expect_lattice
+from molflt.graph.neighbors import expect_lattice, images_are_far
 
 _FADE = 1.0  # Å in front of the cutoff along which an image fades away
 _MOST_PAIRED = 1000  # atoms of a molecule whose pairs are all computed
+_ALONE = 200.0  # Å of vacuum beyond which an image sees 1e-8 of a kernel: a molecule, too
 _IN_PLANE = [(a, b, 0) for a, b in itertools.product((-1, 0, 1), repeat=2) if (a, b) != (0, 0)]
 
 
@@ -250,9 +251,9 @@ class Reciprocal(Open):
     Args:
         max_frequency: largest |G|, cycles/Å; the number of nodes grows as its cube.
         smooth: along directions that are not periodic, nodes are analytic functions of positions;
-            otherwise forces jump by some 1e-4 eV/Å where another atom comes to be outermost. And
-            molecules of up to 1,000 atoms have no nodes but all pairs, which turn with them;
-            the box of nodes does not, to some meV.
+            otherwise forces jump by some 1e-4 eV/Å where another atom comes to be outermost.
+            Molecules of up to 1,000 atoms, and such in cells higher than 200 Å along all periodic
+            axes, have all pairs instead of nodes: the energy does not depend on their orientation.
     """
 
     lattice = True
@@ -302,7 +303,7 @@ class Reciprocal(Open):
         """See `Open.without_nodes`."""
         if not self.smooth:
             return None
-        return ~geometry.pbc.any(dim=1) & (geometry.ptr.diff() <= _MOST_PAIRED)
+        return images_are_far(geometry, _ALONE) & (geometry.ptr.diff() <= _MOST_PAIRED)
 
     def neighborhood(self, geometry: Geometry) -> Geometry:
         """See `Open.neighborhood`: images are neighbors, too."""

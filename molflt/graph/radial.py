@@ -5,7 +5,10 @@ import math
 import torch
 from torch import Tensor
 
+from molflt.attention.numerics import sinc
+
 _E3NN = 1.14136  # its factor of a second moment of one
+_NEAR = 0.1  # Å; no atoms are nearer
 _EDGE = 0.01  # of 1 - u^2, where exp(-2 / .) is 1e-87, and its slope still a number
 
 
@@ -36,4 +39,14 @@ def radial_waves(distance: Tensor, number: int, cutoff: float) -> Tensor:
     inside = rest > _EDGE
     fade = torch.where(inside, (1 - 1 / torch.where(inside, rest, 1.0)).exp(), 0.0)
     waves = torch.arange(1, number + 1, dtype=distance.dtype, device=distance.device)
-    return torch.sinc(waves * u[:, None]) * (math.pi * waves) * fade[:, None]
+    return sinc(waves * u[:, None]) * (math.pi * waves) * fade[:, None]
+
+
+def softened(square: Tensor) -> Tensor:
+    """Squares of distances, Å^2, that are bounded smoothly from below by 1/300 Å^2.
+
+    They are exact from 0.1 Å on, with two continuous derivatives: for quotients, which stay finite
+    where two atoms are at one place.
+    """
+    rest = (1 - square / _NEAR**2).clamp(min=0.0)
+    return square + rest**3 * (_NEAR**2 / 3)

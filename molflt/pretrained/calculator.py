@@ -15,7 +15,11 @@ from ase.calculators.calculator import PropertyNotImplementedError, all_changes
 from ase.stress import full_3x3_to_voigt_6_stress
 from torch import nn
 
+from molflt.atoms import MAX_ATOMIC_NUMBER
+from molflt.attention.checks import whole
 from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
+from molflt.data.structures.records import origin_of
+from molflt.data.structures.unused_fields import unused_fields, unused_warning
 from molflt.evaluation.elements import refuse_undescribed, warn_of_elements
 from molflt.graph.heads import undescribed
 from molflt.graph.potential import Potential
@@ -46,10 +50,12 @@ class Calculator(AseCalculator):
             device that it is on.
         dtype: of the arithmetic; float32 takes half of the time, and its forces are rounded to
             some 1e-5 eV/Å.
+        slab_stress: give a stress for structures that are not periodic along all axes, too: dE by
+            the strain over the volume of the cell, vacuum included.
         options: of ASE's calculators.
 
     Attributes:
-        overlaps_told: whether it has warned of two atoms at one place, which it does once.
+        overlaps_told: True after the one warning of two atoms at one place.
 
     Raises:
         FileNotFoundError: if there is nothing of that name.
@@ -65,6 +71,7 @@ class Calculator(AseCalculator):
         checkpoint: str | None = None,
         device: str | None = None,
         dtype: Literal["float32", "float64"] = "float64",
+        slab_stress: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(**options)
@@ -88,7 +95,9 @@ class Calculator(AseCalculator):
                 "with --recipe potential, or take molflt predict"
             )
         self.model = model.to(_DTYPES[dtype])
+        self.slab_stress = slab_stress
         self._told: set[int] = set()
+        self._fields_told: set[str] = set()
         self.overlaps_told = False
 
     def calculate(
@@ -100,8 +109,8 @@ class Calculator(AseCalculator):
         """See ASE.
 
         Raises:
-            ValueError: positions that are not finite, or results that are not.
-            PropertyNotImplementedError: stress of a structure without a volume.
+            ValueError: an unknown element, or positions or results that are not finite.
+            PropertyNotImplementedError: stress of a structure that is not periodic along all axes.
         """
         super().calculate(atoms, properties, system_changes)
         given = self.atoms
@@ -125,12 +134,21 @@ class Calculator(AseCalculator):
         parts = (name for name in out if name.startswith("energy_"))  # of a long range
         self.results |= {name: float(out[name][0]) for name in parts}
         stress = out["stress"][0].double().cpu().numpy()
-        if np.isfinite(stress).all():
+        if np.isfinite(stress).all() and (self.slab_stress or given.pbc.all()):
             self.results["stress"] = full_3x3_to_voigt_6_stress(stress)
         elif "stress" in (properties or ()):
-            raise PropertyNotImplementedError("no stress without a cell of three lattice vectors")
+            raise PropertyNotImplementedError(
+                f"stress needs pbc True along all axes; got {given.pbc.tolist()}; slab_stress=True "
+                "of molflt.Calculator gives it for any cell of three lattice vectors"
+            )
 
     def _warn_of_new(self, atoms: Atoms) -> None:
+        whole("atomic_numbers", torch.as_tensor(atoms.numbers), 1, MAX_ATOMIC_NUMBER, "elements")
+        unused = unused_fields(atoms)
+        if not unused.keys() <= self._fields_told:
+            self._fields_told |= unused.keys()
+            said = unused_warning(atoms.get_chemical_formula(), unused)
+            print(f"molflt: warning: {said}", file=sys.stderr)
         new = set(atoms.numbers.tolist()) - self._told
         if new:
             refuse_undescribed(new, undescribed(self.model), atoms.get_chemical_formula())
@@ -142,8 +160,10 @@ def _data(atoms: Atoms) -> Data:
     """One structure of PyG, in float64."""
     from torch_geometric.data import Data
 
+    pos = torch.as_tensor(atoms.positions, dtype=torch.float64)
+    near = pos - origin_of(pos) if len(pos) and pos.isfinite().all() else pos
     return Data(
-        pos=torch.as_tensor(atoms.positions, dtype=torch.float64),
+        pos=near,
         atomic_numbers=torch.as_tensor(atoms.numbers, dtype=torch.long),
         cell=torch.as_tensor(atoms.cell.array, dtype=torch.float64)[None],
         pbc=torch.as_tensor(atoms.pbc)[None],

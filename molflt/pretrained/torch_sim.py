@@ -30,8 +30,9 @@ class TorchSimModel(ModelInterface):
     Args:
         source: as for `molflt.Calculator`.
         checkpoint: of a run: best (the default), last, or a safetensors file.
-        device: likewise.
+        device: as for `molflt.Calculator`.
         dtype: "float32" or "float64"; that of the state's positions.
+        slab_stress: as for `molflt.Calculator`.
 
     Raises:
         FileNotFoundError: if there is nothing of that name.
@@ -44,8 +45,10 @@ class TorchSimModel(ModelInterface):
         checkpoint: str | None = None,
         device: str | None = None,
         dtype: str = "float64",
+        slab_stress: bool = False,
     ) -> None:
         super().__init__()
+        self.slab_stress = slab_stress
         self.model = Calculator(source, checkpoint, device, dtype).model  # type: ignore[arg-type]
         weight = self.model.embedding.element.weight
         self._device, self._dtype = weight.device, weight.dtype
@@ -56,7 +59,8 @@ class TorchSimModel(ModelInterface):
         """Of all systems of a state.
 
         Returns:
-            "energy": (systems,), eV; "forces": (atoms, 3), eV/Å; "stress": (systems, 3, 3), eV/Å^3.
+            "energy": (systems,), eV; "forces": (atoms, 3), eV/Å; "stress": (systems, 3, 3), eV/Å^3,
+            NaN for systems that are not periodic along all axes, unless `slab_stress` is given.
         """
         from torch_geometric.data import Batch
         from torch_sim.state import SimState
@@ -75,5 +79,7 @@ class TorchSimModel(ModelInterface):
             cell=cell.to(self._dtype),
             pbc=pbc,
         )
-        out = self.model(batch)
+        out = dict(self.model(batch))
+        given = pbc.all(dim=1)[:, None, None] | self.slab_stress
+        out["stress"] = torch.where(given, out["stress"], torch.nan)
         return {name: out[name].to(self._dtype) for name in ("energy", "forces", "stress")}

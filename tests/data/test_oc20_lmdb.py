@@ -40,7 +40,9 @@ def test_keys_are_numbers_not_words(tmp_path):
 @pytest.mark.parametrize("length", [pickle.dumps(2), b"2", pickle.dumps(np.int64(2))])
 def test_length_key(tmp_path, length):
     path = write_lmdb(tmp_path / "data.lmdb", {**numbered(3), "length": length})
-    assert len(open_dataset(path)) == 2
+    dataset = open_dataset(path)
+    assert len(dataset) == 2 and "'2'" in dataset.left_out()
+    assert len(open_dataset(path, skip_bad=True)) == 3
 
 
 def test_length_key_that_runs_code_or_lies(tmp_path):
@@ -105,6 +107,35 @@ def test_other_keys_and_gaps(tmp_path):
         open_dataset(path)
 
 
+@pytest.mark.parametrize("length", [None, 3, 6, 9])
+def test_no_record_is_lost_without_being_listed(tmp_path, length):
+    """A gap, keys beyond `length`, and a record whose key is not a whole number."""
+    content = {str(i): old_record(i) for i in (0, 1, 2, 4, 5)} | {"x7": old_record(7)}
+    content |= {} if length is None else {"length": pickle.dumps(length)}
+    path = write_lmdb(tmp_path / "data.lmdb", content)
+    with pytest.raises(ValueError, match="'x7'" if length == 3 else "key '3' missing"):
+        open_dataset(path)
+    kept = open_dataset(path, skip_bad=True)
+    assert [item.sid - 1000 for item in kept] == [0, 1, 2, 4, 5]
+    gaps = {None: ["'3'"], 3: [], 6: ["'3'"], 9: ["'3'", "'6' to '8'"]}[length]
+    found = [name.removeprefix(f"{path}: key").lstrip("s ") for name, _ in kept.bad]
+    assert found == [*gaps, "'x7'"]
+
+
+def test_keys_beyond_length_are_listed_or_read(tmp_path):
+    write_lmdb(tmp_path / "a" / "data.0000.lmdb", numbered(2))
+    content = {**numbered(5, 10), "length": b"3"}
+    path = write_lmdb(tmp_path / "a" / "data.0001.lmdb", content)
+    dataset = open_dataset(tmp_path / "a")
+    assert len(dataset) == 5 and [name for name, _ in dataset.bad] == [
+        f"{path}: key '3'",
+        f"{path}: key '4'",
+    ]
+    kept = open_dataset(tmp_path / "a", skip_bad=True)
+    assert [item.sid - 1000 for item in kept] == [0, 1, 10, 11, 12, 13, 14] and not kept.bad
+    assert len(open_dataset(path, skip_bad=True).natoms) == 5
+
+
 def test_folder_of_shards_in_order_of_name(tmp_path):
     for shard, start in (("data.0001.lmdb", 20), ("data.0000.lmdb", 0), ("data.0002.lmdb", 40)):
         write_lmdb(tmp_path / "train" / shard, numbered(3, start))
@@ -127,7 +158,10 @@ def test_natoms_beside(tmp_path):
         np.savez(tmp_path / "metadata.npz", natoms=np.array(other))
         assert open_dataset(path).natoms.tolist() == [3, 4, 5, 6]
     (tmp_path / "metadata.npz").write_bytes(b"nothing")
-    with pytest.raises(ValueError, match=r"metadata\.npz: expected an npz with natoms"):
+    with pytest.raises(ValueError, match=r"metadata\.npz: expected an npz"):
+        _ = open_dataset(path).natoms
+    np.savez_compressed(tmp_path / "metadata.npz", natoms=np.zeros(10**7, np.int64))
+    with pytest.raises(ValueError, match=r"metadata\.npz: .*80,000,\d+ bytes"):
         _ = open_dataset(path).natoms
 
 

@@ -22,7 +22,7 @@ from torch_geometric.loader import DataLoader
 from molflt.commands.cli import main
 from molflt.data.structures import SOURCES, open_dataset
 from molflt.data.structures.datamodule import IS2REData
-from molflt.data.structures.splits import split_path
+from molflt.data.structures.sources import split_path
 from molflt.data.structures.store import write_store
 
 

@@ -14,7 +14,7 @@ from molflt.data.structures import AS_IT_IS, Reading, open_dataset
 from molflt.data.structures.base import Tags
 from molflt.data.structures.labels import force_fault, label_faults
 from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
-from molflt.data.structures.splits import is_one_source, sources_in
+from molflt.data.structures.sources import is_one_source, sources_in
 from molflt.data.structures.store import write_store
 from molflt.files import readable_size
 

@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 
 from molflt.data.structures import AS_IT_IS, Reading, Structures, open_dataset
 from molflt.data.structures.parts import split_by_seed
-from molflt.data.structures.splits import is_one_source, split_path
+from molflt.data.structures.sources import is_one_source, split_path
 
 __all__ = ["VAL_FRACTION", "DataSet"]
 
@@ -19,8 +19,8 @@ VAL_FRACTION = 0.1
 class DataSet(NamedTuple):
     """Where structures lie, and in which splits.
 
-    A folder has a file or a folder of shards for each split. One file, or one folder of shards, has
-    two: `train` and `val`, drawn by `split_seed`.
+    A folder has a file or a folder for each split. One file, a pattern of names, or a folder of
+    files that are no splits has two: `train` and `val`, drawn by `split_seed`.
     """
 
     root: Path
@@ -51,9 +51,7 @@ class DataSet(NamedTuple):
     @property
     def is_one(self) -> bool:
         """Whether the root itself holds the structures, and no splits."""
-        if not self.root.is_dir():
-            return self.root.exists()
-        return not self.has(self.train) and is_one_source(self.root)
+        return is_one_source(self.root) and not (self.root.is_dir() and self.has(self.train))
 
     @property
     def folder(self) -> Path:

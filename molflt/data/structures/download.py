@@ -15,7 +15,7 @@ from urllib.error import HTTPError, URLError
 
 from tqdm import tqdm
 
-from molflt.data.structures.splits import _OC20_ARCHIVE, OC20_FILES, VAL_SPLITS
+from molflt.data.structures.splits import OC20_ARCHIVE, OC20_FILES, VAL_SPLITS
 from molflt.data.structures.unpack import _md5, _target, _unpack, _unpacked_size
 from molflt.files import readable_size
 from molflt.lock import FolderLock
@@ -115,12 +115,12 @@ def _download_oc20(
     directory: Path, missing: list[str], base_url: str | None, md5: str | None, keep_archive: bool
 ) -> None:
     """Fetches the archive and unpacks what is missing; see `download`."""
-    archive = directory / _OC20_ARCHIVE.name
-    md5 = (md5 or _OC20_ARCHIVE.md5).lower()
-    official = md5 == _OC20_ARCHIVE.md5
+    archive = directory / OC20_ARCHIVE.name
+    md5 = (md5 or OC20_ARCHIVE.md5).lower()
+    official = md5 == OC20_ARCHIVE.md5
     _get(
         archive,
-        base_url or _OC20_ARCHIVE.base_url,
+        base_url or OC20_ARCHIVE.base_url,
         md5,
         lambda size: _unpacked_size(missing, size, official),
         f"unpacking {', '.join(missing)}",

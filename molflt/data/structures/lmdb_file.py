@@ -50,7 +50,7 @@ class LmdbFile:
         self.path = path
         size = path.stat().st_size
         if size == 0:
-            raise ValueError(f"{path}: the file is empty; expected an OC20 LMDB; download it again")
+            raise ValueError(f"{path}: the file is empty; expected an LMDB; download it again")
         needed = (self._root.last_page + 1) * self._root.page_size
         if size < needed:
             raise ValueError(
@@ -98,7 +98,7 @@ class LmdbFile:
         second = first and self._meta(first[1].page_size)
         if not first or not second:
             raise ValueError(
-                f"{self.path}: not an LMDB file, or a damaged one; expected OC20's data.lmdb; got "
+                f"{self.path}: not an LMDB file, or a damaged one; got "
                 f"{len(self._content)} bytes that begin otherwise; download or copy it again"
             )
         return max(first, second, key=lambda meta: meta[0])[1]  # of two alike the first, as LMDB

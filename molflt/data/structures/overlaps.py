@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from molflt.atoms import lattice_heights
+from molflt.atoms import lattice_heights, reduced_cell
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
@@ -29,10 +29,10 @@ def atoms_coincide(record: Data) -> bool:
     that are so close share a bin of one of these. The time grows as the number of atoms.
     """
     pos, axes = record.pos.double().numpy(), record.pbc[0].numpy()
-    basis = record.cell[0].double().numpy().copy()
+    basis = reduced_cell(record.cell.double().numpy(), record.pbc.numpy())[0][0]
     normals = np.linalg.qr(basis[axes].T, mode="complete")[0].T
     basis[~axes] = normals[axes.sum() :]  # along open axes coordinates are in Å
-    heights = lattice_heights(basis, np.ones(3, dtype=bool))
+    heights = lattice_heights(basis[None], np.ones((1, 3), dtype=bool))[0]
     inverse, bins = np.linalg.inv(basis), heights / (2 * TOO_NEAR)
     bins[axes] = np.floor(bins[axes])
     cells = np.floor((pos @ inverse * bins) + _SHIFTS[:, None]).astype(np.int64)

@@ -12,7 +12,7 @@ from typing import IO, cast
 from tqdm import tqdm
 
 from molflt.data.packed import Member, Unpacked
-from molflt.data.structures.splits import _OC20_ARCHIVE, OC20_FILES
+from molflt.data.structures.splits import OC20_ARCHIVE, OC20_FILES
 from molflt.files import readable_size
 
 _FILE = "data.lmdb"
@@ -109,12 +109,12 @@ def _extract(
         missing.discard(name)
     for name in wanted:
         if name in missing:
-            raise ValueError(f"{archive}: holds no {_OC20_ARCHIVE.inner}/{name}/{_FILE}")
+            raise ValueError(f"{archive}: holds no {OC20_ARCHIVE.inner}/{name}/{_FILE}")
 
 
 def _wanted_split(member: tarfile.TarInfo, wanted: list[str]) -> str | None:
     """The split that a member of the archive is the LMDB of; None for all others."""
-    path, inner = PurePosixPath(member.name), PurePosixPath(_OC20_ARCHIVE.inner)
+    path, inner = PurePosixPath(member.name), PurePosixPath(OC20_ARCHIVE.inner)
     if not member.isfile() or path.name != _FILE or not path.is_relative_to(inner):
         return None
     name = str(path.relative_to(inner).parent)

@@ -1,0 +1,52 @@
+"""Charge, spin, magnetic moments and fields of a structure are named where no model reads them."""
+
+import numpy as np
+import pytest
+from ase import Atoms
+from ase.calculators.singlepoint import SinglePointCalculator
+
+from molflt.data.structures.unused_fields import unused_fields, unused_warning
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "charge", "CHARGE", "total_charge", "totalCharge", "net charge", "spin", "multiplicity",
+        "Spin_Multiplicity", "magmom", "TOTAL_MAGMOM", "electric_field", "External_Field", "efield",
+        "e_field", "magnetic-moment", "REF_charges", "uhf",
+    ],
+)  # fmt: skip
+def test_info_is_named_with_its_value(name: str) -> None:
+    assert unused_fields(Atoms("H", info={name: -2.5})) == {name: "-2.5"}
+    assert unused_fields(Atoms("H", info={"data": {name: [0, 3]}})) == {name: "0 to 3"}
+    assert unused_fields(Atoms("H", info={name: 0})) == {}
+
+
+def test_arrays_and_results_are_named() -> None:
+    atoms = Atoms("H2", [[0, 0, 0], [0, 0, 1]], magmoms=[1, -1], charges=[0.5, 0])
+    assert unused_fields(atoms) == {"initial_magmoms": "-1 to 1", "initial_charges": "0 to 0.5"}
+    atoms = Atoms("H2", [[0, 0, 0], [0, 0, 1]], magmoms=[[0, 0, 1], [0, 0, 0]])
+    assert unused_fields(atoms) == {"initial_magmoms": "0 to 1"}
+    atoms = Atoms("H2")
+    atoms.calc = SinglePointCalculator(atoms, energy=1.0, magmom=2.0, magmoms=[1.0, 1.0])
+    assert unused_fields(atoms) == {"magmom": "2", "magmoms": "1 to 1"}
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        {"charge": 0, "spin": 1, "multiplicity": 1},
+        {"charge": "0", "spin": np.array(0.0), "magmoms": [0, 0], "electric_field": [0.0, 0, 0]},
+        {"charge": None, "magmom": float("nan"), "electric_field": np.zeros(3)},
+        {"nuclear_charges": [1, 1], "force_field": 3, "discharge": 1, "energy": -1.0, "spindle": 2},
+    ],
+)
+def test_neutral_values_and_other_fields_say_nothing(info: dict[str, object]) -> None:
+    assert unused_fields(Atoms("H2", info=info)) == {}
+
+
+def test_text_is_named_and_the_warning_is_one_line() -> None:
+    fields = unused_fields(Atoms("H", info={"charge": "+1", "spin": "high\nspin"}))
+    assert fields["charge"] == "1"
+    said = unused_warning("a.xyz", fields)
+    assert "a.xyz" in said and "charge (1)" in said and "\n" not in said

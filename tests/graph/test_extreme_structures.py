@@ -1,0 +1,194 @@
+"""Skewed and huge cells, and atoms at one place: the same numbers, or a refusal."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ase.geometry import minkowski_reduce
+from torch import Tensor
+from torch_geometric.data import Batch, Data
+
+from molflt.atoms import lattice_heights, reduced_cell
+from molflt.data.structures.overlaps import atoms_coincide
+from molflt.data.structures.records import make_record
+from molflt.graph import GraphAttention, Potential
+from molflt.graph import long_range as long_range_module
+from molflt.graph.geometry import Geometry
+from molflt.graph.long_range import inverse_power_sums
+from molflt.graph.neighbors import neighbor_list
+
+CELL = torch.tensor([[4.2, 0.3, 0.1], [0.4, 5.1, 0.2], [0.2, 0.5, 6.0]], dtype=torch.float64)
+POS = torch.tensor([[0.1, 0.2, 0.3], [1.6, 1.9, 2.2], [2.2, 0.4, 4.0]], dtype=torch.float64)
+
+
+def potential(dtype: torch.dtype = torch.float64, **options: Any) -> Potential:
+    torch.manual_seed(0)
+    return Potential(16, 2, layers=1, ffn_dim=16, num_features=16, **options).to(dtype).eval()
+
+
+def batch(pos: Tensor, cell: Tensor = CELL, pbc: bool | list[bool] = True) -> Batch:
+    axes = torch.tensor(pbc).expand(1, 3)
+    numbers = torch.tensor([6, 8, 1, 14])[: len(pos)]
+    return Batch.from_data_list([Data(pos=pos, cell=cell[None], pbc=axes, atomic_numbers=numbers)])
+
+
+OPTIONS = [
+    {},
+    {"messages": 2, "radial_basis": 0},
+    {"long_range": [1, 6], "far_field": False},
+    {"long_range": [1], "long_range_smearing": 0.0, "messages": 1},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_skewed_cells_give_the_same_numbers(options):
+    model = potential(**options)
+    expected = model(batch(POS))
+    for k, (i, j) in itertools.product((1, 10, 100, -100), ((0, 1), (2, 0))):
+        skewed = CELL.clone()
+        skewed[i] += k * CELL[j]
+        found = model(batch(POS, skewed))
+        for name in ("energy", "forces", "stress"):
+            assert float((found[name] - expected[name]).abs().max()) < 1e-10, (k, name)
+
+
+def test_attention_with_a_near_field_takes_skewed_cells():
+    torch.manual_seed(0)
+    layer = GraphAttention(16, 2, position="multiplicative", periodic="reciprocal", near_field=4.0)
+    layer, x = layer.double(), torch.randn(3, 16, dtype=torch.float64)
+    expected = layer(x, POS, None, CELL)
+    skewed = CELL.clone()
+    skewed[0] += 100 * CELL[1] - 37 * CELL[2]
+    torch.testing.assert_close(layer(x, POS, None, skewed), expected, rtol=0, atol=1e-10)
+
+
+def test_a_slab_in_a_skewed_cell():
+    model, pbc = potential(messages=1, long_range=[1]), [True, False, True]
+    expected = model(batch(POS, pbc=pbc))
+    skewed = CELL.clone()
+    skewed[0] += 30 * CELL[2]
+    found = model(batch(POS, skewed, pbc=pbc))
+    for name in ("energy", "forces"):
+        assert float((found[name] - expected[name]).abs().max()) < 1e-10
+
+
+def test_reduction_is_unimodular_and_that_of_ase():
+    rng = np.random.default_rng(1)
+    cells, pbc = 5 * rng.normal(size=(60, 3, 3)), rng.random((60, 3)) < 0.8
+    cells[1::2, 0] += rng.integers(-100, 100, (30, 1)) * cells[1::2, 1]
+    cells[::3, 2] += 77 * cells[::3, 0] - 12 * cells[::3, 1]
+    short, steps = reduced_cell(cells, pbc)
+    assert np.abs(np.abs(np.linalg.det(steps)) - 1).max() < 1e-6
+    assert np.array_equal(steps, steps.round())
+    for cell, axes, found in zip(cells, pbc, short, strict=True):
+        if axes.any():
+            expected, _ = minkowski_reduce(cell, axes)
+            lengths = [np.sort(np.linalg.norm(x[axes], axis=1)) for x in (found, expected)]
+            np.testing.assert_allclose(*lengths, rtol=2e-3)  # ties are left as they are
+
+
+def test_records_take_skewed_cells_and_refuse_flat_ones():
+    skewed = CELL.clone()
+    skewed[0] += 100 * CELL[1]
+    record = make_record(pos=POS, atomic_numbers=[6, 8, 1], cell=skewed)
+    assert not atoms_coincide(record)
+    pos = torch.cat((POS, POS[:1] + 50 * CELL[1] + CELL[2] + 0.01))
+    assert atoms_coincide(make_record(pos=pos, atomic_numbers=[6, 8, 1, 1], cell=skewed))
+    assert lattice_heights(skewed.numpy()[None], np.ones((1, 3), dtype=bool)).min() > 4
+    flat = CELL.clone()
+    flat[0] = 7 * CELL[1] + 0.01
+    with pytest.raises(ValueError, match="cell"):
+        make_record(pos=POS, atomic_numbers=[6, 8, 1], cell=flat)
+    with pytest.raises(ValueError, match="graph 0.* Å apart"):
+        potential()(batch(POS, flat))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("gap", [0.0, 1e-17, 1e-12])
+def test_atoms_at_one_place_train(options, dtype, gap):
+    model = potential(dtype, **options).train()
+    there = torch.tensor([[0, 0, 0], [gap, 0, 0], [1.5, 1, 0], [0, 2, 2]], dtype=torch.float64)
+    out = model(batch(there.to(dtype), 6 * torch.eye(3).to(dtype)))
+    assert all(x.isfinite().all() for x in out.values())
+    (out["forces"].square().sum() + out["stress"].square().sum()).backward()
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    assert found and all(grad.isfinite().all() for grad in found)
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, {"near_exact": True}])
+@pytest.mark.parametrize("pbc", [True, False])
+def test_energy_is_continuous_as_atoms_approach(options, pbc):
+    model, energies = potential(**options), []
+    for gap in (1e-4, 1e-6, 1e-9, 0.0):
+        pos = torch.tensor([[0, 0, 0], [gap, 0, 0], [1.5, 0, 0], [0.2, 1.4, 0.3]]).double()
+        energies.append(float(model(batch(pos, 6 * torch.eye(3).double(), pbc))["energy"]))
+    steps = np.abs(np.diff(energies))
+    assert steps[0] < 1e-3 and steps[1] < 1e-5 and steps[2] < 1e-7
+
+
+def test_softening_ends_at_a_tenth_of_an_angstrom():
+    from molflt.graph.radial import softened
+
+    far = torch.tensor([0.01, 0.0101, 1.0, 1e8], dtype=torch.float64)
+    assert torch.equal(softened(far), far)
+    near = torch.linspace(0, 0.0099, 20, dtype=torch.float64, requires_grad=True)
+    assert softened(near).diff().min() > 0 and softened(near).min() > 0.003
+    assert torch.autograd.gradgradcheck(softened, (near[1:].detach().requires_grad_(),))
+
+
+def test_many_atoms_at_one_place_are_refused_before_pairs_are_built(monkeypatch):
+    monkeypatch.setattr("molflt.graph.memory.available_memory", lambda: 10**9)
+    monkeypatch.setattr("vesin.NeighborList.compute", lambda *_: pytest.fail("searched"))
+    count = 3000
+    crowd = Geometry.of(torch.zeros(count, 3), cell=torch.eye(3) * 9, pbc=torch.tensor([True] * 3))
+    with pytest.raises(MemoryError, match=r"9e\+06 .*3,000 atoms.* 2.2 GB") as caught:
+        neighbor_list(crowd, 5.0)
+    assert "\n" not in str(caught.value)
+
+
+def test_pairs_that_are_found_are_counted_too(monkeypatch):
+    """A cluster whose pairs are more than the bound tells."""
+    torch.manual_seed(0)
+    cloud = 3 * torch.rand(400, 3)
+    geometry = Geometry.of(torch.cat((cloud, cloud + 900)), torch.arange(800) // 400)
+    size = 240 * len(neighbor_list(geometry, 5.0).center)
+    monkeypatch.setattr("molflt.graph.memory._SMALL", 0)
+    monkeypatch.setattr("molflt.graph.memory.available_memory", lambda: 0.8 * size)
+    with pytest.raises(MemoryError, match="graph 0"):
+        neighbor_list(geometry, 5.0)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_cells_of_any_size_hold_an_atom_and_a_molecule(options):
+    model = potential(**options)
+    pos = torch.tensor([[0, 0, 0], [1.1, 0, 0], [1.5, 1, 0]], dtype=torch.float64)
+    for count in (1, 3):
+        expected = model(batch(pos[:count], pbc=False))
+        for side in (250.0,) if options.get("long_range") else (100.0, 250.0, 3000.0):
+            box = side * torch.eye(3, dtype=torch.float64)
+            found = model(batch((pos[:count] - 0.3) % side, box))  # across the boundary
+            share = 2e-8 if not options.get("long_range") else 2 / side
+            scale = float(expected["energy"].abs()) + 1
+            assert abs(float(found["energy"] - expected["energy"])) < share * scale
+            assert float((found["forces"] - expected["forces"]).abs().max()) < share * scale
+
+
+@pytest.mark.parametrize(("pbc", "powers"), [([True] * 3, (1, 2, 6)), ([True, True, False], (1,))])
+def test_the_split_of_large_cells_changes_nothing(monkeypatch, pbc, powers):
+    torch.manual_seed(1)
+    pos, charges = 12 * torch.rand(9, 3).double(), torch.randn(9, len(powers), 1).double()
+    found = []
+    for largest in (800.0, 20.0, 2.0):
+        monkeypatch.setattr(long_range_module, "_LARGEST", largest)
+        place, cell = pos.clone().requires_grad_(), (40 * torch.eye(3).double()).requires_grad_()
+        geometry = Geometry.of(place, cell=cell, pbc=torch.tensor(pbc))
+        sums = sum(inverse_power_sums(charges, geometry, powers))
+        found.append((sums, *torch.autograd.grad(sums.sum(), (place, cell))))
+    for other in found[1:]:
+        for mine, first in zip(other, found[0], strict=True):
+            torch.testing.assert_close(mine, first, rtol=1e-7, atol=1e-6)

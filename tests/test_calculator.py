@@ -1,0 +1,121 @@
+"""The calculator refuses what it cannot give, names what it does not read, stops with errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ase import Atoms, units
+from ase.build import bulk, fcc111, molecule
+from ase.calculators.calculator import PropertyNotImplementedError
+from ase.calculators.fd import calculate_numerical_stress
+from ase.md.verlet import VelocityVerlet
+
+from molflt import Calculator
+from molflt.graph import Potential
+
+
+def calculator(**options: Any) -> Calculator:
+    torch.manual_seed(0)
+    made = Potential(16, 2, layers=1, ffn_dim=16, num_features=16, messages=1, radial_basis=0)
+    made.trained_elements[:] = True
+    return Calculator(made, **options)
+
+
+def boxed(pbc: bool | list[bool]) -> Atoms:
+    atoms = molecule("CH3OH", vacuum=8.0)
+    atoms.pbc = pbc
+    return atoms
+
+
+@pytest.mark.parametrize("pbc", [False, [True, True, False]])
+def test_stress_needs_three_periodic_axes(pbc):
+    atoms = boxed(pbc)
+    atoms.calc = calculator()
+    with pytest.raises(PropertyNotImplementedError, match="slab_stress"):
+        atoms.get_stress()
+    atoms.get_potential_energy()
+    assert "stress" not in atoms.calc.results
+    atoms.pbc = True
+    assert np.isfinite(atoms.get_stress()).all()
+
+
+def test_stress_of_a_slab_on_demand():
+    atoms = fcc111("Cu", (1, 1, 2), vacuum=6.0)
+    atoms.rattle(0.1, seed=1)
+    atoms.calc = calculator(slab_stress=True)
+    assert not atoms.pbc.all()
+    by_differences = calculate_numerical_stress(atoms, 1e-5)
+    np.testing.assert_allclose(atoms.get_stress(), by_differences, atol=1e-7)
+    alone = Atoms("H")
+    alone.calc = atoms.calc
+    with pytest.raises(PropertyNotImplementedError):  # no volume
+        alone.get_stress()
+
+
+@pytest.mark.parametrize("number", [0, 119, 200])
+def test_unknown_elements_are_refused_in_a_line(number):
+    atoms = Atoms(numbers=[1, number], positions=[[0, 0, 0], [0, 0, 1]])
+    atoms.calc = calculator()
+    with pytest.raises(ValueError, match=f"1 to 118.*{number}") as caught:
+        atoms.get_potential_energy()
+    assert "\n" not in str(caught.value)
+
+
+def test_fields_that_are_not_used_are_named_once(capsys):
+    atoms, calc = boxed(False), calculator()
+    atoms.calc, atoms.info["charge"] = calc, -1
+    atoms.set_initial_magnetic_moments([0, 0, 0, 0, 0, 2])
+    for shift in (0.0, 0.1):
+        atoms.positions[0, 0] += shift
+        atoms.get_potential_energy()
+    said = capsys.readouterr().err
+    assert said.count("charge") == 1 and "-1" in said and "initial_magmoms" in said
+    atoms.info["electric_field"] = [0, 0, 0.1]
+    atoms.rattle(0.01)
+    atoms.get_potential_energy()
+    assert "electric_field" in capsys.readouterr().err
+
+
+def test_neutral_fields_say_nothing(capsys):
+    atoms = boxed(True)
+    atoms.calc = calculator()
+    atoms.info |= {"charge": 0, "spin": 1}
+    atoms.set_initial_magnetic_moments(np.zeros(len(atoms)))
+    atoms.get_potential_energy()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), RuntimeError("other")])
+def test_dynamics_stop_when_the_model_fails(error, monkeypatch):
+    atoms = bulk("Cu", cubic=True)
+    atoms.rattle(0.1, seed=0)
+    atoms.calc = calculator()
+    dynamics, steps = VelocityVerlet(atoms, 1 * units.fs), []
+    dynamics.attach(lambda: steps.append(dynamics.nsteps))
+    dynamics.run(2)
+    monkeypatch.setattr(atoms.calc.model, "forward", lambda *_: (_ for _ in ()).throw(error))
+    with pytest.raises((RuntimeError, ValueError), match="memory|other"):
+        dynamics.run(5)
+    assert steps == [0, 1, 2]
+
+
+def test_an_atom_in_a_huge_periodic_cell():
+    atoms = Atoms("H", cell=[300.0] * 3, pbc=True)
+    atoms.calc = calculator()
+    assert np.isfinite(atoms.get_potential_energy()) and not atoms.get_forces().any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("pbc", [True, False])
+def test_moving_changes_no_energy(dtype, pbc):
+    calc, energies = calculator(dtype=dtype), []
+    for move in ((0, 0, 0), (1e4, 0, 0), (9e4, -9e4, 12345.678)):
+        atoms = boxed(pbc)
+        atoms.positions += move
+        atoms.calc = calc
+        energies.append(atoms.get_potential_energy())
+        assert np.allclose(atoms.positions[0], boxed(pbc).positions[0] + move)
+    assert np.ptp(energies) < 1e-6
