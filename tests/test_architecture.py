@@ -43,6 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     **{room: LEAVES.keys() | MIDDLE | {"optimizers"} for room in MIDDLE},
     "optimizers": {"attention", "data", "files", "memory", "training"},  # they open their runs
     "pretrained": LEAVES.keys() | MIDDLE | {"optimizers"},
+    "certify": set(),
     "commands": LEAVES.keys() | MIDDLE | {"pretrained"},
     "__main__": {"commands"},
 }
@@ -244,7 +245,10 @@ def unpickles(call: ast.Call) -> bool:
     return (
         (loads and options.get("weights_only") != "True")
         or options.get("allow_pickle", "False") != "False"
-        or called.endswith(("pickle.load", "pickle.loads", "Unpickler"))
+        or (
+            called.endswith(("pickle.load", "pickle.loads", "Unpickler"))
+            and not ast.unparse(call).startswith("pickle.loads(pickle.dumps(")
+        )
     )
 
 
@@ -256,6 +260,7 @@ def unpickles(call: ast.Call) -> bool:
         ("load(file, weights_only=some)", True),
         ("np.load(file, allow_pickle=True)", True),
         ("pickle.loads(data)", True),
+        ("pickle.loads(pickle.dumps(mine))", False),
         ("torch.load(file, weights_only=True)", False),
         ("json.load(file)", False),
         ("np.load(file, allow_pickle=False)", False),

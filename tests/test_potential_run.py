@@ -367,6 +367,24 @@ def of_each_constraint() -> list[Atoms]:
     return frames
 
 
+def test_several_files_are_relaxed_and_named(trained, tmp_path):
+    for name in ("1.vasp", "2.vasp"):
+        ase.io.write(tmp_path / name, bulk("Ar", "fcc", 5.2, cubic=True), format="vasp")
+    named = bulk("Ar", "fcc", 5.2, cubic=True)
+    named.info["sid"] = "ar/3"
+    ase.io.write(tmp_path / "3.extxyz", named)
+    out, steps = tmp_path / "out" / "b.extxyz", tmp_path / "out" / "steps"
+    words = ["relax", str(tmp_path / "[12].vasp"), str(tmp_path / "3.extxyz"), "--steps=1"]
+    words += [f"--run={trained}", f"--out={out}", f"--trajectories={steps}", "--device=cpu"]
+    assert main(words) in (0, 3)
+    with open(out.with_suffix(".csv"), newline="") as table:
+        rows = list(csv.DictReader(table))
+    assert [Path(row["file"]).name for row in rows] == ["1.vasp", "2.vasp", "3.extxyz"]
+    assert [row["sid"] for row in rows] == ["0", "1", "ar/3"]
+    assert [atoms.info["sid"] for atoms in ase.io.read(out, ":")] == [0, 1, "ar/3"]
+    assert (steps / "000002-ar_3.traj").is_file()
+
+
 def test_relaxations_respect_and_keep_constraints(trained, tmp_path, capsys):
     frames = of_each_constraint()
     ase.io.write(tmp_path / "a.traj", frames)

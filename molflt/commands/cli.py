@@ -39,10 +39,13 @@ class _Command(NamedTuple):
 COMMANDS: dict[tuple[str, ...], _Command] = {
     ("data", "inspect"): _Command(
         "molflt.commands.inspect:inspect",
-        "what a file of structures holds: counts, energies, warnings",
+        "what files of structures hold: counts, energies, warnings",
+        "molflt.commands.inspect:build_parser",
     ),
     ("data", "convert"): _Command(
-        "molflt.data.structures.convert:convert", "any readable file or folder -> compact store"
+        "molflt.data.structures.convert:convert",
+        "any readable files or folder -> compact store",
+        "molflt.data.structures.convert:build_parser",
     ),
     ("data", "download"): _Command(
         "molflt.data.structures.download:download", "fetch, check and unpack a public data set"
@@ -83,7 +86,9 @@ COMMANDS: dict[tuple[str, ...], _Command] = {
         "molflt.commands.export:export", "a run as one folder to use and share: weights, card"
     ),
     ("relax",): _Command(
-        "molflt.commands.relax:relax", "structures at rest, by a trained potential"
+        "molflt.commands.relax:relax",
+        "structures at rest, by a trained potential",
+        "molflt.commands.relax:build_parser",
     ),
     ("generate",): _Command(
         "molflt.commands.generate:generate", "text from a trained language model, or translations"

@@ -84,7 +84,8 @@ def evaluate(
         }
         for split, row in report.results.items()
     }
-    reading = {key: options.get(key) for key in ("energy_key", "tags")}
+    keys = ("energy_key", "tags", "forces_key", "stress_key")
+    reading = {key: options[key] for key in keys if key in options}
     files = write_results(out, known, origin, config, options.get("data"), reading)
     warn_of_replaced(out, before)
     print("written: " + ", ".join(map(str, [*files, *report.files, *more])))

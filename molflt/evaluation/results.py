@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from molflt.data.structures.base import AS_TRAINED
 from molflt.evaluation.report import _warn
 from molflt.files import clear_parts, read_json, shown, write_atomically
 from molflt.plots.figure import FORMATS
@@ -110,7 +111,7 @@ def write_results(
         origin: as `origin_of` gives it.
         config: of the run.
         data: what was given as the data of the evaluation; None for the run's own.
-        reading: options of how data are read, energy_key and tags, that were given.
+        reading: options of how data are read, such as energy_key and tags.
 
     Returns:
         What was written.
@@ -118,7 +119,11 @@ def write_results(
     paths = [out / RESULTS, out / _NOTE]
     own = config["data"]
     others = _others(own, data, results)
-    unlike = {key: x for key, x in (reading or {}).items() if x not in (None, own.get(key))}
+    unlike = {
+        key: x
+        for key, x in (reading or {}).items()
+        if x not in (AS_TRAINED, own.get(key)) and (x or key != "tags")
+    }
     if others is None and unlike:
         how = ", ".join(f"{key} {value}" for key, value in unlike.items())
         others = f"{own.get('root') if data is None else data} with {how}"

@@ -5,6 +5,7 @@
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -100,13 +101,10 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
         force_weight: see above.
         stress_weight: see above.
         loss: L. huber: |x| beyond 0.01, quadratic below; l1: |x|; mse: x^2, as in MACE and NequIP.
-        references: fit: an energy for each element, fitted to the training set by least squares and
-            kept with the weights, of which the model learns what is left; none: learn energies as
-            they are.
+        references: an energy for each element, kept with the weights; the model learns what is
+            left. fit: by least squares on the training set; a JSON or YAML file of energies in eV
+            by symbol, as those of free atoms; none: learn energies as they are.
         optimization: arguments of `molflt.tasks.base.Task`.
-
-    Raises:
-        ValueError: for an option outside its range.
     """
 
     sums: ClassVar[type[_PointSums]] = _PointSums
@@ -133,7 +131,7 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
         force_weight: float = 10.0,
         stress_weight: float = 1.0,
         loss: Literal["huber", "l1", "mse"] = "huber",
-        references: Literal["none", "fit"] = "fit",
+        references: Literal["none", "fit"] | Path = "fit",
         **optimization: Any,
     ) -> None:
         super().__init__(model, **optimization)
@@ -150,10 +148,11 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
         self.references = references
 
     def prepare(self, data: "PotentialData") -> None:
-        """Stores energies per element and, in a new model, the size of forces in its buffers."""
-        self.expect_descriptors(data)
-        if self.references == "fit":
-            self.fit_elements(data)
+        """Stores energies per element, and the size of forces, in the model's buffers."""
+        self.check_data(data)
+        if self.weights[1]:
+            data.expect_forces()
+        self.store_references(data, self.references)
         unit = self.model.get_buffer("energy_std")
         if unit == 1:  # else that of the weights that the run starts from
             unit.fill_(data.force_scale())
@@ -184,9 +183,6 @@ def point_errors(out: Mapping[str, Tensor], batch: "Batch") -> _Errors:
         out: as `molflt.graph.potential.Potential` returns it.
         batch: with energy (graphs,) eV, forces (atoms, 3) eV/Å, stress (graphs, 3, 3) eV/Å^3; NaN
             where there is none.
-
-    Raises:
-        ValueError: if shapes differ; broadcasting would give a wrong number, not an error.
     """
     counts = batch.ptr.diff()
     for name in ("energy", "forces"):

@@ -11,7 +11,7 @@ from argparse import ArgumentError
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, TypedDict, cast, get_args
+from typing import Any, Literal, TypedDict, cast, get_args, get_origin
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace
@@ -208,7 +208,8 @@ class _TrainParser(ArgumentParser):
         found = super().parse_path(path, *args, **kwargs)
         folder = Path(path).absolute().parent
         for action in self._actions:
-            if _holds_paths(getattr(action, "_typehint", None)) and action.dest in found:
+            hint = getattr(action, "_typehint", None)
+            if _holds_paths(hint) and found.get(action.dest) not in (None, *_words_in(hint)):
                 found[action.dest] = _below(folder, found[action.dest])
         return found
 
@@ -231,6 +232,13 @@ def _tokenizer_of(weights: Path) -> Path | None:
 def _holds_paths(hint: object) -> bool:
     """Whether a type is that of a path, or has it inside, as ``list[Path] | None``."""
     return hint is Path or any(map(_holds_paths, get_args(hint)))
+
+
+def _words_in(hint: object) -> list[object]:
+    """Words that a type allows beside paths, as ``Literal["fit"] | Path``."""
+    if get_origin(hint) is Literal:
+        return [*get_args(hint)]
+    return [word for part in get_args(hint) for word in _words_in(part)]
 
 
 def _with_files(words: Sequence[str]) -> list[str]:
@@ -292,6 +300,10 @@ def read_config(run: Path) -> Config:
         ValueError: naming the file, and the key if it is one that is wrong.
     """
     path = Path(run) / "config.yaml"
+    if Path(run).is_file():
+        raise FileNotFoundError(
+            f"{run}: a file; expected the folder of a training run; give {Path(run).parent}"
+        )
     if not path.is_file():
         above = (one for one in Path(run).parents if (one / "config.yaml").is_file())
         advice = f"; give {found}" if (found := next(above, None)) else ""

@@ -14,6 +14,7 @@ from pathlib import Path
 from molflt.data.structures.base import AS_IT_IS, Reading, Structures
 from molflt.data.structures.parts import Joined
 from molflt.data.structures.sources import SOURCES, Paths, files_of, named, source_of
+from molflt.data.structures.tags import Tagged
 
 __all__ = ["AS_IT_IS", "SOURCES", "Reading", "Structures", "open_dataset", "source_of"]
 
@@ -39,6 +40,9 @@ def open_dataset(
         ValueError: if what is there is damaged or of an unknown kind, or cannot be read in another
             way than it is.
     """
+    if reading.tags == "guess":
+        plain = reading._replace(tags="any", surface=None)
+        return Tagged(open_dataset(path, skip_bad, plain), reading.surface)
     whole, files = named(path), files_of(path)
     parts: list[Structures] = []
     for source, group in groupby(files, source_of):
@@ -60,7 +64,7 @@ def _opened(
     if "tags" not in source.options:  # what demands nothing
         tags = AS_IT_IS.tags if reading.tags == "any" else reading.tags
         reading = reading._replace(tags=tags, for_prediction=False, keep_atoms=False)
-    given = reading._asdict().items()
+    given = reading._replace(surface=None)._asdict().items()
     options = {name: value for name, value in given if value != AS_IT_IS._asdict()[name]}
     for name, value in options.items():
         if name not in source.options:

@@ -36,6 +36,7 @@ from molflt.data.structures.ase_text import (
 )
 from molflt.data.structures.base import AS_IT_IS, AnyTags, Held, Reading
 from molflt.data.structures.records import make_record
+from molflt.data.structures.unused_fields import unused_fields, unused_warning
 from molflt.files import shown
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class AseStructures(Held):
                 try:
                     atoms = load()
                     own = row if len(self.files) == 1 else place
-                    self._records.append(_record_from_atoms(atoms, own, self.reading, labels))
+                    self._hold(_record_from_atoms(atoms, own, self.reading, labels))
                 except ValueError as error:
                     if not skip_bad:
                         raise ValueError(f"{file}: frame {frame}: {error}") from None
@@ -122,7 +123,7 @@ class AseStructures(Held):
             raise ValueError(f"{self.path}: {error}") from None
         self.hint, self.unused = labels.hint, labels.unused
         self.for_potentials = labels.for_potentials
-        seen.say(self.path, labels, keep_atoms)
+        seen.say(self.path, labels, self.reading)
 
     @classmethod
     def takes(cls, path: Path) -> bool:
@@ -161,12 +162,16 @@ class _Seen:
         self.steps, self.last = self.steps + (same == self.last), same
         self.lost.update(other_constraints(atoms))
 
-    def say(self, path: Path, labels: Labels, keep_atoms: bool) -> None:
+    def say(self, path: Path, labels: Labels, reading: Reading) -> None:
         say_tags(str(path), self.others, self.count, self.tags)
-        if self.tags != "any" and labels.of_steps and 2 * self.steps > self.count:
+        of_steps = self.tags != "any" and not reading.for_prediction and labels.of_steps
+        if of_steps and 2 * self.steps > self.count:
             _say_steps(path)
-        if self.lost and not keep_atoms:
+        if self.lost and not reading.keep_atoms:
             _say_constraints(path, self.lost)
+        if labels.fields:
+            warning = unused_warning(str(path), labels.fields)
+            print(f"molflt: warning: {warning}", file=sys.stderr)
         if said := list(self.said):
             more = f" (and {len(said) - 1} more)" if len(said) > 1 else ""
             print(f"molflt: warning: {path}: {said[0]}{more}", file=sys.stderr)
@@ -188,10 +193,9 @@ def say_tags(name: str, others: int, count: int, tags: AnyTags) -> None:
 
 def _say_steps(path: Path) -> None:
     print(
-        f"molflt: warning: {path}: frames with forces, and with the same atoms and cell one after "
-        "another, look like steps of relaxations or of dynamics; each one's energy is taken for "
-        "that of its relaxed structure; they are for --recipe potential; for relaxed energies give "
-        "the first frame of each relaxation, with the energy of the last as y_relaxed",
+        f"molflt: warning: {path}: frames with forces look like steps of relaxations or dynamics; "
+        "train on them with --recipe potential; relaxed energies need the first frame of each "
+        "relaxation, with the energy of the last one as y_relaxed",
         file=sys.stderr,
     )
 
@@ -215,13 +219,11 @@ def _record_from_atoms(
         number: sid if ``atoms.info`` has none.
         reading: which entry is the energy, and whose the tags are.
         labels: keeps account of the entries.
-
-    Raises:
-        ValueError: naming the sid, as :func:`molflt.data.structures.records.make_record`.
     """
     check_fields(atoms)
     info = entries(atoms)
     labels = labels or Labels(reading)
+    labels.fields = {**unused_fields(atoms), **labels.fields}
     energy, at_pos = labels.energy(atoms), labels.at_pos(atoms)
     energies: dict[str, Any] = {"y_init": info.get("y_init"), "y_relaxed": energy}
     if reading.for_prediction:
@@ -233,18 +235,21 @@ def _record_from_atoms(
     kept = tags if reading.tags == "any" else None  # neither checked nor lost in what is written
     if tags is not None and reading.tags != "oc20":
         tags = layers_as_tags(tags) if reading.tags == "ase" else None
-    record = make_record(
-        pos=atoms.positions,
-        atomic_numbers=atoms.numbers,
-        cell=atoms.cell.array,
-        pbc=atoms.pbc,
-        tags=tags,
-        fixed=fixed_atoms(atoms),
-        sid=info.get("sid", number) if text_sid(atoms) is None else number,
-        pos_relaxed=relaxed,
-        **energies,
-        **at_pos,
-    )
+    try:
+        record = make_record(
+            pos=atoms.positions,
+            atomic_numbers=atoms.numbers,
+            cell=atoms.cell.array,
+            pbc=atoms.pbc,
+            tags=tags,
+            fixed=fixed_atoms(atoms),
+            sid=info.get("sid", number) if text_sid(atoms) is None else number,
+            pos_relaxed=relaxed,
+            **energies,
+            **at_pos,
+        )
+    except ValueError as error:  # by the name that the energy has in the file
+        raise ValueError(str(error).replace(": y_relaxed ", f": {labels.named} ")) from None
     if kept is not None:
         record.tags = torch.as_tensor(kept, dtype=torch.long)
     return record
@@ -298,13 +303,15 @@ def _reason(error: Exception, path: Path) -> str:
         return _unknown_name(str(error.args[0]) if error.args else "", path)
     if isinstance(error, MemoryError):
         return f"more memory than there is ({text})"
+    if "chemical symbols" in text:  # a POSCAR of VASP 4
+        return f"{text}; write a line with the elements above their counts"
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
 
 
 def _unknown_name(name: str, path: Path) -> str:
     """What to say of a name that ASE looks up in vain, with the line where it is."""
     where = ""
-    with opened(path, "r") as file:
+    with opened(path, "rt") as file:
         for number, line in enumerate(file, 1):
             if name in line.split():
                 where = f"line {number}: "
@@ -338,7 +345,7 @@ def _loads(
     form = ioformats[kind]
     if path != without_packing(path) and not form.acceptsfd:
         raise ValueError(f"ASE reads {kind} unpacked; unpack it with `xz -d` or `gunzip`")
-    with opened(path, "rb" if form.isbinary else "r") as file:
+    with opened(path, "rb" if form.isbinary else "rt") as file:
         if kind == "extxyz":
             yield from enumerate(xyz_frames(file, said))
         elif kind == "cif":
@@ -348,12 +355,21 @@ def _loads(
                 expect_elements_of_pdb(file)
             elif kind == "vasp" and path == without_packing(path):
                 expect_counts_of_poscar(file, path.stat().st_size)
+            elif kind == "vasp-xml" and b"</modeling>" not in _end(path):
+                said["the file is cut; its last steps are not read"] = None
             file.seek(0)
             # an @ in a path would otherwise be read as ASE's file@index
             given: Any = file if form.acceptsfd else str(path)
             images = iread(given, index=":", format=kind, do_not_split_by_at_sign=True)
             for number, atoms in enumerate(images):
                 yield number, partial(_same, atoms)
+
+
+def _end(path: Path) -> bytes:
+    """The last bytes of a file; of a packed one, whose end is not known, all that is asked for."""
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - 200))
+        return file.read() if path == without_packing(path) else b"</modeling>"
 
 
 def _same(atoms: Atoms) -> Atoms:

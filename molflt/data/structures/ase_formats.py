@@ -45,7 +45,7 @@ def without_packing(path: Path) -> Path:
 
 def opened(path: Path, mode: str) -> IO[Any]:
     """A file, unpacked while it is read."""
-    options = {} if "b" in mode else {"encoding": "utf-8", "errors": "surrogateescape"}
+    options = {} if mode == "rb" else {"encoding": "utf-8", "errors": "surrogateescape"}
     return _OPENERS.get(path.suffix.lower(), open)(path, mode, **options)
 
 

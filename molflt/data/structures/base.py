@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
@@ -18,16 +19,16 @@ if TYPE_CHECKING:
     from ase import Atoms
     from torch_geometric.data import Data
 
-__all__ = ["ANY_TAGS", "AS_IT_IS", "AnyTags", "Held", "Reading", "Structures", "Tags"]
-__all__ += ["grouped", "to_atoms", "with_bar"]
+__all__ = ["ANY_TAGS", "AS_IT_IS", "AS_TRAINED", "AnyTags", "Held", "Reading", "Structures"]
+__all__ += ["Tags", "grouped", "to_atoms", "with_bar"]
 
 _Item = TypeVar("_Item")
 
 _SHOWN = 5  # names of structures that are left out, and reasons, in a message
 _BLOCK = 10_000  # structures whose compositions are counted at once
 
-Tags = Literal["oc20", "ase"]
-AnyTags = Literal["oc20", "ase", "any"]
+Tags = Literal["oc20", "ase", "guess"]
+AnyTags = Literal["oc20", "ase", "guess", "any"]
 
 
 class Reading(NamedTuple):
@@ -37,8 +38,9 @@ class Reading(NamedTuple):
     """name of the entry that is the energy, eV; by default y_relaxed, else energy"""
     tags: AnyTags = "oc20"
     """oc20: 0 subsurface, 1 surface, 2 adsorbate; ase: ase.build's numbers of layers from the top,
-    1, 2, ..., and 0 for adsorbates; any: whole numbers that mean nothing, for potentials, which do
-    not read them"""
+    1, 2, ..., and 0 for adsorbates; guess: not read, but found from the geometry by
+    `molflt.data.structures.tags.guess_tags`; any: whole numbers that mean nothing, for potentials,
+    which do not read them"""
     forces_key: str | None = None
     """name of the array of forces, (N, 3) eV/Å; by default forces, else REF_forces"""
     stress_key: str | None = None
@@ -47,9 +49,13 @@ class Reading(NamedTuple):
     """no label is needed: an energy that is not finite is none, forces and stress are not read"""
     keep_atoms: bool = False
     """keep the structures as ASE has read them beside the records, with all their constraints"""
+    surface: tuple[float, float] | None = None
+    """least and largest share of a slab that is surface, for tags that are guessed"""
 
 
 AS_IT_IS = Reading()
+AS_TRAINED = "as trained"
+"""value of an option of an evaluation for that of the training"""
 ANY_TAGS = Reading(tags="any")
 
 
@@ -148,11 +154,7 @@ class Structures(Dataset["Data"], ABC):
         return next((file for file in files if file.is_file()), None)
 
     def verify(self) -> bool | None:
-        """Whether the file has a digest of what it holds; None for a kind that never has one.
-
-        Raises:
-            ValueError: naming the file, if it holds something else than was written.
-        """
+        """Whether the file has a digest of what it holds; None for a kind that never has one."""
         return None
 
     @abstractmethod
@@ -209,6 +211,12 @@ class Structures(Dataset["Data"], ABC):
         """What the user calls a structure: its sid as given, a number or a name."""
         return self.names.get(self._stored(index), sid)
 
+    def origin(self, index: int) -> dict[str, str]:
+        """What tables say besides sids: the file, if there are several, and the name, if any."""
+        found = {"file": str(self.file(index))} if len(self.files) > 1 else {}
+        name = self.name(index, 0)
+        return found | ({"name": name} if isinstance(name, str) else {})
+
     def with_unwrapped(self, index: int) -> tuple[Data, int]:
         """A structure, and how many of its free atoms the file has in another periodic image."""
         return self[index], 0
@@ -223,22 +231,37 @@ class Structures(Dataset["Data"], ABC):
 
 
 class Held(Structures):
-    """Base of sources that hold their structures in memory, in `_records`."""
+    """Base of sources that hold their structures in memory, which `_hold` adds."""
 
     def __init__(self, path: str | Path, skip_bad: bool = False) -> None:
         super().__init__(path, skip_bad)
-        self._records: list[Data] = []
+        self._records: list[dict[str, object]] = []
+
+    def _hold(self, record: Data) -> None:
+        """Adds a structure; an array of one value, such as absent labels, takes no memory."""
+        held: dict[str, object] = {}
+        for key, value in record.to_dict().items():
+            if isinstance(value, torch.Tensor):
+                value = value.numpy()
+                if np.array_equal(value, np.full_like(value, value.flat[0]), equal_nan=True):
+                    value = np.broadcast_to(value.flat[0], value.shape)
+            held[key] = value
+        self._records.append(held)
 
     def __len__(self) -> int:
         return len(self._records)
 
     def __getitem__(self, index: int) -> Data:
-        return self._records[self._stored(index)].clone()
+        from torch_geometric.data import Data
+
+        held = self._records[self._stored(index)].items()
+        arrays = {name: np.array(value) for name, value in held if isinstance(value, np.ndarray)}
+        return Data(**dict(held) | {name: torch.from_numpy(own) for name, own in arrays.items()})
 
     @property
     def natoms(self) -> np.ndarray:
         """Atoms in each structure, (len,) int64."""
-        return np.array([record.natoms for record in self._records], dtype=np.int64)
+        return np.array([record["natoms"] for record in self._records], dtype=np.int64)
 
 
 def to_atoms(record: Data) -> Atoms:

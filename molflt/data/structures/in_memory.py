@@ -39,7 +39,8 @@ class StructuresInMemory(Held):
         self.given = list(_flat(given))
         if not self.given:
             raise ValueError(f"{self.path}: none given; {_EXPECTED}")
-        self._records = [self._record(i, one) for i, one in enumerate(self.given)]
+        for index, one in enumerate(self.given):
+            self._hold(self._record(index, one))
         if reading.tags != "any":
             own = [tags_look_like(one) for one in self.given if _is_atoms(one)]
             others = sum(one not in (None, reading.tags) for one in own)

@@ -156,25 +156,14 @@ class Part(_View):
 def without(
     source: Structures, energies: NDArray[np.float64] | None, faults: Mapping[int, str]
 ) -> Structures:
-    """Those structures of a source that are not at fault; the others are listed in `bad`.
-
-    Args:
-        source: any.
-        energies: its y_relaxed, (len,), eV, if it is known.
-        faults: reason by index in the source.
-    """
+    """Those structures of a source that are not at fault; the others are listed in `bad`."""
     part = Part(source, np.setdiff1d(np.arange(len(source)), list(faults)), energies)
     part.bad += [(f"{source.path}: sid {int(source[i].sid)}", faults[i]) for i in faults]
     return part
 
 
 def element_faults(source: Structures, undescribed: Collection[int]) -> dict[int, str]:
-    """Structures with elements that a model cannot take: reason by index in the source.
-
-    Args:
-        source: any.
-        undescribed: atomic numbers, `molflt.graph.heads.undescribed`.
-    """
+    """Structures with elements that a model cannot take: reason by index in the source."""
     from ase.data import chemical_symbols
 
     numbers, faults = np.array(sorted(undescribed), dtype=np.int64), {}
@@ -187,17 +176,7 @@ def element_faults(source: Structures, undescribed: Collection[int]) -> dict[int
 
 
 def split_by_seed(source: Structures, fraction: float, seed: int) -> tuple[Part, Part]:
-    """A training and a validation part, drawn by seed.
-
-    Args:
-        source: any.
-        fraction: share of the structures that is for validation; at least one is, and at least one
-            is not.
-        seed: of the draw.
-
-    Raises:
-        ValueError: if there are not two structures.
-    """
+    """A training and a validation part, drawn by seed."""
     count = len(source)
     if count < 2:
         raise ValueError(
@@ -217,13 +196,6 @@ def with_sound_labels(
     Labels of one file are judged together, whichever split they have come to. Warns where two files
     have different kinds of them.
 
-    Args:
-        opened: structures by split.
-        train: the split to learn from.
-        val: the split to validate on.
-
-    Raises:
-        ValueError: naming file, sid and value.
     """
     energies = {split: part.y_relaxed for split, part in opened.items() if len(part)}
     natoms = {split: opened[split].natoms for split in energies}

@@ -24,6 +24,7 @@ __all__ = ["make_record", "origin_of"]
 _Array: TypeAlias = ArrayLike | Tensor
 _CENTERED = 64.0  # Å from the origin within which a structure stays where it is
 _APART = 256.0  # Å from the other atoms within which an atom keeps its periodic image
+_SKIP = "--skip_bad, in training --data.skip_bad"
 _TAGS = ", ".join(f"{tag:d} ({tag.name.lower()})" for tag in Tag)
 
 
@@ -237,7 +238,7 @@ def _positions(value: _Array, key: str, name: str, count: int | None = None) -> 
         atom = int((~near).nonzero()[0])
         raise ValueError(
             f"{name}: {key} must be finite and within {FARTHEST:g} Å; got "
-            f"{tensor[atom].tolist()} for atom {atom}; remove the record or read with --skip-bad"
+            f"{tensor[atom].tolist()} for atom {atom}; leave the structure out with {_SKIP}"
         )
     return tensor.contiguous()
 
@@ -322,7 +323,7 @@ def _energy(value: _Array | None, key: str, name: str) -> Tensor:
     if not torch.isfinite(tensor).all():
         raise ValueError(
             f"{name}: {key} must be a finite energy in eV; got {float(tensor)}; "
-            "leave the label out if it is unknown, or read with --skip-bad"
+            f"leave the label out if it is unknown, or the structure with {_SKIP}"
         )
     return tensor.clone()
 
@@ -341,7 +342,7 @@ def _forces(value: _Array | None, count: int, name: str) -> Tensor:
         atom = int((~finite).nonzero()[0])
         raise ValueError(
             f"{name}: forces must be finite, in eV/Å; got {tensor[atom].tolist()} for atom {atom}; "
-            "leave the label out if it is unknown, or read with --skip-bad"
+            f"leave the label out if it is unknown, or the structure with {_SKIP}"
         )
     return tensor
 

@@ -17,8 +17,8 @@ from molflt.data.structures.oc20_lmdb import Oc20Lmdb
 from molflt.data.structures.splits import OC20_ARCHIVE, SPLITS_IN_ORDER
 from molflt.data.structures.store import StructureStore
 
-__all__ = ["SOURCES", "Paths", "exists", "files_of", "is_one_source", "is_same", "named"]
-__all__ += ["source_of", "sources_in", "split_path"]
+__all__ = ["SOURCES", "Paths", "exists", "files_of", "is_one_source", "is_same", "is_shards"]
+__all__ += ["named", "source_of", "sources_in", "split_path"]
 
 Paths: TypeAlias = str | Path | Sequence[str | Path]
 
@@ -43,9 +43,10 @@ def source_of(path: Path) -> type[Structures]:
     for source in SOURCES.values():
         if source.takes(path):
             return source
-    known = "; ".join(f"{name} ({', '.join(s.suffixes)})" for name, s in SOURCES.items())
+    endings = {name: [*source.suffixes[:6]] for name, source in SOURCES.items()}
+    known = "; ".join(f"{name} ({', '.join(some)})" for name, some in endings.items())
     raise ValueError(
-        f"{path}: unknown ending {path.suffix!r}; expected one of {known}, or a VASP file; convert "
+        f"{path}: unknown ending {path.suffix!r}; expected one of {known}, POSCAR, OUTCAR; convert "
         f"it with `ase convert {path.name} {path.stem}.extxyz`; formats that can carry code, such "
         "as .pkl and .py, are refused"
     )
@@ -64,7 +65,7 @@ def files_of(paths: Paths) -> list[Path]:
         if not matches:
             raise FileNotFoundError(f"{path}: no file has a name of this pattern")
         for match in matches:
-            found += _files_in(match) if match.is_dir() and not _is_shards(match) else [match]
+            found += _files_in(match) if match.is_dir() and not is_shards(match) else [match]
     return list(dict.fromkeys(found))
 
 
@@ -93,7 +94,7 @@ def is_one_source(path: Path) -> bool:
     """Whether a path holds structures that are no splits: a file, a pattern, or such a folder."""
     if not path.is_dir():
         return exists(path)
-    if _is_shards(path):
+    if is_shards(path):
         return True
     try:
         return not any(map(_LIKE_SPLITS.match, sources_in(path)[0]))
@@ -113,10 +114,6 @@ def split_path(root: str | Path, split: str) -> Path:
     Args:
         root: folder of the data set.
         split: ``train``, ``val_id``, ..., or with its subset, ``10k/train``.
-
-    Raises:
-        FileNotFoundError: if there is no such split; names what is there.
-        ValueError: if several training subsets lie below ``root`` and none is named.
     """
     root = Path(root)
     if not root.is_dir():
@@ -197,7 +194,7 @@ def _say_others(folder: Path, count: int, others: Sequence[str]) -> None:
 
 def _scan(folder: Path) -> tuple[list[Path], list[str]]:
     """Files of structures and folders of shards in a folder and below, and names of the others."""
-    if _is_shards(folder):
+    if is_shards(folder):
         return [folder], []
     found: list[Path] = []
     others: list[str] = []
@@ -239,7 +236,7 @@ def _is_structures(path: Path) -> bool:
     return not settings and any(source.takes(path) for source in SOURCES.values())
 
 
-def _is_shards(folder: Path) -> bool:
+def is_shards(folder: Path) -> bool:
     """Whether a folder has shards of one source, which are no splits."""
     whole = any(source.find(folder) == folder for source in SOURCES.values())
     return whole and not {each.stem for each in folder.glob("*.lmdb")} & {*SPLITS_IN_ORDER}

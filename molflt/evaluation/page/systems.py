@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from molflt import plots
 from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.potential_data import SinglePoints
+from molflt.data.structures.sources import exists
 from molflt.evaluation.groups import without_compositions
 from molflt.evaluation.page.contents import Contents, Row
 from molflt.evaluation.page.html import Html, Section, details, joined, table
@@ -230,7 +231,7 @@ def _records(run: Run, split: str, wanted: Sequence[_System]) -> list[Data]:
     """Structures of one split."""
     data = DataSet.of_run(run.config["data"], run.config["seed"])
     advice = "the worst structures are not drawn"
-    if not data.root.exists():
+    if not exists(data.root):
         raise ValueError(f"{data.root}: the data of the run are not there; {advice}")
     for skip_bad in (False, True):  # evaluations may have left out bad ones
         try:

@@ -1,0 +1,500 @@
+"""Checks of the physics of any ASE calculator: ``python -m molflt.certify module:Class``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import io
+import itertools
+import json
+import math
+import pickle
+import pkgutil
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+from unittest.mock import Mock
+
+import numpy as np
+from ase import Atoms, units
+from ase.build import bulk, molecule
+from ase.calculators.calculator import PropertyNotImplementedError
+from ase.data import atomic_numbers, covalent_radii
+from ase.md.verlet import VelocityVerlet
+
+__all__ = ["CHECKS", "Row", "certify"]
+
+_TRIED = ["Cu", "O", "C", "H"]
+_NONMETALS = {"H", "C", "N", "O", "F", "P", "S", "Cl", "Se", "Br", "I"}
+_MOLECULES = ["CH3OH", "H2O", "NH3", "CH4", "H2CO", "CO2", "SiH4", "NaCl"]
+_I, _X, _Y, _Z = np.eye(3), *np.eye(3)
+_TURN = np.linalg.qr(np.array([[1.0, 2, 3], [0, 1, 4], [5, 6, 0]]))[0]  # or a mirror image
+_BOX = 20 * _I
+
+Change = Callable[[Atoms], Iterable[Atoms]]
+
+
+class Row(NamedTuple):
+    """The result of a check: passed, FAILED, not supported or n/a, and why; error may be NaN."""
+
+    check: str
+    error: float
+    bound: float
+    unit: str
+    result: str
+
+
+class _Results(dict[str, Any]):
+    """Energy, forces and, with three periodic axes, stress; those that are implemented."""
+
+    def __init__(self, calculator: Any, atoms: Atoms) -> None:
+        if hasattr(calculator, "reset"):
+            calculator.reset()
+        atoms = atoms.copy()
+        atoms.calc = calculator
+        self["energy"] = np.array(atoms.get_potential_energy(), dtype=float)
+        with contextlib.suppress(PropertyNotImplementedError):
+            self["forces"] = np.array(atoms.get_forces(), dtype=float)
+        if atoms.pbc.all():
+            with contextlib.suppress(PropertyNotImplementedError):
+                self["stress"] = np.array(atoms.get_stress(voigt=False), dtype=float)
+
+    def __missing__(self, name: str) -> Any:
+        raise PropertyNotImplementedError(name)
+
+    def finite(self) -> bool:
+        return max(map(_largest, self.values())) < math.inf
+
+    def apart(self, other: _Results) -> float:
+        """Largest difference of any component."""
+        return max(_largest(self[name] - other[name]) for name in self.keys() & other.keys())
+
+
+class _Case:
+    """A calculator under test and the structures to test it on."""
+
+    def __init__(self, make: Callable[[], Any], elements: list[str], float32: bool) -> None:
+        self.make, self.loose = make, 1000 if float32 else 1  # times wider bounds
+        self.step = 2e-2 if float32 else 1e-3  # of finite differences
+        self.elements = elements or _supported(make())
+        samples = _samples(self.elements)
+        self.refused = {name: _refusal(make(), atoms) for name, atoms in samples.items()}
+        self.samples = {name: atoms for name, atoms in samples.items() if not self.refused[name]}
+        if not self.samples:
+            told = "; ".join(f"{name}: {why}" for name, why in self.refused.items())
+            raise ValueError(f"no test structure of {self.elements} is computed ({told})")
+
+    def of(self, names: str = "molecule crystal slab") -> list[Atoms]:
+        """Copies of those that the calculator computes, at least one."""
+        known = [name for name in names.split() if name in self.samples]
+        if not known:
+            raise PropertyNotImplementedError(self.refused[names.split()[0]])
+        return [self.samples[name].copy() for name in known]
+
+    def slope(self, atoms: Atoms, way: Any = 0, strain: Any = 0) -> float:
+        """Derivative of the energy by t way and t strain, by differences of the fourth order."""
+        calculator, energies = self.make(), []
+        for t in self.step * np.array([-2, -1, 1, 2]):
+            by = _I + t * strain
+            there = _with(atoms, (atoms.positions + t * way) @ by, atoms.cell.array @ by)
+            energies.append(float(_Results(calculator, there)["energy"]))
+        return np.dot([1, -8, 8, -1], energies) / 12 / self.step
+
+
+def _largest(values: Any) -> float:
+    """Largest absolute value; infinite if one is not finite."""
+    return float(np.nan_to_num(np.abs(values).max(), nan=np.inf))
+
+
+def _line(problem: BaseException) -> str:
+    return f"{type(problem).__name__} {' '.join(str(problem).split())}".strip()
+
+
+def _refusal(calculator: Any, atoms: Atoms) -> str:
+    """Reason why a structure is not computed; empty if it is."""
+    try:
+        return "" if _Results(calculator, atoms).finite() else "not finite"
+    except Exception as problem:
+        return _line(problem)
+
+
+def _supported(calculator: Any) -> list[str]:
+    """Elements that are computed as an atom or as a crystal."""
+    boxes: list[dict[str, Any]] = [{}, {"cell": [2.5] * 3, "pbc": True}]
+    refused = {s: [_refusal(calculator, Atoms([s], **box)) for box in boxes] for s in _TRIED}
+    return [symbol for symbol in _TRIED if not all(refused[symbol])] or _TRIED
+
+
+def _samples(elements: list[str]) -> dict[str, Atoms]:
+    """A molecule, a crystal and a slab, all without symmetry."""
+    known = [name for name in _MOLECULES if {*molecule(name).symbols} <= {*elements}]
+    metals = [symbol for symbol in elements if symbol not in _NONMETALS]
+    if known:
+        small = molecule(known[0])
+    else:
+        side = 2 * covalent_radii[[atomic_numbers[symbol] for symbol in elements]].max()
+        places = np.array([[0, 0, 0], [1, 0, 0], [0.4, 0.9, 0], [0.5, 0.3, 0.9]])
+        small = Atoms([elements[k % len(elements)] for k in range(4)], side * places)
+    small.rattle(0.05, seed=0)
+    if metals:
+        one = bulk(metals[0])
+        crystal = one.repeat((2, 2, 1) if len(one) == 1 else (2, 1, 1))
+        crystal.symbols[0] = metals[-1]
+    else:
+        crystal = small.copy()
+        crystal.set_cell(np.ptp(small.positions, axis=0) + np.array([3.0, 3.3, 3.6]))
+        crystal.pbc = True
+    skew = np.array([[1.03, 0.02, 0.01], [-0.02, 0.99, 0.03], [0.01, 0, 1.02]])
+    crystal.set_cell(crystal.cell.array @ skew, scale_atoms=bool(metals))
+    crystal.rattle(0.05, seed=1)
+    slab = crystal.repeat((1, 1, 2))
+    slab.center(vacuum=6.0, axis=2)
+    slab.pbc = (True, True, False)
+    return {"molecule": small, "crystal": crystal, "slab": slab}
+
+
+def _with(atoms: Atoms, positions: Any = None, cell: Any = None) -> Atoms:
+    """A copy with other positions or another cell."""
+    changed = atoms.copy()
+    changed.set_cell(atoms.cell if cell is None else cell)
+    changed.positions[:] = atoms.positions if positions is None else positions
+    return changed
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[io.StringIO]:
+    """Collects what is printed and warned."""
+    said, errors = io.StringIO(), contextlib.redirect_stderr
+    with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(said):
+        warnings.simplefilter("always")
+        with errors(said), np.errstate(all="ignore"):
+            yield said
+        said.write(" ".join(str(one.message) for one in caught))
+
+
+def _equal(
+    case: _Case,
+    change: Change = lambda atoms: [atoms],
+    on: str = "molecule crystal slab",
+    through: Callable[[Any], Any] = lambda calculator: calculator,
+    **functions: Callable[[Any], Any],
+) -> float:
+    """Results of changed structures against functions of those of the original."""
+    errors = []
+    for atoms in case.of(on):
+        expected = _Results(calculator := case.make(), atoms)
+        expected.update({k: to(expected[k]) for k, to in functions.items() if k in expected})
+        calculator = through(calculator)
+        errors += [_Results(calculator, one).apart(expected) for one in change(atoms)]
+    return max(errors)
+
+
+def _moved(*shifts: Any) -> Change:
+    return lambda atoms: [_with(atoms, atoms.positions + shift) for shift in shifts]
+
+
+def _cells(*factors: Any) -> Change:
+    return lambda atoms: [_with(atoms, cell=factor @ atoms.cell.array) for factor in factors]
+
+
+def _boxed(atoms: Atoms) -> list[Atoms]:
+    return [_with(atoms, cell=box) for box in (_I, _BOX, -_BOX, np.diag([5.0, 5, 0]))]
+
+
+def _unwrapped(atoms: Atoms) -> list[Atoms]:
+    steps = np.random.default_rng(0).integers(-9, 10, (len(atoms), 3)) * atoms.pbc
+    return [_with(atoms, atoms.positions + k * steps @ atoms.cell.array) for k in (1, -1)]
+
+
+def _turned(turn: Any) -> dict[str, Any]:
+    return {
+        "change": lambda a: [_with(a, a.positions @ turn.T, a.cell @ turn.T)],
+        "forces": lambda f: f @ turn.T,
+        "stress": lambda s: turn @ s @ turn.T,
+    }
+
+
+def _fragments(case: _Case, on: str, by: float) -> float:
+    """Energy of two different fragments, less that of each."""
+    atoms, calculator = case.of(on)[0], case.make()
+    other = atoms[: max(1, len(atoms) // 2)]
+    other.positions += by * _Z
+    cell = atoms.cell.array + by * atoms.pbc.any() * np.outer(_Z, _Z)
+    found = [_Results(calculator, _with(a, cell=cell)) for a in (atoms + other, atoms, other)]
+    return _largest(np.dot([1, -1, -1], [one["energy"] for one in found]))
+
+
+def _isolated(case: _Case, **box: Any) -> float:
+    case.of("crystal" if box else "molecule")
+    atoms = [Atoms([symbol], [[1.0, 2.0, 3.0]], **box) for symbol in case.elements]
+    found = [_Results(case.make(), one) for one in atoms]
+    return max(_largest(one["forces"]) if one.finite() else math.inf for one in found)
+
+
+def _forces(case: _Case) -> float:
+    """Along three random directions of all atoms."""
+    errors = []
+    for atoms in case.of():
+        forces = _Results(case.make(), atoms)["forces"]
+        for way in np.random.default_rng(0).normal(size=(3, len(atoms), 3)):
+            way /= np.linalg.norm(way)
+            errors.append(_largest(case.slope(atoms, way) + (forces * way).sum()))
+    return max(errors)
+
+
+def _stress(case: _Case, on: str, **box: Any) -> float:
+    """By component in the order of Voigt; a crystal has a stress, a molecule has none."""
+    atoms = _with(case.of(on)[0], **box)
+    atoms.calc = case.make()
+    try:
+        stress = atoms.get_stress()
+    except PropertyNotImplementedError:
+        if on == "crystal":
+            raise
+        return 0.0
+    if box:
+        return math.inf
+    pairs = (_X, _X), (_Y, _Y), (_Z, _Z), (_Y, _Z), (_X, _Z), (_X, _Y)
+    slopes = [case.slope(atoms, strain=(np.outer(a, b) + np.outer(b, a)) / 2) for a, b in pairs]
+    return _largest(np.array(slopes) / atoms.get_volume() - stress)
+
+
+def _net_force(case: _Case) -> float:
+    return max(_largest(_Results(case.make(), a)["forces"].sum(axis=0)) for a in case.of())
+
+
+def _torque(case: _Case) -> float:
+    (atoms,) = case.of("molecule")
+    return _largest(np.cross(atoms.positions, _Results(case.make(), atoms)["forces"]).sum(axis=0))
+
+
+def _jump(case: _Case, path: Callable[[float], tuple[Atoms, Any]], end: float) -> float:
+    """First jump of the energy along structures and directions: not the work of the forces."""
+    calculator = case.make()
+
+    def at(t: float) -> tuple[float, float, float]:
+        atoms, way = path(t)
+        found = _Results(calculator, atoms)
+        return t, float(found["energy"]), float((found["forces"] * way).sum())
+
+    def between(first: tuple[float, ...], last: tuple[float, ...]) -> float:
+        width = last[0] - first[0]
+        middle = at(first[0] + width / 2)
+        error = last[1] - first[1] + width / 6 * (first[2] + 4 * middle[2] + last[2])
+        if width < 1e-5 or math.isnan(error):
+            return _largest(error)
+        if abs(error) < 1e-6 * case.loose:
+            return 0.0
+        return between(first, middle) or between(middle, last)
+
+    steps = itertools.pairwise(map(at, np.arange(0, end, 0.2)))
+    return next(filter(None, itertools.starmap(between, steps)), 0.0)
+
+
+def _drawn(case: _Case) -> float:
+    case.of("molecule")
+    pair = [case.elements[0], case.elements[-1]]
+    start = covalent_radii[[atomic_numbers[symbol] for symbol in pair]].sum()
+    return _jump(case, lambda t: (Atoms(pair, [0 * _Z, (start + t) * _Z]), [0 * _Z, _Z]), 14.0)
+
+
+def _slid(case: _Case) -> float:
+    atoms = case.of("crystal")[0].repeat((1, 1, 2))
+    side = float(np.linalg.norm(atoms.cell[0]))
+    way = np.outer(np.arange(len(atoms)) >= len(atoms) // 2, atoms.cell[0] / side)
+    return _jump(case, lambda t: (_with(atoms, atoms.positions + t * way), way), side)
+
+
+def _stale(case: _Case) -> float:
+    """Results after changes in place; one calculator takes all structures in turn."""
+    calculator, errors = case.make(), []
+    for atoms in case.of():
+        atoms.calc = calculator
+        for k in range(4):
+            atoms.positions[0] += 0.1 * (k == 1)
+            atoms.numbers[:] = np.roll(atoms.numbers, int(k == 2))
+            atoms.cell[0] *= 1 + 0.05 * (k == 3)
+            new = _Results(case.make(), atoms)
+            errors.append(_largest(atoms.get_potential_energy() - new["energy"]))
+            errors.append(_largest(atoms.get_forces() - new["forces"]))
+    return max(errors)
+
+
+def _ignored(case: _Case, word: str, put: Callable[[Atoms], object]) -> float:
+    """1 unless a quantity is used, also when it changes, or is named."""
+    atoms = case.of("molecule crystal")[0]
+    atoms.calc, used = case.make(), False
+    with _quiet() as said:
+        try:
+            before = atoms.get_potential_energy()
+            put(atoms)
+            new = _Results(case.make(), atoms)["energy"]
+            used = before != new == atoms.get_potential_energy()
+        except Exception as problem:
+            said.write(str(problem))
+    return not used and word not in said.getvalue().lower()
+
+
+def _touched(case: _Case) -> float:
+    """Number of structures that are not as they were."""
+    changed = 0
+    for atoms in case.of():
+        before, atoms.calc = atoms.copy(), case.make()
+        atoms.get_forces()
+        kept = atoms.info == before.info and atoms.arrays.keys() == before.arrays.keys()
+        changed += not (kept and atoms == before)
+    return changed
+
+
+def _not_finite(case: _Case) -> float:
+    """Number of results of atoms at or next to each other that are neither finite nor refused."""
+    calculator, found = case.make(), 0
+    for atoms, distance in itertools.product(case.of(), (0, 1e-9, 1e-6, 1e-3, 0.1)):
+        both = atoms + _with(atoms[:1], atoms.positions[:1] + distance * _X)
+        with contextlib.suppress(Exception):
+            found += not _Results(calculator, both).finite()
+    return found
+
+
+def _accepted(case: _Case, number: int) -> float:
+    """1 if an element that does not exist is computed; an error must name it."""
+    atoms = case.of("molecule crystal")[0]
+    atoms.numbers[0] = number
+    try:
+        _Results(case.make(), atoms)
+    except Exception as problem:
+        if re.search(rf"\b({number}|X)\b", str(problem)):
+            return 0
+        raise
+    return 1
+
+
+def _not_stopped(case: _Case) -> float:
+    """Number of steps of dynamics with a model that raises; NaN without a model of torch."""
+    atoms = case.of("molecule crystal")[0]
+    atoms.calc, steps = case.make(), 0
+    dynamics = VelocityVerlet(atoms, units.fs).irun(5)
+    next(dynamics)
+    held = (one if isinstance(one, list) else [one] for one in vars(atoms.calc).values())
+    models = [one for one in itertools.chain(*held) if hasattr(one, "forward")]
+    for model in models:
+        model.forward = Mock(side_effect=ArithmeticError)
+    with contextlib.suppress(Exception):
+        steps = sum(1 for _ in dynamics)
+    return steps if any(model.forward.called for model in models) else math.nan
+
+
+_TWICE = {"energy": lambda e: 2 * e, "forces": lambda f: np.tile(f, (2, 1))}
+_SKEWS = [_I + k * np.outer(_X, _Y) for k in (1, -3, 10)]
+_THIRDS = [np.diag([1, 1, k]) for k in (2, 0, -1.5)] + [_I + 0.4 * np.outer(_Z, _X + _Y)]
+_EQUAL: dict[str, dict[str, Any]] = {
+    "translation": {"change": _moved([3.1, -2.7, 1.3])},
+    "translation by 10,000 Å": {"change": _moved(*1e4 * _I)},
+    "rotation": _turned(_TURN * np.linalg.det(_TURN)),
+    "mirror image": _turned(-_TURN * np.linalg.det(_TURN)),
+    "order of atoms": {"change": lambda a: [a[::-1]], "forces": lambda f: f[::-1]},
+    "unwrapped atoms": {"on": "crystal slab", "change": _unwrapped},
+    "left-handed cell": {"on": "crystal slab", "change": _cells(_I[[1, 0, 2]])},
+    "skewed cell": {"on": "crystal slab", "change": _cells(*_SKEWS)},
+    "supercell along a": {"on": "crystal slab", "change": lambda a: [a * (2, 1, 1)], **_TWICE},
+    "supercell along b": {"on": "crystal slab", "change": lambda a: [a * (1, 2, 1)], **_TWICE},
+    "third cell vector of a slab": {"on": "slab", "change": _cells(*_THIRDS)},
+    "box around a molecule": {"on": "molecule", "change": _boxed},
+    "ten runs": {"change": lambda a: [a] * 9},
+    "deepcopy": {"through": copy.deepcopy},
+    "pickle": {"through": lambda c: pickle.loads(pickle.dumps(c))},
+}
+_moments = Atoms.set_initial_magnetic_moments
+_IGNORED: dict[str, dict[str, Any]] = {
+    "charge used or named": {"word": "charge", "put": lambda a: a.info.update(charge=2)},
+    "spin used or named": {"word": "spin", "put": lambda a: a.info.update(spin=3)},
+    "moments used or named": {"word": "mag", "put": lambda a: _moments(a, [2.0] * len(a))},
+}
+
+CHECKS: dict[str, tuple[Callable[[_Case], float], float, str]] = {
+    **{name: (partial(_equal, **options), 1e-7, "eV, Å") for name, options in _EQUAL.items()},
+    "two molecules, 200 Å apart": (partial(_fragments, on="molecule", by=200.0), 1e-5, "eV"),
+    "two slabs, 100 Å apart": (partial(_fragments, on="slab", by=100.0), 1e-5, "eV"),
+    "force on an atom alone": (_isolated, 1e-7, "eV/Å"),
+    "the same in a 100 Å cell": (partial(_isolated, cell=5 * _BOX, pbc=True), 1e-7, "eV/Å"),
+    "forces are -dE/dr": (_forces, 1e-5, "eV/Å"),
+    "stress is dE/dε / V": (partial(_stress, on="crystal"), 1e-5, "eV/Å³"),
+    "stress of a slab: right or refused": (partial(_stress, on="slab"), 1e-5, "eV/Å³"),
+    "no stress of a molecule in a box": (partial(_stress, on="molecule", cell=_BOX), 0, "eV/Å³"),
+    "sum of forces": (_net_force, 1e-7, "eV/Å"),
+    "torque on a molecule": (_torque, 1e-7, "eV"),
+    "jump as a pair is drawn apart": (_drawn, 1e-6, "eV"),
+    "jump as layers slide": (_slid, 1e-6, "eV"),
+    "changes in place": (_stale, 1e-7, "eV, Å"),
+    **{name: (partial(_ignored, **options), 0, "ignored") for name, options in _IGNORED.items()},
+    "structure left as it was": (_touched, 0, "changed"),
+    "atoms at one place: finite or refused": (_not_finite, 0, "wrong"),
+    "element 0 refused by name": (partial(_accepted, number=0), 0, "accepted"),
+    "element 119 refused by name": (partial(_accepted, number=119), 0, "accepted"),
+    "error in the model stops dynamics": (_not_stopped, 0, "steps"),
+}
+"""Error, bound and unit of each check, by its name."""
+
+
+def certify(
+    make: Callable[[], Any],
+    elements: Iterable[str] = (),
+    float32: bool = False,
+    names: Iterable[str] = (),
+) -> Iterator[Row]:
+    """Runs the checks on a calculator.
+
+    Args:
+        make: returns a new ASE calculator.
+        elements: symbols for the test structures; by default those of Cu, O, C, H that the
+            calculator computes.
+        float32: widen the bounds 1000 times, for calculators that compute in single precision.
+        names: checks to run; all by default.
+
+    Yields:
+        One row for each check.
+
+    Raises:
+        ValueError: the calculator computes none of the test structures.
+    """
+    with _quiet():
+        case = _Case(make, list(elements), float32)
+    for name in names or CHECKS:
+        (check, bound, unit), error = CHECKS[name], math.nan
+        bound *= case.loose
+        try:
+            with _quiet():
+                error = float(check(case))
+            result = "n/a" if math.isnan(error) else "passed" if error <= bound else "FAILED"
+        except PropertyNotImplementedError as problem:
+            result = f"not supported: {problem}"
+        except Exception as problem:
+            result = f"FAILED: {_line(problem)}"
+        yield Row(name, error, bound, unit, result)
+
+
+def main(words: list[str] | None = None) -> int:
+    """Prints one table; the exit status is 1 if a check fails."""
+    parser = argparse.ArgumentParser("python -m molflt.certify", description=__doc__)
+    parser.add_argument("calculator", help="module:Class, or module:function that returns one")
+    parser.add_argument("--args", default="{}", type=json.loads, help="its arguments, JSON")
+    parser.add_argument("--elements", nargs="+", default=[], help="of the test structures")
+    parser.add_argument("--float32", action="store_true", help="bounds are 1000 times wider")
+    given = parser.parse_args(words)
+    make = partial(pkgutil.resolve_name(given.calculator), **given.args)
+    failed = 0
+    print(f"{'check':40}{'error':>9}{'bound':>9}  {'unit':9} result")
+    for row in certify(make, given.elements, given.float32):
+        error = "" if math.isnan(row.error) else f"{row.error:.1e}"
+        print(f"{row.check:40}{error:>9}{row.bound:9.0e}  {row.unit:9} {row.result}", flush=True)
+        failed += row.result.startswith("FAILED")
+    print(f"{failed} of {len(CHECKS)} checks failed")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

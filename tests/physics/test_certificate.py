@@ -1,0 +1,285 @@
+"""The certificate: a sound calculator has it, and each check finds the fault that it is for."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import warnings
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from ase import Atoms
+from ase.calculators.calculator import Calculator, PropertyNotImplementedError, all_changes
+from ase.calculators.emt import EMT
+from ase.calculators.lj import LennardJones
+from ase.neighborlist import neighbor_list
+from ase.stress import full_3x3_to_voigt_6_stress
+
+import molflt
+from molflt.certify import CHECKS, certify, main
+
+
+class Law:
+    """Pair energies (1 - r² / 16)⁴ within 4 Å, and what multiplies the vector in the force."""
+
+    def forward(self, squares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        rest = 1 - squares / 16
+        return rest**4, 4 * rest**3 / 8
+
+
+class Pairs(Calculator):
+    """A sound calculator; what faulty ones change are its small methods."""
+
+    implemented_properties = ["energy", "forces", "stress"]  # noqa: RUF012
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.scale, self.model = scale, Law()
+
+    def calculate(self, atoms=None, properties=None, system_changes=all_changes):
+        super().calculate(atoms, properties, system_changes)
+        self.expect(self.atoms)
+        self.results = self.changed(self.found(self.prepared(self.atoms.copy())), self.atoms)
+        if "stress" in self.results:
+            self.results["stress"] = full_3x3_to_voigt_6_stress(self.results["stress"])
+        elif "stress" in (properties or ()):
+            raise PropertyNotImplementedError("stress of what is not periodic along three axes")
+
+    def found(self, atoms: Atoms) -> dict[str, np.ndarray]:
+        first, second, vectors = neighbor_list("ijD", atoms, 4.0)
+        energies, slopes = self.model.forward((vectors**2).sum(axis=1))
+        weights = self.scale * np.sqrt(atoms.numbers[first] * atoms.numbers[second]) / 20
+        pulls = 2 * (weights * slopes)[:, None] * vectors
+        forces = np.zeros((len(atoms), 3))
+        np.add.at(forces, first, -pulls)
+        found = {"energy": (weights * energies).sum(), "forces": forces}
+        if self.has_stress(atoms):
+            found["stress"] = -vectors.T @ pulls / 2 / atoms.get_volume()
+        return found
+
+    def expect(self, atoms: Atoms) -> None:
+        for number in {*atoms.numbers} & {0, 119}:
+            raise ValueError(f"element {number} does not exist")
+        for name in {"charge", "spin"} & atoms.info.keys() | {"initial_magmoms"} & {*atoms.arrays}:
+            warnings.warn(f"{name} (magnetic moments) is not used", stacklevel=1)
+
+    def has_stress(self, atoms: Atoms) -> bool:
+        return atoms.pbc.all()
+
+    def prepared(self, atoms: Atoms) -> Atoms:
+        return atoms
+
+    def changed(self, found: dict, atoms: Atoms) -> dict:
+        return found
+
+
+def fault(name: str, **methods: object) -> type[Pairs]:
+    made = type("Faulty", (Pairs,), methods)
+    globals()[made.__name__ + name] = made  # pickle looks for it
+    made.__qualname__ = made.__name__ = made.__name__ + name
+    return made
+
+
+def energy_with(extra) -> dict[str, object]:
+    """A fault of the energy."""
+
+    def changed(self, found, atoms):
+        return found | {"energy": found["energy"] + extra(atoms)}
+
+    return {"changed": changed}
+
+
+def result_with(name: str, change) -> dict[str, object]:
+    def changed(self, found, atoms):
+        return found | ({name: change(found[name], atoms)} if name in found else {})
+
+    return {"changed": changed}
+
+
+def first_and_second(a: Atoms) -> np.ndarray:
+    return a.positions[1] - a.positions[0] if len(a) > 1 else np.zeros(3)
+
+
+def chirality(a: Atoms) -> float:
+    return np.linalg.det(a.positions[1:4] - a.positions[0]) if len(a) > 3 else 0
+
+
+def twisted(forces: np.ndarray, atoms: Atoms) -> np.ndarray:
+    """By a pair of opposite forces that are not along the line between the atoms."""
+    forces = forces.copy()
+    if len(atoms) > 1:
+        forces[:2] += np.outer([1, -1], np.cross(first_and_second(atoms), [0, 0, 0.1]))
+    return forces
+
+
+def rounded(self, atoms):
+    atoms.positions[:] = atoms.positions.astype(np.float32)
+    return atoms
+
+
+def periodic_in_a_box(self, atoms):
+    atoms.pbc = atoms.pbc | (atoms.cell.rank == 3)
+    return atoms
+
+
+class Cut(Law):
+    def forward(self, squares):
+        return tuple(x * (squares < 9) for x in super().forward(squares))
+
+
+def with_cut(self, scale=1.0):
+    Pairs.__init__(self, scale)
+    self.model = Cut()
+
+
+def forgetful(self, atoms, tol=1e-15):
+    return [] if self.atoms is not None and len(atoms) == len(self.atoms) else all_changes
+
+
+def marking(self, atoms=None, properties=None, system_changes=all_changes):
+    atoms.info["seen"] = True
+    Pairs.calculate(self, atoms, properties, system_changes)
+
+
+def swallowing(self, atoms):
+    with contextlib.suppress(ArithmeticError):
+        self.last = Pairs.found(self, atoms)
+    return self.last
+
+
+def nan_at_one_place(energy: float, atoms: Atoms) -> float:
+    return np.nan if (neighbor_list("d", atoms, 4.0) < 1e-8).any() else energy
+
+
+OUTSIDE = energy_with(
+    lambda a: (
+        1e-3 * (a.pbc & (np.abs(a.get_scaled_positions(False)) > 3)).sum() if a.pbc.any() else 0
+    )
+)
+PER_CELL = energy_with(lambda a: 1e-3)
+SQUARE = energy_with(lambda a: 1e-3 * len(a) ** 2)
+PUSH = result_with("forces", lambda f, a: f + 1e-3)
+FAULTS: dict[str, dict[str, object]] = {
+    "translation": energy_with(lambda a: 1e-3 * np.sin(a.positions).sum()),
+    "translation by 10,000 Å": {"prepared": rounded},
+    "rotation": energy_with(lambda a: 1e-3 * first_and_second(a)[0] ** 2),
+    "mirror image": energy_with(lambda a: 1e-3 * chirality(a)),
+    "order of atoms": energy_with(lambda a: 1e-3 * np.linalg.norm(first_and_second(a))),
+    "unwrapped atoms": OUTSIDE,
+    "left-handed cell": energy_with(lambda a: 1e-3 * (np.linalg.det(a.cell) < 0)),
+    "skewed cell": energy_with(lambda a: 1e-3 * a.cell.lengths()[0]),
+    "supercell along a": PER_CELL,
+    "supercell along b": PER_CELL,
+    "third cell vector of a slab": energy_with(lambda a: 1e-3 * a.cell[2, 2]),
+    "box around a molecule": {"prepared": periodic_in_a_box},
+    "ten runs": energy_with(lambda a: 1e-3 * random.random()),
+    "deepcopy": {"__deepcopy__": lambda self, memo: type(self)()},
+    "pickle": {"__reduce__": lambda self: (type(self), ())},
+    "two molecules, 200 Å apart": SQUARE,
+    "two slabs, 100 Å apart": SQUARE,
+    "force on an atom alone": PUSH,
+    "the same in a 100 Å cell": PUSH,
+    "forces are -dE/dr": result_with("forces", lambda f, a: 1.01 * f),
+    "stress is dE/dε / V": result_with("stress", lambda s, a: s[[1, 0, 2]][:, [1, 0, 2]]),
+    "stress of a slab: right or refused": {
+        "has_stress": lambda self, a: a.pbc.any(),
+        **result_with("stress", lambda s, a: 18 * s),
+    },
+    "no stress of a molecule in a box": {"has_stress": lambda self, a: a.cell.rank == 3},
+    "sum of forces": PUSH,
+    "torque on a molecule": result_with("forces", twisted),
+    "jump as a pair is drawn apart": {"__init__": with_cut},
+    "jump as layers slide": {"__init__": with_cut},
+    "changes in place": {"check_state": forgetful},
+    "charge used or named": {"expect": lambda self, a: None},
+    "spin used or named": {"expect": lambda self, a: None},
+    "moments used or named": {"expect": lambda self, a: None},
+    "structure left as it was": {"calculate": marking},
+    "atoms at one place: finite or refused": result_with("energy", nan_at_one_place),
+    "element 0 refused by name": {"expect": lambda self, a: None},
+    "element 119 refused by name": {"expect": lambda self, a: [][a.numbers.max() // 119 - 1 :]},
+    "error in the model stops dynamics": {"found": swallowing},
+}
+
+
+def test_a_sound_calculator_passes_all_checks():
+    rows = list(certify(partial(Pairs, 2.0)))
+    assert [row.check for row in rows] == [*CHECKS]
+    assert [row for row in rows if row.result != "passed"] == []
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_each_check_finds_a_fault(check):
+    name = "".join(filter(str.isalnum, check))
+    (row,) = certify(partial(fault(name, **FAULTS[check]), 2.0), names=[check])
+    assert row.result.startswith("FAILED")
+
+
+def failed(make, elements=(), **options) -> set[str]:
+    rows = certify(make, elements, **options)
+    return {row.check for row in rows if row.result.startswith("FAILED")}
+
+
+PATHS = {"jump as a pair is drawn apart", "jump as layers slide"}  # some seconds each
+SILENT = {f"{name} used or named" for name in ("charge", "spin", "moments")}
+BOX, PLACE = "no stress of a molecule in a box", "atoms at one place: finite or refused"
+
+
+def test_what_is_known_of_ase_calculators():
+    unknown = {f"element {number} refused by name" for number in (0, 119)}
+    lennard_jones = partial(LennardJones, sigma=2.3, rc=6.0)
+    names = CHECKS.keys() - PATHS
+    assert failed(lennard_jones, ["Cu"], names=names) == SILENT | {BOX, PLACE} | unknown
+    assert failed(EMT, names=names) == SILENT | {
+        BOX,
+        PLACE,
+        "pickle",
+        "element 119 refused by name",
+    }
+
+
+def potential(**options) -> molflt.Calculator:
+    torch.manual_seed(0)
+    sizes = {"layers": 1, "ffn_dim": 16, "num_features": 8, "radial_basis": 4}
+    made = molflt.Potential(16, 2, **sizes | options)
+    made.trained_elements[:] = True
+    return molflt.Calculator(made, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "known"),
+    [
+        ({"messages": 1, "radial_basis": 0, "far_field": False}, set()),
+        ({}, {"two slabs, 100 Å apart"}),  # attention among all atoms
+        ({"near_field": 0}, {"two slabs, 100 Å apart"}),
+        ({"long_range": [1, 6], "far_field": False}, {"two molecules, 200 Å apart"}),
+    ],
+    ids=["messages", "far field", "no near field", "long range"],
+)
+def test_potentials(options, known):
+    names = [*CHECKS]
+    if known:  # the rest does not depend on these options
+        names = names[: names.index("jump as a pair is drawn apart")]
+    assert failed(partial(potential, **options), names=names) == known
+
+
+def test_the_command_prints_a_table_and_its_exit_status_is_that_of_the_checks(capsys):
+    words = ["--args", '{"asap_cutoff": true}', "--elements", "Cu", "Au"]
+    assert main(["ase.calculators.emt:EMT", *words]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    count = sum("FAILED" in line for line in lines)
+    assert len(lines) == len(CHECKS) + 2 and lines[-1].startswith(f"{count} of 36")
+    assert any(line.startswith("jump as layers") and "FAILED" in line for line in lines)
+    assert main([f"{__name__}:Pairs", "--elements", "Cu"]) == 0
+
+
+def test_what_is_not_implemented_is_no_failure():
+    class Energies(Pairs):
+        implemented_properties = ["energy"]  # noqa: RUF012
+
+    rows = {row.check: row.result for row in certify(Energies, ["Cu"])}
+    assert rows["forces are -dE/dr"] == "not supported: forces" and rows["rotation"] == "passed"
+    with pytest.raises(ValueError, match="no test structure"):
+        list(certify(EMT, ["U"]))
