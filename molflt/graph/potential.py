@@ -15,6 +15,7 @@ from molflt.attention.checks import no_effect
 from molflt.attention.features import FeatureMapName
 from molflt.attention.positions.base import MixingName
 from molflt.graph.encoding import GraphPositionName
+from molflt.graph.geometry import Geometry
 from molflt.graph.inputs import Atoms
 from molflt.graph.long_range import LongRange
 from molflt.graph.periodic import Near, Reciprocal
@@ -63,7 +64,7 @@ class Potential(EnergyRegressor):
             between latent charges and all their images, see `molflt.graph.long_range.LongRange`.
         long_range_channels: charges of each atom for each power, 4 by default.
         long_range_cutoff: of near pairs, 8 Å by default.
-        long_range_smearing: width of charges, 1 Å by default.
+        long_range_smearing: sigma of pairs at short distances, 1 Å by default, see `LongRange`.
         long_range_neutral: True by default: charges of p = 1 and 2 flow between atoms closer than
             5 Å, and separate molecules are neutral. False: for data with ions.
         stack: further arguments of `molflt.attention.Stack`.
@@ -201,7 +202,7 @@ class Potential(EnergyRegressor):
     def _parts(self, batch: "Data") -> tuple[dict[str, Tensor], Tensor]:
         """What energies are the sum of, and the tokens that they are read from, (atoms, dim)."""
         untagged = copy.copy(batch)  # all atoms count alike
-        untagged.tags = torch.full_like(batch.atomic_numbers, int(Tag.SURFACE))
+        untagged.tags = torch.full(batch.pos.shape[:1], int(Tag.SURFACE), device=batch.pos.device)
         out = super().forward(untagged)
         parts = {"local": out["energy"]}
         if self.long_range is not None:
@@ -250,7 +251,7 @@ def _strained(batch: "Data") -> tuple["Data", Tensor, Tensor | None]:
     """A batch whose positions and cells follow a strain of 0, positions and strain that require
     gradients; no strain where there are no cells.
     """
-    pos = batch.pos.detach().clone().requires_grad_()
+    pos = Geometry.of_data(batch).pos.detach().clone().requires_grad_()
     out = copy.copy(batch)
     for name, value in batch.to_dict().items():
         if isinstance(value, Tensor) and value.is_inference():

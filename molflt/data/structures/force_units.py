@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.atoms import lattice_heights
+from molflt.atoms import lattice_heights, reduced_cell
 from molflt.data.structures.labels import point_fault
 
 if TYPE_CHECKING:
@@ -224,7 +224,8 @@ def _in_one_cell(frames: list[_Frame]) -> list[tuple[float, float, float]]:
     Empty for molecules and without forces. The slope is NaN for cells with vacuum, for a path of
     frames, and where there is no clear one.
     """
-    cell, count = frames[0].cell, len(frames)
+    cell = reduced_cell(frames[0].cell[None], np.ones((1, 3), dtype=bool))[0][0]
+    count = len(frames)
     volume, root = abs(float(np.linalg.det(cell))), len(frames[0].pos) ** 0.5
     virials = volume * np.stack([frame.stress for frame in frames])
     forces = float(np.sqrt(np.mean([(frame.forces**2).mean() for frame in frames])))

@@ -132,5 +132,5 @@ def _record_from_data(data: Data, number: int) -> Data:
 
 def _label(value: Tensor | float | None) -> float | None:
     """An energy, eV, if there is one that is finite."""
-    found = torch.as_tensor(float("nan") if value is None else value)
+    found = torch.as_tensor(float("nan") if value is None else value, device="cpu")
     return float(found) if found.numel() == 1 and bool(torch.isfinite(found).all()) else None
