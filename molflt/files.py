@@ -24,6 +24,7 @@ __all__ = [
     "append",
     "appending",
     "atomically",
+    "clear_parts",
     "expect_readable",
     "expect_writable",
     "read_arrays",
@@ -77,6 +78,26 @@ def atomically(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):  # there is none, or nobody may look
             part.unlink()
+
+
+def clear_parts(folder: Path) -> None:
+    """Removes what processes that were killed had begun to write in a folder."""
+    for part in folder.glob(".*.part"):
+        pid = part.name.split(".")[-2]
+        if pid.isdecimal() and not _is_alive(int(pid)):
+            part.unlink(missing_ok=True)
+
+
+def _is_alive(pid: int) -> bool:
+    if os.name != "posix":  # where a signal of 0 is not a question
+        return True
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _not_written(path: Path, error: OSError, kept: str) -> OSError:
@@ -208,12 +229,15 @@ def save_tensors(
             file.write(text.replace(_BLANK, digest.encode(), 1))
 
 
-def read_arrays(path: Path, wanted: Collection[str]) -> dict[str, np.ndarray]:
-    """All arrays of an npz file by name; none of them is unpickled.
+def read_arrays(
+    path: Path, wanted: Collection[str], most: int = _MOST_ARRAYS
+) -> dict[str, np.ndarray]:
+    """Read all arrays of an npz file by name, without unpickling.
 
     Args:
         path: file to read.
-        wanted: names that it has to have.
+        wanted: names that the file must have.
+        most: bytes that all arrays may take.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -226,8 +250,8 @@ def read_arrays(path: Path, wanted: Collection[str]) -> dict[str, np.ndarray]:
     try:
         with zipfile.ZipFile(path) as packed:
             size = sum(member.file_size for member in packed.infolist())
-        if size > _MOST_ARRAYS:
-            raise ValueError(f"{size:,} bytes unpacked, above {_MOST_ARRAYS:,}")
+        if size > most:
+            raise ValueError(f"{size:,} bytes unpacked, above {most:,}")
         with np.load(path, allow_pickle=False) as arrays:
             found = {name: arrays[name] for name in arrays.files}
     except (*_UNREADABLE, NotImplementedError, RuntimeError, SyntaxError) as error:

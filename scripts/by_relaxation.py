@@ -1,6 +1,6 @@
 """IS2RE twice: by direct prediction, and by relaxing with a potential; errors and cost in a table.
 
-    molflt data make DATA --calculator emt --frames
+    python scripts/make_data.py DATA --calculator emt --frames true
     python scripts/by_relaxation.py DATA --direct runs/is2re --potential runs/potential \\
         --out runs/by-relaxation --splits val_id val_ood_both --count 200
 
@@ -29,7 +29,7 @@ from torch import nn
 from molflt import Calculator
 from molflt.data.structures import Structures, open_dataset
 from molflt.data.structures.base import to_atoms
-from molflt.data.structures.splits import split_path
+from molflt.data.structures.sources import split_path
 from molflt.evaluation.predictions import infer
 from molflt.evaluation.relaxation import relax_atoms
 from molflt.evaluation.structures import adwt, position_error
@@ -52,7 +52,7 @@ def offsets(frames: Path, dataset: Structures) -> dict[int, float]:
         ValueError: if a system has none.
     """
     if not frames.is_file():
-        raise FileNotFoundError(f"{frames}: no such file; make it with molflt data make --frames")
+        raise FileNotFoundError(f"{frames}: no such file; see scripts/make_data.py --frames true")
     totals = {
         int(atoms.info["sid"]): float(atoms.get_potential_energy())
         for atoms in ase.io.iread(frames, index=":")

@@ -1,4 +1,4 @@
-"""The card of a data set that `molflt data make` has made: what it holds, how, and its checksums.
+"""Print the card of a data set that `scripts/make_data.py` has made.
 
 python scripts/card.py datasets/chgnet-sample > datasets/chgnet-sample/README.md
 """
@@ -45,7 +45,7 @@ schema of OC20's IS2RE task: an initial structure, its relaxed positions and its
 {labels}
 [How far they are from DFT](../../docs/results/sample.md#how-far-the-labels-are-from-dft).
 
-Made by `molflt data make {folder} {options}`
+Made by `python scripts/make_data.py {folder} {options}`
 with {versions}.
 The same command with a larger `--train` and `--val` keeps these systems and adds others.
 

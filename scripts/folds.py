@@ -1,6 +1,6 @@
 """Cross-validation: trains one configuration on every pair of folds, and averages over them.
 
-    molflt data convert datasets/game-net/FG_dataset_lite.tar.xz datasets/game-net/folds \\
+    python scripts/game_net.py datasets/game-net/FG_dataset_lite.tar.xz datasets/game-net/folds \\
         --folds published_predictions.npz
     python scripts/folds.py --config configs/game-net.yaml --data datasets/game-net/folds \\
         --out runs/folds --jobs 2 --published published_predictions.npz

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 from compare import INTERRUPTED, job_of, work_all
+from game_net import convert, read
 from kit.energies import read_energies
 from kit.notes import on_data, prepare
 from kit.rows import Row, Rows, markdown, mean_sd, names, pick, write_csv
@@ -26,9 +27,8 @@ from kit.words import described, trainings
 from peers_kit.models import FITS, load
 
 from molflt.data.structures import open_dataset
-from molflt.data.structures.convert import convert
-from molflt.data.structures.game_net import GameNet
-from molflt.data.structures.splits import VAL_SPLITS, split_path
+from molflt.data.structures.sources import split_path
+from molflt.data.structures.splits import VAL_SPLITS
 from molflt.data.structures.systems import SYSTEMS, read_systems
 from molflt.metrics import EWT_THRESHOLD
 
@@ -49,7 +49,7 @@ def make_groups(archive: Path, data: Path, groups: int) -> list[Path]:
     missing = {i for i, folder in enumerate(folders) if not (folder / SYSTEMS).exists()}
     if folders and not missing:
         return folders
-    systems = GameNet(archive).systems
+    systems, _ = read(archive)
     kinds = [sorted({getattr(system, kind) for system in systems}) for kind in NEW.values()]
     most = min(map(len, kinds))
     if not 2 <= groups <= most:

@@ -65,7 +65,7 @@ def test_both_ways_and_a_second_start(tmp_path, monkeypatch, capsys):
     own = script.offsets(data / "frames" / "val_id.extxyz", store)
     assert list(own.values()) == pytest.approx([-100.0] * 13, abs=1e-5)
     assert script.main([str(data), "--splits", "train", *told[1:]]) == 2
-    assert "data make --frames" in capsys.readouterr().err
+    assert "make_data.py --frames" in capsys.readouterr().err
     assert script.main([*told, "--fmax", "0.1"]) == 2
     assert "made with other options" in capsys.readouterr().err
     # nor are relaxations of other frames, or of another potential, taken for these

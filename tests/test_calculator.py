@@ -106,3 +106,25 @@ def test_an_atom_in_a_huge_periodic_cell():
     atoms = Atoms("H", cell=[300.0] * 3, pbc=True)
     atoms.calc = calculator()
     assert np.isfinite(atoms.get_potential_energy()) and not atoms.get_forces().any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("pbc", [True, False])
+def test_moving_changes_no_energy(dtype, pbc):
+    calc, energies = calculator(dtype=dtype), []
+    for move in ((0, 0, 0), (1e4, 0, 0), (9e4, -9e4, 12345.678)):
+        atoms = boxed(pbc)
+        atoms.positions += move
+        atoms.calc = calc
+        energies.append(atoms.get_potential_energy())
+        assert np.allclose(atoms.positions[0], boxed(pbc).positions[0] + move)
+    assert np.ptp(energies) < 1e-6
+
+
+def test_the_default_device_does_not_matter():
+    atoms, calc = bulk("Cu", cubic=True), calculator()
+    atoms.calc = calc
+    expected = atoms.get_potential_energy()
+    calc.reset()
+    with torch.device("meta"):
+        assert atoms.get_potential_energy() == expected

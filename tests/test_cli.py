@@ -137,7 +137,6 @@ def test_words_arrive_as_arguments(words: list[str], expected: dict[str, Any]) -
     [
         (["lok"], ["unknown command 'lok'", "did you mean look?"]),
         (["data", "inspct", "x"], ["unknown command 'inspct'", "did you mean inspect?"]),
-        (["data", "make-emt", "d"], ["unknown command 'make-emt'", "did you mean make?"]),
         (["look", "x", "--limt", "3"], ["unknown option --limt", "did you mean --limit?"]),
         (["look", "x", "--skip-bat"], ["unknown option --skip-bat", "did you mean --skip_bad?"]),
         (["look", "x", "--lim=3"], ["unknown option --lim"]),
@@ -225,7 +224,7 @@ def test_help_and_version(capsys) -> None:
     assert "evaluate" in capsys.readouterr().out
     assert main(["data", "--help"]) == 0
     out = capsys.readouterr().out
-    assert "make" in out and "evaluate" not in out
+    assert "convert" in out and "evaluate" not in out
     assert main(["look", "--help"]) == 0
     out = capsys.readouterr().out
     assert "--splits ITEM ..." in out and "--json " in out and "{true,false}" not in out
@@ -268,7 +267,6 @@ print({name.partition(".")[0] for name in sys.modules})"""
         (["train", "--model.potions.num_nodes=4"], "unknown option --model.potions.num_nodes"),
         (["train", "--data.batchsize", "4"], "did you mean --data.batch_size?"),
         (["evaluate", "run", "--split", "val_id"], "did you mean --splits?"),
-        (["data", "make", "d", "--trian", "3"], "did you mean --train?"),
         (["data", "inspect", "d", "--jsn"], "did you mean --json?"),
         (["data", "inspect", "nothing-here.lmdb"], "nothing-here"),
         (["data", "convert", "nothing-here.lmdb", "out.safetensors"], "nothing-here"),

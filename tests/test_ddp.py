@@ -9,7 +9,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_run import arguments, last_state, logged, process, start, table, write_data
+from tiny_run import (
+    arguments,
+    differences,
+    last_state,
+    logged,
+    process,
+    start,
+    table,
+    write_data,
+)
 
 from molflt.graph import EnergyRegressor
 from molflt.training.callbacks import _LastCheckpoint
@@ -36,7 +45,7 @@ def both(tmp_path_factory):
     start(data, folder / "one", *STILL, "--data.batch_size=4")
     words = ["--trainer.devices=2", "--trainer.strategy=ddp"]
     running = process(*arguments(data, folder / "two", *STILL, *words))
-    _, errors = running.communicate(timeout=600)
+    _, errors = running.communicate(timeout=3000)
     assert running.returncode == 0, errors
     return folder / "one", folder / "two"
 
@@ -71,7 +80,7 @@ def test_two_processes_with_two_batches_each_take_the_step_of_four(both):
     start(folder / "data", folder / "four", *words, "--trainer.accumulate=4")
     words += ["--trainer.accumulate=2", "--trainer.devices=2", "--trainer.strategy=ddp"]
     running = process(*arguments(folder / "data", folder / "pairs", *words))
-    _, errors = running.communicate(timeout=600)
+    _, errors = running.communicate(timeout=3000)
     assert running.returncode == 0, errors
     one, two = (last_state(folder / name)["state_dict"] for name in ("four", "pairs"))
     for name, tensor in one.items():
@@ -89,7 +98,7 @@ def test_processes_that_torchrun_starts_go_on_with_what_lightning_started(both):
     words = ["-m", "torch.distributed.run", "--nproc-per-node=2", *train]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=600, env=environment
+        [sys.executable, *words], capture_output=True, text=True, timeout=3000, env=environment
     )
     assert done.returncode == 0, done.stderr
     assert last_state(run)["global_step"] == 8 and not (run / ".lock").exists()
@@ -127,3 +136,47 @@ def test_a_signal_that_arrives_while_ranks_agree_is_not_lost(tmp_path):
     trainer = SimpleNamespace(world_size=2, strategy=Strategy())
     assert callback._agreed_signal(trainer) == 0
     assert callback.signum == signal.SIGTERM
+
+
+KILLED = """
+import os, signal, sys
+from molflt.commands.cli import main
+from molflt.training.loop import _LightningTask
+
+original = _LightningTask.training_step
+
+def killed(self, batch, place):
+    if self.global_step == 5 and os.environ.get("LOCAL_RANK") == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(self, batch, place)
+
+_LightningTask.training_step = killed
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_killed_rank_ends_the_others_and_the_run_resumes_to_the_bit(tmp_path):
+    data = write_data(tmp_path / "data", train=24, val=21)
+    words = ["--trainer.devices=2", "--trainer.max_steps=6", "--trainer.checkpoint_every=3"]
+    words += ["--task.lr=1e-2", "--trainer.num_sanity=0"]
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    (tmp_path / "train.py").write_text(KILLED)
+    command = [sys.executable, str(tmp_path / "train.py"), "train"]
+    done = subprocess.run(
+        [*command, *arguments(data, killed, *words)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2
+    errors = [line for line in done.stderr.splitlines() if line.startswith("molflt: error: ")]
+    assert len(errors) == 1 and f"--resume {killed}" in errors[0]
+    assert last_state(killed)["global_step"] == 3 and not list(tmp_path.glob("*.log"))
+    for arguments_of in (["--resume", str(killed)], arguments(data, whole, *words)):
+        running = process(*arguments_of)
+        _, said = running.communicate(timeout=300)
+        assert running.returncode == 0, said
+    for part in ("state_dict", "optimizer_states", "lr_schedulers"):
+        assert differences(last_state(killed)[part], last_state(whole)[part]) == []

@@ -126,8 +126,8 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("line", "some", "others"),
     [
-        ("", {name[0] for name in COMMANDS}, {"make"}),
-        ("data ", {"make", "inspect", "convert"}, {"train"}),
+        ("", {name[0] for name in COMMANDS}, {"inspect"}),
+        ("data ", {"inspect", "convert"}, {"train"}),
         ("train --model.pos", {"--model.position", "--model.position_options"}, {"--model.dim"}),
         ("train --model.position m", {"multiplicative"}, {"none"}),
         ("train --recipe ", set(RECIPES), {"demo"}),

@@ -441,7 +441,8 @@ def slabs(tags: bool = True) -> list[Atoms]:
     for i, (metal, adsorbate) in enumerate((("Cu", "O"), ("Pt", "H"), ("Ni", "N"))):
         atoms = fcc111(metal, (2, 2, 2 + i), vacuum=8.0, periodic=True)
         add_adsorbate(atoms, adsorbate, height=1.2, position="fcc")
-        atoms.set_tags([1] * (len(atoms) - 1) + [2] if tags else [0] * len(atoms))
+        layers = [0] * 4 + [1] * (len(atoms) - 5)
+        atoms.set_tags([*layers, 2] if tags else [0] * len(atoms))
         atoms.set_constraint(FixAtoms(indices=range(4)))
         atoms.info["sid"] = 70 + i
         frames.append(atoms)
@@ -464,7 +465,9 @@ def test_predict_a_table(run, tmp_path, suffix, capsys) -> None:
     assert [row["formula"] for row in rows] == ["Cu8O", "HPt12", "NNi16"]
     assert [int(row["natoms"]) for row in rows] == [9, 13, 17]
     outside = [row["outside"] for row in rows]
-    assert outside[0] == outside[1] == "adsorbate atoms: 1, trained on 2 to 9"
+    assert outside[0] == "adsorbate atoms: 1, trained on 2 to 9"
+    share = "share of surface (tag 1) in the slab: 0.67, trained on 0.50"
+    assert outside[1] == f"{outside[0]}; {share}"
     assert outside[2].startswith("N, Ni not in training; atoms: 17, trained on 6 to 13; ")
     energy = [float(row["energy_eV"]) for row in rows]
     np.testing.assert_allclose(energy, alone(run, tmp_path / "in.extxyz"), atol=1e-5)
@@ -506,13 +509,24 @@ def test_predict_structures(run, tmp_path, suffix, capsys) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"in.traj", out.name}
 
 
-def test_predict_without_tags_says_so(run, tmp_path, capsys, recwarn) -> None:
+def test_structures_without_tags_are_refused_unless_forced(run, tmp_path, capsys, recwarn) -> None:
     write(tmp_path / "in.extxyz", slabs(tags=False)[:2] + slabs()[2:])
-    predict(run, tmp_path / "in.extxyz", out=tmp_path / "out.csv", batch_size=1, device="cpu")
-    err = capsys.readouterr().err
-    assert "2 of 3 structures have no atom with a tag above 0" in err
-    assert "sum over all atoms" in err
+    out = tmp_path / "out.csv"
+    words = ["predict", str(run), str(tmp_path / "in.extxyz"), f"--out={out}", "--batch_size=1"]
+    told = error_of(capsys, *words)
+    assert "no tags" in told and "--tags guess" in told and "--force" in told and not out.exists()
+    assert main([*words, "--force", "true"]) == 0
+    assert "no tags, which training had (2 structures)" in capsys.readouterr().err
+    assert [row["outside"].startswith("no tags") for row in table(out)] == [True, True, False]
     assert not [w for w in recwarn if "tag > 0" in str(w.message)]  # once, not per batch
+    assert main([*words, "--skip_bad", "true"]) == 0
+    assert [row["index"] for row in table(out)] == ["2"]
+    words = ["evaluate", str(run), f"--data={tmp_path / 'in.extxyz'}", f"--out={tmp_path / 'out'}"]
+    assert "no tags" in error_of(capsys, *words)
+    assert main([*words, "--force", "true"]) == 0
+    capsys.readouterr()
+    assert main([*words, "--tags", "guess"]) == 0
+    assert "1 adsorbate O, 4 surface, 4 subsurface atoms" in capsys.readouterr().err
 
 
 def test_what_cannot_be_written_is_not_computed(run, tmp_path, monkeypatch, capsys) -> None:

@@ -133,6 +133,15 @@ def test_elements_are_joined(source, tmp_path):
     assert seen == [1, 8, 29, 78, 79]
 
 
+def test_what_a_run_starts_from_does_not_depend_on_the_loss(others, source, tmp_path):
+    errors = []
+    for number, weight in enumerate((0, 3, 50)):
+        words = [f"--task.position_weight={weight}", f"--task.position_weight_final={weight}"]
+        begin(others, tmp_path / f"{number}", source, *STILL, *words)
+        errors.append(logged(tmp_path / f"{number}", "val_mae_eV"))
+    assert errors[0] == errors[1] == errors[2]
+
+
 def test_references_are_fitted_again_or_left_out(data, others, tmp_path):
     fit = ["--task.references=fit"]
     start(data, tmp_path / "source", *STEPS, *fit)

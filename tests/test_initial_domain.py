@@ -76,7 +76,8 @@ def test_what_only_the_initial_weights_saw_is_told_apart(tuned, source, gold, tm
     write_store(store, of_elements({1: 29, 8: 29, 78: 44}, 2, 7))
     capsys.readouterr()
     assert main(["predict", str(tuned), str(store), f"--out={tmp_path / 'out.csv'}"]) == 0
-    assert f"Cu not in training{SEEN}, Ru not in training" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"Cu not in training{SEEN} (2 structures)" in told and "Ru not in training (2" in told
     cells = [row["outside"] for row in table(tmp_path / "out.csv")]
     assert all(cell.startswith(f"Cu not in training{SEEN}; Ru not in training") for cell in cells)
 

@@ -11,6 +11,7 @@ from tiny_run import SMALL, error_of, start, structures, write_data
 from torch import nn
 from torch_geometric.data import Batch
 
+import molflt.memory
 from molflt.data.structures import open_dataset
 from molflt.data.structures.records import make_record
 from molflt.data.structures.store import write_store
@@ -170,3 +171,41 @@ def test_the_command_says_it_in_a_line(monkeypatch, tmp_path: Path, capsys) -> N
     words += [f"--run={tmp_path / 'run'}", "--trainer.max_steps=2", "--trainer.accelerator=cpu"]
     line = error_of(capsys, "train", *words)
     assert "step 0 with" in line and "reciprocal nodes" in line and "data.batch_size" in line
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("limited", ["job", "job/step", "", None])
+def test_the_limit_of_the_own_control_group(monkeypatch, tmp_path, version, limited) -> None:
+    """As SLURM, systemd-run and containers set it, on the group itself or on one above."""
+    root = tmp_path / "memory" if version == 1 else tmp_path
+    limit, used, cached = {
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        2: ("memory.max", "memory.current", "inactive_file"),
+    }[version]
+    for group in ("", "job", "job/step", "other"):
+        folder = root / group
+        folder.mkdir(parents=True, exist_ok=True)
+        no_limit = str(2**63 - 4096) if version == 1 else "max"
+        small = group == limited or group == "other"
+        (folder / limit).write_text(str(GIB if small else no_limit))
+        (folder / used).write_text(str(GIB // 2))
+        (folder / "memory.stat").write_text(f"anon 5\n{cached} {GIB // 4}\n")
+    own = tmp_path / "own"
+    path = {1: "7:cpu:/\n5:memory,hugetlb:/job/step\n0::/elsewhere\n", 2: "0::/job/step\n"}
+    own.write_text(path[version])
+    monkeypatch.setattr(molflt.memory, "_GROUPS", tmp_path)
+    monkeypatch.setattr(molflt.memory, "_CGROUP", own)
+    monkeypatch.setattr(molflt.memory, "_of_machine", lambda: 100 * GIB)
+    monkeypatch.setattr(molflt.memory, "_of_process", lambda: None)
+    assert molflt.memory.available_memory() == (100 * GIB if limited is None else 3 * GIB // 4)
+
+
+def test_without_control_groups_the_machine_tells(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(molflt.memory, "_GROUPS", tmp_path / "none")
+    monkeypatch.setattr(molflt.memory, "_CGROUP", tmp_path / "none")
+    monkeypatch.setattr(molflt.memory, "_of_machine", lambda: 5)
+    monkeypatch.setattr(molflt.memory, "_of_process", lambda: None)
+    assert molflt.memory.available_memory() == 5

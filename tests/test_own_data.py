@@ -15,7 +15,8 @@ from ase import Atoms
 from ase.build import add_adsorbate, fcc111, molecule
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io import iread, write
-from tiny_run import SMALL, error_of, start, structures, write_data
+from data.oc20_files import old_record, write_lmdb
+from tiny_run import SMALL, arguments, error_of, start, structures, write_data
 
 import molflt
 from molflt.commands.cli import main
@@ -117,21 +118,39 @@ def test_an_evaluation_on_energies_of_another_kind_says_so(run, tmp_path, capsys
     assert capsys.readouterr().err.count(said) == 1
 
 
-@pytest.mark.parametrize("by", ["name", "link", "copy", "others"])
-def test_training_says_that_it_is_judged_by_what_it_learns(tmp_path, capsys, by) -> None:
+@pytest.mark.parametrize(
+    ("by", "count"), [("link", 10), ("copy", 10), ("database", 10), ("shuffled", 10), ("some", 9)]
+)
+def test_copies_of_training_in_validation_are_refused(tmp_path, capsys, by, count) -> None:
     train, val = tmp_path / "train.extxyz", tmp_path / "val_id.extxyz"
     write(train, frames())
     if by == "link":
         val.symlink_to(train)
     elif by == "copy":
         shutil.copy(train, val)
+    elif by == "database":  # in single precision, and in other images
+        for atoms in (copies := frames(y_relaxed=-1.0)):
+            atoms.set_array("positions", atoms.positions.astype(np.float32).astype(float))
+            atoms.positions[0] += atoms.cell.array[0]
+        write_rows(tmp_path / "val_id.db", copies)
+    elif by == "shuffled":
+        order = np.random.default_rng(0).permutation
+        write(val, [atoms[order(len(atoms))] for atoms in frames(y_relaxed=-1.0)[::-1]])
     else:
         write(val, [atoms for atoms in frames(11) if atoms.info["sid"] != 503])
-    split = "train" if by == "name" else "val_id"
-    words = [*STEPS, f"--data.val_split={split}"]
-    assert start(tmp_path, tmp_path / "run", *words) == 0
-    said = f"{split}.extxyz: validation has the structures of training, {train}; its errors"
-    assert capsys.readouterr().err.count(said) == (by != "others")
+    words = ["train", *arguments(tmp_path, tmp_path / "run", *STEPS)]
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert f"{count} of 10" in error and "--data.allow_duplicates" in error
+    assert not (tmp_path / "run" / "config.yaml").exists()
+    assert main([*words, "--data.allow_duplicates=true"]) == 0
+    assert f"{count} of 10" in capsys.readouterr().err
+
+
+def test_training_says_that_it_is_judged_by_the_split_it_learns(tmp_path, capsys) -> None:
+    write(tmp_path / "train.extxyz", frames())
+    assert start(tmp_path, tmp_path / "run", *STEPS, "--data.val_split=train") == 0
+    assert capsys.readouterr().err.count("validation has the structures of training") == 1
 
 
 def test_an_ensemble_is_judged_by_what_no_member_has_seen(run, file, tmp_path, capsys) -> None:
@@ -406,8 +425,7 @@ def test_energies_under_another_name_are_hinted_at(tmp_path, capsys) -> None:
     write(tmp_path / "a.extxyz", some)
     line = error_of(capsys, "train", *SMALL, f"--data.root={tmp_path / 'a.extxyz'}")
     assert "y_relaxed must be a finite energy in eV; got none" in line
-    assert "name the entry that is the energy with --energy_key" in line
-    assert line.endswith("there are dft_energy")
+    assert "--data.energy_key dft_energy" in line and "cut_off_energy" not in line
 
 
 def test_labels_that_are_not_used_are_named_once(file, tmp_path, capsys) -> None:
@@ -539,12 +557,15 @@ def test_tags_mean_in_prediction_what_they_meant_in_training(tmp_path, capsys) -
         energies = [one.energy for one in loaded.predict(given)]
         assert energies == pytest.approx(written, abs=1e-5)
     capsys.readouterr()
-    others = [one.energy for one in loaded.predict(many, tags="oc20")]
-    assert others != pytest.approx(written, abs=1e-5)
+    with pytest.raises(ValueError, match="no adsorbate"):
+        loaded.predict(many, tags="oc20")
     assert "tags of 12 of 12 structures look like ase.build's" in capsys.readouterr().err
+    others = [one.energy for one in loaded.predict(many, tags="oc20", force=True)]
+    assert others != pytest.approx(written, abs=1e-5)
     with pytest.raises(ValueError, match="no effect on a data set that is open"):
         loaded.predict(open_dataset(path), tags="ase")
-    assert main(["predict", str(run), str(path), "--out", str(out), "--tags", "oc20"]) == 0
+    words = ["predict", str(run), str(path), "--out", str(out), "--tags", "oc20"]
+    assert main([*words, "--force", "true"]) == 0
     assert out.read_text() != told[0]
     write_store(tmp_path / "b.safetensors", structures(3))  # whose tags are OC20's
     assert main(["predict", str(run), str(tmp_path / "b.safetensors")]) == 0
@@ -557,3 +578,34 @@ def test_tags_mean_in_prediction_what_they_meant_in_training(tmp_path, capsys) -
         assert main(["predict", str(run), str(again), "--out", str(out)]) == 0
         rows = csv.DictReader(out.read_text().splitlines())
         assert [float(row["energy_eV"]) for row in rows] == pytest.approx(written, abs=1e-5)
+
+
+def test_a_run_with_an_energy_key_is_evaluated_on_any_source(tmp_path, capsys) -> None:
+    """A compact store, an LMDB and a file without that entry; another key has to be given back."""
+    some = frames(12, e_ads=-0.5)
+    for index, atoms in enumerate(some):
+        atoms.info["e_ads"] -= 0.1 * index
+    write(tmp_path / "mine.extxyz", some)
+    store, lmdb = tmp_path / "store.safetensors", tmp_path / "some.lmdb"
+    words = ["data", "convert", str(tmp_path / "mine.extxyz"), str(store), "--energy_key=e_ads"]
+    assert main(words) == 0
+    write_lmdb(lmdb, {str(i): old_record(i) for i in range(4)})
+    write(tmp_path / "other.extxyz", frames())
+    run = tmp_path / "run"
+    assert start(tmp_path / "mine.extxyz", run, *STEPS, "--data.energy_key=e_ads") == 0
+    command = ["evaluate", str(run), "--device=cpu", "--out", str(tmp_path / "out"), "--data"]
+    labels = open_dataset(store).y_relaxed
+    for more in ([], ["--energy_key=null"]):
+        assert main([*command, str(store), *more]) == 0
+        rows = csv.DictReader((tmp_path / "out" / "predictions.csv").open())
+        assert [float(row["target_eV"]) for row in rows] == pytest.approx(labels)
+    assert main([*command, str(lmdb)]) == 0
+    assert "store, which needs no energy_key" in error_of(
+        capsys, *command, str(store), "--energy_key=mine"
+    )
+    line = error_of(capsys, *command, str(tmp_path / "other.extxyz"))
+    assert ("e_ads" in line and "--energy_key" in line) or "null" in line
+    assert main([*command, str(tmp_path / "other.extxyz"), "--energy_key=null"]) == 0
+    rows = csv.DictReader((tmp_path / "out" / "predictions.csv").open())
+    energies = [atoms.get_potential_energy() for atoms in frames()]
+    assert [float(row["target_eV"]) for row in rows] == pytest.approx(energies)

@@ -113,7 +113,7 @@ class NewTask(Task):
             ["MAE / eV", "EwT / %"],
             ["training", "validation", "best: 0.310 eV at step 50"],
         ),
-        (NewTask, "_,val_gap_eV,_", ["gap / eV"], ["validation", "best: 0.42 eV at step 100"]),
+        (NewTask, "_,val_gap_eV,_", ["gap / eV"], ["validation only", "best: 0.42 eV at step 100"]),
     ],
 )
 def test_training_curve(tmp_path: Path, figures, task, columns, labels, legend) -> None:
@@ -173,7 +173,7 @@ def test_parity_names_the_systems_that_are_most_wrong(tmp_path: Path, figures) -
     label, *worst = axes.get_xlabel().splitlines()
     assert label == "labeled energy / eV"
     assert worst == [
-        f"{n}: sid {i} \\$C\\$, error {error:+.2f} eV"
+        f"{n}: sid {i} \\$C\\$, error −{-error:.2f} eV"
         for n, i, error in ((1, 40, -1.5), (2, 41, -1.4), (3, 42, -1.3))
     ]
     assert texts(figures[0]) == ["1", "2", "3"]

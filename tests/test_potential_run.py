@@ -27,7 +27,7 @@ from ase.constraints import (
     FixedPlane,
     FixScaled,
 )
-from tiny_run import argon, error_of, page_of, start, write_data
+from tiny_run import argon, error_of, logged, page_of, start, write_data
 
 import molflt
 from molflt.commands.cli import main
@@ -77,6 +77,41 @@ def test_it_learns_and_is_evaluated(trained, capsys):
     assert json.loads((trained / "references.json").read_text()).keys() == {"Ar"}
 
 
+def test_a_start_from_other_weights_has_their_forces(trained, tmp_path, capsys):
+    """Whatever the weights of the loss are, and however large the forces of the new data."""
+    for seed, split in enumerate(("train", "val_id"), start=5):
+        frames = argon(6, seed)
+        for atoms in frames:
+            if "forces" in atoms.calc.results:
+                atoms.calc.results["forces"] *= 0.3
+        ase.io.write(tmp_path / f"{split}.traj", frames)
+    words = ["--recipe=potential", f"--init={trained}", f"--data.root={tmp_path}"]
+    words += ["--data.check_units=false", "--trainer.max_steps=1", "--task.lr=1e-30"]
+    words += ["--trainer.accelerator=cpu"]
+    errors, metrics = [], ("force_mae_meV_per_A", "energy_mae_meV_per_atom")
+    for number, weights in enumerate(([], ["--task.energy_weight=9", "--task.force_weight=0.1"])):
+        run = tmp_path / f"run{number}"
+        assert main(["train", *words, *weights, f"--run={run}"]) == 0
+        said = capsys.readouterr().out
+        assert "element_energies, up to " in said and "energy_std" not in said
+        errors.append([logged(run, f"val_{name}")[-1] for name in metrics])
+    assert errors[0] == errors[1]
+    main(["evaluate", str(trained), f"--data={tmp_path}", f"--out={tmp_path}", "--device=cpu"])
+    found = json.loads((tmp_path / "results.json").read_text())["val_id"]
+    assert errors[0][0] == pytest.approx(found[metrics[0]], rel=1e-5)
+
+
+def test_energies_worse_than_those_of_the_elements_are_named(trained, tmp_path, capsys):
+    words = [f"--model.{name}={value}" for name, value in SMALL.items()]
+    words += ["--recipe=potential", f"--data.root={trained.parent}", f"--run={tmp_path / 'run'}"]
+    words += ["--trainer.max_steps=1", "--task.lr=0.5", "--trainer.accelerator=cpu"]
+    assert main(["train", *words]) == 0
+    capsys.readouterr()
+    for run, worse in ((tmp_path / "run", True), (trained, False)):
+        assert main(["evaluate", str(run), "--device=cpu", f"--out={tmp_path / 'out'}"]) == 0
+        assert ("task.energy_weight" in capsys.readouterr().err) is worse
+
+
 def test_errors_of_forces_by_group_and_the_page(trained, tmp_path):
     """Against the calculator, one structure at a time."""
     run = shutil.copytree(trained, tmp_path / "run")
@@ -95,7 +130,9 @@ def test_errors_of_forces_by_group_and_the_page(trained, tmp_path):
         assert float(row["mae_meV_per_A"]) == pytest.approx(np.mean(errors), rel=1e-4)
     page = page_of(run)
     assert "What is missing" not in page and (run / "forces.png").is_file()
-    assert "force MAE / meV/Å ↓" in page and "mean error of the forces / eV/Å" in page
+    assert "force MAE / meV/Å ↓" in page and "mean error of the forces / meV/Å" in page
+    found = json.loads((run / "results.json").read_text())["val_id"]
+    assert f"{found['energy_mae_meV_per_atom']:.3f} meV/atom over 8 systems" in page
     # curve, parity, two kinds of groups, the worst of 7, forces
     assert page.count("<img") == 1 + 1 + 2 + 6 + 1
 
@@ -116,7 +153,7 @@ def test_calculator(trained):
     alone = Atoms("Ar2", [[0, 0, 0], [3.8, 0, 0]])
     alone.calc = same
     assert alone.get_forces().shape == (2, 3)
-    with pytest.raises(PropertyNotImplementedError, match="no stress without a cell"):
+    with pytest.raises(PropertyNotImplementedError, match="pbc"):
         alone.get_stress()
 
 
@@ -328,6 +365,24 @@ def of_each_constraint() -> list[Atoms]:
         atoms.info |= {"name": f"number {number}", "energy": 5.0}
         frames.append(atoms)
     return frames
+
+
+def test_several_files_are_relaxed_and_named(trained, tmp_path):
+    for name in ("1.vasp", "2.vasp"):
+        ase.io.write(tmp_path / name, bulk("Ar", "fcc", 5.2, cubic=True), format="vasp")
+    named = bulk("Ar", "fcc", 5.2, cubic=True)
+    named.info["sid"] = "ar/3"
+    ase.io.write(tmp_path / "3.extxyz", named)
+    out, steps = tmp_path / "out" / "b.extxyz", tmp_path / "out" / "steps"
+    words = ["relax", str(tmp_path / "[12].vasp"), str(tmp_path / "3.extxyz"), "--steps=1"]
+    words += [f"--run={trained}", f"--out={out}", f"--trajectories={steps}", "--device=cpu"]
+    assert main(words) in (0, 3)
+    with open(out.with_suffix(".csv"), newline="") as table:
+        rows = list(csv.DictReader(table))
+    assert [Path(row["file"]).name for row in rows] == ["1.vasp", "2.vasp", "3.extxyz"]
+    assert [row["sid"] for row in rows] == ["0", "1", "ar/3"]
+    assert [atoms.info["sid"] for atoms in ase.io.read(out, ":")] == [0, 1, "ar/3"]
+    assert (steps / "000002-ar_3.traj").is_file()
 
 
 def test_relaxations_respect_and_keep_constraints(trained, tmp_path, capsys):

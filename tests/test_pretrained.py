@@ -119,7 +119,9 @@ def test_any_form_of_a_structure(run, val) -> None:
 
 
 def test_misspelt_words_are_refused(run) -> None:
-    with pytest.raises(ValueError, match="tags='ASE' is unknown; expected one of oc20, ase, any"):
+    with pytest.raises(
+        ValueError, match="tags='ASE' is unknown; expected one of oc20, ase, guess, any"
+    ):
         molflt.load(run).predict(atoms(), tags="ASE")
     with pytest.raises(ValueError, match="also='other': expected a list of runs; write "):
         molflt.load(run, also="other")

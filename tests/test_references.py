@@ -13,7 +13,7 @@ import yaml
 from ase import Atoms
 from ase.io import write
 from safetensors.torch import load_file, save_file
-from tiny_run import arguments, error_of, last_state, logged, start, structures, table
+from tiny_run import arguments, error_of, last_state, logged, start, structures, table, write_points
 from torch_geometric.data import Batch
 
 from molflt.commands.cli import main
@@ -126,7 +126,7 @@ def test_members_of_one_kind_of_totals_make_an_ensemble(data, run, again, tmp_pa
             record.y_relaxed += 2.0 * record.natoms
         write_store(other / f"{split}.safetensors", records)
     shifted = tmp_path / "shifted"
-    words = ("--task.references=fit", "--trainer.max_steps=2")
+    words = ("--task.references=fit", "--trainer.max_steps=2", "--data.allow_duplicates=true")
     assert start(other, shifted, *words) == 0
     command = ["evaluate", str(run), "--splits", "val_id", "--out", str(tmp_path / "e")]
     command += ["--device=cpu", "--also"]
@@ -250,3 +250,66 @@ def test_references_and_a_mean_exclude_each_other(data, tmp_path, capsys) -> Non
     words = ["--task.references=fit", "--task.energy_mean=-3"]
     line = error_of(capsys, "train", *arguments(data, tmp_path / "run", *words))
     assert "task.references=fit leaves no mean to subtract; got task.energy_mean=-3.0" in line
+
+
+@pytest.mark.parametrize("name", ["own.json", "own.yaml"])
+@pytest.mark.parametrize("recipe", ["is2re", "potential"])
+def test_given_references_are_stored_in_the_run(data, tmp_path, name, recipe) -> None:
+    from ase.data import chemical_symbols
+
+    energies = {chemical_symbols[z]: e + 0.5 for z, e in ENERGIES.items()}
+    text = json.dumps(energies) if name.endswith("json") else yaml.safe_dump(energies)
+    (tmp_path / name).write_text(text)
+    run, words = tmp_path / "run", [f"--task.references={tmp_path / name}"]
+    if recipe == "is2re":
+        assert start(data, run, *words, "--trainer.max_steps=2") == 0
+    else:
+        argon = {"Ar": -3.25}
+        (tmp_path / name).write_text(json.dumps(argon))
+        points = write_points(tmp_path / "points")
+        words += ["--recipe=potential", f"--data.root={points}", f"--run={run}"]
+        small = ["--model.dim=16", "--trainer.accelerator=cpu", "--data.batch_size=3"]
+        steps = ["--trainer.max_steps=1", "--task.warmup_steps=0"]
+        assert main(["train", *words, *small, *steps]) == 0
+        energies, file = argon, points / "val_id.extxyz"
+    (tmp_path / name).unlink()
+    assert json.loads((run / "references.json").read_text()) == energies
+    kept = load_run(run, "best", "cpu")[0].get_buffer("element_energies")
+    known = {chemical_symbols[z]: float(kept[z]) for z in np.flatnonzero(kept)}
+    assert known == pytest.approx(energies)
+    if recipe == "is2re":
+        file = data / "val_id.safetensors"
+    assert main(["predict", str(run), str(file), "--out", str(tmp_path / "e.csv")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{}", ["symbols"]),
+        ("H: -13.6\nXx: 3.0", ["Xx"]),
+        ("H: much", ["H", "much"]),
+        ("H: .nan", ["nan"]),
+        ("a: &a [1]\nH: *a", ["symbols"]),
+        ("H: -13.6", ["no reference energy of", "O, Cu, Pt"]),
+    ],
+)
+def test_wrong_files_of_references_are_named(data, tmp_path, capsys, text, words) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text(text)
+    command = ["train", *arguments(data, tmp_path / "run", f"--task.references={file}")]
+    line = error_of(capsys, *command)
+    assert all(word in line for word in words), line
+    assert text == "H: -13.6" or str(file) in line
+
+
+def test_a_file_of_references_lies_beside_its_configuration(data, tmp_path, capsys) -> None:
+    folder = tmp_path / "some"
+    folder.mkdir()
+    (folder / "own.json").write_text('{"H": 1.0}')
+    for value, said in (("own.json", "O, Cu, Pt"), ("absent.json", str(folder / "absent.json"))):
+        (folder / "a.yaml").write_text(f"task:\n  references: {value}\n")
+        words = arguments(data, tmp_path / "run", "--config", str(folder / "a.yaml"))
+        assert said in error_of(capsys, "train", *words)
+    (folder / "a.yaml").write_text("task:\n  references: fit\n")
+    words = arguments(data, tmp_path / "run", "--config", str(folder / "a.yaml"))
+    assert main(["train", *words, "--trainer.max_steps=1", "--task.warmup_steps=0"]) == 0

@@ -110,7 +110,7 @@ def test_a_whole_run(trained, whole, capsys) -> None:
 def test_nothing_comes_from_elsewhere(whole) -> None:
     page = Page(whole)
     images = page.all("img")
-    assert len(images) == 2 + 3 + 1 + 6 + 1  # curve, parity; groups; shares; worst; encoding
+    assert len(images) == 3 + 3 + 1 + 6 + 1  # curve, two parities; groups; shares; worst; encoding
     assert all(own["alt"] and len(own["alt"]) > 30 for own in images)
     assert all(re.match(r"data:image/(png|svg\+xml);base64,", own["src"] or "") for own in images)
     named = {name for _, own in page.elements for name in own}
@@ -128,7 +128,8 @@ def test_the_worst_are_the_worst(trained, whole) -> None:
     assert len(drawn) == 6
     for text, row in zip(drawn, rows, strict=False):
         assert text.startswith(f"sid {row['sid']} ({row['split']}): {row['adsorbate']} on ")
-        assert text.endswith(f"error {float(row['error_eV']):+.3f} eV")
+        error = f"{float(row['error_eV']):+.3f} eV".replace("-", "−")  # a minus sign
+        assert text.endswith(f"error {error}") and error.removesuffix(" eV") in page.words["td"]
 
 
 def test_the_commands_of_the_page_repeat_the_run(trained, whole, tmp_path, quick) -> None:
@@ -176,7 +177,7 @@ def test_odd_rows_are_passed_over(run, capsys, quick) -> None:
     (run / "results.json").write_text('{"val_id": {"ewt_percent": 5.0, "n": -3}}')
     page = Page(page_of(run))
     assert capsys.readouterr().err == "" and page.words["h2"][0] == "Overview"
-    assert "5.00" in page.words["td"] and "-3" in page.words["td"]
+    assert "5.00" in page.words["td"] and "−3" in page.words["td"]
 
 
 def _no_labels(run: Path) -> None:
@@ -271,7 +272,7 @@ def test_what_comes_from_data_is_text(trained, tmp_path) -> None:
     assert all((own["src"] or "").startswith("data:") for own in page.all("img"))
     assert page.words["h1"] == [f"Run {run.name}"]
     assert any(f"root {HOSTILE}" in cell for cell in page.words["td"])
-    assert any(f"{HOSTILE}&amp;\\x1b" in cell for cell in page.words["td"])
+    assert any(f"{HOSTILE}&amp;\\x1b" in cell for cell in page.words["th"])
     assert any(HOSTILE in cell for cell in page.words["th"])
     assert len(page.all("img")) > 5
 

@@ -18,6 +18,7 @@ from tiny_run import arguments, differences, error_of, last_state, process, star
 import molflt.files
 from molflt.commands.cli import main
 from molflt.commands.train import build_parser, train
+from molflt.tasks.is2re import IS2RETask
 from molflt.training.checkpoint import load_run
 from molflt.training.loop import _LightningTask
 
@@ -334,6 +335,41 @@ def test_a_gradient_that_is_not_finite_stops_before_it_spoils_the_weights(
     with pytest.raises(ValueError, match=r"gradient norm is nan at step 9 .* on sids"):
         begin(data, run)
     assert all(torch.isfinite(p).all() for p in load_run(run, "last")[0].parameters())
+
+
+@pytest.mark.parametrize(("value", "what"), [(float("inf"), "loss"), (None, "gradient norm")])
+def test_the_structure_that_diverges_is_named_alone(data, tmp_path, value, what):
+    """One of the first of two batches of a step."""
+    bad: list[int] = []
+    original = IS2RETask.loss
+
+    def loss(self, batch, progress):
+        total, sums = original(self, batch, progress)
+        if not bad:
+            bad.append(int(batch.sid[2]))
+        if bad[0] in batch.sid.tolist():
+            slope = (0 * next(self.model.parameters()).sum()).sqrt()  # 0, but infinite
+            total = total * value if value else total + slope
+        return total, sums
+
+    words = ["--trainer.accumulate=2", "--trainer.max_steps=3", "--trainer.num_sanity=0"]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(IS2RETask, "loss", loss)
+        with pytest.raises(ValueError, match=what) as caught:
+            start(data, tmp_path / "run", *words)
+    assert f" on sids {bad[0]}; expected" in str(caught.value)
+
+
+def test_what_killed_processes_had_begun_to_write_is_removed(data, tmp_path):
+    run, ended = tmp_path / "run", subprocess.Popen(["true"])
+    ended.wait()
+    (run / "checkpoints").mkdir(parents=True)
+    left = [f".curve.png.{ended.pid}.part", f"checkpoints/.last.ckpt.{ended.pid}.part"]
+    kept = [".mine.part", f".report.html.{os.getppid()}.part"]  # of a process that is alive
+    for name in (*left, *kept):
+        (run / name).touch()
+    assert start(data, run, "--trainer.max_steps=1") == 0
+    assert [name for name in (*left, *kept) if (run / name).exists()] == kept
 
 
 class Evil:

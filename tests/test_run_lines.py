@@ -10,11 +10,20 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tiny_run import SMALL, arguments, error_of, table, write_data
+from tiny_run import (
+    SMALL,
+    arguments,
+    differences,
+    error_of,
+    last_state,
+    table,
+    write_data,
+)
 
 from molflt.commands.cli import main
 from molflt.training.outcome import best_of, duration
 from molflt.training.run_name import dated_run
+from molflt.training.sources import find
 
 STEPS = ("--trainer.max_steps=4", "--trainer.val_every=2", "--trainer.log_every=1")
 
@@ -72,7 +81,7 @@ def test_the_warm_up_fits_into_the_steps(steps, warmup, kept, data, tmp_path, ca
     from molflt.commands.train import _fit_warmup
 
     task: dict[str, object] = {"warmup_steps": warmup}
-    line = _fit_warmup(task, {"max_steps": steps})
+    line = _fit_warmup(task, steps)
     assert task["warmup_steps"] == kept and line is not None
     assert f"task.warmup_steps={warmup} does not fit into trainer.max_steps={steps}" in line
     if steps > 2:
@@ -88,7 +97,7 @@ def test_a_warm_up_that_fits_is_left_alone() -> None:
     from molflt.commands.train import _fit_warmup
 
     task: dict[str, object] = {"warmup_steps": 100}
-    assert _fit_warmup(task, {"max_steps": 101}) is None and task["warmup_steps"] == 100
+    assert _fit_warmup(task, 101) is None and task["warmup_steps"] == 100
 
 
 def test_runs_are_dated_and_never_the_same(data, tmp_path, monkeypatch, capsys) -> None:
@@ -149,3 +158,20 @@ def test_info_of_what_is_no_whole_run(printed, tmp_path, capsys) -> None:
     (tmp_path / "checkpoints" / "best.safetensors").unlink()
     (tmp_path / "versions.json").write_text("[" * 5000)
     assert "versions.json: expected JSON" in error_of(capsys, "info", str(tmp_path))
+
+
+def test_a_file_of_a_run_leads_to_the_run(printed, capsys) -> None:
+    run, _ = printed
+    for name in ("config.yaml", "checkpoints/best.safetensors", "checkpoints"):
+        assert error_of(capsys, "evaluate", str(run / name)).endswith(f"; give {run}")
+    assert find(run / "config.yaml") == run
+
+
+def test_a_seed_gives_one_result(data, tmp_path) -> None:
+    words = ["--trainer.max_steps=3", "--model.dropout=0.2"]
+    for name, seed in (("one", 3), ("again", 3), ("other", 4)):
+        assert main(["train", *arguments(data, tmp_path / name, *words, f"--seed={seed}")]) == 0
+    one, again, other = (last_state(tmp_path / name) for name in ("one", "again", "other"))
+    for part in ("state_dict", "optimizer_states", "lr_schedulers"):
+        assert differences(one[part], again[part]) == [], part
+    assert differences(one["state_dict"], other["state_dict"])

@@ -184,7 +184,7 @@ def test_what_is_not_finite_is_no_better_validation(task, sign):
     """Whether the score is not or a sum beside it, and whichever end is best; patience counts."""
     kept, folder = [], SimpleNamespace(origin={})
     folder.save_weights = lambda name, weights, header: kept.append(header["step"])
-    best = _BestWeights(task, folder, patience=4)
+    best = _BestWeights(object.__new__(task), folder, patience=4)
     row = [(5, True), (9, True), (99, False), (math.inf, True), (math.nan, False), (1, True)]
     for step, (score, finite) in enumerate(row):
         trainer = SimpleNamespace(sanity_checking=False, global_step=step, max_steps=99)

@@ -1,13 +1,17 @@
 """The weights that come with the package, against the DFT energies they were trained to predict."""
 
+import csv
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from ase import Atoms
+from ase.build import add_adsorbate, bulk, fcc111, molecule, sort
+from ase.io import write
 
 import molflt
+from molflt.commands.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
 WEIGHTS = ROOT / "molflt" / "weights" / "game-net"
@@ -37,14 +41,75 @@ def test_the_errors_on_the_card_are_those_on_dft() -> None:
         assert errors.mean() == pytest.approx(result["mae_eV"], abs=1e-4)
 
 
-def test_without_any_file_a_slab_has_an_energy_and_what_is_unknown_is_told() -> None:
-    from ase.build import add_adsorbate, fcc111, molecule
+def on_copper(gas: str, tags: bool) -> Atoms:
+    slab = fcc111("Cu", (3, 4, 4), vacuum=8.0, periodic=True)
+    add_adsorbate(slab, molecule(gas), 2.0, "ontop")
+    if not tags:
+        slab.set_tags(0)
+    return slab
 
+
+@pytest.mark.parametrize("gas", ["CH3OH", "C2H6", "CH3CHO"])
+def test_tags_are_needed_and_can_be_guessed(gas: str) -> None:
+    model, plain = molflt.load(), on_copper(gas, tags=False)
+    with pytest.raises(ValueError, match="no tags.*--tags guess.*--force"):
+        model.predict(plain)
+    known, guessed = (
+        model.predict(on_copper(gas, True), tags="ase"),
+        model.predict(plain, tags="guess"),
+    )
+    assert abs(known.energy - guessed.energy) < 0.5
+    # two of four layers are surface, as in its training
+    assert (
+        guessed.outside == () and "share of surface (tag 1) in the slab: 0.25" in known.outside[0]
+    )
+    forced = model.predict(plain, force=True)
+    assert forced.energy < -3.0 and forced.outside[0].startswith("no tags")
+
+
+def test_tags_that_cannot_be_meant_are_refused() -> None:
+    model = molflt.load()
+    for tag, reason in ((1, "no adsorbate"), (2, "no slab")):
+        atoms = on_copper("CH3OH", tags=False)
+        atoms.set_tags(tag)
+        with pytest.raises(ValueError, match=f"{reason}.*force=True"):
+            model.predict(atoms)
+    thin = fcc111("Cu", (3, 4, 2), vacuum=8.0, periodic=True)
+    add_adsorbate(thin, molecule("CH3OH"), 2.0, "ontop")  # layers are read as OC20's tags
+    with pytest.raises(ValueError, match="contradict the geometry.*CH4O"):
+        model.predict(thin)
+
+
+def test_crystals_and_molecules_are_refused(capsys) -> None:
+    model = molflt.load()
+    for atoms, reason in ((bulk("Cu", cubic=True), "no vacuum"), (molecule("CH3OH"), "no slab")):
+        with pytest.raises(ValueError, match="no tags"):
+            model.predict(atoms, tags="guess")
+        assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["POSCAR", "slab.cif", "slab.xyz"])
+def test_files_without_tags_from_the_command_line(name: str, tmp_path, capsys) -> None:
+    out = tmp_path / "out.csv"
+    write(tmp_path / name, sort(on_copper("CH3OH", tags=False)))
+    words = ["predict", str(tmp_path / name), f"--out={out}", "--device=cpu"]
+    assert main(words) == 2 and not out.exists()
+    told = capsys.readouterr().err
+    assert "no tags" in told and "--tags guess" in told
+    assert main([*words, "--tags", "guess"]) == 0
+    assert "1 adsorbate CH4O, 24 surface, 24 subsurface atoms" in capsys.readouterr().err
+    ((energy,),) = ([float(row["energy_eV"])] for row in csv.DictReader(out.open()))
+    assert -1.0 < energy < 0.5
+    assert main([*words, "--force", "true"]) == 0
+    assert "energy: -" in capsys.readouterr().out  # the summary names what is far from the labels
+
+
+def test_without_any_file_a_slab_has_an_energy_and_what_is_unknown_is_told() -> None:
     slab = fcc111("Pt", (3, 4, 4), vacuum=8.0, periodic=True)
     slab.set_tags(np.where(slab.get_tags() > 2, 0, 1))
     gas = molecule("CH3OH")
     gas.set_tags(2)
     add_adsorbate(slab, gas, 2.2, "ontop")
-    known, unknown = molflt.load().predict([slab, Atoms("Na", tags=[2])])
+    known, unknown = molflt.load().predict([slab, Atoms("Na", tags=[2])], force=True)
     assert -2.0 < known.energy < 0.5 and known.outside == ()
     assert any("Na not in training" in reason for reason in unknown.outside)

@@ -37,25 +37,21 @@ class _Command(NamedTuple):
 
 
 COMMANDS: dict[tuple[str, ...], _Command] = {
-    ("data", "make"): _Command(
-        "molflt.data.structures.make:make",
-        "relax adsorbates on slabs with a potential: an OC20-like data set",
-    ),
     ("data", "inspect"): _Command(
         "molflt.commands.inspect:inspect",
-        "what a file of structures holds: counts, energies, warnings",
+        "what files of structures hold: counts, energies, warnings",
+        "molflt.commands.inspect:build_parser",
     ),
     ("data", "convert"): _Command(
-        "molflt.data.structures.convert:convert", "any readable file or folder -> compact store"
+        "molflt.data.structures.convert:convert",
+        "any readable files or folder -> compact store",
+        "molflt.data.structures.convert:build_parser",
     ),
     ("data", "download"): _Command(
         "molflt.data.structures.download:download", "fetch, check and unpack a public data set"
     ),
     ("data", "split"): _Command(
         "molflt.data.text.split:split", "a FASTA file -> train, val, test, by record or cluster"
-    ),
-    ("data", "listops"): _Command(
-        "molflt.data.text.listops:make", "random expressions with their values, as long as you like"
     ),
     ("train",): _Command(
         "molflt.commands.train:train",
@@ -90,7 +86,9 @@ COMMANDS: dict[tuple[str, ...], _Command] = {
         "molflt.commands.export:export", "a run as one folder to use and share: weights, card"
     ),
     ("relax",): _Command(
-        "molflt.commands.relax:relax", "structures at rest, by a trained potential"
+        "molflt.commands.relax:relax",
+        "structures at rest, by a trained potential",
+        "molflt.commands.relax:build_parser",
     ),
     ("generate",): _Command(
         "molflt.commands.generate:generate", "text from a trained language model, or translations"
@@ -102,7 +100,7 @@ COMMANDS: dict[tuple[str, ...], _Command] = {
         "molflt.commands.completion:completion", "a script with which a shell completes options"
     ),
 }
-_GROUPS = {"data": "make, look at, convert and fetch data sets"}
+_GROUPS = {"data": "inspect, convert, download and split data sets"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,9 +13,10 @@ from jsonargparse import ArgumentParser
 from molflt.evaluation.report import Report
 from molflt.evaluation.results import origin_of, results_there, warn_of_replaced, write_results
 from molflt.files import expect_writable
-from molflt.plots import further_formats, training_curve
+from molflt.plots import further_formats
 from molflt.training.checkpoint import load_run, weights_of
 from molflt.training.config import read_config
+from molflt.training.outcome import draw_curve
 from molflt.training.recipes import RECIPES, Recipe
 
 __all__ = ["build_parser", "evaluate", "parser_of"]
@@ -74,7 +75,7 @@ def evaluate(
         report: Report = recipe.load("evaluate")(run, model, config, out, **options)
         if pictures and (run / "metrics.csv").is_file():
             task: Any = recipe.load("task")
-            training_curve(run / "metrics.csv", out / "curve.png", task.metrics, task.best)
+            draw_curve(run, out / "curve.png", task.metrics, task.best)
     print(f"{' + '.join(map(str, members))}, checkpoint {checkpoint}{report.text}")
     known = {  # JSON has no number for the perplexity of a diverged model, nor for a mean of none
         split: {
@@ -83,7 +84,8 @@ def evaluate(
         }
         for split, row in report.results.items()
     }
-    reading = {key: options.get(key) for key in ("energy_key", "tags")}
+    keys = ("energy_key", "tags", "forces_key", "stress_key")
+    reading = {key: options[key] for key in keys if key in options}
     files = write_results(out, known, origin, config, options.get("data"), reading)
     warn_of_replaced(out, before)
     print("written: " + ", ".join(map(str, [*files, *report.files, *more])))

@@ -1,21 +1,41 @@
-"""``molflt data inspect``: what a source of structures holds, as text, JSON and a picture."""
+"""``molflt data inspect``: contents of structures as text, JSON and a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Sequence
 from json import dumps
 from pathlib import Path
 
-from molflt.data.structures import Reading
-from molflt.data.structures.base import Tags
-from molflt.data.structures.splits import is_one_source, sources_in
-from molflt.data.structures.summary import Inspected, Summary, summarize
+import numpy as np
+from jsonargparse import ArgumentParser
 
-__all__ = ["inspect"]
+from molflt.data.structures import Reading
+from molflt.data.structures.base import Tags, grouped
+from molflt.data.structures.overlaps import equal_structures
+from molflt.data.structures.sources import is_one_source, named, sources_in
+from molflt.data.structures.summary import (
+    Inspected,
+    Purpose,
+    Statistics,
+    Summary,
+    energies_in_words,
+    summarize,
+)
+
+__all__ = ["build_parser", "inspect"]
+
+
+def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
+    """Parser of ``molflt data inspect``, which takes several files."""
+    parser = ArgumentParser()
+    parser.add_argument("path", nargs="+", type=Path, help="files, folders or patterns")
+    parser.add_function_arguments(inspect, as_group=False, skip={"path"})
+    return parser
 
 
 def inspect(
-    path: Path,
+    path: Path | Sequence[Path],
     json: bool = False,
     plot: Path | None = None,
     limit: int | None = None,
@@ -24,10 +44,12 @@ def inspect(
     tags: Tags = "oc20",
     forces_key: str | None = None,
     stress_key: str | None = None,
+    recipe: Purpose | None = None,
 ) -> None:
-    """Print what a file or folder of structures holds, with units and warnings.
+    """Print the contents of a file or folder of structures, with units and warnings.
 
-    Of a folder, each file and each folder of shards in turn.
+    Structures that are not valid are left out, counted and listed by reason. A folder is read file
+    by file; a folder of shards counts as one file.
 
     Args:
         path: OC20 LMDB file or folder, compact store, GAME-Net's archive, or a file that
@@ -38,7 +60,7 @@ def inspect(
         plot: write a picture (.png, .svg or .pdf) with the histogram of energies and one structure
             from top and side.
         limit: look only at the first so many structures.
-        skip_bad: leave out structures that are not valid, count and list them.
+        skip_bad: no longer needed, since bad structures never stop it; accepted for older scripts.
         energy_key: entry of a file that ASE reads that is the energy, eV; by default y_relaxed,
             else energy.
         tags: what tags mean in a file that ASE reads: oc20 (0 subsurface, 1 surface, 2 adsorbate)
@@ -46,101 +68,121 @@ def inspect(
         forces_key: array of a file that ASE reads that is the forces, eV/Å; by default forces, else
             REF_forces.
         stress_key: its entry that is the stress, eV/Å^3; by default stress, else REF_stress.
-
-    Raises:
-        ValueError: naming the file, key and sid of a structure that is not valid.
-        FileNotFoundError: if there is nothing at ``path``.
+        recipe: potential (energies, forces and stress at the positions) or is2re (relaxed
+            energies): what to report; by default what the labels look like.
     """
     if plot is not None:
         from molflt.plots.figure import expect_picture
 
         expect_picture(plot)
-    reading = Reading(energy_key, tags, forces_key, stress_key)
-    if path.is_dir() and not is_one_source(path):
+    reading = Reading(energy_key, "any" if recipe == "potential" else tags, forces_key, stress_key)
+    if not isinstance(path, Path) and len(path) == 1:
+        path = path[0]
+    if isinstance(path, Path) and path.is_dir() and not is_one_source(path):
         if plot is not None:
             raise ValueError(f"--plot is for one file; got the folder {path}; name a file in it")
-        _inspect_folder(path, json, lambda each: summarize(each, limit, skip_bad, reading))
+        _inspect_folder(path, json, lambda each: summarize(each, limit, reading, recipe))
         return
-    summary, energies, shown, _ = summarize(path, limit, skip_bad, reading)
+    summary, energies, shown, *_ = summarize(path, limit, reading, recipe)
     if plot is not None:
         from molflt.plots import structure_overview
 
-        structure_overview(energies, shown, path.name, plot)
+        names = ["energy"] if summary["recipe"] == "potential" else ["y_init", "y_relaxed"]
+        found = {name: energies[name] for name in names}
+        structure_overview(found, shown, named(path).name, plot)
         summary["plot"] = str(plot)
     print(dumps(summary) if json else _as_text(summary))
 
 
 def _inspect_folder(path: Path, json: bool, look: Callable[[Path], Inspected]) -> None:
-    found, others = sources_in(path)
-    splits: dict[str, Summary] = {}
-    earlier: dict[str, dict[bytes, int]] = {}
-    for name, each in found.items():
-        splits[name], *_, earlier[name] = look(each)
-        splits[name]["warnings"] += _shared(name, earlier)
-        if not json:
-            print(_as_text(splits[name]), end="\n\n")
+    sources, others = sources_in(path)
+    found: dict[str, Inspected] = {}
+    for name, each in sources.items():
+        try:
+            found[name] = look(each)
+        except ValueError as error:
+            print(f"molflt: warning: {error}; left out", file=sys.stderr)
+    if not found:
+        raise ValueError(f"{path}: none of {', '.join(sources)} can be read")
+    for name, text in _shared(found):
+        found[name].summary["warnings"].append(text)
+    splits = {name: each.summary for name, each in found.items()}
     if json:
         print(dumps({"path": str(path), "splits": splits, "others": others}))
         return
-    print(
-        f"{path}: {', '.join(found)}" + (f"; no structures in {', '.join(others)}" * bool(others))
-    )
+    counts = ", ".join(f"{name} {summary['systems']:,}" for name, summary in splits.items())
+    rest = f"; no structures in {', '.join(others)}" if others else ""
+    print("\n\n".join([f"{path}: systems in {counts}{rest}", *map(_as_text, splits.values())]))
 
 
-def _shared(name: str, structures: Mapping[str, Mapping[bytes, int]]) -> list[str]:
-    """Warnings of structures of a split that are in an earlier one, too."""
-    own, texts = structures[name], []
-    for other, theirs in structures.items():
-        both = [sid for digest, sid in own.items() if digest in theirs]
-        if both and other != name:
-            texts.append(
-                f"structures of two splits: {len(both)} have the elements, cell and initial "
-                f"positions of one in {other}, for instance sid {both[0]}"
-            )
+def _shared(found: dict[str, Inspected]) -> list[tuple[str, str]]:
+    """Split, and a warning of its structures that are in an earlier split, too."""
+    equal = equal_structures(np.concatenate([each.features for each in found.values()]))
+    ends = np.cumsum([len(each.sids) for each in found.values()])
+    numbers = dict(zip(found, np.split(equal, ends[:-1]), strict=True))
+    texts = []
+    for place, name in enumerate(found):
+        for other in list(found)[:place]:
+            both = np.flatnonzero(np.isin(numbers[name], numbers[other]))
+            if len(both):
+                first = found[name].sids[both[0]]
+                text = (
+                    f"structures of two splits: {len(both)} have the elements, cell and initial "
+                    f"positions of one in {other}, for instance sid {first}"
+                )
+                texts.append((name, text))
     return texts
 
 
 def _as_text(summary: Summary) -> str:
-    atoms = summary["atoms_per_system"]
-    assert atoms is not None  # there is at least one structure
+    atoms, potential = summary["atoms_per_system"], summary["recipe"] == "potential"
+    words, warned = energies_in_words(summary), len(summary["warnings"])
+    labels = {
+        "y_relaxed": 0 if potential else summary["with_labels"],
+        "energies": summary["with_energy"] if potential else 0,
+        "forces": summary["with_forces"],
+        "stress": summary["with_stress"],
+    }
+    known = ", ".join(f"{count} {name}" for name, count in labels.items() if count)
+    purpose = "a potential" if potential else "relaxed energies"
     lines = [
-        summary["path"],
+        f"{summary['path']}: for {purpose} (--recipe {summary['recipe']})"
+        + (f"; {warned} warning{'s' * (warned > 1)} below" if warned else ""),
         f"systems     {summary['systems']}",
         f"atoms       {summary['atoms_total']} in all; per system {atoms['min']} to "
         f"{atoms['max']}, mean {atoms['mean']:.1f}",
         "elements    " + ", ".join(f"{name} {n}" for name, n in summary["elements"].items()),
-        "tags        " + ", ".join(f"{name} {n}" for name, n in summary["tags"].items()),
-        f"labels      {summary['with_labels']} systems have y_relaxed"
-        + f", {summary['with_forces']} forces" * bool(summary["with_forces"])
-        + f", {summary['with_stress']} stress" * bool(summary["with_stress"]),
     ]
-    for name, values in summary["energies_eV"].items():
-        lines.append(f"{name:<12}" + _range(values, "eV"))
-    kind = summary["energies_look_like"]
-    if summary["with_labels"]:
-        said = "neither adsorption nor total energies" if kind == "unknown" else f"{kind} energies"
-        lines.append(f"y_relaxed look like {said}, by their magnitude per atom")
-    lines.append("displaced   " + _range(summary["displacements_A"], "Å") + " (free atoms)")
+    if not potential:
+        lines.append("tags        " + ", ".join(f"{k} {n}" for k, n in summary["tags"].items()))
+    lines.append(f"labels      {known or 'none'}")
+    if not potential:
+        for name, values in summary["energies_eV"].items():
+            lines.append(f"{name:<12}" + _range(values, "eV"))
+    if words:
+        per_atom = _range(summary["energies_per_atom_eV"], "eV per atom")
+        lines += [f"per atom    {per_atom}", f"{'':12}look like {words}"]
+    if not potential:
+        lines.append("displaced   " + _range(summary["displacements_A"], "Å") + " (free atoms)")
     if summary["forces_eV_per_A"] is not None:
         lines.append("forces      " + _range(summary["forces_eV_per_A"], "eV/Å") + " (magnitudes)")
     if summary["stress_eV_per_A3"] is not None:
         stress = _range(summary["stress_eV_per_A3"], "eV/Å^3", digits=5)
         lines.append(f"stress      {stress} (components)")
     if summary["verified"] is not None:
-        known = (
-            "fits what it holds" if summary["verified"] else "none; molflt data convert adds one"
-        )
-        lines.append(f"digest      {known}")
+        absent = "none; molflt data convert adds one"
+        lines.append(f"digest      {'fits the contents' if summary['verified'] else absent}")
     if "plot" in summary:
         lines.append(f"picture     {summary['plot']}")
     if summary["labels_not_used"]:
         lines.append(f"not used    {', '.join(summary['labels_not_used'])}")
     lines += [f"warning: {text}" for text in summary["warnings"]]
-    lines += [f"  left out {item['name']}: {item['reason']}" for item in summary["left_out"]]
+    bad = [(item["name"], item["reason"]) for item in summary["left_out"]]
+    lines += [f"  left out {line}" for line in grouped(bad)]
     return "\n".join(lines)
 
 
-def _range(values: dict[str, float] | None, unit: str, digits: int = 3) -> str:
+def _range(values: Statistics, unit: str, digits: int = 3) -> str:
     if values is None:
         return "unknown"
     low, high, mean, median = (

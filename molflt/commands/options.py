@@ -33,8 +33,9 @@ __all__ = ["normalized", "parse", "refuse_idle"]
 _RENAMED = {
     "backend": "mixing",
     "channels": "dim",
+    "--epochs": "--trainer.max_epochs",
+    "--steps": "--trainer.max_steps",
     "k_max": "max_frequency",
-    "make-emt": "make",
     "placement": "position",
     **{
         name: f"position_options.{name}"
@@ -254,14 +255,25 @@ def _given(words: Sequence[str], parser: ArgumentParser, mistakes: list[str]) ->
             place = places[0] if places[0].nargs == "+" else places.pop(0)
             given.append(Given(place.dest, place.dest, word))
         elif _is_value(word):
-            mistakes.append(f"unexpected {word}; see `{parser.prog} --help`")
+            hint = _of_data(word, options, given)
+            mistakes.append(f"unexpected {word}{hint}; see `{parser.prog} --help`")
         elif name == "--config":
             given += _configured(value, parser, mistakes)
         elif is_group(key, options):
-            mistakes.append(f"option {name}; expected {name}.NAME; got {shown(value)}")
+            hint = _of_data(value, options, given) if key == "data" else ""
+            mistakes.append(f"option {name}; expected {name}.NAME; got {shown(value)}{hint}")
         elif equals:
             given.append(Given(key, f"option --{key}", value, name.endswith("+")))
     return given
+
+
+def _of_data(word: str, options: Mapping[str, Action], given: Sequence[Given]) -> str:
+    """A hint for a word that may name data."""
+    if "--data.root" not in options:
+        return ""
+    if any(one.key == "data.root" for one in given):
+        return "; name several files with a pattern in quotes, such as --data.root '*.extxyz'"
+    return f"; did you mean --data.root {word}?"
 
 
 def _configured(file: str, parser: ArgumentParser, mistakes: list[str]) -> Iterator[Given]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from jsonargparse import ArgumentParser
 from numpy.typing import NDArray
+from safetensors import safe_open
 
 from molflt.commands.labels import Labeler, label
 from molflt.commands.options import normalized, refuse_idle
@@ -19,8 +20,10 @@ from molflt.data.structures import Structures
 from molflt.data.structures.ase_output import drop_labels_, not_held
 from molflt.data.structures.base import Tags
 from molflt.data.structures.parts import Part
+from molflt.data.structures.sources import exists, named
+from molflt.data.structures.store import STORE
 from molflt.evaluation.ensemble import load_ensemble
-from molflt.evaluation.predictions import Predictions, open_structures
+from molflt.evaluation.predictions import Predictions, grouped, open_structures
 from molflt.evaluation.report import csv_text, write_csv
 from molflt.evaluation.shards import ENDINGS, made_of, noted
 from molflt.evaluation.uncertainty import uncertainty_of
@@ -30,14 +33,14 @@ from molflt.training.sources import is_trained
 
 __all__ = ["build_parser", "predict"]
 
-_USAGE = "molflt predict [RUN] FILE [--OPTION VALUE ...]"
+_USAGE = "molflt predict [RUN] FILE ... [--OPTION VALUE ...]"
 _OF_ATOMS = (".extxyz", ".traj")
 _TABLES = (".csv", ".json")
 
 
 def predict(
     run: str,
-    file: Path,
+    file: Path | Sequence[Path],
     *,
     out: Path | None = None,
     checkpoint: str | None = None,
@@ -47,6 +50,7 @@ def predict(
     also: list[Path] | None = None,
     calibration: Path | None = None,
     tags: Tags | None = None,
+    force: bool = False,
     mesh_order: int | None = None,
     compiled: bool = False,
     shard: str | None = None,
@@ -58,13 +62,14 @@ def predict(
     Args:
         run: folder of a training run, an exported model, or hf:OWNER/NAME; without it, the model of
             energies that comes with the package.
-        file: of structures: one that ASE reads, a compact store, or an OC20 LMDB. Of sentences: a
+        file: of structures: files that ASE reads, compact stores, OC20 LMDBs, folders of these, or
+            patterns in quotes such as 'runs/*/CONTCAR'; all frames of each. Of sentences: a
             text with one in each line, or a pair with a tab between; of gaps: lines with [MASK]. Of
             images: one, a folder of them, or an idx file.
-        out: file to write: .csv or .json (of structures their index in the file, sid, formula,
-            number of atoms, energy in eV), or .extxyz or .traj (the structures, with the predicted
-            relaxed energy as their energy, and forces of a potential); by default the CSV is
-            printed.
+        out: file to write: .csv or .json (of structures their index, file if there are several,
+            sid or name, formula, number of atoms, energy in eV), or .extxyz or .traj (the
+            structures, with the predicted relaxed energy as their energy, and forces of a
+            potential); by default the CSV is printed.
         checkpoint: of a run: best (the default), last, or a safetensors file.
         batch_size: structures, sentences or images in a batch.
         device: auto, cpu, cuda or cuda:N.
@@ -77,11 +82,14 @@ def predict(
             folder ensemble of `run`, if it is there.
         tags: what tags mean in a file that ASE reads: oc20 (0 subsurface, 1 surface, 2 adsorbate)
             or ase (numbers of layers from the top, 1, 2, ..., and 0 for adsorbates); by default
-            what they meant in training.
+            what they meant in training. guess finds them, in any source: the adsorbate by bonds,
+            surface and subsurface by constraints or height, and prints what was found.
+        force: predict also structures without tags, or with tags that cannot be meant, where all
+            structures of the training had tags.
         mesh_order: for cells of some thousand atoms and more: computes what the model sums over
             reciprocal nodes on a mesh instead, by splines of this order, 4, 5, 6 or 8: attention to
             3e-3, 6e-4, 6e-6, 2e-7.
-        compiled: use the machine code that `molflt export --compiled true` wrote into the folder.
+        compiled: load the machine code of `molflt export --compiled`; for folders you trust.
         shard: I/N, the I-th of N parts of the structures, for as many processes or machines: with
             --out energies.csv it writes energies.I-of-N.csv (or .json, .extxyz); when all are
             there, molflt merge energies.csv joins them to what one process would have written.
@@ -93,40 +101,48 @@ def predict(
             make no ensemble, the model writes text or has no reciprocal nodes for a mesh, an option
             is for models of another kind, or the calibration is not theirs.
     """
-    file = Path(file)
+    files = [Path(file)] if isinstance(file, str | Path) else list(map(Path, file))
     part = _shard(shard, out)
-    model = _load(run, file, checkpoint, device, also, compiled)
-    _expect_free(out, part, file)
+    model = _load(run, files[0], checkpoint, device, also, compiled)
+    _expect_free(out, part, files)
     if not isinstance(model, EnergyPredictor):
         given = {"skip_bad": skip_bad or None, "also": also, "calibration": calibration}
-        more = {"mesh_order": mesh_order, "tags": tags, "shard": shard}
+        more = {"mesh_order": mesh_order, "tags": tags, "shard": shard, "force": force or None}
         refuse_idle(run, f"a model of the recipe {model.trained.recipe}", {**given, **more})
         _check_ending(out, _TABLES)
-        return _write_rows(out, label(model, file, batch_size))
+        if len(files) > 1:
+            raise ValueError(f"{run}: expected one file or folder to predict; got {len(files)}")
+        return _write_rows(out, label(model, files[0], batch_size))
     if mesh_order is not None:
         model.use_mesh_(mesh_order)
     atoms = out is not None and out.suffix in _OF_ATOMS
-    reading = model.reading_of(file, tags)._replace(keep_atoms=atoms)
-    dataset = open_structures(file, skip_bad, reading, model.model)
+    reading = model.reading_of(files, tags)._replace(keep_atoms=atoms)
+    dataset = open_structures(
+        files, skip_bad, reading, model.model, None if force else model.domain
+    )
+    _expect_free(out, part, dataset.files)
     known = model.calibration(calibration)
-    marks: list[dict[str, object]] = [{"index": dataset.place(i)} for i in range(len(dataset))]
+    marks = _marks(dataset)
     if part is not None and out is not None:
         made = made_of(model.model, dataset, mesh_order=mesh_order, compiled=compiled)
         made |= {"batch_size": batch_size, "tags": reading.tags}
         made |= {"calibration": f"{known.factor:.9g}/{known.floor:.9g}"} if known else {}
-        dataset, marks = _part(dataset, part, batch_size, made)
+        dataset, note = _part(dataset, part, batch_size, made)
+        marks = [{**mark, **note} for mark in _marks(dataset)]
         out = part.path(out)
     if model.about is not None:
         print(f"molflt: {model.summary}", file=sys.stderr)
     forces = ["forces"] if atoms and model.predicts_forces else []
-    found = model.infer(dataset, batch_size, file.name, forces)
+    found = model.infer(dataset, batch_size, named(files).name, forces, force)
     columns = {"energy_eV": found.energy, **uncertainty_of(model.model, found, known)}
     if out is None or out.suffix in _TABLES:
-        _write_rows(out, _rows(found, columns, marks))
+        _write_rows(out, _rows(dataset, found, columns, marks))
     else:
-        _write_atoms(out, dataset, columns, found, [] if part is None else marks)
+        _write_atoms(
+            out, dataset, columns, found, marks if part or "file" in marks[0] else [{}] * len(marks)
+        )
     if out is not None:
-        print(f"{out}: {_ranges(columns)}")
+        print(f"{out}: {_ranges(columns)}{_beyond(found)}")
 
 
 def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
@@ -138,12 +154,25 @@ def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
     whole = ArgumentParser(usage=_USAGE)
     whole.add_function_arguments(predict, as_group=False, as_positional=True)
     given = [word for word in normalized(words, whole) if not word.startswith("-")]
-    if len(given) != 1:
-        return whole
     parser = ArgumentParser(usage=_USAGE)
-    parser.add_argument("--run", default="", help=SUPPRESS)
-    parser.add_function_arguments(predict, as_group=False, as_positional=True, skip={"run"})
+    if len(given) > 1 and _is_run(given[0]):
+        parser.add_argument(
+            "run", help="folder of a training run, an exported model, or hf:OWNER/NAME"
+        )
+    else:
+        parser.add_argument("--run", default="", help=SUPPRESS)
+    parser.add_argument("file", nargs="+", type=Path, help="files to predict")
+    parser.add_function_arguments(predict, as_group=False, skip={"run", "file"})
     return parser
+
+
+def _is_run(word: str) -> bool:
+    """Whether the first of several words names a model, and not structures."""
+    path = Path(word)
+    if path.suffix == ".safetensors" and path.is_file():
+        with safe_open(path, framework="numpy") as file:
+            return (file.metadata() or {}).get("format") != STORE
+    return is_trained(path) or path.suffix == ".yaml" or not exists(path)
 
 
 def _shard(text: str | None, out: Path | None) -> Shard | None:
@@ -155,11 +184,20 @@ def _shard(text: str | None, out: Path | None) -> Shard | None:
     return part
 
 
-def _expect_free(out: Path | None, part: Shard | None, file: Path) -> None:
+def _marks(dataset: Structures) -> list[dict[str, object]]:
+    """What tells each structure from the others: its index, and its file if there are several."""
+    several = len(dataset.files) > 1
+    return [
+        {"index": dataset.place(i), **({"file": str(dataset.file(i))} if several else {})}
+        for i in range(len(dataset))
+    ]
+
+
+def _expect_free(out: Path | None, part: Shard | None, files: Sequence[Path]) -> None:
     """Refuses, before anything is computed, what cannot be written."""
     if out is not None:
         for written in [out, part.path(out)] if part else [out]:  # molflt merge writes out
-            expect_writable(written, file)
+            expect_writable(written, *files)
 
 
 def _check_ending(out: Path | None, endings: Sequence[str]) -> None:
@@ -208,11 +246,10 @@ def _load(
 
 def _part(
     dataset: Structures, shard: Shard, batch_size: int, made: Mapping[str, object]
-) -> tuple[Structures, list[dict[str, object]]]:
-    """Structures of a shard, and what their rows say of their place."""
+) -> tuple[Structures, dict[str, object]]:
+    """Structures of a shard, and what each of their rows says of it."""
     kept = shard.indices(dataset.natoms, batch_size)
-    note = noted(len(kept), len(dataset), made)
-    return Part(dataset, kept), [{"index": dataset.place(int(i)), **note} for i in kept]
+    return Part(dataset, kept), noted(len(kept), len(dataset), made)
 
 
 def _ranges(columns: Mapping[str, NDArray[np.float64]]) -> str:
@@ -224,7 +261,14 @@ def _ranges(columns: Mapping[str, NDArray[np.float64]]) -> str:
     return "; ".join(ranges)
 
 
+def _beyond(found: Predictions) -> str:
+    """Counts energies far outside of the labels of the training, for the summary."""
+    reasons = [[one for one in own if one.startswith("energy: ")] for own in found.outside]
+    return "".join(f"; {reason}" for reason in grouped(reasons))
+
+
 def _rows(
+    dataset: Structures,
     found: Predictions,
     columns: Mapping[str, NDArray[np.float64]],
     marks: Sequence[Mapping[str, object]],
@@ -232,7 +276,7 @@ def _rows(
     return [
         {
             **marks[i],
-            "sid": int(sid),
+            "sid": dataset.name(i, int(sid)),
             "formula": formula,
             "natoms": int(natoms),
             "outside": "; ".join(outside) or None,
@@ -260,13 +304,12 @@ def _write_atoms(
         atoms = dataset.to_atoms(i)
         drop_labels_(atoms)
         lost |= dict.fromkeys(not_held(atoms, out.suffix))
-        atoms.info["sid"] = int(found.sid[i])
+        atoms.info["sid"] = dataset.name(i, int(found.sid[i]))
         more = {name: float(values[i]) for name, values in columns.items() if name != "energy_eV"}
         atoms.info.update(more)
         if found.outside[i]:
             atoms.info["outside"] = "; ".join(found.outside[i])
-        if marks:
-            atoms.info.update({f"molflt_{name}": value for name, value in marks[i].items()})
+        atoms.info.update({f"molflt_{name}": value for name, value in marks[i].items()})
         by_atom = {name: values[i] for name, values in found.by_atom.items()}
         atoms.calc = SinglePointCalculator(atoms, energy=float(energy), **by_atom)
         frames.append(atoms)

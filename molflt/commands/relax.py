@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
+from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from jsonargparse import ArgumentParser
 from tqdm import tqdm
 
 from molflt.data.structures.ase_output import drop_labels_, not_held
@@ -21,14 +24,22 @@ if TYPE_CHECKING:
 
     from molflt.data.structures import Structures
 
-__all__ = ["relax"]
+__all__ = ["build_parser", "relax"]
 
 _NOT_CONVERGED = 3  # exit status
 _MOST_LISTED = 20
 
 
+def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
+    """Parser of ``molflt relax``, which takes several files."""
+    parser = ArgumentParser()
+    parser.add_argument("structures", nargs="+", type=Path, help="files, folders or patterns")
+    parser.add_function_arguments(relax, as_group=False, skip={"structures"})
+    return parser
+
+
 def relax(
-    structures: Path,
+    structures: Path | Sequence[Path],
     *,
     run: str,
     out: Path = Path("relaxed.extxyz"),
@@ -49,7 +60,8 @@ def relax(
     has not converged; its last sound structure is written all the same.
 
     Args:
-        structures: a file that ASE reads, a compact store, or an OC20 LMDB.
+        structures: files that ASE reads, compact stores, OC20 LMDBs, folders of these, or patterns
+            in quotes.
         run: folder of a training run with --recipe potential, an exported potential, or
             hf:OWNER/NAME.
         out: file to write, .extxyz or .traj.
@@ -80,15 +92,17 @@ def relax(
             f"--fmax must be above 0 and --steps at least 1; got {fmax} and {steps}; correct them"
         )
     calculator = Calculator(run, checkpoint, device, dtype)
+    dataset, calculator.overlaps_told = readable_structures(structures, skip_bad, cell)
     for path in (out, out.with_suffix(".csv")):
-        expect_writable(path, Path(structures))
-    dataset, calculator.overlaps_told = readable_structures(Path(structures), skip_bad, cell)
-    steps_of = _trajectories(trajectories, dataset, Path(structures))
+        expect_writable(path, *dataset.files)
+    steps_of = _trajectories(trajectories, dataset)
     bar = tqdm(total=len(dataset), unit=" structures", disable=None)
     with _Output(out, len(dataset)) as output, bar:
         for index, record in enumerate(dataset):
             atoms = dataset.to_atoms(index)
-            sid = atoms.info["sid"] = int(record.sid)
+            sid = atoms.info["sid"] = dataset.name(index, int(record.sid))
+            if len(dataset.files) > 1:
+                atoms.info["file"] = str(dataset.file(index))
             bar.set_description(f"sid {sid}")
             output.add(
                 dataset.place(index),
@@ -107,7 +121,7 @@ def relax(
     return _summary(out, output.found)
 
 
-def _trajectories(folder: Path | None, dataset: Structures, read: Path) -> list[Path | None]:
+def _trajectories(folder: Path | None, dataset: Structures) -> list[Path | None]:
     """Where the steps of each structure go; makes the folder.
 
     Raises:
@@ -117,13 +131,18 @@ def _trajectories(folder: Path | None, dataset: Structures, read: Path) -> list[
         return [None] * len(dataset)
     folder.mkdir(parents=True, exist_ok=True)
     paths = [
-        folder / f"{dataset.place(i):06d}-{int(record.sid)}.traj"
+        folder / f"{dataset.place(i):06d}-{_plain(dataset.name(i, int(record.sid)))}.traj"
         for i, record in enumerate(dataset)
     ]
     for path in paths:
         if path.exists():
-            expect_writable(path, read)
+            expect_writable(path, *dataset.files)
     return list(paths)
+
+
+def _plain(name: str | int) -> str:
+    """A name as a part of that of a file."""
+    return re.sub(r"[^\w.+-]", "_", str(name))[:80]
 
 
 class _Output:
@@ -189,6 +208,7 @@ class _Output:
 def _row(index: int, part: Relaxed) -> dict[str, object]:
     return {
         "index": index,
+        **({"file": part.atoms.info["file"]} if "file" in part.atoms.info else {}),
         "sid": part.atoms.info["sid"],
         "formula": part.atoms.get_chemical_formula(),
         "natoms": len(part.atoms),

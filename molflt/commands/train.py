@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 from molflt.metrics import Metric
 from molflt.training.config import Config, absolute, build_parser
-from molflt.training.fit import check_steps, fit
+from molflt.training.fit import check_steps, fit, steps_of
 from molflt.training.outcome import outcome
 from molflt.training.recipes import Recipe
 from molflt.training.run_folder import RunFolder
@@ -69,23 +69,20 @@ def train(
         FileNotFoundError: if there is nothing to resume.
     """
     run = dated_run(recipe) if run is None else run
-    shortened = _fit_warmup(task, trainer)
     check: Callable[..., None] = check_steps  # the types of options have been checked
-    check(task["warmup_steps"], **trainer)
+    check(**trainer)
     _expect_folder(run)
     folder = RunFolder(run)
     with folder.held(resume is not None), _one_line_warnings(folder):
-        if shortened:
-            folder.say(shortened)
         config = {"run": run, "seed": seed, "recipe": recipe, "init": init, "model": model}
         config |= {"data": data, "task": task, "trainer": trainer}
         return _train(folder, cast(Config, absolute(config)))
 
 
-def _fit_warmup(task: _Options, trainer: _Options) -> str | None:
+def _fit_warmup(task: _Options, steps: int) -> str | None:
     """Shortens a warm-up that would outlast the training to a tenth of it; returns what to say."""
-    warmup, steps = cast(int, task["warmup_steps"]), cast(int, trainer["max_steps"])
-    if warmup < steps or steps < 1:
+    warmup = cast(int, task["warmup_steps"])
+    if warmup < steps:
         return None
     task["warmup_steps"] = steps // 10
     return (
@@ -114,14 +111,16 @@ def _train(folder: RunFolder, config: Config) -> int:
     start = Start(folder, config["init"])
     batches.initial = start.domain()
     batches.setup()
+    model, task, trainer = config["model"], config["task"], config["trainer"]
+    steps = cast(Callable[..., int], steps_of)(batches, **trainer)
+    trainer["max_steps"] = steps
+    if shortened := _fit_warmup(task, steps):
+        folder.say(shortened)
     if folder.writes:  # once for all processes: it reads all data
         folder.check_data(batches.fingerprints(), batches.files())
-    model, trainer = config["model"], config["trainer"]
     _fit_sizes(model, batches.sizes(), start.options)
-    folder.check_config(config)  # with the sizes
-    learned = parts.load("task")(
-        parts.load("model")(**model), seed=config["seed"], **config["task"]
-    )
+    folder.check_config(config)  # with the sizes and steps
+    learned = parts.load("task")(parts.load("model")(**model), seed=config["seed"], **task)
     if folder.checkpoint is None:  # it holds it otherwise
         learned.check_new()
         start.load(learned.model, batches.files())
@@ -130,20 +129,24 @@ def _train(folder: RunFolder, config: Config) -> int:
     if folder.writes:  # files may take a pass over the data
         folder.write({**batches.files(), **learned.files(), **start.files(learned.model)})
     start.say(learned.model, model)
-    steps = trainer["max_steps"]
     items = batches.batch_size * cast(int, trainer["devices"]) * cast(int, trainer["accumulate"])
     folder.say(
         f"{folder.path}: {_counted(learned.model)}; {'; '.join(batches.describe())}; "
-        f"{steps:,} steps of {items} {batches.items}"
+        f"{steps:,} steps of {items} {batches.items}{_epochs_of(trainer)}"
     )
+    if (folder.checkpoint or {}).get("global_step", 0) >= steps:
+        folder.say(
+            f"{folder.path}: finished, all {steps:,} steps are done; raise --trainer.max_steps or "
+            "--trainer.max_epochs to go on"
+        )
     since = time.perf_counter()
     try:
-        steps_of: Callable[..., tuple[int, int] | None] = fit  # its options have been checked
-        stopped = steps_of(learned, batches, folder, **trainer)
+        run_steps: Callable[..., tuple[int, int] | None] = fit  # its options have been checked
+        stopped = run_steps(learned, batches, folder, **trainer)
     finally:
         folder.draw_curve(learned.metrics, learned.best)
     if stopped is None:
-        _say_end(folder, learned.metrics, cast(int, steps), time.perf_counter() - since)
+        _say_end(folder, learned.metrics, steps, time.perf_counter() - since)
         return 0
     signum, step = stopped
     folder.say(
@@ -152,6 +155,11 @@ def _train(folder: RunFolder, config: Config) -> int:
         sys.stderr,
     )
     return 128 + signum
+
+
+def _epochs_of(trainer: _Options) -> str:
+    epochs = trainer["max_epochs"]
+    return "" if epochs is None else f" ({epochs:,} epochs)"
 
 
 def _say_end(folder: RunFolder, metrics: Mapping[str, Metric], steps: int, seconds: float) -> None:

@@ -228,6 +228,13 @@ class BatchedData(Generic[_Items]):
         batches = self._sampler("train", rank, world)
         return self._loader("train", _TrainingStream(batches, self.start_step))
 
+    def batches_in(self, epochs: int) -> int:
+        """Training batches of that many epochs, of all ranks."""
+        sampler = self._sampler("train", 0, 1)
+        if sampler.max_atoms is None:
+            return epochs * len(sampler)
+        return sum(len(sampler.batches(epoch)) for epoch in range(epochs))  # sizes decide
+
     def val_dataloader(self, rank: int = 0, world: int = 1) -> DataLoader[object]:
         """One pass over the validation set; no item on two ranks.
 

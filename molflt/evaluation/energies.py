@@ -13,8 +13,8 @@ from torch import nn
 
 from molflt import plots
 from molflt.data.structures import Structures
-from molflt.data.structures.base import Tags
-from molflt.data.structures.labels import EnergyKind, label_faults, other_kind
+from molflt.data.structures.base import AS_TRAINED, Tags
+from molflt.data.structures.labels import label_faults
 from molflt.data.structures.splits import OC20_FILES, PUBLISHED, TEST_SPLITS, VAL_SPLITS
 from molflt.evaluation.evaluated import EvaluationData
 from molflt.evaluation.groups import _errors_by_group, _group_tables
@@ -53,9 +53,10 @@ def evaluate(
     published: Path | None = None,
     skip_bad: bool = False,
     calibration_split: str | None = None,
-    energy_key: str | None = None,
+    energy_key: str | None = AS_TRAINED,
     tags: Tags | None = None,
     relaxed: Path | None = None,
+    force: bool = False,
 ) -> Report:
     """Evaluates an energy regressor.
 
@@ -81,9 +82,12 @@ def evaluate(
         calibration_split: of an ensemble: half of this split, drawn by a hash of the sid, is what
             the uncertainty is calibrated on, and does not count in its coverage; by default of the
             first one with labels but that of the training, whose errors are too small.
-        energy_key: entry of files that ASE reads that is the energy, eV; by default as in training.
-        tags: what tags mean in files that ASE reads, oc20 or ase; by default as in training.
+        energy_key: entry of files that ASE reads that is the energy, eV; by default that of the
+            training, if a source has such entries; null for y_relaxed, else energy.
+        tags: what tags mean in files that ASE reads, oc20 or ase; guess finds them from the
+            geometry, in any source; by default as in training.
         relaxed: folder to write SPLIT.extxyz to, the structures that the position head predicts.
+        force: also evaluate structures whose tags cannot be meant.
 
     Returns:
         Per split: mae_eV, ewt_percent, baseline_mae_eV (always predicting the median of the
@@ -94,27 +98,25 @@ def evaluate(
         binomial standard error of that), coverage_crossed_percent (of all systems of the split that
         calibrates, each half calibrating for the other) and rank_correlation (of spread and
         |error|). With `relaxed` also adwt_percent, initial_adwt_percent and position_error_A.
-
-    Raises:
-        FileNotFoundError: if a split is missing.
-        ValueError: if a split is empty, a structure cannot be used, a prediction is not finite,
-            these splits make no submission, the published predictions do not fit, or the
-            uncertainty cannot be calibrated.
     """
-    source = EvaluationData(run, config, data, energy_key, tags, skip_bad)
+    reading = {"energy_key": energy_key, "tags": tags or AS_TRAINED}
+    source = EvaluationData(run, config, data, skip_bad, **reading)
     splits = source.choose(splits)
     _check_asked(model, calibration_split, splits)
     names = {} if submission is None else _submission_names(submission, splits)
     others = None if published is None else read_published(published, source.folder)
     datasets = _open(source, splits, model, relaxed)
     _expect_submission(submission, names, datasets, published)
-    (median, baseline), kind = source.training_median(), source.learned_kind()
-    found = {split: infer(model, datasets[split], batch_size, split) for split in splits}
+    (median, baseline), domain = source.training_median(), source.domain()
+    found = {
+        split: infer(model, datasets[split], batch_size, split, domain, force=force)
+        for split in splits
+    }
     members = [] if others is None else _members(others, found)
     structures, moved = _write_relaxed(model, datasets, relaxed, batch_size)
     uncertainty = _assess(model, found, out, calibration_split, source.own.train)
     begin_results(out, *_FILES)  # after all that refuses; a calibration is of weights, and stays
-    _say_what_labels_lack(found, kind)
+    _say_what_labels_lack(found)
     results = {split: _metrics(part, median) for split, part in found.items()}
     for split, row in results.items():
         row |= {**uncertainty.rows.get(split, {}), **structures.get(split, {})}
@@ -122,7 +124,7 @@ def evaluate(
     tables = [f" on {source}", f"{_results_table(results)}\n{baseline}"]
     tables += [text for text in (source.absent, uncertainty.text, moved) if text]
     tables += [_group_tables(groups["all"])] if groups else []
-    files = [*_write(out, found, groups, uncertainty.columns), *uncertainty.files]
+    files = [*_write(out, datasets, found, groups, uncertainty.columns), *uncertainty.files]
     files += _draw(out, found, groups, model)
     if others is None:
         tables += [_published_table(results)] if _is_oc20(datasets) else []
@@ -208,7 +210,7 @@ def _is_oc20(datasets: Mapping[str, Structures]) -> bool:
     )
 
 
-def _say_what_labels_lack(found: Mapping[str, Predictions], learned: EnergyKind) -> None:
+def _say_what_labels_lack(found: Mapping[str, Predictions]) -> None:
     for split, part in found.items():
         absent = int((~part.labeled).sum())
         if absent == len(part.energy):
@@ -217,8 +219,6 @@ def _say_what_labels_lack(found: Mapping[str, Predictions], learned: EnergyKind)
             _warn(
                 f"{split}: {absent} of {len(part.energy)} systems have no label, left out of errors"
             )
-        if text := other_kind(part.target, part.natoms, learned):
-            _warn(f"{split}: {text}")
         absurd = label_faults(part.target, part.natoms, required=False)
         for index, reason in list(absurd.items())[:1]:
             _warn(
@@ -263,6 +263,7 @@ def _published_table(results: Mapping[str, _Metrics]) -> str:
 
 def _write(
     out: Path,
+    datasets: Mapping[str, Structures],
     found: Mapping[str, Predictions],
     groups: Mapping[str, Mapping[str, Sequence[GroupError]]],
     more: Mapping[str, Mapping[str, NDArray[np.float64]]],
@@ -278,6 +279,7 @@ def _write(
             {
                 "split": split,
                 "sid": sid,
+                **datasets[split].origin(i),
                 "adsorbate": adsorbate,
                 "slab": slab,
                 "natoms": natoms,

@@ -80,12 +80,20 @@ def force_errors(found: Mapping[str, Points]) -> dict[str, list[GroupError]]:
 
 
 def without_compositions(
-    formulas: Sequence[str], target: NDArray[np.float64], energy: NDArray[np.float64]
+    formulas: Sequence[str],
+    natoms: Sequence[int] | NDArray[np.int64],
+    target: NDArray[np.float64],
+    energy: NDArray[np.float64],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Labels and predictions, (structures,) eV each, less the mean label of their formula."""
+    """Labels and predictions, (structures,) eV each, less the mean label of their formula.
+
+    Returns:
+        Both in meV per atom.
+    """
     groups = np.unique(np.array(formulas), return_inverse=True)[1]
-    means = np.bincount(groups, target) / np.bincount(groups)
-    return target - means[groups], energy - means[groups]
+    means = (np.bincount(groups, target) / np.bincount(groups))[groups]
+    unit = np.asarray(natoms) / 1e3
+    return (target - means) / unit, (energy - means) / unit
 
 
 def _size_edges(natoms: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -87,11 +87,7 @@ def evaluate(
 
 
 def _classify(model: nn.Module, images: LabeledImages, batch_size: int, name: str) -> _Classified:
-    """Runs a model over images; the progress bar has that name.
-
-    Raises:
-        ValueError: if a logit is not finite, or a batch does not fit into memory.
-    """
+    """Runs a model over images; the progress bar has that name."""
     logits, labels = [], []
     device = next(model.parameters()).device
     batch_of = f"{name}: a batch of {batch_size} images"
@@ -125,9 +121,6 @@ def classes_of(content: bytes, name: str, count: int) -> list[str]:
         content: of the file.
         name: of the file, for messages.
         count: classes that the model has.
-
-    Raises:
-        ValueError: if it is damaged, or of another model.
     """
     try:
         classes: list[str] = json.loads(content)

@@ -107,10 +107,6 @@ def load_vocabulary(run: Path, size: int) -> Vocabulary:
     Args:
         run: folder of a training run.
         size: number of ids that its model has.
-
-    Raises:
-        FileNotFoundError: if there is none.
-        ValueError: if it is damaged, or of another model.
     """
     path = run / "vocabulary.json"
     return vocabulary_of(read_kept(path, "vocabulary"), str(path), size)
@@ -167,9 +163,6 @@ def token_losses(
         name: of the text, for messages.
         right: takes whether each token was the most probable one, (batch, length) of each batch;
             None saves all logits, which a large vocabulary has too many of.
-
-    Raises:
-        ValueError: if a loss is not finite, or a batch does not fit into memory.
     """
     device = next(model.parameters()).device
     found = []

@@ -99,10 +99,6 @@ def load_tokenizer(run: Path, size: int) -> Tokenizer:
     Args:
         run: folder of a training run.
         size: number of ids that its model has.
-
-    Raises:
-        FileNotFoundError: if there is none.
-        ValueError: if it is damaged, or of another model.
     """
     path = run / TOKENIZER
     return tokenizer_of(read_kept(path, "tokenizer"), str(path), size)
@@ -135,11 +131,7 @@ def _shares(task: Mapping[str, object]) -> dict[str, float]:
 def _judged(
     task: MaskedTask, blocks: PieceBlocks, batch_size: int, name: str
 ) -> tuple[dict[str, float | None], NDArray[np.int64]]:
-    """Metrics of a text, and what was in its gaps, (gaps,).
-
-    Raises:
-        ValueError: if a loss is not finite, or memory does not do.
-    """
+    """Metrics of a text, and what was in its gaps, (gaps,)."""
     device = next(task.model.parameters()).device
     total = torch.zeros(len(task.sums._fields), dtype=torch.float64)
     told = []

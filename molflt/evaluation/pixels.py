@@ -132,11 +132,7 @@ def _histograms(
 def _judge(
     model: PixelModel, images: LabeledImages, tables: Tensor | None, batch_size: int, name: str
 ) -> tuple[Tensor, float | None]:
-    """Mean nats of the model at each place, (bytes of an image,), and mean bits of the tables.
-
-    Raises:
-        ValueError: if a loss is not finite, or a batch does not fit into memory.
-    """
+    """Mean nats of the model at each place, (bytes of an image,), and mean bits of the tables."""
     device = next(model.parameters()).device
     nats, bits = torch.zeros(model.longest, dtype=torch.float64), 0.0
     place = torch.arange(model.longest)

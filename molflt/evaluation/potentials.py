@@ -9,6 +9,8 @@ import numpy as np
 from torch import nn
 
 from molflt import plots
+from molflt.data.structures.base import AS_TRAINED
+from molflt.data.structures.force_units import unit_fault
 from molflt.data.structures.potential_data import SinglePoints
 from molflt.evaluation.evaluated import EvaluationData
 from molflt.evaluation.groups import force_errors, without_compositions
@@ -40,6 +42,9 @@ def evaluate(
     data: Path | None = None,
     batch_size: int = 32,
     skip_bad: bool = False,
+    energy_key: str | None = AS_TRAINED,
+    forces_key: str | None = AS_TRAINED,
+    stress_key: str | None = AS_TRAINED,
 ) -> Report:
     """Evaluates a potential.
 
@@ -57,26 +62,30 @@ def evaluate(
         data: folder of the data set, or one file; by default that of the run's configuration.
         batch_size: structures in a batch.
         skip_bad: leave out structures that cannot be used, and list them.
+        energy_key: entry of files that ASE reads that is the energy, eV; by default that of the
+            training, if a source has such entries; null for energy, else REF_energy.
+        forces_key: likewise, of the array of forces, eV/Å.
+        stress_key: likewise, of the stress, eV/Å^3.
 
     Returns:
         Per split the metrics of training, in meV/atom, meV/Å and meV/Å^3, and of the trivial
         predictions: energies of the elements plus a constant per atom, and no forces. n is the
         number of structures.
-
-    Raises:
-        FileNotFoundError: if a split is missing.
-        ValueError: if a split has no energies, or a structure cannot be used.
     """
-    source = EvaluationData(run, config, data, skip_bad=skip_bad)
+    keys = {"energy_key": energy_key, "forces_key": forces_key, "stress_key": stress_key}
+    source = EvaluationData(run, config, data, skip_bad, **keys)
     results: dict[str, dict[str, float | None]] = {}
     found: dict[str, Points] = {}
+    datasets: dict[str, SinglePoints] = {}
     for split, dataset in source.open(source.choose(splits), model).items():
         points = SinglePoints(dataset)
         if not len(points):
             raise ValueError(
-                f"{points.path}: no structure has an energy at its positions; expected labels to "
-                "compare with; molflt predict needs none"
+                f"{points.path}: no structure has an energy at its positions; "
+                + (dataset.hint or "molflt predict needs no labels")
             )
+        if fault := unit_fault(points):
+            _warn(f"{split}: {fault}")
         if points.without_energy:
             _warn(f"{split}: {points.without_energy} structures without an energy are left out")
         for index, reason in list(points.absurd.items())[:1]:
@@ -85,20 +94,33 @@ def evaluate(
                 f"same ({len(points.absurd)} such); leave it out with molflt data convert "
                 "--skip-bad"
             )
+        datasets[split] = points
         found[split] = infer_points(model, points, batch_size, split)
         baseline = _baseline(model, points)
         metrics: dict[str, float | None] = {
             name: found[split].metrics.get(name) for name in _COLUMNS
         }
         results[split] = {**metrics, **baseline, "n": len(points)}
+        _warn_if_trivial(split, results[split])
     begin_results(out, *_FILES)
-    files = [write_csv(out / "predictions.csv", _rows(found)), *_draw(out, found)]
+    files = [write_csv(out / "predictions.csv", _rows(datasets, found)), *_draw(out, found)]
     table = [["split", "structures", *_COLUMNS.values()]]
     for split, row in results.items():
         cells = ("-" if (x := row[name]) is None else f"{x:.2f}" for name in _COLUMNS)
         table.append([split, f"{row['n']:,}", *cells])
     on = "\n\n".join(filter(None, (f" on {source}", source.absent, align(table))))
     return Report(results, f"{on}\n", files)
+
+
+def _warn_if_trivial(split: str, row: Mapping[str, float | None]) -> None:
+    """Names energies that are worse than those of the elements alone."""
+    error, trivial = row["energy_mae_meV_per_atom"], row["baseline_energy_mae_meV_per_atom"]
+    if error is not None and trivial is not None and error > trivial > 0:
+        _warn(
+            f"{split}: energy MAE {error:.1f} meV/atom is {error / trivial:.1f} times that of "
+            f"energies per element alone ({trivial:.1f}); train longer, or raise "
+            "task.energy_weight"
+        )
 
 
 def _elements(model: nn.Module, points: SinglePoints) -> np.ndarray:
@@ -124,14 +146,14 @@ def _draw(out: Path, found: Mapping[str, Points]) -> list[Path]:
     panels, names = {}, {}
     for split, part in found.items():
         own = part.energies
-        panels[split] = without_compositions(own.formula, own.target, own.energy)
+        panels[split] = without_compositions(own.formula, own.natoms, own.target, own.energy)
         names[split] = [f"sid {sid} {f}" for sid, f in zip(own.sid, own.formula, strict=True)]
-    plots.parity(panels, files[0], names, "energy less the mean of its formula")
-    forces = {split: part.forces.reshape(2, -1) for split, part in found.items()}
+    plots.parity(panels, files[0], names, "energy less the mean of its formula", "meV/atom")
+    forces = {split: 1e3 * part.forces.reshape(2, -1) for split, part in found.items()}
     pairs = {split: (pair[0], pair[1]) for split, pair in forces.items() if pair.size}
     if not pairs:
         return files
-    plots.parity(pairs, out / "forces.png", quantity="force component", unit="eV/Å")
+    plots.parity(pairs, out / "forces.png", quantity="force component", unit="meV/Å")
     groups = force_errors(found)
     plots.errors(groups, {}, out / "errors.png", unit="meV/Å")
     rows = [
@@ -149,7 +171,9 @@ def _draw(out: Path, found: Mapping[str, Points]) -> list[Path]:
     return [*files, out / "forces.png", out / "errors.png", table]
 
 
-def _rows(found: Mapping[str, Points]) -> list[dict[str, object]]:
+def _rows(
+    datasets: Mapping[str, SinglePoints], found: Mapping[str, Points]
+) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for split, part in found.items():
         own = part.energies
@@ -158,12 +182,15 @@ def _rows(found: Mapping[str, Points]) -> list[dict[str, object]]:
             {
                 "split": split,
                 "sid": int(sid),
+                **datasets[split].origin(i),
                 "formula": formula,
                 "natoms": int(natoms),
                 "energy_eV": float(energy),
                 "target_eV": float(target),
                 "force_mae_eV_per_A": float(wrong) if np.isfinite(wrong) else None,
             }
-            for sid, formula, natoms, energy, target, wrong in zip(*columns, strict=True)
+            for i, (sid, formula, natoms, energy, target, wrong) in enumerate(
+                zip(*columns, strict=True)
+            )
         ]
     return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from molflt.data.structures.domain import Domain
 from molflt.data.structures.labels import other_kind
 from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.data.structures.parts import element_faults, without
+from molflt.data.structures.sources import Paths
 from molflt.evaluation.elements import expect_described, warn_of_elements
 from molflt.evaluation.ensemble import EnsembleRegressor, expect_same_totals
 from molflt.evaluation.report import _warn
@@ -31,10 +33,15 @@ from molflt.memory import within_memory
 if TYPE_CHECKING:
     from torch_geometric.data import Batch, Data
 
-__all__ = ["UNKNOWN", "Predictions", "check_structures", "infer", "open_structures"]
+__all__ = ["UNKNOWN", "Predictions", "check_structures", "grouped", "infer", "open_structures"]
 
 UNKNOWN = "unknown"  # adsorbate and slab of a structure without tags
-_LISTED = 3  # structures in a warning
+_LISTED = 5  # reasons in a warning
+_NUMBERED = re.compile(r"(?:([^:]*: )(-?\d+(?:[.,]\d+)*))?(.+)")  # what, number and the rest
+_INSTEAD = (
+    "find tags from the geometry with --tags guess (tags='guess'), or predict all the same with "
+    "--force (force=True)"
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ class Predictions:
         adsorbate: Hill formula of its atoms with tag 2, or "unknown".
         members: what each member of an ensemble predicts, (systems, members), eV, whose mean is
             `energy`; None for one model.
-        outside: in what each system differs from all that the model was trained on.
+        outside: differences of each system, and of its energy, from all of the training.
         by_atom: if asked for, "displacement" (atoms, 3), Å, "embedding" (atoms, dim), and "forces"
             (atoms, 3), eV/Å, of each system, as far as the model predicts them.
         slab: elements of its atoms without tag 2, such as Cu-Pt, or "unknown" if none has it; empty
@@ -94,15 +101,20 @@ class Predictions:
 
 
 def open_structures(
-    path: Path, skip_bad: bool, reading: Reading = AS_IT_IS, model: nn.Module | None = None
+    path: Paths,
+    skip_bad: bool,
+    reading: Reading = AS_IT_IS,
+    model: nn.Module | None = None,
+    domain: Domain | None = None,
 ) -> Structures:
     """Structures to predict energies of; warns of those that are left out.
 
     Args:
-        path: a file that ASE reads, a compact store, or an OC20 LMDB.
+        path: as for :func:`molflt.data.structures.open_dataset`.
         skip_bad: leave out structures that cannot be used, and list them.
         reading: what the entries of a file that ASE reads mean; labels are not needed.
-        model: what shall predict them, if it is known.
+        model: to predict them, if it is known.
+        domain: as for :func:`check_structures`.
 
     Raises:
         FileNotFoundError: if there is nothing.
@@ -110,16 +122,19 @@ def open_structures(
             it was written.
     """
     dataset = open_dataset(path, skip_bad, reading._replace(for_prediction=True))
-    return check_structures(dataset, model)
+    return check_structures(dataset, model, domain)
 
 
-def check_structures(dataset: Structures, model: nn.Module | None = None) -> Structures:
+def check_structures(
+    dataset: Structures, model: nn.Module | None = None, domain: Domain | None = None
+) -> Structures:
     """The structures to predict energies of; warns of those that are left out.
 
     Args:
         dataset: any.
-        model: what shall predict them; where bad structures are left out, so are those with
-            elements that it cannot take.
+        model: to predict them; where bad structures are left out, so are those with elements
+            that it cannot take.
+        domain: of its training; where bad structures are left out, so are those that it refuses.
 
     Raises:
         ValueError: if there are no structures, or the file was changed since it was written.
@@ -127,7 +142,11 @@ def check_structures(dataset: Structures, model: nn.Module | None = None) -> Str
     path = dataset.path
     dataset.verify()
     beyond = undescribed(model) if model is not None and dataset.skip_bad else ()
-    if faults := element_faults(dataset, beyond):
+    faults = element_faults(dataset, beyond)
+    if domain is not None and dataset.skip_bad:
+        refused = {i: domain.refusal(record) for i, record in enumerate(dataset)}
+        faults |= {i: reason for i, reason in refused.items() if reason}
+    if faults:
         dataset = without(dataset, None, faults)
     if text := dataset.left_out():
         _warn(text)
@@ -146,6 +165,7 @@ def infer(
     name: str,
     domain: Domain | None = None,
     by_atom: Collection[str] = (),
+    force: bool = False,
 ) -> Predictions:
     """Runs a model over a data set, structures of similar size together.
 
@@ -157,13 +177,14 @@ def infer(
         dataset: as :func:`molflt.data.structures.open_dataset` returns it.
         batch_size: structures in a batch.
         name: what the progress bar says.
-        domain: what the model was trained on; None does not compare.
-        by_atom: what to keep of each atom: "displacement", "embedding", "forces".
+        domain: of the training; None does not compare.
+        by_atom: outputs to keep of each atom: "displacement", "embedding", "forces".
+        force: predict also structures that the domain refuses, with a warning.
 
     Raises:
-        ValueError: if a structure cannot be used, a prediction is not finite, members of an
-            ensemble learned energies of other kinds, or a batch does not fit into the memory of the
-            device.
+        ValueError: if a structure cannot be used or its tags cannot be meant, a prediction is not
+            finite, members of an ensemble learned energies of other kinds, or a batch does not fit
+            into the memory of the device.
     """
     from torch_geometric.data import Batch
 
@@ -174,17 +195,19 @@ def infer(
     rows, beyond = _Rows(len(dataset), several or 1), undescribed(model)
     # disable=None: no bar where stderr is a file
     bar = tqdm(total=len(dataset), desc=name, unit=" systems", leave=False, disable=None)
-    with bar, torch.inference_mode(), warnings.catch_warnings():
+    with bar, torch.device("cpu"), torch.inference_mode(), warnings.catch_warnings():
         # said once for all batches below
         warnings.filterwarnings("ignore", message=".*no atom with tag > 0.*")
         for indices in SizeBucketedBatchSampler(dataset.natoms, batch_size):
             records = [dataset[i] for i in indices]
             expect_described(records, beyond, dataset.path)
+            if domain is not None and not force:
+                _expect_tags(records, domain, dataset.path)
             batch = Batch.from_data_list(records).to(device)
             out = _outputs(model, batch, dataset.path)
             rows.members[indices] = _energies(out, batch, dataset.path)
             for i, record in zip(indices, records, strict=True):
-                rows.take(i, record, domain)
+                rows.take(i, record, domain, force)
             kept = {one: out[one] for one in by_atom if one in out}
             rows.take_atoms(indices, kept, [record.natoms for record in records])
             bar.update(len(indices))
@@ -211,7 +234,7 @@ class _Rows:
         self.overlapping: list[int] = []
         self.present: set[int] = set()
 
-    def take(self, i: int, record: Data, domain: Domain | None) -> None:
+    def take(self, i: int, record: Data, domain: Domain | None, force: bool) -> None:
         self.sid[i], self.natoms[i] = record.sid, record.natoms
         self.target[i] = float(record.y_relaxed)
         self.present.update(record.atomic_numbers.unique().tolist())
@@ -222,7 +245,11 @@ class _Rows:
         self.slab[i] = _elements(slab.numpy()) or UNKNOWN
         self.untagged += not bool((record.tags > Tag.SUBSURFACE).any())
         self.overlapping += [i] * atoms_coincide(record)
-        self.outside[i] = [] if domain is None else domain.outside(record)
+        if domain is not None:
+            refused = domain.refusal(record) if force else ""
+            beyond = domain.beyond_labels(float(self.members[i].mean()))
+            found = [refused, *domain.outside(record), beyond]
+            self.outside[i] = [reason for reason in dict.fromkeys(found) if reason]
 
     def take_atoms(
         self, indices: Sequence[int], out: Mapping[str, Tensor], natoms: Sequence[int]
@@ -235,26 +262,23 @@ class _Rows:
 
     def warn(self, name: str, domain: Domain | None, untagged: bool) -> None:
         count = len(self.sid)
-        if self.untagged and not untagged:
+        if self.untagged and not untagged and domain is None:
             _warn(
                 f"{name}: {self.untagged} of {count} structures have no atom with a tag above 0; "
                 "their energies sum over all atoms instead of surface and adsorbate; set tags (0 "
-                "subsurface, 1 surface, 2 adsorbate)"
+                "subsurface, 1 surface, 2 adsorbate), or find them with --tags guess"
             )
         if self.overlapping:
             sids = [int(self.sid[i]) for i in sorted(self.overlapping)]
             _warn(overlaps_of(name, sids, count))
         if domain is None:
             return
-        if far := [i for i, reasons in enumerate(self.outside) if reasons]:
-            listed = [
-                f"sid {self.sid[i]} ({self.formula[i]}): {', '.join(self.outside[i])}"
-                for i in far[:_LISTED]
-            ]
-            more = f"; and {len(far) - _LISTED} more" if len(far) > _LISTED else ""
+        if reasons := grouped(self.outside):
+            far = sum(map(bool, self.outside))
+            more = [f"and {len(reasons) - _LISTED} more"] * (len(reasons) > _LISTED)
             _warn(
-                f"{name}: {len(far)} of {count} structures are outside of what was trained on, "
-                f"expect larger errors: {'; '.join(listed)}{more}"
+                f"{name}: {far} of {count} structures are outside of what was trained on, expect "
+                f"larger errors: {'; '.join([*reasons[:_LISTED], *more])}"
             )
         if text := other_kind(self.target, self.natoms, domain.kind):
             _warn(f"{name}: {text}")
@@ -272,6 +296,41 @@ class _Rows:
             self.by_atom,
             self.slab,
         )
+
+
+def _expect_tags(records: Sequence[Data], domain: Domain, path: Path) -> None:
+    """Refuses structures whose tags cannot be meant."""
+    refused = [(domain.refusal(record), record) for record in records]
+    if found := [(reason, record) for reason, record in refused if reason]:
+        reason, record = found[0]
+        formula = _hill(record.atomic_numbers.numpy())
+        more = f" (and {len(found) - 1} more structures)" if len(found) > 1 else ""
+        raise ValueError(
+            f"{path}: sid {int(record.sid)} ({formula}){more}: {reason}; its energy would mean "
+            f"nothing; {_INSTEAD}"
+        )
+
+
+def grouped(outside: Sequence[Sequence[str]]) -> list[str]:
+    """Reasons that several structures share, each once with its count, the most frequent first.
+
+    Numbers at which structures differ become their range.
+
+    Args:
+        outside: reasons of each structure.
+    """
+    found: dict[tuple[str, str], list[str]] = {}
+    for reasons in outside:
+        for reason in reasons:
+            what, number, rest = _NUMBERED.findall(reason)[0]
+            found.setdefault((what, rest), []).append(number)
+    lines = []
+    for (what, rest), numbers in sorted(found.items(), key=lambda one: -len(one[1])):
+        ends = sorted(dict.fromkeys(numbers), key=lambda one: float(one.replace(",", "") or 0))
+        span = " to ".join(dict.fromkeys([ends[0], ends[-1]]))
+        count = f"{len(numbers)} structure{'s' * (len(numbers) > 1)}"
+        lines.append(f"{what}{span}{rest} ({count})")
+    return lines
 
 
 def _outputs(model: nn.Module, batch: Batch, path: Path) -> Mapping[str, Tensor]:

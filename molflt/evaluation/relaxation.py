@@ -13,6 +13,7 @@ import numpy as np
 from molflt.data.structures import Structures
 from molflt.data.structures.base import ANY_TAGS
 from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
+from molflt.data.structures.sources import Paths, named
 from molflt.evaluation.predictions import open_structures
 from molflt.evaluation.report import _warn
 
@@ -49,7 +50,7 @@ class Relaxed(NamedTuple):
     """why it has not converged"""
 
 
-def readable_structures(path: Path, skip_bad: bool, cell: bool) -> tuple[Structures, bool]:
+def readable_structures(paths: Paths, skip_bad: bool, cell: bool) -> tuple[Structures, bool]:
     """Structures to relax; warns of atoms at one place.
 
     Returns:
@@ -59,7 +60,7 @@ def readable_structures(path: Path, skip_bad: bool, cell: bool) -> tuple[Structu
         FileNotFoundError: if there is nothing.
         ValueError: as for predictions; or if a cell shall be relaxed that is not there.
     """
-    dataset = open_structures(path, skip_bad, ANY_TAGS._replace(keep_atoms=True))
+    dataset = open_structures(paths, skip_bad, ANY_TAGS._replace(keep_atoms=True))
     sids = []
     for index, record in enumerate(dataset):
         if cell and not bool(record.pbc.all()):
@@ -69,7 +70,7 @@ def readable_structures(path: Path, skip_bad: bool, cell: bool) -> tuple[Structu
             )
         sids += [int(record.sid)] * atoms_coincide(record)
     if sids:
-        _warn(overlaps_of(path.name, sids, len(dataset)))
+        _warn(overlaps_of(named(paths).name, sids, len(dataset)))
     return dataset, bool(sids)
 
 

@@ -43,18 +43,16 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> Path:
 
     Returns:
         The path.
-
-    Raises:
-        OSError: naming the file that cannot be written.
     """
     write_atomically(path, csv_text(rows).encode())
     return path
 
 
 def csv_text(rows: Sequence[Mapping[str, object]]) -> str:
-    """Rows as CSV; the keys of the first are the header, None is an empty cell."""
+    """Rows as CSV; all their keys are the header, None is an empty cell."""
     buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    writer = csv.DictWriter(buffer, names, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return buffer.getvalue()

@@ -6,8 +6,9 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from molflt.data.structures.base import AS_TRAINED
 from molflt.evaluation.report import _warn
-from molflt.files import read_json, shown, write_atomically
+from molflt.files import clear_parts, read_json, shown, write_atomically
 from molflt.plots.figure import FORMATS
 from molflt.training.checkpoint import weights_digest
 from molflt.training.config import Config, absolute
@@ -48,6 +49,7 @@ def begin_results(out: Path, *names: str) -> None:
         out: folder.
         names: of all files that such an evaluation may write; of pictures, in every format.
     """
+    clear_parts(out)
     pictures = [Path(name).stem for name in names if name.endswith(".png")]
     others = [f"{stem}.{ending}" for stem in pictures for ending in FORMATS]
     for name in (RESULTS, _NOTE, *names, *others):  # the note last of the two: alone it is nothing
@@ -109,7 +111,7 @@ def write_results(
         origin: as `origin_of` gives it.
         config: of the run.
         data: what was given as the data of the evaluation; None for the run's own.
-        reading: options of how data are read, energy_key and tags, that were given.
+        reading: options of how data are read, such as energy_key and tags.
 
     Returns:
         What was written.
@@ -117,7 +119,11 @@ def write_results(
     paths = [out / RESULTS, out / _NOTE]
     own = config["data"]
     others = _others(own, data, results)
-    unlike = {key: x for key, x in (reading or {}).items() if x not in (None, own.get(key))}
+    unlike = {
+        key: x
+        for key, x in (reading or {}).items()
+        if x not in (AS_TRAINED, own.get(key)) and (x or key != "tags")
+    }
     if others is None and unlike:
         how = ", ".join(f"{key} {value}" for key, value in unlike.items())
         others = f"{own.get('root') if data is None else data} with {how}"

@@ -20,7 +20,7 @@ from molflt.plots.training import best_place, read_columns
 from molflt.tasks.base import Task
 from molflt.training.checkpoint import count_parameters, read_checkpoint
 from molflt.training.config import Config, read_config
-from molflt.training.outcome import duration
+from molflt.training.outcome import Best, best_of, duration
 from molflt.training.recipes import Recipe
 
 __all__ = ["Results", "Run", "differences", "flat_options", "measures_of", "notes", "read_errors"]
@@ -68,11 +68,22 @@ class Run(NamedTuple):
     @property
     def measure(self) -> str:
         """The metric that chooses its best weights."""
-        return self._task.best
+        chosen = self._chosen
+        return self._task.best if chosen is None else chosen.metric
+
+    @property
+    def _chosen(self) -> Best | None:
+        """What the best weights say; None without them, or if they are damaged."""
+        try:
+            return best_of(self.path)
+        except ValueError:
+            return None
 
     @property
     def best(self) -> tuple[float, int] | None:
         """The best validation and its step; None if there was none."""
+        if (chosen := self._chosen) is not None:
+            return chosen.value, chosen.step
         largest = self.metrics[self.measure].largest_is_best
         place = best_place(self.columns, f"val_{self.measure}", largest)
         if place is None:
@@ -90,10 +101,6 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
     Args:
         paths: of two runs or more.
-
-    Raises:
-        FileNotFoundError: if one is no run.
-        ValueError: naming the file that is damaged; for fewer than two, or the same one twice.
     """
     whole = [Path(os.path.abspath(path)) for path in paths]
     twice = [path for place, path in enumerate(whole) if path in whole[:place]]
@@ -128,11 +135,7 @@ def _read_run(path: Path, name: str) -> Run:
 
 
 def read_results(path: Path) -> Results:
-    """Metrics by split in a results.json; none if there is none.
-
-    Raises:
-        ValueError: naming the file, if it is damaged.
-    """
+    """Metrics by split in a results.json; none if there is none."""
     if not path.is_file():
         return {}
     expected, hint = "metrics by split in JSON", "evaluate the run again"
@@ -152,11 +155,7 @@ def read_results(path: Path) -> Results:
 
 
 def read_errors(path: Path) -> dict[str, NDArray[np.float64]]:
-    """|error_eV| by split in the predictions.csv of energies; none in that of others.
-
-    Raises:
-        ValueError: naming the file, if it is damaged.
-    """
+    """|error_eV| by split in the predictions.csv of energies; none in that of others."""
     if not path.is_file():
         return {}
     errors: dict[str, list[float]] = {}

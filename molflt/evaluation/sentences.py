@@ -84,9 +84,6 @@ def official(task: str, told: _Numbers, label: _Numbers) -> dict[str, float | No
         task: key of `molflt.data.text.glue.TASKS`.
         told: predicted indices of classes, or scores, (items,).
         label: the right ones, (items,).
-
-    Raises:
-        ModuleNotFoundError: without scikit-learn.
     """
     try:
         from sklearn import metrics
@@ -131,9 +128,6 @@ def logits_of(
         length: most tokens, as in training.
         batch_size: sentences or pairs in a batch.
         name: of the examples, for messages.
-
-    Raises:
-        ValueError: if a logit is not finite, or a batch does not fit into memory.
     """
     device = next(model.parameters()).device
     found = []

@@ -149,11 +149,6 @@ def merge_shards(out: Path) -> int:
 
     Returns:
         How many structures it holds.
-
-    Raises:
-        FileNotFoundError: if there are no shards of that name.
-        ValueError: naming the shards that are missing, damaged, or of another division, model or
-            data set, and how to repeat them; or if the ending is none of predictions in shards.
     """
     if out.suffix not in _FORMATS:
         raise ValueError(

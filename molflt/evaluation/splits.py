@@ -23,9 +23,6 @@ def named_sources(
         data: options of the run's data, with train, val and test.
         splits: some of these; None for all but train that there are.
         other: another text instead.
-
-    Raises:
-        ValueError: for both, or a split that the run has not.
     """
     if other is not None:
         if splits:
@@ -52,10 +49,6 @@ def named_images(
         options: the run's options of it.
         splits: some of train and val; None for val.
         other: other images instead, which the data then have for both.
-
-    Raises:
-        ValueError: for both, a split that the run has not, or images that cannot be used.
-        FileNotFoundError: naming what is not there.
     """
     if other is not None:
         if splits:

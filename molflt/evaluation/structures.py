@@ -64,9 +64,6 @@ def _write_relaxed(
     Returns:
         Per split adwt_percent, initial_adwt_percent (of the initial positions) and
         position_error_A, None without relaxed positions; and a table of them.
-
-    Raises:
-        ValueError: if the model predicts no displacements.
     """
     from ase.io import write
 

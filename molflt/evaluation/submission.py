@@ -26,12 +26,6 @@ def _write_submission(path: Path, predictions: _Predictions, *, any_counts: bool
         predictions: (ids, energies in eV) of "id", "ood_ads", "ood_cat" and "ood_both".
         any_counts: accept other numbers of systems than OC20's test splits have; such a file has
             the right form, but the leaderboard refuses it.
-
-    Raises:
-        ValueError: if the name does not end in .npz, a split is missing or unknown, or in one the
-            lengths differ, the number of systems is not OC20's, an id is repeated or no string, or
-            an energy is not finite or of lower precision than float32.
-        OSError: if the file cannot be written.
     """
     path = Path(path)
     _check_name(path)
@@ -42,11 +36,7 @@ def _write_submission(path: Path, predictions: _Predictions, *, any_counts: bool
 
 
 def _submission_names(path: Path, splits: Sequence[str]) -> dict[str, str]:
-    """Split of the leaderboard file -> split of the data set.
-
-    Raises:
-        ValueError: if the file's name does not end in .npz, or the splits make no submission.
-    """
+    """Split of the leaderboard file -> split of the data set."""
     _check_name(path)
     for group in (TEST_SPLITS, VAL_SPLITS):
         if set(splits) == set(group):

@@ -114,9 +114,6 @@ def bleu(told: Sequence[str], references: Sequence[str], lowercase: bool = False
         told: translations.
         references: as many.
         lowercase: whether case makes no difference.
-
-    Raises:
-        ModuleNotFoundError: without sacrebleu.
     """
     try:
         from sacrebleu.metrics import BLEU, CHRF
@@ -150,10 +147,6 @@ def translate(
         length_penalty: see there.
         batch_size: sentences in a batch; those of similar length go together.
         name: of the sentences, for messages.
-
-    Raises:
-        ValueError: an empty sentence, one that is too long, or a batch without sentences or beyond
-            the memory.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1; got {batch_size}")

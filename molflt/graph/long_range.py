@@ -23,7 +23,7 @@ from molflt.attention.numerics import at_least_float32, distances, fade, recompu
 from molflt.attention.spectra import InversePower
 from molflt.graph.geometry import Geometry, _sum_by
 from molflt.graph.near import _all_pairs
-from molflt.graph.neighbors import neighbor_list
+from molflt.graph.neighbors import Neighbors, neighbor_list
 from molflt.graph.radial import softened
 
 COULOMB = 14.399645  # eV Å, of two elementary charges
@@ -34,6 +34,7 @@ _APART = 5.0  # of the images of a slab, over the sharpness: they see 1e-12 of e
 _LARGEST = 800.0  # volume over the cutoff cubed from which on the cutoff grows with the cell
 _TRANSIENT = 2**21  # numbers that waves of one chunk of nodes may hold at once
 _START = 0.02  # of charges over what a linear layer starts with: energies of some meV an atom
+_REACH = 5.0  # Å between atoms that exchange charge
 
 
 class LongRangeEnergy(NamedTuple):
@@ -46,7 +47,12 @@ class LongRangeEnergy(NamedTuple):
 
 
 class LongRange(nn.Module):
-    """Energies of latent charges, each a linear function of what the model knows of its atom.
+    """Energies of latent charges, linear functions a of the features of an atom.
+
+    Charges of p = 1 and 2, whose sums over a crystal converge for neutral cells alone, flow between
+    neighbors: q_i = sum_j w(r_ij) (a_j - a_i), where w falls smoothly from 1 to 0 at 5 Å. Flows
+    cancel in pairs. A group of atoms more than 5 Å from all others is therefore neutral, and its
+    interaction with them vanishes with the distance. For other powers q_i = a_i.
 
     Along three periodic axes a uniform background neutralizes charges (p = 1, 2), and the
     surface of the crystal is a conductor, as in all Ewald sums without a term for it. Along two,
@@ -62,14 +68,18 @@ class LongRange(nn.Module):
             others every second channel repels and the others, the first among them, attract.
         channels: charges of each atom for each power.
         cutoff: of near pairs, Å: a longer one takes more pairs and fewer nodes.
-        smearing: width of the Gaussians that the charges are, Å, as in latent Ewald summation
-            (arXiv:2408.15165), which has 1: 1 / r^p is met at 5 widths. 0: points.
+        neutral: False: q_i = a_i for all powers, for data with ions that the model recognizes by
+            their neighbors. Separate groups of atoms then have net charges.
+        smearing: sigma, Å, of a spectrum that falls as exp(-sigma^2 k^2 / 2), which is 1 in latent
+            Ewald summation (arXiv:2408.15165). For p = 1 pairs have erf(r / (sqrt(2) sigma)) / r.
+            From 5 sigma on it is 1 / r^p. 0: points, bounded below 0.1 Å.
 
     Raises:
         ValueError: an option out of its range.
     """
 
     signs: Tensor
+    neutral: Tensor
 
     def __init__(
         self,
@@ -78,6 +88,7 @@ class LongRange(nn.Module):
         channels: int = 4,
         cutoff: float = 8.0,
         smearing: float = 1.0,
+        neutral: bool = True,
     ) -> None:
         super().__init__()
         at_least_one(dim=dim, channels=channels)
@@ -101,11 +112,20 @@ class LongRange(nn.Module):
         signs = torch.ones(len(powers), channels)
         signs[[power > 1 for power in powers], ::2] = -1.0
         self.register_buffer("signs", signs, persistent=False)
+        # part of the weights: those of earlier versions, which lack it, are not neutral
+        self.register_buffer("neutral", torch.tensor(neutral))
 
-    def charges(self, h: Tensor) -> Tensor:
+    def charges(self, h: Tensor, neighbors: Neighbors) -> Tensor:
         """Features (atoms, dim) -> latent charges (atoms, powers, channels); of p = 1 in e."""
-        found: Tensor = self.charge(at_least_float32(h))
-        return found.unflatten(1, (len(self.powers), self.channels))
+        own = self.charge(at_least_float32(h)).unflatten(1, (len(self.powers), self.channels))
+        flowing = [i for i, power in enumerate(self.powers) if power < 3]
+        center, neighbor = neighbors.center, neighbors.neighbor
+        weight = fade(neighbors.distance / min(_REACH, self.cutoff)).to(own.dtype)[:, None, None]
+        held = own[:, flowing]
+        flows = _sum_by(weight * (held[neighbor] - held[center]), center, len(own))
+        found = own.clone()
+        found[:, flowing] = torch.where(self.neutral, flows, held)
+        return found
 
     def forward(self, h: Tensor, geometry: Geometry) -> LongRangeEnergy:
         """Features (atoms, dim) and where the atoms are -> energies.
@@ -113,8 +133,9 @@ class LongRange(nn.Module):
         Raises:
             ValueError: naming the graph, for periodic axes that there is no sum for.
         """
-        charges, options = self.charges(h), (self.cutoff, self.smearing)
-        near, far = inverse_power_sums(charges, geometry, self.powers, *options)
+        neighbors = neighbor_list(geometry, self.cutoff)
+        charges, options = self.charges(h, neighbors), (self.cutoff, self.smearing)
+        near, far = inverse_power_sums(charges, geometry, self.powers, *options, neighbors)
         strength = COULOMB * self.signs.double()
         return LongRangeEnergy(*((x * strength).sum(dim=(1, 2)) for x in (near, far)))
 
@@ -132,6 +153,7 @@ def inverse_power_sums(
     powers: Sequence[int],
     cutoff: float = 8.0,
     smearing: float = 0.0,
+    neighbors: Neighbors | None = None,
 ) -> tuple[Tensor, Tensor]:
     """1/2 sum_ij' q_i q_j / |r_ij|^p over all images, as near and far part.
 
@@ -141,6 +163,7 @@ def inverse_power_sums(
         powers: p of each, see `InversePower`.
         cutoff: of near pairs, Å.
         smearing: see `LongRange`.
+        neighbors: pairs within the cutoff; searched if None.
 
     Returns:
         (graphs, powers, channels) float64 twice, in charge^2 Å^-p; differentiable twice in charges,
@@ -154,15 +177,20 @@ def inverse_power_sums(
         axes = geometry.pbc.sum(dim=1).tolist()
         _check_axes(axes, powers)
         laws = [InversePower(power, _DEPTH / cutoff) for power in powers]
-        scale = _scales(geometry, cutoff)
-        near, far = _pair_sums(charges, geometry, scale, laws, cutoff, smearing)
+        scale = _scales(geometry, cutoff).to(geometry.pos.dtype)
+        scaled = geometry._replace(
+            pos=geometry.pos / scale[geometry.batch, None],
+            cell=geometry.cell / scale[:, None, None],
+        )
+        if neighbors is None or bool((scale > 1).any()):
+            neighbors = neighbor_list(scaled, cutoff)
+        near, far = _pair_sums(charges, scaled, scale.double(), laws, neighbors, smearing)
         rows = list(far)
         for graph, (start, stop) in enumerate(pairwise(geometry.ptr.tolist())):
             if axes[graph]:
-                unit = scale[graph]
-                atoms = geometry.pos[start:stop].double() / unit, charges[start:stop]
-                box = geometry.cell[graph].double() / unit, geometry.pbc[graph]
-                shrunk = unit ** -unit.new_tensor(powers)[:, None]
+                atoms = scaled.pos[start:stop], charges[start:stop]
+                box = scaled.cell[graph], scaled.pbc[graph]
+                shrunk = scale[graph].double() ** -charges.new_tensor(powers)[:, None]
                 rows[graph] = rows[graph] + _far_of_lattice(*atoms, *box, laws) * shrunk
         return near, torch.stack(rows)
 
@@ -193,16 +221,14 @@ def _pair_sums(
     geometry: Geometry,
     scale: Tensor,
     laws: Sequence[InversePower],
-    cutoff: float,
+    found: Neighbors,
     smearing: float,
 ) -> tuple[Tensor, Tensor]:
-    """Near parts, and far parts of graphs without periodic axes: (graphs, powers, channels)."""
-    molecule = ~geometry.pbc.any(dim=1)
-    unit = scale.to(geometry.pos.dtype)
-    geometry = geometry._replace(
-        pos=geometry.pos / unit[geometry.batch, None], cell=geometry.cell / unit[:, None, None]
-    )
-    found = neighbor_list(geometry, cutoff)
+    """Near parts, and far parts of graphs without periodic axes: (graphs, powers, channels).
+
+    Lengths of the geometry and of the neighbors are in units of `scale`, (graphs,) Å.
+    """
+    molecule, cutoff = ~geometry.pbc.any(dim=1), _DEPTH / laws[0].sharpness
     kept = ~molecule[geometry.batch[found.center]]
     first, second = _all_pairs(geometry, molecule)
     query = torch.cat((found.center[kept], first))

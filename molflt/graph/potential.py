@@ -15,6 +15,7 @@ from molflt.attention.checks import no_effect
 from molflt.attention.features import FeatureMapName
 from molflt.attention.positions.base import MixingName
 from molflt.graph.encoding import GraphPositionName
+from molflt.graph.geometry import Geometry
 from molflt.graph.inputs import Atoms
 from molflt.graph.long_range import LongRange
 from molflt.graph.periodic import Near, Reciprocal
@@ -63,7 +64,9 @@ class Potential(EnergyRegressor):
             between latent charges and all their images, see `molflt.graph.long_range.LongRange`.
         long_range_channels: charges of each atom for each power, 4 by default.
         long_range_cutoff: of near pairs, 8 Å by default.
-        long_range_smearing: width of charges, 1 Å by default.
+        long_range_smearing: sigma of pairs at short distances, 1 Å by default, see `LongRange`.
+        long_range_neutral: True by default: charges of p = 1 and 2 flow between atoms closer than
+            5 Å, and separate molecules are neutral. False: for data with ions.
         stack: further arguments of `molflt.attention.Stack`.
 
     Attributes:
@@ -75,6 +78,8 @@ class Potential(EnergyRegressor):
         ValueError: a choice whose energy is not smooth or not extensive, with the reason, or an
             option out of its range.
     """
+
+    of_data = ("energy_mean", "element_energies")  # energy_std scales the forces of the source
 
     def __init__(
         self,
@@ -99,6 +104,7 @@ class Potential(EnergyRegressor):
         long_range_channels: int | None = None,
         long_range_cutoff: float | None = None,
         long_range_smearing: float | None = None,
+        long_range_neutral: bool | None = None,
         **stack: Any,
     ) -> None:
         _refuse_rough(mixing, feature_map, position, periodic, position_options or {}, stack)
@@ -124,8 +130,16 @@ class Potential(EnergyRegressor):
             **stack,
         )
         nn.init.ones_(self.readout.factor.weight)  # there are no tags that differ
-        charges = long_range_channels, long_range_cutoff, long_range_smearing
-        self.long_range = _make_long_range(dim, long_range, *charges)
+        self.long_range = _make_long_range(
+            dim,
+            long_range,
+            channels=long_range_channels,
+            cutoff=long_range_cutoff,
+            smearing=long_range_smearing,
+            neutral=long_range_neutral,
+        )
+        if self.long_range is not None:
+            self.added_later = (*self.added_later, "long_range.neutral")
 
     def forward(self, batch: "Data") -> Mapping[str, Tensor]:
         """Energies and their derivatives; in training mode these can be differentiated again.
@@ -188,7 +202,7 @@ class Potential(EnergyRegressor):
     def _parts(self, batch: "Data") -> tuple[dict[str, Tensor], Tensor]:
         """What energies are the sum of, and the tokens that they are read from, (atoms, dim)."""
         untagged = copy.copy(batch)  # all atoms count alike
-        untagged.tags = torch.full_like(batch.atomic_numbers, int(Tag.SURFACE))
+        untagged.tags = torch.full(batch.pos.shape[:1], int(Tag.SURFACE), device=batch.pos.device)
         out = super().forward(untagged)
         parts = {"local": out["energy"]}
         if self.long_range is not None:
@@ -197,24 +211,12 @@ class Potential(EnergyRegressor):
         return parts, out["embedding"]
 
 
-def _make_long_range(
-    dim: int,
-    powers: list[int] | None,
-    channels: int | None,
-    cutoff: float | None,
-    smearing: float | None,
-) -> LongRange | None:
-    """None without powers.
-
-    Raises:
-        ValueError: an option that has no effect, or is out of its range.
-    """
-    options = {"channels": channels, "cutoff": cutoff, "smearing": smearing}
+def _make_long_range(dim: int, powers: list[int] | None, **options: Any) -> LongRange | None:
+    """Return None without powers, and refuse options then."""
     if not powers:
         no_effect("without long_range", **{f"long_range_{k}": v for k, v in options.items()})
         return None
-    given: dict[str, Any] = {k: v for k, v in options.items() if v is not None}
-    return LongRange(dim, powers, **given)
+    return LongRange(dim, powers, **{k: v for k, v in options.items() if v is not None})
 
 
 def _sum(parts: Mapping[str, Tensor]) -> Tensor:
@@ -249,7 +251,7 @@ def _strained(batch: "Data") -> tuple["Data", Tensor, Tensor | None]:
     """A batch whose positions and cells follow a strain of 0, positions and strain that require
     gradients; no strain where there are no cells.
     """
-    pos = batch.pos.detach().clone().requires_grad_()
+    pos = Geometry.of_data(batch).pos.detach().clone().requires_grad_()
     out = copy.copy(batch)
     for name, value in batch.to_dict().items():
         if isinstance(value, Tensor) and value.is_inference():

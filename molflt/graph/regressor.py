@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _NOT_OURS = ("position", "causal", *MIXER_OPTIONS)  # options of the stack that are given here
 _MAX_MOVE = 1.0  # Å; moves without a bound feed on their own gradients, and training diverges
+_ENERGIES = ("energy_mean", "energy_std", "element_energies")  # buffers in float64
 
 
 class EnergyRegressor(nn.Module):
@@ -94,8 +95,8 @@ class EnergyRegressor(nn.Module):
             have no effect.
     """
 
-    added_later = ("element_energies",)
-    of_data = ("energy_mean", "energy_std", "element_energies")
+    added_later: tuple[str, ...] = ("element_energies",)
+    of_data: tuple[str, ...] = _ENERGIES
     seen_by: ClassVar = {"trained_elements": "embedding.element.weight"}
     energy_mean: Tensor
     energy_std: Tensor
@@ -164,7 +165,7 @@ class EnergyRegressor(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "EnergyRegressor":
         """See `torch.nn.Module`; energies of data stay in float64, whatever weights are cast to."""
-        kept = {name: self.get_buffer(name) for name in self.of_data}
+        kept = {name: self.get_buffer(name) for name in _ENERGIES}
         super()._apply(fn, recurse)
         for name, before in kept.items():
             now = self.get_buffer(name)
@@ -284,9 +285,10 @@ def _among(x: Tensor, kept: Tensor) -> Tensor:
 def _fill_added(
     model: EnergyRegressor, weights: dict[str, Tensor], prefix: str, *_: object
 ) -> None:
-    """Hook: takes what weights of earlier versions do not have from a new model."""
+    """Hook: fill in what weights of earlier versions lack: switches are off, the rest as new."""
     for name in model.added_later:
-        weights.setdefault(prefix + name, model.get_buffer(name))
+        new = model.get_buffer(name)
+        weights.setdefault(prefix + name, new & False if new.dtype == torch.bool else new)
 
 
 def _bounded(step: Tensor) -> Tensor:

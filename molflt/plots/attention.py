@@ -52,10 +52,6 @@ def attention_matrices(
         rows: rows of panels; None chooses.
         scale: "linear" from 0, "log" over at most four decades, or "auto": linear if weights are
             of both signs or the largest is below 30 times the median, else log.
-
-    Raises:
-        ValueError: weights are of another shape, empty or not finite, tokens of another number,
-            rows or scale cannot be, or a logarithm is asked of negative weights.
     """
     matrices = _matrices(weights)
     if scale not in _SCALES:
@@ -127,9 +123,6 @@ def attention_around(weights: ArrayLike | torch.Tensor, file: Path, *, title: st
             the sides. The query's own row is the last one, its column the middle one.
         file: to write, .png, .svg or .pdf.
         title: what stands above.
-
-    Raises:
-        ValueError: weights are of another shape, empty or not finite.
     """
     maps = _matrices(weights)
     heads, rows, columns = maps.shape

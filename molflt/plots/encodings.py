@@ -64,10 +64,6 @@ def rpe_profiles(model: torch.nn.Module, file: Path, r_max: float = 8.0, unit: s
         file: to write, .png, .svg or .pdf.
         r_max: largest distance, in `unit`.
         unit: unit of positions.
-
-    Raises:
-        ValueError: if there is no relative encoding, as Performer has none, or none that is added
-            to logits.
     """
     import torch
 
@@ -98,10 +94,6 @@ def rpe_curves(
         max_offset: largest offset between query and key, in `unit`; an integer for encodings on a
             grid of tokens.
         unit: unit of positions.
-
-    Raises:
-        ValueError: the module has another dimension or nothing that is added to logits, or the
-            offset is not positive.
     """
     import torch
 
@@ -160,10 +152,6 @@ def rpe_surfaces(
             tokens, (H - 1, W - 1).
         unit: unit of positions.
         points: values along each axis; at grids there is one for each offset instead.
-
-    Raises:
-        ValueError: the module has one dimension or nothing that is added to logits, or `extent` is
-            not positive.
     """
     import torch
 

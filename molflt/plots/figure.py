@@ -42,9 +42,6 @@ def further_formats(names: Collection[str]) -> Iterator[list[Path]]:
 
     Yields:
         The files that were written so, as they come.
-
-    Raises:
-        ValueError: for an unknown format.
     """
     for name in names:
         if name not in FORMATS:
@@ -70,10 +67,6 @@ def picture(file: Path, **options: object) -> Iterator[Figure]:
     Args:
         file: to write, .png, .svg or .pdf; folders above it are made.
         options: of `matplotlib.figure.Figure`, such as figsize in inches.
-
-    Raises:
-        OSError: naming the file, for instance on a full disk.
-        ValueError: if the name has another ending.
     """
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -234,9 +227,6 @@ def _head_panels(
         sizes: of a panel, of the margin and the least of all, as for `panel_grid`.
         rows: rows of panels; None puts four abreast, or eight if there are many.
         share_y: whether all have the same y axis; the x axis is always shared.
-
-    Raises:
-        ValueError: if there cannot be so many rows.
     """
     if rows is not None and not 1 <= rows <= heads:
         raise ValueError(f"rows must be 1 to {heads}, the number of panels; got {rows}")

@@ -40,9 +40,6 @@ def parity(
         names: split -> what each system is called, to name those with the largest errors.
         quantity: what is predicted.
         unit: of that.
-
-    Raises:
-        ValueError: if there is no panel, or labels, predictions and names differ in number.
     """
     if not panels:
         raise ValueError("parity: expected at least one split with labels; got none")
@@ -61,8 +58,8 @@ def parity(
         densities = []
         for axes, (split, (target, energy)) in zip(shown, panels.items(), strict=True):
             densities += _parity_panel(axes, target, energy, low, high)
-            mae = np.abs(energy - target).mean()
-            title = f"{plain(split)}: MAE {mae:.3f} {unit} (n = {len(target):,})"
+            mae, digits = np.abs(energy - target).mean(), 1 if unit.startswith("m") else 3
+            title = f"{plain(split)}: MAE {mae:.{digits}f} {unit} (n = {len(target):,})"
             axes.set_title(title, fontsize="medium")
             worst = [] if names is None else _name_worst(axes, target, energy, names[split], unit)
             axes.set_xlabel("\n".join([f"labeled {quantity} / {unit}", *worst]), fontsize="small")
@@ -100,8 +97,10 @@ def _name_worst(
             fontsize="small",
             color=VERMILION,
         )
+    digits = 1 if unit.startswith("m") else 2
     return [
-        f"{number}: {plain(names[one])}, error {error[one]:+.2f} {unit}"
+        f"{number}: {plain(names[one])}, error "
+        + f"{error[one]:+.{digits}f} {unit}".replace("-", "−")
         for number, one in enumerate(worst, start=1)
     ]
 

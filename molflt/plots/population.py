@@ -28,9 +28,6 @@ def best_values(
         evaluations: values asked for up to each point, (points,).
         file: to write, .png, .svg or .pdf.
         runs: of each optimizer, for the title.
-
-    Raises:
-        ValueError: if there is nothing to draw.
     """
     if not panels:
         raise ValueError(f"{file}: nothing to draw; expected values on some function; got none")

@@ -25,9 +25,6 @@ def overlaid_curves(
         runs: name of a run -> its columns, (rows,) each, among them step; nan where empty.
         metrics: columns that get a panel where some run has them, and how they read.
         file: to write, .png, .svg or .pdf.
-
-    Raises:
-        ValueError: if there is nothing to draw.
     """
     shown = [
         name
@@ -82,9 +79,6 @@ def intervals(
             of the width of its interval; names that a panel does not have are left out in it.
         file: to write, .png, .svg or .pdf.
         largest_is_best: whether more is better.
-
-    Raises:
-        ValueError: if there is nothing to draw.
     """
     first = next(iter(panels.values()), {})
     if not first:

@@ -107,5 +107,5 @@ def _view(axes: Axes, structure: Data, view: str) -> None:
     axes.set_ylabel(f"{'xyz'[up]} (Å)")
     present = "".join(sorted({chemical_symbols[z] + " " for z in numbers})).strip()
     energy = float(structure.y_relaxed)
-    label = "" if math.isnan(energy) else f", {energy:.2f} eV"
+    label = "" if math.isnan(energy) else f", label {energy:.2f} eV".replace("-", "−")
     axes.set_title(f"sid {structure.sid}, {view} view{label}\n{present}", fontsize=9)

@@ -48,7 +48,11 @@ class GroupError(NamedTuple):
 
 
 def training_curve(
-    metrics_csv: Path, file: Path, metrics: Mapping[str, Metric], best: str = ""
+    metrics_csv: Path,
+    file: Path,
+    metrics: Mapping[str, Metric],
+    best: str = "",
+    step: int | None = None,
 ) -> None:
     """Draws loss, metrics and learning rate against the step.
 
@@ -58,9 +62,7 @@ def training_curve(
         file: to write, .png, .svg or .pdf.
         metrics: those of the task; each that was measured has a panel.
         best: the one whose best validation is marked.
-
-    Raises:
-        ValueError: if the file has no column step, or nothing to draw.
+        step: of that validation; by default that with the best value.
     """
     columns = read_columns(Path(metrics_csv))
     panels = [("train_loss", Metric("loss", scale="log"), ["train_loss"])]
@@ -77,9 +79,9 @@ def training_curve(
         rows = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
         for axes, (name, metric, lines) in zip(rows, shown, strict=True):
             for line in lines:
-                _curve(axes, columns, line)
+                _curve(axes, columns, line, alone=len(lines) == 1)
                 if line == f"val_{best}":
-                    _star(axes, columns, line, metric)
+                    _star(axes, columns, line, metric, step)
             if name != "lr":
                 axes.legend(frameon=False, fontsize="small")
             if metric.scale == "log":
@@ -93,11 +95,7 @@ def training_curve(
 
 
 def read_columns(path: Path) -> dict[str, _Array]:
-    """Columns of a run's metrics.csv by name, (rows,) each, nan where they are empty.
-
-    Raises:
-        ValueError: if there is no column step.
-    """
+    """Columns of a run's metrics.csv by name, (rows,) each, nan where they are empty."""
     with open(path, newline="") as file:
         reader = csv.DictReader(file)
         names = reader.fieldnames or []
@@ -128,22 +126,26 @@ def best_place(columns: Mapping[str, _Array], name: str, largest_is_best: bool) 
     return int(values.argmax()) if known.any() else None
 
 
-def _star(axes: Axes, columns: dict[str, _Array], name: str, metric: Metric) -> None:
+def _star(
+    axes: Axes, columns: dict[str, _Array], name: str, metric: Metric, best: int | None
+) -> None:
     """Marks the best validation, if there is one."""
-    place = best_place(columns, name, metric.largest_is_best)
+    at = np.flatnonzero((columns["step"] == best) & np.isfinite(columns[name]))
+    place = at[-1] if len(at) else best_place(columns, name, metric.largest_is_best)
     if place is not None:
         step, value = columns["step"][place], columns[name][place]
         text = f"best: {value:.{metric.digits}f} {metric.unit}".rstrip() + f" at step {step:.0f}"
         axes.plot(step, value, "*", color=VERMILION, markersize=11, label=text)
 
 
-def _curve(axes: Axes, columns: dict[str, _Array], name: str) -> None:
-    """One column against the step."""
+def _curve(axes: Axes, columns: dict[str, _Array], name: str, alone: bool) -> None:
+    """One column against the step, alone in its panel or not."""
     known = np.isfinite(columns["step"]) & np.isfinite(columns[name])
     step, value = columns["step"][known], columns[name][known]
     label, color = {"val": ("validation", VERMILION), "lr": ("", GREEN)}.get(
         name.partition("_")[0], ("training", BLUE)
     )
+    label += " only" if alone and label else ""
     marker = "o" if len(step) < 40 else ""
     axes.plot(step, value, color=color, label=label, marker=marker, markersize=3)
 
@@ -171,15 +173,13 @@ def errors(
         absolute: split -> |error| of each system, (systems,), eV; empty for no such panel.
         file: to write, .png, .svg or .pdf.
         unit: of the MAE.
-
-    Raises:
-        ValueError: if there is nothing to draw.
     """
     if not (groups or absolute) or not all(groups.values()):
         raise ValueError("errors: expected groups, or splits with labels; got none")
     shown = {
         kind: [*own][::-1] if kind == "natoms" else sorted(own, key=lambda g: g.mae)[-_MAX_BARS:]
         for kind, own in groups.items()
+        if kind != "natoms" or len(own) > 1 or len(groups) == 1  # one size tells nothing new
     }
     bars = max(map(len, shown.values()), default=0)
     widths = [4.2] * len(shown) + [5.0] * bool(absolute)

@@ -36,9 +36,6 @@ def calibration(
         errors: split -> uncertainty and |error| of each system, (systems,), eV.
         level: share of errors that the uncertainty is to hold, in (0, 1).
         file: to write, .png, .svg or .pdf.
-
-    Raises:
-        ValueError: if there is no split.
     """
     if not coverage or not errors:
         raise ValueError("calibration: expected at least one split with labels; got none")

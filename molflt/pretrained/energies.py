@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,8 @@ from molflt.data.structures import Structures, source_of
 from molflt.data.structures.base import ANY_TAGS, AS_IT_IS, Reading, Tags
 from molflt.data.structures.domain import DOMAIN, Domain
 from molflt.data.structures.in_memory import StructuresInMemory, is_one
+from molflt.data.structures.sources import Paths, files_of
+from molflt.data.structures.tags import Tagged
 from molflt.evaluation.calibration import Calibration
 from molflt.evaluation.ensemble import ENSEMBLE, EnsembleRegressor
 from molflt.evaluation.predictions import Predictions, infer, open_structures
@@ -49,7 +51,7 @@ class Prediction(NamedTuple):
     """guess of the relaxed structure, by its constraints; None where they cannot be met, or
     training gave no relaxed positions"""
     outside: tuple[str, ...] = ()
-    """in what the structure differs from all that was trained on"""
+    """differences of the structure, and of its energy, from all that was trained on"""
     embedding: NDArray[np.float32] | None = None
     """(atoms, dim), or pooled (dim,); None unless it was asked for"""
     forces: NDArray[np.float32] | None = None
@@ -144,6 +146,7 @@ class EnergyPredictor(Pretrained):
         batch_size: int = ...,
         embedding: Literal["atoms", "pooled"] | None = ...,
         tags: Tags | None = ...,
+        force: bool = ...,
     ) -> list[Prediction]: ...
 
     @overload
@@ -153,6 +156,7 @@ class EnergyPredictor(Pretrained):
         batch_size: int = ...,
         embedding: Literal["atoms", "pooled"] | None = ...,
         tags: Tags | None = ...,
+        force: bool = ...,
     ) -> Prediction: ...
 
     @overload
@@ -162,6 +166,7 @@ class EnergyPredictor(Pretrained):
         batch_size: int = ...,
         embedding: Literal["atoms", "pooled"] | None = ...,
         tags: Tags | None = ...,
+        force: bool = ...,
     ) -> list[Prediction]: ...
 
     def predict(
@@ -170,26 +175,32 @@ class EnergyPredictor(Pretrained):
         batch_size: int = 64,
         embedding: Literal["atoms", "pooled"] | None = None,
         tags: Tags | None = None,
+        force: bool = False,
     ) -> Prediction | list[Prediction]:
         """Predicts structures; warns of those that lie outside of what was trained on.
 
         Args:
             structures: `ase.Atoms`, PyG's `Data` or `Batch` (whose tags are OC20's), any number of
-                these, a data set, or a file that holds one.
+                these, a data set, or a file, folder or pattern of names that holds one, or
+                several of these.
             batch_size: structures in a batch.
             embedding: also give the tokens that energies are read from: of "atoms" (0 for those
                 that the model leaves out), or "pooled", their mean over the atoms that the energy
                 sums over: those with tag > 0 where there are tags; of a potential, all.
             tags: what the tags of `ase.Atoms` and of ASE's files mean: oc20 (0 subsurface, 1
                 surface, 2 adsorbate) or ase (numbers of layers from the top, and 0 for
-                adsorbates); None for what they meant in training. Potentials read none.
+                adsorbates); guess finds them from the geometry, in any source; None for what they
+                meant in training. Potentials read none.
+            force: predict also structures without tags, or with tags that cannot be meant, by a
+                model whose training structures all had tags. Their `outside` says so.
 
         Returns:
             For one structure its prediction, else a list in the order of the structures.
 
         Raises:
             TypeError: something else than structures.
-            ValueError: naming the structure that cannot be used, or an embedding of an ensemble.
+            ValueError: naming the structure that cannot be used, or whose tags cannot be meant, or
+                an embedding of an ensemble.
         """
         if embedding not in (None, "atoms", "pooled"):
             raise ValueError(f"embedding={embedding!r}; expected atoms, pooled or None")
@@ -200,42 +211,51 @@ class EnergyPredictor(Pretrained):
         dataset = self._opened(structures, tags)
         kept = ["displacement"] * self.predicts_positions + ["embedding"] * bool(embedding)
         kept += ["forces"] * self.predicts_forces
-        found = self.infer(dataset, batch_size, dataset.path.name, kept)
+        found = self.infer(dataset, batch_size, dataset.path.name, kept, force)
         columns = uncertainty_of(self.model, found, self.calibration())
         out = [self._prediction(i, dataset, found, columns, embedding) for i in range(len(dataset))]
         return out[0] if is_one(structures) else out
 
-    def reading_of(self, file: Path | None, tags: Tags | None = None) -> Reading:
+    def reading_of(self, files: Paths | None, tags: Tags | None = None) -> Reading:
         """How to read structures: by default tags mean what they meant in training.
 
         A potential takes any tags, unless they are said to be layers, which are checked.
 
         Args:
-            file: that holds them; None for structures in memory.
+            files: as for :func:`molflt.data.structures.open_dataset`; None for structures in
+                memory.
             tags: what they mean instead.
 
         Raises:
             FileNotFoundError: if there is nothing.
             ValueError: a file of an unknown kind.
         """
-        if tags is None and (file is None or "tags" in source_of(file).options):
+        if tags == "guess" and self.predicts_forces:
+            raise ValueError("tags='guess' has no effect: a potential reads no tags; leave it out")
+        found = [] if files is None else files_of(files)
+        if tags is None and all("tags" in source_of(file).options for file in found):
             tags = cast("Tags | None", self.trained.task.get("tags"))
-        if self.predicts_forces and tags in (None, "oc20"):
+        if self.predicts_forces and tags in (None, "oc20", "guess"):
             return ANY_TAGS
-        return AS_IT_IS if tags is None else Reading(tags=tags)
+        surface = self.domain.surface if tags == "guess" and self.domain is not None else None
+        return AS_IT_IS if tags is None else Reading(tags=tags, surface=surface)
 
     def _opened(self, structures: object, tags: Tags | None) -> Structures:
         if isinstance(structures, Structures):
+            if tags == "guess":
+                return Tagged(structures, self.reading_of(None, tags).surface)
             if tags is not None:
                 raise ValueError(
                     f"tags={tags!r} has no effect on a data set that is open; open it with "
                     "molflt.data.structures.open_dataset and a Reading"
                 )
             return structures
-        if isinstance(structures, str | Path):
-            file = Path(structures)
-            return open_structures(file, False, self.reading_of(file, tags))
-        return StructuresInMemory(structures, self.reading_of(None, tags))
+        if _are_paths(structures):
+            return open_structures(structures, False, self.reading_of(structures, tags))
+        reading = self.reading_of(None, tags)
+        if reading.tags == "guess":
+            return Tagged(StructuresInMemory(structures, ANY_TAGS), reading.surface)
+        return StructuresInMemory(structures, reading)
 
     def _prediction(
         self,
@@ -266,11 +286,16 @@ class EnergyPredictor(Pretrained):
         )
 
     def infer(
-        self, dataset: Structures, batch_size: int, name: str, by_atom: Collection[str] = ()
+        self,
+        dataset: Structures,
+        batch_size: int,
+        name: str,
+        by_atom: Collection[str] = (),
+        force: bool = False,
     ) -> Predictions:
-        """As `molflt.evaluation.predictions.infer`, compared with what was trained on."""
+        """Calls `molflt.evaluation.predictions.infer` with the domain of the training."""
         model = self.model if self.compiled is None else self.compiled
-        return infer(model, dataset, batch_size, name, self.domain, by_atom)
+        return infer(model, dataset, batch_size, name, self.domain, by_atom, force)
 
     def calibration(self, file: Path | None = None) -> Calibration | None:
         """That of an ensemble; None of one that has none, which is said, and of a single model.
@@ -289,6 +314,12 @@ class EnergyPredictor(Pretrained):
             label = trained.label(CALIBRATION)
             return expect_theirs(model, Calibration.from_json(held, label), label)
         return calibration_of(model, file, trained.path / ENSEMBLE / CALIBRATION)
+
+
+def _are_paths(structures: object) -> TypeGuard[Paths]:
+    """Whether structures are named by a path, or by several."""
+    several = structures if isinstance(structures, list | tuple) and structures else [structures]
+    return all(isinstance(one, str | Path) for one in several)
 
 
 def _pooled(tokens: NDArray[np.float32], record: Data) -> NDArray[np.float32]:

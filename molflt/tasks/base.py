@@ -48,8 +48,8 @@ class Task(ABC, Generic[_Batch, _Data]):
         model: what is trained.
         lr: peak learning rate.
         warmup_steps: steps of linear growth of the learning rate.
-        schedule: what follows: "linear" or "cosine" (to 0 at the last step), or "inverse_sqrt"
-            (as 1 / sqrt(step), whatever the last step is).
+        schedule: what follows: "linear" or "cosine" (to 0 at the last step), "inverse_sqrt"
+            (as 1 / sqrt(step), whatever the last step is), or "constant".
         optimizer: "adamw" (decoupled weight decay: what fairseq, and so the papers, call Adam), or
             "adam" (coupled: added to the gradient, where it swamps small ones).
         betas: Adam's averaging coefficients.
@@ -66,10 +66,7 @@ class Task(ABC, Generic[_Batch, _Data]):
         unit: what the throughput counts.
         sums: class of the sums, a NamedTuple of scalar tensors with `metrics()`.
         metrics: what is written down and drawn, in order.
-        best: metric of validation that chooses the best weights.
-
-    Raises:
-        ValueError: for an option outside its range.
+        best: metric of validation that chooses the best weights; see `ranking`.
     """
 
     unit: ClassVar[str]
@@ -89,7 +86,7 @@ class Task(ABC, Generic[_Batch, _Data]):
         model: nn.Module,
         lr: float = 3e-4,
         warmup_steps: int = 100,
-        schedule: Literal["linear", "inverse_sqrt", "cosine"] = "linear",
+        schedule: Literal["linear", "inverse_sqrt", "cosine", "constant"] = "linear",
         optimizer: Literal["adamw", "adam"] = "adamw",
         betas: tuple[float, float] = (0.9, 0.98),
         eps: float = 1e-6,
@@ -127,11 +124,7 @@ class Task(ABC, Generic[_Batch, _Data]):
                 )
 
     def check_new(self) -> None:
-        """Refuses options of a new run that have no effect; those of earlier ones may go on.
-
-        Raises:
-            ValueError: naming the option.
-        """
+        """Refuses options of a new run that have no effect; those of earlier ones may go on."""
         if self.redraw_every is not None and not _is_random(self.model):
             raise ValueError(
                 f"task.redraw_every={self.redraw_every}: this model has no random features; leave "
@@ -168,10 +161,22 @@ class Task(ABC, Generic[_Batch, _Data]):
         """What is in a batch, for messages."""
         return f"a batch of {self.size(batch)} {self.unit}"
 
+    def blame(self, batch: _Batch, diverges: Callable[[_Batch], bool]) -> str:
+        """Names of items of a batch that diverge on their own; empty if none does."""
+        return ""
+
     def summarize(self, totals: Tensor) -> dict[str, float]:
         """Metrics of all items whose sums were added up: those of `sums`, (fields,), in a row."""
         make: Callable[..., _Sums] = self.sums
         return make(*totals).metrics()
+
+    def ranking(self, found: Mapping[str, float]) -> list[str]:
+        """Names of the metrics of a validation that choose the best weights.
+
+        The first finite one decides. Each of the others decides between equal values of those
+        before it.
+        """
+        return list(dict.fromkeys([self.best, *(name for name in self.metrics if name in found)]))
 
     def redraw(self, generator: torch.Generator) -> None:
         """Draws the random features of the model anew."""
@@ -198,6 +203,8 @@ class Task(ABC, Generic[_Batch, _Data]):
             return (step + 1) / self.warmup_steps
         if self.schedule == "inverse_sqrt":
             return math.sqrt(max(1, self.warmup_steps) / (step + 1))
+        if self.schedule == "constant":
+            return 1.0
         left = max(0.0, (max_steps - step) / max(1, max_steps - self.warmup_steps))
         return left if self.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left))
 
@@ -213,11 +220,7 @@ def _is_random(model: nn.Module) -> bool:
 
 
 def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Has no gradients of the parameters whose names match.
-
-    Raises:
-        ValueError: for a pattern that matches none, or if nothing is left to learn.
-    """
+    """Has no gradients of the parameters whose names match."""
     parameters = dict(model.named_parameters())
     for pattern in patterns:
         for name in _named(parameters, pattern, "freeze"):
@@ -230,11 +233,7 @@ def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def _named(parameters: Mapping[str, nn.Parameter], pattern: str, option: str) -> list[str]:
-    """Names that match a pattern.
-
-    Raises:
-        ValueError: if none does; lists what there is.
-    """
+    """Names that match a pattern."""
     found = [name for name in parameters if fnmatchcase(name, pattern)]
     if not found:
         count = Counter(f"{name.partition('.')[0]}.*" for name in parameters)

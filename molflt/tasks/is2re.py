@@ -3,6 +3,7 @@
 # No `from __future__ import annotations`: jsonargparse would import all that stands below
 # TYPE_CHECKING, PyG included, to read annotations that are strings.
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -46,9 +47,6 @@ class _EnergySums(NamedTuple):
         """Of predictions and labels, (structures,) each, eV, and a displacement error, Å.
 
         The error counts if `known`, (atoms,), holds for any of the atoms.
-
-        Raises:
-            ValueError: if the shapes differ; broadcasting would give a wrong number, not an error.
         """
         _same_shape(energy, target)
         error = (energy.double() - target.double()).abs()
@@ -83,9 +81,10 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         position_weight_final: w at the last step.
         energy_mean: eV, subtracted from energies in the loss; null: that of the training set.
         energy_std: eV, divides energies in the loss; null: that of the training set.
-        references: for total energies. fit: an energy for each element, fitted to the training set
-            by least squares and kept with the weights, of which the model learns what is left;
-            none: learn energies as they are; null: as they are, unless they look like totals.
+        references: for total energies: an energy for each element, kept with the weights; the
+            model learns what is left. fit: by least squares on the training set; a JSON or YAML
+            file of energies in eV by symbol; none: learn energies as they are; null: as they are,
+            unless they look like totals.
         rotate: turn and mirror every training structure at random, about z (the surface normal)
             or in all directions. FLT's random nodes are not rotation invariant; this teaches them.
         interpolate: share of training structures that start from a random point of the straight way
@@ -93,9 +92,6 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
             of the relaxed structure all the same.
         noise: standard deviation of normal noise on the free atoms of such structures, Å.
         optimization: arguments of `molflt.tasks.base.Task`.
-
-    Raises:
-        ValueError: for an option outside its range.
     """
 
     sums: ClassVar[type[_EnergySums]] = _EnergySums
@@ -114,7 +110,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         position_weight_final: float = 1.0,
         energy_mean: float | None = None,
         energy_std: float | None = None,
-        references: Literal["none", "fit"] | None = None,
+        references: Literal["none", "fit"] | Path | None = None,
         rotate: Literal["none", "z", "all"] = "none",
         interpolate: float = 0.0,
         noise: float = 0.0,
@@ -123,9 +119,9 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         super().__init__(model, **optimization)
         if energy_std is not None and not energy_std > 0:
             raise ValueError(f"task.energy_std must be more than 0.0; got {energy_std}")
-        if references == "fit" and energy_mean is not None:
+        if references not in (None, "none") and energy_mean is not None:
             raise ValueError(
-                "task.references=fit leaves no mean to subtract; got "
+                f"task.references={references} leaves no mean to subtract; got "
                 f"task.energy_mean={energy_mean}; leave one of them out"
             )
         if not 0 <= interpolate <= 1 or noise < 0 or (noise and not interpolate):
@@ -143,20 +139,14 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         self.noise = noise
 
     def prepare(self, data: "IS2REData") -> None:
-        """Stores energies per element, mean and standard deviation, eV, in the model's buffers.
-
-        Raises:
-            ValueError: if energies look like totals, and it is not said what to do with them, the
-                model cannot take an element, or `interpolate` finds no relaxed positions.
-        """
-        self.expect_descriptors(data)
+        """Stores energies per element, mean and standard deviation, eV, in the model's buffers."""
+        self.check_data(data)
         if self.interpolate:
             data.expect_relaxed(f"task.interpolate={self.interpolate:g}")
         mean, std = self.energy_mean, self.energy_std
         if self.references is None:
             data.refuse_totals()
-        if self.references == "fit":
-            fit = self.fit_elements(data)
+        if fit := self.store_references(data, self.references):
             found = fit.mean, fit.std or 1.0
         elif mean is None or std is None:
             found = data.normalizer()
@@ -200,12 +190,9 @@ def _goal(batch: "Batch") -> tuple[Tensor, Tensor]:
 def _displacement_error(displacement: Tensor, batch: "Batch") -> Tensor:
     """Mean absolute error per component over free atoms, per structure, then over structures.
 
-    Args:
-        displacement: predicted, (atoms, 3), Å.
-        batch: pos, pos_relaxed (atoms, 3) Å, the latter unwrapped or NaN; fixed, batch (atoms,).
-
     Returns:
         Scalar, Å; 0, with a graph to differentiate, if no structure has relaxed positions.
+
     """
     target, known = _goal(batch)
     target = torch.where(known[:, None], target, torch.zeros_like(target))

@@ -106,9 +106,6 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
         Args:
             blocks: of the text.
             name: of the text, for messages.
-
-        Raises:
-            ValueError: if no block has a gap of validation.
         """
         for i in range(len(blocks)):
             tokens, types, there = (x[None].to(self.model.mask_id.device) for x in blocks[i])

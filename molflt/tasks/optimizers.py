@@ -51,9 +51,6 @@ class OptimizerTask(Task[Tensor, object]):
         burn_in: most steps before them. Validation takes `burn_in` + `unroll` steps, which all
             count.
         optimization: arguments of `molflt.tasks.base.Task`.
-
-    Raises:
-        ValueError: for an option outside its range.
     """
 
     model: CoordinateOptimizer

@@ -53,9 +53,6 @@ class PopulationTask(Task[Tensor, ProblemData]):
         window: generations from one cut of the gradient to the next.
         resolution: share of the first values below which the loss is indifferent.
         optimization: arguments of `molflt.tasks.base.Task`.
-
-    Raises:
-        ValueError: for a number outside its range.
     """
 
     model: PopulationModel

@@ -3,7 +3,9 @@
 # No `from __future__ import annotations`: jsonargparse would import all that stands below
 # TYPE_CHECKING, PyG included, to read annotations that are strings.
 
+import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["PotentialTask", "point_errors"]
 
 _HUBER = 0.01  # of the unit of forces: where the quadratic part ends, as in MACE's universal loss
+_FORCE_LABELS = "force_labels_meV_per_A"
+_NO_FORCE = 1.0  # meV/Å, mean size of a component: labels that are 0 but for noise
 
 
 class _Errors(NamedTuple):
@@ -35,6 +39,8 @@ class _Errors(NamedTuple):
     """(structures with stress, 9), eV/Å^3"""
     virial: Tensor
     """the same times the volume per atom, eV per atom"""
+    labels: Tensor
+    """(components,), forces, eV/Å"""
 
 
 class _PointSums(NamedTuple):
@@ -50,6 +56,8 @@ class _PointSums(NamedTuple):
     """sum of |error| over components, eV/Å^3"""
     stresses: Tensor
     """how many components"""
+    force_labels: Tensor
+    """sum of |label| over components, eV/Å"""
 
     @classmethod
     def of(cls, errors: _Errors) -> "_PointSums":
@@ -59,11 +67,12 @@ class _PointSums(NamedTuple):
             *(energy.abs().sum(), energy.square().sum(), count(energy.numel())),
             *(forces.abs().sum(), forces.square().sum(), count(forces.numel())),
             *(stress.abs().sum(), count(stress.numel())),
+            errors.labels.double().abs().sum(),
         )
 
     def metrics(self) -> dict[str, float]:
         """meV per atom, meV/Å and, where there is stress, meV/Å^3; NaN where nothing is known."""
-        energy, square, count, forces, forces_square, components, stress, stresses = map(
+        energy, square, count, forces, forces_square, components, stress, stresses, labels = map(
             float, self
         )
         nan = float("nan")
@@ -74,6 +83,7 @@ class _PointSums(NamedTuple):
             "force_rmse_meV_per_A": 1e3 * (forces_square / components) ** 0.5
             if components
             else nan,
+            _FORCE_LABELS: 1e3 * labels / components if components else nan,
         }
         return found | ({"stress_mae_meV_per_A3": 1e3 * stress / stresses} if stresses else {})
 
@@ -91,13 +101,10 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
         force_weight: see above.
         stress_weight: see above.
         loss: L. huber: |x| beyond 0.01, quadratic below; l1: |x|; mse: x^2, as in MACE and NequIP.
-        references: fit: an energy for each element, fitted to the training set by least squares and
-            kept with the weights, of which the model learns what is left; none: learn energies as
-            they are.
+        references: an energy for each element, kept with the weights; the model learns what is
+            left. fit: by least squares on the training set; a JSON or YAML file of energies in eV
+            by symbol, as those of free atoms; none: learn energies as they are.
         optimization: arguments of `molflt.tasks.base.Task`.
-
-    Raises:
-        ValueError: for an option outside its range.
     """
 
     sums: ClassVar[type[_PointSums]] = _PointSums
@@ -110,6 +117,13 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
     }
     best = "force_mae_meV_per_A"
 
+    def ranking(self, found: Mapping[str, float]) -> list[str]:
+        """Forces first, unless the labels are 0 (as by symmetry) or the loss has no forces."""
+        names = super().ranking(found)
+        if self.weights[1] and found.get(_FORCE_LABELS, math.inf) > _NO_FORCE:
+            return names
+        return sorted(names, key=lambda name: name.startswith("force"))
+
     def __init__(
         self,
         model: nn.Module,
@@ -117,7 +131,7 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
         force_weight: float = 10.0,
         stress_weight: float = 1.0,
         loss: Literal["huber", "l1", "mse"] = "huber",
-        references: Literal["none", "fit"] = "fit",
+        references: Literal["none", "fit"] | Path = "fit",
         **optimization: Any,
     ) -> None:
         super().__init__(model, **optimization)
@@ -134,15 +148,14 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
         self.references = references
 
     def prepare(self, data: "PotentialData") -> None:
-        """Stores energies per element, and the size of forces, in the model's buffers.
-
-        Raises:
-            ValueError: if the model cannot take an element.
-        """
-        self.expect_descriptors(data)
-        if self.references == "fit":
-            self.fit_elements(data)
-        self.model.get_buffer("energy_std").fill_(data.force_scale())
+        """Stores energies per element, and the size of forces, in the model's buffers."""
+        self.check_data(data)
+        if self.weights[1]:
+            data.expect_forces()
+        self.store_references(data, self.references)
+        unit = self.model.get_buffer("energy_std")
+        if unit == 1:  # else that of the weights that the run starts from
+            unit.fill_(data.force_scale())
 
     def loss(self, batch: "Batch", progress: float) -> tuple[Tensor, _PointSums]:
         errors = point_errors(self._predict(batch), batch)
@@ -170,9 +183,6 @@ def point_errors(out: Mapping[str, Tensor], batch: "Batch") -> _Errors:
         out: as `molflt.graph.potential.Potential` returns it.
         batch: with energy (graphs,) eV, forces (atoms, 3) eV/Å, stress (graphs, 3, 3) eV/Å^3; NaN
             where there is none.
-
-    Raises:
-        ValueError: if shapes differ; broadcasting would give a wrong number, not an error.
     """
     counts = batch.ptr.diff()
     for name in ("energy", "forces"):
@@ -191,4 +201,5 @@ def point_errors(out: Mapping[str, Tensor], batch: "Batch") -> _Errors:
         forces[batch.forces.isfinite()],
         stress[known].flatten(1),
         (stress * volume[:, None, None])[known].flatten(1),
+        batch.forces[batch.forces.isfinite()],
     )

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import threading
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any, Never, cast
 
@@ -89,10 +90,10 @@ class _Interrupted(Exception):
 class _BestWeights(Callback):
     """Keeps the weights of the best validation so far, and stops when no better one comes.
 
-    One with a loss, or another sum, that is not finite is no better one.
+    `Task.ranking` compares validations. The later one of two equal ones is kept. A validation with
+    a loss, or another sum, that is not finite is never the best.
 
-    Lightning's own `EarlyStopping` reads what modules log, which these do not, and knows nothing of
-    the run folder.
+    Lightning's `EarlyStopping` reads logged metrics, and these modules log none.
     """
 
     def __init__(
@@ -100,31 +101,43 @@ class _BestWeights(Callback):
     ) -> None:
         self.folder = folder
         self.patience = patience
-        self.metric = task.best
-        self.sign = 1 if task.metrics[task.best].largest_is_best else -1
+        self.task = task
         self._forget()
 
     def _forget(self) -> None:
-        self.best = {self.metric: self.sign * float("-inf"), "step": 0, "since": 0}
+        self.best: dict[str, float] = {"step": 0, "since": 0}
+
+    def _scores(self, found: Mapping[str, float], names: Sequence[str]) -> list[float]:
+        """The larger, the better; metrics that are absent or not finite are the worst."""
+        scores = []
+        for name in names:
+            value = found.get(name, math.nan)
+            sign = 1 if self.task.metrics[name].largest_is_best else -1
+            scores.append(sign * value if math.isfinite(value) else -math.inf)
+        return scores
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.sanity_checking:
             return
         module = cast(_Module, pl_module)
-        new, step = module.validation_metrics()[self.metric], trainer.global_step
+        found, step = module.validation_metrics(), trainer.global_step
+        names = self.task.ranking(found)
+        new, old = self._scores(found, names), self._scores(self.best, names)
         # An accuracy is a number whatever the outputs are: the loss is one of the sums
-        finite = module.validation_is_finite and math.isfinite(new)
-        if finite and self.sign * new > self.sign * self.best[self.metric]:
-            self.best = {self.metric: new, "step": step, "since": 0}
-            header = {"step": step, f"val_{self.metric}": new}
+        finite = module.validation_is_finite and max(new) > -math.inf
+        since = 0 if finite and new > old else int(self.best["since"]) + 1
+        if finite and new >= old:
+            known = {name: found[name] for name in names if math.isfinite(found[name])}
+            self.best = {**known, "step": step}
+            metric = next(iter(known))
+            header = {"step": step, f"val_{metric}": found[metric]}
             self.folder.save_weights("best", module.model.state_dict(), header)
-            return
-        self.best["since"] += 1
-        stops = self.patience is not None and self.best["since"] >= self.patience
-        if stops and step < trainer.max_steps:
+        self.best["since"] = since
+        if self.patience is not None and since >= self.patience and step < trainer.max_steps:
             trainer.should_stop = True
-            stop = {"step": step, "since": int(self.best["since"]), "metric": self.metric}
-            stop |= {"best": self.best[self.metric], "best_step": int(self.best["step"])}
+            metric = next((name for name in names if name in self.best), names[0])
+            stop = {"step": step, "since": since, "metric": metric}
+            stop |= {"best": self.best.get(metric, math.inf), "best_step": int(self.best["step"])}
             self.folder.origin["stopped"] = cast(Stopped, stop)
 
     def state_dict(self) -> dict[str, float]:

@@ -11,7 +11,7 @@ from argparse import ArgumentError
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, TypedDict, cast, get_args
+from typing import Any, Literal, TypedDict, cast, get_args, get_origin
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace
@@ -19,11 +19,11 @@ from jsonargparse import ArgumentParser, Namespace
 from molflt.data.text.tokenizer import TOKENIZER
 from molflt.files import shown
 from molflt.shipped import find_config
-from molflt.training.fit import fit
+from molflt.training.fit import STEPS, fit
 from molflt.training.recipes import DEFAULT, RECIPES, Recipe
 from molflt.training.run_name import dated_run
 from molflt.training.sources import HUB, Source, find, find_weights, is_packaged
-from molflt.training.yaml_file import read_yaml
+from molflt.training.yaml_file import Loader, read_yaml
 
 __all__ = ["Config", "absolute", "build_parser", "plain", "read_config"]
 
@@ -119,10 +119,10 @@ def _values_in(key: str, files: Sequence[str]) -> list[str]:
     """A key's value in each YAML file, or run folder, that has it; of init and run, a path."""
     found = []
     for name in files:
-        # The parser says what is wrong with it; aliases are not, in a file that a person wrote.
+        # The parser says what is wrong with it.
         with contextlib.suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
             path = Path(name, "config.yaml") if Path(name).is_dir() else find_config(name)
-            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+            content = yaml.load(path.read_text(encoding="utf-8"), Loader)
             value = content.get(key) if isinstance(content, dict) else None
             if value is not None:
                 folder = path.absolute().parent
@@ -166,6 +166,7 @@ class _TrainParser(ArgumentParser):
         config = super().parse_args(words)
         for key in ("config", "__default_config__"):
             config.pop(key, None)
+        _let_words_decide(config, words)
         configs = [Path(name) for name in _values_of("--config", words)]
         if runs:
             config.run = Path(runs[-1])
@@ -207,9 +208,18 @@ class _TrainParser(ArgumentParser):
         found = super().parse_path(path, *args, **kwargs)
         folder = Path(path).absolute().parent
         for action in self._actions:
-            if _holds_paths(getattr(action, "_typehint", None)) and action.dest in found:
+            hint = getattr(action, "_typehint", None)
+            if _holds_paths(hint) and found.get(action.dest) not in (None, *_words_in(hint)):
                 found[action.dest] = _below(folder, found[action.dest])
         return found
+
+
+def _let_words_decide(config: Namespace, words: list[str]) -> None:
+    """Drops the steps of a configuration if the words give epochs, and the reverse."""
+    both = ("max_steps", "max_epochs")
+    given = [key for key in both if {*_values_of(f"--trainer.{key}", words)} - {"null"}]
+    if len(given) == 1:
+        config.trainer[both[1 - both.index(given[0])]] = None
 
 
 def _tokenizer_of(weights: Path) -> Path | None:
@@ -222,6 +232,13 @@ def _tokenizer_of(weights: Path) -> Path | None:
 def _holds_paths(hint: object) -> bool:
     """Whether a type is that of a path, or has it inside, as ``list[Path] | None``."""
     return hint is Path or any(map(_holds_paths, get_args(hint)))
+
+
+def _words_in(hint: object) -> list[object]:
+    """Words that a type allows beside paths, as ``Literal["fit"] | Path``."""
+    if get_origin(hint) is Literal:
+        return [*get_args(hint)]
+    return [word for part in get_args(hint) for word in _words_in(part)]
 
 
 def _with_files(words: Sequence[str]) -> list[str]:
@@ -240,7 +257,7 @@ def _with_files(words: Sequence[str]) -> list[str]:
 
 
 def _below(folder: Path, value: object) -> object:
-    """A path, or those in a list, as an absolute one; ``hf:NAME`` is none."""
+    """A path, or those in a list, as an absolute one; ``hf:OWNER/NAME`` is none."""
     if isinstance(value, list | tuple):
         return [_below(folder, part) for part in value]
     if not isinstance(value, str | Path) or str(value).startswith(HUB):
@@ -283,8 +300,15 @@ def read_config(run: Path) -> Config:
         ValueError: naming the file, and the key if it is one that is wrong.
     """
     path = Path(run) / "config.yaml"
+    if Path(run).is_file():
+        raise FileNotFoundError(
+            f"{run}: a file; expected the folder of a training run; give {Path(run).parent}"
+        )
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; expected the folder of a training run")
+        above = (one for one in Path(run).parents if (one / "config.yaml").is_file())
+        advice = f"; give {found}" if (found := next(above, None)) else ""
+        got = f"{run}: not a folder" if Path(run).is_file() else f"{path}: no such file"
+        raise FileNotFoundError(f"{got}; expected the folder of a training run{advice}")
     content = read_yaml(path, _ADVICE)
     for part in _PARTS:
         if not isinstance(content.get(part), dict):
@@ -303,6 +327,8 @@ def read_config(run: Path) -> Config:
             raise ValueError(f"{path}: key {action.dest}: expected a value; got none; {_ADVICE}")
     for key in ("config", "resume"):
         found.pop(key, None)
+    if found.trainer.max_steps is None:
+        found.trainer.max_steps = STEPS  # of a file that training has not written
     return cast(Config, plain(found.as_dict()))
 
 

@@ -79,11 +79,7 @@ def write_exported(
 
 
 def check_replaceable(folder: Path) -> None:
-    """Refuses a folder in which an export would overwrite what is none.
-
-    Raises:
-        ValueError: naming the file.
-    """
+    """Refuses a folder in which an export would overwrite what is none."""
     try:
         if is_exported(folder / "model.safetensors"):
             return
@@ -98,11 +94,7 @@ def check_replaceable(folder: Path) -> None:
 
 
 def is_exported(path: Path) -> bool:
-    """Whether a file of weights is an exported model.
-
-    Raises:
-        ValueError: if it is no complete safetensors file.
-    """
+    """Whether a file of weights is an exported model."""
     return _KEY in _header(path)
 
 
@@ -125,12 +117,7 @@ def _header(path: Path) -> dict[str, str]:
 
 
 def read_exported(path: Path) -> Exported:
-    """Reads what :func:`write_exported` wrote.
-
-    Raises:
-        ValueError: naming the file and the key, if it is damaged, or config.json beside it is not
-            its own.
-    """
+    """Reads what :func:`write_exported` wrote."""
     if not verify_tensors(path):
         raise ValueError(f"{path}: damaged since it was written; its sha256 is missing; {_GONE}")
     text = _header(path)[_KEY]
@@ -182,9 +169,6 @@ def build(path: Path, exported: Exported) -> list[nn.Module]:
 
     They are first built without memory: what takes more of it than the weights of the file is
     refused.
-
-    Raises:
-        ValueError: naming the file, if options cannot be, or weights are not theirs.
     """
     content, weights = exported
     parts: Sequence[dict[str, object]] = [
@@ -259,11 +243,7 @@ def _leaves(value: object) -> list[object]:
 
 
 def _check_shapes(path: Path, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Refuses a model of other shapes than the weights; it may have no memory.
-
-    Raises:
-        ValueError: naming the file and the first key that is wrong.
-    """
+    """Refuses a model of other shapes than the weights; it may have no memory."""
     optional = getattr(model, "added_later", ())
     for name, tensor in model.state_dict().items():
         if name in weights and weights[name].shape != tensor.shape:

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from molflt.tasks.base import Task
     from molflt.training.run_folder import RunFolder
 
-__all__ = ["check_steps", "fit"]
+__all__ = ["STEPS", "check_steps", "fit", "steps_of"]
+
+STEPS = 10_000
+"""Steps of a training for which neither steps nor epochs are given."""
 
 _Batch = TypeVar("_Batch")
 _Data = TypeVar("_Data", bound="BatchedData[Sized]")
@@ -25,7 +28,8 @@ def fit(
     task: Task[_Batch, _Data],
     data: _Data,
     folder: RunFolder,
-    max_steps: int = 10_000,
+    max_steps: int | None = None,
+    max_epochs: int | None = None,
     precision: Literal["32-true", "64-true", "bf16-mixed", "16-mixed"] = "32-true",
     accelerator: Literal["auto", "cpu", "gpu"] = "auto",
     devices: int = 1,
@@ -46,7 +50,9 @@ def fit(
         task: what is learned.
         data: on what.
         folder: for checkpoints and metrics; its checkpoint, if it has one, is what goes on.
-        max_steps: optimizer steps in all.
+        max_steps: optimizer steps in all; null: as many as max_epochs takes, or 10,000.
+        max_epochs: passes over the training data in all, instead of max_steps; rounded up to whole
+            steps, which decide about warm-up and schedule.
         precision: of the arithmetic.
         accelerator: where to compute; auto takes a GPU, by CUDA, if there is one.
         devices: GPUs, or processes on the CPU.
@@ -76,7 +82,13 @@ def fit(
     """
     every = {"val_every": val_every, "checkpoint_every": checkpoint_every, "log_every": log_every}
     more = {"accumulate": accumulate, "patience": patience, "logger": logger}
-    check_steps(task.warmup_steps, max_steps, precision, accelerator, devices, **every, **more)
+    check_steps(max_steps, max_epochs, precision, accelerator, devices, **every, **more)
+    max_steps = steps_of(data, max_steps, max_epochs, devices, accumulate)
+    if task.warmup_steps >= max_steps:
+        raise ValueError(
+            f"task.warmup_steps must be less than trainer.max_steps={max_steps}; got "
+            f"{task.warmup_steps}"
+        )
     _warn_of_slow_average(ema_decay, max_steps)
     # Imported here, not above: the command line reads this signature before anything is trained.
     from molflt.training.callbacks import _callbacks_of, _Interrupted
@@ -108,37 +120,55 @@ def fit(
     return None
 
 
+def steps_of(
+    data: BatchedData[Any],
+    max_steps: int | None,
+    max_epochs: int | None,
+    devices: int = 1,
+    accumulate: int = 1,
+    **_: object,
+) -> int:
+    """Optimizer steps in all, from options of :func:`fit`; data that are set up.
+
+    Raises:
+        ValueError: if steps and epochs are given and differ.
+    """
+    if max_epochs is None:
+        return STEPS if max_steps is None else max_steps
+    steps = -(-data.batches_in(max_epochs) // (devices * accumulate))
+    if max_steps not in (None, steps):
+        raise ValueError(
+            f"trainer.max_steps={max_steps} and trainer.max_epochs={max_epochs}, which is {steps} "
+            "steps of these data; expected one of them; set the other to null"
+        )
+    return steps
+
+
 def check_steps(
-    warmup_steps: int, max_steps: int, precision: str, accelerator: str, devices: int, **every: Any
+    max_steps: int | None,
+    max_epochs: int | None,
+    precision: str,
+    accelerator: str,
+    devices: int,
+    **every: Any,
 ) -> None:
     """Refuses options of :func:`fit` that do not go together, or that this machine cannot do.
 
     Args:
-        warmup_steps: of the task.
-        max_steps: likewise of `fit`, as are all others.
+        max_steps: an option of `fit`, as are all others.
+        max_epochs: see there.
         precision: see there.
         accelerator: see there.
         devices: see there.
         every: its other options; those that count, and the logger, are checked.
-
-    Raises:
-        ValueError: naming the option.
-        ModuleNotFoundError: if the package of the logger is not installed.
     """
-    counted = ("accumulate", "patience")
-    counts = {
-        name: value
-        for name, value in every.items()
-        if name.endswith("_every") or (name in counted and value is not None)
-    }
+    counts = {"max_steps": max_steps, "max_epochs": max_epochs, "devices": devices}
+    counted = ("accumulate", "patience", "val_every", "checkpoint_every", "log_every")
+    counts |= {name: every[name] for name in counted if name in every}
     expect_logger(every.get("logger", "csv"))
-    for name, value in {"max_steps": max_steps, "devices": devices, **counts}.items():
-        if value < 1:
+    for name, value in counts.items():
+        if value is not None and value < 1:
             raise ValueError(f"trainer.{name} must be at least 1; got {value}")
-    if warmup_steps >= max_steps:
-        raise ValueError(
-            f"task.warmup_steps must be less than trainer.max_steps={max_steps}; got {warmup_steps}"
-        )
     kind, most = _devices(accelerator)
     if not most:
         raise ValueError(

@@ -53,12 +53,7 @@ def recipe_of(weights: Path) -> str | None:
 
 
 def read_origins(name: str) -> Origins:
-    """Reads what `--init` names.
-
-    Raises:
-        FileNotFoundError: if a run has no best weights.
-        ValueError: if it names nothing, or the file is damaged.
-    """
+    """Reads what `--init` names."""
     source = find_weights(name)
     recipe: str | None = None
     domain: object = None
@@ -96,11 +91,7 @@ def _domain_of(path: Path, weights: Path, files: Mapping[str, object]) -> object
 def _of_export(
     path: Path,
 ) -> tuple[str, dict[str, Tensor], dict[str, object], dict[str, object]]:
-    """Recipe, weights, options of the model and the data's files of an exported model.
-
-    Raises:
-        ValueError: if it is damaged, or an ensemble.
-    """
+    """Recipe, weights, options of the model and the data's files of an exported model."""
     content, weights = read_exported(path)
     models, files = content["models"], content["files"]
     assert isinstance(models, list) and isinstance(files, dict)  # read_exported has seen to it
@@ -115,11 +106,7 @@ def _of_export(
 def _of_transformers(
     path: Path, published: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, object], dict[str, object] | None]:
-    """Weights of transformers' BERT or FNet, the options of their model, and their tokenizer.
-
-    Raises:
-        ValueError: if it is one that cannot be built here, or a file beside it is damaged.
-    """
+    """Weights of transformers' BERT or FNet, the options of their model, and their tokenizer."""
     weights, beside = renamed(published), path.with_name("config.json")
     try:
         config = json.loads(beside.read_bytes()) if beside.is_file() else {}

@@ -25,11 +25,7 @@ class RunLock(FolderLock):
         super().__init__(folder, _DOING)
 
     def check(self) -> None:
-        """Says if the folder is no longer the one that was locked.
-
-        Raises:
-            FileNotFoundError: if it has been removed or replaced.
-        """
+        """Says if the folder is no longer the one that was locked."""
         if self.is_gone():
             raise FileNotFoundError(
                 f"{self.path.parent}: the run folder was removed or replaced while training in it; "

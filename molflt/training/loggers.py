@@ -36,9 +36,6 @@ def _logging(name: LoggerName, folder: RunFolder) -> Iterator[list[Logger]]:
 
     A run that goes on writes where it wrote before: what TensorBoard has of the steps that come
     again is cleared away, and Weights & Biases knows the run by a digest of its folder and start.
-
-    Raises:
-        ValueError: if the package refuses to begin, for instance without a login.
     """
     if name == "csv" or not folder.writes:
         yield []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+import shlex
 import warnings
 from collections.abc import Sized
 from pathlib import Path
@@ -25,6 +27,7 @@ from molflt.memory import is_out_of_memory, within_memory
 from molflt.tasks.base import Task
 from molflt.training.run_folder import RunFolder
 
+_LOST = re.compile("gloo|NCCL|closed by peer|reset by peer", re.IGNORECASE)
 _Batch = TypeVar("_Batch")
 _Data = TypeVar("_Data")
 _Learned = TypeVar("_Learned", bound=BatchedData[Sized])
@@ -45,9 +48,6 @@ def _run_steps(
         folder: for checkpoints; its checkpoint, if it has one, is where training goes on.
         ddp: whether several processes share the batches.
         options: of Lightning's Trainer.
-
-    Raises:
-        ValueError: naming the checkpoint, if the state in it is none of this training.
     """
     checkpoints, steps = _CheckpointIO(folder), _LightningTask(task)
     smaller = "lower data.batch_size, or data.max_atoms or data.length where there is one"
@@ -76,6 +76,12 @@ def _run_steps(
                 raise KeyboardInterrupt from stop
             raise
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            if ddp and _LOST.search(str(error)) and not isinstance(error, ValueError):
+                raise ChildProcessError(
+                    f"{folder.path}: another process of this training has ended; its own message, "
+                    "if any, says why; the last checkpoint is kept; to go on: molflt train "
+                    f"--resume {shlex.quote(str(folder.path))}"
+                ) from error
             if not checkpoints.restoring or is_out_of_memory(error):
                 raise
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
@@ -115,6 +121,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         self.last_lr = task.lr
         self._batch = "no batch yet"
         self._size = self._step_before = 0
+        self._parts: list[_Batch] = []  # of a step
         self._sums: list[Tensor] = []
         self._metrics: dict[str, float] | None = None
         self.validation_is_finite = True
@@ -127,6 +134,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         task, step = self.task, self.global_step
         self._step_before = step
         part = batch_idx % self.trainer.accumulate_grad_batches
+        self._parts = self._parts if part else []
         words = np.random.SeedSequence(
             [task.seed, step, self.global_rank, *([part] if part else [])]
         )
@@ -136,13 +144,10 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
             task.redraw(torch.Generator().manual_seed(int(common.generate_state(1)[0])))
 
     def training_step(self, batch: _Batch, batch_idx: int) -> dict[str, Tensor]:
-        """The loss, and a row of sums: loss, 1, size of the batch, and the sums of the task.
-
-        Raises:
-            ValueError: if the loss is not finite; names step, items and learning rate.
-        """
+        """The loss, and a row of sums: loss, 1, size of the batch, and the sums of the task."""
         progress = self.global_step / max(1, self.trainer.max_steps)
         self._batch, self._size = self.task.name(batch), self.task.size(batch)
+        self._parts.append(batch)
         loss, sums = self.task.loss(batch, progress)
         self._share_seen()
         if not bool(torch.isfinite(loss)):
@@ -164,12 +169,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clips the norm of the gradient, and refuses one that is not finite.
-
-        Raises:
-            ValueError: if the norm is not finite; one such step would spoil all weights. With
-                16-mixed precision the gradient scaler skips such a step instead.
-        """
+        """Clips the norm of the gradient, and refuses one that is not finite."""
         limit = float("inf") if gradient_clip_val is None else gradient_clip_val
         self.gradient_norm = float(nn.utils.clip_grad_norm_(self.parameters(), limit))
         if not np.isfinite(self.gradient_norm) and self.trainer.precision != "16-mixed":
@@ -238,9 +238,21 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
     def _diverged(self, what: str, value: float) -> str:
         return (
             f"{what} is {value} at step {self.global_step} with learning rate "
-            f"{self._learning_rate():.3g} on {self._batch}; expected a finite number; the last "
-            "good checkpoint is kept; look at these data, or lower task.lr"
+            f"{self._learning_rate():.3g} on {self._culprits() or self._batch}; expected a finite "
+            "number; the last good checkpoint is kept; look at these data, or lower task.lr"
         )
+
+    def _culprits(self) -> str:
+        """The items of a step that make it not finite on their own; empty if none does."""
+        weights = [weight for weight in self.model.parameters() if weight.requires_grad]
+
+        def diverges(batch: _Batch) -> bool:
+            with torch.enable_grad():
+                loss = self.task.loss(batch, self.global_step / max(1, self.trainer.max_steps))[0]
+                slopes = torch.autograd.grad(loss, weights, allow_unused=True)
+            return not all(bool(x.isfinite().all()) for x in (loss, *slopes) if x is not None)
+
+        return "; ".join(filter(None, (self.task.blame(part, diverges) for part in self._parts)))
 
 
 def _row(parts: list[Tensor], device: torch.device) -> Tensor:

@@ -52,7 +52,9 @@ class _MetricsFile(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._forget()
         if self._kept:  # of all ranks: the first one has them, and all have something to add up
-            totals = torch.tensor(self._kept["totals"], dtype=torch.float64)
+            width = 3 + len(cast(_Module, pl_module).task.sums.__annotations__)
+            kept = [*self._kept["totals"], *[0.0] * width][:width]  # earlier versions had fewer
+            totals = torch.tensor(kept, dtype=torch.float64)
             totals = totals if trainer.is_global_zero else torch.zeros_like(totals)
             self._totals = totals.to(pl_module.device)
             self._since -= self._kept["seconds"]
@@ -103,11 +105,7 @@ class _MetricsFile(Callback):
         return [row for at, row in rows if at == step]
 
     def _read(self) -> list[tuple[int, dict[str, str]]]:
-        """Steps and rows of the file, without a last one that was being written.
-
-        Raises:
-            ValueError: naming file and line, if it is not the table of this run.
-        """
+        """Steps and rows of the file, without a last one that was being written."""
         try:
             text = self.path.read_bytes().decode()
             whole = text[: text.rfind("\n") + 1]

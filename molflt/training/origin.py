@@ -41,11 +41,7 @@ class Origin(TypedDict, total=False):
 
 
 def read_origin(run: Path) -> Origin:
-    """What the last checkpoint of a run says about it; nothing without one, or in earlier versions.
-
-    Raises:
-        ValueError: naming the file, if it is damaged.
-    """
+    """What the last checkpoint of a run says about it; empty without one or in earlier versions."""
     last = Path(run) / "checkpoints" / "last.ckpt"
     return cast(Origin, read_checkpoint(last).get("molflt", {}) if last.is_file() else {})
 
@@ -56,7 +52,7 @@ _FREE = {
     *(f"data.{name}" for name in ("root", "train", "val", "test", "vocabulary")),
     *(f"data.{name}" for name in ("train_labels", "val_labels", "workers", "split_seed")),
     *(f"trainer.{name}" for name in ("accelerator", "checkpoint_every", "log_every", "logger")),
-    "trainer.patience",
+    *("trainer.patience", "trainer.max_epochs"),  # epochs are compared as steps
 }
 _STEPS = "trainer.max_steps"
 
@@ -66,7 +62,8 @@ def check_config(path: Path, was: Config, now: Config, done: int) -> None:
 
     These may change, take effect and are written to config.yaml:
 
-    - ``trainer.max_steps``, upwards; the schedule is then that of the new number;
+    - ``trainer.max_steps`` or ``trainer.max_epochs``, upwards; the schedule is then that of the
+      new number;
     - ``run`` and the places of the data (``data.root``, ``train``, ``val``, ``test``,
       ``vocabulary``, labels), because the data themselves are compared;
     - ``data.split_seed``, for the same reason;
@@ -81,9 +78,6 @@ def check_config(path: Path, was: Config, now: Config, done: int) -> None:
         was: the configuration in the checkpoint.
         now: that of config.yaml with the words of the command line.
         done: steps that have been taken.
-
-    Raises:
-        ValueError: naming each key that differs, what it was, is, and what to do.
     """
     old, new = {**_defaults(now["recipe"]), **dict(_flat(was))}, dict(_flat(now))
     wrong = [
@@ -96,6 +90,8 @@ def check_config(path: Path, was: Config, now: Config, done: int) -> None:
             f"{path}: {', '.join(sorted(wrong))} for --resume; start a new run instead, or set it "
             "back"
         )
+    if new[_STEPS] is None:
+        return  # the data decide; compared again then
     steps = int(str(new[_STEPS]))
     if steps < max(done, int(str(old[_STEPS]))):
         raise ValueError(
@@ -111,9 +107,6 @@ def check_stopped(path: Path, stop: Stopped | None, now: Config) -> None:
         path: of the run, for messages.
         stop: what the checkpoint says about that; None if it did not end so.
         now: the configuration.
-
-    Raises:
-        ValueError: saying where it stopped, and what to do.
     """
     patience = now["trainer"].get("patience")
     if stop is not None and patience is not None and int(str(patience)) <= stop["since"]:
@@ -147,9 +140,6 @@ def check_data(run: Path, was: Mapping[str, Fingerprint], now: Mapping[str, Fing
         run: folder of the run, for messages.
         was: fingerprints in the checkpoint.
         now: those of the data.
-
-    Raises:
-        ValueError: naming what differs.
     """
     for use, old in was.items():
         new = now.get(use, {})

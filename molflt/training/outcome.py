@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from molflt.files import expect_readable, shown
 from molflt.metrics import Metric
 
-__all__ = ["Best", "best_of", "duration", "outcome", "steps_of"]
+__all__ = ["Best", "best_of", "draw_curve", "duration", "outcome", "steps_of"]
 
 _PREFIX = "val_"
 _GONE = "restore the file, or start a new run"
@@ -28,11 +29,7 @@ class Best(NamedTuple):
 
 
 def best_of(run: Path) -> Best | None:
-    """The best validation of a run, from the header of its weights; None if there was none.
-
-    Raises:
-        ValueError: naming the file, if it is damaged.
-    """
+    """The best validation of a run, from the header of its weights; None if there was none."""
     path = Path(run) / "checkpoints" / "best.safetensors"
     header = _header(path)
     name = next((name for name in header if name.startswith(_PREFIX)), "")
@@ -41,12 +38,26 @@ def best_of(run: Path) -> Best | None:
     return Best(name.removeprefix(_PREFIX), _number(path, header, name), steps_of(run, "best"))
 
 
-def steps_of(run: Path, weights: str = "last") -> int:
-    """Steps that have been taken, from the header of "last" or "best" weights; 0 without them.
+def draw_curve(run: Path, file: Path, metrics: Mapping[str, Metric], measure: str) -> None:
+    """Draws the metrics.csv of a run, and marks the validation that chose its best weights.
 
-    Raises:
-        ValueError: naming the file, if it is damaged.
+    Args:
+        run: its folder.
+        file: to write.
+        metrics: those of its task.
+        measure: metric whose best value is marked if there are no best weights.
     """
+    from molflt.plots import training_curve
+
+    chosen = None
+    with contextlib.suppress(ValueError):  # damaged: told by whoever loads them
+        chosen = best_of(run)
+    metric, step = (measure, None) if chosen is None else (chosen.metric, chosen.step)
+    training_curve(Path(run) / "metrics.csv", file, metrics, metric, step)
+
+
+def steps_of(run: Path, weights: str = "last") -> int:
+    """Steps that have been taken, from the header of "last" or "best" weights; 0 without them."""
     path = Path(run) / "checkpoints" / f"{weights}.safetensors"
     header = _header(path)
     return int(_number(path, header, "step")) if header else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -59,7 +60,7 @@ class _Lines(ProgressBar):
         if trainer.sanity_checking:
             return
         found = cast(_LightningTask[object, object], pl_module).validation_metrics()
-        measured = [name for name in self.metrics if name in found]
+        measured = [name for name in self.metrics if math.isfinite(found.get(name, math.nan))]
         # what chooses the best may be one of the others under another name
         values = list(dict.fromkeys(self.metrics[name].shown(found[name]) for name in measured))
         known = self.shown().items()

@@ -26,11 +26,7 @@ class Recipe(NamedTuple):
 
     @staticmethod
     def of(config: Mapping[str, object]) -> Recipe:
-        """The recipe that a configuration names; `DEFAULT` if it names none.
-
-        Raises:
-            ValueError: if there is no such recipe.
-        """
+        """The recipe that a configuration names; `DEFAULT` if it names none."""
         name = config.get("recipe", DEFAULT)
         if not isinstance(name, str) or name not in RECIPES:
             raise ValueError(f"recipe {shown(name)}; expected one of {', '.join(RECIPES)}")

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from molflt import __version__
 from molflt.data.batches import Fingerprint
 from molflt.data.structures.domain import DOMAIN
-from molflt.files import append, read_json, shown, verify_tensors, write_atomically
+from molflt.files import append, clear_parts, read_json, shown, verify_tensors, write_atomically
 from molflt.metrics import Metric
 from molflt.training.checkpoint import (
     Checkpoint,
@@ -43,6 +43,7 @@ from molflt.training.origin import (
     check_machine,
     check_stopped,
 )
+from molflt.training.outcome import draw_curve
 
 __all__ = ["KEPT", "RunFolder", "read_versions"]
 
@@ -90,11 +91,6 @@ class RunFolder:
 
         Args:
             resume: whether an earlier run in it goes on.
-
-        Raises:
-            FileExistsError: if the folder holds checkpoints of an earlier run.
-            FileNotFoundError: if there is nothing to resume.
-            ValueError: if another training holds the folder, or the checkpoint is damaged.
         """
         if resume and not self.last.is_file():
             read_checkpoint(self.last)  # says so, and makes no folder
@@ -126,11 +122,7 @@ class RunFolder:
             )
 
     def check_config(self, config: Config) -> None:
-        """Compares the configuration with that of the checkpoint, and takes it over.
-
-        Raises:
-            ValueError: naming what differs; see :func:`molflt.training.origin.check_config`.
-        """
+        """Compares the configuration with that of the checkpoint, and takes it over."""
         now = cast(Config, plain(config))
         if self.checkpoint is not None:
             was = self._was().get("config") or read_config(self.path)
@@ -146,9 +138,6 @@ class RunFolder:
         Args:
             fingerprints: of each split.
             files: what belongs to the data, whose digests weights will carry.
-
-        Raises:
-            ValueError: naming what differs.
         """
         check_data(self.path, self._was().get("data", {}), fingerprints)
         self.origin["data"] = fingerprints
@@ -173,9 +162,6 @@ class RunFolder:
         """Refuses a checkpoint of another model, and writes last.safetensors if it lags behind.
 
         The latter happens if the run was killed between the two files.
-
-        Raises:
-            ValueError: naming file and key.
         """
         if self.checkpoint is not None:
             weights = model_weights(self.checkpoint)
@@ -201,15 +187,11 @@ class RunFolder:
             print(text, file=file)
 
     def write(self, data_files: Mapping[str, bytes]) -> None:
-        """Writes config.yaml, versions.json and what belongs to the data.
-
-        Raises:
-            ValueError: if what belongs to the data is not what a resumed run was started with.
-        """
+        """Writes config.yaml, versions.json and what belongs to the data."""
         if not self.writes:
             return
-        for part in self.path.glob("checkpoints/.*.part"):
-            part.unlink()  # of a training that was killed while it wrote
+        for folder in (self.path, self.last.parent):
+            clear_parts(folder)
         if self.checkpoint is None:
             path = self.path / _VERSIONS  # the first file: it tells a config.yaml of ours
             # an interrupted start may have been of other data, another recipe or other weights
@@ -230,12 +212,7 @@ class RunFolder:
     def save_weights(
         self, name: str, weights: Mapping[str, Tensor], metadata: Mapping[str, object]
     ) -> None:
-        """Writes weights of the model as checkpoints/NAME.safetensors.
-
-        Raises:
-            FileNotFoundError: if the folder has been removed meanwhile.
-            OSError: if they cannot be written.
-        """
+        """Writes weights of the model as checkpoints/NAME.safetensors."""
         if self.writes:
             self._lock.check()
             path = self.last.with_name(f"{name}.safetensors")
@@ -257,13 +234,11 @@ class RunFolder:
 
     def draw_curve(self, metrics: Mapping[str, Metric], best: str) -> None:
         """Draws curve.png if anything is logged; a picture never hides why training stopped."""
-        from molflt.plots import training_curve
-
         table, png = self.path / "metrics.csv", self.path / "curve.png"
         ending = sys.exception()  # of the training, not of the picture
         try:
             if self.writes and table.is_file() and len(table.read_text().splitlines()) > 1:
-                training_curve(table, png, metrics, best)
+                draw_curve(self.path, png, metrics, best)
         except (OSError, ValueError) as error:
             if ending is None:
                 print(f"{png}: not drawn: {error}", file=sys.stderr)
@@ -283,11 +258,7 @@ def _versions() -> dict[str, str | None]:
 
 
 def read_versions(run: Path) -> dict[str, object]:
-    """Versions of packages, by name, that a run was begun with; none if it does not say.
-
-    Raises:
-        ValueError: naming the file, if it is damaged.
-    """
+    """Versions of packages, by name, that a run was begun with; none if it does not say."""
     path = Path(run) / _VERSIONS
     if not path.is_file():
         return {}

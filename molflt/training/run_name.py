@@ -22,9 +22,6 @@ def dated_run(name: str, folder: Path = Path("runs")) -> Path:
     Args:
         name: of what is trained, such as the names of its configurations.
         folder: above it.
-
-    Raises:
-        ValueError: in one of several processes that were not started by the first of them.
     """
     if "LOCAL_RANK" in os.environ:
         if _SHARED not in os.environ:

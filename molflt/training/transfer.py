@@ -42,10 +42,6 @@ class Start:
 
     Attributes:
         options: of the source's model.
-
-    Raises:
-        FileNotFoundError: if a run has no best weights.
-        ValueError: if it names nothing, or the file is damaged.
     """
 
     def __init__(self, folder: RunFolder, init: object) -> None:
@@ -72,9 +68,6 @@ class Start:
         Args:
             model: to load into.
             files: of the data, by name.
-
-        Raises:
-            ValueError: if nothing fits.
         """
         if self._origins is not None:
             self._done = _transfer(self._origins, model, files)
@@ -118,9 +111,6 @@ def _transfer(origins: Origins, model: nn.Module, files: Mapping[str, bytes]) ->
         origins: what to load.
         model: to load into.
         files: of the data, by name.
-
-    Raises:
-        ValueError: if nothing fits.
     """
     own, buffers = model.state_dict(), dict(model.named_buffers())
     files_of = _files_of(model)
@@ -228,8 +218,10 @@ def _report(
 
 
 def _of_data(name: str, now: Tensor, was: Tensor | None) -> str:
-    if was is None or now.numel() != 1 or was.numel() != 1:
+    if was is None or now.shape != was.shape:
         return name
+    if now.numel() != 1:
+        return f"{name}, up to {float((now - was).abs().max()):.3g} from those of the source"
     return f"{name} {float(now):.6g}, {float(was):.6g} in the source"
 
 

@@ -27,7 +27,7 @@ from molflt.attention.positions.base import differences
 from molflt.attention.positions.near_field import NearField
 from molflt.attention.spectra import GaussianBasis, ShellWeights
 from molflt.data.structures import open_dataset
-from molflt.data.structures.splits import split_path
+from molflt.data.structures.sources import split_path
 
 MASKS, DIM, CUTOFF = 8, 16, 5.0  # heads, d = dv, Å
 MOST = 256  # nodes of additive forms with random features, whose errors are above 1 by then

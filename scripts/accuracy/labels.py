@@ -17,11 +17,10 @@ from typing import Any
 import numpy as np
 from kit.files import add_row, begin_rows, digest
 from kit.rows import Promise, Row, Rows, at_least, markdown, names, pick
+from making.calculators import CALCULATORS, relax
+from making.references import adsorption_energy
 from numpy.typing import NDArray
 from tqdm import tqdm
-
-from molflt.data.structures.calculators import CALCULATORS, relax
-from molflt.data.structures.references import adsorption_energy
 
 QUICK = {"systems": 3}
 TOLERANCE = 0.05  # eV/Å

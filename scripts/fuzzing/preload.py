@@ -30,8 +30,6 @@ import molflt.commands.predict
 import molflt.commands.train
 import molflt.data.structures.convert
 import molflt.data.structures.download
-import molflt.data.structures.make
-import molflt.data.text.listops
 import molflt.data.text.split
 import molflt.evaluation.energies
 import molflt.evaluation.images

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fuzzing import parts
-
 if TYPE_CHECKING:
     from ase import Atoms
     from torch_geometric.data import Data
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
 SAMPLE = Path(__file__).resolve().parents[2] / "datasets" / "chgnet-sample"
 ASE_SUFFIXES = ("traj", "extxyz", "xyz", "cif", "vasp", "poscar", "xsf", "pdb", "gen", "db", "json")
 STEPS = 2  # of the runs
+SHARDS = 3
 MODEL = ["--model.dim=16", "--model.heads=2", "--model.layers=1", "--model.ffn_dim=16"]
 MODEL += ["--model.num_features=8", "--task.warmup_steps=1", "--trainer.accelerator=cpu"]
 STEPWISE = [f"--trainer.max_steps={STEPS}", "--trainer.num_sanity=0", "--data.batch_size=2"]
@@ -51,7 +50,19 @@ def make(folder: Path) -> None:
     for kind in KINDS:
         command(*training(kind, folder), f"--run={folder / kind}")
     _references(folder)
-    parts.make(folder, command)
+    _shards(folder)
+
+
+def _shards(folder: Path) -> None:
+    """Predictions of the run in one file, and in shards."""
+    store = folder / "data" / "val_id.safetensors"
+    (folder / "shards").mkdir()
+    for ending in ("csv", "json", "extxyz"):
+        words = ["predict", str(folder / "run"), str(store), "--batch_size=2", "--device=cpu"]
+        words += [f"--out={folder / 'shards' / f'e.{ending}'}"]
+        command(*words)
+        for number in range(SHARDS):
+            command(*words, f"--shard={number + 1}/{SHARDS}")
 
 
 def training(kind: str, folder: Path) -> list[str]:

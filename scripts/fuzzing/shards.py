@@ -12,17 +12,14 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
-from fuzzing import oracles
 from fuzzing.cases import Case, Format
 from fuzzing.grammar import (
     WORDS,
-    damage_tensors,
     damage_text,
     damage_tree,
-    signed,
 )
 from fuzzing.mutate import FLOATS, INTEGERS, damage
-from fuzzing.parts import MADE, SHARDS, SPLITS
+from fuzzing.seeds import SHARDS
 
 _ENDINGS = ("csv", "json", "extxyz")
 
@@ -105,13 +102,9 @@ _SHARES = (
 
 
 def _shard(draw: Random, folder: Path, seeds: Path) -> Case:
-    """An order for a shard, of predictions or of a data set of which all is made."""
+    """An order for a shard of predictions."""
     value = draw.choice(_SHARES)
     (folder / "out").mkdir()
-    if draw.random() < 0.2:
-        shutil.copytree(seeds / "parts", folder / "out" / "made")
-        words = ["data", "make", "out/made", *MADE, f"--shard={value}"]
-        return Case(words, ("shard", "option"), None, f"made {value!r:.60}")
     ending, batch = draw.choice(_ENDINGS), draw.choice(("1", "2", "64"))
     words = ["predict", str(seeds / "run"), str(seeds / "data/val_id.safetensors")]
     words += [f"--out=out/e.{ending}", f"--shard={value}", f"--batch_size={batch}", "--device=cpu"]
@@ -129,56 +122,6 @@ def _some_rows(out: Path, truth: Path) -> str | None:
     found = [_bare(line) for line in _lines(file)]
     more = [line for line in found if line not in whole]
     return f"not of the whole: {more[0][:80]}" if more or not found else None
-
-
-def _made(draw: Random, folder: Path, seeds: Path) -> Case:
-    """A data set of relaxations to join, or to enlarge, with one of its files damaged."""
-    kind = draw.choice(("parts", "joined"))
-    made = folder / "out" / "made"
-    shutil.copytree(seeds / kind, made)
-    # a damaged part, or settings without molecules, would be relaxed again, for a minute
-    chosen = [file for file in made.glob("**/*") if file.is_file() and ".parts" not in str(file)]
-    file = draw.choice([made / "made.json", *sorted(chosen)])
-    by_hand = False
-    content, what = file.read_bytes(), "missing"
-    if file.suffix == ".safetensors":
-        content, what = damage_tensors(draw, content)
-        if by_hand := draw.random() < 0.4:  # by somebody who knows how
-            content = signed(content)
-        file.write_bytes(content)
-    elif file.name == "made.json" and draw.random() < 0.7:
-        tree, what = damage_tree(draw, json.loads(content))
-        if not isinstance(tree, dict) or "molecules_eV" not in tree:
-            tree, what = [tree], "no settings"
-        file.write_text(json.dumps(tree))
-    elif draw.random() < 0.15 and file.name != "made.json":
-        file.unlink()
-    else:
-        content, what = draw.choice((damage, damage_text))(draw, content)
-        file.write_bytes(content)
-    words = ["data", "make", "out/made", *MADE]
-    if kind == "joined":
-        words[3:5] = ["--train=2", "--val=2"]
-    if draw.random() < 0.2:
-        words.append("--shard=1/2")
-    names = ("made", file.name)
-    unlike = by_hand or "--shard" in words[-1]
-    check = None if unlike else partial(_joined, made, seeds)
-    return Case(words, names, None, f"{kind}/{file.relative_to(made)}: {what}", check)
-
-
-def _joined(made: Path, seeds: Path) -> str | None:
-    """Whether the stores hold what their parts held."""
-    for split in SPLITS:
-        found = oracles.stored(made / f"{split}.safetensors")
-        parts = sorted(seeds.glob(f"*/.parts/{split}/*.safetensors"))
-        truth = [one for part in parts[::-1] for one in oracles.stored(part)][: len(found)]
-        if complaint := oracles.compare(found, list(truth), False):
-            return f"{split}: {complaint}"
-    with (made / "systems.csv").open(newline="") as file:
-        rows = [row["sid"] for row in csv.DictReader(file)]
-    stored = [len(oracles.stored(made / f"{split}.safetensors")) for split in SPLITS]
-    return None if len(set(rows)) == sum(stored) else f"{len(rows)} names of {sum(stored)}"
 
 
 def _split(draw: Random, folder: Path, seeds: Path) -> Case:
@@ -241,48 +184,8 @@ def _record(part: str) -> tuple[str, str]:
     return (head.split() or [""])[0], "".join(body.split()).upper().rstrip("*")
 
 
-def _listops(draw: Random, folder: Path, seeds: Path) -> Case:
-    """Expressions of odd sizes: few of them, as many are an order."""
-    values = (*INTEGERS, *FLOATS, *WORDS, "-1", "0", "1", "2", "3", "10", "[1]", "x")
-    keys = ("depth", "arguments", "min_length", "max_length", "seed", "train", "val", "test")
-    words = ["--train=4", "--val=2", "--test=2", "--depth=3", "--arguments=3", "--min_length=3"]
-    words += ["--max_length=40"]
-    for key in draw.sample(keys, draw.choice((1, 1, 2))):
-        value = draw.choice(values)
-        if key in ("train", "val", "test") and re.fullmatch(r"[\d_]{3,}", str(value)):
-            value = 7
-        words = [word for word in words if not word.startswith(f"--{key}=")] + [f"--{key}={value}"]
-    what = " ".join(words[-2:])[:100]
-    check = partial(_values, folder / "out")
-    return Case(["data", "listops", "out", *words], keys, None, what, check)
-
-
-def _values(out: Path) -> str | None:
-    """Whether each expression is another one, and has the value that Python computes."""
-    named = {"[MIN": "min(", "[MAX": "max(", "[MED": "med(", "[SM": "total("}
-
-    def median(*numbers: int) -> int:
-        ordered, half = sorted(numbers), len(numbers) // 2
-        return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) // 2
-
-    known = {"min": min, "max": max, "med": median, "total": lambda *n: sum(n) % 10}
-    seen: set[str] = set()
-    for path in out.iterdir():
-        for line in path.read_text().splitlines()[1:]:
-            text, _, value = line.partition("\t")
-            python = "".join(named.get(t, ")," if t == "]" else f"{t},") for t in text.split())
-            if eval(python, {"__builtins__": {}}, known) != (int(value),):
-                return f"{text[:80]} is not {value}"
-            if text in seen:
-                return f"twice: {text[:80]}"
-            seen.add(text)
-    return None
-
-
 FORMATS = {
     "shards": Format(_merged, 3),
     "shard": Format(_shard, 1),
-    "made": Format(_made, 2),
     "split": Format(_split, 2),
-    "listops": Format(_listops, 1),
 }

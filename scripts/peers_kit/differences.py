@@ -12,7 +12,7 @@ from kit.rows import markdown
 from numpy.typing import NDArray
 
 from molflt.data.structures import Structures
-from molflt.data.structures.splits import split_path
+from molflt.data.structures.sources import split_path
 from molflt.data.structures.systems import SYSTEMS
 from molflt.evaluation.predictions import open_structures
 

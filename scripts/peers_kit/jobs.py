@@ -17,7 +17,7 @@ from torch import nn
 
 from molflt.data.structures import Structures
 from molflt.data.structures.datamodule import IS2REData
-from molflt.data.structures.splits import split_path
+from molflt.data.structures.sources import split_path
 from molflt.evaluation.predictions import infer, open_structures
 from molflt.files import write_atomically
 from molflt.graph import EnergyRegressor

@@ -39,7 +39,7 @@ def splits_of(data: Path) -> list[str]:
     if "train" not in stems or not others:
         raise ValueError(
             f"--data {data}: expected train.safetensors and val_id.safetensors, as molflt data "
-            f"convert and data make write them; got {', '.join(stems) or 'none'}"
+            f"convert writes them; got {', '.join(stems) or 'none'}"
         )
     known = [split for split in VAL_SPLITS if split in others]
     return known + [split for split in others if split not in known]

@@ -135,6 +135,7 @@ def potential(setting: Setting, seed: int) -> Potential:
     torch.manual_seed(seed)
     sizes = {"layers": 1, "refinements": 1, "ffn_dim": setting.width, "num_features": 16}
     charges = {"long_range": list(setting.powers), "long_range_channels": 1}
+    charges["long_range_neutral"] = False  # pairs of ions
     return (
         Potential(
             setting.width,

@@ -19,7 +19,7 @@ from torch_geometric.data import Batch, Data
 from torch_geometric.nn import GINEConv, GPSConv
 
 from molflt.data.structures import open_dataset
-from molflt.data.structures.splits import split_path
+from molflt.data.structures.sources import split_path
 from molflt.graph import GraphAttention, PBCRadiusGraph
 from molflt.graph.geometry import Geometry
 from molflt.graph.heads import AtomEmbedding, EnergyReadout

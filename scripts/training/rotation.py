@@ -16,7 +16,7 @@ from torch import Tensor
 from torch_geometric.data import Batch, Data
 
 from molflt.data.structures import open_dataset
-from molflt.data.structures.splits import split_path
+from molflt.data.structures.sources import split_path
 from molflt.training.checkpoint import load_run
 
 QUICK = {"structures": 2, "rotations": 3}

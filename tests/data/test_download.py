@@ -19,12 +19,12 @@ from oc20_files import old_record, write_lmdb
 from molflt.commands.cli import main
 from molflt.data.structures import download as module
 from molflt.data.structures import open_dataset
-from molflt.data.structures.download import _unpack, download
-from molflt.data.structures.game_net_archive import GAME_NET
-from molflt.data.structures.splits import _OC20_ARCHIVE, OC20_FILES, split_path
+from molflt.data.structures.download import GAME_NET, _unpack, download
+from molflt.data.structures.sources import split_path
+from molflt.data.structures.splits import OC20_ARCHIVE, OC20_FILES
 from molflt.lock import FolderLock
 
-INNER = _OC20_ARCHIVE.inner
+INNER = OC20_ARCHIVE.inner
 
 
 class Server:
@@ -35,7 +35,7 @@ class Server:
 
     def __init__(self):
         self.content = b""
-        self.name = _OC20_ARCHIVE.name
+        self.name = OC20_ARCHIVE.name
         self.cut = []  # bytes to send before dropping the connection, one entry per request
         self.ranges = True
         self.asked = []
@@ -169,11 +169,11 @@ def test_options_of_oc20_are_refused_for_game_net(options, tmp_path):
 
 def test_kept_archive_serves_more_splits_without_a_download(server, tmp_path):
     get(server, tmp_path / "a", ["val_id"], keep_archive=True)
-    assert (tmp_path / "a" / _OC20_ARCHIVE.name).read_bytes() == server.content
+    assert (tmp_path / "a" / OC20_ARCHIVE.name).read_bytes() == server.content
     get(server, tmp_path / "a", ["val_id", "val_ood_ads"])
     assert server.asked == [None]
     assert (tmp_path / "a/is2re/all/val_ood_ads/data.lmdb").is_file()
-    assert not (tmp_path / "a" / _OC20_ARCHIVE.name).exists()
+    assert not (tmp_path / "a" / OC20_ARCHIVE.name).exists()
 
 
 def test_interrupted_connections_are_continued(server, tmp_path):
@@ -192,7 +192,7 @@ def test_an_earlier_calls_part_is_continued(server, tmp_path, capsys):
     server.cut = [2000] + [0] * module._ATTEMPTS
     with pytest.raises(OSError, match=r"cannot be downloaded; .*run the same command again"):
         get(server, tmp_path / "a")
-    part = tmp_path / "a" / f"{_OC20_ARCHIVE.name}.part"
+    part = tmp_path / "a" / f"{OC20_ARCHIVE.name}.part"
     assert part.read_bytes() == server.content[:2000]
     server.asked.clear()
     get(server, tmp_path / "a")
@@ -204,7 +204,7 @@ def test_wrong_md5_and_damaged_parts_are_refused(server, tmp_path):
     with pytest.raises(ValueError, match="expected md5 0000; got " + md5(server.content)):
         get(server, tmp_path / "a", md5="0000")
     assert not (tmp_path / "a").exists()
-    part = tmp_path / "a" / f"{_OC20_ARCHIVE.name}.part"
+    part = tmp_path / "a" / f"{OC20_ARCHIVE.name}.part"
     part.parent.mkdir()
     part.write_bytes(b"x" * 700)
     with pytest.raises(ValueError, match="the download was damaged"):
@@ -219,7 +219,7 @@ def test_full_disk_is_said_first_with_numbers(server, tmp_path, monkeypatch, cap
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage(10**12, 0, 2 * 10**9))
     with pytest.raises(ValueError, match=r"not enough disk: 5\.2 GB needed; 2\.0 GB free"):
-        get(server, tmp_path / "a", md5=_OC20_ARCHIVE.md5)  # 1.35 + 3.8 GB unpacked
+        get(server, tmp_path / "a", md5=OC20_ARCHIVE.md5)  # 1.35 + 3.8 GB unpacked
     assert server.asked == []
     assert "2.0 GB free" in capsys.readouterr().out
 
@@ -354,17 +354,17 @@ def test_only_http_is_followed(server, tmp_path, scheme):
         with pytest.raises(OSError, match=r"cannot be downloaded; .*is the address right"):
             get(server, tmp_path / "a")
     assert len(server.asked) == 1
-    (tmp_path / _OC20_ARCHIVE.name).write_bytes(server.content)
+    (tmp_path / OC20_ARCHIVE.name).write_bytes(server.content)
     with pytest.raises(OSError, match="unknown url type: file; is the address right"):
         download("oc20-is2re", tmp_path / "a", ["val_id"], base_url=f"file://{tmp_path}")
     server.answers["HEAD"] = [
-        head(f"Location: {server.url}/{_OC20_ARCHIVE.name}", status="302 Found")
+        head(f"Location: {server.url}/{OC20_ARCHIVE.name}", status="302 Found")
     ]
     get(server, tmp_path / "a")  # to http
 
 
 def test_an_archive_that_is_there_is_compared(server, tmp_path):
-    path = tmp_path / "a" / _OC20_ARCHIVE.name
+    path = tmp_path / "a" / OC20_ARCHIVE.name
     path.parent.mkdir()
     path.write_bytes(server.content)
     with pytest.raises(ValueError, match=rf"expected md5 0000; got {md5(server.content)}; delete"):
@@ -396,12 +396,9 @@ def bomb(name, size, kind=tarfile.REGTYPE):
         (bomb(f"{INNER}/all/val_id/data.lmdb", 2**24 + 1), "expected at most 16.8 MB"),
         (bomb(f"{INNER}/all/val_id/data.lmdb", 2**40), "data.lmdb of 1.1 TB"),
         (bomb("elsewhere", 2**25), "at most 100 times its size"),
-        (bomb("long", 2**24, tarfile.XHDTYPE), "a header of 16777216 bytes"),
-        (bomb("long", 2**24, tarfile.GNUTYPE_LONGNAME), "a header of 16777216 bytes"),
-        (bomb(f"{INNER}/all/val_id/data.lmdb", 2**40, tarfile.GNUTYPE_SPARSE), "a sparse file"),
         (gzip.compress(bytes(2**24)), "holds no"),
     ],
-    ids=["large", "lie", "elsewhere", "pax", "longname", "sparse", "zeros"],
+    ids=["large", "lie", "elsewhere", "zeros"],
 )
 def test_unpacking_is_bounded(tmp_path, content, message):
     path = tmp_path / "some.tar.gz"
@@ -418,6 +415,20 @@ def test_the_sum_of_the_archive_is_compared_also_behind_its_end(tmp_path):
     with pytest.raises(ValueError, match="some.tar.gz: expected a whole gzip file; .*CRC"):
         _unpack(path, tmp_path / "in", ["all/val_id"], verify=False)
     assert list((tmp_path / "in").rglob("*")) == []
+
+
+def test_nothing_is_written_through_a_link(server, tmp_path):
+    (kept := tmp_path / "kept").write_bytes(b"")
+    (folder := tmp_path / "folder").mkdir()
+    (tmp_path / "a").mkdir()
+    (part := tmp_path / "a" / f"{OC20_ARCHIVE.name}.part").symlink_to(kept)
+    with pytest.raises(ValueError, match=r"\.part: is a symbolic link"):
+        get(server, tmp_path / "a")
+    part.unlink()
+    (tmp_path / "a" / ".is2re.part").symlink_to(folder)
+    with pytest.raises(ValueError, match=r"is2re\.part: is a symbolic link"):
+        get(server, tmp_path / "a")
+    assert kept.read_bytes() == b"" and not list(folder.iterdir())
 
 
 def test_what_a_killed_unpacking_left_is_not_taken_for_a_split(tmp_path):
@@ -444,8 +455,7 @@ def test_game_net_is_fetched_resumed_and_compared(server, tmp_path, capsys):
     for text in (
         f"md5 {md5(server.content)}; licence MIT",
         "7.0 kB, 2.0 kB of it already here; its compact store: 14.0 kB",
-        f"sha256 {hashlib.sha256(server.content).hexdigest()}",
-        f"next: molflt data convert {path}",
+        f"next: python scripts/game_net.py {path}",
     ):
         assert text in out
     asked = len(server.asked)
@@ -462,4 +472,3 @@ def test_game_net_is_fetched_resumed_and_compared(server, tmp_path, capsys):
 def test_what_is_known_of_game_net_is_true():
     content = ARCHIVE.read_bytes()
     assert (len(content), md5(content)) == (GAME_NET.size, GAME_NET.md5)
-    assert hashlib.sha256(content).hexdigest() == GAME_NET.sha256

@@ -110,17 +110,43 @@ def bad_lmdb(tmp_path):
     return write_lmdb(tmp_path / "data.lmdb", content)
 
 
-def test_bad_records_stop_or_are_listed(tmp_path, capsys):
+def test_bad_records_are_listed_and_the_others_reported(tmp_path, capsys):
     path = bad_lmdb(tmp_path)
-    assert main(["data", "inspect", str(path)]) == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert f"{path}: key '1': sid 1001: y_relaxed must be a finite energy in eV" in error
-    found = as_json(capsys, path, "--skip_bad")
-    assert found["systems"] == 3
+    found = as_json(capsys, path)
+    assert found["systems"] == 3 and as_json(capsys, path, "--skip_bad") == found
     names = [item["name"] for item in found["left_out"]]
     assert names == [f"{path}: key '1'", f"{path}: key '3'"]
     assert found["left_out"][0]["reason"].startswith("sid 1001: y_relaxed must be")
     assert "left out: 2 structures are not valid" in found["warnings"]
+    assert main(["data", "inspect", str(path)]) == 0
+    assert "key '1'" in (told := capsys.readouterr().out) and "key '3'" in told
+
+
+def test_one_flat_cell_does_not_end_it(tmp_path, capsys):
+    content = {str(i): old_record(i) for i in range(3)}
+    content["1"] = old_record(1, cell=torch.ones(1, 3, 3))
+    found = as_json(capsys, write_lmdb(tmp_path / "data.lmdb", content))
+    assert found["systems"] == 2 and "lattice" in found["left_out"][0]["reason"]
+
+
+def test_many_bad_records_are_a_few_lines(tmp_path, capsys):
+    content = {str(i): b"damaged" if i % 2 else old_record(i) for i in range(100)}
+    path = write_lmdb(tmp_path / "data.lmdb", content)
+    assert main(["data", "inspect", str(path)]) == 0
+    told = capsys.readouterr()
+    assert "50" in told.out and len((told.out + told.err).splitlines()) < 30
+    words = ["data", "convert", str(path), str(tmp_path / "a.safetensors"), "--skip_bad"]
+    assert main(words) == 0
+    told = capsys.readouterr().err.splitlines()
+    assert "50" in told[0] and len(told) < 10 and all(len(line) < 600 for line in told)
+
+
+def test_a_folder_with_an_unreadable_file_is_reported(tmp_path, capsys):
+    write_store(tmp_path / "train.safetensors", [record(0), record(1)])
+    (tmp_path / "val_id.safetensors").write_bytes(b"cut")
+    assert main(["data", "inspect", str(tmp_path)]) == 0
+    told = capsys.readouterr()
+    assert "train 2" in told.out.splitlines()[0] and "val_id.safetensors" in told.err
 
 
 def test_limit_and_wrong_options(tmp_path, capsys):
@@ -192,13 +218,14 @@ def test_a_store_is_not_shortened_in_its_own_place(tmp_path, capsys):
 def test_everything_bad(tmp_path):
     path = write_lmdb(tmp_path / "data.lmdb", {"0": b"damaged"})
     with pytest.raises(ValueError, match=r"no valid structures; expected at least one: .*damaged"):
-        summarize(path, skip_bad=True)
+        summarize(path)
 
 
 def test_records_of_s2ef_say_what_they_are(tmp_path, capsys):
     y = {"y": -3.5, "force": torch.zeros(7, 3), "y_relaxed": None, "pos_relaxed": None}
     path = write_lmdb(tmp_path / "train.lmdb", {str(i): old_record(i, **y) for i in range(2)})
-    found = as_json(capsys, path)
+    assert as_json(capsys, path)["recipe"] == "potential"
+    found = as_json(capsys, path, "--recipe=is2re")
     labels = next(text for text in found["warnings"] if text.startswith("no labels"))
     assert "y and force are those of S2EF" in labels and "expected IS2RE" in labels
     with pytest.raises(ValueError, match="sid 1000: y_relaxed must be .* y and force .* S2EF"):
@@ -255,7 +282,11 @@ def test_forces_and_stress_are_counted(tmp_path, capsys):
     assert found["with_forces"] == 2 and found["with_stress"] == 0
     assert main(["data", "inspect", str(tmp_path / "co.extxyz")]) == 0
     told = capsys.readouterr().out
-    assert "2 systems have y_relaxed, 2 forces\n" in told and "stress  " not in told
+    assert "2 energies, 2 forces\n" in told and "stress  " not in told
+    assert "per atom    -0.500 to -0.500 eV per atom" in told
+    assert not [word for word in ("y_relaxed", "tags", "displaced") if word in told]
+    assert main(["data", "inspect", str(tmp_path / "co.extxyz"), "--recipe=is2re"]) == 0
+    assert all(word in capsys.readouterr().out for word in ("y_relaxed",))
     assert "forces      1.732 to 1.732 eV/Å, mean 1.732, median 1.732 (magnitudes)\n" in told
     assert found["forces_eV_per_A"]["count"] == 4 and found["stress_eV_per_A3"] is None
     crystal = Atoms("Cu", cell=[2, 2, 2], pbc=True)
@@ -264,3 +295,49 @@ def test_forces_and_stress_are_counted(tmp_path, capsys):
     assert main(["data", "inspect", str(tmp_path / "cu.extxyz")]) == 0
     told = capsys.readouterr().out
     assert "stress      -0.12500 to 0.01000 eV/Å^3, mean -0.01167, median 0.00000 (comp" in told
+
+
+def test_labels_of_other_names_are_named_with_their_option(tmp_path, capsys):
+    atoms = Atoms("CO", [[0, 0, 0], [0, 0, 1.1]])
+    atoms.info.update(dft_energy=-500.0, E=-3.0)
+    atoms.arrays.update(forces_dft=np.ones((2, 3)), dft_gradient=np.ones((2, 3)))
+    longer = atoms.copy()
+    longer.positions[1, 2] = 1.2
+    ase.io.write(tmp_path / "co.extxyz", [atoms, longer])
+    text = "\n".join(as_json(capsys, tmp_path / "co.extxyz", "--recipe=potential")["warnings"])
+    for words in ("--data.energy_key dft_energy", "E", "--data.forces_key forces_dft", "minus"):
+        assert words in text
+    words = ["train", "--recipe=potential", f"--data.root={tmp_path / 'co.extxyz'}"]
+    words.append(f"--run={tmp_path / 'run'}")
+    assert main(words) == 2
+    assert "--data.energy_key dft_energy" in capsys.readouterr().err
+    assert main([*words, "--data.energy_key=dft_energy"]) == 2
+    error = capsys.readouterr().err
+    assert "--data.forces_key forces_dft" in error and "gradient" in error
+
+
+def test_charge_and_spin_are_named_once(tmp_path, capsys):
+    atoms = Atoms("CO", [[0, 0, 0], [0, 0, 1.1]], info={"charge": -1, "y_relaxed": -1.0})
+    path = tmp_path / "co.extxyz"
+    ase.io.write(path, [atoms] * 2)
+    for words in (["inspect"], ["convert", str(tmp_path / "a.safetensors")]):
+        assert main(["data", words[0], str(path), *words[1:]]) == 0
+        assert capsys.readouterr().err.count("charge (-1)") == 1
+
+
+@pytest.mark.parametrize(
+    ("per_atom", "tags", "words"),
+    [
+        (-2000.0, 0, "total"),
+        (-4.0, 0, "cohesive"),
+        (-0.3, 0, "formation"),
+        (-0.05, 2, "adsorption"),
+    ],
+)
+def test_which_kind_of_energy(tmp_path, capsys, per_atom, tags, words):
+    path = tmp_path / "a.safetensors"
+    own = [record(i, y_relaxed=7 * per_atom, tags=torch.full((7,), tags)) for i in range(3)]
+    write_store(path, own)
+    assert main(["data", "inspect", str(path)]) == 0
+    told = capsys.readouterr().out
+    assert words in told and (words == "cohesive") == ("cohesive" in told)

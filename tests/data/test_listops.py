@@ -7,13 +7,14 @@ import random
 from collections import Counter
 from pathlib import Path
 
+import listops
 import numpy as np
 import pytest
+from listops import DIGITS, OPERATORS, evaluate, expressions, make
 from scipy.stats import chisquare, ks_2samp
 
-from molflt.commands.cli import main
+from molflt.data.text.fixed import LISTOPS as SYMBOLS
 from molflt.data.text.glue import find_split, read_examples
-from molflt.data.text.listops import DIGITS, OPERATORS, SYMBOLS, evaluate, expressions, make
 from molflt.data.text.sentences import SentenceData
 from molflt.data.text.tokenized import TokenizedText
 from molflt.data.text.tokenizer import Tokenizer
@@ -104,7 +105,7 @@ def test_files_tokens_and_labels(tmp_path, capsys):
     """From the command to ids: the published form, with parentheses, means the same."""
     words = ["--train=30", "--val=5", "--test=4", "--depth=4", "--arguments=3", "--min_length=4"]
     folder = tmp_path / "ListOps"
-    assert main(["data", "listops", str(folder), *words, "--max_length=30"]) == 0
+    assert listops.main([str(folder), *words, "--max_length=30"]) == 0
     assert "train: 30 expressions" in capsys.readouterr().out
     rows = {use: read_examples(find_split(tmp_path, "ListOps", use), "ListOps") for use in FILES}
     assert {use: len(found) for use, found in rows.items()} == FILES
@@ -167,11 +168,12 @@ def test_tokens_of_texts(tmp_path):
 def test_what_cannot_be_drawn(tmp_path, capsys, monkeypatch):
     with pytest.raises(ValueError, match="max_length must be at least 2 above min_length"):
         make(tmp_path, min_length=5, max_length=6)
-    monkeypatch.setattr("molflt.data.text.listops._MOST_MISSES", 2000)
+    monkeypatch.setattr(listops, "_MOST_MISSES", 2000)
     with pytest.raises(ValueError, match="no more than 10 different expressions of 1 to 1 tokens"):
         make(tmp_path / "out", train=20, depth=2, min_length=0, max_length=2)
     assert not [path for path in (tmp_path / "out").iterdir() if path.suffix == ".tsv"]
     drawn = expressions(random.Random(0), depth=1, arguments=2, min_length=0, max_length=9)
     assert sorted(text for text, _ in itertools.islice(drawn, 10)) == [*DIGITS]
-    assert main(["data", "listops", str(tmp_path), "--depth=1"]) == 2
-    assert "depth" in capsys.readouterr().err
+    words = ["--train=20", "--depth=2", "--min_length=0", "--max_length=2"]
+    assert listops.main([str(tmp_path / "out"), *words]) == 2
+    assert "depth=2" in capsys.readouterr().err

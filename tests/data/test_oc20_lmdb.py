@@ -40,7 +40,9 @@ def test_keys_are_numbers_not_words(tmp_path):
 @pytest.mark.parametrize("length", [pickle.dumps(2), b"2", pickle.dumps(np.int64(2))])
 def test_length_key(tmp_path, length):
     path = write_lmdb(tmp_path / "data.lmdb", {**numbered(3), "length": length})
-    assert len(open_dataset(path)) == 2
+    dataset = open_dataset(path)
+    assert len(dataset) == 2 and "'2'" in dataset.left_out()
+    assert len(open_dataset(path, skip_bad=True)) == 3
 
 
 def test_length_key_that_runs_code_or_lies(tmp_path):
@@ -91,7 +93,7 @@ def test_missing_records_are_listed(tmp_path, capsys):
     assert found["systems"] == 16 and [item["name"] for item in found["left_out"]] == [
         f"{path}: {gap}" for gap in gaps
     ]
-    assert main(["data", "inspect", str(path)]) == 2
+    assert main(["data", "convert", str(path), str(tmp_path / "a.safetensors")]) == 2
     assert "key '3' missing" in capsys.readouterr().err
 
 
@@ -103,6 +105,35 @@ def test_other_keys_and_gaps(tmp_path):
     path = write_lmdb(tmp_path / "hole.lmdb", {**hole, "length": pickle.dumps(4)})
     with pytest.raises(ValueError, match=r"hole\.lmdb: .* key '1' missing"):
         open_dataset(path)
+
+
+@pytest.mark.parametrize("length", [None, 3, 6, 9])
+def test_no_record_is_lost_without_being_listed(tmp_path, length):
+    """A gap, keys beyond `length`, and a record whose key is not a whole number."""
+    content = {str(i): old_record(i) for i in (0, 1, 2, 4, 5)} | {"x7": old_record(7)}
+    content |= {} if length is None else {"length": pickle.dumps(length)}
+    path = write_lmdb(tmp_path / "data.lmdb", content)
+    with pytest.raises(ValueError, match="'x7'" if length == 3 else "key '3' missing"):
+        open_dataset(path)
+    kept = open_dataset(path, skip_bad=True)
+    assert [item.sid - 1000 for item in kept] == [0, 1, 2, 4, 5]
+    gaps = {None: ["'3'"], 3: [], 6: ["'3'"], 9: ["'3'", "'6' to '8'"]}[length]
+    found = [name.removeprefix(f"{path}: key").lstrip("s ") for name, _ in kept.bad]
+    assert found == [*gaps, "'x7'"]
+
+
+def test_keys_beyond_length_are_listed_or_read(tmp_path):
+    write_lmdb(tmp_path / "a" / "data.0000.lmdb", numbered(2))
+    content = {**numbered(5, 10), "length": b"3"}
+    path = write_lmdb(tmp_path / "a" / "data.0001.lmdb", content)
+    dataset = open_dataset(tmp_path / "a")
+    assert len(dataset) == 5 and [name for name, _ in dataset.bad] == [
+        f"{path}: key '3'",
+        f"{path}: key '4'",
+    ]
+    kept = open_dataset(tmp_path / "a", skip_bad=True)
+    assert [item.sid - 1000 for item in kept] == [0, 1, 10, 11, 12, 13, 14] and not kept.bad
+    assert len(open_dataset(path, skip_bad=True).natoms) == 5
 
 
 def test_folder_of_shards_in_order_of_name(tmp_path):
@@ -127,7 +158,10 @@ def test_natoms_beside(tmp_path):
         np.savez(tmp_path / "metadata.npz", natoms=np.array(other))
         assert open_dataset(path).natoms.tolist() == [3, 4, 5, 6]
     (tmp_path / "metadata.npz").write_bytes(b"nothing")
-    with pytest.raises(ValueError, match=r"metadata\.npz: expected an npz with natoms"):
+    with pytest.raises(ValueError, match=r"metadata\.npz: expected an npz"):
+        _ = open_dataset(path).natoms
+    np.savez_compressed(tmp_path / "metadata.npz", natoms=np.zeros(10**7, np.int64))
+    with pytest.raises(ValueError, match=r"metadata\.npz: .*80,000,\d+ bytes"):
         _ = open_dataset(path).natoms
 
 
@@ -164,7 +198,7 @@ def test_things_that_are_no_lmdb(tmp_path):
     with pytest.raises(ValueError, match=r"text\.lmdb: not an LMDB file"):
         open_dataset(tmp_path / "text.lmdb")
     (tmp_path / "nothing").mkdir()
-    with pytest.raises(ValueError, match=r"nothing: expected a folder with data\.lmdb"):
+    with pytest.raises(FileNotFoundError, match="nothing: holds no structures"):
         open_dataset(tmp_path / "nothing")
     with pytest.raises(FileNotFoundError, match="no such file or folder"):
         open_dataset(tmp_path / "absent.lmdb")
@@ -220,7 +254,7 @@ def test_damaged_pages_are_named_or_left_out(tmp_path, capsys):
     assert len(leaves) > 1
     struct.pack_into("<H", content, 4096 * leaves[0] + 10, 8)
     path.write_bytes(content)
-    assert main(["data", "inspect", str(path)]) == 2
+    assert main(["data", "convert", str(path), str(tmp_path / "a.safetensors")]) == 2
     assert "the LMDB is damaged: page" in capsys.readouterr().err
     kept = open_dataset(path, skip_bad=True)
     assert 0 < len(kept) < 200 and len(kept) + len(kept.bad) == 200

@@ -19,6 +19,9 @@ from molflt.data.structures.oc20_pickle import _decode_count, _decode_record
 
 STORAGE = b"ctorch.storage\n_load_from_bytes\n"
 REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
+ENCODE = b"c_codecs\nencode\n"
+OBJECT = b"c__builtin__\nobject\n"
+SCALAR = b"cnumpy.core.multiarray\nscalar\ncnumpy\ndtype\n" + opcodes("f8") + b"\x85R"
 DATA = b"ctorch_geometric.data.data\nData\n"
 POS = b"X\x03\x00\x00\x00pos"
 
@@ -140,6 +143,13 @@ TAMPERING = {
     "Data with arguments": DATA + b"K\x01\x85\x81.",
     "new from a function": STORAGE + b")\x81.",
     "append to a Data": DATA + b")\x81(K\x01e.",
+    "another codec": ENCODE + opcodes("61") + opcodes("hex") + b"\x86R.",
+    "bytes as text": ENCODE + opcodes(b"61") + opcodes("latin1") + b"\x86R.",
+    "object of a function": b"ccopy_reg\n_reconstructor\n(" + STORAGE + OBJECT + b"NtR.",
+    "object with a base's state": b"ccopy_reg\n_reconstructor\n(" + DATA + OBJECT + b"K\x01tR.",
+    "call of the base": OBJECT + b")R.",
+    "state of a number": SCALAR + opcodes(b"\0" * 8) + b"\x86R}b.",
+    "call of a tensor": b"K\x01)R.",
     "persistent id": b"K\x01Q.",
     "extension code": b"\x82\x01.",
 }
@@ -206,6 +216,13 @@ HOSTILE = {
     "deep lists": b"]" * 50_000 + b"a" * 49_999,
     "text of many digits": b"L" + b"9" * 10**6 + b"L\n",
     "stack of nothing": b"0000ttt\x86\x87",
+    "one text again and again": (
+        opcodes("a" * 10**6) + b"q\x00" + (ENCODE + b"h\x00" + opcodes("latin1") + b"\x86R") * 2000
+    ),
+    "tuples in a dict of marks": b"(" + TUPLES + b"K\x01d",
+    "one header again and again": (
+        opcodes(b"\x80\x02K\x01" + b"K\x01a" * 1000 + b".") + b"q\x00" + b"h\x00\x85R" * 20_000
+    ),
     "one storage again and again": (
         opcodes(b"\x80\x02" + b"N0" * 2000 + b".") + b"q\x00" + (STORAGE + b"h\x00\x85R") * 20_000
     ),
@@ -295,7 +312,7 @@ def test_plain_numpy_scalars_are_read():
     assert decoded["sid"] == 9
 
 
-@pytest.mark.parametrize("protocol", [3, 4, 5])
+@pytest.mark.parametrize("protocol", range(6))
 def test_new_pyg_records(protocol):
     decoded = _decode_record(pickle.dumps(Data(**fields(2)), protocol=protocol), "f")
     assert sorted(decoded) == sorted(fields(2))

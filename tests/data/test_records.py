@@ -136,9 +136,9 @@ def test_sids_that_are_exact(sid, number):
 
 def test_bounds_belong_to_what_is_allowed():
     record = small(
-        pos=[[0.0, 0.0, 0.0], [0.0, 1e5, 0.0]], cell=np.diag([0.5, 5.0, 0.0]), pbc=[1, 1, 0]
+        pos=[[0.0, 0.0, 0.0], [0.0, 0.0, 1e5]], cell=np.diag([0.5, 5.0, 0.0]), pbc=[1, 1, 0]
     )
-    assert record.pbc.tolist() == [[True, True, False]] and float(record.pos[1, 1]) == 1e5
+    assert record.pbc.tolist() == [[True, True, False]] and float(record.pos[1, 2]) == 1e5
 
 
 def test_relaxed_positions_are_unwrapped_only_along_periodic_axes():
@@ -181,3 +181,34 @@ def test_minimum_image_against_all_images_when_partly_periodic():
         shortest = np.linalg.norm(delta[:, None] - grid, axis=2).min(axis=1)
         found = minimum_image(torch.from_numpy(delta), torch.from_numpy(cell), torch.tensor(pbc))
         np.testing.assert_allclose(found.norm(dim=1), shortest, atol=1e-12)
+
+
+@pytest.mark.parametrize("move", [(1e4, 0, 0), (9e4, -9e4, 1e4), (1234.56789, -77.7, 65432.1)])
+def test_moved_structures_keep_their_digits(move):
+    rng = np.random.default_rng(0)
+    pos, cell = 12 * rng.random((20, 3)), 12 * np.eye(3)
+    relaxed = pos + rng.normal(scale=0.1, size=pos.shape)
+    make = {"atomic_numbers": [6] * 20, "cell": cell}
+    for pbc in (True, False):
+        here = make_record(pos=pos, pos_relaxed=relaxed, pbc=pbc, **make)
+        there = make_record(pos=pos + move, pos_relaxed=relaxed + move, pbc=pbc, **make)
+        for name in ("pos", "pos_relaxed"):
+            moved = there[name].double() - here[name].double()
+            assert float((moved - moved[0]).abs().max()) < 2e-6
+        if move[0] % 1000 == 0:
+            assert torch.equal(here.pos, there.pos)
+        assert torch.equal(here.pos, torch.from_numpy(pos).float())  # near the origin as they are
+
+
+def test_an_atom_in_a_far_image_keeps_its_digits():
+    rng = np.random.default_rng(0)
+    pos, cell = 12 * rng.random((20, 3)), np.diag([12.3456789, 13.0, 14.0])
+    far = pos.copy()
+    far[3] += 5000 * cell[0]
+    record = make_record(pos=far, pos_relaxed=pos + 0.1, atomic_numbers=[6] * 20, cell=cell)
+    shift = (record.pos[3].double().numpy() - pos[3]) @ np.linalg.inv(cell)
+    assert np.abs(shift - shift.round()).max() < 1e-6 and np.abs(record.pos).max() < 30
+    way = (record.pos_relaxed - record.pos).numpy()
+    np.testing.assert_allclose(way, 0.1, atol=1e-5)
+    alone = make_record(pos=far, atomic_numbers=[6] * 20)  # a molecule as it is
+    assert float(alone.pos[3, 0]) > 6e4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import lzma
 import re
 from pathlib import Path
@@ -15,14 +16,22 @@ from ase import Atoms
 from ase.build import bulk
 from ase.calculators.emt import EMT
 from ase.calculators.singlepoint import SinglePointCalculator
+from ase.optimize import BFGS
 from data.oc20_files import old_record, write_lmdb
 
 from molflt.commands.cli import main
-from molflt.data.structures import open_dataset
-from molflt.data.structures.force_units import energy_unit_fault, force_unit_fault
+from molflt.data.structures import Reading, open_dataset
+from molflt.data.structures.data_set import DataSet
+from molflt.data.structures.force_units import (
+    energy_unit_fault,
+    force_unit_fault,
+    stress_unit_fault,
+    unit_fault,
+)
 from molflt.data.structures.potential_data import PotentialData, SinglePoints
 from molflt.data.structures.records import make_record
 
+MLEARN = Path(__file__).resolve().parents[3] / "shared" / "data" / "mlearn3"
 MD = Path(__file__).resolve().parents[3] / "shared" / "data" / "md_botnet"
 
 
@@ -86,7 +95,7 @@ def test_other_names(tmp_path):
     energy, forces = atoms.get_potential_energy(), atoms.get_forces()
     stress = atoms.get_stress(voigt=False)
     mace = bare(atoms, REF_energy=energy, REF_forces=forces, REF_stress=stress)
-    own = bare(atoms, energy=energy, dft=forces, virials=stress)
+    own = bare(atoms, energy=energy, dft=forces, virials=-atoms.get_volume() * stress)
     for count, frame in enumerate((mace, own)):
         ase.io.write(tmp_path / f"{count}.extxyz", frame)
     record = open_dataset(tmp_path / "0.extxyz")[0]
@@ -105,8 +114,8 @@ def test_other_names(tmp_path):
     np.testing.assert_allclose(record.stress[0], stress, atol=1e-6)
     assert main(["data", "inspect", *words]) == 0
     assert main(["data", "inspect", words[0], "--forces_key=none"]) == 2
-    with pytest.raises(ValueError, match=r"train\.extxyz: none of 1 structures has forces.*key"):
-        PotentialData(tmp_path, val_split="train").setup()
+    with pytest.raises(ValueError, match=r"train\.extxyz.*forces.*--data\.forces_key"):
+        PotentialData(tmp_path, val_split="train").expect_forces()
 
 
 def test_stores_keep_them_and_do_without(tmp_path):
@@ -129,6 +138,17 @@ def test_stores_keep_them_and_do_without(tmp_path):
         ValueError, match=r"forces_key=dft is for files that ASE reads; got a compact store"
     ):
         PotentialData(_folder(tmp_path, store), "dft", val_split="train").setup()
+
+
+def test_keys_of_a_training_do_not_apply_to_a_store(tmp_path):
+    ase.io.write(tmp_path / "a.traj", copper(3))
+    store = tmp_path / "a.safetensors"
+    assert main(["data", "convert", str(tmp_path / "a.traj"), str(store)]) == 0
+    keys = Reading(energy_key="e", tags="any", forces_key="f", stress_key="s")
+    assert len(DataSet(store, reading=keys, trained=keys).whole()) == 3
+    given = DataSet(store, reading=keys._replace(forces_key="g"), trained=keys)
+    with pytest.raises(ValueError, match="forces_key=g"):
+        given.whole()
 
 
 def _folder(path: Path, store: Path) -> Path:
@@ -194,6 +214,43 @@ def test_wrong_labels_are_named(labels, message):
         make_record(pos=[[0, 0, 0], [1, 0, 0]], atomic_numbers=[1, 1], sid=7, **labels)
 
 
+def test_a_missing_energy_is_named_as_in_the_file(tmp_path):
+    frames = copper(4)
+    frames[2].calc.results["energy"] = np.nan
+    ase.io.write(tmp_path / "train.extxyz", frames)
+    with pytest.raises(ValueError, match=r"frame 2: sid 2: energy .*nan.*--data\.skip_bad"):
+        PotentialData(tmp_path, val_split="train").setup()
+
+
+def test_a_virial_is_named_with_the_option_that_reads_it(tmp_path, capsys):
+    frames = [
+        bare(a, energy=a.get_potential_energy(), forces=a.get_forces(), virials=np.eye(3))
+        for a in copper(4)
+    ]
+    ase.io.write(tmp_path / "train.extxyz", frames)
+    with pytest.warns(UserWarning, match=r"not used: virials; --data\.stress_key virials"):
+        PotentialData(tmp_path, val_split="train").setup()
+    assert main(["data", "inspect", str(tmp_path / "train.extxyz")]) == 0
+    assert "--data.stress_key virials" in capsys.readouterr().out
+
+
+def test_energies_alone_are_learned_where_forces_have_no_weight(tmp_path, capsys):
+    frames = volumes()
+    for atoms in frames:
+        del atoms.calc.results["forces"], atoms.calc.results["stress"]
+    ase.io.write(tmp_path / "a.extxyz", frames)
+    words = f"train --recipe potential --data.root {tmp_path / 'a.extxyz'} --model.dim 16 --run"
+    words += f" {tmp_path / 'run'} --trainer.max_steps 1 --task.warmup_steps 0"
+    words += " --trainer.accelerator cpu"
+    assert main(words.split()) == 2
+    error = capsys.readouterr().err
+    assert "--data.forces_key" in error and "--task.force_weight 0" in error
+    assert main([*words.split(), "--task.force_weight=0"]) == 0
+    assert main(["evaluate", str(tmp_path / "run"), "--device=cpu"]) == 0
+    found = json.loads((tmp_path / "run" / "results.json").read_text())["val_id"]
+    assert found["energy_mae_meV_per_atom"] > 0 and found["force_mae_meV_per_A"] is None
+
+
 def test_voigt_order():
     record = make_record(pos=[[0, 0, 0]], atomic_numbers=[1], stress=[1, 2, 3, 4, 5, 6])
     assert record.stress[0].tolist() == [[1, 6, 5], [6, 2, 4], [5, 4, 3]]
@@ -217,7 +274,7 @@ def test_units_of_forces_are_seen_in_energies(tmp_path, factor, said):
     ase.io.write(tmp_path / "train.traj", frames)
     records = list(open_dataset(tmp_path / "train.traj"))
     found = force_unit_fault(records)
-    assert found.startswith(f"forces look like {said}: between") if said else not found
+    assert found.startswith(f"forces look like {said}") if said else not found
     if said:
         with pytest.raises(ValueError, match=r"forces look like .* --data\.check_units"):
             PotentialData(tmp_path, val_split="train").setup()
@@ -253,11 +310,146 @@ def test_an_absurd_force_is_refused_or_left_out(tmp_path, capsys):
     PotentialData(store.parent, val_split="train").setup()
 
 
+UNITS = {  # factor of ASE's stress, and words that name it
+    "kbar": (-1602.1766, "minus kbar"),
+    "GPa": (160.21766, "GPa"),
+    "sign": (-1.0, "minus eV/Å^3"),
+    "virial": (None, "virial"),
+    "bohr": (1 / 183.6315, "Hartree/bohr^3"),
+}
+
+
+def strained(count=12, deform=0.02, rattle=0.03):
+    """Crystals of 4 atoms in different cells, with EMT's labels."""
+    draw, frames = np.random.default_rng(0), []
+    for seed in range(count):
+        atoms = bulk("Cu", cubic=True)
+        matrix = np.eye(3) + draw.normal(scale=deform, size=(3, 3))
+        atoms.set_cell(atoms.cell.array @ matrix, scale_atoms=True)
+        atoms.rattle(rattle, seed=seed)
+        frames.append(atoms)
+    return [labeled(atoms) for atoms in frames]
+
+
+def labeled(atoms):
+    atoms.calc = EMT()
+    labels = {"energy": atoms.get_potential_energy(), "forces": atoms.get_forces()}
+    atoms.calc = SinglePointCalculator(atoms, **labels, stress=atoms.get_stress())
+    return atoms
+
+
+def volumes():
+    """One atom in cells of 7 volumes: no forces by symmetry."""
+    return [labeled(bulk("Cu", a=3.6 * (1 + x))) for x in np.linspace(-0.05, 0.05, 7)]
+
+
+FRAMES = {"strained": strained, "volumes": volumes, "one cell": copper}
+
+
+@pytest.mark.parametrize("frames", FRAMES)
+@pytest.mark.parametrize("unit", [None, *UNITS])
+def test_unit_and_sign_of_stress_are_seen_in_energies(tmp_path, capsys, frames, unit):
+    own, (factor, said) = FRAMES[frames](), UNITS.get(unit, (1.0, ""))
+    for atoms in own:
+        atoms.calc.results["stress"] *= -atoms.get_volume() if factor is None else factor
+    ase.io.write(tmp_path / "train.traj", own)
+    found = stress_unit_fault(list(open_dataset(tmp_path / "train.traj")))
+    if unit is None:
+        assert not found
+        return
+    if unit == "virial" and frames == "one cell":  # 48 times is as likely another unit
+        assert "stress looks like minus" in found
+    else:
+        assert said in found or said.replace("virial", "volume") in found.split(":")[0]
+    data = PotentialData(tmp_path, val_split="train")
+    with pytest.raises(ValueError, match=r"stress.*--data\.check_units"):
+        data.setup()
+    PotentialData(tmp_path, val_split="train", check_units=False).setup()
+    assert main(["data", "inspect", str(tmp_path / "train.traj")]) == 0
+    assert "warning: wrong units: stress" in capsys.readouterr().out
+    if max(abs(atoms.calc.results["stress"]).max() for atoms in own) < 10:
+        store = str(tmp_path / "a.safetensors")
+        assert main(["data", "convert", str(tmp_path / "train.traj"), store]) == 0
+        assert "warning: " in (said := capsys.readouterr().err) and "stress looks like" in said
+
+
+def relaxation():
+    """Steps at a fixed cell, where stress and energy change together."""
+    atoms, frames = bulk("Cu", cubic=True).repeat(2), []
+    atoms.rattle(0.25, seed=0)
+    atoms.calc = EMT()
+    for _ in BFGS(atoms, logfile=None).irun(fmax=0.02, steps=12):
+        frames.append(labeled(atoms.copy()))
+    return frames
+
+
+def orderings():
+    """Alloys of different order in one cell: large differences of stress, small forces."""
+    frames = []
+    for seed in range(6):
+        atoms = bulk("Cu", a=3.85, cubic=True).repeat(2)
+        atoms.numbers[16:] = 79
+        atoms.positions = np.random.default_rng(seed).permutation(atoms.positions)
+        frames.append(labeled(atoms))
+    return frames
+
+
+@pytest.mark.parametrize("frames", [relaxation, orderings])
+def test_right_stress_is_not_refused(tmp_path, frames):
+    ase.io.write(tmp_path / "train.traj", frames())
+    assert not unit_fault(list(open_dataset(tmp_path / "train.traj")))
+
+
+def test_a_virial_is_read_as_such_when_it_is_named(tmp_path):
+    frames = [
+        bare(a, energy=a.get_potential_energy(), forces=a.get_forces(), virial=virial)
+        for a in strained(4)
+        for virial in [-a.get_volume() * a.get_stress(voigt=False)]
+    ]
+    path = tmp_path / "train.extxyz"
+    ase.io.write(path, frames)
+    records = open_dataset(path, reading=Reading(stress_key="virial"))
+    for atoms, record in zip(strained(4), records, strict=True):
+        np.testing.assert_allclose(record.stress[0], atoms.get_stress(voigt=False), atol=1e-6)
+    assert open_dataset(path).unused == ["virial"]
+
+
+def test_a_stress_beyond_belief_is_an_outlier(tmp_path):
+    frames = strained(8)
+    frames[3].calc.results["stress"][0] = 12.5
+    ase.io.write(tmp_path / "train.traj", frames)
+    with pytest.raises(ValueError, match=r"sid 3: .*12\.5 eV/Å\^3.*2003 GPa.*kbar.*1 such"):
+        PotentialData(tmp_path, val_split="train").setup()
+
+
+@pytest.mark.skipif(not MLEARN.is_dir(), reason="no mlearn beside the checkout")
+@pytest.mark.parametrize("symbol", ["Cu", "Li", "Si"])
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_stress_of_published_sets(symbol, split):
+    """In kbar with VASP's sign it is refused; converted, it is not."""
+    arrays = np.load(MLEARN / f"{symbol}_{split}.npz")
+    ends = np.cumsum(arrays["natoms"])[:-1]
+    per_atom = (np.split(arrays[name], ends) for name in ("pos", "numbers", "forces"))
+    stress = arrays["stress_raw"][:, [0, 1, 2, 4, 5, 3]]
+    rows = list(zip(*per_atom, arrays["cell"], arrays["energy"], stress, strict=True))
+    for factor, said in ((-1 / 1602.1766, ""), (1.0, "minus kbar"), (1 / 1602.1766, "minus eV/Å")):
+        records = [
+            make_record(pos=p, atomic_numbers=z, forces=f, cell=c, energy=e, stress=factor * s)
+            for p, z, f, c, e, s in rows
+        ]
+        found = stress_unit_fault(records)
+        kinds = found.split(":")[0]
+        assert said in kinds or (said == "minus kbar" and "minus eV (stress" in kinds), found
+        assert bool(found) == bool(said)
+        if not said:
+            assert not force_unit_fault(records)
+
+
 def test_units_of_energies_are_seen_where_no_atom_has_so_much():
-    ethanol = np.zeros((1, 119))
-    ethanol[0, [1, 6, 8]] = 6, 2, 1
-    assert not energy_unit_fault(np.array([-4209.5]), ethanol)
-    assert "times what all electrons" in energy_unit_fault(np.array([-97080.0]), ethanol)
+    numbers = [6, 6, 8, 1, 1, 1, 1, 1, 1]
+    for energy, said in ((-4209.5, False), (-97080.0, True)):
+        ethanol = make_record(pos=np.eye(9, 3), atomic_numbers=numbers, energy=energy)
+        assert ("times what all electrons" in energy_unit_fault([ethanol])) == said
 
 
 @pytest.mark.skipif(not MD.is_dir(), reason="no molecular dynamics sets beside the checkout")

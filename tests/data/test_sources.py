@@ -15,7 +15,6 @@ import pytest
 import torch
 from ase import Atoms
 from ase.constraints import FixAtoms
-from game_net_files import content, first_records, write_archive
 from oc20_files import old_record, record, same, write_lmdb
 from torch.utils.data import ConcatDataset
 from torch_geometric.loader import DataLoader
@@ -23,7 +22,7 @@ from torch_geometric.loader import DataLoader
 from molflt.commands.cli import main
 from molflt.data.structures import SOURCES, open_dataset
 from molflt.data.structures.datamodule import IS2REData
-from molflt.data.structures.splits import split_path
+from molflt.data.structures.sources import split_path
 from molflt.data.structures.store import write_store
 
 
@@ -79,21 +78,10 @@ def lmdb(path, records):
     write_lmdb(path, {str(i): old_record(i, pos_relaxed=None) for i in range(len(records))})
 
 
-def game_net(path, records):
-    kept = {f"ag-00A{i}-a" for i in range(4)}
-    files = content()
-    for name in [name for name in files if "/" in name and Path(name).stem not in kept]:
-        del files[name]
-    rows = files["groups.dat"].splitlines()
-    files["groups.dat"] = "\n".join(row for row in rows if row.split()[0] in kept)
-    write_archive(path, files)
-
-
 # How each entry of the table would hold the records 0 to 3, and what it calls the third of them.
 EXAMPLES = {
     "compact store": ("a.safetensors", write_store, "sid 1002"),
     "OC20 LMDB": ("a.lmdb", lmdb, "key '2'"),
-    "GAME-Net archive": ("a.tar.xz", game_net, "ag-00A2-a"),
     "file that ASE reads": ("a.traj", frames, "frame 2"),
 }
 
@@ -102,29 +90,26 @@ EXAMPLES = {
 def test_every_source_keeps_the_protocol(tmp_path, name):
     file, write, third = EXAMPLES[name]
     path, expected = tmp_path / file, [record(i, pos_relaxed=None) for i in range(4)]
-    near = 0.0
-    if name == "GAME-Net archive":  # which has no tags or sids of its own, and rounds places
-        expected, near = first_records(4), 1e-6
     write(path, expected)
     structures = open_dataset(path)
     assert type(structures) is SOURCES[name] and structures.path == path and structures.bad == []
     for a, b in zip(expected, structures, strict=True):
-        same(a, b, near)
-    same(structures[-1], expected[3], near)
+        same(a, b)
+    same(structures[-1], expected[3])
     assert structures.natoms.tolist() == [item.natoms for item in expected]
     assert structures.natoms.dtype == np.int64
     assert structures.y_relaxed.tolist() == [float(item.y_relaxed) for item in expected]
     assert structures.where(2) == structures.where(-2) == f"{path}: {third}"
-    same(structures.with_unwrapped(1)[0], expected[1], near)
+    same(structures.with_unwrapped(1)[0], expected[1])
     with pytest.raises(IndexError, match=r"index 4 is outside 0\.\.3"):
         structures[4]
     structures[0].pos.zero_()
-    same(structures[0], expected[0], near)  # neither the file nor memory was written to
+    same(structures[0], expected[0])  # neither the file nor memory was written to
 
     loader = DataLoader(structures, 2, num_workers=1, multiprocessing_context="fork")
     found = torch.cat([batch.sid for batch in loader]).tolist()  # after use here
     assert found == [item.sid for item in expected]
-    same(structures[0], expected[0], near)  # this process still reads
+    same(structures[0], expected[0])  # this process still reads
     assert len(pickle.dumps(structures)) < 20_000
 
 
@@ -137,10 +122,10 @@ def test_every_source_is_read_by_a_spawned_process(tmp_path):
         sources.append(open_dataset(tmp_path / file))
     expected = [item.sid for source in sources for item in source]
     loader = DataLoader(ConcatDataset(sources), num_workers=1, multiprocessing_context="spawn")
-    assert [int(batch.sid) for batch in loader] == expected and len(expected) == 16
+    assert [int(batch.sid) for batch in loader] == expected and len(expected) == 4 * len(SOURCES)
 
 
-MODULES = [f"structures.{name}" for name in ["convert", "download", "make", "splits", "summary"]]
+MODULES = [f"structures.{name}" for name in ["convert", "download", "splits", "summary"]]
 MODULES += ["text.sources", "images.files"]
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from oc20_files import SHARED
 
-from molflt.data.structures.splits import OC20_FILES, TEST_SPLITS, VAL_SPLITS, split_path
+from molflt.data.structures.sources import split_path
+from molflt.data.structures.splits import OC20_FILES, TEST_SPLITS, VAL_SPLITS
 
 
 def touch(*paths: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from ase import Atoms
-from ase.build import bulk
+from ase.build import bulk, fcc111, molecule
 from test_potential import data, double, ethanol, forces_along, kink, potential, salt  # noqa: F401
 from torch import Tensor
 from torch_geometric.data import Batch
@@ -17,6 +17,7 @@ import molflt
 from molflt.graph import long_range
 from molflt.graph.geometry import Geometry
 from molflt.graph.long_range import COULOMB, LongRange, inverse_power_sums
+from molflt.graph.neighbors import neighbor_list
 
 # Epstein's zeta function of the simple cubic lattice: sum' 1 / r^p, for p < 3 continued
 EPSTEIN = {1: -2.83729747948, 2: -8.91363291758, 4: 16.5323159597617, 6: 8.40192397482754}
@@ -239,14 +240,58 @@ def charged(powers=(1,), **options):
     return model
 
 
+def apart(model, one: Atoms, other: Atoms, distance: float) -> float:
+    """E(both) - E(one) - E(other), meV, with the other moved along x."""
+    moved = other.copy()
+    moved.positions[:, 0] += distance
+    found = [float(model(data(atoms))["energy"].double()) for atoms in (one + moved, one, other)]
+    return 1e3 * (found[0] - found[1] - found[2])
+
+
+def test_separate_molecules_do_not_interact():
+    """What is left at 200 Å is between dipoles; net charges would have 1 / r."""
+    one, other = molecule("H2O"), molecule("CH4")
+    for powers in ((1,), (1, 2), (1, 6)):
+        model = charged(powers, far_field=False)
+        found = [apart(model, one, other, distance) for distance in (50.0, 200.0, 1000.0)]
+        assert abs(found[0]) > 1e-9, "they have dipoles"
+        assert abs(found[1]) < 1e-4 and abs(found[2]) < 1e-6, found
+    ions = charged((1,), far_field=False, long_range_neutral=False)
+    assert abs(apart(ions, one, other, 200.0)) > 1e-2
+
+
+def test_separate_slabs_do_not_interact():
+    slab_a = fcc111("Cu", (2, 2, 2), vacuum=30.0, periodic=True)
+    slab_b = fcc111("Cu", (2, 2, 2), vacuum=30.0, periodic=True)
+    slab_b.symbols[:4] = "Ni"
+    for slab in (slab_a, slab_b):
+        slab.set_cell([*slab.cell[:2], [0.0, 0.0, 120.0]])
+        slab.pbc = (True, True, False)
+    slab_b.positions[:, 2] += 40.0
+    model = charged((1,), far_field=False)
+    found = [float(model(data(s))["energy"].double()) for s in (slab_a + slab_b, slab_a, slab_b)]
+    assert abs(found[0] - found[1] - found[2]) < 1e-6  # sheets of dipoles have no field outside
+    _, charges = latent(model, data(slab_b))
+    assert charges.abs().max() > 1e-3 and charges.sum(dim=0).abs().max() < 1e-12
+
+
+def test_weights_of_earlier_versions_keep_their_charges():
+    old, new = charged((1,), long_range_neutral=False), charged((1,))
+    weights = {k: v for k, v in old.state_dict().items() if k != "long_range.neutral"}
+    before = new(data(ethanol()))["energy"]
+    new.load_state_dict(weights)
+    after = new(data(ethanol()))["energy"]
+    assert float(after) == float(old(data(ethanol()))["energy"]) != float(before)
+    new.load_state_dict(charged((1,)).state_dict())
+    assert bool(new.long_range.neutral)
+
+
 def latent(model: torch.nn.Module, batch) -> tuple[dict[str, Tensor], Tensor]:
     """Parts of the energies, and the latent charges (atoms, powers, channels) behind them."""
-    found: list[Tensor] = []
-    hook = model.long_range.charge.register_forward_hook(lambda *args: found.append(args[2]))
     out = {name: part.detach() for name, part in model.parts(batch).items()}
-    hook.remove()
-    (charges,) = found
-    return out, charges.unflatten(1, (-1, model.long_range.channels)).detach()
+    geometry = Geometry.of_data(batch)
+    neighbors = neighbor_list(geometry, model.long_range.cutoff)
+    return out, model.long_range.charges(model(batch)["embedding"], neighbors).detach()
 
 
 def test_parts_of_an_energy():

@@ -14,11 +14,7 @@ __all__ = ["fixed_atoms", "other_constraints"]
 
 
 def fixed_atoms(atoms: Atoms) -> NDArray[np.bool_]:
-    """Atoms held in all three directions, (N,).
-
-    Raises:
-        ValueError: a constraint on an atom that is not there.
-    """
+    """Atoms held in all three directions, (N,)."""
     held, _ = _held(atoms)
     return np.logical_and.reduce(held, axis=1)
 

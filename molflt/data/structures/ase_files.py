@@ -1,13 +1,16 @@
-"""Structures from files that ASE reads, limited to formats that cannot carry code."""
+"""Structures from files that ASE reads, limited to formats whose readers run no code."""
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
+from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,36 +18,36 @@ import numpy as np
 import torch
 
 from molflt.data.structures.ase_constraints import fixed_atoms, other_constraints
-from molflt.data.structures.ase_guards import bounded, check_counts, xyz_properties
+from molflt.data.structures.ase_fields import atomic_number, check_fields
+from molflt.data.structures.ase_formats import (
+    DATABASES,
+    ENDINGS,
+    ase_format,
+    opened,
+    without_packing,
+)
 from molflt.data.structures.ase_labels import Labels, entries, layers_as_tags, tags_look_like
-from molflt.data.structures.base import AS_IT_IS, AnyTags, Reading, Structures
+from molflt.data.structures.ase_lmdb import rows_of_aselmdb
+from molflt.data.structures.ase_text import (
+    cif_frames,
+    expect_counts_of_poscar,
+    expect_elements_of_pdb,
+    xyz_frames,
+)
+from molflt.data.structures.base import AS_IT_IS, AnyTags, Held, Reading
 from molflt.data.structures.records import make_record
+from molflt.data.structures.unused_fields import unused_fields, unused_warning
 from molflt.files import shown
 
 if TYPE_CHECKING:
     from ase import Atoms
     from torch_geometric.data import Data
 
-__all__ = ["AseStructures"]
-
-# Ending -> ASE's name of the format. Formats that unpickle or run Python are not here.
-_FORMATS = {
-    ".traj": "traj",
-    ".extxyz": "extxyz",
-    ".xyz": "extxyz",
-    ".cif": "cif",
-    ".vasp": "vasp",
-    ".poscar": "vasp",
-    ".xsf": "xsf",
-    ".pdb": "proteindatabank",
-    ".gen": "gen",
-}
-_NAMES = ("poscar", "contcar")  # of VASP's files, which have no ending
-_DATABASES = {".db": "db", ".json": "json", ".aselmdb": "aselmdb"}
+__all__ = ["AseStructures", "text_sid"]
 
 
-class AseStructures(Structures):
-    """An ASE-readable file or database, held in memory.
+class AseStructures(Held):
+    """Files or databases that ASE reads, held in memory.
 
     What is taken: positions, cell, periodic axes, ``atoms.get_tags()`` (0 subsurface, 1 surface,
     2 adsorbate; without tags all 0), constraints that hold atoms in all directions as fixed atoms
@@ -52,28 +55,27 @@ class AseStructures(Structures):
     `energy_key`, by default ``info["y_relaxed"]``, else the stored calculator's energy, else
     ``info["energy"]``,
     ``y_init`` from ``info["y_init"]``, relaxed positions from an array ``pos_relaxed``, and the
-    sid from ``info["sid"]``, else the frame's or row's number. In databases, key-value pairs
-    count as info. Energies are taken as they are, in eV: OC20's are adsorption energies.
+    sid from ``info["sid"]``, else the number of the frame or row, counted over all files. A sid
+    that is text is the structure's name. In databases, key-value pairs count as info. Energies are
+    taken as they are, in eV: OC20's are adsorption energies.
 
     For potentials also ``energy`` (that of the calculator or of info, if there are no relaxed
-    positions, to which it would belong), ``forces`` and ``stress``.
+    positions, to which it would belong), ``forces`` and ``stress``. Of VASP's OUTCAR and
+    vasprun.xml, ASE's energy is "energy(sigma->0)"; ``energy_key="free_energy"`` takes the other.
 
     Args:
-        path: a file ending in .traj, .extxyz, .xyz, .cif, .vasp, .xsf, .pdb, .gen, .db or .json,
-            or named POSCAR or CONTCAR; .aselmdb with the package that adds it to ASE.
+        path: a file of a format in `molflt.data.structures.ase_formats`, which may be packed with
+            gzip, bzip2 or xz.
         skip_bad: leave out structures that are not valid; they are listed in ``bad`` as
             (frame, reason).
         energy_key, tags, forces_key, stress_key, for_prediction, keep_atoms: see
             :class:`Reading`; says so if tags look like the other ones.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: for another format, an unreadable file, an invalid structure, or if no structure
-            has the `energy_key`.
+        files: that are read, where `path` is a folder or a pattern.
     """
 
-    suffixes = (*_FORMATS, *_DATABASES)
+    suffixes = tuple(ENDINGS)
     options = Reading._fields
+    joins_files = True
 
     def __init__(
         self,
@@ -85,32 +87,34 @@ class AseStructures(Structures):
         stress_key: str | None = None,
         for_prediction: bool = False,
         keep_atoms: bool = False,
+        files: Sequence[Path] = (),
     ) -> None:
         super().__init__(path, skip_bad)
-        if not self.path.is_file():
-            raise FileNotFoundError(f"{self.path}: no such file; expected structures for ASE")
-        self._records: list[Data] = []
-        self._frames: list[int] = []
-        reading = Reading(energy_key, tags, forces_key, stress_key, for_prediction)
-        labels, others, steps, last = Labels(reading), 0, 0, b""
+        self.files = list(files) or [self.path]
+        self.reading = Reading(energy_key, tags, forces_key, stress_key, for_prediction, keep_atoms)
         self.atoms: list[Atoms] = []  # as they are, if they are kept
-        lost: Counter[str] = Counter()
-        for frame, (number, atoms) in enumerate(_frames(self.path)):
-            name = f"{self.path}: frame {frame}"
-            try:
-                self._records.append(_record_from_atoms(atoms, number, reading, labels))
-                others += tags != "any" and tags_look_like(atoms) not in (None, tags)
-                self._frames.append(frame)
-                same = atoms.numbers.tobytes() + atoms.cell.array.tobytes()
-                steps, last = steps + (same == last), same
+        self._places: list[int] = []
+        self._at: list[tuple[int, int]] = []  # file and frame
+        labels, seen, place = Labels(self.reading), _Seen(tags), -1
+        for number, file in enumerate(self.files):
+            for frame, (row, load) in enumerate(_frames(file, seen.said)):
+                place += 1
+                try:
+                    atoms = load()
+                    own = row if len(self.files) == 1 else place
+                    self._hold(_record_from_atoms(atoms, own, self.reading, labels))
+                except ValueError as error:
+                    if not skip_bad:
+                        raise ValueError(f"{file}: frame {frame}: {error}") from None
+                    self.bad.append((f"{file}: frame {frame}", str(error)))
+                    continue
+                if (name := text_sid(atoms)) is not None:
+                    self.names[len(self._at)] = name
+                seen.take(atoms)
+                self._places.append(place)
+                self._at.append((number, frame))
                 if keep_atoms:
                     self.atoms.append(atoms)
-                else:
-                    lost.update(other_constraints(atoms))
-            except ValueError as error:
-                if not skip_bad:
-                    raise ValueError(f"{name}: {error}") from None
-                self.bad.append((name, str(error)))
         if not self._records and not self.bad:
             raise ValueError(f"{self.path}: holds no structures; expected at least one")
         try:
@@ -119,35 +123,58 @@ class AseStructures(Structures):
             raise ValueError(f"{self.path}: {error}") from None
         self.hint, self.unused = labels.hint, labels.unused
         self.for_potentials = labels.for_potentials
-        say_tags(str(self.path), others, len(self._records), tags)
-        if tags != "any" and labels.of_steps and 2 * steps > len(self._records):
-            _say_steps(self.path)
-        if lost:
-            _say_constraints(self.path, lost)
+        seen.say(self.path, labels, self.reading)
 
     @classmethod
     def takes(cls, path: Path) -> bool:
-        return super().takes(path) or path.name.lower() in _NAMES
+        return not path.is_dir() and ase_format(path) is not None
 
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def __getitem__(self, index: int) -> Data:
-        return self._records[self._stored(index)].clone()
+    @classmethod
+    def find(cls, stem: Path) -> Path | None:
+        files = sorted(stem.parent.glob(f"{escape(stem.name)}.*"))
+        return next((file for file in files if file.is_file() and cls.takes(file)), None)
 
     def place(self, index: int) -> int:
-        return self._frames[self._stored(index)]
+        return self._places[self._stored(index)]
+
+    def file(self, index: int) -> Path:
+        return self.files[self._at[self._stored(index)][0]]
 
     def to_atoms(self, index: int) -> Atoms:
         return self.atoms[index].copy() if self.atoms else super().to_atoms(index)
 
     def where(self, index: int) -> str:
-        return f"{self.path}: frame {self._frames[index]}"
+        return f"{self.file(index)}: frame {self._at[self._stored(index)][1]}"
 
-    @property
-    def natoms(self) -> np.ndarray:
-        """Atoms in each structure, (len,) int64."""
-        return np.array([record.natoms for record in self._records], dtype=np.int64)
+
+class _Seen:
+    """What the structures of a file are looked at for, and what is said of them at the end."""
+
+    def __init__(self, tags: AnyTags) -> None:
+        self.tags, self.count, self.others, self.steps, self.last = tags, 0, 0, 0, b""
+        self.lost: Counter[str] = Counter()
+        self.said: dict[str, None] = {}
+
+    def take(self, atoms: Atoms) -> None:
+        self.count += 1
+        self.others += self.tags != "any" and tags_look_like(atoms) not in (None, self.tags)
+        same = atoms.numbers.tobytes() + atoms.cell.array.tobytes()
+        self.steps, self.last = self.steps + (same == self.last), same
+        self.lost.update(other_constraints(atoms))
+
+    def say(self, path: Path, labels: Labels, reading: Reading) -> None:
+        say_tags(str(path), self.others, self.count, self.tags)
+        of_steps = self.tags != "any" and not reading.for_prediction and labels.of_steps
+        if of_steps and 2 * self.steps > self.count:
+            _say_steps(path)
+        if self.lost and not reading.keep_atoms:
+            _say_constraints(path, self.lost)
+        if labels.fields:
+            warning = unused_warning(str(path), labels.fields)
+            print(f"molflt: warning: {warning}", file=sys.stderr)
+        if said := list(self.said):
+            more = f" (and {len(said) - 1} more)" if len(said) > 1 else ""
+            print(f"molflt: warning: {path}: {said[0]}{more}", file=sys.stderr)
 
 
 def say_tags(name: str, others: int, count: int, tags: AnyTags) -> None:
@@ -166,10 +193,9 @@ def say_tags(name: str, others: int, count: int, tags: AnyTags) -> None:
 
 def _say_steps(path: Path) -> None:
     print(
-        f"molflt: warning: {path}: frames with forces, and with the same atoms and cell one after "
-        "another, look like steps of relaxations or of dynamics; each one's energy is taken for "
-        "that of its relaxed structure; they are for --recipe potential; for relaxed energies give "
-        "the first frame of each relaxation, with the energy of the last as y_relaxed",
+        f"molflt: warning: {path}: frames with forces look like steps of relaxations or dynamics; "
+        "train on them with --recipe potential; relaxed energies need the first frame of each "
+        "relaxation, with the energy of the last one as y_relaxed",
         file=sys.stderr,
     )
 
@@ -193,12 +219,11 @@ def _record_from_atoms(
         number: sid if ``atoms.info`` has none.
         reading: which entry is the energy, and whose the tags are.
         labels: keeps account of the entries.
-
-    Raises:
-        ValueError: naming the sid, as :func:`molflt.data.structures.records.make_record`.
     """
+    check_fields(atoms)
     info = entries(atoms)
     labels = labels or Labels(reading)
+    labels.fields = {**unused_fields(atoms), **labels.fields}
     energy, at_pos = labels.energy(atoms), labels.at_pos(atoms)
     energies: dict[str, Any] = {"y_init": info.get("y_init"), "y_relaxed": energy}
     if reading.for_prediction:
@@ -210,21 +235,30 @@ def _record_from_atoms(
     kept = tags if reading.tags == "any" else None  # neither checked nor lost in what is written
     if tags is not None and reading.tags != "oc20":
         tags = layers_as_tags(tags) if reading.tags == "ase" else None
-    record = make_record(
-        pos=atoms.positions,
-        atomic_numbers=atoms.numbers,
-        cell=atoms.cell.array,
-        pbc=atoms.pbc,
-        tags=tags,
-        fixed=fixed_atoms(atoms),
-        sid=info.get("sid", number),
-        pos_relaxed=relaxed,
-        **energies,
-        **at_pos,
-    )
+    try:
+        record = make_record(
+            pos=atoms.positions,
+            atomic_numbers=atoms.numbers,
+            cell=atoms.cell.array,
+            pbc=atoms.pbc,
+            tags=tags,
+            fixed=fixed_atoms(atoms),
+            sid=info.get("sid", number) if text_sid(atoms) is None else number,
+            pos_relaxed=relaxed,
+            **energies,
+            **at_pos,
+        )
+    except ValueError as error:  # by the name that the energy has in the file
+        raise ValueError(str(error).replace(": y_relaxed ", f": {labels.named} ")) from None
     if kept is not None:
         record.tags = torch.as_tensor(kept, dtype=torch.long)
     return record
+
+
+def text_sid(atoms: Atoms) -> str | None:
+    """The sid of a structure, if it is a name and no number."""
+    sid = entries(atoms).get("sid")
+    return sid if isinstance(sid, str) and not re.fullmatch(r"\s*[+-]?[0-9]+\s*", sid) else None
 
 
 def _if_finite(energy: object) -> object:
@@ -233,55 +267,121 @@ def _if_finite(energy: object) -> object:
     return None if unknown else energy
 
 
-def _frames(path: Path) -> Iterator[tuple[int, Atoms]]:
-    """(number, structure) pairs; ASE's many kinds of failure become one ValueError."""
-    suffix = path.suffix.lower()
-    name = _DATABASES.get(suffix) or _FORMATS.get(suffix, "vasp")
-    try:
-        check_counts(path, name)
-        with bounded(path, name) as count:
-            images = _rows(path, name) if suffix in _DATABASES else enumerate(_images(path, name))
-            for number, atoms in images:
-                yield number, count(atoms)
-    except Exception as error:  # each format of ASE fails in its own way
-        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
-        if isinstance(error, MemoryError):
-            reason = f"more memory than there is ({reason})"
-        hint = "; install ase-db-backends to read it" if suffix == ".aselmdb" else ""
-        raise ValueError(
-            f"{path}: cannot be read; expected ASE's {name} format; "
-            f"got {type(error).__name__}: {reason[:200]}{hint}"
-        ) from None
+def _frames(path: Path, said: dict[str, None]) -> Iterator[tuple[int, Callable[[], Atoms]]]:
+    """Numbers of frames or rows, and what makes each; a ValueError for all that ASE may raise."""
+    kind = ase_format(path) or "vasp"
 
+    def explained(load: Callable[[], Atoms]) -> Atoms:
+        try:
+            with _heard(said):
+                return load()
+        except Exception as error:  # each format of ASE fails in its own way
+            raise ValueError(f"cannot be read as {kind}: {_reason(error, path)}") from None
 
-def _images(path: Path, kind: str) -> Iterator[Atoms]:
-    """Structures of a file; what ASE warns of is said in one line, unless it refuses the file."""
-    import ase.io
-
-    options: dict[str, Any] = {}
-    if kind == "extxyz":
-        options["properties_parser"] = xyz_properties
-    # an @ in a path would otherwise be read as ASE's file@index
-    images: Iterator[Atoms] = ase.io.iread(
-        str(path), index=":", format=kind, do_not_split_by_at_sign=True, **options
-    )
-    said: list[str] = []
+    frames, number = _loads(path, kind, said), -1
     while True:
-        with warnings.catch_warnings(record=True) as heard:
-            warnings.simplefilter("always")
-            atoms = next(images, None)
-        said += [" ".join(str(each.message).split()) for each in heard]
-        if atoms is None:
-            break
-        yield atoms
-    if said:
-        more = f" (and {len(said) - 1} more)" if len(said) > 1 else ""
-        print(f"molflt: warning: {path}: ASE: {shown(said[0], 200)}{more}", file=sys.stderr)
+        try:
+            with _heard(said):
+                number, load = next(frames)
+        except StopIteration:
+            return
+        except Exception as error:
+            yield number + 1, partial(explained, partial(_raise, error))
+            return
+        yield number, partial(explained, load)
 
 
-def _rows(path: Path, kind: str) -> Iterator[tuple[int, Atoms]]:
+def _raise(error: Exception) -> Any:
+    raise error
+
+
+def _reason(error: Exception, path: Path) -> str:
+    """Why a file cannot be read, in one line."""
+    text = (str(error).strip().splitlines() or ["no reason given"])[0].removeprefix(f"{path}: ")
+    text = text[:200]
+    if isinstance(error, KeyError):  # mostly a symbol that is no element
+        return _unknown_name(str(error.args[0]) if error.args else "", path)
+    if isinstance(error, MemoryError):
+        return f"more memory than there is ({text})"
+    if "chemical symbols" in text:  # a POSCAR of VASP 4
+        return f"{text}; write a line with the elements above their counts"
+    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+
+
+def _unknown_name(name: str, path: Path) -> str:
+    """What to say of a name that ASE looks up in vain, with the line where it is."""
+    where = ""
+    with opened(path, "rt") as file:
+        for number, line in enumerate(file, 1):
+            if name in line.split():
+                where = f"line {number}: "
+                break
+    try:
+        atomic_number(name, 0)
+    except ValueError as error:
+        return where + str(error).removeprefix("atom 0 is ")
+    return f"{where}{shown(name, 40)} is missing or not known"
+
+
+@contextmanager
+def _heard(said: dict[str, None]) -> Iterator[None]:
+    """Keeps what ASE warns of, to say it once."""
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        yield
+    for each in heard:
+        said[f"ASE: {shown(' '.join(str(each.message).split()), 200)}"] = None
+
+
+def _loads(
+    path: Path, kind: str, said: dict[str, None]
+) -> Iterator[tuple[int, Callable[[], Atoms]]]:
+    """Number of each structure in a file, and what makes it."""
+    from ase.io.formats import ioformats, iread
+
+    if kind in DATABASES.values():
+        yield from _rows(path, kind)
+        return
+    form = ioformats[kind]
+    if path != without_packing(path) and not form.acceptsfd:
+        raise ValueError(f"ASE reads {kind} unpacked; unpack it with `xz -d` or `gunzip`")
+    with opened(path, "rb" if form.isbinary else "rt") as file:
+        if kind == "extxyz":
+            yield from enumerate(xyz_frames(file, said))
+        elif kind == "cif":
+            yield from enumerate(cif_frames(file))
+        else:
+            if kind == "proteindatabank":
+                expect_elements_of_pdb(file)
+            elif kind == "vasp" and path == without_packing(path):
+                expect_counts_of_poscar(file, path.stat().st_size)
+            elif kind == "vasp-xml" and b"</modeling>" not in _end(path):
+                said["the file is cut; its last steps are not read"] = None
+            file.seek(0)
+            # an @ in a path would otherwise be read as ASE's file@index
+            given: Any = file if form.acceptsfd else str(path)
+            images = iread(given, index=":", format=kind, do_not_split_by_at_sign=True)
+            for number, atoms in enumerate(images):
+                yield number, partial(_same, atoms)
+
+
+def _end(path: Path) -> bytes:
+    """The last bytes of a file; of a packed one, whose end is not known, all that is asked for."""
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - 200))
+        return file.read() if path == without_packing(path) else b"</modeling>"
+
+
+def _same(atoms: Atoms) -> Atoms:
+    return atoms
+
+
+def _rows(path: Path, kind: str) -> Iterator[tuple[int, Callable[[], Atoms]]]:
     import ase.db
 
+    if kind == "aselmdb":
+        yield from rows_of_aselmdb(path)
+        return
     if kind == "db":  # ASE would make its tables in a file that has none
         source = f"{path.absolute().as_uri()}?mode=ro"
         with closing(sqlite3.connect(source, uri=True)) as tables:
@@ -292,4 +392,4 @@ def _rows(path: Path, kind: str) -> Iterator[tuple[int, Atoms]]:
             if row.id in seen:
                 raise ValueError(f"row {row.id} comes twice")
             seen.add(row.id)
-            yield row.id, row.toatoms(add_additional_information=True)
+            yield row.id, partial(row.toatoms, add_additional_information=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -17,9 +17,15 @@ from molflt.files import shown
 if TYPE_CHECKING:
     from ase import Atoms
 
-__all__ = ["Labels", "entries", "layers_as_tags", "tags_look_like"]
+__all__ = ["Labels", "entries", "layers_as_tags", "named_options", "tags_look_like"]
 
-_LABEL = re.compile("energ|force|stress|virial", re.IGNORECASE)
+# Names of labels, by the option that reads them
+_KINDS = {
+    "energy": re.compile("energ|etot|^e([_-]|$)", re.IGNORECASE),
+    "gradient": re.compile("grad", re.IGNORECASE),
+    "forces": re.compile("force|^f$", re.IGNORECASE),
+    "stress": re.compile("stress|virial", re.IGNORECASE),
+}
 _SETTING = re.compile("cut|tol|calc", re.IGNORECASE)  # of a calculation, such as cut_off_energy
 _MOST_KEYS = 12  # that a message lists
 
@@ -32,9 +38,6 @@ class Labels:
 
     Args:
         reading: names of the entries that are labels.
-
-    Raises:
-        ValueError: if the reading says nothing that is known of tags.
     """
 
     def __init__(self, reading: Reading) -> None:
@@ -48,7 +51,9 @@ class Labels:
         self._at_pos: dict[str, None] = {}
         self._chosen: dict[str, str] = {}  # by label
         self._there: dict[str, None] = {}
+        self.fields: dict[str, str] = {}  # charge, spin, moments and fields, which nothing reads
         self._numbers: dict[str, None] = {}
+        self.named = "y_relaxed"  # entry of the last energy
 
     def energy(self, atoms: Atoms) -> object:
         """The entry of a structure that is its energy, eV; None if it has none.
@@ -58,7 +63,7 @@ class Labels:
         """
         info, results = entries(atoms), _results(atoms)
         self._numbers |= dict.fromkeys(name for name, value in info.items() if _is_number(value))
-        named = filter(_LABEL.search, [*info, *atoms.arrays])
+        named = (name for name in [*info, *atoms.arrays] if _kind(name))
         there = [*results, *(name for name in named if not _SETTING.search(name))]
         if results.get("free_energy") == results.get("energy"):
             there = [name for name in there if name != "free_energy"]
@@ -72,6 +77,7 @@ class Labels:
         for name, place in places:
             if place.get(name) is not None and (not self._used or name in self._used):
                 self._used[name] = None
+                self.named = name
                 return place[name]
         self._others |= {name: None for name, place in places if place.get(name) is not None}
         return None
@@ -96,6 +102,8 @@ class Labels:
             if self._chosen.setdefault(label, name) == name:
                 self._at_pos[name] = None
                 found[label] = stored[name]
+                if label == "stress" and "virial" in name.lower():
+                    found[label] = -np.asarray(stored[name]) / (atoms.cell.volume or np.nan)
         return found
 
     def check(self) -> None:
@@ -104,6 +112,7 @@ class Labels:
             raise ValueError(
                 f"no structure has the energy_key {shown(self.key)}; expected an entry of info or "
                 f"of the results of a calculator; there are {_listed(self._candidates()) or 'none'}"
+                "; null takes y_relaxed, else energy"
             )
         for label, key in self._derivatives.items():
             if key is not None and key not in self._at_pos:
@@ -141,15 +150,32 @@ class Labels:
         if self._used or not candidates:
             return ""
         return (
-            "name the entry that is the energy with --energy_key, in training --data.energy_key; "
-            f"there are {_listed(candidates)}"
+            f"name the energy with --energy_key {candidates[0]}, in training --data.energy_key "
+            f"{candidates[0]}; there are {_listed(candidates)}"
         )
 
     def _candidates(self) -> list[str]:
         return list(dict.fromkeys([*self._energies(), *self._numbers]))
 
     def _energies(self) -> list[str]:
-        return [name for name in self._there if "energ" in name.lower()]
+        return [name for name in self._there if _kind(name) == "energy"]
+
+
+def named_options(names: Iterable[str], *kinds: str) -> str:
+    """Which option reads the labels of these names; "" if none of them looks like a label.
+
+    Args:
+        names: of entries that are not read.
+        kinds: of energy, forces and stress; all three by default.
+    """
+    found = []
+    for name in names:
+        kind, key = _kind(name), shown(name, 40)[1:-1]
+        if kind == "gradient" and (not kinds or "forces" in kinds):
+            found.append(f"{key} looks like a gradient; forces are minus it, convert the file")
+        elif kind and (not kinds or kind in kinds):
+            found.append(f"--data.{kind}_key {key} reads {key}")
+    return "; ".join(found[:_MOST_KEYS])
 
 
 def entries(atoms: Atoms) -> dict[str, Any]:
@@ -160,6 +186,11 @@ def entries(atoms: Atoms) -> dict[str, Any]:
         if isinstance(value, Mapping):
             info |= {str(name): each for name, each in value.items()}
     return info
+
+
+def _kind(name: str) -> str:
+    """Label that a name looks like: energy, gradient, forces, stress or none ("")."""
+    return next((kind for kind, names in _KINDS.items() if names.search(name)), "")
 
 
 def _results(atoms: Atoms) -> dict[str, Any]:

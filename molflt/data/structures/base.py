@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
@@ -17,16 +19,16 @@ if TYPE_CHECKING:
     from ase import Atoms
     from torch_geometric.data import Data
 
-__all__ = ["ANY_TAGS", "AS_IT_IS", "AnyTags", "Reading", "Structures", "Tags", "to_atoms"]
-__all__ += ["with_bar"]
+__all__ = ["ANY_TAGS", "AS_IT_IS", "AS_TRAINED", "AnyTags", "Held", "Reading", "Structures"]
+__all__ += ["Tags", "grouped", "to_atoms", "with_bar"]
 
 _Item = TypeVar("_Item")
 
-_SHOWN = 5  # structures that are left out, in a message
+_SHOWN = 5  # names of structures that are left out, and reasons, in a message
 _BLOCK = 10_000  # structures whose compositions are counted at once
 
-Tags = Literal["oc20", "ase"]
-AnyTags = Literal["oc20", "ase", "any"]
+Tags = Literal["oc20", "ase", "guess"]
+AnyTags = Literal["oc20", "ase", "guess", "any"]
 
 
 class Reading(NamedTuple):
@@ -36,8 +38,9 @@ class Reading(NamedTuple):
     """name of the entry that is the energy, eV; by default y_relaxed, else energy"""
     tags: AnyTags = "oc20"
     """oc20: 0 subsurface, 1 surface, 2 adsorbate; ase: ase.build's numbers of layers from the top,
-    1, 2, ..., and 0 for adsorbates; any: whole numbers that mean nothing, for potentials, which do
-    not read them"""
+    1, 2, ..., and 0 for adsorbates; guess: not read, but found from the geometry by
+    `molflt.data.structures.tags.guess_tags`; any: whole numbers that mean nothing, for potentials,
+    which do not read them"""
     forces_key: str | None = None
     """name of the array of forces, (N, 3) eV/Å; by default forces, else REF_forces"""
     stress_key: str | None = None
@@ -46,10 +49,34 @@ class Reading(NamedTuple):
     """no label is needed: an energy that is not finite is none, forces and stress are not read"""
     keep_atoms: bool = False
     """keep the structures as ASE has read them beside the records, with all their constraints"""
+    surface: tuple[float, float] | None = None
+    """least and largest share of a slab that is surface, for tags that are guessed"""
 
 
 AS_IT_IS = Reading()
+AS_TRAINED = "as trained"
+"""value of an option of an evaluation for that of the training"""
 ANY_TAGS = Reading(tags="any")
+
+
+def grouped(bad: Iterable[tuple[str, str]], prefix: str = "") -> list[str]:
+    """Each reason once, with the names that it is about; of names and reasons.
+
+    Args:
+        bad: (name, reason) pairs. Reasons that differ in numbers alone count as one.
+        prefix: left out of the names.
+    """
+    kinds: dict[str, tuple[str, list[str]]] = {}
+    for name, reason in bad:
+        _, names = kinds.setdefault(re.sub(r"-?\d[\d.e+-]*|nan|inf", "0", reason), (reason, []))
+        names.append(name.removeprefix(prefix))
+    lines = [
+        ", ".join(names[:_SHOWN])
+        + f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
+        + f": {reason}"
+        for reason, names in list(kinds.values())[:_SHOWN]
+    ]
+    return lines + [f"and {len(kinds) - _SHOWN} other reasons"] * (len(kinds) > _SHOWN)
 
 
 def with_bar(items: Iterable[_Item], what: str) -> Iterable[_Item]:
@@ -74,19 +101,25 @@ class Structures(Dataset["Data"], ABC):
     Attributes:
         suffixes: endings of the files that are for this class, lower case.
         path: as given.
+        files: that are read; of one source, its path alone.
+        names: structures that have a name as their sid, by index in the source.
         bad: (name, reason) of every structure that was left out.
         hint: what to say where labels are missing; of what has been read so far.
         unused: labels that the file has and nobody reads.
         for_potentials: labels that potentials alone read.
         options: which of the entries of :class:`Reading` the constructor takes, by name.
+        joins_files: the constructor takes several `files` at once.
     """
 
     suffixes: ClassVar[tuple[str, ...]] = ()
     options: ClassVar[tuple[str, ...]] = ()
+    joins_files: ClassVar[bool] = False
 
     def __init__(self, path: str | Path, skip_bad: bool = False) -> None:
         self.path = Path(path)
         self.skip_bad = skip_bad
+        self.files = [self.path]
+        self.names: dict[int, str] = {}
         self.bad: list[tuple[str, str]] = []
         self.hint = ""
         self.unused: list[str] = []
@@ -94,12 +127,11 @@ class Structures(Dataset["Data"], ABC):
         self._kept: np.ndarray | None = None  # indices in the file; None: all of them
 
     def left_out(self) -> str:
-        """How many structures were left out as bad, and the first of them with why; "" if none."""
+        """How many structures were left out as bad, and why; "" if none."""
         if not self.bad:
             return ""
-        shown = "; ".join(f"{name}: {reason}" for name, reason in self.bad[:_SHOWN])
-        more = "; ..." * (len(self.bad) > _SHOWN)
-        return f"{self.path}: {len(self.bad)} bad structure(s) left out: {shown}{more}"
+        listed = "; ".join(grouped(self.bad, f"{self.path}: "))
+        return f"{self.path}: {len(self.bad)} bad structure(s) left out: {listed}"
 
     @classmethod
     def to_read_once(cls, path: Path, skip_bad: bool) -> Structures:
@@ -122,11 +154,7 @@ class Structures(Dataset["Data"], ABC):
         return next((file for file in files if file.is_file()), None)
 
     def verify(self) -> bool | None:
-        """Whether the file has a digest of what it holds; None for a kind that never has one.
-
-        Raises:
-            ValueError: naming the file, if it holds something else than was written.
-        """
+        """Whether the file has a digest of what it holds; None for a kind that never has one."""
         return None
 
     @abstractmethod
@@ -175,6 +203,20 @@ class Structures(Dataset["Data"], ABC):
         """Which structure of the file one is, from 0 on; those that were left out count."""
         return self._stored(index)
 
+    def file(self, index: int) -> Path:
+        """The file that holds a structure."""
+        return self.path
+
+    def name(self, index: int, sid: int) -> str | int:
+        """What the user calls a structure: its sid as given, a number or a name."""
+        return self.names.get(self._stored(index), sid)
+
+    def origin(self, index: int) -> dict[str, str]:
+        """What tables say besides sids: the file, if there are several, and the name, if any."""
+        found = {"file": str(self.file(index))} if len(self.files) > 1 else {}
+        name = self.name(index, 0)
+        return found | ({"name": name} if isinstance(name, str) else {})
+
     def with_unwrapped(self, index: int) -> tuple[Data, int]:
         """A structure, and how many of its free atoms the file has in another periodic image."""
         return self[index], 0
@@ -186,6 +228,40 @@ class Structures(Dataset["Data"], ABC):
             raise IndexError(f"{self.path}: index {index} is outside 0..{length - 1}")
         index = int(index) % length
         return index if self._kept is None else int(self._kept[index])
+
+
+class Held(Structures):
+    """Base of sources that hold their structures in memory, which `_hold` adds."""
+
+    def __init__(self, path: str | Path, skip_bad: bool = False) -> None:
+        super().__init__(path, skip_bad)
+        self._records: list[dict[str, object]] = []
+
+    def _hold(self, record: Data) -> None:
+        """Adds a structure; an array of one value, such as absent labels, takes no memory."""
+        held: dict[str, object] = {}
+        for key, value in record.to_dict().items():
+            if isinstance(value, torch.Tensor):
+                value = value.numpy()
+                if np.array_equal(value, np.full_like(value, value.flat[0]), equal_nan=True):
+                    value = np.broadcast_to(value.flat[0], value.shape)
+            held[key] = value
+        self._records.append(held)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> Data:
+        from torch_geometric.data import Data
+
+        held = self._records[self._stored(index)].items()
+        arrays = {name: np.array(value) for name, value in held if isinstance(value, np.ndarray)}
+        return Data(**dict(held) | {name: torch.from_numpy(own) for name, own in arrays.items()})
+
+    @property
+    def natoms(self) -> np.ndarray:
+        """Atoms in each structure, (len,) int64."""
+        return np.array([record["natoms"] for record in self._records], dtype=np.int64)
 
 
 def to_atoms(record: Data) -> Atoms:

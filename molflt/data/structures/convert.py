@@ -3,39 +3,53 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from tqdm import tqdm
 
-from molflt.data.structures import AS_IT_IS, Reading, open_dataset, source_of
-from molflt.data.structures.base import Tags
-from molflt.data.structures.game_net import GameNet
-from molflt.data.structures.game_net_archive import GAME_NET, _expect_archive
-from molflt.data.structures.game_net_splits import _write_splits
-from molflt.data.structures.labels import force_fault, label_faults
+from molflt.data.structures import AS_IT_IS, Reading, open_dataset
+from molflt.data.structures.base import Tags, grouped
+from molflt.data.structures.force_units import MOST_FRAMES, unit_fault
+from molflt.data.structures.labels import label_faults, point_fault
 from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
-from molflt.data.structures.splits import is_one_source, sources_in
+from molflt.data.structures.sources import (
+    Paths,
+    files_of,
+    is_one_source,
+    is_same,
+    is_shards,
+    named,
+    sources_in,
+)
 from molflt.data.structures.store import write_store
 from molflt.files import readable_size
 
 if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
     from torch_geometric.data import Data
 
-__all__ = ["convert"]
+__all__ = ["build_parser", "convert"]
+
+
+def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
+    """Parser of ``molflt data convert``, which takes several files before the last."""
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser()
+    parser.add_argument("src", nargs="+", type=Path, help="files, folders or patterns to read")
+    parser.add_argument("dst", type=Path, help="compact store or folder to write")
+    parser.add_function_arguments(convert, as_group=False, skip={"src", "dst"})
+    return parser
 
 
 def convert(
-    src: Path,
+    src: Path | Sequence[Path],
     dst: Path,
     limit: int | None = None,
     skip_bad: bool = False,
-    splits: Path | None = None,
-    folds: Path | None = None,
-    hold_out: list[str] | None = None,
-    sha256: str = GAME_NET.sha256,
     energy_key: str | None = None,
     tags: Tags = "oc20",
     forces_key: str | None = None,
@@ -43,26 +57,19 @@ def convert(
 ) -> None:
     """Convert structures to a compact store: no edges, no pickle, much faster to read.
 
-    A folder becomes a folder, with a store for each file or folder of shards in it.
+    A folder becomes a folder, with a store for each file or folder in it. Several files, a pattern,
+    and a folder of files that are no splits become one store, if that is what is named.
 
-    Relaxed positions are stored unwrapped, in the image nearest to the initial ones. GAME-Net's
-    archive becomes a folder of stores: train, val_id, and the same with molecules (val_ood_ads),
-    metals (val_ood_cat) or both that train does not have; by default Cu, Ir, Pd and every fifth
-    molecule of a family. What the systems are called is in systems.csv beside them.
+    Relaxed positions are stored unwrapped, in the image nearest to the initial ones.
 
     Args:
-        src: OC20 LMDB file or folder, compact store, GAME-Net's FG_dataset_lite.tar.xz, or a file
-            that ASE reads; or a folder of such.
-        dst: compact store to write, ending in .safetensors; an existing one is replaced. For
-            GAME-Net's archive also a folder, and for a folder always.
+        src: OC20 LMDB file or folder, compact store, a file that ASE reads, a folder of such, or
+            a pattern in quotes; or several of these.
+        dst: compact store to write, ending in .safetensors; an existing one is replaced. For a
+            folder of splits, a folder.
         limit: convert only the first so many structures.
         skip_bad: leave out structures that are not valid, count and list them on stderr: also
             those without a label where others have one.
-        splits: JSON file with a list of names of systems for each split of GAME-Net's archive.
-        folds: JSON file of folds by name, or npz file with arrays name and fold: writes a folder
-            testI-valJ for each pair of folds, whose train has all the others.
-        hold_out: metals and families of molecules, such as Cu amides, that train does not have.
-        sha256: expected sum of GAME-Net's archive.
         energy_key: entry of a file that ASE reads that is the energy, eV; by default y_relaxed,
             else energy.
         tags: what tags mean in a file that ASE reads: oc20 (0 subsurface, 1 surface, 2 adsorbate)
@@ -70,48 +77,28 @@ def convert(
         forces_key: array of a file that ASE reads that is the forces, eV/Å; by default forces, else
             REF_forces.
         stress_key: its entry that is the stress, eV/Å^3; by default stress, else REF_stress.
-
-    Raises:
-        ValueError: naming the file, key and sid of a structure that is not valid, or whose label is
-            beyond 20 eV where the others look like adsorption energies, or which has a force
-            beyond 1,000 eV/Å.
-        FileNotFoundError: if there is nothing at ``src``.
-        OSError: if ``dst`` cannot be written; nothing is left behind then.
     """
-    whole = src.is_dir() and not is_one_source(src)
-    several = not whole and issubclass(source_of(src), GameNet) and dst.suffix != ".safetensors"
-    if not several and (splits or folds or hold_out):
-        raise ValueError(
-            "--splits, --folds and --hold_out are for GAME-Net's archive, converted to a folder; "
-            f"got {src} and {dst}"
-        )
-    if several:
-        if limit is not None:
-            raise ValueError("--limit is for one store; got a folder, which holds all systems")
-        _list_bad(_write_splits(src, dst, sha256, skip_bad, splits, folds, hold_out or []))
-        return
-    jobs = _jobs_of(src, dst) if whole else {src: dst}
-    for path, store in jobs.items():
+    paths = [Path(src)] if isinstance(src, str | Path) else list(src)
+    one = paths[0] if len(paths) == 1 else None
+    jobs: list[tuple[Paths, Path]] = [(paths, dst)]
+    whole = one is not None and (is_shards(one) or is_one_source(one))
+    if one is not None and one.is_dir() and not (whole and dst.suffix == ".safetensors"):
+        jobs = _jobs_of(one, dst)
+    for path, store in jobs:
         if store.suffix != ".safetensors":  # before reading for half an hour
             raise ValueError(f"{store}: a compact store ends in .safetensors; got {store.suffix!r}")
-        if (limit is not None or skip_bad) and store.exists() and store.samefile(path):
+        if (limit is not None or skip_bad) and any(is_same(store, f) for f in files_of(path)):
             raise ValueError(
                 f"{store}: is what is read, and would lose what --limit or --skip-bad leaves out; "
                 "expected another file to write; choose another name"
             )
-        if issubclass(source_of(path), GameNet):
-            _expect_archive(path, sha256)
     reading = Reading(energy_key, tags, forces_key, stress_key)
-    for path, store in jobs.items():
+    for path, store in jobs:
         _convert_one(_OnePass(path, limit, skip_bad, reading), store)
 
 
-def _jobs_of(src: Path, dst: Path) -> dict[Path, Path]:
-    """The store for each source in a folder.
-
-    Raises:
-        ValueError: if `dst` is no folder, or that of the sources.
-    """
+def _jobs_of(src: Path, dst: Path) -> list[tuple[Paths, Path]]:
+    """The store for each source in a folder."""
     if dst.suffix == ".safetensors" or dst.is_file():
         raise ValueError(f"{dst}: expected a folder, as {src} holds several sources; name one")
     if dst.exists() and dst.samefile(src):
@@ -119,28 +106,30 @@ def _jobs_of(src: Path, dst: Path) -> dict[Path, Path]:
     found, others = sources_in(src)
     if others:
         print(f"{src}: no structures in {', '.join(others)}", file=sys.stderr)
-    return {path: dst / f"{name}.safetensors" for name, path in found.items()}
+    return [(path, dst / f"{name}.safetensors") for name, path in found.items()]
 
 
 def _convert_one(structures: _OnePass, dst: Path) -> None:
-    src, skip_bad, unwrapped, with_forces = structures.src, structures.skip_bad, 0, False
+    src, skip_bad, unwrapped = structures.src, structures.skip_bad, 0
     overlapping: dict[int, int] = {}  # sid by place among those that are read
-    absurd: dict[int, str] = {}  # likewise, what is wrong with forces
+    kept: list[Data] = []  # with forces
+    absurd: dict[int, str] = {}  # likewise, what is wrong with forces or stress
 
     def records() -> Iterator[Data]:
-        nonlocal unwrapped, with_forces
+        nonlocal unwrapped
         for place, (record, moved) in enumerate(structures):
             unwrapped += moved
             if atoms_coincide(record):
                 overlapping[place] = int(record.sid)
-            with_forces |= bool(record.forces.isfinite().any())
-            if fault := force_fault(record.forces.numpy()):
+            if len(kept) < MOST_FRAMES and bool(record.forces.isfinite().any()):
+                kept.append(record)
+            if fault := point_fault(record):
                 absurd[place] = fault
             yield record
 
     def left_out(sids: np.ndarray, energies: np.ndarray, natoms: np.ndarray) -> Collection[int]:
         some = skip_bad and bool(np.isfinite(energies).any())  # test splits have no labels at all
-        faults = absurd | label_faults(energies, natoms, required=some, at_pos=with_forces)
+        faults = absurd | label_faults(energies, natoms, required=some, at_pos=bool(kept))
         found = [(f"{src}: sid {sids[index]}", reason) for index, reason in faults.items()]
         if found and not skip_bad:
             raise ValueError(f"{': '.join(found[0])}; --skip-bad leaves it out ({len(found)} such)")
@@ -150,25 +139,25 @@ def _convert_one(structures: _OnePass, dst: Path) -> None:
         return faults
 
     count = write_store(dst, records(), source=src.name, left_out=left_out)
-    before, after = _size_on_disk(src), _size_on_disk(dst)
+    before, after = sum(map(_size_on_disk, structures.files)), _size_on_disk(dst)
     print(f"{src} ({readable_size(before)}) -> {dst} ({readable_size(after)}): {count} structures")
-    if unwrapped:
-        print(f"{unwrapped} relaxed positions were stored in another periodic image; unwrapped")
-    if structures.unused:
-        print(f"labels that are there and not used: {', '.join(structures.unused)}")
-    if structures.hint:
-        print(f"warning: not all structures have y_relaxed; {structures.hint}")
-    if overlapping:
-        said = overlaps_of(str(src), [*overlapping.values()], count)
-        print(f"molflt: warning: {said}", file=sys.stderr)
+    moved = f"{unwrapped} relaxed positions were stored in another periodic image; unwrapped"
+    unused = f"labels that are there and not used: {', '.join(structures.unused)}"
+    hint = f"warning: not all structures have y_relaxed; {structures.hint}"
+    for text, known in ((moved, unwrapped), (unused, structures.unused), (hint, structures.hint)):
+        if known:
+            print(text)
+    said = [overlaps_of(str(src), [*overlapping.values()], count)] if overlapping else []
+    for text in [*said, *(f"{src}: {fault}" for fault in [unit_fault(kept)] if fault)]:
+        print(f"molflt: warning: {text}", file=sys.stderr)
     _list_bad(structures.bad)
 
 
 def _list_bad(bad: list[tuple[str, str]]) -> None:
     if bad:
         print(f"left out {len(bad)} structures that are not valid:", file=sys.stderr)
-        for name, reason in bad:
-            print(f"  {name}: {reason}", file=sys.stderr)
+        for line in grouped(bad):
+            print(f"  {line}", file=sys.stderr)
 
 
 class _OnePass:
@@ -187,30 +176,29 @@ class _OnePass:
         verified: whether the source has a digest, which fits; None if its kind never has.
         hint: what to say of missing labels; see :class:`Structures`.
         unused: labels that are there and not read.
-
-    Raises:
-        ValueError: naming a structure that is not valid, or if none is.
     """
 
     def __init__(
         self,
-        src: Path,
+        src: Paths,
         limit: int | None = None,
         skip_bad: bool = False,
         reading: Reading = AS_IT_IS,
     ) -> None:
         if limit is not None and limit < 1:
             raise ValueError(f"limit must be at least 1; got {limit}")
-        self.src, self.limit, self.skip_bad, self.reading = src, limit, skip_bad, reading
+        self.paths, self.src = src, named(src)
+        self.limit, self.skip_bad, self.reading = limit, skip_bad, reading
         self.bad: list[tuple[str, str]] = []
         self.verified: bool | None = None
         self.hint = ""
         self.unused: list[str] = []
+        self.files: list[Path] = []
 
     def __iter__(self) -> Iterator[tuple[Data, int]]:
-        dataset = open_dataset(self.src, self.skip_bad, self.reading, once=True)
+        dataset = open_dataset(self.paths, self.skip_bad, self.reading, once=True)
         self.bad, self.verified = list(dataset.bad), dataset.verify()
-        self.unused = dataset.unused
+        self.unused, self.files = dataset.unused, dataset.files
         count, total = 0, min(len(dataset), self.limit or len(dataset))
         with tqdm(total=total, desc=self.src.name, unit=" structures", disable=None) as bar:
             for index in range(len(dataset)):
@@ -223,6 +211,9 @@ class _OnePass:
                     self.bad.append((name, str(error).removeprefix(f"{name}: ")))
                     continue
                 self.hint = dataset.hint
+                given = dataset.name(index, found[0].sid)
+                if isinstance(given, str):
+                    found[0].name = given
                 yield found
                 count += 1
                 bar.update()

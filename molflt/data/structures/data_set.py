@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 
 from molflt.data.structures import AS_IT_IS, Reading, Structures, open_dataset
 from molflt.data.structures.parts import split_by_seed
-from molflt.data.structures.splits import is_one_source, split_path
+from molflt.data.structures.sources import is_one_source, split_path
 
 __all__ = ["VAL_FRACTION", "DataSet"]
 
@@ -19,8 +19,8 @@ VAL_FRACTION = 0.1
 class DataSet(NamedTuple):
     """Where structures lie, and in which splits.
 
-    A folder has a file or a folder of shards for each split. One file, or one folder of shards, has
-    two: `train` and `val`, drawn by `split_seed`.
+    A folder has a file or a folder for each split. One file, a pattern of names, or a folder of
+    files that are no splits has two: `train` and `val`, drawn by `split_seed`.
     """
 
     root: Path
@@ -33,7 +33,9 @@ class DataSet(NamedTuple):
     split_seed: int = 0
     """of the draw"""
     reading: Reading = AS_IT_IS
-    """what the entries of others' files mean"""
+    """meaning of the entries of files that ASE reads"""
+    trained: Reading = AS_IT_IS
+    """the same in the training of a run; does not apply to sources that have no such options"""
 
     @classmethod
     def of_run(cls, data: Mapping[str, object], seed: int) -> DataSet:
@@ -51,9 +53,7 @@ class DataSet(NamedTuple):
     @property
     def is_one(self) -> bool:
         """Whether the root itself holds the structures, and no splits."""
-        if not self.root.is_dir():
-            return self.root.exists()
-        return not self.has(self.train) and is_one_source(self.root)
+        return is_one_source(self.root) and not (self.root.is_dir() and self.has(self.train))
 
     @property
     def folder(self) -> Path:
@@ -70,22 +70,14 @@ class DataSet(NamedTuple):
             return True
 
     def open(self, splits: Iterable[str], skip_bad: bool = False) -> dict[str, Structures]:
-        """Opens splits, by name.
-
-        Raises:
-            FileNotFoundError: if one is missing; names what is there.
-            ValueError: if one cannot be read, or `val_fraction` goes with a folder of splits.
-        """
+        """Opens splits, by name."""
         if not self.is_one:
             if self.val_fraction is not None:
                 raise ValueError(
                     f"{self.root}: data.val_fraction={self.val_fraction} is for one file; got a "
                     f"folder, whose {self.val} is what is validated on; leave it out"
                 )
-            return {
-                split: open_dataset(split_path(self.root, split), skip_bad, self.reading)
-                for split in splits
-            }
+            return {split: self._open(split_path(self.root, split), skip_bad) for split in splits}
         fraction = VAL_FRACTION if self.val_fraction is None else self.val_fraction
         whole = self.whole(skip_bad)
         if len(whole) == 0:
@@ -107,4 +99,7 @@ class DataSet(NamedTuple):
 
     def whole(self, skip_bad: bool = False) -> Structures:
         """All structures of one file."""
-        return open_dataset(self.root, skip_bad, self.reading)
+        return self._open(self.root, skip_bad)
+
+    def _open(self, path: Path, skip_bad: bool) -> Structures:
+        return open_dataset(path, skip_bad, self.reading, trained=self.trained)

@@ -8,18 +8,29 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from molflt.data.batches import BatchedData, Fingerprint, SizeBucketedBatchSampler
 from molflt.data.structures import Reading, Structures
+from molflt.data.structures.ase_labels import named_options
 from molflt.data.structures.base import Tags, with_bar
 from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.domain import DOMAIN, Domain
-from molflt.data.structures.element_energies import ElementEnergies, fit_element_energies
+from molflt.data.structures.element_energies import (
+    ElementEnergies,
+    expect_elements,
+    fit_element_energies,
+    read_element_energies,
+)
 from molflt.data.structures.labels import beyond_rounding, energy_kind, per_atom
-from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
+from molflt.data.structures.overlaps import (
+    atoms_coincide,
+    equal_structures,
+    fingerprint,
+    overlaps_of,
+)
 from molflt.data.structures.parts import with_sound_labels
 from molflt.data.structures.store import StructureStore
 
@@ -52,10 +63,14 @@ class IS2REData(BatchedData[Structures]):
         energy_key: entry of files that ASE reads that is the energy, eV, such as REF_energy; null
             is y_relaxed, else energy.
         tags: of files that ASE reads: oc20 (0 subsurface, 1 surface, 2 adsorbate), or ase (numbers
-            of layers from the top, 1, 2, ..., and 0 for adsorbates, as ase.build makes them).
+            of layers from the top, 1, 2, ..., and 0 for adsorbates, as ase.build makes them); guess
+            finds them from the geometry, in any source.
+        allow_duplicates: train although structures of validation are in training, too, with the
+            same elements, cell and positions; otherwise that is refused.
     """
 
     items = "systems"
+    may_read: ClassVar[tuple[str, ...]] = ("none",)  # labels whose options are named if unused
     datasets: dict[str, Structures]
 
     def __init__(
@@ -72,6 +87,7 @@ class IS2REData(BatchedData[Structures]):
         split_seed: int = 0,
         energy_key: str | None = None,
         tags: Tags = "oc20",
+        allow_duplicates: bool = False,
     ) -> None:
         super().__init__(batch_size, workers)
         if bucket < 1:
@@ -86,15 +102,12 @@ class IS2REData(BatchedData[Structures]):
         self.max_atoms = max_atoms
         self.bucket = bucket
         self.skip_bad = skip_bad
+        self.allow_duplicates = allow_duplicates
         self._domain: Domain | None = None
+        self._copies: list[int] = []  # sids of validation that training has, too
 
     def setup(self, stage: str = "fit") -> None:
-        """Opens both splits, once.
-
-        Raises:
-            ValueError: if a split is empty or was changed since it was written, a structure
-                exceeds `max_atoms`, or, naming the sid, its label is missing or absurd.
-        """
+        """Opens both splits, once."""
         if self.datasets.keys() >= self.splits.keys():
             return
         train, val = self.splits["train"], self.splits["val"]
@@ -123,8 +136,14 @@ class IS2REData(BatchedData[Structures]):
         for text in dict.fromkeys(dataset.left_out() for dataset in self.datasets.values()):
             if text:
                 warnings.warn(text, stacklevel=3)
-        if first:
-            self._say_same()
+        train_set, val_set = (self.datasets[use] for use in self.splits)
+        if first and train_set is val_set:
+            warnings.warn(
+                f"{val_set.path}: validation has the structures of training; its errors, and the "
+                "weights that they choose, say nothing of other structures; name another split "
+                "with --data.val_split",
+                stacklevel=3,
+            )
         self._say_unused(opened.values())
 
     def _refuse_names(self, data: DataSet) -> None:
@@ -140,19 +159,23 @@ class IS2REData(BatchedData[Structures]):
         """By split, the structures that have what is learned; ValueError for wrong labels."""
         return with_sound_labels(opened, *self.splits.values())
 
-    def _say_same(self) -> None:
-        """Warns if what is validated on is what is trained on, whatever it is called."""
-        train, val = self.datasets["train"], self.datasets["val"]
-        same = train is val
-        if not same and np.array_equal(train.natoms, val.natoms):  # a digest reads all
-            same = self._digest("train") == self._digest("val")
-        if same:
-            warnings.warn(
-                f"{val.path}: validation has the structures of training, {train.path}; its errors, "
-                "and the weights that they choose, say nothing of other structures; name another "
-                "split with --data.val_split",
-                stacklevel=4,
+    def refuse_copies(self) -> None:
+        """Refuses structures of validation that training has, too, unless they are allowed."""
+        self._train_domain()
+        val = self.datasets["val"]
+        if not self._copies:
+            return
+        said = (
+            f"{val.path}: {len(self._copies)} of {len(val)} structures of validation are in "
+            f"training, too, for instance sid {self._copies[0]}; its errors do not tell those of "
+            "other structures"
+        )
+        if not self.allow_duplicates:
+            raise ValueError(
+                f"{said}; remove them from one of the splits, or take them as they are with "
+                "--data.allow_duplicates true"
             )
+        warnings.warn(said, stacklevel=3)
 
     def _unused(self, dataset: Structures) -> list[str]:
         """Labels of a source that are not learned."""
@@ -164,8 +187,11 @@ class IS2REData(BatchedData[Structures]):
         names = dict.fromkeys(name for own in found.values() for name in own)
         if names:
             first = next(path for path, own in found.items() if own)
+            options = named_options(names, *self.may_read)
             warnings.warn(
-                f"{first}: labels that are there and not used: {', '.join(names)}", stacklevel=3
+                f"{first}: labels that are there and not used: {', '.join(names)}"
+                + (f"; {options}" if options else ""),
+                stacklevel=3,
             )
 
     def describe(self) -> list[str]:
@@ -179,40 +205,38 @@ class IS2REData(BatchedData[Structures]):
         """domain.json: what the training split holds, to say later what lies outside of it.
 
         Also what initial weights had seen, if they say so.
-
-        Raises:
-            ValueError: if what is said of that is damaged.
         """
         return {DOMAIN: self._train_domain().to_bytes()}
 
     def _train_domain(self) -> Domain:
-        """What the training split holds; reads it once. Warns of atoms at one place."""
+        """Contents of the training split. Reads both splits once; warns of atoms at one place."""
         self.setup()
         if self._domain is None:
             train, val = self.datasets["train"], self.datasets["val"]
-            sids: list[int] = []
+            sids: dict[str, list[int]] = {"train": [], "val": []}
+            features: dict[str, list[np.ndarray]] = {"train": [], "val": []}
 
-            def look(record: "Data") -> None:
+            def look(record: "Data", use: str = "train") -> None:
+                features[use].append(fingerprint(record))
                 if atoms_coincide(record):
-                    sids.append(int(record.sid))
+                    sids[use].append(int(record.sid))
 
             own = Domain.of(train, look)
-            self._say_overlaps("train", sids)
             if val is not train:
-                records = with_bar(val, "reading positions")
-                self._say_overlaps("val", [int(x.sid) for x in records if atoms_coincide(x)])
+                for record in with_bar(val, "reading positions"):
+                    look(record, "val")
+            for use, found in sids.items():
+                if found:
+                    name = f"{self.datasets[use].path}: split {self.splits[use]!r}"
+                    warnings.warn(overlaps_of(name, found, len(self.datasets[use])), stacklevel=3)
+            equal = equal_structures(np.array([*features["train"], *features["val"]]))
+            known, there = equal[: len(train)], equal[len(train) :]
+            self._copies = [int(val[int(i)].sid) for i in np.flatnonzero(np.isin(there, known))]
             if self.initial is not None:
                 name, content = self.initial
                 own = own.after(Domain.from_json(content, name))
             self._domain = own
         return self._domain
-
-    def _say_overlaps(self, use: str, sids: list[int]) -> None:
-        """Warns of structures with two atoms at one place, if there are any."""
-        dataset = self.datasets[use]
-        if sids:
-            name = f"{dataset.path}: split {self.splits[use]!r}"
-            warnings.warn(overlaps_of(name, sids, len(dataset)), stacklevel=4)
 
     def fingerprints(self) -> dict[str, Fingerprint]:
         return {
@@ -241,11 +265,7 @@ class IS2REData(BatchedData[Structures]):
         return float(energies.mean()), beyond_rounding(float(energies.std()), energies) or 1.0
 
     def refuse_totals(self) -> None:
-        """Refuses training energies that look like total energies.
-
-        Raises:
-            ValueError: saying what may be done with them.
-        """
+        """Refuses training energies that look like total energies."""
         self.setup()
         dataset = self.datasets["train"]
         energies, natoms = dataset.y_relaxed, dataset.natoms
@@ -258,14 +278,7 @@ class IS2REData(BatchedData[Structures]):
             )
 
     def expect_relaxed(self, option: str) -> None:
-        """Warns if some training structures have no relaxed positions, which an option is for.
-
-        Args:
-            option: its name and value.
-
-        Raises:
-            ValueError: if none has any.
-        """
+        """Warns if some training structures have no relaxed positions, which an option is for."""
         known, dataset = self._train_domain().relaxed, self.datasets["train"]
         if not known:
             raise ValueError(
@@ -280,20 +293,23 @@ class IS2REData(BatchedData[Structures]):
                 stacklevel=2,
             )
 
-    def element_energies(self) -> ElementEnergies:
+    def element_energies(self, references: Path | None = None) -> ElementEnergies:
         """Energies per element that fit the training split; warns where they mean little."""
         self.setup()
-        found = fit_element_energies(self.datasets["train"])
+        train, dataset = self.datasets["train"], self.datasets["val"]
+        given = None if references is None else read_element_energies(references)
+        found = fit_element_energies(train, given)
         if found.undetermined:
             warnings.warn(
-                f"{self.datasets['train'].path}: compositions leave {found.undetermined} of "
+                f"{train.path}: compositions leave {found.undetermined} of "
                 f"{int(found.present.sum())} element energies undetermined; other ratios of these "
                 "elements than here will have wrong energies",
                 stacklevel=2,
             )
-        dataset = self.datasets["val"]
-        missing = ~found.present & dataset.compositions(np.arange(len(dataset))).any(axis=0)
-        if missing.any():
+        present = np.asarray(dataset.compositions(np.arange(len(dataset))).any(axis=0))
+        if given is not None:
+            expect_elements(str(dataset.path), present, given)
+        elif (missing := ~found.present & present).any():
             from ase.data import chemical_symbols
 
             names = ", ".join(chemical_symbols[number] for number in np.flatnonzero(missing))

@@ -1,21 +1,23 @@
-"""What a training set held: within it a model interpolates, outside of it energies are guesses."""
+"""The contents of a training set. Outside of them, energies are guesses or mean nothing."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import numpy as np
 import torch
+from ase.data import atomic_numbers, chemical_symbols
 
 from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
 from molflt.data.structures.base import with_bar
-from molflt.data.structures.domain_reader import DomainReader
 from molflt.data.structures.labels import EnergyKind, energy_kind
-from molflt.files import read_json
+from molflt.data.structures.tags import guess_tags, heights_agree
+from molflt.files import read_json, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,15 +31,15 @@ DOMAIN = "domain.json"
 """Name of the file in the folder of a run."""
 
 _MOST_BYTES = 10_000_000
-_AXES = "xyz"
-_KINDS: tuple[EnergyKind, ...] = ("adsorption", "total", "unknown")
 _SEEN = " (seen by the initial weights alone)"
+_FAR = 0.1  # of the range of the labels, beyond it
+_ROUNDED = 0.02  # of a slab
 _Range = tuple[int, int]
 _Aspect = tuple[str, str]  # and the element that it is about, if it is about one
 
 
 def read_domain(path: Path) -> object:
-    """What a run's domain.json holds, for `Domain.from_json`; None if it is not there.
+    """Content of a run's domain.json, for `Domain.from_json`; None without the file.
 
     Raises:
         ValueError: naming the file, if it is no JSON.
@@ -65,7 +67,7 @@ class Elements(NamedTuple):
 
 @dataclass(frozen=True)
 class Domain:
-    """What a training set held.
+    """The contents of a training set.
 
     Attributes:
         systems: their number.
@@ -73,12 +75,14 @@ class Domain:
         atoms: fewest and most atoms of a structure.
         adsorbate_atoms: fewest and most atoms with tag 2 of a structure with tags; None if no
             structure has tags.
-        slab_atoms: likewise, with tags 0 and 1.
+        slab_atoms: the same for tags 0 and 1.
         untagged: number of structures without tags.
         periodic: kinds of periodic boundaries, as "xyz", "xy" or "" for none.
         relaxed: number of structures with relaxed positions.
         kind: what the energies look like; see `molflt.data.structures.labels.energy_kind`.
         energy: least and largest relaxed energy, eV; None without labels.
+        surface: least and largest share of a slab that has tag 1; None without tags, and in files
+            of version 0.1.
         initial: those of the weights that training started from, of theirs, and so on; nothing
             where it started from new ones. Kind and energies are those of the last data.
     """
@@ -93,18 +97,19 @@ class Domain:
     relaxed: int
     kind: EnergyKind
     energy: tuple[float, float] | None
+    surface: tuple[float, float] | None = None
     initial: tuple[Domain, ...] = ()
 
     @staticmethod
     def of(dataset: Structures, look: Callable[[Data], object] = lambda record: None) -> Domain:
-        """That of a data set of at least one structure; reads it once.
+        """Reads a data set of at least one structure, once.
 
         Args:
-            dataset: what is trained on.
-            look: is shown each structure on the way.
+            dataset: to train on.
+            look: called with each structure.
         """
         seen = np.zeros((3, MAX_ATOMIC_NUMBER + 1), dtype=bool)  # slab, adsorbate, untagged
-        slab, adsorbate, periodic = [], [], set()
+        slab, adsorbate, surface, periodic = [], [], [], set()
         relaxed = 0
         for record in with_bar(dataset, "reading what there is"):
             parts = _parts(record)
@@ -113,6 +118,7 @@ class Domain:
             if not len(parts[2]):
                 slab.append(len(parts[0]))
                 adsorbate.append(len(parts[1]))
+                surface += [_surface(record)] if len(parts[0]) else []
             periodic.add(_axes(record))
             relaxed += not bool(torch.isnan(record.pos_relaxed).any())
             look(record)
@@ -129,6 +135,7 @@ class Domain:
             relaxed=relaxed,
             kind=energy_kind(energies, natoms),
             energy=(float(known.min()), float(known.max())) if len(known) else None,
+            surface=(min(surface), max(surface)) if surface else None,
         )
 
     def without_tags(self) -> Domain:
@@ -139,18 +146,54 @@ class Domain:
             elements=untagged,
             adsorbate_atoms=None,
             slab_atoms=None,
+            surface=None,
             untagged=self.systems,
             initial=tuple(one.without_tags() for one in self.initial),
         )
 
     def after(self, initial: Domain) -> Domain:
-        """That of a training which started from weights with a domain of their own."""
+        """The domain of a training that started from weights with another one."""
         return replace(self, initial=(replace(initial, initial=()), *initial.initial))
 
-    def outside(self, record: Data) -> list[str]:
-        """In what a structure differs from all that was trained on; nothing, if it does not.
+    def refusal(self, record: Data) -> str:
+        """The reason why the tags of a structure cannot be meant, "" without one.
 
-        What the initial weights had seen is said to be so: they may have kept it, or not.
+        A model whose training structures all had tags has not learned the energies of others.
+        """
+        if self.adsorbate_atoms is None or self.slab_atoms is None or self.untagged:
+            return ""
+        slab, adsorbate, untagged = _parts(record)
+        if len(untagged):
+            return "no tags, which training had"
+        if not len(adsorbate) and self.adsorbate_atoms[0]:
+            return "no adsorbate (tag 2), which training had"
+        if not len(slab) and self.slab_atoms[0]:
+            return "no slab (tags 0 and 1), which training had"
+        moved = any(aspect in ("slab", "adsorbate") for aspect, _ in self._beyond(record))
+        if moved or not heights_agree(record):
+            guess = guess_tags(record)
+            found = torch.from_numpy(guess.tags == Tag.ADSORBATE)
+            if bool(found.any()) and not bool((found & (record.tags == Tag.ADSORBATE)).any()):
+                return f"tags that contradict the geometry, which has {guess.text}"
+        return ""
+
+    def beyond_labels(self, energy: float) -> str:
+        """Names an energy, eV, that is far outside of those of training; "" for any other.
+
+        Total energies grow with the structure, so they are not compared.
+        """
+        if self.energy is None or self.kind == "total":
+            return ""
+        low, high = self.energy
+        far = _FAR * (high - low)
+        if low - far <= energy <= high + far:
+            return ""
+        return f"energy: {energy:.2f} eV, trained on {low:.2f} to {high:.2f}"
+
+    def outside(self, record: Data) -> list[str]:
+        """Differences of a structure from all that was trained on.
+
+        Those that only the initial weights had seen are marked: they may be forgotten.
         """
         own, before = self._beyond(record), [one._beyond(record) for one in self.initial]
         found: dict[str, list[str]] = {}
@@ -162,7 +205,7 @@ class Domain:
         return [f"{', '.join(symbols)} {text}".strip() for text, symbols in found.items()]
 
     def _beyond(self, record: Data) -> dict[_Aspect, str]:
-        """In what a structure differs from these data, in words; "" where they cannot tell."""
+        """Differences of a structure from these data; "" where they cannot tell."""
         slab, adsorbate, untagged = _parts(record)
         own, count = self.elements, len(record.atomic_numbers)
         found: dict[_Aspect, str] = {}
@@ -173,7 +216,7 @@ class Domain:
              "in the adsorbate, in training only in slabs"),
         ):  # fmt: skip
             unknown = sorted(set(numbers.tolist()) - known)
-            found |= {(aspect, _symbol(number)): text for number in unknown}
+            found |= {(aspect, chemical_symbols[number]): text for number in unknown}
         sizes = {}
         if not self.atoms[0] <= count <= self.atoms[1]:
             sizes["atoms"] = f"atoms: {count}, trained on {_span(self.atoms)}"
@@ -183,6 +226,8 @@ class Domain:
             sizes |= _lacking(len(slab), self.slab_atoms, "slab (tags 0 and 1)")
             sizes |= _lacking(len(adsorbate), self.adsorbate_atoms, "adsorbate (tag 2)")
             sizes |= self._size_of_adsorbate(len(adsorbate))
+            if len(slab) and len(adsorbate):
+                sizes |= self._share_of_surface(record)
         if _axes(record) not in self.periodic:
             kinds = " or ".join(map(_along, sorted(self.periodic)))
             sizes["periodic"] = f"{_along(_axes(record))}, trained on {kinds}"
@@ -194,6 +239,13 @@ class Domain:
             return {}
         text = "" if known is None else f"adsorbate atoms: {count}, trained on {_span(known)}"
         return {"size of adsorbate": text}
+
+    def _share_of_surface(self, record: Data) -> dict[str, str]:
+        share, known = _surface(record), self.surface
+        if known is None or known[0] - _ROUNDED <= share <= known[1] + _ROUNDED:
+            return {}
+        span = " to ".join(dict.fromkeys(f"{one:.2f}" for one in known))
+        return {"surface": f"share of surface (tag 1) in the slab: {share:.2f}, trained on {span}"}
 
     def describe(self) -> str:
         """In words: how many systems, of what, how large."""
@@ -212,7 +264,7 @@ class Domain:
         return {
             "systems": self.systems,
             "elements": {
-                part: [_symbol(number) for number in sorted(numbers)]
+                part: [chemical_symbols[number] for number in sorted(numbers)]
                 for part, numbers in self.elements._asdict().items()
             },
             "atoms": list(self.atoms),
@@ -223,6 +275,7 @@ class Domain:
             "relaxed": self.relaxed,
             "kind": self.kind,
             "energy_eV": None if self.energy is None else [*self.energy],
+            "surface_share": None if self.surface is None else [*self.surface],
             **({"initial": [one.to_json() for one in self.initial]} if self.initial else {}),
         }
 
@@ -241,27 +294,88 @@ class Domain:
         Raises:
             ValueError: naming the key that is wrong.
         """
-        values = DomainReader(content, name)
-        kind = values.take("kind")
-        periodic = values.take("periodic")
-        axes = ["", "x", "y", "z", "xy", "xz", "yz", "xyz"]
-        if kind not in _KINDS:
-            raise values.wrong("kind", f"one of {', '.join(_KINDS)}")
-        if not isinstance(periodic, list) or not all(one in axes for one in periodic):
-            raise values.wrong("periodic", "a list of axes, as xyz")
+        given: Mapping[str, Any] = content if isinstance(content, dict) else {}
+        for key, (expected, fits) in _FORM.items():
+            if not fits(given[key]) if key in given else key not in _OPTIONAL:
+                got = shown(given[key]) if key in given else "no such key"
+                raise ValueError(
+                    f"{name}: key {key}: expected {expected}; got {got}; put back the file that "
+                    "training wrote"
+                )
+
+        def pair(key: str) -> Any:
+            return None if given.get(key) is None else tuple(given[key])
+
+        parts = [[atomic_numbers[x] for x in given["elements"][one]] for one in Elements._fields]
         return Domain(
-            systems=values.count("systems"),
-            elements=Elements(*values.elements(Elements._fields)),
-            atoms=values.range("atoms") or (0, 0),
-            adsorbate_atoms=values.range("adsorbate_atoms", optional=True),
-            slab_atoms=values.range("slab_atoms", optional=True),
-            untagged=values.count("untagged"),
-            periodic=frozenset(periodic),
-            relaxed=values.count("relaxed"),
-            kind=next(one for one in _KINDS if one == kind),
-            energy=values.energies(),
-            initial=tuple(Domain.from_json(one, f"{name}: initial") for one in values.initial()),
+            systems=given["systems"],
+            elements=Elements(*map(frozenset, parts)),
+            atoms=pair("atoms"),
+            adsorbate_atoms=pair("adsorbate_atoms"),
+            slab_atoms=pair("slab_atoms"),
+            untagged=given["untagged"],
+            periodic=frozenset(given["periodic"]),
+            relaxed=given["relaxed"],
+            kind=given["kind"],
+            energy=pair("energy_eV"),
+            surface=pair("surface_share"),
+            initial=tuple(
+                Domain.from_json(one, f"{name}: initial") for one in given.get("initial", [])
+            ),
         )
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 10**12
+
+
+def _is_span(value: object) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(type(one) in (int, float) and math.isfinite(one) for one in value)
+        and value[0] <= value[1]
+    )
+
+
+def _is_range(value: Any) -> bool:
+    return _is_span(value) and all(map(_is_count, value))
+
+
+def _are_elements(value: Any) -> bool:
+    parts = [value.get(part) for part in Elements._fields] if isinstance(value, dict) else [None]
+    known = chemical_symbols[1 : MAX_ATOMIC_NUMBER + 1]
+    return all(isinstance(part, list) and all(one in known for one in part) for part in parts)
+
+
+def _are_axes(value: object) -> bool:
+    known = ["", "x", "y", "z", "xy", "xz", "yz", "xyz"]
+    return isinstance(value, list) and all(one in known for one in value)
+
+
+def _are_initial(value: object) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(one, dict) and "initial" not in one for one in value
+    )
+
+
+_TWO = "two numbers, the first not above the second"
+_OPTIONAL = ("energy_eV", "surface_share", "initial")
+# key of the file -> what it holds, in words, and the check
+_FORM: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "kind": (f"one of {', '.join(get_args(EnergyKind))}", lambda x: x in get_args(EnergyKind)),
+    "periodic": ("a list of axes, as xyz", _are_axes),
+    "systems": ("a number", _is_count),
+    "elements": ("lists of symbols by part of a structure", _are_elements),
+    "atoms": (_TWO, _is_range),
+    "adsorbate_atoms": (_TWO, lambda x: x is None or _is_range(x)),
+    "slab_atoms": (_TWO, lambda x: x is None or _is_range(x)),
+    "untagged": ("a number", _is_count),
+    "relaxed": ("a number", _is_count),
+    "energy_eV": (_TWO, lambda x: x is None or _is_span(x)),
+    "surface_share": (_TWO, lambda x: x is None or _is_span(x)),
+    "initial": ("a list of domains", _are_initial),
+}
 
 
 def _parts(record: Data) -> tuple[Tensor, Tensor, Tensor]:
@@ -273,9 +387,15 @@ def _parts(record: Data) -> tuple[Tensor, Tensor, Tensor]:
     return numbers[tags != Tag.ADSORBATE], numbers[tags == Tag.ADSORBATE], none
 
 
+def _surface(record: Data) -> float:
+    """Share of the slab that has tag 1."""
+    slab = record.tags[record.tags != Tag.ADSORBATE]
+    return float((slab == Tag.SURFACE).float().mean())
+
+
 def _axes(record: Data) -> str:
     return "".join(
-        axis for axis, on in zip(_AXES, record.pbc.flatten().tolist(), strict=True) if on
+        axis for axis, on in zip("xyz", record.pbc.flatten().tolist(), strict=True) if on
     )
 
 
@@ -290,13 +410,7 @@ def _lacking(count: int, known: _Range | None, part: str) -> dict[str, str]:
 
 
 def _named(numbers: frozenset[int]) -> str:
-    return ", ".join(_symbol(number) for number in sorted(numbers))
-
-
-def _symbol(number: int) -> str:
-    from ase.data import chemical_symbols
-
-    return str(chemical_symbols[number])
+    return ", ".join(chemical_symbols[number] for number in sorted(numbers))
 
 
 def _span(known: _Range) -> str:

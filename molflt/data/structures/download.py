@@ -10,18 +10,37 @@ import urllib.request
 from collections.abc import Callable
 from http.client import HTTPException, HTTPResponse, InvalidURL
 from pathlib import Path
-from typing import Literal, NoReturn, cast
+from typing import Literal, NamedTuple, NoReturn, cast
 from urllib.error import HTTPError, URLError
 
 from tqdm import tqdm
 
-from molflt.data.structures.game_net_archive import GAME_NET, _sha256
-from molflt.data.structures.splits import _OC20_ARCHIVE, OC20_FILES, VAL_SPLITS
+from molflt.data.structures.splits import OC20_ARCHIVE, OC20_FILES, VAL_SPLITS
 from molflt.data.structures.unpack import _md5, _target, _unpack, _unpacked_size
 from molflt.files import readable_size
 from molflt.lock import FolderLock
 
 __all__ = ["download"]
+
+
+class _Archive(NamedTuple):
+    """A published archive."""
+
+    base_url: str
+    name: str
+    size: int
+    md5: str
+    licence: str
+
+
+GAME_NET = _Archive(
+    base_url="https://raw.githubusercontent.com/ChenglongWang/GAME-Net/"
+    "7850f6229061d7b48af7728d2c40b28cf8bb7f9c/benchmarks/ocp/datasets",
+    name="FG_dataset_lite.tar.xz",
+    size=3_094_256,
+    md5="e1e8f964e5634df436e9a5ecbd616fae",
+    licence="MIT, (c) 2022 iciq-tcc / nlopez-group",
+)
 
 _CHUNK = 1 << 20
 _ATTEMPTS = 5  # connections in a row that bring nothing
@@ -51,8 +70,9 @@ def download(
     """Download a public archive to DIRECTORY and verify it.
 
     oc20-is2re: one archive for all splits, 8.1 GB (CC-BY-4.0); the wanted ones are unpacked to
-    DIRECTORY/is2re. game-net: GAME-Net's FG set, 3.1 MB (MIT), left as it is for molflt data
-    convert. An interrupted download is taken up where it ended; md5 sums are verified.
+    DIRECTORY/is2re. game-net: GAME-Net's FG set, 3.1 MB (MIT), left as it is for
+    scripts/game_net.py of the repository. An interrupted download is taken up where it ended; md5
+    sums are verified.
 
     Args:
         dataset: name of the data set.
@@ -64,11 +84,6 @@ def download(
             official one the sums of OC20's unpacked files are not known, only their size is
             bounded.
         keep_archive: keep OC20's archive after unpacking.
-
-    Raises:
-        ValueError: for an unknown split, too little free disk, a wrong md5, an option without
-            effect, or a folder to which another process is downloading.
-        OSError: if the server cannot be reached or does not have the file.
     """
     alone = FolderLock(directory, _DOING, ".lock.download").held
     if dataset == "game-net":
@@ -95,12 +110,12 @@ def _download_oc20(
     directory: Path, missing: list[str], base_url: str | None, md5: str | None, keep_archive: bool
 ) -> None:
     """Fetches the archive and unpacks what is missing; see `download`."""
-    archive = directory / _OC20_ARCHIVE.name
-    md5 = (md5 or _OC20_ARCHIVE.md5).lower()
-    official = md5 == _OC20_ARCHIVE.md5
+    archive = directory / OC20_ARCHIVE.name
+    md5 = (md5 or OC20_ARCHIVE.md5).lower()
+    official = md5 == OC20_ARCHIVE.md5
     _get(
         archive,
-        base_url or _OC20_ARCHIVE.base_url,
+        base_url or OC20_ARCHIVE.base_url,
         md5,
         lambda size: _unpacked_size(missing, size, official),
         f"unpacking {', '.join(missing)}",
@@ -119,8 +134,7 @@ def _download_game_net(directory: Path, base_url: str, md5: str) -> None:
     archive = directory / GAME_NET.name
     print(f"{archive.name}: md5 {md5.lower()}; licence {GAME_NET.licence}")
     _get(archive, base_url, md5.lower(), lambda size: 2 * size, "its compact store")
-    print(f"{archive}: sha256 {_sha256(archive)}")
-    print(f"next: molflt data convert {archive} {directory / 'game-net'}")
+    print(f"next: python scripts/game_net.py {archive} {directory / 'fg'}")
 
 
 def _get(archive: Path, base_url: str, md5: str, unpacked: Callable[[int], int], what: str) -> None:
@@ -132,10 +146,6 @@ def _get(archive: Path, base_url: str, md5: str, unpacked: Callable[[int], int],
         md5: its sum.
         unpacked: bytes that it takes when unpacked, of its own.
         what: that then is.
-
-    Raises:
-        ValueError: if it does not fit on the disk, or has another sum.
-        OSError: if the server cannot be reached or does not have it.
     """
     archive.parent.mkdir(parents=True, exist_ok=True)
     url = f"{base_url.rstrip('/')}/{archive.name}"
@@ -242,13 +252,12 @@ def _check_space(archive: Path, size: int, unpacked: int, what: str) -> None:
 
 
 def _fetch(url: str, file: Path, md5: str, size: int) -> None:
-    """Download `size` bytes, continuing what an earlier call left, and verify them.
-
-    Raises:
-        OSError: if the server stops sending; what came is kept for the next call.
-        ValueError: if the complete file has another md5; it is deleted.
-    """
+    """Download `size` bytes, continuing what an earlier call left, and verify them."""
     part = _part(file)
+    if part.is_symlink():
+        raise ValueError(
+            f"{part}: is a symbolic link; a download would write to its target; remove it"
+        )
     if part.exists() and part.stat().st_size > size:
         part.unlink()
     idle = 0
@@ -281,11 +290,7 @@ def _fetch(url: str, file: Path, md5: str, size: int) -> None:
 
 
 def _receive(url: str, part: Path, have: int, size: int, bar: tqdm) -> None:
-    """Adds to what is there, up to `size` bytes in all; a server may send more than it declared.
-
-    Raises:
-        ValueError: if it says so.
-    """
+    """Adds to what is there, up to `size` bytes in all; a server may send more than it declared."""
     with _open(url, start=have) as reply:
         # 206 continues; a server without ranges answers 200 with the whole file
         continues = reply.status == 206

@@ -1,27 +1,42 @@
-"""Whether energies are in eV, by what electrons can give, and forces in eV/Å, by differences."""
+"""Units and signs of energies, forces and stress, judged from the data themselves."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from molflt.atoms import lattice_heights, reduced_cell
+from molflt.data.structures.labels import point_fault
+
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-__all__ = ["energy_unit_fault", "force_unit_fault"]
+__all__ = [
+    "MOST_FRAMES",
+    "energy_unit_fault",
+    "force_unit_fault",
+    "stress_unit_fault",
+    "unit_fault",
+]
+
+_Array = NDArray[np.float64]
 
 _ATOM = 20.92  # eV, of Z^(7/3): all electrons of an atom by Thomas and Fermi, at most
 
-_MOST_FRAMES = 300  # of which neighbors are sought; 300 of 1,000 atoms are 2 MB
+MOST_FRAMES = 300
+"""frames that are compared; 300 of 1,000 atoms are 2 MB"""
 _FEWEST_PAIRS = 8
-_MOST_PAIRS = 50  # the nearest ones: a line is the fairer a path the shorter it is
-_SURE = 0.5  # correlation of energy differences with what forces say, from which it counts
-_FARTHEST = 0.5  # Å, root mean square distance of frames between which a line is a fair path
-_UNITS = {  # eV/Å of one unit
+_MOST_PAIRS = 50  # the nearest ones: the trapezoidal rule is the better the shorter the path
+_SURE = 0.5  # least correlation of energy differences with what forces or stress predict
+_FARTHEST = 0.5  # Å, root mean square distance of frames that count as near
+_MOST_STRAIN = 0.2
+_UNSURE = 0.5  # logarithm of the factor by which a unit may be missed
+_FORCES = {  # eV/Å of one unit
     "eV/Å": 1.0,
     "kcal/mol/Å": 0.0433641,
     "kJ/mol/Å": 0.0103643,
@@ -31,89 +46,243 @@ _UNITS = {  # eV/Å of one unit
     "meV/Å": 1e-3,
     "eV/nm": 0.1,
 }
+_STRESS = {  # eV/Å^3 of one unit
+    "eV/Å^3": 1.0,
+    "kbar": 6.2415091e-4,
+    "GPa": 6.2415091e-3,
+    "MPa": 6.2415091e-6,
+    "Hartree/bohr^3": 183.63154,
+    "Ry/bohr^3": 91.815772,
+    "eV/bohr^3": 6.7483345,
+}
+_VIRIAL = "eV (stress times volume)"
+# Å. In one cell, the shear of virials (eV) spreads by this length times forces (eV/Å) and the root
+# of the number of atoms: 0.1 to 0.3 Å in EMT's crystals and slabs, 0.3 to 0.8 Å in DFT dynamics of
+# Cu, Li and Si.
+_LENGTHS = (0.01, 10.0)
+_LENGTH = 0.35
+_CONVENTION = (
+    "expected eV/Å^3 with ASE's sign, negative where a cell is compressed; VASP's are kbar, "
+    "-1602.18 times that; a virial is minus the volume times that"
+)
+# Energy raises the pressure of a crystal: -2 to -4 with ASE's sign; the opposite, which a few
+# crystals that shrink when heated have, stays below.
+_GRUENEISEN = 1.5
+_VACUUM = 4.0  # Å
 
 
-class _Slope(NamedTuple):
-    """dE = factor * (what forces say), of `pairs` pairs, with this correlation."""
+class _Frame(NamedTuple):
+    pos: _Array
+    cell: _Array
+    energy: float
+    forces: _Array
+    stress: _Array
 
-    factor: float
-    correlation: float
-    pairs: int
+
+class _Pair(NamedTuple):
+    distance: float
+    predicted: float
+    """change of the energy, eV, if the label is in units of eV and Å"""
+    change: float
+    volume: float
+
+
+def unit_fault(records: Iterable[Data]) -> str:
+    """Why labels are not in eV and Å; "" if they are, or cannot be judged.
+
+    Args:
+        records: structures with energies, perhaps forces and stress; the first 300 are used. Those
+            with labels beyond belief are left out, unless they are the majority.
+    """
+    some = list(islice(records, MOST_FRAMES))
+    sound = [record for record in some if not point_fault(record)]
+    some = sound if 2 * len(sound) > len(some) else some
+    return energy_unit_fault(some) or force_unit_fault(some) or stress_unit_fault(some)
+
+
+def energy_unit_fault(records: Sequence[Data]) -> str:
+    """Why energies cannot be in eV: all electrons of the atoms give less; "" if they can."""
+    most = [
+        float(-record.energy / (_ATOM * record.atomic_numbers.double() ** (7 / 3)).sum())
+        for record in records
+    ]
+    if not most or np.median(most) < 2:
+        return ""
+    return (
+        f"energies are {np.median(most):.0f} times what all electrons of the atoms can give; "
+        "expected eV; 1 Hartree is 27.2114 eV, 1 eV is 23.0605 kcal/mol or 96.4853 kJ/mol"
+    )
 
 
 def force_unit_fault(records: Iterable[Data]) -> str:
-    """What is wrong with the unit or the sign of forces; "" if nothing is, or nobody can say.
+    """Unit or sign of forces that do not fit the energies; "" if they fit or cannot be judged.
 
     Between near frames of one system the energy changes by -(F_a + F_b) / 2 . (r_b - r_a) up to
-    the third order, if forces are in the unit of energy over Å.
+    the third order.
 
     Args:
-        records: structures with energies (eV) and forces; at most 300 of them are looked at.
+        records: structures with energies (eV) and forces; the first 300 are used.
     """
-    found = _slope(records)
-    if found is None or abs(found.correlation) < _SURE:
-        return ""
-    unit = min(_UNITS, key=lambda name: abs(np.log(abs(found.factor) / _UNITS[name])))
-    sign = "" if found.factor > 0 else "minus "
-    if unit == "eV/Å" and not sign:
-        return ""
-    what = f"{sign}{unit}" if unit != "eV/Å" else "gradients, minus the forces"
-    return (
-        f"forces look like {what}: between {found.pairs} pairs of near frames energies change by "
-        f"{found.factor:.3g} of what forces in eV/Å would say; expected 1"
-    )
+    pairs = []
+    for frames in _systems(records, ("energy", "forces")):
+        for a, b in _nearest_frames(frames):
+            step = b.pos - a.pos
+            work = float(((a.forces + b.forces) / 2 * step).sum())
+            pairs.append(_Pair(float((step**2).mean()), -work, b.energy - a.energy, 0.0))
+    return _wrong_unit("forces", sorted(pairs)[:_MOST_PAIRS], _FORCES, _FEWEST_PAIRS)
 
 
-def energy_unit_fault(energies: NDArray[np.float64], compositions: NDArray[np.float64]) -> str:
-    """What is wrong with the unit of energies, "" if nothing is to be seen.
+def stress_unit_fault(records: Iterable[Data]) -> str:
+    """Unit or sign of stress that does not fit energies and forces; "" if it fits or is unjudged.
+
+    Between near frames of one system that differ in the cell the energy changes by the volume
+    times stress : strain, and by what forces do. In one cell, virials vary with the forces.
 
     Args:
-        energies: (structures,), eV.
-        compositions: atoms of each element, (structures, 119).
+        records: structures with energies (eV), stress and perhaps forces; the first 300 are used.
     """
-    numbers = np.arange(compositions.shape[1], dtype=float)
-    ratio = -energies / (compositions @ (_ATOM * numbers ** (7 / 3)))
-    most = float(np.median(ratio))
-    if most < 2:
-        return ""
-    return (
-        f"energies are {most:.0f} times what all electrons of the atoms can give; expected eV; "
-        "1 Hartree is 27.2114 eV, 1 eV is 23.0605 kcal/mol or 96.4853 kJ/mol"
-    )
+    pairs, spreads = list[_Pair](), list[tuple[float, float, float]]()
+    for frames in _systems(records, ("energy", "stress")):
+        pairs += filter(None, (_strained(*two) for two in _nearest_frames(frames, strained=True)))
+        by_cell: dict[bytes, list[_Frame]] = defaultdict(list)
+        for frame in frames:
+            by_cell[frame.cell.round(3).tobytes()].append(frame)
+        for group in by_cell.values():
+            if len(group) >= 3:
+                spreads += _in_one_cell(group)
+    fault = _wrong_unit("stress", sorted(pairs)[:_MOST_PAIRS], _STRESS, 5)
+    if fault or not spreads:
+        return fault
+    length, slope, volume = np.median(np.array(spreads), axis=0)  # slope: NaN if any is unknown
+    if length < _LENGTHS[0] or length > _LENGTHS[1]:
+        what = _named(_LENGTH / length, _STRESS | {_VIRIAL: 1 / volume}, 2 * _UNSURE)
+        what = f"minus {what}" if slope > 0 else what
+        return (
+            f"stress looks like {what}: in one cell it spreads {length:.2g} Å times as much as "
+            f"forces; likely are {_LENGTHS[0]:g} to {_LENGTHS[1]:g} Å; {_CONVENTION}"
+        )
+    if slope > _GRUENEISEN:
+        return (
+            "stress looks like minus eV/Å^3: in one cell its trace grows with the energy; "
+            f"{_CONVENTION}"
+        )
+    return ""
 
 
-def _slope(records: Iterable[Data]) -> _Slope | None:
-    """None where too few frames of one system are near each other."""
-    systems: dict[bytes, list[Data]] = defaultdict(list)
-    for count, record in enumerate(records):
-        if count == _MOST_FRAMES:
-            break
-        if bool(record.energy.isfinite()) and bool(record.forces.isfinite().all()):
-            systems[record.atomic_numbers.numpy().tobytes()].append(record)
-    pairs: list[tuple[float, float, float]] = []
-    for frames in systems.values():
-        for a, b in _near_pairs(np.stack([frame.pos.numpy().ravel() for frame in frames])):
-            step = (frames[b].pos - frames[a].pos).double()
-            mean = (frames[a].forces + frames[b].forces).double() / 2
-            change = float(frames[b].energy - frames[a].energy)
-            pairs.append((float(step.square().mean()), -float((mean * step).sum()), change))
-    nearest = np.array(sorted(pairs)[:_MOST_PAIRS]).reshape(-1, 3)
-    x, y = nearest[:, 1], nearest[:, 2]
-    if len(x) < _FEWEST_PAIRS or not x.any() or not y.any():
-        return None
-    product = float(x @ y)
-    return _Slope(product / float(x @ x), product / float(np.sqrt((x @ x) * (y @ y))), len(x))
+def _systems(records: Iterable[Data], known: Iterable[str]) -> list[list[_Frame]]:
+    """Frames of the same atoms in the same order that have the labels."""
+    systems: dict[bytes, list[_Frame]] = defaultdict(list)
+    for record in islice(records, MOST_FRAMES):
+        if all(bool(record[name].isfinite().all()) for name in known):
+            arrays = (record[name].double().numpy() for name in ("pos", "cell", "forces", "stress"))
+            pos, cell, forces, stress = arrays
+            key = record.atomic_numbers.numpy().tobytes() + record.pbc.numpy().tobytes()
+            frame = _Frame(pos, cell[0], float(record.energy), np.nan_to_num(forces), stress[0])
+            systems[key].append(frame)
+    return list(systems.values())
 
 
-def _near_pairs(points: NDArray[np.float32]) -> list[tuple[int, int]]:
-    """Each frame, (frames, 3 atoms), with its nearest one, if that is near."""
-    if len(points) < 2:
-        return []
-    centred = points.astype(float) - points.mean(axis=0)
+def _nearest_frames(
+    frames: list[_Frame], strained: bool = False
+) -> Iterator[tuple[_Frame, _Frame]]:
+    """Each frame with the nearest different one: of another cell, or with all atoms near."""
+    points = np.stack([np.append(frame.pos, frame.cell) for frame in frames])
+    if not strained:
+        points = points[:, :-9]
+    centred = points - points.mean(axis=0)
     square = (centred**2).sum(axis=1)
     distance = square[:, None] + square - 2 * centred @ centred.T
-    np.fill_diagonal(distance, np.inf)
+    distance[distance <= 1e-9 * (1 + square)] = np.inf  # itself and copies
+    cells = np.stack([frame.cell for frame in frames])
+    if strained:
+        distance[(np.abs(cells[:, None] - cells) < 1e-4).all((2, 3))] = np.inf
     nearest = distance.argmin(axis=1)
-    limit = _FARTHEST**2 * points.shape[1] / 3
-    near = distance[np.arange(len(points)), nearest] < limit
-    return [(int(a), int(nearest[a])) for a in np.flatnonzero(near)]
+    limit = np.inf if strained else _FARTHEST**2 * points.shape[1] / 3
+    for a in np.flatnonzero(distance[np.arange(len(frames)), nearest] < limit):
+        yield frames[a], frames[nearest[a]]
+
+
+def _strained(a: _Frame, b: _Frame) -> _Pair | None:
+    """None where the frames are too far apart, or have no volume."""
+    cell, volume = (a.cell + b.cell) / 2, abs(float(np.linalg.det((a.cell + b.cell) / 2)))
+    if volume < 1:
+        return None
+    strain = np.linalg.solve(cell, b.cell - a.cell)
+    steps = b.pos @ np.linalg.inv(b.cell) - a.pos @ np.linalg.inv(a.cell)
+    steps = (steps - steps.round()) @ cell
+    far = float((steps**2).mean())
+    if np.abs(strain).max() > _MOST_STRAIN or far > _FARTHEST**2 / 3:
+        return None
+    change = b.energy - a.energy + float(((a.forces + b.forces) / 2 * steps).sum())
+    work = volume * float(((a.stress + b.stress) / 2 * strain).sum())
+    return _Pair(far + float((strain**2).mean()), work, change, volume)
+
+
+def _in_one_cell(frames: list[_Frame]) -> list[tuple[float, float, float]]:
+    """Spread of virials over that of forces, Å, slope of the trace with the energy, and volume.
+
+    Empty for molecules and without forces. The slope is NaN for cells with vacuum, for a path of
+    frames, and where there is no clear one.
+    """
+    cell = reduced_cell(frames[0].cell[None], np.ones((1, 3), dtype=bool))[0][0]
+    count = len(frames)
+    volume, root = abs(float(np.linalg.det(cell))), len(frames[0].pos) ** 0.5
+    virials = volume * np.stack([frame.stress for frame in frames])
+    forces = float(np.sqrt(np.mean([(frame.forces**2).mean() for frame in frames])))
+    moves = np.stack([frame.pos.ravel() for frame in frames])
+    moves = moves - moves.mean(axis=0)
+    # unlike structures that are relaxed differ in the virial and have no forces
+    if volume < 1 or forces < (0.1 if (moves**2).mean() < _FARTHEST**2 / 3 else 0.5):
+        return []
+    traces = np.trace(virials, axis1=1, axis2=2) / 3
+    shear = virials - virials.mean(axis=0) - np.eye(3) * (traces - traces.mean())[:, None, None]
+    length = float(np.sqrt((shear**2).mean())) / (root * forces)
+    places = np.sort(frames[0].pos @ np.linalg.inv(cell) % 1, axis=0)
+    gaps = np.diff(places, axis=0, append=places[:1] + 1).max(axis=0)
+    covariance = np.cov([frame.energy for frame in frames], traces)
+    variances = covariance[0, 0] * covariance[1, 1]
+    gram, directions = moves @ moves.T, count * moves.shape[1] / (count + moves.shape[1])
+    clear = (
+        count >= 5
+        and abs(covariance[0, 1]) > 0.9 * variances**0.5 > 0
+        and np.trace(gram) ** 2 > directions / 2 * (gram**2).sum()  # no path of a relaxation
+        and (gaps * lattice_heights(cell[None], np.ones((1, 3), dtype=bool))).max() < _VACUUM
+    )
+    slope = float(covariance[0, 1] / covariance[0, 0]) if clear else float("nan")
+    return [(length, slope, volume)]
+
+
+def _wrong_unit(label: str, pairs: list[_Pair], units: Mapping[str, float], fewest: int) -> str:
+    """What the slope of energy changes with predicted ones says of the unit and sign of a label."""
+    x, y = np.array([[pair.predicted, pair.change] for pair in pairs]).reshape(-1, 2).T
+    if len(pairs) < fewest or not x.any() or not y.any():
+        return ""
+    product, own = float(x @ y), next(iter(units))
+    factor = product / float(x @ x)
+    # by chance, a few pairs correlate more than many
+    sure = max(_SURE, 2.2 / len(pairs) ** 0.5) if label == "stress" else _SURE
+    if abs(product) < sure * float(np.sqrt((x @ x) * (y @ y))):
+        return ""
+    if label == "stress":
+        volume = float(np.median([pair.volume for pair in pairs]))
+        units = {**units, _VIRIAL: 1 / volume}
+    what = _named(abs(factor), units)
+    if factor > 0 and (what.startswith(own) or (label == "stress" and 0.2 < factor < 5)):
+        return ""
+    what = f"minus {what}" if factor < 0 else what
+    if label == "forces" and what.startswith(f"minus {own}"):
+        what = "gradients, minus the forces"
+    looks = "looks" if label == "stress" else "look"
+    return (
+        f"{label} {looks} like {what}: between {len(pairs)} pairs of near frames energies change "
+        f"by {factor:.3g} of what {label} in {own} would say; "
+        + (_CONVENTION if label == "stress" else "expected 1")
+    )
+
+
+def _named(factor: float, units: Mapping[str, float], unsure: float = _UNSURE) -> str:
+    """The one to three units of this size, the nearest one first."""
+    apart = {name: abs(float(np.log(factor / size))) for name, size in units.items()}
+    best = min(apart.values())
+    names = sorted((name for name in apart if apart[name] < best + unsure), key=apart.__getitem__)
+    return " or ".join(names[:3])

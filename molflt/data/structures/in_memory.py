@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeGuard, cast
 
 import numpy as np
 import torch
 
-from molflt.data.structures.ase_files import _record_from_atoms, say_tags
+from molflt.data.structures.ase_files import _record_from_atoms, say_tags, text_sid
 from molflt.data.structures.ase_labels import tags_look_like
-from molflt.data.structures.base import AS_IT_IS, Reading, Structures
+from molflt.data.structures.base import AS_IT_IS, Held, Reading
 from molflt.data.structures.records import make_record
+from molflt.data.structures.unused_fields import unused_fields, unused_warning
 
 if TYPE_CHECKING:
     from ase import Atoms
@@ -23,7 +25,7 @@ __all__ = ["StructuresInMemory", "is_one"]
 _EXPECTED = "expected ase.Atoms, PyG's Data or Batch, a list of them, or a data set of Data"
 
 
-class StructuresInMemory(Structures):
+class StructuresInMemory(Held):
     """A list of structures to predict, checked as those of files are.
 
     Args:
@@ -31,13 +33,6 @@ class StructuresInMemory(Structures):
             `Batch` of PyG with pos, atomic_numbers (or z) and perhaps cell, pbc, tags, fixed, sid
             and y_relaxed, or any number of these.
         reading: whether tags of `Atoms` are OC20's.
-
-    Attributes:
-        given: one object for each structure.
-
-    Raises:
-        TypeError: for something else.
-        ValueError: naming the structure that is not valid, or if there is none.
     """
 
     def __init__(self, given: object, reading: Reading = AS_IT_IS) -> None:
@@ -46,7 +41,13 @@ class StructuresInMemory(Structures):
         self.given = list(_flat(given))
         if not self.given:
             raise ValueError(f"{self.path}: none given; {_EXPECTED}")
-        self._records = [self._record(i, one) for i, one in enumerate(self.given)]
+        fields: dict[str, str] = {}
+        for index, one in enumerate(self.given):
+            self._hold(self._record(index, one))
+            fields |= unused_fields(one) if _is_atoms(one) else {}
+        if fields:
+            warning = unused_warning(str(self.path), fields)
+            print(f"molflt: warning: {warning}", file=sys.stderr)
         if reading.tags != "any":
             own = [tags_look_like(one) for one in self.given if _is_atoms(one)]
             others = sum(one not in (None, reading.tags) for one in own)
@@ -55,6 +56,8 @@ class StructuresInMemory(Structures):
     def _record(self, index: int, one: object) -> Data:
         try:
             if _is_atoms(one):
+                if (name := text_sid(one)) is not None:
+                    self.names[index] = name
                 return _record_from_atoms(one, index, self.reading)
             if _is_data(one):
                 return _record_from_data(one, index)
@@ -62,20 +65,9 @@ class StructuresInMemory(Structures):
             raise ValueError(f"{self.where(index)}: {error}") from None
         raise TypeError(f"{self.where(index)}: {_EXPECTED}; got {type(one).__name__}")
 
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def __getitem__(self, index: int) -> Data:
-        return self._records[self._stored(index)].clone()
-
     def to_atoms(self, index: int) -> Atoms:
         own = self.given[index]
         return own.copy() if _is_atoms(own) else super().to_atoms(index)
-
-    @property
-    def natoms(self) -> np.ndarray:
-        """Atoms in each structure, (len,) int64."""
-        return np.array([record.natoms for record in self._records], dtype=np.int64)
 
 
 def is_one(given: object) -> bool:
@@ -119,11 +111,7 @@ def _is_data(given: object) -> TypeGuard[Data]:
 
 
 def _record_from_data(data: Data, number: int) -> Data:
-    """PyG's data as a record; relaxed positions are not taken.
-
-    Raises:
-        ValueError: naming what is missing or wrong.
-    """
+    """PyG's data as a record; relaxed positions are not taken."""
     numbers = data.get("atomic_numbers")
     numbers = data.get("z") if numbers is None else numbers
     if data.get("pos") is None or numbers is None:
@@ -144,5 +132,5 @@ def _record_from_data(data: Data, number: int) -> Data:
 
 def _label(value: Tensor | float | None) -> float | None:
     """An energy, eV, if there is one that is finite."""
-    found = torch.as_tensor(float("nan") if value is None else value)
+    found = torch.as_tensor(float("nan") if value is None else value, device="cpu")
     return float(found) if found.numel() == 1 and bool(torch.isfinite(found).all()) else None

@@ -1,22 +1,26 @@
-"""Which labels can be learned from: what kind of energies they are, and which are beyond belief."""
+"""Kinds of energies, and labels beyond belief."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:
+    from torch_geometric.data import Data
+
 __all__ = [
     "MOST_ADSORPTION",
     "MOST_FORCE",
+    "MOST_STRESS",
     "EnergyKind",
     "beyond_rounding",
     "energy_kind",
-    "force_fault",
     "label_faults",
     "other_kind",
     "per_atom",
+    "point_fault",
 ]
 
 EnergyKind = Literal["adsorption", "total", "unknown"]
@@ -27,6 +31,8 @@ MOST_ADSORPTION = 20.0  # eV
 MOST_FORCE = 1e3
 """eV/Å. Organic molecules at 1,200 K stay below 12; by the repulsion of Ziegler, Biersack and
 Littmark two carbon atoms would have to be within 0.43 Å, two of copper within 0.87 Å."""
+MOST_STRESS = 10.0
+"""eV/Å^3, 1.6 TPa: five times the pressure in the center of the earth."""
 
 # Median magnitude: adsorption energies stay small however large the system is, below 0.1 eV per
 # atom on slabs; total energies are 2 to 15 eV per atom, with all electrons far more.
@@ -42,12 +48,7 @@ def per_atom(energies: NDArray[np.float64], natoms: NDArray[np.int64]) -> float:
 
 
 def energy_kind(energies: NDArray[np.float64], natoms: NDArray[np.int64]) -> EnergyKind:
-    """Adsorption or total energies, by their magnitude; unknown without labels or in between.
-
-    Args:
-        energies: y_relaxed, (systems,), eV; NaN where there is none.
-        natoms: (systems,).
-    """
+    """Adsorption or total energies, by their magnitude; unknown without labels or in between."""
     known = np.isfinite(energies)
     if not known.any():
         return "unknown"
@@ -59,13 +60,7 @@ def energy_kind(energies: NDArray[np.float64], natoms: NDArray[np.int64]) -> Ene
 def other_kind(
     energies: NDArray[np.float64], natoms: NDArray[np.int64], learned: EnergyKind
 ) -> str:
-    """What to say of labels that are of another kind than what is learned; "" where they are not.
-
-    Args:
-        energies: y_relaxed, (systems,), eV; NaN where there is none.
-        natoms: (systems,).
-        learned: kind of the training energies.
-    """
+    """Text for energies of another kind than those of the training; "" for the same kind."""
     kind = energy_kind(energies, natoms)
     if {kind, learned} != {"adsorption", "total"}:
         return ""
@@ -76,12 +71,7 @@ def other_kind(
 
 
 def beyond_rounding(spread: float, energies: NDArray[np.float64]) -> float:
-    """A standard deviation of energies, or of what is left of them; 0 where it is rounding, eV.
-
-    Args:
-        spread: as it was computed, eV.
-        energies: labels that it was computed from, all of them finite, eV.
-    """
+    """A standard deviation of energies, eV; 0 if it is only rounding."""
     return spread if spread > _ROUNDING * float(np.abs(energies).max()) else 0.0
 
 
@@ -92,17 +82,14 @@ def label_faults(
     at_pos: bool = False,
     kind: EnergyKind | None = None,
 ) -> dict[int, str]:
-    """What is wrong with labels, by index of the system.
-
-    Beyond 20 eV from 0 is absurd where the others look like adsorption energies, and only there.
+    """Faults of labels by index of the system: missing ones, and adsorption energies beyond 20 eV.
 
     Args:
         energies: y_relaxed, (systems,), eV; NaN where there is none.
         natoms: (systems,).
-        required: whether a missing label is wrong.
-        at_pos: whether they are energies of single points, with forces: those of large cells are
-            beyond 20 eV where those of small ones look like adsorption energies.
-        kind: what labels look like, these and others that belong to them; None to judge by these.
+        required: a missing label is a fault.
+        at_pos: energies of single points, which have no limit.
+        kind: of these and of others that belong to them; None to judge by these.
     """
     faults: dict[int, str] = {}
     if required:
@@ -117,16 +104,19 @@ def label_faults(
     return dict(sorted(faults.items()))
 
 
-def force_fault(forces: NDArray[np.floating]) -> str:
-    """What is wrong with forces on a structure: one that is beyond belief; "" if there is none.
-
-    Args:
-        forces: (N, 3), eV/Å; NaN where there are none.
-    """
-    sizes = np.linalg.norm(forces.astype(np.float64), axis=1)
-    if not sizes.max() > MOST_FORCE:  # NaN is not
-        return ""
-    return (
-        f"the force on atom {int(sizes.argmax())} is {sizes.max():.4g} eV/Å; expected at most "
-        f"{MOST_FORCE:g} eV/Å, far beyond dynamics and strained structures"
-    )
+def point_fault(record: Data) -> str:
+    """Why forces or stress of a structure are beyond belief; "" if they are not."""
+    sizes = record.forces.double().norm(dim=1)
+    stress = float(record.stress.abs().max())
+    if bool((sizes > MOST_FORCE).any()):  # NaN is not
+        return (
+            f"the force on atom {int(sizes.argmax())} is {float(sizes.max()):.4g} eV/Å; expected "
+            f"at most {MOST_FORCE:g} eV/Å, far beyond dynamics and strained structures"
+        )
+    if stress > MOST_STRESS:
+        return (
+            f"a stress of {stress:.4g} eV/Å^3, which is {160.21766 * stress:.4g} GPa; expected at "
+            f"most {MOST_STRESS:g} eV/Å^3; stress in kbar is 1602.18 times, in GPa 160.218 times "
+            "as large, VASP's sign is opposite to ASE's, a virial is minus the volume times it"
+        )
+    return ""

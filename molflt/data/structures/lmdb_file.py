@@ -41,16 +41,13 @@ class LmdbFile:
 
     Args:
         path: the file.
-
-    Raises:
-        ValueError: naming the file, if it is empty, truncated, or no LMDB with plain keys.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         size = path.stat().st_size
         if size == 0:
-            raise ValueError(f"{path}: the file is empty; expected an OC20 LMDB; download it again")
+            raise ValueError(f"{path}: the file is empty; expected an LMDB; download it again")
         needed = (self._root.last_page + 1) * self._root.page_size
         if size < needed:
             raise ValueError(
@@ -65,22 +62,14 @@ class LmdbFile:
         return {"path": self.path}  # each process maps the file itself
 
     def get(self, key: bytes) -> bytes | None:
-        """The value of a key; None if there is none.
-
-        Raises:
-            ValueError: naming the file and the key, if a page on the way to it is damaged.
-        """
+        """The value of a key; None if there is none."""
         try:
             return self._find(key)
         except (ValueError, struct.error) as error:
             raise ValueError(f"{self.path}: key {key.decode()!r}: {_damaged(error)}") from None
 
     def __iter__(self) -> Iterator[bytes]:
-        """All keys in order.
-
-        Raises:
-            ValueError: naming the file, if a page is damaged.
-        """
+        """All keys in order."""
         try:
             yield from self._keys_below(self._root.root, 1, set())
         except (ValueError, struct.error) as error:
@@ -98,7 +87,7 @@ class LmdbFile:
         second = first and self._meta(first[1].page_size)
         if not first or not second:
             raise ValueError(
-                f"{self.path}: not an LMDB file, or a damaged one; expected OC20's data.lmdb; got "
+                f"{self.path}: not an LMDB file, or a damaged one; got "
                 f"{len(self._content)} bytes that begin otherwise; download or copy it again"
             )
         return max(first, second, key=lambda meta: meta[0])[1]  # of two alike the first, as LMDB

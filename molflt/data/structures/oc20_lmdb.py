@@ -5,8 +5,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import re
-import zipfile
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,12 +23,15 @@ from molflt.data.structures.oc20_pickle import (
     _Field,
 )
 from molflt.data.structures.records import _shown, _whole, make_record
+from molflt.files import read_arrays, shown
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
 __all__ = ["Oc20Lmdb"]
 
+_WHOLE = re.compile(rb"0|[1-9][0-9]{,18}")
+_SMALL = 2**20  # bytes of a metadata.npz, besides 64 for each record
 _FEW_RECORDS = 1000  # below this a pass over the records needs no progress bar
 
 
@@ -66,11 +67,6 @@ class Oc20Lmdb(Structures):
             (name, reason).
         check: with `skip_bad`, read all records once; else those that are not valid are still
             there, and raise when they are read.
-
-    Raises:
-        FileNotFoundError: if there is nothing at ``path``.
-        ValueError: if a shard is empty, truncated, damaged or no LMDB, or holds no records or
-            fewer than it says.
     """
 
     suffixes = (".lmdb", ".mdb")
@@ -126,40 +122,36 @@ class Oc20Lmdb(Structures):
         return record, int((moved & ~record.fixed).sum())
 
     def _record_keys(self, shard: LmdbFile) -> range | list[int]:
-        """Integer keys of one shard, with or without a ``length`` key."""
+        """Integer keys of one shard; records that are missing or have other keys are listed."""
         declared = _declared_length(shard)
-        count = len(shard) if declared is None else declared
-        others = 0 if declared is None else 1
-        if 0 < count <= len(shard) - others and all(
-            self._has(shard, key) for key in (0, count - 1)
-        ):
-            return range(count)
-        keys = sorted(int(name) for name in shard if re.fullmatch(rb"0|[1-9][0-9]{,18}", name))
+        try:
+            names = list(shard)
+        except ValueError:
+            if not self.skip_bad:
+                raise
+            return range(min(len(shard), declared or len(shard)))  # each is tried
+        keys = sorted(int(name) for name in names if _WHOLE.fullmatch(name))
         if not keys:
             raise ValueError(
                 f"{shard.path}: the LMDB holds no records; expected integer keys from '0'; "
                 f"got {len(shard)} other keys"
             )
-        if declared is None:
-            return keys
-        keys = keys[: bisect.bisect_left(keys, declared)]
-        missing = _gaps(keys, declared)
-        if missing and not self.skip_bad:
+        said = "" if declared is None else f"key 'length' says {declared} records; "
+        end = declared if declared is not None else keys[-1] + 1 if keys[0] == 0 else None
+        below = keys if end is None else keys[: bisect.bisect_left(keys, end)]
+        faults = [(gap, "missing") for gap in _gaps(below, end)]
+        for name in names:
+            if not _WHOLE.fullmatch(name) and name != b"length" and _is_record(shard, name):
+                faults.append((f"key {shown(name.decode(errors='replace'))}", "not a whole number"))
+        if faults and not self.skip_bad:
             raise ValueError(
-                f"{shard.path}: key 'length' says {declared} records; got {len(keys)}; "
-                f"{missing[0]} missing; get the file again, or read what there is with --skip-bad"
+                f"{shard.path}: {said}got {len(keys)}; {' '.join(faults[0])}; get the file again, "
+                "or read what there is with --skip-bad"
             )
-        self.bad += [(f"{shard.path}: {gap}", "missing") for gap in missing]
-        return keys
-
-    def _has(self, shard: LmdbFile, key: int) -> bool:
-        """Whether there is a record; of one behind a damaged page it is said when it is read."""
-        try:
-            return shard.get(str(key).encode()) is not None
-        except ValueError:
-            if not self.skip_bad:
-                raise
-            return True
+        if not self.skip_bad:  # 'length' is believed, and what it leaves out is listed
+            faults = [(f"key '{key}'", "beyond 'length'") for key in keys[len(below) :]]
+        self.bad += [(f"{shard.path}: {name}", reason) for name, reason in faults]
+        return keys if self.skip_bad else below
 
     def _every(self, what: str) -> Iterator[int]:
         total = int(self._ends[-1])
@@ -195,7 +187,7 @@ class Oc20Lmdb(Structures):
         where = self._name(index)
         content = shard.get(str(key).encode())
         if content is None:
-            raise ValueError(f"{where}: missing; expected a record for every key up to 'length'")
+            raise ValueError(f"{where}: missing")
         fields = _decode_record(content, where)
         missing = [name for name in ("pos", "atomic_numbers") if name not in fields]
         if missing:
@@ -243,12 +235,7 @@ class Oc20Lmdb(Structures):
         file = folder / "metadata.npz"
         if not file.is_file() or len(_shards(folder)) != len(self.shards):
             return None
-        try:
-            with np.load(file, allow_pickle=False) as metadata:
-                counts = np.asarray(metadata["natoms"])
-        except _UNREADABLE as error:
-            reason = _shown(str(error))
-            raise ValueError(f"{file}: expected an npz with natoms; {reason}; delete it") from None
+        counts = read_arrays(file, ["natoms"], most=_SMALL + 64 * int(self._ends[-1]))["natoms"]
         if counts.shape != (int(self._ends[-1]),) or counts.dtype.kind not in "iu":
             return None
         ends = (0, len(counts) - 1)
@@ -260,7 +247,6 @@ _S2EF = (
     "its y and force are those of S2EF, energy and forces of single geometries; expected IS2RE, "
     "whose y_relaxed is the energy after relaxation; train on these with --recipe potential"
 )
-_UNREADABLE = (OSError, ValueError, KeyError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error)
 
 
 def _declared_length(shard: LmdbFile) -> int | None:
@@ -281,8 +267,16 @@ def _declared_length(shard: LmdbFile) -> int | None:
     return count
 
 
-def _gaps(keys: list[int], count: int) -> list[str]:
-    """What is missing of 0..count - 1, as messages name it; `keys` rise."""
-    ends = [-1, *keys, count]
+def _gaps(keys: list[int], count: int | None) -> list[str]:
+    """Names of the gaps in sorted keys, which go from 0 to count - 1; none without a count."""
+    ends = [] if count is None else [-1, *keys, count]
     gaps = [(a + 1, b - 1) for a, b in itertools.pairwise(ends) if b - a > 1]
     return [f"key '{a}'" if a == b else f"keys '{a}' to '{b}'" for a, b in gaps]
+
+
+def _is_record(shard: LmdbFile, name: bytes) -> bool:
+    content = shard.get(name)
+    try:
+        return content is not None and bool(_decode_record(content, ""))
+    except ValueError:
+        return False

@@ -1,24 +1,32 @@
-"""Atoms at one place: no structure of nature has them, and no model has learned what they cost."""
+"""Atoms at one place, and structures that occur twice."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from itertools import product
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from molflt.atoms import lattice_heights, reduced_cell
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-__all__ = ["TOO_NEAR", "atoms_coincide", "overlaps_of"]
+__all__ = ["TOO_NEAR", "atoms_coincide", "equal_structures", "fingerprint", "overlaps_of"]
 
 TOO_NEAR = 0.1
 """Å; the shortest bond there is, that of hydrogen, is 0.74 Å."""
 
 _SHIFTS = np.array([*product((0.0, 0.5), repeat=3)])
+_WAVES = np.random.default_rng(0).integers(1, 7, (12, 3)) * np.array(
+    [*product((1, -1), (1, -1, 1), (1, -1))]
+)
+_CENTERS, _SHARP = np.random.default_rng(1).uniform(0, 2 * np.pi, (12, 3)), 6.0
+_LENGTH = 20.0  # Å, of the longest wave along axes that are not periodic
+_EQUAL = 3e-5  # of the features of a structure; float32 changes them by 1e-5
 _PLACES = np.array([1, 1_000_003, 1_000_003**2])  # more than there are bins along an axis
 
 
@@ -29,9 +37,8 @@ def atoms_coincide(record: Data) -> bool:
     that are so close share a bin of one of these. The time grows as the number of atoms.
     """
     pos, axes = record.pos.double().numpy(), record.pbc[0].numpy()
-    basis = reduced_cell(record.cell.double().numpy(), record.pbc.numpy())[0][0]
-    normals = np.linalg.qr(basis[axes].T, mode="complete")[0].T
-    basis[~axes] = normals[axes.sum() :]  # along open axes coordinates are in Å
+    reduced = reduced_cell(record.cell.double().numpy(), record.pbc.numpy())[0][0]
+    basis = _basis(reduced, axes)
     heights = lattice_heights(basis[None], np.ones((1, 3), dtype=bool))[0]
     inverse, bins = np.linalg.inv(basis), heights / (2 * TOO_NEAR)
     bins[axes] = np.floor(bins[axes])
@@ -45,14 +52,46 @@ def atoms_coincide(record: Data) -> bool:
     return bool((np.linalg.norm(apart @ basis, axis=1) < TOO_NEAR).any())
 
 
-def overlaps_of(name: str, sids: Sequence[int] = (), count: int = 1) -> str:
-    """What to say of structures with two atoms at one place.
+def fingerprint(record: Data) -> NDArray[np.float64]:
+    """Features that equal structures share: same elements, cell and positions, up to rounding.
 
-    Args:
-        name: of the structure, or of what holds several.
-        sids: theirs; nothing for a single structure.
-        count: structures in all.
+    Sums over the atoms of waves and of peaks, which tell crystals apart whose waves cancel. They do
+    not depend on the order of atoms and on the periodic image.
+
+    Returns:
+        (46,): hash of elements and periodic axes, cell (Å), sums.
     """
+    numbers, axes = record.atomic_numbers.numpy(), record.pbc[0].numpy()
+    kind = hashlib.blake2b(np.sort(numbers).tobytes() + axes.tobytes(), digest_size=6).digest()
+    given = record.cell[0].double().numpy()
+    places = record.pos.double().numpy() @ np.linalg.inv(_basis(given, axes))
+    turns = 2 * np.pi * np.where(axes, places, places / _LENGTH)
+    weights = np.sqrt(numbers / numbers.sum())
+    sums = weights @ np.exp(1j * turns @ _WAVES.T)
+    near = weights @ np.exp(_SHARP * (np.cos(turns[:, None] - _CENTERS) - 1).sum(axis=2))
+    cell = np.where(axes[:, None], given, 0.0).ravel()
+    return np.concatenate([[int.from_bytes(kind)], cell, sums.real, sums.imag, near])
+
+
+def equal_structures(features: NDArray[np.float64]) -> NDArray[np.int64]:
+    """A number for each structure, the same for equal ones: (structures, 46) -> (structures,)."""
+    line = features[:, 1:] @ np.random.default_rng(1).normal(size=features.shape[1] - 1)
+    order = np.lexsort((line, features[:, 0]))
+    differ = (np.abs(np.diff(features[order], axis=0)) > _EQUAL).any(axis=1)
+    numbers = np.empty(len(features), dtype=np.int64)
+    numbers[order] = np.append(0, np.cumsum(differ))[: len(features)]
+    return numbers
+
+
+def _basis(cell: NDArray[np.float64], axes: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Cell with unit vectors in place of the axes that are not periodic, (3, 3), Å."""
+    basis = cell.copy()
+    basis[~axes] = np.linalg.qr(cell[axes].T, mode="complete")[0].T[axes.sum() :]
+    return basis
+
+
+def overlaps_of(name: str, sids: Sequence[int] = (), count: int = 1) -> str:
+    """Text for structures with two atoms at one place, of which `sids` are some of `count`."""
     has, whose = "it has", "its energy means"
     if sids:
         has, whose = f"{len(sids)} of {count} structures have", "their energies mean"

@@ -1,9 +1,11 @@
-"""Some of the structures of a source, as a source of their own."""
+"""Some of the structures of a source, or those of several, as a source of their own."""
 
 from __future__ import annotations
 
 import warnings
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,10 +18,94 @@ if TYPE_CHECKING:
     from ase import Atoms
     from torch_geometric.data import Data
 
-__all__ = ["Part", "element_faults", "split_by_seed", "with_sound_labels", "without"]
+__all__ = ["Joined", "Part", "element_faults", "split_by_seed", "with_sound_labels", "without"]
 
 
-class Part(Structures):
+class _View(Structures):
+    """Structures of other sources; `_at` says which."""
+
+    @abstractmethod
+    def _at(self, index: int) -> tuple[Structures, int]:
+        """The source that has a structure, and its index in there."""
+
+    def __getitem__(self, index: int) -> Data:
+        source, own = self._at(index)
+        return source[own]
+
+    def to_atoms(self, index: int) -> Atoms:
+        source, own = self._at(index)
+        return source.to_atoms(own)
+
+    def where(self, index: int) -> str:
+        source, own = self._at(index)
+        return source.where(own)
+
+    def place(self, index: int) -> int:
+        source, own = self._at(index)
+        return source.place(own)
+
+    def file(self, index: int) -> Path:
+        source, own = self._at(index)
+        return source.file(own)
+
+    def name(self, index: int, sid: int) -> str | int:
+        source, own = self._at(index)
+        return source.name(own, sid)
+
+    def with_unwrapped(self, index: int) -> tuple[Data, int]:
+        source, own = self._at(index)
+        return self[index], source.with_unwrapped(own)[1]
+
+
+class Joined(_View):
+    """Structures of several sources, one after the other.
+
+    Args:
+        path: what messages call them all.
+        sources: any.
+    """
+
+    def __init__(self, path: Path, sources: Sequence[Structures]) -> None:
+        super().__init__(path, any(source.skip_bad for source in sources))
+        self.sources, self._ends = list(sources), np.cumsum([len(source) for source in sources])
+        self.files = [file for source in sources for file in source.files]
+        self.bad = [one for source in sources for one in source.bad]
+        self.unused = list(dict.fromkeys(n for source in sources for n in source.unused))
+        used = dict.fromkeys(n for source in sources for n in source.for_potentials)
+        self.for_potentials = list(used)
+        self.hint = next((source.hint for source in sources if source.hint), "")
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def _at(self, index: int) -> tuple[Structures, int]:
+        stored = self._stored(index)
+        number = int(np.searchsorted(self._ends, stored, side="right"))
+        source = self.sources[number]
+        return source, stored - int(self._ends[number]) + len(source)
+
+    def place(self, index: int) -> int:
+        """Counts those that were left out of earlier sources, too."""
+        number = int(np.searchsorted(self._ends, self._stored(index), side="right"))
+        before = sum(len(source) + len(source.bad) for source in self.sources[:number])
+        return before + super().place(index)
+
+    def verify(self) -> bool | None:
+        found = [source.verify() for source in self.sources]
+        return None if None in found else all(found)
+
+    @property
+    def natoms(self) -> np.ndarray:
+        """Atoms in each structure, (len,) int64."""
+        return np.concatenate([source.natoms for source in self.sources])
+
+    @property
+    def y_relaxed(self) -> np.ndarray:
+        """Relaxed energies, (len,) float64, eV; NaN where there is none."""
+        return np.concatenate([source.y_relaxed for source in self.sources])
+
+
+class Part(_View):
     """Structures of a source, in its order.
 
     Args:
@@ -36,7 +122,7 @@ class Part(Structures):
     ) -> None:
         super().__init__(source.path, source.skip_bad)
         self.source, self.hint, self.unused = source, source.hint, source.unused
-        self.for_potentials = source.for_potentials
+        self.for_potentials, self.files = source.for_potentials, source.files
         self.bad = list(source.bad)
         self._kept: NDArray[np.int64] = np.asarray(kept, dtype=np.int64)
         self._energies = energies
@@ -44,11 +130,8 @@ class Part(Structures):
     def __len__(self) -> int:
         return len(self._kept)
 
-    def __getitem__(self, index: int) -> Data:
-        return self.source[self._stored(index)]
-
-    def to_atoms(self, index: int) -> Atoms:
-        return self.source.to_atoms(self._stored(index))
+    def _at(self, index: int) -> tuple[Structures, int]:
+        return self.source, self._stored(index)
 
     def verify(self) -> bool | None:
         return self.source.verify()
@@ -69,35 +152,18 @@ class Part(Structures):
     def compositions(self, indices: NDArray[np.int64]) -> NDArray[np.float64]:
         return self.source.compositions(self._kept[indices])
 
-    def place(self, index: int) -> int:
-        return self.source.place(self._stored(index))
-
-    def where(self, index: int) -> str:
-        return self.source.where(self._stored(index))
-
 
 def without(
     source: Structures, energies: NDArray[np.float64] | None, faults: Mapping[int, str]
 ) -> Structures:
-    """Those structures of a source that are not at fault; the others are listed in `bad`.
-
-    Args:
-        source: any.
-        energies: its y_relaxed, (len,), eV, if it is known.
-        faults: reason by index in the source.
-    """
+    """Those structures of a source that are not at fault; the others are listed in `bad`."""
     part = Part(source, np.setdiff1d(np.arange(len(source)), list(faults)), energies)
     part.bad += [(f"{source.path}: sid {int(source[i].sid)}", faults[i]) for i in faults]
     return part
 
 
 def element_faults(source: Structures, undescribed: Collection[int]) -> dict[int, str]:
-    """Structures with elements that a model cannot take: reason by index in the source.
-
-    Args:
-        source: any.
-        undescribed: atomic numbers, `molflt.graph.heads.undescribed`.
-    """
+    """Structures with elements that a model cannot take: reason by index in the source."""
     from ase.data import chemical_symbols
 
     numbers, faults = np.array(sorted(undescribed), dtype=np.int64), {}
@@ -110,17 +176,7 @@ def element_faults(source: Structures, undescribed: Collection[int]) -> dict[int
 
 
 def split_by_seed(source: Structures, fraction: float, seed: int) -> tuple[Part, Part]:
-    """A training and a validation part, drawn by seed.
-
-    Args:
-        source: any.
-        fraction: share of the structures that is for validation; at least one is, and at least one
-            is not.
-        seed: of the draw.
-
-    Raises:
-        ValueError: if there are not two structures.
-    """
+    """A training and a validation part, drawn by seed."""
     count = len(source)
     if count < 2:
         raise ValueError(
@@ -140,13 +196,6 @@ def with_sound_labels(
     Labels of one file are judged together, whichever split they have come to. Warns where two files
     have different kinds of them.
 
-    Args:
-        opened: structures by split.
-        train: the split to learn from.
-        val: the split to validate on.
-
-    Raises:
-        ValueError: naming file, sid and value.
     """
     energies = {split: part.y_relaxed for split, part in opened.items() if len(part)}
     natoms = {split: opened[split].natoms for split in energies}

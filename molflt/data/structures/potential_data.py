@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 
 from molflt.data.structures import Structures
+from molflt.data.structures.ase_labels import named_options
 from molflt.data.structures.base import AnyTags, with_bar
 from molflt.data.structures.datamodule import IS2REData
-from molflt.data.structures.force_units import energy_unit_fault, force_unit_fault
-from molflt.data.structures.labels import force_fault
+from molflt.data.structures.force_units import unit_fault
+from molflt.data.structures.labels import point_fault
 from molflt.data.structures.parts import Part, without
 
 __all__ = ["PotentialData", "SinglePoints"]
-
-_MOST_COMPOSITIONS = 1000  # of which the unit of energies is judged
 
 
 class SinglePoints(Part):
@@ -33,7 +32,7 @@ class SinglePoints(Part):
         with_forces: how many have forces; likewise with_stress.
         force_scale: root mean square component of the forces, eV/Å; NaN without any.
         force_size: mean magnitude of a component, eV/Å; NaN without any.
-        absurd: what is wrong with forces, by index in the source.
+        absurd: what is wrong with forces or stress, by index in the source.
     """
 
     def __init__(self, source: Structures) -> None:
@@ -52,8 +51,8 @@ class SinglePoints(Part):
                 square += float(forces.square().sum())
                 size += float(forces.abs().sum())
                 numbers += forces.numel()
-                if fault := force_fault(forces.numpy()):
-                    self.absurd[index] = fault
+            if fault := point_fault(record):
+                self.absurd[index] = fault
         super().__init__(source, np.flatnonzero(np.isfinite(energies)), energies)
         self.without_energy = len(source) - len(self)
         self.with_forces, self.with_stress = counts["forces"], counts["stress"]
@@ -71,14 +70,17 @@ class PotentialData(IS2REData):
         root: folder of the data set, with a file or a folder per split.
         forces_key: array of forces in files that ASE reads, eV/Å; by default what a calculator
             has stored, forces, or REF_forces.
-        stress_key: name of the stress in info, eV/Å^3; by default likewise.
+        stress_key: name of the stress in info, eV/Å^3; by default what a calculator has stored,
+            stress, or REF_stress. A name with "virial" is read as a virial in eV.
         tags: any: tags of files that ASE reads are not read, as a potential has no use for them;
             oc20 or ase: they are checked.
-        check_units: refuse energies beyond what all electrons can give, forces that do not fit
-            differences of energies between near frames, and a force beyond 1,000 eV/Å, whose
-            structure `skip_bad` leaves out.
+        check_units: refuse energies beyond what all electrons can give, forces and stress that do
+            not fit differences of energies between near frames, a force beyond 1,000 eV/Å and a
+            stress beyond 10 eV/Å^3, whose structures `skip_bad` leaves out.
         options: as for relaxed energies.
     """
+
+    may_read = ("stress",)
 
     def __init__(
         self,
@@ -104,20 +106,29 @@ class PotentialData(IS2REData):
     def _points(self, dataset: Structures) -> SinglePoints:
         points = SinglePoints(dataset)
         if not len(points):
-            raise ValueError(
-                f"{dataset.path}: none of {len(dataset)} structures has an energy at its positions"
-                "; expected energy and forces, as ASE's calculators and S2EF have them; for "
+            hint = dataset.hint or (
+                "potentials need energy and forces, as ASE's calculators and S2EF have them; for "
                 "relaxed energies take --recipe is2re"
             )
-        if self.check_units:
-            points = _sound(points)
-        if len(points) and not points.with_forces:
             raise ValueError(
-                f"{dataset.path}: none of {len(points)} structures has forces; expected some; name "
-                "them with --data.forces_key, or learn energies alone: --recipe is2re "
-                "--task.references fit"
+                f"{dataset.path}: none of {len(dataset)} structures has an energy at its "
+                f"positions; {hint}"
             )
-        return points
+        return _sound(points) if self.check_units else points
+
+    def expect_forces(self) -> None:
+        """Raises ValueError if the training split has no forces, with the names it has instead."""
+        self.setup()
+        points = self.datasets["train"]
+        assert isinstance(points, SinglePoints)
+        if points.with_forces:
+            return
+        named = named_options(points.unused, "forces")
+        raise ValueError(
+            f"{points.path}: none of {len(points)} structures has forces; "
+            f"{named or 'name them with --data.forces_key'}; to learn energies alone take "
+            "--task.force_weight 0"
+        )
 
     def describe(self) -> list[str]:
         said = []
@@ -132,31 +143,25 @@ class PotentialData(IS2REData):
         self.setup()
         points = self.datasets["train"]
         assert isinstance(points, SinglePoints)
-        return points.force_scale or 1.0
+        return points.force_scale if points.force_scale > 1e-3 else 1.0  # 0 but for noise
 
 
 def _counts(known: Mapping[str, int], total: int, without: int) -> str:
-    """Which structures have which labels, where it is not all or none of them."""
-    said = ", ".join(
+    """Numbers of structures with each label."""
+    parts = [
         f"{name} in {'all' if count == total else f'{count:,}'}"
         for name, count in known.items()
         if count
-    )
-    return f", {said}" + (f", {without:,} without energy left out" if without else "")
+    ]
+    parts += [f"{without:,} without energy left out"] * bool(without)
+    return "".join(f", {part}" for part in parts)
 
 
 def _sound(points: SinglePoints) -> SinglePoints:
-    """Those without absurd forces, where these may be left out.
-
-    Raises:
-        ValueError: for energies or forces that cannot be what they should.
-    """
+    """Those without absurd labels, where these may be left out; ValueError for wrong units."""
     source, absurd, as_they_are = points.source, points.absurd, "--data.check_units false"
     sound = SinglePoints(without(source, None, absurd)) if absurd else points
-    judged = sound if 2 * len(sound) > len(points) else points  # most are: of another unit
-    some = np.arange(len(judged))[:: -(-len(judged) // _MOST_COMPOSITIONS)]
-    fault = energy_unit_fault(judged.y_relaxed[some], judged.compositions(some))
-    if fault := fault or force_unit_fault(judged):
+    if fault := unit_fault(points):
         raise ValueError(
             f"{points.path}: {fault}; convert the labels, or take them as they are with "
             f"{as_they_are}"

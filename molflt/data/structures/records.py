@@ -19,9 +19,12 @@ from molflt.files import shown
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-__all__ = ["make_record"]
+__all__ = ["make_record", "origin_of"]
 
 _Array: TypeAlias = ArrayLike | Tensor
+_CENTERED = 64.0  # Å from the origin within which a structure stays where it is
+_APART = 256.0  # Å from the other atoms within which an atom keeps its periodic image
+_SKIP = "--skip_bad, in training --data.skip_bad"
 _TAGS = ", ".join(f"{tag:d} ({tag.name.lower()})" for tag in Tag)
 
 
@@ -55,12 +58,12 @@ def _lattice_shift(delta: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
         rest = (vectors - shift)[doubtful]
         rest_shift = torch.round(rest @ torch.linalg.pinv(basis)) @ basis
         counts = sorted(itertools.product((0, -1, 1), repeat=len(basis)), key=np.count_nonzero)
-        offsets = torch.tensor(counts, dtype=torch.float64) @ basis  # (images, 3)
+        offsets = torch.tensor(counts, dtype=torch.float64, device="cpu") @ basis  # (images, 3)
         candidates = torch.cat([torch.zeros_like(rest)[:, None], rest_shift[:, None] + offsets], 1)
         lengths = (rest[:, None] - candidates).norm(dim=2)
         lengths[:, 0] *= 1 - 1e-6  # a tie within float32 rounding is not a jump
         best = lengths.argmin(dim=1)
-        shift[doubtful] += candidates[torch.arange(len(rest)), best]
+        shift[doubtful] += candidates[torch.arange(len(rest), device="cpu"), best]
     return shift
 
 
@@ -83,7 +86,9 @@ def make_record(
     """Check one structure, cast it to the package's types and unwrap its relaxed positions.
 
     Args:
-        pos: initial positions, (N, 3), Å, each coordinate within 1e5 Å.
+        pos: initial positions, (N, 3), Å, each coordinate within 1e5 Å. A structure whose center is
+            more than 64 Å from the origin along an axis is moved, and an atom more than 256 Å from
+            the others to a nearer periodic image, as float32 would round their coordinates.
         atomic_numbers: (N,), 1 to 118; floating point is accepted if the values are integral.
         cell: lattice vectors as rows, (3, 3) or (1, 3, 3), Å; none for a molecule.
         pbc: periodic axes, (3,); by default all three if there is a cell, otherwise none.
@@ -115,8 +120,8 @@ def make_record(
 
     number = _whole(sid, "sid")
     name = f"sid {number}"
-    start = _positions(pos, "pos", name)
-    count = len(start)
+    given = _positions(pos, "pos", name)
+    count = len(given)
     if count == 0:
         raise ValueError(f"{name}: a structure needs at least one atom; got none")
     numbers = _atom_integers(atomic_numbers, "atomic_numbers", count, name)
@@ -126,10 +131,12 @@ def make_record(
             f"{name}: atomic_numbers must be 1 to {MAX_ATOMIC_NUMBER}; "
             f"got {int(numbers[outside][0])}; no such element"
         )
-    lattice, periodic = _cell(cell, pbc, name)
+    exact, periodic = _cell(cell, pbc, name)
+    origin, lattice = origin_of(given), exact.float()
+    start = _near(given - origin, exact, periodic).float()
     return Data(
         pos=start,
-        pos_relaxed=_relaxed(pos_relaxed, start, lattice, periodic, name),
+        pos_relaxed=_relaxed(pos_relaxed, origin, start, lattice, periodic, name),
         cell=lattice,
         pbc=periodic,
         atomic_numbers=numbers,
@@ -225,20 +232,20 @@ def _positions(value: _Array, key: str, name: str, count: int | None = None) -> 
     if tensor.ndim != 2 or tensor.shape[1] != 3 or (count is not None and len(tensor) != count):
         expected = f"({'N' if count is None else count}, 3)"
         raise ValueError(f"{name}: {key} must be {expected} in Å; got shape {tuple(tensor.shape)}")
-    tensor = tensor.float()
+    tensor = tensor.double()
     near = (tensor.abs() <= FARTHEST).all(dim=1)  # false for NaN, too
     if not near.all():
         atom = int((~near).nonzero()[0])
         raise ValueError(
             f"{name}: {key} must be finite and within {FARTHEST:g} Å; got "
-            f"{tensor[atom].tolist()} for atom {atom}; remove the record or read with --skip-bad"
+            f"{tensor[atom].tolist()} for atom {atom}; leave the structure out with {_SKIP}"
         )
     return tensor.contiguous()
 
 
 def _atom_integers(value: _Array | None, key: str, count: int, name: str) -> Tensor:
     if value is None:
-        return torch.zeros(count, dtype=torch.int64)
+        return torch.zeros(count, dtype=torch.int64, device="cpu")
     tensor = _tensor(value, key, name)
     if tuple(tensor.shape) != (count,):
         raise ValueError(
@@ -254,26 +261,26 @@ def _atom_integers(value: _Array | None, key: str, count: int, name: str) -> Ten
 
 
 def _cell(cell: _Array | None, pbc: _Array | None, name: str) -> tuple[Tensor, Tensor]:
-    """Cell (1, 3, 3) float32 Å and periodic axes (1, 3) bool, from what a source offers."""
+    """Cell (1, 3, 3) float64 Å and periodic axes (1, 3) bool, from what a source offers."""
     if cell is None:
-        lattice = torch.zeros(1, 3, 3)
+        lattice = torch.zeros(1, 3, 3, dtype=torch.float64, device="cpu")
     else:
         tensor = _tensor(cell, "cell", name)
         if tuple(tensor.shape) not in ((3, 3), (1, 3, 3)):
             raise ValueError(
                 f"{name}: cell must be (3, 3) or (1, 3, 3) in Å; got shape {tuple(tensor.shape)}"
             )
-        lattice = tensor.reshape(1, 3, 3).float().contiguous()
-    if not torch.isfinite(lattice).all():
+        lattice = tensor.reshape(1, 3, 3).double().contiguous()
+    if not torch.isfinite(lattice.float()).all():
         raise ValueError(f"{name}: cell must be finite; got {lattice[0].tolist()}")
     if pbc is None:
-        periodic = torch.full((1, 3), bool(lattice.any()))
+        periodic = torch.full((1, 3), bool(lattice.any()), device="cpu")
     else:
         axes = _tensor(pbc, "pbc", name)
         if axes.numel() not in (1, 3):
             raise ValueError(f"{name}: pbc must be three booleans; got shape {tuple(axes.shape)}")
         periodic = _flags(axes, "pbc", name).reshape(1, -1).expand(1, 3).contiguous()
-    lowest = lattice_heights(lattice.double().numpy(), periodic.numpy()).min()
+    lowest = lattice_heights(lattice.numpy(), periodic.numpy()).min()
     if lowest < LOWEST:
         raise ValueError(
             f"{name}: periodic axes need linearly independent lattice vectors, whose planes are at "
@@ -283,18 +290,32 @@ def _cell(cell: _Array | None, pbc: _Array | None, name: str) -> tuple[Tensor, T
     return lattice, periodic
 
 
-def _relaxed(value: _Array | None, pos: Tensor, cell: Tensor, pbc: Tensor, name: str) -> Tensor:
+def origin_of(pos: Tensor) -> Tensor:
+    """What to subtract from positions (N, 3) float64, Å: 0 for those near the origin, (3,)."""
+    center = pos.median(dim=0).values
+    coarse = (center / 1000).round() * 1000  # structures moved by round numbers keep their bits
+    return torch.where((center - coarse).abs() <= _CENTERED, coarse, center.round())
+
+
+def _near(pos: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
+    """Positions (N, 3), Å, with the nearest images of atoms that are far from the others."""
+    apart = pos - pos.median(dim=0).values
+    far = (apart.abs() > _APART).any(dim=1)
+    return pos - _lattice_shift(apart * far[:, None], cell, pbc) if far.any() else pos
+
+
+def _relaxed(
+    value: _Array | None, origin: Tensor, pos: Tensor, cell: Tensor, pbc: Tensor, name: str
+) -> Tensor:
     if value is None:
         return torch.full_like(pos, math.nan)
-    relaxed = _positions(value, "pos_relaxed", name, len(pos))
-    shift = _lattice_shift(relaxed.double() - pos.double(), cell, pbc)
-    moved = (shift != 0).any(dim=1, keepdim=True)
-    return torch.where(moved, (relaxed.double() - shift).float(), relaxed)
+    relaxed = _positions(value, "pos_relaxed", name, len(pos)) - origin
+    return (relaxed - _lattice_shift(relaxed - pos.double(), cell, pbc)).float()
 
 
 def _energy(value: _Array | None, key: str, name: str) -> Tensor:
     if value is None:
-        return torch.full((1,), math.nan, dtype=torch.float64)
+        return torch.full((1,), math.nan, dtype=torch.float64, device="cpu")
     tensor = _tensor(value, key, name)
     if tensor.numel() != 1:
         raise ValueError(f"{name}: {key} must be one energy in eV; got shape {tuple(tensor.shape)}")
@@ -302,14 +323,14 @@ def _energy(value: _Array | None, key: str, name: str) -> Tensor:
     if not torch.isfinite(tensor).all():
         raise ValueError(
             f"{name}: {key} must be a finite energy in eV; got {float(tensor)}; "
-            "leave the label out if it is unknown, or read with --skip-bad"
+            f"leave the label out if it is unknown, or the structure with {_SKIP}"
         )
     return tensor.clone()
 
 
 def _forces(value: _Array | None, count: int, name: str) -> Tensor:
     if value is None:
-        return torch.full((count, 3), math.nan)
+        return torch.full((count, 3), math.nan, device="cpu")
     tensor = _tensor(value, "forces", name)
     if tuple(tensor.shape) != (count, 3):
         raise ValueError(
@@ -321,14 +342,14 @@ def _forces(value: _Array | None, count: int, name: str) -> Tensor:
         atom = int((~finite).nonzero()[0])
         raise ValueError(
             f"{name}: forces must be finite, in eV/Å; got {tensor[atom].tolist()} for atom {atom}; "
-            "leave the label out if it is unknown, or read with --skip-bad"
+            f"leave the label out if it is unknown, or the structure with {_SKIP}"
         )
     return tensor
 
 
 def _stress(value: _Array | None, name: str) -> Tensor:
     if value is None:
-        return torch.full((1, 3, 3), math.nan)
+        return torch.full((1, 3, 3), math.nan, device="cpu")
     tensor = _tensor(value, "stress", name).float()
     if tensor.numel() == 6:
         tensor = tensor.flatten()[[0, 5, 4, 5, 1, 3, 4, 3, 2]]

@@ -1,26 +1,21 @@
-"""Split names, where their files lie, and what is known of OC20 IS2RE: counts, sums, numbers."""
+"""Names of splits, and what is known of OC20 IS2RE: counts, sums, numbers."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import NamedTuple
 
-from molflt.data.structures import SOURCES, source_of
-
 __all__ = [
+    "OC20_ARCHIVE",
     "OC20_FILES",
     "PUBLISHED",
+    "SPLITS_IN_ORDER",
     "TEST_SPLITS",
     "VAL_SPLITS",
-    "is_one_source",
-    "sources_in",
-    "split_path",
 ]
 
 VAL_SPLITS = ("val_id", "val_ood_ads", "val_ood_cat", "val_ood_both")
 TEST_SPLITS = ("test_id", "test_ood_ads", "test_ood_cat", "test_ood_both")
-_SPLITS_IN_ORDER = ("train", *VAL_SPLITS, *TEST_SPLITS)
-_SPLITS = {*_SPLITS_IN_ORDER}
+SPLITS_IN_ORDER = ("train", *VAL_SPLITS, *TEST_SPLITS)
 
 
 class _Oc20File(NamedTuple):
@@ -40,7 +35,7 @@ class _Oc20Archive(NamedTuple):
     inner: str
 
 
-_OC20_ARCHIVE = _Oc20Archive(
+OC20_ARCHIVE = _Oc20Archive(
     base_url="https://dl.fbaipublicfiles.com/opencatalystproject/data",
     name="is2res_train_val_test_lmdbs.tar.gz",
     md5="cfc04dd2f87b4102ab2f607240d25fb1",
@@ -92,102 +87,3 @@ PUBLISHED = (
     _Published("SchNet", _10K, 1.059),
     _Published("DimeNet++", _10K, 0.884),
 )
-
-
-def split_path(root: str | Path, split: str) -> Path:
-    """Where a split of a data set lies.
-
-    Looked for, in this order: ``ROOT/SPLIT.safetensors``, ``ROOT/SPLIT.lmdb``, a folder
-    ``ROOT/SPLIT`` of LMDB shards, what other classes of `SOURCES` read, then the same below the
-    folders of the OC20 download: ``ROOT`` may be the download's directory, its ``is2re`` folder,
-    or one subset in it such as ``is2re/10k`` (whose validation splits are those of ``is2re/all``).
-
-    Args:
-        root: folder of the data set.
-        split: ``train``, ``val_id``, ..., or with its subset, ``10k/train``.
-
-    Returns:
-        Path that :func:`molflt.data.structures.open_dataset` opens.
-
-    Raises:
-        FileNotFoundError: if there is no such split; names what is there.
-        ValueError: if several training subsets lie below ``root`` and none is named.
-    """
-    root = Path(root)
-    if not root.is_dir():
-        raise FileNotFoundError(
-            f"{root}: no such folder or file; expected a data set with {split}.safetensors, or one "
-            "file of structures; make one with molflt data make, or molflt data download and "
-            "molflt data convert"
-        )
-    bases = [root, root / "is2re", root / _OC20_ARCHIVE.inner]
-    for base in bases:
-        found = _in_folder(base, split)
-        if found is not None:
-            return found
-    subsets = [base / name for base in bases for name in ("10k", "100k", "all")]
-    found_below = [path for folder in subsets if (path := _in_folder(folder, split)) is not None]
-    if len(found_below) > 1:
-        names = ", ".join(str(path.relative_to(root)) for path in found_below)
-        raise ValueError(
-            f"{root}: several {split} splits: {names}; name one, for instance "
-            f"the folder {found_below[0].parent} instead of {root}"
-        )
-    if not found_below and root.name in ("10k", "100k"):
-        beside = _in_folder(root.parent / "all", split)
-        found_below = [beside] if beside is not None else []
-    if not found_below:
-        there = sorted(p.name for p in root.iterdir() if not p.name.startswith("."))
-        raise FileNotFoundError(
-            f"{root}: no split {split!r}; expected {split}.safetensors, {split}.lmdb, a folder "
-            f"{split} of LMDB shards, or a file that ASE reads; found "
-            + (", ".join(there[:12]) or "an empty folder")
-        )
-    return found_below[0]
-
-
-def is_one_source(path: Path) -> bool:
-    """Whether a path itself holds structures: a file, or a folder of shards that are no splits."""
-    if not path.is_dir():
-        return path.exists()
-    shards = source_of(path).find(path) == path
-    return shards and not {each.stem for each in path.glob("*.lmdb")} & _SPLITS
-
-
-def sources_in(folder: Path) -> tuple[dict[str, Path], list[str]]:
-    """What a folder holds: structures by name, in the order of splits, and names of other files.
-
-    JSON files are structures only if they are called like a split: settings lie beside data, too.
-
-    Raises:
-        FileNotFoundError: if it holds no structures; names what is there.
-        ValueError: if two have one name.
-    """
-    found: dict[str, Path] = {}
-    others = []
-    for path in sorted(folder.iterdir()):
-        name = path.name if path.is_dir() or not path.suffix else path.stem
-        known = path.suffix.lower() != ".json" or path.stem in _SPLITS
-        if path.name.startswith("."):
-            continue
-        if not (is_one_source(path) and known and any(s.takes(path) for s in SOURCES.values())):
-            others.append(path.name)
-        elif name in found:
-            raise ValueError(
-                f"{path}: expected one file for {name}; got {found[name].name} beside it; move "
-                "one of them away"
-            )
-        else:
-            found[name] = path
-    if not found:
-        raise FileNotFoundError(
-            f"{folder}: holds no structures; expected a file for each split, or data.lmdb or "
-            f"data.*.lmdb shards; found {', '.join(others[:12]) or 'an empty folder'}"
-        )
-    order = [name for name in _SPLITS_IN_ORDER if name in found]
-    return {name: found[name] for name in dict.fromkeys([*order, *found])}, others
-
-
-def _in_folder(folder: Path, split: str) -> Path | None:
-    found = (source.find(folder / split) for source in SOURCES.values())
-    return next((path for path in found if path is not None), None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Collection, Iterable
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,15 +22,15 @@ from molflt.atoms import MAX_ATOMIC_NUMBER
 from molflt.data.structures.base import Structures
 from molflt.data.structures.records import make_record
 from molflt.data.structures.store_faults import _atom_faults, _structure_faults
-from molflt.files import expect_readable, save_tensors, shown, verify_tensors
+from molflt.files import clear_parts, expect_readable, save_tensors, shown, verify_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch_geometric.data import Data
 
-__all__ = ["StructureStore", "write_store"]
+__all__ = ["STORE", "StructureStore", "write_store"]
 
-_FORMAT, _VERSION = "molflt-structures", "1"
+STORE, _VERSION = "molflt-structures", "1"
 # column: numpy type, shape of one entry, entries per "atom" or per "structure"
 _COLUMNS: dict[str, tuple[str, tuple[int, ...], str]] = {
     "pos": ("<f4", (3,), "atom"),
@@ -48,6 +49,7 @@ _COLUMNS: dict[str, tuple[str, tuple[int, ...], str]] = {
 }
 _OPTIONAL = ("pos_relaxed", "energy", "forces", "stress")  # not there if no structure has any
 _BLOCK = 10_000  # structures that are checked at once
+_BLOCK_WRITTEN = 1000  # structures whose arrays are joined at once
 _TYPES = {"F32": "<f4", "F64": "<f8", "I64": "<i8", "U8": "|u1", "BOOL": "|b1"}
 
 
@@ -62,43 +64,49 @@ def write_store(
 
     Args:
         path: file to write, ending in ``.safetensors``; an existing one is replaced.
-        records: structures as :func:`molflt.data.structures.records.make_record` returns them.
+        records: structures as :func:`molflt.data.structures.records.make_record` returns them,
+            perhaps with a `name`, which stands for the sid in tables.
         source: where they came from, kept in the file's header.
         left_out: given sids, y_relaxed (eV) and natoms of all structures, (structures,) each, says
             by their indices which are not written after all.
 
     Returns:
         Number of structures written.
-
-    Raises:
-        ValueError: naming the sid of a structure that is not valid, or if there are none.
-        OSError: if the file cannot be written, for instance on a full disk.
     """
     path = Path(path)
     if path.suffix != ".safetensors":
         raise ValueError(f"{path}: a compact store ends in .safetensors; got {path.suffix!r}")
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in _COLUMNS}
-    for record in records:
-        for name, array in _columns(record).items():
-            parts[name].append(array)
-    natoms = np.array([len(array) for array in parts["pos"]], dtype=np.int64)
-    kept = list(range(len(natoms)))
-    if left_out is not None and len(natoms):
-        sids, energies = (np.concatenate(parts[name]) for name in ("sid", "y_relaxed"))
-        absent = set(left_out(sids, energies, natoms))
-        kept = [index for index in kept if index not in absent]
-    if not kept:
+    blocks: dict[str, list[np.ndarray]] = {name: [] for name in _COLUMNS}
+    names: dict[int, str] = {}
+    natoms: list[int] = []
+    remaining = iter(records)
+    while some := list(islice(remaining, _BLOCK_WRITTEN)):
+        names |= {len(natoms) + i: one.name for i, one in enumerate(some) if "name" in one}
+        natoms += [len(record.pos) for record in some]
+        rows = [_columns(record) for record in some]
+        for name, arrays in blocks.items():
+            arrays.append(np.concatenate([row[name] for row in rows]))
+    kept = np.ones(len(natoms), dtype=bool)
+    columns = {name: np.concatenate(arrays) for name, arrays in blocks.items() if arrays}
+    if left_out is not None and natoms:
+        absent = left_out(columns["sid"], columns["y_relaxed"], np.array(natoms))
+        kept[list(absent)] = False
+    if not kept.any():
         raise ValueError(f"{path}: no structures to write; expected at least one")
-    columns = {"offsets": np.append(0, np.cumsum(natoms[kept])).astype("<i8")}
-    for name in _COLUMNS:
-        arrays = parts.pop(name)
-        columns[name] = np.concatenate([arrays[index] for index in kept])
+    if not kept.all():
+        by = {"atom": np.repeat(kept, natoms), "structure": kept}
+        columns = {name: own[by[_COLUMNS[name][2]]] for name, own in columns.items()}
+    columns = {"offsets": np.append(0, np.cumsum(np.array(natoms)[kept])).astype("<i8"), **columns}
     for name in _OPTIONAL:
         if np.isnan(columns[name]).all():
             del columns[name]
-    header = {"format": _FORMAT, "version": _VERSION, "source": source}
+    places = {int(index): place for place, index in enumerate(np.flatnonzero(kept))}
+    named = {places[index]: name for index, name in names.items() if index in places}
+    header = {"names": json.dumps(named)} if named else {}
+    header |= {"format": STORE, "version": _VERSION, "source": source}
+    clear_parts(path.parent)  # of conversions that were killed
     save_tensors(path, columns, header)
-    return len(kept)
+    return int(kept.sum())
 
 
 def _columns(record: Data) -> dict[str, np.ndarray]:
@@ -135,12 +143,6 @@ class StructureStore(Structures):
         path: a ``.safetensors`` file made by :func:`write_store`.
         skip_bad: leave out structures that are not valid instead of refusing them; they are listed
             in ``bad`` as (sid, reason).
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: if the file is truncated, is no compact store, or holds a label, cell or
-            periodic axis that is not valid. Atoms are checked when they are read, or with
-            `skip_bad`.
     """
 
     suffixes = (".safetensors",)
@@ -149,8 +151,7 @@ class StructureStore(Structures):
         super().__init__(path, skip_bad)
         if not self.path.is_file():
             raise FileNotFoundError(
-                f"{self.path}: no such compact store; make one with "
-                "molflt data convert SRC DST or molflt data make DIR"
+                f"{self.path}: no such compact store; make one with molflt data convert SRC DST"
             )
         self._maps: dict[str, np.ndarray] | None = None
         maps = self._open()
@@ -158,6 +159,8 @@ class StructureStore(Structures):
         if faults and not skip_bad:
             index, reason = next(iter(faults.items()))
             raise ValueError(f"{self._sid(index)}: {reason}; read with --skip-bad to leave out")
+        found = json.loads(self._noted("names") or "{}")
+        self.names = {int(index): str(name) for index, name in found.items()}
         if skip_bad:
             count = len(maps["sid"])
             for first in range(0, count, _BLOCK):
@@ -196,8 +199,11 @@ class StructureStore(Structures):
     @property
     def source(self) -> str:
         """Where the structures came from, as the writer noted it."""
+        return self._noted("source")
+
+    def _noted(self, name: str) -> str:
         with safe_open(self.path, framework="numpy") as file:
-            return str((file.metadata() or {}).get("source", ""))
+            return str((file.metadata() or {}).get(name, ""))
 
     def verify(self) -> bool:
         return verify_tensors(self.path)
@@ -260,9 +266,9 @@ def _map_columns(path: Path) -> dict[str, np.ndarray]:
             f"{path}: not a complete safetensors file; expected a compact store; "
             f"{str(error)[:200]}; copy or convert it again"
         ) from None
-    if metadata.get("format") != _FORMAT or metadata.get("version") != _VERSION:
+    if metadata.get("format") != STORE or metadata.get("version") != _VERSION:
         raise ValueError(
-            f"{path}: expected a compact store with format {_FORMAT!r} version {_VERSION!r}; got "
+            f"{path}: expected a compact store with format {STORE!r} version {_VERSION!r}; got "
             f"format {shown(metadata.get('format'))} version {shown(metadata.get('version'))}; "
             "make one with molflt data convert SRC DST"
         )

@@ -1,61 +1,75 @@
-"""What a source of structures holds: counts, elements, tags, energies, displacements, warnings."""
+"""Contents of a source of structures: counts, elements, tags, labels and warnings."""
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, NotRequired, TypedDict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Literal, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 import torch
 
-from molflt.atoms import Tag
+from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
 from molflt.data.structures import AS_IT_IS, Reading
+from molflt.data.structures.ase_labels import named_options
 from molflt.data.structures.convert import _OnePass
+from molflt.data.structures.force_units import MOST_FRAMES, unit_fault
 from molflt.data.structures.labels import (
     EnergyKind,
     energy_kind,
-    force_fault,
     label_faults,
     per_atom,
+    point_fault,
 )
-from molflt.data.structures.overlaps import TOO_NEAR, atoms_coincide
+from molflt.data.structures.overlaps import (
+    TOO_NEAR,
+    atoms_coincide,
+    equal_structures,
+    fingerprint,
+)
+from molflt.data.structures.sources import Paths, named
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-__all__ = ["Inspected", "Summary", "summarize"]
+__all__ = ["Inspected", "Purpose", "Summary", "energies_in_words", "summarize"]
+
+Purpose = Literal["potential", "is2re"]
+Statistics = dict[str, float] | None
 
 _MOST_INITIAL = 100.0  # eV: an initial structure may be strained
+_ALL_ELECTRONS = 15.0  # eV per atom: more than pseudopotentials of most elements leave
 
-_LABELS = ("y_init", "y_relaxed")
+_LABELS = ("y_init", "y_relaxed", "energy")
 
 
 class Summary(TypedDict):
-    """What a source holds, as `molflt data inspect --json` prints it.
+    """Contents of a source, as `molflt data inspect --json` prints them.
 
-    `verified` is whether the file has a digest, which then fits; None if its kind never has one.
-    `energies_look_like` is "adsorption", "total" or "unknown", judged by y_relaxed per atom.
-    Numbers of many structures are given as count, min, mean, median and max; None is unknown. Those
-    of forces are of their magnitudes, those of stress of its nine components.
+    `recipe` is what the labels are for. `verified` says that the digest of the file fits; it is
+    None for files without one. `energies_look_like` is "adsorption", "total" or "unknown", by the
+    energy per atom. Numbers of many structures are given as count, min, mean, median and max; None
+    is unknown. Those of forces are of their magnitudes, those of stress of its nine components.
     """
 
     path: str
+    recipe: Purpose
     systems: int
     atoms_total: int
-    atoms_per_system: dict[str, float] | None
+    atoms_per_system: dict[str, float]
     with_labels: int
     with_relaxed_positions: int
+    with_energy: int
     with_forces: int
     with_stress: int
     elements: dict[str, int]
     tags: dict[str, int]
-    energies_eV: dict[str, dict[str, float] | None]
+    energies_eV: dict[str, Statistics]
+    energies_per_atom_eV: Statistics
     energies_look_like: EnergyKind
-    displacements_A: dict[str, float] | None
-    forces_eV_per_A: dict[str, float] | None
-    stress_eV_per_A3: dict[str, float] | None
+    displacements_A: Statistics
+    forces_eV_per_A: Statistics
+    stress_eV_per_A3: Statistics
     unwrapped_atoms: int
     verified: bool | None
     left_out: list[dict[str, str]]
@@ -65,7 +79,7 @@ class Summary(TypedDict):
 
 
 class Inspected(NamedTuple):
-    """What one pass over a source finds."""
+    """Results of one pass over a source."""
 
     summary: Summary
     """plain numbers and strings"""
@@ -73,121 +87,128 @@ class Inspected(NamedTuple):
     """labels by name, each (systems,), eV; NaN where there is none"""
     shown: Data
     """a structure of typical size to draw"""
-    structures: dict[bytes, int]
-    """digest of elements, cell and initial positions -> sid of the first that has it"""
+    sids: list[int]
+    features: np.ndarray
+    """of each structure, as of :func:`molflt.data.structures.overlaps.fingerprint`"""
 
 
 def summarize(
-    path: Path, limit: int | None = None, skip_bad: bool = False, reading: Reading = AS_IT_IS
+    path: Paths,
+    limit: int | None = None,
+    reading: Reading = AS_IT_IS,
+    recipe: Purpose | None = None,
 ) -> Inspected:
-    """One pass over a source.
+    """Reads a source once. Structures that are not valid are left out and listed.
 
     Args:
         path: what :func:`molflt.data.structures.open_dataset` opens.
-        limit: look only at the first so many structures.
-        skip_bad: leave out structures that are not valid, and list them.
+        limit: use only the first so many structures.
         reading: what the entries of a file that ASE reads mean.
+        recipe: what the labels are for; by default what they look like.
     """
-    structures = _OnePass(path, limit, skip_bad, reading)
-    counts, sids, digests = list[int](), list[int](), dict[bytes, int]()
-    labels, looked = list[list[float]](), _Looked()
-    elements, tags = Counter[int](), Counter[int]()
-    displacements, moved_atoms = list[np.ndarray](), 0
-    shown: Data | None = None
+    structures, seen = _OnePass(path, limit, True, reading), _Seen()
     for record, moved in structures:
-        counts.append(record.natoms)
-        sids.append(record.sid)
-        digests.setdefault(_digest(record), record.sid)
-        elements.update(record.atomic_numbers.tolist())
-        tags.update(record.tags.tolist())
-        moved_atoms += moved
-        looked.take(record)
-        labels.append([float(record[name]) for name in _LABELS])
-        displacements += _displacements(record)
-        if shown is None or (len(counts) <= 100 and record.natoms < shown.natoms):
-            shown = record  # small structures are the ones a picture can show
-    assert shown is not None  # OnePass raises when there are none
-    energies = dict(zip(_LABELS, np.array(labels).T, strict=True))
-    free_displacements = _joined(displacements)
+        seen.take(record, moved)
+    assert seen.shown is not None  # _OnePass raises when there are none
+    labels = dict(zip(_LABELS, np.array(seen.labels).T, strict=True))
+    atoms = np.array(seen.atoms)
+    recipe = recipe or _purpose(seen, labels, atoms)
+    judged = labels["energy" if recipe == "potential" else "y_relaxed"]
+    per_system = _statistics(atoms)
+    assert per_system is not None
     summary: Summary = {
-        "path": str(path),
-        "systems": len(counts),
-        "atoms_total": sum(counts),
-        "atoms_per_system": _statistics(np.array(counts)),
-        "with_labels": int(np.isfinite(energies["y_relaxed"]).sum()),
-        "with_relaxed_positions": len(displacements),
-        "with_forces": len(looked.forces),
-        "with_stress": len(looked.stress),
-        "elements": _by_symbol(elements),
-        "tags": {tag.name.lower(): tags[tag] for tag in Tag},
-        "energies_eV": {name: _statistics(values) for name, values in energies.items()},
-        "energies_look_like": energy_kind(energies["y_relaxed"], np.array(counts)),
-        "displacements_A": _statistics(free_displacements),
-        "forces_eV_per_A": _statistics(_joined(looked.forces)),
-        "stress_eV_per_A3": _statistics(_joined(looked.stress)),
-        "unwrapped_atoms": moved_atoms,
+        "path": str(named(path)),
+        "recipe": recipe,
+        "systems": len(atoms),
+        "atoms_total": int(atoms.sum()),
+        "atoms_per_system": per_system,
+        "with_labels": int(np.isfinite(labels["y_relaxed"]).sum()),
+        "with_relaxed_positions": len(seen.displacements),
+        "with_energy": int(np.isfinite(labels["energy"]).sum()),
+        "with_forces": len(seen.forces),
+        "with_stress": len(seen.stress),
+        "elements": _by_symbol(seen.compositions),
+        "tags": {tag.name.lower(): seen.tags[tag] for tag in Tag},
+        "energies_eV": {name: _statistics(labels[name]) for name in _LABELS[:2]},
+        "energies_per_atom_eV": _statistics(judged / atoms),
+        "energies_look_like": energy_kind(judged, atoms),
+        "displacements_A": _statistics(_joined(seen.displacements)),
+        "forces_eV_per_A": _statistics(_joined(seen.forces)),
+        "stress_eV_per_A3": _statistics(_joined(seen.stress)),
+        "unwrapped_atoms": seen.moved,
         "verified": structures.verified,
         "left_out": [{"name": name, "reason": reason} for name, reason in structures.bad],
         "labels_not_used": structures.unused,
         "warnings": [],
     }
-    known = sids, np.array(counts), len(free_displacements), structures.hint
-    summary["warnings"] = _warnings(summary, energies, *known, len(digests), looked)
-    return Inspected(summary, energies, shown, digests)
+    features = np.array(seen.features)
+    judge = _of_potentials if recipe == "potential" else _of_relaxations
+    summary["warnings"] = [
+        *judge(summary, seen, labels, structures.hint),
+        *_of_all(summary, seen, features),
+    ]
+    return Inspected(summary, labels, seen.shown, seen.sids, features)
 
 
-class _Looked:
-    """What each structure is looked at for.
-
-    Attributes:
-        forces: magnitudes in each structure that has them, (atoms,), eV/Å.
-        stress: components, (9,), eV/Å^3.
-        absurd: sid, and what is wrong with a force.
-        overlapping: sids of structures with two atoms at one place.
-        untagged: how many have no tags.
-    """
+class _Seen:
+    """What one pass collects, a number or an array for each structure."""
 
     def __init__(self) -> None:
-        self.forces, self.stress = list[np.ndarray](), list[np.ndarray]()
+        self.sids, self.atoms, self.moved = list[int](), list[int](), 0
+        self.labels, self.features = list[list[float]](), list[np.ndarray]()
+        self.forces, self.stress = list[np.ndarray](), list[np.ndarray]()  # eV/Å, eV/Å^3
+        self.displacements = list[np.ndarray]()  # of free atoms, Å
+        self.compositions, self.tags = np.zeros(MAX_ATOMIC_NUMBER + 1), Counter[int]()
         self.absurd, self.overlapping, self.untagged = list[tuple[int, str]](), list[int](), 0
+        self.kept: list[Data] = []
+        self.shown: Data | None = None
 
-    def take(self, record: Data) -> None:
+    def take(self, record: Data, moved: int) -> None:
+        self.sids.append(int(record.sid))
+        self.atoms.append(int(record.natoms))
+        self.moved += moved
+        self.labels.append([float(record[name]) for name in _LABELS])
+        self.features.append(fingerprint(record))
+        self.compositions += np.bincount(record.atomic_numbers, minlength=MAX_ATOMIC_NUMBER + 1)
+        self.tags.update(record.tags.tolist())
+        self.untagged += not record.tags.any()
         if bool(record.forces.isfinite().all()):
             self.forces.append(record.forces.double().norm(dim=1).numpy())
         if bool(record.stress.isfinite().all()):
             self.stress.append(record.stress.double().flatten().numpy())
-        if reason := force_fault(record.forces.numpy()):
-            self.absurd.append((record.sid, reason))
-        self.overlapping += [record.sid] * atoms_coincide(record)
-        self.untagged += not record.tags.any()
+        if not bool(torch.isnan(record.pos_relaxed).any()):
+            moves = (record.pos_relaxed - record.pos)[~record.fixed]
+            self.displacements.append(moves.norm(dim=1).numpy())
+        if reason := point_fault(record):
+            self.absurd.append((self.sids[-1], reason))
+        self.overlapping += [self.sids[-1]] * atoms_coincide(record)
+        if len(self.kept) < MOST_FRAMES and bool(record.energy.isfinite()):
+            self.kept.append(record)
+        if self.shown is None or (len(self.sids) <= 100 and record.natoms < self.shown.natoms):
+            self.shown = record  # small structures are the ones a picture can show
 
 
-def _by_symbol(elements: Counter[int]) -> dict[str, int]:
+def _purpose(seen: _Seen, labels: dict[str, np.ndarray], atoms: np.ndarray) -> Purpose:
+    """Potentials have forces or stress, or total energies of structures that are not relaxed."""
+    if seen.forces or seen.stress:
+        return "potential"
+    total = energy_kind(labels["energy"], atoms) == "total"
+    return (
+        "potential" if total and not (seen.displacements or seen.tags[Tag.ADSORBATE]) else "is2re"
+    )
+
+
+def _by_symbol(counts: np.ndarray) -> dict[str, int]:
     from ase.data import chemical_symbols
 
-    return {chemical_symbols[number]: count for number, count in sorted(elements.items())}
-
-
-def _digest(record: Data) -> bytes:
-    """That of what a model sees of where which atoms are."""
-    found = hashlib.blake2b(digest_size=16)
-    for name in ("atomic_numbers", "cell", "pos"):
-        found.update(record[name].numpy().tobytes())
-    return found.digest()
-
-
-def _displacements(record: Data) -> list[np.ndarray]:
-    """Those of the free atoms, Å, if relaxed positions are known."""
-    if torch.isnan(record.pos_relaxed).any():
-        return []
-    return [(record.pos_relaxed - record.pos)[~record.fixed].norm(dim=1).numpy()]
+    return {chemical_symbols[number]: int(counts[number]) for number in np.flatnonzero(counts)}
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:
     return np.concatenate(parts) if parts else np.array([])
 
 
-def _statistics(values: np.ndarray) -> dict[str, float] | None:
+def _statistics(values: np.ndarray) -> Statistics:
     """Count, min, mean, median and max of the finite values; None if there are none."""
     finite = values[np.isfinite(values)]
     if len(finite) == 0:
@@ -201,83 +222,59 @@ def _statistics(values: np.ndarray) -> dict[str, float] | None:
     }
 
 
-def _warnings(
-    summary: Summary,
-    energies: dict[str, np.ndarray],
-    sids: list[int],
-    natoms: np.ndarray,
-    free_atoms: int,
-    hint: str,
-    distinct: int,
-    looked: _Looked,
+def _absurd(faults: Iterable[tuple[int, str]], systems: int) -> list[str]:
+    """One line for structures with labels beyond belief, by sid."""
+    found = list(faults)
+    return [
+        f"absurd labels: {len(found)} of {systems} systems, for instance sid {sid}: {reason}"
+        for sid, reason in found[:1]
+    ]
+
+
+def _of_potentials(
+    summary: Summary, seen: _Seen, labels: dict[str, np.ndarray], hint: str
 ) -> list[str]:
-    systems = summary["systems"]
+    systems, found = summary["systems"], []
+    named = {kind: named_options(summary["labels_not_used"], kind) for kind in ("forces", "stress")}
+    for name, known, why in (
+        ("energy", summary["with_energy"], hint),
+        ("forces", summary["with_forces"], named["forces"]),
+        ("stress", summary["with_stress"], named["stress"]),
+    ):
+        if known < systems and (why or name != "stress"):  # most data have none
+            found.append(
+                f"no {name}: {systems - known} of {systems} systems" + f"; {why}" * bool(why)
+            )
+    if fault := unit_fault(seen.kept):
+        return [*found, f"wrong units: {fault}"]
+    return found + _absurd(seen.absurd, systems)
+
+
+def _of_relaxations(
+    summary: Summary, seen: _Seen, labels: dict[str, np.ndarray], hint: str
+) -> list[str]:
+    systems, kind, natoms = summary["systems"], summary["energies_look_like"], np.array(seen.atoms)
+    relaxed, initial = labels["y_relaxed"], labels["y_init"]
     found = []
-    if looked.untagged:
+    if seen.untagged:
         found.append(
-            f"no tags: {looked.untagged} of {systems} systems have only tag 0, so surface and "
+            f"no tags: {seen.untagged} of {systems} systems have only tag 0; surface and "
             "adsorbate are unknown"
         )
-    found += _label_warnings(summary, energies, sids, natoms, hint)
-    found += [
-        f"absurd labels: {len(looked.absurd)} of {systems} systems, for instance sid {sid}: "
-        f"{reason}"
-        for sid, reason in looked.absurd[:1]
-    ]
-    without = systems - summary["with_relaxed_positions"]
-    if without:
-        found.append(f"no relaxed positions: {without} of {systems} systems have no pos_relaxed")
-    if summary["unwrapped_atoms"]:
-        found.append(
-            "wrapped relaxed positions: unwrapped "
-            f"{summary['unwrapped_atoms']} of {free_atoms} free atoms"
-        )
-    repeated = systems - len(set(sids))
-    if repeated:
-        found.append(f"repeated sids: {repeated} systems have the sid of an earlier one")
-    if distinct < systems:
-        found.append(
-            f"repeated structures: {systems - distinct} of {systems} systems have the elements, "
-            "cell and initial positions of an earlier one"
-        )
-    if looked.overlapping:
-        found.append(
-            f"atoms at one place: {len(looked.overlapping)} of {systems} systems have two closer "
-            f"than {TOO_NEAR} Å, for instance sid {looked.overlapping[0]}"
-        )
-    if summary["left_out"]:
-        found.append(f"left out: {len(summary['left_out'])} structures are not valid")
-    return found
-
-
-def _label_warnings(
-    summary: Summary,
-    energies: dict[str, np.ndarray],
-    sids: list[int],
-    natoms: np.ndarray,
-    hint: str,
-) -> list[str]:
-    systems, kind = summary["systems"], summary["energies_look_like"]
-    relaxed, found = energies["y_relaxed"], []
     missing = np.flatnonzero(~np.isfinite(relaxed))
     if len(missing):
-        first = "" if len(missing) == systems else f", for instance sid {sids[missing[0]]}"
+        first = "" if len(missing) == systems else f", for instance sid {seen.sids[missing[0]]}"
         why = f"; {hint}" if hint else ""
         found.append(
             f"no labels: {len(missing)} of {systems} systems have no y_relaxed{first}{why}"
         )
-    absurd = label_faults(relaxed, natoms, required=False, at_pos=summary["with_forces"] > 0)
-    for index, reason in list(absurd.items())[:1]:
-        found.append(
-            f"absurd labels: {len(absurd)} of {systems} systems, for instance sid {sids[index]}: "
-            f"{reason}"
-        )
-    strained = np.flatnonzero(np.abs(energies["y_init"]) > _MOST_INITIAL)
+    faults = label_faults(relaxed, natoms, required=False, at_pos=summary["with_forces"] > 0)
+    found += _absurd(((seen.sids[index], reason) for index, reason in faults.items()), systems)
+    strained = np.flatnonzero(np.abs(initial) > _MOST_INITIAL)
     if len(strained) and kind == "adsorption":
-        index = strained[0]
         found.append(
             f"absurd labels: |y_init| > {_MOST_INITIAL:g} eV in {len(strained)} systems, for "
-            f"instance sid {sids[index]} with {energies['y_init'][index]:.3f} eV; expected "
+            f"instance sid {seen.sids[strained[0]]} with {initial[strained[0]]:.3f} eV; expected "
             "adsorption energies"
         )
     if kind == "total" and summary["tags"]["adsorbate"]:
@@ -286,4 +283,49 @@ def _label_warnings(
             "median; expected adsorption energies, as there are adsorbates; subtract those of the "
             "clean surface and of the molecule, or train with --task.references fit"
         )
+    found += _absurd(seen.absurd, systems)
+    without = systems - summary["with_relaxed_positions"]
+    if without:
+        found.append(f"no relaxed positions: {without} of {systems} systems have no pos_relaxed")
+    if seen.moved:
+        free = sum(map(len, seen.displacements))
+        found.append(f"wrapped relaxed positions: unwrapped {seen.moved} of {free} free atoms")
     return found
+
+
+def _of_all(summary: Summary, seen: _Seen, features: np.ndarray) -> list[str]:
+    systems, found = summary["systems"], []
+    if repeated := systems - len(set(seen.sids)):
+        found.append(f"repeated sids: {repeated} systems have the sid of an earlier one")
+    if repeated := systems - len(np.unique(equal_structures(features))):
+        found.append(
+            f"repeated structures: {repeated} of {systems} systems have the elements, cell and "
+            "initial positions of an earlier one"
+        )
+    if seen.overlapping:
+        found.append(
+            f"atoms at one place: {len(seen.overlapping)} of {systems} systems have two closer "
+            f"than {TOO_NEAR} Å, for instance sid {seen.overlapping[0]}"
+        )
+    if summary["left_out"]:
+        found.append(f"left out: {len(summary['left_out'])} structures are not valid")
+    return found
+
+
+def energies_in_words(summary: Summary) -> str:
+    """Which kind of energy the labels are, by their size per atom and the tags."""
+    values, kind = summary["energies_per_atom_eV"], summary["energies_look_like"]
+    if values is None:
+        return ""
+    if kind == "total":
+        size = max(abs(values["min"]), abs(values["max"]))
+        if size > _ALL_ELECTRONS:
+            return "total energies"
+        return "total energies, or cohesive energies relative to free atoms"
+    if summary["tags"]["adsorbate"] and kind == "adsorption":
+        return "adsorption energies"
+    if summary["recipe"] == "potential":
+        return "energies relative to a reference, such as formation energies"
+    if kind == "adsorption":
+        return "adsorption energies, formation energies or other differences"
+    return "neither adsorption nor total energies"

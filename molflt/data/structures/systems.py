@@ -61,8 +61,8 @@ def read_systems(folder: Path) -> dict[int, System]:
     path = folder / SYSTEMS
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path}: no such file; expected the names of the systems; molflt data convert of "
-            "GAME-Net's archive to a folder writes it"
+            f"{path}: no such file; expected the names of the systems; "
+            "scripts/game_net.py of the repository writes it"
         )
     if (size := path.stat().st_size) > _LARGEST:
         raise ValueError(f"{path}: expected at most {_LARGEST:,} bytes; got {size:,}")

@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.data.text.listops import SYMBOLS
 from molflt.data.text.proteins import RESIDUES
 
-__all__ = ["BYTES", "FIXED", "FixedVocabulary", "byte_ids", "text_of"]
+__all__ = ["BYTES", "FIXED", "LISTOPS", "FixedVocabulary", "byte_ids", "text_of"]
+
+LISTOPS = ("[MIN", "[MAX", "[MED", "[SM", "]", *"0123456789")
+"""Tokens of ListOps (arXiv:1804.06028); the parentheses in published files carry no information."""
 
 _VISIBLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 _OTHER = [byte for byte in range(256) if byte not in _VISIBLE]
@@ -84,6 +86,6 @@ def byte_ids(text: str, ids: NDArray[np.int32]) -> NDArray[np.int32]:
 
 FIXED = {
     "protein": FixedVocabulary(tuple(RESIDUES), "residue", f"the letters {RESIDUES}", _characters),
-    "listops": FixedVocabulary(SYMBOLS, "ListOps symbol", " ".join(SYMBOLS), _symbols),
+    "listops": FixedVocabulary(LISTOPS, "ListOps symbol", " ".join(LISTOPS), _symbols),
     "byte": FixedVocabulary(BYTES, "byte", "256 of them", _bytes),
 }

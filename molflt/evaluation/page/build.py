@@ -26,9 +26,6 @@ def page_of(run: Path) -> tuple[str, list[str]]:
 
     Returns:
         The page, and a line for everything that it could not show.
-
-    Raises:
-        FileNotFoundError: if it is no run.
     """
     found = read_contents(run)
     parts = list(_sections(found))

@@ -75,11 +75,7 @@ class Contents:
 
 
 def read_contents(path: Path) -> Contents:
-    """Reads the folder of a run.
-
-    Raises:
-        FileNotFoundError: if it is no run.
-    """
+    """Reads the folder of a run."""
     path = Path(path)
     last = path / "checkpoints" / "last.ckpt"
     if not any(one.is_file() for one in (path / "config.yaml", last, path / "metrics.csv")):
@@ -165,11 +161,7 @@ def _say_what_lacks(found: Contents, run: Run, stopped: bool) -> None:
 
 
 def _rows(path: Path) -> list[Row]:
-    """Rows of a CSV file; none if there is no file.
-
-    Raises:
-        ValueError: naming the file, if it is damaged.
-    """
+    """Rows of a CSV file; none if there is no file."""
     if not path.is_file():
         return []
     try:

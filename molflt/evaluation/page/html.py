@@ -70,7 +70,8 @@ def table(
     lines = [
         f'<tr><th scope="row">{text(row[0])}</th>'
         + "".join(
-            f"<td{kind}>{text(cell)}</td>" for cell, kind in zip(row[1:], kinds[1:], strict=True)
+            f"<td{kind}>{text(_minus(cell) if kind else cell)}</td>"
+            for cell, kind in zip(row[1:], kinds[1:], strict=True)
         )
         + "</tr>"
         for row in rows[:most]
@@ -82,6 +83,11 @@ def table(
         f"<caption>{text(caption)}</caption>\n<thead><tr>{''.join(titles)}</tr></thead>\n"
         f"<tbody>{''.join(lines)}</tbody></table></div>"
     )
+
+
+def _minus(cell: object) -> object:
+    """A number with a minus sign in place of a hyphen."""
+    return f"−{cell[1:]}" if isinstance(cell, str) and cell.startswith("-") else cell
 
 
 def details(summary: str, body: Html) -> Html:

@@ -37,9 +37,6 @@ class Pictures:
             alt: the picture in words.
             caption: what stands below it.
             draw: writes a picture to a file.
-
-        Raises:
-            ValueError: if there is no more room.
         """
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "picture.svg"
@@ -55,12 +52,7 @@ class Pictures:
         return self._figure("svg+xml", content, width, alt, caption, alt)
 
     def kept(self, file: Path, alt: str, caption: str) -> Html:
-        """A figure of a PNG that lies in the run.
-
-        Raises:
-            ValueError: naming the file, if it is no picture, or there is no more room.
-            OSError: if it cannot be read.
-        """
+        """A figure of a PNG that lies in the run."""
         size = file.stat().st_size
         if size > _MOST_READ:
             raise ValueError(f"{file}: {readable_size(size)}; too large to be shown")

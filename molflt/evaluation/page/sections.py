@@ -7,7 +7,6 @@ import re
 import shlex
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -17,8 +16,8 @@ from molflt.evaluation.page.pictures import Pictures
 from molflt.evaluation.runs import Run, flat_options, standard_error
 from molflt.files import readable_size
 from molflt.metrics import Metric
-from molflt.plots import training_curve
 from molflt.training.config import build_parser, plain
+from molflt.training.outcome import draw_curve
 
 __all__ = ["encodings", "files", "overview", "repeat", "results", "settings", "training"]
 
@@ -182,9 +181,7 @@ def training(found: Contents, pictures: Pictures) -> Section | None:
     metrics = {} if run is None else run.metrics
     measure = "" if run is None else run.measure
     parts = []
-    draw = partial(
-        _curve, found, metrics, measure if run is not None and run.best is not None else ""
-    )
+    draw = partial(draw_curve, found.path, metrics=metrics, measure=measure)
     steps = found.columns["step"]
     last = int(np.nanmax(steps)) if np.isfinite(steps).any() else 0
     alt = f"Loss, metrics and learning rate against the step, up to step {last:,}."
@@ -211,10 +208,6 @@ def training(found: Contents, pictures: Pictures) -> Section | None:
 
 def _validated(found: Contents, name: str, place: int, metrics: Mapping[str, Metric]) -> str:
     return _number(float(found.columns[name][place]), None, metrics.get(name.removeprefix("val_")))
-
-
-def _curve(found: Contents, metrics: Mapping[str, Metric], best: str, file: Path) -> None:
-    training_curve(found.path / "metrics.csv", file, metrics, best)
 
 
 def encodings(found: Contents, pictures: Pictures) -> Section | None:

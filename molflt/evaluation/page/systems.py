@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from molflt import plots
 from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.potential_data import SinglePoints
+from molflt.data.structures.sources import exists
 from molflt.evaluation.groups import without_compositions
 from molflt.evaluation.page.contents import Contents, Row
 from molflt.evaluation.page.html import Html, Section, details, joined, table
@@ -37,7 +38,8 @@ _TITLES = {
     "natoms": "number of atoms",
 }
 
-_Array = NDArray[np.float64]
+_Panel = Mapping[str, tuple[NDArray[np.float64], NDArray[np.float64]]]
+_Names = Mapping[str, Sequence[str]]
 
 
 class _System(NamedTuple):
@@ -99,29 +101,26 @@ def _parity(found: Contents, pictures: Pictures, of_forces: bool) -> Html:
     for system in _systems(found):
         if math.isfinite(system.target) and math.isfinite(system.energy):
             by_split.setdefault(system.split, []).append(system)
-    panels, names, said = {}, {}, []
+    unit = "meV/atom" if of_forces else "eV"
+    quantity = "energy less the mean of its formula" if of_forces else "energy"
+    caption = f"Predicted against labeled {quantity}; the largest errors are named."
+    figures = []
     for split, own in by_split.items():
         target, energy = (np.array([getattr(one, k) for one in own]) for k in ("target", "energy"))
         if of_forces:
-            target, energy = without_compositions([one.name for one in own], target, energy)
-        panels[split] = (target, energy)
-        names[split] = [f"sid {one.sid} {one.name}" for one in own]
+            sizes = [one.natoms for one in own]
+            target, energy = without_compositions([one.name for one in own], sizes, target, energy)
+        names = {split: [f"sid {one.sid} {one.name}" for one in own]}
         mae = float(np.abs(energy - target).mean())
-        said.append(f"{split}: mean absolute error {mae:.3f} eV over {len(own):,} systems")
-    quantity = "energy less the mean of its formula" if of_forces else "energy"
-    alt = f"Predicted against labeled {quantity}, a panel per split. {'. '.join(said)}."
-    caption = f"Predicted against labeled {quantity}; the largest errors of a split are named."
-    draw = partial(_draw_parity, panels, names, quantity)
-    return pictures.drawn(alt, caption, draw)
+        said = f"mean absolute error {mae:.3f} {unit} over {len(own):,} systems"
+        alt = f"Predicted against labeled {quantity}. {split}: {said}."
+        panel = {split: (target, energy)}
 
+        def draw(file: Path, panel: _Panel = panel, names: _Names = names) -> None:
+            plots.parity(panel, file, names, quantity, unit)
 
-def _draw_parity(
-    panels: Mapping[str, tuple[_Array, _Array]],
-    names: Mapping[str, Sequence[str]],
-    quantity: str,
-    file: Path,
-) -> None:
-    plots.parity(panels, file, names, quantity)
+        figures.append(pictures.drawn(alt, f"{split}: {caption}", draw))
+    return Html(f'<div class="pictures">{joined(figures)}</div>')
 
 
 def _groups(found: Contents, pictures: Pictures, unit: str) -> Html | None:
@@ -177,28 +176,29 @@ def worst_systems(found: Contents, run: Run, pictures: Pictures) -> Section | No
     """The systems with the largest errors, as a table and drawn."""
     systems: list[_System] = found.attempt(partial(_systems, found), [])
     of_forces = any(math.isfinite(one.force) for one in systems)
-    unit = "eV/Å" if of_forces else "eV"
+    unit = "meV/Å" if of_forces else "eV"
 
     def error(one: _System) -> float:
-        return one.force if of_forces else one.energy - one.target
+        return 1e3 * one.force if of_forces else one.energy - one.target
 
     known = [one for one in systems if math.isfinite(error(one))]
     known.sort(key=lambda one: -abs(error(one)))
     if not known:
         return None
-    sign = "" if of_forces else "+"
+    form = ".1f" if of_forces else "+.3f"
     rows = []
     for one in known[:_LISTED]:
-        numbers = (f"{one.target:.3f}", f"{one.energy:.3f}", f"{error(one):{sign}.3f}")
-        rows.append([one.sid, one.split, one.name, one.natoms, *numbers])
+        numbers = (f"{error(one):{form}}", f"{one.target:.3f}", f"{one.energy:.3f}")
+        rows.append([one.name, *numbers, one.natoms, one.sid, one.split])
     what = "mean error of the forces" if of_forces else "error"
     caption = f"The {len(rows)} systems with the largest {what}, of {len(known):,}."
     named = "formula" if of_forces else "adsorbate and slab"
-    head = ("sid", "split", named, "atoms", "label / eV", "prediction / eV", f"{what} / {unit}")
-    parts = [table(head, rows, caption, text_columns=3)]
+    head = (named, f"{what} / {unit}", "label / eV", "prediction / eV", "atoms", "sid", "split")
+    parts = [table(head, rows, caption)]
     figures = []
     for one, structure in _structures(found, run, known[:_DRAWN]):
-        title = f"sid {one.sid} ({one.split}): {one.name}, {what} {error(one):{sign}.3f} {unit}"
+        wrong = f"{error(one):{form}} {unit}".replace("-", "−")
+        title = f"sid {one.sid} ({one.split}): {one.name}, {what} {wrong}"
         alt = f"{title}; {one.natoms} atoms seen from the top and from the side."
         figure = found.attempt(
             partial(pictures.drawn, alt, title, partial(_draw_structure, structure)), None
@@ -228,14 +228,10 @@ def _structures(found: Contents, run: Run, wanted: Sequence[_System]) -> list[tu
 
 
 def _records(run: Run, split: str, wanted: Sequence[_System]) -> list[Data]:
-    """Structures of one split.
-
-    Raises:
-        ValueError: if the data are not there, or are not those that were evaluated.
-    """
+    """Structures of one split."""
     data = DataSet.of_run(run.config["data"], run.config["seed"])
     advice = "the worst structures are not drawn"
-    if not data.root.exists():
+    if not exists(data.root):
         raise ValueError(f"{data.root}: the data of the run are not there; {advice}")
     for skip_bad in (False, True):  # evaluations may have left out bad ones
         try:

@@ -37,7 +37,7 @@ def _note_of(store: StructureStore) -> _Note:
     except (ValueError, KeyError, TypeError, RecursionError):
         sound = False
     if not sound:
-        raise ValueError(f"{store.path}: not a system of data make; got {shown(store.source)}")
+        raise ValueError(f"{store.path}: expected a part of made data; got {shown(store.source)}")
     return note
 
 

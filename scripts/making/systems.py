@@ -14,18 +14,18 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-
-from molflt.atoms import Tag
-from molflt.data.structures.adsorbates import ADSORBATES, _oriented
-from molflt.data.structures.calculators import CALCULATORS, relax
-from molflt.data.structures.references import adsorption_energy
-from molflt.data.structures.slabs import (
+from making.adsorbates import ADSORBATES, _oriented
+from making.calculators import CALCULATORS, relax
+from making.references import adsorption_energy
+from making.slabs import (
     _FORCE_TOLERANCE,
     CATALYSTS,
     _draw_site,
     _draw_surface,
     _relaxed_slab,
 )
+
+from molflt.atoms import Tag
 
 if TYPE_CHECKING:
     from ase import Atoms

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from molflt.data.structures.calculators import relax
+from making.calculators import relax
 
 __all__ = ["adsorption_energy", "linear_references", "molecule_energies"]
 

@@ -1,25 +1,25 @@
-"""ListOps: nested operations on lists of digits, their values, and random ones (arXiv:1804.06028).
+"""Draw expressions of ListOps (arXiv:1804.06028), long as in Long Range Arena (arXiv:2011.04006).
 
-Long Range Arena has them longer (arXiv:2011.04006, section 2.2.1), by the same rules.
+python scripts/listops.py datasets/lra/ListOps
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from jsonargparse import auto_cli
+
+from molflt.data.text.fixed import LISTOPS
 from molflt.files import atomically, shown
 
-__all__ = ["DIGITS", "END", "OPERATORS", "SYMBOLS", "evaluate", "expressions", "make"]
-
-DIGITS = tuple("0123456789")
-OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 END = "]"
-SYMBOLS = (*OPERATORS, END, *DIGITS)
-"""Every token of an expression; files also have parentheses, which tell nothing more."""
+OPERATORS = LISTOPS[: LISTOPS.index(END)]
+DIGITS = LISTOPS[LISTOPS.index(END) + 1 :]
 
 _OPERATOR_SHARE = 0.25  # of the arguments above the greatest depth
 _MOST_MISSES = 1_000_000
@@ -33,7 +33,7 @@ def evaluate(expression: str) -> int:
     middle, rounded down), or the sum modulo 10 of the arguments.
 
     Args:
-        expression: symbols of `SYMBOLS` between white space; parentheses count for nothing.
+        expression: symbols of `LISTOPS` between white space; parentheses count for nothing.
 
     Raises:
         ValueError: another symbol, an operator without arguments, or brackets that do not match.
@@ -50,7 +50,7 @@ def evaluate(expression: str) -> int:
         else:
             raise ValueError(
                 f"{shown(symbol)} in {shown(expression)}; expected an expression of "
-                f"{' '.join(SYMBOLS)}, with arguments between an operator and its {END}"
+                f"{' '.join(LISTOPS)}, with arguments between an operator and its {END}"
             )
     if len(open_lists) > 1 or len(open_lists[0][1]) != 1:
         raise ValueError(
@@ -176,3 +176,17 @@ def make(
                     tokens += text.count(" ") + 1
             lines.append(f"  {use}: {count:,} expressions, {tokens / count:.1f} tokens on average")
     print("\n".join([f"{dst}: ListOps", *lines]))
+
+
+def main(words: list[str] | None = None) -> int:
+    """Draw the expressions; return 2 if there are not enough of them."""
+    try:
+        auto_cli(make, args=words)
+    except (ValueError, OSError) as error:
+        print(f"listops.py: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

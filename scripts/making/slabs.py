@@ -6,9 +6,9 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
+from making.calculators import CALCULATORS, relax
 
 from molflt.atoms import Tag
-from molflt.data.structures.calculators import CALCULATORS, relax
 
 if TYPE_CHECKING:
     from ase import Atoms

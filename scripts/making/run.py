@@ -1,8 +1,8 @@
-"""``molflt data make``: adsorption energies from real relaxations, in the OC20 IS2RE schema.
+"""Adsorption energies from relaxations with a potential, in the OC20 IS2RE schema.
 
-What a system is and which draws are refused: :mod:`molflt.data.structures.make_systems`. This
-module runs many of them, over several processes. Each writes a system down as soon as it is
-relaxed, so that an interruption costs those in flight.
+`making.systems` defines a system and the draws that are refused. This module relaxes many of them
+in several processes. Each system is written as soon as it is relaxed: an interruption costs only
+those in flight.
 """
 
 from __future__ import annotations
@@ -17,19 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
-from tqdm import tqdm
-
-from molflt.data.shards import Shard
-from molflt.data.structures.calculators import CALCULATORS
-from molflt.data.structures.make_files import (
+from making.calculators import CALCULATORS
+from making.files import (
     _Note,
     _note_of,
     _read_frames,
     _read_names,
     _write_names,
 )
-from molflt.data.structures.make_processes import _in_processes
-from molflt.data.structures.make_settings import (
+from making.processes import _in_processes
+from making.settings import (
     _SIZES,
     _alone,
     _claim,
@@ -38,7 +35,10 @@ from molflt.data.structures.make_settings import (
     _store_path,
     _write_settings,
 )
-from molflt.data.structures.make_systems import _SIDS_PER_SPLIT, _SPLITS, _Plan, _relax_system
+from making.systems import _SIDS_PER_SPLIT, _SPLITS, _Plan, _relax_system
+from tqdm import tqdm
+
+from molflt.data.shards import Shard
 from molflt.data.structures.records import make_record
 from molflt.data.structures.store import StructureStore, write_store
 from molflt.files import atomically

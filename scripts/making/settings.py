@@ -7,11 +7,12 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from making.files import _are_counts
+from making.processes import _in_processes
+from making.references import linear_references, molecule_energies
+from making.systems import _SPLITS
+
 from molflt.data.shards import Shard
-from molflt.data.structures.make_files import _are_counts
-from molflt.data.structures.make_processes import _in_processes
-from molflt.data.structures.make_systems import _SPLITS
-from molflt.data.structures.references import linear_references, molecule_energies
 from molflt.files import shown, write_atomically
 from molflt.lock import FolderLock
 
@@ -49,8 +50,8 @@ def _claim(directory: Path, settings: dict[str, object]) -> None:
         for split in _SPLITS:
             if _store_path(directory, split).exists():
                 raise ValueError(
-                    f"{_store_path(directory, split)}: already there, and not from data make "
-                    f"(no {_SETTINGS} beside it); choose another folder"
+                    f"{_store_path(directory, split)}: already there, and not made here "
+                    f"(no {_SETTINGS} next to it); choose another folder"
                 )
         _write_settings(directory, settings)
         return
@@ -84,7 +85,7 @@ def _read_settings(directory: Path) -> dict[str, object]:
         found = None
     if not isinstance(found, dict):
         raise ValueError(
-            f"{path}: not the settings of a data make run; got {path.read_bytes()[:40]!r}; "
+            f"{path}: not the settings of scripts/make_data.py; got {path.read_bytes()[:40]!r}; "
             "delete the file, or choose another folder"
         )
     rejected = found.get("rejected", {})

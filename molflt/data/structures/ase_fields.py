@@ -1,0 +1,87 @@
+"""Fields of an ASE structure that change what it means: refuses those that cannot be taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from molflt.files import shown
+
+if TYPE_CHECKING:
+    from ase import Atoms
+
+__all__ = ["atomic_number", "check_fields", "is_element"]
+
+_ISOTOPES = {"D": "H", "T": "H"}
+_NEAR_ONE = 1e-3
+_DENSEST = 1.0  # Å^3 per atom; metallic hydrogen at 500 GPa has 1.3
+
+
+def is_element(symbol: str) -> bool:
+    """Whether it is the symbol of an element, with a capital first letter."""
+    from ase.data import atomic_numbers
+
+    return atomic_numbers.get(symbol, 0) > 0
+
+
+def atomic_number(symbol: str, atom: int) -> int:
+    """That of a symbol in a file; ValueError for isotopes, dummy atoms, and what is no element."""
+    from ase.data import atomic_numbers
+
+    number = atomic_numbers.get(symbol.capitalize(), 0)
+    if number == 0:
+        what = (
+            f"write {_ISOTOPES[symbol]}, whose energies are the same"
+            if symbol in _ISOTOPES
+            else "rename or remove it"
+        )
+        raise ValueError(f"atom {atom} is {shown(symbol, 20)}; expected an element; {what}")
+    return number
+
+
+def check_fields(atoms: Atoms) -> None:
+    """Refuses dummy atoms, sites that are partly occupied, and cells too small for their atoms."""
+    dummies = np.flatnonzero(atoms.numbers == 0)
+    if len(dummies):
+        raise ValueError(
+            f"atom {dummies[0]} is 'X', a dummy atom or a vacancy; expected an element; remove it"
+        )
+    if partial := _partial_site(atoms):
+        raise ValueError(
+            f"{partial}; expected sites with one atom each; write an ordered structure, such as "
+            "a supercell with one element on each site"
+        )
+    volume = atoms.cell.volume / max(1, len(atoms))
+    if atoms.pbc.all() and 0 < volume < _DENSEST:
+        raise ValueError(
+            f"the cell has {volume:.2g} Å^3 per atom; expected at least {_DENSEST:g}; give the "
+            "cell in Å, or leave out a cell that is a placeholder"
+        )
+
+
+def _partial_site(atoms: Atoms) -> str:
+    """The first site with occupancies other than 1, in words; "" if there is none."""
+    sites = atoms.info.get("occupancy")
+    if isinstance(sites, Mapping):  # of a CIF: kind of site -> symbol -> occupancy
+        for site, shares in sites.items():
+            own = shares if isinstance(shares, Mapping) else {"it": shares}
+            if len(own) > 1 or any(_is_partial(share) for share in own.values()):
+                listed = ", ".join(f"{symbol} {share}" for symbol, share in own.items())
+                return f"site {site} has the occupancy {listed}"
+    for name in ("occupancy", "occupancies"):
+        values = atoms.arrays.get(name)
+        if values is None or values.ndim != 1 or not np.any(values):  # all 0: not given
+            continue
+        for atom, value in enumerate(values):
+            if _is_partial(value):
+                return f"atom {atom} has the {name} {value:g}"
+    return ""
+
+
+def _is_partial(share: object) -> bool:
+    try:
+        return abs(float(share) - 1) > _NEAR_ONE  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # "?" and "." of a CIF: not given
+        return False

@@ -1,0 +1,161 @@
+"""Frames of XYZ, CIF and PDB files: refuses what ASE would misread in silence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from io import StringIO
+from itertools import islice
+from typing import IO, TYPE_CHECKING
+
+import numpy as np
+
+from molflt.data.structures.ase_fields import atomic_number, is_element
+from molflt.files import shown
+
+if TYPE_CHECKING:
+    from ase import Atoms
+    from ase.io.cif import CIFBlock
+
+__all__ = ["cif_frames", "expect_counts_of_poscar", "expect_elements_of_pdb", "xyz_frames"]
+
+_LONGEST = 100_000
+_PLAIN = "species:S:1:pos:R:3"
+_READ = {name.lower(): name for name in ("Lattice", "pbc", "Properties")}
+_CELLS = ("cell", "unit_cell", "unitcell", "box")
+
+
+def xyz_frames(file: IO[str], said: dict[str, None]) -> Iterator[Callable[[], Atoms]]:
+    """Frames of a plain or extended XYZ file, each parsed when it is called.
+
+    Args:
+        file: open for reading.
+        said: gets what is in the file and not read, in words.
+    """
+    line = file.readline()
+    while line:
+        if line.isspace():  # between frames
+            line = file.readline()
+            continue
+        if not line.strip().isdigit():
+            raise ValueError(f"expected a number of atoms; got {shown(line.strip(), 40)}")
+        count = int(line.strip()[:18])
+        lines = [line, *islice(file, count + 1)]
+        if len(lines) < count + 2:
+            raise ValueError(f"{max(0, len(lines) - 2)} of {count} atoms; the file is cut")
+        line = file.readline()
+        while line.lstrip().startswith("VEC"):
+            lines.append(line)
+            line = file.readline()
+        yield partial(_xyz_frame, lines, count, said)
+
+
+def _xyz_frame(lines: list[str], count: int, said: dict[str, None]) -> Atoms:
+    from ase.io.extxyz import read_xyz
+
+    _check_columns(_properties(lines[1]), lines[2 : count + 2], said)
+    atoms: Atoms = next(read_xyz(StringIO("".join(lines)), slice(None)))
+    return atoms
+
+
+def _properties(comment: str) -> str:
+    """Columns that a comment line gives, or ""; refuses spellings that ASE does not read."""
+    from ase.io.extxyz import key_val_str_to_dict
+
+    if len(comment) > _LONGEST:  # which ASE parses for seconds
+        raise ValueError(f"a line of {len(comment)} characters; expected at most {_LONGEST}")
+    keys = key_val_str_to_dict(comment.strip()) if comment.strip() else {}
+    for key, value in keys.items():
+        read = _READ.get(key.lower())
+        if key.lower() in _CELLS and np.size(value) in (3, 6, 9) and "Lattice" not in keys:
+            read = "Lattice"
+        if read not in (None, key) and f"{key}=" in comment.replace(" ", ""):
+            raise ValueError(f"key {key!r} is not read; expected {read}=...; rename it")
+    return str(keys.get("Properties", ""))
+
+
+def _check_columns(properties: str, rows: list[str], said: dict[str, None]) -> None:
+    """Refuses columns without one meaning, and elements that two columns give differently."""
+    names, _, widths = ((properties or _PLAIN).split(":")[first::3] for first in range(3))
+    ends = [0]
+    for width in widths:
+        ends.append(ends[-1] + int(width))
+    start = dict(zip(names, ends, strict=False))
+    found = [name for name in names if name in ("pos", "positions")]
+    if len(found) != 1 or int(widths[names.index(found[0])]) != 3:
+        raise ValueError(f"expected one column pos:R:3; got Properties={shown(properties)}")
+    symbols = [start[name] for name in ("species", "symbols") if name in start]
+    numbers = [start[name] for name in ("Z", "numbers") if name in start]
+    if not symbols and not numbers:
+        raise ValueError(f"expected a column species:S:1; got Properties={shown(properties)}")
+    for atom, row in enumerate(rows):
+        words = row.split()
+        if len(words) < ends[-1] or (len(words) > ends[-1] and properties):
+            raise ValueError(
+                f"atom {atom} has {len(words)} columns; expected {ends[-1]}, as Properties says"
+            )
+        if len(words) > ends[-1]:
+            said["columns after x, y, z are not read; name them with Properties="] = None
+        given = [atomic_number(words[column], atom) for column in symbols]
+        given += [int(words[column]) for column in numbers]
+        if len(set(given)) > 1:
+            raise ValueError(
+                f"atom {atom} is {words[(symbols + numbers)[0]]} in one column and "
+                f"{words[(symbols + numbers)[-1]]} in another; expected one element; drop a column"
+            )
+
+
+def cif_frames(file: IO[bytes]) -> Iterator[Callable[[], Atoms]]:
+    """Blocks of a CIF that hold a structure, each made when it is called."""
+    from ase.io.cif import parse_cif
+
+    for block in parse_cif(file):
+        if block.has_structure():
+            yield partial(_cif_block, block)
+
+
+def _cif_block(block: CIFBlock) -> Atoms:
+    for site, name in enumerate(
+        block.get("_atom_site_type_symbol") or block.get("_atom_site_label") or []
+    ):
+        letters = re.split("[^A-Za-z]", str(name))[0]
+        if letters.isupper() and len(letters) == 2 and is_element(letters.title()):
+            raise ValueError(
+                f"site {site} is {shown(name, 20)}, which ASE reads as {letters[0]}; expected "
+                f"_atom_site_type_symbol {letters.title()} or {letters[0]}; write one of them"
+            )
+        read = re.search("[A-Z][a-z]?", str(name))  # as ASE
+        if read is None or read[0] != "D":  # deuterium becomes H
+            atomic_number(letters if read is None else read[0], site)
+    atoms: Atoms = block.get_atoms()
+    return atoms
+
+
+def expect_elements_of_pdb(file: IO[str]) -> None:
+    """Refuses alternate locations, and names of atoms that stand for two elements."""
+    for number, line in enumerate(file, 1):
+        if not line.startswith(("ATOM", "HETATM")):
+            continue
+        name = line[12:16].strip()
+        if line[16:17].strip() not in ("", "A"):
+            raise ValueError(
+                f"line {number}: atom {shown(name)} has the alternate location {line[16]!r}; "
+                "expected one location of each atom; delete the others"
+            )
+        both = is_element(name[:1]) and is_element(name[:2].title())
+        if both and len(name) > 1 and not line[76:78].strip():
+            raise ValueError(
+                f"line {number}: atom {shown(name)} is {name[0]} or {name[:2].title()}; "
+                "expected an element in columns 77 and 78; add it"
+            )
+
+
+def expect_counts_of_poscar(file: IO[str], size: int) -> None:
+    """Refuses more atoms than a POSCAR has bytes; ASE would make a list of them first."""
+    for number, line in enumerate(islice(file, 7), 1):
+        words = line.split()
+        if number > 5 and all(word.isdigit() for word in words):
+            count = sum(int(word[:18]) for word in words)
+            if count > size:
+                raise ValueError(f"line {number} has {count} atoms; the file has {size} bytes")

@@ -1,0 +1,281 @@
+"""Where structures lie: files, folders, patterns of names, and splits of a data set."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from functools import cache
+from glob import has_magic, iglob
+from pathlib import Path
+from typing import TypeAlias
+
+from molflt.data.structures.ase_files import AseStructures
+from molflt.data.structures.ase_formats import ase_format, without_packing
+from molflt.data.structures.base import Structures
+from molflt.data.structures.oc20_lmdb import Oc20Lmdb
+from molflt.data.structures.splits import OC20_ARCHIVE, SPLITS_IN_ORDER
+from molflt.data.structures.store import StructureStore
+
+__all__ = ["SOURCES", "Paths", "exists", "files_of", "is_one_source", "is_same", "is_shards"]
+__all__ += ["named", "source_of", "sources_in", "split_path"]
+
+Paths: TypeAlias = str | Path | Sequence[str | Path]
+
+# Name in messages -> class. A path goes to the first one that takes it.
+SOURCES: dict[str, type[Structures]] = {
+    "compact store": StructureStore,
+    "OC20 LMDB": Oc20Lmdb,
+    "file that ASE reads": AseStructures,
+}
+_VASP = ("poscar", "contcar", "outcar", "xdatcar", "vasprun")  # files of one calculation
+_LIKE_SPLITS = re.compile("train|val|test|dev|eval|hold", re.IGNORECASE)
+_LISTED = 12
+
+
+def source_of(path: Path) -> type[Structures]:
+    """The class that opens one file, or one folder of shards."""
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path}: no such file or folder; expected a {', '.join(SOURCES)}; see molflt data "
+            "download"
+        )
+    for source in SOURCES.values():
+        if source.takes(path):
+            return source
+    endings = {name: [*source.suffixes[:6]] for name, source in SOURCES.items()}
+    known = "; ".join(f"{name} ({', '.join(some)})" for name, some in endings.items())
+    raise ValueError(
+        f"{path}: unknown ending {path.suffix!r}; expected one of {known}, POSCAR, OUTCAR; convert "
+        f"it with `ase convert {path.name} {path.stem}.extxyz`; formats that can carry code, such "
+        "as .pkl and .py, are refused"
+    )
+
+
+def files_of(paths: Paths) -> list[Path]:
+    """Files and folders of shards that paths name, each once.
+
+    Args:
+        paths: a file, a folder, whose files and folders are read in natural order, or a pattern
+            such as ``runs/*/OUTCAR`` or ``{a,b}.cif``; or several of these.
+    """
+    found: list[Path] = []
+    for path in [Path(paths)] if isinstance(paths, str | Path) else map(Path, paths):
+        matches = [path] if path.exists() or not _is_pattern(path) else _matching(path)
+        if not matches:
+            raise FileNotFoundError(f"{path}: no file has a name of this pattern")
+        for match in matches:
+            found += _files_in(match) if match.is_dir() and not is_shards(match) else [match]
+    return list(dict.fromkeys(found))
+
+
+def named(paths: Paths) -> Path:
+    """What messages call paths: the one that is given, or a pattern of all."""
+    if isinstance(paths, str | Path):
+        return Path(paths)
+    names = [str(path) for path in paths]
+    if not names:
+        raise ValueError("no files are named; expected at least one")
+    shown = names if len(names) < 4 else [names[0], "...", names[-1]]
+    return Path(names[0] if len(names) == 1 else f"{{{','.join(shown)}}}")
+
+
+def exists(path: Path) -> bool:
+    """Whether there is a file or folder, or a file of the pattern."""
+    return path.exists() or (_is_pattern(path) and bool(_matching(path)))
+
+
+def is_same(a: Path, b: Path) -> bool:
+    """Whether two paths are of the same file or folder, or the same pattern."""
+    return a.samefile(b) if a.exists() and b.exists() else a == b
+
+
+def is_one_source(path: Path) -> bool:
+    """Whether a path holds structures that are no splits: a file, a pattern, or such a folder."""
+    if not path.is_dir():
+        return exists(path)
+    if is_shards(path):
+        return True
+    try:
+        return not any(map(_LIKE_SPLITS.match, sources_in(path)[0]))
+    except FileNotFoundError:
+        return False
+
+
+def split_path(root: str | Path, split: str) -> Path:
+    """Where a split of a data set lies.
+
+    Looked for, in this order: ``ROOT/SPLIT.safetensors``, ``ROOT/SPLIT.lmdb``, a folder
+    ``ROOT/SPLIT`` of LMDB shards, what other classes of `SOURCES` read, a folder ``ROOT/SPLIT`` of
+    such files, then the same below the folders of the OC20 download: ``ROOT`` may be the
+    download's directory, its ``is2re`` folder, or one subset in it such as ``is2re/10k`` (whose
+    validation splits are those of ``is2re/all``).
+
+    Args:
+        root: folder of the data set.
+        split: ``train``, ``val_id``, ..., or with its subset, ``10k/train``.
+    """
+    root = Path(root)
+    if not root.is_dir():
+        raise FileNotFoundError(
+            f"{root}: no such folder or file; expected a data set with {split}.safetensors, or one "
+            "file of structures; get one with molflt data download and molflt data convert"
+        )
+    bases = [root, root / "is2re", root / OC20_ARCHIVE.inner]
+    for base in bases:
+        if (found := _in_folder(base, split)) is not None:
+            return found
+    subsets = [base / name for base in bases for name in ("10k", "100k", "all")]
+    below = [path for folder in subsets if (path := _in_folder(folder, split)) is not None]
+    if len(below) > 1:
+        names = ", ".join(str(path.relative_to(root)) for path in below)
+        raise ValueError(
+            f"{root}: several {split} splits: {names}; name one, for instance "
+            f"the folder {below[0].parent} instead of {root}"
+        )
+    if not below and root.name in ("10k", "100k"):
+        beside = _in_folder(root.parent / "all", split)
+        below = [beside] if beside is not None else []
+    if not below:
+        there = sorted(p.name for p in root.iterdir() if not p.name.startswith("."))
+        raise FileNotFoundError(
+            f"{root}: no split {split!r}; expected {split}.safetensors, {split}.lmdb, a folder "
+            f"{split} of LMDB shards, or a file that ASE reads; found "
+            + (", ".join(there[:_LISTED]) or "an empty folder")
+        )
+    return below[0]
+
+
+def sources_in(folder: Path) -> tuple[dict[str, Path], list[str]]:
+    """Files and folders with structures by name, in the order of splits, and names of the others.
+
+    JSON files are structures only if they are called like a split: settings lie beside data, too.
+    """
+    found: dict[str, Path] = {}
+    others = []
+    for path in sorted(folder.iterdir(), key=_natural):
+        if path.name.startswith("."):
+            continue
+        if not (_scan(path)[0] if path.is_dir() else _is_structures(path)):
+            others.append(path.name)
+        elif (name := _name(path)) in found:
+            raise ValueError(
+                f"{path}: expected one file for {name}; got {found[name].name} beside it; move "
+                "one of them away, or name the files with a pattern"
+            )
+        else:
+            found[name] = path
+    if not found:
+        raise FileNotFoundError(
+            f"{folder}: holds no structures; expected a file for each split, files that ASE reads, "
+            f"or LMDB shards; found {', '.join(others[:_LISTED]) or 'an empty folder'}"
+        )
+    order = [name for name in SPLITS_IN_ORDER if name in found]
+    return {name: found[name] for name in dict.fromkeys([*order, *found])}, others
+
+
+def _files_in(folder: Path) -> list[Path]:
+    found, others = _scan(folder)
+    if not found:
+        sources_in(folder)  # says what there is
+    if others:
+        _say_others(folder, len(found), tuple(others))
+    return found
+
+
+@cache  # once in a process
+def _say_others(folder: Path, count: int, others: Sequence[str]) -> None:
+    more = f" and {len(others) - _LISTED} more" * (len(others) > _LISTED)
+    print(
+        f"molflt: {folder}: {count} sources; no structures in {', '.join(others[:_LISTED])}{more}",
+        file=sys.stderr,
+    )
+
+
+def _scan(folder: Path) -> tuple[list[Path], list[str]]:
+    """Files of structures and folders of shards in a folder and below, and names of the others."""
+    if is_shards(folder):
+        return [folder], []
+    found: list[Path] = []
+    others: list[str] = []
+    names: dict[str, Path] = {}
+    for path in sorted(folder.iterdir(), key=_natural):
+        if path.name.startswith("."):
+            continue
+        if path.is_dir():
+            below = _scan(path)
+            found += below[0]
+            others += [f"{path.name}/{name}" for name in below[1]] if below[0] else [path.name]
+        elif not _is_structures(path):
+            others.append(path.name)
+        elif (name := _name(path)) in names:
+            raise ValueError(
+                f"{path}: and {names[name].name} beside it may hold the same structures; name the "
+                "files with a pattern"
+            )
+        else:
+            names[name] = path
+            found.append(path)
+    parts = {part: path for path in names.values() if (part := _part_of_calculation(path))}
+    if len(parts) > 1:
+        raise ValueError(
+            f"{folder}: {', '.join(path.name for path in parts.values())} may be of one "
+            f"calculation; name one kind with a pattern, such as '{folder}/{names.popitem()[0]}'"
+        )
+    return found, others
+
+
+def _part_of_calculation(path: Path) -> str | None:
+    if not (ase_format(path) or "").startswith("vasp"):
+        return None
+    return next((part for part in _VASP if part in path.name.lower()), None)
+
+
+def _is_structures(path: Path) -> bool:
+    settings = path.suffix.lower() == ".json" and path.stem not in SPLITS_IN_ORDER
+    return not settings and any(source.takes(path) for source in SOURCES.values())
+
+
+def is_shards(folder: Path) -> bool:
+    """Whether a folder has shards of one source, which are no splits."""
+    whole = any(source.find(folder) == folder for source in SOURCES.values())
+    return whole and not {each.stem for each in folder.glob("*.lmdb")} & {*SPLITS_IN_ORDER}
+
+
+def _name(path: Path) -> str:
+    """The name of a source without its ending."""
+    plain = without_packing(path)
+    known = {suffix for source in SOURCES.values() for suffix in source.suffixes}
+    return plain.stem if path.is_file() and plain.suffix.lower() in known else path.name
+
+
+def _in_folder(folder: Path, split: str) -> Path | None:
+    found = (source.find(folder / split) for source in SOURCES.values())
+    one = next((path for path in found if path is not None), None)
+    if one is None and (folder / split).is_dir() and _scan(folder / split)[0]:
+        return folder / split
+    return one
+
+
+def _is_pattern(path: Path) -> bool:
+    return has_magic(str(path)) or len(_patterns(str(path))) > 1
+
+
+def _matching(path: Path) -> list[Path]:
+    """Files and folders of a pattern, in natural order."""
+    found = (Path(one) for each in _patterns(str(path)) for one in iglob(each, recursive=True))
+    return sorted(found, key=_natural)
+
+
+def _patterns(text: str) -> list[str]:
+    """A pattern with braces as several without."""
+    braces = re.search(r"\{([^{}]*,[^{}]*)\}", text)
+    if braces is None:
+        return [text]
+    before, after = text[: braces.start()], text[braces.end() :]
+    return [one for part in braces[1].split(",") for one in _patterns(before + part + after)]
+
+
+def _natural(path: Path) -> list[str | int]:
+    """Sorts 2.vasp before 10.vasp."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", str(path))]

@@ -1,0 +1,359 @@
+"""Guesses tags from the geometry: adsorbate by connectivity, surface and subsurface by height."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from molflt.atoms import Tag
+from molflt.data.structures.base import Structures, with_bar
+from molflt.data.structures.parts import Part
+
+if TYPE_CHECKING:
+    from ase import Atoms
+    from torch_geometric.data import Data
+
+__all__ = ["Guess", "Tagged", "guess_tags", "heights_agree"]
+
+_VACUUM = 4.5  # Å without atoms along one axis; layers of layered crystals are closer
+_MOLECULAR = (1, 6, 7, 8, 9, 15, 16, 17, 35, 53)  # H C N O F P S Cl Br I
+_BOND, _CONTACT = 1.25, 1.3  # times the sum of covalent radii: within molecules, and with slabs
+_TOP = 2.0  # Å below the highest atom of the slab: surface, as in OC20
+_DEEP = 1.5  # Å below the highest atom of the slab: no adsorbate
+_SAME_SITE = 0.8  # Å from a site of the continued lattice
+_SHELL = 5.0  # Å: the environment that a lattice repeats
+_LISTED = 5  # kinds of structures in a message
+_LAYER = 0.15  # Å between two layers, at least
+_EVEN = 0.45  # at most, length of the mean direction to the neighbors of an atom inside of a slab
+_THICK = 3.0  # Å: thinner slabs have no inside
+_MOST = 200  # atoms to compare with
+_FEWEST = 4  # neighbors to compare
+_REPEATED, _ALL = 0.8, 0.95  # share of the neighbors found again: at the surface, inside
+_HELD = 0.2  # share of the slab that is fixed, at least, if the others are the surface
+
+_Flags = NDArray[np.bool_]
+_Numbers = NDArray[np.int64]
+
+
+class Guess(NamedTuple):
+    """Tags of one structure.
+
+    Attributes:
+        tags: (N,), all 0 if there is no guess.
+        text: the number of atoms of each kind, or why there is no guess.
+    """
+
+    tags: _Numbers
+    text: str
+
+
+def guess_tags(record: Data, share: tuple[float, float] | None = None) -> Guess:
+    """Finds adsorbate, surface and subsurface atoms of a slab with vacuum along one axis.
+
+    Molecules of H, C, N, O, F, P, S, Cl, Br and I on the slab are the adsorbate, except atoms that
+    continue its lattice, such as oxygen of an oxide. All other elements belong to the slab if they
+    touch it. Where some atoms of the slab are fixed, the free ones are the surface, as in OC20.
+    Else the surface is what lies within 2 Å of the top, or has fewer neighbors than deeper atoms.
+
+    Args:
+        record: see `molflt.data.structures.records.make_record`; its tags are not read.
+        share: least and largest share of the slab's atoms that is surface, as a model's training
+            data have it. Where the guess lies outside, the top layers with the nearest share are
+            the surface.
+
+    Returns:
+        All tags are 0 for crystals, molecules, clusters and slabs without adsorbate.
+    """
+    unknown = np.zeros(record.natoms, dtype=np.int64)
+    atoms = _Atoms(record)
+    if len(atoms.open_axes) != 1:
+        what = "no slab (vacuum along more than one axis)" if atoms.open_axes else "no vacuum"
+        return Guess(unknown, what)
+    adsorbate = atoms.adsorbate()
+    if adsorbate.all() or not adsorbate.any():
+        return Guess(unknown, "no slab" if adsorbate.all() else "no adsorbate")
+    surface = atoms.surface(adsorbate, share)
+    tags = np.where(adsorbate, Tag.ADSORBATE, np.where(surface, Tag.SURFACE, Tag.SUBSURFACE))
+    return Guess(tags.astype(np.int64), atoms.described(tags))
+
+
+class _Atoms:
+    """A structure, its vacuum and its bonds."""
+
+    def __init__(self, record: Data, bonds: bool = True) -> None:
+        from ase.geometry import complete_cell
+
+        self.numbers = record.atomic_numbers.numpy()
+        self.pos = record.pos.double().numpy()
+        self.pbc = record.pbc[0].numpy()
+        given = record.cell[0].double().numpy()
+        # an open axis counts along the normal of the others
+        self.cell = complete_cell(np.where(self.pbc[:, None], given, 0.0))
+        self.fixed = record.fixed.numpy() & ~record.fixed.numpy().all()
+        self.molecular = np.isin(self.numbers, _MOLECULAR)
+        self.open_axes: list[int] = []
+        self._find_vacuum()
+        if bonds and len(self.open_axes) == 1:
+            self._find_bonds()
+
+    def _find_vacuum(self) -> None:
+        inverse = np.linalg.inv(self.cell)
+        planes = 1 / np.linalg.norm(inverse, axis=0)
+        for axis in range(3):
+            along = self.pos @ inverse[:, axis] * planes[axis]
+            if self.pbc[axis]:
+                along %= planes[axis]
+                order = np.sort(along)
+                gaps = np.diff(order, append=order[0] + planes[axis])
+                if gaps.max() < _VACUUM:
+                    continue
+                along = (along - order[(gaps.argmax() + 1) % len(order)]) % planes[axis]
+            self.open_axes.append(axis)
+            self.heights, self.normal = along, inverse[:, axis] * planes[axis]
+
+    def _find_bonds(self) -> None:
+        from ase.data import covalent_radii
+        from ase.neighborlist import primitive_neighbor_list
+
+        radii = covalent_radii[self.numbers]
+        self.i, self.j, apart, lengths, self.shifts = primitive_neighbor_list(
+            "ijDdS", self.pbc, self.cell, self.pos, _CONTACT * radii
+        )
+        self.directions = apart / np.maximum(lengths, 1e-9)[:, None]
+        both = self.molecular[self.i] & self.molecular[self.j]
+        self.bonded = both & (lengths < _BOND * (radii[self.i] + radii[self.j]))
+
+    def adsorbate(self) -> _Flags:
+        """Atoms of molecules that do not continue the lattice of the slab, (N,)."""
+        slab = self._frame() | self.fixed
+        if not slab.any():
+            return ~slab
+        heights = self.heights
+        low, high = heights[slab].min(), heights[slab].max()
+        deep = (heights > low) & (heights < high - _DEEP)
+        touching = np.bincount(self.i[slab[self.j]], minlength=len(slab)) > 1
+        if high - low > _THICK:
+            surrounded = self._surrounded(slab)
+            inside = surrounded & deep | self.fixed
+        else:  # what is on one side alone is adsorbed
+            middle = (low + high) / 2
+            ends = [self.numbers[touching & (s * (heights - middle) > -0.5)] for s in (1, -1)]
+            inside = touching & np.isin(self.numbers, np.intersect1d(*ends)) | self.fixed
+            surrounded = inside
+        lattice = np.isin(self.numbers, np.unique(self.numbers[inside]))
+        slab |= lattice & (surrounded | deep)
+        sites = lattice & ~slab
+        sure = self._unbonded(slab) | touching
+        moves = self._moves(slab) if sites.any() else []
+        slab[sites] = [
+            self._continues(int(one), slab, slab | sites, moves, bool(sure[one]))
+            for one in np.flatnonzero(sites)
+        ]
+        return ~slab
+
+    def _frame(self) -> _Flags:
+        """Atoms of the slab that its bonds alone tell, (N,): metals, or a sheet of nonmetals."""
+        solid = ~self.molecular
+        sheet = self._endless(self.bonded).all(axis=0)
+        if sheet.sum() <= solid.sum():
+            ends = self._endless(np.ones(len(self.i), dtype=bool))
+            return np.asarray(ends.any(axis=0) & solid)
+        kinds, counts = np.unique(self.numbers[sheet], return_counts=True)
+        for kind in kinds[np.argsort(counts)[:-1]]:  # such as O on graphene
+            kept = (self.numbers[self.i] != kind) & (self.numbers[self.j] != kind)
+            rest = self._endless(self.bonded & kept).all(axis=0)
+            sheet = rest if rest.any() else sheet
+        return np.asarray(sheet)
+
+    def _endless(self, kept: _Flags) -> _Flags:
+        """Atoms that bonds connect to their own next image, along both periodic axes: (2, N)."""
+        count, found = len(self.numbers), []
+        for axis in sorted({0, 1, 2} - set(self.open_axes)):
+            i, j, step = self.i[kept], self.j[kept], self.shifts[kept, axis]
+            # two copies of the cell along the axis, periodic
+            ends = [(i + copy * count, j + (copy + step) % 2 * count) for copy in (0, 1)]
+            labels = _groups(*np.concatenate(ends, axis=1), 2 * count)
+            found.append(labels[:count] == labels[count:])
+        return np.array(found)
+
+    def _surrounded(self, slab: _Flags) -> _Flags:
+        """Atoms with neighbors of the slab on all sides, (N,)."""
+        near = slab[self.j]
+        total = np.zeros((len(self.numbers), 3))
+        np.add.at(total, self.i[near], self.directions[near])
+        count = np.bincount(self.i[near], minlength=len(total))
+        return (count > 1) & (np.linalg.norm(total, axis=1) < _EVEN * count)
+
+    def _unbonded(self, slab: _Flags) -> _Flags:
+        """Atoms without bonds of kinds that the inside of the slab does not have, (N,)."""
+        kinds = self.numbers[self.i] * 1000 + self.numbers[self.j]
+        known = np.unique(kinds[self.bonded & slab[self.i] & slab[self.j]])
+        foreign = self.bonded & ~np.isin(kinds, known)
+        return np.bincount(self.i[foreign], minlength=len(slab)) == 0
+
+    def _continues(
+        self, atom: int, slab: _Flags, sites: _Flags, moves: list[NDArray[np.float64]], sure: bool
+    ) -> bool:
+        """True if an atom lies where the lattice, moved by one of its vectors, has one like it."""
+        twins = np.flatnonzero(slab & (self.numbers == self.numbers[atom]))
+        if not any(self._repeats(int(twin), atom, slab, sites) for twin in twins[:_MOST]):
+            return False
+        # sites of a lattice are occupied across the surface, those of adsorbates are not
+        like = self.pos[sites & (self.numbers == self.numbers[atom])] - self.pos[atom]
+        away = [self._wrapped(like - move) for move in moves]
+        there = [np.linalg.norm(one, axis=1).min() < _SAME_SITE for one in away]
+        return float(np.mean(there)) >= 0.5 if there else sure
+
+    def _moves(self, slab: _Flags) -> list[NDArray[np.float64]]:
+        """Lattice vectors along the surface, within the cell, Å."""
+        inside = np.where(slab, np.abs(self.heights - np.median(self.heights[slab])), np.inf)
+        start = int(inside.argmin())
+        level = slab & (self.numbers == self.numbers[start])
+        level &= np.abs(self.heights - self.heights[start]) < 0.3
+        level[start] = False
+        ends = [int(one) for one in np.flatnonzero(level)[:_MOST]]
+        return [
+            self.pos[one] - self.pos[start]
+            for one in ends
+            if self._repeats(start, one, slab, slab, _ALL)
+        ]
+
+    def _repeats(
+        self, start: int, end: int, slab: _Flags, sites: _Flags, least: float = _REPEATED
+    ) -> bool:
+        """True if the slab around one atom is found again around another one."""
+        heights = self.heights[slab]
+        shell = self._wrapped(self.pos[slab] - self.pos[start])
+        away = np.linalg.norm(shell, axis=1)
+        rise = self.heights[end] - self.heights[start]
+        near = (away > 0.1) & (away < _SHELL) & (heights + rise < heights.max() + _SAME_SITE)
+        near &= heights + rise > heights.min() - _SAME_SITE
+        if near.sum() < _FEWEST:
+            return False
+        around = self.pos[sites] - self.pos[end]
+        lengths = np.linalg.norm(self._wrapped(shell[near, None] - around), axis=2)
+        same = self.numbers[slab][near, None] == self.numbers[sites]
+        return bool(((lengths < _SAME_SITE) & same).any(axis=1).mean() >= least)
+
+    def _wrapped(self, vectors: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Vectors less the nearest lattice vectors, by fractional coordinates."""
+        turns = np.round(vectors @ np.linalg.inv(self.cell)) * self.pbc
+        return np.asarray(vectors - turns @ self.cell)
+
+    def surface(self, adsorbate: _Flags, share: tuple[float, float] | None) -> _Flags:
+        """Atoms of the slab that are its surface, (N,)."""
+        slab = ~adsorbate
+        held = slab & self.fixed
+        heights = self.depth(adsorbate)
+        if _HELD <= held.sum() / slab.sum() < 1 and (
+            heights[held].mean() < heights[slab & ~held].mean()
+        ):
+            found = slab & ~held
+        else:
+            near = slab[self.i] & slab[self.j]
+            neighbors = np.bincount(self.i[near], minlength=len(slab))
+            found = slab & (heights > heights[slab].max() - _TOP)
+            middle = np.median(heights[slab])
+            for number in np.unique(self.numbers[slab]):
+                own = slab & (self.numbers == number)
+                most = neighbors[own & (heights <= middle)].max(initial=0)
+                found |= own & (heights > middle) & (neighbors < most)
+        low, high = share or (0.0, 1.0)
+        if low <= found.sum() / slab.sum() <= high:
+            return found
+        order = np.sort(heights[slab])[::-1]
+        ends = np.flatnonzero(order[:-1] - order[1:] > _LAYER)
+        shares = (ends + 1) / len(order)
+        off = np.maximum(low - shares, 0) + np.maximum(shares - high, 0)
+        if not len(ends):
+            return found
+        return slab & (heights >= order[ends[off.argmin()]] - 1e-9)
+
+    def depth(self, adsorbate: _Flags) -> NDArray[np.float64]:
+        """Heights that grow towards the sides with adsorbates, (N,), Å."""
+        slab = ~adsorbate
+        if not slab.any():
+            return self.heights
+        center = self.heights[slab].mean()
+        above = self.heights[adsorbate] > center
+        if above.all():
+            return self.heights
+        down = center - self.heights
+        return down if not above.any() else np.maximum(-down, down)
+
+    def described(self, tags: _Numbers) -> str:
+        """The molecules of the adsorbate and the number of other atoms."""
+        from ase.symbols import Symbols
+
+        own = tags == Tag.ADSORBATE
+        kept = self.bonded & own[self.i] & own[self.j]
+        labels = _groups(self.i[kept], self.j[kept], len(tags))
+        molecules = [
+            Symbols(self.numbers[labels == label]).get_chemical_formula("hill")
+            for label in np.unique(labels[own])
+        ]
+        counts, several = np.bincount(tags, minlength=3), "s" * (len(molecules) > 1)
+        return (
+            f"{len(molecules)} adsorbate{several} {', '.join(molecules)}, "
+            f"{counts[Tag.SURFACE]} surface, {counts[Tag.SUBSURFACE]} subsurface atoms"
+        )
+
+
+def _groups(i: _Numbers, j: _Numbers, count: int) -> _Numbers:
+    """Labels of connected atoms, (count,)."""
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    graph = coo_array((np.ones(len(i)), (i, j)), (count, count))
+    return np.asarray(connected_components(graph, directed=False)[1])
+
+
+def heights_agree(record: Data) -> bool:
+    """True if surface atoms lie between subsurface and adsorbate on average, as far as is known."""
+    atoms = _Atoms(record, bonds=False)
+    if len(atoms.open_axes) != 1:
+        return True
+    tags = record.tags.numpy()
+    heights = atoms.depth(tags == Tag.ADSORBATE)
+    known = [heights[tags == tag].mean() for tag in Tag if (tags == tag).any()]
+    return known == sorted(known)
+
+
+class Tagged(Part):
+    """A source with guessed tags in place of its own. Reads it once, and prints what was found.
+
+    Structures without a guess have no tags (all 0).
+
+    Args:
+        source: any.
+        share: see :func:`guess_tags`.
+    """
+
+    def __init__(self, source: Structures, share: tuple[float, float] | None = None) -> None:
+        super().__init__(source, range(len(source)))
+        guesses = [guess_tags(one, share) for one in with_bar(source, "guessing tags")]
+        self._tags = [torch.from_numpy(one.tags) for one in guesses]
+        found = Counter(one.text for one in guesses if one.tags.any())
+        lacking = Counter(one.text for one in guesses if not one.tags.any())
+        for what, texts in (("tags guessed", found), ("no tags guessed", lacking)):
+            parts = [f"{text} ({count})" for text, count in texts.most_common(_LISTED)]
+            more = [f"{len(texts) - _LISTED} other kinds"] * (len(texts) > _LISTED)
+            if texts:
+                of = f"for {texts.total()} of {len(guesses)} structures"
+                said = f"{source.path}: {what} {of}: {'; '.join(parts + more)}"
+                print(f"molflt: {said}", file=sys.stderr)
+
+    def __getitem__(self, index: int) -> Data:
+        record = super().__getitem__(index)
+        record.tags = self._tags[self._stored(index)].clone()
+        return record
+
+    def to_atoms(self, index: int) -> Atoms:
+        atoms = super().to_atoms(index)
+        atoms.set_tags(self._tags[self._stored(index)].numpy())
+        return atoms

@@ -1,0 +1,330 @@
+"""Convert the archive of GAME-Net's FG set to compact stores, one per split.
+
+    molflt data download game-net datasets/game-net
+    python scripts/game_net.py datasets/game-net/FG_dataset_lite.tar.xz datasets/game-net/fg
+
+Pablo-Garcia et al., Nat. Comput. Sci. 3, 433 (2023): organic molecules on 14 metals, PBE + D2. The
+archive holds an initial (POSCAR) and a relaxed (CONTCAR) structure of each system and tables of
+total energies. Energies of the stores are adsorption energies in eV: the total energy minus those
+of the relaxed clean surface and of the relaxed molecule. Tags: 0 fixed metal, 1 free metal, 2
+adsorbate. The sid of a system is its place among the sorted names; systems.csv holds the names.
+
+The default splits are train, val_id, and systems with molecules (val_ood_ads), metals (val_ood_cat)
+or both (val_ood_both) that train does not have: Cu, Ir, Pd and every fifth molecule of a family.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+import re
+import sys
+import tarfile
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from lzma import LZMAError
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+import numpy as np
+from kit.words import described
+from tqdm import tqdm
+
+from molflt.atoms import Tag
+from molflt.data.structures.ase_constraints import fixed_atoms
+from molflt.data.structures.labels import MOST_ADSORPTION
+from molflt.data.structures.records import make_record
+from molflt.data.structures.splits import VAL_SPLITS
+from molflt.data.structures.store import write_store
+from molflt.data.structures.systems import System, write_systems
+from molflt.files import read_arrays
+
+if TYPE_CHECKING:
+    from ase import Atoms
+    from torch_geometric.data import Data
+
+RELAXED, INITIAL, FAMILIES = "energies.dat", "energies_i.dat", "groups.dat"
+START, END = ".poscar", ".contcar"
+SURFACE = "0000"  # in place of a molecule
+NAME = re.compile(r"([a-z]{2})-(\w{1,16})-([a-z]{1,4})", re.ASCII)  # metal, molecule, placing
+METALS = ("Cu", "Ir", "Pd")  # held out by default
+EVERY, FIRST = 5, 2  # of the sorted molecules of a family, the third, eighth, ...
+VAL, SHARE = 250, 5  # systems of val_id, at most a fifth of those that are not held out
+
+Split = dict[str, list[System]]
+
+
+def read(path: Path) -> tuple[list[System], list[Data]]:
+    """Systems of the archive, sorted by name, and their structures.
+
+    Where a table has a name twice, the last row counts, as it does for the authors' models.
+
+    Raises:
+        ValueError: naming the system or table that is not as expected.
+    """
+    files = _texts(path)
+    tables = {name: _table(path, files, name) for name in (RELAXED, INITIAL, FAMILIES)}
+    stems = {PurePosixPath(name).stem for name in files if name not in tables}
+    systems: list[System] = []
+    for name in sorted(stems | tables[FAMILIES].keys()):
+        if match := NAME.fullmatch(name):
+            family, metal = tables[FAMILIES].get(name, ""), match[1].capitalize()
+            systems.append(System(len(systems), name, match[2], family, metal))
+    if not systems:
+        raise ValueError(f"{path}: expected systems with names like ag-1211-a; got none")
+    records = []
+    for system in tqdm(systems, desc=path.name, unit=" systems", disable=None):
+        try:
+            records.append(_record(system, files, tables))
+        except ValueError as error:
+            raise ValueError(f"{path}: {system.name}: {error}") from None
+    return systems, records
+
+
+def _texts(path: Path) -> dict[str, str]:
+    found = {}
+    try:
+        with tarfile.open(path, "r:xz") as tar:
+            for member in tar:
+                file = tar.extractfile(member)
+                if file is not None:
+                    found[str(PurePosixPath(member.name))] = file.read().decode("ascii", "replace")
+    except (tarfile.TarError, LZMAError, EOFError) as error:
+        raise ValueError(f"{path}: not a complete tar.xz: {error}; download it again") from None
+    return found
+
+
+def _table(path: Path, files: Mapping[str, str], name: str) -> dict[str, str]:
+    if name not in files:
+        raise ValueError(f"{path}: expected GAME-Net's FG set; the archive has no {name}")
+    rows = [line.split() for line in files[name].splitlines()]
+    wrong = next((number for number, row in enumerate(rows, 1) if len(row) != 2), None)
+    if wrong is not None:
+        raise ValueError(f"{path}: {name}: line {wrong}: expected a name and a value")
+    return dict(rows)
+
+
+def _record(system: System, files: Mapping[str, str], tables: Mapping[str, dict[str, str]]) -> Data:
+    from ase.data import atomic_numbers
+
+    if not system.family:
+        raise ValueError(f"expected a row in {FAMILIES}; got none")
+    relaxed, initial = (_adsorption(system, tables, table) for table in (RELAXED, INITIAL))
+    if not abs(relaxed) <= MOST_ADSORPTION:
+        raise ValueError(
+            f"expected an adsorption energy of at most {MOST_ADSORPTION:g} eV; got {relaxed:.3f}"
+        )
+    start, end = _structure(system, files, START), _structure(system, files, END)
+    if start.numbers.tolist() != end.numbers.tolist():
+        raise ValueError(f"expected the same atoms in {START} and {END}, in the same order")
+    if not np.allclose(start.cell.array, end.cell.array, atol=1e-3, rtol=0):
+        raise ValueError(f"expected the same cell in {START} and {END}")
+    metal = start.numbers == atomic_numbers.get(system.metal, 0)
+    if not metal.any() or metal.all():
+        raise ValueError(f"expected {system.metal} with an adsorbate; got {start.symbols}")
+    fixed = fixed_atoms(start)
+    record = make_record(
+        pos=start.positions,
+        atomic_numbers=start.numbers,
+        cell=start.cell.array,
+        pbc=start.pbc,
+        tags=np.where(metal, np.where(fixed, Tag.SUBSURFACE, Tag.SURFACE), Tag.ADSORBATE),
+        fixed=fixed,
+        sid=system.sid,
+        y_init=initial,
+        y_relaxed=relaxed,
+        pos_relaxed=end.positions,
+    )
+    moved = (record.pos_relaxed - record.pos)[record.fixed].norm(dim=1)
+    if (moved > 0.01).any():
+        raise ValueError(f"expected fixed atoms at the same places in {START} and {END}")
+    return record
+
+
+def _adsorption(system: System, tables: Mapping[str, dict[str, str]], table: str) -> float:
+    parts = (
+        (system.name, table),
+        (f"{system.metal.lower()}-{SURFACE}", RELAXED),
+        (system.molecule, RELAXED),
+    )
+    energies = []
+    for name, where in parts:
+        try:
+            energies.append(float(tables[where].get(name, "nan")))
+        except ValueError:
+            energies.append(math.nan)
+        if not math.isfinite(energies[-1]):
+            raise ValueError(f"expected an energy of {name} in {where}, in eV; got none")
+    return energies[0] - energies[1] - energies[2]
+
+
+def _structure(system: System, files: Mapping[str, str], ending: str) -> Atoms:
+    from ase.io.vasp import read_vasp_configuration
+
+    name = f"{system.family}/structures/{system.name}{ending}"
+    if name not in files:
+        raise ValueError(f"expected {name} in the archive; got none")
+    try:
+        atoms: Atoms = read_vasp_configuration(io.StringIO(files[name]))
+    except Exception as error:  # ASE fails in many ways
+        raise ValueError(f"{name}: expected a POSCAR of VASP 5: {error}") from None
+    return atoms
+
+
+def held_out(systems: Sequence[System], groups: Sequence[str] = ()) -> Split:
+    """Four validation splits like OC20's.
+
+    Args:
+        systems: sorted by name.
+        groups: metals and families that train does not have; by default three metals and every
+            fifth molecule of each family.
+    """
+    metals, families = ({s.metal for s in systems}, {s.family for s in systems})
+    unknown = sorted(set(groups) - metals - families)
+    if unknown:
+        known = ", ".join([*sorted(metals), *sorted(families)])
+        raise ValueError(f"--hold-out: expected some of {known}; got {unknown[0]}")
+    catalysts = set(groups) & metals if groups else set(METALS)
+    molecules: set[tuple[str, str]] = set()
+    for family, members in _molecules(systems).items():
+        held = members if family in groups else [] if groups else members[FIRST::EVERY]
+        molecules |= {(family, molecule) for molecule in held}
+    parts: Split = {split: [] for split in ("train", *VAL_SPLITS)}
+    for system in systems:
+        new = (system.family, system.molecule) in molecules, system.metal in catalysts
+        names = {
+            (False, False): "train",
+            (True, False): "val_ood_ads",
+            (False, True): "val_ood_cat",
+        }
+        parts[names.get(new, "val_ood_both")].append(system)
+    seen = parts["train"]
+    count = min(VAL, len(seen) // SHARE)
+    drawn = set(np.random.default_rng(0).permutation(len(seen))[:count].tolist())
+    parts["train"] = [system for i, system in enumerate(seen) if i not in drawn]
+    parts["val_id"] = [system for i, system in enumerate(seen) if i in drawn]
+    if not parts["train"]:
+        raise ValueError("--hold-out: expected systems that are left to train on; got none")
+    return parts
+
+
+def _molecules(systems: Iterable[System]) -> dict[str, list[str]]:
+    found: dict[str, set[str]] = defaultdict(set)
+    for system in systems:
+        found[system.family].add(system.molecule)
+    return {family: sorted(members) for family, members in found.items()}
+
+
+def pairs_of_folds(path: Path, systems: Sequence[System]) -> dict[str, Split]:
+    """The authors' protocol: test on one fold, validate on another, train on the others.
+
+    Args:
+        path: JSON file of folds by name, or npz file with arrays name and fold.
+        systems: all of them, each with a fold.
+    """
+    if path.suffix == ".npz":
+        arrays = read_arrays(path, ("name", "fold"))
+        numbers = dict(zip(arrays["name"].tolist(), arrays["fold"].tolist(), strict=True))
+    else:
+        numbers = json.loads(path.read_text(encoding="utf-8"))
+    _refuse_unknown(path, numbers, systems)
+    missing = [system.name for system in systems if system.name not in numbers]
+    if missing:
+        raise ValueError(f"{path}: expected a fold of each system; got none of {missing[0]}")
+    present = sorted({numbers[system.name] for system in systems})
+    found: dict[str, Split] = {}
+    for test in present:
+        for val in present:
+            if val != test:
+                parts: Split = {"train": [], "val_id": [], "test_id": []}
+                for system in systems:
+                    split = {test: "test_id", val: "val_id"}.get(numbers[system.name], "train")
+                    parts[split].append(system)
+                found[f"test{test}-val{val}"] = parts
+    return found
+
+
+def named(path: Path, systems: Sequence[System]) -> Split:
+    """Splits by the names of their systems, from a JSON file."""
+    chosen: dict[str, list[str]] = json.loads(path.read_text(encoding="utf-8"))
+    names = [name for split in chosen.values() for name in split]
+    _refuse_unknown(path, names, systems)
+    if "train" not in chosen or len(set(names)) < len(names):
+        raise ValueError(f"{path}: expected a split train, and each name once")
+    known = {system.name: system for system in systems}
+    return {split: [known[name] for name in sorted(own)] for split, own in chosen.items()}
+
+
+def _refuse_unknown(path: Path, names: Iterable[str], systems: Iterable[System]) -> None:
+    unknown = sorted(set(names) - {system.name for system in systems})
+    if unknown:
+        raise ValueError(f"{path}: expected names of systems; got {unknown[0]}")
+
+
+def convert(
+    archive: Path,
+    folder: Path,
+    splits: Path | None = None,
+    folds: Path | None = None,
+    hold_out: Sequence[str] = (),
+) -> None:
+    """Write a folder of stores, or one for each pair of folds; see the options of this script.
+
+    Raises:
+        ValueError: for a damaged archive, names that do not fit, or a folder with other splits.
+    """
+    if sum(map(bool, (splits, folds, hold_out))) > 1:
+        raise ValueError("expected at most one of --splits, --folds and --hold-out")
+    systems, records = read(archive)
+    if folds:
+        parts = {folder / name: split for name, split in pairs_of_folds(folds, systems).items()}
+    else:
+        parts = {folder: named(splits, systems) if splits else held_out(systems, hold_out)}
+    parts = {path: {name: own for name, own in s.items() if own} for path, s in parts.items()}
+    for path, split in parts.items():
+        _refuse_others(path, split)
+    for path, split in parts.items():
+        for name, own in split.items():
+            chosen = (records[system.sid] for system in own)
+            source = f"{archive.name}, split {name}"
+            write_store(path / f"{name}.safetensors", chosen, source=source)
+        write_systems(path, split.items())
+        counts = ", ".join(f"{name} {len(own)}" for name, own in split.items())
+        print(f"{path}: {counts} systems")
+
+
+def _refuse_others(folder: Path, splits: Collection[str]) -> None:
+    """Refuse stores of an earlier conversion, whose systems may be in the new train."""
+    others = [path for path in sorted(folder.glob("*.safetensors")) if path.stem not in splits]
+    if others:
+        raise ValueError(f"{others[0]}: of an earlier conversion; remove it first")
+
+
+def main(words: list[str] | None = None) -> int:
+    """Convert the archive; return 2 if it cannot be converted."""
+    parser = described(__doc__)
+    parser.add_argument("archive", type=Path, help="FG_dataset_lite.tar.xz")
+    parser.add_argument("folder", type=Path, help="folder for the stores")
+    parser.add_argument("--splits", type=Path, help="JSON file: split -> names of systems")
+    parser.add_argument(
+        "--folds",
+        type=Path,
+        help="JSON file (name -> fold) or npz file (arrays name, fold): a folder testI-valJ for "
+        "each pair of folds",
+    )
+    parser.add_argument(
+        "--hold-out", nargs="+", default=[], help="metals and families that train does not have"
+    )
+    options: argparse.Namespace = parser.parse_args(words)
+    try:
+        convert(**vars(options))
+    except (ValueError, OSError) as error:
+        print(f"game_net.py: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Best weights are chosen by what a validation can judge; ties never keep the first for ever."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import ase.io
+import numpy as np
+import pytest
+import torch
+from ase.build import bulk
+from ase.calculators.lj import LennardJones
+from ase.calculators.singlepoint import SinglePointCalculator
+from tiny_run import logged, table
+
+from molflt.commands.cli import main
+from molflt.tasks.images import ImageTask
+from molflt.tasks.is2re import IS2RETask
+from molflt.tasks.language import LanguageTask
+from molflt.tasks.potential import PotentialTask
+from molflt.tasks.sentences import SentenceTask
+from molflt.training.callbacks import _BestWeights
+from molflt.training.metrics_file import _MetricsFile
+from molflt.training.outcome import best_of
+
+NAN = math.nan
+FORCE, ENERGY = "force_mae_meV_per_A", "energy_mae_meV_per_atom"
+
+
+def chosen(task, validations, was=None, patience=None, weights=(1, 1, 1)):
+    """Steps whose weights were kept as the best, the last headers, and why training stopped."""
+    kept, folder = [], SimpleNamespace(origin={})
+    folder.save_weights = lambda name, weights, header: kept.append(header)
+    folder.last = SimpleNamespace(with_name=lambda name: SimpleNamespace(is_file=lambda: True))
+    task = object.__new__(task)
+    task.weights = weights
+    best = _BestWeights(task, folder, patience)
+    if was is not None:
+        best.load_state_dict(was)
+    for step, found in enumerate(validations, start=1):
+        trainer = SimpleNamespace(sanity_checking=False, global_step=step, max_steps=99)
+        module = SimpleNamespace(validation_is_finite=True, model=torch.nn.Identity())
+        module.validation_metrics = lambda found=found: found
+        best.on_validation_epoch_end(trainer, module)
+        again = _BestWeights(task, folder, patience)
+        again.load_state_dict(best.state_dict())
+        best = again  # as a resumed run has it
+    return [header["step"] for header in kept], kept[-1], folder.origin.get("stopped")
+
+
+def rows(**columns):
+    return [
+        dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("task", "validations", "steps", "metric"),
+    [
+        (SentenceTask, rows(score_percent=[0, 0, 0], mean_loss=[3, 2, 4]), [1, 2], "score_percent"),
+        (SentenceTask, rows(score_percent=[NAN] * 3, mean_loss=[3, 4, 2]), [1, 3], "mean_loss"),
+        (SentenceTask, rows(score_percent=[NAN, 9, NAN], mean_loss=[3, 4, 2]), [1, 2], None),
+        (ImageTask, rows(top1_percent=[9, 9, 8], cross_entropy=[3, 2, 1]), [1, 2], None),
+        (LanguageTask, rows(perplexity=[math.inf] * 2, bits_per_token=[9, 8]), [1, 2], None),
+        (LanguageTask, rows(perplexity=[5, 5, 5, 6]), [1, 2, 3], "perplexity"),
+        (IS2RETask, rows(mae_eV=[2, 1, 1], ewt_percent=[0, 9, 9]), [1, 2, 3], "mae_eV"),
+    ],
+)
+def test_ties_are_decided_by_other_metrics_and_never_keep_the_first(
+    task, validations, steps, metric
+):
+    kept, header, _ = chosen(task, validations)
+    assert kept == steps
+    assert metric is None or f"val_{metric}" in header
+
+
+@pytest.mark.parametrize(
+    ("force", "labels", "weights", "metric"),
+    [
+        ([0, 0, 0], 0, (1, 1, 1), ENERGY),
+        ([1e-9, 2e-9, 3e-9], 1e-3, (1, 1, 1), ENERGY),
+        ([NAN] * 3, NAN, (1, 1, 1), ENERGY),
+        ([30, 40, 50], 90, (1, 0, 1), ENERGY),
+        ([30, 20, 25], 90, (1, 1, 1), FORCE),
+    ],
+)
+def test_energies_choose_a_potential_where_forces_tell_nothing(force, labels, weights, metric):
+    found = rows(**{FORCE: force, ENERGY: [9, 3, 2], "force_labels_meV_per_A": [labels] * 3})
+    kept, header, _ = chosen(PotentialTask, found, weights=weights)
+    assert f"val_{metric}" in header
+    assert kept[-1] == (2 if metric == FORCE else 3)
+
+
+def test_a_run_of_an_earlier_version_goes_on():
+    """Its state has one metric, and perhaps a 0 that nothing can beat."""
+    found = rows(**{FORCE: [0, 0], ENERGY: [9, 3], "force_labels_meV_per_A": [0, 0]})
+    was = {FORCE: 0.0, "step": 0, "since": 7}
+    assert chosen(PotentialTask, found, was)[0] == [1, 2]
+    found = rows(**{FORCE: [30, 10], ENERGY: [9, 3], "force_labels_meV_per_A": [90, 90]})
+    assert chosen(PotentialTask, found, {FORCE: 20.0, "step": 0})[0] == [2]
+
+
+def test_patience_counts_equal_validations_but_keeps_the_later_weights():
+    kept, _, stopped = chosen(LanguageTask, rows(perplexity=[5, 5, 5]), patience=2)
+    assert kept == [1, 2, 3] and (stopped["step"], stopped["since"]) == (3, 2)
+    same = rows(score_percent=[0] * 4, mean_loss=[4, 3, 2, 1])
+    assert chosen(SentenceTask, same, patience=2)[2] is None  # the loss still improves
+
+
+def test_cells_of_one_atom(tmp_path):
+    """All forces are 0 by symmetry, here but for noise, and so are their errors."""
+    draw, frames = np.random.default_rng(0), []
+    for scale in np.linspace(0.93, 1.08, 24):
+        atoms = bulk("Ar", "fcc", 5.2 * scale)
+        atoms.calc = LennardJones(sigma=3.4, epsilon=0.5, rc=8.0)
+        labels = {"energy": atoms.get_potential_energy(), "stress": atoms.get_stress()}
+        labels["forces"] = draw.normal(scale=1e-5, size=(1, 3))
+        atoms.calc = SinglePointCalculator(atoms, **labels)
+        frames.append(atoms)
+    ase.io.write(tmp_path / "eos.extxyz", frames)
+    run = tmp_path / "run"
+    words = ["--config=potential", f"--data.root={tmp_path / 'eos.extxyz'}", f"--run={run}"]
+    words += ["--data.val_fraction=0.3", "--model.dim=16", "--model.messages=0", "--task.lr=5e-3"]
+    words += ["--trainer.ema_decay=null", "--task.warmup_steps=0", "--trainer.max_steps=30"]
+    words += ["--trainer.val_every=10", "--trainer.accelerator=cpu"]
+    assert main(["train", *words]) == 0
+    energies = logged(run, f"val_{ENERGY}")
+    best = best_of(run)
+    assert (best.metric, best.value) == (ENERGY, min(energies)) and min(energies) < energies[0]
+    assert table(run / "metrics.csv", f"val_{ENERGY}")[energies.index(best.value)]["step"] == str(
+        best.step
+    )
+
+
+def test_sums_of_an_earlier_version_have_fewer_parts(tmp_path):
+    """A checkpoint between two rows of the table holds them."""
+    task, folder = object.__new__(PotentialTask), SimpleNamespace(path=tmp_path)
+    table_of = _MetricsFile(task, folder, 50)
+    table_of._go_on = lambda trainer: None
+    table_of.load_state_dict({"totals": [7.0] * 11, "seconds": 1.0})
+    module = SimpleNamespace(task=task, device=torch.device("cpu"))
+    table_of.on_train_start(SimpleNamespace(is_global_zero=True), module)
+    assert table_of._totals.tolist() == [7.0] * 11 + [0.0]
