@@ -25,7 +25,8 @@ from molflt.graph.schemes import PeriodicName
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-_SMOOTH_MAPS = ("positive", "exp", "learnable_exp")  # analytic, and nowhere 0 or below
+# smooth, and nowhere 0 or below
+_SMOOTH_MAPS = ("positive", "exp", "learnable_exp", "sigmoid", "polynomial")
 
 
 class Potential(EnergyRegressor):
@@ -42,7 +43,8 @@ class Potential(EnergyRegressor):
         dim: width of tokens.
         heads: attention heads; `dim` is a multiple of it.
         mixing: "linear", "quadratic" or "auto", which are the same function.
-        feature_map: "positive" by default, or "exp" or "learnable_exp".
+        feature_map: "positive" by default, or "exp", "learnable_exp", "sigmoid" or "polynomial" (of
+            degree 2).
         num_features: random features m per head, 64 by default.
         position: "multiplicative".
         position_options: of the kernel, see `molflt.graph.encoding.GraphEncoding`.
@@ -107,7 +109,8 @@ class Potential(EnergyRegressor):
         long_range_neutral: bool | None = None,
         **stack: Any,
     ) -> None:
-        _refuse_rough(mixing, feature_map, position, periodic, position_options or {}, stack)
+        maps = feature_map, num_features
+        _refuse_rough(mixing, *maps, position, periodic, position_options or {}, stack)
         scheme = _scheme(far_field, max_frequency, near_field, position_options)
         super().__init__(
             dim,
@@ -273,6 +276,7 @@ def _strained(batch: "Data") -> tuple["Data", Tensor, Tensor | None]:
 def _refuse_rough(
     mixing: str,
     feature_map: str | None,
+    num_features: int | None,
     position: str,
     periodic: str,
     options: Mapping[str, object],
@@ -304,6 +308,11 @@ def _refuse_rough(
             f"feature_map={feature_map!r} has kinks or sums that pass 0, where forces jump; a "
             f"potential takes one of {', '.join(_SMOOTH_MAPS)}"
         )
+    if feature_map == "polynomial":
+        sizes = {"num_features": num_features, "degree": stack.get("degree")}
+        for name, value in {**sizes, "normalize_qk": stack.get("normalize_qk")}.items():
+            if value not in (None, {"degree": 2, "normalize_qk": True}.get(name)):
+                raise ValueError(f"{name}={value} lets products fall below 0; leave it out")
     if stack.get("floor"):
         raise ValueError("floor cuts sums off, where forces jump; leave it out of a potential")
     if stack.get("normalize") == "unmasked":
