@@ -13,7 +13,6 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
-from ase.io import iread
 from kit.rows import markdown
 from kit.words import described
 from torch_geometric.data import Data
@@ -27,16 +26,12 @@ SAMPLE = Path(__file__).resolve().parents[1] / "datasets" / "chgnet-sample"
 
 
 def game_net(path: Path) -> Iterator[Data]:
-    """Systems of gamenet_fg.extxyz.xz."""
-    for atoms in iread(path, ":", format="extxyz"):
-        yield make_record(
-            pos=atoms.positions,
-            atomic_numbers=atoms.numbers,
-            cell=atoms.cell.array,
-            pbc=atoms.pbc,
-            tags=atoms.get_tags(),
-            fixed=atoms.arrays["fixed"],
-        )
+    """Systems of gamenet_fg.npz, whose tag 0 are the fixed atoms."""
+    held = dict(np.load(path))
+    ends = held["natoms"].cumsum()
+    for i, (start, end) in enumerate(zip(ends - held["natoms"], ends, strict=True)):
+        own = {name: held[name][start:end] for name in ("pos", "atomic_numbers", "tags")}
+        yield make_record(cell=held["cell"][i], fixed=own["tags"] == Tag.SUBSURFACE, **own)
 
 
 def agreement(records: list[Data], free: bool, known: bool) -> list[float]:
@@ -72,7 +67,7 @@ def main(words: list[str] | None = None) -> None:
     sample = sorted(SAMPLE.glob("*.safetensors"))
     sets = {
         "OC20, IS2RE": open_dataset(given.data / "oc20" / "oc20_is2re_val20.lmdb"),
-        "GAME-Net's FG set": game_net(given.data / "gamenet_fg" / "gamenet_fg.extxyz.xz"),
+        "GAME-Net's FG set": game_net(given.data / "gamenet_fg" / "gamenet_fg.npz"),
         "CHGNet sample": (record for file in sample for record in open_dataset(file)),
     }
     rows = []

@@ -132,7 +132,7 @@ class Encoding:
     ) -> bool:
         if form != "auto" or causal:
             return form == "quadratic"
-        p = 1 if self.kernel is None else self.kernel[0].shape[-1]
+        p = None if self.kernel is None else self.kernel[0].shape[-1]
         sizes = query.x.shape[2], key.x.shape[2], query.feature_map.width, value.shape[-1]
         return cheaper(*sizes, p) == "quadratic"
 

@@ -42,7 +42,7 @@ def log_weights(key_weight: Tensor | None, key_mask: Tensor | None, key: Tensor)
         key: (batch, heads, keys, d), whose precision they get, float32 at least.
 
     Raises:
-        ValueError: another shape, or, on the CPU, weights below 0 of keys that exist.
+        ValueError: another shape, or, on the CPU, a weight of 0 or below of a key that exists.
     """
     if key_weight is None:
         return None
@@ -54,10 +54,9 @@ def log_weights(key_weight: Tensor | None, key_mask: Tensor | None, key: Tensor)
     weight = key_weight.to(at_least_float32(key).dtype)
     if key_mask is not None:  # before the logarithm, whose slope at 0 is infinite
         weight = weight.masked_fill(~key_mask, 1.0)
-    if at_hand(weight) and bool((weight < 0).any()):  # NaN, of weights that diverged, stays NaN
+    if at_hand(weight) and bool((weight <= 0).any()):  # NaN, of weights that diverged, stays NaN
         raise ValueError(
-            "key_weight must not be below 0, a factor of what each key adds; got "
-            f"{weight.min().item():g}; mask keys that are to be left out"
+            f"key_weight must be above 0; got {weight.min().item():g}; leave keys out with key_mask"
         )
     return weight.log()[:, None]
 

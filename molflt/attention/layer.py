@@ -129,6 +129,8 @@ class Attention(Positioned):
     def _refuse_misfits(self, gate: bool) -> None:
         if gate and not self.causal:
             raise ValueError("gate=True forgets the past and needs causal=True; set it, or no gate")
+        if self.normalize == "unmasked" and not (self.position and self.position.weighs):
+            no_effect("without a position that weighs keys", normalize=self.normalize)
         if self.floor and self.normalize == "none":
             no_effect("with normalize='none'", floor=self.floor)
         if self.position is not None:

@@ -148,12 +148,17 @@ class GraphAttention(nn.Module):
                 cell are missing or (on the CPU) not finite, or a periodic structure is given to a
                 layer that was not told what to do with it.
         """
+        if torch.jit.is_tracing():
+            raise ValueError(
+                "torch.jit.trace keeps the neighbors and nodes of one batch; use torch.compile or "
+                "torch.export"
+            )
         tensors(x=x, pos=pos, batch=batch, cell=cell, pbc=pbc)
         if x.ndim != 2 or x.shape[1] != self.dim:
             raise ValueError(f"x must have shape (atoms, {self.dim}); got {tuple(x.shape)}")
         like_weights("x", x, self.attention.to_query.weight)
         if self.encoding is None:
-            geometry = Geometry.of(x.new_zeros(len(x), 3), batch, graphs=batch_size)
+            geometry = Geometry.of(x.new_zeros(len(x), 3), batch, cell, pbc, graphs=batch_size)
         else:
             geometry = self._geometry(self.encoding, x, pos, batch, cell, pbc, batch_size)
         if not len(x):
@@ -197,4 +202,4 @@ class GraphAttention(nn.Module):
 
 def _is_periodic(pbc: Tensor | None) -> bool:
     """Whether an axis is periodic; all are if nobody said. Waits for the device: ask last."""
-    return pbc is None or bool(pbc.any())
+    return pbc is None or torch.compiler.is_compiling() or bool(pbc.any())

@@ -202,7 +202,7 @@ class Potential(EnergyRegressor):
     def _parts(self, batch: "Data") -> tuple[dict[str, Tensor], Tensor]:
         """What energies are the sum of, and the tokens that they are read from, (atoms, dim)."""
         untagged = copy.copy(batch)  # all atoms count alike
-        untagged.tags = torch.full_like(batch.atomic_numbers, int(Tag.SURFACE))
+        untagged.tags = torch.full(batch.pos.shape[:1], int(Tag.SURFACE), device=batch.pos.device)
         out = super().forward(untagged)
         parts = {"local": out["energy"]}
         if self.long_range is not None:

@@ -60,7 +60,7 @@ class Features(NamedTuple):
 
     def materialize(self) -> Tensor:
         """phi itself, without any stabilizer."""
-        return self.shifted(torch.zeros(()))
+        return self.shifted(self._given.new_zeros(()))
 
     def shifted(self, shift: Tensor) -> Tensor:
         """values * exp(log_scale - shift)."""

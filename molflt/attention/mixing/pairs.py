@@ -7,7 +7,13 @@ from torch import Tensor
 
 from molflt.attention.mixing.sparse import Pattern, correlate, gather, has_sparse_products
 from molflt.attention.mixing.sums import Sums
-from molflt.attention.numerics import at_least_float32, products_of_all, recomputed
+from molflt.attention.numerics import (
+    at_least_float32,
+    pieces,
+    products_of_all,
+    recomputed,
+    undecided,
+)
 
 _TRANSIENT = 2**22  # numbers that one chunk of columns or pairs may hold at once
 _MANY = 2**18  # pairs whose products of features are computed again in backward
@@ -62,11 +68,11 @@ def _pair_sums(phi_q: Tensor, phi_k: Tensor, value: Tensor, pairs: Pairs | Sorte
     out = value.new_zeros(batch * queries, heads, value.shape[-1])
     weight = at_least_float32(pairs.weight).expand(heads, -1).T  # [pair, h]
     chunk = max(1, _TRANSIENT // (heads * (m + value.shape[-1])))
-    for start in range(0, len(pairs.query), chunk):
-        part = slice(start, start + chunk)
+    parts = pieces(len(pairs.query), chunk)
+    for part in parts:
         places = pairs.batch[part], pairs.query[part], pairs.key[part]
         rest = weight[part], *places
-        added = recomputed(_messages, phi_q, phi_k, value, *rest, several=chunk < len(weight))
+        added = recomputed(_messages, phi_q, phi_k, value, *rest, several=len(parts) > 1)
         out = out.index_add(0, places[0] * queries + places[1], added)
     return out.unflatten(0, (batch, queries)).transpose(1, 2)
 
@@ -129,10 +135,10 @@ def with_exact_pairs(
         value = torch.cat((value, torch.ones_like(value[..., :1])), dim=-1)
         added = value.new_zeros(batch * queries, heads, value.shape[-1])
         chunk = max(1, _TRANSIENT // (heads * value.shape[-1]))
-        for start in range(0, len(row), chunk):
-            part = slice(start, start + chunk)
+        parts = pieces(len(row), chunk)
+        for part in parts:
             rest = weight[part], pairs.batch[part], pairs.key[part]
-            messages = recomputed(_weighted, value, *rest, several=chunk < len(row))
+            messages = recomputed(_weighted, value, *rest, several=len(parts) > 1)
             added = added.index_add(0, row[part], messages)
         added, shift = (
             x.unflatten(0, (batch, queries)).transpose(1, 2) for x in (added, highest[..., None])
@@ -155,17 +161,16 @@ def products(left: Tensor, right: Tensor, pairs: Pairs) -> Tensor:
     The weight of `pairs` is not used.
     """
     batch = max(len(left), len(right))
-    if batch * left.shape[-2] * right.shape[-2] <= 4 * len(pairs.query):
+    if undecided(batch * left.shape[-2] * right.shape[-2] <= 4 * len(pairs.query), True):
         # Of few tokens: cheaper than to gather the factors.
         matrix = products_of_all(left, right)
         return matrix.expand(batch, -1, -1, -1)[pairs.batch, :, pairs.query, pairs.key].T
     found = []
     chunk = max(1, _TRANSIENT // (left.shape[1] * left.shape[-1]))
-    for start in range(0, len(pairs.query), chunk):
-        part = slice(start, start + chunk)
+    parts = pieces(len(pairs.query), chunk)
+    for part in parts:
         places = pairs.batch[part], pairs.query[part], pairs.key[part]
-        several = chunk < len(pairs.query)
-        found.append(recomputed(_products, left, right, *places, several=several))
+        found.append(recomputed(_products, left, right, *places, several=len(parts) > 1))
     return torch.cat(found).T if found else left.new_zeros(left.shape[1], 0)
 
 

@@ -80,8 +80,8 @@ class Mesh(NamedTuple):
                 f"{_MOST_POINTS:,}; got {math.prod(sides):.3g} of graph {graph} with sides "
                 f"{length.tolist()} Å; reduce max_frequency"
             )
-        ranges = [torch.arange(-m * (axis > 0), m + 1) for axis, m in enumerate(bounds)]
-        ranges = [m.to(dual.device) for m in ranges]
+        where = {"device": dual.device}
+        ranges = [torch.arange(-m * (axis > 0), m + 1, **where) for axis, m in enumerate(bounds)]
         triple = torch.stack(torch.meshgrid(*ranges, indexing="ij"), dim=-1)  # [a, b, c, 3]
         # Products and sums instead of a matrix product, as in `reciprocal_nodes`.
         xi = (triple.to(dual.dtype)[..., None] * dual).sum(dim=-2)

@@ -38,6 +38,7 @@ class RotaryPosition(Position):
         ValueError: head_dim has no pair for every axis, or base is not positive.
     """
 
+    weighs = False
     paper = "2104.09864, sec. 3.2.2"
     cost = "N m d"
 

@@ -52,6 +52,7 @@ class _StochasticPosition(Position):
         ValueError: a count is below 1.
     """
 
+    weighs = False
     paper = "2105.08399"
     redraws = True
     noise: Tensor

@@ -63,7 +63,8 @@ class IS2REData(BatchedData[Structures]):
         energy_key: entry of files that ASE reads that is the energy, eV, such as REF_energy; null
             is y_relaxed, else energy.
         tags: of files that ASE reads: oc20 (0 subsurface, 1 surface, 2 adsorbate), or ase (numbers
-            of layers from the top, 1, 2, ..., and 0 for adsorbates, as ase.build makes them).
+            of layers from the top, 1, 2, ..., and 0 for adsorbates, as ase.build makes them); guess
+            finds them from the geometry, in any source.
         allow_duplicates: train although structures of validation are in training, too, with the
             same elements, cell and positions; otherwise that is refused.
     """

@@ -51,7 +51,7 @@ def _lattice_shift(delta: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
     doubtful = (vectors - shift).norm(dim=1) > 0.5 / inverse.norm(dim=0).max() * (1 - 1e-9)
     if doubtful.any():
         counts = sorted(itertools.product((0, -1, 1), repeat=len(basis)), key=np.count_nonzero)
-        offsets = torch.tensor(counts, dtype=torch.float64) @ basis  # (images, 3)
+        offsets = torch.tensor(counts, dtype=torch.float64, device="cpu") @ basis  # (images, 3)
         lengths = ((vectors - shift)[doubtful][:, None] - offsets).norm(dim=2)
         lengths[:, 0] *= 1 - 1e-6  # a tie within float32 rounding is not a jump
         shift[doubtful] += offsets[lengths.argmin(dim=1)]
@@ -229,7 +229,7 @@ def _positions(value: _Array, key: str, name: str, count: int | None = None) -> 
 
 def _atom_integers(value: _Array | None, key: str, count: int, name: str) -> Tensor:
     if value is None:
-        return torch.zeros(count, dtype=torch.int64)
+        return torch.zeros(count, dtype=torch.int64, device="cpu")
     tensor = _tensor(value, key, name)
     if tuple(tensor.shape) != (count,):
         raise ValueError(
@@ -247,7 +247,7 @@ def _atom_integers(value: _Array | None, key: str, count: int, name: str) -> Ten
 def _cell(cell: _Array | None, pbc: _Array | None, name: str) -> tuple[Tensor, Tensor]:
     """Cell (1, 3, 3) float64 Å and periodic axes (1, 3) bool, from what a source offers."""
     if cell is None:
-        lattice = torch.zeros(1, 3, 3, dtype=torch.float64)
+        lattice = torch.zeros(1, 3, 3, dtype=torch.float64, device="cpu")
     else:
         tensor = _tensor(cell, "cell", name)
         if tuple(tensor.shape) not in ((3, 3), (1, 3, 3)):
@@ -258,7 +258,7 @@ def _cell(cell: _Array | None, pbc: _Array | None, name: str) -> tuple[Tensor, T
     if not torch.isfinite(lattice.float()).all():
         raise ValueError(f"{name}: cell must be finite; got {lattice[0].tolist()}")
     if pbc is None:
-        periodic = torch.full((1, 3), bool(lattice.any()))
+        periodic = torch.full((1, 3), bool(lattice.any()), device="cpu")
     else:
         axes = _tensor(pbc, "pbc", name)
         if axes.numel() not in (1, 3):
@@ -299,7 +299,7 @@ def _relaxed(
 
 def _energy(value: _Array | None, key: str, name: str) -> Tensor:
     if value is None:
-        return torch.full((1,), math.nan, dtype=torch.float64)
+        return torch.full((1,), math.nan, dtype=torch.float64, device="cpu")
     tensor = _tensor(value, key, name)
     if tensor.numel() != 1:
         raise ValueError(f"{name}: {key} must be one energy in eV; got shape {tuple(tensor.shape)}")
@@ -314,7 +314,7 @@ def _energy(value: _Array | None, key: str, name: str) -> Tensor:
 
 def _forces(value: _Array | None, count: int, name: str) -> Tensor:
     if value is None:
-        return torch.full((count, 3), math.nan)
+        return torch.full((count, 3), math.nan, device="cpu")
     tensor = _tensor(value, "forces", name)
     if tuple(tensor.shape) != (count, 3):
         raise ValueError(
@@ -333,7 +333,7 @@ def _forces(value: _Array | None, count: int, name: str) -> Tensor:
 
 def _stress(value: _Array | None, name: str) -> Tensor:
     if value is None:
-        return torch.full((1, 3, 3), math.nan)
+        return torch.full((1, 3, 3), math.nan, device="cpu")
     tensor = _tensor(value, "stress", name).float()
     if tensor.numel() == 6:
         tensor = tensor.flatten()[[0, 5, 4, 5, 1, 3, 4, 3, 2]]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Guess", "Tagged", "guess_tags", "heights_agree"]
 
-_VACUUM = 5.0  # Å without atoms along one axis; layers of layered crystals are closer
+_VACUUM = 4.5  # Å without atoms along one axis; layers of layered crystals are closer
 _MOLECULAR = (1, 6, 7, 8, 9, 15, 16, 17, 35, 53)  # H C N O F P S Cl Br I
 _BOND, _CONTACT = 1.25, 1.3  # times the sum of covalent radii: within molecules, and with slabs
 _TOP = 2.0  # Å below the highest atom of the slab: surface, as in OC20
@@ -31,6 +31,7 @@ _LISTED = 5  # kinds of structures in a message
 _LAYER = 0.15  # Å between two layers, at least
 _EVEN = 0.45  # at most, length of the mean direction to the neighbors of an atom inside of a slab
 _THICK = 3.0  # Å: thinner slabs have no inside
+_MOST = 200  # atoms to compare with
 _FEWEST = 4  # neighbors to compare
 _REPEATED, _ALL = 0.8, 0.95  # share of the neighbors found again: at the surface, inside
 _HELD = 0.2  # share of the slab that is fixed, at least, if the others are the surface
@@ -123,7 +124,6 @@ class _Atoms:
         self.i, self.j, apart, lengths, self.shifts = primitive_neighbor_list(
             "ijDdS", self.pbc, self.cell, self.pos, _CONTACT * radii
         )
-        self.up = apart @ self.normal / np.maximum(lengths, 1e-9)
         self.directions = apart / np.maximum(lengths, 1e-9)[:, None]
         both = self.molecular[self.i] & self.molecular[self.j]
         self.bonded = both & (lengths < _BOND * (radii[self.i] + radii[self.j]))
@@ -172,17 +172,12 @@ class _Atoms:
 
     def _endless(self, kept: _Flags) -> _Flags:
         """Atoms that bonds connect to their own next image, along both periodic axes: (2, N)."""
-        from scipy.sparse import coo_array
-        from scipy.sparse.csgraph import connected_components
-
         count, found = len(self.numbers), []
         for axis in sorted({0, 1, 2} - set(self.open_axes)):
             i, j, step = self.i[kept], self.j[kept], self.shifts[kept, axis]
             # two copies of the cell along the axis, periodic
             ends = [(i + copy * count, j + (copy + step) % 2 * count) for copy in (0, 1)]
-            edges = np.concatenate(ends, axis=1)
-            graph = coo_array((np.ones(edges.shape[1]), edges), (2 * count, 2 * count))
-            labels = connected_components(graph, directed=False)[1]
+            labels = _groups(*np.concatenate(ends, axis=1), 2 * count)
             found.append(labels[:count] == labels[count:])
         return np.array(found)
 
@@ -206,7 +201,7 @@ class _Atoms:
     ) -> bool:
         """True if an atom lies where the lattice, moved by one of its vectors, has one like it."""
         twins = np.flatnonzero(slab & (self.numbers == self.numbers[atom]))
-        if not any(self._repeats(int(twin), atom, slab, sites) for twin in twins):
+        if not any(self._repeats(int(twin), atom, slab, sites) for twin in twins[:_MOST]):
             return False
         # sites of a lattice are occupied across the surface, those of adsorbates are not
         like = self.pos[sites & (self.numbers == self.numbers[atom])] - self.pos[atom]
@@ -221,7 +216,7 @@ class _Atoms:
         level = slab & (self.numbers == self.numbers[start])
         level &= np.abs(self.heights - self.heights[start]) < 0.3
         level[start] = False
-        ends = [int(one) for one in np.flatnonzero(level)]
+        ends = [int(one) for one in np.flatnonzero(level)[:_MOST]]
         return [
             self.pos[one] - self.pos[start]
             for one in ends
@@ -294,21 +289,28 @@ class _Atoms:
     def described(self, tags: _Numbers) -> str:
         """The molecules of the adsorbate and the number of other atoms."""
         from ase.symbols import Symbols
-        from scipy.sparse import coo_array
-        from scipy.sparse.csgraph import connected_components
 
-        own = np.flatnonzero(tags == Tag.ADSORBATE)
-        graph = coo_array((self.bonded, (self.i, self.j)), (len(tags), len(tags))).tocsr()
-        labels = connected_components(graph[own][:, own], directed=False)[1]
+        own = tags == Tag.ADSORBATE
+        kept = self.bonded & own[self.i] & own[self.j]
+        labels = _groups(self.i[kept], self.j[kept], len(tags))
         molecules = [
-            Symbols(self.numbers[own[labels == label]]).get_chemical_formula("hill")
-            for label in np.unique(labels)
+            Symbols(self.numbers[labels == label]).get_chemical_formula("hill")
+            for label in np.unique(labels[own])
         ]
         counts, several = np.bincount(tags, minlength=3), "s" * (len(molecules) > 1)
         return (
             f"{len(molecules)} adsorbate{several} {', '.join(molecules)}, "
             f"{counts[Tag.SURFACE]} surface, {counts[Tag.SUBSURFACE]} subsurface atoms"
         )
+
+
+def _groups(i: _Numbers, j: _Numbers, count: int) -> _Numbers:
+    """Labels of connected atoms, (count,)."""
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    graph = coo_array((np.ones(len(i)), (i, j)), (count, count))
+    return np.asarray(connected_components(graph, directed=False)[1])
 
 
 def heights_agree(record: Data) -> bool:
