@@ -80,14 +80,14 @@ def lattice_heights(cell: NDArray[np.float64], pbc: NDArray[np.bool_]) -> NDArra
     """Distances of neighboring lattice planes of the reduced cells.
 
     Args:
-        cell: (graphs, 3, 3), rows are lattice vectors, Å; finite along periodic axes.
-        pbc: (graphs, 3), which of them are periodic.
+        cell: (..., 3, 3), rows are lattice vectors, Å; finite along periodic axes.
+        pbc: (..., 3), which of them are periodic.
 
     Returns:
-        (graphs, 3), Å; 0 where lattice vectors are dependent, infinite along axes that are not
+        (..., 3), Å; 0 where lattice vectors are dependent, infinite along axes that are not
         periodic.
     """
-    rows, _ = reduced_cell(cell, pbc)
+    rows = reduced_cell(cell.reshape(-1, 3, 3), pbc.reshape(-1, 3))[0].reshape(cell.shape)
     gram = rows @ np.swapaxes(rows, -1, -2) + np.eye(3) * ~pbc[..., None]
     i, j, k = np.array([0, 1, 2]), np.array([1, 2, 0]), np.array([2, 0, 1])
     # h_i^2 is the volume of all vectors over that of the others, squared; no inverse may fail here

@@ -119,3 +119,12 @@ def test_moving_changes_no_energy(dtype, pbc):
         energies.append(atoms.get_potential_energy())
         assert np.allclose(atoms.positions[0], boxed(pbc).positions[0] + move)
     assert np.ptp(energies) < 1e-6
+
+
+def test_the_default_device_does_not_matter():
+    atoms, calc = bulk("Cu", cubic=True), calculator()
+    atoms.calc = calc
+    expected = atoms.get_potential_energy()
+    calc.reset()
+    with torch.device("meta"):
+        assert atoms.get_potential_energy() == expected

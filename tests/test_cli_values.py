@@ -212,8 +212,8 @@ def test_a_group_of_a_configuration_holds_keys(group, value, tmp_path, monkeypat
         (b"", "got None"),
         (b"\xff\xfe\x00", "not a YAML configuration"),
         (2_000 * b"[", "nested too deeply"),
-        (b"a: &a [*a]", "unknown key 'a'"),
-        (b"model: {dim: &a [*a]}", "key model.dim; expected int; got [[["),
+        (b"a: &a [*a]", "references"),
+        (b"model: {dim: &a [*a]}", "references"),
         (b"resume: x", "unknown key 'resume'"),
         (b"print_config: 1", "unknown key 'print_config'"),
         (b"config: c.yaml", "unknown key 'config'"),
@@ -339,8 +339,16 @@ def test_a_gpu_that_is_not_there(inputs, tmp_path, monkeypatch, capsys) -> None:
     assert "trainer.accelerator=gpu; expected a GPU" in line and not os.listdir()
 
 
-def test_a_configuration_with_aliases_names_its_recipe(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["recipe", "run", "init", "model: {dim", "seed"])
+def test_references_in_a_configuration_are_refused(
+    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nine lines that make 10^9 items; they would fill memory wherever a value is shown."""
+    lines = ["a0: &a0 [x,x,x,x,x,x,x,x,x,x]"]
+    lines += [f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
     path = tmp_path / "c.yaml"
-    path.write_text("seed: &one 1\nrecipe: language\nmodel: {layers: *one}\n")
-    parser = cli._parser(("train",), ["--config", str(path)])
-    assert parser.get_default("recipe") == "language"
+    path.write_text("\n".join(lines) + f"\n{key}: *a8{'}' * ('{' in key)}\n")
+    line = error_of(capsys, "train", f"--config={path}", f"--run={tmp_path / 'run'}")
+    assert str(path) in line and "references" in line and "line 2" in line
+    path.write_text("seed: &one 1\nmodel: {layers: *one}\nrecipe: language\n")
+    assert "references" in error_of(capsys, "train", f"--config={path}")

@@ -3,6 +3,8 @@
 import hashlib
 import io
 import shutil
+import tracemalloc
+import zipfile
 
 import numpy as np
 import pytest
@@ -58,7 +60,7 @@ def test_a_written_configuration_is_read_as_it_was_used(run):
         (b"model: {dim: 16\n", "line 2: not YAML"),
         (b"\xff\xfe", "byte 0 is not UTF-8"),
         (b"[" * 20_000, "too many brackets"),
-        (b"a: &a [1]\nmodel: *a", "not YAML: 'references"),
+        (b"a: &a [1]\nmodel: *a", "references"),
         (b"seed: 0\nmodel: {dim: 8}\nseed: 1", "key 'seed' in lines 1 and 3; expected it once"),
         (b"seed: " + b"9" * 5_000, "not YAML"),
         (b"x" * 2_000_000, "at most 1,000,000 bytes; got 2,000,000"),
@@ -189,6 +191,25 @@ def test_a_checkpoint_of_something_else_is_refused(run, capsys, change, message)
     more = ["--trainer.max_steps", "4"]  # else there is no step to restore for
     line = error_of(capsys, "train", "--resume", str(run), *more)
     assert line.startswith(str(path)) and message in line, line
+
+
+@pytest.mark.parametrize("times", [1, 40], ids=["packed", "overlapping"])
+def test_a_checkpoint_that_unpacks_to_more_than_its_size_is_refused(times, tmp_path):
+    """Zeros that deflate hides; and one part of the file under many names."""
+    buffer, path = io.BytesIO(), tmp_path / "last.ckpt"
+    torch.save({"a": torch.zeros(20_000_000 // times)}, buffer)
+    kind = zipfile.ZIP_DEFLATED if times == 1 else zipfile.ZIP_STORED
+    with zipfile.ZipFile(buffer) as whole, zipfile.ZipFile(path, "w", kind) as packed:
+        for name in whole.namelist():
+            packed.writestr(name, whole.read(name))
+        packed.filelist += (times - 1) * packed.filelist
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=r"last\.ckpt: not a complete .*unpacks to \d"):
+            read_checkpoint(path)
+        assert tracemalloc.get_traced_memory()[1] < 4 * path.stat().st_size + 1_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_checkpoint_that_has_lost_its_digest_is_refused(run):

@@ -61,7 +61,7 @@ def test_a_folder_is_predicted_and_inspected(run, tmp_path, names, capsys) -> No
     atoms = poscars(tmp_path / "data", names)
     out = tmp_path / "energies.csv"
     words = ["predict", str(run), str(tmp_path / "data"), "--out", str(out), "--device=cpu"]
-    assert main(words) == 0
+    assert main([*words, "--force"]) == 0  # POSCARs have no tags
     rows = rows_of(out)
     assert [row["index"] for row in rows] == ["0", "1", "2", "3"]
     assert [row["file"] for row in rows] == [str(tmp_path / "data" / name) for name in names]
@@ -84,7 +84,8 @@ def test_several_files_and_patterns(run, tmp_path, capsys) -> None:
         "braces": [str(tmp_path / "{0,1}" / "POSCAR")],
     }.items():
         out = tmp_path / f"{name}.csv"
-        assert main(["predict", str(run), *words, "--out", str(out), "--device=cpu"]) == 0
+        words = ["predict", str(run), *words, "--out", str(out), "--device=cpu", "--force"]
+        assert main(words) == 0
         found[name] = out.read_text()
     assert len(set(found.values())) == 1 and files[1] in found["several"]
     assert main(["data", "convert", *files, str(tmp_path / "two.safetensors")]) == 0
@@ -92,7 +93,7 @@ def test_several_files_and_patterns(run, tmp_path, capsys) -> None:
     capsys.readouterr()
     assert main(["data", "inspect", *files, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["systems"] == 2
-    assert len(molflt.load(run, "cpu").predict(files)) == 2
+    assert len(molflt.load(run, "cpu").predict(files, force=True)) == 2
     assert "no file" in error_of(capsys, "predict", str(run), str(tmp_path / "*.nothing"))
 
 
@@ -189,7 +190,7 @@ def test_stores_and_files_are_joined(tmp_path) -> None:
 def test_bad_files_are_left_out_and_listed(run, tmp_path, capsys) -> None:
     poscars(tmp_path, FLAT)
     (tmp_path / "1.vasp").write_text("no structure\n")
-    words = ["predict", str(run), str(tmp_path), "--device=cpu"]
+    words = ["predict", str(run), str(tmp_path), "--device=cpu", "--force"]
     assert "1.vasp: frame 0" in error_of(capsys, *words)
     assert main([*words, "--skip-bad", "--out", str(tmp_path / "out.csv")]) == 0
     assert "1 bad structure(s) left out: 1.vasp" in capsys.readouterr().err.replace(
@@ -241,7 +242,7 @@ def test_data_without_its_option(words, capsys) -> None:
 def test_the_configuration_of_a_run_names_its_folder(run, tmp_path, capsys) -> None:
     file = str(run / "config.yaml")
     poscars(tmp_path, FLAT[:1])
-    assert main(["predict", file, str(tmp_path / FLAT[0]), "--device=cpu"]) == 0
+    assert main(["predict", file, str(tmp_path / FLAT[0]), "--device=cpu", "--force"]) == 0
     for words in (["evaluate", file], ["info", file]):
         line = error_of(capsys, *words)
         assert str(run) in line and "folder" in line and "config.yaml/config.yaml" not in line

@@ -40,13 +40,10 @@ def log_weights(key_weight: Tensor | None, key_mask: Tensor | None, key: Tensor)
         key_weight: (batch, keys) or None, see `Keys`.
         key_mask: likewise.
         key: (batch, heads, keys, d), whose precision they get, float32 at least.
-
-    Raises:
-        ValueError: another shape, or, on the CPU, weights below 0 of keys that exist.
     """
     if key_weight is None:
         return None
-    if key_weight.shape != (len(key), key.shape[2]):
+    if key_weight.shape != (key.shape[0], key.shape[2]):
         raise ValueError(
             f"key_weight must have shape {(len(key), key.shape[2])}, one for each key; got "
             f"{tuple(key_weight.shape)}; expand it"
@@ -54,10 +51,9 @@ def log_weights(key_weight: Tensor | None, key_mask: Tensor | None, key: Tensor)
     weight = key_weight.to(at_least_float32(key).dtype)
     if key_mask is not None:  # before the logarithm, whose slope at 0 is infinite
         weight = weight.masked_fill(~key_mask, 1.0)
-    if at_hand(weight) and bool((weight < 0).any()):  # NaN, of weights that diverged, stays NaN
+    if at_hand(weight) and bool((weight <= 0).any()):  # NaN, of weights that diverged, stays NaN
         raise ValueError(
-            "key_weight must not be below 0, a factor of what each key adds; got "
-            f"{weight.min().item():g}; mask keys that are to be left out"
+            f"key_weight must be above 0; got {weight.min().item():g}; leave keys out with key_mask"
         )
     return weight.log()[:, None]
 
@@ -123,9 +119,6 @@ def without_masked(
     Returns:
         x with 0 in place of the infinite and missing numbers of tokens that are no keys, as these
         are still queries; and what the keys are made of, 0 for those tokens.
-
-    Raises:
-        ValueError: a mask of another type or shape.
     """
     source = x if context is None else context
     if key_mask is None:

@@ -129,6 +129,8 @@ class Attention(Positioned):
     def _refuse_misfits(self, gate: bool) -> None:
         if gate and not self.causal:
             raise ValueError("gate=True forgets the past and needs causal=True; set it, or no gate")
+        if self.normalize == "unmasked" and not (self.position and self.position.weighs):
+            no_effect("without a position that weighs keys", normalize=self.normalize)
         if self.floor and self.normalize == "none":
             no_effect("with normalize='none'", floor=self.floor)
         if self.position is not None:
@@ -156,9 +158,6 @@ class Attention(Positioned):
 
         Returns:
             (batch, tokens, dim).
-
-        Raises:
-            ValueError: positions or an encoding are missing, not wanted, or of the wrong kind.
         """
         heads, encoding = self._prepare(x, positions, **where)
         return self._join(self._mix(heads, encoding, self.dropout * self.training)[0])
@@ -183,9 +182,6 @@ class Attention(Positioned):
                 attention; keys and values of all tokens for softmax.
             encoding: as for `forward`; for softmax with all tokens so far as keys.
             key_positions: for softmax, those of all tokens so far.
-
-        Raises:
-            ValueError: for mechanisms without such a state, or keys without a position.
         """
         if not self.causal or self.mixing == "quadratic":
             raise ValueError(

@@ -127,6 +127,57 @@ def gauss_rule(count: int) -> tuple[list[float], list[float]]:
     return ((points + 1) / 2).tolist(), steps.tolist()
 
 
+def searched(
+    fake: Callable[..., object],
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """A function of tensors whose results compilers know by their shapes alone.
+
+    It is one operation of a compiled graph, without a gradient, and may look at numbers and raise
+    errors when the graph runs.
+
+    Args:
+        fake: empty results of the same arguments. Calls `torch.library.get_ctx().new_dynamic_size`
+            for sizes that depend on numbers.
+    """
+
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
+        name = f"molflt::{function.__name__.strip('_')}"
+        operation = torch.library.custom_op(name, function, mutates_args=())
+        operation.register_fake(fake)
+
+        @functools.wraps(function)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            if not torch.compiler.is_compiling():
+                return function(*args, **kwargs)
+            found: _R = operation(*args, **kwargs)
+            return found
+
+        return call
+
+    return decorate
+
+
+def undecided(condition: bool, otherwise: bool) -> bool:
+    """The condition; `otherwise` where compilers do not know the sizes in it."""
+    if not torch.compiler.is_compiling():
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
+
+    return guard_or_true(condition) if otherwise else guard_or_false(condition)
+
+
+def pieces(count: int, size: int) -> list[slice]:
+    """Of a range, of that size each; all at once in compiled code, which is one for all sizes."""
+    if torch.compiler.is_compiling():
+        return [slice(None)]
+    return [slice(start, start + size) for start in range(0, count, size)]
+
+
+def counts_of(index: Tensor, size: int) -> Tensor:
+    """How often each of 0 to size - 1 is there: `torch.bincount` of a known size, (size,)."""
+    return index.new_zeros(size).index_add(0, index, torch.ones_like(index))
+
+
 def uncompiled(function: Callable[_P, _R], inside: bool = False) -> Callable[_P, _R]:
     """`torch.compiler.disable`, which loads the compiler, only once somebody else has loaded it.
 

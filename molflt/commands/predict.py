@@ -89,7 +89,7 @@ def predict(
         mesh_order: for cells of some thousand atoms and more: computes what the model sums over
             reciprocal nodes on a mesh instead, by splines of this order, 4, 5, 6 or 8: attention to
             3e-3, 6e-4, 6e-6, 2e-7.
-        compiled: use the machine code that `molflt export --compiled true` wrote into the folder.
+        compiled: load the machine code of `molflt export --compiled`; for folders you trust.
         shard: I/N, the I-th of N parts of the structures, for as many processes or machines: with
             --out energies.csv it writes energies.I-of-N.csv (or .json, .extxyz); when all are
             there, molflt merge energies.csv joins them to what one process would have written.
@@ -117,7 +117,9 @@ def predict(
         model.use_mesh_(mesh_order)
     atoms = out is not None and out.suffix in _OF_ATOMS
     reading = model.reading_of(files, tags)._replace(keep_atoms=atoms)
-    dataset = open_structures(files, skip_bad, reading, model.model, model.domain)
+    dataset = open_structures(
+        files, skip_bad, reading, model.model, None if force else model.domain
+    )
     _expect_free(out, part, dataset.files)
     known = model.calibration(calibration)
     marks = _marks(dataset)

@@ -58,11 +58,11 @@ def read_config(name: str, options: Mapping[str, Action]) -> list[Given]:
     """
     import yaml
 
-    from molflt.training.yaml_file import UniqueKeys
+    from molflt.training.yaml_file import Loader
 
     path = find_config(name)
     try:
-        config = yaml.load(path.read_text(encoding="utf-8"), UniqueKeys)
+        config = yaml.load(path.read_text(encoding="utf-8"), Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # also of endless numbers
         why = "nested too deeply" if isinstance(error, RecursionError) else error
         raise ValueError(f"{name}: not a YAML configuration: {why}") from None

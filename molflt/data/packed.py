@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gzip
 import lzma
-import tarfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import BinaryIO
 
-__all__ = ["Member", "Unpacked", "unpacked"]
+__all__ = ["Unpacked", "unpacked"]
 
 _UNPACK: dict[str, Callable[[BinaryIO], gzip.GzipFile | lzma.LZMAFile]] = {
     "gzip": lambda file: gzip.GzipFile(fileobj=file),
@@ -20,14 +19,6 @@ _UNPACK: dict[str, Callable[[BinaryIO], gzip.GzipFile | lzma.LZMAFile]] = {
 _BLOCK = 2**20  # bytes that are unpacked at once
 _RATIO = 100  # texts and structures shrink to a 3rd or a 15th, zeros to a 1,000th (gzip) or 7,000th
 _FREE = 2**24  # bytes before the ratio counts
-_HEADER = 2**16  # bytes of a header of names and times
-_HEADERS = (
-    tarfile.XHDTYPE,
-    tarfile.XGLTYPE,
-    tarfile.SOLARIS_XHDTYPE,
-    tarfile.GNUTYPE_LONGNAME,
-    tarfile.GNUTYPE_LONGLINK,
-)
 
 
 class Unpacked:
@@ -46,12 +37,7 @@ class Unpacked:
         self._done = 0
 
     def read(self, size: int) -> bytes:
-        """The next `size` bytes, fewer at the end of the file.
-
-        Raises:
-            ValueError: naming the file that is damaged, truncated, or unpacks to more than a
-                hundred times its size.
-        """
+        """The next `size` bytes, fewer at the end of the file."""
         found = bytearray()
         while (wanted := min(size - len(found), _BLOCK)) > 0 and (block := self._block(wanted)):
             found += block
@@ -78,16 +64,3 @@ def unpacked(path: Path, kind: str) -> Iterator[Unpacked]:
     """Opens a packed file; see `Unpacked`."""
     with open(path, "rb") as file:
         yield Unpacked(path, kind, file, "get it again")
-
-
-class Member(tarfile.TarInfo):
-    """An entry of an archive; headers that tarfile would read into memory are short."""
-
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
-        found = super().frombuf(buf, encoding, errors)
-        if found.size < 0 or (found.type in _HEADERS and found.size > _HEADER):
-            raise tarfile.ReadError(f"a header of {found.size} bytes; expected at most {_HEADER}")
-        if found.type == tarfile.GNUTYPE_SPARSE:
-            raise tarfile.ReadError("a sparse file; expected plain ones")
-        return found

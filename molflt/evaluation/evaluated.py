@@ -210,11 +210,7 @@ class EvaluationData:
         return bool(batches.fingerprints()["val"] == held)
 
     def domain(self) -> Domain | None:
-        """The domain of the training; None of runs of earlier versions.
-
-        Raises:
-            ValueError: if domain.json is damaged.
-        """
+        """The domain of the training; None of runs of earlier versions."""
         path = self.run / DOMAIN
         found = read_domain(path)
         return None if found is None else Domain.from_json(found, str(path))

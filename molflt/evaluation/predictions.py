@@ -195,7 +195,7 @@ def infer(
     rows, beyond = _Rows(len(dataset), several or 1), undescribed(model)
     # disable=None: no bar where stderr is a file
     bar = tqdm(total=len(dataset), desc=name, unit=" systems", leave=False, disable=None)
-    with bar, torch.inference_mode(), warnings.catch_warnings():
+    with bar, torch.device("cpu"), torch.inference_mode(), warnings.catch_warnings():
         # said once for all batches below
         warnings.filterwarnings("ignore", message=".*no atom with tag > 0.*")
         for indices in SizeBucketedBatchSampler(dataset.natoms, batch_size):

@@ -1,6 +1,6 @@
 """Atoms of a batch as dense tensors with a mask, which is what attention computes with."""
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -50,25 +50,30 @@ class DenseAtoms(NamedTuple):
         """
         mask = _atom_mask(geometry)
         centred = geometry.pos - _centres(geometry, lattice)[geometry.batch]
-        positions = _pad(centred, mask)
+        positions = padded(centred, mask, places_of(geometry, mask))
         return cls(mask, positions, mask, positions)
 
 
 def _atom_mask(geometry: Geometry) -> Tensor:
     """Which places hold an atom when all graphs have as many as the largest: (graphs, atoms)."""
     counts = geometry.ptr.diff()
-    most = int(counts.max()) if len(counts) else 0
+    most = cast(int, torch.cat((counts, counts.new_zeros(1))).max().item())
+    if torch.compiler.is_compiling():
+        torch._check(most > 0)
     return torch.arange(most, device=counts.device) < counts[:, None]
 
 
-def _pad(x: Tensor, mask: Tensor) -> Tensor:
-    """Rows of all atoms to those of each graph: (atoms, ...) -> (graphs, most atoms, ...).
+def places_of(geometry: Geometry, mask: Tensor) -> Tensor:
+    """Places of the mask that hold an atom, all graphs counted through: (atoms,)."""
+    number = torch.arange(geometry.batch.shape[0], device=mask.device)
+    first = mask.shape[1] * torch.arange(geometry.graphs, device=mask.device)
+    return number + (first - geometry.ptr[:-1])[geometry.batch]
 
-    `y[mask]` is the way back.
-    """
-    out = x.new_zeros(*mask.shape, *x.shape[1:])
-    out[mask] = x
-    return out
+
+def padded(x: Tensor, mask: Tensor, places: Tensor) -> Tensor:
+    """Rows of all atoms to those of each graph: (atoms, n) -> (graphs, most atoms, n)."""
+    out = x.new_zeros(mask.numel(), x.shape[1]).index_copy(0, places, x)
+    return out.view(*mask.shape, x.shape[1])
 
 
 def _centres(geometry: Geometry, lattice: bool) -> Tensor:

@@ -26,7 +26,7 @@ from molflt.graph.near import NearPairs, _bound, _Found, in_pieces
 from molflt.graph.neighbors import Neighbors, neighbor_list
 from molflt.graph.periodic import Open
 from molflt.graph.schemes import make_periodic
-from molflt.graph.sizes import SizeClass, SizeClasses, Sorted, _uncompiled_loop
+from molflt.graph.sizes import SizeClass, SizeClasses, Sorted
 
 _NARROWEST = 0.2  # Å, of the Gaussians of the near field
 _GRAPH_POSITIONS = ("none", "spectral", "multiplicative")
@@ -59,8 +59,8 @@ class GraphEncoding(nn.Module):
         near_exact: within the near field, q.k is exact as well, as in softmax (`NearField`); for
             feature maps that estimate exp(q.k).
         mixing: "softmax", for the exact mask, or a kernelized one.
-        feature_map: of the attention that uses the encoding; likewise `num_features`.
-        num_features: see there.
+        feature_map: of the attention that uses the encoding.
+        num_features: of the same attention.
 
     Attributes:
         position: the mask or kernel.
@@ -103,6 +103,7 @@ class GraphEncoding(nn.Module):
             options["sampled"] = False
         made = make_position(position, heads, 0, mixing=mixing, **{"dim": 3, **options})
         self.position = cast(SpectralPosition, made)
+        self.position.on_lattice = self.periodic.lattice
         self.periodic.check(self.position, self.softmax)
         self.near_field: NearField | None = None
         self.frequency_projection: FrequencyProjection | None = None
@@ -153,7 +154,6 @@ class GraphEncoding(nn.Module):
                 f"{', '.join(known)}"
             )
 
-    @_uncompiled_loop
     def forward(self, geometry: Geometry, neighbors: Neighbors | None = None) -> SizeClasses:
         """Evaluates the encoding, in classes of graphs of similar size.
 
@@ -162,7 +162,9 @@ class GraphEncoding(nn.Module):
             neighbors: all of its pairs within the cutoff of the near field, if they are known.
         """
         found = self._found(geometry, neighbors)
-        by_size = Sorted.of(geometry, self._columns(geometry, found))
+        compiling = torch.compiler.is_compiling()
+        columns = None if compiling else self._columns(geometry, found)
+        by_size = Sorted.of(geometry, columns)
         if by_size is None:
             return SizeClasses([self._class(geometry, found)])
         found, classes = found.reordered(by_size.order), []
@@ -298,7 +300,7 @@ class GraphEncoding(nn.Module):
             return self.position.radial_profile(distance)
         kernel = self.periodic.radial_profile(self.position, distance)
         if self.near_field is not None:
-            vector = torch.zeros(1, len(distance), 3).to(distance)
+            vector = distance.new_zeros(1, len(distance), 3)
             vector[0, :, 0] = distance
             near = self.near_field.spectrum.mask(vector)[0].exp()
             kernel = kernel + self.near_field.switch(distance) * (near - kernel)
@@ -327,9 +329,6 @@ def _make_encoding(
         kind: mixing, feature_map and num_features of the attention that will use it.
         periodic: as for `GraphEncoding`; None is "none".
         where: further arguments of `GraphEncoding`.
-
-    Raises:
-        ValueError: choices that do not go together, or an option that would have no effect.
     """
     one_of("position", position, _GRAPH_POSITIONS)
     if position != "none":

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from molflt.atoms import FARTHEST, Tag
 from molflt.attention.checks import at_hand, tensors
+from molflt.attention.numerics import at_least_float32, counts_of
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
@@ -52,26 +53,23 @@ class Geometry(NamedTuple):
             tags: (atoms,).
             graphs: their number, if the last ones may be empty.
             atoms: their number, if it is known.
-
-        Raises:
-            TypeError: something else than tensors.
-            ValueError: shapes, types or devices do not fit, numbers are not finite (on the CPU), or
-                graphs are not in order.
         """
         tensors(pos=pos, batch=batch, cell=cell, pbc=pbc, tags=tags)
         pos = _points(pos, atoms)
         _real("cell", cell)
         if pbc is not None and (pbc.is_floating_point() or pbc.is_complex()):
             raise ValueError(f"pbc must be bool, one for each axis; got {pbc.dtype}; use .bool()")
+        if batch is None and pos.shape[0]:
+            _expect_one_graph(graphs, cell, pbc)
         batch = _in_order(batch, pos, graphs)
         if graphs is None:
-            graphs = int(batch[-1]) + 1 if len(batch) else _of_none(cell, pbc)
+            graphs = _number_of_graphs(batch, cell, pbc)
         if pbc is None:
             pbc = torch.full((3,), cell is not None, device=pos.device)
         cell = pos.new_zeros(3, 3) if cell is None else cell.to(pos)
         pbc = _for_each("pbc", pbc.to(pos.device).bool(), (3,), graphs)
         cell = _for_each("cell", cell, (3, 3), graphs).masked_fill(~pbc[..., None], 0.0)
-        counts = torch.bincount(batch, minlength=graphs).cumsum(0)
+        counts = counts_of(batch, graphs).cumsum(0)
         found = cls(
             pos,
             batch,
@@ -88,12 +86,7 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of_data(cls, data: "Data") -> "Geometry":
-        """The geometry of a PyG structure, or of a batch of them, with its tags if it has any.
-
-        Raises:
-            TypeError: something else than PyG's data.
-            ValueError: as for `of`.
-        """
+        """The geometry of a PyG structure, or of a batch of them, with its tags if it has any."""
         if not hasattr(data, "stores"):  # as all data of PyG have, which is not loaded for this
             raise TypeError(_no_data(data))
         pos, batch, cell, pbc, tags = (
@@ -110,7 +103,7 @@ class Geometry(NamedTuple):
     @property
     def graphs(self) -> int:
         """Number of graphs."""
-        return len(self.ptr) - 1
+        return self.ptr.shape[0] - 1
 
     def reordered(self, order: Tensor) -> tuple["Geometry", Tensor]:
         """Graphs (graphs,) of the batch in this order, and the atom of the batch at each place."""
@@ -144,11 +137,7 @@ class Geometry(NamedTuple):
         )
 
     def above_subsurface(self) -> Tensor:
-        """Atoms with tag > 0, and all of graphs in which none has that (tags unknown): (atoms,).
-
-        Raises:
-            ValueError: if there are no tags.
-        """
+        """Atoms with tag > 0, and all of graphs in which none has that (tags unknown): (atoms,)."""
         if self.tags is None:
             raise ValueError("tags, (atoms,), are needed; got None; set 0 where unknown")
         above = self.tags > Tag.SUBSURFACE.value  # what compilers can read
@@ -176,7 +165,7 @@ def _no_data(given: object) -> str:
 
 def _points(pos: Tensor | None, atoms: int | None) -> Tensor:
     """Positions as they are, checked; likewise `Geometry.of`."""
-    if pos is None or pos.ndim != 2 or pos.shape != (len(pos) if atoms is None else atoms, 3):
+    if pos is None or pos.ndim != 2 or pos.shape != (pos.shape[0] if atoms is None else atoms, 3):
         rows = "atoms" if atoms is None else atoms
         got = None if pos is None else tuple(pos.shape)
         raise ValueError(f"pos must have shape ({rows}, 3), Å; got {got}; pass positions")
@@ -184,6 +173,7 @@ def _points(pos: Tensor | None, atoms: int | None) -> Tensor:
         raise ValueError(
             f"pos must be real numbers, Å; got {pos.dtype}; pass positions, no indices"
         )
+    pos = at_least_float32(pos)
     if at_hand(pos) and not bool((near := pos.detach().abs() <= FARTHEST).all()):  # nor NaN
         atom = int((~near).any(dim=1).nonzero()[0])
         raise ValueError(
@@ -205,15 +195,11 @@ def _in_order(batch: Tensor | None, atoms: Tensor, graphs: int | None) -> Tensor
         batch: (atoms,) or None.
         atoms: anything with one row for each atom.
         graphs: their number, or None if nobody said.
-
-    Raises:
-        ValueError: another shape, graphs that are not ascending, or that are out of range.
     """
-    least = 1 if batch is None and len(atoms) else 0
-    if graphs is not None and graphs < least:
+    if graphs is not None and graphs < 0:
         raise ValueError(f"batch_size must be the number of graphs; got {graphs}; correct it")
     if batch is None:
-        return torch.zeros(len(atoms), dtype=torch.long, device=atoms.device)
+        return torch.zeros(atoms.shape[0], dtype=torch.long, device=atoms.device)
     if batch.is_floating_point() or batch.is_complex() or batch.dtype == torch.bool:
         raise ValueError(
             f"batch must be whole numbers, the graph of each atom; got {batch.dtype}; use .long()"
@@ -227,6 +213,9 @@ def _in_order(batch: Tensor | None, atoms: Tensor, graphs: int | None) -> Tensor
             f"batch must have shape ({len(atoms)},), the graph of each atom; got "
             f"{tuple(batch.shape)}; correct it"
         )
+    batch = batch.long()
+    if torch.compiler.is_compiling():
+        return batch
     if bool((batch[1:] < batch[:-1]).any()):
         raise ValueError(
             "batch must be ascending; got a graph after a later one; sort atoms by graph, as PyG's "
@@ -242,23 +231,40 @@ def _in_order(batch: Tensor | None, atoms: Tensor, graphs: int | None) -> Tensor
     return batch
 
 
+def _expect_one_graph(graphs: int | None, cell: Tensor | None, pbc: Tensor | None) -> None:
+    """Raises ValueError where something is of several graphs, without `batch`."""
+    found = {"batch_size": 1 if graphs is None else graphs, "cell or pbc": _of_none(cell, pbc)}
+    for name, count in found.items():
+        if count != 1:
+            raise ValueError(
+                f"batch is missing, and one graph expected; got {count} by {name}; pass batch, "
+                "(atoms,), the graph of each atom"
+            )
+
+
 def _sum_by(x: Tensor, index: Tensor, size: int) -> Tensor:
     """Sums of rows with one index: (n, ...), (n,) -> (size, ...)."""
     return x.new_zeros(size, *x.shape[1:]).index_add(0, index, x)
 
 
+def _number_of_graphs(batch: Tensor, cell: Tensor | None, pbc: Tensor | None) -> int:
+    """One more than the last, or as many as there are cells or axes."""
+    if torch.compiler.is_compiling():  # the number of cells is a size, that in `batch` is not
+        stacked = (cell is not None and cell.ndim == 3) or (pbc is not None and pbc.ndim == 2)
+        return _of_none(cell, pbc) if stacked else cast(int, batch[-1].item()) + 1
+    return int(batch[-1]) + 1 if len(batch) else _of_none(cell, pbc)
+
+
 def _of_none(cell: Tensor | None, pbc: Tensor | None) -> int:
     """Number of graphs where there are no atoms to tell: that of cells or axes, or 1."""
-    many = [
-        len(given)
-        for given, ndim in ((cell, 3), (pbc, 2))
-        if given is not None and given.ndim == ndim
-    ]
-    return many[0] if many else 1
+    cells = cell.shape[0] if cell is not None and cell.ndim == 3 else 1
+    axes = pbc.shape[0] if pbc is not None and pbc.ndim == 2 else 1
+    return axes if cells == 1 else cells
 
 
 def _for_each(name: str, given: Tensor, shape: tuple[int, ...], graphs: int) -> Tensor:
-    if given.shape not in (shape, (graphs, *shape)):
+    compiling = torch.compiler.is_compiling()
+    if not compiling and given.shape not in (shape, (graphs, *shape)):
         hint = "give every graph its own"
         if given.shape[1:] == shape and len(given) > graphs:
             hint = f"if the last graphs have no atoms, pass batch_size={len(given)}"

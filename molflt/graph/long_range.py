@@ -70,8 +70,9 @@ class LongRange(nn.Module):
         cutoff: of near pairs, Å: a longer one takes more pairs and fewer nodes.
         neutral: False: q_i = a_i for all powers, for data with ions that the model recognizes by
             their neighbors. Separate groups of atoms then have net charges.
-        smearing: width of the Gaussians that the charges are, Å, as in latent Ewald summation
-            (arXiv:2408.15165), which has 1: 1 / r^p is met at 5 widths. 0: points.
+        smearing: sigma, Å, of a spectrum that falls as exp(-sigma^2 k^2 / 2), which is 1 in latent
+            Ewald summation (arXiv:2408.15165). For p = 1 pairs have erf(r / (sqrt(2) sigma)) / r.
+            From 5 sigma on it is 1 / r^p. 0: points, bounded below 0.1 Å.
 
     Raises:
         ValueError: an option out of its range.

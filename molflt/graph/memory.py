@@ -5,7 +5,6 @@ from collections.abc import Callable
 from torch import Tensor
 
 from molflt.attention.checks import at_hand
-from molflt.attention.numerics import uncompiled
 from molflt.graph.geometry import Geometry
 from molflt.memory import available_memory
 
@@ -13,7 +12,6 @@ _WHILE_MADE = 1.5  # memory that waves of nodes take while they are computed, ov
 _SMALL = 2**26  # bytes that are taken without looking at what is free, which takes a while
 
 
-@uncompiled
 def _expect_memory(weights: Tensor, geometry: Geometry, heads: int) -> None:
     """Refuses a batch whose reciprocal nodes take more memory than is free, before it is taken.
 
@@ -44,7 +42,6 @@ def _expect_memory(weights: Tensor, geometry: Geometry, heads: int) -> None:
     )
 
 
-@uncompiled
 def expect_memory(size: float, what: Callable[[], str], advice: str) -> None:
     """Refuses what takes more memory than is free.
 

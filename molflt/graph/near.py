@@ -44,7 +44,7 @@ class NearPairs(NamedTuple):
             neighbors: its pairs within the cutoff; None without a near field.
             alone: (graphs,) bool, graphs all of whose pairs are wanted; None: of none.
         """
-        own = torch.arange(len(geometry.pos), device=geometry.pos.device)
+        own = torch.arange(geometry.pos.shape[0], device=geometry.pos.device)
         queries, keys, vectors = [own], [own], [torch.zeros_like(geometry.pos)]
         if neighbors is not None:
             found: tuple[Tensor, ...] = neighbors[:3]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from molflt.atoms import FARTHEST, LOWEST, lattice_heights, reduced_cell
-from molflt.attention.numerics import distances, uncompiled
+from molflt.attention.numerics import distances, searched, uncompiled
 from molflt.graph.geometry import Geometry
 from molflt.graph.memory import expect_memory
 
@@ -39,14 +39,12 @@ class Neighbors(NamedTuple):
     """(pairs,) Å"""
 
 
-@uncompiled
 def expect_lattice(geometry: Geometry) -> None:
     """Raises ValueError, naming the graph, for lattice planes less than 0.5 Å apart."""
     boxes, periodic = _numbers(geometry.cell).astype(np.float64), _numbers(geometry.pbc)
     _check_heights(lattice_heights(boxes, periodic), boxes, periodic)
 
 
-@uncompiled
 def neighbor_list(geometry: Geometry, cutoff: float) -> Neighbors:
     """All pairs within `cutoff`, graph by graph, through vesin and in reduced cells.
 
@@ -63,36 +61,51 @@ def neighbor_list(geometry: Geometry, cutoff: float) -> Neighbors:
             planes of the reduced cell less than 0.5 Å apart, or far too long and thin a space.
         MemoryError: for more pairs than fit into memory.
     """
+    pos, cell = geometry.pos, geometry.cell
+    (center, neighbor), shift, graph = _neighbors(pos, cell, geometry.pbc, geometry.ptr, cutoff)
+    with torch.autocast(cell.device.type, enabled=False):  # no lattice vector in half precision
+        offset = torch.einsum("ps,psc->pc", shift.to(cell.dtype), cell[graph])
+    vector = pos[neighbor] - pos[center] + offset
+    return Neighbors(center, neighbor, vector, distances(vector))
+
+
+def _unknown_pairs(
+    pos: Tensor, cell: Tensor, pbc: Tensor, ptr: Tensor, cutoff: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    pairs = torch.library.get_ctx().new_dynamic_size()
+    return ptr.new_empty(2, pairs), ptr.new_empty(pairs, 3), ptr.new_empty(pairs)
+
+
+@searched(_unknown_pairs)
+def _neighbors(
+    pos: Tensor, cell: Tensor, pbc: Tensor, ptr: Tensor, cutoff: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Center and neighbor (2, pairs), the neighbor's cell (pairs, 3), and the graph (pairs,)."""
     from vesin import NeighborList  # here, so that reading signatures loads no library of C
 
-    pos, cell = geometry.pos, geometry.cell
     points, boxes = _numbers(pos).astype(np.float64), _numbers(cell).astype(np.float64)
-    periodic, ptr = _numbers(geometry.pbc), _numbers(geometry.ptr).tolist()
-    _check_finite(points, boxes, periodic, ptr)
+    periodic, first = _numbers(pbc), _numbers(ptr).tolist()
+    _check_finite(points, boxes, periodic, first)
     reduced, steps = reduced_cell(boxes, periodic)
     closed = [
         _closed(points[start:stop], reduced[graph], periodic[graph], cutoff)
-        for graph, (start, stop) in enumerate(pairwise(ptr))
+        for graph, (start, stop) in enumerate(pairwise(first))
     ]
     _check_shapes(np.stack([box for _, box in closed]), boxes, periodic, cutoff)
-    _expect_pairs([_least_pairs(*each, cutoff) for each in closed], np.diff(ptr), cutoff)
+    _expect_pairs([_least_pairs(*each, cutoff) for each in closed], np.diff(first), cutoff)
     search = NeighborList(cutoff=cutoff, full_list=True)
     found, counts = [], []
     for graph, (inside, box) in enumerate(closed):
         i, j, shift = search.compute(inside, box, True, quantities="ijS")
-        ends = np.stack((i, j)).astype(np.int64) + ptr[graph]
+        ends = np.stack((i, j)).astype(np.int64) + first[graph]
         found.append((ends, shift @ steps[graph], np.full(len(i), graph)))
         counts.append(len(i))
-        _expect_pairs(counts, np.diff(ptr), cutoff)
+        _expect_pairs(counts, np.diff(first), cutoff)
     ends, shift, graph_index = (
         torch.from_numpy(np.concatenate(part, axis=axis)).to(pos.device)
         for part, axis in zip(zip(*found, strict=True), (1, 0, 0), strict=True)
     )
-    center, neighbor = ends
-    with torch.autocast(cell.device.type, enabled=False):  # no lattice vector in half precision
-        offset = torch.einsum("ps,psc->pc", shift.to(cell.dtype), cell[graph_index])
-    vector = pos[neighbor] - pos[center] + offset
-    return Neighbors(center, neighbor, vector, distances(vector))
+    return ends, shift.long(), graph_index
 
 
 @uncompiled

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -14,11 +13,11 @@ from molflt.attention.mixing.mesh import MeshKernel
 from molflt.attention.mixing.pairs import Pairs, products
 from molflt.attention.nodes.lattice import free_extent
 from molflt.attention.nodes.reciprocal import reciprocal_nodes, tapered_mask
-from molflt.attention.numerics import distances, fade
+from molflt.attention.numerics import distances, fade, searched
 from molflt.attention.positions.multiplicative import MultiplicativePosition
 from molflt.attention.positions.spectral import GraphNodes, SpectralPosition
 from molflt.attention.spectra import SPECTRA
-from molflt.graph.dense import DenseAtoms
+from molflt.graph.dense import DenseAtoms, padded, places_of
 from molflt.graph.geometry import Geometry
 from molflt.graph.memory import expect_memory
 from molflt.graph.neighbors import expect_lattice, images_are_far
@@ -144,13 +143,13 @@ class Images(Open):
     def _dense(self, geometry: Geometry) -> DenseAtoms:
         atoms = DenseAtoms.of(geometry)
         if geometry.tags is None:
-            return self._with_images(geometry, atoms, self._steps(geometry, atoms))
-        adsorbate = torch.zeros_like(atoms.mask)
-        adsorbate[atoms.mask] = geometry.tags == Tag.ADSORBATE
+            return self._with_images(geometry, atoms, atoms.mask, atoms.mask)
+        adsorbate = geometry.tags == Tag.ADSORBATE.value
+        adsorbate = padded(adsorbate[:, None], atoms.mask, places_of(geometry, atoms.mask))[..., 0]
         has_adsorbate = adsorbate.any(dim=1, keepdim=True)
         near = torch.where(has_adsorbate, adsorbate, atoms.mask)
         sources = torch.where(has_adsorbate, ~adsorbate & atoms.mask, atoms.mask)
-        return self._with_images(geometry, atoms, _IN_PLANE, near, sources)
+        return self._with_images(geometry, atoms, near, sources)
 
     def images(self, geometry: Geometry) -> Tensor:
         """See `Open.images`; refuses lattices here, where graphs still have their names."""
@@ -161,79 +160,40 @@ class Images(Open):
         most = (1 + self.image_cutoff * inverse.norm(dim=1)).floor() * geometry.pbc
         return (2 * most + 1).prod(dim=1) - 1
 
-    def _steps(self, geometry: Geometry, atoms: DenseAtoms) -> Tensor:
-        """Steps n of all cells, n . cell away, whose atoms may be within the cutoff of an atom.
-
-        Returns:
-            (steps, 3) int64, enough for every graph, without (0, 0, 0).
-        """
-        cell = geometry.cell.to(atoms.positions)
-        inverse = torch.linalg.pinv(cell.detach())  # its columns: 1 / height of the cell
-        fractional = atoms.positions.detach() @ inverse
-        outside = ~atoms.mask[..., None]
-        upper = fractional.masked_fill(outside, -torch.inf).amax(dim=1)
-        span = upper - fractional.masked_fill(outside, torch.inf).amin(dim=1)
-        reach = span.clamp(min=0.0) + self.image_cutoff * inverse.norm(dim=1)
-        most = (reach * geometry.pbc).amax(dim=0).floor().long().tolist()
-        cells = math.prod(2 * n + 1 for n in most)
-        size = cells * atoms.mask.numel() * atoms.mask.shape[1] * cell.element_size()
-        expect_memory(
-            size if at_hand(cell) else 0,
-            lambda: (
-                f"distances of {atoms.mask.numel():,} atoms to those in {cells:,} cells around, "
-                f"within image_cutoff={self.image_cutoff:g} Å of any of them,"
-            ),
-            "put all atoms into one cell, or take a smaller image_cutoff",
-        )
-        axes = [torch.arange(-n, n + 1, device=cell.device) for n in most]
-        steps = torch.cartesian_prod(*axes).view(-1, 3)
-        return steps[(steps != 0).any(dim=1)]
-
     def _with_images(
-        self,
-        geometry: Geometry,
-        atoms: DenseAtoms,
-        steps: Sequence[tuple[int, int, int]] | Tensor,
-        centres: Tensor | None = None,
-        sources: Tensor | None = None,
+        self, geometry: Geometry, atoms: DenseAtoms, centres: Tensor, sources: Tensor
     ) -> DenseAtoms:
         """Atoms with those images as keys that lie within the cutoff of one of the centres.
 
         Args:
             geometry: of the atoms.
             atoms: without images.
-            steps: (steps, 3), cells that images may come from; steps along an axis that is not
-                periodic are left out.
-            centres: (graphs, atoms) bool; all atoms if None.
-            sources: (graphs, atoms) bool, atoms that have images; all if None.
+            centres: (graphs, atoms) bool.
+            sources: (graphs, atoms) bool, atoms that have images.
         """
         mask, positions = atoms.mask, atoms.positions
-        graphs, most = mask.shape
-        centres = mask if centres is None else centres
-        sources = mask if sources is None else sources
-        steps = torch.as_tensor(steps, device=mask.device)
-        shifts = steps.to(positions.dtype) @ geometry.cell.to(positions.dtype)  # [g, k, 3]
-        # An axis that is not periodic has no images along it.
-        allowed = ((steps == 0) | geometry.pbc.view(graphs, 1, 3)).all(dim=-1)  # [g, k]
-        images = (positions[:, None] + shifts[:, :, None]).flatten(1, 2)  # [g, k n, 3]
-        exact = "donot_use_mm_for_euclid_dist"  # matrix products lose half of the digits
-        distance = torch.cdist(images.detach(), positions.detach(), compute_mode=exact)
-        near = ((distance < self.image_cutoff) & centres[:, None]).any(dim=-1)
-        kept = near & (allowed[:, :, None] & sources[:, None]).flatten(1)
-
-        count = int(kept.sum(dim=1).max()) if kept.numel() else 0
-        order = torch.argsort((~kept).to(torch.uint8), dim=1, stable=True)[:, :count]
-        index = torch.arange(most, device=mask.device).expand(graphs, -1)
-        places = images.gather(1, order[..., None].expand(-1, -1, 3))
+        cell, plane = geometry.cell.to(positions.dtype), geometry.tags is not None
+        index, step, kept = _images(
+            positions.detach(),
+            mask,
+            cell.detach(),
+            geometry.pbc,
+            centres,
+            sources,
+            self.image_cutoff,
+            plane,
+        )
+        places = positions.gather(1, index[..., None].expand(-1, -1, 3)) + step @ cell
         weight = self._weight(places, positions, centres)
-        there = kept.gather(1, order) & (weight > 0)
+        there = kept & (weight > 0)
         one = torch.ones_like(positions[..., 0])
+        number = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape[0], -1)
         return DenseAtoms(
             mask,
             positions,
             torch.cat((mask, there), dim=1),
             torch.cat((positions, places), dim=1),
-            torch.cat((index, order % max(most, 1)), dim=1),
+            torch.cat((number, index), dim=1),
             torch.cat((one, weight.masked_fill(~there, 1.0)), dim=1),
         )
 
@@ -243,6 +203,75 @@ class Images(Open):
         distance = distances(places[:, :, None] - positions[:, None])
         share = fade((distance - self.image_cutoff) / width + 1)
         return 1 - (1 - share.masked_fill(~centres[:, None], 0.0)).prod(dim=-1)
+
+
+def _unknown_images(positions: Tensor, mask: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    images = torch.library.get_ctx().new_dynamic_size()
+    kept = mask.new_empty(mask.shape[0], images)  # `len` would keep the size of an example
+    return kept.long(), positions.new_empty(*kept.shape, 3), kept
+
+
+@searched(_unknown_images)
+def _images(
+    positions: Tensor,
+    mask: Tensor,
+    cell: Tensor,
+    pbc: Tensor,
+    centres: Tensor,
+    sources: Tensor,
+    cutoff: float,
+    plane: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Images of atoms (graphs, atoms, 3) within a cutoff of one of the centres.
+
+    Returns:
+        The atom of each, (graphs, images), its cell (graphs, images, 3), and which there are.
+    """
+    graphs, most = mask.shape
+    if plane:
+        steps = torch.as_tensor(_IN_PLANE, device=mask.device)
+    else:
+        steps = _steps(positions, mask, cell, pbc, cutoff)
+    shifts = steps.to(positions.dtype) @ cell  # [g, k, 3]
+    # An axis that is not periodic has no images along it.
+    allowed = ((steps == 0) | pbc.view(graphs, 1, 3)).all(dim=-1)  # [g, k]
+    images = (positions[:, None] + shifts[:, :, None]).flatten(1, 2)  # [g, k n, 3]
+    exact = "donot_use_mm_for_euclid_dist"  # matrix products lose half of the digits
+    distance = torch.cdist(images, positions, compute_mode=exact)
+    near = ((distance < cutoff) & centres[:, None]).any(dim=-1)
+    kept = near & (allowed[:, :, None] & sources[:, None]).flatten(1)
+    count = int(kept.sum(dim=1).max()) if kept.numel() else 0
+    order = torch.argsort((~kept).to(torch.uint8), dim=1, stable=True)[:, :count]
+    most = max(most, 1)
+    return order % most, steps[order // most].to(positions.dtype), kept.gather(1, order)
+
+
+def _steps(positions: Tensor, mask: Tensor, cell: Tensor, pbc: Tensor, cutoff: float) -> Tensor:
+    """Steps n of all cells, n . cell away, whose atoms may be within the cutoff of an atom.
+
+    Returns:
+        (steps, 3) int64, enough for every graph, without (0, 0, 0).
+    """
+    inverse = torch.linalg.pinv(cell)  # its columns: 1 / height of the cell
+    fractional = positions @ inverse
+    outside = ~mask[..., None]
+    upper = fractional.masked_fill(outside, -torch.inf).amax(dim=1)
+    span = upper - fractional.masked_fill(outside, torch.inf).amin(dim=1)
+    reach = span.clamp(min=0.0) + cutoff * inverse.norm(dim=1)
+    most = (reach * pbc).amax(dim=0).floor().long().tolist()
+    cells = math.prod(2 * n + 1 for n in most)
+    size = cells * mask.numel() * mask.shape[1] * cell.element_size()
+    expect_memory(
+        size if at_hand(cell) else 0,
+        lambda: (
+            f"distances of {mask.numel():,} atoms to those in {cells:,} cells around, "
+            f"within image_cutoff={cutoff:g} Å of any of them,"
+        ),
+        "put all atoms into one cell, or take a smaller image_cutoff",
+    )
+    axes = [torch.arange(-n, n + 1, device=cell.device) for n in most]
+    steps = torch.cartesian_prod(*axes).view(-1, 3)
+    return steps[(steps != 0).any(dim=1)]
 
 
 class Reciprocal(Open):
@@ -292,7 +321,8 @@ class Reciprocal(Open):
         alone = self.without_nodes(geometry)
         if alone is not None:  # any small cell: its few nodes get the weight 0
             pbc = pbc | alone[:, None]
-            cell = torch.where(alone[:, None, None], torch.eye(3).to(cell), cell)
+            small = torch.eye(3, dtype=cell.dtype, device=cell.device)
+            cell = torch.where(alone[:, None, None], small, cell)
         extent = free_extent(geometry.pos.double(), geometry.batch, cell, pbc, self.smooth)
         found = reciprocal_nodes(cell, pbc, self.max_frequency, extent, taper=position.taper)
         if alone is None:

@@ -15,6 +15,7 @@ from molflt.attention.checks import no_effect
 from molflt.attention.features import FeatureMapName
 from molflt.attention.positions.base import MixingName
 from molflt.graph.encoding import GraphPositionName
+from molflt.graph.geometry import Geometry
 from molflt.graph.inputs import Atoms
 from molflt.graph.long_range import LongRange
 from molflt.graph.periodic import Near, Reciprocal
@@ -24,7 +25,8 @@ from molflt.graph.schemes import PeriodicName
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-_SMOOTH_MAPS = ("positive", "exp", "learnable_exp")  # analytic, and nowhere 0 or below
+# smooth, and nowhere 0 or below
+_SMOOTH_MAPS = ("positive", "exp", "learnable_exp", "sigmoid", "polynomial")
 
 
 class Potential(EnergyRegressor):
@@ -41,7 +43,8 @@ class Potential(EnergyRegressor):
         dim: width of tokens.
         heads: attention heads; `dim` is a multiple of it.
         mixing: "linear", "quadratic" or "auto", which are the same function.
-        feature_map: "positive" by default, or "exp" or "learnable_exp".
+        feature_map: "positive" by default, or "exp", "learnable_exp", "sigmoid" or "polynomial" (of
+            degree 2).
         num_features: random features m per head, 64 by default.
         position: "multiplicative".
         position_options: of the kernel, see `molflt.graph.encoding.GraphEncoding`.
@@ -63,7 +66,7 @@ class Potential(EnergyRegressor):
             between latent charges and all their images, see `molflt.graph.long_range.LongRange`.
         long_range_channels: charges of each atom for each power, 4 by default.
         long_range_cutoff: of near pairs, 8 Å by default.
-        long_range_smearing: width of charges, 1 Å by default.
+        long_range_smearing: sigma of pairs at short distances, 1 Å by default, see `LongRange`.
         long_range_neutral: True by default: charges of p = 1 and 2 flow between atoms closer than
             5 Å, and separate molecules are neutral. False: for data with ions.
         stack: further arguments of `molflt.attention.Stack`.
@@ -106,7 +109,8 @@ class Potential(EnergyRegressor):
         long_range_neutral: bool | None = None,
         **stack: Any,
     ) -> None:
-        _refuse_rough(mixing, feature_map, position, periodic, position_options or {}, stack)
+        maps = feature_map, num_features
+        _refuse_rough(mixing, *maps, position, periodic, position_options or {}, stack)
         scheme = _scheme(far_field, max_frequency, near_field, position_options)
         super().__init__(
             dim,
@@ -201,7 +205,7 @@ class Potential(EnergyRegressor):
     def _parts(self, batch: "Data") -> tuple[dict[str, Tensor], Tensor]:
         """What energies are the sum of, and the tokens that they are read from, (atoms, dim)."""
         untagged = copy.copy(batch)  # all atoms count alike
-        untagged.tags = torch.full_like(batch.atomic_numbers, int(Tag.SURFACE))
+        untagged.tags = torch.full(batch.pos.shape[:1], int(Tag.SURFACE), device=batch.pos.device)
         out = super().forward(untagged)
         parts = {"local": out["energy"]}
         if self.long_range is not None:
@@ -250,7 +254,7 @@ def _strained(batch: "Data") -> tuple["Data", Tensor, Tensor | None]:
     """A batch whose positions and cells follow a strain of 0, positions and strain that require
     gradients; no strain where there are no cells.
     """
-    pos = batch.pos.detach().clone().requires_grad_()
+    pos = Geometry.of_data(batch).pos.detach().clone().requires_grad_()
     out = copy.copy(batch)
     for name, value in batch.to_dict().items():
         if isinstance(value, Tensor) and value.is_inference():
@@ -272,6 +276,7 @@ def _strained(batch: "Data") -> tuple["Data", Tensor, Tensor | None]:
 def _refuse_rough(
     mixing: str,
     feature_map: str | None,
+    num_features: int | None,
     position: str,
     periodic: str,
     options: Mapping[str, object],
@@ -303,6 +308,11 @@ def _refuse_rough(
             f"feature_map={feature_map!r} has kinks or sums that pass 0, where forces jump; a "
             f"potential takes one of {', '.join(_SMOOTH_MAPS)}"
         )
+    if feature_map == "polynomial":
+        sizes = {"num_features": num_features, "degree": stack.get("degree")}
+        for name, value in {**sizes, "normalize_qk": stack.get("normalize_qk")}.items():
+            if value not in (None, {"degree": 2, "normalize_qk": True}.get(name)):
+                raise ValueError(f"{name}={value} lets products fall below 0; leave it out")
     if stack.get("floor"):
         raise ValueError("floor cuts sums off, where forces jump; leave it out of a potential")
     if stack.get("normalize") == "unmasked":

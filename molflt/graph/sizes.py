@@ -1,7 +1,6 @@
 """Classes of graphs of similar size, so that hardly any of what is computed is padding."""
 
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -9,8 +8,7 @@ import torch
 from torch import Tensor
 
 from molflt.attention.encodings import Encoding
-from molflt.attention.numerics import uncompiled
-from molflt.graph.dense import DenseAtoms
+from molflt.graph.dense import DenseAtoms, padded, places_of
 from molflt.graph.geometry import Geometry
 
 # Padded atoms that take as long as starting one more class: on a CPU 64 to 256 were the fastest of
@@ -20,8 +18,6 @@ _START_ELSEWHERE = 8192
 # Nodes, images or, in a matrix, atoms for each atom that take as long as all that it takes without.
 _COLUMNS = 64
 _PREPARED = 4  # times as many, where nodes and pairs of each class are prepared by themselves
-
-_uncompiled_loop = partial(uncompiled, inside=True)
 
 
 class Sorted(NamedTuple):
@@ -43,6 +39,8 @@ class Sorted(NamedTuple):
             geometry: the batch.
             columns: (graphs,), nodes, images or keys for each atom of a graph; None: none.
         """
+        if torch.compiler.is_compiling():  # one graph of operations for all sizes
+            return None
         start = _START.get(geometry.pos.device.type, _START_ELSEWHERE)
         start *= 1 if columns is None else _PREPARED
         order, classes = _classes(geometry.ptr, columns, start)
@@ -66,15 +64,12 @@ class SizeClass(NamedTuple):
         cls, geometry: Geometry, dense: DenseAtoms, encoding: Encoding | None = None
     ) -> "SizeClass":
         """From atoms and keys of all graphs of a geometry, and the encoding between them."""
-        number = torch.arange(len(geometry.batch), device=geometry.batch.device)
-        first = dense.mask.shape[1] * torch.arange(geometry.graphs, device=number.device)
-        return cls(dense, encoding, number + (first - geometry.ptr[:-1])[geometry.batch])
+        return cls(dense, encoding, places_of(geometry, dense.mask))
 
     def apply(self, layer: Callable[..., Tensor], x: Tensor) -> Tensor:
         """See `SizeClasses.apply`; x are the atoms of this class."""
-        mask, width = self.dense.mask, x.shape[-1]
-        tokens = x.new_zeros(mask.numel(), width).index_copy(0, self.places, x)
-        out = layer(tokens.view(*mask.shape, width), encoding=self.encoding, **self.dense.keys)
+        tokens = padded(x, self.dense.mask, self.places)
+        out = layer(tokens, encoding=self.encoding, **self.dense.keys)
         return out.flatten(0, 1).index_select(0, self.places)
 
 
@@ -94,7 +89,6 @@ class SizeClasses(NamedTuple):
         parts = [found.geometry.part(graphs) for graphs in found.classes]
         return cls([SizeClass.of(part, DenseAtoms.of(part)) for part in parts], found.atoms)
 
-    @_uncompiled_loop
     def apply(self, layer: Callable[..., Tensor], x: Tensor) -> Tensor:
         """Applies a layer to every class.
 
@@ -113,7 +107,6 @@ class SizeClasses(NamedTuple):
         return torch.zeros_like(out).index_copy(0, self.atoms, out)
 
 
-@uncompiled
 def _classes(ptr: Tensor, columns: Tensor | None, start: int) -> tuple[list[int], list[slice]]:
     """Graphs with atoms, the largest first, and which of these each class has.
 

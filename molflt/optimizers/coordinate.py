@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from molflt.attention.checks import at_least_one, no_effect, one_of, positive
-from molflt.attention.features import FeatureMapName
+from molflt.attention.features import FEATURE_MAPS, FeatureMapName
+from molflt.attention.layer import DEFAULT_MAP
 from molflt.attention.positions import PositionName, known_options
 from molflt.optimizers.memories import (
     AttentionMemory,
@@ -75,7 +76,7 @@ class CoordinateOptimizer(nn.Module):
         mixing: of attention: "linear" (constant memory per coordinate), which is the default, or
             "softmax" (of all steps so far).
         feature_map: of linear attention, see `molflt.attention.Attention`.
-        num_features: likewise, 16 by default.
+        num_features: see there; 16 by default for maps that draw or learn their features.
         normalize_qk: of attention, see there.
         position: encoding of time, "none" or a key of `molflt.attention.POSITIONS` that decodes,
             such as "spectral" for FLT.
@@ -205,7 +206,9 @@ def _attention(
 ) -> AttentionMemory:
     """Attention with the options that are given, and our defaults for those that are None."""
     own: dict[str, Any] = {"heads": 2, "ffn_dim": 2 * dim, "mixing": "linear", "window": None}
-    if given["mixing"] != "softmax":
+    name = given["feature_map"] or DEFAULT_MAP
+    one_of("feature_map", name, FEATURE_MAPS)
+    if given["mixing"] != "softmax" and (FEATURE_MAPS[name].random or FEATURE_MAPS[name].learned):
         own["num_features"] = 16
     own |= {name: value for name, value in given.items() if value is not None}
     name, scale = timing["position"], timing["position_scale"]

@@ -272,7 +272,7 @@ class PopulationModel(nn.Module):
             radius = _spread(best)[:, None, None] * best.shape[2] ** 0.5
             encoding = mask.evaluate(self.read.mixing, (centered / radius).to(x), state.waves.to(x))
         x = self.stack.norm(self.stack.one_pass(x, encoding))
-        pressure = self.log_pressure.exp() * rank.to(x)
+        pressure = (self.log_pressure.exp() * rank.to(x)).clamp(max=80.0)  # weights are above 0
         return x, self.read.weights(x, encoding=encoding, key_weight=(-pressure).exp())
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:

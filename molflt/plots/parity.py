@@ -97,8 +97,10 @@ def _name_worst(
             fontsize="small",
             color=VERMILION,
         )
+    digits = 1 if unit.startswith("m") else 2
     return [
-        f"{number}: {plain(names[one])}, error " + f"{error[one]:+.2f} {unit}".replace("-", "−")
+        f"{number}: {plain(names[one])}, error "
+        + f"{error[one]:+.{digits}f} {unit}".replace("-", "−")
         for number, one in enumerate(worst, start=1)
     ]
 

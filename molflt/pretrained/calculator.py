@@ -29,7 +29,7 @@ from molflt.pretrained.trained import read_trained
 from molflt.training.checkpoint import device_named
 
 if TYPE_CHECKING:
-    from torch_geometric.data import Batch, Data
+    from torch_geometric.data import Data
 
 __all__ = ["Calculator"]
 
@@ -118,7 +118,7 @@ class Calculator(AseCalculator):
         self._warn_of_new(given)
         data = _data(given)
         with within_memory(lambda: f"{len(given):,} atoms", "take fewer, or dtype='float32'"):
-            out = self.model(_batch(data, self.model.energy_std))
+            out = self.model(data.to(self.model.energy_std.device))
         energy = float(out["energy"][0])
         forces = out["forces"].double().cpu().numpy()
         if not (np.isfinite(energy) and np.isfinite(forces).all()):
@@ -143,7 +143,7 @@ class Calculator(AseCalculator):
             )
 
     def _warn_of_new(self, atoms: Atoms) -> None:
-        whole("atomic_numbers", torch.as_tensor(atoms.numbers), 1, MAX_ATOMIC_NUMBER, "elements")
+        whole("atomic_numbers", torch.from_numpy(atoms.numbers), 1, MAX_ATOMIC_NUMBER, "elements")
         unused = unused_fields(atoms)
         if not unused.keys() <= self._fields_told:
             self._fields_told |= unused.keys()
@@ -160,18 +160,11 @@ def _data(atoms: Atoms) -> Data:
     """One structure of PyG, in float64."""
     from torch_geometric.data import Data
 
-    pos = torch.as_tensor(atoms.positions, dtype=torch.float64)
+    pos = torch.from_numpy(atoms.positions)
     near = pos - origin_of(pos) if len(pos) and pos.isfinite().all() else pos
     return Data(
         pos=near,
-        atomic_numbers=torch.as_tensor(atoms.numbers, dtype=torch.long),
-        cell=torch.as_tensor(atoms.cell.array, dtype=torch.float64)[None],
-        pbc=torch.as_tensor(atoms.pbc)[None],
+        atomic_numbers=torch.from_numpy(atoms.numbers).long(),
+        cell=torch.from_numpy(atoms.cell.array)[None],
+        pbc=torch.from_numpy(atoms.pbc)[None],
     )
-
-
-def _batch(data: Data, like: torch.Tensor) -> Batch:
-    """A batch of it alone, on the device of a tensor."""
-    from torch_geometric.data import Batch
-
-    return Batch.from_data_list([data]).to(like.device)

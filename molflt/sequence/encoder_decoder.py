@@ -55,8 +55,8 @@ class EncoderDecoder(nn.Module):
         heads: attention heads; `dim` is a multiple of it.
         absolute: what is added to embeddings to tell places: "none", "sinusoidal"
             (arXiv:1706.03762, section 3.5) or "learned", then the same for source and target.
-        max_length: longest sequence, where something has to know: "learned" places, and encodings
-            with a table, which take it for their `max_tokens`. Others have no limit.
+        max_length: longest sequence that the model takes; "learned" places, and encodings with a
+            table (as their `max_tokens`), need it. None: no limit.
         position: "none" or a key of `molflt.attention.POSITIONS`, shared by all layers of the
             encoder, and by all of the decoder.
         position_options: further arguments of the encoding; `dim` is 1.
@@ -121,6 +121,7 @@ class EncoderDecoder(nn.Module):
         self.vocabulary = vocabulary
         self.dim = dim
         self.absolute = absolute
+        self.max_length = max_length
         self.position_scale = 1.0 if position_scale is None else position_scale
         self.head = _PlainHead(dim, vocabulary)
         self.places: nn.Embedding | None = None
@@ -136,7 +137,8 @@ class EncoderDecoder(nn.Module):
     @property
     def longest(self) -> int | None:
         """Most tokens of a source or a target; None without a limit."""
-        return longest_of(self.encoder.position, self.position_scale, self.places)
+        limit = self.max_length
+        return longest_of(self.encoder.position, self.position_scale, self.places, limit)
 
     def encode(self, source: Tensor, source_mask: Tensor | None = None) -> Tensor:
         """Hidden states of the source.

@@ -51,8 +51,8 @@ class LanguageModel(nn.Module):
         absolute: what is added to embeddings to tell positions: "none" (causal attention sees how
             many tokens came before, so that relative encodings can do without), "sinusoidal"
             (arXiv:1706.03762, section 3.5) or "learned".
-        max_length: longest sequence, where something has to know: "learned" embeddings, and
-            encodings with a table, which take it for their `max_tokens`. Others have no limit.
+        max_length: longest sequence that the model takes; "learned" embeddings, and encodings with
+            a table (as their `max_tokens`), need it. None: no limit.
         position: "none" or a key of `molflt.attention.POSITIONS`, shared by all layers, different
             for each head.
         position_options: further arguments of the encoding; `dim` is 1.
@@ -115,6 +115,7 @@ class LanguageModel(nn.Module):
         self.vocabulary = vocabulary
         self.dim = dim
         self.absolute = absolute
+        self.max_length = max_length
         self.position_scale = 1.0 if position_scale is None else position_scale
         self.head: Head
         if adaptive_cutoffs is None:
@@ -179,7 +180,8 @@ class LanguageModel(nn.Module):
     @property
     def longest(self) -> int | None:
         """Most tokens that the model can be given at once; None without a limit."""
-        return longest_of(self.stack.position, self.position_scale, self.places)
+        limit = self.max_length
+        return longest_of(self.stack.position, self.position_scale, self.places, limit)
 
     def decode(
         self, tokens: Tensor, state: LanguageState | None = None

@@ -18,20 +18,24 @@ def embedding(count: int, dim: int, std: float) -> nn.Embedding:
 
 
 def longest_of(
-    position: Position | None, position_scale: float, places: nn.Embedding | None
+    position: Position | None,
+    position_scale: float,
+    places: nn.Embedding | None,
+    max_length: int | None = None,
 ) -> int | None:
-    """Most tokens that an encoding and learned places can tell apart; None without a limit.
+    """Most tokens that a model takes; None without a limit.
 
     Args:
         position: the encoding.
         position_scale: distance of neighboring tokens, in its unit of length.
         places: one vector per place.
+        max_length: the limit of models without a table and learned places.
     """
     table = None if position is None else position.longest
     limits = [] if table is None else [math.ceil(table / position_scale)]
     if places is not None:
         limits.append(places.num_embeddings)
-    return min(limits, default=None)
+    return min(limits, default=max_length)
 
 
 def expect_targets(hidden: Tensor, targets: Tensor, vocabulary: int, none: str) -> Tensor:

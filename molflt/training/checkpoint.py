@@ -7,6 +7,7 @@ import io
 import json
 import pickle
 import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -74,11 +75,6 @@ def load_run(
 
     Returns:
         The model in evaluation mode, and the run's configuration.
-
-    Raises:
-        FileNotFoundError: if the configuration or the checkpoint is missing.
-        ValueError: naming file and key, if the configuration or the weights are damaged or do not
-            belong to each other; for a run of another recipe; or if there is no such device.
     """
     run, config, device = Path(run), read_config(run), device_named(device)
     if recipe not in (None, config["recipe"]):
@@ -131,9 +127,6 @@ def check_unchanged(kept: Path, weights: Path, files: Mapping[str, object]) -> N
         kept: the file.
         weights: file of these, for messages.
         files: sha256 by name, as weights hold them; another name is not compared.
-
-    Raises:
-        ValueError: naming the file.
     """
     if kept.name not in files or not kept.is_file():
         return
@@ -151,9 +144,6 @@ def count_parameters(run: Path, config: Config) -> int:
     Args:
         run: its folder, for messages.
         config: its configuration.
-
-    Raises:
-        ValueError: if there is no such model.
     """
     try:
         with torch.device("meta"):
@@ -165,11 +155,7 @@ def count_parameters(run: Path, config: Config) -> int:
 
 
 def device_named(name: str) -> str:
-    """The device that "auto" stands for, or the named one.
-
-    Raises:
-        ValueError: if it is not there.
-    """
+    """The device that "auto" stands for, or the named one."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -184,12 +170,7 @@ def device_named(name: str) -> str:
 def _read_weights(
     path: Path,
 ) -> tuple[dict[str, Tensor], dict[str, object], dict[str, object]]:
-    """Weights that :func:`save_weights` wrote, and its options and files if they are known.
-
-    Raises:
-        FileNotFoundError: if there is no such file; names those next to it.
-        ValueError: if the file is not complete, or damaged.
-    """
+    """Weights that :func:`save_weights` wrote, and its options and files if they are known."""
     if not path.is_file():
         there = ", ".join(sorted(file.name for file in path.parent.glob("*.safetensors"))) or "none"
         found = f"there: {there}" if path.suffix else "expected best, last, or a path of weights"
@@ -224,9 +205,6 @@ def check_weights(path: Path, model: nn.Module, weights: Mapping[str, Tensor]) -
         path: where they come from.
         model: that they are for; what its `added_later` names may be missing.
         weights: by name.
-
-    Raises:
-        ValueError: naming the file and the first key that is wrong.
     """
     expected = model.state_dict()
     for name in getattr(model, "added_later", ()):
@@ -252,9 +230,6 @@ def write_checkpoint(path: Path, checkpoint: Mapping[str, object]) -> None:
 
     The digest is the comment of the zip archive that torch writes, and that of all before it, so
     that torch and unzip read the file as ever.
-
-    Raises:
-        OSError: naming the file, for instance on a full disk.
     """
     buffer = io.BytesIO()  # torch.save to a file hides a full disk behind a RuntimeError
     torch.save(checkpoint, buffer)
@@ -263,13 +238,7 @@ def write_checkpoint(path: Path, checkpoint: Mapping[str, object]) -> None:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Reads what :func:`write_checkpoint` wrote, or Lightning alone did in earlier versions.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: naming the file, if it is damaged, incomplete, or asks for more than tensors and
-            plain values.
-    """
+    """Reads what :func:`write_checkpoint` wrote, or Lightning alone did in earlier versions."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such checkpoint; nothing to resume; start a new run")
     checkpoint, sealed = read_sealed(path)
@@ -289,11 +258,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def read_sealed(path: Path) -> tuple[Checkpoint, bool]:
-    """What a file of tensors and plain values holds, and whether it has a digest; see above.
-
-    Raises:
-        ValueError: naming the file, as `read_checkpoint`.
-    """
+    """What a file of tensors and plain values holds, and whether it has a digest; see above."""
     content = path.read_bytes()
     body, seal = content[:-_DIGEST], content[-_DIGEST:]
     sealed = seal.startswith(_SEAL)
@@ -328,6 +293,11 @@ def _check_numbers(path: Path, key: str, value: object) -> None:
 def _unpack(path: Path, content: bytes) -> Any:
     """What a checkpoint holds; nothing in it is run."""
     try:
+        if zipfile.is_zipfile(io.BytesIO(content)):
+            members = zipfile.ZipFile(io.BytesIO(content)).infolist()
+            size = sum(member.file_size for member in members)
+            if size > len(content) or any(member.compress_type for member in members):
+                raise ValueError(f"it unpacks to {size:,} bytes, and torch does not compress")
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         refused = re.search(r"GLOBAL (\S+)", str(error))

@@ -23,7 +23,7 @@ from molflt.training.fit import STEPS, fit
 from molflt.training.recipes import DEFAULT, RECIPES, Recipe
 from molflt.training.run_name import dated_run
 from molflt.training.sources import HUB, Source, find, find_weights, is_packaged
-from molflt.training.yaml_file import read_yaml
+from molflt.training.yaml_file import Loader, read_yaml
 
 __all__ = ["Config", "absolute", "build_parser", "plain", "read_config"]
 
@@ -119,10 +119,10 @@ def _values_in(key: str, files: Sequence[str]) -> list[str]:
     """A key's value in each YAML file, or run folder, that has it; of init and run, a path."""
     found = []
     for name in files:
-        # The parser says what is wrong with it; aliases are not, in a file that a person wrote.
+        # The parser says what is wrong with it.
         with contextlib.suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
             path = Path(name, "config.yaml") if Path(name).is_dir() else find_config(name)
-            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+            content = yaml.load(path.read_text(encoding="utf-8"), Loader)
             value = content.get(key) if isinstance(content, dict) else None
             if value is not None:
                 folder = path.absolute().parent
@@ -257,7 +257,7 @@ def _with_files(words: Sequence[str]) -> list[str]:
 
 
 def _below(folder: Path, value: object) -> object:
-    """A path, or those in a list, as an absolute one; ``hf:NAME`` is none."""
+    """A path, or those in a list, as an absolute one; ``hf:OWNER/NAME`` is none."""
     if isinstance(value, list | tuple):
         return [_below(folder, part) for part in value]
     if not isinstance(value, str | Path) or str(value).startswith(HUB):
@@ -300,10 +300,6 @@ def read_config(run: Path) -> Config:
         ValueError: naming the file, and the key if it is one that is wrong.
     """
     path = Path(run) / "config.yaml"
-    if Path(run).is_file():
-        raise FileNotFoundError(
-            f"{run}: a file; expected the folder of a training run; give {Path(run).parent}"
-        )
     if not path.is_file():
         above = (one for one in Path(run).parents if (one / "config.yaml").is_file())
         advice = f"; give {found}" if (found := next(above, None)) else ""

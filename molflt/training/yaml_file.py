@@ -1,4 +1,4 @@
-"""YAML whose keys are unique, as YAML demands; PyYAML keeps the last one and drops the others."""
+"""YAML whose keys are unique, as YAML demands, and without references."""
 
 from pathlib import Path
 from typing import Any
@@ -7,24 +7,29 @@ import yaml
 
 from molflt.files import shown
 
-__all__ = ["UniqueKeys", "read_yaml"]
+__all__ = ["Loader", "read_yaml"]
 
 _MOST_BYTES = 1_000_000
 
 
-class UniqueKeys(yaml.SafeLoader):
-    """Refuses keys and values of which two have the same key."""
+class Loader(yaml.SafeLoader):
+    """Refuse equal keys, of which PyYAML drops all but the last, and references.
+
+    A few lines of references could make more than fits into memory.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            line = self.peek_event().start_mark.line + 1
+            raise yaml.YAMLError(f"line {line}: references (*name) are not read; repeat the value")
+        return super().compose_node(parent, index)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """As PyYAML's.
-
-        Raises:
-            YAMLError: naming the key and both lines.
-        """
+        """As PyYAML's."""
         found = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key, _ in found.value:
-            # Several merges, `<<: *name`, go together; other keys than words name no option.
+            # Other keys than words name no option.
             if key.tag != "tag:yaml.org,2002:str":
                 continue
             line = key.start_mark.line + 1
@@ -37,24 +42,12 @@ class UniqueKeys(yaml.SafeLoader):
         return found
 
 
-class _Loader(UniqueKeys):
-    """Without references, of which a few lines could make more than fits into memory."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("references (*name) are not read")
-        return super().compose_node(parent, index)
-
-
 def read_yaml(path: Path, advice: str) -> dict[str, object]:
     """Keys and values of a YAML file.
 
     Args:
         path: the file.
         advice: what to do if it is wrong.
-
-    Raises:
-        ValueError: naming the file and the line that is wrong.
     """
     if path.stat().st_size > _MOST_BYTES:
         raise ValueError(
@@ -62,7 +55,7 @@ def read_yaml(path: Path, advice: str) -> dict[str, object]:
             f"{path.stat().st_size:,}"
         )
     try:
-        content = yaml.load(path.read_bytes().decode(), _Loader)
+        content = yaml.load(path.read_bytes().decode(), Loader)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: byte {error.start} is not UTF-8; {advice}") from None
     except RecursionError:

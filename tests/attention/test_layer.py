@@ -63,7 +63,26 @@ def test_weights_of_keys(mixing):
     for wrong, words in (
         (weight[:1], r"must have shape \(2, 3\), one for each key; got \(1, 3\)"),
         (weight[:, :1], r"must have shape \(2, 3\), one for each key; got \(2, 1\)"),
-        (-torch.ones(2, 3), "must not be below 0, .* got -1; mask"),
+        (-torch.ones(2, 3), "key_weight .* got -1; .* key_mask"),
+        (torch.tensor([[1.0, 0.0, 2.0], [1.0, 1.0, 1.0]]), "key_weight .* got 0; .* key_mask"),
     ):
         with pytest.raises(ValueError, match=words):
             layer(x.float(), key_mask=mask, key_weight=wrong)
+
+
+def test_a_small_weight_of_a_key_has_a_finite_slope():
+    torch.manual_seed(0)
+    net, x = Attention(16, 2).double(), torch.randn(1, 4, 16).double()
+    weight = torch.tensor([[1.0, 1e-30, 0.5, 2.0]]).double().requires_grad_()
+    (slope,) = torch.autograd.grad(net(x, key_weight=weight).sum(), weight)
+    assert slope.isfinite().all() and slope[0, 1] != 0
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mixing", ["linear", "quadratic", "softmax"])
+def test_another_default_device_changes_nothing(mixing, causal):
+    torch.manual_seed(0)
+    net, x = Attention(16, 2, mixing=mixing, causal=causal), torch.randn(2, 5, 16)
+    expected = net(x)
+    with torch.device("meta"):
+        assert torch.equal(net(x), expected)

@@ -245,3 +245,46 @@ def test_softmax_decodes_with_the_places_of_all_tokens_or_not_at_all(name):
             encoding = own("softmax", r[:, :1], r[:, :length])
             with pytest.raises(ValueError, match=rf"the encoding .*{length}.*; evaluate it"):
                 part.decode(x[:, :1], None, state, encoding=encoding)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_softmax_learns_no_radii_of_boxes_and_says_so(layers):
+    """A box has no slope by its radius; a sampled or smooth one has."""
+
+    def build(own, mixing):
+        return Stack(DIM, HEADS, layers, position=own, mixing=mixing)
+
+    box = {"spectrum": "local", "dim": 1}
+    own = position(sampled=False, **box)
+    with pytest.warns(UserWarning, match="log_radius.*softmax.*smooth_local") as told:
+        net = build(own, mixing="softmax")
+    assert len(told) == 1
+    x, r = tokens(1)
+    net(x, r).square().sum().backward()
+    learned = {name for name, p in net.named_parameters() if p.requires_grad}
+    assert not any("log_radius" in name for name in learned)
+    assert all(p.grad is not None for p in net.parameters() if p.requires_grad)
+    for other, mixing in ((box, "linear"), (box | {"spectrum": "smooth_local"}, "softmax")):
+        own = position(sampled=mixing != "softmax", **other)
+        net = build(own, mixing=mixing)
+        (slope,) = torch.autograd.grad(net(x, r).square().sum(), own.spectrum.log_radius)
+        assert slope.abs().max() > 0
+
+
+@pytest.mark.parametrize("name", ["none", "rotary", "sine_spe", "conv_spe"])
+def test_a_normalizer_without_positions_needs_a_position_that_weighs_keys(name):
+    own = None if name == "none" else position(name)
+    with pytest.raises(ValueError, match="normalize='unmasked' has no effect"):
+        layer(own, normalize="unmasked")
+
+
+@pytest.mark.parametrize("name", ["spectral", "multiplicative", "toeplitz", "cosine", "low_rank"])
+def test_a_normalizer_without_positions_has_an_effect(name):
+    torch.manual_seed(0)
+    own = position(name, **({"spectrum": "gaussian", "dim": 1} if name == "spectral" else {}))
+    net, (x, r) = layer(own, normalize="unmasked").double(), tokens(own.dim)
+    for parameter in own.parameters():
+        torch.nn.init.normal_(parameter)
+    found = net(x.double(), r.double())
+    net.normalize = "masked"
+    assert (found - net(x.double(), r.double())).abs().max() > 1e-6

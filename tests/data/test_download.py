@@ -396,12 +396,9 @@ def bomb(name, size, kind=tarfile.REGTYPE):
         (bomb(f"{INNER}/all/val_id/data.lmdb", 2**24 + 1), "expected at most 16.8 MB"),
         (bomb(f"{INNER}/all/val_id/data.lmdb", 2**40), "data.lmdb of 1.1 TB"),
         (bomb("elsewhere", 2**25), "at most 100 times its size"),
-        (bomb("long", 2**24, tarfile.XHDTYPE), "a header of 16777216 bytes"),
-        (bomb("long", 2**24, tarfile.GNUTYPE_LONGNAME), "a header of 16777216 bytes"),
-        (bomb(f"{INNER}/all/val_id/data.lmdb", 2**40, tarfile.GNUTYPE_SPARSE), "a sparse file"),
         (gzip.compress(bytes(2**24)), "holds no"),
     ],
-    ids=["large", "lie", "elsewhere", "pax", "longname", "sparse", "zeros"],
+    ids=["large", "lie", "elsewhere", "zeros"],
 )
 def test_unpacking_is_bounded(tmp_path, content, message):
     path = tmp_path / "some.tar.gz"
@@ -418,6 +415,20 @@ def test_the_sum_of_the_archive_is_compared_also_behind_its_end(tmp_path):
     with pytest.raises(ValueError, match="some.tar.gz: expected a whole gzip file; .*CRC"):
         _unpack(path, tmp_path / "in", ["all/val_id"], verify=False)
     assert list((tmp_path / "in").rglob("*")) == []
+
+
+def test_nothing_is_written_through_a_link(server, tmp_path):
+    (kept := tmp_path / "kept").write_bytes(b"")
+    (folder := tmp_path / "folder").mkdir()
+    (tmp_path / "a").mkdir()
+    (part := tmp_path / "a" / f"{OC20_ARCHIVE.name}.part").symlink_to(kept)
+    with pytest.raises(ValueError, match=r"\.part: is a symbolic link"):
+        get(server, tmp_path / "a")
+    part.unlink()
+    (tmp_path / "a" / ".is2re.part").symlink_to(folder)
+    with pytest.raises(ValueError, match=r"is2re\.part: is a symbolic link"):
+        get(server, tmp_path / "a")
+    assert kept.read_bytes() == b"" and not list(folder.iterdir())
 
 
 def test_what_a_killed_unpacking_left_is_not_taken_for_a_split(tmp_path):

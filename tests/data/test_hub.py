@@ -1,4 +1,7 @@
-"""Hugging Face `datasets` itself, on folders of this machine: no name leaves it."""
+"""Hugging Face `datasets` itself, on folders of this machine: no name leaves it.
+
+The package refuses names of folders on this machine, which this test lets through.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,10 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
 
+LOCAL = """
+import molflt.data.text.sources as texts, molflt.data.images.files as images, datasets
+texts.dataset_loader = images.dataset_loader = lambda source: datasets.load_dataset
+"""
 TEXT = """
 from molflt.data.text.datamodule import TextData
 data = TextData("hf:texts:train.text", "hf:texts:test", length=4, batch_size=1)
@@ -33,7 +40,9 @@ def run(code: str, folder: Path) -> str:
         pytest.skip("the package datasets is not installed; pip install molflt[hub]")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
     options = {"cwd": folder, "env": {**environment, "PYTHONPATH": str(ROOT)}}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **options)
+    done = subprocess.run(
+        [sys.executable, "-c", LOCAL + code], capture_output=True, text=True, **options
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().splitlines()[-1]
 

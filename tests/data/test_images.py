@@ -6,6 +6,7 @@ import gzip
 import importlib
 import json
 import struct
+import subprocess
 import sys
 import tracemalloc
 import types
@@ -418,6 +419,26 @@ def test_larger_images_are_cut() -> None:
         augment(images, "flip", 12)
     with pytest.raises(ValueError, match="augment='turn' is unknown; expected one of none, flip"):
         augment(images, "turn")  # type: ignore[arg-type]
+
+
+def test_statistics_of_a_large_image_take_little_memory(tmp_path: Path) -> None:
+    """A GIF of several frames with the name of a PNG: int64 bins would take 24 bytes a byte."""
+    frames = [Image.fromarray(np.full((1500, 1500), shade, np.uint8)) for shade in (90, 200, 30)]
+    (tmp_path / "x").mkdir()
+    frames[0].save(tmp_path / "x/1.png", format="GIF", save_all=True, append_images=frames[1:])
+    code = (
+        "import resource, sys; from pathlib import Path\n"
+        "from molflt.data.images.files import open_images\n"
+        "images = open_images(Path(sys.argv[1]))\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "images.image(0); before = peak(); mean = images.statistics()[0]\n"
+        "print(float(mean[0]), peak() - before)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True
+    )
+    mean, more = map(float, done.stdout.split())
+    assert mean == pytest.approx(90 / 255) and more < 40_000  # kB; 6.75 MB of bytes
 
 
 def test_statistics_are_those_of_numpy(tmp_path: Path) -> None:

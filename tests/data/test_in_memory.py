@@ -83,3 +83,9 @@ def test_one_structure_is_told_from_several() -> None:
     (record,) = structures(1)
     assert is_one(WATER) and is_one(record)
     assert not any(map(is_one, ([WATER], Batch.from_data_list([record]), "in.xyz", None)))
+
+
+def test_charge_is_named_once(capsys) -> None:
+    atoms = Atoms("H2", [[0, 0, 0], [0, 0, 0.74]], info={"charge": 1})
+    StructuresInMemory([atoms, atoms])
+    assert capsys.readouterr().err.count("charge (1)") == 1

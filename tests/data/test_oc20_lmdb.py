@@ -93,7 +93,7 @@ def test_missing_records_are_listed(tmp_path, capsys):
     assert found["systems"] == 16 and [item["name"] for item in found["left_out"]] == [
         f"{path}: {gap}" for gap in gaps
     ]
-    assert main(["data", "inspect", str(path)]) == 2
+    assert main(["data", "convert", str(path), str(tmp_path / "a.safetensors")]) == 2
     assert "key '3' missing" in capsys.readouterr().err
 
 
@@ -198,7 +198,7 @@ def test_things_that_are_no_lmdb(tmp_path):
     with pytest.raises(ValueError, match=r"text\.lmdb: not an LMDB file"):
         open_dataset(tmp_path / "text.lmdb")
     (tmp_path / "nothing").mkdir()
-    with pytest.raises(ValueError, match=r"nothing: expected a folder with data\.lmdb"):
+    with pytest.raises(FileNotFoundError, match="nothing: holds no structures"):
         open_dataset(tmp_path / "nothing")
     with pytest.raises(FileNotFoundError, match="no such file or folder"):
         open_dataset(tmp_path / "absent.lmdb")
@@ -254,7 +254,7 @@ def test_damaged_pages_are_named_or_left_out(tmp_path, capsys):
     assert len(leaves) > 1
     struct.pack_into("<H", content, 4096 * leaves[0] + 10, 8)
     path.write_bytes(content)
-    assert main(["data", "inspect", str(path)]) == 2
+    assert main(["data", "convert", str(path), str(tmp_path / "a.safetensors")]) == 2
     assert "the LMDB is damaged: page" in capsys.readouterr().err
     kept = open_dataset(path, skip_bad=True)
     assert 0 < len(kept) < 200 and len(kept) + len(kept.bad) == 200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import lzma
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ from ase import Atoms
 from ase.build import bulk
 from ase.calculators.emt import EMT
 from ase.calculators.singlepoint import SinglePointCalculator
+from ase.optimize import BFGS
 from data.oc20_files import old_record, write_lmdb
 
 from molflt.commands.cli import main
@@ -24,6 +26,7 @@ from molflt.data.structures.force_units import (
     energy_unit_fault,
     force_unit_fault,
     stress_unit_fault,
+    unit_fault,
 )
 from molflt.data.structures.potential_data import PotentialData, SinglePoints
 from molflt.data.structures.records import make_record
@@ -219,7 +222,7 @@ def test_a_missing_energy_is_named_as_in_the_file(tmp_path):
         PotentialData(tmp_path, val_split="train").setup()
 
 
-def test_a_virial_is_named_with_the_option_that_reads_it(tmp_path):
+def test_a_virial_is_named_with_the_option_that_reads_it(tmp_path, capsys):
     frames = [
         bare(a, energy=a.get_potential_energy(), forces=a.get_forces(), virials=np.eye(3))
         for a in copper(4)
@@ -227,6 +230,8 @@ def test_a_virial_is_named_with_the_option_that_reads_it(tmp_path):
     ase.io.write(tmp_path / "train.extxyz", frames)
     with pytest.warns(UserWarning, match=r"not used: virials; --data\.stress_key virials"):
         PotentialData(tmp_path, val_split="train").setup()
+    assert main(["data", "inspect", str(tmp_path / "train.extxyz")]) == 0
+    assert "--data.stress_key virials" in capsys.readouterr().out
 
 
 def test_energies_alone_are_learned_where_forces_have_no_weight(tmp_path, capsys):
@@ -241,6 +246,9 @@ def test_energies_alone_are_learned_where_forces_have_no_weight(tmp_path, capsys
     error = capsys.readouterr().err
     assert "--data.forces_key" in error and "--task.force_weight 0" in error
     assert main([*words.split(), "--task.force_weight=0"]) == 0
+    assert main(["evaluate", str(tmp_path / "run"), "--device=cpu"]) == 0
+    found = json.loads((tmp_path / "run" / "results.json").read_text())["val_id"]
+    assert found["energy_mae_meV_per_atom"] > 0 and found["force_mae_meV_per_A"] is None
 
 
 def test_voigt_order():
@@ -363,6 +371,33 @@ def test_unit_and_sign_of_stress_are_seen_in_energies(tmp_path, capsys, frames, 
         store = str(tmp_path / "a.safetensors")
         assert main(["data", "convert", str(tmp_path / "train.traj"), store]) == 0
         assert "warning: " in (said := capsys.readouterr().err) and "stress looks like" in said
+
+
+def relaxation():
+    """Steps at a fixed cell, where stress and energy change together."""
+    atoms, frames = bulk("Cu", cubic=True).repeat(2), []
+    atoms.rattle(0.25, seed=0)
+    atoms.calc = EMT()
+    for _ in BFGS(atoms, logfile=None).irun(fmax=0.02, steps=12):
+        frames.append(labeled(atoms.copy()))
+    return frames
+
+
+def orderings():
+    """Alloys of different order in one cell: large differences of stress, small forces."""
+    frames = []
+    for seed in range(6):
+        atoms = bulk("Cu", a=3.85, cubic=True).repeat(2)
+        atoms.numbers[16:] = 79
+        atoms.positions = np.random.default_rng(seed).permutation(atoms.positions)
+        frames.append(labeled(atoms))
+    return frames
+
+
+@pytest.mark.parametrize("frames", [relaxation, orderings])
+def test_right_stress_is_not_refused(tmp_path, frames):
+    ase.io.write(tmp_path / "train.traj", frames())
+    assert not unit_fault(list(open_dataset(tmp_path / "train.traj")))
 
 
 def test_a_virial_is_read_as_such_when_it_is_named(tmp_path):

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 import resource
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
-from oc20_files import record, same
+from oc20_files import old_record, record, same, write_lmdb
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from molflt.commands.cli import main
 from molflt.data.structures import open_dataset
+from molflt.data.structures.convert import convert
 from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.records import make_record
 from molflt.data.structures.store import StructureStore, write_store
@@ -256,3 +260,32 @@ def test_bytes_of_another_type_are_no_tags(store, dtype):
     store.write_bytes((size + more).to_bytes(8, "little") + begin)
     with pytest.raises(ValueError, match="train.safetensors: key 'tags' must be uint8"):
         StructureStore(store)
+
+
+@pytest.mark.parametrize("place", ["reading", "writing"])
+def test_a_killed_conversion_leaves_no_part_of_a_store(tmp_path, place):
+    """SIGKILL between two records, or before the store takes its name; then a second run."""
+    source = write_lmdb(tmp_path / "data.lmdb", {str(i): old_record(i) for i in range(6)})
+    whole, path = tmp_path / "whole.safetensors", tmp_path / "out" / "a.safetensors"
+    convert(source, whole)
+    target = {
+        "reading": "molflt.data.structures.oc20_lmdb.Oc20Lmdb.with_unwrapped",
+        "writing": "molflt.files.os.replace",
+    }[place]
+    code = (
+        "import os, signal, sys\nfrom unittest import mock\n"
+        "from molflt.commands.cli import main\nimport molflt.data.structures.oc20_lmdb as oc20\n"
+        "original, calls = oc20.Oc20Lmdb.with_unwrapped, []\n"
+        "def stop(*arguments):\n"
+        "    calls.append(0)\n"
+        f"    if len(calls) == 4 or {place == 'writing'}:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return original(*arguments)\n"
+        f"with mock.patch({target!r}, stop):\n"
+        "    main(['data', 'convert', *sys.argv[1:]])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, source, path], check=False)
+    assert done.returncode == -signal.SIGKILL and not path.exists()
+    convert(source, path)
+    assert path.read_bytes() == whole.read_bytes()
+    assert list(path.parent.iterdir()) == [path]

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from molflt.data import packed
+from molflt.data.hub import dataset_loader
 from molflt.data.text import sources as text_sources
 from molflt.data.text.datamodule import TextData, TokenBlocks, read_blocks
 from molflt.data.text.sources import _line_blocks, _text_blocks
@@ -348,30 +349,46 @@ def test_hugging_face_names(monkeypatch):
 
     def load_dataset(*name: str, split: str) -> Rows:
         asked.append((*name, split))
-        if name == ("wikitext/v1",):
-            raise RuntimeError("no such data set")
+        if split == "none":
+            raise RuntimeError("no such split")
         return Rows([{"text": line, "label": 1} for line in ("", " = Title = \n", "a b")])
 
     fake = types.SimpleNamespace(load_dataset=load_dataset)
     monkeypatch.setitem(sys.modules, "datasets", fake)
-    for source in ("hf:o/wiki/v1", "hf:wikitext/v1:test", "hf:wiki:train[:5].text"):
+    for source in ("hf:o/wiki/v1", "hf:o/wiki:test", "hf:o/wiki:train[:5].text"):
         vocabulary, ids = read(source)
         assert vocabulary.decode(ids) == "\n= Title =\na b\n"
-    first = [("o/wiki", "v1", "train"), ("wikitext/v1", "test")]
-    assert asked == [*first, ("wikitext", "v1", "test"), ("wiki", "train[:5]")]
-    assert read_blocks("hf:wiki", vocabulary, 4, "val").tokens == len(ids)
-    assert asked[-1] == ("wiki", "validation")
+    assert asked == [("o/wiki", "v1", "train"), ("o/wiki", "test"), ("o/wiki", "train[:5]")]
+    assert read_blocks("hf:o/wiki", vocabulary, 4, "val").tokens == len(ids)
+    assert asked[-1] == ("o/wiki", "validation")
     for name, message in (
-        ("hf:wiki:train.body", "no column 'body'; expected one of text, label"),
-        ("hf:wiki:train.label", "column 'label' must hold texts; got 1"),
-        ("hf:a/b/c/d", "hf:a/b/c/d: cannot be loaded"),
+        ("hf:o/wiki:train.body", "no column 'body'; expected one of text, label"),
+        ("hf:o/wiki:train.label", "column 'label' must hold texts; got 1"),
+        ("hf:o/wiki:none", "hf:o/wiki:none: cannot be loaded .*no such split"),
     ):
         with pytest.raises(ValueError, match=message):
             read(name)
     for missing in (None, types.ModuleType("datasets")):  # not there, or a folder of that name
         monkeypatch.setitem(sys.modules, "datasets", missing)
-        with pytest.raises(ModuleNotFoundError, match="hf:wiki: needs the package datasets"):
-            read("hf:wiki")
+        with pytest.raises(ModuleNotFoundError, match="hf:o/wiki: needs the package datasets"):
+            read("hf:o/wiki")
+
+
+@pytest.mark.parametrize(
+    "name", ["../../etc", "/etc", "wiki", "a/..", "a/../b", "a//b", "a/b/c/d", ""]
+)
+def test_names_that_are_paths_are_not_of_the_hub(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    loaded = []
+    fake = types.SimpleNamespace(load_dataset=lambda *name, **_: loaded.append(name))
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    (tmp_path / "owner" / "set").mkdir(parents=True)
+    for source in (f"hf:{name}", f"hf:{name}:train", "hf:owner/set"):
+        with pytest.raises(ValueError, match="expected hf:OWNER/NAME"):
+            read(source)
+        with pytest.raises(ValueError, match="expected hf:OWNER/NAME"):
+            dataset_loader(source)
+    assert not loaded
 
 
 def test_wikitext2_as_it_is_published():

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from graph_cases import (
     mixed,
     run,
 )
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.export import Dim, export
 
 from molflt.attention import encodings
 from molflt.graph import GraphAttention, sizes
@@ -312,3 +315,76 @@ def test_compile(kind, start, batches, monkeypatch):
             out = module(**arguments)
             found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
         close(found[1], found[0])
+
+
+KERNEL = {"position": "multiplicative"}
+FORMS = {
+    "spectral": {"position": "spectral"},
+    "near field": {**KERNEL, "near_field": 3.0},
+    "reciprocal": {**KERNEL, "near_field": 3.0, "periodic": "reciprocal", "mixing": "linear"},
+    "images": {"position": "spectral", "periodic": "images", "image_cutoff": 3.0},
+}
+SHAPES = [[5, 7], [3, 4, 9], [2, 2], [11, 1, 2, 6], [8, 3, 2, 5, 4]]
+
+
+def arguments_of(sizes_of_graphs: list[int], periodic: bool) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(len(sizes_of_graphs))
+    graphs, atoms = len(sizes_of_graphs), sum(sizes_of_graphs)
+    random = partial(torch.rand, generator=generator, dtype=torch.float64)
+    given = {
+        "x": random(atoms, DIM),
+        "pos": 4 * random(atoms, 3),
+        "batch": torch.arange(graphs).repeat_interleave(torch.tensor(sizes_of_graphs)),
+    }
+    if periodic:
+        given["cell"] = 4 * torch.eye(3, dtype=torch.float64) + random(graphs, 3, 3)
+        given["pbc"] = random(graphs, 3) > 0.3
+    return given
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_compiled_graph_for_all_sizes(form):
+    """Outputs and gradients of batches of two graphs and more, without a break."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    layer = GraphAttention(DIM, HEADS, num_features=4, **FORMS[form]).double()
+    count = CompileCounterWithBackend("eager")
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=count)
+    for shape in SHAPES:
+        given = arguments_of(shape, "periodic" in FORMS[form])
+        leaves = [given[name].requires_grad_() for name in ("x", "pos")]
+        found = []
+        for call in (layer, compiled):
+            out = call(**given)
+            found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+        close(found[1], found[0])
+    assert count.frame_count == 1
+
+
+def test_one_exported_program_for_all_sizes():
+    torch.manual_seed(0)
+    layer = GraphAttention(DIM, HEADS, num_features=4, **FORMS["reciprocal"]).double()
+    atoms, graphs = Dim("atoms", min=2), Dim("graphs", min=2)
+    given = arguments_of(SHAPES[0], True)
+    shapes = {name: {0: graphs if name in ("cell", "pbc") else atoms} for name in given}
+    program = export(layer, (), given, dynamic_shapes=shapes).module()
+    for shape in SHAPES[1:]:
+        given = arguments_of(shape, True)
+        close(program(**given), layer(**given))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_trace_is_refused(form):
+    layer = GraphAttention(DIM, HEADS, **FORMS[form]).double()
+    given = arguments_of(SHAPES[0], "periodic" in FORMS[form])
+    with pytest.raises(ValueError, match=r"torch.jit.trace .* torch.export") as told:
+        torch.jit.trace(layer, tuple(given.values()), check_trace=False)
+    assert "\n" not in str(told.value)
+
+
+def test_compiled_code_refuses_what_it_cannot_look_at():
+    """A periodic structure for a layer that was not told what to do with it."""
+    layer = GraphAttention(DIM, HEADS).double()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="eager")
+    with pytest.raises(Exception, match="periodic="):
+        compiled(**arguments_of(SHAPES[0], True))

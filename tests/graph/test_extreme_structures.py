@@ -192,3 +192,34 @@ def test_the_split_of_large_cells_changes_nothing(monkeypatch, pbc, powers):
     for other in found[1:]:
         for mine, first in zip(other, found[0], strict=True):
             torch.testing.assert_close(mine, first, rtol=1e-7, atol=1e-6)
+
+
+def test_far_fragments_cost_what_they_cost_alone(monkeypatch):
+    """No cell list, node or pair grows with the space between them."""
+    monkeypatch.setattr("molflt.graph.memory._SMALL", 0)
+    monkeypatch.setattr("molflt.graph.memory.available_memory", lambda: 2**25)
+    model, rng = potential(far_field=False, messages=1, radial_basis=0), np.random.default_rng(0)
+    count = 150
+    fragment = torch.tensor(4 * rng.random((4, 3)))
+    places = torch.tensor(9e4 * rng.random((count, 1, 3)))
+    many = batch(fragment, pbc=False)
+    many.pos = (fragment + places).reshape(-1, 3)
+    many.atomic_numbers = many.atomic_numbers.repeat(count)
+    many.batch = torch.zeros(4 * count, dtype=torch.long)
+    many.ptr = torch.tensor([0, 4 * count])
+    found, one = model(many), model(batch(fragment, pbc=False))
+    assert float((found["energy"] / count - one["energy"]).abs()) < 1e-9
+    assert float((found["forces"] - one["forces"].repeat(count, 1)).abs().max()) < 1e-8
+
+
+@pytest.mark.parametrize("numbers", [[1, 0], [119, 1], [6, -3]])
+def test_unknown_elements_are_refused(numbers):
+    data = batch(POS[:2])
+    data.atomic_numbers = torch.tensor(numbers)
+    with pytest.raises(ValueError, match="atomic_numbers must be 1 to 118"):
+        potential()(data)
+
+
+def test_positions_of_whole_numbers_are_refused():
+    with pytest.raises(ValueError, match="pos must be real numbers.*int64"):
+        potential()(batch(torch.tensor([[0, 0, 0], [0, 0, 2]])))

@@ -7,7 +7,7 @@ import torch
 from torch_geometric.data import Batch, Data
 
 from molflt.data.structures.records import make_record
-from molflt.graph import EnergyRegressor, GraphAttention, PBCRadiusGraph
+from molflt.graph import EnergyRegressor, GraphAttention, PBCRadiusGraph, Potential
 
 ATOMS = 6
 SMALL = {"dim": 16, "heads": 2, "layers": 1, "ffn_dim": 16, "num_features": 8}
@@ -178,6 +178,33 @@ def test_a_wrong_batch_marks_no_element_as_trained() -> None:
     assert not model.trained_elements.any()
 
 
+FORGOTTEN = {
+    "cells": {"cell": 5 * torch.eye(3).repeat(2, 1, 1)},
+    "axes": {"pbc": torch.zeros(2, 3, dtype=torch.bool)},
+    "axes beside one cell": {"cell": torch.eye(3), "pbc": torch.ones(2, 3).bool()},
+    "number": {"batch_size": 2, "pbc": torch.zeros(3, dtype=torch.bool)},
+    "cells and their number": {"cell": 5 * torch.eye(3).repeat(2, 1, 1), "batch_size": 2},
+}
+
+
+@pytest.mark.parametrize("position", ["none", "spectral", "multiplicative"])
+@pytest.mark.parametrize("case", FORGOTTEN)
+def test_a_forgotten_batch_mixes_no_graphs(case, position) -> None:
+    layer = GraphAttention(16, 2, position=position, periodic=PERIODIC[position], num_features=8)
+    given = {"x": X, "pos": POS, **FORGOTTEN[case]}
+    refused(ValueError, lambda: layer(**given), "batch is missing", "got 2", "pass batch")
+    assert layer(**given, batch=(ONE.cumsum(0) > 3).long()).shape == X.shape
+
+
+def test_a_forgotten_batch_of_data(model) -> None:
+    whole = Batch.from_data_list([data(), data()])
+    joined = Data(**{key: whole[key] for key in ("pos", "atomic_numbers", "cell", "pbc")})
+    for call in (model, Potential(**SMALL), PBCRadiusGraph(3.0)):
+        refused(ValueError, lambda call=call: call(joined), "batch is missing", "pass batch")
+        assert call(joined.clone().update({"batch": whole.batch})) is not None
+
+
+PERIODIC = {"none": None, "spectral": "images", "multiplicative": "reciprocal"}
 X, POS = torch.randn(ATOMS, 16), data().pos
 LAYER_INPUT = {
     "float64": ({"x": X.double()}, "x is torch.float64, but the weights are torch.float32"),
@@ -288,3 +315,54 @@ def test_every_argument_that_is_handed_on_is_known() -> None:
 @pytest.mark.parametrize("r", [0.0, -1.0, NAN, float("inf")])
 def test_radius_graph_wants_a_radius(r) -> None:
     refused(ValueError, lambda: PBCRadiusGraph(r), "r must be positive")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("make", [EnergyRegressor, Potential])
+def test_positions_of_any_precision_are_those_numbers(make, dtype) -> None:
+    torch.manual_seed(0)
+    net = make(**SMALL).double().eval()
+    pos = data().pos.to(dtype)
+    found, expected = net(data(pos=pos)), net(data(pos=pos.double()))
+    assert found["energy"].dtype == torch.float64
+    torch.testing.assert_close(found["energy"], expected["energy"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [EnergyRegressor, Potential])
+def test_positions_of_whole_numbers_are_refused(make) -> None:
+    net, whole = make(**SMALL).eval(), torch.tensor([[0, 0, 0], [0, 0, 2], [0, 2, 0]] * 2)
+    refused(ValueError, lambda: net(data(pos=whole)), "pos must be real numbers", "torch.int64")
+    refused(TypeError, lambda: net(data(pos=whole.numpy())), "pos must be a torch.Tensor")
+
+
+@pytest.mark.parametrize("name", ["atomic_numbers", "pos"])
+def test_a_potential_names_what_is_missing(name) -> None:
+    refused(ValueError, lambda: Potential(**SMALL)(data(**{name: None})), name)
+
+
+DEVICES = {
+    "near": (EnergyRegressor, {}),
+    "linear": (EnergyRegressor, {"mixing": "linear"}),
+    "mesh": (EnergyRegressor, {"periodic": "mesh", "mixing": "linear"}),
+    "images": (EnergyRegressor, {"periodic": "images", "position": "spectral"}),
+    "moves": (EnergyRegressor, {"move_atoms": True, "refinements": 2}),
+    "potential": (Potential, {"messages": 1}),
+    "long range": (Potential, {"long_range": [1], "far_field": False}),
+}
+
+
+@pytest.mark.parametrize("case", DEVICES)
+def test_another_default_device_changes_nothing(case) -> None:
+    """Energies, and gradients of a step of training."""
+    make, options = DEVICES[case]
+    torch.manual_seed(0)
+    net, found = make(**SMALL, **options), []
+    batch = Batch.from_data_list([data(), data()])
+    for device in ("cpu", "meta"):
+        net.zero_grad()
+        with torch.device(device):
+            out = net.train()(batch)
+            out["energy"].sum().backward()
+        grads = [p.grad.flatten() for p in net.parameters() if p.grad is not None]
+        found.append(torch.cat([out["energy"].flatten(), *grads]))
+    assert torch.equal(*found)

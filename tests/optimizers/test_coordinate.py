@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from molflt.attention.features import FEATURE_MAPS
 from molflt.data.problems import generator_of
 from molflt.optimizers.coordinate import CoordinateOptimizer, OptimizerState
 from molflt.optimizers.memories import AttentionMemory
@@ -199,3 +200,16 @@ def test_problems_are_of_their_seed_and_step_alone() -> None:
 def test_options_that_do_nothing_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CoordinateOptimizer(**options)
+
+
+@pytest.mark.parametrize("name", FEATURE_MAPS)
+def test_every_feature_map_can_be_chosen(name: str) -> None:
+    """A number of features that was not given is neither refused nor turns a map into another."""
+    made = CoordinateOptimizer(dim=16, heads=2, feature_map=name)
+    assert isinstance(made.memory, AttentionMemory)
+    found = made.memory.stack.blocks[0].attention.feature_map
+    own = FEATURE_MAPS[name](8, 2, num_features=None)
+    assert found.width == own.width * (0.25 if own.random or own.learned else 1)
+    assert found.positive_kernel == own.positive_kernel
+    update, _ = made.step(torch.randn(5))
+    assert update.isfinite().all()

@@ -60,7 +60,7 @@ class Features(NamedTuple):
 
     def materialize(self) -> Tensor:
         """phi itself, without any stabilizer."""
-        return self.shifted(torch.zeros(()))
+        return self.shifted(self._given.new_zeros(()))
 
     def shifted(self, shift: Tensor) -> Tensor:
         """values * exp(log_scale - shift)."""
@@ -130,11 +130,7 @@ Columns = Tensor | Projected
 
 
 def _joined(*columns: Columns) -> Tensor:
-    """Columns along their last axis as one tensor; a single one is not copied.
-
-    Raises:
-        ValueError: some columns are known by their projections alone.
-    """
+    """Columns along their last axis as one tensor; a single one is not copied."""
     whole = [part for part in columns if isinstance(part, Tensor)]
     if len(whole) < len(columns):
         raise ValueError(

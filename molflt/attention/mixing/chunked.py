@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from molflt.attention.features.base import Operand, cut
 from molflt.attention.mixing.sums import Sums, _stable_query
-from molflt.attention.numerics import at_least_float32, finite, recomputed
+from molflt.attention.numerics import at_least_float32, finite, recomputed, undecided
 
 _AT_ONCE = 2**22  # numbers that a chunk of the tokens may hold at once
 _LONG = 2**24  # numbers of all tokens from which they are worth cutting
@@ -24,12 +24,14 @@ def chunk_size(query: Operand, key: Operand, value: Tensor, columns: int = 0) ->
         value: likewise.
         columns: p, of the positional kernel; 0 without one.
     """
-    if torch.compiler.is_exporting():
-        return 0  # one graph of operations for all sizes
-    width = max(query.feature_map.width, columns * (value.shape[-1] + 1))
-    each = max(1, query.x.shape[0] * query.x.shape[1] * width)
-    tokens, size = max(query.x.shape[2], key.x.shape[2]), max(_LEAST, _AT_ONCE // each)
-    return size if each * tokens >= _LONG and tokens > size else 0
+    graphs, heads, queries, _ = query.x.shape
+    widths = query.feature_map.width, columns * (value.shape[-1] + 1)
+    sizes = (width * n * graphs * heads for width in widths for n in (queries, key.x.shape[2]))
+    if all(undecided(size < _LONG, True) for size in sizes):
+        return 0
+    each = max(1, graphs * heads * max(widths))
+    tokens, size = max(queries, key.x.shape[2]), max(_LEAST, _AT_ONCE // each)
+    return size if tokens > size else 0
 
 
 def linear_in_chunks(

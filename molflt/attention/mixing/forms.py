@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from molflt.attention.features import Features
 from molflt.attention.mixing.sums import Sums, _causal_mask, _per_token, _stabilize
-from molflt.attention.numerics import at_least_float32, finite
+from molflt.attention.numerics import at_least_float32, finite, undecided
 
 
 def softmax(
@@ -68,9 +68,6 @@ def joined_bias(
         log_weight: broadcastable to (batch, heads, keys).
         query: (batch, heads, queries, d).
         key: (batch, heads, keys, d).
-
-    Raises:
-        ValueError: the encoding is of other tokens; one column would be that of every key.
     """
     sizes = query.shape[-2], key.shape[-2]
     if bias is not None and bias.shape[-2:] != sizes:
@@ -146,7 +143,7 @@ def linear(query: Features, key: Features, value: Tensor) -> Sums:
         return Sums(phi_q @ context, phi_q @ total, shift)
 
 
-def cheaper(queries: int, keys: int, features: int, dim: int, columns: int = 1) -> str:
+def cheaper(queries: int, keys: int, features: int, dim: int, columns: int | None = None) -> str:
     """Which of two forms of the same sums takes less time: "quadratic" or "linear".
 
     Counts multiplications: queries keys (m + dv + p) against (queries + keys) m dv p, the latter
@@ -157,8 +154,10 @@ def cheaper(queries: int, keys: int, features: int, dim: int, columns: int = 1) 
         keys: number of keys.
         features: m.
         dim: dv, width of the values.
-        columns: p, of the positional kernel's factors; 1 without one.
+        columns: p, of the positional kernel's factors; None without one.
     """
+    kernel, columns = columns is not None, 1 if columns is None else columns
     by_matrix = queries * keys * (features + dim + columns)
-    by_sums = (queries + keys) * features * dim * columns * (2 if columns > features else 1)
-    return "quadratic" if by_matrix < by_sums else "linear"
+    by_sums = (queries + keys) * features * dim * columns
+    by_sums = 2 * by_sums if undecided(columns > features, True) else by_sums
+    return "quadratic" if undecided(by_matrix < by_sums, kernel) else "linear"

@@ -6,7 +6,7 @@ from torch import Tensor
 from molflt.attention.features import Features
 from molflt.attention.mixing.pairs import _TRANSIENT, Pairs, SortedPairs, _pair_sums
 from molflt.attention.mixing.sums import Sums, _stabilize
-from molflt.attention.numerics import at_least_float32, recomputed
+from molflt.attention.numerics import at_least_float32, recomputed, undecided
 
 _COMPILED = 8  # columns of a chunk
 
@@ -39,7 +39,7 @@ def linear_with_kernel(
         left, right = (factor.to(value.dtype) for factor in kernel)
         sums = torch.zeros_like(phi_q[..., :1]).expand(*phi_q.shape[:-1], value.shape[-1])
         # Products of values and the fewer of the two are formed, and are all that is not a matmul.
-        by_feature = left.shape[-1] > phi_q.shape[-1]
+        by_feature = undecided(left.shape[-1] > phi_q.shape[-1], True)
         parts, rest = ((phi_q, phi_k), (left, right))[:: 1 if by_feature else -1]
         # Compiled code has as many chunks for all sizes.
         compiling = torch.compiler.is_compiling()

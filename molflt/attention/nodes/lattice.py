@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from molflt.attention.checks import positive
-from molflt.attention.numerics import at_least_float32, finite, uncompiled
+from molflt.attention.numerics import at_least_float32, counts_of, finite, searched
 
 _DEGENERATE = 1e-6  # volume of the periodic vectors relative to the product of their lengths
 _SHARPNESS = 4.0  # 1/Å, of smooth extents
@@ -26,7 +26,6 @@ class Lattice(NamedTuple):
     """(b,), Å^3"""
 
     @classmethod
-    @uncompiled
     def of(
         cls, cell: Tensor, pbc: Tensor, extent: Tensor | None = None, reach: float = 20.0
     ) -> "Lattice":
@@ -41,7 +40,9 @@ class Lattice(NamedTuple):
                     f"{pbc[graph].tolist()} of graph {graph}; use free_extent(...)"
                 )
             extent = torch.zeros_like(rows[..., 0])
-        elif extent.shape != pbc.shape or not bool(((extent >= 0) & extent.isfinite()).all()):
+        elif not torch.compiler.is_compiling() and (
+            extent.shape != pbc.shape or not bool(((extent >= 0) & extent.isfinite()).all())
+        ):
             raise ValueError(
                 f"extent must be non-negative and finite, of shape {tuple(pbc.shape)}; got shape "
                 f"{tuple(extent.shape)}; use free_extent(...)"
@@ -51,7 +52,6 @@ class Lattice(NamedTuple):
         return cls(vectors, *_dual(vectors))
 
 
-@uncompiled
 def free_extent(
     positions: Tensor, graph: Tensor, cell: Tensor, pbc: Tensor, smooth: bool = False
 ) -> Tensor:
@@ -70,21 +70,18 @@ def free_extent(
 
     Returns:
         (b, 3) Å, 0 for the periodic directions, which come first, and for graphs without atoms.
-
-    Raises:
-        ValueError: as `reciprocal_nodes` for cell and pbc.
     """
     rows, periodic = _sorted_rows(cell, pbc)
     along = (positions[:, None] * rows[graph].to(positions.dtype)).sum(dim=-1)  # [n, 3]
-    count = torch.bincount(graph, minlength=len(rows))[:, None]
+    count = counts_of(graph, rows.shape[0])[:, None]
     none = periodic | (count == 0)
     if not smooth:
-        span = _largest(along, graph, len(rows)) + _largest(-along, graph, len(rows))
+        span = _largest(along, graph, rows.shape[0]) + _largest(-along, graph, rows.shape[0])
         return torch.where(none, 0.0, span)
     span = torch.zeros_like(none, dtype=along.dtype)
     for sign in (1.0, -1.0):
         scaled = sign * _SHARPNESS * along
-        top = finite(_largest(scaled.detach(), graph, len(rows)))
+        top = finite(_largest(scaled.detach(), graph, rows.shape[0]))
         terms = (scaled - top[graph]).exp()
         mean = torch.zeros_like(span).index_add(0, graph, terms) / count.clamp(min=1)
         span = span + (top + torch.where(none, 1.0, mean).log()) / _SHARPNESS
@@ -125,7 +122,8 @@ def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
     second = torch.where(own[:, 1], given[:, 1], _unit_normal(first, axis))
     third = torch.where(own[:, 2], given[:, 2], _unit_normal(first, second))
     rows = torch.stack((first, second, third), dim=1)
-    _check_rows(rows.detach(), periodic)
+    if not torch.compiler.is_compiling():
+        _check_rows(rows.detach(), periodic)
     return rows, periodic
 
 
@@ -137,8 +135,18 @@ def _reduced(cell: Tensor, pbc: Tensor) -> Tensor:
     features of frequencies magnify what that costs.
     """
     rows = cell.masked_fill(~pbc[..., None], 0.0)
-    combination = torch.eye(3, dtype=torch.float64, device=cell.device).repeat(len(cell), 1, 1)
-    short = rows.detach().double().clone()  # what follows must not reach `rows`
+    combination, dependent = _reduction(rows.detach().double())
+    # Products and sums: a cell that is short as it is keeps its bits.
+    found = (combination.to(rows.dtype)[..., None] * rows[:, None]).sum(dim=2)
+    return found.masked_fill(dependent[..., None], 0.0)
+
+
+@searched(lambda cell: (torch.empty_like(cell), cell.new_empty(cell.shape[:2], dtype=torch.bool)))
+def _reduction(cell: Tensor) -> tuple[Tensor, Tensor]:
+    """Multiples of lattice vectors (b, 3, 3) that give short ones, and which of these are none."""
+    combination = torch.eye(3, dtype=torch.float64, device=cell.device)
+    combination = combination.repeat(len(cell), 1, 1)
+    short = cell.clone()
     for _ in range(_MOST_REDUCTIONS):
         moved = False
         for i, j in itertools.permutations(range(3), 2):
@@ -151,11 +159,9 @@ def _reduced(cell: Tensor, pbc: Tensor) -> Tensor:
                     x[:, i] -= times * x[:, j]
         if not moved:
             break
-    # Products and sums: a cell that is short as it is keeps its bits.
-    found = (combination.to(rows.dtype)[..., None] * rows[:, None]).sum(dim=2)
     # Of vectors that depend on each other only rounding is left.
-    longest = rows.detach().norm(dim=-1).amax(dim=1, keepdim=True)
-    return found.masked_fill((short.norm(dim=-1) < _DEGENERATE * longest)[..., None], 0.0)
+    longest = cell.norm(dim=-1).amax(dim=1, keepdim=True)
+    return combination, short.norm(dim=-1) < _DEGENERATE * longest
 
 
 def _check_rows(rows: Tensor, periodic: Tensor) -> None:

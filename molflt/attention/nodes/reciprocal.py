@@ -27,14 +27,13 @@ from torch import Tensor
 
 from molflt.attention.checks import one_of, positive
 from molflt.attention.nodes.lattice import Lattice
-from molflt.attention.numerics import distances, fade, gauss_rule, sinc, uncompiled
+from molflt.attention.numerics import counts_of, distances, fade, gauss_rule, searched, sinc
 from molflt.attention.spectra import Spectrum
 
 # Of a batch: beyond it a cell or its frequencies are taken for a mistake.
 _MOST_CANDIDATES = 2**20
 
 
-@uncompiled
 def reciprocal_nodes(
     cell: Tensor,
     pbc: Tensor,
@@ -61,8 +60,6 @@ def reciprocal_nodes(
     - "positive": Wendland's (1 - x)^4 (1 + 4 x), x = |G| / k, whose transform is positive as well:
       a mask that is nowhere negative stays so, smoothed over about 0.6 / k.
 
-    The number of nodes depends on the cells, so that this function is never compiled.
-
     Args:
         cell: (b, 3, 3) rows are lattice vectors, Å; rows that are not periodic are not read.
         pbc: (b, 3) bool, which of them are periodic.
@@ -80,10 +77,6 @@ def reciprocal_nodes(
         Nodes (b, r, 3) in cycles/Å and weights (b, r) in 1/Å^3, as `SpectralPosition.factors`
         takes them, in the dtype of the cell (at least float32), differentiable in it and in the
         extent. G = 0 comes first; graphs with fewer nodes are filled up by zeros of weight 0.
-
-    Raises:
-        ValueError: if shapes, numbers or choices are wrong, lattice vectors along periodic axes are
-            zero or linearly dependent, or there would be far too many nodes.
     """
     positive(max_frequency=max_frequency)
     one_of("taper", taper, _TAPERS)
@@ -94,7 +87,7 @@ def reciprocal_nodes(
     weights = _TAPERS[taper](distances(nodes) / max_frequency) / volume[:, None]
     weights = torch.where(valid, weights, 0.0)
     if merged:
-        return nodes, torch.cat((weights[:, :1], 2 * weights[:, 1:]), dim=1)
+        return nodes, weights * (1 + (torch.arange(nodes.shape[1], device=nodes.device) > 0))
     return torch.cat((nodes, -nodes[:, 1:]), dim=1), torch.cat((weights, weights[:, 1:]), dim=1)
 
 
@@ -153,13 +146,20 @@ def _half_space_indices(bounds: Tensor) -> tuple[Tensor, Tensor]:
     return graph, index - bounds[graph]
 
 
+def _unknown_indices(lattice: Tensor, dual: Tensor, max_frequency: float) -> tuple[Tensor, Tensor]:
+    most = torch.library.get_ctx().new_dynamic_size()
+    index = lattice.new_empty(lattice.shape[0], most, 3, dtype=torch.long)
+    return index, index.new_empty(lattice.shape[0], most, dtype=torch.bool)
+
+
+@searched(_unknown_indices)
 @torch.no_grad()
 def _indices(lattice: Tensor, dual: Tensor, max_frequency: float) -> tuple[Tensor, Tensor]:
     """Triples n (b, r, 3) with |n . dual| < max_frequency, padded with 0, and which are valid."""
     lattice, dual = lattice.double(), dual.double()
     bounds = (max_frequency * lattice.norm(dim=-1)).floor()  # n_i = G . a_i
     candidates = (2 * bounds + 1).prod(dim=1) / 2
-    if float(candidates.sum()) > _MOST_CANDIDATES:
+    if not float(candidates.sum()) <= _MOST_CANDIDATES:  # nor NaN
         most = int(candidates.argmax())
         raise ValueError(
             f"too many reciprocal lattice vectors below {max_frequency} cycles/Å; expected at most "
@@ -171,7 +171,7 @@ def _indices(lattice: Tensor, dual: Tensor, max_frequency: float) -> tuple[Tenso
     square = (index[..., None] * dual[graph]).sum(dim=1).square().sum(dim=-1)
     kept = square < max_frequency**2
     graph, index = graph[kept], index[kept]
-    counts = torch.bincount(graph, minlength=len(lattice))
+    counts = counts_of(graph, len(lattice))
     width = int(counts.max()) if len(counts) else 0
     column = torch.arange(len(graph), device=graph.device) - (counts.cumsum(0) - counts)[graph]
     padded = index.new_zeros(len(lattice), width, 3)

@@ -40,6 +40,7 @@ class Position(nn.Module):
         decodes: whether it leaves linear causal attention a state of constant size.
         redraws: whether its randomness estimates something and should be drawn anew in training, as
             that of random features; nodes of a spectrum are part of what is learned and stay.
+        weighs: whether it changes the weight of a key; otherwise it only turns queries and keys.
         placement: what pictures of the encoding show, and how that enters attention.
         grid: whether tokens must lie on a regular grid in order, so that they cannot be permuted.
     """
@@ -51,6 +52,7 @@ class Position(nn.Module):
     causal: ClassVar[bool] = True
     decodes: ClassVar[bool] = True
     redraws: ClassVar[bool] = False
+    weighs: ClassVar[bool] = True
     placement: ClassVar[tuple[str, str]] = ADDED
     grid: ClassVar[bool] = False
 
@@ -155,12 +157,7 @@ class Positioned(nn.Module):
     def _evaluate(
         self, mixing: str, positions: Tensor | None, key_positions: Tensor | None
     ) -> Encoding | None:
-        """The encoding at these positions; None without one.
-
-        Raises:
-            ValueError: positions without an encoding, an encoding without positions, or positions
-                of another shape.
-        """
+        """The encoding at these positions; None without one."""
         position, name = self.position, type(self).__name__.lower()
         if position is None:
             if positions is not None or key_positions is not None:

@@ -1,6 +1,7 @@
 """FLT's relative positional encoding: a mask learned through its Fourier transform."""
 
 import math
+import warnings
 from collections.abc import Sequence
 from inspect import signature
 from typing import ClassVar, Literal, NamedTuple, Self, TypeVar
@@ -50,6 +51,7 @@ class SpectralPosition(Position):
     # unlike that of two square roots, does not vanish) where the spectrum crosses zero.
     floor = 1e-4
     taper: ClassVar[Literal["step", "positive"]] = "step"  # of reciprocal nodes
+    on_lattice = False  # True: nodes come with each batch, for softmax as well
     paper: ClassVar[str] = "2302.01925, eqs. 3-5"
     cost: ClassVar[str] = "N m (d + 2r)"
 
@@ -87,10 +89,6 @@ class SpectralPosition(Position):
             options: further arguments of the class and of the spectrum, and of the nodes with the
                 prefix `node_`, such as `node_sigma`, or `node_diameter` and `node_max_frequency` of
                 shells.
-
-        Raises:
-            ValueError: if a name is unknown, an option is unknown, missing or without effect, or
-                the nodes cannot sample the spectrum.
         """
         one_of("spectrum", spectrum, SPECTRA)
         family = SPECTRA[spectrum]
@@ -130,9 +128,21 @@ class SpectralPosition(Position):
         return Factors(*self.factors(positions, key_positions))
 
     def use_for(self, mixing: str) -> None:
-        """See `Position.use_for`: softmax takes the exact mask, not the nodes."""
-        if self.nodes is not None and mixing == "softmax":
+        """See `Position.use_for`: softmax takes the exact mask, unless nodes come with a batch."""
+        if mixing != "softmax" or self.on_lattice:
+            return
+        if self.nodes is not None:
             self.nodes.requires_grad_(False)
+        fixed = [getattr(self.spectrum, name) for name in self.spectrum.without_slope]
+        if any(parameter.requires_grad for parameter in fixed):
+            names, kind = ", ".join(self.spectrum.without_slope), type(self.spectrum).__name__
+            warnings.warn(
+                f"{names} of the spectrum {kind} stays as drawn with mixing='softmax': its exact "
+                "mask has no derivative by it; spectrum='smooth_local' learns it",
+                stacklevel=2,
+            )
+            for parameter in fixed:
+                parameter.requires_grad_(False)
 
     def bias(self, delta: Tensor) -> Tensor:
         """Exact mask: differences (batch, queries, keys, l) -> (batch, heads, queries, keys)."""
@@ -201,7 +211,7 @@ class SpectralPosition(Position):
 
     def radial_profile(self, distances: Tensor) -> Tensor:
         """Exact mask along a line: distances (n,) -> (heads, n), for plots."""
-        delta = torch.zeros(1, len(distances), self.spectrum.dim).to(distances)
+        delta = distances.new_zeros(1, len(distances), self.spectrum.dim)
         delta[0, :, 0] = distances
         return self.bias(delta)[0]
 

@@ -33,6 +33,7 @@ class Spectrum(nn.Module):
         isotropic: whether g is a function of |xi| alone, and f of |z|.
         integrable: whether g is absolutely integrable. Elsewhere sums over more nodes do not come
             nearer to the exact mask.
+        without_slope: names of parameters by which `mask` has no derivative; a sampled one has.
         radii: (shells,) buffer, of a family that lives on shells of these radii; None elsewhere.
     """
 
@@ -40,6 +41,7 @@ class Spectrum(nn.Module):
     nodes: ClassVar[str] = "gaussian"
     isotropic: ClassVar[bool] = False
     integrable: ClassVar[bool] = True
+    without_slope: ClassVar[tuple[str, ...]] = ()
     radii: Tensor | None = None
 
     def __init__(self, heads: int, dim: int) -> None:
@@ -73,11 +75,7 @@ class Spectrum(nn.Module):
 
 
 def _log_spaced(name: str, bounds: tuple[float, float], count: int) -> Tensor:
-    """Logarithms (count,) of positive numbers, evenly spaced between those of the two bounds.
-
-    Raises:
-        ValueError: unless 0 < bounds[0] <= bounds[1].
-    """
+    """Logarithms (count,) of positive numbers, evenly spaced between those of the two bounds."""
     low, high = bounds
     if not 0 < low <= high:
         raise ValueError(f"{name} must be two positive numbers, smallest first; got {bounds}")

@@ -121,10 +121,11 @@ class Local(SmoothLocal):
     the amplitude a_t is the paper's w_t: what the mask adds at zero distance.
 
     Two limits of the family, both of the mathematics. The exact mask has no gradient with respect
-    to v_t: only a sampled one learns the radii. And g falls as 1 / |xi|, which is not absolutely
-    integrable: since integral g^2 / p >= (integral |g|)^2 for every density p, no random nodes give
-    a finite variance, nor even an expectation. More nodes do not bring the sampled mask to the
-    exact one as 1 / sqrt(r); what a model learns is the trigonometric sum over its own nodes.
+    to v_t: only a sampled one learns the radii; softmax freezes them. And g falls as
+    1 / |xi|, which is not absolutely integrable: since integral g^2 / p >= (integral |g|)^2 for
+    every density p, no random nodes give a finite variance, nor even an expectation. More nodes do
+    not bring the sampled mask to the exact one as 1 / sqrt(r); what a model learns is the
+    trigonometric sum over its own nodes.
 
     Args:
         heads, num_boxes, dim, radius_range, amplitude, per_axis, combine: see `SmoothLocal`.
@@ -132,6 +133,7 @@ class Local(SmoothLocal):
 
     paper: ClassVar[str] = "2302.01925, eqs. 8-11"
     integrable: ClassVar[bool] = False
+    without_slope: ClassVar[tuple[str, ...]] = ("log_radius",)
     smallest_order = 1
 
     def __init__(

@@ -40,9 +40,6 @@ def augment(
 
     Returns:
         (batch, channels, size, size), bytes if `images` are, but for resized crops.
-
-    Raises:
-        ValueError: an unknown kind, or images that are smaller than `size` and not resized.
     """
     if kind not in get_args(Augmentation):
         known = ", ".join(get_args(Augmentation))
@@ -59,11 +56,7 @@ def augment(
 
 
 def _center_crop(images: Tensor, size: int) -> Tensor:
-    """The central squares of images: (..., height, width) -> (..., size, size).
-
-    Raises:
-        ValueError: the images are smaller than that.
-    """
+    """The central squares of images: (..., height, width) -> (..., size, size)."""
     height, width = images.shape[-2:]
     if min(height, width) < size:
         raise ValueError(
@@ -82,11 +75,7 @@ def _random_flip(images: Tensor, generator: torch.Generator | None = None) -> Te
 def _random_crop(
     images: Tensor, size: int, padding: int, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Squares cut out of (batch, channels, height, width) at random, after a black margin.
-
-    Raises:
-        ValueError: the padded images are smaller than `size`.
-    """
+    """Squares cut out of (batch, channels, height, width) at random, after a black margin."""
     images = F.pad(images, (padding,) * 4)
     count, _, height, width = images.shape
     if min(height, width) < size:

@@ -61,10 +61,6 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]], ABC):
 
         Returns:
             (n, channels, size, size) uint8.
-
-        Raises:
-            ValueError: they are so narrow that the square would be blown up from a line, or for a
-                box smaller than the square.
         """
         height, width = images.shape[-2:]
         if (height, width) == (size, size):
@@ -91,12 +87,11 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]], ABC):
             (channels,) float64 each; a deviation of 0 is given as 1.
         """
         count = min(len(self), most)
-        levels = torch.zeros(self.channels * 256, dtype=torch.int64)
+        levels = torch.zeros(self.channels, 256, dtype=torch.int64)
         for i in range(count):
-            image = self.image(i * len(self) // count)
-            bins = image.flatten(1).long() + 256 * torch.arange(self.channels)[:, None]
-            levels += torch.bincount(bins.flatten(), minlength=len(levels))
-        share = levels.view(-1, 256).double()
+            for total, channel in zip(levels, self.image(i * len(self) // count), strict=True):
+                total += torch.bincount(channel.flatten(), minlength=256)
+        share = levels.double()
         share = share / share.sum(dim=1, keepdim=True)
         level = torch.arange(256, dtype=torch.float64) / 255
         mean = share @ level
@@ -113,9 +108,6 @@ def _box(images: Tensor, size: int, name: str) -> Tensor:
         images: (n, channels, side, side) uint8.
         size: of the result.
         name: of the images, for messages.
-
-    Raises:
-        ValueError: for images that are smaller: enlarged ones would be easy to predict.
     """
     side = images.shape[-1]
     if side < size:

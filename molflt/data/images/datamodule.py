@@ -23,7 +23,7 @@ class ImageData(BatchedData[LabeledImages]):
 
     Args:
         train: images to train on: a folder of a folder per class, an idx file of images (its labels
-            beside it), or hf:NAME:SPLIT.
+            beside it), or hf:OWNER/NAME:SPLIT.
         val: images to validate on, likewise; null with `val_fraction`.
         train_labels: idx file of the labels, if it is not named as that of the images.
         val_labels: likewise.
@@ -36,9 +36,6 @@ class ImageData(BatchedData[LabeledImages]):
         class_names: names of the classes of idx files, in the order of labels.
         batch_size: images in a batch, per device.
         workers: processes that read ahead; 0 reads in the main process.
-
-    Raises:
-        ValueError: for options that do not go together or are outside their range.
     """
 
     items = "images"
@@ -87,12 +84,7 @@ class ImageData(BatchedData[LabeledImages]):
         self.channels = 0
 
     def setup(self, stage: str = "fit") -> None:
-        """Opens both sets, once.
-
-        Raises:
-            FileNotFoundError: naming what is not there.
-            ValueError: naming the file that is damaged, or does not go with the others.
-        """
+        """Opens both sets, once."""
         if self.datasets:
             return
         images = {"train": self._open("train", self.class_names)}

@@ -42,16 +42,12 @@ def open_images(
     """Opens labeled images, whatever holds them.
 
     Args:
-        source: folder of classes, idx file of images, or hf:NAME.
+        source: folder of classes, idx file of images, or hf:OWNER/NAME.
         labels: idx file of the labels, if it is not beside that of the images.
         size: side of a square that images are fitted to, pixels.
         classes: names of the classes.
         box: whether a pixel of a fitted image is the mean of what it covers, in all formats alike.
         flat: take the images of a folder without folders, too, as those of one class.
-
-    Raises:
-        FileNotFoundError: there is nothing at `source`.
-        ValueError: what is there is damaged or of an unknown kind, or has labels of its own.
     """
     if labels is not None and (str(source).startswith("hf:") or source.is_dir()):
         raise ValueError(
@@ -65,7 +61,7 @@ def open_images(
     if not source.exists():
         raise FileNotFoundError(
             f"{source}: no such file or folder; expected a folder of classes, an idx file of "
-            "images, or hf:NAME"
+            "images, or hf:OWNER/NAME"
         )
     return _IdxImages(source, labels, size, classes, box)
 
@@ -147,10 +143,6 @@ class _ImageFolder(_DecodedImages):
         classes: names of the classes, in the order of labels; by default all folders, sorted.
         box: how images are scaled, see `LabeledImages._fit`.
         flat: see `open_images`.
-
-    Raises:
-        ValueError: naming the folder without classes or images, or of an unknown class; when an
-            image is read, naming the file that cannot be decoded or has another size.
     """
 
     def __init__(
@@ -209,15 +201,11 @@ class _HubImages(_DecodedImages):
     """Images of a Hugging Face data set.
 
     Args:
-        source: "hf:NAME", "hf:NAME:SPLIT"; the split is "train" if none is named. The images are in
+        source: "hf:OWNER/NAME" or "hf:OWNER/NAME:SPLIT", by default "train". The images are in
             its column "image" or "img", and classes in "label", or "fine_label".
         size: side of a square that images are fitted to, or None.
         classes: names of the classes, for a check.
         box: how images are scaled, see `LabeledImages._fit`.
-
-    Raises:
-        ModuleNotFoundError: the package `datasets` is not installed.
-        ValueError: the columns are not there, the classes differ, or an image has none.
     """
 
     def __init__(

@@ -30,10 +30,6 @@ class _IdxImages(LabeledImages):
         size: side of a square that images are fitted to; None leaves them as they are.
         classes: names of the classes; their numbers if None.
         box: how images are scaled, see `LabeledImages._fit`.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: naming the file that is damaged, mislabeled, or has labels beyond the classes.
     """
 
     in_memory = True
@@ -76,13 +72,7 @@ class _IdxImages(LabeledImages):
 
 
 def _read_file(path: Path, axes: int) -> Tensor:
-    """Bytes of an idx file, plain or gzipped, of so many axes.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: naming the file that is no idx file, of other axes, empty, or of another length
-            than its header says.
-    """
+    """Bytes of an idx file, plain or gzipped, of so many axes."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; expected an idx file of {_AXES[axes]}")
     with open(path, "rb") as file:
@@ -121,11 +111,7 @@ def _read(file: BinaryIO | Unpacked, path: Path, axes: int) -> Tensor:
 
 
 def _labels_beside(path: Path) -> Path:
-    """The idx file of labels that belongs to one of images, by its name.
-
-    Raises:
-        FileNotFoundError: naming what was looked for.
-    """
+    """The idx file of labels that belongs to one of images, by its name."""
     name = path.name.replace("images", "labels").replace("idx3", "idx1")
     plain = name.removesuffix(".gz")
     for candidate in (name, plain, f"{plain}.gz"):

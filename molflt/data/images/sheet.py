@@ -27,10 +27,6 @@ def write_sheet(path: Path, rows: Sequence[Tensor]) -> None:
         path: to write.
         rows: (n, channels, height, width) uint8 each, n alike; column i holds those that belong
             together.
-
-    Raises:
-        ValueError: if the name does not end in .png.
-        OSError: naming the file that cannot be written.
     """
     from PIL import Image
 

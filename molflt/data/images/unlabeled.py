@@ -25,10 +25,6 @@ def read_images(source: Path, side: int, channels: int) -> Iterator[tuple[str, T
 
     Yields:
         Name of the file, with the place within an idx file, and bytes (channels, side, side).
-
-    Raises:
-        FileNotFoundError: there is nothing at `source`.
-        ValueError: naming the file that is damaged or no image, or a folder without any.
     """
     for file, name, image in _images(source, "L" if channels == 1 else "RGB", side):
         pixels = image.expand(1, channels, *image.shape[1:])
@@ -48,10 +44,6 @@ def read_alike(source: Path, side: int, channels: int, fit: bool = False) -> Ite
 
     Yields:
         Bytes (channels, side, side).
-
-    Raises:
-        FileNotFoundError: there is nothing at `source`.
-        ValueError: naming the file that is damaged, no image, or of other channels or another size.
     """
     for file, _, image in _images(source, None):
         if len(image) == 1:

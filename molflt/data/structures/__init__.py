@@ -20,7 +20,11 @@ __all__ = ["AS_IT_IS", "SOURCES", "Reading", "Structures", "open_dataset", "sour
 
 
 def open_dataset(
-    path: Paths, skip_bad: bool = False, reading: Reading = AS_IT_IS, once: bool = False
+    path: Paths,
+    skip_bad: bool = False,
+    reading: Reading = AS_IT_IS,
+    once: bool = False,
+    trained: Reading = AS_IT_IS,
 ) -> Structures:
     """Open structures for reading, whatever holds them.
 
@@ -34,6 +38,7 @@ def open_dataset(
         reading: which entry is the energy, and what tags mean, in files that ASE reads.
         once: everything will be read once, by a caller that leaves out what raises then; see
             :meth:`Structures.to_read_once`.
+        trained: reading of a training; its entries do not apply to sources without such options.
 
     Raises:
         FileNotFoundError: if there is nothing at ``path``.
@@ -42,14 +47,14 @@ def open_dataset(
     """
     if reading.tags == "guess":
         plain = reading._replace(tags="any", surface=None)
-        return Tagged(open_dataset(path, skip_bad, plain), reading.surface)
+        return Tagged(open_dataset(path, skip_bad, plain, trained=trained), reading.surface)
     whole, files = named(path), files_of(path)
     parts: list[Structures] = []
     for source, group in groupby(files, source_of):
         if source.joins_files:
-            parts.append(_opened(source, whole, list(group), skip_bad, reading, once))
+            parts.append(_opened(source, whole, list(group), skip_bad, reading, once, trained))
         else:
-            parts += [_opened(source, file, [], skip_bad, reading, once) for file in group]
+            parts += [_opened(source, file, [], skip_bad, reading, once, trained) for file in group]
     return parts[0] if len(parts) == 1 else Joined(whole, parts)
 
 
@@ -60,14 +65,17 @@ def _opened(
     skip_bad: bool,
     reading: Reading,
     once: bool,
+    trained: Reading,
 ) -> Structures:
     if "tags" not in source.options:  # what demands nothing
         tags = AS_IT_IS.tags if reading.tags == "any" else reading.tags
         reading = reading._replace(tags=tags, for_prediction=False, keep_atoms=False)
     given = reading._replace(surface=None)._asdict().items()
-    options = {name: value for name, value in given if value != AS_IT_IS._asdict()[name]}
-    for name, value in options.items():
-        if name not in source.options:
+    options = {name: value for name, value in given if value != getattr(AS_IT_IS, name)}
+    for name, value in list(options.items()):
+        if name not in source.options and value == getattr(trained, name):
+            del options[name]
+        elif name not in source.options:
             kind = next(kind for kind, known in SOURCES.items() if known is source)
             raise ValueError(
                 f"{path}: {name}={value} is for files that ASE reads; got a {kind}, which needs no "

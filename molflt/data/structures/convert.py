@@ -76,7 +76,8 @@ def convert(
             or ase (numbers of layers from the top, 1, 2, ..., and 0 for adsorbates).
         forces_key: array of a file that ASE reads that is the forces, eV/Å; by default forces, else
             REF_forces.
-        stress_key: its entry that is the stress, eV/Å^3; by default stress, else REF_stress.
+        stress_key: its entry that is the stress, eV/Å^3, or a virial, eV, if its name says so; by
+            default stress, else REF_stress.
     """
     paths = [Path(src)] if isinstance(src, str | Path) else list(src)
     one = paths[0] if len(paths) == 1 else None

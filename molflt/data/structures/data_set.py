@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from molflt.data.structures import AS_IT_IS, Reading, Structures, open_dataset, source_of
+from molflt.data.structures import AS_IT_IS, Reading, Structures, open_dataset
 from molflt.data.structures.parts import split_by_seed
 from molflt.data.structures.sources import is_one_source, split_path
 
@@ -102,10 +102,4 @@ class DataSet(NamedTuple):
         return self._open(self.root, skip_bad)
 
     def _open(self, path: Path, skip_bad: bool) -> Structures:
-        known = source_of(path).options
-        unknown = {
-            name: value
-            for name, value in AS_IT_IS._asdict().items()
-            if name not in known and getattr(self.reading, name) == getattr(self.trained, name)
-        }
-        return open_dataset(path, skip_bad, self.reading._replace(**unknown))
+        return open_dataset(path, skip_bad, self.reading, trained=self.trained)

@@ -84,11 +84,6 @@ def download(
             official one the sums of OC20's unpacked files are not known, only their size is
             bounded.
         keep_archive: keep OC20's archive after unpacking.
-
-    Raises:
-        ValueError: for an unknown split, too little free disk, a wrong md5, an option without
-            effect, or a folder to which another process is downloading.
-        OSError: if the server cannot be reached or does not have the file.
     """
     alone = FolderLock(directory, _DOING, ".lock.download").held
     if dataset == "game-net":
@@ -151,10 +146,6 @@ def _get(archive: Path, base_url: str, md5: str, unpacked: Callable[[int], int],
         md5: its sum.
         unpacked: bytes that it takes when unpacked, of its own.
         what: that then is.
-
-    Raises:
-        ValueError: if it does not fit on the disk, or has another sum.
-        OSError: if the server cannot be reached or does not have it.
     """
     archive.parent.mkdir(parents=True, exist_ok=True)
     url = f"{base_url.rstrip('/')}/{archive.name}"
@@ -261,13 +252,12 @@ def _check_space(archive: Path, size: int, unpacked: int, what: str) -> None:
 
 
 def _fetch(url: str, file: Path, md5: str, size: int) -> None:
-    """Download `size` bytes, continuing what an earlier call left, and verify them.
-
-    Raises:
-        OSError: if the server stops sending; what came is kept for the next call.
-        ValueError: if the complete file has another md5; it is deleted.
-    """
+    """Download `size` bytes, continuing what an earlier call left, and verify them."""
     part = _part(file)
+    if part.is_symlink():
+        raise ValueError(
+            f"{part}: is a symbolic link; a download would write to its target; remove it"
+        )
     if part.exists() and part.stat().st_size > size:
         part.unlink()
     idle = 0
@@ -300,11 +290,7 @@ def _fetch(url: str, file: Path, md5: str, size: int) -> None:
 
 
 def _receive(url: str, part: Path, have: int, size: int, bar: tqdm) -> None:
-    """Adds to what is there, up to `size` bytes in all; a server may send more than it declared.
-
-    Raises:
-        ValueError: if it says so.
-    """
+    """Adds to what is there, up to `size` bytes in all; a server may send more than it declared."""
     with _open(url, start=have) as reply:
         # 206 continues; a server without ranges answers 200 with the whole file
         continues = reply.status == 206

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.atoms import lattice_heights
+from molflt.atoms import lattice_heights, reduced_cell
 from molflt.data.structures.labels import point_fault
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ _VIRIAL = "eV (stress times volume)"
 # Å. In one cell, the shear of virials (eV) spreads by this length times forces (eV/Å) and the root
 # of the number of atoms: 0.1 to 0.3 Å in EMT's crystals and slabs, 0.3 to 0.8 Å in DFT dynamics of
 # Cu, Li and Si.
-_LENGTHS = (0.01, 8.0)
+_LENGTHS = (0.01, 10.0)
 _LENGTH = 0.35
 _CONVENTION = (
     "expected eV/Å^3 with ASE's sign, negative where a cell is compressed; VASP's are kbar, "
@@ -221,14 +221,18 @@ def _strained(a: _Frame, b: _Frame) -> _Pair | None:
 def _in_one_cell(frames: list[_Frame]) -> list[tuple[float, float, float]]:
     """Spread of virials over that of forces, Å, slope of the trace with the energy, and volume.
 
-    Empty for molecules and without forces. The slope is NaN for cells with vacuum, and where there
-    is no clear one.
+    Empty for molecules and without forces. The slope is NaN for cells with vacuum, for a path of
+    frames, and where there is no clear one.
     """
-    cell = frames[0].cell
+    cell = reduced_cell(frames[0].cell[None], np.ones((1, 3), dtype=bool))[0][0]
+    count = len(frames)
     volume, root = abs(float(np.linalg.det(cell))), len(frames[0].pos) ** 0.5
     virials = volume * np.stack([frame.stress for frame in frames])
     forces = float(np.sqrt(np.mean([(frame.forces**2).mean() for frame in frames])))
-    if volume < 1 or forces < 0.01:
+    moves = np.stack([frame.pos.ravel() for frame in frames])
+    moves = moves - moves.mean(axis=0)
+    # unlike structures that are relaxed differ in the virial and have no forces
+    if volume < 1 or forces < (0.1 if (moves**2).mean() < _FARTHEST**2 / 3 else 0.5):
         return []
     traces = np.trace(virials, axis1=1, axis2=2) / 3
     shear = virials - virials.mean(axis=0) - np.eye(3) * (traces - traces.mean())[:, None, None]
@@ -237,10 +241,15 @@ def _in_one_cell(frames: list[_Frame]) -> list[tuple[float, float, float]]:
     gaps = np.diff(places, axis=0, append=places[:1] + 1).max(axis=0)
     covariance = np.cov([frame.energy for frame in frames], traces)
     variances = covariance[0, 0] * covariance[1, 1]
-    clear = len(frames) >= 5 and variances > 0 and abs(covariance[0, 1]) > 0.9 * variances**0.5
-    if not clear or (gaps * lattice_heights(cell, np.ones(3, dtype=bool))).max() > _VACUUM:
-        return [(length, float("nan"), volume)]
-    return [(length, float(covariance[0, 1] / covariance[0, 0]), volume)]
+    gram, directions = moves @ moves.T, count * moves.shape[1] / (count + moves.shape[1])
+    clear = (
+        count >= 5
+        and abs(covariance[0, 1]) > 0.9 * variances**0.5 > 0
+        and np.trace(gram) ** 2 > directions / 2 * (gram**2).sum()  # no path of a relaxation
+        and (gaps * lattice_heights(cell[None], np.ones((1, 3), dtype=bool))).max() < _VACUUM
+    )
+    slope = float(covariance[0, 1] / covariance[0, 0]) if clear else float("nan")
+    return [(length, slope, volume)]
 
 
 def _wrong_unit(label: str, pairs: list[_Pair], units: Mapping[str, float], fewest: int) -> str:
@@ -258,7 +267,7 @@ def _wrong_unit(label: str, pairs: list[_Pair], units: Mapping[str, float], fewe
         volume = float(np.median([pair.volume for pair in pairs]))
         units = {**units, _VIRIAL: 1 / volume}
     what = _named(abs(factor), units)
-    if factor > 0 and what.startswith(own):
+    if factor > 0 and (what.startswith(own) or (label == "stress" and 0.2 < factor < 5)):
         return ""
     what = f"minus {what}" if factor < 0 else what
     if label == "forces" and what.startswith(f"minus {own}"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeGuard, cast
 
@@ -12,6 +13,7 @@ from molflt.data.structures.ase_files import _record_from_atoms, say_tags, text_
 from molflt.data.structures.ase_labels import tags_look_like
 from molflt.data.structures.base import AS_IT_IS, Held, Reading
 from molflt.data.structures.records import make_record
+from molflt.data.structures.unused_fields import unused_fields, unused_warning
 
 if TYPE_CHECKING:
     from ase import Atoms
@@ -39,8 +41,13 @@ class StructuresInMemory(Held):
         self.given = list(_flat(given))
         if not self.given:
             raise ValueError(f"{self.path}: none given; {_EXPECTED}")
+        fields: dict[str, str] = {}
         for index, one in enumerate(self.given):
             self._hold(self._record(index, one))
+            fields |= unused_fields(one) if _is_atoms(one) else {}
+        if fields:
+            warning = unused_warning(str(self.path), fields)
+            print(f"molflt: warning: {warning}", file=sys.stderr)
         if reading.tags != "any":
             own = [tags_look_like(one) for one in self.given if _is_atoms(one)]
             others = sum(one not in (None, reading.tags) for one in own)
@@ -125,5 +132,5 @@ def _record_from_data(data: Data, number: int) -> Data:
 
 def _label(value: Tensor | float | None) -> float | None:
     """An energy, eV, if there is one that is finite."""
-    found = torch.as_tensor(float("nan") if value is None else value)
+    found = torch.as_tensor(float("nan") if value is None else value, device="cpu")
     return float(found) if found.numel() == 1 and bool(torch.isfinite(found).all()) else None

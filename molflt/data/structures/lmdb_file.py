@@ -41,9 +41,6 @@ class LmdbFile:
 
     Args:
         path: the file.
-
-    Raises:
-        ValueError: naming the file, if it is empty, truncated, or no LMDB with plain keys.
     """
 
     def __init__(self, path: Path) -> None:
@@ -65,22 +62,14 @@ class LmdbFile:
         return {"path": self.path}  # each process maps the file itself
 
     def get(self, key: bytes) -> bytes | None:
-        """The value of a key; None if there is none.
-
-        Raises:
-            ValueError: naming the file and the key, if a page on the way to it is damaged.
-        """
+        """The value of a key; None if there is none."""
         try:
             return self._find(key)
         except (ValueError, struct.error) as error:
             raise ValueError(f"{self.path}: key {key.decode()!r}: {_damaged(error)}") from None
 
     def __iter__(self) -> Iterator[bytes]:
-        """All keys in order.
-
-        Raises:
-            ValueError: naming the file, if a page is damaged.
-        """
+        """All keys in order."""
         try:
             yield from self._keys_below(self._root.root, 1, set())
         except (ValueError, struct.error) as error:

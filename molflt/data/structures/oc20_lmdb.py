@@ -67,11 +67,6 @@ class Oc20Lmdb(Structures):
             (name, reason).
         check: with `skip_bad`, read all records once; else those that are not valid are still
             there, and raise when they are read.
-
-    Raises:
-        FileNotFoundError: if there is nothing at ``path``.
-        ValueError: if a shard is empty, truncated, damaged or no LMDB, or holds no records or
-            fewer than it says.
     """
 
     suffixes = (".lmdb", ".mdb")

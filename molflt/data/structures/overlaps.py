@@ -39,7 +39,7 @@ def atoms_coincide(record: Data) -> bool:
     pos, axes = record.pos.double().numpy(), record.pbc[0].numpy()
     reduced = reduced_cell(record.cell.double().numpy(), record.pbc.numpy())[0][0]
     basis = _basis(reduced, axes)
-    heights = lattice_heights(basis, np.ones(3, dtype=bool))
+    heights = lattice_heights(basis[None], np.ones((1, 3), dtype=bool))[0]
     inverse, bins = np.linalg.inv(basis), heights / (2 * TOO_NEAR)
     bins[axes] = np.floor(bins[axes])
     cells = np.floor((pos @ inverse * bins) + _SHIFTS[:, None]).astype(np.int64)
@@ -63,14 +63,13 @@ def fingerprint(record: Data) -> NDArray[np.float64]:
     """
     numbers, axes = record.atomic_numbers.numpy(), record.pbc[0].numpy()
     kind = hashlib.blake2b(np.sort(numbers).tobytes() + axes.tobytes(), digest_size=6).digest()
-    places = record.pos.double().numpy() @ np.linalg.inv(
-        _basis(record.cell[0].double().numpy(), axes)
-    )
+    given = record.cell[0].double().numpy()
+    places = record.pos.double().numpy() @ np.linalg.inv(_basis(given, axes))
     turns = 2 * np.pi * np.where(axes, places, places / _LENGTH)
     weights = np.sqrt(numbers / numbers.sum())
     sums = weights @ np.exp(1j * turns @ _WAVES.T)
     near = weights @ np.exp(_SHARP * (np.cos(turns[:, None] - _CENTERS) - 1).sum(axis=2))
-    cell = np.where(axes[:, None], record.cell[0].double().numpy(), 0.0).ravel()
+    cell = np.where(axes[:, None], given, 0.0).ravel()
     return np.concatenate([[int.from_bytes(kind)], cell, sums.real, sums.imag, near])
 
 

@@ -54,7 +54,7 @@ class _View(Structures):
 
     def with_unwrapped(self, index: int) -> tuple[Data, int]:
         source, own = self._at(index)
-        return source.with_unwrapped(own)
+        return self[index], source.with_unwrapped(own)[1]
 
 
 class Joined(_View):

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from molflt.atoms import FARTHEST, LOWEST, MAX_ATOMIC_NUMBER, Tag, lattice_heights
+from molflt.atoms import FARTHEST, LOWEST, MAX_ATOMIC_NUMBER, Tag, lattice_heights, reduced_cell
 from molflt.files import shown
 
 if TYPE_CHECKING:
@@ -33,37 +33,28 @@ def _lattice_shift(delta: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
 
     Args:
         delta: (N, 3), Å.
-        cell: lattice vectors as rows, (1, 3, 3), Å, independent along periodic axes, else any.
-        pbc: periodic axes, (1, 3), bool.
+        cell: (1, 3, 3), Å; rows of axes that are not periodic are not read.
+        pbc: (1, 3) bool.
 
     Returns:
         (N, 3) float64, Å; exactly 0 where a vector is the shortest already.
     """
-    lattice, axes = cell.reshape(3, 3).double(), pbc.reshape(3)
-    periodic, vectors = lattice[axes], delta.double()
-    if len(periodic) == 0 or len(vectors) == 0:
+    axes = pbc.reshape(1, 3).numpy()
+    reduced, _ = reduced_cell(cell.reshape(1, 3, 3).double().numpy(), axes)
+    basis, vectors = torch.from_numpy(reduced[axes]), delta.double()
+    if len(basis) == 0 or len(vectors) == 0:
         return torch.zeros_like(vectors)
-    inverse = torch.linalg.pinv(periodic)  # (3, axes): Cartesian -> fractional
-    shift = torch.round(vectors @ inverse) @ periodic
-    # Rounding fractions is not the shortest image in a skewed cell. Vectors up to half the
-    # smallest height of the cell cannot be beaten; for the others the neighbouring images in a
-    # Minkowski-reduced basis are enough (Nguyen & Stehle, doi:10.1145/1597036.1597050).
-    heights = 1.0 / inverse.norm(dim=0)
-    doubtful = (vectors - shift).norm(dim=1) > 0.5 * heights.min() * (1 - 1e-9)
+    inverse = torch.linalg.pinv(basis)  # (3, axes): Cartesian -> fractional
+    shift = torch.round(vectors @ inverse) @ basis
+    # Vectors up to half the smallest height of the cell cannot be beaten; for the others the
+    # neighboring images are enough (Nguyen & Stehle, doi:10.1145/1597036.1597050).
+    doubtful = (vectors - shift).norm(dim=1) > 0.5 / inverse.norm(dim=0).max() * (1 - 1e-9)
     if doubtful.any():
-        from ase.geometry import complete_cell, minkowski_reduce
-
-        reduced, _ = minkowski_reduce(complete_cell(lattice.numpy()), pbc=axes.numpy())
-        basis = torch.from_numpy(np.asarray(reduced))[axes]
-        rest = (vectors - shift)[doubtful]
-        rest_shift = torch.round(rest @ torch.linalg.pinv(basis)) @ basis
         counts = sorted(itertools.product((0, -1, 1), repeat=len(basis)), key=np.count_nonzero)
-        offsets = torch.tensor(counts, dtype=torch.float64) @ basis  # (images, 3)
-        candidates = torch.cat([torch.zeros_like(rest)[:, None], rest_shift[:, None] + offsets], 1)
-        lengths = (rest[:, None] - candidates).norm(dim=2)
+        offsets = torch.tensor(counts, dtype=torch.float64, device="cpu") @ basis  # (images, 3)
+        lengths = ((vectors - shift)[doubtful][:, None] - offsets).norm(dim=2)
         lengths[:, 0] *= 1 - 1e-6  # a tie within float32 rounding is not a jump
-        best = lengths.argmin(dim=1)
-        shift[doubtful] += candidates[torch.arange(len(rest)), best]
+        shift[doubtful] += offsets[lengths.argmin(dim=1)]
     return shift
 
 
@@ -112,9 +103,7 @@ def make_record(
         (N, 3) and ``stress`` (1, 3, 3) float32. Absent labels and relaxed positions are NaN.
 
     Raises:
-        ValueError: naming the sid, for a wrong shape, a complex, NaN or infinite number, an atom
-            too far away, an element beyond the table, an unknown tag, a periodic axis without a
-            lattice vector, or lattice planes less than 0.5 Å apart.
+        ValueError: naming the sid and what is wrong.
     """
     from torch_geometric.data import Data
 
@@ -197,12 +186,7 @@ def _whole(value: object, key: str) -> int:
 
 
 def _exact(value: Tensor) -> int | None:
-    """The integer of a tensor of one element; None if a float is none, or may have been rounded.
-
-    Raises:
-        TypeError: for numbers that are neither floats nor integers.
-        ValueError: for another number of elements, NaN or infinity.
-    """
+    """The integer of a tensor of one element; None for a float that may have been rounded."""
     number = value.item()
     if not isinstance(number, float):
         return operator.index(number)
@@ -245,7 +229,7 @@ def _positions(value: _Array, key: str, name: str, count: int | None = None) -> 
 
 def _atom_integers(value: _Array | None, key: str, count: int, name: str) -> Tensor:
     if value is None:
-        return torch.zeros(count, dtype=torch.int64)
+        return torch.zeros(count, dtype=torch.int64, device="cpu")
     tensor = _tensor(value, key, name)
     if tuple(tensor.shape) != (count,):
         raise ValueError(
@@ -263,7 +247,7 @@ def _atom_integers(value: _Array | None, key: str, count: int, name: str) -> Ten
 def _cell(cell: _Array | None, pbc: _Array | None, name: str) -> tuple[Tensor, Tensor]:
     """Cell (1, 3, 3) float64 Å and periodic axes (1, 3) bool, from what a source offers."""
     if cell is None:
-        lattice = torch.zeros(1, 3, 3, dtype=torch.float64)
+        lattice = torch.zeros(1, 3, 3, dtype=torch.float64, device="cpu")
     else:
         tensor = _tensor(cell, "cell", name)
         if tuple(tensor.shape) not in ((3, 3), (1, 3, 3)):
@@ -274,7 +258,7 @@ def _cell(cell: _Array | None, pbc: _Array | None, name: str) -> tuple[Tensor, T
     if not torch.isfinite(lattice.float()).all():
         raise ValueError(f"{name}: cell must be finite; got {lattice[0].tolist()}")
     if pbc is None:
-        periodic = torch.full((1, 3), bool(lattice.any()))
+        periodic = torch.full((1, 3), bool(lattice.any()), device="cpu")
     else:
         axes = _tensor(pbc, "pbc", name)
         if axes.numel() not in (1, 3):
@@ -315,7 +299,7 @@ def _relaxed(
 
 def _energy(value: _Array | None, key: str, name: str) -> Tensor:
     if value is None:
-        return torch.full((1,), math.nan, dtype=torch.float64)
+        return torch.full((1,), math.nan, dtype=torch.float64, device="cpu")
     tensor = _tensor(value, key, name)
     if tensor.numel() != 1:
         raise ValueError(f"{name}: {key} must be one energy in eV; got shape {tuple(tensor.shape)}")
@@ -330,7 +314,7 @@ def _energy(value: _Array | None, key: str, name: str) -> Tensor:
 
 def _forces(value: _Array | None, count: int, name: str) -> Tensor:
     if value is None:
-        return torch.full((count, 3), math.nan)
+        return torch.full((count, 3), math.nan, device="cpu")
     tensor = _tensor(value, "forces", name)
     if tuple(tensor.shape) != (count, 3):
         raise ValueError(
@@ -349,7 +333,7 @@ def _forces(value: _Array | None, count: int, name: str) -> Tensor:
 
 def _stress(value: _Array | None, name: str) -> Tensor:
     if value is None:
-        return torch.full((1, 3, 3), math.nan)
+        return torch.full((1, 3, 3), math.nan, device="cpu")
     tensor = _tensor(value, "stress", name).float()
     if tensor.numel() == 6:
         tensor = tensor.flatten()[[0, 5, 4, 5, 1, 3, 4, 3, 2]]

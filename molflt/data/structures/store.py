@@ -22,7 +22,7 @@ from molflt.atoms import MAX_ATOMIC_NUMBER
 from molflt.data.structures.base import Structures
 from molflt.data.structures.records import make_record
 from molflt.data.structures.store_faults import _atom_faults, _structure_faults
-from molflt.files import expect_readable, save_tensors, shown, verify_tensors
+from molflt.files import clear_parts, expect_readable, save_tensors, shown, verify_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,6 +104,7 @@ def write_store(
     named = {places[index]: name for index, name in names.items() if index in places}
     header = {"names": json.dumps(named)} if named else {}
     header |= {"format": STORE, "version": _VERSION, "source": source}
+    clear_parts(path.parent)  # of conversions that were killed
     save_tensors(path, columns, header)
     return int(kept.sum())
 

@@ -235,12 +235,13 @@ def _of_potentials(
     summary: Summary, seen: _Seen, labels: dict[str, np.ndarray], hint: str
 ) -> list[str]:
     systems, found = summary["systems"], []
-    named = named_options(summary["labels_not_used"], "forces")
+    named = {kind: named_options(summary["labels_not_used"], kind) for kind in ("forces", "stress")}
     for name, known, why in (
         ("energy", summary["with_energy"], hint),
-        ("forces", summary["with_forces"], named),
+        ("forces", summary["with_forces"], named["forces"]),
+        ("stress", summary["with_stress"], named["stress"]),
     ):
-        if known < systems:
+        if known < systems and (why or name != "stress"):  # most data have none
             found.append(
                 f"no {name}: {systems - known} of {systems} systems" + f"; {why}" * bool(why)
             )

@@ -11,7 +11,7 @@ from typing import IO, cast
 
 from tqdm import tqdm
 
-from molflt.data.packed import Member, Unpacked
+from molflt.data.packed import Unpacked
 from molflt.data.structures.splits import OC20_ARCHIVE, OC20_FILES
 from molflt.files import readable_size
 
@@ -50,12 +50,10 @@ def _unpack(archive: Path, directory: Path, wanted: list[str], verify: bool = Tr
         wanted: keys.
         verify: whether the sums of the unpacked files are known; else their size is bounded by
             that of the archive.
-
-    Raises:
-        ValueError: if the archive is damaged, lacks a split or has it twice, unpacks to more than
-            was announced, or an unpacked file has a wrong md5. No file of it is left then.
     """
     staging = directory / ".is2re.part"  # files appear in is2re complete or not at all
+    if staging.is_symlink():
+        raise ValueError(f"{staging}: is a symbolic link; expected a folder of its own; remove it")
     try:
         with (
             open(archive, "rb") as raw,
@@ -64,7 +62,7 @@ def _unpack(archive: Path, directory: Path, wanted: list[str], verify: bool = Tr
             ) as watched,
         ):
             content = Unpacked(archive, "gzip", watched, _AGAIN)
-            with tarfile.open(fileobj=cast(IO[bytes], content), mode="r|", tarinfo=Member) as tar:
+            with tarfile.open(fileobj=cast(IO[bytes], content), mode="r|") as tar:
                 _extract(archive, tar, staging, wanted, verify)
             while content.read(2**20):  # behind the end of the tar is the sum of all
                 pass

@@ -74,7 +74,7 @@ class TextData(BatchedData[TokenBlocks]):
     """Blocks of a training, a validation and perhaps a test text.
 
     Each text is a file of UTF-8, plain or ending in .gz or .xz, or a Hugging Face data set where
-    `datasets` is installed: hf:NAME[/CONFIG][:SPLIT[.COLUMN]], such as
+    `datasets` is installed: hf:OWNER/NAME[/CONFIG][:SPLIT[.COLUMN]], such as
     hf:Salesforce/wikitext/wikitext-2-v1:train.text, whose rows are lines.
 
     Args:

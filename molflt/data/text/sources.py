@@ -132,24 +132,14 @@ def _rows(source: str, use: str) -> Iterator[bytes]:
     split, column = split or _SPLITS[use], column or "text"
     load = dataset_loader(source)
     parts = name.split("/")
-    # OWNER/NAME is how data sets are called today; NAME/CONFIG is tried where there is none.
-    tries: dict[int, list[tuple[str, ...]]] = {
-        1: [(name,)],
-        2: [(name,), tuple(parts)],
-        3: [("/".join(parts[:2]), *parts[2:])],
-    }
-    errors = []
-    for arguments in tries.get(len(parts), []):
-        try:
-            rows = load(*arguments, split=split)
-            break
-        except Exception as error:  # of many kinds, network and names alike
-            errors.append(str(error).splitlines()[0] if str(error) else type(error).__name__)
-    else:
+    try:
+        rows = load("/".join(parts[:2]), *parts[2:], split=split)
+    except Exception as error:  # of many kinds, network and names alike
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
-            f"{source}: cannot be loaded ({'; '.join(errors) or 'no such form'}); expected "
-            "hf:NAME[/CONFIG][:SPLIT[.COLUMN]]"
-        )
+            f"{source}: cannot be loaded ({reason}); expected "
+            "hf:OWNER/NAME[/CONFIG][:SPLIT[.COLUMN]]"
+        ) from None
     if column not in rows.column_names:
         raise ValueError(
             f"{source}: has no column {column!r}; expected one of {', '.join(rows.column_names)}"
