@@ -50,7 +50,7 @@ def available_memory() -> int | None:
 
 
 def _lines(path: Path) -> list[str]:
-    """Lines of a file in /proc or /sys; none where there is no such file."""
+    """Lines of a file in /proc or /sys; empty without the file."""
     try:
         return path.read_text().splitlines()
     except (OSError, ValueError):

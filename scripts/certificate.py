@@ -1,4 +1,4 @@
-"""What docs/results/certificate.md needs: training frames, and networks with random weights.
+"""Inputs of docs/results/certificate.md: training frames, and networks with random weights.
 
 python scripts/certificate.py FOLDER   # writes FOLDER/train.extxyz and FOLDER/val_id.extxyz
 PYTHONPATH=scripts python -m molflt.certify certificate:mace --elements Cu O C H

@@ -168,7 +168,7 @@ def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
 
 
 def _is_run(word: str) -> bool:
-    """Whether the first of several words names a model, and not structures."""
+    """True if the first of several words names a model instead of structures."""
     path = Path(word)
     if path.suffix == ".safetensors" and path.is_file():
         with safe_open(path, framework="numpy") as file:
@@ -186,7 +186,7 @@ def _shard(text: str | None, out: Path | None) -> Shard | None:
 
 
 def _marks(dataset: Structures) -> list[dict[str, object]]:
-    """What tells each structure from the others: its index, and its file if there are several."""
+    """Columns that identify each structure: its index, and its file if there are several."""
     several = len(dataset.files) > 1
     return [
         {"index": dataset.place(i), **({"file": str(dataset.file(i))} if several else {})}

@@ -275,7 +275,7 @@ def _cell(cell: _Array | None, pbc: _Array | None, name: str) -> tuple[Tensor, T
 
 
 def origin_of(pos: Tensor) -> Tensor:
-    """What to subtract from positions (N, 3) float64, Å: 0 for those near the origin, (3,)."""
+    """Offset to subtract from positions (N, 3) float64, Å: (3,), 0 near the origin."""
     center = pos.median(dim=0).values
     coarse = (center / 1000).round() * 1000  # structures moved by round numbers keep their bits
     return torch.where((center - coarse).abs() <= _CENTERED, coarse, center.round())

@@ -44,8 +44,8 @@ class Guess(NamedTuple):
     """Tags of one structure.
 
     Attributes:
-        tags: (N,), all 0 if there is no guess.
-        text: the number of atoms of each kind, or why there is no guess.
+        tags: (N,), all 0 without a guess.
+        text: the number of atoms of each kind, or the reason why a guess failed.
     """
 
     tags: _Numbers
