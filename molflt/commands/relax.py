@@ -123,11 +123,7 @@ def relax(
 
 
 def _trajectories(folder: Path | None, dataset: Structures) -> list[Path | None]:
-    """Where the steps of each structure go; makes the folder.
-
-    Raises:
-        ValueError: if that is the file that is read.
-    """
+    """Where the steps of each structure go; makes the folder."""
     if folder is None:
         return [None] * len(dataset)
     folder.mkdir(parents=True, exist_ok=True)

@@ -114,12 +114,7 @@ def _packaged(name: str) -> Path:
 
 
 def _fetched(name: str, options: Mapping[str, object]) -> Path:
-    """The weights of a repository, in the cache of huggingface_hub.
-
-    Raises:
-        ModuleNotFoundError: without huggingface_hub.
-        ValueError: saying why the Hub has not given them.
-    """
+    """The weights of a repository, in the cache of huggingface_hub."""
     try:
         import huggingface_hub
     except ImportError:
