@@ -27,15 +27,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def within_memory(what: Callable[[], str], advice: str) -> Iterator[None]:
-    """Says what the memory did not suffice for, if it does not.
-
-    Args:
-        what: names what is computed in the block; called only then.
-        advice: what to lower.
-
-    Raises:
-        ValueError: the memory of the CPU or a GPU did not suffice.
-    """
+    """Turns a lack of memory in the block into a ValueError that names `what` and the advice."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

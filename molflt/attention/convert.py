@@ -23,10 +23,6 @@ def convert_weights_(source: nn.Module, target: nn.Module) -> list[str]:
     Returns:
         Names of the target's parameters that the source does not have, such as those of a learned
         feature map; they stay as they were.
-
-    Raises:
-        ValueError: a parameter of another shape, another number of heads, nothing in common, or
-            queries and keys that are normalized in one of them alone; the target is unchanged.
     """
     _refuse_other_logits(source, target)
     given, own = source.state_dict(), target.state_dict()

@@ -159,9 +159,6 @@ class Decoder(nn.Module):
 
         Returns:
             (batch, tokens, dim), normalized by a last LayerNorm.
-
-        Raises:
-            ValueError: positions without an encoding, or an encoding without positions.
         """
         encoding = self.stack._evaluate(self.stack._face, positions, None)
         for block, cross, norm in self._layers():
@@ -190,9 +187,6 @@ class Decoder(nn.Module):
 
         Returns:
             (batch k, new tokens, dim), and the state after them.
-
-        Raises:
-            ValueError: for mechanisms without a state; `decodes` tells.
         """
         encoding, keys = self.stack._evaluate_new(positions, state.stack)
         before = [None] * len(self.cross) if state.stack is None else state.stack.blocks

@@ -204,7 +204,7 @@ class _Multiplied(Encoding):
         """w as sums without the matrix take it; sorted once for all layers."""
         if (pairs := self.pairs) is None:
             return None
-        sizes = len(terms.value), terms.query.tokens, terms.key.tokens
+        sizes = terms.value.shape[0], terms.query.tokens, terms.key.tokens
         return self._by_query.get(lambda: pairs.by_query(*sizes))
 
     def _far(self, queries: int, keys: int) -> Tensor:
@@ -219,7 +219,7 @@ class _Multiplied(Encoding):
         matrix = self._far(queries, keys)
         if self.pairs is None:
             return matrix
-        return matrix + self.pairs.dense(len(matrix), queries, keys)
+        return matrix + self.pairs.dense(matrix.shape[0], queries, keys)
 
     def _with_single_pairs(self, sums: Sums, query: Operand, key: Operand, value: Tensor) -> Sums:
         if self.pairs is None or self.pairs.exact is None:

@@ -128,9 +128,6 @@ class Mixer(nn.Module):
 
         Returns:
             (batch, tokens, dim), of the type of `x`; 0 where no token exists.
-
-        Raises:
-            ValueError: something else than tokens and their mask is given, or a shape is wrong.
         """
         why = f"with mixing={self.mixing!r}, which knows neither positions nor keys"
         given = {"positions": positions, "encoding": encoding}

@@ -40,13 +40,10 @@ def log_weights(key_weight: Tensor | None, key_mask: Tensor | None, key: Tensor)
         key_weight: (batch, keys) or None, see `Keys`.
         key_mask: likewise.
         key: (batch, heads, keys, d), whose precision they get, float32 at least.
-
-    Raises:
-        ValueError: another shape, or, on the CPU, a weight of 0 or below of a key that exists.
     """
     if key_weight is None:
         return None
-    if key_weight.shape != (len(key), key.shape[2]):
+    if key_weight.shape != (key.shape[0], key.shape[2]):
         raise ValueError(
             f"key_weight must have shape {(len(key), key.shape[2])}, one for each key; got "
             f"{tuple(key_weight.shape)}; expand it"
@@ -122,9 +119,6 @@ def without_masked(
     Returns:
         x with 0 in place of the infinite and missing numbers of tokens that are no keys, as these
         are still queries; and what the keys are made of, 0 for those tokens.
-
-    Raises:
-        ValueError: a mask of another type or shape.
     """
     source = x if context is None else context
     if key_mask is None:

@@ -158,9 +158,6 @@ class Attention(Positioned):
 
         Returns:
             (batch, tokens, dim).
-
-        Raises:
-            ValueError: positions or an encoding are missing, not wanted, or of the wrong kind.
         """
         heads, encoding = self._prepare(x, positions, **where)
         return self._join(self._mix(heads, encoding, self.dropout * self.training)[0])
@@ -185,9 +182,6 @@ class Attention(Positioned):
                 attention; keys and values of all tokens for softmax.
             encoding: as for `forward`; for softmax with all tokens so far as keys.
             key_positions: for softmax, those of all tokens so far.
-
-        Raises:
-            ValueError: for mechanisms without such a state, or keys without a position.
         """
         if not self.causal or self.mixing == "quadratic":
             raise ValueError(

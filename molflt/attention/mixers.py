@@ -20,12 +20,7 @@ else:
 
 
 def make_mixer(name: str, dim: int, options: Mapping[str, Any]) -> Mixer:
-    """A mixer of `TOKEN_MIXERS`, of tokens of width `dim`.
-
-    Raises:
-        TypeError: an option that it does not have.
-        ValueError: one that it needs is missing.
-    """
+    """A mixer of `TOKEN_MIXERS`, of tokens of width `dim`."""
     make = TOKEN_MIXERS[name]
     known_names(make, options, but=("dim",))
     if make.bounded and "max_tokens" not in options:
@@ -51,10 +46,6 @@ def mixed_layers(
         mixer_options: see there.
         attention_layers: see there.
         attention: options of attention.
-
-    Raises:
-        ValueError: an unknown mixer, an option without effect, a number out of range, or causal
-            attention beside a mixer, which sees all tokens.
     """
     one_of("mixer", mixer, (ATTENTION, *TOKEN_MIXERS))
     if mixer == ATTENTION:

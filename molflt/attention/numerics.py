@@ -178,13 +178,8 @@ def counts_of(index: Tensor, size: int) -> Tensor:
     return index.new_zeros(size).index_add(0, index, torch.ones_like(index))
 
 
-def uncompiled(function: Callable[_P, _R], inside: bool = False) -> Callable[_P, _R]:
-    """`torch.compiler.disable`, which loads the compiler, only once somebody else has loaded it.
-
-    Args:
-        function: what is not compiled.
-        inside: whether what it calls is: for loops of varying length, which would be unrolled.
-    """
+def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """`torch.compiler.disable`, which loads the compiler, only once somebody else has loaded it."""
     disabled: Callable[_P, _R] | None = None
 
     @functools.wraps(function)
@@ -193,7 +188,7 @@ def uncompiled(function: Callable[_P, _R], inside: bool = False) -> Callable[_P,
         if "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
         if disabled is None:
-            disabled = torch.compiler.disable(function, recursive=not inside)
+            disabled = torch.compiler.disable(function)
         return disabled(*args, **kwargs)
 
     return call

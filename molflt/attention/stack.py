@@ -201,10 +201,6 @@ class Stack(Positioned):
             blocks: the distinct layers, of attention or mixers.
             position: the very encoding that every attention in them was built with, or None.
             refinements: passes through the blocks.
-
-        Raises:
-            ValueError: an attention was built for another encoding, or for none, or for another
-                kind of attention than the rest.
         """
         stack = cls.__new__(cls)
         stack._assemble(blocks, position, refinements)
@@ -248,9 +244,6 @@ class Stack(Positioned):
 
         Returns:
             (batch, tokens, dim), normalized by a last LayerNorm.
-
-        Raises:
-            ValueError: positions without an encoding, or an encoding without positions.
         """
         mask = keys.get("key_mask")
         x, _ = without_masked(x, mask, keys.get("key_index"))
@@ -283,9 +276,6 @@ class Stack(Positioned):
             x: (batch, new tokens, dim).
             positions: (batch, new tokens, l), of the new tokens; for the encoding.
             state: returned by the call before; None at the beginning.
-
-        Raises:
-            ValueError: for mechanisms without a state to decode from.
         """
         encoding, keys = self._evaluate_new(positions, state)
         before = iter(state.blocks) if state is not None else None

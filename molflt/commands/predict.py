@@ -20,7 +20,7 @@ from molflt.data.structures import Structures
 from molflt.data.structures.ase_output import drop_labels_, not_held
 from molflt.data.structures.base import Tags
 from molflt.data.structures.parts import Part
-from molflt.data.structures.sources import exists, named
+from molflt.data.structures.sources import exists
 from molflt.data.structures.store import STORE
 from molflt.evaluation.ensemble import load_ensemble
 from molflt.evaluation.predictions import Predictions, grouped, open_structures
@@ -133,7 +133,8 @@ def predict(
     if model.about is not None:
         print(f"molflt: {model.summary}", file=sys.stderr)
     forces = ["forces"] if atoms and model.predicts_forces else []
-    found = model.infer(dataset, batch_size, named(files).name, forces, force)
+    name = files[0].name if len(files) == 1 else f"{len(files)} files"
+    found = model.infer(dataset, batch_size, name, forces, force)
     columns = {"energy_eV": found.energy, **uncertainty_of(model.model, found, known)}
     if out is None or out.suffix in _TABLES:
         _write_rows(out, _rows(dataset, found, columns, marks))

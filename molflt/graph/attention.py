@@ -37,15 +37,15 @@ class GraphAttention(nn.Module):
         heads: number of heads.
         position: "spectral", FLT's mask; "multiplicative", a kernel; or "none": a Performer, which
             needs no positions.
-        position_options: see `molflt.graph.encoding.GraphEncoding`, as for all options down to
-            `near_exact`.
-        periodic: see there. None is "none" for structures without periodic boundaries, and refuses
-            others.
-        image_cutoff: see there.
-        max_frequency: see there.
-        mesh_order: see there.
-        near_field: see there.
-        near_exact: see there.
+        position_options: further arguments of the position, such as spectrum, nodes and num_nodes;
+            see :class:`~molflt.graph.encoding.GraphEncoding`.
+        periodic: "none" ignores boundaries; "images", "reciprocal" and "mesh" are periodic. None
+            refuses periodic structures.
+        image_cutoff: of "images", Å, 8 by default.
+        max_frequency: of "reciprocal" and "mesh", cycles/Å, 0.25 by default.
+        mesh_order: of the splines of "mesh", 5 by default.
+        near_field: distance within which a multiplicative kernel is exact, Å.
+        near_exact: within it, q.k is exact as well.
         mixing: "linear"; "quadratic": the same numbers through the N x N matrix, faster for few
             atoms; "auto": the cheaper of these two at the size at hand; "softmax": softmax with the
             exact mask, O(atoms^2), another function than these.
@@ -141,12 +141,6 @@ class GraphAttention(nn.Module):
 
         Returns:
             (atoms, dim).
-
-        Raises:
-            TypeError: something else than tensors.
-            ValueError: shapes, types or devices do not fit, graphs are not in order, positions or
-                cell are missing or (on the CPU) not finite, or a periodic structure is given to a
-                layer that was not told what to do with it.
         """
         if torch.jit.is_tracing():
             raise ValueError(
@@ -158,10 +152,10 @@ class GraphAttention(nn.Module):
             raise ValueError(f"x must have shape (atoms, {self.dim}); got {tuple(x.shape)}")
         like_weights("x", x, self.attention.to_query.weight)
         if self.encoding is None:
-            geometry = Geometry.of(x.new_zeros(len(x), 3), batch, cell, pbc, graphs=batch_size)
+            geometry = Geometry.of(x.new_zeros(x.shape[0], 3), batch, cell, pbc, graphs=batch_size)
         else:
             geometry = self._geometry(self.encoding, x, pos, batch, cell, pbc, batch_size)
-        if not len(x):
+        if not x.shape[0]:
             return x.clone()
         return _encode(self.encoding, geometry).apply(self.attention, x)
 
@@ -194,7 +188,7 @@ class GraphAttention(nn.Module):
             beside_weights("pos", pos, next(encoding.parameters()))
         if pos is not None and pos.is_floating_point():  # ASE's positions are float64
             pos = pos.to(at_least_float32(next(encoding.parameters())).dtype)
-        return Geometry.of(pos, batch, cell, pbc, graphs=graphs, atoms=len(x))
+        return Geometry.of(pos, batch, cell, pbc, graphs=graphs, atoms=x.shape[0])
 
     def extra_repr(self) -> str:
         return f"{self.dim}, heads={self.attention.heads}"

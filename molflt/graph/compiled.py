@@ -25,10 +25,6 @@ def compile_energies(model: EnergyRegressor, path: Path) -> Path:
     Args:
         model: a trained regressor, on the CPU.
         path: of the package to write, which ends in .pt2.
-
-    Raises:
-        RuntimeError: without a C++ compiler.
-        ValueError: for models that cannot be computed so, see `EnergyComputation`.
     """
     from torch._inductor import aoti_compile_and_package
     from torch._inductor.exc import InvalidCxxCompiler

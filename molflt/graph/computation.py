@@ -69,13 +69,7 @@ class EnergyInputs(NamedTuple):
 
     @classmethod
     def of(cls, model: EnergyRegressor, batch: "Data") -> "EnergyInputs":
-        """Prepares a batch, as `EnergyRegressor.forward` takes it, with its checks.
-
-        Raises:
-            TypeError: something else than PyG's data.
-            ValueError: naming the attribute that is missing or wrong, or the option of a model that
-                cannot be computed so.
-        """
+        """Prepares a batch, as `EnergyRegressor.forward` takes it, with its checks."""
         _check(model)
         atoms = Atoms.of(batch, model.embedding.element.weight)
         references = atoms.geometry.sum(model.element_energies[atoms.numbers])
@@ -202,9 +196,6 @@ def export_energies(model: EnergyRegressor, batch: "Data") -> "ExportedProgram":
 
     Returns:
         A program whose `.module()` takes `EnergyInputs`, of any batch, and gives energies, eV.
-
-    Raises:
-        ValueError: for models that cannot be computed so, see `EnergyComputation`.
     """
     from torch.export import Dim, export
 

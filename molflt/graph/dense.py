@@ -65,7 +65,7 @@ def _atom_mask(geometry: Geometry) -> Tensor:
 
 def places_of(geometry: Geometry, mask: Tensor) -> Tensor:
     """Places of the mask that hold an atom, all graphs counted through: (atoms,)."""
-    number = torch.arange(len(geometry.batch), device=mask.device)
+    number = torch.arange(geometry.batch.shape[0], device=mask.device)
     first = mask.shape[1] * torch.arange(geometry.graphs, device=mask.device)
     return number + (first - geometry.ptr[:-1])[geometry.batch]
 

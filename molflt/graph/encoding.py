@@ -59,8 +59,8 @@ class GraphEncoding(nn.Module):
         near_exact: within the near field, q.k is exact as well, as in softmax (`NearField`); for
             feature maps that estimate exp(q.k).
         mixing: "softmax", for the exact mask, or a kernelized one.
-        feature_map: of the attention that uses the encoding; likewise `num_features`.
-        num_features: see there.
+        feature_map: of the attention that uses the encoding.
+        num_features: of the same attention.
 
     Attributes:
         position: the mask or kernel.
@@ -329,9 +329,6 @@ def _make_encoding(
         kind: mixing, feature_map and num_features of the attention that will use it.
         periodic: as for `GraphEncoding`; None is "none".
         where: further arguments of `GraphEncoding`.
-
-    Raises:
-        ValueError: choices that do not go together, or an option that would have no effect.
     """
     one_of("position", position, _GRAPH_POSITIONS)
     if position != "none":

@@ -53,18 +53,13 @@ class Geometry(NamedTuple):
             tags: (atoms,).
             graphs: their number, if the last ones may be empty.
             atoms: their number, if it is known.
-
-        Raises:
-            TypeError: something else than tensors.
-            ValueError: shapes, types or devices do not fit, numbers are not finite (on the CPU), or
-                graphs are not in order.
         """
         tensors(pos=pos, batch=batch, cell=cell, pbc=pbc, tags=tags)
         pos = _points(pos, atoms)
         _real("cell", cell)
         if pbc is not None and (pbc.is_floating_point() or pbc.is_complex()):
             raise ValueError(f"pbc must be bool, one for each axis; got {pbc.dtype}; use .bool()")
-        if batch is None and len(pos):
+        if batch is None and pos.shape[0]:
             _expect_one_graph(graphs, cell, pbc)
         batch = _in_order(batch, pos, graphs)
         if graphs is None:
@@ -91,12 +86,7 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of_data(cls, data: "Data") -> "Geometry":
-        """The geometry of a PyG structure, or of a batch of them, with its tags if it has any.
-
-        Raises:
-            TypeError: something else than PyG's data.
-            ValueError: as for `of`.
-        """
+        """The geometry of a PyG structure, or of a batch of them, with its tags if it has any."""
         if not hasattr(data, "stores"):  # as all data of PyG have, which is not loaded for this
             raise TypeError(_no_data(data))
         pos, batch, cell, pbc, tags = (
@@ -113,7 +103,7 @@ class Geometry(NamedTuple):
     @property
     def graphs(self) -> int:
         """Number of graphs."""
-        return len(self.ptr) - 1
+        return self.ptr.shape[0] - 1
 
     def reordered(self, order: Tensor) -> tuple["Geometry", Tensor]:
         """Graphs (graphs,) of the batch in this order, and the atom of the batch at each place."""
@@ -147,11 +137,7 @@ class Geometry(NamedTuple):
         )
 
     def above_subsurface(self) -> Tensor:
-        """Atoms with tag > 0, and all of graphs in which none has that (tags unknown): (atoms,).
-
-        Raises:
-            ValueError: if there are no tags.
-        """
+        """Atoms with tag > 0, and all of graphs in which none has that (tags unknown): (atoms,)."""
         if self.tags is None:
             raise ValueError("tags, (atoms,), are needed; got None; set 0 where unknown")
         above = self.tags > Tag.SUBSURFACE.value  # what compilers can read
@@ -179,7 +165,7 @@ def _no_data(given: object) -> str:
 
 def _points(pos: Tensor | None, atoms: int | None) -> Tensor:
     """Positions as they are, checked; likewise `Geometry.of`."""
-    if pos is None or pos.ndim != 2 or pos.shape != (len(pos) if atoms is None else atoms, 3):
+    if pos is None or pos.ndim != 2 or pos.shape != (pos.shape[0] if atoms is None else atoms, 3):
         rows = "atoms" if atoms is None else atoms
         got = None if pos is None else tuple(pos.shape)
         raise ValueError(f"pos must have shape ({rows}, 3), Å; got {got}; pass positions")
@@ -209,14 +195,11 @@ def _in_order(batch: Tensor | None, atoms: Tensor, graphs: int | None) -> Tensor
         batch: (atoms,) or None.
         atoms: anything with one row for each atom.
         graphs: their number, or None if nobody said.
-
-    Raises:
-        ValueError: another shape, graphs that are not ascending, or that are out of range.
     """
     if graphs is not None and graphs < 0:
         raise ValueError(f"batch_size must be the number of graphs; got {graphs}; correct it")
     if batch is None:
-        return torch.zeros(len(atoms), dtype=torch.long, device=atoms.device)
+        return torch.zeros(atoms.shape[0], dtype=torch.long, device=atoms.device)
     if batch.is_floating_point() or batch.is_complex() or batch.dtype == torch.bool:
         raise ValueError(
             f"batch must be whole numbers, the graph of each atom; got {batch.dtype}; use .long()"
@@ -274,8 +257,8 @@ def _number_of_graphs(batch: Tensor, cell: Tensor | None, pbc: Tensor | None) ->
 
 def _of_none(cell: Tensor | None, pbc: Tensor | None) -> int:
     """Number of graphs where there are no atoms to tell: that of cells or axes, or 1."""
-    cells = len(cell) if cell is not None and cell.ndim == 3 else 1
-    axes = len(pbc) if pbc is not None and pbc.ndim == 2 else 1
+    cells = cell.shape[0] if cell is not None and cell.ndim == 3 else 1
+    axes = pbc.shape[0] if pbc is not None and pbc.ndim == 2 else 1
     return axes if cells == 1 else cells
 
 

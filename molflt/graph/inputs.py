@@ -31,11 +31,6 @@ class Atoms(NamedTuple):
         Args:
             data: as for `molflt.graph.EnergyRegressor.forward`.
             weight: any weight of the model.
-
-        Raises:
-            TypeError: something else than PyG's data, or than tensors in them.
-            ValueError: naming the attribute that is missing, or has another shape, type, device or
-                (on the CPU) range.
         """
         geometry = Geometry.of_data(data)
         _expect(data, geometry, weight)

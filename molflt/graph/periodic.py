@@ -187,7 +187,7 @@ class Images(Open):
         weight = self._weight(places, positions, centres)
         there = kept & (weight > 0)
         one = torch.ones_like(positions[..., 0])
-        number = torch.arange(mask.shape[1], device=mask.device).expand(len(mask), -1)
+        number = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape[0], -1)
         return DenseAtoms(
             mask,
             positions,

@@ -25,7 +25,8 @@ from molflt.graph.schemes import PeriodicName
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-_SMOOTH_MAPS = ("positive", "exp", "learnable_exp")  # analytic, and nowhere 0 or below
+# smooth, and nowhere 0 or below
+_SMOOTH_MAPS = ("positive", "exp", "learnable_exp", "sigmoid", "polynomial")
 
 
 class Potential(EnergyRegressor):
@@ -42,7 +43,8 @@ class Potential(EnergyRegressor):
         dim: width of tokens.
         heads: attention heads; `dim` is a multiple of it.
         mixing: "linear", "quadratic" or "auto", which are the same function.
-        feature_map: "positive" by default, or "exp" or "learnable_exp".
+        feature_map: "positive" by default, or "exp", "learnable_exp", "sigmoid" or "polynomial" (of
+            degree 2).
         num_features: random features m per head, 64 by default.
         position: "multiplicative".
         position_options: of the kernel, see `molflt.graph.encoding.GraphEncoding`.
@@ -107,7 +109,8 @@ class Potential(EnergyRegressor):
         long_range_neutral: bool | None = None,
         **stack: Any,
     ) -> None:
-        _refuse_rough(mixing, feature_map, position, periodic, position_options or {}, stack)
+        maps = feature_map, num_features
+        _refuse_rough(mixing, *maps, position, periodic, position_options or {}, stack)
         scheme = _scheme(far_field, max_frequency, near_field, position_options)
         super().__init__(
             dim,
@@ -229,11 +232,7 @@ def _scheme(
     near_field: float | None,
     position_options: dict[str, Any] | None,
 ) -> Reciprocal:
-    """How periodic boundaries enter.
-
-    Raises:
-        ValueError: an option that has no effect, or nothing that atoms would see.
-    """
+    """Periodic scheme for the options of the far and the near field."""
     if far_field:
         highest = {} if max_frequency is None else {"max_frequency": max_frequency}
         return Reciprocal(**highest, smooth=True)
@@ -248,9 +247,7 @@ def _scheme(
 
 
 def _strained(batch: "Data") -> tuple["Data", Tensor, Tensor | None]:
-    """A batch whose positions and cells follow a strain of 0, positions and strain that require
-    gradients; no strain where there are no cells.
-    """
+    """A batch that follows a strain of 0, its positions, and the strain, None without cells."""
     pos = Geometry.of_data(batch).pos.detach().clone().requires_grad_()
     out = copy.copy(batch)
     for name, value in batch.to_dict().items():
@@ -273,6 +270,7 @@ def _strained(batch: "Data") -> tuple["Data", Tensor, Tensor | None]:
 def _refuse_rough(
     mixing: str,
     feature_map: str | None,
+    num_features: int | None,
     position: str,
     periodic: str,
     options: Mapping[str, object],
@@ -304,6 +302,11 @@ def _refuse_rough(
             f"feature_map={feature_map!r} has kinks or sums that pass 0, where forces jump; a "
             f"potential takes one of {', '.join(_SMOOTH_MAPS)}"
         )
+    if feature_map == "polynomial":
+        sizes = {"num_features": num_features, "degree": stack.get("degree")}
+        for name, value in {**sizes, "normalize_qk": stack.get("normalize_qk")}.items():
+            if value not in (None, {"degree": 2, "normalize_qk": True}.get(name)):
+                raise ValueError(f"{name}={value} lets products fall below 0; leave it out")
     if stack.get("floor"):
         raise ValueError("floor cuts sums off, where forces jump; leave it out of a potential")
     if stack.get("normalize") == "unmasked":

@@ -22,11 +22,7 @@ else:
 
 
 def make_periodic(periodic: str | Open, **options: float | None) -> Open:
-    """A scheme from its name and those options that were given, or one that was made already.
-
-    Raises:
-        ValueError: the name is unknown, or an option has no effect.
-    """
+    """A scheme from its name and those options that were given, or one that was made already."""
     if isinstance(periodic, Open):
         no_effect(f"with periodic={periodic!r}", **options)
         return periodic

@@ -50,9 +50,6 @@ class PBCRadiusGraph(BaseTransform):
             data: pos (atoms, 3), Å; perhaps cell (graphs, 3, 3) or (3, 3), rows are lattice
                 vectors, Å; perhaps pbc (graphs, 3) or (3,) bool, by default all periodic if there
                 is a cell; of a batch also `batch` (atoms,), ascending.
-
-        Raises:
-            ValueError: shapes do not fit, or an axis is periodic without a lattice vector.
         """
         geometry = Geometry.of_data(data)
         _refuse_flat(geometry.cell.detach().double(), geometry.pbc)

@@ -29,14 +29,13 @@ def longest_of(
         position: the encoding.
         position_scale: distance of neighboring tokens, in its unit of length.
         places: one vector per place.
-        max_length: the option of that name.
+        max_length: the limit of models without a table and learned places.
     """
     table = None if position is None else position.longest
     limits = [] if table is None else [math.ceil(table / position_scale)]
-    limits += [] if max_length is None else [max_length]
     if places is not None:
         limits.append(places.num_embeddings)
-    return min(limits, default=None)
+    return min(limits, default=max_length)
 
 
 def expect_targets(hidden: Tensor, targets: Tensor, vocabulary: int, none: str) -> Tensor:

@@ -300,10 +300,6 @@ def read_config(run: Path) -> Config:
         ValueError: naming the file, and the key if it is one that is wrong.
     """
     path = Path(run) / "config.yaml"
-    if Path(run).is_file():
-        raise FileNotFoundError(
-            f"{run}: a file; expected the folder of a training run; give {Path(run).parent}"
-        )
     if not path.is_file():
         above = (one for one in Path(run).parents if (one / "config.yaml").is_file())
         advice = f"; give {found}" if (found := next(above, None)) else ""

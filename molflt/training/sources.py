@@ -59,8 +59,6 @@ def find(source: str | Path | None, hub: Mapping[str, object] | None = None) -> 
         return _fetched(name, hub or {})
     if is_packaged(name):
         return _packaged(name)
-    if path.name == "config.yaml" and path.is_file():
-        return path.parent
     if path.is_dir() and not (path / "config.yaml").exists() and (path / _MODEL).is_file():
         return path / _MODEL
     return path.parent if path.name == "config.yaml" else path

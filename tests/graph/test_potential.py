@@ -210,14 +210,6 @@ def test_potentials_train_and_predict_under_autocast():
         assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_an_atom_alone_and_two_in_a_line(count):
-    """They span nothing along some axes, or less than rounding."""
-    atoms = Atoms("H" * count, [[0.1 * i, 0.7 * i, 0.3] for i in range(count)])
-    out = potential()(data(atoms))
-    assert bool(out["forces"].isfinite().all()) and bool(out["energy"].isfinite())
-
-
 def test_a_molecule_turns_and_needs_no_cell():
     model, atoms = potential(), ethanol()
     alone = Data(pos=torch.tensor(atoms.positions), atomic_numbers=torch.tensor(atoms.numbers))
@@ -265,6 +257,9 @@ def test_forces_can_be_learned_and_energies_alone_too():
         ({"periodic": "slab"}, "needs periodic='reciprocal'; got 'slab'; leave it out"),
         ({"mixing": "softmax"}, "no mixing='softmax': it takes a logarithm"),
         ({"feature_map": "relu"}, "feature_map='relu' has kinks or sums that pass 0"),
+        ({"feature_map": "polynomial", "degree": 3}, "degree=3"),
+        ({"feature_map": "polynomial", "num_features": 40}, "num_features=40"),
+        ({"feature_map": "polynomial", "normalize_qk": False}, "normalize_qk=False"),
         ({"floor": 0.1}, "floor cuts sums off"),
         ({"normalize": "unmasked"}, "energies per atom depend on its size"),
         ({"position_options": {"background": 1.0}}, "background=0"),
@@ -288,3 +283,20 @@ def test_a_molecule_without_end_is_refused() -> None:
     with pytest.raises(ValueError, match=message):
         potential()(data(far[1]))
     assert potential()(data(far[0]))["forces"].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "polynomial"])
+def test_energies_of_other_feature_maps_are_smooth_and_extensive(name) -> None:
+    sizes = {} if name == "sigmoid" else {"num_features": None, "degree": 2}
+    model = potential(feature_map=name, **sizes)
+    atoms = bulk("Cu", cubic=True)
+    atoms.rattle(0.1, seed=1)
+    found, twice = model(data(atoms)), model(data(atoms.repeat((2, 1, 1))))
+    assert (twice["energy"] - 2 * found["energy"]).abs() < 1e-10
+    step, ends = 1e-4, []
+    for sign in (1, -1):
+        moved = atoms.copy()
+        moved.positions[0, 0] += sign * step
+        ends.append(model(data(moved))["energy"])
+    slope = (ends[0] - ends[1]) / (2 * step)
+    assert (slope + found["forces"][0, 0]).abs() < 1e-5 and slope.abs() > 1e-3

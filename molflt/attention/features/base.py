@@ -130,11 +130,7 @@ Columns = Tensor | Projected
 
 
 def _joined(*columns: Columns) -> Tensor:
-    """Columns along their last axis as one tensor; a single one is not copied.
-
-    Raises:
-        ValueError: some columns are known by their projections alone.
-    """
+    """Columns along their last axis as one tensor; a single one is not copied."""
     whole = [part for part in columns if isinstance(part, Tensor)]
     if len(whole) < len(columns):
         raise ValueError(

@@ -45,10 +45,6 @@ class _PolynomialFeatures(FeatureMap):
             features have 10 times the error, unless heads are wide and q, k lie in few directions.
         projection: how these are drawn, key of `PROJECTIONS`.
         degree: 2 by default, or 3.
-
-    Raises:
-        ValueError: another degree, too many features, or a number that leaves no monomials of the
-            highest degree or all of them.
     """
 
     paper = "2402.18668; 1201.6530"

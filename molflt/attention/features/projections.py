@@ -72,9 +72,6 @@ class Projection(nn.Module):
 
         Args:
             generator: CPU generator; torch's global one if None.
-
-        Raises:
-            ValueError: the generator is not on the CPU.
         """
         on_cpu(generator)
         for name, value in self._draw_heads(generator).items():

@@ -68,9 +68,6 @@ def joined_bias(
         log_weight: broadcastable to (batch, heads, keys).
         query: (batch, heads, queries, d).
         key: (batch, heads, keys, d).
-
-    Raises:
-        ValueError: the encoding is of other tokens; one column would be that of every key.
     """
     sizes = query.shape[-2], key.shape[-2]
     if bias is not None and bias.shape[-2:] != sizes:

@@ -46,9 +46,9 @@ class Pairs(NamedTuple):
     def dense(self, batch: int, queries: int, keys: int) -> Tensor:
         """(batch, heads or 1, queries, keys)."""
         flat = (self.batch * queries + self.query) * keys + self.key
-        out = self.weight.new_zeros(len(self.weight), batch * queries * keys)
+        out = self.weight.new_zeros(self.weight.shape[0], batch * queries * keys)
         added = out.index_add(1, flat, self.weight)
-        return added.view(len(added), batch, queries, keys).transpose(0, 1)
+        return added.view(added.shape[0], batch, queries, keys).transpose(0, 1)
 
 
 class SortedPairs(NamedTuple):
@@ -68,7 +68,7 @@ def _pair_sums(phi_q: Tensor, phi_k: Tensor, value: Tensor, pairs: Pairs | Sorte
     out = value.new_zeros(batch * queries, heads, value.shape[-1])
     weight = at_least_float32(pairs.weight).expand(heads, -1).T  # [pair, h]
     chunk = max(1, _TRANSIENT // (heads * (m + value.shape[-1])))
-    parts = pieces(len(pairs.query), chunk)
+    parts = pieces(pairs.query.shape[0], chunk)
     for part in parts:
         places = pairs.batch[part], pairs.query[part], pairs.key[part]
         rest = weight[part], *places
@@ -86,7 +86,7 @@ def _sparse_sums(phi_q: Tensor, phi_k: Tensor, value: Tensor, pairs: SortedPairs
     ):
         arguments = *(x.flatten(0, 1) for x in tokens), w, pairs.pattern
         found.append(recomputed(_sparse_sum, *arguments, several=len(w) > _MANY))
-    return torch.stack(found, dim=1).unflatten(0, (len(phi_q), -1)).transpose(1, 2)
+    return torch.stack(found, dim=1).unflatten(0, (phi_q.shape[0], -1)).transpose(1, 2)
 
 
 def _sparse_sum(query: Tensor, key: Tensor, value: Tensor, w: Tensor, pattern: Pattern) -> Tensor:
@@ -135,7 +135,7 @@ def with_exact_pairs(
         value = torch.cat((value, torch.ones_like(value[..., :1])), dim=-1)
         added = value.new_zeros(batch * queries, heads, value.shape[-1])
         chunk = max(1, _TRANSIENT // (heads * value.shape[-1]))
-        parts = pieces(len(row), chunk)
+        parts = pieces(row.shape[0], chunk)
         for part in parts:
             rest = weight[part], pairs.batch[part], pairs.key[part]
             messages = recomputed(_weighted, value, *rest, several=len(parts) > 1)
@@ -160,14 +160,14 @@ def products(left: Tensor, right: Tensor, pairs: Pairs) -> Tensor:
 
     The weight of `pairs` is not used.
     """
-    batch = max(len(left), len(right))
-    if undecided(batch * left.shape[-2] * right.shape[-2] <= 4 * len(pairs.query), True):
+    batch = max(left.shape[0], right.shape[0])
+    if undecided(batch * left.shape[-2] * right.shape[-2] <= 4 * pairs.query.shape[0], True):
         # Of few tokens: cheaper than to gather the factors.
         matrix = products_of_all(left, right)
         return matrix.expand(batch, -1, -1, -1)[pairs.batch, :, pairs.query, pairs.key].T
     found = []
     chunk = max(1, _TRANSIENT // (left.shape[1] * left.shape[-1]))
-    parts = pieces(len(pairs.query), chunk)
+    parts = pieces(pairs.query.shape[0], chunk)
     for part in parts:
         places = pairs.batch[part], pairs.query[part], pairs.key[part]
         found.append(recomputed(_products, left, right, *places, several=len(parts) > 1))

@@ -78,8 +78,9 @@ def _begin(index: Tensor, size: int) -> Tensor:
 def _sparse(begin: Tensor, columns: Tensor, values: Tensor, size: tuple[int, int]) -> Tensor:
     with warnings.catch_warnings():  # that this layout is a beta version
         warnings.simplefilter("ignore", UserWarning)
-        where = {"device": values.device, "check_invariants": False}
-        return torch.sparse_csr_tensor(begin, columns, values, size, **where)
+        return torch.sparse_csr_tensor(
+            begin, columns, values, size, device=values.device, check_invariants=False
+        )
 
 
 def spread(weight: Tensor, x: Tensor, pattern: Pattern, turned: Tensor | None = None) -> Tensor:

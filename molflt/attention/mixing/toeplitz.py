@@ -56,9 +56,6 @@ def toeplitz(
             query i. -inf where the kernel vanishes.
         causal: each query sees the keys up to its own place; the last query sees all keys.
         method: one of `METHODS`; "auto" chooses by size, but never "fft" for causal attention.
-
-    Raises:
-        ValueError: an unknown method, or shapes that do not fit.
     """
     queries, keys = query.tokens, value.shape[-2]
     one_of("method", method, METHODS)

@@ -61,9 +61,6 @@ class Nodes(nn.Module):
         Args:
             spectrum: what will be sampled.
             num_nodes: nodes r, or None for the rule's own choice.
-
-        Raises:
-            ValueError: the rule cannot sample such a spectrum, or takes no number.
         """
         count = {} if num_nodes is None else {"num_nodes": num_nodes}
         return {"heads": spectrum.heads, "dim": spectrum.dim, **count}

@@ -70,21 +70,18 @@ def free_extent(
 
     Returns:
         (b, 3) Å, 0 for the periodic directions, which come first, and for graphs without atoms.
-
-    Raises:
-        ValueError: as `reciprocal_nodes` for cell and pbc.
     """
     rows, periodic = _sorted_rows(cell, pbc)
     along = (positions[:, None] * rows[graph].to(positions.dtype)).sum(dim=-1)  # [n, 3]
-    count = counts_of(graph, len(rows))[:, None]
+    count = counts_of(graph, rows.shape[0])[:, None]
     none = periodic | (count == 0)
     if not smooth:
-        span = _largest(along, graph, len(rows)) + _largest(-along, graph, len(rows))
+        span = _largest(along, graph, rows.shape[0]) + _largest(-along, graph, rows.shape[0])
         return torch.where(none, 0.0, span)
     span = torch.zeros_like(none, dtype=along.dtype)
     for sign in (1.0, -1.0):
         scaled = sign * _SHARPNESS * along
-        top = finite(_largest(scaled.detach(), graph, len(rows)))
+        top = finite(_largest(scaled.detach(), graph, rows.shape[0]))
         terms = (scaled - top[graph]).exp()
         mean = torch.zeros_like(span).index_add(0, graph, terms) / count.clamp(min=1)
         span = span + (top + torch.where(none, 1.0, mean).log()) / _SHARPNESS

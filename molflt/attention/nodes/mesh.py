@@ -64,9 +64,6 @@ class Mesh(NamedTuple):
             graph: which of its graphs.
             max_frequency: end of the spectrum, cycles/Å.
             order: of the splines, a key of `OVERSAMPLING`.
-
-        Raises:
-            ValueError: if the order is unknown, or there would be far too many points.
         """
         check_order(order)
         dual, volume = lattice.dual[graph], lattice.volume[graph]
@@ -80,8 +77,10 @@ class Mesh(NamedTuple):
                 f"{_MOST_POINTS:,}; got {math.prod(sides):.3g} of graph {graph} with sides "
                 f"{length.tolist()} Å; reduce max_frequency"
             )
-        where = {"device": dual.device}
-        ranges = [torch.arange(-m * (axis > 0), m + 1, **where) for axis, m in enumerate(bounds)]
+        ranges = [
+            torch.arange(-m * (axis > 0), m + 1, device=dual.device)
+            for axis, m in enumerate(bounds)
+        ]
         triple = torch.stack(torch.meshgrid(*ranges, indexing="ij"), dim=-1)  # [a, b, c, 3]
         # Products and sums instead of a matrix product, as in `reciprocal_nodes`.
         xi = (triple.to(dual.dtype)[..., None] * dual).sum(dim=-2)

@@ -77,10 +77,6 @@ def reciprocal_nodes(
         Nodes (b, r, 3) in cycles/Å and weights (b, r) in 1/Å^3, as `SpectralPosition.factors`
         takes them, in the dtype of the cell (at least float32), differentiable in it and in the
         extent. G = 0 comes first; graphs with fewer nodes are filled up by zeros of weight 0.
-
-    Raises:
-        ValueError: if shapes, numbers or choices are wrong, lattice vectors along periodic axes are
-            zero or linearly dependent, or there would be far too many nodes.
     """
     positive(max_frequency=max_frequency)
     one_of("taper", taper, _TAPERS)

@@ -41,9 +41,6 @@ def _directions(dim: int, degree: int) -> _Directions:
     Args:
         dim: dimension l, 1 to 3.
         degree: smallest degree; the next one that exists is taken.
-
-    Raises:
-        ValueError: if there is no such rule.
     """
     if dim not in (1, 2, 3):
         raise ValueError(f"dim must be 1, 2 or 3; got {dim}; use 'sobol' nodes in more dimensions")
@@ -195,9 +192,6 @@ def shells(
 
     Returns:
         (count,) each, float64 on the CPU.
-
-    Raises:
-        ValueError: if dim or the radial rule is unknown, or one does not go with the other.
     """
     if dim not in (1, 2, 3):
         raise ValueError(f"dim must be 1, 2 or 3; got {dim}; use 'sobol' nodes in more dimensions")

@@ -43,11 +43,6 @@ def suggest_nodes(
         widest: that of the widest; `width` if None.
         tol: largest root-mean-square error, f(0) = 1; at least 1e-6, and at most half the
             root mean square of the mask itself, which narrow masks in a large ball do not reach.
-
-    Raises:
-        ValueError: if an argument is out of range, or the rule would need more directions than the
-            largest rule of Lebedev has (beyond about 40 widths at 0.001): such masks need a sum
-            over neighbors.
     """
     widest = width if widest is None else widest
     positive(radius=radius, width=width, widest=widest)

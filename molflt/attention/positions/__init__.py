@@ -61,9 +61,6 @@ def make_position(
         head_dim: width d of queries and keys per head.
         mixing: of the attention that will use it.
         options: further arguments of the encoding's constructor.
-
-    Raises:
-        ValueError: if there is no encoding of that name, or it has no such option.
     """
     if name == "none":
         no_effect("with position='none'", **options)

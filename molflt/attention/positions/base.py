@@ -157,12 +157,7 @@ class Positioned(nn.Module):
     def _evaluate(
         self, mixing: str, positions: Tensor | None, key_positions: Tensor | None
     ) -> Encoding | None:
-        """The encoding at these positions; None without one.
-
-        Raises:
-            ValueError: positions without an encoding, an encoding without positions, or positions
-                of another shape.
-        """
+        """The encoding at these positions; None without one."""
         position, name = self.position, type(self).__name__.lower()
         if position is None:
             if positions is not None or key_positions is not None:

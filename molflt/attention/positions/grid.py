@@ -46,7 +46,7 @@ class ToeplitzPosition(Position):
 
     placement = AS_FACTOR
     paper = "2106.12566, sec. 3.2"
-    cost = "m d N log N"
+    cost = "m d N log N; causal N² (m + d)"
     decodes = False
     grid = True
 
@@ -137,7 +137,7 @@ class BucketedPosition(Position):
 
     placement = AS_FACTOR
     paper = "1910.10683, sec. 2.1"
-    cost = "m d N log N"
+    cost = "m d N log N; causal N² (m + d)"
     decodes = False
     grid = True
 

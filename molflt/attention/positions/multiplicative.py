@@ -93,9 +93,6 @@ class MultiplicativePosition(SpectralPosition):
             lattice: of each graph.
             max_frequency: end of the spectrum, cycles/Å.
             order: of the splines; see `molflt.attention.nodes.mesh.OVERSAMPLING`.
-
-        Raises:
-            ValueError: an unknown order, or a spectrum that is not a function of |xi|.
         """
         self.check_isotropic()
         dtype = torch.promote_types(positions.dtype, torch.float32)

@@ -57,11 +57,7 @@ class RotaryPosition(Position):
         self.pairs = head_dim // (2 * dim)  # per axis
 
     def width(self, head_dim: int) -> int:
-        """d itself.
-
-        Raises:
-            ValueError: d is not that of the constructor.
-        """
+        """d itself."""
         self.check_head_dim(self.head_dim, head_dim)
         return head_dim
 
@@ -115,12 +111,7 @@ class CosinePosition(Position):
         return self.max_tokens
 
     def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
-        """The kernel's factors.
-
-        Raises:
-            ValueError: a position, that of padding included, is outside [0, M); not checked in
-                compiled code.
-        """
+        """The kernel's factors."""
         left = self._waves(positions)
         same = key_positions is positions
         return Kernel(left, left if same else self._waves(key_positions))

@@ -89,10 +89,6 @@ class SpectralPosition(Position):
             options: further arguments of the class and of the spectrum, and of the nodes with the
                 prefix `node_`, such as `node_sigma`, or `node_diameter` and `node_max_frequency` of
                 shells.
-
-        Raises:
-            ValueError: if a name is unknown, an option is unknown, missing or without effect, or
-                the nodes cannot sample the spectrum.
         """
         one_of("spectrum", spectrum, SPECTRA)
         family = SPECTRA[spectrum]

@@ -47,9 +47,6 @@ class _StochasticPosition(Position):
         num_realizations: realizations R, the width of the new queries and keys.
         gated: whether to learn delta_d = sigmoid(gate_d) per head; else it is 0.
         noise_shape: shape of the standard normal noise.
-
-    Raises:
-        ValueError: a count is below 1.
     """
 
     weighs = False
@@ -78,20 +75,12 @@ class _StochasticPosition(Position):
         self.redraw_()
 
     def width(self, head_dim: int) -> int:
-        """R.
-
-        Raises:
-            ValueError: d is not that of the constructor.
-        """
+        """R."""
         self.check_head_dim(self.head_dim, head_dim)
         return self.num_realizations
 
     def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
-        """The map of queries and keys to R realizations, for every mixing.
-
-        Raises:
-            ValueError: positions have another shape, or lie outside the encoding's range.
-        """
+        """The map of queries and keys to R realizations, for every mixing."""
         self.check_axes(positions, key_positions)
         with torch.autocast(positions.device.type, enabled=False):
             query_code = self._code(positions[..., 0], query=True)
@@ -121,9 +110,6 @@ class _StochasticPosition(Position):
 
         Args:
             generator: CPU generator, seeded alike on all ranks; torch's global one if None.
-
-        Raises:
-            ValueError: the generator is not on the CPU.
         """
         on_cpu(generator)
         for buffer in self.buffers():

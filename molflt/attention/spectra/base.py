@@ -75,11 +75,7 @@ class Spectrum(nn.Module):
 
 
 def _log_spaced(name: str, bounds: tuple[float, float], count: int) -> Tensor:
-    """Logarithms (count,) of positive numbers, evenly spaced between those of the two bounds.
-
-    Raises:
-        ValueError: unless 0 < bounds[0] <= bounds[1].
-    """
+    """Logarithms (count,) of positive numbers, evenly spaced between those of the two bounds."""
     low, high = bounds
     if not 0 < low <= high:
         raise ValueError(f"{name} must be two positive numbers, smallest first; got {bounds}")

@@ -123,8 +123,9 @@ class Local(SmoothLocal):
     Two limits of the family, both of the mathematics. The exact mask has no gradient with respect
     to v_t: only a sampled one learns the radii; softmax freezes them. And g falls as
     1 / |xi|, which is not absolutely integrable: since integral g^2 / p >= (integral |g|)^2 for
-    every density p, no random nodes give a finite variance, nor even an expectation. More nodes do not bring the sampled mask to the
-    exact one as 1 / sqrt(r); what a model learns is the trigonometric sum over its own nodes.
+    every density p, no random nodes give a finite variance, nor even an expectation. More nodes do
+    not bring the sampled mask to the exact one as 1 / sqrt(r); what a model learns is the
+    trigonometric sum over its own nodes.
 
     Args:
         heads, num_boxes, dim, radius_range, amplitude, per_axis, combine: see `SmoothLocal`.

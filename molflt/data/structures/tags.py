@@ -177,7 +177,8 @@ class _Atoms:
             i, j, step = self.i[kept], self.j[kept], self.shifts[kept, axis]
             # two copies of the cell along the axis, periodic
             ends = [(i + copy * count, j + (copy + step) % 2 * count) for copy in (0, 1)]
-            labels = _groups(*np.concatenate(ends, axis=1), 2 * count)
+            first, second = np.concatenate(ends, axis=1)
+            labels = _groups(first, second, 2 * count)
             found.append(labels[:count] == labels[count:])
         return np.array(found)
 
