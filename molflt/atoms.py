@@ -54,11 +54,9 @@ def reduced_cell(
 
 
 def _shortening(vectors: NDArray[np.float64], shortest: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Unimodular matrices (n, 3, 3) that shorten vectors (n, 3, 3); 1 where none does.
+    """Unimodular matrices that shorten rows, both (n, 3, 3); 1 where none does.
 
-    Args:
-        vectors: rows.
-        shortest: (n,), squared length below which a vector depends on the others, and is left.
+    Rows whose square is not above `shortest`, (n,), depend on others by rounding, and are left.
     """
     gram = vectors @ np.swapaxes(vectors, 1, 2)
     square = np.diagonal(gram, axis1=1, axis2=2)

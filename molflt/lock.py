@@ -120,11 +120,7 @@ def _holder(file: TextIO) -> str:
 
 
 def _flock(file: TextIO, shared: bool) -> None:
-    """Locks a file, or says that there are no locks here.
-
-    Raises:
-        BlockingIOError: if another has locked it.
-    """
+    """Locks a file, or says that there are no locks here."""
     try:
         import fcntl
 

@@ -27,15 +27,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def within_memory(what: Callable[[], str], advice: str) -> Iterator[None]:
-    """Says what the memory did not suffice for, if it does not.
-
-    Args:
-        what: names what is computed in the block; called only then.
-        advice: what to lower.
-
-    Raises:
-        ValueError: the memory of the CPU or a GPU did not suffice.
-    """
+    """Turns a lack of memory in the block into a ValueError that names `what` and the advice."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -58,7 +50,7 @@ def available_memory() -> int | None:
 
 
 def _lines(path: Path) -> list[str]:
-    """Lines of a file in /proc or /sys; none where there is no such file."""
+    """Lines of a file in /proc or /sys; empty without the file."""
     try:
         return path.read_text().splitlines()
     except (OSError, ValueError):

@@ -34,7 +34,12 @@ def test_both_ways_and_a_second_start(tmp_path, monkeypatch, capsys):
         ase.io.write(points / f"{split}.traj", frames)
     sizes = {"dim": 16, "heads": 2, "layers": 1, "ffn_dim": 16, "num_features": 8}
     words = [f"--model.{name}={value}" for name, value in sizes.items()]
-    words += ["--recipe=potential", f"--data.root={points}", f"--run={tmp_path / 'potential'}"]
+    words += [
+        "--recipe=potential",
+        f"--data.root={points}",
+        "--data.allow_duplicates=true",
+        f"--run={tmp_path / 'potential'}",
+    ]
     words += ["--trainer.max_steps=3", "--task.warmup_steps=1", "--trainer.accelerator=cpu"]
     assert main(["train", *words]) == 0
     assert start(data, tmp_path / "direct", "--trainer.max_steps=3") == 0

@@ -142,7 +142,8 @@ def test_other_types(recipe: str) -> None:
         for name, action in _options_of(parser_of(recipe)).items()
         if hasattr(action, "_typehint")
     }
-    choices = {key for key, action in options.items() if Literal in kinds_of(action)}
+    named = {key for key, action in options.items() if Literal in kinds_of(action)}
+    choices = {key for key in named if Path not in kinds_of(options[key])}
     flags = {key for key, action in options.items() if bool in kinds_of(action)}
     nested = {key for key, action in options.items() if dict in kinds_of(action)}
     assert "model.normalize_qk" in flags or recipe == "population_optimizer"

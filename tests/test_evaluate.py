@@ -402,7 +402,7 @@ def test_an_absurd_label_is_named(run, tmp_path, capsys) -> None:
     write_store(tmp_path / "val_id.safetensors", records)
     words = ["evaluate", str(run), "--splits", "val_id", "--data", str(tmp_path)]
     assert main([*words, "--out", str(tmp_path / "out"), "--device", "cpu"]) == 0
-    (line,) = capsys.readouterr().err.splitlines()
+    line = capsys.readouterr().err
     assert "val_id: sid 1003: y_relaxed is 514.250 eV; expected at most 20 eV from 0" in line
     assert "counted in the errors all the same (1 such)" in line
 

@@ -179,7 +179,7 @@ GIB = 2**30
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("limited", ["job", "job/step", "", None])
 def test_the_limit_of_the_own_control_group(monkeypatch, tmp_path, version, limited) -> None:
-    """As SLURM, systemd-run and containers set it, on the group itself or on one above."""
+    """SLURM, systemd-run and containers limit the group itself or one above it."""
     root = tmp_path / "memory" if version == 1 else tmp_path
     limit, used, cached = {
         1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

@@ -5,16 +5,26 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
+from ase.build import add_adsorbate, fcc111, molecule
 
 from molflt.graph.potential import Potential
+from molflt.pretrained.calculator import Calculator
 
 
 def test_without_it_one_line_says_what_to_install():
     code = "import sys; sys.modules['torch_sim'] = None; import molflt.pretrained.torch_sim"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "pip install molflt[torch-sim]" in done.stderr.splitlines()[-1]
+
+
+def potential() -> Potential:
+    torch.manual_seed(0)
+    made = Potential(16, 2, layers=1, ffn_dim=16, num_features=8, radial_basis=4)
+    made.trained_elements[:] = True
+    return made
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -24,8 +34,51 @@ def test_validates(dtype):
 
     from molflt.pretrained.torch_sim import TorchSimModel
 
-    torch.manual_seed(0)
-    made = Potential(16, 2, layers=1, ffn_dim=16, num_features=8, radial_basis=4)
-    made.trained_elements[:] = True
-    model = TorchSimModel(made, device="cpu", dtype=dtype)
+    model = TorchSimModel(potential(), device="cpu", dtype=dtype)
     validate_model_outputs(model, torch.device("cpu"), getattr(torch, dtype))
+
+
+def slabs() -> list:
+    found = []
+    for k in range(8):
+        atoms = fcc111("Cu", (1, 1 + k % 2, 3), vacuum=5.0)
+        add_adsorbate(atoms, "O", 1.2 + 0.05 * k, "fcc")
+        found.append(atoms)
+    return found
+
+
+def test_slabs_with_fixed_layers_relax_in_a_batch_as_alone():
+    ts = pytest.importorskip("torch_sim")
+    constraints = pytest.importorskip("torch_sim.constraints", reason="torch-sim below 0.5")
+    from molflt.pretrained.torch_sim import TorchSimModel
+
+    model = TorchSimModel(potential(), device="cpu")
+
+    def relaxed(structures: list) -> list:
+        state = ts.initialize_state(structures, model.device, model.dtype)
+        tags = np.concatenate([atoms.get_tags() for atoms in structures])
+        state.constraints = constraints.FixAtoms(atom_mask=torch.as_tensor(tags > 1))
+        done = ts.generate_force_convergence_fn(1e-9, include_cell_forces=False)
+        options = {"optimizer": ts.Optimizer.fire, "convergence_fn": done, "max_steps": 10}
+        return ts.optimize(system=state, model=model, **options).to_atoms()
+
+    structures, calculator = slabs(), Calculator(model.model, device="cpu")
+    for before, after in zip(structures, relaxed(structures), strict=True):
+        (alone,) = relaxed([before])
+        assert np.abs(after.positions - alone.positions).max() < 1e-10
+        moved = np.abs(after.positions - before.positions).max(axis=1)
+        assert moved[before.get_tags() == 0].min() > 1e-4 and not moved[before.get_tags() > 1].any()
+        assert after.pbc.tolist() == [True, True, False]
+        assert calculator.get_potential_energy(after) < calculator.get_potential_energy(before)
+
+
+def test_benzene_is_that_of_ase():
+    ts = pytest.importorskip("torch_sim")
+    from molflt.pretrained.torch_sim import TorchSimModel
+
+    model, atoms = TorchSimModel(potential(), device="cpu"), molecule("C6H6")
+    state = ts.initialize_state([atoms, atoms], torch.device("cpu"), torch.float64)
+    found, calculator = model(state), Calculator(model.model, device="cpu")
+    energy, forces = calculator.get_potential_energy(atoms), calculator.get_forces(atoms)
+    assert np.abs(found["energy"].numpy() - energy).max() < 1e-10
+    assert np.abs(found["forces"].numpy() - np.tile(forces, (2, 1))).max() < 1e-10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -33,7 +34,7 @@ SMALLER = {
     "relax": "--fmax=100",
 }
 # What it shows and a test cannot do: other tools, and commands that fetch.
-ELSEWHERE = ("make ", "pip ", "conda ", "molflt data download ")
+ELSEWHERE = ("make ", "pip ", "conda ", "molflt data download ", "python -m molflt.certify ")
 
 # Runs commands and examples in one process, because each would spend seconds on importing torch.
 DRIVER = """
@@ -156,8 +157,8 @@ def test_it_trains_evaluates_and_predicts_by_itself(installed: Installed, tmp_pa
     root = Path(yaml.safe_load((run / "config.yaml").read_text())["data"]["root"])
     assert root.is_relative_to(installed.package)
     assert "val_ood_both" in evaluated
-    head, row = predicted.splitlines()
-    assert -2.0 < float(row.split(",")[head.split(",").index("energy_eV")]) < 0.5
+    (row,) = csv.DictReader(predicted.splitlines())
+    assert -2.0 < float(row["energy_eV"]) < 0.5
 
 
 def shown() -> list[list[str] | str]:

@@ -167,14 +167,14 @@ def undecided(condition: bool, otherwise: bool) -> bool:
 
 
 def pieces(count: int, size: int) -> list[slice]:
-    """Of a range, of that size each; all at once in compiled code, which is one for all sizes."""
+    """Slices of a range, `size` long each. Compiled code takes one slice, for all sizes."""
     if torch.compiler.is_compiling():
         return [slice(None)]
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
 def counts_of(index: Tensor, size: int) -> Tensor:
-    """How often each of 0 to size - 1 is there: `torch.bincount` of a known size, (size,)."""
+    """Count the indices 0 to size - 1: `torch.bincount` with a known size, (size,)."""
     return index.new_zeros(size).index_add(0, index, torch.ones_like(index))
 
 

@@ -67,7 +67,8 @@ def inspect(
             or ase (numbers of layers from the top, 1, 2, ..., and 0 for adsorbates).
         forces_key: array of a file that ASE reads that is the forces, eV/Å; by default forces, else
             REF_forces.
-        stress_key: its entry that is the stress, eV/Å^3; by default stress, else REF_stress.
+        stress_key: its entry that is the stress, eV/Å^3, or a virial, eV, if its name says so; by
+            default stress, else REF_stress.
         recipe: potential (energies, forces and stress at the positions) or is2re (relaxed
             energies): what to report; by default what the labels look like.
     """

@@ -175,11 +175,7 @@ def _normalize(words: Sequence[str], parser: ArgumentParser, mistakes: list[str]
 def _with_values(
     typed: str, name: str, append: str, action: Action | None, rest: list[str]
 ) -> list[str]:
-    """An option with the values that follow it, which are taken off `rest`.
-
-    Raises:
-        ValueError: if there are none.
-    """
+    """An option with the values that follow it, which are taken off `rest`."""
     if _is_flag(action):
         explicit = rest.pop(0) if rest and rest[0].lower() in ("true", "false") else "true"
         return [f"{name}={explicit.lower()}"]
@@ -241,9 +237,6 @@ def _given(words: Sequence[str], parser: ArgumentParser, mistakes: list[str]) ->
     """What the words and the configurations that they name give, in order.
 
     Adds a line to `mistakes` for a word too many, and for each unknown key of a configuration.
-
-    Raises:
-        ValueError: if a configuration cannot be read.
     """
     options = _options_of(parser)
     given: list[Given] = []

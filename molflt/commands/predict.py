@@ -20,7 +20,7 @@ from molflt.data.structures import Structures
 from molflt.data.structures.ase_output import drop_labels_, not_held
 from molflt.data.structures.base import Tags
 from molflt.data.structures.parts import Part
-from molflt.data.structures.sources import exists, named
+from molflt.data.structures.sources import exists
 from molflt.data.structures.store import STORE
 from molflt.evaluation.ensemble import load_ensemble
 from molflt.evaluation.predictions import Predictions, grouped, open_structures
@@ -133,7 +133,8 @@ def predict(
     if model.about is not None:
         print(f"molflt: {model.summary}", file=sys.stderr)
     forces = ["forces"] if atoms and model.predicts_forces else []
-    found = model.infer(dataset, batch_size, named(files).name, forces, force)
+    name = files[0].name if len(files) == 1 else f"{len(files)} files"
+    found = model.infer(dataset, batch_size, name, forces, force)
     columns = {"energy_eV": found.energy, **uncertainty_of(model.model, found, known)}
     if out is None or out.suffix in _TABLES:
         _write_rows(out, _rows(dataset, found, columns, marks))
@@ -167,7 +168,7 @@ def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
 
 
 def _is_run(word: str) -> bool:
-    """Whether the first of several words names a model, and not structures."""
+    """True if the first of several words names a model instead of structures."""
     path = Path(word)
     if path.suffix == ".safetensors" and path.is_file():
         with safe_open(path, framework="numpy") as file:
@@ -185,7 +186,7 @@ def _shard(text: str | None, out: Path | None) -> Shard | None:
 
 
 def _marks(dataset: Structures) -> list[dict[str, object]]:
-    """What tells each structure from the others: its index, and its file if there are several."""
+    """Columns that identify each structure: its index, and its file if there are several."""
     several = len(dataset.files) > 1
     return [
         {"index": dataset.place(i), **({"file": str(dataset.file(i))} if several else {})}

@@ -14,6 +14,7 @@ from jsonargparse import ArgumentParser
 from tqdm import tqdm
 
 from molflt.data.structures.ase_output import drop_labels_, not_held
+from molflt.data.structures.sources import files_of
 from molflt.evaluation.relaxation import OptimizerName, Relaxed, readable_structures, relax_atoms
 from molflt.evaluation.report import csv_text, write_csv
 from molflt.files import append, appending, atomically, expect_writable, shown, write_atomically
@@ -92,9 +93,9 @@ def relax(
             f"--fmax must be above 0 and --steps at least 1; got {fmax} and {steps}; correct them"
         )
     calculator = Calculator(run, checkpoint, device, dtype)
+    for path in (out, out.with_suffix(".csv")):  # before anything is read
+        expect_writable(path, *files_of(structures))
     dataset, calculator.overlaps_told = readable_structures(structures, skip_bad, cell)
-    for path in (out, out.with_suffix(".csv")):
-        expect_writable(path, *dataset.files)
     steps_of = _trajectories(trajectories, dataset)
     bar = tqdm(total=len(dataset), unit=" structures", disable=None)
     with _Output(out, len(dataset)) as output, bar:
@@ -122,11 +123,7 @@ def relax(
 
 
 def _trajectories(folder: Path | None, dataset: Structures) -> list[Path | None]:
-    """Where the steps of each structure go; makes the folder.
-
-    Raises:
-        ValueError: if that is the file that is read.
-    """
+    """Where the steps of each structure go; makes the folder."""
     if folder is None:
         return [None] * len(dataset)
     folder.mkdir(parents=True, exist_ok=True)

@@ -113,11 +113,7 @@ def _items(value: object) -> dict[object, object]:
 
 
 def _parsed(hint: object, given: Given) -> object:
-    """A value as an option of a type reads it.
-
-    Raises:
-        ValueError: if the type does not hold it.
-    """
+    """A value as an option of a type reads it."""
     from argparse import ArgumentError
 
     from jsonargparse import ArgumentParser

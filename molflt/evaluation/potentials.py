@@ -64,8 +64,8 @@ def evaluate(
         skip_bad: leave out structures that cannot be used, and list them.
         energy_key: entry of files that ASE reads that is the energy, eV; by default that of the
             training, if a source has such entries; null for energy, else REF_energy.
-        forces_key: likewise, of the array of forces, eV/Å.
-        stress_key: likewise, of the stress, eV/Å^3.
+        forces_key: array of forces, eV/Å; default as for `energy_key`.
+        stress_key: entry of the stress, eV/Å^3; default as for `energy_key`.
 
     Returns:
         Per split the metrics of training, in meV/atom, meV/Å and meV/Å^3, and of the trivial

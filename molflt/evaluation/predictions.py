@@ -23,6 +23,7 @@ from molflt.data.structures.labels import other_kind
 from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.data.structures.parts import element_faults, without
 from molflt.data.structures.sources import Paths
+from molflt.data.structures.tags import Tagged
 from molflt.evaluation.elements import expect_described, warn_of_elements
 from molflt.evaluation.ensemble import EnsembleRegressor, expect_same_totals
 from molflt.evaluation.report import _warn
@@ -38,10 +39,9 @@ __all__ = ["UNKNOWN", "Predictions", "check_structures", "grouped", "infer", "op
 UNKNOWN = "unknown"  # adsorbate and slab of a structure without tags
 _LISTED = 5  # reasons in a warning
 _NUMBERED = re.compile(r"(?:([^:]*: )(-?\d+(?:[.,]\d+)*))?(.+)")  # what, number and the rest
-_INSTEAD = (
-    "find tags from the geometry with --tags guess (tags='guess'), or predict all the same with "
-    "--force (force=True)"
-)
+_FORCE = "or predict all the same with --force (force=True)"
+_INSTEAD = f"find tags from the geometry with --tags guess (tags='guess'), {_FORCE}"
+_SET_TAGS = f"set tags yourself, 0 subsurface, 1 surface and 2 adsorbate, {_FORCE}"
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def infer(
             records = [dataset[i] for i in indices]
             expect_described(records, beyond, dataset.path)
             if domain is not None and not force:
-                _expect_tags(records, domain, dataset.path)
+                _expect_tags(records, domain, dataset)
             batch = Batch.from_data_list(records).to(device)
             out = _outputs(model, batch, dataset.path)
             rows.members[indices] = _energies(out, batch, dataset.path)
@@ -298,7 +298,7 @@ class _Rows:
         )
 
 
-def _expect_tags(records: Sequence[Data], domain: Domain, path: Path) -> None:
+def _expect_tags(records: Sequence[Data], domain: Domain, dataset: Structures) -> None:
     """Refuses structures whose tags cannot be meant."""
     refused = [(domain.refusal(record), record) for record in records]
     if found := [(reason, record) for reason, record in refused if reason]:
@@ -306,8 +306,8 @@ def _expect_tags(records: Sequence[Data], domain: Domain, path: Path) -> None:
         formula = _hill(record.atomic_numbers.numpy())
         more = f" (and {len(found) - 1} more structures)" if len(found) > 1 else ""
         raise ValueError(
-            f"{path}: sid {int(record.sid)} ({formula}){more}: {reason}; its energy would mean "
-            f"nothing; {_INSTEAD}"
+            f"{dataset.path}: sid {int(record.sid)} ({formula}){more}: {reason}; its energy would "
+            f"mean nothing; {_SET_TAGS if isinstance(dataset, Tagged) else _INSTEAD}"
         )
 
 

@@ -132,11 +132,7 @@ def _compare(
 
 
 def _members(published: Published, found: Mapping[str, Predictions]) -> list[_Member]:
-    """The systems that both sides predicted and that have a label.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """The systems that both sides predicted and that have a label."""
     finite = np.all([np.isfinite(array).all(1) for array in published.models.values()], axis=0)
     members = []
     for split, part in found.items():

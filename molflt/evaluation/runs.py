@@ -73,7 +73,7 @@ class Run(NamedTuple):
 
     @property
     def _chosen(self) -> Best | None:
-        """What the best weights say; None without them, or if they are damaged."""
+        """Header of the best weights; None without them, or if they are damaged."""
         try:
             return best_of(self.path)
         except ValueError:
@@ -135,7 +135,7 @@ def _read_run(path: Path, name: str) -> Run:
 
 
 def read_results(path: Path) -> Results:
-    """Metrics by split in a results.json; none if there is none."""
+    """Metrics by split in a results.json; empty without the file."""
     if not path.is_file():
         return {}
     expected, hint = "metrics by split in JSON", "evaluate the run again"

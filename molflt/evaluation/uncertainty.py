@@ -90,9 +90,6 @@ def _assess(
         split: half of which calibrates; by default the first one with labels but `learned`. Without
             any, and if that half has less than 20 of them, there is only the spread.
         learned: the split of the training, whose errors are too small.
-
-    Raises:
-        ValueError: if the split that was named has less than 20 labels in that half.
     """
     if not isinstance(model, EnsembleRegressor):
         return _Uncertainty({}, "", {}, [])

@@ -59,9 +59,6 @@ class LongRange(nn.Module):
     for p = 1 alone, nothing is beyond the slab, and a net charge has the field of a sheet. Without
     periodic axes all pairs are computed, O(atoms^2).
 
-    `smearing` loses nothing at short range: the model learns that from neighbors
-    anyway, and there 1 / r^p would dominate everything else.
-
     Args:
         dim: width of features.
         powers: p, each at most once, of 1, 2, 4, 6. The interactions of p = 1 are Coulomb's; of
@@ -128,11 +125,7 @@ class LongRange(nn.Module):
         return found
 
     def forward(self, h: Tensor, geometry: Geometry) -> LongRangeEnergy:
-        """Features (atoms, dim) and where the atoms are -> energies.
-
-        Raises:
-            ValueError: naming the graph, for periodic axes that there is no sum for.
-        """
+        """Features (atoms, dim) and geometry to energies."""
         neighbors = neighbor_list(geometry, self.cutoff)
         charges, options = self.charges(h, neighbors), (self.cutoff, self.smearing)
         near, far = inverse_power_sums(charges, geometry, self.powers, *options, neighbors)
@@ -166,11 +159,7 @@ def inverse_power_sums(
         neighbors: pairs within the cutoff; searched if None.
 
     Returns:
-        (graphs, powers, channels) float64 twice, in charge^2 Å^-p; differentiable twice in charges,
-        positions and cells.
-
-    Raises:
-        ValueError: naming the graph, for periodic axes that there is no sum for.
+        (graphs, powers, channels) float64 twice, in charge^2 Å^-p, with second derivatives.
     """
     with torch.autocast(charges.device.type, enabled=False):
         charges = at_least_float32(charges)
@@ -259,15 +248,7 @@ def _pair_sums(
 def _far_of_lattice(
     pos: Tensor, charges: Tensor, cell: Tensor, pbc: Tensor, laws: Sequence[InversePower]
 ) -> Tensor:
-    """Far part of one graph with periodic axes: (powers, channels) float64.
-
-    Args:
-        pos: (atoms, 3), Å.
-        charges: (atoms, powers, channels).
-        cell: (3, 3), Å.
-        pbc: (3,) bool, two or all.
-        laws: of each power.
-    """
+    """Far part of one graph with two or three periodic axes: (powers, channels) float64."""
     pos, cell, pbc = pos.double(), cell.double()[None], pbc[None]
     sharpness = laws[0].sharpness
     highest, slab = _HIGHEST * sharpness, not bool(pbc.all())
@@ -294,14 +275,7 @@ def _far_of_lattice(
 
 
 def _power(pos: Tensor, charges: Tensor, xi: Tensor, factor: Tensor) -> Tensor:
-    """sum_G w_G |sum_j q_j exp(2 pi i G . r_j)|^2 of some nodes: (powers, channels) float64.
-
-    Args:
-        pos: (atoms, 3) float64, Å.
-        charges: (atoms, powers, channels).
-        xi: G, (nodes, 3) float64, cycles/Å.
-        factor: w, (nodes, powers) float64.
-    """
+    """sum_G w_G |sum_j q_j exp(2 pi i G . r_j)|^2 of nodes G, xi (nodes, 3), and w, factor."""
     turns = xi @ pos.mT
     phase = (2 * math.pi * (turns - turns.detach().round())).to(charges.dtype)  # [r, atom]
     flat = charges.flatten(1)
@@ -315,13 +289,6 @@ def _cut_off(nodes: Tensor, spectra: Tensor, cell: Tensor, pbc: Tensor, height: 
 
     1 - exp(-k R) cos(k_z R) of them, k along the plane, R half of the height (Rozzi et al., Phys.
     Rev. B 73, 205119, 2006), where k_z R is a multiple of pi; -2 pi R^2 at 0.
-
-    Args:
-        nodes: (1, r, 3), cycles/Å.
-        spectra: (1, r) of p = 1.
-        cell: (1, 3, 3), Å.
-        pbc: (1, 3) bool.
-        height: () Å, of the lattice vector along the axis that is not periodic.
     """
     first, second = cell[0, pbc[0]]
     normal = torch.linalg.cross(first, second)

@@ -1,4 +1,4 @@
-"""Whether nodes, images and neighbors of a batch fit into memory, told by their number before."""
+"""Memory of nodes, images and neighbors, judged by their number before they are computed."""
 
 from collections.abc import Callable
 
@@ -13,18 +13,10 @@ _SMALL = 2**26  # bytes that are taken without looking at what is free, which ta
 
 
 def _expect_memory(weights: Tensor, geometry: Geometry, heads: int) -> None:
-    """Refuses a batch whose reciprocal nodes take more memory than is free, before it is taken.
+    """Refuses reciprocal nodes of weights (graphs, r) that take more than the free CPU memory.
 
-    Their number grows with the volume of a cell, and each has two waves per atom and head. The
-    system grants more than it has, and then ends the process without a word. A GPU does not.
-
-    Args:
-        weights: of the nodes, (graphs, r); 0 for those that are none.
-        geometry: the batch; elsewhere than on the CPU it is not looked at.
-        heads: number of heads.
-
-    Raises:
-        MemoryError: saying what is too large.
+    Each node has two waves per atom and head. The system would grant more memory than it has, and
+    then end the process.
     """
     if not at_hand(weights):
         return
@@ -43,16 +35,7 @@ def _expect_memory(weights: Tensor, geometry: Geometry, heads: int) -> None:
 
 
 def expect_memory(size: float, what: Callable[[], str], advice: str) -> None:
-    """Refuses what takes more memory than is free.
-
-    Args:
-        size: bytes.
-        what: names, in the plural, what takes them; called only then.
-        advice: what to do.
-
-    Raises:
-        MemoryError: saying what is too large.
-    """
+    """Raises MemoryError for a size (bytes) beyond the free memory; `what` names it in plural."""
     free = available_memory() if size > _SMALL else None
     if free is not None and size > free:
         raise MemoryError(

@@ -66,9 +66,6 @@ def use_mesh_(model: nn.Module, order: int = 5) -> None:
     Args:
         model: trained with periodic="reciprocal", or one that contains such.
         order: of the splines, see `OnMesh`.
-
-    Raises:
-        ValueError: no part of the model has reciprocal nodes, or a part cannot do without them.
     """
     found = [part for part in model.modules() if isinstance(_scheme(part), Reciprocal)]
     if not found:

@@ -37,13 +37,7 @@ class NearPairs(NamedTuple):
     def of(
         cls, geometry: Geometry, neighbors: Neighbors | None, alone: Tensor | None
     ) -> "NearPairs":
-        """Joins the pairs.
-
-        Args:
-            geometry: the batch.
-            neighbors: its pairs within the cutoff; None without a near field.
-            alone: (graphs,) bool, graphs all of whose pairs are wanted; None: of none.
-        """
+        """Joins neighbors within the cutoff and all pairs of the graphs `alone`, (graphs,) bool."""
         own = torch.arange(geometry.pos.shape[0], device=geometry.pos.device)
         queries, keys, vectors = [own], [own], [torch.zeros_like(geometry.pos)]
         if neighbors is not None:
@@ -137,11 +131,7 @@ def in_pieces(function: Callable[..., _R], pairs: tuple[Tensor, ...], *rest: obj
 
 
 def _bound(distance: Tensor, least: float) -> float:
-    """A bound of distances, Å, in coarse steps: the rule behind it shall not change with atoms.
-
-    Raises:
-        ValueError: for a rule of so many points that it takes all memory, their number squared.
-    """
+    """A bound of distances, Å, in coarse steps, so that small moves do not change the rule."""
     highest = max(least, float(distance.detach().max()) if len(distance) else 0.0)
     if highest > _FARTHEST:
         raise ValueError(

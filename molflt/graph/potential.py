@@ -232,11 +232,7 @@ def _scheme(
     near_field: float | None,
     position_options: dict[str, Any] | None,
 ) -> Reciprocal:
-    """How periodic boundaries enter.
-
-    Raises:
-        ValueError: an option that has no effect, or nothing that atoms would see.
-    """
+    """Periodic scheme for the options of the far and the near field."""
     if far_field:
         highest = {} if max_frequency is None else {"max_frequency": max_frequency}
         return Reciprocal(**highest, smooth=True)
@@ -251,9 +247,7 @@ def _scheme(
 
 
 def _strained(batch: "Data") -> tuple["Data", Tensor, Tensor | None]:
-    """A batch whose positions and cells follow a strain of 0, positions and strain that require
-    gradients; no strain where there are no cells.
-    """
+    """A batch that follows a strain of 0, its positions, and the strain, None without cells."""
     pos = Geometry.of_data(batch).pos.detach().clone().requires_grad_()
     out = copy.copy(batch)
     for name, value in batch.to_dict().items():

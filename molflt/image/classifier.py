@@ -214,11 +214,7 @@ class ImageClassifier(nn.Module):
 
 
 def _patches_along(image_size: int | None, patch_size: int, **others: int | None) -> int:
-    """Patches along a side of the image.
-
-    Raises:
-        ValueError: a size is missing or below 1, or patches do not divide the image.
-    """
+    """Patches along a side of the image."""
     sizes = {**others, "image_size": image_size, "patch_size": patch_size}
     if wrong := {name: size for name, size in sizes.items() if size is None or size < 1}:
         got = ", ".join(f"{name}={size}" for name, size in wrong.items())

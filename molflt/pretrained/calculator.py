@@ -56,11 +56,6 @@ class Calculator(AseCalculator):
 
     Attributes:
         overlaps_told: True after the one warning of two atoms at one place.
-
-    Raises:
-        FileNotFoundError: if there is nothing of that name.
-        ValueError: for a model of another recipe, whose energies belong to other positions than
-            those that are given; or for a device that is not there.
     """
 
     implemented_properties = ["energy", "free_energy", "forces", "stress"]  # noqa: RUF012 (ASE's)

@@ -317,7 +317,7 @@ class EnergyPredictor(Pretrained):
 
 
 def _are_paths(structures: object) -> TypeGuard[Paths]:
-    """Whether structures are named by a path, or by several."""
+    """True if structures are given as a path or several paths."""
     several = structures if isinstance(structures, list | tuple) and structures else [structures]
     return all(isinstance(one, str | Path) for one in several)
 

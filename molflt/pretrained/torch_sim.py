@@ -33,10 +33,6 @@ class TorchSimModel(ModelInterface):
         device: as for `molflt.Calculator`.
         dtype: "float32" or "float64"; that of the state's positions.
         slab_stress: as for `molflt.Calculator`.
-
-    Raises:
-        FileNotFoundError: if there is nothing of that name.
-        ValueError: for a model of another recipe, or a device that is not there.
     """
 
     def __init__(

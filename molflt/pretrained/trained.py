@@ -145,11 +145,7 @@ def _of_run(
 
 
 def _json(path: Path) -> object:
-    """What a file of a run holds; None where it is not there.
-
-    Raises:
-        ValueError: naming the file, if it is no JSON.
-    """
+    """What a file of a run holds; None where it is not there."""
     if not path.is_file():
         return None
     try:

@@ -114,11 +114,7 @@ def _choose(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """One id per row of logits (batch, vocabulary): (batch,), on the CPU.
-
-    Raises:
-        ValueError: a logit that is not finite.
-    """
+    """One id per row of logits (batch, vocabulary): (batch,), on the CPU."""
     logits = logits.double().cpu()
     if not bool(logits.isfinite().all()):
         raise ValueError(

@@ -89,9 +89,6 @@ class _AdaptiveHead(Head):
         dim: width of hidden states.
         vocabulary: number of ids, sorted by falling frequency.
         cutoffs: first id of each cluster of rarer ids, rising, below `vocabulary`.
-
-    Raises:
-        ValueError: cutoffs that are not rising, or out of range, or too many for `dim`.
     """
 
     def __init__(self, dim: int, vocabulary: int, cutoffs: list[int]) -> None:

@@ -258,7 +258,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def read_sealed(path: Path) -> tuple[Checkpoint, bool]:
-    """What a file of tensors and plain values holds, and whether it has a digest; see above."""
+    """Content of a file of tensors and plain values, and True if it has a digest."""
     content = path.read_bytes()
     body, seal = content[:-_DIGEST], content[-_DIGEST:]
     sealed = seal.startswith(_SEAL)

@@ -235,7 +235,7 @@ def _holds_paths(hint: object) -> bool:
 
 
 def _words_in(hint: object) -> list[object]:
-    """Words that a type allows beside paths, as ``Literal["fit"] | Path``."""
+    """Words that a type allows besides paths, as ``Literal["fit"] | Path``."""
     if get_origin(hint) is Literal:
         return [*get_args(hint)]
     return [word for part in get_args(hint) for word in _words_in(part)]
@@ -257,7 +257,7 @@ def _with_files(words: Sequence[str]) -> list[str]:
 
 
 def _below(folder: Path, value: object) -> object:
-    """A path, or those in a list, as an absolute one; ``hf:OWNER/NAME`` is none."""
+    """Make a path, or those in a list, absolute; ``hf:OWNER/NAME`` stays as it is."""
     if isinstance(value, list | tuple):
         return [_below(folder, part) for part in value]
     if not isinstance(value, str | Path) or str(value).startswith(HUB):
@@ -300,10 +300,6 @@ def read_config(run: Path) -> Config:
         ValueError: naming the file, and the key if it is one that is wrong.
     """
     path = Path(run) / "config.yaml"
-    if Path(run).is_file():
-        raise FileNotFoundError(
-            f"{run}: a file; expected the folder of a training run; give {Path(run).parent}"
-        )
     if not path.is_file():
         above = (one for one in Path(run).parents if (one / "config.yaml").is_file())
         advice = f"; give {found}" if (found := next(above, None)) else ""

@@ -79,7 +79,7 @@ def write_exported(
 
 
 def check_replaceable(folder: Path) -> None:
-    """Refuses a folder in which an export would overwrite what is none."""
+    """Refuse a folder that holds anything but an earlier export."""
     try:
         if is_exported(folder / "model.safetensors"):
             return
@@ -94,7 +94,7 @@ def check_replaceable(folder: Path) -> None:
 
 
 def is_exported(path: Path) -> bool:
-    """Whether a file of weights is an exported model."""
+    """True if a file of weights is an exported model."""
     return _KEY in _header(path)
 
 

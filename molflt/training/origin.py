@@ -41,7 +41,7 @@ class Origin(TypedDict, total=False):
 
 
 def read_origin(run: Path) -> Origin:
-    """What the last checkpoint of a run says about it; empty without one or in earlier versions."""
+    """Origin in the last checkpoint of a run; empty without one or in earlier versions."""
     last = Path(run) / "checkpoints" / "last.ckpt"
     return cast(Origin, read_checkpoint(last).get("molflt", {}) if last.is_file() else {})
 

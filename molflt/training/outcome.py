@@ -45,7 +45,7 @@ def draw_curve(run: Path, file: Path, metrics: Mapping[str, Metric], measure: st
         run: its folder.
         file: to write.
         metrics: those of its task.
-        measure: metric whose best value is marked if there are no best weights.
+        measure: metric whose best value is marked without best weights.
     """
     from molflt.plots import training_curve
 

@@ -59,8 +59,6 @@ def find(source: str | Path | None, hub: Mapping[str, object] | None = None) -> 
         return _fetched(name, hub or {})
     if is_packaged(name):
         return _packaged(name)
-    if path.name == "config.yaml" and path.is_file():
-        return path.parent
     if path.is_dir() and not (path / "config.yaml").exists() and (path / _MODEL).is_file():
         return path / _MODEL
     return path.parent if path.name == "config.yaml" else path
@@ -116,12 +114,7 @@ def _packaged(name: str) -> Path:
 
 
 def _fetched(name: str, options: Mapping[str, object]) -> Path:
-    """The weights of a repository, in the cache of huggingface_hub.
-
-    Raises:
-        ModuleNotFoundError: without huggingface_hub.
-        ValueError: saying why the Hub has not given them.
-    """
+    """The weights of a repository, in the cache of huggingface_hub."""
     try:
         import huggingface_hub
     except ImportError:

@@ -25,7 +25,7 @@ class Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """As PyYAML's."""
+        """Compose a node as PyYAML does, without references."""
         found = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key, _ in found.value:

@@ -39,7 +39,7 @@ def predict(file: Path, words: tuple[str, ...]) -> tuple[float, float]:
     Raises:
         subprocess.CalledProcessError: if it fails.
     """
-    command = [sys.executable, "-m", "molflt", "predict", str(file), *words]
+    command = [sys.executable, "-m", "molflt", "predict", str(file), "--force", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         said = process.stdout.read() if process.stdout else ""
         _, status, used = os.wait4(process.pid, 0)

@@ -13,7 +13,7 @@ import pickle
 import shutil
 import struct
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import numpy as np
 from fuzzing.seeds import tensors
 
 Structure = dict[str, np.ndarray]
+_MOST_FRAMES = 50
 _TYPES = {"F32": "<f4", "F64": "<f8", "I64": "<i8", "U8": "|u1", "BOOL": "|u1"}
 _PER_ATOM = ("pos", "atomic_numbers", "tags", "fixed", "pos_relaxed")
 _PER_STRUCTURE = ("cell", "pbc", "sid", "y_init", "y_relaxed")
@@ -177,10 +178,26 @@ def ase_frames(path: Path, kind: str) -> list[Structure | None]:
     if kind in ("db", "json"):
         with ase.db.connect(str(path), type=kind, use_lock_file=False) as database:
             frames = [(row.id, row.toatoms(True)) for row in database.select()]
+    elif kind == "extxyz":  # bad frames between good ones are left out alone
+        return list(_xyz_frames(path))
     else:
         images = ase.io.read(str(path), index=":", format=kind, do_not_split_by_at_sign=True)
         frames = list(enumerate(images))
     return [_frame(atoms, number) for number, atoms in frames]
+
+
+def _xyz_frames(path: Path) -> Iterator[Structure | None]:
+    import ase.io
+
+    for number in range(_MOST_FRAMES):
+        try:
+            atoms = ase.io.read(str(path), number, "extxyz", do_not_split_by_at_sign=True)
+        except (IndexError, StopIteration):
+            return
+        except Exception:
+            yield None
+        else:
+            yield _frame(atoms, number)
 
 
 def _frame(atoms: Any, number: int) -> Structure | None:

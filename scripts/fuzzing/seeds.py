@@ -80,7 +80,9 @@ def _on(file: Path, *words: str) -> list[str]:
 
 
 KINDS: dict[str, Callable[[Path], list[str]]] = {
-    "run": lambda folder: [*MODEL, "--recipe=is2re", f"--data.root={folder / 'data'}"],
+    "run": lambda folder: [
+        *MODEL, "--recipe=is2re", "--data.allow_duplicates=true", f"--data.root={folder / 'data'}",
+    ],
     "lm": lambda folder: _on(
         folder / "text" / "train.txt",
         *MODEL, "--recipe=language", "--data.level=char", "--data.length=8",

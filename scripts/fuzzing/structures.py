@@ -49,7 +49,8 @@ def _compare(how: str, file: Path, truth: Truth, some: bool) -> str | None:
     if how == "convert":
         return oracles.compare(oracles.stored(file.parent / OUT), truth(file), some)
     if how == "inspect":
-        found = json.loads((file.parent / "stdout").read_text())["systems"]
+        summary = json.loads((file.parent / "stdout").read_text())
+        found, some = summary["systems"], bool(summary["left_out"])
     else:
         found = len((file.parent / "out/energies.csv").read_text().splitlines()) - 1
     known = len(truth(file))

@@ -188,8 +188,9 @@ CLAIMS = {
     "a.extxyz": (lambda p: p.write_text("999999999999\nx\nCu 0 0 0\n"), "999999999999 atoms"),
     "b.extxyz": (
         lambda p: p.write_text(f"1\n{XYZ}:x:R:999999999\nCu 0 0 0\n"),
-        "columns; expected 1000000003",
+        "1000000003 columns",
     ),
+    "c.extxyz": (lambda p: p.write_text(f"0\n{XYZ}:x:R:999999999\n"), "1000000003 columns"),
     "d.extxyz": (lambda p: p.write_text(f"1\n{'a=1 ' * 30_000}\nCu 0 0 0\n"), "120001 characters"),
     "e.extxyz": (
         lambda p: p.write_text("1\nx\nCu 0 0 0\n" * 2 + "77777777\n"),

@@ -422,7 +422,7 @@ def test_a_stress_beyond_belief_is_an_outlier(tmp_path):
         PotentialData(tmp_path, val_split="train").setup()
 
 
-@pytest.mark.skipif(not MLEARN.is_dir(), reason="no mlearn beside the checkout")
+@pytest.mark.skipif(not MLEARN.is_dir(), reason="no mlearn data next to the checkout")
 @pytest.mark.parametrize("symbol", ["Cu", "Li", "Si"])
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_stress_of_published_sets(symbol, split):

@@ -43,7 +43,9 @@ def test_one_package_for_all_sizes(exported, monkeypatch):
     given = structures(1, 2, 3, 17, 60, 300)
     eager, fast = molflt.load(exported), molflt.load(exported, compiled=True)
     for batch_size in (1, 6):
-        energies = [[one.energy for one in m.predict(given, batch_size)] for m in (eager, fast)]
+        energies = [
+            [one.energy for one in m.predict(given, batch_size, force=True)] for m in (eager, fast)
+        ]
         assert energies[1] == pytest.approx(energies[0], abs=1e-5)  # float32
     calls = []
     program, fast.compiled.program = (
@@ -51,10 +53,12 @@ def test_one_package_for_all_sizes(exported, monkeypatch):
         lambda *x: calls.append(x) or program(*x),
     )
     monkeypatch.setattr(compiled, "_MOST_IN_MATRIX", 20)
-    assert [one.energy for one in fast.predict(given, 1)] == pytest.approx(energies[0], abs=1e-5)
+    assert [one.energy for one in fast.predict(given, 1, force=True)] == pytest.approx(
+        energies[0], abs=1e-5
+    )
     assert len(calls) == (4 if fast.compiled.matrix else 6)
     with pytest.raises(ValueError, match="embedding: machine code has energies alone"):
-        fast.predict(given, embedding="pooled")
+        fast.predict(given, embedding="pooled", force=True)
     with pytest.raises(ValueError, match="machine code has no mesh"):
         fast.use_mesh_()
 

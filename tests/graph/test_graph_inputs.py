@@ -181,7 +181,7 @@ def test_a_wrong_batch_marks_no_element_as_trained() -> None:
 FORGOTTEN = {
     "cells": {"cell": 5 * torch.eye(3).repeat(2, 1, 1)},
     "axes": {"pbc": torch.zeros(2, 3, dtype=torch.bool)},
-    "axes beside one cell": {"cell": torch.eye(3), "pbc": torch.ones(2, 3).bool()},
+    "more axes than cells": {"cell": torch.eye(3), "pbc": torch.ones(2, 3).bool()},
     "number": {"batch_size": 2, "pbc": torch.zeros(3, dtype=torch.bool)},
     "cells and their number": {"cell": 5 * torch.eye(3).repeat(2, 1, 1), "batch_size": 2},
 }

@@ -249,7 +249,7 @@ def apart(model, one: Atoms, other: Atoms, distance: float) -> float:
 
 
 def test_separate_molecules_do_not_interact():
-    """What is left at 200 Å is between dipoles; net charges would have 1 / r."""
+    """At 200 Å only dipoles interact; net charges would fall as 1 / r."""
     one, other = molecule("H2O"), molecule("CH4")
     for powers in ((1,), (1, 2), (1, 6)):
         model = charged(powers, far_field=False)

@@ -106,9 +106,7 @@ def test_images_need_a_lattice(rows, height, tags):
     given = Geometry.of(torch.rand(4, 3), torch.tensor([0, 0, 1, 1]), cell, tags=tags)
     encoding = imaged().float().encoding
     for look in (encoding, partial(neighbor_list, cutoff=5.0)):
-        with pytest.raises(
-            ValueError, match=f"^graph 1: lattice planes .* got {height} Å .*of cell"
-        ):
+        with pytest.raises(ValueError, match=f"^graph 1: .* got {height} Å"):
             look(given)
     encoding(given._replace(pbc=torch.tensor([[True] * 3, [False] * 3])))
 

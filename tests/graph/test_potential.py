@@ -210,14 +210,6 @@ def test_potentials_train_and_predict_under_autocast():
         assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_an_atom_alone_and_two_in_a_line(count):
-    """They span nothing along some axes, or less than rounding."""
-    atoms = Atoms("H" * count, [[0.1 * i, 0.7 * i, 0.3] for i in range(count)])
-    out = potential()(data(atoms))
-    assert bool(out["forces"].isfinite().all()) and bool(out["energy"].isfinite())
-
-
 def test_a_molecule_turns_and_needs_no_cell():
     model, atoms = potential(), ethanol()
     alone = Data(pos=torch.tensor(atoms.positions), atomic_numbers=torch.tensor(atoms.numbers))

@@ -160,8 +160,8 @@ def test_repr_and_refusals() -> None:
     for fields, message in (
         ({"pos": None}, "pos must have shape"),
         ({"pos": pos[:, :2]}, "pos must have shape"),
-        ({"pos": pos, "cell": torch.eye(3).expand(2, 3, 3)}, "cell must have shape"),
-        ({"pos": pos, "pbc": torch.ones(2, 3).bool()}, "pbc must have shape"),
+        ({"pos": pos, "cell": torch.eye(3).expand(2, 3, 3)}, "batch is missing"),
+        ({"pos": pos, "pbc": torch.ones(2, 3).bool()}, "batch is missing"),
         ({"pos": pos, "pbc": torch.ones(3).bool()}, "linearly independent"),
         ({"pos": pos, "cell": torch.ones(3, 3)}, "linearly independent"),
     ):

@@ -23,7 +23,7 @@ class ImageData(BatchedData[LabeledImages]):
 
     Args:
         train: images to train on: a folder of a folder per class, an idx file of images (its labels
-            beside it), or hf:OWNER/NAME:SPLIT.
+            next to it), or hf:OWNER/NAME:SPLIT.
         val: images to validate on, likewise; null with `val_fraction`.
         train_labels: idx file of the labels, if it is not named as that of the images.
         val_labels: likewise.

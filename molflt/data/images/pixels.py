@@ -16,7 +16,7 @@ class PixelData(ImageData):
 
     Args:
         train: images to train on: a folder of images, or of a folder per class, an idx file of
-            images (its labels beside it), or hf:OWNER/NAME:SPLIT.
+            images (its labels next to it), or hf:OWNER/NAME:SPLIT.
         val: images to validate on, likewise; null with `val_fraction`.
         train_labels: idx file of the labels, if it is not named as that of the images.
         val_labels: likewise.

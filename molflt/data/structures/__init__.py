@@ -51,10 +51,12 @@ def open_dataset(
     whole, files = named(path), files_of(path)
     parts: list[Structures] = []
     for source, group in groupby(files, source_of):
+        own = list(group)
         if source.joins_files:
-            parts.append(_opened(source, whole, list(group), skip_bad, reading, once, trained))
+            name = whole if own == files else named(own)
+            parts.append(_opened(source, name, own, skip_bad, reading, once, trained))
         else:
-            parts += [_opened(source, file, [], skip_bad, reading, once, trained) for file in group]
+            parts += [_opened(source, file, [], skip_bad, reading, once, trained) for file in own]
     return parts[0] if len(parts) == 1 else Joined(whole, parts)
 
 

@@ -20,14 +20,14 @@ _DENSEST = 1.0  # Å^3 per atom; metallic hydrogen at 500 GPa has 1.3
 
 
 def is_element(symbol: str) -> bool:
-    """Whether it is the symbol of an element, with a capital first letter."""
+    """True for the symbol of an element with a capital first letter."""
     from ase.data import atomic_numbers
 
     return atomic_numbers.get(symbol, 0) > 0
 
 
 def atomic_number(symbol: str, atom: int) -> int:
-    """That of a symbol in a file; ValueError for isotopes, dummy atoms, and what is no element."""
+    """Atomic number of a symbol in a file; ValueError for isotopes, dummy atoms and other text."""
     from ase.data import atomic_numbers
 
     number = atomic_numbers.get(symbol.capitalize(), 0)
@@ -62,7 +62,7 @@ def check_fields(atoms: Atoms) -> None:
 
 
 def _partial_site(atoms: Atoms) -> str:
-    """The first site with occupancies other than 1, in words; "" if there is none."""
+    """Describe the first site with an occupancy other than 1; "" if all sites are full."""
     sites = atoms.info.get("occupancy")
     if isinstance(sites, Mapping):  # of a CIF: kind of site -> symbol -> occupancy
         for site, shares in sites.items():

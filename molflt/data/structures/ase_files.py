@@ -148,7 +148,7 @@ class AseStructures(Held):
 
 
 class _Seen:
-    """What the structures of a file are looked at for, and what is said of them at the end."""
+    """Collects what to report about the structures of a file once all are read."""
 
     def __init__(self, tags: AnyTags) -> None:
         self.tags, self.count, self.others, self.steps, self.last = tags, 0, 0, 0, b""
@@ -299,7 +299,7 @@ def _reason(error: Exception, path: Path) -> str:
     """Why a file cannot be read, in one line."""
     text = (str(error).strip().splitlines() or ["no reason given"])[0].removeprefix(f"{path}: ")
     text = text[:200]
-    if isinstance(error, KeyError):  # mostly a symbol that is no element
+    if isinstance(error, KeyError):  # mostly an unknown symbol
         return _unknown_name(str(error.args[0]) if error.args else "", path)
     if isinstance(error, MemoryError):
         return f"more memory than there is ({text})"
@@ -309,7 +309,7 @@ def _reason(error: Exception, path: Path) -> str:
 
 
 def _unknown_name(name: str, path: Path) -> str:
-    """What to say of a name that ASE looks up in vain, with the line where it is."""
+    """Message for a name that ASE does not know, with its line."""
     where = ""
     with opened(path, "rt") as file:
         for number, line in enumerate(file, 1):

@@ -1,4 +1,4 @@
-"""Which of ASE's formats a file has: only formats whose readers run no code from the file."""
+"""Formats of ASE, by file name or content. Their readers run no code from the file."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class Labels:
 
 
 def named_options(names: Iterable[str], *kinds: str) -> str:
-    """Which option reads the labels of these names; "" if none of them looks like a label.
+    """Name the option that reads labels of these names; "" if no name looks like a label.
 
     Args:
         names: of entries that are not read.

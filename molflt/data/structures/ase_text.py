@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["cif_frames", "expect_counts_of_poscar", "expect_elements_of_pdb", "xyz_frames"]
 
-_LONGEST = 100_000
+_LONGEST, _MOST_COLUMNS = 100_000, 10_000
 _PLAIN = "species:S:1:pos:R:3"
 _READ = {name.lower(): name for name in ("Lattice", "pbc", "Properties")}
 _CELLS = ("cell", "unit_cell", "unitcell", "box")
@@ -82,6 +82,8 @@ def _check_columns(properties: str, rows: list[str], said: dict[str, None]) -> N
     for width in widths:
         ends.append(ends[-1] + int(width))
     start = dict(zip(names, ends, strict=False))
+    if ends[-1] > _MOST_COLUMNS:
+        raise ValueError(f"{ends[-1]} columns; expected at most {_MOST_COLUMNS}")
     found = [name for name in names if name in ("pos", "positions")]
     if len(found) != 1 or int(widths[names.index(found[0])]) != 3:
         raise ValueError(f"expected one column pos:R:3; got Properties={shown(properties)}")

@@ -127,7 +127,7 @@ class Structures(Dataset["Data"], ABC):
         self._kept: np.ndarray | None = None  # indices in the file; None: all of them
 
     def left_out(self) -> str:
-        """How many structures were left out as bad, and why; "" if none."""
+        """Count of structures left out as bad, and the reasons; "" if all are kept."""
         if not self.bad:
             return ""
         listed = "; ".join(grouped(self.bad, f"{self.path}: "))
@@ -154,7 +154,7 @@ class Structures(Dataset["Data"], ABC):
         return next((file for file in files if file.is_file()), None)
 
     def verify(self) -> bool | None:
-        """Whether the file has a digest of what it holds; None for a kind that never has one."""
+        """True if the file has a digest of its content; None for kinds that never have one."""
         return None
 
     @abstractmethod
@@ -208,11 +208,11 @@ class Structures(Dataset["Data"], ABC):
         return self.path
 
     def name(self, index: int, sid: int) -> str | int:
-        """What the user calls a structure: its sid as given, a number or a name."""
+        """The sid as the user gave it, a number or a name."""
         return self.names.get(self._stored(index), sid)
 
     def origin(self, index: int) -> dict[str, str]:
-        """What tables say besides sids: the file, if there are several, and the name, if any."""
+        """Further columns of tables: the file if there are several, and the name if it has one."""
         found = {"file": str(self.file(index))} if len(self.files) > 1 else {}
         name = self.name(index, 0)
         return found | ({"name": name} if isinstance(name, str) else {})

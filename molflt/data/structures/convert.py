@@ -58,7 +58,7 @@ def convert(
     """Convert structures to a compact store: no edges, no pickle, much faster to read.
 
     A folder becomes a folder, with a store for each file or folder in it. Several files, a pattern,
-    and a folder of files that are no splits become one store, if that is what is named.
+    and a folder of files other than splits become one store if a store is named.
 
     Relaxed positions are stored unwrapped, in the image nearest to the initial ones.
 
@@ -76,7 +76,8 @@ def convert(
             or ase (numbers of layers from the top, 1, 2, ..., and 0 for adsorbates).
         forces_key: array of a file that ASE reads that is the forces, eV/Å; by default forces, else
             REF_forces.
-        stress_key: its entry that is the stress, eV/Å^3; by default stress, else REF_stress.
+        stress_key: its entry that is the stress, eV/Å^3, or a virial, eV, if its name says so; by
+            default stress, else REF_stress.
     """
     paths = [Path(src)] if isinstance(src, str | Path) else list(src)
     one = paths[0] if len(paths) == 1 else None
@@ -113,7 +114,7 @@ def _convert_one(structures: _OnePass, dst: Path) -> None:
     src, skip_bad, unwrapped = structures.src, structures.skip_bad, 0
     overlapping: dict[int, int] = {}  # sid by place among those that are read
     kept: list[Data] = []  # with forces
-    absurd: dict[int, str] = {}  # likewise, what is wrong with forces or stress
+    absurd: dict[int, str] = {}  # by place, too: faults of forces or stress
 
     def records() -> Iterator[Data]:
         nonlocal unwrapped

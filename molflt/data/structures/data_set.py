@@ -20,7 +20,7 @@ class DataSet(NamedTuple):
     """Where structures lie, and in which splits.
 
     A folder has a file or a folder for each split. One file, a pattern of names, or a folder of
-    files that are no splits has two: `train` and `val`, drawn by `split_seed`.
+    other files has two splits: `train` and `val`, drawn by `split_seed`.
     """
 
     root: Path

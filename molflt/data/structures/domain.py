@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import numpy as np
 import torch
-from ase.data import atomic_numbers, chemical_symbols
 
 from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
 from molflt.data.structures.base import with_bar
@@ -216,7 +215,7 @@ class Domain:
              "in the adsorbate, in training only in slabs"),
         ):  # fmt: skip
             unknown = sorted(set(numbers.tolist()) - known)
-            found |= {(aspect, chemical_symbols[number]): text for number in unknown}
+            found |= {(aspect, _symbol(number)): text for number in unknown}
         sizes = {}
         if not self.atoms[0] <= count <= self.atoms[1]:
             sizes["atoms"] = f"atoms: {count}, trained on {_span(self.atoms)}"
@@ -264,7 +263,7 @@ class Domain:
         return {
             "systems": self.systems,
             "elements": {
-                part: [chemical_symbols[number] for number in sorted(numbers)]
+                part: [_symbol(number) for number in sorted(numbers)]
                 for part, numbers in self.elements._asdict().items()
             },
             "atoms": list(self.atoms),
@@ -306,6 +305,8 @@ class Domain:
         def pair(key: str) -> Any:
             return None if given.get(key) is None else tuple(given[key])
 
+        from ase.data import atomic_numbers
+
         parts = [[atomic_numbers[x] for x in given["elements"][one]] for one in Elements._fields]
         return Domain(
             systems=given["systems"],
@@ -344,8 +345,14 @@ def _is_range(value: Any) -> bool:
 
 def _are_elements(value: Any) -> bool:
     parts = [value.get(part) for part in Elements._fields] if isinstance(value, dict) else [None]
-    known = chemical_symbols[1 : MAX_ATOMIC_NUMBER + 1]
+    known = [_symbol(number) for number in range(1, MAX_ATOMIC_NUMBER + 1)]
     return all(isinstance(part, list) and all(one in known for one in part) for part in parts)
+
+
+def _symbol(number: int) -> str:
+    from ase.data import chemical_symbols  # here, as reading the signatures of options needs no ASE
+
+    return str(chemical_symbols[number])
 
 
 def _are_axes(value: object) -> bool:
@@ -410,7 +417,7 @@ def _lacking(count: int, known: _Range | None, part: str) -> dict[str, str]:
 
 
 def _named(numbers: frozenset[int]) -> str:
-    return ", ".join(chemical_symbols[number] for number in sorted(numbers))
+    return ", ".join(_symbol(number) for number in sorted(numbers))
 
 
 def _span(known: _Range) -> str:

@@ -222,7 +222,7 @@ def _in_one_cell(frames: list[_Frame]) -> list[tuple[float, float, float]]:
     """Spread of virials over that of forces, Å, slope of the trace with the energy, and volume.
 
     Empty for molecules and without forces. The slope is NaN for cells with vacuum, for a path of
-    frames, and where there is no clear one.
+    frames, and where no clear slope is found.
     """
     cell = reduced_cell(frames[0].cell[None], np.ones((1, 3), dtype=bool))[0][0]
     count = len(frames)
@@ -253,7 +253,7 @@ def _in_one_cell(frames: list[_Frame]) -> list[tuple[float, float, float]]:
 
 
 def _wrong_unit(label: str, pairs: list[_Pair], units: Mapping[str, float], fewest: int) -> str:
-    """What the slope of energy changes with predicted ones says of the unit and sign of a label."""
+    """Guess unit and sign of a label by the slope of energy changes against predicted ones."""
     x, y = np.array([[pair.predicted, pair.change] for pair in pairs]).reshape(-1, 2).T
     if len(pairs) < fewest or not x.any() or not y.any():
         return ""

@@ -62,7 +62,7 @@ class LmdbFile:
         return {"path": self.path}  # each process maps the file itself
 
     def get(self, key: bytes) -> bytes | None:
-        """The value of a key; None if there is none."""
+        """The value of a key; None without such a key."""
         try:
             return self._find(key)
         except (ValueError, struct.error) as error:

@@ -101,7 +101,7 @@ class Joined(_View):
 
     @property
     def y_relaxed(self) -> np.ndarray:
-        """Relaxed energies, (len,) float64, eV; NaN where there is none."""
+        """Relaxed energies, (len,) float64, eV; NaN where unknown."""
         return np.concatenate([source.y_relaxed for source in self.sources])
 
 
@@ -144,7 +144,7 @@ class Part(_View):
 
     @property
     def y_relaxed(self) -> np.ndarray:
-        """Relaxed energies, (len,) float64, eV; NaN where there is none."""
+        """Relaxed energies, (len,) float64, eV; NaN where unknown."""
         if self._energies is None:
             return super().y_relaxed
         return self._energies[self._kept]
@@ -156,7 +156,7 @@ class Part(_View):
 def without(
     source: Structures, energies: NDArray[np.float64] | None, faults: Mapping[int, str]
 ) -> Structures:
-    """Those structures of a source that are not at fault; the others are listed in `bad`."""
+    """The structures of a source without faults; the others are listed in `bad`."""
     part = Part(source, np.setdiff1d(np.arange(len(source)), list(faults)), energies)
     part.bad += [(f"{source.path}: sid {int(source[i].sid)}", faults[i]) for i in faults]
     return part

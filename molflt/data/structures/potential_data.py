@@ -158,7 +158,7 @@ def _counts(known: Mapping[str, int], total: int, without: int) -> str:
 
 
 def _sound(points: SinglePoints) -> SinglePoints:
-    """Those without absurd labels, where these may be left out; ValueError for wrong units."""
+    """Leave out structures with absurd labels if allowed; ValueError for wrong units."""
     source, absurd, as_they_are = points.source, points.absurd, "--data.check_units false"
     sound = SinglePoints(without(source, None, absurd)) if absurd else points
     if fault := unit_fault(points):

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from molflt.atoms import FARTHEST, LOWEST, MAX_ATOMIC_NUMBER, Tag, lattice_heights
+from molflt.atoms import FARTHEST, LOWEST, MAX_ATOMIC_NUMBER, Tag, lattice_heights, reduced_cell
 from molflt.files import shown
 
 if TYPE_CHECKING:
@@ -33,37 +33,28 @@ def _lattice_shift(delta: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
 
     Args:
         delta: (N, 3), Å.
-        cell: lattice vectors as rows, (1, 3, 3), Å, independent along periodic axes, else any.
-        pbc: periodic axes, (1, 3), bool.
+        cell: (1, 3, 3), Å; rows of axes that are not periodic are not read.
+        pbc: (1, 3) bool.
 
     Returns:
         (N, 3) float64, Å; exactly 0 where a vector is the shortest already.
     """
-    lattice, axes = cell.reshape(3, 3).double(), pbc.reshape(3)
-    periodic, vectors = lattice[axes], delta.double()
-    if len(periodic) == 0 or len(vectors) == 0:
+    axes = pbc.reshape(1, 3).numpy()
+    reduced, _ = reduced_cell(cell.reshape(1, 3, 3).double().numpy(), axes)
+    basis, vectors = torch.from_numpy(reduced[axes]), delta.double()
+    if len(basis) == 0 or len(vectors) == 0:
         return torch.zeros_like(vectors)
-    inverse = torch.linalg.pinv(periodic)  # (3, axes): Cartesian -> fractional
-    shift = torch.round(vectors @ inverse) @ periodic
-    # Rounding fractions is not the shortest image in a skewed cell. Vectors up to half the
-    # smallest height of the cell cannot be beaten; for the others the neighbouring images in a
-    # Minkowski-reduced basis are enough (Nguyen & Stehle, doi:10.1145/1597036.1597050).
-    heights = 1.0 / inverse.norm(dim=0)
-    doubtful = (vectors - shift).norm(dim=1) > 0.5 * heights.min() * (1 - 1e-9)
+    inverse = torch.linalg.pinv(basis)  # (3, axes): Cartesian -> fractional
+    shift = torch.round(vectors @ inverse) @ basis
+    # Vectors up to half the smallest height of the cell cannot be beaten; for the others the
+    # neighboring images are enough (Nguyen & Stehle, doi:10.1145/1597036.1597050).
+    doubtful = (vectors - shift).norm(dim=1) > 0.5 / inverse.norm(dim=0).max() * (1 - 1e-9)
     if doubtful.any():
-        from ase.geometry import complete_cell, minkowski_reduce
-
-        reduced, _ = minkowski_reduce(complete_cell(lattice.numpy()), pbc=axes.numpy())
-        basis = torch.from_numpy(np.asarray(reduced))[axes]
-        rest = (vectors - shift)[doubtful]
-        rest_shift = torch.round(rest @ torch.linalg.pinv(basis)) @ basis
         counts = sorted(itertools.product((0, -1, 1), repeat=len(basis)), key=np.count_nonzero)
         offsets = torch.tensor(counts, dtype=torch.float64, device="cpu") @ basis  # (images, 3)
-        candidates = torch.cat([torch.zeros_like(rest)[:, None], rest_shift[:, None] + offsets], 1)
-        lengths = (rest[:, None] - candidates).norm(dim=2)
+        lengths = ((vectors - shift)[doubtful][:, None] - offsets).norm(dim=2)
         lengths[:, 0] *= 1 - 1e-6  # a tie within float32 rounding is not a jump
-        best = lengths.argmin(dim=1)
-        shift[doubtful] += candidates[torch.arange(len(rest), device="cpu"), best]
+        shift[doubtful] += offsets[lengths.argmin(dim=1)]
     return shift
 
 
@@ -112,9 +103,7 @@ def make_record(
         (N, 3) and ``stress`` (1, 3, 3) float32. Absent labels and relaxed positions are NaN.
 
     Raises:
-        ValueError: naming the sid, for a wrong shape, a complex, NaN or infinite number, an atom
-            too far away, an element beyond the table, an unknown tag, a periodic axis without a
-            lattice vector, or lattice planes less than 0.5 Å apart.
+        ValueError: naming the sid and what is wrong.
     """
     from torch_geometric.data import Data
 
@@ -197,12 +186,7 @@ def _whole(value: object, key: str) -> int:
 
 
 def _exact(value: Tensor) -> int | None:
-    """The integer of a tensor of one element; None if a float is none, or may have been rounded.
-
-    Raises:
-        TypeError: for numbers that are neither floats nor integers.
-        ValueError: for another number of elements, NaN or infinity.
-    """
+    """The integer of a tensor of one element; None for a float that may have been rounded."""
     number = value.item()
     if not isinstance(number, float):
         return operator.index(number)
@@ -291,7 +275,7 @@ def _cell(cell: _Array | None, pbc: _Array | None, name: str) -> tuple[Tensor, T
 
 
 def origin_of(pos: Tensor) -> Tensor:
-    """What to subtract from positions (N, 3) float64, Å: 0 for those near the origin, (3,)."""
+    """Offset to subtract from positions (N, 3) float64, Å: (3,), 0 near the origin."""
     center = pos.median(dim=0).values
     coarse = (center / 1000).round() * 1000  # structures moved by round numbers keep their bits
     return torch.where((center - coarse).abs() <= _CENTERED, coarse, center.round())

@@ -1,4 +1,4 @@
-"""Where structures lie: files, folders, patterns of names, and splits of a data set."""
+"""Finds structures: files, folders, patterns of names, and splits of a data set."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def files_of(paths: Paths) -> list[Path]:
 
 
 def named(paths: Paths) -> Path:
-    """What messages call paths: the one that is given, or a pattern of all."""
+    """The path that messages show: the one that is given, or a pattern of all."""
     if isinstance(paths, str | Path):
         return Path(paths)
     names = [str(path) for path in paths]
@@ -81,17 +81,17 @@ def named(paths: Paths) -> Path:
 
 
 def exists(path: Path) -> bool:
-    """Whether there is a file or folder, or a file of the pattern."""
+    """True if the file or folder exists, or a file matches the pattern."""
     return path.exists() or (_is_pattern(path) and bool(_matching(path)))
 
 
 def is_same(a: Path, b: Path) -> bool:
-    """Whether two paths are of the same file or folder, or the same pattern."""
+    """True for two paths of one file or folder, or equal patterns."""
     return a.samefile(b) if a.exists() and b.exists() else a == b
 
 
 def is_one_source(path: Path) -> bool:
-    """Whether a path holds structures that are no splits: a file, a pattern, or such a folder."""
+    """True for a file, a pattern, or a folder of structures that are not splits."""
     if not path.is_dir():
         return exists(path)
     if is_shards(path):
@@ -103,7 +103,7 @@ def is_one_source(path: Path) -> bool:
 
 
 def split_path(root: str | Path, split: str) -> Path:
-    """Where a split of a data set lies.
+    """Path of a split of a data set.
 
     Looked for, in this order: ``ROOT/SPLIT.safetensors``, ``ROOT/SPLIT.lmdb``, a folder
     ``ROOT/SPLIT`` of LMDB shards, what other classes of `SOURCES` read, a folder ``ROOT/SPLIT`` of
@@ -134,8 +134,8 @@ def split_path(root: str | Path, split: str) -> Path:
             f"the folder {below[0].parent} instead of {root}"
         )
     if not below and root.name in ("10k", "100k"):
-        beside = _in_folder(root.parent / "all", split)
-        below = [beside] if beside is not None else []
+        other = _in_folder(root.parent / "all", split)
+        below = [other] if other is not None else []
     if not below:
         there = sorted(p.name for p in root.iterdir() if not p.name.startswith("."))
         raise FileNotFoundError(
@@ -149,7 +149,7 @@ def split_path(root: str | Path, split: str) -> Path:
 def sources_in(folder: Path) -> tuple[dict[str, Path], list[str]]:
     """Files and folders with structures by name, in the order of splits, and names of the others.
 
-    JSON files are structures only if they are called like a split: settings lie beside data, too.
+    JSON files are structures only if they are named like a split; others are settings.
     """
     found: dict[str, Path] = {}
     others = []
@@ -160,7 +160,7 @@ def sources_in(folder: Path) -> tuple[dict[str, Path], list[str]]:
             others.append(path.name)
         elif (name := _name(path)) in found:
             raise ValueError(
-                f"{path}: expected one file for {name}; got {found[name].name} beside it; move "
+                f"{path}: expected one file for {name}; got {found[name].name}, too; move "
                 "one of them away, or name the files with a pattern"
             )
         else:
@@ -210,7 +210,7 @@ def _scan(folder: Path) -> tuple[list[Path], list[str]]:
             others.append(path.name)
         elif (name := _name(path)) in names:
             raise ValueError(
-                f"{path}: and {names[name].name} beside it may hold the same structures; name the "
+                f"{path}: and {names[name].name} next to it may hold the same structures; name the "
                 "files with a pattern"
             )
         else:
@@ -237,7 +237,7 @@ def _is_structures(path: Path) -> bool:
 
 
 def is_shards(folder: Path) -> bool:
-    """Whether a folder has shards of one source, which are no splits."""
+    """True if a folder holds shards of one source instead of splits."""
     whole = any(source.find(folder) == folder for source in SOURCES.values())
     return whole and not {each.stem for each in folder.glob("*.lmdb")} & {*SPLITS_IN_ORDER}
 

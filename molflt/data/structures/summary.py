@@ -151,7 +151,7 @@ def summarize(
 
 
 class _Seen:
-    """What one pass collects, a number or an array for each structure."""
+    """Columns that one pass collects, a number or an array for each structure."""
 
     def __init__(self) -> None:
         self.sids, self.atoms, self.moved = list[int](), list[int](), 0
@@ -313,7 +313,7 @@ def _of_all(summary: Summary, seen: _Seen, features: np.ndarray) -> list[str]:
 
 
 def energies_in_words(summary: Summary) -> str:
-    """Which kind of energy the labels are, by their size per atom and the tags."""
+    """Kind of energy of the labels, by their size per atom and the tags."""
     values, kind = summary["energies_per_atom_eV"], summary["energies_look_like"]
     if values is None:
         return ""

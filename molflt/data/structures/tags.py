@@ -44,8 +44,8 @@ class Guess(NamedTuple):
     """Tags of one structure.
 
     Attributes:
-        tags: (N,), all 0 if there is no guess.
-        text: the number of atoms of each kind, or why there is no guess.
+        tags: (N,), all 0 without a guess.
+        text: the number of atoms of each kind, or the reason why a guess failed.
     """
 
     tags: _Numbers
@@ -177,7 +177,8 @@ class _Atoms:
             i, j, step = self.i[kept], self.j[kept], self.shifts[kept, axis]
             # two copies of the cell along the axis, periodic
             ends = [(i + copy * count, j + (copy + step) % 2 * count) for copy in (0, 1)]
-            labels = _groups(*np.concatenate(ends, axis=1), 2 * count)
+            first, second = np.concatenate(ends, axis=1)
+            labels = _groups(first, second, 2 * count)
             found.append(labels[:count] == labels[count:])
         return np.array(found)
 

@@ -29,11 +29,6 @@ def _text_blocks(source: str, level: _Level = "word", use: str = "train") -> Ite
         level: of the tokens. Only bytes need not be UTF-8. Of "protein" the text is FASTA, and the
             pieces are the residues of one record each, and a line break.
         use: "train", "val" or "test": which split of a Hugging Face data set if none is named.
-
-    Raises:
-        ValueError: naming the file, and the offset of the first byte that is not UTF-8; or a file
-            that is damaged, or unpacks to far more than a text does; or a word without an end.
-        FileNotFoundError: naming the file.
     """
     if level == "protein":
         return (f"{record.residues}\n" for record in _records(source, use))

@@ -161,7 +161,7 @@ def _say_what_lacks(found: Contents, run: Run, stopped: bool) -> None:
 
 
 def _rows(path: Path) -> list[Row]:
-    """Rows of a CSV file; none if there is no file."""
+    """Rows of a CSV file; empty without the file."""
     if not path.is_file():
         return []
     try:
