@@ -202,7 +202,10 @@ class Images(Open):
         width = min(_FADE, self.image_cutoff)
         distance = distances(places[:, :, None] - positions[:, None])
         share = fade((distance - self.image_cutoff) / width + 1)
-        return 1 - (1 - share.masked_fill(~centres[:, None], 0.0)).prod(dim=-1)
+        rest = 1 - share.masked_fill(~centres[:, None], 0.0)
+        if torch.compiler.is_compiling():  # the gradient of a product looks for zeros
+            return 1 - rest.clamp(min=torch.finfo(rest.dtype).tiny).log().sum(dim=-1).exp()
+        return 1 - rest.prod(dim=-1)
 
 
 def _unknown_images(positions: Tensor, mask: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
