@@ -76,6 +76,21 @@ REFUSED = {
     "dummy.xyz": (xyz("", "Cu 0 0 0", "X 0 0 2"), "atom 1 is 'X'"),
     "label.xyz": (xyz("", "Cu1 0 0 0"), "atom 0 is 'Cu1'"),
     "deuterium.vasp": ("x\n1\n9 0 0\n0 9 0\n0 0 9\nO D\n1 1\nDirect\n0 0 0\n.1 0 0\n", "'D'.*H"),
+    "axes.xyz": (xyz(f'Lattice="{CELL}" pbc="p p f" {SPECIES}', "Cu 0 0 0"), "'p p f'.*T T F"),
+    "periodic.xyz": (xyz(f'Lattice="{CELL}" periodic="T T F" {SPECIES}', "Cu 0 0 0"), "pbc="),
+    "bohr.xyz": (xyz("coordinates in bohr", "Cu 0 0 0"), "'bohr'.*Å"),
+    "fractional.xyz": (xyz(f'Lattice="{CELL}" coordinates=fractional {SPECIES}', "Cu 0 0 0"), "Å"),
+    "ipi.xyz": (xyz("# CELL(abcABC): 4 4 4 90 90 90", "Cu 0 0 0"), "'CELL.'.*Lattice="),
+    "vectors.xyz": (xyz(f'Lattice_vectors="{CELL}" {SPECIES}', "Cu 0 0 0"), "Lattice="),
+    "Occupancy.xyz": (xyz(f"{SPECIES}:Occupancy:R:1", "Cu 0 0 0 0.5"), "Occupancy 0.5"),
+    "comment.xyz": (xyz(f"occupancy=0.5 {SPECIES}", "Cu 0 0 0"), "occupancy 0.5"),
+    "one_place.cif": (f"{CIF}A1 Cu 0 0 0\nA2 Au 0 0 0\n", "'Au' and 'Cu'"),
+    "counts.vasp": ("x\n1\n9 0 0\n0 9 0\n0 0 9\nO H N\n1 1\nDirect\n0 0 0\n.1 0 0\n", "2 counts"),
+    "models.pdb": (
+        f"CRYST1    9.000    9.000    9.000  90.00  90.00  90.00 P 1\nMODEL 1\n{pdb()}ENDMDL\n"
+        f"MODEL 2\n{pdb()}ENDMDL\n",
+        "no CRYST1",
+    ),
     "small.xyz": (
         xyz(f'Lattice="1 0 0 0 1 0 0 0 1" {SPECIES}', "Cu 0 0 0", "Cu 0 0 .5"),
         "per atom",
@@ -100,6 +115,8 @@ def test_fields_that_change_nothing_are_taken(tmp_path):
         ("whole.pdb", pdb() + pdb(x=2), [29, 29]),
         ("not_given.pdb", pdb(share="0.00") + pdb(share="0.00", x=2), [29, 29]),
         ("agree.xyz", xyz("Properties=species:S:1:Z:I:1:pos:R:3", "cu 29 0 0 0"), [29]),
+        ("unit.xyz", xyz(f"force_unit=Hartree/Bohr {SPECIES}", "Cu 0 0 0"), [29]),
+        ("axes.xyz", xyz(f'Lattice="{CELL}" pbc="1 1 0" {SPECIES}', "Cu 0 0 0"), [29]),
         ("numbers.xyz", xyz("Properties=Z:I:1:positions:R:3", "29 0 0 0"), [29]),
         ("cell.xyz", xyz("the unit cell of copper", "Cu 0 0 0"), [29]),
     ):

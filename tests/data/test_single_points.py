@@ -457,3 +457,26 @@ def test_a_published_set_is_in_its_units(tmp_path):
     with lzma.open(MD / "ethanol_train.xyz.xz") as packed:
         (tmp_path / "train.xyz").write_bytes(packed.read())
     PotentialData(tmp_path, val_split="train").setup()
+
+
+def test_forces_of_frames_in_other_cells_are_not_judged_by_their_strain() -> None:
+    """The work of strain is not that of forces: right labels of small crystals are taken."""
+    for seed in range(6):
+        random = np.random.default_rng(seed)
+        records = []
+        for _ in range(12):
+            atoms = bulk("Cu", cubic=True)
+            strain = np.eye(3) + random.normal(scale=0.05, size=(3, 3))
+            atoms.set_cell(atoms.cell.array @ strain, scale_atoms=True)
+            atoms.positions += random.normal(scale=0.02, size=(4, 3))
+            atoms.calc = EMT()
+            records.append(
+                make_record(
+                    pos=atoms.positions,
+                    atomic_numbers=atoms.numbers,
+                    cell=atoms.cell.array,
+                    energy=atoms.get_potential_energy(),
+                    forces=atoms.get_forces(),
+                )
+            )
+        assert force_unit_fault(records) == ""

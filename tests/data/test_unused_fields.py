@@ -13,7 +13,8 @@ from molflt.data.structures.unused_fields import unused_fields, unused_warning
     [
         "charge", "CHARGE", "total_charge", "totalCharge", "net charge", "spin", "multiplicity",
         "Spin_Multiplicity", "magmom", "TOTAL_MAGMOM", "electric_field", "External_Field", "efield",
-        "e_field", "magnetic-moment", "REF_charges", "uhf",
+        "e_field", "magnetic-moment", "REF_charges", "uhf", "NELECT", "unpaired_electrons", "mag",
+        "moments", "oxidation_state", "electrode_potential", "field",
     ],
 )  # fmt: skip
 def test_info_is_named_with_its_value(name: str) -> None:
@@ -39,6 +40,7 @@ def test_arrays_and_results_are_named() -> None:
         {"charge": "0", "spin": np.array(0.0), "magmoms": [0, 0], "electric_field": [0.0, 0, 0]},
         {"charge": None, "magmom": float("nan"), "electric_field": np.zeros(3)},
         {"nuclear_charges": [1, 1], "force_field": 3, "discharge": 1, "energy": -1.0, "spindle": 2},
+        {"born_effective_charges": [1.0, -1.0], "dipole_moment": 2.0},
     ],
 )
 def test_neutral_values_and_other_fields_say_nothing(info: dict[str, object]) -> None:

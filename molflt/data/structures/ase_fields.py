@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ __all__ = ["atomic_number", "check_fields", "is_element"]
 
 _ISOTOPES = {"D": "H", "T": "H"}
 _NEAR_ONE = 1e-3
+_OCCUPANCY = re.compile(r"(site_?)?occ(upanc(y|ies))?", re.I)
 _DENSEST = 1.0  # Å^3 per atom; metallic hydrogen at 500 GPa has 1.3
 
 
@@ -63,6 +65,8 @@ def check_fields(atoms: Atoms) -> None:
 
 def _partial_site(atoms: Atoms) -> str:
     """Describe the first site with an occupancy other than 1; "" if all sites are full."""
+    given = [*atoms.info.items(), *atoms.arrays.items()]
+    named = [(name, value) for name, value in given if _OCCUPANCY.fullmatch(str(name))]
     sites = atoms.info.get("occupancy")
     if isinstance(sites, Mapping):  # of a CIF: kind of site -> symbol -> occupancy
         for site, shares in sites.items():
@@ -70,13 +74,13 @@ def _partial_site(atoms: Atoms) -> str:
             if len(own) > 1 or any(_is_partial(share) for share in own.values()):
                 listed = ", ".join(f"{symbol} {share}" for symbol, share in own.items())
                 return f"site {site} has the occupancy {listed}"
-    for name in ("occupancy", "occupancies"):
-        values = atoms.arrays.get(name)
-        if values is None or values.ndim != 1 or not np.any(values):  # all 0: not given
-            continue
-        for atom, value in enumerate(values):
-            if _is_partial(value):
-                return f"atom {atom} has the {name} {value:g}"
+    for name, values in named:
+        rows = np.atleast_1d(np.asarray(values))
+        if isinstance(values, Mapping) or rows.dtype.kind not in "fiub" or not rows.any():
+            continue  # all 0: not given
+        for atom, value in enumerate(rows):
+            if part := next(filter(_is_partial, np.ravel(value)), None):
+                return f"atom {atom} has the {name} {part:g}"
     return ""
 
 

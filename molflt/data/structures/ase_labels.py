@@ -102,7 +102,7 @@ class Labels:
             if self._chosen.setdefault(label, name) == name:
                 self._at_pos[name] = None
                 found[label] = stored[name]
-                if label == "stress" and "virial" in name.lower():
+                if label == "stress" and "virial" in name.lower() and "stress" not in name.lower():
                     found[label] = -np.asarray(stored[name]) / (atoms.cell.volume or np.nan)
         return found
 

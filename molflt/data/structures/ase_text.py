@@ -23,7 +23,9 @@ __all__ = ["cif_frames", "expect_counts_of_poscar", "expect_elements_of_pdb", "x
 _LONGEST, _MOST_COLUMNS = 100_000, 10_000
 _PLAIN = "species:S:1:pos:R:3"
 _READ = {name.lower(): name for name in ("Lattice", "pbc", "Properties")}
-_CELLS = ("cell", "unit_cell", "unitcell", "box")
+_READ |= dict.fromkeys(("periodic", "periodicity", "boundary"), "pbc")
+_CELLS = ("cell", "unit_cell", "unitcell", "box", "lattice_vectors", "cell_vectors")
+_NOT_ANGSTROM = re.compile(r"(?<![/\w])(cell\(|(bohr|fractional|atomic_unit|nm)\b)", re.I)
 
 
 def xyz_frames(file: IO[str], said: dict[str, None]) -> Iterator[Callable[[], Atoms]]:
@@ -65,11 +67,21 @@ def _properties(comment: str) -> str:
 
     if len(comment) > _LONGEST:  # which ASE parses for seconds
         raise ValueError(f"a line of {len(comment)} characters; expected at most {_LONGEST}")
+    if unit := _NOT_ANGSTROM.search(comment):
+        raise ValueError(
+            f"the comment line has {shown(unit[0])}; expected Cartesian coordinates in Å and "
+            "Lattice=...; convert them, or remove the word"
+        )
     keys = key_val_str_to_dict(comment.strip()) if comment.strip() else {}
+    axes = np.asarray(keys.get("pbc", True))
+    if axes.dtype.kind not in "bi" or axes.size not in (1, 3) or not np.isin(axes, (0, 1)).all():
+        raise ValueError(f'pbc is {shown(axes.tolist())}; expected pbc="T T F" or the like')
     for key, value in keys.items():
         read = _READ.get(key.lower())
         if key.lower() in _CELLS and np.size(value) in (3, 6, 9) and "Lattice" not in keys:
             read = "Lattice"
+        if read in keys and key.lower() not in ("lattice", "pbc", "properties"):
+            read = None
         if read not in (None, key) and f"{key}=" in comment.replace(" ", ""):
             raise ValueError(f"key {key!r} is not read; expected {read}=...; rename it")
     return str(keys.get("Properties", ""))
@@ -130,15 +142,50 @@ def _cif_block(block: CIFBlock) -> Atoms:
         read = re.search("[A-Z][a-z]?", str(name))  # as ASE
         if read is None or read[0] != "D":  # deuterium becomes H
             atomic_number(letters if read is None else read[0], site)
+    _check_sites(block)
     atoms: Atoms = block.get_atoms()
     return atoms
 
 
+def _check_sites(block: CIFBlock) -> None:
+    """Refuses atoms that are not listed, listed in several places, or not there."""
+    for key, fine in (
+        ("_atom_site_attached_hydrogens", ("0",)),
+        ("_atom_site_calc_flag", ("d", "c", "calc")),
+    ):
+        for site, value in enumerate(block.get(key) or []):
+            if str(value) not in (*fine, ".", "?"):
+                raise ValueError(f"site {site} has {key} {shown(value)}; expected listed atoms")
+    groups = {str(one) for one in block.get("_atom_site_disorder_group") or []} - {".", "?", "0"}
+    if len(groups) > 1:
+        raise ValueError(
+            f"sites have the disorder groups {sorted(groups)}; expected one; choose it"
+        )
+    if block.get("_cell_modulation_dimension") not in (None, 0, "0", ".", "?"):
+        raise ValueError("the cell is modulated; expected a periodic structure")
+    places = zip(*(block.get(f"_atom_site_fract_{axis}") or [] for axis in "xyz"), strict=False)
+    names = block.get("_atom_site_type_symbol") or block.get("_atom_site_label") or []
+    known: dict[tuple[object, ...], object] = {}
+    for site, (place, name) in enumerate(zip(places, names, strict=False)):
+        if known.setdefault(place, name) != name and not block.get("_atom_site_occupancy"):
+            raise ValueError(
+                f"site {site}: {shown(name)} and {shown(known[place])} share one place; expected "
+                "one element on each site"
+            )
+
+
 def expect_elements_of_pdb(file: IO[str]) -> None:
     """Refuses alternate locations, and names of atoms that stand for two elements."""
+    cells = models = 0
     for number, line in enumerate(file, 1):
+        cells, models = cells + line.startswith("CRYST1"), models + line.startswith("MODEL ")
         if not line.startswith(("ATOM", "HETATM")):
             continue
+        if cells == 1 and models > 1:
+            raise ValueError(
+                f"line {number}: model {models} has no CRYST1, which the first one has; expected "
+                "the cell of each model; repeat it"
+            )
         name = line[12:16].strip()
         if line[16:17].strip() not in ("", "A"):
             raise ValueError(
@@ -155,8 +202,14 @@ def expect_elements_of_pdb(file: IO[str]) -> None:
 
 def expect_counts_of_poscar(file: IO[str], size: int) -> None:
     """Refuses more atoms than a POSCAR has bytes; ASE would make a list of them first."""
+    symbols: list[str] = []
     for number, line in enumerate(islice(file, 7), 1):
         words = line.split()
+        if number == 7 and symbols and len(words) != len(symbols):
+            raise ValueError(
+                f"line 7 has {len(words)} counts for {len(symbols)} elements; expected one each"
+            )
+        symbols = words if number == 6 and not line.strip()[:1].isdigit() else []
         if number > 5 and all(word.isdigit() for word in words):
             count = sum(int(word[:18]) for word in words)
             if count > size:

@@ -176,6 +176,7 @@ def _systems(records: Iterable[Data], known: Iterable[str]) -> list[list[_Frame]
         if all(bool(record[name].isfinite().all()) for name in known):
             arrays = (record[name].double().numpy() for name in ("pos", "cell", "forces", "stress"))
             pos, cell, forces, stress = arrays
+            cell = cell * float(record.pbc.any())  # a box around a molecule tells nothing
             key = record.atomic_numbers.numpy().tobytes() + record.pbc.numpy().tobytes()
             frame = _Frame(pos, cell[0], float(record.energy), np.nan_to_num(forces), stress[0])
             systems[key].append(frame)
@@ -194,8 +195,9 @@ def _nearest_frames(
     distance = square[:, None] + square - 2 * centred @ centred.T
     distance[distance <= 1e-9 * (1 + square)] = np.inf  # itself and copies
     cells = np.stack([frame.cell for frame in frames])
-    if strained:
-        distance[(np.abs(cells[:, None] - cells) < 1e-4).all((2, 3))] = np.inf
+    apart = np.abs(cells[:, None] - cells).max((2, 3))
+    # strain is work, too, which only stress tells
+    distance[apart < 1e-4 if strained else apart > 1e-3 * np.abs(cells).max()] = np.inf
     nearest = distance.argmin(axis=1)
     limit = np.inf if strained else _FARTHEST**2 * points.shape[1] / 3
     for a in np.flatnonzero(distance[np.arange(len(frames)), nearest] < limit):

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["unused_fields", "unused_warning"]
 
 _WORDS = {"charge", "charges", "spin", "spins", "multiplicity", "mult", "magmom", "magmoms"}
-_WORDS |= {"uhf", "nupdown", "magnetization", "magnetisation", "efield", "bfield"}
+_WORDS |= {"uhf", "nupdown", "magnetization", "magnetisation", "efield", "bfield", "nelect"}
+_WORDS |= {"electrons", "unpaired", "mag", "oxidation", "cation", "anion", "electrode", "hubbard"}
+_WORDS |= {"solvent", "excited"}
+_RESULTS = {"nuclear", "born", "dipole", "quadrupole", "inertia"}
 _KINDS = {"electric", "external", "magnetic", "applied", "electrostatic", "e", "b"}
 _MULTIPLICITY = {"spin", "spins", "multiplicity", "mult"}
 
@@ -48,9 +51,9 @@ def _words(name: str) -> set[str]:
 
 def _text(value: object, words: set[str]) -> str:
     """Text for a field that changes the energy; "" for another one, or for a neutral value."""
-    field = bool(words & {"field", "fields"}) and bool(words & _KINDS)
-    moment = "magnetic" in words and bool(words & {"moment", "moments"})
-    if not (words & _WORDS or field or moment) or "nuclear" in words or value is None:
+    field = bool(words & {"field", "fields"}) and bool(words & _KINDS or len(words) == 1)
+    moment = bool(words & {"moment", "moments"}) and bool("magnetic" in words or len(words) == 1)
+    if not (words & _WORDS or field or moment) or words & _RESULTS or value is None:
         return ""
     try:
         numbers = np.asarray(value, dtype=np.float64)
