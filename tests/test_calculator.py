@@ -73,6 +73,9 @@ def test_fields_that_are_not_used_are_named_once(capsys):
         atoms.get_potential_energy()
     said = capsys.readouterr().err
     assert said.count("charge") == 1 and "-1" in said and "initial_magmoms" in said
+    atoms.info["spin"] = 3  # the last results are still valid: nothing is computed
+    atoms.get_potential_energy()
+    assert "spin" in capsys.readouterr().err
     atoms.info["electric_field"] = [0, 0, 0.1]
     atoms.rattle(0.01)
     atoms.get_potential_energy()

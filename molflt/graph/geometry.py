@@ -61,6 +61,7 @@ class Geometry(NamedTuple):
             raise ValueError(f"pbc must be bool, one for each axis; got {pbc.dtype}; use .bool()")
         if batch is None and pos.shape[0]:
             _expect_one_graph(graphs, cell, pbc)
+            graphs = 1 if graphs is None else graphs
         batch = _in_order(batch, pos, graphs)
         if graphs is None:
             graphs = _number_of_graphs(batch, cell, pbc)
@@ -196,7 +197,7 @@ def _in_order(batch: Tensor | None, atoms: Tensor, graphs: int | None) -> Tensor
         atoms: anything with one row for each atom.
         graphs: their number, or None if nobody said.
     """
-    if graphs is not None and graphs < 0:
+    if graphs is not None and (isinstance(graphs, float) or graphs < 0):
         raise ValueError(f"batch_size must be the number of graphs; got {graphs}; correct it")
     if batch is None:
         return torch.zeros(atoms.shape[0], dtype=torch.long, device=atoms.device)
@@ -251,7 +252,11 @@ def _number_of_graphs(batch: Tensor, cell: Tensor | None, pbc: Tensor | None) ->
     """One more than the last, or as many as there are cells or axes."""
     if torch.compiler.is_compiling():  # the number of cells is a size, that in `batch` is not
         stacked = (cell is not None and cell.ndim == 3) or (pbc is not None and pbc.ndim == 2)
-        return _of_none(cell, pbc) if stacked else cast(int, batch[-1].item()) + 1
+        if stacked:
+            return _of_none(cell, pbc)
+        last = cast(int, batch[-1].item())
+        torch._check(last >= 0)
+        return last + 1
     return int(batch[-1]) + 1 if len(batch) else _of_none(cell, pbc)
 
 

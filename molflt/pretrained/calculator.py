@@ -137,13 +137,22 @@ class Calculator(AseCalculator):
                 "of molflt.Calculator gives it for any cell of three lattice vectors"
             )
 
-    def _warn_of_new(self, atoms: Atoms) -> None:
-        whole("atomic_numbers", torch.from_numpy(atoms.numbers), 1, MAX_ATOMIC_NUMBER, "elements")
+    def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:
+        """See ASE. Names fields that are not used, also where the last results are still valid."""
+        self._warn_of_unused(atoms)
+        changes: list[str] = super().check_state(atoms, tol)
+        return changes
+
+    def _warn_of_unused(self, atoms: Atoms) -> None:
         unused = unused_fields(atoms)
         if not unused.keys() <= self._fields_told:
             self._fields_told |= unused.keys()
             said = unused_warning(atoms.get_chemical_formula(), unused)
             print(f"molflt: warning: {said}", file=sys.stderr)
+
+    def _warn_of_new(self, atoms: Atoms) -> None:
+        whole("atomic_numbers", torch.from_numpy(atoms.numbers), 1, MAX_ATOMIC_NUMBER, "elements")
+        self._warn_of_unused(atoms)
         new = set(atoms.numbers.tolist()) - self._told
         if new:
             refuse_undescribed(new, undescribed(self.model), atoms.get_chemical_formula())

@@ -362,6 +362,25 @@ def test_one_compiled_graph_for_all_sizes(form):
     assert count.frame_count == (2 if backend == "aot_eager" else 1)  # forward and backward
 
 
+@pytest.mark.parametrize("batch", [None, torch.zeros(6, dtype=torch.long)])
+def test_one_cell_without_a_batch_size_compiles(batch):
+    """One graph is known from `batch=None`; the last index is not below 0."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    layer = GraphAttention(DIM, HEADS, num_features=4, **FORMS["reciprocal"]).double().eval()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="eager")
+    given = (
+        torch.randn(6, DIM).double(),
+        5 * torch.rand(6, 3).double(),
+        batch,
+        6 * torch.eye(3).double(),
+    )
+    with torch.no_grad():
+        close(compiled(*given), layer(*given))
+    with pytest.raises(ValueError, match="batch_size must be"):
+        layer(*given, batch_size=1.0)
+
+
 def test_one_exported_program_for_all_sizes():
     torch.manual_seed(0)
     layer = GraphAttention(DIM, HEADS, num_features=4, **FORMS["reciprocal"]).double()
