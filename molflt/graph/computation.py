@@ -72,7 +72,7 @@ class EnergyInputs(NamedTuple):
         """Prepares a batch, as `EnergyRegressor.forward` takes it, with its checks."""
         _check(model)
         atoms = Atoms.of(batch, model.embedding.element.weight)
-        references = atoms.geometry.sum(model.element_energies[atoms.numbers])
+        references = model._references(atoms)
         if not model.subsurface:
             atoms, _ = atoms.above_subsurface()
         geometry, numbers, _ = atoms
@@ -81,7 +81,7 @@ class EnergyInputs(NamedTuple):
         encoding, nothing = model.encoding, geometry.pos.new_zeros(geometry.graphs, 2, 3)
         found = _Found(None)
         around = None
-        if model.embedding.sees_neighbors:
+        if model.sees_neighbors:
             around = neighbor_list(geometry, model.neighbor_cutoff)
         if encoding is None:
             dense = DenseAtoms.of(geometry)
@@ -166,7 +166,7 @@ class EnergyComputation(nn.Module):
                 near = NearPairs(*given[_place("pair_graphs") : _place("edge_centers")])
             encoded = model.encoding._evaluate(dense, _Found(nodes, None, near))
         edges = None
-        if model.embedding.sees_neighbors:
+        if model.sees_neighbors:
             center, neighbor, vector = given[_place("edge_centers") :]
             edges = Neighbors(center, neighbor, vector, vector.norm(dim=-1))
         x = model.embedding(given.numbers, given.tags, edges)
@@ -183,7 +183,7 @@ class EnergyComputation(nn.Module):
             nowhere,
             given.tags,
         )
-        energy: Tensor = model.readout(model.stack.norm(x), geometry)
+        energy: Tensor = model.readout(model.stack.norm(x), geometry, edges)
         return energy.double() * model.energy_std + model.energy_mean + given.references
 
 

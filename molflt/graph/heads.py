@@ -2,12 +2,14 @@
 
 import math
 import warnings
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
 from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
-from molflt.attention.checks import at_hand
+from molflt.attention.checks import at_hand, one_of
+from molflt.attention.numerics import fade
 from molflt.graph import elements
 from molflt.graph.geometry import Geometry, _sum_by
 from molflt.graph.messages import EquivariantMessages
@@ -18,6 +20,15 @@ from molflt.graph.radial import radial_bumps
 _WAVES = 64  # functions of descriptors
 _WAVE_NUMBER = 0.3  # 1 / standard deviation of a descriptor: elements of one group are neighbors
 _NUM_ELEMENTS = MAX_ATOMIC_NUMBER + 1  # 0 is not used
+
+# which atoms the energy is read from: whether slab atoms and adsorbate atoms count by contact
+READOUTS = {"all": (False, False), "adsorbate": (True, False), "contact": (True, True)}
+
+# The command line lists the choices of an option from its type.
+if TYPE_CHECKING:
+    ReadoutName = str
+else:
+    ReadoutName = Literal[tuple(READOUTS)]
 
 
 class ElementEmbedding(nn.Embedding):
@@ -128,36 +139,93 @@ class AtomEmbedding(nn.Module):
 
 
 class EnergyReadout(nn.Module):
-    """E = sum over atoms with tag > 0 of MLP(h) times a learned factor per tag (3D-Graphormer).
+    """Energy as a sum over atoms of MLP(h) times a learned factor per tag.
 
-    A graph in which no atom has tag > 0 (tags unknown) sums over all its atoms as if they were
-    surface atoms, and warns once, instead of returning 0.
+    An atom counts fully, or by its contact with the atoms on the other side of the interface
+    between adsorbate and slab,
+
+        c_i = 1 - prod_j (1 - s(d_ij)),
+
+    where s falls from 1 at half of the cutoff to 0 at the cutoff, twice differentiable, and j
+    includes periodic images.
 
     Args:
         dim: width of tokens.
+        atoms: which atoms count. "contact": all by contact, which makes the energy of a clean slab
+            and of a molecule far from a slab 0; for labels relative to the free molecule.
+            "adsorbate": adsorbate atoms fully, slab atoms by contact; for labels relative to other
+            molecules, as in OC20. "all": atoms with tag > 0 fully; for total energies. Graphs
+            without tags count all their atoms as surface atoms there, with a warning.
+        cutoff: of contacts, Å.
+
+    Attributes:
+        by_contact: (2,) bool, buffer: whether slab atoms and adsorbate atoms count by contact. It
+            is part of the weights: those of earlier versions lack it and count all atoms fully.
     """
 
-    def __init__(self, dim: int) -> None:
+    by_contact: Tensor
+
+    def __init__(self, dim: int, atoms: ReadoutName = "all", cutoff: float = 5.0) -> None:
         super().__init__()
+        one_of("readout", atoms, READOUTS)
+        self.cutoff, self.sees_neighbors = cutoff, any(READOUTS[atoms])
         self.mlp = nn.Sequential(nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, 1))
         self.factor = nn.Embedding(len(Tag), 1)
         nn.init.constant_(self.factor.weight, 0.1)
+        self.register_buffer("by_contact", torch.tensor(READOUTS[atoms]))
 
-    def forward(self, h: Tensor, geometry: Geometry) -> Tensor:
-        """Tokens (atoms, dim) of atoms with tags -> energies (graphs,)."""
+    def forward(self, h: Tensor, geometry: Geometry, neighbors: Neighbors | None = None) -> Tensor:
+        """Returns energies (graphs,).
+
+        Args:
+            h: (atoms, dim), tokens.
+            geometry: with tags.
+            neighbors: pairs within the cutoff; not needed if all atoms count fully.
+        """
         counted = geometry.above_subsurface()
         assert geometry.tags is not None
         untagged = counted & (geometry.tags == Tag.SUBSURFACE.value)
         if not torch.compiler.is_compiling() and bool(untagged.any()):
-            structures = len(geometry.batch[untagged].unique())
-            warnings.warn(
-                f"{structures} structure(s) have no atom with tag > 0; their energy sums over "
-                "all atoms. Set tags (1 surface, 2 adsorbate) for adsorption energies.",
-                stacklevel=2,
-            )
+            self._expect_tags(len(geometry.batch[untagged].unique()))
         tags = torch.where(untagged, Tag.SURFACE.value, geometry.tags)
         atomic = (self.mlp(h) * self.factor(tags)).squeeze(-1)
-        return geometry.sum(torch.where(counted, atomic, 0.0))
+        if not self.sees_neighbors:
+            return geometry.sum(torch.where(counted, atomic, 0.0))
+        if neighbors is None:
+            raise ValueError("contacts need neighbors; got None")
+        adsorbate = tags == Tag.ADSORBATE.value
+        weight = contact(adsorbate, neighbors, self.cutoff)
+        by_contact = torch.where(adsorbate, self.by_contact[1], self.by_contact[0])
+        return geometry.sum(atomic * torch.where(by_contact, weight, counted.to(weight)))
+
+    def _expect_tags(self, untagged: int) -> None:
+        """Warns of graphs without tags, or refuses them where energies depend on tags."""
+        what = f"{untagged} structure(s) have no atom with tag > 0"
+        if self.by_contact.any():
+            raise ValueError(
+                f"{what}; expected tags, 1 surface and 2 adsorbate, for adsorption energies; set "
+                "them, or use readout='all' for total energies"
+            )
+        warnings.warn(
+            f"{what}; their energy sums over all atoms. Set tags (1 surface, 2 adsorbate) for "
+            "adsorption energies.",
+            stacklevel=3,
+        )
+
+
+def contact(adsorbate: Tensor, neighbors: Neighbors, cutoff: float) -> Tensor:
+    """Contact of each atom with those on the other side of the interface, (atoms,) in [0, 1].
+
+    Args:
+        adsorbate: (atoms,) bool; the others are the slab.
+        neighbors: pairs within the cutoff.
+        cutoff: Å.
+    """
+    center, neighbor, _, distance = neighbors
+    across = adsorbate[center] != adsorbate[neighbor]
+    left = 1 - fade(2 * distance / cutoff - 1) * across
+    logs = left.clamp(min=torch.finfo(left.dtype).tiny).log()
+    return 1 - _sum_by(logs, center, len(adsorbate)).exp()
 
 
 class PositionHead(nn.Module):

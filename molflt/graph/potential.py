@@ -81,7 +81,11 @@ class Potential(EnergyRegressor):
             option out of its range.
     """
 
-    of_data = ("energy_mean", "element_energies")  # energy_std scales the forces of the source
+    of_data = (
+        "energy_mean",
+        "element_energies",
+        "readout.by_contact",
+    )  # energy_std scales the forces of the source
 
     def __init__(
         self,
@@ -130,6 +134,7 @@ class Potential(EnergyRegressor):
             subsurface=True,
             position_head=False,
             move_atoms=False,
+            readout="all",
             **stack,
         )
         nn.init.ones_(self.readout.factor.weight)  # there are no tags that differ

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from molflt.atoms import MAX_ATOMIC_NUMBER
+from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
 from molflt.attention import Attention, Position, Stack
 from molflt.attention.checks import at_least_one, known_names, no_effect, not_negative, positive
 from molflt.attention.features import FeatureMapName
@@ -17,9 +17,10 @@ from molflt.attention.mixers import ATTENTION, MIXER_OPTIONS
 from molflt.attention.positions.base import MixingName
 from molflt.graph.encoding import GraphEncoding, GraphPositionName, _encode, _make_encoding
 from molflt.graph.geometry import Geometry
-from molflt.graph.heads import AtomEmbedding, EnergyReadout, PositionHead
+from molflt.graph.heads import AtomEmbedding, EnergyReadout, PositionHead, ReadoutName
 from molflt.graph.inputs import Atoms
 from molflt.graph.neighbors import Neighbors, neighbor_list
+from molflt.graph.periodic import Near
 from molflt.graph.schemes import PeriodicName
 
 if TYPE_CHECKING:
@@ -73,6 +74,10 @@ class EnergyRegressor(nn.Module):
         position_head: predict displacements to the relaxed positions as an auxiliary task.
         move_atoms: after each pass but the last, move the free atoms by what the position head
             predicts, by less than 1 Å each, and compute the mask again from where they are.
+        readout: atoms that the energy is read from, see `molflt.graph.heads.EnergyReadout`. For
+            adsorption energies "adsorbate", or "contact" where they are relative to the free
+            molecule; "all" for total energies.
+        far_field: False ends what atoms see of each other at the near field.
         stack: further arguments of `molflt.attention.Stack`.
 
     Attributes:
@@ -95,8 +100,8 @@ class EnergyRegressor(nn.Module):
             have no effect.
     """
 
-    added_later: tuple[str, ...] = ("element_energies",)
-    of_data: tuple[str, ...] = _ENERGIES
+    added_later: tuple[str, ...] = ("element_energies", "readout.by_contact")
+    of_data: tuple[str, ...] = (*_ENERGIES, "readout.by_contact")
     seen_by: ClassVar = {"trained_elements": "embedding.element.weight"}
     energy_mean: Tensor
     energy_std: Tensor
@@ -126,17 +131,22 @@ class EnergyRegressor(nn.Module):
         subsurface: bool = True,
         position_head: bool = True,
         move_atoms: bool = False,
+        readout: ReadoutName = "adsorbate",
+        far_field: bool = True,
         **stack: Any,
     ) -> None:
         super().__init__()
         known_names(EnergyRegressor, stack, Stack, Attention, but=_NOT_OURS)
         _check_numbers(dim, heads, radial_basis, messages, neighbor_cutoff, position_head)
         kind = {"mixing": mixing, "feature_map": feature_map, "num_features": num_features}
+        form = _best_form(position, periodic, near_field)
+        if not far_field:
+            form["periodic"] = Near(smooth=True)
         self.encoding: GraphEncoding | None = _make_encoding(
             heads,
             position,
             kind,
-            **_best_form(position, periodic, near_field),
+            **form,
             position_options=position_options,
             image_cutoff=image_cutoff,
             max_frequency=max_frequency,
@@ -150,7 +160,8 @@ class EnergyRegressor(nn.Module):
         self.neighbor_cutoff = cutoff = 5.0 if neighbor_cutoff is None else neighbor_cutoff
         self.embedding = AtomEmbedding(dim, radial_basis, cutoff, descriptors, messages)
         self.descriptors, self.subsurface, self.move_atoms = descriptors, subsurface, move_atoms
-        self.stack, self.readout = blocks, EnergyReadout(dim)
+        self.stack, self.readout = blocks, EnergyReadout(dim, readout, cutoff)
+        self.sees_neighbors = self.embedding.sees_neighbors or self.readout.sees_neighbors
         self.position_head = PositionHead(dim, cutoff=cutoff) if position_head else None
         self._register_buffers()
 
@@ -193,8 +204,7 @@ class EnergyRegressor(nn.Module):
             ValueError: naming the attribute that is missing or wrong.
         """
         atoms = Atoms.of(batch, self.embedding.element.weight)
-        # constants of all atoms, summed in float64: totals of 1e5 eV keep what the model says
-        references = atoms.geometry.sum(self.element_energies[atoms.numbers])
+        references = self._references(atoms)
         if self.subsurface:
             out = self._predict(atoms)
         else:
@@ -206,16 +216,22 @@ class EnergyRegressor(nn.Module):
     if TYPE_CHECKING:  # torch declares that a call returns anything
         __call__ = forward
 
+    def _references(self, atoms: Atoms) -> Tensor:
+        """Energies of elements, of the adsorbate alone in an adsorption energy: (graphs,), eV."""
+        # summed in float64: totals of 1e5 eV keep what the model says
+        counted = (atoms.geometry.tags == Tag.ADSORBATE.value) | ~self.readout.by_contact[0]
+        return atoms.geometry.sum(self.element_energies[atoms.numbers] * counted)
+
     def _predict(self, atoms: Atoms) -> dict[str, Tensor]:
         geometry, numbers, fixed = atoms
         neighbors = None
-        if self.position_head is not None or self.embedding.sees_neighbors:
+        if self.position_head is not None or self.sees_neighbors:
             neighbors = neighbor_list(geometry, self.neighbor_cutoff)
         if self.training:
             self.trained_elements[numbers] = True
         tokens = self.embedding(numbers, geometry.tags, neighbors)
         h, displacement = self._refine(geometry, tokens, neighbors, fixed)
-        energy = self.readout(h, geometry)
+        energy = self.readout(h, geometry, neighbors)
         out = {"energy": energy.double() * self.energy_std + self.energy_mean, "embedding": h}
         if displacement:
             out["displacement"] = displacement[-1]

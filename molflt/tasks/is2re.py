@@ -81,16 +81,20 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         position_weight_final: w at the last step.
         energy_mean: eV, subtracted from energies in the loss; null: that of the training set.
         energy_std: eV, divides energies in the loss; null: that of the training set.
-        references: for total energies: an energy for each element, kept with the weights; the
-            model learns what is left. fit: by least squares on the training set; a JSON or YAML
-            file of energies in eV by symbol; none: learn energies as they are; null: as they are,
-            unless they look like totals.
+        references: an energy for each element, kept with the weights; the model learns what is
+            left. fit: by least squares on the training set; a JSON or YAML file of energies in eV
+            by symbol; none: learn energies as they are; null: fit if the model reads adsorbates
+            ("adsorbate"), else as they are, and totals are refused. Of all atoms for total energies
+            (model.readout: all), of adsorbate atoms otherwise.
         rotate: turn and mirror every training structure at random, about z (the surface normal)
             or in all directions. FLT's random nodes are not rotation invariant; this teaches them.
         interpolate: share of training structures that start from a random point of the straight way
             from their initial to their relaxed positions, where these are known. Energies are those
             of the relaxed structure all the same.
         noise: standard deviation of normal noise on the free atoms of such structures, Å.
+        repeat: share of training structures whose slab is repeated in the plane, 2 x 1, 1 x 2 or
+            2 x 2, with one adsorbate, see `molflt.data.structures.augment.repeat`. The model learns
+            that energies do not depend on the size of the cell.
         optimization: arguments of `molflt.tasks.base.Task`.
     """
 
@@ -114,6 +118,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         rotate: Literal["none", "z", "all"] = "none",
         interpolate: float = 0.0,
         noise: float = 0.0,
+        repeat: float = 0.0,
         **optimization: Any,
     ) -> None:
         super().__init__(model, **optimization)
@@ -124,6 +129,8 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
                 f"task.references={references} leaves no mean to subtract; got "
                 f"task.energy_mean={energy_mean}; leave one of them out"
             )
+        if not 0 <= repeat <= 1:
+            raise ValueError(f"task.repeat must lie in [0, 1]; got {repeat}")
         if not 0 <= interpolate <= 1 or noise < 0 or (noise and not interpolate):
             raise ValueError(
                 "task.interpolate must lie in [0, 1], and task.noise be at least 0 and go with it; "
@@ -137,16 +144,23 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         self.rotate = rotate
         self.interpolate = interpolate
         self.noise = noise
+        self.repeat = repeat
 
     def prepare(self, data: "IS2REData") -> None:
         """Stores energies per element, mean and standard deviation, eV, in the model's buffers."""
         self.check_data(data)
         if self.interpolate:
             data.expect_relaxed(f"task.interpolate={self.interpolate:g}")
-        mean, std = self.energy_mean, self.energy_std
-        if self.references is None:
+        mean, std, references = self.energy_mean, self.energy_std, self.references
+        by_contact = dict(self.model.named_buffers()).get("readout.by_contact")
+        slab, adsorbate = (False, False) if by_contact is None else by_contact.tolist()
+        if slab or references is None:
             data.refuse_totals()
-        if fit := self.store_references(data, self.references):
+        if slab:
+            _refuse_offsets(mean, references if adsorbate else None)
+            mean = 0.0
+            references = "none" if adsorbate else references or "fit"
+        if fit := self.store_references(data, references, of_adsorbates=slab):
             found = fit.mean, fit.std or 1.0
         elif mean is None or std is None:
             found = data.normalizer()
@@ -158,6 +172,8 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
     def loss(self, batch: "Batch", progress: float) -> tuple[Tensor, _EnergySums]:
         if self.interpolate:
             batch = augment.interpolate(batch, self.interpolate, self.noise)
+        if self.repeat:
+            batch = augment.repeat(batch, self.repeat)
         if self.rotate != "none":
             matrices = augment.random_orthogonal(batch.num_graphs, self.rotate)
             batch = augment.rotate(batch, matrices)
@@ -179,6 +195,16 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
 
     def _position_weight(self, progress: float) -> float:
         return self.position_weight + progress * (self.position_weight_final - self.position_weight)
+
+
+def _refuse_offsets(mean: float | None, references: str | Path | None) -> None:
+    """Raises ValueError for energies that would be added where nothing is adsorbed."""
+    for name, given in {"energy_mean": mean, "references": references}.items():
+        if given not in (None, "none"):
+            raise ValueError(
+                f"task.{name}={given} would be added to structures without adsorption; expected "
+                "none with this model.readout; leave it out, or take --model.readout all"
+            )
 
 
 def _goal(batch: "Batch") -> tuple[Tensor, Tensor]:

@@ -28,7 +28,9 @@ class _WithElements(Protocol):
 
     def refuse_copies(self) -> None: ...
 
-    def element_energies(self, references: Path | None = None) -> "ElementEnergies": ...
+    def element_energies(
+        self, references: Path | None = None, of_adsorbates: bool = False
+    ) -> "ElementEnergies": ...
 
 
 class OfStructures:
@@ -39,7 +41,10 @@ class OfStructures:
     _fitted: dict[str, float] | None = None
 
     def store_references(
-        self, data: _WithElements, references: Literal["none", "fit"] | Path | None
+        self,
+        data: _WithElements,
+        references: Literal["none", "fit"] | Path | None,
+        of_adsorbates: bool = False,
     ) -> "ElementEnergies | None":
         """Stores an energy for each element, fitted or from a file, in the model's buffer."""
         # `references` has the type of the options: typing caches unions, in the order of the first
@@ -47,7 +52,9 @@ class OfStructures:
 
         if references in (None, "none"):
             return None
-        fit = data.element_energies(None if references == "fit" else Path(references))
+        fit = data.element_energies(
+            None if references == "fit" else Path(references), of_adsorbates
+        )
         self.model.get_buffer("element_energies").copy_(torch.from_numpy(fit.energies))
         there = np.flatnonzero(fit.present)
         self._fitted = {chemical_symbols[number]: float(fit.energies[number]) for number in there}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
+from molflt.atoms import Tag
+
 if TYPE_CHECKING:
     from torch_geometric.data import Batch
 
-__all__ = ["interpolate", "random_orthogonal", "rotate"]
+__all__ = ["interpolate", "random_orthogonal", "repeat", "rotate"]
 
 
 def random_orthogonal(count: int, about: Literal["z", "all"]) -> Tensor:
@@ -74,3 +77,46 @@ def interpolate(batch: Batch, share: float, noise: float) -> Batch:
     moved = batch.clone()
     moved.pos = torch.where(known, batch.pos + t * target + rattle, batch.pos)
     return moved
+
+
+_CELLS = ((2, 1), (1, 2), (2, 2))  # numbers of cells along the first two lattice vectors
+
+
+def repeat(batch: Batch, share: float) -> Batch:
+    """A batch in which some slabs are repeated in the plane, with one adsorbate each.
+
+    Energies and the positions to be predicted of the atoms of the first cell stay what they are;
+    positions of the copies, whose adsorbate is far away, are not known.
+
+    Args:
+        batch: pos, pos_relaxed (atoms, 3) and cell (structures, 3, 3), Å; tags (atoms,).
+        share: probability that a structure is repeated.
+    """
+    graphs = batch.num_graphs
+    sizes = torch.tensor(_CELLS)[torch.randint(len(_CELLS), (graphs,))]
+    sizes[torch.rand(graphs) >= share] = 1
+    sizes = sizes.to(batch.batch.device)
+    keys = ("pos", "pos_relaxed", "atomic_numbers", "tags", "fixed", "batch")
+    parts = [{key: batch[key] for key in keys}]
+    slab = batch.tags != Tag.ADSORBATE.value
+    for a, b in itertools.product(range(2), repeat=2):
+        there = (a < sizes[:, 0]) & (b < sizes[:, 1])
+        if a + b == 0 or not there.any():
+            continue
+        kept = there[batch.batch] & slab
+        copy = {key: batch[key][kept] for key in keys}
+        step = batch.cell.new_tensor([a, b, 0.0]) @ batch.cell  # [g, 3]
+        copy["pos"] = copy["pos"] + step[copy["batch"]]
+        copy["pos_relaxed"] = torch.full_like(copy["pos"], torch.nan)
+        parts.append(copy)
+    if len(parts) == 1:
+        return batch
+    out = batch.clone()
+    joined = {key: torch.cat([part[key] for part in parts]) for key in keys}
+    order = joined["batch"].argsort(stable=True)
+    for key in keys:
+        out[key] = joined[key][order]
+    counts = out.batch.bincount(minlength=graphs)
+    out.ptr = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
+    out.cell = batch.cell * torch.nn.functional.pad(sizes, (0, 1), value=1)[:, :, None]
+    return out

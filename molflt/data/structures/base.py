@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from molflt.atoms import MAX_ATOMIC_NUMBER
+from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
 
 if TYPE_CHECKING:
     from ase import Atoms
@@ -179,18 +179,24 @@ class Structures(Dataset["Data"], ABC):
         records = with_bar(self, "reading labels")
         return np.array([float(record.y_relaxed) for record in records], dtype=np.float64)
 
-    def compositions(self, indices: NDArray[np.int64]) -> NDArray[np.float64]:
-        """How many atoms of each element structures have: (n,) -> (n, 119), by atomic number."""
+    def compositions(
+        self, indices: NDArray[np.int64], of_adsorbates: bool = False
+    ) -> NDArray[np.float64]:
+        """Number of atoms, or of adsorbate atoms, of each element: (n,) -> (n, 119)."""
         counts = np.zeros((len(indices), MAX_ATOMIC_NUMBER + 1))
         for row, index in zip(counts, indices, strict=True):
-            row += np.bincount(self[int(index)].atomic_numbers.numpy(), minlength=len(row))
+            record = self[int(index)]
+            counted = (record.tags == Tag.ADSORBATE) | (not of_adsorbates)
+            row += np.bincount(record.atomic_numbers[counted].numpy(), minlength=len(row))
         return counts
 
-    def composition_blocks(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float64]]]:
+    def composition_blocks(
+        self, of_adsorbates: bool = False
+    ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float64]]]:
         """Indices and `compositions` of all structures, in the memory of some."""
         for first in with_bar(range(0, len(self), _BLOCK), "reading elements"):
             indices = np.arange(first, min(first + _BLOCK, len(self)))
-            yield indices, self.compositions(indices)
+            yield indices, self.compositions(indices, of_adsorbates)
 
     def __iter__(self) -> Iterator[Data]:
         return map(self.__getitem__, range(len(self)))

@@ -293,12 +293,14 @@ class IS2REData(BatchedData[Structures]):
                 stacklevel=2,
             )
 
-    def element_energies(self, references: Path | None = None) -> ElementEnergies:
+    def element_energies(
+        self, references: Path | None = None, of_adsorbates: bool = False
+    ) -> ElementEnergies:
         """Energies per element that fit the training split; warns where they mean little."""
         self.setup()
         train, dataset = self.datasets["train"], self.datasets["val"]
         given = None if references is None else read_element_energies(references)
-        found = fit_element_energies(train, given)
+        found = fit_element_energies(train, given, of_adsorbates)
         if found.undetermined:
             warnings.warn(
                 f"{train.path}: compositions leave {found.undetermined} of "
@@ -306,7 +308,9 @@ class IS2REData(BatchedData[Structures]):
                 "elements than here will have wrong energies",
                 stacklevel=2,
             )
-        present = np.asarray(dataset.compositions(np.arange(len(dataset))).any(axis=0))
+        present = np.asarray(
+            dataset.compositions(np.arange(len(dataset)), of_adsorbates).any(axis=0)
+        )
         if given is not None:
             expect_elements(str(dataset.path), present, given)
         elif (missing := ~found.present & present).any():

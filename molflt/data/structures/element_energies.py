@@ -40,7 +40,9 @@ class ElementEnergies(NamedTuple):
 
 
 def fit_element_energies(
-    dataset: Structures, given: Mapping[int, float] | None = None
+    dataset: Structures,
+    given: Mapping[int, float] | None = None,
+    of_adsorbates: bool = False,
 ) -> ElementEnergies:
     """Fits y_relaxed = sum over atoms of the energy of their element.
 
@@ -50,12 +52,13 @@ def fit_element_energies(
     Args:
         dataset: structures with labels, all of them finite.
         given: energies by atomic number, eV, to use instead of a fit.
+        of_adsorbates: sum over adsorbate atoms alone.
     """
     columns = MAX_ATOMIC_NUMBER + 1
     labels, count = dataset.y_relaxed, len(dataset)
     present = np.zeros(columns, dtype=bool)
     triangle = np.zeros((0, columns + 2))  # of compositions, ones and labels
-    for indices, atoms in dataset.composition_blocks():
+    for indices, atoms in dataset.composition_blocks(of_adsorbates):
         present |= atoms.any(axis=0)
         block = np.column_stack([atoms, np.ones(len(indices)), labels[indices]])
         triangle = np.asarray(np.linalg.qr(np.vstack([triangle, block]), mode="r"))

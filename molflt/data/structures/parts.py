@@ -149,8 +149,10 @@ class Part(_View):
             return super().y_relaxed
         return self._energies[self._kept]
 
-    def compositions(self, indices: NDArray[np.int64]) -> NDArray[np.float64]:
-        return self.source.compositions(self._kept[indices])
+    def compositions(
+        self, indices: NDArray[np.int64], of_adsorbates: bool = False
+    ) -> NDArray[np.float64]:
+        return self.source.compositions(self._kept[indices], of_adsorbates)
 
 
 def without(

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from molflt.atoms import MAX_ATOMIC_NUMBER
+from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
 from molflt.data.structures.base import Structures
 from molflt.data.structures.records import make_record
 from molflt.data.structures.store_faults import _atom_faults, _structure_faults
@@ -184,13 +184,17 @@ class StructureStore(Structures):
         energies = np.array(self._open()["y_relaxed"])
         return energies if self._kept is None else energies[self._kept]
 
-    def compositions(self, indices: NDArray[np.int64]) -> NDArray[np.float64]:
+    def compositions(
+        self, indices: NDArray[np.int64], of_adsorbates: bool = False
+    ) -> NDArray[np.float64]:
         maps = self._open()
         offsets, numbers = maps["offsets"], maps["atomic_numbers"]
         counts = np.zeros((len(indices), MAX_ATOMIC_NUMBER + 1))
         for row, index in zip(counts, indices, strict=True):
             stored = self._stored(index)
-            own = np.bincount(numbers[offsets[stored] : offsets[stored + 1]], minlength=len(row))
+            atoms = slice(offsets[stored], offsets[stored + 1])
+            counted = (maps["tags"][atoms] == Tag.ADSORBATE) | (not of_adsorbates)
+            own = np.bincount(numbers[atoms][counted], minlength=len(row))
             if own[0] or len(own) > len(row):
                 self[index]  # says what is wrong
             row += own
