@@ -72,7 +72,7 @@ class EnergyInputs(NamedTuple):
         """Prepares a batch, as `EnergyRegressor.forward` takes it, with its checks."""
         _check(model)
         atoms = Atoms.of(batch, model.embedding.element.weight)
-        references = model._references(atoms)
+        references = atoms.geometry.sum(model._references(atoms))
         if not model.subsurface:
             atoms, _ = atoms.above_subsurface()
         geometry, numbers, _ = atoms

@@ -175,7 +175,11 @@ class EnergyReadout(nn.Module):
         self.register_buffer("by_contact", torch.tensor(READOUTS[atoms]))
 
     def forward(self, h: Tensor, geometry: Geometry, neighbors: Neighbors | None = None) -> Tensor:
-        """Returns energies (graphs,).
+        """Returns energies (graphs,); arguments as for `by_atom`."""
+        return geometry.sum(self.by_atom(h, geometry, neighbors))
+
+    def by_atom(self, h: Tensor, geometry: Geometry, neighbors: Neighbors | None = None) -> Tensor:
+        """Returns what each atom adds to the energy, (atoms,).
 
         Args:
             h: (atoms, dim), tokens.
@@ -190,13 +194,40 @@ class EnergyReadout(nn.Module):
         tags = torch.where(untagged, Tag.SURFACE.value, geometry.tags)
         atomic = (self.mlp(h) * self.factor(tags)).squeeze(-1)
         if not self.sees_neighbors:
-            return geometry.sum(torch.where(counted, atomic, 0.0))
+            return torch.where(counted, atomic, 0.0)
         if neighbors is None:
             raise ValueError("contacts need neighbors; got None")
         adsorbate = tags == Tag.ADSORBATE.value
-        weight = contact(adsorbate, neighbors, self.cutoff)
+        weight = (
+            1 - _sum_by(self._bonds(adsorbate, neighbors), neighbors.center, len(h)).neg().exp()
+        )
         by_contact = torch.where(adsorbate, self.by_contact[1], self.by_contact[0])
-        return geometry.sum(atomic * torch.where(by_contact, weight, counted.to(weight)))
+        return atomic * torch.where(by_contact, weight, counted.to(weight))
+
+    def on_adsorbates(self, energies: Tensor, adsorbate: Tensor, neighbors: Neighbors) -> Tensor:
+        """Moves energies of slab atoms to the adsorbate atoms in contact with them, in proportion.
+
+        Args:
+            energies: (atoms,), as `by_atom` returns them.
+            adsorbate: (atoms,) bool.
+            neighbors: pairs within the cutoff.
+
+        Returns:
+            (atoms,), with the same sums over graphs, and 0 for slab atoms that count by contact.
+        """
+        center, neighbor = neighbors.center, neighbors.neighbor
+        bonds = self._bonds(adsorbate, neighbors)
+        total = _sum_by(bonds, center, len(energies))
+        moved = (total > 0) & ~adsorbate
+        share = bonds / torch.where(moved, total, 1.0)[center]
+        gained = _sum_by(share * (energies * moved)[center], neighbor, len(energies))
+        return torch.where(moved, 0.0, energies) + gained
+
+    def _bonds(self, adsorbate: Tensor, neighbors: Neighbors) -> Tensor:
+        """-log(1 - s(d)) of pairs across the interface, 0 of others: (pairs,)."""
+        across = adsorbate[neighbors.center] != adsorbate[neighbors.neighbor]
+        left = 1 - fade(2 * neighbors.distance / self.cutoff - 1) * across
+        return -left.clamp(min=torch.finfo(left.dtype).tiny).log()
 
     def _expect_tags(self, untagged: int) -> None:
         """Warns of graphs without tags, or refuses them where energies depend on tags."""
@@ -211,21 +242,6 @@ class EnergyReadout(nn.Module):
             "adsorption energies.",
             stacklevel=3,
         )
-
-
-def contact(adsorbate: Tensor, neighbors: Neighbors, cutoff: float) -> Tensor:
-    """Contact of each atom with those on the other side of the interface, (atoms,) in [0, 1].
-
-    Args:
-        adsorbate: (atoms,) bool; the others are the slab.
-        neighbors: pairs within the cutoff.
-        cutoff: Å.
-    """
-    center, neighbor, _, distance = neighbors
-    across = adsorbate[center] != adsorbate[neighbor]
-    left = 1 - fade(2 * distance / cutoff - 1) * across
-    logs = left.clamp(min=torch.finfo(left.dtype).tiny).log()
-    return 1 - _sum_by(logs, center, len(adsorbate)).exp()
 
 
 class PositionHead(nn.Module):

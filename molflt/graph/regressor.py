@@ -197,30 +197,36 @@ class EnergyRegressor(nn.Module):
             "energy": (graphs,) float64, eV; "embedding": (atoms, dim), what the energy is read
             from; with a position head, "displacement": (atoms, 3), Å, from the given to the relaxed
             position; with `move_atoms`, "displacement_by_pass": (passes, atoms, 3), Å, the same
-            after each pass. Atoms that are left out stay, and have an embedding of 0.
+            after each pass. Atoms that are left out stay, and have an embedding of 0. In
+            evaluation mode, unless `readout` is "all", also "adsorbate_energy": (atoms,) float64,
+            eV, what each adsorbate atom and the slab atoms in contact with it add to the energy;
+            sums over the adsorbates of a slab are their energies.
 
         Raises:
             TypeError: something else than PyG's data.
             ValueError: naming the attribute that is missing or wrong.
         """
         atoms = Atoms.of(batch, self.embedding.element.weight)
-        references = self._references(atoms)
+        whole, references = atoms.geometry, self._references(atoms)
         if self.subsurface:
             out = self._predict(atoms)
         else:
             atoms, kept = atoms.above_subsurface()
             found = self._predict(atoms).items()
             out = {name: x if name == "energy" else _among(x, kept) for name, x in found}
-        return out | {"energy": out["energy"] + references}
+        out = {**out, "energy": out["energy"] + whole.sum(references)}
+        if "adsorbate_energy" in out:
+            out["adsorbate_energy"] = out["adsorbate_energy"][:, 0] + references
+        return out
 
     if TYPE_CHECKING:  # torch declares that a call returns anything
         __call__ = forward
 
     def _references(self, atoms: Atoms) -> Tensor:
-        """Energies of elements, of the adsorbate alone in an adsorption energy: (graphs,), eV."""
+        """Energy of the element of each atom that has one, (atoms,) float64, eV."""
         # summed in float64: totals of 1e5 eV keep what the model says
         counted = (atoms.geometry.tags == Tag.ADSORBATE.value) | ~self.readout.by_contact[0]
-        return atoms.geometry.sum(self.element_energies[atoms.numbers] * counted)
+        return self.element_energies[atoms.numbers] * counted
 
     def _predict(self, atoms: Atoms) -> dict[str, Tensor]:
         geometry, numbers, fixed = atoms
@@ -231,8 +237,13 @@ class EnergyRegressor(nn.Module):
             self.trained_elements[numbers] = True
         tokens = self.embedding(numbers, geometry.tags, neighbors)
         h, displacement = self._refine(geometry, tokens, neighbors, fixed)
-        energy = self.readout(h, geometry, neighbors)
-        out = {"energy": energy.double() * self.energy_std + self.energy_mean, "embedding": h}
+        atomic = self.readout.by_atom(h, geometry, neighbors)
+        energy = geometry.sum(atomic).double() * self.energy_std + self.energy_mean
+        out = {"energy": energy, "embedding": h}
+        if self.readout.sees_neighbors and neighbors is not None and not self.training:
+            adsorbate = geometry.tags == Tag.ADSORBATE.value
+            shared = self.readout.on_adsorbates(atomic, adsorbate, neighbors)
+            out["adsorbate_energy"] = shared.double()[:, None] * self.energy_std
         if displacement:
             out["displacement"] = displacement[-1]
             if len(displacement) > 1:

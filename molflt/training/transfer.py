@@ -221,7 +221,8 @@ def _of_data(name: str, now: Tensor, was: Tensor | None) -> str:
     if was is None or now.shape != was.shape:
         return name
     if now.numel() != 1:
-        return f"{name}, up to {float((now - was).abs().max()):.3g} from those of the source"
+        most = float((now.double() - was.double()).abs().max())
+        return f"{name}, up to {most:.3g} from those of the source"
     return f"{name} {float(now):.6g}, {float(was):.6g} in the source"
 
 

@@ -12,6 +12,8 @@ VARIANTS = {
     "default": {},
     "surface": {"subsurface": False, "descriptors": True, "radial_basis": 4},
     "messages": {"messages": 2},
+    "contact": {"readout": "contact", "position_head": False},
+    "all": {"readout": "all"},
     "flt": FLT,
     "flt-reciprocal": {**FLT, "periodic": "reciprocal"},
     "kernel": {**KERNEL, "near_field": 0.0, "periodic": "none"},
@@ -19,11 +21,12 @@ VARIANTS = {
 }
 
 
-def batches() -> list[Batch]:
-    """Of 1 to 5 graphs, the first of one atom."""
+def batches(untagged: bool) -> list[Batch]:
+    """Of 1 to 5 graphs, the first of one atom; small ones may have no tags."""
     sizes = ([1], [7, 4], [9], [3, 12, 5, 8, 2])
     return [
-        Batch.from_data_list([structure(n, 10 + n, tags=n > 3) for n in batch]) for batch in sizes
+        Batch.from_data_list([structure(n, 10 + n, tags=n > 3 or not untagged) for n in batch])
+        for batch in sizes
     ]
 
 
@@ -34,7 +37,7 @@ def test_tensors_alone_give_the_energies_of_the_model(variant):
     net = model(**VARIANTS[variant]).eval()
     net.element_energies.normal_()
     compute = EnergyComputation(net)
-    for batch in batches():
+    for batch in batches(untagged=variant == "all"):
         found = compute(*EnergyInputs.of(net, batch))
         torch.testing.assert_close(found, net(batch)["energy"], **EXACT)
 
@@ -68,7 +71,7 @@ def test_one_exported_program_for_all_sizes(variant):
     """Reciprocal nodes, near pairs, radial summary and all, from a single atom on."""
     net = model(**{**VARIANTS[variant], "layers": 1}).eval()
     run = export_energies(net, Batch.from_data_list(STRUCTURES)).module()
-    for batch in batches():
+    for batch in batches(untagged=False):
         found = run(*EnergyInputs.of(net, batch))
         torch.testing.assert_close(found, net(batch)["energy"], **EXACT)
 

@@ -31,7 +31,7 @@ def data(**change) -> Data:
 @pytest.fixture(scope="module")
 def model() -> EnergyRegressor:
     torch.manual_seed(0)
-    net = EnergyRegressor(**SMALL).eval()
+    net = EnergyRegressor(**SMALL, readout="all").eval()
     torch.nn.init.normal_(net.position_head.weight.weight)
     return net
 

@@ -241,8 +241,8 @@ def test_neighbors_equal_ase():
         start += s.natoms
 
 
-def test_structures_without_tags_sum_over_all_atoms_and_say_so():
-    net = model()
+def test_structures_without_tags_are_refused_or_sum_over_all_atoms():
+    net = model(readout="all")
     untagged = structure(6, 6, tags=False)
     with pytest.warns(UserWarning, match="no atom with tag > 0"):
         energy = predict(net, [untagged, STRUCTURES[2]])["energy"]
@@ -255,12 +255,15 @@ def test_structures_without_tags_sum_over_all_atoms_and_say_so():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         predict(net, STRUCTURES[:1])
+    for readout in ("adsorbate", "contact"):
+        with pytest.raises(ValueError, match=r"1 structure.*tag.*readout"):
+            predict(model(readout=readout), [untagged, STRUCTURES[2]])
 
 
 def test_atoms_below_the_surface_are_left_out():
     """What is there does not matter, as if the structures had none; without tags, all are there."""
     torch.manual_seed(0)
-    net = model(subsurface=False, near_field=3.0)
+    net = model(subsurface=False, near_field=3.0, readout="all")
     whole, untagged = structure(14, 3), structure(6, 6, tags=False)
     kept = whole.tags > 0
     part = whole.clone()
@@ -280,9 +283,9 @@ def test_atoms_below_the_surface_are_left_out():
         total = predict(net, [whole, untagged])["energy"]
     shift = torch.tensor([-14000.0, -6000.0], dtype=torch.float64)
     torch.testing.assert_close(total, out["energy"] + shift, **EXACT)
-    assert (out["energy"] - predict(model(near_field=3.0), [whole, untagged])["energy"]).abs()[
-        0
-    ] > 1e-6
+    assert (
+        out["energy"] - predict(model(near_field=3.0, readout="all"), [whole, untagged])["energy"]
+    ).abs()[0] > 1e-6
 
 
 def test_descriptors_reach_elements_that_were_not_in_training():
