@@ -274,6 +274,7 @@ def _rows(
     columns: Mapping[str, NDArray[np.float64]],
     marks: Sequence[Mapping[str, object]],
 ) -> list[dict[str, object]]:
+    several = any(len(energies) > 1 for energies in found.by_adsorbate)
     return [
         {
             **marks[i],
@@ -281,12 +282,17 @@ def _rows(
             "formula": formula,
             "natoms": int(natoms),
             "outside": "; ".join(outside) or None,
+            **({"by_adsorbate_eV": _joined(found.by_adsorbate[i])} if several else {}),
             **{name: float(values[i]) for name, values in columns.items()},
         }
         for i, (sid, formula, natoms, outside) in enumerate(
             zip(found.sid, found.formula, found.natoms, found.outside, strict=True)
         )
     ]
+
+
+def _joined(energies: Sequence[float]) -> str:
+    return " ".join(f"{energy:.6f}" for energy in energies)
 
 
 def _write_atoms(
@@ -308,6 +314,8 @@ def _write_atoms(
         atoms.info["sid"] = dataset.name(i, int(found.sid[i]))
         more = {name: float(values[i]) for name, values in columns.items() if name != "energy_eV"}
         atoms.info.update(more)
+        if found.by_adsorbate and len(found.by_adsorbate[i]) > 1:
+            atoms.info["by_adsorbate_eV"] = _joined(found.by_adsorbate[i])
         if found.outside[i]:
             atoms.info["outside"] = "; ".join(found.outside[i])
         atoms.info.update({f"molflt_{name}": value for name, value in marks[i].items()})

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from molflt.data.structures.base import Structures
 from molflt.data.structures.data_set import DataSet
+from molflt.graph.heads import by_contact
 from molflt.training.checkpoint import load_run
 from molflt.training.config import Config, read_config
 
@@ -64,21 +65,23 @@ class EnsembleRegressor(nn.Module):
 
         Returns:
             "energy": mean over members, (graphs,), eV; "energy_by_member": (graphs, members), eV;
-            if all members predict it, "displacement": mean over members, (atoms, 3), Å.
+            if all members predict them, "displacement", (atoms, 3), Å, and "adsorbate_energy",
+            (atoms,), eV: means over members.
 
         Raises:
             MemoryError: if the batch is too large for a member.
         """
-        energies, moves = [], []
+        energies: list[Tensor] = []
+        by_atom: dict[str, list[Tensor]] = {"displacement": [], "adsorbate_energy": []}
         for member in self.members:
             found = member(batch)
             energies.append(found["energy"].double())
-            moves += [found["displacement"]] if "displacement" in found else []
+            for name, kept in by_atom.items():
+                kept += [found[name]] if name in found else []
         by_member = torch.stack(energies, dim=1)
         out = {"energy": by_member.mean(dim=1), "energy_by_member": by_member}
-        if len(moves) == len(self.members):
-            out["displacement"] = torch.stack(moves).mean(dim=0)
-        return out
+        whole = {name: kept for name, kept in by_atom.items() if len(kept) == len(self.members)}
+        return out | {name: torch.stack(kept).mean(dim=0) for name, kept in whole.items()}
 
 
 def load_ensemble(
@@ -157,6 +160,12 @@ def _expect_same_aim(run: Path, model: nn.Module, first: Path, other: nn.Module)
                 f"{lacks}: not trained on {names}; expected the elements of {has} in an ensemble; "
                 "train on data that have them"
             )
+    read = [by_contact(one) for one in (model, other)]
+    if read[0] != read[1]:
+        raise ValueError(
+            f"{run}: model.readout: expected that of {first} in an ensemble; got another; "
+            "train all members alike"
+        )
     referred = [_has_references(one) for one in (model, other)]
     if referred[0] != referred[1]:
         kinds = ["with" if one else "without" for one in referred]
@@ -191,7 +200,7 @@ def expect_same_totals(ensemble: EnsembleRegressor, dataset: Structures) -> None
     if not _has_references(first) or not len(dataset):
         return
     indices = np.unique(np.linspace(0, len(dataset) - 1, _COMPARED).astype(np.int64))
-    atoms = torch.from_numpy(dataset.compositions(indices))
+    atoms = torch.from_numpy(dataset.compositions(indices, by_contact(ensemble)[0]))
     negligible = _NEGLIGIBLE * float(atoms.sum(dim=1).median())
     names = [str(run) for run in ensemble.data]
     names = names or [f"model {i + 1} of the ensemble" for i in range(len(others) + 1)]

@@ -23,11 +23,11 @@ from molflt.data.structures.labels import other_kind
 from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.data.structures.parts import element_faults, without
 from molflt.data.structures.sources import Paths
-from molflt.data.structures.tags import Tagged
+from molflt.data.structures.tags import Tagged, adsorbates
 from molflt.evaluation.elements import expect_described, warn_of_elements
 from molflt.evaluation.ensemble import EnsembleRegressor, expect_same_totals
 from molflt.evaluation.report import _warn
-from molflt.graph.heads import undescribed
+from molflt.graph.heads import by_contact, undescribed
 from molflt.graph.potential import Potential
 from molflt.memory import within_memory
 
@@ -62,6 +62,8 @@ class Predictions:
             (atoms, 3), eV/Å, of each system, as far as the model predicts them.
         slab: elements of its atoms without tag 2, such as Cu-Pt, or "unknown" if none has it; empty
             where nobody looked.
+        by_adsorbate: energies of the adsorbates of each system, eV, which sum to its energy; empty
+            for models that do not give them.
     """
 
     sid: NDArray[np.int64]
@@ -74,6 +76,7 @@ class Predictions:
     outside: Sequence[Sequence[str]] = ()
     by_atom: Mapping[str, Sequence[NDArray[np.float32]]] = field(default_factory=dict)
     slab: Sequence[str] = ()
+    by_adsorbate: Sequence[tuple[float, ...]] = ()
 
     @property
     def by_training(self) -> NDArray[np.float64]:
@@ -210,6 +213,8 @@ def infer(
                 rows.take(i, record, domain, force)
             kept = {one: out[one] for one in by_atom if one in out}
             rows.take_atoms(indices, kept, [record.natoms for record in records])
+            if "adsorbate_energy" in out and by_contact(model)[0]:
+                rows.take_adsorbates(indices, records, out["adsorbate_energy"])
             bar.update(len(indices))
     warn_of_elements(model, rows.present, name)
     rows.warn(name, domain, isinstance(model, Potential))
@@ -230,6 +235,7 @@ class _Rows:
         self.formula, self.adsorbate, self.slab = ([""] * count for _ in range(3))
         self.outside: list[Sequence[str]] = [()] * count
         self.by_atom: dict[str, list[NDArray[np.float32]]] = {}
+        self.by_adsorbate: list[tuple[float, ...]] = []
         self.untagged = 0
         self.overlapping: list[int] = []
         self.present: set[int] = set()
@@ -259,6 +265,16 @@ class _Rows:
             parts = tensor.float().cpu().split(list(natoms))
             for i, part in zip(indices, parts, strict=True):
                 kept[i] = part.numpy().copy()
+
+    def take_adsorbates(
+        self, indices: Sequence[int], records: Sequence[Data], energies: Tensor
+    ) -> None:
+        self.by_adsorbate = self.by_adsorbate or [()] * len(self.sid)
+        parts = energies.cpu().split([record.natoms for record in records])
+        for i, record, part in zip(indices, records, parts, strict=True):
+            labels = adsorbates(record)
+            kept = labels >= 0
+            self.by_adsorbate[i] = tuple(np.bincount(labels[kept], part.numpy()[kept]).tolist())
 
     def warn(self, name: str, domain: Domain | None, untagged: bool) -> None:
         count = len(self.sid)
@@ -295,6 +311,7 @@ class _Rows:
             self.outside,
             self.by_atom,
             self.slab,
+            self.by_adsorbate,
         )
 
 

@@ -76,6 +76,15 @@ class ElementEmbedding(nn.Embedding):
             )
 
 
+def by_contact(model: nn.Module) -> tuple[bool, bool]:
+    """True for slab atoms and for adsorbate atoms that count by contact, in all members."""
+    found = [
+        part.by_contact.tolist() for part in model.modules() if isinstance(part, EnergyReadout)
+    ]
+    slab, adsorbate = (all(one) for one in zip(*found, strict=True)) if found else (False, False)
+    return slab, adsorbate
+
+
 def undescribed(model: nn.Module) -> frozenset[int]:
     """Atomic numbers that a model cannot take, as it, or a member of it, has no descriptors."""
     missing: set[int] = set()

@@ -18,7 +18,7 @@ from molflt.graph.encoding import GraphPositionName
 from molflt.graph.geometry import Geometry
 from molflt.graph.inputs import Atoms
 from molflt.graph.long_range import LongRange
-from molflt.graph.periodic import Near, Reciprocal
+from molflt.graph.periodic import Reciprocal
 from molflt.graph.regressor import EnergyRegressor
 from molflt.graph.schemes import PeriodicName
 
@@ -115,7 +115,8 @@ class Potential(EnergyRegressor):
     ) -> None:
         maps = feature_map, num_features
         _refuse_rough(mixing, *maps, position, periodic, position_options or {}, stack)
-        scheme = _scheme(far_field, max_frequency, near_field, position_options)
+        smooth = {} if max_frequency is None else {"max_frequency": max_frequency}
+        scheme = Reciprocal(**smooth, smooth=True) if far_field else periodic
         super().__init__(
             dim,
             heads,
@@ -125,6 +126,7 @@ class Potential(EnergyRegressor):
             position=position,
             position_options=position_options,
             periodic=cast(PeriodicName, scheme),
+            max_frequency=None if far_field else max_frequency,
             near_field=near_field,
             near_exact=near_exact,
             neighbor_cutoff=neighbor_cutoff,
@@ -135,6 +137,7 @@ class Potential(EnergyRegressor):
             position_head=False,
             move_atoms=False,
             readout="all",
+            far_field=far_field,
             **stack,
         )
         nn.init.ones_(self.readout.factor.weight)  # there are no tags that differ
@@ -229,26 +232,6 @@ def _make_long_range(dim: int, powers: list[int] | None, **options: Any) -> Long
 
 def _sum(parts: Mapping[str, Tensor]) -> Tensor:
     return torch.stack(list(parts.values())).sum(dim=0)
-
-
-def _scheme(
-    far_field: bool,
-    max_frequency: float | None,
-    near_field: float | None,
-    position_options: dict[str, Any] | None,
-) -> Reciprocal:
-    """Periodic scheme for the options of the far and the near field."""
-    if far_field:
-        highest = {} if max_frequency is None else {"max_frequency": max_frequency}
-        return Reciprocal(**highest, smooth=True)
-    no_effect(
-        "with far_field=False", max_frequency=max_frequency, position_options=position_options
-    )
-    if near_field == 0:
-        raise ValueError(
-            "far_field=False and near_field=0 leave atoms nothing to see; got both; leave one out"
-        )
-    return Near(smooth=True)
 
 
 def _strained(batch: "Data") -> tuple["Data", Tensor, Tensor | None]:

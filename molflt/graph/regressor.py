@@ -141,7 +141,9 @@ class EnergyRegressor(nn.Module):
         kind = {"mixing": mixing, "feature_map": feature_map, "num_features": num_features}
         form = _best_form(position, periodic, near_field)
         if not far_field:
-            form["periodic"] = Near(smooth=True)
+            form["periodic"] = _near_alone(
+                **form, max_frequency=max_frequency, position_options=position_options
+            )
         self.encoding: GraphEncoding | None = _make_encoding(
             heads,
             position,
@@ -241,6 +243,7 @@ class EnergyRegressor(nn.Module):
         energy = geometry.sum(atomic).double() * self.energy_std + self.energy_mean
         out = {"energy": energy, "embedding": h}
         if self.readout.sees_neighbors and neighbors is not None and not self.training:
+            assert geometry.tags is not None
             adsorbate = geometry.tags == Tag.ADSORBATE.value
             shared = self.readout.on_adsorbates(atomic, adsorbate, neighbors)
             out["adsorbate_energy"] = shared.double()[:, None] * self.energy_std
@@ -330,6 +333,17 @@ def _best_form(position: str, periodic: str | None, near_field: float | None) ->
     if near_field is None and multiplies and scheme != "images":
         near_field = 5.0
     return {"periodic": scheme, "near_field": near_field}
+
+
+def _near_alone(periodic: str, near_field: float | None, **idle: object) -> Near:
+    """Periodic scheme without a far field."""
+    if periodic != "reciprocal" or not near_field:
+        raise ValueError(
+            "far_field=False leaves a multiplicative position its near field, with periodic "
+            f"'reciprocal'; got periodic={periodic!r} and near_field={near_field}; leave one out"
+        )
+    no_effect("with far_field=False", **idle)
+    return Near()
 
 
 def _check_numbers(

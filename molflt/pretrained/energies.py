@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard, cast, overload
 
@@ -23,6 +24,7 @@ from molflt.evaluation.predictions import Predictions, infer, open_structures
 from molflt.evaluation.uncertainty import CALIBRATION, calibration_of, expect_theirs, uncertainty_of
 from molflt.graph import EnergyRegressor
 from molflt.graph.geometry import Geometry
+from molflt.graph.heads import by_contact
 from molflt.graph.mesh import use_mesh_
 from molflt.graph.potential import Potential
 from molflt.pretrained.base import Pretrained
@@ -56,6 +58,9 @@ class Prediction(NamedTuple):
     """(atoms, dim), or pooled (dim,); None unless it was asked for"""
     forces: NDArray[np.float32] | None = None
     """(atoms, 3), eV/Å, of a potential; None of other models, whose energies have no forces"""
+    by_adsorbate: tuple[float, ...] | None = None
+    """energies of the adsorbates of a slab, in the order of their first atoms, eV, which sum to the
+    energy; None of models that read all atoms"""
 
 
 class EnergyPredictor(Pretrained):
@@ -69,6 +74,8 @@ class EnergyPredictor(Pretrained):
         known = None if held is None else Domain.from_json(held, trained.label(DOMAIN))
         if known is not None and self.predicts_forces:
             known = known.without_tags()
+        if known is not None:
+            known = replace(known, zero=by_contact(self.model))
         self.domain: Domain | None = known
         self.compiled: nn.Module | None = None
 
@@ -283,6 +290,7 @@ class EnergyPredictor(Pretrained):
             tuple(found.outside[i]),
             tokens,
             found.by_atom["forces"][i] if "forces" in found.by_atom else None,
+            found.by_adsorbate[i] if found.by_adsorbate else None,
         )
 
     def infer(

@@ -152,8 +152,9 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         if self.interpolate:
             data.expect_relaxed(f"task.interpolate={self.interpolate:g}")
         mean, std, references = self.energy_mean, self.energy_std, self.references
-        by_contact = dict(self.model.named_buffers()).get("readout.by_contact")
-        slab, adsorbate = (False, False) if by_contact is None else by_contact.tolist()
+        from molflt.graph.heads import by_contact
+
+        slab, adsorbate = by_contact(self.model)
         if slab or references is None:
             data.refuse_totals()
         if slab:

@@ -12,7 +12,7 @@ VARIANTS = {
     "default": {},
     "surface": {"subsurface": False, "descriptors": True, "radial_basis": 4},
     "messages": {"messages": 2},
-    "contact": {"readout": "contact", "position_head": False},
+    "contact": {"readout": "contact", "position_head": False, "far_field": False},
     "all": {"readout": "all"},
     "flt": FLT,
     "flt-reciprocal": {**FLT, "periodic": "reciprocal"},

@@ -363,7 +363,7 @@ def test_without_far_field_nothing_crosses_a_gap():
         ({"long_range_cutoff": 9.0}, "long_range_cutoff=9.0 has no effect without long_range"),
         ({"long_range": [], "long_range_channels": 2}, "long_range_channels=2 has no effect"),
         ({"far_field": False, "max_frequency": 0.2}, "max_frequency=0.2 has no effect with far_f"),
-        ({"far_field": False, "near_field": 0}, "leave atoms nothing to see"),
+        ({"far_field": False, "near_field": 0}, "far_field=False leaves"),
     ],
 )
 def test_options_of_the_potential_without_effect(options, message):

@@ -84,6 +84,9 @@ class Domain:
             of version 0.1.
         initial: those of the weights that training started from, of theirs, and so on; nothing
             where it started from new ones. Kind and energies are those of the last data.
+        zero: whether the model gives clean slabs, and molecules without a slab, the energy 0. Then
+            these are predicted, and the number of atoms of a slab does not matter. Not part of the
+            file.
     """
 
     systems: int
@@ -98,6 +101,7 @@ class Domain:
     energy: tuple[float, float] | None
     surface: tuple[float, float] | None = None
     initial: tuple[Domain, ...] = ()
+    zero: tuple[bool, bool] = (False, False)
 
     @staticmethod
     def of(dataset: Structures, look: Callable[[Data], object] = lambda record: None) -> Domain:
@@ -164,6 +168,8 @@ class Domain:
         slab, adsorbate, untagged = _parts(record)
         if len(untagged):
             return "no tags, which training had"
+        if (not len(adsorbate) and self.zero[0]) or (not len(slab) and self.zero[1]):
+            return ""
         if not len(adsorbate) and self.adsorbate_atoms[0]:
             return "no adsorbate (tag 2), which training had"
         if not len(slab) and self.slab_atoms[0]:
@@ -217,13 +223,15 @@ class Domain:
             unknown = sorted(set(numbers.tolist()) - known)
             found |= {(aspect, _symbol(number)): text for number in unknown}
         sizes = {}
-        if not self.atoms[0] <= count <= self.atoms[1]:
+        if not self.zero[0] and not self.atoms[0] <= count <= self.atoms[1]:
             sizes["atoms"] = f"atoms: {count}, trained on {_span(self.atoms)}"
         if len(untagged):
             sizes |= {} if self.untagged else {"tags": "no tags, which training had"}
         else:
-            sizes |= _lacking(len(slab), self.slab_atoms, "slab (tags 0 and 1)")
-            sizes |= _lacking(len(adsorbate), self.adsorbate_atoms, "adsorbate (tag 2)")
+            if not self.zero[1]:
+                sizes |= _lacking(len(slab), self.slab_atoms, "slab (tags 0 and 1)")
+            if not self.zero[0]:
+                sizes |= _lacking(len(adsorbate), self.adsorbate_atoms, "adsorbate (tag 2)")
             sizes |= self._size_of_adsorbate(len(adsorbate))
             if len(slab) and len(adsorbate):
                 sizes |= self._share_of_surface(record)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ase import Atoms
     from torch_geometric.data import Data
 
-__all__ = ["Guess", "Tagged", "guess_tags", "heights_agree"]
+__all__ = ["Guess", "Tagged", "adsorbates", "guess_tags", "heights_agree"]
 
 _VACUUM = 4.5  # Å without atoms along one axis; layers of layered crystals are closer
 _MOLECULAR = (1, 6, 7, 8, 9, 15, 16, 17, 35, 53)  # H C N O F P S Cl Br I
@@ -312,6 +312,25 @@ def _groups(i: _Numbers, j: _Numbers, count: int) -> _Numbers:
 
     graph = coo_array((np.ones(len(i)), (i, j)), (count, count))
     return np.asarray(connected_components(graph, directed=False)[1])
+
+
+def adsorbates(record: Data) -> _Numbers:
+    """Number of the adsorbate that each atom belongs to, (N,); -1 for atoms of the slab.
+
+    Adsorbates are the atoms with tag 2 that bonds connect, in the order of their first atoms.
+    """
+    from ase.data import covalent_radii
+    from ase.geometry import complete_cell
+    from ase.neighborlist import primitive_neighbor_list
+
+    own = np.flatnonzero(record.tags.numpy() == Tag.ADSORBATE)
+    labels = np.full(len(record.tags), -1)
+    if len(own):
+        numbers, pos = record.atomic_numbers.numpy()[own], record.pos.double().numpy()[own]
+        cell, pbc = complete_cell(record.cell[0].double().numpy()), record.pbc[0].numpy()
+        i, j = primitive_neighbor_list("ij", pbc, cell, pos, _BOND * covalent_radii[numbers])
+        labels[own] = _groups(i, j, len(own))
+    return labels
 
 
 def heights_agree(record: Data) -> bool:

@@ -1,0 +1,229 @@
+"""Adsorption energies at other sizes: slabs, supercells, vacuum and several adsorbates."""
+
+from itertools import pairwise
+
+import ase.build
+import numpy as np
+import pytest
+import torch
+from ase import Atoms
+from ase.neighborlist import neighbor_list
+from torch_geometric.data import Batch, Data
+
+import molflt.data.structures.tags as tags
+from molflt.data.structures import augment
+from molflt.evaluation.ensemble import EnsembleRegressor
+from molflt.graph import EnergyRegressor
+from molflt.graph.computation import EnergyComputation, EnergyInputs
+
+SMALL = {"dim": 16, "heads": 2, "layers": 2, "ffn_dim": 16, "num_features": 8}
+FORMS = {
+    "adsorbate": {"readout": "adsorbate"},
+    "contact": {"readout": "contact"},
+    "near": {"readout": "contact", "far_field": False},
+    "surface": {"readout": "contact", "far_field": False, "subsurface": False},
+}
+EXACT = 1e-9  # eV
+LIFT = np.array([0.0, 0.0, 1.0])
+
+
+def model(seed: int = 0, **options) -> EnergyRegressor:
+    """Random weights; constants of a trained model, without which mistakes of a sum do not show."""
+    torch.manual_seed(seed)
+    net = EnergyRegressor(**{**SMALL, **options}).double().eval()
+    net.energy_std.fill_(0.7)
+    if options["readout"] == "adsorbate":
+        net.element_energies.normal_()
+    torch.nn.init.normal_(net.readout.factor.weight)
+    return net
+
+
+def slab(*repeats: int, layers: int = 3, vacuum: float = 12.0) -> Atoms:
+    """Cu(111) whose deepest layer is fixed subsurface."""
+    atoms = ase.build.fcc111("Cu", (*(repeats or (3, 3)), layers), vacuum=vacuum, periodic=True)
+    atoms.set_tags(np.where(atoms.positions[:, 2] < atoms.positions[:, 2].min() + 1, 0, 1))
+    return atoms
+
+
+def adsorbed(on: Atoms, name: str = "CO", height: float = 2.0, at: tuple[int, int] = (0, 0)):
+    """A molecule, tilted, above the cell `at` of one atom each."""
+    molecule = ase.build.molecule(name)
+    molecule.rotate(40, "x")
+    molecule.set_tags(2)
+    step = ase.build.fcc111("Cu", (1, 1, 1)).cell
+    top = on.positions[on.get_tags() == 1, 2].max()
+    molecule.translate(at @ step[:2] + (height + top - molecule.positions[:, 2].min()) * LIFT)
+    return on + molecule
+
+
+def record(atoms: Atoms) -> Data:
+    """In float64: records are rounded to float32."""
+    return Data(
+        pos=torch.from_numpy(atoms.positions),
+        atomic_numbers=torch.from_numpy(atoms.numbers),
+        tags=torch.from_numpy(atoms.get_tags()),
+        cell=torch.from_numpy(atoms.cell.array)[None],
+        pbc=torch.from_numpy(atoms.pbc)[None],
+        pos_relaxed=torch.from_numpy(atoms.positions + 0.1),
+        fixed=torch.from_numpy(atoms.get_tags() == 0),
+        natoms=len(atoms),
+    )
+
+
+def energies(net, *structures: Atoms) -> torch.Tensor:
+    with torch.no_grad():
+        return net(Batch.from_data_list([record(one) for one in structures]))["energy"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_supercells_are_multiples(form):
+    one = adsorbed(slab(2, 3))
+    found = energies(model(**FORMS[form]), one, one.repeat((2, 1, 1)), one.repeat((2, 2, 1)))
+    assert abs(found[0]) > 1e-3
+    torch.testing.assert_close(found / found[0], found.new_tensor([1, 2, 4]), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_clean_slab_has_no_energy(form):
+    assert (energies(model(**FORMS[form]), slab(2, 2), slab(3, 3, layers=4)) == 0).all()
+
+
+@pytest.mark.parametrize(("form", "most"), [("contact", 2e-2), ("near", EXACT), ("surface", EXACT)])
+def test_the_slab_may_be_larger(form, most):
+    """One adsorbate: images are 10 Å and more away. Without a far field nothing is left."""
+    net, sizes = model(**FORMS[form], layers=1), (4, 5, 6, 7)
+    found = energies(net, *(adsorbed(slab(n, n)) for n in sizes))
+    changes = found.diff().abs()
+    assert changes.max() < most
+    assert changes[-1] < max(changes[0], EXACT)
+
+
+@pytest.mark.parametrize("form", ["near", "surface"])
+def test_the_slab_may_be_thicker_and_the_vacuum_higher(form):
+    net = model(**FORMS[form], layers=1)
+    thin, high = (adsorbed(slab(3, 3, layers=6, vacuum=v)) for v in (12.0, 24.0))
+    thick = adsorbed(slab(3, 3, layers=7))
+    found = energies(net, thin, high, thick)
+    torch.testing.assert_close(found, found[0].expand(3), rtol=0, atol=EXACT)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_lifted_molecule_is_free(form):
+    """Its energy is 0, or that of its own atoms where labels have other references."""
+    net = model(**FORMS[form])
+    found = energies(net, *(adsorbed(slab(vacuum=60.0), height=h) for h in (2.0, 8.0, 20.0, 40.0)))
+    if form == "adsorbate":
+        free = energies(net, adsorbed(slab(4, 4, vacuum=60.0), height=40.0))
+        assert abs(found[-1] - free) < 1e-4
+    else:
+        assert abs(found[0]) > 1e-3
+        assert (found[1:] == 0).all()
+
+
+def test_far_adsorbates_add_up():
+    net = model(**FORMS["near"], layers=1)
+    whole = slab(9, 4)
+    one, other = adsorbed(whole, "CO"), adsorbed(whole, "H2O", at=(4, 2))
+    both = adsorbed(one, "H2O", at=(4, 2))
+    found = energies(net, one, other, both)
+    assert abs(found[0] + found[1] - found[2]) < EXACT
+    shared = net(Batch.from_data_list([record(both)]))["adsorbate_energy"].detach()
+    labels = torch.from_numpy(tags.adsorbates(record(both)))
+    assert labels.max() == 1
+    assert (shared[labels < 0] == 0).all()
+    for label in (0, 1):
+        assert abs(shared[labels == label].sum() - found[label]) < EXACT
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_energies_of_adsorbates_sum_to_the_energy(form):
+    net, crowded = model(**FORMS[form]), adsorbed(adsorbed(slab(3, 2)), "H2O", at=(1, 1))
+    out = net(Batch.from_data_list([record(crowded), record(adsorbed(slab(2, 2)))]))
+    atoms = len(crowded)
+    shared = torch.stack([x.sum() for x in out["adsorbate_energy"].split([atoms, 14])])
+    torch.testing.assert_close(shared, out["energy"], rtol=0, atol=EXACT)
+
+
+def test_adsorbates_are_told_by_their_bonds_across_the_boundary():
+    one = adsorbed(slab(3, 3), "CH3OH")
+    two = one.repeat((2, 1, 1))
+    two.translate([2.0, 1.0, 0.0])
+    two.wrap()
+    labels = tags.adsorbates(record(two))
+    assert (labels == -1).sum() == 54
+    assert np.bincount(labels[labels >= 0]).tolist() == [6, 6]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_exports_and_ensembles_alike(form):
+    structures = [adsorbed(slab(2, 3)), adsorbed(slab(3, 3), "H2O"), slab(2, 2)]
+    batch = Batch.from_data_list([record(one) for one in structures])
+    net, other = (model(seed, **FORMS[form]) for seed in (0, 1))
+    expected = energies(net, *structures)
+    found = EnergyComputation(net)(*EnergyInputs.of(net, batch))
+    torch.testing.assert_close(found, expected, rtol=0, atol=EXACT)
+    both = EnsembleRegressor([net, other])(batch)
+    mean = (expected + energies(other, *structures)) / 2
+    torch.testing.assert_close(both["energy"].detach(), mean, rtol=0, atol=EXACT)
+    shared = both["adsorbate_energy"][: len(structures[0])].sum()
+    assert abs(shared - mean[0]) < EXACT
+
+
+def test_the_energy_is_smooth_where_contacts_end():
+    """Second derivatives along the way up have no jump, and the energy is 0 from 5 Å on."""
+    net = model(readout="contact", far_field=False, position_head=False)
+    heights = torch.arange(4.0, 6.0, 0.01)
+    found = energies(net, *(adsorbed(slab(2, 2), "N2", float(h)) for h in heights))
+    assert (found[heights > 5.0] == 0).all()
+    assert found.diff(n=3).abs().max() < 0.1 * found.diff(n=2).abs().max()
+
+
+def test_weights_of_earlier_versions_keep_their_numbers():
+    """They lack the switch, and sum over all atoms, whatever the new model would do."""
+    old, new = model(readout="all"), EnergyRegressor(**SMALL).double().eval()
+    old.energy_mean.fill_(-1.0)
+    weights = old.state_dict()
+    del weights["readout.by_contact"]
+    new.load_state_dict(weights)
+    structures = [adsorbed(slab(2, 3)), slab(2, 2)]
+    torch.testing.assert_close(
+        energies(new, *structures), energies(old, *structures), rtol=0, atol=EXACT
+    )
+    assert energies(new, slab(2, 2)).abs() > 0.1
+
+
+def test_repeated_slabs_have_one_adsorbate_and_the_same_label():
+    structures = [adsorbed(slab(2, 3), name) for name in ("CO", "CH3OH", "N2", "H2O")]
+    batch = Batch.from_data_list([record(one) for one in structures])
+    batch.y_relaxed = torch.arange(4.0)
+    torch.manual_seed(0)
+    found = augment.repeat(batch, 0.8)
+    assert augment.repeat(batch, 0.0) is batch
+    for old, new in zip(batch.to_data_list(), found_list(found), strict=True):
+        cells = torch.linalg.det(new["cell"]) / torch.linalg.det(old.cell[0])
+        slab_atoms, kept = old.tags != 2, len(old.pos)
+        assert round(float(cells)) in (1, 2, 4)
+        assert (new["tags"] == 2).sum() == (old.tags == 2).sum()
+        assert (new["tags"] != 2).sum() == round(float(cells)) * slab_atoms.sum()
+        torch.testing.assert_close(new["pos"][:kept], old.pos)
+        assert new["pos_relaxed"][kept:].isnan().all()
+        atoms = Atoms(
+            old.atomic_numbers.numpy(), old.pos.numpy(), cell=old.cell[0].numpy(), pbc=True
+        )[slab_atoms.numpy()]
+        again = Atoms(
+            new["atomic_numbers"].numpy(), new["pos"].numpy(), cell=new["cell"].numpy(), pbc=True
+        )
+        again = again[(new["tags"] != 2).numpy()]
+        lengths = [np.sort(neighbor_list("d", one, 3.0)).mean() for one in (atoms, again)]
+        assert lengths[0] == pytest.approx(lengths[1])  # the copies continue the lattice
+    assert len(found.pos) > len(batch.pos)
+    assert torch.equal(found.y_relaxed, batch.y_relaxed)
+
+
+def found_list(batch: Batch) -> list[dict[str, torch.Tensor]]:
+    """Structures of a batch by its pointers."""
+    names = ("pos", "pos_relaxed", "tags", "atomic_numbers")
+    return [
+        {**{name: batch[name][start:stop] for name in names}, "cell": batch.cell[i]}
+        for i, (start, stop) in enumerate(pairwise(batch.ptr.tolist()))
+    ]
