@@ -52,8 +52,8 @@ def inspect(
     by file; a folder of shards counts as one file.
 
     Args:
-        path: OC20 LMDB file or folder, compact store, GAME-Net's archive, or a file that
-            ASE reads; or a folder of such.
+        path: OC20 LMDB file or folder, compact store, or a file that ASE reads; or a folder of
+            these.
         json: print one JSON object instead of text, with at least systems, atoms_total,
             with_labels, elements, energies_look_like and warnings; of a folder path, splits (such
             an object for each, by name) and others (names of other files).

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 from molflt.metrics import Metric
 from molflt.training.config import Config, absolute, build_parser
-from molflt.training.fit import check_steps, fit, steps_of
+from molflt.training.fit import check_steps, fit, total_steps
 from molflt.training.outcome import outcome
 from molflt.training.recipes import Recipe
 from molflt.training.run_folder import RunFolder
@@ -112,7 +112,7 @@ def _train(folder: RunFolder, config: Config) -> int:
     batches.initial = start.domain()
     batches.setup()
     model, task, trainer = config["model"], config["task"], config["trainer"]
-    steps = cast(Callable[..., int], steps_of)(batches, **trainer)
+    steps = cast(Callable[..., int], total_steps)(batches, **trainer)
     trainer["max_steps"] = steps
     if shortened := _fit_warmup(task, steps):
         folder.say(shortened)

@@ -34,7 +34,8 @@ from molflt.memory import within_memory
 if TYPE_CHECKING:
     from torch_geometric.data import Batch, Data
 
-__all__ = ["UNKNOWN", "Predictions", "check_structures", "grouped", "infer", "open_structures"]
+__all__ = ["UNKNOWN", "Predictions", "check_structures", "counted_reasons", "infer"]
+__all__ += ["open_structures"]
 
 UNKNOWN = "unknown"  # adsorbate and slab of a structure without tags
 _LISTED = 5  # reasons in a warning
@@ -273,7 +274,7 @@ class _Rows:
             _warn(overlaps_of(name, sids, count))
         if domain is None:
             return
-        if reasons := grouped(self.outside):
+        if reasons := counted_reasons(self.outside):
             far = sum(map(bool, self.outside))
             more = [f"and {len(reasons) - _LISTED} more"] * (len(reasons) > _LISTED)
             _warn(
@@ -311,7 +312,7 @@ def _expect_tags(records: Sequence[Data], domain: Domain, dataset: Structures) -
         )
 
 
-def grouped(outside: Sequence[Sequence[str]]) -> list[str]:
+def counted_reasons(outside: Sequence[Sequence[str]]) -> list[str]:
     """Reasons that several structures share, each once with its count, the most frequent first.
 
     Numbers at which structures differ become their range.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from molflt.tasks.base import Task
     from molflt.training.run_folder import RunFolder
 
-__all__ = ["STEPS", "check_steps", "fit", "steps_of"]
+__all__ = ["STEPS", "check_steps", "fit", "total_steps"]
 
 STEPS = 10_000
 """Steps of a training for which neither steps nor epochs are given."""
@@ -83,7 +83,7 @@ def fit(
     every = {"val_every": val_every, "checkpoint_every": checkpoint_every, "log_every": log_every}
     more = {"accumulate": accumulate, "patience": patience, "logger": logger}
     check_steps(max_steps, max_epochs, precision, accelerator, devices, **every, **more)
-    max_steps = steps_of(data, max_steps, max_epochs, devices, accumulate)
+    max_steps = total_steps(data, max_steps, max_epochs, devices, accumulate)
     if task.warmup_steps >= max_steps:
         raise ValueError(
             f"task.warmup_steps must be less than trainer.max_steps={max_steps}; got "
@@ -120,7 +120,7 @@ def fit(
     return None
 
 
-def steps_of(
+def total_steps(
     data: BatchedData[Any],
     max_steps: int | None,
     max_epochs: int | None,
