@@ -543,6 +543,10 @@ def test_what_cannot_be_written_is_not_computed(run, tmp_path, monkeypatch, caps
     )
     assert "a.extxyz: is what is read, and would be overwritten" in said
     assert Path("a.extxyz").read_bytes() == before
+    Path("folder").mkdir()
+    Path("folder/a.extxyz").write_text("cannot be read")
+    said = error_of(capsys, "predict", str(run), "folder", "--out", "folder/a.extxyz")
+    assert "folder/a.extxyz: is what is read" in said
 
 
 def test_predict_refuses_bad_input(run, tmp_path, capsys) -> None:
