@@ -26,6 +26,7 @@ from molflt.data.structures.force_units import (
     energy_unit_fault,
     force_unit_fault,
     stress_unit_fault,
+    stress_unjudged,
     unit_fault,
 )
 from molflt.data.structures.potential_data import PotentialData, SinglePoints
@@ -392,6 +393,17 @@ def orderings():
         atoms.positions = np.random.default_rng(seed).permutation(atoms.positions)
         frames.append(labeled(atoms))
     return frames
+
+
+def test_stress_that_cannot_be_judged_is_named(tmp_path, capsys):
+    """Two unlike structures tell nothing; frames that differ in the cell do."""
+    ase.io.write(tmp_path / "train.traj", [labeled(bulk("Cu")), labeled(bulk("Al"))])
+    assert main(["data", "inspect", str(tmp_path / "train.traj")]) == 0
+    assert "unit and sign of stress could not be judged" in capsys.readouterr().out
+    with pytest.warns(UserWarning, match="could not be judged"):
+        PotentialData(tmp_path, val_split="train").setup()
+    ase.io.write(tmp_path / "train.traj", strained())
+    assert not stress_unjudged(list(open_dataset(tmp_path / "train.traj")))
 
 
 @pytest.mark.parametrize("frames", [relaxation, orderings])

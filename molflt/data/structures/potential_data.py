@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from molflt.data.structures import Structures
 from molflt.data.structures.ase_labels import named_options
 from molflt.data.structures.base import AnyTags, with_bar
 from molflt.data.structures.datamodule import IS2REData
-from molflt.data.structures.force_units import unit_fault
+from molflt.data.structures.force_units import MOST_FRAMES, stress_unjudged, unit_fault
 from molflt.data.structures.labels import point_fault
 from molflt.data.structures.parts import Part, without
 
@@ -166,6 +168,8 @@ def _sound(points: SinglePoints) -> SinglePoints:
             f"{points.path}: {fault}; convert the labels, or take them as they are with "
             f"{as_they_are}"
         )
+    if unjudged := stress_unjudged(list(islice(points, MOST_FRAMES))):
+        warnings.warn(f"{points.path}: {unjudged}", stacklevel=5)
     if absurd and not points.skip_bad:
         index, reason = next(iter(absurd.items()))
         raise ValueError(

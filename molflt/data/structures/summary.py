@@ -13,7 +13,7 @@ from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
 from molflt.data.structures import AS_IT_IS, Reading
 from molflt.data.structures.ase_labels import named_options
 from molflt.data.structures.convert import _OnePass
-from molflt.data.structures.force_units import MOST_FRAMES, unit_fault
+from molflt.data.structures.force_units import MOST_FRAMES, stress_unjudged, unit_fault
 from molflt.data.structures.labels import (
     EnergyKind,
     energy_kind,
@@ -250,6 +250,8 @@ def _of_potentials(
             )
     if fault := unit_fault(seen.kept):
         return [*found, f"wrong units: {fault}"]
+    if unjudged := stress_unjudged(seen.kept):
+        found.append(unjudged)
     return found + _absurd(seen.absurd, systems)
 
 
