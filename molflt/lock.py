@@ -22,11 +22,11 @@ if hasattr(os, "register_at_fork"):
 
 
 class FolderLock:
-    """Makes sure that nobody else works in a folder, in this process or in another.
+    """Lets one holder at a time work in a folder, across threads and processes.
 
-    The system lets go of the lock (``flock``) when the process ends, also after ``kill -9`` or a
-    power failure. The file ``.lock`` says who holds it and is removed at the end; one that is left
-    over does not matter.
+    The system releases the lock (``flock``) when the process ends, also after ``kill -9`` or a
+    power failure. The file ``.lock`` names the holder and is removed at the end; a file left behind
+    has no effect.
 
     Args:
         folder: made if it is not there, and removed again if nothing came into it.
@@ -90,7 +90,7 @@ class FolderLock:
             return file
 
     def _is_last(self) -> bool:
-        """Whether nobody else holds it."""
+        """True if no other process holds the lock."""
         assert self._file is not None
         try:
             _flock(self._file, shared=False)
@@ -99,7 +99,7 @@ class FolderLock:
         return True
 
     def is_gone(self) -> bool:
-        """Whether it is held, and the path leads to another file than the one held, or to none."""
+        """True if the lock is held and its file was removed or replaced."""
         if self._file is None:
             return False
         try:
@@ -109,7 +109,7 @@ class FolderLock:
 
 
 def _holder(file: TextIO) -> str:
-    """Who has locked a file: the holder writes its name into it just after it has locked it."""
+    """Name of the process that holds the lock, which writes it right after locking."""
     for _ in range(100):
         file.seek(0)
         name = file.read(300)
@@ -120,7 +120,7 @@ def _holder(file: TextIO) -> str:
 
 
 def _flock(file: TextIO, shared: bool) -> None:
-    """Locks a file, or says that there are no locks here."""
+    """Locks a file; prints a warning on systems without file locks."""
     try:
         import fcntl
 
