@@ -8,7 +8,6 @@ from json import dumps
 from pathlib import Path
 
 import numpy as np
-from jsonargparse import ArgumentParser
 
 from molflt.data.structures import Reading
 from molflt.data.structures.base import Tags, grouped
@@ -23,15 +22,7 @@ from molflt.data.structures.summary import (
     summarize,
 )
 
-__all__ = ["build_parser", "inspect"]
-
-
-def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
-    """Parser of ``molflt data inspect``, which takes several files."""
-    parser = ArgumentParser()
-    parser.add_argument("path", nargs="+", type=Path, help="files, folders or patterns")
-    parser.add_function_arguments(inspect, as_group=False, skip={"path"})
-    return parser
+__all__ = ["inspect"]
 
 
 def inspect(

@@ -10,7 +10,6 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from jsonargparse import ArgumentParser
 from tqdm import tqdm
 
 from molflt.data.structures.ase_output import drop_labels_, not_held
@@ -25,18 +24,10 @@ if TYPE_CHECKING:
 
     from molflt.data.structures import Structures
 
-__all__ = ["build_parser", "relax"]
+__all__ = ["relax"]
 
 _NOT_CONVERGED = 3  # exit status
 _MOST_LISTED = 20
-
-
-def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
-    """Parser of ``molflt relax``, which takes several files."""
-    parser = ArgumentParser()
-    parser.add_argument("structures", nargs="+", type=Path, help="files, folders or patterns")
-    parser.add_function_arguments(relax, as_group=False, skip={"structures"})
-    return parser
 
 
 def relax(

@@ -154,10 +154,7 @@ def stress_unjudged(records: Sequence[Data]) -> str:
     fault, unknown = _judged_stress(records)
     if fault or not unknown or not any(bool(r.stress.isfinite().all()) for r in records):
         return ""
-    return (
-        f"the {unknown} of stress could not be judged: too few near frames that differ in the "
-        "cell; check that it is in eV/Å^3, negative where a cell is compressed"
-    )
+    return f"{unknown} of stress could not be judged"
 
 
 def _judged_stress(records: Iterable[Data]) -> tuple[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
@@ -137,7 +136,9 @@ class PotentialData(IS2REData):
         for text, dataset in zip(super().describe(), self.datasets.values(), strict=True):
             assert isinstance(dataset, SinglePoints)
             known = {"forces": dataset.with_forces, "stress": dataset.with_stress}
-            said.append(text + _counts(known, len(dataset), dataset.without_energy))
+            unjudged = stress_unjudged(list(islice(dataset, MOST_FRAMES)))
+            text += _counts(known, len(dataset), dataset.without_energy)
+            said.append(text + f", {unjudged}" * bool(unjudged and self.check_units))
         return said
 
     def force_scale(self) -> float:
@@ -168,8 +169,6 @@ def _sound(points: SinglePoints) -> SinglePoints:
             f"{points.path}: {fault}; convert the labels, or take them as they are with "
             f"{as_they_are}"
         )
-    if unjudged := stress_unjudged(list(islice(points, MOST_FRAMES))):
-        warnings.warn(f"{points.path}: {unjudged}", stacklevel=5)
     if absurd and not points.skip_bad:
         index, reason = next(iter(absurd.items()))
         raise ValueError(

@@ -251,7 +251,7 @@ def _of_potentials(
     if fault := unit_fault(seen.kept):
         return [*found, f"wrong units: {fault}"]
     if unjudged := stress_unjudged(seen.kept):
-        found.append(unjudged)
+        found.append(f"{unjudged}: too few near frames differ in the cell; expected eV/Å^3")
     return found + _absurd(seen.absurd, systems)
 
 
