@@ -93,13 +93,6 @@ def predict(
         shard: I/N, the I-th of N parts of the structures, for as many processes or machines: with
             --out energies.csv it writes energies.I-of-N.csv (or .json, .extxyz); when all are
             there, molflt merge energies.csv joins them to what one process would have written.
-
-    Raises:
-        OSError: if `out` cannot be written; nothing is computed then.
-        FileNotFoundError: if the run, its checkpoint, or the file is missing.
-        ValueError: if `out` has another ending or is `file`, there is nothing to predict, the runs
-            make no ensemble, the model writes text or has no reciprocal nodes for a mesh, an option
-            is for models of another kind, or the calibration is not theirs.
     """
     files = [Path(file)] if isinstance(file, str | Path) else list(map(Path, file))
     part = _shard(shard, out)

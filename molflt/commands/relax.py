@@ -70,11 +70,6 @@ def relax(
 
     Returns:
         0, or 3 if some have not converged.
-
-    Raises:
-        FileNotFoundError: if the run, its checkpoint, or the structures are missing.
-        ValueError: if the run has no potential, there is nothing to relax, or an option is out of
-            its range.
     """
     out = Path(out)
     if out.suffix not in (".extxyz", ".traj"):

@@ -61,12 +61,6 @@ def train(
 
     Returns:
         0, or 128 + the number of the signal that stopped it, when the state has been saved.
-
-    Raises:
-        ValueError: for bad options or data, a loss that is not finite, or a run folder that another
-            training holds, that is damaged, or that was begun with other options or data.
-        FileExistsError: if the run folder holds checkpoints of an earlier run.
-        FileNotFoundError: if there is nothing to resume.
     """
     run = dated_run(recipe) if run is None else run
     check: Callable[..., None] = check_steps  # the types of options have been checked

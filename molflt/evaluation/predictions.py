@@ -116,11 +116,6 @@ def open_structures(
         reading: what the entries of a file that ASE reads mean; labels are not needed.
         model: to predict them, if it is known.
         domain: as for :func:`check_structures`.
-
-    Raises:
-        FileNotFoundError: if there is nothing.
-        ValueError: if there are no structures, one cannot be used, or the file was changed since
-            it was written.
     """
     dataset = open_dataset(path, skip_bad, reading._replace(for_prediction=True))
     return check_structures(dataset, model, domain)
@@ -136,9 +131,6 @@ def check_structures(
         model: to predict them; where bad structures are left out, so are those with elements
             that it cannot take.
         domain: of its training; where bad structures are left out, so are those that it refuses.
-
-    Raises:
-        ValueError: if there are no structures, or the file was changed since it was written.
     """
     path = dataset.path
     dataset.verify()
@@ -181,11 +173,6 @@ def infer(
         domain: of the training; None does not compare.
         by_atom: outputs to keep of each atom: "displacement", "embedding", "forces".
         force: predict also structures that the domain refuses, with a warning.
-
-    Raises:
-        ValueError: if a structure cannot be used or its tags cannot be meant, a prediction is not
-            finite, members of an ensemble learned energies of other kinds, or a batch does not fit
-            into the memory of the device.
     """
     from torch_geometric.data import Batch
 

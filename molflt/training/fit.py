@@ -73,12 +73,6 @@ def fit(
 
     Returns:
         The number of the signal that stopped it early and the step at which the state was saved.
-
-    Raises:
-        ValueError: for an option outside its range, a missing label, a loss that is not finite, or
-            a checkpoint that does not fit.
-        OSError: if the folder cannot be written, or was removed meanwhile.
-        ModuleNotFoundError: if the package of the logger is not installed.
     """
     every = {"val_every": val_every, "checkpoint_every": checkpoint_every, "log_every": log_every}
     more = {"accumulate": accumulate, "patience": patience, "logger": logger}
@@ -128,11 +122,7 @@ def total_steps(
     accumulate: int = 1,
     **_: object,
 ) -> int:
-    """Optimizer steps in all, from options of :func:`fit`; data that are set up.
-
-    Raises:
-        ValueError: if steps and epochs are given and differ.
-    """
+    """Optimizer steps in all, from options of :func:`fit`; data that are set up."""
     if max_epochs is None:
         return STEPS if max_steps is None else max_steps
     steps = -(-data.batches_in(max_epochs) // (devices * accumulate))
