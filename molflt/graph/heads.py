@@ -19,6 +19,7 @@ from molflt.graph.radial import radial_bumps
 
 _WAVES = 64  # functions of descriptors
 _WAVE_NUMBER = 0.3  # 1 / standard deviation of a descriptor: elements of one group are neighbors
+_ONSET = 0.8  # share of the cutoff from where on contacts fade
 _NUM_ELEMENTS = MAX_ATOMIC_NUMBER + 1  # 0 is not used
 
 # which atoms the energy is read from: whether slab atoms and adsorbate atoms count by contact
@@ -155,7 +156,7 @@ class EnergyReadout(nn.Module):
 
         c_i = 1 - prod_j (1 - s(d_ij)),
 
-    where s falls from 1 at half of the cutoff to 0 at the cutoff, twice differentiable, and j
+    where s falls from 1 at 0.8 of the cutoff to 0 at the cutoff, twice differentiable, and j
     includes periodic images.
 
     Args:
@@ -180,7 +181,7 @@ class EnergyReadout(nn.Module):
         self.cutoff, self.sees_neighbors = cutoff, any(READOUTS[atoms])
         self.mlp = nn.Sequential(nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, 1))
         self.factor = nn.Embedding(len(Tag), 1)
-        nn.init.constant_(self.factor.weight, 0.1)
+        nn.init.constant_(self.factor.weight, 0.5 if self.sees_neighbors else 0.1)  # of fewer atoms
         self.register_buffer("by_contact", torch.tensor(READOUTS[atoms]))
 
     def forward(self, h: Tensor, geometry: Geometry, neighbors: Neighbors | None = None) -> Tensor:
@@ -235,7 +236,7 @@ class EnergyReadout(nn.Module):
     def _bonds(self, adsorbate: Tensor, neighbors: Neighbors) -> Tensor:
         """-log(1 - s(d)) of pairs across the interface, 0 of others: (pairs,)."""
         across = adsorbate[neighbors.center] != adsorbate[neighbors.neighbor]
-        left = 1 - fade(2 * neighbors.distance / self.cutoff - 1) * across
+        left = 1 - fade((neighbors.distance / self.cutoff - _ONSET) / (1 - _ONSET)) * across
         return -left.clamp(min=torch.finfo(left.dtype).tiny).log()
 
     def _expect_tags(self, untagged: int) -> None:
