@@ -410,7 +410,7 @@ def test_differences_have_the_spread_of_systems_and_of_seeds(words, tmp_path, ca
     labels = open_dataset(tmp_path / "data" / "val_id.safetensors").y_relaxed
 
     def errors(model: str) -> np.ndarray:
-        files = sorted((tmp_path / "out" / "jobs").glob(f"{model}_*"))
+        files = sorted((tmp_path / "out" / "jobs").glob(f"{model}_*.json"))
         found = [json.loads(file.read_text())["splits"]["val_id"]["energy_eV"] for file in files]
         return np.array(found) - labels
 

@@ -8,14 +8,16 @@ import torch
 from ase.build import fcc111, molecule
 from ase.constraints import FixAtoms
 from ase.geometry import get_distances
-from peers_kit.jobs import run_job
+from peers_kit.jobs import net_of, run_job
 from script_files import load_script
 from tiny_run import start
 from torch import nn
 
+from molflt.data.structures import open_dataset
 from molflt.data.structures.ase_constraints import fixed_atoms
 from molflt.data.structures.records import make_record
 from molflt.data.structures.store import write_store
+from molflt.evaluation.predictions import infer
 
 sizes = load_script("sizes")
 slabs = sizes.sys.modules["kit.slabs"]
@@ -116,7 +118,10 @@ def test_the_table_of_a_run_and_a_peer(tmp_path, capsys, monkeypatch):
     assert found["structures"]["2x2"] == 2
     assert found["eV"]["peer:schnet"]["2x2"] > 0
     weights = out / "jobs" / "schnet_0.0001min_1_seed0.safetensors"
-    was = weights.stat().st_mtime_ns
+    was, result = weights.stat().st_mtime_ns, json.loads(weights.with_suffix(".json").read_text())
+    net = net_of(result["job"], weights)
+    energy = infer(net, open_dataset(data / "val_id.safetensors"), 2, "val_id").energy
+    assert energy == pytest.approx(result["splits"]["val_id"]["energy_eV"], abs=1e-5)
     monkeypatch.setattr(sizes.pool, "_work", None)  # would raise
     assert sizes.main(words) == 0
     assert weights.stat().st_mtime_ns == was
