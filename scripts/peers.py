@@ -21,8 +21,8 @@ of the steps at most, or slow nets would be judged by their beginnings. Three le
 tried, and with --tune-most further ones as long as the best one is the largest or the smallest.
 Differences have standard errors over seeds and over systems, which count as independent, or but for
 those that have a column of DIR/systems.csv in common (--alike molecule metal). Writes comparison.md
-and .csv, error-cpu.png, error-size.png, and jobs/*.json with predictions. Started again, it goes
-on where it was stopped and repeats no job.
+and .csv, error-cpu.png, error-size.png, and jobs/* with predictions and weights. Started again, it
+goes on where it was stopped and repeats no job.
 """
 
 from __future__ import annotations

@@ -267,11 +267,11 @@ def test_options_for_all_nets_are_those_of_peers_too(tmp_path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         small = models.load(models.NETS["painn"].make)
         patch.setattr(jobs, "load", lambda place: lambda: small(**SMALLER["painn"]))
-        task, data, _ = jobs._parts(job)
+        task, data, _ = jobs.prepare(job)
         assert (task.lr, data.batch_size) == (models.NETS["dimenet++"].lr, 8)
         job["words"] += ["--task.lr=0.5", "--data.batch_size=3", "--task.references=fit"]
         job["words"] += ['--task.lr_factors={"readout.*": 0.1}']
-        task, data, settings = jobs._parts(job)
+        task, data, settings = jobs.prepare(job)
     assert (task.lr, data.batch_size) == (0.5, 3)
     assert task.model.element_energies.any()
     words = ["--data", job["data"], "--models", "painn", "--", "--task.lr=0.3"]
@@ -410,7 +410,7 @@ def test_differences_have_the_spread_of_systems_and_of_seeds(words, tmp_path, ca
     labels = open_dataset(tmp_path / "data" / "val_id.safetensors").y_relaxed
 
     def errors(model: str) -> np.ndarray:
-        files = sorted((tmp_path / "out" / "jobs").glob(f"{model}_*"))
+        files = sorted((tmp_path / "out" / "jobs").glob(f"{model}_*.json"))
         found = [json.loads(file.read_text())["splits"]["val_id"]["energy_eV"] for file in files]
         return np.array(found) - labels
 
@@ -579,7 +579,7 @@ def test_batches_are_loaded_where_the_budget_sees_it(tmp_path: Path) -> None:
     (tmp_path / "two.yaml").write_text("data: {root: x, workers: 2}")
     job = {"model": "molflt", "words": ["--config", str(tmp_path / "two.yaml")], "seed": 0}
     job |= {"data": str(write_data(tmp_path)), "splits": ["val_id"], "lr": None}
-    assert jobs._parts(job | {"fraction": 1.0, "evaluations": 1})[1].workers == 0
+    assert jobs.prepare(job | {"fraction": 1.0, "evaluations": 1})[1].workers == 0
 
 
 @pytest.mark.parametrize(

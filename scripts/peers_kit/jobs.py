@@ -13,13 +13,14 @@ import numpy as np
 import torch
 from lightning.pytorch import seed_everything
 from numpy.typing import NDArray
-from torch import nn
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from molflt.data.structures import Structures
 from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.sources import split_path
 from molflt.evaluation.predictions import infer, open_structures
-from molflt.files import write_atomically
+from molflt.files import save_tensors, write_atomically
 from molflt.graph import EnergyRegressor
 from molflt.tasks.is2re import IS2RETask
 from molflt.training.config import build_parser, plain
@@ -28,6 +29,7 @@ from peers_kit.models import FITS, NETS, load
 from peers_kit.training import Diverged, Point, Settings, train
 
 _Metrics = dict[str, Any]
+WEIGHTS = ".safetensors"  # beside the result
 # of the parts of a configuration; what else they have belongs to other loops and other data
 USED = {
     "data": ("train_split", "batch_size", "max_atoms", "bucket", "skip_bad"),
@@ -103,10 +105,11 @@ class Outcome(NamedTuple):
     parameters: int | None
     chosen: Mapping[str, float]
     diverged: str | None = None
+    weights: Mapping[str, Tensor] | None = None
 
 
 def run_job(job: Job, out: Path) -> None:
-    """Does a job and writes its result, a JSON file.
+    """Does a job and writes its result, a JSON file, and the weights of a net beside it.
 
     Raises:
         ValueError: for options or data that `molflt train` refuses, too.
@@ -144,6 +147,8 @@ def run_job(job: Job, out: Path) -> None:
             for split, dataset in sets.items()
         },
     }
+    if done.weights is not None:
+        save_tensors(out.with_suffix(WEIGHTS), done.weights, {})
     write_atomically(out, (json.dumps(result, allow_nan=False) + "\n").encode())
 
 
@@ -167,7 +172,7 @@ def _fit(job: Job, sets: Mapping[str, Structures], budget: CpuBudget) -> Outcome
 
 def _train(job: Job, sets: Mapping[str, Structures], budget: CpuBudget) -> Outcome:
     """What is trained step by step."""
-    task, data, settings = _parts(job)
+    task, data, settings = prepare(job)
     parameters = sum(p.numel() for p in task.model.parameters() if p.requires_grad)
     first = job["splits"][0]
 
@@ -183,10 +188,28 @@ def _train(job: Job, sets: Mapping[str, Structures], budget: CpuBudget) -> Outco
     except Diverged as error:
         return Outcome({}, [], None, parameters, {"lr": task.lr}, str(error))
     energies = {split: predict(model, split) for split in sets}
-    return Outcome(energies, curve, steps, parameters, {"lr": task.lr})
+    # SchNet's modules share weights, which safetensors refuses
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return Outcome(energies, curve, steps, parameters, {"lr": task.lr}, weights=weights)
 
 
-def _parts(job: Job) -> tuple[IS2RETask, IS2REData, Settings]:
+def net_of(job: Job, result: Path) -> nn.Module:
+    """The trained net of a job, in evaluation mode.
+
+    Raises:
+        FileNotFoundError: if its training diverged, or an earlier version kept no weights.
+    """
+    path = result.with_suffix(WEIGHTS)
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path}: no weights of {job['model']}; remove {result.name} to train it again"
+        )
+    model = prepare(job)[0].model
+    model.load_state_dict(load_file(path))
+    return model.eval()
+
+
+def prepare(job: Job) -> tuple[IS2RETask, IS2REData, Settings]:
     """Task with its model, prepared, and data, set up."""
     config = config_of(job["model"], job["words"])
     net = NETS.get(job["model"])
