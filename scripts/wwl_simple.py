@@ -31,7 +31,9 @@ def main(words: list[str] | None = None) -> int:
         parser.add_argument(name, type=Path)
     options: argparse.Namespace = parser.parse_args(words)
     frames = read(options.structures, ":")
-    folds = {name: fold for fold, own in json.loads(options.folds.read_text()).items() for name in own}
+    folds = {
+        name: fold for fold, own in json.loads(options.folds.read_text()).items() for name in own
+    }
     records, systems = [], []
     for sid, atoms in enumerate(frames):
         info = atoms.info

@@ -79,6 +79,7 @@ def interpolate(batch: Batch, share: float, noise: float) -> Batch:
     return moved
 
 
+_BOND = 2.0  # Å
 _CELLS = ((2, 1), (1, 2), (2, 2))  # numbers of cells along the first two lattice vectors
 
 
@@ -86,7 +87,8 @@ def repeat(batch: Batch, share: float) -> Batch:
     """A batch in which some slabs are repeated in the plane, with one adsorbate each.
 
     Energies and the positions to be predicted of the atoms of the first cell stay what they are;
-    positions of the copies, whose adsorbate is far away, are not known.
+    positions of the copies, whose adsorbate is far away, are not known. Structures stay if their
+    adsorbate may be bonded across the boundary of the cell.
 
     Args:
         batch: pos, pos_relaxed (atoms, 3) and cell (structures, 3, 3), Å; tags (atoms,).
@@ -96,6 +98,7 @@ def repeat(batch: Batch, share: float) -> Batch:
     sizes = torch.tensor(_CELLS)[torch.randint(len(_CELLS), (graphs,))]
     sizes[torch.rand(graphs) >= share] = 1
     sizes = sizes.to(batch.batch.device)
+    sizes[_across(batch) | ~batch.pbc.view(-1, 3)[:, :2].all(dim=1)] = 1
     keys = ("pos", "pos_relaxed", "atomic_numbers", "tags", "fixed", "batch")
     parts = [{key: batch[key] for key in keys}]
     slab = batch.tags != Tag.ADSORBATE.value
@@ -120,3 +123,17 @@ def repeat(batch: Batch, share: float) -> Batch:
     out.ptr = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
     out.cell = batch.cell * torch.nn.functional.pad(sizes, (0, 1), value=1)[:, :, None]
     return out
+
+
+def _across(batch: Batch) -> Tensor:
+    """Structures with adsorbate atoms near opposite ends of the cell, (structures,)."""
+    kept = batch.tags == Tag.ADSORBATE.value
+    graph, cell = batch.batch[kept], batch.cell[:, :2]
+    inverse = torch.linalg.pinv(batch.cell)[:, :, :2]
+    places = torch.einsum("ni,nij->nj", batch.pos[kept], inverse[graph])
+    index, none = graph[:, None].expand(-1, 2), places.new_zeros(len(cell), 2)
+    ends = [
+        none.scatter_reduce(0, index, places, how, include_self=False) for how in ("amin", "amax")
+    ]
+    left = (1 - (ends[1] - ends[0])) * cell.norm(dim=2)
+    return (left < _BOND).any(dim=1)

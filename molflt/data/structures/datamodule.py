@@ -280,7 +280,8 @@ class IS2REData(BatchedData[Structures]):
                 f"{dataset.path}: y_relaxed look like total energies, "
                 f"{per_atom(energies, natoms):.1f} eV per atom in the median; expected adsorption "
                 "energies; use --model.readout all with --task.references fit to learn what "
-                "energies per element leave, or with --task.references none to take them as they are"
+                "energies per element leave, or with --task.references none to take them as they "
+                "are"
             )
 
     def expect_relaxed(self, option: str) -> None:
