@@ -9,7 +9,7 @@ import numpy as np
 if TYPE_CHECKING:
     from ase import Atoms
 
-__all__ = ["ADSORBATES"]
+__all__ = ["ADSORBATES", "LARGE"]
 
 
 class _Adsorbate(NamedTuple):
@@ -17,7 +17,8 @@ class _Adsorbate(NamedTuple):
 
     Attributes:
         whole: name in the collection.
-        anchors: ways to bind, each an atom of `whole`, or two that come down side by side.
+        anchors: ways to bind, each an atom of `whole`, two that come down side by side, or more
+            whose middle comes down.
         without: atoms of `whole` that are taken away.
     """
 
@@ -65,19 +66,33 @@ ADSORBATES: dict[str, _Adsorbate] = {
     "OOH": _Adsorbate("H2O2", ((0,), (0, 1)), (2,)),
 }
 
+# Of the split val_large, chains and rings; the order fixes its systems.
+LARGE: dict[str, _Adsorbate] = {
+    "C3H4": _Adsorbate("C3H4_C3v", ((0, 1),)),
+    "C3H6": _Adsorbate("C3H6_Cs", ((1, 0),)),
+    "C3H8": _Adsorbate("C3H8", ((0, 1, 2),)),
+    "C3H6O": _Adsorbate("CH3COCH3"),
+    "C4H6": _Adsorbate("butadiene", ((0, 1, 2, 3),)),
+    "C4H10": _Adsorbate("trans-butane", ((0, 1, 2, 3),)),
+    "C4H4O": _Adsorbate("C4H4O", ((0, 1, 2, 3, 4), (0,))),
+    "C4H5N": _Adsorbate("C4H4NH", ((1, 2, 3, 4, 5),)),
+    "C5H5N": _Adsorbate("C5H5N", ((0, 1, 2, 3, 4, 5), (0,))),
+    "C6H6": _Adsorbate("C6H6", ((0, 1, 2, 3, 4, 5),)),
+}
+
 
 def _oriented(rng: np.random.Generator, name: str, tilt: float) -> Atoms:
     """An adsorbate with its anchor at the origin and the rest above it, turned and tilted.
 
     Args:
         rng: draws the anchor, the turn about z, and the tilt.
-        name: a key of `ADSORBATES`.
+        name: a key of `ADSORBATES` or `LARGE`.
         tilt: standard deviation of the angle to the surface's normal, degrees.
     """
     from ase.build import molecule
     from scipy.spatial.transform import Rotation
 
-    entry = ADSORBATES[name]
+    entry = {**ADSORBATES, **LARGE}[name]
     anchor = list(entry.anchors[int(rng.integers(len(entry.anchors)))])
     atoms: Atoms = molecule(entry.whole)
     points = atoms.positions - atoms.positions[anchor].mean(axis=0)

@@ -13,6 +13,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Container, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -35,7 +36,7 @@ from making.settings import (
     _store_path,
     _write_settings,
 )
-from making.systems import _SIDS_PER_SPLIT, _SPLITS, _Plan, _relax_system
+from making.systems import _LARGE, _SIDS_PER_SPLIT, _SPLITS, _Plan, _relax_system
 from tqdm import tqdm
 
 from molflt.data.shards import Shard
@@ -86,6 +87,7 @@ def make(
     workers: int = 2,
     frames: bool = False,
     shard: str | None = None,
+    large: int = 0,
 ) -> None:
     """Make a data set of real relaxations with an interatomic potential, in the OC20 schema.
 
@@ -108,6 +110,9 @@ def make(
             DIRECTORY/frames/SPLIT.extxyz.
         shard: I/N, only each N-th system, the I-th first, for as many processes or machines that
             share the folder; when all shards are made, the same command without it joins them.
+        large: number of systems in a further split, val_large, for tests at larger sizes: chains
+            and rings of three to six carbon atoms, or several small adsorbates, on slabs two to six
+            times as large.
 
     Raises:
         ValueError: a number is out of range, the folder holds data of other settings, or another
@@ -115,7 +120,7 @@ def make(
         ModuleNotFoundError: the calculator's package is not installed; says what to install.
         OSError: the folder cannot be written.
     """
-    _check_sizes(train, val, seed, workers)
+    _check_sizes(train, val, seed, workers, large)
     if calculator not in CALCULATORS:
         raise ValueError(f"--calculator must be one of {', '.join(CALCULATORS)}; got {calculator}")
     part = None if shard is None else Shard.of(shard)
@@ -129,11 +134,12 @@ def make(
         "val": val,
         "frames": frames,
     }
+    settings |= {"large": large} if large else {}
     with _alone(directory, part):
         _claim(directory, settings)
         references = _references(directory, calculator)
         plan = _Plan(calculator, seed, tuple(references.items()), frames)
-        sizes = {split: train if split == "train" else val for split in _SPLITS}
+        sizes = dict.fromkeys(_SPLITS, val) | {"train": train, _LARGE: large}
         splits = [split for split in _SPLITS if _made(directory, split) < sizes[split]]
         tasks = {
             split: [_Task(directory, plan, split, i) for i in range(sizes[split])]
@@ -156,17 +162,18 @@ def make(
         _print_summary(directory)
 
 
-def _check_sizes(train: int, val: int, seed: int, workers: int) -> None:
+def _check_sizes(train: int, val: int, seed: int, workers: int, large: int) -> None:
     for name, value, least in (
         ("train", train, 1),
         ("val", val, 1),
         ("seed", seed, 0),
+        ("large", large, 0),
         ("workers", workers, 1),
     ):
         if value < least:
             raise ValueError(f"--{name} must be at least {least}; got {value}")
-    if max(train, val) > _SIDS_PER_SPLIT:
-        raise ValueError(f"at most {_SIDS_PER_SPLIT} systems a split; got {max(train, val)}")
+    if max(train, val, large) > _SIDS_PER_SPLIT:
+        raise ValueError(f"at most {_SIDS_PER_SPLIT} systems a split; got {max(train, val, large)}")
 
 
 def _made(directory: Path, split: str) -> int:
@@ -305,7 +312,7 @@ def _print_summary(directory: Path) -> None:
     print(f"{'split':<14}{'systems':>8}{'atoms':>7}{'mean eV':>9}{'sd eV':>7}{'median MAE eV':>15}")
     median = None
     rejected = _read_settings(directory).get("rejected")
-    for split in _SPLITS:
+    for split in filter(partial(_made, directory), _SPLITS):
         store = StructureStore(_store_path(directory, split))
         energies = store.y_relaxed
         median = float(np.median(energies)) if median is None else median

@@ -17,7 +17,7 @@ from molflt.files import shown, write_atomically
 from molflt.lock import FolderLock
 
 _SETTINGS = "made.json"
-_SIZES = ("train", "val")
+_SIZES = ("train", "val", "large")
 
 
 def _store_path(directory: Path, split: str) -> Path:
@@ -66,14 +66,15 @@ def _claim(directory: Path, settings: dict[str, object]) -> None:
             f"{directory}: begun with other settings: {words}; repeat those, or choose another "
             "folder"
         )
-    if any(found[name] != settings[name] for name in _SIZES):
-        _write_settings(directory, found | {name: settings[name] for name in _SIZES})
+    sizes = {name: settings[name] for name in _SIZES if name in settings}
+    if any(found.get(name) != size for name, size in sizes.items()):
+        _write_settings(directory, found | sizes)
 
 
 def _goes_on(found: object, asked: object, grows: bool) -> bool:
     """Whether a folder of one setting can be continued with another."""
-    if grows and isinstance(found, int) and isinstance(asked, int):
-        return found <= asked
+    if grows and isinstance(found, int | None) and isinstance(asked, int):
+        return (found or 0) <= asked
     return found == asked
 
 

@@ -14,7 +14,7 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from making.adsorbates import ADSORBATES, _oriented
+from making.adsorbates import ADSORBATES, LARGE, _oriented
 from making.calculators import CALCULATORS, relax
 from making.references import adsorption_energy
 from making.slabs import (
@@ -42,7 +42,11 @@ _SPLITS = {
     "val_ood_ads": (_OOD_ADSORBATES, _CATALYSTS),
     "val_ood_cat": (_ADSORBATES, _OOD_CATALYSTS),
     "val_ood_both": (_OOD_ADSORBATES, _OOD_CATALYSTS),
+    "val_large": (tuple(LARGE), _CATALYSTS),
 }
+_LARGE = "val_large"
+_REPEATS = ((2, 1), (2, 2), (3, 2))  # of the slabs of val_large
+_SHARE = 0.5  # of draws of val_large with one adsorbate of `LARGE`; others have up to one a cell
 _SIDS_PER_SPLIT = 10_000_000
 
 _TILT = 15.0  # degrees, standard deviation
@@ -154,13 +158,17 @@ def _rejection(
     start: Atoms, relaxed: Atoms, bonds: np.ndarray, energies: tuple[float, float]
 ) -> str | None:
     """Why this relaxation is drawn again, or None. ``bonds`` are those that have to be left."""
+    from scipy.sparse.csgraph import connected_components
+
     before, after = energies
     slab = len(relaxed) - len(bonds)
     if not (abs(after) <= _MAX_ENERGY and abs(before) <= _MAX_START_ENERGY):  # also catches NaN
         return "energy"
     if (_bonds(relaxed[slab:]) != bonds).any():
         return "bonds"
-    if relaxed.get_all_distances(mic=True)[slab:, :slab].min() > _DESORBED:
+    heights = relaxed.get_all_distances(mic=True)[slab:, :slab].min(axis=1)
+    molecule = connected_components(bonds)[1]
+    if any(heights[molecule == i].min() > _DESORBED for i in set(molecule)):
         return "desorbed"
     if np.linalg.norm(relaxed.positions[:slab] - start.positions[:slab], axis=1).max() > _MAX_SHIFT:
         return "reconstructed"
@@ -169,30 +177,47 @@ def _rejection(
 
 def _attempt(rng: np.random.Generator, plan: _Plan, split: str, sid: int) -> _System | str:
     """One draw: the system, or the name of the rule that refused it."""
-    adsorbates, catalysts = _SPLITS[split][0], _catalysts(plan.calculator, split)
-    name = adsorbates[int(rng.integers(len(adsorbates)))]
+    from scipy.linalg import block_diag
+
+    known, catalysts = _SPLITS[split][0], _catalysts(plan.calculator, split)
+    names = [known[int(rng.integers(len(known)))]]
     surface = _draw_surface(rng, catalysts[int(rng.integers(len(catalysts)))])
     clean = _relaxed_slab(plan.calculator, surface)
     if clean is None:
         return "slab"
     slab, slab_energy = clean
     site, place = _draw_site(rng, slab)
-    adsorbate = _oriented(rng, name, _TILT)
-    system = _place(rng, slab, adsorbate, place)
+    places = [place]
+    if split == _LARGE:
+        n, m = _REPEATS[int(rng.integers(len(_REPEATS)))]
+        if rng.random() >= _SHARE:  # small adsorbates, each on the same site of another cell
+            names = [str(one) for one in rng.choice(_ADSORBATES, int(rng.integers(2, n * m + 1)))]
+        cells = rng.permutation([(i, j) for i in range(n) for j in range(m)])[: len(names)]
+        places = [place + cell @ slab.cell.array[:2, :2] for cell in cells]
+        slab, slab_energy = slab.repeat((n, m, 1)), slab_energy * n * m
+    adsorbates = [_oriented(rng, one, _TILT) for one in names]
+    system = slab
+    for adsorbate, there in zip(adsorbates, places, strict=True):
+        system = _place(rng, system, adsorbate, there)
     if not _settle(rng, system, plan.calculator):
         return "not_converged"
     bonds = _bonds(system[len(slab) :])
-    if CALCULATORS[plan.calculator].intact and (bonds != _bonds(adsorbate)).any():
+    if (
+        CALCULATORS[plan.calculator].intact
+        and (bonds != block_diag(*map(_bonds, adsorbates))).any()
+    ):
         return "bonds"
     start = system.copy()
     done = relax(system, plan.calculator, _FORCE_TOLERANCE, frames=plan.frames)
     if not done.converged:
         return "not_converged"
+    symbols = system.symbols[len(slab) :]
     y_init, y_relaxed = (
-        adsorption_energy(energy, slab_energy, adsorbate.symbols, dict(plan.references))
+        adsorption_energy(energy, slab_energy, symbols, dict(plan.references))
         for energy in (done.before, done.after)
     )
-    reason = _rejection(start, system, bonds, (y_init, y_relaxed))
+    each = (y_init / len(names), y_relaxed / len(names))
+    reason = _rejection(start, system, bonds, each)
     if reason is not None:
         return reason
     fixed = np.zeros(len(system), dtype=bool)
@@ -210,8 +235,8 @@ def _attempt(rng: np.random.Generator, plan: _Plan, split: str, sid: int) -> _Sy
         "y_relaxed": y_relaxed,
     }
     catalyst, facet = surface.catalyst, surface.name
-    names = {"adsorbate": name, "catalyst": catalyst, "facet": facet, "site": site}
-    return _System(fields, names, done.frames, {})
+    words = {"adsorbate": " ".join(names), "catalyst": catalyst, "facet": facet, "site": site}
+    return _System(fields, words, done.frames, {})
 
 
 def _relax_system(plan: _Plan, split: str, index: int) -> _System:

@@ -81,12 +81,13 @@ def made_here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_finished_run_holds_what_it_says(made_here: Path, capsys) -> None:
-    stores = [f"{split}.safetensors" for split in make_systems._SPLITS]
-    frames = [f"frames/{split}.extxyz" for split in make_systems._SPLITS]
+    splits = [split for split in make_systems._SPLITS if split != "val_large"]
+    stores = [f"{split}.safetensors" for split in splits]
+    frames = [f"frames/{split}.extxyz" for split in splits]
     assert sorted(contents(made_here)) == sorted(["made.json", "systems.csv", *stores, *frames])
     made = json.loads((made_here / "made.json").read_text())
     assert made["potential"].startswith("ASE's effective-medium potential, not DFT (ase ")
-    assert set(made["rejected"]) == set(make_systems._SPLITS)
+    assert set(made["rejected"]) == set(splits)
     assert set(made["rejected"]["train"]) == set(make_systems._REJECTIONS)
     h2, h2o = made["molecules_eV"]["H2"], made["molecules_eV"]["H2O"]
     assert made["references_eV"]["H"] == h2 / 2 and made["references_eV"]["O"] == h2o - h2
@@ -431,3 +432,36 @@ def test_chgnet_takes_part_where_it_is_installed(tmp_path: Path) -> None:
     pytest.importorskip("chgnet", reason="molflt[chgnet] is not installed")
     make(tmp_path, "chgnet", train=1, val=1, workers=1)
     assert abs(float(StructureStore(tmp_path / "train.safetensors").y_relaxed[0])) < 10
+
+
+def test_large_systems_have_energies_of_a_larger_slab() -> None:
+    plan = make_systems._Plan("emt", 7, (("H", 0.5), ("C", -0.1), ("N", 0.1), ("O", 0.8)))
+    system = make_systems._relax_system(plan, "val_large", 1)
+    fields = system.fields
+    tags, names = fields["tags"], system.names["adsorbate"].split()
+    cells = int((tags == 1).sum()) // 4
+    assert (tags < 2).sum() == 16 * cells and 1 < len(names) <= cells in (2, 4, 6)
+    adsorbed = Atoms(fields["atomic_numbers"][tags == 2]).symbols
+    assert sorted(adsorbed) == sorted(s for name in names for s in Atoms(name).symbols)
+    facet = next(one for one in slabs._FCC if one.name == system.names["facet"])
+    _, energy = slabs._relaxed_slab("emt", slabs._Surface("Al", facet, False))
+    relaxed = Atoms(
+        fields["atomic_numbers"],
+        positions=fields["pos_relaxed"],
+        cell=fields["cell"][0],
+        pbc=True,
+        calculator=EMT(),
+    )
+    references = sum(dict(plan.references)[symbol] for symbol in adsorbed)
+    expected = relaxed.get_potential_energy() - cells * energy - references
+    assert fields["y_relaxed"] == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_split_of_large_systems_is_added_to_a_folder(tmp_path: Path) -> None:
+    settings: dict[str, object] = {"seed": 0, "train": 1, "val": 1}
+    make_settings._claim(tmp_path, settings)
+    make_settings._claim(tmp_path, {**settings, "large": 3})
+    make_settings._claim(tmp_path, settings)
+    assert make_settings._read_settings(tmp_path)["large"] == 3
+    with pytest.raises(ValueError, match="large 3 .now 2"):
+        make_settings._claim(tmp_path, {**settings, "large": 2})
