@@ -22,17 +22,17 @@ if hasattr(os, "register_at_fork"):
 
 
 class FolderLock:
-    """Makes sure that nobody else works in a folder, in this process or in another.
+    """Lets one process at a time work in a folder.
 
-    The system lets go of the lock (``flock``) when the process ends, also after ``kill -9`` or a
-    power failure. The file ``.lock`` says who holds it and is removed at the end; one that is left
-    over does not matter.
+    The system releases the lock (``flock``) when the process ends, also after ``kill -9`` or a
+    power failure. The file ``.lock`` names the holder and is removed at the end; a file left behind
+    has no effect.
 
     Args:
-        folder: made if it is not there, and removed again if nothing came into it.
-        doing: what messages say behind the name of the holder: what it does, and what to do.
-        name: of the file; locks of other names have nothing to do with each other.
-        shared: keeps those away who want the folder for themselves, and those alone.
+        folder: created if it is missing, and removed again if it stays empty.
+        doing: text that messages add to the name of the holder: what it does, and what to do.
+        name: name of the file; locks of different names are independent.
+        shared: may be held together with other shared locks, but not with an exclusive one.
     """
 
     def __init__(self, folder: Path, doing: str, name: str = ".lock", shared: bool = False) -> None:
@@ -43,12 +43,7 @@ class FolderLock:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Holds the lock inside of the block.
-
-        Raises:
-            ValueError: if another holds it; says who.
-            OSError: if the folder cannot be made or written to.
-        """
+        """Holds the lock inside the block; ValueError names another holder."""
         folder = self.path.parent
         made = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
@@ -59,9 +54,9 @@ class FolderLock:
         finally:
             _held.discard(self._file)
             if not self.is_gone() and self._is_last():
-                self.path.unlink(missing_ok=True)  # before it is let go of: it is still ours
+                self.path.unlink(missing_ok=True)  # while the lock is still held
             self._file.close()
-            with contextlib.suppress(OSError):  # as far as they are empty
+            with contextlib.suppress(OSError):  # folders that are not empty stay
                 for path in made:
                     path.rmdir()
 
@@ -79,10 +74,10 @@ class FolderLock:
                 raise
             self._file = file
             if self.is_gone():
-                file.close()  # its holder removed it after we had opened it
+                file.close()  # removed by its holder after it was opened here
                 continue
             file.truncate(0)
-            if self.shared:  # several names would not stay true
+            if self.shared:  # one name would be wrong for several holders
                 return file
             since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
             file.write(f"process {os.getpid()} on {socket.gethostname()} (since {since})\n")
@@ -90,7 +85,7 @@ class FolderLock:
             return file
 
     def _is_last(self) -> bool:
-        """Whether nobody else holds it."""
+        """True if no other process holds the lock."""
         assert self._file is not None
         try:
             _flock(self._file, shared=False)
@@ -99,7 +94,7 @@ class FolderLock:
         return True
 
     def is_gone(self) -> bool:
-        """Whether it is held, and the path leads to another file than the one held, or to none."""
+        """True if the lock is held and its file was removed or replaced."""
         if self._file is None:
             return False
         try:
@@ -109,7 +104,7 @@ class FolderLock:
 
 
 def _holder(file: TextIO) -> str:
-    """Who has locked a file: the holder writes its name into it just after it has locked it."""
+    """Name of the process that holds the lock, which writes it right after locking."""
     for _ in range(100):
         file.seek(0)
         name = file.read(300)
@@ -120,7 +115,7 @@ def _holder(file: TextIO) -> str:
 
 
 def _flock(file: TextIO, shared: bool) -> None:
-    """Locks a file, or says that there are no locks here."""
+    """Locks a file; prints a warning on systems without file locks."""
     try:
         import fcntl
 

@@ -523,7 +523,8 @@ def test_structures_without_tags_are_refused_unless_forced(run, tmp_path, capsys
     assert [row["index"] for row in table(out)] == ["2"]
     words = ["evaluate", str(run), f"--data={tmp_path / 'in.extxyz'}", f"--out={tmp_path / 'out'}"]
     assert "no tags" in error_of(capsys, *words)
-    assert main([*words, "--force", "true"]) == 0
+    assert main([*words, "--force", "true", "--skip_bad", "true"]) == 0  # force keeps them
+    assert len(table(tmp_path / "out" / "predictions.csv")) == 3
     capsys.readouterr()
     assert main([*words, "--tags", "guess"]) == 0
     assert "1 adsorbate O, 4 surface, 4 subsurface atoms" in capsys.readouterr().err
@@ -542,6 +543,10 @@ def test_what_cannot_be_written_is_not_computed(run, tmp_path, monkeypatch, caps
     )
     assert "a.extxyz: is what is read, and would be overwritten" in said
     assert Path("a.extxyz").read_bytes() == before
+    Path("folder").mkdir()
+    Path("folder/a.extxyz").write_text("cannot be read")
+    said = error_of(capsys, "predict", str(run), "folder", "--out", "folder/a.extxyz")
+    assert "folder/a.extxyz: is what is read" in said
 
 
 def test_predict_refuses_bad_input(run, tmp_path, capsys) -> None:

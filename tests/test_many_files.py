@@ -236,7 +236,8 @@ def test_names_of_structures_are_written(run, tmp_path, capsys) -> None:
 def test_data_without_its_option(words, capsys) -> None:
     assert "did you mean --data.root mine.extxyz?" in error_of(capsys, "train", *words)
     line = error_of(capsys, "train", "--data.root", "a.extxyz", "b.extxyz")
-    assert "unexpected b.extxyz" in line and "'*.extxyz'" in line
+    assert "unexpected b.extxyz" in line and "'*.extxyz'" in line and "{a,b}" in line
+    assert "{a,b}" in error_of(capsys, "train", "--data.root", "[a.extxyz, b.extxyz]")
 
 
 def test_the_configuration_of_a_run_names_its_folder(run, tmp_path, capsys) -> None:

@@ -23,9 +23,9 @@ from pathlib import Path
 from molflt.training.lock import RunLock
 with RunLock(Path(sys.argv[1])).held():
     if os.fork() == 0:  # such as a worker that reads data
+        print("held", flush=True)  # after the fork has closed its copy
         time.sleep(60)
         os._exit(0)
-    print("held", flush=True)
     time.sleep(60)
 """
 

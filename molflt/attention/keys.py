@@ -18,7 +18,7 @@ class Keys(TypedDict, total=False):
     key_mask: Tensor | None
     """(batch, keys) bool, True where a key exists"""
     key_weight: Tensor | None
-    """(batch, keys), above 0: a factor of every A_ij of a key"""
+    """(batch, keys), above 0 and finite: a factor of every A_ij of a key"""
     key_index: Tensor | None
     """(batch, keys), the token that each key copies; by default key j is token j. Periodic images
     of an atom are keys with the atom's index and their own positions."""
@@ -51,9 +51,11 @@ def log_weights(key_weight: Tensor | None, key_mask: Tensor | None, key: Tensor)
     weight = key_weight.to(at_least_float32(key).dtype)
     if key_mask is not None:  # before the logarithm, whose slope at 0 is infinite
         weight = weight.masked_fill(~key_mask, 1.0)
-    if at_hand(weight) and bool((weight <= 0).any()):  # NaN, of weights that diverged, stays NaN
+    least = torch.finfo(weight.dtype).tiny  # 1 / weight, the slope, overflows below
+    if at_hand(weight) and bool((wrong := ~((weight >= least) & weight.isfinite())).any()):
         raise ValueError(
-            f"key_weight must be above 0; got {weight.min().item():g}; leave keys out with key_mask"
+            f"key_weight must be finite and at least {least:.3g} in {weight.dtype}; got "
+            f"{key_weight[wrong][0].item():g}; leave keys out with key_mask"
         )
     return weight.log()[:, None]
 

@@ -12,7 +12,7 @@ import re
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
 
@@ -29,23 +29,30 @@ __all__ = ["COMMANDS", "main"]
 
 
 class _Command(NamedTuple):
-    """What a command calls: ``module:function``, and ``module:build_parser`` if it has its own."""
+    """A command: its function and what ``molflt --help`` says of it."""
 
     function: str
+    """``module:function``, whose signature is the options"""
     summary: str
     parser: str | None = None
+    """``module:build_parser`` if it has its own"""
+    places: Mapping[str, str] = {}
+    """help of the paths that it takes without options, by name; the first may be several"""
 
 
 COMMANDS: dict[tuple[str, ...], _Command] = {
     ("data", "inspect"): _Command(
         "molflt.commands.inspect:inspect",
         "what files of structures hold: counts, energies, warnings",
-        "molflt.commands.inspect:build_parser",
+        places={"path": "files, folders or patterns"},
     ),
     ("data", "convert"): _Command(
         "molflt.data.structures.convert:convert",
         "any readable files or folder -> compact store",
-        "molflt.data.structures.convert:build_parser",
+        places={
+            "src": "files, folders or patterns to read",
+            "dst": "compact store or folder to write",
+        },
     ),
     ("data", "download"): _Command(
         "molflt.data.structures.download:download", "fetch, check and unpack a public data set"
@@ -72,7 +79,7 @@ COMMANDS: dict[tuple[str, ...], _Command] = {
     ("compare",): _Command(
         "molflt.commands.compare:compare",
         "runs side by side: options, size, time, metrics, curves",
-        "molflt.commands.compare:build_parser",
+        places={"runs": "folders of two training runs or more"},
     ),
     ("predict",): _Command(
         "molflt.commands.predict:predict",
@@ -88,7 +95,7 @@ COMMANDS: dict[tuple[str, ...], _Command] = {
     ("relax",): _Command(
         "molflt.commands.relax:relax",
         "structures at rest, by a trained potential",
-        "molflt.commands.relax:build_parser",
+        places={"structures": "files, folders or patterns"},
     ),
     ("generate",): _Command(
         "molflt.commands.generate:generate", "text from a trained language model, or translations"
@@ -188,10 +195,15 @@ def _parser(path: tuple[str, ...], words: Sequence[str]) -> ArgumentParser:
     function: Callable[..., object] = pkgutil.resolve_name(command.function)
     if command.parser is not None:
         parser: ArgumentParser = pkgutil.resolve_name(command.parser)(words)
-        parser.usage = parser.usage or f"{name} [--OPTION VALUE ...]"  # else a page long
     else:
         parser = ArgumentParser()
-        parser.add_function_arguments(function, as_group=False, as_positional=True)
+        for count, (place, text) in enumerate(command.places.items()):
+            parser.add_argument(place, nargs=None if count else "+", type=Path, help=text)
+        parser.add_function_arguments(
+            function, as_group=False, as_positional=not command.places, skip={*command.places}
+        )
+    if command.parser or command.places:
+        parser.usage = parser.usage or f"{name} [--OPTION VALUE ...]"  # else a page long
     recipe = next((each.default for each in parser._actions if each.dest == "recipe"), None)
     parser.prog = name if recipe in (None, DEFAULT) else f"{name} --recipe {recipe}"
     parser.description = _first_paragraphs(function)

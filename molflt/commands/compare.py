@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from jsonargparse import ArgumentParser
-
 from molflt.evaluation.report import align
 from molflt.evaluation.runs import (
     Run,
@@ -23,7 +21,7 @@ from molflt.files import shown, write_atomically
 from molflt.metrics import Metric
 from molflt.plots import further_formats, intervals, overlaid_curves
 
-__all__ = ["build_parser", "compare"]
+__all__ = ["compare"]
 
 _WIDEST = 28  # characters of a cell
 
@@ -65,14 +63,6 @@ def compare(
         written += more
         if not json:
             print(f"\nwritten: {', '.join(map(str, written))}")
-
-
-def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
-    """Parser of ``molflt compare``, which takes as many runs as there are."""
-    parser = ArgumentParser()
-    parser.add_argument("runs", nargs="+", type=Path, help="folders of two training runs or more")
-    parser.add_function_arguments(compare, as_group=False, skip={"runs"})
-    return parser
 
 
 def _as_json(runs: Sequence[Run]) -> dict[str, object]:

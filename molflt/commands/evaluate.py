@@ -52,11 +52,6 @@ def evaluate(
     Returns:
         Metrics per split; the same is in results.json, and in results_of.json of which weights and
         data they are.
-
-    Raises:
-        OSError: if `out` cannot be written; nothing is computed then.
-        FileNotFoundError: if the run, its checkpoint, or a split is missing.
-        ValueError: if the data cannot be used.
     """
     run = Path(run)
     members = [run, *map(Path, also or [])]

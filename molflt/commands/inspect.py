@@ -8,7 +8,6 @@ from json import dumps
 from pathlib import Path
 
 import numpy as np
-from jsonargparse import ArgumentParser
 
 from molflt.data.structures import Reading
 from molflt.data.structures.base import Tags, grouped
@@ -23,15 +22,7 @@ from molflt.data.structures.summary import (
     summarize,
 )
 
-__all__ = ["build_parser", "inspect"]
-
-
-def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
-    """Parser of ``molflt data inspect``, which takes several files."""
-    parser = ArgumentParser()
-    parser.add_argument("path", nargs="+", type=Path, help="files, folders or patterns")
-    parser.add_function_arguments(inspect, as_group=False, skip={"path"})
-    return parser
+__all__ = ["inspect"]
 
 
 def inspect(
@@ -52,8 +43,8 @@ def inspect(
     by file; a folder of shards counts as one file.
 
     Args:
-        path: OC20 LMDB file or folder, compact store, GAME-Net's archive, or a file that
-            ASE reads; or a folder of such.
+        path: OC20 LMDB file or folder, compact store, or a file that ASE reads; or a folder of
+            these.
         json: print one JSON object instead of text, with at least systems, atoms_total,
             with_labels, elements, energies_look_like and warnings; of a folder path, splits (such
             an object for each, by name) and others (names of other files).

@@ -17,10 +17,6 @@ def merge(out: Path) -> None:
 
     Args:
         out: what was given as --out with each --shard; .csv, .json or .extxyz.
-
-    Raises:
-        FileNotFoundError: if there are no shards of that name.
-        ValueError: if some are missing, damaged, or not of one model and data set.
     """
     count = merge_shards(Path(out))
     print(f"{out}: {count:,} structures")

@@ -265,7 +265,7 @@ def _of_data(word: str, options: Mapping[str, Action], given: Sequence[Given]) -
     if "--data.root" not in options:
         return ""
     if any(one.key == "data.root" for one in given):
-        return "; name several files with a pattern in quotes, such as --data.root '*.extxyz'"
+        return "; name several with a pattern in quotes: --data.root '*.extxyz' or '{a,b}.extxyz'"
     return f"; did you mean --data.root {word}?"
 
 

@@ -20,10 +20,10 @@ from molflt.data.structures import Structures
 from molflt.data.structures.ase_output import drop_labels_, not_held
 from molflt.data.structures.base import Tags
 from molflt.data.structures.parts import Part
-from molflt.data.structures.sources import exists
+from molflt.data.structures.sources import exists, files_of
 from molflt.data.structures.store import STORE
 from molflt.evaluation.ensemble import load_ensemble
-from molflt.evaluation.predictions import Predictions, grouped, open_structures
+from molflt.evaluation.predictions import Predictions, counted_reasons, open_structures
 from molflt.evaluation.report import csv_text, write_csv
 from molflt.evaluation.shards import ENDINGS, made_of, noted
 from molflt.evaluation.uncertainty import uncertainty_of
@@ -93,18 +93,12 @@ def predict(
         shard: I/N, the I-th of N parts of the structures, for as many processes or machines: with
             --out energies.csv it writes energies.I-of-N.csv (or .json, .extxyz); when all are
             there, molflt merge energies.csv joins them to what one process would have written.
-
-    Raises:
-        OSError: if `out` cannot be written; nothing is computed then.
-        FileNotFoundError: if the run, its checkpoint, or the file is missing.
-        ValueError: if `out` has another ending or is `file`, there is nothing to predict, the runs
-            make no ensemble, the model writes text or has no reciprocal nodes for a mesh, an option
-            is for models of another kind, or the calibration is not theirs.
     """
     files = [Path(file)] if isinstance(file, str | Path) else list(map(Path, file))
     part = _shard(shard, out)
     model = _load(run, files[0], checkpoint, device, also, compiled)
-    _expect_free(out, part, files)
+    structures = isinstance(model, EnergyPredictor)
+    _expect_free(out, part, files_of(files) if structures else files)
     if not isinstance(model, EnergyPredictor):
         given = {"skip_bad": skip_bad or None, "also": also, "calibration": calibration}
         more = {"mesh_order": mesh_order, "tags": tags, "shard": shard, "force": force or None}
@@ -120,7 +114,6 @@ def predict(
     dataset = open_structures(
         files, skip_bad, reading, model.model, None if force else model.domain
     )
-    _expect_free(out, part, dataset.files)
     known = model.calibration(calibration)
     marks = _marks(dataset)
     if part is not None and out is not None:
@@ -195,7 +188,7 @@ def _marks(dataset: Structures) -> list[dict[str, object]]:
 
 
 def _expect_free(out: Path | None, part: Shard | None, files: Sequence[Path]) -> None:
-    """Refuses, before anything is computed, what cannot be written."""
+    """Raises before anything is read if `out` cannot be written or is one of the files."""
     if out is not None:
         for written in [out, part.path(out)] if part else [out]:  # molflt merge writes out
             expect_writable(written, *files)
@@ -265,7 +258,7 @@ def _ranges(columns: Mapping[str, NDArray[np.float64]]) -> str:
 def _beyond(found: Predictions) -> str:
     """Counts energies far outside of the labels of the training, for the summary."""
     reasons = [[one for one in own if one.startswith("energy: ")] for own in found.outside]
-    return "".join(f"; {reason}" for reason in grouped(reasons))
+    return "".join(f"; {reason}" for reason in counted_reasons(reasons))
 
 
 def _rows(

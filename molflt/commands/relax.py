@@ -10,7 +10,6 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from jsonargparse import ArgumentParser
 from tqdm import tqdm
 
 from molflt.data.structures.ase_output import drop_labels_, not_held
@@ -25,18 +24,10 @@ if TYPE_CHECKING:
 
     from molflt.data.structures import Structures
 
-__all__ = ["build_parser", "relax"]
+__all__ = ["relax"]
 
 _NOT_CONVERGED = 3  # exit status
 _MOST_LISTED = 20
-
-
-def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
-    """Parser of ``molflt relax``, which takes several files."""
-    parser = ArgumentParser()
-    parser.add_argument("structures", nargs="+", type=Path, help="files, folders or patterns")
-    parser.add_function_arguments(relax, as_group=False, skip={"structures"})
-    return parser
 
 
 def relax(
@@ -79,11 +70,6 @@ def relax(
 
     Returns:
         0, or 3 if some have not converged.
-
-    Raises:
-        FileNotFoundError: if the run, its checkpoint, or the structures are missing.
-        ValueError: if the run has no potential, there is nothing to relax, or an option is out of
-            its range.
     """
     out = Path(out)
     if out.suffix not in (".extxyz", ".traj"):
@@ -123,7 +109,7 @@ def relax(
 
 
 def _trajectories(folder: Path | None, dataset: Structures) -> list[Path | None]:
-    """Where the steps of each structure go; makes the folder."""
+    """Creates the folder and returns the trajectory file of each structure."""
     if folder is None:
         return [None] * len(dataset)
     folder.mkdir(parents=True, exist_ok=True)
@@ -138,27 +124,25 @@ def _trajectories(folder: Path | None, dataset: Structures) -> list[Path | None]
 
 
 def _plain(name: str | int) -> str:
-    """A name as a part of that of a file."""
+    """Replaces characters of a name that file names should not have."""
     return re.sub(r"[^\w.+-]", "_", str(name))[:80]
 
 
 class _Output:
-    """Relaxed structures and their table, each written as soon as it is there.
-
-    The first replaces files that are there before.
+    """Writes relaxed structures and their table as they finish; the first replaces older files.
 
     Args:
         out: file of structures, .extxyz or .traj.
-        total: how many there will be.
+        total: number of structures to relax.
     """
 
     def __init__(self, out: Path, total: int) -> None:
         self.out, self.table, self.total = out, out.with_suffix(".csv"), total
-        self.found: dict[int, Relaxed] = {}  # that are written, by their place in the file read
-        self.lost: dict[str, None] = {}  # in words, in the order in which they came
+        self.found: dict[int, Relaxed] = {}  # written so far, by index in the file read
+        self.lost: dict[str, None] = {}  # messages, in order
 
     def add(self, place: int, part: Relaxed) -> None:
-        """Writes one, by its place in the file that is read; OSError names the file."""
+        """Writes one structure, with its index in the file that was read."""
         atoms = part.atoms
         drop_labels_(atoms)
         atoms.info |= {"converged": part.converged, "steps": part.steps}
@@ -174,7 +158,7 @@ class _Output:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Says what files of this ending cannot hold, and what is there if not all is."""
+        """Prints what the format cannot store, and the count if some structures are missing."""
         for text in self.lost:
             print(f"molflt: warning: {self.out}: {text}", file=sys.stderr)
         if 0 < len(self.found) < self.total:

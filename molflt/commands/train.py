@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 from molflt.metrics import Metric
 from molflt.training.config import Config, absolute, build_parser
-from molflt.training.fit import check_steps, fit, steps_of
+from molflt.training.fit import check_steps, fit, total_steps
 from molflt.training.outcome import outcome
 from molflt.training.recipes import Recipe
 from molflt.training.run_folder import RunFolder
@@ -61,12 +61,6 @@ def train(
 
     Returns:
         0, or 128 + the number of the signal that stopped it, when the state has been saved.
-
-    Raises:
-        ValueError: for bad options or data, a loss that is not finite, or a run folder that another
-            training holds, that is damaged, or that was begun with other options or data.
-        FileExistsError: if the run folder holds checkpoints of an earlier run.
-        FileNotFoundError: if there is nothing to resume.
     """
     run = dated_run(recipe) if run is None else run
     check: Callable[..., None] = check_steps  # the types of options have been checked
@@ -112,7 +106,7 @@ def _train(folder: RunFolder, config: Config) -> int:
     batches.initial = start.domain()
     batches.setup()
     model, task, trainer = config["model"], config["task"], config["trainer"]
-    steps = cast(Callable[..., int], steps_of)(batches, **trainer)
+    steps = cast(Callable[..., int], total_steps)(batches, **trainer)
     trainer["max_steps"] = steps
     if shortened := _fit_warmup(task, steps):
         folder.say(shortened)

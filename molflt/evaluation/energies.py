@@ -105,9 +105,13 @@ def evaluate(
     _check_asked(model, calibration_split, splits)
     names = {} if submission is None else _submission_names(submission, splits)
     others = None if published is None else read_published(published, source.folder)
-    datasets = _open(source, splits, model, relaxed)
+    domain = source.domain()
+    datasets = source.open(splits, model, None if force else domain)
+    if relaxed is not None:
+        for split, dataset in datasets.items():
+            expect_writable(relaxed / f"{split}.extxyz", dataset.path)
     _expect_submission(submission, names, datasets, published)
-    (median, baseline), domain = source.training_median(), source.domain()
+    median, baseline = source.training_median()
     found = {
         split: infer(model, datasets[split], batch_size, split, domain, force=force)
         for split in splits
@@ -135,17 +139,6 @@ def evaluate(
     if submission is not None:
         files.append(_submit(submission, names, found))
     return Report(results, "\n\n".join(tables) + "\n", files)
-
-
-def _open(
-    source: EvaluationData, splits: Sequence[str], model: nn.Module, relaxed: Path | None
-) -> dict[str, Structures]:
-    """Structures by split; refuses, before anything is computed, to write where they are read."""
-    datasets = source.open(splits, model)
-    if relaxed is not None:
-        for split, dataset in datasets.items():
-            expect_writable(relaxed / f"{split}.extxyz", dataset.path)
-    return datasets
 
 
 def _expect_submission(

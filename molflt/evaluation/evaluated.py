@@ -123,8 +123,10 @@ class EvaluationData:
             self.absent = f"not there, and so not evaluated: {', '.join(missing)}"
         return there
 
-    def open(self, splits: Sequence[str], model: nn.Module) -> dict[str, Structures]:
-        """Structures by split; warns of those that are left out."""
+    def open(
+        self, splits: Sequence[str], model: nn.Module, domain: Domain | None = None
+    ) -> dict[str, Structures]:
+        """Structures by split, see :func:`check_structures`; warns of those left out."""
         if isinstance(model, EnsembleRegressor):
             if self.data.is_one and self.stem is None:
                 self._expect_same_split(model)
@@ -135,7 +137,7 @@ class EvaluationData:
             if self.data.is_one:
                 self._expect_unchanged(self.run)
             opened = self.data.open(splits, self.skip_bad)
-        return {split: check_structures(one, model, self.domain()) for split, one in opened.items()}
+        return {split: check_structures(one, model, domain) for split, one in opened.items()}
 
     def _expect_same_split(self, model: EnsembleRegressor) -> None:
         """Raises ValueError if members held out different structures of their one file."""

@@ -77,7 +77,7 @@ def evaluate(
     results: dict[str, dict[str, float | None]] = {}
     found: dict[str, Points] = {}
     datasets: dict[str, SinglePoints] = {}
-    for split, dataset in source.open(source.choose(splits), model).items():
+    for split, dataset in source.open(source.choose(splits), model, source.domain()).items():
         points = SinglePoints(dataset)
         if not len(points):
             raise ValueError(

@@ -34,7 +34,8 @@ from molflt.memory import within_memory
 if TYPE_CHECKING:
     from torch_geometric.data import Batch, Data
 
-__all__ = ["UNKNOWN", "Predictions", "check_structures", "grouped", "infer", "open_structures"]
+__all__ = ["UNKNOWN", "Predictions", "check_structures", "counted_reasons", "infer"]
+__all__ += ["open_structures"]
 
 UNKNOWN = "unknown"  # adsorbate and slab of a structure without tags
 _LISTED = 5  # reasons in a warning
@@ -115,11 +116,6 @@ def open_structures(
         reading: what the entries of a file that ASE reads mean; labels are not needed.
         model: to predict them, if it is known.
         domain: as for :func:`check_structures`.
-
-    Raises:
-        FileNotFoundError: if there is nothing.
-        ValueError: if there are no structures, one cannot be used, or the file was changed since
-            it was written.
     """
     dataset = open_dataset(path, skip_bad, reading._replace(for_prediction=True))
     return check_structures(dataset, model, domain)
@@ -135,9 +131,6 @@ def check_structures(
         model: to predict them; where bad structures are left out, so are those with elements
             that it cannot take.
         domain: of its training; where bad structures are left out, so are those that it refuses.
-
-    Raises:
-        ValueError: if there are no structures, or the file was changed since it was written.
     """
     path = dataset.path
     dataset.verify()
@@ -180,11 +173,6 @@ def infer(
         domain: of the training; None does not compare.
         by_atom: outputs to keep of each atom: "displacement", "embedding", "forces".
         force: predict also structures that the domain refuses, with a warning.
-
-    Raises:
-        ValueError: if a structure cannot be used or its tags cannot be meant, a prediction is not
-            finite, members of an ensemble learned energies of other kinds, or a batch does not fit
-            into the memory of the device.
     """
     from torch_geometric.data import Batch
 
@@ -273,7 +261,7 @@ class _Rows:
             _warn(overlaps_of(name, sids, count))
         if domain is None:
             return
-        if reasons := grouped(self.outside):
+        if reasons := counted_reasons(self.outside):
             far = sum(map(bool, self.outside))
             more = [f"and {len(reasons) - _LISTED} more"] * (len(reasons) > _LISTED)
             _warn(
@@ -311,7 +299,7 @@ def _expect_tags(records: Sequence[Data], domain: Domain, dataset: Structures) -
         )
 
 
-def grouped(outside: Sequence[Sequence[str]]) -> list[str]:
+def counted_reasons(outside: Sequence[Sequence[str]]) -> list[str]:
     """Reasons that several structures share, each once with its count, the most frequent first.
 
     Numbers at which structures differ become their range.

@@ -139,7 +139,7 @@ def images_are_far(geometry: Geometry, distance: float) -> Tensor:
 
 
 def _numbers(x: Tensor) -> NDArray[Any]:
-    """What a tensor holds, also inside of `torch.func.grad`, which hides it."""
+    """Values of a tensor as an array, also inside `torch.func.grad`."""
     with torch._C._DisableFuncTorch():
         held = torch.func.debug_unwrap(x)
         if held.shape != x.shape:

@@ -273,7 +273,8 @@ class PopulationModel(nn.Module):
             encoding = mask.evaluate(self.read.mixing, (centered / radius).to(x), state.waves.to(x))
         x = self.stack.norm(self.stack.one_pass(x, encoding))
         pressure = (self.log_pressure.exp() * rank.to(x)).clamp(max=80.0)  # weights are above 0
-        return x, self.read.weights(x, encoding=encoding, key_weight=(-pressure).exp())
+        weight = (-pressure).exp().nan_to_num(1.0)  # of a diverged model, whose x is NaN too
+        return x, self.read.weights(x, encoding=encoding, key_weight=weight)
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws new random features in place (see `molflt.attention.Stack.redraw_`)."""

@@ -145,7 +145,7 @@ def _of_run(
 
 
 def _json(path: Path) -> object:
-    """What a file of a run holds; None where it is not there."""
+    """Content of a JSON file of a run; None if there is no such file."""
     if not path.is_file():
         return None
     try:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from molflt.tasks.base import Task
     from molflt.training.run_folder import RunFolder
 
-__all__ = ["STEPS", "check_steps", "fit", "steps_of"]
+__all__ = ["STEPS", "check_steps", "fit", "total_steps"]
 
 STEPS = 10_000
 """Steps of a training for which neither steps nor epochs are given."""
@@ -73,17 +73,11 @@ def fit(
 
     Returns:
         The number of the signal that stopped it early and the step at which the state was saved.
-
-    Raises:
-        ValueError: for an option outside its range, a missing label, a loss that is not finite, or
-            a checkpoint that does not fit.
-        OSError: if the folder cannot be written, or was removed meanwhile.
-        ModuleNotFoundError: if the package of the logger is not installed.
     """
     every = {"val_every": val_every, "checkpoint_every": checkpoint_every, "log_every": log_every}
     more = {"accumulate": accumulate, "patience": patience, "logger": logger}
     check_steps(max_steps, max_epochs, precision, accelerator, devices, **every, **more)
-    max_steps = steps_of(data, max_steps, max_epochs, devices, accumulate)
+    max_steps = total_steps(data, max_steps, max_epochs, devices, accumulate)
     if task.warmup_steps >= max_steps:
         raise ValueError(
             f"task.warmup_steps must be less than trainer.max_steps={max_steps}; got "
@@ -120,7 +114,7 @@ def fit(
     return None
 
 
-def steps_of(
+def total_steps(
     data: BatchedData[Any],
     max_steps: int | None,
     max_epochs: int | None,
@@ -128,11 +122,7 @@ def steps_of(
     accumulate: int = 1,
     **_: object,
 ) -> int:
-    """Optimizer steps in all, from options of :func:`fit`; data that are set up.
-
-    Raises:
-        ValueError: if steps and epochs are given and differ.
-    """
+    """Optimizer steps in all, from options of :func:`fit`; data that are set up."""
     if max_epochs is None:
         return STEPS if max_steps is None else max_steps
     steps = -(-data.batches_in(max_epochs) // (devices * accumulate))

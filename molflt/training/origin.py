@@ -54,7 +54,7 @@ _FREE = {
     *(f"trainer.{name}" for name in ("accelerator", "checkpoint_every", "log_every", "logger")),
     *("trainer.patience", "trainer.max_epochs"),  # epochs are compared as steps
 }
-_STEPS = "trainer.max_steps"
+_STEPS, _EPOCHS = "trainer.max_steps", "trainer.max_epochs"
 
 
 def check_config(path: Path, was: Config, now: Config, done: int) -> None:
@@ -85,18 +85,18 @@ def check_config(path: Path, was: Config, now: Config, done: int) -> None:
         for key in old.keys() & new.keys()
         if key not in _FREE and key != _STEPS and old[key] != new[key]
     ]
+    steps = new[_STEPS]  # None where the data decide; compared again then
+    if steps is not None and int(str(steps)) < max(done, int(str(old[_STEPS]))):
+        epochs = new[_EPOCHS]
+        by = "" if epochs is None else f" from {_EPOCHS}={epochs}"
+        raise ValueError(
+            f"{path}: {_STEPS} is {old[_STEPS]}; got {steps}{by} for --resume; it may only be "
+            f"raised; {done} steps are done"
+        )
     if wrong:
         raise ValueError(
             f"{path}: {', '.join(sorted(wrong))} for --resume; start a new run instead, or set it "
             "back"
-        )
-    if new[_STEPS] is None:
-        return  # the data decide; compared again then
-    steps = int(str(new[_STEPS]))
-    if steps < max(done, int(str(old[_STEPS]))):
-        raise ValueError(
-            f"{path}: {_STEPS} is {old[_STEPS]}; got {steps} for --resume; it may only be raised; "
-            f"{done} steps are done"
         )
 
 

@@ -47,10 +47,6 @@ def find(source: str | Path | None, hub: Mapping[str, object] | None = None) -> 
 
     Returns:
         The folder of a run, or a file of weights.
-
-    Raises:
-        FileNotFoundError: if there is nothing of that name.
-        ValueError: if the Hub does not answer, or is not installed.
     """
     if source is None:
         return _packaged(RECOMMENDED)
@@ -69,10 +65,6 @@ def find_weights(name: str) -> Source:
 
     Args:
         name: as for `find`, or a file of weights; of a run, the best ones are meant.
-
-    Raises:
-        FileNotFoundError: if a repository on the Hub holds no model.
-        ValueError: if there is nothing of that name, or the Hub does not answer.
     """
     path = find(name)
     if (path / "config.yaml").is_file():

@@ -65,6 +65,9 @@ def test_weights_of_keys(mixing):
         (weight[:, :1], r"must have shape \(2, 3\), one for each key; got \(2, 1\)"),
         (-torch.ones(2, 3), "key_weight .* got -1; .* key_mask"),
         (torch.tensor([[1.0, 0.0, 2.0], [1.0, 1.0, 1.0]]), "key_weight .* got 0; .* key_mask"),
+        (torch.full((2, 3), torch.nan), "key_weight .* got nan"),
+        (torch.full((2, 3), torch.inf), "key_weight .* got inf"),
+        (torch.full((2, 3), 1e-40, dtype=torch.double), "key_weight .*float32; got 1e-40"),
     ):
         with pytest.raises(ValueError, match=words):
             layer(x.float(), key_mask=mask, key_weight=wrong)

@@ -84,6 +84,13 @@ REFUSED = {
     "vectors.xyz": (xyz(f'Lattice_vectors="{CELL}" {SPECIES}', "Cu 0 0 0"), "Lattice="),
     "Occupancy.xyz": (xyz(f"{SPECIES}:Occupancy:R:1", "Cu 0 0 0 0.5"), "Occupancy 0.5"),
     "comment.xyz": (xyz(f"occupancy=0.5 {SPECIES}", "Cu 0 0 0"), "occupancy 0.5"),
+    "unknown_place.cif": (f"{CIF}A1 Cu 0 0 ?\n", "_atom_site_fract_z has no value"),
+    "unknown_cell.cif": (f"{CIF}A1 Cu 0 0 0\n".replace("_c 9", "_c ?"), "_cell_length_c has no"),
+    **{f"empty.{ending}": ("", "is empty") for ending in ("traj", "db", "xyz")},
+    "conv.xsf": (
+        "CRYSTAL\nCONVVEC\n4 0 0\n0 4 0\n0 0 4\nPRIMCOORD\n1 1\n29 0 0 0\n",
+        "PRIMVEC, then CONVVEC",
+    ),
     "one_place.cif": (f"{CIF}A1 Cu 0 0 0\nA2 Au 0 0 0\n", "'Au' and 'Cu'"),
     "counts.vasp": ("x\n1\n9 0 0\n0 9 0\n0 0 9\nO H N\n1 1\nDirect\n0 0 0\n.1 0 0\n", "2 counts"),
     "models.pdb": (

@@ -15,7 +15,7 @@ from molflt.data.structures.domain import Domain
 from molflt.data.structures.in_memory import StructuresInMemory
 from molflt.data.structures.records import make_record
 from molflt.data.structures.store import write_store
-from molflt.evaluation.predictions import grouped
+from molflt.evaluation.predictions import counted_reasons
 
 CELL = np.diag([8.0, 8.0, 20.0])
 
@@ -111,7 +111,7 @@ def test_energies_far_from_the_labels_are_named(energy: float, named: str) -> No
 def test_reasons_are_said_once_with_their_numbers() -> None:
     reasons = [["atoms: 13, trained on 52 to 66"], ["atoms: 1,200, trained on 52 to 66"], [],
                ["Au not in training", "atoms: 14, trained on 52 to 66"]]  # fmt: skip
-    assert grouped(reasons) == [
+    assert counted_reasons(reasons) == [
         "atoms: 13 to 1,200, trained on 52 to 66 (3 structures)",
         "Au not in training (1 structure)",
     ]

@@ -74,6 +74,20 @@ def test_warnings(tmp_path, capsys):
     assert as_json(capsys, path)["warnings"] == []
 
 
+def test_slabs_of_one_tag_are_named(tmp_path, capsys):
+    """In inspect and before training; a slab with both tags is no reason."""
+    kinds = [tags.masked_fill(tags < 2, fill) for tags in [record(0).tags] for fill in (0, 1)]
+    write_store(tmp_path / "train.safetensors", [record(0), *(record(9, tags=t) for t in kinds)])
+    write_store(tmp_path / "val_id.safetensors", [record(5)])
+    (text,) = [
+        one for one in as_json(capsys, tmp_path / "train.safetensors")["warnings"] if "tag 1" in one
+    ]
+    assert "2 of 3" in text and f"sid {int(record(9).sid)}" in text
+    data = IS2REData(tmp_path)
+    with pytest.warns(UserWarning, match="slabs of one tag: 2 of 3"):
+        data.files()
+
+
 def test_structures_that_are_there_twice(tmp_path, capsys):
     """In one source, and in two splits, where one would be judged by what it was trained on."""
     one, two = record(0), record(1)

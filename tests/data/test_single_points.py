@@ -26,6 +26,7 @@ from molflt.data.structures.force_units import (
     energy_unit_fault,
     force_unit_fault,
     stress_unit_fault,
+    stress_unjudged,
     unit_fault,
 )
 from molflt.data.structures.potential_data import PotentialData, SinglePoints
@@ -106,7 +107,7 @@ def test_other_names(tmp_path):
     ase.io.write(tmp_path / "train.extxyz", own)
     named = PotentialData(tmp_path, "dft", "virials", val_split="train")
     named.setup()
-    assert named.describe()[0].endswith("forces in all, stress in all")
+    assert "forces in all, stress in all" in named.describe()[0]
     words = [str(tmp_path / "train.extxyz"), "--forces_key=dft", "--stress_key=virials"]
     assert main(["data", "convert", words[0], str(tmp_path / "a.safetensors"), *words[1:]]) == 0
     record = open_dataset(tmp_path / "a.safetensors")[0]
@@ -392,6 +393,18 @@ def orderings():
         atoms.positions = np.random.default_rng(seed).permutation(atoms.positions)
         frames.append(labeled(atoms))
     return frames
+
+
+def test_stress_that_cannot_be_judged_is_named(tmp_path, capsys):
+    """Two unlike structures tell nothing; frames that differ in the cell do."""
+    ase.io.write(tmp_path / "train.traj", [labeled(bulk("Cu")), labeled(bulk("Al"))])
+    assert main(["data", "inspect", str(tmp_path / "train.traj")]) == 0
+    assert "unit and sign of stress could not be judged" in capsys.readouterr().out
+    data = PotentialData(tmp_path, val_split="train")
+    data.setup()
+    assert "sign of stress could not be judged" in data.describe()[0]
+    ase.io.write(tmp_path / "train.traj", strained())
+    assert not stress_unjudged(list(open_dataset(tmp_path / "train.traj")))
 
 
 @pytest.mark.parametrize("frames", [relaxation, orderings])

@@ -137,6 +137,18 @@ def test_cell_and_place_do_not_matter(change) -> None:
     assert guess.text == "1 adsorbate CH4O, 9 surface, 27 subsurface atoms"
 
 
+@pytest.mark.parametrize("gas", ["BF3", "SiH4", "CH3SiH3", "LiF"])
+def test_molecules_of_light_elements_stay_whole(gas) -> None:
+    atoms, own = above(SLAB, gas)
+    assert found(atoms) == own
+    film = SLAB.copy()
+    top = film.positions[:, 2].max() + 2.2
+    film += Atoms("B9N9", np.concatenate([film.positions[-9:], film.positions[-9:]]))
+    film.positions[-18:, 2] = top
+    film.positions[-9:] += (film.cell[0] + film.cell[1]) / 9
+    assert not set(found(film)) & set(range(36, 45))  # boron nitride is no molecule
+
+
 def test_metals() -> None:
     for gas in ("O", "CO", "H2O", "C6H6", "SO2"):
         atoms, own = above(SLAB, gas)

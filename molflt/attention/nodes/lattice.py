@@ -130,9 +130,9 @@ def _sorted_rows(cell: Tensor, pbc: Tensor) -> tuple[Tensor, Tensor]:
 def _reduced(cell: Tensor, pbc: Tensor) -> Tensor:
     """Short vectors of the same lattice, 0 where nothing is periodic: (b, 3, 3).
 
-    As in Gauss's reduction multiples of one vector are taken from another until none gets shorter.
-    In a skewed cell the reciprocal vectors are small differences of large products, and random
-    features of frequencies magnify what that costs.
+    Gauss's reduction subtracts multiples of one vector from another until no vector gets shorter.
+    In a skewed cell, reciprocal vectors are small differences of large products, and random
+    features of frequencies magnify their rounding errors.
     """
     rows = cell.masked_fill(~pbc[..., None], 0.0)
     combination, dependent = _reduction(rows.detach().double())
@@ -143,7 +143,7 @@ def _reduced(cell: Tensor, pbc: Tensor) -> Tensor:
 
 @searched(lambda cell: (torch.empty_like(cell), cell.new_empty(cell.shape[:2], dtype=torch.bool)))
 def _reduction(cell: Tensor) -> tuple[Tensor, Tensor]:
-    """Multiples of lattice vectors (b, 3, 3) that give short ones, and which of these are none."""
+    """Multiples of lattice vectors (b, 3, 3) that shorten them, and a mask (b, 3) of zeros."""
     combination = torch.eye(3, dtype=torch.float64, device=cell.device)
     combination = combination.repeat(len(cell), 1, 1)
     short = cell.clone()
@@ -151,7 +151,7 @@ def _reduction(cell: Tensor) -> tuple[Tensor, Tensor]:
         moved = False
         for i, j in itertools.permutations(range(3), 2):
             product = (short[:, i] * short[:, j]).sum(dim=-1) / short[:, j].square().sum(dim=-1)
-            # Half a vector more or less is as long: leave it. NaN of no vector is left, too.
+            # A tie of one half gains nothing. NaN of zero vectors compares as False.
             times = torch.where(product.abs() > 0.501, product.round(), 0.0)[:, None]
             if bool((times != 0).any()):
                 moved = True
@@ -159,7 +159,7 @@ def _reduction(cell: Tensor) -> tuple[Tensor, Tensor]:
                     x[:, i] -= times * x[:, j]
         if not moved:
             break
-    # Of vectors that depend on each other only rounding is left.
+    # Dependent vectors are reduced to rounding errors.
     longest = cell.norm(dim=-1).amax(dim=1, keepdim=True)
     return combination, short.norm(dim=-1) < _DEGENERATE * longest
 

@@ -303,6 +303,9 @@ def _reason(error: Exception, path: Path) -> str:
         return _unknown_name(str(error.args[0]) if error.args else "", path)
     if isinstance(error, MemoryError):
         return f"more memory than there is ({text})"
+    if isinstance(error, AssertionError):  # ASE's XSF reader: the order of its blocks
+        got = f"; got {shown(text, 40)}" * bool(str(error))
+        return f"expected what ASE reads, in XSF PRIMVEC, then CONVVEC, then PRIMCOORD{got}"
     if "chemical symbols" in text:  # a POSCAR of VASP 4
         return f"{text}; write a line with the elements above their counts"
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
@@ -339,6 +342,8 @@ def _loads(
     """Number of each structure in a file, and what makes it."""
     from ase.io.formats import ioformats, iread
 
+    if not path.stat().st_size:
+        raise ValueError("the file is empty; expected structures; write it again")
     if kind in DATABASES.values():
         yield from _rows(path, kind)
         return

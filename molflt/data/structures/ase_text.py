@@ -25,6 +25,7 @@ _PLAIN = "species:S:1:pos:R:3"
 _READ = {name.lower(): name for name in ("Lattice", "pbc", "Properties")}
 _READ |= dict.fromkeys(("periodic", "periodicity", "boundary"), "pbc")
 _CELLS = ("cell", "unit_cell", "unitcell", "box", "lattice_vectors", "cell_vectors")
+_NEEDED = ("_cell_length", "_cell_angle", "_atom_site_fract", "_symmetry", "_space_group")
 _NOT_ANGSTROM = re.compile(r"(?<![/\w])(cell\(|(bohr|fractional|atomic_unit|nm)\b)", re.I)
 
 
@@ -143,8 +144,18 @@ def _cif_block(block: CIFBlock) -> Atoms:
         if read is None or read[0] != "D":  # deuterium becomes H
             atomic_number(letters if read is None else read[0], site)
     _check_sites(block)
-    atoms: Atoms = block.get_atoms()
+    try:
+        atoms: Atoms = block.get_atoms()
+    except Exception as error:  # of the values that ASE needs, "?" is the usual cause
+        unknown = [key for key in block if key.startswith(_NEEDED) and _is_unknown(block[key])]
+        if not unknown:
+            raise
+        raise ValueError(f"{unknown[0]} has no value; expected one; fill it in") from error
     return atoms
+
+
+def _is_unknown(value: object) -> bool:
+    return bool({"?", "."} & set(map(str, value if isinstance(value, list) else [value])))
 
 
 def _check_sites(block: CIFBlock) -> None:

@@ -28,21 +28,9 @@ from molflt.data.structures.store import write_store
 from molflt.files import readable_size
 
 if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser
     from torch_geometric.data import Data
 
-__all__ = ["build_parser", "convert"]
-
-
-def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
-    """Parser of ``molflt data convert``, which takes several files before the last."""
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser()
-    parser.add_argument("src", nargs="+", type=Path, help="files, folders or patterns to read")
-    parser.add_argument("dst", type=Path, help="compact store or folder to write")
-    parser.add_function_arguments(convert, as_group=False, skip={"src", "dst"})
-    return parser
+__all__ = ["convert"]
 
 
 def convert(

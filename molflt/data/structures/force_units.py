@@ -21,6 +21,7 @@ __all__ = [
     "energy_unit_fault",
     "force_unit_fault",
     "stress_unit_fault",
+    "stress_unjudged",
     "unit_fault",
 ]
 
@@ -129,18 +130,35 @@ def force_unit_fault(records: Iterable[Data]) -> str:
             step = b.pos - a.pos
             work = float(((a.forces + b.forces) / 2 * step).sum())
             pairs.append(_Pair(float((step**2).mean()), -work, b.energy - a.energy, 0.0))
-    return _wrong_unit("forces", sorted(pairs)[:_MOST_PAIRS], _FORCES, _FEWEST_PAIRS)
+    return _wrong_unit("forces", sorted(pairs)[:_MOST_PAIRS], _FORCES, _FEWEST_PAIRS) or ""
 
 
 def stress_unit_fault(records: Iterable[Data]) -> str:
     """Unit or sign of stress that does not fit energies and forces; "" if it fits or is unjudged.
 
-    Between near frames of one system that differ in the cell the energy changes by the volume
-    times stress : strain, and by what forces do. In one cell, virials vary with the forces.
+    Between near frames of one system that differ in the cell, the energy changes by the volume
+    times stress : strain, plus the work of the forces. In one cell, virials vary with the forces.
 
     Args:
         records: structures with energies (eV), stress and perhaps forces; the first 300 are used.
     """
+    return _judged_stress(records)[0]
+
+
+def stress_unjudged(records: Sequence[Data]) -> str:
+    """Says that the unit or the sign of stress could not be judged; "" if they could, or no stress.
+
+    Args:
+        records: as for :func:`stress_unit_fault`.
+    """
+    fault, unknown = _judged_stress(records)
+    if fault or not unknown or not any(bool(r.stress.isfinite().all()) for r in records):
+        return ""
+    return f"{unknown} of stress could not be judged"
+
+
+def _judged_stress(records: Iterable[Data]) -> tuple[str, str]:
+    """The fault of stress, and what could not be judged of it."""
     pairs, spreads = list[_Pair](), list[tuple[float, float, float]]()
     for frames in _systems(records, ("energy", "stress")):
         pairs += filter(None, (_strained(*two) for two in _nearest_frames(frames, strained=True)))
@@ -152,21 +170,18 @@ def stress_unit_fault(records: Iterable[Data]) -> str:
                 spreads += _in_one_cell(group)
     fault = _wrong_unit("stress", sorted(pairs)[:_MOST_PAIRS], _STRESS, 5)
     if fault or not spreads:
-        return fault
+        return fault or "", "unit and sign" if fault is None else ""
     length, slope, volume = np.median(np.array(spreads), axis=0)  # slope: NaN if any is unknown
     if length < _LENGTHS[0] or length > _LENGTHS[1]:
         what = _named(_LENGTH / length, _STRESS | {_VIRIAL: 1 / volume}, 2 * _UNSURE)
         what = f"minus {what}" if slope > 0 else what
-        return (
-            f"stress looks like {what}: in one cell it spreads {length:.2g} Å times as much as "
-            f"forces; likely are {_LENGTHS[0]:g} to {_LENGTHS[1]:g} Å; {_CONVENTION}"
-        )
+        spreads_like = f"in one cell it spreads {length:.2g} Å times as much as forces"
+        likely = f"likely are {_LENGTHS[0]:g} to {_LENGTHS[1]:g} Å"
+        return f"stress looks like {what}: {spreads_like}; {likely}; {_CONVENTION}", ""
     if slope > _GRUENEISEN:
-        return (
-            "stress looks like minus eV/Å^3: in one cell its trace grows with the energy; "
-            f"{_CONVENTION}"
-        )
-    return ""
+        grows = "in one cell its trace grows with the energy"
+        return f"stress looks like minus eV/Å^3: {grows}; {_CONVENTION}", ""
+    return "", "sign" if fault is None and np.isnan(slope) else ""
 
 
 def _systems(records: Iterable[Data], known: Iterable[str]) -> list[list[_Frame]]:
@@ -254,17 +269,19 @@ def _in_one_cell(frames: list[_Frame]) -> list[tuple[float, float, float]]:
     return [(length, slope, volume)]
 
 
-def _wrong_unit(label: str, pairs: list[_Pair], units: Mapping[str, float], fewest: int) -> str:
-    """Guess unit and sign of a label by the slope of energy changes against predicted ones."""
+def _wrong_unit(
+    label: str, pairs: list[_Pair], units: Mapping[str, float], fewest: int
+) -> str | None:
+    """Unit and sign by the slope of energy changes against predictions; None if unjudged."""
     x, y = np.array([[pair.predicted, pair.change] for pair in pairs]).reshape(-1, 2).T
     if len(pairs) < fewest or not x.any() or not y.any():
-        return ""
+        return None
     product, own = float(x @ y), next(iter(units))
     factor = product / float(x @ x)
     # by chance, a few pairs correlate more than many
     sure = max(_SURE, 2.2 / len(pairs) ** 0.5) if label == "stress" else _SURE
     if abs(product) < sure * float(np.sqrt((x @ x) * (y @ y))):
-        return ""
+        return None
     if label == "stress":
         volume = float(np.median([pair.volume for pair in pairs]))
         units = {**units, _VIRIAL: 1 / volume}

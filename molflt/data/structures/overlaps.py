@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.atoms import lattice_heights, reduced_cell
+from molflt.atoms import reduced_cell
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
@@ -31,16 +31,16 @@ _PLACES = np.array([1, 1_000_003, 1_000_003**2])  # more than there are bins alo
 
 
 def atoms_coincide(record: Data) -> bool:
-    """Whether two atoms are closer than `TOO_NEAR`, periodic images included.
+    """True if two atoms are closer than `TOO_NEAR`, periodic images included.
 
-    Atoms are sorted into bins twice as wide as that, in eight grids shifted by half a bin: any two
-    that are so close share a bin of one of these. The time grows as the number of atoms.
+    Sorts atoms into bins of twice that width, in eight grids shifted by half a bin. Two atoms that
+    close share a bin in at least one grid. The time is linear in the number of atoms.
     """
     pos, axes = record.pos.double().numpy(), record.pbc[0].numpy()
     reduced = reduced_cell(record.cell.double().numpy(), record.pbc.numpy())[0][0]
     basis = _basis(reduced, axes)
-    heights = lattice_heights(basis[None], np.ones((1, 3), dtype=bool))[0]
-    inverse, bins = np.linalg.inv(basis), heights / (2 * TOO_NEAR)
+    inverse = np.linalg.inv(basis)
+    bins = 1 / np.linalg.norm(inverse, axis=0) / (2 * TOO_NEAR)  # plane spacing over bin width
     bins[axes] = np.floor(bins[axes])
     cells = np.floor((pos @ inverse * bins) + _SHIFTS[:, None]).astype(np.int64)
     cells[..., axes] %= bins[axes].astype(np.int64)

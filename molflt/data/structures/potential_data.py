@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from molflt.data.structures import Structures
 from molflt.data.structures.ase_labels import named_options
 from molflt.data.structures.base import AnyTags, with_bar
 from molflt.data.structures.datamodule import IS2REData
-from molflt.data.structures.force_units import unit_fault
+from molflt.data.structures.force_units import MOST_FRAMES, stress_unjudged, unit_fault
 from molflt.data.structures.labels import point_fault
 from molflt.data.structures.parts import Part, without
 
@@ -135,7 +136,9 @@ class PotentialData(IS2REData):
         for text, dataset in zip(super().describe(), self.datasets.values(), strict=True):
             assert isinstance(dataset, SinglePoints)
             known = {"forces": dataset.with_forces, "stress": dataset.with_stress}
-            said.append(text + _counts(known, len(dataset), dataset.without_energy))
+            unjudged = stress_unjudged(list(islice(dataset, MOST_FRAMES)))
+            text += _counts(known, len(dataset), dataset.without_energy)
+            said.append(text + f", {unjudged}" * bool(unjudged and self.check_units))
         return said
 
     def force_scale(self) -> float:

@@ -119,7 +119,8 @@ def split_path(root: str | Path, split: str) -> Path:
     if not root.is_dir():
         raise FileNotFoundError(
             f"{root}: no such folder or file; expected a data set with {split}.safetensors, or one "
-            "file of structures; get one with molflt data download and molflt data convert"
+            "file of structures, or several as a pattern such as '{a,b}.extxyz'; get one with "
+            "molflt data download and molflt data convert"
         )
     bases = [root, root / "is2re", root / OC20_ARCHIVE.inner]
     for base in bases:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -18,12 +19,14 @@ if TYPE_CHECKING:
     from ase import Atoms
     from torch_geometric.data import Data
 
-__all__ = ["Guess", "Tagged", "guess_tags", "heights_agree"]
+__all__ = ["Guess", "Tagged", "guess_tags", "heights_agree", "one_tagged", "slab_has_one_tag"]
 
 _VACUUM = 4.5  # Å without atoms along one axis; layers of layered crystals are closer
 _MOLECULAR = (1, 6, 7, 8, 9, 15, 16, 17, 35, 53)  # H C N O F P S Cl Br I
+_ALSO = (3, 5, 14)  # Li B Si, in molecules that lie on a slab of other elements
 _BOND, _CONTACT = 1.25, 1.3  # times the sum of covalent radii: within molecules, and with slabs
 _TOP = 2.0  # Å below the highest atom of the slab: surface, as in OC20
+_OUTSIDE = 0.5  # Å between a slab and such atoms
 _DEEP = 1.5  # Å below the highest atom of the slab: no adsorbate
 _SAME_SITE = 0.8  # Å from a site of the continued lattice
 _SHELL = 5.0  # Å: the environment that a lattice repeats
@@ -56,9 +59,10 @@ def guess_tags(record: Data, share: tuple[float, float] | None = None) -> Guess:
     """Finds adsorbate, surface and subsurface atoms of a slab with vacuum along one axis.
 
     Molecules of H, C, N, O, F, P, S, Cl, Br and I on the slab are the adsorbate, except atoms that
-    continue its lattice, such as oxygen of an oxide. All other elements belong to the slab if they
-    touch it. Where some atoms of the slab are fixed, the free ones are the surface, as in OC20.
-    Else the surface is what lies within 2 Å of the top, or has fewer neighbors than deeper atoms.
+    continue its lattice, such as oxygen of an oxide. So are Li, B and Si that are bonded to these
+    above a slab of other elements. All other elements belong to the slab if they touch it. Where
+    some atoms of the slab are fixed, the free ones are the surface, as in OC20. Else the surface is
+    what lies within 2 Å of the top, or has fewer neighbors than deeper atoms.
 
     Args:
         record: see `molflt.data.structures.records.make_record`; its tags are not read.
@@ -125,8 +129,24 @@ class _Atoms:
             "ijDdS", self.pbc, self.cell, self.pos, _CONTACT * radii
         )
         self.directions = apart / np.maximum(lengths, 1e-9)[:, None]
-        both = self.molecular[self.i] & self.molecular[self.j]
-        self.bonded = both & (lengths < _BOND * (radii[self.i] + radii[self.j]))
+        near = lengths < _BOND * (radii[self.i] + radii[self.j])
+        for number in _ALSO:
+            self.molecular |= self._of_molecules(number, near)
+        self.bonded = near & self.molecular[self.i] & self.molecular[self.j]
+
+    def _of_molecules(self, number: int, near: _Flags) -> _Flags:
+        """Atoms of an element if all lie outside of the slab in bonds with nonmetals, (N,)."""
+        own = self.numbers == number
+        others = ~self.molecular & ~own
+        if not own.any() or own.sum() >= others.sum():
+            return np.zeros_like(own)
+        low, high = self.heights[others].min() - _OUTSIDE, self.heights[others].max() + _OUTSIDE
+        outside = (self.heights < low) | (self.heights > high)
+        known = self.molecular | own
+        bonds = near & known[self.i] & known[self.j]
+        held = np.bincount(self.i[bonds & self.molecular[self.j]], minlength=len(own)) > 0
+        alone = not (self._endless(bonds).any(axis=0) & own).any()  # no film, as h-BN
+        return own & (bool((outside & held)[own].all()) and alone)
 
     def adsorbate(self) -> _Flags:
         """Atoms of molecules that do not continue the lattice of the slab, (N,)."""
@@ -303,6 +323,21 @@ class _Atoms:
             f"{len(molecules)} adsorbate{several} {', '.join(molecules)}, "
             f"{counts[Tag.SURFACE]} surface, {counts[Tag.SUBSURFACE]} subsurface atoms"
         )
+
+
+def slab_has_one_tag(record: Data) -> bool:
+    """True if all atoms of a tagged slab are surface, or all are subsurface."""
+    slab = record.tags[record.tags != Tag.ADSORBATE]
+    return bool(record.tags.any()) and len(slab) > 0 and bool((slab == slab[0]).all())
+
+
+def one_tagged(sids: Sequence[int], count: int) -> str:
+    """Warning for structures of which `slab_has_one_tag` is true."""
+    return (
+        f"slabs of one tag: {len(sids)} of {count} systems have slabs whose atoms are all surface "
+        f"(tag 1) or all subsurface (tag 0), for instance sid {sids[0]}; correct the tags, except "
+        "those of single layers"
+    )
 
 
 def _groups(i: _Numbers, j: _Numbers, count: int) -> _Numbers:
