@@ -26,6 +26,7 @@ from molflt.graph.schemes import PeriodicName
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
+_CHARGE_UNIT = 10.0  # of tokens, per e: shares of 0.1 e are common
 # smooth, and nowhere 0 or below
 _SMOOTH_MAPS = ("positive", "exp", "learnable_exp", "sigmoid", "polynomial")
 
@@ -233,7 +234,7 @@ class Potential(EnergyRegressor):
         self, geometry: Geometry, tokens: Tensor, neighbors: Neighbors | None, fixed: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
         if self.charge_share is not None:
-            share = self.charge_share(tokens, geometry)
+            share = _CHARGE_UNIT * self.charge_share(tokens, geometry)
             tokens = tokens + share[:, None].to(tokens.dtype) * self.charge_vector
         return super()._refine(geometry, tokens, neighbors, fixed)
 
