@@ -15,8 +15,7 @@ the training set or in the test set.
 from __future__ import annotations
 
 import argparse
-import io
-import lzma
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -24,15 +23,14 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import ase.io
 import numpy as np
 import torch
-from ase.data import chemical_symbols
-from ase.formula import Formula
+from ase.symbols import Symbols
 from kit.rows import markdown
 from torch import Tensor, nn
 from torch_geometric.data import Batch, Data
 
+from molflt.data.structures.ase_files import AseStructures
 from molflt.graph import Potential
 from molflt.graph.geometry import Geometry
 from molflt.graph.long_range import COULOMB, inverse_power_sums
@@ -40,8 +38,7 @@ from molflt.graph.long_range import COULOMB, inverse_power_sums
 KCAL = 0.043364115  # eV, of 1 kcal/mol
 UNIT = 0.1  # eV, of interaction energies
 APART = 1e-3  # eV, of exchange: molecules of dimers with less do not overlap
-SIZES = {"dim": 64, "heads": 4, "ffn_dim": 128, "num_features": 16, "layers": 1, "messages": 2}
-LOCAL = {"radial_basis": 0, "far_field": False, "refinements": 1}
+SIZES = {"dim": 64, "heads": 4, "ffn_dim": 128, "num_features": 16, "layers": 1, "refinements": 1}
 RATE, DECAY, EVERY = 2e-3, 0.99, 100  # learning rate, of averaged weights, steps between copies
 
 Loss = Callable[[Potential, int], Tensor]
@@ -80,6 +77,15 @@ def fit(path: Path, model: Potential, loss: Loss, seconds: float) -> Potential:
     return average.eval()
 
 
+def new(start: float, **options: Any) -> Potential:
+    """A potential without a far field whose first latent charges are `start` times the usual."""
+    torch.manual_seed(0)
+    model = Potential(radial_basis=0, far_field=False, **SIZES, **options)
+    if model.long_range is not None:
+        model.long_range.charge.weight.data.mul_(start)
+    return model
+
+
 def drawn(step: int, count: int, of: int) -> list[int]:
     """Different numbers below `of`, the same ones for each step."""
     return torch.randperm(of, generator=torch.Generator().manual_seed(step))[:count].tolist()
@@ -87,102 +93,74 @@ def drawn(step: int, count: int, of: int) -> list[int]:
 
 def graph(numbers: Any, pos: Any, **labels: Tensor) -> Data:
     """A molecule in the precision of training."""
-    pos = torch.as_tensor(np.asarray(pos), dtype=torch.float32)
-    return Data(atomic_numbers=torch.as_tensor(np.asarray(numbers)).long(), pos=pos, **labels)
-
-
-# --- chains
+    return Data(atomic_numbers=torch.as_tensor(numbers).long(), pos=torch.as_tensor(pos), **labels)
 
 
 def chains(file: Path) -> list[Data]:
     """Frames with energy, forces, total charge and Hirshfeld charges."""
-    text = io.StringIO(lzma.decompress(file.read_bytes()).decode())
-    frames = []
-    for atoms in ase.io.read(text, ":", format="extxyz"):
-        labels = {
-            "energy": torch.tensor([atoms.get_potential_energy()], dtype=torch.float64),
-            "forces": torch.tensor(atoms.get_forces(), dtype=torch.float32),
-            "charge": torch.tensor([float(atoms.info["total_charge"])]),
-            "hirshfeld": torch.tensor(atoms.arrays["dft_charge"]),
-        }
-        frames.append(graph(atoms.numbers, atoms.positions, **labels))
+    held, frames = AseStructures(file, tags="any", keep_atoms=True), []
+    for one, atoms in zip(held, held.atoms, strict=True):
+        labels = {name: one[name] for name in ("energy", "forces", "charge")}
+        labels["hirshfeld"] = torch.tensor(atoms.arrays["dft_charge"])
+        frames.append(graph(one.atomic_numbers, one.pos, **labels))
     return frames
-
-
-def chain_model(charged: bool, train: Sequence[Data], cutoff: float) -> Potential:
-    """A new one, with energies of the elements that fit the training set."""
-    torch.manual_seed(0)
-    options = {"long_range": [1], "total_charge": True} if charged else {}
-    model = Potential(near_field=cutoff, neighbor_cutoff=cutoff, **SIZES, **LOCAL, **options)
-    counts = torch.stack([one.atomic_numbers.bincount(minlength=119) for one in train]).double()
-    energies = torch.cat([one.energy for one in train])
-    model.element_energies.copy_(torch.linalg.lstsq(counts, energies, driver="gelsd").solution)
-    model.energy_std.fill_(float(torch.cat([one.forces for one in train]).square().mean().sqrt()))
-    return model
-
-
-def of_chains(frames: Sequence[Data], charged: bool) -> Batch:
-    """A batch; a model without charges sees neutral molecules."""
-    batch = Batch.from_data_list(list(frames))
-    if not charged:
-        batch.charge = torch.zeros_like(batch.charge)
-    return batch
 
 
 def run_chains(options: argparse.Namespace) -> None:
     frames = chains(options.file)
     order = torch.randperm(len(frames), generator=torch.Generator().manual_seed(0)).tolist()
     train, test = ([frames[i] for i in part] for part in (order[:100], order[100:]))
-    lines, mean = [], torch.cat([one.energy for one in train])
-    for charged in (False, True):
-        name = "with charges" if charged else "without"
+    counts = torch.stack([one.atomic_numbers.bincount(minlength=119) for one in train]).double()
+    energies, forces = (torch.cat([one[name] for one in train]) for name in ("energy", "forces"))
+    lines = []
+    for name, extra in {"without": {}, "with": {"long_range": [1], "total_charge": True}}.items():
 
-        def loss(model: Potential, step: int, charged: bool = charged) -> Tensor:
-            batch = of_chains([train[i] for i in drawn(step, 10, len(train))], charged)
+        def of(some: Sequence[Data], neutral: bool = not extra) -> Batch:
+            batch = Batch.from_data_list(list(some))
+            batch.charge = torch.zeros_like(batch.charge) if neutral else batch.charge
+            return batch
+
+        def loss(model: Potential, step: int, of: Callable[..., Batch] = of) -> Tensor:
+            batch = of([train[i] for i in drawn(step, 10, len(train))])
             out, unit = model(batch), model.energy_std
             energy = (out["energy"] - batch.energy) / batch.ptr.diff()
             return (10 * energy.abs().mean() + (out["forces"] - batch.forces).abs().mean()) / unit
 
-        state = options.out / f"chains-{options.cutoff:g}-{name.replace(' ', '-')}.pt"
-        model = fit(state, chain_model(charged, train, options.cutoff), loss, options.seconds)
-        batch = of_chains(test, charged)
+        near = {"near_field": options.cutoff, "neighbor_cutoff": options.cutoff}
+        model = new(options.start, messages=1, **near, **extra)
+        model.element_energies.copy_(torch.linalg.lstsq(counts, energies, driver="gelsd")[0])
+        model.energy_std.fill_(float(forces.square().mean().sqrt()))
+        state = options.out / f"chains-{options.cutoff:g}-{name}.pt"
+        model, batch = fit(state, model, loss, options.seconds), of(test)
         out = model(batch)
-        row = [name]
-        for ion in (0, 1, None):
-            own = torch.ones(len(test)).bool()
-            if ion is not None:
-                own = torch.cat([one.charge for one in test]).round() == ion
-            atoms = own[batch.batch]
+        row, ions = [name], torch.cat([one.charge for one in test]).round()
+        for own in (ions == 0, ions == 1, ions.isfinite()):
             energy = ((out["energy"] - batch.energy) / batch.ptr.diff())[own].abs().mean()
-            forces = (out["forces"] - batch.forces)[atoms].abs().mean()
+            forces = (out["forces"] - batch.forces)[own[batch.batch]].abs().mean()
             row += [f"{1e3 * energy:.2f}", f"{1e3 * forces:.0f}"]
         lines.append(row)
     head = [f"{what}, {of}" for of in ("C10H2", "C10H3+", "all") for what in ("meV/atom", "meV/Å")]
-    print(f"{len(train)} frames for training, {len(test)} for the test; {mean.std():.2f} eV")
+    print(f"{len(train)} frames for training, {len(test)} for the test")
     print(markdown(["model", *head], lines))
     print(markdown(["end of the chain", "charges", "Hirshfeld"], far_end(out["charges"], batch)))
 
 
 def far_end(charges: Tensor, batch: Batch) -> list[list[str]]:
-    """Mean charges of the carbon atoms and the hydrogen atom farthest from the other ones."""
+    """Mean charges of the hydrogen atom farthest from the other ones with its carbon atoms."""
     rows = []
-    for ion, name in ((0, "C10H2"), (1, "C10H3+")):
-        for count in (2, 5):
-            means = []
-            for values in (charges, batch.hirshfeld):
-                found = []
-                for i in (batch.charge.round() == ion).nonzero()[:, 0].tolist():
-                    own = slice(int(batch.ptr[i]), int(batch.ptr[i + 1]))
-                    apart = torch.cdist(batch.pos[own], batch.pos[own])
-                    hydrogen = batch.atomic_numbers[own] == 1
-                    last = (apart[:, hydrogen].sum(dim=1) * hydrogen).argmax()
-                    found.append(float(values[own][apart[last].argsort()[:count]].sum()))
-                means.append(f"{np.mean(found):.3f} ± {np.std(found):.3f}")
-            rows.append([f"{name}, C{count - 1}H", *means])
+    for ion, count in itertools.product((0, 1), (2, 5)):
+        found = []
+        for i in (batch.charge.round() == ion).nonzero()[:, 0].tolist():
+            own = slice(int(batch.ptr[i]), int(batch.ptr[i + 1]))
+            apart = torch.cdist(batch.pos[own], batch.pos[own])
+            hydrogen = batch.atomic_numbers[own] == 1
+            last = (apart[:, hydrogen].sum(dim=1) * hydrogen).argmax()
+            near = apart[last].argsort()[:count]
+            found.append([float(values[own][near].sum()) for values in (charges, batch.hirshfeld)])
+        means = zip(np.mean(found, axis=0), np.std(found, axis=0), strict=True)
+        name = f"{('C10H2', 'C10H3+')[ion]}, C{count - 1}H"
+        rows.append([name, *(f"{mean:.3f} ± {spread:.3f}" for mean, spread in means)])
     return rows
-
-
-# --- dimers
 
 
 def dimers(file: Path) -> tuple[list[list[Data]], Tensor, Tensor, list[str]]:
@@ -193,10 +171,8 @@ def dimers(file: Path) -> tuple[list[list[Data]], Tensor, Tensor, list[str]]:
         pos, numbers = (held[name][end : end + count] for name in ("pos", "numbers"))
         parts = slice(None), slice(first), slice(first, None)
         found.append([graph(numbers[part], pos[part]) for part in parts])
-        pair = (
-            Formula.from_list([chemical_symbols[z] for z in numbers[part]]) for part in parts[1:]
-        )
-        names.append("+".join(sorted(one.format("hill") for one in pair)))
+        pair = (Symbols(numbers[part]).get_chemical_formula() for part in parts[1:])
+        names.append("+".join(sorted(pair)))
         end += count
     energies = (torch.tensor(held[name]).double() * KCAL for name in ("e_int", "sapt"))
     return found, *energies, names
@@ -205,9 +181,8 @@ def dimers(file: Path) -> tuple[list[list[Data]], Tensor, Tensor, list[str]]:
 def interactions(model: Potential, pairs: Sequence[Sequence[Data]], parts: bool = False) -> Tensor:
     """E(AB) - E(A) - E(B), eV, (pairs,); with `parts` those of each power, (pairs, powers)."""
     batch = Batch.from_data_list([one for kind in zip(*pairs, strict=True) for one in kind])
-    if not parts:
-        energy = model.energy(batch)
-    else:
+    energy = None if parts else model.energy(batch)
+    if parts:
         law, geometry = model.long_range, Geometry.of_data(batch)
         charges = law(model(batch)["embedding"], geometry).charges.detach()
         sums = inverse_power_sums(charges, geometry, law.powers, law.cutoff, law.smearing)
@@ -221,11 +196,9 @@ def run_dimers(options: argparse.Namespace) -> None:
     systems = sorted(set(names))
     draw = torch.Generator().manual_seed(0)
     kept = {systems[i] for i in torch.randperm(len(systems), generator=draw)[len(systems) // 5 :]}
-    train, test = (
-        [i for i, name in enumerate(names) if (name in kept) == own] for own in (True, False)
-    )
-    torch.manual_seed(0)
-    model = Potential(long_range=[1, 6], near_field=5.0, **SIZES, **LOCAL)
+    train = [i for i, name in enumerate(names) if name in kept]
+    test = sorted({*range(len(names))} - {*train})
+    model = new(options.start, long_range=[1, 6], messages=2)
     model.energy_std.fill_(UNIT)
 
     def loss(model: Potential, step: int) -> Tensor:
@@ -233,7 +206,7 @@ def run_dimers(options: argparse.Namespace) -> None:
         wrong = interactions(model, [pairs[i] for i in own]) - energies[own]
         return nn.functional.huber_loss(wrong / UNIT, torch.zeros_like(wrong), delta=0.1)
 
-    model = fit(options.out / "dimers.pt", model, loss, options.seconds)
+    model = fit(options.out / f"dimers-{options.start:g}.pt", model, loss, options.seconds)
     found = []
     with torch.no_grad():
         for first in range(0, len(test), 64):
@@ -254,10 +227,8 @@ def run_dimers(options: argparse.Namespace) -> None:
             row += [f"{1e3 * x:.1f}" for x in ((a - b).abs().mean(), b.abs().mean())]
             row += [f"{slope:.2f}", f"{related:.2f}"]
         lines.append(row)
-    print(
-        f"{len(train)} dimers of {len(kept)} systems for training, {len(test)} of "
-        f"{len(systems) - len(kept)} for the test, {int(apart.sum())} of them apart"
-    )
+    count = len(systems) - len(kept), int(apart.sum())
+    print(f"test: {len(test)} dimers of {count[0]} systems, {count[1]} of them apart")
     head = [f"{what}{of}" for of in ("", ", apart") for what in ("MAE, meV", "size", "slope", "r")]
     print(markdown(["", *head], lines))
 
@@ -269,6 +240,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/charges"))
     parser.add_argument("--seconds", type=float, default=300.0, help="CPU time of each model")
     parser.add_argument("--cutoff", type=float, default=3.0, help="of all that is local, chains, Å")
+    parser.add_argument("--start", type=float, default=10.0, help="factor of the first charges")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     {"chains": run_chains, "dimers": run_dimers}[options.what](options)

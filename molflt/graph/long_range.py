@@ -167,14 +167,12 @@ class LongRange(nn.Module):
         charges, options = self.charges(h, geometry, neighbors), (self.cutoff, self.smearing)
         near, far = inverse_power_sums(charges, geometry, self.powers, *options, neighbors)
         strength = COULOMB * self.signs.double()
-        energies = ((x * strength).sum(dim=(1, 2)) for x in (near, far))
-        return LongRangeEnergy(*energies, charges)
+        near, far = ((x * strength).sum(dim=(1, 2)) for x in (near, far))
+        return LongRangeEnergy(near, far, charges)
 
     def extra_repr(self) -> str:
-        return (
-            f"powers={self.powers}, channels={self.channels}, cutoff={self.cutoff:g}, "
-            f"smearing={self.smearing:g}"
-        )
+        names = ("powers", "channels", "cutoff", "smearing")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
 
 
 def dipole(charges: Tensor, geometry: Geometry) -> Tensor:
@@ -314,10 +312,13 @@ def _far_of_lattice(
     for xi, factor in zip(nodes[0].split(chunk), factors.split(chunk), strict=True):
         several = chunk < len(factors)
         total = total + recomputed(_power, pos, charges, xi, factor, several=several)
-    itself = charges.double().square().sum(dim=0).mT * charges.new_tensor(
-        [law.at_zero() for law in laws], dtype=torch.float64
+    itself = torch.stack(
+        [
+            law.at_zero() * q.double().square().sum(0)
+            for law, q in zip(laws, charges.unbind(1), strict=True)
+        ]
     )
-    return (total - itself.mT) / 2
+    return (total - itself) / 2
 
 
 def _power(pos: Tensor, charges: Tensor, xi: Tensor, factor: Tensor) -> Tensor:

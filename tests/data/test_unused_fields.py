@@ -5,6 +5,8 @@ import pytest
 from ase import Atoms
 from ase.calculators.singlepoint import SinglePointCalculator
 
+from molflt.data.structures.force_units import unit_fault
+from molflt.data.structures.records import make_record
 from molflt.data.structures.unused_fields import total_charge, unused_fields, unused_warning
 
 
@@ -76,3 +78,24 @@ def test_total_charge(name: str) -> None:
 def test_total_charges_that_cannot_be_right(info: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         total_charge(Atoms("H", info=info))
+
+
+def test_energies_of_two_charges_are_not_compared() -> None:
+    """An ionization energy is no fault of the units."""
+    frames = []
+    for number in range(60):
+        charge = number % 2  # the nearest frame of the other charge is longer by 0.001 Å
+        stretch = 0.05 + 0.01 * (number // 2) + 0.001 * charge
+        frames.append(
+            make_record(
+                pos=[[0, 0, 0], [0, 0, 1.1 + stretch]],
+                atomic_numbers=[6, 8],
+                energy=20 * stretch**2 + charge,
+                forces=[[0, 0, 40 * stretch], [0, 0, -40 * stretch]],
+                charge=charge,
+            )
+        )
+    assert unit_fault(frames) == ""
+    for frame in frames:
+        frame.charge[:] = 0
+    assert unit_fault(frames) != ""

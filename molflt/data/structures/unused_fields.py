@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -73,7 +73,7 @@ def unused_warning(where: str, fields: Mapping[str, str]) -> str:
     return f"{where}: {named} not used; models read elements, positions, cell and total charge"
 
 
-def _is_total(name: str, value: object) -> bool:
+def _is_total(name: str, value: Any) -> bool:
     """Whether an entry is the total charge."""
     named = "charge" in (words := _words(name)) and words <= {"charge", "total", "net"}
     return named and value is not None and np.size(value) == 1
