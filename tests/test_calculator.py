@@ -17,9 +17,10 @@ from molflt import Calculator
 from molflt.graph import Potential
 
 
-def calculator(**options: Any) -> Calculator:
+def calculator(model: dict[str, Any] | None = None, **options: Any) -> Calculator:
     torch.manual_seed(0)
-    made = Potential(16, 2, layers=1, ffn_dim=16, num_features=16, messages=1, radial_basis=0)
+    sizes = {"layers": 1, "ffn_dim": 16, "num_features": 16, "messages": 1, "radial_basis": 0}
+    made = Potential(16, 2, **sizes, **(model or {}))
     made.trained_elements[:] = True
     return Calculator(made, **options)
 
@@ -66,13 +67,13 @@ def test_unknown_elements_are_refused_in_a_line(number):
 
 def test_fields_that_are_not_used_are_named_once(capsys):
     atoms, calc = boxed(False), calculator()
-    atoms.calc, atoms.info["charge"] = calc, -1
+    atoms.calc, atoms.info["oxidation_state"] = calc, -1
     atoms.set_initial_magnetic_moments([0, 0, 0, 0, 0, 2])
     for shift in (0.0, 0.1):
         atoms.positions[0, 0] += shift
         atoms.get_potential_energy()
     said = capsys.readouterr().err
-    assert said.count("charge") == 1 and "-1" in said and "initial_magmoms" in said
+    assert said.count("oxidation_state") == 1 and "-1" in said and "initial_magmoms" in said
     atoms.info["spin"] = 3  # the last results are still valid: nothing is computed
     atoms.get_potential_energy()
     assert "spin" in capsys.readouterr().err
@@ -89,6 +90,26 @@ def test_neutral_fields_say_nothing(capsys):
     atoms.set_initial_magnetic_moments(np.zeros(len(atoms)))
     atoms.get_potential_energy()
     assert capsys.readouterr().err == ""
+
+
+def test_total_charge():
+    """A charge of the structure is an input, or refused."""
+    atoms, options = molecule("H2O"), {"long_range": [1], "total_charge": True}
+    atoms.calc = calculator(options)
+    neutral = atoms.get_potential_energy()
+    atoms.info["charge"] = 1  # atoms have not moved
+    assert abs(atoms.get_potential_energy() - neutral) > 1e-3
+    assert atoms.get_charges().sum() == pytest.approx(1.0)
+    center = atoms.positions - atoms.positions.mean(axis=0)
+    np.testing.assert_allclose(atoms.get_dipole_moment(), atoms.get_charges() @ center)
+    atoms.pbc, atoms.cell = True, [9.0] * 3
+    with pytest.raises(PropertyNotImplementedError, match="dipole"):
+        atoms.get_dipole_moment()
+    atoms.calc = calculator()
+    with pytest.raises(ValueError, match=r"charge.* 1 "):
+        atoms.get_potential_energy()
+    with pytest.raises(PropertyNotImplementedError):
+        atoms.get_charges()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), RuntimeError("other")])

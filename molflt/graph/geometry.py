@@ -30,6 +30,8 @@ class Geometry(NamedTuple):
     """(graphs, 3) bool, which of them are periodic"""
     tags: Tensor | None = None
     """(atoms,), `molflt.atoms.Tag`"""
+    charge: Tensor | None = None
+    """(graphs,), e, total charge of each graph; None: all are neutral"""
 
     @classmethod
     def of(
@@ -120,6 +122,7 @@ class Geometry(NamedTuple):
             self.cell[order],
             self.pbc[order],
             None if self.tags is None else self.tags[atoms],
+            None if self.charge is None else self.charge[order],
         )
         return found, atoms
 
@@ -135,6 +138,7 @@ class Geometry(NamedTuple):
             self.cell[graphs],
             self.pbc[graphs],
             None if self.tags is None else self.tags[atoms],
+            None if self.charge is None else self.charge[graphs],
         )
 
     def above_subsurface(self) -> Tensor:

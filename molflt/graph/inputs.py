@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
-from molflt.attention.checks import at_hand, beside_weights, tensors, whole
+from molflt.attention.checks import at_hand, beside_weights, in_transform, tensors, whole
 from molflt.attention.numerics import at_least_float32
 from molflt.graph.geometry import Geometry
 
@@ -18,19 +18,20 @@ class Atoms(NamedTuple):
     """Atoms of a batch of graphs."""
 
     geometry: Geometry
-    """in the precision of the weights, with tags; all 0 where the data have none"""
+    """in the precision of the weights, with tags, all 0 where the data have none, and charges"""
     numbers: Tensor
     """(atoms,) int64, 1 to 118"""
     fixed: Tensor
     """(atoms,) bool; none where the data do not say"""
 
     @classmethod
-    def of(cls, data: "Data", weight: Tensor) -> "Atoms":
+    def of(cls, data: "Data", weight: Tensor, charged: bool = False) -> "Atoms":
         """Reads one structure, or a batch of them.
 
         Args:
             data: as for `molflt.graph.EnergyRegressor.forward`.
             weight: any weight of the model.
+            charged: the model takes total charges; otherwise a charge other than 0 is refused.
         """
         geometry = Geometry.of_data(data)
         _expect(data, geometry, weight)
@@ -50,11 +51,14 @@ class Atoms(NamedTuple):
         if fixed.dtype != torch.bool:
             raise ValueError(f"fixed must be bool, (atoms,); got {fixed.dtype}; use .bool()")
         dtype = at_least_float32(weight).dtype
-        return cls(
-            geometry._replace(pos=pos.to(dtype), cell=geometry.cell.to(dtype), tags=tags.long()),
-            numbers.long(),
-            fixed,
+        charge = _charges(data, geometry, charged)
+        geometry = geometry._replace(
+            pos=pos.to(dtype),
+            cell=geometry.cell.to(dtype),
+            tags=tags.long(),
+            charge=None if charge is None else charge.to(dtype),
         )
+        return cls(geometry, numbers.long(), fixed)
 
     def above_subsurface(self) -> tuple["Atoms", Tensor]:
         """Without atoms of tag 0, and which of all atoms those are that stay, (atoms,) bool.
@@ -71,6 +75,34 @@ class Atoms(NamedTuple):
             tags=geometry.tags[kept],
         )
         return Atoms(part, self.numbers[kept], self.fixed[kept]), kept
+
+
+def _charges(data: "Data", geometry: Geometry, charged: bool) -> Tensor | None:
+    """Total charges (graphs,), e, None if all are 0; NaN, where none is given, counts as 0."""
+    found = None
+    for name, usual, hint in (
+        ("multiplicity", 1.0, "no model reads it"),
+        ("charge", 0.0, "train a potential with long_range=[1] and total_charge=True"),
+    ):
+        values = data.get(name)
+        if values is None:
+            continue
+        values = torch.as_tensor(values, device=geometry.pos.device).reshape(-1)
+        if len(values) != geometry.graphs:
+            raise ValueError(
+                f"{name} must have shape ({geometry.graphs},), one for each graph; got "
+                f"{tuple(values.shape)}"
+            )
+        values = torch.where(values.isnan(), usual, values)
+        if name == "charge" and charged:
+            found = values
+        elif not (torch.compiler.is_compiling() or in_transform()) and (values != usual).any():
+            graph = int((values != usual).nonzero()[0])
+            raise ValueError(
+                f"{name} of this model must be {usual:g}; got {float(values[graph]):g} of graph "
+                f"{graph}; leave it out, or {hint}"
+            )
+    return found
 
 
 def _expect(data: "Data", geometry: Geometry, weight: Tensor) -> None:

@@ -38,12 +38,36 @@ _REACH = 5.0  # Å between atoms that exchange charge
 
 
 class LongRangeEnergy(NamedTuple):
-    """What a pair is within the cutoff, and what it is beyond it, of each graph."""
+    """Energies of each graph, and the charges that they come from."""
 
     near: Tensor
-    """(graphs,) float64, eV"""
+    """(graphs,) float64, eV: the sharp part of pairs within the cutoff"""
     far: Tensor
-    """(graphs,) float64, eV: the smooth part of all pairs, those within the cutoff included"""
+    """(graphs,) float64, eV: the smooth part of all pairs"""
+    charges: Tensor
+    """(atoms, powers, channels); of p = 1 in e"""
+
+
+class ChargeShare(nn.Module):
+    """Spreads the total charge Q of each graph over its atoms: Q_i = Q softmax_i(w . h_i).
+
+    Args:
+        dim: width of features.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.score = nn.Linear(dim, 1, bias=False)
+
+    def forward(self, h: Tensor, geometry: Geometry) -> Tensor:
+        """Features (atoms, dim) to charges (atoms,), e; 0 without total charges."""
+        score = self.score(at_least_float32(h))[:, 0]
+        if geometry.charge is None:
+            return torch.zeros_like(score)
+        low = score.new_full((geometry.graphs,), -math.inf)
+        highest = low.scatter_reduce(0, geometry.batch, score.detach(), "amax")
+        weight = (score - highest[geometry.batch]).exp()
+        return weight * (geometry.charge / geometry.sum(weight))[geometry.batch]
 
 
 class LongRange(nn.Module):
@@ -53,6 +77,9 @@ class LongRange(nn.Module):
     neighbors: q_i = sum_j w(r_ij) (a_j - a_i), where w falls smoothly from 1 to 0 at 5 Å. Flows
     cancel in pairs. A group of atoms more than 5 Å from all others is therefore neutral, and its
     interaction with them vanishes with the distance. For other powers q_i = a_i.
+
+    With `total_charge`, the first channel of p = 1 also holds the total charge of the graph, spread
+    by `ChargeShare`: its charges sum to Q, and a distant ion interacts with this channel alone.
 
     Along three periodic axes a uniform background neutralizes charges (p = 1, 2), and the
     surface of the crystal is a conductor, as in all Ewald sums without a term for it. Along two,
@@ -67,6 +94,7 @@ class LongRange(nn.Module):
         cutoff: of near pairs, Å: a longer one takes more pairs and fewer nodes.
         neutral: False: q_i = a_i for all powers, for data with ions that the model recognizes by
             their neighbors. Separate groups of atoms then have net charges.
+        total_charge: the graphs have total charges.
         smearing: sigma, Å, of a spectrum that falls as exp(-sigma^2 k^2 / 2), which is 1 in latent
             Ewald summation (arXiv:2408.15165). For p = 1 pairs have erf(r / (sqrt(2) sigma)) / r.
             From 5 sigma on it is 1 / r^p. 0: points, bounded below 0.1 Å.
@@ -86,6 +114,7 @@ class LongRange(nn.Module):
         cutoff: float = 8.0,
         smearing: float = 1.0,
         neutral: bool = True,
+        total_charge: bool = False,
     ) -> None:
         super().__init__()
         at_least_one(dim=dim, channels=channels)
@@ -101,6 +130,11 @@ class LongRange(nn.Module):
                 f"smearing must be below {cutoff / (_DEPTH * 2**0.5):.3g} Å, the width that the "
                 f"nodes see with a cutoff of {cutoff:g} Å; got {smearing:g}; raise the cutoff"
             )
+        if total_charge and not (neutral and 1 in powers):
+            raise ValueError(
+                "total_charge needs the power 1, and charges that are neutral without it; got "
+                f"long_range={list(powers)}, long_range_neutral={neutral}; change one of them"
+            )
         self.powers, self.channels = tuple(powers), channels
         self.cutoff, self.smearing = cutoff, smearing
         self.charge = nn.Linear(dim, len(powers) * channels, bias=False)
@@ -111,8 +145,9 @@ class LongRange(nn.Module):
         self.register_buffer("signs", signs, persistent=False)
         # part of the weights: those of earlier versions, which lack it, are not neutral
         self.register_buffer("neutral", torch.tensor(neutral))
+        self.share = ChargeShare(dim) if total_charge else None
 
-    def charges(self, h: Tensor, neighbors: Neighbors) -> Tensor:
+    def charges(self, h: Tensor, geometry: Geometry, neighbors: Neighbors) -> Tensor:
         """Features (atoms, dim) -> latent charges (atoms, powers, channels); of p = 1 in e."""
         own = self.charge(at_least_float32(h)).unflatten(1, (len(self.powers), self.channels))
         flowing = [i for i, power in enumerate(self.powers) if power < 3]
@@ -122,21 +157,30 @@ class LongRange(nn.Module):
         flows = _sum_by(weight * (held[neighbor] - held[center]), center, len(own))
         found = own.clone()
         found[:, flowing] = torch.where(self.neutral, flows, held)
+        if self.share is not None:
+            found[:, self.powers.index(1), 0] += self.share(h, geometry)
         return found
 
     def forward(self, h: Tensor, geometry: Geometry) -> LongRangeEnergy:
-        """Features (atoms, dim) and geometry to energies."""
+        """Features (atoms, dim) and geometry to energies and charges."""
         neighbors = neighbor_list(geometry, self.cutoff)
-        charges, options = self.charges(h, neighbors), (self.cutoff, self.smearing)
+        charges, options = self.charges(h, geometry, neighbors), (self.cutoff, self.smearing)
         near, far = inverse_power_sums(charges, geometry, self.powers, *options, neighbors)
         strength = COULOMB * self.signs.double()
-        return LongRangeEnergy(*((x * strength).sum(dim=(1, 2)) for x in (near, far)))
+        near, far = ((x * strength).sum(dim=(1, 2)) for x in (near, far))
+        return LongRangeEnergy(near, far, charges)
 
     def extra_repr(self) -> str:
-        return (
-            f"powers={self.powers}, channels={self.channels}, cutoff={self.cutoff:g}, "
-            f"smearing={self.smearing:g}"
-        )
+        names = ("powers", "channels", "cutoff", "smearing")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
+
+
+def dipole(charges: Tensor, geometry: Geometry) -> Tensor:
+    """Dipole about the mean position, charges (atoms,) to (graphs, 3); NaN with periodic axes."""
+    batch, pos = geometry.batch, geometry.pos
+    center = geometry.sum(pos) / geometry.ptr.diff()[:, None]
+    moment = geometry.sum(charges[:, None] * (pos - center[batch]))
+    return moment.masked_fill(geometry.pbc.any(dim=1)[:, None], torch.nan)
 
 
 @uncompiled
@@ -268,10 +312,13 @@ def _far_of_lattice(
     for xi, factor in zip(nodes[0].split(chunk), factors.split(chunk), strict=True):
         several = chunk < len(factors)
         total = total + recomputed(_power, pos, charges, xi, factor, several=several)
-    itself = charges.double().square().sum(dim=0).mT * charges.new_tensor(
-        [law.at_zero() for law in laws], dtype=torch.float64
+    itself = torch.stack(
+        [
+            law.at_zero() * q.double().square().sum(0)
+            for law, q in zip(laws, charges.unbind(1), strict=True)
+        ]
     )
-    return (total - itself.mT) / 2
+    return (total - itself) / 2
 
 
 def _power(pos: Tensor, charges: Tensor, xi: Tensor, factor: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from molflt.attention.positions.base import MixingName
 from molflt.graph.encoding import GraphPositionName
 from molflt.graph.geometry import Geometry
 from molflt.graph.inputs import Atoms
-from molflt.graph.long_range import LongRange
+from molflt.graph.long_range import ChargeShare, LongRange, dipole
+from molflt.graph.neighbors import Neighbors
 from molflt.graph.periodic import Reciprocal
 from molflt.graph.regressor import EnergyRegressor
 from molflt.graph.schemes import PeriodicName
@@ -25,6 +26,7 @@ from molflt.graph.schemes import PeriodicName
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
+_CHARGE_UNIT = 10.0  # of tokens, per e: shares of 0.1 e are common
 # smooth, and nowhere 0 or below
 _SMOOTH_MAPS = ("positive", "exp", "learnable_exp", "sigmoid", "polynomial")
 
@@ -69,6 +71,8 @@ class Potential(EnergyRegressor):
         long_range_smearing: sigma of pairs at short distances, 1 Å by default, see `LongRange`.
         long_range_neutral: True by default: charges of p = 1 and 2 flow between atoms closer than
             5 Å, and separate molecules are neutral. False: for data with ions.
+        total_charge: take the total charge of each graph, `charge`, as an input, see `ChargeShare`:
+            it enters the tokens and the charges of p = 1. Otherwise charged data are refused.
         stack: further arguments of `molflt.attention.Stack`.
 
     Attributes:
@@ -111,6 +115,7 @@ class Potential(EnergyRegressor):
         long_range_cutoff: float | None = None,
         long_range_smearing: float | None = None,
         long_range_neutral: bool | None = None,
+        total_charge: bool = False,
         **stack: Any,
     ) -> None:
         maps = feature_map, num_features
@@ -148,7 +153,11 @@ class Potential(EnergyRegressor):
             cutoff=long_range_cutoff,
             smearing=long_range_smearing,
             neutral=long_range_neutral,
+            total_charge=total_charge,
         )
+        self.charge_share = ChargeShare(dim) if total_charge else None
+        if total_charge:
+            self.charge_vector = nn.Parameter(torch.zeros(dim))
         if self.long_range is not None:
             self.added_later = (*self.added_later, "long_range.neutral")
 
@@ -156,14 +165,17 @@ class Potential(EnergyRegressor):
         """Energies and their derivatives; in training mode these can be differentiated again.
 
         Args:
-            batch: as for `EnergyRegressor.forward`; tags are not read.
+            batch: as for `EnergyRegressor.forward`; tags are not read. With `total_charge` also
+                charge (graphs,), e, by default 0.
 
         Returns:
             "energy": (graphs,) float64, eV; "forces": (atoms, 3), eV/Å; "embedding":
             (atoms, dim), the tokens that energies are read from; if the batch has cells,
             "stress": (graphs, 3, 3), eV/Å^3, as ASE has its sign (positive where the energy rises
             with the volume), NaN for graphs without a volume. With `long_range` also what the
-            energy is the sum of, "energy_local", "energy_near" and "energy_far", see `parts`.
+            energy is the sum of, "energy_local", "energy_near" and "energy_far", see `parts`. With
+            the power 1 also "charges": (atoms,), e, those of its first channel, and "dipole":
+            (graphs, 3), e Å, about the mean position of the atoms, NaN with periodic axes.
 
         Raises:
             TypeError: something else than PyG's data.
@@ -172,14 +184,14 @@ class Potential(EnergyRegressor):
         # also inside of torch.inference_mode, where tensors of before cannot be differentiated
         with torch.inference_mode(False), torch.enable_grad():
             strained, pos, strain = _strained(batch)
-            parts, tokens = self._parts(strained)
+            parts, others = self._parts(strained)
             energy = _sum(parts)
             wanted = [pos] if strain is None else [pos, strain]
             with torch.autocast(pos.device.type, enabled=False):  # each step as it was computed
                 found = torch.autograd.grad(
                     energy.sum(), wanted, create_graph=self.training, materialize_grads=True
                 )
-            out = {"energy": energy, "forces": -found[0], "embedding": tokens}
+            out = {"energy": energy, "forces": -found[0], **others}
             if self.long_range is not None:
                 out |= {f"energy_{name}": part for name, part in parts.items()}
             if strain is not None:
@@ -210,24 +222,41 @@ class Potential(EnergyRegressor):
         """
         return self._parts(batch)[0]
 
-    def _parts(self, batch: "Data") -> tuple[dict[str, Tensor], Tensor]:
-        """What energies are the sum of, and the tokens that they are read from, (atoms, dim)."""
+    def _parts(self, batch: "Data") -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Terms of the energies, and tokens, charges and dipoles as `forward` returns them."""
         untagged = copy.copy(batch)  # all atoms count alike
         untagged.tags = torch.full(batch.pos.shape[:1], int(Tag.SURFACE), device=batch.pos.device)
-        out = super().forward(untagged)
-        parts = {"local": out["energy"]}
+        charged = self.charge_share is not None
+        atoms = Atoms.of(untagged, self.embedding.element.weight, charged)
+        geometry, out = atoms.geometry, self._predict(atoms)
+        parts = {"local": out["energy"] + geometry.sum(self.element_energies[atoms.numbers])}
+        others = {"embedding": out["embedding"]}
         if self.long_range is not None:
-            geometry = Atoms.of(untagged, self.embedding.element.weight).geometry
-            parts |= self.long_range(out["embedding"], geometry)._asdict()
-        return parts, out["embedding"]
+            parts["near"], parts["far"], charges = self.long_range(out["embedding"], geometry)
+            if 1 in self.long_range.powers:
+                own = charges[:, self.long_range.powers.index(1), 0]
+                others |= {"charges": own, "dipole": dipole(own, geometry)}
+        return parts, others
+
+    def _refine(
+        self, geometry: Geometry, tokens: Tensor, neighbors: Neighbors | None, fixed: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        if self.charge_share is not None:
+            share = _CHARGE_UNIT * self.charge_share(tokens, geometry)
+            tokens = tokens + share[:, None].to(tokens.dtype) * self.charge_vector
+        return super()._refine(geometry, tokens, neighbors, fixed)
 
 
-def _make_long_range(dim: int, powers: list[int] | None, **options: Any) -> LongRange | None:
+def _make_long_range(
+    dim: int, powers: list[int] | None, total_charge: bool, **options: Any
+) -> LongRange | None:
     """Return None without powers, and refuse options then."""
     if not powers:
-        no_effect("without long_range", **{f"long_range_{k}": v for k, v in options.items()})
+        given = {f"long_range_{k}": v for k, v in options.items()}
+        no_effect("without long_range", total_charge=total_charge or None, **given)
         return None
-    return LongRange(dim, powers, **{k: v for k, v in options.items() if v is not None})
+    given = {k: v for k, v in options.items() if v is not None}
+    return LongRange(dim, powers, total_charge=total_charge, **given)
 
 
 def _sum(parts: Mapping[str, Tensor]) -> Tensor:

@@ -19,7 +19,7 @@ from molflt.atoms import MAX_ATOMIC_NUMBER
 from molflt.attention.checks import whole
 from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.data.structures.records import origin_of
-from molflt.data.structures.unused_fields import unused_fields, unused_warning
+from molflt.data.structures.unused_fields import total_charge, unused_fields, unused_warning
 from molflt.evaluation.elements import refuse_undescribed, warn_of_elements
 from molflt.graph.heads import undescribed
 from molflt.graph.potential import Potential
@@ -40,7 +40,9 @@ class Calculator(AseCalculator):
     """Energy, forces and stress of a potential trained with ``--recipe potential``.
 
     ``atoms.calc = molflt.Calculator("runs/mine")``; then use it as any calculator of ASE. For a
-    potential with a long range `results` also has energy_local, energy_near and energy_far, eV.
+    potential with a long range `results` also has energy_local, energy_near and energy_far, eV;
+    with its power 1 also charges, e, and, without periodic axes, dipole, e Å, see
+    `molflt.graph.Potential.forward`. The total charge is read from ``atoms.info``.
 
     Args:
         source: what `molflt.load` takes: the folder of a training run, an exported model,
@@ -90,6 +92,8 @@ class Calculator(AseCalculator):
                 "with --recipe potential, or take molflt predict"
             )
         self.model = model.to(_DTYPES[dtype])
+        if model.long_range is not None and 1 in model.long_range.powers:
+            self.implemented_properties = [*self.implemented_properties, "charges", "dipole"]
         self.slab_stress = slab_stress
         self._told: set[int] = set()
         self._fields_told: set[str] = set()
@@ -128,6 +132,10 @@ class Calculator(AseCalculator):
         self.results = {"energy": energy, "free_energy": energy, "forces": forces}
         parts = (name for name in out if name.startswith("energy_"))  # of a long range
         self.results |= {name: float(out[name][0]) for name in parts}
+        if "charges" in out:
+            self.results["charges"] = out["charges"].double().cpu().numpy()
+            if not given.pbc.any():
+                self.results["dipole"] = out["dipole"][0].double().cpu().numpy()
         stress = out["stress"][0].double().cpu().numpy()
         if np.isfinite(stress).all() and (self.slab_stress or given.pbc.all()):
             self.results["stress"] = full_3x3_to_voigt_6_stress(stress)
@@ -141,6 +149,8 @@ class Calculator(AseCalculator):
         """See ASE. Names fields that are not used, also where the last results are still valid."""
         self._warn_of_unused(atoms)
         changes: list[str] = super().check_state(atoms, tol)
+        if self.atoms is not None and total_charge(atoms) != total_charge(self.atoms):
+            changes.append("charge")
         return changes
 
     def _warn_of_unused(self, atoms: Atoms) -> None:
@@ -171,4 +181,5 @@ def _data(atoms: Atoms) -> Data:
         atomic_numbers=torch.from_numpy(atoms.numbers).long(),
         cell=torch.from_numpy(atoms.cell.array)[None],
         pbc=torch.from_numpy(atoms.pbc)[None],
+        charge=torch.from_numpy(np.array([total_charge(atoms) or 0.0])),
     )

@@ -74,6 +74,7 @@ class TorchSimModel(ModelInterface):
             atomic_numbers=state.atomic_numbers.long(),
             cell=cell.to(self._dtype),
             pbc=pbc,
+            charge=getattr(state, "charge", None),
         )
         out = dict(self.model(batch))
         given = pbc.all(dim=1)[:, None, None] | self.slab_stress

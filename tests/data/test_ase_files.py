@@ -76,6 +76,19 @@ def test_formats_without_labels(tmp_path, suffix):
     assert not record.tags.any() and record.sid == 0
 
 
+@pytest.mark.parametrize("name", ["a.traj", "a.extxyz", "a.db"])
+def test_total_charges_are_taken(tmp_path, name):
+    frames = [slab(i) for i in range(3)]
+    for atoms, charge in zip(frames, (0, -1, 2), strict=True):
+        atoms.info["total_charge"] = charge
+    dataset = open_dataset(write(tmp_path / name, frames))
+    assert [float(record.charge) for record in dataset] == [0, -1, 2]
+    assert dataset.to_atoms(1).info["charge"] == -1
+    frames[1].info["multiplicity"] = 2
+    with pytest.raises(ValueError, match="frame 1.*multiplicity.*2"):
+        open_dataset(write(tmp_path / f"b{name}", frames))
+
+
 def test_relaxed_positions_come_from_an_array_and_are_unwrapped(tmp_path):
     atoms = slab()
     moved = atoms.positions + np.array([0.1, 0.0, 0.05])

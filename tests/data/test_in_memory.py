@@ -85,7 +85,12 @@ def test_one_structure_is_told_from_several() -> None:
     assert not any(map(is_one, ([WATER], Batch.from_data_list([record]), "in.xyz", None)))
 
 
-def test_charge_is_named_once(capsys) -> None:
-    atoms = Atoms("H2", [[0, 0, 0], [0, 0, 0.74]], info={"charge": 1})
-    StructuresInMemory([atoms, atoms])
-    assert capsys.readouterr().err.count("charge (1)") == 1
+def test_total_charge_is_read_and_spin_named_once(capsys) -> None:
+    atoms = Atoms("H2", [[0, 0, 0], [0, 0, 0.74]], info={"charge": 1, "spin": 2})
+    first, again = StructuresInMemory([atoms, atoms])
+    assert float(first.charge) == 1 and capsys.readouterr().err.count("spin (2)") == 1
+    (held,) = StructuresInMemory(again)
+    assert float(held.charge) == 1 and to_atoms(held).info["charge"] == 1
+    again.charge = torch.ones(2)
+    with pytest.raises(ValueError, match=r"charge.*\(2,\)"):
+        StructuresInMemory(again)

@@ -330,13 +330,13 @@ def test_labels_of_other_names_are_named_with_their_option(tmp_path, capsys):
     assert "--data.forces_key forces_dft" in error and "gradient" in error
 
 
-def test_charge_and_spin_are_named_once(tmp_path, capsys):
-    atoms = Atoms("CO", [[0, 0, 0], [0, 0, 1.1]], info={"charge": -1, "y_relaxed": -1.0})
+def test_spin_is_named_once(tmp_path, capsys):
+    atoms = Atoms("CO", [[0, 0, 0], [0, 0, 1.1]], info={"spin": 3, "y_relaxed": -1.0})
     path = tmp_path / "co.extxyz"
     ase.io.write(path, [atoms] * 2)
     for words in (["inspect"], ["convert", str(tmp_path / "a.safetensors")]):
         assert main(["data", words[0], str(path), *words[1:]]) == 0
-        assert capsys.readouterr().err.count("charge (-1)") == 1
+        assert capsys.readouterr().err.count("spin (3)") == 1
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,12 @@ import pytest
 from molflt.commands.cli import main
 from molflt.data.structures import open_dataset
 from molflt.data.structures.datamodule import IS2REData
-from molflt.data.structures.overlaps import TOO_NEAR, atoms_coincide
+from molflt.data.structures.overlaps import (
+    TOO_NEAR,
+    atoms_coincide,
+    equal_structures,
+    fingerprint,
+)
 from molflt.data.structures.records import make_record
 from molflt.data.structures.store import write_store
 
@@ -108,3 +113,13 @@ def test_training_names_them_in_both_splits_once(tmp_path) -> None:
     assert "train.safetensors: split 'train': 1 of 3 structures have two atoms closer" in texts[0]
     assert "val_id.safetensors: split 'val_id': 2 of 3 structures have two atoms" in texts[1]
     assert len(texts) == 2 and "for instance sid 0; their energies mean nothing" in texts[1]
+
+
+def test_structures_of_two_charges_differ() -> None:
+    made = [
+        make_record(pos=[[0, 0, 0], [0, 0, 1.1]], atomic_numbers=[6, 8], charge=charge)
+        for charge in (None, 0, 1, -1, 1)
+    ]
+    first, *others = equal_structures(np.array([fingerprint(record) for record in made]))
+    assert [number == first for number in others] == [True, False, False, False]
+    assert others[1] == others[3] != others[2]

@@ -25,7 +25,7 @@ def test_types_shapes_and_defaults():
     expected = {
         **dict.fromkeys(("pos", "pos_relaxed", "forces"), ((2, 3), torch.float32)),
         **dict.fromkeys(("atomic_numbers", "tags"), ((2,), torch.int64)),
-        **dict.fromkeys(("y_init", "y_relaxed", "energy"), ((1,), torch.float64)),
+        **dict.fromkeys(("y_init", "y_relaxed", "energy", "charge"), ((1,), torch.float64)),
         **dict.fromkeys(("cell", "stress"), ((1, 3, 3), torch.float32)),
         "pbc": ((1, 3), torch.bool),
         "fixed": ((2,), torch.bool),
@@ -55,6 +55,8 @@ def test_oc20_floats_become_integers_and_memory_is_not_shared():
         ({"pos": [[0.0, 0.0, 0.0], [0.0, float("inf"), 0.0]]}, "pos must be finite.*atom 1"),
         ({"pos": [[0.0, 0.0], [0.0, 0.0]]}, r"pos must be \(N, 3\) in Å"),
         ({"pos": np.zeros((0, 3)), "atomic_numbers": []}, "at least one atom"),
+        ({"charge": [1.0, 0.0]}, r"charge.*\(2,\)"),
+        ({"charge": float("inf")}, "charge.*inf"),
         ({"pos_relaxed": [[0.0, 0.0, float("nan")], [0.0, 0.0, 0.0]]}, "pos_relaxed must be fin"),
         ({"pos_relaxed": np.zeros((3, 3))}, r"pos_relaxed must be \(2, 3\)"),
         ({"atomic_numbers": [8, 119]}, "1 to 118; got 119; no such element"),

@@ -25,7 +25,7 @@ from molflt.evaluation.predictions import open_structures
 
 def mixed():
     """With and without labels, relaxed positions, cell and tags; one atom and many."""
-    molecule = make_record(pos=[[0.0, 0.0, 0.0]], atomic_numbers=[1], sid=-3, y_init=2.5)
+    molecule = make_record(pos=[[0.0, 0.0, 0.0]], atomic_numbers=[1], sid=-3, y_init=2.5, charge=-1)
     unlabelled = record(1, y_relaxed=None, pos_relaxed=None, tags=None)
     slab = record(2, atoms=31, pbc=[True, True, False])
     return [record(0), molecule, unlabelled, slab, record(3, sid=2**40)]

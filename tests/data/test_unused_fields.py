@@ -1,18 +1,20 @@
-"""Charge, spin, magnetic moments and fields of a structure are named where no model reads them."""
+"""The total charge is read; spin, moments and fields are named where no model reads them."""
 
 import numpy as np
 import pytest
 from ase import Atoms
 from ase.calculators.singlepoint import SinglePointCalculator
 
-from molflt.data.structures.unused_fields import unused_fields, unused_warning
+from molflt.data.structures.force_units import unit_fault
+from molflt.data.structures.records import make_record
+from molflt.data.structures.unused_fields import total_charge, unused_fields, unused_warning
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "charge", "CHARGE", "total_charge", "totalCharge", "net charge", "spin", "multiplicity",
-        "Spin_Multiplicity", "magmom", "TOTAL_MAGMOM", "electric_field", "External_Field", "efield",
+        "charges", "partial_charge", "spin", "multiplicity", "Spin_Multiplicity", "magmom",
+        "TOTAL_MAGMOM", "electric_field", "External_Field", "efield",
         "e_field", "magnetic-moment", "REF_charges", "uhf", "NELECT", "unpaired_electrons", "mag",
         "moments", "oxidation_state", "electrode_potential", "field",
     ],
@@ -48,7 +50,52 @@ def test_neutral_values_and_other_fields_say_nothing(info: dict[str, object]) ->
 
 
 def test_text_is_named_and_the_warning_is_one_line() -> None:
-    fields = unused_fields(Atoms("H", info={"charge": "+1", "spin": "high\nspin"}))
-    assert fields["charge"] == "1"
+    fields = unused_fields(Atoms("H", info={"charges": "+1", "spin": "high\nspin"}))
+    assert fields["charges"] == "1"
     said = unused_warning("a.xyz", fields)
-    assert "a.xyz" in said and "charge (1)" in said and "\n" not in said
+    assert "a.xyz" in said and "charges (1)" in said and "\n" not in said
+
+
+@pytest.mark.parametrize("name", ["charge", "CHARGE", "total_charge", "totalCharge", "net charge"])
+def test_total_charge(name: str) -> None:
+    for value in (-1, "-1", np.array([-1.0])):
+        atoms = Atoms("H", info={"data": {name: value}, "multiplicity": 1})
+        assert total_charge(atoms) == -1 and unused_fields(atoms) == {}
+    assert total_charge(Atoms("H", info={name: None, "nuclear_charge": 1})) is None
+    per_atom = Atoms("H2", info={name: [1, 0]})
+    assert total_charge(per_atom) is None and name in unused_fields(per_atom)
+
+
+@pytest.mark.parametrize(
+    ("info", "words"),
+    [
+        ({"charge": "high"}, "charge.*high"),
+        ({"charge": 1, "total_charge": 2}, "charge.*1.*2"),
+        ({"multiplicity": 3}, "multiplicity.* 1.*3"),
+        ({"Spin_Multiplicity": 2, "charge": 1}, "Spin_Multiplicity.*2"),
+    ],
+)
+def test_total_charges_that_cannot_be_right(info: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        total_charge(Atoms("H", info=info))
+
+
+def test_energies_of_two_charges_are_not_compared() -> None:
+    """An ionization energy is no fault of the units."""
+    frames = []
+    for number in range(60):
+        charge = number % 2  # the nearest frame of the other charge is longer by 0.001 Å
+        stretch = 0.05 + 0.01 * (number // 2) + 0.001 * charge
+        frames.append(
+            make_record(
+                pos=[[0, 0, 0], [0, 0, 1.1 + stretch]],
+                atomic_numbers=[6, 8],
+                energy=20 * stretch**2 + charge,
+                forces=[[0, 0, 40 * stretch], [0, 0, -40 * stretch]],
+                charge=charge,
+            )
+        )
+    assert unit_fault(frames) == ""
+    for frame in frames:
+        frame.charge[:] = 0
+    assert unit_fault(frames) != ""

@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 import torch
 from ase import Atoms
-from ase.build import bulk, fcc111, molecule
+from ase.build import bulk
 from test_potential import data, double, ethanol, forces_along, kink, potential, salt  # noqa: F401
 from torch import Tensor
 from torch_geometric.data import Batch
 
 import molflt
-from molflt.graph import long_range
+from molflt.graph import EnergyRegressor, long_range
 from molflt.graph.geometry import Geometry
 from molflt.graph.long_range import COULOMB, LongRange, inverse_power_sums
-from molflt.graph.neighbors import neighbor_list
 
 # Epstein's zeta function of the simple cubic lattice: sum' 1 / r^p, for p < 3 continued
 EPSTEIN = {1: -2.83729747948, 2: -8.91363291758, 4: 16.5323159597617, 6: 8.40192397482754}
@@ -240,41 +239,6 @@ def charged(powers=(1,), **options):
     return model
 
 
-def apart(model, one: Atoms, other: Atoms, distance: float) -> float:
-    """E(both) - E(one) - E(other), meV, with the other moved along x."""
-    moved = other.copy()
-    moved.positions[:, 0] += distance
-    found = [float(model(data(atoms))["energy"].double()) for atoms in (one + moved, one, other)]
-    return 1e3 * (found[0] - found[1] - found[2])
-
-
-def test_separate_molecules_do_not_interact():
-    """At 200 Å only dipoles interact; net charges would fall as 1 / r."""
-    one, other = molecule("H2O"), molecule("CH4")
-    for powers in ((1,), (1, 2), (1, 6)):
-        model = charged(powers, far_field=False)
-        found = [apart(model, one, other, distance) for distance in (50.0, 200.0, 1000.0)]
-        assert abs(found[0]) > 1e-9, "they have dipoles"
-        assert abs(found[1]) < 1e-4 and abs(found[2]) < 1e-6, found
-    ions = charged((1,), far_field=False, long_range_neutral=False)
-    assert abs(apart(ions, one, other, 200.0)) > 1e-2
-
-
-def test_separate_slabs_do_not_interact():
-    slab_a = fcc111("Cu", (2, 2, 2), vacuum=30.0, periodic=True)
-    slab_b = fcc111("Cu", (2, 2, 2), vacuum=30.0, periodic=True)
-    slab_b.symbols[:4] = "Ni"
-    for slab in (slab_a, slab_b):
-        slab.set_cell([*slab.cell[:2], [0.0, 0.0, 120.0]])
-        slab.pbc = (True, True, False)
-    slab_b.positions[:, 2] += 40.0
-    model = charged((1,), far_field=False)
-    found = [float(model(data(s))["energy"].double()) for s in (slab_a + slab_b, slab_a, slab_b)]
-    assert abs(found[0] - found[1] - found[2]) < 1e-6  # sheets of dipoles have no field outside
-    _, charges = latent(model, data(slab_b))
-    assert charges.abs().max() > 1e-3 and charges.sum(dim=0).abs().max() < 1e-12
-
-
 def test_weights_of_earlier_versions_keep_their_charges():
     old, new = charged((1,), long_range_neutral=False), charged((1,))
     weights = {k: v for k, v in old.state_dict().items() if k != "long_range.neutral"}
@@ -289,9 +253,8 @@ def test_weights_of_earlier_versions_keep_their_charges():
 def latent(model: torch.nn.Module, batch) -> tuple[dict[str, Tensor], Tensor]:
     """Parts of the energies, and the latent charges (atoms, powers, channels) behind them."""
     out = {name: part.detach() for name, part in model.parts(batch).items()}
-    geometry = Geometry.of_data(batch)
-    neighbors = neighbor_list(geometry, model.long_range.cutoff)
-    return out, model.long_range.charges(model(batch)["embedding"], neighbors).detach()
+    layer = model.long_range
+    return out, layer(model(batch)["embedding"], Geometry.of_data(batch)).charges.detach()
 
 
 def test_parts_of_an_energy():
@@ -310,6 +273,63 @@ def test_parts_of_an_energy():
     atoms.calc = molflt.Calculator(model)
     total = atoms.get_potential_energy()
     assert total == pytest.approx(sum(atoms.calc.results[f"energy_{name}"] for name in found))
+
+
+def ions(training: bool = False) -> tuple[torch.nn.Module, Batch]:
+    """A potential with total charges, and an ion, a molecule and a charged crystal."""
+    model = charged((1,), total_charge=True, messages=1).train(training)
+    with torch.no_grad():
+        model.charge_vector.normal_()
+    batch = Batch.from_data_list([data(ethanol()), data(ethanol()), data(salt())])
+    batch.charge = torch.tensor([1.0, torch.nan, -1.0])
+    return model, batch
+
+
+def test_charges_and_dipoles_of_a_batch():
+    model, batch = ions()
+    out = model(batch)
+    sums = Geometry.of_data(batch).sum(out["charges"])
+    torch.testing.assert_close(sums, torch.tensor([1.0, 0.0, -1.0]).double())
+    first = slice(0, 9)
+    center = batch.pos[first] - batch.pos[first].mean(dim=0)
+    torch.testing.assert_close(out["dipole"][0], out["charges"][first] @ center)
+    assert out["dipole"][:2].isfinite().all() and out["dipole"][2].isnan().all()
+    neutral = model(data(ethanol()))
+    assert abs(float(out["energy"][1] - neutral["energy"])) < 1e-10
+    torch.testing.assert_close(out["charges"][9:18], neutral["charges"])
+    assert abs(float(out["energy"][0] - neutral["energy"])) > 1e-2
+    assert "charges" not in charged((6,))(data(ethanol()))
+
+
+def test_forces_of_ions_are_derivatives_and_can_be_learned():
+    model, batch = ions(training=True)
+    pos, h = batch.pos.clone(), 1e-4
+    found = []
+    for sign in (1, -1):
+        batch.pos = pos.clone()
+        batch.pos[2, 0] += sign * h
+        found.append(float(model(batch)["energy"].sum()))
+    batch.pos = pos
+    forces = model(batch)["forces"]
+    assert float(forces[2, 0]) == pytest.approx(-(found[0] - found[1]) / 2 / h, abs=1e-5)
+    forces.square().sum().backward()
+    for name in ("charge_vector", "charge_share.score.weight", "long_range.share.score.weight"):
+        gradient = model.get_parameter(name).grad
+        assert gradient.isfinite().all() and gradient.abs().max() > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("charge", "words"), [([0.0, 2.0], "charge.* 2 .*1"), ([1.0], r"charge.*\(2,\).*\(1,\)")]
+)
+def test_charges_that_a_model_cannot_take(charge, words):
+    batch = Batch.from_data_list([data(ethanol()), data(salt())])
+    batch.charge = torch.tensor(charge)
+    for model in (charged(), EnergyRegressor(16, 2, layers=1).double()):
+        with pytest.raises(ValueError, match=words):
+            model(batch)
+    batch.charge, batch.multiplicity = torch.zeros(2), torch.tensor([1, 3])
+    with pytest.raises(ValueError, match="multiplicity.* 3 "):
+        charged((1,), total_charge=True)(batch)
 
 
 @pytest.mark.parametrize("far_field", [True, False])
@@ -362,6 +382,12 @@ def test_without_far_field_nothing_crosses_a_gap():
     [
         ({"long_range_cutoff": 9.0}, "long_range_cutoff=9.0 has no effect without long_range"),
         ({"long_range": [], "long_range_channels": 2}, "long_range_channels=2 has no effect"),
+        ({"total_charge": True}, "total_charge=True has no effect without long_range"),
+        ({"total_charge": True, "long_range": [6]}, r"total_charge.*\[6\]"),
+        (
+            {"total_charge": True, "long_range": [1], "long_range_neutral": False},
+            "total_charge.*neutral=False",
+        ),
         ({"far_field": False, "max_frequency": 0.2}, "max_frequency=0.2 has no effect with far_f"),
         ({"far_field": False, "near_field": 0}, "far_field=False leaves"),
     ],

@@ -36,7 +36,7 @@ from molflt.data.structures.ase_text import (
 )
 from molflt.data.structures.base import AS_IT_IS, AnyTags, Held, Reading
 from molflt.data.structures.records import make_record
-from molflt.data.structures.unused_fields import unused_fields, unused_warning
+from molflt.data.structures.unused_fields import total_charge, unused_fields, unused_warning
 from molflt.files import shown
 
 if TYPE_CHECKING:
@@ -57,7 +57,8 @@ class AseStructures(Held):
     ``y_init`` from ``info["y_init"]``, relaxed positions from an array ``pos_relaxed``, and the
     sid from ``info["sid"]``, else the number of the frame or row, counted over all files. A sid
     that is text is the structure's name. In databases, key-value pairs count as info. Energies are
-    taken as they are, in eV: OC20's are adsorption energies.
+    taken as they are, in eV: OC20's are adsorption energies. For the total charge see
+    `molflt.data.structures.unused_fields.total_charge`.
 
     For potentials also ``energy`` (that of the calculator or of info, if there are no relaxed
     positions, to which it would belong), ``forces`` and ``stress``. Of VASP's OUTCAR and
@@ -245,6 +246,7 @@ def _record_from_atoms(
             fixed=fixed_atoms(atoms),
             sid=info.get("sid", number) if text_sid(atoms) is None else number,
             pos_relaxed=relaxed,
+            charge=total_charge(atoms),
             **energies,
             **at_pos,
         )

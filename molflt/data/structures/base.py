@@ -271,7 +271,7 @@ class Held(Structures):
 
 
 def to_atoms(record: Data) -> Atoms:
-    """A record as `ase.Atoms`: positions, cell, tags, fixed atoms, and the sid in ``info``."""
+    """A record as `ase.Atoms`: positions, cell, tags, fixed atoms, and sid and charge in info."""
     from ase import Atoms
     from ase.constraints import FixAtoms
 
@@ -283,6 +283,8 @@ def to_atoms(record: Data) -> Atoms:
         tags=record.tags.numpy(),
         info={"sid": int(record.sid)},
     )
+    if charge := float(record.charge.nan_to_num()):
+        atoms.info["charge"] = charge
     if bool(record.fixed.any()):
         atoms.set_constraint(FixAtoms(mask=record.fixed.numpy()))
     return atoms

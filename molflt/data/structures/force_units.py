@@ -185,14 +185,15 @@ def _judged_stress(records: Iterable[Data]) -> tuple[str, str]:
 
 
 def _systems(records: Iterable[Data], known: Iterable[str]) -> list[list[_Frame]]:
-    """Frames of the same atoms in the same order that have the labels."""
+    """Frames of the same atoms in the same order, and of one charge, that have the labels."""
     systems: dict[bytes, list[_Frame]] = defaultdict(list)
     for record in islice(records, MOST_FRAMES):
         if all(bool(record[name].isfinite().all()) for name in known):
             arrays = (record[name].double().numpy() for name in ("pos", "cell", "forces", "stress"))
             pos, cell, forces, stress = arrays
             cell = cell * float(record.pbc.any())  # a box around a molecule tells nothing
-            key = record.atomic_numbers.numpy().tobytes() + record.pbc.numpy().tobytes()
+            same = record.atomic_numbers, record.pbc, record.charge.nan_to_num()
+            key = b"".join(part.numpy().tobytes() for part in same)
             frame = _Frame(pos, cell[0], float(record.energy), np.nan_to_num(forces), stress[0])
             systems[key].append(frame)
     return list(systems.values())

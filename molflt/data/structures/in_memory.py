@@ -30,8 +30,8 @@ class StructuresInMemory(Held):
 
     Args:
         given: `ase.Atoms` (as of `molflt.data.structures.ase_files.AseStructures`), `Data` or
-            `Batch` of PyG with pos, atomic_numbers (or z) and perhaps cell, pbc, tags, fixed, sid
-            and y_relaxed, or any number of these.
+            `Batch` of PyG with pos, atomic_numbers (or z) and perhaps cell, pbc, tags, fixed, sid,
+            charge and y_relaxed, or any number of these.
         reading: whether tags of `Atoms` are OC20's.
     """
 
@@ -127,6 +127,7 @@ def _record_from_data(data: Data, number: int) -> Data:
         fixed=data.get("fixed"),
         sid=number if sid is None else sid,
         y_relaxed=_label(data.get("y_relaxed")),
+        charge=data.get("charge"),
     )
 
 

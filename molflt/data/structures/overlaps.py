@@ -53,16 +53,19 @@ def atoms_coincide(record: Data) -> bool:
 
 
 def fingerprint(record: Data) -> NDArray[np.float64]:
-    """Features that equal structures share: same elements, cell and positions, up to rounding.
+    """Features that equal structures share: elements, charge, cell and positions, up to rounding.
 
     Sums over the atoms of waves and of peaks, which tell crystals apart whose waves cancel. They do
     not depend on the order of atoms and on the periodic image.
 
     Returns:
-        (46,): hash of elements and periodic axes, cell (Å), sums.
+        (46,): hash of elements, periodic axes and total charge, cell (Å), sums.
     """
     numbers, axes = record.atomic_numbers.numpy(), record.pbc[0].numpy()
-    kind = hashlib.blake2b(np.sort(numbers).tobytes() + axes.tobytes(), digest_size=6).digest()
+    whole = np.sort(numbers).tobytes() + axes.tobytes()
+    if charge := float(record.charge.nan_to_num()):
+        whole += np.float64(charge).tobytes()
+    kind = hashlib.blake2b(whole, digest_size=6).digest()
     given = record.cell[0].double().numpy()
     places = record.pos.double().numpy() @ np.linalg.inv(_basis(given, axes))
     turns = 2 * np.pi * np.where(axes, places, places / _LENGTH)

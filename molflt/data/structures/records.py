@@ -73,6 +73,7 @@ def make_record(
     energy: _Array | None = None,
     forces: _Array | None = None,
     stress: _Array | None = None,
+    charge: _Array | None = None,
 ) -> Data:
     """Check one structure, cast it to the package's types and unwrap its relaxed positions.
 
@@ -95,12 +96,14 @@ def make_record(
         forces: forces at `pos`, (N, 3), eV/Å; None if there are none.
         stress: at `pos`, (3, 3), (1, 3, 3) or in Voigt's order (6,): xx, yy, zz, yz, xz, xy, eV/Å^3
             with ASE's sign; None if there is none.
+        charge: total charge, e; None or NaN if it is not known, which counts as 0.
 
     Returns:
         A structure with ``pos``, ``pos_relaxed`` (N, 3) float32 Å, ``cell`` (1, 3, 3) float32 Å,
         ``pbc`` (1, 3) bool, ``atomic_numbers``, ``tags`` (N,) int64, ``fixed`` (N,) bool,
         ``natoms``, ``sid`` int, ``y_init``, ``y_relaxed``, ``energy`` (1,) float64 eV, ``forces``
-        (N, 3) and ``stress`` (1, 3, 3) float32. Absent labels and relaxed positions are NaN.
+        (N, 3) and ``stress`` (1, 3, 3) float32, ``charge`` (1,) float64 e. Absent labels, relaxed
+        positions and charges are NaN.
 
     Raises:
         ValueError: naming the sid and what is wrong.
@@ -138,6 +141,7 @@ def make_record(
         energy=_energy(energy, "energy", name),
         forces=_forces(forces, count, name),
         stress=_stress(stress, name),
+        charge=_charge(charge, name),
     )
 
 
@@ -310,6 +314,13 @@ def _energy(value: _Array | None, key: str, name: str) -> Tensor:
             f"leave the label out if it is unknown, or the structure with {_SKIP}"
         )
     return tensor.clone()
+
+
+def _charge(value: _Array | None, name: str) -> Tensor:
+    tensor = _tensor(math.nan if value is None else value, "charge", name)
+    if tensor.numel() != 1 or tensor.isinf().any():
+        raise ValueError(f"{name}: charge must be one finite number, e; got {_shown(tensor)}")
+    return tensor.reshape(1).double().clone()
 
 
 def _forces(value: _Array | None, count: int, name: str) -> Tensor:

@@ -46,8 +46,10 @@ _COLUMNS: dict[str, tuple[str, tuple[int, ...], str]] = {
     "energy": ("<f8", (), "structure"),
     "forces": ("<f4", (3,), "atom"),
     "stress": ("<f4", (3, 3), "structure"),
+    "charge": ("<f8", (), "structure"),
 }
-_OPTIONAL = ("pos_relaxed", "energy", "forces", "stress")  # not there if no structure has any
+# not there if no structure has any
+_OPTIONAL = ("pos_relaxed", "energy", "forces", "stress", "charge")
 _BLOCK = 10_000  # structures that are checked at once
 _BLOCK_WRITTEN = 1000  # structures whose arrays are joined at once
 _TYPES = {"F32": "<f4", "F64": "<f8", "I64": "<i8", "U8": "|u1", "BOOL": "|b1"}

@@ -20,8 +20,8 @@ def _structure_faults(maps: dict[str, np.ndarray]) -> dict[int, str]:
         "y_init must be finite": np.isinf(maps["y_init"]),
         "y_relaxed must be finite": np.isinf(maps["y_relaxed"]),
     }
-    if "energy" in maps:
-        wrong["energy must be finite"] = np.isinf(maps["energy"])
+    for name in {"energy", "charge"} & maps.keys():
+        wrong[f"{name} must be finite"] = np.isinf(maps[name])
     if "stress" in maps:
         parts = maps["stress"].reshape(-1, 9)
         wrong["stress must be finite, or NaN in all parts"] = ~(

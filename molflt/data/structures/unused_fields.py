@@ -1,10 +1,10 @@
-"""Fields of a structure that change its energy and that no model of this package reads."""
+"""Fields of a structure that change its energy: its total charge, and those that are not read."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from molflt.files import shown
 if TYPE_CHECKING:
     from ase import Atoms
 
-__all__ = ["unused_fields", "unused_warning"]
+__all__ = ["total_charge", "unused_fields", "unused_warning"]
 
 _WORDS = {"charge", "charges", "spin", "spins", "multiplicity", "mult", "magmom", "magmoms"}
 _WORDS |= {"uhf", "nupdown", "magnetization", "magnetisation", "efield", "bfield", "nelect"}
@@ -25,14 +25,44 @@ _KINDS = {"electric", "external", "magnetic", "applied", "electrostatic", "e", "
 _MULTIPLICITY = {"spin", "spins", "multiplicity", "mult"}
 
 
-def unused_fields(atoms: Atoms) -> dict[str, str]:
-    """Charge, spin, magnetic moments and external field of a structure: name to value as text.
+def total_charge(atoms: Atoms) -> float | None:
+    """Total charge in ``info`` or in the data of a database row, e; None if there is none.
 
-    Reads ``info``, the data of a database row, ``arrays`` and stored results. Zero values and the
-    spin or multiplicity 1 are left out.
+    Its name is charge, total_charge or net_charge, in any spelling.
+
+    Raises:
+        ValueError: no number, two different charges, or a multiplicity other than 1.
+    """
+    found: dict[str, float] = {}
+    for name, value in entries(atoms).items():
+        multiple = bool(_words(name) & {"multiplicity", "mult"})
+        if not (multiple or _is_total(name, value)):
+            continue
+        try:
+            number = float(np.asarray(value, dtype=np.float64).item())
+        except (TypeError, ValueError):
+            raise ValueError(f"{name} must be one number; got {shown(value, 40)}") from None
+        if multiple and number not in (0, 1):
+            raise ValueError(
+                f"{name} must be 1, as no model reads another one; got {number:g}; leave the "
+                "structure out, or the entry"
+            )
+        if not multiple and not np.isnan(number):
+            found[name] = number
+    if len(set(found.values())) > 1:
+        raise ValueError(f"expected one total charge; got {found}; leave one out")
+    return next(iter(found.values()), None)
+
+
+def unused_fields(atoms: Atoms) -> dict[str, str]:
+    """Charges, spin, magnetic moments and external field of a structure: name to value as text.
+
+    Reads ``info``, the data of a database row, ``arrays`` and stored results. Leaves out zero
+    values, the spin or multiplicity 1, and the total charge.
     """
     results = getattr(atoms.calc, "results", None) or {}
-    fields = {**results, **atoms.arrays, **entries(atoms)}
+    own = {name: each for name, each in entries(atoms).items() if not _is_total(name, each)}
+    fields = {**results, **atoms.arrays, **own}
     found = {name: _text(value, _words(name)) for name, value in fields.items()}
     return {name: text for name, text in found.items() if text}
 
@@ -40,7 +70,13 @@ def unused_fields(atoms: Atoms) -> dict[str, str]:
 def unused_warning(where: str, fields: Mapping[str, str]) -> str:
     """One line that names the fields of a structure, or of a file."""
     named = ", ".join(f"{name} ({text})" for name, text in fields.items())
-    return f"{where}: {named} not used; models read elements, positions and cell only"
+    return f"{where}: {named} not used; models read elements, positions, cell and total charge"
+
+
+def _is_total(name: str, value: Any) -> bool:
+    """Whether an entry is the total charge."""
+    named = "charge" in (words := _words(name)) and words <= {"charge", "total", "net"}
+    return named and value is not None and np.size(value) == 1
 
 
 def _words(name: str) -> set[str]:
