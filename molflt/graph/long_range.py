@@ -35,6 +35,7 @@ _LARGEST = 800.0  # volume over the cutoff cubed from which on the cutoff grows 
 _TRANSIENT = 2**21  # numbers that waves of one chunk of nodes may hold at once
 _START = 0.02  # of charges over what a linear layer starts with: energies of some meV an atom
 _REACH = 5.0  # Å between atoms that exchange charge
+_LEAST = 1e-12  # weight of an atom in the total charge: equal shares if all others are 0
 
 
 class LongRangeEnergy(NamedTuple):
@@ -49,7 +50,11 @@ class LongRangeEnergy(NamedTuple):
 
 
 class ChargeShare(nn.Module):
-    """Spreads the total charge Q of each graph over its atoms: Q_i = Q softmax_i(w . h_i).
+    """Spread the total charge Q of each graph over its atoms: Q_i = Q w_i / sum_j w_j.
+
+    w_i = max(0, 1 + s . h_i)^4, with one s for cations and one for anions. Weights are local: atoms
+    of weight 0, such as those of a neutral molecule far from the ion, take no charge and change no
+    other one. A supercell with as many times the charge has the same charges.
 
     Args:
         dim: width of features.
@@ -57,16 +62,15 @@ class ChargeShare(nn.Module):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.score = nn.Linear(dim, 1, bias=False)
+        self.score = nn.Linear(dim, 2, bias=False)
 
     def forward(self, h: Tensor, geometry: Geometry) -> Tensor:
         """Features (atoms, dim) to charges (atoms,), e; 0 without total charges."""
-        score = self.score(at_least_float32(h))[:, 0]
+        cation, anion = self.score(at_least_float32(h)).unbind(dim=1)
         if geometry.charge is None:
-            return torch.zeros_like(score)
-        low = score.new_full((geometry.graphs,), -math.inf)
-        highest = low.scatter_reduce(0, geometry.batch, score.detach(), "amax")
-        weight = (score - highest[geometry.batch]).exp()
+            return torch.zeros_like(cation)
+        score = torch.where(geometry.charge[geometry.batch] < 0, anion, cation)
+        weight = (1 + score).clamp(min=0) ** 4 + _LEAST
         return weight * (geometry.charge / geometry.sum(weight))[geometry.batch]
 
 
