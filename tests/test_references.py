@@ -13,16 +13,26 @@ import yaml
 from ase import Atoms
 from ase.io import write
 from safetensors.torch import load_file, save_file
-from tiny_run import arguments, error_of, last_state, logged, start, structures, table, write_points
+from tiny_run import arguments as tiny_arguments
+from tiny_run import error_of, last_state, logged, structures, table, write_points
 from torch_geometric.data import Batch
 
 from molflt.commands.cli import main
+from molflt.commands.train import build_parser, train
 from molflt.data.structures.store import StructureStore, write_store
 from molflt.graph import EnergyRegressor
 from molflt.training.checkpoint import load_run, write_checkpoint
 
 ENERGIES = {1: -13.6, 8: -2041.5, 29: -45000.125, 78: -91000.75}  # eV, with all electrons
 WORDS = ["--trainer.max_steps=40", "--trainer.val_every=20", "--task.lr=1e-2"]
+
+
+def arguments(data: Path, run: Path, *more: str) -> list[str]:
+    return [*tiny_arguments(data, run, *more), "--model.readout=all"]
+
+
+def start(data: Path, run: Path, *more: str) -> int:
+    return train(**build_parser().parse_args(arguments(data, run, *more)).as_dict())
 
 
 def totals(count: int, seed: int = 0, first_sid: int = 0):
