@@ -29,7 +29,10 @@ def run(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("many")
     for number, atoms in enumerate(frames(11)):
         write(single(root / "flat", f"{number}.extxyz"), atoms)
-    assert start(root / "flat", root / "run", *STEPS, "--data.val_fraction=0.3") == 0
+    assert (
+        start(root / "flat", root / "run", *STEPS, "--data.val_fraction=0.3", "--model.readout=all")
+        == 0
+    )
     return root / "run"
 
 

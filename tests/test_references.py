@@ -167,7 +167,7 @@ def test_an_ensemble_names_elements_without_reference(run, again, tmp_path, caps
 def test_references_are_exact_and_constants() -> None:
     """What atoms add is summed in float64, and leaves outputs and gradients as they were."""
     torch.manual_seed(0)
-    net = EnergyRegressor(dim=16, heads=2, layers=1, ffn_dim=16).eval()
+    net = EnergyRegressor(dim=16, heads=2, layers=1, ffn_dim=16, readout="all").eval()
     batch = Batch.from_data_list(list(structures(3)))
 
     def forces() -> tuple[torch.Tensor, torch.Tensor]:

@@ -169,7 +169,9 @@ class Domain:
         if len(untagged):
             return "no tags, which training had"
         if (not len(adsorbate) and self.zero[0]) or (not len(slab) and self.zero[1]):
-            return ""
+            guess = guess_tags(record)
+            what = "no slab (tags 0 and 1)" if len(adsorbate) else "no adsorbate (tag 2)"
+            return f"{what}, but the geometry has {guess.text}" if guess.tags.any() else ""
         if not len(adsorbate) and self.adsorbate_atoms[0]:
             return "no adsorbate (tag 2), which training had"
         if not len(slab) and self.slab_atoms[0]:
