@@ -182,7 +182,7 @@ def test_forces_and_stress_are_no_less_exact_under_autocast(monkeypatch):
 
     def springs(self, batch):
         energy = neighbor_list(Geometry.of_data(batch), 4.0).distance.square().sum()
-        return {"local": energy.double()[None]}, batch.pos
+        return {"local": energy.double()[None]}, {"embedding": batch.pos}
 
     monkeypatch.setattr(Potential, "_parts", springs)
     atoms = salt()
