@@ -1,7 +1,7 @@
 """Makes the five published folds of relaxed adsorbates on metals and alloys, for scripts/folds.py.
 
     python scripts/wwl_simple.py wwl_simple.extxyz folds.json datasets/wwl-simple
-    python scripts/folds.py --config configs/wwl-simple.yaml --data datasets/wwl-simple \\
+    python scripts/folds.py --config configs/demo.yaml --data datasets/wwl-simple \\
         --out runs/wwl-simple
 
 The structures are those of Deimel et al., ACS Catal. 10, 13729 (2020); folds.json names the systems
