@@ -250,7 +250,7 @@ def test_a_warning_is_one_line_of_our_own(tmp_path, capsys):
         record.tags[:] = 0
     write_store(tmp_path / "train.safetensors", records)
     write_store(tmp_path / "val_id.safetensors", records)
-    words = [*WORDS, "--data.allow_duplicates=true"]
+    words = [*WORDS, "--data.allow_duplicates=true", "--model.readout=all"]
     assert main(["train", *arguments(tmp_path, tmp_path / "run", *words)]) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if "arning" in line]
     (line,) = [line for line in lines if "tag > 0" in line]

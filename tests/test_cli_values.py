@@ -43,6 +43,7 @@ ZERO = {
         "task.force_weight",
         "task.stress_weight",
         "task.interpolate",
+        "task.repeat",
         "task.noise",
     ),
     *("task.label_smoothing", "task.warmup_steps", "task.weight_decay", "trainer.ema_decay"),

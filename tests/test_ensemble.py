@@ -267,8 +267,10 @@ def test_bad_members_get_one_line(runs, data, tmp_path, capsys) -> None:
          ["test_id: expected at least 20 systems with labels", "got 0"]),
         (["--calibration_split", "val_id"], ["one run has no spread and so no uncertainty"]),
     ):  # fmt: skip
-        line = error_of(capsys, "evaluate", one, *words, "--out", str(tmp_path / "out"))
+        assert main(["evaluate", one, *words, "--out", str(tmp_path / "out")]) == 2
+        *warned, line = capsys.readouterr().err.splitlines()
         assert all(part in line for part in parts), line
+        assert all("outside of what was trained on" in other for other in warned)
     assert not (tmp_path / "out").exists()
     words = ["predict", one, str(data / "small.safetensors"), "--out", str(tmp_path / "e.csv")]
     line = error_of(capsys, *words, "--calibration", "u.json")

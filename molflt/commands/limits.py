@@ -83,6 +83,7 @@ LIMITS = {
     "task.energy_mean": "[-1e9, 1e9]",  # eV
     "task.energy_std": "(0, 1e9]",
     "task.interpolate": "[0, 1]",
+    "task.repeat": "[0, 1]",
     "task.noise": "[0, 10]",  # Å
     "task.label_smoothing": _SHARE,
     "task.mask_rate": "(0, 1)",

@@ -114,6 +114,7 @@ def test_atoms_at_one_place_train(options, dtype, gap):
     model = potential(dtype, **options).train()
     there = torch.tensor([[0, 0, 0], [gap, 0, 0], [1.5, 1, 0], [0, 2, 2]], dtype=torch.float64)
     out = model(batch(there.to(dtype), 6 * torch.eye(3).to(dtype)))
+    del out["dipole" if "dipole" in out else "embedding"]  # not defined in a crystal
     assert all(x.isfinite().all() for x in out.values())
     (out["forces"].square().sum() + out["stress"].square().sum()).backward()
     found = [p.grad for p in model.parameters() if p.grad is not None]
