@@ -111,7 +111,12 @@ def test_batches_of_a_step_draw_dropout_of_their_own(data, tmp_path):
 
 PATIENT = ["--trainer.max_steps=40", "--trainer.val_every=2", "--trainer.patience=3"]
 # the first steps are too large for anything to get better afterwards
-WORSE = ["--task.lr=3", "--task.position_weight=0", "--task.position_weight_final=0"]
+WORSE = [
+    "--model.readout=all",
+    "--task.lr=3",
+    "--task.position_weight=0",
+    "--task.position_weight_final=0",
+]
 
 
 @pytest.fixture(scope="module")
