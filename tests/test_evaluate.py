@@ -468,7 +468,7 @@ def test_predict_a_table(run, tmp_path, suffix, capsys) -> None:
     assert outside[0] == "adsorbate atoms: 1, trained on 2 to 9"
     share = "share of surface (tag 1) in the slab: 0.67, trained on 0.50"
     assert outside[1] == f"{outside[0]}; {share}"
-    assert outside[2].startswith("N, Ni not in training; atoms: 17, trained on 6 to 13; ")
+    assert outside[2].startswith("N, Ni not in training; adsorbate atoms: 1, ")
     energy = [float(row["energy_eV"]) for row in rows]
     np.testing.assert_allclose(energy, alone(run, tmp_path / "in.extxyz"), atol=1e-5)
 
