@@ -50,7 +50,7 @@ def data(tmp_path_factory) -> Path:
 def run(tmp_path_factory, data: Path) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "one"
     steps = ("--trainer.max_steps=3", "--trainer.val_every=3", "--trainer.checkpoint_every=3")
-    assert start(data, folder, *steps) == 0
+    assert start(data, folder, *steps, "--model.readout=all") == 0
     return folder
 
 
@@ -458,8 +458,8 @@ def test_predict_a_table(run, tmp_path, suffix, capsys) -> None:
     captured = capsys.readouterr()
     assert "3 energies" in captured.out
     lines = captured.err.splitlines()
-    assert "in.extxyz: N, Ni did not occur in training" in lines[0]
-    assert "in.extxyz: 3 of 3 structures are outside of what was trained on" in lines[-1]
+    assert "in.extxyz: N, Ni did not occur in training" in lines[0] and len(lines) == 2
+    assert "in.extxyz: 3 of 3 structures are outside of what was trained on" in lines[1]
     rows = table(out) if suffix == ".csv" else json.loads(out.read_text())
     assert [(int(row["index"]), int(row["sid"])) for row in rows] == [(0, 70), (1, 71), (2, 72)]
     assert [row["formula"] for row in rows] == ["Cu8O", "HPt12", "NNi16"]
@@ -468,7 +468,7 @@ def test_predict_a_table(run, tmp_path, suffix, capsys) -> None:
     assert outside[0] == "adsorbate atoms: 1, trained on 2 to 9"
     share = "share of surface (tag 1) in the slab: 0.67, trained on 0.50"
     assert outside[1] == f"{outside[0]}; {share}"
-    assert outside[2].startswith("N, Ni not in training; adsorbate atoms: 1, ")
+    assert outside[2].startswith("N, Ni not in training; atoms: 17, trained on 6 to 13; ")
     energy = [float(row["energy_eV"]) for row in rows]
     np.testing.assert_allclose(energy, alone(run, tmp_path / "in.extxyz"), atol=1e-5)
 
@@ -528,6 +528,25 @@ def test_structures_without_tags_are_refused_unless_forced(run, tmp_path, capsys
     capsys.readouterr()
     assert main([*words, "--tags", "guess"]) == 0
     assert "1 adsorbate O, 4 surface, 4 subsurface atoms" in capsys.readouterr().err
+
+
+def test_clean_slabs_are_predicted_and_evaluated_by_models_of_contacts(data, tmp_path) -> None:
+    """Their energy is 0; without the adsorbate's tag, a slab with an adsorbate is refused."""
+    run, file, out = tmp_path / "run", tmp_path / "in.extxyz", tmp_path / "out"
+    assert start(data, run, "--trainer.max_steps=2", "--model.readout=contact") == 0
+    clean = slabs()[0]
+    clean = clean[clean.get_tags() < 2]
+    clean.info["y_relaxed"] = 0.0
+    write(file, clean)
+    assert main(["predict", str(run), str(file), f"--out={tmp_path / 'e.csv'}"]) == 0
+    assert float(table(tmp_path / "e.csv")[0]["energy_eV"]) == 0
+    assert main(["evaluate", str(run), f"--data={file}", f"--out={out}"]) == 0
+    assert float(table(out / "predictions.csv")[0]["energy_eV"]) == 0
+    hidden = slabs()[0]
+    hidden.set_tags(hidden.get_tags().clip(max=1))
+    write(file, hidden)
+    for words in (["predict", str(run), str(file)], ["evaluate", str(run), f"--data={file}"]):
+        assert main(words) == 2
 
 
 def test_what_cannot_be_written_is_not_computed(run, tmp_path, monkeypatch, capsys) -> None:

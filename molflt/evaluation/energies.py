@@ -105,7 +105,7 @@ def evaluate(
     _check_asked(model, calibration_split, splits)
     names = {} if submission is None else _submission_names(submission, splits)
     others = None if published is None else read_published(published, source.folder)
-    domain = source.domain()
+    domain = source.domain(model)
     datasets = source.open(splits, model, None if force else domain)
     if relaxed is not None:
         for split, dataset in datasets.items():

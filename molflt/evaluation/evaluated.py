@@ -6,6 +6,7 @@ import io
 import warnings
 from collections.abc import Sequence
 from contextlib import redirect_stderr
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from molflt.evaluation.ensemble import EnsembleRegressor
 from molflt.evaluation.predictions import check_structures
 from molflt.evaluation.report import _warn
 from molflt.evaluation.results import _is_within
+from molflt.graph.heads import by_contact
 from molflt.training.config import Config, read_config
 from molflt.training.origin import read_origin
 from molflt.training.recipes import Recipe
@@ -211,11 +213,12 @@ class EvaluationData:
             batches.setup()
         return bool(batches.fingerprints()["val"] == held)
 
-    def domain(self) -> Domain | None:
-        """The domain of the training; None of runs of earlier versions."""
+    def domain(self, model: nn.Module | None = None) -> Domain | None:
+        """The domain of the training, for a model's readout; None for runs of earlier versions."""
         path = self.run / DOMAIN
         found = read_domain(path)
-        return None if found is None else Domain.from_json(found, str(path))
+        zero = (False, False) if model is None else by_contact(model)
+        return None if found is None else replace(Domain.from_json(found, str(path)), zero=zero)
 
     def training_median(self) -> tuple[float | None, str]:
         """Median energy of the training split, eV, and a line that says where it comes from."""

@@ -184,6 +184,7 @@ def infer(
     device = next(iter(model.state_dict().values()), torch.empty(0)).device
     several = len(model.members) if isinstance(model, EnsembleRegressor) else None
     rows, beyond = _Rows(len(dataset), several or 1), undescribed(model)
+    shared = by_contact(model)[0]
     # disable=None: no bar where stderr is a file
     bar = tqdm(total=len(dataset), desc=name, unit=" systems", leave=False, disable=None)
     with bar, torch.device("cpu"), torch.inference_mode(), warnings.catch_warnings():
@@ -201,7 +202,7 @@ def infer(
                 rows.take(i, record, domain, force)
             kept = {one: out[one] for one in by_atom if one in out}
             rows.take_atoms(indices, kept, [record.natoms for record in records])
-            if "adsorbate_energy" in out and by_contact(model)[0]:
+            if shared and "adsorbate_energy" in out:
                 rows.take_adsorbates(indices, records, out["adsorbate_energy"])
             bar.update(len(indices))
     warn_of_elements(model, rows.present, name)

@@ -186,15 +186,21 @@ class EnergyReadout(nn.Module):
 
     def forward(self, h: Tensor, geometry: Geometry, neighbors: Neighbors | None = None) -> Tensor:
         """Returns energies (graphs,); arguments as for `by_atom`."""
-        return geometry.sum(self.by_atom(h, geometry, neighbors))
+        return geometry.sum(self.by_atom(h, geometry, neighbors)[0])
 
-    def by_atom(self, h: Tensor, geometry: Geometry, neighbors: Neighbors | None = None) -> Tensor:
-        """Returns what each atom adds to the energy, (atoms,).
+    def by_atom(
+        self, h: Tensor, geometry: Geometry, neighbors: Neighbors | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Computes what each atom adds to the energy.
 
         Args:
             h: (atoms, dim), tokens.
             geometry: with tags.
             neighbors: pairs within the cutoff; not needed if all atoms count fully.
+
+        Returns:
+            Energies (atoms,), and the bonds (pairs,) that `on_adsorbates` takes; None if all atoms
+            count fully.
         """
         counted = geometry.above_subsurface()
         assert geometry.tags is not None
@@ -204,21 +210,23 @@ class EnergyReadout(nn.Module):
         tags = torch.where(untagged, Tag.SURFACE.value, geometry.tags)
         atomic = (self.mlp(h) * self.factor(tags)).squeeze(-1)
         if not self.sees_neighbors:
-            return torch.where(counted, atomic, 0.0)
+            return torch.where(counted, atomic, 0.0), None
         if neighbors is None:
             raise ValueError("contacts need neighbors; got None")
         adsorbate = tags == Tag.ADSORBATE.value
-        weight = (
-            1 - _sum_by(self._bonds(adsorbate, neighbors), neighbors.center, len(h)).neg().exp()
-        )
+        bonds = self._bonds(adsorbate, neighbors)
+        weight = 1 - _sum_by(bonds, neighbors.center, len(h)).neg().exp()
         by_contact = torch.where(adsorbate, self.by_contact[1], self.by_contact[0])
-        return atomic * torch.where(by_contact, weight, counted.to(weight))
+        return atomic * torch.where(by_contact, weight, counted.to(weight)), bonds
 
-    def on_adsorbates(self, energies: Tensor, adsorbate: Tensor, neighbors: Neighbors) -> Tensor:
+    def on_adsorbates(
+        self, energies: Tensor, bonds: Tensor, adsorbate: Tensor, neighbors: Neighbors
+    ) -> Tensor:
         """Moves energies of slab atoms to the adsorbate atoms in contact with them, in proportion.
 
         Args:
             energies: (atoms,), as `by_atom` returns them.
+            bonds: (pairs,), also from there.
             adsorbate: (atoms,) bool.
             neighbors: pairs within the cutoff.
 
@@ -226,7 +234,6 @@ class EnergyReadout(nn.Module):
             (atoms,), with the same sums over graphs, and 0 for slab atoms that count by contact.
         """
         center, neighbor = neighbors.center, neighbors.neighbor
-        bonds = self._bonds(adsorbate, neighbors)
         total = _sum_by(bonds, center, len(energies))
         moved = (total > 0) & ~adsorbate
         share = bonds / torch.where(moved, total, 1.0)[center]

@@ -85,11 +85,8 @@ class Potential(EnergyRegressor):
             option out of its range.
     """
 
-    of_data = (
-        "energy_mean",
-        "element_energies",
-        "readout.by_contact",
-    )  # energy_std scales the forces of the source
+    # energy_std is not of the data: it scales the forces of the source
+    of_data = ("energy_mean", "element_energies", "readout.by_contact")
 
     def __init__(
         self,

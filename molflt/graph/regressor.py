@@ -239,13 +239,13 @@ class EnergyRegressor(nn.Module):
             self.trained_elements[numbers] = True
         tokens = self.embedding(numbers, geometry.tags, neighbors)
         h, displacement = self._refine(geometry, tokens, neighbors, fixed)
-        atomic = self.readout.by_atom(h, geometry, neighbors)
+        atomic, bonds = self.readout.by_atom(h, geometry, neighbors)
         energy = geometry.sum(atomic).double() * self.energy_std + self.energy_mean
         out = {"energy": energy, "embedding": h}
-        if self.readout.sees_neighbors and neighbors is not None and not self.training:
+        if bonds is not None and neighbors is not None and not self.training:
             assert geometry.tags is not None
             adsorbate = geometry.tags == Tag.ADSORBATE.value
-            shared = self.readout.on_adsorbates(atomic, adsorbate, neighbors)
+            shared = self.readout.on_adsorbates(atomic, bonds, adsorbate, neighbors)
             out["adsorbate_energy"] = shared.double()[:, None] * self.energy_std
         if displacement:
             out["displacement"] = displacement[-1]

@@ -145,7 +145,7 @@ def _of_run(
 
 
 def _json(path: Path) -> object:
-    """Content of a JSON file of a run; None if there is no such file."""
+    """Content of a JSON file of a run, or None without the file."""
     if not path.is_file():
         return None
     try:

@@ -61,7 +61,7 @@ def higher(atoms: Atoms, height: float, lift: float = 0.0) -> Atoms:
 def pair(one: System, other: System) -> tuple[Atoms, Atoms, Atoms] | None:
     """Two adsorbates on one slab, and each alone on it, as close to each other as `APART` allows.
 
-    The slab is the smallest of 2x2 to 5x5 with a place for both; None if there is none.
+    The slab is the smallest of 2x2 to 5x5 that has space for both; None if all are too small.
     """
     for n in range(2, 6):
         large, places = one.slab.repeat((n, n, 1)), []

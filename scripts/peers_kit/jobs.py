@@ -29,7 +29,7 @@ from peers_kit.models import FITS, NETS, load
 from peers_kit.training import Diverged, Point, Settings, train
 
 _Metrics = dict[str, Any]
-WEIGHTS = ".safetensors"  # beside the result
+WEIGHTS = ".safetensors"  # next to the result
 # of the parts of a configuration; what else they have belongs to other loops and other data
 USED = {
     "data": ("train_split", "batch_size", "max_atoms", "bucket", "skip_bad"),
@@ -109,7 +109,7 @@ class Outcome(NamedTuple):
 
 
 def run_job(job: Job, out: Path) -> None:
-    """Does a job and writes its result, a JSON file, and the weights of a net beside it.
+    """Does a job and writes its result, a JSON file, and the weights of a net next to it.
 
     Raises:
         ValueError: for options or data that `molflt train` refuses, too.

@@ -75,7 +75,7 @@ def test_warnings(tmp_path, capsys):
 
 
 def test_slabs_of_one_tag_are_named(tmp_path, capsys):
-    """In inspect and before training; a slab with both tags is no reason."""
+    """In inspect and before training; a slab with both tags is not named."""
     kinds = [tags.masked_fill(tags < 2, fill) for tags in [record(0).tags] for fill in (0, 1)]
     write_store(tmp_path / "train.safetensors", [record(0), *(record(9, tags=t) for t in kinds)])
     write_store(tmp_path / "val_id.safetensors", [record(5)])

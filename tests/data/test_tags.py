@@ -146,7 +146,7 @@ def test_molecules_of_light_elements_stay_whole(gas) -> None:
     film += Atoms("B9N9", np.concatenate([film.positions[-9:], film.positions[-9:]]))
     film.positions[-18:, 2] = top
     film.positions[-9:] += (film.cell[0] + film.cell[1]) / 9
-    assert not set(found(film)) & set(range(36, 45))  # boron nitride is no molecule
+    assert not set(found(film)) & set(range(36, 45))  # boron nitride is not a molecule
 
 
 def test_metals() -> None:

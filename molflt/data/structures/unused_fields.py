@@ -26,7 +26,7 @@ _MULTIPLICITY = {"spin", "spins", "multiplicity", "mult"}
 
 
 def total_charge(atoms: Atoms) -> float | None:
-    """Total charge in ``info`` or in the data of a database row, e; None if there is none.
+    """Total charge in ``info`` or in the data of a database row, e; None if it is not given.
 
     Its name is charge, total_charge or net_charge, in any spelling.
 
@@ -74,7 +74,7 @@ def unused_warning(where: str, fields: Mapping[str, str]) -> str:
 
 
 def _is_total(name: str, value: Any) -> bool:
-    """Whether an entry is the total charge."""
+    """True if an entry is the total charge."""
     named = "charge" in (words := _words(name)) and words <= {"charge", "total", "net"}
     return named and value is not None and np.size(value) == 1
 
