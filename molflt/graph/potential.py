@@ -226,7 +226,7 @@ class Potential(EnergyRegressor):
         charged = self.charge_share is not None
         atoms = Atoms.of(untagged, self.embedding.element.weight, charged)
         geometry, out = atoms.geometry, self._predict(atoms)
-        parts = {"local": out["energy"] + geometry.sum(self.element_energies[atoms.numbers])}
+        parts = {"local": out["energy"] + geometry.sum(self._references(atoms))}
         others = {"embedding": out["embedding"]}
         if self.long_range is not None:
             parts["near"], parts["far"], charges = self.long_range(out["embedding"], geometry)
