@@ -104,6 +104,17 @@ def test_checkpoints_hold_the_normalizer_of_the_training_set(data, run):
     assert float(model.energy_std) == pytest.approx(left.std(), abs=1e-12)
 
 
+def test_slabs_that_are_not_there_cannot_be_repeated(tmp_path, capsys):
+    for split, seed in (("train", 0), ("val_id", 1)):
+        records = list(structures(9, seed))
+        for record in records:
+            record.pbc[:] = False
+        write_store(tmp_path / f"{split}.safetensors", records)
+    words = arguments(tmp_path, tmp_path / "run", "--task.repeat=0.5")
+    line = error_of(capsys, "train", *words)
+    assert "task.repeat=0.5" in line and "slabs" in line
+
+
 @pytest.mark.parametrize(
     ("options", "column"),
     [

@@ -151,6 +151,8 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         self.check_data(data)
         if self.interpolate:
             data.expect_relaxed(f"task.interpolate={self.interpolate:g}")
+        if self.repeat:
+            data.expect_slabs(f"task.repeat={self.repeat:g}")
         mean, std, references = self.energy_mean, self.energy_std, self.references
         from molflt.graph.heads import by_contact
 

@@ -284,6 +284,15 @@ class IS2REData(BatchedData[Structures]):
                 "are"
             )
 
+    def expect_slabs(self, option: str) -> None:
+        """Refuses an option for slabs where no training structure is an adsorbate on one."""
+        domain, dataset = self._train_domain(), self.datasets["train"]
+        if not (domain.adsorbate_atoms and any("xy" in axes for axes in domain.periodic)):
+            raise ValueError(
+                f"{dataset.path}: no structure has tags and is periodic along x and y; expected "
+                f"adsorbates on slabs for {option}; leave it out"
+            )
+
     def expect_relaxed(self, option: str) -> None:
         """Warns if some training structures have no relaxed positions, which an option is for."""
         known, dataset = self._train_domain().relaxed, self.datasets["train"]
