@@ -38,6 +38,9 @@ class _Position(Protocol):
     def buffers(self) -> Iterator[torch.Tensor]: ...
 
 
+_DEPTH = 12.0  # of curves below their largest value
+
+
 def has_bias(position: torch.nn.Module) -> bool:
     """Whether an encoding adds something to logits that the functions here can draw.
 
@@ -57,7 +60,8 @@ def rpe_profiles(model: torch.nn.Module, file: Path, r_max: float = 8.0, unit: s
 
     Softmax attention adds f(r) to its logits as it is; linear attention an estimate from r nodes.
     An encoding that is not isotropic is drawn along the first axis. Of a kernel h that multiplies
-    attention weights the logarithm is drawn, and the label says so.
+    attention weights the logarithm is drawn, and the label says so. Curves end where they are 12
+    below their largest value, a factor of 1e5 in weights.
 
     Args:
         model: a position module, or a model that has one at `encoding.position`.
@@ -76,6 +80,8 @@ def rpe_profiles(model: torch.nn.Module, file: Path, r_max: float = 8.0, unit: s
     else:
         delta = distances[:, None] * torch.eye(position.dim)[0].to(distances)
         profiles = _bias(position, delta)
+    # a kernel that ends at a cutoff would flatten the rest of its curve
+    profiles = np.where(profiles < profiles.max(axis=1, keepdims=True) - _DEPTH, -np.inf, profiles)
     y_label = _label(position, "(r)")
     _draw_curves(file, _array(distances), profiles, f"distance r / {unit}", y_label)
 
