@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _Array = NDArray[np.float64]
 
+_DEPTH = 12.0  # of curves below their largest value
+
 
 class _Encoding(Protocol):
     @property
@@ -36,9 +38,6 @@ class _Position(Protocol):
     ) -> _Encoding: ...
     def parameters(self) -> Iterator[torch.Tensor]: ...
     def buffers(self) -> Iterator[torch.Tensor]: ...
-
-
-_DEPTH = 12.0  # of curves below their largest value
 
 
 def has_bias(position: torch.nn.Module) -> bool:
