@@ -52,7 +52,7 @@ def others(tmp_path_factory):
 @pytest.fixture(scope="module")
 def source(data, tmp_path_factory):
     run = tmp_path_factory.mktemp("source") / "run"
-    start(data, run, *STEPS, "--task.lr=1e-2", "--model.layers=2")
+    start(data, run, *STEPS, "--task.lr=1e-2", "--model.layers=2", "--model.readout=all")
     return run
 
 
@@ -76,7 +76,7 @@ def config(run):
     return yaml.safe_load((run / "config.yaml").read_text())
 
 
-OF_DATA = {"energy_mean", "energy_std", "element_energies"}
+OF_DATA = {"energy_mean", "energy_std", "element_energies", "readout.by_contact"}
 
 
 def test_weights_and_model_options_are_the_sources(others, source, tmp_path, capsys):
@@ -97,7 +97,10 @@ def test_weights_and_model_options_are_the_sources(others, source, tmp_path, cap
         assert found["sha256"] == hashlib.file_digest(file, "sha256").hexdigest()
     total = sum(tensor.numel() for tensor in was.values())
     kept = total - sum(was[name].numel() for name in OF_DATA)
-    assert f"loaded     {len(was) - 3} of {len(was)} tensors, {kept:,} of {total:,} numbers" in said
+    assert (
+        f"loaded     {len(was) - len(OF_DATA)} of {len(was)} tensors, {kept:,} of {total:,} numbers"
+        in said
+    )
     assert (
         f"starts from {source}/checkpoints/best.safetensors (sha256 {found['sha256'][:12]})" in said
     )
@@ -142,9 +145,23 @@ def test_what_a_run_starts_from_does_not_depend_on_the_loss(others, source, tmp_
     assert errors[0] == errors[1] == errors[2]
 
 
+def test_the_readout_is_that_of_the_new_run(data, others, source, tmp_path):
+    """Also from weights of version 0.1, which do not name one."""
+    start(data, tmp_path / "own", *STEPS)
+    begin(others, tmp_path / "same", tmp_path / "own", *STILL)
+    old = {k: v for k, v in weights(source).items() if k != "readout.by_contact"}
+    save_file(old, tmp_path / "old.safetensors")
+    words = ["--model.readout=contact", "--model.layers=2", *SMALL]
+    begin(others, tmp_path / "contact", tmp_path / "old.safetensors", *STILL, *words)
+    for name, expected in (("same", [True, False]), ("contact", [True, True])):
+        found = weights(tmp_path / name)
+        assert found["readout.by_contact"].tolist() == expected
+        assert float(found["energy_mean"]) == 0
+
+
 def test_references_are_fitted_again_or_left_out(data, others, tmp_path):
     fit = ["--task.references=fit"]
-    start(data, tmp_path / "source", *STEPS, *fit)
+    start(data, tmp_path / "source", *STEPS, *fit, "--model.readout=all")
     begin(others, tmp_path / "without", tmp_path / "source", *STILL)
     begin(others, tmp_path / "fitted", tmp_path / "source", *STILL, *fit)
     begin(others, tmp_path / "alone", tmp_path / "source", *STILL, *fit, "--model.dim=24")
@@ -199,7 +216,7 @@ def test_a_source_named_in_a_configuration(others, source, tmp_path):
     assert main(["train", f"--config={file}", *words]) == 0
     model = config(tmp_path / "run")["model"]
     assert model == {**config(source)["model"], "dropout": 0.1}
-    assert len(record(tmp_path / "run")["loaded"]) == len(weights(source)) - 3
+    assert len(record(tmp_path / "run")["loaded"]) == len(weights(source)) - len(OF_DATA)
     words[1] = f"--run={tmp_path / 'new'}"
     assert main(["train", f"--config={file}", *words, *SMALL, "--init=null"]) == 0
     assert not (tmp_path / "new" / "init.json").exists()
@@ -227,7 +244,7 @@ def test_a_run_keeps_no_files_of_an_earlier_start(data, tmp_path):
     (tmp_path / "run").mkdir()
     for name in ("init.json", "references.json", "classes.json", "versions.json"):
         (tmp_path / "run" / name).write_text("{}")
-    start(data, tmp_path / "run", *STEPS)
+    start(data, tmp_path / "run", *STEPS, "--model.readout=all")
     left = {path.name for path in (tmp_path / "run").iterdir()}
     assert not {"init.json", "references.json", "classes.json"} & left and "domain.json" in left
     assert config(tmp_path / "run")["init"] is None
@@ -259,7 +276,8 @@ def no_best(source, folder):
 
 def two_models(source, folder):
     data, again = yaml.safe_load((source / "config.yaml").read_text())["data"], folder / "again"
-    start(Path(data["root"]), again, *STEPS, "--task.lr=1e-2", "--model.layers=2", "--seed=1")
+    words = ["--task.lr=1e-2", "--model.layers=2", "--seed=1", "--model.readout=all"]
+    start(Path(data["root"]), again, *STEPS, *words)
     words = ["export", str(source), str(folder / "two"), "--also", str(again)]
     assert main([*words, *CARD]) == 0
     return folder / "two"
@@ -487,7 +505,12 @@ def test_fine_tuning_beats_training_from_scratch(tmp_path):
     write_store(tmp_path / "many" / "val_id.safetensors", split[False][700:740])
     write_store(tmp_path / "few" / "train.safetensors", split[True][:48])
     write_store(tmp_path / "few" / "val_id.safetensors", split[True][48:148])
-    words = ["--model.dim=32", "--model.ffn_dim=32", "--model.radial_basis=8"]
+    words = [
+        "--model.dim=32",
+        "--model.ffn_dim=32",
+        "--model.radial_basis=8",
+        "--model.readout=all",
+    ]
     words += ["--model.position=none", "--model.position_options=null", "--data.batch_size=16"]
     words += ["--model.position_head=false", "--task.position_weight=0", "--task.warmup_steps=5"]
     words += ["--task.position_weight_final=0", "--trainer.val_every=200"]

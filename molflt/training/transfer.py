@@ -146,7 +146,8 @@ def _transfer(origins: Origins, model: nn.Module, files: Mapping[str, bytes]) ->
             f"shape of one of this model; got {_listed(list(origins.weights))}; leave the options "
             "of the model out, which are then the source's"
         )
-    model.load_state_dict(loaded, strict=False)
+    kept = {name: own[name] for name in of_data}  # a load would fill in what is missing
+    model.load_state_dict(kept | loaded, strict=False)
     left = {name: tensor for name, tensor in origins.weights.items() if name not in own}
     return _Transfer(loaded, new, tuple(of_data), left)
 

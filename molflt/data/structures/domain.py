@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
@@ -101,7 +101,7 @@ class Domain:
     energy: tuple[float, float] | None
     surface: tuple[float, float] | None = None
     initial: tuple[Domain, ...] = ()
-    zero: tuple[bool, bool] = (False, False)
+    zero: tuple[bool, bool] = field(default=(False, False), compare=False)
 
     @staticmethod
     def of(dataset: Structures, look: Callable[[Data], object] = lambda record: None) -> Domain:
