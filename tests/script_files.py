@@ -29,7 +29,7 @@ def benchmark(name: str) -> ModuleType:
 
 def unpack_game_net(script: str, top: Path) -> list[str]:
     """Puts archived runs where the page says, below `top`; options of its command for a script."""
-    results, config = SCRIPTS.parent / "docs" / "results", Path("configs") / "game-net.yaml"
+    results, config = SCRIPTS.parent / "docs" / "results", Path("configs") / "game-net-all.yaml"
     with tarfile.open(results / "game-net-runs.tar.xz") as archive:
         archive.extractall(top / "runs", filter="data")
     (top / config).parent.mkdir()

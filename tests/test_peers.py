@@ -508,9 +508,7 @@ def test_archived_runs_of_the_sample_can_be_gone_on_with(
     with tarfile.open("docs/results/peers-runs.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     text = (models.REPOSITORY / "docs" / "results" / "sample.md").read_text()
-    command = text[
-        text.index("scripts/peers.py --data datasets/chgnet-sample --out runs/peers/sa") :
-    ]
+    command = text[text.rindex("scripts/peers.py", 0, text.index("--out runs/peers/sample ")) :]
     given = command.partition("```")[0].replace("\\\n", " ").split()[1:]
     options = peers.parse([*given, *more, "--out", str(tmp_path / "peers" / folder)])
     trials = pool.tuning(options)

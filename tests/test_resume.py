@@ -25,6 +25,7 @@ from molflt.training.loop import _LightningTask
 # Dropout, averaging and redrawn features, so that every kind of state counts; 22 systems are 6
 # batches an epoch, so checkpoints every 7 steps fall in the middle of one.
 STATEFUL = [
+    "--model.readout=all",  # writes no references.json
     "--model.dropout=0.2",
     "--trainer.ema_decay=0.9",
     "--task.redraw_every=11",
