@@ -1,0 +1,61 @@
+"""Tables of refused inputs, one module per subpackage; `tests/test_refusals.py` runs them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+__all__ = ["Refusal", "Refused", "command"]
+
+
+class Refused(Exception):
+    """A command exited with status 2; holds what it printed to stderr."""
+
+
+class Refusal(NamedTuple):
+    """One refused call.
+
+    Args:
+        call: takes an empty folder, raises.
+        option: the option, argument, attribute or file that the message names.
+        expected: a word for what was expected; "" if the message cannot know.
+        got: a word for what was given; "" if something is missing.
+        error: the exception.
+    """
+
+    call: Callable[[Path], Any]
+    option: str
+    expected: str = ""
+    got: str = ""
+    error: type[Exception] = ValueError
+
+    @property
+    def words(self) -> list[str]:
+        return [word for word in (self.option, self.expected, self.got) if word]
+
+
+def command(line: str, prepare: Callable[[Path], Any] | None = None) -> Callable[[Path], None]:
+    """Returns a call of the command line; {folder} in the line is the empty folder.
+
+    Args:
+        line: the words after ``molflt``.
+        prepare: writes what the command reads into the folder.
+    """
+
+    def call(folder: Path) -> None:
+        from molflt.commands.cli import main
+
+        if prepare is not None:
+            prepare(folder)
+        before = sorted(folder.rglob("*"))
+        printed = io.StringIO()
+        with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(io.StringIO()):
+            status = main(line.replace("{folder}", str(folder)).split())
+        assert sorted(folder.rglob("*")) == before, "a refused command leaves nothing behind"
+        if status == 2:
+            raise Refused(printed.getvalue().strip())
+
+    return call

@@ -1,0 +1,32 @@
+"""Refused inputs: messages are one line and name the option, what was expected and what came."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from pathlib import Path
+
+import pytest
+import refusals
+from refusals import Refusal, Refused, command
+
+TABLES = [module.name for module in pkgutil.iter_modules(refusals.__path__)]
+ROWS = [
+    pytest.param(row, id=f"{table}-{i}-{row.option}")
+    for table in TABLES
+    for i, row in enumerate(importlib.import_module(f"refusals.{table}").ROWS)
+]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_refusals_name_what_is_wrong(row: Refusal, tmp_path: Path) -> None:
+    with pytest.raises(row.error) as caught:
+        row.call(tmp_path)
+    message = str(caught.value)
+    assert "\n" not in message and "Traceback" not in message
+    assert [word for word in row.words if word.lower() not in message.lower()] == []
+
+
+def test_a_command_that_is_not_refused_is_seen(tmp_path: Path) -> None:
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        test_refusals_name_what_is_wrong(Refusal(command("--version"), "", error=Refused), tmp_path)
