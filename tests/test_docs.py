@@ -110,29 +110,10 @@ def test_configurations_in_commands_exist() -> None:
     assert not [name for name, paths in files.items() if not any(p.exists() for p in paths)]
 
 
-def quoted_messages() -> list[str]:
-    """The fixed words of each message in the table of problems, without names and values."""
-    text = (ROOT / "docs" / "problems.md").read_text()
-    cells = re.findall(r"^\| (?:[^|]*?)`([^`]+)`[^|]* \|", text, re.M)
-    gaps = r"\.\.\.|'[^']*'|--model\.\w+|x\.yaml|(?<=\s)[XYMN](?=[\s;]|$)|\d+(?:\.\d+)?\)?$"
-    return [max(re.split(gaps, cell), key=len).strip(" ;:()?") for cell in cells]
-
-
-FROM_ELSEWHERE = {"No space left on device", "CUDA out of memory"}
-
-
-def test_messages_in_the_table_of_problems_exist() -> None:
-    source = "\n".join(path.read_text() for path in (ROOT / "molflt").rglob("*.py"))
-    source = re.sub(r'"\s*\n\s*f?"', "", source)  # strings that go on in the next line
-    quoted = quoted_messages()
-    assert len(quoted) > 200 and min(map(len, quoted)) > 5
-    assert not [words for words in quoted if words not in source and words not in FROM_ELSEWHERE]
-
-
 def test_keys_named_in_the_documentation_exist() -> None:
     parsers = [cli._parser(("train",), ["--recipe", recipe]) for recipe in RECIPES]
     known = {name for parser in parsers for name in _options_of(parser)}
-    pages = "\n".join(page.read_text() for page in PAGES if page.name != "problems.md")
+    pages = "\n".join(page.read_text() for page in PAGES)
     named = set(re.findall(r"--(?:model|data|task|trainer)\.[a-z]\w*", pages))
     assert named and named <= known
 
