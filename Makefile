@@ -1,15 +1,13 @@
 # make demo    fresh machine: environment, train on the shipped sample, evaluate four splits -> runs/demo
 # make test    fresh machine: environment, all tests
-# make fuzz    10,000 damaged and hostile inputs through the command line, in half an hour
+# make fuzz    thousands of damaged files through the readers
 # make docs    the documentation as a site: docs/_build/html/index.html
 # make bench NAME=decoding    a benchmark: docs/results/decoding.csv and .png, and its block of docs/results/*.md
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 RUN    ?= runs/demo
-INPUTS ?= 10000
-SEED   ?= 0
-JOBS   ?= 2
+INPUTS ?= 1000
 QUICK  := tests/test_architecture.py tests/attention/test_nothing_in_silence.py \
           tests/attention/test_encodings.py tests/attention/test_stack.py tests/graph/test_extensions.py \
           tests/graph/test_near_exact.py tests/sequence/test_generation.py tests/data/test_records.py
@@ -21,7 +19,7 @@ SPLITS := val_id val_ood_ads val_ood_cat val_ood_both
 help:
 	@echo "make demo    train on the shipped sample and evaluate the four splits, into $(RUN)"
 	@echo "make bench   what can be measured; NAME=decoding measures it, ARGS has further options"
-	@echo "make fuzz    damaged and hostile inputs, each has to be read rightly or refused; INPUTS, SEED, JOBS"
+	@echo "make fuzz    INPUTS damaged files of each format: read correctly or refused"
 	@echo "make test    all tests"
 	@echo "make quick   a part of them, in a minute"
 	@echo "make docs    the documentation as a site, docs/_build/html/index.html; stops on broken links"
@@ -66,9 +64,8 @@ demo: $(VENV)/.molflt
 bench: $(VENV)/.molflt-dev
 	@OMP_NUM_THREADS=1 $(BIN)/python scripts/run.py $(NAME) $(ARGS)
 
-# ARGS="--only store" tries some formats alone, ARGS="--case store:17" one input again.
 fuzz: $(VENV)/.molflt-dev
-	$(BIN)/python scripts/fuzz.py --inputs $(INPUTS) --seed $(SEED) --jobs $(JOBS) $(ARGS)
+	MOLFLT_FUZZ=$(INPUTS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/data/test_damaged_files.py
 
 test: $(VENV)/.molflt-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal

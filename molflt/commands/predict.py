@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from jsonargparse import ArgumentParser
 from numpy.typing import NDArray
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from molflt.commands.labels import Labeler, label
 from molflt.commands.options import normalized, refuse_idle
@@ -164,8 +164,11 @@ def _is_run(word: str) -> bool:
     """True if the first of several words names a model instead of structures."""
     path = Path(word)
     if path.suffix == ".safetensors" and path.is_file():
-        with safe_open(path, framework="numpy") as file:
-            return (file.metadata() or {}).get("format") != STORE
+        try:
+            with safe_open(path, framework="numpy") as file:
+                return (file.metadata() or {}).get("format") != STORE
+        except SafetensorError:  # refused where it is loaded
+            return True
     return is_trained(path) or path.suffix == ".yaml" or not exists(path)
 
 

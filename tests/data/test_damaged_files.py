@@ -1,0 +1,248 @@
+"""Damaged files are read as they are or refused in one line; hostile files run nothing.
+
+`make fuzz` runs the same properties on MOLFLT_FUZZ examples per format.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import pickle
+import struct
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import ase.io
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from oc20_files import old_record, write_lmdb
+from PIL import Image
+from safetensors.torch import save
+
+from molflt.commands.cli import main
+from molflt.data.images.files import open_images
+from molflt.data.structures import open_dataset
+from molflt.data.structures.base import to_atoms
+from molflt.data.structures.store import write_store
+
+SAMPLE = Path(__file__).resolve().parents[2] / "datasets/chgnet-sample/val_id.safetensors"
+EXAMPLES = int(os.environ.get("MOLFLT_FUZZ", "40"))
+property_test = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize=EXAMPLES <= 40,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+
+
+@cache
+def originals() -> Path:
+    """A folder with a small valid file of each format."""
+    folder = Path(mkdtemp(prefix="molflt-damaged-"))
+    small = open_dataset(SAMPLE)
+    records = [small[int(i)] for i in np.argsort(small.natoms)[:3]]
+    write_store(folder / "a.safetensors", records, source="sample")
+    frames = []
+    for record in records:
+        frames.append(to_atoms(record))
+        frames[-1].info["y_relaxed"] = float(record.y_relaxed)
+    for name in ("traj", "extxyz", "cif", "db", "json", "xsf"):
+        ase.io.write(folder / f"a.{name}", frames)
+    ase.io.write(folder / "a.vasp", frames[0], format="vasp")
+    content = (folder / "a.extxyz").read_bytes()
+    (folder / "a.extxyz.gz").write_bytes(gzip.compress(content, mtime=0))
+    pickles = {str(i): old_record(i) for i in range(3)}
+    write_lmdb(folder / "a.lmdb", {**pickles, "length": pickle.dumps(3)})
+    noise = np.random.default_rng(0).integers(0, 256, (4, 8, 8), dtype=np.uint8)
+    header = struct.pack(">4B3I", 0, 0, 8, 3, *noise.shape)
+    (folder / "a-images-idx3-ubyte").write_bytes(header + noise.tobytes())
+    labels = struct.pack(">4BI", 0, 0, 8, 1, 4) + bytes([0, 1, 0, 1])
+    (folder / "a-labels-idx1-ubyte").write_bytes(labels)
+    Image.fromarray(noise[0]).save(folder / "a.png")
+    return folder
+
+
+SPECIAL = [b"\0" * 8, b"\xff" * 8, b"nan ", b"-1", b"1e300", struct.pack("<d", float("inf"))]
+SPECIAL += [struct.pack("<Q", 2**n) for n in (31, 32, 40, 62)]
+damages = st.lists(
+    st.tuples(
+        st.sampled_from(("put", "insert", "remove", "cut")),
+        st.floats(0, 1),
+        st.one_of(st.binary(min_size=1, max_size=8), st.sampled_from(SPECIAL)),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+def damaged(content: bytes, damage: list[tuple[str, float, bytes]]) -> bytes:
+    for how, where, new in damage:
+        # half of the damage is in the first 200 bytes, where headers are
+        end = len(content) if where < 0.5 else min(200, len(content))
+        at = int((where * 2 % 1) * end)
+        kept = {"put": at + len(new), "insert": at, "remove": at + len(new), "cut": len(content)}
+        content = content[:at] + (new if how in ("put", "insert") else b"") + content[kept[how] :]
+    return content
+
+
+def refusal(error: Exception, path: Path) -> None:
+    """Asserts that an error is for users: one line that names the file."""
+    assert isinstance(error, (ValueError, OSError, EOFError)), repr(error)
+    assert path.name in str(error) and "\n" not in str(error)
+
+
+STRUCTURES = ["a.safetensors", "a.lmdb", "a.traj", "a.extxyz", "a.extxyz.gz", "a.cif", "a.vasp"]
+STRUCTURES += ["a.db", "a.json", "a.xsf"]
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_damaged_structures(name: str, tmp_path: Path) -> None:
+    content = (originals() / name).read_bytes()
+    truth = open_dataset(originals() / name)
+    path = tmp_path / name
+
+    @property_test
+    @given(damages)
+    def check(damage: list[tuple[str, float, bytes]]) -> None:
+        path.write_bytes(damaged(content, damage))
+        try:
+            found = open_dataset(path, skip_bad=True)
+            records = [found[i] for i in range(len(found))]
+        except Exception as error:
+            refusal(error, path)
+            return
+        for record in records:
+            assert record.pos.shape == (record.natoms, 3) and record.pos.isfinite().all()
+            assert ((record.atomic_numbers > 0) & (record.atomic_numbers < 119)).all()
+            assert record.cell.isfinite().all()
+        if name == "a.safetensors":  # its digest shows every change of the content
+            assert [r.sid for r in records] == [truth[i].sid for i in range(len(truth))]
+            assert all(torch.equal(r.pos, truth[i].pos) for i, r in enumerate(records))
+
+    check()
+
+
+@pytest.mark.parametrize("name", ["a-images-idx3-ubyte", "a-labels-idx1-ubyte"])
+def test_damaged_idx_files(name: str, tmp_path: Path) -> None:
+    for file in originals().glob("*-ubyte"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    content = (originals() / name).read_bytes()
+    path = tmp_path / "a-images-idx3-ubyte"
+
+    @property_test
+    @given(damages)
+    def check(damage: list[tuple[str, float, bytes]]) -> None:
+        (tmp_path / name).write_bytes(damaged(content, damage))
+        try:
+            images = open_images(path)
+        except Exception as error:
+            assert isinstance(error, (ValueError, OSError)) and "ubyte" in str(error)
+            return
+        assert len(images) == len(images.labels) and images[0][0].dtype == torch.uint8
+
+    check()
+
+
+def test_damaged_pictures(tmp_path: Path) -> None:
+    content = (originals() / "a.png").read_bytes()
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.png").write_bytes(content)
+    picture = tmp_path / "a" / "a.png"
+
+    @property_test
+    @given(damages)
+    def check(damage: list[tuple[str, float, bytes]]) -> None:
+        picture.write_bytes(damaged(content, damage))
+        try:
+            images = open_images(picture.parents[1])
+            for i in range(len(images)):
+                assert images[i][0].dtype == torch.uint8
+        except Exception as error:
+            refusal(error, picture)
+
+    check()
+
+
+OBJECTS = [
+    {"__class__": "os.system", "args": ["touch CANARY"]},
+    {"__ase_objtype__": "os.system"},
+    {"__ndarray__": [[2**40], "float64", []]},
+    {"__ndarray__": [[1], "O", ["x"]]},
+    [{"name": "os.system", "kwargs": {"command": "touch CANARY"}}],
+    {"name": "os.system"},
+]
+YAML = [
+    "!!python/object/apply:os.system ['touch CANARY']",
+    "!!python/object/new:subprocess.Popen [['touch', 'CANARY']]",
+    "{_target_: os.system, _args_: ['touch CANARY']}",
+    "{class_path: subprocess.Popen, init_args: {args: [touch, 'CANARY']}}",
+    "__import__('os').system('touch CANARY')",
+    "`touch CANARY`",
+]
+
+
+@pytest.fixture
+def canary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The file that code in a hostile file would create."""
+    monkeypatch.chdir(tmp_path)
+    yield Path("CANARY")
+    assert not Path("CANARY").exists()
+
+
+@pytest.mark.parametrize("key", ["numbers", "constraints", "calculator_parameters", "data"])
+@pytest.mark.parametrize("value", OBJECTS, ids=range(len(OBJECTS)))
+def test_objects_in_json_run_nothing(key: str, value: object, canary: Path) -> None:
+    tree = json.loads((originals() / "a.json").read_text())
+    tree["1"][key] = value
+    path = Path("a.json")
+    path.write_text(json.dumps(tree))
+    try:
+        found = open_dataset(path, skip_bad=True)
+        assert [len(found[i].pos) for i in range(len(found))] == list(found.natoms)
+    except (ValueError, OSError) as error:
+        refusal(error, path)
+
+
+@pytest.mark.parametrize("value", YAML, ids=range(len(YAML)))
+@pytest.mark.parametrize("key", ["recipe", "model", "data", "task"])
+def test_code_in_configurations_is_refused(
+    key: str, value: str, canary: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("c.yaml").write_text(f"{key}: {value}\n")
+    assert main(["train", "--config=c.yaml", "--run=run"]) == 2
+    assert "Traceback" not in capsys.readouterr().err and not Path("run").exists()
+
+
+class Payload:
+    def __reduce__(self):
+        return os.system, ("touch CANARY",)
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.ckpt", "w.pt", "s.lmdb", "s.traj", "s.pkl"])
+def test_pickles_under_any_name_are_refused(
+    name: str, canary: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(name).write_bytes(pickle.dumps(Payload()))
+    if name.startswith("w"):
+        words = ["predict", name, str(SAMPLE), "--out=e.csv"]
+    else:
+        words = ["data", "convert", name, "out.safetensors"]
+    assert main(words) == 2
+    assert name in capsys.readouterr().err
+
+
+def test_headers_of_weights_are_bounded(tmp_path: Path) -> None:
+    """A header that claims more than the file holds is refused, not allocated."""
+    content = save({"a": torch.zeros(4)})
+    path = tmp_path / "a.safetensors"
+    for length in (2**20, 2**40, 2**63):
+        path.write_bytes(struct.pack("<Q", length) + content[8:])
+        with pytest.raises(ValueError, match=r"a\.safetensors"):
+            open_dataset(path)
