@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from molflt.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from molflt.attention import Attention, Stack
     from molflt.graph import EnergyRegressor, GraphAttention, PBCRadiusGraph, Potential
@@ -11,7 +13,6 @@ if TYPE_CHECKING:
     from molflt.pretrained.calculator import Calculator
     from molflt.sequence import LanguageModel
 
-__version__ = "0.1.0"
 __all__ = [
     "Attention",
     "Calculator",
@@ -25,7 +26,7 @@ __all__ = [
     "load",
 ]
 
-_ROOMS = {
+_SUBPACKAGES = {
     "Attention": "attention",
     "Calculator": "pretrained.calculator",
     "EnergyRegressor": "graph",
@@ -40,9 +41,9 @@ _ROOMS = {
 
 
 def __getattr__(name: str) -> object:
-    """Models are loaded when they are asked for: `molflt --help` needs none."""
-    if name in _ROOMS:
-        return getattr(import_module(f"molflt.{_ROOMS[name]}"), name)
+    """Import models on first use; `molflt --help` does not need them."""
+    if name in _SUBPACKAGES:
+        return getattr(import_module(f"molflt.{_SUBPACKAGES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

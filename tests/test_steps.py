@@ -1,5 +1,6 @@
 """Gradients of several batches in a step, patience, and loggers."""
 
+import importlib.util
 import json
 import math
 import subprocess
@@ -219,8 +220,7 @@ def test_rows_of_the_metrics_go_to_a_logger(data, tmp_path, monkeypatch):
 
     kept = []
     monkeypatch.setattr(loggers, "_tensorboard", stand_in)
-    monkeypatch.setattr(loggers, "expect_logger", lambda name: None)
-    monkeypatch.setattr("molflt.training.fit.expect_logger", lambda name: None)
+    monkeypatch.setattr("molflt.training.trainer.TrainerOptions.check", lambda options: None)
     words = ["--trainer.max_steps=4", "--trainer.val_every=2", "--trainer.log_every=2"]
     start(data, tmp_path / "run", *words, "--trainer.logger=tensorboard")
     assert kept[0]["model"]["dim"] == 16 and kept[0]["trainer"]["logger"] == "tensorboard"
@@ -288,7 +288,11 @@ def test_wandb_without_a_login(data, tmp_path, capsys, monkeypatch):
 
 
 def test_a_logger_whose_package_is_absent(data, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: None)
+    find = importlib.util.find_spec
+    absent = ("tensorboard", "wandb")
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *x: None if name in absent else find(name, *x)
+    )
     words = [*SMALL, f"--data.root={data}", f"--run={tmp_path / 'run'}", "--trainer.max_steps=4"]
     for name in ("tensorboard", "wandb"):
         text = error_of(capsys, "train", *words, f"--trainer.logger={name}")

@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
 
-from molflt import __version__
 from molflt.commands.options import _did_you_mean, parse
 from molflt.commands.terminal import guarded_output, printable
 from molflt.memory import is_out_of_memory
 from molflt.training.recipes import DEFAULT
+from molflt.version import __version__
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser

@@ -8,18 +8,19 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from molflt.metrics import Metric
-from molflt.training.config import Config, absolute, build_parser
-from molflt.training.fit import check_steps, fit, total_steps
+from molflt.training.config import Config, absolute
 from molflt.training.outcome import outcome
+from molflt.training.parser import build_parser
 from molflt.training.recipes import Recipe
 from molflt.training.run_folder import RunFolder
 from molflt.training.run_name import dated_run
+from molflt.training.trainer import TrainerOptions
 from molflt.training.transfer import Start
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def train(
         model: arguments of its model; what the data decide may be None.
         data: arguments of its data.
         task: arguments of its task.
-        trainer: arguments of :func:`molflt.training.fit.fit`.
+        trainer: arguments of `molflt.training.trainer.TrainerOptions`.
         resume: None, or `run`.
         init: None, or a run folder or weights whose tensors the model starts from; a run that is
             resumed has its own.
@@ -63,8 +64,7 @@ def train(
         0, or 128 + the number of the signal that stopped it, when the state has been saved.
     """
     run = dated_run(recipe) if run is None else run
-    check: Callable[..., None] = check_steps  # the types of options have been checked
-    check(**trainer)
+    _trainer(trainer).check()
     _expect_folder(run)
     folder = RunFolder(run)
     with folder.held(resume is not None), _one_line_warnings(folder):
@@ -95,6 +95,8 @@ def _expect_folder(run: Path) -> None:
 def _train(folder: RunFolder, config: Config) -> int:
     from lightning.pytorch import seed_everything
 
+    from molflt.training.fit import fit  # loads Lightning
+
     folder.check_config(config)
     seed_everything(config["seed"], verbose=False)
     parts = Recipe.of(config)
@@ -106,7 +108,7 @@ def _train(folder: RunFolder, config: Config) -> int:
     batches.initial = start.domain()
     batches.setup()
     model, task, trainer = config["model"], config["task"], config["trainer"]
-    steps = cast(Callable[..., int], total_steps)(batches, **trainer)
+    steps = _trainer(trainer).steps(batches)
     trainer["max_steps"] = steps
     if shortened := _fit_warmup(task, steps):
         folder.say(shortened)
@@ -135,8 +137,7 @@ def _train(folder: RunFolder, config: Config) -> int:
         )
     since = time.perf_counter()
     try:
-        run_steps: Callable[..., tuple[int, int] | None] = fit  # its options have been checked
-        stopped = run_steps(learned, batches, folder, **trainer)
+        stopped = fit(learned, batches, folder, _trainer(trainer))
     finally:
         folder.draw_curve(learned.metrics, learned.best)
     if stopped is None:
@@ -149,6 +150,10 @@ def _train(folder: RunFolder, config: Config) -> int:
         sys.stderr,
     )
     return 128 + signum
+
+
+def _trainer(options: _Options) -> TrainerOptions:
+    return TrainerOptions(**cast(dict[str, Any], options))
 
 
 def _epochs_of(trainer: _Options) -> str:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import nn
 
-from molflt import __version__
 from molflt.files import shown, write_atomically
 from molflt.pretrained.card import card
 from molflt.pretrained.hub import ModelHubMixin
 from molflt.pretrained.trained import Trained, read_trained
 from molflt.training.exported import check_replaceable, write_exported
 from molflt.training.sources import HUB
+from molflt.version import __version__
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard
@@ -97,14 +97,19 @@ class Pretrained(ModelHubMixin):
             "files": trained.files,
         }
         write_exported(Path(save_directory), self.model.state_dict(), content)
-        text = card(self, Path(save_directory).name)
+        text = self._card(Path(save_directory).name)
         write_atomically(Path(save_directory) / "README.md", text.encode())
 
     def generate_model_card(self, *args: object, **kwargs: object) -> ModelCard:
         """The card that is written as README.md."""
         from huggingface_hub import ModelCard
 
-        return ModelCard(card(self, self.name))
+        return ModelCard(self._card(self.name))
+
+    def _card(self, name: str) -> str:
+        count = sum(weight.numel() for weight in self.model.parameters())
+        summary = self.summary.removeprefix(f"{self.name}: ")
+        return card(name, self.trained, summary, count, self.license, self.datasets)
 
     @classmethod
     def _from_pretrained(cls, *, model_id: str, **options: object) -> Self:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 import yaml
 
-if TYPE_CHECKING:
-    from molflt.pretrained.base import Pretrained
+from molflt.pretrained.trained import Trained
 
 __all__ = ["card"]
 
@@ -43,30 +41,41 @@ _COMMANDS = {
 }
 
 
-def card(model: Pretrained, name: str) -> str:
-    """README.md of a model.
+def card(
+    name: str,
+    trained: Trained,
+    summary: str,
+    parameters: int,
+    license: str | None,
+    datasets: Sequence[object],
+) -> str:
+    """Returns the model card, README.md of an export, with YAML metadata for the Hub.
 
     Args:
-        model: it is about.
-        name: of the folder or repository.
+        name: what `molflt.load` is called with.
+        trained: the model and how it was trained.
+        summary: one line, what is predicted.
+        parameters: number of parameters.
+        license: identifier of the license.
+        datasets: names of data sets.
     """
-    recipe = model.trained.recipe
+    recipe = trained.recipe
     tags, metrics, use = _TAGS.get(recipe, _ATOMS)
     header: dict[str, object] = {"library_name": "molflt", "tags": ["molflt", recipe, *tags]}
-    if model.license:
-        header["license"] = model.license
-    if model.datasets:
-        header["datasets"] = model.datasets
+    if license:
+        header["license"] = license
+    if datasets:
+        header["datasets"] = list(datasets)
     header["metrics"] = metrics
     lines = ["---", yaml.safe_dump(header, sort_keys=False).strip(), "---", "", f"# {name}", ""]
-    lines += [model.summary.removeprefix(f"{model.name}: "), ""]
+    lines += [summary, ""]
     lines += ["## Use", "", "```python", "import molflt", ""]
     lines += [f'model = molflt.load("{name}")', *use, "```", ""]
     if recipe in _COMMANDS:
         lines += ["```", f"molflt {_COMMANDS[recipe].format(name)}", "```", ""]
     lines += ["`pip install molflt`; the weights hold their own sha256 and no code.", ""]
-    lines += ["## Measured", "", *_table(model.trained.results), ""]
-    lines += ["## Form", "", *_form(model), ""]
+    lines += ["## Measured", "", *_table(trained.results), ""]
+    lines += ["## Form", "", *_form(trained, parameters), ""]
     return "\n".join(lines)
 
 
@@ -89,12 +98,10 @@ def _cell(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
-def _form(model: Pretrained) -> list[str]:
+def _form(trained: Trained, parameters: int) -> list[str]:
     """Number of parameters, and the options of model and training, as YAML."""
-    trained = model.trained
-    count = sum(weight.numel() for weight in model.model.parameters())
     several = f", an ensemble of {len(trained.options)}" if len(trained.options) > 1 else ""
     shown = {"recipe": trained.recipe, "model": dict(trained.options[0])}
     shown["task"] = dict(trained.task)
     text = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True).strip()
-    return [f"{count:,} parameters{several}.", "", "```yaml", text, "```"]
+    return [f"{parameters:,} parameters{several}.", "", "```yaml", text, "```"]

@@ -1,31 +1,23 @@
-"""The configuration of a run: its parser, and reading it back through the parser that wrote it."""
+"""The configuration of a run: its options, and how config.yaml is read."""
 
 from __future__ import annotations
 
-import contextlib
-import glob
-import itertools
 import os
-import sys
 from argparse import ArgumentError
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, TypedDict, cast, get_args, get_origin
+from typing import Any, Literal, TypedDict, cast, get_args
 
-import yaml
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ArgumentParser
 
-from molflt.data.text.tokenizer import TOKENIZER
 from molflt.files import shown
-from molflt.shipped import find_config
-from molflt.training.fit import STEPS, fit
 from molflt.training.recipes import DEFAULT, RECIPES, Recipe
-from molflt.training.run_name import dated_run
-from molflt.training.sources import HUB, Source, find, find_weights, is_packaged
-from molflt.training.yaml_file import Loader, read_yaml
+from molflt.training.sources import HUB
+from molflt.training.trainer import STEPS, TrainerOptions
+from molflt.training.yaml_file import read_yaml
 
-__all__ = ["Config", "absolute", "build_parser", "plain", "read_config"]
+__all__ = ["Config", "absolute", "add_options", "below", "defaults", "plain", "read_config"]
 
 
 class Config(TypedDict):
@@ -45,24 +37,15 @@ _PARTS = ("model", "data", "task", "trainer")
 _ADVICE = "restore the file that training wrote"
 
 
-def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
-    """Parser of ``molflt train``: groups model, data, task and trainer, from the signatures.
+def add_options(parser: ArgumentParser, recipe: str) -> None:
+    """Adds the options of ``molflt train``, which are the keys of config.yaml.
 
-    Args:
-        words: the command line; the recipe that it or its configuration names decides the options.
+    Groups model, data, task and trainer are the arguments of the classes that the recipe names.
 
     Raises:
-        ValueError: if there is no such recipe.
+        ValueError: if the recipe does not exist.
     """
-    name = _recipe_named(list(words))
-    try:
-        recipe = Recipe.of({"recipe": name})
-    except ValueError as error:
-        given = ["--"] if _values_of("--recipe", list(words)) else []
-        files = _values_of("--config", list(words))
-        where = [*(f"{file}: key " for file in files if _values_in("recipe", [file])), *given]
-        raise ValueError("".join(where[-1:]) + str(error)) from None
-    parser = _TrainParser()
+    parts = Recipe.of({"recipe": recipe})
     parser.add_argument(
         "--config",
         action="config",
@@ -80,213 +63,19 @@ def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
     )
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and dropout")
     parser.add_argument(
-        "--recipe", type=Literal[*RECIPES], default=name, help="what to learn; see its --help"
+        "--recipe", type=Literal[*RECIPES], default=recipe, help="what to learn; see its --help"
     )
-    parser.add_class_arguments(recipe.load("model"), "model")
-    parser.add_class_arguments(recipe.load("data"), "data")
-    parser.add_class_arguments(recipe.load("task"), "task", skip={"model", "seed"})
-    parser.add_function_arguments(fit, "trainer", skip={"task", "data", "folder"})
-    return parser
+    parser.add_class_arguments(parts.load("model"), "model")
+    parser.add_class_arguments(parts.load("data"), "data")
+    parser.add_class_arguments(parts.load("task"), "task", skip={"model", "seed"})
+    parser.add_class_arguments(TrainerOptions, "trainer")
 
 
-def _recipe_named(words: list[str]) -> str:
-    """The recipe of a command line: its own word, or the last that its configurations name."""
-    found = [DEFAULT, *_values_in("recipe", _values_of("--resume", words))]
-    for name in _inits(words):
-        with contextlib.suppress(ValueError, OSError):  # told when it is read
-            found += _recipes_of(find_weights(name))
-    found += _values_in("recipe", _values_of("--config", words))
-    return [*found, *_values_of("--recipe", words)][-1]
-
-
-def _recipes_of(source: Source) -> list[str]:
-    """The recipe of weights, if it is known."""
-    from molflt.training.initial_weights import recipe_of
-
-    if source.run is not None:
-        return _values_in("recipe", [str(source.run)])
-    found = recipe_of(source.weights)
-    return [] if found is None else [found]
-
-
-def _inits(words: list[str]) -> list[str]:
-    """What a new run starts from: every value that configurations and words give."""
-    found = [*_values_in("init", _values_of("--config", words)), *_values_of("--init", words)]
-    return [] if found[-1:] == ["null"] else found
-
-
-def _values_in(key: str, files: Sequence[str]) -> list[str]:
-    """A key's value in each YAML file, or run folder, that has it; of init and run, a path."""
-    found = []
-    for name in files:
-        # The parser says what is wrong with it.
-        with contextlib.suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
-            path = Path(name, "config.yaml") if Path(name).is_dir() else find_config(name)
-            content = yaml.load(path.read_text(encoding="utf-8"), Loader)
-            value = content.get(key) if isinstance(content, dict) else None
-            if value is not None:
-                folder = path.absolute().parent
-                found.append(str(_below(folder, value) if key in ("init", "run") else value))
-    return found
-
-
-class _TrainParser(ArgumentParser):
-    """With ``--resume RUN`` the defaults are RUN's, with ``--init`` those of the model.
-
-    Shipped configurations go by their names. Paths in a configuration are relative to its file,
-    those of the command line to where one is.
-    """
-
-    def parse_args(self, args: Sequence[str] | None = None) -> Namespace:  # type: ignore[override]
-        words = list(sys.argv[1:] if args is None else args)
-        runs = _values_of("--resume", words)
-        words = _with_files(words)
-        if runs:
-            read_config(Path(runs[-1]))  # says what is wrong with it
-            # They are patterns, and expanded where they begin with ~: neither is meant
-            own = Path(runs[-1], "config.yaml").absolute()
-            self.default_config_files = [glob.escape(str(own))]
-            if starts := _values_of("--init", words):
-                raise ValueError(
-                    f"--init {starts[-1]} with --resume {runs[-1]}: a run that goes on has weights "
-                    "of its own; leave one of them out"
-                )
-            same = (own.resolve(), own.parent.resolve())  # says where the run was, if it has moved
-            files = [x for x in _values_of("--config", words) if Path(x).resolve() not in same]
-            given = [(f"{file}: run", _values_in("run", [file])) for file in files]
-            given.append(("--run", _values_of("--run", words)))
-            where, folders = next((one for one in reversed(given) if one[1]), ("", runs))
-            if Path(folders[-1]).resolve() != Path(runs[-1]).resolve():
-                raise ValueError(
-                    f"{where} {folders[-1]} with --resume {runs[-1]}: a run goes on in its own "
-                    "folder; leave run out, or begin a new run from its weights with --init"
-                )
-        elif starts := _inits(words):
-            self._take_model_of(starts[-1], _recipe_named(words))
-        config = super().parse_args(words)
-        for key in ("config", "__default_config__"):
-            config.pop(key, None)
-        _let_words_decide(config, words)
-        configs = [Path(name) for name in _values_of("--config", words)]
-        if runs:
-            config.run = Path(runs[-1])
-        elif config.run is None:
-            config.run = dated_run("-".join(file.stem for file in configs) or config.recipe)
-        elif (config.run / "config.yaml").resolve() in [file.resolve() for file in configs]:
-            raise ValueError(
-                f"--run {config.run}: its config.yaml is what --config reads, and would be "
-                "overwritten; expected another folder; choose another --run"
-            )
-        return config
-
-    def _take_model_of(self, init: str, recipe: str) -> None:
-        """Makes the model of a source the default; what the data decide is compared later."""
-        from molflt.training.initial_weights import read_origins
-
-        source = read_origins(init)
-        related = source.recipe in Recipe.of({"recipe": recipe}).relatives
-        if source.recipe not in (None, recipe) and not related:
-            raise ValueError(
-                f"--init {init}: a run of recipe {source.recipe}; this one is of recipe {recipe}; "
-                "expected the same; start from another"
-            )
-        known = {action.dest for action in self._actions}
-        taken = {}
-        for name, value in source.options.items():
-            if f"model.{name}" in known:
-                taken[f"model.{name}"] = value
-            elif not related:
-                raise ValueError(
-                    f"{source.path}: its model has {shown(name)}, which one of recipe {recipe} has "
-                    "not; start from weights of the same recipe"
-                )
-        if "data.tokenizer" in known and source.files is not None and TOKENIZER in source.files:
-            taken["data.tokenizer"] = _tokenizer_of(source.path)
-        self.set_defaults(taken)
-
-    def parse_path(self, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Namespace:
-        found = super().parse_path(path, *args, **kwargs)
-        folder = Path(path).absolute().parent
-        for action in self._actions:
-            hint = getattr(action, "_typehint", None)
-            if _holds_paths(hint) and found.get(action.dest) not in (None, *_words_in(hint)):
-                found[action.dest] = _below(folder, found[action.dest])
-        return found
-
-
-def _let_words_decide(config: Namespace, words: list[str]) -> None:
-    """Drops the steps of a configuration if the words give epochs, and the reverse."""
-    both = ("max_steps", "max_epochs")
-    given = [key for key in both if {*_values_of(f"--trainer.{key}", words)} - {"null"}]
-    if len(given) == 1:
-        config.trainer[both[1 - both.index(given[0])]] = None
-
-
-def _tokenizer_of(weights: Path) -> Path | None:
-    """The folder whose tokenizer belongs to weights: theirs, or that of the run around them."""
-    folder = weights.absolute().parent
-    above = folder.parent if folder.name == "checkpoints" else folder
-    return above if (above / TOKENIZER).is_file() or (above / "config.json").is_file() else None
-
-
-def _holds_paths(hint: object) -> bool:
-    """Whether a type is that of a path, or has it inside, as ``list[Path] | None``."""
-    return hint is Path or any(map(_holds_paths, get_args(hint)))
-
-
-def _words_in(hint: object) -> list[object]:
-    """Words that a type allows besides paths, as ``Literal["fit"] | Path``."""
-    if get_origin(hint) is Literal:
-        return [*get_args(hint)]
-    return [word for part in get_args(hint) for word in _words_in(part)]
-
-
-def _with_files(words: Sequence[str]) -> list[str]:
-    """The words with files in place of the names of shipped configurations and models."""
-    named: dict[str, Callable[[str], object]] = {
-        "--config": find_config,
-        "--init": lambda name: find(name) if is_packaged(name) else name,
-    }
-    out: list[str] = []
-    for word in words:
-        option, _, value = word.partition("=")
-        if out and out[-1] in named:
-            option, value = out.pop(), word
-        out.append(f"{option}={named[option](value)}" if option in named and value else word)
-    return out
-
-
-def _below(folder: Path, value: object) -> object:
-    """Make a path, or those in a list, absolute; ``hf:OWNER/NAME`` stays as it is."""
-    if isinstance(value, list | tuple):
-        return [_below(folder, part) for part in value]
-    if not isinstance(value, str | Path) or str(value).startswith(HUB):
-        return value
-    return Path(os.path.normpath(folder / value))
-
-
-def absolute(value: object) -> object:
-    """What a configuration holds, with the paths in it as seen from where one is now."""
-    if isinstance(value, Mapping):
-        return {key: absolute(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(absolute(part) for part in value)
-    return _below(Path.cwd(), value) if isinstance(value, Path) else value
-
-
-def _values_of(option: str, words: list[str]) -> list[str]:
-    """Every value that the words give to an option."""
-    values = [value for word, value in itertools.pairwise(words) if word == option]
-    return values + [w.partition("=")[2] for w in words if w.startswith(f"{option}=")]
-
-
-def plain(value: object) -> object:
-    """With names in place of paths and lists in place of tuples, for YAML and checkpoints."""
-    if isinstance(value, Mapping):
-        return {key: plain(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(part) for part in value]
-    return str(value) if isinstance(value, Path) else value
+def defaults(recipe: str) -> dict[str, Any]:
+    """Returns the defaults of all options of a recipe, nested as in config.yaml."""
+    parser = ArgumentParser()
+    add_options(parser, recipe)
+    return parser.get_defaults().as_dict()
 
 
 def read_config(run: Path) -> Config:
@@ -311,8 +100,8 @@ def read_config(run: Path) -> Config:
             got = shown(content[part]) if part in content else "no such key"
             raise ValueError(f"{path}: key {part}: expected its options; got {got}; {_ADVICE}")
     try:
-        parser = build_parser([f"--recipe={_recipe_of(content)}"])
-        parser.exit_on_error = False
+        parser = ArgumentParser(exit_on_error=False)
+        add_options(parser, str(content.get("recipe", DEFAULT)))
         found = parser.parse_object(content)
     except (ArgumentError, ValueError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())[:200]}; {_ADVICE}") from None
@@ -328,7 +117,28 @@ def read_config(run: Path) -> Config:
     return cast(Config, plain(found.as_dict()))
 
 
-def _recipe_of(content: Mapping[str, object]) -> str:
-    """The name of a recipe that exists."""
-    Recipe.of(content)
-    return str(content.get("recipe", DEFAULT))
+def below(folder: Path, value: object) -> object:
+    """Make a path, or those in a list, absolute; ``hf:OWNER/NAME`` stays as it is."""
+    if isinstance(value, list | tuple):
+        return [below(folder, part) for part in value]
+    if not isinstance(value, str | Path) or str(value).startswith(HUB):
+        return value
+    return Path(os.path.normpath(folder / value))
+
+
+def absolute(value: object) -> object:
+    """What a configuration holds, with the paths in it as seen from where one is now."""
+    if isinstance(value, Mapping):
+        return {key: absolute(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(absolute(part) for part in value)
+    return below(Path.cwd(), value) if isinstance(value, Path) else value
+
+
+def plain(value: object) -> object:
+    """With names in place of paths and lists in place of tuples, for YAML and checkpoints."""
+    if isinstance(value, Mapping):
+        return {key: plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    return str(value) if isinstance(value, Path) else value

@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
+
+from molflt.training.run_folder import RunFolder
+from molflt.training.trainer import LoggerName
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 
-    from molflt.training.run_folder import RunFolder
-
-__all__ = ["LoggerName", "expect_logger"]
-
-LoggerName = Literal["csv", "tensorboard", "wandb"]
-
 _PROJECT = "molflt"  # of Weights & Biases, unless WANDB_PROJECT names another
-
-
-def expect_logger(name: str) -> None:
-    """Raises ModuleNotFoundError if the package of a logger is not installed; imports nothing."""
-    if name != "csv" and importlib.util.find_spec(name) is None:
-        raise ModuleNotFoundError(
-            f"trainer.logger={name} needs the package {name}; got none; pip install "
-            f"'molflt[{name}]', or use csv"
-        )
 
 
 @contextmanager

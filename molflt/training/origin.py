@@ -9,7 +9,7 @@ from typing import TypedDict, cast
 from molflt.data.batches import Fingerprint
 from molflt.files import shown
 from molflt.training.checkpoint import read_checkpoint
-from molflt.training.config import Config, build_parser, plain
+from molflt.training.config import Config, defaults, plain
 
 __all__ = ["Origin", "Stopped", "check_config", "check_data", "check_machine", "check_stopped"]
 __all__ += ["read_origin"]
@@ -119,9 +119,7 @@ def check_stopped(path: Path, stop: Stopped | None, now: Config) -> None:
 
 def _defaults(recipe: str) -> dict[str, object]:
     """Of all options, for those that an earlier version did not have."""
-    parser = build_parser([f"--recipe={recipe}"])
-    found = cast(Mapping[str, object], plain(parser.get_defaults().as_dict()))
-    return dict(_flat(found))
+    return dict(_flat(cast(Mapping[str, object], plain(defaults(recipe)))))
 
 
 def _flat(config: Mapping[str, object]) -> Iterator[tuple[str, object]]:

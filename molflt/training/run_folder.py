@@ -21,7 +21,6 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from molflt import __version__
 from molflt.data.batches import Fingerprint
 from molflt.data.structures.domain import DOMAIN
 from molflt.files import append, clear_parts, read_json, shown, verify_tensors, write_atomically
@@ -44,6 +43,7 @@ from molflt.training.origin import (
     check_stopped,
 )
 from molflt.training.outcome import draw_curve
+from molflt.version import __version__
 
 __all__ = ["KEPT", "RunFolder", "read_versions"]
 

@@ -8,12 +8,12 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from molflt import __version__
 from molflt.evaluation.page import sections
 from molflt.evaluation.page.contents import OF_STRUCTURES, Contents, read_contents
 from molflt.evaluation.page.html import Html, Section, joined, text
 from molflt.evaluation.page.pictures import Pictures
 from molflt.evaluation.page.systems import parity, worst_systems
+from molflt.version import __version__
 
 __all__ = ["page_of"]
 

@@ -16,7 +16,7 @@ from molflt.evaluation.page.pictures import Pictures
 from molflt.evaluation.runs import Run, flat_options, standard_error
 from molflt.files import readable_size
 from molflt.metrics import Metric
-from molflt.training.config import build_parser, plain
+from molflt.training.config import defaults, plain
 from molflt.training.outcome import draw_curve
 
 __all__ = ["encodings", "files", "overview", "repeat", "results", "settings", "training"]
@@ -228,8 +228,7 @@ def encodings(found: Contents, pictures: Pictures) -> Section | None:
 def settings(run: Run) -> Section:
     """Options that are not the defaults, and all."""
     own = dict(flat_options(run.config))
-    defaults = build_parser([f"--recipe={run.config['recipe']}"]).get_defaults().as_dict()
-    usual = dict(flat_options(plain(defaults)))  # type: ignore[arg-type]
+    usual = dict(flat_options(plain(defaults(run.config["recipe"]))))  # type: ignore[arg-type]
     chosen = [(key, value) for key, value in own.items() if usual.get(key) != value]
     head = ("option", "value")
     body = joined(
