@@ -7,7 +7,9 @@ Every check takes a callable and data, works in float64 unless it says otherwise
 import copy
 import inspect
 import io
+import itertools
 import math
+import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -464,6 +466,27 @@ def suite(combination: Combination) -> list[Callable[[Combination], None]]:
         if mixing == "softmax" or FEATURE_MAPS[phi].positive_kernel:
             checks.append(check_key_copies)
     return checks
+
+
+def covering(
+    pairs: list[tuple[Combination, Callable[[Combination], None]]],
+) -> list[tuple[Combination, Callable[[Combination], None]]]:
+    """A part of all (mechanism, check) in which any two choices still meet.
+
+    Every two of feature map, position, form and check that meet in `pairs` meet in the part.
+    """
+    seen: set[tuple[object, ...]] = set()
+    chosen = []
+    shuffled = random.Random(0).sample(pairs, len(pairs))
+    for least in range(6, 0, -1):  # first those that cover the most
+        for combination, check in shuffled:
+            phi, case, *form = combination
+            choices = enumerate((phi, case, tuple(form), check))
+            new = set(itertools.combinations(choices, 2)) - seen
+            if len(new) >= least:
+                seen |= new
+                chosen.append((combination, check))
+    return chosen
 
 
 # --- spectra and nodes ----------------------------------------------------------------------------

@@ -112,7 +112,8 @@ def test_damaged_structures(name: str, tmp_path: Path) -> None:
     def check(damage: list[tuple[str, float, bytes]]) -> None:
         path.write_bytes(damaged(content, damage))
         try:
-            found = open_dataset(path, skip_bad=True)
+            found = open_dataset(path, skip_bad=name != "a.safetensors")
+            found.verify()
             records = [found[i] for i in range(len(found))]
         except Exception as error:
             refusal(error, path)
