@@ -10,6 +10,7 @@ from torch import nn
 
 from molflt.evaluation.ensemble import _has_references
 from molflt.evaluation.report import _warn
+from molflt.graph.heads import by_contact
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
@@ -48,7 +49,8 @@ def warn_of_elements(model: nn.Module, present: set[int], name: str) -> None:
             f"{name}: {unknown} did not occur in training; energies of structures with them "
             f"{_worth(model)}; train on data that have them"
         )
-    fitted = [one for one in members if _has_references(one)]
+    # References of models that read adsorbates are of adsorbate atoms, whose elements are few.
+    fitted = [one for one in members if _has_references(one) and not by_contact(one)[0]]
     if unknown := those_without(fitted, "element_energies"):
         _warn(
             f"{name}: no reference energy of {unknown}, which the training split does not have; "

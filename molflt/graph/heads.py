@@ -19,6 +19,7 @@ from molflt.graph.radial import radial_bumps
 
 _WAVES = 64  # functions of descriptors
 _WAVE_NUMBER = 0.3  # 1 / standard deviation of a descriptor: elements of one group are neighbors
+_DROPPED = 0.5  # share of elements whose own vectors a training step leaves out
 _ONSET = 0.8  # share of the cutoff from where on contacts fade
 _NUM_ELEMENTS = MAX_ATOMIC_NUMBER + 1  # 0 is not used
 
@@ -37,9 +38,11 @@ class ElementEmbedding(nn.Embedding):
 
     Args:
         dim: width.
-        descriptors: a smooth function of `molflt.graph.elements.descriptors`, W sin(K x + b), plus
-            a vector of its own, which starts at 0. So elements that training did not see are known
-            by their place in the periodic table; otherwise their vectors stay as they were drawn.
+        descriptors: adds a smooth function of `molflt.graph.elements.descriptors`, W sin(K x + b),
+            to the vectors, which then start at 0. Elements that training did not see are known by
+            their place in the periodic table; otherwise their vectors keep their random start.
+            Each training step leaves out the vectors of half of the elements, at random. The
+            function must then describe these elements as it later describes unseen ones.
     """
 
     def __init__(self, dim: int, descriptors: bool = False) -> None:
@@ -64,7 +67,10 @@ class ElementEmbedding(nn.Embedding):
         if at_hand(numbers):
             self.check(numbers)
         x = self.get_buffer("table").to(self.weight)
-        vectors: Tensor = self.weight + self.mix(self.waves(x).sin())
+        own = self.weight
+        if self.training:
+            own = own * (torch.rand(len(own), 1, device=own.device) >= _DROPPED)
+        vectors: Tensor = own + self.mix(self.waves(x).sin())
         return vectors[numbers]
 
     def check(self, numbers: Tensor) -> None:

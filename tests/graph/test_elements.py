@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from molflt.graph.elements import DESCRIPTORS, descriptors, period_and_group
+from molflt.graph.heads import ElementEmbedding
 
 
 def test_descriptors_are_standardized_and_of_all_elements_that_bind():
@@ -36,3 +37,20 @@ def test_tables_agree_with_pymatgen():
     ours = table[torch.tensor(known)]
     ratio = (theirs - theirs.mean()) / theirs.std(correction=0)
     torch.testing.assert_close(ours, ratio, rtol=0, atol=1e-5)
+
+
+def test_training_leaves_out_vectors_of_elements() -> None:
+    """Half of the elements of a step are known by descriptors only; evaluation uses all vectors."""
+    torch.manual_seed(0)
+    embedding = ElementEmbedding(4, descriptors=True)
+    some = torch.tensor([1, 6, 8, 29, 78])
+    by_descriptors = embedding.eval()(some).detach()
+    with torch.no_grad():
+        embedding.weight.fill_(1.0)
+    torch.testing.assert_close(embedding(some), by_descriptors + 1)
+    embedding.train()
+    steps = torch.stack([embedding(some) - by_descriptors for _ in range(400)])
+    assert set(steps.detach().round(decimals=4).unique().tolist()) == {0.0, 1.0}
+    assert (steps.mean(dim=(0, 2)) - 0.5).abs().max() < 0.1
+    plain = ElementEmbedding(4).train()
+    torch.testing.assert_close(plain(some), plain.weight[some])
