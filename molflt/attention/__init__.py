@@ -1,7 +1,6 @@
 """The attention core: kernelized attention, relative positional encodings and oracles.
 
-Depends on torch alone (and on numpy and scipy for quadratures). It knows nothing of graphs, files
-or tasks; `molflt.graph` brings atoms.
+Needs torch, and numpy and scipy for quadratures. Graphs are in `molflt.graph`.
 """
 
 from molflt.attention.convert import convert_weights_

@@ -1,4 +1,4 @@
-"""What arguments are checked for, in one wording."""
+"""Checks of arguments."""
 
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
@@ -56,7 +56,7 @@ def no_effect(why: str, **options: object) -> None:
 
     Args:
         why: what makes it idle, such as "with mixing='softmax'".
-        options: values by name; None stands for an option that was left out.
+        options: values by name; None for an option that was left out.
     """
     for name, value in options.items():
         if value is not None:
@@ -69,7 +69,7 @@ def on_cpu(generator: torch.Generator | None) -> None:
     if generator is not None and generator.device.type != "cpu":
         raise ValueError(
             f"generator must be on the CPU; got one on {generator.device}; use torch.Generator() "
-            "and seed it alike on every rank"
+            "and use the same seed on every rank"
         )
 
 
@@ -82,7 +82,7 @@ def known_names(
     """Raises TypeError for the first option that no constructor has an argument for.
 
     Args:
-        owner: what is built; its own arguments may be meant, too.
+        owner: the class that is built; a name may also be one of its own arguments.
         options: names of arguments that it hands on.
         takers: what takes them in the end.
         but: arguments of these that `owner` gives itself.
@@ -93,7 +93,7 @@ def known_names(
         if option not in known:
             close = get_close_matches(option, known, 1)
             hint = f"did you mean {close[0]}?" if close else f"see help({name})"
-            raise TypeError(f"{name} has no argument {option!r}; {hint}")
+            raise TypeError(f"{name} does not take the argument {option!r}; {hint}")
 
 
 def tensors(**arguments: object) -> None:
@@ -126,19 +126,19 @@ def whole(name: str, values: torch.Tensor, low: int, high: int, of: str) -> None
 
 
 def in_transform() -> bool:
-    """Whether `torch.func` is at work, which knows no recomputation."""
+    """Returns True inside `torch.func` transforms, which do not support recomputation."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def in_checkpoint() -> bool:
-    """Whether a checkpoint that is not reentrant, or another hook, handles what backward needs."""
+    """Returns True if hooks handle saved tensors, as in checkpoints that are not reentrant."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def at_hand(values: torch.Tensor) -> bool:
-    """Whether numbers can be looked at for nothing: on the CPU, not compiled nor transformed."""
+    """Returns True if values can be read at no cost: on the CPU, not compiled or transformed."""
     if torch.compiler.is_compiling() or in_transform():
         return False
     return values.device.type == "cpu"

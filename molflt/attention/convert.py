@@ -10,15 +10,15 @@ def convert_weights_(source: nn.Module, target: nn.Module) -> list[str]:
     """Copies what two models have in common, such as a trained softmax model and a kernelized one.
 
     Queries, keys, values and outputs mean the same in every mechanism, so a trained softmax layer
-    can go on as a kernelized one, and back: Performer's backward compatibility (FAVOR,
+    can continue as a kernelized one, and back: Performer's backward compatibility (FAVOR,
     arXiv:2006.03555, section 4.2) and the conversion of NPRF (arXiv:2106.12566, section 4.5). The
     feature map "polynomial" is within 1 % of softmax layers of normalized queries and keys whose
-    temperature is about 1; models that use other maps, or sharper weights, have to be trained on.
+    temperature is about 1; models that use other maps, or sharper weights, need further training.
 
     Args:
         source: any module; not changed.
-        target: a module of the same architecture but for the mechanism of its attention; changed
-            in place. It keeps its own random projections, where the source has none.
+        target: a module of the same architecture with another attention mechanism; changed in
+            place. It keeps its own random projections if the source does not have any.
 
     Returns:
         Names of the target's parameters that the source does not have, such as those of a learned
@@ -30,7 +30,7 @@ def convert_weights_(source: nn.Module, target: nn.Module) -> list[str]:
     parameters = {name for name, _ in target.named_parameters()}
     if not parameters.intersection(shared):
         raise ValueError(
-            f"{type(source).__name__} and {type(target).__name__} have no parameter in common; "
+            f"{type(source).__name__} and {type(target).__name__} do not share a parameter; "
             "give two modules of one architecture"
         )
     for name in shared:

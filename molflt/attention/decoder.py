@@ -26,8 +26,8 @@ class CrossAttention(Attention):
     """Attention of tokens to those of another sequence, whose part can be computed once.
 
     `Attention.forward` with `context` does all at once; `remember` and `recall` give the same.
-    There is no relative encoding: two sequences share no places (as T5, arXiv:1910.10683, section
-    2.1; NPRF, arXiv:2106.12566, eq. 6, has one within a sequence).
+    Relative encodings do not apply between two sequences (as in T5, arXiv:1910.10683, section 2.1;
+    NPRF, arXiv:2106.12566, eq. 6, has one within a sequence).
 
     Args:
         dim: width of tokens; a multiple of `heads`.
@@ -85,7 +85,7 @@ class CrossAttention(Attention):
 
 
 class DecoderState(NamedTuple):
-    """What decoding remembers of the tokens so far, and of the other sequence."""
+    """State of decoding: sums over the tokens so far, and keys of the other sequence."""
 
     memory: list[Memory]
     """of each layer"""
@@ -104,8 +104,8 @@ class Decoder(nn.Module):
         heads: attention heads.
         layers: number of blocks.
         attention_dropout: of both kinds of attention.
-        stack: further arguments of `Stack` and `Attention`. The latter hold for both kinds, but
-            for a position and a gate, which self-attention alone has.
+        stack: further arguments of `Stack` and `Attention`. Arguments of `Attention` apply to self-
+            and cross-attention, except position and gate, which only self-attention has.
 
     Raises:
         TypeError: an unknown argument.
@@ -127,7 +127,7 @@ class Decoder(nn.Module):
         self.stack = Stack(
             dim, heads, layers, causal=True, attention_dropout=attention_dropout, **stack, **mixer
         )
-        # the dropout of a stack is that of its blocks
+        # # blocks have their own dropout
         shared = signature(Attention).parameters.keys() - {"dropout", *_OF_SELF_ATTENTION}
         given = {name: value for name, value in stack.items() if name in shared}
         eps = self.stack._blocks()[0].attention_norm.eps
@@ -138,7 +138,7 @@ class Decoder(nn.Module):
 
     @property
     def decodes(self) -> bool:
-        """Whether `step` goes on from a state; otherwise all tokens have to be given again."""
+        """Returns True if `step` continues from a state instead of recomputing all tokens."""
         position = self.stack.position
         return (position is None or position.decodes) and "quadratic" not in self.stack.mixings
 

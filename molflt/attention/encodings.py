@@ -1,7 +1,7 @@
 """A positional encoding evaluated for one batch: one class for each way in which it can enter.
 
-Every kind has the matrix that it stands for, `dense`, the oracle, and a form that never makes that
-matrix, `mix`. In shapes, b is the batch or 1, h the heads or 1.
+Every class has `dense`, the full matrix and oracle, and `mix`, which never forms that matrix. In
+shapes, b is the batch or 1, h the heads or 1.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ _Turn = Callable[[Tensor], Tensor]
 
 
 class Terms(NamedTuple):
-    """What is summed over keys: the features of both sides, and values (batch, heads, keys, dv)."""
+    """Terms of a sum over keys: features of both sides, values (batch, heads, keys, dv)."""
 
     query: Features
     key: Features
@@ -56,12 +56,12 @@ class Encoding:
 
     @property
     def bias(self) -> Tensor | None:
-        """What is added to the logits of softmax: (b, h, queries, keys)."""
+        """Returns the term that is added to the logits of softmax: (b, h, queries, keys)."""
         return None
 
     @property
     def columns(self) -> tuple[Columns | None, Columns | None]:
-        """What is put before queries and keys: (b, h, tokens, .) each."""
+        """Returns the factors that precede queries and keys: (b, h, tokens, .) each."""
         return None, None
 
     def transform(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,7 +124,7 @@ class Encoding:
         return linear(*terms[:3]), None
 
     def _with_single_pairs(self, sums: Sums, query: Operand, key: Operand, value: Tensor) -> Sums:
-        """What an encoding adds to the sums of single pairs, without any features."""
+        """Terms of single pairs, without features."""
         return sums
 
     def _takes_matrix(
@@ -158,7 +158,7 @@ class Bias(Encoding):
         return self.matrix
 
     def dense(self, queries: int, keys: int) -> Tensor:
-        """See `Encoding.dense`; what is added."""
+        """See `Encoding.dense`."""
         return self.matrix
 
 
@@ -167,7 +167,7 @@ class Factors(Encoding):
 
     Args:
         left: N1 (b, h, queries, 2r), or random projections of it.
-        right: N2 (b, h, keys, 2r), likewise.
+        right: N2 (b, h, keys, 2r), or parts of it.
     """
 
     faces = (KERNELIZED,)
@@ -180,17 +180,17 @@ class Factors(Encoding):
         return self.left, self.right
 
     def dense(self, queries: int, keys: int) -> Tensor | None:
-        """N1 N2^T, what is added to q . k; None where only projections are known."""
+        """N1 N2^T, added to q . k; None if only projections are known."""
         if isinstance(self.left, Tensor) and isinstance(self.right, Tensor):
             return products_of_all(self.left, self.right)
         return None
 
 
 class _Multiplied(Encoding):
-    """A positional kernel that multiplies, and what is added to it for single pairs.
+    """A multiplicative positional kernel with corrections of single pairs.
 
     Args:
-        pairs: w, the near field; with `exact` also what is added to A_ij itself.
+        pairs: w, the near field; with `exact` also corrections of A_ij itself.
     """
 
     faces = (KERNELIZED,)
@@ -252,7 +252,7 @@ class Kernel(_Multiplied):
         if not terms.causal:
             return linear_with_kernel(*terms[:3], self.kernel, self._sorted_pairs(terms)), None
         if self.pairs is not None:
-            raise ValueError("causal attention has no near field; leave it out")
+            raise ValueError("causal attention does not support a near field; leave it out")
         value = at_least_float32(terms.value)
         left, right = (factor.to(value.dtype) for factor in self.kernel)
         query, key = terms.query.kronecker(left), terms.key.kronecker(right)
@@ -283,7 +283,9 @@ class OnMesh(_Multiplied):
 
     def mix(self, terms: Terms) -> tuple[Sums, State | None]:
         if terms.causal:
-            raise ValueError("causal attention has no mesh; take reciprocal nodes, or none")
+            raise ValueError(
+                "causal attention does not support a mesh; use reciprocal nodes, or none"
+            )
         return linear_with_mesh(*terms[:3], self.on_mesh, self._sorted_pairs(terms)), None
 
     def _takes_matrix(
@@ -340,7 +342,7 @@ class Rotation(Encoding):
 
     Args:
         turn_query: scaled queries (batch, heads, queries, d) to those that are compared.
-        turn_key: likewise for keys.
+        turn_key: the same for keys.
     """
 
     def __init__(self, turn_query: _Turn, turn_key: _Turn) -> None:

@@ -1,8 +1,8 @@
-"""FNet's Fourier sublayer and its ablations: token mixers that stand where attention would.
+"""FNet's Fourier sublayer and its ablations: token mixers in place of attention.
 
 FNet (arXiv:2105.03824), sections 3 and 4.1. They are linear maps of the tokens, without queries or
-positions. A sequence means the same alone, in any batch and with any padding: every transform runs
-over the tokens that exist, at their own number.
+positions. The result for a sequence does not depend on batch or padding: every transform runs over
+existing tokens only.
 """
 
 import math
@@ -102,7 +102,7 @@ class Mixer(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
         if dim < 1:
-            raise ValueError(f"dim={dim} is no width; expected at least 1; pass the tokens' width")
+            raise ValueError(f"dim must be at least 1, the width of tokens; got {dim}")
         self.dim = dim
 
     def forward(
@@ -142,11 +142,11 @@ class Mixer(nn.Module):
             return out.to(x.dtype)
 
     def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        """The map itself: `x` is 0 where no token exists, and what it gives there is not used."""
+        """Mixes tokens; `x` is 0 at padding, whose results are ignored."""
         raise NotImplementedError
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new random matrices in place, if there are any; seed it alike on all ranks."""
+        """Draws new random matrices in place; use the same seed on all ranks."""
 
     def extra_repr(self) -> str:
         names = [n for n in ("dim", "max_tokens", "method", "normalize") if hasattr(self, n)]
@@ -165,8 +165,8 @@ class Mixer(nn.Module):
 class FourierMixer(Mixer):
     """FNet's Fourier sublayer, y = Re(F_seq F_hidden x), without parameters.
 
-    FNet (arXiv:2105.03824), eq. 3. The transform is not normalized (eq. 1, and the public code), so
-    that y is sqrt(tokens dim / 2) times as large as x: made for a LayerNorm behind the sum.
+    FNet (arXiv:2105.03824), eq. 3. The transform is not normalized (eq. 1, and the public code),
+    which makes y sqrt(tokens dim / 2) times as large as x. A LayerNorm after the sum is expected.
 
     Args:
         dim: width of the tokens.
@@ -231,9 +231,7 @@ class _LinearMixer(Mixer):
     def __init__(self, dim: int, max_tokens: int) -> None:
         super().__init__(dim)
         if max_tokens < 1:
-            raise ValueError(
-                f"max_tokens={max_tokens} is no length; expected at least 1; pass the longest one"
-            )
+            raise ValueError(f"max_tokens must be at least 1, the longest length; got {max_tokens}")
         self.max_tokens = max_tokens
         self._make_weights()
 
@@ -281,7 +279,7 @@ class _RandomMixer(_LinearMixer):
 
     @torch.no_grad()
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws both anew in place, on the CPU, so that all devices draw alike from one seed."""
+        """Draws both matrices again in place, on the CPU, where a seed means the same."""
         for weight in (self.sequence_weight, self.hidden_weight):
             draw = torch.empty(weight.shape, dtype=torch.float64, device="cpu")
             nn.init.trunc_normal_(draw, 0.0, 1.0, -2.0, 2.0, generator=generator)
@@ -292,7 +290,7 @@ class _NoMixer(Mixer):
     """No token mixing, y = 0: FNet's FF-only model (arXiv:2105.03824, section 4.1).
 
     The paper removes the sublayer; its public code keeps LayerNorm(x + x), which is LayerNorm(x).
-    With y = 0 the residual sum around the sublayer is x, so that both hold in any block.
+    With y = 0 the residual sum around the sublayer is x; both forms hold in any block.
     """
 
     cost = "0"

@@ -1,4 +1,4 @@
-"""Which tokens are keys, and what each of them weighs."""
+"""Masks and weights of keys."""
 
 from typing import TypedDict
 
@@ -10,7 +10,7 @@ from molflt.attention.numerics import at_least_float32
 
 
 class Keys(TypedDict, total=False):
-    """What attention is told of its keys; the `forward` of all layers, blocks and stacks takes it.
+    """Arguments about keys, which the `forward` of layers, blocks and stacks takes.
 
     Tokens of masked keys may hold anything: infinite and missing numbers in them count as 0.
     """
@@ -38,7 +38,7 @@ def log_weights(key_weight: Tensor | None, key_mask: Tensor | None, key: Tensor)
 
     Args:
         key_weight: (batch, keys) or None, see `Keys`.
-        key_mask: likewise.
+        key_mask: (batch, keys) bool, or None, see `Keys`.
         key: (batch, heads, keys, d), whose precision they get, float32 at least.
     """
     if key_weight is None:
@@ -66,7 +66,7 @@ def finite_where_masked(x: Tensor, key_mask: Tensor) -> Tensor:
 
 
 def passed_over(gate: Tensor, mask: Tensor | None) -> Tensor:
-    """Logits of what each token keeps of the past: all of it where the token is no key.
+    """Logits of the share of the past that each token keeps: all of it at masked keys.
 
     Args:
         gate: (batch, heads, tokens).
@@ -108,7 +108,7 @@ def without_masked(
     key_index: Tensor | None = None,
     context: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Tokens as queries and as keys, so that nothing of masked ones reaches what is computed.
+    """Separates tokens as queries from tokens as keys, whose masked entries are 0.
 
     A weight of 0 would not do: 0 times infinity is not 0, neither in the sums nor in a gradient.
 
@@ -119,8 +119,8 @@ def without_masked(
         context: (batch, keys, dim), the keys if they are not x.
 
     Returns:
-        x with 0 in place of the infinite and missing numbers of tokens that are no keys, as these
-        are still queries; and what the keys are made of, 0 for those tokens.
+        Queries: x with 0 in place of infinite and missing numbers of masked tokens. Keys: x with 0
+        for all masked tokens.
     """
     source = x if context is None else context
     if key_mask is None:

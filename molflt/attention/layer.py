@@ -54,7 +54,7 @@ class Attention(Positioned):
         mixing: "linear" (O(N)), "quadratic" (the same through the N x N matrix, cheaper for few
             tokens), "auto" (either, see `molflt.attention.mixing.forms.cheaper`) or "softmax".
         causal: each token sees itself and those before it.
-        feature_map: key of `FEATURE_MAPS`, "positive" by default; softmax has none.
+        feature_map: key of `FEATURE_MAPS`, "positive" by default; not for softmax.
         num_features: random or learned features m per head, 64 by default, where the map has such.
         projection: how random features are drawn, key of `PROJECTIONS`, "orthogonal" by default.
         position: the encoding that `forward` evaluates. Its parameters are the layer's, unless a
@@ -62,10 +62,11 @@ class Attention(Positioned):
         degree: of the feature map "polynomial", 2 by default, or 3.
         normalize_qk: divide queries and keys by their norms (NPRF, arXiv:2106.12566, section 3.3).
             None: where the feature map is made for it, as "polynomial" is.
-        learn_temperature: multiply their logits by a learned number per head. None: likewise.
+        learn_temperature: multiply their logits by a learned number per head. None: as for
+            `normalize_qk`.
         normalize: what kernelized attention divides by. "masked": sum_j A_ij; "unmasked": the same
-            without factors and positional kernel; "none": nothing, so that outputs grow with the
-            number of keys (FAVOR, arXiv:2006.03555, section 4.3: renormalization off).
+            without factors and positional kernel; "none": nothing; outputs grow with the number of
+            keys (FAVOR, arXiv:2006.03555, section 4.3: renormalization off).
         floor: least |sum_j A_ij|, see `Sums.ratio`; for signed features and kernels.
         gate: forget with a learned rate per token and head, sum_j of (1 - g_j) prod_(j<l<=i) g_l;
             causal only. RFA (arXiv:2103.02143), section 3.2.
@@ -150,8 +151,8 @@ class Attention(Positioned):
         Args:
             x: (batch, tokens, dim).
             positions: (batch, tokens, l), for the layer's own encoding.
-            encoding: instead of positions, what the position returned for these tokens: it is
-                evaluated once for all layers that share it.
+            encoding: result of the position for these tokens, in place of positions. Layers that
+                share a position evaluate it once.
             key_positions: (batch, keys, l), where keys are not the tokens.
             key_mask, key_weight, key_index: (batch, keys), see `Keys`.
             context: (batch, keys, dim), tokens to attend to instead of x (cross-attention).
@@ -209,8 +210,8 @@ class Attention(Positioned):
     ) -> Tensor:
         """The attention matrix, for plots and tests: (batch, heads, queries, keys).
 
-        Arguments as for `forward`. Whatever the mechanism, it is what comes out when the value of
-        each key is a unit vector; so it costs O(N^2) memory, and no dropout is applied.
+        Arguments as for `forward`. Computed from unit vectors as values, for any mechanism. Costs
+        O(N^2) memory; without dropout.
         """
         heads, encoding = self._prepare(x, positions, **where)
         eye = torch.eye(heads.key.shape[2], dtype=heads.key.dtype, device=heads.key.device)
@@ -224,7 +225,7 @@ class Attention(Positioned):
         features have spoiled.
         """
         if self.mixing == "softmax":
-            raise ValueError("softmax attention has no features and no sums; use weights()")
+            raise ValueError("softmax attention does not compute features or sums; use weights()")
         heads, encoding = self._prepare(x, positions, **where)
         return self._sums(*self._operands(heads, encoding), heads, encoding)[0]
 
@@ -268,7 +269,9 @@ class Attention(Positioned):
     ) -> _Heads:
         """Scaled queries and keys, and values, by head."""
         if self.causal and (context is not None or key_index is not None):
-            raise ValueError("causal attention has no context and no key_index; set causal=False")
+            raise ValueError(
+                "causal attention does not take context or key_index; set causal=False"
+            )
         x, source = without_masked(x, key_mask, key_index, context)
         query = self._by_head(self.to_query, x)
         key, value = (self._by_head(to, source) for to in (self.to_key, self.to_value))
@@ -309,7 +312,7 @@ class Attention(Positioned):
         return out.to(heads.value.dtype), tuple(state for state in last if state is not None)
 
     def _operands(self, heads: _Heads, encoding: Encoding) -> tuple[Operand, Operand]:
-        """What the features of queries and keys are evaluated from."""
+        """Inputs of the feature map."""
         phi = self.feature_map
         assert phi is not None  # softmax goes another way
         query, key = encoding.transform(heads.query, heads.key)

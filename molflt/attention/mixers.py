@@ -1,4 +1,4 @@
-"""Which layers of a stack mix tokens without attention, and what does it there."""
+"""Layers of a stack that mix tokens without attention."""
 
 from collections.abc import Mapping
 from inspect import signature
@@ -10,7 +10,7 @@ from molflt.attention.layer import Attention
 
 ATTENTION = "attention"
 MIXER_OPTIONS = ("mixer", "mixer_options", "attention_layers")
-"""Options of a stack that models have no use for whose tokens have no order, or a causal one."""
+"""Options of a stack that do not apply to unordered or causal tokens."""
 
 # The command line lists the choices of an option from its type.
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def mixed_layers(
     attention_layers: int | None,
     attention: Mapping[str, object],
 ) -> int:
-    """How many of the layers, the first ones, have the mixer instead of attention.
+    """Returns the number of layers, counted from the first, with the mixer instead of attention.
 
     Args:
         layers: of the stack.

@@ -1,4 +1,4 @@
-"""Arithmetic that all rooms share: safe derivatives, precision, recomputation in backward."""
+"""Shared arithmetic: safe derivatives, precision, recomputation in backward."""
 
 import functools
 import math
@@ -42,7 +42,7 @@ def root(square: Tensor) -> Tensor:
 
 
 def sinc(x: Tensor) -> Tensor:
-    """sin(pi x) / (pi x); the second derivative at 0 is 0, that of torch.sinc NaN."""
+    """sin(pi x) / (pi x), with a second derivative of 0 at 0, where torch.sinc gives NaN."""
     phase = math.pi * x
     away = phase != 0
     phase = torch.where(away, phase, 1.0)
@@ -81,7 +81,7 @@ def finite(x: Tensor) -> Tensor:
 
 
 def recomputed(function: Callable[..., _R], *arguments: object, several: bool = True) -> _R:
-    """function(*arguments); what it needs inside is computed again in backward, not kept.
+    """Returns function(*arguments), recomputed in backward instead of keeping intermediate tensors.
 
     Args:
         function: without randomness, and of nothing that changes before backward.
@@ -95,7 +95,7 @@ def recomputed(function: Callable[..., _R], *arguments: object, several: bool = 
 
 
 class Once(Generic[_R]):
-    """What several layers share, computed for the first of them.
+    """A tensor that several layers share, computed by the first of them.
 
     Without gradients it is not what layers with gradients need. Inside of a checkpoint each layer
     computes its own: in backward it would find what others have left by then.
@@ -130,7 +130,7 @@ def gauss_rule(count: int) -> tuple[list[float], list[float]]:
 def searched(
     fake: Callable[..., object],
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """A function of tensors whose results compilers know by their shapes alone.
+    """A function of tensors that compilers treat as opaque, known by its result shapes.
 
     It is one operation of a compiled graph, without a gradient, and may look at numbers and raise
     errors when the graph runs.

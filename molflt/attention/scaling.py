@@ -1,4 +1,4 @@
-"""What queries and keys are multiplied by before they are compared."""
+"""Scaling of queries and keys before they are compared."""
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,7 @@ class Scaling(nn.Module):
         head_dim: width d of queries and keys.
         normalize: divide queries and keys by their norms. None: where the feature map asks for it.
         learn_temperature: logits of norm 1 are multiplied by a learned number per head, 1 at first.
-            None: likewise.
-        unit_norm: whether the feature map asks for both.
+            None: as for `normalize_qk`. unit_norm: whether the feature map asks for both.
 
     Raises:
         ValueError: a temperature of queries and keys whose norms are free already.
@@ -41,7 +40,7 @@ class Scaling(nn.Module):
         self.log_temperature = None if start is None else nn.Parameter(start)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Queries or keys (batch, heads, tokens, d), of which both sides are scaled alike."""
+        """Returns scaled queries or keys (batch, heads, tokens, d)."""
         if not self.normalize:
             return x * self.head_dim**-0.25
         out = unit(at_least_float32(x))

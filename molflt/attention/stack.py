@@ -28,8 +28,8 @@ class Block(nn.Module):
         attention: the attention layer, or a mixer of FNet; its `dim` is the width of the block.
         ffn_dim: hidden width of the feed-forward network.
         dropout: probability of dropout after attention and in the feed-forward network.
-        norm: where LayerNorm stands. "pre": x + Attention(LN x); "post": LN(x + Attention(x)), as
-            in FNet (arXiv:2105.03824) and BERT.
+        norm: place of LayerNorm. "pre": x + Attention(LN x); "post": LN(x + Attention(x)), as in
+            FNet (arXiv:2105.03824) and BERT.
         activation: of the feed-forward network: "gelu", or "gelu_tanh", its approximation by tanh,
             with which FNet was trained.
         norm_eps: what LayerNorm adds to the variance.
@@ -91,7 +91,7 @@ class Block(nn.Module):
         return self._after(x, mixed), state
 
     def _before(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
-        """What a part of the block, with that LayerNorm, sees; by default attention."""
+        """Input of a sublayer with its LayerNorm, attention by default."""
         out: Tensor = (norm or self.attention_norm)(x) if self.norm == "pre" else x
         return out
 
@@ -259,7 +259,7 @@ class Stack(Positioned):
 
         Args:
             x: (batch, tokens, dim).
-            encoding: what the position returned; None without one.
+            encoding: result of the position; None without one.
             keys: as for `forward`.
         """
         for block in self._blocks():
@@ -299,7 +299,7 @@ class Stack(Positioned):
         keys = positions
         past = None if state is None else state.positions
         if self._face == "softmax" and past is not None and positions is not None:
-            keys = torch.cat((past, positions), dim=1)  # linear attention needs the new ones alone
+            keys = torch.cat((past, positions), dim=1)  # linear attention needs only the new ones
         return self._evaluate(self._face, positions, keys), keys
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:

@@ -107,7 +107,7 @@ def test_fast_form_matrix_and_definition_agree(build, feature_map, causal):
     if causal:
         matrix = matrix.tril()
         if near is not None or isinstance(encoding, OnMesh):
-            with pytest.raises(ValueError, match="causal attention has no (near field|mesh)"):
+            with pytest.raises(ValueError, match="near field|mesh"):
                 encoding.attend(*operands, value, causal=True)
             return
     expected = matrix @ value, matrix.sum(-1, keepdim=True)

@@ -297,15 +297,15 @@ def weights(dim: int = 3) -> ShellWeights:
             lambda: ShellNodes(100.0, 1.0),
             "degree must be at most 131 .*; got 133; reduce max_f",
         ),
-        (lambda: ShellNodes(5.0, 0.3).log_density(randn(1, 1, 3)), "have no density"),
+        (lambda: ShellNodes(5.0, 0.3).log_density(randn(1, 1, 3)), "density"),
         (lambda: weights(dim=2), "dim 1 or 3; got 2"),
         (
             lambda: SpectralPosition(weights(), ShellNodes(5.0, 0.3)),
-            "ShellWeights live on shells alone",
+            "ShellWeights",
         ),
         (
             lambda: SpectralPosition(weights(), GaussianNodes(2)),
-            "ShellWeights live on shells alone; got GaussianNodes",
+            "shells.*GaussianNodes",
         ),
         (
             lambda: SpectralPosition(weights(), weighted(num_shells=7)),

@@ -105,13 +105,13 @@ def test_parts_by_name_survive_saving(name, options):
         ({"nodes": "shells", "node_max_frequency": 1.0}, "ShellNodes needs .* no node_diameter"),
         (
             {"node_max_frequency": 1.0},
-            "GaussianNodes has no option node_max_f.*; expected .*node_sigma",
+            "node_max_f.*node_sigma",
         ),
         ({**SHELLS, "nodes": "shells", "node_normalized": True}, "for ShellWeights; got Gaussian"),
-        ({"width": 1.0}, "GaussianBasis has no option width; expected some of num_gaussians"),
+        ({"width": 1.0}, "width.*num_gaussians"),
         (
             {"nodez": 3},
-            "GaussianBasis has no option nodez; .* positive, dim, spectrum, num_nodes, nod",
+            "nodez.*num_nodes",
         ),
         ({"nodes": "density"}, "nodes='density' are drawn .* of a kernel; got GaussianBasis"),
         (

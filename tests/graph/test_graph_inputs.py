@@ -277,10 +277,10 @@ def test_autocast_takes_what_layers_before_it_gave() -> None:
         (GraphAttention, {"num_feature": 3}, ["'num_feature'", "did you mean num_features?"]),
         (GraphAttention, {"near_feild": 3.0}, ["did you mean near_field?"]),
         (GraphAttention, {"drop_out": 0.1}, ["did you mean dropout?"]),
-        (GraphAttention, {"xyz": 1}, ["GraphAttention has no argument 'xyz'", "help("]),
+        (GraphAttention, {"xyz": 1}, ["GraphAttention", "'xyz'", "help("]),
         (EnergyRegressor, {"layer": 3}, ["did you mean layers?"]),
         (EnergyRegressor, {"radial_bases": 3}, ["did you mean radial_basis?"]),
-        (EnergyRegressor, {"causal": True}, ["EnergyRegressor has no argument 'causal'"]),
+        (EnergyRegressor, {"causal": True}, ["EnergyRegressor", "'causal'"]),
     ],
 )
 def test_misspelt_arguments(build, options, parts) -> None:

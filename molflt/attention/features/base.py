@@ -30,7 +30,8 @@ PROJECTIONS: dict[str, type[Projection]] = {
 
 
 class Features(NamedTuple):
-    """Features phi = values * exp(log_scale) of queries or keys; None stands for 1 and for 0.
+    """Features phi = values * exp(log_scale) of queries or keys; None means ones (values) or zeros
+    (log_scale).
 
     Exponential maps overflow when they are evaluated too early. They give their logarithm instead,
     and the mixing subtracts what cancels in the ratio of its sums.
@@ -118,7 +119,7 @@ class Features(NamedTuple):
 
 
 class Projected(NamedTuple):
-    """Columns of which only what maps with a random projection ask for is known."""
+    """Parts of columns whose joined tensor is never formed; supports projections only."""
 
     products: Tensor
     """w_s . x, (batch, heads, tokens, m)"""
@@ -156,8 +157,7 @@ def _squared_norm(*columns: Columns) -> Tensor:
 class FeatureMap(nn.Module):
     """Base class: one map, applied to queries and to keys.
 
-    A new map overrides `forward`, says in its class attributes what it is, and gets a line in
-    `FEATURE_MAPS`.
+    A new map overrides `forward`, sets its class attributes and gets a line in `FEATURE_MAPS`.
 
     Args:
         dim: width of the queries and keys given to the map.
@@ -175,8 +175,8 @@ class FeatureMap(nn.Module):
         random: whether the map owns a random projection that `redraw_` can renew.
         learned: whether it learns one that is drawn at the start.
         signed: whether features can be negative.
-        positive_kernel: whether products phi(q) . phi(k) are above 0, so that normalizers are.
-            Elsewhere count the others in `Attention.sums(...).normalizer`.
+        positive_kernel: True if all phi(q). phi(k) are positive, and therefore all normalizers. For
+            other maps, look for small ones in `Attention.sums(...).normalizer`.
         estimates_exp: whether these products estimate exp(q . k), without bias where they are
             random.
         takes_projected: whether it can do with random projections of its columns.
@@ -227,13 +227,13 @@ class FeatureMap(nn.Module):
         return PROJECTIONS[projection](self.heads, rows, self.dim)
 
     def _add(self, rows: int, projection: str) -> None:
-        """Makes the parameters and buffers that a map has beside its random projection."""
+        """Creates parameters and buffers other than the random projection."""
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
         """Draws a new random projection in place; does nothing for deterministic maps.
 
         Args:
-            generator: CPU generator. Give one seeded alike on every rank of a distributed run.
+            generator: CPU generator. Use the same seed on every rank of a distributed run.
         """
         if self.projection is not None:
             self.projection.redraw_(generator)
@@ -241,15 +241,17 @@ class FeatureMap(nn.Module):
     def forward(self, *columns: Columns) -> Features:
         """Features of tokens: (batch, heads, tokens, dim) -> (batch, heads, tokens, width).
 
-        Several arguments stand for what they are joined to along their last axis, as in [N1, q],
-        and spare most maps the copy.
+        Several arguments are parts of one input along the last axis, as in [N1, q]; most maps need
+        not join them.
         """
         raise NotImplementedError(f"{type(self).__name__} must override forward(*columns)")
 
     def project(self, *columns: Columns) -> Tensor:
         """w_s . x: (batch, heads, tokens, dim), in columns -> (batch, heads, tokens, m)."""
         if self.projection is None:
-            raise ValueError(f"{type(self).__name__} has no random projection; override forward")
+            raise ValueError(
+                f"{type(self).__name__} does not have a random projection; override forward"
+            )
         out: Tensor = self.projection(*(x for x in columns if isinstance(x, Tensor)))
         return sum((x.products for x in columns if isinstance(x, Projected)), out)
 
@@ -264,11 +266,11 @@ class Operand(NamedTuple):
     x: Tensor
     """scaled, (batch, heads, tokens, d)"""
     columns: Columns | None = None
-    """N1 or N2, (batch or 1, heads or 1, tokens, .), which stand before x"""
+    """N1 or N2, (batch or 1, heads or 1, tokens, .), columns before x"""
     mask: Tensor | None = None
     """broadcastable to (batch, heads, tokens), False where features are 0"""
     log_weight: Tensor | None = None
-    """likewise; the logarithm of a factor of the features"""
+    """the same shape; logarithm of a factor of the features"""
 
     def features(self) -> Features:
         """phi([columns, x]), in float32 at least."""

@@ -48,7 +48,7 @@ class _FactoredProjection(Projection):
         batch, heads, tokens, dim = x.shape
         rotated = self._rotate(x.permute(1, 3, 0, 2).reshape(heads, dim, batch * tokens))
         rows = rotated.reshape(heads, self.blocks * self.size, batch, tokens)[:, : self.num_rows]
-        # Contiguous as a matrix product would be, so that callers may view it.
+        # # Contiguous, as a matrix product is; callers may view it.
         scaled = rows * self.norms.to(x.dtype)[..., None, None]
         return scaled.permute(2, 0, 3, 1).contiguous()
 

@@ -1,7 +1,7 @@
 """The feature maps phi of kernelized attention, A_ij = phi(q_i) . phi(k_j).
 
-Inputs are already scaled (x = q d^(-1/4)). A map returns `Features`: exponentials give their
-logarithm, so that the mixing can subtract what cancels before it evaluates them.
+Inputs are already scaled (x = q d^(-1/4)). A map returns `Features`: exponential maps give
+logarithms, from which the mixing subtracts what cancels before evaluation.
 """
 
 import math

@@ -25,7 +25,7 @@ from molflt.attention.features.projections import Projection
 
 _WIDEST = 2**14  # features of a head; softmax takes less time up to about as many tokens
 _TERMS = 6  # levels of the continued fraction
-_LEAST = 0.04  # of a weight, what is left of it at least
+_LEAST = 0.04  # least share of a weight that is kept
 
 
 class _PolynomialFeatures(FeatureMap):
@@ -165,7 +165,7 @@ def _log_mean(square: Tensor, order: float) -> Tensor:
 
 
 def _monomials(dim: int, power: int) -> Tensor:
-    """What turns x into all monomials of a degree, in whole numbers, exact in any precision.
+    """Tables that turn x into all monomials of a degree; integers, exact in any precision.
 
     Returns:
         (power, dim, features): the product over its first axis of x @ rows, the first ones by their

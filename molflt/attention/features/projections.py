@@ -1,8 +1,8 @@
 """Random projections x -> (w_1 . x, ..., w_m . x) of queries and keys, one draw per head.
 
 Positive features rest on E exp(w . z) = exp(|z|^2 / 2), true for rows with the marginal N(0, I);
-how rows depend on each other changes the variance alone. Projections are modules because two of
-them (`hadamard`, `givens`) are products of sparse factors, applied without forming their matrix.
+dependence between rows only changes the variance. Projections are modules because two of them
+(`hadamard`, `givens`) are products of sparse factors, applied without forming their matrix.
 """
 
 import math
@@ -125,7 +125,7 @@ class DenseProjection(Projection):
         return sum(others, first)
 
     def matrix(self) -> Tensor:
-        """As `Projection.matrix`, without a product that could round."""
+        """See `Projection.matrix`; without the rounding of a product."""
         return self.rows.clone()
 
 
@@ -143,9 +143,9 @@ class OrthogonalProjection(DenseProjection):
     """Rows with the marginal N(0, I), orthogonal within each block of `dim` rows (R-ORF).
 
     Directions are the rows of Haar-distributed orthogonal matrices; norms are drawn independently
-    from the chi distribution with `dim` degrees of freedom, so that every single row is an exact
-    standard normal and the kernel estimate stays unbiased.
-    Performer (arXiv:2009.14794), section 2.4; FAVOR (arXiv:2006.03555), section 2.4.
+    from the chi distribution with `dim` degrees of freedom. Every single row is then exactly
+    standard normal, and the kernel estimate stays unbiased. Performer (arXiv:2009.14794), section
+    2.4; FAVOR (arXiv:2006.03555), section 2.4.
     """
 
     paper = "2006.03555, sec. 2.4"

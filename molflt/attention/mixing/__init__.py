@@ -1,1 +1,1 @@
-"""How tokens mix: sums over keys in linear time, and their quadratic oracle."""
+"""Sums over keys in linear time, and their quadratic oracle."""

@@ -11,8 +11,8 @@ from molflt.attention.mixing.sums import Sums, _causal_mask
 from molflt.attention.numerics import at_least_float32, recomputed
 
 _CHUNK = 128  # fastest of 32..512 for m = 64 and d = 64 on a CPU
-_CHUNKS_AT_ONCE = 8  # what a piece needs inside is computed again in backward, not kept
-_EMPTY = -1e30  # logarithm of an empty sum: finite, so that differences of two of them are
+_CHUNKS_AT_ONCE = 8  # intermediate tensors are recomputed in backward, not kept
+_EMPTY = -1e30  # logarithm of an empty sum; finite, because differences of two are taken
 
 
 class State(NamedTuple):
@@ -25,7 +25,7 @@ class State(NamedTuple):
 
 
 class KeyValues(NamedTuple):
-    """What softmax attention has to remember of the tokens so far: all of them."""
+    """State of causal softmax: all keys and values so far."""
 
     key: Tensor
     """(batch, heads, tokens, d), scaled, before any rotation"""
@@ -54,10 +54,10 @@ def causal_linear(
     computed again in backward: beyond queries, keys, values and sums, O(N m dv / chunk)
     numbers at most are kept, never (N, m, dv).
 
-    No query is scaled by anything that comes after it. Keys have a maximum per token inside a
-    chunk, the carried sum has a running maximum per feature, and each query subtracts the largest
-    exponent among those that it sees. So no later key, however large, can make an earlier sum
-    underflow; and there is no eps, but a bound far below what matters, `Features.bounded`.
+    Later keys never scale a query. Keys have a maximum per token inside a chunk, the carried sum
+    has a running maximum per feature, and each query subtracts the largest exponent among those
+    that it sees. So a large later key cannot make an earlier sum underflow. Instead of an eps,
+    `Features.bounded` clips far below relevant values.
 
     Args:
         query: (batch, heads, tokens, m).
@@ -65,7 +65,7 @@ def causal_linear(
         value: (batch, heads, tokens, dv).
         log_decay: (batch, heads, tokens), at most 0: the weight of key j for query i is multiplied
             by exp(sum of log_decay over j < l <= i).
-        state: what an earlier call returned, to go on after its tokens.
+        state: returned by an earlier call; continues after its tokens.
         chunk: tokens per chunk.
 
     Returns:
@@ -197,7 +197,7 @@ class _Chunks(NamedTuple):
         total = self.decay[..., -1:, :]  # [b, h, c, 1, 1]
         log_k = self.log_k + (total - self.decay)  # as seen from the end of the chunk
         highest = log_k.detach().amax(dim=-2, keepdim=True)  # [b, h, c, 1, m]
-        # Where a chunk has no key, its maximum is EMPTY, and its features must be exp(EMPTY) = 0.
+        # # A chunk without keys has the maximum EMPTY; its features must be exp(EMPTY) = 0.
         phi = Features(self.key_values, log_k).shifted(highest.where(highest > _EMPTY / 2, 0.0))
         added = phi.transpose(-1, -2) @ self.value  # [b, h, c, m, dv + 1]
         highest = highest.transpose(-1, -2)
@@ -232,5 +232,5 @@ class _Chunks(NamedTuple):
         inside = inside * scale.masked_fill(~seen, -torch.inf).exp()
         carried = Features(self.query_values, past - row)
         sums = inside @ self.value + carried.materialize() @ before.sums
-        # The query's own running decay multiplies both parts alike.
+        # # The running decay of the query multiplies both parts.
         return sums[..., :-1], sums[..., -1:], self.query_max + row + self.decay

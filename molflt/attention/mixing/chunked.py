@@ -20,8 +20,8 @@ def chunk_size(query: Operand, key: Operand, value: Tensor, columns: int = 0) ->
 
     Args:
         query: as for `linear_in_chunks`.
-        key: likewise.
-        value: likewise.
+        key: the same for keys.
+        value: the same for values.
         columns: p, of the positional kernel; 0 without one.
     """
     graphs, heads, queries, _ = query.x.shape
@@ -77,14 +77,14 @@ def linear_in_chunks(
 class KeySums(NamedTuple):
     """All that linear attention has to know of its keys: sum_j phi(k_j) [v_j, 1] = context exp(.).
 
-    What is in the exponent is the features' maximum over the keys, of which each query takes off
-    what cancels.
+    The exponent is the maximum of the features over keys; each query subtracts the part that
+    cancels.
     """
 
     context: Tensor
     """(batch, heads, m, dv + 1), with a positional kernel (dv + 1) p columns"""
     log_max: Tensor | None
-    """(batch, heads, 1, m or 1), -inf without a key; None where features have no logarithm"""
+    """(batch, heads, 1, m or 1), -inf without keys; None for features without a logarithm"""
 
     def plus(self, added: "KeySums") -> "KeySums":
         """The sums over the keys of both."""

@@ -61,7 +61,7 @@ def softmax(
 def joined_bias(
     bias: Tensor | None, log_weight: Tensor | None, query: Tensor, key: Tensor
 ) -> Tensor | None:
-    """What is added to the logits of softmax, by an encoding and by the weights of keys.
+    """Returns the terms of encoding and key weights that are added to the logits of softmax.
 
     Args:
         bias: (b, h, queries, keys).
@@ -111,7 +111,7 @@ def quadratic(
             logs.append(total[..., :, None] - total[..., None, :])
         if causal:
             # No key may scale a query that comes before it: each token is scaled by itself, and
-            # each row by the largest of what it sees.
+            # # each row by its largest visible entry.
             phi_q, top = _per_token(query.bounded())
             phi_k, key_log = _per_token(key.bounded())
             shift = phi_q.new_zeros(()) if top is None else finite(top)
@@ -144,7 +144,7 @@ def linear(query: Features, key: Features, value: Tensor) -> Sums:
 
 
 def cheaper(queries: int, keys: int, features: int, dim: int, columns: int | None = None) -> str:
-    """Which of two forms of the same sums takes less time: "quadratic" or "linear".
+    """Returns the faster form of the same sums: "quadratic" or "linear".
 
     Counts multiplications: queries keys (m + dv + p) against (queries + keys) m dv p, the latter
     twice where columns are many: their products are formed, and again in the backward pass.

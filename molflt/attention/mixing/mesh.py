@@ -15,7 +15,7 @@ from molflt.attention.mixing.sums import Sums, _stabilize
 from molflt.attention.nodes.mesh import Mesh
 from molflt.attention.numerics import at_least_float32, recomputed, uncompiled
 
-_CHANNELS = 272  # products of features and values on the mesh at once; more are no faster
+_CHANNELS = 272  # products of features and values on the mesh at once; more are not faster
 _ON_MESH = 2**22  # numbers there at once, if that leaves one feature
 _SPARSE = 4  # times as long as in a dense product a multiplication takes in a sparse one
 
@@ -58,7 +58,7 @@ class MeshKernel(NamedTuple):
         return len(self.coefficients[0])
 
     def matrix_is_cheaper(self, tokens: int, features: int, dim: int) -> bool:
-        """Whether the N x N form takes less time, for N tokens, m features and values of dv."""
+        """Returns True if the N x N form is faster, for N tokens, m features and values of dv."""
         on_mesh = 2 * _SPARSE * len(self.weight) // max(1, len(self.rows))
         return tokens * (features + dim + on_mesh) < features * dim * on_mesh
 
@@ -141,7 +141,7 @@ def _pieces(phi: Tensor, features: int) -> list[tuple[int, slice]]:
 def _part(
     query: Tensor, key: Tensor, value: Tensor, kernel: MeshKernel, weight: Tensor, *own: Tensor
 ) -> Tensor:
-    """Of some features of one head: (batch, n, m'), (batch, n, m'), (batch, n, dv) -> (n', dv).
+    """Sums of some features of a head: (batch, n, m'), (batch, n, m'), (batch, n, dv) -> (n', dv).
 
     With weights of the splines, and the coefficients of the head for each mesh.
     """
@@ -156,7 +156,7 @@ def _part(
 def _arguments(
     tensors: tuple[Tensor, ...], head: int, piece: slice, kernel: MeshKernel
 ) -> tuple[Tensor, ...]:
-    """What `_part` is a function of: views of those that `_ByFeatures` is."""
+    """Arguments of `_part`: views of those of `_ByFeatures`."""
     query, key, value, weight, *coefficients = tensors
     own = (c[min(head, kernel.heads - 1)] for c in coefficients)
     return query[:, head, :, piece], key[:, head, :, piece], value[:, head], weight, *own
@@ -175,8 +175,7 @@ def _whole(kernel: MeshKernel, features: int, *tensors: Tensor) -> Tensor:
 class _ByFeatures(Function):
     """The same, a piece after the other, where nothing of any is kept.
 
-    Gradients are added up where they belong, too: the graph of `_whole` would keep those of all
-    pieces, of which each takes a place in memory where the mesh of the piece before has been.
+    Gradients are also accumulated in place. The graph of `_whole` would keep those of all pieces.
     """
 
     @staticmethod
@@ -196,7 +195,7 @@ class _ByFeatures(Function):
         tensors: tuple[Tensor, ...] = ctx.saved_tensors  # type: ignore[attr-defined]
         wanted = ctx.needs_input_grad[2:]  # type: ignore[attr-defined]
         if torch.is_grad_enabled():  # gradients of the gradient are wanted
-            own = [x.view_as(x) for x in tensors]  # so that none depends on another
+            own = [x.view_as(x) for x in tensors]  # they do not depend on each other
             chosen = [x for x, want in zip(own, wanted, strict=True) if want]
             with torch.enable_grad():
                 out = _whole(kernel, features, *own)

@@ -1,4 +1,4 @@
-"""Single pairs of tokens: what they add to a positional kernel, or to the sums themselves."""
+"""Corrections of single pairs of tokens, to a positional kernel or to the sums."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ _MANY = 2**18  # pairs whose products of features are computed again in backward
 
 
 class Pairs(NamedTuple):
-    """What is added to the positional kernel of single pairs, a sparse matrix per head."""
+    """Corrections of the positional kernel, a sparse matrix per head."""
 
     batch: Tensor
     """(pairs,)"""
@@ -31,7 +31,7 @@ class Pairs(NamedTuple):
     weight: Tensor
     """(heads or 1, pairs)"""
     exact: tuple[Tensor, Tensor] | None = None
-    """f (heads, pairs) and s (pairs,): s exp(q_i . k_j + f) is added to A_ij beside it"""
+    """f (heads, pairs) and s (pairs,): s exp(q_i . k_j + f) is also added to A_ij"""
 
     def by_query(self, batch: int, queries: int, keys: int) -> "Pairs | SortedPairs":
         """The weights as a sparse matrix; the same pairs where the library has no such products."""
@@ -78,7 +78,7 @@ def _pair_sums(phi_q: Tensor, phi_k: Tensor, value: Tensor, pairs: Pairs | Sorte
 
 
 def _sparse_sums(phi_q: Tensor, phi_k: Tensor, value: Tensor, pairs: SortedPairs) -> Tensor:
-    """`_pair_sums` head by head; features of pairs are read where they stand, not copied."""
+    """`_pair_sums` head by head, without copying features of pairs."""
     weight = at_least_float32(pairs.weight).expand(phi_q.shape[1], -1)
     found = []
     for *tokens, w in zip(

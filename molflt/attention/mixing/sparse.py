@@ -14,7 +14,7 @@ _TRANSIENT = 2**22  # numbers that a piece of the plain form may hold at once
 
 
 class Pattern(NamedTuple):
-    """Where a sparse matrix has numbers: points that each token touches, or keys of each query."""
+    """Pattern of a sparse matrix: mesh points of each token, or keys of each query."""
 
     begin: Tensor
     """(rows + 1,) int32, where the places of each row begin"""
@@ -127,7 +127,7 @@ def correlate(x: Tensor, y: Tensor, pattern: Pattern) -> Tensor:
 
 
 def has_sparse_products(weight: Tensor) -> bool:
-    """Whether the library has products of a sparse and a dense matrix here; transforms have not."""
+    """Returns True if sparse-dense products are supported here; transforms do not support them."""
     if in_transform():
         return False
     return weight.is_cuda or (weight.device.type == "cpu" and torch.backends.mkl.is_available())
@@ -142,7 +142,7 @@ def _as_given(x: Tensor) -> torch.autocast:
 
 
 class _Product(Function):
-    """Of the sparse matrix, transposed to spread, with a dense one."""
+    """Product of the sparse matrix, or of its transpose, with a dense one."""
 
     @staticmethod
     def forward(
@@ -153,7 +153,7 @@ class _Product(Function):
         spreads: bool,
         turned: Tensor | None,
     ) -> Tensor:
-        # what a gradient needs; the mesh of a chunk is large
+        # # tensors for the gradient; the mesh of a chunk is large
         by_weight, by_x = ctx.needs_input_grad[:2]  # type: ignore[attr-defined]
         kept = weight if by_x else None, x if by_weight else None
         ctx.save_for_backward(*kept)  # type: ignore[arg-type]

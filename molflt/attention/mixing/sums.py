@@ -34,9 +34,9 @@ class Sums(NamedTuple):
         """sum_j A_ij v_j / sum_j A_ij; 0 with zero gradient where no key was left.
 
         Args:
-            floor: least |sum_j A_ij|: those below it are replaced by it, with their sign. It is
-                compared with the sum itself, not with the scaled `normalizer`, so that it means the
-                same in every form, and nothing but the row's own keys has a say.
+            floor: least |sum_j A_ij|. Smaller sums are replaced by it, with their sign. It is
+                compared with the sum itself, not with the scaled `normalizer`, and is therefore the
+                same in every form.
         """
         return self.ratio_to(self, floor)
 
@@ -58,22 +58,22 @@ class Sums(NamedTuple):
         """sum_j A_ij v_j itself; overflows where the kernel does.
 
         Args:
-            kept: share of the keys that dropout leaves, which stand for all of them.
+            kept: share of the keys that dropout leaves; their sum is divided by it.
         """
         return self.numerator * self.log_scale.exp() / kept
 
 
 def _stabilize(query: Features, key: Features) -> tuple[Tensor, Tensor, Tensor]:
-    """Features of a whole sequence in a range without overflow, and what was taken off.
+    """Scales the features of a whole sequence to avoid overflow.
 
     The key's maximum over the valid tokens of the same sequence, one per feature, is moved to the
     query's side, where the maximum over features is then subtracted. Both shifts cancel in the
     ratio of sums, so nothing is detached from the gradient and nothing leaks between sequences;
-    and the largest term of every normalizer of positive features is exactly 1 x 1, so that no
-    normalizer can underflow.
+    and the largest term of every normalizer of positive features is exactly 1 x 1: normalizers
+    cannot underflow.
 
     Returns:
-        phi_q, phi_k and the logarithm, per query, of what the products have to be multiplied by.
+        phi_q, phi_k and, per query, the logarithm of the factor that the products lack.
     """
     log_k, key_max = key.log_scale, None
     if log_k is not None and log_k.shape[-2]:

@@ -37,14 +37,14 @@ def toeplitz(
 ) -> Sums:
     """Kernelized attention with a positional kernel c = exp(log_kernel) of the offset j - i.
 
-    "fft" takes O(m dv N log N) time, as in NPRF (arXiv:2106.12566), eqs. 11-13, and goes through
-    features and columns of the values a few at a time, so that beside the arguments only O(N)
-    numbers exist at once. Its rounding is relative to the largest key and the largest c of the
-    whole sequence: a row whose own terms are smaller by the precision of the dtype gets noise. In
-    causal attention this includes keys that come later: normalize queries and keys there.
+    "fft" takes O(m dv N log N) time, as in NPRF (arXiv:2106.12566), eqs. 11-13, and processes a few
+    features and columns of the values at a time, in O(N) memory. Its rounding is relative to the
+    largest key and the largest c of the whole sequence: a row whose own terms are smaller by the
+    precision of the dtype gets noise. In causal attention this includes keys that come later:
+    normalize queries and keys there.
 
-    "blocks" takes O(N^2 (m + dv)) time in O(N x block) memory. Each row has its own scale, so that
-    every row is accurate, and nothing of the future enters, not even by rounding.
+    "blocks" takes O(N^2 (m + dv)) time in O(N x block) memory. Each row has its own scale and is
+    accurate. Later keys do not enter, not even by rounding.
 
     Args:
         query: (batch, heads, queries, m).

@@ -1,4 +1,4 @@
-"""What every rule that samples a spectrum offers.
+"""Base class of rules that sample a spectrum.
 
 The integral of FLT (arXiv:2302.01925), eq. 4, by a sum. Frequencies in cycles per unit of length.
 """
@@ -38,7 +38,7 @@ class Nodes(nn.Module):
         return xi, weights * spectrum.spectrum(xi)
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new nodes in place, if they are drawn; seed the generator alike on every rank."""
+        """Draws new nodes in place; use the same seed on every rank."""
 
     def log_density(self, xi: Tensor) -> Tensor:
         """log p(xi), to judge by g / p how well the nodes fit a spectrum.
@@ -50,8 +50,7 @@ class Nodes(nn.Module):
             (heads, n).
         """
         raise ValueError(
-            f"{type(self).__name__} have no density; got a request for log p(xi); compare the "
-            "masks instead"
+            f"{type(self).__name__} do not have a density log p(xi); compare the masks instead"
         )
 
     @classmethod
@@ -74,7 +73,7 @@ class Nodes(nn.Module):
             )
         if spectrum.radii is not None:
             raise ValueError(
-                f"{type(spectrum).__name__} live on shells alone; got {type(self).__name__}; "
+                f"{type(spectrum).__name__} need nodes on shells; got {type(self).__name__}; "
                 "sample them at the ShellNodes that they were made for"
             )
 
@@ -83,7 +82,7 @@ def hermitian(spectrum: Spectrum, xi: Tensor) -> Tensor:
     """(g(xi) + conj g(-xi)) / 2: the part of g that makes the mask.
 
     Both antipodes of a pair have the same columns cos and sin; with this part one node at twice the
-    weight stands for both, whether masks are even or not.
+    weight replaces both, for even and odd masks.
 
     Args:
         spectrum: family of g.

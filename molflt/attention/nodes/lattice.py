@@ -1,4 +1,4 @@
-"""Lattices of structures: that of the cell, and a virtual one along directions that are free."""
+"""Lattices of structures: periodic directions from the cell, others from a virtual box."""
 
 import itertools
 import math
@@ -55,7 +55,7 @@ class Lattice(NamedTuple):
 def free_extent(
     positions: Tensor, graph: Tensor, cell: Tensor, pbc: Tensor, smooth: bool = False
 ) -> Tensor:
-    """What each graph spans along the directions perpendicular to its periodic lattice vectors.
+    """Extent of each graph perpendicular to its periodic lattice vectors.
 
     Neither a translation nor a lattice shift of any atom changes it.
 
@@ -85,7 +85,7 @@ def free_extent(
         terms = (scaled - top[graph]).exp()
         mean = torch.zeros_like(span).index_add(0, graph, terms) / count.clamp(min=1)
         span = span + (top + torch.where(none, 1.0, mean).log()) / _SHARPNESS
-    return torch.where(none, 0.0, span.clamp(min=0.0))  # below 0 by rounding alone
+    return torch.where(none, 0.0, span.clamp(min=0.0))  # negative only by rounding
 
 
 def _largest(x: Tensor, graph: Tensor, graphs: int) -> Tensor:

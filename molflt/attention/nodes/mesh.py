@@ -4,13 +4,12 @@ The kernel of a crystal, (1 / V) sum_G g(G) exp(2 pi i G . (r_i - r_j)), needs a
 token as there are nodes G, whose number grows with the cell. A mesh of points in the cell does
 without: tokens are spread over the points around them by B-splines, the mesh is convolved with the
 kernel, whose Fourier coefficients are those above, and tokens read it by the same splines, as in
-smooth particle mesh Ewald sums (Essmann et al., J. Chem. Phys. 103, 8577 (1995)). Only the
-frequencies below the end of the spectrum are wanted, so that products with three small matrices of
-waves take the place of fast Fourier transforms.
+smooth particle mesh Ewald sums (Essmann et al., J. Chem. Phys. 103, 8577 (1995)). Only low
+frequencies are needed; products with three small matrices of waves replace fast Fourier transforms.
 
 The error is that of interpolating waves by splines; it falls with the order and with the number of
-points per wave. Shifts against the mesh, another cell of the same crystal and supercells change the
-kernel by no more than it; nodes (`reciprocal_nodes`) keep them exactly.
+points per wave. It bounds the effect of shifts against the mesh, other cells of the same crystal
+and supercells. With `reciprocal_nodes` these have no effect.
 """
 
 import math
@@ -35,7 +34,7 @@ _MOST_POINTS = 2**24
 
 
 class Mesh(NamedTuple):
-    """The mesh of one graph, and the reciprocal vectors that it stands for."""
+    """The mesh of one graph and its reciprocal vectors."""
 
     sides: tuple[int, int, int]
     """points along each lattice vector"""

@@ -23,12 +23,12 @@ _DOUBLE: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
 
 
 class _Directions(NamedTuple):
-    """A quadrature of the unit sphere of which one of every two antipodes is kept."""
+    """A quadrature of the unit sphere with one of each two antipodes."""
 
     unit: Tensor
     """(n, l), float64 on the CPU"""
     weights: Tensor
-    """(n,), likewise, sum 1"""
+    """(n,), weights, sum 1"""
 
 
 @functools.lru_cache(maxsize=64)
@@ -80,8 +80,8 @@ class ShellNodes(Nodes):
     Args:
         diameter: largest distance |z| at which the mask shall be right, 2 R, in units of length.
         max_frequency: where the spectrum is cut, in cycles per unit of length.
-        num_shells: number of shells, not counting the origin; None for as many as a mask of any
-            width needs, 2 diameter max_frequency, so that no copy of it is near.
+        num_shells: number of shells, not counting the origin; None: 2 diameter max_frequency, which
+            keeps periodic copies of a mask of any width away.
         dim: dimension l, 1 to 3.
         radial: "trapezoid", radii j k / n with k = max_frequency; "midpoint", radii (j - 1/2) k /
             n; "gauss", Gauss-Legendre on [0, k]. The first two are exact up to images of the mask

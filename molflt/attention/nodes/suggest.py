@@ -12,7 +12,7 @@ from molflt.attention.nodes.shells import _DEGREES, ShellNodes, _directions, she
 
 
 class _SuggestedNodes(NamedTuple):
-    """What `suggest_nodes` found."""
+    """Result of `suggest_nodes`."""
 
     nodes: ShellNodes
     """the rule"""
@@ -40,7 +40,7 @@ def suggest_nodes(
     Args:
         radius: of the ball that holds the positions, in units of length.
         width: standard deviation of the narrowest Gaussian of the mask, in units of length.
-        widest: that of the widest; `width` if None.
+        widest: width of the widest mask; `width` if None.
         tol: largest root-mean-square error, f(0) = 1; at least 1e-6, and at most half the
             root mean square of the mask itself, which narrow masks in a large ball do not reach.
     """
@@ -65,7 +65,7 @@ def suggest_nodes(
     if not any(rules):
         raise ValueError(
             f"no shells reach tol={tol:g} for 2 radius / width = {ratio:.3g}; increase tol or "
-            "width, and leave what is sharp to a sum over neighbors"
+            "width, and use a near field for sharp masks"
         )
     best = min(filter(None, rules), key=lambda rule: (rule.size, rule.error))
     nodes = ShellNodes(

@@ -74,7 +74,7 @@ def make_position(
     free = any(p.kind is p.VAR_KEYWORD for p in known.values())
     if unknown := [] if free else sorted(set(options) - set(known)):
         raise ValueError(
-            f"position={name!r} has no option {', '.join(unknown)}; expected some of "
+            f"position={name!r} does not take {', '.join(unknown)}; expected some of "
             f"{', '.join(set(known) - set(sizes))}"
         )
     return build(**options)

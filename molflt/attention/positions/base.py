@@ -1,4 +1,4 @@
-"""What a relative positional encoding is to attention: widths, limits, and its evaluation."""
+"""Base class of relative positional encodings."""
 
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -28,8 +28,7 @@ AS_FACTOR = (
 class Position(nn.Module):
     """Base class of positional encodings.
 
-    A new one overrides `forward`, says in its class attributes what it can do, and gets a line in
-    `POSITIONS`.
+    A new one overrides `forward`, sets its class attributes and gets a line in `POSITIONS`.
 
     Attributes:
         paper: where the encoding comes from.
@@ -38,11 +37,11 @@ class Position(nn.Module):
         mixings: those of `MIXINGS` that can use it.
         causal: whether causal attention can use it.
         decodes: whether it leaves linear causal attention a state of constant size.
-        redraws: whether its randomness estimates something and should be drawn anew in training, as
-            that of random features; nodes of a spectrum are part of what is learned and stay.
+        redraws: True if its randomness is an estimate that training should redraw, as random
+            features. Nodes of a spectrum are learned with and stay.
         weighs: whether it changes the weight of a key; otherwise it only turns queries and keys.
         placement: what pictures of the encoding show, and how that enters attention.
-        grid: whether tokens must lie on a regular grid in order, so that they cannot be permuted.
+        grid: True if tokens must be in the order of a regular grid and cannot be permuted.
     """
 
     paper: ClassVar[str] = ""
@@ -84,12 +83,14 @@ class Position(nn.Module):
                 f"{', '.join(self.mixings)}; change one of them"
             )
         if causal and not self.causal:
-            raise ValueError(f"{name} has no causal form; use causal=False or another position")
+            raise ValueError(f"{name} is not causal; use causal=False or another position")
         if gate and not self.decodes:
-            raise ValueError(f"gate=True needs a running state, which {name} has not; drop one")
+            raise ValueError(
+                f"gate=True needs a running state, which {name} does not have; drop one"
+            )
 
     def use_for(self, mixing: str) -> None:
-        """Freezes parameters that attention of this kind never reads: they have no gradient."""
+        """Freezes parameters that this mixing does not use."""
 
     def check_axes(self, *positions: Tensor) -> None:
         """Raises ValueError unless positions have the shape (batch, tokens, l)."""
@@ -116,7 +117,7 @@ class Position(nn.Module):
         if not positions.numel() or torch.compiler.is_compiling() or in_transform():
             return
         low, high = (float(end) for end in positions.detach().aminmax())
-        # Written so that NaN fails too.
+        # # NaN fails this comparison.
         if not (low >= 0 and high < max_tokens):
             raise ValueError(
                 f"positions of {type(self).__name__} must be in [0, {max_tokens}); got {low:g} to "
@@ -129,11 +130,11 @@ class Position(nn.Module):
             )
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new randomness in place, if there is any; seed the generator alike on all ranks."""
+        """Draws new random numbers in place; use the same seed on all ranks."""
 
 
 class Positioned(nn.Module):
-    """Base class of what a position belongs to: alone its owner, inside of another module not.
+    """Base class of modules that can own a position.
 
     Args:
         position: the encoding, or None.
@@ -162,7 +163,7 @@ class Positioned(nn.Module):
         if position is None:
             if positions is not None or key_positions is not None:
                 raise ValueError(
-                    f"got positions, and the {name} has no positional encoding; build it with "
+                    f"got positions, and the {name} has none; build it with "
                     "position=..., or leave them out"
                 )
             return None
@@ -190,7 +191,7 @@ class Positioned(nn.Module):
 def check_tokens(places: int, x: Tensor) -> None:
     """Raises ValueError unless queries or keys (batch, heads, tokens, d) have a place each.
 
-    One place would be that of every token.
+    All tokens would have the same place.
     """
     if x.shape[2] != places:
         raise ValueError(

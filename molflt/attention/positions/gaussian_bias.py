@@ -15,14 +15,13 @@ class GaussianBias(Position):
     """f_h(z) = (W_2 gelu(W_1 psi(|z|)))_h, added to the logits of softmax attention.
 
     psi_k(|z|) = exp(-(|z| - mu_k)^2 / (2 sigma_k^2)) / (sqrt(2 pi) sigma_k), K Gaussians with
-    learnable mu_k and sigma_k. 3D-Graphormer (arXiv:2203.04810), section on 3D spatial encoding. It
-    has no Fourier factors, so that no mixing in linear time can use it: it is what masks learned
-    through their spectrum are compared with.
+    learnable mu_k and sigma_k. 3D-Graphormer (arXiv:2203.04810), section on 3D spatial encoding.
+    Without Fourier factors it cannot be mixed in linear time; it is a baseline for masks learned
+    through their spectrum.
 
     Differences: the paper stretches distances by a scale and a shift for each pair of elements.
-    Attention here knows nothing of elements, and one scale and shift for all pairs would only
-    rename mu and sigma, so there is none. sigma is exp(log_std), where the paper's code takes an
-    absolute value.
+    Attention here does not see elements, and one scale and shift for all pairs would only rename mu
+    and sigma. sigma is exp(log_std), where the paper's code takes an absolute value.
 
     Memory is O(N^2 K) numbers per graph.
 
@@ -90,7 +89,7 @@ class GaussianBias(Position):
             log_std = at_least_float32(self.log_std)
             scaled = (distance[..., None] - self.mean) * (-log_std).exp()
             psi = (-0.5 * scaled.square() - log_std).exp() / math.sqrt(2 * math.pi)
-        # The network is in the precision of all others: that of its weights, or autocast's.
+        # # The network computes in the precision of its weights, or of autocast.
         out: Tensor = self.mlp(psi.to(self.mean.dtype))
         return out
 

@@ -1,7 +1,7 @@
 """Positional encodings learned by offset, for tokens on a grid: one number for each j - i.
 
-They are tables, so that every mask that depends on the offset alone is within reach, and there is
-nothing between grid points. The spectral encodings take real positions instead.
+They are tables of offsets: any mask on a grid can be learned, and nothing is defined between grid
+points. Spectral encodings take real positions.
 """
 
 import math
@@ -27,10 +27,10 @@ class ToeplitzPosition(Position):
     each pair of offsets (dy, dx), a table of its own and no sum of two, as in Swin
     (arXiv:2103.14030), section 3.2.
 
-    Softmax looks differences of positions up, rounded to integers, so that tokens can be in any
-    order. Linear and quadratic mixing take the place of a token in its sequence for its position,
-    and check that the two agree: positions must count up from that of the first token (row by row
-    on a grid of two dimensions, from the start of a row), and the first key must be where the first
+    Softmax looks up differences of positions, rounded to integers; tokens can be in any order.
+    Linear and quadratic mixing take the place of a token in its sequence for its position, and
+    check that the two agree: positions must count up from that of the first token (row by row on a
+    grid of two dimensions, from the start of a row), and the first key must be where the first
     query is. In the checks all rows of a batch count: give padding the positions that follow.
 
     Args:
@@ -125,9 +125,8 @@ class BucketedPosition(Position):
         heads: number of heads.
         num_buckets: buckets of both directions together.
         max_distance: distance from which on all tokens are in the last bucket.
-        bidirectional: whether keys after the query have buckets of their own, half of them. If not,
-            as in T5's decoder, they are in the bucket of distance 0, and causal attention with its
-            finer buckets is what it is for.
+        bidirectional: give half of the buckets to keys after the query. Otherwise, as in T5's
+            decoder, these share the bucket of distance 0, and causal attention has finer buckets.
         std: standard deviation of the initial b.
 
     Raises:
@@ -162,8 +161,8 @@ class BucketedPosition(Position):
             )
         self.bidirectional = bidirectional
         self.table = nn.Parameter(std * torch.randn(heads, num_buckets))
-        # A table, so that rounding at the edge of a bucket is the same on every device. T5 computes
-        # in float32. It is no buffer, which a module made without memory would have to be given.
+        # # A table: rounding at the edge of a bucket is the same on every device. T5 computes in
+        # float32. It is no buffer, which a module made without memory would have to be given.
         distance = torch.arange(max_distance + 1, device="cpu")
         log_distance = torch.log(distance.clamp(min=1) / single)
         steps = log_distance / math.log(max_distance / single) * (size - single)
@@ -210,10 +209,10 @@ class LowRankPosition(ToeplitzPosition):
     N and finite for every mask. Where r = L it is the gradient of N itself. The columns of both
     factors are scaled to the same norm, which leaves their product as it is.
 
-    Rows of the factors are looked up by position, so that tokens can be in any order and linear
-    causal attention keeps a state of constant size. The product depends on differences of positions
-    as far as r suffices; the factors do not, and feature maps see them one by one. Softmax gets the
-    table itself.
+    Rows of the factors are looked up by position: tokens can be in any order, and linear causal
+    attention keeps a state of constant size. The product depends on differences of positions as far
+    as r suffices; the factors do not, and feature maps see them one by one. Softmax gets the table
+    itself.
 
     Args:
         heads: number of heads.
@@ -233,7 +232,7 @@ class LowRankPosition(ToeplitzPosition):
     cost = "N m (d + r)"
     decodes = True
     grid = False
-    floor = 1e-4  # of the norm of a column, so that balancing divides by no 0
+    floor = 1e-4  # least norm of a column; balancing divides by it
 
     probe: Tensor
 
@@ -275,7 +274,8 @@ class LowRankPosition(ToeplitzPosition):
                 probe = self.probe.to(table.dtype).expand(len(table), -1, -1)
                 basis = torch.linalg.qr(toeplitz_matmul(table, probe)).Q
                 for _ in range(self.power_iterations):
-                    # Orthonormal in between, or rounding would leave the largest direction alone.
+                    # # Orthonormalize in between; otherwise rounding would leave only the largest
+                    # direction.
                     basis = torch.linalg.qr(toeplitz_matmul(table.flip(-1), basis)).Q
                     basis = torch.linalg.qr(toeplitz_matmul(table, basis)).Q
             right = toeplitz_matmul(table.flip(-1), basis)  # N^T Q
@@ -284,7 +284,7 @@ class LowRankPosition(ToeplitzPosition):
             return basis * balance, right / balance
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new probing vectors in place; give a generator seeded alike on every rank."""
+        """Draws new probing vectors in place; use the same seed on every rank."""
         drawn = torch.randn(self.probe.shape, generator=generator, device="cpu")
         self.probe.copy_(drawn)
 

@@ -11,9 +11,9 @@ from molflt.attention.numerics import at_least_float32
 class FrequencyProjection(nn.Module):
     """Rows of a random projection of Fourier factors, as functions of the frequency.
 
-    The nodes of a reciprocal lattice differ from graph to graph in number, have no order that all
-    choices of a cell share, and xi stands for -xi as well. So the normal variables that multiply
-    the columns cos and sin of a node are computed from its frequency:
+    The nodes of a reciprocal lattice differ from graph to graph in number, are not ordered in a way
+    that all choices of a cell share, and represent -xi as well as xi. So the normal variables that
+    multiply the columns cos and sin of a node are computed from its frequency:
 
         eta(xi) = Phi^-1(frac(u . xi + (v . xi)(w . xi) + b)),
         (eta(xi) + eta(-xi)) / sqrt(2) for cos,  (eta(xi) - eta(-xi)) / sqrt(2) for sin.
@@ -43,7 +43,7 @@ class FrequencyProjection(nn.Module):
 
     @torch.no_grad()
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws all rows anew in place; give a generator seeded alike on every rank."""
+        """Draws all rows again in place; use the same seed on every rank."""
         drawn = torch.randn(
             self.vectors.shape, dtype=torch.float64, generator=generator, device="cpu"
         )

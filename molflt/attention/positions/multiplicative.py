@@ -28,8 +28,8 @@ class MultiplicativePosition(SpectralPosition):
     Args:
         spectrum: family of f.
         nodes: where its transform is sampled.
-        background: what two tokens far apart see of each other. 1: all pairs are alike at first.
-            0 for periodic crystals: a constant for each pair would double with the cell.
+        background: kernel between distant tokens. 1: all pairs start equal. 0 for periodic
+            crystals, where a constant for each pair would double with the cell.
     """
 
     positive = 1e-9  # least h whose logarithm softmax attention takes
@@ -78,7 +78,7 @@ class MultiplicativePosition(SpectralPosition):
         """Raises ValueError if h cannot be on a mesh."""
         if not self.spectrum.isotropic:
             raise ValueError(
-                f"a mesh needs a spectrum of |xi| alone; got {type(self.spectrum).__name__}; use "
+                f"a mesh needs an isotropic spectrum; got {type(self.spectrum).__name__}; use "
                 "another, or reciprocal nodes"
             )
 

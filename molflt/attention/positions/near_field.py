@@ -11,16 +11,16 @@ from molflt.attention.spectra import Spectrum
 class NearField(nn.Module):
     """Makes a positional kernel exact for pairs nearer than a cutoff.
 
-    A_ij = [h_far + s(r_ij) (h_near - h_far)] phi(q_i) . phi(k_j), h_near(z) = exp(f(z)): a few
-    nodes carry what is smooth and far, and neighbors what is sharp and near, as in an Ewald sum.
-    s is 1 up to `onset` times the cutoff and goes to 0 at the cutoff, twice differentiable.
-    With `exact` the product of features is corrected as well, and attention of near pairs is that
-    of softmax: A_ij = (1 - s) h_far phi(q_i) . phi(k_j) + s exp(q_i . k_j + f).
+    A_ij = [h_far + s(r_ij) (h_near - h_far)] phi(q_i). phi(k_j), h_near(z) = exp(f(z)): a few nodes
+    carry the smooth far part and neighbors the sharp near part, as in an Ewald sum. s is 1 up to
+    `onset` times the cutoff and goes to 0 at the cutoff, twice differentiable. With `exact` the
+    product of features is corrected as well, and attention of near pairs is that of softmax: A_ij =
+    (1 - s) h_far phi(q_i). phi(k_j) + s exp(q_i. k_j + f).
 
     Args:
-        spectrum: family of f, of which only the exact mask is used.
+        spectrum: family of f; only its exact mask is used.
         cutoff: in units of length (Å).
-        onset: share of the cutoff up to which the kernel is h_near alone.
+        onset: share of the cutoff up to which the kernel equals h_near.
         exact: see above; for feature maps that estimate exp(q . k).
     """
 
@@ -43,7 +43,7 @@ class NearField(nn.Module):
         return fade((distance / self.cutoff - self.onset) / (1 - self.onset))
 
     def forward(self, pairs: Pairs, vector: Tensor, far: Tensor) -> Pairs:
-        """Pairs with what has to be added for each.
+        """Pairs and their corrections.
 
         Args:
             pairs: which tokens; the weight is not used.

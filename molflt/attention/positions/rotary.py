@@ -35,7 +35,7 @@ class RotaryPosition(Position):
             unit of length turn the first pair by one radian.
 
     Raises:
-        ValueError: head_dim has no pair for every axis, or base is not positive.
+        ValueError: head_dim is not a multiple of twice the number of axes, or base is not positive.
     """
 
     weighs = False

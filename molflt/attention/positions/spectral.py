@@ -47,8 +47,8 @@ class SpectralPosition(Position):
         ValueError: if the nodes cannot sample the spectrum.
     """
 
-    # Below this the two sides are no longer balanced, so that the gradient stays finite (and,
-    # unlike that of two square roots, does not vanish) where the spectrum crosses zero.
+    # # Below this the two sides are not balanced any more; the gradient stays finite (and, unlike
+    # that of two square roots, does not vanish) where the spectrum crosses zero.
     floor = 1e-4
     taper: ClassVar[Literal["step", "positive"]] = "step"  # of reciprocal nodes
     on_lattice = False  # True: nodes come with each batch, for softmax as well
@@ -111,7 +111,7 @@ class SpectralPosition(Position):
         if not sampled:
             why = "for softmax, which takes the exact mask, or where nodes come with each batch"
             no_effect(why, nodes=nodes, num_nodes=num_nodes, **own)
-            # Drawn and left out: a seed gives all other weights alike, with nodes and without.
+            # # Drawn and discarded: a seed gives the same other weights with and without nodes.
             _made(NODES[name], {}, "node_", (), **NODES[name].sizes(g, None))
             return cls(g, None, **mine)
         rule = NODES[name]
@@ -138,7 +138,7 @@ class SpectralPosition(Position):
             names, kind = ", ".join(self.spectrum.without_slope), type(self.spectrum).__name__
             warnings.warn(
                 f"{names} of the spectrum {kind} stays as drawn with mixing='softmax': its exact "
-                "mask has no derivative by it; spectrum='smooth_local' learns it",
+                "mask is not differentiable with respect to it; spectrum='smooth_local' learns it",
                 stacklevel=2,
             )
             for parameter in fixed:
@@ -216,7 +216,7 @@ class SpectralPosition(Position):
         return self.bias(delta)[0]
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new nodes in place; give a generator seeded alike on every rank."""
+        """Draws new nodes in place; use the same seed on every rank."""
         if self.nodes is not None:
             self.nodes.redraw_(generator)
 
@@ -248,9 +248,9 @@ def _made(
     Args:
         part: its class.
         options: its arguments by name, with the prefix.
-        prefix: what the names begin with.
-        beside: options of others that go with these, for messages.
-        fixed: arguments that are no options.
+        prefix: common beginning of the names.
+        beside: other options that are accepted, for messages.
+        fixed: arguments that are not options.
     """
     known = {
         prefix + name: parameter
@@ -259,7 +259,7 @@ def _made(
     }
     if unknown := sorted(set(options) - set(known)):
         raise ValueError(
-            f"{part.__name__} has no option {', '.join(unknown)}; expected some of "
+            f"{part.__name__} does not take {', '.join(unknown)}; expected some of "
             f"{', '.join((*known, *beside))}"
         )
     required = [name for name, parameter in known.items() if parameter.default is parameter.empty]

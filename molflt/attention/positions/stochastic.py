@@ -10,10 +10,10 @@ so logits have a relative encoding in expectation, with a standard error that fa
 Only the logits are unbiased: their exponentials, and so attention, are not. One realization depends
 on the origin, translations change nothing in expectation only.
 
-Differences to the authors' code: the noise is drawn once and kept, alike in training and
-evaluation, until `redraw_` (there, every forward pass draws anew, also in evaluation); kernels have
-no factor that depends on the number of sines; positions are those given instead of 0, 1, 2, ...;
-the gate's noise has the variance that makes its kernel exactly 1.
+Differences to the authors' code: the noise is drawn once and kept until `redraw_`, in training and
+evaluation (their forward passes draw each time); kernels do not have a factor that depends on the
+number of sines; positions are those given instead of 0, 1, 2,...; the gate's noise has the variance
+that makes its kernel exactly 1.
 """
 
 import functools
@@ -106,10 +106,10 @@ class _StochasticPosition(Position):
 
     @torch.no_grad()
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new noise in place, on the CPU in float64, so that all ranks and devices agree.
+        """Draws new noise in place, on the CPU in float64: all ranks and devices agree.
 
         Args:
-            generator: CPU generator, seeded alike on all ranks; torch's global one if None.
+            generator: CPU generator with the same seed on all ranks; torch's global one if None.
         """
         on_cpu(generator)
         for buffer in self.buffers():

@@ -1,4 +1,4 @@
-"""What every spectrum offers.
+"""Base class of spectra.
 
 f(z) = Re integral exp(2 pi i z . xi) g(xi) d xi, FLT (arXiv:2302.01925), eq. 4. Positions in the
 unit of length of the caller (Å for atoms, 1 for tokens), frequencies xi in cycles per that unit.
@@ -30,10 +30,11 @@ class Spectrum(nn.Module):
     Attributes:
         paper: where the family comes from.
         nodes: key of `NODES`, the rule that samples it by default.
-        isotropic: whether g is a function of |xi| alone, and f of |z|.
+        isotropic: True if g depends only on |xi|, and f only on |z|.
         integrable: whether g is absolutely integrable. Elsewhere sums over more nodes do not come
             nearer to the exact mask.
-        without_slope: names of parameters by which `mask` has no derivative; a sampled one has.
+        without_slope: parameters with respect to which `mask` is not differentiable, but a sampled
+            mask is.
         radii: (shells,) buffer, of a family that lives on shells of these radii; None elsewhere.
     """
 
@@ -51,7 +52,7 @@ class Spectrum(nn.Module):
         self.dim = dim
 
     def spectrum(self, xi: Tensor) -> Tensor:
-        """Spectrum g, what a fast mask samples.
+        """Returns the spectrum g, which fast masks sample.
 
         Args:
             xi: frequencies (heads or 1, nodes, l), in cycles per unit of length.
@@ -68,8 +69,7 @@ class Spectrum(nn.Module):
         Args:
             delta: differences z (batch, ..., l), in units of length.
 
-        Returns:
-            (batch, heads, ...), what is added to a logit: no unit.
+        Returns: (batch, heads,...), added to a logit, dimensionless.
         """
         raise NotImplementedError(f"{type(self).__name__} must override mask(delta)")
 

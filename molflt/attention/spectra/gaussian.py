@@ -26,8 +26,8 @@ class GaussianBasis(Spectrum):
         dim: dimension l of positions.
         width_range: smallest and largest initial width sigma_t, spaced evenly in the logarithm.
         amplitude: standard deviation of the initial amplitudes a_ht; with `positive` their size.
-        positive: a_ht = exp(.), so that f is above 0 everywhere and decays: a kernel that may be
-            summed over the images of a crystal and that multiplies (`MultiplicativePosition`).
+        positive: a_ht = exp(.): f is positive everywhere and decays. Such kernels can multiply
+            (`MultiplicativePosition`) and be summed over the images of a crystal.
     """
 
     paper: ClassVar[str] = "2302.01925, app. B.3"
@@ -90,8 +90,8 @@ class GaussianMixture(Spectrum):
         dim: dimension l of positions.
         width_range: smallest and largest initial width of an envelope, 1 / (2 pi sigma_t), in units
             of length, spaced evenly in the logarithm.
-        mean_scale: standard deviation of the initial mu_t in units of sigma_t. At 0 an odd part has
-            no gradient.
+        mean_scale: standard deviation of the initial mu_t in units of sigma_t. At 0 the gradient of
+            an odd part vanishes.
         amplitude: standard deviation of the initial a_t (and b_t).
         asymmetric: whether w_t is complex.
     """

@@ -22,8 +22,7 @@ class InversePower(Spectrum):
 
     where the rest is over within a few 1 / a. Ewald's split for p = 1 (Ann. Phys. 369, 253, 1921),
     for other powers as by Nijboer and De Wette (Physica 23, 309, 1957). Unlike the families of
-    `SPECTRA` it has nothing to learn, and all heads share it: a law, beside which charges are
-    learned.
+    `SPECTRA` it is a fixed law that all heads share; charges are learned.
 
     Args:
         power: p, one of 1, 2, 4, 6, for which there are closed forms.
@@ -87,7 +86,7 @@ class InversePower(Spectrum):
         return self.sharpness**self.power * found
 
     def at_zero(self) -> float:
-        """f(0), what a charge sees of itself: length^-p."""
+        """f(0), the self-interaction of a charge: length^-p."""
         return self.sharpness**self.power / math.gamma(self.power / 2 + 1)
 
     def _share(self, x: Tensor) -> Tensor:

@@ -35,9 +35,9 @@ class SmoothLocal(Spectrum):
     (a linear combination of boxes); in "product" the mask at zero distance is (sum_t w_t)^l, which
     cannot be negative for even l and has a vanishing gradient where the sum does.
 
-    g falls as |xi_j|^-k per axis: absolutely integrable, but slower than any Gaussian, so that
-    Gaussian nodes give an infinite variance. `DensityNodes` of a `Laplace` with `shared=False`
-    have bounded ratios g / p.
+    g falls as |xi_j|^-k per axis: absolutely integrable, but slower than any Gaussian; Gaussian
+    nodes have an infinite variance. `DensityNodes` of a `Laplace` with `shared=False` have bounded
+    ratios g / p.
 
     Args:
         heads: number of heads.
@@ -156,7 +156,7 @@ class Local(SmoothLocal):
 def _sinc(x: Tensor) -> Tensor:
     """sin(pi x) / (pi x) with its second derivative at 0, where frequencies along axes are.
 
-    That of torch.sinc is NaN there, and that of `numerics.sinc`, for what is flat at 0, is 0.
+    That of torch.sinc is NaN at 0, and that of `numerics.sinc` is 0.
     """
     phase = math.pi * x
     away = phase != 0

@@ -14,9 +14,9 @@ class ShellWeights(Spectrum):
     """One learned weight per head and shell: f_h(z) = sum_k a_hk j(2 pi k |z|).
 
     j is the mean of a wave over all directions: sin(x) / x in three dimensions, cos(x) in one. The
-    mask is a function of |z| alone; sampled at the shells it is so to the accuracy of their
-    directions. g is a density relative to the shells' own measure, the sum over k of the mean over
-    directions, hence `normalized` shells.
+    mask depends only on |z|; sampled at the shells it does so to the accuracy of their directions.
+    g is a density relative to the shells' own measure, the sum over k of the mean over directions,
+    hence `normalized` shells.
 
     Args:
         heads: number of heads.
@@ -37,8 +37,8 @@ class ShellWeights(Spectrum):
         super().__init__(heads, dim)
         if dim == 2:
             raise ValueError(
-                "shells must have dim 1 or 3; got 2, whose mask needs Bessel's J0, of which torch "
-                "has no gradient; use 'gaussian_basis' there"
+                "shells must have dim 1 or 3; got 2, whose mask needs Bessel's J0, which torch "
+                "cannot differentiate; use 'gaussian_basis' there"
             )
         self.amplitude = nn.Parameter(amplitude * torch.randn(heads, len(radii)))
         self.register_buffer("radius", radii.clone())

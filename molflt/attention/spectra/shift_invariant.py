@@ -18,8 +18,8 @@ class ShiftInvariant(Spectrum):
 
     Its spectrum is C_h times a probability density.
 
-    By Bochner's theorem, g_h(xi) = C_h length_h^l p(length_h xi) with p the density of which K is
-    the characteristic function, K(z) = E cos(2 pi z . u) for u ~ p. FLT (arXiv:2302.01925), eq. 7,
+    By Bochner's theorem, g_h(xi) = C_h length_h^l p(length_h xi), where K is the characteristic
+    function of the density p, K(z) = E cos(2 pi z. u) for u ~ p. FLT (arXiv:2302.01925), eq. 7,
     with the factor 2 pi in the draws u instead of in the positions. Nodes drawn from p
     (`molflt.attention.nodes.random.DensityNodes`) then all have the importance ratio C_h.
 
