@@ -83,7 +83,7 @@ class GraphAttention(nn.Module):
         known_names(GraphAttention, attention, Attention)
         at_least_one(dim=dim, heads=heads)
         if attention.get("causal") or attention.get("gate"):
-            raise ValueError("atoms have no order; got causal or gate; leave them out")
+            raise ValueError("atoms are not ordered; got causal or gate; leave them out")
         kind: dict[str, Any] = {
             "mixing": mixing,
             "feature_map": feature_map,
@@ -115,7 +115,7 @@ class GraphAttention(nn.Module):
     _reset_parameters = reset_parameters  # the name by which PyG's GPSConv calls it
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new random features in place; give a generator seeded alike on every rank."""
+        """Draws new random features in place; use the same seed on every rank."""
         self.attention.redraw_(generator)
         if self.encoding is not None:
             self.encoding.redraw_(generator)
@@ -195,5 +195,5 @@ class GraphAttention(nn.Module):
 
 
 def _is_periodic(pbc: Tensor | None) -> bool:
-    """Whether an axis is periodic; all are if nobody said. Waits for the device: ask last."""
+    """Returns True if an axis is periodic; the default is all. Waits for the device: call last."""
     return pbc is None or torch.compiler.is_compiling() or bool(pbc.any())

@@ -65,8 +65,8 @@ class CompiledEnergies(nn.Module):
     def forward(self, batch: "Data") -> Mapping[str, Tensor]:
         """Energies (graphs,), float64, eV, as `EnergyRegressor.forward`.
 
-        Graphs are padded to the largest, so that a batch is best of graphs of similar size. Graphs
-        for whose matrix there is no room are left to the model, whose sums are the same.
+        Graphs are padded to the largest; batches should have graphs of similar size. Graphs whose
+        matrix does not fit go to the model instead, with the same sums.
         """
         inputs = EnergyInputs.of(self.model, batch)
         if self.matrix and inputs.mask.shape[1] > _MOST_IN_MATRIX:

@@ -1,4 +1,4 @@
-"""Energies of a regressor as a function of tensors alone, to be exported.
+"""Energies of a regressor as a function of tensors only, for export.
 
 What depends on data in number (neighbors, reciprocal nodes, padding) is prepared by `EnergyInputs`
 outside of it; what remains has dynamic sizes only, and one graph of operations for all of them.
@@ -41,7 +41,7 @@ class EnergyInputs(NamedTuple):
     tags: Tensor
     """(atoms,) int64, 0 subsurface, 1 surface, 2 adsorbate"""
     places: Tensor
-    """(atoms,) int64, where each stands in `mask`, all graphs counted through"""
+    """(atoms,) int64, index of each atom in the flattened `mask`"""
     references: Tensor
     """(graphs,) float64, eV, energies of the elements, which are added"""
     mask: Tensor
@@ -51,13 +51,13 @@ class EnergyInputs(NamedTuple):
     nodes: Tensor
     """(graphs, nodes, 3), of the reciprocal lattice; zeros for models without"""
     node_weights: Tensor
-    """(graphs, nodes), Å^-3, 0 for those that are none"""
+    """(graphs, nodes), Å^-3, 0 for padding"""
     pair_graphs: Tensor
     """(pairs,) int64, of pairs within the near field, each atom with itself first"""
     pair_queries: Tensor
     """(pairs,) int64, counted from the first atom of the graph"""
     pair_keys: Tensor
-    """(pairs,) int64, likewise"""
+    """(pairs,) int64, the other atom"""
     pair_vectors: Tensor
     """(pairs, 3), from query to key"""
     edge_centers: Tensor
@@ -209,7 +209,7 @@ def export_energies(model: EnergyRegressor, batch: "Data") -> "ExportedProgram":
 
 
 def takes_matrix(model: EnergyRegressor) -> bool:
-    """Whether its `EnergyComputation` goes through the N x N matrix of each graph."""
+    """Returns True if its `EnergyComputation` forms the N x N matrix of each graph."""
     encoding = model.encoding
     return encoding is not None and bool(encoding.periodic.lattice or encoding.near_field)
 

@@ -24,13 +24,13 @@ class DenseAtoms(NamedTuple):
     key_positions: Tensor
     """(graphs, keys, 3)"""
     key_index: Tensor | None = None
-    """(graphs, keys), atom of which each key is a copy; None: key j is atom j"""
+    """(graphs, keys), index of the atom that each key copies; None: key j is atom j"""
     key_weight: Tensor | None = None
     """(graphs, keys), below 1 for images on their way out of the cutoff; None: all 1"""
 
     @property
     def keys(self) -> Keys:
-        """What attention is told of the keys."""
+        """Arguments of attention about keys."""
         return {
             "key_mask": self.key_mask,
             "key_weight": self.key_weight,
@@ -43,10 +43,10 @@ class DenseAtoms(NamedTuple):
 
         Args:
             geometry: the atoms.
-            lattice: centre along directions that are perpendicular to all periodic lattice vectors
-                alone. Along these a mean would depend on the choice of cell and of images. So there
-                the additive encoding, whose features see the factors one by one, depends on where
-                the crystal lies; the multiplicative one does not.
+            lattice: centre only along directions that are perpendicular to all periodic lattice
+                vectors. Along these a mean would depend on the choice of cell and of images.
+                Features of the additive encoding see single factors. It therefore depends on the
+                position of the crystal along the others; the multiplicative encoding does not.
         """
         mask = _atom_mask(geometry)
         centred = geometry.pos - _centres(geometry, lattice)[geometry.batch]
@@ -55,7 +55,7 @@ class DenseAtoms(NamedTuple):
 
 
 def _atom_mask(geometry: Geometry) -> Tensor:
-    """Which places hold an atom when all graphs have as many as the largest: (graphs, atoms)."""
+    """Mask of real atoms after padding to the largest graph: (graphs, atoms)."""
     counts = geometry.ptr.diff()
     most = cast(int, torch.cat((counts, counts.new_zeros(1))).max().item())
     if torch.compiler.is_compiling():
@@ -77,7 +77,7 @@ def padded(x: Tensor, mask: Tensor, places: Tensor) -> Tensor:
 
 
 def _centres(geometry: Geometry, lattice: bool) -> Tensor:
-    """Where each graph's positions are counted from, (graphs, 3) Å."""
+    """Origin of the positions of each graph, (graphs, 3) Å."""
     counts = geometry.ptr.diff().clamp(min=1)[:, None]
     mean = geometry.sum(geometry.pos) / counts
     if not lattice:

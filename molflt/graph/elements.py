@@ -1,4 +1,4 @@
-"""What is known of an element before any training: the periodic table as numbers."""
+"""Descriptors of elements from the periodic table."""
 
 import math
 
@@ -66,8 +66,8 @@ def descriptors() -> Tensor:
     """Descriptors of the elements, (119, 8) float32, by atomic number.
 
     Every column has a mean of 0 and a standard deviation of 1 over the elements that have all of
-    them. Rows of the others, and of number 0, are NaN: helium, neon, argon, and those from 104 on,
-    of which no bond is known.
+    them. Rows of other elements and of number 0 are NaN: helium, neon, argon, and elements from 104
+    on, which do not have known bonds.
 
     Sources: covalent radii, Cordero et al., doi:10.1039/b801115j, as ASE has them;
     electronegativities on Pauling's scale, CRC Handbook of Chemistry and Physics.

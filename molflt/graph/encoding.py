@@ -184,7 +184,7 @@ class GraphEncoding(nn.Module):
         by_cell = geometry.cell.requires_grad and torch.is_grad_enabled()
         if by_cell and self.frequency_projection is not None:
             raise ValueError(
-                "position='spectral' with reciprocal nodes has no gradient by the cell: random "
+                "position='spectral' with reciprocal nodes has no gradient of the cell: random "
                 "features of frequencies jump when these move; got a cell that requires one; "
                 "use position='multiplicative' for stress"
             )
@@ -195,7 +195,7 @@ class GraphEncoding(nn.Module):
         return dense, self._evaluate(dense, found)
 
     def _found(self, geometry: Geometry, neighbors: Neighbors | None = None) -> _Found:
-        """What is searched once for a batch, so that errors name its graphs."""
+        """Neighbors and nodes of a batch, searched once; errors name its graphs."""
         nodes = self.periodic.nodes(geometry, self.position)
         if nodes is not None:
             _expect_memory(nodes.weights, geometry, self.position.spectrum.heads)
@@ -209,7 +209,7 @@ class GraphEncoding(nn.Module):
         return _Found(nodes, alone, NearPairs.of(geometry, neighbors, alone))
 
     def _columns(self, geometry: Geometry, found: _Found) -> Tensor | None:
-        """What the time of an atom grows with, (graphs,): nodes, images or, in a matrix, atoms."""
+        """Cost per atom, (graphs,): number of nodes, images or, for a matrix, atoms."""
         if found.nodes is None:
             return self.periodic.images(geometry)
         atoms, nodes = geometry.ptr.diff(), found.counts()
@@ -218,7 +218,7 @@ class GraphEncoding(nn.Module):
         return torch.minimum(atoms, nodes) if self.mixing == "auto" else atoms
 
     def _evaluate(self, dense: DenseAtoms, found: _Found) -> Encoding:
-        """Of tensors alone."""
+        """Forward pass on tensors only."""
         nodes = found.nodes
         if self.softmax and nodes is None:
             return self._exact(dense, found)
@@ -257,7 +257,7 @@ class GraphEncoding(nn.Module):
         factors: tuple[Tensor, Tensor] | None = None,
         exact: bool = False,
     ) -> Pairs | None:
-        """Pairs within the near field, each atom and itself included, and what they add."""
+        """Pairs within the near field, including each atom with itself, and their corrections."""
         if found.near is None:
             return None
         near, alone = found.near, found.alone
@@ -276,7 +276,7 @@ class GraphEncoding(nn.Module):
         farthest: float,
         exact: bool,
     ) -> tuple[Tensor, ...]:
-        """What is added for some pairs: the weight, and what `Pairs.exact` has."""
+        """Corrections of some pairs: the weight, and terms of `Pairs.exact`."""
         vector, pairs, distance = near.vector, near.pairs(), distances(near.vector)
         if exact:
             far = position.kernel(vector[None])[0]
@@ -292,7 +292,8 @@ class GraphEncoding(nn.Module):
 
     @torch.no_grad()
     def radial_profile(self, distance: Tensor) -> Tensor:
-        """What a pair of atoms adds to its logit, f or log h, for plots: (n,) Å -> (heads, n).
+        """Contribution of a pair of atoms to its logit, f or log h, for plots: (n,) Å -> (heads,
+        n).
 
         Of one image; of the exact mask where nodes sample it.
         """
@@ -307,7 +308,7 @@ class GraphEncoding(nn.Module):
         return kernel.clamp(min=self.position.positive).log()
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new random features in place; give a generator seeded alike on every rank.
+        """Draws new random features in place; use the same seed on every rank.
 
         Nodes of the mask stay as they are: the mask is learned with them.
         """
@@ -327,7 +328,7 @@ def _make_encoding(
         heads: number of heads.
         position: "none", or as for `GraphEncoding`.
         kind: mixing, feature_map and num_features of the attention that will use it.
-        periodic: as for `GraphEncoding`; None is "none".
+        periodic: see `GraphEncoding`; None means "none".
         where: further arguments of `GraphEncoding`.
     """
     one_of("position", position, _GRAPH_POSITIONS)

@@ -1,4 +1,4 @@
-"""Where atoms are: the part of a PyG batch that attention reads, checked and in one form."""
+"""Positions, cells and batch indices of a PyG batch, checked and in one form."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -169,7 +169,7 @@ def _no_data(given: object) -> str:
 
 
 def _points(pos: Tensor | None, atoms: int | None) -> Tensor:
-    """Positions as they are, checked; likewise `Geometry.of`."""
+    """Checks positions, as `Geometry.of` does."""
     if pos is None or pos.ndim != 2 or pos.shape != (pos.shape[0] if atoms is None else atoms, 3):
         rows = "atoms" if atoms is None else atoms
         got = None if pos is None else tuple(pos.shape)
@@ -199,7 +199,7 @@ def _in_order(batch: Tensor | None, atoms: Tensor, graphs: int | None) -> Tensor
     Args:
         batch: (atoms,) or None.
         atoms: anything with one row for each atom.
-        graphs: their number, or None if nobody said.
+        graphs: number of graphs, or None to infer it.
     """
     if graphs is not None and (isinstance(graphs, float) or graphs < 0):
         raise ValueError(f"batch_size must be the number of graphs; got {graphs}; correct it")
@@ -265,7 +265,7 @@ def _number_of_graphs(batch: Tensor, cell: Tensor | None, pbc: Tensor | None) ->
 
 
 def _of_none(cell: Tensor | None, pbc: Tensor | None) -> int:
-    """Number of graphs where there are no atoms to tell: that of cells or axes, or 1."""
+    """Returns the number of graphs without atoms, from cells or axes, or 1."""
     cells = cell.shape[0] if cell is not None and cell.ndim == 3 else 1
     axes = pbc.shape[0] if pbc is not None and pbc.ndim == 2 else 1
     return axes if cells == 1 else cells
@@ -276,7 +276,7 @@ def _for_each(name: str, given: Tensor, shape: tuple[int, ...], graphs: int) -> 
     if not compiling and given.shape not in (shape, (graphs, *shape)):
         hint = "give every graph its own"
         if given.shape[1:] == shape and len(given) > graphs:
-            hint = f"if the last graphs have no atoms, pass batch_size={len(given)}"
+            hint = f"if the last graphs are empty, pass batch_size={len(given)}"
         elif given.shape[1:] == shape[1:] and given.numel() % math.prod(shape) == 0:
             hint = f"PyG joins those of a batch so; store {(1, *shape)} in the Data of each graph"
         raise ValueError(

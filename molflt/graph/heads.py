@@ -1,4 +1,4 @@
-"""What goes in and what comes out: atom embedding, energy readout, position head."""
+"""Atom embedding, energy readout and position head."""
 
 import math
 import warnings
@@ -61,7 +61,7 @@ class ElementEmbedding(nn.Embedding):
             nn.init.zeros_(self.weight)
 
     def forward(self, numbers: Tensor) -> Tensor:
-        """Raises ValueError for elements of which no descriptors are known."""
+        """Raises ValueError for elements without descriptors."""
         if not self.described:
             return super().forward(numbers)
         if at_hand(numbers):
@@ -74,7 +74,7 @@ class ElementEmbedding(nn.Embedding):
         return vectors[numbers]
 
     def check(self, numbers: Tensor) -> None:
-        """Raises ValueError for elements of which no descriptors are known, if they are used."""
+        """Raises ValueError for elements without descriptors, if descriptors are used."""
         if self.described and (unknown := ~self.get_buffer("has_descriptors")[numbers]).any():
             raise ValueError(
                 f"no descriptors are known of element {int(numbers[unknown][0])}; expected a "
@@ -93,7 +93,7 @@ def by_contact(model: nn.Module) -> tuple[bool, bool]:
 
 
 def undescribed(model: nn.Module) -> frozenset[int]:
-    """Atomic numbers that a model cannot take, as it, or a member of it, has no descriptors."""
+    """Returns atomic numbers that a model, or one of its members, cannot describe."""
     missing: set[int] = set()
     for part in model.modules():
         if isinstance(part, ElementEmbedding) and part.described:
@@ -102,10 +102,10 @@ def undescribed(model: nn.Module) -> frozenset[int]:
 
 
 class AtomEmbedding(nn.Module):
-    """Element + tag + (optional) what stands around each atom, before any attention.
+    """Element + tag + (optional) neighborhood of each atom, before attention.
 
-    The radial summary is sum_j W b(|r_ij|) * u(Z_j), what stands how far away; layers of messages
-    add to it in which directions, see `molflt.graph.messages.EquivariantMessages`.
+    The radial summary is sum_j W b(|r_ij|) * u(Z_j): elements and distances of neighbors. Layers of
+    messages add directions, see `molflt.graph.messages.EquivariantMessages`.
 
     Args:
         dim: width of the embedding.
@@ -135,7 +135,7 @@ class AtomEmbedding(nn.Module):
 
     @property
     def sees_neighbors(self) -> bool:
-        """Whether anything but the atom itself enters its embedding."""
+        """True if neighbors enter the embedding of an atom."""
         return bool(self.num_basis) or self.messages is not None
 
     def forward(self, numbers: Tensor, tags: Tensor, neighbors: Neighbors | None) -> Tensor:
@@ -299,7 +299,7 @@ class PositionHead(nn.Module):
         return sum(others, first)
 
     def _moves(self, pairs: Neighbors, from_center: Tensor, from_neighbor: Tensor) -> Tensor:
-        """What some pairs add: (atoms, 3), Å."""
+        """Contribution of some pairs: (atoms, 3), Å."""
         center, neighbor, vector, distance = pairs
         basis = radial_bumps(distance, self.num_basis, self.cutoff).to(from_center.dtype)
         # Pairs are many: each further tensor of them costs as much as computing with it.

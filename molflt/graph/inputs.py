@@ -1,4 +1,4 @@
-"""What the energy regressor reads of PyG data, checked before anything is computed."""
+"""Inputs of the energy regressor, read from PyG data and checked."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -78,7 +78,7 @@ class Atoms(NamedTuple):
 
 
 def _charges(data: "Data", geometry: Geometry, charged: bool) -> Tensor | None:
-    """Total charges (graphs,), e, None if all are 0; NaN, where none is given, counts as 0."""
+    """Total charges (graphs,), e, None if all are 0; NaN means 0."""
     found = None
     for name, usual, hint in (
         ("multiplicity", 1.0, "no model reads it"),
@@ -106,7 +106,7 @@ def _charges(data: "Data", geometry: Geometry, charged: bool) -> Tensor | None:
 
 
 def _expect(data: "Data", geometry: Geometry, weight: Tensor) -> None:
-    """Raises ValueError for data elsewhere, or without what the model has to know."""
+    """Raises ValueError for data on another device, or without required attributes."""
     beside_weights("pos", geometry.pos, weight)
     if data.get("atomic_numbers") is None:
         hint = "; set data.atomic_numbers = data.z" if "z" in data else ""

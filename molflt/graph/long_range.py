@@ -33,7 +33,7 @@ _HIGHEST = 1.44  # of frequencies over sharpness: nodes end at 3e-6 of the first
 _APART = 5.0  # of the images of a slab, over the sharpness: they see 1e-12 of each other
 _LARGEST = 800.0  # volume over the cutoff cubed from which on the cutoff grows with the cell
 _TRANSIENT = 2**21  # numbers that waves of one chunk of nodes may hold at once
-_START = 0.02  # of charges over what a linear layer starts with: energies of some meV an atom
+_START = 0.02  # initial charges relative to those of a linear layer; energies of some meV per atom
 _REACH = 5.0  # Å between atoms that exchange charge
 _LEAST = 1e-12  # weight of an atom in the total charge: equal shares if all others are 0
 
@@ -77,18 +77,18 @@ class ChargeShare(nn.Module):
 class LongRange(nn.Module):
     """Energies of latent charges, linear functions a of the features of an atom.
 
-    Charges of p = 1 and 2, whose sums over a crystal converge for neutral cells alone, flow between
+    Charges of p = 1 and 2, whose sums over a crystal converge only for neutral cells, flow between
     neighbors: q_i = sum_j w(r_ij) (a_j - a_i), where w falls smoothly from 1 to 0 at 5 Å. Flows
     cancel in pairs. A group of atoms more than 5 Å from all others is therefore neutral, and its
     interaction with them vanishes with the distance. For other powers q_i = a_i.
 
     With `total_charge`, the first channel of p = 1 also holds the total charge of the graph, spread
-    by `ChargeShare`: its charges sum to Q, and a distant ion interacts with this channel alone.
+    by `ChargeShare`: its charges sum to Q, and a distant ion interacts only with this channel.
 
     Along three periodic axes a uniform background neutralizes charges (p = 1, 2), and the
-    surface of the crystal is a conductor, as in all Ewald sums without a term for it. Along two,
-    for p = 1 alone, nothing is beyond the slab, and a net charge has the field of a sheet. Without
-    periodic axes all pairs are computed, O(atoms^2).
+    surface of the crystal is a conductor, as in all Ewald sums without a term for it. With two
+    periodic axes, which only p = 1 supports, the slab is isolated, and a net charge has the field
+    of a sheet. Without periodic axes all pairs are computed, O(atoms^2).
 
     Args:
         dim: width of features.
@@ -242,12 +242,12 @@ def _scales(geometry: Geometry, cutoff: float) -> Tensor:
 
 
 def _check_axes(axes: Sequence[int], powers: Sequence[int]) -> None:
-    """Raises ValueError for the first graph whose number of periodic axes has no sum."""
+    """Raises ValueError for the first graph whose periodic axes are not supported."""
     for graph, count in enumerate(axes):
         what = {1: "one periodic axis", 2: "two periodic axes and p > 1"}.get(count)
         if what is not None and (count == 1 or max(powers) > 1):
             raise ValueError(
-                f"long_range={list(powers)} has no sum for {what}, of which images along the "
+                f"long_range={list(powers)} does not converge for {what}, whose images along the "
                 f"others would not converge; got that of graph {graph}; set pbc to True along all "
                 "axes, with vacuum between"
             )

@@ -9,7 +9,7 @@ from molflt.graph.geometry import Geometry
 from molflt.memory import available_memory
 
 _WHILE_MADE = 1.5  # memory that waves of nodes take while they are computed, over their own
-_SMALL = 2**26  # bytes that are taken without looking at what is free, which takes a while
+_SMALL = 2**26  # bytes that are used without measuring free memory, which is slow
 
 
 def _expect_memory(weights: Tensor, geometry: Geometry, heads: int) -> None:

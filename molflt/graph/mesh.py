@@ -18,14 +18,15 @@ from molflt.graph.periodic import Reciprocal
 class OnMesh(Reciprocal):
     """The kernels of `Reciprocal`, at a cost per atom that does not grow with the cell.
 
-    For large cells, from some 1,000 atoms on at 0.25 cycles/Å and 5,000 at 0.1. Kernels that
-    multiply, of a spectrum of |xi| alone. What nodes keep exactly (shifts of all atoms, the choice
-    of the cell, supercells but for normalize="unmasked") holds to the error of interpolation.
+    For large cells, from some 1,000 atoms on at 0.25 cycles/Å and 5,000 at 0.1. For multiplicative
+    kernels with an isotropic spectrum. Invariances that nodes keep exactly (shifts of all atoms,
+    the choice of the cell, supercells except with normalize="unmasked") hold up to the error of
+    interpolation.
 
     Args:
         max_frequency: largest |G|, cycles/Å.
         mesh_order: of the splines: 4, 5, 6 or 8, for errors of attention up to 3e-3, 6e-4, 6e-6
-            and 2e-7; the last two have more points, too.
+            and 2e-7; the last two also have more points.
     """
 
     def __init__(self, max_frequency: float = 0.25, mesh_order: int = 5) -> None:

@@ -11,7 +11,7 @@ from molflt.graph.neighbors import Neighbors
 from molflt.graph.radial import radial_waves, softened
 
 _NUM_BASIS = 8
-_SCALE = 0.25  # of sums over neighbors, of which there are some 16: tokens keep their size
+_SCALE = 0.25  # of sums over some 16 neighbors: tokens keep their size
 
 
 class _Edges(NamedTuple):
@@ -32,8 +32,8 @@ class EquivariantMessages(nn.Module):
 
     Each atom has invariant tokens s and, from the first layer on, vectors v that turn with the
     structure. A neighbor j adds s_j' f(|r_ij|) to s_i and v_j g(|r_ij|) + s_j' h(|r_ij|) r_ij /
-    |r_ij| to v_i; then lengths and products of an atom's vectors enter its tokens, so that these
-    know of angles. Filters f, g, h end smoothly, with all derivatives, at the cutoff.
+    |r_ij| to v_i; then lengths and products of an atom's vectors enter its tokens, which makes them
+    depend on angles. Filters f, g, h end smoothly, with all derivatives, at the cutoff.
 
     Args:
         dim: width of tokens and number of vectors.
@@ -91,7 +91,7 @@ class _Interaction(nn.Module):
     def _sums(
         self, edges: _Edges, message: Tensor, vectors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """What some pairs add to tokens, (atoms, dim), and to vectors, (atoms, 3, dim)."""
+        """Contribution of some pairs to tokens, (atoms, dim), and to vectors, (atoms, 3, dim)."""
         center, neighbor, basis, direction = edges
         filtered = self.filter(basis) * message.index_select(0, neighbor)
         scalar, along, *turned = filtered.chunk(2 if vectors is None else 3, dim=-1)

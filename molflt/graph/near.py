@@ -37,7 +37,7 @@ class NearPairs(NamedTuple):
     def of(
         cls, geometry: Geometry, neighbors: Neighbors | None, alone: Tensor | None
     ) -> "NearPairs":
-        """Joins neighbors within the cutoff and all pairs of the graphs `alone`, (graphs,) bool."""
+        """Joins neighbors within the cutoff with all pairs of graphs in `alone`, (graphs,) bool."""
         own = torch.arange(geometry.pos.shape[0], device=geometry.pos.device)
         queries, keys, vectors = [own], [own], [torch.zeros_like(geometry.pos)]
         if neighbors is not None:
@@ -58,19 +58,19 @@ class NearPairs(NamedTuple):
         return cls(graph, query - first, key - first, torch.cat(vectors))
 
     def reordered(self, order: Tensor) -> "NearPairs":
-        """Of the batch with its graphs in another order, (graphs,)."""
+        """Returns the same for the batch with its graphs in another order, (graphs,)."""
         place = torch.zeros(int(order.max()) + 1, dtype=torch.long, device=order.device)
         place[order] = torch.arange(len(order), device=order.device)
         return self._replace(graph=place[self.graph])
 
     def part(self, graphs: slice) -> "NearPairs":
-        """Of some graphs that follow one another, counted from 0."""
+        """Returns the pairs of consecutive graphs, counted from 0."""
         inside = ((self.graph >= graphs.start) & (self.graph < graphs.stop)).nonzero()[:, 0]
         graph, *rest = (x.index_select(0, inside) for x in self)
         return NearPairs(graph - graphs.start, *rest)
 
     def pairs(self) -> Pairs:
-        """As attention takes them, with nothing to add yet."""
+        """Returns the form that attention takes, without corrections."""
         return Pairs(self.graph, self.query, self.key, self.vector.new_zeros(1, 1))
 
 
@@ -96,7 +96,7 @@ class _Found(NamedTuple):
         )
 
     def part(self, graphs: slice) -> "_Found":
-        """Of some graphs that follow one another, without room for the nodes of others."""
+        """Returns the nodes of consecutive graphs, without padding for others."""
         nodes = self.nodes
         if nodes is not None:
             most = max(1, int(self.counts()[graphs].max()))
@@ -122,7 +122,7 @@ def _all_pairs(geometry: Geometry, graphs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def in_pieces(function: Callable[..., _R], pairs: tuple[Tensor, ...], *rest: object) -> list[_R]:
-    """function(pairs, *rest) for pieces of many pairs, of which only the results are kept."""
+    """Yields function(pairs, *rest) for pieces of many pairs; only results are kept."""
     # Compiled code is one graph of operations for all sizes.
     if torch.compiler.is_compiling() or len(pairs[0]) <= _MANY:
         return [function(pairs, *rest)]
@@ -131,7 +131,7 @@ def in_pieces(function: Callable[..., _R], pairs: tuple[Tensor, ...], *rest: obj
 
 
 def _bound(distance: Tensor, least: float) -> float:
-    """A bound of distances, Å, in coarse steps, so that small moves do not change the rule."""
+    """Returns a bound of distances, Å, in coarse steps: small moves do not change the rule."""
     highest = max(least, float(distance.detach().max()) if len(distance) else 0.0)
     if highest > _FARTHEST:
         raise ValueError(

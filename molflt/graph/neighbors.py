@@ -81,7 +81,7 @@ def _neighbors(
     pos: Tensor, cell: Tensor, pbc: Tensor, ptr: Tensor, cutoff: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Center and neighbor (2, pairs), the neighbor's cell (pairs, 3), and the graph (pairs,)."""
-    from vesin import NeighborList  # here, so that reading signatures loads no library of C
+    from vesin import NeighborList  # imported here: reading signatures must not load it
 
     points, boxes = _numbers(pos).astype(np.float64), _numbers(cell).astype(np.float64)
     periodic, first = _numbers(pbc), _numbers(ptr).tolist()
@@ -177,9 +177,9 @@ def _closed(
 ) -> tuple[_Array, _Array]:
     """The same neighbors in a box that is periodic along all axes.
 
-    vesin takes a time that grows as the square of the extent beside periodic axes, and ends the
-    process where atoms are 10^5 cutoffs apart. So no gap along an open axis is left wider than two
-    cutoffs, neither between atoms nor to the images that the axis gets here.
+    The time of vesin grows as the square of the extent along open axes, and it ends the process if
+    atoms are 10^5 cutoffs apart. Gaps along open axes, between atoms and to images, are therefore
+    reduced to two cutoffs.
 
     Args:
         points: (atoms, 3), Å.
@@ -238,8 +238,8 @@ def _check_heights(heights: _Array, boxes: _Array, periodic: NDArray[np.bool_]) 
 def _least_pairs(points: _Array, box: _Array, cutoff: float) -> float:
     """A lower bound of the pairs of atoms (atoms, 3) in a closed box (3, 3), Å.
 
-    The larger of those of atoms spread evenly and of those that share a cube with a diagonal of
-    one cutoff.
+    The larger of two estimates: for atoms spread evenly, and for atoms within a cube whose diagonal
+    is one cutoff.
     """
     even = len(points) ** 2 * 4 / 3 * math.pi * cutoff**3 / abs(np.linalg.det(box))
     cubes = np.floor(points * (3**0.5 / cutoff)).astype(np.int64)

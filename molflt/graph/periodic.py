@@ -1,4 +1,4 @@
-"""How the periodic boundaries of a structure enter attention: one class for each scheme."""
+"""Schemes of periodic boundaries in attention, one class each."""
 
 import itertools
 import math
@@ -71,11 +71,11 @@ class Open:
         return None
 
     def neighborhood(self, geometry: Geometry) -> Geometry:
-        """Where the neighbors of the near field are: no pairs that the far field does not know."""
+        """Neighbors of the near field, restricted to pairs of the far field."""
         return geometry._replace(pbc=torch.zeros_like(geometry.pbc))
 
     def without_nodes(self, geometry: Geometry) -> Tensor | None:
-        """Graphs whose far field is that of all pairs, not of nodes: (graphs,) bool; None: none."""
+        """Graphs whose far field is computed from all pairs, not nodes: (graphs,) bool, or None."""
         return None
 
     def mesh(
@@ -92,7 +92,7 @@ class Open:
         distance: Tensor,
         farthest: float,
     ) -> Tensor:
-        """What the far field gives pairs of atoms, each image a pair of its own: (heads, pairs).
+        """Far field of pairs of atoms; each image is a pair: (heads, pairs).
 
         Args:
             position: the kernel.
@@ -198,7 +198,7 @@ class Images(Open):
         )
 
     def _weight(self, places: Tensor, positions: Tensor, centres: Tensor) -> Tensor:
-        """Of each image, (graphs, images)."""
+        """Weight of each image, (graphs, images)."""
         width = min(_FADE, self.image_cutoff)
         distance = distances(places[:, :, None] - positions[:, None])
         share = fade((distance - self.image_cutoff) / width + 1)
@@ -236,7 +236,7 @@ def _images(
     else:
         steps = _steps(positions, mask, cell, pbc, cutoff)
     shifts = steps.to(positions.dtype) @ cell  # [g, k, 3]
-    # An axis that is not periodic has no images along it.
+    # # Open axes do not have images.
     allowed = ((steps == 0) | pbc.view(graphs, 1, 3)).all(dim=-1)  # [g, k]
     images = (positions[:, None] + shifts[:, :, None]).flatten(1, 2)  # [g, k n, 3]
     exact = "donot_use_mm_for_euclid_dist"  # matrix products lose half of the digits
@@ -311,7 +311,7 @@ class Reciprocal(Open):
         if not SPECTRA[spectrum].isotropic:
             known = (name for name, family in SPECTRA.items() if family.isotropic)
             raise ValueError(
-                f"near_field beside reciprocal nodes needs a spectrum of |xi| alone; got "
+                f"near_field with reciprocal nodes needs an isotropic spectrum; got "
                 f"{spectrum!r}; use one of {', '.join(known)}"
             )
 
@@ -339,7 +339,7 @@ class Reciprocal(Open):
         return images_are_far(geometry, _ALONE) & (geometry.ptr.diff() <= _MOST_PAIRED)
 
     def neighborhood(self, geometry: Geometry) -> Geometry:
-        """See `Open.neighborhood`: images are neighbors, too."""
+        """See `Open.neighborhood`; images are also neighbors."""
         return geometry
 
     def far(
@@ -350,7 +350,7 @@ class Reciprocal(Open):
         distance: Tensor,
         farthest: float,
     ) -> Tensor:
-        """See `Open.far`: the factors sum all images of a pair, each of which is a pair here."""
+        """See `Open.far`; each image is a separate pair here."""
         spectrum, taper = position.spectrum, position.taper
         return tapered_mask(spectrum, distance, self.max_frequency, taper, farthest)
 

@@ -1,6 +1,6 @@
 """An interatomic potential: energies, and forces and stress as their exact derivatives."""
 
-# No `from __future__ import annotations`: jsonargparse would import all that stands below
+# # No `from __future__ import annotations`: jsonargparse would import everything below
 # TYPE_CHECKING, PyG included, to read annotations that are strings.
 
 import copy
@@ -52,9 +52,9 @@ class Potential(EnergyRegressor):
         position_options: of the kernel, see `molflt.graph.encoding.GraphEncoding`.
         periodic: "reciprocal".
         max_frequency: end of the spectrum of reciprocal nodes, 0.25 cycles/Å by default.
-        far_field: False: attention ends at `near_field`, so that with L layers, R times refined, an
-            atom knows of others up to L R near fields away, and of none across a wider gap. What is
-            beyond it is left to `long_range`.
+        far_field: False: attention ends at `near_field`. With L layers, refined R times, an atom
+            sees others up to L R near fields away, but not across a wider gap. `long_range` covers
+            larger distances.
         near_field: distance within which the kernel is exact, Å; 5 by default.
         near_exact: within it, q.k is exact as well, without random features.
         neighbor_cutoff: radius of the radial summary and of messages, 5 Å by default.
@@ -142,7 +142,7 @@ class Potential(EnergyRegressor):
             far_field=far_field,
             **stack,
         )
-        nn.init.ones_(self.readout.factor.weight)  # there are no tags that differ
+        nn.init.ones_(self.readout.factor.weight)  # all tags are equal
         self.long_range = _make_long_range(
             dim,
             long_range,
@@ -166,13 +166,13 @@ class Potential(EnergyRegressor):
                 charge (graphs,), e, by default 0.
 
         Returns:
-            "energy": (graphs,) float64, eV; "forces": (atoms, 3), eV/Å; "embedding":
-            (atoms, dim), the tokens that energies are read from; if the batch has cells,
-            "stress": (graphs, 3, 3), eV/Å^3, as ASE has its sign (positive where the energy rises
-            with the volume), NaN for graphs without a volume. With `long_range` also what the
-            energy is the sum of, "energy_local", "energy_near" and "energy_far", see `parts`. With
-            the power 1 also "charges": (atoms,), e, those of its first channel, and "dipole":
-            (graphs, 3), e Å, about the mean position of the atoms, NaN with periodic axes.
+            "energy": (graphs,) float64, eV; "forces": (atoms, 3), eV/Å; "embedding": (atoms, dim),
+            the tokens that energies are read from; if the batch has cells, "stress": (graphs, 3,
+            3), eV/Å^3, with ASE's sign (positive if the energy rises with the volume), NaN for
+            graphs without a volume. With `long_range` also the parts of the energy, "energy_local",
+            "energy_near" and "energy_far", see `parts`. With the power 1 also "charges": (atoms,),
+            e, of its first channel, and "dipole": (graphs, 3), e Å, about the mean position of the
+            atoms, NaN with periodic axes.
 
         Raises:
             TypeError: something else than PyG's data.
@@ -201,27 +201,27 @@ class Potential(EnergyRegressor):
         return out if self.training else {name: x.detach() for name, x in out.items()}
 
     def energy(self, batch: "Data") -> Tensor:
-        """Energies alone, (graphs,) float64, eV, to be differentiated by whatever in `batch`."""
+        """Returns only energies, (graphs,) float64, eV, differentiable by tensors in `batch`."""
         return _sum(self.parts(batch))
 
     def parts(self, batch: "Data") -> dict[str, Tensor]:
-        """What energies are the sum of, (graphs,) float64, eV, each to be differentiated.
+        """Returns the parts of energies, (graphs,) float64, eV, each differentiable.
 
         Args:
             batch: as for `forward`.
 
         Returns:
-            "local": of elements and attention; with `long_range` also "near" and "far": of latent
-            charges, what is sharp, within the cutoff, and what is smooth.
+            "local": elements and attention; with `long_range` also "near" and "far", the sharp and
+            the smooth part of the interaction of latent charges.
 
         Raises:
-            ValueError: also for periodic axes that `long_range` has no sum for.
+            ValueError: also for periodic axes that `long_range` does not support.
         """
         return self._parts(batch)[0]
 
     def _parts(self, batch: "Data") -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Terms of the energies, and tokens, charges and dipoles as `forward` returns them."""
-        untagged = copy.copy(batch)  # all atoms count alike
+        untagged = copy.copy(batch)  # all atoms count equally
         untagged.tags = torch.full(batch.pos.shape[:1], int(Tag.SURFACE), device=batch.pos.device)
         charged = self.charge_share is not None
         atoms = Atoms.of(untagged, self.embedding.element.weight, charged)
@@ -292,7 +292,7 @@ def _refuse_rough(
 ) -> None:
     """Raises ValueError for forms whose energy is not extensive, or not smooth."""
     why = {
-        "spectral": "its random features see waves one by one, so that energies depend on where a "
+        "spectral": "its random features see single waves, and energies depend on where a "
         "structure lies and jump with the cell",
         "none": "energies would not depend on distances",
         "images": "images come and go with atoms, and energies depend on the choice of the cell",
@@ -309,7 +309,7 @@ def _refuse_rough(
             raise ValueError(f"a potential needs {name}={wanted!r}; got {told}; leave it out")
     if mixing == "softmax":
         raise ValueError(
-            f"a potential has no mixing='softmax': {why['softmax']}; use linear, quadratic or auto"
+            f"mixing='softmax' of a potential: {why['softmax']}; use linear, quadratic or auto"
         )
     if feature_map is not None and feature_map not in _SMOOTH_MAPS:
         raise ValueError(
@@ -325,7 +325,7 @@ def _refuse_rough(
         raise ValueError("floor cuts sums off, where forces jump; leave it out of a potential")
     if stack.get("normalize") == "unmasked":
         raise ValueError(
-            "normalize='unmasked' divides by all atoms of the cell, so that energies per atom "
+            "normalize='unmasked' divides by all atoms of the cell, and energies per atom "
             "depend on its size; leave it out of a potential, or take 'none'"
         )
     if options.get("background") or options.get("positive") is False:

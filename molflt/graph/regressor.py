@@ -1,6 +1,6 @@
 """The IS2RE model: atoms in, relaxed energy (and displacements) out."""
 
-# No `from __future__ import annotations`: jsonargparse would import all that stands below
+# # No `from __future__ import annotations`: jsonargparse would import everything below
 # TYPE_CHECKING, PyG included, to read annotations that are strings.
 
 from collections.abc import Callable, Mapping
@@ -62,18 +62,18 @@ class EnergyRegressor(nn.Module):
             Å; by default 5, or 0 with images; 0 leaves it to its Fourier nodes.
         near_exact: within it, q.k is exact as well, without random features.
         neighbor_cutoff: radius of the neighborhoods of embedding and position head, 5 Å by default.
-        radial_basis: size of the embedding's radial summary; 0 leaves it out, so that attention is
-            the only place where energies see positions.
-        messages: layers of messages that turn with the structure, between neighbors and before
-            attention, so that tokens know of angles; PaiNN's, see
-            `molflt.graph.messages.EquivariantMessages`. 0 leaves them out.
+        radial_basis: size of the embedding's radial summary. 0 leaves it out; energies then see
+            positions only through attention.
+        messages: layers of equivariant messages between neighbors, before attention, which add
+            angles to tokens; PaiNN's, see `molflt.graph.messages.EquivariantMessages`. 0 leaves
+            them out.
         descriptors: tell elements by period, group, radius, electronegativity and valence electrons
             as well, which reach those that training did not see; see `ElementEmbedding`.
         subsurface: False leaves out the atoms with tag 0, half of a slab: whatever the model says
             of a structure then does not depend on them (as in PhAST, arXiv:2211.12020).
         position_head: predict displacements to the relaxed positions as an auxiliary task.
-        move_atoms: after each pass but the last, move the free atoms by what the position head
-            predicts, by less than 1 Å each, and compute the mask again from where they are.
+        move_atoms: after each pass but the last, move the free atoms as the position head predicts,
+            by less than 1 Å each, and compute the mask again.
         readout: atoms that the energy is read from, see `molflt.graph.heads.EnergyReadout`. For
             adsorption energies "adsorbate", or "contact" where they are relative to the free
             molecule; "all" for total energies.
@@ -91,8 +91,8 @@ class EnergyRegressor(nn.Module):
             a new model.
         of_data: names of buffers that each run makes of its own data, also one that starts from the
             weights of another.
-        seen_by: names of buffers that say what a weight has seen, with that weight: another run
-            takes them over together, or not at all.
+        seen_by: names of buffers that record the data a weight has seen, with that weight. Another
+            run takes over both or neither.
 
     Raises:
         TypeError: an unknown argument.
@@ -196,13 +196,13 @@ class EnergyRegressor(nn.Module):
                 by default unknown; with `move_atoms` also fixed (atoms,) bool, by default none.
 
         Returns:
-            "energy": (graphs,) float64, eV; "embedding": (atoms, dim), what the energy is read
-            from; with a position head, "displacement": (atoms, 3), Å, from the given to the relaxed
-            position; with `move_atoms`, "displacement_by_pass": (passes, atoms, 3), Å, the same
-            after each pass. Atoms that are left out stay, and have an embedding of 0. In
+            "energy": (graphs,) float64, eV; "embedding": (atoms, dim), the tokens that the energy
+            is read from; with a position head, "displacement": (atoms, 3), Å, from the given to the
+            relaxed position; with `move_atoms`, "displacement_by_pass": (passes, atoms, 3), Å, the
+            same after each pass. Atoms that are left out stay, and have an embedding of 0. In
             evaluation mode, unless `readout` is "all", also "adsorbate_energy": (atoms,) float64,
-            eV, what each adsorbate atom and the slab atoms in contact with it add to the energy;
-            sums over the adsorbates of a slab are their energies.
+            eV, contribution of each adsorbate atom and of the slab atoms in contact with it; the
+            sum over an adsorbate is its energy.
 
         Raises:
             TypeError: something else than PyG's data.
@@ -226,7 +226,7 @@ class EnergyRegressor(nn.Module):
 
     def _references(self, atoms: Atoms) -> Tensor:
         """Energy of the element of each atom that has one, (atoms,) float64, eV."""
-        # summed in float64: totals of 1e5 eV keep what the model says
+        # # summed in float64: totals may be 1e5 eV
         counted = (atoms.geometry.tags == Tag.ADSORBATE.value) | ~self.readout.by_contact[0]
         return self.element_energies[atoms.numbers] * counted
 
@@ -276,13 +276,13 @@ class EnergyRegressor(nn.Module):
         return h, moved
 
     def _near(self, neighbors: Neighbors | None) -> Neighbors | None:
-        """Neighbors that the near field needs not search again: those of its own cutoff."""
+        """Returns neighbors that the near field can share: those of its own cutoff."""
         field = None if self.encoding is None else self.encoding.near_field
         shared = field is not None and field.cutoff == self.neighbor_cutoff
         return neighbors if shared else None
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new random features in place; give a generator seeded alike on every rank."""
+        """Draws new random features in place; use the same seed on every rank."""
         self.stack.redraw_(generator)
         if self.encoding is not None:
             self.encoding.redraw_(generator)
@@ -327,7 +327,7 @@ def _bounded(step: Tensor) -> Tensor:
 
 
 def _best_form(position: str, periodic: str | None, near_field: float | None) -> dict[str, Any]:
-    """What is left open in the form of the encoding, as docs/results found it best."""
+    """Fills open options of the encoding with the best form of docs/results."""
     multiplies = position == "multiplicative"
     scheme = periodic or ("reciprocal" if multiplies else "none")
     if near_field is None and multiplies and scheme != "images":

@@ -1,4 +1,4 @@
-"""Classes of graphs of similar size, so that hardly any of what is computed is padding."""
+"""Classes of graphs of similar size, which need little padding."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -12,7 +12,7 @@ from molflt.graph.dense import DenseAtoms, padded, places_of
 from molflt.graph.geometry import Geometry
 
 # Padded atoms that take as long as starting one more class: on a CPU 64 to 256 were the fastest of
-# 32 to 512; elsewhere starting an operation takes longer beside computing it.
+# # 32 to 512; on GPUs, starting an operation takes longer relative to computing it.
 _START = {"cpu": 64}
 _START_ELSEWHERE = 8192
 # Nodes, images or, in a matrix, atoms for each atom that take as long as all that it takes without.
@@ -82,7 +82,7 @@ class SizeClasses(NamedTuple):
 
     @classmethod
     def of(cls, geometry: Geometry) -> "SizeClasses":
-        """Of a batch whose positions do not matter."""
+        """Returns classes of a batch without positions."""
         found = Sorted.of(geometry)
         if found is None:
             return cls([SizeClass.of(geometry, DenseAtoms.of(geometry))])

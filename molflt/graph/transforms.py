@@ -15,11 +15,10 @@ _TIE = 1e-4  # Å; neighbors nearer to each other in distance than this are equa
 class PBCRadiusGraph(BaseTransform):
     """Edges between all atoms nearer than a radius, through periodic boundaries too.
 
-    What `torch_geometric.transforms.RadiusGraph` is without cells, and needs no compiled extension.
-    Each periodic image of an atom within the radius is an edge of its own, images of the atom
-    itself included; an atom has no edge to itself at distance 0. Edges point from the neighbor to
-    the atom, `edge_index[0]` to `edge_index[1]`, as message passing wants them, in the order of
-    these atoms.
+    Like `torch_geometric.transforms.RadiusGraph`, but periodic and without a compiled extension.
+    Each periodic image of an atom within the radius is a separate edge, including images of the
+    atom itself, but not the atom at distance 0. Edges point from the neighbor to the atom,
+    `edge_index[0]` to `edge_index[1]`, as in message passing, sorted by atom.
 
     Sets `edge_index` (2, edges), `edge_weight` (edges,), the distance, Å, `edge_vec` (edges, 3),
     from atom to neighbor, Å, and `edge_shift` (edges, 3) int64, the cell n of the neighbor:
@@ -28,9 +27,9 @@ class PBCRadiusGraph(BaseTransform):
 
     Args:
         r: radius, Å.
-        max_neighbors: keep the nearest so many edges per atom, and those as near as the last of
-            them, so that neither order nor symmetry decides; all if None. Edges of a pair need not
-            come in both directions then.
+        max_neighbors: largest number of edges per atom; the nearest are kept, and all that are as
+            near as the last one. None keeps all. With a number, edges may exist in one direction
+            only.
 
     Raises:
         ValueError: if the radius or the number is not positive.
@@ -54,7 +53,7 @@ class PBCRadiusGraph(BaseTransform):
         geometry = Geometry.of_data(data)
         _refuse_flat(geometry.cell.detach().double(), geometry.pbc)
         pos, cell = geometry.pos, geometry.cell
-        # In double precision, so that shifts can be read off the vectors.
+        # # Double precision: shifts are computed from the vectors.
         found = neighbor_list(geometry._replace(pos=pos.double(), cell=cell.double()), self.r)
         target, source, vector, distance = (part.detach() for part in found)
         if self.max_neighbors is not None:

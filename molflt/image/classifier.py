@@ -42,8 +42,8 @@ class ImageClassifier(nn.Module):
         patch_size: sides of a patch, pixels; `image_size` is a multiple of it.
         dim: width of tokens.
         dropout: dropout of embedded patches and of blocks.
-        pool: what is classified: the "mean" of all tokens, or a learned class "token" before the
-            first patch. In two dimensions the class token sits at the center of the image.
+        pool: input of the classifier: the "mean" of all tokens, or a learned class "token" before
+            the first patch. In two dimensions the class token sits at the center of the image.
         absolute: what tells a patch its place: "learned", one vector each (ViT, DeiT), "sinusoidal"
             in rows and columns (MAE, arXiv:2111.06377), or "none", which leaves it to the relative
             encoding.
@@ -120,7 +120,7 @@ class ImageClassifier(nn.Module):
 
         Args:
             mean: (channels,), of images in [0, 1].
-            std: (channels,), likewise; positive.
+            std: (channels,), positive.
 
         Raises:
             ValueError: there is not one number per channel, or a deviation is not positive.
@@ -146,7 +146,7 @@ class ImageClassifier(nn.Module):
 
         Raises:
             TypeError: something else than a tensor.
-            ValueError: the images have another shape, type or device, or there are none.
+            ValueError: images of another shape, type or device, or an empty batch.
         """
         tensors(images=images)
         beside_weights("images", images, self.image_mean)
@@ -268,7 +268,7 @@ def _refuse_misfits(
     if position.grid and position.dim == 2 and pool == "token":
         raise ValueError(
             f"{name} is a table of the offsets between patches, and pool='token' adds a token that "
-            "is no patch; use pool='mean', or another position"
+            "is not a patch; use pool='mean', or another position"
         )
     if position.grid and scale != 1:
         raise ValueError(

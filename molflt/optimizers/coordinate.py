@@ -33,7 +33,7 @@ _RATE = 3.0  # learned factors of the learning rate are exp(-3) to exp(3)
 
 
 class OptimizerState(NamedTuple):
-    """What is kept of each coordinate between steps."""
+    """State of each coordinate between steps."""
 
     step: int
     """steps taken"""
@@ -54,7 +54,8 @@ class Observed(NamedTuple):
 
 
 class CoordinateOptimizer(nn.Module):
-    """Gradients in, updates out, for each coordinate alone: (coordinates,) -> (coordinates,).
+    """Maps gradients to updates, independently for each coordinate: (coordinates,) ->
+    (coordinates,).
 
     Features of a gradient are its logarithm and sign (arXiv:1606.04474, appendix A), the gradient
     and its means over several times in units of its root mean square (arXiv:1703.03633;
@@ -137,7 +138,7 @@ class CoordinateOptimizer(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def observe(self, gradient: Tensor, moments: Tensor | None, step: int) -> Observed:
-        """Features of gradients (coordinates,), `step` of which came before; no gradient flows."""
+        """Returns features of gradients (coordinates,) after `step` earlier ones, detached."""
         with torch.no_grad():
             g = gradient.detach().clamp(-_LARGEST, _LARGEST)
             new = torch.stack((*(g for _ in _MOMENTA), *(g * g for _ in _SQUARES)), dim=-1)
@@ -204,7 +205,7 @@ class CoordinateOptimizer(nn.Module):
 def _attention(
     dim: int, layers: int, given: Mapping[str, Any], timing: Mapping[str, Any]
 ) -> AttentionMemory:
-    """Attention with the options that are given, and our defaults for those that are None."""
+    """Builds attention; options that are None get the defaults of this module."""
     own: dict[str, Any] = {"heads": 2, "ffn_dim": 2 * dim, "mixing": "linear", "window": None}
     name = given["feature_map"] or DEFAULT_MAP
     one_of("feature_map", name, FEATURE_MAPS)

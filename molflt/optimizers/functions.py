@@ -34,7 +34,7 @@ class Family(NamedTuple):
     """A kind of function."""
 
     base: Callable[[Tensor, _Shape], Tensor]
-    """z (batch, ..., d) and what was drawn -> values (batch, ...)"""
+    """z (batch, ..., d) and drawn parameters -> values (batch, ...)"""
     half_width: float
     """of the domain on which the base is published"""
     minimizer: float = 0.0
@@ -134,7 +134,7 @@ class Functions(NamedTuple):
 
     @classmethod
     def draw(cls, family: str, dimension: int, generators: Sequence[torch.Generator]) -> Functions:
-        """One function from each generator: what it is does not depend on the others.
+        """Draws one function from each generator, independently of the others.
 
         Args:
             family: key of `FAMILIES`.

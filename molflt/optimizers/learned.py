@@ -37,16 +37,15 @@ class LearnedOptimizer(Optimizer):
         loss.backward()
         optimizer.step()
 
-    There is no learning rate to tune; `lr` multiplies what the model has learned. Schedulers,
-    parameter groups, closures and `state_dict` are those of torch. Parameters without a gradient
-    are left alone.
+    There is no learning rate to tune; `lr` scales the learned steps. Schedulers, parameter groups,
+    closures and `state_dict` are those of torch. Parameters without a gradient are left alone.
 
     Args:
         params: parameters, named parameters, or groups of these, with an `lr` of their own.
-        model: what has been learned; a copy is used, one for each device and precision.
+        model: the trained model; one copy is used for each device and precision.
         lr: factor of the updates.
-        chunk: coordinates that are computed at once, which bounds the memory of a step; what is
-            kept between steps is that of all coordinates.
+        chunk: coordinates that are computed at once, which bounds the memory of a step. The state
+            between steps covers all coordinates.
 
     Raises:
         ValueError: for options outside their range, or parameters that are neither float32 nor
@@ -76,11 +75,11 @@ class LearnedOptimizer(Optimizer):
         checkpoint: str = "best",
         chunk: int = 65_536,
     ) -> Self:
-        """With what a run of the recipe `learned_optimizer` has learned.
+        """Creates the optimizer from a run of the recipe `learned_optimizer`.
 
         Args:
             run: its folder.
-            params: as for the class, likewise `lr` and `chunk`.
+            params, lr, chunk: see the class.
             lr: see there.
             checkpoint: best, last, or a safetensors file.
             chunk: see there.
@@ -100,10 +99,10 @@ class LearnedOptimizer(Optimizer):
         return {**super().__getstate__(), "model": self.model, "chunk": self.chunk, "_models": {}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch; refuses the state of another optimizer, or of another model.
+        """As in torch; raises ValueError for states of other optimizers or models.
 
         Raises:
-            ValueError: naming the parameter, and what is not as its model keeps it.
+            ValueError: naming the parameter and the entry that does not fit.
         """
         saved = (number for group in state_dict["param_groups"] for number in group["params"])
         own = (parameter for group in self.param_groups for parameter in group["params"])
@@ -140,7 +139,8 @@ class LearnedOptimizer(Optimizer):
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; refuses a factor below 0, and parameters of other types than float32 or 64.
+        """As in torch; raises ValueError for a negative lr, and for parameters other than float32
+        or float64.
 
         Raises:
             ValueError: naming the parameter.
@@ -198,7 +198,7 @@ class LearnedOptimizer(Optimizer):
                 yield _Own(parameter, self._checked(name, parameter), name, group["lr"])
         if count and not found:
             raise ValueError(
-                f"none of the {count} parameters has a gradient; expected some; call "
+                f"{count} parameters without any gradient; expected some; call "
                 "loss.backward() before step()"
             )
 
@@ -265,7 +265,7 @@ def _named(group: dict[str, Any], number: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def _shapes(state: OptimizerState) -> list[tuple[int, ...]]:
-    """Of what is kept of each coordinate."""
+    """Entries of the state of a coordinate."""
     return [tuple(part.shape[1:]) for part in (state.moments, *state.memory)]
 
 

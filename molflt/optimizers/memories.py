@@ -1,4 +1,4 @@
-"""What a learned optimizer remembers of each coordinate: causal attention, or what it replaced.
+"""Memories of a learned optimizer: causal attention, and baselines.
 
 A memory maps the features of a coordinate's past to one hidden vector per step. All memories have
 two forms that agree: `forward` over a whole sequence, and `step` with a state whose tensors have
@@ -73,8 +73,8 @@ class AttentionMemory(Memory):
         stack: further arguments of `molflt.attention.Stack`.
 
     Raises:
-        ValueError: as for `Stack`; or where there is no state to go on from, or the window does
-            nothing.
+        ValueError: see `Stack`; also without a state to continue from, or for a window without an
+            effect.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class AttentionMemory(Memory):
         position = self.stack.position
         if (position is not None and not position.decodes) or "quadratic" in self.stack.mixings:
             raise ValueError(
-                "a memory needs a state to go on from; expected mixing 'linear' or 'softmax', and "
-                "a position such as 'spectral'; got one that has none"
+                "a memory needs a state; expected mixing 'linear' or 'softmax', and "
+                "a position such as 'spectral'; got one without a state"
             )
         self.softmax = "softmax" in self.stack.mixings
         if window is not None:
@@ -154,7 +154,7 @@ class AttentionMemory(Memory):
         return self.stack.norm(x), _packed(last)
 
     def _positions(self, start: int, steps: int, x: Tensor) -> Tensor | None:
-        """Of the new steps, (1, steps, 1): counted from the first of all."""
+        """Positions of the new steps, (1, steps, 1), counted from the first step."""
         if self.stack.position is None:
             return None
         index = torch.arange(start, start + steps, device=x.device)
@@ -219,8 +219,8 @@ class StateSpaceMemory(Memory):
     """Diagonal linear state-space layers between normalization and gated outputs.
 
     h_t = a h_(t-1) + b x_t, y_t = Re(c . h_t) + d x_t for each channel, with a = exp(-exp(r) + i w)
-    and b = 1: S4D (arXiv:2206.11893), real decay and frequency learned, of which the zero-order
-    hold is absorbed into c. Rates begin evenly on a logarithmic scale, 1 / 2 to 1 / 1000 per step.
+    and b = 1: S4D (arXiv:2206.11893), real decay and frequency are learned, and the zero-order hold
+    is absorbed into c. Rates begin evenly on a logarithmic scale, 1 / 2 to 1 / 1000 per step.
 
     Args:
         dim: width.

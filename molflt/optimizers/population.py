@@ -26,7 +26,7 @@ _randn = partial(torch.randn, dtype=torch.float64, device="cpu")
 
 
 class Populations:
-    """Populations that move together, each of its own seed and as if it were alone.
+    """Populations that are updated in one batch, each independent and with its own seed.
 
     Args:
         model: what moves them.
@@ -78,7 +78,7 @@ class Best(NamedTuple):
 
 
 class PopulationOptimizer:
-    """Minimizes a function of which values alone are known, with steps that were learned.
+    """Minimizes a function from its values only, with learned steps.
 
     ::
 
@@ -141,7 +141,7 @@ class PopulationOptimizer:
             run: the folder.
             dimension: of the function; as in training if None.
             members: of the population; as in training if None.
-            seed: see the class; likewise `start` and `scale`.
+            seed, start, scale: see the class.
             start: see there.
             scale: see there.
             checkpoint: best, last, or the path of a safetensors file.
@@ -160,7 +160,7 @@ class PopulationOptimizer:
         return cls(model, trained if members is None else members, seed, start, scale)
 
     def ask(self) -> Tensor:
-        """Where values are wanted: (members, d) float64, the same until they are told."""
+        """Returns the points to evaluate: (members, d) float64, the same until `tell`."""
         self._asked = True
         return self._populations.state.position[0].cpu().clone()
 
@@ -200,7 +200,7 @@ class PopulationOptimizer:
 
     @property
     def generation(self) -> int:
-        """How often values were told."""
+        """Number of generations so far."""
         return int(self._populations.state.generation)
 
     @property
@@ -214,7 +214,7 @@ class PopulationOptimizer:
         member = int(state.best_value[0].argmin())
         value = float(state.best_value[0, member])
         if math.isinf(value):
-            raise ValueError("there is no best value yet; expected one after tell(); ask and tell")
+            raise ValueError("best value: expected tell() before it; got none; ask and tell")
         return Best(state.best_position[0, member].cpu().clone(), value)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -227,7 +227,7 @@ class PopulationOptimizer:
         return {**state, "noise": noise, "asked": asked}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Goes on from a `state_dict`, to the bit where weights are the same.
+        """Continues from a `state_dict`, to the bit with the same weights.
 
         Raises:
             ValueError: naming the part that is missing or of another shape.

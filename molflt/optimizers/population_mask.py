@@ -1,4 +1,4 @@
-"""FLT's mask of the positions of a population's members, of which no direction is special."""
+"""FLT's mask of the positions of a population's members, isotropic."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PopulationMask(SpectralPosition):
         return head_dim + 2 * self.num_nodes
 
     def evaluate(self, mixing: str, positions: Tensor, waves: Tensor) -> Encoding:
-        """Of positions (batch, members, d), in units of length, at the nodes of waves."""
+        """Returns waves at positions (batch, members, d), in units of length."""
         if mixing == "softmax":
             return Bias(self.bias(differences(positions, positions)))
         return Factors(*self.factors(positions, positions, self.nodes_of(waves)))

@@ -1,8 +1,8 @@
 """A population whose members attend to each other: how it moves, learned from functions.
 
-FLT (arXiv:2302.01925), section 5.4, second experiment: an FLT mask f(x_i - x_j) of the members'
-positions decides, beside what they know, how much they attend to each other. What the paper leaves
-open (features, the form of a step) is molflt's own: see `PopulationModel`.
+FLT (arXiv:2302.01925), section 5.4, second experiment: members attend to each other by their
+features and an FLT mask f(x_i - x_j) of their positions. The paper does not specify features and
+the form of a step; see `PopulationModel`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _randn = partial(torch.randn, dtype=torch.float64, device="cpu")
 
 
 class Noise(NamedTuple):
-    """Normal numbers of one generation: what is random about it, float64."""
+    """Random normal numbers of one generation, float64."""
 
     pairs: Tensor
     """(batch, members, members), no vectors: the same after a rotation"""
@@ -47,16 +47,16 @@ class Noise(NamedTuple):
 
     @classmethod
     def draw(cls, members: int, dimension: int, generators: Sequence[torch.Generator]) -> Noise:
-        """Of each population from its own generator, on the CPU."""
+        """Draws for each population from its own generator, on the CPU."""
         sizes = (members, members), (members, dimension)
         drawn = [[_randn(s, generator=g) for s in sizes] for g in generators]
         return cls(*(torch.stack(part) for part in zip(*drawn, strict=True)))
 
 
 class PopulationState(NamedTuple):
-    """What a population remembers. Vectors are float64, so that it can converge.
+    """State of a population. Vectors are float64, which convergence needs.
 
-    A batch of populations; each is alone, whatever else is in the batch.
+    A batch of independent populations.
     """
 
     position: Tensor
@@ -90,9 +90,9 @@ class PopulationModel(nn.Module):
         x_i = p_i + a_i (m_i - p_i) + b_i (x_i - p_i) + c_i n_i + s e_i eps_i + g_i u
 
     with z and eps normal, s the spread, u the averaged movement of the mean of p, and five numbers
-    of each member that are read from its token. All are sums of differences and noise, so a step
-    commutes with translations, rotations, reflections and changes of scale of space, if the noise
-    is turned alike, and with permutations of members.
+    read from the token of each member. All terms are differences and noise. A step therefore
+    commutes with permutations of members and, if the noise is transformed in the same way, with
+    translations, rotations, reflections and scaling.
 
     Gradients go through these sums and not through what tokens know: the derivative of attention by
     positions makes long unrolls chaotic.
@@ -107,7 +107,7 @@ class PopulationModel(nn.Module):
             "none": a Performer, or plain softmax attention.
         num_gaussians: T of the mask, 8 by default.
         num_nodes: r of the mask, 16 by default; softmax takes the exact one.
-        mixing: see `molflt.attention.Attention`; likewise `feature_map` and `num_features`.
+        mixing, feature_map, num_features: see `molflt.attention.Attention`.
         feature_map: see there.
         num_features: see there.
 
@@ -151,7 +151,7 @@ class PopulationModel(nn.Module):
         self.stack = Stack(dim, heads, layers, ffn_dim=ffn_dim, position=mask, **kind)
         self.read = Attention(dim, heads, position=mask, **kind)
         self.read.share_position()
-        for unused in ("to_value", "to_out"):  # its weights alone are read
+        for unused in ("to_value", "to_out"):  # only its weights are read
             self.read.add_module(unused, nn.Identity())
         self.head = nn.Linear(dim, heads + len(_START))
         nn.init.normal_(self.head.weight, std=0.02)
@@ -233,7 +233,7 @@ class PopulationModel(nn.Module):
     def _tokens(
         self, state: PopulationState, values: Tensor, improved: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """What members know, (batch, members, features), and the ranks of their best values."""
+        """Returns features of members, (batch, members, features), and ranks of best values."""
         best, value, path = (
             x.detach() for x in (state.best_position, state.best_value, state.path)
         )
@@ -309,7 +309,7 @@ def _spread(best: Tensor) -> Tensor:
 
 
 def _rank(values: Tensor) -> Tensor:
-    """0 for the least to 1 for the greatest, equal ones alike: (batch, members)."""
+    """Returns ranks from 0 (least) to 1 (greatest), equal for equal values: (batch, members)."""
     values = values.detach()
     one, other = values[:, :, None], values[:, None]
     below = (other < one).sum(dim=-1) + 0.5 * ((other == one).sum(dim=-1) - 1)
@@ -324,7 +324,7 @@ def _standardized(best: Tensor, values: Tensor) -> list[Tensor]:
 
 
 def _cosine(one: Tensor, other: Tensor) -> Tensor:
-    """Of the angle between vectors, 0 where one is 0: (..., d) -> (...)."""
+    """Returns the cosine of the angle between vectors, 0 if one is 0: (..., d) -> (...)."""
     lengths = one.norm(dim=-1) * other.norm(dim=-1)
     return (one * other).sum(dim=-1) / lengths.clamp(min=_TINY)
 

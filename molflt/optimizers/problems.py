@@ -1,4 +1,4 @@
-"""Small random problems that optimizers learn from, each drawn from its seed alone."""
+"""Small random problems that optimizers learn from, each determined by its seed."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Problem(NamedTuple):
 def draw_problem(seed: int, like: Tensor) -> Problem:
     """A problem of a random family, size and scale.
 
-    Parameters and losses are rescaled at random, so that what is learned holds for other scales
-    (arXiv:1703.03633): each coordinate by exp(N(0, 1/2)), the loss by 10^(-2..2).
+    Parameters and losses are rescaled at random to learn steps for other scales (arXiv:1703.03633):
+    each coordinate by exp(N(0, 1/2)), the loss by 10^(-2..2).
 
     Args:
         seed: of all draws.
@@ -108,7 +108,7 @@ FAMILIES: dict[str, Callable[[int, torch.Generator, Tensor], Problem]] = {
 
 
 def minibatch(seed: int, step: int, rows: int, size: int, device: torch.device) -> Tensor:
-    """Rows of a step, (size,), drawn from the problem's seed and the step alone."""
+    """Returns the rows of a step, (size,), determined by the seed of the problem and the step."""
     generator = generator_of(seed, 1, step)
     return torch.randint(rows, (size,), generator=generator, device="cpu").to(device)
 

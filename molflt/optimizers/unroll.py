@@ -1,4 +1,4 @@
-"""Optimizing problems with a learned optimizer so that it can learn from how that went."""
+"""Unrolled optimization of problems, through which a learned optimizer is trained."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from molflt.optimizers.problems import Problem
 
 __all__ = ["Unrolled", "unroll"]
 
-_FLOOR = 1e-3  # of the first loss: what is gained below it counts no more
+_FLOOR = 1e-3  # share of the first loss below which gains do not count
 
 
 class Unrolled(NamedTuple):
-    """What came of an unroll."""
+    """Result of an unroll."""
 
     loss: Tensor
     """mean over problems and steps of log((f + floor f_0) / f_0), float64; it has a gradient"""
@@ -42,7 +42,7 @@ def unroll(
         model: with the weights to learn.
         problems: their parameters are the coordinates, in a row.
         steps: that count.
-        before: steps that are taken first, and do not count but for what is remembered of them.
+        before: steps that are taken first; they only set the state.
     """
     sizes = [len(problem.start) for problem in problems]
     theta = torch.cat([problem.start for problem in problems]).detach()

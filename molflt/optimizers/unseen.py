@@ -93,7 +93,7 @@ def image_problems(source: Path) -> dict[str, _Made]:
 
     Raises:
         FileNotFoundError: there is nothing at `source`.
-        ValueError: what is there is damaged or of an unknown kind.
+        ValueError: damaged or unknown content.
     """
     images = open_images(source)
     count = min(len(images), _IMAGES)

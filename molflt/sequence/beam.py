@@ -147,7 +147,7 @@ class _Search:
             self.found[self.open[i]].append(Hypothesis(self.tokens[row, 1:].tolist(), score))
 
     def _keep(self, rows: list[int], score: Tensor, token: Tensor, parent: Tensor) -> None:
-        """Goes on with some of the sources, and of each with the hypotheses that are chosen."""
+        """Keeps some of the sources, and the chosen hypotheses of each."""
         kept = torch.tensor(rows, dtype=torch.long, device=score.device)
         self.open = [self.open[i] for i in rows]
         self.score, self.most = score[kept], self.most[kept]

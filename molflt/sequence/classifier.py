@@ -18,9 +18,8 @@ class SequenceClassifier(nn.Module):
 
     Args:
         vocabulary: number of token ids; `molflt train` takes it from the data.
-        classes: number of classes; 1 stands for a score, a real number. The data decide it where it
-            is null.
-        pool: what is classified: the first "token", as in BERT, or the "mean" of all tokens.
+        classes: number of classes; 1 means a score, a real number. null: set by the data.
+        pool: input of the classifier: the first "token", as in BERT, or the "mean" of all tokens.
         head_dropout: dropout in front of the classifier.
         encoder: further arguments of `molflt.sequence.TokenEncoder`.
 
@@ -76,5 +75,5 @@ class SequenceClassifier(nn.Module):
         return logits
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new random features in place; give a generator seeded alike on every rank."""
+        """Draws new random features in place; use the same seed on every rank."""
         self.encoder.redraw_(generator)

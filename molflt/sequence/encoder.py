@@ -42,7 +42,7 @@ class TokenEncoder(nn.Module):
         dim: width of tokens.
         heads: attention heads; `dim` is a multiple of it.
         types: number of token types, such as 2 for the two sentences of a pair.
-        absolute: what is added to embeddings to tell places: "learned" (BERT), "sinusoidal"
+        absolute: encoding of places, added to embeddings: "learned" (BERT), "sinusoidal"
             (arXiv:1706.03762, section 3.5), or "none".
         max_length: longest sequence, where something has to know: "learned" places, encodings with
             a table, and mixers with a matrix of all tokens. Others have no limit. BERT's is 512.
@@ -128,8 +128,8 @@ class TokenEncoder(nn.Module):
         Args:
             tokens: ids (batch, length).
             types: of each token, (batch, length); None where all are 0.
-            key_mask: (batch, length), True where there is a token; None where all are. What a
-                sequence means does not depend on its padding.
+            key_mask: (batch, length), True at tokens; None if there is no padding. Padding does not
+                change results.
 
         Returns:
             (batch, length, dim).
@@ -152,7 +152,7 @@ class TokenEncoder(nn.Module):
         return hidden
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new random features in place; give a generator seeded alike on every rank."""
+        """Draws new random features in place; use the same seed on every rank."""
         self.stack.redraw_(generator)
 
     def _embed(self, tokens: Tensor, types: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -33,7 +33,7 @@ from molflt.sequence.places import (
 
 
 class Translating(NamedTuple):
-    """What decoding remembers of the source and of the target so far."""
+    """State of decoding: the source and the target so far."""
 
     length: int
     """tokens of the target"""
@@ -47,14 +47,14 @@ class EncoderDecoder(nn.Module):
     among source tokens, among target tokens and from these to the source, has the same mechanism,
     unless `decoder` says otherwise. One matrix holds the embeddings of source and target and the
     weights of the output. Relative encodings see position = index x `position_scale`, in the
-    encoder and, with parameters of its own, in the decoder; between the two there is none.
+    encoder and, with parameters of its own, in the decoder; not between the two.
 
     Args:
         vocabulary: number of token ids, of both languages; `molflt train` takes it from the data.
         dim: width of tokens.
         heads: attention heads; `dim` is a multiple of it.
-        absolute: what is added to embeddings to tell places: "none", "sinusoidal"
-            (arXiv:1706.03762, section 3.5) or "learned", then the same for source and target.
+        absolute: encoding of places, added to embeddings: "none", "sinusoidal" (arXiv:1706.03762,
+            section 3.5) or "learned", then the same for source and target.
         max_length: longest sequence that the model takes; "learned" places, and encodings with a
             table (as their `max_tokens`), need it. None: no limit.
         position: "none" or a key of `molflt.attention.POSITIONS`, shared by all layers of the
@@ -131,7 +131,7 @@ class EncoderDecoder(nn.Module):
 
     @property
     def decodes(self) -> bool:
-        """Whether `advance` goes on from a state; otherwise all tokens have to be given again."""
+        """Returns True if `advance` continues from a state instead of recomputing all tokens."""
         return self.decoder.decodes
 
     @property
@@ -145,8 +145,8 @@ class EncoderDecoder(nn.Module):
 
         Args:
             source: ids (batch, n).
-            source_mask: (batch, n) bool, True where a token exists; None where all do. What a
-                sentence means does not depend on its padding.
+            source_mask: (batch, n) bool, True at tokens; None if there is no padding. Padding does
+                not change results.
 
         Returns:
             (batch, n, dim).
@@ -162,11 +162,12 @@ class EncoderDecoder(nn.Module):
         return hidden
 
     def forward(self, source: Tensor, target: Tensor, source_mask: Tensor | None = None) -> Tensor:
-        """Hidden states of the target, each of which sees the source and the target up to its own.
+        """Returns hidden states of the target, each computed from the source and the target up to
+        it.
 
         Args:
             source: ids (batch, n).
-            target: ids (batch, t), the first of which begins every target.
+            target: ids (batch, t); the first one is the start token.
             source_mask: as for `encode`.
 
         Returns:
@@ -217,7 +218,7 @@ class EncoderDecoder(nn.Module):
 
         Args:
             hidden: (batch, t, dim), from `forward`.
-            targets: ids (batch, t), each of which follows the token of its place; -1 for none.
+            targets: ids (batch, t) of the next tokens; -1 at padding.
             smoothing: epsilon: the label is the target with 1 - epsilon, and any id with epsilon /
                 vocabulary (arXiv:1512.00567, section 7).
 
@@ -237,7 +238,7 @@ class EncoderDecoder(nn.Module):
         return score, score + smoothing * self.head.excess(seen, wanted)
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new random features in place; give a generator seeded alike on every rank."""
+        """Draws new random features in place; use the same seed on every rank."""
         self.encoder.redraw_(generator)
         self.decoder.redraw_(generator)
 

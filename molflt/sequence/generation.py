@@ -24,7 +24,7 @@ def generate(
     if prompt.ndim != 2 or len(prompt) != 1 or not prompt.shape[1]:
         raise ValueError(
             f"prompt must be ids of shape (1, n) with n of at least 1; got {tuple(prompt.shape)}; "
-            "begin with the end-of-line token where there is no text"
+            "begin with the end-of-line token if there is no text"
         )
     return map(int, sample(model, prompt, count, temperature, top_k, generator))
 
@@ -48,8 +48,8 @@ def sample(
         prompt: ids (batch, n), at least one of each.
         count: tokens to draw for each.
         temperature: divides logits; 0 takes the most probable token.
-        top_k: draw from the k most probable tokens alone.
-        generator: of the draws, on the CPU, so that a seed gives the same tokens on every device.
+        top_k: draw only from the k most probable tokens.
+        generator: of the draws, on the CPU; a seed gives the same tokens on every device.
 
     Yields:
         Ids (batch,) on the CPU, as they are drawn.
@@ -63,7 +63,7 @@ def sample(
     if prompt.ndim != 2 or not prompt.numel():
         raise ValueError(
             "prompt must be ids of shape (batch, n) with n of at least 1; got "
-            f"{tuple(prompt.shape)}; begin with a token that stands for nothing"
+            f"{tuple(prompt.shape)}; begin with a start token"
         )
     low, high = (int(end) for end in prompt.aminmax())
     if low < 0 or high >= model.vocabulary:

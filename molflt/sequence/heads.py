@@ -68,9 +68,9 @@ class _PlainHead(Head):
         return -F.cross_entropy(logits, targets, reduction="none")
 
     def excess(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Mean of log p over all ids less that of the target: (n, dim), (n,) -> (n,).
+        """Returns the mean of log p over all ids minus log p of the target: (n, dim), (n,) -> (n,).
 
-        Normalizers cancel, so that the mean of the weights does: h . (mean_k W_k - W_target).
+        Normalizers cancel: h. (mean_k W_k - W_target).
         """
         with torch.autocast(hidden.device.type, enabled=False):
             weight = at_least_float32(self.weight)

@@ -31,7 +31,7 @@ from molflt.sequence.places import (
 
 
 class LanguageState(NamedTuple):
-    """What decoding remembers of the tokens so far."""
+    """State of decoding after the tokens so far."""
 
     length: int
     """how many they are"""
@@ -48,8 +48,8 @@ class LanguageModel(nn.Module):
         vocabulary: number of token ids; `molflt train` takes it from the data.
         dim: width of tokens.
         heads: attention heads; `dim` is a multiple of it.
-        absolute: what is added to embeddings to tell positions: "none" (causal attention sees how
-            many tokens came before, so that relative encodings can do without), "sinusoidal"
+        absolute: encoding of positions, added to embeddings: "none" (sufficient with relative
+            encodings: causal attention sees how many tokens came before), "sinusoidal"
             (arXiv:1706.03762, section 3.5) or "learned".
         max_length: longest sequence that the model takes; "learned" embeddings, and encodings with
             a table (as their `max_tokens`), need it. None: no limit.
@@ -147,20 +147,19 @@ class LanguageModel(nn.Module):
 
         Args:
             tokens: ids (batch, length).
-            targets: ids (batch, length), those of `tokens` one place later; -1 where there is none.
+            targets: ids (batch, length), the next token of each; -1 at the end and at padding.
 
-        Returns:
-            (batch, length), float32 at least; 0 where there is no target.
+        Returns: (batch, length), float32 at least; 0 without a target.
 
         Raises:
             TypeError: something else than tensors.
-            ValueError: as for `forward`, likewise of the targets.
+            ValueError: see `forward`; also for targets.
         """
         tensors(tokens=tokens, targets=targets)
         if targets.shape != tokens.shape:
             raise ValueError(
                 f"targets must have the shape of tokens, {tuple(tokens.shape)}; got "
-                f"{tuple(targets.shape)}; give one for each token, -1 where there is none"
+                f"{tuple(targets.shape)}; give one for each token, -1 without a target"
             )
         whole("targets", targets.clamp(min=-1), -1, self.vocabulary - 1, "ids, or none")
         wanted = targets.flatten()
@@ -173,7 +172,7 @@ class LanguageModel(nn.Module):
 
     @property
     def decodes(self) -> bool:
-        """Whether `decode` goes on from a state; otherwise all tokens have to be given again."""
+        """Returns True if `decode` continues from a state instead of recomputing all tokens."""
         position = self.stack.position
         return (position is None or position.decodes) and "quadratic" not in self.stack.mixings
 
@@ -212,13 +211,13 @@ class LanguageModel(nn.Module):
         return hidden, LanguageState(start + tokens.shape[1], last)
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new random features in place; give a generator seeded alike on every rank."""
+        """Draws new random features in place; use the same seed on every rank."""
         self.stack.redraw_(generator)
 
     def _embed(self, tokens: Tensor, start: int) -> tuple[Tensor, Tensor | None]:
         """Embeddings (batch, n, dim) and positions (1, n, l) of ids (batch, n) from `start` on.
 
-        No positions where the stack has no encoding.
+        None if the stack does not have an encoding.
         """
         tensors(tokens=tokens)
         if tokens.ndim != 2:
@@ -232,7 +231,7 @@ class LanguageModel(nn.Module):
         expect_length(end, self.longest)
         embed = self.head.embed if self.embedding is None else self.embedding
         x = embed(tokens) * self.dim**0.5
-        # Counted in whole numbers, so that a token has one position in forward and in decode.
+        # # Integers: a token has the same position in forward and in decode.
         index = torch.arange(start, end, device=tokens.device)
         x = self.embedding_dropout(with_places(x, index, self.absolute, self.places))
         return x, self._positions(index, next(self.stack.parameters()).dtype)
@@ -242,5 +241,5 @@ class LanguageModel(nn.Module):
         expect_line(self.stack.position)
 
     def _positions(self, index: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Where tokens of an index (n,) are, (1, n, l); None without an encoding."""
+        """Returns positions of tokens with indices (n,), (1, n, l); None without an encoding."""
         return positions_of(index, self.stack, self.position_scale, dtype)

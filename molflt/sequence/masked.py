@@ -24,9 +24,9 @@ class MaskedLanguageModel(nn.Module):
         encoder: further arguments of `molflt.sequence.TokenEncoder`.
 
     Attributes:
-        mask_id: id of the token that stands in a gap, -1 before `set_special`.
-        ordinary: (vocabulary,) bool, ids that stand for something and may be hidden or put into a
-            gap; separators and their like are none.
+        mask_id: id of the mask token, -1 before `set_special`.
+        ordinary: (vocabulary,) bool, ids that may be masked or predicted; False for separators and
+            other special tokens.
         of_data: beginnings of names of what belongs to a file of the data.
 
     Raises:
@@ -57,10 +57,10 @@ class MaskedLanguageModel(nn.Module):
         return self.encoder.vocabulary
 
     def set_special(self, mask_id: int, special: list[int]) -> None:
-        """Sets which ids are no ordinary tokens.
+        """Sets the ids of special tokens.
 
         Args:
-            mask_id: of the token that stands in a gap.
+            mask_id: id of the mask token.
             special: all that are not ordinary, with that one.
 
         Raises:
@@ -88,7 +88,7 @@ class MaskedLanguageModel(nn.Module):
         return self.head.log_probabilities(hidden)
 
     def log_likelihood(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """log p of what belongs into the gaps, each by itself; of these alone logits are computed.
+        """Returns log p of the tokens in the gaps, independently; logits are computed only there.
 
         Args:
             hidden: (batch, length, dim), from `forward`.
@@ -123,5 +123,5 @@ class MaskedLanguageModel(nn.Module):
         return logits
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new random features in place; give a generator seeded alike on every rank."""
+        """Draws new random features in place; use the same seed on every rank."""
         self.encoder.redraw_(generator)

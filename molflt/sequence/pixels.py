@@ -13,7 +13,7 @@ from molflt.sequence.language_model import LanguageModel
 LEVELS = 256
 """values of a byte"""
 START = 0
-"""what stands before the first byte: black"""
+"""start token before the first byte: black"""
 
 _GIVEN = ("vocabulary", "max_length", "adaptive_cutoffs")
 
@@ -22,15 +22,15 @@ class PixelModel(LanguageModel):
     """Causal blocks over the bytes of an image, p(byte i | bytes 0 .. i - 1), 256 ways.
 
     The image generation of NPRF (arXiv:2106.12566), appendix A.5, table 6. Bytes come row by row,
-    pixel by pixel, red, green and blue of a pixel after each other. Token i is byte i - 1, the
-    first one `START`, and stands at the place of byte i, which it predicts.
+    pixel by pixel, red, green and blue of a pixel after each other. Token i is byte i - 1 (the
+    first one is `START`), at the place of byte i, which it predicts.
 
     Relative encodings of one dimension see i x `position_scale`; those of three (`position_options`
     with `dim: 3`) see (row, column, channel) x `position_scale`, counted from the first byte.
 
     Args:
         channels: of an image, 1 or 3; the data decide it where it is null.
-        image_size: sides of the square images, pixels; likewise.
+        image_size: side of the square images, pixels; null: set by the data.
         absolute: what tells bytes their places: "learned", a vector each, "sinusoidal" or "none",
             see `molflt.sequence.LanguageModel`.
         language: further arguments of `molflt.sequence.LanguageModel`.

@@ -1,4 +1,4 @@
-"""What models of token sequences share: numbers of ids, places of tokens."""
+"""Shared by models of token sequences: checks of ids, places of tokens."""
 
 import math
 
@@ -39,7 +39,7 @@ def longest_of(
 
 
 def expect_targets(hidden: Tensor, targets: Tensor, vocabulary: int, none: str) -> Tensor:
-    """Which tokens have a target, (batch, length) bool.
+    """Returns a mask of tokens with a target, (batch, length) bool.
 
     Args:
         hidden: (batch, length, dim).
@@ -113,7 +113,8 @@ def with_places(x: Tensor, index: Tensor, absolute: str, places: nn.Embedding | 
 def positions_of(index: Tensor, stack: Stack, scale: float, dtype: torch.dtype) -> Tensor | None:
     """Index (n,) as positions (1, n, 1) in the encoding's unit; None without an encoding.
 
-    In float32 at least, whatever weights are of: half precision has no odd numbers beyond 256.
+    At least float32: half precision cannot represent odd numbers beyond 2048, nor bfloat16 beyond
+        256.
     """
     if stack.position is None:
         return None

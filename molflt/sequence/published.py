@@ -44,12 +44,12 @@ _HEAD = 64  # width of a head, in all published sizes
 
 
 def is_transformers(weights: Mapping[str, object]) -> bool:
-    """Whether tensors have the names of transformers' BERT or FNet."""
+    """Returns True if tensors have the names of transformers' BERT or FNet."""
     return any(f"{prefix}{_WORDS}" in weights for prefix in ("", *(f"{k}." for k in _KINDS)))
 
 
 def renamed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors under this package's names; what has no place here keeps its own.
+    """Renames tensors to this package's names; others keep theirs.
 
     `molflt.sequence.MaskedLanguageModel` and `SequenceClassifier` of the options that `options_of`
     gives have parameters of these names. Tensors are shared, not copied.
@@ -74,8 +74,8 @@ def options_of(weights: Mapping[str, Tensor], config: Mapping[str, object]) -> d
 
     Args:
         weights: from `renamed`.
-        config: transformers' config.json of them. What it does not say, such as everything where it
-            is missing, follows from the shapes, with heads of width 64, and is that of the papers.
+        config: config.json of transformers. Missing entries follow from the shapes, with heads of
+            width 64, and from the papers.
 
     Raises:
         ValueError: an activation that the blocks here do not have, or an architecture of BERT's

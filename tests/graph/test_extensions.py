@@ -78,7 +78,7 @@ def test_a_cell_for_a_layer_that_was_not_told_is_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"causal": True}, "atoms have no order"),
+        ({"causal": True}, "causal or gate"),
         ({"position": "none", "position_options": {"num_nodes": 3}}, "position_options has no eff"),
         ({"position": "none", "periodic": "reciprocal"}, "periodic='reciprocal' has no effect"),
         ({"position": "none", "near_field": 3.0}, "near_field=3.0 has no effect"),

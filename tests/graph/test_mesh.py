@@ -236,7 +236,7 @@ def test_what_it_cannot_do_is_refused():
         layer(mesh_order=7)
     with pytest.raises(ValueError, match="mesh_order=5 has no effect with periodic='reciprocal'"):
         layer("reciprocal", mesh_order=5)
-    with pytest.raises(ValueError, match=r"spectrum of \|xi\| alone; got GaussianMixture"):
+    with pytest.raises(ValueError, match=r"GaussianMixture"):
         layer(position_options={"spectrum": "gaussian_mixture"})
     lost = graph("molecule", 5)
     lost.pos[0] = 9e4

@@ -255,7 +255,7 @@ def test_forces_can_be_learned_and_energies_alone_too():
         ({"periodic": "none"}, "needs periodic='reciprocal'; got 'none': boundaries"),
         ({"periodic": "mesh"}, "needs periodic='reciprocal'; got 'mesh': energies depend on where"),
         ({"periodic": "slab"}, "needs periodic='reciprocal'; got 'slab'; leave it out"),
-        ({"mixing": "softmax"}, "no mixing='softmax': it takes a logarithm"),
+        ({"mixing": "softmax"}, "mixing='softmax'"),
         ({"feature_map": "relu"}, "feature_map='relu' has kinks or sums that pass 0"),
         ({"feature_map": "polynomial", "degree": 3}, "degree=3"),
         ({"feature_map": "polynomial", "num_features": 40}, "num_features=40"),

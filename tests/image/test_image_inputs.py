@@ -44,7 +44,7 @@ def test_other_numbers_are_images() -> None:
 
 
 def test_misspelt_arguments() -> None:
-    with pytest.raises(TypeError, match="ImageClassifier has no argument 'layer'; did you mean"):
+    with pytest.raises(TypeError, match="'layer'.*layers"):
         ImageClassifier(3, 1, 8, 4, layer=3)
     with pytest.raises(ValueError, match="dim must be at least 1; got -2"):
         ImageClassifier(3, 1, 8, 4, **{**SMALL, "dim": -2})

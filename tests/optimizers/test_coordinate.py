@@ -192,7 +192,7 @@ def test_problems_are_of_their_seed_and_step_alone() -> None:
         ({"states": 4}, "states=4 has no effect with memory='attention'"),
         ({"position_scale": 0.1}, "position_scale=0.1 has no effect with position='none'"),
         ({"window": 4}, "window=4 is for mixing='softmax' without a pos"),
-        ({"position": "toeplitz", "position_options": {"max_tokens": 9}}, "needs a state to go on"),
+        ({"position": "toeplitz", "position_options": {"max_tokens": 9}}, "needs a state"),
         ({"memory": "gru"}, "memory='gru' is unknown; expected one of attention, lstm, state_sp"),
         ({"lr": 0.0}, "lr must be positive and finite; got 0.0"),
     ],

@@ -160,9 +160,7 @@ def test_bad_gradients_are_named_and_nothing_has_changed() -> None:
     assert "gradient of layer.weight, shape (3,), has 3 values" in refusal(named)
     sparse = with_gradient(torch.ones(3).to_sparse())
     assert "gradient of parameter 0 of group 0 is sparse" in refusal([sparse])
-    assert refusal([with_gradient(None)] * 1).startswith(
-        "none of the 1 parameters has a gradient; expected some; call loss.backward()"
-    )
+    assert "loss.backward()" in refusal([with_gradient(None)])
 
 
 def test_bad_options_are_told() -> None:

@@ -215,7 +215,7 @@ def test_misuse_is_named() -> None:
     optimizer = PopulationOptimizer(made(), MEMBERS)
     with pytest.raises(ValueError, match="tell before ask in generation 0"):
         optimizer.tell([1.0] * MEMBERS)
-    with pytest.raises(ValueError, match="no best value yet"):
+    with pytest.raises(ValueError, match="tell"):
         _ = optimizer.best
     members = optimizer.ask()
     with pytest.raises(ValueError, match=r"shape \(6,\), one for each member; got \(5,\)"):

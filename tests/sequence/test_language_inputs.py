@@ -64,8 +64,8 @@ def test_other_whole_numbers_are_tokens_and_nothing_is_a_batch(model) -> None:
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        ({"layer": 2}, "LanguageModel has no argument 'layer'; did you mean layers?"),
-        ({"causal": False}, "LanguageModel has no argument 'causal'"),
+        ({"layer": 2}, "'layer'"),
+        ({"causal": False}, "'causal'"),
     ],
 )
 def test_misspelt_arguments(options, part) -> None:

@@ -301,7 +301,7 @@ def test_command_line_finds_all_options():
         ({"position": "cosine", "mixing": "softmax"}, "does not go with mixing='softmax'"),
         ({"position": "toeplitz", "gate": True}, "needs a running state"),
         ({"position": "spectral", "position_options": {"dim": 2}}, "tokens have one coordinate"),
-        ({"position": "spectral", "position_options": {"nods": 2}}, "no option nods"),
+        ({"position": "spectral", "position_options": {"nods": 2}}, "nods"),
         ({"adaptive_cutoffs": [9, 9]}, "adaptive_cutoffs must rise"),
         ({"adaptive_cutoffs": [9, 23]}, "below vocabulary=23"),
         ({"adaptive_cutoffs": []}, "adaptive_cutoffs must rise"),

@@ -347,11 +347,11 @@ def test_what_is_remembered_gives_the_whole_attention(options):
         (lambda m: m(ids(1, 3) + 30, ids(1, 3)), "source must be 0 to 22"),
         (lambda m: m(ids(1, 3), ids(1, 3)[0]), "target must be ids of shape"),
         (lambda m: m(ids(1, 3), ids(1, 3), torch.ones(1, 4) > 0), "key_mask is wrong"),
-        (lambda m: tiny("prf", decoder={"positon": "none"}), "no argument 'positon'"),
-        (lambda m: tiny("prf", decoder={"heads": 4}), "no argument 'heads'"),
-        (lambda m: tiny("prf", gate=True), "no argument 'gate'"),
+        (lambda m: tiny("prf", decoder={"positon": "none"}), "'positon'"),
+        (lambda m: tiny("prf", decoder={"heads": 4}), "'heads'"),
+        (lambda m: tiny("prf", gate=True), "'gate'"),
         (lambda m: CrossAttention(16, 2, causal=True), "causal=True has no effect in attention"),
-        (lambda m: Decoder(16, 2, 1, refinements=2), "no argument 'refinements'"),
+        (lambda m: Decoder(16, 2, 1, refinements=2), "'refinements'"),
     ],
 )
 def test_refusals(call, words):
