@@ -237,7 +237,7 @@ BATCHED = {
     "joined axes": ({"pbc": torch.ones(6).bool()}, "pbc must", "(6,)", "store (1, 3) in the Data"),
     "turned cells": ({"cell": torch.zeros(3, 6)}, "(3, 6); give every graph its own"),
     "too few": ({"cell": torch.zeros(1, 3, 3)}, "(1, 3, 3); give every graph its own"),
-    "last without atoms": ({"cell": torch.zeros(3, 3, 3)}, "no atoms, pass batch_size=3"),
+    "last without atoms": ({"cell": torch.zeros(3, 3, 3)}, "batch_size=3"),
 }
 
 
