@@ -1,4 +1,4 @@
-"""The command line: what people type arrives, and mistakes get one line that says what to do."""
+"""The command line: words become arguments, and errors become one line and an exit status."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ import ast
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
 from jsonargparse import ArgumentParser
-from tiny_run import error_of
+from test_language_run import write_text
+from tiny_run import error_of, write_data
 
 from molflt import __version__
-from molflt.commands import cli
-from molflt.commands.cli import COMMANDS, _Command, main
+from molflt.commands.cli import COMMANDS, Command, main, parser_of
+from molflt.memory import is_out_of_memory
 from molflt.training.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
 CALLS: list[dict[str, Any]] = []
-KINDS = {"short": 1, "long": 2}
-KindName = Literal[tuple(KINDS)]  # type: ignore[valid-type]  # choices are the keys of a dictionary
 
 
 def look(
@@ -32,7 +33,7 @@ def look(
     splits: list[str] = ["val_id", "val_ood_ads"],  # noqa: B006
     numbers: list[int] | None = None,
     limit: int | None = None,
-    kind: KindName = "short",
+    kind: Literal["short", "long"] = "short",
 ) -> int | None:
     """Looks at a file.
 
@@ -50,20 +51,7 @@ def look(
         A status.
     """
     CALLS.append(dict(locals()))
-    match str(path):
-        case "bug":
-            raise KeyError("no such thing")
-        case "bad":
-            raise ValueError("bad: expected this;\n  got that")
-        case "absent":
-            Path("/nonexistent/file.yaml").read_text()
-        case "package":
-            import a_package_that_is_not_there  # noqa: F401
-        case "interrupt":
-            raise KeyboardInterrupt
-        case "status":
-            return 130
-    return None
+    return 130 if str(path) == "status" else None
 
 
 class Model:
@@ -94,12 +82,11 @@ def fit(**config: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Two commands of known behavior beside the real ones, in a directory of their own."""
-    monkeypatch.setitem(COMMANDS, ("look",), _Command(f"{__name__}:look", "look at a file"))
+    """Adds two commands with known options, and changes to an empty folder."""
+    monkeypatch.setitem(COMMANDS, ("look",), Command(f"{__name__}:look", "look at a file"))
     monkeypatch.setitem(
-        COMMANDS, ("fit",), _Command(f"{__name__}:fit", "fit", f"{__name__}:build_parser")
+        COMMANDS, ("fit",), Command(f"{__name__}:fit", "fit", f"{__name__}:build_parser")
     )
-    monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
     monkeypatch.delenv("MOLFLT_TRACEBACK", raising=False)
     monkeypatch.chdir(tmp_path)
     CALLS.clear()
@@ -114,9 +101,7 @@ def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (["x", "--json", "false"], {"json": False}),
         (["x", "--json=true"], {"json": True}),
         (["x", "--no-skip-bad"], {"skip_bad": False}),
-        (["x", "--no_skip_bad"], {"skip_bad": False}),
         (["x", "--skip-bad=false", "--limit", "3"], {"skip_bad": False, "limit": 3}),
-        (["x", "--splits", "a"], {"splits": ["a"]}),
         (["x", "--splits", "a", "b", "c", "--json"], {"splits": ["a", "b", "c"], "json": True}),
         (["x", "--splits=[a,b]"], {"splits": ["a", "b"]}),
         (["x", "--splits", "[a, b]"], {"splits": ["a", "b"]}),
@@ -127,62 +112,12 @@ def commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (["x", "--kind", "long", "--out", "a b"], {"kind": "long", "out": Path("a b")}),
     ],
 )
-def test_words_arrive_as_arguments(words: list[str], expected: dict[str, Any]) -> None:
+def test_words_become_arguments(words: list[str], expected: dict[str, Any]) -> None:
     assert main(["look", *words]) == 0
     assert {key: CALLS[0][key] for key in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        (["lok"], ["unknown command 'lok'", "did you mean look?"]),
-        (["data", "inspct", "x"], ["unknown command 'inspct'", "did you mean inspect?"]),
-        (["look", "x", "--limt", "3"], ["unknown option --limt", "did you mean --limit?"]),
-        (["look", "x", "--skip-bat"], ["unknown option --skip-bat", "did you mean --skip_bad?"]),
-        (["look", "x", "--lim=3"], ["unknown option --lim"]),
-        (["look", "x", "--limit", "many"], ["--limit", "expected int or null", "got 'many'"]),
-        (["look", "x", "--kind", "lnog"], ["--kind", "'short', 'long'", "got 'lnog'"]),
-        (["fit", "--model.channels", "4"], ["--model.channels;", "did you mean --model.dim?"]),
-        (["look", "x", "--json=perhaps"], ["--json", "expected bool", "'perhaps'"]),
-        (["look", "x", "--splits"], ["--splits", "at least one value"]),
-        (["look", "x", "--limit"], ["--limit", "expected one value"]),
-        (["look", "x", "y"], ["unexpected y", "molflt look --help"]),
-        (["look"], ["missing path", "molflt look --help"]),
-        (["look", "bad"], ["bad: expected this; got that"]),
-        (["look", "absent"], ["/nonexistent/file.yaml", "No such file"]),
-        (["look", "package"], ["'a_package_that_is_not_there' is not installed"]),
-        (["fit", "--model.head", "4"], ["--model.head;", "did you mean --model.heads?"]),
-        (["fit", "--haeds", "4"], ["--haeds", "did you mean --model.heads?"]),
-        (["fit", "--model.rate", "fast"], ["--model.rate", "expected float", "got 'fast'"]),
-        (["fit", "--config", "no.yaml"], ["no.yaml", "no such file"]),
-    ],
-)
-def test_mistakes_get_one_line(words: list[str], parts: list[str], capsys) -> None:
-    line = error_of(capsys, *words)
-    assert all(part in line for part in parts), line
-
-
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ("model: {head: 3}", ["unknown key 'model.head'", "did you mean model.heads?"]),
-        ("modle: {heads: 3}", ["unknown key 'modle.heads'", "did you mean model.heads?"]),
-        ("sead: 1", ["unknown key 'sead'", "did you mean seed?"]),
-        ("model: {heads: many}", ["key model.heads", "expected int", "got 'many'"]),
-        ("model: {heads: null}", ["key model.heads", "expected int", "got null"]),
-        ("model: {normalize_qk: 3}", ["key model.normalize_qk", "expected bool", "got 3"]),
-        ("model:\n  heads: [", ["not a YAML configuration", "line "]),
-        ("- 1", ["expected a configuration", "got [1]"]),
-    ],
-)
-def test_mistakes_in_a_config_name_the_file(text: str, parts: list[str], capsys, tmp_path) -> None:
-    (tmp_path / "c.yaml").write_text(text)
-    for words in (["--config", "c.yaml"], ["--config=c.yaml"]):
-        line = error_of(capsys, "fit", *words)
-        assert all(part in line for part in ["c.yaml", *parts]), line
-
-
-def test_command_line_wins_over_config(tmp_path, capsys) -> None:
+def test_words_win_over_a_configuration(tmp_path, capsys) -> None:
     (tmp_path / "c.yaml").write_text("seed: 3\nmodel: {heads: 4, rate: 1e-3}")
     words = ["--config", "c.yaml", "--model.heads", "6", "--model.normalize-qk"]
     for pair in (["--model.betas", "0.8", "0.9"], ["--model.betas=[0.8, 0.9]"]):
@@ -190,31 +125,86 @@ def test_command_line_wins_over_config(tmp_path, capsys) -> None:
         expected = {"dim": 8, "heads": 6, "normalize_qk": True, "rate": 1e-3, "betas": (0.8, 0.9)}
         assert CALLS[-1]["seed"] == 3
         assert CALLS[-1]["model"] == expected
-    # the mistake in an option next to a configuration is not blamed on the file
     line = error_of(capsys, "fit", "--config", "c.yaml", "--model.normalize-qk=3")
     assert "option --model.normalize_qk" in line and "c.yaml" not in line
 
 
-def test_print_config_is_a_config(capsys, tmp_path) -> None:
+def test_a_printed_configuration_can_be_read(capsys, tmp_path) -> None:
     assert main(["fit", "--model.heads", "4", "--print-config"]) == 0
     (tmp_path / "c.yaml").write_text(capsys.readouterr().out)
     assert main(["fit", "--config", "c.yaml"]) == 0
     assert CALLS[0]["model"]["heads"] == 4
 
 
-def test_status_of_the_function_is_passed_on() -> None:
+def test_the_exit_status_is_that_of_the_function() -> None:
     assert main(["look", "status"]) == 130
-    assert main(["look", "interrupt"]) == 130
 
 
-def test_a_traceback_is_in_a_file_or_shown_on_request(capsys, tmp_path, monkeypatch) -> None:
-    line = error_of(capsys, "look", "bug", status=1)
-    assert "unexpected KeyError" in line and str(tmp_path / "molflt-error.log") in line
+@pytest.fixture
+def act(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
+    """Lets ``molflt act`` raise an error."""
+
+    def becomes(error: BaseException) -> None:
+        def function() -> None:
+            raise error
+
+        monkeypatch.setitem(sys.modules, "acting", type(sys)("acting"))
+        sys.modules["acting"].act = function
+        monkeypatch.setitem(COMMANDS, ("act",), Command("acting:act", "act"))
+
+    return becomes
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (ValueError("bad: expected this;\n  got that"), 2, ["bad: expected this; got that"]),
+        (ValueError(f"bad line {9000 * 'H'}; get it again"), 2, ["bad line H", "get it again"]),
+        (FileNotFoundError(2, "No such file", "a.yaml"), 2, ["a.yaml", "No such file"]),
+        (ModuleNotFoundError("x", name="absent_package"), 2, ["absent_package", "pip install"]),
+        (MemoryError(), 2, ["out of memory", "batch size"]),
+        (torch.OutOfMemoryError("CUDA out of memory"), 2, ["CUDA out of memory", "batch size"]),
+        (KeyError("no such thing"), 1, ["KeyError", "molflt-error.log"]),
+        (RuntimeError("\udcff"), 1, ["RuntimeError"]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_error_becomes_one_short_line(act, capsys, error, status, words) -> None:
+    act(error)
+    line = error_of(capsys, "act", status=status)
+    assert [word for word in words if word not in line] == [] and len(line) < 1100
+
+
+def test_an_interruption_has_its_own_status(act) -> None:
+    act(KeyboardInterrupt())
+    assert main(["act"]) == 130
+
+
+def test_the_traceback_of_a_bug_is_written_or_shown(act, capsys, tmp_path, monkeypatch) -> None:
+    act(KeyError("no such thing"))
+    error_of(capsys, "act", status=1)
     log = (tmp_path / "molflt-error.log").read_text()
     assert "Traceback" in log and "no such thing" in log
+    (tmp_path / "molflt-error.log").unlink()
+    (tmp_path / "molflt-error.log").mkdir()  # cannot be written
+    assert "MOLFLT_TRACEBACK" in error_of(capsys, "act", status=1)
     monkeypatch.setenv("MOLFLT_TRACEBACK", "1")
-    assert main(["look", "bad"]) == 2
+    assert main(["act"]) == 1
     assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (RuntimeError("std::bad_alloc"), True),
+        (RuntimeError("could not allocate memory for growing neighbor list"), True),
+        (RuntimeError("shape mismatch"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_errors_of_memory_are_recognized(error: Exception, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected
 
 
 def test_help_and_version(capsys) -> None:
@@ -233,7 +223,7 @@ def test_help_and_version(capsys) -> None:
 
 @pytest.mark.parametrize("path", list(COMMANDS), ids=" ".join)
 def test_every_option_has_a_help_text(path: tuple[str, ...]) -> None:
-    parser = cli._parser(path, [])
+    parser = parser_of(path)
     helps = {action.dest: (action.help or "").strip() for action in parser._actions}
     bare = [name for name, text in helps.items() if not text or text.startswith("(")]
     assert not bare, "document these in the docstring"
@@ -241,13 +231,12 @@ def test_every_option_has_a_help_text(path: tuple[str, ...]) -> None:
 
 
 def test_options_are_known_before_anything_heavy_is_imported() -> None:
-    """What the parser needs is what `train` answers with after little more than torch's import."""
     code = """import sys
 from molflt.commands.cli import main
 from molflt.training.recipes import RECIPES
 for recipe in RECIPES:
-    for words in (["--help"], ["--model.dmi", "3"]):
-        main(["train", "--recipe", recipe, *words])
+    main(["train", "--recipe", recipe, "--model.dmi", "3"])
+main(["train", "--help"])
 print({name.partition(".")[0] for name in sys.modules})"""
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
@@ -258,40 +247,59 @@ print({name.partition(".")[0] for name in sys.modules})"""
     assert "torch" in loaded and not loaded & heavy
 
 
-@pytest.mark.parametrize(
-    ("words", "hint"),
-    [
-        (["train"], "missing --data.root"),
-        (["train", "--model.head", "4"], "did you mean --model.heads?"),
-        (["train", "--model.mixing", "lineer"], "'linear'"),
-        (["train", "--model.potions.num_nodes=4"], "unknown option --model.potions.num_nodes"),
-        (["train", "--data.batchsize", "4"], "did you mean --data.batch_size?"),
-        (["evaluate", "run", "--split", "val_id"], "did you mean --splits?"),
-        (["data", "inspect", "d", "--jsn"], "did you mean --json?"),
-        (["data", "inspect", "nothing-here.lmdb"], "nothing-here"),
-        (["data", "convert", "nothing-here.lmdb", "out.safetensors"], "nothing-here"),
-        (["evaluate", "nothing-here"], "nothing-here"),
-        (["predict", "nothing-here", "structures.xyz", "--out", "out.csv"], "nothing-here"),
-        (["train", "--config", "nothing-here.yaml"], "nothing-here"),
-        (["train", "--resume", "nothing-here"], "nothing-here"),
-        (["train", "--data.root", "nothing-here", "--run", "run"], "nothing-here"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_mistakes_in_the_real_commands(words: list[str], hint: str, capsys) -> None:
-    assert hint in error_of(capsys, *words)
-
-
-def test_as_a_process(tmp_path: Path) -> None:
+def test_a_process_exits_with_the_status(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MOLFLT_TRACEBACK": ""}
-    options = {"capture_output": True, "text": True, "cwd": tmp_path, "env": environment}
-
-    def molflt(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "molflt", *words]
-        return subprocess.run(command, stdin=subprocess.DEVNULL, **options)
-
-    done = molflt("data", "inspect", "absent.lmdb")
+    done = subprocess.run(
+        [sys.executable, "-m", "molflt", "data", "inspct"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+    )
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and "absent.lmdb" in done.stderr
-    done = molflt("--version")
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"molflt {__version__}\n", "")
+    assert done.stderr.count("\n") == 1 and "inspct" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[str]]:
+    """Options of data for two recipes."""
+    folder = tmp_path_factory.mktemp("inputs")
+    write_data(folder / "data", 3, 2)
+    for name in ("train", "val"):
+        write_text(folder / f"{name}.txt", 20, 0)
+    texts = [f"--data.{name}={folder}/{name}.txt" for name in ("train", "val")]
+    return {"is2re": [f"--data.root={folder}/data"], "language": [*texts, "--data.length=16"]}
+
+
+@pytest.mark.parametrize("recipe", ["is2re", "language"])
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["--model.dim=-2"], ["--model.dim", "-2"]),
+        (["--model.dim=16", "--model.heads=3"], ["dim=16", "heads=3"]),
+        (["--trainer.devices=1000", "--trainer.accelerator=cpu"], ["trainer.devices", "core"]),
+        (
+            ["--trainer.precision=16-mixed", "--trainer.accelerator=cpu"],
+            ["trainer.precision=16-mixed", "GPU"],
+        ),
+        (["--run=file"], ["file", "folder"]),
+        (["--run=file/below"], ["file", "folder"]),
+        pytest.param(
+            ["--trainer.accelerator=gpu"],
+            ["trainer.accelerator=gpu", "GPU"],
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
+    ids=lambda words: " ".join(words),
+)
+def test_a_refused_training_leaves_nothing(recipe, words, parts, inputs, capsys) -> None:
+    Path("file").write_text("mine")
+    Path("run").mkdir()
+    Path("run/notes.txt").write_text("mine")
+    arguments = ["train", f"--recipe={recipe}", *inputs[recipe], *words]
+    for run in ("run", "new"):
+        line = error_of(capsys, arguments[0], f"--run={run}", *arguments[1:])
+        assert all(part in line for part in parts), line
+        assert sorted(os.listdir()) == ["file", "run"] and Path("file").read_text() == "mine"
+        assert os.listdir("run") == ["notes.txt"]

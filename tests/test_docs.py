@@ -16,7 +16,7 @@ from ase.io import write
 from tiny_run import start, write_data, write_points
 
 from molflt.commands import cli
-from molflt.commands.options import _normalize, _options_of
+from molflt.commands.options import normalized, options_of
 from molflt.training.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -98,9 +98,7 @@ def test_commands_exist_with_their_options(line: str) -> None:
     if path[0].startswith("-") or "--help" in words:
         return
     words = words[len(path) :]
-    mistakes: list[str] = []
-    _normalize(words, cli._parser(path, words), mistakes)
-    assert not mistakes
+    normalized(words, cli.parser_of(path, words))
 
 
 def test_configurations_in_commands_exist() -> None:
@@ -111,8 +109,8 @@ def test_configurations_in_commands_exist() -> None:
 
 
 def test_keys_named_in_the_documentation_exist() -> None:
-    parsers = [cli._parser(("train",), ["--recipe", recipe]) for recipe in RECIPES]
-    known = {name for parser in parsers for name in _options_of(parser)}
+    parsers = [cli.parser_of(("train",), ["--recipe", recipe]) for recipe in RECIPES]
+    known = {name for parser in parsers for name in options_of(parser)}
     pages = "\n".join(page.read_text() for page in PAGES)
     named = set(re.findall(r"--(?:model|data|task|trainer)\.[a-z]\w*", pages))
     assert named and named <= known

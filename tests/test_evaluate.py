@@ -573,7 +573,7 @@ def test_predict_refuses_bad_input(run, tmp_path, capsys) -> None:
     for words, message in (
         (["x.xyz", "--out", "e.txt"], "e.txt: expected a name that ends in .csv, .json"),
         ([absent, "--out", "e.csv"], "no.xyz"),
-        ([], "a trained model; expected what it shall predict; got none"),
+        ([], "is a trained model"),
     ):
         assert message in error_of(capsys, "predict", str(run), *words)
 

@@ -177,7 +177,7 @@ def test_stopped_and_resumed_is_the_same(data: Path, tmp_path: Path) -> None:
         (lambda d: cut(d / "train-images-idx3-ubyte"), [], "train-images-idx3-ubyte"),
         (lambda d: write_idx(d / "val-labels-idx1-ubyte", np.zeros(3)), [], "val-labels"),
         (lambda d: None, ["--model.patch_size=3"], "multiple of patch_size=3"),
-        (lambda d: None, ["--model.classes=4"], "model.classes=4, but the data have 3"),
+        (lambda d: None, ["--model.classes=4"], "model.classes=4 does not fit the data; expected 3"),
         (lambda d: None, ["--task.label_smoothing=1"], "task.label_smoothing"),
         (lambda d: None, ["--recipe=sounds"], "is2re"),
     ],
@@ -203,7 +203,7 @@ def test_other_classes_are_refused(run: Path, tmp_path: Path, capsys) -> None:
         (copy / "classes.json").write_text(json.dumps(names))
         line = error_of(capsys, "evaluate", str(copy))
         assert "classes.json: changed since best.safetensors was trained with it" in line
-    assert "not a language model" in error_of(capsys, "generate", str(run))
+    assert "image_generation" in error_of(capsys, "generate", str(run))
 
 
 @pytest.mark.parametrize("content", [b"", b'["a",', b"[1, 2, 3]", b"{}", b"\xff", b"[" * 5000])

@@ -142,8 +142,8 @@ def test_a_loaded_model_and_an_export(run: Path, tmp_path: Path) -> None:
     assert main(["export", str(run), str(tmp_path / "out"), "--about=stripes"]) == 0
     assert torch.equal(molflt.load(tmp_path / "out").generate(3, seed=1), images)
     for options, words in (
-        ({"rows": 2}, "rows=2 has no effect without images"),
-        ({"count": 2, "given": images}, "count=2 has no effect beside given images"),
+        ({"rows": 2}, "rows=2 has no effect"),
+        ({"count": 2, "given": images}, "count=2 has no effect"),
         ({"count": 0}, "count must be at least 1"),
         ({"given": images[..., :3]}, r"images must be \(batch, 1, 4, 4\)"),
     ):
@@ -159,17 +159,16 @@ def test_what_cannot_be_drawn_is_told_in_a_line(run: Path, tmp_path: Path, capsy
     Image.new("L", (3, 3)).save(tmp_path / "small.png")
     for words, message in (
         (["--file", val], f"{val}: expected 4 x 4 pixels, as in training; got 8 x 8; scale it"),
-        (["--file", val, "--fit", "--rows", "4"], "rows must be 1 to 3, of an image of 4"),
-        (["--file", val, "--fit", "--rows", "40"], "rows must be 1 to 3, of an image of 4"),
+        (["--file", val, "--fit", "--rows", "4"], "rows must be 1 to 3"),
         (["--file", str(colors)], "expected images of 1 channels, as in training; got 3"),
         (["--file", str(cut)], "cut.png: expected an image; it cannot be decoded"),
         (["--file", str(tmp_path / "small.png"), "--fit"], "at least 4 pixels on the shorter side"),
-        (["--rows", "2"], "no --file to go on with; --rows 2 has no effect"),
+        (["--rows", "2"], "--rows 2 has no effect"),
         (["--prompt", "a"], "a model of images; --prompt a has no effect"),
         (["--out", "a.jpg"], "a.jpg: expected a name that ends in .png"),
     ):
         assert message in error_of(capsys, "generate", str(run), *words)
-    assert "which writes images; expected one of" in error_of(capsys, "predict", str(run), val)
+    assert "generates images" in error_of(capsys, "predict", str(run), val)
 
 
 @pytest.mark.parametrize("whole", [True, False])

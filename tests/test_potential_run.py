@@ -230,7 +230,7 @@ def test_calculator_says_what_it_has_not_learned(trained, capsys):
         molflt.Calculator(trained, dtype="float16")
     with torch.no_grad():
         calculator.model.readout.mlp[0].bias[:] = torch.nan
-    with pytest.raises(ValueError, match="Ar: energy nan eV or a force is not finite"):
+    with pytest.raises(ValueError, match="Ar: .*nan eV.* not finite"):
         calculator.get_potential_energy(Atoms("Ar"))
 
 
@@ -273,7 +273,7 @@ def test_an_evaluation_names_absurd_forces(trained, tmp_path, capsys):
 def test_runs_of_relaxed_energies_give_no_forces(tmp_path, capsys):
     run = tmp_path / "run"
     assert start(write_data(tmp_path), run, "--trainer.max_steps=3") == 0
-    with pytest.raises(ValueError, match="needs a potential; got EnergyRegressor, whose energies"):
+    with pytest.raises(ValueError, match="needs a potential; got EnergyRegressor"):
         molflt.Calculator(run)
     ase.io.write(tmp_path / "a.xyz", molecule("H2O"))
     said = error_of(capsys, "relax", str(tmp_path / "a.xyz"), "--run", str(run))

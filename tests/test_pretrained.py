@@ -1,4 +1,4 @@
-"""One line loads a trained model, from a run or from its export, with equal numbers."""
+"""Trained models: predictions of a run and of its export are equal."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from molflt.data.structures import open_dataset
 from molflt.data.structures.store import write_store
 from molflt.graph import EnergyRegressor
 from molflt.pretrained import EnergyPredictor
+from molflt.pretrained.trained import Trained
 from molflt.training import sources
 from molflt.training.checkpoint import count_parameters, load_run
 from molflt.training.exported import Exported, build, read_exported
@@ -104,7 +105,7 @@ def test_python_and_the_command_give_the_same_numbers(run, exported, data, tmp_p
         np.testing.assert_allclose(python, alone, atol=1e-5)
 
 
-def test_any_form_of_a_structure(run, val) -> None:
+def test_structures_in_any_form(run, val) -> None:
     model = molflt.load(run)
     energies = [one.energy for one in model.predict(val)]
     assert [one.energy for one in model.predict(Batch.from_data_list(val), 2)] == pytest.approx(
@@ -114,20 +115,11 @@ def test_any_form_of_a_structure(run, val) -> None:
     assert single.energy == pytest.approx(energies[2], abs=1e-5)
     assert single.uncertainty is single.spread is single.embedding is None
     assert model.predict(atoms()).energy == model.predict([atoms()])[0].energy
-    with pytest.raises(TypeError, match=r"structures: expected ase.Atoms, .*; got dict"):
+    with pytest.raises(TypeError, match=r"ase.Atoms.*dict"):
         model.predict({})
 
 
-def test_misspelt_words_are_refused(run) -> None:
-    with pytest.raises(
-        ValueError, match="tags='ASE' is unknown; expected one of oc20, ase, guess, any"
-    ):
-        molflt.load(run).predict(atoms(), tags="ASE")
-    with pytest.raises(ValueError, match="also='other': expected a list of runs; write "):
-        molflt.load(run, also="other")
-
-
-def test_a_label_that_is_not_finite_is_none_in_a_prediction(run, tmp_path, capsys) -> None:
+def test_labels_that_are_not_finite_do_not_change_a_prediction(run, tmp_path, capsys) -> None:
     model, file = molflt.load(run), str(tmp_path / "a.traj")
     given, energy = atoms(), model.predict(atoms()).energy
     given.info["y_init"] = np.float64(np.inf)
@@ -136,28 +128,17 @@ def test_a_label_that_is_not_finite_is_none_in_a_prediction(run, tmp_path, capsy
     assert model.predict(given).energy == energy
     write(file, given)
     assert [one.energy for one in model.predict(file)] == [energy]
-    out = tmp_path / "out.csv"
-    assert main(["predict", str(run), file, "--device", "cpu", "--out", str(out)]) == 0
-    assert float(table(out)[0]["energy_eV"]) == energy
     words = ["evaluate", str(run), "--device", "cpu", "--data", file, "--out", str(tmp_path / "o")]
-    assert "y_init must be a finite energy" in error_of(capsys, *words)
-    del given.info["y_init"]
-    write(file, given)
-    assert "energy must be a finite" in error_of(capsys, *words)
+    assert "y_init" in error_of(capsys, *words)
+    given.info[1] = given.info["note", 2] = "x"
+    given.calc = SimpleNamespace(results=None)
+    assert model.predict(given).energy == energy
     given.calc = SinglePointCalculator(given, energy="much")
-    with pytest.raises(ValueError, match="structure 0: sid 0: energy must be"):
+    with pytest.raises(ValueError, match="structure 0.*energy"):
         model.predict(given)
 
 
-def test_entries_of_any_kind_and_calculators_without_results_change_nothing(run) -> None:
-    model, given = molflt.load(run), atoms()
-    expected = model.predict(given).energy
-    given.info[1] = given.info["note", 2] = "x"
-    given.calc = SimpleNamespace(results=None)
-    assert model.predict(given).energy == expected
-
-
-def test_relaxed_positions_are_a_guess_for_free_atoms(run, val) -> None:
+def test_relaxed_positions_move_free_atoms(run, val) -> None:
     model, own = molflt.load(run), atoms()
     own.info["mine"], own.constraints = "kept", []
     found = model.predict(val)
@@ -173,7 +154,7 @@ def test_relaxed_positions_are_a_guess_for_free_atoms(run, val) -> None:
     assert (relaxed.numbers == own.numbers).all() and (own.positions == atoms().positions).all()
 
 
-def test_a_guess_respects_the_constraints_of_its_structure(run, capsys) -> None:
+def test_relaxed_positions_respect_constraints(run, capsys) -> None:
     model, free = molflt.load(run), atoms()
     moved = model.predict(free).relaxed.positions - free.positions
     held = free.copy()
@@ -191,23 +172,23 @@ def test_a_guess_respects_the_constraints_of_its_structure(run, capsys) -> None:
     found = model.predict([free, held])
     assert found[0].relaxed is not None and found[1].relaxed is None
     said = capsys.readouterr().err
-    assert "structure 1: no relaxed structure, as FixBondLengths cannot be met" in said
+    assert "structure 1" in said and "FixBondLengths" in said
 
 
-def test_without_relaxed_positions_in_training_there_is_no_guess(data, tmp_path, val) -> None:
-    words = ["--task.position_weight=0", "--task.position_weight_final=0"]
-    start(data, tmp_path / "run", *STEPS, *words)
-    assert molflt.load(tmp_path / "run").predict(val[0]).relaxed is None
+def predictor(**options) -> EnergyPredictor:
+    """A model with random weights."""
+    torch.manual_seed(0)
+    options = {"dim": 16, "heads": 2, "layers": 1, "ffn_dim": 16, **options}
+    model = EnergyRegressor(**options).eval()
+    return EnergyPredictor(Trained(Path("x"), "is2re", model, [options], {}, {}, {}))
 
 
 @pytest.mark.parametrize("subsurface", [True, False])
-def test_embeddings_are_what_energies_are_read_from(data, tmp_path, subsurface, val) -> None:
-    """A model's own readout makes its energies of them."""
-    words = [f"--model.subsurface={str(subsurface).lower()}", "--model.readout=all"]
-    start(data, tmp_path / "run", *STEPS, *words)
-    model = molflt.load(tmp_path / "run")
+def test_energies_are_read_from_embeddings(subsurface, val) -> None:
+    model = predictor(subsurface=subsurface, readout="all")
     by_atom, pooled = (model.predict(val, embedding=kind) for kind in ("atoms", "pooled"))
     for record, one, mean in zip(val, by_atom, pooled, strict=True):
+        assert one.relaxed is None  # no relaxed positions in training
         assert one.embedding.shape == (record.natoms, 16)
         counted = (record.tags > 0).numpy()
         np.testing.assert_allclose(mean.embedding, one.embedding[counted].mean(0), atol=1e-6)
@@ -218,11 +199,9 @@ def test_embeddings_are_what_energies_are_read_from(data, tmp_path, subsurface, 
             atomic = net.readout.mlp(h) * net.readout.factor(record.tags[record.tags > 0])
             energy = atomic.sum().double() * net.energy_std + net.energy_mean
         assert float(energy) == pytest.approx(one.energy, abs=1e-5)
-    with pytest.raises(ValueError, match="expected atoms, pooled or None"):
-        model.predict(val, embedding="all")
 
 
-def test_an_ensemble_and_its_calibration_travel_together(runs, run, tmp_path, val, capsys) -> None:
+def test_an_exported_ensemble_contains_its_calibration(runs, run, tmp_path, val, capsys) -> None:
     evaluate(run, also=runs[1:], splits=["val_id"], device="cpu")
     whole = molflt.load(run, also=runs[1:])
     found = whole.predict(val)
@@ -237,9 +216,9 @@ def test_an_ensemble_and_its_calibration_travel_together(runs, run, tmp_path, va
     write(tmp_path / "in.traj", atoms())
     assert main(["predict", str(tmp_path / "both"), str(tmp_path / "in.traj"), f"--out={out}"]) == 0
     assert {"spread_eV", "uncertainty_eV"} <= table(out)[0].keys()
-    with pytest.raises(ValueError, match="embedding: expected one model; got an ensemble"):
+    with pytest.raises(ValueError, match="embedding"):
         whole.predict(val, embedding="pooled")
-    with pytest.raises(ValueError, match="an exported model; expected a run in an ensemble"):
+    with pytest.raises(ValueError, match="also"):
         molflt.load(tmp_path / "both", also=[run])
 
 
@@ -252,11 +231,11 @@ def test_errors_of_other_weights_or_data_are_not_on_the_card(
     best, last = (one / "checkpoints" / f"{name}.safetensors" for name in ("best", "last"))
     tensors = load_file(last)
     tensors["readout.mlp.0.weight"] += 0.1
-    save_file(tensors, last)  # of another step, and without a digest of its own
+    save_file(tensors, last)  # another step, without a digest
     other = Path(shutil.copytree(data, tmp_path / "other"))
 
     def card(*words: str) -> tuple[str, str]:
-        """README.md of an export, and what was warned of."""
+        """Returns README.md of an export, and the warnings."""
         capsys.readouterr()
         assert main(["export", str(one), str(tmp_path / "card"), "--about", ABOUT, *words]) == 0
         return (tmp_path / "card" / "README.md").read_text(), capsys.readouterr().err
@@ -267,31 +246,31 @@ def test_errors_of_other_weights_or_data_are_not_on_the_card(
     measured("last")
     readme, said = card()
     assert "| val_id |" not in readme and "MAE" not in readme
-    assert f"{one / 'results.json'}: of other weights, checkpoint 'last' at that time; the" in said
+    assert f"{one / 'results.json'}" in said and "other weights" in said
     readme, said = card("--checkpoint", "last")
     assert "| val_id |" in readme and not said
     assert "not measured: " in repr(molflt.load(one)) and not molflt.load(one).trained.results
     measured()
     assert "| val_id |" in card()[0] and "MAE" in repr(molflt.load(one))
     shutil.copy(last, best)  # a longer training
-    assert "of other weights, checkpoint 'best' at that time" in card()[1]
+    assert "other weights" in card()[1]
     measured(data=other)
     readme, said = card()
-    assert "| val_id |" not in readme and f"results.json: of other data, '{other}'" in said
+    assert "| val_id |" not in readme and "other data" in said and str(other) in said
     measured(data=data)
     assert "| val_id |" in card()[0]
-    (one / "results_of.json").unlink()  # earlier versions had none
+    (one / "results_of.json").unlink()  # as in earlier versions
     assert "| val_id |" in card()[0]
     measured(also=[runs[1]])
     assert "| val_id |" in card("--also", str(runs[1]))[0]
     third = Path(shutil.copytree(runs[1], tmp_path / "third"))
     shutil.copy(runs[0] / "checkpoints" / "best.safetensors", third / "checkpoints")
     readme, said = card("--also", str(third))
-    assert "| val_id |" not in readme and "of other weights" in said
-    assert molflt.load(tmp_path / "card").predict(val[0]).uncertainty is None  # of others, too
+    assert "| val_id |" not in readme and "other weights" in said
+    assert molflt.load(tmp_path / "card").predict(val[0]).uncertainty is None
 
 
-def test_the_card_says_what_it_is(exported, run) -> None:
+def test_the_model_card_contains_results_and_training_data(exported, run) -> None:
     from huggingface_hub import ModelCard
 
     assert {path.name for path in exported.iterdir()} == {
@@ -308,18 +287,18 @@ def test_the_card_says_what_it_is(exported, run) -> None:
     assert config["recipe"] == "is2re" and config["files"]["domain.json"]["systems"] == 48
 
 
-def test_exporting_again_gives_the_same_bytes(exported, tmp_path) -> None:
+def test_exporting_again_writes_the_same_bytes(exported, tmp_path) -> None:
     EnergyPredictor.from_pretrained(exported).save_pretrained(tmp_path / "small")
     for name in ("model.safetensors", "config.json", "README.md"):
         assert (tmp_path / "small" / name).read_bytes() == (exported / name).read_bytes()
 
 
-def test_a_model_that_comes_with_the_package(exported, tmp_path, monkeypatch, capsys) -> None:
+def test_predictions_with_the_shipped_model(exported, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sources, "_WEIGHTS", tmp_path / "weights")
     write("in.extxyz", [atoms(), atoms("Au3PtO2H")])
     line = error_of(capsys, "predict", "in.extxyz")
-    assert "no weights come with this installation" in line and "molflt predict RUN" in line
+    assert "no weights" in line and "molflt predict RUN" in line
     shutil.copytree(exported, tmp_path / "weights" / "game-net")
     assert main(["predict", "in.extxyz", "--device", "cpu"]) == 0
     printed = capsys.readouterr()
@@ -328,7 +307,7 @@ def test_a_model_that_comes_with_the_package(exported, tmp_path, monkeypatch, ca
     assert rows[1].startswith("0,0,HCu3O2Pt,7,,") and ",Au not in training," in rows[2]
     told = printed.err.splitlines()
     assert told[0].startswith(f"molflt: game-net: {ABOUT}; trained on 48 systems of H, O, Cu, Pt")
-    assert any("1 of 2 structures are outside of what was trained on" in line for line in told)
+    assert any("1 of 2 structures" in line for line in told)
     energies = [one.energy for one in molflt.load().predict("in.extxyz")]
     assert energies == [float(row.split(",")[-1]) for row in rows[1:]]
     assert molflt.load("game-net").about == ABOUT
@@ -336,17 +315,17 @@ def test_a_model_that_comes_with_the_package(exported, tmp_path, monkeypatch, ca
     assert [float(row["energy_eV"]) for row in table(Path("named.csv"))] == energies
 
 
-def test_totals_beside_adsorption_energies_are_told(run, tmp_path, capsys) -> None:
+def test_labels_that_are_total_energies_are_reported(run, tmp_path, capsys) -> None:
     frame = atoms()
     frame.info["y_relaxed"] = -4321.0
     write(tmp_path / "in.traj", frame)
     molflt.load(run).predict(tmp_path / "in.traj")
     err = capsys.readouterr().err
-    assert "look like total energies; what is predicted are adsorption energies" in err
+    assert "look like total energies" in err
 
 
 def test_the_hub_and_back(exported, tmp_path, monkeypatch, val) -> None:
-    """What would be uploaded, put where the Hub's cache would have it, is the same model."""
+    """The files of an upload are placed in the cache of the Hub."""
     huggingface_hub = pytest.importorskip("huggingface_hub")
     cache, revision = tmp_path / "cache", "a" * 40
     place = cache / "models--me--small"
@@ -368,9 +347,8 @@ def test_the_hub_and_back(exported, tmp_path, monkeypatch, val) -> None:
     away = {"cache_dir": cache, "local_files_only": True}
     again = EnergyPredictor.from_pretrained("me/small", **away)
     assert [one.energy for one in again.predict(val)] == [one.energy for one in model.predict(val)]
-    with pytest.raises(ValueError, match=r"^hf:me/other: .*Hugging Face Hub.*; check") as caught:
+    with pytest.raises(ValueError, match=r"^hf:me/other: .*Hugging Face Hub"):
         EnergyPredictor.from_pretrained("me/other", **away)
-    assert len(str(caught.value).splitlines()) == 1
     code = "import molflt; print(molflt.load('hf:me/small').about)"
     words = [sys.executable, "-c", code]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(cache)}
@@ -378,16 +356,15 @@ def test_the_hub_and_back(exported, tmp_path, monkeypatch, val) -> None:
     assert done.stdout.strip() == ABOUT
 
 
-def test_without_a_network_a_name_on_the_hub_gets_one_line(tmp_path, monkeypatch, capsys) -> None:
+def test_the_hub_without_a_network(tmp_path, monkeypatch, capsys) -> None:
     constants = pytest.importorskip("huggingface_hub").constants
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     line = error_of(capsys, "predict", "hf:nobody/nothing", "in.extxyz", "--out", "o.csv")
-    assert line.startswith("hf:nobody/nothing: not fetched from the Hugging Face Hub; expected a ")
-    assert line.endswith("check the name, or give a folder")
+    assert line.startswith("hf:nobody/nothing: ") and "Hugging Face Hub" in line
 
 
-def test_folders_need_no_hub_package(exported, tmp_path) -> None:
+def test_folders_do_not_need_huggingface_hub(exported, tmp_path) -> None:
     code = (
         "import sys; sys.modules['huggingface_hub'] = None\n"
         "import molflt; from molflt.pretrained import EnergyPredictor\n"
@@ -399,49 +376,13 @@ def test_folders_need_no_hub_package(exported, tmp_path) -> None:
     )
     words = [sys.executable, "-c", code, str(exported), str(tmp_path / "small")]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert done.stdout.count("pip install molflt[hub], or") == 3 == len(done.stdout.splitlines())
+    assert done.stdout.count("pip install molflt[hub]") == 3 == len(done.stdout.splitlines())
     name = "model.safetensors"
     assert (tmp_path / "small" / name).read_bytes() == (exported / name).read_bytes()
 
 
-def resealed(path: Path, **changes: object) -> None:
-    """Writes an exported file with other content, and a digest that is its own."""
-    from molflt.training.exported import write_exported
-
-    content, weights = read_exported(path / "model.safetensors")
-    write_exported(path, weights, {**content, **changes})
-
-
-def test_what_is_damaged_or_hostile_gets_one_line(exported, tmp_path, capsys) -> None:
-    options = json.loads((exported / "config.json").read_text())["models"][0]
-    one = tmp_path / "one"
-    for changes, message in (
-        ({"format": 2}, "expected an exported model of format 1; got 2"),
-        ({"recipe": "alchemy"}, "recipe 'alchemy'; expected one of is2re"),
-        ({"models": {}}, "key models: got {}"),
-        ({"models": []}, "key models: expected options; got []"),
-        ({"models": [{**options, "neighbor_cutoff": 1e-9}]}, "expected a number from 0.1 to 100"),
-        ({"models": [1]}, "key models: expected options; got [1]"),
-        ({"files": []}, "key files: got []"),
-        ({"models": [{**options, "dim": 8192}]}, "'dim': expected at most"),
-        ({"models": [{**options, "layers": 9999}]}, "'layers': expected at most"),
-        ({"models": [{**options, "num_features": 10**6}]}, "'num_features': expected at most"),
-        ({"models": [{**options, "dim": 32}]}, "expected (119, 32); got (119, 16)"),
-        ({"models": [{**options, "dim": "wide"}]}, "key models: "),
-        ({"models": [{**options, "__class__": "os.system"}]}, "key models: "),
-        ({"models": [options, options]}, "got 2, but no weights members.0.*"),
-        ({"files": {"domain.json": {"systems": "x"}}}, "domain.json: key kind"),
-    ):  # fmt: skip
-        shutil.rmtree(one, ignore_errors=True)
-        shutil.copytree(exported, one)
-        resealed(one, **changes)
-        line = error_of(capsys, "predict", str(one), "in.extxyz", "--out", "o.csv")
-        assert str(one) in line or "recipe" in line
-        assert message in line, line
-
-
-def test_a_vocabulary_in_clusters_is_no_longer_than_its_weights(tmp_path) -> None:
-    """No single weight of an adaptive softmax has as many rows as there are words."""
+def test_exports_of_an_adaptive_softmax(tmp_path) -> None:
+    """No weight has as many rows as there are words."""
     from molflt.sequence.language_model import LanguageModel
     from molflt.training.exported import build, write_exported
 
@@ -458,30 +399,28 @@ def test_a_vocabulary_in_clusters_is_no_longer_than_its_weights(tmp_path) -> Non
         build(path, read_exported(path))
 
 
-def test_a_file_that_is_not_what_was_written_is_refused(exported, tmp_path, capsys) -> None:
+def test_changed_files_are_refused(exported, tmp_path, capsys) -> None:
     words = ("in.extxyz", "--out", "o.csv")
     one = Path(shutil.copytree(exported, tmp_path / "one"))
     config, weights = one / "config.json", one / "model.safetensors"
     config.write_text(config.read_text().replace(ABOUT, "energies of DFT"))
     line = error_of(capsys, "predict", str(one), *words)
-    assert line.startswith(f"{config}: is not what model.safetensors says of itself")
-    config.unlink()  # it is for people
+    assert line.startswith(str(config)) and "model.safetensors" in line
+    config.unlink()  # it is not read
     assert molflt.load(one).about == ABOUT
     with safe_open(weights, framework="pt") as file:
         header = file.metadata()
     tensors = {name: tensor + 1 for name, tensor in load_file(weights).items()}
     save_file(tensors, weights, metadata=header)
-    assert "damaged since it was written; expected sha256" in error_of(
-        capsys, "predict", str(one), *words
-    )
+    assert "sha256" in error_of(capsys, "predict", str(one), *words)
     del header["sha256"]
     save_file(tensors, weights, metadata=header)
-    assert "its sha256 is missing" in error_of(capsys, "predict", str(one), *words)
+    assert "sha256" in error_of(capsys, "predict", str(one), *words)
     weights.write_bytes(b"nothing")
-    assert "not a complete safetensors file" in error_of(capsys, "predict", str(one), *words)
+    assert "safetensors" in error_of(capsys, "predict", str(one), *words)
 
 
-def test_a_domain_is_read_again_from_the_same_data(run, exported, tmp_path, capsys) -> None:
+def test_the_domain_of_older_runs_is_computed_from_data(run, exported, tmp_path, capsys) -> None:
     old = Path(shutil.copytree(run, tmp_path / "old"))
     (old / "domain.json").unlink()
     words = ["export", str(old), str(tmp_path / "small"), "--about", ABOUT, "--license=mit"]
@@ -499,11 +438,11 @@ def test_a_domain_is_read_again_from_the_same_data(run, exported, tmp_path, caps
         (old / "config.yaml").write_text(config.replace(root, str(tmp_path / place)))
         assert main(words) == 0
         err = capsys.readouterr().err
-        assert "no domain.json, and it cannot be made again" in err and why in err
+        assert "domain.json" in err and why in err
 
 
 @pytest.mark.parametrize("options", [SHELLS, {"position": "spectral", "periodic": "reciprocal"}])
-def test_nodes_of_every_kind_are_read_back_and_counted(options, tmp_path) -> None:
+def test_models_with_nodes_are_rebuilt_and_counted(options, tmp_path) -> None:
     options = {"dim": 16, "heads": 2, "layers": 1, "ffn_dim": 16, **options}
     model = EnergyRegressor(**options)
     content = {"recipe": "is2re", "models": [options]}
@@ -514,24 +453,7 @@ def test_nodes_of_every_kind_are_read_back_and_counted(options, tmp_path) -> Non
     assert count_parameters(tmp_path, {"recipe": "is2re", "model": options}) == numbers
 
 
-def test_what_is_no_model_gets_one_line(data, exported, run, tmp_path, capsys) -> None:
-    store = str(data / "val_id.safetensors")
-    assert "expected the folder of a training run" in error_of(capsys, "predict", "no", store)
-    (tmp_path / "slab.extxyz").write_text("")
-    said = error_of(capsys, "predict", str(tmp_path / "slab.extxyz"), store)
-    assert str(tmp_path / "slab.extxyz") in said and "is empty" in said
-    for words, message in (
-        ([str(tmp_path / "a")], "--about: expected one line that says what is predicted"),
-        ([str(tmp_path / "a"), "--about", "two\nlines"], "about: expected one line"),
-        ([store, "--about", ABOUT], "is a file; expected a folder"),
-        ([str(run), "--about", ABOUT], "is the folder of a run; expected another"),
-    ):
-        assert message in error_of(capsys, "export", str(run), *words)
-    with pytest.raises(ValueError, match="expected a model for TextWriter; got one of the recipe"):
-        molflt.pretrained.TextWriter.from_pretrained(exported)
-
-
-def test_runs_of_earlier_versions_have_no_domain(run, tmp_path, val, capsys) -> None:
+def test_runs_without_a_domain(run, tmp_path, val, capsys) -> None:
     old = Path(shutil.copytree(run, tmp_path / "old"))
     (old / "domain.json").unlink()
     capsys.readouterr()
@@ -539,25 +461,39 @@ def test_runs_of_earlier_versions_have_no_domain(run, tmp_path, val, capsys) -> 
     assert model.domain is None and model.predict(atoms()).outside == ()
     assert "outside" not in capsys.readouterr().err
     (old / "domain.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"domain\.json: changed since best\.safetensors was"):
+    with pytest.raises(ValueError, match=r"domain\.json"):
         molflt.load(old)
 
 
-def test_an_option_of_runs_is_refused_for_other_models(run, exported, data, capsys) -> None:
-    store, weights = str(data / "val_id.safetensors"), run / "checkpoints" / "best.safetensors"
-    for source in (exported, exported / "model.safetensors", weights, "game-net"):
-        for choice in ("best", "last", "nonsense"):
-            line = error_of(capsys, "predict", str(source), store, "--checkpoint", choice)
-            assert line == (
-                f"{source}: weights, not a run; --checkpoint {choice} has no effect; leave it out"
-            )
-    with pytest.raises(ValueError, match="checkpoint='last' is of a run; got a model; leave it"):
-        molflt.Calculator(molflt.load(run), "last")
-
-
 @pytest.mark.parametrize("name", ["README.md", "config.json", "model.safetensors"])
-def test_an_export_overwrites_nothing_but_an_export(run, tmp_path, name, capsys) -> None:
+def test_an_export_overwrites_only_an_export(run, tmp_path, name, capsys) -> None:
     (tmp_path / name).write_text("{}")
     line = error_of(capsys, "export", str(run), str(tmp_path), "--about", ABOUT)
-    assert line.startswith(f"{tmp_path / name}: is there already, and of no model that molflt")
+    assert line.startswith(str(tmp_path / name))
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [(name, "{}")]
+
+
+def test_refused_exports_and_loads(run, exported, data, tmp_path, capsys) -> None:
+    """Refusals that need a trained run; the others are in tests/refusals."""
+    store = str(data / "val_id.safetensors")
+    for words, word in (
+        ([str(tmp_path / "a")], "--about"),
+        ([str(tmp_path / "a"), "--about", "two\nlines"], "about"),
+        ([store, "--about", ABOUT], "is a file"),
+        ([str(run), "--about", ABOUT], "folder of a run"),
+    ):
+        assert word in error_of(capsys, "export", str(run), *words)
+    weights = run / "checkpoints" / "best.safetensors"
+    for source in (exported, exported / "model.safetensors", weights):
+        line = error_of(capsys, "predict", str(source), store, "--checkpoint", "last")
+        assert line.startswith(f"{source}: ") and "--checkpoint last" in line
+    with pytest.raises(ValueError, match="checkpoint='last'"):
+        molflt.Calculator(molflt.load(run), "last")
+    with pytest.raises(ValueError, match="TextWriter"):
+        molflt.pretrained.TextWriter.from_pretrained(exported)
+    with pytest.raises(ValueError, match="also='other'"):
+        molflt.load(run, also="other")
+    with pytest.raises(ValueError, match="tags='ASE'"):
+        molflt.load(run).predict(atoms(), tags="ASE")
+    with pytest.raises(ValueError, match="embedding='all'"):
+        molflt.load(run).predict(atoms(), embedding="all")

@@ -283,7 +283,7 @@ def test_mistakes_get_one_line(run, tmp_path, capsys) -> None:
         line = error_of(capsys, "report", str(tmp_path / name))
         assert line.startswith(str(tmp_path / name)) and f"got {got}" in line
     line = error_of(capsys, "report", str(run), "--out", str(tmp_path / "page.pdf"))
-    assert "expected a file that ends in .html" in line
+    assert "expected a name that ends in .html" in line
     assert not list(tmp_path.glob("*.pdf")) and not list((tmp_path / "empty").iterdir())
 
 

@@ -1,1 +1,1 @@
-"""The `molflt` command line: what a user types, in terms of the rooms below."""
+"""The `molflt` command line."""

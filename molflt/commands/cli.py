@@ -1,23 +1,22 @@
-"""The ``molflt`` command: finds the function behind a command line and calls it.
+"""The ``molflt`` command: finds the function of a command, parses its options and calls it.
 
-The options of a command are the arguments of its function, and the help texts are its docstring.
-Nothing heavy is imported before a command has been chosen, so ``molflt --help`` answers at once.
+The options of a command are the arguments of its function; the help texts come from its docstring.
+Nothing heavy is imported before a command has been chosen, which keeps ``molflt --help`` fast.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import pkgutil
 import re
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from molflt.commands.options import _did_you_mean, parse
-from molflt.commands.terminal import guarded_output, printable
+from molflt.commands.options import did_you_mean, parse
 from molflt.memory import is_out_of_memory
 from molflt.training.recipes import DEFAULT
 from molflt.version import __version__
@@ -25,116 +24,114 @@ from molflt.version import __version__
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "GROUPS", "Command", "main", "parser_of"]
+
+_LONGEST = 1000  # characters of an error message
 
 
-class _Command(NamedTuple):
-    """A command: its function and what ``molflt --help`` says of it."""
+class Command(NamedTuple):
+    """A command of ``molflt``."""
 
     function: str
-    """``module:function``, whose signature is the options"""
+    """``module:function``; its arguments are the options"""
     summary: str
+    """the line in ``molflt --help``"""
     parser: str | None = None
-    """``module:build_parser`` if it has its own"""
+    """``module:build_parser`` if the command has its own parser"""
     places: Mapping[str, str] = {}
-    """help of the paths that it takes without options, by name; the first may be several"""
+    """name -> help of the positional arguments; the first may take several values"""
 
 
-COMMANDS: dict[tuple[str, ...], _Command] = {
-    ("data", "inspect"): _Command(
+COMMANDS: dict[tuple[str, ...], Command] = {
+    ("data", "inspect"): Command(
         "molflt.commands.inspect:inspect",
-        "what files of structures hold: counts, energies, warnings",
+        "contents of files of structures: counts, energies, warnings",
         places={"path": "files, folders or patterns"},
     ),
-    ("data", "convert"): _Command(
+    ("data", "convert"): Command(
         "molflt.data.structures.convert:convert",
-        "any readable files or folder -> compact store",
+        "convert readable files to a compact store",
         places={
             "src": "files, folders or patterns to read",
             "dst": "compact store or folder to write",
         },
     ),
-    ("data", "download"): _Command(
-        "molflt.data.structures.download:download", "fetch, check and unpack a public data set"
+    ("data", "download"): Command(
+        "molflt.data.structures.download:download", "download, check and unpack a public data set"
     ),
-    ("data", "split"): _Command(
-        "molflt.data.text.split:split", "a FASTA file -> train, val, test, by record or cluster"
+    ("data", "split"): Command(
+        "molflt.data.text.split:split", "split a FASTA file into train, val and test"
     ),
-    ("train",): _Command(
+    ("train",): Command(
         "molflt.commands.train:train",
-        "train on structures, text or images, or resume",
+        "train on structures, text or images, or resume a run",
         "molflt.commands.train:build_parser",
     ),
-    ("info",): _Command(
-        "molflt.commands.info:info", "what a run is: data, model, steps, best value"
+    ("info",): Command(
+        "molflt.commands.info:info", "summary of a run: data, model, steps, best value"
     ),
-    ("report",): _Command(
-        "molflt.commands.report:report", "a run as one HTML page: curves, errors, settings"
+    ("report",): Command(
+        "molflt.commands.report:report", "write a run as one HTML page: curves, errors, settings"
     ),
-    ("evaluate",): _Command(
+    ("evaluate",): Command(
         "molflt.commands.evaluate:evaluate",
-        "metrics of a run on splits, tables, plots, submission",
+        "metrics of a run on splits, with tables and plots",
         "molflt.commands.evaluate:build_parser",
     ),
-    ("compare",): _Command(
+    ("compare",): Command(
         "molflt.commands.compare:compare",
-        "runs side by side: options, size, time, metrics, curves",
-        places={"runs": "folders of two training runs or more"},
+        "compare runs: options, size, time, metrics, curves",
+        places={"runs": "folders of two or more training runs"},
     ),
-    ("predict",): _Command(
+    ("predict",): Command(
         "molflt.commands.predict:predict",
-        "energies of structures in any readable file",
+        "predict structures, sentences or images in files",
         "molflt.commands.predict:build_parser",
     ),
-    ("merge",): _Command(
-        "molflt.commands.merge:merge", "predictions of several processes -> one file"
+    ("merge",): Command("molflt.commands.merge:merge", "join the predictions of several processes"),
+    ("export",): Command(
+        "molflt.commands.export:export", "write a model to use and share: weights, card"
     ),
-    ("export",): _Command(
-        "molflt.commands.export:export", "a run as one folder to use and share: weights, card"
-    ),
-    ("relax",): _Command(
+    ("relax",): Command(
         "molflt.commands.relax:relax",
-        "structures at rest, by a trained potential",
+        "relax structures with a trained potential",
         places={"structures": "files, folders or patterns"},
     ),
-    ("generate",): _Command(
-        "molflt.commands.generate:generate", "text from a trained language model, or translations"
+    ("generate",): Command(
+        "molflt.commands.generate:generate", "generate text, translations or images"
     ),
-    ("schema",): _Command(
-        "molflt.commands.schema:schema", "what configurations may hold, for editors (JSON Schema)"
+    ("schema",): Command(
+        "molflt.commands.schema:schema", "JSON Schema of configurations, for editors"
     ),
-    ("completion",): _Command(
-        "molflt.commands.completion:completion", "a script with which a shell completes options"
+    ("completion",): Command(
+        "molflt.commands.completion:completion", "completion script for a shell"
     ),
 }
-_GROUPS = {"data": "inspect, convert, download and split data sets"}
+GROUPS = {"data": "inspect, convert, download and split data sets"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Args:
-        argv: The words after ``molflt``; those of the process when None.
+        argv: The words after ``molflt``; by default those of the process.
 
     Returns:
-        0 on success; 2 for bad input, after one line on stderr; 1 for an error that is a bug here,
-        with its traceback in a file; 130 when interrupted. With ``MOLFLT_TRACEBACK=1`` in the
-        environment, errors print their traceback instead.
+        0 on success; 2 for bad input, with one line on stderr; 1 for an unexpected error, with its
+        traceback in a file; 130 when interrupted. With ``MOLFLT_TRACEBACK=1`` in the environment,
+        errors print their traceback.
     """
-    with guarded_output():
-        return _guarded(list(sys.argv[1:] if argv is None else argv))
-
-
-def _guarded(words: list[str]) -> int:
-    """Runs one command; errors become a line and a status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # for file names that are not UTF-8
     try:
-        return _dispatch(words)
-    except SystemExit as stop:  # --help and --print_config leave this way
+        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+    except SystemExit as stop:  # raised by --help and --print_config
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
         print("molflt: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader, such as `head`, has gone; nothing is wrong
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
@@ -155,15 +152,17 @@ def _dispatch(words: list[str]) -> int:
         if word not in names:
             where = " ".join(("molflt", *path))
             raise ValueError(
-                f"unknown command {word!r}{_did_you_mean(word, names)}; expected one of "
+                f"unknown command {word!r}{did_you_mean(word, names)}; expected one of "
                 f"{', '.join(names)}; see `{where} --help`"
             )
         path = (*path, word)
-    return _run(path, words)
+    function: Callable[..., object] = pkgutil.resolve_name(COMMANDS[path].function)
+    status = function(**parse(parser_of(path, words), words).as_dict())
+    return status if isinstance(status, int) and not isinstance(status, bool) else 0
 
 
 def _names_below(path: tuple[str, ...]) -> list[str]:
-    """Names that may follow `path`, each once, in the order of the table."""
+    """Returns the names that may follow `path`, in the order of the table."""
     depth = len(path)
     return list(dict.fromkeys(key[depth] for key in COMMANDS if key[:depth] == path))
 
@@ -173,7 +172,7 @@ def _overview(path: tuple[str, ...]) -> str:
     lines = [f"usage: {prog} COMMAND ...", "", "commands:"]
     for name in _names_below(path):
         command = COMMANDS.get((*path, name))
-        lines.append(f"  {name:<10} {command.summary if command else _GROUPS[name]}")
+        lines.append(f"  {name:<10} {command.summary if command else GROUPS[name]}")
     lines += ["", f"`{prog} COMMAND --help` lists the options of a command."]
     if not path:
         lines.insert(1, "       molflt --version")
@@ -181,14 +180,13 @@ def _overview(path: tuple[str, ...]) -> str:
     return "\n".join(lines)
 
 
-def _run(path: tuple[str, ...], words: list[str]) -> int:
-    parser = _parser(path, words)
-    function: Callable[..., object] = pkgutil.resolve_name(COMMANDS[path].function)
-    status = function(**parse(parser, words).as_dict())
-    return status if isinstance(status, int) and not isinstance(status, bool) else 0
+def parser_of(path: tuple[str, ...], words: Sequence[str] = ()) -> ArgumentParser:
+    """Returns the parser of a command.
 
-
-def _parser(path: tuple[str, ...], words: Sequence[str]) -> ArgumentParser:
+    Args:
+        path: names of the command, such as ("data", "inspect").
+        words: words of the command line, which may decide the options.
+    """
     from jsonargparse import ArgumentParser
 
     command, name = COMMANDS[path], " ".join(("molflt", *path))
@@ -203,7 +201,7 @@ def _parser(path: tuple[str, ...], words: Sequence[str]) -> ArgumentParser:
             function, as_group=False, as_positional=not command.places, skip={*command.places}
         )
     if command.parser or command.places:
-        parser.usage = parser.usage or f"{name} [--OPTION VALUE ...]"  # else a page long
+        parser.usage = parser.usage or f"{name} [--OPTION VALUE ...]"  # instead of a page
     recipe = next((each.default for each in parser._actions if each.dest == "recipe"), None)
     parser.prog = name if recipe in (None, DEFAULT) else f"{name} --recipe {recipe}"
     parser.description = _first_paragraphs(function)
@@ -211,7 +209,7 @@ def _parser(path: tuple[str, ...], words: Sequence[str]) -> ArgumentParser:
 
 
 def _first_paragraphs(function: Callable[..., object]) -> str:
-    """The docstring up to its first section; the sections are for readers of the code."""
+    """Returns a docstring up to its first section."""
     text = (function.__doc__ or "").strip()
     text = re.split(r"\n\s*(?:Args|Returns|Raises|Example|Examples|Note):\s*\n", text)[0]
     return re.sub(r"[ \t]*\n[ \t]+", "\n", text).strip()
@@ -226,7 +224,7 @@ def _report(error: Exception) -> int:
         names = [str(name) for name in (error.filename, error.filename2) if name is not None]
         text = ": ".join([*names, error.strerror])
     elif isinstance(error, ModuleNotFoundError) and error.name is None:
-        text = str(error)  # in words of our own
+        text = str(error)  # raised by molflt
     elif isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("molflt"):
         text = f"the package {error.name!r} is not installed; pip install {error.name}"
     elif isinstance(error, ValueError | OSError):
@@ -236,30 +234,19 @@ def _report(error: Exception) -> int:
     else:
         status = 1
         text = f"unexpected {type(error).__name__}: {error}; {_write_log(error)}"
-    print(f"molflt: error: {' '.join(text.split())}", file=sys.stderr)
+    text = " ".join(text.split())
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST - 300]} ... {text[-300:]}"  # the advice is at the end
+    print(f"molflt: error: {text}", file=sys.stderr)
     return status
 
 
 def _write_log(error: Exception) -> str:
-    """Writes the traceback to a new file, and says where it is."""
+    """Writes the traceback to molflt-error.log and returns a clause that says so."""
+    log = Path.cwd() / "molflt-error.log"
     try:
-        with _new_log() as file:
-            file.write(printable("".join(traceback.format_exception(error))))
+        text = "".join(traceback.format_exception(error))
+        log.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError:
         return "MOLFLT_TRACEBACK=1 shows the traceback"
-    return f"traceback in {file.name}"
-
-
-def _new_log() -> IO[str]:
-    """A file where the user is or, if that cannot be written, among temporary files.
-
-    It never exists before: a link that somebody has put in its place could lead anywhere.
-    """
-    try:
-        log = Path.cwd() / "molflt-error.log"
-        log.unlink(missing_ok=True)
-        return open(log, "x", encoding="utf-8")
-    except OSError:
-        return tempfile.NamedTemporaryFile(
-            "w", prefix="molflt-error-", suffix=".log", delete=False, encoding="utf-8"
-        )
+    return f"traceback in {log}"

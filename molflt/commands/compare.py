@@ -1,4 +1,4 @@
-"""``molflt compare``: runs side by side, as a table, as JSON and as pictures."""
+"""``molflt compare``: compares runs in a table, as JSON and in pictures."""
 
 from __future__ import annotations
 
@@ -32,23 +32,17 @@ def compare(
     json: bool = False,
     pictures: list[Literal["svg", "pdf"]] | None = None,
 ) -> None:
-    """Compares runs: what differs in their configurations, size, time, and metrics.
+    """Compares runs: differences of their configurations, size, time and metrics.
 
-    Metrics are those of results.json, by split, with the standard error of their mean over the
-    systems where it is known; the best of a row has a star. The same is printed as JSON with
-    --json.
+    Metrics come from results.json, by split, with the standard error of the mean over the systems
+    where it is known; a star marks the best value of a row.
 
     Args:
-        runs: folders of two training runs or more.
-        out: folder for comparison.json, curves.png (training curves in one picture) and
-            metrics.png (what chooses the best weights, by split); nothing is written without it.
+        runs: folders of two or more training runs.
+        out: folder for comparison.json, curves.png (training curves) and metrics.png (the metric
+            that chooses the best weights, by split); by default nothing is written.
         json: print JSON instead of a table.
-        pictures: formats in which the pictures are written as well, beside their PNG.
-
-    Raises:
-        FileNotFoundError: if one is no run.
-        ValueError: naming the file that is damaged; for fewer than two runs, or pictures without a
-            folder.
+        pictures: further formats of the pictures.
     """
     if pictures and out is None:
         raise ValueError("--pictures: expected --out FOLDER to write them to; got none; give one")
@@ -66,7 +60,6 @@ def compare(
 
 
 def _as_json(runs: Sequence[Run]) -> dict[str, object]:
-    best = {run.name: run.best for run in runs}
     return {
         "runs": {
             run.name: {
@@ -76,8 +69,8 @@ def _as_json(runs: Sequence[Run]) -> dict[str, object]:
                 "steps": run.step,
                 "seconds": run.seconds,
                 "measure": f"val_{run.measure}",
-                "best": None if (one := best[run.name]) is None else one[0],
-                "best_step": None if one is None else one[1],
+                "best": run.best[0] if run.best else None,
+                "best_step": run.best[1] if run.best else None,
                 "results": run.results,
                 "standard_errors": {
                     split: {
@@ -99,7 +92,7 @@ def _as_json(runs: Sequence[Run]) -> dict[str, object]:
 
 
 def _as_table(runs: Sequence[Run]) -> str:
-    """A column per run; a line per differing key, figure and metric."""
+    """Returns a table with a column per run, and a row per differing option and metric."""
     rows: list[list[str]] = [["", *(run.name for run in runs)]]
     for key, own in differences(runs).items():
         rows.append([key, *("-" if value is None else _plain(value) for value in own)])
@@ -116,8 +109,7 @@ def _as_table(runs: Sequence[Run]) -> str:
         rows.append([f"val {measure}, best", *(c + s for c, s in zip(cells, steps, strict=True))])
     rows += [_metric_row(runs, split, name) for split, name in measures_of(runs)]
     text = align([[_cut(cell) for cell in row] for row in rows], text_columns=len(rows[0]))
-    legend = ["* the best of the row; ± standard error over the systems"]
-    return "\n".join([text, *legend, *notes(runs)])
+    return "\n".join([text, "* best of the row; ± standard error over the systems", *notes(runs)])
 
 
 def _metric_row(runs: Sequence[Run], split: str, name: str) -> list[str]:
@@ -135,14 +127,14 @@ def _metric_row(runs: Sequence[Run], split: str, name: str) -> list[str]:
 def _formatter(metric: Metric | None) -> Callable[[float], str]:
     if metric is None:
         return lambda value: f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
-    digits = metric.digits + (metric.digits > 2)  # as the tables of evaluations
+    digits = metric.digits + (metric.digits > 2)  # as in evaluations
     return lambda value: f"{value:.{digits}f}"
 
 
 def _marked(
     values: Sequence[float | None], form: Callable[[float], str], metric: Metric | None
 ) -> list[str]:
-    """Cells, with a star at the best of several."""
+    """Returns the cells of a row, with a star at the best of several values."""
     known = [value for value in values if value is not None]
     best = None
     if metric is not None and len(known) > 1:
@@ -155,12 +147,12 @@ def _plain(value: object) -> str:
 
 
 def _cut(cell: str) -> str:
-    """The end of a long cell, where paths differ."""
+    """Returns the end of a long cell, because paths differ at their ends."""
     return cell if len(cell) <= _WIDEST else f"…{cell[1 - _WIDEST :]}"
 
 
 def _draw(runs: Sequence[Run], out: Path) -> list[Path]:
-    """Curves of all runs, and the measure of the first one's recipe by split, as far as known."""
+    """Draws the curves of all runs, and the main metric of the first run by split."""
     measure, metrics = runs[0].measure, runs[0].metrics
     validated = metrics[measure]._replace(label=f"validation {metrics[measure].label}")
     panels = {"train_loss": Metric("training loss", scale="log"), f"val_{measure}": validated}

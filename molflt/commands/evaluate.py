@@ -1,4 +1,4 @@
-"""``molflt evaluate``: finds out what a run has learned, and evaluates it as its recipe does."""
+"""``molflt evaluate``: evaluates a run with the evaluation of its recipe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from molflt.training.config import read_config
 from molflt.training.outcome import draw_curve
 from molflt.training.recipes import RECIPES, Recipe
 
-__all__ = ["build_parser", "evaluate", "parser_of"]
+__all__ = ["build_parser", "evaluate", "recipe_parser"]
 
 
 def evaluate(
@@ -31,27 +31,26 @@ def evaluate(
     pictures: list[Literal["svg", "pdf"]] | None = None,
     **options: object,
 ) -> dict[str, dict[str, float | None]]:
-    """Evaluates a run on splits of its data: a table, results.json, and pictures.
+    """Evaluates a run on splits of its data; writes results.json and pictures.
 
     Energies: MAE and EwT, errors by adsorbate and by size, parity. Language: perplexity per token.
-    Masked language: perplexity and accuracy in gaps. Sentences: the metrics of GLUE. Translation:
-    BLEU. Images: top-1 and top-5 accuracy, the images that are classified wrongly. All: the learned
-    relative encoding, if there is one.
+    Masked language: perplexity and accuracy of masked tokens. Sentences: the metrics of GLUE.
+    Translation: BLEU. Images: top-1 and top-5 accuracy, misclassified images. All: the learned
+    relative encoding.
 
     Args:
-        run: folder of a training run; its recipe decides which of the other options there are.
+        run: folder of a training run; its recipe decides the further options.
         checkpoint: best, last, or a safetensors file.
-        out: folder to write; by default the run's, or the folder ensemble in it with `also`.
+        out: folder to write; by default the run folder, or its subfolder ensemble with `also`.
         device: auto, cpu, cuda or cuda:N.
-        also: further runs of energies, which together with `run` are evaluated as one model, an
-            ensemble: their mean, and their spread calibrated as its uncertainty.
-        pictures: formats in which every picture is written as well, beside its PNG; the curves of
-            the training too.
-        options: of the recipe's evaluation, such as `molflt.evaluation.energies.evaluate`.
+        also: further runs that are evaluated as one ensemble with `run` (energies only): the mean,
+            and the spread calibrated as its uncertainty.
+        pictures: further formats of all pictures, including the training curve.
+        options: options of the recipe's evaluation, such as
+            `molflt.evaluation.energies.evaluate`.
 
     Returns:
-        Metrics per split; the same is in results.json, and in results_of.json of which weights and
-        data they are.
+        Metrics per split, as in results.json; results_of.json records the weights and the data.
     """
     run = Path(run)
     members = [run, *map(Path, also or [])]
@@ -72,7 +71,7 @@ def evaluate(
             task: Any = recipe.load("task")
             draw_curve(run, out / "curve.png", task.metrics, task.best)
     print(f"{' + '.join(map(str, members))}, checkpoint {checkpoint}{report.text}")
-    known = {  # JSON has no number for the perplexity of a diverged model, nor for a mean of none
+    known = {  # JSON cannot represent an infinite perplexity or the mean of nothing
         split: {
             name: None if value is None or not math.isfinite(value) else value
             for name, value in row.items()
@@ -88,16 +87,16 @@ def evaluate(
 
 
 def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
-    """Parser of ``molflt evaluate``: its own options, and those of the evaluation of a run.
+    """Returns the parser of ``molflt evaluate``.
 
     Args:
-        words: the command line; a run that it names decides the options.
+        words: words of the command line; the recipe of the run that they name decides the options.
     """
-    return parser_of(_recipe_of_run(words))
+    return recipe_parser(_recipe_of_run(words))
 
 
-def parser_of(recipe: Recipe) -> ArgumentParser:
-    """Parser of ``molflt evaluate`` for runs of a recipe."""
+def recipe_parser(recipe: Recipe) -> ArgumentParser:
+    """Returns the parser of ``molflt evaluate`` for runs of a recipe."""
     parser = ArgumentParser()
     parser.add_function_arguments(evaluate, as_group=False, as_positional=True)
     parser.add_function_arguments(recipe.load("evaluate"), skip={"run", "model", "config", "out"})
@@ -105,9 +104,9 @@ def parser_of(recipe: Recipe) -> ArgumentParser:
 
 
 def _recipe_of_run(words: Sequence[str]) -> Recipe:
-    """That of the first word which is the folder of a run; the default if none is."""
+    """Returns the recipe of the first word that names a run folder, else the default."""
     pairs = sorted(pairwise(["", *words]), key=lambda pair: pair[0].startswith("--"))
-    for _, word in pairs:  # first those that are no option's value
+    for _, word in pairs:  # values of options come last
         if not word.startswith("-") and (Path(word) / "config.yaml").is_file():
             return Recipe.of(read_config(Path(word)))
     return next(iter(RECIPES.values()))

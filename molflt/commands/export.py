@@ -1,4 +1,4 @@
-"""``molflt export``: what a run has learned, in a form to use, share and package."""
+"""``molflt export``: writes a trained model to use and to share."""
 
 from __future__ import annotations
 
@@ -26,29 +26,22 @@ def export(
     also: list[Path] | None = None,
     compiled: bool = False,
 ) -> None:
-    """Writes a model with all that is needed to use it: model.safetensors, config.json, README.md.
+    """Writes model.safetensors, config.json and README.md, which are all that is needed to use it.
 
-    The folder is what `molflt predict`, `molflt.load` and `from_pretrained` take. The card holds
-    the table of the run's results.json, so evaluate it first.
+    `molflt predict`, `molflt.load` and `from_pretrained` read the folder. The model card contains
+    the results of the run; evaluate it first.
 
     Args:
         run: folder of a training run, or an exported model.
         out: folder to write, or hf:OWNER/NAME to upload it to the Hugging Face Hub.
-        about: one line for users: what is predicted; of energies, of what, against which
-            references, at which level of theory.
-        license: of the weights, as the Hub calls it, such as mit or cc-by-4.0.
-        datasets: data sets on the Hub that it was trained on.
-        checkpoint: of a run: best (the default), last, or a safetensors file.
-        also: further runs that make an ensemble with `run`.
-        compiled: also write machine code of the energies, for processors like this one, which
-            `molflt predict FOLDER FILE --compiled true` uses; needs a C++ compiler and minutes.
-
-    Raises:
-        FileNotFoundError: if the run or its checkpoint is missing.
-        RuntimeError: without a C++ compiler, where machine code is asked for.
-        ValueError: if nobody has said what is predicted, `out` is a file or holds files of the same
-            names that are of no export, the Hub refuses, or there is no machine code of such a
-            model.
+        about: one line for users: the predicted quantity; for energies also the structures, the
+            references and the level of theory.
+        license: license of the weights by its name on the Hub, such as mit or cc-by-4.0.
+        datasets: training data sets on the Hub.
+        checkpoint: best (the default), last, or a safetensors file; only for a run.
+        also: further runs that form an ensemble with `run`.
+        compiled: also compile the energies for processors like this one, for
+            `molflt predict FOLDER FILE --compiled true`; needs a C++ compiler and takes minutes.
     """
     model = load(run, checkpoint=checkpoint, also=also or ())
     model.about = model.about if about is None else about
@@ -58,28 +51,28 @@ def export(
         _find_domain(model)
     if model.about is None:
         raise ValueError(
-            "--about: expected one line that says what is predicted, of what, against which "
-            "references, at which level of theory; got none"
+            "--about: expected one line about the predicted quantity, the structures, the "
+            "references and the level of theory; got none"
         )
     if not model.trained.results:
         why = model.trained.unmeasured or f"{run}: no results.json"
         print(
-            f"molflt: warning: {why}; the card has no measured errors; run `molflt evaluate` "
-            "before",
+            f"molflt: warning: {why}; the model card contains no errors; run `molflt evaluate` "
+            "first",
             file=sys.stderr,
         )
     if compiled and (out.startswith(HUB) or not isinstance(model, EnergyPredictor)):
         raise ValueError(
-            f"{out}: machine code is made of energies, into a folder here; got a model of the "
-            f"recipe {model.trained.recipe}, or the Hub; leave --compiled out"
+            f"{out}: --compiled needs a model of energies and a local folder; got recipe "
+            f"{model.trained.recipe}; leave --compiled out"
         )
     if out.startswith(HUB):
         print(f"uploaded: {model.push_to_hub(out.removeprefix(HUB))}")
         return
     if Path(out).exists() and not Path(out).is_dir():
-        raise ValueError(f"{out}: is a file; expected a folder; choose another")
+        raise ValueError(f"{out} is a file; expected a folder")
     if (Path(out) / "config.yaml").exists():
-        raise ValueError(f"{out}: is the folder of a run; expected another one; choose it")
+        raise ValueError(f"{out} is the folder of a run; expected another folder")
     model.save_pretrained(out)
     if compiled and isinstance(model, EnergyPredictor):
         model.save_compiled(Path(out))
@@ -88,15 +81,15 @@ def export(
 
 
 def _find_domain(model: EnergyPredictor) -> None:
-    """Reads the training data of a run of an earlier version again, if they are where they were.
+    """Computes the domain of a run of an earlier version from its training data.
 
-    Says so if they are not, or have other elements than the weights have seen.
+    Prints a warning if the data are missing or contain other elements than the weights have seen.
     """
     run = model.trained.path
     try:
         config = read_config(run)
         data = Recipe.of(config).load("data")(**config["data"])
-        data.seed = config["seed"]  # of the split, where training made one
+        data.seed = config["seed"]  # for the split of the training
         read = Domain.from_json(json.loads(data.files()[DOMAIN]), DOMAIN)
     except (OSError, ValueError, KeyError) as error:
         why = str(error)
@@ -106,9 +99,9 @@ def _find_domain(model: EnergyPredictor) -> None:
             kept = {**model.trained.files, DOMAIN: read.to_json()}
             model.trained, model.domain = model.trained._replace(files=kept), read
             return
-        why = "the data have other elements than the weights have seen"
+        why = "the data contain other elements than the weights have seen"
     print(
-        f"molflt: warning: {run}: no {DOMAIN}, and it cannot be made again ({why}); what lies "
-        "outside of training will not be told",
+        f"molflt: warning: {run}: no {DOMAIN}, and it cannot be computed again ({why}); "
+        "predictions will not be compared with the training data",
         file=sys.stderr,
     )

@@ -1,4 +1,4 @@
-"""``molflt generate``: text or images from a trained model, or the translation of a text."""
+"""``molflt generate``: text, translations or images from a trained model."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from molflt.data.images.unlabeled import read_alike
 from molflt.data.text.parallel import read_lines
 from molflt.files import expect_writable
 from molflt.pretrained import ImageWriter, TextWriter, Translator, load
-from molflt.pretrained.pixels import IMAGES
+from molflt.pretrained.tokens import IMAGES
 from molflt.sequence import LanguageModel
 
 __all__ = ["generate"]
 
 _SAMPLES, _COMPLETIONS = "samples.png", "completions.png"
-_GREY = 128  # of the rows that are not given
+_GREY = 128  # value of unknown pixels
 
 
 def generate(
@@ -42,39 +42,33 @@ def generate(
     checkpoint: str | None = None,
     device: str = "auto",
 ) -> None:
-    """Writes text that follows a prompt, token by token; or translates sentences, line by line; or
-    draws images, byte by byte, into a PNG: from nothing, or below upper rows that are given.
+    """Generates text, translates sentences, or generates images.
 
-    Mechanisms with a state of constant size take as long for the last token as for the first.
+    Language models continue a prompt token by token. Models of images (recipe image_generation)
+    write a PNG of new images, or of images that continue given upper rows. Mechanisms with a state
+    of constant size generate every token in the same time.
 
     Args:
-        run: folder of a training run of a model of language, translation or images
-            (image_generation), an exported model, or hf:OWNER/NAME.
-        prompt: what the text begins with; of a translation, the sentence.
-        file: of a translation, a text with a sentence in each line, instead of the prompt. Of
-            images, those to go on with: one, a folder of them, or an idx file, of the size of the
-            training images, and gray where these were; the PNG shows what is given, what was
-            drawn, and the original, below each other.
-        tokens: how many are drawn; 100 by default. Of language models.
-        temperature: below 1, likely tokens become likelier; 0 takes the likeliest; 1 by default.
-            Of language and images, as are the next two.
-        top_k: draw from so many of the likeliest tokens alone; null for all.
-        seed: of the draws; 0 by default.
-        images: how many, of a file its first ones; 8 by default. Of images, as are the next three.
-        rows: how many upper rows of the images in the file are given; half of them by default.
-        fit: scale larger images of the file down, as data.image_size does in training.
-        out: PNG to write; by default samples.png, or with `file` completions.png, in the run, else
-            here.
-        beam: hypotheses of a translation, as in `molflt evaluate`; 5 by default.
-        length_penalty: of a translation, likewise; 1 by default.
-        checkpoint: of a run: best (the default), last, or a safetensors file.
+        run: folder of a training run with the recipe language, translation or image_generation, an
+            exported model, or hf:OWNER/NAME.
+        prompt: beginning of the text, or the sentence to translate.
+        file: for translation, a text with one sentence per line, instead of the prompt. For images,
+            an image to continue, a folder of images, or an idx file, of the size and channels of
+            the training images; the PNG shows the given rows, the result and the original.
+        tokens: number of tokens to generate (language; default 100).
+        temperature: below 1, likely tokens become more likely; 0 takes the most likely token
+            (language, images; default 1).
+        top_k: number of most likely tokens to draw from (language, images; default all).
+        seed: seed of the draws (language, images; default 0).
+        images: number of images, with `file` its first ones (images; default 8).
+        rows: number of given upper rows of the images in `file` (images; default half).
+        fit: scale larger images in `file` down, as data.image_size does in training (images).
+        out: PNG to write; by default samples.png, or completions.png with `file`, in the run folder
+            or else in the current folder (images).
+        beam: beam size, as in `molflt evaluate` (translation; default 5).
+        length_penalty: length penalty, as in `molflt evaluate` (translation; default 1).
+        checkpoint: best (the default), last, or a safetensors file; only for a run.
         device: auto, cpu, cuda or cuda:N.
-
-    Raises:
-        FileNotFoundError: if the run, its checkpoint, its vocabulary or the file is missing.
-        OSError: if `out` cannot be written.
-        ValueError: if it is no such model, or for an option outside its range, or of another
-            kind of model, or images that the model cannot take, or that `out` would overwrite.
     """
     model = load(run, device, checkpoint=checkpoint)
     drawing = {"temperature": temperature, "top_k": top_k, "seed": seed}
@@ -87,22 +81,20 @@ def generate(
         return
     drawing["tokens"] = tokens
     if isinstance(model, Translator):
-        refuse_idle(run, "a translation model, which draws nothing", {**drawing, **sheet})
+        refuse_idle(run, "a translation model", {**drawing, **sheet})
         _translate(model, prompt, file, _given(search))
     elif isinstance(model, TextWriter):
-        refuse_idle(
-            run, "a language model, which translates nothing", {"file": file, **search, **sheet}
-        )
+        refuse_idle(run, "a language model", {"file": file, **search, **sheet})
         _write(model, prompt, _given(drawing))
     else:
         raise ValueError(
-            f"{run}: not a language model; expected a run with recipe: language, translation or "
-            "image_generation"
+            f"{run}: expected a model of recipe language, translation or image_generation; got "
+            f"{model.trained.recipe}"
         )
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options without those that the model has a default for."""
+    """Returns the options that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -111,7 +103,7 @@ def _translate(
 ) -> None:
     if bool(prompt) == (file is not None):
         raise ValueError(
-            f"{model.name}: expected what to translate, either --prompt TEXT or --file FILE; got "
+            f"{model.name}: expected either --prompt TEXT or --file FILE to translate; got "
             f"{'both' if prompt else 'neither'}"
         )
     for line in model.translate([prompt] if file is None else read_lines(str(file)), **options):
@@ -127,17 +119,17 @@ def _draw(
     out: Path | None,
     options: Mapping[str, Any],
 ) -> None:
-    """Draws images, and writes them as a sheet."""
+    """Generates images and writes them to one PNG."""
     whole, path = model.model, model.trained.path
     sheet = _SAMPLES if file is None else _COMPLETIONS
     out = (path / sheet if path.is_dir() else Path(sheet)) if out is None else out
     if out.suffix != ".png":
-        raise ValueError(f"{out}: expected a name that ends in .png; rename it")
-    # an image in the folder is read, too
+        raise ValueError(f"{out}: expected a name that ends in .png")
+    # in a folder of images, `out` would be one of them
     inside = file is not None and file.resolve() in out.resolve().parents
     expect_writable(out, *([] if file is None else [file]), *([out] if inside else []))
     if file is None:
-        refuse_idle(model.name, "no --file to go on with", {"rows": rows, "fit": fit or None})
+        refuse_idle(model.name, "no --file to continue", {"rows": rows, "fit": fit or None})
         _say_cost(whole)
         drawn = model.generate(images, progress=True, **options)
         write_sheet(out, [drawn])
@@ -160,8 +152,7 @@ def _draw(
 def _say_cost(model: LanguageModel) -> None:
     if not model.decodes:
         print(
-            "molflt: this mechanism leaves no state to decode from; each token computes the whole "
-            "sequence again",
+            "molflt: this mechanism has no decoding state; each token recomputes the sequence",
             file=sys.stderr,
         )
 

@@ -1,4 +1,4 @@
-"""``molflt info``: what a run is, from what lies in its folder."""
+"""``molflt info``: a summary of a run."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["Info", "info"]
 
 
 class Info(TypedDict):
-    """What `molflt info --json` prints; None is unknown.
+    """The output of `molflt info --json`; unknown values are None.
 
-    `data` and `model` are options, as in config.yaml; `sets` is how many items the training and
-    the validation set have; `best` names the metric, its value and step.
+    `data` and `model` are options, as in config.yaml; `sets` contains the sizes of the training and
+    the validation set; `best` names the metric, its value and step.
     """
 
     run: str
@@ -41,15 +41,11 @@ class Info(TypedDict):
 
 
 def info(run: Path, json: bool = False) -> None:
-    """Print what a run is: recipe, data, model size, steps, best validation, versions, files.
+    """Prints a summary of a run: recipe, data, model size, steps, best validation, files.
 
     Args:
         run: folder of a training run.
         json: print one JSON object instead of text.
-
-    Raises:
-        FileNotFoundError: if it is no folder of a run.
-        ValueError: naming the file in it that is damaged.
     """
     found = _read(Path(run))
     best = found["best"]
@@ -109,12 +105,12 @@ def _validated(found: Info) -> str:
     if best.metric not in metrics:
         expected = ", ".join(metrics)
         raise ValueError(
-            f"{found['run']}: best.safetensors has the metric {shown(best.metric)}; expected one "
-            f"of {expected}; it belongs to another run"
+            f"{found['run']}: best.safetensors belongs to another run; expected one of the "
+            f"metrics {expected}; got {shown(best.metric)}"
         )
     return f"validation {metrics[best.metric].shown(best.value)} at step {best.step:,}"
 
 
 def _counted(count: object) -> str:
-    """A number with separators, anything else as it is."""
+    """Returns a number with separators."""
     return f"{count:,}" if isinstance(count, int) else shown(count)

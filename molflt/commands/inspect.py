@@ -1,4 +1,4 @@
-"""``molflt data inspect``: contents of structures as text, JSON and a picture."""
+"""``molflt data inspect``: a summary of structures as text, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -37,31 +37,31 @@ def inspect(
     stress_key: str | None = None,
     recipe: Purpose | None = None,
 ) -> None:
-    """Print the contents of a file or folder of structures, with units and warnings.
+    """Prints a summary of a file or folder of structures, with units and warnings.
 
-    Structures that are not valid are left out, counted and listed by reason. A folder is read file
-    by file; a folder of shards counts as one file.
+    Invalid structures are left out, counted and listed by reason. A folder is read file by file; a
+    folder of shards counts as one file.
 
     Args:
         path: OC20 LMDB file or folder, compact store, or a file that ASE reads; or a folder of
             these.
         json: print one JSON object instead of text, with at least systems, atoms_total,
-            with_labels, elements, energies_look_like and warnings; of a folder path, splits (such
-            an object for each, by name) and others (names of other files).
-        plot: write a picture (.png, .svg or .pdf) with the histogram of energies and one structure
-            from top and side.
-        limit: look only at the first so many structures.
-        skip_bad: no longer needed, since bad structures never stop it; accepted for older scripts.
-        energy_key: entry of a file that ASE reads that is the energy, eV; by default y_relaxed,
-            else energy.
-        tags: what tags mean in a file that ASE reads: oc20 (0 subsurface, 1 surface, 2 adsorbate)
-            or ase (numbers of layers from the top, 1, 2, ..., and 0 for adsorbates).
-        forces_key: array of a file that ASE reads that is the forces, eV/Å; by default forces, else
+            with_labels, elements, energies_look_like and warnings; for a folder the keys path,
+            splits (one object for each split) and others (names of other files).
+        plot: picture to write (.png, .svg or .pdf), with a histogram of the energies and a
+            structure from the top and from the side.
+        limit: number of structures to read, from the first.
+        skip_bad: has no effect; accepted for older scripts.
+        energy_key: name of the energy, eV, in a file that ASE reads; by default y_relaxed, else
+            energy.
+        tags: meaning of tags in a file that ASE reads: oc20 (0 subsurface, 1 surface, 2 adsorbate)
+            or ase (layers from the top, 1, 2, ..., and 0 for adsorbates).
+        forces_key: name of the forces, eV/Å, in a file that ASE reads; by default forces, else
             REF_forces.
-        stress_key: its entry that is the stress, eV/Å^3, or a virial, eV, if its name says so; by
-            default stress, else REF_stress.
-        recipe: potential (energies, forces and stress at the positions) or is2re (relaxed
-            energies): what to report; by default what the labels look like.
+        stress_key: name of the stress, eV/Å^3, or of a virial, eV; by default stress, else
+            REF_stress.
+        recipe: labels to report: potential (energies, forces and stress at the positions) or is2re
+            (relaxed energies); by default guessed from the labels.
     """
     if plot is not None:
         from molflt.plots.figure import expect_picture
@@ -95,7 +95,7 @@ def _inspect_folder(path: Path, json: bool, look: Callable[[Path], Inspected]) -
         except ValueError as error:
             print(f"molflt: warning: {error}; left out", file=sys.stderr)
     if not found:
-        raise ValueError(f"{path}: none of {', '.join(sources)} can be read")
+        raise ValueError(f"{path}: cannot read any of {', '.join(sources)}")
     for name, text in _shared(found):
         found[name].summary["warnings"].append(text)
     splits = {name: each.summary for name, each in found.items()}
@@ -108,7 +108,7 @@ def _inspect_folder(path: Path, json: bool, look: Callable[[Path], Inspected]) -
 
 
 def _shared(found: dict[str, Inspected]) -> list[tuple[str, str]]:
-    """Split, and a warning of its structures that are in an earlier split, too."""
+    """Returns splits with a warning about structures that are also in an earlier split."""
     equal = equal_structures(np.concatenate([each.features for each in found.values()]))
     ends = np.cumsum([len(each.sids) for each in found.values()])
     numbers = dict(zip(found, np.split(equal, ends[:-1]), strict=True))
@@ -119,8 +119,8 @@ def _shared(found: dict[str, Inspected]) -> list[tuple[str, str]]:
             if len(both):
                 first = found[name].sids[both[0]]
                 text = (
-                    f"structures of two splits: {len(both)} have the elements, cell and initial "
-                    f"positions of one in {other}, for instance sid {first}"
+                    f"structures of two splits: {len(both)} have the same elements, cell and "
+                    f"initial positions as one in {other}, for instance sid {first}"
                 )
                 texts.append((name, text))
     return texts
@@ -163,7 +163,7 @@ def _as_text(summary: Summary) -> str:
         lines.append(f"stress      {stress} (components)")
     if summary["verified"] is not None:
         absent = "none; molflt data convert adds one"
-        lines.append(f"digest      {'fits the contents' if summary['verified'] else absent}")
+        lines.append(f"digest      {'correct' if summary['verified'] else absent}")
     if "plot" in summary:
         lines.append(f"picture     {summary['plot']}")
     if summary["labels_not_used"]:

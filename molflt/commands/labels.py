@@ -1,4 +1,4 @@
-"""Rows that ``molflt predict`` writes of lines of a text or of images."""
+"""Rows of ``molflt predict`` for lines of a text and for images."""
 
 from __future__ import annotations
 
@@ -19,21 +19,17 @@ _GUESSES = 5
 
 
 def label(model: Labeler, source: Path, batch_size: int) -> list[dict[str, object]]:
-    """What a model makes of each line, gap or image of a file.
+    """Predicts each line, masked token or image of a file.
 
     Args:
-        model: which decides what the file has to hold: a sentence, or two between which is a tab,
-            in each line; a text with gaps; an image, a folder of images, or an idx file.
-        source: the file, or the folder.
+        model: decides the content of the file: a sentence or two tab-separated sentences per line;
+            lines with masked tokens; an image, a folder of images, or an idx file.
+        source: file or folder.
         batch_size: sentences or images in a batch.
 
     Returns:
-        Of sentences and images the class and its probability, or the score; of gaps the most
-        probable pieces.
-
-    Raises:
-        FileNotFoundError: naming the file.
-        ValueError: naming the file, and the line or image that cannot be used.
+        The class and its probability, or the score, of sentences and images; the most probable
+        tokens at masked ones.
     """
     if isinstance(model, GapFiller):
         return list(_gaps(model, source))
@@ -60,18 +56,17 @@ def _sentences(model: SentenceLabeler, source: Path, batch_size: int) -> list[di
     for number, cells in enumerate(parts, 1):
         if len(cells) != columns or columns > 2 or not all(cells):
             raise ValueError(
-                f"{source}: line {number}: {len(cells)} columns, {sum(map(bool, cells))} of them "
-                f"with text; expected a sentence, or two with a tab between them, as in line 1 "
-                f"({columns}); correct the line"
+                f"{source}: line {number}: expected a sentence, or two separated by a tab, as in "
+                f"line 1 ({columns}); got {len(cells)}, {cells.count('')} of them empty"
             )
     texts = [(cells[0], cells[1]) if columns == 2 else cells[0] for cells in parts]
     found = model.classify(texts, batch_size=batch_size)
-    told = "score" if model.model.classes == 1 else "probability"
-    rows = []
-    for number, (name, value) in enumerate(found, 1):
-        named = {} if told == "score" else {"label": name}
-        rows.append({"line": number, **named, told: value})
-    return rows
+    if model.model.classes == 1:
+        return [{"line": number, "score": one.probability} for number, one in enumerate(found, 1)]
+    return [
+        {"line": number, "label": one.name, "probability": one.probability}
+        for number, one in enumerate(found, 1)
+    ]
 
 
 def _images(model: ImageLabeler, source: Path, batch_size: int) -> Iterator[dict[str, object]]:

@@ -1,4 +1,4 @@
-"""``molflt merge``: predictions that several processes have made, as one file."""
+"""``molflt merge``: joins the predictions of several processes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["merge"]
 
 
 def merge(out: Path) -> None:
-    """Join the files of molflt predict --shard I/N, once all N are there; they stay.
+    """Joins the files of all N calls of molflt predict --shard I/N, and keeps them.
 
-    The file is the one that a single process would have written. A shard that is missing or damaged
-    is named, with what repeats it.
+    The result is equal to the file that a single process would have written. An error names a shard
+    that is missing or damaged, and the command that makes it again.
 
     Args:
-        out: what was given as --out with each --shard; .csv, .json or .extxyz.
+        out: the --out of the calls; .csv, .json or .extxyz.
     """
     count = merge_shards(Path(out))
     print(f"{out}: {count:,} structures")

@@ -1,59 +1,60 @@
-"""Command-line words on their way to jsonargparse, and its errors on their way back.
+"""Parsing of command lines with jsonargparse, with readable errors.
 
 jsonargparse reads ``--skip_bad=true`` and ``--splits=[a,b]``; people type ``--skip-bad`` and
-``--splits a b``, misspell names, and want one line that says which.
+``--splits a b``. An error names the option or the key, what was expected and what was given.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
-from types import NoneType
-from typing import TYPE_CHECKING, get_args
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
+from operator import or_
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from molflt.commands.values import (
-    Given,
-    checked,
-    is_group,
-    kinds_of,
-    nulls,
-    out_of_range,
-    read_config,
-)
+from molflt.commands.limits import outside
 from molflt.files import shown
+from molflt.shipped import find_config
 
 if TYPE_CHECKING:
     from argparse import Action
 
     from jsonargparse import ArgumentParser, Namespace
 
-__all__ = ["normalized", "parse", "refuse_idle"]
+__all__ = [
+    "did_you_mean",
+    "is_flag",
+    "kinds_of",
+    "normalized",
+    "options_of",
+    "parse",
+    "position_types",
+    "refuse_idle",
+    "show_usage",
+]
 
-# Ends of keys, and commands, that have had other names
-_RENAMED = {
-    "backend": "mixing",
-    "channels": "dim",
-    "--epochs": "--trainer.max_epochs",
-    "--steps": "--trainer.max_steps",
-    "k_max": "max_frequency",
-    "placement": "position",
-    **{
-        name: f"position_options.{name}"
-        for name in ("diameter", "nodes", "num_gaussians", "num_nodes", "spectrum")
-    },
-}
+_POSITION = "model.position_options"
+_COMMAND_LINE_ONLY = ("--config", "--help", "--print_config", "--resume")
+
+
+class _Given(NamedTuple):
+    """A value and its place in the command line or in a configuration."""
+
+    key: str
+    where: str
+    value: object
+    append: bool = False
 
 
 def refuse_idle(run: str, kind: str, options: Mapping[str, object]) -> None:
-    """Refuses options that are given to a model of a kind that has no use for them.
+    """Raises ValueError if an option is given that this kind of model does not use.
 
     Args:
-        run: the model, for messages.
-        kind: what it is.
-        options: name -> value; None where it is not given.
-
-    Raises:
-        ValueError: naming the first one that is given.
+        run: name of the model, for the message.
+        kind: kind of the model, for the message.
+        options: name -> value; None if it is not given.
     """
     for name, value in options.items():
         if value is not None:
@@ -62,47 +63,32 @@ def refuse_idle(run: str, kind: str, options: Mapping[str, object]) -> None:
 
 
 def parse(parser: ArgumentParser, words: Sequence[str]) -> Namespace:
-    """Parses what people type.
+    """Parses command-line words.
 
     Raises:
-        ValueError: saying which option or key is wrong, what was expected, and what was given.
+        ValueError: naming the first wrong option or key, what was expected and what was given.
     """
     from argparse import ArgumentError
 
     parser.exit_on_error = False
-    parser.allow_abbrev = False  # an abbreviation turns a misspelt option into another one
-    _show_flags(parser)
-    mistakes: list[str] = []
-    words = _normalize(words, parser, mistakes)
+    parser.allow_abbrev = False  # an abbreviation would turn a typing error into another option
+    show_usage(parser)
+    words = normalized(words, parser)
+    given = list(_given(words, parser))
+    options = options_of(parser)
     try:
-        given = _given(words, parser, mistakes)
         config: Namespace = parser.parse_args(words)
-        values = vars(config.as_flat())
     except ArgumentError as error:
-        places = {f"--{place.dest}": place for place in _places_of(parser)}
-        wrong, values = checked(given, _options_of(parser) | places)
-        mistakes += [*wrong, *out_of_range(values, given), *_missing(parser, given)]
-        raise ValueError(_listed(mistakes or [str(error)])) from error
-    except RecursionError as error:
-        raise ValueError(_listed(mistakes or ["a value is nested too deeply"])) from error
-    except ValueError as error:
-        raise ValueError(_listed([*mistakes, str(error)])) from error
-    mistakes += [*nulls(values, given, _options_of(parser)), *out_of_range(values, given)]
-    if mistakes:
-        raise ValueError(_listed(mistakes))
+        _check_types(given, options | {f"--{one.dest}": one for one in _positionals_of(parser)})
+        raise ValueError(_missing(parser, given) or str(error)) from error
+    except RecursionError:
+        raise ValueError("a value is nested too deeply") from None
+    _check_values(vars(config.as_flat()), given, options)
     return config
 
 
-def _listed(mistakes: Sequence[str]) -> str:
-    """One mistake as it is, several with their numbers."""
-    if len(mistakes) == 1:
-        return mistakes[0]
-    listed = "; ".join(f"({number}) {one}" for number, one in enumerate(mistakes, 1))
-    return f"{len(mistakes)} mistakes: {listed}"
-
-
-def _options_of(parser: ArgumentParser) -> dict[str, Action]:
-    """Every ``--name`` that the parser knows."""
+def options_of(parser: ArgumentParser) -> dict[str, Action]:
+    """Returns the options of a parser by their long names, with the leading ``--``."""
     return {
         name: action
         for action in parser._actions
@@ -111,38 +97,47 @@ def _options_of(parser: ArgumentParser) -> dict[str, Action]:
     }
 
 
-def _places_of(parser: ArgumentParser) -> list[Action]:
-    """What the words that are no options are, in order."""
-    return [action for action in parser._actions if not action.option_strings]
-
-
-def _is_flag(action: Action | None) -> bool:
+def kinds_of(action: Action) -> set[object]:
+    """Returns the types that an option accepts, without their parameters."""
     hint = getattr(action, "_typehint", None)
-    return hint is bool or {*get_args(hint)} == {bool, NoneType}
+    return {get_origin(kind) or kind for kind in (hint, *get_args(hint))}
 
 
-def _show_flags(parser: ArgumentParser) -> None:
-    for action in _options_of(parser).values():
-        if _is_flag(action):
+def is_flag(action: Action | None) -> bool:
+    """Returns True if an option is a boolean."""
+    return action is not None and kinds_of(action) - {NoneType, Union, UnionType} == {bool}
+
+
+def show_usage(parser: ArgumentParser) -> None:
+    """Lets ``--help`` show flags and lists as people type them."""
+    for action in options_of(parser).values():
+        if is_flag(action):
             action.metavar = ""
         elif kinds_of(action) & {list, tuple}:
             action.option_strings = [o for o in action.option_strings if not o.endswith("+")]
             action.metavar = "ITEM ..."
 
 
+def did_you_mean(word: str, names: Sequence[str]) -> str:
+    """Returns ``; did you mean ...?`` for a similar name or last part of a name, else ""."""
+    close = difflib.get_close_matches(word, names, 1, 0.7)
+    if not close:
+        last = {name.rpartition(".")[2].removeprefix("--"): name for name in names}
+        typed = word.rpartition(".")[2].removeprefix("--")
+        close = [last[name] for name in difflib.get_close_matches(typed, last, 1, 0.7)]
+    return f"; did you mean {close[0]}?" if close else ""
+
+
 def normalized(words: Sequence[str], parser: ArgumentParser) -> list[str]:
-    """Words as `parse` reads them, each option and its value one; without what is no option."""
-    return _normalize(words, parser, [])
-
-
-def _normalize(words: Sequence[str], parser: ArgumentParser, mistakes: list[str]) -> list[str]:
-    """Rewrites what people type into what jsonargparse reads: each option and its value one word.
+    """Rewrites words as jsonargparse reads them, each option and its value as one word.
 
     ``--skip-bad`` becomes ``--skip_bad=true`` (``--no-skip-bad``: false), and ``--splits a b``
-    becomes an emptied list and one append per word. Adds a line to `mistakes` for each option that
-    does not exist or has no value, and leaves it out.
+    becomes an empty list and one append per word.
+
+    Raises:
+        ValueError: for an unknown option, or an option without a value.
     """
-    options = _options_of(parser)
+    options = options_of(parser)
     rest = list(words)
     out: list[str] = []
     while rest:
@@ -153,30 +148,27 @@ def _normalize(words: Sequence[str], parser: ArgumentParser, mistakes: list[str]
             out.append(word)
             continue
         typed, equals, value = word.partition("=")
-        name = _option_name(typed.removesuffix("+"))
         append = "+" * typed.endswith("+")
+        name = typed.removesuffix("+").replace("-", "_").replace("__", "--", 1)
         positive = name.replace("--no_", "--", 1)
-        if name not in options and not equals and _is_flag(options.get(positive)):
+        whole = options.get(name.rpartition(".")[0])  # of model.position_options.num_nodes
+        if name not in options and not equals and is_flag(options.get(positive)):
             out.append(f"{positive}=false")
-        elif name not in options and not _is_item(name, options):
-            mistakes.append(_unknown_option(typed, options, parser.prog))
-            while not equals and rest and _is_value(rest[0]):
-                rest.pop(0)
+        elif name not in options and (whole is None or dict not in kinds_of(whole)):
+            hint = did_you_mean(name, list(options))
+            raise ValueError(
+                f"unknown option {shown(typed)[1:-1]}{hint}; see `{parser.prog} --help`"
+            )
         elif equals:
             out.append(f"{name}{append}={value}")
         else:
-            try:
-                out += _with_values(typed, name, append, options.get(name), rest)
-            except ValueError as error:
-                mistakes.append(str(error))
+            out += _with_values(typed, f"{name}{append}", options.get(name), rest)
     return out
 
 
-def _with_values(
-    typed: str, name: str, append: str, action: Action | None, rest: list[str]
-) -> list[str]:
-    """An option with the values that follow it, which are taken off `rest`."""
-    if _is_flag(action):
+def _with_values(typed: str, name: str, action: Action | None, rest: list[str]) -> list[str]:
+    """Takes the values of an option off `rest`."""
+    if is_flag(action):
         explicit = rest.pop(0) if rest and rest[0].lower() in ("true", "false") else "true"
         return [f"{name}={explicit.lower()}"]
     if action is not None and action.nargs is not None:  # --help, --print_config
@@ -188,113 +180,194 @@ def _with_values(
         expected = "at least one value" if several else "one value"
         raise ValueError(f"option {typed}; expected {expected}; got none")
     if not several or rest[0].startswith("["):
-        return [f"{name}{append}={rest.pop(0)}"]
+        return [f"{name}={rest.pop(0)}"]
     items = rest[:count]
     del rest[:count]
     if tuple in kinds:
         return [f"{name}=[{', '.join(items)}]"]
-    return [*([] if append else [f"{name}=[]"]), *(f"{name}+={item}" for item in items)]
+    first = [] if name.endswith("+") else [f"{name}=[]"]
+    return [*first, *(f"{name.removesuffix('+')}+={item}" for item in items)]
 
 
 def _is_value(word: str) -> bool:
-    """Whether a word is no option; negative numbers are values."""
+    """Returns False for options; negative numbers are values."""
     return not word.startswith("-") or word[1:2].isdigit() or word[1:2] == "."
 
 
-def _is_item(name: str, options: Mapping[str, Action]) -> bool:
-    """Whether it is an item of a dictionary: --model.position_options.num_nodes."""
-    whole = options.get(name.rpartition(".")[0])
-    return whole is not None and dict in kinds_of(whole)
+def _positionals_of(parser: ArgumentParser) -> list[Action]:
+    return [action for action in parser._actions if not action.option_strings]
 
 
-def _option_name(typed: str) -> str:
-    return typed.replace("-", "_").replace("__", "--", 1)
+def _is_group(key: str, options: Mapping[str, Action]) -> bool:
+    """Returns True for a key above options, such as `model` above `model.dim`."""
+    return any(option.startswith(f"--{key}.") for option in options)
 
 
-def _did_you_mean(word: str, names: Sequence[str]) -> str:
-    """``; did you mean ...?`` for a close name, or for a key that ends in a close name."""
-    group, dot, leaf = word.rpartition(".")
-    new = f"{group}{dot}{_RENAMED.get(leaf, leaf)}"
-    if new != word and {new, new.rpartition(".")[0]} & set(names):
-        return f"; did you mean {new}?"
-    close = difflib.get_close_matches(word, names, 1, 0.7)
-    if not close:
-        leaves = {name.rpartition(".")[2].removeprefix("--"): name for name in names}
-        close = [
-            leaves[hit]
-            for hit in difflib.get_close_matches(leaf.removeprefix("--"), leaves, 1, 0.7)
-        ]
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-def _unknown_option(typed: str, options: Mapping[str, Action], prog: str) -> str:
-    hint = _did_you_mean(_option_name(typed), list(options))
-    name = typed if len(typed) <= 80 else f"{typed[:77]}..."
-    return f"unknown option {name}{hint}; see `{prog} --help`"
-
-
-def _given(words: Sequence[str], parser: ArgumentParser, mistakes: list[str]) -> list[Given]:
-    """What the words and the configurations that they name give, in order.
-
-    Adds a line to `mistakes` for a word too many, and for each unknown key of a configuration.
-    """
-    options = _options_of(parser)
-    given: list[Given] = []
-    places = _places_of(parser)
+def _given(words: Sequence[str], parser: ArgumentParser) -> Iterator[_Given]:
+    """Yields the values in normalized words and in the configurations that they name."""
+    options, places = options_of(parser), _positionals_of(parser)
     for word in words:
         name, equals, value = word.partition("=")
         key = name.removeprefix("--").removesuffix("+")
         if _is_value(word) and places:
             place = places[0] if places[0].nargs == "+" else places.pop(0)
-            given.append(Given(place.dest, place.dest, word))
+            yield _Given(place.dest, place.dest, word)
         elif _is_value(word):
-            hint = _of_data(word, options, given)
-            mistakes.append(f"unexpected {word}{hint}; see `{parser.prog} --help`")
+            hint = "; quote a pattern for several files" * ("--data.root" in options)
+            raise ValueError(f"unexpected argument {word}{hint}; see `{parser.prog} --help`")
         elif name == "--config":
-            given += _configured(value, parser, mistakes)
-        elif is_group(key, options):
-            hint = _of_data(value, options, given) if key == "data" else ""
-            mistakes.append(f"option {name}; expected {name}.NAME; got {shown(value)}{hint}")
+            yield from _configured(value, parser)
+        elif _is_group(key, options):
+            raise ValueError(f"option {name}; expected {name}.NAME; got {shown(value)}")
         elif equals:
-            given.append(Given(key, f"option --{key}", value, name.endswith("+")))
-    return given
+            yield _Given(key, f"option --{key}", value, name.endswith("+"))
 
 
-def _of_data(word: str, options: Mapping[str, Action], given: Sequence[Given]) -> str:
-    """A hint for a word that may name data."""
-    if "--data.root" not in options:
-        return ""
-    if any(one.key == "data.root" for one in given):
-        return "; name several with a pattern in quotes: --data.root '*.extxyz' or '{a,b}.extxyz'"
-    return f"; did you mean --data.root {word}?"
+def _configured(name: str, parser: ArgumentParser) -> Iterator[_Given]:
+    """Yields the values in a YAML configuration; raises ValueError for an unknown key."""
+    import yaml
+
+    from molflt.training.yaml_file import Loader
+
+    options = {k: v for k, v in options_of(parser).items() if k not in _COMMAND_LINE_ONLY}
+    path = find_config(name)
+    try:
+        config = yaml.load(path.read_text(encoding="utf-8"), Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise ValueError(f"{name}: not a YAML configuration: {reason}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{name}: expected a configuration, as `key: value`; got {shown(config)}")
+    for key, value in _leaves(config, options):
+        where = f"{name}: key {key}"
+        if _is_group(key, options):
+            raise ValueError(f"{where}; expected keys and values below it; got {shown(value)}")
+        if f"--{key}" not in options:
+            hint = did_you_mean(key, [option.removeprefix("--") for option in options])
+            raise ValueError(f"{name}: unknown key {key!r}{hint}; see `{parser.prog} --help`")
+        yield _Given(key, where, value)
 
 
-def _configured(file: str, parser: ArgumentParser, mistakes: list[str]) -> Iterator[Given]:
-    """What a configuration gives; adds a line to `mistakes` for each key that is no option."""
-    options = {
-        name: action
-        for name, action in _options_of(parser).items()
-        if name not in ("--config", "--help", "--print_config", "--resume")
-    }
-    for one in read_config(file, options):
-        if is_group(one.key, options):
-            mistakes.append(
-                f"{one.where}; expected keys and values below it, or leave it out; got "
-                f"{shown(one.value)}"
-            )
-        elif f"--{one.key}" in options:
-            yield one
+def _leaves(
+    config: Mapping[object, object], options: Mapping[str, Action], prefix: str = ""
+) -> Iterator[tuple[str, object]]:
+    """Yields the entries of a nested configuration by the names of their options."""
+    for name, value in config.items():
+        key = f"{prefix}{name}"
+        action = options.get(f"--{key}")
+        nested = action is None or dict not in kinds_of(action)
+        if isinstance(value, dict) and nested and (value or _is_group(key, options)):
+            yield from _leaves(value, options, f"{key}.")
         else:
-            hint = _did_you_mean(one.key, [name.removeprefix("--") for name in options])
-            mistakes.append(f"{file}: unknown key {one.key!r}{hint}; see `{parser.prog} --help`")
+            yield key, value
 
 
-def _missing(parser: ArgumentParser, given: Sequence[Given]) -> list[str]:
-    """A line for what has to be given and was not, if there is such."""
-    defaults, there = parser.get_defaults(), {one.key for one in given}
+def _missing(parser: ArgumentParser, given: Sequence[_Given]) -> str | None:
+    """Returns a message that names the required options that were not given."""
+    defaults, known = parser.get_defaults(), {one.key for one in given}
     missing = [
         (action.option_strings or [action.dest])[0]
         for action in parser._actions
-        if action.required and action.dest not in there and not defaults.get(action.dest)
+        if action.required and action.dest not in known and not defaults.get(action.dest)
     ]
-    return [f"missing {', '.join(missing)}; see `{parser.prog} --help`"] if missing else []
+    return f"missing {', '.join(missing)}; see `{parser.prog} --help`" if missing else None
+
+
+def _check_types(given: Sequence[_Given], options: Mapping[str, Action]) -> None:
+    """Raises ValueError for the first value that its option cannot hold."""
+    for one in given:
+        hint = getattr(options.get(f"--{one.key}"), "_typehint", None)
+        if hint is not None:
+            try:
+                value = _parsed(hint, one.value, one.append)
+            except ValueError:
+                got = shown(one.value)
+                raise ValueError(f"{one.where}; expected {_in_words(hint)}; got {got}") from None
+            _check_range(one.where, one.key, value)
+
+
+def _parsed(hint: object, value: object, append: bool = False) -> object:
+    """Returns a value as an option of a type parses it."""
+    from argparse import ArgumentError
+
+    from jsonargparse import ArgumentParser
+
+    probe = ArgumentParser(exit_on_error=False)
+    probe.add_argument("--value", type=hint)
+    try:
+        if isinstance(value, str):
+            return probe.parse_args([f"--value{'+' * append}={value}"]).value
+        return probe.parse_object({"value": value}).value
+    except (ArgumentError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+
+
+def _check_values(
+    config: Mapping[str, object], given: Sequence[_Given], options: Mapping[str, Action]
+) -> None:
+    """Raises ValueError for a null that jsonargparse accepts, or a number out of range."""
+    places = {one.key: one.where for one in given}
+    for key, value in config.items():
+        where, action = places.get(key, f"option --{key}"), options.get(f"--{key}")
+        hint = getattr(action, "_typehint", None)
+        if value is None and key in places and action is not None and hint is not None:
+            if not kinds_of(action) & {NoneType, object, Any}:
+                raise ValueError(f"{where}; expected {_in_words(hint)}; got null")
+        elif key == _POSITION and isinstance(value, dict):
+            _check_position(where, value)
+        else:
+            _check_range(where, key, value)
+
+
+def _check_range(where: str, key: str, value: object) -> None:
+    if interval := outside(key, value):
+        kind = type(value).__name__ if isinstance(value, int | float) else "numbers"
+        raise ValueError(f"{where}; expected {kind} in {interval}; got {shown(value)}")
+
+
+def _check_position(where: str, options: Mapping[object, object]) -> None:
+    """Checks the types and ranges of the options of a position."""
+    types = position_types() if options else {}
+    for name, value in options.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{where}; expected names of options; got {shown(name)}")
+        hint = types.get(name)
+        try:
+            found = value if hint is None else _parsed(hint, value)
+        except ValueError:
+            got = shown(value)
+            raise ValueError(f"{where}: {name}; expected {_in_words(hint)}; got {got}") from None
+        _check_range(f"{where}: {name}", _POSITION, found)
+
+
+def position_types() -> dict[str, Any]:
+    """Returns the type of each option of the positions by its name."""
+    from molflt.attention.nodes import NODES
+    from molflt.attention.positions import POSITIONS
+    from molflt.attention.spectra import SPECTRA
+
+    builds: list[tuple[str, Callable[..., object]]] = [("", build) for build in POSITIONS.values()]
+    builds += [("", family) for family in SPECTRA.values()]
+    builds += [("node_", rule) for rule in NODES.values()]
+    found: dict[str, set[Any]] = {}
+    for prefix, build in builds:
+        for name, parameter in inspect.signature(build).parameters.items():
+            if parameter.kind is not parameter.VAR_KEYWORD:
+                found.setdefault(prefix + name, set()).add(parameter.annotation)
+    return {name: reduce(or_, hints) for name, hints in found.items()}
+
+
+def _in_words(hint: object) -> str:
+    """Returns a type in words."""
+    args = get_args(hint)
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(map(repr, args))}"
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(map(_in_words, args))
+    if get_origin(hint) is list and get_origin(args[0]) is Literal:
+        return f"some of {', '.join(map(repr, get_args(args[0])))}"
+    if get_origin(hint) is dict:
+        return "keys and values"
+    if hint is NoneType:
+        return "null"
+    return hint.__name__ if isinstance(hint, type) and not args else str(hint)

@@ -1,4 +1,4 @@
-"""``molflt predict``: energies of structures, classes of sentences and images, pieces in gaps."""
+"""``molflt predict``: predictions for structures, sentences and images."""
 
 from __future__ import annotations
 
@@ -55,50 +55,50 @@ def predict(
     compiled: bool = False,
     shard: str | None = None,
 ) -> None:
-    """Predicts what is in a file: energies, in eV, of structures; classes of sentences or images.
+    """Predicts energies, in eV, of structures, or classes of sentences or images.
 
-    Says which structures lie outside of what the model was trained on.
+    Prints how structures differ from the training data.
 
     Args:
-        run: folder of a training run, an exported model, or hf:OWNER/NAME; without it, the model of
+        run: folder of a training run, an exported model, or hf:OWNER/NAME; by default the model of
             energies that comes with the package.
-        file: of structures: files that ASE reads, compact stores, OC20 LMDBs, folders of these, or
-            patterns in quotes such as 'runs/*/CONTCAR'; all frames of each. Of sentences: a
-            text with one in each line, or a pair with a tab between; of gaps: lines with [MASK]. Of
-            images: one, a folder of them, or an idx file.
-        out: file to write: .csv or .json (of structures their index, file if there are several,
-            sid or name, formula, number of atoms, energy in eV), or .extxyz or .traj (the
-            structures, with the predicted relaxed energy as their energy, and forces of a
-            potential); by default the CSV is printed.
-        checkpoint: of a run: best (the default), last, or a safetensors file.
+        file: structures: files that ASE reads, compact stores, OC20 LMDBs, folders of these, or
+            quoted patterns such as 'runs/*/CONTCAR', with all their frames. Sentences: a text with
+            one sentence, or two separated by a tab, per line; for masked language models, lines
+            with [MASK]. Images: an image, a folder of images, or an idx file.
+        out: file to write: .csv or .json (for structures index, file if there are several, sid or
+            name, formula, number of atoms and energy in eV), or .extxyz or .traj (the structures
+            with the predicted energy, and the forces of a potential); by default the CSV is
+            printed.
+        checkpoint: best (the default), last, or a safetensors file; only for a run.
         batch_size: structures, sentences or images in a batch.
         device: auto, cpu, cuda or cuda:N.
-        skip_bad: leave out structures that cannot be used, and list them. Of energies, as are the
-            next three.
-        also: further runs, which together with `run` predict as one model, an ensemble: the mean,
-            the standard deviation over the runs (spread_eV) and, calibrated, its 68 % interval
-            (uncertainty_eV).
-        calibration: uncertainty.json of an evaluation of the same runs; by default that in the
-            folder ensemble of `run`, if it is there.
-        tags: what tags mean in a file that ASE reads: oc20 (0 subsurface, 1 surface, 2 adsorbate)
-            or ase (numbers of layers from the top, 1, 2, ..., and 0 for adsorbates); by default
-            what they meant in training. guess finds them, in any source: the adsorbate by bonds,
-            surface and subsurface by constraints or height, and prints what was found.
-        force: predict also structures without tags, or with tags that cannot be meant, where all
-            structures of the training had tags.
-        mesh_order: for cells of some thousand atoms and more: computes what the model sums over
-            reciprocal nodes on a mesh instead, by splines of this order, 4, 5, 6 or 8: attention to
-            3e-3, 6e-4, 6e-6, 2e-7.
-        compiled: load the machine code of `molflt export --compiled`; for folders you trust.
-        shard: I/N, the I-th of N parts of the structures, for as many processes or machines: with
-            --out energies.csv it writes energies.I-of-N.csv (or .json, .extxyz); when all are
-            there, molflt merge energies.csv joins them to what one process would have written.
+        skip_bad: leave out and list invalid structures (energies).
+        also: further runs that form an ensemble with `run`: the mean, the standard deviation over
+            the runs (spread_eV) and, if calibrated, the 68 % interval (uncertainty_eV) (energies).
+        calibration: uncertainty.json of an evaluation of the same runs; by default the one in the
+            subfolder ensemble of `run`, if it exists (energies).
+        tags: meaning of tags in a file that ASE reads: oc20 (0 subsurface, 1 surface, 2 adsorbate)
+            or ase (layers from the top, 1, 2, ..., and 0 for adsorbates); by default as in
+            training. guess replaces the tags of any source: adsorbates by bonds, surface and
+            subsurface by constraints or height; the result is printed.
+        force: also predict structures without tags, or with implausible tags, if all training
+            structures had tags.
+        mesh_order: for cells of thousands of atoms, compute sums over reciprocal nodes on a mesh
+            with splines of order 4, 5, 6 or 8; errors of attention are at most 3e-3, 6e-4, 6e-6,
+            2e-7.
+        compiled: load the machine code of `molflt export --compiled`; only from folders you trust.
+        shard: I/N, the I-th of N parts of the structures, for N processes or machines. With
+            --out energies.csv it writes energies.I-of-N.csv (or .json, .extxyz); molflt merge
+            energies.csv joins them to the file of a single process.
     """
     files = [Path(file)] if isinstance(file, str | Path) else list(map(Path, file))
     part = _shard(shard, out)
     model = _load(run, files[0], checkpoint, device, also, compiled)
     structures = isinstance(model, EnergyPredictor)
-    _expect_free(out, part, files_of(files) if structures else files)
+    if out is not None:  # fail before anything is read; molflt merge writes `out` itself
+        for written in (out, part.path(out)) if part else (out,):
+            expect_writable(written, *(files_of(files) if structures else files))
     if not isinstance(model, EnergyPredictor):
         given = {"skip_bad": skip_bad or None, "also": also, "calibration": calibration}
         more = {"mesh_order": mesh_order, "tags": tags, "shard": shard, "force": force or None}
@@ -120,7 +120,9 @@ def predict(
         made = made_of(model.model, dataset, mesh_order=mesh_order, compiled=compiled)
         made |= {"batch_size": batch_size, "tags": reading.tags}
         made |= {"calibration": f"{known.factor:.9g}/{known.floor:.9g}"} if known else {}
-        dataset, note = _part(dataset, part, batch_size, made)
+        kept = part.indices(dataset.natoms, batch_size)
+        note = noted(len(kept), len(dataset), made)
+        dataset = Part(dataset, kept)
         marks = [{**mark, **note} for mark in _marks(dataset)]
         out = part.path(out)
     if model.about is not None:
@@ -140,10 +142,10 @@ def predict(
 
 
 def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
-    """Parser of ``molflt predict``, whose first word may be left out.
+    """Returns the parser of ``molflt predict``, whose first positional argument is optional.
 
     Args:
-        words: the command line.
+        words: words of the command line.
     """
     whole = ArgumentParser(usage=_USAGE)
     whole.add_function_arguments(predict, as_group=False, as_positional=True)
@@ -161,7 +163,7 @@ def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
 
 
 def _is_run(word: str) -> bool:
-    """True if the first of several words names a model instead of structures."""
+    """Returns True if the first of several words names a model instead of structures."""
     path = Path(word)
     if path.suffix == ".safetensors" and path.is_file():
         try:
@@ -173,7 +175,7 @@ def _is_run(word: str) -> bool:
 
 
 def _shard(text: str | None, out: Path | None) -> Shard | None:
-    """What a shard is asked for, if one is; refuses what cannot be written."""
+    """Parses --shard and checks --out."""
     part = None if text is None else Shard.of(text)
     if part is not None and out is None:
         raise ValueError(f"option --shard {text}; expected --out FILE with it; got none")
@@ -182,19 +184,12 @@ def _shard(text: str | None, out: Path | None) -> Shard | None:
 
 
 def _marks(dataset: Structures) -> list[dict[str, object]]:
-    """Columns that identify each structure: its index, and its file if there are several."""
+    """Returns columns that identify each structure: index, and file if there are several."""
     several = len(dataset.files) > 1
     return [
         {"index": dataset.place(i), **({"file": str(dataset.file(i))} if several else {})}
         for i in range(len(dataset))
     ]
-
-
-def _expect_free(out: Path | None, part: Shard | None, files: Sequence[Path]) -> None:
-    """Raises before anything is read if `out` cannot be written or is one of the files."""
-    if out is not None:
-        for written in [out, part.path(out)] if part else [out]:  # molflt merge writes out
-            expect_writable(written, *files)
 
 
 def _check_ending(out: Path | None, endings: Sequence[str]) -> None:
@@ -206,7 +201,7 @@ def _check_ending(out: Path | None, endings: Sequence[str]) -> None:
 
 
 def _write_rows(out: Path | None, rows: Sequence[Mapping[str, object]]) -> None:
-    """To a file, or to the terminal."""
+    """Writes rows to a file, or prints them."""
     if out is None:
         print(csv_text(rows), end="")
     elif out.suffix == ".csv":
@@ -225,32 +220,23 @@ def _load(
 ) -> EnergyPredictor | Labeler:
     if not run and is_trained(file):
         raise ValueError(
-            f"{file}: a trained model; expected what it shall predict; got none; molflt predict "
-            "RUN FILE"
+            f"{file} is a trained model; expected also a file to predict: molflt predict RUN FILE"
         )
-    if also == []:  # an empty list asks for an ensemble all the same
-        load_ensemble([Path(run)])
+    if also == []:
+        load_ensemble([Path(run)])  # raises the error of an ensemble of one
     device = "cpu" if compiled and device == "auto" else device
     model = load(run or None, device, checkpoint=checkpoint, also=also or (), compiled=compiled)
     if not isinstance(model, EnergyPredictor | Labeler):
         kind = "images" if isinstance(model, ImageWriter) else "text"
         raise ValueError(
-            f"{run}: a model of the recipe {model.trained.recipe}, which writes {kind}; expected "
-            "one of energies, classes or gaps; use molflt generate"
+            f"{run}: a model of recipe {model.trained.recipe}, which generates {kind}; use molflt "
+            "generate"
         )
     return model
 
 
-def _part(
-    dataset: Structures, shard: Shard, batch_size: int, made: Mapping[str, object]
-) -> tuple[Structures, dict[str, object]]:
-    """Structures of a shard, and what each of their rows says of it."""
-    kept = shard.indices(dataset.natoms, batch_size)
-    return Part(dataset, kept), noted(len(kept), len(dataset), made)
-
-
 def _ranges(columns: Mapping[str, NDArray[np.float64]]) -> str:
-    """Least and largest of each column, the energies first."""
+    """Returns the range of each column in words, energies first."""
     energy = columns["energy_eV"]
     ranges = [f"{len(energy):,} energies, {energy.min():.3f} to {energy.max():.3f} eV"]
     for name, values in list(columns.items())[1:]:
@@ -259,7 +245,7 @@ def _ranges(columns: Mapping[str, NDArray[np.float64]]) -> str:
 
 
 def _beyond(found: Predictions) -> str:
-    """Counts energies far outside of the labels of the training, for the summary."""
+    """Returns the number of energies far outside of the range in training, in words."""
     reasons = [[one for one in own if one.startswith("energy: ")] for own in found.outside]
     return "".join(f"; {reason}" for reason in counted_reasons(reasons))
 
@@ -298,7 +284,7 @@ def _write_atoms(
     found: Predictions,
     marks: Sequence[Mapping[str, object]],
 ) -> None:
-    """Writes structures with their energies; the file appears complete or not at all."""
+    """Writes structures with their energies, atomically."""
     from ase.calculators.singlepoint import SinglePointCalculator
     from ase.io import write
 

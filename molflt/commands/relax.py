@@ -1,4 +1,4 @@
-"""``molflt relax``: structures at rest by a trained potential."""
+"""``molflt relax``: relaxes structures with a trained potential."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def relax(
     dtype: Literal["float32", "float64"] = "float64",
     skip_bad: bool = False,
 ) -> int:
-    """Relaxes the structures in a file with a potential; constraints hold.
+    """Relaxes the structures in a file with a potential, subject to their constraints.
 
-    Writes the relaxed structures with energies and forces and what else the file says of them, and
-    a table (.csv) beside them, each as soon as it is there. The exit status is 3 if a relaxation
-    has not converged; its last sound structure is written all the same.
+    Writes each relaxed structure as soon as it is done, with energies, forces and its other fields,
+    and a table (.csv) next to them. The exit status is 3 if a relaxation did not converge; its last
+    valid structure is written.
 
     Args:
         structures: files that ASE reads, compact stores, OC20 LMDBs, folders of these, or patterns
@@ -57,27 +57,25 @@ def relax(
         run: folder of a training run with --recipe potential, an exported potential, or
             hf:OWNER/NAME.
         out: file to write, .extxyz or .traj.
-        fmax: largest force on a free atom at the end, eV/Å; with --cell also of the virial, eV per
-            atom.
-        steps: after which a relaxation has not converged.
+        fmax: largest force on a free atom at convergence, eV/Å; with --cell also the largest
+            virial, eV per atom.
+        steps: maximum number of steps.
         optimizer: lbfgs, bfgs or fire.
-        cell: relax the cells, too; of structures that are periodic along all axes.
-        trajectories: folder to write each relaxation to, step by step, as NUMBER-SID.traj.
-        checkpoint: of a run: best (the default), last, or a safetensors file.
+        cell: also relax the cells; needs structures that are periodic along all axes.
+        trajectories: folder for the trajectory of each relaxation, NUMBER-SID.traj.
+        checkpoint: best (the default), last, or a safetensors file; only for a run.
         device: auto, cpu, cuda or cuda:N.
-        dtype: of the arithmetic.
-        skip_bad: leave out structures that cannot be used, and list them.
+        dtype: precision of the computation.
+        skip_bad: leave out and list invalid structures.
 
     Returns:
-        0, or 3 if some have not converged.
+        0, or 3 if a relaxation did not converge.
     """
     out = Path(out)
     if out.suffix not in (".extxyz", ".traj"):
         raise ValueError(f"{out}: expected a name that ends in .extxyz, .traj; got {out.suffix!r}")
     if not fmax > 0 or steps < 1:
-        raise ValueError(
-            f"--fmax must be above 0 and --steps at least 1; got {fmax} and {steps}; correct them"
-        )
+        raise ValueError(f"--fmax must be above 0 and --steps at least 1; got {fmax} and {steps}")
     calculator = Calculator(run, checkpoint, device, dtype)
     for path in (out, out.with_suffix(".csv")):  # before anything is read
         expect_writable(path, *files_of(structures))

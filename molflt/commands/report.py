@@ -1,4 +1,4 @@
-"""``molflt report``: a run as one HTML page to look at, keep or send."""
+"""``molflt report``: a run as one HTML page."""
 
 from __future__ import annotations
 
@@ -12,23 +12,19 @@ __all__ = ["report"]
 
 
 def report(run: Path, out: Path | None = None) -> None:
-    """Write one HTML page of a run: curves, metrics, errors, pictures, settings, how to repeat it.
+    """Writes one HTML page of a run: curves, metrics, errors, pictures, settings, the command.
 
-    The page holds all that it shows, and loads nothing. Of a run that is not finished, not
-    evaluated or damaged, it says what is missing and shows the rest.
+    The page does not load other files. For a run that is unfinished, not evaluated or damaged, the
+    page lists the missing parts and shows the rest.
 
     Args:
         run: folder of a training run.
-        out: file to write; by default report.html in the run.
-
-    Raises:
-        FileNotFoundError: if it is no folder of a run.
-        ValueError: if the file would not be a page.
+        out: file to write; by default report.html in the run folder.
     """
     run = Path(run)
     out = run / "report.html" if out is None else Path(out)
     if out.suffix not in (".html", ".htm"):
-        raise ValueError(f"--out {out}: expected a file that ends in .html; rename it")
+        raise ValueError(f"--out {out}: expected a name that ends in .html")
     page, missing = page_of(run)
     content = page.encode("utf-8", "backslashreplace")
     write_atomically(out, content)

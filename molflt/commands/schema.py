@@ -1,4 +1,4 @@
-"""``molflt schema``: what a configuration may hold, as JSON Schema, for editors."""
+"""``molflt schema``: the JSON Schema of configurations, for editors."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from molflt.commands.limits import LIMITS
+from molflt.commands.options import position_types
 from molflt.commands.train import build_parser
-from molflt.commands.values import item_types
 from molflt.files import write_atomically
 from molflt.training.recipes import DEFAULT, RECIPES
 
@@ -17,19 +17,19 @@ __all__ = ["config_schema", "schema"]
 
 _Schema = dict[str, Any]
 _HEADER = "# yaml-language-server: $schema="
-_NO_KEYS = ("$schema", "resume")  # of the command line, and of jsonargparse's own files
-_NOT_WRITTEN = {"heads", "dim", "head_dim", "node_heads", "node_dim"}  # the model's
-_WRITTEN = {"image_generation": {"dim"}}  # recipe -> those of them that it leaves open
+_NO_KEYS = ("$schema", "resume")  # of the command line, and of jsonargparse
+_SET_BY_MODEL = {"heads", "dim", "head_dim", "node_heads", "node_dim"}
+_SET_BY_USER = {"image_generation": {"dim"}}  # recipe -> exceptions from these
 
 
 def schema(out: Path | None = None) -> None:
-    """Writes the JSON Schema of configurations, with which an editor completes and checks them.
+    """Writes the JSON Schema of configurations, with which editors complete and check them.
 
-    It holds the keys of every recipe with their help, types, choices, ranges and defaults. A file
-    names it in its first line: # yaml-language-server: $schema=molflt.schema.json
+    It contains the keys of every recipe with their help, types, choices, ranges and defaults. A
+    configuration names it in its first line: # yaml-language-server: $schema=molflt.schema.json
 
     Args:
-        out: file to write; by default it is printed.
+        out: file to write; by default the schema is printed.
     """
     text = json.dumps(config_schema(), indent=1, ensure_ascii=False) + "\n"
     if out is None:
@@ -40,9 +40,10 @@ def schema(out: Path | None = None) -> None:
 
 
 def config_schema() -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) of configurations: those of the recipe that a file names.
+    """Returns the JSON Schema (draft 2020-12) of configurations.
 
-    Nothing is required, because configurations are given on top of each other.
+    The recipe that a file names decides its keys. No key is required, because configurations can be
+    combined.
     """
     whole: _Schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -76,14 +77,14 @@ def _of_recipe(name: str) -> _Schema:
                 _bound(described, interval)
     options = found["properties"]["model"]["properties"].get("position_options")
     if options is not None:
-        hidden = _NOT_WRITTEN - _WRITTEN.get(name, set())
-        known = {key: value for key, value in _items().items() if key not in hidden}
+        hidden = _SET_BY_MODEL - _SET_BY_USER.get(name, set())
+        known = {key: value for key, value in _position().items() if key not in hidden}
         options |= {"properties": known, "additionalProperties": False}
     return found
 
 
 def _groups(found: _Schema, prefix: str = "") -> Iterator[tuple[str, _Schema]]:
-    """Prefix and properties of each object that has some; takes ``required`` off."""
+    """Yields the prefix and the properties of each object, and removes ``required``."""
     found.pop("required", None)
     if "properties" in found:
         yield prefix, found["properties"]
@@ -92,7 +93,7 @@ def _groups(found: _Schema, prefix: str = "") -> Iterator[tuple[str, _Schema]]:
 
 
 def _bound(described: _Schema, interval: str) -> None:
-    """Adds the range of an option to its numbers, and to those of its items."""
+    """Adds the range of an option to its numbers and to the numbers in its items."""
     low, high = (float(end) for end in interval[1:-1].split(","))
     described["minimum" if interval[0] == "[" else "exclusiveMinimum"] = low
     described["maximum" if interval[-1] == "]" else "exclusiveMaximum"] = high
@@ -102,15 +103,15 @@ def _bound(described: _Schema, interval: str) -> None:
             _bound(part, interval)
 
 
-def _items() -> _Schema:
-    """Options of all positions, as `values` knows them, and of the model that makes them."""
+def _position() -> _Schema:
+    """Returns the schema of the options of all positions."""
     from jsonargparse import ArgumentParser
 
     from molflt.attention.nodes import NODES
     from molflt.attention.spectra import SPECTRA
 
     parser = ArgumentParser()
-    for name, hint in item_types().items():
+    for name, hint in position_types().items():
         parser.add_argument(f"--{name}", type=hint)
     found: _Schema = json.loads(parser.get_completion_script("jsonschema"))["properties"]
     del found["$schema"]

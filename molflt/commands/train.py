@@ -1,4 +1,4 @@
-"""``molflt train``: one run of the parts that a recipe names."""
+"""``molflt train``: trains the model of a recipe on its data."""
 
 from __future__ import annotations
 
@@ -44,28 +44,29 @@ def train(
 ) -> int:
     """Trains a model, from the weights of another with --init, or resumes a run.
 
-    The run folder holds config.yaml (everything, defaults too), versions.json, metrics.csv,
-    curve.png, what belongs to the data (a vocabulary, names of classes), and checkpoints/ with
-    last.ckpt (to resume), last.safetensors and best.safetensors (weights; best by validation).
+    The run folder contains config.yaml (all options, including defaults), versions.json,
+    metrics.csv, curve.png, files of the data such as a vocabulary, and checkpoints/ with last.ckpt
+    (to resume), last.safetensors and best.safetensors (weights; best by validation).
 
     Args:
-        run: folder to write, or to go on with; None for a new one of the recipe's name.
-        seed: of weights, batches and dropout.
-        recipe: what to learn.
-        model: arguments of its model; what the data decide may be None.
+        run: folder to write or to resume; by default a new one with the name of the recipe.
+        seed: seed of weights, batches and dropout.
+        recipe: name of the recipe.
+        model: arguments of its model; None for sizes that the data decide.
         data: arguments of its data.
         task: arguments of its task.
         trainer: arguments of `molflt.training.trainer.TrainerOptions`.
-        resume: None, or `run`.
-        init: None, or a run folder or weights whose tensors the model starts from; a run that is
-            resumed has its own.
+        resume: the run folder if it is resumed.
+        init: run folder or weights to start from; has no effect on a resumed run.
 
     Returns:
-        0, or 128 + the number of the signal that stopped it, when the state has been saved.
+        0, or 128 + the number of the signal that stopped the training after saving its state.
     """
     run = dated_run(recipe) if run is None else run
     _trainer(trainer).check()
-    _expect_folder(run)
+    for path in (run, *run.parents):
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"--run {run}: {path} is a file; expected a folder; choose another")
     folder = RunFolder(run)
     with folder.held(resume is not None), _one_line_warnings(folder):
         config = {"run": run, "seed": seed, "recipe": recipe, "init": init, "model": model}
@@ -74,7 +75,7 @@ def train(
 
 
 def _fit_warmup(task: _Options, steps: int) -> str | None:
-    """Shortens a warm-up that would outlast the training to a tenth of it; returns what to say."""
+    """Shortens a warm-up that does not fit to a tenth of the steps; returns a message."""
     warmup = cast(int, task["warmup_steps"])
     if warmup < steps:
         return None
@@ -83,13 +84,6 @@ def _fit_warmup(task: _Options, steps: int) -> str | None:
         f"task.warmup_steps={warmup} does not fit into trainer.max_steps={steps}; shortened to "
         f"{steps // 10}, a tenth of them"
     )
-
-
-def _expect_folder(run: Path) -> None:
-    """Raises ValueError where a file stands in the way of the run folder."""
-    for path in (run, *run.parents):
-        if path.exists() and not path.is_dir():
-            raise ValueError(f"--run {run}: {path} is a file; expected a folder; choose another")
 
 
 def _train(folder: RunFolder, config: Config) -> int:
@@ -112,28 +106,29 @@ def _train(folder: RunFolder, config: Config) -> int:
     trainer["max_steps"] = steps
     if shortened := _fit_warmup(task, steps):
         folder.say(shortened)
-    if folder.writes:  # once for all processes: it reads all data
+    if folder.writes:  # one process is enough, as this reads all data
         folder.check_data(batches.fingerprints(), batches.files())
     _fit_sizes(model, batches.sizes(), start.options)
-    folder.check_config(config)  # with the sizes and steps
+    folder.check_config(config)  # again, with sizes and steps
     learned = parts.load("task")(parts.load("model")(**model), seed=config["seed"], **task)
-    if folder.checkpoint is None:  # it holds it otherwise
+    if folder.checkpoint is None:  # a checkpoint contains this state
         learned.check_new()
         start.load(learned.model, batches.files())
         learned.prepare(batches)
     folder.check_weights(learned.model)
-    if folder.writes:  # files may take a pass over the data
+    if folder.writes:  # making the files may read all data
         folder.write({**batches.files(), **learned.files(), **start.files(learned.model)})
     start.say(learned.model, model)
     items = batches.batch_size * cast(int, trainer["devices"]) * cast(int, trainer["accumulate"])
+    epochs = "" if trainer["max_epochs"] is None else f" ({trainer['max_epochs']:,} epochs)"
     folder.say(
         f"{folder.path}: {_counted(learned.model)}; {'; '.join(batches.describe())}; "
-        f"{steps:,} steps of {items} {batches.items}{_epochs_of(trainer)}"
+        f"{steps:,} steps of {items} {batches.items}{epochs}"
     )
     if (folder.checkpoint or {}).get("global_step", 0) >= steps:
         folder.say(
             f"{folder.path}: finished, all {steps:,} steps are done; raise --trainer.max_steps or "
-            "--trainer.max_epochs to go on"
+            "--trainer.max_epochs to continue"
         )
     since = time.perf_counter()
     try:
@@ -145,7 +140,7 @@ def _train(folder: RunFolder, config: Config) -> int:
         return 0
     signum, step = stopped
     folder.say(
-        f"\nstopped by {signal.Signals(signum).name} at step {step}; state saved; to go on: "
+        f"\nstopped by {signal.Signals(signum).name} at step {step}; state saved; to continue: "
         f"molflt train --resume {shlex.quote(str(folder.path))}",
         sys.stderr,
     )
@@ -156,13 +151,8 @@ def _trainer(options: _Options) -> TrainerOptions:
     return TrainerOptions(**cast(dict[str, Any], options))
 
 
-def _epochs_of(trainer: _Options) -> str:
-    epochs = trainer["max_epochs"]
-    return "" if epochs is None else f" ({epochs:,} epochs)"
-
-
 def _say_end(folder: RunFolder, metrics: Mapping[str, Metric], steps: int, seconds: float) -> None:
-    """Says what has come of a training, and why if it ended before its last step."""
+    """Prints the result of a training, and the reason if it stopped early."""
     if stop := folder.origin.get("stopped"):
         steps = stop["step"]
         folder.say(
@@ -173,7 +163,7 @@ def _say_end(folder: RunFolder, metrics: Mapping[str, Metric], steps: int, secon
 
 
 def _counted(model: nn.Module) -> str:
-    """How many parameters learn, and how many do not if some are frozen."""
+    """Returns the numbers of trained and of frozen parameters in words."""
     count = {True: 0, False: 0}
     for parameter in model.parameters():
         count[parameter.requires_grad] += parameter.numel()
@@ -183,9 +173,9 @@ def _counted(model: nn.Module) -> str:
 
 @contextmanager
 def _one_line_warnings(folder: RunFolder) -> Iterator[None]:
-    """Warnings as lines of our own, each once, whatever its numbers are.
+    """Prints each warning once, as one line without the line of code that caused it.
 
-    Python would show a line of torch instead, which calls every module.
+    Warnings that differ only in numbers count as one.
     """
     told: set[str] = set()
 
@@ -202,15 +192,15 @@ def _one_line_warnings(folder: RunFolder) -> Iterator[None]:
 
 
 def _fit_sizes(options: _Options, sizes: Mapping[str, int], source: _Options) -> None:
-    """Fills in what the data decide about the model, such as the size of a vocabulary.
+    """Sets the options of the model that the data decide, such as the size of a vocabulary.
 
-    A size that came with the weights of another run is no demand.
+    Sizes that come from the weights of another run (`source`) may differ.
     """
     for name, size in sizes.items():
         given = options[name]
         if given not in (None, size, source.get(name)):
             raise ValueError(
-                f"model.{name}={given!r}, but the data have {size!r}; leave model.{name} out, or "
-                "use the data that it was made for"
+                f"model.{name}={given!r} does not fit the data; expected {size!r}; leave "
+                f"model.{name} out or use other data"
             )
         options[name] = size

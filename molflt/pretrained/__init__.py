@@ -1,10 +1,9 @@
-"""Trained models to use and to share: one line loads them, from a run, an export or the Hub."""
+"""Trained models, loaded from a run, from an export or from the Hugging Face Hub."""
 
 from molflt.pretrained.energies import EnergyPredictor, Prediction
 from molflt.pretrained.loading import load
-from molflt.pretrained.pixels import ImageWriter
 from molflt.pretrained.sentences import GapFiller, SentenceLabeler, Translator
-from molflt.pretrained.tokens import ImageLabeler, TextWriter
+from molflt.pretrained.tokens import ImageLabeler, ImageWriter, TextWriter
 
 __all__ = ["EnergyPredictor", "GapFiller", "ImageLabeler", "Prediction", "SentenceLabeler"]
 __all__ += ["ImageWriter", "TextWriter", "Translator", "load"]

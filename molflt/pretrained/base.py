@@ -1,4 +1,4 @@
-"""What all trained models share: export to a folder or to the Hugging Face Hub."""
+"""The base class of trained models: export to a folder or to the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -11,39 +11,64 @@ from torch import nn
 
 from molflt.files import shown, write_atomically
 from molflt.pretrained.card import card
-from molflt.pretrained.hub import ModelHubMixin
 from molflt.pretrained.trained import Trained, read_trained
 from molflt.training.exported import check_replaceable, write_exported
 from molflt.training.sources import HUB
 from molflt.version import __version__
 
-if TYPE_CHECKING:
-    from huggingface_hub import ModelCard
-
 __all__ = ["Pretrained"]
 
-_LONGEST = 500  # characters of one line about a model
+_LONGEST = 500  # characters of `about`
+_MISSING = (
+    "{}: needs the package huggingface_hub; got none; run: pip install molflt[hub], or use a folder"
+)
+
+
+class _Folders:
+    """Replacement of `huggingface_hub.ModelHubMixin` that only supports folders."""
+
+    def save_pretrained(self, save_directory, **_):  # type: ignore[no-untyped-def]
+        self._save_pretrained(Path(save_directory))  # type: ignore[attr-defined]
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, **options):  # type: ignore[no-untyped-def]
+        name = str(pretrained_model_name_or_path)
+        if not Path(name).exists():
+            raise ModuleNotFoundError(_MISSING.format(name))
+        return cls._from_pretrained(model_id=name, **options)  # type: ignore[attr-defined]
+
+    def push_to_hub(self, repo_id, **_):  # type: ignore[no-untyped-def]
+        raise ModuleNotFoundError(_MISSING.format(repo_id))
+
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCard, ModelHubMixin
+else:
+    try:
+        from huggingface_hub import ModelHubMixin
+    except ImportError:
+        ModelHubMixin = _Folders
 
 
 class Pretrained(ModelHubMixin):
-    """A trained model, what it was trained on, and how well it did.
+    """A trained model with its training options and results.
 
-    `molflt.load` makes one. `save_pretrained(folder)` writes model.safetensors (weights, options,
-    what it was trained on), config.json (a copy of all but the weights) and README.md (a model
-    card); `from_pretrained(folder or OWNER/NAME)` reads them, and `push_to_hub("OWNER/NAME")`
-    uploads them, as in every library with `huggingface_hub.ModelHubMixin`.
+    `molflt.load` returns one. `save_pretrained(folder)` writes model.safetensors (weights and
+    options), config.json (the options again) and README.md (a model card);
+    `from_pretrained(folder or OWNER/NAME)` reads them, and `push_to_hub("OWNER/NAME")` uploads
+    them, as in every library with `huggingface_hub.ModelHubMixin`.
 
     Args:
-        trained: the parts.
+        trained: the model and the information about it.
 
     Attributes:
-        models: classes of the modules that it is for.
-        trained: the parts.
-        name: of the run or of the exported folder.
-        about: one line that says what is predicted: of energies, of what, against which references,
-            at which level of theory; None if nobody has said.
-        license: its short name, as on the Hub; None if nobody has said.
-        datasets: data sets on the Hub that it was trained on.
+        models: classes of the modules that it supports.
+        trained: the model and the information about it.
+        name: name of the run or of the exported folder.
+        about: one line about the predicted quantity; for energies also the structures, the
+            references and the level of theory; None if unknown.
+        license: short name of the license, as on the Hub; None if unknown.
+        datasets: training data sets on the Hub.
     """
 
     models: ClassVar[tuple[type[nn.Module], ...]] = ()
@@ -57,19 +82,19 @@ class Pretrained(ModelHubMixin):
 
     @property
     def model(self) -> nn.Module:
-        """The module itself, in evaluation mode."""
+        """The module in evaluation mode."""
         return self.trained.model
 
     def use_compiled(self) -> None:
-        """Computes with machine code, where there is some: of energies, see `EnergyPredictor`."""
+        """Switches to machine code; only `EnergyPredictor` supports this."""
         raise ValueError(
-            f"{self.name}: machine code is made of energies; got a model of the recipe "
+            f"{self.name}: compiled needs a model of energies; got a model of recipe "
             f"{self.trained.recipe}; leave compiled out"
         )
 
     @property
     def summary(self) -> str:
-        """One line: what it is, and what it was trained on."""
+        """One line about the model and its training data."""
         return f"{self.name}: {self.about or self.trained.recipe}"
 
     def __repr__(self) -> str:
@@ -77,6 +102,10 @@ class Pretrained(ModelHubMixin):
         return (
             f"{type(self).__name__}({self.summary}{unmeasured and f'; not measured: {unmeasured}'})"
         )
+
+    def _card(self, name: str) -> str:
+        title = self.summary.removeprefix(f"{self.name}: ")
+        return card(name, title, self.trained, self.license, self.datasets)
 
     def _save_pretrained(self, save_directory: Path) -> None:
         if self.about is not None and (len(self.about) > _LONGEST or not self.about.isprintable()):
@@ -96,20 +125,15 @@ class Pretrained(ModelHubMixin):
             "results": trained.results,
             "files": trained.files,
         }
-        write_exported(Path(save_directory), self.model.state_dict(), content)
-        text = self._card(Path(save_directory).name)
-        write_atomically(Path(save_directory) / "README.md", text.encode())
+        folder = Path(save_directory)
+        write_exported(folder, self.model.state_dict(), content)
+        write_atomically(folder / "README.md", self._card(folder.name).encode())
 
     def generate_model_card(self, *args: object, **kwargs: object) -> ModelCard:
-        """The card that is written as README.md."""
+        """Returns the model card that is written as README.md."""
         from huggingface_hub import ModelCard
 
         return ModelCard(self._card(self.name))
-
-    def _card(self, name: str) -> str:
-        count = sum(weight.numel() for weight in self.model.parameters())
-        summary = self.summary.removeprefix(f"{self.name}: ")
-        return card(name, self.trained, summary, count, self.license, self.datasets)
 
     @classmethod
     def _from_pretrained(cls, *, model_id: str, **options: object) -> Self:
@@ -118,19 +142,19 @@ class Pretrained(ModelHubMixin):
         trained = read_trained(source, device=device, hub=options)
         if not isinstance(trained.model, cls.models):
             raise ValueError(
-                f"{model_id}: expected a model for {cls.__name__}; got one of the recipe "
-                f"{shown(trained.recipe)}; molflt.load takes any"
+                f"{model_id}: expected a model for {cls.__name__}; got one of recipe "
+                f"{shown(trained.recipe)}; molflt.load reads any model"
             )
         return cls(trained)
 
-    if TYPE_CHECKING:  # also without huggingface_hub, whose signatures these are
+    if TYPE_CHECKING:  # the signature, also without huggingface_hub
 
         @classmethod
         def from_pretrained(
             cls, pretrained_model_name_or_path: str | Path, **options: Any
         ) -> Self: ...
 
-    else:  # errors become one line
+    else:
 
         def save_pretrained(self, save_directory, **options):
             check_replaceable(Path(save_directory))  # before the mixin removes a config.json
@@ -148,7 +172,7 @@ class Pretrained(ModelHubMixin):
 
 @contextmanager
 def _one_line(name: object) -> Iterator[None]:
-    """Errors of the Hub as one line; those of files and options as they are."""
+    """Turns errors of the Hub into a ValueError of one line."""
     try:
         yield
     except Exception as error:
@@ -156,6 +180,6 @@ def _one_line(name: object) -> Iterator[None]:
             raise
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
-            f"{HUB}{name}: the Hugging Face Hub has not answered as expected; "
-            f"{type(error).__name__}: {reason}; check name, network and login (hf auth login)"
+            f"{HUB}{name}: error of the Hugging Face Hub, {type(error).__name__}: {reason}; check "
+            "the name, the network and the login (hf auth login)"
         ) from None

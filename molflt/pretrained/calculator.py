@@ -1,4 +1,4 @@
-"""A trained potential as a calculator of ASE."""
+"""A trained potential as an ASE calculator."""
 
 from __future__ import annotations
 
@@ -39,25 +39,23 @@ _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 class Calculator(AseCalculator):
     """Energy, forces and stress of a potential trained with ``--recipe potential``.
 
-    ``atoms.calc = molflt.Calculator("runs/mine")``; then use it as any calculator of ASE. For a
-    potential with a long range `results` also has energy_local, energy_near and energy_far, eV;
-    with its power 1 also charges, e, and, without periodic axes, dipole, e Å, see
+    Use it as any calculator of ASE: ``atoms.calc = molflt.Calculator("runs/mine")``. For a
+    potential with a long range, `results` also contains energy_local, energy_near and energy_far,
+    eV; with power 1 also charges, e, and, without periodic axes, dipole, e Å; see
     `molflt.graph.Potential.forward`. The total charge is read from ``atoms.info``.
 
     Args:
-        source: what `molflt.load` takes: the folder of a training run, an exported model,
-            ``hf:OWNER/NAME``; or what it has returned, or its model.
-        checkpoint: of a run: best (the default), last, or a safetensors file.
-        device: auto, cpu, cuda or cuda:N; by default auto for what is read, and for a model the
-            device that it is on.
-        dtype: of the arithmetic; float32 takes half of the time, and its forces are rounded to
-            some 1e-5 eV/Å.
-        slab_stress: give a stress for structures that are not periodic along all axes, too: dE by
-            the strain over the volume of the cell, vacuum included.
-        options: of ASE's calculators.
+        source: source of a potential as for `molflt.load`, or its return value, or a module.
+        checkpoint: best (the default), last, or a safetensors file; only for a run.
+        device: auto, cpu, cuda or cuda:N; by default the device of a module, else auto.
+        dtype: precision of the computation; float32 halves the time, with rounding errors of
+            about 1e-5 eV/Å in forces.
+        slab_stress: also compute the stress of structures that are not periodic along all axes: the
+            derivative of the energy by the strain over the volume of the cell, including vacuum.
+        options: options of ASE's calculators.
 
     Attributes:
-        overlaps_told: True after the one warning of two atoms at one place.
+        overlaps_told: True after a warning about two atoms at one place.
     """
 
     implemented_properties = ["energy", "free_energy", "forces", "stress"]  # noqa: RUF012 (ASE's)
@@ -77,7 +75,7 @@ class Calculator(AseCalculator):
         if isinstance(source, Pretrained):
             source = source.model
         if isinstance(source, nn.Module) and checkpoint is not None:
-            raise ValueError(f"checkpoint={checkpoint!r} is of a run; got a model; leave it out")
+            raise ValueError(f"checkpoint={checkpoint!r} needs a run; got a model")
         if isinstance(source, nn.Module):
             name, model = "the model", copy.deepcopy(source).eval()
             if device is not None:
@@ -87,9 +85,9 @@ class Calculator(AseCalculator):
             name, model = str(source), read_trained(source, checkpoint, where).model
         if not isinstance(model, Potential):
             raise ValueError(
-                f"{name}: a calculator needs a potential; got {type(model).__name__}, whose "
-                "energies are those after a relaxation: their gradients are no forces; train one "
-                "with --recipe potential, or take molflt predict"
+                f"{name}: a calculator needs a potential; got {type(model).__name__}, which has no "
+                "forces, because it predicts energies of relaxed structures; train with --recipe "
+                "potential, or use molflt predict"
             )
         self.model = model.to(_DTYPES[dtype])
         if model.long_range is not None and 1 in model.long_range.powers:
@@ -105,15 +103,10 @@ class Calculator(AseCalculator):
         properties: list[str] | None = None,
         system_changes: list[str] = all_changes,
     ) -> None:
-        """See ASE.
-
-        Raises:
-            ValueError: an unknown element, or positions or results that are not finite.
-            PropertyNotImplementedError: stress of a structure that is not periodic along all axes.
-        """
+        """Computes the results; see ASE."""
         super().calculate(atoms, properties, system_changes)
         given = self.atoms
-        assert given is not None  # ASE keeps a copy of the last ones
+        assert given is not None  # ASE keeps a copy
         self._warn_of_new(given)
         data = _data(given)
         with within_memory(lambda: f"{len(given):,} atoms", "take fewer, or dtype='float32'"):
@@ -122,8 +115,8 @@ class Calculator(AseCalculator):
         forces = out["forces"].double().cpu().numpy()
         if not (np.isfinite(energy) and np.isfinite(forces).all()):
             raise ValueError(
-                f"{given.get_chemical_formula()}: energy {energy} eV or a force is not "
-                "finite; expected numbers; atoms may lie on each other, or the weights be broken"
+                f"{given.get_chemical_formula()}: the energy ({energy} eV) or a force is not "
+                "finite; atoms may overlap, or the weights may be damaged"
             )
         if not self.overlaps_told and atoms_coincide(data):
             self.overlaps_told = True
@@ -141,12 +134,12 @@ class Calculator(AseCalculator):
             self.results["stress"] = full_3x3_to_voigt_6_stress(stress)
         elif "stress" in (properties or ()):
             raise PropertyNotImplementedError(
-                f"stress needs pbc True along all axes; got {given.pbc.tolist()}; slab_stress=True "
-                "of molflt.Calculator gives it for any cell of three lattice vectors"
+                f"stress needs pbc=True along all axes; got {given.pbc.tolist()}; set "
+                "slab_stress=True of molflt.Calculator for any cell with three lattice vectors"
             )
 
     def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:
-        """See ASE. Names fields that are not used, also where the last results are still valid."""
+        """Returns changes; see ASE. Also warns about unused fields if results are still valid."""
         self._warn_of_unused(atoms)
         changes: list[str] = super().check_state(atoms, tol)
         if self.atoms is not None and total_charge(atoms) != total_charge(self.atoms):
@@ -171,7 +164,7 @@ class Calculator(AseCalculator):
 
 
 def _data(atoms: Atoms) -> Data:
-    """One structure of PyG, in float64."""
+    """Returns a structure as PyG data in float64."""
     from torch_geometric.data import Data
 
     pos = torch.from_numpy(atoms.positions)

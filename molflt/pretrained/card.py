@@ -1,4 +1,4 @@
-"""The model card: what a model is for, what it was trained on, how well it does."""
+"""Model cards: purpose, results and options of a model."""
 
 from __future__ import annotations
 
@@ -42,22 +42,16 @@ _COMMANDS = {
 
 
 def card(
-    name: str,
-    trained: Trained,
-    summary: str,
-    parameters: int,
-    license: str | None,
-    datasets: Sequence[object],
+    name: str, title: str, trained: Trained, license: str | None, datasets: Sequence[str]
 ) -> str:
-    """Returns the model card, README.md of an export, with YAML metadata for the Hub.
+    """Returns the README.md of a model.
 
     Args:
-        name: what `molflt.load` is called with.
-        trained: the model and how it was trained.
-        summary: one line, what is predicted.
-        parameters: number of parameters.
-        license: identifier of the license.
-        datasets: names of data sets.
+        name: name of the folder or repository.
+        title: one line about the model.
+        trained: the model and the information about it.
+        license: short name of the license, as on the Hub.
+        datasets: training data sets on the Hub.
     """
     recipe = trained.recipe
     tags, metrics, use = _TAGS.get(recipe, _ATOMS)
@@ -68,22 +62,22 @@ def card(
         header["datasets"] = list(datasets)
     header["metrics"] = metrics
     lines = ["---", yaml.safe_dump(header, sort_keys=False).strip(), "---", "", f"# {name}", ""]
-    lines += [summary, ""]
+    lines += [title, ""]
     lines += ["## Use", "", "```python", "import molflt", ""]
     lines += [f'model = molflt.load("{name}")', *use, "```", ""]
     if recipe in _COMMANDS:
         lines += ["```", f"molflt {_COMMANDS[recipe].format(name)}", "```", ""]
-    lines += ["`pip install molflt`; the weights hold their own sha256 and no code.", ""]
+    lines += ["`pip install molflt`; the weights contain a checksum and no code.", ""]
     lines += ["## Measured", "", *_table(trained.results), ""]
-    lines += ["## Form", "", *_form(trained, parameters), ""]
+    lines += ["## Form", "", *_form(trained), ""]
     return "\n".join(lines)
 
 
 def _table(results: Mapping[str, object]) -> list[str]:
-    """Metrics by split, as Markdown; a line that says so where there are none."""
+    """Returns the metrics by split as Markdown."""
     rows = {split: row for split, row in results.items() if isinstance(row, dict) and row}
     if not rows:
-        return ["Nothing yet: `molflt evaluate RUN` before `molflt export` puts its table here."]
+        return ["No results; run `molflt evaluate RUN` before `molflt export`."]
     keys = list(dict.fromkeys(key for row in rows.values() for key in row))
     lines = [f"| {' | '.join(['split', *keys])} |", f"|{'---|' * (len(keys) + 1)}"]
     for split, row in rows.items():
@@ -98,10 +92,11 @@ def _cell(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
-def _form(trained: Trained, parameters: int) -> list[str]:
-    """Number of parameters, and the options of model and training, as YAML."""
+def _form(trained: Trained) -> list[str]:
+    """Returns the number of parameters, and the options of model and training as YAML."""
+    count = sum(weight.numel() for weight in trained.model.parameters())
     several = f", an ensemble of {len(trained.options)}" if len(trained.options) > 1 else ""
     shown = {"recipe": trained.recipe, "model": dict(trained.options[0])}
     shown["task"] = dict(trained.task)
     text = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True).strip()
-    return [f"{parameters:,} parameters{several}.", "", "```yaml", text, "```"]
+    return [f"{count:,} parameters{several}.", "", "```yaml", text, "```"]

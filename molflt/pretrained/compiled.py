@@ -1,4 +1,4 @@
-"""Machine code of a model's energies beside its weights, and what it belongs to."""
+"""Machine code of a model's energies, stored next to its weights."""
 
 from __future__ import annotations
 
@@ -24,18 +24,9 @@ _AGAIN = "export the run again, with --compiled true"
 
 
 def save_compiled(model: nn.Module, weights: Path) -> list[Path]:
-    """Writes energies.pt2, and energies.json, beside the weights of an exported model.
-
-    Args:
-        model: a regressor.
-        weights: the exported file.
-
-    Raises:
-        RuntimeError: without a C++ compiler.
-        ValueError: a model that cannot be compiled.
-    """
+    """Writes energies.pt2 and energies.json next to the weights of an exported regressor."""
     files = [weights.with_name(name) for name in (_PACKAGE, _RECORD)]
-    files[1].unlink(missing_ok=True)  # never that of other code
+    files[1].unlink(missing_ok=True)  # it describes older code
     with tempfile.TemporaryDirectory() as folder, atomically(files[0]) as part:
         made = compile_energies(_one(model), Path(folder) / _PACKAGE)
         shutil.copyfile(made, part)
@@ -45,12 +36,7 @@ def save_compiled(model: nn.Module, weights: Path) -> list[Path]:
 
 
 def load_compiled(model: nn.Module, weights: Path) -> CompiledEnergies:
-    """The machine code that belongs to weights.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is damaged, or of other weights, of another torch or processor.
-    """
+    """Loads the machine code of weights; refuses code for other weights, torch or processor."""
     package, record = weights.with_name(_PACKAGE), weights.with_name(_RECORD)
     if not package.is_file() or not record.is_file():
         raise FileNotFoundError(f"{package}: no machine code, or no {_RECORD}; {_AGAIN}")
@@ -70,17 +56,14 @@ def load_compiled(model: nn.Module, weights: Path) -> CompiledEnergies:
 
 
 def _record(weights: Path, package: Path) -> Mapping[str, str]:
-    """What has to be the same where it is used: the code knows its weights by heart."""
+    """Returns the values that must match at load time; the weights are compiled into the code."""
     return {
         "torch": torch.__version__,
-        "processor": f"{platform.system()} {platform.machine()} {_capability()}",
+        "processor": f"{platform.system()} {platform.machine()} "
+        f"{torch.backends.cpu.get_cpu_capability()}",
         "weights": _digest(weights),
         "package": _digest(package),
     }
-
-
-def _capability() -> str:
-    return torch.backends.cpu.get_cpu_capability()
 
 
 def _digest(path: Path) -> str:
@@ -92,6 +75,5 @@ def _one(model: nn.Module) -> EnergyRegressor:
     if type(model) is EnergyRegressor:
         return model
     raise ValueError(
-        f"expected one model of energies; got {type(model).__name__}, which is not compiled; leave "
-        "compiled out"
+        f"compiled needs a single model of energies; got {type(model).__name__}; leave compiled out"
     )

@@ -1,4 +1,4 @@
-"""Energies of structures, predicted by a trained model."""
+"""Prediction of energies of structures."""
 
 from __future__ import annotations
 
@@ -41,37 +41,37 @@ _Energies = NDArray[np.float64]
 
 
 class Prediction(NamedTuple):
-    """A model's prediction for one structure."""
+    """The prediction for one structure."""
 
     energy: float
-    """of the relaxed structure, eV, as the labels of training; of a potential, of this structure"""
+    """energy of the relaxed structure, or of the given structure for a potential, eV"""
     uncertainty: float | None = None
-    """eV, made to hold 68 % of the errors; None unless an ensemble was calibrated"""
+    """half width of the 68 % interval, eV; None without a calibrated ensemble"""
     spread: float | None = None
-    """standard deviation over the members of an ensemble, eV; None for one model"""
+    """standard deviation over an ensemble, eV; None for one model"""
     relaxed: Atoms | None = None
-    """guess of the relaxed structure, by its constraints; None where they cannot be met, or
-    training gave no relaxed positions"""
+    """estimate of the relaxed structure, subject to its constraints; None if they cannot be met, or
+    if the model was trained without relaxed positions"""
     outside: tuple[str, ...] = ()
-    """differences of the structure, and of its energy, from all that was trained on"""
+    """differences of the structure and its energy from the training data"""
     embedding: NDArray[np.float32] | None = None
-    """(atoms, dim), or pooled (dim,); None unless it was asked for"""
+    """(atoms, dim), or pooled (dim,); None by default"""
     forces: NDArray[np.float32] | None = None
-    """(atoms, 3), eV/Å, of a potential; None of other models, whose energies have no forces"""
+    """(atoms, 3), eV/Å; None for models that are not potentials"""
     by_adsorbate: tuple[float, ...] | None = None
-    """energies of the adsorbates of a slab, in the order of their first atoms, eV, which sum to the
-    energy; None of models that read all atoms"""
+    """energies of the adsorbates of a slab, eV, in the order of their first atoms; they sum to the
+    energy; None for models that read all atoms"""
 
 
 class EnergyPredictor(Pretrained):
-    """Energies of relaxed structures from initial ones; `molflt.load` makes it."""
+    """Predicts energies of structures; see `molflt.load`."""
 
     models = (EnergyRegressor, EnsembleRegressor)
 
     def __init__(self, trained: Trained) -> None:
         super().__init__(trained)
-        held = trained.files.get(DOMAIN)
-        known = None if held is None else Domain.from_json(held, trained.label(DOMAIN))
+        content = trained.files.get(DOMAIN)
+        known = None if content is None else Domain.from_json(content, trained.label(DOMAIN))
         if known is not None and self.predicts_forces:
             known = known.without_tags()
         if known is not None:
@@ -86,7 +86,7 @@ class EnergyPredictor(Pretrained):
 
     @property
     def _measured(self) -> str:
-        """Its error on the first split that it was evaluated on, if it was."""
+        """The error on the first evaluated split in words."""
         for split, row in self.trained.results.items():
             error = row.get("mae_eV") if isinstance(row, dict) else None
             if isinstance(error, float):
@@ -94,56 +94,46 @@ class EnergyPredictor(Pretrained):
         return ""
 
     def use_compiled(self) -> None:
-        """Computes energies with the machine code beside an exported model, and nothing else.
-
-        Raises:
-            FileNotFoundError: there is none.
-            ValueError: it is not of these weights, this torch and this processor.
-        """
+        """Switches to the machine code next to an exported model, which only computes energies."""
         if not self.trained.path.is_file():
             raise ValueError(
-                f"{self.trained.path}: a run has no machine code; expected an exported model; "
-                "molflt export RUN FOLDER --compiled true"
+                f"{self.trained.path}: compiled needs an exported model; got a run; use molflt "
+                "export RUN FOLDER --compiled true"
             )
         self.compiled = load_compiled(self.model, self.trained.path)
 
     def save_compiled(self, folder: Path) -> list[Path]:
-        """Writes machine code of the energies beside what `save_pretrained` has written.
+        """Writes machine code of the energies to a folder that `save_pretrained` wrote.
 
-        It runs faster by a factor, on processors like this one, with this version of torch.
+        The code needs a processor like this one and this version of torch.
 
         Raises:
             RuntimeError: without a C++ compiler.
-            ValueError: a model that cannot be compiled, see `molflt.graph.computation`.
+            ValueError: if the model cannot be compiled, see `molflt.graph.computation`.
         """
         return save_compiled(self.model, Path(folder) / "model.safetensors")
 
     @property
     def predicts_positions(self) -> bool:
-        """Whether training has taught it the way to the relaxed positions."""
+        """True if the model was trained on relaxed positions."""
         task, domain = self.trained.task, self.domain
         weights = [task.get(f"position_weight{end}") for end in ("", "_final")]
         return any(weights) and (domain is None or domain.relaxed > 0)
 
     @property
     def predicts_forces(self) -> bool:
-        """Whether it is a potential."""
+        """True for a potential."""
         return isinstance(self.model, Potential)
 
     def use_mesh_(self, order: int = 5) -> None:
-        """Computes sums over reciprocal nodes on a mesh from now on: for large cells.
-
-        The model stays as it was trained; see `molflt.graph.mesh.use_mesh_`.
+        """Computes sums over reciprocal nodes on a mesh, which is faster for large cells.
 
         Args:
-            order: of the splines: 4, 5, 6 or 8, for errors of attention up to 3e-3, 6e-4, 6e-6 and
-                2e-7.
-
-        Raises:
-            ValueError: an unknown order, or a model without reciprocal nodes.
+            order: order of the splines, 4, 5, 6 or 8; errors of attention are at most 3e-3, 6e-4,
+                6e-6 and 2e-7. See `molflt.graph.mesh.use_mesh_`.
         """
         if self.compiled is not None:
-            raise ValueError(f"mesh_order={order}: machine code has no mesh; leave one of them out")
+            raise ValueError(f"mesh_order={order} does not apply to machine code; leave one out")
         use_mesh_(self.model, order)
 
     @overload
@@ -184,37 +174,35 @@ class EnergyPredictor(Pretrained):
         tags: Tags | None = None,
         force: bool = False,
     ) -> Prediction | list[Prediction]:
-        """Predicts structures; warns of those that lie outside of what was trained on.
+        """Predicts structures, and warns if they differ from the training data.
 
         Args:
-            structures: `ase.Atoms`, PyG's `Data` or `Batch` (whose tags are OC20's), any number of
-                these, a data set, or a file, folder or pattern of names that holds one, or
-                several of these.
+            structures: `ase.Atoms`, PyG `Data` or `Batch` (with OC20's tags), a sequence of these,
+                a data set, or one or more names or patterns of files or folders.
             batch_size: structures in a batch.
-            embedding: also give the tokens that energies are read from: of "atoms" (0 for those
-                that the model leaves out), or "pooled", their mean over the atoms that the energy
-                sums over: those with tag > 0 where there are tags; of a potential, all.
-            tags: what the tags of `ase.Atoms` and of ASE's files mean: oc20 (0 subsurface, 1
-                surface, 2 adsorbate) or ase (numbers of layers from the top, and 0 for
-                adsorbates); guess finds them from the geometry, in any source; None for what they
-                meant in training. Potentials read none.
-            force: predict also structures without tags, or with tags that cannot be meant, by a
-                model whose training structures all had tags. Their `outside` says so.
+            embedding: also return the tokens before the readout, for all "atoms" (0 for those that
+                the model leaves out), or "pooled": the mean over the atoms that the energy sums
+                over (those with tag > 0 if there are tags; all for a potential).
+            tags: meaning of the tags of `ase.Atoms` and of files that ASE reads: oc20 (0
+                subsurface, 1 surface, 2 adsorbate) or ase (layers from the top, 0 for adsorbates);
+                guess replaces the tags of any source by the geometry; by default as in training.
+                Potentials do not read tags.
+            force: also predict structures without tags, or with implausible tags, if all training
+                structures had tags; `outside` of the prediction reports it.
 
         Returns:
-            For one structure its prediction, else a list in the order of the structures.
+            A prediction for one structure, else a list in the order of the structures.
 
         Raises:
-            TypeError: something else than structures.
-            ValueError: naming the structure that cannot be used, or whose tags cannot be meant, or
-                an embedding of an ensemble.
+            TypeError: if the argument does not contain structures.
+            ValueError: naming an invalid structure, or for an embedding of an ensemble.
         """
         if embedding not in (None, "atoms", "pooled"):
             raise ValueError(f"embedding={embedding!r}; expected atoms, pooled or None")
         if embedding and isinstance(self.model, EnsembleRegressor):
-            raise ValueError("embedding: expected one model; got an ensemble; load one of its runs")
+            raise ValueError("embedding needs a single model; got an ensemble; load one run")
         if embedding and self.compiled is not None:
-            raise ValueError("embedding: machine code has energies alone; load without compiled")
+            raise ValueError("embedding does not apply to machine code; load without compiled")
         dataset = self._opened(structures, tags)
         kept = ["displacement"] * self.predicts_positions + ["embedding"] * bool(embedding)
         kept += ["forces"] * self.predicts_forces
@@ -224,21 +212,15 @@ class EnergyPredictor(Pretrained):
         return out[0] if is_one(structures) else out
 
     def reading_of(self, files: Paths | None, tags: Tags | None = None) -> Reading:
-        """How to read structures: by default tags mean what they meant in training.
-
-        A potential takes any tags, unless they are said to be layers, which are checked.
+        """Returns how to read structures; a potential accepts any tags.
 
         Args:
             files: as for :func:`molflt.data.structures.open_dataset`; None for structures in
                 memory.
-            tags: what they mean instead.
-
-        Raises:
-            FileNotFoundError: if there is nothing.
-            ValueError: a file of an unknown kind.
+            tags: meaning of the tags; by default as in training.
         """
         if tags == "guess" and self.predicts_forces:
-            raise ValueError("tags='guess' has no effect: a potential reads no tags; leave it out")
+            raise ValueError("tags='guess' has no effect on a potential; leave it out")
         found = [] if files is None else files_of(files)
         if tags is None and all("tags" in source_of(file).options for file in found):
             tags = cast("Tags | None", self.trained.task.get("tags"))
@@ -253,8 +235,8 @@ class EnergyPredictor(Pretrained):
                 return Tagged(structures, self.reading_of(None, tags).surface)
             if tags is not None:
                 raise ValueError(
-                    f"tags={tags!r} has no effect on a data set that is open; open it with "
-                    "molflt.data.structures.open_dataset and a Reading"
+                    f"tags={tags!r} has no effect on an open data set; pass a Reading to "
+                    "molflt.data.structures.open_dataset"
                 )
             return structures
         if _are_paths(structures):
@@ -306,49 +288,46 @@ class EnergyPredictor(Pretrained):
         return infer(model, dataset, batch_size, name, self.domain, by_atom, force)
 
     def calibration(self, file: Path | None = None) -> Calibration | None:
-        """That of an ensemble; None of one that has none, which is said, and of a single model.
+        """Returns the calibration of an ensemble, else None.
 
         Args:
-            file: that an evaluation of the same runs wrote; by default what is known.
-
-        Raises:
-            FileNotFoundError: if the calibration is missing.
-            ValueError: if it is damaged or that of others, or the model is no ensemble.
+            file: uncertainty.json of an evaluation of the same runs; by default the one of the run
+                or of the export.
         """
         model, trained = self.model, self.trained
-        held = trained.files.get(CALIBRATION)
-        own = file is None and held is not None and trained.path.is_file()
+        content = trained.files.get(CALIBRATION)
+        own = file is None and content is not None and trained.path.is_file()
         if own and isinstance(model, EnsembleRegressor):
             label = trained.label(CALIBRATION)
-            return expect_theirs(model, Calibration.from_json(held, label), label)
+            return expect_theirs(model, Calibration.from_json(content, label), label)
         return calibration_of(model, file, trained.path / ENSEMBLE / CALIBRATION)
 
 
 def _are_paths(structures: object) -> TypeGuard[Paths]:
-    """True if structures are given as a path or several paths."""
+    """Returns True for one path or several."""
     several = structures if isinstance(structures, list | tuple) and structures else [structures]
     return all(isinstance(one, str | Path) for one in several)
 
 
 def _pooled(tokens: NDArray[np.float32], record: Data) -> NDArray[np.float32]:
-    """Mean over the atoms that count: (atoms, dim) -> (dim,)."""
+    """Returns the mean over atoms above the subsurface: (atoms, dim) -> (dim,)."""
     counted = Geometry.of_data(record).above_subsurface().numpy()
     return cast("NDArray[np.float32]", tokens[counted].mean(axis=0))
 
 
 def _moved(dataset: Structures, i: int, displacement: NDArray[np.float32]) -> Atoms | None:
-    """A structure with its free atoms moved, (atoms, 3) Å, as far as its constraints let them.
+    """Returns a structure with free atoms moved by (atoms, 3) Å, subject to its constraints.
 
-    What else it holds stays. None, with a warning, where constraints cannot be met.
+    Returns None, with a warning, if the constraints cannot be met.
     """
     atoms, free = dataset.to_atoms(i), (~dataset[i].fixed).numpy()
     try:
         atoms.set_positions(atoms.positions + np.where(free[:, None], displacement, 0.0))
-    except (RuntimeError, ValueError) as error:  # of those that are met by iteration
+    except (RuntimeError, ValueError) as error:  # from constraints that ASE solves iteratively
         kinds = ", ".join(type(one).__name__ for one in atoms.constraints)
         print(
-            f"molflt: warning: {dataset.where(i)}: no relaxed structure, as {kinds} cannot be met: "
-            f"{error}",
+            f"molflt: warning: {dataset.where(i)}: no relaxed structure, because {kinds} cannot be "
+            f"met: {error}",
             file=sys.stderr,
         )
         return None

@@ -1,4 +1,4 @@
-"""One line from a name to a model that can be used."""
+"""Loading of trained models by name."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any, get_args, overload
 
 from molflt.files import shown
 from molflt.pretrained.energies import EnergyPredictor
-from molflt.pretrained.pixels import ImageWriter
 from molflt.pretrained.sentences import GapFiller, SentenceLabeler, Translator
-from molflt.pretrained.tokens import ImageLabeler, TextWriter
+from molflt.pretrained.tokens import ImageLabeler, ImageWriter, TextWriter
 from molflt.pretrained.trained import read_trained
 from molflt.training.sources import HUB
 
@@ -25,7 +24,7 @@ _Loaded = (
     | SentenceLabeler
     | Translator
 )
-_KINDS: tuple[type[_Loaded], ...] = get_args(_Loaded)  # a model of bytes is one of language, too
+_KINDS: tuple[type[_Loaded], ...] = get_args(_Loaded)  # PixelModel is also a LanguageModel
 
 
 @overload
@@ -39,7 +38,7 @@ def load(
 ) -> EnergyPredictor: ...
 
 
-@overload  # what it is stands in the file: `EnergyPredictor.from_pretrained(source)` has a type
+@overload  # the file decides the type; `EnergyPredictor.from_pretrained(source)` has a static one
 def load(
     source: str | Path | None,
     device: str = ...,
@@ -61,24 +60,22 @@ def load(
     """Loads a trained model.
 
     Args:
-        source: the folder of a run; a model that `save_pretrained` or `molflt export` has written,
-            its folder or its model.safetensors; weights within a run; ``hf:OWNER/NAME`` on the
-            Hugging Face Hub; or one that comes with the package, by default the recommended one.
+        source: folder of a run; folder or model.safetensors of an exported model; weights in a run;
+            ``hf:OWNER/NAME`` on the Hugging Face Hub; or the name of a model that comes with the
+            package, by default the recommended one.
         device: cpu, cuda, cuda:N, or auto.
-        checkpoint: of a run: best (the default), last, or the path of a safetensors file.
-        also: further runs that make an ensemble with `source`, whose spread is an uncertainty.
-        compiled: compute energies, and nothing else, with the machine code beside an exported
-            model that `molflt export --compiled true` has written. Only for what you trust.
+        checkpoint: best (the default), last, or the path of a safetensors file; only for a run.
+        also: further runs that form an ensemble with `source`; its spread is an uncertainty.
+        compiled: compute energies with the machine code that `molflt export --compiled true` wrote
+            next to an exported model. Only use code that you trust.
 
     Returns:
-        An object that predicts energies, writes text, labels or draws images, labels sentences
-        or translates them, or fills gaps, as the model was trained to. Its static type is Any;
-        `EnergyPredictor.from_pretrained(source)` and the like return their own type.
+        An object with the methods of the trained task, for instance an `EnergyPredictor`. Its
+        static type is Any; `EnergyPredictor.from_pretrained(source)` and the like are typed.
 
     Raises:
-        FileNotFoundError: if there is nothing of that name.
-        ValueError: naming what is damaged, why the Hub has given nothing, why there is no machine
-            code for this model, or that `also` is no list.
+        FileNotFoundError: if the source does not exist.
+        ValueError: if a file is damaged, an option does not apply to the model, or the Hub fails.
     """
     if isinstance(also, str | Path):
         raise ValueError(f"also={also!r}: expected a list of runs; write [{str(also)!r}]")
@@ -92,15 +89,15 @@ def load(
                 found.use_compiled()
             return found
     raise ValueError(
-        f"{trained.path}: a model of the recipe {shown(trained.recipe)}, which nothing here uses; "
-        "expected energies, texts or images; take molflt.training.checkpoint.load_run"
+        f"{trained.path}: expected a model of energies, text or images; got recipe "
+        f"{shown(trained.recipe)}; use molflt.training.checkpoint.load_run"
     )
 
 
 def _check_compiled(source: str | Path | None, device: str) -> None:
     if device != "cpu":
-        raise ValueError(f"compiled=True computes on the CPU; got device={device!r}; leave one out")
+        raise ValueError(f"compiled=True needs the CPU; got device={device!r}")
     if str(source).startswith(HUB):
         raise ValueError(
-            f"{source}: machine code is not taken from the Hub; export it with --compiled true here"
+            f"{source}: compiled=True does not load code from the Hub; export with --compiled true"
         )

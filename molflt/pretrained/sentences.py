@@ -1,4 +1,4 @@
-"""Masked models that fill gaps, classifiers that label sentences, and models that translate."""
+"""Masked language models, sentence classifiers and translation models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["GapFiller", "SentenceLabeler", "Translator"]
 
 
 class GapFiller(Pretrained):
-    """What belongs into the gaps of a text; `molflt.load` makes it."""
+    """Predicts masked tokens; see `molflt.load`."""
 
     models = (MaskedLanguageModel,)
     model: MaskedLanguageModel
@@ -38,26 +38,22 @@ class GapFiller(Pretrained):
 
     @torch.inference_mode()
     def fill(self, text: str, count: int = 5) -> list[list[Label]]:
-        """The most probable pieces of each gap.
+        """Returns the most probable tokens of each gap.
 
         Args:
-            text: with [MASK], or what the tokenizer calls it, in each gap.
-            count: pieces per gap, at most as many as there are.
-
-        Raises:
-            ValueError: a text without gaps, or that is too long; a count outside its range.
+            text: text with [MASK], or the mask token of the tokenizer, in each gap.
+            count: number of tokens per gap.
         """
         tokenizer = self.tokenizer
         if not 1 <= count <= self.model.vocabulary:
             raise ValueError(
-                f"count must be 1 to {self.model.vocabulary}, the pieces that the model knows; got "
-                f"{count}"
+                f"count must be 1 to the vocabulary size, {self.model.vocabulary}; got {count}"
             )
         ids = [tokenizer.cls, *tokenizer.encode([text], special=True)[0], tokenizer.sep]
         gaps = [place for place, token in enumerate(ids) if token == tokenizer.mask]
         if not gaps:
             raise ValueError(
-                f"the text has no gap; expected {tokenizer.token(tokenizer.mask)} in each; got none"
+                f"expected {tokenizer.token(tokenizer.mask)} in each gap of the text; got none"
             )
         device = next(self.model.parameters()).device
         hidden = self.model(torch.tensor([ids], device=device))[0, gaps]
@@ -69,7 +65,7 @@ class GapFiller(Pretrained):
 
 
 class SentenceLabeler(Pretrained):
-    """Classes or scores of sentences and pairs; `molflt.load` makes it."""
+    """Classifies or scores sentences and pairs of sentences; see `molflt.load`."""
 
     models: ClassVar = (SequenceClassifier,)
     model: SequenceClassifier
@@ -86,28 +82,21 @@ class SentenceLabeler(Pretrained):
         length: int | None = None,
         batch_size: int = 64,
     ) -> list[Label]:
-        """The class of each sentence or pair, or its score: its name is then "score".
+        """Returns the class of each sentence or pair, or its score with the name "score".
 
         Args:
-            sentences: texts, or pairs of texts for a task of pairs.
-            length: most tokens of each, special ones too; longer ones are cut, which is said. By
-                default as many as the model takes.
+            sentences: texts, or pairs of texts for a task on pairs.
+            length: maximum number of tokens, including special ones; longer texts are truncated
+                with a warning. By default the maximum of the model.
             batch_size: sentences in a batch.
-
-        Raises:
-            ValueError: no sentences, or pairs of them where there are none in training, or the
-                other way round; a length beyond the model's, or a model of grey levels.
         """
         name = str(self.trained.task.get("name"))
         if name in TASKS and TASKS[name].form == "images":
             raise ValueError(
-                f"{self.name}: a model of the grey levels of images ({name}); got text; use molflt "
-                "evaluate RUN --data FOLDER"
+                f"{self.name}: expected gray levels of images, as in training on {name}; got text; "
+                "use molflt evaluate RUN --data FOLDER"
             )
-        if isinstance(sentences, str) or not sentences:
-            raise ValueError(
-                f"expected sentences, a list of at least one; got {sentences!r:.80}; put it into []"
-            )
+        _expect_list(sentences)
         pairs = [(one, None) if isinstance(one, str) else one for one in sentences]
         paired = "second" in TASKS[name].columns if name in TASKS else None
         for number, (_, second) in enumerate(pairs, 1):
@@ -130,7 +119,7 @@ class SentenceLabeler(Pretrained):
 
 
 class Translator(Pretrained):
-    """Translations of sentences; `molflt.load` makes it."""
+    """Translates sentences; see `molflt.load`."""
 
     models: ClassVar = (EncoderDecoder,)
     model: EncoderDecoder
@@ -146,23 +135,21 @@ class Translator(Pretrained):
         length_penalty: float = 1.0,
         batch_size: int = 64,
     ) -> list[str]:
-        """The translation of each sentence.
+        """Returns the translation of each sentence.
 
         Args:
-            sentences: to translate.
-            beam: hypotheses of each, see `molflt.sequence.beam_search`.
-            length_penalty: see there.
+            sentences: texts to translate.
+            beam: beam size, see `molflt.sequence.beam_search`.
+            length_penalty: length penalty, see there.
             batch_size: sentences in a batch.
-
-        Raises:
-            ValueError: no sentences, an empty one, or one that is too long; an option outside its
-                range.
         """
-        if isinstance(sentences, str) or not sentences:
-            raise ValueError(
-                f"expected sentences, a list of at least one; got {sentences!r:.80}; put it into []"
-            )
+        _expect_list(sentences)
         return translate(self.model, self.tokenizer, sentences, beam, length_penalty, batch_size)
+
+
+def _expect_list(sentences: Sequence[object]) -> None:
+    if isinstance(sentences, str) or not sentences:
+        raise ValueError(f"expected a list of at least one sentence; got {sentences!r:.80}")
 
 
 def _tokenizer(trained: Trained, size: int) -> Tokenizer:

@@ -1,4 +1,4 @@
-"""A trained potential as a model of torch-sim, which simulates many systems at once."""
+"""A trained potential as a model of torch-sim."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ try:
     from torch_sim.models.interface import ModelInterface
 except ImportError as error:
     raise ImportError(
-        "torch-sim is not installed, or not whole; pip install molflt[torch-sim]"
+        "torch-sim is not installed, or incomplete; pip install molflt[torch-sim]"
     ) from error
 
 if TYPE_CHECKING:
@@ -25,13 +25,13 @@ __all__ = ["TorchSimModel"]
 
 
 class TorchSimModel(ModelInterface):
-    """Energies, forces and stress of a potential, for `torch_sim.integrate`, `optimize`, ...
+    """Energies, forces and stress of a potential for `torch_sim.integrate`, `optimize`, ...
 
     Args:
         source: as for `molflt.Calculator`.
         checkpoint: of a run: best (the default), last, or a safetensors file.
         device: as for `molflt.Calculator`.
-        dtype: "float32" or "float64"; that of the state's positions.
+        dtype: "float32" or "float64"; the dtype of the positions of the state.
         slab_stress: as for `molflt.Calculator`.
     """
 
@@ -52,11 +52,11 @@ class TorchSimModel(ModelInterface):
         self._memory_scales_with = "n_atoms"
 
     def forward(self, state: SimState | dict[str, Any], **_: object) -> dict[str, Tensor]:
-        """Of all systems of a state.
+        """Computes all systems of a state.
 
         Returns:
             "energy": (systems,), eV; "forces": (atoms, 3), eV/Å; "stress": (systems, 3, 3), eV/Å^3,
-            NaN for systems that are not periodic along all axes, unless `slab_stress` is given.
+            NaN for systems that are not periodic along all axes, unless `slab_stress` is True.
         """
         from torch_geometric.data import Batch
         from torch_sim.state import SimState

@@ -1,4 +1,4 @@
-"""What is known of a trained model, whether a run holds it or an exported file."""
+"""Reading of trained models from runs and exported files."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ __all__ = ["Trained", "read_trained"]
 
 
 class Trained(NamedTuple):
-    """A trained model and what it was trained on."""
+    """A trained model and the information about it."""
 
     path: Path
     """folder of the run, or exported file"""
     recipe: str
     model: nn.Module
-    """in evaluation mode; several trainings are a `molflt.evaluation.ensemble.EnsembleRegressor`"""
+    """in evaluation mode; an `EnsembleRegressor` for several runs"""
     options: Sequence[Mapping[str, object]]
-    """arguments of each training's model"""
+    """arguments of the model of each run"""
     task: Mapping[str, object]
-    """options of training; of sentences also the name of what is learned, as `name`, and of
-    structures what `tags` of files that ASE reads meant"""
+    """options of training; for sentences also the `name` of the task, and for structures the
+    meaning of `tags`"""
     results: Mapping[str, object]
-    """split -> metrics; empty if it was not evaluated"""
+    """split -> metrics; empty without an evaluation"""
     files: Mapping[str, object]
-    """what each small JSON file of the run holds, by name"""
+    """contents of the small JSON files of the run, by name"""
     about: str | None = None
     license: str | None = None
     datasets: Sequence[str] = ()
     unmeasured: str = ""
-    """why there are no results, where those that there are belong to others"""
+    """reason why results are missing, if they belong to other weights or data"""
 
     def label(self, name: str) -> str:
-        """What messages call one of its files."""
+        """Returns the name of one of its files in messages."""
         return str(self.path / name) if self.path.is_dir() else f"{self.path}: {name}"
 
     @property
     def name(self) -> str:
-        """Of the run or of the folder of the export."""
+        """Name of the run or of the exported folder."""
         named = self.path.name == "model.safetensors"
         return self.path.resolve().parent.name if named else self.path.stem
 
@@ -65,28 +65,23 @@ def read_trained(
     """Reads a trained model.
 
     Args:
-        source: as for `molflt.training.sources.find`.
-        checkpoint: of a run: best (the default), last, or the path of a safetensors file.
+        source: as for `molflt.load`.
+        checkpoint: best (the default), last, or the path of a safetensors file; only for a run.
         device: cpu, cuda, cuda:N, or auto.
-        also: further runs that make an ensemble with `source`, a run.
+        also: further runs that form an ensemble with `source`, a run.
         hub: options of `huggingface_hub.snapshot_download`.
-
-    Raises:
-        FileNotFoundError: if there is nothing of that name, or a part is missing.
-        ValueError: naming what is damaged, or does not go together; for a `checkpoint` of what is
-            no run.
     """
     path = find(source, hub)
     if path.is_file() and checkpoint is not None:
         raise ValueError(
-            f"{source or path}: weights, not a run; --checkpoint {checkpoint} has no effect; leave "
-            "it out"
+            f"{source or path}: expected a run with --checkpoint {checkpoint}; got weights; leave "
+            "--checkpoint out"
         )
     checkpoint = checkpoint or "best"
     if path.is_file() and path.suffix == ".safetensors" and is_exported(path):
         if also:
             raise ValueError(
-                f"{path}: an exported model; expected a run in an ensemble, with --also"
+                f"{path}: expected a run in an ensemble, with --also; got an exported model"
             )
         return _exported(path, device_named(device))
     run = path
@@ -105,18 +100,17 @@ def read_trained(
 
 
 def _run_of(weights: Path) -> Path:
-    """The run that a file of weights belongs to: the folder with config.yaml beside or above it."""
+    """Returns the run of a file of weights: its folder, or the one above, with a config.yaml."""
     for folder in (weights.parent, weights.parent.parent):
         if (folder / "config.yaml").is_file():
             return folder
     if weights.suffix.lower() not in (".safetensors", ".ckpt"):
         raise ValueError(
-            f"{weights}: {EXPECTED}; got a file that is not one of weights; a run goes before the "
-            "structures: RUN FILE"
+            f"{weights}: {EXPECTED}; got another file; name the run before the structures: RUN FILE"
         )
     raise ValueError(
-        f"{weights}: weights without a config.yaml beside or above them; expected a run, or what "
-        "molflt export has written; name its folder"
+        f"{weights}: expected weights in a run or in an exported folder; got weights without a "
+        "config.yaml next to or above them"
     )
 
 
@@ -128,7 +122,7 @@ def _of_run(
     evaluated: Path,
     weights: list[Path],
 ) -> Trained:
-    files = {name: read for name in KEPT if (read := _json(run / name)) is not None}
+    files = {name: content for name in KEPT if (content := _json(run / name)) is not None}
     calibration = _json(evaluated / CALIBRATION)
     if isinstance(model, EnsembleRegressor) and calibration is not None:
         own = not isinstance(calibration, dict) or calibration.get("members") == sorted(
@@ -145,15 +139,13 @@ def _of_run(
 
 
 def _json(path: Path) -> object:
-    """Content of a JSON file of a run, or None without the file."""
+    """Returns the content of a JSON file of a run, or None without the file."""
     if not path.is_file():
         return None
     try:
         found: object = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
-        raise ValueError(
-            f"{path}: expected JSON, as it was written; put the file back, or write it again"
-        ) from None
+        raise ValueError(f"{path}: expected JSON; restore the file, or write it again") from None
     return found
 
 
@@ -170,14 +162,10 @@ def _exported(path: Path, device: str) -> Trained:
         task=_mapping(content["task"]),
         results=_mapping(content["results"]),
         files=_mapping(content["files"]),
-        about=_text(content.get("about")),
-        license=_text(content.get("license")),
+        about=about if isinstance(about := content.get("about"), str) else None,
+        license=license if isinstance(license := content.get("license"), str) else None,
         datasets=[str(one) for one in _list(content["datasets"])],
     )
-
-
-def _text(value: object) -> str | None:
-    return value if isinstance(value, str) else None
 
 
 def _list(value: object) -> list[object]:

@@ -98,10 +98,8 @@ def test_structures_that_are_there_twice(tmp_path, capsys):
     splits = as_json(capsys, tmp_path)["splits"]
     text = "\n".join(splits["train"]["warnings"])
     assert "repeated structures: 1 of 3 systems have the elements" in text
-    assert splits["val_id"]["warnings"] == [
-        "structures of two splits: 1 have the elements, cell and initial positions of one in "
-        f"train, for instance sid {two.sid}"
-    ]
+    (warning,) = splits["val_id"]["warnings"]
+    assert "two splits: 1 have" in warning and f"train, for instance sid {two.sid}" in warning
     assert main(["data", "inspect", str(tmp_path)]) == 0
     assert "warning: structures of two splits: 1 have" in capsys.readouterr().out
 

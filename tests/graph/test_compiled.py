@@ -57,9 +57,9 @@ def test_one_package_for_all_sizes(exported, monkeypatch):
         energies[0], abs=1e-5
     )
     assert len(calls) == (4 if fast.compiled.matrix else 6)
-    with pytest.raises(ValueError, match="embedding: machine code has energies alone"):
+    with pytest.raises(ValueError, match="embedding"):
         fast.predict(given, embedding="pooled", force=True)
-    with pytest.raises(ValueError, match="machine code has no mesh"):
+    with pytest.raises(ValueError, match="mesh_order"):
         fast.use_mesh_()
 
 
@@ -88,12 +88,12 @@ def test_what_does_not_belong_to_it_is_refused(exported, tmp_path, capsys):
     assert "energies.json: expected a JSON object" in error_of(capsys, *words)
     (out / "energies.json").unlink()
     assert "export the run again, with --compiled true" in error_of(capsys, *words)
-    assert "on the CPU; got device='cuda'" in error_of(capsys, *words, "--device=cuda")
-    with pytest.raises(ValueError, match="not taken from the Hub"):
+    assert "the CPU; got device='cuda'" in error_of(capsys, *words, "--device=cuda")
+    with pytest.raises(ValueError, match="Hub"):
         molflt.load("hf:someone/something", compiled=True)
     run = exported.parent / "run"
     message = error_of(capsys, "predict", str(run), *words[2:])
-    assert "a run has no machine code" in message
+    assert "needs an exported model" in message
 
 
 def test_a_missing_compiler_is_named(tmp_path, monkeypatch):

@@ -1,8 +1,96 @@
-"""What commands refuse."""
+"""Refused commands."""
+
+from collections.abc import Callable
+from pathlib import Path
 
 from refusals import Refusal, Refused, command
 
+
+def refused(line: str, option: str, expected: str = "", got: str = "") -> Refusal:
+    return Refusal(command(line), option, expected, got, Refused)
+
+
+def with_config(
+    text: str | bytes, option: str, expected: str = "", got: str = "", more: str = ""
+) -> Refusal:
+    """Returns a row for a training with a configuration."""
+    line = f"train --config={{folder}}/c.yaml --data.root=x {more}"
+    return Refusal(command(line, writes("c.yaml", text)), option, expected, got, Refused)
+
+
+def writes(name: str, text: str | bytes) -> Callable[[Path], object]:
+    content = text.encode() if isinstance(text, str) else text
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+TRAIN = "train --data.root=x"
+ABSENT = "{folder}/absent"
 ROWS = [
-    Refusal(command("predict"), "file", "predict --help", error=Refused),
-    Refusal(command("train --model.dim=0"), "model.dim", "1", "0", error=Refused),
+    # unknown names
+    refused("preddict", "preddict", "predict"),
+    refused("data inspct", "inspct", "inspect"),
+    refused("train --model.dmi 3", "--model.dmi", "--model.dim"),
+    refused("train --haeds 3", "--haeds", "--model.heads"),
+    refused("train --epochs 3", "--epochs", "--trainer.max_epochs"),
+    refused("train --model.positions.num_nodes=4", "--model.positions.num_nodes"),
+    refused("evaluate run --split a", "--split", "--splits"),
+    refused(f"train --{5000 * 'x'}", "unknown option", "train --help"),
+    # missing and superfluous words
+    refused("predict", "file", "predict --help"),
+    refused("train", "--data.root", "train --help"),
+    refused("train --data.root x y", "y", "pattern"),
+    refused("train --seed", "--seed", "one value", "none"),
+    refused("evaluate run --splits", "--splits", "at least one value", "none"),
+    refused("train --model=a", "--model", "--model.NAME", "'a'"),
+    # types
+    refused("train --model.heads many", "--model.heads", "int", "'many'"),
+    refused("train --task.lr=fast", "--task.lr", "float", "'fast'"),
+    refused("train --model.normalize-qk=perhaps", "--model.normalize_qk", "bool", "'perhaps'"),
+    refused("train --model.mixing lineer", "--model.mixing", "'linear'", "'lineer'"),
+    refused("evaluate run --pictures=jpg", "--pictures", "some of 'svg', 'pdf'", "jpg"),
+    refused("completion dash", "shell", "'bash'", "'dash'"),
+    refused(f"{TRAIN} --seed=null", "--seed", "int", "null"),
+    refused("train --recipe=is2ree", "--recipe", "is2re, potential", "'is2ree'"),
+    # ranges, also of other commands
+    refused("train --model.dim=0", "model.dim", "[1, ", "0"),
+    refused(f"{TRAIN} --task.lr=.nan", "--task.lr", "float in (0, ", "nan"),
+    refused(f"{TRAIN} --task.betas 0.9 1.0", "--task.betas", "numbers in [0, 1)", "1.0"),
+    refused(f"{TRAIN} --model.dim={10**30}", "--model.dim", "int in [1, ", "1000"),
+    refused("predict a b --batch_size=0", "--batch_size", "int in [1, ", "0"),
+    refused("generate a --temperature=.nan", "--temperature", "float in ", "nan"),
+    # options of a position
+    refused(f"{TRAIN} --model.position_options.num_nodes=many", "num_nodes", "int", "'many'"),
+    refused(f"{TRAIN} --model.position_options.width_range=3", "width_range", "tuple", "3"),
+    refused(f"{TRAIN} --model.position_options.num_nodes={10**12}", "num_nodes", "int in", "1000"),
+    with_config("model: {position_options: {1: 2}}", "position_options", "names", "1"),
+    # configurations
+    refused("train --config=absent.yaml", "absent.yaml", "YAML"),
+    with_config("- 1", "c.yaml", "key: value", "[1]"),
+    with_config("", "c.yaml", "key: value", "None"),
+    with_config(b"\xff\xfe\x00", "c.yaml", "YAML"),
+    with_config("model:\n  heads: [", "c.yaml", "YAML"),
+    with_config(2000 * "[", "c.yaml", "nested"),
+    with_config("model: !!python/object/apply:os.system [touch pwned]", "c.yaml", "YAML"),
+    with_config("model: {head: 3}", "c.yaml", "model.heads", "'model.head'"),
+    with_config("sead: 1", "c.yaml", "seed", "'sead'"),
+    with_config("resume: x", "c.yaml", "unknown key", "'resume'"),
+    with_config("config: c.yaml", "c.yaml", "unknown key", "'config'"),
+    with_config("model: {heads: many}", "model.heads", "int", "'many'"),
+    with_config("model: {heads: null}", "model.heads", "int", "null"),
+    with_config("model: {dim: 2020-01-01}", "model.dim", "int", "date"),
+    with_config("model: 3", "key model", "keys and values", "3"),
+    with_config("model: {dim: 8}\nmodel: {heads: 2}", "model", "once", "lines 1 and 2"),
+    with_config("recipe: is2ree", "key recipe", "is2re", "'is2ree'"),
+    with_config("recipe: potential\nmodel: {dmi: 3}", "model.dmi", "--recipe potential --help"),
+    # files and folders that do not exist
+    refused(f"train --resume={ABSENT}", "absent"),
+    refused(f"train --data.root={ABSENT} --run={{folder}}/run", "absent", "data set"),
+    refused(f"evaluate {ABSENT}", "absent", "run"),
+    refused(f"info {ABSENT}", "absent", "run"),
+    refused(f"report {ABSENT}", "absent", "run"),
+    refused(f"predict {ABSENT} structures.xyz", "absent"),
+    refused(f"data inspect {ABSENT}.lmdb", "absent.lmdb"),
+    refused(f"data convert {ABSENT}.lmdb {{folder}}/out.safetensors", "absent.lmdb"),
+    refused(f"export {ABSENT} {{folder}}/out", "absent"),
+    refused(f"merge {ABSENT}.csv", "absent"),
 ]

@@ -1,0 +1,68 @@
+"""Refused models."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from refusals import Refusal, Refused, command
+
+OPTIONS: dict[str, Any] = {"dim": 16, "heads": 2, "layers": 1, "ffn_dim": 16}
+
+
+def exported(folder: Path, **changes: object) -> None:
+    """Writes an exported model with random weights and other content."""
+    from molflt.graph import EnergyRegressor
+    from molflt.training.exported import write_exported
+
+    content = {"recipe": "is2re", "models": [OPTIONS], "files": {}, "task": {}, "results": {}}
+    content |= {"about": None, "license": None, "datasets": []}
+    weights = EnergyRegressor(**OPTIONS).state_dict()
+    write_exported(folder / "export", weights, {**content, **changes})
+
+
+def refused(option: str, expected: str = "", got: str = "", **changes: object) -> Refusal:
+    """Returns a row for a prediction with an exported model."""
+    line = "predict {folder}/export in.extxyz"
+    return Refusal(
+        command(line, lambda folder: exported(folder, **changes)), option, expected, got, Refused
+    )
+
+
+def calls(function: Callable[[], object]) -> Callable[[Path], object]:
+    return lambda _: function()
+
+
+def load(**options: Any) -> object:
+    import molflt
+
+    return molflt.load("game-net", **options)
+
+
+def labeler() -> Any:
+    from molflt.image import ImageClassifier
+    from molflt.pretrained import ImageLabeler
+    from molflt.pretrained.trained import Trained
+
+    model = ImageClassifier(4, 2, image_size=4, patch_size=2, channels=1, classes=2, layers=1)
+    files = {"classes.json": ["a", "b"]}
+    return ImageLabeler(Trained(Path("x.safetensors"), "images", model, [{}], {}, {}, files))
+
+
+ROWS = [
+    refused("format", "1", "2", format=2),
+    refused("recipe", "is2re", "'alchemy'", recipe="alchemy"),
+    refused("models", "options", "[]", models=[]),
+    refused("(119, 16)", "(119, 32)", models=[{**OPTIONS, "dim": 32}]),
+    refused("models", models=[{**OPTIONS, "dim": "wide"}]),
+    refused("models", models=[{**OPTIONS, "__class__": "os.system"}]),
+    refused("members.0", "", "2", models=[OPTIONS, OPTIONS]),
+    refused("domain.json", files={"domain.json": {"systems": "x"}}),
+    Refusal(calls(lambda: load(compiled=True, device="cuda")), "compiled", "CPU", "'cuda'"),
+    Refusal(calls(lambda: load(checkpoint="last")), "checkpoint", "run", "last"),
+    Refusal(calls(lambda: labeler().classify(torch.ones(1, 1, 4))), "images", "(n, 1, 4, 4)"),
+    Refusal(calls(lambda: labeler().classify(np.full((1, 1, 4, 4), 2.0))), "images", "[0, 1]", "2"),
+    Refusal(calls(lambda: labeler().classify(torch.ones(1, 1, 4, 4), 0)), "batch_size", "1", "0"),
+]
