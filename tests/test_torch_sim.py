@@ -1,4 +1,4 @@
-"""torch-sim's own check of models, where it is installed."""
+"""The model of torch-sim, compared with the calculator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from molflt.graph.potential import Potential
 from molflt.pretrained.calculator import Calculator
 
 
-def test_without_it_one_line_says_what_to_install():
+def test_an_error_without_torch_sim_names_the_extra():
     code = "import sys; sys.modules['torch_sim'] = None; import molflt.pretrained.torch_sim"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "pip install molflt[torch-sim]" in done.stderr.splitlines()[-1]
@@ -28,7 +28,7 @@ def potential() -> Potential:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_validates(dtype):
+def test_outputs_are_valid(dtype):
     pytest.importorskip("torch_sim")
     from torch_sim.models.interface import validate_model_outputs
 
@@ -47,7 +47,7 @@ def slabs() -> list:
     return found
 
 
-def test_slabs_with_fixed_layers_relax_in_a_batch_as_alone():
+def test_relaxations_in_a_batch_are_independent():
     ts = pytest.importorskip("torch_sim")
     constraints = pytest.importorskip("torch_sim.constraints", reason="torch-sim below 0.5")
     from molflt.pretrained.torch_sim import TorchSimModel
@@ -72,7 +72,7 @@ def test_slabs_with_fixed_layers_relax_in_a_batch_as_alone():
         assert calculator.get_potential_energy(after) < calculator.get_potential_energy(before)
 
 
-def test_benzene_is_that_of_ase():
+def test_results_are_those_of_the_calculator():
     ts = pytest.importorskip("torch_sim")
     from molflt.pretrained.torch_sim import TorchSimModel
 

@@ -1,4 +1,4 @@
-"""versions.json: the commit is that of molflt's own repository, or none."""
+"""The commit in versions.json is that of molflt's own repository."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OURS = '[project]\nname = "molflt"\n'
 
 
 def repository(folder: Path) -> str:
-    """Makes a repository of one commit, which it returns."""
+    """Creates a repository with one commit, and returns the commit."""
 
     def git(*words: str) -> str:
         identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]

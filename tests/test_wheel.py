@@ -1,4 +1,4 @@
-"""The package as pip installs it: README.md in an empty folder, and what a type checker sees."""
+"""The installed package: its files, the commands of README.md, and its types."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from tiny_run import SMALL, write_points
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
-# What README.md shows, in seconds: options that are added to a command.
+# Options that make the commands of README.md fast.
 TINY = "--model.dim=16 --model.heads=2 --model.layers=1 --trainer.max_steps=2 --trainer.val_every=2"
 SMALLER = {
     "train": f"{TINY} --trainer.checkpoint_every=2 --trainer.accelerator=cpu --data.batch_size=4",
     "evaluate": "--device=cpu",
     "relax": "--fmax=100",
 }
-# What it shows and a test cannot do: other tools, and commands that fetch.
+# Other tools, and commands that download.
 ELSEWHERE = ("make ", "pip ", "conda ", "molflt data download ", "python -m molflt.certify ")
 
-# Runs commands and examples in one process, because each would spend seconds on importing torch.
+# Runs commands and examples in one process, which imports torch once.
 DRIVER = """
 import contextlib, io, json, sys, traceback
 from molflt.commands.cli import main
@@ -56,7 +56,7 @@ print(json.dumps([molflt.__file__, done]))
 
 
 class Installed(NamedTuple):
-    """A virtual environment of its own."""
+    """The package in a virtual environment."""
 
     python: Path
     package: Path
@@ -64,7 +64,7 @@ class Installed(NamedTuple):
     sdist: set[str]
 
     def run(self, folder: Path, steps: list[list[str] | str]) -> list[str]:
-        """What each command (words) and example (text) prints; fails where one fails."""
+        """Runs commands (words) and examples (text), and returns their output."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
         environment.pop("PYTHONPATH", None)
         done = subprocess.run(
@@ -82,7 +82,7 @@ class Installed(NamedTuple):
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """The wheel that is built from the sdist, beside the packages of this environment."""
+    """Installs the wheel of the sdist, with access to the packages of this environment."""
     build = pytest.importorskip("hatchling.build", reason="hatchling builds the wheel")
     folder = tmp_path_factory.mktemp("wheel")
     sdist = built(build.build_sdist, ROOT, folder)
@@ -110,8 +110,7 @@ def built(build: Any, source: Path, folder: Path) -> Path:
         os.chdir(before)
 
 
-def test_the_files_hold_what_they_should(installed: Installed) -> None:
-    """All of the package, and of configurations, sample and weights what is in the repository."""
+def test_wheel_and_sdist_contain_all_files(installed: Installed) -> None:
     for folder, inside in (("molflt", "molflt"), ("configs", "molflt/shipped/configs")):
         tracked = {
             f"{inside}/{path.relative_to(ROOT / folder).as_posix()}"
@@ -135,8 +134,8 @@ def test_the_command_of_the_installed_package(installed: Installed) -> None:
     assert done.stdout.split()[0] == "molflt"
 
 
-def test_it_trains_evaluates_and_predicts_by_itself(installed: Installed, tmp_path: Path) -> None:
-    """Sample, configurations and weights come with it."""
+def test_it_trains_evaluates_and_predicts(installed: Installed, tmp_path: Path) -> None:
+    """The sample, configurations and weights come with the package."""
     slab = fcc111("Pt", (3, 4, 4), vacuum=8.0, periodic=True)
     add_adsorbate(slab, molecule("CH3OH"), 2.2, "ontop")
     slab.write(tmp_path / "slab.extxyz")  # with tags as ASE numbers them
@@ -162,7 +161,7 @@ def test_it_trains_evaluates_and_predicts_by_itself(installed: Installed, tmp_pa
 
 
 def shown() -> list[list[str] | str]:
-    """Commands and Python examples of README.md, in their order."""
+    """Returns the commands and Python examples of README.md in order."""
     steps: list[list[str] | str] = []
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```", README, re.M | re.S):
         if language == "python":
@@ -176,8 +175,8 @@ def shown() -> list[list[str] | str]:
     return steps
 
 
-def test_readme_in_a_folder_elsewhere(installed: Installed, tmp_path: Path) -> None:
-    """Every command and example, after what a reader has to bring: structures and forces."""
+def test_readme_in_another_folder(installed: Installed, tmp_path: Path) -> None:
+    """Runs every command and example, on files that a reader has to provide."""
     write(tmp_path / "mine.extxyz", frames(12))
     slab = fcc111("Cu", (2, 2, 3), vacuum=8.0, periodic=True)
     add_adsorbate(slab, "O", height=1.2, position="fcc")
@@ -209,13 +208,13 @@ GraphAttention(64)(torch.ones(8, 64), bach=None)
 SEEN = [
     "molflt.pretrained.energies.EnergyPredictor",
     "list[molflt.pretrained.energies.Prediction]",
-    "Any",  # what it is stands in the file
+    "Any",  # the file decides the type
     "float",
     "def (batch: Any) -> Mapping[str, torch.Tensor]",
     "torch.Tensor",
     "torch.Tensor",
 ]
-# torch in a few lines, as it declares calls: reading all of it takes mypy a minute
+# stubs of torch, because mypy needs a minute for all of it
 OPEN = "from typing import Any, Callable\ndef __getattr__(name: str) -> Any: ...\n"
 MODULE = "    __call__: Callable[..., Any]\n    def __getattr__(self, name: str) -> Any: ...\n"
 TORCH = {
@@ -224,7 +223,7 @@ TORCH = {
 }
 
 
-def test_mypy_of_a_user_sees_the_types(installed: Installed, tmp_path: Path) -> None:
+def test_types_for_users(installed: Installed, tmp_path: Path) -> None:
     pytest.importorskip("mypy", reason="mypy is not installed")
     for name, text in TORCH.items():
         path = tmp_path / "stubs" / "torch" / name

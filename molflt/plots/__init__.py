@@ -1,15 +1,14 @@
 """Pictures of training, predictions, errors, attention and learned encodings, as PNG, SVG or PDF.
 
-Matplotlib is imported when a picture is drawn, and drawn without a display. Colors of lines are
-those of Okabe and Ito, which stay apart for color-blind readers.
+Matplotlib is imported when a picture is drawn, and needs no display. Colors of lines are those of
+Okabe and Ito, which color-blind readers can distinguish.
 """
 
 from molflt.plots.attention import attention_around, attention_matrices
 from molflt.plots.encodings import has_bias, rpe_curves, rpe_profiles, rpe_surfaces
 from molflt.plots.figure import further_formats
-from molflt.plots.optimizers import loss_curves
+from molflt.plots.optimizers import best_values, loss_curves
 from molflt.plots.parity import parity
-from molflt.plots.population import best_values
 from molflt.plots.runs import intervals, overlaid_curves
 from molflt.plots.structures import structure_overview, structure_views
 from molflt.plots.tokens import confusion, image_sheet, losses_by_place, substitutions

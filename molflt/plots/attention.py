@@ -1,4 +1,4 @@
-"""Pictures of attention matrices, a panel per head."""
+"""Pictures of attention matrices, with one panel per head."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from matplotlib.colors import Colormap, Normalize
 
 _MAX_PIXELS = 512  # of a heat map along each side
-_LOG_RANGE = 1e4  # largest over smallest weight that a logarithmic color scale tells apart
-_MAX_NAMES = 32  # tokens along an axis that are written there
-_NAME = 0.14  # inches
-_USUAL = 0.99  # share of signed weights within the color scale, if the others are far beyond it
+_LOG_RANGE = 1e4  # largest over smallest weight of a logarithmic color scale
+_MAX_NAMES = 32  # tokens written along an axis
+_NAME = 0.14  # inches for each
+_USUAL = 0.99  # share of signed weights within the color scale if there are outliers
 _SCALES = ("auto", "linear", "log")
 
 _Array = NDArray[np.float64]
@@ -38,20 +38,19 @@ def attention_matrices(
 ) -> None:
     """Draws the attention matrix of each head, as FLT (arXiv:2302.01925), fig. 5.
 
-    All heads have one color scale. Weights that are exactly 0, such as those of keys that a causal
-    query does not see, are gray. Negative weights, which signed features may give, get a scale of
-    two colors around 0; if a few are far beyond all others, it leaves out 1 % and says so. Matrices
-    with more than 512 queries or keys are averaged over blocks, so that no weight is left out, and
-    the picture says so.
+    All heads share one color scale. Weights of exactly 0, such as masked keys, are gray. Negative
+    weights, which are possible with signed features, get a diverging scale around 0, without the
+    largest 1 % if these are outliers. Matrices with more than 512 queries or keys are averaged over
+    blocks. The picture names such changes.
 
     Args:
-        weights: (heads, queries, keys), without unit, as of one sequence from `Attention.weights`.
-        file: to write, .png, .svg or .pdf.
-        title: what stands above, such as the layer.
-        tokens: what the queries and what the keys are; of up to 32 it stands at the axes.
-        rows: rows of panels; None chooses.
-        scale: "linear" from 0, "log" over at most four decades, or "auto": linear if weights are
-            of both signs or the largest is below 30 times the median, else log.
+        weights: (heads, queries, keys), for instance of one sequence from `Attention.weights`.
+        file: file to write, .png, .svg or .pdf.
+        title: title of the picture, such as the layer.
+        tokens: names of the queries and of the keys; written at the axes for up to 32.
+        rows: rows of panels; by default chosen from the number of heads.
+        scale: "linear" from 0, "log" over at most four decades, or "auto": linear if weights have
+            both signs or the largest is below 30 times the median, else log.
     """
     matrices = _matrices(weights)
     if scale not in _SCALES:
@@ -70,7 +69,7 @@ def attention_matrices(
     if max(step) > 1:
         notes.append(f"each pixel is the mean over {step[0]} queries × {step[1]} keys")
     square = 1 / 3 < queries / keys < 3
-    # A panel has a dot on paper for each pixel, or drawing would leave out what averaging kept.
+    # One dot for each pixel, because drawing fewer would skip pixels.
     side = max(max(pixels.shape[1:]) * (_NAME if named else 1 / DPI), 2.2) + 0.2
     more = 0.5 if named else 0.0
     panel, margin = (side, side + 0.15), (1.7 + more, 0.8 + more + 0.2 * len(notes))
@@ -96,7 +95,7 @@ def attention_matrices(
 
 
 def _names(tokens: _Names | None, queries: int, keys: int) -> _Names | None:
-    """The tokens, checked; None if they are too many to be written."""
+    """Checks names; returns None if there are too many to write."""
     if tokens is None:
         return None
     given = len(tokens[0]), len(tokens[1])
@@ -107,7 +106,7 @@ def _names(tokens: _Names | None, queries: int, keys: int) -> _Names | None:
 
 
 def _write_ticks(axes: Axes, named: _Names | None) -> None:
-    """Tokens at the axes, or few whole numbers."""
+    """Writes tokens or whole numbers at the axes."""
     if named is None:
         axes.locator_params(nbins=5, integer=True)
         return
@@ -116,13 +115,13 @@ def _write_ticks(axes: Axes, named: _Names | None) -> None:
 
 
 def attention_around(weights: ArrayLike | torch.Tensor, file: Path, *, title: str) -> None:
-    """Draws where around a pixel the attention of each head goes, mean over pixels.
+    """Draws the mean attention of each head to the pixels around a predicted pixel.
 
     Args:
-        weights: (heads, rows, columns), without unit: mean weights of the pixels so far up and to
-            the sides. The query's own row is the last one, its column the middle one.
-        file: to write, .png, .svg or .pdf.
-        title: what stands above.
+        weights: (heads, rows, columns), mean weights by relative position. The query is in the last
+            row and the middle column.
+        file: file to write, .png, .svg or .pdf.
+        title: title of the picture.
     """
     maps = _matrices(weights)
     heads, rows, columns = maps.shape
@@ -149,27 +148,27 @@ def attention_around(weights: ArrayLike | torch.Tensor, file: Path, *, title: st
 
 
 def _matrices(weights: ArrayLike | torch.Tensor) -> _Array:
-    """(heads, queries, keys) in float64, after the checks."""
-    if hasattr(weights, "detach"):  # a tensor, on any device and of any precision
+    """Converts weights (heads, queries, keys) to float64 and checks them."""
+    if hasattr(weights, "detach"):  # a tensor
         weights = weights.detach().cpu().double().numpy()
     matrices = np.asarray(weights, dtype=np.float64)
     if matrices.ndim != 3 or matrices.size == 0:
         raise ValueError(
-            f"weights must be (heads, queries, keys), none of them 0; got {matrices.shape}; of a "
-            "batch, give one: weights[0]"
+            f"weights must be non-empty, (heads, queries, keys); got {matrices.shape}; select one "
+            "of a batch with weights[0]"
         )
     bad = np.argwhere(~np.isfinite(matrices))
     if len(bad):
         head, query, key = bad[0]
         raise ValueError(
             f"weights must be finite; got {matrices[head, query, key]} at head {head}, query "
-            f"{query}, key {key} ({len(bad)} of {matrices.size} in all); leave out padding"
+            f"{query}, key {key} ({len(bad)} of {matrices.size}); remove padding"
         )
     return matrices
 
 
 def _block_means(matrices: _Array, down: int, across: int) -> _Array:
-    """Means over blocks of so many queries and keys; the last ones may be smaller."""
+    """Averages over blocks of queries and keys; the last blocks may be smaller."""
     for axis, step in ((1, down), (2, across)):
         starts = np.arange(0, matrices.shape[axis], step)
         counts = np.diff(np.append(starts, matrices.shape[axis]))
@@ -179,7 +178,7 @@ def _block_means(matrices: _Array, down: int, across: int) -> _Array:
 
 
 def _weight_colors(pixels: _Array, scale: str) -> tuple[Normalize, Colormap, str, str]:
-    """Norm, color map, the name of the scale, and which end of the color bar goes on."""
+    """Returns norm, color map, name of the scale, and the extended ends of the color bar."""
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm, Normalize
 
@@ -189,7 +188,7 @@ def _weight_colors(pixels: _Array, scale: str) -> tuple[Normalize, Colormap, str
             least = float(pixels.min())
             raise ValueError(f"scale='log' needs weights of at least 0; got {least}; use 'linear'")
         usual = float(np.quantile(np.abs(pixels), _USUAL))
-        if 0 < usual < most / 3:  # a few rows with normalizers near 0 would whiten all others
+        if 0 < usual < most / 3:  # rows with normalizers near 0 are outliers
             return Normalize(-usual, usual), colormaps["RdBu_r"], "linear", "both"
         return Normalize(-most, most), colormaps["RdBu_r"], "linear", "neither"
     colors = colormaps["viridis"].with_extremes(bad=ZERO)

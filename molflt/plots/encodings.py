@@ -1,4 +1,4 @@
-"""Pictures of relative positional encodings, a panel per head: what they add to or multiply."""
+"""Pictures of relative positional encodings, with one panel per head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _Array = NDArray[np.float64]
 
-_DEPTH = 12.0  # of curves below their largest value
+_DEPTH = 12.0  # range of a curve below its largest value
 
 
 class _Encoding(Protocol):
@@ -26,7 +26,7 @@ class _Encoding(Protocol):
 
 
 class _Position(Protocol):
-    """What is drawn: a position module."""
+    """A position module."""
 
     dim: int
     grid: bool
@@ -41,12 +41,9 @@ class _Position(Protocol):
 
 
 def has_bias(position: torch.nn.Module) -> bool:
-    """Whether an encoding adds something to logits that the functions here can draw.
+    """Returns True if a position module adds a bias to logits.
 
-    Rotations and stochastic encodings change queries and keys instead.
-
-    Args:
-        position: a position module of any dimension.
+    Rotations and stochastic encodings change queries and keys instead, and cannot be drawn.
     """
     module = cast(_Position, position)
     if "softmax" not in module.mixings:
@@ -55,16 +52,16 @@ def has_bias(position: torch.nn.Module) -> bool:
 
 
 def rpe_profiles(model: torch.nn.Module, file: Path, r_max: float = 8.0, unit: str = "Å") -> None:
-    """Draws the relative encoding f(r) that each head has learned, each head on its own scale.
+    """Draws the learned relative encoding f(r) of each head, each on its own scale.
 
-    Softmax attention adds f(r) to its logits as it is; linear attention an estimate from r nodes.
-    An encoding that is not isotropic is drawn along the first axis. Of a kernel h that multiplies
-    attention weights the logarithm is drawn, and the label says so. Curves end where they are 12
-    below their largest value, a factor of 1e5 in weights.
+    Softmax attention adds f(r) to its logits; linear attention adds an estimate from r nodes. An
+    encoding that is not isotropic is drawn along the first axis. For a kernel that multiplies
+    attention weights, the logarithm is drawn. Curves end 12 below their largest value, a factor of
+    1e5 in weights.
 
     Args:
-        model: a position module, or a model that has one at `encoding.position`.
-        file: to write, .png, .svg or .pdf.
+        model: a position module, or a model with one at `encoding.position`.
+        file: file to write, .png, .svg or .pdf.
         r_max: largest distance, in `unit`.
         unit: unit of positions.
     """
@@ -72,14 +69,14 @@ def rpe_profiles(model: torch.nn.Module, file: Path, r_max: float = 8.0, unit: s
 
     position = _found(model, "rpe_profiles")
     distances = torch.linspace(0.0, r_max, 321, dtype=torch.float64).to(_like(position))
-    owner = getattr(model, "encoding", position)  # knows of a near field
+    owner = getattr(model, "encoding", position)  # includes a near field
     if hasattr(owner, "radial_profile"):
         with torch.no_grad():
             profiles = _array(owner.radial_profile(distances))  # [head, r]
     else:
         delta = distances[:, None] * torch.eye(position.dim)[0].to(distances)
         profiles = _bias(position, delta)
-    # a kernel that ends at a cutoff would flatten the rest of its curve
+    # values beyond a cutoff would flatten the rest of the curve
     profiles = np.where(profiles < profiles.max(axis=1, keepdims=True) - _DEPTH, -np.inf, profiles)
     y_label = _label(position, "(r)")
     _draw_curves(file, _array(distances), profiles, f"distance r / {unit}", y_label)
@@ -90,12 +87,11 @@ def rpe_curves(
 ) -> None:
     """Draws the encoding f(r_i - r_j) of positions on a line, for offsets of both signs.
 
-    So a mask that tells before from after shows. Each head has its own scale; where f is -inf, the
-    curve has a gap.
+    Each head has its own scale. Curves have a gap where f is -inf.
 
     Args:
-        position: a position module of dimension 1, or a model that has one at `encoding.position`.
-        file: to write, .png, .svg or .pdf.
+        position: a position module of dimension 1, or a model with one at `encoding.position`.
+        file: file to write, .png, .svg or .pdf.
         max_offset: largest offset between query and key, in `unit`; an integer for encodings on a
             grid of tokens.
         unit: unit of positions.
@@ -109,7 +105,7 @@ def rpe_curves(
         offsets = np.arange(-reach, reach + 1.0)
         curves = _grid_bias(module, (int(reach),))
     else:
-        # So fine that steps look like steps, and, to a whole end, on every whole offset.
+        # A fine grid that includes all whole offsets if the end is whole.
         parts = max(1, -(-400 // math.ceil(reach)))
         count = 2 * math.ceil(reach) * parts + 1
         line = torch.linspace(-reach, reach, count, dtype=torch.float64).to(_like(module))
@@ -144,19 +140,18 @@ def rpe_surfaces(
 ) -> None:
     """Draws the encoding f(r_i - r_j) over the first two axes of the offset, as heat maps.
 
-    FLT (arXiv:2302.01925), fig. 4, shows such functions as surfaces; heat maps hide nothing behind
-    a peak. All heads have one color scale around 0, and the range of each stands in its title.
-    Positions of more dimensions are cut where their other offsets are 0. As in images, the first
-    axis points down.
+    FLT (arXiv:2302.01925), fig. 4, shows such functions as surfaces. All heads share one color
+    scale around 0; titles contain the range of each head. Other offsets are 0. As in images, the
+    first axis points down.
 
     Args:
-        position: a position module of dimension 2 or more, or a model that has one at
+        position: a position module of dimension 2 or more, or a model with one at
             `encoding.position`.
-        file: to write, .png, .svg or .pdf.
-        extent: largest offset along both axes or each, in `unit`; for encodings on a grid of H x W
-            tokens, (H - 1, W - 1).
+        file: file to write, .png, .svg or .pdf.
+        extent: largest offset along both axes or along each, in `unit`; for encodings on a grid of
+            H x W tokens, (H - 1, W - 1).
         unit: unit of positions.
-        points: values along each axis; at grids there is one for each offset instead.
+        points: values along each axis; on a grid, every offset has one value.
     """
     import torch
 
@@ -216,30 +211,30 @@ def _range(surface: np.ma.MaskedArray[tuple[int, ...], np.dtype[np.float64]]) ->
 
 
 def _found(model: object, caller: str) -> _Position:
-    """The position module that was given, or that of a stack or of a model with a stack."""
+    """Returns a position module, or the one of a stack or of a model."""
     owner = getattr(model, "encoding", None) or getattr(model, "stack", model)
     position = getattr(owner, "position", model if hasattr(model, "grid") else None)
     if position is None:
         raise ValueError(
-            f"{caller}: the model has no relative encoding (position: none); expected a position "
-            "module, or a model that has one at encoding.position; give one of them"
+            f"{caller}: expected a position module, or a model with one at encoding.position; got "
+            f"{type(model).__name__} without a relative encoding"
         )
     if not has_bias(cast("torch.nn.Module", position)):
         raise ValueError(
             f"{caller}: expected a position with a bias for mixing 'softmax'; got "
-            f"{type(position).__name__}, which adds nothing to logits; draw attention_matrices"
+            f"{type(position).__name__}, which adds nothing to logits; use attention_matrices"
         )
     return cast(_Position, position)
 
 
 def _label(position: _Position, of: str) -> str:
-    """What is drawn, and how it enters attention."""
+    """Returns the name of an encoding and its effect on attention."""
     name, meaning = position.placement
     return f"{name}{of}, {meaning}"
 
 
 def _like(position: _Position) -> torch.Tensor:
-    """A tensor with the dtype and device that the module computes in."""
+    """Returns a tensor with the dtype and device of a module."""
     import torch
 
     for tensor in (*position.parameters(), *position.buffers()):
@@ -256,7 +251,7 @@ def _array(values: torch.Tensor) -> _Array:
 def _evaluate(
     position: _Position, positions: torch.Tensor, keys: torch.Tensor | None = None
 ) -> _Array | None:
-    """What is added to logits: (1, queries, l), (1, keys, l) -> (heads, queries, keys)."""
+    """Returns the bias of logits: (1, queries, l), (1, keys, l) -> (heads, queries, keys)."""
     import torch
 
     with torch.no_grad():
@@ -265,15 +260,15 @@ def _evaluate(
 
 
 def _bias(position: _Position, delta: torch.Tensor) -> _Array:
-    """f at offsets (n, l): (heads, n), from a query at 0 and keys at -delta."""
+    """Returns f, (heads, n), at offsets (n, l), from a query at 0 and keys at -delta."""
     values = _evaluate(position, delta.new_zeros(1, 1, delta.shape[-1]), -delta[None])
     return np.empty((0, 0)) if values is None else values[:, 0]
 
 
 def _grid_bias(position: _Position, ends: tuple[int, ...]) -> _Array:
-    """f at all offsets -end..end per axis, in row-major order: (heads, offsets).
+    """Returns f, (heads, offsets), at all offsets -end..end per axis, in row-major order.
 
-    Encodings on a grid take all its tokens in order, so each offset is read off a pair that has it.
+    Encodings on a grid need all tokens in order; each offset is read from a pair of tokens.
     """
     shape = tuple(end + 1 for end in ends)
     cells = np.stack(np.unravel_index(np.arange(math.prod(shape)), shape), axis=-1)
@@ -296,11 +291,11 @@ def _expect_dim(position: _Position, caller: str, fits: bool, expected: str, oth
 def _extents(
     name: str, extent: float | tuple[float, ...], axes: int, whole: bool
 ) -> tuple[float, ...]:
-    """The largest offset along each axis."""
+    """Returns the largest offset along each axis."""
     ends = tuple(extent) if isinstance(extent, tuple | list) else (extent,) * axes
     if len(ends) != axes or not all(0 < end < math.inf for end in ends):
         expected = "one positive number" + f" or {axes}, one per axis" * (axes > 1)
-        raise ValueError(f"{name} must be {expected}; got {extent}; change it")
+        raise ValueError(f"{name} must be {expected}; got {extent}")
     if whole and any(end != int(end) for end in ends):
-        raise ValueError(f"{name} must be whole on a grid of tokens; got {extent}; round it")
+        raise ValueError(f"{name} must be whole on a grid of tokens; got {extent}")
     return tuple(float(end) for end in ends)

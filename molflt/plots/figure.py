@@ -1,4 +1,4 @@
-"""What all pictures share: colors, how panels are laid out, and how a figure is written."""
+"""Shared parts of pictures: colors, layout of panels, and writing of files."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 ORANGE, SKY, GREY = "#E69F00", "#56B4E9", "#777777"
 SERIES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, GREY, "black")
 
-ZERO, DPI = "#D9D9D9", 150  # in heat maps: a weight of exactly 0, a mask of -inf; dots per inch
-
+ZERO = "#D9D9D9"  # color of masked values in heat maps
+DPI = 150
 
 _LONGEST = 48  # characters of a name
 FORMATS = ("png", "svg", "pdf")
-_UNDATED = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}  # the same bytes again
+_UNDATED = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}  # reproducible bytes
 _further: ContextVar[tuple[tuple[str, ...], list[Path]]] = ContextVar("further", default=((), []))
 
 
 @contextmanager
 def further_formats(names: Collection[str]) -> Iterator[list[Path]]:
-    """Writes each picture that is drawn inside of the block in further formats, too.
+    """Also writes each picture inside the block in further formats.
 
     Args:
         names: some of `FORMATS`.
 
     Yields:
-        The files that were written so, as they come.
+        List of the files written in these formats.
     """
     for name in names:
         if name not in FORMATS:
@@ -55,18 +55,18 @@ def further_formats(names: Collection[str]) -> Iterator[list[Path]]:
 
 
 def expect_picture(file: Path) -> None:
-    """Raises ValueError if the name of a file ends in none of `FORMATS`."""
+    """Raises ValueError for a file that is not one of `FORMATS`."""
     if file.suffix.removeprefix(".") not in FORMATS:
-        raise ValueError(f"{file}: expected a picture that ends in .png, .svg or .pdf; rename it")
+        raise ValueError(f"{file}: expected a name that ends in .png, .svg or .pdf")
 
 
 @contextmanager
 def picture(file: Path, **options: object) -> Iterator[Figure]:
-    """A figure that is written to `file` at the end, and in the formats of `further_formats`.
+    """Yields a figure and writes it at the end, also in the formats of `further_formats`.
 
     Args:
-        file: to write, .png, .svg or .pdf; folders above it are made.
-        options: of `matplotlib.figure.Figure`, such as figsize in inches.
+        file: file to write, .png, .svg or .pdf.
+        options: options of `matplotlib.figure.Figure`, such as figsize in inches.
     """
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -89,17 +89,14 @@ def picture(file: Path, **options: object) -> Iterator[Figure]:
 
 
 def plain(text: str) -> str:
-    """A name from data as a picture shows it: letter by letter, as dollars begin no formula.
-
-    Long ones are cut, or nothing else would have room.
-    """
+    """Returns a name from data for a picture: dollars escaped, long names cut."""
     shown = "".join(one if one.isprintable() else "?" for one in text)
     shown = shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 1]}…"
     return shown.replace("$", r"\$")
 
 
 class LineEnd(NamedTuple):
-    """Where a line ends, and what it is called."""
+    """The end of a line with its name."""
 
     name: str
     x: float
@@ -108,12 +105,12 @@ class LineEnd(NamedTuple):
 
 
 def label_ends(axes: Axes, ends: Sequence[LineEnd], height: float) -> None:
-    """Writes names to the right of a panel, next to where their lines end, none over another.
+    """Writes names to the right of a panel, next to the ends of lines, without overlaps.
 
     Args:
-        axes: with all that it shows; its limits stay from now on.
-        ends: of the lines.
-        height: of the panel, inches.
+        axes: panel with all its content; its limits are fixed.
+        ends: ends of the lines.
+        height: height of the panel, inches.
     """
     axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
     at = axes.transData + axes.transAxes.inverted()
@@ -146,7 +143,7 @@ def label_ends(axes: Axes, ends: Sequence[LineEnd], height: float) -> None:
 
 
 def plain_numbers(axis: Axis, wide: bool) -> None:
-    """0.2 in place of 2e-1 on a logarithmic axis; a wide one shows powers of ten alone."""
+    """Writes 0.2 instead of 2e-1 on a logarithmic axis; only powers of ten on a wide one."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
@@ -166,17 +163,17 @@ def panel_grid(
     layout: str = "constrained",
     **options: Any,
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """A picture with a grid of panels, row by row; what is left of the grid stays empty.
+    """Yields a picture with a grid of panels, row by row.
 
     Args:
-        file: to write, .png, .svg or .pdf.
-        count: of panels.
-        shape: rows, None for as many as needed, and the most columns.
-        panel: width and height of each, inches.
-        margin: width and height of what is around them, inches.
-        least: smallest width and height of all, inches.
-        layout: of the figure.
-        options: of `matplotlib.figure.Figure.subplots`.
+        file: file to write, .png, .svg or .pdf.
+        count: number of panels.
+        shape: rows, by default as many as needed, and maximum number of columns.
+        panel: width and height of a panel, inches.
+        margin: width and height of the margins, inches.
+        least: smallest width and height of the picture, inches.
+        layout: layout engine of the figure.
+        options: options of `matplotlib.figure.Figure.subplots`.
     """
     columns = min(shape[1], count)
     rows = -(-count // columns) if shape[0] is None else shape[0]
@@ -186,7 +183,7 @@ def panel_grid(
         grid = figure.subplots(rows, columns, squeeze=False, **options)
         for axes in grid.flat[count:]:
             axes.set_visible(False)
-        for axes in grid.flat[count - columns : count]:  # the lowest that are seen
+        for axes in grid.flat[count - columns : count]:  # the lowest of each column
             axes.tick_params(labelbottom=True)
         yield figure, list(grid.flat[:count])
 
@@ -194,7 +191,7 @@ def panel_grid(
 def curve_in_band(
     axes: Axes, x: _Array, y: _Array, band: tuple[_Array, _Array], name: str, color: str
 ) -> None:
-    """Draws a curve through y at x, and the band around it from low to high, all (n,)."""
+    """Draws y over x with a band from low to high, all (n,)."""
     axes.plot(x, y, color=color, linewidth=1.4, label=plain(name))
     axes.fill_between(x, *band, color=color, alpha=0.2, linewidth=0)
 
@@ -202,10 +199,7 @@ def curve_in_band(
 def legend_outside(
     figure: Figure, axes: Axes, place: str, columns: int | None = None, **options: Any
 ) -> None:
-    """One legend for all panels, with the names in one of them; `place` is lower or upper.
-
-    By default it has a column for each name.
-    """
+    """Adds one legend for all panels from the names in `axes`; `place` is lower or upper."""
     handles, labels = axes.get_legend_handles_labels()
     options |= {"loc": f"outside {place} center", "ncols": columns or len(labels)}
     figure.legend(handles, labels, frameon=False, **options)
@@ -219,14 +213,14 @@ def _head_panels(
     rows: int | None = None,
     share_y: bool = True,
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """A picture with a panel per head, titled by it.
+    """Yields a picture with one panel per head.
 
     Args:
-        file: to write, .png, .svg or .pdf.
+        file: file to write, .png, .svg or .pdf.
         heads: number of panels.
-        sizes: of a panel, of the margin and the least of all, as for `panel_grid`.
-        rows: rows of panels; None puts four abreast, or eight if there are many.
-        share_y: whether all have the same y axis; the x axis is always shared.
+        sizes: panel, margin and least size, as for `panel_grid`.
+        rows: rows of panels; by default four panels a row, or eight if there are many.
+        share_y: share the y axis; the x axis is always shared.
     """
     if rows is not None and not 1 <= rows <= heads:
         raise ValueError(f"rows must be 1 to {heads}, the number of panels; got {rows}")

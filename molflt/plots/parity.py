@@ -1,4 +1,4 @@
-"""Predictions against labels, with the systems that are most wrong."""
+"""Pictures of predictions against labels."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 __all__ = ["parity"]
 
-_MAX_POINTS = 2000  # more than these are drawn as a density
-_NAMED = 3  # systems of a panel with the largest errors
-_PANEL = 230.0  # about the side of a panel of `parity`, points
-_SHIFTS = [(9.0, 0.0), (-9.0, 0.0), (0.0, 9.0), (0.0, -9.0)]  # of a number from its point
+_MAX_POINTS = 2000  # more points are drawn as a density
+_NAMED = 3  # systems named in a panel
+_PANEL = 230.0  # approximate side of a panel, points
+_SHIFTS = [(9.0, 0.0), (-9.0, 0.0), (0.0, 9.0), (0.0, -9.0)]  # places of a number by its point
 
 _Array = NDArray[np.float64]
 
@@ -32,14 +32,14 @@ def parity(
     quantity: str = "energy",
     unit: str = "eV",
 ) -> None:
-    """Draws predictions against labels, a panel per split, all with the same axes.
+    """Draws predictions against labels, with one panel per split and equal axes.
 
     Args:
         panels: split -> (labels, predictions), each (systems,), in `unit`.
-        file: to write, .png, .svg or .pdf.
-        names: split -> what each system is called, to name those with the largest errors.
-        quantity: what is predicted.
-        unit: of that.
+        file: file to write, .png, .svg or .pdf.
+        names: split -> names of the systems; those with the largest errors are written.
+        quantity: predicted quantity.
+        unit: unit of the quantity.
     """
     if not panels:
         raise ValueError("parity: expected at least one split with labels; got none")
@@ -47,8 +47,8 @@ def parity(
         named = len(target) if names is None else len(names.get(split, ()))
         if target.shape != energy.shape or target.size == 0 or named != len(target):
             raise ValueError(
-                f"parity: split {split!r} needs one prediction per label, and a name if there are "
-                f"names; got {energy.shape} and {target.shape}, {named} names"
+                f"parity: split {split!r} needs one prediction and one name per label; got "
+                f"{energy.shape} and {target.shape}, {named} names"
             )
     low, high = _limits(list(panels.values()))
     dense = any(len(target) > _MAX_POINTS for target, _ in panels.values())
@@ -74,7 +74,7 @@ def parity(
 def _name_worst(
     axes: Axes, target: _Array, energy: _Array, names: Sequence[str], unit: str
 ) -> list[str]:
-    """Numbers at the points with the largest errors, and a line about each of them."""
+    """Numbers the points with the largest errors; returns a line about each of them."""
     error = energy - target
     worst = np.argsort(-np.abs(error), kind="stable")[:_NAMED]
     low, high = axes.get_xlim()
@@ -106,7 +106,7 @@ def _name_worst(
 
 
 def _limits(pairs: Sequence[tuple[_Array, _Array]]) -> tuple[float, float]:
-    """Range of the labels and of all but the most extreme predictions."""
+    """Returns the range of the labels and of 99 % of the predictions."""
     targets = np.concatenate([target for target, _ in pairs])
     energies = np.concatenate([energy for _, energy in pairs])
     low = min(targets.min(), np.quantile(energies, 0.005))
@@ -118,7 +118,7 @@ def _limits(pairs: Sequence[tuple[_Array, _Array]]) -> tuple[float, float]:
 def _parity_panel(
     axes: Axes, target: _Array, energy: _Array, low: float, high: float
 ) -> list[PolyCollection]:
-    """Draws points or, of many systems, their density, which it returns."""
+    """Draws points or, for many systems, their density, which is returned."""
     densities: list[PolyCollection] = []
     axes.plot([low, high], [low, high], color=GREY, linewidth=1, zorder=1)
     if len(target) <= _MAX_POINTS:
@@ -140,5 +140,5 @@ def _parity_panel(
 
 
 def _nearest(place: _Array, taken: Sequence[_Array]) -> float:
-    """Distance to the nearest of some places."""
+    """Returns the distance to the nearest place."""
     return min((float(np.hypot(*(place - other))) for other in taken), default=0.0)

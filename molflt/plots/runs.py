@@ -1,4 +1,4 @@
-"""Runs side by side: their training curves in one picture, and what came of them."""
+"""Pictures of several runs: training curves and results."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _STYLES = ("-", "--", ":", "-.")
 def overlaid_curves(
     runs: Mapping[str, _Columns], metrics: Mapping[str, Metric], file: Path
 ) -> None:
-    """Draws columns of several metrics.csv against the step, a panel each; names at line ends.
+    """Draws columns of several metrics.csv over the step, with one panel per metric.
 
     Args:
-        runs: name of a run -> its columns, (rows,) each, among them step; nan where empty.
-        metrics: columns that get a panel where some run has them, and how they read.
-        file: to write, .png, .svg or .pdf.
+        runs: name of a run -> columns, (rows,) each, including step; NaN for empty cells.
+        metrics: column -> metric; columns without values are left out.
+        file: file to write, .png, .svg or .pdf.
     """
     shown = [
         name
@@ -65,24 +65,24 @@ def overlaid_curves(
 
 
 def better(largest_is_best: bool) -> str:
-    """Which direction is the better one, in words."""
+    """Returns the better direction in words."""
     return f"{'higher' if largest_is_best else 'lower'} is better"
 
 
 def intervals(
     panels: Mapping[str, Mapping[str, tuple[float, float]]], file: Path, largest_is_best: bool
 ) -> None:
-    """Draws values with their uncertainties, one below the other, the best of the first on top.
+    """Draws values with uncertainties in rows, sorted by the first panel with the best on top.
 
     Args:
-        panels: label of a panel, which says how many things a value is of -> name -> value and half
-            of the width of its interval; names that a panel does not have are left out in it.
-        file: to write, .png, .svg or .pdf.
-        largest_is_best: whether more is better.
+        panels: label of a panel -> name -> value and half width of its interval; a panel may lack
+            names.
+        file: file to write, .png, .svg or .pdf.
+        largest_is_best: True if larger values are better.
     """
     first = next(iter(panels.values()), {})
     if not first:
-        raise ValueError(f"{file}: nothing to draw; expected values of some run; got none")
+        raise ValueError(f"{file}: nothing to draw; expected values of a run; got none")
     order = sorted(first, key=lambda name: first[name][0], reverse=not largest_is_best)
     others = [name for found in panels.values() for name in found if name not in first]
     order = [*dict.fromkeys(others), *order]

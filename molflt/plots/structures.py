@@ -1,4 +1,4 @@
-"""The picture of a source of structures: its energies, and one structure from top and side."""
+"""Pictures of structures from the top and from the side, and of their energies."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ __all__ = ["structure_overview", "structure_views"]
 def structure_overview(
     energies: Mapping[str, np.ndarray], shown: Data, name: str, file: Path
 ) -> None:
-    """Draws the histogram of labels, and one structure seen from top and side.
+    """Draws a histogram of labels, and a structure from the top and from the side.
 
     Args:
-        energies: labels by name, (structures,), eV; NaN where there is none.
-        shown: the structure to draw, as `molflt.data.structures.records.make_record` makes it.
-        name: of the source.
-        file: to write, .png, .svg or .pdf.
+        energies: labels by name, (structures,), eV; NaN if missing.
+        shown: structure to draw, a record of `molflt.data.structures.records.make_record`.
+        name: name of the source.
+        file: file to write, .png, .svg or .pdf.
     """
     with picture(file, figsize=(13, 4.2)) as figure:
         left, top, side = figure.subplots(1, 3, width_ratios=(1.2, 1, 1))
@@ -39,11 +39,11 @@ def structure_overview(
 
 
 def structure_views(structure: Data, file: Path) -> None:
-    """Draws a structure from top and side.
+    """Draws a structure from the top and from the side.
 
     Args:
-        structure: as `molflt.data.structures.records.make_record` makes it.
-        file: to write, .png, .svg or .pdf.
+        structure: a record of `molflt.data.structures.records.make_record`.
+        file: file to write, .png, .svg or .pdf.
     """
     with picture(file, figsize=(5.8, 3.1)) as figure:
         for axes, view in zip(figure.subplots(1, 2), ("top", "side"), strict=True):
@@ -51,7 +51,7 @@ def structure_views(structure: Data, file: Path) -> None:
 
 
 def _histogram(axes: Axes, energies: Mapping[str, np.ndarray]) -> None:
-    """Histogram of labels, eV, over the range that holds 98 % of them."""
+    """Draws a histogram of labels, eV, over the range of 98 % of them."""
     finite = {name: values[np.isfinite(values)] for name, values in energies.items()}
     present = {name: values for name, values in finite.items() if len(values)}
     axes.set_xlabel("energy (eV)")
@@ -71,7 +71,7 @@ def _histogram(axes: Axes, energies: Mapping[str, np.ndarray]) -> None:
 
 
 def _view(axes: Axes, structure: Data, view: str) -> None:
-    """Draw one structure seen along -z ("top") or along +y ("side"), nearest atoms last, in Å.
+    """Draws a structure seen along -z ("top") or along +y ("side"), nearest atoms last, in Å.
 
     Adsorbate atoms have a thick black edge; fixed atoms are hatched; the cell is dashed.
     """

@@ -1,4 +1,4 @@
-"""Pictures of what language models and image classifiers get wrong."""
+"""Pictures of errors of language models and image classifiers."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _ROWS, _COLUMNS = 4, 8
 
 
 def losses_by_place(losses: Mapping[str, NDArray[np.float64]], file: Path) -> None:
-    """Draws the mean loss against the place of a token in its block: what context is worth.
+    """Draws the mean loss over the position of a token in its block, the length of its context.
 
     Args:
-        losses: text -> nats of each token, (blocks, length); NaN where there is none.
-        file: to write, .png, .svg or .pdf.
+        losses: text -> loss of each token, nats, (blocks, length); NaN if missing.
+        file: file to write, .png, .svg or .pdf.
     """
     with picture(file, figsize=(6.0, 3.4)) as figure:
         axes = figure.subplots()
         for (name, loss), color in zip(losses.items(), itertools.cycle(SERIES), strict=False):
             length = loss.shape[1]
             edges = np.unique(np.geomspace(1, length + 1, _BINS).astype(int))
-            with warnings.catch_warnings():  # a short text has no token in the last places
+            with warnings.catch_warnings():  # a short text does not reach the last positions
                 warnings.simplefilter("ignore", RuntimeWarning)
                 means = [
                     np.nanmean(loss[:, low - 1 : high - 1])
@@ -42,7 +42,7 @@ def losses_by_place(losses: Mapping[str, NDArray[np.float64]], file: Path) -> No
                 ]
             centers = np.sqrt(edges[:-1] * (edges[1:] - 1.0))
             axes.plot(centers, means, marker="o", markersize=3, color=color, label=name)
-        axes.set(xscale="log", xlabel="place in the block / tokens", ylabel="loss / nats per token")
+        axes.set(xscale="log", xlabel="position / tokens", ylabel="loss / nats per token")
         axes.grid(alpha=0.3)
         axes.legend(frameon=False, fontsize="small")
 
@@ -50,13 +50,13 @@ def losses_by_place(losses: Mapping[str, NDArray[np.float64]], file: Path) -> No
 def image_sheet(
     images: Sequence[NDArray[np.uint8]], captions: Sequence[str], file: Path, title: str
 ) -> None:
-    """Draws images with a caption each.
+    """Draws images with captions.
 
     Args:
         images: (channels, height, width) each; the first 32 are drawn.
-        captions: what stands above each.
-        file: to write, .png, .svg or .pdf.
-        title: what stands above all.
+        captions: titles of the images.
+        file: file to write, .png, .svg or .pdf.
+        title: title of the picture.
     """
     rows = max(1, min(_ROWS, -(-len(images) // _COLUMNS)))
     with picture(file, figsize=(1.3 * _COLUMNS, 0.5 + 1.65 * rows)) as figure:
@@ -72,12 +72,12 @@ def image_sheet(
 
 
 def confusion(counts: ArrayLike, classes: Sequence[str], file: Path) -> None:
-    """Draws how many images of each class were taken for which.
+    """Draws the confusion matrix of classes.
 
     Args:
-        counts: (classes, classes): images of a row's class that were taken for a column's.
-        classes: their names.
-        file: to write, .png, .svg or .pdf.
+        counts: (classes, classes), number of images by true class (rows) and predicted class.
+        classes: names of the classes.
+        file: file to write, .png, .svg or .pdf.
     """
     matrix = np.asarray(counts, dtype=float)
     shares = 100 * matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
@@ -105,13 +105,12 @@ def confusion(counts: ArrayLike, classes: Sequence[str], file: Path) -> None:
 
 
 def substitutions(tables: Mapping[str, NDArray[np.float64]], letters: str, file: Path) -> None:
-    """Draws how alike letters are, by one or more tables.
+    """Draws one or more tables of similarities of letters.
 
     Args:
-        tables: title -> (letters, letters), symmetric. The diagonal is left out: it says nothing,
-            and would take up the range of colors.
+        tables: title -> (letters, letters), symmetric; the diagonal is not drawn.
         letters: names of rows and columns.
-        file: to write, .png, .svg or .pdf.
+        file: file to write, .png, .svg or .pdf.
     """
     with picture(file, figsize=(0.6 + 4.4 * len(tables), 3.9)) as figure:
         panels = figure.subplots(1, len(tables), squeeze=False)[0]

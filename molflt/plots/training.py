@@ -1,4 +1,4 @@
-"""Pictures of training, predictions and errors."""
+"""Pictures of training curves and errors."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _Array = NDArray[np.float64]
 
 
 class GroupError(NamedTuple):
-    """Error of the systems that have something in common, such as the adsorbate."""
+    """Error of a group of systems, such as those with one adsorbate."""
 
     group: str
     n: int
     mae: float
-    """in the unit of the energies, or of what else was predicted"""
+    """in the unit of the prediction"""
 
 
 def training_curve(
@@ -54,15 +54,15 @@ def training_curve(
     best: str = "",
     step: int | None = None,
 ) -> None:
-    """Draws loss, metrics and learning rate against the step.
+    """Draws loss, metrics and learning rate over the step.
 
     Args:
-        metrics_csv: a run's metrics.csv: step and any of train_loss, lr, and train_ and val_ of the
-            metrics; empty cells are where nothing was measured.
-        file: to write, .png, .svg or .pdf.
-        metrics: those of the task; each that was measured has a panel.
-        best: the one whose best validation is marked.
-        step: of that validation; by default that with the best value.
+        metrics_csv: metrics.csv of a run, with the column step and any of train_loss, lr, and the
+            metrics with prefix train_ and val_; cells may be empty.
+        file: file to write, .png, .svg or .pdf.
+        metrics: metrics of the task; each measured one has a panel.
+        best: metric whose best validation is marked.
+        step: step of that validation; by default the one with the best value.
     """
     columns = read_columns(Path(metrics_csv))
     panels = [("train_loss", Metric("loss", scale="log"), ["train_loss"])]
@@ -95,7 +95,7 @@ def training_curve(
 
 
 def read_columns(path: Path) -> dict[str, _Array]:
-    """Columns of a run's metrics.csv by name, (rows,) each, nan where they are empty."""
+    """Reads the columns of a metrics.csv, (rows,) each, with NaN for empty cells."""
     with open(path, newline="") as file:
         reader = csv.DictReader(file)
         names = reader.fieldnames or []
@@ -113,10 +113,9 @@ def _number(cell: str | None) -> float:
 
 
 def best_place(columns: Mapping[str, _Array], name: str, largest_is_best: bool) -> int | None:
-    """Row of the best validation by a column of a run's metrics.csv; None if there is none.
+    """Returns the row of the best validation by a column of metrics.csv, or None.
 
-    One in which another metric, such as the loss, is not finite is not the best; an empty column
-    has not been measured.
+    Validations in which any measured metric is not finite do not count.
     """
     measured = [v for key, v in columns.items() if key.startswith("val_") and np.isfinite(v).any()]
     if name not in columns or not measured:
@@ -129,7 +128,7 @@ def best_place(columns: Mapping[str, _Array], name: str, largest_is_best: bool) 
 def _star(
     axes: Axes, columns: dict[str, _Array], name: str, metric: Metric, best: int | None
 ) -> None:
-    """Marks the best validation, if there is one."""
+    """Marks the best validation."""
     at = np.flatnonzero((columns["step"] == best) & np.isfinite(columns[name]))
     place = at[-1] if len(at) else best_place(columns, name, metric.largest_is_best)
     if place is not None:
@@ -139,7 +138,7 @@ def _star(
 
 
 def _curve(axes: Axes, columns: dict[str, _Array], name: str, alone: bool) -> None:
-    """One column against the step, alone in its panel or not."""
+    """Draws one column over the step."""
     known = np.isfinite(columns["step"]) & np.isfinite(columns[name])
     step, value = columns["step"][known], columns[name][known]
     label, color = {"val": ("validation", VERMILION), "lr": ("", GREEN)}.get(
@@ -151,7 +150,7 @@ def _curve(axes: Axes, columns: dict[str, _Array], name: str, alone: bool) -> No
 
 
 def _log_if_wide(axes: Axes, values: _Array) -> None:
-    """A logarithmic axis with plain numbers, unless it would have too few of them."""
+    """Makes the y axis logarithmic if values span a factor of 6 or more."""
     low, high = np.nanmin(values), np.nanmax(values)
     if low <= 0 or high / low < 6:
         return
@@ -165,21 +164,21 @@ def errors(
     file: Path,
     unit: str = "eV",
 ) -> None:
-    """Draws the MAE of groups, a panel per kind, and the distribution of errors per split.
+    """Draws the MAE of groups, with one panel per kind, and the distribution of errors per split.
 
     Args:
-        groups: kind (adsorbate, slab, element, natoms) -> groups, those of natoms in the order of
-            their sizes; of more than 20 others, those with the largest errors are drawn.
-        absolute: split -> |error| of each system, (systems,), eV; empty for no such panel.
-        file: to write, .png, .svg or .pdf.
-        unit: of the MAE.
+        groups: kind (adsorbate, slab, element, natoms) -> groups; those of natoms are in order of
+            size, and of the others the 20 with the largest errors are drawn.
+        absolute: split -> |error| of each system, (systems,), eV; may be empty.
+        file: file to write, .png, .svg or .pdf.
+        unit: unit of the MAE.
     """
     if not (groups or absolute) or not all(groups.values()):
         raise ValueError("errors: expected groups, or splits with labels; got none")
     shown = {
         kind: [*own][::-1] if kind == "natoms" else sorted(own, key=lambda g: g.mae)[-_MAX_BARS:]
         for kind, own in groups.items()
-        if kind != "natoms" or len(own) > 1 or len(groups) == 1  # one size tells nothing new
+        if kind != "natoms" or len(own) > 1 or len(groups) == 1  # a single size is not informative
     }
     bars = max(map(len, shown.values()), default=0)
     widths = [4.2] * len(shown) + [5.0] * bool(absolute)
@@ -211,26 +210,26 @@ def _bars(axes: Axes, groups: Sequence[GroupError], label: str, unit: str) -> No
             fontsize="small",
         )
     axes.set_yticks(places, [_subscripts(group.group) for group in groups])
-    axes.set_xlim(0, 1.55 * max(values) or 1.0)  # room for the numbers
+    axes.set_xlim(0, 1.55 * max(values) or 1.0)  # space for the numbers
     axes.set_ylim(min(-0.6, len(groups) - 4.4), len(groups) - 0.4)
     axes.set_xlabel(f"MAE / {unit} (lower is better)")
     axes.set_ylabel(label)
 
 
 def _subscripts(formula: str) -> str:
-    """CH3 with a lowered 3; ranges of sizes and words stay as they are."""
+    """Returns a formula with subscripts; other text is unchanged."""
     if not re.fullmatch(r"(?:[A-Z][a-z]?\d*)+", formula):
         return plain(formula)
     return re.sub(r"(\d+)", r"$_{\1}$", formula)
 
 
 def _distribution(axes: Axes, absolute: Mapping[str, _Array]) -> None:
-    """Share of systems below each error; read the EwT where a curve crosses the dashed line."""
+    """Draws the share of systems below each error; the dashed line marks the EwT."""
     floor = 1e-3
     for color, (split, values) in zip(SERIES * len(absolute), absolute.items(), strict=False):
         ordered = np.sort(np.maximum(values, floor))
         share = 100.0 * np.arange(len(ordered) + 1) / len(ordered)
-        ordered = np.append(ordered[0], ordered)  # each curve begins at 0 %
+        ordered = np.append(ordered[0], ordered)  # curves begin at 0 %
         axes.step(ordered, share, where="post", color=color, label=plain(split))
     axes.axvline(EWT_THRESHOLD, color="black", linestyle="--", linewidth=1)
     axes.text(EWT_THRESHOLD, 99, f"EwT: {EWT_THRESHOLD} eV ", rotation=90, ha="right", va="top")

@@ -1,4 +1,4 @@
-"""The picture of a calibration: how much an uncertainty holds, and whether it follows the error."""
+"""Pictures of calibrations of uncertainties."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["calibration"]
 
-_BIN = 25  # systems at least; a quantile of fewer is noise
+_BIN = 25  # minimum number of systems in a bin
 _MOST_BINS = 8
 
 _Array = NDArray[np.float64]
@@ -28,21 +28,21 @@ def calibration(
     level: float,
     file: Path,
 ) -> None:
-    """Draws coverage against nominal level, and the size of errors against the uncertainty.
+    """Draws the coverage over the nominal level, and the errors over the uncertainty.
 
     Args:
-        coverage: split -> levels in (0, 1), and the share of errors within the intervals of these,
+        coverage: split -> levels in (0, 1) and the shares of errors within their intervals,
             each (levels,).
         errors: split -> uncertainty and |error| of each system, (systems,), eV.
-        level: share of errors that the uncertainty is to hold, in (0, 1).
-        file: to write, .png, .svg or .pdf.
+        level: share of errors within the uncertainty, in (0, 1).
+        file: file to write, .png, .svg or .pdf.
     """
     if not coverage or not errors:
         raise ValueError("calibration: expected at least one split with labels; got none")
     colors = dict(zip(errors, SERIES * len(errors), strict=False))
     with picture(file, figsize=(10.5, 4.6)) as figure:
         left, right = figure.subplots(1, 2)
-        left.set_title("how much the intervals hold", fontsize="medium")
+        left.set_title("coverage of the intervals", fontsize="medium")
         right.set_title("errors against their uncertainty", fontsize="medium")
         left.plot([0, 100], [0, 100], color=GREY, linewidth=1)
         left.axvline(100 * level, color="black", linestyle="--", linewidth=1)
@@ -62,7 +62,7 @@ def calibration(
 def _binned(
     axes: Axes, errors: Mapping[str, tuple[_Array, _Array]], level: float, colors: dict[str, str]
 ) -> None:
-    """Quantile of |error| in bins of equally many systems; on the diagonal where all is right."""
+    """Draws the quantile of |error| over the uncertainty in bins of equally many systems."""
     seen = []
     for split, (uncertainty, error) in errors.items():
         bins = min(_MOST_BINS, max(1, len(error) // _BIN))

@@ -1,4 +1,4 @@
-"""The certificate: a sound calculator has it, and each check finds the fault that it is for."""
+"""The certificate: a correct calculator passes, and each check finds its fault."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from molflt.certify import CHECKS, certify, main
 
 
 class Law:
-    """Pair energies (1 - r² / 16)⁴ within 4 Å, and what multiplies the vector in the force."""
+    """Pair energies (1 - r² / 16)⁴ within 4 Å, and the prefactor of forces."""
 
     def forward(self, squares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         rest = 1 - squares / 16
@@ -30,7 +30,7 @@ class Law:
 
 
 class Pairs(Calculator):
-    """A sound calculator; what faulty ones change are its small methods."""
+    """A correct calculator; faulty ones replace its methods."""
 
     implemented_properties = ["energy", "forces", "stress"]  # noqa: RUF012
 
@@ -45,7 +45,7 @@ class Pairs(Calculator):
         if "stress" in self.results:
             self.results["stress"] = full_3x3_to_voigt_6_stress(self.results["stress"])
         elif "stress" in (properties or ()):
-            raise PropertyNotImplementedError("stress of what is not periodic along three axes")
+            raise PropertyNotImplementedError("stress needs three periodic axes")
 
     def found(self, atoms: Atoms) -> dict[str, np.ndarray]:
         first, second, vectors = neighbor_list("ijD", atoms, 4.0)
@@ -77,13 +77,13 @@ class Pairs(Calculator):
 
 def fault(name: str, **methods: object) -> type[Pairs]:
     made = type("Faulty", (Pairs,), methods)
-    globals()[made.__name__ + name] = made  # pickle looks for it
+    globals()[made.__name__ + name] = made  # pickle imports it
     made.__qualname__ = made.__name__ = made.__name__ + name
     return made
 
 
 def energy_with(extra) -> dict[str, object]:
-    """A fault of the energy."""
+    """Returns a fault of the energy."""
 
     def changed(self, found, atoms):
         return found | {"energy": found["energy"] + extra(atoms)}
@@ -107,7 +107,7 @@ def chirality(a: Atoms) -> float:
 
 
 def twisted(forces: np.ndarray, atoms: Atoms) -> np.ndarray:
-    """By a pair of opposite forces that are not along the line between the atoms."""
+    """Adds opposite forces that are not along the line between two atoms."""
     forces = forces.copy()
     if len(atoms) > 1:
         forces[:2] += np.outer([1, -1], np.cross(first_and_second(atoms), [0, 0, 0.1]))
@@ -204,7 +204,7 @@ FAULTS: dict[str, dict[str, object]] = {
 }
 
 
-def test_a_sound_calculator_passes_all_checks():
+def test_a_correct_calculator_passes_all_checks():
     rows = list(certify(partial(Pairs, 2.0)))
     assert [row.check for row in rows] == [*CHECKS]
     assert [row for row in rows if row.result != "passed"] == []
@@ -227,7 +227,7 @@ SILENT = {f"{name} used or named" for name in ("charge", "spin", "moments")}
 BOX, PLACE = "no stress of a molecule in a box", "atoms at one place: finite or refused"
 
 
-def test_what_is_known_of_ase_calculators():
+def test_calculators_of_ase():
     unknown = {f"element {number} refused by name" for number in (0, 119)}
     lennard_jones = partial(LennardJones, sigma=2.3, rc=6.0)
     names = CHECKS.keys() - PATHS
@@ -265,7 +265,7 @@ def test_potentials(options, known):
     assert failed(partial(potential, **options), names=names) == known
 
 
-def test_the_command_prints_a_table_and_its_exit_status_is_that_of_the_checks(capsys):
+def test_the_command_prints_a_table_and_fails_if_a_check_fails(capsys):
     words = ["--args", '{"asap_cutoff": true}', "--elements", "Cu", "Au"]
     assert main(["ase.calculators.emt:EMT", *words]) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -275,11 +275,11 @@ def test_the_command_prints_a_table_and_its_exit_status_is_that_of_the_checks(ca
     assert main([f"{__name__}:Pairs", "--elements", "Cu"]) == 0
 
 
-def test_what_is_not_implemented_is_no_failure():
+def test_missing_properties_are_not_failures():
     class Energies(Pairs):
         implemented_properties = ["energy"]  # noqa: RUF012
 
     rows = {row.check: row.result for row in certify(Energies, ["Cu"])}
     assert rows["forces are -dE/dr"] == "not supported: forces" and rows["rotation"] == "passed"
-    with pytest.raises(ValueError, match="no test structure"):
+    with pytest.raises(ValueError, match="test structures of"):
         list(certify(EMT, ["U"]))
