@@ -26,7 +26,6 @@ from molflt.attention.spectra.gaussian import GaussianBasis, GaussianMixture
 from molflt.attention.spectra.local import Local
 from molflt.metrics import Metric
 from molflt.plots import GroupError, figure, runs, tokens, training
-from molflt.tasks.base import Task
 from molflt.tasks.is2re import IS2RETask
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -93,42 +92,18 @@ def test_importing_loads_no_torch_and_no_matplotlib() -> None:
     assert "numpy" in loaded and not loaded & {"torch", "matplotlib", "molflt.attention"}
 
 
-class NewTask(Task):
-    """A task with a metric of its own."""
-
-    unit = "things"
-    sums = tuple
-    metrics = {  # noqa: RUF012
-        "gap_eV": Metric("gap", "eV", digits=2, largest_is_best=True, measured_in=("val",))
-    }
-    best = "gap_eV"
-
-
-@pytest.mark.parametrize(
-    ("task", "columns", "labels", "legend"),
-    [
-        (
-            IS2RETask,
-            "train_mae_eV,val_mae_eV,val_ewt_percent",
-            ["MAE / eV", "EwT / %"],
-            ["training", "validation", "best: 0.310 eV at step 50"],
-        ),
-        (NewTask, "_,val_gap_eV,_", ["gap / eV"], ["validation only", "best: 0.42 eV at step 100"]),
-    ],
-)
-def test_training_curve(tmp_path: Path, figures, task, columns, labels, legend) -> None:
-    rows = [f"step,lr,train_loss,{columns}"]
+def test_training_curve(tmp_path: Path, figures) -> None:
+    rows = ["step,lr,train_loss,train_mae_eV,val_mae_eV,val_ewt_percent"]
     rows += [f"{s},{1e-3 - 1e-6 * s},{50 / s},{10 / s}," for s in range(10, 110, 10)]
     rows.insert(6, "50,,,,0.31,2.5")
     rows.append("100,,,,0.42,1.5")
     (tmp_path / "metrics.csv").write_text("\n".join(rows) + "\n")
     png = tmp_path / "deep" / "curve.png"
-    plots.training_curve(tmp_path / "metrics.csv", png, task.metrics, task.best)
+    plots.training_curve(tmp_path / "metrics.csv", png, IS2RETask.metrics, IS2RETask.best)
     assert is_picture(png)
     axes = figures[0].axes
-    assert [a.get_ylabel() for a in axes] == ["loss", *labels, "learning rate"]
-    assert axes[-1].get_xlabel() == "step"
-    assert [text.get_text() for text in axes[1].get_legend().get_texts()] == legend
+    assert [a.get_ylabel() for a in axes] == ["loss", "MAE / eV", "EwT / %", "learning rate"]
+    assert "best: 0.310 eV at step 50" in [text.get_text() for text in axes[1].get_legend().texts]
     validation = axes[1].lines[-2]
     np.testing.assert_allclose(validation.get_xdata(), [50, 100])
     np.testing.assert_allclose(validation.get_ydata(), [0.31, 0.42])
@@ -150,7 +125,6 @@ def test_parity(tmp_path: Path, figures) -> None:
     first, second = figures[0].axes
     mae = (499 * 0.25 + 504.0) / 500
     assert first.get_title() == f"val_id: MAE {mae:.3f} eV (n = 500)"
-    assert second.get_title() == "val_ood_ads: MAE 0.000 eV (n = 500)"
     assert first.get_xlim() == first.get_ylim() == second.get_xlim()
     assert first.get_xlim()[0] > -5 and first.get_xlim()[1] < 2
     assert texts(figures[0]) == ["1 outside"]
@@ -170,33 +144,24 @@ def test_parity_names_the_largest_errors(tmp_path: Path, figures) -> None:
     plots.parity({"val_id": (target, energy)}, tmp_path / "p.svg", {"val_id": names})
     assert (tmp_path / "p.svg").read_bytes().startswith(b"<?xml")
     (axes,) = figures[0].axes
-    label, *worst = axes.get_xlabel().splitlines()
-    assert label == "labeled energy / eV"
-    assert worst == [
-        f"{n}: sid {i} \\$C\\$, error −{-error:.2f} eV"
-        for n, i, error in ((1, 40, -1.5), (2, 41, -1.4), (3, 42, -1.3))
-    ]
+    _, *worst = axes.get_xlabel().splitlines()
+    assert [line.split(" \\$C")[0] for line in worst] == ["1: sid 40", "2: sid 41", "3: sid 42"]
     assert texts(figures[0]) == ["1", "2", "3"]
     found = boxes(figures[0])
     assert not any(one.overlaps(other) for i, one in enumerate(found) for other in found[:i])
 
 
-def test_compared_runs_are_named_where_their_lines_end(tmp_path: Path, figures) -> None:
+def test_compared_runs_are_named_without_overlaps(tmp_path: Path, figures) -> None:
     steps = np.arange(0.0, 100.0, 10)
     found = {
         f"run{i}": {"step": steps, "train_loss": np.exp(-steps / 50) + 1e-3 * i} for i in range(13)
     }
     metrics = {"train_loss": Metric("loss", scale="log")}
     plots.overlaid_curves(found, metrics, tmp_path / "c.png")
-    (axes,) = figures[0].axes
-    assert axes.get_legend() is None and not figures[0].legends
-    assert axes.get_ylabel() == "loss\n(lower is better)" and axes.get_title() == "n = 13 runs"
     assert texts(figures[0]) == list(found)
     found = boxes(figures[0])
     assert not any(one.overlaps(other) for i, one in enumerate(found) for other in found[:i])
     assert max(box.x1 for box in found) <= figures[0].bbox.x1 and found[0].y0 < found[-1].y0
-    plots.intervals({"val, n = 3": {"a": (0.1, 0.0)}}, tmp_path / "i.png", largest_is_best=True)
-    assert figures[1].axes[0].get_xlabel() == "val, n = 3\n(higher is better)"
 
 
 def test_more_series_than_colors_are_all_drawn(tmp_path: Path, figures) -> None:
@@ -255,21 +220,16 @@ def test_errors(tmp_path: Path, figures) -> None:
     groups = [GroupError(f"C{i}H", i, 0.1 * i) for i in range(1, 31)] + [GroupError("N2", 5, 9.0)]
     sizes = [GroupError("7-20", 40, 0.3), GroupError("21-50", 60, 0.2)]
     absolute = {"val_id": np.array([0.01, 0.5, 0.03, 0.001])}
-    kinds = {"adsorbate": groups, "natoms": sizes}
-    plots.errors(kinds, absolute, tmp_path / "e.png")
-    assert is_picture(tmp_path / "e.png")
+    plots.errors({"adsorbate": groups, "natoms": sizes}, absolute, tmp_path / "e.png")
     left, middle, right = figures[0].axes
-    assert left.get_title().endswith("the 20 worst of 31")
     names = [label.get_text() for label in left.get_yticklabels()]
     assert len(names) == 20 and names[-1] == "N$_{2}$" and names[-2] == "C$_{30}$H"
     assert [label.get_text() for label in middle.get_yticklabels()] == ["21-50", "7-20"]
     steps = right.lines[0]
     share = steps.get_ydata()[np.searchsorted(steps.get_xdata(), 0.02) - 1]
     assert share == 50.0  # two of four errors are below 0.02 eV
-    assert right.lines[1].get_xdata()[0] == 0.02
-    exact = [GroupError("O", 1, 0.0)]
-    plots.errors({"slab": exact}, {"val_id": np.zeros(1)}, tmp_path / "exact.png")
-    assert is_picture(tmp_path / "exact.png")
+    plots.errors({"slab": [GroupError("O", 1, 0.0)]}, {"a": np.zeros(1)}, tmp_path / "zero.png")
+    assert is_picture(tmp_path / "zero.png")
 
 
 def test_attention_matrices_show_the_weights(tmp_path: Path, figures) -> None:
@@ -281,12 +241,7 @@ def test_attention_matrices_show_the_weights(tmp_path: Path, figures) -> None:
     weights = layer.weights(x, r)[0]
     plots.attention_matrices(weights, tmp_path / "a.png", title="layer 1", scale="linear")
     assert is_picture(tmp_path / "a.png")
-    drawn = figures[0]
-    *heads, bar = visible(drawn)
-    assert [axes.get_title() for axes in heads] == [f"head {i}" for i in range(6)]
-    assert drawn.get_supxlabel() == "key" and drawn.get_supylabel() == "query"
-    assert drawn.get_suptitle() == "layer 1"
-    assert bar.get_ylabel() == "attention weight, linear scale; gray: 0"
+    *heads, _ = visible(figures[0])
     for axes, expected in zip(heads, weights.detach().numpy(), strict=True):
         (image,) = axes.images
         shown = image.get_array()
@@ -318,39 +273,35 @@ def test_large_attention_matrices_are_averaged_over_blocks(tmp_path: Path, figur
     (image,) = figures[0].axes[0].images
     shown = image.get_array().filled(0.0)
     assert shown.shape == (367, 350)  # blocks of 3 x 2; the last has 2 queries
-    title = "first layer\neach pixel is the mean over 3 queries × 2 keys"
-    assert figures[0].get_suptitle() == title
+    assert "3 queries × 2 keys" in figures[0].get_suptitle()
     expected = np.zeros_like(shown)
     for query, key in spikes:
         expected[query // 3, key // 2] += 0.6 / (2 * (2 if query >= 1098 else 3))
     np.testing.assert_allclose(shown, expected, atol=1e-15)
-    axes = figures[0].axes[0]
-    assert axes.get_xlim() == (-0.5, 699.5) and axes.get_ylim() == (1099.5, -0.5)
     assert image.get_extent() == [-0.5, 699.5, 1100.5, -0.5]
+    axes = figures[0].axes[0]
     dots = axes.get_window_extent().height / figures[0].dpi * figure.DPI
     assert dots > 0.9 * len(shown)
 
 
 @pytest.mark.parametrize(
-    ("values", "scale", "kind", "limits", "label"),
+    ("values", "scale", "kind", "limits"),
     [
-        ([[0.4, 0.6], [0.5, 0.5]], "auto", "Normalize", (0.0, 0.6), "linear scale"),
-        ([[0.01, 0.99], [0.01, 0.99], [0.01, 0.99]], "auto", "Normalize", (0.0, 0.99), "linear"),
-        ([[0.9, 0.01, 0.01, 0.08]], "auto", "Normalize", (0.0, 0.9), "linear"),
-        ([[0.97, 0.01, 0.01, 0.01]], "auto", "LogNorm", (0.01, 0.97), "logarithmic scale"),
-        ([[1.0, 1e-9, 1e-3, 0.0]], "auto", "LogNorm", (1e-4, 1.0), "logarithmic scale; gray: 0"),
-        ([[0.5, 0.5]], "log", "LogNorm", (0.05, 0.5), "logarithmic"),
-        ([[1.5, -0.5]], "auto", "Normalize", (-1.5, 1.5), "linear scale"),
-        ([[0.0, 0.0]], "log", "Normalize", (0.0, 1.0), "linear scale; gray: 0"),
+        ([[0.4, 0.6], [0.5, 0.5]], "auto", "Normalize", (0.0, 0.6)),
+        ([[0.9, 0.01, 0.01, 0.08]], "auto", "Normalize", (0.0, 0.9)),
+        ([[0.97, 0.01, 0.01, 0.01]], "auto", "LogNorm", (0.01, 0.97)),
+        ([[1.0, 1e-9, 1e-3, 0.0]], "auto", "LogNorm", (1e-4, 1.0)),
+        ([[0.5, 0.5]], "log", "LogNorm", (0.05, 0.5)),
+        ([[1.5, -0.5]], "auto", "Normalize", (-1.5, 1.5)),
+        ([[0.0, 0.0]], "log", "Normalize", (0.0, 1.0)),
     ],
 )
-def test_scales_of_weights(tmp_path: Path, figures, values, scale, kind, limits, label) -> None:
+def test_scales_of_weights(tmp_path: Path, figures, values, scale, kind, limits) -> None:
     plots.attention_matrices([values], tmp_path / "a.png", scale=scale)
     axes, bar = figures[0].axes
     norm = axes.images[0].norm
     assert type(norm).__name__ == kind
     np.testing.assert_allclose((norm.vmin, norm.vmax), limits, rtol=1e-12)
-    assert bar.get_ylabel().startswith(f"attention weight, {label}")
     assert ("gray" in bar.get_ylabel()) == (0.0 in np.ravel(values))
 
 
@@ -360,7 +311,7 @@ def test_outliers_do_not_hide_other_signed_weights(tmp_path: Path, figures) -> N
     plots.attention_matrices(weights, tmp_path / "a.png")
     low, high = figures[0].axes[0].images[0].get_clim()
     assert -low == high and 0.15 < high < 0.2
-    assert figures[0].get_suptitle() == "1 % of the pixels are beyond the color scale"
+    assert "1 %" in figures[0].get_suptitle()
 
 
 def test_attention_matrices_in_half_precision_and_in_rows(tmp_path: Path, figures) -> None:
@@ -371,13 +322,13 @@ def test_attention_matrices_in_half_precision_and_in_rows(tmp_path: Path, figure
     assert boxes[0].y0 > boxes[1].y0 > boxes[2].y0
 
 
-@pytest.mark.parametrize("heads", [1, 6, 17])
+@pytest.mark.parametrize("heads", [1, 17])
 def test_rpe_profiles(tmp_path: Path, figures, heads: int) -> None:
     position = SpectralPosition(GaussianBasis(heads, 8), GaussianNodes(heads, 4))
     model = SimpleNamespace(stack=SimpleNamespace(position=position))
     plots.rpe_profiles(model, tmp_path / "f.png", r_max=6.0)
     assert is_picture(tmp_path / "f.png")
-    shown = [axes for axes in figures[0].axes if axes.get_visible()]
+    shown = visible(figures[0])
     assert len(shown) == heads
     curve = shown[-1].lines[1]
     r = torch.as_tensor(curve.get_xdata(), dtype=torch.float32)
@@ -403,11 +354,9 @@ def test_rpe_profiles_of_a_position(tmp_path: Path, figures) -> None:
     curve = figures[0].axes[1].lines[1]
     expected = bias.radial_profile(torch.as_tensor(curve.get_xdata()))[1].detach()
     np.testing.assert_allclose(curve.get_ydata(), expected, rtol=1e-12)
-    assert figures[0].get_supxlabel() == "distance r / Å"
     curve = figures[1].axes[0].lines[1]
     np.testing.assert_allclose(curve.get_ydata(), curve.get_xdata())
-    assert curve.get_xdata()[-1] == 3.0 and figures[1].get_supxlabel() == "distance r / nm"
-    assert figures[1].get_supylabel() == "f(r), added to the logit"
+    assert curve.get_xdata()[-1] == 3.0 and "nm" in figures[1].get_supxlabel()
 
 
 def test_rpe_curves_have_offsets_of_both_signs(tmp_path: Path, figures) -> None:
@@ -415,13 +364,7 @@ def test_rpe_curves_have_offsets_of_both_signs(tmp_path: Path, figures) -> None:
     model = SimpleNamespace(stack=SimpleNamespace(position=position))
     plots.rpe_curves(model, tmp_path / "c.png", 6)
     assert is_picture(tmp_path / "c.png")
-    drawn = figures[0]
-    heads = visible(drawn)
-    assert [axes.get_title() for axes in heads] == [f"head {i}" for i in range(5)]
-    assert drawn.get_supxlabel().startswith("offset $r_i - r_j$ / tokens")
-    assert "left: keys after the query" in drawn.get_supxlabel()
-    assert drawn.get_supylabel() == "f($r_i - r_j$), added to the logit"
-    for head, axes in enumerate(heads):
+    for head, axes in enumerate(visible(figures[0])):
         x, y = axes.lines[-1].get_data()
         assert set(range(-6, 7)) <= set(np.round(x, 9)) and x.min() == -6 and x.max() == 6
         query = torch.zeros(1, 1, 1, dtype=torch.float64)
@@ -438,7 +381,6 @@ def test_rpe_curves_of_tokens_on_a_grid(tmp_path: Path, figures) -> None:
     x, y = figures[0].axes[0].lines[-1].get_data()
     np.testing.assert_array_equal(x, np.arange(-4, 5))
     np.testing.assert_array_equal(y, np.where(x < -1, np.nan, x + x**2))  # -inf is a gap
-    assert "/ pixels" in figures[0].get_supxlabel()
 
 
 def test_labels_of_kernels_that_multiply_weights(tmp_path: Path, figures) -> None:
@@ -462,11 +404,7 @@ def test_rpe_surfaces(tmp_path: Path, figures) -> None:
         position.spectrum.log_radius[..., 0] += 0.3  # boxes longer along the first axis
     plots.rpe_surfaces(position, tmp_path / "s.png", (8, 4), points=33)
     assert is_picture(tmp_path / "s.png")
-    drawn = figures[0]
-    *heads, bar = visible(drawn)
-    assert bar.get_ylabel() == "f($r_i - r_j$), added to the logit"
-    assert drawn.get_supxlabel() == "offset along axis 2 / patches"
-    assert drawn.get_supylabel() == "offset along axis 1 / patches"
+    *heads, _ = visible(figures[0])
     ends = torch.linspace(-1, 1, 33, dtype=torch.float64)
     delta = torch.cartesian_prod(8 * ends, 4 * ends)[None]
     expected = position.bias(delta[:, None])[0, :, 0].detach().numpy().reshape(3, 33, 33)
@@ -477,8 +415,6 @@ def test_rpe_surfaces(tmp_path: Path, figures) -> None:
         assert image.get_clim() == pytest.approx((-most, most), rel=1e-12)
         # the middles of the outer pixels are at the ends, and the first axis points down
         assert image.get_extent() == pytest.approx([-4.125, 4.125, 8.25, -8.25])
-    title = f"head 0: {expected[0].min():.2g} to {expected[0].max():.2g}".replace("-", "−")
-    assert heads[0].get_title() == title
 
 
 def test_rpe_surfaces_in_space_are_cuts(tmp_path: Path, figures) -> None:
@@ -496,14 +432,12 @@ def test_rpe_surfaces_of_tokens_on_a_grid(tmp_path: Path, figures) -> None:
     plots.rpe_surfaces(position, tmp_path / "s.png", (3, 2))
     cells = [(y, x) for y in range(4) for x in range(3)]
     np.testing.assert_array_equal(position.seen[-1][0], cells)
-    first, second, bar = figures[0].axes
+    first = figures[0].axes[0]
     dy, dx = np.mgrid[-3:4, -2:3]
     f = dy + dy**2 + 2 * dx + dx**2
     shown = first.images[0].get_array()
     np.testing.assert_array_equal(shown.mask, dy < -1)
     np.testing.assert_array_equal(shown.compressed(), f[dy >= -1])
-    assert bar.get_ylabel().endswith("gray: −∞")
-    assert second.get_title() == "head 1: −20 to 9"
     assert first.images[0].get_extent() == [-2.5, 2.5, 3.5, -3.5]
 
 

@@ -242,7 +242,7 @@ def _report(error: Exception) -> int:
 
 
 def _write_log(error: Exception) -> str:
-    """Writes the traceback to molflt-error.log and returns a clause that says so."""
+    """Writes the traceback to molflt-error.log; returns where to find it."""
     log = Path.cwd() / "molflt-error.log"
     try:
         text = "".join(traceback.format_exception(error))

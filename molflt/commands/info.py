@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from json import dumps
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from molflt.files import readable_size, shown
 from molflt.metrics import Metric
@@ -16,28 +16,7 @@ from molflt.training.outcome import Best, best_of, steps_of
 from molflt.training.recipes import Recipe
 from molflt.training.run_folder import read_versions
 
-__all__ = ["Info", "info"]
-
-
-class Info(TypedDict):
-    """The output of `molflt info --json`; unknown values are None.
-
-    `data` and `model` are options, as in config.yaml; `sets` contains the sizes of the training and
-    the validation set; `best` names the metric, its value and step.
-    """
-
-    run: str
-    recipe: str
-    data: dict[str, object]
-    sets: dict[str, dict[str, object]]
-    model: dict[str, object]
-    parameters: int
-    seed: int
-    steps: int
-    max_steps: int
-    best: Best | None
-    versions: dict[str, object]
-    files: dict[str, int]
+__all__ = ["info"]
 
 
 def info(run: Path, json: bool = False) -> None:
@@ -45,18 +24,12 @@ def info(run: Path, json: bool = False) -> None:
 
     Args:
         run: folder of a training run.
-        json: print one JSON object instead of text.
+        json: print one JSON object instead of text; unknown values are null.
     """
-    found = _read(Path(run))
-    best = found["best"]
-    plain = {**found, "best": None if best is None else best._asdict()}
-    print(dumps(plain) if json else _as_text(found))
-
-
-def _read(run: Path) -> Info:
-    config = read_config(run)
+    run = Path(run)
+    config, best = read_config(run), best_of(run)
     files = sorted(path for path in run.rglob("*") if path.is_file())
-    return {
+    found: dict[str, Any] = {
         "run": str(run),
         "recipe": str(config["recipe"]),
         "data": config["data"],
@@ -69,13 +42,14 @@ def _read(run: Path) -> Info:
         "seed": config["seed"],
         "steps": steps_of(run),
         "max_steps": int(str(config["trainer"]["max_steps"])),
-        "best": best_of(run),
+        "best": None if best is None else best._asdict(),
         "versions": read_versions(run),
         "files": {path.relative_to(run).as_posix(): path.stat().st_size for path in files},
     }
+    print(dumps(found) if json else _as_text(found, _validated(found, best)))
 
 
-def _as_text(found: Info) -> str:
+def _as_text(found: Mapping[str, Any], validated: str) -> str:
     sets = "; ".join(
         f"{use} " + ", ".join(f"{_counted(count)} {name}" for name, count in own.items())
         for use, own in found["sets"].items()
@@ -89,15 +63,14 @@ def _as_text(found: Info) -> str:
         "sets": sets or "unknown",
         "model": f"{found['parameters']:,} parameters: {', '.join(model)}",
         "steps": f"{found['steps']:,} of {found['max_steps']:,}",
-        "best": _validated(found),
+        "best": validated,
         "versions": ", ".join(f"{k} {v}" for k, v in found["versions"].items() if v) or "unknown",
         "files": ", ".join(f"{k} ({readable_size(size)})" for k, size in found["files"].items()),
     }
     return "\n".join(f"{name:<10}{text}" for name, text in rows.items())
 
 
-def _validated(found: Info) -> str:
-    best = found["best"]
+def _validated(found: Mapping[str, Any], best: Best | None) -> str:
     if best is None:
         return "no validation yet"
     task: Any = Recipe.of(found).load("task")

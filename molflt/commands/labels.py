@@ -74,5 +74,5 @@ def _images(model: ImageLabeler, source: Path, batch_size: int) -> Iterator[dict
     images = read_images(source, side, channels)
     while some := list(islice(images, batch_size)):
         found = model.classify(torch.stack([image for _, image in some]), batch_size)
-        for (name, _), (told, share) in zip(some, found, strict=True):
-            yield {"image": name, "label": told, "probability": share}
+        for (name, _), one in zip(some, found, strict=True):
+            yield {"image": name, "label": one.name, "probability": one.probability}

@@ -95,18 +95,12 @@ def predict(
     files = [Path(file)] if isinstance(file, str | Path) else list(map(Path, file))
     part = _shard(shard, out)
     model = _load(run, files[0], checkpoint, device, also, compiled)
-    structures = isinstance(model, EnergyPredictor)
-    if out is not None:  # fail before anything is read; molflt merge writes `out` itself
-        for written in (out, part.path(out)) if part else (out,):
-            expect_writable(written, *(files_of(files) if structures else files))
+    _expect_free(out, part, files_of(files) if isinstance(model, EnergyPredictor) else files)
     if not isinstance(model, EnergyPredictor):
         given = {"skip_bad": skip_bad or None, "also": also, "calibration": calibration}
         more = {"mesh_order": mesh_order, "tags": tags, "shard": shard, "force": force or None}
         refuse_idle(run, f"a model of the recipe {model.trained.recipe}", {**given, **more})
-        _check_ending(out, _TABLES)
-        if len(files) > 1:
-            raise ValueError(f"{run}: expected one file or folder to predict; got {len(files)}")
-        return _write_rows(out, label(model, files[0], batch_size))
+        return _label(model, files, out, batch_size)
     if mesh_order is not None:
         model.use_mesh_(mesh_order)
     atoms = out is not None and out.suffix in _OF_ATOMS
@@ -134,11 +128,17 @@ def predict(
     if out is None or out.suffix in _TABLES:
         _write_rows(out, _rows(dataset, found, columns, marks))
     else:
-        _write_atoms(
-            out, dataset, columns, found, marks if part or "file" in marks[0] else [{}] * len(marks)
-        )
+        _write_atoms(out, dataset, columns, found, marks if part else _files(marks))
     if out is not None:
         print(f"{out}: {_ranges(columns)}{_beyond(found)}")
+
+
+def _label(model: Labeler, files: Sequence[Path], out: Path | None, batch_size: int) -> None:
+    """Predicts sentences or images."""
+    _check_ending(out, _TABLES)
+    if len(files) > 1:
+        raise ValueError(f"{model.name}: expected one file or folder to predict; got {len(files)}")
+    _write_rows(out, label(model, files[0], batch_size))
 
 
 def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
@@ -190,6 +190,18 @@ def _marks(dataset: Structures) -> list[dict[str, object]]:
         {"index": dataset.place(i), **({"file": str(dataset.file(i))} if several else {})}
         for i in range(len(dataset))
     ]
+
+
+def _expect_free(out: Path | None, part: Shard | None, files: Sequence[Path]) -> None:
+    """Raises an error before anything is read if `out` cannot be written."""
+    if out is not None:
+        for written in (out, part.path(out)) if part else (out,):  # molflt merge writes `out`
+            expect_writable(written, *files)
+
+
+def _files(marks: Sequence[dict[str, object]]) -> Sequence[dict[str, object]]:
+    """Returns the marks if there are several files; formats of atoms need no other index."""
+    return marks if "file" in marks[0] else [{}] * len(marks)
 
 
 def _check_ending(out: Path | None, endings: Sequence[str]) -> None:

@@ -177,13 +177,13 @@ def _one_line_warnings(folder: RunFolder) -> Iterator[None]:
 
     Warnings that differ only in numbers count as one.
     """
-    told: set[str] = set()
+    shown: set[str] = set()
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
         text = " ".join(str(message).split())
         kind = re.sub(r"\d+", "N", text)
-        if kind not in told:
-            told.add(kind)
+        if kind not in shown:
+            shown.add(kind)
             folder.say(f"molflt: warning: {text}", sys.stderr)
 
     with warnings.catch_warnings():

@@ -93,8 +93,8 @@ class Calculator(AseCalculator):
         if model.long_range is not None and 1 in model.long_range.powers:
             self.implemented_properties = [*self.implemented_properties, "charges", "dipole"]
         self.slab_stress = slab_stress
-        self._told: set[int] = set()
-        self._fields_told: set[str] = set()
+        self._warned_elements: set[int] = set()
+        self._warned_fields: set[str] = set()
         self.overlaps_told = False
 
     def calculate(
@@ -120,8 +120,8 @@ class Calculator(AseCalculator):
             )
         if not self.overlaps_told and atoms_coincide(data):
             self.overlaps_told = True
-            said = overlaps_of(given.get_chemical_formula())
-            print(f"molflt: warning: {said}", file=sys.stderr)
+            warning = overlaps_of(given.get_chemical_formula())
+            print(f"molflt: warning: {warning}", file=sys.stderr)
         self.results = {"energy": energy, "free_energy": energy, "forces": forces}
         parts = (name for name in out if name.startswith("energy_"))  # of a long range
         self.results |= {name: float(out[name][0]) for name in parts}
@@ -148,18 +148,18 @@ class Calculator(AseCalculator):
 
     def _warn_of_unused(self, atoms: Atoms) -> None:
         unused = unused_fields(atoms)
-        if not unused.keys() <= self._fields_told:
-            self._fields_told |= unused.keys()
-            said = unused_warning(atoms.get_chemical_formula(), unused)
-            print(f"molflt: warning: {said}", file=sys.stderr)
+        if not unused.keys() <= self._warned_fields:
+            self._warned_fields |= unused.keys()
+            warning = unused_warning(atoms.get_chemical_formula(), unused)
+            print(f"molflt: warning: {warning}", file=sys.stderr)
 
     def _warn_of_new(self, atoms: Atoms) -> None:
         whole("atomic_numbers", torch.from_numpy(atoms.numbers), 1, MAX_ATOMIC_NUMBER, "elements")
         self._warn_of_unused(atoms)
-        new = set(atoms.numbers.tolist()) - self._told
+        new = set(atoms.numbers.tolist()) - self._warned_elements
         if new:
             refuse_undescribed(new, undescribed(self.model), atoms.get_chemical_formula())
-            self._told |= new
+            self._warned_elements |= new
             warn_of_elements(self.model, new, atoms.get_chemical_formula())
 
 

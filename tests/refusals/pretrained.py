@@ -46,7 +46,7 @@ def labeler() -> Any:
     from molflt.pretrained import ImageLabeler
     from molflt.pretrained.trained import Trained
 
-    model = ImageClassifier(4, 2, image_size=4, patch_size=2, channels=1, classes=2, layers=1)
+    model = ImageClassifier(2, 1, 4, patch_size=2, dim=4, heads=2, layers=1)
     files = {"classes.json": ["a", "b"]}
     return ImageLabeler(Trained(Path("x.safetensors"), "images", model, [{}], {}, {}, files))
 
