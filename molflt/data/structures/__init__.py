@@ -1,7 +1,7 @@
 """Reading, checking and storing atomic structures with energies.
 
-:func:`open_dataset` opens any source; :func:`molflt.data.structures.records.make_record` says what
-a structure is; :func:`molflt.data.structures.store.write_store` writes the compact store used for
+:func:`open_dataset` opens any source;:func:`molflt.data.structures.records.make_record` checks a
+structure;:func:`molflt.data.structures.store.write_store` writes the compact store used for
 training.
 """
 
@@ -42,8 +42,7 @@ def open_dataset(
 
     Raises:
         FileNotFoundError: if there is nothing at ``path``.
-        ValueError: if what is there is damaged or of an unknown kind, or cannot be read in another
-            way than it is.
+        ValueError: damaged or unknown content, or options that do not apply to it.
     """
     if reading.tags == "guess":
         plain = reading._replace(tags="any", surface=None)

@@ -1,4 +1,4 @@
-"""Which atoms an ASE structure holds in place, and what else its constraints ask for."""
+"""Fixed atoms and other constraints of an ASE structure."""
 
 from __future__ import annotations
 

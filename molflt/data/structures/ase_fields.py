@@ -1,4 +1,4 @@
-"""Fields of an ASE structure that change what it means: refuses those that cannot be taken."""
+"""Fields of an ASE structure that change its meaning, such as occupancies; refused here."""
 
 from __future__ import annotations
 

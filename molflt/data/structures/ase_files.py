@@ -49,20 +49,18 @@ __all__ = ["AseStructures", "text_sid"]
 class AseStructures(Held):
     """Files or databases that ASE reads, held in memory.
 
-    What is taken: positions, cell, periodic axes, ``atoms.get_tags()`` (0 subsurface, 1 surface,
-    2 adsorbate; without tags all 0), constraints that hold atoms in all directions as fixed atoms
-    (of others it says that they are left out), ``y_relaxed`` from
-    `energy_key`, by default ``info["y_relaxed"]``, else the stored calculator's energy, else
-    ``info["energy"]``,
-    ``y_init`` from ``info["y_init"]``, relaxed positions from an array ``pos_relaxed``, and the
-    sid from ``info["sid"]``, else the number of the frame or row, counted over all files. A sid
-    that is text is the structure's name. In databases, key-value pairs count as info. Energies are
-    taken as they are, in eV: OC20's are adsorption energies. For the total charge see
-    `molflt.data.structures.unused_fields.total_charge`.
+    Reads positions, cell, periodic axes, ``atoms.get_tags()`` (0 subsurface, 1 surface, 2
+    adsorbate; 0 without tags), constraints that fix atoms in all directions (others are ignored
+    with a message), ``y_relaxed`` from `energy_key`, by default ``info["y_relaxed"]``, else the
+    stored calculator's energy, else ``info["energy"]``, ``y_init`` from ``info["y_init"]``, relaxed
+    positions from an array ``pos_relaxed``, and the sid from ``info["sid"]``, else the number of
+    the frame or row over all files. A textual sid is the structure's name. In databases, key-value
+    pairs count as info. Energies are in eV and not converted; OC20's are adsorption energies. For
+    the total charge see `molflt.data.structures.unused_fields.total_charge`.
 
-    For potentials also ``energy`` (that of the calculator or of info, if there are no relaxed
-    positions, to which it would belong), ``forces`` and ``stress``. Of VASP's OUTCAR and
-    vasprun.xml, ASE's energy is "energy(sigma->0)"; ``energy_key="free_energy"`` takes the other.
+    For potentials also ``energy`` (of the calculator or info; not with relaxed positions, to which
+    it would belong), ``forces`` and ``stress``. Of VASP's OUTCAR and vasprun.xml, ASE's energy is
+    "energy(sigma->0)"; ``energy_key="free_energy"`` takes the other.
 
     Args:
         path: a file of a format in `molflt.data.structures.ase_formats`, which may be packed with
@@ -213,11 +211,11 @@ def _say_constraints(path: Path, lost: Counter[str]) -> None:
 def _record_from_atoms(
     atoms: Atoms, number: int = 0, reading: Reading = AS_IT_IS, labels: Labels | None = None
 ) -> Data:
-    """One ASE structure as a record; see :class:`AseStructures` for what is taken.
+    """Converts an ASE structure to a record; see :class:`AseStructures`.
 
     Args:
         atoms: the structure; nothing is computed, only stored results are read.
-        number: sid if ``atoms.info`` has none.
+        number: sid if ``atoms.info`` lacks one.
         reading: which entry is the energy, and whose the tags are.
         labels: keeps account of the entries.
     """
@@ -233,7 +231,7 @@ def _record_from_atoms(
     if relaxed is not None:  # the energy would belong to these
         at_pos.pop("energy", None)
     tags = atoms.get_tags() if atoms.has("tags") else None
-    kept = tags if reading.tags == "any" else None  # neither checked nor lost in what is written
+    kept = tags if reading.tags == "any" else None  # not checked, but kept in outputs
     if tags is not None and reading.tags != "oc20":
         tags = layers_as_tags(tags) if reading.tags == "ase" else None
     try:
@@ -389,7 +387,7 @@ def _rows(path: Path, kind: str) -> Iterator[tuple[int, Callable[[], Atoms]]]:
     if kind == "aselmdb":
         yield from rows_of_aselmdb(path)
         return
-    if kind == "db":  # ASE would make its tables in a file that has none
+    if kind == "db":  # ASE would create missing tables
         source = f"{path.absolute().as_uri()}?mode=ro"
         with closing(sqlite3.connect(source, uri=True)) as tables:
             tables.execute("SELECT id FROM systems LIMIT 1")

@@ -1,4 +1,4 @@
-"""Which entries of an ASE structure are labels, and what its tags mean."""
+"""Labels and tags of an ASE structure."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Labels:
         self.named = "y_relaxed"  # entry of the last energy
 
     def energy(self, atoms: Atoms) -> object:
-        """The entry of a structure that is its energy, eV; None if it has none.
+        """Returns the entry with the energy of a structure, eV, or None.
 
         By default ``info["y_relaxed"]``, else the stored calculator's energy, else
         ``info["energy"]``.
@@ -85,8 +85,8 @@ class Labels:
     def at_pos(self, atoms: Atoms) -> dict[str, Any]:
         """Energy, forces and stress of a structure at its positions, those that it has.
 
-        By default what a calculator has stored, else ``energy``, ``forces`` and ``stress``, else
-        the same after ``REF_``, as data for MACE have them.
+        By default results of a calculator, else ``energy``, ``forces`` and ``stress``, else the
+        same with ``REF_``, as in data for MACE.
         """
         info, results = entries(atoms), _results(atoms)
         wanted: dict[str, tuple[str | None, Mapping[str, Any]]] = {"energy": (self.key, info)}
@@ -129,17 +129,17 @@ class Labels:
 
     @property
     def for_potentials(self) -> list[str]:
-        """Names of the labels that potentials alone read."""
+        """Labels that only potentials read."""
         return [name for name in self._there if name in self._at_pos and name not in self._used]
 
     @property
     def of_steps(self) -> bool:
-        """Whether energies are those that go with forces, at the positions that are given."""
+        """True if energies belong to the given positions, as forces do."""
         return self.key is None and list(self._used) == ["energy"] and "forces" in self._chosen
 
     @property
     def hint(self) -> str:
-        """What to say where energies are missing."""
+        """Returns a hint for missing energies."""
         candidates = self._energies() or self._candidates()
         if self._used and self._others:
             return (
@@ -179,7 +179,7 @@ def named_options(names: Iterable[str], *kinds: str) -> str:
 
 
 def entries(atoms: Atoms) -> dict[str, Any]:
-    """What a structure is said to have: its info, and key-value pairs and data of a database."""
+    """Returns info, and key-value pairs and data of a database."""
     info = {name: value for name, value in atoms.info.items() if isinstance(name, str)}
     for inner in ("data", "key_value_pairs"):
         value = info.get(inner)
@@ -194,7 +194,7 @@ def _kind(name: str) -> str:
 
 
 def _results(atoms: Atoms) -> dict[str, Any]:
-    """What a calculator has stored; some have nothing of that name, or None."""
+    """Returns a stored result of the calculator, or None."""
     return getattr(atoms.calc, "results", None) or {}
 
 
@@ -225,7 +225,7 @@ def layers_as_tags(layers: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def tags_look_like(atoms: Atoms) -> Tags | None:
-    """Whose tags a structure has, by what lies above what; None where that tells nothing."""
+    """Guesses the convention of tags from the heights of atoms; None if undecided."""
     tags, cell = atoms.get_tags(), atoms.cell.array
     normal = np.cross(cell[0], cell[1])
     normal = normal * np.sign(normal @ cell[2]) if (normal @ cell[2]) else np.array([0.0, 0, 1])

@@ -42,7 +42,7 @@ def _atoms(file: LmdbFile, number: int) -> Atoms:
 
     fields = _entry(file, str(number))
     if not isinstance(fields, dict):
-        problem = "is missing" if fields is None else "has no fields"
+        problem = "is missing" if fields is None else "lacks fields"
         raise ValueError(f"row {number} {problem}; get the file again, or leave it out (skip_bad)")
     fields |= {name: np.array(fields[name]) for name in all_properties if name in fields}
     atoms: Atoms = AtomsRow(fields | {"id": number}).toatoms(add_additional_information=True)
@@ -50,7 +50,7 @@ def _atoms(file: LmdbFile, number: int) -> Atoms:
 
 
 def _entry(file: LmdbFile, key: str) -> Any:
-    """Return what a key holds, unpacked and decoded; None without the key."""
+    """Return the decoded value of a key, or None."""
     from ase.io.jsonio import decode
 
     content = file.get(key.encode())

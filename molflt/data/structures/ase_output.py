@@ -1,4 +1,4 @@
-"""Structures that are written with new labels: what to drop of the old, what a file cannot hold."""
+"""Writing structures with new labels."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _IN_TRAJ |= {"initial_charges"}
 
 
 def drop_labels_(atoms: Atoms) -> None:
-    """Leaves out what was given as energies, forces and stress, in place."""
+    """Removes energies, forces and stress, in place."""
     for name in _LABELS:
         atoms.info.pop(name, None)
         atoms.arrays.pop(name, None)
 
 
 def not_held(atoms: Atoms, suffix: str) -> list[str]:
-    """What of a structure a file of this ending loses, in words: constraints, or arrays.
+    """Describes what a file with this ending cannot hold: constraints, or arrays.
 
     Args:
         atoms: to be written.

@@ -34,7 +34,7 @@ def xyz_frames(file: IO[str], said: dict[str, None]) -> Iterator[Callable[[], At
 
     Args:
         file: open for reading.
-        said: gets what is in the file and not read, in words.
+        said: receives descriptions of ignored content.
     """
     line = file.readline()
     while line:
@@ -150,7 +150,7 @@ def _cif_block(block: CIFBlock) -> Atoms:
         unknown = [key for key in block if key.startswith(_NEEDED) and _is_unknown(block[key])]
         if not unknown:
             raise
-        raise ValueError(f"{unknown[0]} has no value; expected one; fill it in") from error
+        raise ValueError(f"{unknown[0]} is empty; expected a value; fill it in") from error
     return atoms
 
 
@@ -186,7 +186,7 @@ def _check_sites(block: CIFBlock) -> None:
 
 
 def expect_elements_of_pdb(file: IO[str]) -> None:
-    """Refuses alternate locations, and names of atoms that stand for two elements."""
+    """Refuses alternate locations, and ambiguous names of atoms."""
     cells = models = 0
     for number, line in enumerate(file, 1):
         cells, models = cells + line.startswith("CRYST1"), models + line.startswith("MODEL ")
@@ -194,7 +194,7 @@ def expect_elements_of_pdb(file: IO[str]) -> None:
             continue
         if cells == 1 and models > 1:
             raise ValueError(
-                f"line {number}: model {models} has no CRYST1, which the first one has; expected "
+                f"line {number}: model {models} lacks CRYST1, which the first one has; expected "
                 "the cell of each model; repeat it"
             )
         name = line[12:16].strip()

@@ -59,9 +59,8 @@ def interpolate(batch: Batch, share: float, noise: float) -> Batch:
     """A shallow copy of the batch in which some structures start nearer to their relaxed positions.
 
     pos -> pos + t (pos_relaxed - pos) + noise, t uniform in [0, 1] for each structure, on free
-    atoms; pos_relaxed is the minimum image of pos, so that atoms take the short way. The energy and
-    the relaxed positions that are to be predicted stay what they are. Structures without relaxed
-    positions stay as well.
+    atoms; pos_relaxed is the minimum image of pos, the short way. Targets do not change, nor do
+    structures without relaxed positions.
 
     Args:
         batch: pos, pos_relaxed (atoms, 3), Å, the latter unwrapped or NaN; fixed, batch (atoms,).
@@ -86,9 +85,9 @@ _CELLS = ((2, 1), (1, 2), (2, 2))  # numbers of cells along the first two lattic
 def repeat(batch: Batch, share: float) -> Batch:
     """A batch in which some slabs are repeated in the plane, with one adsorbate each.
 
-    Energies and the positions to be predicted of the atoms of the first cell stay what they are;
-    positions of the copies, whose adsorbate is far away, are not known. Structures stay if their
-    adsorbate may be bonded across the boundary of the cell.
+    Energies, and target positions of atoms of the first cell, do not change. Target positions of
+    the copies are unknown, because their adsorbate is far away. Structures whose adsorbate may be
+    bonded across the cell boundary are not repeated.
 
     Args:
         batch: pos, pos_relaxed (atoms, 3) and cell (structures, 3, 3), Å; tags (atoms,).

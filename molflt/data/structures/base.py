@@ -1,4 +1,4 @@
-"""What every source of structures is: a map-style data set with a few words about itself."""
+"""Base class of sources of structures: map-style data sets with metadata."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ AnyTags = Literal["oc20", "ase", "guess", "any"]
 
 
 class Reading(NamedTuple):
-    """What a file of others means by its entries; for sources whose `options` name these."""
+    """How to read entries of other formats, for sources whose `options` name these."""
 
     energy_key: str | None = None
     """name of the entry that is the energy, eV; by default y_relaxed, else energy"""
@@ -46,16 +46,16 @@ class Reading(NamedTuple):
     stress_key: str | None = None
     """name of the stress, (3, 3) or (6,), eV/Å^3; by default stress, else REF_stress"""
     for_prediction: bool = False
-    """no label is needed: an energy that is not finite is none, forces and stress are not read"""
+    """labels are not needed: an energy that is not finite counts as missing, forces are not read"""
     keep_atoms: bool = False
-    """keep the structures as ASE has read them beside the records, with all their constraints"""
+    """also keep structures as ASE reads them, with all their constraints"""
     surface: tuple[float, float] | None = None
     """least and largest share of a slab that is surface, for tags that are guessed"""
 
 
 AS_IT_IS = Reading()
 AS_TRAINED = "as trained"
-"""value of an option of an evaluation for that of the training"""
+"""value that takes the option from the training"""
 ANY_TAGS = Reading(tags="any")
 
 
@@ -63,7 +63,7 @@ def grouped(bad: Iterable[tuple[str, str]], prefix: str = "") -> list[str]:
     """Each reason once, with the names that it is about; of names and reasons.
 
     Args:
-        bad: (name, reason) pairs. Reasons that differ in numbers alone count as one.
+        bad: (name, reason) pairs. Reasons that differ only in numbers count as one.
         prefix: left out of the names.
     """
     kinds: dict[str, tuple[str, list[str]]] = {}
@@ -101,12 +101,12 @@ class Structures(Dataset["Data"], ABC):
     Attributes:
         suffixes: endings of the files that are for this class, lower case.
         path: as given.
-        files: that are read; of one source, its path alone.
+        files: paths that are read; for a single source, its path.
         names: structures that have a name as their sid, by index in the source.
         bad: (name, reason) of every structure that was left out.
-        hint: what to say where labels are missing; of what has been read so far.
-        unused: labels that the file has and nobody reads.
-        for_potentials: labels that potentials alone read.
+        hint: advice if labels are missing, from the part read so far.
+        unused: labels in the file that are not read.
+        for_potentials: labels that only potentials read.
         options: which of the entries of :class:`Reading` the constructor takes, by name.
         joins_files: the constructor takes several `files` at once.
     """
@@ -137,14 +137,13 @@ class Structures(Dataset["Data"], ABC):
     def to_read_once(cls, path: Path, skip_bad: bool) -> Structures:
         """Opens a source for who reads everything once and himself leaves out what raises then.
 
-        Sources that read everything to find what is bad override it, not to read twice. It is
-        not called with options.
+        Sources that must read everything to find bad records override it to read once.
         """
         return cls(path, skip_bad=skip_bad)
 
     @classmethod
     def takes(cls, path: Path) -> bool:
-        """Whether this class opens a path, going by its name."""
+        """Returns True if this class opens a path, judging by its name."""
         return path.suffix.lower() in cls.suffixes
 
     @classmethod
@@ -174,7 +173,7 @@ class Structures(Dataset["Data"], ABC):
 
     @property
     def y_relaxed(self) -> np.ndarray:
-        """Relaxed energies, (len,) float64, eV; NaN where there is none."""
+        """Relaxed energies, (len,) float64, eV; NaN if missing."""
         # A pickled LMDB of OC20's size takes minutes
         records = with_bar(self, "reading labels")
         return np.array([float(record.y_relaxed) for record in records], dtype=np.float64)
@@ -202,11 +201,11 @@ class Structures(Dataset["Data"], ABC):
         return map(self.__getitem__, range(len(self)))
 
     def where(self, index: int) -> str:
-        """What messages call a structure: its file and its place in there."""
+        """Returns the name of a structure in messages: file and place."""
         return f"{self.path}: structure {index}"
 
     def place(self, index: int) -> int:
-        """Which structure of the file one is, from 0 on; those that were left out count."""
+        """Returns the index of a structure in its file, from 0, including skipped ones."""
         return self._stored(index)
 
     def file(self, index: int) -> Path:

@@ -78,7 +78,7 @@ def convert(
             raise ValueError(f"{store}: a compact store ends in .safetensors; got {store.suffix!r}")
         if (limit is not None or skip_bad) and any(is_same(store, f) for f in files_of(path)):
             raise ValueError(
-                f"{store}: is what is read, and would lose what --limit or --skip-bad leaves out; "
+                f"{store} is also the input and would lose structures by --limit or --skip-bad; "
                 "expected another file to write; choose another name"
             )
     reading = Reading(energy_key, tags, forces_key, stress_key)
@@ -91,7 +91,7 @@ def _jobs_of(src: Path, dst: Path) -> list[tuple[Paths, Path]]:
     if dst.suffix == ".safetensors" or dst.is_file():
         raise ValueError(f"{dst}: expected a folder, as {src} holds several sources; name one")
     if dst.exists() and dst.samefile(src):
-        raise ValueError(f"{dst}: expected another folder than that of the sources; name one")
+        raise ValueError(f"{dst} is also the folder of the sources; expected another one; name one")
     found, others = sources_in(src)
     if others:
         print(f"{src}: no structures in {', '.join(others)}", file=sys.stderr)
@@ -117,7 +117,7 @@ def _convert_one(structures: _OnePass, dst: Path) -> None:
             yield record
 
     def left_out(sids: np.ndarray, energies: np.ndarray, natoms: np.ndarray) -> Collection[int]:
-        some = skip_bad and bool(np.isfinite(energies).any())  # test splits have no labels at all
+        some = skip_bad and bool(np.isfinite(energies).any())  # test splits are not labeled
         faults = absurd | label_faults(energies, natoms, required=some, at_pos=bool(kept))
         found = [(f"{src}: sid {sids[index]}", reason) for index, reason in faults.items()]
         if found and not skip_bad:
@@ -158,7 +158,7 @@ class _OnePass:
         src: what :func:`molflt.data.structures.open_dataset` opens.
         limit: stop after so many structures.
         skip_bad: leave out structures that are not valid instead of stopping at the first.
-        reading: what the entries of a file that ASE reads mean.
+        reading: how to read entries of ASE's formats.
 
     Attributes:
         bad: (name, reason) of the structures left out so far.

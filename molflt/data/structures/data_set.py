@@ -13,11 +13,11 @@ from molflt.data.structures.sources import is_one_source, split_path
 __all__ = ["VAL_FRACTION", "DataSet"]
 
 VAL_FRACTION = 0.1
-"""Share of the structures of one file that is for validation, if nobody says."""
+"""Default share of the structures of one file for validation."""
 
 
 class DataSet(NamedTuple):
-    """Where structures lie, and in which splits.
+    """A data set: its root and its splits.
 
     A folder has a file or a folder for each split. One file, a pattern of names, or a folder of
     other files has two splits: `train` and `val`, drawn by `split_seed`.
@@ -39,7 +39,7 @@ class DataSet(NamedTuple):
 
     @classmethod
     def of_run(cls, data: Mapping[str, object], seed: int) -> DataSet:
-        """That of a run, from the options of its data and its seed, which once drew splits, too."""
+        """Returns the data set of a run. In version 0.1, the seed of the run also drew splits."""
         reading = Reading(**{name: data[name] for name in Reading._fields if name in data})  # type: ignore[arg-type]
         return cls(
             Path(str(data["root"])),
@@ -52,7 +52,7 @@ class DataSet(NamedTuple):
 
     @property
     def is_one(self) -> bool:
-        """Whether the root itself holds the structures, and no splits."""
+        """True if the root holds structures without splits."""
         return is_one_source(self.root) and not (self.root.is_dir() and self.has(self.train))
 
     @property
@@ -61,7 +61,7 @@ class DataSet(NamedTuple):
         return self.root if self.root.is_dir() else self.root.parent
 
     def has(self, split: str) -> bool:
-        """Whether a folder has a split."""
+        """Returns True if a folder has a split."""
         try:
             return split_path(self.root, split).exists()
         except FileNotFoundError:
@@ -75,7 +75,7 @@ class DataSet(NamedTuple):
             if self.val_fraction is not None:
                 raise ValueError(
                     f"{self.root}: data.val_fraction={self.val_fraction} is for one file; got a "
-                    f"folder, whose {self.val} is what is validated on; leave it out"
+                    f"folder, whose {self.val} is used for validation; leave it out"
                 )
             return {split: self._open(split_path(self.root, split), skip_bad) for split in splits}
         fraction = VAL_FRACTION if self.val_fraction is None else self.val_fraction

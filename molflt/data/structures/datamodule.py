@@ -1,6 +1,6 @@
 """Structures for training and validation, in batches."""
 
-# No `from __future__ import annotations`: jsonargparse would import all that stands below
+# # No `from __future__ import annotations`: jsonargparse would import everything below
 # TYPE_CHECKING, PyG included, to read annotations that are strings.
 
 import hashlib
@@ -59,15 +59,15 @@ class IS2REData(BatchedData[Structures]):
             or absurd, counted, instead of stopping at the first one.
         val_fraction: share of the structures of one file to validate on; null is 0.1. The splits of
             a folder are taken as they are.
-        split_seed: of the draw of these. Runs of an ensemble share it and differ in `seed`: only
-            then has no member been trained on what another one is judged by.
+        split_seed: seed of this draw. Runs of an ensemble share it and differ in `seed`. Otherwise
+            members would be judged on training structures of others.
         energy_key: entry of files that ASE reads that is the energy, eV, such as REF_energy; null
             is y_relaxed, else energy.
         tags: of files that ASE reads: oc20 (0 subsurface, 1 surface, 2 adsorbate), or ase (numbers
             of layers from the top, 1, 2, ..., and 0 for adsorbates, as ase.build makes them); guess
             finds them from the geometry, in any source.
-        allow_duplicates: train although structures of validation are in training, too, with the
-            same elements, cell and positions; otherwise that is refused.
+        allow_duplicates: accept validation structures that are also in training, with the same
+            elements, cell and positions; otherwise refuse them.
     """
 
     items = "systems"
@@ -157,18 +157,18 @@ class IS2REData(BatchedData[Structures]):
                 )
 
     def _labeled(self, opened: Mapping[str, Structures]) -> dict[str, Structures]:
-        """By split, the structures that have what is learned; ValueError for wrong labels."""
+        """Returns labeled structures by split; ValueError for wrong labels."""
         return with_sound_labels(opened, *self.splits.values())
 
     def refuse_copies(self) -> None:
-        """Refuses structures of validation that training has, too, unless they are allowed."""
+        """Refuses validation structures that are also in training, unless allowed."""
         self._train_domain()
         val = self.datasets["val"]
         if not self._copies:
             return
         said = (
             f"{val.path}: {len(self._copies)} of {len(val)} structures of validation are in "
-            f"training, too, for instance sid {self._copies[0]}; its errors do not tell those of "
+            f"training, for instance sid {self._copies[0]}; its errors do not predict those of "
             "other structures"
         )
         if not self.allow_duplicates:
@@ -183,7 +183,7 @@ class IS2REData(BatchedData[Structures]):
         return [*dataset.for_potentials, *dataset.unused]
 
     def _say_unused(self, datasets: Iterable[Structures]) -> None:
-        """Warns once of labels that the files have and nobody learns."""
+        """Warns once of labels in the files that are not used."""
         found = {dataset.path: self._unused(dataset) for dataset in datasets}
         names = dict.fromkeys(name for own in found.values() for name in own)
         if names:
@@ -203,7 +203,8 @@ class IS2REData(BatchedData[Structures]):
         ]
 
     def files(self) -> dict[str, bytes]:
-        """domain.json: what the training split holds, to say later what lies outside of it.
+        """Returns domain.json, a description of the training split, with which predictions are
+        compared.
 
         Also what initial weights had seen, if they say so.
         """
@@ -251,7 +252,7 @@ class IS2REData(BatchedData[Structures]):
         }
 
     def _digest(self, use: str, most: int | None = None) -> str:
-        """Of every structure; of a whole compact store by its columns, hundreds of times faster."""
+        """Describes all structures; a compact store by columns, which is much faster."""
         dataset = self.datasets[use]
         if not isinstance(dataset, StructureStore) or dataset.bad:
             return super()._digest(use, most)
@@ -264,7 +265,7 @@ class IS2REData(BatchedData[Structures]):
     def normalizer(self) -> tuple[float, float]:
         """Mean and standard deviation of the relaxed energies of the training split, eV.
 
-        Where these are all the same, 1 stands for the latter.
+        The deviation is 1 if all are equal.
         """
         self.setup()
         energies = self.datasets["train"].y_relaxed
@@ -294,11 +295,11 @@ class IS2REData(BatchedData[Structures]):
             )
 
     def expect_relaxed(self, option: str) -> None:
-        """Warns if some training structures have no relaxed positions, which an option is for."""
+        """Warns if an option needs relaxed positions that some training structures lack."""
         known, dataset = self._train_domain().relaxed, self.datasets["train"]
         if not known:
             raise ValueError(
-                f"{dataset.path}: none of {len(dataset):,} structures has relaxed positions; "
+                f"{dataset.path}: {len(dataset):,} structures, all without relaxed positions; "
                 f"expected some for {option}, which moves structures towards them; leave it out, "
                 "or take data that have pos_relaxed"
             )

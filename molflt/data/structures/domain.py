@@ -30,7 +30,7 @@ DOMAIN = "domain.json"
 """Name of the file in the folder of a run."""
 
 _MOST_BYTES = 10_000_000
-_SEEN = " (seen by the initial weights alone)"
+_SEEN = " (seen only by the initial weights)"
 _FAR = 0.1  # of the range of the labels, beyond it
 _ROUNDED = 0.02  # of a slab
 _Range = tuple[int, int]
@@ -41,7 +41,7 @@ def read_domain(path: Path) -> object:
     """Content of a run's domain.json, for `Domain.from_json`; None without the file.
 
     Raises:
-        ValueError: naming the file, if it is no JSON.
+        ValueError: naming the file, if it is not JSON.
     """
     if not path.is_file():
         return None
@@ -78,7 +78,7 @@ class Domain:
         untagged: number of structures without tags.
         periodic: kinds of periodic boundaries, as "xyz", "xy" or "" for none.
         relaxed: number of structures with relaxed positions.
-        kind: what the energies look like; see `molflt.data.structures.labels.energy_kind`.
+        kind: of the energies; see `molflt.data.structures.labels.energy_kind`.
         energy: least and largest relaxed energy, eV; None without labels.
         surface: least and largest share of a slab that has tag 1; None without tags, and in files
             of version 0.1.
@@ -161,7 +161,7 @@ class Domain:
     def refusal(self, record: Data) -> str:
         """The reason why the tags of a structure cannot be meant, "" without one.
 
-        A model whose training structures all had tags has not learned the energies of others.
+        A model trained with tags only has not learned energies of structures without.
         """
         if self.adsorbate_atoms is None or self.slab_atoms is None or self.untagged:
             return ""
@@ -185,7 +185,7 @@ class Domain:
         return ""
 
     def beyond_labels(self, energy: float) -> str:
-        """Names an energy, eV, that is far outside of those of training; "" for any other.
+        """Describes an energy, eV, that is far outside the training range; "" otherwise.
 
         Total energies grow with the structure, so they are not compared.
         """
@@ -269,7 +269,7 @@ class Domain:
         return "; from weights trained on ".join([own, *(one.describe() for one in self.initial)])
 
     def to_json(self) -> dict[str, object]:
-        """As plain numbers and lists."""
+        """Returns plain numbers and lists."""
         return {
             "systems": self.systems,
             "elements": {
@@ -289,7 +289,7 @@ class Domain:
         }
 
     def to_bytes(self) -> bytes:
-        """As the file in a run."""
+        """Returns the content of the file in a run."""
         return (json.dumps(self.to_json(), indent=1) + "\n").encode()
 
     @staticmethod
@@ -378,7 +378,7 @@ def _are_initial(value: object) -> bool:
 
 _TWO = "two numbers, the first not above the second"
 _OPTIONAL = ("energy_eV", "surface_share", "initial")
-# key of the file -> what it holds, in words, and the check
+# # key of the file -> description and check
 _FORM: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "kind": (f"one of {', '.join(get_args(EnergyKind))}", lambda x: x in get_args(EnergyKind)),
     "periodic": ("a list of axes, as xyz", _are_axes),

@@ -109,7 +109,7 @@ def download(
 def _download_oc20(
     directory: Path, missing: list[str], base_url: str | None, md5: str | None, keep_archive: bool
 ) -> None:
-    """Fetches the archive and unpacks what is missing; see `download`."""
+    """Downloads the archive and unpacks missing parts; see `download`."""
     archive = directory / OC20_ARCHIVE.name
     md5 = (md5 or OC20_ARCHIVE.md5).lower()
     official = md5 == OC20_ARCHIVE.md5
@@ -218,7 +218,7 @@ def _unreachable(url: str, error: Exception) -> NoReturn:
 
 
 def _is_wrong(error: Exception) -> bool:
-    """Whether the address is wrong, or the server does not give what is there."""
+    """Returns True if the address is wrong or the server refuses the file."""
     if isinstance(error, HTTPError):
         return error.code < 500 and error.code not in _BUSY
     if isinstance(error, URLError):
@@ -227,7 +227,7 @@ def _is_wrong(error: Exception) -> bool:
 
 
 def _is_network(error: Exception) -> bool:
-    """Whether to try again: not when the address is wrong, or the disk is full."""
+    """Returns True if a retry may help: not for wrong addresses or full disks."""
     connection = (HTTPException, URLError, ConnectionError, TimeoutError)
     return isinstance(error, connection) and not _is_wrong(error)
 
@@ -290,7 +290,7 @@ def _fetch(url: str, file: Path, md5: str, size: int) -> None:
 
 
 def _receive(url: str, part: Path, have: int, size: int, bar: tqdm) -> None:
-    """Adds to what is there, up to `size` bytes in all; a server may send more than it declared."""
+    """Appends to the file, up to `size` bytes in total."""
     with _open(url, start=have) as reply:
         # 206 continues; a server without ranges answers 200 with the whole file
         continues = reply.status == 206
@@ -298,7 +298,7 @@ def _receive(url: str, part: Path, have: int, size: int, bar: tqdm) -> None:
         if (sent := _declared(reply)) not in (None, left):
             raise ValueError(
                 f"{url}: expected {left:,} bytes, as the server declared; got {sent:,}; it changes "
-                "or is no file; use another mirror, --base_url"
+                "or is not a file; use another mirror, --base_url"
             )
         bar.n = size - left
         with open(part, "ab" if continues else "wb") as out:

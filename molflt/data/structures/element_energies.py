@@ -21,14 +21,14 @@ _NEGLIGIBLE = 1e-10  # of the largest singular value
 
 
 class ElementEnergies(NamedTuple):
-    """Energies of elements, and what they leave of the labels.
+    """Energies of elements, and statistics of the residual labels.
 
     Attributes:
         energies: by atomic number, (119,), eV; 0 for elements that no structure has.
         present: by atomic number, (119,) bool, elements with an energy.
         undetermined: how many combinations of elements the compositions leave open, in which the
             energies are then as small as they can be.
-        mean: of what the references leave of the labels, eV.
+        mean: of the residual labels, eV.
         std: its standard deviation, eV; 0 where that is rounding.
     """
 
@@ -52,7 +52,7 @@ def fit_element_energies(
     Args:
         dataset: structures with labels, all of them finite.
         given: energies by atomic number, eV, to use instead of a fit.
-        of_adsorbates: sum over adsorbate atoms alone.
+        of_adsorbates: sum over adsorbate atoms only.
     """
     columns = MAX_ATOMIC_NUMBER + 1
     labels, count = dataset.y_relaxed, len(dataset)
@@ -79,7 +79,7 @@ def fit_element_energies(
 
 
 def expect_elements(name: str, present: NDArray[np.bool_], given: Mapping[int, float]) -> None:
-    """Raises ValueError if elements of structures have no reference energy."""
+    """Raises ValueError for elements without a reference energy."""
     from ase.data import chemical_symbols
 
     if missing := [chemical_symbols[z] for z in np.flatnonzero(present) if z not in given]:
@@ -96,7 +96,7 @@ def read_element_energies(path: Path) -> dict[int, float]:
 
     expected = f"{path}: expected symbols of elements and their energies in eV, as H: -13.6"
     if not path.is_file():
-        raise ValueError(f"task.references must be none, fit or a file; got {path}, no such file")
+        raise ValueError(f"task.references must be none, fit or a file; got {path}: no such file")
     try:
         text = path.read_bytes()[:_MOST_BYTES].decode()
         content = None if "&" in text else yaml.safe_load(text)  # no anchors, which can explode

@@ -212,7 +212,7 @@ def _nearest_frames(
     distance[distance <= 1e-9 * (1 + square)] = np.inf  # itself and copies
     cells = np.stack([frame.cell for frame in frames])
     apart = np.abs(cells[:, None] - cells).max((2, 3))
-    # strain is work, too, which only stress tells
+    # # strain also does work, which only stress tells
     distance[apart < 1e-4 if strained else apart > 1e-3 * np.abs(cells).max()] = np.inf
     nearest = distance.argmin(axis=1)
     limit = np.inf if strained else _FARTHEST**2 * points.shape[1] / 3
@@ -221,7 +221,7 @@ def _nearest_frames(
 
 
 def _strained(a: _Frame, b: _Frame) -> _Pair | None:
-    """None where the frames are too far apart, or have no volume."""
+    """Returns None for frames that are too far apart, or without a volume."""
     cell, volume = (a.cell + b.cell) / 2, abs(float(np.linalg.det((a.cell + b.cell) / 2)))
     if volume < 1:
         return None
@@ -237,7 +237,7 @@ def _strained(a: _Frame, b: _Frame) -> _Pair | None:
 
 
 def _in_one_cell(frames: list[_Frame]) -> list[tuple[float, float, float]]:
-    """Spread of virials over that of forces, Å, slope of the trace with the energy, and volume.
+    """Returns the spread of virials per force, Å, the slope of the trace, and the volume.
 
     Empty for molecules and without forces. The slope is NaN for cells with vacuum, for a path of
     frames, and where no clear slope is found.
@@ -249,7 +249,7 @@ def _in_one_cell(frames: list[_Frame]) -> list[tuple[float, float, float]]:
     forces = float(np.sqrt(np.mean([(frame.forces**2).mean() for frame in frames])))
     moves = np.stack([frame.pos.ravel() for frame in frames])
     moves = moves - moves.mean(axis=0)
-    # unlike structures that are relaxed differ in the virial and have no forces
+    # # different relaxed structures differ in the virial but not in forces
     if volume < 1 or forces < (0.1 if (moves**2).mean() < _FARTHEST**2 / 3 else 0.5):
         return []
     traces = np.trace(virials, axis1=1, axis2=2) / 3

@@ -71,7 +71,7 @@ class StructuresInMemory(Held):
 
 
 def is_one(given: object) -> bool:
-    """Whether it is one structure, and neither several nor a batch."""
+    """Returns True for a single structure, not a list or a batch."""
     return _is_atoms(given) or (_is_data(given) and not hasattr(given, "to_data_list"))
 
 
@@ -102,7 +102,7 @@ def _is_mapping(given: object) -> bool:
 
 
 def _is_atoms(given: object) -> TypeGuard[Atoms]:
-    """Neither this nor the next one loads the library: what it made is there only then."""
+    """Does not load the library: its objects exist only if it is loaded already."""
     return hasattr(given, "get_chemical_formula") and hasattr(given, "positions")
 
 

@@ -65,7 +65,7 @@ def other_kind(
     if {kind, learned} != {"adsorption", "total"}:
         return ""
     return (
-        f"its energies look like {kind} energies; what is predicted are {learned} energies, as in "
+        f"its energies look like {kind} energies; the model predicts {learned} energies, as in "
         "training; do not compare them"
     )
 
@@ -85,7 +85,7 @@ def label_faults(
     """Faults of labels by index of the system: missing ones, and adsorption energies beyond 20 eV.
 
     Args:
-        energies: y_relaxed, (systems,), eV; NaN where there is none.
+        energies: y_relaxed, (systems,), eV; NaN if missing.
         natoms: (systems,).
         required: a missing label is a fault.
         at_pos: energies of single points, which have no limit.

@@ -27,7 +27,7 @@ _NO_PAGE = 2**64 - 1
 
 
 class _Root(NamedTuple):
-    """What the newest of the two meta pages says."""
+    """Reads the newer of the two meta pages."""
 
     page_size: int
     depth: int
@@ -90,7 +90,7 @@ class LmdbFile:
                 f"{self.path}: not an LMDB file, or a damaged one; got "
                 f"{len(self._content)} bytes that begin otherwise; download or copy it again"
             )
-        return max(first, second, key=lambda meta: meta[0])[1]  # of two alike the first, as LMDB
+        return max(first, second, key=lambda meta: meta[0])[1]  # ties: the first, as in LMDB
 
     def _meta(self, at: int) -> tuple[int, _Root] | None:
         """Number of the transaction and table of the meta page at an offset, if it is one."""
@@ -112,7 +112,7 @@ class LmdbFile:
         return number, _Root(page_size, depth, entries, root, last_page)
 
     def _page(self, number: int) -> tuple[int, int, int]:
-        """Where a page of nodes starts, whether it is a leaf (2) or not (1), how many nodes."""
+        """Returns start, kind (2 leaf, 1 branch) and number of nodes of a page."""
         size = self._root.page_size
         start = number * size
         if number > self._root.last_page or start + size > len(self._content):
@@ -120,7 +120,7 @@ class LmdbFile:
         own, _, flags, lower, _ = _HEADER.unpack_from(self._content, start)
         kind, nodes = flags & ~0x10, (lower - _HEADER.size) // 2
         if own != number or kind not in (_BRANCH, _LEAF) or not 0 < nodes <= size // 2:
-            raise ValueError(f"page {number} is none of keys")
+            raise ValueError(f"page {number} is not a page of keys")
         return start, kind, nodes
 
     def _node(self, start: int, index: int) -> tuple[int, int, bytes, int]:
@@ -142,7 +142,7 @@ class LmdbFile:
         for _ in range(self._root.depth):
             start, kind, nodes = self._page(number)
             first, beyond = 0, nodes  # the last node whose key is not above; the first of a branch
-            while beyond - first > 1:  # has none, and stands for all that are lower
+            while beyond - first > 1:  # without a key: all lower ones
                 middle = (first + beyond) // 2
                 if self._node(start, middle)[2] <= key:
                     first = middle
@@ -166,7 +166,7 @@ class LmdbFile:
             raise ValueError(f"page {number} is beyond the end")
         own, _, kind, _, _ = _HEADER.unpack_from(content, number * size)
         if own != number or kind & ~0x10 != _OVERFLOW:
-            raise ValueError(f"page {number} is none of a value")
+            raise ValueError(f"page {number} is not a page of a value")
         return content[begin : begin + length]
 
     def _keys_below(self, number: int, depth: int, seen: set[int]) -> Iterator[bytes]:

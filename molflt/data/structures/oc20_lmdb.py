@@ -148,7 +148,7 @@ class Oc20Lmdb(Structures):
                 f"{shard.path}: {said}got {len(keys)}; {' '.join(faults[0])}; get the file again, "
                 "or read what there is with --skip-bad"
             )
-        if not self.skip_bad:  # 'length' is believed, and what it leaves out is listed
+        if not self.skip_bad:  # 'length' is trusted, and records beyond it are listed
             faults = [(f"key '{key}'", "beyond 'length'") for key in keys[len(below) :]]
         self.bad += [(f"{shard.path}: {name}", reason) for name, reason in faults]
         return keys if self.skip_bad else below
@@ -211,7 +211,7 @@ class Oc20Lmdb(Structures):
     def _record(self, fields: dict[str, _Field], index: int) -> Data:
         where = self._name(index)
         taken = {name: fields[name] for name in _FIELDS if name in fields}
-        if fields.keys() >= _SINGLE_POINT.keys():  # some IS2RE records have forces alone
+        if fields.keys() >= _SINGLE_POINT.keys():  # some IS2RE records have only forces
             taken |= {own: fields[name] for name, own in _SINGLE_POINT.items()}
         try:
             record = make_record(sid=fields.get("sid", self._locate(index)[1]), **taken)
@@ -230,7 +230,7 @@ class Oc20Lmdb(Structures):
         return record
 
     def _natoms_beside(self) -> np.ndarray | None:
-        """natoms of metadata.npz, if it is about these records: as many, ends alike."""
+        """Returns natoms of metadata.npz if it fits these records in number and at both ends."""
         folder = self.path if self.path.is_dir() else self.path.parent
         file = folder / "metadata.npz"
         if not file.is_file() or len(_shards(folder)) != len(self.shards):
@@ -250,7 +250,7 @@ _S2EF = (
 
 
 def _declared_length(shard: LmdbFile) -> int | None:
-    """How many records an LMDB says that it has; None if it does not say."""
+    """Returns the stated number of records, or None."""
     content = shard.get(b"length")
     if content is None:
         return None

@@ -28,7 +28,7 @@ _FIELDS = (
 _SINGLE_POINT = {"y": "energy", "force": "forces"}  # S2EF's names for labels at `pos`
 
 _MOST_READS = 200_000  # each instruction takes one to three; OC20's records have some 300
-_HEADER = 4096  # bytes; what stands before the numbers of a tensor has 500
+_HEADER = 4096  # bytes; the header of a tensor has about 500
 _ZIP = b"PK\x03\x04"
 _MOST_AXES = 8
 _MAGIC = 0x1950A86A20F9469CFC6C  # of a tensor's storage in torch's older format
@@ -198,7 +198,7 @@ FLOAT BINFLOAT UNICODE SHORT_BINUNICODE BINUNICODE BINUNICODE8 SHORT_BINBYTES BI
 EMPTY_DICT EMPTY_LIST EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 LIST APPEND APPENDS PUT BINPUT
 LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET GLOBAL STACK_GLOBAL BINPERSID"""
 _OTHERS: dict[str, Callable[[Any], None]] = {
-    "FRAME": lambda reader: reader.read(8),  # how much to read at once, and nothing of what is read
+    "FRAME": lambda reader: reader.read(8),  # read size; does not affect the result
     "REDUCE": _call,
     "NEWOBJ": _call,
     "BUILD": _build,
@@ -213,8 +213,8 @@ class _Reader(pickle._Unpickler):
 
     Args:
         file: where the pickle begins.
-        names: name in the pickle -> what stands for it.
-        refer: gives what stands for an object outside of the pickle.
+        names: name in the pickle -> its stand-in.
+        refer: returns the stand-in of an object outside the pickle.
     """
 
     dispatch = _Instructions()
@@ -329,8 +329,8 @@ def _fields(content: bytes) -> dict[str, _Field]:
 def _decode_record(content: bytes, where: str) -> dict[str, _Field]:
     """Fields of one pickled ``torch_geometric.data.Data``, of PyG 1.x or later.
 
-    Fields that are None are left out. A ValueError says what a record names beyond tensors and
-    plain numbers, or how it is damaged.
+    Omits fields that are None. Raises ValueError for names other than tensors and plain numbers,
+    and for damaged records.
     """
     return _guarded(_fields, content, where, "a pickled torch_geometric Data")
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["TOO_NEAR", "atoms_coincide", "equal_structures", "fingerprint", "overlaps_of"]
 
 TOO_NEAR = 0.1
-"""Å; the shortest bond there is, that of hydrogen, is 0.74 Å."""
+"""Å; the shortest bond, that of hydrogen, has 0.74 Å."""
 
 _SHIFTS = np.array([*product((0.0, 0.5), repeat=3)])
 _WAVES = np.random.default_rng(0).integers(1, 7, (12, 3)) * np.array(
@@ -94,7 +94,7 @@ def _basis(cell: NDArray[np.float64], axes: NDArray[np.bool_]) -> NDArray[np.flo
 
 
 def overlaps_of(name: str, sids: Sequence[int] = (), count: int = 1) -> str:
-    """Text for structures with two atoms at one place, of which `sids` are some of `count`."""
+    """Describes structures with two atoms at one place: `count` of them, and some sids."""
     has, whose = "it has", "its energy means"
     if sids:
         has, whose = f"{len(sids)} of {count} structures have", "their energies mean"

@@ -85,7 +85,7 @@ class Joined(_View):
         return source, stored - int(self._ends[number]) + len(source)
 
     def place(self, index: int) -> int:
-        """Counts those that were left out of earlier sources, too."""
+        """Also counts skipped structures of earlier sources."""
         number = int(np.searchsorted(self._ends, self._stored(index), side="right"))
         before = sum(len(source) + len(source.bad) for source in self.sources[:number])
         return before + super().place(index)

@@ -23,17 +23,17 @@ __all__ = ["PotentialData", "SinglePoints"]
 class SinglePoints(Part):
     """Structures of a source with energies of their own, at `pos`; the others are left out.
 
-    `y_relaxed` is what is learned, these energies.
+    `y_relaxed` holds these energies, the target.
 
     Args:
         source: any.
 
     Attributes:
         without_energy: how many were left out.
-        with_forces: how many have forces; likewise with_stress.
+        with_forces, with_stress: number of structures with these labels.
         force_scale: root mean square component of the forces, eV/Å; NaN without any.
         force_size: mean magnitude of a component, eV/Å; NaN without any.
-        absurd: what is wrong with forces or stress, by index in the source.
+        absurd: faults of forces or stress, by index in the source.
     """
 
     def __init__(self, source: Structures) -> None:
@@ -69,12 +69,12 @@ class PotentialData(IS2REData):
 
     Args:
         root: folder of the data set, with a file or a folder per split.
-        forces_key: array of forces in files that ASE reads, eV/Å; by default what a calculator
-            has stored, forces, or REF_forces.
-        stress_key: name of the stress in info, eV/Å^3; by default what a calculator has stored,
-            stress, or REF_stress. A name with "virial" is read as a virial in eV.
-        tags: any: tags of files that ASE reads are not read, as a potential has no use for them;
-            oc20 or ase: they are checked.
+        forces_key: array of forces in ASE's formats, eV/Å; by default results of a calculator,
+            forces, or REF_forces.
+        stress_key: name of the stress in info, eV/Å^3; by default results of a calculator, stress,
+            or REF_stress. A name with "virial" is read as a virial in eV.
+        tags: any: ignore tags in ASE's formats, which a potential does not need; oc20 or ase: check
+            them.
         check_units: refuse energies beyond what all electrons can give, forces and stress that do
             not fit differences of energies between near frames, a force beyond 1,000 eV/Å and a
             stress beyond 10 eV/Å^3, whose structures `skip_bad` leaves out.
@@ -112,13 +112,13 @@ class PotentialData(IS2REData):
                 "relaxed energies take --recipe is2re"
             )
             raise ValueError(
-                f"{dataset.path}: none of {len(dataset)} structures has an energy at its "
+                f"{dataset.path}: {len(dataset)} structures, all without an energy at their "
                 f"positions; {hint}"
             )
         return _sound(points) if self.check_units else points
 
     def expect_forces(self) -> None:
-        """Raises ValueError if the training split has no forces, with the names it has instead."""
+        """Raises ValueError if the training split lacks forces, naming its other entries."""
         self.setup()
         points = self.datasets["train"]
         assert isinstance(points, SinglePoints)
@@ -126,8 +126,8 @@ class PotentialData(IS2REData):
             return
         named = named_options(points.unused, "forces")
         raise ValueError(
-            f"{points.path}: none of {len(points)} structures has forces; "
-            f"{named or 'name them with --data.forces_key'}; to learn energies alone take "
+            f"{points.path}: {len(points)} structures, all without forces; "
+            f"{named or 'name them with --data.forces_key'}; to learn only energies, take "
             "--task.force_weight 0"
         )
 

@@ -87,15 +87,15 @@ def make_record(
         tags: (N,), 0 subsurface, 1 surface, 2 adsorbate; by default all 0 (unknown).
         fixed: (N,), true for atoms held in place in the relaxation; by default all free.
         sid: identifier of the system, an integer of 64 bits, in any type that holds it exactly.
-        y_init: energy of the initial structure, eV; None if there is no label.
-        y_relaxed: energy of the relaxed structure, eV; None if there is no label.
+        y_init: energy of the initial structure, eV; None if unknown.
+        y_relaxed: energy of the relaxed structure, eV; None if unknown.
         pos_relaxed: relaxed positions, (N, 3), Å, in any periodic image; None if unknown. OC20
             stores them wrapped into the cell, so each atom is moved to the image nearest to
             where it started.
-        energy: energy at `pos`, eV, for potentials; None if there is no label.
-        forces: forces at `pos`, (N, 3), eV/Å; None if there are none.
+        energy: energy at `pos`, eV, for potentials; None if unknown.
+        forces: forces at `pos`, (N, 3), eV/Å; None if unknown.
         stress: at `pos`, (3, 3), (1, 3, 3) or in Voigt's order (6,): xx, yy, zz, yz, xz, xy, eV/Å^3
-            with ASE's sign; None if there is none.
+            with ASE's sign; None if unknown.
         charge: total charge, e; None or NaN if it is not known, which counts as 0.
 
     Returns:
@@ -106,7 +106,7 @@ def make_record(
         positions and charges are NaN.
 
     Raises:
-        ValueError: naming the sid and what is wrong.
+        ValueError: naming the sid and the fault.
     """
     from torch_geometric.data import Data
 
@@ -249,7 +249,7 @@ def _atom_integers(value: _Array | None, key: str, count: int, name: str) -> Ten
 
 
 def _cell(cell: _Array | None, pbc: _Array | None, name: str) -> tuple[Tensor, Tensor]:
-    """Cell (1, 3, 3) float64 Å and periodic axes (1, 3) bool, from what a source offers."""
+    """Returns the cell (1, 3, 3) float64, Å, and periodic axes (1, 3) bool."""
     if cell is None:
         lattice = torch.zeros(1, 3, 3, dtype=torch.float64, device="cpu")
     else:
@@ -273,7 +273,7 @@ def _cell(cell: _Array | None, pbc: _Array | None, name: str) -> tuple[Tensor, T
         raise ValueError(
             f"{name}: periodic axes need linearly independent lattice vectors, whose planes are at "
             f"least {LOWEST} Å apart; got {lowest:.2g} Å of cell {lattice[0].tolist()}; set pbc to "
-            "False where there is no lattice vector"
+            "False without a lattice vector"
         )
     return lattice, periodic
 

@@ -161,7 +161,7 @@ def sources_in(folder: Path) -> tuple[dict[str, Path], list[str]]:
             others.append(path.name)
         elif (name := _name(path)) in found:
             raise ValueError(
-                f"{path}: expected one file for {name}; got {found[name].name}, too; move "
+                f"{path}: expected one file for {name}; got also {found[name].name}; move "
                 "one of them away, or name the files with a pattern"
             )
         else:

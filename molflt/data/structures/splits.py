@@ -1,4 +1,4 @@
-"""Names of splits, and what is known of OC20 IS2RE: counts, sums, numbers."""
+"""Names of splits; counts and checksums of OC20 IS2RE."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def write_store(
     Args:
         path: file to write, ending in ``.safetensors``; an existing one is replaced.
         records: structures as :func:`molflt.data.structures.records.make_record` returns them,
-            perhaps with a `name`, which stands for the sid in tables.
+            optionally with a `name`, which replaces the sid in tables.
         source: where they came from, kept in the file's header.
         left_out: given sids, y_relaxed (eV) and natoms of all structures, (structures,) each, says
             by their indices which are not written after all.
@@ -182,7 +182,7 @@ class StructureStore(Structures):
 
     @property
     def y_relaxed(self) -> np.ndarray:
-        """Relaxed energies, (len,) float64, eV; NaN where there is none."""
+        """Relaxed energies, (len,) float64, eV; NaN if missing."""
         energies = np.array(self._open()["y_relaxed"])
         return energies if self._kept is None else energies[self._kept]
 
@@ -198,13 +198,13 @@ class StructureStore(Structures):
             counted = (maps["tags"][atoms] == Tag.ADSORBATE) | (not of_adsorbates)
             own = np.bincount(numbers[atoms][counted], minlength=len(row))
             if own[0] or len(own) > len(row):
-                self[index]  # says what is wrong
+                self[index]  # raises with the fault
             row += own
         return counts
 
     @property
     def source(self) -> str:
-        """Where the structures came from, as the writer noted it."""
+        """Origin of the structures, as noted by the writer."""
         return self._noted("source")
 
     def _noted(self, name: str) -> str:

@@ -1,4 +1,4 @@
-"""What may be wrong with the structures of a compact store, found by columns."""
+"""Faults of the structures of a compact store, found by columns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from molflt.atoms import FARTHEST, LOWEST, MAX_ATOMIC_NUMBER, Tag, lattice_heigh
 
 
 def _structure_faults(maps: dict[str, np.ndarray]) -> dict[int, str]:
-    """What is wrong with cells, axes and labels, by index of the structure."""
+    """Returns faults of cells, axes and labels by index of the structure."""
     cell, pbc = maps["cell"], maps["pbc"]
     finite = np.isfinite(cell).all(axis=(1, 2))
     heights = lattice_heights(np.where(finite[:, None, None], cell, 0.0).astype(float), pbc)
@@ -35,7 +35,7 @@ def _structure_faults(maps: dict[str, np.ndarray]) -> dict[int, str]:
 
 
 def _atom_faults(maps: dict[str, np.ndarray], first: int, last: int) -> dict[int, str]:
-    """What is wrong with atoms, by index of the structure, of structures `first` to `last` - 1."""
+    """Returns faults of atoms of structures `first` to `last` - 1, by index of the structure."""
     offsets = maps["offsets"][first : last + 1]
     columns: dict[str, np.ndarray] = {
         name: maps[name][offsets[0] : offsets[-1]]
@@ -71,10 +71,10 @@ def _atom_faults(maps: dict[str, np.ndarray], first: int, last: int) -> dict[int
 
 
 def _far(pos: np.ndarray) -> np.ndarray:
-    """Which of (atoms, 3) positions are too far away or no numbers."""
+    """Returns a mask of positions (atoms, 3) that are too far away or not finite."""
     return ~(np.abs(pos) <= FARTHEST).all(axis=1)
 
 
 def _not_finite(vectors: np.ndarray) -> np.ndarray:
-    """Which of (atoms, 3) are no numbers."""
+    """Returns a mask of (atoms, 3) values that are not finite."""
     return ~np.isfinite(vectors).all(axis=1)

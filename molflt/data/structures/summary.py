@@ -47,10 +47,10 @@ _LABELS = ("y_init", "y_relaxed", "energy")
 class Summary(TypedDict):
     """Contents of a source, as `molflt data inspect --json` prints them.
 
-    `recipe` is what the labels are for. `verified` says that the digest of the file fits; it is
-    None for files without one. `energies_look_like` is "adsorption", "total" or "unknown", by the
-    energy per atom. Numbers of many structures are given as count, min, mean, median and max; None
-    is unknown. Those of forces are of their magnitudes, those of stress of its nine components.
+    `recipe` is the recipe that fits the labels. `verified` is True if the digest of the file fits,
+    and None for files without one. `energies_look_like` is "adsorption", "total" or "unknown",
+    judged by the energy per atom. Distributions are given as count, min, mean, median and max, or
+    None if unknown; forces by magnitude, stress by component.
     """
 
     path: str
@@ -85,7 +85,7 @@ class Inspected(NamedTuple):
     summary: Summary
     """plain numbers and strings"""
     energies: dict[str, np.ndarray]
-    """labels by name, each (systems,), eV; NaN where there is none"""
+    """labels by name, each (systems,), eV; NaN if missing"""
     shown: Data
     """a structure of typical size to draw"""
     sids: list[int]
@@ -104,13 +104,13 @@ def summarize(
     Args:
         path: what :func:`molflt.data.structures.open_dataset` opens.
         limit: use only the first so many structures.
-        reading: what the entries of a file that ASE reads mean.
-        recipe: what the labels are for; by default what they look like.
+        reading: how to read entries of ASE's formats.
+        recipe: use of the labels; by default judged from them.
     """
     structures, seen = _OnePass(path, limit, True, reading), _Seen()
     for record, moved in structures:
         seen.take(record, moved)
-    assert seen.shown is not None  # _OnePass raises when there are none
+    assert seen.shown is not None  # _OnePass raises without structures
     labels = dict(zip(_LABELS, np.array(seen.labels).T, strict=True))
     atoms = np.array(seen.atoms)
     recipe = recipe or _purpose(seen, labels, atoms)
@@ -212,7 +212,7 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _statistics(values: np.ndarray) -> Statistics:
-    """Count, min, mean, median and max of the finite values; None if there are none."""
+    """Count, min, mean, median and max of the finite values; None without any."""
     finite = values[np.isfinite(values)]
     if len(finite) == 0:
         return None

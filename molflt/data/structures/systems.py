@@ -1,4 +1,4 @@
-"""Names of the systems of a data set: a table beside its stores, which hold no words."""
+"""systems.csv: names of the systems of a data set, next to its stores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LARGEST = 2**27  # bytes; a row has about 40
 
 
 class System(NamedTuple):
-    """What a system is called, and what it has in common with others."""
+    """Names of a system and of the groups that it belongs to."""
 
     sid: int
     """the same as in the stores"""
@@ -55,8 +55,8 @@ def read_systems(folder: Path) -> dict[int, System]:
         folder: of the data set.
 
     Raises:
-        FileNotFoundError: if there is no systems.csv.
-        ValueError: naming the line that is no system, or has the sid of another one.
+        FileNotFoundError: if systems.csv does not exist.
+        ValueError: naming the line that is not a system, or repeats a sid.
     """
     path = folder / SYSTEMS
     if not path.is_file():

@@ -41,7 +41,7 @@ _SHELL = 5.0  # Å: the environment that a lattice repeats
 _LISTED = 5  # kinds of structures in a message
 _LAYER = 0.15  # Å between two layers, at least
 _EVEN = 0.45  # at most, length of the mean direction to the neighbors of an atom inside of a slab
-_THICK = 3.0  # Å: thinner slabs have no inside
+_THICK = 3.0  # Å: thinner slabs do not have an inside
 _MOST = 200  # atoms to compare with
 _FEWEST = 4  # neighbors to compare
 _REPEATED, _ALL = 0.8, 0.95  # share of the neighbors found again: at the surface, inside
@@ -168,7 +168,7 @@ class _Atoms:
         if high - low > _THICK:
             surrounded = self._surrounded(slab)
             inside = surrounded & deep | self.fixed
-        else:  # what is on one side alone is adsorbed
+        else:  # atoms on one side only are adsorbed
             middle = (low + high) / 2
             ends = [self.numbers[touching & (s * (heights - middle) > -0.5)] for s in (1, -1)]
             inside = touching & np.isin(self.numbers, np.intersect1d(*ends)) | self.fixed
@@ -185,7 +185,7 @@ class _Atoms:
         return ~slab
 
     def _frame(self) -> _Flags:
-        """Atoms of the slab that its bonds alone tell, (N,): metals, or a sheet of nonmetals."""
+        """Returns slab atoms that follow from bonds, (N,): metals, or a sheet of nonmetals."""
         solid = ~self.molecular
         sheet = self._endless(self.bonded).all(axis=0)
         if sheet.sum() <= solid.sum():
@@ -340,7 +340,7 @@ def slab_has_one_tag(record: Data) -> bool:
 
 
 def one_tagged(sids: Sequence[int], count: int) -> str:
-    """Warning for structures of which `slab_has_one_tag` is true."""
+    """Returns a warning for structures with `slab_has_one_tag`."""
     return (
         f"slabs of one tag: {len(sids)} of {count} systems have slabs whose atoms are all surface "
         f"(tag 1) or all subsurface (tag 0), for instance sid {sids[0]}; correct the tags, except "
@@ -388,9 +388,9 @@ def heights_agree(record: Data) -> bool:
 
 
 class Tagged(Part):
-    """A source with guessed tags in place of its own. Reads it once, and prints what was found.
+    """A source with guessed instead of own tags. Reads it once and prints a summary.
 
-    Structures without a guess have no tags (all 0).
+    Structures without a guess have tags of 0.
 
     Args:
         source: any.

@@ -22,7 +22,7 @@ _LEAST = 2**24  # bytes: small archives may shrink more
 
 
 def _target(directory: Path, name: str) -> Path:
-    """Where a key of `OC20_FILES` is unpacked to."""
+    """Returns the path to which a key of `OC20_FILES` is unpacked."""
     return directory / "is2re" / name / _FILE
 
 
@@ -48,8 +48,7 @@ def _unpack(archive: Path, directory: Path, wanted: list[str], verify: bool = Tr
         archive: tar.gz.
         directory: where to.
         wanted: keys.
-        verify: whether the sums of the unpacked files are known; else their size is bounded by
-            that of the archive.
+        verify: compare checksums of the unpacked files; otherwise only bound their size.
     """
     staging = directory / ".is2re.part"  # files appear in is2re complete or not at all
     if staging.is_symlink():
