@@ -26,7 +26,7 @@ from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.store import write_store
 from molflt.evaluation.results import given_data, why_of_others, write_results
-from molflt.training.config import build_parser, read_config
+from molflt.training.parser import build_parser, read_config
 
 STEPS = ("--trainer.max_steps=2", "--task.warmup_steps=1")
 
@@ -114,7 +114,7 @@ def test_an_evaluation_on_energies_of_another_kind_says_so(run, tmp_path, capsys
     write(tmp_path / "totals.extxyz", totals)
     words = ["evaluate", str(run), "--out", str(tmp_path), "--device=cpu", "--data"]
     assert main([*words, str(tmp_path / "totals.extxyz")]) == 0
-    said = "totals: its energies look like total energies; what is predicted are adsorption energ"
+    said = "totals: its energies look like total energies; the model predicts adsorption energ"
     assert capsys.readouterr().err.count(said) == 1
 
 
@@ -454,7 +454,7 @@ def test_folders_are_inspected_and_converted_whole(tmp_path, capsys) -> None:
     (tmp_path / "empty").mkdir()
     for words, part in (
         (["convert", str(source), str(tmp_path / "x.safetensors")], "expected a folder, as"),
-        (["convert", str(source), str(source)], "expected another folder than that of the"),
+        (["convert", str(source), str(source)], "is also the folder of the"),
         (["inspect", str(tmp_path / "empty")], "holds no structures; expected a file for each"),
         (["inspect", str(source), "--plot", "a.png"], "--plot is for one file; got the folder"),
     ):

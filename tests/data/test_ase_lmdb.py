@@ -112,7 +112,7 @@ def test_missing_rows_are_named_and_all_others_read(tmp_path):
     [
         ({"1": b"abc"}, "key '1' is damaged"),
         ({"1": row(1)[:-40]}, "key '1' is truncated"),
-        ({"1": packed([1, 2])}, "row 1 has no fields"),
+        ({"1": packed([1, 2])}, "row 1 .*fields"),
         ({"other": b"abc"}, "neither rows"),
         ({"1": zlib.compress(b"[" + b" " * 2**29)}, "larger than"),
     ],

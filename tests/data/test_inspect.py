@@ -168,7 +168,7 @@ def test_limit_and_wrong_options(tmp_path, capsys):
     for words in (["--limit", "0"], ["--plot", str(tmp_path / "a.gif")]):
         assert main(["data", "inspect", str(path), *words]) == 2
     error = capsys.readouterr().err
-    assert "limit must be at least 1; got 0" in error and "expected a picture that ends" in error
+    assert "limit must be at least 1; got 0" in error and "a.gif" in error
     assert main(["data", "inspect", str(tmp_path / "absent.lmdb")]) == 2
     assert "absent.lmdb: no such file or folder" in capsys.readouterr().err
 
@@ -223,7 +223,7 @@ def test_a_store_is_not_shortened_in_its_own_place(tmp_path, capsys):
     write_store(path, (record(i) for i in range(3)))
     for word in ("--limit=2", "--skip_bad"):
         assert main(["data", "convert", str(path), str(path), word]) == 2
-        assert "is what is read, and would lose what" in capsys.readouterr().err
+        assert "is also the input" in capsys.readouterr().err
     assert main(["data", "convert", str(path), str(path)]) == 0 and len(open_dataset(path)) == 3
 
 
