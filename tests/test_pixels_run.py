@@ -17,7 +17,7 @@ from tiny_run import error_of, logged
 import molflt
 from molflt.commands.cli import main
 from molflt.commands.generate import _draw
-from molflt.data.images.pixels import PixelData
+from molflt.data.images.datamodule import PixelData
 from molflt.data.images.sheet import write_sheet
 from molflt.evaluation.pixels import _around
 from molflt.pretrained import ImageWriter

@@ -1,1 +1,1 @@
-"""Data by kind, structures, text and images, and the batches that all of them share."""
+"""Data sets of structures, texts and images, and the batches that they share."""

@@ -1,7 +1,8 @@
 """Batches of a training and a validation set, as a pure function of seed, epoch and step.
 
-A cap on structures times the atoms of the largest bounds the memory, the tighter the more alike the
-sizes of a batch are. But a batch of one size is no random draw: see `bucket`.
+The number of structures in a batch times the atoms of its largest structure bounds the memory of a
+model that pads. Batches of similar sizes waste less of it, but they are not random draws: see
+`bucket`.
 """
 
 from __future__ import annotations
@@ -24,27 +25,25 @@ Fingerprint = dict[str, int | str]
 
 
 class SizeBucketedBatchSampler(Sampler[list[int]]):
-    """Cuts a data set into batches of similar size; every structure comes exactly once per pass.
+    """Cuts a data set into batches; each pass contains every structure exactly once.
 
-    Iterating makes one pass in order of size (``shuffle=False``) or through the epoch ``epoch``
-    (``shuffle=True``). Rank r of w gets the batches r, r + w, ...: no structure is counted twice,
-    and ranks may differ by one batch. Training uses :class:`TrainingStream`, where they do not.
+    Iterating makes one pass: in order of size without `shuffle`, and in the random order of
+    ``epoch`` with it. Rank r of w takes the batches r, r + w, ..., thus the numbers of batches of
+    two ranks may differ by one. Training uses `_TrainingStream`, where they are equal.
 
     Args:
         natoms: atoms in each structure, (structures,).
-        batch_size: most structures in a batch.
-        max_atoms: most structures of a batch times the atoms of its largest; None for no cap.
-        shuffle: draw the batches anew for every epoch.
-        bucket: with `shuffle`, how many random batches are pooled, sorted by size and cut again.
-            1 leaves random batches. More makes sizes alike, for models that pad, which
-            `EnergyRegressor` hardly does; but structures of one size have much else in common, and
-            gradients become noisier: measured in docs/results/emt-sample.md.
-        seed: of the draws; a batch depends on `seed`, `epoch` and the sizes only.
+        batch_size: maximum number of structures in a batch.
+        max_atoms: maximum of the number of structures in a batch times the atoms of its largest;
+            None for no limit.
+        shuffle: draw new batches for every epoch.
+        bucket: number of random batches that are pooled, sorted by size and cut again if `shuffle`
+            is set. 1 keeps random batches. Larger values make the sizes in a batch similar, which
+            helps models that pad (`EnergyRegressor` hardly does), but structures of equal size have
+            much else in common and gradients become noisier; see docs/results/emt-sample.md.
+        seed: seed of the draws; a batch depends only on `seed`, `epoch` and the sizes.
         rank: index of this process.
         world: number of processes.
-
-    Raises:
-        ValueError: if there are no structures, or one that alone exceeds `max_atoms`.
     """
 
     def __init__(
@@ -70,8 +69,8 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
         if max_atoms is not None and self.natoms.max() > max_atoms:
             index = int(self.natoms.argmax())
             raise ValueError(
-                f"structure {index} has {self.natoms[index]} atoms; expected at most "
-                f"max_atoms={max_atoms}; raise max_atoms"
+                f"expected at most max_atoms={max_atoms} atoms in a structure; got "
+                f"{self.natoms[index]} in structure {index}; increase max_atoms"
             )
         self.batch_size = batch_size
         self.max_atoms = max_atoms
@@ -83,7 +82,7 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
         self.world = world
 
     def batches(self, epoch: int = 0) -> list[_Indices]:
-        """All batches of one epoch, of all ranks, as arrays of indices."""
+        """Returns the batches of all ranks in one epoch, as arrays of indices."""
         if not self.shuffle:
             return self._cut(np.argsort(self.natoms, kind="stable"))
         draw = np.random.default_rng([self.seed, epoch])
@@ -96,7 +95,7 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
         return [batches[i] for i in draw.permutation(len(batches))]
 
     def _cut(self, order: _Indices) -> list[_Indices]:
-        """Cuts indices that are sorted by size, smallest first."""
+        """Cuts indices that are sorted by increasing size."""
         if self.max_atoms is None:
             return np.split(order, range(self.batch_size, len(order), self.batch_size))
         sizes = self.natoms[order]
@@ -119,14 +118,14 @@ class SizeBucketedBatchSampler(Sampler[list[int]]):
 
 
 class _TrainingStream(Sampler[list[int]]):
-    """Epoch after epoch without end, from any step on: what makes resuming in mid-epoch exact.
+    """Endless stream of epochs that can start at any step, which makes resuming exact.
 
-    The batches of all epochs stand in one line and rank r takes number ``step * world + r`` at each
-    step. So all ranks always have a batch, every structure still comes exactly once per epoch, and
-    the stream from step s is the same whether or not the steps before it were drawn.
+    The batches of all epochs form one sequence, and rank r takes number ``step * world + r`` at
+    each step. All ranks always have a batch, every structure comes exactly once per epoch, and the
+    stream from step s does not depend on whether the earlier steps were drawn.
 
     Args:
-        batches: what to repeat; `shuffle`, `rank` and `world` are its own.
+        batches: sampler of an epoch, with its `shuffle`, `rank` and `world`.
         start_step: first step to draw.
     """
 
@@ -157,18 +156,14 @@ class BatchedData(Generic[_Items]):
         workers: processes that read ahead; 0 reads in the main process.
 
     Attributes:
-        seed: of the order of training items.
-        start_step: step that training starts from.
-        datasets: "train" and "val".
-        kept: folder with the `files` of a run that goes on, or whose first process has made them;
-            None for a new run.
-        initial: name and content of the domain.json of the weights that the run starts from; None
-            without any.
-        items: what a batch consists of.
-        collate: makes a batch of a list of items; torch's own if None.
-
-    Raises:
-        ValueError: for a number outside its range.
+        seed: seed of the order of the training items.
+        start_step: step at which training starts.
+        datasets: data sets "train" and "val".
+        kept: folder with the `files` of a resumed run, or of a run whose first process has written
+            them; None for a new run.
+        initial: name and content of the domain.json that belongs to the initial weights, or None.
+        items: plural noun for the items of a batch.
+        collate: makes a batch from a list of items; None for the default of torch.
     """
 
     items: ClassVar[str] = "items"
@@ -188,30 +183,30 @@ class BatchedData(Generic[_Items]):
         self.initial: tuple[str, object] | None = None
 
     def setup(self, stage: str = "fit") -> None:
-        """Opens the sets that are not open yet."""
+        """Opens the data sets that are not open yet."""
         raise NotImplementedError
 
     def describe(self) -> list[str]:
-        """What the training and the validation set hold, one phrase each."""
+        """Returns one phrase about each data set."""
         return [f"{use} {len(items):,} {self.items}" for use, items in self.datasets.items()]
 
     def sizes(self) -> dict[str, int]:
-        """What the data decide about the model: arguments of its constructor."""
+        """Returns the arguments of the model's constructor that depend on the data."""
         return {}
 
     def files(self) -> dict[str, bytes]:
-        """Files, by name, without which the model cannot be used later; the run keeps them."""
+        """Returns the files, by name, that a run keeps because its model needs them later."""
         return {}
 
     def fingerprints(self) -> dict[str, Fingerprint]:
-        """Of the sets that are open: how many items they have, and a digest of what is in them."""
+        """Returns the number of items and a digest of each open data set."""
         return {
             use: {self.items: len(items), "sha256": self._digest(use)}
             for use, items in self.datasets.items()
         }
 
     def _digest(self, use: str, most: int | None = None) -> str:
-        """Digest of all items of "train" or "val", or of at most so many, evenly spaced."""
+        """Returns a digest of all items, or of `most` evenly spaced ones."""
         items = cast("Sequence[object]", self.datasets[use])
         count = len(items) if most is None else min(most, len(items))
         digest = hashlib.sha256()
@@ -221,37 +216,33 @@ class BatchedData(Generic[_Items]):
         return digest.hexdigest()
 
     def check(self, use: str, batch: object) -> None:
-        """Raises ValueError for a batch of "train" or "val" that cannot be learned from."""
+        """Raises ValueError if a batch of "train" or "val" cannot be used."""
 
     def train_dataloader(self, rank: int = 0, world: int = 1) -> DataLoader[object]:
-        """Endless batches from step `start_step` on."""
+        """Returns an endless loader that begins at step `start_step`."""
         batches = self._sampler("train", rank, world)
         return self._loader("train", _TrainingStream(batches, self.start_step))
 
     def batches_in(self, epochs: int) -> int:
-        """Training batches of that many epochs, of all ranks."""
+        """Returns the number of training batches in some epochs, summed over ranks."""
         sampler = self._sampler("train", 0, 1)
         if sampler.max_atoms is None:
             return epochs * len(sampler)
-        return sum(len(sampler.batches(epoch)) for epoch in range(epochs))  # sizes decide
+        return sum(len(sampler.batches(epoch)) for epoch in range(epochs))
 
     def val_dataloader(self, rank: int = 0, world: int = 1) -> DataLoader[object]:
-        """One pass over the validation set; no item on two ranks.
-
-        Raises:
-            ValueError: if there are fewer batches than ranks.
-        """
+        """Returns a loader of one pass over the validation set, divided among the ranks."""
         if (batches := len(self._sampler("val", 0, 1))) < world:
             raise ValueError(
-                f"batches to validate on: expected one for each of {world} processes; got "
-                f"{batches} of {self.batch_size} {self.items}; take a smaller --data.batch_size, "
-                "more data, or fewer --trainer.devices"
+                f"expected at least one validation batch for each of {world} processes; got "
+                f"{batches} batches of {self.batch_size} {self.items}; decrease --data.batch_size "
+                "or --trainer.devices, or use more data"
             )
         return self._loader("val", self._sampler("val", rank, world))
 
     def _sampler(self, use: str, rank: int, world: int) -> SizeBucketedBatchSampler:
         return SizeBucketedBatchSampler(
-            np.ones(len(self.datasets[use])),  # all items have one size
+            np.ones(len(self.datasets[use])),  # all items have the same size
             self.batch_size,
             shuffle=use == "train",
             seed=self.seed,
@@ -273,7 +264,7 @@ class BatchedData(Generic[_Items]):
 
 
 def _parts(item: object) -> Iterator[bytes]:
-    """Bytes that tell an item from others: of its tensors, and of the names and numbers in it."""
+    """Yields the bytes of the tensors, names and numbers in an item."""
     if isinstance(item, torch.Tensor):
         yield f"{item.dtype}{tuple(item.shape)}".encode()
         yield item.contiguous().numpy().tobytes()

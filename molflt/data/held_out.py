@@ -1,4 +1,4 @@
-"""Rows of a training set that are kept for validation."""
+"""Validation sets made of training rows."""
 
 from __future__ import annotations
 
@@ -11,19 +11,13 @@ __all__ = ["held_out"]
 
 
 def held_out(labels: Tensor, fraction: float, source: Path, items: str) -> Tensor:
-    """Marks the last rows of each class, rounded down.
+    """Marks the last rows of each class, rounded down, as a bool tensor (n,).
 
     Args:
         labels: class of each row, (n,).
         fraction: share of each class, between 0 and 1.
-        source: of the rows, for messages.
-        items: what the rows are, likewise.
-
-    Returns:
-        (n,) bool.
-
-    Raises:
-        ValueError: if none would be left to train on, or to validate on.
+        source: file or folder of the rows, for messages.
+        items: plural noun for the rows, for messages.
     """
     held = torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique():
@@ -31,7 +25,7 @@ def held_out(labels: Tensor, fraction: float, source: Path, items: str) -> Tenso
         held[members[len(members) - int(fraction * len(members)) :]] = True
     if not bool(held.any()) or bool(held.all()):
         raise ValueError(
-            f"{source}: data.val_fraction={fraction} of {len(labels):,} {items} leaves none to "
-            "train or to validate on; change it"
+            f"{source}: expected a data.val_fraction that leaves {items} for training and for "
+            f"validation; got {fraction} of {len(labels):,} {items}"
         )
     return held

@@ -1,13 +1,13 @@
-"""The package `datasets` of Hugging Face, where it is installed."""
+"""Access to the optional package `datasets` of Hugging Face."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, overload
+from typing import Any
 
 from molflt.files import shown
 
@@ -16,39 +16,22 @@ __all__ = ["dataset_loader"]
 _NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*){1,2}")  # OWNER/NAME, OWNER/NAME/CONFIG
 
 
-class _HubRows(Protocol):
-    """One split of a data set, as far as it is used here."""
+def dataset_loader(source: str) -> Callable[..., Any]:
+    """Returns `datasets.load_dataset` for a source hf:OWNER/NAME[/CONFIG][:SPLIT].
 
-    features: Mapping[str, object]
-    column_names: Sequence[str]
-
-    def __iter__(self) -> Iterator[Mapping[str, object]]: ...
-
-    @overload
-    def __getitem__(self, key: int) -> Mapping[str, object]: ...
-    @overload
-    def __getitem__(self, key: str) -> Sequence[object]: ...
-
-
-def dataset_loader(source: str) -> Callable[..., _HubRows]:
-    """Return `datasets.load_dataset`, to read a source called hf:OWNER/NAME[/CONFIG][:SPLIT].
-
-    Other names, and those of folders that exist here, are refused: `datasets` would read them
-    from the disk.
+    Names of local folders are refused: `datasets` would read them, and perhaps run a script there.
     """
     name = source.removeprefix("hf:").partition(":")[0]
     if not _NAME.fullmatch(name) or Path(name).exists():
         raise ValueError(
             f"{source}: expected hf:OWNER/NAME, a data set on the Hugging Face Hub; got "
-            f"{'a path on this machine' if Path(name).exists() else shown(name)}; name files and "
-            "folders without hf:"
+            f"{'a local path' if Path(name).exists() else shown(name)}; give files without hf:"
         )
-    loader: Callable[..., _HubRows] | None = None
+    loader: Callable[..., Any] | None = None
     with contextlib.suppress(ImportError):
         loader = getattr(importlib.import_module("datasets"), "load_dataset", None)
     if loader is None:
         raise ModuleNotFoundError(
-            f"{source}: needs the package datasets; got none; run: pip install molflt[hub], or "
-            "give files"
+            f"{source}: requires the package datasets; run pip install molflt[hub], or give files"
         )
     return loader

@@ -1,4 +1,4 @@
-"""Problems to learn an optimizer from: nothing but the seeds from which they are drawn."""
+"""Data for learned optimizers: seeds from which problems are drawn."""
 
 from __future__ import annotations
 
@@ -13,19 +13,16 @@ from molflt.data.batches import BatchedData
 
 __all__ = ["ProblemData", "ProblemSeeds", "generator_of"]
 
-_FIRST = {"val": 0, "test": 2**31, "train": 2**32}  # seeds of the uses never meet
+_FIRST = {"val": 0, "test": 2**31, "train": 2**32}  # the ranges do not overlap
 _MOST = 2**31
 
 
 class ProblemSeeds(Dataset[Tensor]):
-    """Consecutive seeds; a problem is drawn from its seed alone, see `generator_of`.
+    """Consecutive seeds of problems; see `generator_of`.
 
     Args:
-        use: "train", "val" or "test": which no two have a seed in common.
-        count: how many, at most 2^31.
-
-    Raises:
-        ValueError: for a count outside of its range.
+        use: "train", "val" or "test", which have no seed in common.
+        count: number of problems, at most 2^31.
     """
 
     def __init__(self, use: str, count: int) -> None:
@@ -38,7 +35,7 @@ class ProblemSeeds(Dataset[Tensor]):
         return self.count
 
     def __getitem__(self, index: int) -> Tensor:
-        """A seed, () int64."""
+        """Returns a seed, () int64."""
         if not 0 <= index < self.count:
             raise IndexError(f"problem {index} of {self.count}")
         return torch.tensor(self.first + index)
@@ -47,16 +44,13 @@ class ProblemSeeds(Dataset[Tensor]):
 class ProblemData(BatchedData[ProblemSeeds]):
     """Seeds of problems, (batch,) int64 in each batch.
 
-    An epoch holds every problem of training once, in an order of the run's seed. Validation has
-    problems of its own, the same in every run.
+    An epoch contains every training problem once, in an order that depends on the seed of the run.
+    The validation problems are the same in every run.
 
     Args:
         batch_size: problems of one meta-step, per device.
-        problems: how many problems training draws from.
-        val_problems: how many problems validation takes.
-
-    Raises:
-        ValueError: for a number outside its range.
+        problems: number of training problems.
+        val_problems: number of validation problems.
     """
 
     items = "problems"
@@ -71,22 +65,20 @@ class ProblemData(BatchedData[ProblemSeeds]):
         self.counts = {"train": problems, "val": val_problems}
 
     def setup(self, stage: str = "fit") -> None:
-        """Nothing is read: there are only seeds."""
         for use, count in self.counts.items():
             self.datasets.setdefault(use, ProblemSeeds(use, count))
 
     def _digest(self, use: str, most: int | None = None) -> str:
-        """Of the range of seeds, instead of each one."""
         seeds = self.datasets[use]
         return hashlib.sha256(f"{seeds.first}+{len(seeds)}".encode()).hexdigest()
 
 
 def generator_of(seed: int, *purpose: int) -> torch.Generator:
-    """What a problem is drawn with: neighboring seeds, and purposes, have nothing in common.
+    """Returns the generator that draws a problem, independent of those of other seeds and purposes.
 
     Args:
-        seed: of the problem.
-        purpose: numbers that tell several generators of one problem apart.
+        seed: seed of the problem.
+        purpose: numbers that distinguish several generators of one problem.
     """
     words = np.random.SeedSequence([seed, *purpose]).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(words[0] >> np.uint64(1)))

@@ -1,4 +1,4 @@
-"""Equal parts of a data set, for as many processes or machines."""
+"""Parts of a data set, for several processes or machines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_SHARDS = 10_000
 
 
 class Shard(NamedTuple):
-    """One of several equal parts of a data set."""
+    """One of several parts of a data set, equal up to one batch."""
 
     number: int
     """1 to total"""
@@ -26,16 +26,12 @@ class Shard(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> Shard:
-        """Reads "2/8", the second of eight.
-
-        Raises:
-            ValueError: if it is no such text.
-        """
+        """Parses a text such as "2/8", the second of eight parts."""
         found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
         number, total = map(int, found.groups()) if found else (0, 0)
         if not 1 <= number <= total <= MOST_SHARDS:
             raise ValueError(
-                f"option --shard; expected I/N with 1 <= I <= N <= {MOST_SHARDS}, such as 2/8; got "
+                f"option --shard: expected I/N with 1 <= I <= N <= {MOST_SHARDS}, such as 2/8; got "
                 f"{shown(text)}"
             )
         return cls(number, total)
@@ -44,25 +40,23 @@ class Shard(NamedTuple):
         return f"{self.number}/{self.total}"
 
     def path(self, out: Path) -> Path:
-        """Where this shard of a file is written."""
+        """Returns the path that this shard of a file is written to."""
         return out.with_name(f"{out.stem}.{self.number}-of-{self.total}{out.suffix}")
 
     def indices(self, natoms: ArrayLike, batch_size: int) -> NDArray[np.int64]:
-        """Which structures it has, ascending: whole batches of the data set.
+        """Returns the sorted indices of the structures in this shard: whole batches.
 
         Args:
             natoms: atoms of each structure of the data set, (structures,).
             batch_size: structures in a batch.
-
-        Raises:
-            ValueError: if one of the shards has none, whichever this is.
         """
         found = len(np.asarray(natoms))
         count = -(-found // batch_size)
-        if self.total > count:  # in all shards alike: the others could never be merged
+        if self.total > count:  # in every shard, because the others could not be merged
             raise ValueError(
-                f"option --shard {self}; {found:,} structures are {count:,} batches of "
-                f"{batch_size}, fewer than shards; take fewer shards, or a smaller --batch_size"
+                f"option --shard {self}: expected at most as many shards as batches; got {count:,} "
+                f"batches of {batch_size} for {found:,} structures; use fewer shards, or a smaller "
+                "--batch_size"
             )
         batches = list(
             SizeBucketedBatchSampler(natoms, batch_size, rank=self.number - 1, world=self.total)

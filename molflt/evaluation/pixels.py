@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from molflt import plots
 from molflt.data.images.base import LabeledImages
-from molflt.data.images.pixels import PixelData
+from molflt.data.images.datamodule import PixelData
 from molflt.evaluation.attention import _attention_of
 from molflt.evaluation.report import Report, align
 from molflt.evaluation.results import begin_results

@@ -85,7 +85,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "image_generation": Recipe(
         "molflt.sequence.pixels:PixelModel",
-        "molflt.data.images.pixels:PixelData",
+        "molflt.data.images.datamodule:PixelData",
         "molflt.tasks.pixels:PixelTask",
         "molflt.evaluation.pixels:evaluate",
     ),

@@ -1,13 +1,15 @@
-"""Batches of similar size: each structure once, the same on every call, capped, and resumable."""
+"""Batches: each structure once, limited sizes, and a stream that can start at any step."""
 
 import itertools
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from molflt.data.batches import SizeBucketedBatchSampler, _TrainingStream
+from molflt.data.problems import ProblemData, ProblemSeeds, generator_of
 
 sizes = st.lists(st.integers(1, 60), min_size=1, max_size=80)
 
@@ -21,7 +23,7 @@ def stream(natoms, step=0, rank=0, world=1, seed=3, batch_size=4):
 
 @settings(max_examples=60, deadline=None)
 @given(sizes, st.integers(1, 9), st.one_of(st.none(), st.integers(60, 200)), st.booleans())
-def test_every_structure_once_and_no_batch_over_the_caps(natoms, batch_size, max_atoms, shuffle):
+def test_every_structure_comes_once_and_batches_are_limited(natoms, batch_size, max_atoms, shuffle):
     natoms = np.array(natoms)
     sampler = SizeBucketedBatchSampler(natoms, batch_size, max_atoms, shuffle, seed=1)
     batches = list(sampler)
@@ -47,37 +49,30 @@ def test_ranks_share_an_evaluation_without_overlap(natoms, world):
 def test_a_large_bucket_keeps_padding_small():
     natoms = np.random.default_rng(0).integers(20, 225, 3000)
 
-    def padding(batches):
-        padded = sum(natoms[b].max() * len(b) for b in batches)
-        return padded / natoms.sum() - 1
+    def padding(bucket):
+        batches = SizeBucketedBatchSampler(natoms, 32, shuffle=True, bucket=bucket).batches()
+        return sum(natoms[b].max() * len(b) for b in batches) / natoms.sum() - 1
 
-    random, sorted_ = (
-        SizeBucketedBatchSampler(natoms, 32, shuffle=True, bucket=bucket).batches()
-        for bucket in (1, 100)
-    )
-    assert padding(random) > 0.5
-    assert padding(sorted_) < 0.05
+    assert padding(1) > 0.5
+    assert padding(100) < 0.05
 
 
 def test_epochs_differ_and_repeat():
-    sampler = SizeBucketedBatchSampler(np.arange(1, 41), 4, shuffle=True, seed=5)
-    again = SizeBucketedBatchSampler(np.arange(1, 41), 4, shuffle=True, seed=5)
-    other = SizeBucketedBatchSampler(np.arange(1, 41), 4, shuffle=True, seed=6)
+    def flat(seed, epoch):
+        sampler = SizeBucketedBatchSampler(np.arange(1, 41), 4, shuffle=True, seed=seed)
+        return np.concatenate(sampler.batches(epoch)).tolist()
 
-    def flat(batches):
-        return np.concatenate(batches).tolist()
-
-    assert flat(sampler.batches(2)) == flat(again.batches(2))
-    assert flat(sampler.batches(2)) != flat(sampler.batches(3))
-    assert flat(sampler.batches(2)) != flat(other.batches(2))
-    equal = SizeBucketedBatchSampler(np.full(40, 20), 4, shuffle=True)  # others meet in batches
+    assert flat(5, 2) == flat(5, 2)
+    assert flat(5, 2) != flat(5, 3)
+    assert flat(5, 2) != flat(6, 2)
+    equal = SizeBucketedBatchSampler(np.full(40, 20), 4, shuffle=True)
     first, second = ({frozenset(b.tolist()) for b in equal.batches(epoch)} for epoch in (0, 1))
     assert len(first & second) < 3
 
 
 @settings(max_examples=30, deadline=None)
 @given(sizes, st.integers(0, 60), st.integers(1, 3))
-def test_stream_from_a_step_on_is_the_rest_of_the_stream(natoms, step, world):
+def test_a_stream_from_a_step_is_the_rest_of_the_stream(natoms, step, world):
     for rank in range(world):
         whole = stream(np.array(natoms), 0, rank, world)
         rest = stream(np.array(natoms), step, rank, world)
@@ -95,12 +90,38 @@ def test_ranks_together_see_every_structure_once_per_epoch(world):
         assert sorted(seen) == list(range(30))
 
 
-def test_refusals_say_what_is_wrong():
-    with pytest.raises(ValueError, match=r"structure 1 has 90 atoms; .*max_atoms=80; raise"):
-        SizeBucketedBatchSampler(np.array([10, 90]), 4, 80)
-    with pytest.raises(ValueError, match="batch_size must be at least 1; got 0"):
-        SizeBucketedBatchSampler(np.array([10]), 0)
-    with pytest.raises(ValueError, match=r"at least 1; got \(0,\)"):
-        SizeBucketedBatchSampler(np.array([]), 4)
-    with pytest.raises(ValueError, match=r"rank must be in 0..1; got 2"):
-        SizeBucketedBatchSampler(np.array([10]), 4, rank=2, world=2)
+def problems(seed=0, train=10):
+    made = ProblemData(batch_size=4, problems=train, val_problems=6)
+    made.seed = seed
+    made.setup()
+    return made
+
+
+def drawn(made, count, start=0):
+    made.start_step = start
+    return [b.tolist() for b in itertools.islice(made.train_dataloader(), count)]
+
+
+def test_an_epoch_holds_each_problem_once_and_starts_at_any_step():
+    line = drawn(problems(), 6)  # two epochs of three batches
+    for epoch in (line[:3], line[3:]):
+        assert sorted(itertools.chain(*epoch)) == [2**32 + i for i in range(10)]
+    assert drawn(problems(), 2, start=4) == line[4:]
+    assert drawn(problems(seed=1), 6) != line
+    assert [b.tolist() for b in problems().val_dataloader()] == [[0, 1, 2, 3], [4, 5]]
+    assert len(problems().val_dataloader(1, 2)) == 1
+
+
+def test_sets_of_problems_are_disjoint():
+    most = 2**31
+    ends = [(s.first, s.first + most) for s in (ProblemSeeds(u, most) for u in ("val", "test"))]
+    ends.append((ProblemSeeds("train", 1).first,) * 2)
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(ends))
+    one, other = (problems(train=count).fingerprints() for count in (10, 11))
+    assert one["train"] != other["train"] and one["val"] == other["val"]
+
+
+def test_draws_depend_on_seed_and_purpose():
+    draws = [torch.randn(3, generator=generator_of(*of)) for of in ((5,), (5,), (6,), (5, 1))]
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.allclose(draws[0], draws[2]) and not torch.allclose(draws[0], draws[3])

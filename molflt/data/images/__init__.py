@@ -1,1 +1,1 @@
-"""Images: files and folders, their augmentation, and batches."""
+"""Images: readers, augmentation, and batches."""

@@ -1,7 +1,6 @@
-"""Images made of others in training.
+"""Random variants of training images.
 
-Random numbers are drawn on the CPU for the whole batch at once, from the global generator or a
-given one, so that they do not depend on the device, and a seed per step makes runs resumable.
+Random numbers are drawn on the CPU for a whole batch, thus they do not depend on the device.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ __all__ = ["Augmentation", "augment"]
 
 Augmentation = Literal["none", "flip", "crop", "flip_crop", "resized_crop", "flip_resized_crop"]
 
-_SCALE = (0.08, 1.0)  # share of the image's area, as for ImageNet (arXiv:1409.4842, section 6)
-_RATIO = (3 / 4, 4 / 3)  # width over height, likewise
-_TRIES = 10  # of boxes, before the whole image is taken
+_SCALE = (0.08, 1.0)  # of the area, as for ImageNet (arXiv:1409.4842, section 6)
+_RATIO = (3 / 4, 4 / 3)  # width over height
+_TRIES = 10  # boxes, before the whole image is taken
 
 
 def augment(
@@ -28,18 +27,18 @@ def augment(
     size: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Random variants of the images of a training batch, each drawn on its own.
+    """Returns independent random variants of the images of a training batch.
 
     Args:
-        images: (batch, channels, height, width), bytes, or real in [0, 1].
-        kind: "flip" left to right, "crop" from a black margin of an eighth of the side (or from the
-            image itself where it is larger than `size`), "resized_crop" of random area and shape,
-            or two of them; without a crop, larger images are cut to their centers.
-        size: sides of the result, pixels; the height of the images by default.
+        images: (batch, channels, height, width), bytes, or floating point in [0, 1].
+        kind: "flip" mirrors left and right; "crop" shifts, with a black margin of an eighth of the
+            side, or within the image if it is larger than `size`; "resized_crop" takes a box of
+            random area and shape. Without a crop, larger images are cut to their centers.
+        size: side of the result in pixels; the height of the images by default.
         generator: CPU generator; the global one by default.
 
     Returns:
-        (batch, channels, size, size), bytes if `images` are, but for resized crops.
+        (batch, channels, size, size); bytes remain bytes except in resized crops.
     """
     if kind not in get_args(Augmentation):
         known = ", ".join(get_args(Augmentation))
@@ -56,7 +55,7 @@ def augment(
 
 
 def _center_crop(images: Tensor, size: int) -> Tensor:
-    """The central squares of images: (..., height, width) -> (..., size, size)."""
+    """Returns the central squares of images, (..., size, size)."""
     height, width = images.shape[-2:]
     if min(height, width) < size:
         raise ValueError(
@@ -67,7 +66,7 @@ def _center_crop(images: Tensor, size: int) -> Tensor:
 
 
 def _random_flip(images: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Mirrors half of the images, (batch, channels, height, width), left to right."""
+    """Mirrors each image left to right with a probability of one half."""
     mirrored = torch.rand(len(images), generator=generator) < 0.5
     return torch.where(mirrored.to(images.device)[:, None, None, None], images.flip(-1), images)
 
@@ -75,20 +74,20 @@ def _random_flip(images: Tensor, generator: torch.Generator | None = None) -> Te
 def _random_crop(
     images: Tensor, size: int, padding: int, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Squares cut out of (batch, channels, height, width) at random, after a black margin."""
+    """Adds a black margin and cuts random squares."""
     images = F.pad(images, (padding,) * 4)
     count, _, height, width = images.shape
     if min(height, width) < size:
         raise ValueError(
-            f"expected padded images of at least {size} x {size} to crop from; got {height} x "
-            f"{width}; lower size, or raise the padding"
+            f"expected padded images of at least {size} x {size}; got {height} x {width}; decrease "
+            "size, or increase the padding"
         )
-    places = torch.rand(2, count, generator=generator)  # both are drawn whatever the sizes
-    room = torch.tensor([height - size + 1, width - size + 1])
-    corners = (places * room[:, None]).long().minimum(room[:, None] - 1)
+    places = torch.rand(2, count, generator=generator)
+    shifts = torch.tensor([height - size + 1, width - size + 1])[:, None]
+    corners = (places * shifts).long().minimum(shifts - 1)
     rows, columns = (corners[..., None] + torch.arange(size)).to(images.device)
     index = torch.arange(count, device=images.device)[:, None, None]
-    # Advanced indices on both sides of a slice put the channels last.
+    # Advanced indices on both sides of a slice put the channels last
     return images[index, :, rows[:, :, None], columns[:, None, :]].movedim(-1, 1)
 
 
@@ -99,25 +98,25 @@ def _random_resized_crop(
     ratio: tuple[float, float] = _RATIO,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Random boxes of the images, resized to squares.
+    """Resizes random boxes of the images to squares, in [0, 1].
 
-    The area is uniform, the logarithm of width over height too, and the place; boxes that do not
-    fit are drawn again, and the whole image is taken after ten. GoogLeNet (arXiv:1409.4842),
-    section 6, "RandomResizedCrop" of FLT's and MAE's settings. Bilinear without a filter: boxes
-    should not be much larger than the result.
+    The area, the logarithm of width over height, and the position are uniform. Boxes that do not
+    fit are drawn again, ten times at most, then the whole image is taken: GoogLeNet
+    (arXiv:1409.4842, section 6), "RandomResizedCrop" in the settings of FLT and MAE. The
+    interpolation is bilinear without a filter: boxes should not be much larger than the result.
 
     Args:
-        images: (batch, channels, height, width), bytes, or real in [0, 1], as is the result.
-        size: sides of the result, pixels.
-        scale: least and greatest share of the image's area.
-        ratio: least and greatest width over height.
+        images: as for `augment`.
+        size: side of the result in pixels.
+        scale: minimum and maximum share of the area of the image.
+        ratio: minimum and maximum of width over height.
         generator: CPU generator; the global one by default.
     """
     if not images.is_floating_point():
         images = images.to(torch.get_default_dtype()) / 255
     boxes = _random_boxes(len(images), images.shape[-2:], scale, ratio, generator)
     top, left, height, width = boxes.to(images).unbind(dim=1)
-    middle = (torch.arange(size).to(images) + 0.5) / size  # of the pixels of the result
+    middle = (torch.arange(size).to(images) + 0.5) / size
     rows = 2 * (top[:, None] + height[:, None] * middle) / images.shape[-2] - 1
     columns = 2 * (left[:, None] + width[:, None] * middle) / images.shape[-1] - 1
     grid = torch.stack(
@@ -133,7 +132,7 @@ def _random_boxes(
     ratio: tuple[float, float] = _RATIO,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Boxes in an image of `size`: (count, 4), top, left, height, width in pixels."""
+    """Returns random boxes (count, 4): top, left, height and width in pixels."""
     full_height, full_width = size
     area, shape = torch.rand(2, count, _TRIES, generator=generator)
     places = torch.rand(2, count, generator=generator)

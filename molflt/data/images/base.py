@@ -1,4 +1,4 @@
-"""What all labeled images have in common: map-style data sets of bytes and classes."""
+"""Base class of labeled images."""
 
 from __future__ import annotations
 
@@ -14,21 +14,19 @@ from molflt.data.images.augment import _center_crop
 
 __all__ = ["LabeledImages"]
 
-_NARROWEST = 50  # longer side over the shorter one; resized, the longer grows with it
-
 
 class LabeledImages(Dataset[tuple[Tensor, Tensor]], ABC):
-    """Base of data sets of labeled images of one size.
+    """Base class of data sets of labeled images of one size.
 
     Items are (image, label): bytes (channels, height, width) and an int64.
 
     Attributes:
-        path: where they come from.
-        labels: (n,) int64, index of the class of each image.
+        path: source of the images.
+        labels: index of the class of each image, (n,) int64.
         classes: names of the classes.
-        channels: color channels.
-        size: height and width, pixels.
-        in_memory: whether reading all of them costs little.
+        channels: number of color channels.
+        size: height and width in pixels.
+        in_memory: True if reading all images is cheap.
     """
 
     in_memory: bool = False
@@ -46,30 +44,22 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]], ABC):
 
     @abstractmethod
     def image(self, index: int) -> Tensor:
-        """One image, (channels, height, width) uint8."""
+        """Returns an image, (channels, height, width) uint8."""
 
     @staticmethod
     def _fit(images: Tensor, size: int, name: str, box: bool = False) -> Tensor:
-        """Images resized so that the shorter side is `size`, and the central square of that.
+        """Resizes images to squares: the shorter side becomes `size`, the longer one is cut.
 
         Args:
             images: (n, channels, height, width) uint8.
-            size: pixels.
-            name: of the images, for messages.
-            box: whether a pixel is the mean of what it covers, see `_box`; else the filter is
-                bilinear, twice as wide.
-
-        Returns:
-            (n, channels, size, size) uint8.
+            size: side of the result in pixels.
+            name: name of the images, for messages.
+            box: each pixel is the mean of the area that it covers, see `_box`; otherwise the filter
+                is bilinear and twice as wide.
         """
         height, width = images.shape[-2:]
         if (height, width) == (size, size):
             return images
-        if max(height, width) > _NARROWEST * min(height, width):
-            raise ValueError(
-                f"{name}: expected sides within a factor of {_NARROWEST}; got {height} x {width} "
-                "pixels; remove it, or crop it"
-            )
         if box:
             return _box(_center_crop(images, min(height, width)), size, name)
         scale = size / min(height, width)
@@ -78,13 +68,13 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]], ABC):
         return _center_crop(resized, size)
 
     def statistics(self, most: int = 2000) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of each channel, of images scaled to [0, 1].
+        """Returns mean and standard deviation of each channel, for images scaled to [0, 1].
 
         Args:
-            most: images to read; if there are more, evenly spaced ones.
+            most: maximum number of images to read, evenly spaced.
 
         Returns:
-            (channels,) float64 each; a deviation of 0 is given as 1.
+            (channels,) float64 each; a deviation of 0 becomes 1.
         """
         count = min(len(self), most)
         levels = torch.zeros(self.channels, 256, dtype=torch.int64)
@@ -100,20 +90,12 @@ class LabeledImages(Dataset[tuple[Tensor, Tensor]], ABC):
 
 
 def _box(images: Tensor, size: int, name: str) -> Tensor:
-    """Squares scaled down: each pixel is the mean of the area that it covers, rounded.
-
-    Of half the side it is the mean of 2 x 2 pixels.
-
-    Args:
-        images: (n, channels, side, side) uint8.
-        size: of the result.
-        name: of the images, for messages.
-    """
+    """Scales squares down; each pixel is the rounded mean of the area that it covers."""
     side = images.shape[-1]
     if side < size:
         raise ValueError(
-            f"{name}: expected at least {size} pixels on the shorter side; got {side}; set a "
-            "smaller data.image_size, or leave the image out"
+            f"{name}: expected at least {size} pixels on the shorter side; got {side}; decrease "
+            "data.image_size, or remove the image"
         )
     ends = torch.arange(size + 1, dtype=torch.float64)[:, None] * (side / size)
     pixel = torch.arange(side, dtype=torch.float64)

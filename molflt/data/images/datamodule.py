@@ -1,4 +1,4 @@
-"""Images for training and validation, in batches."""
+"""Batches of images for training and validation."""
 
 from __future__ import annotations
 
@@ -15,31 +15,29 @@ from molflt.data.images.augment import _center_crop
 from molflt.data.images.base import LabeledImages
 from molflt.data.images.files import open_images
 
-__all__ = ["ImageData"]
+__all__ = ["ImageData", "PixelData"]
 
 
 class ImageData(BatchedData[LabeledImages]):
-    """Labeled images of one size, in batches of (bytes (channels, size, size), label).
+    """Labeled images of one size, in batches of bytes (channels, size, size) and labels.
 
     Args:
-        train: images to train on: a folder of a folder per class, an idx file of images (its labels
-            next to it), or hf:OWNER/NAME:SPLIT.
-        val: images to validate on, likewise; null with `val_fraction`.
-        train_labels: idx file of the labels, if it is not named as that of the images.
-        val_labels: likewise.
-        val_fraction: share of `train` to validate on instead, the last images of each class.
-        image_size: side that images are fitted to, the central square, pixels; null keeps the size
-            of the files, which must be squares, all of one size.
-        resize: side of the squares that training images are left at, for `task.augment` to cut
-            those of `image_size` from; validation images are cut from their centers. Null is
-            `image_size`.
+        train: training images: a folder with a folder for each class, an idx file of images (with
+            its labels next to it), or hf:OWNER/NAME:SPLIT.
+        val: validation images in one of these forms; null with `val_fraction`.
+        train_labels: idx file of the training labels, if its name does not follow from `train`.
+        val_labels: idx file of the validation labels, if its name does not follow from `val`.
+        val_fraction: share of `train` for validation, the last images of each class.
+        image_size: side in pixels of the central squares that images are resized to; null keeps the
+            size of the files, which must be equal squares.
+        resize: side of the training images before `task.augment` cuts them to `image_size`;
+            validation images are cut to their centers. Null for `image_size`.
         class_names: names of the classes of idx files, in the order of labels.
         batch_size: images in a batch, per device.
         workers: processes that read ahead; 0 reads in the main process.
     """
 
     items = "images"
-    datasets: dict[str, LabeledImages]
 
     def __init__(
         self,
@@ -63,7 +61,7 @@ class ImageData(BatchedData[LabeledImages]):
         if val_labels is not None and val is None:
             raise ValueError(
                 f"data.val_labels has no effect with data.val_fraction={val_fraction}, which takes "
-                "images of data.train; leave one of them out"
+                "images of data.train; omit one of them"
             )
         if val_fraction is not None and not 0 < val_fraction < 1:
             raise ValueError(f"data.val_fraction must be between 0 and 1; got {val_fraction}")
@@ -84,14 +82,13 @@ class ImageData(BatchedData[LabeledImages]):
         self.channels = 0
 
     def setup(self, stage: str = "fit") -> None:
-        """Opens both sets, once."""
+        """Opens both sets once."""
         if self.datasets:
             return
-        images = {"train": self._open("train", self.class_names)}
-        train = images["train"]
+        train = self._open("train", self.class_names)
         self.classes, self.channels = train.classes, train.channels
         split = self.val_fraction is not None
-        images["val"] = train if split else self._open("val", self.classes)
+        images = {"train": train, "val": train if split else self._open("val", self.classes)}
         for use, dataset in images.items():
             self._expect_alike(use, dataset, train)
         indices: dict[str, Tensor | None] = {"train": None, "val": None}
@@ -106,7 +103,6 @@ class ImageData(BatchedData[LabeledImages]):
         }
 
     def sizes(self) -> dict[str, int]:
-        """What the data decide about the model: classes, channels and image_size."""
         self.setup()
         return {
             "classes": len(self.classes),
@@ -115,33 +111,31 @@ class ImageData(BatchedData[LabeledImages]):
         }
 
     def files(self) -> dict[str, bytes]:
-        """classes.json: the names of the classes, in the order of the logits."""
+        """Returns classes.json: the names of the classes, in the order of the logits."""
         self.setup()
         return {"classes.json": (json.dumps(self.classes, ensure_ascii=False) + "\n").encode()}
 
     def describe(self) -> list[str]:
-        """What the training and the validation set hold, one phrase each."""
         return [
             f"{use} {len(dataset):,} images ({self.sources[use].name})"
             for use, dataset in self.datasets.items()
         ]
 
     def _digest(self, use: str, most: int | None = None) -> str:
-        """As of any data; of the labels and at most 2000 images, where these are in files."""
+        """Returns a digest of all labels and of the images, at most 2000 if they are decoded."""
         images = self.datasets[use]
         labels = hashlib.sha256(images.labels.numpy().tobytes()).hexdigest()
         return labels[:16] + super()._digest(use, most if images.in_memory else 2000)[:48]
 
     def judged(self, use: str) -> LabeledImages:
-        """The images of train or val as validation takes them: central squares of `image_size`."""
+        """Returns the images of a set as in validation: central squares of `image_size`."""
         self.setup()
         return _Squares(self.datasets[use], None, self.datasets["val"].size[0])
 
     def statistics(self) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation per channel of the training images, scaled to [0, 1].
+        """Returns mean and standard deviation of each channel of the training images.
 
-        (channels,) float64 each. Of all images in memory; of at most 2000, evenly spaced, that must
-        be read from files.
+        Images are scaled to [0, 1]; at most 2000 are decoded. (channels,) float64 each.
         """
         self.setup()
         train = self.datasets["train"]
@@ -166,13 +160,62 @@ class ImageData(BatchedData[LabeledImages]):
             )
 
 
-class _Squares(LabeledImages):
-    """Some of the images, cut to their central squares.
+class PixelData(ImageData):
+    """Images for models that predict their bytes, in the batches of `ImageData`, without classes.
 
     Args:
-        images: all of them.
-        index: (n,), which ones; all if None.
-        side: of the squares, pixels.
+        train: training images: a folder of images, or with a folder for each class, an idx file of
+            images (with its labels next to it), or hf:OWNER/NAME:SPLIT.
+        val: validation images in one of these forms; null with `val_fraction`.
+        train_labels: idx file of the training labels, if its name does not follow from `train`.
+        val_labels: idx file of the validation labels, if its name does not follow from `val`.
+        val_fraction: share of `train` for validation, the last images of each class.
+        image_size: side in pixels of the central squares that images are scaled down to, where each
+            pixel is the mean of the area that it covers; null keeps the size of the files, which
+            must be equal squares.
+        batch_size: images in a batch, per device.
+        workers: processes that read ahead; 0 reads in the main process.
+    """
+
+    def __init__(
+        self,
+        train: Path,
+        val: Path | None = None,
+        train_labels: Path | None = None,
+        val_labels: Path | None = None,
+        val_fraction: float | None = None,
+        image_size: int | None = None,
+        batch_size: int = 64,
+        workers: int = 0,
+    ) -> None:
+        super().__init__(
+            train,
+            val,
+            train_labels,
+            val_labels,
+            val_fraction,
+            image_size,
+            batch_size=batch_size,
+            workers=workers,
+        )
+
+    def sizes(self) -> dict[str, int]:
+        return {name: size for name, size in super().sizes().items() if name != "classes"}
+
+    def files(self) -> dict[str, bytes]:
+        return {}
+
+    def _open(self, use: str, classes: list[str] | None) -> LabeledImages:
+        return open_images(self.sources[use], self.labels[use], self.resize, box=True, flat=True)
+
+
+class _Squares(LabeledImages):
+    """Central squares of some images.
+
+    Args:
+        images: all images.
+        index: indices of the chosen ones, (n,); None for all.
+        side: side of the squares in pixels.
     """
 
     def __init__(self, images: LabeledImages, index: Tensor | None, side: int) -> None:

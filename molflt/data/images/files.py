@@ -1,4 +1,4 @@
-"""Labeled images from wherever they are: idx files, folders of classes, Hugging Face data sets."""
+"""Labeled images from idx files, folders of classes, and Hugging Face data sets."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ __all__ = ["open_images"]
 _SUFFIXES = (".png", ".jpg", ".jpeg")
 _GRAY = ("1", "L", "LA")
 _DEEP = ("I", "F")  # modes of more than 8 bits, which Pillow would clip
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # whatever the name says; others run programs
-_MOST_PIXELS = 2**25  # 300 MB while it is decoded
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # Pillow starts programs for some others
 
 
 def open_images(
@@ -39,20 +38,20 @@ def open_images(
     box: bool = False,
     flat: bool = False,
 ) -> LabeledImages:
-    """Opens labeled images, whatever holds them.
+    """Opens labeled images.
 
     Args:
         source: folder of classes, idx file of images, or hf:OWNER/NAME.
-        labels: idx file of the labels, if it is not beside that of the images.
-        size: side of a square that images are fitted to, pixels.
-        classes: names of the classes.
-        box: whether a pixel of a fitted image is the mean of what it covers, in all formats alike.
-        flat: take the images of a folder without folders, too, as those of one class.
+        labels: idx file of the labels, if its name does not follow from that of the images.
+        size: side in pixels of the squares that images are resized to; None keeps their size.
+        classes: names of the classes, in the order of labels.
+        box: each pixel of a resized image is the mean of the area that it covers.
+        flat: accept a folder of images without folders of classes, as one class.
     """
     if labels is not None and (str(source).startswith("hf:") or source.is_dir()):
         raise ValueError(
-            f"{labels}: a file of labels has no effect with {source}, whose images have classes of "
-            "their own; leave data.train_labels or data.val_labels out"
+            f"{labels}: a file of labels has no effect with {source}, which contains classes; omit "
+            "data.train_labels or data.val_labels"
         )
     if str(source).startswith("hf:"):
         return _HubImages(str(source), size, classes, box)
@@ -67,22 +66,24 @@ def open_images(
 
 
 def _decode(path: str, mode: str | None, fitted: int | None = None) -> Tensor:
-    """Bytes (channels, height, width) of an image in a mode of Pillow: L is gray, RGB in colors.
+    """Reads an image as bytes (channels, height, width).
 
-    Without a mode, as it is: gray or in colors.
+    Args:
+        path: file of the image.
+        mode: mode of Pillow: L for gray, RGB for colors; None for that of the file.
+        fitted: side that the image is resized to later, for which a JPEG may be read in part.
     """
     from PIL import Image
 
     with _decoding(path), Image.open(path, formats=_FORMATS) as image:
-        _check_pixels(image)
         if fitted is not None:
-            image.draft(mode, (fitted, fitted))  # a JPEG may be read in part
+            image.draft(mode, (fitted, fitted))
         image.load()
     return _as_bytes(image, path, mode or ("L" if image.mode in _GRAY else "RGB"))
 
 
 def _as_bytes(image: Image, name: str, mode: str = "RGB") -> Tensor:
-    """Raises ValueError, with the name, for more than 8 bits per channel."""
+    """Returns the bytes of an image, and raises ValueError for more than 8 bits per channel."""
     if image.mode[0] in _DEEP:
         raise ValueError(
             f"{name}: expected 8 bits per channel; got mode {image.mode}; convert the image"
@@ -92,58 +93,50 @@ def _as_bytes(image: Image, name: str, mode: str = "RGB") -> Tensor:
 
 
 class _DecodedImages(LabeledImages):
-    """Images that are decoded when they are asked for, in colors.
+    """Base class of color images that are decoded on demand.
 
     A subclass sets path, labels and classes, then calls ``super().__init__``.
 
     Args:
-        fitted: side of a square that images are fitted to; None expects that all are
-            of the size of the first one.
-        box: how, see `LabeledImages._fit`.
+        fitted: side of the squares that images are resized to; None requires the size of the first
+            image.
+        box: see `LabeledImages._fit`.
     """
 
     channels = 3
 
     def __init__(self, fitted: int | None, box: bool = False) -> None:
         self.fitted, self.box = fitted, box
-        first = self._decoded(0)
+        first = self._fitted(0)
         self.size = (first.shape[1], first.shape[2])
 
     @abstractmethod
     def _name(self, index: int) -> str:
-        """What messages call an image."""
+        """Returns the name of an image, for messages."""
 
     @abstractmethod
     def _decoded(self, index: int) -> Tensor:
-        """An image, (3, height, width) uint8, of any size unless `fitted`."""
+        """Returns an image, (3, height, width) uint8."""
+
+    def _fitted(self, index: int) -> Tensor:
+        pixels = self._decoded(index)
+        if self.fitted is not None:
+            pixels = self._fit(pixels[None], self.fitted, self._name(index), self.box)[0]
+        return pixels.contiguous()
 
     def image(self, index: int) -> Tensor:
-        image = self._decoded(index)
+        image = self._fitted(index)
         if tuple(image.shape[1:]) != self.size:
             raise ValueError(
-                f"{self._name(index)}: expected {self.size[0]} x {self.size[1]} pixels, as of the "
+                f"{self._name(index)}: expected {self.size[0]} x {self.size[1]} pixels, as in the "
                 f"first image; got {image.shape[1]} x {image.shape[2]}; set data.image_size to "
                 "resize all"
             )
         return image
 
-    def _fitted(self, pixels: Tensor, name: str) -> Tensor:
-        if self.fitted is not None:
-            pixels = self._fit(pixels[None], self.fitted, name, self.box)[0]
-        return pixels.contiguous()
-
 
 class _ImageFolder(_DecodedImages):
-    """Images below a folder per class.
-
-    Args:
-        path: folder that holds a folder for each class; its name is the name of the class.
-        size: side of a square that images are fitted to; None expects that all are of
-            the size of the first one.
-        classes: names of the classes, in the order of labels; by default all folders, sorted.
-        box: how images are scaled, see `LabeledImages._fit`.
-        flat: see `open_images`.
-    """
+    """Images in a folder for each class, named like the class; arguments as of `open_images`."""
 
     def __init__(
         self,
@@ -159,19 +152,23 @@ class _ImageFolder(_DecodedImages):
         )
         if flat and not found:
             found = ["."]
-        if not found:
+        elif not found:
             idx = sorted(entry.name for entry in path.glob("*idx3*"))
-            hint = f"or give the file {path / idx[0]}" if idx else f"as in {path}/cat/1.png"
+            hint = f"give the file {path / idx[0]}" if idx else f"make them, as in {path}/cat/1.png"
             raise ValueError(
-                f"{path}: expected a folder of images for each class; got none; make them, {hint}"
+                f"{path}: expected a folder of images for each class; got none; {hint}"
             )
-        elif found != ["."]:
-            _warn_of_others(path)
+        elif unused := sorted(filter(_is_image, os.listdir(path))):
+            warnings.warn(
+                f"{path}: {len(unused)} images outside the folders of classes are ignored, such as "
+                f"{shown(unused[0])}; move them into a folder, or away",
+                stacklevel=3,
+            )
         self.classes = found if classes is None else list(classes)
         if unknown := sorted(set(found) - set(self.classes)):
             raise ValueError(
-                f"{path}: expected folders of the {len(self.classes)} classes trained on; got "
-                f"{', '.join(unknown[:5])}{', ...' if len(unknown) > 5 else ''} besides; rename or "
+                f"{path}: expected folders of the {len(self.classes)} trained classes; got "
+                f"{', '.join(unknown[:5])}{', ...' if len(unknown) > 5 else ''} as well; rename or "
                 "remove them"
             )
         self.files: list[str] = []
@@ -192,20 +189,20 @@ class _ImageFolder(_DecodedImages):
         return self.files[index]
 
     def _decoded(self, index: int) -> Tensor:
-        path = self.files[index]
-        # A JPEG read in part is scaled by its own transform: no box.
-        return self._fitted(_decode(path, "RGB", None if self.box else self.fitted), path)
+        # Reading a JPEG in part scales it by another filter than a box
+        return _decode(self.files[index], "RGB", None if self.box else self.fitted)
 
 
 class _HubImages(_DecodedImages):
     """Images of a Hugging Face data set.
 
+    Images are in the column "image" or "img", and classes in "label" or "fine_label".
+
     Args:
-        source: "hf:OWNER/NAME" or "hf:OWNER/NAME:SPLIT", by default "train". The images are in
-            its column "image" or "img", and classes in "label", or "fine_label".
-        size: side of a square that images are fitted to, or None.
-        classes: names of the classes, for a check.
-        box: how images are scaled, see `LabeledImages._fit`.
+        source: "hf:OWNER/NAME" or "hf:OWNER/NAME:SPLIT"; the default split is "train".
+        size: see `open_images`.
+        classes: expected names of the classes.
+        box: see `open_images`.
     """
 
     def __init__(
@@ -234,12 +231,12 @@ class _HubImages(_DecodedImages):
         if bool((hidden := self.labels < 0).any()):
             raise ValueError(
                 f"{source}: expected the class of each image; got label {int(self.labels.min())} "
-                f"in {int(hidden.sum()):,} of {len(hidden):,} rows, as where labels are hidden; "
-                "name a split that has them"
+                f"in {int(hidden.sum()):,} of {len(hidden):,} rows, perhaps hidden; give a "
+                "split with labels"
             )
         if classes is not None and list(classes) != self.classes:
             raise ValueError(
-                f"{source}: expected the {len(classes)} classes trained on; got "
+                f"{source}: expected the {len(classes)} trained classes; got "
                 f"{len(self.classes)} others; validate on the same classes"
             )
         super().__init__(size, box)
@@ -250,43 +247,26 @@ class _HubImages(_DecodedImages):
     def _decoded(self, index: int) -> Tensor:
         with _decoding(self._name(index)):
             image = cast("Image", self.rows[index][self.column])
-            _check_pixels(image)
-        return self._fitted(_as_bytes(image, self._name(index)), self._name(index))
+        return _as_bytes(image, self._name(index))
 
 
 @contextmanager
 def _decoding(name: str) -> Iterator[None]:
-    """Names the image that Pillow cannot decode."""
+    """Adds the name of the image to errors of Pillow."""
     try:
         yield
-    except Exception as error:  # of many kinds, whatever a decoder stumbles over
+    except Exception as error:  # decoders raise many classes
         raise ValueError(
             f"{name}: expected an image; it cannot be decoded ({error}); get it again, or remove it"
         ) from None
-
-
-def _check_pixels(image: Image) -> None:
-    if (count := image.width * image.height) > _MOST_PIXELS:
-        raise ValueError(f"{count:,} pixels; expected at most {_MOST_PIXELS:,}")
 
 
 def _is_image(name: str) -> bool:
     return name.lower().endswith(_SUFFIXES) and not name.startswith(".")
 
 
-def _warn_of_others(path: Path) -> None:
-    """Says what stands beside the folders of classes, where nobody reads it."""
-    beside = sorted(filter(_is_image, os.listdir(path)))
-    if beside:
-        warnings.warn(
-            f"{path}: {len(beside)} images beside the folders of classes are not used, such as "
-            f"{shown(beside[0])}; move them into a folder, or away",
-            stacklevel=4,
-        )
-
-
 def _image_files(folder: Path) -> list[str]:
-    """Images below a folder, also behind links, but each folder once: links may form a circle."""
+    """Lists the images below a folder; follows links, but reads each folder once."""
     seen: set[str] = set()
     found: list[str] = []
     for where, below, names in os.walk(folder, followlinks=True):

@@ -1,35 +1,33 @@
-"""Labeled images of idx files, the format of MNIST."""
+"""Labeled images in idx files, the format of MNIST."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from molflt.data.images.base import LabeledImages
-from molflt.data.packed import Unpacked, unpacked
+from molflt.data.packed import unpacked
 
-_UNSIGNED_BYTE = 0x08  # the idx format's code
+_MAGIC = b"\0\0\x08"  # unsigned bytes
 _AXES = {3: "images (3 axes)", 1: "labels (1 axis)"}
 _CHUNK = 4096  # images that are resized at once
-_BLOCK = 2**22  # bytes that are read at once
 
 
 class _IdxImages(LabeledImages):
-    """Gray images of an idx file, in memory, with the labels of a second one.
+    """Gray images of an idx file, in memory, with the labels of a second file.
 
     Args:
         path: idx file of three axes, plain or gzipped.
-        labels: idx file of one axis; by default the file beside it that is named alike, with
-            "labels" for "images" and "idx1" for "idx3".
-        size: side of a square that images are fitted to; None leaves them as they are.
-        classes: names of the classes; their numbers if None.
-        box: how images are scaled, see `LabeledImages._fit`.
+        labels: idx file of one axis; by default the file next to `path` with "labels" for "images"
+            and "idx1" for "idx3" in its name.
+        size: side of the squares that images are resized to; None keeps their size.
+        classes: names of the classes; None for their numbers.
+        box: see `LabeledImages._fit`.
     """
 
     in_memory = True
@@ -44,20 +42,19 @@ class _IdxImages(LabeledImages):
     ) -> None:
         self.path = path
         images = _read_file(path, axes=3)
-        beside = _labels_beside(path) if labels is None else labels
-        labels_of = _read_file(beside, axes=1)
-        if len(images) != len(labels_of):
+        file = _labels_next_to(path) if labels is None else labels
+        self.labels = _read_file(file, axes=1).long()
+        if len(images) != len(self.labels):
             raise ValueError(
-                f"{beside}: expected a label for each of the {len(images):,} images of {path.name};"
-                f" got {len(labels_of):,} labels; give the two files of one set"
+                f"{file}: expected a label for each of the {len(images):,} images of {path.name}; "
+                f"got {len(self.labels):,} labels; give two files of the same set"
             )
-        self.labels = labels_of.long()
         most = int(self.labels.max())
         self.classes = [str(i) for i in range(most + 1)] if classes is None else list(classes)
         if most >= len(self.classes):
             raise ValueError(
-                f"{beside}: expected labels below {len(self.classes)}, the number of classes; got "
-                f"{most}; train on a set with all classes, or name them all"
+                f"{file}: expected labels below {len(self.classes)}, the number of classes; got "
+                f"{most}; train on a set with all classes, or name all of them"
             )
         self.images = images[:, None]
         if size is not None and self.images.shape[-2:] != (size, size):
@@ -72,52 +69,42 @@ class _IdxImages(LabeledImages):
 
 
 def _read_file(path: Path, axes: int) -> Tensor:
-    """Bytes of an idx file, plain or gzipped, of so many axes."""
+    """Reads the bytes of an idx file, plain or gzipped, with this number of axes."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; expected an idx file of {_AXES[axes]}")
-    with open(path, "rb") as file:
-        zipped = file.read(2) == b"\x1f\x8b"
-    with unpacked(path, "gzip") if zipped else open(path, "rb") as file:
-        return _read(file, path, axes)
-
-
-def _read(file: BinaryIO | Unpacked, path: Path, axes: int) -> Tensor:
-    head = file.read(4)
-    if len(head) < 4 or head[:2] != b"\0\0" or head[2] != _UNSIGNED_BYTE:
+    content = path.read_bytes()
+    if content[:2] == b"\x1f\x8b":
+        with unpacked(path, "gzip") as file:
+            content = file.read()
+    if len(content) < 4 or content[:3] != _MAGIC:
         raise ValueError(
             f"{path}: expected an idx file of bytes, which begins with 00 00 08; got "
-            f"{head.hex(' ') or 'nothing'}; give an idx file, or a folder of classes"
+            f"{content[:4].hex(' ') or 'an empty file'}; give an idx file, or a folder of classes"
         )
-    if head[3] != axes:
+    if content[3] != axes:
         raise ValueError(
-            f"{path}: expected {_AXES[axes]}; got {_AXES.get(head[3], f'{head[3]} axes')}; give "
-            f"the {_AXES[axes].split()[0]} file here"
+            f"{path}: expected {_AXES[axes]}; got {_AXES.get(content[3], f'{content[3]} axes')}; "
+            "give another file"
         )
-    sides = file.read(4 * axes)
-    shape = np.frombuffer(sides[: len(sides) // 4 * 4], ">u4").tolist()
-    expected = math.prod(shape) if len(shape) == axes else 0
-    content = bytearray()
-    # One byte more than expected, so that a file that goes on is noticed; and no more memory than
-    # there is content, whatever the header says
-    while expected and (block := file.read(min(expected + 1 - len(content), _BLOCK))):
-        content += block
-    if not expected or len(content) != expected:
-        more = "more" if len(content) > expected else f"{len(content):,}"
+    head = 4 + 4 * axes
+    shape = np.frombuffer(content[4:head].ljust(4 * axes, b"\0"), ">u4").tolist()
+    expected, found = math.prod(shape), max(0, len(content) - head)
+    if not expected or found != expected:
         raise ValueError(
-            f"{path}: expected {expected:,} bytes after the header, as it says ({shape}); got "
-            f"{more}; the file is truncated, empty or mislabeled; get it again"
+            f"{path}: expected {expected:,} bytes after the header, for the shape {shape}; got "
+            f"{found:,}; the file is truncated, empty or mislabeled; get it again"
         )
-    return torch.frombuffer(content, dtype=torch.uint8).view(shape)
+    return torch.frombuffer(bytearray(content[head:]), dtype=torch.uint8).view(shape)
 
 
-def _labels_beside(path: Path) -> Path:
-    """The idx file of labels that belongs to one of images, by its name."""
+def _labels_next_to(path: Path) -> Path:
+    """Finds the idx file of the labels by the name of the images."""
     name = path.name.replace("images", "labels").replace("idx3", "idx1")
     plain = name.removesuffix(".gz")
     for candidate in (name, plain, f"{plain}.gz"):
         if candidate != path.name and (path.parent / candidate).is_file():
             return path.parent / candidate
     raise FileNotFoundError(
-        f"{path.parent / name}: no such file; expected the labels of {path.name} there; give their "
-        "file (data.train_labels, data.val_labels)"
+        f"{path.parent / name}: no such file; expected the labels of {path.name}; give their file "
+        "as data.train_labels or data.val_labels"
     )

@@ -1,4 +1,4 @@
-"""Images side by side, pixel by pixel, as one PNG."""
+"""Contact sheets: images next to each other in one PNG."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ __all__ = ["write_sheet"]
 
 _COLUMNS = 16
 _MARGIN = 2  # pixels of the sheet
-_LEAST = 56  # sides of an image on the sheet, to which small ones are repeated
+_LEAST = 56  # pixels of a side of an image on the sheet; smaller images are enlarged
 
 
 def write_sheet(path: Path, rows: Sequence[Tensor]) -> None:
-    """Writes images as a PNG: the rows below each other, in strips of 16 columns.
-
-    Pixels are repeated and never smoothed.
+    """Writes rows of images as a PNG, in strips of 16 columns; pixels are repeated, not smoothed.
 
     Args:
-        path: to write.
-        rows: (n, channels, height, width) uint8 each, n alike; column i holds those that belong
-            together.
+        path: file to write.
+        rows: (n, channels, height, width) uint8 each, of equal shapes; images with the same index
+            are in one column.
     """
     from PIL import Image
 

@@ -1,4 +1,4 @@
-"""Images without labels: one, those of a folder, or those of an idx file."""
+"""Images without labels: a file, the files of a folder, or an idx file."""
 
 from __future__ import annotations
 
@@ -16,15 +16,12 @@ __all__ = ["read_alike", "read_images"]
 
 
 def read_images(source: Path, side: int, channels: int) -> Iterator[tuple[str, Tensor]]:
-    """Images without labels, one after another, fitted to a square.
+    """Yields the name and the bytes (channels, side, side) of images, resized to squares.
 
     Args:
-        source: an image, a folder of images, or an idx file of images.
-        side: of the square, pixels.
+        source: image, folder of images, or idx file of images.
+        side: side of the squares in pixels.
         channels: 1 for gray, 3 for colors.
-
-    Yields:
-        Name of the file, with the place within an idx file, and bytes (channels, side, side).
     """
     for file, name, image in _images(source, "L" if channels == 1 else "RGB", side):
         pixels = image.expand(1, channels, *image.shape[1:])
@@ -32,18 +29,15 @@ def read_images(source: Path, side: int, channels: int) -> Iterator[tuple[str, T
 
 
 def read_alike(source: Path, side: int, channels: int, fit: bool = False) -> Iterator[Tensor]:
-    """Images as a model of their bytes takes them: nothing is changed but for what is asked.
+    """Yields the bytes (channels, side, side) of images without resizing, for a pixel model.
 
-    Gray images serve a model of colors, as training reads them: all channels are the same.
+    Gray images are accepted by a model of colors, with three equal channels as in training.
 
     Args:
-        source: an image, a folder of images, or an idx file of images.
-        side: of the squares, pixels.
+        source: image, folder of images, or idx file of images.
+        side: side of the squares in pixels.
         channels: 1 for gray, 3 for colors.
-        fit: scale the central squares of larger images down, as `LabeledImages._fit` with a box.
-
-    Yields:
-        Bytes (channels, side, side).
+        fit: scale the central squares of larger images down, as in training.
     """
     for file, _, image in _images(source, None):
         if len(image) == 1:
@@ -58,7 +52,7 @@ def read_alike(source: Path, side: int, channels: int, fit: bool = False) -> Ite
         if tuple(image.shape[1:]) != (side, side):
             raise ValueError(
                 f"{file}: expected {side} x {side} pixels, as in training; got {image.shape[1]} x "
-                f"{image.shape[2]}; scale it, or let --fit true do so"
+                f"{image.shape[2]}; resize it, or set --fit true"
             )
         yield image
 
@@ -66,13 +60,7 @@ def read_alike(source: Path, side: int, channels: int, fit: bool = False) -> Ite
 def _images(
     source: Path, mode: str | None, fitted: int | None = None
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """File, name and bytes (channels, height, width) of each image, those of an idx file gray.
-
-    Args:
-        source: an image, a folder of images, in sorted order, or an idx file of images.
-        mode: as for `_decode`, of images that are decoded.
-        fitted: likewise; given where training reads JPEGs in part, so that pixels are the same.
-    """
+    """Yields file, name and bytes of images; `mode` and `fitted` as for `_decode`."""
     if not source.exists():
         raise FileNotFoundError(
             f"{source}: no such file or folder; expected an image, a folder of images, or an idx "

@@ -1,1 +1,1 @@
-"""Text: sources, vocabularies and blocks of tokens."""
+"""Text: readers, tokenizers, and batches of tokens."""

@@ -1,9 +1,11 @@
-"""Plain text as blocks of token ids: files, compressed or not, and Hugging Face data sets."""
+"""Blocks of token ids for language models that predict the next token."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sized
 from pathlib import Path
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -14,49 +16,67 @@ from molflt.data.batches import BatchedData
 from molflt.data.text.sources import _text_blocks
 from molflt.data.text.vocabulary import _FIXED, Vocabulary, _Level
 
-__all__ = ["TextData", "TokenBlocks", "read_blocks"]
+__all__ = ["Blocks", "TextData", "TextSets", "TokenBlocks", "read_blocks"]
 
-_FEW_KNOWN = 0.5  # share of unknown tokens from which on a vocabulary is none of this text
+_MOST_UNKNOWN = 0.5  # a greater share of <unk> means the wrong vocabulary
 _NO_TARGET = -1
+_Item = TypeVar("_Item", covariant=True)
+_Items = TypeVar("_Items", bound=Sized)
 
 
-class TokenBlocks(Dataset[tuple[Tensor, Tensor]]):
-    """A text cut into blocks, where every token is to be predicted exactly once.
-
-    The stream is [<eos>, t_1, ..., t_n]. Block i has the inputs stream[i L : (i + 1) L] and, one
-    place later, the targets t_(i L + 1) ... t_((i + 1) L), and knows nothing of earlier blocks. So
-    are FLT's language models trained and evaluated (arXiv:2302.01925, appendix B.1).
+class Blocks(Dataset[_Item]):
+    """Base class of texts that are cut into blocks.
 
     Args:
-        ids: (n,) integers, without the first <eos>.
-        length: L, tokens in a block.
-        eos: id of <eos>.
-        keep_last: keep the rest that fills no block, padded by <eos> without a target (-1).
-
-    Raises:
-        ValueError: no token, or without `keep_last` fewer than `length` tokens.
+        ids: ids of the text, (tokens,) integers.
+        length: tokens in a block.
+        least: minimum number of tokens.
+        source: name of the text, for messages.
     """
 
-    def __init__(self, ids: np.ndarray, length: int, eos: int, keep_last: bool = False) -> None:
-        if length < 1:
-            raise ValueError(f"length must be at least 1; got {length}")
-        least = 1 if keep_last else length
+    def __init__(self, ids: np.ndarray, length: int, least: int, source: str) -> None:
         if len(ids) < least:
             raise ValueError(
-                f"expected at least {least} tokens for one block; got {len(ids)}; use a longer "
-                "text or a smaller data.length"
+                f"{source}: expected at least {least} tokens for one block; got {len(ids)}; use a "
+                "longer text or a smaller data.length"
             )
+        self.ids = ids
         self.tokens = len(ids)
         self.length = length
+
+
+class TokenBlocks(Blocks[tuple[Tensor, Tensor]]):
+    """Blocks of a text in which every token is predicted exactly once.
+
+    The stream is [<eos>, t_1, ..., t_n]. Block i has the inputs stream[i L : (i + 1) L] and the
+    targets t_(i L + 1) ... t_((i + 1) L). Blocks do not see earlier ones; the language models of
+    FLT are trained and evaluated in this way (arXiv:2302.01925, appendix B.1).
+
+    Args:
+        ids: ids of the text without the first <eos>, (n,) integers.
+        length: L, tokens in a block.
+        eos: id of <eos>.
+        keep_last: keep an incomplete last block, padded with <eos> without targets (-1).
+        source: name of the text, for messages.
+    """
+
+    def __init__(
+        self,
+        ids: np.ndarray,
+        length: int,
+        eos: int,
+        keep_last: bool = False,
+        source: str = "text",
+    ) -> None:
+        super().__init__(ids, length, 1 if keep_last else length, source)
         self.eos = eos
         self.keep_last = keep_last
-        self.ids = ids
 
     def __len__(self) -> int:
         return -(-self.tokens // self.length) if self.keep_last else self.tokens // self.length
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, (length,) int64 each; the target is -1 where there is none."""
+        """Returns inputs and targets, (length,) int64 each; padding has the target -1."""
         if not 0 <= index < len(self):
             raise IndexError(f"block {index} of {len(self)}")
         start = index * self.length
@@ -70,34 +90,61 @@ class TokenBlocks(Dataset[tuple[Tensor, Tensor]]):
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
 
-class TextData(BatchedData[TokenBlocks]):
-    """Blocks of a training, a validation and perhaps a test text.
+class TextSets(BatchedData[_Items]):
+    """Base class of a training, a validation and an optional test text.
 
-    Each text is a file of UTF-8, plain or ending in .gz or .xz, or a Hugging Face data set where
-    `datasets` is installed: hf:OWNER/NAME[/CONFIG][:SPLIT[.COLUMN]], such as
+    Args:
+        batch_size: items in a batch, per device.
+        workers: processes that read ahead; 0 reads in the main process.
+        sources: source of "train", "val" and "test", which may be None.
+    """
+
+    def __init__(self, batch_size: int, workers: int, sources: dict[str, Path | None]) -> None:
+        super().__init__(batch_size, workers)
+        self.sources = {use: str(source) for use, source in sources.items() if source is not None}
+
+    def setup(self, stage: str = "fit") -> None:
+        """Reads the texts once, the test text only in other stages than "fit"."""
+        for use in self.sources:
+            if use not in self.datasets and (use != "test" or stage != "fit"):
+                self.datasets[use] = self.open(use)
+
+    def open(self, use: str) -> _Items:
+        """Reads one text; "train" is read first and sets the vocabulary."""
+        raise NotImplementedError
+
+    def describe(self) -> list[str]:
+        return [
+            f"{use} {cast('Blocks[object]', blocks).tokens:,} tokens "
+            f"({self.sources[use].rpartition('/')[2]})"
+            for use, blocks in self.datasets.items()
+        ]
+
+
+class TextData(TextSets[TokenBlocks]):
+    """Blocks of a training, a validation and an optional test text.
+
+    Each text is a UTF-8 file, plain or ending in .gz or .xz, or a Hugging Face data set if the
+    package `datasets` is installed: hf:OWNER/NAME[/CONFIG][:SPLIT[.COLUMN]], such as
     hf:Salesforce/wikitext/wikitext-2-v1:train.text, whose rows are lines.
 
     Args:
-        train: text to train on.
-        val: text to validate on.
-        test: text to evaluate on at the end.
-        level: tokens are words, characters, bytes, or residues of proteins in FASTA files, one
-            `<eos>` behind each record; see `molflt.data.text.vocabulary.Vocabulary`.
+        train: training text.
+        val: validation text.
+        test: text for the final evaluation.
+        level: tokens are words, characters, bytes, or residues of proteins in FASTA files; see
+            `molflt.data.text.vocabulary.Vocabulary`.
         length: tokens in a block.
         batch_size: blocks in a batch, per device.
         workers: processes that read ahead; 0 reads in the main process.
-        min_count: how often a token has to occur in the training text; rarer ones are <unk>.
-        vocabulary: vocabulary.json of an earlier run, instead of that of the training text.
+        min_count: minimum count of a token in the training text; rarer ones become <unk>.
+        vocabulary: vocabulary.json of an earlier run; by default it is made from the training text.
 
     Attributes:
-        vocabulary: after `setup`.
-
-    Raises:
-        ValueError: for an option outside its range, or without effect.
+        vocabulary: vocabulary, after `setup`.
     """
 
     items = "blocks"
-    datasets: dict[str, TokenBlocks]
     vocabulary: Vocabulary
 
     def __init__(
@@ -112,87 +159,64 @@ class TextData(BatchedData[TokenBlocks]):
         min_count: int = 1,
         vocabulary: Path | None = None,
     ) -> None:
-        super().__init__(batch_size, workers)
+        super().__init__(batch_size, workers, {"train": train, "val": val, "test": test})
         for name, value in (("length", length), ("min_count", min_count)):
             if value < 1:
                 raise ValueError(f"data.{name} must be at least 1; got {value}")
         given = f"vocabulary={vocabulary}" if vocabulary is not None else f"level={level}"
         if min_count > 1 and (vocabulary is not None or level in _FIXED):
             raise ValueError(
-                f"data.min_count has no effect with data.{given}, of which nothing is counted; "
-                "leave one of them out"
+                f"data.min_count has no effect with data.{given}, which fixes the vocabulary; omit "
+                "one of them"
             )
-        self.sources = {"train": str(train), "val": str(val)}
-        if test is not None:
-            self.sources["test"] = str(test)
         self.level = level
         self.length = length
         self.min_count = min_count
         self.vocabulary_file = None if vocabulary is None else Path(vocabulary)
 
-    def setup(self, stage: str = "fit") -> None:
-        """Reads the texts, once.
-
-        Raises:
-            ValueError: a text that is empty, too short or not UTF-8; a vocabulary of another text.
-            FileNotFoundError: naming the file.
-        """
-        if "train" not in self.datasets:
-            source = self.sources["train"]
-            if self.vocabulary_file is None:
-                blocks = _text_blocks(source, self.level, "train")
-                self.vocabulary, ids = Vocabulary.count(self.level, blocks, self.min_count, source)
-            else:
-                self.vocabulary = _read_vocabulary(self.vocabulary_file, self.level)
-                ids = self.vocabulary.encode_blocks(_text_blocks(source, self.level, "train"))
-                if (share := _unknown(ids, self.vocabulary)) > _FEW_KNOWN:
-                    raise ValueError(
-                        f"{self.vocabulary_file}: {share:.0%} of the tokens of {source} are not in "
-                        "this vocabulary; expected the one of this text; leave it out to make one"
-                    )
-            self.datasets["train"] = _cut(source, ids, self.length, self.vocabulary, False)
-        for use, source in self.sources.items():
-            if use not in self.datasets and (use != "test" or stage != "fit"):
-                self.datasets[use] = read_blocks(source, self.vocabulary, self.length, use)
+    def open(self, use: str) -> TokenBlocks:
+        source = self.sources[use]
+        if use != "train":
+            return read_blocks(source, self.vocabulary, self.length, use)
+        blocks = _text_blocks(source, self.level)
+        if self.vocabulary_file is None:
+            self.vocabulary, ids = Vocabulary.count(self.level, blocks, self.min_count)
+        else:
+            self.vocabulary = _read_vocabulary(self.vocabulary_file, self.level)
+            ids = self.vocabulary.encode_blocks(blocks)
+            if (share := _unknown(ids, self.vocabulary)) > _MOST_UNKNOWN:
+                raise ValueError(
+                    f"{self.vocabulary_file}: expected a vocabulary of {source}; got one without "
+                    f"{share:.0%} of its tokens; omit data.vocabulary to make one"
+                )
+        return TokenBlocks(ids, self.length, self.vocabulary.eos, source=source)
 
     def sizes(self) -> dict[str, int]:
-        """What the data decide about the model."""
         self.setup()
         return {"vocabulary": len(self.vocabulary)}
 
     def files(self) -> dict[str, bytes]:
-        """What a run must keep to read and write text later."""
         self.setup()
         return {"vocabulary.json": self.vocabulary.to_json()}
 
-    def describe(self) -> list[str]:
-        return [
-            f"{use} {blocks.tokens:,} tokens ({self.sources[use].rpartition('/')[2]})"
-            for use, blocks in self.datasets.items()
-        ]
-
 
 def read_blocks(source: str, vocabulary: Vocabulary, length: int, use: str = "val") -> TokenBlocks:
-    """All tokens of a text in blocks for evaluation, read with a known vocabulary.
+    """Reads a whole text in blocks for evaluation.
 
     Args:
         source: file or hf: name, see `TextData`.
-        vocabulary: of the model.
+        vocabulary: vocabulary of the model.
         length: tokens in a block.
-        use: "train", "val" or "test": which split of a Hugging Face data set if none is named.
-
-    Raises:
-        ValueError: a text that is empty or not UTF-8.
-        FileNotFoundError: naming the file.
+        use: "train", "val" or "test", the default split of a Hugging Face data set.
     """
     ids = vocabulary.encode_blocks(_text_blocks(source, vocabulary.level, use))
-    if (share := _unknown(ids, vocabulary)) > _FEW_KNOWN:
+    if (share := _unknown(ids, vocabulary)) > _MOST_UNKNOWN:
         warnings.warn(
-            f"{source}: {share:.0%} of the tokens are not in the vocabulary and count as <unk>: "
-            "the perplexity says little about this text",
+            f"{source}: {share:.0%} of the tokens are not in the vocabulary and become <unk>: the "
+            "perplexity says little about this text",
             stacklevel=2,
         )
-    return _cut(source, ids, length, vocabulary, True)
+    return TokenBlocks(ids, length, vocabulary.eos, keep_last=True, source=source)
 
 
 def _read_vocabulary(path: Path, level: _Level) -> Vocabulary:
@@ -201,23 +225,12 @@ def _read_vocabulary(path: Path, level: _Level) -> Vocabulary:
     vocabulary = Vocabulary.from_json(path.read_bytes(), str(path))
     if vocabulary.level != level:
         raise ValueError(
-            f"{path}: is a vocabulary of level {vocabulary.level!r}; expected {level!r}; change "
+            f"{path}: expected a vocabulary of level {level!r}; got {vocabulary.level!r}; change "
             "data.level"
         )
     return vocabulary
 
 
-def _cut(
-    source: str, ids: np.ndarray, length: int, vocabulary: Vocabulary, keep_last: bool
-) -> TokenBlocks:
-    if not len(ids):
-        raise ValueError(f"{source}: the file is empty; expected text")
-    try:
-        return TokenBlocks(ids, length, vocabulary.eos, keep_last)
-    except ValueError as error:
-        raise ValueError(f"{source}: {error}") from None
-
-
 def _unknown(ids: np.ndarray, vocabulary: Vocabulary) -> float:
-    """Share of <unk>."""
+    """Returns the share of <unk>."""
     return float(np.mean(ids == vocabulary.unk)) if len(ids) else 0.0

@@ -1,4 +1,4 @@
-"""Vocabularies that are given and not learned: residues, symbols of ListOps, bytes."""
+"""Fixed vocabularies: residues, symbols of ListOps, and bytes."""
 
 from __future__ import annotations
 
@@ -13,79 +13,72 @@ from molflt.data.text.proteins import RESIDUES
 __all__ = ["BYTES", "FIXED", "LISTOPS", "FixedVocabulary", "byte_ids", "text_of"]
 
 LISTOPS = ("[MIN", "[MAX", "[MED", "[SM", "]", *"0123456789")
-"""Tokens of ListOps (arXiv:1804.06028); the parentheses in published files carry no information."""
+"""Tokens of ListOps (arXiv:1804.06028), without the redundant parentheses of published files."""
 
 _VISIBLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 _OTHER = [byte for byte in range(256) if byte not in _VISIBLE]
 BYTES = tuple(chr(b) if b in _VISIBLE else chr(256 + _OTHER.index(b)) for b in range(256))
-"""A visible character for each byte: GPT-2's, which the pre-tokenizer ByteLevel writes."""
+"""Visible character of each byte, as written by GPT-2 and the pre-tokenizer ByteLevel."""
 
 
 class FixedVocabulary(NamedTuple):
-    """Tokens, and how a text is cut into them."""
+    """Tokens, and the way in which a text is split into them."""
 
     tokens: tuple[str, ...]
     what: str
-    """what a token is called"""
+    """name of a token, for messages"""
     expected: str
-    """all of them, for messages"""
-    cut: Callable[[Any, Any], None]
-    """(library, tokenizer) -> sets what cuts and joins"""
+    """all tokens, for messages"""
+    configure: Callable[[Any, Any], None]
+    """(library, tokenizer) -> sets the steps that split and join a text"""
 
     def build(self, library: Any, special: tuple[str, ...], unknown: str) -> Any:
-        """The library's tokenizer: the special tokens first, then these."""
+        """Returns a tokenizer of the library `tokenizers`; its special tokens come first."""
         ids = {name: index for index, name in enumerate([*special, *self.tokens])}
         inner = library.Tokenizer(library.models.WordLevel(ids, unk_token=unknown))
-        self.cut(library, inner)
+        self.configure(library, inner)
         inner.add_special_tokens(list(special))
         return inner
 
 
-def _characters(library: Any, inner: Any) -> None:
-    each = library.Regex(r"[\s\S]")
-    inner.pre_tokenizer = library.pre_tokenizers.Split(each, "isolated")
+def _characters(library: Any) -> Any:
+    return library.pre_tokenizers.Split(library.Regex(r"[\s\S]"), "isolated")
+
+
+def _residues(library: Any, inner: Any) -> None:
+    inner.pre_tokenizer = _characters(library)
     inner.decoder = library.decoders.Fuse()
 
 
 def _symbols(library: Any, inner: Any) -> None:
-    """Between white space; parentheses, which published files have, count for nothing."""
     inner.normalizer = library.normalizers.Replace(library.Regex("[()]"), " ")
     inner.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
 
 
 def _bytes(library: Any, inner: Any) -> None:
-    each = library.Regex(r"[\s\S]")
-    inner.pre_tokenizer = library.pre_tokenizers.Sequence(
-        [
-            library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            library.pre_tokenizers.Split(each, "isolated"),
-        ]
-    )
+    level = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.pre_tokenizer = library.pre_tokenizers.Sequence([level, _characters(library)])
     inner.decoder = library.decoders.ByteLevel()
 
 
 def text_of(content: bytes) -> str:
-    """Any bytes as a text, of which `byte_ids` makes the same bytes, UTF-8 or not."""
+    """Returns bytes as a text, which `byte_ids` reads without loss even if they are not UTF-8."""
     return content.decode("utf-8", "surrogateescape")
 
 
 def byte_ids(text: str, ids: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Ids of the bytes of a text in UTF-8, or of what `text_of` was given.
-
-    What looks like a special token is none: its bytes are text.
+    """Returns the ids of the UTF-8 bytes of a text, (bytes,); special tokens are not recognized.
 
     Args:
-        text: to cut.
-        ids: of each byte, (256,).
-
-    Returns:
-        (bytes of the text,).
+        text: any text, also from `text_of`.
+        ids: id of each byte, (256,).
     """
     return ids[np.frombuffer(text.encode("utf-8", "surrogateescape"), dtype=np.uint8)]
 
 
 FIXED = {
-    "protein": FixedVocabulary(tuple(RESIDUES), "residue", f"the letters {RESIDUES}", _characters),
+    "protein": FixedVocabulary(tuple(RESIDUES), "residue", f"the letters {RESIDUES}", _residues),
     "listops": FixedVocabulary(LISTOPS, "ListOps symbol", " ".join(LISTOPS), _symbols),
     "byte": FixedVocabulary(BYTES, "byte", "256 of them", _bytes),
 }
+"""Fixed vocabularies by the kind of their tokenizer."""

@@ -1,11 +1,9 @@
-"""Tasks with labels for sequences: which file, which columns, which labels, which metrics.
-
-Those of GLUE (arXiv:1804.07461), and those of Long Range Arena (arXiv:2011.04006).
-"""
+"""Labeled texts of GLUE (arXiv:1804.07461) and of Long Range Arena (arXiv:2011.04006)."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -14,8 +12,8 @@ import torch
 
 from molflt.data.held_out import held_out
 from molflt.data.images.files import open_images
-from molflt.data.text.folders import read_grey, read_texts
-from molflt.data.text.sources import _line_blocks
+from molflt.data.text.fixed import text_of
+from molflt.data.text.sources import _PACKED, _lines
 from molflt.files import shown
 
 if TYPE_CHECKING:
@@ -35,10 +33,10 @@ __all__ = [
 ]
 
 VAL_FRACTION = 0.1
-"""Share of the training rows to validate on, of tasks without files for that, if nobody says."""
+"""Default share of the training rows for validation, for tasks without a validation file."""
 
-_PACKED = ("", ".gz", ".xz")
-_BYTE_ORDER = "\ufeff"
+_UNLABELED = "unsup"  # folder of the published reviews
+_LUMA = torch.tensor([19595, 38470, 7471])  # ITU-R 601 in units of 2^-16, rounded as by Pillow
 _TWO = ("0", "1")
 _ENTAILED = ("entailment", "not_entailment")
 
@@ -50,33 +48,33 @@ class Example(NamedTuple):
     second: str | None
     """None for a task of single sentences"""
     label: float
-    """index of the class, or the score"""
+    """index of the class, or score"""
 
 
 class GlueTask(NamedTuple):
-    """How the files of a task are read, and what is reported of it."""
+    """Format of the files of a task, and its metrics."""
 
     columns: Mapping[str, str]
-    """what -> name in the header: first, second (of pairs), label"""
+    """names in the header of the columns first, second (for pairs) and label"""
     labels: tuple[str, ...] | None
-    """classes in the order of their index; None for a score from 0 to 5, and for images"""
+    """names of the classes in the order of their index; None for scores from 0 to 5 and images"""
     metrics: tuple[str, ...] = ("accuracy",)
     places: Mapping[str, int] | None = None
-    """the same columns in files without a header, from 0"""
+    """indices of the same columns in files without a header"""
     files: Mapping[str, tuple[str, ...]] = {}
-    """split -> names of files other than the usual ones"""
+    """additional file names of each split"""
     broken_rows: bool = False
-    """whether the public files have rows with missing columns, which everybody leaves out"""
+    """the published files contain rows with missing columns, which are skipped by convention"""
     kind: TokenizerKind | None = None
-    """of its tokenizer where none is asked for; None for one that is learned"""
+    """default kind of the tokenizer; None for a learned one"""
     form: Literal["rows", "texts", "images"] = "rows"
-    """a table, a folder of texts for each class, or images"""
+    """table, folder of texts for each class, or images"""
     folder: str | None = None
-    """where the files are, below the root, if it is not named as the task"""
+    """folder of the files, if it is not named like the task"""
 
     @property
     def held_out(self) -> bool:
-        """Whether there are no files to validate on: a share of the training rows is."""
+        """True for tasks without validation files, where training rows are used."""
         return self.form != "rows"
 
 
@@ -86,7 +84,7 @@ def _pair(first: str, second: str, label: str = "label") -> dict[str, str]:
 
 _MATCHED = {"val": ("dev_matched.tsv",), "val_mismatched": ("dev_mismatched.tsv",)}
 _USUAL = {"train": ("train.tsv",), "val": ("dev.tsv",), "test": ("test.tsv",)}
-_MRPC = {"test": ("msr_paraphrase_test.txt",)}  # that of training holds GLUE's dev.tsv as well
+_MRPC = {"test": ("msr_paraphrase_test.txt",)}  # its training file contains GLUE's dev.tsv
 _STS = {"train": ("sts-train.csv",), "val": ("sts-dev.csv",), "test": ("sts-test.csv",)}
 
 GLUE: dict[str, GlueTask] = {
@@ -124,14 +122,12 @@ def _folders(train: str, test: str) -> dict[str, tuple[str, ...]]:
     return {"train": (*train.split(),), "val": (*train.split(),), "test": (*test.split(),)}
 
 
-_ARENA = {use: (f"{use}.tsv", f"basic_{use}.tsv") for use in ("train", "val", "test")}
-
 LONG_RANGE: dict[str, GlueTask] = {
     "ListOps": GlueTask(
         {"first": "Source", "label": "Target"},
         tuple("0123456789"),
-        places={"first": 1, "label": 0},  # of the original files (arXiv:1804.06028)
-        files=_ARENA,
+        places={"first": 1, "label": 0},  # in the original files (arXiv:1804.06028)
+        files={use: (f"{use}.tsv", f"basic_{use}.tsv") for use in ("train", "val", "test")},
         kind="listops",
     ),
     "IMDb": GlueTask(
@@ -155,27 +151,24 @@ TASKS = {**GLUE, **LONG_RANGE}
 
 
 def find_split(root: Path, task: str, split: str) -> Path:
-    """The file of a split: ROOT/TASK/train.tsv or ROOT/TASK.train.tsv, plain or as .gz or .xz.
+    """Finds the file of a split: ROOT/TASK/train.tsv or ROOT/TASK.train.tsv, plain, .gz or .xz.
 
     Args:
         root: folder of the tasks.
         task: key of `TASKS`.
-        split: train, val, test, or val_mismatched of MNLI.
-
-    Raises:
-        FileNotFoundError: naming what was looked for.
+        split: train, val, test, or val_mismatched for MNLI.
     """
     spec, root = TASKS[task], Path(root)
     names = [*spec.files.get(split, ()), *(() if spec.held_out else _USUAL.get(split, ()))]
     forms = [f"{spec.folder or task}/{name}" for name in names]
     for form in forms:
-        for packed in _PACKED:
+        for packed in ("", *_PACKED):
             for path in (root / f"{form}{packed}", root / f"{form.replace('/', '.', 1)}{packed}"):
                 if path.is_file() or (spec.held_out and path.is_dir()):
                     return path
     kind = "an unpacked folder" if spec.form == "texts" else "plain or as .gz or .xz"
     raise FileNotFoundError(
-        f"{root}: no {split} file of {task}; expected {' or '.join(forms) or 'no such split'}, "
+        f"{root}: no {split} file of {task}; expected {' or '.join(forms) or 'another split'}, "
         f"{kind}; change data.root"
     )
 
@@ -187,22 +180,17 @@ def read_splits(
     val_fraction: float | None = None,
     classes: Sequence[str] | None = None,
 ) -> dict[str, tuple[Path, list[Example]]]:
-    """File or folder, and rows, of each split.
+    """Reads the rows of splits; returns the file or folder and the rows of each.
 
-    Where a task has no files to validate on, val are the last of each class of the training rows,
-    and train the others: IMDb's reviews of one film stand behind each other, so that hardly a film
-    is in both.
+    Tasks without validation files are validated on the last training rows of each class. Reviews
+    of the same film are adjacent in IMDb, thus hardly any film is in both sets.
 
     Args:
         root: folder of the tasks.
         task: key of `TASKS`.
-        splits: train, val, test, or val_mismatched of MNLI.
-        val_fraction: share of the training rows that is val; None is `VAL_FRACTION`.
+        splits: train, val, test, or val_mismatched for MNLI.
+        val_fraction: share of the training rows for validation; None for `VAL_FRACTION`.
         classes: see `read_examples`.
-
-    Raises:
-        FileNotFoundError: naming what was looked for.
-        ValueError: see `read_examples`; or a share that leaves none to train or to validate on.
     """
     paths = {split: find_split(root, task, split) for split in splits}
     rows = {path: read_examples(path, task, classes) for path in dict.fromkeys(paths.values())}
@@ -219,29 +207,24 @@ def read_splits(
 
 
 def classes_in(path: Path, task: str) -> list[str]:
-    """Names of the classes, those of images as `path` has them; of scores the word score."""
+    """Returns the names of the classes, for images those in `path`, and "score" for scores."""
     if TASKS[task].form == "images":
         return open_images(path).classes
     return list(TASKS[task].labels or ("score",))
 
 
 def read_examples(path: Path, task: str, classes: Sequence[str] | None = None) -> list[Example]:
-    """All rows of a file: cells between tabs, where quotation marks mean nothing.
+    """Reads all rows of a file; cells are separated by tabs, without quotation marks.
 
     Args:
-        path: of the file, or of the folder of a task that has folders.
+        path: file, or folder for a task of folders.
         task: key of `TASKS`.
-        classes: names of the classes of images, in the order of labels; by default as found.
-
-    Raises:
-        FileNotFoundError: naming the file.
-        ValueError: naming the file and the row: not UTF-8, an empty file, a missing column, a label
-            that the task has not. See also `molflt.data.text.folders`.
+        classes: names of the classes of images, in the order of labels; by default those found.
     """
     spec = TASKS[task]
     if spec.held_out:
         names = classes_in(path, task) if classes is None else classes
-        read = read_grey if spec.form == "images" else read_texts
+        read = _read_gray if spec.form == "images" else _read_texts
         return [Example(text, None, label) for text, label in read(path, names)]
     rows = _rows(path)
     number, head = next(rows, (0, []))
@@ -253,8 +236,8 @@ def read_examples(path: Path, task: str, classes: Sequence[str] | None = None) -
         places = dict(spec.places)
     elif missing := [name for what, name in spec.columns.items() if what not in places]:
         raise ValueError(
-            f"{path}: row 1: no column {missing[0]!r}; expected a header with "
-            f"{', '.join(spec.columns.values())}; got {shown(head)}"
+            f"{path}: row 1: expected a header with {', '.join(spec.columns.values())}; got "
+            f"{shown(head)}, without {missing[0]!r}"
         )
     found = [_example(path, number, head, places, spec)] if headless else []
     for number, cells in rows:
@@ -262,19 +245,15 @@ def read_examples(path: Path, task: str, classes: Sequence[str] | None = None) -
             continue
         found.append(_example(path, number, cells, places, spec))
     if not found:
-        raise ValueError(f"{path}: no row behind the header; expected rows of {task}")
+        raise ValueError(f"{path}: no row after the header; expected rows of {task}")
     return found
 
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Number, from 1, and cells of each row that is not blank."""
-    number = 0
-    for block in _line_blocks(str(path)):
-        for line in block.removesuffix("\n").split("\n"):
-            number += 1
-            text = line.removeprefix(_BYTE_ORDER) if number == 1 else line
-            if text.strip():
-                yield number, text.removesuffix("\r").split("\t")
+    """Yields the number, from 1, and the cells of each row that is not blank."""
+    for number, line in enumerate(_lines(str(path)), 1):
+        if line.strip():
+            yield number, line.removesuffix("\r").split("\t")
 
 
 def _example(
@@ -282,16 +261,16 @@ def _example(
 ) -> Example:
     if len(cells) <= max(places.values()):
         raise ValueError(
-            f"{path}: row {number}: {len(cells)} columns; expected at least "
-            f"{max(places.values()) + 1}, between tabs; correct the row"
+            f"{path}: row {number}: expected at least {max(places.values()) + 1} columns, between "
+            f"tabs; got {len(cells)}; correct the row"
         )
     first, label = cells[places["first"]], cells[places["label"]].strip()
     second = cells[places["second"]] if "second" in places else None
     if spec.labels is not None:
         if label not in spec.labels:
             raise ValueError(
-                f"{path}: row {number}: label {shown(label)}; expected one of "
-                f"{', '.join(spec.labels)}; correct the row, or change data.task"
+                f"{path}: row {number}: expected one of the labels {', '.join(spec.labels)}; got "
+                f"{shown(label)}; correct the row, or change data.task"
             )
         return Example(first, second, spec.labels.index(label))
     try:
@@ -300,7 +279,51 @@ def _example(
         score = math.nan
     if not 0 <= score <= 5:
         raise ValueError(
-            f"{path}: row {number}: score {shown(label)}; expected a number from 0 to 5; correct "
-            "the row, or change data.task"
+            f"{path}: row {number}: expected a score from 0 to 5; got {shown(label)}; correct the "
+            "row, or change data.task"
         )
     return Example(first, second, score)
+
+
+def _read_texts(path: Path, classes: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Yields the text, by `text_of`, and the class of the .txt files in a folder for each class.
+
+    The files of a class are sorted by the numbers in their names.
+    """
+    expected = f"expected folders {' and '.join(classes)} of .txt files"
+    if not path.is_dir():
+        raise ValueError(f"{path}: {expected}; got a file; give the folder that contains them")
+    folders = {entry.name for entry in path.iterdir() if entry.is_dir() and entry.name[0] != "."}
+    if missing := [name for name in classes if name not in folders]:
+        raise ValueError(f"{path}: {expected}; got none named {missing[0]}; change data.root")
+    if unknown := sorted(folders - {*classes, _UNLABELED}):
+        raise ValueError(f"{path}: {expected}; got a folder {unknown[0]} as well; remove it")
+    for label, name in enumerate(classes):
+        files = sorted((path / name).glob("*.txt"), key=_numbers)
+        if not files:
+            raise ValueError(f"{path / name}: expected .txt files; got none; get the data again")
+        for file in files:
+            if not (content := file.read_bytes()):
+                raise ValueError(f"{file}: the file is empty; expected text; remove the file")
+            yield text_of(content), label
+
+
+def _numbers(path: Path) -> list[tuple[int, str]]:
+    """Sorts 9_1 before 10_1."""
+    return [(int(one or 0), rest) for one, rest in re.findall(r"(\d*)(\D*)", path.name)]
+
+
+def _read_gray(path: Path, classes: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Yields the gray levels of the pixels, by `text_of` and row by row, and the class of images.
+
+    Args:
+        path: source of images, see `molflt.data.images.files.open_images`.
+        classes: names of the classes, in the order of labels.
+    """
+    images = open_images(path, classes=classes)
+    for index in range(len(images)):
+        image, label = images[index]
+        if images.channels == 3:
+            levels = (image.permute(1, 2, 0).int() * _LUMA).sum(dim=-1)
+            image = ((levels + 2**15) >> 16).to(torch.uint8)
+        yield text_of(image.numpy().tobytes()), int(label)

@@ -1,4 +1,4 @@
-"""Labelled sequences and pairs of them, as GLUE and Long Range Arena have them."""
+"""Labeled sentences and pairs of sentences, for GLUE and Long Range Arena."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from molflt.data.text.tokenizer import Tokenizer, TokenizerKind
 __all__ = ["CLASSES", "SentenceData", "Sentences", "TaskName", "padded"]
 
 CLASSES = "classes.json"
-"""Names of the classes of a run, in order; of a task of scores, the word score."""
+"""File of a run with the names of its classes in order, or "score" for a task of scores."""
 
-# The command line lists the choices of an option from its type.
+# The command line takes the choices of an option from its type
 if TYPE_CHECKING:
     TaskName = str
 else:
@@ -31,27 +31,26 @@ else:
 
 _Item = tuple[Tensor, Tensor, Tensor]
 _Ids = NDArray[np.int32]
-_AT_ONCE = 512  # the library needs 150 bytes for each token that it cuts
+_AT_ONCE = 512  # texts, because the library needs 150 bytes for each token
 
 
 class Sentences(Dataset[_Item]):
-    """Labelled sequences [CLS] first [SEP], or [CLS] first [SEP] second [SEP].
+    """Labeled sequences [CLS] first [SEP], or [CLS] first [SEP] second [SEP].
 
     Args:
         examples: rows of the task.
-        tokenizer: cuts them.
-        length: most tokens; of a longer pair, the longer sentence loses its end, token by token.
-        source: of the rows, for messages.
+        tokenizer: tokenizer of the texts.
+        length: maximum number of tokens; the longer sentence of a longer pair is cut at its end,
+            token by token.
+        source: name of the file, for messages.
 
-    Raises:
-        ValueError: a length without room for text, or what is no token of a given vocabulary.
+    Attributes:
+        cut: number of examples that were cut.
     """
 
     def __init__(
         self, examples: Sequence[Example], tokenizer: Tokenizer, length: int, source: str = ""
     ) -> None:
-        if length < 5:
-            raise ValueError(f"data.length must be at least 5; got {length}")
         self.labels = [one.label for one in examples]
         self.cls, self.sep = tokenizer.cls, tokenizer.sep
         self.parts: list[tuple[_Ids, _Ids | None]] = []
@@ -71,7 +70,7 @@ class Sentences(Dataset[_Item]):
         return len(self.parts)
 
     def __getitem__(self, index: int) -> _Item:
-        """Ids and types, (tokens,) int64 each, and the class or score, () float64."""
+        """Returns ids and types, (tokens,) int64 each, and the class or score, () float64."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         first, second = self.parts[index]
@@ -82,21 +81,21 @@ class Sentences(Dataset[_Item]):
         return torch.tensor([*tokens, *rest]), types, label
 
 
-def _cut(first: int, second: int, room: int) -> tuple[int, int]:
-    """Lengths of two sentences that fit, the longer one cut first."""
-    if first + second <= room:
+def _cut(first: int, second: int, most: int) -> tuple[int, int]:
+    """Returns the lengths of two sentences after cutting the longer one first."""
+    if first + second <= most:
         return first, second
-    half = room // 2
+    half = most // 2
     if second <= half:
-        return room - second, second
-    return (first, room - first) if first <= room - half else (room - half, half)
+        return most - second, second
+    return (first, most - first) if first <= most - half else (most - half, half)
 
 
 def padded(items: Sequence[_Item], pad: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A batch of items.
+    """Makes a batch of items.
 
     Returns:
-        Ids, types, and which tokens exist, (batch, longest) each, and labels (batch,).
+        Ids, types and mask of the tokens, (batch, longest) each, and labels (batch,).
     """
     longest = max(len(tokens) for tokens, _, _ in items)
     ids = torch.full((len(items), longest), pad)
@@ -109,35 +108,31 @@ def padded(items: Sequence[_Item], pad: int) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 class SentenceData(TokenizedData[Sentences]):
-    """The training and the validation rows of a task of GLUE or Long Range Arena.
+    """Training and validation rows of a task of GLUE or Long Range Arena.
 
-    arXiv:1804.07461 and 2011.04006. Files are tab-separated, plain or as .gz or .xz:
-    ROOT/SST-2/train.tsv and dev.tsv, or ROOT/SST-2.train.tsv, as the tasks come. Reviews of IMDb
-    are in ROOT/aclImdb/train/pos and neg; images, of which each pixel is a grey token, in
-    ROOT/Image/train, in a folder for each class, or ROOT/Image/train-images-idx3-ubyte.
+    Tables are tab-separated files as published, plain or as .gz or .xz: ROOT/SST-2/train.tsv and
+    dev.tsv, or ROOT/SST-2.train.tsv. Reviews of IMDb are in ROOT/aclImdb/train/pos and neg. Images,
+    whose pixels become gray tokens, are in ROOT/Image/train, with a folder for each class, or in
+    ROOT/Image/train-images-idx3-ubyte.
 
     Args:
-        task: CoLA, SST-2, MRPC, STS-B, QQP, MNLI, QNLI or RTE; or ListOps, IMDb or Image.
+        task: CoLA, SST-2, MRPC, STS-B, QQP, MNLI, QNLI or RTE of GLUE; or ListOps, IMDb or Image.
         root: folder with the files of the tasks.
-        tokenizer: tokenizer.json, or the folder of a run or of a published model that has one; with
-            --init, that of the weights by default, and otherwise one is learned.
-        kind: of a tokenizer that is learned, or of a given one, see
-            `molflt.data.text.tokenized.TokenizedText`; by default listops for ListOps, and byte for
-            IMDb and Image.
-        pieces: most pieces of one that is learned, 8192 by default.
-        lowercase: whether case makes no difference to one that is learned; true by default.
-        length: most tokens of a sentence or pair, special ones too; longer ones are cut.
-        val_fraction: share of the training rows of IMDb or Image to validate on, the last of each
-            class; null is 0.1. The other tasks have files for that.
+        tokenizer: tokenizer.json, or the folder of a run or of a published model that has one; by
+            default that of the weights in --init, otherwise one is learned.
+        kind: kind of the tokenizer, see `molflt.data.text.tokenized.TokenizedText`; by default
+            listops for ListOps, and byte for IMDb and Image.
+        pieces: maximum number of tokens of a learned tokenizer, 8192 by default.
+        lowercase: ignore case in a learned tokenizer; true by default.
+        length: maximum number of tokens of a sentence or pair, including special ones; longer ones
+            are cut.
+        val_fraction: share of the training rows of IMDb or Image for validation, the last ones of
+            each class; null for 0.1. Other tasks have validation files.
         batch_size: sentences or pairs in a batch, per device.
         workers: processes that read ahead; 0 reads in the main process.
-
-    Raises:
-        ValueError: for an option outside its range, or without effect.
     """
 
     items = "sentences"
-    datasets: dict[str, Sentences]
 
     def __init__(
         self,
@@ -155,50 +150,41 @@ class SentenceData(TokenizedData[Sentences]):
         if task not in TASKS:
             raise ValueError(f"data.task={task!r}; expected one of {', '.join(TASKS)}")
         kind = kind or (TASKS[task].kind if tokenizer is None else None)
-        super().__init__(batch_size, workers, tokenizer, kind, pieces, lowercase)
+        super().__init__(batch_size, workers, {}, tokenizer, kind, pieces, lowercase)
         if length < 5:
             raise ValueError(f"data.length must be at least 5; got {length}")
         if val_fraction is not None and not TASKS[task].held_out:
             raise ValueError(
-                f"data.val_fraction has no effect on {task}, which has files to validate on; leave "
-                "it out"
+                f"data.val_fraction has no effect on {task}, which has a validation file; omit it"
             )
         if val_fraction is not None and not 0 < val_fraction < 1:
             raise ValueError(f"data.val_fraction must be between 0 and 1; got {val_fraction}")
         self.task, self.root, self.length = task, Path(root), length
-        self.val_fraction, self.classes = val_fraction, list[str]()
+        self.val_fraction = val_fraction
+        self.classes: list[str] = []
 
     def setup(self, stage: str = "fit") -> None:
-        """Reads the files, once.
-
-        Raises:
-            ValueError: a file that cannot be read, naming the row; a damaged tokenizer.
-            FileNotFoundError: naming the file.
-        """
+        """Reads the files once."""
         if self.datasets:
             return
         self.classes = classes_in(find_split(self.root, self.task, "train"), self.task)
         found = read_splits(self.root, self.task, ("train", "val"), self.val_fraction, self.classes)
         path, examples = found["train"]
-        self.obtain(partial(_texts, examples), str(path))
+        self.set_tokenizer(partial(_texts, examples), str(path))
         if TASKS[self.task].form == "images" and self.tokenizer.fixed != "byte":
             raise ValueError(
-                f"data.task={self.task}: grey levels are bytes; got a tokenizer of other tokens; "
-                "use data.kind byte, and data.tokenizer or --init of a model of bytes, or none"
+                f"data.task={self.task}: expected a tokenizer of bytes, which are gray levels; got "
+                "another one; use data.kind byte, and data.tokenizer or --init of a model of bytes"
             )
         self.collate = cast("None", partial(padded, pad=self.tokenizer.pad))
         for use, (path, examples) in found.items():
             self.datasets[use] = Sentences(examples, self.tokenizer, self.length, str(path))
 
     def sizes(self) -> dict[str, int]:
-        """What the data decide about the model: 1 class stands for a score."""
-        self.setup()
-        return {"vocabulary": len(self.tokenizer), "classes": len(self.classes)}
+        return {**super().sizes(), "classes": len(self.classes)}  # a score is one class
 
     def files(self) -> dict[str, bytes]:
-        """Tokenizer and classes."""
-        own = super().files()
-        return {**own, CLASSES: (json.dumps(self.classes) + "\n").encode()}
+        return {**super().files(), CLASSES: (json.dumps(self.classes) + "\n").encode()}
 
     def describe(self) -> list[str]:
         return [

@@ -1,4 +1,4 @@
-"""Where texts come from: files, compressed or not, and Hugging Face data sets."""
+"""Readers of texts: files, compressed or not, and Hugging Face data sets."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from molflt.data.packed import unpacked
 from molflt.data.text.proteins import Record, read_records
 from molflt.data.text.vocabulary import _Level
 
-_BLOCK = 2**20  # bytes read at once: their words take up to 80 MB as Python objects
-_LONGEST = 2**20  # characters of a word
-_LONGEST_LINE = 2**24  # characters
+_BLOCK = 2**20  # bytes read at once
 _PACKED = {".gz": "gzip", ".xz": "xz"}
 _HF = "hf:"
 _BYTE_ORDER = "\ufeff"
@@ -22,13 +20,14 @@ _SPLITS = {"train": "train", "val": "validation", "test": "test"}
 
 
 def _text_blocks(source: str, level: _Level = "word", use: str = "train") -> Iterator[bytes | str]:
-    """Pieces of a text as `Vocabulary` reads them: bytes, text, text in whole words, or records.
+    """Returns the pieces of a text for `Vocabulary`.
 
     Args:
         source: file or hf: name, see `molflt.data.text.datamodule.TextData`.
-        level: of the tokens. Only bytes need not be UTF-8. Of "protein" the text is FASTA, and the
-            pieces are the residues of one record each, and a line break.
-        use: "train", "val" or "test": which split of a Hugging Face data set if none is named.
+        level: level of the tokens. Pieces of "byte" are bytes and need not be UTF-8, those of
+            "word" are whole words, and those of "protein" are the residues of one FASTA record and
+            a line break.
+        use: "train", "val" or "test", the default split of a Hugging Face data set.
     """
     if level == "protein":
         return (f"{record.residues}\n" for record in _records(source, use))
@@ -36,14 +35,14 @@ def _text_blocks(source: str, level: _Level = "word", use: str = "train") -> Ite
     if level == "byte":
         return raw
     text = _decoded(raw, source, "convert it, or use data.level byte")
-    return _whole_words(text, source) if level == "word" else text
+    return _whole_words(text) if level == "word" else text
 
 
 def _line_blocks(source: str, use: str = "train", any_bytes: bool = False) -> Iterator[str]:
-    """Pieces of a text that end with a line; arguments and errors as for `_text_blocks`.
+    """Yields pieces of a text that end with a line; arguments as for `_text_blocks`.
 
-    With `any_bytes` a byte order mark at the beginning is kept, and what is not UTF-8 becomes what
-    `molflt.data.text.fixed.byte_ids` turns back.
+    With `any_bytes`, a byte order mark is kept and bytes that are not UTF-8 are read as by
+    `molflt.data.text.fixed.text_of`.
     """
     rest = ""
     for block in _decoded(_raw(source, use), source, "convert it", any_bytes):
@@ -52,17 +51,18 @@ def _line_blocks(source: str, use: str = "train", any_bytes: bool = False) -> It
             yield rest + head + line_break
             rest = ""
         rest += tail
-        if len(rest) > _LONGEST_LINE:
-            raise ValueError(
-                f"{source}: expected lines of at most {_LONGEST_LINE:,} characters; got a longer "
-                f"one, {rest[:20]!r}...; break it"
-            )
     if rest:
         yield rest
 
 
+def _lines(source: str) -> Iterator[str]:
+    """Yields the lines of a file, which end with a line feed only."""
+    for block in _line_blocks(source):
+        yield from block.removesuffix("\n").split("\n")
+
+
 def _records(source: str, use: str = "train") -> Iterator[Record]:
-    """Records of a FASTA file; arguments and errors as for `_text_blocks`."""
+    """Yields the records of a FASTA file; arguments as for `_text_blocks`."""
     return read_records(_line_blocks(source, use), source)
 
 
@@ -84,7 +84,7 @@ def _decoded(
 ) -> Iterator[str]:
     errors = "surrogateescape" if any_bytes else "strict"
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
-    done, begun = 0, False
+    done, begun = 0, any_bytes
     for block in itertools.chain(raw, (b"",)):
         waiting = len(decoder.getstate()[0])
         try:
@@ -92,17 +92,17 @@ def _decoded(
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"{source}: byte {done - waiting + error.start} is not UTF-8 ({error.reason}); "
-                f"expected a text in UTF-8; {advice}"
+                f"expected text in UTF-8; {advice}"
             ) from None
         done += len(block)
-        if text and not (begun or any_bytes):
+        if text and not begun:
             begun, text = True, text.removeprefix(_BYTE_ORDER)
         if text:
             yield text
 
 
-def _whole_words(blocks: Iterable[str], source: str) -> Iterator[str]:
-    """The same text cut after white space; the last line gets an end where it has none."""
+def _whole_words(blocks: Iterable[str]) -> Iterator[str]:
+    """Yields the same text in whole words; adds a line break to the last line if it is missing."""
     rest = end = ""
     for block in blocks:
         end = block[-1:]
@@ -111,17 +111,12 @@ def _whole_words(blocks: Iterable[str], source: str) -> Iterator[str]:
             yield rest + block[:cut]
             rest = ""
         rest += block[cut:]
-        if len(rest) > _LONGEST:
-            raise ValueError(
-                f"{source}: expected words of at most {_LONGEST:,} characters; got a longer one, "
-                f"{rest[:20]!r}...; use data.level char or byte"
-            )
     if rest or end not in ("", "\n"):
         yield f"{rest}\n"
 
 
 def _rows(source: str, use: str) -> Iterator[bytes]:
-    """Rows of a Hugging Face data set, a line or more each."""
+    """Yields the rows of a Hugging Face data set as lines."""
     name, _, which = source.removeprefix(_HF).partition(":")
     split, _, column = which.partition(".")
     split, column = split or _SPLITS[use], column or "text"
@@ -129,7 +124,7 @@ def _rows(source: str, use: str) -> Iterator[bytes]:
     parts = name.split("/")
     try:
         rows = load("/".join(parts[:2]), *parts[2:], split=split)
-    except Exception as error:  # of many kinds, network and names alike
+    except Exception as error:  # the library raises many classes
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
             f"{source}: cannot be loaded ({reason}); expected "
@@ -137,10 +132,10 @@ def _rows(source: str, use: str) -> Iterator[bytes]:
         ) from None
     if column not in rows.column_names:
         raise ValueError(
-            f"{source}: has no column {column!r}; expected one of {', '.join(rows.column_names)}"
+            f"{source}: expected one of the columns {', '.join(rows.column_names)}; got {column!r}"
         )
     for row in rows:
         text = row[column]
         if not isinstance(text, str):
-            raise ValueError(f"{source}: column {column!r} must hold texts; got {repr(text)[:80]}")
+            raise ValueError(f"{source}: expected text in column {column!r}; got {text!r:.80}")
         yield (text if text.endswith("\n") else f"{text}\n").encode()

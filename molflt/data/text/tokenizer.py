@@ -1,4 +1,4 @@
-"""Texts to tokens and back: pieces of words, learned by `tokenizers`, or a given vocabulary."""
+"""Tokenizers of the package `tokenizers`: learned subwords, or a fixed vocabulary."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ if TYPE_CHECKING:
 __all__ = ["TOKENIZER", "Tokenizer", "TokenizerKind", "find_tokenizer"]
 
 TOKENIZER = "tokenizer.json"
-"""The file of a tokenizer, here and in published models."""
+"""File name of a tokenizer in runs and in published models."""
 
 TokenizerKind = Literal["wordpiece", "unigram", "bpe", "protein", "listops", "byte"]
 _UNKNOWN = "[UNK]"
-_SPECIAL = ("[PAD]", _UNKNOWN, "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4 of a trained one
 _OTHER_NAMES = {
     "[PAD]": "<pad>",
     _UNKNOWN: "<unk>",
@@ -31,49 +30,49 @@ _OTHER_NAMES = {
     "[SEP]": "</s>",
     "[MASK]": "<mask>",
 }
-_MOST_BYTES = 100_000_000
+_SPECIAL = tuple(_OTHER_NAMES)  # ids 0 to 4 of a tokenizer that is trained here
+_MOST_UNKNOWN = 0.5  # a greater share of unknown tokens means the wrong tokenizer
 _CONFIG = "config.json"
 
 
 class Tokenizer:
-    """Pieces of words by id, and the tokens that stand around and between sentences.
+    """Subwords and special tokens by id.
 
     Args:
-        inner: of the library.
-        name: of the file, for messages.
+        inner: tokenizer of the library.
+        name: name of the file, for messages.
 
     Attributes:
-        pad, unk, cls, sep, mask: ids of padding, of what is unknown (None if nothing is), of what
-            begins a sequence, of what ends a sentence, and of what stands in a gap.
-        special: ids that stand for no text, sorted.
-        fixed: key of `molflt.data.text.fixed.FIXED` whose tokens these are, otherwise None.
-        letters: ids of residues by their letters, if the tokens are these, otherwise None.
-
-    Raises:
-        ValueError: if one of these is missing.
+        pad: id of padding.
+        unk: id of unknown text; None if every text is known.
+        cls: id of the first token of a sequence.
+        sep: id of the token after a sentence.
+        mask: id of the token that replaces a masked one.
+        special: sorted ids of all special tokens.
+        fixed: key of `molflt.data.text.fixed.FIXED` with these tokens, or None.
+        letters: ids of residues by letter if the tokens are residues, or None.
     """
 
     def __init__(self, inner: tokenizers.Tokenizer, name: str = TOKENIZER) -> None:
         self._inner = inner
         ids: dict[str, int] = {}
-        for special in _SPECIAL:
-            for known in (special, _OTHER_NAMES.get(special, special)):
-                if special not in ids and (number := inner.token_to_id(known)) is not None:
-                    ids[special] = number
-        missing = [special for special in _SPECIAL if special not in (*ids, _UNKNOWN)]
-        if missing:
+        for special, other in _OTHER_NAMES.items():
+            found = (inner.token_to_id(special), inner.token_to_id(other))
+            if numbers := [number for number in found if number is not None]:
+                ids[special] = numbers[0]
+        if missing := [one for one in _SPECIAL if one not in ids and one != _UNKNOWN]:
             raise ValueError(
-                f"{name}: a tokenizer without {missing[0]}; expected {', '.join(_SPECIAL)}; use "
-                "one of BERT's kind, or leave data.tokenizer out to train one"
+                f"{name}: expected a tokenizer with {', '.join(_SPECIAL)}; got one without "
+                f"{missing[0]}; use a tokenizer like BERT's, or omit data.tokenizer to train one"
             )
         self.unk = ids.get(_UNKNOWN)
         self.pad, self.cls, self.sep, self.mask = (ids[n] for n in _SPECIAL if n != _UNKNOWN)
         added = {number for number, one in inner.get_added_tokens_decoder().items() if one.special}
-        # not what the library writes again: it rounds the scores of Unigram differently
+        # Replaced in `from_json`, because writing again rounds the scores of Unigram
         self._content = inner.to_str().encode()
         self.special = sorted(added | set(ids.values()))
-        own = inner.get_vocab() if type(inner.model).__name__ == "WordLevel" else {}
-        ordinary = {token: i for token, i in own.items() if i not in self.special}
+        known = inner.get_vocab() if type(inner.model).__name__ == "WordLevel" else {}
+        ordinary = {token: i for token, i in known.items() if i not in self.special}
         kinds = (kind for kind, one in FIXED.items() if ordinary.keys() == set(one.tokens))
         self.fixed = next(kinds, None)
         self.letters = ordinary if self.fixed == "protein" else None
@@ -93,22 +92,18 @@ class Tokenizer:
         lowercase: bool,
         name: str = "text",
     ) -> Tokenizer:
-        """Learns the pieces of a text; those of `molflt.data.text.fixed.FIXED` are given.
+        """Learns the subwords of a text, or returns a tokenizer of a fixed vocabulary.
 
-        WordPiece as BERT (arXiv:1810.04805), Unigram as SentencePiece (arXiv:1808.06226), byte pair
-        encoding (arXiv:1508.07909) with a mark for each space, so that texts can be joined again.
-        Two trainings may number rare pieces differently; a run keeps its tokenizer.
+        Kinds: WordPiece as in BERT (arXiv:1810.04805), Unigram as in SentencePiece
+        (arXiv:1808.06226), and byte pair encoding (arXiv:1508.07909) with marked spaces, from which
+        decoding restores the text. Rare subwords may get other ids when training is repeated.
 
         Args:
-            kind: "wordpiece", "unigram", "bpe", or a key of `FIXED`.
-            lines: of the text, one or more in each string; not read for the latter.
-            size: most pieces, special ones too.
-            lowercase: whether case, and with WordPiece accents, make no difference.
-            name: of the text, for messages.
-
-        Raises:
-            ModuleNotFoundError: without the package `tokenizers`.
-            ValueError: an unknown kind, or a text without words.
+            kind: "wordpiece", "unigram", "bpe", or a key of `molflt.data.text.fixed.FIXED`.
+            lines: text in whole lines; ignored for a fixed vocabulary.
+            size: maximum number of tokens, including special ones.
+            lowercase: ignore case, and with WordPiece also accents.
+            name: name of the text, for messages.
         """
         if kind not in get_args(TokenizerKind):
             raise ValueError(
@@ -116,111 +111,103 @@ class Tokenizer:
             )
         library = _library()
         if kind in FIXED:
-            given = FIXED[kind].build(library, _SPECIAL, _UNKNOWN)
-            return cls.from_json(given.to_str().encode(), name)
-        inner, trainer = _MAKE[kind](library, size, lowercase)
+            inner = FIXED[kind].build(library, _SPECIAL, _UNKNOWN)
+            return cls.from_json(inner.to_str().encode(), name)
+        inner, trainer = _untrained(kind, library, size, lowercase)
         try:
-            # no piece goes beyond a line: lines are encoded one by one
-            single = (line for block in _texts(lines, name) for line in block.splitlines())
+            # Lines are encoded one by one, thus no subword may contain a line break
+            single = (line for block in _utf8(lines, name) for line in block.splitlines())
             inner.train_from_iterator(single, trainer)
         except (ValueError, TypeError):
             raise
-        except Exception as error:  # of the library's own making
-            raise ValueError(f"{name}: no tokenizer can be made of it; {error}") from None
+        except Exception as error:  # the library does not define a narrower class
+            raise ValueError(f"{name}: cannot train a tokenizer on it; {error}") from None
         if inner.get_vocab_size() <= len(_SPECIAL):
-            raise ValueError(f"{name}: no words in it; expected text")
-        # as a run keeps it, and reads it again
-        return cls.from_json(inner.to_str().encode(), name)
+            raise ValueError(f"{name}: expected text; got no words")
+        return cls.from_json(inner.to_str().encode(), name)  # the same object as a run reads again
 
     @classmethod
     def from_json(cls, content: bytes, name: str = TOKENIZER) -> Tokenizer:
-        """Reads what `to_json` or another program with `tokenizers` has written.
-
-        Raises:
-            ModuleNotFoundError: without the package `tokenizers`.
-            ValueError: naming the file and what is wrong with it.
-        """
+        """Reads a tokenizer in the format of the library `tokenizers`."""
         library = _library()
         try:
             parsed = {**json.loads(content), "padding": None, "truncation": None}
             text = json.dumps(parsed, ensure_ascii=False, indent=0)
             inner = library.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises no narrower one
+        except Exception as error:  # the library does not raise a narrower class
             reason = shown(str(error).splitlines()[0] if str(error) else type(error).__name__)
             raise ValueError(
-                f"{name}: not a tokenizer in JSON; {reason}; expected {TOKENIZER} of a run or of a "
-                "published model"
+                f"{name}: expected the {TOKENIZER} of a run or of a published model; got another "
+                f"file ({reason})"
             ) from None
         found = cls(inner, name)
         found._content = f"{text}\n".encode()
         return found
 
     def to_json(self) -> bytes:
-        """A file's content that `from_json` reads, and would write again."""
+        """Returns the content of a file for `from_json`."""
         return self._content
 
     def encode(self, texts: list[str], source: str = "", special: bool = False) -> list[list[int]]:
-        """Ids of each text, without special tokens around them.
+        """Returns the ids of each text, without special tokens around them.
 
         Args:
-            texts: to cut; of bytes, what `molflt.data.text.fixed.text_of` makes of them.
-            source: of the texts, for messages.
-            special: whether [MASK] in a text is a gap even where tokens are bytes; where they are
-                others, it always is.
-
-        Raises:
-            ValueError: something that is no token of a given vocabulary, and the source if named;
-                or bytes that are not UTF-8, for a tokenizer of text.
+            texts: texts; those of bytes come from `molflt.data.text.fixed.text_of`.
+            source: name of the texts, for messages.
+            special: recognize [MASK] also if the tokens are bytes; otherwise it always is.
         """
         if self._bytes is not None and not special:
             return [byte_ids(text, self._bytes).tolist() for text in texts]
         if self.letters is not None:
             texts = [text.upper() for text in texts]
-        checked = [*_texts(texts, source)]
-        found = self._inner.encode_batch(checked, add_special_tokens=False)
+        found = self._inner.encode_batch([*_utf8(texts, source)], add_special_tokens=False)
         for text, one in zip(texts, found, strict=True) if self.fixed is not None else ():
             if self.unk in one.ids:
                 start, end = one.offsets[one.ids.index(self.unk)]
                 known, where = FIXED[str(self.fixed)], f"{source}: " if source else ""
                 wrong = shown(text[start:end])
-                raise ValueError(f"{where}{wrong} is no {known.what}; expected {known.expected}")
+                raise ValueError(f"{where}{wrong} is not a {known.what}; expected {known.expected}")
         return [one.ids for one in found]
 
     def encode_blocks(self, blocks: Iterable[str], source: str = "") -> np.ndarray:
-        """Ids (tokens,) int32 of a text given in whole lines; white space counts for nothing.
+        """Returns the ids (tokens,) int32 of a text that is given in whole lines.
 
-        With a given vocabulary, lines are sequences, and what ends a sentence stands behind each.
-        Of bytes, spaces count, and only a line feed ends a line.
+        With a fixed vocabulary, [SEP] follows each line that is not blank. Only bytes preserve
+        white space; their lines end with a line feed only.
         """
         found: list[np.ndarray] = [np.empty(0, dtype=np.int32)]
         for block in blocks:
             if self.letters is not None:
                 found.append(residue_ids(block, self.letters, self.sep))
                 continue
-            cut = block.splitlines() if self._bytes is None else block.split("\n")
-            lines = [line for line in cut if line.strip()]
+            split = block.splitlines() if self._bytes is None else block.split("\n")
+            lines = [line for line in split if line.strip()]
             end = [] if self.fixed is None else [self.sep]
             found += [np.array(ids + end, dtype=np.int32) for ids in self.encode(lines, source)]
         return np.concatenate(found)
 
+    def expect_known(self, ids: np.ndarray, source: str) -> None:
+        """Raises ValueError if most of the ids of a text are those of unknown text."""
+        if len(ids) and (share := float(np.mean(ids == self.unk))) > _MOST_UNKNOWN:
+            raise ValueError(
+                f"{source}: expected text that the tokenizer knows; got {share:.0%} unknown "
+                "tokens; change data.tokenizer, or omit it to train one"
+            )
+
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids, without special tokens."""
+        """Returns the text of ids, without special tokens."""
         return self._inner.decode([int(one) for one in ids])
 
     @property
     def ignores_case(self) -> bool:
-        """Whether capitals are read as small letters, so that no capital is ever decoded."""
+        """True if upper case is read as lower case and never decoded."""
         normalizer = self._inner.normalizer
         return normalizer is not None and bool(
             normalizer.normalize_str("A") == normalizer.normalize_str("a")
         )
 
     def token(self, index: int) -> str:
-        """The piece of an id, as the tokenizer writes it.
-
-        Raises:
-            ValueError: an id outside the vocabulary.
-        """
+        """Returns the token of an id, as written in the vocabulary."""
         found = self._inner.id_to_token(index)
         if found is None:
             raise ValueError(f"token id {index}; expected 0 to {len(self) - 1}")
@@ -228,46 +215,35 @@ class Tokenizer:
 
 
 def find_tokenizer(path: Path) -> tuple[bytes, str]:
-    """The tokenizer in a file, in the folder of a run or a published model, or in an export.
+    """Returns the content and the name of a tokenizer.
 
-    Returns:
-        What its file holds, and its name.
-
-    Raises:
-        FileNotFoundError: if there is none.
-        ValueError: if the file is too large to be one.
+    Args:
+        path: file of the tokenizer, or folder of a run, a published model or an export.
     """
     path = Path(path)
     inside = path / TOKENIZER if path.is_dir() else path
-    if not inside.is_file() and (path / _CONFIG).is_file():
-        found = _of_export(path / _CONFIG)
-        if found is not None:
-            return found, f"{path / _CONFIG}: {TOKENIZER}"
-    if not inside.is_file():
+    if inside.is_file():
+        return inside.read_bytes(), str(inside)
+    found = _exported(path / _CONFIG) if (path / _CONFIG).is_file() else None
+    if found is None:
         raise FileNotFoundError(
             f"{inside}: no such file; expected a tokenizer; give its file or the folder of a run, "
-            "or leave data.tokenizer out to train one"
+            "or omit data.tokenizer to train one"
         )
-    if inside.stat().st_size > _MOST_BYTES:
-        raise ValueError(
-            f"{inside}: expected a tokenizer of at most {_MOST_BYTES:,} bytes; got "
-            f"{inside.stat().st_size:,}"
-        )
-    return inside.read_bytes(), str(inside)
+    return found, f"{path / _CONFIG}: {TOKENIZER}"
 
 
-def _of_export(path: Path) -> bytes | None:
-    """The tokenizer that the configuration of an exported model holds."""
+def _exported(path: Path) -> bytes | None:
+    """Returns the tokenizer in the configuration of an exported model."""
     try:
-        files = json.loads(path.read_bytes()).get("files", {})
-        content = files.get(TOKENIZER)
+        content = json.loads(path.read_bytes()).get("files", {}).get(TOKENIZER)
     except (ValueError, RecursionError, AttributeError):
         return None
     return None if content is None else json.dumps(content, ensure_ascii=False, indent=0).encode()
 
 
-def _texts(texts: Iterable[str], source: str) -> Iterator[str]:
-    """The same, unless one was made of bytes that are not UTF-8."""
+def _utf8(texts: Iterable[str], source: str) -> Iterator[str]:
+    """Yields texts, and raises ValueError for one of `text_of` that is not UTF-8."""
     for text in texts:
         try:
             text.encode()
@@ -275,7 +251,7 @@ def _texts(texts: Iterable[str], source: str) -> Iterator[str]:
             where = f"{source}: " if source else ""
             raise ValueError(
                 f"{where}{shown(text[max(0, error.start - 20) : error.end])} is not UTF-8; "
-                "expected a text; convert it, or use data.kind byte"
+                "expected text; convert it, or use data.kind byte"
             ) from None
         yield text
 
@@ -285,49 +261,30 @@ def _library() -> Any:
         import tokenizers
     except ImportError:
         raise ModuleNotFoundError(
-            "pieces of words need the package tokenizers; got none; run: pip install molflt[text]"
+            "tokenizers require the package tokenizers; run pip install molflt[text]"
         ) from None
     return tokenizers
 
 
-def _wordpiece(library: Any, size: int, lowercase: bool) -> tuple[Any, Any]:
-    inner = library.Tokenizer(library.models.WordPiece(unk_token="[UNK]"))
-    inner.normalizer = library.normalizers.BertNormalizer(lowercase=lowercase)
-    inner.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
-    inner.decoder = library.decoders.WordPiece()
-    trainer = library.trainers.WordPieceTrainer(
-        vocab_size=size, special_tokens=list(_SPECIAL), show_progress=False
-    )
-    return inner, trainer
-
-
-def _spaced(library: Any, inner: Any, lowercase: bool) -> None:
-    """Marks spaces, which are then part of the pieces."""
-    steps = [library.normalizers.NFKC()]
-    steps += [library.normalizers.Lowercase()] if lowercase else []
+def _untrained(kind: str, library: Any, size: int, lowercase: bool) -> tuple[Any, Any]:
+    """Returns a tokenizer without a vocabulary, and its trainer."""
+    options = {"vocab_size": size, "special_tokens": list(_SPECIAL), "show_progress": False}
+    if kind == "wordpiece":
+        inner = library.Tokenizer(library.models.WordPiece(unk_token=_UNKNOWN))
+        inner.normalizer = library.normalizers.BertNormalizer(lowercase=lowercase)
+        inner.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
+        inner.decoder = library.decoders.WordPiece()
+        return inner, library.trainers.WordPieceTrainer(**options)
+    splits = [library.pre_tokenizers.Metaspace()]
+    if kind == "unigram":
+        inner = library.Tokenizer(library.models.Unigram())
+        trainer = library.trainers.UnigramTrainer(unk_token=_UNKNOWN, **options)
+    else:
+        inner = library.Tokenizer(library.models.BPE(unk_token=_UNKNOWN))
+        trainer = library.trainers.BpeTrainer(**options)
+        splits.append(library.pre_tokenizers.Punctuation())
+    steps = [library.normalizers.NFKC(), *([library.normalizers.Lowercase()] * lowercase)]
     inner.normalizer = library.normalizers.Sequence(steps)
-    inner.pre_tokenizer = library.pre_tokenizers.Metaspace()
+    inner.pre_tokenizer = library.pre_tokenizers.Sequence(splits) if splits[1:] else splits[0]
     inner.decoder = library.decoders.Metaspace()
-
-
-def _bpe(library: Any, size: int, lowercase: bool) -> tuple[Any, Any]:
-    inner = library.Tokenizer(library.models.BPE(unk_token=_UNKNOWN))
-    _spaced(library, inner, lowercase)
-    marks = library.pre_tokenizers.Punctuation()  # no piece is part of a word and a mark behind it
-    inner.pre_tokenizer = library.pre_tokenizers.Sequence([inner.pre_tokenizer, marks])
-    trainer = library.trainers.BpeTrainer(
-        vocab_size=size, special_tokens=list(_SPECIAL), show_progress=False
-    )
     return inner, trainer
-
-
-def _unigram(library: Any, size: int, lowercase: bool) -> tuple[Any, Any]:
-    inner = library.Tokenizer(library.models.Unigram())
-    _spaced(library, inner, lowercase)
-    trainer = library.trainers.UnigramTrainer(
-        vocab_size=size, special_tokens=list(_SPECIAL), unk_token="[UNK]", show_progress=False
-    )
-    return inner, trainer
-
-
-_MAKE = {"wordpiece": _wordpiece, "unigram": _unigram, "bpe": _bpe}

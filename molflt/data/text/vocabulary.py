@@ -1,11 +1,11 @@
-"""Texts to token ids and back: words, characters, bytes, or residues of proteins."""
+"""Vocabularies without a learned tokenizer: words, characters, bytes, or residues of proteins."""
 
 from __future__ import annotations
 
 import json
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal, cast, get_args
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from molflt.data.text.proteins import RESIDUES, residue_ids
+from molflt.files import shown
 
 __all__ = ["Vocabulary"]
 
@@ -20,51 +21,41 @@ _Level = Literal["word", "char", "byte", "protein"]
 _UNK, _EOS = "<unk>", "<eos>"
 _FORMAT, _VERSION = "molflt-vocabulary", 1
 _PIECE = 2**20  # ids
-_MANY = 2**19  # words, which take 200 MB; WikiText-103 has 268,000
-_REPEATS = 8  # how often a word comes on average, at least, where there are many; 380 there
 _FIXED = {"byte": [*map(chr, range(256)), _EOS], "protein": [*RESIDUES, _EOS]}
 
 
 class Vocabulary:
-    """The tokens of a text by id, the most frequent first.
+    """Tokens of a text by id, most frequent first.
 
-    Words are what lies between white space, and the end of each line, empty ones too, is one
-    `<eos>`: so perplexities per token of WikiText-2 and -103 are counted (AWD-LSTM, fairseq).
-    Characters are code points, line breaks included. Bytes have their own value as id, and then
-    comes `<eos>`: there is no unknown byte. Of proteins, tokens are residues, and each sequence
-    ends with one `<eos>`; there is no unknown residue, either. A stream of tokens begins with
-    `<eos>` at every level.
+    Words are separated by white space, and each line, also an empty one, ends with `<eos>`:
+    perplexities per token of WikiText-2 and -103 are counted in this way (AWD-LSTM, fairseq).
+    Characters are code points, including line breaks. The id of a byte is its value, and 256 is
+    `<eos>`. The tokens of proteins are residues, and each sequence ends with `<eos>`. Bytes and
+    proteins do not have `<unk>`.
 
     Args:
         level: "word", "char", "byte" or "protein".
-        tokens: by id.
-
-    Raises:
-        ValueError: an unknown level, a token twice, or `<eos>` or `<unk>` missing.
+        tokens: tokens by id.
     """
 
     def __init__(self, level: _Level, tokens: list[str]) -> None:
         if level not in get_args(_Level):
-            raise ValueError(
-                f"level={str(level)[:80]!r}; expected one of {', '.join(get_args(_Level))}"
-            )
+            raise ValueError(f"level={shown(level)}; expected one of {', '.join(get_args(_Level))}")
         self.level = level
         self.tokens = list(tokens)
         self.ids = {token: index for index, token in enumerate(self.tokens)}
+        if level in _FIXED and self.tokens != _FIXED[level]:
+            expected = "the 256 bytes" if level == "byte" else RESIDUES
+            raise ValueError(f"expected a vocabulary of {expected} and {_EOS}, in this order")
         if len(self.ids) != len(self.tokens):
             twice = next(t for i, t in enumerate(self.tokens) if self.ids[t] != i)
-            raise ValueError(
-                f"token {twice[:80]!r} stands twice in the vocabulary; expected it once"
-            )
-        if level in _FIXED and self.tokens != _FIXED[level]:
-            what = "bytes has the 256 bytes" if level == "byte" else f"proteins has {RESIDUES}"
-            raise ValueError(f"a vocabulary of {what} in order and {_EOS}")
+            raise ValueError(f"expected each token once; got {shown(twice)} twice")
         specials = (_EOS,) if level in _FIXED else (_EOS, _UNK)
         for special in specials:
             if special not in self.ids:
-                raise ValueError(f"the vocabulary has no {special}; expected one")
+                raise ValueError(f"expected {special} in the vocabulary; got a list without it")
         if level == "char" and (long := [t for t in tokens if len(t) != 1 and t not in specials]):
-            raise ValueError(f"a vocabulary of characters has the token {long[0][:80]!r}")
+            raise ValueError(f"expected single characters in the vocabulary; got {shown(long[0])}")
         self.eos = self.ids[_EOS]
         self.unk = self.ids.get(_UNK)
 
@@ -73,32 +64,21 @@ class Vocabulary:
 
     @classmethod
     def count(
-        cls,
-        level: _Level,
-        blocks: Iterable[bytes | str],
-        min_count: int = 1,
-        name: str = "text",
+        cls, level: _Level, blocks: Iterable[bytes | str], min_count: int = 1
     ) -> tuple[Vocabulary, np.ndarray]:
-        """The vocabulary of a text and its ids, in one pass.
+        """Returns the vocabulary of a text and its ids (tokens,) int32.
 
         Args:
             level: see the class.
-            blocks: pieces of the text, as for `encode_blocks`.
-            min_count: how often a token has to occur to be in the vocabulary.
-            name: of the text, for messages.
-
-        Returns:
-            Tokens by falling count, then by text; and ids (tokens,) int32.
-
-        Raises:
-            ValueError: the words are too many, and nearly all different.
+            blocks: text as for `encode_blocks`.
+            min_count: least count of a token in the vocabulary; rarer ones are <unk>.
         """
         if level in _FIXED:
             found = cls(level, _FIXED[level])
             return found, found.encode_blocks(blocks)
         seen: defaultdict[str, int] = defaultdict()
-        seen.default_factory = seen.__len__  # a new token gets the next number
-        ids = _joined(_numbered(level, seen, blocks, name))
+        seen.default_factory = seen.__len__  # numbers new tokens consecutively
+        ids = _joined(_numbers(level, seen.__getitem__, block) for block in blocks)
         counts = np.zeros(len(seen), dtype=np.int64)
         for piece in _pieces(ids):
             counts += np.bincount(piece, minlength=len(seen))
@@ -115,13 +95,10 @@ class Vocabulary:
         return vocabulary, ids
 
     def encode_blocks(self, blocks: Iterable[bytes | str]) -> np.ndarray:
-        """Ids (tokens,) int32 of a text given in pieces.
+        """Returns the ids (tokens,) int32 of a text that is given in pieces.
 
         Args:
-            blocks: bytes at level "byte"; else text, at level "word" in whole words.
-
-        Raises:
-            ValueError: a letter that is no residue, at level "protein".
+            blocks: bytes at level "byte", text at other levels, and whole words at level "word".
         """
         if self.level == "protein":
             texts = (block.decode() if isinstance(block, bytes) else block for block in blocks)
@@ -129,18 +106,17 @@ class Vocabulary:
         if self.level == "byte":
             raw = (block.encode() if isinstance(block, str) else block for block in blocks)
             return _joined(np.frombuffer(block, dtype=np.uint8).astype(np.int32) for block in raw)
-        ids = _Known(self.ids, self.ids[_UNK])
-        return _joined(_numbers(self.level, ids.__getitem__, block) for block in blocks)
+        ids, unknown = self.ids, self.ids[_UNK]
+        return _joined(_numbers(self.level, lambda t: ids.get(t, unknown), b) for b in blocks)
 
     def encode(self, text: str) -> Tensor:
-        """Ids (tokens,) int64. Line breaks are `<eos>` of words and proteins, the end is not."""
+        """Returns the ids (tokens,) int64 of a text; its end does not become `<eos>`."""
         return torch.from_numpy(self.encode_blocks([text]).astype(np.int64))
 
     def decode(self, ids: Iterable[int] | Tensor) -> str:
-        """Text of ids; `<eos>` is a line break of words and proteins and nothing at other levels.
+        """Returns the text of ids.
 
-        Raises:
-            ValueError: an id outside the vocabulary.
+        `<eos>` becomes a line break for words and proteins, and is dropped at other levels.
         """
         numbers = [int(index) for index in ids]
         for index in numbers:
@@ -148,90 +124,57 @@ class Vocabulary:
                 raise ValueError(f"token id {index}; expected 0 to {len(self) - 1}")
         if self.level == "byte":
             return bytes(index for index in numbers if index < 256).decode("utf-8", "replace")
-        tokens = [self.tokens[index] for index in numbers]
-        if self.level == "protein":
-            return "".join("\n" if token == _EOS else token for token in tokens)
-        if self.level == "char":
-            return "".join(token for token in tokens if token != _EOS)
-        lines = " ".join("\n" if token == _EOS else token for token in tokens)
-        return lines.replace(" \n", "\n").replace("\n ", "\n")
+        end = "" if self.level == "char" else "\n"
+        tokens = [end if index == self.eos else self.tokens[index] for index in numbers]
+        if self.level == "word":
+            return " ".join(tokens).replace(" \n", "\n").replace("\n ", "\n")
+        return "".join(tokens)
 
     def to_json(self) -> bytes:
-        """A file's content that `from_json` reads."""
+        """Returns the content of a file for `from_json`."""
         tokens = None if self.level == "byte" else self.tokens
         fields = {"format": _FORMAT, "version": _VERSION, "level": self.level, "tokens": tokens}
         return json.dumps(fields, ensure_ascii=False, indent=0).encode() + b"\n"
 
     @classmethod
     def from_json(cls, content: bytes, name: str = "vocabulary") -> Vocabulary:
-        """Reads what `to_json` wrote.
+        """Reads a vocabulary that `to_json` wrote.
 
         Args:
-            content: of the file.
-            name: of the file, for messages.
-
-        Raises:
-            ValueError: naming the file and what is wrong with it.
+            content: content of the file.
+            name: name of the file, for messages.
         """
         try:
             fields = json.loads(content.decode("utf-8"))
-        except (ValueError, RecursionError) as error:  # also numbers too long, lists too deep
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{name}: expected a vocabulary in JSON; got {error}") from None
         if not isinstance(fields, dict) or fields.get("format") != _FORMAT:
             raise ValueError(f"{name}: expected JSON with format {_FORMAT!r}; got another file")
-        if fields.get("version") != _VERSION:
+        if (version := fields.get("version")) != _VERSION:
             raise ValueError(
-                f"{name}: expected version {_VERSION} of {_FORMAT}; got "
-                f"{str(fields.get('version'))[:80]!r}; "
-                "use the molflt that wrote it"
+                f"{name}: expected version {_VERSION} of {_FORMAT}; got {shown(version)}; use the "
+                "version of molflt that wrote the file"
             )
         level, tokens = cast(_Level, fields.get("level")), fields.get("tokens")
         if level == "byte" and tokens is None:
             tokens = _FIXED[level]
         if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
-            raise ValueError(f"{name}: tokens must be a list of texts; got something else")
+            raise ValueError(f"{name}: expected a list of strings as tokens; got something else")
         try:
             return cls(level, tokens)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{name}: {error}") from None
 
 
-class _Known(dict[str, int]):
-    """Ids of a fixed vocabulary."""
-
-    def __init__(self, ids: dict[str, int], unknown: int) -> None:
-        super().__init__(ids)
-        self.unknown = unknown
-
-    def __missing__(self, token: str) -> int:
-        return self.unknown
-
-
 def _numbers(level: str, number: Callable[[str], int], block: bytes | str) -> np.ndarray:
-    """Numbers of the tokens of a piece of text, (tokens,) int32."""
+    """Returns the ids (tokens,) int32 of a piece of text."""
     text = block.decode("utf-8") if isinstance(block, bytes) else block
     tokens = text if level == "char" else text.replace("\n", f" {_EOS} ").split()
     return np.fromiter(map(number, tokens), dtype=np.int32, count=len(tokens))
 
 
-def _numbered(
-    level: str, seen: Mapping[str, int], blocks: Iterable[bytes | str], name: str
-) -> Iterator[np.ndarray]:
-    """Numbers of the tokens of each block; `seen` numbers new ones."""
-    tokens = 0
-    for block in blocks:
-        found = _numbers(level, seen.__getitem__, block)
-        tokens += len(found)
-        if len(seen) > _MANY and tokens < _REPEATS * len(seen):
-            raise ValueError(
-                f"{name}: expected words that come again; got {len(seen):,} different ones among "
-                f"the first {tokens:,}; use data.level char or byte"
-            )
-        yield found
-
-
 def _joined(parts: Iterable[np.ndarray]) -> np.ndarray:
-    """One array (tokens,) int32, which grows in place: text is never in memory twice."""
+    """Concatenates int32 arrays in place, without a second copy in memory."""
     found = array("i")
     for part in parts:
         found.frombytes(part.tobytes())
@@ -239,5 +182,5 @@ def _joined(parts: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def _pieces(ids: np.ndarray) -> Iterator[np.ndarray]:
-    """Views of an array: NumPy copies the indices that it is given to 8 bytes each."""
+    """Yields views of an array, because NumPy converts indices to copies of 8 bytes each."""
     return (ids[start : start + _PIECE] for start in range(0, len(ids), _PIECE))
