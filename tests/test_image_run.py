@@ -1,4 +1,4 @@
-"""An image classifier from idx files to accuracies and pictures, through the command line."""
+"""An image classifier from idx files to accuracies and figures, on the command line."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def write_idx(path: Path, array: np.ndarray) -> None:
 
 
 def write_images(folder: Path, name: str, count: int, seed: int) -> None:
-    """Bars, blocks and frames of 8 x 8 pixels in noise."""
+    """Writes bars, blocks and frames of 8 x 8 pixels in noise."""
     draw = np.random.default_rng(seed)
     labels = draw.integers(0, 3, count)
     images = draw.integers(0, 60, (count, 8, 8))
@@ -85,21 +85,17 @@ def test_training_learns_shapes(run: Path) -> None:
     found = logged(run, "val_top1_percent")
     assert len(found) == 5
     assert found[-1] > 80
-    assert list(table(run / "metrics.csv")[0]) == [
-        *("step", "lr", "train_loss", "train_top1_percent", "train_top5_percent"),
-        *("gradient_norm", "images_per_s"),
-        *("val_top1_percent", "val_top5_percent", "val_cross_entropy"),
-    ]
+    columns = table(run / "metrics.csv")[0].keys()
+    assert {"train_top1_percent", "images_per_s", "val_cross_entropy"} < columns
     model, config = load_run(run)
-    assert model.stack.position.nodes.num_nodes == 12  # an item of a dictionary
+    assert model.stack.position.nodes.num_nodes == 12
     assert config["model"]["classes"] == 3 and config["model"]["image_size"] == 8
     assert json.loads((run / "classes.json").read_text()) == CLASSES
     assert 0.1 < float(model.image_mean) < 0.5
     assert (run / "curve.png").stat().st_size > 1000
 
 
-def test_the_best_weights_are_those_of_the_highest_accuracy(run: Path, data: Path) -> None:
-    """Counted anew, one image at a time."""
+def test_the_best_weights_have_the_highest_accuracy(run: Path, data: Path) -> None:
     model, _ = load_run(run)
     images = ImageData(data / "val-images-idx3-ubyte", data / "val-images-idx3-ubyte")
     images.setup()
@@ -138,7 +134,7 @@ def test_evaluation(run: Path, tmp_path: Path) -> None:
 
 
 def test_evaluation_sees_the_pixels_of_validation(data: Path, tmp_path: Path) -> None:
-    """With `data.resize`, every split is fitted to it and cut from the center."""
+    """With `data.resize`, all images are resized and cut to their centers."""
     run, idx = tmp_path / "run", data / "val-images-idx3-ubyte"
     words = [*SMALL, f"--data.train={idx}", "--data.val_fraction=0.4", "--trainer.max_steps=2"]
     assert main(["train", *words, "--data.image_size=8", "--data.resize=14", f"--run={run}"]) == 0
@@ -155,67 +151,36 @@ def test_evaluation_sees_the_pixels_of_validation(data: Path, tmp_path: Path) ->
         assert whole[name] == pytest.approx(mean, rel=1e-5)
 
 
-def test_stopped_and_resumed_is_the_same(data: Path, tmp_path: Path) -> None:
-    """With augmentation, which is drawn anew for each image of each step."""
+def test_a_resumed_run_has_the_same_weights(data: Path, tmp_path: Path) -> None:
+    """With random augmentation at each step."""
     words = ["--task.augment=flip_crop", "--task.schedule=inverse_sqrt"]
     words += ["--trainer.checkpoint_every=5", "--trainer.val_every=7"]
     assert main(arguments(data, tmp_path / "one", *words, "--trainer.max_steps=12")) == 0
-    plain = [*words[1:], "--trainer.max_steps=12"]
-    assert main(arguments(data, tmp_path / "plain", *plain)) == 0
     assert main(arguments(data, tmp_path / "two", *words, "--trainer.max_steps=7")) == 0
     assert main(["train", "--resume", str(tmp_path / "two"), "--trainer.max_steps=12"]) == 0
-    one, two, other = (
-        last_state(tmp_path / name)["state_dict"] for name in ("one", "two", "plain")
-    )
+    one, two = (last_state(tmp_path / name)["state_dict"] for name in ("one", "two"))
     assert differences(one, two) == []
-    assert differences(one, other) != []
 
 
-@pytest.mark.parametrize(
-    ("change", "words", "message"),
-    [
-        (lambda d: cut(d / "train-images-idx3-ubyte"), [], "train-images-idx3-ubyte"),
-        (lambda d: write_idx(d / "val-labels-idx1-ubyte", np.zeros(3)), [], "val-labels"),
-        (lambda d: None, ["--model.patch_size=3"], "multiple of patch_size=3"),
-        (lambda d: None, ["--model.classes=4"], "model.classes=4"),
-        (lambda d: None, ["--task.label_smoothing=1"], "task.label_smoothing"),
-        (lambda d: None, ["--recipe=sounds"], "is2re"),
-    ],
-)
-def test_mistakes_get_one_line(
-    change, words: list[str], message: str, data: Path, tmp_path: Path, capsys
-) -> None:
-    folder = tmp_path / "data"
-    shutil.copytree(data, folder)
-    change(folder)
-    words = arguments(folder, tmp_path / "run", *words, "--trainer.max_steps=4")
-    assert message in error_of(capsys, *words)
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-10])
-
-
-def test_other_classes_are_refused(run: Path, tmp_path: Path, capsys) -> None:
+def test_changed_classes_are_refused(run: Path, tmp_path: Path, capsys) -> None:
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     for names in (["a", "b"], CLASSES[::-1]):
         (copy / "classes.json").write_text(json.dumps(names))
-        line = error_of(capsys, "evaluate", str(copy))
-        assert "classes.json: changed since best.safetensors was trained with it" in line
-    assert "image_generation" in error_of(capsys, "generate", str(run))
+        assert "classes.json" in error_of(capsys, "evaluate", str(copy))
+    assert "image" in error_of(capsys, "generate", str(run))
 
 
-@pytest.mark.parametrize("content", [b"", b'["a",', b"[1, 2, 3]", b"{}", b"\xff", b"[" * 5000])
-def test_damaged_names_of_classes_name_their_file(content: bytes, tmp_path: Path) -> None:
-    """Beside weights of earlier versions, which do not know the file's digest."""
+@pytest.mark.parametrize("content", [b"", b"[1, 2, 3]", b"{}", b"\xff", b"[" * 5000])
+def test_damaged_names_of_classes_are_refused(content: bytes, tmp_path: Path) -> None:
+    """Even with weights of earlier versions, which do not contain the digest of the file."""
     (tmp_path / "classes.json").write_bytes(content)
-    with pytest.raises(ValueError, match="classes.json: expected a JSON list of the names of cla"):
+    with pytest.raises(ValueError, match="classes.json"):
         _classes(tmp_path, 3)
 
 
 def test_sums_by_hand() -> None:
-    """A constant output is right about no image: ties count against the model."""
+    """Ties count against the model: a constant output is never right."""
     logits = torch.randn(9, 7, dtype=torch.float64)
     labels = torch.randint(7, (9,))
     order = logits.argsort(dim=1, descending=True)
@@ -230,7 +195,7 @@ def test_sums_by_hand() -> None:
         assert list(wrong[:2]) == [0.0, 0.0]
 
 
-def test_a_diverged_classifier_has_no_best_weights(data, tmp_path: Path, capsys) -> None:
+def test_diverged_weights_are_never_the_best(data, tmp_path: Path) -> None:
     forward = ImageClassifier.forward
 
     def diverged(self, images):
@@ -239,13 +204,12 @@ def test_a_diverged_classifier_has_no_best_weights(data, tmp_path: Path, capsys)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ImageClassifier, "forward", diverged)
         assert main(arguments(data, tmp_path / "run", "--trainer.max_steps=1")) == 0
-    assert "no validation with finite values; 1 steps" in capsys.readouterr().out
     assert [path.name for path in (tmp_path / "run/checkpoints").glob("best*")] == []
     assert logged(tmp_path / "run", "val_top1_percent") == [0.0]
 
 
-def test_logits_are_in_float32_where_training_is_in_bfloat16() -> None:
-    """Of 1000 logits in bfloat16 many are tied, and ties count against the model."""
+def test_logits_are_in_float32_under_autocast() -> None:
+    """Many of 1000 logits in bfloat16 would be tied, and ties count against the model."""
     torch.manual_seed(0)
     model = ImageClassifier(1000, 1, 8, dim=16, heads=2, layers=1).eval()
     images = torch.randint(0, 256, (2, 1, 8, 8), dtype=torch.uint8)
@@ -256,8 +220,8 @@ def test_logits_are_in_float32_where_training_is_in_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.1, 0.3])
-def test_patches_at_one_distance_count_alike(scale: float, monkeypatch) -> None:
-    """Whatever the unit of length: one-sided attention shows how ties are broken."""
+def test_patches_at_one_distance_count_equally(scale: float, monkeypatch) -> None:
+    """In any unit of length; one-sided attention shows how ties are broken."""
     options = {"position": "spectral", "position_scale": scale, "num_features": 4}
     model = ImageClassifier(3, 1, 14, patch_size=1, dim=8, heads=1, layers=1, **options).eval()
     places = torch.cartesian_prod(torch.arange(14), torch.arange(14))
@@ -269,7 +233,7 @@ def test_patches_at_one_distance_count_alike(scale: float, monkeypatch) -> None:
     assert found == pytest.approx({"nearest": exact.nearest, "farthest": exact.farthest}, rel=1e-9)
 
 
-def test_label_smoothing_is_of_training_only() -> None:
+def test_labels_are_smoothed_in_training_only() -> None:
     torch.manual_seed(0)
     net = ImageClassifier(3, 1, 8, patch_size=4, dim=8, heads=2, layers=1)
     images, labels = torch.randint(0, 256, (4, 1, 8, 8), dtype=torch.uint8), torch.arange(4) % 3
@@ -280,23 +244,21 @@ def test_label_smoothing_is_of_training_only() -> None:
     assert smooth.judge((images, labels)) == plain.judge((images, labels))
 
 
-def test_classify_refuses_logits_that_are_not_finite() -> None:
+def test_logits_that_are_not_finite_are_refused() -> None:
     net = ImageClassifier(3, 1, 8, patch_size=4, dim=8, heads=2, layers=1).eval()
     net.head.bias.data[1] = float("nan")
     item = (torch.zeros(1, 8, 8, dtype=torch.uint8), torch.tensor(0))
-    with pytest.raises(ValueError, match="val: a logit is not finite"):
+    with pytest.raises(ValueError, match="val.* finite"):
         _classify(net, [item], 2, "val")
 
 
 def test_a_missing_package_is_named(monkeypatch, tmp_path: Path, capsys) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     words = ["--data.train=hf:some/set", "--data.val=hf:some/set:test", f"--run={tmp_path}"]
-    line = error_of(capsys, "train", *SMALL, *words)
-    assert "hf:some/set: needs the package datasets" in line
+    assert "molflt[hub]" in error_of(capsys, "train", *SMALL, *words)
 
 
-def test_predict_labels_an_idx_file_a_folder_and_an_image(run, data, tmp_path, capsys) -> None:
-    """All alike; a larger image is fitted, and what is no image is named."""
+def test_predict_reads_an_idx_file_a_folder_and_an_image(run, data, tmp_path, capsys) -> None:
     idx = data / "val-images-idx3-ubyte"
     images = ImageData(idx, idx)
     images.setup()
@@ -320,11 +282,11 @@ def test_predict_labels_an_idx_file_a_folder_and_an_image(run, data, tmp_path, c
     gray.resize((64, 64), Image.Resampling.NEAREST).save(tmp_path / "images" / "03.png")
     assert main(["predict", str(run), str(tmp_path / "images"), "--device=cpu"]) == 0
     (tmp_path / "images" / "bad.png").write_bytes(b"no image")
-    for source, message in (("images", "bad.png: expected an image"), ("x", "x: no such file")):
-        assert message in error_of(capsys, "predict", str(run), str(tmp_path / source))
+    for source, word in (("images", "bad.png"), ("gone", "gone")):
+        assert word in error_of(capsys, "predict", str(run), str(tmp_path / source))
 
 
-def test_a_loaded_run_labels_images(run: Path, data: Path, tmp_path: Path) -> None:
+def test_loaded_runs_classify_as_the_evaluation(run: Path, data: Path, tmp_path: Path) -> None:
     images = ImageData(data / "train-images-idx3-ubyte", data / "val-images-idx3-ubyte")
     images.setup()
     val = images.datasets["val"]
@@ -338,10 +300,12 @@ def test_a_loaded_run_labels_images(run: Path, data: Path, tmp_path: Path) -> No
         again = molflt.load(tmp_path / "labeler").classify(given)
         assert [one.name for one in again] == [CLASSES[i] for i in named]
         assert [one.probability for one in again] == pytest.approx(found.confidence, abs=1e-5)
-    with pytest.raises(ValueError, match=r"images must be bytes, .* of shape \(n, 1, 8, 8\); got"):
-        model.classify(bytes_[:, :, :4])
-    with pytest.raises(ValueError, match="batch_size must be at least 1; got 0"):
-        model.classify(bytes_, batch_size=0)
-    for wrong in (bytes_.float(), bytes_ - 256.0, bytes_ * torch.nan):
-        with pytest.raises(ValueError, match=r"must be in \[0, 1\]; got .* divide them by 255"):
-            model.classify(wrong)
+    for images, options, word in (
+        (bytes_[:, :, :4], {}, r"\(n, 1, 8, 8\)"),
+        (bytes_, {"batch_size": 0}, "batch_size"),
+        (bytes_.float(), {}, "255"),
+        (bytes_ - 256.0, {}, "255"),
+        (bytes_ * torch.nan, {}, "255"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            model.classify(images, **options)

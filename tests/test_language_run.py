@@ -1,10 +1,9 @@
-"""A language model from text files to perplexities and new text, through the command line."""
+"""A language model from text files to perplexities and new text, on the command line."""
 
 from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 from pathlib import Path
 
@@ -34,8 +33,8 @@ SMALL = [
 ]
 
 
-def write_text(path: Path, lines: int, seed: int) -> Path:
-    """Lines in which each word is followed by the next of a fixed order, most of the time."""
+def write_text(path: Path, lines: int, seed: int) -> None:
+    """Writes lines in which most words are followed by the next one of a fixed order."""
     draw = np.random.default_rng(seed)
     text = []
     for _ in range(lines):
@@ -47,7 +46,6 @@ def write_text(path: Path, lines: int, seed: int) -> Path:
             place %= len(WORDS)
         text.append(" ".join(line))
     path.write_text("\n".join(text) + "\n")
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -71,26 +69,20 @@ def run(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def vocabulary_of(run: Path) -> Vocabulary:
+    return Vocabulary.from_json((run / "vocabulary.json").read_bytes())
+
+
 def test_training_learns_the_order_of_words(run: Path) -> None:
     found = logged(run, "val_perplexity")
     assert len(found) == 3
     assert found[-1] < 0.8 * found[0] and found[-1] < 4.5 < len(WORDS)
-    bits = logged(run, "val_bits_per_token")
-    assert np.log2(found) == pytest.approx(bits, rel=1e-9)
-    assert list(table(run / "metrics.csv")[0]) == [
-        *("step", "lr", "train_loss", "train_perplexity", "gradient_norm", "tokens_per_s"),
-        *("val_perplexity", "val_bits_per_token"),
-    ]
+    assert np.log2(found) == pytest.approx(logged(run, "val_bits_per_token"), rel=1e-9)
+    assert {"train_perplexity", "tokens_per_s"} < table(run / "metrics.csv")[0].keys()
     assert (run / "curve.png").stat().st_size > 1000
-
-
-def test_the_run_keeps_the_size_of_its_vocabulary(run: Path) -> None:
     model, config = load_run(run)
-    vocabulary = Vocabulary.from_json((run / "vocabulary.json").read_bytes())
-    assert isinstance(model, LanguageModel)
-    assert set(vocabulary.tokens) == {*WORDS, "<eos>", "<unk>"}
-    assert config["model"]["vocabulary"] == model.vocabulary == len(vocabulary)
-    assert config["recipe"] == "language"
+    assert set(vocabulary_of(run).tokens) == {*WORDS, "<eos>", "<unk>"}
+    assert config["model"]["vocabulary"] == model.vocabulary == len(WORDS) + 2
 
 
 def test_evaluation_counts_every_token_once(texts: Path, run: Path, tmp_path: Path) -> None:
@@ -99,7 +91,7 @@ def test_evaluation_counts_every_token_once(texts: Path, run: Path, tmp_path: Pa
     results = json.loads((tmp_path / "results.json").read_text())
     assert list(results) == ["val", "test"]
     model, _ = load_run(run)
-    vocabulary = Vocabulary.from_json((run / "vocabulary.json").read_bytes())
+    vocabulary = vocabulary_of(run)
     for name, found in results.items():
         ids = vocabulary.encode((texts / f"{name}.txt").read_text())
         assert found["tokens"] == len(ids)
@@ -125,8 +117,7 @@ def test_evaluation_counts_every_token_once(texts: Path, run: Path, tmp_path: Pa
 
 def test_losses_are_in_the_order_of_the_text(texts: Path, run: Path) -> None:
     model, _ = load_run(run)
-    vocabulary = Vocabulary.from_json((run / "vocabulary.json").read_bytes())
-    blocks = read_blocks(str(texts / "val.txt"), vocabulary, 16)
+    blocks = read_blocks(str(texts / "val.txt"), vocabulary_of(run), 16)
     losses = token_losses(model, blocks, 2, "val")
     assert losses.shape == (len(blocks), 16)
     inputs, targets = (part[None] for part in blocks[5])
@@ -136,98 +127,67 @@ def test_losses_are_in_the_order_of_the_text(texts: Path, run: Path) -> None:
     assert np.isnan(losses[-1]).sum() == 16 * len(blocks) - blocks.tokens
 
 
-def test_generate(run: Path, capsys) -> None:
-    capsys.readouterr()
-    words = ["generate", str(run), "--prompt", "the cat", "--tokens", "6", "--temperature", "0"]
-    assert main(words) == 0
-    greedy = capsys.readouterr().out
+def test_generated_text(run: Path, tmp_path: Path, capsys) -> None:
+    """Greedy text, draws of a seed, and the same text from Python and from saved weights."""
+
+    def generate(path: Path, *words: str) -> str:
+        capsys.readouterr()
+        assert main(["generate", str(path), *words]) == 0
+        return capsys.readouterr().out
+
+    greedy = generate(run, "--prompt=the cat", "--tokens=6", "--temperature=0")
     assert greedy.startswith("the cat sat on a mat")
-    drawn = []
-    for seed in (1, 1, 2):
-        words = ["generate", str(run), "--tokens", "30", "--top-k", "5", "--seed", str(seed)]
-        assert main(words) == 0
-        drawn.append(capsys.readouterr().out)
+    drawn = [generate(run, "--tokens=30", "--top-k=5", f"--seed={seed}") for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert {*" ".join(drawn).split()} <= {*WORDS, "<unk>"}
-    assert main(["generate", str(run), "--prompt", "the cat", "--temperature", "-1"]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and "temperature must be at least 0" in err
+    model = molflt.load(run)
+    model.save_pretrained(tmp_path / "writer")
+    text = model.generate("the cat", tokens=12, seed=3)
+    assert text.startswith("the cat") and len(text.split()) > 8
+    for path in (run, tmp_path / "writer"):
+        assert generate(path, "--prompt=the cat", "--tokens=12", "--seed=3") == f"{text}\n"
+    assert "temperature" in error_of(capsys, "generate", str(run), "--temperature=-1")
+    words = ["predict", str(tmp_path / "writer"), "in.extxyz", "--out", "o.csv"]
+    assert "language" in error_of(capsys, *words)
 
 
-def test_generate_without_a_state(texts: Path, tmp_path: Path, capsys) -> None:
+def test_models_without_a_state_generate_up_to_their_length(texts, tmp_path, capsys) -> None:
     words = ["--model.position=toeplitz", "--model.max_length=16", "--trainer.max_steps=4"]
     assert main(arguments(texts, tmp_path / "run", *words)) == 0
     capsys.readouterr()
     assert main(["generate", str(tmp_path / "run"), "--prompt", "the cat", "--tokens", "5"]) == 0
-    out, err = capsys.readouterr()
-    assert out.startswith("the cat ") and "no state" in err
-    assert main(["generate", str(tmp_path / "run"), "--tokens", "40"]) == 2
-    assert "takes 16" in capsys.readouterr().err
+    assert capsys.readouterr().out.startswith("the cat ")
+    assert "16" in error_of(capsys, "generate", str(tmp_path / "run"), "--tokens", "40")
 
 
-def test_stopped_and_resumed_is_the_same(texts: Path, tmp_path: Path) -> None:
-    words = ["--trainer.max_steps=12", "--trainer.checkpoint_every=5", "--task.redraw_every=4"]
-    assert main(arguments(texts, tmp_path / "whole", *words)) == 0
-    short = [words[0].replace("12", "7"), *words[1:], "--task.schedule=inverse_sqrt"]
-    whole = [*words, "--task.schedule=inverse_sqrt"]
-    assert main(arguments(texts, tmp_path / "one", *whole)) == 0
-    assert main(arguments(texts, tmp_path / "two", *short)) == 0
-    assert main(["train", "--resume", str(tmp_path / "two"), "--trainer.max_steps=12"]) == 0
-    one, two = (last_state(tmp_path / name)["state_dict"] for name in ("one", "two"))
-    assert differences(one, two) == []
-    assert differences(one, last_state(tmp_path / "whole")["state_dict"]) != []
+def test_a_resumed_run_has_the_same_weights(texts: Path, tmp_path: Path) -> None:
+    words = ["--trainer.checkpoint_every=5", "--task.redraw_every=4"]
+    words += ["--task.schedule=inverse_sqrt"]
+    for name, steps in (("whole", 12), ("half", 7)):
+        more = [*words, f"--trainer.max_steps={steps}"]
+        assert main(arguments(texts, tmp_path / name, *more)) == 0
+    assert main(["train", "--resume", str(tmp_path / "half"), "--trainer.max_steps=12"]) == 0
+    whole, half = (last_state(tmp_path / name)["state_dict"] for name in ("whole", "half"))
+    assert differences(whole, half) == []
 
 
-@pytest.mark.parametrize(
-    ("change", "words", "message"),
-    [
-        (None, ["--model.vocabulary=9"], "model.vocabulary=9 .* expected 15"),
-        (b"\xff", [], "train.txt: byte 0 is not UTF-8"),
-        (b"", [], "train.txt: .*empty"),
-        (None, ["--model.position=gaussian_bias"], "GaussianBias does not go with mixing='linear'"),
-        (None, ["--data.length=5000"], "train.txt: expected at least 5000 tokens"),
-        (None, ["--model.max_length=8", "--model.absolute=learned"], "at most 8 tokens; got 16"),
-        (None, ["--model.mixing=softmax"], "num_features=8 has no effect with mixing='softmax'"),
-    ],
-)
-def test_mistakes_get_one_line(
-    change: bytes | None,
-    words: list[str],
-    message: str,
-    texts: Path,
-    tmp_path: Path,
-    capsys,
-) -> None:
-    for name in ("train", "val", "test"):
-        (tmp_path / f"{name}.txt").write_bytes((texts / f"{name}.txt").read_bytes())
-    if change is not None:
-        (tmp_path / "train.txt").write_bytes(change)
-    words = arguments(tmp_path, tmp_path / "run", *words, "--trainer.max_steps=4")
-    assert re.search(message, error_of(capsys, *words))
-
-
-def test_a_vocabulary_of_another_model_is_refused(run: Path, tmp_path: Path, capsys) -> None:
-    """Also one of the same size, whose words would only stand for others."""
+def test_a_changed_vocabulary_is_refused(run: Path, tmp_path: Path, capsys) -> None:
+    """Words of the same number would silently take the places of others."""
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
-    own = Vocabulary.from_json((run / "vocabulary.json").read_bytes(), "own").tokens
+    own = vocabulary_of(run).tokens
     for tokens in (["<eos>", "<unk>", "one", "two"], [*own[:-2], own[-1], own[-2]]):
         (copy / "vocabulary.json").write_bytes(Vocabulary("word", tokens).to_json())
         for command in ("evaluate", "generate"):
-            line = error_of(capsys, command, str(copy))
-            assert "vocabulary.json: changed since best.safetensors was trained with it" in line
-    line = error_of(capsys, "train", "--resume", str(copy), "--trainer.max_steps=130")
-    assert "the data of this run have changed" in line
+            assert "vocabulary.json" in error_of(capsys, command, str(copy))
+    assert "changed" in error_of(capsys, "train", "--resume", str(copy), "--trainer.max_steps=130")
     (copy / "vocabulary.json").unlink()
-    assert "vocabulary.json: no such file" in error_of(capsys, "evaluate", str(copy))
-    for words, message in (
-        (["--submission", "x.npz"], "unknown option --submission"),
-        (["--splits", "ood"], "no split 'ood'; expected some of train, val, test"),
-    ):
-        assert message in error_of(capsys, "evaluate", str(run), *words)
+    assert "vocabulary.json" in error_of(capsys, "evaluate", str(copy))
+    assert "--submission" in error_of(capsys, "evaluate", str(run), "--submission", "x.npz")
+    assert "'ood'" in error_of(capsys, "evaluate", str(run), "--splits", "ood")
 
 
-def test_a_diverged_model_has_no_perplexity(run: Path, tmp_path: Path) -> None:
+def test_a_diverged_model_does_not_have_a_perplexity(run: Path, tmp_path: Path) -> None:
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     path = copy / "checkpoints" / "best.safetensors"
@@ -240,15 +200,15 @@ def test_a_diverged_model_has_no_perplexity(run: Path, tmp_path: Path) -> None:
     assert found["perplexity"] is None and found["bits_per_token"] > 1010
 
 
-def test_all_texts_are_opened_before_the_first_is_judged(texts, tmp_path, monkeypatch) -> None:
+def test_all_texts_are_opened_before_one_is_evaluated(texts, tmp_path, monkeypatch) -> None:
     vocabulary, _ = Vocabulary.count("word", ["a b c d\n"])
     (tmp_path / "vocabulary.json").write_bytes(vocabulary.to_json())
     model = LanguageModel(len(vocabulary), dim=16, heads=2, layers=1).eval()
     files = {"train": tmp_path / "gone", "val": tmp_path / "val.txt", "test": tmp_path / "gone"}
     files["val"].write_text("a b c\n")
     config = {"data": {**files, "length": 8}}
-    monkeypatch.setattr(language, "token_losses", lambda *_: pytest.fail("the first was judged"))
-    with pytest.raises(FileNotFoundError, match="gone: no such file"):
+    monkeypatch.setattr(language, "token_losses", lambda *_: pytest.fail("evaluated too early"))
+    with pytest.raises(FileNotFoundError, match="gone"):
         language.evaluate(tmp_path, model, config, tmp_path)
 
 
@@ -264,15 +224,3 @@ def test_perplexity_of_sums() -> None:
     assert sums.tokens == 12
     assert float(loss) == pytest.approx(float(sums.nats) / 12, rel=1e-6)
     assert task.size((inputs, targets)) == 15
-
-
-def test_a_loaded_run_writes_what_the_command_writes(run: Path, tmp_path: Path, capsys) -> None:
-    model = molflt.load(run)
-    model.save_pretrained(tmp_path / "writer")
-    text = model.generate("the cat", tokens=12, seed=3)
-    assert text.startswith("the cat") and len(text.split()) > 8
-    for name in (run, tmp_path / "writer"):
-        assert main(["generate", str(name), "--prompt=the cat", "--tokens=12", "--seed=3"]) == 0
-        assert capsys.readouterr().out == f"{text}\n"
-    line = error_of(capsys, "predict", str(tmp_path / "writer"), "in.extxyz", "--out", "o.csv")
-    assert "generates text" in line

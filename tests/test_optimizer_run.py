@@ -1,4 +1,4 @@
-"""A learned optimizer from its training to its use, through the command line."""
+"""A learned optimizer from its training to its use, on the command line."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_training_is_logged_and_has_a_page(run: Path) -> None:
     assert len(logged(run, "val_mean_log_loss")) == 3
-    assert all(value < 0 for value in logged(run, "val_last_log_loss"))  # Adam alone gets there
-    assert "mean log(f / f₀)" in page_of(run)
+    assert all(value < 0 for value in logged(run, "val_last_log_loss"))
+    assert "What is missing" not in page_of(run)
 
 
-def test_a_killed_training_goes_on_bit_for_bit(
+def test_a_killed_run_is_resumed_to_the_same_bits(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut, original = tmp_path / "run", _LightningTask.training_step
@@ -68,7 +68,7 @@ def test_a_killed_training_goes_on_bit_for_bit(
         assert differences(one[part], other[part]) == [], part
 
 
-def test_evaluation_beside_adam(run: Path, tmp_path: Path) -> None:
+def test_evaluation_with_adam(run: Path, tmp_path: Path) -> None:
     images = write_images(tmp_path)
     words = ["--out", str(tmp_path), "--steps", "12", "--repeats", "2", "--data", str(images)]
     words += ["--rates", "[0.01,0.1]"]
@@ -111,24 +111,20 @@ def test_a_run_optimizes_any_model(run: Path) -> None:
 
 
 def test_refusals(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = tmp_path / "other"
-    other.mkdir()
     config = "recipe: language\nmodel: {}\ndata: {train: a, val: b}\ntask: {}\ntrainer: {}\n"
-    (other / "config.yaml").write_text(config)
-    with pytest.raises(ValueError, match="a run of recipe language; expected one of recipe learn"):
-        LearnedOptimizer.from_run(other, [])
+    (tmp_path / "config.yaml").write_text(config)
+    with pytest.raises(ValueError, match="language.*learned_optimizer"):
+        LearnedOptimizer.from_run(tmp_path, [])
     words = ["train", f"--run={tmp_path / 'x'}", *SMALL]
     idle = ["--model.memory=lstm", "--model.ffn_dim=null", "--model.num_features=null"]
     idle += ["--model.position=none", "--model.position_options=null"]
-    message = error_of(capsys, *words, *idle)
-    assert "task.redraw_every=5: this model has no random features" in message
-    assert "task.unroll" in error_of(capsys, *words, "--task.unroll=0")
-    for names, data, told in (
-        (["ackley"], None, r"--tasks 'ackley'; expected some of rosenbrock, factor"),
-        (["image_network"], None, "--tasks image_network: expected images; got none; give --data"),
-        (["rosenbrock"], Path("x"), "--data x has no effect on rosenbrock"),
+    assert "task.redraw_every=5" in error_of(capsys, *words, *idle)
+    for names, data, word in (
+        (["ackley"], None, "'ackley'"),
+        (["image_network"], None, "image_network"),
+        (["rosenbrock"], Path("x"), "--data x"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=word):
             tasks_of(names, data)
 
 
@@ -143,6 +139,6 @@ def test_final_losses() -> None:
     assert final_loss(curves)[0] == np.inf
 
 
-def test_the_package_loads_nothing_before_it_is_asked() -> None:
+def test_the_package_imports_torch_on_demand() -> None:
     code = "import molflt.optimizers, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

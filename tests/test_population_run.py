@@ -1,4 +1,4 @@
-"""A population from its meta-training to best values and use, through the command line."""
+"""A population from its meta-training to best values and use, on the command line."""
 
 from __future__ import annotations
 
@@ -38,14 +38,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(tmp_path_factory.mktemp("population") / "run", "--trainer.max_steps=8")
 
 
-def test_stopped_and_resumed_is_the_same(run: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_same_weights(run: Path, tmp_path: Path) -> None:
     trained(tmp_path / "two", "--trainer.max_steps=5", "--task.schedule=inverse_sqrt")
     one = trained(tmp_path / "one", "--trainer.max_steps=8", "--task.schedule=inverse_sqrt")
     assert main(["train", "--resume", str(tmp_path / "two"), "--trainer.max_steps=8"]) == 0
-    states = (last_state(path)["state_dict"] for path in (one, tmp_path / "two", run))
-    whole, resumed, other = states
+    whole, resumed = (last_state(path)["state_dict"] for path in (one, tmp_path / "two"))
     assert differences(whole, resumed) == []
-    assert differences(whole, other) != []
     assert len(logged(run, "val_log10_best")) == 2
 
 
@@ -76,7 +74,7 @@ def test_evaluation(run: Path, tmp_path: Path) -> None:
 
 
 def test_baselines(run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
-    """CMA-ES gets to the minimum of a sphere; without its package one is told what to do."""
+    """CMA-ES finds the minimum of a sphere, and requires its package."""
     words = ["evaluate", str(run), "--runs=2", f"--out={tmp_path}", "--functions=[sphere]"]
     assert main([*words, "--evaluations=900", "--dimension=2", "--members=9"]) == 0
     found = json.loads((tmp_path / "results.json").read_text())["sphere"]
@@ -85,15 +83,15 @@ def test_baselines(run: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     assert "pip install molflt[bench]" in error_of(capsys, *words)
     assert main([*words, "--evaluations=20", "--baselines=[random]"]) == 0
     for more, said in [
-        (["--evaluations=5"], "--evaluations must be at least 6; got 5"),
-        (["--functions=[spheer]"], "'spheer' is unknown; expected one of rastrigin_like"),
-        (["--functions=[rosenbrock]", "--dimension=1"], "rosenbrock needs at least 2"),
+        (["--evaluations=5"], "--evaluations"),
+        (["--functions=[spheer]"], "'spheer'"),
+        (["--functions=[rosenbrock]", "--dimension=1"], "rosenbrock"),
     ]:
         assert said in error_of(capsys, *words, "--baselines=[]", *more)
 
 
 def test_use_in_another_dimension(run: Path) -> None:
-    """cma's own interface beside it: the same function, both by ask and tell."""
+    """On a function of the package cma, which has the same interface."""
     optimizer = PopulationOptimizer.from_run(str(run), dimension=5, members=8, start=1.0)
     assert optimizer.ask().shape == (8, 5)
     for _ in range(12):
@@ -105,23 +103,17 @@ def test_use_in_another_dimension(run: Path) -> None:
     assert torch.equal(model.of_dimension(5).head.weight, model.head.weight)
 
 
-def test_the_page_has_the_picture(run: Path) -> None:
-    assert main(["evaluate", str(run), "--runs=2", "--evaluations=12", "--baselines=[]"]) == 0
-    page = page_of(run)
-    assert "What is missing" not in page and page.count("<img") == 2
-
-
-def test_a_run_of_another_kind(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="expected the folder of a training run"):
+def test_other_runs_are_refused(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="a training run"):
         PopulationOptimizer.from_run(tmp_path)
     text = (run / "config.yaml").read_text()
     (tmp_path / "config.yaml").write_text(text.replace("population_optimizer", "poplation"))
-    with pytest.raises(ValueError, match="recipe 'poplation'; expected one of"):
+    with pytest.raises(ValueError, match="poplation"):
         PopulationOptimizer.from_run(tmp_path)
 
 
-def test_a_diverged_population_has_no_best_value(run: Path, tmp_path: Path) -> None:
-    """Its values are no numbers from some generation on, which JSON cannot hold."""
+def test_a_diverged_population_is_evaluated_and_shown(run: Path, tmp_path: Path) -> None:
+    """Its values are not finite from some generation, and JSON cannot store them."""
     diverged = Path(shutil.copytree(run, tmp_path / "run"))
     file = diverged / "checkpoints" / "best.safetensors"
     weights = {name: 1e30 * tensor for name, tensor in load_file(file).items()}
@@ -133,3 +125,5 @@ def test_a_diverged_population_has_no_best_value(run: Path, tmp_path: Path) -> N
     ends = [float(one["log10_best"]) for one in table(diverged / "best_values.csv")]
     assert not any(np.isnan(ends))
     assert row["log10_best"] is None or np.isfinite(row["log10_best"])
+    page = page_of(diverged)
+    assert "What is missing" not in page and page.count("<img") == 2

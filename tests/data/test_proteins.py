@@ -11,8 +11,8 @@ import pytest
 
 from molflt.commands.cli import main
 from molflt.data.text.datamodule import TextData
-from molflt.data.text.proteins import RESIDUES, read_records
-from molflt.data.text.sources import _line_blocks, _records, _text_blocks
+from molflt.data.text.fixed import RESIDUES
+from molflt.data.text.sources import _records, _text_blocks
 from molflt.data.text.tokenized import TokenizedText
 from molflt.data.text.tokenizer import Tokenizer
 from molflt.data.text.vocabulary import Vocabulary
@@ -44,7 +44,6 @@ def test_records_are_read_plain_and_compressed(tmp_path, name):
     assert [(one.name, one.residues) for one in found] == [("sp|P1", "MKVLU"), ("P2", "WX")]
     assert found[0].header == "sp|P1 first"
     assert list(_text_blocks(path, "protein")) == ["MKVLU\n", "WX\n"]
-    assert list(read_records(GOOD.splitlines(keepends=True), "a")) == found
 
 
 def test_vocabulary_and_tokenizer_agree(tmp_path):
@@ -134,7 +133,7 @@ def test_published_files_are_read_as_by_biopython(name, records, residues):
     if not path.is_file():
         pytest.skip(f"{path.name} is not in {SHARED}")
     parser = pytest.importorskip("Bio.SeqIO.FastaIO").SimpleFastaParser
-    found = list(read_records(_line_blocks(str(path)), path.name))
+    found = list(_records(str(path)))
     assert len(found) == records and sum(len(one.residues) for one in found) == residues
     with lzma.open(path, "rt") as file:
         expected = [(header.strip(), letters.upper()) for header, letters in parser(file)]

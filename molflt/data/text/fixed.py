@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.data.text.proteins import RESIDUES
+__all__ = [
+    "AMINO_ACIDS",
+    "BYTES",
+    "FIXED",
+    "LISTOPS",
+    "RESIDUES",
+    "FixedVocabulary",
+    "byte_ids",
+    "residue_ids",
+    "text_of",
+]
 
-__all__ = ["BYTES", "FIXED", "LISTOPS", "FixedVocabulary", "byte_ids", "text_of"]
+AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY"
+"""Letters of the 20 standard amino acids (IUPAC-IUB 1983)."""
+
+RESIDUES = f"{AMINO_ACIDS}BZXUO"
+"""Letters of UniProt: the amino acids, Asx, Glx, any residue, selenocysteine and pyrrolysine."""
 
 LISTOPS = ("[MIN", "[MAX", "[MED", "[SM", "]", *"0123456789")
 """Tokens of ListOps (arXiv:1804.06028), without the redundant parentheses of published files."""
@@ -74,6 +88,25 @@ def byte_ids(text: str, ids: NDArray[np.int32]) -> NDArray[np.int32]:
         ids: id of each byte, (256,).
     """
     return ids[np.frombuffer(text.encode("utf-8", "surrogateescape"), dtype=np.uint8)]
+
+
+def residue_ids(text: str, ids: Mapping[str, int], separator: int) -> NDArray[np.int32]:
+    """Returns the ids of residues, in upper or lower case, (characters of the text,).
+
+    Args:
+        text: sequences.
+        ids: id of each of `RESIDUES`.
+        separator: id of a line break.
+    """
+    table = np.full(128, -1, dtype=np.int32)
+    for letter in RESIDUES:
+        table[[ord(letter), ord(letter.lower())]] = ids[letter]
+    table[ord("\n")] = separator
+    found = table[np.frombuffer(text.encode("ascii", "replace"), dtype=np.uint8)]
+    if found.min(initial=0) < 0:
+        letter = text[int((found < 0).argmax())]
+        raise ValueError(f"{letter!r} is not a residue; expected the letters {RESIDUES}")
+    return found
 
 
 FIXED = {

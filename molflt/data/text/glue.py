@@ -290,14 +290,12 @@ def _read_texts(path: Path, classes: Sequence[str]) -> Iterator[tuple[str, int]]
 
     The files of a class are sorted by the numbers in their names.
     """
-    expected = f"expected folders {' and '.join(classes)} of .txt files"
-    if not path.is_dir():
-        raise ValueError(f"{path}: {expected}; got a file; give the folder that contains them")
-    folders = {entry.name for entry in path.iterdir() if entry.is_dir() and entry.name[0] != "."}
-    if missing := [name for name in classes if name not in folders]:
-        raise ValueError(f"{path}: {expected}; got none named {missing[0]}; change data.root")
-    if unknown := sorted(folders - {*classes, _UNLABELED}):
-        raise ValueError(f"{path}: {expected}; got a folder {unknown[0]} as well; remove it")
+    folders = {entry.name for entry in path.glob("[!.]*") if entry.is_dir()} - {_UNLABELED}
+    if folders != {*classes}:
+        raise ValueError(
+            f"{path}: expected folders {' and '.join(classes)} of .txt files; got "
+            f"{', '.join(sorted(folders)) or 'no folders'}; change data.root, or remove others"
+        )
     for label, name in enumerate(classes):
         files = sorted((path / name).glob("*.txt"), key=_numbers)
         if not files:

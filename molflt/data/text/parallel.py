@@ -65,8 +65,6 @@ class Pairs(Dataset[_Item]):
 
     def __getitem__(self, index: int) -> _Item:
         """Returns the ids of the source and its end, and of begin, target and end, (n,) int64."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"pair {index} of {len(self)}")
         source, target = self.pairs[index]
         return torch.tensor([*source, self.end]), torch.tensor([self.begin, *target, self.end])
 

@@ -71,8 +71,6 @@ class Sentences(Dataset[_Item]):
 
     def __getitem__(self, index: int) -> _Item:
         """Returns ids and types, (tokens,) int64 each, and the class or score, () float64."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
         first, second = self.parts[index]
         tokens = [self.cls, *first.tolist(), self.sep]
         rest = [] if second is None else [*second.tolist(), self.sep]

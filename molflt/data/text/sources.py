@@ -6,17 +6,34 @@ import codecs
 import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from molflt.data.hub import dataset_loader
 from molflt.data.packed import unpacked
-from molflt.data.text.proteins import Record, read_records
+from molflt.data.text.fixed import RESIDUES
 from molflt.data.text.vocabulary import _Level
+from molflt.files import shown
 
 _BLOCK = 2**20  # bytes read at once
 _PACKED = {".gz": "gzip", ".xz": "xz"}
 _HF = "hf:"
 _BYTE_ORDER = "\ufeff"
+_LETTERS = frozenset(RESIDUES + RESIDUES.lower())
 _SPLITS = {"train": "train", "val": "validation", "test": "test"}
+
+
+class Record(NamedTuple):
+    """One sequence of a FASTA file."""
+
+    header: str
+    """line after the >"""
+    residues: str
+    """upper-case letters"""
+
+    @property
+    def name(self) -> str:
+        """First word of the header."""
+        return (self.header.split(maxsplit=1) or [""])[0]
 
 
 def _text_blocks(source: str, level: _Level = "word", use: str = "train") -> Iterator[bytes | str]:
@@ -55,15 +72,45 @@ def _line_blocks(source: str, use: str = "train", any_bytes: bool = False) -> It
         yield rest
 
 
-def _lines(source: str) -> Iterator[str]:
-    """Yields the lines of a file, which end with a line feed only."""
-    for block in _line_blocks(source):
+def _lines(source: str, use: str = "train") -> Iterator[str]:
+    """Yields the lines of a text, which end with a line feed only."""
+    for block in _line_blocks(source, use):
         yield from block.removesuffix("\n").split("\n")
 
 
 def _records(source: str, use: str = "train") -> Iterator[Record]:
-    """Yields the records of a FASTA file; arguments as for `_text_blocks`."""
-    return read_records(_line_blocks(source, use), source)
+    """Yields the records of a FASTA file in upper case; arguments as for `_text_blocks`."""
+    header: str | None = None
+    parts: list[str] = []
+    for number, line in enumerate(_lines(source, use), 1):
+        text = line.strip()
+        if text.startswith(">"):
+            if header is not None:
+                yield _record(header, parts, source)
+            header, parts = text[1:].strip(), []
+        elif text and header is None:
+            raise ValueError(
+                f"{source}: line {number}: expected FASTA, whose records begin with a line "
+                f">NAME; got {shown(text, 20)}"
+            )
+        elif text:
+            parts.append(text)
+    if header is None:
+        raise ValueError(f"{source}: the file is empty; expected FASTA records")
+    yield _record(header, parts, source)
+
+
+def _record(header: str, parts: list[str], source: str) -> Record:
+    record, letters = Record(header, "".join(parts).upper()), "".join(parts)
+    if not letters or not _LETTERS.issuperset(letters):
+        wrong = ((i, one) for i, one in enumerate(letters, 1) if one not in _LETTERS)
+        place, letter = next(wrong, (0, ""))
+        raise ValueError(
+            f"{source}: record {shown(record.name)}: expected the letters {RESIDUES}; got "
+            f"{f'{letter!r} at residue {place}' if letter else 'no residues'}; correct or remove "
+            "the record"
+        )
+    return record
 
 
 def _raw(source: str, use: str) -> Iterator[bytes]:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from molflt.data.text.proteins import Record
-from molflt.data.text.sources import _lines, _records
+from molflt.data.text.sources import Record, _lines, _records
 from molflt.files import atomically, shown
 
 __all__ = ["split"]

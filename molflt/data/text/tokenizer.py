@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from molflt.data.text.fixed import BYTES, FIXED, byte_ids
-from molflt.data.text.proteins import residue_ids
+from molflt.data.text.fixed import BYTES, FIXED, byte_ids, residue_ids
 from molflt.files import shown
 
 if TYPE_CHECKING:

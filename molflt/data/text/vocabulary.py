@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from molflt.data.text.proteins import RESIDUES, residue_ids
+from molflt.data.text.fixed import RESIDUES, residue_ids
 from molflt.files import shown
 
 __all__ = ["Vocabulary"]
@@ -47,15 +47,9 @@ class Vocabulary:
         if level in _FIXED and self.tokens != _FIXED[level]:
             expected = "the 256 bytes" if level == "byte" else RESIDUES
             raise ValueError(f"expected a vocabulary of {expected} and {_EOS}, in this order")
-        if len(self.ids) != len(self.tokens):
-            twice = next(t for i, t in enumerate(self.tokens) if self.ids[t] != i)
-            raise ValueError(f"expected each token once; got {shown(twice)} twice")
-        specials = (_EOS,) if level in _FIXED else (_EOS, _UNK)
-        for special in specials:
-            if special not in self.ids:
-                raise ValueError(f"expected {special} in the vocabulary; got a list without it")
-        if level == "char" and (long := [t for t in tokens if len(t) != 1 and t not in specials]):
-            raise ValueError(f"expected single characters in the vocabulary; got {shown(long[0])}")
+        specials = {_EOS} if level in _FIXED else {_EOS, _UNK}
+        if len(self.ids) != len(self.tokens) or not specials <= self.ids.keys():
+            raise ValueError(f"expected a vocabulary with {_EOS}, {_UNK} and each token once")
         self.eos = self.ids[_EOS]
         self.unk = self.ids.get(_UNK)
 
