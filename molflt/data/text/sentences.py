@@ -51,6 +51,8 @@ class Sentences(Dataset[_Item]):
     def __init__(
         self, examples: Sequence[Example], tokenizer: Tokenizer, length: int, source: str = ""
     ) -> None:
+        if length < 5:
+            raise ValueError(f"data.length must be at least 5; got {length}")
         self.labels = [one.label for one in examples]
         self.cls, self.sep = tokenizer.cls, tokenizer.sep
         self.parts: list[tuple[_Ids, _Ids | None]] = []
