@@ -103,7 +103,7 @@ def test_published_reviews_keep_their_bytes(tokenizer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("folder", "word"), [("train/pos", "none named pos"), ("train", "aclImdb/train")]
+    ("folder", "word"), [("train/pos", "neg and pos"), ("train", "aclImdb/train")]
 )
 def test_missing_folders_of_reviews_are_named(tmp_path: Path, folder: str, word: str) -> None:
     (write_reviews(tmp_path, 4, "train") / "aclImdb" / folder).rename(tmp_path / "elsewhere")
