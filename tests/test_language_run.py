@@ -149,7 +149,7 @@ def test_generated_text(run: Path, tmp_path: Path, capsys) -> None:
     assert main(["generate", str(run), "--prompt=the cat", "--temperature=-1"]) == 2
     assert "temperature" in capsys.readouterr().err
     words = ["predict", str(tmp_path / "writer"), "in.extxyz", "--out", "o.csv"]
-    assert "language" in error_of(capsys, *words)
+    assert "text" in error_of(capsys, *words)
 
 
 def test_models_without_a_state_generate_up_to_their_length(texts, tmp_path, capsys) -> None:

@@ -94,7 +94,7 @@ def test_requests_that_cannot_be_translated(run, folder, tmp_path, capsys):
     ):
         assert word in error_of(capsys, "generate", str(run), *options)
     for sentences, options, word in (
-        ("ein Hund", {}, "a list"),
+        ("ein Hund", {}, "ein Hund"),
         (["ein Hund"], {"batch_size": 0}, "batch_size"),
     ):
         with pytest.raises(ValueError, match=word):
