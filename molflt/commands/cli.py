@@ -88,7 +88,9 @@ COMMANDS: dict[tuple[str, ...], Command] = {
         "predict structures, sentences or images in files",
         "molflt.commands.predict:build_parser",
     ),
-    ("merge",): Command("molflt.commands.merge:merge", "join the predictions of several processes"),
+    ("merge",): Command(
+        "molflt.commands.predict:merge", "join the predictions of several processes"
+    ),
     ("export",): Command(
         "molflt.commands.export:export", "write a model to use and share: weights, card"
     ),

@@ -25,13 +25,13 @@ from molflt.data.structures.store import STORE
 from molflt.evaluation.ensemble import load_ensemble
 from molflt.evaluation.predictions import Predictions, counted_reasons, open_structures
 from molflt.evaluation.report import csv_text, write_csv
-from molflt.evaluation.shards import ENDINGS, made_of, noted
+from molflt.evaluation.shards import ENDINGS, made_of, merge_shards, noted
 from molflt.evaluation.uncertainty import uncertainty_of
 from molflt.files import atomically, expect_writable, write_atomically
 from molflt.pretrained import EnergyPredictor, ImageWriter, load
 from molflt.training.sources import is_trained
 
-__all__ = ["build_parser", "predict"]
+__all__ = ["build_parser", "merge", "predict"]
 
 _USAGE = "molflt predict [RUN] FILE ... [--OPTION VALUE ...]"
 _OF_ATOMS = (".extxyz", ".traj")
@@ -160,6 +160,19 @@ def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
     parser.add_argument("file", nargs="+", type=Path, help="files to predict")
     parser.add_function_arguments(predict, as_group=False, skip={"run", "file"})
     return parser
+
+
+def merge(out: Path) -> None:
+    """Joins the files of all N calls of molflt predict --shard I/N, and keeps them.
+
+    The result is equal to the file that a single process would have written. An error names a shard
+    that is missing or damaged, and the command that makes it again.
+
+    Args:
+        out: the --out of the calls; .csv, .json or .extxyz.
+    """
+    count = merge_shards(Path(out))
+    print(f"{out}: {count:,} structures")
 
 
 def _is_run(word: str) -> bool:
