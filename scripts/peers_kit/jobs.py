@@ -23,7 +23,8 @@ from molflt.evaluation.predictions import infer, open_structures
 from molflt.files import save_tensors, write_atomically
 from molflt.graph import EnergyRegressor
 from molflt.tasks.is2re import IS2RETask
-from molflt.training.parser import build_parser, plain
+from molflt.training.config import plain
+from molflt.training.parser import build_parser
 from peers_kit.budget import CpuBudget
 from peers_kit.models import FITS, NETS, load
 from peers_kit.training import Diverged, Point, Settings, train

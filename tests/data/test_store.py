@@ -171,7 +171,7 @@ def test_relaxed_positions_of_some_atoms(store):
 
 def test_a_changed_byte_is_found_by_whoever_reads(store, tmp_path, capsys):
     assert main(["data", "inspect", str(store)]) == 0
-    assert "digest" in capsys.readouterr().out
+    assert "digest      correct" in capsys.readouterr().out
     content = bytearray(store.read_bytes())
     content[-3] ^= 1
     store.write_bytes(content)
