@@ -26,7 +26,8 @@ from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.datamodule import IS2REData
 from molflt.data.structures.store import write_store
 from molflt.evaluation.results import given_data, why_of_others, write_results
-from molflt.training.parser import build_parser, read_config
+from molflt.training.config import read_config
+from molflt.training.parser import build_parser
 
 STEPS = ("--trainer.max_steps=2", "--task.warmup_steps=1")
 
