@@ -483,7 +483,7 @@ def test_rates_that_cannot_be(data, tmp_path, capsys):
     said = error_of(capsys, "train", *words, '--task.lr_factors={"reedout.*": 2}')
     assert "task.lr_factors 'reedout.*': no parameter has such a name; expected some of" in said
     said = error_of(capsys, "train", *words, '--task.lr_factors={"readout.*": 0}')
-    assert "option --task.lr_factors; expected numbers in (0, 1e6]" in said
+    assert "option --task.lr_factors; expected numbers in (0, " in said
 
 
 def test_new_parameters_that_are_frozen_are_named(others, source, tmp_path, capsys):
