@@ -362,7 +362,7 @@ def test_missing_labels_name_file_and_sid(tmp_path, capsys, split, normalizer):
         ("--trainer.precision=8", "trainer.precision"),
         ("--trainer.max_step=8", "did you mean --trainer.max_steps?"),
         ("--data.root=absent", "absent"),
-        ("--data.max_atoms=10", "train.safetensors: structure"),
+        ("--data.max_atoms=10", "max_atoms=10 "),
     ],
 )
 def test_bad_options(data, tmp_path, capsys, word, message):
