@@ -1,4 +1,4 @@
-"""Writing files so that they appear complete or not at all, and seeing that they have stayed so."""
+"""Atomic writing of files, safetensors with a digest, and reading of small files."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ __all__ = [
     "expect_readable",
     "expect_writable",
     "read_arrays",
+    "read_header",
     "readable_size",
     "save_tensors",
     "shown",
@@ -36,52 +37,49 @@ __all__ = [
 ]
 
 _UNREADABLE = (OSError, ValueError, KeyError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error)
-_MOST_ARRAYS = 2**28  # bytes of an npz, unpacked
 _ADVICE = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "choose a place you may write to")
 _ADVICE |= dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.ENOENT), "choose another name")
-_BLANK = b"0" * 64  # stands where the digest of a file will be, while it is computed
+_BLANK = b"0" * 64  # placeholder of the digest while it is computed
 
 
 @contextmanager
 def atomically(path: Path) -> Iterator[Path]:
-    """Lets a file appear complete or not at all; an older one stays until then.
+    """Writes a file completely or not at all; an older file is kept until then.
 
     Args:
-        path: file to write; folders above it are made.
+        path: file to write; missing folders are created.
 
     Yields:
-        An empty file next to `path`, to be written or replaced; it takes the name of `path` when
-        the block ends without an error, with the permissions of any file the user writes.
+        An empty file next to `path` to write or replace. It is renamed to `path` when the block
+        ends without an error.
 
     Raises:
-        OSError: naming the file, for instance on a full disk; the older file is kept.
+        OSError: on failure, for instance on a full disk; the older file is kept.
     """
     try:
         _make_folder(path.parent)
     except OSError as error:
-        raise _not_written(path, error, "there is no folder for it") from error
+        raise _not_written(path, error, "its folder cannot be created") from error
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.touch()
         mode = part.stat().st_mode
         yield part
-        os.chmod(part, mode)  # some libraries write a private file in its place
+        os.chmod(part, mode)  # some libraries replace it by a private file
         with open(part, "rb+") as file:
-            os.fsync(file.fileno())  # or a crash could leave the new name on old blocks
+            os.fsync(file.fileno())  # or a crash could leave the new name without content
         os.replace(part, path)
         _sync_folder(path.parent)
     except OSError as error:
-        kept = (
-            "the one written before is kept" if os.path.exists(path) else "there is none before it"
-        )
+        kept = "the earlier file is kept" if os.path.exists(path) else "no file was written"
         raise _not_written(path, error, kept) from error
     finally:
-        with suppress(OSError):  # there is none, or nobody may look
+        with suppress(OSError):  # it was renamed, or the folder is not readable
             part.unlink()
 
 
 def clear_parts(folder: Path) -> None:
-    """Removes what processes that were killed had begun to write in a folder."""
+    """Removes unfinished files of killed processes from a folder."""
     for part in folder.glob(".*.part"):
         pid = part.name.split(".")[-2]
         if pid.isdecimal() and not _is_alive(int(pid)):
@@ -89,7 +87,7 @@ def clear_parts(folder: Path) -> None:
 
 
 def _is_alive(pid: int) -> bool:
-    if os.name != "posix":  # where a signal of 0 is not a question
+    if os.name != "posix":  # elsewhere os.kill(pid, 0) would end the process
         return True
     try:
         os.kill(pid, 0)
@@ -106,21 +104,21 @@ def _not_written(path: Path, error: OSError, kept: str) -> OSError:
 
 
 def expect_writable(path: Path, *read: Path) -> None:
-    """Refuses a file to write later, before what it shall hold is computed; writes nothing.
+    """Checks that a file can be written later; writes nothing.
 
     Args:
-        path: the file; folders above it may be missing.
-        read: what its content will be computed from.
+        path: the file; its folder may be missing.
+        read: input files, which must not be overwritten.
 
     Raises:
-        OSError: naming the file, if nothing can be written in its place.
-        ValueError: if it is one of those that are read.
+        OSError: if the file cannot be written.
+        ValueError: if it is one of the input files.
     """
     try:
         for one in read:
             if path.exists() and one.exists() and path.samefile(one):
                 raise ValueError(
-                    f"{path}: is what is read, and would be overwritten; expected another file to "
+                    f"{path}: is also the input and would be overwritten; expected another file to "
                     "write; choose another name"
                 )
         if path.is_dir():
@@ -133,17 +131,13 @@ def expect_writable(path: Path, *read: Path) -> None:
 
 
 def expect_readable(path: Path) -> None:
-    """Raises the OSError of a file that may not be read; safetensors says that there is none."""
+    """Raises OSError for an unreadable file, which safetensors reports as missing."""
     with open(path, "rb"):
         pass
 
 
 def append(path: Path, text: str) -> None:
-    """Appends to a file that exists, and waits until the disk has it.
-
-    Raises:
-        OSError: naming the file, which is then as before.
-    """
+    """Appends to an existing file and flushes it to disk; on failure the file is unchanged."""
     with appending(path):
         size = path.stat().st_size
         try:
@@ -151,7 +145,7 @@ def append(path: Path, text: str) -> None:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-        except BaseException:  # an interruption, too
+        except BaseException:  # including KeyboardInterrupt
             with suppress(OSError):
                 os.truncate(path, size)
             raise
@@ -159,15 +153,15 @@ def append(path: Path, text: str) -> None:
 
 @contextmanager
 def appending(path: Path) -> Iterator[None]:
-    """Names the file in errors of what appends to it in the block."""
+    """Adds the name of the file to an OSError raised while the block appends to it."""
     try:
         yield
     except OSError as error:
-        raise _not_written(path, error, "what it held is kept") from error
+        raise _not_written(path, error, "its content is kept") from error
 
 
 def _make_folder(folder: Path) -> None:
-    """With those above it, whose names are then on the disk too."""
+    """Creates missing folders and flushes their names to disk."""
     if not folder.is_dir():
         _make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -175,7 +169,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Writes the names in a folder to the disk, where the system knows how (Windows does not)."""
+    """Flushes the names in a folder to disk; does nothing on Windows."""
     if os.name == "posix":
         number = os.open(folder, os.O_RDONLY)
         try:
@@ -185,7 +179,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes bytes as :func:`atomically` does."""
+    """Writes bytes with :func:`atomically`."""
     with atomically(path) as part:
         part.write_bytes(content)
 
@@ -195,18 +189,15 @@ def save_tensors(
     tensors: Mapping[str, Tensor] | Mapping[str, np.ndarray],
     metadata: Mapping[str, str],
 ) -> None:
-    """Writes a safetensors file as :func:`atomically` does, with its own sha256 in its header.
+    """Writes a safetensors file with :func:`atomically`, with its sha256 in the header.
 
-    The digest is that of the whole file with 64 zeros in the digest's place. The same tensors and
-    metadata give the same bytes.
+    The digest is computed with 64 zeros in its own place. The same tensors and metadata give the
+    same bytes.
 
     Args:
         path: file to write.
-        tensors: all of torch, contiguous and on the CPU, or all of numpy.
-        metadata: what else the header holds; not ``sha256``.
-
-    Raises:
-        OSError: naming the file, for instance on a full disk.
+        tensors: torch tensors, contiguous and on the CPU, or numpy arrays.
+        metadata: further entries of the header; not ``sha256``.
     """
     from safetensors import SafetensorError
 
@@ -220,7 +211,7 @@ def save_tensors(
         with open(part, "rb+") as file:
             size = file.read(8)
             header = json.loads(file.read(int.from_bytes(size, "little")))
-            # the library's order is another one in each process
+            # the order of the library differs between processes
             header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
             text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
             text = text.ljust(int.from_bytes(size, "little"))
@@ -229,29 +220,18 @@ def save_tensors(
             file.write(text.replace(_BLANK, digest.encode(), 1))
 
 
-def read_arrays(
-    path: Path, wanted: Collection[str], most: int = _MOST_ARRAYS
-) -> dict[str, np.ndarray]:
-    """Read all arrays of an npz file by name, without unpickling.
+def read_arrays(path: Path, wanted: Collection[str]) -> dict[str, np.ndarray]:
+    """Reads all arrays of an npz file by name, without unpickling.
 
     Args:
         path: file to read.
-        wanted: names that the file must have.
-        most: bytes that all arrays may take.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: naming the file, if it is damaged, too large, or lacks one of `wanted`.
+        wanted: names of required arrays.
     """
     import numpy as np
 
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; expected an npz")
     try:
-        with zipfile.ZipFile(path) as packed:
-            size = sum(member.file_size for member in packed.infolist())
-        if size > most:
-            raise ValueError(f"{size:,} bytes unpacked, above {most:,}")
         with np.load(path, allow_pickle=False) as arrays:
             found = {name: arrays[name] for name in arrays.files}
     except (*_UNREADABLE, NotImplementedError, RuntimeError, SyntaxError) as error:
@@ -265,26 +245,25 @@ def read_arrays(
     return found
 
 
-def verify_tensors(path: Path) -> bool:
-    """Whether a safetensors file is as :func:`save_tensors` wrote it; reads it once, in blocks.
-
-    Args:
-        path: file to read.
-
-    Returns:
-        True; False for a file without a digest, written by another program or an older version.
-
-    Raises:
-        ValueError: naming the file, if it is not complete or not what was written.
-    """
+def read_header(path: Path) -> dict[str, str]:
+    """Returns the metadata of a safetensors file; raises ValueError if it is not complete."""
     from safetensors import SafetensorError, safe_open
 
     expect_readable(path)
     try:
         with safe_open(path, framework="np") as opened:
-            expected = (opened.metadata() or {}).get("sha256")
+            return opened.metadata() or {}
     except SafetensorError as error:
         raise ValueError(f"{path}: not a complete safetensors file; {str(error)[:100]}") from None
+
+
+def verify_tensors(path: Path) -> bool:
+    """Compares a safetensors file with its digest, and raises ValueError if it is damaged.
+
+    Returns:
+        False for a file without a digest, written by another program or an older version.
+    """
+    expected = read_header(path).get("sha256")
     if expected is None:
         return False
     with open(path, "rb") as file:
@@ -300,16 +279,13 @@ def verify_tensors(path: Path) -> bool:
 
 
 def read_json(path: Path, most: int, expected: str, hint: str) -> object:
-    """What a small JSON file holds.
+    """Reads a small JSON file; raises ValueError if it is damaged or too large.
 
     Args:
         path: file to read.
-        most: bytes.
-        expected: what messages say that it has to be.
-        hint: what they say to do.
-
-    Raises:
-        ValueError: naming the file, if it is damaged or larger.
+        most: largest size in bytes.
+        expected: description of the content, for messages.
+        hint: advice, for messages.
     """
     try:
         if (size := path.stat().st_size) > most:
@@ -321,10 +297,7 @@ def read_json(path: Path, most: int, expected: str, hint: str) -> object:
 
 
 def shown(value: object, most: int = 80) -> str:
-    """What messages show of a value that a file holds: its repr, without what lies beyond `most`.
-
-    A repr has no control characters. That of nested lists is cut where they begin to be long.
-    """
+    """Returns the repr of a value, shortened to about `most` characters, for messages."""
     brief = reprlib.Repr()
     brief.maxstring = brief.maxother = brief.maxlong = most
     text = brief.repr(value)
@@ -332,7 +305,7 @@ def shown(value: object, most: int = 80) -> str:
 
 
 def readable_size(size: float) -> str:
-    """Bytes as "1.4 MB"."""
+    """Formats a number of bytes as "1.4 MB"."""
     if size < 1000:
         return f"{size:.0f} bytes"
     for unit in ("kB", "MB", "GB"):
@@ -343,6 +316,6 @@ def readable_size(size: float) -> str:
 
 
 def _sha256(head: bytes, rest: IO[bytes]) -> str:
-    """Digest of bytes and of all that is left to read in a file."""
+    """Returns the digest of bytes followed by the rest of a file."""
     digest = hashlib.sha256(head)
     return hashlib.file_digest(rest, lambda: digest).hexdigest()  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""One process per folder: a lock that ends with its process, however that ends."""
+"""Locks that allow one process per folder and end with their process."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import TextIO
 
 __all__ = ["FolderLock"]
 
-_held: set[TextIO] = set()  # of this process, which its forks must not keep
+# The filelock package would not do: it lacks shared locks, the name of the holder, and the release
+# of locks that data workers inherit and keep after their training was killed.
+_held: set[TextIO] = set()
 if hasattr(os, "register_at_fork"):
-    # Closing a copy unlocks nothing; but a data worker that outlives a killed training would hold
-    # on to the lock.
     os.register_at_fork(after_in_child=lambda: [file.close() for file in _held])
 
 
@@ -30,9 +30,9 @@ class FolderLock:
 
     Args:
         folder: created if it is missing, and removed again if it stays empty.
-        doing: text that messages add to the name of the holder: what it does, and what to do.
+        doing: text after the name of the holder in messages: what it does, and what to do.
         name: name of the file; locks of different names are independent.
-        shared: may be held together with other shared locks, but not with an exclusive one.
+        shared: allows other shared locks at the same time, but not an exclusive one.
     """
 
     def __init__(self, folder: Path, doing: str, name: str = ".lock", shared: bool = False) -> None:
@@ -43,7 +43,7 @@ class FolderLock:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Holds the lock inside the block; ValueError names another holder."""
+        """Holds the lock inside the block; raises ValueError if another process holds it."""
         folder = self.path.parent
         made = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
@@ -53,8 +53,9 @@ class FolderLock:
             yield
         finally:
             _held.discard(self._file)
-            if not self.is_gone() and self._is_last():
-                self.path.unlink(missing_ok=True)  # while the lock is still held
+            # without other shared locks, and while this lock is still held
+            if not self.is_gone() and _flock(self._file, shared=False):
+                self.path.unlink(missing_ok=True)
             self._file.close()
             with contextlib.suppress(OSError):  # folders that are not empty stay
                 for path in made:
@@ -63,38 +64,23 @@ class FolderLock:
     def _acquire(self) -> TextIO:
         while True:
             file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 (held beyond this block)
-            try:
-                _flock(file, self.shared)
-            except BlockingIOError:
+            if not _flock(file, self.shared):
                 holder = _holder(file)
                 file.close()
-                raise ValueError(f"{self.path.parent}: {holder} {self.doing}") from None
-            except BaseException:
-                file.close()
-                raise
+                raise ValueError(f"{self.path.parent}: {holder} {self.doing}")
             self._file = file
             if self.is_gone():
                 file.close()  # removed by its holder after it was opened here
                 continue
             file.truncate(0)
-            if self.shared:  # one name would be wrong for several holders
-                return file
-            since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
-            file.write(f"process {os.getpid()} on {socket.gethostname()} (since {since})\n")
-            file.flush()
+            if not self.shared:  # one name would be wrong for several holders
+                since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+                file.write(f"process {os.getpid()} on {socket.gethostname()} (since {since})\n")
+                file.flush()
             return file
 
-    def _is_last(self) -> bool:
-        """True if no other process holds the lock."""
-        assert self._file is not None
-        try:
-            _flock(self._file, shared=False)
-        except BlockingIOError:
-            return False
-        return True
-
     def is_gone(self) -> bool:
-        """True if the lock is held and its file was removed or replaced."""
+        """Returns True if the lock is held and its file was removed or replaced."""
         if self._file is None:
             return False
         try:
@@ -104,18 +90,16 @@ class FolderLock:
 
 
 def _holder(file: TextIO) -> str:
-    """Name of the process that holds the lock, which writes it right after locking."""
-    for _ in range(100):
+    for _ in range(100):  # holders write their name after locking
         file.seek(0)
-        name = file.read(300)
-        if name.endswith("\n"):
-            return name.strip()
+        if name := file.read(300).strip():
+            return name
         time.sleep(0.01)
     return "another process"
 
 
-def _flock(file: TextIO, shared: bool) -> None:
-    """Locks a file; prints a warning on systems without file locks."""
+def _flock(file: TextIO, shared: bool) -> bool:
+    """Locks a file, and returns False if others hold it; warns on systems without file locks."""
     try:
         import fcntl
 
@@ -123,8 +107,9 @@ def _flock(file: TextIO, shared: bool) -> None:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except (ImportError, OSError) as error:
         if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EAGAIN):
-            raise BlockingIOError(error.errno, error.strerror) from error
+            return False
         print(
-            f"{file.name}: this system has no file locks; do not start a second process here",
+            f"{file.name}: this system lacks file locks; do not start a second process here",
             file=sys.stderr,
         )
+    return True

@@ -1,4 +1,4 @@
-"""Available memory, and errors that tell of its lack."""
+"""Available memory, and errors about a lack of memory."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 
 __all__ = ["available_memory", "is_out_of_memory", "within_memory"]
 
-# Of torch's allocators, of C++ and of vesin; CUDA's own is a RuntimeError, too.
+# messages of torch (CPU and CUDA), C++ and vesin
 _WORDS = re.compile(r"out of memory|not enough memory|allocate memory|bad_alloc", re.IGNORECASE)
 _CGROUP, _GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-_FILES = {  # versions 2 and 1 by folder: limit and use in bytes, and the part of it that may go
+_FILES = {  # cgroup versions 2 and 1 by folder: limit, use, and reclaimable part of the use
     "": ("memory.max", "memory.current", "inactive_file"),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tells whether an error is a lack of memory, of the CPU or a GPU."""
+    """Returns True for errors about a lack of memory on the CPU or a GPU."""
     if isinstance(error, RuntimeError):
         return bool(_WORDS.search(str(error)))
     return isinstance(error, MemoryError)
@@ -27,7 +27,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def within_memory(what: Callable[[], str], advice: str) -> Iterator[None]:
-    """Turns a lack of memory in the block into a ValueError that names `what` and the advice."""
+    """Raises ValueError with `what` and `advice` if the block runs out of memory."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -41,57 +41,41 @@ def within_memory(what: Callable[[], str], advice: str) -> Iterator[None]:
 
 
 def available_memory() -> int | None:
-    """Bytes that this process can still take without swapping; None if unknown.
+    """Returns the bytes that the machine and the control groups of this process leave.
 
-    The least of what the machine, each control group of the process and its own limit leave.
+    None if unknown, for instance outside of Linux.
     """
-    known = [_of_machine(), *_of_groups(), _of_process()]
+    known = [_of_machine(), *_of_groups()]
     return min((size for size in known if size is not None), default=None)
 
 
-def _lines(path: Path) -> list[str]:
-    """Lines of a file in /proc or /sys; empty without the file."""
+def _numbers(path: Path) -> dict[str, int]:
+    """Returns the numbers in a file of /proc or /sys by name; a single number has name ""."""
     try:
-        return path.read_text().splitlines()
+        lines = [line.split() for line in path.read_text().splitlines()]
     except (OSError, ValueError):
-        return []
-
-
-def _fields(path: Path) -> dict[str, int]:
-    """Numbers of a file in /proc or /sys by name, that of a single number by \"\"."""
-    lines = [line.split() for line in _lines(path)]
-    words = [["", *line] if len(line) == 1 else line for line in lines]
-    return {line[0].rstrip(":"): int(line[1]) for line in words if line[1:2] and line[1].isdigit()}
+        return {}
+    rows = [["", *words] if len(words) == 1 else words for words in lines]
+    return {row[0].rstrip(":"): int(row[1]) for row in rows if row[1:2] and row[1].isdigit()}
 
 
 def _of_machine() -> int | None:
-    kilobytes = _fields(Path("/proc/meminfo")).get("MemAvailable")
+    kilobytes = _numbers(Path("/proc/meminfo")).get("MemAvailable")
     return None if kilobytes is None else kilobytes * 1024
 
 
 def _of_groups() -> Iterator[int]:
-    """Bytes that each control group of this process leaves, up to the root."""
+    """Yields the bytes left by each control group of this process, up to the root."""
+    if not _CGROUP.is_file():
+        return
     own = {"": "", "memory": ""}
-    for line in _lines(_CGROUP):  # number:controllers:path
+    for line in _CGROUP.read_text().splitlines():  # number:controllers:path
         _, controllers, path = line.split(":", 2)
         own["memory" if "memory" in controllers.split(",") else controllers] = path
     for version, (limit, used, cached) in _FILES.items():
         root = _GROUPS / version
         group = root / own[version].lstrip("/")
         for place in (group, *group.parents):
-            most, now = (_fields(place / name).get("") for name in (limit, used))
+            most, now = (_numbers(place / name).get("") for name in (limit, used))
             if most is not None and now is not None and place.is_relative_to(root):
-                yield max(0, most - now + _fields(place / "memory.stat").get(cached, 0))
-
-
-def _of_process() -> int | None:
-    """What `ulimit -v` leaves."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    kilobytes = _fields(Path("/proc/self/status")).get("VmSize")
-    if limit == resource.RLIM_INFINITY or kilobytes is None:
-        return None
-    return max(0, limit - kilobytes * 1024)
+                yield max(0, most - now + _numbers(place / "memory.stat").get(cached, 0))

@@ -36,7 +36,7 @@ from tqdm import tqdm
 from molflt.plots import intervals
 from molflt.training.checkpoint import count_parameters
 from molflt.training.config import read_config
-from molflt.training.origin import read_origin
+from molflt.training.resume import read_provenance
 
 PAPERS = [f"configs/atoms/{name}.yaml" for name in ("flt", "performer", "softmax-mask", "softmax")]
 INTERRUPTED = 130
@@ -124,7 +124,7 @@ def work(run: Path, job: dict[str, Any], threads: int, evaluation: tuple[str, ..
     evaluate = ["evaluate", str(run), *evaluation]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     # one that ended for want of patience is over, and --resume refuses it
-    todo = (evaluate,) if read_origin(run).get("stopped") else (train, evaluate)
+    todo = (evaluate,) if read_provenance(run).get("stopped") else (train, evaluate)
     with open(run / "log.txt", "a") as log:
         for words in todo:
             command = [sys.executable, "-m", "molflt", *words]
@@ -142,7 +142,7 @@ def expect_same_data(runs: list[Path]) -> None:
     Raises:
         ValueError: naming two of them.
     """
-    every = {run: read_origin(run).get("data") for run in runs}
+    every = {run: read_provenance(run).get("data") for run in runs}
     known = {run: data for run, data in every.items() if data}  # earlier versions do not say
     first = next(iter(known), None)
     for run, data in known.items():

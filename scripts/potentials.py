@@ -37,7 +37,7 @@ from molflt.files import shown, write_atomically
 from molflt.graph.geometry import Geometry
 from molflt.graph.potential import Potential
 from molflt.tasks.potential import PotentialTask
-from molflt.training.checkpoint import read_sealed, write_checkpoint
+from molflt.training.checkpoint import read_plain, write_checkpoint
 
 CONFIG = Path(__file__).parents[1] / "configs/potential.yaml"
 CUTOFF = 5.0  # Å
@@ -103,7 +103,7 @@ def read_state(path: Path) -> dict[str, Any]:
         ValueError: naming the file, if it is damaged.
     """
     try:
-        kept, _ = read_sealed(path)
+        kept = read_plain(path)
         return {key: kept[key] for key in ("model", "optimizer", "step", "spent")}
     except Exception as error:  # a damaged file makes the reader fail in any way
         raise ValueError(

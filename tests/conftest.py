@@ -12,22 +12,19 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
-def shared_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of 22 training and 13 validation structures; tests only read it."""
-    from tiny_run import write_data
+def shared_data() -> Path:
+    """22 training and 13 validation structures; tests only read them."""
+    import tiny_run
 
-    return write_data(tmp_path_factory.mktemp("shared_data"))
+    return tiny_run.shared_data()
 
 
 @pytest.fixture(scope="session")
-def shared_run(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared_run() -> Path:
     """A finished is2re run of 8 steps on `shared_data`, validated every 4; tests only read it."""
-    from tiny_run import start
+    import tiny_run
 
-    run = tmp_path_factory.mktemp("shared_run") / "run"
-    words = ["--trainer.max_steps=8", "--trainer.val_every=4", "--trainer.log_every=2"]
-    assert start(shared_data, run, *words) == 0
-    return run
+    return tiny_run.shared_run()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Best weights are chosen by what a validation can judge; ties never keep the first for ever."""
+"""The choice of the best weights: rankings of metrics, ties, and patience."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ FORCE, ENERGY = "force_mae_meV_per_A", "energy_mae_meV_per_atom"
 
 
 def chosen(task, validations, was=None, patience=None, weights=(1, 1, 1)):
-    """Steps whose weights were kept as the best, the last headers, and why training stopped."""
-    kept, folder = [], SimpleNamespace(origin={})
+    """Returns the steps of kept weights, the last header, and the state of early stopping."""
+    kept, folder = [], SimpleNamespace(provenance={})
     folder.save_weights = lambda name, weights, header: kept.append(header)
     folder.last = SimpleNamespace(with_name=lambda name: SimpleNamespace(is_file=lambda: True))
     task = object.__new__(task)
@@ -45,8 +45,8 @@ def chosen(task, validations, was=None, patience=None, weights=(1, 1, 1)):
         best.on_validation_epoch_end(trainer, module)
         again = _BestWeights(task, folder, patience)
         again.load_state_dict(best.state_dict())
-        best = again  # as a resumed run has it
-    return [header["step"] for header in kept], kept[-1], folder.origin.get("stopped")
+        best = again  # as in a resumed run
+    return [header["step"] for header in kept], kept[-1], folder.provenance.get("stopped")
 
 
 def rows(**columns):
@@ -67,9 +67,7 @@ def rows(**columns):
         (IS2RETask, rows(mae_eV=[2, 1, 1], ewt_percent=[0, 9, 9]), [1, 2, 3], "mae_eV"),
     ],
 )
-def test_ties_are_decided_by_other_metrics_and_never_keep_the_first(
-    task, validations, steps, metric
-):
+def test_ties_are_broken_by_other_metrics_and_keep_the_later(task, validations, steps, metric):
     kept, header, _ = chosen(task, validations)
     assert kept == steps
     assert metric is None or f"val_{metric}" in header
@@ -85,15 +83,15 @@ def test_ties_are_decided_by_other_metrics_and_never_keep_the_first(
         ([30, 20, 25], 90, (1, 1, 1), FORCE),
     ],
 )
-def test_energies_choose_a_potential_where_forces_tell_nothing(force, labels, weights, metric):
+def test_energies_select_a_potential_without_useful_forces(force, labels, weights, metric):
     found = rows(**{FORCE: force, ENERGY: [9, 3, 2], "force_labels_meV_per_A": [labels] * 3})
     kept, header, _ = chosen(PotentialTask, found, weights=weights)
     assert f"val_{metric}" in header
     assert kept[-1] == (2 if metric == FORCE else 3)
 
 
-def test_a_run_of_an_earlier_version_goes_on():
-    """Its state has one metric, and perhaps a 0 that nothing can beat."""
+def test_state_of_an_earlier_version():
+    """It has one metric, which may be an unbeatable 0."""
     found = rows(**{FORCE: [0, 0], ENERGY: [9, 3], "force_labels_meV_per_A": [0, 0]})
     was = {FORCE: 0.0, "step": 0, "since": 7}
     assert chosen(PotentialTask, found, was)[0] == [1, 2]
@@ -101,7 +99,7 @@ def test_a_run_of_an_earlier_version_goes_on():
     assert chosen(PotentialTask, found, {FORCE: 20.0, "step": 0})[0] == [2]
 
 
-def test_patience_counts_equal_validations_but_keeps_the_later_weights():
+def test_equal_validations_count_for_patience_and_keep_the_later_weights():
     kept, _, stopped = chosen(LanguageTask, rows(perplexity=[5, 5, 5]), patience=2)
     assert kept == [1, 2, 3] and (stopped["step"], stopped["since"]) == (3, 2)
     same = rows(score_percent=[0] * 4, mean_loss=[4, 3, 2, 1])
@@ -109,7 +107,7 @@ def test_patience_counts_equal_validations_but_keeps_the_later_weights():
 
 
 def test_cells_of_one_atom(tmp_path):
-    """All forces are 0 by symmetry, here but for noise, and so are their errors."""
+    """All forces, and their errors, are 0 by symmetry except for noise."""
     draw, frames = np.random.default_rng(0), []
     for scale in np.linspace(0.93, 1.08, 24):
         atoms = bulk("Ar", "fcc", 5.2 * scale)
@@ -133,11 +131,11 @@ def test_cells_of_one_atom(tmp_path):
     )
 
 
-def test_sums_of_an_earlier_version_have_fewer_parts(tmp_path):
-    """A checkpoint between two rows of the table holds them."""
+def test_sums_of_an_earlier_version_have_fewer_fields(tmp_path):
+    """They are part of checkpoints between two rows of the table."""
     task, folder = object.__new__(PotentialTask), SimpleNamespace(path=tmp_path)
     table_of = _MetricsFile(task, folder, 50)
-    table_of._go_on = lambda trainer: None
+    table_of._restore = lambda trainer: None
     table_of.load_state_dict({"totals": [7.0] * 11, "seconds": 1.0})
     module = SimpleNamespace(task=task, device=torch.device("cpu"))
     table_of.on_train_start(SimpleNamespace(is_global_zero=True), module)

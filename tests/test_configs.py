@@ -1,4 +1,4 @@
-"""Every shipped configuration loads, says only what it must, and builds the model it describes."""
+"""Shipped configurations load, omit defaults, and build trainable models."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TOKENS = [
 TOKENS += [("lra/listops-small", name) for size, name in TOKENS if size == "masked/wikitext2"]
 TOKENS += [(f"lra/{size}", "masked/fnet") for size in ("listops", "imdb", "image")]
 _PARALLEL = ("train", "val", "source", "target")
-# what has no default, for each recipe
+# required options by recipe
 REQUIRED = {
     "is2re": ["--data.root=somewhere"],
     "potential": ["--data.root=somewhere"],
@@ -57,7 +57,7 @@ REQUIRED = {
 
 
 def resolve(recipe: str, *words: str) -> dict[str, Any]:
-    """The complete configuration of a command line, as plain dictionaries."""
+    """Returns the complete configuration of a command line."""
     words = (*REQUIRED[recipe], *words)
     config: dict[str, Any] = parser_of(recipe).parse_args(list(words)).as_dict()
     return config
@@ -87,7 +87,7 @@ def parameters(model: dict[str, Any]) -> int:
 
 @cache
 def _parameters(model: tuple[tuple[str, Any], ...]) -> int:
-    with torch.device("meta"):  # counted, not allocated
+    with torch.device("meta"):  # nothing is allocated
         return sum(p.numel() for p in EnergyRegressor(**dict(model)).parameters())
 
 
@@ -96,7 +96,7 @@ def name_of(path: Path) -> str:
 
 
 def configured(*names: str) -> dict[str, Any]:
-    """The complete configuration of several files below configs/."""
+    """Returns the complete configuration of several files below configs/."""
     words = [word for name in names for word in ("--config", str(CONFIGS / f"{name}.yaml"))]
     recipe = yaml.safe_load((CONFIGS / f"{names[0]}.yaml").read_text()).get("recipe", "is2re")
     return resolve(recipe, *words, "--recipe", recipe)
@@ -107,7 +107,7 @@ def oc20(model: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_says_only_what_differs_from_the_defaults(path: Path) -> None:
+def test_configurations_omit_defaults(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) <= 40
     written = dict(leaves(yaml.safe_load(text)))
@@ -125,7 +125,7 @@ def test_the_potential_builds() -> None:
 
 @pytest.mark.parametrize("name", OC20)
 def test_papers_settings(name: str) -> None:
-    """The numbers of FLT's section 5.3 and appendix B.3, whatever the defaults are."""
+    """Numbers of FLT's section 5.3 and appendix B.3."""
     config = oc20(name)
     model, task, trainer = config["model"], config["task"], config["trainer"]
     kind, layers = name.split("-")
@@ -141,7 +141,7 @@ def test_papers_settings(name: str) -> None:
     assert (built.encoding is None) == (kind == "performer")
     if built.encoding is not None:
         position = built.encoding.position
-        assert repr(built.encoding.periodic) == "Images(image_cutoff=8)"
+        assert built.encoding.periodic.image_cutoff == 8
         assert built.encoding.near_field is None
         assert position.spectrum.amplitude.shape == (48, 32)
         assert (position.nodes is None) == (kind == "softmax")
@@ -181,19 +181,19 @@ def test_demo_reads_the_shipped_sample() -> None:
     assert (root / "train.safetensors").is_file()
 
 
-def test_what_distinguishes_the_models() -> None:
+def test_differences_between_the_models() -> None:
     counts = {name: parameters(oc20(name)["model"]) for name in OC20}
-    # A layer: attention 4 (d^2 + d), feed-forward 2 d f + d + f, two LayerNorms 4 d.
+    # per layer: attention 4 (d^2 + d), feed-forward 2 d f + d + f, two LayerNorms 4 d
     d, f = 768, 2048
     layer = 4 * (d * d + d) + 2 * d * f + d + f + 4 * d
     assert counts["flt-12l"] - counts["flt-10l"] == 2 * layer
-    # The mask: T amplitudes per head, T widths, and the nodes' sigma per head.
+    # mask: T amplitudes per head, T widths, and sigma of the nodes per head
     assert counts["flt-12l"] - counts["performer-12l"] == 48 * 32 + 32 + 48
     assert counts["flt-12l"] - counts["softmax-12l"] == 48
 
 
 def shrunk(names: tuple[str, ...], **data: Any) -> tuple[Any, dict[str, Any]]:
-    """The recipe of configurations and its model, small."""
+    """Returns the recipe of configurations, and the options of a smaller model."""
     config = configured(*names)
     model = {**config["model"], "dim": 24, "heads": 3, "ffn_dim": 16, "layers": 2, **data}
     if "refinements" in model:
@@ -213,7 +213,7 @@ def without_gradient(model: torch.nn.Module, loss: torch.Tensor) -> list[str]:
 
 @pytest.mark.parametrize("names", ENERGIES, ids=" + ".join)
 def test_every_parameter_of_an_energy_configuration_learns(names: tuple[str, ...]) -> None:
-    """One without a gradient stops training on several devices, and was given for nothing."""
+    """A parameter without gradient would stop training on several devices."""
     recipe, model = shrunk(names)
     torch.manual_seed(0)
     net = recipe.load("model")(**model).double()

@@ -1,4 +1,4 @@
-"""Two processes on the CPU: the metrics of one, each system counted once, and the same resume."""
+"""Two processes on the CPU: metrics, steps and resuming agree with one process."""
 
 import os
 import shutil
@@ -28,7 +28,7 @@ from molflt.training.run_folder import RunFolder
 if not torch.distributed.is_available():
     pytest.skip("torch was built without torch.distributed", allow_module_level=True)
 
-# A learning rate next to nothing: both runs validate (nearly) the initial weights
+# a tiny learning rate: both runs validate the initial weights
 STILL = [
     "--task.lr=1e-30",
     "--trainer.max_steps=7",
@@ -59,7 +59,7 @@ def test_validation_counts_each_system_once(both):
 
 
 def test_two_processes_train_on_twice_as_many_systems(both):
-    """14 batches in 7 steps of 2 are the batches of 14 steps of 1: the same mean error."""
+    """7 steps of 2 batches have the same mean error as 14 steps of 1 batch."""
     one, two = both
     assert last_state(two)["global_step"] == 7
     weights = {name: last_state(run)["state_dict"] for name, run in (("one", one), ("two", two))}
@@ -73,7 +73,7 @@ def test_two_processes_train_on_twice_as_many_systems(both):
 
 
 def test_two_processes_with_two_batches_each_take_the_step_of_four(both):
-    """Also where parameters are frozen, of which processes exchange nothing."""
+    """Also with frozen parameters, which processes do not exchange."""
     folder = both[0].parent
     words = ["--task.lr=1e-2", "--trainer.precision=64-true", "--trainer.max_steps=3"]
     words += ["--trainer.num_sanity=0", "--task.freeze=[embedding.*]"]
@@ -91,7 +91,7 @@ def test_two_processes_with_two_batches_each_take_the_step_of_four(both):
     )
 
 
-def test_processes_that_torchrun_starts_go_on_with_what_lightning_started(both):
+def test_torchrun_resumes_a_run_started_by_lightning(both):
     run = both[1].parent / "resumed"
     shutil.copytree(both[1], run)
     train = ["-m", "--", "molflt", "train", "--resume", str(run), "--trainer.max_steps=8"]
@@ -104,8 +104,7 @@ def test_processes_that_torchrun_starts_go_on_with_what_lightning_started(both):
     assert last_state(run)["global_step"] == 8 and not (run / ".lock").exists()
 
 
-def test_what_one_rank_has_seen_all_have(both):
-    """An element of the other rank's batches was said not to have occurred in training."""
+def test_ranks_share_the_elements_they_have_seen(both):
     model = EnergyRegressor(dim=8, heads=1, layers=1)
     steps = _LightningTask(SimpleNamespace(model=model, lr=1.0))
     model.trained_elements[29] = True
@@ -122,7 +121,7 @@ def test_what_one_rank_has_seen_all_have(both):
     assert not (seen[0] & ~seen[1]).any() and seen[1].dtype == torch.bool
 
 
-def test_a_signal_that_arrives_while_ranks_agree_is_not_lost(tmp_path):
+def test_a_signal_during_communication_is_not_lost(tmp_path):
     callback = _LastCheckpoint(RunFolder(tmp_path), every=10)
 
     class Strategy:
@@ -155,7 +154,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_a_killed_rank_ends_the_others_and_the_run_resumes_to_the_bit(tmp_path):
+def test_a_killed_rank_ends_the_others_and_resuming_is_exact(tmp_path):
     data = write_data(tmp_path / "data", train=24, val=21)
     words = ["--trainer.devices=2", "--trainer.max_steps=6", "--trainer.checkpoint_every=3"]
     words += ["--task.lr=1e-2", "--trainer.num_sanity=0"]

@@ -321,7 +321,7 @@ def test_a_submission_in_place_of_what_is_read_is_refused(run, data, tmp_path) -
     np.savez(others, name=np.array(["x"]), a=np.zeros(1))
     write_systems(root, [("val_id", [System(1000, "x", "m", "f", "Cu")])])
     options = {"data": root, "out": tmp_path / "out", "device": "cpu"}
-    with pytest.raises(ValueError, match=r"others\.npz: is what is read, and would be overwritten"):
+    with pytest.raises(ValueError, match=r"others\.npz: is also the input"):
         evaluate(run, submission=others, published=others, **options)
     assert not (tmp_path / "out").exists()
 
@@ -560,12 +560,12 @@ def test_what_cannot_be_written_is_not_computed(run, tmp_path, monkeypatch, caps
     said = error_of(
         capsys, "predict", str(run), "a.extxyz", "--out", "../" + tmp_path.name + "/a.extxyz"
     )
-    assert "a.extxyz: is what is read, and would be overwritten" in said
+    assert "a.extxyz: is also the input" in said
     assert Path("a.extxyz").read_bytes() == before
     Path("folder").mkdir()
     Path("folder/a.extxyz").write_text("cannot be read")
     said = error_of(capsys, "predict", str(run), "folder", "--out", "folder/a.extxyz")
-    assert "folder/a.extxyz: is what is read" in said
+    assert "folder/a.extxyz: is also the input" in said
 
 
 def test_predict_refuses_bad_input(run, tmp_path, capsys) -> None:

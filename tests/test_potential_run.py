@@ -1,4 +1,4 @@
-"""A potential from training to relaxations: the recipe, the calculator, ``molflt relax``."""
+"""Potentials: training, evaluation, the calculator, and ``molflt relax``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ase.constraints import (
     FixedPlane,
     FixScaled,
 )
-from tiny_run import argon, error_of, logged, page_of, start, write_data
+from tiny_run import argon, error_of, logged, page_of
 
 import molflt
 from molflt.commands.cli import main
@@ -47,7 +47,7 @@ def trained(tmp_path_factory) -> Path:
     for seed, (split, count) in enumerate({"train": 24, "val_id": 8}.items()):
         frames = argon(count, seed)
         for atoms in frames:
-            atoms.set_tags([4, 3, 2, 1])  # layers of ase.build: nothing that a potential reads
+            atoms.set_tags([4, 3, 2, 1])  # layers of ase.build; potentials ignore tags
         ase.io.write(root / f"{split}.traj", frames)
     words = [f"--model.{name}={value}" for name, value in SMALL.items()]
     words += ["--recipe=potential", f"--data.root={root}", f"--run={root / 'run'}"]
@@ -58,7 +58,7 @@ def trained(tmp_path_factory) -> Path:
     return root / "run"
 
 
-def test_it_learns_and_is_evaluated(trained, capsys):
+def test_training_and_evaluation(trained, capsys):
     rows = list(csv.DictReader((trained / "metrics.csv").open()))
     errors = [
         float(row["val_force_mae_meV_per_A"]) for row in rows if row["val_force_mae_meV_per_A"]
@@ -72,13 +72,13 @@ def test_it_learns_and_is_evaluated(trained, capsys):
     assert found["force_mae_meV_per_A"] == pytest.approx(min(errors), rel=1e-4)
     assert found["force_mae_meV_per_A"] < found["baseline_force_mae_meV_per_A"]
     table = list(csv.DictReader((trained / "predictions.csv").open()))
-    assert len(table) == 8 and table[1]["force_mae_eV_per_A"] == ""  # has no forces
+    assert len(table) == 8 and table[1]["force_mae_eV_per_A"] == ""  # without forces
     assert (trained / "parity.png").is_file()
     assert json.loads((trained / "references.json").read_text()).keys() == {"Ar"}
 
 
-def test_a_start_from_other_weights_has_their_forces(trained, tmp_path, capsys):
-    """Whatever the weights of the loss are, and however large the forces of the new data."""
+def test_initial_weights_keep_their_forces(trained, tmp_path):
+    """Independent of the weights of the loss and the size of the new forces."""
     for seed, split in enumerate(("train", "val_id"), start=5):
         frames = argon(6, seed)
         for atoms in frames:
@@ -92,8 +92,6 @@ def test_a_start_from_other_weights_has_their_forces(trained, tmp_path, capsys):
     for number, weights in enumerate(([], ["--task.energy_weight=9", "--task.force_weight=0.1"])):
         run = tmp_path / f"run{number}"
         assert main(["train", *words, *weights, f"--run={run}"]) == 0
-        said = capsys.readouterr().out
-        assert "element_energies, up to " in said and "energy_std" not in said
         errors.append([logged(run, f"val_{name}")[-1] for name in metrics])
     assert errors[0] == errors[1]
     main(["evaluate", str(trained), f"--data={tmp_path}", f"--out={tmp_path}", "--device=cpu"])
@@ -101,7 +99,7 @@ def test_a_start_from_other_weights_has_their_forces(trained, tmp_path, capsys):
     assert errors[0][0] == pytest.approx(found[metrics[0]], rel=1e-5)
 
 
-def test_energies_worse_than_those_of_the_elements_are_named(trained, tmp_path, capsys):
+def test_energies_worse_than_the_references_give_a_warning(trained, tmp_path, capsys):
     words = [f"--model.{name}={value}" for name, value in SMALL.items()]
     words += ["--recipe=potential", f"--data.root={trained.parent}", f"--run={tmp_path / 'run'}"]
     words += ["--trainer.max_steps=1", "--task.lr=0.5", "--trainer.accelerator=cpu"]
@@ -113,7 +111,7 @@ def test_energies_worse_than_those_of_the_elements_are_named(trained, tmp_path, 
 
 
 def test_errors_of_forces_by_group_and_the_page(trained, tmp_path):
-    """Against the calculator, one structure at a time."""
+    """Compared with the calculator, one structure at a time."""
     run = shutil.copytree(trained, tmp_path / "run")
     assert main(["evaluate", str(run), "--device", "cpu"]) == 0
     errors = []
@@ -126,14 +124,13 @@ def test_errors_of_forces_by_group_and_the_page(trained, tmp_path):
         ("element", "Ar", str(4 * len(errors))),
         ("natoms", "4", str(len(errors))),
     ]
-    for row in rows:  # all have as many atoms
+    for row in rows:  # all have 4 atoms
         assert float(row["mae_meV_per_A"]) == pytest.approx(np.mean(errors), rel=1e-4)
     page = page_of(run)
-    assert "What is missing" not in page and (run / "forces.png").is_file()
-    assert "force MAE / meV/Å ↓" in page and "mean error of the forces / meV/Å" in page
+    assert (run / "forces.png").is_file()
     found = json.loads((run / "results.json").read_text())["val_id"]
-    assert f"{found['energy_mae_meV_per_atom']:.3f} meV/atom over 8 systems" in page
-    # curve, parity, two kinds of groups, the worst of 7, forces
+    assert f"{found['energy_mae_meV_per_atom']:.3f} meV/atom" in page
+    # curve, parity, two kinds of groups, six worst structures, forces
     assert page.count("<img") == 1 + 1 + 2 + 6 + 1
 
 
@@ -157,7 +154,7 @@ def test_calculator(trained):
         alone.get_stress()
 
 
-def test_what_was_exported_is_a_calculator_too(trained, tmp_path):
+def test_exports_are_calculators(trained, tmp_path):
     loaded = molflt.load(trained)
     loaded.save_pretrained(tmp_path / "exported")
     atoms = bulk("Ar", "fcc", 5.2)
@@ -171,27 +168,25 @@ def test_what_was_exported_is_a_calculator_too(trained, tmp_path):
     assert (tmp_path / "out.csv").is_file()
     card = (tmp_path / "exported" / "README.md").read_text()
     assert "interatomic-potential" in card and "IS2RE" not in card
-    assert "\natoms.calc = molflt.Calculator(model)" in card
-    assert "molflt relax structures.extxyz --run exported --out relaxed.extxyz" in card
+    assert "molflt.Calculator(model)" in card and "molflt relax" in card
 
 
-def test_a_model_stays_on_its_device_unless_another_one_is_named():
+def test_models_stay_on_their_device_by_default():
     made = molflt.Potential(16, 2, layers=1, ffn_dim=16, num_features=8, radial_basis=4)
     assert molflt.Calculator(made).model.energy_std.device.type == "cpu"
     moved = molflt.Calculator(made, device="meta").model
     assert moved.energy_std.device.type == "meta" and made.energy_std.device.type == "cpu"
     assert molflt.Calculator(moved).model.energy_std.device.type == "meta"
-    with pytest.raises(ValueError, match="device 'nonsense': expected auto, cpu, cuda or cuda:N"):
+    with pytest.raises(ValueError, match="device 'nonsense'"):
         molflt.Calculator(made, device="nonsense")
 
 
 def test_a_calculator_refuses_an_element_without_descriptors():
-    """On every device, before anything is computed."""
     made = molflt.Potential(16, 2, layers=1, ffn_dim=16, num_features=8, descriptors=True)
     atoms = Atoms("ArHe", [[0, 0, 0], [0, 0, 3]])
     atoms.calc = molflt.Calculator(made)
     for _ in range(2):
-        with pytest.raises(ValueError, match="ArHe: no descriptors are known of element 2"):
+        with pytest.raises(ValueError, match="ArHe: .*element 2"):
             atoms.get_potential_energy()
 
 
@@ -220,13 +215,13 @@ def test_predictions_have_forces(trained, tmp_path):
         assert one.energy == pytest.approx(calculator.get_potential_energy(atoms), abs=1e-4)
 
 
-def test_calculator_says_what_it_has_not_learned(trained, capsys):
+def test_calculator_reports_unknown_elements_and_wrong_numbers(trained, capsys):
     calculator = molflt.Calculator(trained, device="cpu")
     for _ in range(2):
         calculator.get_potential_energy(molecule("CO"))
         calculator.reset()
-    assert capsys.readouterr().err.count("C, O did not occur in training") == 1
-    with pytest.raises(ValueError, match="dtype='float16' is unknown"):
+    assert capsys.readouterr().err.count("C, O") == 1
+    with pytest.raises(ValueError, match="dtype='float16'"):
         molflt.Calculator(trained, dtype="float16")
     with torch.no_grad():
         calculator.model.readout.mlp[0].bias[:] = torch.nan
@@ -234,51 +229,43 @@ def test_calculator_says_what_it_has_not_learned(trained, capsys):
         calculator.get_potential_energy(Atoms("Ar"))
 
 
-def test_atoms_at_one_place_are_named(trained, tmp_path, capsys):
-    """Such a structure is at rest for a potential, whose forces there are none."""
-    two = Atoms("Ar2", [[1, 1, 1], [1, 1, 9]], cell=[8, 8, 8], pbc=True)  # in a periodic image
+def test_coinciding_atoms_give_one_warning(trained, tmp_path, capsys):
+    """Their forces vanish, as in a relaxed structure."""
+    two = Atoms("Ar2", [[1, 1, 1], [1, 1, 9]], cell=[8, 8, 8], pbc=True)  # a periodic image
     calculator = molflt.Calculator(trained, device="cpu")
     for _ in range(2):
         calculator.get_potential_energy(two)
         calculator.reset()
-    said = "Ar2: it has two atoms closer than 0.1 Å; its energy means nothing; look for atoms that "
-    assert capsys.readouterr().err.count(said) == 1
+    assert capsys.readouterr().err.count("0.1 Å") == 1
     one = two.copy()
     one.positions[1] -= 4
     for atoms in (one, two):
         atoms.calc = SinglePointCalculator(atoms, energy=0.0, forces=np.zeros((2, 3)))
-    ase.io.write(tmp_path / "a.extxyz", [one, two])
-    words = [str(tmp_path / "a.extxyz"), "--device", "cpu", "--out"]
-    main(["relax", *words, str(tmp_path / "b.extxyz"), "--run", str(trained), "--steps=1"])
-    told = capsys.readouterr().err
-    assert told.count("closer than") == 1  # and not by the calculator once more
-    words_of_all = "1 of 2 structures have two atoms closer than 0.1 Å, for instance sid 1; their"
-    assert f"molflt: warning: a.extxyz: {words_of_all}" in told
-    words = ["evaluate", str(trained), "--device=cpu", "--out", str(tmp_path / "out"), "--data"]
-    assert main([*words, str(tmp_path / "a.extxyz")]) == 0
-    assert f"molflt: warning: a: {words_of_all}" in capsys.readouterr().err
+    file = str(tmp_path / "a.extxyz")
+    ase.io.write(file, [one, two])
+    relax = ["relax", file, "--run", str(trained), "--steps=1", "--out", str(tmp_path / "b.extxyz")]
+    for words in (relax, ["evaluate", str(trained), "--out", str(tmp_path), "--data", file]):
+        main([*words, "--device=cpu"])
+        assert capsys.readouterr().err.count("1 of 2 structures") == 1
 
 
-def test_an_evaluation_names_absurd_forces(trained, tmp_path, capsys):
+def test_evaluation_reports_absurd_forces(trained, tmp_path, capsys):
     frames = argon(4, 5)
     frames[2].calc.results["forces"][1] = [0, 0, -2e4]
     ase.io.write(tmp_path / "a.traj", frames)
     words = ["evaluate", str(trained), "--device=cpu", "--out", str(tmp_path / "out"), "--data"]
     assert main([*words, str(tmp_path / "a.traj")]) == 0
-    said = "a: sid 2: the force on atom 1 is 2e+04 eV/Å; expected at most 1000 eV/Å, far beyond "
-    told = capsys.readouterr().err
-    assert told.count(said) == 1 and "counted in the errors all the same (1 such)" in told
+    assert capsys.readouterr().err.count("a: sid 2: the force on atom 1 is 2e+04 eV/Å") == 1
 
 
-def test_runs_of_relaxed_energies_give_no_forces(tmp_path, capsys):
-    run = tmp_path / "run"
-    assert start(write_data(tmp_path), run, "--trainer.max_steps=3") == 0
+def test_runs_of_relaxed_energies(copied_run, tmp_path, capsys):
+    """They do not give forces, but predict relaxed structures, measured by OC20's metric."""
+    run = copied_run
     with pytest.raises(ValueError, match="needs a potential; got EnergyRegressor"):
         molflt.Calculator(run)
     ase.io.write(tmp_path / "a.xyz", molecule("H2O"))
     said = error_of(capsys, "relax", str(tmp_path / "a.xyz"), "--run", str(run))
-    assert "train one with --recipe potential" in said
-    # structures by its position head, with OC20's metric
+    assert "--recipe potential" in said
     words = ["--splits", "val_id", "--relaxed", str(tmp_path / "moved"), "--device", "cpu"]
     assert main(["evaluate", str(run), *words]) == 0
     assert "ADwT / %" in capsys.readouterr().out
@@ -287,7 +274,7 @@ def test_runs_of_relaxed_energies_give_no_forces(tmp_path, capsys):
     assert len(frames) == found["n"] == 13 and frames[0].info["sid"] == 1000
     assert 0 <= found["adwt_percent"] <= 100 and found["position_error_A"] > 0
     said = error_of(capsys, "evaluate", str(run), *words, "--data", str(tmp_path / "moved"))
-    assert "val_id.extxyz: is what is read, and would be overwritten" in said
+    assert "val_id.extxyz: is also the input" in said
 
 
 def test_relaxations(trained, tmp_path, capsys):
@@ -320,16 +307,16 @@ def test_relaxations(trained, tmp_path, capsys):
     assert main([*words, "--fmax", "1e-9", "--steps", "2"]) == 3
     said = capsys.readouterr()
     assert "0 of 2 relaxations converged" in said.out
-    assert "structure 1, sid 1, Ar2: not converged: largest force" in said.err
+    assert "structure 1, sid 1, Ar2: not converged" in said.err
     first = steps / "000000-0.traj"
     before = first.read_bytes()
-    status = main(["relax", str(first), *words[2:]])  # where the steps of its own would go
-    assert status == 2 and f"{first}: is what is read" in capsys.readouterr().err
+    status = main(["relax", str(first), *words[2:]])  # its trajectory would replace the input
+    assert status == 2 and f"{first}: is also the input" in capsys.readouterr().err
     assert first.read_bytes() == before
 
 
-def test_relaxed_structures_have_the_index_of_their_file(trained, tmp_path, capsys):
-    """As predictions have: with those that are left out counted."""
+def test_indices_of_relaxed_structures_count_skipped_ones(trained, tmp_path, capsys):
+    """Predictions count them as well."""
     sound = bulk("Ar", "fcc", 5.2, cubic=True)
     sound.rattle(0.1, seed=0)
     broken = sound.copy()
@@ -405,12 +392,12 @@ def test_relaxations_respect_and_keep_constraints(trained, tmp_path, capsys):
     assert np.abs(shift).max() < 1e-12 and np.abs(moved[6]).max() < 1e-12
     calculator = molflt.Calculator(trained, device="cpu")
     for row, atoms in zip(csv.DictReader((tmp_path / "b.csv").open()), frames, strict=True):
-        expected = calculator.get_potential_energy(atoms)  # of positions in float64
+        expected = calculator.get_potential_energy(atoms)  # with positions in float64
         assert float(row["energy_before_eV"]) == pytest.approx(expected, abs=1e-12)
     main([*words, "--steps=1", "--out", str(tmp_path / "b.extxyz")])
     said = capsys.readouterr().err
     assert said.count("cannot be held by .extxyz") == 5
-    assert said.count("FixScaled cannot be held by .extxyz; write .traj to keep it") == 1
+    assert said.count("FixScaled cannot be held by .extxyz") == 1
     again = ase.io.read(tmp_path / "b.extxyz", ":")
     assert again[0].constraints[0].mask.tolist() == [True, True, False]
     assert [one.info["name"] for one in again] == [one.info["name"] for one in frames]
@@ -421,13 +408,11 @@ def test_relaxations_respect_and_keep_constraints(trained, tmp_path, capsys):
     np.testing.assert_array_equal(ase.io.read(tmp_path / "d.extxyz").arrays["mine"], np.arange(4.0))
     assert "cannot be held" not in capsys.readouterr().err
     main([*words, "--steps=1", "--out", str(tmp_path / "d.traj")])
-    assert "array mine cannot be held by .traj; write .extxyz" in capsys.readouterr().err
+    assert "array mine cannot be held by .traj" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("ending", ["extxyz", "traj"])
-def test_what_is_relaxed_before_an_interruption_is_kept(
-    trained, tmp_path, monkeypatch, capsys, ending
-):
+def test_an_interruption_keeps_finished_relaxations(trained, tmp_path, monkeypatch, capsys, ending):
     frames = of_each_constraint()[:3]
     ase.io.write(tmp_path / "a.traj", frames)
     out = tmp_path / f"b.{ending}"
@@ -441,14 +426,14 @@ def test_what_is_relaxed_before_an_interruption_is_kept(
     monkeypatch.setattr("molflt.commands.relax.relax_atoms", interrupted)
     words = ["relax", str(tmp_path / "a.traj"), "--run", str(trained), "--device", "cpu"]
     assert main([*words, "--out", str(out)]) == 130
-    assert f"molflt: {out} has 2 of 3\n" in capsys.readouterr().err
+    assert f"{out} has 2 of 3" in capsys.readouterr().err
     assert [one.info["name"] for one in ase.io.read(out, ":")] == ["number 0", "number 1"]
     table = list(csv.DictReader(out.with_suffix(".csv").open()))
     assert [row["index"] for row in table] == ["0", "1"]
     assert all(float(row["energy_eV"]) < 0 for row in table)
 
 
-def test_cells_relax_too(trained, tmp_path, capsys):
+def test_cells_are_relaxed(trained, tmp_path, capsys):
     atoms = bulk("Ar", "fcc", 5.0)
     ase.io.write(tmp_path / "a.traj", atoms)
     words = ["--run", str(trained), "--out", str(tmp_path / "b.traj"), "--device", "cpu"]
@@ -461,11 +446,11 @@ def test_cells_relax_too(trained, tmp_path, capsys):
     stress = found.atoms.get_stress(voigt=False)  # the force on the one atom is 0
     virial = np.linalg.norm(atoms.get_volume() * stress, axis=1).max()
     assert found.largest_force < 1e-9 < virial
-    assert f"eV/Å and virial {virial:.3g} eV per atom after 0 steps" in found.why
-    assert "m.xyz: frame 0: --cell relaxes crystals" in said
+    assert f"virial {virial:.3g} eV" in found.why
+    assert "m.xyz: frame 0: --cell" in said
 
 
-def test_numbers_that_are_not_finite_keep_the_last_structure():
+def test_failing_relaxations_keep_the_last_structure():
     class Breaks(LennardJones):
         calls = 0
 
@@ -478,13 +463,12 @@ def test_numbers_that_are_not_finite_keep_the_last_structure():
     start = Atoms("Ar2", [[0, 0, 0], [0.9, 0, 0]])
     found = relax_atoms(start, Breaks(), fmax=1e-6)
     assert not found.converged and found.why.startswith("Ar2: energy nan")
-    assert (
-        found.steps >= 1 and np.isfinite(found.after) and np.isfinite(found.atoms.positions).all()
-    )
+    assert found.steps >= 1 and np.isfinite(found.after)
+    assert np.isfinite(found.atoms.positions).all()
     rigid = Atoms("Ar4", [[0, 0, 0], [3.5, 0, 0], [0, 4, 0], [1, 1, 3]])
     rigid.set_constraint(FixBondLengths([(0, 1), (1, 2), (0, 2)], tolerance=0))
     found = relax_atoms(rigid, LennardJones(sigma=3.4), fmax=1e-6)
-    assert not found.converged and "lengths of bonds cannot be met" in found.why
+    assert not found.converged and "bonds" in found.why
     never = Breaks()
     never.calls = 5
     found = relax_atoms(start, never, fmax=1e-6)
@@ -495,14 +479,14 @@ def test_numbers_that_are_not_finite_keep_the_last_structure():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--out", "a.csv"], "a.csv: expected a name that ends in .extxyz, .traj"),
-        (["--out", "a.txt/b.traj"], "b.traj: could not be written (Not a directory); nothing was"),
-        (["--out", "./a.extxyz"], "a.extxyz: is what is read, and would be overwritten"),
-        (["--fmax", "0"], "--fmax must be above 0"),
+        (["--out", "a.csv"], ".extxyz"),
+        (["--out", "a.txt/b.traj"], "b.traj: could not be written"),
+        (["--out", "./a.extxyz"], "a.extxyz: is also the input"),
+        (["--fmax", "0"], "--fmax"),
         (["--run", "nowhere"], "nowhere"),
     ],
 )
-def test_bad_words(trained, tmp_path, monkeypatch, capsys, words, message):
+def test_refused_options_write_nothing(trained, tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("a")
     Path("a.extxyz").write_text("a")
@@ -511,7 +495,7 @@ def test_bad_words(trained, tmp_path, monkeypatch, capsys, words, message):
 
 
 def test_average_distance_within_threshold():
-    """By hand: thresholds 0.01 to 0.499 Å, a distance counts below each of those above it."""
+    """Thresholds are 0.01 to 0.499 Å; a distance counts for all larger ones."""
     assert adwt(np.array([0.0])) == 100 and adwt(np.array([0.5])) == 0
     assert adwt(np.array([0.0, 0.6])) == pytest.approx(50)
     assert adwt(np.array([0.2545])) == pytest.approx(50)
@@ -528,7 +512,7 @@ def test_average_distance_within_threshold():
 
 
 @pytest.mark.parametrize("loss", ["huber", "l1", "mse"])
-def test_loss_is_of_labels_that_are_there(loss):
+def test_the_loss_ignores_missing_labels(loss):
     from torch_geometric.data import Batch
 
     from molflt.data.structures.ase_files import _record_from_atoms
@@ -543,10 +527,3 @@ def test_loss_is_of_labels_that_are_there(loss):
     assert all(p.grad is None or bool(p.grad.isfinite().all()) for p in task.model.parameters())
     one, _ = task.loss(Batch.from_data_list(records[1:2]), 0.0)  # no forces, no stress
     assert bool(one.isfinite())
-
-
-def test_weights_out_of_range():
-    with pytest.raises(ValueError, match=r"task\.force_weight must be at least 0; got -1"):
-        PotentialTask(Potential(**SMALL), force_weight=-1)
-    with pytest.raises(ValueError, match="expected one above 0"):
-        PotentialTask(Potential(**SMALL), energy_weight=0, force_weight=0, stress_weight=0)

@@ -287,7 +287,7 @@ def test_predictions_with_the_shipped_model(exported, tmp_path, monkeypatch, cap
     monkeypatch.setattr(sources, "_WEIGHTS", tmp_path / "weights")
     write("in.extxyz", [atoms(), atoms("Au3PtO2H")])
     line = error_of(capsys, "predict", "in.extxyz")
-    assert "no weights" in line and "molflt predict RUN" in line
+    assert "include weights" in line and "molflt predict RUN" in line
     shutil.copytree(exported, tmp_path / "weights" / "game-net")
     assert main(["predict", "in.extxyz", "--device", "cpu"]) == 0
     printed = capsys.readouterr()
@@ -382,9 +382,6 @@ def test_exports_of_an_adaptive_softmax(tmp_path) -> None:
     path = write_exported(tmp_path, weights, content)[0]
     again = build(path, read_exported(path))[0].state_dict()
     assert all(torch.equal(again[name], tensor) for name, tensor in weights.items())
-    write_exported(tmp_path, weights, {**content, "models": [{**options, "vocabulary": 20_000}]})
-    with pytest.raises(ValueError, match=r"'vocabulary': expected at most 12,\d\d\d with"):
-        build(path, read_exported(path))
 
 
 def test_changed_files_are_refused(exported, tmp_path, capsys) -> None:
@@ -399,9 +396,6 @@ def test_changed_files_are_refused(exported, tmp_path, capsys) -> None:
     with safe_open(weights, framework="pt") as file:
         header = file.metadata()
     tensors = {name: tensor + 1 for name, tensor in load_file(weights).items()}
-    save_file(tensors, weights, metadata=header)
-    assert "sha256" in error_of(capsys, "predict", str(one), *words)
-    del header["sha256"]
     save_file(tensors, weights, metadata=header)
     assert "sha256" in error_of(capsys, "predict", str(one), *words)
     weights.write_bytes(b"nothing")

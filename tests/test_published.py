@@ -131,11 +131,3 @@ def test_damaged_files_and_data_without_names(root: Path) -> None:
     published(path)
     with pytest.raises(FileNotFoundError, match=r"systems\.csv: no such file"):
         read_published(path, root / "elsewhere")
-
-
-def test_a_bomb_is_refused_before_it_is_unpacked(root: Path) -> None:
-    path = root / "p.npz"
-    np.savez_compressed(path, name=np.array(NAMES), a=np.zeros((8, 2**23)))
-    assert path.stat().st_size < 2**20
-    with pytest.raises(ValueError, match=r"unpacked, above 268,435,456"):
-        read_published(path, root)

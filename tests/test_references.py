@@ -259,7 +259,7 @@ def test_totals_are_refused_unless_it_is_said_what_to_do(data, tmp_path, capsys)
 def test_references_and_a_mean_exclude_each_other(data, tmp_path, capsys) -> None:
     words = ["--task.references=fit", "--task.energy_mean=-3"]
     line = error_of(capsys, "train", *arguments(data, tmp_path / "run", *words))
-    assert "task.references=fit leaves no mean to subtract; got task.energy_mean=-3.0" in line
+    assert "task.references=fit already removes the mean; got task.energy_mean=-3.0" in line
 
 
 @pytest.mark.parametrize("name", ["own.json", "own.yaml"])

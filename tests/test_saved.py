@@ -1,4 +1,4 @@
-"""Weights saved at commit 2c6330c, before the core had rooms, give what they gave then."""
+"""Weights saved by an early version (commit 2c6330c) still give the same numbers."""
 
 import json
 from pathlib import Path
@@ -11,11 +11,11 @@ from molflt import GraphAttention, Stack
 
 SAVED = safe_open(Path(__file__).parent / "saved" / "before_the_rooms.safetensors", "pt")
 OPTIONS = {name: json.loads(text) for name, text in sorted(SAVED.metadata().items())}
-del OPTIONS["graph-images-6.0"]  # at that time images vanished at their cutoff all at once
+del OPTIONS["graph-images-6.0"]  # images then had a sharp cutoff
 
 
 def of(name: str) -> dict[str, torch.Tensor]:
-    """What the file has below a name."""
+    """Returns the tensors below a name."""
     own = [key for key in SAVED.keys() if key.startswith(f"{name}/")]  # noqa: SIM118
     return {key.removeprefix(f"{name}/"): SAVED.get_tensor(key) for key in own}
 

@@ -167,7 +167,7 @@ def test_the_file_that_is_read_is_not_what_shards_are_merged_to(source, tmp_path
     file = tmp_path / "in.extxyz"
     write(file, [to_atoms(record) for record in structures(3)])
     said = error_of(capsys, "predict", str(file), f"--out={file}", "--shard=1/2", "--batch_size=1")
-    assert "in.extxyz: is what is read, and would be overwritten" in said
+    assert "in.extxyz: is also the input" in said
     assert [path.name for path in tmp_path.iterdir()] == ["in.extxyz"]
 
 

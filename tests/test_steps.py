@@ -1,44 +1,44 @@
-"""Gradients of several batches in a step, patience, and loggers."""
+"""Steps of several batches, early stopping, and loggers."""
 
 import importlib.util
 import json
 import math
-import subprocess
-import sys
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from safetensors import safe_open
-from tiny_run import SMALL, differences, error_of, last_state, logged, start, table, write_data
+from tiny_run import (
+    SMALL,
+    differences,
+    error_of,
+    last_state,
+    logged,
+    resume,
+    start,
+    table,
+    weights,
+    write_data,
+)
 
 from molflt.commands.cli import main
-from molflt.commands.train import build_parser, train
 from molflt.tasks.images import ImageTask
 from molflt.tasks.language import LanguageTask
-from molflt.training import loggers
+from molflt.training import fit as fitting
 from molflt.training.callbacks import _BestWeights
 from molflt.training.loop import _LightningTask
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """24 structures: 6 batches of 4, 3 of 8."""
+    """24 structures: 6 batches of 4, or 3 of 8."""
     return write_data(tmp_path_factory.mktemp("data"), train=24)
-
-
-def weights(run, name="last"):
-    with safe_open(run / "checkpoints" / f"{name}.safetensors", framework="pt") as file:
-        return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
 
 
 def largest_difference(one, other):
     return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
-
-
-def resume(run, *more):
-    return train(**build_parser().parse_args([f"--resume={run}", *more]).as_dict())
 
 
 def steps_of(run, column):
@@ -46,10 +46,10 @@ def steps_of(run, column):
 
 
 def test_accumulated_batches_are_one_large_batch(data, tmp_path, monkeypatch):
-    """Float64, to 1e-6: weights, averages, learning rates, and the steps of every row."""
+    """Weights, averages, learning rates, and the steps of every row agree to 1e-6."""
     from molflt.data.batches import SizeBucketedBatchSampler
 
-    def in_order(self, epoch=0):  # cuts of 4 and of 8 then hold the same structures
+    def in_order(self, epoch=0):  # batches of 4 and of 8 then contain the same structures
         return self._cut(torch.arange(len(self.natoms)).numpy())
 
     monkeypatch.setattr(SizeBucketedBatchSampler, "batches", in_order)
@@ -60,6 +60,8 @@ def test_accumulated_batches_are_one_large_batch(data, tmp_path, monkeypatch):
     start(data, tmp_path / "parts", *words, "--trainer.accumulate=2")
     one, parts = weights(tmp_path / "one"), weights(tmp_path / "parts")
     assert largest_difference(one, parts) < 1e-6
+    start(data, tmp_path / "other", *words)  # the comparison can fail
+    assert largest_difference(one, weights(tmp_path / "other")) > 1e-3
     for column in ("lr", "train_loss", "train_mae_eV", "gradient_norm", "val_mae_eV"):
         assert logged(tmp_path / "parts", column) == pytest.approx(
             logged(tmp_path / "one", column), rel=1e-6
@@ -69,20 +71,14 @@ def test_accumulated_batches_are_one_large_batch(data, tmp_path, monkeypatch):
     assert last_state(tmp_path / "parts")["global_step"] == 7
 
 
-def test_other_batches_in_a_step_give_other_weights(data, tmp_path):
-    """The comparison above can fail."""
-    words = ["--trainer.precision=64-true", "--trainer.max_steps=3", "--task.lr=1e-2"]
-    start(data, tmp_path / "one", *words)
-    start(data, tmp_path / "parts", *words, "--trainer.accumulate=2")
-    one, parts = weights(tmp_path / "one"), weights(tmp_path / "parts")
-    assert largest_difference(one, parts) > 1e-3
-
-
 def test_accumulating_run_resumes_to_the_bit(data, tmp_path):
-    """With dropout, redrawn features and averages; the checkpoint lies between two epochs."""
+    """With dropout, redrawn features and averages, from a checkpoint between two epochs."""
     words = ["--model.dropout=0.2", "--task.redraw_every=3", "--trainer.ema_decay=0.9"]
     words += ["--trainer.accumulate=4", "--trainer.val_every=4", "--task.schedule=inverse_sqrt"]
-    words += ["--task.position_weight=1", "--task.position_weight_final=1"]  # whatever the steps
+    words += [
+        "--task.position_weight=1",
+        "--task.position_weight_final=1",
+    ]  # independent of max_steps
     start(data, tmp_path / "whole", *words, "--trainer.max_steps=9")
     start(data, tmp_path / "parts", *words, "--trainer.max_steps=5")
     assert resume(tmp_path / "parts", "--trainer.max_steps=9") == 0
@@ -95,8 +91,7 @@ def test_accumulating_run_resumes_to_the_bit(data, tmp_path):
     )
 
 
-def test_batches_of_a_step_draw_dropout_of_their_own(data, tmp_path):
-    """With the same mask in each, two equal batches would be one."""
+def test_batches_of_a_step_have_different_dropout(data, tmp_path):
     drawn = []
     original = _LightningTask.training_step
 
@@ -111,7 +106,7 @@ def test_batches_of_a_step_draw_dropout_of_their_own(data, tmp_path):
 
 
 PATIENT = ["--trainer.max_steps=40", "--trainer.val_every=2", "--trainer.patience=3"]
-# the first steps are too large for anything to get better afterwards
+# the first steps are too large for later improvements
 WORSE = [
     "--model.readout=all",
     "--task.lr=3",
@@ -127,7 +122,7 @@ def stopped(data, tmp_path_factory):
     return run
 
 
-def test_patience_ends_a_training_that_gets_no_better(stopped):
+def test_patience_ends_a_training_without_improvement(stopped):
     values = logged(stopped, "val_mae_eV")
     best = values.index(min(values))
     assert len(values) == best + 1 + 3 and steps_of(stopped, "val_mae_eV")[-1] < 40
@@ -143,23 +138,10 @@ def test_patience_ends_a_training_that_gets_no_better(stopped):
     assert (stopped / "curve.png").is_file()
 
 
-def test_the_end_says_why(data, tmp_path, capsys):
-    start(data, tmp_path / "run", *PATIENT, *WORSE)
-    said = capsys.readouterr().out
-    assert "stopped early at step " in said
-    assert "3 validations without a better mae_eV than " in said
-
-
-def test_more_patience_goes_on_as_if_it_had_never_stopped(data, stopped, tmp_path, capsys):
-    import shutil
-
-    run = tmp_path / "run"
-    shutil.copytree(stopped, run)
-    before = len(logged(run, "val_mae_eV"))
-    text = error_of(capsys, "train", "--resume", str(run))
-    assert f"stopped early at step {2 * before}, 3 validations after its best mae_eV" in text
-    assert "expected --trainer.patience above 3, or null" in text
-    assert "got 3" in error_of(capsys, "train", f"--resume={run}", "--trainer.max_steps=50")
+def test_more_patience_resumes_to_the_bit(data, stopped, tmp_path, capsys):
+    run = shutil.copytree(stopped, tmp_path / "run")
+    text = error_of(capsys, "train", f"--resume={run}", "--trainer.max_steps=50")
+    assert "--trainer.patience" in text and "above 3" in text and "got 3" in text
     assert resume(run, "--trainer.patience=null") == 0
     assert steps_of(run, "val_mae_eV")[-1] == 40
     assert "stopped" not in last_state(run)["molflt"]
@@ -170,14 +152,14 @@ def test_more_patience_goes_on_as_if_it_had_never_stopped(data, stopped, tmp_pat
         assert logged(run, column) == logged(tmp_path / "whole", column)
 
 
-def test_a_stop_leaves_no_steps_out(stopped):
-    """Those since the last row of training have one, after that of the validation."""
+def test_early_stopping_writes_a_last_row_of_training(stopped):
+    """It contains the steps since the previous row, and follows the row of the validation."""
     *_, validated, trained = table(stopped / "metrics.csv")
     assert trained["step"] == validated["step"] == str(last_state(stopped)["global_step"])
     assert validated["val_mae_eV"] and trained["train_loss"] and int(trained["step"]) % 50
 
 
-def test_patience_that_is_not_used_up_changes_nothing(data, tmp_path):
+def test_patience_that_is_not_exhausted_has_no_effect(data, tmp_path):
     words = ["--trainer.max_steps=4", "--trainer.val_every=2"]
     start(data, tmp_path / "patient", *words, "--trainer.patience=50")
     start(data, tmp_path / "run", *words)
@@ -186,9 +168,9 @@ def test_patience_that_is_not_used_up_changes_nothing(data, tmp_path):
 
 
 @pytest.mark.parametrize(("task", "sign"), [(ImageTask, 1), (LanguageTask, -1)])
-def test_what_is_not_finite_is_no_better_validation(task, sign):
-    """Whether the score is not or a sum beside it, and whichever end is best; patience counts."""
-    kept, folder = [], SimpleNamespace(origin={})
+def test_validations_that_are_not_finite_are_never_the_best(task, sign):
+    """For a non-finite score and a non-finite sum; both count for patience."""
+    kept, folder = [], SimpleNamespace(provenance={})
     folder.save_weights = lambda name, weights, header: kept.append(header["step"])
     best = _BestWeights(object.__new__(task), folder, patience=4)
     row = [(5, True), (9, True), (99, False), (math.inf, True), (math.nan, False), (1, True)]
@@ -197,20 +179,12 @@ def test_what_is_not_finite_is_no_better_validation(task, sign):
         module = SimpleNamespace(validation_is_finite=finite, model=torch.nn.Identity())
         module.validation_metrics = lambda score=score: {task.best: sign * score}
         best.on_validation_epoch_end(trainer, module)
-        assert ("stopped" in folder.origin) == (step == 5)
-    assert kept == [0, 1] and folder.origin["stopped"]["best"] == sign * 9
-
-
-@pytest.mark.parametrize("option", ["accumulate", "patience"])
-def test_numbers_that_no_run_can_mean(data, tmp_path, capsys, option):
-    words = [*SMALL, f"--data.root={data}", f"--run={tmp_path / 'run'}"]
-    text = error_of(capsys, "train", *words, f"--trainer.{option}=0")
-    assert f"option --trainer.{option}; expected int in [1, " in text and "got 0" in text
-    assert not (tmp_path / "run").exists()
+        assert ("stopped" in folder.provenance) == (step == 5)
+    assert kept == [0, 1] and folder.provenance["stopped"]["best"] == sign * 9
 
 
 def test_rows_of_the_metrics_go_to_a_logger(data, tmp_path, monkeypatch):
-    """One of Lightning's that needs no package stands in for TensorBoard's."""
+    """With a CSV logger of Lightning in place of TensorBoard's."""
     made = []
 
     def stand_in(folder):
@@ -219,7 +193,7 @@ def test_rows_of_the_metrics_go_to_a_logger(data, tmp_path, monkeypatch):
         return made[0]
 
     kept = []
-    monkeypatch.setattr(loggers, "_tensorboard", stand_in)
+    monkeypatch.setattr(fitting, "_tensorboard", stand_in)
     monkeypatch.setattr("molflt.training.trainer.TrainerOptions.check", lambda options: None)
     words = ["--trainer.max_steps=4", "--trainer.val_every=2", "--trainer.log_every=2"]
     start(data, tmp_path / "run", *words, "--trainer.logger=tensorboard")
@@ -238,7 +212,7 @@ def power_cut_at_13(task, batch, place, original=_LightningTask.training_step):
     return original(task, batch, place)
 
 
-def test_tensorboard_has_every_row_once_also_after_resuming(data, tmp_path, monkeypatch):
+def test_tensorboard_has_every_row_once_after_resuming(data, tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -248,7 +222,9 @@ def test_tensorboard_has_every_row_once_also_after_resuming(data, tmp_path, monk
     resume(run, "--trainer.max_steps=8")
     with monkeypatch.context() as patched:
         patched.setattr(_LightningTask, "training_step", power_cut_at_13)
-        with pytest.raises(RuntimeError, match="power cut"):  # the validation of step 12 again
+        with pytest.raises(
+            RuntimeError, match="power cut"
+        ):  # the validation of step 12 is repeated
             resume(run, "--trainer.max_steps=16")
     resume(run)
     events = EventAccumulator(str(run / "tensorboard")).Reload()
@@ -270,7 +246,7 @@ def test_wandb_offline(data, tmp_path, monkeypatch):
     assert b"val_mae_eV" in content and b"train_loss" in content
     assert resume(run, "--trainer.max_steps=6") == 0
     files = list((run / "wandb").glob("offline-run-*/run-*.wandb"))
-    assert len({file.name for file in files}) == 1  # one run to wandb, which joins its parts
+    assert len({file.name for file in files}) == 1  # one run to wandb
 
 
 def test_wandb_without_a_login(data, tmp_path, capsys, monkeypatch):
@@ -282,12 +258,11 @@ def test_wandb_without_a_login(data, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(wandb, "init", refuse)
     words = [*SMALL, f"--data.root={data}", f"--run={tmp_path / 'run'}", "--trainer.max_steps=4"]
     assert main(["train", *words, "--trainer.logger=wandb"]) == 2
-    text = capsys.readouterr().err.splitlines()[-1]  # wandb itself prints lines before
-    assert text.startswith("molflt: error: trainer.logger=wandb: could not begin; ")
-    assert "log in with `wandb login`, or set WANDB_MODE=offline" in text
+    text = capsys.readouterr().err.splitlines()[-1]  # wandb prints other lines before
+    assert "trainer.logger=wandb" in text and "WANDB_MODE=offline" in text
 
 
-def test_a_logger_whose_package_is_absent(data, tmp_path, capsys, monkeypatch):
+def test_loggers_whose_package_is_missing(data, tmp_path, capsys, monkeypatch):
     find = importlib.util.find_spec
     absent = ("tensorboard", "wandb")
     monkeypatch.setattr(
@@ -296,17 +271,6 @@ def test_a_logger_whose_package_is_absent(data, tmp_path, capsys, monkeypatch):
     words = [*SMALL, f"--data.root={data}", f"--run={tmp_path / 'run'}", "--trainer.max_steps=4"]
     for name in ("tensorboard", "wandb"):
         text = error_of(capsys, "train", *words, f"--trainer.logger={name}")
-        assert f"trainer.logger={name} needs the package {name}" in text
-        assert f"pip install 'molflt[{name}]'" in text
+        assert f"trainer.logger={name}" in text and f"molflt[{name}]" in text
     assert not (tmp_path / "run").exists()
-    assert main(["train", *words]) == 0  # csv needs none
-
-
-def test_the_default_imports_no_logger(data, tmp_path):
-    code = (
-        "import sys; from molflt.commands.cli import main; "
-        f"main(['train', *{[*SMALL, f'--data.root={data}', f'--run={tmp_path}/run']!r}, "
-        "'--trainer.max_steps=3']); print({'wandb', 'tensorboard'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "set()"
+    assert main(["train", *words]) == 0  # csv does not need a package

@@ -1,4 +1,4 @@
-"""The weights that come with the package, against the DFT energies they were trained to predict."""
+"""The packaged weights against DFT energies, and their treatment of tags."""
 
 import csv
 import json
@@ -50,40 +50,36 @@ def on_copper(gas: str, tags: bool) -> Atoms:
 
 
 @pytest.mark.parametrize("gas", ["CH3OH", "C2H6", "CH3CHO"])
-def test_tags_are_needed_and_can_be_guessed(gas: str) -> None:
+def test_tags_are_required_and_can_be_guessed(gas: str) -> None:
     model, plain = molflt.load(), on_copper(gas, tags=False)
-    with pytest.raises(ValueError, match="no tags.*--tags guess.*--force"):
+    with pytest.raises(ValueError, match="tags"):
         model.predict(plain)
-    known, guessed = (
-        model.predict(on_copper(gas, True), tags="ase"),
-        model.predict(plain, tags="guess"),
-    )
+    known = model.predict(on_copper(gas, True), tags="ase")
+    guessed = model.predict(plain, tags="guess")
     assert abs(known.energy - guessed.energy) < 0.5
-    # two of four layers are surface, as in its training
-    assert (
-        guessed.outside == () and "share of surface (tag 1) in the slab: 0.25" in known.outside[0]
-    )
-    with pytest.raises(ValueError, match="1 structure.*tag.*readout"):
+    # two of four layers are surface, as in the training data
+    assert guessed.outside == () and "0.25" in known.outside[0]
+    with pytest.raises(ValueError, match="tag"):
         model.predict(plain, force=True)
 
 
-def test_tags_that_cannot_be_meant_are_refused() -> None:
+def test_wrong_tags_are_refused() -> None:
     model = molflt.load()
     for tag, reason in ((1, "no adsorbate"), (2, "no slab")):
         atoms = on_copper("CH3OH", tags=False)
         atoms.set_tags(tag)
-        with pytest.raises(ValueError, match=f"{reason}.*force=True"):
+        with pytest.raises(ValueError, match=reason):
             model.predict(atoms)
     thin = fcc111("Cu", (3, 4, 2), vacuum=8.0, periodic=True)
-    add_adsorbate(thin, molecule("CH3OH"), 2.0, "ontop")  # layers are read as OC20's tags
-    with pytest.raises(ValueError, match="contradict the geometry.*CH4O"):
+    add_adsorbate(thin, molecule("CH3OH"), 2.0, "ontop")  # the layers look like OC20's tags
+    with pytest.raises(ValueError, match="geometry.*CH4O"):
         model.predict(thin)
 
 
 def test_crystals_and_molecules_are_refused(capsys) -> None:
     model = molflt.load()
     for atoms, reason in ((bulk("Cu", cubic=True), "no vacuum"), (molecule("CH3OH"), "no slab")):
-        with pytest.raises(ValueError, match="no tags.*set tags yourself"):
+        with pytest.raises(ValueError, match="tags"):
             model.predict(atoms, tags="guess")
         assert reason in capsys.readouterr().err
 
@@ -94,8 +90,7 @@ def test_files_without_tags_from_the_command_line(name: str, tmp_path, capsys) -
     write(tmp_path / name, sort(on_copper("CH3OH", tags=False)))
     words = ["predict", str(tmp_path / name), f"--out={out}", "--device=cpu"]
     assert main(words) == 2 and not out.exists()
-    told = capsys.readouterr().err
-    assert "no tags" in told and "--tags guess" in told
+    assert "--tags guess" in capsys.readouterr().err
     assert main([*words, "--tags", "guess"]) == 0
     assert "1 adsorbate CH4O, 24 surface, 24 subsurface atoms" in capsys.readouterr().err
     ((energy,),) = ([float(row["energy_eV"])] for row in csv.DictReader(out.open()))
@@ -104,7 +99,7 @@ def test_files_without_tags_from_the_command_line(name: str, tmp_path, capsys) -
     assert "tag > 0" in capsys.readouterr().err
 
 
-def test_without_any_file_a_slab_has_an_energy_and_what_is_unknown_is_told() -> None:
+def test_predictions_from_memory() -> None:
     slab = fcc111("Pt", (3, 4, 4), vacuum=8.0, periodic=True)
     slab.set_tags(np.where(slab.get_tags() > 2, 0, 1))
     gas = molecule("CH3OH")

@@ -1,9 +1,11 @@
-"""A small data set and a small model, trained in seconds: what the training tests share."""
+"""Small data and small models that train in seconds, and helpers for tests of runs."""
 
 import csv
 import os
 import subprocess
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from ase.build import bulk
 from ase.calculators.lj import LennardJones
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io import write
+from safetensors.torch import load_file
 
 from molflt.commands.cli import main
 from molflt.commands.train import build_parser, train
@@ -36,7 +39,7 @@ SMALL = [
 
 
 def structures(count: int, seed: int = 0, first_sid: int = 0, labels: bool = True):
-    """Random slabs of 6 to 14 atoms with an energy that depends on elements and distances."""
+    """Yields random slabs of 6 to 14 atoms; energies depend on elements and distances."""
     draw = np.random.default_rng(seed)
     for i in range(count):
         n = int(draw.integers(6, 15))
@@ -58,7 +61,7 @@ def structures(count: int, seed: int = 0, first_sid: int = 0, labels: bool = Tru
 
 
 def argon(count: int, seed: int) -> list[Atoms]:
-    """Rattled crystals and clusters of argon, labelled by Lennard-Jones; a few without forces."""
+    """Returns rattled argon with Lennard-Jones labels; one structure lacks forces."""
     draw, frames = np.random.default_rng(seed), []
     for i in range(count):
         atoms = bulk("Ar", "fcc", 5.2, cubic=True)
@@ -76,7 +79,7 @@ def argon(count: int, seed: int) -> list[Atoms]:
 
 
 def write_points(root: Path) -> Path:
-    """A folder of structures with energies, forces and stress."""
+    """Writes structures with energies, forces and stress."""
     root.mkdir(parents=True)
     for seed, split in enumerate(("train", "val_id")):
         write(root / f"{split}.extxyz", argon(6, seed))
@@ -89,6 +92,26 @@ def write_data(root: Path, train: int = 22, val: int = 13) -> Path:
     return root
 
 
+@cache
+def _shared() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="molflt-tests-")
+
+
+@cache
+def shared_data() -> Path:
+    """Returns a folder of 22 training and 13 validation structures; only for reading."""
+    return write_data(Path(_shared().name) / "data")
+
+
+@cache
+def shared_run() -> Path:
+    """Returns a finished is2re run of 8 steps on `shared_data`; only for reading."""
+    run = Path(_shared().name) / "run"
+    words = ["--trainer.max_steps=8", "--trainer.val_every=4", "--trainer.log_every=2"]
+    assert start(shared_data(), run, *words) == 0
+    return run
+
+
 def arguments(data: Path, run: Path, *more: str) -> list[str]:
     return [*SMALL, f"--data.root={data}", f"--run={run}", *more]
 
@@ -98,7 +121,7 @@ def start(data: Path, run: Path, *more: str) -> int:
 
 
 def process(*words: str) -> subprocess.Popen[str]:
-    """``molflt train`` in a process of its own."""
+    """Starts ``molflt train`` as a subprocess."""
     return subprocess.Popen(
         [sys.executable, "-m", "molflt", "train", *words],
         env={**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"},
@@ -109,7 +132,7 @@ def process(*words: str) -> subprocess.Popen[str]:
 
 
 def error_of(capsys, *words: str, status: int = 2) -> str:
-    """The one line that a failing command prints."""
+    """Returns the one line that a failing command prints."""
     capsys.readouterr()
     assert main([*words]) == status
     (line,) = filter(str.strip, capsys.readouterr().err.splitlines())
@@ -118,7 +141,7 @@ def error_of(capsys, *words: str, status: int = 2) -> str:
 
 
 def table(path: Path, column: str | None = None) -> list[dict[str, str]]:
-    """The rows of a CSV file; with a column, those that hold a value of it."""
+    """Returns the rows of a CSV file, optionally only those with a value in a column."""
     with open(path, newline="") as file:
         return [row for row in csv.DictReader(file) if column is None or row[column]]
 
@@ -127,12 +150,21 @@ def logged(run: Path, column: str) -> list[float]:
     return [float(row[column]) for row in table(run / "metrics.csv", column)]
 
 
+def resume(run: Path, *more: str) -> int:
+    words = [f"--resume={run}", *more]
+    return train(**build_parser(words).parse_args(words).as_dict())
+
+
+def weights(run: Path, name: str = "last") -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / f"{name}.safetensors")
+
+
 def last_state(run: Path) -> dict:
     return torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
 
 
 def flatten(value, name=""):
-    """(name, leaf) of nested dictionaries and lists."""
+    """Yields (name, leaf) of nested dictionaries and lists."""
     if isinstance(value, dict):
         for key, part in value.items():
             yield from flatten(part, f"{name}.{key}")
@@ -144,7 +176,7 @@ def flatten(value, name=""):
 
 
 def differences(one, other) -> list[str]:
-    """Names of leaves that are not equal bit for bit."""
+    """Returns the names of leaves that differ in any bit."""
     left, right = dict(flatten(one)), dict(flatten(other))
     names = sorted(set(left) ^ set(right))
     for name in set(left) & set(right):
@@ -156,6 +188,6 @@ def differences(one, other) -> list[str]:
 
 
 def page_of(run: Path) -> str:
-    """The page that ``molflt report`` writes into a run."""
+    """Returns the page that ``molflt report`` writes into a run."""
     assert main(["report", str(run)]) == 0
     return (run / "report.html").read_text(encoding="utf-8")

@@ -11,9 +11,9 @@ from molflt.files import readable_size, shown
 from molflt.metrics import Metric
 from molflt.training.checkpoint import count_parameters
 from molflt.training.config import read_config
-from molflt.training.origin import read_origin
 from molflt.training.outcome import Best, best_of, steps_of
 from molflt.training.recipes import Recipe
+from molflt.training.resume import read_provenance
 from molflt.training.run_folder import read_versions
 
 __all__ = ["info"]
@@ -35,7 +35,7 @@ def info(run: Path, json: bool = False) -> None:
         "data": config["data"],
         "sets": {
             use: {name: count for name, count in own.items() if name != "sha256"}
-            for use, own in read_origin(run).get("data", {}).items()
+            for use, own in read_provenance(run).get("data", {}).items()
         },
         "model": config["model"],
         "parameters": count_parameters(run, config),

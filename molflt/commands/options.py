@@ -227,7 +227,7 @@ def _configured(name: str, parser: ArgumentParser) -> Iterator[_Given]:
     """Yields the values in a YAML configuration; raises ValueError for an unknown key."""
     import yaml
 
-    from molflt.training.yaml_file import Loader
+    from molflt.training.config import Loader
 
     options = {k: v for k, v in options_of(parser).items() if k not in _COMMAND_LINE_ONLY}
     path = find_config(name)

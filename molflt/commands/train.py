@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 from molflt.metrics import Metric
 from molflt.training.config import Config, absolute
+from molflt.training.initial_weights import Initializer
 from molflt.training.outcome import outcome
-from molflt.training.parser import build_parser
+from molflt.training.parser import build_parser, dated_run
 from molflt.training.recipes import Recipe
 from molflt.training.run_folder import RunFolder
-from molflt.training.run_name import dated_run
 from molflt.training.trainer import TrainerOptions
-from molflt.training.transfer import Start
 
 if TYPE_CHECKING:
     from torch import nn
@@ -98,7 +97,7 @@ def _train(folder: RunFolder, config: Config) -> int:
     batches.seed = config["seed"]
     if folder.checkpoint is not None or not folder.writes:
         batches.kept = folder.path
-    start = Start(folder, config["init"])
+    start = Initializer(folder, config["init"])
     batches.initial = start.domain()
     batches.setup()
     model, task, trainer = config["model"], config["task"], config["trainer"]
@@ -153,7 +152,7 @@ def _trainer(options: _Options) -> TrainerOptions:
 
 def _say_end(folder: RunFolder, metrics: Mapping[str, Metric], steps: int, seconds: float) -> None:
     """Prints the result of a training, and the reason if it stopped early."""
-    if stop := folder.origin.get("stopped"):
+    if stop := folder.provenance.get("stopped"):
         steps = stop["step"]
         folder.say(
             f"stopped early at step {steps:,}: {stop['since']} validations without a better "

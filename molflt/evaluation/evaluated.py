@@ -25,8 +25,8 @@ from molflt.evaluation.report import _warn
 from molflt.evaluation.results import _is_within
 from molflt.graph.heads import by_contact
 from molflt.training.config import Config, read_config
-from molflt.training.origin import read_origin
 from molflt.training.recipes import Recipe
+from molflt.training.resume import read_provenance
 
 __all__ = ["EvaluationData"]
 
@@ -202,7 +202,7 @@ class EvaluationData:
 
         None if its last checkpoint does not say what it held out.
         """
-        if not (held := read_origin(run).get("data", {}).get("val")):
+        if not (held := read_provenance(run).get("data", {}).get("val")):
             return None
         config = self.config if run == self.run else read_config(run)
         seed = DataSet.of_run(config["data"], config["seed"]).split_seed

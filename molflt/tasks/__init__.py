@@ -1,1 +1,1 @@
-"""What is learned: a loss, and the sums that become metrics, for each kind of data."""
+"""Tasks: the loss and the metrics of each recipe."""

@@ -1,4 +1,4 @@
-"""What all tasks share: a loss, sums that become metrics, the optimizer and its schedule."""
+"""Base class of tasks: loss, metrics, optimizer and learning rate schedule."""
 
 from __future__ import annotations
 
@@ -23,50 +23,50 @@ _Data = TypeVar("_Data", contravariant=True)
 
 
 class _Sums(Protocol):
-    """A NamedTuple of scalars, float64: sums over items, which add up over batches and ranks."""
+    """A NamedTuple of float64 scalars: sums over items, which add up over batches and ranks."""
 
     def __iter__(self) -> Iterator[Tensor]: ...
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of all items whose sums were added up."""
+        """Returns the metrics of all items in the sums."""
 
 
 class _Redrawn(Protocol):
     """A model with random features."""
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws them anew."""
+        """Draws new random features."""
 
 
 class Task(ABC, Generic[_Batch, _Data]):
-    """Base class: a model, how it is optimized, and how it is judged.
+    """Base class of tasks: a model, its loss, its metrics and its optimizer.
 
-    A subclass says what one loss is, and returns sums over items beside it: sums of batches and
-    ranks add up, and their `metrics()` are those of all items together.
+    Subclasses return the loss of a batch together with sums over its items. Sums of batches and
+    ranks are added, and `metrics()` of the total gives the metrics of all items.
 
     Args:
-        model: what is trained.
+        model: the model to train.
         lr: peak learning rate.
-        warmup_steps: steps of linear growth of the learning rate.
-        schedule: what follows: "linear" or "cosine" (to 0 at the last step), "inverse_sqrt"
-            (as 1 / sqrt(step), whatever the last step is), or "constant".
-        optimizer: "adamw" (decoupled weight decay: what fairseq, and so the papers, call Adam), or
-            "adam" (coupled: added to the gradient, where it swamps small ones).
-        betas: Adam's averaging coefficients.
-        eps: Adam's term in the denominator.
-        weight_decay: Adam's.
+        warmup_steps: number of steps of linear warm-up.
+        schedule: learning rate after the warm-up: "linear" or "cosine" (to 0 at the last step),
+            "inverse_sqrt" (1 / sqrt(step), independent of the last step), or "constant".
+        optimizer: "adamw" (decoupled weight decay, called Adam by fairseq and the papers), or
+            "adam" (weight decay added to the gradient).
+        betas: averaging coefficients of Adam.
+        eps: term added to the denominator of Adam.
+        weight_decay: weight decay coefficient.
         redraw_every: steps between draws of new random features; null keeps the first ones.
-        freeze: names of parameters that stay as they are, with wildcards: embedding.*; null for
-            none.
-        lr_factors: what multiplies the learning rate of parameters, by names with wildcards, of
-            which the first that fits counts: {"embedding.*": 0.1}; null for none.
-        seed: of dropout, augmentation and redrawn features.
+        freeze: names of parameters to freeze, with wildcards such as embedding.*; null freezes
+            nothing.
+        lr_factors: factors of the learning rate by names of parameters with wildcards, such as
+            {"embedding.*": 0.1}; the first match counts. null: 1 for all parameters.
+        seed: seed of dropout, augmentation and redrawn features.
 
     Attributes:
-        unit: what the throughput counts.
+        unit: unit of the throughput.
         sums: class of the sums, a NamedTuple of scalar tensors with `metrics()`.
-        metrics: what is written down and drawn, in order.
-        best: metric of validation that chooses the best weights; see `ranking`.
+        metrics: metrics by name, in the order of tables and figures.
+        best: validation metric that selects the best weights; see `ranking`.
     """
 
     unit: ClassVar[str]
@@ -78,7 +78,7 @@ class Task(ABC, Generic[_Batch, _Data]):
         missing = [name for name in ("unit", "sums", "metrics", "best") if not hasattr(cls, name)]
         if missing or cls.best not in cls.metrics:
             raise TypeError(
-                f"{cls.__name__} must define unit, sums, metrics, and best, one of them"
+                f"{cls.__name__} must define unit, sums, metrics, and best, the name of a metric"
             )
 
     def __init__(
@@ -119,72 +119,71 @@ class Task(ABC, Generic[_Batch, _Data]):
             _named(dict(model.named_parameters()), pattern, "lr_factors")
             if not 0 < factor < math.inf:
                 raise ValueError(
-                    f"task.lr_factors {pattern!r} must be more than 0; got {factor}; task.freeze "
-                    "is for parameters that stay"
+                    f"task.lr_factors {pattern!r} must be more than 0; got {factor}; use "
+                    "task.freeze to freeze parameters"
                 )
 
     def check_new(self) -> None:
-        """Refuses options of a new run that have no effect; those of earlier ones may go on."""
+        """Raises ValueError for options without effect; resumed runs are not checked."""
         if self.redraw_every is not None and not _is_random(self.model):
             raise ValueError(
-                f"task.redraw_every={self.redraw_every}: this model has no random features; leave "
-                "it out"
+                f"task.redraw_every={self.redraw_every}: this model does not have random features; "
+                "remove the option"
             )
         for pattern in self.lr_factors:
             named = _named(dict(self.model.named_parameters()), pattern, "lr_factors")
             if not any(self.model.get_parameter(name).requires_grad for name in named):
                 raise ValueError(
-                    f"task.lr_factors {pattern!r}: all {len(named)} parameters of such a name are "
-                    "frozen; expected some to learn; leave it out, or a pattern of task.freeze"
+                    f"task.lr_factors {pattern!r}: all {len(named)} matching parameters are "
+                    "frozen; expected trainable ones; remove it, or a pattern of task.freeze"
                 )
 
     def prepare(self, data: _Data) -> None:
-        """Takes from the training data what the model needs of them, before a new run."""
+        """Sets buffers of the model from the training data, before a new run."""
 
     def files(self) -> dict[str, bytes]:
-        """What `prepare` has taken, as files by name for who reads the run folder."""
+        """Returns files about the data to write into the run folder, by name."""
         return {}
 
     @abstractmethod
     def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, _Sums]:
-        """Loss of a training batch, and its sums; `progress` is the share of steps done, 0 to 1."""
+        """Returns loss and sums of a training batch; `progress` goes from 0 to 1."""
 
     @abstractmethod
     def judge(self, batch: _Batch) -> _Sums:
-        """Sums of a validation batch."""
+        """Returns the sums of a validation batch."""
 
     @abstractmethod
     def size(self, batch: _Batch) -> int:
-        """How many of `unit` a batch holds."""
+        """Returns the size of a batch in `unit`."""
 
     def name(self, batch: _Batch) -> str:
-        """What is in a batch, for messages."""
+        """Describes a batch, for messages."""
         return f"a batch of {self.size(batch)} {self.unit}"
 
     def blame(self, batch: _Batch, diverges: Callable[[_Batch], bool]) -> str:
-        """Names of items of a batch that diverge on their own; empty if none does."""
+        """Names the items of a batch that diverge individually; empty without any."""
         return ""
 
     def summarize(self, totals: Tensor) -> dict[str, float]:
-        """Metrics of all items whose sums were added up: those of `sums`, (fields,), in a row."""
+        """Returns the metrics of added sums, (fields,)."""
         make: Callable[..., _Sums] = self.sums
         return make(*totals).metrics()
 
     def ranking(self, found: Mapping[str, float]) -> list[str]:
-        """Names of the metrics of a validation that choose the best weights.
+        """Returns the names of the metrics that select the best weights, in order.
 
-        The first finite one decides. Each of the others decides between equal values of those
-        before it.
+        The first finite metric decides; each further one breaks ties of those before it.
         """
         return list(dict.fromkeys([self.best, *(name for name in self.metrics if name in found)]))
 
     def redraw(self, generator: torch.Generator) -> None:
-        """Draws the random features of the model anew."""
+        """Draws new random features of the model."""
         cast(_Redrawn, self.model).redraw_(generator)
 
     def optimizer(self) -> Optimizer:
-        """Of the parameters of the model that are not frozen; those of one rate are a group."""
-        groups: dict[float, list[nn.Parameter]] = {1.0: []}  # the first is the one that is logged
+        """Returns the optimizer of all trainable parameters, grouped by learning rate."""
+        groups: dict[float, list[nn.Parameter]] = {1.0: []}  # the first group is logged
         for name, parameter in self.model.named_parameters():
             fits = (f for pattern, f in self.lr_factors.items() if fnmatchcase(name, pattern))
             if parameter.requires_grad:
@@ -198,7 +197,7 @@ class Task(ABC, Generic[_Batch, _Data]):
         )
 
     def lr_factor(self, step: int, max_steps: int) -> float:
-        """Learning rate of a step (from 0) in units of its peak: up linearly, then as scheduled."""
+        """Returns the learning rate of a step, counted from 0, relative to its peak."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if self.schedule == "inverse_sqrt":
@@ -210,7 +209,7 @@ class Task(ABC, Generic[_Batch, _Data]):
 
 
 def _is_random(model: nn.Module) -> bool:
-    """Whether a redraw changes a model; none of its own numbers is drawn."""
+    """Returns True if a redraw changes a copy of the model."""
     other = copy.deepcopy(model)
     if not hasattr(other, "redraw_"):
         return False
@@ -220,26 +219,24 @@ def _is_random(model: nn.Module) -> bool:
 
 
 def _freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Has no gradients of the parameters whose names match."""
     parameters = dict(model.named_parameters())
     for pattern in patterns:
         for name in _named(parameters, pattern, "freeze"):
             parameters[name].requires_grad_(False)
     if patterns and not any(parameter.requires_grad for parameter in parameters.values()):
         raise ValueError(
-            f"task.freeze: all {len(parameters)} parameters are frozen; expected some to learn; "
-            "leave a pattern out"
+            f"task.freeze: all {len(parameters)} parameters are frozen; expected trainable ones; "
+            "remove a pattern"
         )
 
 
 def _named(parameters: Mapping[str, nn.Parameter], pattern: str, option: str) -> list[str]:
-    """Names that match a pattern."""
     found = [name for name in parameters if fnmatchcase(name, pattern)]
     if not found:
         count = Counter(f"{name.partition('.')[0]}.*" for name in parameters)
-        there = ", ".join(f"{rooms} ({names})" for rooms, names in count.items())
+        known = ", ".join(f"{prefix} ({number})" for prefix, number in count.items())
         raise ValueError(
-            f"task.{option} {pattern!r}: no parameter has such a name; expected some of {there}, "
-            f"such as {next(iter(parameters), 'none')}"
+            f"task.{option} {pattern!r}: no parameter matches; expected some of {known}, such as "
+            f"{next(iter(parameters), 'none')}"
         )
     return found

@@ -1,4 +1,4 @@
-"""The class of an image."""
+"""Image classification."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _Batch = tuple[Tensor, Tensor]
 
 class _ImageSums(NamedTuple):
     top1: Tensor
-    """images with the right class first"""
+    """number of images whose class has the highest score"""
     top5: Tensor
-    """... among the first five"""
+    """number of images whose class is among the five highest scores"""
     nats: Tensor
     """cross-entropy"""
     images: Tensor
 
     @classmethod
     def of(cls, logits: Tensor, labels: Tensor) -> _ImageSums:
-        """Of logits (images, classes) and labels (images,)."""
+        """Returns the sums of logits (images, classes) and labels (images,)."""
         own = logits.gather(1, labels[:, None])
-        # ties count against the model, and so does NaN: a constant is not right about every image
+        # ties and NaN count as errors, or a constant output would always be right
         rank = (~(logits < own)).sum(dim=1)
         nats = F.cross_entropy(logits.double(), labels, reduction="sum")
         parts = [(rank <= 1).sum(), (rank <= 5).sum(), nats, torch.tensor(len(labels))]
@@ -55,10 +55,10 @@ class ImageTask(Task[_Batch, "ImageData"]):
     Batches are images, (batch, channels, height, width) uint8, and labels (batch,).
 
     Args:
-        model: `molflt.image.ImageClassifier`, or what has its forward.
-        label_smoothing: share of the target that is spread over all classes, in training.
-        augment: what is done to training images; see `molflt.data.images.augment.augment`.
-        optimization: arguments of `molflt.tasks.base.Task`.
+        model: `molflt.image.ImageClassifier`, or a model with the same forward.
+        label_smoothing: share of the target spread over all classes in training.
+        augment: augmentation of training images; see `molflt.data.images.augment.augment`.
+        optimization: further arguments of `molflt.tasks.base.Task`.
     """
 
     model: ImageClassifier
@@ -90,7 +90,7 @@ class ImageTask(Task[_Batch, "ImageData"]):
 
     def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, _ImageSums]:
         images, labels = batch
-        size = self.model.image_size  # data.resize may have left more to cut from
+        size = self.model.image_size  # images may be larger, for random crops
         logits = self.model(augment(images, self.augment, size))
         loss = F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
         return loss, _ImageSums.of(logits.detach(), labels)
@@ -100,5 +100,5 @@ class ImageTask(Task[_Batch, "ImageData"]):
         return _ImageSums.of(self.model(images), labels)
 
     def size(self, batch: _Batch) -> int:
-        """Images."""
+        """Returns the number of images."""
         return len(batch[1])

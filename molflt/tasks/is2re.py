@@ -1,7 +1,7 @@
-"""Relaxed energies and, beside them, the displacements of the relaxation."""
+"""Relaxed energies, and the displacements of the relaxation as an auxiliary target."""
 
-# No `from __future__ import annotations`: jsonargparse would import all that stands below
-# TYPE_CHECKING, PyG included, to read annotations that are strings.
+# Without `from __future__ import annotations`, or jsonargparse would import everything below
+# TYPE_CHECKING, including PyG, to resolve the annotations.
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
@@ -32,9 +32,9 @@ class _EnergySums(NamedTuple):
     """structures with |error| strictly below EWT_THRESHOLD"""
     structures: Tensor
     displacement: Tensor
-    """sum over training batches of their displacement errors, Å"""
+    """sum of the displacement errors of training batches, Å"""
     batches: Tensor
-    """number of these; 0 in validation, or if the model predicts none"""
+    """number of these batches; 0 in validation, or without displacements"""
 
     @classmethod
     def of(
@@ -44,9 +44,9 @@ class _EnergySums(NamedTuple):
         displacement: Tensor | None = None,
         known: Tensor | None = None,
     ) -> "_EnergySums":
-        """Of predictions and labels, (structures,) each, eV, and a displacement error, Å.
+        """Returns the sums of predictions and labels, (structures,), eV.
 
-        The error counts if `known`, (atoms,), holds for any of the atoms.
+        The displacement error, Å, counts if `known`, (atoms,), is True for any atom.
         """
         _same_shape(energy, target)
         error = (energy.double() - target.double()).abs()
@@ -72,30 +72,31 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
 
     Loss = L1(normalized energy) + w(t) L1(displacement), where the displacement error is averaged
     over the free atoms of a structure and then over structures, and w falls linearly over training.
-    Structures without relaxed positions have no second term. A model that moves atoms between its
-    passes is judged by the mean error of the displacements after each pass.
+    Structures without relaxed positions do not have the second term. If the model moves atoms
+    between its passes, the displacement errors after each pass are averaged.
 
     Args:
-        model: `molflt.graph.regressor.EnergyRegressor`, or what has its forward.
-        position_weight: w at the first step; 0 with a final 0 leaves displacements out.
+        model: `molflt.graph.regressor.EnergyRegressor`, or a model with the same forward.
+        position_weight: w at the first step; with 0 here and below, displacements are ignored.
         position_weight_final: w at the last step.
-        energy_mean: eV, subtracted from energies in the loss; null: that of the training set.
-        energy_std: eV, divides energies in the loss; null: that of the training set.
-        references: an energy for each element, kept with the weights; the model learns what is
-            left. fit: by least squares on the training set; a JSON or YAML file of energies in eV
-            by symbol; none: learn energies as they are; null: fit if the model reads adsorbates
-            ("adsorbate"), else as they are, and totals are refused. Of all atoms for total energies
-            (model.readout: all), of adsorbate atoms otherwise.
-        rotate: turn and mirror every training structure at random, about z (the surface normal)
-            or in all directions. FLT's random nodes are not rotation invariant; this teaches them.
-        interpolate: share of training structures that start from a random point of the straight way
-            from their initial to their relaxed positions, where these are known. Energies are those
-            of the relaxed structure all the same.
-        noise: standard deviation of normal noise on the free atoms of such structures, Å.
+        energy_mean: eV, subtracted from energies in the loss; null uses the mean of the training
+            set.
+        energy_std: eV, divides energies in the loss; null uses the standard deviation of the
+            training set.
+        references: energy of each element, subtracted from the labels and stored with the weights.
+            fit: least squares on the training set; a JSON or YAML file of energies in eV by symbol;
+            none: no references; null: fit if the model reads out adsorbates ("adsorbate"), or else
+            none, and total energies are refused. References apply to all atoms for total energies
+            (model.readout: all), or else to adsorbate atoms.
+        rotate: rotate and mirror training structures at random, about z (the surface normal) or in
+            all directions. FLT's random nodes are not rotation invariant.
+        interpolate: share of training structures that start at a random point between their initial
+            and relaxed positions, if these are known. The label stays the relaxed energy.
+        noise: standard deviation of normal noise on the free atoms of these structures, Å.
         repeat: share of training structures whose slab is repeated in the plane, 2 x 1, 1 x 2 or
-            2 x 2, with one adsorbate, see `molflt.data.structures.augment.repeat`. The model learns
+            2 x 2, with one adsorbate; see `molflt.data.structures.augment.repeat`. The model learns
             that energies do not depend on the size of the cell.
-        optimization: arguments of `molflt.tasks.base.Task`.
+        optimization: further arguments of `molflt.tasks.base.Task`.
     """
 
     sums: ClassVar[type[_EnergySums]] = _EnergySums
@@ -126,15 +127,15 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
             raise ValueError(f"task.energy_std must be more than 0.0; got {energy_std}")
         if references not in (None, "none") and energy_mean is not None:
             raise ValueError(
-                f"task.references={references} leaves no mean to subtract; got "
-                f"task.energy_mean={energy_mean}; leave one of them out"
+                f"task.references={references} already removes the mean; got "
+                f"task.energy_mean={energy_mean}; remove one of the two"
             )
         if not 0 <= repeat <= 1:
             raise ValueError(f"task.repeat must lie in [0, 1]; got {repeat}")
         if not 0 <= interpolate <= 1 or noise < 0 or (noise and not interpolate):
             raise ValueError(
-                "task.interpolate must lie in [0, 1], and task.noise be at least 0 and go with it; "
-                f"got interpolate={interpolate}, noise={noise}"
+                "task.interpolate must lie in [0, 1], and task.noise must be at least 0, and 0 "
+                f"without interpolate; got interpolate={interpolate}, noise={noise}"
             )
         self.position_weight = position_weight
         self.position_weight_final = position_weight_final
@@ -147,7 +148,7 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
         self.repeat = repeat
 
     def prepare(self, data: "IS2REData") -> None:
-        """Stores energies per element, mean and standard deviation, eV, in the model's buffers."""
+        """Stores energies of elements, mean and standard deviation, eV, in buffers of the model."""
         self.check_data(data)
         if self.interpolate:
             data.expect_relaxed(f"task.interpolate={self.interpolate:g}")
@@ -201,27 +202,25 @@ class IS2RETask(OfStructures, Task["Batch", "IS2REData"]):
 
 
 def _refuse_offsets(mean: float | None, references: str | Path | None) -> None:
-    """Raises ValueError for energies that would be added where nothing is adsorbed."""
+    """Raises ValueError for energies that would be added to clean slabs."""
     for name, given in {"energy_mean": mean, "references": references}.items():
         if given not in (None, "none"):
             raise ValueError(
-                f"task.{name}={given} would be added to structures without adsorption; expected "
-                "none with this model.readout; leave it out, or take --model.readout all"
+                f"task.{name}={given} would be added to structures without adsorbate; expected "
+                "none with this model.readout; remove it, or use --model.readout all"
             )
 
 
 def _goal(batch: "Batch") -> tuple[Tensor, Tensor]:
-    """Displacements to learn, (atoms, 3), Å, and of which atoms: free ones that have one."""
+    """Returns displacements, (atoms, 3), Å, and the mask of free atoms with a known one."""
     target = batch.pos_relaxed - batch.pos
     return target, torch.isfinite(target).all(dim=1) & ~batch.fixed
 
 
 def _displacement_error(displacement: Tensor, batch: "Batch") -> Tensor:
-    """Mean absolute error per component over free atoms, per structure, then over structures.
+    """Averages absolute errors over components and free atoms, then over structures, in Å.
 
-    Returns:
-        Scalar, Å; 0, with a graph to differentiate, if no structure has relaxed positions.
-
+    The result is a differentiable 0 if no structure has relaxed positions.
     """
     target, known = _goal(batch)
     target = torch.where(known[:, None], target, torch.zeros_like(target))
@@ -237,6 +236,6 @@ def _displacement_error(displacement: Tensor, batch: "Batch") -> Tensor:
 def _same_shape(energy: Tensor, target: Tensor) -> None:
     if energy.shape != target.shape:
         raise ValueError(
-            f"energies and labels must have one shape; got {tuple(energy.shape)} and "
+            f"energies and labels must have the same shape; got {tuple(energy.shape)} and "
             f"{tuple(target.shape)}"
         )

@@ -1,4 +1,4 @@
-"""The next token of a text."""
+"""Language modeling: the next token of a text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TokenSums(NamedTuple):
 
     def metrics(self) -> dict[str, float]:
         nats = float(self.nats / self.tokens)
-        # a diverging run has a perplexity beyond the range of numbers
+        # exp overflows for diverging runs
         perplexity = math.exp(nats) if nats < 700 else math.inf
         return {"perplexity": perplexity, "bits_per_token": nats / math.log(2)}
 
@@ -35,8 +35,8 @@ class TokenSums(NamedTuple):
 class LanguageTask(Task[_Batch, object]):
     """Mean negative log-likelihood of the next token, in nats.
 
-    Batches are pairs of input and target tokens, (batch, length) each; targets below 0 do not
-    count. Perplexity is exp of the mean over all tokens of a split, whatever the batches.
+    Batches are pairs of input and target tokens, (batch, length) each; targets below 0 are
+    ignored. Perplexity is the exponential of the mean over all tokens of a split.
     """
 
     model: LanguageModel
@@ -57,7 +57,7 @@ class LanguageTask(Task[_Batch, object]):
         return self.sums(nats.double(), tokens.double())
 
     def size(self, batch: _Batch) -> int:
-        """Tokens."""
+        """Returns the number of tokens."""
         return batch[0].numel()
 
     def _sums(self, batch: _Batch) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What belongs into the gaps of a sequence, and perhaps whether its two parts belong together."""
+"""Masked language modeling: hidden tokens, and optionally whether two parts belong together."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _Batch = tuple[Tensor, Tensor, Tensor]
 
 class _GapSums(NamedTuple):
     nats: Tensor
-    """negative log-likelihood of what was hidden"""
+    """negative log-likelihood of hidden tokens"""
     right: Tensor
-    """gaps with the right token first"""
+    """hidden tokens with the highest score"""
     gaps: Tensor
     pairs_right: Tensor
-    """pairs of which the model was right whether they follow"""
+    """correctly classified pairs"""
     pairs: Tensor
 
     def metrics(self) -> dict[str, float]:
@@ -43,17 +43,18 @@ class _GapSums(NamedTuple):
 
 
 class MaskedTask(Task[_Batch, "TokenizedText"]):
-    """Mean negative log-likelihood of hidden tokens, in nats, and of whether parts follow.
+    """Mean negative log-likelihood of hidden tokens, in nats, and next-sentence loss.
 
-    BERT (arXiv:1810.04805), section 3.1. Batches are ids and types, (batch, length) each, and which
-    of them exist. Gaps are drawn anew at every step; those of validation follow from the sequence.
+    BERT (arXiv:1810.04805), section 3.1. Batches are ids, types and a mask of existing tokens,
+    (batch, length) each. Hidden tokens are drawn at every step in training, and depend only on the
+    sequence in validation.
 
     Args:
         model: `molflt.sequence.MaskedLanguageModel`.
-        mask_rate: share of the tokens that the model is to tell.
-        mask_share: share of these that are replaced by the mask.
-        random_share: share of these that are replaced by any token; the rest stay as they are.
-        optimization: arguments of `molflt.tasks.base.Task`.
+        mask_rate: share of tokens to predict.
+        mask_share: share of these replaced by the mask.
+        random_share: share of these replaced by a random token; the rest is unchanged.
+        optimization: further arguments of `molflt.tasks.base.Task`.
     """
 
     model: MaskedLanguageModel
@@ -85,7 +86,7 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
         self.shares = {"rate": mask_rate, "mask_share": mask_share, "random_share": random_share}
 
     def prepare(self, data: TokenizedText) -> None:
-        """Tells the model which ids are special; ValueError for a validation without gaps."""
+        """Stores the special ids in the model, and checks that validation hides tokens."""
         self.model.set_special(data.tokenizer.mask, data.tokenizer.special)
         self.expect_gaps(data.datasets["val"], data.sources["val"])
 
@@ -97,15 +98,15 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
         return self._judged(batch, Draws.of_content(batch[0], batch[2]))[1]
 
     def size(self, batch: _Batch) -> int:
-        """Tokens."""
+        """Returns the number of tokens."""
         return batch[0].numel()
 
     def expect_gaps(self, blocks: PieceBlocks, name: str) -> None:
-        """Refuses a text in which nothing is hidden: a perplexity of no gap is the best there is.
+        """Raises ValueError for a text without hidden tokens, which would have perplexity 1.
 
         Args:
-            blocks: of the text.
-            name: of the text, for messages.
+            blocks: blocks of the text.
+            name: name of the text, for messages.
         """
         for i in range(len(blocks)):
             tokens, types, there = (x[None].to(self.model.mask_id.device) for x in blocks[i])
@@ -113,13 +114,16 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
             if bool((told >= 0).any()):
                 return
         raise ValueError(
-            f"{name}: none of its {blocks.tokens:,} tokens is hidden; expected gaps to judge by; "
-            f"got task.mask_rate={self.shares['rate']:g}; use a longer text"
+            f"{name}: expected hidden tokens among its {blocks.tokens:,}; got none with "
+            f"task.mask_rate={self.shares['rate']:g}; use a longer text"
         )
 
     def gaps(self, batch: _Batch, draws: Draws) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What the model sees with these draws, what it is to tell (-1 elsewhere), which tokens
-        there are, (batch, length) each, and whether second parts were swapped, (batch,).
+        """Hides tokens and swaps second parts.
+
+        Returns:
+            Input ids, targets (-1 if not hidden) and mask of existing tokens, (batch, length) each,
+            and labels of swapped parts, (batch,).
         """
         tokens, types, there = batch
         label = torch.zeros(len(tokens), dtype=torch.long, device=tokens.device)
@@ -130,7 +134,6 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
         return seen, targets, there, label
 
     def _judged(self, batch: _Batch, draws: Draws) -> tuple[Tensor, _GapSums]:
-        """The loss with these draws, and the sums."""
         tokens, types, there = batch
         model, zero = self.model, torch.zeros((), device=tokens.device)
         pairs = model.next_sentence is not None

@@ -1,7 +1,7 @@
-"""Gaps in sequences of any tokens, and parts that do not belong together.
+"""Hidden tokens and swapped parts of BERT (arXiv:1810.04805), section 3.1.
 
-BERT (arXiv:1810.04805), section 3.1. Draws are arguments: training takes new ones at each step,
-validation those that a sequence has by what is in it, whatever the batch.
+Random numbers are arguments: training draws new ones at each step, and validation derives them from
+the tokens of each sequence, independent of the batch.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class Draws(NamedTuple):
 
     @staticmethod
     def new(tokens: Tensor) -> Draws:
-        """New ones, of torch's generator for the device of ids (batch, length)."""
+        """Draws new numbers for ids (batch, length) with torch's default generator."""
         whole = torch.rand(3, *tokens.shape, device=tokens.device)
         return Draws(whole, torch.rand(len(tokens), device=tokens.device))
 
     @staticmethod
     def of_content(tokens: Tensor, there: Tensor) -> Draws:
-        """Those of each sequence by its own tokens: the same in every batch, with any padding.
+        """Derives the numbers of each sequence from its tokens, independent of batch and padding.
 
         Args:
             tokens: ids (batch, length).
-            there: (batch, length), True where there is a token; elsewhere draws are 1.
+            there: mask of existing tokens (batch, length); draws are 1 elsewhere.
         """
         whole = torch.ones(3, *tokens.shape)
         each = torch.empty(len(tokens))
@@ -58,21 +58,21 @@ def hide(
     mask_share: float = 0.8,
     random_share: float = 0.1,
 ) -> tuple[Tensor, Tensor]:
-    """Makes gaps.
+    """Hides tokens.
 
     Args:
         tokens: ids (batch, length).
-        there: (batch, length), True where there is a token.
-        draws: (3, batch, length), uniform in [0, 1): which tokens are to be told, what becomes of
-            them, and what stands there instead.
-        mask_id: of the token that stands in a gap, a number.
-        ordinary: (vocabulary,) bool, ids that may be hidden, and drawn.
-        rate: share of the ordinary tokens that are to be told.
-        mask_share: share of these that become `mask_id`.
-        random_share: share of these that become any ordinary id; the rest stay as they are.
+        there: mask of existing tokens (batch, length).
+        draws: (3, batch, length), uniform in [0, 1), for the choice of hidden tokens, the kind of
+            replacement, and the random token.
+        mask_id: id of the mask, a scalar.
+        ordinary: (vocabulary,) bool, ids that may be hidden or drawn.
+        rate: share of ordinary tokens to hide.
+        mask_share: share of these replaced by `mask_id`.
+        random_share: share of these replaced by a random ordinary id; the rest is unchanged.
 
     Returns:
-        What the model sees, and what it is to tell, -1 elsewhere; (batch, length) each.
+        Input ids and targets (-1 if not hidden), (batch, length) each.
     """
     told = there & ordinary[tokens] & (draws[0] < rate)
     anything = ordinary.nonzero()[:, 0]
@@ -87,17 +87,17 @@ def hide(
 def swap_parts(
     tokens: Tensor, types: Tensor, there: Tensor, draws: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gives half of the pairs the second part of the sequence before them in the batch.
+    """Gives half of the pairs the second part of the previous sequence in the batch.
 
     Args:
-        tokens: ids (batch, length), at least two sequences, or nothing is swapped.
-        types: (batch, length), 1 in the second part and the padding behind; alike in all rows.
-        there: (batch, length), True where there is a token.
+        tokens: ids (batch, length); nothing is swapped in a batch of one.
+        types: (batch, length), 1 in the second part and the padding behind it; equal in all rows.
+        there: mask of existing tokens (batch, length).
         draws: (batch,), uniform in [0, 1).
 
     Returns:
-        Tokens, which of them exist, and the label of each pair (batch,): 0 if its parts follow each
-        other, 1 if not.
+        Tokens, mask of existing tokens, and labels (batch,): 0 for original pairs, 1 for swapped
+        ones.
     """
     wrong = (draws < 0.5) & torch.tensor(len(tokens) > 1, device=tokens.device)
     moved = wrong[:, None] & (types == 1)

@@ -1,4 +1,4 @@
-"""Learning to optimize: the loss is how far down small problems came."""
+"""Learning to optimize: minimize the losses of small problems during training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["OptimizerTask"]
 
 class _OptimizerSums(NamedTuple):
     mean: Tensor
-    """log of the loss in units of the first one, mean over steps"""
+    """log of the loss relative to the first one, averaged over steps"""
     last: Tensor
     """the same after the last step"""
     problems: Tensor
@@ -40,17 +40,17 @@ class _OptimizerSums(NamedTuple):
 class OptimizerTask(Task[Tensor, object]):
     """Mean over steps and problems of log(f / f_0), by truncated unrolls.
 
-    Batches are seeds of problems, (batch,). Each begins at its start and is optimized for a random
-    number of steps, up to `burn_in` and uniform in its logarithm, before the `unroll` steps that
-    count: so nothing is left over from one meta-step for the next, a training goes on from any of
-    them, and how an optimization ends is learned at little cost.
+    Batches are seeds of problems, (batch,). Each problem is first optimized for a random number of
+    steps, up to `burn_in` and uniform in its logarithm, and then for `unroll` steps that enter the
+    loss. Meta-steps are therefore independent, training can resume from any of them, and late
+    stages of an optimization are learned at low cost.
 
     Args:
         model: `molflt.optimizers.coordinate.CoordinateOptimizer`.
-        unroll: steps that count, 20 to 100 in the literature.
-        burn_in: most steps before them. Validation takes `burn_in` + `unroll` steps, which all
-            count.
-        optimization: arguments of `molflt.tasks.base.Task`.
+        unroll: number of steps in the loss, 20 to 100 in the literature.
+        burn_in: largest number of steps before them. Validation measures all `burn_in` + `unroll`
+            steps.
+        optimization: further arguments of `molflt.tasks.base.Task`.
     """
 
     model: CoordinateOptimizer
@@ -74,17 +74,17 @@ class OptimizerTask(Task[Tensor, object]):
         self.burn_in = burn_in
 
     def loss(self, batch: Tensor, progress: float) -> tuple[Tensor, _OptimizerSums]:
-        before = int((self.burn_in + 1) ** float(torch.rand(()))) - 1  # seeded by the step
+        before = int((self.burn_in + 1) ** float(torch.rand(()))) - 1  # seeded at each step
         found = self._unroll(batch, self.unroll, before)
         return found.loss.to(next(self.model.parameters()).dtype), _OptimizerSums.of(found)
 
     def judge(self, batch: Tensor) -> _OptimizerSums:
-        # validation is in inference mode, whose tensors no problem could be differentiated by
+        # problems cannot be differentiated with tensors of inference mode
         with torch.inference_mode(False), torch.no_grad():
             return _OptimizerSums.of(self._unroll(batch, self.burn_in + self.unroll, 0))
 
     def size(self, batch: Tensor) -> int:
-        """Problems."""
+        """Returns the number of problems."""
         return len(batch)
 
     def name(self, batch: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""The next byte of an image."""
+"""Image generation: the next byte of an image."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["PixelTask"]
 
 
 class _PixelSums(TokenSums):
-    # A subclass of a NamedTuple has its fields, and no annotations, by which training counts them.
+    # repeated because subclasses of a NamedTuple do not inherit annotations, which training counts
     nats: Tensor
     tokens: Tensor
 
@@ -28,7 +28,7 @@ class _PixelSums(TokenSums):
 class PixelTask(LanguageTask):
     """Mean negative log-likelihood of the next byte of an image, in nats.
 
-    Batches are images, (batch, channels, height, width) uint8, and labels, which do not count. Bits
+    Batches are images, (batch, channels, height, width) uint8, and labels, which are ignored. Bits
     per dimension are nats / ln 2 / bytes, over all bytes of a split.
     """
 

@@ -1,4 +1,4 @@
-"""A population that finds the least value of functions drawn from a family."""
+"""Population-based optimization of functions drawn from a family."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PopulationTask"]
 
-_SMALLEST = 1e-12  # of a best value whose logarithm is reported
+_SMALLEST = 1e-12  # lower bound of best values, for the logarithm
 
 
 class _PopulationSums(NamedTuple):
@@ -41,18 +41,17 @@ class PopulationTask(Task[Tensor, ProblemData]):
 
         log(b_t / b_0 + resolution)
 
-    with b_t the best value after generation t (the least value of the functions is 0) and b_0 the
-    median of the first. Functions are differentiable, and the gradient goes through their values
-    and the positions within windows of some generations, from one of which to the next there is
-    none: truncated backpropagation.
+    with b_t the best value after generation t (the minimum of the functions is 0) and b_0 the
+    median of the first generation. Functions are differentiable; the gradient flows through their
+    values and the positions within windows of `window` generations (truncated backpropagation).
 
     Args:
         model: `molflt.optimizers.population_model.PopulationModel`.
-        members: of a population.
-        generations: values of all members asked for in an unroll.
-        window: generations from one cut of the gradient to the next.
-        resolution: share of the first values below which the loss is indifferent.
-        optimization: arguments of `molflt.tasks.base.Task`.
+        members: number of members of a population.
+        generations: number of generations in an unroll.
+        window: number of generations between cuts of the gradient.
+        resolution: fraction of b_0 below which improvements hardly change the loss.
+        optimization: further arguments of `molflt.tasks.base.Task`.
     """
 
     model: PopulationModel
@@ -95,7 +94,7 @@ class PopulationTask(Task[Tensor, ProblemData]):
             populations.tell(functions(populations.state.position))
             values = populations.state.best_value
             if first is None:
-                first = values.median(dim=1).values  # of members that are where they were drawn
+                first = values.median(dim=1).values  # before any member has moved
                 continue
             terms.append((values.amin(dim=1) / first + self.resolution).log().mean())
         return torch.stack(terms).mean().float(), _sums(populations.state)
@@ -108,14 +107,14 @@ class PopulationTask(Task[Tensor, ProblemData]):
         return _sums(populations.state)
 
     def _begin(self, batch: Tensor) -> tuple[Functions, Populations]:
-        """Functions of seeds, and populations to minimize them."""
+        """Returns the functions of seeds, and populations to minimize them."""
         seeds, family = batch.tolist(), next(iter(FAMILIES))
         generators = [generator_of(seed, 0) for seed in seeds]
         functions = Functions.draw(family, self.model.dimension, generators)
         return functions.to(batch.device), Populations(self.model, seeds, self.members)
 
     def size(self, batch: Tensor) -> int:
-        """Problems."""
+        """Returns the number of problems."""
         return len(batch)
 
 

@@ -1,7 +1,7 @@
 """Energies, forces and stress of interatomic potentials."""
 
-# No `from __future__ import annotations`: jsonargparse would import all that stands below
-# TYPE_CHECKING, PyG included, to read annotations that are strings.
+# Without `from __future__ import annotations`, or jsonargparse would import everything below
+# TYPE_CHECKING, including PyG, to resolve the annotations.
 
 import math
 from collections.abc import Mapping
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 __all__ = ["PotentialTask", "point_errors"]
 
-_HUBER = 0.01  # of the unit of forces: where the quadratic part ends, as in MACE's universal loss
+_HUBER = 0.01  # end of the quadratic part in units of forces, as in MACE's universal loss
 _FORCE_LABELS = "force_labels_meV_per_A"
-_NO_FORCE = 1.0  # meV/Å, mean size of a component: labels that are 0 but for noise
+_NO_FORCE = 1.0  # meV/Å, mean size of a component that is 0 except for noise
 
 
 class _Errors(NamedTuple):
-    """Errors of a batch, only of labels that are there."""
+    """Errors of the labels that exist in a batch."""
 
     energy: Tensor
     """(structures,), eV per atom"""
@@ -38,7 +38,7 @@ class _Errors(NamedTuple):
     stress: Tensor
     """(structures with stress, 9), eV/Å^3"""
     virial: Tensor
-    """the same times the volume per atom, eV per atom"""
+    """stress times the volume per atom, eV per atom"""
     labels: Tensor
     """(components,), forces, eV/Å"""
 
@@ -55,7 +55,7 @@ class _PointSums(NamedTuple):
     stress: Tensor
     """sum of |error| over components, eV/Å^3"""
     stresses: Tensor
-    """how many components"""
+    """number of components"""
     force_labels: Tensor
     """sum of |label| over components, eV/Å"""
 
@@ -71,7 +71,7 @@ class _PointSums(NamedTuple):
         )
 
     def metrics(self) -> dict[str, float]:
-        """meV per atom, meV/Å and, where there is stress, meV/Å^3; NaN where nothing is known."""
+        """Returns metrics in meV per atom, meV/Å and, with stress, meV/Å^3; NaN without labels."""
         energy, square, count, forces, forces_square, components, stress, stresses, labels = map(
             float, self
         )
@@ -92,19 +92,19 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
     """Loss, optimizer and schedule of interatomic potentials.
 
     Loss = energy_weight L(energy per atom) + force_weight L(force components) + stress_weight
-    L(virial per atom), each averaged over the labels that are there, in units of the root mean
-    square force of the training set (times Å).
+    L(virial per atom), each averaged over existing labels, in units of the root mean square force
+    of the training set (times Å).
 
     Args:
-        model: `molflt.graph.potential.Potential`, or what has its forward.
-        energy_weight: see above.
-        force_weight: see above.
-        stress_weight: see above.
+        model: `molflt.graph.potential.Potential`, or a model with the same forward.
+        energy_weight: weight of energies.
+        force_weight: weight of forces.
+        stress_weight: weight of stress.
         loss: L. huber: |x| beyond 0.01, quadratic below; l1: |x|; mse: x^2, as in MACE and NequIP.
-        references: an energy for each element, kept with the weights; the model learns what is
-            left. fit: by least squares on the training set; a JSON or YAML file of energies in eV
-            by symbol, as those of free atoms; none: learn energies as they are.
-        optimization: arguments of `molflt.tasks.base.Task`.
+        references: energy of each element, subtracted from the labels and stored with the weights.
+            fit: least squares on the training set; a JSON or YAML file of energies in eV by symbol,
+            such as those of free atoms; none: no references.
+        optimization: further arguments of `molflt.tasks.base.Task`.
     """
 
     sums: ClassVar[type[_PointSums]] = _PointSums
@@ -118,7 +118,7 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
     best = "force_mae_meV_per_A"
 
     def ranking(self, found: Mapping[str, float]) -> list[str]:
-        """Forces first, unless the labels are 0 (as by symmetry) or the loss has no forces."""
+        """Puts forces first, unless all labels are 0 (by symmetry) or forces have no weight."""
         names = super().ranking(found)
         if self.weights[1] and found.get(_FORCE_LABELS, math.inf) > _NO_FORCE:
             return names
@@ -148,13 +148,13 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
         self.references = references
 
     def prepare(self, data: "PotentialData") -> None:
-        """Stores energies per element, and the size of forces, in the model's buffers."""
+        """Stores energies of elements and the size of forces in buffers of the model."""
         self.check_data(data)
         if self.weights[1]:
             data.expect_forces()
         self.store_references(data, self.references)
         unit = self.model.get_buffer("energy_std")
-        if unit == 1:  # else that of the weights that the run starts from
+        if unit == 1:  # otherwise it was set by initial weights
             unit.fill_(data.force_scale())
 
     def loss(self, batch: "Batch", progress: float) -> tuple[Tensor, _PointSums]:
@@ -177,18 +177,18 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
 
 
 def point_errors(out: Mapping[str, Tensor], batch: "Batch") -> _Errors:
-    """Predictions minus labels, where there are labels.
+    """Returns predictions minus labels for existing labels.
 
     Args:
-        out: as `molflt.graph.potential.Potential` returns it.
-        batch: with energy (graphs,) eV, forces (atoms, 3) eV/Å, stress (graphs, 3, 3) eV/Å^3; NaN
-            where there is none.
+        out: output of `molflt.graph.potential.Potential`.
+        batch: labels energy (graphs,) eV, forces (atoms, 3) eV/Å, stress (graphs, 3, 3) eV/Å^3; NaN
+            if unknown.
     """
     counts = batch.ptr.diff()
     for name in ("energy", "forces"):
         if out[name].shape != batch[name].shape:
             raise ValueError(
-                f"{name} and its labels must have one shape; got {tuple(out[name].shape)} and "
+                f"{name} and its labels must have the same shape; got {tuple(out[name].shape)} and "
                 f"{tuple(batch[name].shape)}"
             )
     energy = (out["energy"] - batch.energy) / counts

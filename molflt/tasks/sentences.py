@@ -1,4 +1,4 @@
-"""The class of a sequence or of a pair, or its score."""
+"""Classification or scoring of sentences and pairs."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 class _LabelSums(NamedTuple):
     items: Tensor
     right: Tensor
-    """items whose class is the most probable one"""
+    """correctly classified items"""
     loss: Tensor
     told: Tensor
-    """predicted scores, or indices of classes"""
+    """sum of predicted scores, or of indices of classes"""
     label: Tensor
     told_square: Tensor
     label_square: Tensor
@@ -34,7 +34,7 @@ class _LabelSums(NamedTuple):
 
     @classmethod
     def of(cls, told: Tensor, label: Tensor, loss: Tensor) -> _LabelSums:
-        """Of predictions and labels (items,), and the summed loss."""
+        """Returns the sums of predictions and labels (items,), and of the loss."""
         told, label = told.detach().double(), label.double()
         parts = (told, label, told.square(), label.square(), told * label)
         right = (told == label).sum()
@@ -44,7 +44,7 @@ class _LabelSums(NamedTuple):
     def metrics(self) -> dict[str, float]:
         n, right, loss, x, y, xx, yy, xy = (float(part) for part in self)
         apart = (n * xx - x * x) * (n * yy - y * y)
-        # as scikit-learn has it where all predictions are one
+        # 0 if all predictions are equal, as in scikit-learn
         correlation = (n * xy - x * y) / math.sqrt(apart) if apart > 1e-12 * n * n else 0.0
         return {
             "accuracy_percent": 100 * right / n,
@@ -56,14 +56,14 @@ class _LabelSums(NamedTuple):
 class SentenceTask(Task[_Batch, object]):
     """Cross-entropy of classes, or the squared error of scores.
 
-    Batches are ids and types, (batch, length) each, which of them exist, and labels (batch,). The
-    correlation is Pearson's; of two classes it is Matthews'.
+    Batches are ids, types and a mask of existing tokens, (batch, length) each, and labels (batch,).
+    The correlation is Pearson's, which for two classes equals Matthews'.
 
     Args:
         model: `molflt.sequence.SequenceClassifier`.
-        measure: what chooses the best weights: accuracy or correlation; null for the accuracy of
-            classes and the correlation of scores. CoLA's is the correlation.
-        optimization: arguments of `molflt.tasks.base.Task`.
+        measure: metric that selects the best weights, accuracy or correlation; null selects
+            accuracy for classes and correlation for scores. CoLA uses the correlation.
+        optimization: further arguments of `molflt.tasks.base.Task`.
     """
 
     model: SequenceClassifier
@@ -87,8 +87,8 @@ class SentenceTask(Task[_Batch, object]):
         scores = self.model.classes == 1
         if scores and measure == "accuracy":
             raise ValueError(
-                "task.measure='accuracy' has no effect on scores, which have no classes; leave it "
-                "out"
+                "task.measure='accuracy' has no effect on scores, which do not have classes; "
+                "remove it"
             )
         self.measure = measure or ("correlation" if scores else "accuracy")
         named = self.metrics[self.best]._replace(label=self.measure)
@@ -102,11 +102,11 @@ class SentenceTask(Task[_Batch, object]):
         return self._judged(batch)[1]
 
     def size(self, batch: _Batch) -> int:
-        """Sentences or pairs."""
+        """Returns the number of sentences or pairs."""
         return len(batch[3])
 
     def summarize(self, totals: Tensor) -> dict[str, float]:
-        """Metrics of all items whose sums were added up, (fields,), with the measure first."""
+        """Returns the metrics of added sums, (fields,), starting with the measure."""
         found = super().summarize(totals)
         score = found[f"{self.measure}_percent"]
         if self.model.classes == 1:
@@ -114,7 +114,6 @@ class SentenceTask(Task[_Batch, object]):
         return {"score_percent": score, **found}
 
     def _judged(self, batch: _Batch) -> tuple[Tensor, _LabelSums]:
-        """The summed loss, and the sums."""
         tokens, types, there, label = batch
         logits = self.model(tokens, types, there).float()
         if self.model.classes == 1:

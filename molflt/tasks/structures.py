@@ -1,7 +1,7 @@
-"""What tasks on batches of structures share."""
+"""Methods shared by tasks on atomic structures."""
 
-# No `from __future__ import annotations`: jsonargparse would import all that stands below
-# TYPE_CHECKING, PyG included, to read annotations that are strings.
+# Without `from __future__ import annotations`, or jsonargparse would import everything below
+# TYPE_CHECKING, including PyG, to resolve the annotations.
 
 import json
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ class _WithElements(Protocol):
 
 
 class OfStructures:
-    """Energies of elements, and names of what is in a batch; goes before `Task`."""
+    """Mixin for `Task`: energies of elements, and names of the structures in a batch."""
 
     unit: ClassVar[str] = "atoms"
     model: nn.Module
@@ -46,8 +46,8 @@ class OfStructures:
         references: Literal["none", "fit"] | Path | None,
         of_adsorbates: bool = False,
     ) -> "ElementEnergies | None":
-        """Stores an energy for each element, fitted or from a file, in the model's buffer."""
-        # `references` has the type of the options: typing caches unions, in the order of the first
+        """Stores energies of elements, fitted or from a file, in the buffer of the model."""
+        # the same annotation as in the tasks, because typing caches unions in their first order
         from ase.data import chemical_symbols
 
         if references in (None, "none"):
@@ -61,7 +61,7 @@ class OfStructures:
         return fit
 
     def check_data(self, data: _WithElements) -> None:
-        """Refuses structures of validation that training has, and elements without descriptors."""
+        """Raises ValueError for duplicates in validation, and for elements without descriptors."""
         from molflt.data.structures.parts import element_faults
         from molflt.graph.heads import undescribed
 
@@ -72,26 +72,26 @@ class OfStructures:
                 index, reason = next(iter(faults.items()))
                 raise ValueError(
                     f"{dataset.path}: sid {int(dataset[index].sid)}: {reason} ({len(faults)} such "
-                    f"of {len(dataset)}); leave such structures out of the file, or train with "
+                    f"of {len(dataset)}); remove these structures from the file, or train with "
                     "--model.descriptors false"
                 )
 
     def files(self) -> dict[str, bytes]:
-        """references.json, eV by symbol, if there are energies of elements."""
+        """Returns references.json, eV by symbol, if there are energies of elements."""
         if not self._fitted:
             return {}
         return {"references.json": (json.dumps(self._fitted, indent=2) + "\n").encode()}
 
     def size(self, batch: "Batch") -> int:
-        """Atoms."""
+        """Returns the number of atoms."""
         return int(batch.num_nodes)
 
     def name(self, batch: "Batch") -> str:
-        """The structures of a batch, for messages."""
+        """Names the structures of a batch, for messages."""
         return f"sids {', '.join(map(str, batch.sid.tolist()))}"
 
     def blame(self, batch: "Batch", diverges: Callable[["Batch"], bool]) -> str:
-        """Structures that diverge on their own, or else those with two atoms at one place."""
+        """Names structures that diverge individually, or else those with coinciding atoms."""
         from molflt.data.structures.overlaps import atoms_coincide
 
         records = {int(record.sid): record.cpu() for record in batch.to_data_list()}
@@ -103,7 +103,7 @@ class OfStructures:
             if diverges(type(batch).from_data_list([record]).to(device))
         ]
         named = ", ".join(
-            f"{sid} (two atoms at one place)" if sid in together else f"{sid}"
+            f"{sid} (two atoms at one position)" if sid in together else f"{sid}"
             for sid in found or together
         )
         return f"sids {named}" if named else ""

@@ -1,4 +1,4 @@
-"""The next token of a translation."""
+"""Translation: the next target token."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ class _TargetSums(NamedTuple):
     nats: Tensor
     """negative log-likelihood"""
     smoothed: Tensor
-    """the same under smoothed labels: what is minimized"""
+    """the same with smoothed labels, which is minimized"""
     tokens: Tensor
 
     def metrics(self) -> dict[str, float]:
         nats, smoothed = float(self.nats / self.tokens), float(self.smoothed / self.tokens)
-        # a diverging run has a perplexity beyond the range of numbers
+        # exp overflows for diverging runs
         perplexity = math.exp(nats) if nats < 700 else math.inf
         return {"perplexity": perplexity, "mean_loss": smoothed}
 
 
 class TranslationTask(Task[_Batch, object]):
-    """Cross-entropy of the next target token, given the source and those before it.
+    """Cross-entropy of the next target token, given the source and the previous target tokens.
 
-    Batches are ids of sources and which of them exist, (batch, n) each, target tokens that are seen
-    and those that follow them, (batch, t) each, -1 for none. Perplexity is that of the targets
-    themselves, without smoothing. BLEU is what `molflt evaluate` measures.
+    Batches are source ids and their mask, (batch, n) each, and target ids as input and as labels,
+    (batch, t) each, -1 for padding. Perplexity is computed without label smoothing. BLEU is
+    measured by `molflt evaluate`.
 
     Args:
         model: `molflt.sequence.EncoderDecoder`.
-        label_smoothing: share of the label that is spread over all ids.
-        optimization: arguments of `molflt.tasks.base.Task`.
+        label_smoothing: share of the label spread over all ids.
+        optimization: further arguments of `molflt.tasks.base.Task`.
     """
 
     model: EncoderDecoder
@@ -69,11 +69,11 @@ class TranslationTask(Task[_Batch, object]):
         return self._judged(batch)[1]
 
     def size(self, batch: _Batch) -> int:
-        """Target tokens."""
+        """Returns the number of target tokens."""
         return int((batch[3] >= 0).sum())
 
     def _judged(self, batch: _Batch) -> tuple[Tensor, _TargetSums]:
-        """log p under smoothed labels, (tokens,), and the sums."""
+        """Returns log-likelihoods with smoothed labels, (tokens,), and the sums."""
         source, there, seen, following = batch
         hidden = self.model(source, seen, there)
         score, smoothed = self.model.log_likelihood(hidden, following, self.label_smoothing)

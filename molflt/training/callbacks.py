@@ -1,4 +1,4 @@
-"""What happens around the steps: the best weights, checkpoints, signals."""
+"""Callbacks of the training loop: best weights, averages, checkpoints and signals."""
 
 from __future__ import annotations
 
@@ -20,66 +20,54 @@ from molflt.tasks.base import Task
 from molflt.training.checkpoint import model_weights
 from molflt.training.loop import _LightningTask
 from molflt.training.metrics_file import _MetricsFile
-from molflt.training.origin import Stopped
 from molflt.training.progress import _progress
+from molflt.training.resume import Stopped
 from molflt.training.run_folder import RunFolder
+from molflt.training.trainer import TrainerOptions
 
 _Module = _LightningTask[object, object]
-_HANGUP = getattr(signal, "SIGHUP", None)  # Windows has none
+_HANGUP = getattr(signal, "SIGHUP", None)  # not on Windows
 
 
 def _callbacks_of(
-    task: Task[Never, Never],
-    folder: RunFolder,
-    log_every: int,
-    checkpoint_every: int,
-    ema_decay: float | None,
-    patience: int | None = None,
+    task: Task[Never, Never], folder: RunFolder, options: TrainerOptions
 ) -> list[Callback]:
-    """What happens around the steps, in its order.
+    """Returns the callbacks of a training, in order.
 
-    Those that need the validated weights come before the averaging callback: at the end of a
-    validation epoch they are called in turn, and until then the model holds the averaged weights.
-
-    Args:
-        task: whose metrics are written.
-        folder: of the run.
-        log_every: steps between rows of training metrics, which average over those steps.
-        checkpoint_every: steps between checkpoints.
-        ema_decay: decay of the moving average of weights; None for none.
-        patience: validations without a better one after which training stops; None for all steps.
+    Callbacks that need the validated weights precede the averaging callback, which restores the
+    current weights at the end of a validation epoch.
     """
-    metrics = _MetricsFile(task, folder, log_every)
-    progress = _progress(task, folder, lambda: metrics.shown, min(log_every, 10))
-    callbacks = [metrics, _BestWeights(task, folder, patience), progress]
-    if ema_decay is not None:
-        callbacks.append(_Averages(ema_decay))
-    return [*callbacks, _LastCheckpoint(folder, checkpoint_every)]
+    metrics = _MetricsFile(task, folder, options.log_every)
+    progress = _progress(task, folder, lambda: metrics.shown, min(options.log_every, 10))
+    callbacks = [metrics, _BestWeights(task, folder, options.patience), progress]
+    if options.ema_decay is not None:
+        callbacks.append(_Averages(options.ema_decay))
+    return [*callbacks, _LastCheckpoint(folder, options.checkpoint_every)]
 
 
 class _Averages(WeightAveraging):
-    """Moving average of weights. Lightning's own rounds, and so lets frozen weights drift."""
+    """Moving average of weights. Lightning's default rounds, so frozen weights would drift."""
 
     def __init__(self, decay: float) -> None:
         def average(kept: Tensor, new: Tensor, _: int | Tensor) -> Tensor:
             return torch.where(kept == new, kept, decay * kept + (1 - decay) * new)
 
-        # Buffers are copied, not averaged: the mean of two random projections is none
+        # Buffers are copied: averaging two random projections does not give a random projection
         super().__init__(use_buffers=False, avg_fn=average)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # Weights come to the device after this, and averages would be kept on the CPU
+        # Lightning moves the weights to the device later; the averages would stay on the CPU
         self._device = trainer.strategy.root_device
         super().setup(trainer, pl_module, stage)
 
     @property
     def state_key(self) -> str:
-        """As checkpoints of earlier versions have it."""
+        """Returns the key that checkpoints of earlier versions use."""
         return "EMAWeightAveraging"
 
 
 class _Interrupted(Exception):
-    """A signal asked training to stop, and its state has been saved."""
+    """Raised after a signal asked training to stop and the state was saved."""
 
     def __init__(self, signum: int, step: int) -> None:
         super().__init__(signum, step)
@@ -88,12 +76,12 @@ class _Interrupted(Exception):
 
 
 class _BestWeights(Callback):
-    """Keeps the weights of the best validation so far, and stops when no better one comes.
+    """Saves the weights of the best validation so far, and stops training without improvement.
 
-    `Task.ranking` compares validations. The later one of two equal ones is kept. A validation with
-    a loss, or another sum, that is not finite is never the best.
+    `Task.ranking` compares validations. Of two equal ones the later is kept. A validation with a
+    non-finite sum, such as the loss, is never the best.
 
-    Lightning's `EarlyStopping` reads logged metrics, and these modules log none.
+    Lightning's `EarlyStopping` reads logged metrics; these modules do not log any.
     """
 
     def __init__(
@@ -108,7 +96,7 @@ class _BestWeights(Callback):
         self.best: dict[str, float] = {"step": 0, "since": 0}
 
     def _scores(self, found: Mapping[str, float], names: Sequence[str]) -> list[float]:
-        """The larger, the better; metrics that are absent or not finite are the worst."""
+        """Returns scores, the larger the better; -inf for missing or non-finite metrics."""
         scores = []
         for name in names:
             value = found.get(name, math.nan)
@@ -123,7 +111,7 @@ class _BestWeights(Callback):
         found, step = module.validation_metrics(), trainer.global_step
         names = self.task.ranking(found)
         new, old = self._scores(found, names), self._scores(self.best, names)
-        # An accuracy is a number whatever the outputs are: the loss is one of the sums
+        # An accuracy is finite for any outputs; the sums include the loss
         finite = module.validation_is_finite and max(new) > -math.inf
         since = 0 if finite and new > old else int(self.best["since"]) + 1
         if finite and new >= old:
@@ -138,14 +126,14 @@ class _BestWeights(Callback):
             metric = next((name for name in names if name in self.best), names[0])
             stop = {"step": step, "since": since, "metric": metric}
             stop |= {"best": self.best.get(metric, math.inf), "best_step": int(self.best["step"])}
-            self.folder.origin["stopped"] = cast(Stopped, stop)
+            self.folder.provenance["stopped"] = cast(Stopped, stop)
 
     def state_dict(self) -> dict[str, float]:
         return dict(self.best)
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
-        """Takes over what was best, unless its file has been removed since."""
-        self.best |= state_dict  # earlier versions did not count since
+        """Restores the best validation, unless its file was removed."""
+        self.best |= state_dict  # earlier versions lack "since"
         if not self.folder.last.with_name("best.safetensors").is_file():
             self._forget()
 
@@ -153,18 +141,18 @@ class _BestWeights(Callback):
 class _LastCheckpoint(Checkpoint):
     """Saves ``last.ckpt`` and then ``last.safetensors``, and stops on signals.
 
-    A checkpoint is taken when a step is complete: after the optimizer, the schedule and the
-    averages, and before the validation of that step if it has one, so that a run killed during
-    validation validates again. After the last step it is taken when validation is over. There is
-    one before any weights are written, if need be before the last step: weights without a
-    checkpoint are never those of an interrupted run.
+    Checkpoints are saved after complete steps: after optimizer, schedule and averages, but before
+    the validation of that step, so a run killed during validation repeats it. After the last step
+    the checkpoint is saved when validation has finished. The first one is saved before any weights,
+    at the latest before the last step: weights without a checkpoint never belong to an interrupted
+    run.
 
-    SIGHUP is what a terminal sends when it is closed; nohup has it ignored, and so it stays.
+    A closed terminal sends SIGHUP; nohup ignores it, and this callback leaves it ignored.
 
-    Lightning sorts `Checkpoint` callbacks last, behind the averaging of weights, which is needed.
+    Lightning sorts `Checkpoint` callbacks last, after the averaging of weights, as required here.
 
     Args:
-        folder: the run's folder.
+        folder: the run folder.
         every: steps between checkpoints.
     """
 
@@ -177,17 +165,17 @@ class _LastCheckpoint(Checkpoint):
         self._weights: dict[str, Tensor] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Takes the signals over; Lightning restores the earlier handlers when it is done.
+        """Installs signal handlers; Lightning restores the earlier ones at the end.
 
-        Its own SIGTERM handler communicates between ranks from within the handler, and its way
-        with SIGINT stops in the middle of a step.
+        Lightning's own SIGTERM handler communicates between ranks within the handler, and its
+        SIGINT handler stops in the middle of a step.
         """
         if threading.current_thread() is threading.main_thread():
             for signum in filter(None, (signal.SIGINT, signal.SIGTERM, _HANGUP)):
                 if signal.getsignal(signum) != signal.SIG_IGN:
                     signal.signal(signum, self._note)
         self._terminals = [number for number in (1, 2) if os.isatty(number)]
-        self.folder.check_machine(
+        self.folder.start_steps(
             {
                 "threads": torch.get_num_threads(),
                 "torch": str(torch.__version__),
@@ -198,17 +186,17 @@ class _LastCheckpoint(Checkpoint):
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         for number in self._terminals:
-            if not os.isatty(number):  # closed: what is printed there would be an error now
+            if not os.isatty(number):  # closed: printing would fail
                 os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-        if self.signum and signum != _HANGUP:  # of which a closed terminal may send several
-            raise KeyboardInterrupt  # asked twice: do not wait for the step
+        if self.signum and signum != _HANGUP:  # a closed terminal may send several hangups
+            raise KeyboardInterrupt  # on the second signal, do not wait for the step
         self.signum = self.signum or signum
 
     def _agreed_signal(self, trainer: pl.Trainer) -> int:
-        """The signal that any rank has received, or 0; all ranks call it at the same places."""
+        """Returns the signal that any rank received, or 0; all ranks must call it."""
         if trainer.world_size == 1:
             return self.signum
-        # `signum` itself stays: a signal may arrive while the ranks are talking
+        # `signum` is not overwritten: a signal may arrive during the communication
         flag = torch.tensor(float(self.signum), device=trainer.strategy.root_device)
         return int(trainer.strategy.reduce(flag, reduce_op="max"))
 
@@ -222,7 +210,7 @@ class _LastCheckpoint(Checkpoint):
     ) -> None:
         step = trainer.global_step
         if not cast(_Module, pl_module).step_completed():
-            return  # a checkpoint could not hold the gradients so far
+            return  # checkpoints cannot store accumulated gradients
         if step >= trainer.max_steps:
             trainer.should_stop = True  # Lightning then validates, whatever the interval
         elif not cast(_Module, pl_module).validation_follows():
@@ -234,7 +222,7 @@ class _LastCheckpoint(Checkpoint):
             self._save_early(trainer)
 
     def _save_early(self, trainer: pl.Trainer) -> None:
-        """Before the last step, if there is no checkpoint yet."""
+        """Saves a checkpoint before the last step if there is none."""
         if trainer.global_step == trainer.max_steps - 1 and not self.folder.last.exists():
             self._save(trainer)
 
@@ -245,14 +233,14 @@ class _LastCheckpoint(Checkpoint):
                 raise _Interrupted(signum, trainer.global_step)
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
-        # several ranks may have different numbers of batches: they agree at the end
+        # ranks may have different numbers of batches; several ranks agree at the end
         if self.signum and trainer.world_size == 1 and trainer.global_step < trainer.max_steps:
             raise _Interrupted(self.signum, trainer.global_step)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.sanity_checking:
             return
-        if trainer.should_stop:  # after the last step, or for want of patience
+        if trainer.should_stop:  # after the last step, or by early stopping
             self._save(trainer)
         elif signum := self._agreed_signal(trainer):
             raise _Interrupted(signum, trainer.global_step)
@@ -260,8 +248,7 @@ class _LastCheckpoint(Checkpoint):
     def _save(self, trainer: pl.Trainer, validation_due: bool = False) -> None:
         self._validation_due = validation_due
         trainer.save_checkpoint(self.folder.last)
-        # with averaging on, "state_dict" is the averaged model
-        stop = self.folder.origin.get("stopped")
+        stop = self.folder.provenance.get("stopped")
         header = {"step": trainer.global_step} | ({"stopped": json.dumps(stop)} if stop else {})
         self.folder.save_weights("last", self._weights, header)
         self._weights = {}
@@ -269,7 +256,7 @@ class _LastCheckpoint(Checkpoint):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        # Lightning's way of saying that a validation was begun and has to be run
+        # This is how Lightning marks an unfinished validation
         if self._validation_due:
             progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
             progress["total"] = {"ready": 1, "started": 1, "processed": 0, "completed": 0}

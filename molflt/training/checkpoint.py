@@ -1,7 +1,8 @@
-"""Weights and checkpoints of a run: sealed by a digest, and read without running code from them."""
+"""Weights and checkpoints of a run, read without running code from them."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -16,20 +17,31 @@ import safetensors
 import torch
 from torch import Tensor, nn
 
-from molflt.files import save_tensors, shown, verify_tensors, write_atomically
+from molflt.files import read_header, save_tensors, shown, verify_tensors, write_atomically
 from molflt.training.config import Config, read_config
 from molflt.training.recipes import Recipe
 
-__all__ = ["Checkpoint", "check_unchanged", "check_weights", "count_parameters", "device_named"]
-__all__ += ["load_run", "model_weights", "read_checkpoint", "read_sealed", "save_weights"]
-__all__ += ["weights_digest", "weights_of", "write_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "check_unchanged",
+    "check_weights",
+    "count_parameters",
+    "device_named",
+    "load_run",
+    "model_weights",
+    "read_checkpoint",
+    "read_plain",
+    "read_weights",
+    "save_weights",
+    "weights_digest",
+    "weights_of",
+    "write_checkpoint",
+]
 
-Checkpoint = dict[str, Any]  # Lightning's, and under "molflt" what the run was begun with
+Checkpoint = dict[str, Any]
+"""Lightning's checkpoint; key "molflt" holds a `molflt.training.resume.Provenance`."""
 
-_SEAL = b"sha256:"  # stands before the digest in the comment of a checkpoint's zip archive
-_DIGEST = len(_SEAL) + 64
-_GONE = "restore the file, or start a new run"
-_LARGEST = 1e30  # of what an optimizer keeps: float32 overflows soon after
+_RESTORE = "restore the file, or start a new run"
 _PARTS: dict[str, type] = {
     "callbacks": dict,
     "global_step": int,
@@ -48,14 +60,14 @@ def save_weights(
     files: Mapping[str, str],
     metadata: Mapping[str, object],
 ) -> None:
-    """Writes weights of a model alone, as safetensors with a digest.
+    """Writes the weights of a model as safetensors with a digest.
 
     Args:
         path: file to write.
-        weights: of the model.
-        options: its arguments, which :func:`load_run` compares with the configuration.
-        files: sha256 by name of what else the run folder holds, which it compares as well.
-        metadata: what else the header says; values become strings.
+        weights: weights by name.
+        options: arguments of the model; :func:`load_run` compares them with the configuration.
+        files: sha256 by name of other files in the run folder, which are compared as well.
+        metadata: further entries of the header; values are converted to strings.
     """
     own = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     header = {name: str(value) for name, value in metadata.items()}
@@ -65,16 +77,20 @@ def save_weights(
 def load_run(
     run: Path, checkpoint: str = "best", device: str = "cpu", recipe: str | None = None
 ) -> tuple[nn.Module, Config]:
-    """Reads a trained model.
+    """Loads a trained model.
 
     Args:
-        run: folder that ``molflt train`` wrote.
+        run: folder written by ``molflt train``.
         checkpoint: "best" (by validation), "last", or the path of a safetensors file.
-        device: where the model goes: cpu, cuda, cuda:N, or auto.
-        recipe: the only one of which the run may be; None for any.
+        device: device of the model: cpu, cuda, cuda:N, or auto.
+        recipe: the expected recipe; None accepts any.
 
     Returns:
-        The model in evaluation mode, and the run's configuration.
+        The model in evaluation mode, and the configuration of the run.
+
+    Raises:
+        FileNotFoundError: if the run or its weights are missing.
+        ValueError: if the run is of another recipe, or its files do not belong together.
     """
     run, config, device = Path(run), read_config(run), device_named(device)
     if recipe not in (None, config["recipe"]):
@@ -83,7 +99,7 @@ def load_run(
             f"with molflt train --recipe {recipe}"
         )
     path = weights_of(run, checkpoint)
-    weights, options, files = _read_weights(path)
+    weights, options, files = read_weights(path)
     for name in files:
         check_unchanged(run / name, path, files)
     for name, was in options.items():
@@ -92,41 +108,44 @@ def load_run(
                 f"{run / 'config.yaml'}: model.{name} is {shown(config['model'][name])}, but "
                 f"{path.name} was trained with {shown(was)}; set it back"
             )
-    try:
-        model: nn.Module = Recipe.of(config).load("model")(**config["model"])
-    except (TypeError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"{run / 'config.yaml'}: key model: {reason}") from error
+    model = _build(run, config)
     check_weights(path, model, weights)
     model.load_state_dict(weights)
     return model.to(device).eval(), config
 
 
+def _build(run: Path, config: Config) -> nn.Module:
+    try:
+        model: nn.Module = Recipe.of(config).load("model")(**config["model"])
+    except (TypeError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"{run / 'config.yaml'}: key model: {reason}") from error
+    return model
+
+
 def weights_of(run: Path, checkpoint: str) -> Path:
-    """File of the weights of a run that are called best or last, or have a path of their own."""
+    """Returns the weights file of a run for "best", "last" or a path."""
     named = checkpoint in ("best", "last")
     return run / "checkpoints" / f"{checkpoint}.safetensors" if named else Path(checkpoint)
 
 
 def weights_digest(path: Path) -> str:
-    """sha256 of a file of weights, as its header says it, else of its bytes; "" without a file."""
+    """Returns the sha256 in the header of a weights file, or else of its bytes; "" if missing."""
     if not path.is_file():
         return ""
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            said = (file.metadata() or {}).get("sha256")
-    except safetensors.SafetensorError:  # whoever loads it says so
-        said = None
-    return said or hashlib.sha256(path.read_bytes()).hexdigest()
+    digest = None
+    with contextlib.suppress(ValueError):  # reported when the weights are loaded
+        digest = read_header(path).get("sha256")
+    return digest or hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def check_unchanged(kept: Path, weights: Path, files: Mapping[str, object]) -> None:
-    """Refuses a file of a run that is there, and is not what weights were trained with.
+    """Raises ValueError if a file of a run has changed since the weights were trained.
 
     Args:
-        kept: the file.
-        weights: file of these, for messages.
-        files: sha256 by name, as weights hold them; another name is not compared.
+        kept: the file; a missing one is accepted.
+        weights: the weights file, for messages.
+        files: sha256 by name, from the header of the weights.
     """
     if kept.name not in files or not kept.is_file():
         return
@@ -134,28 +153,19 @@ def check_unchanged(kept: Path, weights: Path, files: Mapping[str, object]) -> N
     if hashlib.sha256(kept.read_bytes()).hexdigest() != digest:
         raise ValueError(
             f"{kept}: changed since {weights.name} was trained with it; expected sha256 "
-            f"{shown(str(digest)[:12])}...; put it back"
+            f"{shown(str(digest)[:12])}...; restore the file"
         )
 
 
 def count_parameters(run: Path, config: Config) -> int:
-    """How many numbers the model of a run learns; none of them is allocated.
-
-    Args:
-        run: its folder, for messages.
-        config: its configuration.
-    """
-    try:
-        with torch.device("meta"):
-            model: nn.Module = Recipe.of(config).load("model")(**config["model"])
-    except (TypeError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ValueError(f"{run / 'config.yaml'}: key model: {reason}") from error
+    """Returns the number of parameters of a run's model without allocating them."""
+    with torch.device("meta"):
+        model = _build(run, config)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def device_named(name: str) -> str:
-    """The device that "auto" stands for, or the named one."""
+    """Resolves "auto", and raises ValueError for a device that is not available."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -167,44 +177,44 @@ def device_named(name: str) -> str:
     return name
 
 
-def _read_weights(
-    path: Path,
-) -> tuple[dict[str, Tensor], dict[str, object], dict[str, object]]:
-    """Weights that :func:`save_weights` wrote, and its options and files if they are known."""
+def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, object], dict[str, object]]:
+    """Reads a weights file.
+
+    Returns:
+        The weights by name, and the `options` and `files` given to :func:`save_weights`; these are
+        empty for files of other programs or earlier versions.
+    """
     if not path.is_file():
-        there = ", ".join(sorted(file.name for file in path.parent.glob("*.safetensors"))) or "none"
-        found = f"there: {there}" if path.suffix else "expected best, last, or a path of weights"
+        names = sorted(file.name for file in path.parent.glob("*.safetensors"))
+        found = f"found {', '.join(names) or 'none'}"
+        found = found if path.suffix else "expected best, last, or a path of weights"
         raise FileNotFoundError(f"{path}: no such checkpoint; {found}")
-    sealed = verify_tensors(path)
+    verify_tensors(path)
     with safetensors.safe_open(path, framework="pt") as file:
-        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         header = file.metadata() or {}
-    if not sealed and "model" in header:
-        raise ValueError(f"{path}: damaged since it was written; its sha256 is missing; {_GONE}")
-    return weights, _parsed(path, header, "model"), _parsed(path, header, "files")
-
-
-def _parsed(path: Path, header: Mapping[str, str], key: str) -> dict[str, object]:
-    """What the header of weights holds as JSON; nothing, in those of earlier versions."""
-    try:
-        found = json.loads(header.get(key, "{}"))
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError(
-            f"{path}: key {key!r} of its header must be an object in JSON; got "
-            f"{shown(header[key])}; {_GONE}"
-        )
-    return found
+    parsed = []
+    for key in ("model", "files"):
+        try:
+            value = json.loads(header.get(key, "{}"))
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict):
+            raise ValueError(
+                f"{path}: key {key!r} of its header must be an object in JSON; got "
+                f"{shown(header[key])}; {_RESTORE}"
+            )
+        parsed.append(value)
+    return weights, parsed[0], parsed[1]
 
 
 def check_weights(path: Path, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Refuses weights that are not numbers, or those of another model.
+    """Raises ValueError for weights of another model, or weights that are not finite.
 
     Args:
-        path: where they come from.
-        model: that they are for; what its `added_later` names may be missing.
-        weights: by name.
+        path: the file of the weights, for messages.
+        model: the model to load them into; tensors in its `added_later` may be missing.
+        weights: weights by name.
     """
     expected = model.state_dict()
     for name in getattr(model, "added_later", ()):
@@ -221,100 +231,58 @@ def check_weights(path: Path, model: nn.Module, weights: Mapping[str, Tensor]) -
         if not bool(torch.isfinite(weights[name]).all()):
             raise ValueError(
                 f"{path}: key {name!r}: expected finite numbers; got NaN or infinity; the weights "
-                "are damaged or those of a diverged run; use another checkpoint"
+                "are damaged, or the run diverged; use another checkpoint"
             )
 
 
 def write_checkpoint(path: Path, checkpoint: Mapping[str, object]) -> None:
-    """Writes a checkpoint and its digest as one file, atomically.
-
-    The digest is the comment of the zip archive that torch writes, and that of all before it, so
-    that torch and unzip read the file as ever.
-    """
+    """Writes a checkpoint atomically."""
     buffer = io.BytesIO()  # torch.save to a file hides a full disk behind a RuntimeError
     torch.save(checkpoint, buffer)
-    content = buffer.getvalue()[:-2] + _DIGEST.to_bytes(2, "little")  # the comment's length
-    write_atomically(path, content + _SEAL + hashlib.sha256(content).hexdigest().encode())
+    write_atomically(path, buffer.getvalue())
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Reads what :func:`write_checkpoint` wrote, or Lightning alone did in earlier versions."""
+    """Reads a checkpoint written by :func:`write_checkpoint`."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such checkpoint; nothing to resume; start a new run")
-    checkpoint, sealed = read_sealed(path)
+    checkpoint: Checkpoint = read_plain(path)
     for part, kind in _PARTS.items():
         if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(part), kind):
-            there = isinstance(checkpoint, dict) and part in checkpoint
-            got = type(checkpoint[part]).__name__ if there else "none"
+            present = isinstance(checkpoint, dict) and part in checkpoint
+            got = type(checkpoint[part]).__name__ if present else "none"
             raise ValueError(
                 f"{path}: not a checkpoint of molflt; expected {part!r}, a {kind.__name__}; "
-                f"got {got}; {_GONE}"
+                f"got {got}; {_RESTORE}"
             )
-    _check_numbers(path, "optimizer_states", checkpoint["optimizer_states"])
-    _check_numbers(path, "lr_schedulers", checkpoint["lr_schedulers"])
-    if "molflt" in checkpoint and not sealed:
-        raise ValueError(f"{path}: damaged since it was written; its sha256 is missing; {_GONE}")
     return checkpoint
 
 
-def read_sealed(path: Path) -> tuple[Checkpoint, bool]:
-    """Content of a file of tensors and plain values, and True if it has a digest."""
-    content = path.read_bytes()
-    body, seal = content[:-_DIGEST], content[-_DIGEST:]
-    sealed = seal.startswith(_SEAL)
-    if sealed and (found := hashlib.sha256(body).hexdigest().encode()) != seal[len(_SEAL) :]:
-        raise ValueError(
-            f"{path}: damaged since it was written; expected sha256 "
-            f"{shown(seal[len(_SEAL) :][:12].decode(errors='replace'))}...; "
-            f"got {found[:12].decode()!r}...; {_GONE}"
-        )
-    return _unpack(path, content), sealed
-
-
-def _check_numbers(path: Path, key: str, value: object) -> None:
-    """Raises ValueError for a number that no step can be taken with, somewhere in a value."""
-    if isinstance(value, Mapping | list | tuple):
-        parts = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for name, part in parts:
-            _check_numbers(path, f"{key}.{name}", part)
-    elif isinstance(value, Tensor | int | float):
-        size: float = 0.0
-        if not isinstance(value, Tensor):
-            size = value
-        elif value.numel():
-            size = float(value.abs().max())
-        if not abs(size) <= _LARGEST:  # NaN is not
-            raise ValueError(
-                f"{path}: key {shown(key)}: expected finite numbers of at most {_LARGEST:g}; got "
-                f"{shown(size)}; {_GONE}"
-            )
-
-
-def _unpack(path: Path, content: bytes) -> Any:
-    """What a checkpoint holds; nothing in it is run."""
+def read_plain(path: Path) -> Any:
+    """Reads a file of tensors and plain values written by torch; nothing in it is executed."""
+    content = io.BytesIO(path.read_bytes())
     try:
-        if zipfile.is_zipfile(io.BytesIO(content)):
-            members = zipfile.ZipFile(io.BytesIO(content)).infolist()
-            size = sum(member.file_size for member in members)
-            if size > len(content) or any(member.compress_type for member in members):
-                raise ValueError(f"it unpacks to {size:,} bytes, and torch does not compress")
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        if zipfile.is_zipfile(content):
+            with zipfile.ZipFile(content) as archive:  # torch does not compare checksums
+                if damaged := archive.testzip():
+                    raise ValueError(f"checksum of {damaged} differs")
+        content.seek(0)
+        return torch.load(content, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         refused = re.search(r"GLOBAL (\S+)", str(error))
         what = f"it asks for {refused[1]}" if refused else "it is not a checkpoint"
         raise ValueError(
             f"{path}: refused; expected tensors and plain values; {what}, which could run code"
         ) from error
-    except Exception as error:  # a damaged pickle makes the reader fail in any way
+    except Exception as error:  # a damaged pickle can raise anything
         reason = (str(error) or type(error).__name__).splitlines()[0][:100]
-        raise ValueError(f"{path}: not a complete checkpoint; {reason}; {_GONE}") from error
+        raise ValueError(f"{path}: not a complete checkpoint; {reason}; {_RESTORE}") from error
 
 
 def model_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Weights of the model in a checkpoint: the averaged ones, if the run averages."""
-    found = checkpoint["state_dict"].items()
+    """Returns the weights of the model in a checkpoint: averaged ones if the run averages."""
     return {
         name.removeprefix("model."): tensor
-        for name, tensor in found
+        for name, tensor in checkpoint["state_dict"].items()
         if name.startswith("model.") and isinstance(tensor, Tensor)
     }

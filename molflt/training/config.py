@@ -1,4 +1,4 @@
-"""The configuration of a run: its options, and how config.yaml is read."""
+"""The configuration of a run: its options, and reading config.yaml."""
 
 from __future__ import annotations
 
@@ -9,19 +9,29 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, TypedDict, cast, get_args
 
+import yaml
 from jsonargparse import ArgumentParser
 
 from molflt.files import shown
 from molflt.training.recipes import DEFAULT, RECIPES, Recipe
 from molflt.training.sources import HUB
 from molflt.training.trainer import STEPS, TrainerOptions
-from molflt.training.yaml_file import read_yaml
 
-__all__ = ["Config", "absolute", "add_options", "below", "defaults", "plain", "read_config"]
+__all__ = [
+    "Config",
+    "Loader",
+    "absolute",
+    "add_options",
+    "below",
+    "defaults",
+    "plain",
+    "read_config",
+    "read_yaml",
+]
 
 
 class Config(TypedDict):
-    """config.yaml of a run: arguments of the parts of its recipe."""
+    """Content of config.yaml: arguments of the parts of a recipe."""
 
     run: str
     seed: int
@@ -41,27 +51,24 @@ def add_options(parser: ArgumentParser, recipe: str) -> None:
     """Adds the options of ``molflt train``, which are the keys of config.yaml.
 
     Groups model, data, task and trainer are the arguments of the classes that the recipe names.
-
-    Raises:
-        ValueError: if the recipe does not exist.
     """
     parts = Recipe.of({"recipe": recipe})
     parser.add_argument(
         "--config",
         action="config",
-        help="YAML file with any of the options below, whose paths are relative to it, or the name "
-        "of a shipped one, such as demo",
+        help="YAML file with any of the options below, or the name of a shipped one, such as demo; "
+        "paths in it are relative to the file",
     )
-    parser.add_argument("--resume", type=Path | None, help="run folder to go on with")
+    parser.add_argument("--resume", type=Path | None, help="run folder to resume")
     parser.add_argument(
         "--init",
         type=Path | None,
-        help="run, exported model, weights or hf:OWNER/NAME to start from",
+        help="run, exported model, weights or hf:OWNER/NAME to take initial weights from",
     )
     parser.add_argument(
         "--run", type=Path | None, help="folder to write; by default runs/DATE-CONFIG"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of weights, batches and dropout")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, batches and dropout")
     parser.add_argument(
         "--recipe", type=Literal[*RECIPES], default=recipe, help="what to learn; see its --help"
     )
@@ -79,18 +86,18 @@ def defaults(recipe: str) -> dict[str, Any]:
 
 
 def read_config(run: Path) -> Config:
-    """The configuration of a run, with the defaults of options that it does not name.
+    """Reads config.yaml of a run, and adds the defaults of missing options.
 
     Args:
         run: folder of the run.
 
     Raises:
-        FileNotFoundError: if there is none.
-        ValueError: naming the file, and the key if it is one that is wrong.
+        FileNotFoundError: if there is no config.yaml.
+        ValueError: if it is damaged.
     """
     path = Path(run) / "config.yaml"
     if not path.is_file():
-        above = (one for one in Path(run).parents if (one / "config.yaml").is_file())
+        above = (parent for parent in Path(run).parents if (parent / "config.yaml").is_file())
         advice = f"; give {found}" if (found := next(above, None)) else ""
         got = f"{run}: not a folder" if Path(run).is_file() else f"{path}: no such file"
         raise FileNotFoundError(f"{got}; expected the folder of a training run{advice}")
@@ -112,13 +119,53 @@ def read_config(run: Path) -> Config:
             raise ValueError(f"{path}: key {action.dest}: expected a value; got none; {_ADVICE}")
     for key in ("config", "resume"):
         found.pop(key, None)
-    if found.trainer.max_steps is None:
-        found.trainer.max_steps = STEPS  # of a file that training has not written
+    if found.trainer.max_steps is None:  # training writes a number
+        found.trainer.max_steps = STEPS
     return cast(Config, plain(found.as_dict()))
 
 
+class Loader(yaml.SafeLoader):
+    """Safe YAML loader that refuses repeated keys, where PyYAML keeps only the last one."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        found = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in found.value:
+            if key.tag != "tag:yaml.org,2002:str":
+                continue
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                raise yaml.YAMLError(
+                    f"key {shown(key.value, 30)} in lines {lines[key.value]} and {line}; "
+                    "expected it once; join them"
+                )
+            lines[key.value] = line
+        return found
+
+
+def read_yaml(path: Path, advice: str) -> dict[str, object]:
+    """Reads a YAML file of keys and values.
+
+    Args:
+        path: the file.
+        advice: end of the message if the file is not valid.
+    """
+    try:
+        content = yaml.load(path.read_bytes().decode(), Loader)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: byte {error.start} is not UTF-8; {advice}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"line {mark.line + 1}: " if mark else ""
+        problem = getattr(error, "problem", None) or error
+        raise ValueError(f"{path}: {place}not YAML: {shown(str(problem))}; {advice}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected `key: value`; got {shown(content)}; {advice}")
+    return content
+
+
 def below(folder: Path, value: object) -> object:
-    """Make a path, or those in a list, absolute; ``hf:OWNER/NAME`` stays as it is."""
+    """Makes a path or a list of paths absolute; ``hf:OWNER/NAME`` is kept."""
     if isinstance(value, list | tuple):
         return [below(folder, part) for part in value]
     if not isinstance(value, str | Path) or str(value).startswith(HUB):
@@ -127,7 +174,7 @@ def below(folder: Path, value: object) -> object:
 
 
 def absolute(value: object) -> object:
-    """What a configuration holds, with the paths in it as seen from where one is now."""
+    """Makes all paths in a configuration absolute."""
     if isinstance(value, Mapping):
         return {key: absolute(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -136,7 +183,7 @@ def absolute(value: object) -> object:
 
 
 def plain(value: object) -> object:
-    """With names in place of paths and lists in place of tuples, for YAML and checkpoints."""
+    """Converts paths to strings and tuples to lists, for YAML and checkpoints."""
     if isinstance(value, Mapping):
         return {key: plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):

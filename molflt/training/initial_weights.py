@@ -1,115 +1,104 @@
-"""Weights that a new run starts from, and what is known of how they were made."""
+"""Initial weights: a new run that starts from the weights of another model (``--init``)."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import math
+import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import safetensors
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from molflt.data.structures.domain import DOMAIN, read_domain
 from molflt.data.text.tokenizer import TOKENIZER, Tokenizer, find_tokenizer
 from molflt.files import shown
 from molflt.sequence.published import is_transformers, options_of, renamed
-from molflt.training.checkpoint import _read_weights, check_unchanged
+from molflt.training.checkpoint import check_unchanged, read_weights
 from molflt.training.config import read_config
 from molflt.training.exported import exported_recipe, is_exported, read_exported
+from molflt.training.run_folder import INIT_RECORD, RunFolder
 from molflt.training.sources import find_weights
 
-__all__ = ["Origins", "read_origins", "recipe_of"]
+__all__ = ["InitialWeights", "Initializer", "read_initial_weights", "recipe_of"]
 
-_MASKED = "masked_language"  # the recipe whose model published encoders are
+_MASKED = "masked_language"  # recipe of published encoders
+_MOST = 8  # names in a printed line; init.json has them all
 
 
-class Origins(NamedTuple):
-    """Weights, and what they were made with."""
+class InitialWeights(NamedTuple):
+    """Weights named by ``--init``, and the model and data they belong to."""
 
     path: Path
     sha256: str
-    """of the file"""
+    """digest of the file"""
     recipe: str | None
-    """None where only the weights are there"""
+    """None for a file of weights only"""
     options: dict[str, object]
-    """of the model"""
+    """arguments of the model"""
     files: dict[str, object] | None
-    """what belonged to the data, by name: its sha256, or in an export what its JSON says; None
-    where nobody knows, and shapes have to do"""
+    """files of the training data by name: sha256, or in an export the content as JSON; None if
+    unknown"""
     weights: dict[str, Tensor]
     domain: object
-    """content of domain.json; None where there is none"""
+    """content of domain.json; None without one"""
 
 
 def recipe_of(weights: Path) -> str | None:
-    """The recipe of a file of weights without a run, from its header alone; None if unknown."""
+    """Returns the recipe of a weights file outside of a run, from its header; None if unknown."""
     if is_exported(weights):
         return exported_recipe(weights)
     with safetensors.safe_open(weights, framework="pt") as file:
         return _MASKED if is_transformers(dict.fromkeys(file.keys())) else None
 
 
-def read_origins(name: str) -> Origins:
-    """Reads what `--init` names."""
-    source = find_weights(name)
+def read_initial_weights(name: str) -> InitialWeights:
+    """Reads the weights that `--init` names."""
+    path, run = find_weights(name)
     recipe: str | None = None
     domain: object = None
     files: dict[str, object] | None
-    if source.weights.is_file() and is_exported(source.weights):
-        recipe, weights, options, files = _of_export(source.weights)
-        domain = files.get(DOMAIN)
+    if path.is_file() and is_exported(path):
+        content, weights = read_exported(path)
+        models = cast(list[dict[str, object]], content["models"])
+        files = cast(dict[str, object], content["files"])
+        if len(models) > 1:
+            raise ValueError(
+                f"--init {path}: an ensemble of {len(models)} models; expected one; use the run or "
+                "export of one member"
+            )
+        recipe, options, domain = str(content["recipe"]), models[0], files.get(DOMAIN)
     else:
-        weights, options, known = _read_weights(source.weights)
-        files = known
-        if source.run is None and is_transformers(weights):
-            recipe, (weights, options, files) = _MASKED, _of_transformers(source.weights, weights)
-    if source.run is not None:
-        config = read_config(source.run)
+        weights, options, files = read_weights(path)
+        if run is None and is_transformers(weights):
+            recipe, (weights, options, files) = _MASKED, _of_transformers(path, weights)
+    if run is not None:
+        config = read_config(run)
         recipe, options = config["recipe"], {**config["model"], **options}
-        domain = _domain_of(source.run / DOMAIN, source.weights, files or {})
+        check_unchanged(run / DOMAIN, path, files or {})
+        domain = read_domain(run / DOMAIN)
     for key, tensor in weights.items():
         if not bool(torch.isfinite(tensor).all()):
             raise ValueError(
-                f"{source.weights}: key {shown(key)}: expected finite numbers; got NaN or "
-                "infinity; start from other weights"
+                f"{path}: key {shown(key)}: expected finite numbers; got NaN or infinity; use "
+                "other weights"
             )
-    with open(source.weights, "rb") as file:
+    with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return Origins(source.weights, digest, recipe, options, files, weights, domain)
-
-
-def _domain_of(path: Path, weights: Path, files: Mapping[str, object]) -> object:
-    """What domain.json of a run says; ValueError if it is damaged, None if it is not there."""
-    if path.is_file():
-        check_unchanged(path, weights, files)
-    return read_domain(path)
-
-
-def _of_export(
-    path: Path,
-) -> tuple[str, dict[str, Tensor], dict[str, object], dict[str, object]]:
-    """Recipe, weights, options of the model and the data's files of an exported model."""
-    content, weights = read_exported(path)
-    models, files = content["models"], content["files"]
-    assert isinstance(models, list) and isinstance(files, dict)  # read_exported has seen to it
-    if len(models) > 1:
-        raise ValueError(
-            f"--init {path}: an ensemble of {len(models)} models; expected one; start from a "
-            "member's own run or export"
-        )
-    return str(content["recipe"]), weights, models[0], files
+    return InitialWeights(path, digest, recipe, options, files, weights, domain)
 
 
 def _of_transformers(
     path: Path, published: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, object], dict[str, object] | None]:
-    """Weights of transformers' BERT or FNet, the options of their model, and their tokenizer."""
-    weights, beside = renamed(published), path.with_name("config.json")
+    """Converts weights, options and tokenizer of a BERT or FNet of transformers."""
+    weights, config_file = renamed(published), path.with_name("config.json")
     try:
-        config = json.loads(beside.read_bytes()) if beside.is_file() else {}
+        config = json.loads(config_file.read_bytes()) if config_file.is_file() else {}
         options = options_of(weights, config)
     except (ValueError, KeyError, AttributeError, RecursionError) as error:
         raise ValueError(
@@ -120,3 +109,201 @@ def _of_transformers(
         return weights, options, None
     tokenizer = Tokenizer.from_json(*find_tokenizer(path.with_name(TOKENIZER)))
     return weights, options, {TOKENIZER: json.loads(tokenizer.to_json())}
+
+
+class _Transfer(NamedTuple):
+    """The fate of each tensor."""
+
+    loaded: dict[str, Tensor]
+    new: dict[str, str]
+    """tensors that keep their random values: the reason"""
+    of_data: tuple[str, ...]
+    """buffers computed from the new data"""
+    left_over: dict[str, Tensor]
+    """tensors of the source that the model does not have"""
+
+
+class Initializer:
+    """Loads initial weights into a new run; does nothing without `init` or in a resumed run.
+
+    Args:
+        folder: the run folder.
+        init: see `molflt.training.sources.find_weights`.
+
+    Attributes:
+        options: arguments of the source's model.
+    """
+
+    def __init__(self, folder: RunFolder, init: object) -> None:
+        self.folder = folder
+        self.name = str(init)
+        unused = init is None or folder.checkpoint is not None
+        self._source = None if unused else read_initial_weights(self.name)
+        self.options = {} if self._source is None else self._source.options
+        self._done: _Transfer | None = None
+
+    def domain(self) -> tuple[str, object] | None:
+        """Returns a name for messages and the content of the source's domain.json.
+
+        A resumed run takes it from its checkpoint. None if there is no such file.
+        """
+        source = self._source
+        found = self.folder.remember(None if source is None else source.domain)
+        name = f"--init {self.name}: {DOMAIN}" if source else f"{self.folder.last}: initial"
+        return None if found is None else (name, found)
+
+    def load(self, model: nn.Module, files: Mapping[str, bytes]) -> None:
+        """Loads all tensors that fit; warns if the domain of the source is unknown.
+
+        Args:
+            model: the new model.
+            files: files of the new data, by name.
+        """
+        if self._source is None:
+            return
+        self._done = _transfer(self._source, model, files)
+        if DOMAIN in files and self._source.domain is None:
+            warnings.warn(
+                f"--init {self.name}: no {DOMAIN} belongs to it, so the training data of these "
+                "weights are unknown; predictions will be compared with the new data only",
+                stacklevel=2,
+            )
+
+    def files(self, model: nn.Module) -> dict[str, bytes]:
+        """Returns init.json, by name."""
+        if self._source is None or self._done is None:
+            return {}
+        return {INIT_RECORD: _record(self.name, self._source, self._done, model)}
+
+    def say(self, model: nn.Module, options: Mapping[str, object]) -> None:
+        """Prints the fate of the tensors.
+
+        Args:
+            model: the model, after the data have set its buffers.
+            options: its arguments.
+        """
+        if self._source is not None and self._done is not None:
+            lines = _report(self._source, self._done, model, options)
+            self.folder.say(f"{self.folder.path}: {lines}")
+
+
+def _transfer(source: InitialWeights, model: nn.Module, files: Mapping[str, bytes]) -> _Transfer:
+    """Loads the tensors whose name and shape fit, except those that the data determine.
+
+    The model's `of_data` lists prefixes of names. Buffers with such a prefix, such as the
+    normalizer, are never loaded. Parameters with such a prefix, such as the logits of classes, are
+    loaded only if the files of the data (vocabulary, classes) are the same; if `of_data` lists
+    prefixes for each file, only that file is compared. All other buffers are loaded: the weights
+    were trained with these random features, and records of the training data, such as elements, are
+    extended by the new training. Such a record is not loaded if the weight that the model's
+    `seen_by` names for it is new.
+    """
+    own, buffers = model.state_dict(), dict(model.named_buffers())
+    file_of = _file_of_prefix(model)
+    was = source.files
+    changed = [n for n in files if was is not None and not _is_same(was.get(n), files[n])]
+    loaded, new, of_data = {}, {}, []
+    for name, tensor in own.items():
+        found = source.weights.get(name)
+        needed = [file for prefix, file in file_of.items() if name.startswith(prefix)]
+        if needed and name in buffers:
+            of_data.append(name)
+        elif found is None:
+            new[name] = "not in the source"
+        elif found.shape != tensor.shape:
+            new[name] = f"{tuple(found.shape)} in the source"
+        elif other := [file for file in changed if needed and {None, file} & {*needed}]:
+            new[name] = f"trained with another {other[0]}"
+        else:
+            loaded[name] = found
+    for buffer, weight in getattr(model, "seen_by", {}).items():
+        if buffer in loaded and weight not in loaded:
+            del loaded[buffer]
+            new[buffer] = f"{weight} is new"
+    if not any(name not in buffers for name in loaded):
+        raise ValueError(
+            f"{source.path}: none of its {len(source.weights)} tensors has the name and shape of "
+            f"one of this model; got {_listed(list(source.weights))}; omit the model's options to "
+            "use those of the source"
+        )
+    kept = {name: own[name] for name in of_data}  # load_state_dict resets missing buffers
+    model.load_state_dict(kept | loaded, strict=False)
+    left = {name: tensor for name, tensor in source.weights.items() if name not in own}
+    return _Transfer(loaded, new, tuple(of_data), left)
+
+
+def _file_of_prefix(model: nn.Module) -> dict[str, str | None]:
+    """Returns the prefixes in `of_data` with the file that each depends on; None for any file."""
+    named = getattr(model, "of_data", ())
+    if isinstance(named, Mapping):
+        return {prefix: file for file, prefixes in named.items() for prefix in prefixes}
+    return dict.fromkeys(named)
+
+
+def _is_same(kept: object, content: bytes) -> bool:
+    """Compares a file of the data with the one of the source, a digest or parsed JSON."""
+    if isinstance(kept, str):
+        return kept == hashlib.sha256(content).hexdigest()
+    return kept is not None and kept == json.loads(content)
+
+
+def _record(name: str, source: InitialWeights, done: _Transfer, model: nn.Module) -> bytes:
+    """Returns the content of init.json."""
+    shapes = {key: list(tensor.shape) for key, tensor in model.state_dict().items()}
+    content = {
+        "source": name,
+        "weights": str(source.path),
+        "sha256": source.sha256,
+        "recipe": source.recipe,
+        "loaded": {key: shapes[key] for key in done.loaded},
+        "new": {key: {"shape": shapes[key], "why": why} for key, why in done.new.items()},
+        "of_data": list(done.of_data),
+        "left_over": {key: list(tensor.shape) for key, tensor in done.left_over.items()},
+    }
+    return (json.dumps(content, indent=1) + "\n").encode()
+
+
+def _report(
+    source: InitialWeights, done: _Transfer, model: nn.Module, options: Mapping[str, object]
+) -> str:
+    """Returns lines about loaded, new and unused tensors, for the terminal."""
+    own = model.state_dict()
+    parts = {name: tensor for name, tensor in own.items() if name in done.loaded}
+    lines = [f"starts from {source.path} (sha256 {source.sha256[:12]})"]
+    lines.append(
+        f"loaded     {len(parts)} of {len(own)} tensors, {_numbers(parts.values()):,}"
+        f" of {_numbers(own.values()):,} numbers"
+    )
+    new = [f"{name} {tuple(own[name].shape)}, {why}" for name, why in done.new.items()]
+    lines += [f"new        {_listed(new, '; ')}"] if new else []
+    frozen = [n for n, p in model.named_parameters() if n in done.new and not p.requires_grad]
+    lines += [f"and frozen {_listed(frozen)}: stays random"] if frozen else []
+    data = [_change(name, own[name], source.weights.get(name)) for name in done.of_data]
+    lines += [f"of data    {'; '.join(data)}"] if data else []
+    left = [f"{name} {tuple(tensor.shape)}" for name, tensor in done.left_over.items()]
+    lines += [f"left over  {_listed(left)}"] if left else []
+    unlike = [
+        f"{name} {shown(options[name])}, {shown(was)} in the source"
+        for name, was in source.options.items()
+        if name in options and options[name] != was
+    ]
+    lines += [f"differs    {_listed(unlike, '; ')}"] if unlike else []
+    return "\n  ".join(lines)
+
+
+def _change(name: str, now: Tensor, was: Tensor | None) -> str:
+    if was is None or now.shape != was.shape:
+        return name
+    if now.numel() != 1:
+        most = float((now.double() - was.double()).abs().max())
+        return f"{name}, differs by up to {most:.3g} from the source"
+    return f"{name} {float(now):.6g}, {float(was):.6g} in the source"
+
+
+def _numbers(tensors: Iterable[Tensor]) -> int:
+    return sum(math.prod(tensor.shape) for tensor in tensors)
+
+
+def _listed(names: list[str], separator: str = ", ") -> str:
+    more = f"{separator}and {len(names) - _MOST} more" if len(names) > _MOST else ""
+    return separator.join(names[:_MOST]) + more

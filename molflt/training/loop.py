@@ -1,4 +1,4 @@
-"""Tasks and data as Lightning wants them: reproducible steps, exact resuming, refusal of NaN."""
+"""Lightning modules of tasks and data: reproducible steps, exact resuming, refusal of NaN."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ def _run_steps(
     ddp: bool,
     **options: Any,
 ) -> None:
-    """Trains.
+    """Runs Lightning's Trainer.
 
     Args:
-        task: what is learned.
-        data: on what.
-        folder: for checkpoints; its checkpoint, if it has one, is where training goes on.
-        ddp: whether several processes share the batches.
-        options: of Lightning's Trainer.
+        task: the task.
+        data: its data.
+        folder: run folder; training resumes from its checkpoint if there is one.
+        ddp: True if several processes share the batches.
+        options: arguments of Lightning's Trainer.
     """
     checkpoints, steps = _CheckpointIO(folder), _LightningTask(task)
-    smaller = "lower data.batch_size, or data.max_atoms or data.length where there is one"
+    smaller = "lower data.batch_size, data.max_atoms or data.length"
     with warnings.catch_warnings(), within_memory(steps.place, smaller):
         _silence_lightning()
         trainer = pl.Trainer(
-            # Buffers change in the same way on all ranks; broadcasting them would wait for ranks
-            # that have one validation batch less
+            # Buffers change equally on all ranks; broadcasting them would block if a rank has one
+            # validation batch less
             strategy=DDPStrategy(broadcast_buffers=False) if ddp else "auto",
             max_epochs=-1,
             check_val_every_n_epoch=None,
@@ -66,51 +66,51 @@ def _run_steps(
             **options,
         )
         last = None if folder.checkpoint is None else folder.last
-        # Lightning converts weights after it has restored them and made their averages: those of
-        # 64-true would pass through float32
+        # Lightning converts weights after it has restored and averaged them: with 64-true they
+        # would pass through float32
         trainer.precision_plugin.convert_module(steps)
         try:
             trainer.fit(steps, _Loaders(data), ckpt_path=last, weights_only=True)
         except SystemExit as stop:
-            if isinstance(stop.__context__, KeyboardInterrupt):  # a second Ctrl-C, in its words
+            if isinstance(stop.__context__, KeyboardInterrupt):  # a second Ctrl-C
                 raise KeyboardInterrupt from stop
             raise
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             if ddp and _LOST.search(str(error)) and not isinstance(error, ValueError):
                 raise ChildProcessError(
-                    f"{folder.path}: another process of this training has ended; its own message, "
-                    "if any, says why; the last checkpoint is kept; to go on: molflt train "
+                    f"{folder.path}: another process of this training has ended; see its own "
+                    "message; the last checkpoint is kept; to resume: molflt train "
                     f"--resume {shlex.quote(str(folder.path))}"
                 ) from error
             if not checkpoints.restoring or is_out_of_memory(error):
                 raise
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise ValueError(
-                f"{last}: the state in it does not fit this run; {reason}; restore the file, or "
-                "start a new run"
+                f"{last}: its state does not fit this run; {reason}; restore the file, or start a "
+                "new run"
             ) from error
 
 
 def _silence_lightning() -> None:
-    """Keeps errors; drops tips, banners of hardware, and advice on numbers of workers."""
+    """Hides tips, hardware banners, and advice on the number of workers."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=PossibleUserWarning)
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # of Lightning's own making
-    # its replacement also broadcasts buffers once more and is not in every release we support
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # caused by Lightning
+    # the replacement broadcasts buffers once more, and some supported releases lack it
     warnings.filterwarnings("ignore", message=".*`broadcast_buffers` is deprecated.*")
 
 
 class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
-    """The steps of a task.
+    """Training and validation steps of a task.
 
     Args:
-        task: what is learned. Its model is the only part with weights.
+        task: the task; its model is the only part with weights.
 
     Attributes:
-        gradient_norm: of the last step, before it was clipped.
+        gradient_norm: norm of the gradient in the last step, before clipping.
         last_lr: learning rate of the last step.
-        validation_is_finite: whether all sums are, of which `validation_metrics` were made last.
+        validation_is_finite: True if all sums of the last validation are finite.
     """
 
     def __init__(self, task: Task[_Batch, _Data]) -> None:
@@ -121,15 +121,15 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         self.last_lr = task.lr
         self._batch = "no batch yet"
         self._size = self._step_before = 0
-        self._parts: list[_Batch] = []  # of a step
+        self._parts: list[_Batch] = []  # batches of the current step
         self._sums: list[Tensor] = []
         self._metrics: dict[str, float] | None = None
         self.validation_is_finite = True
 
     def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
-        """Makes the randomness of a batch a function of seed, rank, step and its place in the step.
+        """Seeds torch from the task's seed, rank, step and the position of the batch in the step.
 
-        So a resumed run, whichever step it resumes from, draws the same dropout on every rank.
+        A resumed run therefore draws the same dropout on every rank.
         """
         task, step = self.task, self.global_step
         self._step_before = step
@@ -140,11 +140,11 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         )
         torch.manual_seed(int(words.generate_state(1, np.uint64)[0] >> np.uint64(1)))
         if task.redraw_every and step and not part and step % task.redraw_every == 0:
-            common = np.random.SeedSequence([task.seed, step])  # alike on all ranks
+            common = np.random.SeedSequence([task.seed, step])  # the same on all ranks
             task.redraw(torch.Generator().manual_seed(int(common.generate_state(1)[0])))
 
     def training_step(self, batch: _Batch, batch_idx: int) -> dict[str, Tensor]:
-        """The loss, and a row of sums: loss, 1, size of the batch, and the sums of the task."""
+        """Returns the loss, and a row of sums: loss, 1, size of the batch, and the task's sums."""
         progress = self.global_step / max(1, self.trainer.max_steps)
         self._batch, self._size = self.task.name(batch), self.task.size(batch)
         self._parts.append(batch)
@@ -157,7 +157,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         return {"loss": loss, "sums": _row(row, self.device)}
 
     def _share_seen(self) -> None:
-        """What the batch of one rank had, such as a rare element, all ranks have seen."""
+        """Shares records of the training data, such as rare elements, between ranks."""
         if self.trainer.world_size > 1:
             for name in getattr(self.model, "seen_by", ()):
                 seen = self.model.get_buffer(name)
@@ -169,18 +169,18 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clips the norm of the gradient, and refuses one that is not finite."""
+        """Clips the norm of the gradient; raises ValueError if it is not finite."""
         limit = float("inf") if gradient_clip_val is None else gradient_clip_val
         self.gradient_norm = float(nn.utils.clip_grad_norm_(self.parameters(), limit))
         if not np.isfinite(self.gradient_norm) and self.trainer.precision != "16-mixed":
             raise ValueError(self._diverged("gradient norm", self.gradient_norm))
 
     def step_completed(self) -> bool:
-        """Whether the batch just done was the last of its step."""
+        """Returns True if the last batch completed a step."""
         return self.global_step > self._step_before
 
     def validation_follows(self) -> bool:
-        """Whether the step just taken is followed by a validation."""
+        """Returns True if a validation follows the last step."""
         every = int(self.trainer.val_check_interval) // self.trainer.accumulate_grad_batches
         step = self.global_step
         return step > 0 and (step >= self.trainer.max_steps or step % every == 0)
@@ -193,9 +193,9 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         self._sums.append(_row(list(self.task.judge(batch)), self.device))
 
     def validation_metrics(self) -> dict[str, float]:
-        """Metrics over the whole split and all ranks, from sums and counts; all ranks call it."""
+        """Returns metrics over the split and all ranks; all ranks must call it."""
         if self._metrics is None:
-            width = len(self.task.sums.__annotations__)  # also of a rank without a batch
+            width = len(self.task.sums.__annotations__)  # a rank may have no batch
             zero = torch.zeros(width, dtype=torch.float64, device=self.device)
             sums = torch.stack([zero, *self._sums]).sum(dim=0)
             totals = self.trainer.strategy.reduce(sums, reduce_op="sum")
@@ -212,9 +212,9 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         }
 
     def on_train_start(self) -> None:
-        """Recomputes the learning rate: a resumed run may have got more steps than its checkpoint.
+        """Recomputes the learning rate, because a resumed run may have more steps than before.
 
-        Where it has not, this is the number that the checkpoint holds, bit for bit.
+        Otherwise it equals the learning rate in the checkpoint bit for bit.
         """
         factor = self._lr_factor(self.global_step)
         for config in self.trainer.lr_scheduler_configs:
@@ -224,14 +224,14 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
                 group["lr"] = base * factor
 
     def _learning_rate(self) -> float:
-        """Of the next step."""
+        """Returns the learning rate of the next step."""
         return float(self.trainer.optimizers[0].param_groups[0]["lr"])
 
     def _lr_factor(self, step: int) -> float:
         return self.task.lr_factor(step, self.trainer.max_steps)
 
     def place(self) -> str:
-        """Where the steps have come to, for messages."""
+        """Describes the current step and batch, for messages."""
         step, unit = self.global_step, self.task.unit
         return f"step {step} with {self._size:,} {unit}, {self._batch},"
 
@@ -239,11 +239,11 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         return (
             f"{what} is {value} at step {self.global_step} with learning rate "
             f"{self._learning_rate():.3g} on {self._culprits() or self._batch}; expected a finite "
-            "number; the last good checkpoint is kept; look at these data, or lower task.lr"
+            "number; the last good checkpoint is kept; check these data, or lower task.lr"
         )
 
     def _culprits(self) -> str:
-        """The items of a step that make it not finite on their own; empty if none does."""
+        """Names the items of a step that diverge individually; empty if there are none."""
         weights = [weight for weight in self.model.parameters() if weight.requires_grad]
 
         def diverges(batch: _Batch) -> bool:
@@ -256,14 +256,14 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
 
 
 def _row(parts: list[Tensor], device: torch.device) -> Tensor:
-    """Scalars in a row, float64."""
+    """Stacks scalars, float64."""
     return torch.stack([part.to(device, torch.float64) for part in parts])
 
 
 class _Loaders(pl.LightningDataModule):
-    """Batches from the step on that the trainer has come to."""
+    """Data loaders that start at the trainer's current step."""
 
-    # One process more than validation batches is no error: each item is counted once all the same
+    # More processes than validation batches are allowed: each item is still counted once
     allow_zero_length_dataloader_with_multiple_devices = True
 
     def __init__(self, data: BatchedData[Sized]) -> None:
@@ -273,7 +273,7 @@ class _Loaders(pl.LightningDataModule):
     def train_dataloader(self) -> DataLoader[object]:
         cast(_CheckpointIO, self._trainer.strategy.checkpoint_io).restoring = False
         batches = self._trainer.global_step * self._trainer.accumulate_grad_batches
-        self.data.start_step = batches  # of each rank
+        self.data.start_step = batches  # per rank
         return self.data.train_dataloader(self._trainer.global_rank, self._trainer.world_size)
 
     def val_dataloader(self) -> DataLoader[object]:
@@ -285,15 +285,15 @@ class _Loaders(pl.LightningDataModule):
 
     @property
     def _trainer(self) -> pl.Trainer:
-        assert self.trainer is not None  # Lightning sets it before it calls any of these
+        assert self.trainer is not None  # set by Lightning before these calls
         return self.trainer
 
 
 class _CheckpointIO(CheckpointIO):
-    """Checkpoints of a run folder for Lightning, which knows them by their path.
+    """Checkpoint access of Lightning through the run folder.
 
     Attributes:
-        restoring: whether Lightning has got a checkpoint and no data for the next step yet.
+        restoring: True between loading a checkpoint and asking for the next batch.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -313,4 +313,4 @@ class _CheckpointIO(CheckpointIO):
         return self.folder.checkpoint
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """There is one checkpoint, which the next one replaces."""
+        """Does nothing: the next checkpoint replaces the file."""

@@ -1,4 +1,4 @@
-"""metrics.csv of a run: a row per so many steps, and one per validation."""
+"""metrics.csv of a run: rows of training steps and of validations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Module = _LightningTask[object, object]
 
 
 class _MetricsFile(Callback):
-    """Writes ``metrics.csv``: what a step is, what training measured, what validation did."""
+    """Writes ``metrics.csv``, and restores it to the state of the checkpoint on resuming."""
 
     def __init__(self, task: Task[Never, Never], folder: RunFolder, log_every: int) -> None:
         self.folder = folder
@@ -51,21 +51,21 @@ class _MetricsFile(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._forget()
-        if self._kept:  # of all ranks: the first one has them, and all have something to add up
+        if self._kept:  # the sum over ranks, restored on the first one
             width = 3 + len(cast(_Module, pl_module).task.sums.__annotations__)
-            kept = [*self._kept["totals"], *[0.0] * width][:width]  # earlier versions had fewer
+            kept = [*self._kept["totals"], *[0.0] * width][:width]  # earlier versions have fewer
             totals = torch.tensor(kept, dtype=torch.float64)
             totals = totals if trainer.is_global_zero else torch.zeros_like(totals)
             self._totals = totals.to(pl_module.device)
             self._since -= self._kept["seconds"]
         if trainer.is_global_zero:
-            self._go_on(trainer)
+            self._restore(trainer)
 
-    def _go_on(self, trainer: pl.Trainer) -> None:
-        """Makes the table, and that of TensorBoard, as they were at the checkpoint."""
+    def _restore(self, trainer: pl.Trainer) -> None:
+        """Restores metrics.csv and TensorBoard's log to the state of the checkpoint."""
         again = self._rewind(trainer.global_step, _validation_due(self.folder.checkpoint))
         for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):  # which has cleared that step away
+            if isinstance(logger, TensorBoardLogger):  # it has dropped this step
                 for row in again:
                     numbers = {name: float(cell) for name, cell in row.items() if cell}
                     logger.log_metrics(numbers, step=int(numbers.pop("step")))
@@ -73,7 +73,7 @@ class _MetricsFile(Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keeps the sums since the last row: without an interruption the next one has them."""
+        """Saves the sums since the last row, which belong to the next row."""
         if self._totals is not None:
             totals = trainer.strategy.reduce(self._totals.clone(), reduce_op="sum")
             seconds = time.perf_counter() - self._since
@@ -81,23 +81,23 @@ class _MetricsFile(Callback):
             checkpoint["callbacks"][self.state_key] = kept
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Those of a checkpoint; one of an earlier version has none."""
+        """Restores the sums; earlier versions did not save any."""
         self._kept = state_dict
 
     def _rewind(self, step: int, validates: bool) -> list[dict[str, str]]:
-        """Drops rows that were written after the checkpoint; those steps come again.
+        """Drops rows written after the checkpoint, whose steps are repeated.
 
         Args:
-            step: of the checkpoint.
-            validates: whether its validation comes again, too.
+            step: step of the checkpoint.
+            validates: True if the validation of this step is repeated as well.
 
         Returns:
-            The rows of that step which stay.
+            The remaining rows of this step.
         """
         rows = [
             (at, row)
             for at, row in (self._read() if step > 0 else ())
-            # a row of training whose sums were kept is that of a stop, in the middle of them
+            # a training row whose sums are in the checkpoint was written by early stopping
             if at < step or (at == step and not (self._kept if row["lr"] else validates))
         ]
         text = self._lines([row for _, row in rows], header=True)
@@ -105,7 +105,7 @@ class _MetricsFile(Callback):
         return [row for at, row in rows if at == step]
 
     def _read(self) -> list[tuple[int, dict[str, str]]]:
-        """Steps and rows of the file, without a last one that was being written."""
+        """Reads steps and rows, without an incomplete last row."""
         try:
             text = self.path.read_bytes().decode()
             whole = text[: text.rfind("\n") + 1]
@@ -117,7 +117,7 @@ class _MetricsFile(Callback):
             return []
         except (ValueError, csv.Error) as error:
             raise ValueError(
-                f"{self.path}: {error}; restore the table, or move it away to begin another"
+                f"{self.path}: {error}; restore the table, or move it away to start a new one"
             ) from None
 
     def _step(self, row: dict[str, str]) -> int:
@@ -156,7 +156,7 @@ class _MetricsFile(Callback):
         loss /= batches
         speed = size / (time.perf_counter() - self._since)
         known = [name for name in self.names["train"] if name in metrics]
-        # the scheduler has stepped already; this row describes the steps before it
+        # the scheduler has already advanced; this row describes the steps before
         row = {
             "step": trainer.global_step,
             "lr": module.last_lr,
@@ -193,13 +193,13 @@ class _MetricsFile(Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._since += time.perf_counter() - self._paused  # atoms/s counts training only
-        if trainer.should_stop and self._totals is not None:  # for want of patience
-            # and not forgotten, as training may go on with more of it
+        if trainer.should_stop and self._totals is not None:  # early stopping
+            # the sums are kept, because training may resume with more patience
             self._log_training(trainer, cast(_Module, pl_module), self._totals)
 
 
 def _validation_due(checkpoint: Checkpoint | None) -> bool:
-    """Whether the validation of a checkpoint's step was begun and not ended."""
+    """Returns True if the checkpoint was saved before its validation finished."""
     if checkpoint is None:
         return False
     progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]["total"]

@@ -1,4 +1,4 @@
-"""What has come of a run so far: its best validation, and how that reads in a line."""
+"""The result of a run so far: its best validation, steps, curve and last line."""
 
 from __future__ import annotations
 
@@ -8,89 +8,72 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from safetensors import SafetensorError, safe_open
-
-from molflt.files import expect_readable, shown
+from molflt.files import read_header, shown
 from molflt.metrics import Metric
 
 __all__ = ["Best", "best_of", "draw_curve", "duration", "outcome", "steps_of"]
 
 _PREFIX = "val_"
-_GONE = "restore the file, or start a new run"
+_RESTORE = "restore the file, or start a new run"
 
 
 class Best(NamedTuple):
-    """The best validation of a run, whose weights are best.safetensors."""
+    """The best validation of a run, whose weights are in best.safetensors."""
 
     metric: str
-    """its name in metrics.csv, without ``val_``"""
+    """name in metrics.csv without ``val_``"""
     value: float
     step: int
 
 
 def best_of(run: Path) -> Best | None:
-    """The best validation of a run, from the header of its weights; None if there was none."""
+    """Reads the best validation of a run from its weights; None if there was no validation."""
     path = Path(run) / "checkpoints" / "best.safetensors"
-    header = _header(path)
-    name = next((name for name in header if name.startswith(_PREFIX)), "")
-    if not header:
+    if not path.is_file():
         return None
+    header = read_header(path)
+    name = next((name for name in header if name.startswith(_PREFIX)), "")
     return Best(name.removeprefix(_PREFIX), _number(path, header, name), steps_of(run, "best"))
 
 
-def draw_curve(run: Path, file: Path, metrics: Mapping[str, Metric], measure: str) -> None:
-    """Draws the metrics.csv of a run, and marks the validation that chose its best weights.
-
-    Args:
-        run: its folder.
-        file: to write.
-        metrics: those of its task.
-        measure: metric whose best value is marked without best weights.
-    """
-    from molflt.plots import training_curve
-
-    chosen = None
-    with contextlib.suppress(ValueError):  # damaged: told by whoever loads them
-        chosen = best_of(run)
-    metric, step = (measure, None) if chosen is None else (chosen.metric, chosen.step)
-    training_curve(Path(run) / "metrics.csv", file, metrics, metric, step)
-
-
 def steps_of(run: Path, weights: str = "last") -> int:
-    """Steps that have been taken, from the header of "last" or "best" weights; 0 without them."""
+    """Reads the number of steps of "last" or "best" weights from their header; 0 without them."""
     path = Path(run) / "checkpoints" / f"{weights}.safetensors"
-    header = _header(path)
-    return int(_number(path, header, "step")) if header else 0
-
-
-def _header(path: Path) -> dict[str, str]:
-    """What weights say about themselves; nothing, where there are none."""
-    if not path.is_file():
-        return {}
-    expect_readable(path)
-    try:
-        with safe_open(path, framework="np") as file:
-            return file.metadata() or {"": ""}
-    except SafetensorError as error:
-        raise ValueError(
-            f"{path}: not a complete safetensors file; {str(error)[:100]}; {_GONE}"
-        ) from None
+    return int(_number(path, read_header(path), "step")) if path.is_file() else 0
 
 
 def _number(path: Path, header: Mapping[str, str], key: str) -> float:
     try:
         number = float(header[key])
-        int(number)  # neither NaN nor infinite
+        int(number)  # raises for NaN and infinity
         return number
     except (KeyError, ValueError, OverflowError):
         raise ValueError(
-            f"{path}: expected weights whose header has the step and the metric of their "
-            f"validation; got {shown(header.get(key))} for {key or 'a metric'}; {_GONE}"
+            f"{path}: expected weights whose header has the step and metric of their validation; "
+            f"got {shown(header.get(key))} for {key or 'a metric'}; {_RESTORE}"
         ) from None
 
 
+def draw_curve(run: Path, file: Path, metrics: Mapping[str, Metric], measure: str) -> None:
+    """Plots metrics.csv of a run, and marks the validation of its best weights.
+
+    Args:
+        run: folder of the run.
+        file: file to write.
+        metrics: metrics of the task.
+        measure: metric whose best value is marked if there are no best weights.
+    """
+    from molflt.plots import training_curve
+
+    chosen = None
+    with contextlib.suppress(ValueError):  # reported when these weights are loaded
+        chosen = best_of(run)
+    metric, step = (measure, None) if chosen is None else (chosen.metric, chosen.step)
+    training_curve(Path(run) / "metrics.csv", file, metrics, metric, step)
+
+
 def duration(seconds: float) -> str:
-    """A time as "7 s", "4 min 12 s" or "2 h 05 min"."""
+    """Formats a time as "7 s", "4 min 12 s" or "2 h 05 min"."""
     whole = round(seconds)
     minutes, hours = whole // 60, whole // 3600
     if hours:
@@ -99,13 +82,13 @@ def duration(seconds: float) -> str:
 
 
 def outcome(run: Path, metrics: Mapping[str, Metric], steps: int, seconds: float) -> str:
-    """The line that a training ends with.
+    """Returns the last line of a training.
 
     Args:
-        run: its folder, as it was named.
-        metrics: what its task measures, by name.
-        steps: taken in all.
-        seconds: that this part of the training took.
+        run: folder of the run, as the user named it.
+        metrics: metrics of the task by name.
+        steps: total number of steps.
+        seconds: duration since the start or since resuming.
     """
     best = best_of(run)
     known = (

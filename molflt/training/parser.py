@@ -6,7 +6,9 @@ import contextlib
 import glob
 import itertools
 import os
+import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -17,24 +19,25 @@ from jsonargparse import ArgumentParser, Namespace
 from molflt.data.text.tokenizer import TOKENIZER
 from molflt.files import shown
 from molflt.shipped import find_config
-from molflt.training.config import add_options, below, read_config
-from molflt.training.initial_weights import read_origins, recipe_of
+from molflt.training.config import Loader, add_options, below, read_config
+from molflt.training.initial_weights import read_initial_weights, recipe_of
 from molflt.training.recipes import DEFAULT, Recipe
-from molflt.training.run_name import dated_run
-from molflt.training.sources import Source, find, find_weights, is_packaged
-from molflt.training.yaml_file import Loader
+from molflt.training.sources import find, find_weights, is_packaged
 
-__all__ = ["build_parser"]
+__all__ = ["build_parser", "dated_run"]
+
+_SHARED = "MOLFLT_RUN"  # passes the name of the run to the other processes of a training
+_LONGEST = 60  # characters
 
 
 def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
-    """Parser of ``molflt train``: groups model, data, task and trainer, from the signatures.
+    """Returns the parser of ``molflt train`` with groups model, data, task and trainer.
 
     Args:
-        words: the command line; the recipe that it or its configuration names decides the options.
+        words: the command line, whose recipe determines the options.
 
     Raises:
-        ValueError: if there is no such recipe.
+        ValueError: if the recipe does not exist.
     """
     name = _recipe_named(list(words))
     parser = _TrainParser()
@@ -49,34 +52,28 @@ def build_parser(words: Sequence[str] = ()) -> ArgumentParser:
 
 
 def _recipe_named(words: list[str]) -> str:
-    """The recipe of a command line: its own word, or the last that its configurations name."""
+    """Returns the recipe of a command line or of its last configuration that names one."""
     found = [DEFAULT, *_values_in("recipe", _values_of("--resume", words))]
     for name in _inits(words):
-        with contextlib.suppress(ValueError, OSError):  # told when it is read
-            found += _recipes_of(find_weights(name))
+        with contextlib.suppress(ValueError, OSError):  # reported when the weights are read
+            weights, run = find_weights(name)
+            known = [recipe_of(weights)] if run is None else _values_in("recipe", [str(run)])
+            found += filter(None, known)
     found += _values_in("recipe", _values_of("--config", words))
     return [*found, *_values_of("--recipe", words)][-1]
 
 
-def _recipes_of(source: Source) -> list[str]:
-    """The recipe of weights, if it is known."""
-    if source.run is not None:
-        return _values_in("recipe", [str(source.run)])
-    found = recipe_of(source.weights)
-    return [] if found is None else [found]
-
-
 def _inits(words: list[str]) -> list[str]:
-    """What a new run starts from: every value that configurations and words give."""
+    """Returns all values of init in configurations and words."""
     found = [*_values_in("init", _values_of("--config", words)), *_values_of("--init", words)]
     return [] if found[-1:] == ["null"] else found
 
 
 def _values_in(key: str, files: Sequence[str]) -> list[str]:
-    """A key's value in each YAML file, or run folder, that has it; of init and run, a path."""
+    """Returns the values of a key in YAML files and run folders; init and run become paths."""
     found = []
     for name in files:
-        # The parser says what is wrong with it.
+        # errors are reported by the parser
         with contextlib.suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
             path = Path(name, "config.yaml") if Path(name).is_dir() else find_config(name)
             content = yaml.load(path.read_text(encoding="utf-8"), Loader)
@@ -88,10 +85,10 @@ def _values_in(key: str, files: Sequence[str]) -> list[str]:
 
 
 class _TrainParser(ArgumentParser):
-    """With ``--resume RUN`` the defaults are RUN's, with ``--init`` those of the model.
+    """Takes defaults from the run with ``--resume RUN``, and those of the model with ``--init``.
 
-    Shipped configurations go by their names. Paths in a configuration are relative to its file,
-    those of the command line to where one is.
+    Shipped configurations are found by name. Paths in a configuration are relative to its file,
+    paths on the command line to the current folder.
     """
 
     def parse_args(self, args: Sequence[str] | None = None) -> Namespace:  # type: ignore[override]
@@ -99,24 +96,27 @@ class _TrainParser(ArgumentParser):
         runs = _values_of("--resume", words)
         words = _with_files(words)
         if runs:
-            read_config(Path(runs[-1]))  # says what is wrong with it
-            # They are patterns, and expanded where they begin with ~: neither is meant
+            read_config(Path(runs[-1]))  # raises if it is damaged
+            # these are glob patterns, and ~ is expanded: escape both
             own = Path(runs[-1], "config.yaml").absolute()
             self.default_config_files = [glob.escape(str(own))]
             if starts := _values_of("--init", words):
                 raise ValueError(
-                    f"--init {starts[-1]} with --resume {runs[-1]}: a run that goes on has weights "
-                    "of its own; leave one of them out"
+                    f"--init {starts[-1]} with --resume {runs[-1]}: a resumed run already has "
+                    "weights; remove one of the two"
                 )
-            same = (own.resolve(), own.parent.resolve())  # says where the run was, if it has moved
+            same = (
+                own.resolve(),
+                own.parent.resolve(),
+            )  # its key run is outdated if the run was moved
             files = [x for x in _values_of("--config", words) if Path(x).resolve() not in same]
             given = [(f"{file}: run", _values_in("run", [file])) for file in files]
             given.append(("--run", _values_of("--run", words)))
             where, folders = next((one for one in reversed(given) if one[1]), ("", runs))
             if Path(folders[-1]).resolve() != Path(runs[-1]).resolve():
                 raise ValueError(
-                    f"{where} {folders[-1]} with --resume {runs[-1]}: a run goes on in its own "
-                    "folder; leave run out, or begin a new run from its weights with --init"
+                    f"{where} {folders[-1]} with --resume {runs[-1]}: a run is resumed in its own "
+                    "folder; remove run, or start a new run from its weights with --init"
                 )
         elif starts := _inits(words):
             self._take_model_of(starts[-1], _recipe_named(words))
@@ -131,19 +131,19 @@ class _TrainParser(ArgumentParser):
             config.run = dated_run("-".join(file.stem for file in configs) or config.recipe)
         elif (config.run / "config.yaml").resolve() in [file.resolve() for file in configs]:
             raise ValueError(
-                f"--run {config.run}: its config.yaml is what --config reads, and would be "
+                f"--run {config.run}: its config.yaml is given as --config and would be "
                 "overwritten; expected another folder; choose another --run"
             )
         return config
 
     def _take_model_of(self, init: str, recipe: str) -> None:
-        """Makes the model of a source the default; what the data decide is compared later."""
-        source = read_origins(init)
+        """Sets the defaults of the model to those of a source; the data are compared later."""
+        source = read_initial_weights(init)
         related = source.recipe in Recipe.of({"recipe": recipe}).relatives
         if source.recipe not in (None, recipe) and not related:
             raise ValueError(
-                f"--init {init}: a run of recipe {source.recipe}; this one is of recipe {recipe}; "
-                "expected the same; start from another"
+                f"--init {init}: a run of recipe {source.recipe}; expected recipe {recipe}, as of "
+                "this run; use other weights"
             )
         known = {action.dest for action in self._actions}
         taken = {}
@@ -152,8 +152,8 @@ class _TrainParser(ArgumentParser):
                 taken[f"model.{name}"] = value
             elif not related:
                 raise ValueError(
-                    f"{source.path}: its model has {shown(name)}, which one of recipe {recipe} has "
-                    "not; start from weights of the same recipe"
+                    f"{source.path}: its model has the option {shown(name)}, which models of "
+                    f"recipe {recipe} do not have; use weights of the same recipe"
                 )
         if "data.tokenizer" in known and source.files is not None and TOKENIZER in source.files:
             taken["data.tokenizer"] = _tokenizer_of(source.path)
@@ -170,7 +170,7 @@ class _TrainParser(ArgumentParser):
 
 
 def _let_words_decide(config: Namespace, words: list[str]) -> None:
-    """Drops the steps of a configuration if the words give epochs, and the reverse."""
+    """Drops the steps of a configuration if the words give epochs, and vice versa."""
     both = ("max_steps", "max_epochs")
     given = [key for key in both if {*_values_of(f"--trainer.{key}", words)} - {"null"}]
     if len(given) == 1:
@@ -178,26 +178,26 @@ def _let_words_decide(config: Namespace, words: list[str]) -> None:
 
 
 def _tokenizer_of(weights: Path) -> Path | None:
-    """The folder whose tokenizer belongs to weights: theirs, or that of the run around them."""
+    """Returns the folder with the tokenizer of weights: their own, or the run's."""
     folder = weights.absolute().parent
     above = folder.parent if folder.name == "checkpoints" else folder
     return above if (above / TOKENIZER).is_file() or (above / "config.json").is_file() else None
 
 
 def _holds_paths(hint: object) -> bool:
-    """Whether a type is that of a path, or has it inside, as ``list[Path] | None``."""
+    """Returns True for Path and types that contain it, such as ``list[Path] | None``."""
     return hint is Path or any(map(_holds_paths, get_args(hint)))
 
 
 def _words_in(hint: object) -> list[object]:
-    """Words that a type allows besides paths, as ``Literal["fit"] | Path``."""
+    """Returns the words that a type allows besides paths, as ``Literal["fit"] | Path``."""
     if get_origin(hint) is Literal:
         return [*get_args(hint)]
     return [word for part in get_args(hint) for word in _words_in(part)]
 
 
 def _with_files(words: Sequence[str]) -> list[str]:
-    """The words with files in place of the names of shipped configurations and models."""
+    """Replaces names of shipped configurations and models by their files."""
     named: dict[str, Callable[[str], object]] = {
         "--config": find_config,
         "--init": lambda name: find(name) if is_packaged(name) else name,
@@ -212,6 +212,28 @@ def _with_files(words: Sequence[str]) -> list[str]:
 
 
 def _values_of(option: str, words: list[str]) -> list[str]:
-    """Every value that the words give to an option."""
+    """Returns all values of an option."""
     values = [value for word, value in itertools.pairwise(words) if word == option]
     return values + [w.partition("=")[2] for w in words if w.startswith(f"{option}=")]
+
+
+def dated_run(name: str, folder: Path = Path("runs")) -> Path:
+    """Returns a folder that does not exist yet, such as ``runs/2026-11-22-demo``.
+
+    All processes of one training get the same folder.
+
+    Args:
+        name: name of the training, such as the name of its configuration.
+        folder: folder of all runs.
+    """
+    if "LOCAL_RANK" in os.environ:
+        if _SHARED not in os.environ:
+            raise ValueError(
+                "option --run; expected a folder, the same for all processes; got none"
+            )
+        return Path(os.environ[_SHARED])
+    stem = f"{time.strftime('%Y-%m-%d')}-{re.sub(r'[^A-Za-z0-9._+-]+', '-', name)[:_LONGEST]}"
+    names = itertools.chain([stem], (f"{stem}-{count}" for count in itertools.count(2)))
+    run = next(folder / each for each in names if not os.path.lexists(folder / each))
+    os.environ[_SHARED] = str(run)
+    return run

@@ -1,4 +1,4 @@
-"""What is seen of a training that runs: bars on a terminal, a line per validation elsewhere."""
+"""Progress of a training: a bar on terminals, a line per validation elsewhere."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _SECONDS = 0.1  # between updates of the bar in a validation
 def _progress(
     task: Task[Never, Never], folder: RunFolder, shown: _Shown, refresh_rate: int
 ) -> ProgressBar:
-    """Bars or lines, as the output can show them.
+    """Returns a progress bar for terminals, or lines for other outputs.
 
     Args:
-        task: whose metrics are shown.
-        folder: of the run; it knows which process speaks.
-        shown: returns what the last rows of metrics.csv say, by name.
+        task: task with the metrics to show.
+        folder: run folder, which prints in the first process only.
+        shown: returns the last values in metrics.csv by name.
         refresh_rate: steps between updates of the bar.
     """
     if sys.stdout.isatty():
@@ -38,9 +38,9 @@ def _progress(
 
 
 class _Lines(ProgressBar):
-    """A line per validation, for logs: a bar would fill them with its own remains.
+    """One line per validation, for logs.
 
-    To Lightning it is a progress bar, or there would be one besides.
+    A progress bar to Lightning, which would otherwise add its own.
     """
 
     def __init__(self, task: Task[Never, Never], folder: RunFolder, shown: _Shown) -> None:
@@ -51,7 +51,7 @@ class _Lines(ProgressBar):
         self._since = time.perf_counter()
 
     def disable(self) -> None:
-        """Lightning calls it in all processes but the first, where the folder says nothing."""
+        """Called by Lightning in all processes but the first, where nothing is printed anyway."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._since = time.perf_counter()
@@ -61,7 +61,7 @@ class _Lines(ProgressBar):
             return
         found = cast(_LightningTask[object, object], pl_module).validation_metrics()
         measured = [name for name in self.metrics if math.isfinite(found.get(name, math.nan))]
-        # what chooses the best may be one of the others under another name
+        # the ranking metric may repeat another one under its own name
         values = list(dict.fromkeys(self.metrics[name].shown(found[name]) for name in measured))
         known = self.shown().items()
         rest = [f"{name} {text}" for name, text in known if name == "loss" or name[-2:] == "/s"]
@@ -73,10 +73,10 @@ class _Lines(ProgressBar):
 
 
 class _StepBar(TQDMProgressBar):
-    """Lightning's progress bar, counting steps of the whole training, with our figures.
+    """Lightning's progress bar over all steps of the training, with the metrics of the task.
 
     Args:
-        shown: returns what stands behind the bar.
+        shown: returns the text after the bar, by name.
         refresh_rate: steps between updates.
     """
 
@@ -84,7 +84,7 @@ class _StepBar(TQDMProgressBar):
         super().__init__(refresh_rate=refresh_rate)
         self._shown = shown
         self._seen = 0  # batches of this validation
-        self._next = 0.0  # time from which on their number is shown again
+        self._next = 0.0  # earliest time of the next update
 
     @property
     def train_description(self) -> str:
@@ -95,7 +95,7 @@ class _StepBar(TQDMProgressBar):
         return "trying validation"
 
     def init_validation_tqdm(self) -> Tqdm:
-        """None: a second bar would have to move the cursor, which text on a terminal may not."""
+        """Returns a disabled bar: a second bar would have to move the cursor."""
         return Tqdm(disable=True)
 
     def get_metrics(self, *_: object) -> dict[str, int | str | float | dict[str, float]]:
@@ -117,20 +117,20 @@ class _StepBar(TQDMProgressBar):
         batch_idx: int,
     ) -> None:
         if cast(_LightningTask[object, object], pl_module).step_completed():
-            place = trainer.global_step - 1  # of several batches each
+            place = trainer.global_step - 1  # a step may have several batches
             super().on_train_batch_end(trainer, pl_module, outputs, batch, place)  # type: ignore[arg-type]
 
     def on_train_epoch_start(self, *_: object) -> None:
-        """There is one endless epoch; Lightning would reset the bar to it."""
+        """Does nothing: the only epoch is endless, and Lightning would reset the bar."""
 
     def on_validation_batch_start(self, *_: object, **__: object) -> None:
-        """There is one set; Lightning would show the number of each."""
+        """Counts the batches of the one validation set."""
         if self.has_dataloader_changed(0):
             self.val_progress_bar.total = self.total_val_batches_current_dataloader
             self._seen = 0
 
     def on_validation_batch_end(self, *_: object, **__: object) -> None:
-        """Counts every batch: they may be few, and take long."""
+        """Updates for every batch: they may be few and slow."""
         self._seen += 1
         self.val_progress_bar.update()
         if not self.trainer.sanity_checking and time.monotonic() > self._next:

@@ -1,4 +1,4 @@
-"""What can be trained: for each kind of data, its model, data, task and evaluation."""
+"""Recipes: the model, data, task and evaluation of everything that can be trained."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Loaded = Callable[..., Any]
 
 
 class Recipe(NamedTuple):
-    """Names of the parts, ``module:name``; `load` imports one of them."""
+    """Parts as ``module:name``; `load` imports one of them."""
 
     model: str
     data: str
@@ -22,18 +22,18 @@ class Recipe(NamedTuple):
     evaluate: str
     """(run, model, config, out, ...) -> `molflt.evaluation.report.Report`"""
     relatives: tuple[str, ...] = ()
-    """other recipes whose weights it may start from: those with the same encoder"""
+    """other recipes with the same encoder, whose weights `--init` accepts"""
 
     @staticmethod
     def of(config: Mapping[str, object]) -> Recipe:
-        """The recipe that a configuration names; `DEFAULT` if it names none."""
+        """Returns the recipe of a configuration, by default `DEFAULT`."""
         name = config.get("recipe", DEFAULT)
         if not isinstance(name, str) or name not in RECIPES:
             raise ValueError(f"recipe {shown(name)}; expected one of {', '.join(RECIPES)}")
         return RECIPES[name]
 
     def load(self, part: str) -> _Loaded:
-        """The class or function behind "model", "data", "task" or "evaluate"."""
+        """Imports the class or function of "model", "data", "task" or "evaluate"."""
         loaded: _Loaded = pkgutil.resolve_name(getattr(self, part))
         return loaded
 
@@ -104,4 +104,4 @@ RECIPES: dict[str, Recipe] = {
 }
 
 DEFAULT = next(iter(RECIPES))
-"""recipe of configurations that name none"""
+"""Recipe of configurations without this key."""

@@ -1,4 +1,4 @@
-"""The folder of a run: what is written into it next to metrics and checkpoints."""
+"""The folder of a run: its lock, configuration, versions, weights and checkpoints."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from molflt.data.batches import Fingerprint
 from molflt.data.structures.domain import DOMAIN
 from molflt.files import append, clear_parts, read_json, shown, verify_tensors, write_atomically
+from molflt.lock import FolderLock
 from molflt.metrics import Metric
 from molflt.training.checkpoint import (
     Checkpoint,
@@ -34,66 +35,69 @@ from molflt.training.checkpoint import (
     write_checkpoint,
 )
 from molflt.training.config import Config, plain, read_config
-from molflt.training.lock import RunLock
-from molflt.training.origin import (
-    Origin,
+from molflt.training.outcome import draw_curve
+from molflt.training.resume import (
+    Provenance,
     check_config,
     check_data,
-    check_machine,
     check_stopped,
+    machine_changes,
 )
-from molflt.training.outcome import draw_curve
 from molflt.version import __version__
 
-__all__ = ["KEPT", "RunFolder", "read_versions"]
+__all__ = ["INIT_RECORD", "KEPT", "RunFolder", "read_versions"]
 
 KEPT = (DOMAIN, "references.json", "vocabulary.json", "classes.json", "tokenizer.json")
-"""Names of the files that say what weights mean, of which a run has those of its recipe."""
+"""Files that give weights their meaning; a run has those of its recipe."""
+INIT_RECORD = "init.json"
+"""File about the initial weights of a run."""
 
-_RECORD = "init.json"  # of a start from other weights
 _VERSIONS = "versions.json"
-_MOST_BYTES = 100_000  # of that
+_BUSY = (
+    "is training in this run folder; expected one training at a time; wait for it, or choose "
+    "another --run"
+)
 
 
 class RunFolder:
-    """What a run leaves behind next to metrics and checkpoints; only its first process writes.
+    """Reads and writes the folder of a run; only the first process of a run writes.
 
     Args:
         path: the folder.
 
     Attributes:
         path: as given.
-        writes: whether this is the first of the run's processes.
-        origin: what checkpoints say about the run.
-        checkpoint: what to go on from; None for a new run.
+        writes: True in the first process.
+        provenance: what checkpoints store about the run.
+        checkpoint: the checkpoint to resume from; None in a new run.
     """
 
     def __init__(self, path: Path) -> None:
         from lightning.pytorch.utilities import rank_zero_only
 
-        # False in the processes that a DDP launcher starts, be it Lightning's or torchrun
+        # False in the other processes of DDP, launched by Lightning or torchrun
         self.writes = (getattr(rank_zero_only, "rank", None) or 0) == 0
         self.path = path
-        self.origin: Origin = {}
+        self.provenance: Provenance = {}
         self.checkpoint: Checkpoint | None = None
-        self._lock = RunLock(path)
+        self._lock = FolderLock(path, _BUSY)
         self._files: dict[str, str] = {}
         self._begun = time.perf_counter()
 
     @property
     def last(self) -> Path:
-        """The checkpoint to go on from."""
+        """Path of the checkpoint to resume from."""
         return self.path / "checkpoints" / "last.ckpt"
 
     @contextmanager
     def held(self, resume: bool) -> Iterator[None]:
-        """Keeps others from training in the folder, and looks at what is in there.
+        """Locks the folder, and reads the checkpoint or checks that there is none.
 
         Args:
-            resume: whether an earlier run in it goes on.
+            resume: True to resume the run in the folder.
         """
         if resume and not self.last.is_file():
-            read_checkpoint(self.last)  # says so, and makes no folder
+            read_checkpoint(self.last)  # raises before a folder is created
         with self._lock.held() if self.writes else nullcontext():
             if resume:
                 self.checkpoint = read_checkpoint(self.last)
@@ -108,27 +112,26 @@ class RunFolder:
                 f"folder; resume it with --resume {shlex.quote(str(self.path))}, or choose "
                 "another --run"
             )
-        for kept in self.path.glob("checkpoints/*.safetensors"):
-            # never those of an interrupted start: last.ckpt is written before any weights
+        for kept in self.path.glob("checkpoints/*.safetensors"):  # written after last.ckpt
             raise FileExistsError(
-                f"{kept}: belongs to an earlier run, whose last.ckpt is gone; expected an empty or "
-                "new folder; choose another --run, or move the file away"
+                f"{kept}: belongs to an earlier run whose last.ckpt is missing; expected an empty "
+                "or new folder; choose another --run, or move the file away"
             )
         config = self.path / "config.yaml"
         if config.exists() and not (self.path / _VERSIONS).exists():
             raise FileExistsError(
-                f"{config}: of no run, and would be overwritten; expected an empty or new folder; "
-                "choose another --run, or move the file away"
+                f"{config}: does not belong to a run and would be overwritten; expected an empty "
+                "or new folder; choose another --run, or move the file away"
             )
 
     def check_config(self, config: Config) -> None:
-        """Compares the configuration with that of the checkpoint, and takes it over."""
+        """Compares the configuration with that of the checkpoint, and adopts it."""
         now = cast(Config, plain(config))
         if self.checkpoint is not None:
             was = self._was().get("config") or read_config(self.path)
             check_config(self.path / "config.yaml", was, now, self.checkpoint["global_step"])
             check_stopped(self.path, self._was().get("stopped"), now)
-        self.origin["config"] = now
+        self.provenance["config"] = now
 
     def check_data(
         self, fingerprints: Mapping[str, Fingerprint], files: Mapping[str, bytes]
@@ -136,32 +139,32 @@ class RunFolder:
         """Compares the data with those of the checkpoint.
 
         Args:
-            fingerprints: of each split.
-            files: what belongs to the data, whose digests weights will carry.
+            fingerprints: fingerprint of each split.
+            files: files of the data; weights store their digests.
         """
         check_data(self.path, self._was().get("data", {}), fingerprints)
-        self.origin["data"] = fingerprints
+        self.provenance["data"] = fingerprints
         self._files = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
 
-    def _was(self) -> Origin:
-        """What the checkpoint says about its run; nothing, in those of earlier versions."""
-        return cast(Origin, (self.checkpoint or {}).get("molflt", {}))
+    def _was(self) -> Provenance:
+        """Returns the provenance in the checkpoint; empty in earlier versions."""
+        return cast(Provenance, (self.checkpoint or {}).get("molflt", {}))
 
     def remember(self, domain: object) -> object:
-        """Keeps in checkpoints what the weights of a start had seen; a run that goes on has it.
+        """Stores the domain of the initial weights; returns the stored one in a resumed run.
 
         Args:
-            domain: content of their domain.json, None without; that of a new run.
+            domain: content of domain.json of the initial weights; None without one.
         """
         kept = domain if self.checkpoint is None else self._was().get("initial")
         if kept is not None:
-            self.origin["initial"] = kept
+            self.provenance["initial"] = kept
         return kept
 
     def check_weights(self, model: nn.Module) -> None:
-        """Refuses a checkpoint of another model, and writes last.safetensors if it lags behind.
+        """Checks that the checkpoint fits the model, and rewrites last.safetensors from it.
 
-        The latter happens if the run was killed between the two files.
+        The rewriting matters if the run was killed between the two files.
         """
         if self.checkpoint is not None:
             weights = model_weights(self.checkpoint)
@@ -170,72 +173,77 @@ class RunFolder:
                 verify_tensors(kept)
             self.save_weights("last", weights, {"step": self.checkpoint["global_step"]})
 
-    def check_machine(self, machine: Mapping[str, object]) -> None:
-        """Notes what else decides about rounding, and says if it was another in the checkpoint.
-
-        Steps begin now: the time that checkpoints tell counts from here.
-        """
+    def start_steps(self, machine: Mapping[str, object]) -> None:
+        """Starts the clock, stores properties that affect rounding, and prints changes of them."""
         self._begun = time.perf_counter()
-        line = check_machine(self._was().get("machine", {}), machine)
+        line = machine_changes(self._was().get("machine", {}), machine)
         if line is not None:
             self.say(f"{self.path}: {line}", sys.stderr)
-        self.origin["machine"] = machine
+        self.provenance["machine"] = machine
 
     def say(self, text: str, file: TextIO | None = None) -> None:
-        """Prints, once for all processes."""
+        """Prints in the first process."""
         if self.writes:
             print(text, file=file)
 
     def write(self, data_files: Mapping[str, bytes]) -> None:
-        """Writes config.yaml, versions.json and what belongs to the data."""
+        """Writes config.yaml, versions.json and the files of the data."""
         if not self.writes:
             return
         for folder in (self.path, self.last.parent):
             clear_parts(folder)
         if self.checkpoint is None:
-            path = self.path / _VERSIONS  # the first file: it tells a config.yaml of ours
-            # an interrupted start may have been of other data, another recipe or other weights
-            for name in {*KEPT, _RECORD} - data_files.keys() if path.exists() else ():
+            path = self.path / _VERSIONS  # written first: it marks config.yaml as ours
+            # an interrupted start may have had other data, recipe or weights
+            for name in {*KEPT, INIT_RECORD} - data_files.keys() if path.exists() else ():
                 (self.path / name).unlink(missing_ok=True)
             write_atomically(path, (json.dumps(_versions(), indent=2) + "\n").encode())
         for name, content in data_files.items():
             path = self.path / name
             if self.checkpoint is not None and path.is_file() and path.read_bytes() != content:
                 raise ValueError(
-                    f"{path}: the data of this run have changed; expected what the run was started "
-                    "with; restore the data, or start a new run"
+                    f"{path}: the data of this run have changed; expected the file of the run's "
+                    "start; restore the data, or start a new run"
                 )
             write_atomically(path, content)
-        text = yaml.safe_dump(self.origin["config"], sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(self.provenance["config"], sort_keys=False, allow_unicode=True)
         write_atomically(self.path / "config.yaml", text.encode())
+
+    def _expect_held(self) -> None:
+        """Raises FileNotFoundError if the locked folder was removed or replaced."""
+        if self._lock.is_gone():
+            raise FileNotFoundError(
+                f"{self.path}: the run folder was removed or replaced during training; nothing "
+                "more is written; start a new run"
+            )
 
     def save_weights(
         self, name: str, weights: Mapping[str, Tensor], metadata: Mapping[str, object]
     ) -> None:
         """Writes weights of the model as checkpoints/NAME.safetensors."""
         if self.writes:
-            self._lock.check()
+            self._expect_held()
             path = self.last.with_name(f"{name}.safetensors")
-            options = self.origin["config"]["model"]
+            options = self.provenance["config"]["model"]
             save_weights(path, weights, options, self._files, metadata)
 
     def save_checkpoint(self, checkpoint: Mapping[str, object]) -> None:
-        """Writes last.ckpt; raises as `save_weights` does."""
-        self._lock.check()
+        """Writes last.ckpt."""
+        self._expect_held()
         spent = time.perf_counter() - self._begun
-        self.origin["seconds"] = float(self._was().get("seconds", 0.0)) + spent
-        write_checkpoint(self.last, {**checkpoint, "molflt": self.origin})
+        self.provenance["seconds"] = float(self._was().get("seconds", 0.0)) + spent
+        write_checkpoint(self.last, {**checkpoint, "molflt": self.provenance})
 
     def append_metrics(self, row: str) -> None:
-        """Appends a row to metrics.csv; raises as `save_weights` does."""
+        """Appends a row to metrics.csv."""
         if self.writes:
-            self._lock.check()
-            append(self.path / "metrics.csv", row)  # no later checkpoint may outlive it
+            self._expect_held()
+            append(self.path / "metrics.csv", row)  # on disk before any later checkpoint
 
     def draw_curve(self, metrics: Mapping[str, Metric], best: str) -> None:
-        """Draws curve.png if anything is logged; a picture never hides why training stopped."""
+        """Draws curve.png if there are rows; a failure never hides an error of the training."""
         table, png = self.path / "metrics.csv", self.path / "curve.png"
-        ending = sys.exception()  # of the training, not of the picture
+        ending = sys.exception()
         try:
             if self.writes and table.is_file() and len(table.read_text().splitlines()) > 1:
                 draw_curve(self.path, png, metrics, best)
@@ -258,21 +266,21 @@ def _versions() -> dict[str, str | None]:
 
 
 def read_versions(run: Path) -> dict[str, object]:
-    """Versions of packages, by name, that a run was begun with; none if it does not say."""
+    """Reads versions.json of a run; empty without the file."""
     path = Path(run) / _VERSIONS
     if not path.is_file():
         return {}
-    found = read_json(path, _MOST_BYTES, "JSON", "restore it")
+    found = read_json(path, 100_000, "JSON", "restore it")
     if not isinstance(found, dict):
         raise ValueError(f"{path}: expected versions by name; got {shown(found)}; restore it")
     return found
 
 
 def _git_commit(root: Path = Path(__file__).parents[2]) -> str | None:
-    """The commit of molflt's own repository; None for a package, also one in another repository.
+    """Returns the commit of molflt's repository; None for an installed package.
 
     Args:
-        root: folder that holds the package.
+        root: folder that contains the package.
     """
     try:
         project = tomllib.loads((root / "pyproject.toml").read_text())["project"]["name"]

@@ -1,52 +1,41 @@
-"""Where a trained model is: the folder of a run, an exported file, the Hugging Face Hub, here."""
+"""Finding trained models: run folders, exported files, packaged models, Hugging Face Hub."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from molflt.files import shown
 
-__all__ = ["EXPECTED", "HUB", "RECOMMENDED", "Source"]
-__all__ += ["find", "find_weights", "is_packaged", "is_trained"]
+__all__ = ["EXPECTED", "HUB", "RECOMMENDED", "find", "find_weights", "is_packaged", "is_trained"]
 
 HUB = "hf:"
-"""What the name of a repository on the Hugging Face Hub begins with."""
+"""Prefix of repositories on the Hugging Face Hub."""
 RECOMMENDED = "game-net"
-"""The packaged model that is taken where none is named."""
+"""The packaged model used by default."""
 
-_WEIGHTS = Path(__file__).parents[1] / "weights"  # of the models that come with the package
+_WEIGHTS = Path(__file__).parents[1] / "weights"  # packaged models
 _MODEL = "model.safetensors"
-_FILES = (_MODEL, "config.json", "tokenizer.json")  # the last one of published encoders
+_FILES = (_MODEL, "config.json", "tokenizer.json")  # tokenizer.json: published encoders
 
 EXPECTED = (
     "expected the folder of a training run, an exported model, a .safetensors file, or "
     f"{HUB}OWNER/NAME"
 )
-"""What messages say that a trained model has to be."""
-
-
-class Source(NamedTuple):
-    """Where the weights lie that a run starts from."""
-
-    weights: Path
-    """.safetensors"""
-    run: Path | None
-    """folder that holds their config.yaml, if there is one"""
+"""Description of a trained model, for messages."""
 
 
 def find(source: str | Path | None, hub: Mapping[str, object] | None = None) -> Path:
-    """What a name stands for.
+    """Resolves the name of a trained model.
 
     Args:
         source: the folder of a run, an exported model (its folder or file), weights within a run,
-            ``hf:OWNER/NAME`` or ``hf:OWNER/NAME@REVISION``, or a model that comes with the package;
-            None is the recommended one of these.
-        hub: options of `huggingface_hub.snapshot_download`.
+            ``hf:OWNER/NAME`` or ``hf:OWNER/NAME@REVISION``, or a packaged model; None selects
+            the recommended packaged model.
+        hub: arguments of `huggingface_hub.snapshot_download`.
 
     Returns:
-        The folder of a run, or a file of weights.
+        The folder of a run, or a weights file.
     """
     if source is None:
         return _packaged(RECOMMENDED)
@@ -60,53 +49,53 @@ def find(source: str | Path | None, hub: Mapping[str, object] | None = None) -> 
     return path.parent if path.name == "config.yaml" else path
 
 
-def find_weights(name: str) -> Source:
-    """What `--init` names, which also takes weights without a configuration; reads nothing.
+def find_weights(name: str) -> tuple[Path, Path | None]:
+    """Resolves the weights that `--init` names, without reading them.
 
     Args:
-        name: as for `find`, or a file of weights; of a run, the best ones are meant.
+        name: see `find`; a safetensors file without a configuration is accepted as well. The folder
+            of a run selects its best weights.
+
+    Returns:
+        The weights file, and the folder with its config.yaml if there is one.
     """
     path = find(name)
     if (path / "config.yaml").is_file():
-        return Source(path / "checkpoints" / "best.safetensors", path)
+        return path / "checkpoints" / "best.safetensors", path
     if path.is_dir():
-        raise ValueError(f"--init {name}: holds no config.yaml; {EXPECTED}")
+        raise ValueError(f"--init {name}: a folder without config.yaml; {EXPECTED}")
     if not path.is_file() or path.suffix != ".safetensors":
         got = "another file" if path.is_file() else "no such file or folder"
         raise ValueError(f"--init {name}: {EXPECTED}; got {got}")
     above = [path.parent, path.parent.parent][path.parent.name == "checkpoints" :]
     run = above[0] if (above[0] / "config.yaml").is_file() else None
-    return Source(path, run)
+    return path, run
 
 
 def is_packaged(name: str) -> bool:
-    """Whether it is the name of a model that comes with the package, and of no file."""
-    return not Path(name).exists() and name in _names()
+    """Returns True for the name of a packaged model unless a file has this name."""
+    packaged = {file.parent.name for file in _WEIGHTS.glob(f"*/{_MODEL}")}
+    return name in packaged and not Path(name).exists()
 
 
 def is_trained(folder: Path) -> bool:
-    """Whether it looks like the folder of a run or of an exported model."""
+    """Returns True if a folder looks like a run or an exported model."""
     return (folder / "config.yaml").is_file() or (folder / _MODEL).is_file()
 
 
-def _names() -> list[str]:
-    return sorted(file.parent.name for file in _WEIGHTS.glob(f"*/{_MODEL}"))
-
-
 def _packaged(name: str) -> Path:
-    """Raises FileNotFoundError if this installation does not have it."""
     path = _WEIGHTS / name / _MODEL
     if not path.is_file():
         raise FileNotFoundError(
-            f"no weights come with this installation ({_WEIGHTS / name}); expected a trained "
-            "model: name a run, an exported model or hf:OWNER/NAME, as in `molflt predict RUN "
-            "STRUCTURES`; `molflt train` makes a run"
+            f"this installation does not include weights ({_WEIGHTS / name}); expected a trained "
+            "model: give a run, an exported model or hf:OWNER/NAME, as in `molflt predict RUN "
+            "STRUCTURES`; `molflt train` creates a run"
         )
     return path
 
 
 def _fetched(name: str, options: Mapping[str, object]) -> Path:
-    """The weights of a repository, in the cache of huggingface_hub."""
+    """Downloads the weights of a repository into the cache of huggingface_hub."""
     try:
         import huggingface_hub
     except ImportError:
@@ -119,11 +108,11 @@ def _fetched(name: str, options: Mapping[str, object]) -> Path:
     fetch: Callable[..., str] = huggingface_hub.snapshot_download
     try:
         folder = fetch(repository, **chosen)
-    except Exception as error:  # of the network, in as many ways as it has
+    except Exception as error:  # the network can fail in many ways
         reason = shown((str(error).strip().splitlines() or [type(error).__name__])[0], 200)
         raise ValueError(
-            f"{name}: not fetched from the Hugging Face Hub; expected a network, or a model that "
-            f"was fetched before; got {type(error).__name__}: {reason}; check the name, or give a "
+            f"{name}: not fetched from the Hugging Face Hub; expected a network connection, or a "
+            f"model in the cache; got {type(error).__name__}: {reason}; check the name, or give a "
             "folder"
         ) from None
     path = Path(folder) / _MODEL

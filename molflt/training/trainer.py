@@ -12,7 +12,7 @@ from molflt.data.batches import BatchedData
 __all__ = ["STEPS", "LoggerName", "TrainerOptions", "computes_on"]
 
 STEPS = 10_000
-"""Steps of a training for which neither steps nor epochs are given."""
+"""Number of steps if neither steps nor epochs are given."""
 
 LoggerName = Literal["csv", "tensorboard", "wandb"]
 
@@ -25,7 +25,7 @@ class TrainerOptions:
         max_steps: total number of optimizer steps; null: max_epochs decides, or 10,000.
         max_epochs: total number of passes over the training data, instead of max_steps; rounded up
             to whole steps, which set warm-up and schedule.
-        precision: of the arithmetic.
+        precision: number format of the arithmetic.
         accelerator: where to compute; auto uses a CUDA GPU if there is one.
         devices: number of GPUs, or of processes on the CPU.
         strategy: ddp for several devices; auto chooses it.
@@ -111,4 +111,4 @@ def computes_on(accelerator: str) -> tuple[str, int]:
     gpus = torch.cuda.device_count()
     if accelerator == "gpu" or (accelerator == "auto" and gpus):
         return "GPU", gpus
-    return "core", max(2, os.cpu_count() or 1)  # two processes on one core, to try it out
+    return "core", max(2, os.cpu_count() or 1)  # a single core may run two processes for a trial

@@ -50,7 +50,7 @@ def test_what_could_not_be_written_is_named_before(tmp_path):
         with pytest.raises(OSError, match=rf"{path}: could not be written \({why}\); nothing was"):
             expect_writable(path)
     (tmp_path / "link.txt").symlink_to(there)
-    with pytest.raises(ValueError, match=r"link\.txt: is what is read, and would be overwritten"):
+    with pytest.raises(ValueError, match=r"link\.txt: is also the input"):
         expect_writable(tmp_path / "link.txt", tmp_path / "none", there)
     expect_writable(there, tmp_path / "none")
     expect_writable(tmp_path / "new" / "b.txt", there)
@@ -64,7 +64,7 @@ def test_what_is_appended_is_there_or_not(tmp_path):
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
     try:
-        with pytest.raises(OSError, match=r"a\.txt: could not be written .*; what it held is kept"):
+        with pytest.raises(OSError, match=r"a\.txt: could not be written .*; its content is kept"):
             append(path, "c" * 200)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["Oc20Lmdb"]
 
 _WHOLE = re.compile(rb"0|[1-9][0-9]{,18}")
-_SMALL = 2**20  # bytes of a metadata.npz, besides 64 for each record
 _FEW_RECORDS = 1000  # below this a pass over the records needs no progress bar
 
 
@@ -235,7 +234,7 @@ class Oc20Lmdb(Structures):
         file = folder / "metadata.npz"
         if not file.is_file() or len(_shards(folder)) != len(self.shards):
             return None
-        counts = read_arrays(file, ["natoms"], most=_SMALL + 64 * int(self._ends[-1]))["natoms"]
+        counts = read_arrays(file, ["natoms"])["natoms"]
         if counts.shape != (int(self._ends[-1]),) or counts.dtype.kind not in "iu":
             return None
         ends = (0, len(counts) - 1)
