@@ -28,7 +28,7 @@ class _Heads(NamedTuple):
     key: Tensor
     value: Tensor
     mask: Tensor | None = None  # broadcastable to (batch, heads, keys)
-    log_weight: Tensor | None = None  # likewise
+    log_weight: Tensor | None = None  # the same
     gate: Tensor | None = None  # logits of what each token keeps of the past, (b, h, tokens)
 
 

@@ -152,7 +152,7 @@ def _draw(
 def _say_cost(model: LanguageModel) -> None:
     if not model.decodes:
         print(
-            "molflt: this mechanism has no decoding state; each token recomputes the sequence",
+            "molflt: this mechanism cannot decode step by step; each token recomputes the sequence",
             file=sys.stderr,
         )
 

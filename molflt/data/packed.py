@@ -16,9 +16,8 @@ __all__ = ["unpacked"]
 @contextmanager
 def unpacked(path: Path, kind: str) -> Iterator[BinaryIO]:
     """Opens a compressed file ("gzip" or "xz") for reading; ValueError if it is damaged."""
-    opened = gzip.open(path) if kind == "gzip" else lzma.open(path)
     try:
-        with opened as file:
+        with gzip.open(path) if kind == "gzip" else lzma.open(path) as file:
             yield cast(BinaryIO, file)
     except (gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError) as error:
         raise ValueError(

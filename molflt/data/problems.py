@@ -21,7 +21,7 @@ class ProblemSeeds(Dataset[Tensor]):
     """Consecutive seeds of problems; see `generator_of`.
 
     Args:
-        use: "train", "val" or "test", which have no seed in common.
+        use: "train", "val" or "test", whose seeds are disjoint.
         count: number of problems, at most 2^31.
     """
 

@@ -184,7 +184,7 @@ class GraphEncoding(nn.Module):
         by_cell = geometry.cell.requires_grad and torch.is_grad_enabled()
         if by_cell and self.frequency_projection is not None:
             raise ValueError(
-                "position='spectral' with reciprocal nodes has no gradient of the cell: random "
+                "position='spectral' with reciprocal nodes lacks a gradient of the cell: random "
                 "features of frequencies jump when these move; got a cell that requires one; "
                 "use position='multiplicative' for stress"
             )

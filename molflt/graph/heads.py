@@ -254,7 +254,7 @@ class EnergyReadout(nn.Module):
 
     def _expect_tags(self, untagged: int) -> None:
         """Warns of graphs without tags, or refuses them where energies depend on tags."""
-        what = f"{untagged} structure(s) have no atom with tag > 0"
+        what = f"{untagged} structure(s) without an atom with tag > 0"
         if self.by_contact.any():
             raise ValueError(
                 f"{what}; expected tags, 1 surface and 2 adsorbate, for adsorption energies; set "

@@ -88,7 +88,7 @@ class _Found(NamedTuple):
         return ((self.nodes.weights.detach() != 0) * place).amax(dim=1)
 
     def reordered(self, order: Tensor) -> "_Found":
-        """Of the batch with its graphs in another order, (graphs,)."""
+        """Returns the same for the batch with its graphs in another order, (graphs,)."""
         return _Found(
             None if self.nodes is None else GraphNodes(*(x[order] for x in self.nodes)),
             None if self.alone is None else self.alone[order],

@@ -37,7 +37,7 @@ class LearnedOptimizer(Optimizer):
         loss.backward()
         optimizer.step()
 
-    There is no learning rate to tune; `lr` scales the learned steps. Schedulers, parameter groups,
+    Needs no tuning of a learning rate; `lr` scales the learned steps. Schedulers, parameter groups,
     closures and `state_dict` are those of torch. Parameters without a gradient are left alone.
 
     Args:
@@ -99,7 +99,7 @@ class LearnedOptimizer(Optimizer):
         return {**super().__getstate__(), "model": self.model, "chunk": self.chunk, "_models": {}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch; raises ValueError for states of other optimizers or models.
+        """Loads a state, as in torch; raises ValueError for states of other optimizers or models.
 
         Raises:
             ValueError: naming the parameter and the entry that does not fit.
@@ -139,7 +139,7 @@ class LearnedOptimizer(Optimizer):
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; raises ValueError for a negative lr, and for parameters other than float32
+        """Adds parameters, as in torch; raises ValueError for a negative lr, and for parameters other than float32
         or float64.
 
         Raises:

@@ -128,8 +128,8 @@ class TokenEncoder(nn.Module):
         Args:
             tokens: ids (batch, length).
             types: of each token, (batch, length); None where all are 0.
-            key_mask: (batch, length), True at tokens; None if there is no padding. Padding does not
-                change results.
+            key_mask: (batch, length), True at tokens; None without padding. Padding does not change
+                results.
 
         Returns:
             (batch, length, dim).

@@ -145,8 +145,8 @@ class EncoderDecoder(nn.Module):
 
         Args:
             source: ids (batch, n).
-            source_mask: (batch, n) bool, True at tokens; None if there is no padding. Padding does
-                not change results.
+            source_mask: (batch, n) bool, True at tokens; None without padding. Padding does not
+                change results.
 
         Returns:
             (batch, n, dim).

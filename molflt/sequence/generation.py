@@ -24,7 +24,7 @@ def generate(
     if prompt.ndim != 2 or len(prompt) != 1 or not prompt.shape[1]:
         raise ValueError(
             f"prompt must be ids of shape (1, n) with n of at least 1; got {tuple(prompt.shape)}; "
-            "begin with the end-of-line token if there is no text"
+            "begin with the end-of-line token for an empty text"
         )
     return map(int, sample(model, prompt, count, temperature, top_k, generator))
 

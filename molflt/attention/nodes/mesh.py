@@ -147,7 +147,7 @@ class Mesh(NamedTuple):
 
 
 def check_order(order: int) -> None:
-    """Raises ValueError if there are no splines of that order."""
+    """Raises ValueError for an order without splines."""
     if order not in OVERSAMPLING:
         known = ", ".join(map(str, OVERSAMPLING))
         raise ValueError(f"mesh_order must be one of {known}; got {order}")

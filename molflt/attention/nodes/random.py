@@ -79,7 +79,7 @@ class GaussianNodes(Nodes):
         return torch.randn(self.eps.shape, dtype=torch.float64, generator=generator, device="cpu")
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new eps in place; give a generator seeded alike on every rank."""
+        """Draws new eps in place; use the same seed on every rank."""
         draw = self._draw(generator)
         with torch.no_grad():
             self.eps.copy_(draw)
@@ -149,8 +149,9 @@ class DensityNodes(Nodes):
         density: the kernel whose density is drawn; the nodes have its heads and its dimension.
         num_nodes: number of nodes r.
         shared: True if the kernel is the spectrum that is sampled, and so already part of the
-            model: it is then referred to, not registered, so that no parameter is saved twice.
-            False if it is a proposal for another spectrum: its length is a parameter of the nodes.
+            model: it is then referred to, not registered; otherwise parameters would be saved
+            twice. False if it is a proposal for another spectrum: its length is a parameter of the
+            nodes.
 
     Raises:
         ValueError: if num_nodes is below 1.
@@ -189,7 +190,7 @@ class DensityNodes(Nodes):
         return {"density": spectrum, "shared": True, **count}
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new nodes in place; give a generator seeded alike on every rank."""
+        """Draws new nodes in place; use the same seed on every rank."""
         draw = self.density.draw(self.num_nodes, generator)
         with torch.no_grad():
             self.unit.copy_(draw)

@@ -12,10 +12,10 @@ it. An additive mask is
 exponentiated afterwards, and exp(a + b) is not the sum of two images: no such promise there.
 
 Along directions that are not periodic the lattice is a virtual one. Its vectors are perpendicular
-to the periodic ones and as long as the graph is wide plus the reach of the mask, so that no atom
-is within reach of a copy: the trapezoid rule for the integral over frequencies, whose error is the
-mask beyond its reach. A wire or a molecule that turns in its box changes the mask by no more than
-that; crystals and slabs by nothing. No graph depends on the rest of its batch.
+to the periodic ones and as long as the graph is wide plus the reach of the mask, which keeps copies
+out of reach: the trapezoid rule for the integral over frequencies, whose error is the mask beyond
+its reach. A wire or a molecule that turns in its box changes the mask by no more than that;
+crystals and slabs by nothing. No graph depends on the rest of its batch.
 """
 
 import math
@@ -49,7 +49,7 @@ def reciprocal_nodes(
     for OC20's slabs in cells of 8 x 8 x 30 Å 60 at 0.25 cycles/Å, 110 at 0.3 and 500 at 0.5. The
     volume of a virtual box is that of extent plus reach: prefer `ShellNodes` where all graphs are
     molecules. Finding them takes far less than a hundredth of the time of an attention over them,
-    so that nothing is kept between batches.
+    and nothing is kept between batches.
 
     Nodes enter and leave at k with the weight 0: the taper goes to 0 there with two derivatives, so
     that no rounding of |G|, by another cell or a rotation, can make a difference. What it does:
@@ -94,7 +94,7 @@ def reciprocal_nodes(
 def tapered_mask(
     spectrum: Spectrum, distance: Tensor, max_frequency: float, taper: str, farthest: float
 ) -> Tensor:
-    """What `reciprocal_nodes` make of one image of a mask: its transform with the tapered spectrum.
+    """Returns the mask that `reciprocal_nodes` sample: the transform of the tapered spectrum.
 
     f(r) = int_0^k 4 pi xi^2 taper(xi / k) g(xi) sinc(2 xi r) d xi, by Gauss's rule.
 

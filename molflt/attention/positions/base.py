@@ -163,7 +163,7 @@ class Positioned(nn.Module):
         if position is None:
             if positions is not None or key_positions is not None:
                 raise ValueError(
-                    f"got positions, and the {name} has none; build it with "
+                    f"got positions, but the {name} lacks an encoding; build it with "
                     "position=..., or leave them out"
                 )
             return None

@@ -162,7 +162,7 @@ class BucketedPosition(Position):
         self.bidirectional = bidirectional
         self.table = nn.Parameter(std * torch.randn(heads, num_buckets))
         # # A table: rounding at the edge of a bucket is the same on every device. T5 computes in
-        # float32. It is no buffer, which a module made without memory would have to be given.
+        # float32. It is not a buffer, which modules on the meta device would have to be given.
         distance = torch.arange(max_distance + 1, device="cpu")
         log_distance = torch.log(distance.clamp(min=1) / single)
         steps = log_distance / math.log(max_distance / single) * (size - single)

@@ -153,7 +153,7 @@ class SineSPE(_StochasticPosition):
 
     The noise is a random sum of waves; Qbar has the phases theta_dk, Kbar none. arXiv:2105.08399,
     "sineSPE". Frequencies are sigmoid(.) max_frequency and start low; lambda = softplus(.) starts
-    alike for all sines, with sum_k lambda^2 = 1 (in the authors' code, at random). Positions may be
+    equal for all sines, with sum_k lambda^2 = 1 (in the authors' code, at random). Positions may be
     any real numbers. O(N d K R) operations.
 
     Args:
@@ -219,8 +219,8 @@ class ConvSPE(_StochasticPosition):
     White noise z_d on the grid of positions, filtered by one filter for queries and one for keys:
     Qbar_d(i) = sum_p phi^Q_d(p) z_d(i + p). arXiv:2105.08399, "convSPE". Filters start uniform on
     [0, 2 / sqrt(P)], with P_d(0) = 1 in expectation. The noise covers `max_tokens` positions: h d
-    (max_tokens + P) R numbers in the state, and P times as many operations per forward pass. Where
-    all sequences of a batch count alike, positions (1, n, 1) save much time in compiled code. One-
+    (max_tokens + P) R numbers in the state, and P times as many operations per forward pass. If all
+    sequences of a batch have the same positions, (1, n, 1) save much time in compiled code. One-
     dimensional positions only (the authors' code has images too).
 
     Args:

@@ -5,7 +5,8 @@ unit of length of the caller (Å for atoms, 1 for tokens), frequencies xi in cyc
 
 A real g gives an even mask; a complex one may give an asymmetric mask, which tells before from
 after. Every family has amplitudes per head in the unit of the mask: what it adds to a logit at zero
-distance. They start small and random, because at zero the sampled mask would have no gradient.
+distance. They start small and random, because at zero the gradient of the sampled mask would
+vanish.
 """
 
 import math

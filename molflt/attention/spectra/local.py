@@ -25,11 +25,11 @@ class SmoothLocal(Spectrum):
     combine="product":  f(z) = prod_j sum_t w_t B(z_j / 2 v_t),  g likewise with S_t
     S_t(xi) = (sin(2 pi v_t xi) / (pi xi))^k / norm_t,  norm_t = M_k(0) (2 v_t)^(k - 1)
 
-    B = M_k / M_k(0), with M_k the centered B-spline of order k with unit knots, so that B(0) = 1:
-    it has support |z_j| <= k v_t and degree k - 1, and its first k - 2 derivatives are continuous.
-    At k = 2 it is a linear hat. This is FLT's eq. 12 read with the power on the whole fraction (as
-    printed, the power is on the sine alone, and g would not be even for even k), with the paper's
-    C = a_t / norm_t: the amplitude a_t is what the mask adds at zero distance.
+    B = M_k / M_k(0), with M_k the centered B-spline of order k with unit knots and B(0) = 1. It has
+    support |z_j| <= k v_t and degree k - 1, and its first k - 2 derivatives are continuous. At k =
+    2 it is a linear hat. This is FLT's eq. 12 read with the power on the whole fraction (as
+    printed, the power is on the sine alone, and g would not be even for even k), with the paper's C
+    = a_t / norm_t: the amplitude a_t is what the mask adds at zero distance.
 
     In one dimension the two ways to combine are the same. In more, "sum" is eq. 10 with footnote 2
     (a linear combination of boxes); in "product" the mask at zero distance is (sum_t w_t)^l, which
@@ -120,12 +120,12 @@ class Local(SmoothLocal):
     FLT (arXiv:2302.01925), eqs. 8-11, and eqs. 20-21 of its appendix B.1 in one dimension, where
     the amplitude a_t is the paper's w_t: what the mask adds at zero distance.
 
-    Two limits of the family, both of the mathematics. The exact mask has no gradient with respect
-    to v_t: only a sampled one learns the radii; softmax freezes them. And g falls as
-    1 / |xi|, which is not absolutely integrable: since integral g^2 / p >= (integral |g|)^2 for
-    every density p, no random nodes give a finite variance, nor even an expectation. More nodes do
-    not bring the sampled mask to the exact one as 1 / sqrt(r); what a model learns is the
-    trigonometric sum over its own nodes.
+    Two limits of the family, both of the mathematics. The exact mask is not differentiable with
+    respect to v_t: only a sampled one learns the radii; softmax freezes them. And g falls as 1 /
+    |xi|, which is not absolutely integrable: since integral g^2 / p >= (integral |g|)^2 for every
+    density p, no random nodes give a finite variance, nor even an expectation. More nodes do not
+    bring the sampled mask to the exact one as 1 / sqrt(r); what a model learns is the trigonometric
+    sum over its own nodes.
 
     Args:
         heads, num_boxes, dim, radius_range, amplitude, per_axis, combine: see `SmoothLocal`.

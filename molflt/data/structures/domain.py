@@ -161,7 +161,7 @@ class Domain:
     def refusal(self, record: Data) -> str:
         """The reason why the tags of a structure cannot be meant, "" without one.
 
-        A model trained with tags only has not learned energies of structures without.
+        A model trained with tags only cannot predict energies of structures without.
         """
         if self.adsorbate_atoms is None or self.slab_atoms is None or self.untagged:
             return ""

@@ -182,9 +182,7 @@ def _remote_size(url: str) -> int:
     except (OSError, HTTPException) as error:
         _unreachable(url, error)
     if not size:
-        raise OSError(
-            f"{url}: expected a Content-Length; got none; use another mirror, --base_url"
-        )
+        raise OSError(f"{url}: expected a Content-Length; got none; use another mirror, --base_url")
     return size
 
 

@@ -213,8 +213,8 @@ class _Reader(pickle._Unpickler):
 
     Args:
         file: where the pickle begins.
-        names: name in the pickle -> its stand-in.
-        refer: returns the stand-in of an object outside the pickle.
+        names: name in the pickle -> its substitute.
+        refer: returns the substitute of an object outside the pickle.
     """
 
     dispatch = _Instructions()
