@@ -139,8 +139,7 @@ class LearnedOptimizer(Optimizer):
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters, as in torch; raises ValueError for a negative lr, and for parameters other than float32
-        or float64.
+        """Adds parameters, as in torch; raises ValueError for a negative lr or other precisions.
 
         Raises:
             ValueError: naming the parameter.
