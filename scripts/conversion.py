@@ -30,8 +30,8 @@ from molflt.attention.checks import no_effect
 from molflt.data.text.datamodule import read_blocks
 from molflt.data.text.parallel import read_parallel
 from molflt.evaluation import language
-from molflt.evaluation.masked import load_tokenizer
-from molflt.evaluation.splits import named_sources
+from molflt.evaluation.common import named_sources
+from molflt.evaluation.kept import load_tokenizer, load_vocabulary
 from molflt.evaluation.translation import bleu, translate
 from molflt.sequence import EncoderDecoder, LanguageModel
 from molflt.training.checkpoint import load_run
@@ -93,7 +93,7 @@ def judge(
     if isinstance(model, LanguageModel):
         no_effect("on a language model", beam=options.beam, length_penalty=options.length_penalty)
 
-        vocabulary = language.load_vocabulary(run, model.vocabulary)
+        vocabulary = load_vocabulary(run, model.vocabulary)
         blocks = read_blocks(name, vocabulary, int(data["length"]), options.split)
 
         def perplexity(one: LanguageModel) -> float:

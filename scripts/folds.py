@@ -26,7 +26,7 @@ from kit.words import described, trainings
 
 from molflt import plots
 from molflt.data.structures.systems import System, read_systems
-from molflt.evaluation.published import Published, read_published
+from molflt.evaluation.other_models import Published, read_published
 from molflt.metrics import EWT_THRESHOLD
 
 TEST, VALIDATION = "test_id", "val_id"

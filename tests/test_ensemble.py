@@ -1,4 +1,4 @@
-"""Runs as one model: mean, spread and uncertainty through evaluate and predict."""
+"""Ensembles of runs: mean, spread and uncertainty in evaluate and predict."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 import torch
 from ase.io import read
 from tiny_run import error_of, start, structures, table
-from torch import nn
 from torch_geometric.data import Batch
 
 from molflt.commands.cli import main
@@ -20,7 +19,7 @@ from molflt.data.structures import open_dataset
 from molflt.data.structures.splits import TEST_SPLITS
 from molflt.data.structures.store import write_store
 from molflt.evaluation.calibration import Calibration, is_set_aside
-from molflt.evaluation.ensemble import EnsembleRegressor, _expect_same_aim, load_ensemble
+from molflt.evaluation.ensemble import load_ensemble
 from molflt.training.checkpoint import load_run
 
 SPLITS = {"val_id": 60, "val_ood_ads": 30, "small": 20}
@@ -29,7 +28,7 @@ SPLITS = {"val_id": 60, "val_ood_ads": 30, "small": 20}
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("data")
-    write_store(root / "train.safetensors", structures(40))  # of all sizes that there are
+    write_store(root / "train.safetensors", structures(40))
     for i, (split, count) in enumerate(SPLITS.items()):
         write_store(root / f"{split}.safetensors", structures(count, i + 1, 1000 * (i + 1)))
     for i, split in enumerate(TEST_SPLITS):
@@ -40,7 +39,7 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, data: Path) -> list[Path]:
-    """Of other seeds and, the last, another width."""
+    """Trains with three seeds; the last run has another width."""
     folder = tmp_path_factory.mktemp("runs")
     steps = ("--trainer.max_steps=3", "--trainer.val_every=3", "--trainer.checkpoint_every=3")
     found = [folder / f"seed{seed}" for seed in range(3)]
@@ -59,7 +58,7 @@ def evaluated(runs, tmp_path_factory) -> tuple[Path, dict]:
 
 
 def energies(runs: list[Path], path: Path) -> np.ndarray:
-    """(systems, runs), one structure at a time."""
+    """Predicts one structure at a time, (systems, runs)."""
     columns = []
     for run in runs:
         model, _ = load_run(run)
@@ -69,7 +68,7 @@ def energies(runs: list[Path], path: Path) -> np.ndarray:
     return np.array(columns).T
 
 
-def test_results_are_those_of_an_independent_computation(evaluated, runs, data) -> None:
+def test_results_match_an_independent_computation(evaluated, runs, data) -> None:
     out, results = evaluated
     assert json.loads((out / "results.json").read_text()) == results
     kept = json.loads((out / "uncertainty.json").read_text())
@@ -102,8 +101,7 @@ def test_results_are_those_of_an_independent_computation(evaluated, runs, data) 
     assert nothing["uncertainty_eV"] > 0 and nothing["coverage_percent"] is None
 
 
-def test_calibrated_on_the_half_that_is_not_reported(evaluated, runs, data) -> None:
-    """68 % of the systems that were set aside are held, whatever the others are."""
+def test_calibration_covers_the_systems_set_aside(evaluated) -> None:
     out, _ = evaluated
     part = [row for row in table(out / "predictions.csv") if row["split"] == "val_id"]
     aside = is_set_aside(np.array([int(row["sid"]) for row in part]))
@@ -127,48 +125,46 @@ def test_command_line_and_table(runs, tmp_path, capsys) -> None:
     words = ["evaluate", str(copies[0]), "--splits", "val_id", "--device", "cpu"]
     assert main([*words, "--also", *map(str, copies[1:])]) == 0
     text = capsys.readouterr().out
-    out = copies[0] / "ensemble"  # beside the results of the run alone
+    out = copies[0] / "ensemble"  # the folder of the run may have results of its own
     results = json.loads((out / "results.json").read_text())["val_id"]
     assert (out / "uncertainty.png").read_bytes()[:4] == b"\x89PNG"
     assert not (copies[0] / "results.json").exists()
     assert " + ".join(map(str, copies)) in text
-    assert "holds 68 % of the errors of" in text and "standard error / %" in text
+    assert "68 %" in text and "standard error / %" in text
     line = [line for line in text.splitlines() if line.startswith("val_id")][1].split()
     assert line[1:3] == [str(results["coverage_n"]), f"{results['coverage_percent']:.1f}"]
 
 
-def test_splits_without_labels_have_a_spread_alone(runs, tmp_path, capsys) -> None:
+def test_splits_without_labels_only_have_a_spread(runs, tmp_path, capsys) -> None:
     options = {"splits": list(TEST_SPLITS), "out": tmp_path, "device": "cpu"}
     results = evaluate(runs[0], also=runs[1:], **options)
-    assert "no labels to calibrate the uncertainty with" in capsys.readouterr().err
+    assert "no labels" in capsys.readouterr().err
     assert results["test_id"]["spread_eV"] > 0 and results["test_id"]["uncertainty_eV"] is None
     assert not (tmp_path / "uncertainty.json").exists()
 
 
-def test_splits_with_few_labels_have_a_spread_alone(runs, tmp_path, capsys) -> None:
+def test_splits_with_few_labels_only_have_a_spread(runs, tmp_path, capsys) -> None:
     options = {"splits": ["small"], "out": tmp_path, "device": "cpu"}
     found = evaluate(runs[0], also=runs[1:], **options)["small"]
-    said = capsys.readouterr().err
-    assert "systems with labels in the half that calibrates the uncertainty, expected" in said
+    assert "expected at least 20" in capsys.readouterr().err
     assert found["spread_eV"] > 0 and found["mae_eV"] > 0 and found["uncertainty_eV"] is None
     assert not (tmp_path / "uncertainty.json").exists()
 
 
-def test_a_split_that_was_learned_calibrates_only_where_it_is_named(runs, tmp_path, capsys) -> None:
+def test_the_training_split_calibrates_only_if_it_is_named(runs, tmp_path, capsys) -> None:
     options = {"out": tmp_path, "device": "cpu", "also": runs[1:]}
     evaluate(runs[0], splits=["train", "val_id"], **options)
     kept = tmp_path / "uncertainty.json"
     assert Calibration.read(kept).split == "val_id" and not capsys.readouterr().err
     kept.unlink()
     found = evaluate(runs[0], splits=["train"], **options)["train"]
-    assert "beside those of train, which was learned" in capsys.readouterr().err
+    assert "train, which was learned" in capsys.readouterr().err
     assert found["spread_eV"] > 0 and found["uncertainty_eV"] is None and not kept.exists()
     evaluate(runs[0], splits=["train"], calibration_split="train", **options)
     assert Calibration.read(kept).split == "train"
 
 
 def test_a_split_that_some_members_learned_is_refused(runs, data, tmp_path, capsys) -> None:
-    """By default, too, and as a file."""
     other = Path(shutil.copytree(runs[1], tmp_path / "other"))
     text = (other / "config.yaml").read_text()
     (other / "config.yaml").write_text(text.replace("train_split: train", "train_split: val_id"))
@@ -179,13 +175,12 @@ def test_a_split_that_some_members_learned_is_refused(runs, data, tmp_path, caps
         (["--splits", "val_ood_ads", "train"], runs[0], "train"),
     ):
         line = error_of(capsys, *words, *more)
-        assert line.startswith(f"{run}: was trained on {split} of {data}"), line
-        assert "as not all runs of this ensemble were; expected splits that either all" in line
+        assert str(run) in line and f"{split} of {data}" in line
     assert not (tmp_path / "out").exists()
     assert main([*words, "--splits", "small", "--device", "cpu"]) == 0
 
 
-def test_predict_beside_each_energy(evaluated, runs, data, tmp_path, capsys) -> None:
+def test_predict_writes_spread_and_uncertainty(evaluated, runs, data, tmp_path, capsys) -> None:
     calibration = Calibration.read(evaluated[0] / "uncertainty.json")
     source = data / "small.safetensors"
     spread = energies(runs, source).std(1, ddof=1)
@@ -209,25 +204,25 @@ def test_predict_beside_each_energy(evaluated, runs, data, tmp_path, capsys) -> 
             np.testing.assert_allclose([float(row[name]) for row in rows], values, atol=1e-5)
 
 
-def test_predict_without_a_calibration_says_so(evaluated, runs, data, tmp_path, capsys) -> None:
+def test_predict_without_a_calibration_warns(evaluated, runs, data, tmp_path, capsys) -> None:
     copy = Path(shutil.copytree(runs[0], tmp_path / "copy"))
     source, out = str(data / "small.safetensors"), tmp_path / "out.csv"
     words = ["predict", str(copy), source, "--out", str(out), "--device", "cpu", "--also"]
     assert main([*words, str(runs[1])]) == 0
     err = capsys.readouterr().err
-    assert "no such calibration" in err and "there is only the spread, spread_eV" in err
+    assert "no such calibration" in err and "spread_eV" in err
     assert list(table(out)[0])[-2:] == ["energy_eV", "spread_eV"]
-    # one of other runs is not taken silently, and refused where it is named
+    # that of other runs is ignored with a warning, and refused if it is named
     kept = copy / "ensemble" / "uncertainty.json"
     kept.parent.mkdir()
     shutil.copy(evaluated[0] / "uncertainty.json", kept)
     assert main([*words, str(runs[1])]) == 0
     err = capsys.readouterr().err
-    assert "the calibration of 3 other weights than these 2" in err and "spread_eV" in err
+    assert "3 other weights than these 2" in err and "spread_eV" in err
     assert "uncertainty_eV" not in table(out)[0]
     more = [str(runs[1]), "--calibration", str(kept)]
-    assert "other weights than these 2" in error_of(capsys, *words, *more)
-    assert main([*words, str(runs[1]), str(runs[2])]) == 0  # these it is for
+    assert "other weights" in error_of(capsys, *words, *more)
+    assert main([*words, str(runs[1]), str(runs[2])]) == 0
     assert not capsys.readouterr().err and "uncertainty_eV" in table(out)[0]
 
 
@@ -240,7 +235,7 @@ def test_shards_of_other_calibrations_are_refused(runs, data, tmp_path, capsys) 
         Calibration(factor, 0.05, "val_id", 30, members).save(kept)
         assert main([*words, "--shard", f"{number}/2", "--calibration", str(kept)]) == 0
     line = error_of(capsys, "merge", str(tmp_path / "e.csv"))
-    assert "not of one prediction: 'calibration 1/0.05 and 9/0.05'" in line
+    assert "calibration 1/0.05 and 9/0.05" in line
 
 
 def test_bad_members_get_one_line(runs, data, tmp_path, capsys) -> None:
@@ -251,32 +246,32 @@ def test_bad_members_get_one_line(runs, data, tmp_path, capsys) -> None:
     weights = str(runs[1] / "checkpoints" / "best.safetensors")
     small = ["--splits", "small"]
     for words, parts in (
-        (["--also", str(tmp_path)], [str(tmp_path / "config.yaml"), "expected the folder of a"]),
-        (["--also", str(bare)], [str(bare), "best.safetensors: no such checkpoint"]),
+        (["--also", str(tmp_path)], [str(tmp_path / "config.yaml")]),
+        (["--also", str(bare)], [str(bare), "best.safetensors"]),
         (["--also", one], [f"{one}: named twice"]),
         (["--also", two, f"{one}/../{runs[0].name}"], ["named twice"]),
         (["--also", str(twin)], [f"{twin}: has the weights of {one}"]),
-        (["--also", "[]"], [f"--also: expected further runs beside {one}; got none"]),
-        (["--also"], ["option --also; expected at least one value; got none"]),
-        (["--also", two, "--checkpoint", weights], ["expected best or last with --also"]),
+        (["--also", "[]"], ["--also", one, "none"]),
+        (["--also"], ["--also", "at least one"]),
+        (["--also", two, "--checkpoint", weights], ["best or last", "--also"]),
         (["--also", two, *small, "--calibration_split", "small"],
-         ["small: expected at least 20 systems with labels", "got 8"]),
+         ["small", "at least 20", "got 8"]),
         (["--also", two, "--splits", "test_id", "--calibration_split", "val_id"],
-         ["--calibration_split val_id: expected one of the evaluated splits, test_id"]),
+         ["--calibration_split val_id", "test_id"]),
         (["--also", two, "--splits", "test_id", "--calibration_split", "test_id"],
-         ["test_id: expected at least 20 systems with labels", "got 0"]),
-        (["--calibration_split", "val_id"], ["one run has no spread and so no uncertainty"]),
+         ["test_id", "at least 20", "got 0"]),
+        (["--calibration_split", "val_id"], ["--also"]),
     ):  # fmt: skip
         assert main(["evaluate", one, *words, "--out", str(tmp_path / "out")]) == 2
         *warned, line = capsys.readouterr().err.splitlines()
         assert all(part in line for part in parts), line
-        assert all("outside of what was trained on" in other for other in warned)
+        assert all("outside the training data" in other for other in warned)
     assert not (tmp_path / "out").exists()
     words = ["predict", one, str(data / "small.safetensors"), "--out", str(tmp_path / "e.csv")]
     line = error_of(capsys, *words, "--calibration", "u.json")
-    assert "u.json: one run has no spread and so no uncertainty; name further runs" in line
+    assert "u.json" in line and "--also" in line
     line = error_of(capsys, *words, "--also", two, "--calibration", "u.json")
-    assert "u.json: no such calibration; evaluate these runs" in line
+    assert "u.json: no such calibration" in line
     assert not (tmp_path / "e.csv").exists()
 
 
@@ -290,37 +285,9 @@ def test_runs_of_another_recipe_are_refused(runs, tmp_path, capsys) -> None:
     files = [f"--data.train={text}", f"--data.val={text}"]
     assert main(["train", "--recipe=language", *small, *files]) == 0
     line = error_of(capsys, "evaluate", str(runs[0]), "--also", str(run))
-    assert f"{run}: expected a run of the recipe is2re in an ensemble; got language" in line
+    assert str(run) in line and "is2re" in line and "language" in line
     line = error_of(capsys, "evaluate", str(run), "--also", str(runs[0]))
-    assert f"{run}: expected a run of the recipe is2re" in line
-
-
-class Member(nn.Module):
-    """Says what it was trained for."""
-
-    def __init__(self, elements=(1, 8, 29), mean=-1.0, std=0.5, references=0.0) -> None:
-        super().__init__()
-        self.register_buffer("trained_elements", torch.zeros(119, dtype=torch.bool))
-        self.trained_elements[list(elements)] = True
-        self.register_buffer("energy_mean", torch.tensor(mean))
-        self.register_buffer("energy_std", torch.tensor(std))
-        self.register_buffer("element_energies", torch.full((119,), references))
-
-
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (Member((1, 8)), "two: not trained on Cu; expected the elements of one"),
-        (Member((1, 8, 29, 78, 79)), "one: not trained on Pt, Au; expected the elements of two"),
-        (Member(references=1.0), "two: trained with references per element; expected, as one, w"),
-        (Member(mean=-400.0, std=90.0), "two: trained on energies of -400 ± 90 eV; expected those"),
-    ],
-)
-def test_members_agree_on_what_they_were_trained_for(other, message) -> None:
-    _expect_same_aim(Path("two"), Member(mean=-1.1, std=0.4), Path("one"), Member())
-    with pytest.raises(ValueError) as caught:
-        _expect_same_aim(Path("two"), other, Path("one"), Member())
-    assert str(caught.value).startswith(message)
+    assert str(run) in line and "is2re" in line
 
 
 def test_an_ensemble_in_python(runs, data) -> None:
@@ -332,5 +299,3 @@ def test_an_ensemble_in_python(runs, data) -> None:
     assert out["energy_by_member"].shape == (3, 2) and out["energy"].shape == (3,)
     torch.testing.assert_close(out["energy"], out["energy_by_member"].mean(dim=1))
     assert bool((model.trained_elements == load_run(runs[0])[0].trained_elements).all())
-    with pytest.raises(ValueError, match="two members or more; got 1"):
-        EnsembleRegressor([nn.Linear(1, 1)])

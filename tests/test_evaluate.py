@@ -1,4 +1,4 @@
-"""Evaluation and prediction with a real run: trained for three steps, since errors may be large."""
+"""Evaluation and prediction with a run of three steps."""
 
 import json
 import math
@@ -26,9 +26,9 @@ from molflt.data.structures.store import StructureStore, write_store
 from molflt.data.structures.systems import System, write_systems
 from molflt.evaluation.energies import _metrics, _published_table, _results_table
 from molflt.evaluation.evaluated import EvaluationData
-from molflt.evaluation.groups import _errors_by_group
+from molflt.evaluation.groups import errors_by_group
+from molflt.evaluation.output import Evaluation
 from molflt.evaluation.predictions import Predictions, infer
-from molflt.evaluation.report import Report
 from molflt.evaluation.results import write_results
 from molflt.graph import EnergyRegressor
 from molflt.training.checkpoint import load_run
@@ -66,17 +66,17 @@ def labels(path: Path) -> np.ndarray:
 
 
 def alone(run: Path, path: Path) -> np.ndarray:
-    """Energies one structure at a time, by a way that shares nothing with the evaluation."""
+    """Predicts one structure at a time, independently of the evaluation."""
     model, _ = load_run(run)
     with torch.no_grad():
         batches = (Batch.from_data_list([record]) for record in open_dataset(path))
         return np.array([float(model(batch)["energy"]) for batch in batches])
 
 
-def test_numbers_that_are_not_finite_are_null(run, tmp_path, monkeypatch) -> None:
-    """And what cannot be written at all leaves older results with the note of what they are of."""
+def test_non_finite_metrics_become_null(run, tmp_path, monkeypatch) -> None:
+    """Results that cannot be written leave earlier ones unchanged."""
     row = {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 0.5, "e": None, "f": 3}
-    report = Report({"val_id": row}, "", [])
+    report = Evaluation({"val_id": row}, "", [])
     recipe = SimpleNamespace(load=lambda _: lambda *_, **__: report)
     monkeypatch.setattr("molflt.commands.evaluate.Recipe", SimpleNamespace(of=lambda _: recipe))
     evaluate(run, out=tmp_path, device="cpu")
@@ -89,7 +89,7 @@ def test_numbers_that_are_not_finite_are_null(run, tmp_path, monkeypatch) -> Non
     assert [path.read_bytes() for path in files] == before
 
 
-def test_results_of_other_splits_are_not_replaced_in_silence(run, data, tmp_path, capsys) -> None:
+def test_replacing_results_of_other_splits_warns(run, data, tmp_path, capsys) -> None:
     words = ["evaluate", str(run), "--out", str(tmp_path), "--device=cpu"]
     said = []
     for more in (
@@ -102,19 +102,19 @@ def test_results_of_other_splits_are_not_replaced_in_silence(run, data, tmp_path
         said.append("\n".join(x for x in capsys.readouterr().err.splitlines() if "replaces" in x))
     place = tmp_path / "results.json"
     assert said[0] == said[2] == ""
-    assert f"{place}: replaces the results of test_id; to have both" in said[1]
+    assert f"{place}: replaces the results of test_id;" in said[1]
     both = "val_ood_ads with checkpoint 'best', val_id with checkpoint 'best'"
-    assert f"{place}: replaces the results of {both}; to" in said[3]
+    assert f"{place}: replaces the results of {both};" in said[3]
     other = tmp_path / "other" / "val_id.safetensors"
     write_store(other, structures(5))
     assert main([*words, "--data", str(other.parent), "--splits", "val_id"]) == 0
-    assert "replaces the results of val_ood_ads, val_id; to" in capsys.readouterr().err
+    assert "replaces the results of val_ood_ads, val_id;" in capsys.readouterr().err
     place.write_text("{")
     assert main([*words, "--splits", "val_id"]) == 0
     assert "replaces" not in capsys.readouterr().err
 
 
-def test_results_are_those_of_an_independent_computation(evaluated, run, data) -> None:
+def test_results_match_an_independent_computation(evaluated, run, data) -> None:
     out, results = evaluated
     names = "results.json results_of.json predictions.npz predictions.csv errors_by_group.csv"
     pictures = "parity.png errors.png encoding.png"
@@ -192,7 +192,7 @@ def test_command_line_prints_a_table(run, data, tmp_path, capsys) -> None:
     average = next(line for line in text.splitlines() if line.startswith("average"))
     assert average.split()[1:3] == ["20", f"{mean:.4f}"]
     assert "MAE / eV" in text and "EwT / %" in text
-    assert "published" not in text and "OC20" not in text  # these are no data of OC20
+    assert "published" not in text and "OC20" not in text  # the data are not OC20
 
 
 def test_splits_without_labels_are_only_predicted(run, data, tmp_path, capsys) -> None:
@@ -203,7 +203,7 @@ def test_splits_without_labels_are_only_predicted(run, data, tmp_path, capsys) -
     captured = capsys.readouterr()
     line = next(line for line in captured.out.splitlines() if line.startswith("test_id"))
     assert line.split() == ["test_id", "5", "-", "-", "-"]
-    assert "warning: test_id: no labels; predicted only" in captured.err
+    assert "test_id: no labels" in captured.err
     rows = [row for row in table(tmp_path / "predictions.csv") if row["split"] == "test_id"]
     assert {(row["target_eV"], row["error_eV"]) for row in rows} == {("", "")}
     bare = tmp_path / "bare"
@@ -211,7 +211,7 @@ def test_splits_without_labels_are_only_predicted(run, data, tmp_path, capsys) -
     assert not (bare / "parity.png").exists() and (bare / "predictions.npz").exists()
 
 
-def test_missing_labels_do_not_count_as_zero(capsys) -> None:
+def test_missing_labels_do_not_count_as_zero() -> None:
     part = Predictions(
         sid=np.arange(3),
         natoms=np.array([5, 6, 7]),
@@ -227,25 +227,25 @@ def test_missing_labels_do_not_count_as_zero(capsys) -> None:
         "baseline_mae_eV": pytest.approx((0.5 + 1.01) / 2),
         "n": 2,
     }
-    groups = _errors_by_group({"val_id": part})["all"]["adsorbate"]
+    groups = errors_by_group({"val_id": part})["all"]["adsorbate"]
     assert [(group.group, group.n) for group in groups] == [("H", 1), ("O", 1)]
 
 
 @pytest.mark.parametrize(
     "sizes", [[7], [7, 7, 7], [1, 2], [7, 8, 9, 30, 31, 32, 80, 81], [5] * 9 + [99]]
 )
-def test_size_groups_hold_what_they_say(sizes) -> None:
+def test_size_groups_contain_the_sizes_of_their_range(sizes) -> None:
     natoms = np.array(sizes)
     count = len(sizes)
     part = Predictions(
         sid=np.arange(count),
         natoms=natoms,
         energy=np.zeros(count),
-        target=natoms.astype(float),  # so that the MAE of a group is its mean size
+        target=natoms.astype(float),  # the MAE of a group is its mean size
         formula=["X"] * count,
         adsorbate=["unknown"] * count,
     )
-    groups = _errors_by_group({"s": part})["s"]["natoms"]
+    groups = errors_by_group({"s": part})["s"]["natoms"]
     ends = [[int(end) for end in group.group.split("-")] for group in groups]
     for group, end in zip(groups, ends, strict=True):
         inside = natoms[(natoms >= end[0]) & (natoms <= end[-1])]
@@ -271,23 +271,23 @@ def test_trial_submission_of_validation_splits(run, tmp_path, capsys) -> None:
         assert {f"val_{name}" for name in written.files} == set(file.files)
         for name in written.files:
             np.testing.assert_array_equal(written[name], file[f"val_{name}"])
-    assert "the leaderboard wants test splits" in capsys.readouterr().err
+    assert "test splits" in capsys.readouterr().err
 
 
-def test_submission_of_shortened_or_some_splits_is_refused(run, tmp_path) -> None:
+def test_submission_of_incomplete_splits_is_refused(run, tmp_path) -> None:
     path = tmp_path / "submission.npz"
     for splits, name, message in (
-        (list(TEST_SPLITS), path, r"'id' must have the 24948 systems.*got 5"),
-        (["val_id", "test_id"], path, r"needs --splits test_id .*got val_id test_id"),
-        (list(TEST_SPLITS), path.with_suffix(".csv"), r"must end in \.npz"),
+        (list(TEST_SPLITS), path, "24948.* 5;"),
+        (["val_id", "test_id"], path, "--splits test_id .*val_id test_id"),
+        (list(TEST_SPLITS), path.with_suffix(".csv"), r"\.npz"),
     ):
         with pytest.raises(ValueError, match=message):
             evaluate(run, splits=splits, out=tmp_path, submission=name, device="cpu")
         assert not name.exists()
 
 
-def test_an_evaluation_leaves_nothing_of_an_earlier_one(run, data, tmp_path, monkeypatch) -> None:
-    """Refused, it leaves the older results as they were; failed, none; complete, its own alone."""
+def test_an_evaluation_removes_files_of_an_earlier_one(run, tmp_path, monkeypatch) -> None:
+    """A refused evaluation keeps earlier results; a failed one leaves no results."""
     done = Path(shutil.copytree(run, tmp_path / "run"))
     evaluate(done, splits=["val_id"], device="cpu", pictures=["svg"])
     before = {path.name for path in done.iterdir()}
@@ -297,9 +297,9 @@ def test_an_evaluation_leaves_nothing_of_an_earlier_one(run, data, tmp_path, mon
     write_store(elsewhere / "val_id.safetensors", structures(3))
     write_systems(elsewhere, [("val_id", [System(0, "y", "m", "f", "Cu")])])
     named = {"splits": list(TEST_SPLITS), "submission": tmp_path / "s.npz"}
-    with pytest.raises(ValueError, match="'id' must have"):
+    with pytest.raises(ValueError, match="'id'"):
         evaluate(done, device="cpu", **named)
-    with pytest.raises(ValueError, match="expected predictions of some of the 3 systems"):
+    with pytest.raises(ValueError, match="3 systems"):
         evaluate(done, splits=["val_id"], data=elsewhere, published=others, device="cpu")
     assert {path.name for path in done.iterdir()} == before
     with monkeypatch.context() as patched:
@@ -308,14 +308,14 @@ def test_an_evaluation_leaves_nothing_of_an_earlier_one(run, data, tmp_path, mon
             evaluate(done, "last", splits=["test_id"], device="cpu")
     left = {path.name for path in done.iterdir()}
     assert "predictions.csv" in left and not {"results.json", "results_of.json"} & left
-    assert "Predictions and errors" not in page_of(done)  # they may be of other weights
+    assert "Predictions and errors" not in page_of(done)  # they may belong to other weights
     evaluate(done, splits=["test_id"], device="cpu")
     left = {path.name for path in done.iterdir()}
     stale = {"errors_by_group.csv", "parity.png", "parity.svg", "errors.png", "errors.svg"}
     assert "results.json" in left and not stale & left
 
 
-def test_a_submission_in_place_of_what_is_read_is_refused(run, data, tmp_path) -> None:
+def test_a_submission_does_not_overwrite_published_predictions(run, data, tmp_path) -> None:
     others = tmp_path / "others.npz"
     root = Path(shutil.copytree(data, tmp_path / "data"))
     np.savez(others, name=np.array(["x"]), a=np.zeros(1))
@@ -326,12 +326,12 @@ def test_a_submission_in_place_of_what_is_read_is_refused(run, data, tmp_path) -
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_input_gets_one_line(run, data, tmp_path, capsys) -> None:
+def test_mistakes_get_one_line(run, data, tmp_path, capsys) -> None:
     for words, parts in (
         (["--splits", "val_it"], ["'val_it'", str(data), "val_id.safetensors"]),
         (["--data", str(tmp_path / "nothing")], [str(tmp_path / "nothing")]),
         (["--checkpoint", "worst.safetensors"], ["worst.safetensors"]),
-        (["--device", "abacus"], ["device 'abacus': expected auto, cpu, cuda"]),
+        (["--device", "abacus"], ["abacus", "auto, cpu, cuda"]),
         (["--batch-size", "0"], ["--batch_size", "got 0"]),
     ):
         line = error_of(capsys, "evaluate", str(run), *words)
@@ -343,7 +343,7 @@ def test_data_elsewhere_and_no_training_split(run, data, tmp_path, capsys, monke
     model, saved = load_run(run)
     saved["data"]["root"] = "was/here"
     monkeypatch.setattr("molflt.commands.evaluate.load_run", lambda *_: (model, saved))
-    with pytest.raises(FileNotFoundError, match=r"was/here: no such folder.*--data"):
+    with pytest.raises(FileNotFoundError, match="was/here.*--data"):
         evaluate(run, out=tmp_path, device="cpu")
     options = {"splits": ["val_id"], "data": data, "out": tmp_path, "device": "cpu"}
     row = evaluate(run, **options)["val_id"]
@@ -357,7 +357,7 @@ def test_data_elsewhere_and_no_training_split(run, data, tmp_path, capsys, monke
 
 
 def test_bad_structures(run, tmp_path, capsys) -> None:
-    """A non-finite label stops with the sid; with skip_bad it is left out and listed."""
+    """A non-finite label is refused with its sid, and omitted with skip_bad."""
     path = tmp_path / "data" / "val_id.safetensors"
     write_store(path, structures(6, 1, 1000))
     columns = load_file(path)
@@ -369,16 +369,16 @@ def test_bad_structures(run, tmp_path, capsys) -> None:
     assert "sid 1002" in error_of(capsys, *words)
     assert main([*words, "--skip-bad"]) == 0
     captured = capsys.readouterr()
-    assert "1 bad structure(s) left out: 1002" in captured.err
+    assert "1002" in captured.err
     assert json.loads((tmp_path / "results.json").read_text())["val_id"]["n"] == 5
     columns["y_relaxed"][:] = torch.inf
     save_file(columns, path, metadata=header)
     assert main([*words, "--skip-bad"]) == 2
-    assert "no structures; expected at least one; got 0 (6 left" in capsys.readouterr().err
+    assert "got 0 (6 left" in capsys.readouterr().err
 
 
-def test_what_training_left_out_is_left_out(run, tmp_path) -> None:
-    """Of its own data; with others, it has to be said."""
+def test_structures_omitted_in_training_are_omitted(run, tmp_path) -> None:
+    """In other data, only with skip_bad."""
     for split in ("train", "val_id", "other"):
         write_store(tmp_path / f"{split}.safetensors", structures(6))
         columns = load_file(tmp_path / f"{split}.safetensors")
@@ -396,19 +396,18 @@ def test_what_training_left_out_is_left_out(run, tmp_path) -> None:
         other.open(["other"], model)
 
 
-def test_an_absurd_label_is_named(run, tmp_path, capsys) -> None:
+def test_an_implausible_label_is_named(run, tmp_path, capsys) -> None:
     records = list(structures(6, 1, 1000))
     records[3].y_relaxed[0] = 514.25
     write_store(tmp_path / "val_id.safetensors", records)
     words = ["evaluate", str(run), "--splits", "val_id", "--data", str(tmp_path)]
     assert main([*words, "--out", str(tmp_path / "out"), "--device", "cpu"]) == 0
     line = capsys.readouterr().err
-    assert "val_id: sid 1003: y_relaxed is 514.250 eV; expected at most 20 eV from 0" in line
-    assert "counted in the errors all the same (1 such)" in line
+    assert "val_id: sid 1003" in line and "514.250 eV" in line and "(1 such)" in line
 
 
 class Broken(torch.nn.Module):
-    """Fails for one structure of a batch, or forgets what a batch is."""
+    """A model with the given energies."""
 
     def __init__(self, energies) -> None:
         super().__init__()
@@ -423,15 +422,15 @@ class Broken(torch.nn.Module):
     [
         (
             lambda batch: torch.where(batch.sid == 1004, torch.nan, 0.0),
-            "sid 1004: the predicted energy is nan eV",
+            "sid 1004.* nan eV",
         ),
         (
             lambda batch: torch.zeros(batch.num_graphs, 1),
-            r"one energy per structure, \(4,\); got \(4, 1\)",
+            r"\(4,\); got \(4, 1\)",
         ),
     ],
 )
-def test_energies_that_are_refused(data, energies, message) -> None:
+def test_wrong_energies_of_a_model_are_refused(data, energies, message) -> None:
     with pytest.raises(ValueError, match=message):
         infer(Broken(energies), open_dataset(data / "val_id.safetensors"), 4, "val_id")
 
@@ -458,8 +457,7 @@ def test_predict_a_table(run, tmp_path, suffix, capsys) -> None:
     captured = capsys.readouterr()
     assert "3 energies" in captured.out
     lines = captured.err.splitlines()
-    assert "in.extxyz: N, Ni did not occur in training" in lines[0] and len(lines) == 2
-    assert "in.extxyz: 3 of 3 structures are outside of what was trained on" in lines[1]
+    assert "in.extxyz: N, Ni did" in lines[0] and "3 of 3" in lines[1] and len(lines) == 2
     rows = table(out) if suffix == ".csv" else json.loads(out.read_text())
     assert [(int(row["index"]), int(row["sid"])) for row in rows] == [(0, 70), (1, 71), (2, 72)]
     assert [row["formula"] for row in rows] == ["Cu8O", "HPt12", "NNi16"]
@@ -473,16 +471,16 @@ def test_predict_a_table(run, tmp_path, suffix, capsys) -> None:
     np.testing.assert_allclose(energy, alone(run, tmp_path / "in.extxyz"), atol=1e-5)
 
 
-def test_elements_that_training_did_not_see_are_worth_something_with_descriptors(data, capsys):
+def test_warnings_of_unknown_elements_depend_on_descriptors(data, capsys):
     dataset = open_dataset(data / "val_id.safetensors")
-    for described, worth in ((False, "mean nothing"), (True, "rest on descriptors alone")):
+    for described, worth in ((False, "meaningless"), (True, "descriptors")):
         infer(EnergyRegressor(16, 2, layers=1, descriptors=described).eval(), dataset, 4, "val_id")
-        assert f"energies of structures with them {worth}" in capsys.readouterr().err
+        assert worth in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("suffix", [".extxyz", ".traj"])
 def test_predict_structures(run, tmp_path, suffix, capsys) -> None:
-    """With all that they hold but labels, which were of what was given."""
+    """All entries but the labels are kept."""
     frames = slabs()
     for atoms in frames:
         atoms.info |= {"source": "mine", "energy": 7.0}
@@ -491,8 +489,7 @@ def test_predict_structures(run, tmp_path, suffix, capsys) -> None:
     write(tmp_path / "in.traj", frames)
     out = tmp_path / f"out{suffix}"
     predict(run, tmp_path / "in.traj", out=out, device="cpu")
-    said = f"{out}: FixBondLengths cannot be held by .extxyz; write .traj to keep it"
-    assert (said in capsys.readouterr().err) == (suffix == ".extxyz")
+    assert ("FixBondLengths" in capsys.readouterr().err) == (suffix == ".extxyz")
     written = read(out, ":")
     assert len(written) == 3
     energy = [atoms.get_potential_energy() for atoms in written]
@@ -531,7 +528,7 @@ def test_structures_without_tags_are_refused_unless_forced(run, tmp_path, capsys
 
 
 def test_clean_slabs_are_predicted_and_evaluated_by_models_of_contacts(data, tmp_path) -> None:
-    """Their energy is 0; without the adsorbate's tag, a slab with an adsorbate is refused."""
+    """Clean slabs have energy 0; a slab whose adsorbate is not tagged is refused."""
     run, file, out = tmp_path / "run", tmp_path / "in.extxyz", tmp_path / "out"
     assert start(data, run, "--trainer.max_steps=2", "--model.readout=contact") == 0
     clean = slabs()[0]
@@ -549,13 +546,15 @@ def test_clean_slabs_are_predicted_and_evaluated_by_models_of_contacts(data, tmp
         assert main(words) == 2
 
 
-def test_what_cannot_be_written_is_not_computed(run, tmp_path, monkeypatch, capsys) -> None:
+def test_unwritable_outputs_are_refused_first(
+    run, tmp_path, monkeypatch, capsys
+) -> None:
     monkeypatch.chdir(tmp_path)
     write("a.extxyz", fcc111("Cu", (1, 1, 3), vacuum=6))
     said = error_of(capsys, "evaluate", str(run), "--out", "a.extxyz/b")
-    assert "results.json: could not be written (Not a directory); nothing was computed" in said
+    assert "results.json" in said and "nothing was computed" in said
     said = error_of(capsys, "predict", str(run), "a.extxyz", "--out", "a.extxyz/b.csv")
-    assert "b.csv: could not be written (Not a directory); nothing was computed" in said
+    assert "b.csv" in said and "nothing was computed" in said
     before = Path("a.extxyz").read_bytes()
     said = error_of(
         capsys, "predict", str(run), "a.extxyz", "--out", "../" + tmp_path.name + "/a.extxyz"
@@ -571,14 +570,14 @@ def test_what_cannot_be_written_is_not_computed(run, tmp_path, monkeypatch, caps
 def test_predict_refuses_bad_input(run, tmp_path, capsys) -> None:
     absent = str(tmp_path / "no.xyz")
     for words, message in (
-        (["x.xyz", "--out", "e.txt"], "e.txt: expected a name that ends in .csv, .json"),
+        (["x.xyz", "--out", "e.txt"], ".csv, .json"),
         ([absent, "--out", "e.csv"], "no.xyz"),
         ([], "is a trained model"),
     ):
         assert message in error_of(capsys, "predict", str(run), *words)
 
 
-def test_published_predictions_stand_beside_ours(run, data, tmp_path, capsys) -> None:
+def test_comparison_with_published_predictions(run, data, tmp_path, capsys) -> None:
     store = StructureStore(data / "val_id.safetensors")
     systems = [System(r.sid, f"cu-{r.sid}", "m", "amides", "Cu") for r in store]
     root = tmp_path / "data"
@@ -590,11 +589,11 @@ def test_published_predictions_stand_beside_ours(run, data, tmp_path, capsys) ->
     words = ["evaluate", str(run), "--splits", "val_id", "--data", str(root), "--device", "cpu"]
     assert main([*words, "--out", str(tmp_path), "--published", str(others)]) == 0
     out = capsys.readouterr().out
-    assert f"beside others.npz: MAE / eV over {len(store)} of {len(store)} systems" in out
+    assert f"{len(store)} of {len(store)} systems" in out
     assert "published, on OC20" not in out
     ours = json.loads((tmp_path / "results.json").read_text())["val_id"]["mae_eV"]
     row = next(line for line in reversed(out.splitlines()) if line.startswith("val_id")).split()
     assert row == ["val_id", str(len(store)), f"{ours:.4f}", "0.2500"]
     (root / "systems.csv").unlink()
     assert main([*words, "--out", str(tmp_path), "--published", str(others)]) == 2
-    assert "systems.csv: no such file" in capsys.readouterr().err
+    assert "systems.csv" in capsys.readouterr().err

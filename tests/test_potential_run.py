@@ -33,8 +33,8 @@ import molflt
 from molflt.commands.cli import main
 from molflt.data.structures import Reading, open_dataset
 from molflt.data.structures.store import write_store
+from molflt.evaluation.position_head import adwt, position_error
 from molflt.evaluation.relaxation import relax_atoms
-from molflt.evaluation.structures import adwt, position_error
 from molflt.graph.potential import Potential
 from molflt.tasks.potential import PotentialTask
 

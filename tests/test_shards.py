@@ -1,4 +1,4 @@
-"""Predictions in shards: merged they are what one process writes, and what is lost is named."""
+"""Predictions in shards: merged files equal that of one process; damaged shards are named."""
 
 import re
 import shutil
@@ -14,7 +14,7 @@ from molflt.commands.cli import main
 from molflt.data.shards import Shard
 from molflt.data.structures.base import to_atoms
 from molflt.data.structures.store import write_store
-from molflt.evaluation.shards import merge_shards
+from molflt.evaluation.shard_files import merge_shards
 from molflt.training.exported import read_exported, write_exported
 
 COUNT = 3
@@ -28,14 +28,14 @@ def source(tmp_path_factory) -> Path:
 
 
 def predict(source: Path, out: Path, *words: str) -> None:
-    """With the weights that come with the package, five batches."""
+    """Runs the shipped model on six batches."""
     words = (str(source), "--out", str(out), "--batch_size=2", "--device=cpu", *words)
     assert main(["predict", *words]) == 0
 
 
 @pytest.fixture(scope="module", params=[".csv", ".json", ".extxyz"])
 def predicted(request, source, tmp_path_factory) -> tuple[Path, bytes]:
-    """What the shards write to, all of them written, and what one process writes."""
+    """Writes all shards of a file; returns its path, and the bytes that one process writes."""
     folder = tmp_path_factory.mktemp("shards")
     whole = folder / f"whole{request.param}"
     predict(source, whole)
@@ -46,7 +46,7 @@ def predicted(request, source, tmp_path_factory) -> tuple[Path, bytes]:
 
 @pytest.fixture
 def out(predicted, tmp_path) -> Path:
-    """A copy that a test may damage."""
+    """Copies the shards for tests that damage them."""
     shutil.copytree(predicted[0].parent, tmp_path, dirs_exist_ok=True)
     return tmp_path / predicted[0].name
 
@@ -55,7 +55,7 @@ def shard(out: Path, number: int) -> Path:
     return Shard(number, COUNT).path(out)
 
 
-def test_merged_shards_are_what_one_process_writes(predicted, out, capsys) -> None:
+def test_merged_shards_equal_the_file_of_one_process(predicted, out, capsys) -> None:
     assert main(["merge", str(out)]) == 0
     assert capsys.readouterr().out == f"{out}: 11 structures\n"
     assert out.read_bytes() == predicted[1]
@@ -63,31 +63,25 @@ def test_merged_shards_are_what_one_process_writes(predicted, out, capsys) -> No
 
 def test_lost_shards_are_named(out) -> None:
     shard(out, 2).unlink()
-    with pytest.raises(ValueError, match=r"1 of 3 shards missing: \[2\]; repeat it with"):
+    with pytest.raises(ValueError, match=r"1 of 3 .*\[2\].*--shard 2/3"):
         merge_shards(out)
     assert not out.exists()
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.4, 0.99])
-def test_a_shard_that_is_cut_off_is_named(out, keep) -> None:
+def test_truncated_shards_are_named(out, keep) -> None:
     path = shard(out, 3)
     text = path.read_text()
     path.write_text(text[: int(keep * len(text.rstrip()))])
-    expected = rf"{re.escape(str(path))}: damaged: .*; repeat it with --shard 3/3"
+    expected = rf"{re.escape(str(path))}: .*--shard 3/3"
     with pytest.raises(ValueError, match=expected):
         merge_shards(out)
 
 
-CHANGES = {  # of a shard whose numbers of rows stay right; another count of atoms had no end
-    ".csv": [
-        ("^index", "indices", "damaged: .*index"),
-        (r"\bsid\b", "side", "all have .'sid', 'side'."),
-    ],
-    ".json": [
-        ('"index": ', '"index": 0.', "an index is no whole"),
-        ('"sid"', '"s"', "all have .'s'"),
-    ],
-    ".extxyz": [(r"\A", "-2\n", "line 1 is no number of atoms"), ("index=", "i=", "does not say")],
+CHANGES = {  # that keep the number of rows
+    ".csv": [("^index", "indices", "index"), (r"\bsid\b", "side", "'sid', 'side'")],
+    ".json": [('"index": ', '"index": 0.', "indices"), ('"sid"', '"s"', "'s'")],
+    ".extxyz": [(r"\A", "-2\n", "line 1"), ("index=", "i=", "index")],
 }
 
 
@@ -100,21 +94,20 @@ def test_a_shard_with_other_rows_is_named(out, place) -> None:
         merge_shards(out)
 
 
-def test_shards_of_unlike_divisions_are_refused(out, source) -> None:
+def test_shards_of_different_divisions_are_refused(out, source) -> None:
     predict(source, out, "--shard=1/2")
-    with pytest.raises(ValueError, match="divisions by 2, 3; expected one"):
+    with pytest.raises(ValueError, match="2, 3"):
         merge_shards(out)
 
 
-def test_shards_of_unlike_batches_are_refused(out, source) -> None:
+def test_shards_of_different_batch_sizes_are_refused(out, source) -> None:
     predict(source, out, "--shard=1/3", "--batch_size=3")
-    with pytest.raises(ValueError, match=r"1-of-3.* and .*2-of-3.*: .*batch_size 3 and 2'; pred"):
+    with pytest.raises(ValueError, match=r"1-of-3.* and .*2-of-3.*batch_size 3 and 2"):
         merge_shards(out)
 
 
 @pytest.mark.parametrize("unlike", ["weights", "data"])
 def test_shards_of_other_models_or_structures_are_refused(source, tmp_path, unlike) -> None:
-    """Of the same sids and sizes, by the same batches."""
     out, words, records = tmp_path / "e.csv", [str(source)], list(structures(11))
     if unlike == "data":
         records[3].pos += 0.01
@@ -123,14 +116,14 @@ def test_shards_of_other_models_or_structures_are_refused(source, tmp_path, unli
     else:
         content, weights = read_exported(molflt.load().trained.path)
         next(w for name, w in weights.items() if name.endswith("embedding.tag.weight")).add_(0.1)
-        content["files"].pop("uncertainty.json", None)  # is of the weights before
+        content["files"].pop("uncertainty.json", None)  # belongs to the old weights
         write_exported(tmp_path / "model", weights, content)
         words.insert(0, str(tmp_path / "model"))
     predict(source, out, "--shard=1/2")
     words += ["--out", str(out), "--batch_size=2", "--device=cpu", "--shard=2/2"]
     assert main(["predict", *words]) == 0
     one, two = (str(Shard(number, 2).path(out)) for number in (1, 2))
-    said = rf"^{re.escape(one)} and {re.escape(two)}: not of one prediction: '{unlike} \w+ and \w"
+    said = rf"^{re.escape(one)} and {re.escape(two)}.*'{unlike} \w+ and \w"
     with pytest.raises(ValueError, match=said):
         merge_shards(out)
 
@@ -138,32 +131,31 @@ def test_shards_of_other_models_or_structures_are_refused(source, tmp_path, unli
 def test_shards_of_earlier_versions_are_refused(out) -> None:
     path = shard(out, 2)
     path.write_text(re.sub(r"(\d+ of 11)[^\",\n]*", r"\1", path.read_text()))
-    said = rf"^{re.escape(str(path))}: damaged: .an earlier version wrote it.*; repeat it with --sh"
+    said = rf"^{re.escape(str(path))}: .*earlier version.*--shard 2/3"
     with pytest.raises(ValueError, match=said):
         merge_shards(out)
 
 
-@pytest.mark.parametrize("text", ["0/3", "4/3", "1", "1/0", "a/b", "1/99999", "-1/3", "1/3/3"])
-def test_what_is_no_shard_is_refused(source, tmp_path, text, capsys) -> None:
+@pytest.mark.parametrize("text", ["0/3", "4/3", "1", "a/b", "1/99999"])
+def test_malformed_shards_are_refused(source, tmp_path, text, capsys) -> None:
     said = error_of(
         capsys, "predict", str(source), f"--out={tmp_path / 'x.csv'}", f"--shard={text}"
     )
-    assert "option --shard; expected I/N with 1 <= I <= N" in said and repr(text) in said
+    assert "--shard" in said and "I/N" in said and repr(text) in said
 
 
 def test_options_that_do_not_fit_together(source, tmp_path, capsys) -> None:
     said = error_of(capsys, "predict", str(source), "--shard=1/2")
-    assert "expected --out FILE with it" in said
+    assert "--out" in said
     words = ["predict", str(source), f"--out={tmp_path / 'x.traj'}", "--shard=1/2"]
-    assert "expected a name that ends in .csv, .json, .extxyz" in error_of(capsys, *words)
+    assert ".csv, .json, .extxyz" in error_of(capsys, *words)
     words[2] = f"--out={tmp_path / 'x.csv'}"
     said = error_of(capsys, *words[:3], "--shard=1/9", "--batch_size=2")
     assert "--shard" in said and "6 batches" in said
-    assert "no shards; expected x.1-of-8.csv" in error_of(capsys, "merge", str(tmp_path / "x.csv"))
+    assert "x.1-of-8.csv" in error_of(capsys, "merge", str(tmp_path / "x.csv"))
 
 
-def test_the_file_that_is_read_is_not_what_shards_are_merged_to(source, tmp_path, capsys) -> None:
-    """Its own energies and forces would be gone."""
+def test_shards_do_not_overwrite_their_source(tmp_path, capsys) -> None:
     file = tmp_path / "in.extxyz"
     write(file, [to_atoms(record) for record in structures(3)])
     said = error_of(capsys, "predict", str(file), f"--out={file}", "--shard=1/2", "--batch_size=1")
@@ -171,11 +163,11 @@ def test_the_file_that_is_read_is_not_what_shards_are_merged_to(source, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["in.extxyz"]
 
 
-def test_entries_of_structures_named_as_those_of_shards_are_kept(tmp_path) -> None:
+def test_entries_with_the_names_of_notes_are_kept(tmp_path) -> None:
     frames = [to_atoms(record) for record in structures(4)]
     for number, atoms in enumerate(frames):
         atoms.info |= {"index": 100 + number, "shard": "mine"}
-        atoms.numbers[-1] = 5 if number % 2 else atoms.numbers[-1]  # outside of training
+        atoms.numbers[-1] = 5 if number % 2 else atoms.numbers[-1]
     write(tmp_path / "in.extxyz", frames)
     predict(tmp_path / "in.extxyz", tmp_path / "whole.extxyz")
     for word in ("1/2", "2/2"):
@@ -186,8 +178,7 @@ def test_entries_of_structures_named_as_those_of_shards_are_kept(tmp_path) -> No
     assert [atoms.info["index"] for atoms in found] == [100, 101, 102, 103]
 
 
-def test_rows_say_which_structure_of_the_file_they_are_of(tmp_path) -> None:
-    """Those that were left out count; shards of the others merge."""
+def test_indices_count_omitted_structures(tmp_path) -> None:
     frames = [to_atoms(record) for record in structures(5)]
     frames[1].positions[0] = np.nan
     write(tmp_path / "some.traj", frames)

@@ -10,8 +10,13 @@ from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
 
-from molflt.evaluation.report import Report
-from molflt.evaluation.results import origin_of, results_there, warn_of_replaced, write_results
+from molflt.evaluation.output import Evaluation
+from molflt.evaluation.results import (
+    existing_results,
+    provenance_of,
+    warn_of_replaced,
+    write_results,
+)
 from molflt.files import expect_writable
 from molflt.plots import further_formats
 from molflt.training.checkpoint import load_run, weights_of
@@ -54,7 +59,7 @@ def evaluate(
     """
     run = Path(run)
     members = [run, *map(Path, also or [])]
-    origin = origin_of([weights_of(one, checkpoint) for one in members], checkpoint)
+    provenance = provenance_of([weights_of(one, checkpoint) for one in members], checkpoint)
     if also is None:
         model, config = load_run(run, checkpoint, device)
     else:
@@ -64,9 +69,9 @@ def evaluate(
         out = run / ENSEMBLE if out is None else out
     out = run if out is None else Path(out)
     expect_writable(out / "results.json")
-    recipe, before = Recipe.of(config), results_there(out)
+    recipe, before = Recipe.of(config), existing_results(out)
     with further_formats(pictures or []) as more:
-        report: Report = recipe.load("evaluate")(run, model, config, out, **options)
+        report: Evaluation = recipe.load("evaluate")(run, model, config, out, **options)
         if pictures and (run / "metrics.csv").is_file():
             task: Any = recipe.load("task")
             draw_curve(run, out / "curve.png", task.metrics, task.best)
@@ -80,7 +85,7 @@ def evaluate(
     }
     keys = ("energy_key", "tags", "forces_key", "stress_key")
     reading = {key: options[key] for key in keys if key in options}
-    files = write_results(out, known, origin, config, options.get("data"), reading)
+    files = write_results(out, known, provenance, config, options.get("data"), reading)
     warn_of_replaced(out, before)
     print("written: " + ", ".join(map(str, [*files, *report.files, *more])))
     return report.results

@@ -1,1 +1,5 @@
-"""What a trained run is worth, for each kind of data: metrics, tables and pictures."""
+"""Evaluation of trained runs: metrics, tables and pictures for each kind of data.
+
+Every `evaluate` takes the folder of a run, its model in evaluation mode, its configuration, the
+folder to write, and the options of ``molflt evaluate`` for its recipe.
+"""

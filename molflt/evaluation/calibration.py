@@ -1,9 +1,9 @@
-"""From the spread of an ensemble to an uncertainty: intervals that hold 68 % of new errors.
+"""Calibrated uncertainty of ensembles: intervals that cover 68 % of new errors.
 
 Split conformal prediction (Papadopoulos et al. 2002; Lei et al., arXiv:1604.04173) with the score
-|error| / sqrt(spread² + floor²): a quantile of the scores of systems that were set aside. It asks
-for no distribution of errors, where scaling the variance by likelihood asks for a normal one, and
-it is what was found calibrated for neural force fields (Hu et al., arXiv:2208.08337).
+|error| / sqrt(spread² + floor²), calibrated on half of a split and evaluated on all other systems.
+The method assumes no distribution of errors, unlike scaling the variance by maximum likelihood, and
+was found calibrated for neural force fields (Hu et al., arXiv:2208.08337).
 """
 
 from __future__ import annotations
@@ -11,41 +11,62 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import nn
 
-from molflt.files import shown, write_atomically
+from molflt import plots
+from molflt.evaluation.ensemble import EnsembleRegressor
+from molflt.evaluation.output import Results, results_table, warn
+from molflt.evaluation.predictions import Predictions
+from molflt.files import read_json, shown, write_atomically
 
-__all__ = ["AGAIN", "LEAST", "LEVEL", "Calibration", "conformal_factor", "is_set_aside"]
+__all__ = ["CALIBRATION", "LEVEL", "Calibration", "Uncertainty", "assess", "calibration_of"]
+__all__ += ["check_calibration_split", "conformal_factor", "expect_theirs", "is_set_aside"]
+__all__ += ["uncertainty_of"]
 
 LEVEL = 0.68
-"""Share of errors that an uncertainty is to hold, about that within one standard deviation."""
-LEAST = 20
-"""Systems that calibrate; fewer leave the coverage uncertain by more than 10 %."""
-AGAIN = (
-    "evaluate these runs with molflt evaluate RUN --also RUN2 ... and at least "
-    f"{2 * LEAST} held-out systems with labels"
-)
-"""What to do about a calibration that cannot be used."""
+"""Share of errors that an uncertainty should cover, about one standard deviation."""
+CALIBRATION = "uncertainty.json"
+"""Name of the file with the calibration, in the folder of an evaluation."""
 
+_LEAST = 20  # systems to calibrate with; fewer leave the coverage uncertain by more than 10 %
+_AGAIN = (
+    "evaluate these runs with molflt evaluate RUN --also RUN2 ... and at least "
+    f"{2 * _LEAST} held-out systems with labels"
+)
+_ONE_RUN = "one run has no spread and no uncertainty; name further runs with --also"
 _SEED = 0  # of the half that calibrates
-_FLOORS = np.logspace(-2, 2, 33)  # in root mean squares of the spread: from none to it alone
-_MOST_BYTES, _MOST = 100_000, 1e15
+_FLOORS = np.logspace(-2, 2, 33)  # in root mean squares of the spread, from negligible to dominant
+_LEVELS = np.arange(5, 100, 5) / 100  # of the picture
+_MOST_BYTES = 100_000
+_COLUMNS = {
+    "coverage_n": ("systems", 0),
+    "coverage_percent": ("coverage / %", 1),
+    "coverage_se_percent": ("standard error / %", 1),
+    "coverage_crossed_percent": ("halves crossed / %", 1),
+    "uncertainty_eV": ("uncertainty / eV", 4),
+    "spread_eV": ("spread / eV", 4),
+    "rank_correlation": ("rank correlation", 2),
+    "member_mae_eV": ("MAE of one member / eV", 4),
+}
 
 _Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What turns spreads into uncertainties: factor * sqrt(spread² + floor²).
+    """Conversion of spreads to uncertainties: factor * sqrt(spread² + floor²).
 
     Attributes:
-        factor: without unit.
-        floor: eV; members that agree by chance are not certain.
-        split: where the systems are from that were set aside for it.
+        factor: dimensionless factor.
+        floor: eV; it covers members that agree by chance.
+        split: split of the systems that were set aside for the calibration.
         systems: their number.
         members: sha256 of the weights of each member, sorted.
     """
@@ -60,22 +81,22 @@ class Calibration:
     def fit(error: _Array, spread: _Array, split: str, members: tuple[str, ...]) -> Calibration:
         """Calibrates on systems that are set aside.
 
-        The factor is the conformal one. The floor is that of the intervals with the least interval
-        score, the proper score of a central interval (Gneiting and Raftery 2007, eq. 43): large
-        where the spread says nothing about the error, and the intervals then are all alike.
+        The factor is the conformal one. The floor minimizes the interval score, the proper score of
+        a central interval (Gneiting and Raftery 2007, eq. 43): it is large if the spread does not
+        predict the error, and then all intervals are equal.
 
         Args:
-            error: of the ensemble's energies, (systems,), eV; the sign does not matter.
-            spread: of the members, (systems,), eV.
-            split: where they are from.
-            members: sha256 of the weights of each.
+            error: errors of the ensemble's energies, of any sign, (systems,), eV.
+            spread: spreads of the members, (systems,), eV.
+            split: split of the systems.
+            members: sha256 of the weights of each member.
 
         Raises:
-            ValueError: if there are fewer than 20 systems, or the members agree in all of them.
+            ValueError: if there are fewer than 20 systems, or the members always agree.
         """
-        if len(error) < LEAST:
+        if len(error) < _LEAST:
             raise ValueError(
-                f"{split}: expected at least {LEAST} systems with labels to calibrate the "
+                f"{split}: expected at least {_LEAST} systems with labels to calibrate the "
                 f"uncertainty, half of the split; got {len(error)}; name a larger one with "
                 "--calibration_split"
             )
@@ -94,19 +115,15 @@ class Calibration:
         return Calibration(factor, floor, split, len(error), tuple(sorted(members)))
 
     def uncertainty(self, spread: _Array) -> _Array:
-        """eV, of spreads in eV."""
+        """Returns the uncertainty, eV, for spreads in eV."""
         return self.factor * np.hypot(spread, self.floor)
 
     def save(self, path: Path) -> None:
-        """Writes it as JSON.
-
-        Raises:
-            OSError: naming the file that cannot be written.
-        """
+        """Writes the calibration as JSON."""
         write_atomically(path, (json.dumps(self.to_json(), indent=2) + "\n").encode())
 
     def to_json(self) -> dict[str, object]:
-        """As plain numbers and names."""
+        """Returns the calibration as a dictionary of plain values."""
         return {
             "level": LEVEL,
             "factor": self.factor,
@@ -118,35 +135,27 @@ class Calibration:
 
     @staticmethod
     def read(path: Path) -> Calibration:
-        """Reads what :meth:`save` wrote.
+        """Reads a file that :meth:`save` wrote.
 
         Raises:
-            FileNotFoundError: if there is none.
-            ValueError: naming file and key that is wrong.
+            FileNotFoundError: if the file does not exist.
+            ValueError: naming the file and the wrong key.
         """
         if not path.is_file():
-            raise FileNotFoundError(f"{path}: no such calibration; {AGAIN}")
-        if path.stat().st_size > _MOST_BYTES:
-            raise ValueError(f"{path}: expected a calibration; got {path.stat().st_size:,} bytes")
-        try:
-            content = json.loads(path.read_bytes())
-        except (ValueError, RecursionError):
-            raise ValueError(f"{path}: expected a calibration in JSON; {AGAIN}") from None
+            raise FileNotFoundError(f"{path}: no such calibration; {_AGAIN}")
+        content = read_json(path, _MOST_BYTES, "a calibration in JSON", _AGAIN)
         return Calibration.from_json(content, str(path))
 
     @staticmethod
     def from_json(content: object, name: str) -> Calibration:
-        """Reads what :meth:`to_json` gave.
+        """Reads the result of :meth:`to_json`.
 
         Args:
-            content: of the file.
-            name: of the file, for messages.
-
-        Raises:
-            ValueError: naming file and key that is wrong.
+            content: the dictionary.
+            name: name of the file for messages.
         """
         if not isinstance(content, dict):
-            raise ValueError(f"{name}: expected a calibration; got {shown(content)}; {AGAIN}")
+            raise ValueError(f"{name}: expected a calibration; got {shown(content)}; {_AGAIN}")
         if content.get("level") != LEVEL:
             raise _wrong(name, content, "level", str(LEVEL))
         split, members = content.get("split"), content.get("members")
@@ -154,45 +163,257 @@ class Calibration:
             raise _wrong(name, content, "split", "a name")
         if not isinstance(members, list) or not all(isinstance(one, str) for one in members):
             raise _wrong(name, content, "members", "a sha256 for each member")
-        factor, floor, systems = (
-            _positive(name, content, key) for key in ("factor", "floor_eV", "systems")
-        )
-        return Calibration(factor, floor, split, int(systems), tuple(members))
-
-
-def _positive(name: str, content: dict[str, object], key: str) -> float:
-    value = content.get(key)
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _MOST:
-        return float(value)
-    raise _wrong(name, content, key, "a number above 0")
+        numbers = []
+        for key in ("factor", "floor_eV", "systems"):
+            value = content.get(key)
+            known = isinstance(value, int | float) and not isinstance(value, bool)
+            if not (known and 0 < value < 1e15):
+                raise _wrong(name, content, key, "a number above 0")
+            numbers.append(value)
+        factor, floor, systems = numbers
+        return Calibration(float(factor), float(floor), split, int(systems), tuple(members))
 
 
 def _wrong(name: str, content: dict[str, object], key: str, expected: str) -> ValueError:
     got = shown(content[key]) if key in content else "no such key"
-    return ValueError(f"{name}: key {key}: expected {expected}; got {got}; {AGAIN}")
+    return ValueError(f"{name}: key {key}: expected {expected}; got {got}; {_AGAIN}")
 
 
 def conformal_factor(scores: _Array, level: float = LEVEL) -> float:
-    """The score that a new system's stays below with at least the given probability.
+    """Returns the score that a new system's score stays below with at least probability `level`.
 
-    It is the ceil((n + 1) level)-th smallest of n: the new one is as likely in any place among
-    them (Lei et al., arXiv:1604.04173, section 2.2).
+    It is the ceil((n + 1) level)-th smallest of n scores, because every rank of the new score is
+    equally likely (Lei et al., arXiv:1604.04173, section 2.2).
 
     Args:
-        scores: |error| / width of systems that were set aside, (systems,).
-        level: in (0, 1), and so that there is such a score.
+        scores: |error| / width of the systems that were set aside, (systems,).
+        level: in (0, 1), at most n / (n + 1).
     """
     rank = math.ceil((len(scores) + 1) * level)
     return float(np.sort(scores)[rank - 1])
 
 
 def _interval_score(error: _Array, width: _Array) -> float:
-    """Mean over systems of the interval score of calibrated intervals, eV; small is good."""
+    """Returns the mean interval score of calibrated intervals, eV; smaller is better."""
     half = conformal_factor(error / width) * width
     return float(np.mean(half + np.maximum(error - half, 0) / (1 - LEVEL)))
 
 
 def is_set_aside(sid: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which half of the systems calibrates: by a hash of the sid, whatever else is in the split."""
+    """Selects the half of the systems that calibrates, by a hash of each sid."""
     digests = (hashlib.blake2b(f"{_SEED}:{one}".encode(), digest_size=1) for one in sid.tolist())
     return np.array([digest.digest()[0] % 2 == 0 for digest in digests], dtype=bool)
+
+
+class _Errors(NamedTuple):
+    """Systems with labels."""
+
+    error: _Array
+    """|error|, (systems,), eV"""
+    spread: _Array
+    """(systems,), eV"""
+
+
+class Uncertainty(NamedTuple):
+    """Evaluated uncertainty of an ensemble."""
+
+    rows: Results
+    """split -> metrics"""
+    text: str
+    """table"""
+    columns: dict[str, dict[str, _Array]]
+    """split -> spread_eV and, if calibrated, uncertainty_eV, each (systems,)"""
+    files: list[Path]
+
+
+def check_calibration_split(model: nn.Module, split: str | None, splits: Sequence[str]) -> None:
+    """Raises ValueError for a calibration split that cannot be used."""
+    if split is None:
+        return
+    if not isinstance(model, EnsembleRegressor):
+        raise ValueError(f"--calibration_split {split}: {_ONE_RUN}")
+    if split not in splits:
+        raise ValueError(
+            f"--calibration_split {split}: expected one of the evaluated splits, "
+            f"{', '.join(splits)}"
+        )
+
+
+def assess(
+    model: nn.Module, found: Mapping[str, Predictions], out: Path, split: str | None, learned: str
+) -> Uncertainty:
+    """Calibrates the uncertainty of an ensemble, and writes uncertainty.json and uncertainty.png.
+
+    Args:
+        model: nothing is done for models other than ensembles.
+        found: split -> predictions.
+        out: folder to write.
+        split: split to calibrate on; by default the first one with labels other than `learned`.
+            Without one, or with fewer than 20 systems to calibrate on, only spreads are returned.
+        learned: the training split, whose errors are too small.
+    """
+    if not isinstance(model, EnsembleRegressor):
+        return Uncertainty({}, "", {}, [])
+    labeled = [name for name, part in found.items() if part.labeled.any() and name != learned]
+    columns = {name: {"spread_eV": part.spread} for name, part in found.items()}
+    only_spread = Uncertainty({name: _row(part) for name, part in found.items()}, "", columns, [])
+    if split is None and not labeled:
+        why = f" other than those of {learned}, which was learned" if learned in found else ""
+        warn(f"no labels to calibrate the uncertainty with{why}; there is only the spread")
+        return only_spread
+    named, split = split, split or labeled[0]
+    part = found[split]
+    aside = is_set_aside(part.sid) & part.labeled
+    if named is None and aside.sum() < _LEAST:
+        warn(
+            f"{split}: {aside.sum()} systems with labels in the half that calibrates the "
+            f"uncertainty, expected at least {_LEAST}; there is only the spread, spread_eV; hold "
+            "out more, or name a larger split with --calibration_split"
+        )
+        return only_spread
+    calibrating = _errors(part, aside)
+    calibration = Calibration.fit(*calibrating, split, model.weights)
+    judged = {}
+    for name, part in found.items():
+        columns[name]["uncertainty_eV"] = calibration.uncertainty(part.spread)
+        judged[name] = _errors(part, part.labeled & ~aside if name == split else part.labeled)
+    rows = {name: _row(part, judged[name], calibration) for name, part in found.items()}
+    rows[split]["coverage_crossed_percent"] = _crossed(calibration, calibrating, judged[split])
+    files = [out / CALIBRATION]
+    calibration.save(files[0])
+    known = {name: one for name, one in judged.items() if len(one.error)}
+    if known:
+        files.append(out / "uncertainty.png")
+        _draw(calibration, calibrating, known, files[-1])
+    heading = (
+        f"uncertainty: {calibration.factor:.3g} * sqrt(spread^2 + ({calibration.floor:.3g} eV)^2) "
+        f"covers {100 * LEVEL:.0f} % of the errors of {calibration.systems:,} systems of "
+        f"{calibration.split}, which do not count here"
+    )
+    table = results_table("split", _COLUMNS, rows)
+    return Uncertainty(rows, f"{heading}\n{table}", columns, files)
+
+
+def _errors(part: Predictions, chosen: NDArray[np.bool_]) -> _Errors:
+    return _Errors(np.abs(part.energy - part.target)[chosen], part.spread[chosen])
+
+
+def _row(
+    part: Predictions, judged: _Errors | None = None, calibration: Calibration | None = None
+) -> dict[str, float | None]:
+    """Returns the metrics of a split; None where they need labels that are missing."""
+    row: dict[str, float | None] = dict.fromkeys([*list(_COLUMNS)[1:], "coverage_n"])
+    row["spread_eV"] = float(part.spread.mean())
+    if part.labeled.any():
+        off = part.by_training - part.target[:, None]
+        row["member_mae_eV"] = float(np.abs(off[part.labeled]).mean())
+    if calibration is None:
+        return row
+    row["uncertainty_eV"] = float(calibration.uncertainty(part.spread).mean())
+    if judged is not None and len(judged.error) > 0:
+        n = len(judged.error)
+        inside = judged.error <= calibration.uncertainty(judged.spread)
+        row["coverage_percent"] = 100 * float(inside.mean())
+        # for the level, since that of the found share would be 0 if all or none are inside
+        row["coverage_se_percent"] = 100 * float(np.sqrt(LEVEL * (1 - LEVEL) / n))
+        row["coverage_n"] = n
+        row["rank_correlation"] = _rank_correlation(judged)
+    return row
+
+
+def _crossed(calibration: Calibration, aside: _Errors, rest: _Errors) -> float | None:
+    """Returns the coverage, %, where each half calibrates the other; None if one is too small.
+
+    Differences between the halves cancel: if one has larger errors, it covers too much of the other
+    half, and the other covers too little of it.
+    """
+    if len(rest.error) < _LEAST:
+        return None
+    other = Calibration.fit(*rest, calibration.split, calibration.members)
+    held = [rest.error <= calibration.uncertainty(rest.spread)]
+    held.append(aside.error <= other.uncertainty(aside.spread))
+    return 100 * float(np.concatenate(held).mean())
+
+
+def _rank_correlation(judged: _Errors) -> float | None:
+    """Returns Spearman's correlation of spread and |error|; None if one of them is constant."""
+    from scipy.stats import spearmanr
+
+    if np.ptp(judged.spread) == 0 or np.ptp(judged.error) == 0:
+        return None
+    return float(spearmanr(judged.spread, judged.error).statistic)
+
+
+def _draw(calibration: Calibration, aside: _Errors, judged: dict[str, _Errors], png: Path) -> None:
+    scores = aside.error / np.hypot(aside.spread, calibration.floor)
+    factors = np.array([conformal_factor(scores, level) for level in _LEVELS])
+    coverage, errors = {}, {}
+    for split, one in judged.items():
+        own = one.error / np.hypot(one.spread, calibration.floor)
+        coverage[split] = (_LEVELS, (own[:, None] <= factors).mean(axis=0))
+        errors[split] = (calibration.uncertainty(one.spread), one.error)
+    plots.calibration(coverage, errors, LEVEL, png)
+
+
+def calibration_of(model: nn.Module, calibration: Path | None, default: Path) -> Calibration | None:
+    """Reads the calibration of an ensemble; returns None for other models.
+
+    Args:
+        model: the ensemble.
+        calibration: file of an evaluation of the same runs.
+        default: file to read by default; if it is missing or belongs to other runs, a warning says
+            that there is only the spread, and None is returned.
+    """
+    if not isinstance(model, EnsembleRegressor):
+        if calibration is not None:
+            raise ValueError(f"--calibration {calibration}: {_ONE_RUN}")
+        return None
+    path = calibration or default
+    try:
+        return expect_theirs(model, Calibration.read(path), str(path))
+    except (FileNotFoundError, _OtherWeights) as error:
+        if calibration is not None:
+            raise
+        warn(f"{error}; until then there is only the spread, spread_eV")
+        return None
+
+
+def expect_theirs(model: EnsembleRegressor, calibration: Calibration, name: str) -> Calibration:
+    """Returns a calibration; raises ValueError if it was made with other weights.
+
+    Args:
+        model: the ensemble.
+        calibration: the calibration.
+        name: name of its file for messages.
+    """
+    if calibration.members != tuple(sorted(model.weights)):
+        raise _OtherWeights(
+            f"{name}: calibration of {len(calibration.members)} other weights than these "
+            f"{len(model.weights)}; {_AGAIN}"
+        )
+    return calibration
+
+
+def uncertainty_of(
+    model: nn.Module, found: Predictions, calibration: Calibration | None
+) -> dict[str, _Array]:
+    """Returns the columns of an ensemble: spread_eV and, if calibrated, uncertainty_eV.
+
+    Args:
+        model: the ensemble; other models have no columns.
+        found: its predictions.
+        calibration: calibration of its weights, if known.
+
+    Returns:
+        (systems,) each, eV.
+    """
+    if not isinstance(model, EnsembleRegressor):
+        return {}
+    columns = {"spread_eV": found.spread}
+    if calibration is not None:
+        columns["uncertainty_eV"] = calibration.uncertainty(found.spread)
+    return columns
+
+
+class _OtherWeights(ValueError):
+    """Error for a calibration of other weights."""

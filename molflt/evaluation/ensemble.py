@@ -1,4 +1,4 @@
-"""Several trained runs as one energy regressor: their mean, and how far they spread."""
+"""Ensembles of trained runs: one energy regressor that predicts their mean."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from molflt.training.config import Config, read_config
 if TYPE_CHECKING:
     from torch_geometric.data import Batch
 
-__all__ = ["ENSEMBLE", "EnsembleRegressor", "expect_same_totals", "load_ensemble"]
+__all__ = ["ENSEMBLE", "EnsembleRegressor", "digest_of", "expect_same_totals"]
+__all__ += ["has_references", "load_ensemble"]
 
 ENSEMBLE = "ensemble"
-"""Folder within that of the first run, for what is known of all of them."""
+"""Name of the folder for files of the ensemble, within that of the first run."""
 
 _RECIPE = "is2re"
-_COMPARED = 256  # structures whose compositions are typical of all
-_NEGLIGIBLE = 0.01  # eV per atom between references; fits to labels without noise leave no spread
+_COMPARED = 256  # structures whose compositions are compared
+_NEGLIGIBLE = 0.01  # eV per atom between references
 
 
 class EnsembleRegressor(nn.Module):
-    """The mean of energy regressors, which run one after the other.
+    """Mean of energy regressors, which run one after the other.
 
     Args:
-        members: two or more, on one device.
-        data: run -> what it was trained on, of each, if that is known.
+        members: two or more models, on one device.
+        data: run -> its training data, if known.
 
     Attributes:
         weights: sha256 of the weights of each member.
@@ -49,7 +50,7 @@ class EnsembleRegressor(nn.Module):
         if len(members) < 2:
             raise ValueError(f"an ensemble needs two members or more; got {len(members)}")
         self.members = nn.ModuleList(members)
-        self.weights = tuple(map(_digest, members))
+        self.weights = tuple(map(digest_of, members))
         self.data = dict(data or {})
 
     @property
@@ -61,15 +62,12 @@ class EnsembleRegressor(nn.Module):
         """Predicts a batch.
 
         Args:
-            batch: as `molflt.graph.EnergyRegressor` takes it.
+            batch: see `molflt.graph.EnergyRegressor`.
 
         Returns:
             "energy": mean over members, (graphs,), eV; "energy_by_member": (graphs, members), eV;
-            if all members predict them, "displacement", (atoms, 3), Å, and "adsorbate_energy",
-            (atoms,), eV: means over members.
-
-        Raises:
-            MemoryError: if the batch is too large for a member.
+            if all members predict them, the means "displacement", (atoms, 3), Å, and
+            "adsorbate_energy", (atoms,), eV.
         """
         energies: list[Tensor] = []
         by_atom: dict[str, list[Tensor]] = {"displacement": [], "adsorbate_energy": []}
@@ -87,24 +85,24 @@ class EnsembleRegressor(nn.Module):
 def load_ensemble(
     runs: Sequence[Path], checkpoint: str = "best", device: str = "cpu"
 ) -> tuple[EnsembleRegressor, Config]:
-    """Reads runs as one model. Seeds, data and configurations may differ.
+    """Loads runs as one model. Seeds, data and configurations may differ.
 
     Args:
-        runs: folders of training runs, two or more.
-        checkpoint: best or last, of each.
-        device: as for `molflt.training.checkpoint.load_run`.
+        runs: folders of two or more training runs.
+        checkpoint: best or last, for all runs.
+        device: see `molflt.training.checkpoint.load_run`.
 
     Returns:
         The ensemble in evaluation mode, and the configuration of the first run.
 
     Raises:
         FileNotFoundError: if a run or its checkpoint is missing.
-        ValueError: naming the run that is of another recipe, there twice, damaged, or trained for
-            other elements or energies than the first.
+        ValueError: if a run is damaged, named twice, of another recipe, or was trained on other
+            elements or energies than the first.
     """
     runs = [Path(run) for run in runs]
     if len(runs) < 2:
-        raise ValueError(f"--also: expected further runs beside {runs[0]}; got none")
+        raise ValueError(f"--also: expected further runs in addition to {runs[0]}; got none")
     if checkpoint not in ("best", "last"):
         raise ValueError(
             f"--checkpoint {checkpoint}: expected best or last with --also, which each run has"
@@ -117,7 +115,7 @@ def load_ensemble(
         if recipe != _RECIPE:
             raise ValueError(
                 f"{run}: expected a run of the recipe {_RECIPE} in an ensemble; got {recipe}; "
-                "ensembles are of energies"
+                "ensembles predict energies"
             )
     loaded = [load_run(run, checkpoint, device) for run in runs]
     data = [DataSet.of_run(config["data"], config["seed"]) for _, config in loaded]
@@ -139,8 +137,8 @@ def load_ensemble(
     return ensemble.eval(), loaded[0][1]
 
 
-def _digest(model: nn.Module) -> str:
-    """sha256 of what was trained; buffers may be more in another version."""
+def digest_of(model: nn.Module) -> str:
+    """Returns the sha256 of the parameters; buffers may differ between versions."""
     digest = hashlib.sha256()
     for name, weight in sorted(model.named_parameters()):
         digest.update(f"{name} {tuple(weight.shape)} ".encode())
@@ -149,7 +147,7 @@ def _digest(model: nn.Module) -> str:
 
 
 def _expect_same_aim(run: Path, model: nn.Module, first: Path, other: nn.Module) -> None:
-    """Raises ValueError if two members were not trained for the same structures and energies."""
+    """Raises ValueError if two members were trained on different elements or energies."""
     own, theirs = _elements(model), _elements(other)
     for missing, lacks, has in ((theirs - own, run, first), (own - theirs, first, run)):
         if missing:
@@ -164,19 +162,19 @@ def _expect_same_aim(run: Path, model: nn.Module, first: Path, other: nn.Module)
     if read[0] != read[1]:
         raise ValueError(
             f"{run}: model.readout: expected that of {first} in an ensemble; got another; "
-            "train all members alike"
+            "train all members in the same way"
         )
-    referred = [_has_references(one) for one in (model, other)]
+    referred = [has_references(one) for one in (model, other)]
     if referred[0] != referred[1]:
         kinds = ["with" if one else "without" for one in referred]
         raise ValueError(
             f"{run}: trained {kinds[0]} references per element; expected, as {first}, {kinds[1]}; "
-            "train all members alike"
+            "train all members in the same way"
         )
     if referred[0]:
-        return  # means are of what references leave; totals need compositions to be compared
+        return  # `expect_same_totals` compares total energies, which need compositions
     (mean, std), (their_mean, their_std) = _energies(model), _energies(other)
-    if abs(mean - their_mean) > max(std, their_std):  # other parts of one data set are closer
+    if abs(mean - their_mean) > max(std, their_std):
         raise ValueError(
             f"{run}: trained on energies of {mean:.3g} ± {std:.3g} eV; expected those of {first}, "
             f"{their_mean:.3g} ± {their_std:.3g} eV; train all members on the same kind of energies"
@@ -184,20 +182,17 @@ def _expect_same_aim(run: Path, model: nn.Module, first: Path, other: nn.Module)
 
 
 def expect_same_totals(ensemble: EnsembleRegressor, dataset: Structures) -> None:
-    """Refuses members whose references were fitted to other kinds of energies.
+    """Raises ValueError for members with references of different kinds of energies.
 
-    Single references say little: compositions may leave them undetermined. What they sum to over
-    the structures at hand is compared.
+    Single references may be undetermined by the compositions in training, so their sums over the
+    structures to predict are compared. Members without references were compared by `load_ensemble`.
 
     Args:
-        ensemble: any; without references its members were compared when they were loaded.
-        dataset: what is to be predicted.
-
-    Raises:
-        ValueError: naming a member and what its references give.
+        ensemble: the ensemble.
+        dataset: structures to predict.
     """
     first, *others = ensemble.members
-    if not _has_references(first) or not len(dataset):
+    if not has_references(first) or not len(dataset):
         return
     indices = np.unique(np.linspace(0, len(dataset) - 1, _COMPARED).astype(np.int64))
     atoms = torch.from_numpy(dataset.compositions(indices, by_contact(ensemble)[0]))
@@ -217,7 +212,7 @@ def expect_same_totals(ensemble: EnsembleRegressor, dataset: Structures) -> None
 
 
 def _totals(model: nn.Module, atoms: Tensor) -> Tensor:
-    """What references and mean say of compositions (structures, 119): (structures,), eV."""
+    """Returns references plus mean for compositions (structures, 119), (structures,), eV."""
     references = model.get_buffer("element_energies").detach().cpu().double()
     return atoms @ references + _energies(model)[0]
 
@@ -227,14 +222,14 @@ def _elements(model: nn.Module) -> set[int]:
     return set(trained.nonzero()[:, 0].tolist()) if isinstance(trained, Tensor) else set()
 
 
-def _has_references(model: nn.Module) -> bool:
-    """Whether energies per element are added to what the model has learned."""
+def has_references(model: nn.Module) -> bool:
+    """Returns True if a model adds energies per element to its output."""
     energies = getattr(model, "element_energies", None)
     return isinstance(energies, Tensor) and bool(energies.any())
 
 
 def _energies(model: nn.Module) -> tuple[float, float]:
-    """Mean and standard deviation of the energies of training, eV; (0, inf) if not known."""
+    """Returns mean and standard deviation of the training energies, eV; (0, inf) if unknown."""
     mean, std = (getattr(model, f"energy_{name}", None) for name in ("mean", "std"))
     if not (isinstance(mean, Tensor) and isinstance(std, Tensor)):
         return 0.0, float("inf")

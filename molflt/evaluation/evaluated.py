@@ -1,4 +1,4 @@
-"""Which structures an evaluation is about: those of the run, or others."""
+"""Structures to evaluate: those of the run, or others."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from molflt.data.structures.domain import DOMAIN, Domain, read_domain
 from molflt.data.structures.sources import exists, is_same
 from molflt.data.structures.splits import VAL_SPLITS
 from molflt.evaluation.ensemble import EnsembleRegressor
+from molflt.evaluation.output import warn
 from molflt.evaluation.predictions import check_structures
-from molflt.evaluation.report import _warn
-from molflt.evaluation.results import _is_within
+from molflt.evaluation.results import is_within
 from molflt.graph.heads import by_contact
 from molflt.training.config import Config, read_config
 from molflt.training.recipes import Recipe
@@ -32,21 +32,22 @@ __all__ = ["EvaluationData"]
 
 
 class EvaluationData:
-    """The data set to evaluate on.
+    """Data set to evaluate on.
 
-    One file that a run was trained on counts with its validation part alone, any other one with all
-    of its structures, as a split of the file's name.
+    Of a single file that the run was trained on, only the validation part is evaluated; of any
+    other single file, all structures, as a split with the name of the file.
 
     Args:
         run: folder of the training run.
-        config: the run's.
-        data: folder of the data set, or one file; None for the run's own.
-        skip_bad: leave out structures that cannot be used; of the run's own data, those that its
-            training left out are left out in any case.
+        config: configuration of the run.
+        data: folder of the data set, or one file; None for the data of the run.
+        skip_bad: omit structures that cannot be used; in the data of the run, structures that its
+            training omitted are always omitted.
+        reading: options of how files are read, such as energy_key and tags.
 
     Attributes:
-        absent: which of the usual splits are not there, in words; empty if all are, or some were
-            asked for by name.
+        absent: a line about default splits that do not exist; empty if all exist, or if splits were
+            named.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class EvaluationData:
         if data is None and not exists(self.own.root):
             raise FileNotFoundError(
                 f"{self.own.root}: no such folder or file, but {run / 'config.yaml'} names it as "
-                "data.root; start from the folder where the run was trained, or name the data with "
+                "data.root; start in the folder where the run was trained, or name the data with "
                 "--data"
             )
         own = self.own.reading
@@ -74,7 +75,7 @@ class EvaluationData:
         self._own_skip_bad = skip_bad or bool(config["data"].get("skip_bad"))
         self.skip_bad = self._own_skip_bad
         self.absent = ""
-        self.stem: str | None = None  # of one file of other structures
+        self.stem: str | None = None  # the split, for one file of other structures
         if data is not None and not self._is_own(Path(data)):
             self.skip_bad = skip_bad
             self.data = self.data._replace(root=Path(data), val_fraction=None)
@@ -82,15 +83,15 @@ class EvaluationData:
                 self.stem = self.data.root.stem
 
     def _is_own(self, data: Path) -> bool:
-        """Whether a path is where the run has its data from; a single source may have moved."""
+        """Returns True for the data of the run, which may have moved if they are a single file."""
         root = self.own.root
         if exists(root) or not exists(data):
             return is_same(root, data)
         if data.name != root.name or not self.own._replace(root=data).is_one:
             return False
-        _warn(
-            f"{data}: taken for {root}, which the run was trained on and which is gone; evaluated "
-            f"on its part {self.own.val} alone"
+        warn(
+            f"{data}: assumed to be {root}, which the run was trained on and which is gone; only "
+            f"its part {self.own.val} is evaluated"
         )
         self.data = self.data._replace(root=data)
         return True
@@ -100,16 +101,16 @@ class EvaluationData:
 
     @property
     def folder(self) -> Path:
-        """Where files beside the structures lie."""
+        """Returns the folder with further files of the data set."""
         return self.data.folder
 
     def choose(self, splits: Sequence[str] | None) -> list[str]:
-        """The splits to evaluate: those named, or those of the usual ones that are there."""
+        """Returns the splits to evaluate: the named ones, or the default ones that exist."""
         if self.stem is not None:
             if splits and list(splits) != [self.stem]:
                 raise ValueError(
                     f"{self.data.root}: one file has no splits; got --splits {' '.join(splits)}; "
-                    "leave --splits out, or name a folder with --data"
+                    "omit --splits, or name a folder with --data"
                 )
             return [self.stem]
         if splits:
@@ -119,20 +120,20 @@ class EvaluationData:
         usual = list(dict.fromkeys([*VAL_SPLITS, self.data.val]))
         there = [split for split in usual if self.data.has(split)]
         if not there:
-            self.data.open(usual[:1])  # says what there is instead
+            self.data.open(usual[:1])  # raises, and lists the splits that exist
         missing = [split for split in VAL_SPLITS if split not in there]
         if missing:
-            self.absent = f"not there, and so not evaluated: {', '.join(missing)}"
+            self.absent = f"not evaluated, because they do not exist: {', '.join(missing)}"
         return there
 
     def open(
         self, splits: Sequence[str], model: nn.Module, domain: Domain | None = None
     ) -> dict[str, Structures]:
-        """Structures by split, see :func:`check_structures`; warns of those left out."""
+        """Returns structures by split; warns of omitted ones, see :func:`check_structures`."""
         if isinstance(model, EnsembleRegressor):
             if self.data.is_one and self.stem is None:
                 self._expect_same_split(model)
-            self._expect_alike_unseen(splits, model)
+            self._expect_same_unseen(splits, model)
         if self.stem is not None:
             opened = {self.stem: self.data.whole(self.skip_bad)}
         else:
@@ -142,7 +143,7 @@ class EvaluationData:
         return {split: check_structures(one, model, domain) for split, one in opened.items()}
 
     def _expect_same_split(self, model: EnsembleRegressor) -> None:
-        """Raises ValueError if members held out different structures of their one file."""
+        """Raises ValueError if members held out different structures of the same file."""
         first = self.own
         for run, member in model.data.items():
             shared = self._is_file_of(member)
@@ -152,55 +153,54 @@ class EvaluationData:
             elif shared or self._is_copy_of(run):
                 raise ValueError(
                     f"{first.root}: the runs of this ensemble held out different structures of it, "
-                    f"with data.split_seed {first.split_seed} and {member.split_seed}, so that "
-                    "members would be judged on what they were trained on; train all with the same "
+                    f"with data.split_seed {first.split_seed} and {member.split_seed}, and would "
+                    "be evaluated on structures that they were trained on; train all with the same "
                     "data.split_seed and data.val_fraction, or evaluate other structures with "
                     "--data"
                 )
 
     def _is_file_of(self, member: DataSet) -> bool:
-        """Whether a member was trained on the evaluated file, whatever its path was called."""
+        """Returns True if a member was trained on the evaluated file, also by another path."""
         if member.root in (self.own.root, self.data.root):
             return True
         return is_same(member.root, self.data.root)
 
     def _is_copy_of(self, run: Path) -> bool:
-        """Whether the evaluated file has what a run held out, where the run would look for it."""
+        """Returns True if the evaluated file is a copy of the file of a run."""
         try:
-            return bool(self._holds_out_what_it_did(run))
-        except ValueError:  # it cannot even be read in this way
+            return bool(self._same_held_out(run))
+        except ValueError:  # the file cannot be read with the options of the run
             return False
 
-    def _expect_alike_unseen(self, splits: Sequence[str], model: EnsembleRegressor) -> None:
-        """Raises ValueError if a split is what some members were trained on, and others not."""
+    def _expect_same_unseen(self, splits: Sequence[str], model: EnsembleRegressor) -> None:
+        """Raises ValueError if only some members were trained on a split."""
         for split in splits:
             learned = [run for run, own in model.data.items() if self._is_learned(split, own)]
             if 0 < len(learned) < len(model.data):
                 raise ValueError(
-                    f"{learned[0]}: was trained on {split} of {self.data.root}, as not all runs of "
-                    "this ensemble were; expected splits that either all or none have learned; "
+                    f"{learned[0]}: was trained on {split} of {self.data.root}, unlike other "
+                    "runs of this ensemble; expected splits that all or none of them have learned; "
                     "name others with --splits, or other structures with --data"
                 )
 
     def _is_learned(self, split: str, own: DataSet) -> bool:
-        """Whether a run was trained on a split of the evaluated data, or on a part of it."""
-        whole = own.is_one and self.stem is not None  # of which all structures count
-        return _is_within(self.data.root, own.root) and (whole or own.train == split)
+        """Returns True if a run was trained on a split of the evaluated data or a part of it."""
+        whole = own.is_one and self.stem is not None
+        return is_within(self.data.root, own.root) and (whole or own.train == split)
 
     def _expect_unchanged(self, run: Path) -> None:
-        """Raises ValueError if the file of a run would now be split in another way."""
-        if self._holds_out_what_it_did(run) is False:
+        """Raises ValueError if the file of a run would be split differently now."""
+        if self._same_held_out(run) is False:
             raise ValueError(
-                f"{self.data.root}: has changed since {run} was trained on it, and its parts "
-                "are drawn by its number of structures, so that some of those now held out may "
-                "have been trained on; restore the file, or name with --data one of structures "
-                "that training has not seen"
+                f"{self.data.root}: has changed since {run} was trained on it; some of the "
+                "structures that are held out now may have been trained on; restore the file, or "
+                "name a file of unseen structures with --data"
             )
 
-    def _holds_out_what_it_did(self, run: Path) -> bool | None:
-        """Whether a run, were it to begin now, would hold out the same of the evaluated file.
+    def _same_held_out(self, run: Path) -> bool | None:
+        """Returns True if a run would hold out the same structures of the evaluated file today.
 
-        None if its last checkpoint does not say what it held out.
+        None if its last checkpoint does not record the held-out structures.
         """
         if not (held := read_provenance(run).get("data", {}).get("val")):
             return None
@@ -208,32 +208,34 @@ class EvaluationData:
         seed = DataSet.of_run(config["data"], config["seed"]).split_seed
         more = {"root": self.data.root, "split_seed": seed}
         batches = Recipe.of(config).load("data")(**config["data"] | more)
-        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):  # told when it is read
+        with (
+            warnings.catch_warnings(),
+            redirect_stderr(io.StringIO()),
+        ):
             warnings.simplefilter("ignore")
             batches.setup()
         return bool(batches.fingerprints()["val"] == held)
 
     def domain(self, model: nn.Module | None = None) -> Domain | None:
-        """The domain of the training, for a model's readout; None for runs of earlier versions."""
+        """Returns the domain of the training for a model; None for runs of earlier versions."""
         path = self.run / DOMAIN
         found = read_domain(path)
         zero = (False, False) if model is None else by_contact(model)
         return None if found is None else replace(Domain.from_json(found, str(path)), zero=zero)
 
     def training_median(self) -> tuple[float | None, str]:
-        """Median energy of the training split, eV, and a line that says where it comes from."""
-        # data that have moved are where --data says; other data keep the training set's median
+        """Returns the median energy of the training split, eV, and a line about its origin."""
         source = self.own if exists(self.own.root) else self.data
         key = self.data.reading.energy_key
         if self.data.root == self.own.root and key != self.own.reading.energy_key:
             named = key or "y_relaxed or energy"
-            return None, f"no baseline, because training has not seen the energies named {named}"
+            return None, f"no baseline, because training did not use the energies named {named}"
         try:
             if self.stem is not None and source is self.data:
                 raise FileNotFoundError(f"{self.own.root}: no such folder or file")
             dataset = source.open([source.train], self._own_skip_bad)[source.train]
         except FileNotFoundError as error:
-            return None, f"no baseline, because there is no training split: {error}"
+            return None, f"no baseline, because the training split is missing: {error}"
         energy = dataset.y_relaxed
         if not np.isfinite(energy).any():
             return None, f"no baseline, because {dataset.path} has no labels"
@@ -245,5 +247,5 @@ class EvaluationData:
 
 
 def _drawn(data: DataSet) -> tuple[float, int]:
-    """What decides which structures of one file are held out."""
+    """Returns the options that determine which structures of a file are held out."""
     return VAL_FRACTION if data.val_fraction is None else data.val_fraction, data.split_seed

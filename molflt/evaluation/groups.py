@@ -1,36 +1,33 @@
-"""Errors by what structures have in common: adsorbate, metal and size."""
+"""Errors by groups of structures: adsorbate, metal, element and size."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from molflt.evaluation.output import align
 from molflt.evaluation.predictions import UNKNOWN, Predictions
-from molflt.evaluation.report import align
 from molflt.plots import GroupError
 
-if TYPE_CHECKING:
-    from molflt.evaluation.points import Points
+__all__ = ["errors_by_group", "group_tables", "groups_by_name", "groups_by_size"]
+__all__ += ["without_compositions"]
 
 _KINDS = ("adsorbate", "slab", "natoms")
 _SIZE_BINS = 6
 _PRINTED = 12
 
 
-def _errors_by_group(
-    found: Mapping[str, Predictions],
-) -> dict[str, dict[str, list[GroupError]]]:
-    """Errors by adsorbate and by metal, most systems first, and by size, smallest first.
+def errors_by_group(found: Mapping[str, Predictions]) -> dict[str, dict[str, list[GroupError]]]:
+    """Computes errors by adsorbate and metal, largest groups first, and by size, smallest first.
 
     Args:
-        found: split -> predictions; systems without a label do not count.
+        found: split -> predictions; systems without a label are ignored.
 
     Returns:
-        split, or "all" for all splits together -> "adsorbate", "slab" (its elements) or "natoms" ->
-        groups. Ranges of sizes hold about equally many systems of all splits.
+        split, or "all" for all splits -> "adsorbate", "slab" (its elements) or "natoms" -> groups.
+        Ranges of sizes contain similar numbers of systems.
     """
     parts: dict[str, tuple[NDArray[np.float64], list[NDArray[np.str_]], NDArray[np.int64]]] = {}
     for split, part in found.items():
@@ -47,35 +44,9 @@ def _errors_by_group(
     edges = _size_edges(parts["all"][2])
     groups = {}
     for split, (error, named, natoms) in parts.items():
-        by_size = _by_size(edges, natoms, error)
-        by_name = [_by_name(names, error) for names in named]
+        by_size = groups_by_size(natoms, error, edges)
+        by_name = [groups_by_name(names, error) for names in named]
         groups[split] = dict(zip(_KINDS, (*by_name, by_size), strict=True))
-    return groups
-
-
-def force_errors(found: Mapping[str, Points]) -> dict[str, list[GroupError]]:
-    """Errors of forces over all splits, meV/Å: "element" of the atom, and "natoms".
-
-    Args:
-        found: split -> predictions; structures and atoms without labeled forces do not count.
-
-    Returns:
-        As `_errors_by_group`; n counts atoms by element, and structures by size, whose MAE is that
-        of their own means.
-    """
-    from ase.data import chemical_symbols
-
-    numbers = np.concatenate([part.elements for part in found.values()])
-    forces = np.concatenate([part.forces for part in found.values()], axis=1)
-    symbols = np.array([chemical_symbols[z] for z in numbers])
-    by_atom = 1e3 * np.abs(forces[1] - forces[0]).mean(axis=1)
-    natoms = np.concatenate([part.energies.natoms for part in found.values()])
-    of_structure = 1e3 * np.concatenate([part.force_mae for part in found.values()])
-    known = np.isfinite(of_structure)
-    groups = {"element": _by_name(symbols, by_atom)}
-    if known.any():
-        edges = _size_edges(natoms[known])
-        groups["natoms"] = _by_size(edges, natoms[known], of_structure[known])
     return groups
 
 
@@ -85,10 +56,10 @@ def without_compositions(
     target: NDArray[np.float64],
     energy: NDArray[np.float64],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Labels and predictions, (structures,) eV each, less the mean label of their formula.
+    """Subtracts the mean label of each formula from labels and predictions, (structures,), eV.
 
     Returns:
-        Both in meV per atom.
+        Labels and predictions, meV per atom.
     """
     groups = np.unique(np.array(formulas), return_inverse=True)[1]
     means = (np.bincount(groups, target) / np.bincount(groups))[groups]
@@ -97,14 +68,18 @@ def without_compositions(
 
 
 def _size_edges(natoms: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where ranges of sizes begin, and the last one ends; each has about equally many systems."""
+    """Returns the starts of ranges of sizes and the end of the last one, by quantiles."""
     return np.unique(np.quantile(natoms, np.linspace(0, 1, _SIZE_BINS + 1)).astype(int))
 
 
-def _by_size(
-    edges: NDArray[np.int64], natoms: NDArray[np.int64], error: NDArray[np.float64]
+def groups_by_size(
+    natoms: NDArray[np.int64],
+    error: NDArray[np.float64],
+    edges: NDArray[np.int64] | None = None,
 ) -> list[GroupError]:
-    # the first edge is the smallest size; each bin begins at its edge, the last also ends at it
+    """Returns groups of sizes between edges, by default quantiles of `natoms`."""
+    edges = _size_edges(natoms) if edges is None else edges
+    # each bin starts at its edge; the last one includes its end
     bins = np.searchsorted(edges[1:-1], natoms, side="right")
     return [
         _group(_size_label(edges, i), error[bins == i])
@@ -113,8 +88,8 @@ def _by_size(
     ]
 
 
-def _by_name(names: NDArray[np.str_], error: NDArray[np.float64]) -> list[GroupError]:
-    """Most systems first."""
+def groups_by_name(names: NDArray[np.str_], error: NDArray[np.float64]) -> list[GroupError]:
+    """Returns the groups, the largest first."""
     found = [_group(str(name), error[names == name]) for name in np.unique(names)]
     return sorted(found, key=lambda group: (-group.n, group.group))
 
@@ -124,14 +99,14 @@ def _group(name: str, error: NDArray[np.float64]) -> GroupError:
 
 
 def _size_label(edges: NDArray[np.int64], i: int) -> str:
-    """Range of the sizes in bin i, ends included."""
+    """Returns the inclusive range of sizes in bin i."""
     low = int(edges[i])
     high = int(edges[-1] if i + 2 >= len(edges) else edges[i + 1] - 1)
     return f"{low}-{high}" if high > low else f"{low}"
 
 
-def _group_tables(groups: Mapping[str, Sequence[GroupError]]) -> str:
-    """Errors over all splits by adsorbate and metal, the largest groups, and size, as text."""
+def group_tables(groups: Mapping[str, Sequence[GroupError]]) -> str:
+    """Formats errors by adsorbate and metal, only the largest groups, and by size."""
     names = {"adsorbate": "adsorbate", "slab": "slab", "natoms": "atoms"}
     tables = []
     for kind, title in names.items():

@@ -1,33 +1,44 @@
-"""Evaluation of a language model: perplexity per token, where it comes from, where heads look."""
+"""Evaluation of language models: perplexity, loss against the position, attention."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 
 from molflt import plots
 from molflt.data.text.datamodule import TokenBlocks, read_blocks
-from molflt.data.text.vocabulary import Vocabulary
-from molflt.evaluation.attention import _attention_of, _locality_of
+from molflt.evaluation.common import (
+    attention_of,
+    batches,
+    device_of,
+    draw_encoding,
+    expect_finite,
+    locality_of,
+    named_sources,
+)
+from molflt.evaluation.kept import load_vocabulary
+from molflt.evaluation.output import Evaluation, Results, results_table
 from molflt.evaluation.proteins import Unigram, draw_substitutions, residue_table, unigram_of
-from molflt.evaluation.report import Report, align
 from molflt.evaluation.results import begin_results
-from molflt.evaluation.splits import named_sources
-from molflt.evaluation.tokens import draw_encoding, expect_finite, expect_size, read_kept
-from molflt.memory import within_memory
 from molflt.sequence.language_model import LanguageModel
 from molflt.tasks.language import LanguageTask
 from molflt.training.config import Config
 
-__all__ = ["evaluate", "load_vocabulary", "metrics_of", "token_losses", "vocabulary_of"]
+__all__ = ["evaluate", "metrics_of", "token_losses"]
 
-_ATTENTION_TOKENS = 128  # of the picture of attention matrices
+_ATTENTION_TOKENS = 128  # in the picture of attention matrices
+_COLUMNS = {
+    "perplexity": ("perplexity", 2),
+    "bits_per_token": ("bits/token", 3),
+    "tokens": ("tokens", 0),
+    "nearest": ("nearest 10 %", 3),
+    "farthest": ("farthest 10 %", 3),
+}
+_NOTE = "10 %: attention on that share of the preceding tokens, mean over heads and layers"
 
 
 def evaluate(
@@ -38,41 +49,38 @@ def evaluate(
     splits: list[str] | None = None,
     data: Path | None = None,
     batch_size: int = 64,
-) -> Report:
+) -> Evaluation:
     """Evaluates a language model: perplexity per token of each text.
 
-    Each block of the training's length is judged by itself, without what stood before it, as the
-    papers do. Writes losses.png (loss against the place in the block), attention.png (each head of
-    the last layer on the first tokens) and, if there is one, encoding.png. Proteins: also per
-    residue, beside the unigram model of the training file, and substitutions.png.
+    Each block of the training's length is evaluated without the text before it, as in the
+    literature. Writes losses.png (loss against the position in the block), attention.png (each head
+    of the last layer on the first tokens) and, with a relative encoding, encoding.png. Protein
+    models are also compared per residue with the unigram model of the training file, and get
+    substitutions.png.
 
     Args:
-        run: folder of the training run.
-        model: in evaluation mode.
-        config: the run's.
-        out: folder to write.
         splits: some of train, val and test; by default val, and test if the run names it.
-        data: another text instead, a file or an hf: name.
+        data: another text to evaluate instead, a file or an hf: name.
         batch_size: blocks in a batch.
 
     Returns:
-        Per split: perplexity, bits_per_token, tokens, and the shares of attention on the nearest
-        and farthest 10 % of the tokens, mean over heads and layers, of the first block. Of proteins
-        also residue_perplexity, residue_accuracy_percent, residues (without what ends records),
-        unigram_perplexity and unigram_accuracy_percent.
-
-    Raises:
-        FileNotFoundError: if the run's vocabulary or a text is missing.
-        ValueError: if a text cannot be used, or the vocabulary is another model's.
+        Per split: perplexity, bits_per_token, tokens, and nearest and farthest, the attention on
+        the nearest and farthest 10 % of the tokens of the first block, mean over heads and layers.
+        For proteins also residue_perplexity, residue_accuracy_percent, residues (without ends of
+        records), unigram_perplexity and unigram_accuracy_percent.
     """
     vocabulary = load_vocabulary(run, model.vocabulary)
-    length = int(str(config["data"]["length"]))
-    results: dict[str, dict[str, float | None]] = {}
+    length, train = int(str(config["data"]["length"])), str(config["data"]["train"])
+    results: Results = {}
     curves: dict[str, NDArray[np.float64]] = {}
     proteins = vocabulary.level == "protein"
-    train = str(config["data"]["train"])
-    baseline, note = _baseline(train, vocabulary, length) if proteins else (None, "")
-    texts = {  # all of them, before the first is judged
+    baseline, note = None, ""
+    if proteins:  # ends of records are among the tokens that the unigram model predicts
+        possible = np.ones(len(vocabulary), dtype=bool)
+        baseline, note = unigram_of(
+            train, lambda: read_blocks(train, vocabulary, length).ids, possible
+        )
+    texts = {  # read all of them before evaluating the first
         split: read_blocks(source, vocabulary, length, split)
         for split, source in named_sources(config["data"], splits, data).items()
     }
@@ -87,42 +95,18 @@ def evaluate(
     begin_results(out, "losses.png", "attention.png", "encoding.png", "substitutions.png")
     files = [out / "losses.png", out / "attention.png"]
     plots.losses_by_place(curves, files[0])
-    first = blocks[0][0][:_ATTENTION_TOKENS].to(next(model.parameters()).device)[None]
-    matrices = _attention_of(model.stack, lambda: model(first), last=1)
+    first = blocks[0][0][:_ATTENTION_TOKENS].to(device_of(model))[None]
+    matrices = attention_of(model.stack, lambda: model(first), last=1)
     title = f"last layer, first {first.shape[1]} tokens of {split}"
     plots.attention_matrices(matrices[-1][0], files[1], title=title)
     own = model.stack.position, model.position_scale, length, model.longest
     files += draw_encoding(*own, out / "encoding.png")
-    text = _table(results)
+    text = f"{results_table('text', _COLUMNS, results)}\n\n{_NOTE}"
     if proteins:
         png, about = draw_substitutions(model.head, vocabulary.ids, out / "substitutions.png")
         files.append(png)
         text = f"{text}\n\n{residue_table(results)}\n\n{note}\n{about}"
-    return Report(results, f", blocks of {length} tokens\n\n{text}\n", files)
-
-
-def load_vocabulary(run: Path, size: int) -> Vocabulary:
-    """The vocabulary of a run.
-
-    Args:
-        run: folder of a training run.
-        size: number of ids that its model has.
-    """
-    path = run / "vocabulary.json"
-    return vocabulary_of(read_kept(path, "vocabulary"), str(path), size)
-
-
-def vocabulary_of(content: bytes, name: str, size: int) -> Vocabulary:
-    """As `load_vocabulary`, from what the file of that name holds."""
-    vocabulary = Vocabulary.from_json(content, name)
-    expect_size(name, len(vocabulary), size, "vocabulary")
-    return vocabulary
-
-
-def _baseline(source: str, vocabulary: Vocabulary, length: int) -> tuple[Unigram | None, str]:
-    """See `unigram_of`; records end, so that <eos> is one of what can come."""
-    possible = np.ones(len(vocabulary), dtype=bool)
-    return unigram_of(source, lambda: read_blocks(source, vocabulary, length).ids, possible)
+    return Evaluation(results, f", blocks of {length} tokens\n\n{text}\n", files)
 
 
 def _per_residue(
@@ -131,7 +115,7 @@ def _per_residue(
     right: list[NDArray[np.bool_]],
     baseline: Unigram | None,
 ) -> dict[str, float | None]:
-    """Metrics of the residues among the tokens of a text, and of the baseline on these."""
+    """Returns the metrics of the tokens that are residues, and those of the baseline on them."""
     ids, own, there = blocks.ids, blocks.ids != blocks.eos, np.isfinite(losses)
     nats, hits = losses[there][own], np.concatenate(right)[there][own]
     return {
@@ -143,7 +127,7 @@ def _per_residue(
 
 
 def metrics_of(losses: NDArray[np.float64]) -> dict[str, float]:
-    """Perplexity and bits per token, from the negative log-likelihoods of tokens, nats."""
+    """Returns perplexity and bits per token for negative log-likelihoods of tokens, nats."""
     return LanguageTask.sums(torch.tensor(losses.sum()), torch.tensor(len(losses))).metrics()
 
 
@@ -154,29 +138,29 @@ def token_losses(
     name: str,
     right: list[NDArray[np.bool_]] | None = None,
 ) -> NDArray[np.float64]:
-    """Negative log-likelihood of each token of a text, nats: (blocks, length); NaN where none is.
+    """Returns the negative log-likelihood of each token of a text, nats.
 
     Args:
-        model: in evaluation mode.
-        blocks: of the text.
+        model: model in evaluation mode.
+        blocks: blocks of the text.
         batch_size: blocks in a batch.
-        name: of the text, for messages.
-        right: takes whether each token was the most probable one, (batch, length) of each batch;
-            None saves all logits, which a large vocabulary has too many of.
+        name: name of the text for messages.
+        right: list to append to, for each batch, which tokens were the most probable ones, (batch,
+            length); None saves the memory of all logits.
+
+    Returns:
+        (blocks, length); NaN at padding.
     """
-    device = next(model.parameters()).device
-    found = []
-    batch_of = f"{name}: a batch of {batch_size} x {blocks.length:,} tokens"
-    with torch.inference_mode(), within_memory(lambda: batch_of, "lower --batch-size"):
-        batches = DataLoader(blocks, batch_size=batch_size)
-        for inputs, targets in tqdm(batches, desc=name, leave=False, disable=None):
+    device, found = device_of(model), []
+    with batches(
+        DataLoader(blocks, batch_size), name, f"{batch_size} x {blocks.length:,} tokens"
+    ) as loaded:
+        for inputs, targets in loaded:
+            wanted = targets.to(device)
             if right is None:
-                score = model.log_likelihood(inputs.to(device), targets.to(device))
+                score = model.log_likelihood(inputs.to(device), wanted)
             else:
-                log_p, wanted = (
-                    model.log_probabilities(model(inputs.to(device))),
-                    targets.to(device),
-                )
+                log_p = model.log_probabilities(model(inputs.to(device)))
                 score = log_p.gather(2, wanted.clamp(min=0)[..., None])[..., 0]
                 right.append((log_p.argmax(dim=2) == wanted).cpu().numpy())
             loss = -score.double().cpu()
@@ -186,25 +170,8 @@ def token_losses(
 
 
 def _locality(model: LanguageModel, blocks: TokenBlocks) -> dict[str, float | None]:
-    """Of the first block."""
-    tokens = blocks[0][0][blocks[0][1] >= 0].to(next(model.parameters()).device)[None]
+    """Returns `locality_of` the first block."""
+    tokens = blocks[0][0][blocks[0][1] >= 0].to(device_of(model))[None]
     place = torch.arange(tokens.shape[1])
     distances = (place[:, None] - place).abs()
-    return _locality_of(_attention_of(model.stack, lambda: model(tokens)), distances, causal=True)
-
-
-def _table(results: Mapping[str, Mapping[str, float | None]]) -> str:
-    """One line per text; shares of attention on near and far tokens next to the perplexities."""
-    head = ("text", "perplexity", "bits/token", "tokens", "nearest 10 %", "farthest 10 %")
-    rows = [
-        (
-            name,
-            f"{row['perplexity']:.2f}",
-            f"{row['bits_per_token']:.3f}",
-            f"{row['tokens']:,}",
-            *("-" if row[key] is None else f"{row[key]:.3f}" for key in ("nearest", "farthest")),
-        )
-        for name, row in results.items()
-    ]
-    note = "10 %: attention on that share of the tokens before, mean over heads and layers"
-    return f"{align([head, *rows])}\n\n{note}"
+    return locality_of(attention_of(model.stack, lambda: model(tokens)), distances, causal=True)

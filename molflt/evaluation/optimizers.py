@@ -1,4 +1,4 @@
-"""Evaluation of a learned optimizer: loss curves on unseen problems, beside tuned Adam."""
+"""Evaluation of learned optimizers: loss curves on unseen problems, compared with tuned Adam."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from molflt import plots
 from molflt.data.problems import ProblemSeeds
-from molflt.evaluation.attention import _attention_of
-from molflt.evaluation.report import Report, align, write_csv
+from molflt.evaluation.common import attention_of
+from molflt.evaluation.output import Evaluation, align, write_csv
 from molflt.evaluation.results import begin_results
 from molflt.memory import within_memory
 from molflt.optimizers.coordinate import CoordinateOptimizer, OptimizerState
@@ -30,25 +30,25 @@ from molflt.optimizers.unseen import UNSEEN, image_problems
 from molflt.training.config import Config
 
 __all__ = ["ADAM_RATES", "Raced", "curve_rows", "evaluate", "final_loss", "loss_curve", "race"]
-__all__ += ["stretches", "table", "tasks_of", "tuned_adam"]
+__all__ += ["intervals", "table", "tasks_of", "tuned_adam"]
 
 ADAM_RATES = tuple(round(10 ** (-4 + i / 3), 6) for i in range(10))  # 1e-4 to 0.1
-_END = 0.1  # share of the steps whose mean loss is the final one
-_ROWS = 200  # of a curve in the file
+_END = 0.1  # the mean loss of this last share of the steps is the final loss
+_ROWS = 200  # per curve in the file
 _SHOWN, _COORDINATES = 64, 32  # gradients and coordinates in the picture of attention
-_REACH = 200  # steps in that of the encoding
+_REACH = 200  # steps in the picture of the encoding
 _Curve = NDArray[np.float64]
 _Made = Callable[[int, Tensor], Problem]
 _Opened = Callable[[list[Tensor]], Optimizer]
 
 
 class Raced(NamedTuple):
-    """What an optimizer made of a task."""
+    """Loss curves of an optimizer on a task."""
 
     curves: _Curve
-    """loss before each step, (repeats, steps); infinite from where it was no number"""
+    """loss before each step, (repeats, steps); infinite from the first NaN"""
     setting: str = ""
-    """what was tuned, for people"""
+    """the tuned learning rate, for tables"""
 
 
 def evaluate(
@@ -61,36 +61,29 @@ def evaluate(
     tasks: list[str] | None = None,
     data: Path | None = None,
     rates: list[float] | None = None,
-) -> Report:
-    """Evaluates a learned optimizer: loss curves on unseen tasks, beside Adam.
+) -> Evaluation:
+    """Evaluates a learned optimizer: loss curves on unseen tasks, compared with Adam.
 
-    Adam has the best of several learning rates for each task: that of the smallest final loss in
-    the same repeats. The tasks are Rosenbrock's function, the factorization of a matrix, a
-    network that is deeper and larger than those of training, and with `data` a network and a
-    convolutional network on images. Writes curves.csv (mean losses of up to 200 stretches of steps)
-    and optimizations.png; of attention also attention.png (each head of the last layer on the first
-    gradients of the last task) and, if there is one, encoding.png.
+    Adam uses the learning rate with the smallest final loss in the same repeats, for each task. The
+    tasks are Rosenbrock's function, the factorization of a matrix, a network that is deeper and
+    larger than those of training, and with `data` a network and a convolutional network on images.
+    Writes curves.csv (mean losses of up to 200 intervals of steps) and optimizations.png. With
+    attention, also writes attention.png (each head of the last layer on the first gradients of the
+    last task) and, with a relative encoding, encoding.png.
 
     Args:
-        run: folder of the training run.
-        model: in evaluation mode.
-        config: the run's.
-        out: folder to write.
-        steps: of each optimization.
-        repeats: optimizations of each task, from other seeds.
+        steps: steps of each optimization.
+        repeats: optimizations of each task, with different seeds.
         tasks: some of rosenbrock, factorization, deep_network, image_network and
-            image_convolutions; by default all that there are data for.
+            image_convolutions; by default all, the image tasks only with `data`.
         data: images: a folder of classes or an idx file.
-        rates: learning rates that Adam is tried with, 1e-4 to 0.1 in 10 steps by default; an empty
-            list leaves Adam out.
+        rates: learning rates to try with Adam, 1e-4 to 0.1 in 10 steps by default; an empty list
+            omits Adam.
 
     Returns:
-        Per task: final_loss (geometric mean over repeats of the mean loss of the last 10 % of the
-        steps), final_loss_sd (of its decimal logarithm), and with Adam the same of it, and adam_lr.
-
-    Raises:
-        FileNotFoundError: if the images are missing.
-        ValueError: for a number outside its range, an unknown task, or one without its data.
+        Per task: final_loss, the geometric mean over repeats of the mean loss of the last 10 % of
+        the steps, and final_loss_sd, the standard deviation of its decimal logarithm; with Adam
+        also adam_final_loss, adam_final_loss_sd and adam_lr.
     """
     for name, value in (("steps", steps), ("repeats", repeats)):
         if value < 1:
@@ -110,7 +103,7 @@ def evaluate(
     begin_results(out, "curves.csv", "optimizations.png", "attention.png", "encoding.png")
     files = [write_csv(out / "curves.csv", curve_rows(found)), out / "optimizations.png"]
     curves = {
-        task: {name: stretches(raced.curves)[1] for name, raced in own.items()}
+        task: {name: intervals(raced.curves)[1] for name, raced in own.items()}
         for task, own in found.items()
     }
     plots.loss_curves(curves, files[1], steps)
@@ -118,13 +111,13 @@ def evaluate(
     files += _draw_memory(model, made(int(ProblemSeeds("test", 1)[0]), like), task, steps, out)
     results = {task: _metrics(*own.values()) for task, own in found.items()}
     text = f", {steps:,} steps, {repeats} repeats\n\n{table(found)}\n"
-    return Report(results, text, files)
+    return Evaluation(results, text, files)
 
 
 def _draw_memory(
     model: CoordinateOptimizer, problem: Problem, task: str, steps: int, out: Path
 ) -> list[Path]:
-    """Pictures of where attention looks among past gradients, mean over coordinates."""
+    """Draws the attention on past gradients, mean over coordinates."""
     memory = model.memory
     if not isinstance(memory, AttentionMemory):
         return []
@@ -143,7 +136,7 @@ def _draw_memory(
         if not bool(theta.isfinite().all()):
             break
     features = torch.stack(seen, dim=1)
-    matrices = _attention_of(memory.stack, lambda: model(features, features[..., 0]), last=1)
+    matrices = attention_of(memory.stack, lambda: model(features, features[..., 0]), last=1)
     files = [out / "attention.png"]
     title = f"last layer, first {features.shape[1]} gradients of {task.replace('_', ' ')}"
     plots.attention_matrices(matrices[-1].mean(dim=0), files[0], title=title)
@@ -155,15 +148,11 @@ def _draw_memory(
 
 
 def tasks_of(names: Sequence[str] | None, data: Path | None) -> dict[str, _Made]:
-    """Tasks by name.
+    """Returns tasks by name.
 
     Args:
-        names: of some; None for all that there are data for.
-        data: images; None without.
-
-    Raises:
-        FileNotFoundError: if the images are missing.
-        ValueError: for an unknown task, or one without its data.
+        names: some of the tasks; None for all, the image tasks only with `data`.
+        data: images, if any.
     """
     of_images = ("image_network", "image_convolutions")
     known = [*UNSEEN, *of_images]
@@ -171,23 +160,23 @@ def tasks_of(names: Sequence[str] | None, data: Path | None) -> dict[str, _Made]
         if name not in known:
             raise ValueError(f"--tasks {name!r}; expected some of {', '.join(known)}")
         if name in of_images and data is None:
-            raise ValueError(f"--tasks {name}: expected images; got none; give --data")
+            raise ValueError(f"--tasks {name}: expected images; give them with --data")
     wanted = names or [name for name in known if data is not None or name in UNSEEN]
     if data is not None and not set(wanted) & {*of_images}:
-        raise ValueError(f"--data {data} has no effect on {', '.join(wanted)}; leave it out")
+        raise ValueError(f"--data {data} has no effect on {', '.join(wanted)}; omit it")
     there = {**UNSEEN, **(image_problems(data) if data is not None else {})}
     return {name: there[name] for name in wanted}
 
 
 def race(made: _Made, opened: _Opened, steps: int, repeats: int, like: Tensor) -> Raced:
-    """Optimizes a task from several seeds, which no training has.
+    """Optimizes a task with several seeds that no training uses.
 
     Args:
-        made: the task.
-        opened: makes the optimizer of some parameters.
-        steps: of each.
-        repeats: how many seeds.
-        like: a tensor of the wanted type, on the wanted device.
+        made: makes the problem of a seed.
+        opened: makes the optimizer of parameters.
+        steps: steps of each optimization.
+        repeats: number of seeds.
+        like: tensor with the dtype and device of the problems.
     """
     seeds = ProblemSeeds("test", repeats)
     problems = [made(int(seeds[i]), like) for i in range(repeats)]
@@ -197,7 +186,7 @@ def race(made: _Made, opened: _Opened, steps: int, repeats: int, like: Tensor) -
 def tuned_adam(
     made: _Made, steps: int, repeats: int, like: Tensor, rates: Iterable[float] = ADAM_RATES
 ) -> Raced:
-    """Adam with the learning rate whose final loss is least."""
+    """Optimizes a task with Adam at the learning rate with the smallest final loss."""
     best, least = Raced(np.empty(0)), math.inf
     for lr in rates:
         found = race(made, partial(Adam, lr=lr), steps, repeats, like)
@@ -208,7 +197,7 @@ def tuned_adam(
 
 
 def loss_curve(problem: Problem, opened: _Opened, steps: int) -> _Curve:
-    """Losses before each step, (steps,); infinite once one is no number."""
+    """Returns the loss before each step, (steps,); infinite from the first NaN."""
     theta = nn.Parameter(problem.start.detach().clone())
     optimizer = opened([theta])
     curve = np.full(steps, np.inf)
@@ -230,7 +219,7 @@ def _gradient(theta: Tensor) -> Tensor:
 
 
 def final_loss(curves: _Curve) -> tuple[float, float]:
-    """Geometric mean over repeats of the loss at the end, and the sd of its decimal logarithm."""
+    """Returns the geometric mean of final losses, and the sd of their decimal logarithm."""
     count = max(1, round(_END * curves.shape[1]))
     ends = np.log10(np.maximum(curves[:, -count:].mean(axis=1), 1e-30))
     if not np.isfinite(ends).all():
@@ -249,7 +238,7 @@ def _metrics(learned: Raced, adam: Raced | None = None) -> dict[str, float | Non
 
 
 def table(found: Mapping[str, Mapping[str, Raced]]) -> str:
-    """A line per task and optimizer."""
+    """Formats final losses, a line per task and optimizer."""
     lines = [("task", "optimizer", "tuned", "final loss", "sd of log10")]
     for task, own in found.items():
         for name, raced in own.items():
@@ -260,8 +249,12 @@ def table(found: Mapping[str, Mapping[str, Raced]]) -> str:
     return f"{align(lines, text_columns=2)}\n\n{note}"
 
 
-def stretches(curves: _Curve, most: int = _ROWS) -> tuple[_Curve, _Curve]:
-    """Mean losses of stretches of steps: their middle steps (n,), and (repeats, n)."""
+def intervals(curves: _Curve, most: int = _ROWS) -> tuple[_Curve, _Curve]:
+    """Averages losses over intervals of steps.
+
+    Returns:
+        Middle steps, (n,), and mean losses, (repeats, n).
+    """
     steps = curves.shape[1]
     edges = np.linspace(0, steps, min(steps, most) + 1).round().astype(int)
     means = [curves[:, a:b].mean(axis=1) for a, b in itertools.pairwise(edges)]
@@ -269,12 +262,12 @@ def stretches(curves: _Curve, most: int = _ROWS) -> tuple[_Curve, _Curve]:
 
 
 def curve_rows(found: Mapping[str, Mapping[str, Raced]]) -> list[dict[str, Any]]:
-    """Rows of curves.csv."""
+    """Returns the rows of curves.csv."""
     rows: list[dict[str, Any]] = []
     for task, own in found.items():
         for name, raced in own.items():
             label = {"task": task, "optimizer": name, "tuned": raced.setting}
-            middle, means = stretches(raced.curves)
+            middle, means = intervals(raced.curves)
             for repeat, losses in enumerate(means):
                 pairs = zip(middle, losses, strict=True)
                 rows += [{**label, "repeat": repeat, "step": s, "loss": x} for s, x in pairs]

@@ -1,9 +1,9 @@
-"""Evaluation of an autoregressive model of images: bits per dimension, beside two baselines."""
+"""Evaluation of autoregressive image models: bits per dimension, with two baselines."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -11,16 +11,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 
 from molflt import plots
 from molflt.data.images.base import LabeledImages
 from molflt.data.images.datamodule import PixelData
-from molflt.evaluation.attention import _attention_of
-from molflt.evaluation.report import Report, align
+from molflt.evaluation.common import (
+    attention_of,
+    batches,
+    device_of,
+    draw_encoding,
+    expect_finite,
+    named_images,
+    tokens_unit,
+)
+from molflt.evaluation.output import Evaluation, Results, results_table
 from molflt.evaluation.results import begin_results
-from molflt.evaluation.splits import named_images
-from molflt.evaluation.tokens import draw_encoding, expect_finite
 from molflt.memory import within_memory
 from molflt.sequence.pixels import LEVELS, PixelModel
 from molflt.tasks.pixels import PixelTask
@@ -28,8 +33,14 @@ from molflt.training.config import Config
 
 __all__ = ["evaluate"]
 
-_AT_ONCE = 64  # images that are counted at once
-_AROUND = 7  # pixels up and to the sides in the picture of attention
+_AT_ONCE = 64  # images in a batch of the histogram
+_AROUND = 7  # pixels above and to the sides in the picture of attention
+_COLUMNS = {
+    "n": ("n", 0),
+    "bits_per_dim": ("bits/dim", 3),
+    "histogram_bits_per_dim": ("histogram", 3),
+    "uniform_bits_per_dim": ("uniform", 3),
+}
 
 
 def evaluate(
@@ -40,37 +51,29 @@ def evaluate(
     splits: list[str] | None = None,
     data: Path | None = None,
     batch_size: int = 16,
-) -> Report:
-    """Evaluates an autoregressive model of images: bits per dimension.
+) -> Evaluation:
+    """Evaluates an autoregressive image model: bits per dimension.
 
-    Beside it are 8 bits, a byte of which nothing is known, and the histogram of each place: how
-    often each value is there in the training images, each counted once more. Writes losses.png
-    (loss against the place in the sequence), attention.png (of the last layer: where around a
-    pixel, mean over the pixels of one image) and, if there is one, encoding.png.
+    The baselines are 8 bits, the uniform distribution of a byte, and the histogram of each
+    position: the frequency of each value in the training images, each counted once more. Writes
+    losses.png (loss against the position in the sequence), attention.png (of the last layer on the
+    pixels around each pixel, mean over one image) and, with a relative encoding, encoding.png.
 
     Args:
-        run: folder of the training run.
-        model: in evaluation mode.
-        config: the run's.
-        out: folder to write.
         splits: some of train and val; by default val.
-        data: other images instead, a folder of classes or an idx file.
+        data: other images to evaluate instead, a folder of classes or an idx file.
         batch_size: images in a batch.
 
     Returns:
-        Per split: bits_per_dim, uniform_bits_per_dim, histogram_bits_per_dim (null where the
-        training images are not there), n and bytes (of all images).
-
-    Raises:
-        FileNotFoundError: if the images are missing.
-        ValueError: if images cannot be used, or have another size than those of training.
+        Per split: bits_per_dim, uniform_bits_per_dim, histogram_bits_per_dim (null without the
+        training images), n and bytes (of all images).
     """
     options = config["data"]
     own, named = named_images(PixelData, options, splits, data)
     for images in named.values():
         _expect_alike(images, model)
     tables, note = _histograms(own if data is None else None, options, model)
-    results: dict[str, dict[str, float | None]] = {}
+    results: Results = {}
     curves: dict[str, NDArray[np.float64]] = {}
     for split, images in named.items():
         nats, histogram = _judge(model, images, tables, batch_size, split)
@@ -88,27 +91,28 @@ def evaluate(
     files = [out / "losses.png"]
     plots.losses_by_place(curves, files[0])
     files += _draw_attention(model, next(iter(named.values()))[0][0], out)
-    return Report(results, f"\n\n{_table(results)}\n\n{note}\n", files + _draw(model, out))
+    text = f"\n\n{results_table('images', _COLUMNS, results)}\n\n{note}\n"
+    return Evaluation(results, text, files + _draw(model, out))
 
 
 def _expect_alike(images: LabeledImages, model: PixelModel) -> None:
-    """Raises ValueError for images that the model cannot take."""
+    """Raises ValueError for images of another size than those of the training."""
     if (images.channels, images.size[0]) != (model.channels, model.image_size):
         raise ValueError(
             f"{images.path}: expected images of {model.image_size} pixels and {model.channels} "
-            f"channels, as in training; got {images.size[0]} and {images.channels}; use others"
+            f"channels, as in training; got {images.size[0]} and {images.channels}; use such images"
         )
 
 
 def _histograms(
     own: PixelData | None, options: Mapping[str, object], model: PixelModel
 ) -> tuple[Tensor | None, str]:
-    """Bits of each value at each place of the training images, and a line about them.
+    """Returns the bits of each value at each position, by the training images, and a line.
 
     Args:
-        own: data that have the training images, if they are open.
-        options: the run's, to open them.
-        model: which says in what order bytes come.
+        own: data with the training images, if they are open.
+        options: options of the run to open them with.
+        model: model that gives the order of bytes.
 
     Returns:
         -log2 of (n + 1) / (images + 256), (bytes of an image, 256), or None without the images.
@@ -118,40 +122,35 @@ def _histograms(
         try:
             own.setup()
         except FileNotFoundError as error:
-            return None, f"histogram: none, because training images are missing: {error}"
+            return None, f"no histogram, because the training images are missing: {error}"
     train = own.datasets["train"]
     counts = torch.zeros(model.longest * LEVELS, dtype=torch.int64)
     first = LEVELS * torch.arange(model.longest)
-    for images in _batches(train, _AT_ONCE, "histogram"):
-        values = model.bytes_of(images.to(next(model.parameters()).device)).cpu()
-        counts += torch.bincount((values + first).flatten(), minlength=len(counts))
+    with batches(DataLoader(train, _AT_ONCE), "histogram", f"{_AT_ONCE} images") as loaded:
+        for images, _ in loaded:
+            values = model.bytes_of(images.to(device_of(model))).cpu()
+            counts += torch.bincount((values + first).flatten(), minlength=len(counts))
     bits = math.log2(len(train) + LEVELS) - (counts + 1).double().log2()
-    return bits.view(-1, LEVELS), f"histogram of each place: {len(train):,} training images"
+    return bits.view(-1, LEVELS), f"histogram of each position: {len(train):,} training images"
 
 
 def _judge(
     model: PixelModel, images: LabeledImages, tables: Tensor | None, batch_size: int, name: str
 ) -> tuple[Tensor, float | None]:
-    """Mean nats of the model at each place, (bytes of an image,), and mean bits of the tables."""
-    device = next(model.parameters()).device
+    """Returns the mean nats at each position, (bytes of an image,), and mean bits of the tables."""
     nats, bits = torch.zeros(model.longest, dtype=torch.float64), 0.0
     place = torch.arange(model.longest)
-    batch_of = f"{name}: a batch of {batch_size} images of {model.longest:,} bytes"
-    with torch.inference_mode(), within_memory(lambda: batch_of, "lower --batch-size"):
-        for batch in _batches(images, batch_size, name):
-            loss = -model.image_log_likelihood(batch.to(device)).double().cpu()
+    batch_of = f"{batch_size} images of {model.longest:,} bytes"
+    with batches(DataLoader(images, batch_size), name, batch_of) as loaded:
+        for batch, _ in loaded:
+            given = batch.to(device_of(model))
+            loss = -model.image_log_likelihood(given).double().cpu()
             expect_finite(name, loss)
             nats += loss.sum(dim=0)
             if tables is not None:
-                bits += float(tables[place, model.bytes_of(batch.to(device)).cpu()].sum())
+                bits += float(tables[place, model.bytes_of(given).cpu()].sum())
     histogram = None if tables is None else bits / (len(images) * model.longest)
     return nats / len(images), histogram
-
-
-def _batches(images: LabeledImages, size: int, name: str) -> Iterator[Tensor]:
-    """Bytes (batch, channels, side, side), in order, with a progress bar."""
-    for batch, _ in tqdm(DataLoader(images, size), desc=name, leave=False, disable=None):
-        yield batch
 
 
 def _draw(model: PixelModel, out: Path) -> list[Path]:
@@ -161,17 +160,17 @@ def _draw(model: PixelModel, out: Path) -> list[Path]:
         return draw_encoding(position, scale, model.longest, model.longest, png)
     if not plots.has_bias(position):
         return []
-    unit = "pixels" if scale == 1 else f"{1 / scale:g} pixels"
-    plots.rpe_surfaces(position, png, (model.image_size - 1) * scale, unit)
+    reach = (model.image_size - 1) * scale
+    plots.rpe_surfaces(position, png, reach, tokens_unit(scale, "pixels"))
     return [png]
 
 
 def _draw_attention(model: PixelModel, image: Tensor, out: Path) -> list[Path]:
-    """Where the heads of the last layer look in an image (channels, side, side)."""
-    given = image[None].to(next(model.parameters()).device)
+    """Draws the attention of the last layer in an image (channels, side, side)."""
+    given = image[None].to(device_of(model))
     what = f"the attention matrix of an image of {model.longest:,} bytes"
     with within_memory(lambda: what, "use a smaller model or smaller images"):
-        matrices = _attention_of(model.stack, lambda: model.image_log_likelihood(given), last=1)
+        matrices = attention_of(model.stack, lambda: model.image_log_likelihood(given), last=1)
     if not matrices:
         return []
     png = out / "attention.png"
@@ -181,11 +180,11 @@ def _draw_attention(model: PixelModel, image: Tensor, out: Path) -> list[Path]:
 
 
 def _around(weights: Tensor, model: PixelModel) -> Tensor:
-    """Mean weights of the pixels around each pixel, channels summed, where there are such.
+    """Returns the mean weight of pixels by their offset, summed over channels.
 
     Args:
-        weights: (heads, bytes, bytes); key j knows byte j - 1, the first one none.
-        model: whose they are.
+        weights: (heads, bytes, bytes); key j has seen byte j - 1, the first one nothing.
+        model: model of the weights.
 
     Returns:
         (heads, rows up to the pixel's own, columns to both sides).
@@ -202,17 +201,3 @@ def _around(weights: Tensor, model: PixelModel) -> Tensor:
             own = rows.diagonal(right, 1, 2)
             out[:, reach - up, reach + right] = own.flatten(1).mean(dim=1)
     return out
-
-
-def _table(results: Mapping[str, Mapping[str, float | None]]) -> str:
-    head = ("images", "n", "bits/dim", "histogram", "uniform")
-    keys = ("bits_per_dim", "histogram_bits_per_dim", "uniform_bits_per_dim")
-    rows = [
-        (
-            name,
-            f"{row['n']:,}",
-            *("-" if row[key] is None else f"{row[key]:.3f}" for key in keys),
-        )
-        for name, row in results.items()
-    ]
-    return align([head, *rows])

@@ -1,4 +1,4 @@
-"""Evaluation of a population that was learned: best values on functions that it has not seen."""
+"""Evaluation of learned population optimizers: best values on unseen functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from molflt import plots
 from molflt.data.problems import ProblemSeeds, generator_of
-from molflt.evaluation.report import Report, align, write_csv
+from molflt.evaluation.output import Evaluation, align, write_csv
 from molflt.evaluation.results import begin_results
 from molflt.optimizers.functions import FAMILIES, HALF_WIDTH, UNSEEN, Functions
 from molflt.optimizers.population import Populations
@@ -23,9 +23,9 @@ from molflt.training.config import Config
 
 __all__ = ["BASELINES", "evaluate"]
 
-_SMALLEST = 1e-12  # of a best value: what lies below is rounding
-_POINTS = 100  # of a curve
-_CMA_STEP = 2.0  # in a domain of +-5: BBOB's usual start of CMA-ES
+_SMALLEST = 1e-12  # best values below are rounding errors
+_POINTS = 100  # in a curve
+_CMA_STEP = 2.0  # initial step of CMA-ES, usual for BBOB's domain of +-5
 
 _Values = NDArray[np.float64]
 _Search = Callable[[Functions, list[int], int], _Values]
@@ -42,34 +42,26 @@ def evaluate(
     dimension: int | None = None,
     members: int | None = None,
     baselines: list[Literal["cma-es", "random"]] | None = None,
-) -> Report:
-    """Evaluates a population optimizer beside CMA-ES and random search.
+) -> Evaluation:
+    """Evaluates a population optimizer, with CMA-ES and random search as baselines.
 
-    Writes best_values.csv and best_values.png. Every run has a function of its own, shifted and
-    rotated, which all optimizers share. Populations start from N(0, 2.5^2), as in training; CMA-ES
-    (the package cma with its defaults, stopped by nothing but the number of evaluations) from a
-    uniform place in [-5, 5]^d with step size 2; random search is uniform there.
+    Writes best_values.csv and best_values.png. Each run has its own shifted and rotated function,
+    the same for all optimizers. Populations start from N(0, 2.5^2), as in training. CMA-ES (the
+    package cma with its defaults, stopped only by the number of evaluations) starts from a uniform
+    point in [-5, 5]^d with step size 2. Random search is uniform in the same domain.
 
     Args:
-        run: folder of the training run.
-        model: in evaluation mode.
-        config: the run's.
-        out: folder to write.
-        functions: keys of `molflt.optimizers.functions.FAMILIES`; by default ellipsoid, rosenbrock,
-            ackley, griewank and levy, none of which is trained on.
-        evaluations: values that each optimizer may ask for.
+        functions: keys of `molflt.optimizers.functions.FAMILIES`; by default those that no training
+            uses: ellipsoid, rosenbrock, ackley, griewank and levy.
+        evaluations: function evaluations of each optimizer.
         runs: functions of each kind.
-        dimension: of the functions; by default that of training.
-        members: of the population; by default those of training.
-        baselines: what it is compared with, by default cma-es and random; an empty list for none.
+        dimension: dimension of the functions; by default that of training.
+        members: size of the population; by default that of training.
+        baselines: optimizers to compare with, by default cma-es and random; an empty list for none.
 
     Returns:
-        Per function: mean over runs of log10 of the best value, log10_best, and its standard
-        deviation, log10_best_sd; the same of each baseline, such as cma-es_log10_best; and n.
-
-    Raises:
-        ValueError: for a number outside its range, or a function that is unknown.
-        ModuleNotFoundError: without the package cma, if CMA-ES is asked for.
+        Per function: log10_best, the mean over runs of log10 of the best value, and log10_best_sd,
+        its standard deviation; the same for each baseline, such as cma-es_log10_best; and n.
     """
     trained: Any = config["task"]["members"]
     size = trained if members is None else members
@@ -81,7 +73,7 @@ def evaluate(
         raise ValueError(f"--members must be at least 2, --dimension 1; got {size} and {d}")
     wanted = list(BASELINES) if baselines is None else list(dict.fromkeys(baselines))
     if "cma-es" in wanted:
-        _cma()  # missing is told before anything is computed
+        _cma()  # fails without the package, before anything is computed
     own = _own_name(config)
     searches: dict[str, _Search] = {own: _of_model(model.of_dimension(d), size)}
     searches |= {name: BASELINES[name] for name in wanted}
@@ -99,11 +91,11 @@ def evaluate(
     begin_results(out, "best_values.csv", png.name)
     plots.best_values(curves, counts.astype(float), png, runs)
     text = f"\n\n{_table(curves, evaluations, d, runs)}\n"
-    return Report(results, text, [write_csv(out / "best_values.csv", rows), png])
+    return Evaluation(results, text, [write_csv(out / "best_values.csv", rows), png])
 
 
 def _own_name(config: Config) -> str:
-    """What the model is called beside others."""
+    """Returns the name of the model in tables."""
     options = config["model"]
     masked, softmax = options["position"] != "none", options["mixing"] == "softmax"
     if softmax:
@@ -112,24 +104,24 @@ def _own_name(config: Config) -> str:
 
 
 def _of_model(model: PopulationModel, members: int) -> _Search:
-    """Populations of all runs in one batch: what each finds does not depend on the others."""
+    """Returns a search with the populations of all runs in one batch."""
 
     @torch.no_grad()
     def search(functions: Functions, seeds: list[int], evaluations: int) -> _Values:
         populations = Populations(model, seeds, members)
         functions = functions.to(populations.device)
-        told: list[Tensor] = []
+        values: list[Tensor] = []
         for _ in range(-(-evaluations // members)):
-            told.append(functions(populations.state.position))
-            populations.tell(told[-1])
-        found: _Values = torch.cat(told, dim=1)[:, :evaluations].cpu().numpy()
+            values.append(functions(populations.state.position))
+            populations.tell(values[-1])
+        found: _Values = torch.cat(values, dim=1)[:, :evaluations].cpu().numpy()
         return found
 
     return search
 
 
 def _cma_es(functions: Functions, seeds: list[int], evaluations: int) -> _Values:
-    """CMA-ES one run at a time, with its own default of the population."""
+    """Runs CMA-ES one run at a time, with its default population size."""
     cma, found = _cma(), []
     never: dict[str, float] = dict.fromkeys(("tolfun", "tolfunhist", "tolfunrel", "tolx"), 0)
     never |= {"tolstagnation": 10**9, "tolflatfitness": 10**9, "tolconditioncov": 1e300}
@@ -140,19 +132,19 @@ def _cma_es(functions: Functions, seeds: list[int], evaluations: int) -> _Values
         number = int(torch.randint(1, 2**31, (1,), generator=generator))
         options = {"seed": number, "verbose": -9, "maxfevals": 10 * evaluations, **never}
         strategy = cma.CMAEvolutionStrategy(start, _CMA_STEP, options)
-        told: list[float] = []
-        while len(told) < evaluations:
+        known: list[float] = []
+        while len(known) < evaluations:
             asked = strategy.ask()
             points = torch.as_tensor(np.array(asked))[None]
             values = function(points)[0].tolist()
             strategy.tell(asked, values)
-            told += values
-        found.append(told[:evaluations])
+            known += values
+        found.append(known[:evaluations])
     return np.array(found)
 
 
 def _random(functions: Functions, seeds: list[int], evaluations: int) -> _Values:
-    """Uniform in the search domain."""
+    """Evaluates uniform points of the search domain."""
     draws = [_uniform(evaluations, functions, generator_of(seed, 3)) for seed in seeds]
     found: _Values = functions(torch.stack(draws)).numpy()
     return found
@@ -163,7 +155,7 @@ BASELINES: dict[str, _Search] = {"cma-es": _cma_es, "random": _random}
 
 
 def _uniform(count: int, functions: Functions, generator: torch.Generator) -> Tensor:
-    """Points of the search domain, (count, d)."""
+    """Draws points of the search domain, (count, d)."""
     d = functions.minimizer.shape[1]
     return HALF_WIDTH * (2 * torch.rand(count, d, generator=generator, dtype=torch.float64) - 1)
 
@@ -173,22 +165,22 @@ def _cma() -> Any:
         import cma
     except ImportError:
         raise ModuleNotFoundError(
-            "CMA-ES needs the package cma; got none; run: pip install molflt[bench], or leave it "
-            "out with --baselines random"
+            "CMA-ES needs the package cma, which is not installed; run: pip install molflt[bench], "
+            "or omit it with --baselines random"
         ) from None
     return cma
 
 
 def _best(values: _Values) -> _Values:
-    """log10 of the best value so far, (runs, evaluations)."""
-    # NaN, of a diverged model, is no better than anything
+    """Returns log10 of the best value so far, (runs, evaluations)."""
+    # NaN of a diverged model never counts as an improvement
     known = np.where(np.isnan(values), np.inf, values)
     found: _Values = np.log10(np.maximum(np.minimum.accumulate(known, axis=1), _SMALLEST))
     return found
 
 
 def _summary(found: Mapping[str, _Values], own: str) -> dict[str, float | None]:
-    """Mean and standard deviation over runs at the end."""
+    """Returns mean and standard deviation over runs at the end."""
     summary: dict[str, float | None] = {}
     for name, curves in found.items():
         prefix, last = "" if name == own else f"{name}_", curves[:, -1]
@@ -229,6 +221,6 @@ def _table(
         lines.append((f"{function} (trained on)" if known else function, *cells))
     note = (
         f"log10 of the best of {evaluations:,} values in {dimension} dimensions, mean ± standard "
-        f"deviation over {runs} runs; the least value is 0; below -12 counts as -12"
+        f"deviation over {runs} runs; the minimum is 0; values below -12 count as -12"
     )
     return f"{align(lines)}\n\n{note}"

@@ -1,33 +1,56 @@
-"""Evaluation of a potential: errors of energies, forces and stress beside trivial predictions."""
+"""Evaluation of potentials: errors of energies, forces and stress, with trivial baselines."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import nn
+from tqdm import tqdm
 
 from molflt import plots
+from molflt.data.batches import SizeBucketedBatchSampler
 from molflt.data.structures.base import AS_TRAINED
 from molflt.data.structures.force_units import unit_fault
+from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.data.structures.potential_data import SinglePoints
 from molflt.evaluation.evaluated import EvaluationData
-from molflt.evaluation.groups import force_errors, without_compositions
-from molflt.evaluation.points import Points, infer_points
-from molflt.evaluation.report import Report, _warn, align, write_csv
+from molflt.evaluation.groups import groups_by_name, groups_by_size, without_compositions
+from molflt.evaluation.output import Evaluation, Results, results_table, warn, write_csv
+from molflt.evaluation.predictions import (
+    Predictions,
+    expect_described,
+    expect_finite_energy,
+    hill,
+    warn_of_elements,
+)
 from molflt.evaluation.results import begin_results
+from molflt.graph.heads import undescribed
+from molflt.memory import within_memory
+from molflt.plots import GroupError
+from molflt.tasks.potential import PotentialTask, point_errors
 from molflt.training.config import Config
 
-__all__ = ["evaluate"]
+if TYPE_CHECKING:
+    from torch_geometric.data import Batch
 
-_COLUMNS = {  # metric -> heading
-    "energy_mae_meV_per_atom": "E MAE / meV/atom",
-    "baseline_energy_mae_meV_per_atom": "E baseline",
-    "force_mae_meV_per_A": "F MAE / meV/Å",
-    "force_rmse_meV_per_A": "F RMSE",
-    "baseline_force_mae_meV_per_A": "F baseline",
-    "stress_mae_meV_per_A3": "stress MAE / meV/Å³",
+__all__ = ["Points", "evaluate", "infer_points"]
+
+_Numbers = NDArray[np.float64]
+
+_COLUMNS = {
+    "n": ("structures", 0),
+    "energy_mae_meV_per_atom": ("E MAE / meV/atom", 2),
+    "baseline_energy_mae_meV_per_atom": ("E baseline", 2),
+    "force_mae_meV_per_A": ("F MAE / meV/Å", 2),
+    "force_rmse_meV_per_A": ("F RMSE", 2),
+    "baseline_force_mae_meV_per_A": ("F baseline", 2),
+    "stress_mae_meV_per_A3": ("stress MAE / meV/Å³", 2),
 }
 
 _FILES = ("predictions.csv", "parity.png", "forces.png", "errors_by_group.csv", "errors.png")
@@ -45,36 +68,32 @@ def evaluate(
     energy_key: str | None = AS_TRAINED,
     forces_key: str | None = AS_TRAINED,
     stress_key: str | None = AS_TRAINED,
-) -> Report:
+) -> Evaluation:
     """Evaluates a potential.
 
-    Writes predictions.csv (energies and mean force errors of each structure), parity.png (energies
-    less what their elements give) and, if there are labels of forces, forces.png (components
-    against their labels), errors_by_group.csv and errors.png (of forces, by element and by size).
+    Writes predictions.csv (energy and mean force error of each structure), parity.png (energies
+    minus the mean of their formula) and, with labels of forces, forces.png (components against
+    their labels), errors_by_group.csv and errors.png (force errors by element and by size).
 
     Args:
-        run: folder of the training run.
-        model: `molflt.graph.potential.Potential`, in evaluation mode.
-        config: the run's.
-        out: folder to write.
-        splits: names of splits; by default those of OC20's four for validation that are there,
-            else the one that training validated on.
-        data: folder of the data set, or one file; by default that of the run's configuration.
+        splits: names of splits; by default those of OC20's four validation splits that exist, or
+            the validation split of the training.
+        data: folder of the data set, or one file; by default the data of the run.
         batch_size: structures in a batch.
-        skip_bad: leave out structures that cannot be used, and list them.
-        energy_key: entry of files that ASE reads that is the energy, eV; by default that of the
-            training, if a source has such entries; null for energy, else REF_energy.
+        skip_bad: omit and list structures that cannot be used.
+        energy_key: entry of the energy, eV, in files that ASE reads; by default that of the
+            training, if a source has such entries; null for energy or REF_energy.
         forces_key: array of forces, eV/Å; default as for `energy_key`.
         stress_key: entry of the stress, eV/Å^3; default as for `energy_key`.
 
     Returns:
-        Per split the metrics of training, in meV/atom, meV/Å and meV/Å^3, and of the trivial
-        predictions: energies of the elements plus a constant per atom, and no forces. n is the
-        number of structures.
+        Per split: the metrics of training, in meV/atom, meV/Å and meV/Å^3; the same for the
+        baselines, energies per element plus a constant per atom, and zero forces; and n, the number
+        of structures.
     """
     keys = {"energy_key": energy_key, "forces_key": forces_key, "stress_key": stress_key}
     source = EvaluationData(run, config, data, skip_bad, **keys)
-    results: dict[str, dict[str, float | None]] = {}
+    results: Results = {}
     found: dict[str, Points] = {}
     datasets: dict[str, SinglePoints] = {}
     for split, dataset in source.open(source.choose(splits), model, source.domain()).items():
@@ -84,55 +103,47 @@ def evaluate(
                 f"{points.path}: no structure has an energy at its positions; "
                 + (dataset.hint or "molflt predict needs no labels")
             )
-        if fault := unit_fault(points):
-            _warn(f"{split}: {fault}")
-        if points.without_energy:
-            _warn(f"{split}: {points.without_energy} structures without an energy are left out")
-        for index, reason in list(points.absurd.items())[:1]:
-            _warn(
-                f"{split}: sid {int(dataset[index].sid)}: {reason}; counted in the errors all the "
-                f"same ({len(points.absurd)} such); leave it out with molflt data convert "
-                "--skip-bad"
-            )
+        _warn_of_labels(split, points)
         datasets[split] = points
         found[split] = infer_points(model, points, batch_size, split)
-        baseline = _baseline(model, points)
-        metrics: dict[str, float | None] = {
-            name: found[split].metrics.get(name) for name in _COLUMNS
-        }
-        results[split] = {**metrics, **baseline, "n": len(points)}
+        metrics = found[split].metrics
+        row = {name: metrics.get(name) for name in _COLUMNS if name != "n"}
+        results[split] = {**row, **_baseline(model, points), "n": len(points)}
         _warn_if_trivial(split, results[split])
     begin_results(out, *_FILES)
     files = [write_csv(out / "predictions.csv", _rows(datasets, found)), *_draw(out, found)]
-    table = [["split", "structures", *_COLUMNS.values()]]
-    for split, row in results.items():
-        cells = ("-" if (x := row[name]) is None else f"{x:.2f}" for name in _COLUMNS)
-        table.append([split, f"{row['n']:,}", *cells])
-    on = "\n\n".join(filter(None, (f" on {source}", source.absent, align(table))))
-    return Report(results, f"{on}\n", files)
+    table = results_table("split", _COLUMNS, results)
+    text = "\n\n".join(filter(None, (f" on {source}", source.absent, table)))
+    return Evaluation(results, f"{text}\n", files)
 
 
-def _warn_if_trivial(split: str, row: Mapping[str, float | None]) -> None:
-    """Names energies that are worse than those of the elements alone."""
-    error, trivial = row["energy_mae_meV_per_atom"], row["baseline_energy_mae_meV_per_atom"]
-    if error is not None and trivial is not None and error > trivial > 0:
-        _warn(
-            f"{split}: energy MAE {error:.1f} meV/atom is {error / trivial:.1f} times that of "
-            f"energies per element alone ({trivial:.1f}); train longer, or raise "
-            "task.energy_weight"
+def _warn_of_labels(split: str, points: SinglePoints) -> None:
+    if fault := unit_fault(points):
+        warn(f"{split}: {fault}")
+    if points.without_energy:
+        warn(f"{split}: {points.without_energy} structures without an energy are omitted")
+    for index, reason in list(points.absurd.items())[:1]:
+        warn(
+            f"{split}: sid {int(points.source[index].sid)}: {reason}; it counts in the errors "
+            f"anyway ({len(points.absurd)} such); remove it with molflt data convert --skip-bad"
         )
 
 
-def _elements(model: nn.Module, points: SinglePoints) -> np.ndarray:
-    """What elements give, (structures,), eV."""
-    own = model.get_buffer("element_energies").cpu().numpy()
-    given: np.ndarray = points.compositions(np.arange(len(points))) @ own
-    return given
+def _warn_if_trivial(split: str, row: Mapping[str, float | None]) -> None:
+    """Warns of energy errors that are larger than those of energies per element."""
+    error, trivial = row["energy_mae_meV_per_atom"], row["baseline_energy_mae_meV_per_atom"]
+    if error is not None and trivial is not None and error > trivial > 0:
+        warn(
+            f"{split}: energy MAE {error:.1f} meV/atom is {error / trivial:.1f} times that of "
+            f"energies per element ({trivial:.1f}); train longer, or raise task.energy_weight"
+        )
 
 
 def _baseline(model: nn.Module, points: SinglePoints) -> dict[str, float | None]:
-    """Errors of energies of the elements plus the best constant per atom, and of no forces."""
-    rest = (points.y_relaxed - _elements(model, points)) / points.natoms
+    """Returns the errors of energies per element plus the best constant per atom, and no forces."""
+    references = model.get_buffer("element_energies").cpu().numpy()
+    of_elements = points.compositions(np.arange(len(points))) @ references
+    rest = (points.y_relaxed - of_elements) / points.natoms
     energy = 1e3 * float(np.abs(rest - np.median(rest)).mean())
     return {
         "baseline_energy_mae_meV_per_atom": energy,
@@ -141,20 +152,20 @@ def _baseline(model: nn.Module, points: SinglePoints) -> dict[str, float | None]
 
 
 def _draw(out: Path, found: Mapping[str, Points]) -> list[Path]:
-    """Writes the pictures, and errors of forces by group."""
+    """Writes the pictures, and the force errors by group."""
     files = [out / "parity.png"]
     panels, names = {}, {}
     for split, part in found.items():
         own = part.energies
         panels[split] = without_compositions(own.formula, own.natoms, own.target, own.energy)
         names[split] = [f"sid {sid} {f}" for sid, f in zip(own.sid, own.formula, strict=True)]
-    plots.parity(panels, files[0], names, "energy less the mean of its formula", "meV/atom")
+    plots.parity(panels, files[0], names, "energy minus the mean of its formula", "meV/atom")
     forces = {split: 1e3 * part.forces.reshape(2, -1) for split, part in found.items()}
     pairs = {split: (pair[0], pair[1]) for split, pair in forces.items() if pair.size}
     if not pairs:
         return files
     plots.parity(pairs, out / "forces.png", quantity="force component", unit="meV/Å")
-    groups = force_errors(found)
+    groups = _force_errors(found)
     plots.errors(groups, {}, out / "errors.png", unit="meV/Å")
     rows = [
         {
@@ -169,6 +180,31 @@ def _draw(out: Path, found: Mapping[str, Points]) -> list[Path]:
     ]
     table = write_csv(out / "errors_by_group.csv", rows)
     return [*files, out / "forces.png", out / "errors.png", table]
+
+
+def _force_errors(found: Mapping[str, Points]) -> dict[str, list[GroupError]]:
+    """Computes errors of forces over all splits, meV/Å, by "element" of the atom and "natoms".
+
+    Args:
+        found: split -> predictions; structures and atoms without labels of forces are ignored.
+
+    Returns:
+        "element" or "natoms" -> groups. n counts atoms for elements, and structures for sizes,
+        whose MAE is the mean over structures.
+    """
+    from ase.data import chemical_symbols
+
+    numbers = np.concatenate([part.elements for part in found.values()])
+    forces = np.concatenate([part.forces for part in found.values()], axis=1)
+    symbols = np.array([chemical_symbols[z] for z in numbers])
+    by_atom = 1e3 * np.abs(forces[1] - forces[0]).mean(axis=1)
+    natoms = np.concatenate([part.energies.natoms for part in found.values()])
+    of_structure = 1e3 * np.concatenate([part.force_mae for part in found.values()])
+    known = np.isfinite(of_structure)
+    groups = {"element": groups_by_name(symbols, by_atom)}
+    if known.any():
+        groups["natoms"] = groups_by_size(natoms[known], of_structure[known])
+    return groups
 
 
 def _rows(
@@ -187,10 +223,117 @@ def _rows(
                 "natoms": int(natoms),
                 "energy_eV": float(energy),
                 "target_eV": float(target),
-                "force_mae_eV_per_A": float(wrong) if np.isfinite(wrong) else None,
+                "force_mae_eV_per_A": float(error) if np.isfinite(error) else None,
             }
-            for i, (sid, formula, natoms, energy, target, wrong) in enumerate(
+            for i, (sid, formula, natoms, energy, target, error) in enumerate(
                 zip(*columns, strict=True)
             )
         ]
     return rows
+
+
+@dataclass(frozen=True)
+class Points:
+    """Predictions of a potential for the structures of one source, in their order.
+
+    Attributes:
+        energies: predictions and labels of energies, eV.
+        force_mae: mean error of the force components of each structure, (systems,), eV/Å; NaN
+            without labels.
+        metrics: metrics of all structures together, as in training.
+        elements: atomic numbers of the atoms with labels of forces, (atoms,).
+        forces: their labels and predictions, (2, atoms, 3), eV/Å.
+    """
+
+    energies: Predictions
+    force_mae: _Numbers
+    metrics: dict[str, float]
+    elements: NDArray[np.int64]
+    forces: _Numbers
+
+
+def infer_points(model: nn.Module, dataset: SinglePoints, batch_size: int, name: str) -> Points:
+    """Runs a potential over a data set, in batches of structures of similar size.
+
+    Warns of elements that did not occur in training, and of coincident atoms.
+
+    Args:
+        model: `molflt.graph.potential.Potential`, in evaluation mode.
+        dataset: structures.
+        batch_size: structures in a batch.
+        name: name of the data for the progress bar and messages.
+    """
+    from torch_geometric.data import Batch
+
+    device = next(iter(model.state_dict().values()), torch.empty(0)).device
+    count = len(dataset)
+    columns = {key: np.empty(count) for key in ("energy", "target", "forces")}
+    numbers = {key: np.empty(count, dtype=np.int64) for key in ("sid", "natoms")}
+    formula, present, beyond = [""] * count, set[int](), undescribed(model)
+    elements, overlapping = list[NDArray[np.int64]](), list[int]()
+    forces: list[_Numbers] = []
+    totals = torch.zeros(len(PotentialTask.sums._fields), dtype=torch.float64)
+    bar = tqdm(total=count, desc=name, unit=" systems", leave=False, disable=None)
+    with bar:
+        for indices in SizeBucketedBatchSampler(dataset.natoms, batch_size):
+            records = [dataset[i] for i in indices]
+            expect_described(records, beyond, dataset.path)
+            batch = Batch.from_data_list(records).to(device)
+            judged = _judged(model, batch, f"{dataset.path}: {name}")
+            totals += judged.sums.cpu()
+            elements.append(judged.elements)
+            forces.append(judged.forces)
+            columns["energy"][indices] = judged.energy
+            columns["target"][indices] = batch.energy.cpu().numpy()
+            columns["forces"][indices] = judged.force_mae
+            for i, record in zip(indices, records, strict=True):
+                numbers["sid"][i], numbers["natoms"][i] = record.sid, record.num_nodes
+                formula[i] = hill(record.atomic_numbers.numpy())
+                overlapping += [i] * atoms_coincide(record)
+            present.update(batch.atomic_numbers.unique().tolist())
+            bar.update(len(indices))
+    warn_of_elements(model, present, name)
+    if overlapping:
+        sids = numbers["sid"][sorted(overlapping)].tolist()
+        warn(overlaps_of(name, sids, count))
+    energies = Predictions(
+        numbers["sid"], numbers["natoms"], columns["energy"], columns["target"], formula, formula
+    )
+    return Points(
+        energies,
+        columns["forces"],
+        PotentialTask.sums(*totals).metrics(),
+        np.concatenate(elements),
+        np.concatenate(forces, axis=1),
+    )
+
+
+class _Judged(NamedTuple):
+    """Predictions for a batch, see `Points`."""
+
+    energy: _Numbers
+    sums: torch.Tensor
+    force_mae: _Numbers
+    elements: NDArray[np.int64]
+    forces: _Numbers
+
+
+def _judged(model: nn.Module, batch: Batch, where: str) -> _Judged:
+
+    def named() -> str:
+        return f"{where}: a batch of {batch.num_graphs} with {batch.num_nodes:,} atoms"
+
+    with within_memory(named, "lower --batch-size"):
+        try:
+            out = model(batch)
+        except ValueError as error:
+            raise ValueError(f"{named()}: {error}") from None
+    energy: _Numbers = out["energy"].cpu().numpy()
+    expect_finite_energy(energy, batch, where)
+    sums = torch.stack(list(PotentialTask.sums.of(point_errors(out, batch))))
+    error = (out["forces"] - batch.forces).abs().mean(dim=1).double()
+    total = error.new_zeros(batch.num_graphs).index_add(0, batch.batch, error)
+    known = batch.forces.isfinite().all(dim=1)
+    forces = torch.stack((batch.forces[known], out["forces"][known])).double().cpu().numpy()
+    elements = batch.atomic_numbers[known].cpu().numpy()
+    return _Judged(energy, sums, (total / batch.ptr.diff()).cpu().numpy(), elements, forces)

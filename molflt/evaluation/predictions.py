@@ -1,4 +1,4 @@
-"""A trained model on a data set: energies in the data set's order, and what they belong to."""
+"""Predictions of a trained model for a data set, and elements that it has not learned."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.data.structures.parts import element_faults, without
 from molflt.data.structures.sources import Paths
 from molflt.data.structures.tags import Tagged, adsorbates
-from molflt.evaluation.elements import expect_described, warn_of_elements
-from molflt.evaluation.ensemble import EnsembleRegressor, expect_same_totals
-from molflt.evaluation.report import _warn
+from molflt.evaluation.ensemble import EnsembleRegressor, expect_same_totals, has_references
+from molflt.evaluation.output import warn
 from molflt.graph.heads import by_contact, undescribed
 from molflt.graph.potential import Potential
 from molflt.memory import within_memory
@@ -34,37 +33,38 @@ from molflt.memory import within_memory
 if TYPE_CHECKING:
     from torch_geometric.data import Batch, Data
 
-__all__ = ["UNKNOWN", "Predictions", "check_structures", "counted_reasons", "infer"]
-__all__ += ["open_structures"]
+__all__ = ["UNKNOWN", "Predictions", "check_structures", "counted_reasons", "expect_described"]
+__all__ += ["expect_finite_energy", "hill", "infer", "open_structures", "refuse_undescribed"]
+__all__ += ["warn_of_elements"]
 
 UNKNOWN = "unknown"  # adsorbate and slab of a structure without tags
 _LISTED = 5  # reasons in a warning
-_NUMBERED = re.compile(r"(?:([^:]*: )(-?\d+(?:[.,]\d+)*))?(.+)")  # what, number and the rest
-_FORCE = "or predict all the same with --force (force=True)"
+_NUMBERED = re.compile(r"(?:([^:]*: )(-?\d+(?:[.,]\d+)*))?(.+)")  # label, number, rest
+_FORCE = "or predict anyway with --force (force=True)"
 _INSTEAD = f"find tags from the geometry with --tags guess (tags='guess'), {_FORCE}"
 _SET_TAGS = f"set tags yourself, 0 subsurface, 1 surface and 2 adsorbate, {_FORCE}"
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a model says about the structures of one source, in the order of the source.
+    """Predictions of a model for the structures of one source, in the order of the source.
 
     Attributes:
         sid: (systems,).
-        natoms: (systems,).
+        natoms: numbers of atoms, (systems,).
         energy: predicted relaxed energies, (systems,), eV.
-        target: labels y_relaxed, (systems,), eV; NaN where there is none.
+        target: labels y_relaxed, (systems,), eV; NaN without a label.
         formula: Hill formula of each system.
         adsorbate: Hill formula of its atoms with tag 2, or "unknown".
-        members: what each member of an ensemble predicts, (systems, members), eV, whose mean is
+        members: predictions of each member of an ensemble, (systems, members), eV, with the mean
             `energy`; None for one model.
-        outside: differences of each system, and of its energy, from all of the training.
-        by_atom: if asked for, "displacement" (atoms, 3), Å, "embedding" (atoms, dim), and "forces"
-            (atoms, 3), eV/Å, of each system, as far as the model predicts them.
-        slab: elements of its atoms without tag 2, such as Cu-Pt, or "unknown" if none has it; empty
-            where nobody looked.
+        outside: descriptions of how each system differs from the training data.
+        by_atom: on request, "displacement" (atoms, 3), Å, "embedding" (atoms, dim), and "forces"
+            (atoms, 3), eV/Å, of each system, if the model predicts them.
+        slab: elements of its atoms without tag 2, such as Cu-Pt, or "unknown" without atoms with
+            tag 2; empty for potentials.
         by_adsorbate: energies of the adsorbates of each system, eV, which sum to its energy; empty
-            for models that do not give them.
+            for models that do not predict them.
     """
 
     sid: NDArray[np.int64]
@@ -81,26 +81,26 @@ class Predictions:
 
     @property
     def by_training(self) -> NDArray[np.float64]:
-        """Energies of each training, (systems, trainings), eV."""
+        """Returns the energies of each training, (systems, trainings), eV."""
         return self.energy[:, None] if self.members is None else self.members
 
     @property
     def spread(self) -> NDArray[np.float64]:
-        """Standard deviation over the members of an ensemble, (systems,), eV."""
+        """Returns the standard deviation over the members of an ensemble, (systems,), eV."""
         return self.by_training.std(axis=1, ddof=1)
 
     @property
     def ids(self) -> NDArray[np.str_]:
-        """The sids as strings, as OC20 writes them."""
+        """Returns the sids as strings, as OC20 writes them."""
         return self.sid.astype(np.str_)
 
     @property
     def labeled(self) -> NDArray[np.bool_]:
-        """Which systems have a label."""
+        """Returns a mask of the systems with a label."""
         return np.isfinite(self.target)
 
     def only_labeled(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Predicted energies and labels, eV, of the systems with a label."""
+        """Returns predicted energies and labels, eV, of the systems with a label."""
         return self.energy[self.labeled], self.target[self.labeled]
 
 
@@ -111,14 +111,14 @@ def open_structures(
     model: nn.Module | None = None,
     domain: Domain | None = None,
 ) -> Structures:
-    """Structures to predict energies of; warns of those that are left out.
+    """Opens structures to predict; warns of those that are omitted.
 
     Args:
-        path: as for :func:`molflt.data.structures.open_dataset`.
-        skip_bad: leave out structures that cannot be used, and list them.
-        reading: what the entries of a file that ASE reads mean; labels are not needed.
-        model: to predict them, if it is known.
-        domain: as for :func:`check_structures`.
+        path: see :func:`molflt.data.structures.open_dataset`.
+        skip_bad: omit and list structures that cannot be used.
+        reading: meaning of the entries of files that ASE reads; labels are optional.
+        model: see :func:`check_structures`.
+        domain: see :func:`check_structures`.
     """
     dataset = open_dataset(path, skip_bad, reading._replace(for_prediction=True))
     return check_structures(dataset, model, domain)
@@ -127,13 +127,14 @@ def open_structures(
 def check_structures(
     dataset: Structures, model: nn.Module | None = None, domain: Domain | None = None
 ) -> Structures:
-    """The structures to predict energies of; warns of those that are left out.
+    """Returns the structures that can be predicted; warns of those that are omitted.
 
     Args:
-        dataset: any.
-        model: to predict them; where bad structures are left out, so are those with elements
-            that it cannot take.
-        domain: of its training; where bad structures are left out, so are those that it refuses.
+        dataset: structures.
+        model: if bad structures are omitted, those with elements that it does not support are
+            omitted as well.
+        domain: domain of its training; if bad structures are omitted, those that it refuses are
+            omitted as well.
     """
     path = dataset.path
     dataset.verify()
@@ -145,7 +146,7 @@ def check_structures(
     if faults:
         dataset = without(dataset, None, faults)
     if text := dataset.left_out():
-        _warn(text)
+        warn(text)
     if len(dataset) == 0:
         raise ValueError(
             f"{path}: no structures; expected at least one; got 0 "
@@ -163,19 +164,19 @@ def infer(
     by_atom: Collection[str] = (),
     force: bool = False,
 ) -> Predictions:
-    """Runs a model over a data set, structures of similar size together.
+    """Runs a model over a data set, in batches of structures of similar size.
 
-    Warns of elements that did not occur in training, of structures without tags or with atoms at
-    one place, and of what lies outside of the domain.
+    Warns of elements that did not occur in training, of structures without tags or with coincident
+    atoms, and of structures outside the domain.
 
     Args:
-        model: `molflt.graph.regressor.EnergyRegressor`, or an ensemble of such, in evaluation mode.
-        dataset: as :func:`molflt.data.structures.open_dataset` returns it.
+        model: `molflt.graph.regressor.EnergyRegressor`, or an ensemble of them, in evaluation mode.
+        dataset: see :func:`molflt.data.structures.open_dataset`.
         batch_size: structures in a batch.
-        name: what the progress bar says.
-        domain: of the training; None does not compare.
-        by_atom: outputs to keep of each atom: "displacement", "embedding", "forces".
-        force: predict also structures that the domain refuses, with a warning.
+        name: name of the data for the progress bar and messages.
+        domain: domain of the training; None does not compare.
+        by_atom: outputs per atom to keep: "displacement", "embedding", "forces".
+        force: also predict structures that the domain refuses, with a warning.
     """
     from torch_geometric.data import Batch
 
@@ -188,7 +189,7 @@ def infer(
     # disable=None: no bar where stderr is a file
     bar = tqdm(total=len(dataset), desc=name, unit=" systems", leave=False, disable=None)
     with bar, torch.device("cpu"), torch.inference_mode(), warnings.catch_warnings():
-        # said once for all batches below
+        # replaced by one warning for all batches
         warnings.filterwarnings("ignore", message=".*no atom with tag > 0.*")
         for indices in SizeBucketedBatchSampler(dataset.natoms, batch_size):
             records = [dataset[i] for i in indices]
@@ -211,12 +212,7 @@ def infer(
 
 
 class _Rows:
-    """What is found of each system, filled in as batches come.
-
-    Args:
-        count: systems.
-        members: trainings.
-    """
+    """Predictions of each system, filled batch by batch."""
 
     def __init__(self, count: int, members: int) -> None:
         self.sid, self.natoms = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
@@ -233,9 +229,9 @@ class _Rows:
         self.sid[i], self.natoms[i] = record.sid, record.natoms
         self.target[i] = float(record.y_relaxed)
         self.present.update(record.atomic_numbers.unique().tolist())
-        self.formula[i] = _hill(record.atomic_numbers.numpy())
+        self.formula[i] = hill(record.atomic_numbers.numpy())
         adsorbed = record.tags == Tag.ADSORBATE
-        self.adsorbate[i] = _hill(record.atomic_numbers[adsorbed].numpy()) or UNKNOWN
+        self.adsorbate[i] = hill(record.atomic_numbers[adsorbed].numpy()) or UNKNOWN
         slab = record.atomic_numbers[~adsorbed] if bool(adsorbed.any()) else adsorbed[:0]
         self.slab[i] = _elements(slab.numpy()) or UNKNOWN
         self.untagged += not bool((record.tags > Tag.SUBSURFACE).any())
@@ -268,25 +264,25 @@ class _Rows:
     def warn(self, name: str, domain: Domain | None, untagged: bool) -> None:
         count = len(self.sid)
         if self.untagged and not untagged and domain is None:
-            _warn(
+            warn(
                 f"{name}: {self.untagged} of {count} structures have no atom with a tag above 0; "
                 "their energies sum over all atoms instead of surface and adsorbate; set tags (0 "
                 "subsurface, 1 surface, 2 adsorbate), or find them with --tags guess"
             )
         if self.overlapping:
             sids = [int(self.sid[i]) for i in sorted(self.overlapping)]
-            _warn(overlaps_of(name, sids, count))
+            warn(overlaps_of(name, sids, count))
         if domain is None:
             return
         if reasons := counted_reasons(self.outside):
             far = sum(map(bool, self.outside))
             more = [f"and {len(reasons) - _LISTED} more"] * (len(reasons) > _LISTED)
-            _warn(
-                f"{name}: {far} of {count} structures are outside of what was trained on, expect "
-                f"larger errors: {'; '.join([*reasons[:_LISTED], *more])}"
+            warn(
+                f"{name}: {far} of {count} structures are outside the training data, expect larger "
+                f"errors: {'; '.join([*reasons[:_LISTED], *more])}"
             )
         if text := other_kind(self.target, self.natoms, domain.kind):
-            _warn(f"{name}: {text}")
+            warn(f"{name}: {text}")
 
     def predictions(self, ensemble: bool) -> Predictions:
         return Predictions(
@@ -305,25 +301,26 @@ class _Rows:
 
 
 def _expect_tags(records: Sequence[Data], domain: Domain, dataset: Structures) -> None:
-    """Refuses structures whose tags cannot be meant."""
+    """Raises ValueError for structures with implausible tags."""
     refused = [(domain.refusal(record), record) for record in records]
     if found := [(reason, record) for reason, record in refused if reason]:
         reason, record = found[0]
-        formula = _hill(record.atomic_numbers.numpy())
+        formula = hill(record.atomic_numbers.numpy())
         more = f" (and {len(found) - 1} more structures)" if len(found) > 1 else ""
         raise ValueError(
             f"{dataset.path}: sid {int(record.sid)} ({formula}){more}: {reason}; its energy would "
-            f"mean nothing; {_SET_TAGS if isinstance(dataset, Tagged) else _INSTEAD}"
+            f"be meaningless; {_SET_TAGS if isinstance(dataset, Tagged) else _INSTEAD}"
         )
 
 
 def counted_reasons(outside: Sequence[Sequence[str]]) -> list[str]:
-    """Reasons that several structures share, each once with its count, the most frequent first.
-
-    Numbers at which structures differ become their range.
+    """Counts the reasons of structures, the most frequent first; numbers become ranges.
 
     Args:
-        outside: reasons of each structure.
+        outside: reasons of each structure, such as "atoms: 120, at most 80 in training".
+
+    Returns:
+        Lines such as "atoms: 120 to 150, at most 80 in training (3 structures)".
     """
     found: dict[tuple[str, str], list[str]] = {}
     for reasons in outside:
@@ -340,7 +337,7 @@ def counted_reasons(outside: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _outputs(model: nn.Module, batch: Batch, path: Path) -> Mapping[str, Tensor]:
-    """What the model says of a batch."""
+    """Runs the model on a batch; errors name its largest structure."""
     with within_memory(lambda: f"{_largest(batch, path)},", "lower --batch-size"):
         try:
             out: Mapping[str, Tensor] = model(batch)
@@ -350,27 +347,32 @@ def _outputs(model: nn.Module, batch: Batch, path: Path) -> Mapping[str, Tensor]
 
 
 def _energies(out: Mapping[str, Tensor], batch: Batch, path: Path) -> NDArray[np.float64]:
-    """Of each member, (graphs, members), eV; one column for one model."""
+    """Returns the energies of each member, (graphs, members), eV; one column for one model."""
     energy: NDArray[np.float64] = out["energy"].double().cpu().numpy()
     if energy.shape != (batch.num_graphs,):
         raise ValueError(
             f"the model must return one energy per structure, ({batch.num_graphs},); got "
             f"{energy.shape}"
         )
-    bad = np.flatnonzero(~np.isfinite(energy))
-    if len(bad):
-        raise ValueError(
-            f"{path}: sid {int(batch.sid[bad[0]])}: the predicted energy is {energy[bad[0]]} eV; "
-            "expected a finite number; look at this structure, or use another checkpoint"
-        )
+    expect_finite_energy(energy, batch, str(path))
     if "energy_by_member" not in out:
         return energy[:, None]
     by_member: NDArray[np.float64] = out["energy_by_member"].cpu().numpy()
     return by_member
 
 
+def expect_finite_energy(energy: NDArray[np.float64], batch: Batch, where: str) -> None:
+    """Raises ValueError naming the first structure of a batch with a non-finite energy."""
+    bad = np.flatnonzero(~np.isfinite(energy))
+    if len(bad):
+        raise ValueError(
+            f"{where}: sid {int(batch.sid[bad[0]])}: the predicted energy is {energy[bad[0]]} eV; "
+            "expected a finite number; check this structure, or use another checkpoint"
+        )
+
+
 def _largest(batch: Batch, path: Path) -> str:
-    """What is in a batch, for messages."""
+    """Describes a batch by its largest structure."""
     counts = batch.ptr.diff()
     most = int(counts.argmax())
     return (
@@ -379,7 +381,8 @@ def _largest(batch: Batch, path: Path) -> str:
     )
 
 
-def _hill(numbers: NDArray[np.int64]) -> str:
+def hill(numbers: NDArray[np.int64]) -> str:
+    """Returns the Hill formula of atomic numbers."""
     from ase.symbols import Symbols
 
     return str(Symbols(numbers).get_chemical_formula(mode="hill"))
@@ -389,3 +392,45 @@ def _elements(numbers: NDArray[np.int64]) -> str:
     from ase.data import chemical_symbols
 
     return "-".join(sorted(chemical_symbols[z] for z in np.unique(numbers)))
+
+
+def expect_described(records: Sequence[Data], beyond: frozenset[int], path: Path) -> None:
+    """Raises ValueError for an element without descriptors, before the batch goes to a GPU."""
+    for record in records if beyond else ():
+        present = set(record.atomic_numbers.unique().tolist())
+        refuse_undescribed(present, beyond, f"{path}: sid {int(record.sid)}")
+
+
+def refuse_undescribed(present: set[int], beyond: frozenset[int], name: str) -> None:
+    """Raises ValueError if an element of a structure is among those without descriptors."""
+    if unknown := beyond & present:
+        raise ValueError(
+            f"{name}: no descriptors are known of element {min(unknown)}; omit such structures, as "
+            "--skip_bad does, or use a model that was trained without descriptors"
+        )
+
+
+def warn_of_elements(model: nn.Module, present: set[int], name: str) -> None:
+    """Warns of elements that did not occur in training, or lack a reference energy."""
+    from ase.data import chemical_symbols
+
+    def without_buffer(models: Sequence[nn.Module], buffer: str) -> str:
+        known = [held for one in models if (held := getattr(one, buffer, None)) is not None]
+        lacking = [z for z in sorted(present) if not all(bool(each[z]) for each in known)]
+        return ", ".join(chemical_symbols[z] for z in lacking)
+
+    members = list(getattr(model, "members", [model]))
+    if unknown := without_buffer(members, "trained_elements"):
+        described = all(getattr(member, "descriptors", False) for member in members)
+        effect = "only use descriptors: expect larger errors" if described else "are meaningless"
+        warn(
+            f"{name}: {unknown} did not occur in training; energies of structures with them "
+            f"{effect}; train on data that have them"
+        )
+    # references of models that read adsorbates only cover the elements of adsorbates
+    fitted = [one for one in members if has_references(one) and not by_contact(one)[0]]
+    if unknown := without_buffer(fitted, "element_energies"):
+        warn(
+            f"{name}: no reference energy of {unknown}, which the training split lacks; total "
+            "energies of structures with them are off by that"
+        )

@@ -1,4 +1,4 @@
-"""What evaluations of models of proteins add: the unigram baseline, and the substitution table."""
+"""Evaluation of protein models: the unigram baseline and similarities of amino acids."""
 
 from __future__ import annotations
 
@@ -13,33 +13,40 @@ import torch
 from numpy.typing import NDArray
 
 from molflt import plots
-from molflt.evaluation.report import align
+from molflt.evaluation.common import device_of
+from molflt.evaluation.output import Results, results_table
 from molflt.sequence.heads import Head
 
 __all__ = ["Unigram", "correlation", "draw_substitutions", "residue_table", "unigram_of"]
 
-_ORDER = "CSTPAGNDEQHRKMILVFYW"  # alike ones beside each other, as Dayhoff's tables have them
-_Results = Mapping[str, Mapping[str, float | None]]
+_ORDER = "CSTPAGNDEQHRKMILVFYW"  # similar ones next to each other, as in Dayhoff's tables
+_COLUMNS = {
+    "residue_perplexity": ("perplexity", 2),
+    "residue_accuracy_percent": ("right / %", 2),
+    "unigram_perplexity": ("unigram", 2),
+    "unigram_accuracy_percent": ("unigram right / %", 2),
+    "residues": ("residues", 0),
+}
 
 
 class Unigram(NamedTuple):
-    """The model that knows how often each token comes in training, and nothing else.
+    """A model of the frequencies of tokens in a training text.
 
-    p_i = (n_i + 1) / (n + ids), where the one is for tokens that training has not.
+    p_i = (n_i + 1) / (n + ids), so tokens that the text lacks have a finite loss.
     """
 
     nats: NDArray[np.float64]
-    """negative log-likelihood of each id, (ids,); infinite where an id cannot come"""
+    """negative log-likelihood of each id, (ids,); infinite for impossible ids"""
     best: int
     """the most frequent id"""
 
     @staticmethod
     def of(ids: NDArray[np.integer], possible: NDArray[np.bool_]) -> Unigram:
-        """Counts a training text.
+        """Counts the tokens of a training text.
 
         Args:
             ids: (tokens,).
-            possible: (ids,), which of them there are to choose from.
+            possible: (ids,), the ids to choose from.
         """
         counts = np.bincount(ids, minlength=len(possible)).astype(np.float64)
         counts = np.where(possible, counts + 1, 0)
@@ -48,7 +55,7 @@ class Unigram(NamedTuple):
         return Unigram(nats, int(counts.argmax()))
 
     def judge(self, targets: NDArray[np.integer]) -> dict[str, float | None]:
-        """Perplexity and accuracy on ids (n,): unigram_perplexity, unigram_accuracy_percent."""
+        """Returns unigram_perplexity and unigram_accuracy_percent for ids (n,)."""
         return {
             "unigram_perplexity": math.exp(self.nats[targets].mean()),
             "unigram_accuracy_percent": 100 * float((targets == self.best).mean()),
@@ -58,51 +65,39 @@ class Unigram(NamedTuple):
 def unigram_of(
     source: str, read: Callable[[], NDArray[np.integer]], possible: NDArray[np.bool_]
 ) -> tuple[Unigram | None, str]:
-    """The baseline of a training file, or None and a line that says why there is none.
+    """Returns the baseline of a training file, and a line about it.
 
     Args:
-        source: the file.
-        read: gives its ids.
+        source: the file; without it there is no baseline.
+        read: returns its ids.
         possible: see `Unigram.of`.
     """
     if not Path(source).is_file():
-        return None, f"unigram: none, because the training file {source} is not there"
+        return None, f"no unigram model, because the training file {source} is missing"
     return Unigram.of(read(), possible), f"unigram: frequencies in {source}"
 
 
-def residue_table(results: _Results) -> str:
-    """A line per text: the model per residue, and beside it the baseline where there is one.
-
-    Args:
-        results: residue_perplexity, residue_accuracy_percent and residues of each text, and what
-            `Unigram.judge` gives, if it was asked.
-    """
-    keys = ["residue_perplexity", "residue_accuracy_percent"]
-    keys += ["unigram_perplexity", "unigram_accuracy_percent"]
-    head = ("per residue", "perplexity", "right / %", "unigram", "right / %", "residues")
-    lines: list[tuple[str, ...]] = [head]
-    for name, row in results.items():
-        cells = ("-" if row.get(key) is None else f"{row[key]:.2f}" for key in keys)
-        lines.append((name, *cells, f"{row['residues']:,}"))
-    return align(lines)
+def residue_table(results: Results) -> str:
+    """Formats the metrics per residue, and the baseline where it is known, a line per text."""
+    return results_table("per residue", _COLUMNS, results)
 
 
 def draw_substitutions(head: Head, ids: Mapping[str, int], png: Path) -> tuple[Path, str]:
-    """Draws how alike the output embeddings of the amino acids are, beside BLOSUM62.
+    """Draws the similarity of the output embeddings of amino acids next to BLOSUM62.
 
-    Cosines of the embeddings less their mean; Performer (arXiv:2009.14794), appendix, compares
-    tables of this kind. BLOSUM62 is Biopython's; without it, the learned table stands alone.
+    The similarity is the cosine of embeddings minus their mean; compare Performer
+    (arXiv:2009.14794), appendix. Without Biopython, which has BLOSUM62, only the learned table is
+    drawn.
 
     Args:
-        head: whose weights are the embeddings.
-        ids: of each letter.
+        head: output layer with the embeddings.
+        ids: letter -> id.
         png: file to write.
 
     Returns:
-        The file, and a line about it: the correlation of the two tables off the diagonal.
+        The file, and a line with the correlation of the two tables.
     """
-    device = next(head.parameters()).device
-    places = torch.tensor([ids[letter] for letter in _ORDER], device=device)
+    places = torch.tensor([ids[letter] for letter in _ORDER], device=device_of(head))
     with torch.inference_mode():
         vectors = head.embed(places).double().cpu().numpy()
     table = _cosines(vectors - vectors.mean(axis=0))
@@ -118,7 +113,7 @@ def draw_substitutions(head: Head, ids: Mapping[str, int], png: Path) -> tuple[P
 
 
 def correlation(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
-    """Pearson's, of two symmetric tables off their diagonals."""
+    """Returns Pearson's correlation of two symmetric tables without their diagonals."""
     above = np.triu_indices(len(one), 1)
     return float(np.corrcoef(one[above], other[above])[0, 1])
 
@@ -130,7 +125,7 @@ def _cosines(vectors: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _blosum() -> NDArray[np.float64] | None:
-    """BLOSUM62 in the order of the picture; None without Biopython."""
+    """Returns BLOSUM62 in the order of the picture; None without Biopython."""
     if importlib.util.find_spec("Bio") is None:
         return None
     from Bio.Align import substitution_matrices

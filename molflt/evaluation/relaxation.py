@@ -1,4 +1,4 @@
-"""Relaxations of structures with a potential, by optimizers of ASE."""
+"""Relaxation of structures with a potential by optimizers of ASE."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from molflt.data.structures import Structures
 from molflt.data.structures.base import ANY_TAGS
 from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.data.structures.sources import Paths, named
+from molflt.evaluation.output import warn
 from molflt.evaluation.predictions import open_structures
-from molflt.evaluation.report import _warn
 
 if TYPE_CHECKING:
     from ase import Atoms
@@ -26,39 +26,35 @@ __all__ = ["OptimizerName", "Relaxed", "readable_structures", "relax_atoms"]
 
 OptimizerName = Literal["lbfgs", "bfgs", "fire"]
 _CLASSES = {"lbfgs": "LBFGS", "bfgs": "BFGS", "fire": "FIRE"}
-_UNMET = "Did not converge"  # what FixBondLengths says
-_LARGEST_STEP = 0.1  # Å of an atom; ASE's 0.2 may leave the region that a potential has learned
+_UNMET = "Did not converge"  # message of FixBondLengths
+_LARGEST_STEP = 0.1  # Å per atom; ASE's 0.2 may leave the region that a potential has learned
 
 
 class Relaxed(NamedTuple):
-    """How a relaxation ended."""
+    """Result of a relaxation."""
 
     atoms: Atoms
-    """the last structure with finite energy and forces, which it holds"""
+    """the last structure with finite energy and forces, together with these"""
     converged: bool
     steps: int
     before: float
-    """energy of the structure as given, eV; NaN if there is none"""
+    """energy of the given structure, eV; NaN if it is not finite"""
     after: float
-    """of the last one"""
+    """energy of the last structure, eV"""
     largest_force: float
-    """on a free atom in the last one, eV/Å"""
+    """largest force on a free atom of the last structure, eV/Å"""
     moved: float
     """largest displacement of an atom, Å"""
     seconds: float
     why: str
-    """why it has not converged"""
+    """reason why it has not converged"""
 
 
 def readable_structures(paths: Paths, skip_bad: bool, cell: bool) -> tuple[Structures, bool]:
-    """Structures to relax; warns of atoms at one place.
+    """Opens structures to relax; warns of coincident atoms.
 
     Returns:
-        The structures, and whether it has warned.
-
-    Raises:
-        FileNotFoundError: if there is nothing.
-        ValueError: as for predictions; or if a cell shall be relaxed that is not there.
+        The structures, and True if there was a warning.
     """
     dataset = open_structures(paths, skip_bad, ANY_TAGS._replace(keep_atoms=True))
     sids = []
@@ -66,11 +62,11 @@ def readable_structures(paths: Paths, skip_bad: bool, cell: bool) -> tuple[Struc
         if cell and not bool(record.pbc.all()):
             raise ValueError(
                 f"{dataset.where(index)}: --cell relaxes crystals, periodic along all axes; "
-                f"got pbc {record.pbc[0].tolist()}; leave it out"
+                f"got pbc {record.pbc[0].tolist()}; omit it"
             )
         sids += [int(record.sid)] * atoms_coincide(record)
     if sids:
-        _warn(overlaps_of(named(paths).name, sids, len(dataset)))
+        warn(overlaps_of(named(paths).name, sids, len(dataset)))
     return dataset, bool(sids)
 
 
@@ -83,20 +79,20 @@ def relax_atoms(
     steps: int = 500,
     cell: bool = False,
     trajectory: Path | None = None,
-    told: Callable[[int], object] = lambda step: None,
+    on_step: Callable[[int], object] = lambda step: None,
 ) -> Relaxed:
-    """Relaxes a copy of a structure; constraints hold.
+    """Relaxes a copy of a structure, within its constraints.
 
     Args:
         atoms: the structure.
-        calculator: of energies and forces; with `cell` also of stress.
-        optimizer: of ASE.
-        fmax: largest force on a free atom at the end, eV/Å; with `cell` of the virial too, eV per
-            atom.
-        steps: after which it has not converged.
-        cell: relax the cell as well, with `ase.filters.FrechetCellFilter`.
-        trajectory: file of ASE's .traj, to write each structure to.
-        told: called with the number of each step.
+        calculator: calculator of energies and forces; with `cell` also of stress.
+        optimizer: optimizer of ASE.
+        fmax: convergence threshold of the largest force on a free atom, eV/Å; with `cell` also of
+            the virial, eV per atom.
+        steps: largest number of steps.
+        cell: also relax the cell, with `ase.filters.FrechetCellFilter`.
+        trajectory: file for each structure, in ASE's .traj format.
+        on_step: called with the number of each step.
     """
     import ase.optimize
     from ase.filters import FrechetCellFilter
@@ -115,13 +111,13 @@ def relax_atoms(
             last = _frame(moving, calculator)
             seen.append(_Seen.of(subject, moving))
             count = made.nsteps
-            told(count)
-    except ValueError as error:  # numbers that are not finite: the last sound structure stays
+            on_step(count)
+    except ValueError as error:  # not finite: keep the last structure that was
         converged, why = False, " ".join(str(error).split())
     except RuntimeError as error:
         if str(error) != _UNMET:
             raise
-        converged, why = False, "constraints on the lengths of bonds cannot be met"
+        converged, why = False, "constraints on bond lengths cannot be met"
     before, (energy, largest, virial) = (seen[0].energy, seen[-1]) if seen else (nan, _Seen())
     if not converged and not why:
         of_cell = f" and virial {virial:.3g} eV per atom" if cell else ""
@@ -132,13 +128,13 @@ def relax_atoms(
 
 
 class _Seen(NamedTuple):
-    """Of one step; NaN of none."""
+    """Energy and largest force of one step; NaN before the first."""
 
     energy: float = nan
     force: float = nan
-    """the largest, eV/Å"""
+    """eV/Å"""
     virial: float = nan
-    """with which the cell counts as three more atoms, eV per atom; 0 without a cell to relax"""
+    """largest force on the cell, as on three more atoms, eV per atom; 0 without `cell`"""
 
     @classmethod
     def of(cls, subject: Atoms | Filter, moving: Atoms) -> _Seen:
@@ -149,7 +145,7 @@ class _Seen(NamedTuple):
 
 
 def _frame(moving: Atoms, calculator: Calculator) -> Atoms:
-    """A copy of a structure that holds the last results."""
+    """Returns a copy of a structure with the last results."""
     from ase.calculators.singlepoint import SinglePointCalculator
 
     frame, names = moving.copy(), ("energy", "forces", "stress")

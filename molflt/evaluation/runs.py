@@ -1,4 +1,4 @@
-"""Several runs side by side: what they were, how long they took, and what came of them."""
+"""Comparison of runs: configurations, times and results."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Never, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from molflt.evaluation.output import Results
 from molflt.evaluation.results import RESULTS, run_weights, why_of_others
 from molflt.files import read_json, shown
 from molflt.metrics import Metric
@@ -23,38 +24,35 @@ from molflt.training.config import Config, read_config
 from molflt.training.outcome import Best, best_of, duration
 from molflt.training.recipes import Recipe
 
-__all__ = ["Results", "Run", "differences", "flat_options", "measures_of", "notes", "read_errors"]
+__all__ = ["Run", "differences", "flat_options", "measures_of", "notes", "read_errors"]
 __all__ += ["read_results", "read_runs", "standard_error"]
 
 _MOST_BYTES = 10_000_000  # of results.json
-_LARGEST = 1e300  # of a metric, which files may write as an integer of any length
-
-Results = dict[str, dict[str, float | None]]
 
 
 class Run(NamedTuple):
-    """What a run folder says about its run."""
+    """Contents of a run folder."""
 
     name: str
-    """short, and unlike those of the others"""
+    """short and unique"""
     path: Path
     config: Config
     parameters: int
-    """of the model, frozen ones too"""
+    """number of parameters, including frozen ones"""
     step: int | None
-    """steps that were taken; None without a last checkpoint"""
+    """number of steps; None without a last checkpoint"""
     seconds: float | None
-    """spent on them and on validations; None in runs of earlier versions"""
+    """time of training and validation; None in runs of earlier versions"""
     data: Mapping[str, Mapping[str, object]]
-    """fingerprints by use; empty without a last checkpoint"""
+    """use of data -> fingerprint; empty without a last checkpoint"""
     columns: Mapping[str, NDArray[np.float64]]
-    """of metrics.csv; empty if there is none"""
+    """columns of metrics.csv; empty without the file"""
     results: Results
-    """of results.json; empty before it is evaluated"""
+    """content of results.json; empty before an evaluation"""
     errors: Mapping[str, NDArray[np.float64]]
-    """|error| of the systems of each split, eV, where predictions.csv has them"""
+    """split -> |error| of its systems, eV, if predictions.csv has them"""
     unmeasured: str = ""
-    """why there are no results, where those that there are belong to others"""
+    """reason why the results in the folder do not belong to the run"""
 
     @property
     def _task(self) -> type[Task[Never, Never]]:
@@ -62,18 +60,18 @@ class Run(NamedTuple):
 
     @property
     def metrics(self) -> Mapping[str, Metric]:
-        """How the metrics of its task read."""
+        """Returns the metrics of its task."""
         return self._task.metrics
 
     @property
     def measure(self) -> str:
-        """The metric that chooses its best weights."""
+        """Returns the metric that selects its best weights."""
         chosen = self._chosen
         return self._task.best if chosen is None else chosen.metric
 
     @property
     def _chosen(self) -> Best | None:
-        """Header of the best weights; None without them, or if they are damaged."""
+        """Returns the header of the best weights; None if they are missing or damaged."""
         try:
             return best_of(self.path)
         except ValueError:
@@ -81,7 +79,7 @@ class Run(NamedTuple):
 
     @property
     def best(self) -> tuple[float, int] | None:
-        """The best validation and its step; None if there was none."""
+        """Returns the best validation and its step; None before the first validation."""
         if (chosen := self._chosen) is not None:
             return chosen.value, chosen.step
         largest = self.metrics[self.measure].largest_is_best
@@ -92,21 +90,17 @@ class Run(NamedTuple):
 
     @property
     def time(self) -> str:
-        """`seconds` in words."""
+        """Returns `seconds` in words."""
         return "-" if self.seconds is None else duration(self.seconds)
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Reads run folders.
-
-    Args:
-        paths: of two runs or more.
-    """
+    """Reads the folders of two or more runs."""
     whole = [Path(os.path.abspath(path)) for path in paths]
     twice = [path for place, path in enumerate(whole) if path in whole[:place]]
     if len(whole) < 2 or twice:
         got = f"{twice[0]} twice" if twice else f"{len(whole)}"
-        raise ValueError(f"expected two runs or more, each once; got {got}; name others")
+        raise ValueError(f"expected two runs or more, each once; got {got}")
     above = Path(os.path.commonpath([path.parent for path in whole]))
     names = [path.relative_to(above).as_posix() for path in whole]
     return [_read_run(path, name) for path, name in zip(map(Path, paths), names, strict=True)]
@@ -135,7 +129,7 @@ def _read_run(path: Path, name: str) -> Run:
 
 
 def read_results(path: Path) -> Results:
-    """Metrics by split in a results.json; empty without the file."""
+    """Reads a results.json; empty without the file."""
     if not path.is_file():
         return {}
     expected, hint = "metrics by split in JSON", "evaluate the run again"
@@ -146,7 +140,7 @@ def read_results(path: Path) -> Results:
         raise ValueError(f"{path}: expected {expected}; got {shown(found)}; {hint}") from None
     for key, value in rows:
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (number and abs(value) < _LARGEST):  # NaN is not
+        if value is not None and not (number and abs(value) < 1e300):  # false for NaN
             raise ValueError(
                 f"{path}: key {shown(key)}: expected a number or null; got {shown(value)}; "
                 "evaluate the run again"
@@ -155,7 +149,7 @@ def read_results(path: Path) -> Results:
 
 
 def read_errors(path: Path) -> dict[str, NDArray[np.float64]]:
-    """|error_eV| by split in the predictions.csv of energies; none in that of others."""
+    """Reads |error_eV| by split from a predictions.csv; empty without the column."""
     if not path.is_file():
         return {}
     errors: dict[str, list[float]] = {}
@@ -173,9 +167,9 @@ def read_errors(path: Path) -> dict[str, NDArray[np.float64]]:
 
 
 def standard_error(run: Run, split: str, name: str) -> float | None:
-    """Of a metric of a split, as a mean over so many systems; None where they are not known.
+    """Returns the standard error of a metric over the systems of a split; None if unknown.
 
-    Nor is it known of a share that none or all have: what such a share varies by is not 0.
+    It is also unknown for a share of 0 or 100 %.
     """
     row = run.results[split]
     value, count = row.get(name), row.get("n")
@@ -190,7 +184,7 @@ def standard_error(run: Run, split: str, name: str) -> float | None:
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[object]]:
-    """Keys of the configurations in which runs differ, and the value of each; None without it."""
+    """Returns the keys in which configurations differ -> value of each run, None if missing."""
     flat = [dict(flat_options(run.config)) for run in runs]
     found = {}
     for key in dict.fromkeys(key for one in flat for key in one):
@@ -201,7 +195,7 @@ def differences(runs: Sequence[Run]) -> dict[str, list[object]]:
 
 
 def flat_options(config: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Dotted keys of a configuration, with their values."""
+    """Yields dotted keys of a configuration and their values."""
     for name, value in config.items():
         if isinstance(value, Mapping) and value:
             yield from flat_options(value, f"{prefix}{name}.")
@@ -210,28 +204,28 @@ def flat_options(config: Mapping[str, object], prefix: str = "") -> Iterator[tup
 
 
 def measures_of(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """Split and name of every metric that some run has in results.json, in their order."""
+    """Lists split and name of every metric in the results of the runs, by split."""
     found = ((split, name) for run in runs for split, row in run.results.items() for name in row)
     splits = dict.fromkeys(split for run in runs for split in run.results)
     return sorted(dict.fromkeys(found), key=lambda one: list(splits).index(one[0]))
 
 
 def notes(runs: Sequence[Run]) -> list[str]:
-    """Lines about what makes runs hard to compare."""
+    """Returns lines about differences that make runs hard to compare."""
     lines = []
     recipes = dict.fromkeys(run.config["recipe"] for run in runs)
     if len(recipes) > 1:
-        lines.append(f"different recipes ({', '.join(recipes)}): their metrics do not compare")
-    for use, what in (("train", "learned from"), ("val", "were validated on")):
+        lines.append(f"different recipes ({', '.join(recipes)}): their metrics are not comparable")
+    for use, what in (("train", "trained on"), ("val", "validated on")):
         known = {run.name: run.data[use] for run in runs if use in run.data}
         groups: dict[str, list[str]] = {}
         for name, one in known.items():
             groups.setdefault(json.dumps(one, sort_keys=True), []).append(name)
         if len(groups) > 1:
             sides = " | ".join(", ".join(names) for names in groups.values())
-            lines.append(f"different data: {sides} {what} other structures or items")
-    lines += [f"left out: {run.unmeasured}" for run in runs if run.unmeasured]
+            lines.append(f"different data: {sides} were {what} different items")
+    lines += [f"omitted: {run.unmeasured}" for run in runs if run.unmeasured]
     absent = [str(run.path) for run in runs if not run.results]
     if absent:
-        lines.append(f"not evaluated: {', '.join(absent)}; molflt evaluate RUN does it")
+        lines.append(f"not evaluated: {', '.join(absent)}; run molflt evaluate RUN")
     return lines

@@ -1,27 +1,24 @@
-"""Evaluation of a classifier of sequences: the official metrics of GLUE, accuracy elsewhere."""
+"""Evaluation of sentence classifiers: the metrics of GLUE, accuracy for other tasks."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 
 from molflt.data.text.glue import GLUE, TASKS, Example, read_examples, read_splits
 from molflt.data.text.sentences import Sentences, padded
 from molflt.data.text.tokenizer import Tokenizer
-from molflt.evaluation.images import classes_of
-from molflt.evaluation.masked import load_tokenizer
-from molflt.evaluation.report import Report, _warn, align, write_csv
+from molflt.evaluation.common import batches, device_of, expect_one_source
+from molflt.evaluation.kept import load_classes, load_tokenizer
+from molflt.evaluation.output import Evaluation, Results, results_table, warn, write_csv
 from molflt.evaluation.results import begin_results
-from molflt.memory import within_memory
 from molflt.sequence.classifier import SequenceClassifier
 from molflt.training.config import Config
 
@@ -38,59 +35,58 @@ def evaluate(
     splits: list[str] | None = None,
     data: Path | None = None,
     batch_size: int = 64,
-) -> Report:
-    """Evaluates a classifier of sentences: accuracy, F1, Matthews, Pearson or Spearman, as GLUE.
+) -> Evaluation:
+    """Evaluates a sentence classifier: accuracy, F1, Matthews, Pearson or Spearman, as GLUE does.
 
     Writes predictions.csv.
 
     Args:
-        run: folder of the training run.
-        model: in evaluation mode.
-        config: the run's.
-        out: folder to write.
-        splits: some of train, val, test, and val_mismatched of MNLI; by default those of val.
-        data: another file of the task instead.
+        splits: some of train, val, test, and val_mismatched of MNLI; by default the val splits.
+        data: another file of the task to evaluate instead.
         batch_size: sentences or pairs in a batch.
 
     Returns:
-        Per split: the metrics of the task in percent, of those of GLUE glue_percent (their mean,
-        what the task adds to its average), and n.
-
-    Raises:
-        FileNotFoundError: if a file is missing.
-        ModuleNotFoundError: without scikit-learn.
-        ValueError: if a file cannot be used, or has other labels than the task.
+        Per split: the metrics of the task in percent, for GLUE tasks also their mean,
+        glue_percent, which counts in the GLUE average, and n.
     """
     task, length = str(config["data"]["task"]), int(str(config["data"]["length"]))
     tokenizer = load_tokenizer(run, model.vocabulary)
-    classes = classes_of((run / "classes.json").read_bytes(), f"{run}/classes.json", model.classes)
-    results: dict[str, dict[str, float | None]] = {}
+    classes = load_classes(run, model.classes)
+    results: Results = {}
     rows: list[dict[str, object]] = []
     for split, examples in _examples(config, task, splits, data, classes).items():
         logits = logits_of(model, tokenizer, examples, length, batch_size, split)
-        told = logits[:, 0] if model.classes == 1 else logits.argmax(axis=1).astype(float)
+        predicted = logits[:, 0] if model.classes == 1 else logits.argmax(axis=1).astype(float)
         label = np.array([one.label for one in examples])
-        results[split] = {**official(task, told, label), "n": len(label)}
-        rows += _rows(split, told, label, None if model.classes == 1 else classes)
+        results[split] = {**official(task, predicted, label), "n": len(label)}
+        for i, (right, ours) in enumerate(zip(label, predicted, strict=True)):
+            names = [
+                float(value) if model.classes == 1 else classes[int(value)]
+                for value in (right, ours)
+            ]
+            rows.append({"split": split, "index": i, "label": names[0], "predicted": names[1]})
     begin_results(out, "predictions.csv")
     files = [write_csv(out / "predictions.csv", rows)]
-    return Report(results, f", {task}\n\n{_table(results)}\n", files)
+    metrics = [key for key in next(iter(results.values())) if key not in ("n", "glue_percent")]
+    columns = {key: (f"{key.removesuffix('_percent')} / %", 2) for key in metrics}
+    table = results_table("sentences", {"n": ("n", 0), **columns}, results)
+    return Evaluation(results, f", {task}\n\n{table}\n", files)
 
 
-def official(task: str, told: _Numbers, label: _Numbers) -> dict[str, float | None]:
-    """The metrics of a task, in percent, and of those of GLUE their mean as glue_percent.
+def official(task: str, predicted: _Numbers, label: _Numbers) -> dict[str, float | None]:
+    """Returns the metrics of a task in percent, and for GLUE tasks their mean, glue_percent.
 
     Args:
         task: key of `molflt.data.text.glue.TASKS`.
-        told: predicted indices of classes, or scores, (items,).
+        predicted: indices of classes, or scores, (items,).
         label: the right ones, (items,).
     """
     try:
         from sklearn import metrics
     except ImportError:
         raise ModuleNotFoundError(
-            "the metrics of GLUE need the package scikit-learn; got none; run: pip install "
-            "molflt[text]"
+            "the metrics of GLUE need the package scikit-learn, which is not installed; run: pip "
+            "install molflt[text]"
         ) from None
     from scipy import stats
 
@@ -102,9 +98,9 @@ def official(task: str, told: _Numbers, label: _Numbers) -> dict[str, float | No
         "spearman": lambda y, x: stats.spearmanr(x, y)[0],
     }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of predictions that are all the same
-        values = [float(known[name](label, told)) for name in TASKS[task].metrics]
-    # no number then; 0, as for Matthews
+        warnings.simplefilter("ignore")  # about constant predictions
+        values = [float(known[name](label, predicted)) for name in TASKS[task].metrics]
+    # constant predictions have no correlation; it counts as 0, as for Matthews
     values = [100 * value if np.isfinite(value) else 0.0 for value in values]
     names = [f"{name}_percent" for name in TASKS[task].metrics]
     found: dict[str, float | None] = dict(zip(names, values, strict=True))
@@ -119,29 +115,24 @@ def logits_of(
     batch_size: int,
     name: str,
 ) -> _Numbers:
-    """Logits (items, classes) of sentences or pairs.
+    """Returns the logits of sentences or pairs, (items, classes).
 
     Args:
-        model: in evaluation mode.
-        tokenizer: of the model.
-        examples: whose labels are not looked at.
-        length: most tokens, as in training.
+        model: model in evaluation mode.
+        tokenizer: tokenizer of the model.
+        examples: sentences or pairs; their labels are ignored.
+        length: largest number of tokens, as in training.
         batch_size: sentences or pairs in a batch.
-        name: of the examples, for messages.
+        name: name of the examples for messages.
     """
-    device = next(model.parameters()).device
-    found = []
+    device, found = device_of(model), []
     rows = Sentences(examples, tokenizer, length, name)
     if rows.cut:
-        _warn(f"{name}: {rows.cut:,} of {len(rows):,} have more than {length} tokens, and were cut")
-    batches = DataLoader(
-        rows,
-        batch_size=batch_size,
-        collate_fn=partial(padded, pad=tokenizer.pad),
-    )
-    batch_of = f"{name}: a batch of {batch_size} x {length:,} tokens"
-    with torch.inference_mode(), within_memory(lambda: batch_of, "lower --batch-size"):
-        for batch in tqdm(batches, desc=name, leave=False, disable=None):
+        warn(f"{name}: {rows.cut:,} of {len(rows):,} have more than {length} tokens, and were cut")
+    collate = partial(padded, pad=tokenizer.pad)
+    loader = DataLoader(rows, batch_size=batch_size, collate_fn=collate)
+    with batches(loader, name, f"{batch_size} x {length:,} tokens") as loaded:
+        for batch in loaded:
             tokens, types, there = (part.to(device) for part in batch[:3])
             found.append(model(tokens, types, there).double().cpu().numpy())
     logits = np.concatenate(found)
@@ -158,8 +149,7 @@ def _examples(
     classes: Sequence[str],
 ) -> dict[str, list[Example]]:
     if other is not None:
-        if splits:
-            raise ValueError("give either --splits or --data; got both")
+        expect_one_source(splits)
         own = read_examples(Path(other), task, classes)
         return {Path(other).name: _expect_enough(Path(other), task, own)}
     there = ["train", "val", "test"] + (["val_mismatched"] if task == "MNLI" else [])
@@ -172,32 +162,10 @@ def _examples(
 
 
 def _expect_enough(path: Path, task: str, examples: list[Example]) -> list[Example]:
-    """The same, unless there is no correlation of so few."""
+    """Returns the examples; raises ValueError if they are too few for a correlation."""
     if len(examples) < 2 and "pearson" in TASKS[task].metrics:
         raise ValueError(
-            f"{path}: expected at least 2 rows, of which there is a correlation; got "
-            f"{len(examples)}; use a longer file"
+            f"{path}: expected at least 2 rows for a correlation; got {len(examples)}; use a "
+            "longer file"
         )
     return examples
-
-
-def _rows(
-    split: str, told: _Numbers, label: _Numbers, classes: list[str] | None
-) -> list[dict[str, object]]:
-    def shown(value: float) -> object:
-        return float(value) if classes is None else classes[int(value)]
-
-    return [
-        {"split": split, "index": i, "label": shown(right), "predicted": shown(mine)}
-        for i, (mine, right) in enumerate(zip(told, label, strict=True))
-    ]
-
-
-def _table(results: Mapping[str, Mapping[str, float | None]]) -> str:
-    keys = [key for key in next(iter(results.values())) if key not in ("n", "glue_percent")]
-    head = ("sentences", "n", *(f"{key.removesuffix('_percent')} / %" for key in keys))
-    rows = [
-        (name, f"{row['n']:,}", *(f"{row[key]:.2f}" for key in keys))
-        for name, row in results.items()
-    ]
-    return align([head, *rows])

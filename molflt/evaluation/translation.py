@@ -1,33 +1,44 @@
-"""Evaluation of a translation model: BLEU with its signature, perplexity, where heads look."""
+"""Evaluation of translation models: BLEU with its signature, perplexity, attention."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 
 from molflt import plots
 from molflt.data.text.parallel import Pairs, ParallelText, paired, read_parallel
 from molflt.data.text.tokenizer import Tokenizer
-from molflt.evaluation.attention import _attention_of
-from molflt.evaluation.masked import load_tokenizer
-from molflt.evaluation.report import Report, align
+from molflt.evaluation.common import (
+    attention_of,
+    batches,
+    device_of,
+    draw_encoding,
+    expect_finite,
+    named_sources,
+)
+from molflt.evaluation.kept import load_tokenizer
+from molflt.evaluation.output import Evaluation, Results, results_table
 from molflt.evaluation.results import begin_results
-from molflt.evaluation.splits import named_sources
-from molflt.evaluation.tokens import draw_encoding, expect_finite
 from molflt.files import write_atomically
-from molflt.memory import within_memory
 from molflt.sequence.beam import beam_search
 from molflt.sequence.encoder_decoder import EncoderDecoder
 from molflt.tasks.translation import TranslationTask
 from molflt.training.config import Config
 
 __all__ = ["Bleu", "bleu", "evaluate", "translate"]
+
+_COLUMNS = {
+    "bleu": ("BLEU", 2),
+    "chrf": ("chrF", 2),
+    "length_ratio": ("length ratio", 2),
+    "perplexity": ("perplexity", 2),
+    "pairs": ("pairs", 0),
+}
 
 
 def evaluate(
@@ -40,61 +51,55 @@ def evaluate(
     batch_size: int = 64,
     beam: int = 5,
     length_penalty: float = 1.0,
-) -> Report:
+) -> Evaluation:
     """Evaluates a translation model: BLEU of its translations, and perplexity of the references.
 
-    Writes translations-SPLIT.txt, a line for each source, attention.png and cross-attention.png
-    (each head of the last layer of the decoder, on the first pair) and, if there is one,
-    encoding.png. The signature of BLEU says how it was computed: without case where the tokenizer
-    knows none.
+    Writes translations-SPLIT.txt, a line per source, attention.png and cross-attention.png (each
+    head of the last layer of the decoder, on the first pair) and, with a relative encoding,
+    encoding.png. The signature of BLEU records how it was computed; case is ignored if the
+    tokenizer ignores it.
 
     Args:
-        run: folder of the training run.
-        model: in evaluation mode.
-        config: the run's.
-        out: folder to write.
         splits: some of train, val and test; by default val, and test if the run names it.
-        data: name of another pair of files instead, without the language.
+        data: name of another pair of files to evaluate instead, without the language.
         batch_size: sentences in a batch.
-        beam: hypotheses of each sentence; 1 takes the most probable token at each step.
-        length_penalty: what the number of tokens is raised to before log p is divided by it.
+        beam: hypotheses per sentence; 1 takes the most probable token at each step.
+        length_penalty: exponent of the number of tokens by which log p is divided.
 
     Returns:
         Per split: bleu, chrf, perplexity, pairs, and length_ratio of translations and references.
-
-    Raises:
-        FileNotFoundError: if the run's tokenizer or a file is missing.
-        ModuleNotFoundError: without sacrebleu.
-        ValueError: if a text cannot be used, or the tokenizer is another model's.
     """
     tokenizer, options = load_tokenizer(run, model.vocabulary), config["data"]
     languages = str(options["source"]), str(options["target"])
-    lowercase = tokenizer.ignores_case  # options say nothing of a tokenizer that was given
-    bleu(["a"], ["a"])  # without sacrebleu there is nothing to begin
-    results: dict[str, dict[str, float | None]] = {}
+    lowercase = tokenizer.ignores_case
+    bleu(["a"], ["a"])  # fails without sacrebleu, before anything is computed
+    results: Results = {}
     lines: dict[str, list[str]] = {}
-    texts = {}  # all of them, before the first is translated
+    texts = {}  # read all of them before translating the first
     for split, name in named_sources(options, splits, data).items():
         text = read_parallel(name, *languages)
         texts[split] = text, Pairs(text, tokenizer)
         _expect_short(text, tokenizer, model.longest)
     for split, (text, pairs) in texts.items():
         results[split] = _judged(model, pairs, tokenizer.pad, batch_size, split)
-        told = translate(model, tokenizer, text.source, beam, length_penalty, batch_size, split)
-        lines[split], found = told, bleu(told, text.target, lowercase)
-        results[split] |= found.metrics() | {"pairs": len(told)}
+        translated = lines[split] = translate(
+            model, tokenizer, text.source, beam, length_penalty, batch_size, split
+        )
+        found = bleu(translated, text.target, lowercase)
+        results[split] |= found.metrics() | {"pairs": len(translated)}
     begin_results(out, "attention.png", "cross-attention.png", "encoding.png")
     files = [out / f"translations-{split}.txt" for split in lines]
-    for path, told in zip(files, lines.values(), strict=True):
-        write_atomically(path, ("\n".join(told) + "\n").encode())
+    for path, translated in zip(files, lines.values(), strict=True):
+        write_atomically(path, ("\n".join(translated) + "\n").encode())
     how = f"beam {beam}, length penalty {length_penalty:g}, {'-'.join(languages)}"
-    how += ", without case, as the tokenizer" if lowercase else ""
-    table = f", {how}\n\n{_table(results)}\n\nsacrebleu {found.signature}\n"
-    return Report(results, table, [*files, *_draw(out, model, pairs, tokenizer, split)])
+    how += ", ignoring case, as the tokenizer does" if lowercase else ""
+    table = results_table("text", _COLUMNS, results)
+    text = f", {how}\n\n{table}\n\nsacrebleu {found.signature}\n"
+    return Evaluation(results, text, [*files, *_draw(out, model, pairs, tokenizer, split)])
 
 
 class Bleu(NamedTuple):
-    """What sacrebleu says of translations."""
+    """Scores of translations by sacrebleu."""
 
     bleu: float
     chrf: float
@@ -103,27 +108,28 @@ class Bleu(NamedTuple):
     """how BLEU was computed: references, case, tokenization, smoothing, version"""
 
     def metrics(self) -> dict[str, float]:
-        """The numbers by name."""
+        """Returns the scores by name."""
         return {"bleu": self.bleu, "chrf": self.chrf, "length_ratio": self.length_ratio}
 
 
-def bleu(told: Sequence[str], references: Sequence[str], lowercase: bool = False) -> Bleu:
-    """BLEU (arXiv:1804.08771) and chrF of translations, with one reference each.
+def bleu(translations: Sequence[str], references: Sequence[str], lowercase: bool = False) -> Bleu:
+    """Computes BLEU (arXiv:1804.08771) and chrF of translations, with one reference each.
 
     Args:
-        told: translations.
-        references: as many.
-        lowercase: whether case makes no difference.
+        translations: the model's sentences.
+        references: one reference per translation.
+        lowercase: ignore case.
     """
     try:
         from sacrebleu.metrics import BLEU, CHRF
     except ImportError:
         raise ModuleNotFoundError(
-            "BLEU needs the package sacrebleu; got none; run: pip install molflt[text]"
+            "BLEU needs the package sacrebleu, which is not installed; run: pip install "
+            "molflt[text]"
         ) from None
     metric = BLEU(lowercase=lowercase)
-    score = metric.corpus_score(list(told), [list(references)])
-    chrf = CHRF(lowercase=lowercase).corpus_score(list(told), [list(references)]).score
+    score = metric.corpus_score(list(translations), [list(references)])
+    chrf = CHRF(lowercase=lowercase).corpus_score(list(translations), [list(references)]).score
     ratio = score.sys_len / max(1, score.ref_len)
     return Bleu(score.score, chrf, ratio, str(metric.get_signature()))
 
@@ -137,16 +143,19 @@ def translate(
     batch_size: int = 64,
     name: str = "sentences",
 ) -> list[str]:
-    """Translations of sentences, in their order.
+    """Translates sentences.
 
     Args:
-        model: in evaluation mode.
-        tokenizer: of the model.
-        sentences: to translate.
-        beam: hypotheses of each sentence, see `molflt.sequence.beam_search`.
-        length_penalty: see there.
-        batch_size: sentences in a batch; those of similar length go together.
-        name: of the sentences, for messages.
+        model: model in evaluation mode.
+        tokenizer: tokenizer of the model.
+        sentences: sentences to translate.
+        beam: hypotheses per sentence, see `molflt.sequence.beam_search`.
+        length_penalty: see `molflt.sequence.beam_search`.
+        batch_size: sentences of similar length in a batch.
+        name: name of the sentences for messages.
+
+    Returns:
+        The translations, in the order of the sentences.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1; got {batch_size}")
@@ -156,11 +165,10 @@ def translate(
         if len(one) == 1:
             raise ValueError(f"{name}: sentence {number:,} is empty; expected text; leave it out")
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]), reverse=True)
-    batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
-    device, told = model.head.weight.device, [""] * len(ids)
-    batch_of = f"{name}: a batch of {batch_size} sentences and {beam} hypotheses each"
-    with within_memory(lambda: batch_of, "lower --batch-size or --beam"):
-        for batch in tqdm(batches, desc=name, leave=False, disable=None):
+    parts = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+    device, translations = device_of(model), [""] * len(ids)
+    with batches(parts, name, f"{batch_size} sentences with {beam} hypotheses each") as loaded:
+        for batch in loaded:
             source, there = _padded([ids[i] for i in batch], tokenizer.pad)
             found = beam_search(
                 model,
@@ -172,8 +180,8 @@ def translate(
                 length_penalty=length_penalty,
             )
             for i, best in zip(batch, found, strict=True):
-                told[i] = tokenizer.decode(best.tokens).strip()
-    return told
+                translations[i] = tokenizer.decode(best.tokens).strip()
+    return translations
 
 
 def _padded(rows: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
@@ -184,7 +192,7 @@ def _padded(rows: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
 
 
 def _expect_short(text: ParallelText, tokenizer: Tokenizer, longest: int | None) -> None:
-    """Raises ValueError for the first sentence that the model cannot take."""
+    """Raises ValueError for the first sentence that is too long for the model."""
     for path, side in zip(text.files, text[:2], strict=True):
         for number, one in enumerate(tokenizer.encode(list(side)), 1):
             _expect_length(f"{path}: line {number:,}", len(one) + 1, longest)
@@ -201,42 +209,25 @@ def _expect_length(place: str, tokens: int, longest: int | None) -> None:
 def _judged(
     model: EncoderDecoder, pairs: Pairs, pad: int, batch_size: int, name: str
 ) -> dict[str, float | None]:
-    """Perplexity of the references; ValueError if it is not finite, or memory does not do."""
+    """Returns the perplexity of the references."""
     task = TranslationTask(model, label_smoothing=0.0)
     total = torch.zeros(len(task.sums._fields), dtype=torch.float64)
-    batch_of = f"{name}: a batch of {batch_size} pairs"
-    with torch.inference_mode(), within_memory(lambda: batch_of, "lower --batch-size"):
-        for batch in _batches(pairs, pad, batch_size):
-            moved = tuple(part.to(model.head.weight.device) for part in batch)
+    loader = DataLoader(pairs, batch_size=batch_size, collate_fn=lambda rows: paired(rows, pad))
+    with batches(loader, name, f"{batch_size} pairs") as loaded:
+        for batch in loaded:
+            moved = tuple(part.to(device_of(model)) for part in batch)
             total += torch.stack(list(task.judge(cast("Any", moved)))).cpu()
     expect_finite(name, total)
     return {"perplexity": task.summarize(total)["perplexity"]}
 
 
-def _batches(pairs: Pairs, pad: int, batch_size: int) -> Iterator[tuple[Tensor, ...]]:
-    yield from DataLoader(pairs, batch_size=batch_size, collate_fn=lambda rows: paired(rows, pad))
-
-
-def _table(results: Mapping[str, Mapping[str, float | None]]) -> str:
-    head = ("text", "BLEU", "chrF", "length ratio", "perplexity", "pairs")
-    rows = [
-        (
-            name,
-            *(f"{row[key]:.2f}" for key in ("bleu", "chrf", "length_ratio", "perplexity")),
-            f"{row['pairs']:,}",
-        )
-        for name, row in results.items()
-    ]
-    return align([head, *rows])
-
-
 def _draw(
     out: Path, model: EncoderDecoder, pairs: Pairs, tokenizer: Tokenizer, split: str
 ) -> list[Path]:
-    """Both kinds of attention of the decoder's last layer, and the relative encoding."""
-    source, target = (ids[None].to(model.head.weight.device) for ids in pairs[0])
+    """Draws both kinds of attention of the decoder's last layer, and the relative encoding."""
+    source, target = (ids[None].to(device_of(model)) for ids in pairs[0])
     seen = target[:, :-1]
-    matrices = _attention_of(model.decoder, lambda: model(source, seen), last=2)
+    matrices = attention_of(model.decoder, lambda: model(source, seen), last=2)
     files = [out / "attention.png", out / "cross-attention.png"]
     words = [[tokenizer.token(int(one)) for one in ids[0]] for ids in (seen, source)]
     sides = zip(("target", "source"), words, strict=True)

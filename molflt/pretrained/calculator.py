@@ -20,7 +20,7 @@ from molflt.attention.checks import whole
 from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.data.structures.records import origin_of
 from molflt.data.structures.unused_fields import total_charge, unused_fields, unused_warning
-from molflt.evaluation.elements import refuse_undescribed, warn_of_elements
+from molflt.evaluation.predictions import refuse_undescribed, warn_of_elements
 from molflt.graph.heads import undescribed
 from molflt.graph.potential import Potential
 from molflt.memory import within_memory

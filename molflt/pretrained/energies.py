@@ -18,10 +18,15 @@ from molflt.data.structures.domain import DOMAIN, Domain
 from molflt.data.structures.in_memory import StructuresInMemory, is_one
 from molflt.data.structures.sources import Paths, files_of
 from molflt.data.structures.tags import Tagged
-from molflt.evaluation.calibration import Calibration
+from molflt.evaluation.calibration import (
+    CALIBRATION,
+    Calibration,
+    calibration_of,
+    expect_theirs,
+    uncertainty_of,
+)
 from molflt.evaluation.ensemble import ENSEMBLE, EnsembleRegressor
 from molflt.evaluation.predictions import Predictions, infer, open_structures
-from molflt.evaluation.uncertainty import CALIBRATION, calibration_of, expect_theirs, uncertainty_of
 from molflt.graph import EnergyRegressor
 from molflt.graph.geometry import Geometry
 from molflt.graph.heads import by_contact

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from torch import nn
 
+from molflt.evaluation.calibration import CALIBRATION
 from molflt.evaluation.ensemble import ENSEMBLE, EnsembleRegressor, load_ensemble
 from molflt.evaluation.results import RESULTS, why_of_others
-from molflt.evaluation.uncertainty import CALIBRATION
 from molflt.training.checkpoint import device_named, load_run, weights_of
 from molflt.training.config import Config, read_config
 from molflt.training.exported import build, is_exported, read_exported

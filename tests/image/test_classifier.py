@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from molflt.attention import POSITIONS
-from molflt.evaluation.attention import _attention_of
+from molflt.evaluation.common import attention_of
 from molflt.image.classifier import ImageClassifier, _sinusoids
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "image"
@@ -129,7 +129,7 @@ def test_softmax(position: str) -> None:
     normed = block.attention_norm(tokens)
     attention = block.attention
     positions = net.positions if net.stack.position else None
-    (weights,) = _attention_of(net.stack, lambda: net(x))
+    (weights,) = attention_of(net.stack, lambda: net(x))
     torch.testing.assert_close(weights, attention.weights(normed, positions), **EXACT)
     torch.testing.assert_close(weights.sum(dim=-1), torch.ones_like(weights[..., 0]), **EXACT)
     value = attention.to_value(normed).unflatten(-1, (2, 8)).transpose(1, 2)
@@ -176,7 +176,7 @@ def test_universal_shares_its_weights() -> None:
     distinct.load_state_dict(own, strict=False)
     torch.testing.assert_close(shared(images()), distinct(images()), **EXACT)
     matrices = [
-        _attention_of(net.stack, lambda net=net: net(images())) for net in (shared, distinct)
+        attention_of(net.stack, lambda net=net: net(images())) for net in (shared, distinct)
     ]
     assert [len(part) for part in matrices] == [3, 3]
     for one, other in zip(*matrices, strict=True):
@@ -189,7 +189,7 @@ def test_class_token(name: str) -> None:
     net = model(pool="token", **MECHANISM[name])
     x = images()
     assert net.tokens(x).shape == (3, 10, 16)
-    assert _attention_of(net.stack, lambda: net(x))[0].shape == (3, 2, 10, 10)
+    assert attention_of(net.stack, lambda: net(x))[0].shape == (3, 2, 10, 10)
     out = net.stack(net.tokens(x), net.positions if net.stack.position else None)
     torch.testing.assert_close(net(x), net.head(out[:, 0]), **EXACT)
     if net.positions.shape[-1] == 2:

@@ -11,8 +11,9 @@ from typing import TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from molflt.evaluation.output import Results
 from molflt.evaluation.results import RESULTS, given_data, run_weights, why_of_others
-from molflt.evaluation.runs import Results, Run, read_errors, read_results
+from molflt.evaluation.runs import Run, read_errors, read_results
 from molflt.files import shown, verify_tensors
 from molflt.plots.training import read_columns
 from molflt.training.checkpoint import Checkpoint, count_parameters, read_checkpoint

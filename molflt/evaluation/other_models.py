@@ -1,4 +1,4 @@
-"""A run beside published predictions of other models, system by system."""
+"""Comparison of a run with published predictions of other models, system by system."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 
 from molflt import plots
 from molflt.data.structures.systems import System, read_systems
+from molflt.evaluation.output import align, write_csv
 from molflt.evaluation.predictions import Predictions
-from molflt.evaluation.report import align, write_csv
 from molflt.files import read_arrays, shown
+
+__all__ = ["Published", "common_systems", "compare", "read_published"]
 
 _OURS = "this run"
 _RESERVED = (_OURS, "energy", "target")  # energy_eV and target_eV of published.csv are the run's
@@ -24,13 +26,13 @@ _Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Published:
-    """Energies that other models predicted.
+    """Published energies of other models.
 
     Attributes:
-        path: file that they are from.
+        path: file of the energies.
         rows: name of a system -> its row.
         models: name -> (systems, trainings), eV.
-        systems: of the data set that is evaluated, by sid.
+        systems: sid -> system of the evaluated data set.
     """
 
     path: Path
@@ -39,8 +41,8 @@ class Published:
     systems: dict[int, System]
 
 
-class _Member(NamedTuple):
-    """A system that both sides predicted."""
+class _Common(NamedTuple):
+    """A system that all models predicted."""
 
     split: str
     system: System
@@ -51,15 +53,11 @@ class _Member(NamedTuple):
 
 
 def read_published(path: Path, root: Path) -> Published:
-    """Reads an npz file: texts ``name`` (n,), and for each model its energies, (n,) or (n, k), eV.
+    """Reads an npz file with ``name``, (n,), and the energies of each model, (n,) or (n, k), eV.
 
     Args:
-        path: the file; arrays of whole numbers, such as ``fold``, are left alone.
-        root: folder of the data set, whose systems.csv has the names.
-
-    Raises:
-        FileNotFoundError: if there is no such file, or no systems.csv.
-        ValueError: naming the file and the array that is wrong.
+        path: the file; arrays of integers, such as ``fold``, are ignored.
+        root: folder of the data set with the names in systems.csv.
     """
     arrays = read_arrays(path, ("name",))
     names = arrays["name"]
@@ -74,8 +72,8 @@ def read_published(path: Path, root: Path) -> Published:
             continue
         if key in _RESERVED:
             raise ValueError(
-                f"{path}: {shown(key)}: expected the name of another model; got one that stands "
-                "for this run and its labels; rename the array"
+                f"{path}: {shown(key)}: expected the name of another model; got one that is "
+                "reserved for this run and its labels; rename the array"
             )
         fits = array.ndim in (1, 2) and len(array) == len(names)
         if not fits or not 1 <= array.size // max(len(names), 1) <= _MOST_MODELS:
@@ -90,64 +88,64 @@ def read_published(path: Path, root: Path) -> Published:
     return Published(path, rows, models, read_systems(root))
 
 
-def _compare(
-    published: Published, members: list[_Member], found: Mapping[str, Predictions], out: Path
+def compare(
+    published: Published, common: list[_Common], found: Mapping[str, Predictions], out: Path
 ) -> tuple[str, list[Path]]:
-    """Compares over the systems that both sides predicted and that have a label.
+    """Compares models over the systems that all of them predicted and that have a label.
 
     Args:
-        published: energies of others.
-        members: these systems, of `_members`.
-        found: split -> ours, of all systems.
+        published: energies of other models.
+        common: these systems, see `common_systems`.
+        found: split -> predictions of the run for all systems.
         out: folder for published.csv, published_errors.csv and published.png.
 
     Returns:
         Tables in plain text, and the files.
     """
     total = sum(len(part.energy) for part in found.values())
-    target = np.array([member.target for member in members])
-    energies = {_OURS: np.array([member.energies for member in members])}
-    places = [member.row for member in members]
+    target = np.array([one.target for one in common])
+    energies = {_OURS: np.array([one.energies for one in common])}
+    places = [one.row for one in common]
     energies |= {name: array[places] for name, array in published.models.items()}
     errors = {name: array - target[:, None] for name, array in energies.items()}
     groups = {
-        "split": [member.split for member in members],
-        "family": [member.system.family for member in members],
-        "metal": [member.system.metal for member in members],
+        "split": [one.split for one in common],
+        "family": [one.system.family for one in common],
+        "metal": [one.system.metal for one in common],
     }
     rows = list(_error_rows(errors, groups))
     files = [
-        write_csv(out / "published.csv", list(_system_rows(members, energies))),
+        write_csv(out / "published.csv", list(_system_rows(common, energies))),
         write_csv(out / "published_errors.csv", rows),
         out / "published.png",
     ]
     panels = {_label(name, array): (target, array.mean(1)) for name, array in energies.items()}
     plots.parity(panels, files[-1])
     heading = (
-        f"beside {published.path.name}: MAE / eV over {len(members):,} of {total:,} systems, those "
-        "that both predicted\n"
+        f"compared with {published.path.name}: MAE / eV over the {len(common):,} of {total:,} "
+        "systems that all models predicted\n"
     )
     tables = [_table(rows, kind, several=kind == "split") for kind in groups]
     return heading + "\n\n".join(tables), files
 
 
-def _members(published: Published, found: Mapping[str, Predictions]) -> list[_Member]:
-    """The systems that both sides predicted and that have a label."""
+def common_systems(published: Published, found: Mapping[str, Predictions]) -> list[_Common]:
+    """Returns the systems that all models predicted and that have a label."""
     finite = np.all([np.isfinite(array).all(1) for array in published.models.values()], axis=0)
-    members = []
+    common = []
     for split, part in found.items():
         for sid, ours, target in zip(part.sid, part.by_training, part.target, strict=True):
             system = published.systems.get(int(sid))
             row = None if system is None else published.rows.get(system.name)
             if system is not None and row is not None and finite[row] and np.isfinite(target):
-                members.append(_Member(split, system, float(target), ours, row))
-    if not members:
+                common.append(_Common(split, system, float(target), ours, row))
+    if not common:
         total = sum(len(part.energy) for part in found.values())
         raise ValueError(
-            f"{published.path}: expected predictions of some of the {total} systems; got none of "
-            "them with a label; do the names in systems.csv and in the file agree?"
+            f"{published.path}: expected predictions of some of the {total} systems; got none "
+            "with a label; compare the names in systems.csv with those in the file"
         )
-    return members
+    return common
 
 
 def _label(name: str, energies: _Array) -> str:
@@ -157,7 +155,7 @@ def _label(name: str, energies: _Array) -> str:
 def _error_rows(
     errors: Mapping[str, _Array], groups: Mapping[str, list[str]]
 ) -> Iterator[dict[str, object]]:
-    """Errors of each model in each group: of single trainings, averaged, and of their mean."""
+    """Yields the errors of each model in each group: mean of trainings, and of their mean."""
     for kind, names in groups.items():
         where = {name: np.array(names) == name for name in dict.fromkeys(names)}
         if kind == "split" and len(where) > 1:
@@ -177,13 +175,13 @@ def _error_rows(
 
 
 def _system_rows(
-    members: list[_Member], energies: Mapping[str, _Array]
+    common: list[_Common], energies: Mapping[str, _Array]
 ) -> Iterator[dict[str, object]]:
-    for i, member in enumerate(members):
+    for i, one in enumerate(common):
         yield {
-            "split": member.split,
-            **member.system._asdict(),
-            "target_eV": member.target,
+            "split": one.split,
+            **one.system._asdict(),
+            "target_eV": one.target,
             **{
                 f"{'energy' if name == _OURS else name}_eV": float(array[i].mean())
                 for name, array in energies.items()
@@ -192,7 +190,7 @@ def _system_rows(
 
 
 def _table(rows: list[dict[str, object]], kind: str, several: bool) -> str:
-    """A line per group, a column per model and, if `several`, one for the mean of trainings."""
+    """Formats errors by group, a column per model and, if `several`, for the mean of trainings."""
     chosen = [row for row in rows if row["kind"] == kind]
     columns: dict[str, tuple[object, str]] = {}
     for row in chosen:

@@ -1,4 +1,4 @@
-"""Relaxed structures from the position head, beside those of the labels: IS2RS."""
+"""Relaxed structures predicted by the position head, compared with the labels: IS2RS."""
 
 from __future__ import annotations
 
@@ -15,36 +15,41 @@ from tqdm import tqdm
 from molflt.data.batches import SizeBucketedBatchSampler
 from molflt.data.structures import Structures
 from molflt.data.structures.base import to_atoms
-from molflt.evaluation.report import align
+from molflt.evaluation.output import Results, results_table
 from molflt.files import atomically
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
-__all__ = ["adwt", "position_error"]
+__all__ = ["adwt", "position_error", "write_relaxed"]
 
 _Numbers = NDArray[np.float64]
-_THRESHOLDS = np.arange(0.01, 0.5, 0.001)  # Å, of OC20's evaluator
+_THRESHOLDS = np.arange(0.01, 0.5, 0.001)  # Å, as in OC20's evaluator
+_COLUMNS = {
+    "adwt_percent": ("ADwT / %", 3),
+    "initial_adwt_percent": ("ADwT of initial positions / %", 3),
+    "position_error_A": ("position error / Å", 3),
+}
 
 
 def adwt(distances: _Numbers) -> float:
-    """OC20's average distance within threshold (arXiv:2010.09990, section 4.2), percent.
+    """Computes OC20's average distance within threshold (arXiv:2010.09990, section 4.2), percent.
 
-    The share of structures whose mean distance of atoms from where they belong is below a
-    threshold, averaged over thresholds from 0.01 to 0.5 Å.
+    It is the share of structures whose mean distance of atoms from their relaxed positions is below
+    a threshold, averaged over thresholds from 0.01 to 0.5 Å.
 
     Args:
-        distances: of each structure, (structures,), Å, one at least.
+        distances: mean distance of each structure, (structures,), Å.
     """
     return 100.0 * float((distances[:, None] < _THRESHOLDS).mean())
 
 
 def position_error(pos: NDArray[np.floating], record: Data) -> float:
-    """Mean distance of free atoms from their relaxed positions, Å, by the minimum image.
+    """Returns the mean distance of free atoms from their relaxed positions, by minimum image, Å.
 
     Args:
         pos: (N, 3), Å.
-        record: with relaxed positions; NaN without, or if no atom is free.
+        record: structure; the result is NaN without relaxed positions or without free atoms.
     """
     from ase.geometry import find_mic
 
@@ -56,10 +61,16 @@ def position_error(pos: NDArray[np.floating], record: Data) -> float:
     return float(lengths.mean())
 
 
-def _write_relaxed(
+def write_relaxed(
     model: nn.Module, datasets: Mapping[str, Structures], folder: Path | None, batch_size: int
-) -> tuple[dict[str, dict[str, float | None]], str]:
-    """Writes SPLIT.extxyz with the structures that the position head predicts, if it shall.
+) -> tuple[Results, str]:
+    """Writes SPLIT.extxyz with the structures that the position head predicts.
+
+    Args:
+        model: model with a position head, in evaluation mode.
+        datasets: split -> structures.
+        folder: folder to write; None does nothing.
+        batch_size: structures in a batch.
 
     Returns:
         Per split adwt_percent, initial_adwt_percent (of the initial positions) and
@@ -67,10 +78,9 @@ def _write_relaxed(
     """
     from ase.io import write
 
-    rows: dict[str, dict[str, float | None]] = {}
+    rows: Results = {}
     if folder is None:
         return rows, ""
-    lines = [["split", "ADwT / %", "ADwT of initial positions / %", "position error / Å"]]
     for split, dataset in datasets.items():
         errors, start = np.empty(len(dataset)), np.empty(len(dataset))
         frames = {}
@@ -83,19 +93,18 @@ def _write_relaxed(
         with atomically(folder / f"{split}.extxyz") as file:
             write(str(file), [frames[index] for index in sorted(frames)], format="extxyz")
         known = np.isfinite(errors)
-        names = ("adwt_percent", "initial_adwt_percent", "position_error_A")
-        rows[split] = dict.fromkeys(names)
+        rows[split] = dict.fromkeys(_COLUMNS)
         if known.any():
             found = adwt(errors[known]), adwt(start[known]), float(errors[known].mean())
-            rows[split] = dict(zip(names, found, strict=True))
-        lines.append([split, *("-" if x is None else f"{x:.3f}" for x in rows[split].values())])
-    return rows, f"relaxed structures by the position head\n{align(lines)}"
+            rows[split] = dict(zip(_COLUMNS, found, strict=True))
+    table = results_table("split", _COLUMNS, rows)
+    return rows, f"relaxed structures by the position head\n{table}"
 
 
 def _displaced(
     model: nn.Module, dataset: Structures, batch_size: int, name: str
 ) -> list[tuple[int, NDArray[np.float32]]]:
-    """Index and predicted relaxed positions (N, 3), Å, of each structure; fixed atoms stay."""
+    """Returns the index and the predicted positions (N, 3), Å, of each structure."""
     from torch_geometric.data import Batch
 
     device = next(iter(model.state_dict().values()), torch.empty(0)).device
@@ -107,8 +116,8 @@ def _displaced(
             out = model(batch)
             if "displacement" not in out:
                 raise ValueError(
-                    "--relaxed writes what a position head predicts; this model has none; train "
-                    "with --model.position_head true, or leave --relaxed out"
+                    "--relaxed needs a model with a position head; train with "
+                    "--model.position_head true, or omit --relaxed"
                 )
             pos = (batch.pos + out["displacement"] * ~batch.fixed[:, None]).cpu()
             parts = pos.split(batch.ptr.diff().tolist())

@@ -1,4 +1,4 @@
-"""The leaderboard file of OC20's IS2RE task: one npz with ids and energies of four test splits."""
+"""The submission to OC20's IS2RE leaderboard: ids and energies of four test splits in one npz."""
 
 from __future__ import annotations
 
@@ -12,31 +12,15 @@ from numpy.typing import ArrayLike, NDArray
 from molflt.data.structures.splits import OC20_FILES, TEST_SPLITS, VAL_SPLITS
 from molflt.files import write_atomically
 
-_SPLITS = ("id", "ood_ads", "ood_cat", "ood_both")
-"""Names in the file; the leaderboard writes them without the prefix test_."""
+__all__ = ["expect_count", "is_trial", "submission_splits", "write_submission"]
+
+_SPLITS = ("id", "ood_ads", "ood_cat", "ood_both")  # in the file, without the prefix test_
 
 _Predictions = Mapping[str, tuple[Sequence[str] | NDArray[np.str_], ArrayLike]]
 
 
-def _write_submission(path: Path, predictions: _Predictions, *, any_counts: bool = False) -> None:
-    """Checks predictions and writes the leaderboard file; it appears complete or not at all.
-
-    Args:
-        path: file to write, ending in .npz.
-        predictions: (ids, energies in eV) of "id", "ood_ads", "ood_cat" and "ood_both".
-        any_counts: accept other numbers of systems than OC20's test splits have; such a file has
-            the right form, but the leaderboard refuses it.
-    """
-    path = Path(path)
-    _check_name(path)
-    arrays = _checked(predictions, any_counts=any_counts)
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
-    write_atomically(path, buffer.getvalue())
-
-
-def _submission_names(path: Path, splits: Sequence[str]) -> dict[str, str]:
-    """Split of the leaderboard file -> split of the data set."""
+def submission_splits(path: Path, splits: Sequence[str]) -> dict[str, str]:
+    """Maps splits of the leaderboard to splits of the data set."""
     _check_name(path)
     for group in (TEST_SPLITS, VAL_SPLITS):
         if set(splits) == set(group):
@@ -47,18 +31,23 @@ def _submission_names(path: Path, splits: Sequence[str]) -> dict[str, str]:
     )
 
 
-def _check_name(path: Path) -> None:
-    if path.suffix != ".npz":
-        raise ValueError(f"{path}: a submission must end in .npz; got {path.suffix!r}")
+def is_trial(names: Mapping[str, str]) -> bool:
+    """Returns True if splits of `submission_splits` are not test splits."""
+    return not set(names.values()) <= set(TEST_SPLITS)
 
 
-def _checked(
-    predictions: _Predictions, *, any_counts: bool = False
-) -> dict[str, NDArray[np.generic]]:
-    """The arrays of the file, {split}_ids and {split}_energy, if the leaderboard takes them."""
-    missing = [split for split in _SPLITS if split not in predictions]
-    surplus = [split for split in predictions if split not in _SPLITS]
-    if missing or surplus:
+def write_submission(path: Path, predictions: _Predictions, *, any_counts: bool = False) -> None:
+    """Checks predictions and writes the file for the leaderboard.
+
+    Args:
+        path: file to write, ending in .npz.
+        predictions: (ids, energies in eV) of "id", "ood_ads", "ood_cat" and "ood_both".
+        any_counts: accept other numbers of systems than those of OC20's test splits; the
+            leaderboard rejects such a file.
+    """
+    path = Path(path)
+    _check_name(path)
+    if set(predictions) != set(_SPLITS):
         raise ValueError(
             f"a submission needs exactly the splits {', '.join(_SPLITS)}; got "
             f"{', '.join(predictions) or 'none'}"
@@ -68,20 +57,27 @@ def _checked(
         ids, energy = (np.asarray(values) for values in predictions[split])
         _check_ids(split, ids)
         _check_energy(split, energy, len(ids))
-        _expect_count(split, len(ids), any_counts=any_counts)
+        expect_count(split, len(ids), any_counts=any_counts)
         arrays[f"{split}_ids"] = ids
         arrays[f"{split}_energy"] = energy
-    return arrays
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
+    write_atomically(path, buffer.getvalue())
 
 
-def _expect_count(split: str, count: int, *, any_counts: bool) -> None:
-    """Raises ValueError for another number of systems than OC20's test split has."""
+def expect_count(split: str, count: int, *, any_counts: bool) -> None:
+    """Raises ValueError for another number of systems than that of OC20's test split."""
     expected = OC20_FILES[f"all/test_{split}"].records
     if count != expected and not any_counts:
         raise ValueError(
             f"submission: split {split!r} must have the {expected} systems of OC20's "
             f"test_{split}; got {count}; predict the whole split"
         )
+
+
+def _check_name(path: Path) -> None:
+    if path.suffix != ".npz":
+        raise ValueError(f"{path}: a submission must end in .npz; got {path.suffix!r}")
 
 
 def _check_ids(split: str, ids: NDArray[np.generic]) -> None:
@@ -100,7 +96,7 @@ def _check_ids(split: str, ids: NDArray[np.generic]) -> None:
 
 def _check_energy(split: str, energy: NDArray[np.generic], systems: int) -> None:
     if energy.dtype not in (np.float32, np.float64):
-        # float16, which ocp wrote by default, is off by up to 0.006 eV on real predictions
+        # float16, the default of ocp, is off by up to 0.006 eV on real predictions
         raise ValueError(
             f"submission: energies of split {split!r} must be float64 or float32; got "
             f"{energy.dtype}"

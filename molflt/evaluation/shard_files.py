@@ -1,8 +1,8 @@
-"""Predictions in shards: each process predicts some batches, and the files are merged afterwards.
+"""Files of predictions in shards, and merging them.
 
-A shard has whole batches of all that one process would cut, so that its numbers are the same bits.
-Each row of its file says which structure it is of, how many rows the shard and the whole have, and
-what made it: what is lost or cut off, or of another model or other structures, is named.
+Each process predicts some of the batches of the whole, so numbers are the same to the bit. Each row
+of a shard has the index of its structure, the numbers of rows of the shard and of the whole, and
+digests of model and data: missing or truncated shards, or those of another model, are detected.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import nn
 
 from molflt.data.shards import MOST_SHARDS, Shard
 from molflt.data.structures import Structures
-from molflt.evaluation.ensemble import _digest
-from molflt.evaluation.report import csv_text
+from molflt.evaluation.ensemble import digest_of
+from molflt.evaluation.output import csv_text
 from molflt.files import shown, write_atomically
 
 __all__ = ["ENDINGS", "made_of", "merge_shards", "noted"]
@@ -29,61 +29,58 @@ __all__ = ["ENDINGS", "made_of", "merge_shards", "noted"]
 _LARGEST = 2**32  # bytes of a file of one shard
 _KEY = "shard"
 _INDEX = re.compile(r"[0-9]{1,18}")
-_SHOWN = 16  # of a digest
+_SHOWN = 16  # characters of a digest
 
 _Row = dict[str, object]
 
 
 class _Note(NamedTuple):
-    """What each row of the file of a shard says of it."""
+    """Note in each row of a shard."""
 
     rows: int
     total: int
     """rows of all shards"""
     made: Mapping[str, str]
-    """what made it"""
+    """digests of model and data, and options"""
 
     @classmethod
     def read(cls, text: str) -> _Note:
         counts, *made = text.split("; ")
         found = re.fullmatch(r"(\d{1,18}) of (\d{1,18})", counts)
         if found is None:
-            raise ValueError(f"{text!r} is no number of rows")
+            raise ValueError(f"expected a number of rows; got {text!r}")
         if not made:
-            raise ValueError("an earlier version wrote it, which does not say of what model it is")
+            raise ValueError("an earlier version wrote it, without a digest of the model")
         parts = (part.partition(" ") for part in made)
         return cls(int(found[1]), int(found[2]), {name: value for name, _, value in parts})
 
 
 def noted(rows: int, total: int, made: Mapping[str, object]) -> dict[str, object]:
-    """What each row of the file of a shard says beside its own.
+    """Returns the column that each row of a shard has in addition.
 
     Args:
-        rows: of this shard.
-        total: of all shards.
-        made: what made it, as `made_of` gives it.
+        rows: number of rows of this shard.
+        total: number of rows of all shards.
+        made: see `made_of`.
     """
     return {_KEY: "; ".join([f"{rows} of {total}", *(f"{k} {made[k]}" for k in made)])}
 
 
 def made_of(model: nn.Module, dataset: Structures, **options: object) -> dict[str, object]:
-    """What decides about the predictions of a data set: shards of others are not merged.
+    """Returns digests of model and data, and options: only shards that agree are merged.
 
     Args:
-        model: of energies, or an ensemble.
-        dataset: all of it; its files are read once.
-        options: of the prediction.
-
-    Returns:
-        Digests of weights and data, and the options.
+        model: an energy regressor or an ensemble.
+        dataset: the whole data set, which is read once.
+        options: options of the prediction.
     """
     members = getattr(model, "members", [model])
-    weights = hashlib.sha256("".join(sorted(map(_digest, members))).encode())
-    data = hashlib.sha256(dataset.natoms.astype("<i8").tobytes())  # without what was left out
+    weights = hashlib.sha256("".join(sorted(map(digest_of, members))).encode())
+    data = hashlib.sha256(dataset.natoms.astype("<i8").tobytes())  # without omitted structures
     path = dataset.path
     for file in sorted(path.glob("*.lmdb")) if path.is_dir() else [path]:
         with open(file, "rb") as opened:
-            data.update(hashlib.file_digest(opened, "sha256").digest())
+            data.update(hashlib.filedigest_of(opened, "sha256").digest())
     digests = {"weights": weights, "data": data}
     return {**{name: one.hexdigest()[:_SHOWN] for name, one in digests.items()}, **options}
 
@@ -91,14 +88,14 @@ def made_of(model: nn.Module, dataset: Structures, **options: object) -> dict[st
 def _csv_rows(text: str) -> list[_Row]:
     rows: list[_Row] = list(csv.DictReader(io.StringIO(text), strict=True))
     if any(None in row or None in row.values() for row in rows):
-        raise ValueError("a line has more or fewer cells than the first")
+        raise ValueError("a line has another number of cells than the first")
     return rows
 
 
 def _json_rows(text: str) -> list[_Row]:
     rows = json.loads(text)
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError("it is no list of rows")
+        raise ValueError("expected a list of rows")
     return rows
 
 
@@ -107,17 +104,17 @@ _NOTED = re.compile(r' molflt_index=(\d+) molflt_shard="([^"]*)"(?=\s|$)')
 
 
 def _frames(text: str) -> list[_Row]:
-    """Structures of an extended XYZ file as they are written, without what says which they are."""
+    """Splits an extended XYZ file into structures, and removes their notes from the text."""
     lines = text.splitlines(keepends=True)
     rows: list[_Row] = []
     start = 0
     while start < len(lines):
         if not _COUNT.fullmatch(lines[start]):
-            raise ValueError(f"line {start + 1} is no number of atoms")
+            raise ValueError(f"line {start + 1}: expected a number of atoms")
         end = start + int(lines[start]) + 2
         found = _NOTED.search(lines[start + 1]) if end <= len(lines) else None
         if found is None:
-            raise ValueError("a structure is cut off, or does not say which it is")
+            raise ValueError("a structure is truncated, or lacks its index")
         head = _NOTED.sub("", lines[start + 1], count=1)
         frame = "".join([lines[start], head, *lines[start + 2 : end]])
         rows.append({"index": found[1], _KEY: found[2], "frame": frame})
@@ -142,13 +139,13 @@ ENDINGS = tuple(_FORMATS)
 
 
 def merge_shards(out: Path) -> int:
-    """Joins the files of all shards to the one that a single process would have written.
+    """Merges the files of all shards into the file that a single process would have written.
 
     Args:
-        out: what `molflt predict` was given as --out, with each --shard.
+        out: the --out of `molflt predict`, the same for each --shard.
 
     Returns:
-        How many structures it holds.
+        The number of structures.
     """
     if out.suffix not in _FORMATS:
         raise ValueError(
@@ -167,23 +164,23 @@ def merge_shards(out: Path) -> int:
             faults.append(f"{shard.path(out)}: damaged: {shown(str(error), 100)}; {_again(shard)}")
     if faults:
         raise ValueError("; ".join(faults))
-    _check_alike(out, notes)
+    _check_same_origin(out, notes)
     rows = [row for part in parts.values() for row in part]
     columns = [set(row) for row in rows]
     if unlike := set().union(*columns) - columns[0].intersection(*columns):
         raise ValueError(
-            f"{out}: its shards do not all have {shown(sorted(unlike))}; expected the same columns "
-            "in each; predict all shards again with the same options"
+            f"{out}: some shards lack {shown(sorted(unlike))}; expected the same columns in all; "
+            "predict all shards again with the same options"
         )
     for row in rows:
         del row[_KEY]
     totals = {note.total for note in notes.values()}
     rows.sort(key=lambda row: int(str(row["index"])))
-    places = {int(str(row["index"])) for row in rows}  # not of structures that were left out
+    places = {int(str(row["index"])) for row in rows}
     if totals != {len(rows)} or len(places) != len(rows):
         expected = " or ".join(map(str, sorted(totals)))
         raise ValueError(
-            f"{out}: its shards are not of one division; expected each structure once; got "
+            f"{out}: shards of different divisions; expected each structure once; got "
             f"{len(rows):,} of {expected}; predict all shards again with the same options"
         )
     write_atomically(out, write(rows).encode())
@@ -191,7 +188,7 @@ def merge_shards(out: Path) -> int:
 
 
 def _shards(out: Path) -> list[Shard]:
-    """All shards of a file, none of which is missing."""
+    """Lists all shards of a file; raises if one is missing."""
     name = re.compile(rf"{re.escape(out.stem)}\.(\d{{1,9}})-of-(\d{{1,9}}){re.escape(out.suffix)}")
     matches = [name.fullmatch(path.name) for path in out.parent.glob(f"*{out.suffix}")]
     found = {Shard(int(match[1]), int(match[2])) for match in matches if match is not None}
@@ -221,12 +218,12 @@ def _text(path: Path) -> str:
         raise ValueError(f"{size:,} bytes")
     text = path.read_text(encoding="utf-8")
     if not text.endswith("\n"):
-        raise ValueError("cut off in its last line")
+        raise ValueError("truncated in its last line")
     return text
 
 
-def _check_alike(out: Path, notes: Mapping[Shard, _Note]) -> None:
-    """Raises ValueError for two shards that were not made of the same, naming both."""
+def _check_same_origin(out: Path, notes: Mapping[Shard, _Note]) -> None:
+    """Raises ValueError for two shards of different models, data or options."""
     first, *others = notes
     own = notes[first].made
     for shard in others:
@@ -235,14 +232,14 @@ def _check_alike(out: Path, notes: Mapping[Shard, _Note]) -> None:
         if unlike:
             words = ", ".join(f"{n} {own.get(n)} and {theirs.get(n)}" for n in unlike)
             raise ValueError(
-                f"{first.path(out)} and {shard.path(out)}: not of one prediction: "
+                f"{first.path(out)} and {shard.path(out)}: shards of different predictions: "
                 f"{shown(words, 300)}; predict all shards again with the same model, structures "
                 "and options"
             )
 
 
 def _whole(rows: list[_Row]) -> tuple[list[_Row], _Note]:
-    """Rows of a shard that has all that it says it has."""
+    """Returns the rows and the note of a shard; raises ValueError if rows are missing."""
     notes = {str(row[_KEY]) for row in rows}
     if len(notes) != 1:
         raise ValueError(f"expected one note in all rows; got {len(notes)}")
@@ -251,7 +248,7 @@ def _whole(rows: list[_Row]) -> tuple[list[_Row], _Note]:
         raise ValueError(f"expected {note.rows} rows; got {len(rows)}")
     for row in rows:
         if not _INDEX.fullmatch(str(row["index"])):
-            raise ValueError("an index is no whole number")
+            raise ValueError("expected whole numbers as indices")
     return rows, note
 
 

@@ -1,0 +1,195 @@
+"""Steps that evaluations of several recipes share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from molflt import plots
+from molflt.attention import Attention, Position
+from molflt.data.images.base import LabeledImages
+from molflt.data.images.datamodule import ImageData
+from molflt.memory import within_memory
+from molflt.metrics import locality
+
+__all__ = ["attention_of", "batches", "device_of", "draw_encoding", "expect_finite"]
+__all__ += ["expect_one_source", "locality_of", "named_images", "named_sources", "tokens_unit"]
+
+_Call = tuple[Attention, tuple[Any, ...], dict[str, Any]]
+_Batch = TypeVar("_Batch")
+_Images = TypeVar("_Images", bound=ImageData)
+
+
+def named_sources(
+    data: Mapping[str, object], splits: Sequence[str] | None, other: Path | None
+) -> dict[str, str]:
+    """Returns the texts to evaluate: name -> file or hf: name.
+
+    Args:
+        data: options of the run's data, with train, val and test.
+        splits: some of these; None for val and test as far as they are given.
+        other: another text instead.
+    """
+    if other is not None:
+        expect_one_source(splits)
+        return {Path(other).name: str(other)}
+    named = {name: str(data[name]) for name in ("train", "val", "test") if data[name]}
+    wanted = list(dict.fromkeys(splits or [name for name in named if name != "train"]))
+    for name in wanted:
+        if name not in named:
+            raise ValueError(f"the run has no split {name!r}; expected some of {', '.join(named)}")
+    return {name: named[name] for name in wanted}
+
+
+def named_images(
+    kind: type[_Images],
+    options: Mapping[str, object],
+    splits: Sequence[str] | None,
+    other: Path | None,
+) -> tuple[_Images, dict[str, LabeledImages]]:
+    """Returns the data of a run, and name -> images, prepared as for validation.
+
+    Args:
+        kind: class of the data.
+        options: the run's options of it.
+        splits: some of train and val; None for val.
+        other: other images instead of the run's.
+    """
+    if other is not None:
+        expect_one_source(splits)
+        options = {**options, "train": other, "val": other, "val_fraction": None}
+        options |= {"train_labels": None, "val_labels": None}
+    wanted = list(dict.fromkeys(splits or ["val"]))
+    if unknown := sorted(set(wanted) - {"train", "val"}):
+        raise ValueError(f"the run has no split {unknown[0]!r}; expected some of train, val")
+    data = kind(**options)  # type: ignore[arg-type]  # of a configuration that was checked
+    data.setup()
+    if other is not None:
+        return data, {Path(other).name: data.judged("val")}
+    return data, {name: data.judged(name) for name in wanted}
+
+
+def expect_one_source(splits: Sequence[str] | None) -> None:
+    """Raises ValueError if splits of the run are named although other data are given."""
+    if splits:
+        raise ValueError("give either --splits or --data; got both")
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Returns the device of a model."""
+    return next(model.parameters()).device
+
+
+@contextmanager
+def batches(source: Iterable[_Batch], name: str, batch: str) -> Iterator[Iterable[_Batch]]:
+    """Yields batches with a progress bar, for inference.
+
+    A lack of memory in the block becomes a ValueError that suggests a smaller batch.
+
+    Args:
+        source: the batches.
+        name: of the split, for the bar and for messages.
+        batch: a batch in words, such as "64 images".
+    """
+    what = f"{name}: a batch of {batch}"
+    with torch.inference_mode(), within_memory(lambda: what, "lower --batch-size"):
+        yield tqdm(source, desc=name, leave=False, disable=None)
+
+
+def expect_finite(name: str, values: Tensor) -> None:
+    """Raises ValueError for losses, or sums of losses, that are not finite."""
+    if not bool(values.isfinite().all()):
+        raise ValueError(
+            f"{name}: the probability of a token is not finite; expected a number; use another "
+            "checkpoint"
+        )
+
+
+def draw_encoding(
+    position: Position | None, scale: float, tokens: int, longest: int | None, png: Path
+) -> list[Path]:
+    """Draws a relative encoding over the tokens of a sequence.
+
+    Args:
+        position: encoding of the stack.
+        scale: distance of neighboring tokens in the encoding's unit of length.
+        tokens: length of a sequence.
+        longest: largest length that the model takes.
+        png: file to write.
+
+    Returns:
+        The written file; empty without a relative encoding.
+    """
+    if position is None or not plots.has_bias(position):
+        return []
+    reach = (min(tokens, longest or tokens) - 1) * scale
+    plots.rpe_curves(position, png, reach, tokens_unit(scale, "tokens"))
+    return [png]
+
+
+def tokens_unit(scale: float, what: str) -> str:
+    """Returns the encoding's unit of length in words, such as "8 tokens"."""
+    return what if scale == 1 else f"{1 / scale:g} {what}"
+
+
+def attention_of(
+    stack: nn.Module, run: Callable[[], object], last: int | None = None
+) -> list[Tensor]:
+    """Returns the attention matrices of layers, in the order in which they are applied.
+
+    Args:
+        stack: a part of a model in evaluation mode.
+        run: calls the model once.
+        last: number of matrices to compute, counted from the end; None for all.
+
+    Returns:
+        One tensor (batch, heads, queries, keys) per layer with attention and pass.
+    """
+    calls: list[_Call] = []
+
+    def note(layer: nn.Module, inputs: tuple[object, ...], options: dict[str, object]) -> None:
+        calls.append((cast(Attention, layer), inputs, options))
+
+    layers = [module for module in stack.modules() if isinstance(module, Attention)]
+    hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    with torch.no_grad():
+        return [
+            layer.weights(*inputs, **options)
+            for layer, inputs, options in calls[-last if last else 0 :]
+        ]
+
+
+def locality_of(matrices: list[Tensor], distances: Tensor, causal: bool) -> dict[str, float | None]:
+    """Returns the attention on the nearest and the farthest 10 % of the tokens.
+
+    Args:
+        matrices: (batch, heads, tokens, tokens) each, see `attention_of`.
+        distances: (tokens, tokens), in any unit.
+        causal: a token attends only to tokens up to itself.
+
+    Returns:
+        "nearest" and "farthest", means over heads and layers, see `molflt.metrics.locality`; None
+        if rows of attention are not probabilities (normalize "none" or "unmasked").
+    """
+    apart = distances.double().cpu().numpy()
+    try:
+        shares = [locality(w.double().cpu().numpy(), apart, causal=causal) for w in matrices]
+    except ValueError:
+        return {"nearest": None, "farthest": None}
+    return {
+        "nearest": float(np.mean([share.nearest for share in shares])),
+        "farthest": float(np.mean([share.farthest for share in shares])),
+    }

@@ -1,0 +1,153 @@
+"""Refusals of evaluations: calibrations, submissions, published predictions, ensembles."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from molflt import plots
+from molflt.data.structures.splits import OC20_FILES
+from molflt.data.structures.systems import System, write_systems
+from molflt.evaluation.calibration import LEVEL, Calibration
+from molflt.evaluation.common import named_sources
+from molflt.evaluation.ensemble import EnsembleRegressor, _expect_same_aim, load_ensemble
+from molflt.evaluation.kept import classes_of, load_classes
+from molflt.evaluation.leaderboard import submission_splits, write_submission
+from molflt.evaluation.other_models import read_published
+from molflt.evaluation.runs import read_results, read_runs
+from refusals import Refusal
+
+
+def fit(count, spread=0.1):
+    errors = np.linspace(0.1, 1, count)
+    return lambda _: Calibration.fit(errors, np.full(count, spread), "val_id", ("a", "b"))
+
+
+def calibration(**change):
+    def read(folder: Path) -> None:
+        path = folder / "u.json"
+        Calibration(1.0, 0.1, "val_id", 30, ("a", "b")).save(path)
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+        Calibration.read(path)
+
+    return read
+
+
+def file(name, content, read):
+    """Writes a file and reads it."""
+
+    def call(folder: Path) -> None:
+        path = folder / name
+        path.write_bytes(content)
+        read(path)
+
+    return call
+
+
+def submission(change=lambda ids, energy: (ids, energy), name="s.npz", prefix="", counts=True):
+    """Writes a submission with one changed split; the earlier file must stay."""
+
+    def call(folder: Path) -> None:
+        path = folder / name
+        path.write_bytes(b"earlier")
+        predictions = {
+            f"{prefix}{split}": change(np.arange(5).astype(str), np.linspace(-3.0, 1.0, 5))
+            for split in ("id", "ood_ads", "ood_cat", "ood_both")
+        }
+        try:
+            write_submission(path, predictions, any_counts=counts)
+        finally:
+            assert path.read_bytes() == b"earlier"
+
+    return call
+
+
+def published(**arrays):
+    def read(folder: Path) -> None:
+        write_systems(folder, [("val_id", [System(1, "x", "m", "f", "Cu")])])
+        names = np.array(["x", "y", "z"])
+        np.savez(folder / "p.npz", **({"name": names, "a": np.zeros(3)} | arrays))
+        read_published(folder / "p.npz", folder)
+
+    return read
+
+
+class Member(nn.Module):
+    """Buffers of an energy regressor."""
+
+    def __init__(self, elements=(1, 8, 29), mean=-1.0, std=0.5, references=0.0) -> None:
+        super().__init__()
+        self.register_buffer("trained_elements", torch.zeros(119, dtype=torch.bool))
+        self.trained_elements[list(elements)] = True
+        self.register_buffer("energy_mean", torch.tensor(mean))
+        self.register_buffer("energy_std", torch.tensor(std))
+        self.register_buffer("element_energies", torch.full((119,), references))
+
+
+def aims(other):
+    return lambda _: _expect_same_aim(Path("two"), other, Path("one"), Member())
+
+
+DATA = {"train": "a.txt", "val": "b.txt", "test": None}
+FULL = OC20_FILES["all/test_id"].records
+AGAIN = "evaluate these runs"
+
+ROWS = [
+    Refusal(fit(19), "val_id", "at least 20", "19"),
+    Refusal(fit(30, spread=0.0), "val_id", "spread", "0 eV"),
+    Refusal(calibration(factor=float("nan")), "factor", "above 0", "nan"),
+    Refusal(calibration(factor=True), "factor", "above 0", "True"),
+    Refusal(calibration(floor_eV=-1), "floor_eV", "above 0", "-1"),
+    Refusal(calibration(systems="x"), "systems", "number", "'x'"),
+    Refusal(calibration(level=0.9), "level", "0.68", "0.9"),
+    Refusal(calibration(members=[1]), "members", "sha256", "[1]"),
+    Refusal(calibration(split=None), "split", "name", "None"),
+    Refusal(file("u.json", b"[]", Calibration.read), "u.json", AGAIN, "[]"),
+    Refusal(file("u.json", b"{", Calibration.read), "u.json", "JSON"),
+    Refusal(
+        lambda folder: Calibration.read(folder / "u.json"), "u.json", AGAIN, "", FileNotFoundError
+    ),
+    Refusal(lambda _: plots.calibration({}, {}, LEVEL, Path("u.png")), "split", "label", "none"),
+    Refusal(submission(lambda i, e: (np.append(i[:-1], i[0]), e)), "ids", "unique", "2 times"),
+    Refusal(submission(lambda i, e: (i.astype(int), e)), "ids", "strings", "int64"),
+    Refusal(submission(lambda i, e: (i, e.astype(np.float16))), "energies", "float64", "float16"),
+    Refusal(submission(lambda i, e: (i, e * np.nan)), "energies", "finite", "nan"),
+    Refusal(submission(lambda i, e: (i, e[:-1])), "energy", "(5,)", "(4,)"),
+    Refusal(submission(counts=False), "'id'", str(FULL), "5"),
+    Refusal(submission(prefix="test_"), "splits", "id, ood_ads", "test_id"),
+    Refusal(submission(name="a.json"), "a.json", ".npz", ".json"),
+    Refusal(lambda _: submission_splits(Path("a.json"), []), "a.json", ".npz", ".json"),
+    Refusal(
+        lambda _: submission_splits(Path("a.npz"), ["val_id"]), "--splits", "test_id", "val_id"
+    ),
+    Refusal(published(name=np.arange(3)), "name", "text", "int64"),
+    Refusal(published(name=np.array(["x"] * 3)), "name", "different"),
+    Refusal(published(name=np.array(["x", "y", "z"], object)), "p.npz", "npz of arrays"),
+    Refusal(published(a=np.zeros(2)), "'a'", "(3,)", "(2,)"),
+    Refusal(published(a=np.zeros((3, 1000))), "'a'", "at most 64", "1000"),
+    Refusal(published(energy=np.zeros(3)), "'energy'", "another model", "reserved"),
+    Refusal(published(a=np.arange(3)), "p.npz", "at least one model", "name"),
+    Refusal(published(a=np.zeros((3, 2**24))), "p.npz", "268,435,456"),
+    Refusal(file("p.npz", b"PK", lambda p: read_published(p, p.parent)), "p.npz", "npz of arrays"),
+    Refusal(lambda f: read_published(f / "p.npz", f), "p.npz", "npz", "no such", FileNotFoundError),
+    Refusal(aims(Member((1, 8))), "two", "elements of one", "Cu"),
+    Refusal(aims(Member((1, 8, 29, 78, 79))), "one", "elements of two", "Pt, Au"),
+    Refusal(aims(Member(references=1.0)), "two", "references", "without"),
+    Refusal(aims(Member(mean=-400.0, std=90.0)), "two", "-1 ± 0.5 eV", "-400 ± 90 eV"),
+    Refusal(lambda _: EnsembleRegressor([nn.Linear(1, 1)]), "members", "two", "1"),
+    Refusal(lambda _: load_ensemble([Path("a")]), "--also", "further runs", "none"),
+    Refusal(
+        lambda _: load_ensemble([Path("a"), Path("b")], "w.pt"), "--checkpoint", "best", "w.pt"
+    ),
+    Refusal(lambda _: read_runs([Path("a")]), "runs", "two", "1"),
+    Refusal(lambda _: read_runs([Path("a"), Path("a")]), "runs", "once", "twice"),
+    Refusal(file("r.json", b"[1]", read_results), "r.json", "metrics by split", "[1]"),
+    Refusal(file("r.json", b'{"a": {"b": "x"}}', read_results), "'b'", "number", "'x'"),
+    Refusal(lambda _: named_sources(DATA, ["test"], None), "split", "train, val", "'test'"),
+    Refusal(lambda _: named_sources(DATA, ["val"], Path("x")), "--splits", "--data", "both"),
+    Refusal(lambda _: classes_of(b"{}", "c.json", 2), "c.json", "JSON list", "something else"),
+    Refusal(lambda _: classes_of(b'["a"]', "c.json", 2), "c.json", "2", "1 classes"),
+    Refusal(lambda f: load_classes(f, 2), "classes.json", "classes", "no such", FileNotFoundError),
+]
