@@ -206,12 +206,12 @@ def test_results_of_other_weights_are_left_out(runs, tmp_path, capsys):
     wide = tmp_path / "wide"
     shutil.copytree(runs / "wide", wide)
     before = page_of(wide)
-    assert ">Results<" in before and "left out" not in before
+    assert ">Results<" in before and "omitted" not in before
     shutil.copy(
         wide / "checkpoints" / "last.safetensors", wide / "checkpoints" / "best.safetensors"
     )
     text = compare(capsys, runs / "narrow", wide)
-    assert f"left out: {wide / 'results.json'}" in text and f"not evaluated: {wide}" in text
+    assert f"omitted: {wide / 'results.json'}" in text and f"not evaluated: {wide}" in text
     assert rows_of(text)["val_id mae_eV"][1] == "-"
     page = page_of(wide)
     assert ">Results<" not in page and "Encodings and pictures" not in page

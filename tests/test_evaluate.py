@@ -546,9 +546,7 @@ def test_clean_slabs_are_predicted_and_evaluated_by_models_of_contacts(data, tmp
         assert main(words) == 2
 
 
-def test_unwritable_outputs_are_refused_first(
-    run, tmp_path, monkeypatch, capsys
-) -> None:
+def test_unwritable_outputs_are_refused_first(run, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     write("a.extxyz", fcc111("Cu", (1, 1, 3), vacuum=6))
     said = error_of(capsys, "evaluate", str(run), "--out", "a.extxyz/b")

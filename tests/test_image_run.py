@@ -20,7 +20,7 @@ import molflt
 from molflt.commands.cli import main
 from molflt.data.images.datamodule import ImageData
 from molflt.evaluation import images as evaluated
-from molflt.evaluation.images import _classes, _classify, _datasets
+from molflt.evaluation.images import _classify, _datasets
 from molflt.image import ImageClassifier
 from molflt.metrics import locality
 from molflt.tasks.images import ImageTask
@@ -171,14 +171,6 @@ def test_changed_classes_are_refused(run: Path, tmp_path: Path, capsys) -> None:
     assert "image" in error_of(capsys, "generate", str(run))
 
 
-@pytest.mark.parametrize("content", [b"", b"[1, 2, 3]", b"{}", b"\xff", b"[" * 5000])
-def test_damaged_names_of_classes_are_refused(content: bytes, tmp_path: Path) -> None:
-    """Even with weights of earlier versions, which do not contain the digest of the file."""
-    (tmp_path / "classes.json").write_bytes(content)
-    with pytest.raises(ValueError, match="classes.json"):
-        _classes(tmp_path, 3)
-
-
 def test_sums_by_hand() -> None:
     """Ties count against the model: a constant output is never right."""
     logits = torch.randn(9, 7, dtype=torch.float64)
@@ -227,7 +219,7 @@ def test_patches_at_one_distance_count_equally(scale: float, monkeypatch) -> Non
     places = torch.cartesian_prod(torch.arange(14), torch.arange(14))
     apart = places[None] - places[:, None]
     weights = (-((apart[..., 1] - 3) ** 2 + apart[..., 0] ** 2) / 2.0).double().softmax(dim=1)
-    monkeypatch.setattr(evaluated, "_attention_of", lambda *_: [weights])
+    monkeypatch.setattr(evaluated, "attention_of", lambda *_: [weights])
     found = evaluated._locality(model, [(torch.zeros(1, 14, 14), 0)])
     exact = locality(weights.numpy(), (apart**2).sum(-1).numpy())
     assert found == pytest.approx({"nearest": exact.nearest, "farthest": exact.farthest}, rel=1e-9)

@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +40,7 @@ _AGAIN = (
     "evaluate these runs with molflt evaluate RUN --also RUN2 ... and at least "
     f"{2 * _LEAST} held-out systems with labels"
 )
-_ONE_RUN = "one run has no spread and no uncertainty; name further runs with --also"
+_ONE_RUN = "a single run does not have a spread; name further runs with --also"
 _SEED = 0  # of the half that calibrates
 _FLOORS = np.logspace(-2, 2, 33)  # in root mean squares of the spread, from negligible to dominant
 _LEVELS = np.arange(5, 100, 5) / 100  # of the picture
@@ -165,7 +165,7 @@ class Calibration:
             raise _wrong(name, content, "members", "a sha256 for each member")
         numbers = []
         for key in ("factor", "floor_eV", "systems"):
-            value = content.get(key)
+            value: Any = content.get(key)
             known = isinstance(value, int | float) and not isinstance(value, bool)
             if not (known and 0 < value < 1e15):
                 raise _wrong(name, content, key, "a number above 0")
@@ -314,7 +314,7 @@ def _row(
         n = len(judged.error)
         inside = judged.error <= calibration.uncertainty(judged.spread)
         row["coverage_percent"] = 100 * float(inside.mean())
-        # for the level, since that of the found share would be 0 if all or none are inside
+        # for the level, since that of the found share would be 0 at 0 or 100 %
         row["coverage_se_percent"] = 100 * float(np.sqrt(LEVEL * (1 - LEVEL) / n))
         row["coverage_n"] = n
         row["rank_correlation"] = _rank_correlation(judged)
@@ -400,7 +400,7 @@ def uncertainty_of(
     """Returns the columns of an ensemble: spread_eV and, if calibrated, uncertainty_eV.
 
     Args:
-        model: the ensemble; other models have no columns.
+        model: the ensemble; for other models the result is empty.
         found: its predictions.
         calibration: calibration of its weights, if known.
 

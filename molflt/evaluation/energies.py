@@ -209,8 +209,8 @@ def _warn_of_labels(found: Mapping[str, Predictions]) -> None:
             warn(f"{split}: no labels; predicted only")
         elif absent:
             warn(
-                f"{split}: {absent} of {len(part.energy)} systems have no label and do not count "
-                "in errors"
+                f"{split}: {absent} of {len(part.energy)} systems are without a label and do not "
+                "count in errors"
             )
         absurd = label_faults(part.target, part.natoms, required=False)
         for index, reason in list(absurd.items())[:1]:

@@ -109,8 +109,8 @@ class EvaluationData:
         if self.stem is not None:
             if splits and list(splits) != [self.stem]:
                 raise ValueError(
-                    f"{self.data.root}: one file has no splits; got --splits {' '.join(splits)}; "
-                    "omit --splits, or name a folder with --data"
+                    f"{self.data.root}: a single file is not split; got --splits "
+                    f"{' '.join(splits)}; omit --splits, or name a folder with --data"
                 )
             return [self.stem]
         if splits:

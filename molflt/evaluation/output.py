@@ -29,7 +29,7 @@ class Evaluation(NamedTuple):
 
 
 def fixed(value: float | None, digits: int) -> str:
-    """Formats a number with a fixed number of digits; a count has none, None becomes a hyphen."""
+    """Formats a number with a fixed number of digits, or a count; None becomes a hyphen."""
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:.{digits}f}"

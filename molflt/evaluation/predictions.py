@@ -1,4 +1,4 @@
-"""Predictions of a trained model for a data set, and elements that it has not learned."""
+"""Predictions of a trained model for a data set, with warnings of unknown elements."""
 
 from __future__ import annotations
 

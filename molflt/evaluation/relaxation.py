@@ -47,7 +47,7 @@ class Relaxed(NamedTuple):
     """largest displacement of an atom, Å"""
     seconds: float
     why: str
-    """reason why it has not converged"""
+    """reason why it did not converge; "" if it did"""
 
 
 def readable_structures(paths: Paths, skip_bad: bool, cell: bool) -> tuple[Structures, bool]:

@@ -80,7 +80,7 @@ def made_of(model: nn.Module, dataset: Structures, **options: object) -> dict[st
     path = dataset.path
     for file in sorted(path.glob("*.lmdb")) if path.is_dir() else [path]:
         with open(file, "rb") as opened:
-            data.update(hashlib.filedigest_of(opened, "sha256").digest())
+            data.update(hashlib.file_digest(opened, "sha256").digest())
     digests = {"weights": weights, "data": data}
     return {**{name: one.hexdigest()[:_SHOWN] for name, one in digests.items()}, **options}
 

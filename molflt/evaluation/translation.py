@@ -94,8 +94,8 @@ def evaluate(
     how = f"beam {beam}, length penalty {length_penalty:g}, {'-'.join(languages)}"
     how += ", ignoring case, as the tokenizer does" if lowercase else ""
     table = results_table("text", _COLUMNS, results)
-    text = f", {how}\n\n{table}\n\nsacrebleu {found.signature}\n"
-    return Evaluation(results, text, [*files, *_draw(out, model, pairs, tokenizer, split)])
+    tables = f", {how}\n\n{table}\n\nsacrebleu {found.signature}\n"
+    return Evaluation(results, tables, [*files, *_draw(out, model, pairs, tokenizer, split)])
 
 
 class Bleu(NamedTuple):

@@ -1,1 +1,1 @@
-"""A run as one HTML page that holds all it shows."""
+"""A run as one self-contained HTML page."""

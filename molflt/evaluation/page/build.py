@@ -1,4 +1,4 @@
-"""The page of a run: its sections put into the template."""
+"""Assembly of the page of a run from its sections."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["page_of"]
 
 
 def page_of(run: Path) -> tuple[str, list[str]]:
-    """A run as one HTML page, which needs nothing else.
+    """Renders a run as one self-contained HTML page.
 
     Args:
-        run: folder of a training run, ended and evaluated or not.
+        run: folder of a training run, which may be unfinished or not yet evaluated.
 
     Returns:
-        The page, and a line for everything that it could not show.
+        The page, and a line for each missing part.
     """
     found = read_contents(run)
     parts = list(_sections(found))
@@ -51,7 +51,7 @@ def page_of(run: Path) -> tuple[str, list[str]]:
 
 
 def _sections(found: Contents) -> Iterator[Section]:
-    """In the order of the page; what cannot be made is noted as missing."""
+    """Yields the sections in their order; failures are recorded as missing."""
     pictures, run = Pictures(), found.run
     makers: list[Callable[[], Section | None]] = []
     if run is not None:
@@ -73,7 +73,7 @@ def _sections(found: Contents) -> Iterator[Section]:
 
 
 def _summary(found: Contents) -> str:
-    """What came of the run, in a line."""
+    """Returns a line about the result of the run."""
     run = found.run
     if run is None:
         return "Its configuration cannot be read."
@@ -82,7 +82,7 @@ def _summary(found: Contents) -> str:
     if run.step is not None:
         said += f", {run.step:,} steps"
     if best is None:
-        return f"{said}; no validation yet."
+        return f"{said}; not yet validated."
     return f"{said}; best validation {run.metrics[run.measure].shown(best[0])}, step {best[1]:,}."
 
 
@@ -91,6 +91,6 @@ def _missing(found: Contents) -> Html:
         return Html("")
     items = joined(Html(f"<li>{text(line)}</li>") for line in found.missing)
     return Html(
-        '<section class="missing" aria-labelledby="missing"><h2 id="missing">What is missing</h2>'
+        '<section class="missing" aria-labelledby="missing"><h2 id="missing">Missing</h2>'
         f"\n<ul>{items}</ul></section>"
     )

@@ -1,4 +1,4 @@
-"""What lies in the folder of a run, as far as it can be read, and what does not."""
+"""Contents of a run folder, and a record of what is missing or damaged."""
 
 from __future__ import annotations
 
@@ -26,28 +26,27 @@ __all__ = ["OF_STRUCTURES", "Contents", "Row", "read_contents"]
 Row = Mapping[str, str]
 
 OF_STRUCTURES = ("is2re", "potential")
-"""Recipes whose predictions.csv has a row for each structure."""
+"""Recipes whose predictions.csv has a row per structure."""
 
-_MOST_BYTES = 200_000_000  # of a table
 _Found = TypeVar("_Found")
 
 
 @dataclass
 class Contents:
-    """A run folder.
+    """Contents of a run folder; empty where files are missing or damaged.
 
     Attributes:
-        path: of the folder.
-        run: what comparisons know of it; None without a configuration.
-        columns: of metrics.csv; empty if there is none.
-        results: of results.json.
+        path: the folder.
+        run: the run as in comparisons; None without a configuration.
+        columns: columns of metrics.csv.
+        results: content of results.json.
         predictions: rows of predictions.csv.
         groups: rows of errors_by_group.csv.
-        versions: of versions.json.
-        unmeasured: why there are no results, where those that there are belong to others.
-        evaluated: whether the run has results, readable or not.
-        given: what --data was in that evaluation; None if it was left out.
-        missing: a line for everything that is not there or damaged.
+        versions: content of versions.json.
+        unmeasured: reason why the results in the folder do not belong to the run.
+        evaluated: True if there are results of the run, readable or not.
+        given: value of --data in the evaluation, or None.
+        missing: a line for each missing or damaged part.
     """
 
     path: Path
@@ -63,11 +62,11 @@ class Contents:
     missing: list[str] = field(default_factory=list)
 
     def attempt(self, read: Callable[[], _Found], otherwise: _Found) -> _Found:
-        """What can be read or made; if it cannot, the reason is among what is missing."""
+        """Calls `read`; if it fails, records the reason as missing and returns `otherwise`."""
         try:
             return read()
         except KeyError as error:
-            self.missing.append(f"{self.path}: a table without the column {shown(error.args[0])}")
+            self.missing.append(f"{self.path}: a table lacks the column {shown(error.args[0])}")
         except (ValueError, OSError, ArithmeticError, csv.Error) as error:
             line = " ".join(str(error).split())
             if line not in self.missing:
@@ -82,15 +81,15 @@ def read_contents(path: Path) -> Contents:
     if not any(one.is_file() for one in (path / "config.yaml", last, path / "metrics.csv")):
         raise FileNotFoundError(
             f"{path}: expected the folder of a training run, with config.yaml; got "
-            f"{'another folder' if path.is_dir() else 'no such folder'}; name the folder that "
-            "molflt train wrote"
+            f"{'another folder' if path.is_dir() else 'no such folder'}; name the folder of "
+            "molflt train --run"
         )
     found = Contents(path)
     state: Checkpoint = {}
     if last.is_file():
         state = found.attempt(lambda: read_checkpoint(last), state)
     else:
-        found.missing.append(f"{last}: not there; time and data of the training are unknown")
+        found.missing.append(f"{last}: missing; time and data of the training are unknown")
     best = path / "checkpoints" / "best.safetensors"
     if best.is_file():
         found.attempt(lambda: verify_tensors(best), False)
@@ -99,17 +98,17 @@ def read_contents(path: Path) -> Contents:
     table = path / "metrics.csv"
     if table.is_file():
         columns: dict[str, NDArray[np.float64]] = found.attempt(lambda: read_columns(table), {})
-        known = np.isfinite(columns.get("step", np.zeros(0)))  # a row of units has no step
+        known = np.isfinite(columns.get("step", np.zeros(0)))  # skips a row of units
         found.columns = {name: values[known] for name, values in columns.items()}
     else:
-        found.missing.append(f"{table}: not there; no curves")
+        found.missing.append(f"{table}: missing; curves are not shown")
     found.unmeasured = found.attempt(lambda: why_of_others(path, run_weights(path)), "")
     if found.unmeasured:
-        found.missing.append(f"{found.unmeasured}; left out; molflt evaluate RUN makes those of it")
+        found.missing.append(f"{found.unmeasured}; not shown; run molflt evaluate RUN")
     found.versions = found.attempt(lambda: read_versions(path), {})
     if not found.versions and not any("versions.json" in line for line in found.missing):
-        found.missing.append(f"{path / 'versions.json'}: not there; versions are unknown")
-    # without the results, what lies there may be of an evaluation that has failed
+        found.missing.append(f"{path / 'versions.json'}: missing; versions are unknown")
+    # without results, other files may be left from a failed evaluation
     found.evaluated = not found.unmeasured and (path / RESULTS).is_file()
     if found.evaluated:
         found.results = found.attempt(lambda: read_results(path / RESULTS), {})
@@ -118,7 +117,7 @@ def read_contents(path: Path) -> Contents:
         found.groups = found.attempt(lambda: _rows(path / "errors_by_group.csv"), [])
     if config is not None:
         found.run = _run(found, config, state)
-        _say_what_lacks(found, found.run, "stopped" in own)
+        _record_missing(found, found.run, "stopped" in own)
     return found
 
 
@@ -141,33 +140,34 @@ def _run(found: Contents, config: Config, state: Checkpoint) -> Run:
     )
 
 
-def _say_what_lacks(found: Contents, run: Run, stopped: bool) -> None:
-    """Adds what an ended and evaluated run has and this one has not."""
+def _record_missing(found: Contents, run: Run, stopped: bool) -> None:
+    """Records what a finished and evaluated run would have in addition."""
     most = int(str(run.config["trainer"]["max_steps"]))
     if run.step is not None and run.step < most and not stopped:
         found.missing.append(
-            f"{found.path}: {run.step:,} of {most:,} steps are done; molflt train --resume goes on"
+            f"{found.path}: {run.step:,} of {most:,} steps are done; resume with molflt train "
+            "--resume"
         )
     if found.columns and run.best is None:
-        found.missing.append(f"{found.path / 'metrics.csv'}: no validation yet")
+        found.missing.append(f"{found.path / 'metrics.csv'}: not yet validated")
     best = found.path / "checkpoints" / "best.safetensors"
     if run.best is not None and not best.is_file():
-        found.missing.append(f"{best}: not there; the weights of the run are lost")
+        found.missing.append(f"{best}: missing; the weights of the run are lost")
     if found.unmeasured:
         return
     if not found.results:
-        found.missing.append(f"{found.path}: not evaluated; molflt evaluate RUN does it")
+        found.missing.append(f"{found.path}: not evaluated; run molflt evaluate RUN")
     elif run.config["recipe"] in OF_STRUCTURES and not found.predictions:
-        found.missing.append(f"{found.path / 'predictions.csv'}: not there or empty; no parity")
+        found.missing.append(
+            f"{found.path / 'predictions.csv'}: missing or empty; parity is not shown"
+        )
 
 
 def _rows(path: Path) -> list[Row]:
-    """Rows of a CSV file; empty without the file."""
+    """Reads the rows of a CSV file; empty without the file."""
     if not path.is_file():
         return []
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise ValueError(f"{path.stat().st_size:,} bytes")
         with open(path, newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file, strict=True))
         if any(None in row or None in row.values() for row in rows):

@@ -1,47 +1,42 @@
-"""The few pieces of HTML that the page consists of; whatever is no `Html` is escaped."""
+"""Pieces of HTML; every string other than `Html` is escaped."""
 
 from __future__ import annotations
 
 import html
-import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 __all__ = ["Html", "Section", "details", "joined", "pre", "table", "text"]
 
-_LONGEST = 400  # characters of a cell
-_SHOWN = 30  # rows of a long table
+_LONGEST = 400  # characters in a cell
+_SHOWN = 30  # rows in a table
 
 
 class Html(str):
-    """Markup, in which everything that comes from data is escaped already."""
+    """Markup in which text from data is already escaped."""
 
 
 class Section(NamedTuple):
-    """A part of the page with a heading of its own."""
+    """A section of the page with a heading."""
 
     name: str
-    """letters, for links"""
+    """target of links"""
     title: str
     body: Html
 
 
 def text(value: object, longest: int = _LONGEST) -> Html:
-    """Anything as text: escaped, without control characters, and cut where it is too long."""
+    """Returns a value as escaped text, shortened if it is too long."""
     if isinstance(value, Html):
         return value
     whole = "–" if value is None else str(value)
     if len(whole) > longest:
         whole = f"{whole[:longest]}… ({len(whole):,} characters)"
-    plain = "".join(
-        ascii(one)[1:-1] if unicodedata.category(one)[0] == "C" and one != "\n" else one
-        for one in whole
-    )
-    return Html(html.escape(plain))
+    return Html(html.escape(whole))
 
 
 def joined(parts: Iterable[Html], between: str = "\n") -> Html:
-    """Pieces of markup, one after the other."""
+    """Joins pieces of markup."""
     return Html(between.join(parts))
 
 
@@ -52,14 +47,14 @@ def table(
     text_columns: int = 1,
     most: int = _SHOWN,
 ) -> Html:
-    """A table whose first column names its rows.
+    """Returns a table whose first column contains the row headers.
 
     Args:
         head: titles of the columns.
-        rows: their cells.
-        caption: what the table shows, with its units.
-        text_columns: how many columns hold text; those after them hold numbers, to the right.
-        most: rows that are shown; the caption says how many there are.
+        rows: cells of the rows.
+        caption: description of the table, with units.
+        text_columns: number of columns with text; the others contain numbers, aligned right.
+        most: largest number of rows to show.
     """
     if len(rows) > most:
         caption += f" The first {most} of {len(rows):,}."
@@ -86,15 +81,15 @@ def table(
 
 
 def _minus(cell: object) -> object:
-    """A number with a minus sign in place of a hyphen."""
+    """Replaces the hyphen of a negative number by a minus sign."""
     return f"−{cell[1:]}" if isinstance(cell, str) and cell.startswith("-") else cell
 
 
 def details(summary: str, body: Html) -> Html:
-    """What opens when it is asked for."""
+    """Returns a collapsed part."""
     return Html(f"<details><summary>{text(summary)}</summary>\n{body}\n</details>")
 
 
 def pre(lines: Sequence[str]) -> Html:
-    """Lines as they are."""
+    """Returns preformatted lines."""
     return Html(f'<pre tabindex="0">{text(chr(10).join(lines), 20_000)}</pre>')

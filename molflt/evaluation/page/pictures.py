@@ -1,4 +1,4 @@
-"""Pictures inside of the page: drawn for it, or those that an evaluation has left in the run."""
+"""Pictures embedded in the page: drawn for it, or kept from an evaluation."""
 
 from __future__ import annotations
 
@@ -10,33 +10,30 @@ from collections.abc import Callable
 from pathlib import Path
 
 from molflt.evaluation.page.html import Html, text
-from molflt.files import readable_size, shown
+from molflt.files import shown
 from molflt.plots.figure import DPI
 
 __all__ = ["Pictures"]
 
-_LARGEST_SVG = 250_000  # bytes; what has more is smaller as PNG
-_LARGEST_PNG = 500_000  # bytes; what has more gets a palette
-_MOST_READ = 50_000_000  # bytes of a file
-_MOST_PIXELS = 50_000_000
-_BUDGET = 2_500_000  # bytes of all in the page, of its 3 MB
-_WIDE = 720  # px, above which a narrow window scrolls rather than shrinks a picture
-_MAGIC = b"\x89PNG\r\n\x1a\n"
+_LARGEST_SVG = 250_000  # bytes; larger pictures are drawn as PNG
+_LARGEST_PNG = 500_000  # bytes; larger pictures are reduced to a palette
+_BUDGET = 2_500_000  # bytes of all pictures, for a page of at most 3 MB
+_WIDE = 720  # px; wider pictures scroll in narrow windows
 
 
 class Pictures:
-    """Makes figures of pictures, as long as the page does not become too large."""
+    """Makes figures until the page would become too large."""
 
     def __init__(self) -> None:
         self._left = _BUDGET
 
     def drawn(self, alt: str, caption: str, draw: Callable[[Path], object]) -> Html:
-        """A figure that is drawn for the page, as SVG or, if that is large, as PNG.
+        """Draws a figure as SVG or, if that is large, as PNG.
 
         Args:
-            alt: the picture in words.
-            caption: what stands below it.
-            draw: writes a picture to a file.
+            alt: description of the picture.
+            caption: text below the picture.
+            draw: writes the picture to a file.
         """
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "picture.svg"
@@ -52,21 +49,14 @@ class Pictures:
         return self._figure("svg+xml", content, width, alt, caption, alt)
 
     def kept(self, file: Path, alt: str, caption: str) -> Html:
-        """A figure of a PNG that lies in the run."""
-        size = file.stat().st_size
-        if size > _MOST_READ:
-            raise ValueError(f"{file}: {readable_size(size)}; too large to be shown")
+        """Returns a figure of a PNG file in the run."""
         return self._png(file.read_bytes(), alt, caption, str(file))
 
     def _png(self, content: bytes, alt: str, caption: str, name: str) -> Html:
         from PIL import Image
 
         try:
-            if not content.startswith(_MAGIC):
-                raise ValueError(f"begins with {content[:8]!r}")
             with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
-                if image.width * image.height > _MOST_PIXELS:
-                    raise ValueError(f"{image.width} x {image.height} pixels")
                 width = image.width
                 image.load()
                 if len(content) > _LARGEST_PNG:
@@ -85,8 +75,8 @@ class Pictures:
         data = base64.b64encode(content).decode()
         if len(data) > self._left:
             raise ValueError(
-                f"{name}: left out, because the page would become larger than 3 MB; look at the "
-                "file in the run"
+                f"{name}: not shown, because the page would become larger than 3 MB; open the file "
+                "in the run"
             )
         self._left -= len(data)
         wide = ' class="wide"' if width > _WIDE else ""

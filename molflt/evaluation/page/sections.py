@@ -1,4 +1,4 @@
-"""Sections that the pages of all recipes have."""
+"""Sections of the pages of all recipes."""
 
 from __future__ import annotations
 
@@ -40,39 +40,39 @@ _NAMES = {
     "farthest": "attention on the farthest 10 % of the tokens",
 }
 _NAMED_BY = {"learned_optimizer": "--tasks", "population_optimizer": "--functions"}
-_VALIDATIONS = 20  # rows of their table
+_VALIDATIONS = 20  # rows in their table
 _FILES = 200
-_KEPT = {  # pictures of evaluations: title, the picture in words
+_KEPT = {  # pictures of evaluations -> title, description
     "encoding.png": (
         "Learned relative encodings",
-        "The relative positional encoding of each head against the offset between two tokens. The "
-        "label of the axis says whether it is added to the logit or multiplies the weight.",
+        "The relative positional encoding of each head against the offset between two tokens, "
+        "added to the logit or multiplied with the weight, see the label of the axis.",
     ),
     "attention.png": (
         "Attention of the last layer",
-        "Attention matrices, a panel per head: how much each query looks at each key.",
+        "Attention matrices of queries (rows) and keys (columns), a panel per head.",
     ),
     "cross-attention.png": (
         "Attention of the target on the source",
         "Attention matrices of the decoder on the source, a panel per head.",
     ),
     "losses.png": (
-        "Loss against the place in the block",
-        "Mean loss per token, in nats, against how many tokens stand before it.",
+        "Loss against the position in the block",
+        "Mean loss per token, in nats, against the number of preceding tokens.",
     ),
     "substitutions.png": (
         "Similarity of amino acids",
-        "The learned similarity of pairs of amino acids, beside BLOSUM62 where it is known.",
+        "The learned similarity of pairs of amino acids, and BLOSUM62 if it is installed.",
     ),
     "confusion.png": (
         "Confusions",
-        "The share of the images of each class, by row, that were taken for each class, by column.",
+        "The share of the images of each class (row) that were assigned to each class (column).",
     ),
-    "wrong.png": ("Confident mistakes", "The images that were classified wrongly most surely."),
+    "wrong.png": ("Confident mistakes", "The misclassified images with the largest probabilities."),
     "best_values.png": (
         "Unseen functions",
-        "The best value so far against how many values were asked for, a panel per function: mean "
-        "and standard deviation over runs.",
+        "The best value so far against the number of function evaluations, a panel per function: "
+        "mean and standard deviation over runs.",
     ),
     "forces.png": (
         "Forces",
@@ -80,10 +80,10 @@ _KEPT = {  # pictures of evaluations: title, the picture in words
     ),
     "optimizations.png": (
         "Unseen tasks",
-        "Loss against the step on tasks of no training: mean over repeats, and all that they span.",
+        "Loss against the step on unseen tasks: mean and range over repeats.",
     ),
     "published.png": (
-        "Beside published models",
+        "Comparison with published models",
         "Predicted against labeled energies, in eV, a panel per model.",
     ),
 }
@@ -96,11 +96,11 @@ EXPECTED = {
     "learned_optimizer": ("optimizations.png",),
     "population_optimizer": ("best_values.png",),
 }
-"""Pictures that every evaluation of a recipe writes."""
+"""Recipe -> pictures that every evaluation writes."""
 
 
 def overview(run: Run) -> Section:
-    """What the run is."""
+    """Describes the run."""
     data = run.config["data"]
     sets = "; ".join(
         f"{use}: "
@@ -131,7 +131,7 @@ def _counted(count: object) -> str:
 
 
 def heading(name: str, metrics: Mapping[str, Metric]) -> str:
-    """A metric with its unit, and an arrow if one direction is known to be the better one."""
+    """Returns a metric with its unit, and an arrow in the direction of better values."""
     if name in metrics:
         return f"{metrics[name].axis} {'↑' if metrics[name].largest_is_best else '↓'}"
     if name in _NAMES:
@@ -144,7 +144,7 @@ def heading(name: str, metrics: Mapping[str, Metric]) -> str:
 
 
 def results(found: Contents) -> Section:
-    """Metrics by split."""
+    """Shows the metrics by split."""
     run = found.run
     metrics = {} if run is None else run.metrics
     rows: list[list[str]] = []
@@ -154,7 +154,7 @@ def results(found: Contents) -> Section:
             error = None if run is None or name not in row else standard_error(run, split, name)
             cells.append(_number(row.get(name), error, metrics.get(name)))
         rows.append([heading(name, metrics), *cells])
-    text = "Metrics by split, as molflt evaluate found them (results.json)"
+    text = "Metrics by split (results.json)"
     if metrics:
         text += "; ↓ lower is better, ↑ higher is better"
     if any(" ± " in cell for row in rows for cell in row):
@@ -167,14 +167,14 @@ def _number(value: float | None, error: float | None = None, metric: Metric | No
         return "–"
     if isinstance(value, int):
         return f"{value:,}"
-    # as the tables of evaluations and comparisons
+    # as in tables of evaluations and comparisons
     form = f".{metric.digits + (metric.digits > 2)}f" if metric is not None else ".4g"
     form = ",.1f" if abs(value) >= 1000 else form
     return f"{value:{form}}" + ("" if error is None else f" ± {error:{form}}")
 
 
 def training(found: Contents, pictures: Pictures) -> Section | None:
-    """Curves, and the last validations."""
+    """Shows curves and the last validations."""
     if not found.columns:
         return None
     run = found.run
@@ -211,7 +211,7 @@ def _validated(found: Contents, name: str, place: int, metrics: Mapping[str, Met
 
 
 def encodings(found: Contents, pictures: Pictures) -> Section | None:
-    """The pictures that the evaluation has left, encodings first."""
+    """Shows the pictures of the evaluation, encodings first."""
     recipe = "" if found.run is None else str(found.run.config["recipe"])
     figures = []
     for name, (title, alt) in _KEPT.items():
@@ -220,13 +220,13 @@ def encodings(found: Contents, pictures: Pictures) -> Section | None:
             figure = found.attempt(partial(pictures.kept, file, alt, f"{title}. {alt}"), None)
             figures += [figure] if figure is not None else []
         elif found.results and name in EXPECTED.get(recipe, ()):
-            found.missing.append(f"{file}: not there; molflt evaluate RUN draws it")
+            found.missing.append(f"{file}: missing; run molflt evaluate RUN")
     title = "Encodings and pictures of the evaluation"
     return Section("pictures", title, joined(figures)) if figures else None
 
 
 def settings(run: Run) -> Section:
-    """Options that are not the defaults, and all."""
+    """Shows options that differ from their defaults, and all options."""
     own = dict(flat_options(run.config))
     usual = dict(flat_options(plain(defaults(run.config["recipe"]))))  # type: ignore[arg-type]
     chosen = [(key, value) for key, value in own.items() if usual.get(key) != value]
@@ -241,11 +241,11 @@ def settings(run: Run) -> Section:
 
 
 def files(found: Contents) -> Section:
-    """Versions, and what lies in the folder."""
+    """Shows versions, and the files in the folder."""
     parts = []
     if found.versions:
         rows = [(name, value) for name, value in found.versions.items() if value is not None]
-        caption = "What the run was started with (versions.json)."
+        caption = "Versions at the start of the run (versions.json)."
         parts.append(table(("package", "version"), rows, caption, 2, 100))
     there = sorted(path for path in found.path.rglob("*") if path.is_file())
     sizes = [
@@ -259,13 +259,13 @@ def files(found: Contents) -> Section:
 
 
 def repeat(found: Contents) -> Section:
-    """Commands that make such a run again."""
+    """Shows the commands that repeat the run."""
     config = shlex.quote(str(found.path / "config.yaml"))
     lines = []
     if version := found.versions.get("molflt"):
         commit = found.versions.get("git_commit")
         made = f"molflt {version}" + (f", commit {commit}" if commit else "")
-        lines.append(f"# {' '.join(made.split())}")  # a line break in a file would end the comment
+        lines.append(f"# {' '.join(made.split())}")  # on one line, as a comment
     lines.append(f"molflt train --config {config} --run AGAIN")
     lines.append(shlex.join(["molflt", "evaluate", "AGAIN", *_of_results(found)]))
     lines.append("molflt report AGAIN")
@@ -274,11 +274,11 @@ def repeat(found: Contents) -> Section:
 
 
 def _of_results(found: Contents) -> list[str]:
-    """Options of the evaluation that the results are of."""
+    """Returns the options of the evaluation of the results."""
     recipe = "" if found.run is None else str(found.run.config["recipe"])
     if not found.results:
         return []
     data = [] if found.given is None else ["--data", found.given]
     if data and recipe not in (*OF_STRUCTURES, *_NAMED_BY):
-        return data  # which is all that there is to judge
+        return data
     return [_NAMED_BY.get(recipe, "--splits"), *found.results, *data]

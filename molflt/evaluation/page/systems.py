@@ -1,4 +1,4 @@
-"""Predictions of structures: parity, errors by what they have in common, and the worst of them."""
+"""Sections about predictions of structures: parity, errors by group, and the worst ones."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ class _System(NamedTuple):
 
     split: str
     place: int
-    """of the row among those of its split, which is its place in the data"""
+    """index of the row within its split, and of the structure in the data"""
     sid: int
     name: str
     """adsorbate and slab, or formula"""
     natoms: int
     energy: float
     target: float
-    """NaN without a label"""
+    """label; NaN without one"""
     force: float
-    """mean error of its forces, eV/Å; NaN for energies alone"""
+    """mean error of its forces, eV/Å; NaN without forces"""
 
 
 def _systems(found: Contents) -> list[_System]:
-    """Raises ValueError for cells that are no numbers, KeyError for columns that are not there."""
+    """Reads the rows of predictions.csv; raises KeyError for missing columns."""
     counts: dict[str, int] = {}
     systems = []
     for row in found.predictions:
@@ -81,7 +81,7 @@ def _name(row: Row) -> str:
 
 
 def parity(found: Contents, run: Run, pictures: Pictures) -> Section | None:
-    """Predictions against labels, and errors by group."""
+    """Shows predictions against labels, and errors by group."""
     if not found.predictions:
         return None
     of_forces = run.config["recipe"] == "potential"
@@ -102,7 +102,7 @@ def _parity(found: Contents, pictures: Pictures, of_forces: bool) -> Html:
         if math.isfinite(system.target) and math.isfinite(system.energy):
             by_split.setdefault(system.split, []).append(system)
     unit = "meV/atom" if of_forces else "eV"
-    quantity = "energy less the mean of its formula" if of_forces else "energy"
+    quantity = "energy minus the mean of its formula" if of_forces else "energy"
     caption = f"Predicted against labeled {quantity}; the largest errors are named."
     figures = []
     for split, own in by_split.items():
@@ -124,7 +124,7 @@ def _parity(found: Contents, pictures: Pictures, of_forces: bool) -> Html:
 
 
 def _groups(found: Contents, pictures: Pictures, unit: str) -> Html | None:
-    """Errors over all splits by each kind of group: a picture and a table."""
+    """Shows the errors of all splits by each kind of group, as a picture and a table."""
     key = "mae_eV" if unit == "eV" else "mae_meV_per_A"
     kinds: dict[str, list[GroupError]] = {}
     for row in found.groups:
@@ -133,27 +133,25 @@ def _groups(found: Contents, pictures: Pictures, unit: str) -> Html | None:
             kinds.setdefault(row["kind"], []).append(group)
     if not kinds:
         expected = found.path / "errors_by_group.csv"
-        found.missing.append(f"{expected}: not there or empty; no errors by group")
+        found.missing.append(f"{expected}: missing or empty; errors by group are not shown")
         return None
     if unit == "eV" and "slab" not in kinds:
         found.missing.append(
-            f"{found.path / 'errors_by_group.csv'}: no errors by metal, as it is of an earlier "
-            "version; molflt evaluate RUN adds them"
+            f"{found.path / 'errors_by_group.csv'}: without errors by metal, as written by an "
+            "earlier version; run molflt evaluate RUN"
         )
     figures, tables = [], []
     for kind, own in kinds.items():
         title = f"Mean absolute error by {_TITLES[kind]}, all splits, {unit}; lower is better."
         worst = max(own, key=lambda one: one.mae)
         alt = f"{title} Largest: {worst.group}, {worst.mae:.3f} {unit} (n = {worst.n:,})."
-        figures.append(pictures.drawn(alt, title, partial(_draw_groups, kind, own, unit)))
+        figures.append(
+            pictures.drawn(alt, title, partial(plots.errors, {kind: own}, {}, unit=unit))
+        )
         rows = [(one.group, f"{one.n:,}", f"{one.mae:.4g}") for one in own]
         tables.append(table((_TITLES[kind], "n", f"MAE / {unit}"), rows, title))
     grid = f'<div class="pictures">{joined(figures)}</div>'
     return joined([Html(grid), details("The same as tables", joined(tables))])
-
-
-def _draw_groups(kind: str, groups: Sequence[GroupError], unit: str, file: Path) -> None:
-    plots.errors({kind: groups}, {}, file, unit)
 
 
 def _distribution(run: Run, pictures: Pictures) -> Html | None:
@@ -162,18 +160,13 @@ def _distribution(run: Run, pictures: Pictures) -> Html | None:
     medians = ", ".join(
         f"{split} {float(np.median(own)):.3f} eV" for split, own in run.errors.items()
     )
-    alt = f"Share of the systems whose error is smaller, against the error. Medians: {medians}."
-    return pictures.drawn(
-        alt, "Share of the systems with a smaller error.", partial(_draw_distribution, run)
-    )
-
-
-def _draw_distribution(run: Run, file: Path) -> None:
-    plots.errors({}, run.errors, file)
+    alt = f"Share of systems with a smaller error, against the error. Medians: {medians}."
+    draw = partial(plots.errors, {}, run.errors)
+    return pictures.drawn(alt, "Share of systems with a smaller error.", draw)
 
 
 def worst_systems(found: Contents, run: Run, pictures: Pictures) -> Section | None:
-    """The systems with the largest errors, as a table and drawn."""
+    """Shows the systems with the largest errors, as a table and in pictures."""
     systems: list[_System] = found.attempt(partial(_systems, found), [])
     of_forces = any(math.isfinite(one.force) for one in systems)
     unit = "meV/Å" if of_forces else "eV"
@@ -201,24 +194,20 @@ def worst_systems(found: Contents, run: Run, pictures: Pictures) -> Section | No
         title = f"sid {one.sid} ({one.split}): {one.name}, {what} {wrong}"
         alt = f"{title}; {one.natoms} atoms seen from the top and from the side."
         figure = found.attempt(
-            partial(pictures.drawn, alt, title, partial(_draw_structure, structure)), None
+            partial(pictures.drawn, alt, title, partial(plots.structure_views, structure)), None
         )
         figures += [figure] if figure is not None else []
     if figures:
         legend = (
-            "<p>Thick edges are atoms of the adsorbate (tag 2), hatched ones are fixed, the dashed "
-            "line is the cell. The structures are those that the model was given.</p>"
+            "<p>Atoms of the adsorbate (tag 2) have thick edges, fixed atoms are hatched, the "
+            "dashed line is the cell. The structures are the input of the model.</p>"
         )
         parts.append(Html(f'{legend}<div class="pictures pairs">{joined(figures)}</div>'))
     return Section("worst", "The worst predictions", joined(parts))
 
 
-def _draw_structure(structure: Data, file: Path) -> None:
-    plots.structure_views(structure, file)
-
-
 def _structures(found: Contents, run: Run, wanted: Sequence[_System]) -> list[tuple[_System, Data]]:
-    """Those structures that the data of the run still have; says which it has not."""
+    """Finds structures in the data of the run, and records missing ones."""
     drawn: list[tuple[_System, Data]] = []
     for split in dict.fromkeys(one.split for one in wanted):
         own = [one for one in wanted if one.split == split]
@@ -228,12 +217,12 @@ def _structures(found: Contents, run: Run, wanted: Sequence[_System]) -> list[tu
 
 
 def _records(run: Run, split: str, wanted: Sequence[_System]) -> list[Data]:
-    """Structures of one split."""
+    """Reads structures of one split."""
     data = DataSet.of_run(run.config["data"], run.config["seed"])
     advice = "the worst structures are not drawn"
     if not exists(data.root):
-        raise ValueError(f"{data.root}: the data of the run are not there; {advice}")
-    for skip_bad in (False, True):  # evaluations may have left out bad ones
+        raise ValueError(f"{data.root}: the data of the run are missing; {advice}")
+    for skip_bad in (False, True):  # evaluations may have omitted bad structures
         try:
             opened: Structures = data.open([split], skip_bad)[split]
             if run.config["recipe"] == "potential":
@@ -242,7 +231,7 @@ def _records(run: Run, split: str, wanted: Sequence[_System]) -> list[Data]:
         except ValueError:
             continue
         except FileNotFoundError:
-            raise ValueError(f"{data.root}: the data have no split {split}; {advice}") from None
+            raise ValueError(f"{data.root}: the data lack the split {split}; {advice}") from None
         same = [
             (int(record.sid), int(record.num_nodes)) == (one.sid, one.natoms)
             for record, one in zip(records, wanted, strict=False)
