@@ -18,7 +18,7 @@ class Atoms(NamedTuple):
     """Atoms of a batch of graphs."""
 
     geometry: Geometry
-    """in the precision of the weights, with tags, all 0 where the data have none, and charges"""
+    """in the precision of the weights, with tags (0 by default) and charges"""
     numbers: Tensor
     """(atoms,) int64, 1 to 118"""
     fixed: Tensor

@@ -191,7 +191,7 @@ class PopulationOptimizer:
             raise ValueError(
                 f"the value of member {member} in generation {generation} is "
                 f"{float(told[member])}; expected a finite number; tell a large one where the "
-                "function has none"
+                "function does not have one"
             )
         with torch.no_grad():
             self._populations.tell(told[None].to(self._populations.device))

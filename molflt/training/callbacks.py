@@ -222,7 +222,7 @@ class _LastCheckpoint(Checkpoint):
             self._save_early(trainer)
 
     def _save_early(self, trainer: pl.Trainer) -> None:
-        """Saves a checkpoint before the last step if there is none."""
+        """Saves a checkpoint before the last step unless there is one."""
         if trainer.global_step == trainer.max_steps - 1 and not self.folder.last.exists():
             self._save(trainer)
 

@@ -243,7 +243,7 @@ class _LightningTask(pl.LightningModule, Generic[_Batch, _Data]):
         )
 
     def _culprits(self) -> str:
-        """Names the items of a step that diverge individually; empty if there are none."""
+        """Names the items of a step that diverge individually; empty if all are finite."""
         weights = [weight for weight in self.model.parameters() if weight.requires_grad]
 
         def diverges(batch: _Batch) -> bool:

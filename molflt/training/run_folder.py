@@ -91,7 +91,7 @@ class RunFolder:
 
     @contextmanager
     def held(self, resume: bool) -> Iterator[None]:
-        """Locks the folder, and reads the checkpoint or checks that there is none.
+        """Locks the folder, and reads the checkpoint or checks that the folder is new.
 
         Args:
             resume: True to resume the run in the folder.

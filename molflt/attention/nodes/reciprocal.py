@@ -51,8 +51,8 @@ def reciprocal_nodes(
     molecules. Finding them takes far less than a hundredth of the time of an attention over them,
     and nothing is kept between batches.
 
-    Nodes enter and leave at k with the weight 0: the taper goes to 0 there with two derivatives, so
-    that no rounding of |G|, by another cell or a rotation, can make a difference. What it does:
+    Nodes enter and leave at k with the weight 0: the taper goes to 0 there with two derivatives.
+    Rounding of |G|, by another cell or a rotation, does not matter. What it does:
 
     - "step": 1 up to 0.8 k. A mask without higher frequencies stays what it is: a Gaussian of
       width w to 1e-6, 1e-7 and 1e-10 of its height for w k = 1, 1.1 and 1.3. A sharper one is

@@ -21,8 +21,8 @@ _MAX_ORDER = 8
 class SmoothLocal(Spectrum):
     """Masks of compact support that are piecewise polynomials, from powers of sinc functions.
 
-    combine="sum":      f(z) = sum_t a_t prod_j B(z_j / 2 v_t),  g likewise with S_t
-    combine="product":  f(z) = prod_j sum_t w_t B(z_j / 2 v_t),  g likewise with S_t
+    combine="sum":      f(z) = sum_t a_t prod_j B(z_j / 2 v_t),  g with S_t
+    combine="product":  f(z) = prod_j sum_t w_t B(z_j / 2 v_t),  g with S_t
     S_t(xi) = (sin(2 pi v_t xi) / (pi xi))^k / norm_t,  norm_t = M_k(0) (2 v_t)^(k - 1)
 
     B = M_k / M_k(0), with M_k the centered B-spline of order k with unit knots and B(0) = 1. It has
@@ -113,8 +113,8 @@ class SmoothLocal(Spectrum):
 class Local(SmoothLocal):
     """Masks that are constant in boxes and vanish outside: the paper's local RPE.
 
-    combine="sum":      f(z) = sum_t a_t prod_j 1[|z_j| <= v_t],  g likewise with S_t
-    combine="product":  f(z) = prod_j sum_t w_t 1[|z_j| <= v_t],  g likewise with S_t
+    combine="sum":      f(z) = sum_t a_t prod_j 1[|z_j| <= v_t],  g with S_t
+    combine="product":  f(z) = prod_j sum_t w_t 1[|z_j| <= v_t],  g with S_t
     S_t(xi) = sin(2 pi v_t xi) / (pi xi), whose limit at 0 is 2 v_t
 
     FLT (arXiv:2302.01925), eqs. 8-11, and eqs. 20-21 of its appendix B.1 in one dimension, where

@@ -30,7 +30,7 @@ _NAMES = {  # of files without a known ending, in lower case
     **{"*outcar*": "vasp-out", "*xdatcar*": "vasp-xdatcar", "*vasp*.xml": "vasp-xml"},
     **{"geometry.in*": "aims", "coord": "turbomole", "gradient": "turbomole-gradient"},
 }
-_BEGINNINGS = {  # ASE's own marks decide on these, and of VASP's files, which have none, ours
+_BEGINNINGS = {  # ASE's own marks decide on these, and ours on VASP's files, which lack marks
     *("abinit-out", "aims-output", "espresso-in", "espresso-out", "gaussian-out", "gpaw-out"),
     *("nwchem-out", "onetep-out", "orca-output", "turbomole", "turbomole-gradient"),
 }

@@ -244,7 +244,7 @@ def _of_potentials(
         ("forces", summary["with_forces"], named["forces"]),
         ("stress", summary["with_stress"], named["stress"]),
     ):
-        if known < systems and (why or name != "stress"):  # most data have none
+        if known < systems and (why or name != "stress"):  # rare
             found.append(
                 f"no {name}: {systems - known} of {systems} systems" + f"; {why}" * bool(why)
             )
