@@ -8,7 +8,7 @@ import pytest
 from script_files import Trainings, load_script
 
 from molflt.data.structures.splits import VAL_SPLITS
-from molflt.training import origin
+from molflt.training import resume
 from molflt.training.checkpoint import read_checkpoint
 
 
@@ -41,7 +41,7 @@ def compare(monkeypatch):
     monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=Comparisons()))
     monkeypatch.setattr(module, "read_config", lambda run: {})
     monkeypatch.setattr(module, "count_parameters", lambda run, config: 10)
-    monkeypatch.setattr(origin, "read_checkpoint", lambda path: {})
+    monkeypatch.setattr(resume, "read_checkpoint", lambda path: {})
     return module
 
 
@@ -97,7 +97,7 @@ def test_a_training_that_stopped_early_is_only_evaluated(compare, words, tmp_pat
     (run / "checkpoints").mkdir()
     (run / "checkpoints" / "last.ckpt").touch()
     stopped = {"step": 10, "since": 2, "metric": "mae_eV", "best": 0.1, "best_step": 6}
-    monkeypatch.setattr(origin, "read_checkpoint", lambda path: {"molflt": {"stopped": stopped}})
+    monkeypatch.setattr(resume, "read_checkpoint", lambda path: {"molflt": {"stopped": stopped}})
     compare.subprocess.run.commands.clear()
     assert compare.main(words) == 0
     assert compare.subprocess.run.commands == [["evaluate", str(run)]]
@@ -109,7 +109,7 @@ def test_a_damaged_checkpoint_is_named(compare, words, tmp_path, monkeypatch, ca
     last = tmp_path / "out" / "flt" / "seed1" / "checkpoints" / "last.ckpt"
     last.parent.mkdir()
     last.write_text("damaged")
-    monkeypatch.setattr(origin, "read_checkpoint", read_checkpoint)
+    monkeypatch.setattr(resume, "read_checkpoint", read_checkpoint)
     assert compare.main(words) != 0
     assert str(last) in capsys.readouterr().err
 
@@ -187,7 +187,7 @@ def test_runs_on_other_data_are_not_averaged(compare, words, tmp_path, capsys, m
     def read(path: Path) -> dict:
         return {"molflt": {"data": data[int(path.parts[-3].removeprefix("seed"))]}}
 
-    monkeypatch.setattr(origin, "read_checkpoint", read)
+    monkeypatch.setattr(resume, "read_checkpoint", read)
     assert compare.main(words) == 2
     err = capsys.readouterr().err
     assert "flt/seed2" in err and "other data" in err and "flt/seed0" in err

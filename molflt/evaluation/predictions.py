@@ -190,7 +190,7 @@ def infer(
     bar = tqdm(total=len(dataset), desc=name, unit=" systems", leave=False, disable=None)
     with bar, torch.device("cpu"), torch.inference_mode(), warnings.catch_warnings():
         # replaced by one warning for all batches
-        warnings.filterwarnings("ignore", message=".*no atom with tag > 0.*")
+        warnings.filterwarnings("ignore", message=".*without an atom with tag > 0.*")
         for indices in SizeBucketedBatchSampler(dataset.natoms, batch_size):
             records = [dataset[i] for i in indices]
             expect_described(records, beyond, dataset.path)
