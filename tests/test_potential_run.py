@@ -468,7 +468,7 @@ def test_failing_relaxations_keep_the_last_structure():
     rigid = Atoms("Ar4", [[0, 0, 0], [3.5, 0, 0], [0, 4, 0], [1, 1, 3]])
     rigid.set_constraint(FixBondLengths([(0, 1), (1, 2), (0, 2)], tolerance=0))
     found = relax_atoms(rigid, LennardJones(sigma=3.4), fmax=1e-6)
-    assert not found.converged and "bonds" in found.why
+    assert not found.converged and "bond" in found.why
     never = Breaks()
     never.calls = 5
     found = relax_atoms(start, never, fmax=1e-6)

@@ -158,10 +158,7 @@ def test_an_ensemble_names_elements_without_reference(run, again, tmp_path, caps
     write(tmp_path / "in.extxyz", atoms)
     assert main(["predict", str(run), str(tmp_path / "in.extxyz"), "--also", str(again)]) == 0
     said = capsys.readouterr().err
-    assert (
-        said.count("no reference energy of N, which the training split does not have; total ") == 1
-    )
-    assert "total energies of structures with them are off by that" in said
+    assert said.count("no reference energy of N") == 1
 
 
 def test_references_are_exact_and_constants() -> None:

@@ -206,7 +206,7 @@ def infer(
             if shared and "adsorbate_energy" in out:
                 rows.take_adsorbates(indices, records, out["adsorbate_energy"])
             bar.update(len(indices))
-    warn_of_elements(model, rows.present, name)
+    warn_of_elements(model, rows.present, name, rows.adsorbed)
     rows.warn(name, domain, isinstance(model, Potential))
     return rows.predictions(several is not None)
 
@@ -224,11 +224,14 @@ class _Rows:
         self.untagged = 0
         self.overlapping: list[int] = []
         self.present: set[int] = set()
+        self.adsorbed: set[int] = set()
 
     def take(self, i: int, record: Data, domain: Domain | None, force: bool) -> None:
         self.sid[i], self.natoms[i] = record.sid, record.natoms
         self.target[i] = float(record.y_relaxed)
         self.present.update(record.atomic_numbers.unique().tolist())
+        adsorbate = record.tags == Tag.ADSORBATE.value
+        self.adsorbed.update(record.atomic_numbers[adsorbate].tolist())
         self.formula[i] = hill(record.atomic_numbers.numpy())
         adsorbed = record.tags == Tag.ADSORBATE
         self.adsorbate[i] = hill(record.atomic_numbers[adsorbed].numpy()) or UNKNOWN
@@ -410,26 +413,36 @@ def refuse_undescribed(present: set[int], beyond: frozenset[int], name: str) -> 
         )
 
 
-def warn_of_elements(model: nn.Module, present: set[int], name: str) -> None:
-    """Warns of elements that did not occur in training, or lack a reference energy."""
+def warn_of_elements(
+    model: nn.Module, present: set[int], name: str, adsorbed: set[int] | None = None
+) -> None:
+    """Warns of elements that did not occur in training, or lack a reference energy.
+
+    Args:
+        model: with its members, if it is an ensemble.
+        present: atomic numbers.
+        name: of the structures.
+        adsorbed: atomic numbers of adsorbates, which models of adsorption energies have references
+            of; None means all that are present.
+    """
     from ase.data import chemical_symbols
 
-    def without_buffer(models: Sequence[nn.Module], buffer: str) -> str:
+    def without_buffer(models: Sequence[nn.Module], buffer: str, numbers: set[int]) -> str:
         known = [held for one in models if (held := getattr(one, buffer, None)) is not None]
-        lacking = [z for z in sorted(present) if not all(bool(each[z]) for each in known)]
+        lacking = [z for z in sorted(numbers) if not all(bool(each[z]) for each in known)]
         return ", ".join(chemical_symbols[z] for z in lacking)
 
     members = list(getattr(model, "members", [model]))
-    if unknown := without_buffer(members, "trained_elements"):
+    if unknown := without_buffer(members, "trained_elements", present):
         described = all(getattr(member, "descriptors", False) for member in members)
         effect = "only use descriptors: expect larger errors" if described else "are meaningless"
         warn(
             f"{name}: {unknown} did not occur in training; energies of structures with them "
             f"{effect}; train on data that have them"
         )
-    # references of models that read adsorbates only cover the elements of adsorbates
-    fitted = [one for one in members if has_references(one) and not by_contact(one)[0]]
-    if unknown := without_buffer(fitted, "element_energies"):
+    fitted = [one for one in members if has_references(one)]
+    counted = present if adsorbed is None or not by_contact(model)[0] else adsorbed
+    if unknown := without_buffer(fitted, "element_energies", counted):
         warn(
             f"{name}: no reference energy of {unknown}, which the training split lacks; total "
             "energies of structures with them are off by that"
