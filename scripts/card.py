@@ -176,7 +176,7 @@ def files_table(folder: Path) -> str:
 
 
 def facts(folder: Path) -> dict[str, object]:
-    """What the gaps of the card hold."""
+    """Values for the placeholders of the card."""
     made = json.loads((folder / "made.json").read_text(encoding="utf-8"))
     systems = read(folder)
     everything = [one for own in systems.values() for one in own]

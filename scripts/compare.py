@@ -93,7 +93,7 @@ def expect_names(variants: list[str]) -> None:
 
 
 def job_of(options: argparse.Namespace, variant: str, seed: int) -> dict[str, Any]:
-    """What makes a run what it is; kept beside it, so that no other run is taken for it."""
+    """Identity of a run, kept next to it to recognize the run."""
     words = words_of(variant)
     files = [options.config, *(Path(word) for word in words if word.endswith(".yaml"))]
     own = {"variant": name_of(variant), "seed": str(seed)}

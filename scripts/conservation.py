@@ -1,4 +1,4 @@
-"""Whether a potential conserves energy: molecular dynamics at constant energy, NVE.
+"""Energy conservation of a potential in molecular dynamics at constant energy, NVE.
 
     python scripts/conservation.py runs/potential ethanol.xyz --ps 20 --out runs/conservation
 

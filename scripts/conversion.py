@@ -72,7 +72,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 def judge(
     run: Path, model: nn.Module, config: dict[str, Any], options: argparse.Namespace
 ) -> tuple[str, Callable[[Any], float]]:
-    """What models of this run are judged by, and the function that does it.
+    """Metric of the models of this run, and the function that computes it.
 
     Raises:
         ValueError: for a run of another recipe, or without softmax.

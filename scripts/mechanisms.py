@@ -45,7 +45,7 @@ def cited(paper: str) -> str:
 
 
 def abilities(cls: object) -> str:
-    """What a position goes with; nothing for other mechanisms."""
+    """Returns the mixings of a position; empty for other mechanisms."""
     mixings = getattr(cls, "mixings", ())
     words = ["softmax"] * ("softmax" in mixings) + ["kernelized"] * ("linear" in mixings)
     state = getattr(cls, "decodes", False) and "linear" in mixings

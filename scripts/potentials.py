@@ -97,7 +97,7 @@ def judge(task: PotentialTask, points: SinglePoints, batch_size: int) -> dict[st
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What `learn` has kept.
+    """Result of `learn`.
 
     Raises:
         ValueError: naming the file, if it is damaged.

@@ -158,7 +158,7 @@ def import_cost(trees: list[Path], rounds: int) -> dict[tuple[Path, str], str]:
 
 
 def column(tree: Path) -> dict[str, str]:
-    """What is said about a tree."""
+    """Report about a tree."""
     cells, total = {}, 0
     for folder in (PACKAGE, "tests", "scripts"):
         texts = [path.read_text() for path in (tree / folder).rglob("*.py")]

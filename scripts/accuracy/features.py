@@ -85,7 +85,7 @@ def means(rows: Rows, **labels: object) -> list[float]:
 
 
 def slope(rows: Rows, **labels: object) -> float:
-    """Of log error against log M."""
+    """Slope of log error against log M."""
     return exponent([(row["m"], row["mean"]) for row in pick(rows, **labels)])
 
 

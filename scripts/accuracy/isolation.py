@@ -1,4 +1,4 @@
-"""What a graph sees of the rest of its batch: molflt beside the attentions of PyTorch Geometric.
+"""Leakage between graphs of a batch: molflt and the attentions of PyTorch Geometric.
 
 PyG's modules get `to_dense_batch` and its mask, as in `GPSConv`, `SGFormer` and `Polynormer`.
 """
@@ -89,7 +89,7 @@ def collated(graphs: list[Graph]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def outputs(layer: nn.Module, graphs: list[Graph]) -> list[Tensor]:
-    """Of each graph, from one batch."""
+    """Outputs of each graph, from one batch."""
     return list(layer(**collated(graphs)).split([len(x) for x, _, _ in graphs]))
 
 

@@ -1,4 +1,4 @@
-"""How far each placement of a mask is from exact attention, at equal cost, on real slabs.
+"""Distance of each placement of a mask from exact attention, at equal cost, on real slabs.
 
 Costs are multiplications per atom and head of the linear-time forms (docs/results has them for
 each): queries and keys are projected to m features, and each form gets the features that a budget
@@ -176,7 +176,7 @@ class Mask(NamedTuple):
         return ones, ones
 
     def kernel(self, x: Tensor) -> Tensor:
-        """What stands for exp(f) as a matrix: positions (1, n, 3) -> (1, heads, n, n)."""
+        """Approximation of exp(f) as a matrix: positions (1, n, 3) -> (1, heads, n, n)."""
         if self.form.placement == "exact mask":
             return self.basis.mask(differences(x, x)).exp()
         left, right = self.factors(x)

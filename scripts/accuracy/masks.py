@@ -143,7 +143,7 @@ def bias(rows: Rows, label: str) -> list[float]:
 
 
 def slope(rows: Rows, label: str) -> float:
-    """Of log rms error against log r; nan of a single r."""
+    """Slope of log rms error against log r; nan for a single r."""
     own = pick(rows, family=label, quantity="rms error")
     return exponent([(row["r"], row["mean"]) for row in own])
 

@@ -69,7 +69,7 @@ def measure(
 
 
 def better(rows: Rows, baseline: Rows, x: str) -> str:
-    """Where a curve lies below another one: its ends, interpolated in logarithms."""
+    """Ends of the range where a curve lies below another one, interpolated in logarithms."""
     place = [math.log(row[x]) for row in rows]
     gap = [math.log(a["mean"] / b["mean"]) for a, b in zip(rows, baseline, strict=True)]
     below = [i for i, value in enumerate(gap) if value < 0]

@@ -43,7 +43,7 @@ def featured(name: str, dim: int, generator: torch.Generator, **options: object)
 
 
 def forms(dim: int, generator: torch.Generator) -> dict[str, Mix]:
-    """What is compared, by name."""
+    """Compared models, by name."""
     width = math.comb(dim + 2, 2)
     found: dict[str, Mix] = {"Taylor": taylor}
     options: dict[str, dict[str, object]] = {

@@ -77,7 +77,7 @@ draw = partial(draw_costs, unit="atoms", styles=STYLES, limit=LIMIT)
 
 
 def gigabytes(rows: Rows, name: str) -> float | None:
-    """Of the process at 10^6 atoms; without end where it was skipped."""
+    """Peak memory at 10^6 atoms; infinite if it was skipped."""
     found = pick(rows, mechanism=name, length=1_000_000)
     if not found:
         return None

@@ -176,7 +176,7 @@ def slowest(rows: Rows) -> float | None:
 
 
 def largest_growth_of_states(rows: Rows) -> float:
-    """Of a mechanism other than softmax, last position over first."""
+    """Ratio of times at the last and the first position, without softmax."""
     linear = [pick(rows, mechanism=name) for name in filter(keeps_sums, names(rows, "mechanism"))]
     return max((own[-1]["state_bytes"] / own[0]["state_bytes"] for own in linear), default=1.0)
 

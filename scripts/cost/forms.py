@@ -1,4 +1,4 @@
-"""Whether `mixing: auto` takes the faster of its two forms, 10 to 10^4 atoms.
+"""Choice of `mixing: auto` between its two forms, 10 to 10^4 atoms.
 
 One layer on graphs of equal size, at least 1,000 atoms in all, at random places, 12 Å^3 each; every
 placement of the positions, alone and in periodic cells, in linear time, through the N x N matrix,
@@ -42,7 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def graphs(atoms: int) -> int:
-    """How many of that size."""
+    """Number of graphs of that size."""
     return -(-ATOMS // atoms)
 
 
@@ -89,7 +89,7 @@ measure = partial(
 
 
 def seconds(rows: Rows, kind: str, atoms: int) -> dict[str, list[float]]:
-    """Of each form that was measured."""
+    """Times of each form that was measured."""
     found = {
         form: pick(rows, mechanism=f"{kind}: {form}", length=atoms, note=None, **{"pass": TRAINING})
         for form in FORMS

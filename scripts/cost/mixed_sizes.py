@@ -61,7 +61,7 @@ class Mix(NamedTuple):
     ways: tuple[str, ...] = ("mixed", "equal", "padded")
 
     def equal(self) -> list[int]:
-        """As many atoms in as many graphs."""
+        """Returns a batch of equal graphs with the same number of atoms."""
         least, more = divmod(sum(self.sizes), len(self.sizes))
         return [least + 1] * more + [least] * (len(self.sizes) - more)
 

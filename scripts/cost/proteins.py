@@ -73,7 +73,7 @@ draw = partial(draw_costs, unit="residues", styles=STYLES, limit=LIMIT)
 
 
 def gigabytes(rows: Rows, causal: bool) -> float | None:
-    """Of the process of Performer at full length; without end where it was skipped."""
+    """Peak memory of Performer at full length; infinite if it was skipped."""
     found = pick(rows, mechanism="performer", length=LENGTH, causal=causal)
     if not found:
         return None

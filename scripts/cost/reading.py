@@ -41,7 +41,7 @@ def read(dataset: torch.utils.data.Dataset, order: Sequence[int]) -> None:
 
 
 def measure(records: Path, systems: int = 2000, rounds: int = 5) -> Rows:
-    """Of both forms, which take turns; the records are a genuine OC20 LMDB, pickled, with edges.
+    """Times of both forms in turns, for a genuine OC20 LMDB, pickled, with edges.
 
     Raises:
         FileNotFoundError: without it.
@@ -76,7 +76,7 @@ def table(rows: Rows) -> str:
 
 
 def ratio(rows: Rows, column: str) -> float | None:
-    """Of the store, from 1000 systems on."""
+    """Times of the store, from 1000 systems on."""
     return float(rows[1][column]) if rows[1]["systems"] >= 1000 else None
 
 

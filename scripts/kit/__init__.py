@@ -1,4 +1,4 @@
-"""What all benchmarks share; `scripts/run.py` runs them.
+"""Shared parts of the benchmarks that `scripts/run.py` runs.
 
 A benchmark is a module below cost/, accuracy/ or training/. Its docstring begins with its title,
 and it has

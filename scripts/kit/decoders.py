@@ -45,7 +45,7 @@ def decoders(folder: Path, given: Sequence[str], build: Callable[..., Model]) ->
 
 
 def keeps_sums(name: str) -> bool:
-    """Whether a mechanism's state has one size at all positions: all but softmax's keys."""
+    """Returns True if the state of a mechanism has constant size, as all but that of softmax."""
     return not name.startswith(SOFTMAX)
 
 

@@ -1,4 +1,4 @@
-"""What models of graphs share."""
+"""Shared training of graph models."""
 
 from __future__ import annotations
 

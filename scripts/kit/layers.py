@@ -60,7 +60,7 @@ Costs = dict[Key, dict[str, Any]]
 
 
 class Mechanism(NamedTuple):
-    """How a layer is built, whose it is, which forms it has, and whether its memory is O(N)."""
+    """A mechanism: builder, package, forms, and whether its memory is O(N)."""
 
     build: Callable[[int, bool], nn.Module]
     who: str = "molflt"
@@ -84,7 +84,7 @@ class Study(NamedTuple):
 
 
 def training_study(module: str, mechanisms: Mapping[str, Mechanism]) -> Study:
-    """Of mechanisms that make whole training steps on uniform numbers (1, length)."""
+    """Mechanisms that make whole training steps on uniform numbers (1, length)."""
     draws = partial(torch.rand, 1)
     return Study(module, mechanisms, draws, passes=(TRAINING,), clock=time.process_time)
 
@@ -169,7 +169,7 @@ def ask(module: str, key: Key, allocator: Mapping[str, str] = ALLOCATOR) -> dict
 
 
 def expected(costs: Costs, key: Key, quantity: str) -> float:
-    """What a length will need, from the two lengths before, or in proportion to the one before."""
+    """Predicts the cost of a length from the two before, or in proportion to one."""
     name, causal, length, which = key
     known = [
         (other[2], found[quantity])
@@ -226,7 +226,7 @@ def measure_layers(
 
 
 def row(study: Study, key: Key, found: Mapping[str, Any], seconds: list[float]) -> Row:
-    """Of the CSV; a mechanism that was skipped has a note in place of numbers."""
+    """Rows of the CSV, with a note for skipped mechanisms."""
     columns = ("mechanism", "who", "causal", "length", "pass", "seconds", "peak_MiB", "process_MiB")
     memory = found.get("MiB"), found.get("process")
     cells = (key[0], study.mechanisms[key[0]].who, *key[1:], seconds, *memory)

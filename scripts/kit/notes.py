@@ -1,4 +1,4 @@
-"""What a run was made with, noted beside it, so that no other run is taken for it."""
+"""Notes next to a run about its settings, to recognize it."""
 
 from __future__ import annotations
 

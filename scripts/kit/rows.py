@@ -17,7 +17,7 @@ Rows = list[Row]
 
 
 class Verdict(NamedTuple):
-    """What came of a promise."""
+    """Result of a promise."""
 
     text: str
     measured: str
@@ -35,7 +35,7 @@ class Promise(NamedTuple):
     least: float = -math.inf
 
     def verdict(self, rows: Rows) -> Verdict:
-        """Whether it holds, or was not measured."""
+        """True if it holds or was not measured."""
         value = self.value(rows)
         bound = f"≤ {self.most:g}" if self.most < math.inf else f"≥ {self.least:g}"
         measured = "not measured" if value is None else f"{value:.3g}"

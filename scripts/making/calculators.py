@@ -61,7 +61,7 @@ class Potential(NamedTuple):
 
 
 class Relaxation(NamedTuple):
-    """What became of a relaxation: energies in eV, and its frames if they were asked for."""
+    """Result of a relaxation: energies in eV, and frames on request."""
 
     before: float
     after: float

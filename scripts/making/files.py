@@ -1,4 +1,4 @@
-"""What lies in the folder of a made data set beside its stores: names, frames, notes of systems."""
+"""Files of a made data set next to its stores: names, frames, notes of systems."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Row = dict[str, str]
 
 
 class _Note(TypedDict):
-    """What is known of a system beside its record."""
+    """Metadata of a system."""
 
     names: _Row
     rejected: dict[str, int]
@@ -42,7 +42,7 @@ def _note_of(store: StructureStore) -> _Note:
 
 
 def _are_counts(value: object) -> bool:
-    """Whether it is numbers by reason."""
+    """Returns True for numbers by reason."""
     return isinstance(value, dict) and all(type(one) is int and one >= 0 for one in value.values())
 
 

@@ -70,7 +70,7 @@ class _Task(NamedTuple):
         return self.directory / _PARTS / self.split / f"{self.number:07d}.safetensors"
 
     def belongs_to(self, shard: Shard | None) -> bool:
-        """Whether it is of that shard; None is all of them."""
+        """Returns True if it belongs to that shard; None means all."""
         return shard is None or self.number % shard.total == shard.number - 1
 
     @property
@@ -298,7 +298,7 @@ def _join(directory: Path, tasks: list[_Task], settings: dict[str, object]) -> N
 
 
 def _print_shards(directory: Path, made: Shard, tasks: list[_Task]) -> None:
-    """What is still missing, by shard, and what to do next."""
+    """Describes missing shards and the next step."""
     missing = Counter(task.number % made.total + 1 for task in tasks if not _is_whole(task))
     if missing:
         words = [f"{number}/{made.total} ({missing[number]} missing)" for number in sorted(missing)]

@@ -72,7 +72,7 @@ def _claim(directory: Path, settings: dict[str, object]) -> None:
 
 
 def _goes_on(found: object, asked: object, grows: bool) -> bool:
-    """Whether a folder of one setting can be continued with another."""
+    """Returns True if a folder can be continued with another setting."""
     if grows and isinstance(found, int | None) and isinstance(asked, int):
         return (found or 0) <= asked
     return found == asked

@@ -49,7 +49,7 @@ CATALYSTS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 class _Facet(NamedTuple):
-    """How a slab is cut from the relaxed unit cell.
+    """Cut of a slab from the relaxed unit cell.
 
     Attributes:
         name: Miller indices.

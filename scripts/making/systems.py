@@ -68,7 +68,7 @@ _MAX_ATTEMPTS = 50
 
 
 class _Plan(NamedTuple):
-    """What all systems of a data set share; ``references`` are (element, eV)."""
+    """Settings that all systems of a data set share; ``references`` are (element, eV)."""
 
     calculator: str
     seed: int
@@ -145,7 +145,7 @@ def _settle(rng: np.random.Generator, system: Atoms, calculator: str) -> bool:
 
 
 def _bonds(adsorbate: Atoms) -> np.ndarray:
-    """Which atoms are bonded, also to atoms of periodic images, (N, N) bool."""
+    """Returns bonds, also to periodic images, (N, N) bool."""
     from ase.data import covalent_radii
 
     radii = covalent_radii[adsorbate.numbers]

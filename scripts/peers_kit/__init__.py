@@ -1,4 +1,4 @@
-"""What `scripts/peers.py` trains beside molflt, and how.
+"""Models that `scripts/peers.py` trains next to molflt.
 
 budget        CPU time that a job may use
 nets, painn   SchNet, DimeNet++, ViSNet and PaiNN on periodic edges

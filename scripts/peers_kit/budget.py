@@ -26,17 +26,17 @@ class CpuBudget:
 
     @property
     def share(self) -> float:
-        """What is used of it, 0 to 1."""
+        """Used share, 0 to 1."""
         return min(1.0, self.used / self.seconds)
 
     @property
     def spent(self) -> bool:
-        """Whether nothing is left."""
+        """True if it is used up."""
         return self.used >= self.seconds
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """What happens in the block counts."""
+        """Counts the time of the block."""
         start = self.clock()
         try:
             yield

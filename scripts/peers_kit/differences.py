@@ -1,4 +1,4 @@
-"""How far the errors of models are apart, and how sure that is."""
+"""Differences between errors of models, with standard errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Groups = list[NDArray[np.int64]]
 
 
 def differences(results: Results, first: str, alike: Sequence[str] = ()) -> str:
-    """How much more other models err than one, in each split, of all of the training set.
+    """Differences of other models to one, by split, with the whole training set.
 
     Errors are averaged over the seeds of a model and compared system by system. The standard error
     is sqrt(V + sd_a^2 / seeds_a + sd_b^2 / seeds_b), where V is of the mean over systems; see
@@ -75,7 +75,7 @@ def expect_alike(root: Path, splits: Sequence[str], alike: Sequence[str]) -> Non
 
 
 class _Grouping:
-    """What systems have in common, by columns of a table of their names; reads it once."""
+    """Groups of systems by columns of a table of their names; reads it once."""
 
     def __init__(self, table: Path, columns: Sequence[str]) -> None:
         self.table, self.columns = table, columns
@@ -107,7 +107,7 @@ class _Grouping:
 
 
 def variance_of_mean(values: _Array, groups: _Groups) -> float:
-    """Of the mean of values (n,), which are independent between groups alone.
+    """Standard error of the mean of values (n,) that are independent only between groups.
 
     Without groups it is s^2 / n. With one grouping it is the sum over its G groups of the squared
     sums of x - mean, times G / (G - 1) / n^2; with two it is V_1 + V_2 - V_12, with 12 the pairs of

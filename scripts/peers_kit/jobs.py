@@ -42,7 +42,7 @@ USED = {
 
 
 class Job(TypedDict):
-    """What makes a job what it is, as it lies in its result."""
+    """Identity of a job, as stored in its result."""
 
     model: str
     words: list[str]
@@ -97,7 +97,7 @@ def part_of(whole: Structures, fraction: float, seed: int) -> Structures:
 
 
 class Outcome(NamedTuple):
-    """What a job has made."""
+    """Result of a job."""
 
     energies: dict[str, NDArray[np.float64]]
     """by split"""
@@ -159,7 +159,7 @@ def _rounded(energy: NDArray[np.float64] | None) -> list[float] | None:
 
 
 def _fit(job: Job, sets: Mapping[str, Structures], budget: CpuBudget) -> Outcome:
-    """What needs no gradients."""
+    """Jobs without gradients."""
     model = load(FITS[job["model"]])(seed=job["seed"])
     whole = open_structures(split_path(Path(job["data"]), "train"), False)
     with budget.running():
@@ -172,7 +172,7 @@ def _fit(job: Job, sets: Mapping[str, Structures], budget: CpuBudget) -> Outcome
 
 
 def _train(job: Job, sets: Mapping[str, Structures], budget: CpuBudget) -> Outcome:
-    """What is trained step by step."""
+    """Jobs that train step by step."""
     task, data, settings = prepare(job)
     parameters = sum(p.numel() for p in task.model.parameters() if p.requires_grad)
     first = job["splits"][0]
@@ -284,7 +284,7 @@ def _parsed(words: list[str]) -> dict[str, Any]:
 
 
 def _without_effect(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What comparisons have options of their own for, or no use."""
+    """Options that comparisons set themselves or do not use."""
     parts = {key: options[key] for key in ("run", "seed", "resume")}
     for part, used in USED.items():
         own = options[part].items()

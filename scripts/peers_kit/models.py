@@ -1,4 +1,4 @@
-"""What is compared: names, models, and the learning rates that are tried."""
+"""Compared models: names, builders and learning rates."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def load(place: str) -> Callable[..., Any]:
 
 
 def title(model: str) -> str:
-    """How a model is called: one of `MODELS`, or the name of a variant FILE.yaml[,key=value].
+    """Checks the name of a model: one of `MODELS`, or a variant FILE.yaml[,key=value].
 
     Raises:
         ValueError: if it is none of them.

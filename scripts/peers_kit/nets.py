@@ -50,7 +50,7 @@ def codes_of(batch: Data) -> Tensor:
 
 
 class Peer(nn.Module, ABC):
-    """What `molflt.tasks.is2re.IS2RETask` trains: energies of a batch, normalized inside.
+    """Wrapper for `molflt.tasks.is2re.IS2RETask`: energies of a batch, normalized inside.
 
     Args:
         cutoff: Å; all pairs within it are edges.

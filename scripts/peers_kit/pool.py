@@ -1,4 +1,4 @@
-"""Which jobs there are, and running those that are not done in processes of their own."""
+"""List of jobs; runs unfinished ones in separate processes."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from peers_kit.pool import Jobs, read
 
 
 def results_of(jobs: Jobs) -> Results:
-    """Of all jobs that are done."""
+    """Results of all finished jobs."""
     return [read(path) for path in jobs if path.exists()]
 
 
@@ -69,7 +69,7 @@ def table(rows: Rows, tried: Mapping[str, int]) -> str:
 
 
 def _line(own: Rows, splits: Sequence[str], tried: int) -> list[object]:
-    """Of one model."""
+    """Results of one model."""
     first, jobs = own[0], pick(own, split=splits[0])
     steps = [row["steps"] for row in jobs if row["steps"] is not None]
     rate = "–" if first["lr"] is None else f"{first['lr']:g} ({tried})"

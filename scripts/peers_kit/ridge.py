@@ -1,4 +1,4 @@
-"""What needs no gradients: kernel ridge on descriptors of a system, and the median of energies."""
+"""Models without gradients: kernel ridge on descriptors of a system, and the median of energies."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def descriptors(data: Data, elements: list[int]) -> _Array:
 
 @cache
 def _properties() -> _Array:
-    """What is known of each element, 0 where nothing is, (elements, numbers)."""
+    """Descriptors of each element, 0 if unknown, (elements, numbers)."""
     return np.nan_to_num(elements_in_numbers().numpy().astype(float))
 
 

@@ -22,7 +22,7 @@ from peers_kit.budget import CpuBudget
 
 
 class Settings(NamedTuple):
-    """What belongs to the loop, from the options of `molflt train`."""
+    """Options of the loop, from those of `molflt train`."""
 
     span: int
     """`trainer.max_steps`, in units of which the schedule, `task.warmup_steps` too, is written"""
@@ -34,7 +34,7 @@ class Settings(NamedTuple):
 
 
 class Point(NamedTuple):
-    """Of the curve of errors."""
+    """Points of the curve of errors."""
 
     cpu_seconds: float
     step: int

@@ -34,7 +34,7 @@ QUICK = {"seeds": 1, "files": 1, "steps": 5, "tries": 1}
 
 
 class Setting(NamedTuple):
-    """What validation chooses."""
+    """Settings that validation chooses."""
 
     powers: tuple[int, ...]
     width: int
@@ -57,7 +57,7 @@ class Dimers(NamedTuple):
     labels: list[str]  # by class
 
     def binding(self, energy: Tensor) -> Tensor:
-        """Of what each graph has, (graphs, ...), that of pairs less that of their molecules."""
+        """Differences between pairs and their molecules, from values of graphs (graphs,...)."""
         alone = energy[len(self.kind) :].unflatten(0, (-1, 2)).sum(dim=1)
         return energy[: len(self.kind)] - alone[self.kind]
 
@@ -131,7 +131,7 @@ def laws(graphs: Sequence[Data], powers: Sequence[int]) -> list[Tensor]:
 
 
 def potential(setting: Setting, seed: int) -> Potential:
-    """As it is drawn."""
+    """Returns the picture."""
     torch.manual_seed(seed)
     sizes = {"layers": 1, "refinements": 1, "ffn_dim": setting.width, "num_features": 16}
     charges = {"long_range": list(setting.powers), "long_range_channels": 1}
@@ -161,7 +161,7 @@ class Design(NamedTuple):
     @classmethod
     @torch.no_grad()
     def of(cls, model: Potential, data: Dimers, kernels: Sequence[Tensor]) -> Design:
-        """Of a model's features; `kernels` are those of its powers."""
+        """Ridge regression on features of a model; `kernels` are those of its powers."""
         batch = Batch.from_data_list(data.graphs)
         h = EnergyRegressor.forward(model, batch)["embedding"]
         signs = [] if model.long_range is None else model.long_range.signs[:, 0].tolist()
@@ -348,7 +348,7 @@ def _chosen(rows: Rows) -> str:
 
 
 def _error(rows: Rows) -> float | None:
-    """Of all six classes, meV."""
+    """Mean of all six classes, meV."""
     return errors(rows, _chosen(rows))["all"] if len(names(rows, "class")) == 6 else None
 
 

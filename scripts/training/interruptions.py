@@ -90,7 +90,7 @@ def end(pid: int) -> int:
 
 
 def count_operations(run: Path, act: Callable[[int], None]) -> Callable[[], None]:
-    """What a fork does first: `act` is called before each operation on files of a run, counted.
+    """First action of a fork: call `act` before each operation on files of a run, counted.
 
     Operations are those that Python's audit hooks see: opening for writing, renaming, removing,
     making folders, truncating, changing permissions.
@@ -116,7 +116,7 @@ def goes_on(data: Path, run: Path) -> tuple[str, int]:
 
 
 def leaves(value: object) -> list[object]:
-    """What nested dictionaries and lists hold; of tensors the bytes."""
+    """Leaves of nested dictionaries and lists; bytes of tensors."""
     if isinstance(value, dict):
         value = [part for pair in sorted(value.items(), key=str) for part in pair]
     if isinstance(value, list | tuple):
@@ -138,7 +138,7 @@ def ends(run: Path) -> list[object]:
 
 
 def row(how: str, at: float, data: Path, run: Path, expected: list[object]) -> Row:
-    """What comes of one interrupted training; its folder is removed unless it went wrong."""
+    """Result of one interrupted training; its folder is removed unless it failed."""
     after, status = goes_on(data, run)
     same = status == 0 and ends(run) == expected
     if same:
@@ -179,7 +179,7 @@ def measure(kills: int = 20, every: int = 1, seed: int = 0) -> Rows:
 
 
 def share(how: str) -> Callable[[Rows], float | None]:
-    """Of the interrupted trainings, those that came to the same end."""
+    """Share of interrupted trainings with the same end."""
 
     def value(rows: Rows) -> float:
         own = pick(rows, how=how)
@@ -189,7 +189,7 @@ def share(how: str) -> Callable[[Rows], float | None]:
 
 
 def table(rows: Rows) -> str:
-    """How many were resumed and begun again, and how many came to the same end."""
+    """Counts of resumed, restarted and equal trainings."""
     lines = []
     for how, name in (
         (KILLED, "SIGKILL at a random moment"),

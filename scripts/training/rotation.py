@@ -1,4 +1,4 @@
-"""How far the predictions of trained models move when structures are turned.
+"""Change of predictions of trained models when structures are turned.
 
 Standard deviations over random rotations in space, and over turns about the surface normal, of
 every structure's energy; their means over structures, beside the MAE of the unturned ones.
@@ -32,7 +32,7 @@ def energies(model: torch.nn.Module, structures: list[Data], turn: np.ndarray) -
 
 
 def scatter(run: Path, split: str, structures: int, rotations: int) -> Row:
-    """Of one run."""
+    """Results of one run."""
     model, config = load_run(run)
     data = open_dataset(split_path(Path(config["data"]["root"]), split))
     chosen = [data[i] for i in range(min(structures, len(data)))]

@@ -126,7 +126,7 @@ def measure(only: tuple[str, ...] = (), steps: int = 3) -> Rows:
 
 
 def table(rows: Rows) -> str:
-    """How many of each recipe, and those that did not end well."""
+    """Counts by recipe, and failures."""
     lines = []
     for recipe in dict.fromkeys(row["recipe"] for row in rows):
         own = [row for row in rows if row["recipe"] == recipe]
