@@ -1,8 +1,4 @@
-"""What every attention and every model promises, as suites that each of them passes.
-
-Every check takes a callable and data, works in float64 unless it says otherwise, and raises through
-`torch.testing.assert_close` or a plain assert with the measured difference.
-"""
+"""Checks that every attention and every model passes, in float64 unless noted."""
 
 import copy
 import inspect
@@ -36,7 +32,7 @@ from molflt.attention.spectra import Gaussian, ShiftInvariant
 
 
 def with_features(count: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Options of attention with a number of features, where its map has any."""
+    """Returns options of attention with a number of features, if the map takes one."""
     phi = FEATURE_MAPS[options.get("feature_map") or "positive"]
     sized = (phi.random or phi.learned) and options.get("mixing") != "softmax"
     return {**({"num_features": count} if sized else {}), **options}
@@ -51,7 +47,7 @@ GRID = (6, 4)
 
 
 def plain(values: Tensor) -> Features:
-    """Features given as they are."""
+    """Returns features without a logarithm."""
     return Features(values)
 
 
@@ -79,38 +75,32 @@ class Case(NamedTuple):
     """`none` or a key of `POSITIONS`"""
     options: dict[str, Any]
     core: bool = True
-    """whether it meets every feature map, not two of them"""
+    """if it is combined with every feature map, not only with two of them"""
 
     def build(self) -> Position | None:
-        """The encoding for `HEADS` heads of `HEAD_DIM`; None for no encoding."""
-        try:
-            return make_position(self.name, HEADS, HEAD_DIM, **self.options)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"position {self.name!r} cannot be built from {self.options}: {error}; add its "
-                "options to OPTIONS or SPECTRUM_OPTIONS of tests/contract.py"
-            ) from error
+        """Returns the encoding for `HEADS` heads of `HEAD_DIM`; None for no encoding."""
+        return make_position(self.name, HEADS, HEAD_DIM, **self.options)
 
     def positions(self, size: int, generator: torch.Generator) -> Tensor:
-        """What it takes: points in space, a line or the cells of a grid."""
+        """Returns suitable positions: points in space, a line or the cells of a grid."""
         position = self.build()
         kinds = {1: line, 2: cells, 3: cloud}
         return kinds[3 if position is None else position.dim](size, generator)
 
     @property
     def in_space(self) -> bool:
-        """Whether positions are points in space, in no order."""
+        """True if positions are points in space, without an order."""
         position = self.build()
         return position is None or position.dim == 3
 
     @property
     def mixings(self) -> tuple[str, ...]:
-        """Those that claim to work with it."""
+        """Mixings that support it."""
         position = self.build()
         return MIXINGS if position is None else position.mixings
 
 
-# Sizes that suit small sequences. What has no line here is tried with its own defaults.
+# Sizes for small sequences; other positions and spectra are built with their defaults.
 OPTIONS: dict[str, dict[str, Any]] = {
     "toeplitz": {"max_tokens": LONGEST},
     "low_rank": {"max_tokens": LONGEST, "rank": 4},
@@ -140,12 +130,12 @@ VARIANTS = {
 
 
 def has_spectrum(position: str) -> bool:
-    """Whether an encoding is built from one of `SPECTRA`."""
+    """Returns True if an encoding is built from one of `SPECTRA`."""
     return "spectrum" in inspect.signature(POSITIONS[position]).parameters
 
 
 def cases() -> dict[str, Case]:
-    """One for each entry of `POSITIONS`, with each of `SPECTRA` where it has one, and variants."""
+    """Returns a case for each entry of `POSITIONS` with each possible spectrum, and variants."""
     found = {"none": Case("none", {})}
     for name in POSITIONS:
         own = OPTIONS.get(name, {})
@@ -178,11 +168,11 @@ class Combination(NamedTuple):
 
 
 def combinations() -> list[Combination]:
-    """Feature map x position x mixing, as far as they differ; softmax has no feature map.
+    """Returns feature map x position x mixing, without combinations that repeat others.
 
-    Spectra differ behind the feature map, so that two maps with each of them are enough, and
-    `ELEMENTWISE` maps are relu but for a function of single numbers. The
-    quadratic form is compared with the linear one in `check_oracle`, for each of them.
+    Two feature maps are enough for each spectrum, which does not depend on the map. `ELEMENTWISE`
+    maps differ from relu only in a function of single numbers. `check_oracle` compares the
+    quadratic form with the linear one.
     """
     found = []
     for name, case in CASES.items():
@@ -201,10 +191,10 @@ def combinations() -> list[Combination]:
 def make_stack(
     combination: Combination, *, refinements: int = 1, seed: int = 0, **options: Any
 ) -> Stack:
-    """A small float64 stack with weights large enough that attention is far from uniform.
+    """Returns a small float64 stack with weights large enough that attention is not uniform.
 
-    Where products of features can be negative, nothing is divided by their sums, which come near 0
-    and would amplify rounding without bound.
+    Sums of features whose products can be negative are not divided: normalizers near 0 would
+    amplify rounding.
     """
     torch.manual_seed(seed)
     phi, case, mixing, causal = combination
@@ -225,7 +215,7 @@ def make_stack(
 
 
 def refine(stack: Stack, x: Tensor, r: Tensor, **others: Any) -> Tensor:
-    """The stack's outputs; positions are for the encoding, if there is one."""
+    """Returns the outputs of a stack; positions are passed only if it has an encoding."""
     return stack(x, None if stack.position is None else r, **others)
 
 
@@ -233,7 +223,7 @@ Item = tuple[Tensor, Tensor]
 
 
 def ragged(case: str = "none", seed: int = 0) -> list[Item]:
-    """Sequences of tokens and their positions, float64, of `SIZES` tokens."""
+    """Returns sequences of `SIZES` tokens with their positions, in float64."""
     generator = torch.Generator().manual_seed(seed)
     out = []
     for size in SIZES:
@@ -243,9 +233,9 @@ def ragged(case: str = "none", seed: int = 0) -> list[Item]:
 
 
 def pad(items: list[Item], length: int, case: str = "none", fill: float = 0.0) -> tuple:
-    """Tokens (b, length, dim), positions (b, length, l) and mask; padding holds `fill`.
+    """Returns tokens (b, length, dim), positions (b, length, l) and mask; padding holds `fill`.
 
-    On a grid the padding has the places that follow, because they are part of the grid's form.
+    On a grid, positions of the padding continue the grid.
     """
     generator = torch.Generator().manual_seed(3)
     r = CASES[case].positions(length, generator).expand(len(items), -1, -1).clone()
@@ -263,14 +253,14 @@ def pad(items: list[Item], length: int, case: str = "none", fill: float = 0.0) -
 def run(
     stack: Stack, items: list[Item], length: int, case: str = "none", fill: float = 0.0
 ) -> list[Tensor]:
-    """Outputs of the real tokens of each sequence in a batch padded to `length`."""
+    """Returns the outputs of the tokens of each sequence in a batch padded to `length`."""
     x, r, mask = pad(items, length, case, fill)
     out = refine(stack, x, r, key_mask=mask)
     return [out[i, : len(tokens)] for i, (tokens, _) in enumerate(items)]
 
 
 def check_batching(combination: Combination) -> None:
-    """Alone == in a batch == any padding (whatever it holds) == any order of the batch."""
+    """Outputs do not depend on the batch, its order, or the amount and content of padding."""
     stack, case = make_stack(combination), combination.case
     items = ragged(case)
     together = run(stack, items, max(SIZES), case)
@@ -297,8 +287,8 @@ def check_isolation(combination: Combination) -> None:
             assert (others == 0).all(), f"gradient across sequences: {others.abs().max():.2e}"
             assert (grad[i][~mask[i]] == 0).all(), "gradient into padding"
             assert torch.isfinite(grad).all()
-    nobody = torch.autograd.grad(out[3].square().sum(), x)[0]  # a sequence without a token
-    assert torch.isfinite(nobody).all() and (nobody[:3] == 0).all() and (nobody[4] == 0).all()
+    empty = torch.autograd.grad(out[3].square().sum(), x)[0]  # a sequence without tokens
+    assert torch.isfinite(empty).all() and (empty[:3] == 0).all() and (empty[4] == 0).all()
 
 
 def check_oracle(combination: Combination, **options: Any) -> None:
@@ -330,10 +320,7 @@ def check_permutation(combination: Combination) -> None:
 
 
 def check_key_copies(combination: Combination) -> None:
-    """`key_index` equals writing the copied tokens out as keys: here, a copy of every key.
-
-    Every key twice at the same place leaves each normalized sum as it was.
-    """
+    """Repeating every key with `key_index` leaves normalized sums unchanged."""
     stack, case = make_stack(combination), combination.case
     x, r = ragged(case)[2]
     index = torch.arange(len(x)).repeat(2)[None]
@@ -343,7 +330,7 @@ def check_key_copies(combination: Combination) -> None:
 
 
 def check_cross(combination: Combination) -> None:
-    """Queries may be fewer than keys: the first ones attend as they do among all."""
+    """The first queries give the same outputs without the other queries."""
     stack, case = make_stack(combination), combination.case
     x, r = ragged(case)[2]
     attention, position, few = stack.blocks[0].attention, stack.position, 5
@@ -365,7 +352,7 @@ def check_translation(combination: Combination) -> None:
 
 
 def check_causality(combination: Combination) -> None:
-    """What comes later, however large, and whether it comes at all, changes nothing earlier."""
+    """Later tokens, of any size, do not change earlier outputs."""
     stack, case = make_stack(combination), combination.case
     x, r = ragged(case)[2]
     cut = 7
@@ -379,7 +366,7 @@ def check_causality(combination: Combination) -> None:
 
 
 def check_decoding(combination: Combination, **options: Any) -> None:
-    """Prompt and steps give what the whole sequence gives, from a state that does not grow."""
+    """Prompt and steps give the outputs of the whole sequence, from a state of constant size."""
     stack, case = make_stack(combination, refinements=2, **options), combination.case
     x, r = ragged(case)[2]
     x, r = x[None], r[None]
@@ -401,8 +388,27 @@ def _tensors(state: Any) -> list[Tensor]:
     return [state] if isinstance(state, Tensor) else [t for part in state for t in _tensors(part)]
 
 
+def check_weights(combination: Combination) -> None:
+    """`Attention.weights` is the matrix that mixes the values, with rows of sum 1."""
+    attention = make_stack(combination).blocks[0].attention
+    x, r, mask = pad(ragged(combination.case), max(SIZES), combination.case)
+    r = r if attention.position else None
+    weights = attention.weights(x, r, key_mask=mask)
+    out = attention._join(weights @ attention._split(x).value)
+    torch.testing.assert_close(out, attention(x, r, key_mask=mask), rtol=1e-9, atol=1e-9)
+    assert (weights.mT[~mask.unsqueeze(1).expand(-1, HEADS, -1)] == 0).all()
+    assert (weights[~mask.any(1)] == 0).all()  # sequences without keys
+    if combination.causal:
+        assert weights.triu(1).abs().max() < 1e-12  # Fourier transforms round
+    if attention.normalize == "masked":
+        total = weights.sum(-1)[:, :, 0][mask.any(1)]
+        if combination.feature_map == "cosformer":  # relu(q) . relu(k) can be 0 for a single key
+            total = total[total != 0]
+        torch.testing.assert_close(total, torch.ones_like(total))
+
+
 def check_precision(combination: Combination) -> None:
-    """float32 and bfloat16 autocast stay near float64, and finite; autocast returns no NaN."""
+    """Outputs in float32 and bfloat16 autocast are finite and close to float64."""
     stack, case = make_stack(combination), combination.case
     items = ragged(case)
     exact = run(stack, items, max(SIZES), case)
@@ -421,7 +427,7 @@ def check_precision(combination: Combination) -> None:
 
 
 def check_save_load(module: nn.Module, twin: nn.Module, call: Callable[[nn.Module], Any]) -> None:
-    """A twin from another seed gives the same numbers after loading, random draws included."""
+    """A module from another seed gives the same outputs after loading the state dict."""
     twin.load_state_dict(load(save(module.state_dict())))
     buffer = io.BytesIO()
     torch.save(module.state_dict(), buffer)
@@ -443,10 +449,10 @@ def check_compile(module: nn.Module, case: str, backend: str = "aot_eager") -> N
 
 
 def suite(combination: Combination) -> list[Callable[[Combination], None]]:
-    """The checks that apply to a mechanism, but for its precision and its files."""
+    """Returns the checks that apply to a mechanism, except precision and files."""
     phi, name, mixing, causal = combination
     position = CASES[name].build()
-    checks = [check_batching, check_isolation]
+    checks = [check_batching, check_isolation, check_weights]
     if mixing == "linear":
         checks.append(check_oracle)
     if position is not None:
@@ -471,9 +477,9 @@ def suite(combination: Combination) -> list[Callable[[Combination], None]]:
 def covering(
     pairs: list[tuple[Combination, Callable[[Combination], None]]],
 ) -> list[tuple[Combination, Callable[[Combination], None]]]:
-    """A part of all (mechanism, check) in which any two choices still meet.
+    """Returns a subset of (mechanism, check) that covers every pair of choices.
 
-    Every two of feature map, position, form and check that meet in `pairs` meet in the part.
+    The choices are feature map, position, form and check; pairs are those that occur in `pairs`.
     """
     seen: set[tuple[object, ...]] = set()
     chosen = []
@@ -501,10 +507,10 @@ def normal_points(count: int, dim: int, seed: int = 0) -> Tensor:
 
 
 def frequency_rule(dim: int, radii: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Frequencies (n, l) and weights (n,): the integral of what falls off below 5 cycles.
+    """Returns frequencies (n, l) and weights (n,) to integrate functions that decay by 5 cycles.
 
-    Quasi-Monte Carlo from Gaussians of 8 widths, with the density of their mixture. With `radii`
-    the sum over shells of the mean over directions, the measure of a spectrum that lives there.
+    Quasi-Monte Carlo from a mixture of Gaussians of 8 widths. With `radii`, the sum over shells of
+    the mean over directions, which is the measure of spectra on shells.
     """
     if radii is not None:
         unit = torch.nn.functional.normalize(normal_points(2**11, dim), dim=-1)
@@ -520,9 +526,8 @@ def frequency_rule(dim: int, radii: Tensor | None = None) -> tuple[Tensor, Tenso
 def check_fourier_pair(spectrum: Spectrum) -> None:
     """integral f psi = integral g psi^ for Gaussians psi of two widths around several centres.
 
-    It holds however slowly g and f fall off and wherever they jump. Both sides are quasi-Monte
-    Carlo; of the largest value of the mask they err by 1e-4 on the line, by 5e-3 for boxes in two
-    dimensions and by 2e-3 elsewhere.
+    It holds for slow decay and for jumps of g and f. Both sides are quasi-Monte Carlo, with errors
+    of 1e-4 of the largest mask value in one dimension, 5e-3 for boxes in two, else 2e-3.
     """
     spectrum, dim = copy.deepcopy(spectrum).double(), spectrum.dim
     radii = None if spectrum.radii is None else spectrum.radii.double()
@@ -546,7 +551,7 @@ def check_fourier_pair(spectrum: Spectrum) -> None:
 
 
 def check_draws(kernel: ShiftInvariant) -> None:
-    """Draws follow the density: means of Gaussian waves over them equal their integrals."""
+    """Draws follow the density: means of Gaussian waves over draws equal integrals."""
     kernel, count, dim = copy.deepcopy(kernel).double(), 20_000, kernel.dim
     draws = kernel.draw(count, torch.Generator().manual_seed(0))
     assert draws.shape == (kernel.heads, count, dim) and draws.dtype == torch.float64
@@ -570,10 +575,7 @@ def check_draws(kernel: ShiftInvariant) -> None:
 
 
 def check_nodes(name: str, dim: int = 3) -> None:
-    """The mask of a Gaussian comes out: without bias over random nodes, else by quadrature.
-
-    And nodes that are drawn weigh 1 / (r p), with the density that they name.
-    """
+    """Nodes reproduce the mask of a Gaussian, unbiased if random; random nodes weigh 1 / (r p)."""
     rule = NODES[name]
     heads, count = (800, 8) if rule.random else (2, None)
     spectrum = Gaussian(heads, dim, length_range=(1.0, 1.0)).double()

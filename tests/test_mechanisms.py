@@ -1,4 +1,4 @@
-"""The table of mechanisms is what the classes say, and every paper in it stands in the sources."""
+"""The table of mechanisms lists every class with its paper."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from molflt.attention.scaling import Scaling
+from molflt.attention.layer import Scaling
 
 
 def convert_weights_(source: nn.Module, target: nn.Module) -> list[str]:

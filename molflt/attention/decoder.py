@@ -10,11 +10,10 @@ from molflt.attention.checks import known_names, no_effect
 from molflt.attention.features.base import Operand
 from molflt.attention.keys import without_masked
 from molflt.attention.layer import Attention
-from molflt.attention.mixers import ATTENTION, MIXER_OPTIONS
 from molflt.attention.mixing.causal import DecodeState, KeyValues
 from molflt.attention.mixing.chunked import KeySums, absorb, answer
 from molflt.attention.mixing.forms import softmax
-from molflt.attention.stack import Block, Stack, StackState
+from molflt.attention.stack import ATTENTION, MIXER_OPTIONS, Block, Stack, StackState
 
 Memory = KeyValues | KeySums
 """What cross-attention has to know of the other sequence: all keys and values, or sums of them."""
@@ -33,9 +32,6 @@ class CrossAttention(Attention):
         dim: width of tokens; a multiple of `heads`.
         heads: number of heads.
         attention: further arguments of `Attention`.
-
-    Raises:
-        ValueError: as for `Attention`, or an option of self-attention.
     """
 
     def __init__(self, dim: int, heads: int, **attention: Any) -> None:
@@ -127,7 +123,7 @@ class Decoder(nn.Module):
         self.stack = Stack(
             dim, heads, layers, causal=True, attention_dropout=attention_dropout, **stack, **mixer
         )
-        # # blocks have their own dropout
+        # blocks have their own dropout
         shared = signature(Attention).parameters.keys() - {"dropout", *_OF_SELF_ATTENTION}
         given = {name: value for name, value in stack.items() if name in shared}
         eps = self.stack._blocks()[0].attention_norm.eps

@@ -158,7 +158,6 @@ class Bias(Encoding):
         return self.matrix
 
     def dense(self, queries: int, keys: int) -> Tensor:
-        """See `Encoding.dense`."""
         return self.matrix
 
 
@@ -180,7 +179,6 @@ class Factors(Encoding):
         return self.left, self.right
 
     def dense(self, queries: int, keys: int) -> Tensor | None:
-        """N1 N2^T, added to q . k; None if only projections are known."""
         if isinstance(self.left, Tensor) and isinstance(self.right, Tensor):
             return products_of_all(self.left, self.right)
         return None
@@ -212,7 +210,6 @@ class _Multiplied(Encoding):
         raise NotImplementedError
 
     def dense(self, queries: int, keys: int) -> Tensor:
-        """h + w, what multiplies; formed once for all layers that want it."""
         return self._matrix.get(lambda: self._formed(queries, keys))
 
     def _formed(self, queries: int, keys: int) -> Tensor:
@@ -264,7 +261,7 @@ class Kernel(_Multiplied):
         return chunk_size(query, key, value, self.kernel[1].shape[-1])
 
 
-class OnMesh(_Multiplied):
+class MeshNodes(_Multiplied):
     """A positional kernel that multiplies, by a mesh: A_ij = (h_ij + w_ij) phi(q_i) . phi(k_j).
 
     Args:
@@ -317,7 +314,6 @@ class Toeplitz(Encoding):
         self.method = method
 
     def dense(self, queries: int, keys: int) -> Tensor:
-        """c_(j-i), what multiplies."""
         return dense_log_kernel(self.log_kernel, queries, keys).exp()[None]
 
     def by_matrix(self, terms: Terms) -> Sums:

@@ -241,7 +241,6 @@ class _LinearMixer(Mixer):
         self.hidden_weight = nn.Parameter(0.02 * torch.randn(self.dim, self.dim))
 
     def mix(self, x: Tensor, key_mask: Tensor | None) -> Tensor:
-        """See `Mixer.mix`; ValueError for a sequence longer than `max_tokens`."""
         tokens = x.shape[1]
         if tokens > self.max_tokens:
             # Only here does the number of real tokens have to be known: padding may be wider.
@@ -279,7 +278,6 @@ class _RandomMixer(_LinearMixer):
 
     @torch.no_grad()
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws both matrices again in place, on the CPU, where a seed means the same."""
         for weight in (self.sequence_weight, self.hidden_weight):
             draw = torch.empty(weight.shape, dtype=torch.float64, device="cpu")
             nn.init.trunc_normal_(draw, 0.0, 1.0, -2.0, 2.0, generator=generator)

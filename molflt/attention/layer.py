@@ -13,12 +13,54 @@ from molflt.attention.keys import Keys, all_placed, log_weights, passed_over, pl
 from molflt.attention.mixing.causal import DecodeState, KeyValues, State
 from molflt.attention.mixing.forms import joined_bias, softmax
 from molflt.attention.mixing.sums import NORMALIZE, NormalizeName, Sums, drop_keys
+from molflt.attention.numerics import at_least_float32, unit
 from molflt.attention.positions.base import MIXINGS, MixingName, Position, Positioned
-from molflt.attention.scaling import Scaling
 
 DEFAULT_MAP = "positive"
 
 _States = tuple[State, ...]
+
+
+class Scaling(nn.Module):
+    """Scales queries and keys before they are compared, by d^(-1/4) or by norm and temperature.
+
+    Args:
+        heads: number of heads.
+        head_dim: width d of queries and keys.
+        normalize: `normalize_qk` of `Attention`.
+        learn_temperature: see `Attention`; temperatures start at 1.
+        unit_norm: the default of both, from the feature map.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        head_dim: int,
+        normalize: bool | None = None,
+        learn_temperature: bool | None = None,
+        unit_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        self.heads = heads
+        self.head_dim = head_dim
+        self.normalize = unit_norm if normalize is None else normalize
+        if not self.normalize:
+            no_effect("without normalize_qk", learn_temperature=learn_temperature or None)
+        learned = unit_norm if learn_temperature is None else learn_temperature
+        start = torch.zeros(heads) if self.normalize and learned else None
+        self.log_temperature = None if start is None else nn.Parameter(start)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns scaled queries or keys (batch, heads, tokens, d)."""
+        if not self.normalize:
+            return x * self.head_dim**-0.25
+        out = unit(at_least_float32(x))
+        if self.log_temperature is not None:
+            out = out * (self.log_temperature / 2).exp().to(out.dtype)[:, None, None]
+        return out.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"normalize={self.normalize}"
 
 
 class _Heads(NamedTuple):

@@ -1,23 +1,33 @@
 """The Transformer block, and a stack of blocks with refinement."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Self, Unpack, cast
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, Unpack, cast
 
 import torch
 from torch import Tensor, nn
 
 from molflt.attention.checks import _head_width, at_least_one, known_names, no_effect, one_of, share
 from molflt.attention.encodings import Encoding
-from molflt.attention.fnet import Mixer
+from molflt.attention.fnet import TOKEN_MIXERS, Mixer
 from molflt.attention.keys import Keys, placed, without_masked
 from molflt.attention.layer import Attention
-from molflt.attention.mixers import MixerName, make_mixer, mixed_layers
 from molflt.attention.mixing.causal import DecodeState
 from molflt.attention.positions import make_position
 from molflt.attention.positions.base import Position, Positioned
 
 _NormName = Literal["pre", "post"]
 _ActivationName = Literal["gelu", "gelu_tanh"]
+ATTENTION = "attention"
+MIXER_OPTIONS = ("mixer", "mixer_options", "attention_layers")
+"""Options of a stack that do not apply to unordered or causal tokens."""
+
+# The command line lists the choices of an option from its type.
+if TYPE_CHECKING:
+    MixerName = str
+else:
+    MixerName = Literal[(ATTENTION, *TOKEN_MIXERS)]
+
 ACTIVATIONS = {"gelu": "none", "gelu_tanh": "tanh"}  # what torch approximates it by
 
 
@@ -178,12 +188,12 @@ class Stack(Positioned):
         else:
             no_effect("with a position that is made", position_options=position_options)
         given = {**attention, "dropout": attention_dropout}
-        mixed = mixed_layers(layers, mixer, mixer_options, attention_layers, given)
+        mixed = _mixed_layers(layers, mixer, mixer_options, attention_layers, given)
         blocks = []
         layer: Attention | Mixer
         for number in range(layers):
             if number < mixed:
-                layer = make_mixer(mixer, dim, mixer_options or {})
+                layer = _make_mixer(mixer, dim, mixer_options or {})
             else:
                 layer = Attention(
                     dim, heads, position=position, dropout=attention_dropout, **attention
@@ -338,3 +348,59 @@ def _refuse_misfits(attentions: Sequence[Attention], position: Position | None) 
             f"one {name} serves one kind of attention; got blocks of {' and '.join(faces)}; "
             "use one mixing, or a stack for each"
         )
+
+
+def _make_mixer(name: str, dim: int, options: Mapping[str, Any]) -> Mixer:
+    """A mixer of `TOKEN_MIXERS`, of tokens of width `dim`."""
+    make = TOKEN_MIXERS[name]
+    known_names(make, options, but=("dim",))
+    if make.bounded and "max_tokens" not in options:
+        raise ValueError(
+            f"mixer={name!r} has a matrix of all tokens; expected mixer_options max_tokens, the "
+            "longest sequence; got none; set it"
+        )
+    return make(dim, **options)
+
+
+def _mixed_layers(
+    layers: int,
+    mixer: str,
+    mixer_options: Mapping[str, object] | None,
+    attention_layers: int | None,
+    attention: Mapping[str, object],
+) -> int:
+    """Returns the number of layers, counted from the first, with the mixer instead of attention.
+
+    Args:
+        layers: of the stack.
+        mixer: its option, as are the next two.
+        mixer_options: see there.
+        attention_layers: see there.
+        attention: options of attention.
+    """
+    one_of("mixer", mixer, (ATTENTION, *TOKEN_MIXERS))
+    if mixer == ATTENTION:
+        why = f"with mixer={ATTENTION!r}"
+        no_effect(why, mixer_options=mixer_options, attention_layers=attention_layers)
+        return 0
+    last = attention_layers or 0
+    if not 0 <= last < layers:
+        raise ValueError(
+            f"attention_layers must be 0 to {layers - 1}, fewer than layers={layers}; got {last}; "
+            f"use mixer={ATTENTION!r} for all of them"
+        )
+    if attention.get("causal"):
+        raise ValueError(
+            f"mixer={mixer!r} sees all tokens; expected causal=False; got True; use "
+            f"mixer={ATTENTION!r}"
+        )
+    if not last:
+        defaults = signature(Attention).parameters
+        named = {"dropout": "attention_dropout"}  # of the stack
+        idle = {
+            named.get(name, name): value
+            for name, value in attention.items()
+            if value != defaults[name].default
+        }
+        no_effect(f"with mixer={mixer!r} and no attention_layers", **idle)
+    return layers - last

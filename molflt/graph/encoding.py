@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from molflt.attention.checks import no_effect, one_of, positive
-from molflt.attention.encodings import Bias, Encoding, Factors, Kernel, OnMesh
+from molflt.attention.encodings import Bias, Encoding, Factors, Kernel, MeshNodes
 from molflt.attention.features import FEATURE_MAPS
 from molflt.attention.layer import DEFAULT_MAP
 from molflt.attention.mixing.pairs import Pairs
 from molflt.attention.numerics import distances, products_of_all
 from molflt.attention.positions import make_position
 from molflt.attention.positions.base import differences
-from molflt.attention.positions.lattice import FrequencyProjection
+from molflt.attention.positions.frequencies import FrequencyProjection
 from molflt.attention.positions.multiplicative import MultiplicativePosition
 from molflt.attention.positions.near_field import NearField
 from molflt.attention.positions.spectral import GraphNodes, SpectralPosition
@@ -191,7 +191,7 @@ class GraphEncoding(nn.Module):
         dense = self.periodic.dense(geometry)
         mesh = self.periodic.mesh(geometry, dense, self.position)
         if mesh is not None and isinstance(self.position, MultiplicativePosition):
-            return dense, OnMesh(mesh, self._near(found, self.position))
+            return dense, MeshNodes(mesh, self._near(found, self.position))
         return dense, self._evaluate(dense, found)
 
     def _found(self, geometry: Geometry, neighbors: Neighbors | None = None) -> _Found:

@@ -13,8 +13,8 @@ from molflt.atoms import MAX_ATOMIC_NUMBER, Tag
 from molflt.attention import Attention, Position, Stack
 from molflt.attention.checks import at_least_one, known_names, no_effect, not_negative, positive
 from molflt.attention.features import FeatureMapName
-from molflt.attention.mixers import ATTENTION, MIXER_OPTIONS
 from molflt.attention.positions.base import MixingName
+from molflt.attention.stack import ATTENTION, MIXER_OPTIONS
 from molflt.graph.encoding import GraphEncoding, GraphPositionName, _encode, _make_encoding
 from molflt.graph.geometry import Geometry
 from molflt.graph.heads import AtomEmbedding, EnergyReadout, PositionHead, ReadoutName

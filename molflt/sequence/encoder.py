@@ -14,8 +14,8 @@ from molflt.attention.checks import (
     tensors,
     whole,
 )
-from molflt.attention.mixers import MixerName
 from molflt.attention.positions import PositionName, known_options
+from molflt.attention.stack import MixerName
 from molflt.sequence.places import (
     check_places,
     embedding,

@@ -16,8 +16,8 @@ from molflt.attention.checks import (
 )
 from molflt.attention.decoder import DecoderState
 from molflt.attention.keys import check_mask
-from molflt.attention.mixers import ATTENTION, MIXER_OPTIONS
 from molflt.attention.positions import PositionName, known_options
+from molflt.attention.stack import ATTENTION, MIXER_OPTIONS
 from molflt.sequence.heads import _PlainHead
 from molflt.sequence.places import (
     check_places,

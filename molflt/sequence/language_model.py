@@ -14,9 +14,8 @@ from molflt.attention.checks import (
     tensors,
     whole,
 )
-from molflt.attention.mixers import ATTENTION, MIXER_OPTIONS
 from molflt.attention.positions import PositionName, known_options
-from molflt.attention.stack import StackState
+from molflt.attention.stack import ATTENTION, MIXER_OPTIONS, StackState
 from molflt.sequence.heads import Head, _AdaptiveHead, _PlainHead
 from molflt.sequence.places import (
     check_places,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from molflt.attention import Attention, Stack
 from molflt.attention.checks import at_least_one, beside_weights, known_names, tensors, whole
-from molflt.attention.mixers import MIXER_OPTIONS
+from molflt.attention.stack import MIXER_OPTIONS
 from molflt.sequence.language_model import LanguageModel
 
 LEVELS = 256

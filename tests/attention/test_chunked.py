@@ -1,4 +1,4 @@
-"""Linear attention in chunks: the same sums and gradients, and memory that features do not fill."""
+"""Linear attention in chunks: the same sums and gradients, and bounded memory."""
 
 import contract
 import pytest
@@ -22,7 +22,7 @@ CASES = {
 
 @pytest.fixture
 def cut(monkeypatch):
-    """Cuts every sequence into chunks of so many tokens; 0: none."""
+    """Returns a function that sets the number of tokens per chunk; 0 turns chunks off."""
 
     def set_size(size: int) -> None:
         monkeypatch.setattr("molflt.attention.encodings.chunk_size", lambda *_: size)
@@ -31,7 +31,7 @@ def cut(monkeypatch):
 
 
 def layer(position: str = "", feature_map: str = "positive", dtype=torch.float64, **options):
-    """Attention and the encoding of random places, the first graph short of 7 tokens."""
+    """Returns a call of attention at random positions, with 7 tokens masked, and its leaves."""
     torch.manual_seed(0)
     drawn = (torch.randn(2, TOKENS, width, dtype=torch.float64) for width in (3, 8))
     places, x = (draw.to(dtype).requires_grad_() for draw in drawn)
@@ -92,7 +92,7 @@ def test_a_graph_without_keys_is_zero(cut):
 
 
 def test_nothing_of_the_size_of_all_features_is_kept():
-    """What autograd packs for 40 000 tokens: no tensor of (heads, tokens, m)."""
+    """Autograd saves no tensor of (heads, tokens, m) for 40 000 tokens."""
     attention = Attention(16, 8, num_features=64)
     x = torch.randn(1, 40_000, 16, requires_grad=True)
     sizes = []

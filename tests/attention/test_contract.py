@@ -14,16 +14,13 @@ COMBINATIONS = contract.combinations()
 
 
 def some(*maps: str) -> list[Combination]:
-    """Every position with these maps, and every map without a position and with factors.
-
-    For checks of what map and position do not do together.
-    """
+    """Returns every position with these maps, and every map with no position and with factors."""
     return [
         c for c in COMBINATIONS if c.feature_map in maps or c.case in contract.PLAIN_AND_FACTORS
     ]
 
 
-# What positions do alike under every map.
+# Properties of positions that do not depend on the feature map.
 COMMON = (
     contract.check_cross,
     contract.check_key_copies,
@@ -83,7 +80,7 @@ def test_normalized_queries_and_keys(feature_map):
 @pytest.mark.parametrize("projection", PROJECTIONS)
 @pytest.mark.parametrize("feature_map", ["positive", "trigonometric", "learnable_exp"])
 def test_projections(feature_map, projection):
-    """Every projection, random and as the start of a learned one: fast == quadratic."""
+    """Linear and quadratic forms agree for every projection, random or learned."""
     combination = Combination(feature_map, "none", "linear", False)
     contract.check_oracle(combination, projection=projection)
 
@@ -103,36 +100,15 @@ def test_compile(case, mixing, causal):
 
 
 def test_compile_to_machine_code():
-    """One layer, forward and backward; compilers of C++ are slow, so once in all."""
+    """Compiles forward and backward of a single layer, because a C++ compiler is slow."""
     torch.manual_seed(0)
     position = CASES["gaussian_basis"].build()
     layer = Attention(contract.DIM, contract.HEADS, num_features=24, position=position)
     contract.check_compile(layer.double().eval(), "gaussian_basis", "inductor")
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"mixing": "fast"}, ["mixing='fast'", *MIXINGS]),
-        ({"feature_map": "swish"}, ["feature_map='swish'", "positive"]),
-        ({"projection": "halton"}, ["projection='halton'", "iid"]),
-        ({"normalize": "maybe"}, ["normalize='maybe'", "unmasked"]),
-        ({"num_features": 0}, ["num_features", "0"]),
-        ({"heads": 3}, ["dim=16", "heads=3"]),
-        ({"mixing": "softmax", "normalize": "none"}, ["softmax", "normalize='none'"]),
-        ({"mixing": "softmax", "gate": True}, ["softmax", "gate=True"]),
-        ({"gate": True}, ["gate=True", "causal=True"]),
-    ],
-)
-def test_a_wrong_choice_names_itself_and_the_choices(options, words):
-    with pytest.raises(ValueError) as error:
-        Attention(**{"dim": 16, "heads": 2, **options})
-    for word in words:
-        assert word in str(error.value)
-
-
 def test_every_pair_that_makes_no_sense_is_refused():
-    """Each position with each mixing, causal or not, gated or not: it works or it is refused."""
+    """Every position with every mixing, causal or not, gated or not, is built or refused."""
     refused = set()
     for name, case in CASES.items():
         for mixing in MIXINGS:
@@ -148,23 +124,8 @@ def test_every_pair_that_makes_no_sense_is_refused():
                         Attention(16, 2, position=position, **options)
                         continue
                     refused.add((name, mixing, causal, gate))
-                    with pytest.raises(ValueError, match="; "):
+                    with pytest.raises(ValueError):
                         Attention(16, 2, position=position, **options)
     assert ("gaussian_bias", "linear", False, False) in refused
     assert ("cosine", "softmax", False, False) in refused
     assert ("toeplitz", "linear", True, True) in refused
-
-
-@pytest.mark.parametrize(
-    ("mixing", "case", "causal", "words"),
-    [
-        ("linear", "toeplitz", True, "Toeplitz.* no state"),
-        ("quadratic", "none", True, "mixing 'linear' or 'softmax'"),
-        ("linear", "none", False, "causal=True"),
-    ],
-)
-def test_what_cannot_decode_says_so(mixing, case, causal, words):
-    stack = contract.make_stack(Combination("positive", case, mixing, causal))
-    x, r = contract.ragged(case)[2]
-    with pytest.raises(ValueError, match=words):
-        stack.decode(x[None], r[None] if stack.position else None)

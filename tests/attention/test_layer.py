@@ -1,17 +1,17 @@
-"""Choices that the layer makes by itself, and the precision in which it makes them."""
+"""Automatic choices of the layer, and their precision."""
 
 import contract
 import pytest
 import torch
 
 from molflt.attention import Attention, encodings, make_position
-from molflt.attention.scaling import Scaling
+from molflt.attention.layer import Scaling
 
 
 @pytest.mark.parametrize(("tokens", "form"), [(3, "quadratic"), (200, "linear")])
 @pytest.mark.parametrize("name", ["none", "multiplicative"])
 def test_auto_takes_the_form_with_fewer_multiplications(monkeypatch, tokens, form, name):
-    """And gives its numbers, gradients included."""
+    """Outputs and gradients equal those of both forms."""
     torch.manual_seed(0)
     options = {"dim": 1, "num_nodes": 2} if name == "multiplicative" else {}
     position = make_position(name, 2, 4, **options)
@@ -48,7 +48,7 @@ def test_norms_are_taken_in_single_precision_under_autocast(dtype, size):
 
 @pytest.mark.parametrize("mixing", ["linear", "quadratic", "softmax"])
 def test_weights_of_keys(mixing):
-    """Those of masked keys may be anything, with gradients; others are cast, or refused."""
+    """Weights of masked keys do not matter; others are cast to the precision of the layer."""
     torch.manual_seed(0)
     layer, x = Attention(8, 2, mixing=mixing).double(), torch.randn(2, 3, 8).double()
     mask = torch.tensor([[True, True, False], [True, False, False]])
@@ -60,17 +60,6 @@ def test_weights_of_keys(mixing):
     assert own.isfinite().all() and own[0, 1] != 0 and (own[~mask] == 0).all()
     single = layer.float()(x.float(), key_mask=mask, key_weight=weight.double())
     torch.testing.assert_close(single.double(), out, rtol=0, atol=1e-5)
-    for wrong, words in (
-        (weight[:1], r"must have shape \(2, 3\), one for each key; got \(1, 3\)"),
-        (weight[:, :1], r"must have shape \(2, 3\), one for each key; got \(2, 1\)"),
-        (-torch.ones(2, 3), "key_weight .* got -1; .* key_mask"),
-        (torch.tensor([[1.0, 0.0, 2.0], [1.0, 1.0, 1.0]]), "key_weight .* got 0; .* key_mask"),
-        (torch.full((2, 3), torch.nan), "key_weight .* got nan"),
-        (torch.full((2, 3), torch.inf), "key_weight .* got inf"),
-        (torch.full((2, 3), 1e-40, dtype=torch.double), "key_weight .*float32; got 1e-40"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            layer(x.float(), key_mask=mask, key_weight=wrong)
 
 
 def test_a_small_weight_of_a_key_has_a_finite_slope():

@@ -1,4 +1,4 @@
-"""What PyTorch does to modules and their inputs: precision, transforms, no memory, padding."""
+"""Modules in other precisions, under transforms, on the meta device and with padding."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def tokens(count: int = 1) -> torch.Tensor:
     ],
 )
 def test_modules_in_half_precision(position, mixing, dtype):
-    """Positions stay as exact as they come: their differences are not those of half precision."""
+    """Positions keep their precision; only tokens are rounded."""
     stack = make(position, mixing)
     x, r = tokens(), places(stack)
     exact = stack(x, r)
@@ -62,7 +62,7 @@ def test_modules_in_half_precision(position, mixing, dtype):
 
 @pytest.mark.parametrize(("position", "mixing"), PAIRS)
 def test_tokens_decide_the_precision(position, mixing):
-    """Positions in another one are cast, as ASE's are beside atoms in float32."""
+    """Positions in another precision are cast, such as float64 positions of ASE."""
     for dtype, other in ((torch.float32, torch.float64), (torch.float64, torch.float32)):
         for causal in (False, True):
             stack = make(position, mixing, causal).to(dtype)
@@ -129,9 +129,9 @@ MODULES = {
 
 @pytest.mark.parametrize("name", MODULES)
 def test_modules_made_without_memory(name):
-    """A state dict is all that a module needs to be given."""
+    """A module on the meta device needs only a state dict."""
     make_one, x = MODULES[name]
-    _directions.cache_clear()  # what is kept must not be without memory
+    _directions.cache_clear()  # cached tensors must not be on the meta device
     with torch.device("meta"):
         empty = make_one().eval()
     module = make_one().eval()
@@ -140,7 +140,7 @@ def test_modules_made_without_memory(name):
     empty = empty.to_empty(device="cpu")
     with torch.no_grad():
         for value in (*empty.parameters(), *empty.buffers()):
-            value.fill_(7)  # what lies in memory
+            value.fill_(7)  # arbitrary memory
     empty.load_state_dict(module.state_dict())
     torch.testing.assert_close(empty(*inputs), expected, rtol=0.0, atol=0.0)
 
@@ -150,7 +150,7 @@ def test_modules_made_without_memory(name):
     [*((*pair, torch.nan) for pair in PAIRS), ("spectral", "linear", torch.inf)],
 )
 def test_masked_tokens_may_hold_anything(position, mixing, garbage):
-    """Neither outputs nor gradients see it, nor where masked tokens are."""
+    """Outputs and gradients do not depend on masked tokens or their positions."""
     stack = make(position, mixing)
     x, r = tokens(2), places(stack).repeat(2, 1, 1)
     mask = torch.arange(TOKENS) < torch.tensor([[4], [6]])
@@ -188,7 +188,6 @@ def test_masked_copies_and_contexts_may_hold_anything(mixing):
 
 
 def test_valid_tokens_that_are_not_finite_are_seen():
-    """Nothing is filled in for tokens that count."""
     x = tokens()
     x[:, 1] = torch.nan
     mask = torch.ones(1, TOKENS, dtype=torch.bool)
@@ -202,17 +201,10 @@ def test_masked_tokens_are_still_queries():
     torch.testing.assert_close(attention(x, key_mask=mask), expected)
 
 
-@pytest.mark.parametrize("wrong", [torch.ones(1, TOKENS), torch.ones(1, 3, dtype=torch.bool)])
-@pytest.mark.parametrize("mixing", MIXINGS)
-def test_masks_of_another_kind_are_named(mixing, wrong):
-    with pytest.raises(ValueError, match=r"key_mask is wrong; expected bool of shape \(1, 6\)"):
-        Attention(DIM, HEADS, mixing=mixing)(tokens(), key_mask=wrong)
-
-
 @pytest.mark.parametrize("feature_map", ["positive", "elu", "trigonometric"])
 @pytest.mark.parametrize("mixing", MIXINGS)
 def test_weights_of_keys_multiply(mixing, feature_map):
-    """A key of weight 2 is as good as two of them, and one of weight 1 needs none."""
+    """A key of weight 2 equals two copies; weights of 1 change nothing."""
     options = {} if mixing == "softmax" else {"feature_map": feature_map}
     attention = Attention(DIM, HEADS, mixing=mixing, **options).double()
     x = tokens().double()

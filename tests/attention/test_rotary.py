@@ -141,27 +141,3 @@ def test_cosine_attention_equals_the_authors_formula(is_causal):
     torch.testing.assert_close(got, expected, **EXACT)
     if not is_causal:
         torch.testing.assert_close(linear(*features, v).ratio(), expected, **EXACT)
-
-
-@pytest.mark.parametrize("bad", [-1.0, 8.0, float("nan")])
-def test_cosine_refuses_positions_outside_its_range(bad):
-    r = torch.tensor([0.0, bad, 2.0])[None, :, None]
-    with pytest.raises(ValueError, match=r"must be in \[0, 8\)"):
-        CosinePosition(8)("linear", r, r)
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: RotaryPosition(5, 3), "head_dim must be at least 6"),
-        (lambda: RotaryPosition(8, 0), "dim must be at least 1"),
-        (lambda: RotaryPosition(8, base=0.0), "base must be positive"),
-        (lambda: RotaryPosition(8).width(16), "built for head_dim=8; got .* width 16"),
-        (lambda: CosinePosition(0), "max_tokens must be at least 1"),
-        (lambda: RotaryPosition(8)("linear", *[torch.zeros(1, 4, 2)] * 2), "got .1, 4, 2."),
-        (lambda: CosinePosition()("linear", *[torch.zeros(1, 4)] * 2), "got .1, 4."),
-    ],
-)
-def test_wrong_arguments_are_errors(build, message):
-    with pytest.raises(ValueError, match=message):
-        build()

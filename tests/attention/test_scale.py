@@ -1,4 +1,4 @@
-"""Neither the size of tokens nor the form of the sums decides what comes out."""
+"""Outputs do not depend on the scale of tokens or on the form of the sums."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def tokens(batch: int = 2, count: int = TOKENS) -> torch.Tensor:
 @pytest.mark.parametrize("feature_map", FEATURE_MAPS)
 @pytest.mark.parametrize("mixing", ["linear", "quadratic"])
 def test_causal_attention_does_not_see_the_future(mixing, feature_map, later):
-    """Not even by its size, which once scaled what came before."""
+    """Large later tokens must not rescale earlier ones."""
     attention = layer(mixing, causal=True, feature_map=feature_map).float()
     x = tokens().float()
     grown = x.clone()
@@ -37,7 +37,7 @@ def test_causal_attention_does_not_see_the_future(mixing, feature_map, later):
 @pytest.mark.parametrize(("scale", "gate"), [(1.0, True), (30.0, False), (800.0, False)])
 @pytest.mark.parametrize("feature_map", FEATURE_MAPS)
 def test_quadratic_is_linear_at_any_scale(feature_map, scale, gate):
-    """Causal: both bound features alike, so that outputs agree and gradients are finite."""
+    """Both causal forms bound features in the same way: outputs agree, gradients are finite."""
     found = []
     for mixing in ("linear", "quadratic"):
         attention = layer(mixing, causal=True, feature_map=feature_map, gate=gate)
@@ -121,7 +121,7 @@ def test_floor_of_causal_forms_is_one_floor(feature_map, gate):
 @pytest.mark.parametrize("padding", [3, 200])
 @pytest.mark.parametrize("method", ["fft", "blocks"])
 def test_floor_of_toeplitz_products_is_that_of_the_matrix(method, padding):
-    """Offsets to padding, where the kernel may be largest, have no say."""
+    """Offsets to padding, where the kernel may be largest, do not matter."""
     draw = torch.manual_seed(1)
     count = TOKENS + padding
     phi_q, phi_k, value = torch.randn(3, 1, HEADS, count, 6, dtype=torch.float64, generator=draw)
@@ -138,7 +138,7 @@ def test_floor_of_toeplitz_products_is_that_of_the_matrix(method, padding):
 
 
 def test_floor_has_the_gradient_of_what_it_divides_by():
-    """Also by the decay of a gate, which is in the scale that the floor is compared with."""
+    """Includes the decay of a gate, which is part of the scale."""
     draw = torch.manual_seed(0)
     inputs = list(torch.randn(5, 1, 1, 6, 4, dtype=torch.float64, generator=draw))
 

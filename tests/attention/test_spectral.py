@@ -95,32 +95,3 @@ def test_parts_by_name_survive_saving(name, options):
     expected = {"shell_weights": "ShellNodes", "matern": "DensityNodes"}
     rule = options.get("nodes") and NODES[options["nodes"]].__name__
     assert type(positions[0].nodes).__name__ == (rule or expected[options["spectrum"]])
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"nodes": "lebedev"}, "nodes='lebedev' is unknown; expected one of gaussian, orthogonal"),
-        ({"spectrum": "bessel"}, "spectrum='bessel' is unknown; .* shell_weights"),
-        ({"nodes": "shells", "node_max_frequency": 1.0}, "ShellNodes needs .* no node_diameter"),
-        (
-            {"node_max_frequency": 1.0},
-            "node_max_f.*node_sigma",
-        ),
-        ({**SHELLS, "nodes": "shells", "node_normalized": True}, "for ShellWeights; got Gaussian"),
-        ({"width": 1.0}, "width.*num_gaussians"),
-        (
-            {"nodez": 3},
-            "nodez.*num_nodes",
-        ),
-        ({"nodes": "density"}, "nodes='density' are drawn .* of a kernel; got GaussianBasis"),
-        (
-            {"spectrum": "shell_weights", "nodes": "sobol"},
-            "expected nodes='shells' and no num_nodes; got 'sobol'",
-        ),
-    ],
-)
-def test_errors_of_options_by_name(options, words):
-    with pytest.raises(ValueError, match=words) as error:
-        make_position("spectral", 2, 8, **options)
-    assert "\n" not in str(error.value)

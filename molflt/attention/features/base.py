@@ -44,7 +44,6 @@ class Features(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Number of features m."""
         return self._given.shape[-1]
 
     @property

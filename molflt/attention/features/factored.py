@@ -20,7 +20,6 @@ class _FactoredProjection(Projection):
 
     @property
     def size(self) -> int:
-        """Rows per block."""
         return self.dim
 
     @property
@@ -48,7 +47,7 @@ class _FactoredProjection(Projection):
         batch, heads, tokens, dim = x.shape
         rotated = self._rotate(x.permute(1, 3, 0, 2).reshape(heads, dim, batch * tokens))
         rows = rotated.reshape(heads, self.blocks * self.size, batch, tokens)[:, : self.num_rows]
-        # # Contiguous, as a matrix product is; callers may view it.
+        # Contiguous, as a matrix product is; callers may view it.
         scaled = rows * self.norms.to(x.dtype)[..., None, None]
         return scaled.permute(2, 0, 3, 1).contiguous()
 
@@ -74,7 +73,6 @@ class _HadamardProjection(_FactoredProjection):
 
     @property
     def size(self) -> int:
-        """p, the power of two to which dim is padded."""
         return 1 << (self.dim - 1).bit_length()
 
     def _draw_factors(self, generator: torch.Generator | None) -> dict[str, Tensor]:

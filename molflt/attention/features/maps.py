@@ -82,7 +82,6 @@ class _Favor2020Features(FeatureMap):
         self._draw_phase()
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws projection and phases."""
         super().redraw_(generator)
         self._draw_phase(generator)
 
@@ -271,7 +270,6 @@ class _RfaFeatures(FeatureMap):
         self.scale = nn.Parameter(torch.ones(self.heads, 1, self.dim))
 
     def project(self, *columns: Columns) -> Tensor:
-        """w_s . (scale x / |x|)."""
         x = _joined(*columns)
         return super().project(unit(x) * self.scale.to(x.dtype))
 

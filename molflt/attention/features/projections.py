@@ -33,9 +33,6 @@ class Projection(nn.Module):
     Attributes:
         paper: where the projection comes from: number on arXiv, and place.
         cost: of projecting one token.
-
-    Raises:
-        ValueError: heads, rows or dim is below 1.
     """
 
     paper = ""
@@ -125,7 +122,6 @@ class DenseProjection(Projection):
         return sum(others, first)
 
     def matrix(self) -> Tensor:
-        """See `Projection.matrix`; without the rounding of a product."""
         return self.rows.clone()
 
 
@@ -185,9 +181,6 @@ class SobolProjection(DenseProjection):
     The scramble's random shift makes every single point uniform, so each row is N(0, I) and the
     estimate unbiased; together they fill space evenly, best if `rows` is a power of two.
     Quasi-Monte Carlo feature maps (arXiv:1412.8293).
-
-    Raises:
-        ValueError: dim exceeds the table of Sobol's direction numbers (21201).
     """
 
     paper = "1412.8293"

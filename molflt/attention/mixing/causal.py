@@ -197,7 +197,7 @@ class _Chunks(NamedTuple):
         total = self.decay[..., -1:, :]  # [b, h, c, 1, 1]
         log_k = self.log_k + (total - self.decay)  # as seen from the end of the chunk
         highest = log_k.detach().amax(dim=-2, keepdim=True)  # [b, h, c, 1, m]
-        # # A chunk without keys has the maximum EMPTY; its features must be exp(EMPTY) = 0.
+        # A chunk without keys has the maximum EMPTY; its features must be exp(EMPTY) = 0.
         phi = Features(self.key_values, log_k).shifted(highest.where(highest > _EMPTY / 2, 0.0))
         added = phi.transpose(-1, -2) @ self.value  # [b, h, c, m, dv + 1]
         highest = highest.transpose(-1, -2)
@@ -218,7 +218,6 @@ class _Chunks(NamedTuple):
         return State(*stacked), State(log_max, sums)
 
     def mix(self, before: State) -> tuple[Tensor, Tensor, Tensor]:
-        """Numerator, normalizer and log scale of each query."""
         key_max = self.log_k.detach().amax(dim=-1, keepdim=True)
         own = (key_max - self.decay.detach()).cummax(dim=-2).values  # largest one in the chunk
         past = self.log_q + before.log_max.transpose(-1, -2)
@@ -232,5 +231,5 @@ class _Chunks(NamedTuple):
         inside = inside * scale.masked_fill(~seen, -torch.inf).exp()
         carried = Features(self.query_values, past - row)
         sums = inside @ self.value + carried.materialize() @ before.sums
-        # # The running decay of the query multiplies both parts.
+        # The running decay of the query multiplies both parts.
         return sums[..., :-1], sums[..., -1:], self.query_max + row + self.decay

@@ -111,7 +111,7 @@ def quadratic(
             logs.append(total[..., :, None] - total[..., None, :])
         if causal:
             # No key may scale a query that comes before it: each token is scaled by itself, and
-            # # each row by its largest visible entry.
+            # each row by its largest visible entry.
             phi_q, top = _per_token(query.bounded())
             phi_k, key_log = _per_token(key.bounded())
             shift = phi_q.new_zeros(()) if top is None else finite(top)

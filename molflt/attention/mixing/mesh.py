@@ -1,4 +1,4 @@
-"""Sums over keys under a positional kernel on a mesh: its cost per token does not grow with N."""
+"""Sums over keys with a positional kernel on a mesh, at constant cost per token."""
 
 from typing import NamedTuple, cast
 
@@ -16,24 +16,24 @@ from molflt.attention.nodes.mesh import Mesh
 from molflt.attention.numerics import at_least_float32, recomputed, uncompiled
 
 _CHANNELS = 272  # products of features and values on the mesh at once; more are not faster
-_ON_MESH = 2**22  # numbers there at once, if that leaves one feature
-_SPARSE = 4  # times as long as in a dense product a multiplication takes in a sparse one
+_ON_MESH = 2**22  # numbers on the mesh at once, except that one feature is always allowed
+_SPARSE = 4  # time of a multiplication in a sparse product relative to a dense one
 
 
 class MeshKernel(NamedTuple):
-    """A kernel h(r_i - r_j) of the tokens of a batch, by a mesh for each graph."""
+    """A kernel h(r_i - r_j) for the tokens of a batch, with one mesh per graph."""
 
     rows: Tensor
-    """(tokens,), place of each token among batch x tokens"""
+    """(tokens,), index of each token in batch x tokens"""
     pattern: Pattern
-    """tokens of all graphs on the points of all meshes"""
+    """places of the tokens of all graphs on the points of all meshes"""
     weight: Tensor
-    """(tokens s,), of the splines, on s points of each token"""
+    """(tokens s,), weights of the splines on the s points around each token"""
     turned: Tensor
-    """the same in the order of the points, without gradient"""
+    """the weights sorted by point, without gradient"""
     meshes: tuple[Mesh, ...]
     coefficients: tuple[Tensor, ...]
-    """(heads or 1, r) of each graph"""
+    """(heads or 1, r) for each graph"""
 
     @classmethod
     def of(
@@ -44,7 +44,7 @@ class MeshKernel(NamedTuple):
         meshes: tuple[Mesh, ...],
         coefficients: tuple[Tensor, ...],
     ) -> "MeshKernel":
-        """From places and weights of the splines, (tokens, s) each; the rest as it is stored."""
+        """Builds a kernel from places and weights of the splines, (tokens, s) each."""
         tokens, points = len(rows), sum(mesh.points for mesh in meshes)
         row = torch.arange(tokens, device=rows.device).repeat_interleave(places.shape[1])
         pattern = Pattern.of(row, places.flatten(), tokens, points)
@@ -54,16 +54,16 @@ class MeshKernel(NamedTuple):
 
     @property
     def heads(self) -> int:
-        """1 if all heads have the same kernel."""
+        """Returns the number of kernels, 1 if all heads share one."""
         return len(self.coefficients[0])
 
     def matrix_is_cheaper(self, tokens: int, features: int, dim: int) -> bool:
-        """Returns True if the N x N form is faster, for N tokens, m features and values of dv."""
+        """Returns True if the N x N form is faster."""
         on_mesh = 2 * _SPARSE * len(self.weight) // max(1, len(self.rows))
         return tokens * (features + dim + on_mesh) < features * dim * on_mesh
 
     def apply(self, x: Tensor, head: int) -> Tensor:
-        """sum_j h(r_i - r_j) x_j over the tokens of the same graph, (tokens, channels)."""
+        """Returns sum_j h(r_i - r_j) x_j over the tokens of each graph, (tokens, channels)."""
         head = min(head, self.heads - 1)
         weight, turned = self.weight.to(x.dtype), self.turned.to(x.dtype)
         grid = spread(weight, x, self.pattern, turned)
@@ -76,7 +76,7 @@ class MeshKernel(NamedTuple):
 
     @uncompiled
     def dense(self, tokens: int) -> Tensor:
-        """The matrix of the kernel, (batch, heads or 1, tokens, tokens)."""
+        """Returns the matrix of the kernel, (batch, heads or 1, tokens, tokens)."""
         graph, place = self.rows // tokens, self.rows % tokens
         with torch.autocast(place.device.type, enabled=False):
             one = torch.zeros(len(place), tokens, dtype=self.weight.dtype, device=place.device)
@@ -98,10 +98,10 @@ def linear_with_mesh(
     kernel: MeshKernel,
     pairs: Pairs | SortedPairs | None = None,
 ) -> Sums:
-    """A_ij = (h(r_i - r_j) + w_ij) phi(q_i) . phi(k_j) in time O(N m dv + pairs (m + dv)).
+    """Computes sums with A_ij = (h(r_i - r_j) + w_ij) phi(q_i) . phi(k_j) in linear time.
 
-    sum_a phi_a(q_i) sum_j h(r_i - r_j) [phi_a(k_j) v_j], head by head and a few features a at a
-    time, which are computed again in the backward pass: they are all that is on the mesh at once.
+    sum_a phi_a(q_i) sum_j h(r_i - r_j) [phi_a(k_j) v_j] is computed head by head for a few features
+    a at a time, and again in the backward pass. O(N m dv + pairs (m + dv)).
 
     Args:
         query: (batch, heads, tokens, m).
@@ -133,7 +133,7 @@ def linear_with_mesh(
 
 
 def _pieces(phi: Tensor, features: int) -> list[tuple[int, slice]]:
-    """Heads and features that are on the mesh at once, of phi (batch, heads, n, m)."""
+    """Returns heads and features that are on the mesh at once, for phi (batch, heads, n, m)."""
     starts = range(0, phi.shape[-1], features)
     return [(head, slice(i, i + features)) for head in range(phi.shape[1]) for i in starts]
 
@@ -141,9 +141,15 @@ def _pieces(phi: Tensor, features: int) -> list[tuple[int, slice]]:
 def _part(
     query: Tensor, key: Tensor, value: Tensor, kernel: MeshKernel, weight: Tensor, *own: Tensor
 ) -> Tensor:
-    """Sums of some features of a head: (batch, n, m'), (batch, n, m'), (batch, n, dv) -> (n', dv).
+    """Returns sums over some features of a head, (n', dv).
 
-    With weights of the splines, and the coefficients of the head for each mesh.
+    Args:
+        query: (batch, n, m').
+        key: (batch, n, m').
+        value: (batch, n, dv).
+        kernel: h.
+        weight: weights of the splines.
+        own: coefficients of the head for each mesh.
     """
     with torch.autocast(value.device.type, enabled=False):
         q, k, v = (x.flatten(0, 1).index_select(0, kernel.rows) for x in (query, key, value))
@@ -156,14 +162,14 @@ def _part(
 def _arguments(
     tensors: tuple[Tensor, ...], head: int, piece: slice, kernel: MeshKernel
 ) -> tuple[Tensor, ...]:
-    """Arguments of `_part`: views of those of `_ByFeatures`."""
+    """Returns the arguments of `_part` as views of those of `_ByFeatures`."""
     query, key, value, weight, *coefficients = tensors
     own = (c[min(head, kernel.heads - 1)] for c in coefficients)
     return query[:, head, :, piece], key[:, head, :, piece], value[:, head], weight, *own
 
 
 def _whole(kernel: MeshKernel, features: int, *tensors: Tensor) -> Tensor:
-    """Sums over features, (heads, n', dv), with a graph of gradients of any order."""
+    """Returns sums over features, (heads, n', dv), differentiable to any order."""
     pieces, found = _pieces(tensors[0], features), dict[int, Tensor]()
     for head, piece in pieces:
         q, k, v, *rest = _arguments(tensors, head, piece, kernel)
@@ -173,10 +179,7 @@ def _whole(kernel: MeshKernel, features: int, *tensors: Tensor) -> Tensor:
 
 
 class _ByFeatures(Function):
-    """The same, a piece after the other, where nothing of any is kept.
-
-    Gradients are also accumulated in place. The graph of `_whole` would keep those of all pieces.
-    """
+    """Computes `_whole` piece by piece without saving pieces; gradients accumulate in place."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, kernel: MeshKernel, features: int, *tensors: Tensor) -> Tensor:
@@ -194,8 +197,8 @@ class _ByFeatures(Function):
         kernel, features = ctx.kernel, ctx.features  # type: ignore[attr-defined]
         tensors: tuple[Tensor, ...] = ctx.saved_tensors  # type: ignore[attr-defined]
         wanted = ctx.needs_input_grad[2:]  # type: ignore[attr-defined]
-        if torch.is_grad_enabled():  # gradients of the gradient are wanted
-            own = [x.view_as(x) for x in tensors]  # they do not depend on each other
+        if torch.is_grad_enabled():  # second derivatives are requested
+            own = [x.view_as(x) for x in tensors]  # independent of each other
             chosen = [x for x, want in zip(own, wanted, strict=True) if want]
             with torch.enable_grad():
                 out = _whole(kernel, features, *own)

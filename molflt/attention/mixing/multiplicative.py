@@ -18,12 +18,12 @@ def linear_with_kernel(
     kernel: tuple[Tensor, Tensor],
     pairs: Pairs | SortedPairs | None = None,
 ) -> Sums:
-    """A_ij = (U_i . V_j + w_ij) phi(q_i) . phi(k_j) in time O(N m p dv + pairs (m + dv)).
+    """Computes sums with A_ij = (U_i . V_j + w_ij) phi(q_i) . phi(k_j) in linear time.
 
-    Never with the Kronecker product of features and factors, (N, m p): column by column of U and
-    V, sum_s U_is phi(q_i) . [sum_j V_js v_j phi(k_j)], or, where columns are many, feature by
-    feature, sum_a phi_a(q_i) U_i . [sum_j V_j phi_a(k_j) v_j]. Chunks of columns, of features and
-    of pairs are computed again in the backward pass instead of being kept.
+    Column by column of U and V, sum_s U_is phi(q_i) . [sum_j V_js v_j phi(k_j)], or, with many
+    columns, feature by feature, sum_a phi_a(q_i) U_i . [sum_j V_j phi_a(k_j) v_j]; never with the
+    (N, m p) Kronecker product. Chunks of columns, features and pairs are recomputed in the backward
+    pass. O(N m p dv + pairs (m + dv)).
 
     Args:
         query: (batch, heads, queries, m).
@@ -38,10 +38,10 @@ def linear_with_kernel(
         value = torch.cat((value, torch.ones_like(value[..., :1])), dim=-1)
         left, right = (factor.to(value.dtype) for factor in kernel)
         sums = torch.zeros_like(phi_q[..., :1]).expand(*phi_q.shape[:-1], value.shape[-1])
-        # Products of values and the fewer of the two are formed, and are all that is not a matmul.
+        # Forms products of values with the fewer of features and columns; the rest are matmuls.
         by_feature = undecided(left.shape[-1] > phi_q.shape[-1], True)
         parts, rest = ((phi_q, phi_k), (left, right))[:: 1 if by_feature else -1]
-        # Compiled code has as many chunks for all sizes.
+        # Compiled code has the same number of chunks for all sizes.
         compiling = torch.compiler.is_compiling()
         chunk = _COMPILED if compiling else max(1, _TRANSIENT // max(1, value.numel()))
         for u, v in zip(*(part.split(chunk, dim=-1) for part in parts), strict=True):
@@ -53,7 +53,7 @@ def linear_with_kernel(
 
 
 def _grouped(query: Tensor, key: Tensor, value: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """sum_s left_is query_i . [sum_j key_j right_js v_j]: (batch, heads, queries, dv)."""
+    """Returns sum_s left_is query_i . [sum_j key_j right_js v_j], (batch, heads, queries, dv)."""
     columns = right.shape[-1]
     waves = (right[..., :, None] * value[..., None, :]).flatten(-2)  # [b, h, key, s dv]
     mixed = query @ (key.transpose(-1, -2) @ waves)

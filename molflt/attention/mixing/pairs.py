@@ -1,4 +1,4 @@
-"""Corrections of single pairs of tokens, to a positional kernel or to the sums."""
+"""Corrections for single pairs of tokens, to a positional kernel or to the sums."""
 
 from typing import NamedTuple
 
@@ -27,14 +27,14 @@ class Pairs(NamedTuple):
     query: Tensor
     """(pairs,) index of the query"""
     key: Tensor
-    """(pairs,) index of the key; a pair may appear several times"""
+    """(pairs,) index of the key; pairs may repeat"""
     weight: Tensor
     """(heads or 1, pairs)"""
     exact: tuple[Tensor, Tensor] | None = None
-    """f (heads, pairs) and s (pairs,): s exp(q_i . k_j + f) is also added to A_ij"""
+    """f (heads, pairs) and s (pairs,): adds s exp(q_i . k_j + f) to A_ij"""
 
     def by_query(self, batch: int, queries: int, keys: int) -> "Pairs | SortedPairs":
-        """The weights as a sparse matrix; the same pairs where the library has no such products."""
+        """Returns the pairs sorted by query, or unchanged without support for sparse products."""
         compiling = torch.compiler.is_compiling()
         if compiling or self.weight.device.type != "cpu" or not has_sparse_products(self.weight):
             return self
@@ -44,7 +44,7 @@ class Pairs(NamedTuple):
         return SortedPairs(pattern, self.weight.index_select(1, order))
 
     def dense(self, batch: int, queries: int, keys: int) -> Tensor:
-        """(batch, heads or 1, queries, keys)."""
+        """Returns the full matrix, (batch, heads or 1, queries, keys)."""
         flat = (self.batch * queries + self.query) * keys + self.key
         out = self.weight.new_zeros(self.weight.shape[0], batch * queries * keys)
         added = out.index_add(1, flat, self.weight)
@@ -61,7 +61,7 @@ class SortedPairs(NamedTuple):
 
 
 def _pair_sums(phi_q: Tensor, phi_k: Tensor, value: Tensor, pairs: Pairs | SortedPairs) -> Tensor:
-    """sum_j w_ij phi_i . phi_j v_j over the pairs: (batch, heads, queries, dv)."""
+    """Returns sum_j w_ij phi_i . phi_j v_j over the pairs, (batch, heads, queries, dv)."""
     batch, heads, queries, m = phi_q.shape
     if isinstance(pairs, SortedPairs):
         return _sparse_sums(phi_q, phi_k, value, pairs)
@@ -78,7 +78,7 @@ def _pair_sums(phi_q: Tensor, phi_k: Tensor, value: Tensor, pairs: Pairs | Sorte
 
 
 def _sparse_sums(phi_q: Tensor, phi_k: Tensor, value: Tensor, pairs: SortedPairs) -> Tensor:
-    """`_pair_sums` head by head, without copying features of pairs."""
+    """Computes `_pair_sums` head by head, without copying features of pairs."""
     weight = at_least_float32(pairs.weight).expand(phi_q.shape[1], -1)
     found = []
     for *tokens, w in zip(
@@ -108,15 +108,15 @@ def with_exact_pairs(
     pairs: Pairs,
     key_mask: Tensor | None = None,
 ) -> Sums:
-    """Sums to which s exp(q_i . k_j + f_ij) of the pairs is added, without any random feature.
+    """Adds s exp(q_i . k_j + f_ij) of the pairs to sums over keys, exactly.
 
     Args:
-        sums: of all pairs of tokens.
+        sums: sums over all pairs of tokens.
         query: (batch, heads, queries, d), scaled.
         key: (batch, heads, keys, d), scaled.
         value: (batch, heads, keys, dv).
-        pairs: with `exact`.
-        key_mask: broadcastable to (batch, heads, keys), True where a key exists or was not dropped.
+        pairs: pairs with `exact`.
+        key_mask: broadcastable to (batch, heads, keys), False for missing or dropped keys.
     """
     assert pairs.exact is not None
     with torch.autocast(value.device.type, enabled=False):
@@ -156,13 +156,10 @@ def _weighted(value: Tensor, weight: Tensor, b: Tensor, j: Tensor) -> Tensor:
 
 
 def products(left: Tensor, right: Tensor, pairs: Pairs) -> Tensor:
-    """U_i . V_j of single pairs: (batch or 1, heads or 1, n, p) each -> (heads, pairs).
-
-    The weight of `pairs` is not used.
-    """
+    """Returns U_i . V_j of pairs: (batch or 1, heads or 1, n, p) each -> (heads, pairs)."""
     batch = max(left.shape[0], right.shape[0])
     if undecided(batch * left.shape[-2] * right.shape[-2] <= 4 * pairs.query.shape[0], True):
-        # Of few tokens: cheaper than to gather the factors.
+        # For few tokens this is cheaper than gathering the factors.
         matrix = products_of_all(left, right)
         return matrix.expand(batch, -1, -1, -1)[pairs.batch, :, pairs.query, pairs.key].T
     found = []

@@ -1,4 +1,4 @@
-"""Products with a sparse matrix of few numbers in each row, differentiable to any order."""
+"""Products with sparse matrices, differentiable to any order."""
 
 import warnings
 from typing import NamedTuple, cast
@@ -17,26 +17,19 @@ class Pattern(NamedTuple):
     """Pattern of a sparse matrix: mesh points of each token, or keys of each query."""
 
     begin: Tensor
-    """(rows + 1,) int32, where the places of each row begin"""
+    """(rows + 1,) int32, start of each row in `places`"""
     places: Tensor
-    """(n,) int32, columns; one may appear several times in a row"""
+    """(n,) int32, columns; a row may contain a column several times"""
     order: Tensor
-    """(n,) int32, the places, counted through, sorted by their columns"""
+    """(n,) int32, indices of the places sorted by column"""
     begin_sorted: Tensor
-    """(columns + 1,) int32, where in `order` the places of each column begin"""
+    """(columns + 1,) int32, start of each column in `order`"""
     rows_sorted: Tensor
-    """(n,) int32, the rows of the places in that order"""
+    """(n,) int32, rows of the places in that order"""
 
     @classmethod
     def of(cls, row: Tensor, column: Tensor, rows: int, columns: int) -> "Pattern":
-        """Sorts the places.
-
-        Args:
-            row: (n,) int64, ascending.
-            column: (n,) int64.
-            rows: their number.
-            columns: their number.
-        """
+        """Returns the pattern of places (n,) int64, of which `row` is ascending."""
         order = column.argsort(stable=True)
         return cls(
             _begin(row, rows),
@@ -48,24 +41,24 @@ class Pattern(NamedTuple):
 
     @property
     def size(self) -> tuple[int, int]:
-        """Rows and columns."""
+        """Returns the numbers of rows and columns."""
         return len(self.begin) - 1, len(self.begin_sorted) - 1
 
     def rows(self) -> Tensor:
-        """The row of each place, (n,) int32."""
+        """Returns the row of each place, (n,) int32."""
         number = torch.arange(self.size[0], dtype=torch.int32, device=self.begin.device)
         return number.repeat_interleave(self.begin.diff(), output_size=len(self.places))
 
     def turned(self, weight: Tensor) -> Tensor:
-        """Weights (n,) in the order of the columns."""
+        """Returns weights (n,) sorted by column."""
         return weight.index_select(0, self.order)
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """The sparse matrix (rows, columns) of weights (n,)."""
+        """Returns the sparse matrix (rows, columns) of weights (n,)."""
         return _sparse(self.begin, self.places, weight, self.size)
 
     def transposed(self, turned: Tensor) -> Tensor:
-        """The sparse matrix (columns, rows) of weights in the order of the columns."""
+        """Returns the sparse matrix (columns, rows) of weights sorted by column."""
         return _sparse(self.begin_sorted, self.rows_sorted, turned, self.size[::-1])
 
 
@@ -76,7 +69,7 @@ def _begin(index: Tensor, size: int) -> Tensor:
 
 
 def _sparse(begin: Tensor, columns: Tensor, values: Tensor, size: tuple[int, int]) -> Tensor:
-    with warnings.catch_warnings():  # that this layout is a beta version
+    with warnings.catch_warnings():  # torch warns that the layout is in beta
         warnings.simplefilter("ignore", UserWarning)
         return torch.sparse_csr_tensor(
             begin, columns, values, size, device=values.device, check_invariants=False
@@ -84,13 +77,13 @@ def _sparse(begin: Tensor, columns: Tensor, values: Tensor, size: tuple[int, int
 
 
 def spread(weight: Tensor, x: Tensor, pattern: Pattern, turned: Tensor | None = None) -> Tensor:
-    """The transposed matrix times x: what tokens put on the points, sum_i w_ip x_i.
+    """Returns the transposed matrix times x, sum_i w_ip x_i: from tokens to points.
 
     Args:
         weight: (n,).
         x: (rows, channels).
-        pattern: the places of the weights.
-        turned: `pattern.turned(weight)`, if it is known already.
+        pattern: places of the weights.
+        turned: `pattern.turned(weight)`, if already computed.
 
     Returns:
         (columns, channels).
@@ -101,10 +94,7 @@ def spread(weight: Tensor, x: Tensor, pattern: Pattern, turned: Tensor | None = 
 
 
 def gather(weight: Tensor, y: Tensor, pattern: Pattern, turned: Tensor | None = None) -> Tensor:
-    """The matrix times y: what tokens read from points, (columns, channels) -> (rows, channels).
-
-    Arguments as for `spread`.
-    """
+    """Returns the matrix times y: from points (columns, channels) to tokens (rows, channels)."""
     if has_sparse_products(weight):
         return cast(Tensor, _Product.apply(weight, y, pattern, False, turned))
     return _plain(weight, y, pattern.places, pattern.rows(), pattern.size[0])
@@ -120,7 +110,7 @@ def _plain(weight: Tensor, x: Tensor, source: Tensor, target: Tensor, size: int)
 
 
 def correlate(x: Tensor, y: Tensor, pattern: Pattern) -> Tensor:
-    """x_i . y_p at each place: (rows, channels) and (columns, channels) -> (n,)."""
+    """Returns x_i . y_p at each place: (rows, channels) and (columns, channels) -> (n,)."""
     if not has_sparse_products(x):
         return (x[pattern.rows()] * y[pattern.places]).sum(dim=-1)
     return cast(Tensor, _Correlate.apply(x, y, pattern))
@@ -134,11 +124,11 @@ def has_sparse_products(weight: Tensor) -> bool:
 
 
 def _as_given(x: Tensor) -> torch.autocast:
-    """No autocast: of bfloat16 and float16 the library has no such products."""
+    """Turns autocast off: sparse products do not support half precision."""
     return torch.autocast(x.device.type, enabled=False)
 
 
-# The three products are the derivatives of one another: gradients of any order.
+# The derivatives of each product are the other two, which gives gradients of any order.
 
 
 class _Product(Function):
@@ -153,7 +143,7 @@ class _Product(Function):
         spreads: bool,
         turned: Tensor | None,
     ) -> Tensor:
-        # # tensors for the gradient; the mesh of a chunk is large
+        # Save only what a gradient needs: the mesh of a chunk is large.
         by_weight, by_x = ctx.needs_input_grad[:2]  # type: ignore[attr-defined]
         kept = weight if by_x else None, x if by_weight else None
         ctx.save_for_backward(*kept)  # type: ignore[arg-type]
@@ -185,7 +175,7 @@ class _Correlate(Function):
         ctx.save_for_backward(*kept)  # type: ignore[arg-type]
         ctx.pattern = pattern  # type: ignore[attr-defined]
         with _as_given(x):
-            if len(pattern.places) > len(x) * len(y):  # with images; the library refuses so many
+            if len(pattern.places) > len(x) * len(y):  # many images, too many for sampled_addmm
                 return (x @ y.mT)[pattern.rows(), pattern.places]
             places = pattern.matrix(x.new_ones(len(pattern.places)))
             found: Tensor = torch.sparse.sampled_addmm(places, x, y.mT, beta=0.0)

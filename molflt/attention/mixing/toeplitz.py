@@ -1,4 +1,4 @@
-"""Kernelized attention times a positional kernel on a grid: sums over keys are Toeplitz products.
+"""Kernelized attention with a positional kernel on a grid, by Toeplitz products.
 
     A_ij = phi(q_i) . phi(k_j) c_(j-i)
 
@@ -21,7 +21,7 @@ from molflt.attention.numerics import at_least_float32, finite, recomputed
 METHODS = ("auto", "fft", "blocks")
 _BLOCK = 128  # queries per block: fastest of 64..512 on a CPU
 # Numbers transformed at once, unless one column of all sequences and heads has more. On a CPU 2^20,
-# which a cache holds, took 2/3 of the time of 2^24; elsewhere few large transforms keep it busy.
+# which fits the cache, took 2/3 of the time of 2^24; other devices prefer few large transforms.
 _TRANSIENT = {"cpu": 2**20}
 _TRANSIENT_ELSEWHERE = 2**24
 
@@ -35,25 +35,24 @@ def toeplitz(
     causal: bool = False,
     method: str = "auto",
 ) -> Sums:
-    """Kernelized attention with a positional kernel c = exp(log_kernel) of the offset j - i.
+    """Computes kernelized attention with a positional kernel c = exp(log_kernel) of the offset.
 
-    "fft" takes O(m dv N log N) time, as in NPRF (arXiv:2106.12566), eqs. 11-13, and processes a few
-    features and columns of the values at a time, in O(N) memory. Its rounding is relative to the
-    largest key and the largest c of the whole sequence: a row whose own terms are smaller by the
-    precision of the dtype gets noise. In causal attention this includes keys that come later:
-    normalize queries and keys there.
+    "fft" takes O(m dv N log N) time, as in NPRF (arXiv:2106.12566), eqs. 11-13, and O(N) memory.
+    Rounding errors are relative to the largest key and the largest c of the whole sequence, in
+    causal attention including later keys; rows with much smaller terms lose precision. Normalize
+    queries and keys for causal attention.
 
-    "blocks" takes O(N^2 (m + dv)) time in O(N x block) memory. Each row has its own scale and is
-    accurate. Later keys do not enter, not even by rounding.
+    "blocks" takes O(N^2 (m + dv)) time and O(N x block) memory. Every row has its own scale and is
+    accurate; later keys have no effect at all.
 
     Args:
         query: (batch, heads, queries, m).
         key: (batch, heads, keys, m), zero for keys to be left out.
         value: (batch, heads, keys, dv).
         log_kernel: (heads or 1, queries + keys - 1) with entry [j - i + queries - 1]; or, for
-            tokens that fill a grid of H x W from its start in row-major order, (heads or 1, 2H - 1,
-            2W - 1) with entry [dy + H - 1, dx + W - 1], (dy, dx) the place of key j less that of
-            query i. -inf where the kernel vanishes.
+            tokens that fill an H x W grid from its start in row-major order, (heads or 1, 2H - 1,
+            2W - 1) with entry [dy + H - 1, dx + W - 1], where (dy, dx) is the place of key j minus
+            that of query i. -inf where the kernel vanishes.
         causal: each query sees the keys up to its own place; the last query sees all keys.
         method: one of `METHODS`; "auto" chooses by size, but never "fft" for causal attention.
     """
@@ -85,7 +84,7 @@ def toeplitz(
 
 
 def dense_log_kernel(log_kernel: Tensor, queries: int, keys: int) -> Tensor:
-    """The matrix of a kernel given by offsets.
+    """Returns the matrix of a kernel given by offsets.
 
     Args:
         log_kernel: as for `toeplitz`, in one or two dimensions.
@@ -102,7 +101,7 @@ def dense_log_kernel(log_kernel: Tensor, queries: int, keys: int) -> Tensor:
 
 
 def toeplitz_matmul(kernel: Tensor, x: Tensor) -> Tensor:
-    """Toeplitz matrices times vectors by FFT, O(L log L): sum_j kernel[j - i + rows - 1] x_j.
+    """Returns sum_j kernel[j - i + rows - 1] x_j by FFT, O(L log L).
 
     Args:
         kernel: (heads, rows + columns - 1).
@@ -118,7 +117,7 @@ def toeplitz_matmul(kernel: Tensor, x: Tensor) -> Tensor:
 
 
 class _Layout(NamedTuple):
-    """Shapes of the grids that queries and keys fill: (tokens,), or (rows, W) of full rows."""
+    """Shapes of the grids of queries and keys: (tokens,), or (rows, W) with full rows."""
 
     query: tuple[int, ...]
     key: tuple[int, ...]
@@ -140,37 +139,37 @@ class _Layout(NamedTuple):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Lengths of the transforms: no offset may alias another."""
+        """Returns the lengths of the transforms, long enough to avoid aliasing."""
         return tuple(_fast_length(n + k - 1) for n, k in zip(self.query, self.key, strict=True))
 
     @property
     def width(self) -> int:
-        """Tokens per row of the first axis."""
+        """Returns the tokens per row of the first axis."""
         return math.prod(self.query[1:])
 
     def cut(self, kernel: Tensor) -> Tensor:
-        """Offsets that occur: (heads, n + k - 1 per axis)."""
+        """Returns the offsets that occur, (heads, n + k - 1 per axis)."""
         if len(self.query) == 1:
             return kernel
         height = (kernel.shape[1] + 1) // 2
         return kernel[:, height - self.query[0] : height - 1 + self.key[0]]
 
     def future(self, kernel: Tensor) -> Tensor:
-        """Offsets of keys after the query's own place, in row-major order, True."""
+        """Returns True for offsets of keys after the query's own place, in row-major order."""
         offsets = torch.arange(kernel[0].numel(), device=kernel.device).view(kernel.shape[1:])
         if len(self.query) == 1:
             return offsets >= self.key[0]  # j - i > keys - queries
         return offsets > kernel[0].numel() // 2
 
     def spectrum(self, kernel: Tensor) -> Tensor:
-        """Transform of (heads, n + k - 1 per axis), for `convolve`."""
+        """Returns the transform of (heads, n + k - 1 per axis), for `convolve`."""
         axes = tuple(range(1, kernel.ndim))
         missing = [n - size for n, size in zip(self.lengths, kernel.shape[1:], strict=True)]
         kernel = F.pad(kernel.flip(axes), [x for n in missing[::-1] for x in (0, n)])
         return torch.fft.rfftn(kernel.roll([1 - k for k in self.key], axes), dim=axes)
 
     def convolve(self, x: Tensor, spectrum: Tensor) -> Tensor:
-        """Toeplitz products (..., keys) -> (..., queries of full rows)."""
+        """Returns Toeplitz products, (..., keys) -> (..., queries of full rows)."""
         axes = tuple(range(-len(self.key), 0))
         extra = math.prod(self.key) - x.shape[-1]
         x = (F.pad(x, (0, extra)) if extra else x).unflatten(-1, self.key)
@@ -184,7 +183,7 @@ class _Layout(NamedTuple):
 def _by_fft(
     query: Features, key: Features, value: Tensor, kernel: Tensor, layout: _Layout
 ) -> tuple[Tensor, Tensor]:
-    """[numerator, normalizer] and their log scale, a few features and columns at a time."""
+    """Returns [numerator, normalizer] and their log scale, a few features and columns at a time."""
     phi_q, phi_k, shift = _stabilize(query, key)
     top = finite(kernel.detach().flatten(1).amax(dim=1)).view(-1, *(1,) * len(layout.query))
     spectrum = layout.spectrum((kernel - top).exp())[:, None, None]
@@ -206,8 +205,8 @@ def _by_fft(
         products = (recomputed(product, *part, piece, spectrum, several=several) for part in parts)
         pieces.append(sum(products, columns.new_zeros(())))
     sums = torch.cat(pieces, dim=-1)
-    # Transforms leave rounding noise where exactly nothing is summed: count the terms of each row,
-    # in float64, whose rounding cannot reach 1/2.
+    # Transforms leave rounding noise in empty sums: count the terms of each row in float64, where
+    # rounding stays below 1/2.
     valid = (phi_k.detach() != 0).any(dim=-1).double()
     seen = layout.spectrum((kernel.detach() > -torch.inf).double())
     terms = layout.convolve(valid, seen)[..., : phi_q.shape[-2], None]
@@ -217,7 +216,7 @@ def _by_fft(
 def _by_blocks(
     query: Features, key: Features, value: Tensor, kernel: Tensor, layout: _Layout, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """[numerator, normalizer] and their log scale, block by block of the queries."""
+    """Returns [numerator, normalizer] and their log scale, by blocks of queries."""
     queries, keys = query.tokens, key.tokens
     query, key = (query.bounded(), key.bounded()) if causal else _move_maximum(query, key)
     phi_q, query_log = _per_token(query)
@@ -240,7 +239,7 @@ def _by_blocks(
     parts = []
     for start in range(0, rows, step):
         stop = min(start + step, rows)
-        # At least one key: a query before all keys has only offsets whose kernel is 0.
+        # At least one key: queries before all keys only have offsets with kernel 0.
         seen = min(keys, max(1, stop * width + keys - queries)) if causal else keys
         window = kernel[:, rows - stop : rows - 1 - start - (-seen // width)]
         parts.append(
@@ -259,11 +258,10 @@ def _by_blocks(
 
 
 def _faster(layout: _Layout, m: int, dv: int) -> str:
-    """The form that takes less time."""
-    # Fitted to times of forward and backward together, float32, one CPU thread, one head, m = 16,
-    # 64, 128, dv = 16 and 64, N = 512..8192: "fft" 1.6 ns m (dv + 1) L log2 L with L the length of
-    # the transform; "blocks" 13 ns N^2 (1 + (m + dv) / 120). They are equal at N = 1900, 7200 and
-    # 12000 for dv = 64. Not fitted on a GPU.
+    """Returns the faster form."""
+    # Fitted to forward plus backward, float32, one CPU thread, one head, m = 16, 64, 128, dv = 16
+    # and 64, N = 512..8192: "fft" 1.6 ns m (dv + 1) L log2 L for transforms of length L; "blocks"
+    # 13 ns N^2 (1 + (m + dv) / 120). Equal at N = 1900, 7200 and 12000 for dv = 64.
     lengths = math.prod(layout.lengths)
     by_fft = m * (dv + 1) * lengths * math.log2(max(lengths, 2))
     pairs = math.prod(layout.query) * math.prod(layout.key)
@@ -272,7 +270,7 @@ def _faster(layout: _Layout, m: int, dv: int) -> str:
 
 
 def _dense(kernel: Tensor, key: tuple[int, ...]) -> Tensor:
-    """Offsets (heads, n + k - 1 per axis) -> (heads, queries, keys), of full rows."""
+    """Returns the matrix of offsets: (heads, n + k - 1 per axis) -> (heads, queries, keys)."""
     axes = tuple(range(1, kernel.ndim))
     for axis in axes:
         kernel = kernel.unfold(axis, key[axis - 1], 1)  # its gradient needs no scattered sums
@@ -280,7 +278,7 @@ def _dense(kernel: Tensor, key: tuple[int, ...]) -> Tensor:
 
 
 def _move_maximum(query: Features, key: Features) -> tuple[Features, Features]:
-    """The key's maximum over tokens, one per feature, moved to the query's side."""
+    """Moves the key's maximum over tokens, one per feature, to the query's side."""
     if key.log_scale is None:
         return query, key
     top = finite(key.log_scale.detach().amax(dim=-2, keepdim=True))
@@ -289,7 +287,7 @@ def _move_maximum(query: Features, key: Features) -> tuple[Features, Features]:
 
 
 def _fast_length(n: int) -> int:
-    """Smallest number without prime factors above 5 that is at least n."""
+    """Returns the smallest number from n on without prime factors above 5."""
     while True:
         rest = n
         for prime in (2, 3, 5):

@@ -38,9 +38,6 @@ class GaussianNodes(Nodes):
         sigma: initial standard deviation, in cycles per unit of length.
         mean: "zero", or "learned" for one mu (heads, l) that starts at zero.
         learn_sigma: whether sigma is a parameter; otherwise it stays as it is given (a buffer).
-
-    Raises:
-        ValueError: if a count is below 1, sigma is not positive, or mean is another word.
     """
 
     paper: ClassVar[str] = "2302.01925, eq. 5"
@@ -79,13 +76,11 @@ class GaussianNodes(Nodes):
         return torch.randn(self.eps.shape, dtype=torch.float64, generator=generator, device="cpu")
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new eps in place; use the same seed on every rank."""
         draw = self._draw(generator)
         with torch.no_grad():
             self.eps.copy_(draw)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Returns nodes (heads, r, l) in cycles per unit of length and weights (heads, r)."""
         sigma = self.log_sigma.exp()[:, None]  # [h, 1]
         nodes = sigma[..., None] * self.eps
         if self.mean is not None:
@@ -93,7 +88,6 @@ class GaussianNodes(Nodes):
         return nodes, (-self._log_density(self.eps.square().sum(dim=-1))).exp() / self.num_nodes
 
     def log_density(self, xi: Tensor) -> Tensor:
-        """log p(xi): frequencies (heads or 1, n, l) -> (heads, n)."""
         centered = xi if self.mean is None else xi - self.mean[:, None]
         eps = centered / self.log_sigma.exp()[:, None, None]
         return self._log_density(eps.square().sum(dim=-1))
@@ -152,9 +146,6 @@ class DensityNodes(Nodes):
             model: it is then referred to, not registered; otherwise parameters would be saved
             twice. False if it is a proposal for another spectrum: its length is a parameter of the
             nodes.
-
-    Raises:
-        ValueError: if num_nodes is below 1.
     """
 
     paper: ClassVar[str] = "2302.01925, eq. 7"
@@ -180,7 +171,6 @@ class DensityNodes(Nodes):
 
     @classmethod
     def sizes(cls, spectrum: Spectrum, num_nodes: int | None) -> dict[str, object]:
-        """See `Nodes.sizes`; a spectrum that is a kernel is its own density."""
         if not isinstance(spectrum, ShiftInvariant):
             raise ValueError(
                 f"nodes='density' are drawn from the spectral density of a kernel; got "
@@ -190,18 +180,15 @@ class DensityNodes(Nodes):
         return {"density": spectrum, "shared": True, **count}
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new nodes in place; use the same seed on every rank."""
         draw = self.density.draw(self.num_nodes, generator)
         with torch.no_grad():
             self.unit.copy_(draw)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Returns nodes (heads, r, l) in cycles per unit of length and weights (heads, r)."""
         density = self.density
         nodes = self.unit / density.log_length.exp()[:, None, None]
         log_density = density.unit_log_density(self.unit) + self.dim * density.log_length[:, None]
         return nodes, (-log_density).exp() / self.num_nodes
 
     def log_density(self, xi: Tensor) -> Tensor:
-        """log p(xi): frequencies (heads or 1, n, l) -> (heads, n)."""
         return self.density.log_density(xi)

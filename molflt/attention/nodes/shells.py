@@ -95,10 +95,6 @@ class ShellNodes(Nodes):
         shell: (r,) index of the shell of every node. The trapezoid rule in one dimension has the
             origin xi = 0, whose weight is not 0 there, as shell 0.
         shell_radius: (shells,) radii, in cycles per unit of length.
-
-    Raises:
-        ValueError: if a number is not positive, a choice is unknown or does not fit the others, or
-            no rule has the degree asked for.
     """
 
     paper: ClassVar[str] = "2302.01925, eq. 4 by quadrature"
@@ -148,21 +144,17 @@ class ShellNodes(Nodes):
             self.register_buffer(name, torch.empty(x.shape).copy_(x))
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """Returns nodes (1, r, l) in cycles per unit of length and weights (1, r)."""
         return self.xi, self.weights
 
     def sample(self, spectrum: Spectrum) -> tuple[Tensor, Tensor]:
-        """Returns nodes (1, r, l) and coefficients (heads, r), both antipodes in one."""
         return self.xi, self.weights * hermitian(spectrum, self.xi)
 
     @classmethod
     def sizes(cls, spectrum: Spectrum, num_nodes: int | None) -> dict[str, object]:
-        """See `Nodes.sizes`; shells count their nodes themselves."""
         no_effect("with nodes='shells'", num_nodes=num_nodes)
         return {"dim": spectrum.dim}
 
     def check(self, spectrum: Spectrum) -> None:
-        """Raises ValueError if a spectrum cannot be sampled at these nodes."""
         if not self.normalized:
             return super().check(spectrum)
         if spectrum.radii is None:

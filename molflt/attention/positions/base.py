@@ -117,7 +117,7 @@ class Position(nn.Module):
         if not positions.numel() or torch.compiler.is_compiling() or in_transform():
             return
         low, high = (float(end) for end in positions.detach().aminmax())
-        # # NaN fails this comparison.
+        # NaN fails this comparison.
         if not (low >= 0 and high < max_tokens):
             raise ValueError(
                 f"positions of {type(self).__name__} must be in [0, {max_tokens}); got {low:g} to "

@@ -33,9 +33,6 @@ class GaussianBias(Position):
         mean_range: smallest and largest initial mu, drawn uniformly, in units of length (Å).
         std_range: smallest and largest initial sigma, drawn uniformly, in units of length (Å). The
             paper's code draws down to 0, where a Gaussian sees no pair at all.
-
-    Raises:
-        ValueError: a count is below 1, or a range is not ascending or not positive.
     """
 
     paper = "2203.04810"
@@ -71,12 +68,10 @@ class GaussianBias(Position):
         )
 
     def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
-        """The bias, for softmax."""
         self.check_axes(positions, key_positions)
         return Bias(self.bias(differences(positions, key_positions)))
 
     def bias(self, delta: Tensor) -> Tensor:
-        """f(z): differences (batch, queries, keys, l) -> (batch, heads, queries, keys)."""
         return self._of_distance(distances(at_least_float32(delta))).movedim(-1, 1)
 
     def radial_profile(self, distances: Tensor) -> Tensor:
@@ -89,7 +84,7 @@ class GaussianBias(Position):
             log_std = at_least_float32(self.log_std)
             scaled = (distance[..., None] - self.mean) * (-log_std).exp()
             psi = (-0.5 * scaled.square() - log_std).exp() / math.sqrt(2 * math.pi)
-        # # The network computes in the precision of its weights, or of autocast.
+        # The network computes in the precision of its weights, or of autocast.
         out: Tensor = self.mlp(psi.to(self.mean.dtype))
         return out
 

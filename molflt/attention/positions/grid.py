@@ -39,9 +39,6 @@ class ToeplitzPosition(Position):
         shape: rows H and columns W of a grid of two dimensions, whose positions are (row, column).
         std: standard deviation of the initial b.
         method: how linear mixing computes its products: "fft", "blocks" or "auto", the faster.
-
-    Raises:
-        ValueError: a size is below 1; in `forward`, positions that the table does not cover.
     """
 
     placement = AS_FACTOR
@@ -73,11 +70,9 @@ class ToeplitzPosition(Position):
 
     @property
     def longest(self) -> int:
-        """Positions must be below it: L, or the longer side of the grid."""
         return max(self.shape)
 
     def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
-        """The bias for softmax, else the logarithm of the kernel for the present lengths."""
         if mixing == "softmax":
             return Bias(self.bias(positions, key_positions))
         _expect_grid(self, positions, key_positions, *self.shape[1:])
@@ -95,7 +90,6 @@ class ToeplitzPosition(Position):
         return Toeplitz(table, self.method)
 
     def bias(self, positions: Tensor, key_positions: Tensor) -> Tensor:
-        """b looked up: (batch, queries, l), (batch, keys, l) -> (batch, heads, queries, keys)."""
         self.check_axes(positions, key_positions)
         offsets = _offsets(positions, key_positions)
         index = torch.zeros_like(offsets[..., 0])
@@ -128,10 +122,6 @@ class BucketedPosition(Position):
         bidirectional: give half of the buckets to keys after the query. Otherwise, as in T5's
             decoder, these share the bucket of distance 0, and causal attention has finer buckets.
         std: standard deviation of the initial b.
-
-    Raises:
-        ValueError: fewer than 2 buckets per direction, or a `max_distance` within the buckets of
-            single distances.
     """
 
     placement = AS_FACTOR
@@ -161,7 +151,7 @@ class BucketedPosition(Position):
             )
         self.bidirectional = bidirectional
         self.table = nn.Parameter(std * torch.randn(heads, num_buckets))
-        # # A table: rounding at the edge of a bucket is the same on every device. T5 computes in
+        # A table: rounding at the edge of a bucket is the same on every device. T5 computes in
         # float32. It is not a buffer, which modules on the meta device would have to be given.
         distance = torch.arange(max_distance + 1, device="cpu")
         log_distance = torch.log(distance.clamp(min=1) / single)
@@ -171,7 +161,6 @@ class BucketedPosition(Position):
         self.buckets = buckets.tolist()
 
     def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
-        """The bias for softmax, else the logarithm of the kernel for the present lengths."""
         self.check_axes(positions)
         if mixing == "softmax":
             bucket = self.bucket(_offsets(positions, key_positions)[..., 0])
@@ -222,9 +211,6 @@ class LowRankPosition(ToeplitzPosition):
             fifth of L, 4 to 10 columns and L = 64, the squared error was 5 to 80 times the smallest
             possible one without, and at most 1.4 times with one.
         std: standard deviation of the initial b.
-
-    Raises:
-        ValueError: a size is below 1 or rank above L; in `forward`, positions outside [0, L).
     """
 
     placement = ADDED
@@ -256,11 +242,9 @@ class LowRankPosition(ToeplitzPosition):
         self.register_buffer("probe", torch.randn(max_tokens, rank))
 
     def width(self, head_dim: int) -> int:
-        """d + r: the factors append r columns to queries and keys."""
         return head_dim + self.rank
 
     def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
-        """The bias for softmax, else the factors at the tokens' positions."""
         if mixing == "softmax":
             return Bias(self.bias(positions, key_positions))
         left, right = self.factors()
@@ -274,7 +258,7 @@ class LowRankPosition(ToeplitzPosition):
                 probe = self.probe.to(table.dtype).expand(len(table), -1, -1)
                 basis = torch.linalg.qr(toeplitz_matmul(table, probe)).Q
                 for _ in range(self.power_iterations):
-                    # # Orthonormalize in between; otherwise rounding would leave only the largest
+                    # Orthonormalize in between; otherwise rounding would leave only the largest
                     # direction.
                     basis = torch.linalg.qr(toeplitz_matmul(table.flip(-1), basis)).Q
                     basis = torch.linalg.qr(toeplitz_matmul(table, basis)).Q
@@ -284,7 +268,6 @@ class LowRankPosition(ToeplitzPosition):
             return basis * balance, right / balance
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new probing vectors in place; use the same seed on every rank."""
         drawn = torch.randn(self.probe.shape, generator=generator, device="cpu")
         self.probe.copy_(drawn)
 

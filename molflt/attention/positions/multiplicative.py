@@ -44,17 +44,14 @@ class MultiplicativePosition(SpectralPosition):
         self.background = background
 
     def width(self, head_dim: int) -> int:
-        """d: nothing is appended."""
         return head_dim
 
     def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
-        """The logarithm of the exact kernel for softmax, else its factors."""
         if mixing == "softmax":
             return Bias(self.bias(differences(positions, key_positions)))
         return Kernel(*self.factors(positions, key_positions))
 
     def bias(self, delta: Tensor) -> Tensor:
-        """log h: differences (batch, queries, keys, l) -> (batch, heads, queries, keys)."""
         return self.kernel(delta).clamp(min=self.positive).log()
 
     def kernel(self, delta: Tensor) -> Tensor:

@@ -33,9 +33,6 @@ class RotaryPosition(Position):
         dim: dimension l of positions.
         base: ratio of the fastest to the slowest frequency, almost; positions that differ by one
             unit of length turn the first pair by one radian.
-
-    Raises:
-        ValueError: head_dim is not a multiple of twice the number of axes, or base is not positive.
     """
 
     weighs = False
@@ -57,12 +54,10 @@ class RotaryPosition(Position):
         self.pairs = head_dim // (2 * dim)  # per axis
 
     def width(self, head_dim: int) -> int:
-        """d itself."""
         self.check_head_dim(self.head_dim, head_dim)
         return head_dim
 
     def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
-        """The rotation of queries and keys, for every mixing."""
         turn = functools.partial(_rotate, self._waves(positions))
         if key_positions is positions:
             return Rotation(turn, turn)
@@ -91,9 +86,6 @@ class CosinePosition(Position):
 
     Args:
         max_tokens: M, in units of length (1 for tokens). Positions are in [0, M).
-
-    Raises:
-        ValueError: max_tokens is below 1.
     """
 
     paper = "2202.08791, eq. 10"
@@ -107,11 +99,9 @@ class CosinePosition(Position):
 
     @property
     def longest(self) -> int:
-        """M."""
         return self.max_tokens
 
     def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
-        """The kernel's factors."""
         left = self._waves(positions)
         same = key_positions is positions
         return Kernel(left, left if same else self._waves(key_positions))

@@ -42,12 +42,9 @@ class SpectralPosition(Position):
     Args:
         spectrum: family of g, with `spectrum(xi)` and `mask(delta)`.
         nodes: where g is sampled; None for nodes that come with each batch, see `factors`.
-
-    Raises:
-        ValueError: if the nodes cannot sample the spectrum.
     """
 
-    # # Below this the two sides are not balanced any more; the gradient stays finite (and, unlike
+    # Below this the two sides are not balanced any more; the gradient stays finite (and, unlike
     # that of two square roots, does not vanish) where the spectrum crosses zero.
     floor = 1e-4
     taper: ClassVar[Literal["step", "positive"]] = "step"  # of reciprocal nodes
@@ -111,24 +108,21 @@ class SpectralPosition(Position):
         if not sampled:
             why = "for softmax, which takes the exact mask, or where nodes come with each batch"
             no_effect(why, nodes=nodes, num_nodes=num_nodes, **own)
-            # # Drawn and discarded: a seed gives the same other weights with and without nodes.
+            # Drawn and discarded: a seed gives the same other weights with and without nodes.
             _made(NODES[name], {}, "node_", (), **NODES[name].sizes(g, None))
             return cls(g, None, **mine)
         rule = NODES[name]
         return cls(g, _made(rule, own, "node_", (), **rule.sizes(g, num_nodes)), **mine)
 
     def width(self, head_dim: int) -> int:
-        """d + 2r: the factors put 2r columns before queries and keys, unless nodes are given."""
         return head_dim + (0 if self.nodes is None else 2 * self.nodes.num_nodes)
 
     def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
-        """The exact mask for softmax, else its factors."""
         if mixing == "softmax":
             return Bias(self.bias(differences(positions, key_positions)))
         return Factors(*self.factors(positions, key_positions))
 
     def use_for(self, mixing: str) -> None:
-        """See `Position.use_for`: softmax takes the exact mask, unless nodes come with a batch."""
         if mixing != "softmax" or self.on_lattice:
             return
         if self.nodes is not None:
@@ -145,7 +139,6 @@ class SpectralPosition(Position):
                 parameter.requires_grad_(False)
 
     def bias(self, delta: Tensor) -> Tensor:
-        """Exact mask: differences (batch, queries, keys, l) -> (batch, heads, queries, keys)."""
         with torch.autocast(delta.device.type, enabled=False):
             return self.spectrum.mask(_real(delta))
 
@@ -216,7 +209,6 @@ class SpectralPosition(Position):
         return self.bias(delta)[0]
 
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new nodes in place; use the same seed on every rank."""
         if self.nodes is not None:
             self.nodes.redraw_(generator)
 

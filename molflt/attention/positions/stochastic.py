@@ -75,12 +75,10 @@ class _StochasticPosition(Position):
         self.redraw_()
 
     def width(self, head_dim: int) -> int:
-        """R."""
         self.check_head_dim(self.head_dim, head_dim)
         return self.num_realizations
 
     def forward(self, mixing: str, positions: Tensor, key_positions: Tensor) -> Encoding:
-        """The map of queries and keys to R realizations, for every mixing."""
         self.check_axes(positions, key_positions)
         with torch.autocast(positions.device.type, enabled=False):
             query_code = self._code(positions[..., 0], query=True)
@@ -161,9 +159,6 @@ class SineSPE(_StochasticPosition):
         num_sines: waves K per coordinate.
         max_frequency: largest f, in cycles per unit of length. Tokens at integers can tell
             frequencies up to 0.5 apart.
-
-    Raises:
-        ValueError: a count is below 1, or max_frequency is not positive.
     """
 
     cost = "N d (K + m) R"
@@ -227,9 +222,6 @@ class ConvSPE(_StochasticPosition):
         heads, head_dim, num_realizations, gated: see `StochasticPosition`.
         kernel_size: length P of the filters.
         max_tokens: positions are integers in [0, max_tokens).
-
-    Raises:
-        ValueError: a count is below 1.
     """
 
     cost = "N d (P + m) R"
@@ -260,7 +252,6 @@ class ConvSPE(_StochasticPosition):
 
     @property
     def longest(self) -> int:
-        """Positions covered by the noise."""
         return self.max_tokens
 
     def _code(self, positions: Tensor, query: bool) -> _Code:

@@ -4,7 +4,7 @@ from molflt.attention.spectra.base import Spectrum
 from molflt.attention.spectra.gaussian import GaussianBasis, GaussianMixture
 from molflt.attention.spectra.inverse_power import InversePower
 from molflt.attention.spectra.local import Local, SmoothLocal
-from molflt.attention.spectra.shells import ShellWeights
+from molflt.attention.spectra.shell_weights import ShellWeights
 from molflt.attention.spectra.shift_invariant import Gaussian, Laplace, Matern, ShiftInvariant
 
 __all__ = [

@@ -53,7 +53,6 @@ class GaussianBasis(Spectrum):
             self.amplitude = nn.Parameter(amplitude * random)
 
     def spectrum(self, xi: Tensor) -> Tensor:
-        """g(xi) per head, real: frequencies (heads or 1, nodes, l) -> (heads, nodes)."""
         variance = (2 * self.log_width).exp()  # [t]
         volume = (2 * math.pi * variance) ** (self.dim / 2)
         square = xi.square().sum(dim=-1, keepdim=True)  # [h or 1, s, 1]
@@ -62,7 +61,6 @@ class GaussianBasis(Spectrum):
         return torch.einsum("hst,ht->hs", gaussians, self._amplitudes().to(gaussians))
 
     def mask(self, delta: Tensor) -> Tensor:
-        """f(z) per head: differences (batch, ..., l) -> (batch, heads, ...)."""
         square = delta.square().sum(dim=-1, keepdim=True)
         gaussians = (-0.5 * square * (-2 * self.log_width).exp()).exp()  # [b, ..., t]
         return (gaussians @ self._amplitudes().T.to(gaussians)).movedim(-1, 1)
@@ -137,7 +135,6 @@ class GaussianMixture(Spectrum):
         return torch.complex(even, odd)
 
     def mask(self, delta: Tensor) -> Tensor:
-        """f(z) per head: differences (batch, ..., l) -> (batch, heads, ...)."""
         square = delta.square().sum(dim=-1)[..., None, None]  # [b, ..., 1, 1]
         envelope = (-2 * math.pi**2 * square * (2 * self.log_sigma).exp()).exp()  # [b, ..., h, t]
         phase = 2 * math.pi * (delta[..., None, None, :] * self.mean).sum(dim=-1)

@@ -27,9 +27,6 @@ class InversePower(Spectrum):
     Args:
         power: p, one of 1, 2, 4, 6, for which there are closed forms.
         sharpness: a, in 1 / length.
-
-    Raises:
-        ValueError: another power, or a sharpness that is not positive.
     """
 
     paper = "Ewald 1921; Nijboer and De Wette 1957"
@@ -70,7 +67,6 @@ class InversePower(Spectrum):
         return volume * torch.where(zero, at_zero, shape)
 
     def mask(self, delta: Tensor) -> Tensor:
-        """f: differences (batch, ..., 3) -> (batch, 1, ...), length^-p."""
         return self.smooth(delta.square().sum(dim=-1))[:, None]
 
     def smooth(self, square: Tensor) -> Tensor:

@@ -80,16 +80,13 @@ class Gaussian(ShiftInvariant):
     isotropic: ClassVar[bool] = True
 
     def profile(self, z: Tensor) -> Tensor:
-        """exp(-|z|^2 / 2): (..., l) -> (...)."""
         return (-0.5 * z.square().sum(dim=-1)).exp()
 
     def unit_log_density(self, u: Tensor) -> Tensor:
-        """log of (2 pi)^(l/2) exp(-2 pi^2 |u|^2): (..., l) -> (...)."""
         constant = 0.5 * self.dim * math.log(2 * math.pi)
         return constant - 2 * math.pi**2 * u.square().sum(dim=-1)
 
     def draw(self, nodes: int, generator: torch.Generator | None = None) -> Tensor:
-        """Normal draws (heads, nodes, l)."""
         return _normal((self.heads, nodes, self.dim), generator) / (2 * math.pi)
 
 
@@ -101,15 +98,12 @@ class Laplace(ShiftInvariant):
     """
 
     def profile(self, z: Tensor) -> Tensor:
-        """exp(-|z|_1): (..., l) -> (...)."""
         return (-z.abs().sum(dim=-1)).exp()
 
     def unit_log_density(self, u: Tensor) -> Tensor:
-        """log of prod_j 2 / (1 + (2 pi u_j)^2): (..., l) -> (...)."""
         return (math.log(2) - (2 * math.pi * u).square().log1p()).sum(dim=-1)
 
     def draw(self, nodes: int, generator: torch.Generator | None = None) -> Tensor:
-        """Cauchy draws (heads, nodes, l), by inverting the distribution function."""
         size = (self.heads, nodes, self.dim)
         uniform = torch.rand(size, dtype=torch.float64, generator=generator, device="cpu")
         return (math.pi * (uniform - 0.5)).tan() / (2 * math.pi)
@@ -144,7 +138,6 @@ class Matern(ShiftInvariant):
         self.nu = nu
 
     def profile(self, z: Tensor) -> Tensor:
-        """Closed form in the distance: (..., l) -> (...); its gradient at z = 0 is set to 0."""
         square = 2 * self.nu * z.square().sum(dim=-1)
         s = root(square)
         if self.nu == 0.5:
@@ -154,7 +147,6 @@ class Matern(ShiftInvariant):
         return (1 + s + square / 3) * (-s).exp()
 
     def unit_log_density(self, u: Tensor) -> Tensor:
-        """log of the Student t density of 2 pi u, times (2 pi)^l: (..., l) -> (...)."""
         half = 0.5 * self.dim
         constant = math.lgamma(self.nu + half) - math.lgamma(self.nu)
         constant += half * math.log(2 * math.pi / self.nu)
@@ -162,7 +154,6 @@ class Matern(ShiftInvariant):
         return constant - (self.nu + half) * (square / (2 * self.nu)).log1p()
 
     def draw(self, nodes: int, generator: torch.Generator | None = None) -> Tensor:
-        """Student t draws (heads, nodes, l): normal ones over the root of a chi-square."""
         degrees = round(2 * self.nu)
         normal = _normal((self.heads, nodes, self.dim), generator)
         chi_square = _normal((self.heads, nodes, degrees), generator).square().sum(-1, keepdim=True)

@@ -23,9 +23,6 @@ class ShellWeights(Spectrum):
         radii: k, (shells,), those of the `ShellNodes` with `normalized=True` that will sample it.
         dim: dimension l of positions, 1 or 3.
         amplitude: standard deviation of the initial a_hk, in the unit of the mask.
-
-    Raises:
-        ValueError: in two dimensions.
     """
 
     paper: ClassVar[str] = "molflt"
@@ -49,13 +46,11 @@ class ShellWeights(Spectrum):
         return self.radius
 
     def spectrum(self, xi: Tensor) -> Tensor:
-        """a_hk of the shell nearest to each frequency: (heads or 1, nodes, l) -> (heads, nodes)."""
         edges = 0.5 * (self.radius[1:] + self.radius[:-1])
         shell = torch.bucketize(xi.norm(dim=-1), edges.to(xi.dtype))
         return self.amplitude.gather(1, shell.expand(self.heads, -1))
 
     def mask(self, delta: Tensor) -> Tensor:
-        """f(z) per head: differences (batch, ..., l) -> (batch, heads, ...)."""
         turns = 2 * distances(delta)[..., None] * self.radius  # [b, ..., k]
         waves = sinc(turns) if self.dim == 3 else (math.pi * turns).cos()
         return (waves @ self.amplitude.T.to(waves)).movedim(-1, 1)

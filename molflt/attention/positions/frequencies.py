@@ -43,7 +43,6 @@ class FrequencyProjection(nn.Module):
 
     @torch.no_grad()
     def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws all rows again in place; use the same seed on every rank."""
         drawn = torch.randn(
             self.vectors.shape, dtype=torch.float64, generator=generator, device="cpu"
         )
@@ -68,7 +67,6 @@ class FrequencyProjection(nn.Module):
         return torch.cat(((ahead + behind) * scale, (ahead - behind) * scale), dim=2)
 
     def forward(self, factors: tuple[Tensor, Tensor], nodes: Tensor) -> tuple[Projected, Projected]:
-        """Projects both factors, (batch, heads, tokens, 2r), of nodes (batch, r, l)."""
         with torch.autocast(nodes.device.type, enabled=False):
             rows = self.rows(nodes).to(at_least_float32(nodes).dtype)
             left, right = (
