@@ -169,16 +169,17 @@ class EnergyComputation(nn.Module):
         if model.sees_neighbors:
             center, neighbor, vector = given[_place("edge_centers") :]
             edges = Neighbors(center, neighbor, vector, vector.norm(dim=-1))
-        x = model.embedding(given.numbers, given.tags, edges)
+        ends = mask.sum(dim=1).cumsum(0)
+        ptr = torch.cat((ends.new_zeros(1), ends))
+        x = model.embedding(given.numbers, given.tags, edges, ptr)
         padded = SizeClass(dense, encoded, given.places)
         for _ in range(model.stack.refinements):
             x = padded.apply(model.stack.one_pass, x)
-        ends = mask.sum(dim=1).cumsum(0)
         nowhere = given.positions.new_zeros(3)  # where atoms are is in the tokens by now
         geometry = Geometry(
             nowhere,
             torch.div(given.places, mask.shape[1], rounding_mode="floor"),
-            torch.cat((ends.new_zeros(1), ends)),
+            ptr,
             nowhere,
             nowhere,
             given.tags,

@@ -12,6 +12,7 @@ from molflt.graph.radial import radial_waves, softened
 
 _NUM_BASIS = 8
 _SCALE = 0.25  # of sums over some 16 neighbors: tokens keep their size
+_SPARSEST = 8  # elements of matrices for each pair, beyond which pairs are gathered instead
 
 
 class _Edges(NamedTuple):
@@ -25,6 +26,50 @@ class _Edges(NamedTuple):
     """(pairs, functions) of the distance, 0 with all derivatives at the cutoff"""
     direction: Tensor
     """(pairs, 3, 1), from center to neighbor, of length 1 from 0.1 Å on"""
+
+
+class _Matrices(NamedTuple):
+    """Coefficients of the sums over pairs, one matrix for each graph, padded to the largest.
+
+    Sums over neighbors are then products of matrices, which for small graphs is faster than to
+    gather and scatter the tokens of pairs.
+    """
+
+    invariant: Tensor
+    """(graphs, most, functions * most): functions of the distance, by center and neighbor"""
+    directed: Tensor
+    """(graphs, most * 3, functions * most): the same times the direction"""
+    place: Tensor
+    """(atoms,) rows of the atoms among those of all graphs, each padded to `most`"""
+
+    @classmethod
+    def of(cls, edges: _Edges, ptr: Tensor) -> "_Matrices | None":
+        """Returns None where the matrices would be much larger than the pairs."""
+        sizes = ptr.diff()
+        graphs, most, functions = len(sizes), int(sizes.max()), edges.basis.shape[1]
+        if graphs * most**2 > _SPARSEST * len(edges.center):
+            return None
+        first = most * torch.arange(graphs, device=ptr.device) - ptr[:-1]
+        place = torch.arange(int(ptr[-1]), device=ptr.device) + first.repeat_interleave(sizes)
+        cells = place[edges.center] * most + place[edges.neighbor] % most
+
+        def summed(of_pairs: Tensor) -> Tensor:
+            """(pairs, k, functions) to (graphs, most * k, functions * most)."""
+            by_cell = _sum_by(of_pairs, cells, graphs * most**2)
+            split = by_cell.unflatten(0, (graphs, most, most)).movedim(2, 4)
+            return split.reshape(graphs, most * of_pairs.shape[1], functions * most)
+
+        basis = edges.basis[:, None]
+        return cls(summed(basis), summed(basis * edges.direction), place)
+
+    def padded(self, x: Tensor) -> Tensor:
+        """(atoms, width) to (graphs, 1, most, width)."""
+        graphs, most = self.invariant.shape[:2]
+        return _sum_by(x, self.place, graphs * most).view(graphs, 1, most, -1)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """(graphs, most, ...) to (atoms, ...)."""
+        return x.flatten(0, 1).index_select(0, self.place)
 
 
 class EquivariantMessages(nn.Module):
@@ -46,17 +91,26 @@ class EquivariantMessages(nn.Module):
         self.cutoff = cutoff
         self.layers = nn.ModuleList(_Interaction(dim, first=i == 0) for i in range(layers))
 
-    def forward(self, tokens: Tensor, neighbors: Neighbors) -> Tensor:
-        """Tokens (atoms, dim) and pairs to tokens that know of their neighborhoods."""
+    def forward(self, tokens: Tensor, neighbors: Neighbors, ptr: Tensor) -> Tensor:
+        """Adds the neighborhoods of atoms to their tokens.
+
+        Args:
+            tokens: (atoms, dim).
+            neighbors: pairs within the cutoff.
+            ptr: (graphs + 1,), first atom of each graph.
+        """
         basis = radial_waves(neighbors.distance, _NUM_BASIS, self.cutoff)
         # goes to 0, not to NaN, where two atoms approach one place
         square = neighbors.vector.square().sum(dim=-1, keepdim=True)
         direction = neighbors.vector / softened(square).sqrt()
         shared = basis.to(tokens.dtype), direction.to(tokens.dtype)[..., None]
         edges = _Edges(neighbors.center, neighbors.neighbor, *shared)
+        matrices = (
+            None if torch.compiler.is_compiling() or not len(tokens) else _Matrices.of(edges, ptr)
+        )
         vectors = None
         for layer in self.layers:
-            tokens, vectors = layer(tokens, vectors, edges)
+            tokens, vectors = layer(tokens, vectors, edges if matrices is None else matrices)
         return tokens
 
 
@@ -73,11 +127,15 @@ class _Interaction(nn.Module):
         self.update = nn.Sequential(nn.Linear(2 * dim, dim), nn.SiLU(), nn.Linear(dim, 3 * dim))
 
     def forward(
-        self, tokens: Tensor, vectors: Tensor | None, edges: _Edges
+        self, tokens: Tensor, vectors: Tensor | None, pairs: _Edges | _Matrices
     ) -> tuple[Tensor, Tensor]:
         """Tokens (atoms, dim) and vectors (atoms, 3, dim) to the next ones."""
         message = self.message(self.norm(tokens)) * _SCALE
-        for more_tokens, more_vectors in in_pieces(self._sums, edges, message, vectors):
+        if isinstance(pairs, _Matrices):
+            sums = [self._products(pairs, message, vectors)]
+        else:
+            sums = in_pieces(self._sums, pairs, message, vectors)
+        for more_tokens, more_vectors in sums:
             tokens = tokens + more_tokens
             vectors = more_vectors if vectors is None else vectors + more_vectors
         assert vectors is not None
@@ -99,3 +157,20 @@ class _Interaction(nn.Module):
         if vectors is not None:
             added = torch.addcmul(added, turned[0][:, None], vectors.index_select(0, neighbor))
         return _sum_by(scalar, center, len(message)), _sum_by(added, center, len(message))
+
+    def _products(
+        self, matrices: _Matrices, message: Tensor, vectors: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns what `_sums` does, of all pairs."""
+        dim = self.norm.normalized_shape[0]
+        filters = self.filter.weight.unflatten(0, (-1, dim)).transpose(1, 2)[:, :, None]
+        scalar, along, *turned = message.split(dim, dim=1)
+        invariant, directed = matrices.invariant, matrices.directed
+        tokens = invariant @ (matrices.padded(scalar) * filters[0]).flatten(1, 2)
+        summed = directed @ (matrices.padded(along) * filters[1]).flatten(1, 2)
+        added = summed.unflatten(1, (-1, 3))
+        if vectors is not None:
+            moved = matrices.padded((turned[0][:, None] * vectors).flatten(1))
+            rotated = invariant @ (moved * filters[2].repeat(1, 1, 3)).flatten(1, 2)
+            added = added + rotated.unflatten(2, (3, -1))
+        return matrices.rows(tokens), matrices.rows(added)

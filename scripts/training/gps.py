@@ -86,7 +86,7 @@ class Model(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         """(graphs,) energies, in the unit that the model was trained in."""
-        x = self.embedding(batch.atomic_numbers, batch.tags, None)
+        x = self.embedding(batch.atomic_numbers, batch.tags, None, batch.ptr)
         edges = radial_basis(batch.edge_weight, BASIS, CUTOFF)
         places = (batch.pos, batch.cell, batch.pbc) if self.spatial else ()
         for layer in self.layers:

@@ -9,6 +9,7 @@ from scipy.spatial.transform import Rotation
 from torch_geometric.data import Batch, Data
 
 from molflt.graph import EnergyRegressor, near
+from molflt.graph import messages as messages_module
 from molflt.graph.geometry import Geometry
 from molflt.graph.messages import EquivariantMessages
 from molflt.graph.neighbors import Neighbors, neighbor_list
@@ -21,6 +22,10 @@ EXACT = {"rtol": 0.0, "atol": 1e-10}
 def messages(layers: int = 2) -> EquivariantMessages:
     torch.manual_seed(3)
     return EquivariantMessages(8, layers, CUTOFF).double()
+
+
+def apply(net: EquivariantMessages, tokens: torch.Tensor, pairs: Neighbors) -> torch.Tensor:
+    return net(tokens, pairs, torch.tensor([0, len(tokens)]))
 
 
 def around(pos: torch.Tensor) -> Neighbors:
@@ -66,7 +71,7 @@ def by_hand(net: EquivariantMessages, tokens: torch.Tensor, pos: torch.Tensor) -
 def test_sums_are_those_of_the_equations(layers):
     net, pos = messages(layers), points()
     tokens = torch.randn(len(pos), 8, dtype=pos.dtype)
-    torch.testing.assert_close(net(tokens, around(pos)), by_hand(net, tokens, pos), **EXACT)
+    torch.testing.assert_close(apply(net, tokens, around(pos)), by_hand(net, tokens, pos), **EXACT)
 
 
 @pytest.mark.parametrize("mirrored", [False, True])
@@ -76,7 +81,9 @@ def test_tokens_do_not_turn(mirrored):
     turn = torch.from_numpy(Rotation.random(random_state=1).as_matrix())
     tokens = torch.randn(len(pos), 8, dtype=pos.dtype)
     turned = pos @ turn.T * (-1 if mirrored else 1) + 7.0
-    torch.testing.assert_close(net(tokens, around(turned)), net(tokens, around(pos)), **EXACT)
+    torch.testing.assert_close(
+        apply(net, tokens, around(turned)), apply(net, tokens, around(pos)), **EXACT
+    )
 
 
 @torch.no_grad()
@@ -85,7 +92,7 @@ def test_angles_are_seen_where_distances_to_the_center_are_equal():
     net, tokens = messages(1), torch.randn(3, 8, dtype=torch.float64)
     bent = torch.tensor([[0.0, 0, 0], [3, 0, 0], [0, 3, 0]], dtype=torch.float64)
     straight = torch.tensor([[0.0, 0, 0], [3, 0, 0], [-3, 0, 0]], dtype=torch.float64)
-    change = net(tokens, around(bent)) - net(tokens, around(straight))
+    change = apply(net, tokens, around(bent)) - apply(net, tokens, around(straight))
     assert change[0].abs().max() > 1e-6 and change[1:].abs().max() < 1e-12
 
 
@@ -109,33 +116,31 @@ def test_waves_are_those_of_dimenet_before_they_fade():
     torch.testing.assert_close(plain, expected, rtol=0, atol=1e-12)
 
 
-@torch.no_grad()
-def test_in_pieces_as_at_once(monkeypatch):
-    net, pos = messages(3), points(9)
-    tokens = torch.randn(len(pos), 8, dtype=pos.dtype)
-    whole = net(tokens, around(pos))
-    monkeypatch.setattr(near, "_MANY", 4)
-    monkeypatch.setattr(near, "_PIECE", 5)
-    torch.testing.assert_close(net(tokens, around(pos)), whole, **EXACT)
-
-
-def test_gradients_in_pieces_as_at_once(monkeypatch):
-    """Also of gradients, as training with forces takes them."""
-    net, start = messages(2), points(7)
+def test_matrices_sum_as_pairs_do_and_as_pieces_of_them(monkeypatch):
+    """Graphs of 2, 0 and 5 atoms; also gradients of forces, as training takes them."""
+    net, start, ptr = messages(3), points(7), torch.tensor([0, 2, 2, 7])
+    graph = torch.tensor([0, 0, 2, 2, 2, 2, 2])
 
     def both() -> list[torch.Tensor]:
         pos = start.clone().requires_grad_()
         tokens = torch.linspace(-1, 1, 7 * 8, dtype=pos.dtype).reshape(7, 8)
-        (force,) = torch.autograd.grad(net(tokens, around(pos)).sum(), pos, create_graph=True)
+        pairs = around(pos)
+        inside = graph[pairs.center] == graph[pairs.neighbor]
+        out = net(tokens, Neighbors(*(x[inside] for x in pairs)), ptr)
+        (force,) = torch.autograd.grad(out.sum(), pos, create_graph=True)
         net.zero_grad()
         force.square().sum().backward()
-        return [force.detach(), *(p.grad for p in net.parameters() if p.grad is not None)]
+        grads = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+        return [out.detach(), force.detach(), *grads]
 
-    whole = [x.clone() for x in both()]
+    of_matrices = both()
+    monkeypatch.setattr(messages_module, "_SPARSEST", 0)
+    of_pairs = both()
     monkeypatch.setattr(near, "_MANY", 4)
     monkeypatch.setattr(near, "_PIECE", 5)
-    for found, expected in zip(both(), whole, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    for one, other, pieces in zip(of_matrices, of_pairs, both(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(one, pieces, rtol=1e-10, atol=1e-10)
 
 
 @torch.no_grad()
@@ -144,8 +149,8 @@ def test_an_atom_alone_and_none():
     alone = Geometry.of_data(Batch.from_data_list([structure(1, 0)]))
     tokens = torch.ones(1, 8, dtype=torch.float64)
     far = neighbor_list(alone, 1.0)
-    assert len(far.center) == 0 and net(tokens, far).shape == (1, 8)
-    assert net(tokens[:0], far).shape == (0, 8)
+    assert len(far.center) == 0 and apply(net, tokens, far).shape == (1, 8)
+    assert apply(net, tokens[:0], far).shape == (0, 8)
 
 
 def test_periodic_images_of_an_atom_are_its_neighbors():
@@ -172,6 +177,6 @@ def test_periodic_images_of_an_atom_are_its_neighbors():
 def test_atoms_at_one_place_give_numbers():
     """Wrong structures as they are, but no NaN that would reach the rest of the batch."""
     net, pos = messages(2), torch.zeros(2, 3, dtype=torch.float64, requires_grad=True)
-    out = net(torch.ones(2, 8, dtype=torch.float64), around(pos))
+    out = apply(net, torch.ones(2, 8, dtype=torch.float64), around(pos))
     (force,) = torch.autograd.grad(out.sum(), pos)
     assert out.isfinite().all() and force.isfinite().all()
