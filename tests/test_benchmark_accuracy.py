@@ -12,16 +12,12 @@ from script_files import SCRIPTS, benchmark
 from test_benchmarks import bound, dimers
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
-from torch_geometric.data import Batch
-from torch_geometric.nn import GINEConv, GPSConv
-from torch_geometric.utils import to_dense_batch
 
 from kit.rows import Rows, pick, read_csv  # isort: skip
 from molflt.attention import FEATURE_MAPS
 from molflt.attention.mixing import forms
 from molflt.attention.mixing.multiplicative import linear_with_kernel
 from molflt.attention.mixing.pairs import Pairs, with_exact_pairs
-from molflt.graph import GraphAttention
 
 ROOT = SCRIPTS.parent
 
@@ -203,41 +199,6 @@ def test_adsorbates_of_few_systems_are_in_a_line_of_their_own() -> None:
         "| all | 6 | 0.00 | 1.17 | 0.50 | 0.60 | 0.33 |",
     ]
     assert script.table(rows[:1]).splitlines()[2] == "| others | 1 | – | 1.00 | 1.00 | – | 0.00 |"
-
-
-class DenseSoftmax(nn.Module):
-    """What GPSConv does with nn.MultiheadAttention, called as GraphAttention is."""
-
-    def __init__(self, inner: nn.MultiheadAttention) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x, pos, batch, cell, pbc):
-        dense, mask = to_dense_batch(x, batch)
-        out, _ = self.inner(dense, dense, dense, key_padding_mask=~mask, need_weights=False)
-        return out[mask]
-
-
-def test_the_six_lines_are_gpsconv_with_an_attention_that_sees_positions() -> None:
-    """With GPSConv's own attention there, outputs are GPSConv's, which passes over any other."""
-    torch.manual_seed(0)
-    batch = Batch.from_data_list(
-        benchmark("gps").read(ROOT / "datasets/chgnet-sample", "val_id", 4)
-    )
-    places = (batch.pos.double(), batch.cell.double(), batch.pbc)
-    x, edge_attr = (torch.randn(n, 16).double() for n in (len(batch.pos), batch.num_edges))
-    kinds = (GPSConv, benchmark("gps").SpatialGPSConv)
-    own, ours = (kind(16, GINEConv(nn.Linear(16, 16)), heads=2).double() for kind in kinds)
-    ours.load_state_dict(own.state_dict())
-    ours.attn = DenseSoftmax(ours.attn)
-    given = (x, batch.edge_index, batch.batch)
-    expected = own(*given, edge_attr=edge_attr)
-    torch.testing.assert_close(ours(*given, *places, edge_attr=edge_attr), expected)
-    for layer, seen in ((own, given), (ours, (*given, *places))):
-        layer.attn = GraphAttention(16, heads=2, num_features=8, periodic="none").double()
-        layer(*seen, edge_attr=edge_attr).square().sum().backward()
-        used = [parameter.grad is not None for parameter in layer.attn.parameters()]
-        assert any(used) == (layer is ours)
 
 
 def test_sums_extrapolate_a_coulomb_law_that_message_passing_does_not_see(tmp_path) -> None:

@@ -193,7 +193,6 @@ def test_commands_of_the_documentation_exist() -> None:
         (["reading", "--records", "nowhere"], "nowhere: no such file; expected an OC20 LMDB"),
         (["long_range", "--data", "nowhere"], "nowhere: no train-id*.xyz"),
         (["dimers", "--data", "nowhere"], "nowhere: no train-id*.xyz"),
-        (["gps", "--data", "nowhere"], "nowhere"),
         (["nodes", "--redraw"], "nodes.csv"),
         (["nodes", "--draws", "0"], "draws must be at least 1; got 0"),
         (["norms", "--samples", "8"], "samples must be a multiple of 16, from 16 on; got 8"),

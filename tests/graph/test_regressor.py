@@ -173,7 +173,7 @@ def turned(s: Data, seed: int) -> tuple[Data, torch.Tensor]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_rotation(variant):
-    """Exact wherever the mask is; random nodes promise what `make bench NAME=rotation` shows."""
+    """Exact wherever the mask is; random nodes are not invariant."""
     net = model(**VARIANTS[variant])
     exact = VARIANTS[variant].get("mixing") == "softmax" or "performer" in variant
     largest = 0.0
