@@ -153,7 +153,7 @@ def test_rows_have_the_name_of_the_folder_of_their_data(script, tmp_path) -> Non
         assert {row["slabs"] for row in rows} == {data.name}
 
 
-def test_fits_find_what_lies_in_their_span(script, data) -> None:
+def test_fits_recover_functions_in_their_span(script, data) -> None:
     torch.manual_seed(0)
     shells = script.ShellNodes(data.diameter, 0.1, 3, normalized=True).double()
     truth, found = (script.ShellWeights(2, shells.shell_radius).double() for _ in range(2))

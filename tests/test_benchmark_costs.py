@@ -20,7 +20,7 @@ NAMES = ["softmax", "performer", "rfa-gate-gaussian", "flt-local"]
 
 
 @needs_linux
-def test_growth_is_what_was_allocated() -> None:
+def test_growth_measures_allocated_memory() -> None:
     """In a process of its own: 3 blocks of 40 MiB, of which at most 2 live at a time."""
     code = (
         "import kit.layers, torch\n"
@@ -38,7 +38,7 @@ def test_growth_is_what_was_allocated() -> None:
 
 
 @needs_linux
-def test_what_would_need_too_much_is_skipped_and_says_so() -> None:
+def test_expensive_sizes_are_skipped_with_a_note() -> None:
     study = benchmark("scaling").STUDY._replace(passes=(layers.TRAINING,))
     found = layers.measure_layers(study, (512, 4096), ("fnet",), rounds=1, gigabytes=0.01)
     assert found[0]["note"] is None and found[0]["seconds"] and found[0]["peak_MiB"] > 1
@@ -49,7 +49,7 @@ def test_what_would_need_too_much_is_skipped_and_says_so() -> None:
     assert layers.cost_ratio(found, "memory", "fnet", "fnet", 4096) is None
 
 
-def test_the_process_counts_and_what_was_skipped_breaks_the_promise() -> None:
+def test_skipped_sizes_break_promises() -> None:
     atoms = benchmark("atoms")
     row = {"mechanism": "performer", "length": 1_000_000, "note": None, "process_MiB": 15_000.0}
     performer, additive = atoms.PROMISES
@@ -118,7 +118,7 @@ def test_bytes_are_those_of_the_states_and_only_softmax_has_more_for_more_tokens
         assert row["rounds"] == 1 and row["median_ms"] > 0
 
 
-def test_held_counts_what_a_view_keeps_alive_once() -> None:
+def test_held_memory_counts_storages_once() -> None:
     whole = torch.zeros(1000)
     state = (3, [whole[:1], (whole[5:7], torch.zeros(2).double())])
     assert benchmark("decoding").held(state) == 4000 + 16

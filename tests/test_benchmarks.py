@@ -154,7 +154,7 @@ def test_quick_run_writes_rows_block_and_picture(
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name in STORED])
-def test_documentation_is_what_the_stored_rows_give(name: str) -> None:
+def test_documented_tables_equal_stored_rows(name: str) -> None:
     module, rows = benchmark(name), RUN.read_csv(RESULTS / f"{name}.csv")
     text = RUN.page_of(name).read_text()
     assert RUN.marked(text, name, RUN.block(module, rows)[0]) == text, f"run.py {name} --redraw"

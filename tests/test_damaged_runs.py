@@ -21,7 +21,7 @@ def refused(path, read) -> bool:
     return False
 
 
-def test_a_written_configuration_is_read_as_it_was_used(shared_run):
+def test_written_configurations_round_trip(shared_run):
     assert read_config(shared_run) == last_state(shared_run)["molflt"]["config"]
 
 

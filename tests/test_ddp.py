@@ -104,7 +104,7 @@ def test_torchrun_resumes_a_run_started_by_lightning(both):
     assert last_state(run)["global_step"] == 8 and not (run / ".lock").exists()
 
 
-def test_ranks_share_the_elements_they_have_seen(both):
+def test_ranks_share_trained_elements(both):
     model = EnergyRegressor(dim=8, heads=1, layers=1)
     steps = _LightningTask(SimpleNamespace(model=model, lr=1.0))
     model.trained_elements[29] = True

@@ -70,7 +70,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("page", "example"), EXAMPLES)
-def test_examples_run_and_print_what_their_comments_say(
+def test_documentation_examples_print_their_comments(
     page: Path, example: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "torch_sim" in example:

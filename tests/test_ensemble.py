@@ -151,7 +151,7 @@ def test_splits_with_few_labels_only_have_a_spread(runs, tmp_path, capsys) -> No
     assert not (tmp_path / "uncertainty.json").exists()
 
 
-def test_the_training_split_calibrates_only_if_it_is_named(runs, tmp_path, capsys) -> None:
+def test_the_training_split_calibrates_only_on_request(runs, tmp_path, capsys) -> None:
     options = {"out": tmp_path, "device": "cpu", "also": runs[1:]}
     evaluate(runs[0], splits=["train", "val_id"], **options)
     kept = tmp_path / "uncertainty.json"

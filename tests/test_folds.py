@@ -59,7 +59,9 @@ def commands() -> list[list[str]]:
     return compare.subprocess.run.commands
 
 
-def test_single_trainings_and_ensembles_beside_published_ones(folds, words, tmp_path, capsys):
+def test_single_models_and_ensembles_are_compared_with_published_ones(
+    folds, words, tmp_path, capsys
+):
     path = tmp_path / "published.npz"
     order = [4, 3, 2, 1]
     other = np.array([[LABELS[sid] + 0.4, LABELS[sid] - 0.2] for sid in order])
@@ -85,7 +87,7 @@ def test_single_trainings_and_ensembles_beside_published_ones(folds, words, tmp_
     assert (tmp_path / "out" / "folds.png").stat().st_size > 1000
 
 
-def test_it_goes_on_where_it_stopped(folds, words, tmp_path, capsys):
+def test_stopped_folds_are_resumed(folds, words, tmp_path, capsys):
     import compare
 
     compare.subprocess.run.broken = "evaluate " + str(tmp_path / "out" / "test0-val2")
@@ -130,7 +132,7 @@ def test_energies_of_other_data_in_the_same_place_are_refused(folds, words, tmp_
     assert folds.main(words) == 0
 
 
-def test_runs_of_earlier_versions_which_did_not_note_data_are_gone_on_with(folds, words, tmp_path):
+def test_runs_of_earlier_versions_are_resumed(folds, words, tmp_path):
     assert folds.main([*words, "--only", "test0-val1"]) == 0
     note = tmp_path / "out" / "test0-val1" / "job.json"
     old = json.loads(note.read_text())
@@ -143,7 +145,7 @@ def test_runs_of_earlier_versions_which_did_not_note_data_are_gone_on_with(folds
     assert folds.main([*words, "--", "--model.dim=8"]) == 2
 
 
-def test_archived_runs_are_gone_on_with_by_the_command_of_the_page(folds, tmp_path, monkeypatch):
+def test_archived_runs_are_resumed_by_the_documented_command(folds, tmp_path, monkeypatch):
     given = unpack_game_net("folds.py", tmp_path)
     monkeypatch.chdir(tmp_path)
     for run in (tmp_path / "runs" / "folds").iterdir():

@@ -120,7 +120,7 @@ def test_other_data_in_the_same_place_are_refused(held_out, words, tmp_path, cap
     assert f"made with other content of {store}; expected the same" in capsys.readouterr().err
 
 
-def test_archived_runs_are_gone_on_with_by_the_command_of_the_page(held_out, tmp_path, monkeypatch):
+def test_archived_runs_are_resumed_by_the_documented_command(held_out, tmp_path, monkeypatch):
     """They noted no data."""
     given = unpack_game_net("held_out.py", tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -101,7 +101,7 @@ def small(**options: object) -> EnergyRegressor:
     return EnergyRegressor(dim=16, heads=2, layers=1, ffn_dim=16, num_features=8, **options).eval()
 
 
-def test_reciprocal_nodes_are_counted_before_they_are_computed(monkeypatch) -> None:
+def test_reciprocal_nodes_are_limited_before_allocation(monkeypatch) -> None:
     model, batch = small(), crystal(4)
     geometry = Geometry.of_data(batch)
     nodes = model.encoding.periodic.nodes(geometry, model.encoding.position)

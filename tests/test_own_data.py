@@ -64,7 +64,7 @@ def run(file, tmp_path_factory) -> Path:
     return folder
 
 
-def test_displacements_that_nobody_knows_have_no_error(run) -> None:
+def test_unknown_displacements_have_no_error(run) -> None:
     """A column of zeros looked like perfect predictions."""
     rows = list(csv.DictReader((run / "metrics.csv").open()))
     assert rows[-1]["val_mae_eV"] and any(row["train_mae_eV"] for row in rows)
@@ -98,7 +98,7 @@ def test_one_file_is_split_by_seed(file: Path) -> None:
     assert part.natoms.tolist() == [part[i].natoms for i in range(len(part))]
 
 
-def test_a_run_on_one_file_is_judged_by_what_it_has_not_seen(run, file, tmp_path, capsys) -> None:
+def test_runs_on_one_file_are_evaluated_on_held_out_structures(run, file, tmp_path, capsys) -> None:
     held = sids(module(file, val_fraction=0.3).datasets["val"])
     for more in ([], ["--data", str(file)]):
         assert main(["evaluate", str(run), "--out", str(tmp_path), "--device=cpu", *more]) == 0
@@ -108,7 +108,7 @@ def test_a_run_on_one_file_is_judged_by_what_it_has_not_seen(run, file, tmp_path
     assert "published" not in capsys.readouterr().out
 
 
-def test_an_evaluation_on_energies_of_another_kind_says_so(run, tmp_path, capsys) -> None:
+def test_energies_of_another_kind_give_a_warning(run, tmp_path, capsys) -> None:
     totals = frames()
     for atoms in totals:
         atoms.calc.results["energy"] -= 300.0
@@ -148,13 +148,15 @@ def test_copies_of_training_in_validation_are_refused(tmp_path, capsys, by, coun
     assert f"{count} of 10" in capsys.readouterr().err
 
 
-def test_training_says_that_it_is_judged_by_the_split_it_learns(tmp_path, capsys) -> None:
+def test_validation_on_training_data_gives_a_warning(tmp_path, capsys) -> None:
     write(tmp_path / "train.extxyz", frames())
     assert start(tmp_path, tmp_path / "run", *STEPS, "--data.val_split=train") == 0
     assert capsys.readouterr().err.count("validation has the structures of training") == 1
 
 
-def test_an_ensemble_is_judged_by_what_no_member_has_seen(run, file, tmp_path, capsys) -> None:
+def test_ensembles_are_evaluated_on_structures_held_out_by_all_members(
+    run, file, tmp_path, capsys
+) -> None:
     """Members of other seeds held out the same structures, those of other split seeds did not."""
     same, other, ase = tmp_path / "same", tmp_path / "other", tmp_path / "ase"
     words = (*STEPS, "--data.val_fraction=0.3", "--seed=1")
@@ -215,7 +217,7 @@ def test_a_file_that_changed_between_members(run, file, tmp_path, capsys) -> Non
 
 
 @pytest.mark.parametrize("change", ["grown", "in another order"])
-def test_a_file_that_has_changed_is_not_split_anew(run, file, tmp_path, capsys, change) -> None:
+def test_a_changed_file_is_not_split_again(run, file, tmp_path, capsys, change) -> None:
     """Structures that were trained on would count as held out."""
     own, copy = tmp_path / "run", tmp_path / "mine.extxyz"
     shutil.copytree(run, own)
@@ -481,7 +483,7 @@ def test_shards_are_one_source(tmp_path) -> None:
         module(tmp_path / "f.lmdb")
 
 
-def test_options_are_spelt_alike() -> None:
+def test_options_have_the_same_spelling() -> None:
     from molflt.commands import cli
     from molflt.commands.options import options_of
 
@@ -519,7 +521,7 @@ def test_layers_of_ase_become_tags(layers: int, tmp_path, capsys) -> None:
     assert counts in capsys.readouterr().out
 
 
-def test_tags_that_are_no_layers_are_left_alone(tmp_path, capsys) -> None:
+def test_other_tags_are_not_converted(tmp_path, capsys) -> None:
     ours, bare = layered(3), layered(3, adsorbate=False)
     ours.set_tags([0, 0, 1, 2, 2])
     bare.set_tags([0, 0, 1])
@@ -535,7 +537,7 @@ def test_tags_that_are_no_layers_are_left_alone(tmp_path, capsys) -> None:
     assert not open_dataset(tmp_path / "c.traj", reading=Reading(tags="ase"))[0].tags.any()
 
 
-def test_tags_mean_in_prediction_what_they_meant_in_training(tmp_path, capsys) -> None:
+def test_predictions_use_the_tags_convention_of_training(tmp_path, capsys) -> None:
     path, run = tmp_path / "a.traj", tmp_path / "run"
     many = [layered(1 + i % 2) for i in range(12)]
     for i, atoms in enumerate(many):

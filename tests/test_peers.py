@@ -93,7 +93,7 @@ def energies(model: nn.Module, *every: dict[str, np.ndarray]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", models.NETS)
-def test_what_does_not_change_a_crystal_does_not_change_its_energy(name: str) -> None:
+def test_symmetries_of_crystals_keep_energies(name: str) -> None:
     own = crystal()
     turn = np.linalg.qr(np.random.default_rng(1).normal(size=(3, 3)))[0]
     turn[:, 0] *= -np.linalg.det(turn)  # a mirror is among it
@@ -207,7 +207,7 @@ class Ticks:
         return self.now
 
 
-def test_budget_is_kept_within_a_step_and_the_rate_follows_it(tmp_path: Path) -> None:
+def test_budget_ends_training_within_a_step(tmp_path: Path) -> None:
     """Evaluation takes nothing of it."""
     root = write_data(tmp_path)
     data = jobs.IS2REData(root, batch_size=4)
@@ -290,7 +290,7 @@ def test_options_for_all_nets_are_those_of_peers_too(tmp_path) -> None:
         assert other == pytest.approx(0.1 * first)
 
 
-def test_shares_of_the_training_set_depend_on_the_seed_alone(tmp_path: Path) -> None:
+def test_shares_of_the_training_set_depend_only_on_the_seed(tmp_path: Path) -> None:
     whole = open_dataset(write_data(tmp_path) / "train.safetensors")
     sids = [{int(data.sid) for data in jobs.part_of(whole, share, 3)} for share in (0.2, 0.5, 1)]
     assert [len(part) for part in sids] == [4, 11, 22]
@@ -370,7 +370,7 @@ def test_median_and_all_models_see_the_same_splits(words, tmp_path) -> None:
     assert len(energy) == 1 and energy.pop() == pytest.approx(float(np.median(train)))
 
 
-def test_learning_rates_are_tried_on_val_id_alone(words, tmp_path, capsys) -> None:
+def test_learning_rates_are_chosen_on_val_id(words, tmp_path, capsys) -> None:
     options = ["--seeds", "1", "--tune", "--tune-minutes", "0.001"]
     assert peers.main(_with(words, *options)) == 0
     trials = [name for name in pool.done if name.startswith("tune_")]
@@ -461,7 +461,7 @@ def test_differences_that_cannot_be_are_refused(words, given, message, capsys) -
 
 
 @pytest.mark.parametrize("groupings", [0, 1, 2])
-def test_the_standard_error_of_a_mean_is_what_repetition_shows(groupings: int) -> None:
+def test_the_standard_error_matches_repeated_draws(groupings: int) -> None:
     """Normal numbers with a part in common by row, by column, both or none: 40 x 30, 400 draws."""
     draw, shape = np.random.default_rng(0), (40, 30)
     places = [np.repeat(np.arange(40), 30), np.tile(np.arange(30), 40)][:groupings]
@@ -500,7 +500,7 @@ def test_tuning_that_would_have_no_effect_is_refused(words, given, message, caps
         ("sample-40", ["--minutes", "40", "--tune-minutes", "2", "--seeds", "1"]),
     ],
 )
-def test_archived_runs_of_the_sample_can_be_gone_on_with(
+def test_archived_runs_of_the_sample_can_be_resumed(
     folder: str, more: list[str], tmp_path, monkeypatch
 ) -> None:
     """By the commands of the page, from the top of any clone."""
@@ -573,7 +573,7 @@ def test_words_without_effect_are_refused_and_files_may_have_them(word: str, tmp
     assert found["trainer"]["ema_decay"] == 0.5 and found["model"]["descriptors"] is True
 
 
-def test_batches_are_loaded_where_the_budget_sees_it(tmp_path: Path) -> None:
+def test_loading_counts_in_the_budget(tmp_path: Path) -> None:
     (tmp_path / "two.yaml").write_text("data: {root: x, workers: 2}")
     job = {"model": "molflt", "words": ["--config", str(tmp_path / "two.yaml")], "seed": 0}
     job |= {"data": str(write_data(tmp_path)), "splits": ["val_id"], "lr": None}
@@ -590,13 +590,13 @@ def test_batches_are_loaded_where_the_budget_sees_it(tmp_path: Path) -> None:
         (["--", "--trainer.patience", "3"], "peers have no trainer.patience; expected none"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_trained(words, change, message, capsys):
+def test_impossible_comparisons_are_refused_before_training(words, change, message, capsys):
     assert peers.main([*words, *change]) == 2
     assert message in capsys.readouterr().err
     assert pool.done == []
 
 
-def test_kernel_ridge_without_scikit_learn_says_what_to_install(words, monkeypatch, capsys) -> None:
+def test_kernel_ridge_names_the_missing_package(words, monkeypatch, capsys) -> None:
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
     assert peers.main([*words, "--models", "kernel-ridge"]) == 2
     assert "kernel-ridge needs scikit-learn; pip install 'molflt[bench]'" in capsys.readouterr().err
@@ -617,7 +617,7 @@ def page_of_results(name: str) -> str:
     ("page", "folder"),
     [("dft.md", "game-net"), ("sample.md", "sample"), ("dft.md", "attention")],
 )
-def test_the_page_has_what_the_runs_had(page: str, folder: str, archived) -> None:
+def test_the_page_matches_the_archived_runs(page: str, folder: str, archived) -> None:
     """Cells of the tables, from the errors that lie beside the energies of every system."""
     ours = f"peers/{folder}/jobs/"
     names = [name for name in archived if name.startswith(ours) and "min_1_seed" in name]
@@ -642,9 +642,7 @@ def test_the_page_has_what_the_runs_had(page: str, folder: str, archived) -> Non
         ("sample.md", "sample", 10, ("0.1", "0.3", "1"), VAL_SPLITS),
     ],
 )
-def test_the_page_has_what_single_trainings_had(
-    page, folder, minutes, shares, splits, archived
-) -> None:
+def test_the_page_matches_single_trainings(page, folder, minutes, shares, splits, archived) -> None:
     """Rows of forty minutes, and of shares of the training set, seed 0."""
     text = page_of_results(page)
     for model in (models.RECOMMENDED, *models.NETS, *models.FITS):
@@ -654,7 +652,7 @@ def test_the_page_has_what_single_trainings_had(
         assert f"| {' | '.join(cells)} |" in text, model
 
 
-def test_the_page_has_what_changed_forms_had(archived) -> None:
+def test_the_page_matches_the_runs_of_other_forms(archived) -> None:
     """Rows of what the parts of the model are worth: a cell has the errors of all seeds."""
     text, found = page_of_results("dft.md"), {}
     for name in sorted(archived):
@@ -729,7 +727,7 @@ def test_rates_and_batches_behind_dashes_are_those_of_all_nets(more, words, tmp_
     assert [found(name, *others) for name in nets] == [(0.0123, 5), (5e-4, 5), (1e-3, 8)]
 
 
-def test_a_file_behind_dashes_is_noted_however_it_is_written(words, tmp_path) -> None:
+def test_files_among_options_of_training_are_recorded(words, tmp_path) -> None:
     (tmp_path / "short.yml").touch()
     for more, name in product((["--config=C"], ["--config", "C"]), ("small.yaml", "short.yml")):
         given = [word.replace("C", str(tmp_path / name)) for word in more]

@@ -177,7 +177,7 @@ def test_outputs_are_checked_before_anything_is_drawn(tmp_path: Path, whole) -> 
     assert photo.read_bytes() == before
 
 
-def test_a_scaled_pixel_is_the_mean_of_the_area_that_it_covers(tmp_path: Path) -> None:
+def test_scaled_pixels_are_means_of_areas(tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (12, 12, 3), dtype=np.uint8)
     for ending in ("png", "jpg"):
         file = tmp_path / ending / "x" / f"1.{ending}"

@@ -37,7 +37,7 @@ def test_the_changelog_has_each_group_once_per_version() -> None:
         assert all(one < other for one, other in pairwise(places)), groups
 
 
-def test_the_citation_has_what_the_format_needs() -> None:
+def test_the_citation_has_the_required_keys() -> None:
     """Required keys of CFF 1.2.0, of persons and of references; each paper once."""
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert {"cff-version", "message", "title", "authors"} <= cited.keys()
@@ -77,7 +77,7 @@ def test_workflows_have_few_rights_and_call_what_exists(path: Path) -> None:
         subprocess.run(["actionlint", path], check=True)
 
 
-def test_the_tests_run_on_what_the_project_promises() -> None:
+def test_workflows_test_the_supported_versions() -> None:
     flow = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())
     matrix = flow["jobs"]["tests"]["strategy"]["matrix"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

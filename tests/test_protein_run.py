@@ -180,7 +180,7 @@ def test_the_baseline_is_a_distribution_over_possible_tokens():
     assert judged["unigram_accuracy_percent"] == pytest.approx(200 / 3, rel=1e-15)
 
 
-def test_embeddings_made_from_blosum62_correlate_with_it(tmp_path, monkeypatch):
+def test_blosum62_embeddings_correlate_with_blosum62(tmp_path, monkeypatch):
     pytest.importorskip("Bio")
     table = _blosum()
     assert table is not None and table.shape == (20, 20) and (table == table.T).all()

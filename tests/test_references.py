@@ -246,7 +246,7 @@ def test_references_cannot_be_added_to_a_run_from_before(data, run, tmp_path, ca
     assert "task.references is None; got 'fit' for --resume" in line
 
 
-def test_totals_are_refused_unless_it_is_said_what_to_do(data, tmp_path, capsys) -> None:
+def test_total_energies_require_references(data, tmp_path, capsys) -> None:
     line = error_of(capsys, "train", *arguments(data, tmp_path / "run"))
     assert f"{data / 'train.safetensors'}: y_relaxed look like total energies" in line
     assert "--task.references fit" in line and "--task.references none" in line
@@ -309,7 +309,7 @@ def test_wrong_files_of_references_are_named(data, tmp_path, capsys, text, words
     assert text == "H: -13.6" or str(file) in line
 
 
-def test_a_file_of_references_lies_beside_its_configuration(data, tmp_path, capsys) -> None:
+def test_paths_of_references_are_relative_to_the_configuration(data, tmp_path, capsys) -> None:
     folder = tmp_path / "some"
     folder.mkdir()
     (folder / "own.json").write_text('{"H": 1.0}')

@@ -19,7 +19,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_refusals_name_what_is_wrong(row: Refusal, tmp_path: Path) -> None:
+def test_refusals_name_option_expectation_and_value(row: Refusal, tmp_path: Path) -> None:
     with pytest.raises(row.error) as caught:
         row.call(tmp_path)
     message = str(caught.value)
@@ -29,4 +29,6 @@ def test_refusals_name_what_is_wrong(row: Refusal, tmp_path: Path) -> None:
 
 def test_a_command_that_is_not_refused_is_seen(tmp_path: Path) -> None:
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
-        test_refusals_name_what_is_wrong(Refusal(command("--version"), "", error=Refused), tmp_path)
+        test_refusals_name_option_expectation_and_value(
+            Refusal(command("--version"), "", error=Refused), tmp_path
+        )

@@ -262,7 +262,7 @@ def test_wandb_without_a_login(data, tmp_path, capsys, monkeypatch):
     assert "trainer.logger=wandb" in text and "WANDB_MODE=offline" in text
 
 
-def test_loggers_whose_package_is_missing(data, tmp_path, capsys, monkeypatch):
+def test_missing_packages_of_loggers_are_named(data, tmp_path, capsys, monkeypatch):
     find = importlib.util.find_spec
     absent = ("tensorboard", "wandb")
     monkeypatch.setattr(

@@ -68,7 +68,7 @@ def test_variables_of_a_tuple_are_counted_one_by_one() -> None:
     assert names(ast.parse(text)) == ["A", "b", "D", "E"]
 
 
-def test_what_is_no_tree_is_named(tmp_path: Path, capsys) -> None:
+def test_invalid_folders_are_named(tmp_path: Path, capsys) -> None:
     with pytest.raises(SystemExit):
         load_script("structure").main(["--tree", str(tmp_path)])
     assert "no folder 'molflt' in it; expected the root of a checkout" in capsys.readouterr().err

@@ -44,7 +44,7 @@ def pattern(text: str) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_tutorials_run_and_print_what_they_show(
+def test_tutorials_print_the_shown_output(
     page: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -54,7 +54,7 @@ def test_training_is_refused_before_its_first_step(data, tmp_path, capsys, optio
     assert start(data, tmp_path / "free", *STEPS, *split) == 0
 
 
-def test_predictions_name_the_structure_or_leave_it_out(run, data, tmp_path, capsys) -> None:
+def test_predictions_name_or_skip_undescribed_structures(run, data, tmp_path, capsys) -> None:
     file, out = data / "val_ood_ads.safetensors", tmp_path / "energies.csv"
     words = ["predict", str(run), str(file), "--out", str(out), "--device", "cpu"]
     assert "sid 206: " in error_of(capsys, *words)
@@ -67,7 +67,7 @@ def test_predictions_name_the_structure_or_leave_it_out(run, data, tmp_path, cap
     assert [int(row["index"]) for row in rows] == [0, 1, 2, 3, 4, 5, 7]
 
 
-def test_evaluations_name_the_structure_or_leave_it_out(run, capsys) -> None:
+def test_evaluations_name_or_skip_undescribed_structures(run, capsys) -> None:
     words = ["evaluate", str(run), "--splits", "val_ood_ads", "--device", "cpu"]
     assert "sid 206: " in error_of(capsys, *words)
     assert main([*words, "--skip_bad"]) == 0

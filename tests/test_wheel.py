@@ -134,7 +134,9 @@ def test_the_command_of_the_installed_package(installed: Installed) -> None:
     assert done.stdout.split()[0] == "molflt"
 
 
-def test_it_trains_evaluates_and_predicts(installed: Installed, tmp_path: Path) -> None:
+def test_the_installed_package_trains_evaluates_and_predicts(
+    installed: Installed, tmp_path: Path
+) -> None:
     """The sample, configurations and weights come with the package."""
     slab = fcc111("Pt", (3, 4, 4), vacuum=8.0, periodic=True)
     add_adsorbate(slab, molecule("CH3OH"), 2.2, "ontop")

@@ -259,7 +259,7 @@ def test_a_spectrum_is_one_class_and_one_line(monkeypatch):
     assert all(p.grad.abs().max() > 0 for p in stack.position.parameters())
 
 
-def test_every_entry_says_where_it_comes_from():
+def test_every_entry_names_its_source():
     for dictionary in (FEATURE_MAPS, SPECTRA, NODES, POSITIONS):
         for name, build in dictionary.items():
             entry = build if inspect.isclass(build) else build.__self__

@@ -134,7 +134,7 @@ def test_a_bias_is_added_to_the_logits():
 
 
 @pytest.mark.parametrize("case", [name for name in contract.CASES if name != "none"])
-def test_encodings_work_in_the_attention_that_they_name(case):
+def test_encodings_work_in_their_mixings(case):
     """Encodings of the other kind of attention are refused."""
     x, r = (part[None] for part in contract.ragged(case)[2])
     for mixing in contract.CASES[case].mixings:

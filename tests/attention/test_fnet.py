@@ -207,7 +207,7 @@ def test_redraw_follows_the_generator():
         assert all(torch.equal(v, state[k]) for k, v in constant.state_dict().items())
 
 
-def test_no_mixing_leaves_the_residual_sum_as_it_is():
+def test_the_identity_mixer_keeps_the_residual():
     """In front: x + 0. Behind: LayerNorm(x), which is the public code's LayerNorm(x + x)."""
     x = normal(2, 5, DIM)
     norm = nn.LayerNorm(DIM, eps=1e-12).double()

@@ -102,7 +102,7 @@ def test_gradients_reach_every_entry_that_is_used(name):
 
 @pytest.mark.parametrize("name", ["1d", "2d", "bucketed"])
 @pytest.mark.parametrize("change", ["order", "gap", "shift of the keys", "second sequence", "nan"])
-def test_tokens_that_are_not_on_the_grid_are_refused_where_it_matters(name, change):
+def test_tokens_off_the_grid_are_refused(name, change):
     position, places = toeplitz_case(name)
     r = places(8)
     other, keys = r.clone(), None

@@ -169,7 +169,7 @@ def test_gate_passes_over_masked_keys(feature_map, mixing):
 @pytest.mark.parametrize("normalize", ["masked", "unmasked", "none"])
 @pytest.mark.parametrize("causally", [False, True])
 @pytest.mark.parametrize("case", ["gaussian_mixture", "toeplitz", "cosine"])
-def test_normalize_divides_by_what_it_says(case, causally, normalize):
+def test_normalize_divides_by_its_normalizer(case, causally, normalize):
     torch.manual_seed(0)
     options = {"causal": causally, "position": contract.CASES[case].build(), "feature_map": "exp"}
     attention = Attention(16, 2, normalize=normalize, **options).double()
@@ -216,7 +216,7 @@ def test_normalizer_of_exponential_features_is_at_least_one(std):
 
 
 @pytest.mark.parametrize(("spread", "resolved"), [(55.0, True), (500.0, False)])
-def test_causal_queries_that_fit_none_of_their_keys(spread, resolved):
+def test_causal_queries_with_tiny_weights(spread, resolved):
     """Weights are e^-55 or less, and the square of such a normalizer underflows in float32."""
     torch.manual_seed(0)
     slope = torch.linspace(0, spread, 8)

@@ -91,7 +91,7 @@ def test_estimates_are_unbiased_and_their_error_falls_as_one_over_sqrt_r(variant
     assert abs(slope + 0.5) < 0.06, errors
 
 
-def test_fixed_sigma_is_a_buffer_and_checkpoints_are_alike():
+def test_fixed_sigma_is_a_buffer():
     fixed, learned = GaussianNodes(2, 4, sigma=1.0, learn_sigma=False), GaussianNodes(2, 4)
     assert not list(fixed.parameters()) and fixed.state_dict().keys() == learned.state_dict().keys()
     torch.testing.assert_close(fixed()[0], fixed.eps)

@@ -56,7 +56,7 @@ def test_a_position_reaches_every_layer(name):
         assert (model(x, r) - model(x, r[:, order])).abs().max() > 1e-6
 
 
-def test_a_layer_alone_owns_its_position():
+def test_single_layers_register_their_position():
     own = position()
     attention = layer(own)
     names = {f"position.{name}" for name, _ in own.named_parameters()}
@@ -122,7 +122,7 @@ def test_softmax_decodes_with_the_places_of_all_tokens_or_not_at_all(name):
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_softmax_learns_no_radii_of_boxes_and_says_so(layers):
+def test_softmax_freezes_radii_of_boxes_with_a_warning(layers):
     """The mask of a box is not differentiable with respect to its radius; other masks are."""
 
     def build(own, mixing):

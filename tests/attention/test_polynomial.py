@@ -48,7 +48,7 @@ def test_products_are_the_first_harmonics_of_exp(dim, tau, degree):
 
 
 @pytest.mark.parametrize("dim", [1, 2, 8, 64])
-def test_products_of_degree_2_are_positive_whatever_the_norms(dim):
+def test_products_of_degree_2_are_positive(dim):
     torch.manual_seed(0)
     phi, norms = features(dim), torch.logspace(-2, 2, 40, dtype=torch.float64)[:, None]
     x = norms * directions(1, 1, 1, dim)

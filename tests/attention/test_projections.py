@@ -78,7 +78,7 @@ def test_precision_is_that_of_the_input(name):
 
 
 @pytest.mark.parametrize("name", PROJECTIONS)
-def test_redraw_follows_its_generator_alone(name):
+def test_redraw_depends_only_on_its_generator(name):
     projection = build(name, 2, 20, 7, seed=5)
     first = projection.matrix()
     torch.manual_seed(77)
@@ -280,7 +280,7 @@ def test_the_bias_of_the_sphere_is_the_one_in_its_docstring(dim):
     assert dim != 16 or -0.17 < bias < -0.16
 
 
-def test_error_falls_as_one_over_sqrt_m_and_structure_lowers_it():
+def test_error_decays_as_one_over_sqrt_m():
     # Ranges over six seeds: slopes -0.47 to -0.54; ratios 0.83 to 0.91, Sobol 0.42 to 0.55.
     z, rmse = unit(16, "random"), {}
     for name in ("iid", "sobol", *ORTHOGONAL):

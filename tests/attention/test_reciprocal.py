@@ -187,7 +187,7 @@ def test_gradients(taper):
     assert grad[0].abs().amin() > 1e-9 and grad[3].abs().max() == 0
 
 
-def test_alone_as_in_a_batch():
+def test_batching_does_not_change_results():
     """The same bits, whatever the other graphs, and no gradient of one graph from another."""
     pbc = torch.cat([periodic(kind) for kind in ANY_AXIS])
     cell = CELL + 0.3 * randn(6, 3, 3)

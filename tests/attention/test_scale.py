@@ -137,7 +137,7 @@ def test_floor_of_toeplitz_products_is_that_of_the_matrix(method, padding):
     torch.testing.assert_close(out[:, :, :TOKENS], expected, rtol=0.0, atol=1e-7)
 
 
-def test_floor_has_the_gradient_of_what_it_divides_by():
+def test_floor_gradient_is_that_of_the_normalizer():
     """Includes the decay of a gate, which is part of the scale."""
     draw = torch.manual_seed(0)
     inputs = list(torch.randn(5, 1, 1, 6, 4, dtype=torch.float64, generator=draw))

@@ -106,7 +106,7 @@ def test_shells_are_the_mask_and_its_gradients(dim, radial):
 
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 @pytest.mark.parametrize(("ratio", "tol"), [(2, 1e-2), (5, 3e-2), (5, 1e-4), (10, 1e-2)])
-def test_suggested_shells_err_as_they_say(ratio, tol, scale):
+def test_suggested_shells_have_the_stated_error(ratio, tol, scale):
     """On other pairs than those that chose them, at any unit of length."""
     nodes, error = suggest_nodes(ratio * scale / 2, scale, tol)
     kernel = unit_gaussian()

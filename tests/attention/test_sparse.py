@@ -25,7 +25,7 @@ def case():
 
 
 @pytest.mark.parametrize("sparse", [True, False])
-def test_they_are_the_products_and_have_gradients_of_two_orders(sparse, monkeypatch):
+def test_sparse_products_equal_dense_ones_with_two_gradients(sparse, monkeypatch):
     monkeypatch.setattr(products, "has_sparse_products", lambda _: sparse)
     monkeypatch.setattr(products, "_TRANSIENT", 4 * CHANNELS)
     pattern, places, weight, x, y = case()
@@ -73,7 +73,7 @@ def test_gradients_inside_of_autocast_are_those_without():
         assert torch.equal(one, other)
 
 
-def test_a_gradient_that_nobody_wants_keeps_nothing():
+def test_unneeded_gradients_save_no_tensors():
     pattern, _, weight, x, _ = case()
     out = spread(weight.detach(), x, pattern)
     kept = [t for t in out.grad_fn.saved_tensors if t is not None]

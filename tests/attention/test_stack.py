@@ -125,7 +125,7 @@ def test_softmax_to_kernelized_and_back():
     torch.testing.assert_close(back(x, r), trained(x, r), rtol=0, atol=0)
 
 
-def test_conversion_returns_the_parameters_that_it_did_not_set():
+def test_conversion_returns_unset_parameters():
     left = convert_weights_(
         pair("softmax", 0), pair("linear", 1, feature_map="learnable_exp", num_features=8)
     )

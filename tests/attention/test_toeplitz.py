@@ -103,7 +103,7 @@ def test_equals_the_dense_form_with_gradients(size, causal, method, kind):
 
 
 @pytest.mark.parametrize("method", FORMS)
-def test_two_dimensions_are_the_sum_that_they_should_be(method):
+def test_two_dimensions_equal_loops_over_cells(method):
     """Independent of the oracle's gather: loops over cells."""
     height, width, tokens = 3, 4, 10
     phi_q, phi_k = (features("plain", tokens, seed) for seed in (0, 1))

@@ -106,7 +106,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_be_another_structure_is_refused(tmp_path, name):
+def test_files_of_ambiguous_structures_are_refused(tmp_path, name):
     content, words = REFUSED[name]
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=rf"{name}: frame 0: .*({words})") as caught:
@@ -167,7 +167,7 @@ def test_a_cut_file_names_the_frame(tmp_path, name):
         open_dataset(tmp_path / name)
 
 
-def test_bad_frames_between_good_ones_are_left_out_alone(tmp_path):
+def test_only_bad_frames_are_left_out(tmp_path):
     good = xyz("", "Cu 0 0 0")
     path = tmp_path / "a.xyz"
     path.write_text(good + xyz("", "D 0 0 0") + good + xyz("", "Cu 0 0") + good + "2\n\nCu 0 0 0")
@@ -176,7 +176,7 @@ def test_bad_frames_between_good_ones_are_left_out_alone(tmp_path):
     assert [name for name, _ in dataset.bad] == [f"{path}: frame {i}" for i in (1, 3, 5)]
 
 
-def test_a_reason_is_said_once_with_the_names(tmp_path):
+def test_each_reason_is_reported_once(tmp_path):
     path = tmp_path / "a.xyz"
     path.write_text(xyz("", "D 0 0 0") * 20 + xyz("", "Cu 0 0 0") + xyz("", "Cu 0 0"))
     text = open_dataset(path, skip_bad=True).left_out()

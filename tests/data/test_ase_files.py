@@ -273,7 +273,7 @@ def test_database_without_structures_is_not_written_to(tmp_path, content):
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
-def test_warning_of_an_accepted_file_names_it(tmp_path, capsys, monkeypatch):
+def test_warnings_name_the_file(tmp_path, capsys, monkeypatch):
     path = tmp_path / "a.traj"
     write(path, [slab(), slab(1)])
     read = ase.io.formats.iread

@@ -109,7 +109,7 @@ def test_known_formats_are_those_that_ase_reads():
 @pytest.mark.parametrize(
     "name", ["a.lammpstrj", "a.gro", "a.npz", "a.pckl", "a.bundle", "notes.md"]
 )
-def test_other_formats_say_what_to_do(tmp_path, name):
+def test_unknown_formats_give_advice(tmp_path, name):
     (tmp_path / name).write_text("ITEM: TIMESTEP\n0\n")
     assert ase_format(tmp_path / name) is None
     with pytest.raises(ValueError, match=rf"{name}.*ase convert {name}") as caught:

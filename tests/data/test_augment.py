@@ -61,7 +61,7 @@ def relaxations(count=400):
     return Batch.from_data_list(records)
 
 
-def test_points_on_the_way_are_on_it():
+def test_interpolated_positions_lie_on_the_path():
     batch = relaxations()
     torch.manual_seed(0)
     moved = interpolate(batch, share=0.6, noise=0.0)

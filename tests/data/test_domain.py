@@ -38,7 +38,7 @@ def domain(*records) -> Domain:
 TRAINED = domain(record("KKKK", "HO", y_relaxed=-1.0), record("KKKKK", "HOO", y_relaxed=0.5))
 
 
-def test_it_says_what_there_is() -> None:
+def test_domain_summarizes_the_data() -> None:
     own = TRAINED.to_json()
     assert own["systems"] == 2 and own["atoms"] == [6, 8]
     assert own["elements"] == {"slab": ["K"], "adsorbate": ["H", "O"], "untagged": []}
@@ -71,7 +71,7 @@ def test_each_way_to_lie_outside_has_its_reason(structure, reasons: list[str]) -
     assert TRAINED.outside(structure) == reasons
 
 
-def test_what_training_had_is_inside() -> None:
+def test_training_structures_are_inside_the_domain() -> None:
     records = [record("KKKK", tags=False), record("KKKK", "HO"), record("CCCC", pbc=(0, 0, 0))]
     own = domain(*records)
     assert [own.outside(one) for one in records] == [[], [], []]
@@ -108,7 +108,7 @@ def test_energies_far_from_the_labels_are_named(energy: float, named: str) -> No
     assert not told or "-1.00 to 0.50" in told
 
 
-def test_reasons_are_said_once_with_their_numbers() -> None:
+def test_reasons_are_grouped_with_their_numbers() -> None:
     reasons = [["atoms: 13, trained on 52 to 66"], ["atoms: 1,200, trained on 52 to 66"], [],
                ["Au not in training", "atoms: 14, trained on 52 to 66"]]  # fmt: skip
     assert counted_reasons(reasons) == [
@@ -117,7 +117,7 @@ def test_reasons_are_said_once_with_their_numbers() -> None:
     ]
 
 
-def test_it_comes_back_from_its_file(tmp_path: Path) -> None:
+def test_domains_round_trip(tmp_path: Path) -> None:
     write_store(tmp_path / "train.safetensors", structures(9))
     write_store(tmp_path / "val_id.safetensors", structures(3, seed=1))
     (content,) = IS2REData(tmp_path).files().values()

@@ -214,7 +214,7 @@ def test_wrong_md5_and_damaged_parts_are_refused(server, tmp_path):
     get(server, tmp_path / "a")
 
 
-def test_full_disk_is_said_first_with_numbers(server, tmp_path, monkeypatch, capsys):
+def test_missing_disk_space_is_reported_before_the_download(server, tmp_path, monkeypatch, capsys):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage(10**12, 0, 2 * 10**9))
     with pytest.raises(ValueError, match=r"not enough disk: 5\.2 GB needed; 2\.0 GB free"):
@@ -286,7 +286,7 @@ def head(*lines, status="200 OK"):
 
 
 @pytest.mark.parametrize("length", [None, "abc", "-5", "0", "²", "9" * 5000])
-def test_sizes_that_are_none_are_told(server, tmp_path, length):
+def test_invalid_sizes_are_refused(server, tmp_path, length):
     server.answers["HEAD"] = [head(*([] if length is None else [f"Content-Length: {length}"]))]
     with pytest.raises(OSError, match=f"{server.url}.*Content-Length"):
         get(server, tmp_path / "a")
@@ -347,7 +347,7 @@ def test_an_archive_that_is_there_is_compared(server, tmp_path):
     assert server.asked == [] and (tmp_path / "a/is2re/all/val_id/data.lmdb").is_file()
 
 
-def test_what_a_killed_unpacking_left_is_not_taken_for_a_split(tmp_path):
+def test_remains_of_a_killed_unpacking_are_ignored(tmp_path):
     left = tmp_path / "in/.is2re.part/10k/train/data.lmdb"
     left.parent.mkdir(parents=True)
     left.write_bytes(b"half")
@@ -385,6 +385,6 @@ def test_game_net_is_fetched_resumed_and_compared(server, tmp_path, capsys):
 
 
 @pytest.mark.skipif(not ARCHIVE.is_file(), reason=f"no GAME-Net archive at {ARCHIVE}")
-def test_what_is_known_of_game_net_is_true():
+def test_published_facts_of_game_net():
     content = ARCHIVE.read_bytes()
     assert (len(content), md5(content)) == (GAME_NET.size, GAME_NET.md5)

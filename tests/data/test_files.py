@@ -36,14 +36,14 @@ def test_a_block_that_fails_leaves_the_older_file(tmp_path):
     assert stat.S_IMODE(path.stat().st_mode) == (path.parent / "plain.txt").stat().st_mode & 0o777
 
 
-def test_what_cannot_be_written_is_named(tmp_path):
+def test_unwritable_paths_are_named(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(OSError, match=r"folder: could not be written"):
         write_atomically(tmp_path / "folder", b"")
     assert os.listdir(tmp_path) == ["folder"]
 
 
-def test_what_could_not_be_written_is_named_before(tmp_path):
+def test_unwritable_paths_are_named_in_advance(tmp_path):
     there = tmp_path / "a.txt"
     there.write_text("a")
     for path, why in {tmp_path: "Is a directory", there / "b" / "c.txt": "Not a directory"}.items():
@@ -57,7 +57,7 @@ def test_what_could_not_be_written_is_named_before(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a.txt", "link.txt"] and there.read_text() == "a"
 
 
-def test_what_is_appended_is_there_or_not(tmp_path):
+def test_appending_is_atomic(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("a\n")
     append(path, "b\n")
@@ -71,7 +71,7 @@ def test_what_is_appended_is_there_or_not(tmp_path):
     assert path.read_text() == "a\nb\n"
 
 
-def test_what_may_not_be_read_or_written_says_so(tmp_path):
+def test_missing_permissions_are_reported(tmp_path):
     path = tmp_path / "a.safetensors"
     save_tensors(path, {"a": np.zeros(2)}, {})
     own = os.geteuid()

@@ -59,7 +59,7 @@ def test_all_systems_agree_with_arrays_made_independently(converted):
 
 
 @genuine
-def test_labels_are_adsorption_energies_and_none_is_absurd(converted):
+def test_labels_are_plausible_adsorption_energies(converted):
     for path in converted.glob("*.safetensors"):
         store = StructureStore(path)
         assert energy_kind(store.y_relaxed, store.natoms) == "adsorption"
@@ -142,7 +142,7 @@ def test_groups_names_and_folds(archive, tmp_path, capsys):
     capsys.readouterr()
 
 
-def test_splits_of_an_earlier_conversion_do_not_stay_beside_a_new_train(archive, tmp_path, capsys):
+def test_splits_of_an_earlier_conversion_are_removed(archive, tmp_path, capsys):
     out = tmp_path / "fg"
     assert convert(archive, out) == 0
     before = stores(out)

@@ -73,13 +73,13 @@ def test_pyg_data_of_others() -> None:
         ([WATER, Atoms("H", positions=[[np.nan] * 3])], "structure 1: .*pos must be finite"),
     ],
 )
-def test_what_is_no_structure_gets_one_line(given: object, message: str) -> None:
+def test_other_objects_are_refused(given: object, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message) as caught:
         StructuresInMemory(given)
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_one_structure_is_told_from_several() -> None:
+def test_single_structures_are_recognized() -> None:
     (record,) = structures(1)
     assert is_one(WATER) and is_one(record)
     assert not any(map(is_one, ([WATER], Batch.from_data_list([record]), "in.xyz", None)))

@@ -134,7 +134,7 @@ def test_bad_records_are_listed_and_the_others_reported(tmp_path, capsys):
     assert "key '1'" in (told := capsys.readouterr().out) and "key '3'" in told
 
 
-def test_one_flat_cell_does_not_end_it(tmp_path, capsys):
+def test_a_flat_cell_does_not_stop_inspection(tmp_path, capsys):
     content = {str(i): old_record(i) for i in range(3)}
     content["1"] = old_record(1, cell=torch.ones(1, 3, 3))
     found = as_json(capsys, write_lmdb(tmp_path / "data.lmdb", content))
@@ -173,7 +173,7 @@ def test_limit_and_wrong_options(tmp_path, capsys):
     assert "absent.lmdb: no such file or folder" in capsys.readouterr().err
 
 
-def test_drawing_marks_what_it_says(tmp_path, monkeypatch):
+def test_drawings_mark_tags_and_fixed_atoms(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     structure = record(0)
@@ -233,7 +233,7 @@ def test_everything_bad(tmp_path):
         summarize(path)
 
 
-def test_records_of_s2ef_say_what_they_are(tmp_path, capsys):
+def test_s2ef_records_are_recognized(tmp_path, capsys):
     y = {"y": -3.5, "force": torch.zeros(7, 3), "y_relaxed": None, "pos_relaxed": None}
     path = write_lmdb(tmp_path / "train.lmdb", {str(i): old_record(i, **y) for i in range(2)})
     assert as_json(capsys, path)["recipe"] == "potential"
@@ -253,7 +253,7 @@ def test_records_of_s2ef_say_what_they_are(tmp_path, capsys):
         ([None, None, None], "unknown"),
     ],
 )
-def test_kind_of_energies_is_said(tmp_path, capsys, energies, kind):
+def test_kind_of_energies_is_reported(tmp_path, capsys, energies, kind):
     path = tmp_path / "a.safetensors"
     labels = [None if e is None or math.isnan(e) else e for e in energies]
     write_store(path, [record(i, y_relaxed=e) for i, e in enumerate(labels)])
@@ -269,7 +269,7 @@ def test_kind_of_energies_is_said(tmp_path, capsys, energies, kind):
     assert said == (kind != "unknown")
 
 
-def test_totals_of_molecules_are_no_warning(tmp_path, capsys):
+def test_total_energies_of_molecules_give_no_warning(tmp_path, capsys):
     path = tmp_path / "a.safetensors"
     write_store(path, [record(i, y_relaxed=-40.0, tags=torch.zeros(7)) for i in range(2)])
     found = as_json(capsys, path)

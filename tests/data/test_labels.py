@@ -24,7 +24,7 @@ def of_energies(energies: list[float | None]) -> list[object]:
     return [record(i, y_relaxed=energy) for i, energy in enumerate(energies)]
 
 
-def test_absurd_is_beyond_twenty_among_adsorption_energies_alone() -> None:
+def test_only_adsorption_energies_are_limited_to_20_ev() -> None:
     natoms = np.full(4, 50)
     energies = np.array([-1.0, 20.0, -20.001, math.nan])
     assert list(label_faults(energies, natoms, required=False)) == [2]
@@ -101,7 +101,7 @@ def test_energies_that_are_all_the_same_have_no_spread(tmp_path: Path, more, spr
     assert found == pytest.approx((-0.1 + more / 2, spread), rel=1e-6)
 
 
-def test_a_split_without_labels_is_no_training_set(tmp_path: Path) -> None:
+def test_training_requires_labels(tmp_path: Path) -> None:
     write_store(tmp_path / "train.safetensors", of_energies([None, None]))
     data = IS2REData(tmp_path, val_split="train", skip_bad=True)
     with pytest.raises(ValueError, match=r"got 0 \(2 left out as bad: y_relaxed must be a finite"):
@@ -123,7 +123,7 @@ def test_an_absurd_label_of_one_file_is_refused_in_either_part(tmp_path: Path, p
 
 
 @pytest.mark.parametrize(("learned", "judged"), [(-1.0, -314.25), (-314.25, -1.0), (-1.0, -2.0)])
-def test_validation_with_energies_of_another_kind_is_said(tmp_path: Path, learned, judged) -> None:
+def test_validation_with_other_energies_gives_a_warning(tmp_path: Path, learned, judged) -> None:
     for split, energy in (("train", learned), ("val_id", judged)):
         write_store(tmp_path / f"{split}.safetensors", of_energies([energy, energy - 0.5]))
     with warnings.catch_warnings(record=True) as told:
@@ -213,7 +213,7 @@ def test_references_are_recovered_exactly(tmp_path: Path, monkeypatch) -> None:
     np.testing.assert_allclose(again.energies, found.energies, rtol=1e-12, atol=1e-9)
 
 
-def test_what_references_leave_is_measured(tmp_path: Path) -> None:
+def test_residuals_have_their_mean_and_deviation(tmp_path: Path) -> None:
     """Mean and deviation of the residuals as numpy has them, on energies with noise of 0.3 eV."""
     records = of_elements(drawn(200), noise=0.3)
     dataset = stored(tmp_path / "a.safetensors", records)

@@ -80,7 +80,7 @@ def made_here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_a_finished_run_holds_what_it_says(made_here: Path, capsys) -> None:
+def test_finished_data_sets_match_their_card(made_here: Path, capsys) -> None:
     splits = [split for split in make_systems._SPLITS if split != "val_large"]
     stores = [f"{split}.safetensors" for split in splits]
     frames = [f"frames/{split}.extxyz" for split in splits]
@@ -428,7 +428,7 @@ def test_a_bond_to_an_image_counts() -> None:
     assert not make_systems._bonds(Atoms("CC", [(0, 0, 0), (2.6, 0, 0)]))[0, 1]
 
 
-def test_chgnet_takes_part_where_it_is_installed(tmp_path: Path) -> None:
+def test_chgnet_is_a_calculator_if_installed(tmp_path: Path) -> None:
     pytest.importorskip("chgnet", reason="molflt[chgnet] is not installed")
     make(tmp_path, "chgnet", train=1, val=1, workers=1)
     assert abs(float(StructureStore(tmp_path / "train.safetensors").y_relaxed[0])) < 10

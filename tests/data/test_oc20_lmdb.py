@@ -73,7 +73,7 @@ def test_length_key_that_runs_code_or_lies(tmp_path):
         ("2", "key 'length': .*expected a pickled whole number; got str"),
     ],
 )
-def test_length_that_is_no_length(tmp_path, length, message):
+def test_invalid_lengths_are_refused(tmp_path, length, message):
     content = length if isinstance(length, bytes) else pickle.dumps(length)
     path = write_lmdb(tmp_path / "data.lmdb", {**numbered(2), "length": content})
     with pytest.raises(ValueError, match=r"data\.lmdb: " + message) as caught:
@@ -146,7 +146,7 @@ def test_folder_of_shards_in_order_of_name(tmp_path):
     assert dataset.natoms.tolist() == [7] * 9
 
 
-def test_natoms_beside(tmp_path):
+def test_natoms_are_read_from_the_npz_file(tmp_path):
     records = {str(i): old_record(i, atoms=3 + i) for i in range(4)}
     path = write_lmdb(tmp_path / "data.lmdb", records)
     assert open_dataset(path).natoms.tolist() == [3, 4, 5, 6]
@@ -190,7 +190,7 @@ def test_empty_and_truncated_files(tmp_path, size):
     assert str(broken) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_things_that_are_no_lmdb(tmp_path):
+def test_other_files_are_refused_as_lmdb(tmp_path):
     (tmp_path / "text.lmdb").write_text("not an lmdb " * 2000)
     with pytest.raises(ValueError, match=r"text\.lmdb: not an LMDB file"):
         open_dataset(tmp_path / "text.lmdb")
@@ -258,7 +258,7 @@ def test_damaged_pages_are_named_or_left_out(tmp_path, capsys):
     assert all("the LMDB is damaged: page" in reason for _, reason in kept.bad)
 
 
-def test_what_users_leave_out(tmp_path):
+def test_optional_fields_may_be_missing(tmp_path):
     absent = dict.fromkeys(("tags", "y_init", "y_relaxed", "pos_relaxed", "sid", "fixed", "cell"))
     path = write_lmdb(tmp_path / "data.lmdb", {"0": old_record(0), "1": old_record(1, **absent)})
     pos, numbers = (fields(1)[key] for key in ("pos", "atomic_numbers"))

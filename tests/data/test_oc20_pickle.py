@@ -156,7 +156,7 @@ TAMPERING = {
 
 
 @pytest.mark.parametrize("payload", TAMPERING.values(), ids=TAMPERING)
-def test_tampering_with_the_stand_ins_fails_and_leaves_no_trace(payload):
+def test_stand_ins_cannot_be_changed_by_pickles(payload):
     with pytest.raises(ValueError, match=r"f: key '0': (cannot be read|refused)"):
         _decode_record(b"\x80\x03" + payload, "f: key '0'")
     again = _decode_record(old_record(3), "f: key '1'")
@@ -260,7 +260,7 @@ def test_time_and_memory_are_bounded(payload):
         (0, [2], [1], "expected the sizes"),
     ],
 )
-def test_views_that_are_none(offset, size, stride, message):
+def test_invalid_views_are_refused(offset, size, stride, message):
     with pytest.raises(ValueError, match="f: cannot be read; .*" + message):
         _decode_record(view(offset, size, stride), "f")
 

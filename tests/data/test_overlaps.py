@@ -31,7 +31,7 @@ def distances(pos: np.ndarray, cell: np.ndarray, pbc: np.ndarray) -> np.ndarray:
     return np.linalg.norm(apart[:, None] + images.reshape(-1, 3), axis=2)
 
 
-def test_as_all_pairs_of_all_images_say() -> None:
+def test_overlaps_equal_a_search_over_all_images() -> None:
     draw, found = np.random.default_rng(0), []
     while len(found) < 300:
         count, pbc = int(draw.integers(2, 8)), draw.integers(0, 2, 3).astype(bool)
@@ -58,7 +58,7 @@ def test_of_molecules_far_away(away) -> None:
     assert not atoms_coincide(make_record(pos=pos[:1], atomic_numbers=[1]))
 
 
-def test_they_are_named_where_structures_are_looked_at(tmp_path, capsys) -> None:
+def test_overlapping_atoms_are_reported(tmp_path, capsys) -> None:
     """Across a boundary, too, where no viewer shows it."""
     draw, records = np.random.default_rng(0), []
     for sid in range(4):

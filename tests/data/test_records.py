@@ -136,7 +136,7 @@ def test_sids_that_are_exact(sid, number):
     assert small(sid=sid).sid == number
 
 
-def test_bounds_belong_to_what_is_allowed():
+def test_bounds_are_inclusive():
     record = small(
         pos=[[0.0, 0.0, 0.0], [0.0, 0.0, 1e5]], cell=np.diag([0.5, 5.0, 0.0]), pbc=[1, 1, 0]
     )

@@ -52,7 +52,7 @@ def test_splits_have_their_sizes_and_every_system_its_name_once(sample, named, m
     assert len(starts) == len(named), "no system occurs twice"
 
 
-def test_splits_hold_out_what_they_say(sample, named) -> None:
+def test_splits_hold_out_metals_and_adsorbates(sample, named) -> None:
     adsorbates, catalysts = (
         {s: {named[r.sid][key] for r in records} for s, records in sample.items()}
         for key in ("adsorbate", "catalyst")
@@ -98,7 +98,7 @@ def test_energies_follow_from_the_stored_positions(sample, made) -> None:
             assert energy(positions) - reference == pytest.approx(float(label), abs=2e-3)
 
 
-def test_the_card_is_that_of_the_files_and_they_are_small(monkeypatch) -> None:
+def test_the_card_matches_the_files(monkeypatch) -> None:
     card = load_script("card")
     monkeypatch.chdir(ROOT)
     expected = card.CARD.format_map(card.facts(Path("datasets/chgnet-sample")))

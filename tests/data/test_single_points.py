@@ -60,7 +60,7 @@ def bare(atoms: Atoms, **labels) -> Atoms:
     return out
 
 
-def test_energies_of_large_cells_are_not_absurd_beside_those_of_small_ones(tmp_path, capsys):
+def test_large_cells_may_have_large_energies(tmp_path, capsys):
     frames, large = copper(12), bulk("Cu", cubic=True).repeat(3)
     large.rattle(0.15, seed=1)
     large.calc = EMT()
@@ -77,7 +77,7 @@ def test_energies_of_large_cells_are_not_absurd_beside_those_of_small_ones(tmp_p
 
 
 @pytest.mark.parametrize("name", ["a.extxyz", "a.traj", "a.db"])
-def test_what_calculators_stored(tmp_path, name):
+def test_calculator_results_are_labels(tmp_path, name):
     frames = copper(2)
     if name.endswith("db"):
         with ase.db.connect(tmp_path / name) as database:
@@ -223,7 +223,7 @@ def test_a_missing_energy_is_named_as_in_the_file(tmp_path):
         PotentialData(tmp_path, val_split="train").setup()
 
 
-def test_a_virial_is_named_with_the_option_that_reads_it(tmp_path, capsys):
+def test_unread_virials_name_their_option(tmp_path, capsys):
     frames = [
         bare(a, energy=a.get_potential_energy(), forces=a.get_forces(), virials=np.eye(3))
         for a in copper(4)
@@ -235,7 +235,7 @@ def test_a_virial_is_named_with_the_option_that_reads_it(tmp_path, capsys):
     assert "--data.stress_key virials" in capsys.readouterr().out
 
 
-def test_energies_alone_are_learned_where_forces_have_no_weight(tmp_path, capsys):
+def test_zero_force_weight_trains_on_energies(tmp_path, capsys):
     frames = volumes()
     for atoms in frames:
         del atoms.calc.results["forces"], atoms.calc.results["stress"]
@@ -413,7 +413,7 @@ def test_right_stress_is_not_refused(tmp_path, frames):
     assert not unit_fault(list(open_dataset(tmp_path / "train.traj")))
 
 
-def test_a_virial_is_read_as_such_when_it_is_named(tmp_path):
+def test_virials_are_converted_to_stress(tmp_path):
     frames = [
         bare(a, energy=a.get_potential_energy(), forces=a.get_forces(), virial=virial)
         for a in strained(4)

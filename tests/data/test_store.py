@@ -52,7 +52,7 @@ def test_round_trip_is_exact(store):
     assert dataset.natoms.tolist() == [7, 1, 7, 31, 7] and dataset.natoms.dtype == np.int64
 
 
-def test_without_relaxed_positions_none_are_stored(tmp_path):
+def test_missing_relaxed_positions_are_not_stored(tmp_path):
     path = tmp_path / "test_id.safetensors"
     write_store(path, [record(i, pos_relaxed=None, y_relaxed=None) for i in range(3)])
     assert "pos_relaxed" not in load_file(path)
@@ -249,7 +249,7 @@ def test_names(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "I8"])
-def test_bytes_of_another_type_are_no_tags(store, dtype):
+def test_other_byte_types_are_refused_as_tags(store, dtype):
     """Of one byte each, in a file whose digest was made for it."""
     columns, header = load_file(store), {"format": "molflt-structures", "version": "1"}
     save_file(columns, store, metadata=header)

@@ -223,12 +223,12 @@ def test_free_atoms_of_a_slab_are_its_surface() -> None:
         (SLAB, "no adsorbate"),
     ],
 )
-def test_without_slab_vacuum_or_adsorbate_there_is_no_guess(atoms: Atoms, why: str) -> None:
+def test_tags_are_not_guessed_without_slab_vacuum_or_adsorbate(atoms: Atoms, why: str) -> None:
     guess = guessed(atoms)
     assert why in guess.text and not guess.tags.any()
 
 
-def test_a_source_with_guessed_tags_says_what_it_found(tmp_path, capsys) -> None:
+def test_guessed_tags_are_reported(tmp_path, capsys) -> None:
     from ase.io import write
 
     frames = [above(SLAB, "CO")[0], above(SLAB, "CO")[0], SLAB]

@@ -118,7 +118,7 @@ def test_files_of_every_task(task, tmp_path):
     assert classes <= ({0.5, 4.5} if GLUE[task].labels is None else {0.0, 1.0, 2.0})
 
 
-def test_published_files_are_read_as_they_are(tmp_path):
+def test_published_files_are_read_unchanged(tmp_path):
     """With a byte order mark, single quotation marks, \\r\\n, no header, or missing columns."""
     mrpc = '\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\r\n1\t2\t3\tHe said, "yes\t"No.\r\n'
     (tmp_path / "MRPC.train.tsv.xz").write_bytes(lzma.compress(mrpc.encode()))

@@ -45,7 +45,7 @@ def test_arrays_and_results_are_named() -> None:
         {"born_effective_charges": [1.0, -1.0], "dipole_moment": 2.0},
     ],
 )
-def test_neutral_values_and_other_fields_say_nothing(info: dict[str, object]) -> None:
+def test_neutral_values_give_no_warning(info: dict[str, object]) -> None:
     assert unused_fields(Atoms("H2", info=info)) == {}
 
 

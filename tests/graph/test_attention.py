@@ -48,7 +48,7 @@ def test_a_graph_does_not_see_its_batch(kind):
     close(run(layer, permuted), [out[order] for out, order in zip(together, orders, strict=True)])
 
 
-def test_auto_computes_alone_and_in_a_batch_by_different_forms(monkeypatch):
+def test_auto_chooses_different_forms_for_one_graph_and_a_batch(monkeypatch):
     """The premise of the test above."""
     layer, graphs, found = Kind("spectral", "none", False, "gaussian", "auto").build(), mixed(), []
     for name in ("linear", "quadratic"):
@@ -266,7 +266,7 @@ def test_reset_redraw_save_and_copy(kind):
     assert [len(each) for each in run(twins["copied"], graphs)] == [7, 1, 12, 0, 5]
 
 
-def test_repr_says_what_it_is():
+def test_repr_names_the_mechanism():
     layer = Kind("multiplicative", "reciprocal", True, "gaussian", "auto").build()
     assert repr(layer).startswith("GraphAttention(\n")
     for word in ("16, heads=2", "mixing='auto'", "position=MultiplicativePosition"):
@@ -402,7 +402,7 @@ def test_a_trace_is_refused(form):
     assert "\n" not in str(told.value)
 
 
-def test_compiled_code_refuses_what_it_cannot_look_at():
+def test_compiled_layers_refuse_data_dependent_checks():
     """A periodic structure for a layer that was not told what to do with it."""
     layer = GraphAttention(DIM, HEADS).double()
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="eager")

@@ -63,7 +63,7 @@ def test_one_package_for_all_sizes(exported, monkeypatch):
         fast.use_mesh_()
 
 
-def test_predict_with_it(exported, tmp_path, capsys):
+def test_predictions_with_compiled_code(exported, tmp_path, capsys):
     write(tmp_path / "in.extxyz", structures(5, 9))
     tables = []
     for words in ([], ["--compiled=true"]):
@@ -74,7 +74,7 @@ def test_predict_with_it(exported, tmp_path, capsys):
     assert tables[1] == pytest.approx(tables[0], abs=1e-5)
 
 
-def test_what_does_not_belong_to_it_is_refused(exported, tmp_path, capsys):
+def test_unsupported_inputs_of_compiled_code_are_refused(exported, tmp_path, capsys):
     out = tmp_path / "out"
     shutil.copytree(exported, out)
     words = ["predict", str(out), str(tmp_path / "in.extxyz"), "--compiled=true"]

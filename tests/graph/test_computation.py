@@ -32,7 +32,7 @@ def batches(untagged: bool) -> list[Batch]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.no_grad()
-def test_tensors_alone_give_the_energies_of_the_model(variant):
+def test_computation_from_tensors_equals_the_model(variant):
     """Whatever the sizes, a single atom too; with energies of elements."""
     net = model(**VARIANTS[variant]).eval()
     net.element_energies.normal_()

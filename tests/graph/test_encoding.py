@@ -98,7 +98,7 @@ def test_additive_position_promises_nothing_about_supercells(mixing):
 @pytest.mark.parametrize(
     "options", [{"position_options": {"background": 1.0}}, {"normalize": "unmasked"}], ids=str
 )
-def test_what_breaks_supercells_is_off_by_default(options):
+def test_options_that_break_supercells_are_off_by_default(options):
     """What all pairs see of each other, and a normalizer without the kernel, double with a cell."""
     default = reciprocal("multiplicative").encoding.position
     assert default.background == 0 and default.spectrum.positive

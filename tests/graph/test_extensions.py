@@ -31,7 +31,7 @@ def layer(**options) -> GraphAttention:
     return GraphAttention(DIM, HEADS, periodic="all_images", **options).double()
 
 
-def test_it_keeps_the_promises_of_a_layer():
+def test_extensions_keep_the_contract():
     net, graphs = layer(image_cutoff=4.0), mixed()
     together = run(net, graphs)
     close([run(net, [each])[0] for each in graphs], together)
@@ -50,7 +50,7 @@ def test_its_options_are_its_arguments_and_those_of_others_are_refused():
         GraphAttention(DIM, HEADS, periodic=Reciprocal(0.3), image_cutoff=4.0)
 
 
-def test_the_regressor_takes_it_and_it_differs():
+def test_regressors_accept_the_extension():
     def energies(periodic: str) -> Tensor:
         torch.manual_seed(0)
         options = {"dim": 16, "heads": 2, "layers": 1, "position": "spectral"}
@@ -60,7 +60,7 @@ def test_the_regressor_takes_it_and_it_differs():
     assert (energies("all_images") - energies("images")).abs().max() > 1e-6
 
 
-def test_a_cell_for_a_layer_that_was_not_told_is_refused():
+def test_a_cell_without_the_option_periodic_is_refused():
     """An explicit "none" may leave the boundaries out; a cell that is not periodic says nothing."""
     given = graph("crystal", 7)
     torch.manual_seed(0)
@@ -114,13 +114,13 @@ def test_a_cell_for_a_layer_that_was_not_told_is_refused():
         ({"position": "multiplicative", "near_field": -1.0}, "near_field must be positive"),
     ],
 )
-def test_what_has_no_effect_or_cannot_work_is_refused_when_built(options, message):
+def test_useless_options_are_refused_at_construction(options, message):
     with pytest.raises(ValueError, match=message) as caught:
         GraphAttention(DIM, HEADS, **options)
     assert "\n" not in str(caught.value)
 
 
-def test_a_batch_size_of_zero_is_not_taken_for_none():
+def test_batch_size_zero_differs_from_none():
     given = graph("crystal", 7)
     layer = GraphAttention(DIM, HEADS).double()
     with pytest.raises(ValueError, match="got 0 to 0 with batch_size=0; correct one of them"):

@@ -195,7 +195,7 @@ def test_the_split_of_large_cells_changes_nothing(monkeypatch, pbc, powers):
             torch.testing.assert_close(mine, first, rtol=1e-7, atol=1e-6)
 
 
-def test_far_fragments_cost_what_they_cost_alone(monkeypatch):
+def test_far_fragments_do_not_add_cost(monkeypatch):
     """No cell list, node or pair grows with the space between them."""
     monkeypatch.setattr("molflt.graph.memory._SMALL", 0)
     monkeypatch.setattr("molflt.graph.memory.available_memory", lambda: 2**25)

@@ -83,7 +83,7 @@ def test_a_molecule_needs_neither_cell_nor_tags(model) -> None:
         torch.testing.assert_close(untagged, energy(model, data(tags=0 * data().tags)))
 
 
-def test_atoms_of_ase_as_the_message_says(model) -> None:
+def test_ase_atoms_convert_as_the_message_advises(model) -> None:
     atoms = ase.build.molecule("H2O")
     refused(TypeError, lambda: model(atoms), "got Atoms", "make_record(pos=atoms.positions")
     record = make_record(
@@ -242,7 +242,7 @@ BATCHED = {
 
 
 @pytest.mark.parametrize("case", BATCHED)
-def test_what_batches_of_pyg_join(case) -> None:
+def test_pyg_batches_join_graphs(case) -> None:
     layer = GraphAttention(16, 2, num_features=8, periodic="reciprocal")
     given = {"x": X, "pos": POS, "batch": ONE.cumsum(0) // 4, "cell": torch.eye(3)}
     assert layer(**given).shape == X.shape
@@ -258,7 +258,7 @@ def test_no_tensor_for_the_layer(name, position) -> None:
     refused(TypeError, lambda: layer(**given), f"{name} must be a torch.Tensor; got list")
 
 
-def test_autocast_takes_what_layers_before_it_gave() -> None:
+def test_half_precision_inputs_are_accepted_under_autocast() -> None:
     layer = GraphAttention(16, 2, num_features=8)
     expected = layer(X, POS)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -336,7 +336,7 @@ def test_positions_of_whole_numbers_are_refused(make) -> None:
 
 
 @pytest.mark.parametrize("name", ["atomic_numbers", "pos"])
-def test_a_potential_names_what_is_missing(name) -> None:
+def test_missing_inputs_of_a_potential_are_named(name) -> None:
     refused(ValueError, lambda: Potential(**SMALL)(data(**{name: None})), name)
 
 

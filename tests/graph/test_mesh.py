@@ -105,7 +105,7 @@ def test_graphs_do_not_see_their_batch():
     assert bool((slope[first:] == 0).all()) and bool((slope[:first] != 0).any())
 
 
-def test_what_holds_exactly_and_what_to_the_error_of_interpolation():
+def test_invariances_of_the_mesh():
     net, given = layer(near_field=3.0), crystal()
     out = run(net, [given])[0]
     order = torch.randperm(7)
@@ -164,7 +164,7 @@ def test_lower_precision(dtype):
     assert (found - exact).norm() < (1e-5 if dtype is torch.float32 else 0.05) * exact.norm()
 
 
-def test_the_regressor_takes_it():
+def test_regressors_accept_a_mesh():
     def energies(periodic: str, **options) -> Tensor:
         torch.manual_seed(0)
         sizes = {"dim": 16, "heads": 2, "layers": 2, "position": "multiplicative"}
@@ -175,7 +175,7 @@ def test_the_regressor_takes_it():
     assert 0 < (energies("mesh", mesh_order=8) - expected).abs().max() < 1e-5
 
 
-def test_a_trained_model_takes_it_in_place_of_its_nodes():
+def test_trained_models_can_use_a_mesh():
     torch.manual_seed(0)
     net = EnergyRegressor(16, 2, layers=2, near_field=3.0).double().eval()
     batch = Batch.from_data_list([structure(9, 3), structure(6, 4)])
@@ -227,7 +227,7 @@ def test_many_pairs_and_pieces_change_nothing(near, monkeypatch):
     close(found(), whole)
 
 
-def test_what_it_cannot_do_is_refused():
+def test_unsupported_options_of_the_mesh_are_refused():
     with pytest.raises(ValueError, match="periodic='mesh' is for a kernel that multiplies"):
         layer(position="spectral")
     with pytest.raises(ValueError, match="got mixing=softmax"):

@@ -107,7 +107,7 @@ def test_messages_end_with_all_derivatives_at_the_cutoff():
     assert torch.autograd.gradcheck(lambda r: radial_waves(r, 8, CUTOFF), (inside,))
 
 
-def test_waves_are_those_of_dimenet_before_they_fade():
+def test_waves_equal_dimenet_before_the_envelope():
     """Bessel functions, sin(n pi r / c) times c / r."""
     r = torch.linspace(0.001, CUTOFF * 0.89, 4001, dtype=torch.float64)
     u = r / CUTOFF
@@ -144,7 +144,7 @@ def test_matrices_sum_as_pairs_do_and_as_pieces_of_them(monkeypatch):
 
 
 @torch.no_grad()
-def test_an_atom_alone_and_none():
+def test_single_and_missing_atoms():
     net = messages(2)
     alone = Geometry.of_data(Batch.from_data_list([structure(1, 0)]))
     tokens = torch.ones(1, 8, dtype=torch.float64)

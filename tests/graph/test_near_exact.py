@@ -51,7 +51,7 @@ def softmax_of(layer, x, pos, kept=None):
     ("scale", "options", "kept"),
     [(1.0, {}, None), (30.0, {}, None), (30.0, POLYNOMIAL, None), (30.0, {}, every_third)],
 )
-def test_with_every_pair_near_it_is_softmax(mixing, scale, options, kept, monkeypatch):
+def test_all_near_pairs_equal_softmax(mixing, scale, options, kept, monkeypatch):
     """Also where exp(q.k) is beyond what features estimate, and of the keys that dropout leaves."""
     layer = build(near_field=50.0, mixing=mixing, **options)
     if kept:
@@ -68,7 +68,7 @@ def test_with_every_pair_near_it_is_softmax(mixing, scale, options, kept, monkey
 
 
 @pytest.mark.parametrize(("periodic", "options"), [("none", {}), ("reciprocal", POLYNOMIAL)])
-def test_forms_agree_and_graphs_are_alone(periodic, options):
+def test_forms_agree_and_graphs_are_independent(periodic, options):
     x, pos, batch, cell, pbc = atoms()
     forms = ("linear", "quadratic")
     layer, other = (build(periodic=periodic, mixing=form, **options) for form in forms)

@@ -78,7 +78,7 @@ def test_an_atom_far_away_takes_nothing_and_changes_nothing(pbc, cutoff):
         ([1, 0, 0], float("inf"), "cell must be finite"),
     ],
 )
-def test_what_would_end_the_process_is_refused(pos, cell, message):
+def test_inputs_that_crash_the_neighbor_search_are_refused(pos, cell, message):
     periodic = cell is not None
     lattice = torch.diag(torch.tensor([3.0, 3.0, cell or 0.0]).double())
     fine = geometry([[0, 0, 0], [1, 0, 0]])

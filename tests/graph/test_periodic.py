@@ -37,7 +37,7 @@ def film(side: float = 4.0) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("mixing", ["linear", "quadratic", "softmax"])
-def test_images_at_the_cutoff_are_no_matter_of_rounding(mixing, dtype):
+def test_images_at_the_cutoff_do_not_depend_on_rounding(mixing, dtype):
     """Order, translation and rotation change nothing where ties are the rule."""
     layer, given = imaged(mixing=mixing).to(dtype), film()
     given = {name: x.to(dtype) if x.is_floating_point() else x for name, x in given.items()}
@@ -163,7 +163,7 @@ def test_encodings_are_not_rounded_under_autocast(kind):
         same_under_autocast(evaluated)
 
 
-def test_additive_reciprocal_has_no_gradient_by_the_cell_and_says_so():
+def test_additive_reciprocal_refuses_gradients_by_the_cell():
     cell = (4.0 * torch.eye(3, dtype=torch.float64)).requires_grad_()
     pos = 4 * torch.rand(4, 3, dtype=torch.float64, generator=torch.manual_seed(0))
     x = torch.randn(4, DIM, dtype=torch.float64)
@@ -225,7 +225,7 @@ def test_skewed_cells_of_one_crystal(position, tolerance):
 
 
 @pytest.mark.parametrize("kind", FEW, ids=str)
-def test_torch_func_gives_what_autograd_gives(kind):
+def test_torch_func_equals_autograd(kind):
     """By atoms and by positions, neighbors and nodes included."""
     layer, given = kind.build(), collated([graph("crystal", 5), graph("slab", 4)])
 

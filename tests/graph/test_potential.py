@@ -91,7 +91,7 @@ def test_no_kink_along_a_path_of_600_points(atoms):
     assert np.ptp(forces) > 1e-4 and kink(forces) < 0.3
 
 
-def test_a_smooth_extent_is_what_it_takes():
+def test_smooth_extents_remove_the_kink():
     """Of the plain span the slope jumps where another atom comes to be outermost."""
     model = potential(radial_basis=0, messages=0, near_field=0)
     atoms, step = Atoms("OHH", [[0, 0, 0], [1.0, 0, 0], [0.5, 1, 0]]), np.zeros((3, 3))
@@ -177,7 +177,7 @@ def test_a_batch_changes_nothing_and_tags_are_not_read():
     )
 
 
-def test_forces_and_stress_are_no_less_exact_under_autocast(monkeypatch):
+def test_forces_and_stress_are_exact_under_autocast(monkeypatch):
     """Derivatives by positions and strain, of an energy that is exact itself."""
 
     def springs(self, batch):
@@ -235,7 +235,7 @@ def test_all_pairs_of_a_molecule_are_its_crystal_in_a_large_box(options):
     assert float((found[0]["forces"] - found[1]["forces"]).abs().max()) < 1e-4
 
 
-def test_forces_can_be_learned_and_energies_alone_too():
+def test_training_on_forces_or_energies_only():
     model = potential().train()
     out = model(Batch.from_data_list([data(ethanol()), data(salt())]))
     (out["forces"].square().sum() + out["stress"][1].square().sum()).backward()
@@ -271,7 +271,7 @@ def test_other_forms_are_refused_with_the_reason(options, message):
         Potential(16, 2, **options)
 
 
-def test_the_scheme_of_before_is_as_it_was():
+def test_earlier_schemes_keep_their_energies():
     """Smooth extents are of potentials alone: energies of earlier runs stay what they were."""
     assert not Reciprocal().smooth and potential().encoding.periodic.smooth
 

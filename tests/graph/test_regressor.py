@@ -96,7 +96,7 @@ def predict(net, structures):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_energy_alone_in_any_batch_and_any_order(variant):
+def test_energy_does_not_depend_on_batch_or_order(variant):
     net = model(**VARIANTS[variant])
     alone = torch.cat([predict(net, [s])["energy"] for s in STRUCTURES])
     assert alone.std() > 0.01  # not one constant

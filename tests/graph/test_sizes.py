@@ -114,7 +114,7 @@ def members(atoms: list[int], columns: Tensor | None = None, start: int = 64) ->
     return [[atoms[graph] for graph in order[graphs]] for graphs in classes]
 
 
-def test_what_makes_a_class():
+def test_size_classes_are_chosen_by_cost():
     assert members([7, 1, 12, 0, 5]) == [[12, 7, 5, 1]]
     assert members([20] * 40) == [[20] * 40]
     assert members([20, 2000, 20, 0]) == [[2000], [20, 20]]

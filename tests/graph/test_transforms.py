@@ -81,7 +81,7 @@ def test_images_of_an_atom_itself_count_but_not_the_atom() -> None:
     assert PBCRadiusGraph(2.6)(data_of(STRUCTURES["one atom"])).edge_index.shape == (2, 0)
 
 
-def test_without_a_cell_it_is_the_radius_graph() -> None:
+def test_molecules_get_the_radius_graph() -> None:
     pos = 4 * torch.rand(60, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     data = PBCRadiusGraph(1.5)(Data(pos=pos))
     pairs = cKDTree(pos.numpy()).query_pairs(1.5)

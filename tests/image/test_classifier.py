@@ -84,7 +84,7 @@ def test_fast_equals_quadratic(name: str, absolute: str) -> None:
 
 
 @pytest.mark.parametrize("name", MECHANISM)
-def test_alone_equals_in_a_batch(name: str) -> None:
+def test_images_do_not_depend_on_their_batch(name: str) -> None:
     net = model(**MECHANISM[name])
     x = images(4)
     together = net(x)

@@ -85,7 +85,7 @@ def test_steps_are_the_causal_pass_with_gradients(name: str) -> None:
 
 
 @every_memory
-def test_the_causal_pass_goes_on_from_a_state(name: str) -> None:
+def test_causal_passes_continue_from_a_state(name: str) -> None:
     model, shown = model_of(name), gradients()
     _, state = by_steps(model, shown[:4])
     whole = all_at_once(model, shown)
@@ -93,7 +93,7 @@ def test_the_causal_pass_goes_on_from_a_state(name: str) -> None:
 
 
 @every_memory
-def test_coordinates_know_nothing_of_each_other(name: str) -> None:
+def test_coordinates_are_independent(name: str) -> None:
     model, shown = model_of(name), gradients()
     whole = by_steps(model, shown)[0]
     order = torch.tensor([3, 0, 5, 1, 4, 2])
@@ -103,7 +103,7 @@ def test_coordinates_know_nothing_of_each_other(name: str) -> None:
     torch.testing.assert_close(torch.cat(alone), whole, rtol=0, atol=1e-12)
 
 
-def test_a_window_forgets_what_came_before_it() -> None:
+def test_windows_forget_earlier_steps() -> None:
     model = model_of("window")
     one, other = gradients(), gradients()
     _, state = by_steps(model, one)
@@ -121,7 +121,7 @@ def test_a_window_goes_with_one_pass() -> None:
         AttentionMemory(8, 2, window=3, layers=1, mixing="softmax", refinements=2)
 
 
-def test_it_begins_as_adam() -> None:
+def test_untrained_optimizer_equals_adam() -> None:
     """With nothing added to Adam's direction: the same steps as torch's."""
     model = CoordinateOptimizer(memory="lstm", lr=0.02).double()
     torch.nn.init.zeros_(model.head.weight)
@@ -167,7 +167,7 @@ def test_unrolls_have_the_gradient_of_backpropagation(name: str, before: int) ->
     torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
 
 
-def test_problems_are_of_their_seed_and_step_alone() -> None:
+def test_problems_depend_only_on_seed_and_step() -> None:
     like = torch.zeros((), dtype=torch.double)
     names = set()
     for seed in range(40):

@@ -72,7 +72,7 @@ def test_a_turned_function_of_turned_points(family: str) -> None:
     torch.testing.assert_close(turned(x @ turn.mT + 1), functions(x), rtol=1e-10, atol=1e-10)
 
 
-def test_a_function_depends_on_its_own_seed_alone() -> None:
+def test_functions_depend_only_on_their_seed() -> None:
     functions, x = drawn("rastrigin_like"), points(3, 2, 2)
     alone = Functions.draw("rastrigin_like", D, [generator_of(1, 0)])
     assert torch.equal(alone(x[1:2]), functions.only(1)(x[1:2]))

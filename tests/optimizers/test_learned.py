@@ -40,7 +40,7 @@ def weights(model: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", MEMORIES)
-def test_state_dict_goes_on_bit_for_bit(name: str) -> None:
+def test_state_dicts_resume_bit_for_bit(name: str) -> None:
     whole, part = net(), net()
     train(whole, LearnedOptimizer(whole.parameters(), learned(name)), range(7))
     first = LearnedOptimizer(part.parameters(), learned(name))
@@ -96,7 +96,7 @@ def test_states_of_other_optimizers_are_refused(name: str) -> None:
         optimizer.load_state_dict(state)
 
 
-def test_chunks_change_nothing_and_it_is_the_model_that_decides() -> None:
+def test_chunks_do_not_change_steps() -> None:
     nets = [net().double() for _ in range(2)]
     for own, chunk in zip(nets, (5, 100), strict=True):
         optimizer = LearnedOptimizer(own.parameters(), learned(), chunk=chunk)
@@ -113,7 +113,7 @@ def test_chunks_change_nothing_and_it_is_the_model_that_decides() -> None:
     torch.testing.assert_close(x.detach(), expected, rtol=0, atol=0)
 
 
-def test_groups_closures_schedules_and_what_has_no_gradient() -> None:
+def test_groups_closures_schedules_and_missing_gradients() -> None:
     a, b, c = (nn.Parameter(torch.ones(2)) for _ in range(3))
     optimizer = LearnedOptimizer(
         [{"params": [a]}, {"params": [b], "lr": 0.5}, {"params": [c], "lr": 0.0}], learned("lstm")
@@ -163,7 +163,7 @@ def test_bad_gradients_are_named_and_nothing_has_changed() -> None:
     assert "loss.backward()" in refusal([with_gradient(None)])
 
 
-def test_bad_options_are_told() -> None:
+def test_invalid_options_are_refused() -> None:
     one = torch.ones(3, requires_grad=True)
     assert "lr of group 0 must be at least 0 and finite; got -1" in refusal([one], lr=-1.0)
     assert "chunk must be at least 1; got 0" in refusal([one], chunk=0)

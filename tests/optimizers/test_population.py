@@ -129,7 +129,7 @@ def test_few_nodes_have_the_exact_mask_as_their_mean(count: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["flt", "softmax-mask"])
-def test_the_mask_decides_who_is_seen(kind: str) -> None:
+def test_the_mask_determines_the_attention(kind: str) -> None:
     """Only with a mask do weights depend on where members are, their tokens being the same."""
     changes = {}
     for name in (kind, "performer"):
@@ -142,7 +142,7 @@ def test_the_mask_decides_who_is_seen(kind: str) -> None:
     assert changes["performer"] == 0 and changes[kind] > 0.01
 
 
-def test_alone_as_in_a_batch() -> None:
+def test_batching_does_not_change_results() -> None:
     model = made()
     functions = Functions.draw("levy", D, [generator_of(s) for s in range(3)])
     with torch.no_grad():
@@ -189,7 +189,7 @@ def test_resumes_to_the_bit() -> None:
         second.load_state_dict({"position": kept["position"]})
 
 
-def test_draws_are_the_same_whatever_the_default_device() -> None:
+def test_draws_do_not_depend_on_the_default_device() -> None:
     def numbers() -> list[Tensor]:
         populations = Populations(model, [3, 4])
         populations.tell(torch.zeros(2, 32, dtype=torch.float64, device="cpu"))
@@ -205,7 +205,7 @@ def test_draws_are_the_same_whatever_the_default_device() -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def test_a_state_is_no_view_of_a_population() -> None:
+def test_states_do_not_share_memory_with_the_population() -> None:
     optimizer = PopulationOptimizer(made(), MEMBERS)
     optimizer.ask().fill_(9.0)
     assert float(optimizer.ask().abs().max()) < 9

@@ -144,7 +144,7 @@ def test_energies_of_adsorbates_sum_to_the_energy(form):
     torch.testing.assert_close(shared, out["energy"], rtol=0, atol=EXACT)
 
 
-def test_adsorbates_are_told_by_their_bonds_across_the_boundary():
+def test_adsorbates_are_connected_across_boundaries():
     one = adsorbed(slab(3, 3), "CH3OH")
     two = one.repeat((2, 1, 1))
     two.translate([2.0, 1.0, 0.0])
@@ -155,7 +155,7 @@ def test_adsorbates_are_told_by_their_bonds_across_the_boundary():
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_exports_and_ensembles_alike(form):
+def test_exports_and_ensembles_keep_adsorption_energies(form):
     structures = [adsorbed(slab(2, 3)), adsorbed(slab(3, 3), "H2O"), slab(2, 2)]
     batch = Batch.from_data_list([record(one) for one in structures])
     net, other = (model(seed, **FORMS[form]) for seed in (0, 1))

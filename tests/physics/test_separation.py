@@ -48,7 +48,7 @@ def moved(atoms: Atoms, by: float) -> Atoms:
 
 
 @pytest.mark.parametrize("options", [{}, {"total_charge": True}])
-def test_separate_molecules_interact_by_their_dipoles_alone(options):
+def test_separate_molecules_interact_only_by_dipoles(options):
     """What is neutral has no charge that a far molecule sees."""
     model, one, other = potential(long_range=[1], **options), molecule("H2O"), molecule("CH4")
     one.rotate(50, "y")

@@ -86,7 +86,7 @@ def test_names_of_older_files_and_options_without_a_configuration():
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
-def test_a_sequence_means_the_same_alone_and_padded(name):
+def test_padding_does_not_change_a_sequence(name):
     """Outputs and gradients of the words, whatever stands in the padding."""
     model = small(**MECHANISMS[name])
     tokens, short = ids(3, LENGTH), 6

@@ -111,7 +111,7 @@ def test_softmax_is_marian_in_every_logit():
 
 
 @pytest.mark.parametrize(("beam", "penalty"), [(1, 1.0), (4, 0.0), (4, 1.2)])
-def test_beam_search_finds_what_transformers_finds(beam, penalty):
+def test_beam_search_equals_transformers(beam, penalty):
     """Of the targets that end by themselves: transformers counts no end that a limit brings."""
     lengths = []
     for seed in (3, 4):
@@ -313,7 +313,7 @@ def test_weights_are_saved_and_loaded(mechanism):
 
 
 @pytest.mark.parametrize("options", [{"mixing": "softmax"}, {}, {"normalize": "none"}])
-def test_what_is_remembered_gives_the_whole_attention(options):
+def test_decoder_memory_equals_full_attention(options):
     """Values and gradients, for k rows of queries to each sequence; and no key at all is 0."""
     torch.manual_seed(0)
     layer = CrossAttention(16, 2, **contract.with_features(8, options)).double()
