@@ -1,5 +1,6 @@
 # make demo    fresh machine: environment, train on the shipped sample, evaluate four splits -> runs/demo
 # make test    fresh machine: environment, all tests
+# make gpu     numbers, resume and costs on a GPU, in ten minutes: runs/gpu/gpu.md
 # make fuzz    thousands of damaged files through the readers
 # make docs    the documentation as a site: docs/_build/html/index.html
 # make bench NAME=decoding    a benchmark: docs/results/decoding.csv and .png, and its block of docs/results/*.md
@@ -14,11 +15,12 @@ QUICK  := tests/test_architecture.py tests/attention/test_nothing_in_silence.py 
 SPLITS := val_id val_ood_ads val_ood_cat val_ood_both
 
 .DEFAULT_GOAL := help
-.PHONY: help env check demo bench fuzz test quick docs lint types format dist clean
+.PHONY: help env check demo bench gpu fuzz test quick docs lint types format dist clean
 
 help:
 	@echo "make demo    train on the shipped sample and evaluate the four splits, into $(RUN)"
 	@echo "make bench   what can be measured; NAME=decoding measures it, ARGS has further options"
+	@echo "make gpu     numbers, resume and costs on a GPU against the CPU, in ten minutes"
 	@echo "make fuzz    INPUTS damaged files of each format: read correctly or refused"
 	@echo "make test    all tests"
 	@echo "make quick   a part of them, in a minute"
@@ -63,6 +65,9 @@ demo: $(VENV)/.molflt
 # Without NAME, a line for each benchmark. ARGS="--out runs/bench" leaves the documentation as it is.
 bench: $(VENV)/.molflt-dev
 	@OMP_NUM_THREADS=1 $(BIN)/python scripts/run.py $(NAME) $(ARGS)
+
+gpu: $(VENV)/.molflt-dev
+	$(BIN)/python scripts/gpu.py $(ARGS)
 
 fuzz: $(VENV)/.molflt-dev
 	MOLFLT_FUZZ=$(INPUTS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/data/test_damaged_files.py
