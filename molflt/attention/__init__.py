@@ -1,5 +1,24 @@
 """The attention core: kernelized attention, relative positional encodings and oracles.
 
+    tokens x                                 positions r
+       |                                          |
+    queries q, keys k, values v              Position               positions/
+       |                                     samples a Spectrum g   spectra/
+    FeatureMap     features/                 at Nodes xi            nodes/
+       |                                          |
+    phi(q), phi(k)                           Encoding               encodings.py
+       |                                     Bias, Factors, Kernel, MeshNodes, Toeplitz, Rotation
+       |                                          |
+       +-------------------+----------------------+
+                           |
+    sum_j w_ij v_j / sum_j w_ij              mixing/: softmax, quadratic, linear, causal, ...
+                           |
+    Attention  layer.py  ->  Block, Stack  stack.py  ->  Decoder  decoder.py
+
+An encoding enters in one way: Bias is added to the logits of softmax (FLT, arXiv:2302.01925, eq.
+1), Factors extend queries and keys before the feature map (eq. 3), Kernel, MeshNodes and Toeplitz
+multiply phi(q) . phi(k), and Rotation transforms queries and keys.
+
 Needs torch, and numpy and scipy for quadratures. Graphs are in `molflt.graph`.
 """
 
