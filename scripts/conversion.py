@@ -30,8 +30,7 @@ from molflt.attention.checks import no_effect
 from molflt.data.text.datamodule import read_blocks
 from molflt.data.text.parallel import read_parallel
 from molflt.evaluation import language
-from molflt.evaluation.common import named_sources
-from molflt.evaluation.kept import load_tokenizer, load_vocabulary
+from molflt.evaluation.common import load_tokenizer, load_vocabulary, named_sources
 from molflt.evaluation.translation import bleu, translate
 from molflt.sequence import EncoderDecoder, LanguageModel
 from molflt.training.checkpoint import load_run

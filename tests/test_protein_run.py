@@ -17,7 +17,7 @@ from molflt.commands.cli import main
 from molflt.data.text.fixed import AMINO_ACIDS, RESIDUES
 from molflt.data.text.sources import _records
 from molflt.data.text.tokenized import read_pieces
-from molflt.evaluation.kept import load_tokenizer, load_vocabulary
+from molflt.evaluation.common import load_tokenizer, load_vocabulary
 from molflt.evaluation.proteins import Unigram, _blosum, correlation, draw_substitutions
 from molflt.sequence.heads import _PlainHead
 from molflt.tasks.masking import Draws

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +17,19 @@ from molflt import plots
 from molflt.attention import Attention, Position
 from molflt.data.images.base import LabeledImages
 from molflt.data.images.datamodule import ImageData
+from molflt.data.text.sentences import CLASSES
+from molflt.data.text.tokenizer import TOKENIZER, Tokenizer
+from molflt.data.text.vocabulary import Vocabulary
 from molflt.memory import within_memory
 from molflt.metrics import locality
+from molflt.tasks.base import Task
 
-__all__ = ["attention_of", "batches", "device_of", "draw_encoding", "expect_finite"]
-__all__ += ["expect_one_source", "locality_of", "named_images", "named_sources", "tokens_unit"]
+__all__ = ["attention_of", "batches", "classes_of", "device_of", "draw_attention"]
+__all__ += ["draw_encoding", "expect_finite", "expect_one_source", "load_classes"]
+__all__ += ["load_tokenizer", "load_vocabulary", "locality_of", "named_images", "named_sources"]
+__all__ += ["tokenizer_of", "total_of", "vocabulary_of"]
 
+_RESTORE = "restore the file that was written in training"
 _Call = tuple[Attention, tuple[Any, ...], dict[str, Any]]
 _Batch = TypeVar("_Batch")
 _Images = TypeVar("_Images", bound=ImageData)
@@ -112,31 +120,68 @@ def expect_finite(name: str, values: Tensor) -> None:
         )
 
 
-def draw_encoding(
-    position: Position | None, scale: float, tokens: int, longest: int | None, png: Path
+def total_of(
+    task: Task[Any, Any], source: Iterable[Sequence[Tensor]], name: str, batch: str
+) -> Tensor:
+    """Returns the sums of a task over batches, (fields,), see `molflt.tasks.base.Task.summarize`.
+
+    Args:
+        task: task with the model in evaluation mode.
+        source: batches, tuples of tensors.
+        name: name of the split, for messages.
+        batch: a batch in words.
+    """
+    device, total = device_of(task.model), torch.zeros((), dtype=torch.float64)
+    with batches(source, name, batch) as loaded:
+        for one in loaded:
+            sums = task.judge(tuple(part.to(device) for part in one))
+            total = total + torch.stack(list(sums)).cpu()
+    expect_finite(name, total)
+    return total
+
+
+def draw_attention(
+    stack: nn.Module, run: Callable[[], object], png: Path, title: str
 ) -> list[Path]:
-    """Draws a relative encoding over the tokens of a sequence.
+    """Draws each head of the last layer with attention, mean over the batch.
+
+    Args:
+        stack: a part of a model in evaluation mode.
+        run: calls the model once.
+        png: file to write.
+        title: title of the picture.
+
+    Returns:
+        The written file; empty without a layer with attention.
+    """
+    matrices = attention_of(stack, run, last=1)
+    if not matrices:
+        return []
+    plots.attention_matrices(matrices[-1].mean(dim=0), png, title=title)
+    return [png]
+
+
+def draw_encoding(
+    position: Position | None, scale: float, tokens: int, png: Path, what: str = "tokens"
+) -> list[Path]:
+    """Draws a relative encoding over the offsets of tokens.
 
     Args:
         position: encoding of the stack.
         scale: distance of neighboring tokens in the encoding's unit of length.
-        tokens: length of a sequence.
-        longest: largest length that the model takes.
+        tokens: number of tokens along each axis.
         png: file to write.
+        what: name of the tokens.
 
     Returns:
         The written file; empty without a relative encoding.
     """
     if position is None or not plots.has_bias(position):
         return []
-    reach = (min(tokens, longest or tokens) - 1) * scale
-    plots.rpe_curves(position, png, reach, tokens_unit(scale, "tokens"))
+    unit = what if scale == 1 else f"{1 / scale:g} {what}"
+    draw = plots.rpe_curves if position.dim == 1 else plots.rpe_surfaces
+    draw(position, png, (tokens - 1) * scale, unit)
     return [png]
-
-
-def tokens_unit(scale: float, what: str) -> str:
-    """Returns the encoding's unit of length in words, such as "8 tokens"."""
-    return what if scale == 1 else f"{1 / scale:g} {what}"
 
 
 def attention_of(
@@ -193,3 +238,70 @@ def locality_of(matrices: list[Tensor], distances: Tensor, causal: bool) -> dict
         "nearest": float(np.mean([share.nearest for share in shares])),
         "farthest": float(np.mean([share.farthest for share in shares])),
     }
+
+
+def load_vocabulary(run: Path, size: int) -> Vocabulary:
+    """Loads the vocabulary of a run.
+
+    Args:
+        run: folder of the training run.
+        size: number of token ids of its model.
+    """
+    path = run / "vocabulary.json"
+    return vocabulary_of(_read(path, "vocabulary"), str(path), size)
+
+
+def vocabulary_of(content: bytes, name: str, size: int) -> Vocabulary:
+    """Parses the content of vocabulary.json; `name` is its path for messages."""
+    vocabulary = Vocabulary.from_json(content, name)
+    _expect_size(name, len(vocabulary), size, "tokens")
+    return vocabulary
+
+
+def load_tokenizer(run: Path, size: int) -> Tokenizer:
+    """Loads the tokenizer of a run, see `load_vocabulary`."""
+    path = run / TOKENIZER
+    return tokenizer_of(_read(path, "tokenizer"), str(path), size)
+
+
+def tokenizer_of(content: bytes, name: str, size: int) -> Tokenizer:
+    """Parses the content of tokenizer.json; `name` is its path for messages."""
+    tokenizer = Tokenizer.from_json(content, name)
+    _expect_size(name, len(tokenizer), size, "tokens")
+    return tokenizer
+
+
+def load_classes(run: Path, count: int) -> list[str]:
+    """Loads the names of the classes of a run, as many as its model has."""
+    path = run / CLASSES
+    return classes_of(_read(path, "classes"), str(path), count)
+
+
+def classes_of(content: bytes, name: str, count: int) -> list[str]:
+    """Parses the content of classes.json; `name` is its path for messages."""
+    try:
+        classes: list[str] = json.loads(content)
+    except (ValueError, RecursionError):
+        classes = []
+    if not isinstance(classes, list) or not all(isinstance(one, str) for one in classes):
+        classes = []
+    if not classes:
+        raise ValueError(
+            f"{name}: expected a JSON list of the names of classes; got something else; {_RESTORE}"
+        )
+    _expect_size(name, len(classes), count, "classes")
+    return classes
+
+
+def _read(path: Path, what: str) -> bytes:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; expected the {what} of this run")
+    return path.read_bytes()
+
+
+def _expect_size(name: str, found: int, size: int, what: str) -> None:
+    if found != size:
+        raise ValueError(
+            f"{name}: {found:,} {what}, but the checkpoint has {size:,}; expected those of the "
+            f"training; {_RESTORE}"
+        )

@@ -19,11 +19,12 @@ from molflt.evaluation.common import (
     attention_of,
     batches,
     device_of,
+    draw_attention,
+    draw_encoding,
+    load_classes,
     locality_of,
     named_images,
-    tokens_unit,
 )
-from molflt.evaluation.kept import load_classes
 from molflt.evaluation.output import Evaluation, Results, results_table, write_csv
 from molflt.evaluation.results import begin_results
 from molflt.image.classifier import ImageClassifier
@@ -148,10 +149,10 @@ def _locality(model: ImageClassifier, images: LabeledImages) -> dict[str, float 
 def _draw(
     out: Path, model: ImageClassifier, images: LabeledImages, found: _Classified, classes: list[str]
 ) -> list[Path]:
-    names = ["confusion.png", "attention.png"]
+    files = [out / "confusion.png"]
     counts = np.zeros((len(classes), len(classes)), dtype=int)
     np.add.at(counts, (found.label, found.predicted), 1)
-    plots.confusion(counts, classes, out / "confusion.png")
+    plots.confusion(counts, classes, files[0])
     mistakes = np.flatnonzero(found.predicted != found.label)
     mistakes = mistakes[np.argsort(-found.confidence[mistakes], kind="stable")][:32]
     if len(mistakes):
@@ -163,18 +164,11 @@ def _draw(
         wrong = [images[int(i)][0].numpy() for i in mistakes]
         title = "classified wrongly, the most confident first"
         plots.image_sheet(wrong, captions, out / "wrong.png", title)
-        names.append("wrong.png")
+        files.append(out / "wrong.png")
     first = images[0][0][None].to(device_of(model))
-    matrices = attention_of(model.stack, lambda: model(first), last=1)
     title = "last layer, first image; patches row by row"
-    plots.attention_matrices(matrices[-1][0], out / "attention.png", title=title)
-    position = model.stack.position
-    if position is not None and plots.has_bias(position):
-        if position.dim == 2:
-            step = model.position_scale  # distance of neighboring patches
-            unit = tokens_unit(step, "patches")
-            plots.rpe_surfaces(position, out / "encoding.png", (model.side - 1) * step, unit)
-        else:
-            plots.rpe_curves(position, out / "encoding.png", model.side**2 - 1, unit="patches")
-        names.append("encoding.png")
-    return [out / name for name in names]
+    files += draw_attention(model.stack, lambda: model(first), out / "attention.png", title)
+    position, scale, side = model.stack.position, model.position_scale, model.side
+    if position is not None and position.dim == 1:
+        scale, side = 1.0, side**2
+    return files + draw_encoding(position, scale, side, out / "encoding.png", "patches")

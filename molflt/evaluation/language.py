@@ -15,14 +15,15 @@ from molflt.evaluation.common import (
     attention_of,
     batches,
     device_of,
+    draw_attention,
     draw_encoding,
     expect_finite,
+    load_vocabulary,
     locality_of,
     named_sources,
 )
-from molflt.evaluation.kept import load_vocabulary
 from molflt.evaluation.output import Evaluation, Results, results_table
-from molflt.evaluation.proteins import Unigram, draw_substitutions, residue_table, unigram_of
+from molflt.evaluation.proteins import Residues
 from molflt.evaluation.results import begin_results
 from molflt.sequence.language_model import LanguageModel
 from molflt.tasks.language import LanguageTask
@@ -73,57 +74,39 @@ def evaluate(
     length, train = int(str(config["data"]["length"])), str(config["data"]["train"])
     results: Results = {}
     curves: dict[str, NDArray[np.float64]] = {}
-    proteins = vocabulary.level == "protein"
-    baseline, note = None, ""
-    if proteins:  # ends of records are among the tokens that the unigram model predicts
+    residues = None
+    if vocabulary.level == "protein":  # the unigram model also predicts ends of records
         possible = np.ones(len(vocabulary), dtype=bool)
-        baseline, note = unigram_of(
-            train, lambda: read_blocks(train, vocabulary, length).ids, possible
-        )
+        residues = Residues(train, lambda: read_blocks(train, vocabulary, length).ids, possible)
     texts = {  # read all of them before evaluating the first
         split: read_blocks(source, vocabulary, length, split)
         for split, source in named_sources(config["data"], splits, data).items()
     }
     for split, blocks in texts.items():
-        right: list[NDArray[np.bool_]] | None = [] if proteins else None
+        right: list[NDArray[np.bool_]] | None = None if residues is None else []
         losses = curves[split] = token_losses(model, blocks, batch_size, split, right)
         counted = losses[np.isfinite(losses)]
         scores = metrics_of(counted)
         results[split] = {**scores, "tokens": len(counted), **_locality(model, blocks)}
-        if right is not None:
-            results[split] |= _per_residue(blocks, losses, right, baseline)
+        if residues is not None and right is not None:
+            own, there = blocks.ids != blocks.eos, np.isfinite(losses)
+            hits = np.concatenate(right)[there][own]
+            results[split] |= residues.judge(
+                metrics_of(counted[own])["perplexity"], 100 * float(hits.mean()), blocks.ids[own]
+            )
     begin_results(out, "losses.png", "attention.png", "encoding.png", "substitutions.png")
-    files = [out / "losses.png", out / "attention.png"]
+    files = [out / "losses.png"]
     plots.losses_by_place(curves, files[0])
     first = blocks[0][0][:_ATTENTION_TOKENS].to(device_of(model))[None]
-    matrices = attention_of(model.stack, lambda: model(first), last=1)
     title = f"last layer, first {first.shape[1]} tokens of {split}"
-    plots.attention_matrices(matrices[-1][0], files[1], title=title)
-    own = model.stack.position, model.position_scale, length, model.longest
-    files += draw_encoding(*own, out / "encoding.png")
+    files += draw_attention(model.stack, lambda: model(first), out / "attention.png", title)
+    position, scale = model.stack.position, model.position_scale
+    files += draw_encoding(position, scale, length, out / "encoding.png")
     text = f"{results_table('text', _COLUMNS, results)}\n\n{_NOTE}"
-    if proteins:
-        png, about = draw_substitutions(model.head, vocabulary.ids, out / "substitutions.png")
-        files.append(png)
-        text = f"{text}\n\n{residue_table(results)}\n\n{note}\n{about}"
+    if residues is not None:
+        files.append(out / "substitutions.png")
+        text += residues.report(results, model.head, vocabulary.ids, files[-1])
     return Evaluation(results, f", blocks of {length} tokens\n\n{text}\n", files)
-
-
-def _per_residue(
-    blocks: TokenBlocks,
-    losses: NDArray[np.float64],
-    right: list[NDArray[np.bool_]],
-    baseline: Unigram | None,
-) -> dict[str, float | None]:
-    """Returns the metrics of the tokens that are residues, and those of the baseline on them."""
-    ids, own, there = blocks.ids, blocks.ids != blocks.eos, np.isfinite(losses)
-    nats, hits = losses[there][own], np.concatenate(right)[there][own]
-    return {
-        "residue_perplexity": metrics_of(nats)["perplexity"],
-        "residue_accuracy_percent": 100 * float(hits.mean()),
-        "residues": len(nats),
-        **({} if baseline is None else baseline.judge(ids[own])),
-    }
 
 
 def metrics_of(losses: NDArray[np.float64]) -> dict[str, float]:

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.utils.data import DataLoader
 
-from molflt import plots
 from molflt.data.text.tokenized import PieceBlocks, read_pieces
 from molflt.evaluation.common import (
-    attention_of,
-    batches,
     device_of,
+    draw_attention,
     draw_encoding,
-    expect_finite,
+    load_tokenizer,
     named_sources,
+    total_of,
 )
-from molflt.evaluation.kept import load_tokenizer
 from molflt.evaluation.output import Evaluation, Results, results_table
-from molflt.evaluation.proteins import Unigram, draw_substitutions, residue_table, unigram_of
+from molflt.evaluation.proteins import Residues
 from molflt.evaluation.results import begin_results
 from molflt.sequence.masked import MaskedLanguageModel
 from molflt.tasks.masked import MaskedTask
@@ -78,11 +73,10 @@ def evaluate(
     task = MaskedTask(model, **shares)
     size = int(str(options["batch_size"])) if batch_size is None else batch_size
     results: Results = {}
-    proteins, train = tokenizer.letters is not None, str(options["train"])
-    baseline, note = None, ""
-    if proteins:
-        possible = model.ordinary.cpu().numpy()
-        baseline, note = unigram_of(
+    letters, residues = tokenizer.letters, None
+    if letters is not None:
+        train, possible = str(options["train"]), model.ordinary.cpu().numpy()
+        residues = Residues(
             train, lambda: read_pieces(train, tokenizer, length, use="train").ids, possible
         )
     texts = {}  # read all of them before evaluating the first
@@ -90,72 +84,45 @@ def evaluate(
         texts[split] = read_pieces(source, tokenizer, length, pairs, split)
         task.expect_gaps(texts[split], source)
     for split, blocks in texts.items():
-        results[split] = _judged(task, blocks, size, split)[0]
-        if proteins:
-            results[split] |= _per_residue(
-                model, shares["mask_rate"], blocks, size, split, baseline
+        results[split] = _judged(task, blocks, size, split)
+        if residues is not None:  # in training, a tenth of the gaps shows the right token
+            always = MaskedTask(model, shares["mask_rate"], mask_share=1.0, random_share=0.0)
+            found = _judged(always, blocks, size, split)
+            targets = _targets(always, blocks, size)
+            results[split] |= residues.judge(
+                found["perplexity"], found["accuracy_percent"], targets
             )
     begin_results(out, "attention.png", "encoding.png", "substitutions.png")
     columns = {k: v for k, v in _COLUMNS.items() if all(k in row for row in results.values())}
     text, files = results_table("text", columns, results), _draw(out, model, blocks, split)
-    if tokenizer.letters is not None:
-        png, about = draw_substitutions(model.head, tokenizer.letters, out / "substitutions.png")
-        files.append(png)
-        text = f"{text}\n\n{residue_table(results)}\n\n{note}\n{about}"
+    if residues is not None and letters is not None:
+        files.append(out / "substitutions.png")
+        text += residues.report(results, model.head, letters, files[-1])
     return Evaluation(results, f"\n\n{text}\n", files)
 
 
-def _judged(
-    task: MaskedTask, blocks: PieceBlocks, batch_size: int, name: str
-) -> tuple[dict[str, float | None], NDArray[np.int64]]:
-    """Returns the metrics of a text, and the masked tokens, (gaps,)."""
-    device = device_of(task.model)
-    total = torch.zeros(len(task.sums._fields), dtype=torch.float64)
-    masked = []
-    with batches(
-        DataLoader(blocks, batch_size), name, f"{batch_size} x {blocks.length:,} tokens"
-    ) as loaded:
-        for batch in loaded:
-            moved = cast("tuple[Tensor, Tensor, Tensor]", tuple(part.to(device) for part in batch))
-            total += torch.stack(list(task.judge(moved))).cpu()
-            targets = task.gaps(moved, Draws.of_content(moved[0], moved[2]))[1]
-            masked.append(targets[targets >= 0].cpu().numpy())
-    expect_finite(name, total)
-    return {**task.summarize(total), "gaps": int(total[2])}, np.concatenate(masked)
+def _judged(task: MaskedTask, blocks: PieceBlocks, size: int, name: str) -> dict[str, float | None]:
+    """Returns the metrics of a text."""
+    loader = DataLoader(blocks, size)
+    total = total_of(task, loader, name, f"{size} x {blocks.length:,} tokens")
+    return {**task.summarize(total), "gaps": int(total[2])}
 
 
-def _per_residue(
-    model: MaskedLanguageModel,
-    rate: float,
-    blocks: PieceBlocks,
-    batch_size: int,
-    name: str,
-    baseline: Unigram | None,
-) -> dict[str, float | None]:
-    """Returns the metrics of gaps that show only the mask, and those of the baseline on them.
-
-    In training, a tenth of the gaps shows the right token, which a model can copy.
-    """
-    task = MaskedTask(model, mask_rate=rate, mask_share=1.0, random_share=0.0)
-    found, masked = _judged(task, blocks, batch_size, name)
-    return {
-        "residue_perplexity": found["perplexity"],
-        "residue_accuracy_percent": found["accuracy_percent"],
-        "residues": len(masked),
-        **({} if baseline is None else baseline.judge(masked)),
-    }
+def _targets(task: MaskedTask, blocks: PieceBlocks, size: int) -> NDArray[np.int64]:
+    """Returns the hidden tokens of a text, (gaps,)."""
+    device, found = device_of(task.model), []
+    for batch in DataLoader(blocks, size):
+        tokens, types, there = (part.to(device) for part in batch)
+        targets = task.gaps((tokens, types, there), Draws.of_content(tokens, there))[1]
+        found.append(targets[targets >= 0].cpu().numpy())
+    return np.concatenate(found)
 
 
 def _draw(out: Path, model: MaskedLanguageModel, blocks: PieceBlocks, split: str) -> list[Path]:
-    files = []
     tokens, types, there = (part[None] for part in blocks[0])
     count = min(_ATTENTION_TOKENS, int(there.sum()))
     first = [part[:, :count].to(device_of(model)) for part in (tokens, types)]
-    matrices = attention_of(model.encoder.stack, lambda: model(*first), last=1)
-    if matrices:
-        files.append(out / "attention.png")
-        title = f"last layer with attention, first {count} tokens of {split}"
-        plots.attention_matrices(matrices[-1][0], files[-1], title=title)
-    encoder = model.encoder
-    own = encoder.stack.position, encoder.position_scale, blocks.length, encoder.longest
-    return [*files, *draw_encoding(*own, out / "encoding.png")]
+    stack, scale = model.encoder.stack, model.encoder.position_scale
+    title = f"last layer with attention, first {count} tokens of {split}"
+    files = draw_attention(stack, lambda: model(*first), out / "attention.png", title)
+    return files + draw_encoding(stack.position, scale, blocks.length, out / "encoding.png")

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from molflt import plots
 from molflt.data.problems import ProblemSeeds
-from molflt.evaluation.common import attention_of
+from molflt.evaluation.common import draw_attention, draw_encoding
 from molflt.evaluation.output import Evaluation, align, write_csv
 from molflt.evaluation.results import begin_results
 from molflt.memory import within_memory
@@ -136,15 +136,11 @@ def _draw_memory(
         if not bool(theta.isfinite().all()):
             break
     features = torch.stack(seen, dim=1)
-    matrices = attention_of(memory.stack, lambda: model(features, features[..., 0]), last=1)
-    files = [out / "attention.png"]
     title = f"last layer, first {features.shape[1]} gradients of {task.replace('_', ' ')}"
-    plots.attention_matrices(matrices[-1].mean(dim=0), files[0], title=title)
+    call = partial(model, features, features[..., 0])
+    files = draw_attention(memory.stack, call, out / "attention.png", title)
     position, scale = memory.stack.position, memory.position_scale
-    if position is not None and plots.has_bias(position):
-        files.append(out / "encoding.png")
-        plots.rpe_curves(position, files[1], _REACH * scale, f"{1 / scale:g} steps")
-    return files
+    return files + draw_encoding(position, scale, _REACH + 1, out / "encoding.png", "steps")
 
 
 def tasks_of(names: Sequence[str] | None, data: Path | None) -> dict[str, _Made]:

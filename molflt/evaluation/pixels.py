@@ -22,7 +22,6 @@ from molflt.evaluation.common import (
     draw_encoding,
     expect_finite,
     named_images,
-    tokens_unit,
 )
 from molflt.evaluation.output import Evaluation, Results, results_table
 from molflt.evaluation.results import begin_results
@@ -154,15 +153,10 @@ def _judge(
 
 
 def _draw(model: PixelModel, out: Path) -> list[Path]:
-    position, scale = model.stack.position, model.position_scale
-    png = out / "encoding.png"
-    if position is None or position.dim == 1:
-        return draw_encoding(position, scale, model.longest, model.longest, png)
-    if not plots.has_bias(position):
-        return []
-    reach = (model.image_size - 1) * scale
-    plots.rpe_surfaces(position, png, reach, tokens_unit(scale, "pixels"))
-    return [png]
+    position, png = model.stack.position, out / "encoding.png"
+    line = position is None or position.dim == 1
+    axis = (model.longest, png, "tokens") if line else (model.image_size, png, "pixels")
+    return draw_encoding(position, model.position_scale, *axis)
 
 
 def _draw_attention(model: PixelModel, image: Tensor, out: Path) -> list[Path]:

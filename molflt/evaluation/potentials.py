@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
-from tqdm import tqdm
+from torch import Tensor, nn
 
 from molflt import plots
-from molflt.data.batches import SizeBucketedBatchSampler
 from molflt.data.structures.base import AS_TRAINED
 from molflt.data.structures.force_units import unit_fault
-from molflt.data.structures.overlaps import atoms_coincide, overlaps_of
 from molflt.data.structures.potential_data import SinglePoints
 from molflt.evaluation.evaluated import EvaluationData
 from molflt.evaluation.groups import groups_by_name, groups_by_size, without_compositions
 from molflt.evaluation.output import Evaluation, Results, results_table, warn, write_csv
-from molflt.evaluation.predictions import (
-    Predictions,
-    expect_described,
-    expect_finite_energy,
-    hill,
-    warn_of_elements,
-)
+from molflt.evaluation.predictions import Predictions, infer
 from molflt.evaluation.results import begin_results
-from molflt.graph.heads import undescribed
-from molflt.memory import within_memory
 from molflt.plots import GroupError
 from molflt.tasks.potential import PotentialTask, point_errors
 from molflt.training.config import Config
@@ -253,87 +242,26 @@ class Points:
 
 
 def infer_points(model: nn.Module, dataset: SinglePoints, batch_size: int, name: str) -> Points:
-    """Runs a potential over a data set, in batches of structures of similar size.
-
-    Warns of elements that did not occur in training, and of coincident atoms.
-
-    Args:
-        model: `molflt.graph.potential.Potential`, in evaluation mode.
-        dataset: structures.
-        batch_size: structures in a batch.
-        name: name of the data for the progress bar and messages.
-    """
-    from torch_geometric.data import Batch
-
-    device = next(iter(model.state_dict().values()), torch.empty(0)).device
-    count = len(dataset)
-    columns = {key: np.empty(count) for key in ("energy", "target", "forces")}
-    numbers = {key: np.empty(count, dtype=np.int64) for key in ("sid", "natoms")}
-    formula, present, beyond = [""] * count, set[int](), undescribed(model)
-    elements, overlapping = list[NDArray[np.int64]](), list[int]()
+    """Runs a potential over a data set, see `molflt.evaluation.predictions.infer`."""
+    elements: list[NDArray[np.int64]] = []
     forces: list[_Numbers] = []
+    force_mae = np.empty(len(dataset))
     totals = torch.zeros(len(PotentialTask.sums._fields), dtype=torch.float64)
-    bar = tqdm(total=count, desc=name, unit=" systems", leave=False, disable=None)
-    with bar:
-        for indices in SizeBucketedBatchSampler(dataset.natoms, batch_size):
-            records = [dataset[i] for i in indices]
-            expect_described(records, beyond, dataset.path)
-            batch = Batch.from_data_list(records).to(device)
-            judged = _judged(model, batch, f"{dataset.path}: {name}")
-            totals += judged.sums.cpu()
-            elements.append(judged.elements)
-            forces.append(judged.forces)
-            columns["energy"][indices] = judged.energy
-            columns["target"][indices] = batch.energy.cpu().numpy()
-            columns["forces"][indices] = judged.force_mae
-            for i, record in zip(indices, records, strict=True):
-                numbers["sid"][i], numbers["natoms"][i] = record.sid, record.num_nodes
-                formula[i] = hill(record.atomic_numbers.numpy())
-                overlapping += [i] * atoms_coincide(record)
-            present.update(batch.atomic_numbers.unique().tolist())
-            bar.update(len(indices))
-    warn_of_elements(model, present, name)
-    if overlapping:
-        sids = numbers["sid"][sorted(overlapping)].tolist()
-        warn(overlaps_of(name, sids, count))
-    energies = Predictions(
-        numbers["sid"], numbers["natoms"], columns["energy"], columns["target"], formula, formula
-    )
+
+    def add(indices: Sequence[int], batch: Batch, out: Mapping[str, Tensor]) -> None:
+        totals.add_(torch.stack(list(PotentialTask.sums.of(point_errors(out, batch)))).cpu())
+        off = (out["forces"] - batch.forces).abs().mean(dim=1).double()
+        summed = off.new_zeros(batch.num_graphs).index_add(0, batch.batch, off)
+        force_mae[indices] = (summed / batch.ptr.diff()).cpu().numpy()
+        known = batch.forces.isfinite().all(dim=1)
+        pair = torch.stack((batch.forces[known], out["forces"][known]))
+        forces.append(pair.double().cpu().numpy())
+        elements.append(batch.atomic_numbers[known].cpu().numpy())
+
     return Points(
-        energies,
-        columns["forces"],
+        infer(model, dataset, batch_size, name, on_batch=add),
+        force_mae,
         PotentialTask.sums(*totals).metrics(),
         np.concatenate(elements),
         np.concatenate(forces, axis=1),
     )
-
-
-class _Judged(NamedTuple):
-    """Predictions for a batch, see `Points`."""
-
-    energy: _Numbers
-    sums: torch.Tensor
-    force_mae: _Numbers
-    elements: NDArray[np.int64]
-    forces: _Numbers
-
-
-def _judged(model: nn.Module, batch: Batch, where: str) -> _Judged:
-
-    def named() -> str:
-        return f"{where}: a batch of {batch.num_graphs} with {batch.num_nodes:,} atoms"
-
-    with within_memory(named, "lower --batch-size"):
-        try:
-            out = model(batch)
-        except ValueError as error:
-            raise ValueError(f"{named()}: {error}") from None
-    energy: _Numbers = out["energy"].cpu().numpy()
-    expect_finite_energy(energy, batch, where)
-    sums = torch.stack(list(PotentialTask.sums.of(point_errors(out, batch))))
-    off = (out["forces"] - batch.forces).abs().mean(dim=1).double()
-    total = off.new_zeros(batch.num_graphs).index_add(0, batch.batch, off)
-    known = batch.forces.isfinite().all(dim=1)
-    forces = torch.stack((batch.forces[known], out["forces"][known])).double().cpu().numpy()
-    elements = batch.atomic_numbers[known].cpu().numpy()
-    return _Judged(energy, sums, (total / batch.ptr.diff()).cpu().numpy(), elements, forces)

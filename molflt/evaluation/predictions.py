@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -163,6 +163,7 @@ def infer(
     domain: Domain | None = None,
     by_atom: Collection[str] = (),
     force: bool = False,
+    on_batch: Callable[[Sequence[int], Batch, Mapping[str, Tensor]], None] | None = None,
 ) -> Predictions:
     """Runs a model over a data set, in batches of structures of similar size.
 
@@ -177,6 +178,7 @@ def infer(
         domain: domain of the training; None does not compare.
         by_atom: outputs per atom to keep: "displacement", "embedding", "forces".
         force: also predict structures that the domain refuses, with a warning.
+        on_batch: called with the indices of each batch, the batch, and the output of the model.
     """
     from torch_geometric.data import Batch
 
@@ -205,6 +207,8 @@ def infer(
             rows.take_atoms(indices, kept, [record.natoms for record in records])
             if shared and "adsorbate_energy" in out:
                 rows.take_adsorbates(indices, records, out["adsorbate_energy"])
+            if on_batch is not None:
+                on_batch(indices, batch, out)
             bar.update(len(indices))
     warn_of_elements(model, rows.present, name, rows.adsorbed)
     rows.warn(name, domain, isinstance(model, Potential))

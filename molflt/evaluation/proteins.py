@@ -17,7 +17,7 @@ from molflt.evaluation.common import device_of
 from molflt.evaluation.output import Results, results_table
 from molflt.sequence.heads import Head
 
-__all__ = ["Unigram", "correlation", "draw_substitutions", "residue_table", "unigram_of"]
+__all__ = ["Residues", "Unigram", "correlation", "draw_substitutions"]
 
 _ORDER = "CSTPAGNDEQHRKMILVFYW"  # similar ones next to each other, as in Dayhoff's tables
 _COLUMNS = {
@@ -62,27 +62,44 @@ class Unigram(NamedTuple):
         }
 
 
-def unigram_of(
-    source: str, read: Callable[[], NDArray[np.integer]], possible: NDArray[np.bool_]
-) -> tuple[Unigram | None, str]:
-    """Returns the baseline of a training file, and a line about it.
+class Residues:
+    """Metrics of residues, and those of the unigram model of the training file, if it exists.
 
     Args:
-        source: the file; without it there is no baseline.
+        source: the training file.
         read: returns its ids.
         possible: see `Unigram.of`.
     """
-    if not Path(source).is_file():
-        return None, f"no unigram model, because the training file {source} is missing"
-    return Unigram.of(read(), possible), f"unigram: frequencies in {source}"
+
+    def __init__(
+        self, source: str, read: Callable[[], NDArray[np.integer]], possible: NDArray[np.bool_]
+    ) -> None:
+        there = Path(source).is_file()
+        self._unigram = Unigram.of(read(), possible) if there else None
+        self._note = (
+            f"unigram: frequencies in {source}"
+            if there
+            else f"no unigram model, because the training file {source} is missing"
+        )
+
+    def judge(
+        self, perplexity: float | None, accuracy: float | None, targets: NDArray[np.integer]
+    ) -> dict[str, float | None]:
+        """Returns the metrics of residues with ids (n,), given those of the model."""
+        return {
+            "residue_perplexity": perplexity,
+            "residue_accuracy_percent": accuracy,
+            "residues": len(targets),
+            **({} if self._unigram is None else self._unigram.judge(targets)),
+        }
+
+    def report(self, results: Results, head: Head, ids: Mapping[str, int], png: Path) -> str:
+        """Draws the similarities of amino acids; returns the table per residue with notes."""
+        table = results_table("per residue", _COLUMNS, results)
+        return f"\n\n{table}\n\n{self._note}\n{draw_substitutions(head, ids, png)}"
 
 
-def residue_table(results: Results) -> str:
-    """Formats the metrics per residue, and the baseline where it is known, a line per text."""
-    return results_table("per residue", _COLUMNS, results)
-
-
-def draw_substitutions(head: Head, ids: Mapping[str, int], png: Path) -> tuple[Path, str]:
+def draw_substitutions(head: Head, ids: Mapping[str, int], png: Path) -> str:
     """Draws the similarity of the output embeddings of amino acids next to BLOSUM62.
 
     The similarity is the cosine of embeddings minus their mean; compare Performer
@@ -95,7 +112,7 @@ def draw_substitutions(head: Head, ids: Mapping[str, int], png: Path) -> tuple[P
         png: file to write.
 
     Returns:
-        The file, and a line with the correlation of the two tables.
+        A line with the correlation of the two tables.
     """
     places = torch.tensor([ids[letter] for letter in _ORDER], device=device_of(head))
     with torch.inference_mode():
@@ -109,7 +126,7 @@ def draw_substitutions(head: Head, ids: Mapping[str, int], png: Path) -> tuple[P
         tables["BLOSUM62"] = blosum
         note = f"{png.name}: correlation with BLOSUM62 over 190 pairs of amino acids {r:.3f}"
     plots.substitutions(tables, _ORDER, png)
-    return png, note
+    return note
 
 
 def correlation(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:

@@ -15,8 +15,13 @@ from torch.utils.data import DataLoader
 from molflt.data.text.glue import GLUE, TASKS, Example, read_examples, read_splits
 from molflt.data.text.sentences import Sentences, padded
 from molflt.data.text.tokenizer import Tokenizer
-from molflt.evaluation.common import batches, device_of, expect_one_source
-from molflt.evaluation.kept import load_classes, load_tokenizer
+from molflt.evaluation.common import (
+    batches,
+    device_of,
+    expect_one_source,
+    load_classes,
+    load_tokenizer,
+)
 from molflt.evaluation.output import Evaluation, Results, results_table, warn, write_csv
 from molflt.evaluation.results import begin_results
 from molflt.sequence.classifier import SequenceClassifier

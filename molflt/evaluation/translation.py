@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +18,10 @@ from molflt.evaluation.common import (
     batches,
     device_of,
     draw_encoding,
-    expect_finite,
+    load_tokenizer,
     named_sources,
+    total_of,
 )
-from molflt.evaluation.kept import load_tokenizer
 from molflt.evaluation.output import Evaluation, Results, results_table
 from molflt.evaluation.results import begin_results
 from molflt.files import write_atomically
@@ -211,13 +211,8 @@ def _judged(
 ) -> dict[str, float | None]:
     """Returns the perplexity of the references."""
     task = TranslationTask(model, label_smoothing=0.0)
-    total = torch.zeros(len(task.sums._fields), dtype=torch.float64)
     loader = DataLoader(pairs, batch_size=batch_size, collate_fn=lambda rows: paired(rows, pad))
-    with batches(loader, name, f"{batch_size} pairs") as loaded:
-        for batch in loaded:
-            moved = tuple(part.to(device_of(model)) for part in batch)
-            total += torch.stack(list(task.judge(cast("Any", moved)))).cpu()
-    expect_finite(name, total)
+    total = total_of(task, loader, name, f"{batch_size} pairs")
     return {"perplexity": task.summarize(total)["perplexity"]}
 
 
@@ -234,6 +229,6 @@ def _draw(
     for matrix, file, (what, keys) in zip(matrices, files, sides, strict=True):
         title = f"last layer, target to {what}, first pair of {split}"
         plots.attention_matrices(matrix[0], file, title=title, tokens=(words[0], keys))
-    tokens = max(pairs.sizes)
-    own = model.decoder.stack.position, model.position_scale, tokens, model.longest
-    return [*files, *draw_encoding(*own, out / "encoding.png")]
+    tokens = min(max(pairs.sizes), model.longest or max(pairs.sizes))
+    position, scale = model.decoder.stack.position, model.position_scale
+    return files + draw_encoding(position, scale, tokens, out / "encoding.png")

@@ -12,7 +12,7 @@ import torch
 from molflt.data.text.glue import TASKS, Example
 from molflt.data.text.sentences import CLASSES
 from molflt.data.text.tokenizer import TOKENIZER, Tokenizer
-from molflt.evaluation.kept import classes_of, tokenizer_of
+from molflt.evaluation.common import classes_of, tokenizer_of
 from molflt.evaluation.sentences import logits_of
 from molflt.evaluation.translation import translate
 from molflt.pretrained.base import Pretrained

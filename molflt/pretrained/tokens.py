@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from molflt.evaluation.kept import classes_of, load_vocabulary, vocabulary_of
+from molflt.evaluation.common import classes_of, load_vocabulary, vocabulary_of
 from molflt.image.classifier import ImageClassifier
 from molflt.pretrained.base import Pretrained
 from molflt.pretrained.trained import Trained
