@@ -27,8 +27,7 @@ from molflt.evaluation.sentences import _examples, official
 from molflt.pretrained.sentences import SentenceLabeler
 from molflt.pretrained.trained import Trained
 from molflt.sequence import MaskedLanguageModel, SequenceClassifier
-from molflt.tasks.masked import MaskedTask
-from molflt.tasks.masking import Draws, hide, swap_parts
+from molflt.tasks.masked import Draws, MaskedTask, hide, swap_parts
 from molflt.tasks.sentences import SentenceTask
 
 pytest.importorskip("tokenizers")

@@ -20,7 +20,7 @@ from molflt.data.text.tokenized import read_pieces
 from molflt.evaluation.common import load_tokenizer, load_vocabulary
 from molflt.evaluation.proteins import Unigram, _blosum, correlation, draw_substitutions
 from molflt.sequence.heads import _PlainHead
-from molflt.tasks.masking import Draws
+from molflt.tasks.masked import Draws
 from molflt.training.checkpoint import load_run
 
 pytest.importorskip("tokenizers")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,9 +90,6 @@ class Calibration:
             spread: spreads of the members, (systems,), eV.
             split: split of the systems.
             members: sha256 of the weights of each member.
-
-        Raises:
-            ValueError: if there are fewer than 20 systems, or the members always agree.
         """
         if len(error) < _LEAST:
             raise ValueError(
@@ -120,27 +117,19 @@ class Calibration:
 
     def save(self, path: Path) -> None:
         """Writes the calibration as JSON."""
-        write_atomically(path, (json.dumps(self.to_json(), indent=2) + "\n").encode())
-
-    def to_json(self) -> dict[str, object]:
-        """Returns the calibration as a dictionary of plain values."""
-        return {
+        content = {
             "level": LEVEL,
             "factor": self.factor,
             "floor_eV": self.floor,
             "split": self.split,
             "systems": self.systems,
-            "members": list(self.members),
+            "members": self.members,
         }
+        write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
 
     @staticmethod
     def read(path: Path) -> Calibration:
-        """Reads a file that :meth:`save` wrote.
-
-        Raises:
-            FileNotFoundError: if the file does not exist.
-            ValueError: naming the file and the wrong key.
-        """
+        """Reads a file that :meth:`save` wrote."""
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such calibration; {_AGAIN}")
         content = read_json(path, _MOST_BYTES, "a calibration in JSON", _AGAIN)
@@ -148,35 +137,36 @@ class Calibration:
 
     @staticmethod
     def from_json(content: object, name: str) -> Calibration:
-        """Reads the result of :meth:`to_json`.
-
-        Args:
-            content: the dictionary.
-            name: name of the file for messages.
-        """
+        """Checks the content of a file; `name` is its path for messages."""
         if not isinstance(content, dict):
             raise ValueError(f"{name}: expected a calibration; got {shown(content)}; {_AGAIN}")
-        if content.get("level") != LEVEL:
-            raise _wrong(name, content, "level", str(LEVEL))
-        split, members = content.get("split"), content.get("members")
-        if not isinstance(split, str):
-            raise _wrong(name, content, "split", "a name")
-        if not isinstance(members, list) or not all(isinstance(one, str) for one in members):
-            raise _wrong(name, content, "members", "a sha256 for each member")
-        numbers = []
-        for key in ("factor", "floor_eV", "systems"):
-            value: Any = content.get(key)
-            known = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (known and 0 < value < 1e15):
-                raise _wrong(name, content, key, "a number above 0")
-            numbers.append(value)
-        factor, floor, systems = numbers
-        return Calibration(float(factor), float(floor), split, int(systems), tuple(members))
+        for key, (expected, fits) in _KEYS.items():
+            if not fits(content.get(key)):
+                got = shown(content[key]) if key in content else "no such key"
+                raise ValueError(f"{name}: key {key}: expected {expected}; got {got}; {_AGAIN}")
+        return Calibration(
+            float(content["factor"]),
+            float(content["floor_eV"]),
+            content["split"],
+            int(content["systems"]),
+            tuple(content["members"]),
+        )
 
 
-def _wrong(name: str, content: dict[str, object], key: str, expected: str) -> ValueError:
-    got = shown(content[key]) if key in content else "no such key"
-    return ValueError(f"{name}: key {key}: expected {expected}; got {got}; {_AGAIN}")
+def _is_positive(value: object) -> bool:
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    return known and 0 < value < 1e15
+
+
+_KEYS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "level": (str(LEVEL), lambda value: value == LEVEL),
+    "split": ("a name", lambda value: isinstance(value, str)),
+    "members": (
+        "a sha256 for each member",
+        lambda value: isinstance(value, list) and all(isinstance(one, str) for one in value),
+    ),
+    **dict.fromkeys(("factor", "floor_eV", "systems"), ("a number above 0", _is_positive)),
+}
 
 
 def conformal_factor(scores: _Array, level: float = LEVEL) -> float:

@@ -21,8 +21,7 @@ from molflt.evaluation.output import Evaluation, Results, results_table
 from molflt.evaluation.proteins import Residues
 from molflt.evaluation.results import begin_results
 from molflt.sequence.masked import MaskedLanguageModel
-from molflt.tasks.masked import MaskedTask
-from molflt.tasks.masking import Draws
+from molflt.tasks.masked import Draws, MaskedTask
 from molflt.training.config import Config
 
 __all__ = ["evaluate"]

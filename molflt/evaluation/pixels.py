@@ -27,7 +27,7 @@ from molflt.evaluation.output import Evaluation, Results, results_table
 from molflt.evaluation.results import begin_results
 from molflt.memory import within_memory
 from molflt.sequence.pixels import LEVELS, PixelModel
-from molflt.tasks.pixels import PixelTask
+from molflt.tasks.language import PixelTask
 from molflt.training.config import Config
 
 __all__ = ["evaluate"]

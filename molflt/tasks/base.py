@@ -149,9 +149,9 @@ class Task(ABC, Generic[_Batch, _Data]):
     def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, _Sums]:
         """Returns loss and sums of a training batch; `progress` goes from 0 to 1."""
 
-    @abstractmethod
     def judge(self, batch: _Batch) -> _Sums:
-        """Returns the sums of a validation batch."""
+        """Returns the sums of a validation batch, by default as in training."""
+        return self.loss(batch, 1.0)[1]
 
     @abstractmethod
     def size(self, batch: _Batch) -> int:

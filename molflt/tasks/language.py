@@ -1,4 +1,4 @@
-"""Language modeling: the next token of a text."""
+"""Language modeling and image generation: the next token of a text or byte of an image."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from molflt.tasks.base import Task
 
 if TYPE_CHECKING:
     from molflt.sequence.language_model import LanguageModel
+    from molflt.sequence.pixels import PixelModel
 
-__all__ = ["LanguageTask", "TokenSums"]
+__all__ = ["LanguageTask", "PixelTask"]
 
 _Batch = tuple[Tensor, Tensor]
 
 
-class TokenSums(NamedTuple):
+class _TokenSums(NamedTuple):
     """Sums over tokens."""
 
     nats: Tensor
@@ -41,20 +42,16 @@ class LanguageTask(Task[_Batch, object]):
 
     model: LanguageModel
     unit = "tokens"
-    sums: ClassVar[type[TokenSums]] = TokenSums
+    sums: ClassVar[type[_TokenSums]] = _TokenSums
     metrics: ClassVar = {
         "perplexity": Metric("perplexity", scale="log", digits=1),
         "bits_per_token": Metric("bits per token", measured_in=("val",)),
     }
     best = "perplexity"
 
-    def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, TokenSums]:
+    def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, _TokenSums]:
         nats, tokens = self._sums(batch)
         return nats / tokens.clamp(min=1), self.sums(nats.detach().double(), tokens.double())
-
-    def judge(self, batch: _Batch) -> TokenSums:
-        nats, tokens = self._sums(batch)
-        return self.sums(nats.double(), tokens.double())
 
     def size(self, batch: _Batch) -> int:
         """Returns the number of tokens."""
@@ -63,3 +60,29 @@ class LanguageTask(Task[_Batch, object]):
     def _sums(self, batch: _Batch) -> tuple[Tensor, Tensor]:
         score = self.model.log_likelihood(*batch)
         return -score.sum(), (batch[1] >= 0).sum().to(score.dtype)
+
+
+class _PixelSums(_TokenSums):
+    # repeated because subclasses of a NamedTuple do not inherit annotations, which training counts
+    nats: Tensor
+    tokens: Tensor
+
+    def metrics(self) -> dict[str, float]:
+        return {"bits_per_dim": float(self.nats / self.tokens) / math.log(2)}
+
+
+class PixelTask(LanguageTask):
+    """Mean negative log-likelihood of the next byte of an image, in nats.
+
+    Batches are images, (batch, channels, height, width) uint8, and labels, which are ignored. Bits
+    per dimension are nats / ln 2 / bytes, over all bytes of a split.
+    """
+
+    model: PixelModel
+    sums: ClassVar[type[_PixelSums]] = _PixelSums
+    metrics: ClassVar = {"bits_per_dim": Metric("bits/dim")}
+    best = "bits_per_dim"
+
+    def _sums(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        score = self.model.image_log_likelihood(batch[0])
+        return -score.sum(), score.new_tensor(score.numel())

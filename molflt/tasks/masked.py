@@ -1,7 +1,12 @@
-"""Masked language modeling: hidden tokens, and optionally whether two parts belong together."""
+"""Masked language modeling: hidden tokens, and optionally whether two parts belong together.
+
+BERT (arXiv:1810.04805), section 3.1. Random numbers are arguments: training draws new ones at each
+step, and validation derives them from the tokens of each sequence, independent of the batch.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -11,13 +16,12 @@ from torch import Tensor, nn
 
 from molflt.metrics import Metric
 from molflt.tasks.base import Task
-from molflt.tasks.masking import Draws, hide, swap_parts
 
 if TYPE_CHECKING:
     from molflt.data.text.tokenized import PieceBlocks, TokenizedText
     from molflt.sequence.masked import MaskedLanguageModel
 
-__all__ = ["MaskedTask"]
+__all__ = ["Draws", "MaskedTask", "hide", "swap_parts"]
 
 _Batch = tuple[Tensor, Tensor, Tensor]
 
@@ -45,7 +49,7 @@ class _GapSums(NamedTuple):
 class MaskedTask(Task[_Batch, "TokenizedText"]):
     """Mean negative log-likelihood of hidden tokens, in nats, and next-sentence loss.
 
-    BERT (arXiv:1810.04805), section 3.1. Batches are ids, types and a mask of existing tokens,
+    Batches are ids, types and a mask of existing tokens,
     (batch, length) each. Hidden tokens are drawn at every step in training, and depend only on the
     sequence in validation.
 
@@ -91,8 +95,7 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
         self.expect_gaps(data.datasets["val"], data.sources["val"])
 
     def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, _GapSums]:
-        loss, sums = self._judged(batch, Draws.new(batch[0]))
-        return loss, sums
+        return self._judged(batch, Draws.new(batch[0]))
 
     def judge(self, batch: _Batch) -> _GapSums:
         return self._judged(batch, Draws.of_content(batch[0], batch[2]))[1]
@@ -151,3 +154,96 @@ class MaskedTask(Task[_Batch, "TokenizedText"]):
             loss = loss + F.cross_entropy(logits.float(), label)
             parts[3:] = [(logits.argmax(dim=1) == label).sum(), torch.tensor(len(label))]
         return loss, _GapSums(*(part.to(tokens.device, torch.float64) for part in parts))
+
+
+class Draws(NamedTuple):
+    """Uniform numbers in [0, 1)."""
+
+    tokens: Tensor
+    """(3, batch, length)"""
+    sequences: Tensor
+    """(batch,)"""
+
+    @staticmethod
+    def new(tokens: Tensor) -> Draws:
+        """Draws new numbers for ids (batch, length) with torch's default generator."""
+        whole = torch.rand(3, *tokens.shape, device=tokens.device)
+        return Draws(whole, torch.rand(len(tokens), device=tokens.device))
+
+    @staticmethod
+    def of_content(tokens: Tensor, there: Tensor) -> Draws:
+        """Derives the numbers of each sequence from its tokens, independent of batch and padding.
+
+        Args:
+            tokens: ids (batch, length).
+            there: mask of existing tokens (batch, length); draws are 1 elsewhere.
+        """
+        whole = torch.ones(3, *tokens.shape)
+        each = torch.empty(len(tokens))
+        for i, (row, mask) in enumerate(zip(tokens.cpu(), there.cpu(), strict=True)):
+            own = row[mask].to(torch.int64)
+            digest = hashlib.sha256(own.numpy().tobytes()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+            whole[:, i, mask] = torch.rand(3, len(own), generator=generator)
+            each[i] = torch.rand((), generator=generator)
+        return Draws(whole.to(tokens.device), each.to(tokens.device))
+
+
+def hide(
+    tokens: Tensor,
+    there: Tensor,
+    draws: Tensor,
+    mask_id: Tensor,
+    ordinary: Tensor,
+    rate: float = 0.15,
+    mask_share: float = 0.8,
+    random_share: float = 0.1,
+) -> tuple[Tensor, Tensor]:
+    """Hides tokens.
+
+    Args:
+        tokens: ids (batch, length).
+        there: mask of existing tokens (batch, length).
+        draws: (3, batch, length), uniform in [0, 1), for the choice of hidden tokens, the kind of
+            replacement, and the random token.
+        mask_id: id of the mask, a scalar.
+        ordinary: (vocabulary,) bool, ids that may be hidden or drawn.
+        rate: share of ordinary tokens to hide.
+        mask_share: share of these replaced by `mask_id`.
+        random_share: share of these replaced by a random ordinary id; the rest is unchanged.
+
+    Returns:
+        Input ids and targets (-1 if not hidden), (batch, length) each.
+    """
+    told = there & ordinary[tokens] & (draws[0] < rate)
+    anything = ordinary.nonzero()[:, 0]
+    index = (draws[2].clamp(max=1 - 2**-24) * len(anything)).long()
+    masked = told & (draws[1] < mask_share)
+    replaced = told & ~masked & (draws[1] < mask_share + random_share)
+    seen = torch.where(masked, mask_id.to(tokens.dtype), tokens)
+    seen = torch.where(replaced, anything[index].to(tokens.dtype), seen)
+    return seen, tokens.where(told, -1)
+
+
+def swap_parts(
+    tokens: Tensor, types: Tensor, there: Tensor, draws: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gives half of the pairs the second part of the previous sequence in the batch.
+
+    Args:
+        tokens: ids (batch, length); nothing is swapped in a batch of one.
+        types: (batch, length), 1 in the second part and the padding behind it; equal in all rows.
+        there: mask of existing tokens (batch, length).
+        draws: (batch,), uniform in [0, 1).
+
+    Returns:
+        Tokens, mask of existing tokens, and labels (batch,): 0 for original pairs, 1 for swapped
+        ones.
+    """
+    wrong = (draws < 0.5) & torch.tensor(len(tokens) > 1, device=tokens.device)
+    moved = wrong[:, None] & (types == 1)
+    return (
+        torch.where(moved, tokens.roll(1, dims=0), tokens),
+        torch.where(moved, there.roll(1, dims=0), there),
+        wrong.long(),
+    )

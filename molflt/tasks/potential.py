@@ -172,9 +172,6 @@ class PotentialTask(OfStructures, Task["Batch", "PotentialData"]):
             return F.huber_loss(x, torch.zeros_like(x), delta=_HUBER) / _HUBER
         return x.abs().mean() if self.kind == "l1" else x.square().mean()
 
-    def judge(self, batch: "Batch") -> _PointSums:
-        return _PointSums.of(point_errors(self._predict(batch), batch))
-
 
 def point_errors(out: Mapping[str, Tensor], batch: "Batch") -> _Errors:
     """Returns predictions minus labels for existing labels.

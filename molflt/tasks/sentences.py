@@ -95,11 +95,16 @@ class SentenceTask(Task[_Batch, object]):
         self.metrics = {**self.metrics, self.best: named}  # type: ignore[misc]  # of this one
 
     def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, _LabelSums]:
-        loss, sums = self._judged(batch)
-        return loss / len(batch[3]), sums
-
-    def judge(self, batch: _Batch) -> _LabelSums:
-        return self._judged(batch)[1]
+        tokens, types, there, label = batch
+        logits = self.model(tokens, types, there).float()
+        if self.model.classes == 1:
+            told = logits[:, 0]
+            loss = F.mse_loss(told, label.to(told.dtype), reduction="sum")
+        else:
+            told = logits.argmax(dim=1).float()
+            told = told.masked_fill(logits.isnan().any(dim=1), math.nan)  # argmax takes NaN's place
+            loss = F.cross_entropy(logits, label.long(), reduction="sum")
+        return loss / len(label), _LabelSums.of(told, label, loss)
 
     def size(self, batch: _Batch) -> int:
         """Returns the number of sentences or pairs."""
@@ -112,15 +117,3 @@ class SentenceTask(Task[_Batch, object]):
         if self.model.classes == 1:
             del found["accuracy_percent"]
         return {"score_percent": score, **found}
-
-    def _judged(self, batch: _Batch) -> tuple[Tensor, _LabelSums]:
-        tokens, types, there, label = batch
-        logits = self.model(tokens, types, there).float()
-        if self.model.classes == 1:
-            told = logits[:, 0]
-            loss = F.mse_loss(told, label.to(told.dtype), reduction="sum")
-        else:
-            told = logits.argmax(dim=1).float()
-            told = told.masked_fill(logits.isnan().any(dim=1), math.nan)  # argmax takes NaN's place
-            loss = F.cross_entropy(logits, label.long(), reduction="sum")
-        return loss, _LabelSums.of(told, label, loss)

@@ -62,21 +62,13 @@ class TranslationTask(Task[_Batch, object]):
         self.label_smoothing = label_smoothing
 
     def loss(self, batch: _Batch, progress: float) -> tuple[Tensor, _TargetSums]:
-        smoothed, sums = self._judged(batch)
-        return -smoothed.mean(), sums
-
-    def judge(self, batch: _Batch) -> _TargetSums:
-        return self._judged(batch)[1]
-
-    def size(self, batch: _Batch) -> int:
-        """Returns the number of target tokens."""
-        return int((batch[3] >= 0).sum())
-
-    def _judged(self, batch: _Batch) -> tuple[Tensor, _TargetSums]:
-        """Returns log-likelihoods with smoothed labels, (tokens,), and the sums."""
         source, there, seen, following = batch
         hidden = self.model(source, seen, there)
         score, smoothed = self.model.log_likelihood(hidden, following, self.label_smoothing)
         count = torch.tensor(float(len(score)), device=score.device)
         totals = -score.detach().sum(), -smoothed.detach().sum(), count
-        return smoothed, _TargetSums(*(part.double() for part in totals))
+        return -smoothed.mean(), _TargetSums(*(part.double() for part in totals))
+
+    def size(self, batch: _Batch) -> int:
+        """Returns the number of target tokens."""
+        return int((batch[3] >= 0).sum())

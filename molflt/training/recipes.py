@@ -86,7 +86,7 @@ RECIPES: dict[str, Recipe] = {
     "image_generation": Recipe(
         "molflt.sequence.pixels:PixelModel",
         "molflt.data.images.datamodule:PixelData",
-        "molflt.tasks.pixels:PixelTask",
+        "molflt.tasks.language:PixelTask",
         "molflt.evaluation.pixels:evaluate",
     ),
     "learned_optimizer": Recipe(
@@ -98,7 +98,7 @@ RECIPES: dict[str, Recipe] = {
     "population_optimizer": Recipe(
         "molflt.optimizers.population_model:PopulationModel",
         "molflt.data.problems:ProblemData",
-        "molflt.tasks.population:PopulationTask",
+        "molflt.tasks.optimizers:PopulationTask",
         "molflt.evaluation.population:evaluate",
     ),
 }

@@ -15,7 +15,7 @@ from molflt.optimizers.functions import Functions, haar_rotation
 from molflt.optimizers.population import PopulationOptimizer, Populations
 from molflt.optimizers.population_mask import PopulationMask
 from molflt.optimizers.population_model import Noise, PopulationModel, PopulationState
-from molflt.tasks.population import PopulationTask
+from molflt.tasks.optimizers import PopulationTask
 
 D, MEMBERS, BATCH = 3, 6, 2
 KINDS = {

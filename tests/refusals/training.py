@@ -17,8 +17,7 @@ from molflt.tasks.images import ImageTask
 from molflt.tasks.is2re import IS2RETask
 from molflt.tasks.language import LanguageTask
 from molflt.tasks.masked import MaskedTask
-from molflt.tasks.optimizers import OptimizerTask
-from molflt.tasks.population import PopulationTask
+from molflt.tasks.optimizers import OptimizerTask, PopulationTask
 from molflt.tasks.potential import PotentialTask
 from molflt.training.checkpoint import read_checkpoint, write_checkpoint
 from molflt.training.exported import write_exported
