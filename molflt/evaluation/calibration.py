@@ -348,11 +348,8 @@ def _draw(calibration: Calibration, aside: _Errors, judged: dict[str, _Errors], 
 def calibration_of(model: nn.Module, calibration: Path | None, default: Path) -> Calibration | None:
     """Reads the calibration of an ensemble; returns None for other models.
 
-    Args:
-        model: the ensemble.
-        calibration: file of an evaluation of the same runs.
-        default: file to read by default; if it is missing or belongs to other runs, a warning says
-            that there is only the spread, and None is returned.
+    If the file `default` is missing or belongs to other runs, a warning says that there is only the
+    spread, and None is returned; a named file `calibration` must fit.
     """
     if not isinstance(model, EnsembleRegressor):
         if calibration is not None:
@@ -369,13 +366,7 @@ def calibration_of(model: nn.Module, calibration: Path | None, default: Path) ->
 
 
 def expect_theirs(model: EnsembleRegressor, calibration: Calibration, name: str) -> Calibration:
-    """Returns a calibration; raises ValueError if it was made with other weights.
-
-    Args:
-        model: the ensemble.
-        calibration: the calibration.
-        name: name of its file for messages.
-    """
+    """Returns a calibration; raises ValueError if it was made with other weights."""
     if calibration.members != tuple(sorted(model.weights)):
         raise _OtherWeights(
             f"{name}: calibration of {len(calibration.members)} other weights than these "
@@ -387,16 +378,7 @@ def expect_theirs(model: EnsembleRegressor, calibration: Calibration, name: str)
 def uncertainty_of(
     model: nn.Module, found: Predictions, calibration: Calibration | None
 ) -> dict[str, _Array]:
-    """Returns the columns of an ensemble: spread_eV and, if calibrated, uncertainty_eV.
-
-    Args:
-        model: the ensemble; for other models the result is empty.
-        found: its predictions.
-        calibration: calibration of its weights, if known.
-
-    Returns:
-        (systems,) each, eV.
-    """
+    """Returns spread_eV and, if calibrated, uncertainty_eV of an ensemble, (systems,) each, eV."""
     if not isinstance(model, EnsembleRegressor):
         return {}
     columns = {"spread_eV": found.spread}

@@ -99,12 +99,8 @@ def device_of(model: nn.Module) -> torch.device:
 def batches(source: Iterable[_Batch], name: str, batch: str) -> Iterator[Iterable[_Batch]]:
     """Yields batches with a progress bar, for inference.
 
-    A lack of memory in the block becomes a ValueError that suggests a smaller batch.
-
-    Args:
-        source: the batches.
-        name: of the split, for the bar and for messages.
-        batch: a batch in words, such as "64 images".
+    A lack of memory in the block becomes a ValueError that suggests a smaller batch and names
+    `batch`, one of the batches in words, such as "64 images".
     """
     what = f"{name}: a batch of {batch}"
     with torch.inference_mode(), within_memory(lambda: what, "lower --batch-size"):
@@ -123,14 +119,7 @@ def expect_finite(name: str, values: Tensor) -> None:
 def total_of(
     task: Task[Any, Any], source: Iterable[Sequence[Tensor]], name: str, batch: str
 ) -> Tensor:
-    """Returns the sums of a task over batches, (fields,), see `molflt.tasks.base.Task.summarize`.
-
-    Args:
-        task: task with the model in evaluation mode.
-        source: batches, tuples of tensors.
-        name: name of the split, for messages.
-        batch: a batch in words.
-    """
+    """Returns the sums of a task over batches, (fields,), see `Task.summarize`."""
     device, total = device_of(task.model), torch.zeros((), dtype=torch.float64)
     with batches(source, name, batch) as loaded:
         for one in loaded:
@@ -148,11 +137,8 @@ def draw_attention(
     Args:
         stack: a part of a model in evaluation mode.
         run: calls the model once.
-        png: file to write.
+        png: file to write, which is returned; nothing without a layer with attention.
         title: title of the picture.
-
-    Returns:
-        The written file; empty without a layer with attention.
     """
     matrices = attention_of(stack, run, last=1)
     if not matrices:
@@ -164,7 +150,7 @@ def draw_attention(
 def draw_encoding(
     position: Position | None, scale: float, tokens: int, png: Path, what: str = "tokens"
 ) -> list[Path]:
-    """Draws a relative encoding over the offsets of tokens.
+    """Draws a relative encoding over the offsets of tokens; returns the written file, if any.
 
     Args:
         position: encoding of the stack.
@@ -172,9 +158,6 @@ def draw_encoding(
         tokens: number of tokens along each axis.
         png: file to write.
         what: name of the tokens.
-
-    Returns:
-        The written file; empty without a relative encoding.
     """
     if position is None or not plots.has_bias(position):
         return []
@@ -241,12 +224,7 @@ def locality_of(matrices: list[Tensor], distances: Tensor, causal: bool) -> dict
 
 
 def load_vocabulary(run: Path, size: int) -> Vocabulary:
-    """Loads the vocabulary of a run.
-
-    Args:
-        run: folder of the training run.
-        size: number of token ids of its model.
-    """
+    """Loads the vocabulary of a run, of as many token ids as its model has."""
     path = run / "vocabulary.json"
     return vocabulary_of(_read(path, "vocabulary"), str(path), size)
 

@@ -94,11 +94,6 @@ def load_ensemble(
 
     Returns:
         The ensemble in evaluation mode, and the configuration of the first run.
-
-    Raises:
-        FileNotFoundError: if a run or its checkpoint is missing.
-        ValueError: if a run is damaged, named twice, of another recipe, or was trained on other
-            elements or energies than the first.
     """
     runs = [Path(run) for run in runs]
     if len(runs) < 2:
@@ -186,10 +181,6 @@ def expect_same_totals(ensemble: EnsembleRegressor, dataset: Structures) -> None
 
     Single references may be undetermined by the compositions in training, so their sums over the
     structures to predict are compared. Members without references were compared by `load_ensemble`.
-
-    Args:
-        ensemble: the ensemble.
-        dataset: structures to predict.
     """
     first, *others = ensemble.members
     if not has_references(first) or not len(dataset):

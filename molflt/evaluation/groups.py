@@ -22,12 +22,10 @@ _PRINTED = 12
 def errors_by_group(found: Mapping[str, Predictions]) -> dict[str, dict[str, list[GroupError]]]:
     """Computes errors by adsorbate and metal, largest groups first, and by size, smallest first.
 
-    Args:
-        found: split -> predictions; systems without a label are ignored.
+    Systems without a label are ignored. Ranges of sizes contain similar numbers of systems.
 
     Returns:
         split, or "all" for all splits -> "adsorbate", "slab" (its elements) or "natoms" -> groups.
-        Ranges of sizes contain similar numbers of systems.
     """
     parts: dict[str, tuple[NDArray[np.float64], list[NDArray[np.str_]], NDArray[np.int64]]] = {}
     for split, part in found.items():

@@ -121,18 +121,10 @@ def token_losses(
     name: str,
     right: list[NDArray[np.bool_]] | None = None,
 ) -> NDArray[np.float64]:
-    """Returns the negative log-likelihood of each token of a text, nats.
+    """Returns the negative log-likelihood of each token, nats, (blocks, length); NaN at padding.
 
-    Args:
-        model: model in evaluation mode.
-        blocks: blocks of the text.
-        batch_size: blocks in a batch.
-        name: name of the text for messages.
-        right: list to append to, for each batch, which tokens were the most probable ones, (batch,
-            length); None saves the memory of all logits.
-
-    Returns:
-        (blocks, length); NaN at padding.
+    Appends to `right`, for each batch, which tokens were the most probable ones, (batch, length);
+    None saves the memory of all logits.
     """
     device, found = device_of(model), []
     with batches(

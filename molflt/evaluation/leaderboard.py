@@ -42,8 +42,7 @@ def write_submission(path: Path, predictions: _Predictions, *, any_counts: bool 
     Args:
         path: file to write, ending in .npz.
         predictions: (ids, energies in eV) of "id", "ood_ads", "ood_cat" and "ood_both".
-        any_counts: accept other numbers of systems than those of OC20's test splits; the
-            leaderboard rejects such a file.
+        any_counts: accept other numbers of systems than OC20's, which the leaderboard rejects.
     """
     path = Path(path)
     _check_name(path)

@@ -144,12 +144,7 @@ def _draw_memory(
 
 
 def tasks_of(names: Sequence[str] | None, data: Path | None) -> dict[str, _Made]:
-    """Returns tasks by name.
-
-    Args:
-        names: some of the tasks; None for all, the image tasks only with `data`.
-        data: images, if any.
-    """
+    """Returns tasks by name; None for all, the image tasks only with images `data`."""
     of_images = ("image_network", "image_convolutions")
     known = [*UNSEEN, *of_images]
     for name in names or ():
@@ -165,15 +160,7 @@ def tasks_of(names: Sequence[str] | None, data: Path | None) -> dict[str, _Made]
 
 
 def race(made: _Made, opened: _Opened, steps: int, repeats: int, like: Tensor) -> Raced:
-    """Optimizes a task with several seeds that no training uses.
-
-    Args:
-        made: makes the problem of a seed.
-        opened: makes the optimizer of parameters.
-        steps: steps of each optimization.
-        repeats: number of seeds.
-        like: tensor with the dtype and device of the problems.
-    """
+    """Optimizes a task with as many seeds as `repeats`, which no training uses."""
     seeds = ProblemSeeds("test", repeats)
     problems = [made(int(seeds[i]), like) for i in range(repeats)]
     return Raced(np.stack([loss_curve(problem, opened, steps) for problem in problems]))
@@ -246,11 +233,7 @@ def table(found: Mapping[str, Mapping[str, Raced]]) -> str:
 
 
 def intervals(curves: _Curve, most: int = _ROWS) -> tuple[_Curve, _Curve]:
-    """Averages losses over intervals of steps.
-
-    Returns:
-        Middle steps, (n,), and mean losses, (repeats, n).
-    """
+    """Averages over intervals of steps; returns middle steps, (n,), and losses, (repeats, n)."""
     steps = curves.shape[1]
     edges = np.linspace(0, steps, min(steps, most) + 1).round().astype(int)
     means = [curves[:, a:b].mean(axis=1) for a, b in itertools.pairwise(edges)]

@@ -93,11 +93,7 @@ def compare(
 ) -> tuple[str, list[Path]]:
     """Compares models over the systems that all of them predicted and that have a label.
 
-    Args:
-        published: energies of other models.
-        common: these systems, see `common_systems`.
-        found: split -> predictions of the run for all systems.
-        out: folder for published.csv, published_errors.csv and published.png.
+    Writes published.csv, published_errors.csv and published.png into `out`.
 
     Returns:
         Tables in plain text, and the files.

@@ -40,12 +40,12 @@ def results_table(
     columns: Mapping[str, tuple[str, int]],
     results: Mapping[str, Mapping[str, float | None]],
 ) -> str:
-    """Formats metrics as text, one line per split.
+    """Formats metrics as text, one line per split; missing ones become hyphens.
 
     Args:
         title: heading of the first column, which names the splits.
         columns: metric -> heading and number of digits, which counts ignore.
-        results: split -> metrics; missing ones become hyphens.
+        results: split -> metrics.
     """
     lines = [[title, *(heading for heading, _ in columns.values())]]
     for split, row in results.items():

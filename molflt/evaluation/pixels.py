@@ -108,13 +108,7 @@ def _histograms(
 ) -> tuple[Tensor | None, str]:
     """Returns the bits of each value at each position, by the training images, and a line.
 
-    Args:
-        own: data with the training images, if they are open.
-        options: options of the run to open them with.
-        model: model that gives the order of bytes.
-
-    Returns:
-        -log2 of (n + 1) / (images + 256), (bytes of an image, 256), or None without the images.
+    The bits are -log2 of (n + 1) / (images + 256), (bytes of an image, 256); None without images.
     """
     if own is None:
         own = PixelData(**options)  # type: ignore[arg-type]  # as in `named_images`

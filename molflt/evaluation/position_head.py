@@ -64,13 +64,7 @@ def position_error(pos: NDArray[np.floating], record: Data) -> float:
 def write_relaxed(
     model: nn.Module, datasets: Mapping[str, Structures], folder: Path | None, batch_size: int
 ) -> tuple[Results, str]:
-    """Writes SPLIT.extxyz with the structures that the position head predicts.
-
-    Args:
-        model: model with a position head, in evaluation mode.
-        datasets: split -> structures.
-        folder: folder to write; None does nothing.
-        batch_size: structures in a batch.
+    """Writes FOLDER/SPLIT.extxyz with the structures that the position head predicts.
 
     Returns:
         Per split adwt_percent, initial_adwt_percent (of the initial positions) and

@@ -174,12 +174,8 @@ def _draw(out: Path, found: Mapping[str, Points]) -> list[Path]:
 def _force_errors(found: Mapping[str, Points]) -> dict[str, list[GroupError]]:
     """Computes errors of forces over all splits, meV/Å, by "element" of the atom and "natoms".
 
-    Args:
-        found: split -> predictions; structures and atoms without labels of forces are ignored.
-
-    Returns:
-        "element" or "natoms" -> groups. n counts atoms for elements, and structures for sizes,
-        whose MAE is the mean over structures.
+    Structures and atoms without labels of forces are ignored. n counts atoms for elements, and
+    structures for sizes, whose MAE is the mean over structures.
     """
     from ase.data import chemical_symbols
 

@@ -111,15 +111,7 @@ def open_structures(
     model: nn.Module | None = None,
     domain: Domain | None = None,
 ) -> Structures:
-    """Opens structures to predict; warns of those that are omitted.
-
-    Args:
-        path: see :func:`molflt.data.structures.open_dataset`.
-        skip_bad: omit and list structures that cannot be used.
-        reading: meaning of the entries of files that ASE reads; labels are optional.
-        model: see :func:`check_structures`.
-        domain: see :func:`check_structures`.
-    """
+    """Opens structures to predict, see `open_dataset` and `check_structures`."""
     dataset = open_dataset(path, skip_bad, reading._replace(for_prediction=True))
     return check_structures(dataset, model, domain)
 
@@ -129,12 +121,8 @@ def check_structures(
 ) -> Structures:
     """Returns the structures that can be predicted; warns of those that are omitted.
 
-    Args:
-        dataset: structures.
-        model: if bad structures are omitted, those with elements that it does not support are
-            omitted as well.
-        domain: domain of its training; if bad structures are omitted, those that it refuses are
-            omitted as well.
+    If bad structures are omitted, so are those with elements that the model does not support, and
+    those that the domain of its training refuses.
     """
     path = dataset.path
     dataset.verify()
@@ -323,9 +311,6 @@ def _expect_tags(records: Sequence[Data], domain: Domain, dataset: Structures) -
 def counted_reasons(outside: Sequence[Sequence[str]]) -> list[str]:
     """Counts the reasons of structures, the most frequent first; numbers become ranges.
 
-    Args:
-        outside: reasons of each structure, such as "atoms: 120, at most 80 in training".
-
     Returns:
         Lines such as "atoms: 120 to 150, at most 80 in training (3 structures)".
     """
@@ -422,12 +407,7 @@ def warn_of_elements(
 ) -> None:
     """Warns of elements that did not occur in training, or lack a reference energy.
 
-    Args:
-        model: with its members, if it is an ensemble.
-        present: atomic numbers.
-        name: of the structures.
-        adsorbed: atomic numbers of adsorbates, which models of adsorption energies have references
-            of; None means all that are present.
+    Models of adsorption energies have references of the elements in `adsorbed`; None for all.
     """
     from ase.data import chemical_symbols
 

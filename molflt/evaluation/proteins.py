@@ -42,12 +42,7 @@ class Unigram(NamedTuple):
 
     @staticmethod
     def of(ids: NDArray[np.integer], possible: NDArray[np.bool_]) -> Unigram:
-        """Counts the tokens of a training text.
-
-        Args:
-            ids: (tokens,).
-            possible: (ids,), the ids to choose from.
-        """
+        """Counts the tokens of a training text, (tokens,); `possible`, (ids,), can be chosen."""
         counts = np.bincount(ids, minlength=len(possible)).astype(np.float64)
         counts = np.where(possible, counts + 1, 0)
         with np.errstate(divide="ignore"):
@@ -104,15 +99,7 @@ def draw_substitutions(head: Head, ids: Mapping[str, int], png: Path) -> str:
 
     The similarity is the cosine of embeddings minus their mean; compare Performer
     (arXiv:2009.14794), appendix. Without Biopython, which has BLOSUM62, only the learned table is
-    drawn.
-
-    Args:
-        head: output layer with the embeddings.
-        ids: letter -> id.
-        png: file to write.
-
-    Returns:
-        A line with the correlation of the two tables.
+    drawn. Returns a line with the correlation of the two tables.
     """
     places = torch.tensor([ids[letter] for letter in _ORDER], device=device_of(head))
     with torch.inference_mode():

@@ -29,12 +29,7 @@ given (the value of --data, or None)"""
 
 
 def provenance_of(weights: Iterable[Path], checkpoint: str) -> Provenance:
-    """Returns the record of the weights of an evaluation; call it before the evaluation.
-
-    Args:
-        weights: files of the members.
-        checkpoint: their name.
-    """
+    """Returns the record of the weights of an evaluation; call it before the evaluation."""
     digests = sorted(weights_digest(path) for path in weights)
     return {"checkpoint": checkpoint, "weights": digests, "data": None}
 
@@ -42,11 +37,8 @@ def provenance_of(weights: Iterable[Path], checkpoint: str) -> Provenance:
 def begin_results(out: Path, *names: str) -> None:
     """Removes the results of an earlier evaluation; call it before writing the first file.
 
-    Otherwise files of a failed evaluation would be mixed with those of an earlier one.
-
-    Args:
-        out: folder.
-        names: all files that the evaluation may write; pictures are removed in all formats.
+    Otherwise files of a failed evaluation would be mixed with those of an earlier one. `names` are
+    all files that the evaluation may write; pictures are removed in all formats.
     """
     clear_parts(out)
     pictures = [Path(name).stem for name in names if name.endswith(".png")]
@@ -56,10 +48,9 @@ def begin_results(out: Path, *names: str) -> None:
 
 
 def existing_results(out: Path) -> dict[str, object]:
-    """Returns the splits of the results in a folder; empty if they are damaged.
+    """Returns split -> checkpoint of the results in a folder; empty if they are damaged.
 
-    Returns:
-        Split, with the data if they are not those of the run -> checkpoint, None if unknown.
+    A split is followed by its data if they are not those of the run.
     """
     try:
         found = read_json(out / RESULTS, _MOST_BYTES, "metrics by split in JSON", "")
@@ -72,12 +63,7 @@ def existing_results(out: Path) -> dict[str, object]:
 
 
 def warn_of_replaced(out: Path, before: Mapping[str, object]) -> None:
-    """Warns of replaced results of other splits, data or checkpoints.
-
-    Args:
-        out: folder.
-        before: `existing_results` before the evaluation.
-    """
+    """Warns of replaced results of other splits, data or checkpoints, see `existing_results`."""
     now = existing_results(out)
     gone = [split for split in before if split not in now]
     gone += [
@@ -100,7 +86,7 @@ def write_results(
     data: object,
     reading: Mapping[str, object] | None = None,
 ) -> list[Path]:
-    """Writes results.json and results_of.json.
+    """Writes results.json and results_of.json, and returns them.
 
     Args:
         out: folder.
@@ -109,9 +95,6 @@ def write_results(
         config: configuration of the run.
         data: the value of --data; None for the data of the run.
         reading: options of how data are read, such as energy_key and tags.
-
-    Returns:
-        The written files.
     """
     paths = [out / RESULTS, out / _NOTE]
     own = config["data"]
@@ -164,11 +147,8 @@ def run_weights(run: Path) -> list[Path]:
 def why_of_others(folder: Path, weights: Sequence[Path]) -> str:
     """Explains why results do not belong to these weights and the data of their run; "" if they do.
 
-    Results of earlier versions without results_of.json are accepted.
-
-    Args:
-        folder: folder of the evaluation.
-        weights: files of all members; without any, only the data are compared.
+    Without weights, only the data are compared. Results of earlier versions without results_of.json
+    are accepted.
     """
     path = folder / RESULTS
     if not (found := _note(folder)):

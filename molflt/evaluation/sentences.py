@@ -122,13 +122,7 @@ def logits_of(
 ) -> _Numbers:
     """Returns the logits of sentences or pairs, (items, classes).
 
-    Args:
-        model: model in evaluation mode.
-        tokenizer: tokenizer of the model.
-        examples: sentences or pairs; their labels are ignored.
-        length: largest number of tokens, as in training.
-        batch_size: sentences or pairs in a batch.
-        name: name of the examples for messages.
+    More than `length` tokens, as in training, are cut with a warning. Labels are ignored.
     """
     device, found = device_of(model), []
     rows = Sentences(examples, tokenizer, length, name)

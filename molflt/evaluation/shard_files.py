@@ -56,24 +56,12 @@ class _Note(NamedTuple):
 
 
 def noted(rows: int, total: int, made: Mapping[str, object]) -> dict[str, object]:
-    """Returns the column that each row of a shard has in addition.
-
-    Args:
-        rows: number of rows of this shard.
-        total: number of rows of all shards.
-        made: see `made_of`.
-    """
+    """Returns the column that each row of a shard has in addition, see `made_of`."""
     return {_KEY: "; ".join([f"{rows} of {total}", *(f"{k} {made[k]}" for k in made)])}
 
 
 def made_of(model: nn.Module, dataset: Structures, **options: object) -> dict[str, object]:
-    """Returns digests of model and data, and options: only shards that agree are merged.
-
-    Args:
-        model: an energy regressor or an ensemble.
-        dataset: the whole data set, which is read once.
-        options: options of the prediction.
-    """
+    """Returns digests of model and data, and options: only shards that agree are merged."""
     members = getattr(model, "members", [model])
     weights = hashlib.sha256("".join(sorted(map(digest_of, members))).encode())
     data = hashlib.sha256(dataset.natoms.astype("<i8").tobytes())  # without omitted structures
@@ -140,9 +128,6 @@ ENDINGS = tuple(_FORMATS)
 
 def merge_shards(out: Path) -> int:
     """Merges the files of all shards into the file that a single process would have written.
-
-    Args:
-        out: the --out of `molflt predict`, the same for each --shard.
 
     Returns:
         The number of structures.

@@ -143,19 +143,9 @@ def translate(
     batch_size: int = 64,
     name: str = "sentences",
 ) -> list[str]:
-    """Translates sentences.
+    """Translates sentences, in batches of similar length; returns them in the given order.
 
-    Args:
-        model: model in evaluation mode.
-        tokenizer: tokenizer of the model.
-        sentences: sentences to translate.
-        beam: hypotheses per sentence, see `molflt.sequence.beam_search`.
-        length_penalty: see `molflt.sequence.beam_search`.
-        batch_size: sentences of similar length in a batch.
-        name: name of the sentences for messages.
-
-    Returns:
-        The translations, in the order of the sentences.
+    See `molflt.sequence.beam_search` for `beam` and `length_penalty`.
     """
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1; got {batch_size}")

@@ -19,14 +19,7 @@ __all__ = ["page_of"]
 
 
 def page_of(run: Path) -> tuple[str, list[str]]:
-    """Renders a run as one self-contained HTML page.
-
-    Args:
-        run: folder of a training run, which may be unfinished or not yet evaluated.
-
-    Returns:
-        The page, and a line for each missing part.
-    """
+    """Renders a run as one HTML page, and returns it with a line for each missing part."""
     found = read_contents(run)
     parts = list(_sections(found))
     name = found.path.resolve().name

@@ -49,12 +49,8 @@ def table(
 ) -> Html:
     """Returns a table whose first column contains the row headers.
 
-    Args:
-        head: titles of the columns.
-        rows: cells of the rows.
-        caption: description of the table, with units.
-        text_columns: number of columns with text; the others contain numbers, aligned right.
-        most: largest number of rows to show.
+    Of `rows`, the first `most` are shown. The first `text_columns` columns contain text, and the
+    others numbers, aligned right.
     """
     if len(rows) > most:
         caption += f" The first {most} of {len(rows):,}."

@@ -28,13 +28,7 @@ class Pictures:
         self._left = _BUDGET
 
     def drawn(self, alt: str, caption: str, draw: Callable[[Path], object]) -> Html:
-        """Draws a figure as SVG or, if that is large, as PNG.
-
-        Args:
-            alt: description of the picture.
-            caption: text below the picture.
-            draw: writes the picture to a file.
-        """
+        """Draws a figure as SVG or, if that is large, as PNG; `alt` describes it for readers."""
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "picture.svg"
             draw(file)
