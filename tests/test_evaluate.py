@@ -114,7 +114,7 @@ def test_replacing_results_of_other_splits_warns(run, data, tmp_path, capsys) ->
     assert "replaces" not in capsys.readouterr().err
 
 
-def test_results_match_an_independent_computation(evaluated, run, data) -> None:
+def test_results_and_files_match_an_independent_computation(evaluated, run, data) -> None:
     out, results = evaluated
     names = "results.json results_of.json predictions.npz predictions.csv errors_by_group.csv"
     pictures = "parity.png errors.png encoding.png"
@@ -122,47 +122,31 @@ def test_results_match_an_independent_computation(evaluated, run, data) -> None:
     assert json.loads((out / "results.json").read_text()) == results
     assert list(results) == list(VAL_SPLITS)
     median = np.median(labels(data / "train.safetensors"))
+    with np.load(out / "predictions.npz", allow_pickle=False) as file:
+        arrays = dict(file)
+    assert arrays.keys() == {f"{s}_{p}" for s in VAL_SPLITS for p in ("ids", "energy")}
     for split, row in results.items():
-        target = labels(data / f"{split}.safetensors")
-        error = np.abs(alone(run, data / f"{split}.safetensors") - target)
+        store = StructureStore(data / f"{split}.safetensors")
+        target, energy = labels(store.path), alone(run, store.path)
+        error = np.abs(energy - target)
         assert set(row) == {"mae_eV", "ewt_percent", "baseline_mae_eV", "n"}
         assert row["n"] == len(target)
         assert row["mae_eV"] == pytest.approx(error.mean(), rel=1e-5)
         assert row["ewt_percent"] == pytest.approx(100 * (error < 0.02).mean())
         assert row["baseline_mae_eV"] == pytest.approx(np.abs(target - median).mean(), rel=1e-12)
-
-
-def test_predictions_are_in_the_order_of_the_data(evaluated, run, data) -> None:
-    out, _ = evaluated
-    with np.load(out / "predictions.npz", allow_pickle=False) as file:
-        assert sorted(file.files) == sorted(
-            f"{s}_{p}" for s in VAL_SPLITS for p in ("ids", "energy")
-        )
-        for split in VAL_SPLITS:
-            store = StructureStore(data / f"{split}.safetensors")
-            assert file[f"{split}_ids"].dtype.kind == "U"
-            assert file[f"{split}_ids"].tolist() == [str(r.sid) for r in store]
-            assert file[f"{split}_energy"].dtype == np.float64
-            expected = alone(run, data / f"{split}.safetensors")
-            np.testing.assert_allclose(file[f"{split}_energy"], expected, atol=1e-5)
-
-
-def test_predictions_csv(evaluated, data) -> None:
-    out, results = evaluated
-    rows = table(out / "predictions.csv")
-    assert len(rows) == sum(row["n"] for row in results.values())
-    for split in VAL_SPLITS:
-        part = [row for row in rows if row["split"] == split]
+        assert arrays[f"{split}_ids"].tolist() == [str(record.sid) for record in store]
+        assert arrays[f"{split}_energy"].dtype == np.float64
+        np.testing.assert_allclose(arrays[f"{split}_energy"], energy, atol=1e-5)
+        part = [row for row in table(out / "predictions.csv") if row["split"] == split]
         errors = np.array([float(row["error_eV"]) for row in part])
-        assert np.abs(errors).mean() == pytest.approx(results[split]["mae_eV"], rel=1e-12)
-        store = StructureStore(data / f"{split}.safetensors")
-        for row, record in zip(part, store, strict=True):
+        assert np.abs(errors).mean() == pytest.approx(row["mae_eV"], rel=1e-12)
+        for own, record in zip(part, store, strict=True):
             adsorbate = Atoms(record.atomic_numbers[record.tags == 2].numpy())
-            assert row["adsorbate"] == adsorbate.get_chemical_formula("hill")
+            assert own["adsorbate"] == adsorbate.get_chemical_formula("hill")
             elements = {*Atoms(record.atomic_numbers[record.tags != 2]).symbols}
-            assert row["slab"] == "-".join(sorted(elements))
-            assert int(row["natoms"]) == record.natoms
-            assert float(row["target_eV"]) == float(record.y_relaxed)
+            assert own["slab"] == "-".join(sorted(elements))
+            assert int(own["natoms"]) == record.natoms
+            assert float(own["target_eV"]) == float(record.y_relaxed)
 
 
 def test_errors_by_group_add_up(evaluated) -> None:
@@ -211,22 +195,16 @@ def test_splits_without_labels_are_only_predicted(run, data, tmp_path, capsys) -
     assert not (bare / "parity.png").exists() and (bare / "predictions.npz").exists()
 
 
+def predictions(natoms, energy, target, adsorbate) -> Predictions:
+    count = len(natoms)
+    arrays = (np.arange(count), np.array(natoms), np.array(energy), np.array(target))
+    return Predictions(*arrays, ["X"] * count, adsorbate)
+
+
 def test_missing_labels_do_not_count_as_zero() -> None:
-    part = Predictions(
-        sid=np.arange(3),
-        natoms=np.array([5, 6, 7]),
-        energy=np.array([-1.0, -2.0, -3.0]),
-        target=np.array([-1.5, np.nan, -3.01]),
-        formula=["X"] * 3,
-        adsorbate=["O", "O", "H"],
-    )
-    row = _metrics(part, median=-2.0)
-    assert row == {
-        "mae_eV": pytest.approx(0.255),
-        "ewt_percent": 50.0,
-        "baseline_mae_eV": pytest.approx((0.5 + 1.01) / 2),
-        "n": 2,
-    }
+    part = predictions([5, 6, 7], [-1.0, -2.0, -3.0], [-1.5, np.nan, -3.01], ["O", "O", "H"])
+    errors = {"mae_eV": 0.255, "ewt_percent": 50.0, "baseline_mae_eV": (0.5 + 1.01) / 2}
+    assert _metrics(part, median=-2.0) == pytest.approx(errors | {"n": 2})
     groups = errors_by_group({"val_id": part})["all"]["adsorbate"]
     assert [(group.group, group.n) for group in groups] == [("H", 1), ("O", 1)]
 
@@ -235,23 +213,15 @@ def test_missing_labels_do_not_count_as_zero() -> None:
     "sizes", [[7], [7, 7, 7], [1, 2], [7, 8, 9, 30, 31, 32, 80, 81], [5] * 9 + [99]]
 )
 def test_size_groups_contain_the_sizes_of_their_range(sizes) -> None:
-    natoms = np.array(sizes)
-    count = len(sizes)
-    part = Predictions(
-        sid=np.arange(count),
-        natoms=natoms,
-        energy=np.zeros(count),
-        target=natoms.astype(float),  # the MAE of a group is its mean size
-        formula=["X"] * count,
-        adsorbate=["unknown"] * count,
-    )
+    natoms, count = np.array(sizes), len(sizes)
+    # the MAE of a group is its mean size
+    part = predictions(sizes, np.zeros(count), natoms.astype(float), ["unknown"] * count)
     groups = errors_by_group({"s": part})["s"]["natoms"]
     ends = [[int(end) for end in group.group.split("-")] for group in groups]
     for group, end in zip(groups, ends, strict=True):
         inside = natoms[(natoms >= end[0]) & (natoms <= end[-1])]
         assert group.n == len(inside) and group.mae == pytest.approx(inside.mean())
-    assert sum(group.n for group in groups) == count
-    assert ends == sorted(ends)
+    assert sum(group.n for group in groups) == count and ends == sorted(ends)
 
 
 def test_published_table_with_whole_oc20_splits() -> None:
@@ -420,14 +390,8 @@ class Broken(torch.nn.Module):
 @pytest.mark.parametrize(
     ("energies", "message"),
     [
-        (
-            lambda batch: torch.where(batch.sid == 1004, torch.nan, 0.0),
-            "sid 1004.* nan eV",
-        ),
-        (
-            lambda batch: torch.zeros(batch.num_graphs, 1),
-            r"\(4,\); got \(4, 1\)",
-        ),
+        (lambda batch: torch.where(batch.sid == 1004, torch.nan, 0.0), "sid 1004.* nan eV"),
+        (lambda batch: torch.zeros(batch.num_graphs, 1), r"\(4,\); got \(4, 1\)"),
     ],
 )
 def test_wrong_energies_of_a_model_are_refused(data, energies, message) -> None:

@@ -25,7 +25,7 @@ from molflt.attention.positions.spectral import SpectralPosition
 from molflt.attention.spectra.gaussian import GaussianBasis, GaussianMixture
 from molflt.attention.spectra.local import Local
 from molflt.metrics import Metric
-from molflt.plots import GroupError, figure, runs, tokens, training
+from molflt.plots import GroupError, figure, tokens, training
 from molflt.tasks.is2re import IS2RETask
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -43,7 +43,7 @@ def figures(monkeypatch) -> list:
             drawn.append(made)
             yield made
 
-    for module in (training, figure, runs, tokens):
+    for module in (training, figure, tokens):
         monkeypatch.setattr(module, "picture", remember)
     return drawn
 

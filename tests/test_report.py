@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import shlex
 import shutil
-import subprocess
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -307,33 +305,3 @@ def test_pictures_are_also_written_as_pdf(run, tmp_path, capsys) -> None:
     assert "--pictures" in error_of(capsys, *words, "--pictures", "gif")
     line = error_of(capsys, "compare", str(run), str(tmp_path / "x"), "--pictures", "pdf")
     assert "--out" in line
-
-
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
-
-
-def browse(page: Path, profile: Path) -> tuple[str, list[str]]:
-    """Renders a page in a browser; returns the result and the lines of its console."""
-    assert BROWSER is not None
-    quiet = ["--no-first-run", "--disable-background-networking", "--disable-component-update"]
-    quiet += ["--disable-quic", "--disable-sync", "--host-resolver-rules=MAP * ~NOTFOUND"]
-    quiet += [f"--user-data-dir={profile}", "--enable-logging=stderr", "--dump-dom"]
-    done = subprocess.run(
-        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", *quiet, page.as_uri()],
-        **{"capture_output": True, "text": True, "timeout": 240},
-        env={name: value for name, value in os.environ.items() if name != "LD_PRELOAD"},
-    )
-    return done.stdout, [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on the PATH")
-def test_a_browser_renders_the_page_and_loads_nothing(trained, whole, tmp_path) -> None:
-    shown, console = browse(trained / "report.html", tmp_path / "profile")
-    assert console == []
-    assert Page(shown).words["h2"] == Page(whole).words["h2"]
-    bad = tmp_path / "bad.html"
-    asks = '<img alt="" src="http://127.0.0.1:9/x.png"><script>document.title = 1</script><footer>'
-    bad.write_text(whole.replace("<footer>", asks))
-    shown, console = browse(bad, tmp_path / "other")
-    assert len(console) == 2 and all("Content Security Policy" in line for line in console)
-    assert "<title>Run run</title>" in shown

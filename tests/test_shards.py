@@ -61,9 +61,26 @@ def test_merged_shards_equal_the_file_of_one_process(predicted, out, capsys) -> 
     assert out.read_bytes() == predicted[1]
 
 
-def test_lost_shards_are_named(out) -> None:
-    shard(out, 2).unlink()
-    with pytest.raises(ValueError, match=r"1 of 3 .*\[2\].*--shard 2/3"):
+def made_earlier(out: Path, _: Path) -> None:
+    path = shard(out, 2)
+    path.write_text(re.sub(r"(\d+ of 11)[^\",\n]*", r"\1", path.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda out, _: shard(out, 2).unlink(), r"1 of 3 .*\[2\].*--shard 2/3"),
+        (made_earlier, r"2-of-3\.\w+: .*earlier version.*--shard 2/3"),
+        (lambda out, source: predict(source, out, "--shard=1/2"), "2, 3"),
+        (
+            lambda out, source: predict(source, out, "--shard=1/3", "--batch_size=3"),
+            r"1-of-3.* and .*2-of-3.*batch_size 3 and 2",
+        ),
+    ],
+)
+def test_shards_that_do_not_fit_together_are_named(out, source, damage, said) -> None:
+    damage(out, source)
+    with pytest.raises(ValueError, match=said):
         merge_shards(out)
     assert not out.exists()
 
@@ -94,18 +111,6 @@ def test_a_shard_with_other_rows_is_named(out, place) -> None:
         merge_shards(out)
 
 
-def test_shards_of_different_divisions_are_refused(out, source) -> None:
-    predict(source, out, "--shard=1/2")
-    with pytest.raises(ValueError, match="2, 3"):
-        merge_shards(out)
-
-
-def test_shards_of_different_batch_sizes_are_refused(out, source) -> None:
-    predict(source, out, "--shard=1/3", "--batch_size=3")
-    with pytest.raises(ValueError, match=r"1-of-3.* and .*2-of-3.*batch_size 3 and 2"):
-        merge_shards(out)
-
-
 @pytest.mark.parametrize("unlike", ["weights", "data"])
 def test_shards_of_other_models_or_structures_are_refused(source, tmp_path, unlike) -> None:
     out, words, records = tmp_path / "e.csv", [str(source)], list(structures(11))
@@ -124,14 +129,6 @@ def test_shards_of_other_models_or_structures_are_refused(source, tmp_path, unli
     assert main(["predict", *words]) == 0
     one, two = (str(Shard(number, 2).path(out)) for number in (1, 2))
     said = rf"^{re.escape(one)} and {re.escape(two)}.*'{unlike} \w+ and \w"
-    with pytest.raises(ValueError, match=said):
-        merge_shards(out)
-
-
-def test_shards_of_earlier_versions_are_refused(out) -> None:
-    path = shard(out, 2)
-    path.write_text(re.sub(r"(\d+ of 11)[^\",\n]*", r"\1", path.read_text()))
-    said = rf"^{re.escape(str(path))}: .*earlier version.*--shard 2/3"
     with pytest.raises(ValueError, match=said):
         merge_shards(out)
 

@@ -45,10 +45,3 @@ def test_real_submission_is_written_unchanged(tmp_path: Path) -> None:
         for name in old.files:
             assert old[name].dtype == new[name].dtype
             np.testing.assert_array_equal(old[name], new[name])
-
-
-def test_other_counts_of_systems_are_accepted_on_request(tmp_path: Path) -> None:
-    small = {split: (ids[:5], energy[:5]) for split, (ids, energy) in full().items()}
-    write_submission(tmp_path / "submission.npz", small, any_counts=True)
-    with np.load(tmp_path / "submission.npz") as file:
-        assert len(file["id_energy"]) == 5

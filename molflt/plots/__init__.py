@@ -1,19 +1,25 @@
 """Pictures of training, predictions, errors, attention and learned encodings, as PNG, SVG or PDF.
 
-Matplotlib is imported when a picture is drawn, and needs no display. Colors of lines are those of
-Okabe and Ito, which color-blind readers can distinguish.
+`file` is the picture to write, .png, .svg or .pdf. Matplotlib is imported when a picture is drawn,
+and needs no display. Colors of lines are those of Okabe and Ito, which color-blind readers can
+distinguish.
 """
 
 from molflt.plots.attention import attention_around, attention_matrices
 from molflt.plots.encodings import has_bias, rpe_curves, rpe_profiles, rpe_surfaces
 from molflt.plots.figure import further_formats
-from molflt.plots.optimizers import best_values, loss_curves
-from molflt.plots.parity import parity
-from molflt.plots.runs import intervals, overlaid_curves
+from molflt.plots.parity import calibration, parity
 from molflt.plots.structures import structure_overview, structure_views
 from molflt.plots.tokens import confusion, image_sheet, losses_by_place, substitutions
-from molflt.plots.training import GroupError, errors, training_curve
-from molflt.plots.uncertainty import calibration
+from molflt.plots.training import (
+    GroupError,
+    best_values,
+    errors,
+    intervals,
+    loss_curves,
+    overlaid_curves,
+    training_curve,
+)
 
 __all__ = [
     "GroupError",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
     from matplotlib.axes import Axes
     from matplotlib.colors import Colormap, Normalize
+    from matplotlib.figure import Figure
 
 _MAX_PIXELS = 512  # of a heat map along each side
 _LOG_RANGE = 1e4  # largest over smallest weight of a logarithmic color scale
@@ -45,7 +46,6 @@ def attention_matrices(
 
     Args:
         weights: (heads, queries, keys), for instance of one sequence from `Attention.weights`.
-        file: file to write, .png, .svg or .pdf.
         title: title of the picture, such as the layer.
         tokens: names of the queries and of the keys; written at the axes for up to 32.
         rows: rows of panels; by default chosen from the number of heads.
@@ -59,11 +59,11 @@ def attention_matrices(
     named = _names(tokens, queries, keys)
     step = -(-queries // _MAX_PIXELS), -(-keys // _MAX_PIXELS)
     pixels = _block_means(matrices, *step)
-    norm, colors, word, extend = _weight_colors(pixels, scale)
+    scaled = _weight_colors(pixels, scale)
     signed = bool((pixels < 0).any())
     shown = np.ma.masked_equal(pixels, 0.0) if not signed else np.ma.asarray(pixels)
     notes = [title] if title else []
-    beyond = float((np.abs(pixels) > norm.vmax).mean())
+    beyond = float((np.abs(pixels) > scaled.norm.vmax).mean())
     if beyond:
         notes.append(f"{100 * beyond:.1g} % of the pixels are beyond the color scale")
     if max(step) > 1:
@@ -73,21 +73,15 @@ def attention_matrices(
     side = max(max(pixels.shape[1:]) * (_NAME if named else 1 / DPI), 2.2) + 0.2
     more = 0.5 if named else 0.0
     panel, margin = (side, side + 0.15), (1.7 + more, 0.8 + more + 0.2 * len(notes))
-    with _head_panels(file, heads, panel, margin, rows=rows) as (figure, shown_axes):
-        for axes, matrix in zip(shown_axes, shown, strict=True):
-            right, bottom = step[1] * matrix.shape[1], step[0] * matrix.shape[0]
-            image = axes.imshow(
-                matrix,
-                cmap=colors,
-                norm=norm,
-                extent=(-0.5, right - 0.5, bottom - 0.5, -0.5),
-                aspect="equal" if square else "auto",
-            )
+    right, bottom = step[1] * shown.shape[2], step[0] * shown.shape[1]
+    with _head_panels(file, heads, panel, margin, rows=rows) as (figure, panels):
+        extent = (-0.5, right - 0.5, bottom - 0.5, -0.5)
+        _heat_maps(figure, panels, shown, scaled, extent, "equal" if square else "auto")
+        for axes in panels:
             axes.set(xlim=(-0.5, keys - 0.5), ylim=(queries - 0.5, -0.5))
-            _write_ticks(axes, named)
-        bar = figure.colorbar(image, ax=shown_axes, extend=extend, aspect=30, fraction=0.05)
-        gray = "; gray: 0" if np.ma.is_masked(shown) else ""
-        bar.set_label(f"attention weight, {word} scale{gray}")
+            if named is not None:
+                axes.set_xticks(range(keys), named[1], rotation=90, fontsize="x-small")
+                axes.set_yticks(range(queries), named[0], fontsize="x-small")
         figure.supxlabel("key")
         figure.supylabel("query")
         if notes:
@@ -105,13 +99,22 @@ def _names(tokens: _Names | None, queries: int, keys: int) -> _Names | None:
     return tokens if max(given) <= _MAX_NAMES else None
 
 
-def _write_ticks(axes: Axes, named: _Names | None) -> None:
-    """Writes tokens or whole numbers at the axes."""
-    if named is None:
+def _heat_maps(
+    figure: Figure,
+    panels: Sequence[Axes],
+    maps: _Array,
+    scaled: _Scaled,
+    extent: tuple[float, float, float, float],
+    aspect: Literal["equal", "auto"] = "equal",
+) -> None:
+    """Draws masked maps (heads, rows, columns) with one color bar."""
+    for axes, one in zip(panels, maps, strict=True):
+        look = {"cmap": scaled.colors, "norm": scaled.norm}
+        image = axes.imshow(one, extent=extent, aspect=aspect, **look)
         axes.locator_params(nbins=5, integer=True)
-        return
-    axes.set_xticks(range(len(named[1])), named[1], rotation=90, fontsize="x-small")
-    axes.set_yticks(range(len(named[0])), named[0], fontsize="x-small")
+    bar = figure.colorbar(image, ax=panels, extend=scaled.extend, aspect=30, fraction=0.05)
+    gray = "; gray: 0" if np.ma.is_masked(maps) else ""
+    bar.set_label(f"attention weight, {scaled.name} scale{gray}")
 
 
 def attention_around(weights: ArrayLike | torch.Tensor, file: Path, *, title: str) -> None:
@@ -120,28 +123,18 @@ def attention_around(weights: ArrayLike | torch.Tensor, file: Path, *, title: st
     Args:
         weights: (heads, rows, columns), mean weights by relative position. The query is in the last
             row and the middle column.
-        file: file to write, .png, .svg or .pdf.
         title: title of the picture.
     """
     maps = _matrices(weights)
     heads, rows, columns = maps.shape
-    norm, colors, word, extend = _weight_colors(maps, "auto")
-    shown = np.ma.masked_equal(maps, 0.0)
     side = columns // 2
     panel, margin = (2.2, 0.35 + 2.2 * rows / columns), (1.7, 0.8)
-    with _head_panels(file, heads, panel, margin) as (figure, shown_axes):
-        for axes, one in zip(shown_axes, shown, strict=True):
-            image = axes.imshow(
-                one,
-                cmap=colors,
-                norm=norm,
-                extent=(-side - 0.5, side + 0.5, 0.5, 0.5 - rows),
-                aspect="equal",
-            )
+    with _head_panels(file, heads, panel, margin) as (figure, panels):
+        extent = (-side - 0.5, side + 0.5, 0.5, 0.5 - rows)
+        shown = np.ma.masked_equal(maps, 0.0)
+        _heat_maps(figure, panels, shown, _weight_colors(maps, "auto"), extent)
+        for axes in panels:
             axes.plot(0, 0, marker="s", markersize=5, color="black", markerfacecolor="none")
-            axes.locator_params(nbins=5, integer=True)
-        bar = figure.colorbar(image, ax=shown_axes, extend=extend, aspect=30, fraction=0.05)
-        bar.set_label(f"attention weight,\n{word} scale; gray: 0")
         figure.supxlabel("columns from the predicted pixel (square)", fontsize="medium")
         figure.supylabel("rows from it", fontsize="medium")
         figure.suptitle(title, fontsize="medium")
@@ -177,8 +170,17 @@ def _block_means(matrices: _Array, down: int, across: int) -> _Array:
     return matrices
 
 
-def _weight_colors(pixels: _Array, scale: str) -> tuple[Normalize, Colormap, str, str]:
-    """Returns norm, color map, name of the scale, and the extended ends of the color bar."""
+class _Scaled(NamedTuple):
+    """A color scale of weights."""
+
+    norm: Normalize
+    colors: Colormap
+    name: str
+    extend: str
+    """extended ends of the color bar"""
+
+
+def _weight_colors(pixels: _Array, scale: str) -> _Scaled:
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm, Normalize
 
@@ -189,8 +191,8 @@ def _weight_colors(pixels: _Array, scale: str) -> tuple[Normalize, Colormap, str
             raise ValueError(f"scale='log' needs weights of at least 0; got {least}; use 'linear'")
         usual = float(np.quantile(np.abs(pixels), _USUAL))
         if 0 < usual < most / 3:  # rows with normalizers near 0 are outliers
-            return Normalize(-usual, usual), colormaps["RdBu_r"], "linear", "both"
-        return Normalize(-most, most), colormaps["RdBu_r"], "linear", "neither"
+            return _Scaled(Normalize(-usual, usual), colormaps["RdBu_r"], "linear", "both")
+        return _Scaled(Normalize(-most, most), colormaps["RdBu_r"], "linear", "neither")
     colors = colormaps["viridis"].with_extremes(bad=ZERO)
     positive = pixels[pixels > 0]
     wide = positive.size > 0 and most >= 30 * float(np.median(positive))
@@ -198,5 +200,6 @@ def _weight_colors(pixels: _Array, scale: str) -> tuple[Normalize, Colormap, str
         least = float(positive.min())
         low = max(least, most / _LOG_RANGE)
         low = low if low < most else most / 10  # a single value
-        return LogNorm(low, most), colors, "logarithmic", "min" if least < low else "neither"
-    return Normalize(0.0, most), colors, "linear", "neither"
+        ends = "min" if least < low else "neither"
+        return _Scaled(LogNorm(low, most), colors, "logarithmic", ends)
+    return _Scaled(Normalize(0.0, most), colors, "linear", "neither")

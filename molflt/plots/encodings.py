@@ -61,7 +61,6 @@ def rpe_profiles(model: torch.nn.Module, file: Path, r_max: float = 8.0, unit: s
 
     Args:
         model: a position module, or a model with one at `encoding.position`.
-        file: file to write, .png, .svg or .pdf.
         r_max: largest distance, in `unit`.
         unit: unit of positions.
     """
@@ -91,7 +90,6 @@ def rpe_curves(
 
     Args:
         position: a position module of dimension 1, or a model with one at `encoding.position`.
-        file: file to write, .png, .svg or .pdf.
         max_offset: largest offset between query and key, in `unit`; an integer for encodings on a
             grid of tokens.
         unit: unit of positions.
@@ -147,7 +145,6 @@ def rpe_surfaces(
     Args:
         position: a position module of dimension 2 or more, or a model with one at
             `encoding.position`.
-        file: file to write, .png, .svg or .pdf.
         extent: largest offset along both axes or along each, in `unit`; for encodings on a grid of
             H x W tokens, (H - 1, W - 1).
         unit: unit of positions.

@@ -28,7 +28,6 @@ def structure_overview(
         energies: labels by name, (structures,), eV; NaN if missing.
         shown: structure to draw, a record of `molflt.data.structures.records.make_record`.
         name: name of the source.
-        file: file to write, .png, .svg or .pdf.
     """
     with picture(file, figsize=(13, 4.2)) as figure:
         left, top, side = figure.subplots(1, 3, width_ratios=(1.2, 1, 1))
@@ -43,7 +42,6 @@ def structure_views(structure: Data, file: Path) -> None:
 
     Args:
         structure: a record of `molflt.data.structures.records.make_record`.
-        file: file to write, .png, .svg or .pdf.
     """
     with picture(file, figsize=(5.8, 3.1)) as figure:
         for axes, view in zip(figure.subplots(1, 2), ("top", "side"), strict=True):

@@ -27,7 +27,6 @@ def losses_by_place(losses: Mapping[str, NDArray[np.float64]], file: Path) -> No
 
     Args:
         losses: text -> loss of each token, nats, (blocks, length); NaN if missing.
-        file: file to write, .png, .svg or .pdf.
     """
     with picture(file, figsize=(6.0, 3.4)) as figure:
         axes = figure.subplots()
@@ -55,7 +54,6 @@ def image_sheet(
     Args:
         images: (channels, height, width) each; the first 32 are drawn.
         captions: titles of the images.
-        file: file to write, .png, .svg or .pdf.
         title: title of the picture.
     """
     rows = max(1, min(_ROWS, -(-len(images) // _COLUMNS)))
@@ -77,7 +75,6 @@ def confusion(counts: ArrayLike, classes: Sequence[str], file: Path) -> None:
     Args:
         counts: (classes, classes), number of images by true class (rows) and predicted class.
         classes: names of the classes.
-        file: file to write, .png, .svg or .pdf.
     """
     matrix = np.asarray(counts, dtype=float)
     shares = 100 * matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
@@ -110,7 +107,6 @@ def substitutions(tables: Mapping[str, NDArray[np.float64]], letters: str, file:
     Args:
         tables: title -> (letters, letters), symmetric; the diagonal is not drawn.
         letters: names of rows and columns.
-        file: file to write, .png, .svg or .pdf.
     """
     with picture(file, figsize=(0.6 + 4.4 * len(tables), 3.9)) as figure:
         panels = figure.subplots(1, len(tables), squeeze=False)[0]

@@ -1,8 +1,9 @@
-"""Pictures of training curves and errors."""
+"""Pictures of training curves, of several runs and optimizers, and of errors by group."""
 
 from __future__ import annotations
 
 import csv
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,11 @@ from molflt.plots.figure import (
     SERIES,
     SKY,
     VERMILION,
+    LineEnd,
+    curve_in_band,
+    label_ends,
+    legend_outside,
+    panel_grid,
     picture,
     plain,
     plain_numbers,
@@ -27,6 +33,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MAX_BARS = 20
+_STYLES = ("-", "--", ":", "-.")
+_COLUMNS = 3  # of panels of optimizers
+_LEAST = 1e-30  # of losses on a logarithmic axis
 
 _KINDS = {  # kind of groups -> axis, title
     "adsorbate": ("adsorbate", "by adsorbate"),
@@ -59,7 +68,6 @@ def training_curve(
     Args:
         metrics_csv: metrics.csv of a run, with the column step and any of train_loss, lr, and the
             metrics with prefix train_ and val_; cells may be empty.
-        file: file to write, .png, .svg or .pdf.
         metrics: metrics of the task; each measured one has a panel.
         best: metric whose best validation is marked.
         step: step of that validation; by default the one with the best value.
@@ -158,6 +166,149 @@ def _log_if_wide(axes: Axes, values: _Array) -> None:
     plain_numbers(axes.yaxis, wide=bool(high / low >= 60))
 
 
+def overlaid_curves(
+    runs: Mapping[str, Mapping[str, _Array]], metrics: Mapping[str, Metric], file: Path
+) -> None:
+    """Draws columns of several metrics.csv over the step, with one panel per metric.
+
+    Args:
+        runs: name of a run -> columns, (rows,) each, including step; NaN for empty cells.
+        metrics: column -> metric; columns without values are left out.
+    """
+    shown = [
+        name
+        for name in metrics
+        if any(np.isfinite(columns.get(name, [])).any() for columns in runs.values())
+    ]
+    if not shown:
+        raise ValueError(
+            f"{file}: nothing to draw; expected runs with some of {', '.join(metrics)}"
+        )
+    height = max(2.2, 0.3 + 0.14 * len(runs))
+    with picture(file, figsize=(9.0, 0.8 + (height + 0.2) * len(shown))) as figure:
+        panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
+        last = max(float(np.nanmax(columns["step"], initial=1.0)) for columns in runs.values())
+        for axes, name in zip(panels, shown, strict=True):
+            drawn, ends = [], []
+            for place, (run, columns) in enumerate(runs.items()):
+                values = columns.get(name, np.full(len(columns["step"]), np.nan))
+                known = np.isfinite(values)
+                steps, values = columns["step"][known], values[known]
+                drawn.append(values)
+                color = SERIES[place % len(SERIES)]
+                style = _STYLES[place // len(SERIES) % len(_STYLES)]
+                marker = "o" if known.sum() < 40 else ""
+                line = {"color": color, "linewidth": 1.4, "linestyle": style, "marker": marker}
+                axes.plot(steps, values, markersize=3, **line)
+                if len(values):
+                    ends.append(LineEnd(run, float(steps[-1]), float(values[-1]), color))
+            if metrics[name].scale == "log":
+                _log_if_wide(axes, np.concatenate(drawn))
+            axes.set_xlim(0, 1.02 * last)
+            axes.set_ylabel(f"{metrics[name].axis}\n({better(metrics[name].largest_is_best)})")
+            axes.grid(alpha=0.3)
+            label_ends(axes, ends, height)
+        panels[-1].set_xlabel("step")
+        panels[0].set_title(f"n = {len(runs)} runs", fontsize="medium")
+        figure.align_ylabels()
+
+
+def better(largest_is_best: bool) -> str:
+    """Returns the better direction in words."""
+    return f"{'higher' if largest_is_best else 'lower'} is better"
+
+
+def intervals(
+    panels: Mapping[str, Mapping[str, tuple[float, float]]], file: Path, largest_is_best: bool
+) -> None:
+    """Draws values with uncertainties in rows, sorted by the first panel with the best on top.
+
+    Args:
+        panels: label of a panel -> name -> value and half width of its interval; a panel may lack
+            names.
+        largest_is_best: True if larger values are better.
+    """
+    first = next(iter(panels.values()), {})
+    if not first:
+        raise ValueError(f"{file}: nothing to draw; expected values of a run; got none")
+    order = sorted(first, key=lambda name: first[name][0], reverse=not largest_is_best)
+    others = [name for found in panels.values() for name in found if name not in first]
+    order = [*dict.fromkeys(others), *order]
+    size = (3.2 + 3.2 * len(panels), 1.3 + 0.3 * len(order))
+    with picture(file, figsize=size) as figure:
+        row = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        for axes, (label, found) in zip(row, panels.items(), strict=True):
+            for place, name in enumerate(order):
+                if name in found:
+                    value, width = found[name]
+                    axes.errorbar(value, place, xerr=width, fmt="o", capsize=3, color=SERIES[0])
+            axes.set_yticks(range(len(order)), [plain(name) for name in order])
+            axes.set_ylim(-0.6, len(order) - 0.4)
+            axes.locator_params(axis="x", nbins=5)
+            axes.set_xlabel(f"{label}\n({better(largest_is_best)})")
+            axes.grid(alpha=0.3)
+
+
+def loss_curves(tasks: Mapping[str, Mapping[str, _Array]], file: Path, steps: int) -> None:
+    """Draws losses over the step: the geometric mean and the range over repeats.
+
+    Args:
+        tasks: name of a task -> name of an optimizer -> losses (repeats, n) at evenly spaced steps,
+            at least 0; infinite values are left out.
+        steps: number of steps that the n losses span.
+    """
+    names = list(dict.fromkeys(name for own in tasks.values() for name in own))
+    sizes = (3.1, 2.6), (1.0, 0.8)
+    with panel_grid(file, len(tasks), (None, _COLUMNS), *sizes) as (figure, shown_axes):
+        for axes, (task, own) in zip(shown_axes, tasks.items(), strict=True):
+            for name, losses in own.items():
+                color = SERIES[names.index(name) % len(SERIES)]
+                at = (np.arange(losses.shape[1]) + 0.5) * steps / losses.shape[1]
+                shown = np.where(np.isfinite(losses), np.maximum(losses, _LEAST), np.nan)
+                middle = np.exp(np.log(shown).mean(axis=0))
+                band = shown.min(axis=0), shown.max(axis=0)
+                curve_in_band(axes, at, middle, band, name, color)
+            axes.set_yscale("log")
+            axes.set_title(plain(task.replace("_", " ")), fontsize="medium")
+            axes.set(xlabel="step", ylabel="loss")
+            axes.grid(alpha=0.3)
+        legend_outside(figure, shown_axes[0], "lower", min(len(names), 5))
+
+
+def best_values(
+    panels: Mapping[str, Mapping[str, _Array]],
+    evaluations: _Array,
+    file: Path,
+    runs: int,
+) -> None:
+    """Draws the mean of log10 of the best value with a band of one standard deviation.
+
+    Args:
+        panels: name of a function -> name of an optimizer -> log10 of the best value so far, (runs,
+            points).
+        evaluations: number of evaluations at each point, (points,).
+        runs: number of runs of each optimizer, for the title.
+    """
+    if not panels:
+        raise ValueError(f"{file}: nothing to draw; expected values of a function; got none")
+    grid = (None, _COLUMNS), (3.1, 2.5), (0.4, 0.7)
+    with panel_grid(file, len(panels), *grid, sharex=True) as (figure, shown):
+        for axes, (name, found) in zip(shown, panels.items(), strict=True):
+            colors = itertools.cycle(SERIES)
+            for color, (optimizer, values) in zip(colors, found.items(), strict=False):
+                mean, width = values.mean(axis=0), values.std(axis=0, ddof=min(1, len(values) - 1))
+                band = mean - width, mean + width
+                curve_in_band(axes, evaluations, mean, band, optimizer, color)
+            axes.set_title(plain(name), fontsize="medium")
+            axes.grid(alpha=0.3)
+        for axes in shown[::_COLUMNS]:
+            axes.set_ylabel("log10 of the best value\n(lower is better)")
+        for axes in shown[-_COLUMNS:]:
+            axes.set_xlabel("evaluations")
+        title = f"mean ± standard deviation, n = {runs} runs"
+        legend_outside(figure, shown[0], "upper", title=title)
+
+
 def errors(
     groups: Mapping[str, Sequence[GroupError]],
     absolute: Mapping[str, _Array],
@@ -170,7 +321,6 @@ def errors(
         groups: kind (adsorbate, slab, element, natoms) -> groups; those of natoms are in order of
             size, and of the others the 20 with the largest errors are drawn.
         absolute: split -> |error| of each system, (systems,), eV; may be empty.
-        file: file to write, .png, .svg or .pdf.
         unit: unit of the MAE.
     """
     if not (groups or absolute) or not all(groups.values()):
