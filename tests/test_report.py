@@ -156,8 +156,8 @@ def test_commands_have_the_options_of_their_recipe_and_one_line_each(recipe, giv
     run = SimpleNamespace(config={"recipe": recipe})
     found = Contents(Path("r"), run=run, results={"a": {}, "b c": {}}, given=given)
     found.versions = {"molflt": "1\n2", "git_commit": "abc\ncurl x | sh\u2028y\rz"}
-    (lines,) = Page(repeat(found).body).words["pre"]
-    first, train, evaluate, report = lines.splitlines()
+    lines = repeat(found).parts[-1].lines
+    first, train, evaluate, report = "\n".join(lines).splitlines()
     assert first == "# molflt 1 2, commit abc curl x | sh y z"
     assert evaluate == f"molflt evaluate AGAIN {words}"
     assert train.startswith("molflt train ") and report == "molflt report AGAIN"

@@ -6,41 +6,47 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from string import Template
+
+from jinja2 import Environment
 
 from molflt.evaluation.page import sections
 from molflt.evaluation.page.contents import OF_STRUCTURES, Contents, read_contents
-from molflt.evaluation.page.html import Html, Section, joined, text
+from molflt.evaluation.page.parts import Section
 from molflt.evaluation.page.pictures import Pictures
 from molflt.evaluation.page.systems import parity, worst_systems
 from molflt.version import __version__
 
 __all__ = ["page_of"]
 
+_LONGEST = 400  # characters of a text
+
 
 def page_of(run: Path) -> tuple[str, list[str]]:
     """Renders a run as one HTML page, and returns it with a line for each missing part."""
     found = read_contents(run)
     parts = list(_sections(found))
-    name = found.path.resolve().name
-    page = Template(files("molflt.evaluation.page").joinpath("page.html").read_text("utf-8"))
-    made = page.substitute(
-        title=text(f"Run {name}", 200),
-        summary=text(_summary(found)),
-        missing=_missing(found),
-        contents=joined(
-            Html(f'<li><a href="#{part.name}">{text(part.title)}</a></li>') for part in parts
-        ),
-        main=joined(
-            Html(
-                f'<section aria-labelledby="{part.name}"><h2 id="{part.name}">{text(part.title)}'
-                f"</h2>\n{part.body}\n</section>"
-            )
-            for part in parts
-        ),
-        version=text(__version__),
+    environment = Environment(autoescape=True)
+    environment.filters |= {"cut": _cut, "minus": _minus}
+    source = files("molflt.evaluation.page").joinpath("page.html").read_text("utf-8")
+    made = environment.from_string(source).render(
+        title=f"Run {found.path.resolve().name}",
+        summary=_summary(found),
+        missing=found.missing,
+        sections=parts,
+        version=__version__,
     )
     return made, found.missing
+
+
+def _cut(value: object, longest: int = _LONGEST) -> str:
+    """Returns a value as text, shortened if it is too long."""
+    whole = "–" if value is None else str(value)
+    return whole if len(whole) <= longest else f"{whole[:longest]}… ({len(whole):,} characters)"
+
+
+def _minus(cell: object) -> object:
+    """Replaces the hyphen of a negative number by a minus sign."""
+    return f"−{cell[1:]}" if isinstance(cell, str) and cell.startswith("-") else cell
 
 
 def _sections(found: Contents) -> Iterator[Section]:
@@ -77,13 +83,3 @@ def _summary(found: Contents) -> str:
     if best is None:
         return f"{said}; not yet validated."
     return f"{said}; best validation {run.metrics[run.measure].shown(best[0])}, step {best[1]:,}."
-
-
-def _missing(found: Contents) -> Html:
-    if not found.missing:
-        return Html("")
-    items = joined(Html(f"<li>{text(line)}</li>") for line in found.missing)
-    return Html(
-        '<section class="missing" aria-labelledby="missing"><h2 id="missing">Missing</h2>'
-        f"\n<ul>{items}</ul></section>"
-    )

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from molflt.evaluation.page.html import Html, text
+from molflt.evaluation.page.parts import Figure
 from molflt.files import shown
 from molflt.plots.figure import DPI
 
@@ -18,7 +18,6 @@ __all__ = ["Pictures"]
 _LARGEST_SVG = 250_000  # bytes; larger pictures are drawn as PNG
 _LARGEST_PNG = 500_000  # bytes; larger pictures are reduced to a palette
 _BUDGET = 2_500_000  # bytes of all pictures, for a page of at most 3 MB
-_WIDE = 720  # px; wider pictures scroll in narrow windows
 
 
 class Pictures:
@@ -27,7 +26,7 @@ class Pictures:
     def __init__(self) -> None:
         self._left = _BUDGET
 
-    def drawn(self, alt: str, caption: str, draw: Callable[[Path], object]) -> Html:
+    def drawn(self, alt: str, caption: str, draw: Callable[[Path], object]) -> Figure:
         """Draws a figure as SVG or, if that is large, as PNG; `alt` describes it for readers."""
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "picture.svg"
@@ -39,14 +38,14 @@ class Pictures:
         if file.suffix == ".png":
             return self._png(content, alt, caption, alt)
         points = re.search(rb'<svg[^>]*? width="([\d.]+)pt"', content)
-        width = round(float(points[1]) * 96 / 72) if points else _WIDE
+        width = round(float(points[1]) * 96 / 72) if points else 720
         return self._figure("svg+xml", content, width, alt, caption, alt)
 
-    def kept(self, file: Path, alt: str, caption: str) -> Html:
+    def kept(self, file: Path, alt: str, caption: str) -> Figure:
         """Returns a figure of a PNG file in the run."""
         return self._png(file.read_bytes(), alt, caption, str(file))
 
-    def _png(self, content: bytes, alt: str, caption: str, name: str) -> Html:
+    def _png(self, content: bytes, alt: str, caption: str, name: str) -> Figure:
         from PIL import Image
 
         try:
@@ -65,7 +64,7 @@ class Pictures:
 
     def _figure(
         self, kind: str, content: bytes, width: int, alt: str, caption: str, name: str
-    ) -> Html:
+    ) -> Figure:
         data = base64.b64encode(content).decode()
         if len(data) > self._left:
             raise ValueError(
@@ -73,10 +72,4 @@ class Pictures:
                 "in the run"
             )
         self._left -= len(data)
-        wide = ' class="wide"' if width > _WIDE else ""
-        return Html(
-            f'<figure><div class="scroll" tabindex="0" role="region" aria-label="Picture: '
-            f'{text(caption)}"><img{wide} width="{width}" alt="{text(alt)}" '
-            f'src="data:image/{kind};base64,{data}"></div>'
-            f"<figcaption>{text(caption)}</figcaption></figure>"
-        )
+        return Figure(f"data:image/{kind};base64,{data}", width, alt, caption)

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from molflt.evaluation.page.contents import OF_STRUCTURES, Contents
-from molflt.evaluation.page.html import Html, Section, details, joined, pre, table
+from molflt.evaluation.page.parts import Details, Lines, Part, Section, Table
 from molflt.evaluation.page.pictures import Pictures
 from molflt.evaluation.runs import Run, flat_options, standard_error
 from molflt.files import readable_size
@@ -122,8 +122,8 @@ def overview(run: Run) -> Section:
             "none" if best is None else f"{measure.shown(best[0])} at step {best[1]:,}",
         ),
     ]
-    body = table(("property", "value"), rows, "The run at a glance.", text_columns=2)
-    return Section("overview", "Overview", body)
+    body = Table(("property", "value"), rows, "The run at a glance.", text_columns=2)
+    return Section("overview", "Overview", [body])
 
 
 def _counted(count: object) -> str:
@@ -159,7 +159,7 @@ def results(found: Contents) -> Section:
         text += "; ↓ lower is better, ↑ higher is better"
     if any(" ± " in cell for row in rows for cell in row):
         text += "; ± is the standard error over the systems"
-    return Section("results", "Results", table(["metric", *found.results], rows, f"{text}."))
+    return Section("results", "Results", [Table(["metric", *found.results], rows, f"{text}.")])
 
 
 def _number(value: float | None, error: float | None = None, metric: Metric | None = None) -> str:
@@ -180,7 +180,7 @@ def training(found: Contents, pictures: Pictures) -> Section | None:
     run = found.run
     metrics = {} if run is None else run.metrics
     measure = "" if run is None else run.measure
-    parts = []
+    parts: list[Part] = []
     draw = partial(draw_curve, found.path, metrics=metrics, measure=measure)
     steps = found.columns["step"]
     last = int(np.nanmax(steps)) if np.isfinite(steps).any() else 0
@@ -202,8 +202,8 @@ def training(found: Contents, pictures: Pictures) -> Section | None:
         ]
         head = ["step", *(heading(name.removeprefix("val_"), metrics) for name in names)]
         caption = f"The last {len(rows)} of {len(known)} validations (metrics.csv)."
-        parts.append(details("Validations", table(head, rows, caption)))
-    return Section("training", "Training", joined(parts))
+        parts.append(Details("Validations", [Table(head, rows, caption)]))
+    return Section("training", "Training", parts)
 
 
 def _validated(found: Contents, name: str, place: int, metrics: Mapping[str, Metric]) -> str:
@@ -222,7 +222,7 @@ def encodings(found: Contents, pictures: Pictures) -> Section | None:
         elif found.results and name in EXPECTED.get(recipe, ()):
             found.missing.append(f"{file}: missing; run molflt evaluate RUN")
     title = "Encodings and pictures of the evaluation"
-    return Section("pictures", title, joined(figures)) if figures else None
+    return Section("pictures", title, figures) if figures else None
 
 
 def settings(run: Run) -> Section:
@@ -231,31 +231,27 @@ def settings(run: Run) -> Section:
     usual = dict(flat_options(plain(defaults(run.config["recipe"]))))  # type: ignore[arg-type]
     chosen = [(key, value) for key, value in own.items() if usual.get(key) != value]
     head = ("option", "value")
-    body = joined(
-        [
-            table(head, chosen, "Options that differ from their defaults.", 2, 500),
-            details("All options", table(head, list(own.items()), "config.yaml.", 2, 500)),
-        ]
-    )
-    return Section("settings", "Settings", body)
+    changed = Table(head, chosen, "Options that differ from their defaults.", 2, 500)
+    everything = Table(head, list(own.items()), "config.yaml.", 2, 500)
+    return Section("settings", "Settings", [changed, Details("All options", [everything])])
 
 
 def files(found: Contents) -> Section:
     """Shows versions, and the files in the folder."""
-    parts = []
+    parts: list[Part] = []
     if found.versions:
         rows = [(name, value) for name, value in found.versions.items() if value is not None]
         caption = "Versions at the start of the run (versions.json)."
-        parts.append(table(("package", "version"), rows, caption, 2, 100))
+        parts.append(Table(("package", "version"), rows, caption, 2, 100))
     there = sorted(path for path in found.path.rglob("*") if path.is_file())
     sizes = [
         (path.relative_to(found.path).as_posix(), readable_size(path.stat().st_size))
         for path in there
         if path.name != "report.html"
     ]
-    listing = table(("file", "size"), sizes, "Files of the run.", most=_FILES)
-    parts.append(details("Files", listing))
-    return Section("versions", "Versions and files", joined(parts))
+    listing = Table(("file", "size"), sizes, "Files of the run.", most=_FILES)
+    parts.append(Details("Files", [listing]))
+    return Section("versions", "Versions and files", parts)
 
 
 def repeat(found: Contents) -> Section:
@@ -269,8 +265,8 @@ def repeat(found: Contents) -> Section:
     lines.append(f"molflt train --config {config} --run AGAIN")
     lines.append(shlex.join(["molflt", "evaluate", "AGAIN", *_of_results(found)]))
     lines.append("molflt report AGAIN")
-    said = Html("<p>AGAIN is the name of a new folder.</p>")
-    return Section("repeat", "How to repeat it", joined([said, pre(lines)]))
+    said = "AGAIN is the name of a new folder."
+    return Section("repeat", "How to repeat it", [said, Lines(lines)])
 
 
 def _of_results(found: Contents) -> list[str]:

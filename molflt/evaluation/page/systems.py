@@ -17,7 +17,7 @@ from molflt.data.structures.potential_data import SinglePoints
 from molflt.data.structures.sources import exists
 from molflt.evaluation.groups import without_compositions
 from molflt.evaluation.page.contents import Contents, Row
-from molflt.evaluation.page.html import Html, Section, details, joined, table
+from molflt.evaluation.page.parts import Details, Grid, Part, Section, Table
 from molflt.evaluation.page.pictures import Pictures
 from molflt.evaluation.runs import Run
 from molflt.plots import GroupError
@@ -85,18 +85,17 @@ def parity(found: Contents, run: Run, pictures: Pictures) -> Section | None:
     if not found.predictions:
         return None
     of_forces = run.config["recipe"] == "potential"
-    makers: list[Callable[[], Html | None]] = [
+    makers: list[Callable[[], Sequence[Part]]] = [
         partial(_parity, found, pictures, of_forces),
         partial(_groups, found, pictures, "meV/Å" if of_forces else "eV"),
     ]
     if not of_forces:
         makers.append(partial(_distribution, run, pictures))
-    made = [found.attempt(make, None) for make in makers]
-    parts = [part for part in made if part is not None]
-    return Section("errors", "Predictions and errors", joined(parts)) if parts else None
+    parts = [part for make in makers for part in found.attempt(make, [])]
+    return Section("errors", "Predictions and errors", parts) if parts else None
 
 
-def _parity(found: Contents, pictures: Pictures, of_forces: bool) -> Html:
+def _parity(found: Contents, pictures: Pictures, of_forces: bool) -> list[Part]:
     by_split: dict[str, list[_System]] = {}
     for system in _systems(found):
         if math.isfinite(system.target) and math.isfinite(system.energy):
@@ -120,10 +119,10 @@ def _parity(found: Contents, pictures: Pictures, of_forces: bool) -> Html:
             plots.parity(panel, file, names, quantity, unit)
 
         figures.append(pictures.drawn(alt, f"{split}: {caption}", draw))
-    return Html(f'<div class="pictures">{joined(figures)}</div>')
+    return [Grid(figures)]
 
 
-def _groups(found: Contents, pictures: Pictures, unit: str) -> Html | None:
+def _groups(found: Contents, pictures: Pictures, unit: str) -> list[Part]:
     """Shows the errors of all splits by each kind of group, as a picture and a table."""
     key = "mae_eV" if unit == "eV" else "mae_meV_per_A"
     kinds: dict[str, list[GroupError]] = {}
@@ -134,7 +133,7 @@ def _groups(found: Contents, pictures: Pictures, unit: str) -> Html | None:
     if not kinds:
         expected = found.path / "errors_by_group.csv"
         found.missing.append(f"{expected}: missing or empty; errors by group are not shown")
-        return None
+        return []
     if unit == "eV" and "slab" not in kinds:
         found.missing.append(
             f"{found.path / 'errors_by_group.csv'}: without errors by metal, as written by an "
@@ -149,20 +148,19 @@ def _groups(found: Contents, pictures: Pictures, unit: str) -> Html | None:
             pictures.drawn(alt, title, partial(plots.errors, {kind: own}, {}, unit=unit))
         )
         rows = [(one.group, f"{one.n:,}", f"{one.mae:.4g}") for one in own]
-        tables.append(table((_TITLES[kind], "n", f"MAE / {unit}"), rows, title))
-    grid = f'<div class="pictures">{joined(figures)}</div>'
-    return joined([Html(grid), details("The same as tables", joined(tables))])
+        tables.append(Table((_TITLES[kind], "n", f"MAE / {unit}"), rows, title))
+    return [Grid(figures), Details("The same as tables", tables)]
 
 
-def _distribution(run: Run, pictures: Pictures) -> Html | None:
+def _distribution(run: Run, pictures: Pictures) -> list[Part]:
     if not run.errors:
-        return None
+        return []
     medians = ", ".join(
         f"{split} {float(np.median(own)):.3f} eV" for split, own in run.errors.items()
     )
     alt = f"Share of systems with a smaller error, against the error. Medians: {medians}."
     draw = partial(plots.errors, {}, run.errors)
-    return pictures.drawn(alt, "Share of systems with a smaller error.", draw)
+    return [pictures.drawn(alt, "Share of systems with a smaller error.", draw)]
 
 
 def worst_systems(found: Contents, run: Run, pictures: Pictures) -> Section | None:
@@ -187,7 +185,7 @@ def worst_systems(found: Contents, run: Run, pictures: Pictures) -> Section | No
     caption = f"The {len(rows)} systems with the largest {what}, of {len(known):,}."
     named = "formula" if of_forces else "adsorbate and slab"
     head = (named, f"{what} / {unit}", "label / eV", "prediction / eV", "atoms", "sid", "split")
-    parts = [table(head, rows, caption)]
+    parts: list[Part] = [Table(head, rows, caption)]
     figures = []
     for one, structure in _structures(found, run, known[:_DRAWN]):
         wrong = f"{error(one):{form}} {unit}".replace("-", "−")
@@ -199,11 +197,11 @@ def worst_systems(found: Contents, run: Run, pictures: Pictures) -> Section | No
         figures += [figure] if figure is not None else []
     if figures:
         legend = (
-            "<p>Atoms of the adsorbate (tag 2) have thick edges, fixed atoms are hatched, the "
-            "dashed line is the cell. The structures are the input of the model.</p>"
+            "Atoms of the adsorbate (tag 2) have thick edges, fixed atoms are hatched, the dashed "
+            "line is the cell. The structures are the input of the model."
         )
-        parts.append(Html(f'{legend}<div class="pictures pairs">{joined(figures)}</div>'))
-    return Section("worst", "The worst predictions", joined(parts))
+        parts += [legend, Grid(figures, pairs=True)]
+    return Section("worst", "The worst predictions", parts)
 
 
 def _structures(found: Contents, run: Run, wanted: Sequence[_System]) -> list[tuple[_System, Data]]:
