@@ -30,9 +30,8 @@ from molflt import Calculator
 from molflt.data.structures import Structures, open_dataset
 from molflt.data.structures.base import to_atoms
 from molflt.data.structures.sources import split_path
-from molflt.evaluation.position_head import adwt, position_error
 from molflt.evaluation.predictions import infer
-from molflt.evaluation.relaxation import relax_atoms
+from molflt.evaluation.relaxation import adwt, position_error, relax_atoms
 from molflt.files import write_atomically
 from molflt.training.checkpoint import load_run, weights_digest, weights_of
 from molflt.training.sources import find

@@ -27,9 +27,8 @@ from molflt.data.structures.systems import System, write_systems
 from molflt.evaluation.energies import _metrics, _published_table, _results_table
 from molflt.evaluation.evaluated import EvaluationData
 from molflt.evaluation.groups import errors_by_group
-from molflt.evaluation.output import Evaluation
 from molflt.evaluation.predictions import Predictions, infer
-from molflt.evaluation.results import write_results
+from molflt.evaluation.results import Evaluation, write_results
 from molflt.graph import EnergyRegressor
 from molflt.training.checkpoint import load_run
 

@@ -33,8 +33,7 @@ import molflt
 from molflt.commands.cli import main
 from molflt.data.structures import Reading, open_dataset
 from molflt.data.structures.store import write_store
-from molflt.evaluation.position_head import adwt, position_error
-from molflt.evaluation.relaxation import relax_atoms
+from molflt.evaluation.relaxation import adwt, position_error, relax_atoms
 from molflt.graph.potential import Potential
 from molflt.tasks.potential import PotentialTask
 

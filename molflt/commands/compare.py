@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from molflt.evaluation.output import align
+from molflt.evaluation.results import align
 from molflt.evaluation.runs import (
     Run,
     differences,

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from jsonargparse import ArgumentParser
 
-from molflt.evaluation.output import Evaluation
 from molflt.evaluation.results import (
+    Evaluation,
     existing_results,
     provenance_of,
     warn_of_replaced,

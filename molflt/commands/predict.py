@@ -24,8 +24,8 @@ from molflt.data.structures.sources import exists, files_of
 from molflt.data.structures.store import STORE
 from molflt.evaluation.calibration import uncertainty_of
 from molflt.evaluation.ensemble import load_ensemble
-from molflt.evaluation.output import csv_text, write_csv
 from molflt.evaluation.predictions import Predictions, counted_reasons, open_structures
+from molflt.evaluation.results import csv_text, write_csv
 from molflt.evaluation.shard_files import ENDINGS, made_of, merge_shards, noted
 from molflt.files import atomically, expect_writable, write_atomically
 from molflt.pretrained import EnergyPredictor, ImageWriter, load

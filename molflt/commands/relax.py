@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 from molflt.data.structures.ase_output import drop_labels_, not_held
 from molflt.data.structures.sources import files_of
-from molflt.evaluation.output import csv_text, write_csv
 from molflt.evaluation.relaxation import OptimizerName, Relaxed, readable_structures, relax_atoms
+from molflt.evaluation.results import csv_text, write_csv
 from molflt.files import append, appending, atomically, expect_writable, shown, write_atomically
 from molflt.pretrained.calculator import Calculator
 

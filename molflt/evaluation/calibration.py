@@ -22,8 +22,8 @@ from torch import nn
 
 from molflt import plots
 from molflt.evaluation.ensemble import EnsembleRegressor
-from molflt.evaluation.output import Results, results_table, warn
 from molflt.evaluation.predictions import Predictions
+from molflt.evaluation.results import Results, results_table, warn
 from molflt.files import read_json, shown, write_atomically
 
 __all__ = ["CALIBRATION", "LEVEL", "Calibration", "Uncertainty", "assess", "calibration_of"]

@@ -26,18 +26,18 @@ from molflt.evaluation.leaderboard import (
     write_submission,
 )
 from molflt.evaluation.other_models import common_systems, compare, read_published
-from molflt.evaluation.output import (
+from molflt.evaluation.predictions import Predictions, infer
+from molflt.evaluation.relaxation import write_relaxed
+from molflt.evaluation.results import (
     Evaluation,
     Results,
     align,
+    begin_results,
     fixed,
     results_table,
     warn,
     write_csv,
 )
-from molflt.evaluation.position_head import write_relaxed
-from molflt.evaluation.predictions import Predictions, infer
-from molflt.evaluation.results import begin_results
 from molflt.files import expect_writable, write_atomically
 from molflt.plots import GroupError
 from molflt.tasks.is2re import IS2RETask

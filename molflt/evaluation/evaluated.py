@@ -20,9 +20,8 @@ from molflt.data.structures.domain import DOMAIN, Domain, read_domain
 from molflt.data.structures.sources import exists, is_same
 from molflt.data.structures.splits import VAL_SPLITS
 from molflt.evaluation.ensemble import EnsembleRegressor
-from molflt.evaluation.output import warn
 from molflt.evaluation.predictions import check_structures
-from molflt.evaluation.results import is_within
+from molflt.evaluation.results import is_within, warn
 from molflt.graph.heads import by_contact
 from molflt.training.config import Config, read_config
 from molflt.training.recipes import Recipe

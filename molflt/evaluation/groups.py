@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.evaluation.output import align
 from molflt.evaluation.predictions import UNKNOWN, Predictions
+from molflt.evaluation.results import align
 from molflt.plots import GroupError
 
 __all__ = ["errors_by_group", "group_tables", "groups_by_name", "groups_by_size"]

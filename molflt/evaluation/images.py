@@ -25,8 +25,7 @@ from molflt.evaluation.common import (
     locality_of,
     named_images,
 )
-from molflt.evaluation.output import Evaluation, Results, results_table, write_csv
-from molflt.evaluation.results import begin_results
+from molflt.evaluation.results import Evaluation, Results, begin_results, results_table, write_csv
 from molflt.image.classifier import ImageClassifier
 from molflt.tasks.images import ImageTask
 from molflt.training.config import Config

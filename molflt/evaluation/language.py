@@ -22,9 +22,8 @@ from molflt.evaluation.common import (
     locality_of,
     named_sources,
 )
-from molflt.evaluation.output import Evaluation, Results, results_table
 from molflt.evaluation.proteins import Residues
-from molflt.evaluation.results import begin_results
+from molflt.evaluation.results import Evaluation, Results, begin_results, results_table
 from molflt.sequence.language_model import LanguageModel
 from molflt.tasks.language import LanguageTask
 from molflt.training.config import Config

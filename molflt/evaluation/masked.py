@@ -17,9 +17,8 @@ from molflt.evaluation.common import (
     named_sources,
     total_of,
 )
-from molflt.evaluation.output import Evaluation, Results, results_table
 from molflt.evaluation.proteins import Residues
-from molflt.evaluation.results import begin_results
+from molflt.evaluation.results import Evaluation, Results, begin_results, results_table
 from molflt.sequence.masked import MaskedLanguageModel
 from molflt.tasks.masked import Draws, MaskedTask
 from molflt.training.config import Config

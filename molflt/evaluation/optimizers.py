@@ -19,8 +19,7 @@ from tqdm import tqdm
 from molflt import plots
 from molflt.data.problems import ProblemSeeds
 from molflt.evaluation.common import draw_attention, draw_encoding
-from molflt.evaluation.output import Evaluation, align, write_csv
-from molflt.evaluation.results import begin_results
+from molflt.evaluation.results import Evaluation, align, begin_results, write_csv
 from molflt.memory import within_memory
 from molflt.optimizers.coordinate import CoordinateOptimizer, OptimizerState
 from molflt.optimizers.learned import LearnedOptimizer

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from molflt import plots
 from molflt.data.structures.systems import System, read_systems
-from molflt.evaluation.output import align, write_csv
 from molflt.evaluation.predictions import Predictions
+from molflt.evaluation.results import align, write_csv
 from molflt.files import read_arrays, shown
 
 __all__ = ["Published", "common_systems", "compare", "read_published"]

@@ -23,8 +23,7 @@ from molflt.evaluation.common import (
     expect_finite,
     named_images,
 )
-from molflt.evaluation.output import Evaluation, Results, results_table
-from molflt.evaluation.results import begin_results
+from molflt.evaluation.results import Evaluation, Results, begin_results, results_table
 from molflt.memory import within_memory
 from molflt.sequence.pixels import LEVELS, PixelModel
 from molflt.tasks.language import PixelTask

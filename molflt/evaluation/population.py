@@ -14,8 +14,7 @@ from tqdm import tqdm
 
 from molflt import plots
 from molflt.data.problems import ProblemSeeds, generator_of
-from molflt.evaluation.output import Evaluation, align, write_csv
-from molflt.evaluation.results import begin_results
+from molflt.evaluation.results import Evaluation, align, begin_results, write_csv
 from molflt.optimizers.functions import FAMILIES, HALF_WIDTH, UNSEEN, Functions
 from molflt.optimizers.population import Populations
 from molflt.optimizers.population_model import PopulationModel

@@ -18,9 +18,15 @@ from molflt.data.structures.force_units import unit_fault
 from molflt.data.structures.potential_data import SinglePoints
 from molflt.evaluation.evaluated import EvaluationData
 from molflt.evaluation.groups import groups_by_name, groups_by_size, without_compositions
-from molflt.evaluation.output import Evaluation, Results, results_table, warn, write_csv
 from molflt.evaluation.predictions import Predictions, infer
-from molflt.evaluation.results import begin_results
+from molflt.evaluation.results import (
+    Evaluation,
+    Results,
+    begin_results,
+    results_table,
+    warn,
+    write_csv,
+)
 from molflt.plots import GroupError
 from molflt.tasks.potential import PotentialTask, point_errors
 from molflt.training.config import Config

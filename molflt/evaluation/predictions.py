@@ -25,7 +25,7 @@ from molflt.data.structures.parts import element_faults, without
 from molflt.data.structures.sources import Paths
 from molflt.data.structures.tags import Tagged, adsorbates
 from molflt.evaluation.ensemble import EnsembleRegressor, expect_same_totals, has_references
-from molflt.evaluation.output import warn
+from molflt.evaluation.results import warn
 from molflt.graph.heads import by_contact, undescribed
 from molflt.graph.potential import Potential
 from molflt.memory import within_memory

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from molflt import plots
 from molflt.evaluation.common import device_of
-from molflt.evaluation.output import Results, results_table
+from molflt.evaluation.results import Results, results_table
 from molflt.sequence.heads import Head
 
 __all__ = ["Residues", "Unigram", "correlation", "draw_substitutions"]

@@ -1,20 +1,28 @@
-"""results.json, and results_of.json, which records its weights and data."""
+"""Results of evaluations: tables, CSV files, results.json and results_of.json.
+
+results_of.json records the weights and the data of results.json.
+"""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from molflt.data.structures.base import AS_TRAINED
-from molflt.evaluation.output import Results, warn
 from molflt.files import clear_parts, read_json, shown, write_atomically
 from molflt.plots.figure import FORMATS
 from molflt.training.checkpoint import weights_digest
 from molflt.training.config import Config, absolute
 
-__all__ = ["RESULTS", "Provenance", "begin_results", "existing_results", "given_data", "is_within"]
-__all__ += ["provenance_of", "run_weights", "warn_of_replaced", "why_of_others", "write_results"]
+__all__ = ["RESULTS", "Evaluation", "Provenance", "Results", "align", "begin_results", "csv_text"]
+__all__ += ["existing_results", "fixed", "given_data", "is_within", "provenance_of"]
+__all__ += ["results_table", "run_weights", "warn", "warn_of_replaced", "why_of_others"]
+__all__ += ["write_csv", "write_results"]
 
 RESULTS = "results.json"
 """Name of the file with the metrics by split, in the folder of an evaluation."""
@@ -26,6 +34,80 @@ _SPLITS = ("train", "val", "test")  # prefixes of the usual names of splits
 Provenance = dict[str, object]
 """checkpoint, weights (sha256 of each member, sorted), data (None for the data of the run), and
 given (the value of --data, or None)"""
+
+
+Results = dict[str, dict[str, float | None]]
+"""split -> metric -> value; None where it is undefined or unknown"""
+
+
+class Evaluation(NamedTuple):
+    """The result of an evaluation."""
+
+    results: Results
+    text: str
+    """tables, to be printed after the name of the run"""
+    files: list[Path]
+    """the files that were written"""
+
+
+def fixed(value: float | None, digits: int) -> str:
+    """Formats a number with a fixed number of digits, or a count; None becomes a hyphen."""
+    if value is None:
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.{digits}f}"
+
+
+def results_table(
+    title: str,
+    columns: Mapping[str, tuple[str, int]],
+    results: Mapping[str, Mapping[str, float | None]],
+) -> str:
+    """Formats metrics as text, one line per split; missing ones become hyphens.
+
+    Args:
+        title: heading of the first column, which names the splits.
+        columns: metric -> heading and number of digits, which counts ignore.
+        results: split -> metrics.
+    """
+    lines = [[title, *(heading for heading, _ in columns.values())]]
+    for split, row in results.items():
+        cells = (fixed(row.get(key), digits) for key, (_, digits) in columns.items())
+        lines.append([split, *cells])
+    return align(lines)
+
+
+def align(lines: Sequence[Sequence[str]], text_columns: int = 1) -> str:
+    """Aligns cells in columns: the first `text_columns` to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = []
+    for line in lines:
+        cells = [
+            cell.ljust(width) if i < text_columns else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        text.append("  ".join(cells).rstrip())
+    return "\n".join(text)
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> Path:
+    """Writes rows as CSV, see `csv_text`, and returns the path."""
+    write_atomically(path, csv_text(rows).encode())
+    return path
+
+
+def csv_text(rows: Sequence[Mapping[str, object]]) -> str:
+    """Formats rows as CSV: the header has the keys of all rows, None becomes an empty cell."""
+    buffer = io.StringIO()
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    writer = csv.DictWriter(buffer, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return buffer.getvalue()
+
+
+def warn(text: str) -> None:
+    """Prints a warning to stderr."""
+    print(f"molflt: warning: {text}", file=sys.stderr)
 
 
 def provenance_of(weights: Iterable[Path], checkpoint: str) -> Provenance:

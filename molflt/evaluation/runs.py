@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, Never, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.evaluation.output import Results
-from molflt.evaluation.results import RESULTS, run_weights, why_of_others
+from molflt.evaluation.results import RESULTS, Results, run_weights, why_of_others
 from molflt.files import read_json, shown
 from molflt.metrics import Metric
 from molflt.plots.training import best_place, read_columns

@@ -22,8 +22,14 @@ from molflt.evaluation.common import (
     load_classes,
     load_tokenizer,
 )
-from molflt.evaluation.output import Evaluation, Results, results_table, warn, write_csv
-from molflt.evaluation.results import begin_results
+from molflt.evaluation.results import (
+    Evaluation,
+    Results,
+    begin_results,
+    results_table,
+    warn,
+    write_csv,
+)
 from molflt.sequence.classifier import SequenceClassifier
 from molflt.training.config import Config
 

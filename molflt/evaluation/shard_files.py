@@ -21,7 +21,7 @@ from torch import nn
 from molflt.data.shards import MOST_SHARDS, Shard
 from molflt.data.structures import Structures
 from molflt.evaluation.ensemble import digest_of
-from molflt.evaluation.output import csv_text
+from molflt.evaluation.results import csv_text
 from molflt.files import shown, write_atomically
 
 __all__ = ["ENDINGS", "made_of", "merge_shards", "noted"]

@@ -22,8 +22,7 @@ from molflt.evaluation.common import (
     named_sources,
     total_of,
 )
-from molflt.evaluation.output import Evaluation, Results, results_table
-from molflt.evaluation.results import begin_results
+from molflt.evaluation.results import Evaluation, Results, begin_results, results_table
 from molflt.files import write_atomically
 from molflt.sequence.beam import beam_search
 from molflt.sequence.encoder_decoder import EncoderDecoder

@@ -20,7 +20,7 @@ class Recipe(NamedTuple):
     data: str
     task: str
     evaluate: str
-    """(run, model, config, out, ...) -> `molflt.evaluation.output.Evaluation`"""
+    """(run, model, config, out, ...) -> `molflt.evaluation.results.Evaluation`"""
     relatives: tuple[str, ...] = ()
     """other recipes with the same encoder, whose weights `--init` accepts"""
 

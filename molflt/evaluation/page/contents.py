@@ -11,8 +11,7 @@ from typing import TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from molflt.evaluation.output import Results
-from molflt.evaluation.results import RESULTS, given_data, run_weights, why_of_others
+from molflt.evaluation.results import RESULTS, Results, given_data, run_weights, why_of_others
 from molflt.evaluation.runs import Run, read_errors, read_results
 from molflt.files import shown, verify_tensors
 from molflt.plots.training import read_columns
