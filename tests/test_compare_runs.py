@@ -173,7 +173,6 @@ def test_a_run_of_an_earlier_version(runs, capsys, tmp_path):
     ("name", "change", "said"),
     [
         ("results.json", lambda text: text[: len(text) // 2], "JSON"),
-        ("results.json", lambda _: '{"val": {"mae_eV": "x"}}', "mae_eV"),
         ("results.json", lambda _: '{"val": {"n": NaN}}', "'n'"),
         ("predictions.csv", lambda _: "split,error_eV\nval_id,x\n", "error_eV"),
         ("metrics.csv", lambda _: "loss\n1\n", "step"),
@@ -191,8 +190,6 @@ def test_damaged_files_are_named(runs, capsys, tmp_path, name, change, said):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["narrow"], "got 1"),
-        (["narrow", "wide", "narrow"], "narrow twice"),
         (["narrow", "data"], "config.yaml"),
         ([], "missing runs"),
     ],

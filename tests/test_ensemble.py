@@ -243,17 +243,13 @@ def test_bad_members_get_one_line(runs, data, tmp_path, capsys) -> None:
     bare = Path(shutil.copytree(runs[1], tmp_path / "bare"))
     (bare / "checkpoints" / "best.safetensors").unlink()
     twin = shutil.copytree(runs[0], tmp_path / "twin")
-    weights = str(runs[1] / "checkpoints" / "best.safetensors")
     small = ["--splits", "small"]
     for words, parts in (
         (["--also", str(tmp_path)], [str(tmp_path / "config.yaml")]),
         (["--also", str(bare)], [str(bare), "best.safetensors"]),
-        (["--also", one], [f"{one}: named twice"]),
         (["--also", two, f"{one}/../{runs[0].name}"], ["named twice"]),
         (["--also", str(twin)], [f"{twin}: has the weights of {one}"]),
-        (["--also", "[]"], ["--also", one, "none"]),
         (["--also"], ["--also", "at least one"]),
-        (["--also", two, "--checkpoint", weights], ["best or last", "--also"]),
         (["--also", two, *small, "--calibration_split", "small"],
          ["small", "at least 20", "got 8"]),
         (["--also", two, "--splits", "test_id", "--calibration_split", "val_id"],

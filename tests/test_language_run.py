@@ -16,10 +16,8 @@ from tiny_run import differences, error_of, last_state, logged, table
 
 import molflt
 from molflt.commands.cli import main
-from molflt.data.text.datamodule import read_blocks
 from molflt.data.text.vocabulary import Vocabulary
 from molflt.evaluation import language
-from molflt.evaluation.language import token_losses
 from molflt.sequence import LanguageModel
 from molflt.tasks.language import LanguageTask
 from molflt.training.checkpoint import load_run
@@ -113,18 +111,6 @@ def test_evaluation_counts_every_token_once(texts: Path, run: Path, tmp_path: Pa
     assert main(["evaluate", str(run), "--data", str(text), "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "results.json").read_text())["other.txt"]
     assert found["tokens"] == 4 and found["nearest"] is not None
-
-
-def test_losses_are_in_the_order_of_the_text(texts: Path, run: Path) -> None:
-    model, _ = load_run(run)
-    blocks = read_blocks(str(texts / "val.txt"), vocabulary_of(run), 16)
-    losses = token_losses(model, blocks, 2, "val")
-    assert losses.shape == (len(blocks), 16)
-    inputs, targets = (part[None] for part in blocks[5])
-    with torch.no_grad():
-        expected = -model.log_likelihood(inputs, targets)[0].numpy()
-    np.testing.assert_allclose(losses[5], expected, rtol=1e-5)
-    assert np.isnan(losses[-1]).sum() == 16 * len(blocks) - blocks.tokens
 
 
 def test_generated_text(run: Path, tmp_path: Path, capsys) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from molflt.data.structures.splits import OC20_FILES
-from molflt.evaluation.leaderboard import write_submission
+from molflt.evaluation.energies import write_submission
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data" / "oc20"
 REAL = SHARED / "ocp_predictions" / "is2re_10k_test_evalai_submission.npz"

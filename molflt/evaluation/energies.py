@@ -8,23 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
 from molflt import plots
 from molflt.data.structures import Structures
 from molflt.data.structures.base import AS_TRAINED, Tags
 from molflt.data.structures.labels import label_faults
-from molflt.data.structures.splits import OC20_FILES, PUBLISHED, VAL_SPLITS
+from molflt.data.structures.splits import OC20_FILES, PUBLISHED, TEST_SPLITS, VAL_SPLITS
 from molflt.evaluation.calibration import assess, check_calibration_split
 from molflt.evaluation.evaluated import EvaluationData
 from molflt.evaluation.groups import errors_by_group, group_tables
-from molflt.evaluation.leaderboard import (
-    expect_count,
-    is_trial,
-    submission_splits,
-    write_submission,
-)
 from molflt.evaluation.other_models import common_systems, compare, read_published
 from molflt.evaluation.predictions import Predictions, infer
 from molflt.evaluation.relaxation import write_relaxed
@@ -43,7 +37,7 @@ from molflt.plots import GroupError
 from molflt.tasks.is2re import IS2RETask
 from molflt.training.config import Config
 
-__all__ = ["evaluate"]
+__all__ = ["evaluate", "submission_splits", "write_submission"]
 
 _COLUMNS = {
     "n": ("systems", 0),
@@ -51,6 +45,7 @@ _COLUMNS = {
     "ewt_percent": ("EwT / %", 2),
     "baseline_mae_eV": ("baseline MAE / eV", 4),
 }
+_LEADERBOARD = ("id", "ood_ads", "ood_cat", "ood_both")  # splits in its file, without test_
 _FILES = (
     *("predictions.npz", "predictions.csv", "errors_by_group.csv"),
     *("parity.png", "errors.png", "encoding.png"),
@@ -165,11 +160,11 @@ def _expect_submission(
     if path is not None:
         expect_writable(path, *filter(None, [published]))
         for name, split in names.items():
-            expect_count(name, len(datasets[split]), any_counts=is_trial(names))
+            _expect_count(name, len(datasets[split]), any_counts=_is_trial(names))
 
 
 def _submit(path: Path, names: Mapping[str, str], found: Mapping[str, Predictions]) -> Path:
-    trial = is_trial(names)
+    trial = _is_trial(names)
     parts = {name: (found[split].ids, found[split].energy) for name, split in names.items()}
     write_submission(path, parts, any_counts=trial)
     if trial:
@@ -254,7 +249,7 @@ def _write(
     more: Mapping[str, Mapping[str, NDArray[np.float64]]],
 ) -> list[Path]:
     """Writes predictions.npz, predictions.csv with `more` columns, and errors_by_group.csv."""
-    arrays: dict[str, NDArray[np.str_] | NDArray[np.float64]] = {}
+    arrays: dict[str, NDArray[np.generic]] = {}
     rows: list[dict[str, object]] = []
     for split, part in found.items():
         arrays[f"{split}_ids"], arrays[f"{split}_energy"] = part.ids, part.energy
@@ -277,9 +272,7 @@ def _write(
                 zip(*columns, strict=True)
             )
         ]
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
-    write_atomically(out / "predictions.npz", buffer.getvalue())
+    _save_arrays(out / "predictions.npz", arrays)
     written = [out / "predictions.npz", write_csv(out / "predictions.csv", rows)]
     errors = [
         {"split": split, "kind": kind, "group": group.group, "n": group.n, "mae_eV": group.mae}
@@ -316,3 +309,105 @@ def _names(part: Predictions) -> list[str]:
     """Returns names of the systems with a label for pictures."""
     named = zip(part.sid, part.adsorbate, part.slab, part.labeled, strict=True)
     return [f"sid {sid} {adsorbate} on {slab}" for sid, adsorbate, slab, known in named if known]
+
+
+def _save_arrays(path: Path, arrays: Mapping[str, NDArray[np.generic]]) -> None:
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
+    write_atomically(path, buffer.getvalue())
+
+
+def submission_splits(path: Path, splits: Sequence[str]) -> dict[str, str]:
+    """Maps splits of the leaderboard to splits of the data set."""
+    _check_name(path)
+    for group in (TEST_SPLITS, VAL_SPLITS):
+        if set(splits) == set(group):
+            return dict(zip(_LEADERBOARD, group, strict=True))
+    raise ValueError(
+        f"{path}: a submission needs --splits {' '.join(TEST_SPLITS)} (or, for a trial, the four "
+        f"val_ splits); got {' '.join(splits) or 'none'}"
+    )
+
+
+def _is_trial(names: Mapping[str, str]) -> bool:
+    """Returns True if splits of `submission_splits` are not test splits."""
+    return not set(names.values()) <= set(TEST_SPLITS)
+
+
+def write_submission(
+    path: Path,
+    predictions: Mapping[str, tuple[Sequence[str] | NDArray[np.str_], ArrayLike]],
+    *,
+    any_counts: bool = False,
+) -> None:
+    """Checks predictions and writes the file for the leaderboard.
+
+    Args:
+        path: file to write, ending in .npz.
+        predictions: (ids, energies in eV) of "id", "ood_ads", "ood_cat" and "ood_both".
+        any_counts: accept other numbers of systems than OC20's, which the leaderboard rejects.
+    """
+    _check_name(path)
+    if set(predictions) != set(_LEADERBOARD):
+        raise ValueError(
+            f"a submission needs exactly the splits {', '.join(_LEADERBOARD)}; got "
+            f"{', '.join(predictions) or 'none'}"
+        )
+    arrays: dict[str, NDArray[np.generic]] = {}
+    for split in _LEADERBOARD:
+        ids, energy = (np.asarray(values) for values in predictions[split])
+        _check_ids(split, ids)
+        _check_energy(split, energy, len(ids))
+        _expect_count(split, len(ids), any_counts=any_counts)
+        arrays[f"{split}_ids"] = ids
+        arrays[f"{split}_energy"] = energy
+    _save_arrays(path, arrays)
+
+
+def _expect_count(split: str, count: int, *, any_counts: bool) -> None:
+    """Raises ValueError for another number of systems than that of OC20's test split."""
+    expected = OC20_FILES[f"all/test_{split}"].records
+    if count != expected and not any_counts:
+        raise ValueError(
+            f"submission: split {split!r} must have the {expected} systems of OC20's "
+            f"test_{split}; got {count}; predict the whole split"
+        )
+
+
+def _check_name(path: Path) -> None:
+    if path.suffix != ".npz":
+        raise ValueError(f"{path}: a submission must end in .npz; got {path.suffix!r}")
+
+
+def _check_ids(split: str, ids: NDArray[np.generic]) -> None:
+    if ids.ndim != 1 or ids.dtype.kind != "U":
+        raise ValueError(
+            f"submission: ids of split {split!r} must be strings of shape (systems,); got "
+            f"{ids.dtype} {ids.shape}; convert each sid with str()"
+        )
+    values, counts = np.unique(ids, return_counts=True)
+    if (counts > 1).any():
+        raise ValueError(
+            f"submission: ids of split {split!r} must be unique; got {values[counts > 1][0]} "
+            f"{counts.max()} times; {int((counts > 1).sum())} ids are repeated"
+        )
+
+
+def _check_energy(split: str, energy: NDArray[np.generic], systems: int) -> None:
+    if energy.dtype not in (np.float32, np.float64):
+        # float16, the default of ocp, is off by up to 0.006 eV on real predictions
+        raise ValueError(
+            f"submission: energies of split {split!r} must be float64 or float32; got "
+            f"{energy.dtype}"
+        )
+    if energy.shape != (systems,):
+        raise ValueError(
+            f"submission: split {split!r} must have one energy per id, shape ({systems},); got "
+            f"{energy.shape}"
+        )
+    bad = np.flatnonzero(~np.isfinite(energy.astype(np.float64)))
+    if len(bad):
+        raise ValueError(
+            f"submission: energies of split {split!r} must be finite; got {energy[bad[0]]} at "
+            f"index {bad[0]}, {len(bad)} in all"
+        )

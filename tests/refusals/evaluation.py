@@ -12,8 +12,8 @@ from molflt.data.structures.splits import OC20_FILES
 from molflt.data.structures.systems import System, write_systems
 from molflt.evaluation.calibration import LEVEL, Calibration
 from molflt.evaluation.common import classes_of, load_classes, named_sources
+from molflt.evaluation.energies import submission_splits, write_submission
 from molflt.evaluation.ensemble import EnsembleRegressor, _expect_same_aim, load_ensemble
-from molflt.evaluation.leaderboard import submission_splits, write_submission
 from molflt.evaluation.other_models import read_published
 from molflt.evaluation.runs import read_results, read_runs
 from refusals import Refusal
