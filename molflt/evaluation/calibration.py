@@ -154,8 +154,9 @@ class Calibration:
 
 
 def _is_positive(value: object) -> bool:
-    known = isinstance(value, int | float) and not isinstance(value, bool)
-    return known and 0 < value < 1e15
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 < value < 1e15
 
 
 _KEYS: dict[str, tuple[str, Callable[[Any], bool]]] = {

@@ -109,8 +109,7 @@ def _heat_maps(
 ) -> None:
     """Draws masked maps (heads, rows, columns) with one color bar."""
     for axes, one in zip(panels, maps, strict=True):
-        look = {"cmap": scaled.colors, "norm": scaled.norm}
-        image = axes.imshow(one, extent=extent, aspect=aspect, **look)
+        image = axes.imshow(one, scaled.colors, scaled.norm, extent=extent, aspect=aspect)
         axes.locator_params(nbins=5, integer=True)
     bar = figure.colorbar(image, ax=panels, extend=scaled.extend, aspect=30, fraction=0.05)
     gray = "; gray: 0" if np.ma.is_masked(maps) else ""

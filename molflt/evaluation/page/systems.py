@@ -91,7 +91,8 @@ def parity(found: Contents, run: Run, pictures: Pictures) -> Section | None:
     ]
     if not of_forces:
         makers.append(partial(_distribution, run, pictures))
-    parts = [part for make in makers for part in found.attempt(make, [])]
+    nothing: Sequence[Part] = ()
+    parts = [part for make in makers for part in found.attempt(make, nothing)]
     return Section("errors", "Predictions and errors", parts) if parts else None
 
 
