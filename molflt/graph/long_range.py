@@ -102,9 +102,6 @@ class LongRange(nn.Module):
         smearing: sigma, Å, of a spectrum that falls as exp(-sigma^2 k^2 / 2), which is 1 in latent
             Ewald summation (arXiv:2408.15165). For p = 1 pairs have erf(r / (sqrt(2) sigma)) / r.
             From 5 sigma on it is 1 / r^p. 0: points, bounded below 0.1 Å.
-
-    Raises:
-        ValueError: an option out of its range.
     """
 
     signs: Tensor

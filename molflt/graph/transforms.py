@@ -30,9 +30,6 @@ class PBCRadiusGraph(BaseTransform):
         max_neighbors: largest number of edges per atom; the nearest are kept, and all that are as
             near as the last one. None keeps all. With a number, edges may exist in one direction
             only.
-
-    Raises:
-        ValueError: if the radius or the number is not positive.
     """
 
     def __init__(self, r: float, max_neighbors: int | None = None) -> None:

@@ -97,9 +97,6 @@ class PopulationOptimizer:
 
     Attributes:
         evaluations: values that were told.
-
-    Raises:
-        ValueError: for an argument outside its range.
     """
 
     def __init__(
