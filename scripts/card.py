@@ -69,7 +69,7 @@ less than {most_moved} Å, at most {farthest} Å.
 
 {by_name}
 
-How a system is made, and when a draw is refused: `molflt/data/structures/make_systems.py`.
+How a system is made, and when a draw is refused: `scripts/making/systems.py`.
 Refused and drawn again: {refused}.
 `systems.csv` names adsorbate, catalyst, facet and site of each sid.
 

@@ -18,8 +18,6 @@ from data.oc20_files import old_record, write_lmdb
 from script_files import SCRIPTS, benchmark, load_script  # makes the kit importable
 from torch_geometric.data import Batch
 
-from molflt.graph import EnergyRegressor
-
 from kit import layers  # isort: skip
 from kit.rows import Promise, Rows, exponent  # isort: skip
 
@@ -63,7 +61,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         "reading": ["--records", str(folder / "oc20.lmdb")],
         "long_range": ["--data", str(dimers(folder))],
         "dimers": ["--data", str(folder)],
-        "rotation": ["--runs", "a", "b"],
         "labels": [word for key, value in labels.items() for word in (f"--{key}", str(value))],
     }
 
@@ -80,13 +77,6 @@ def bound(folder: Path) -> Path:
         frames.append(frame)
     write(folder / "bound.extxyz", frames, format="extxyz")
     return folder / "bound.extxyz"
-
-
-def small_run(run: Path) -> tuple[torch.nn.Module, dict[str, dict[str, str]]]:
-    """In place of a trained model."""
-    options = {"position": "spectral", "position_options": {"num_nodes": 4}, "periodic": "none"}
-    model = EnergyRegressor(16, 2, layers=1, **options).eval()
-    return model, {"data": {"root": str(ROOT / "datasets" / "chgnet-sample")}}
 
 
 def every_page() -> str:
@@ -126,9 +116,7 @@ def test_quick_run_writes_rows_block_and_picture(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     module = benchmark(name)
-    if name == "rotation":
-        monkeypatch.setattr(module, "load_run", small_run)
-    elif name == "compiled":
+    if name == "compiled":
         monkeypatch.setattr(module, "compile_energies", lambda model, path: path)
         monkeypatch.setattr(module, "CompiledEnergies", NotCompiled)
     pages, threads = every_page(), torch.get_num_threads()
@@ -234,7 +222,7 @@ def test_errors_are_one_line(words, message, tmp_path, capsys) -> None:
         (["nothing"], "invalid choice: 'nothing'"),
         (["nodes", "--quick"], "give --out FOLDER"),
         (["nodes", "--redraw", "--pairs", "3"], "no other option but --out has an effect"),
-        (["rotation"], "the following arguments are required: --runs"),
+        (["long_range"], "the following arguments are required: --data"),
         (["features", "--nodes", "3"], "unrecognized arguments: --nodes 3"),
     ],
 )
