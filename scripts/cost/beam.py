@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from kit.decoders import decoders, held
 from kit.rows import Promise, Rows, at_least
-from kit.tenths import TENTHS, Times, draw_tenths, rows_of, steepest, tenths_table
+from kit.tenths import TENTHS, draw_tenths, measure_tenths, steepest, tenths_table
 from torch import Tensor
-from tqdm import tqdm
 
 from molflt.sequence import EncoderDecoder, beam_search
 
@@ -77,14 +76,15 @@ def measure(
     models = decoders(CONFIGS, mechanisms, partial(EncoderDecoder, **SIZES, max_length=tokens + 1))
     generator = torch.Generator().manual_seed(0)
     source = torch.randint(END + 1, SIZES["vocabulary"], (sources, words), generator=generator)
-    times: Times = {name: [] for name in models}
     for model in models.values():
         model.head.weight.data[END] = 0.0  # far less likely than the likeliest of all others
-    for _ in tqdm(range(rounds), desc="rounds", leave=False):
-        for name, model in models.items():
-            times[name].append(search(model, source, beam, tokens))
-    sizes = {name: remembered(model, source, beam, tokens) for name, model in models.items()}
-    return rows_of(times, sizes, sources)
+    return measure_tenths(
+        models,
+        lambda model, _: search(model, source, beam, tokens),
+        lambda model: remembered(model, source, beam, tokens),
+        rounds,
+        sources,
+    )
 
 
 table = partial(tenths_table, step="token", sequences="sentences")

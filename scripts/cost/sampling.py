@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from kit.decoders import decoders, held
 from kit.rows import Promise, Rows, at_least
-from kit.tenths import Times, draw_tenths, rows_of, steepest, tenths_table
-from tqdm import tqdm
+from kit.tenths import draw_tenths, measure_tenths, steepest, tenths_table
 
 from molflt.sequence import PixelModel, sample
 from molflt.sequence.pixels import START
@@ -38,6 +37,14 @@ def draw_images(model: PixelModel, images: int, seed: int) -> list[float]:
     return seconds
 
 
+def remembered(model: PixelModel, images: int) -> int:
+    """Bytes of the state behind the last byte of all images."""
+    last = torch.full((images, 1), START)
+    with torch.inference_mode():
+        _, state = model.advance(last.expand(-1, model.longest - 1))
+        return held(model.advance(last, state)[1])
+
+
 def measure(
     side: int = 32, images: int = 4, mechanisms: tuple[str, ...] = (), rounds: int = 3
 ) -> Rows:
@@ -49,17 +56,13 @@ def measure(
     at_least(4, side=side)
     at_least(1, images=images, rounds=rounds)
     models = decoders(CONFIGS, mechanisms, partial(PixelModel, CHANNELS, side, **SIZES))
-    times: Times = {name: [] for name in models}
-    for turn in tqdm(range(rounds), desc="rounds", leave=False):
-        for name, model in models.items():
-            times[name].append(draw_images(model, images, turn))
-    sizes = {}
-    for name, model in models.items():
-        with torch.inference_mode():
-            last = torch.full((images, 1), START)
-            _, state = model.advance(last.expand(-1, model.longest - 1))
-            sizes[name] = held(model.advance(last, state)[1])
-    return rows_of(times, sizes, images)
+    return measure_tenths(
+        models,
+        lambda model, turn: draw_images(model, images, turn),
+        lambda model: remembered(model, images),
+        rounds,
+        images,
+    )
 
 
 table = partial(tenths_table, step="byte", sequences="images")

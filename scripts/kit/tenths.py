@@ -7,12 +7,15 @@ kept alive behind the last step.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kit.decoders import SOFTMAX, keeps_sums
+from tqdm import tqdm
+
+from kit.decoders import SOFTMAX, Model, keeps_sums
 from kit.pictures import curves, legend
 from kit.rows import Rows, markdown, names, pick
 from kit.turns import paired
@@ -20,18 +23,28 @@ from molflt.plots.figure import SERIES, picture
 
 TENTHS = 10
 
-Times = dict[str, list[list[float]]]
-"""Seconds of each step of each round, by mechanism."""
 
-
-def rows_of(times: Times, sizes: dict[str, int], count: int) -> Rows:
-    """A row for each mechanism and tenth.
+def measure_tenths(
+    models: Mapping[str, Model],
+    grow: Callable[[Model, int], list[float]],
+    remembered: Callable[[Model], int],
+    rounds: int,
+    count: int,
+) -> Rows:
+    """A row for each mechanism and tenth; in every round all mechanisms take turns.
 
     Args:
-        times: see `Times`.
-        sizes: bytes of the last state.
+        models: by mechanism.
+        grow: seconds of each step of a model in a round with this number.
+        remembered: bytes of a model's last state.
+        rounds: how often each model grows its sequences.
         count: sequences that grow at once.
     """
+    times: dict[str, list[list[float]]] = {name: [] for name in models}
+    for turn in tqdm(range(rounds), desc="rounds", leave=False):
+        for name, model in models.items():
+            times[name].append(grow(model, turn))
+    sizes = {name: remembered(model) for name, model in models.items()}
 
     def row(name: str, tenth: int) -> dict[str, Any]:
         parts = [[_tenth(one, part) for one in times[name]] for part in (0, tenth)]
