@@ -1,7 +1,9 @@
 """Atom embedding, energy readout and position head."""
 
 import math
+import operator
 import warnings
+from functools import reduce
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -297,8 +299,7 @@ class PositionHead(nn.Module):
     def forward(self, h: Tensor, neighbors: Neighbors) -> Tensor:
         """Tokens (atoms, dim) and pairs -> displacements (atoms, 3), Å."""
         ends = self.from_center(h), self.from_neighbor(h)
-        first, *others = in_pieces(self._moves, neighbors, *ends)
-        return sum(others, first)
+        return reduce(operator.add, in_pieces(self._moves, neighbors, *ends))
 
     def _moves(self, pairs: Neighbors, from_center: Tensor, from_neighbor: Tensor) -> Tensor:
         """Contribution of some pairs: (atoms, 3), Å."""

@@ -132,8 +132,8 @@ class _Interaction(nn.Module):
         """Tokens (atoms, dim) and vectors (atoms, 3, dim) to the next ones."""
         message = self.message(self.norm(tokens)) * _SCALE
         if isinstance(pairs, _Matrices):
-            sums = [self._products(pairs, message, vectors)]
-        else:
+            sums = iter([self._products(pairs, message, vectors)])
+        else:  # one piece at a time: each is as large as all atoms
             sums = in_pieces(self._sums, pairs, message, vectors)
         for more_tokens, more_vectors in sums:
             tokens = tokens + more_tokens

@@ -1,7 +1,7 @@
 """Pairs of atoms whose kernel does not come from nodes, of all graphs of a batch."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -121,13 +121,16 @@ def _all_pairs(geometry: Geometry, graphs: Tensor) -> tuple[Tensor, Tensor]:
     return query[different], key[different]
 
 
-def in_pieces(function: Callable[..., _R], pairs: tuple[Tensor, ...], *rest: object) -> list[_R]:
+def in_pieces(
+    function: Callable[..., _R], pairs: tuple[Tensor, ...], *rest: object
+) -> Iterator[_R]:
     """Yields function(pairs, *rest) for pieces of many pairs; only results are kept."""
     # Compiled code is one graph of operations for all sizes.
     if torch.compiler.is_compiling() or len(pairs[0]) <= _MANY:
-        return [function(pairs, *rest)]
-    pieces = zip(*(x.split(_PIECE) for x in pairs), strict=True)
-    return [recomputed(function, type(pairs)(*piece), *rest) for piece in pieces]
+        yield function(pairs, *rest)
+        return
+    for piece in zip(*(x.split(_PIECE) for x in pairs), strict=True):
+        yield recomputed(function, type(pairs)(*piece), *rest)
 
 
 def _bound(distance: Tensor, least: float) -> float:
