@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch_geometric.data import Batch
 
     from molflt.data.structures.base import Structures
-    from molflt.data.structures.element_energies import ElementEnergies
+    from molflt.data.structures.labels import ElementEnergies
 
 __all__ = ["OfStructures"]
 

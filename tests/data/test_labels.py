@@ -14,8 +14,7 @@ from oc20_files import old_record, record, write_lmdb
 from molflt.commands.cli import main
 from molflt.data.structures import Structures, open_dataset
 from molflt.data.structures.datamodule import IS2REData
-from molflt.data.structures.element_energies import fit_element_energies
-from molflt.data.structures.labels import energy_kind, label_faults
+from molflt.data.structures.labels import energy_kind, fit_element_energies, label_faults
 from molflt.data.structures.records import make_record
 from molflt.data.structures.store import write_store
 

@@ -18,13 +18,15 @@ from molflt.data.structures.ase_labels import named_options
 from molflt.data.structures.base import Tags, with_bar
 from molflt.data.structures.data_set import DataSet
 from molflt.data.structures.domain import DOMAIN, Domain
-from molflt.data.structures.element_energies import (
+from molflt.data.structures.labels import (
     ElementEnergies,
+    beyond_rounding,
+    energy_kind,
     expect_elements,
     fit_element_energies,
+    per_atom,
     read_element_energies,
 )
-from molflt.data.structures.labels import beyond_rounding, energy_kind, per_atom
 from molflt.data.structures.overlaps import (
     atoms_coincide,
     equal_structures,
