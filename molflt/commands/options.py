@@ -225,19 +225,10 @@ def _given(words: Sequence[str], parser: ArgumentParser) -> Iterator[_Given]:
 
 def _configured(name: str, parser: ArgumentParser) -> Iterator[_Given]:
     """Yields the values in a YAML configuration; raises ValueError for an unknown key."""
-    import yaml
-
-    from molflt.training.config import Loader
+    from molflt.training.config import read_yaml
 
     options = {k: v for k, v in options_of(parser).items() if k not in _COMMAND_LINE_ONLY}
-    path = find_config(name)
-    try:
-        config = yaml.load(path.read_text(encoding="utf-8"), Loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise ValueError(f"{name}: not a YAML configuration: {reason}") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{name}: expected a configuration, as `key: value`; got {shown(config)}")
+    config = read_yaml(find_config(name), "give a YAML configuration")
     for key, value in _leaves(config, options):
         where = f"{name}: key {key}"
         if _is_group(key, options):
@@ -249,7 +240,7 @@ def _configured(name: str, parser: ArgumentParser) -> Iterator[_Given]:
 
 
 def _leaves(
-    config: Mapping[object, object], options: Mapping[str, Action], prefix: str = ""
+    config: Mapping[str, object], options: Mapping[str, Action], prefix: str = ""
 ) -> Iterator[tuple[str, object]]:
     """Yields the entries of a nested configuration by the names of their options."""
     for name, value in config.items():

@@ -19,7 +19,6 @@ from molflt.training.trainer import STEPS, TrainerOptions
 
 __all__ = [
     "Config",
-    "Loader",
     "absolute",
     "add_options",
     "below",
@@ -124,7 +123,7 @@ def read_config(run: Path) -> Config:
     return cast(Config, plain(found.as_dict()))
 
 
-class Loader(yaml.SafeLoader):
+class _Loader(yaml.SafeLoader):
     """Safe YAML loader that refuses repeated keys, where PyYAML keeps only the last one."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -143,7 +142,7 @@ class Loader(yaml.SafeLoader):
         return found
 
 
-def read_yaml(path: Path, advice: str) -> dict[str, object]:
+def read_yaml(path: Path, advice: str = "") -> dict[str, object]:
     """Reads a YAML file of keys and values.
 
     Args:
@@ -151,13 +150,14 @@ def read_yaml(path: Path, advice: str) -> dict[str, object]:
         advice: end of the message if the file is not valid.
     """
     try:
-        content = yaml.load(path.read_bytes().decode(), Loader)
+        content = yaml.load(path.read_bytes().decode(), _Loader)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: byte {error.start} is not UTF-8; {advice}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f"line {mark.line + 1}: " if mark else ""
-        problem = getattr(error, "problem", None) or error
+        deep = isinstance(error, RecursionError)
+        problem = "nested too deeply" if deep else getattr(error, "problem", None) or error
         raise ValueError(f"{path}: {place}not YAML: {shown(str(problem))}; {advice}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected `key: value`; got {shown(content)}; {advice}")

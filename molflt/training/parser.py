@@ -13,13 +13,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from molflt.data.text.tokenizer import TOKENIZER
 from molflt.files import shown
 from molflt.shipped import find_config
-from molflt.training.config import Loader, add_options, below, read_config
+from molflt.training.config import add_options, below, read_config, read_yaml
 from molflt.training.initial_weights import read_initial_weights, recipe_of
 from molflt.training.recipes import DEFAULT, Recipe
 from molflt.training.sources import find, find_weights, is_packaged
@@ -74,10 +73,9 @@ def _values_in(key: str, files: Sequence[str]) -> list[str]:
     found = []
     for name in files:
         # errors are reported by the parser
-        with contextlib.suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
+        with contextlib.suppress(OSError, ValueError):
             path = Path(name, "config.yaml") if Path(name).is_dir() else find_config(name)
-            content = yaml.load(path.read_text(encoding="utf-8"), Loader)
-            value = content.get(key) if isinstance(content, dict) else None
+            value = read_yaml(path).get(key)
             if value is not None:
                 folder = path.absolute().parent
                 found.append(str(below(folder, value) if key in ("init", "run") else value))
