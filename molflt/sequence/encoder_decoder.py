@@ -3,33 +3,16 @@
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from molflt.attention import Attention, Decoder, Stack
-from molflt.attention.checks import (
-    at_least_one,
-    beside_weights,
-    known_names,
-    no_effect,
-    tensors,
-    whole,
-)
+from molflt.attention import Attention, Decoder, Position, Stack
+from molflt.attention.checks import known_names
 from molflt.attention.decoder import DecoderState
 from molflt.attention.keys import check_mask
-from molflt.attention.positions import PositionName, known_options
+from molflt.attention.positions import PositionName
 from molflt.attention.stack import ATTENTION, MIXER_OPTIONS
 from molflt.sequence.heads import _PlainHead
-from molflt.sequence.places import (
-    check_places,
-    embedding,
-    expect_length,
-    expect_line,
-    expect_targets,
-    expected_vocabulary,
-    longest_of,
-    positions_of,
-    with_places,
-)
+from molflt.sequence.places import TokenModel, expect_targets
 
 
 class Translating(NamedTuple):
@@ -40,7 +23,7 @@ class Translating(NamedTuple):
     decoder: DecoderState
 
 
-class EncoderDecoder(nn.Module):
+class EncoderDecoder(TokenModel):
     """p(target token i + 1 | source, target tokens 0 .. i), of arXiv:1706.03762.
 
     The translation model of NPRF (arXiv:2106.12566), section 4.3: attention of all three kinds,
@@ -91,17 +74,11 @@ class EncoderDecoder(nn.Module):
         decoder: dict[str, Any] | None = None,
         **stack: Any,
     ) -> None:
-        super().__init__()
         ours = ("causal", "refinements", "dim", "heads", *MIXER_OPTIONS)
         known_names(EncoderDecoder, stack, Stack, Attention, but=("gate", *ours))
         known_names(Decoder, decoder or {}, Stack, Attention, but=(*ours, *_SHARED))
-        at_least_one(dim=dim, heads=heads)
-        vocabulary = expected_vocabulary(vocabulary)
-        check_places(absolute, max_length, position_scale, dim)
-        if position == "none":
-            no_effect("with position='none'", position_scale=position_scale)
-        given = {} if max_length is None else {"max_tokens": max_length}
-        options = {**known_options(position, dim=1, **given), **(position_options or {})}
+        super().__init__(vocabulary, dim, heads, absolute, max_length, position, position_scale)
+        options = self._position_options(position, position_options)
         places = {"position": position, "position_options": options}
         self.encoder = Stack(
             dim,
@@ -117,28 +94,17 @@ class EncoderDecoder(nn.Module):
             **stack,
         )
         self.decoder = Decoder(dim, heads, **{**stack, **places, **(decoder or {})})
-        expect_line(self.encoder.position)
-        self.vocabulary = vocabulary
-        self.dim = dim
-        self.absolute = absolute
-        self.max_length = max_length
-        self.position_scale = 1.0 if position_scale is None else position_scale
-        self.head = _PlainHead(dim, vocabulary)
-        self.places: nn.Embedding | None = None
-        if absolute == "learned" and max_length is not None:
-            self.places = embedding(max_length, dim, 0.1)
-        self.embedding_dropout = nn.Dropout(embedding_dropout)
+        self.head = _PlainHead(dim, self.vocabulary)
+        self._set_places(0.1, embedding_dropout)
+
+    @property
+    def _relative(self) -> Position | None:
+        return self.encoder.position
 
     @property
     def decodes(self) -> bool:
         """Returns True if `advance` continues from a state instead of recomputing all tokens."""
         return self.decoder.decodes
-
-    @property
-    def longest(self) -> int | None:
-        """Most tokens of a source or a target; None without a limit."""
-        limit = self.max_length
-        return longest_of(self.encoder.position, self.position_scale, self.places, limit)
 
     def encode(self, source: Tensor, source_mask: Tensor | None = None) -> Tensor:
         """Hidden states of the source.
@@ -150,10 +116,6 @@ class EncoderDecoder(nn.Module):
 
         Returns:
             (batch, n, dim).
-
-        Raises:
-            TypeError: something else than tensors.
-            ValueError: another shape, ids out of range, or a sequence that is too long.
         """
         if source_mask is not None:
             check_mask(source_mask, source.shape)
@@ -172,10 +134,6 @@ class EncoderDecoder(nn.Module):
 
         Returns:
             (batch, t, dim).
-
-        Raises:
-            TypeError: something else than tensors.
-            ValueError: as for `encode`.
         """
         return self.decode(target, self.encode(source, source_mask), source_mask)
 
@@ -225,10 +183,6 @@ class EncoderDecoder(nn.Module):
         Returns:
             log p, and sum_k label_k log p_k, (targets,) each, float32 at least, without those of
             -1, in the order of rows and places.
-
-        Raises:
-            TypeError: something else than tensors.
-            ValueError: targets of another shape, or out of range.
         """
         there = expect_targets(hidden, targets, self.vocabulary, "none")
         wanted, seen = targets[there], hidden[there]
@@ -246,19 +200,9 @@ class EncoderDecoder(nn.Module):
         self, name: str, tokens: Tensor, start: int, stack: Stack
     ) -> tuple[Tensor, Tensor | None]:
         """Embeddings (batch, n, dim) and positions (1, n, 1) of ids (batch, n) from `start` on."""
-        tensors(**{name: tokens})
-        if tokens.ndim != 2:
-            raise ValueError(
-                f"{name} must be ids of shape (batch, length); got shape {tuple(tokens.shape)}"
-            )
-        beside_weights(name, tokens, self.head.weight)
-        whole(name, tokens, 0, self.vocabulary - 1, "ids of the vocabulary")
-        end = start + tokens.shape[1]
-        expect_length(end, self.longest)
-        x = self.head.embed(tokens.long()) * self.dim**0.5
-        index = torch.arange(start, end, device=tokens.device)
-        x = self.embedding_dropout(with_places(x, index, self.absolute, self.places))
-        return x, positions_of(index, stack, self.position_scale, self.head.weight.dtype)
+        ids, index = self._ids(name, tokens, start)
+        x = self._with_places(self.head.embed(ids) * self.dim**0.5, index)
+        return self.embedding_dropout(x), self._positions(index, stack)
 
 
 _SHARED = ("position", "position_options")  # what encoder and decoder have in common

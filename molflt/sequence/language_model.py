@@ -2,31 +2,14 @@
 
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from molflt.attention import Attention, Stack
-from molflt.attention.checks import (
-    at_least_one,
-    beside_weights,
-    known_names,
-    no_effect,
-    tensors,
-    whole,
-)
-from molflt.attention.positions import PositionName, known_options
+from molflt.attention.checks import known_names
+from molflt.attention.positions import PositionName
 from molflt.attention.stack import ATTENTION, MIXER_OPTIONS, StackState
 from molflt.sequence.heads import Head, _AdaptiveHead, _PlainHead
-from molflt.sequence.places import (
-    check_places,
-    embedding,
-    expect_length,
-    expect_line,
-    expected_vocabulary,
-    longest_of,
-    positions_of,
-    with_places,
-)
+from molflt.sequence.places import TokenModel, embedding, expect_targets
 
 
 class LanguageState(NamedTuple):
@@ -37,7 +20,7 @@ class LanguageState(NamedTuple):
     stack: StackState
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(TokenModel):
     """Causal blocks over token embeddings, p(token i + 1 | tokens 0 .. i).
 
     The decoder of the papers' language models: FLT (arXiv:2302.01925), section 5.1, and NPRF
@@ -90,51 +73,30 @@ class LanguageModel(nn.Module):
         adaptive_cutoffs: list[int] | None = None,
         **stack: Any,
     ) -> None:
-        super().__init__()
         known_names(LanguageModel, stack, Stack, Attention, but=("causal", *MIXER_OPTIONS))
-        at_least_one(dim=dim, heads=heads)
-        vocabulary = expected_vocabulary(vocabulary)
-        check_places(absolute, max_length, position_scale, dim)
-        if position == "none":
-            no_effect("with position='none'", position_scale=position_scale)
-        given = {} if max_length is None else {"max_tokens": max_length}
-        options = {**known_options(position, dim=1, **given), **(position_options or {})}
+        super().__init__(vocabulary, dim, heads, absolute, max_length, position, position_scale)
         self.stack = Stack(
             dim,
             heads,
             causal=True,
             position=position,
-            position_options=options,
+            position_options=self._position_options(position, position_options),
             mixer=ATTENTION,
             mixer_options=None,
             attention_layers=None,
             **stack,
         )
-        self._check_axes()
-        self.vocabulary = vocabulary
-        self.dim = dim
-        self.absolute = absolute
-        self.max_length = max_length
-        self.position_scale = 1.0 if position_scale is None else position_scale
         self.head: Head
         if adaptive_cutoffs is None:
-            self.head = _PlainHead(dim, vocabulary)
+            self.head = _PlainHead(dim, self.vocabulary)
         else:
-            self.head = _AdaptiveHead(dim, vocabulary, adaptive_cutoffs)
+            self.head = _AdaptiveHead(dim, self.vocabulary, adaptive_cutoffs)
         # Tied embeddings are the head's.
-        self.embedding = None if tie_embeddings else embedding(vocabulary, dim, dim**-0.5)
-        self.places: nn.Embedding | None = None
-        if absolute == "learned" and max_length is not None:
-            self.places = embedding(max_length, dim, 0.1)
-        self.embedding_dropout = nn.Dropout(embedding_dropout)
+        self.embedding = None if tie_embeddings else embedding(self.vocabulary, dim, dim**-0.5)
+        self._set_places(0.1, embedding_dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Hidden states: ids (batch, length) -> (batch, length, dim).
-
-        Raises:
-            TypeError: something else than a tensor.
-            ValueError: another shape, type or device, or (on the CPU) ids beyond the vocabulary.
-        """
+        """Hidden states: ids (batch, length) -> (batch, length, dim)."""
         out: Tensor = self.stack(*self._embed(tokens, 0))
         return out
 
@@ -149,21 +111,11 @@ class LanguageModel(nn.Module):
             targets: ids (batch, length), the next token of each; -1 at the end and at padding.
 
         Returns: (batch, length), float32 at least; 0 without a target.
-
-        Raises:
-            TypeError: something else than tensors.
-            ValueError: see `forward`; also for targets.
         """
-        tensors(tokens=tokens, targets=targets)
-        if targets.shape != tokens.shape:
-            raise ValueError(
-                f"targets must have the shape of tokens, {tuple(tokens.shape)}; got "
-                f"{tuple(targets.shape)}; give one for each token, -1 without a target"
-            )
-        whole("targets", targets.clamp(min=-1), -1, self.vocabulary - 1, "ids, or none")
-        wanted = targets.flatten()
-        found = self.head.score(self(tokens).flatten(0, 1), wanted.clamp(min=0))
-        return found.where(wanted >= 0, 0.0).view(targets.shape)
+        hidden = self(tokens)
+        wanted = expect_targets(hidden, targets, self.vocabulary, "none")
+        found = self.head.score(hidden.flatten(0, 1), targets.flatten().clamp(min=0))
+        return found.view(targets.shape).where(wanted, 0.0)
 
     def log_probabilities(self, hidden: Tensor) -> Tensor:
         """Normalized log-probabilities of all ids: (..., dim) -> (..., vocabulary)."""
@@ -174,12 +126,6 @@ class LanguageModel(nn.Module):
         """Returns True if `decode` continues from a state instead of recomputing all tokens."""
         position = self.stack.position
         return (position is None or position.decodes) and "quadratic" not in self.stack.mixings
-
-    @property
-    def longest(self) -> int | None:
-        """Most tokens that the model can be given at once; None without a limit."""
-        limit = self.max_length
-        return longest_of(self.stack.position, self.position_scale, self.places, limit)
 
     def decode(
         self, tokens: Tensor, state: LanguageState | None = None
@@ -209,36 +155,9 @@ class LanguageModel(nn.Module):
         hidden, last = self.stack.decode(x, positions, None if state is None else state.stack)
         return hidden, LanguageState(start + tokens.shape[1], last)
 
-    def redraw_(self, generator: torch.Generator | None = None) -> None:
-        """Draws new random features in place; use the same seed on every rank."""
-        self.stack.redraw_(generator)
-
     def _embed(self, tokens: Tensor, start: int) -> tuple[Tensor, Tensor | None]:
-        """Embeddings (batch, n, dim) and positions (1, n, l) of ids (batch, n) from `start` on.
-
-        None if the stack does not have an encoding.
-        """
-        tensors(tokens=tokens)
-        if tokens.ndim != 2:
-            raise ValueError(
-                f"tokens must be ids of shape (batch, length); got shape {tuple(tokens.shape)}"
-            )
-        beside_weights("tokens", tokens, next(self.parameters()))
-        whole("tokens", tokens, 0, self.vocabulary - 1, "ids of the vocabulary")
-        tokens = tokens.long()  # bytes, too
-        end = start + tokens.shape[1]
-        expect_length(end, self.longest)
+        """Returns embeddings (batch, n, dim) and positions (1, n, l) of ids from `start` on."""
+        ids, index = self._ids("tokens", tokens, start)
         embed = self.head.embed if self.embedding is None else self.embedding
-        x = embed(tokens) * self.dim**0.5
-        # # Integers: a token has the same position in forward and in decode.
-        index = torch.arange(start, end, device=tokens.device)
-        x = self.embedding_dropout(with_places(x, index, self.absolute, self.places))
-        return x, self._positions(index, next(self.stack.parameters()).dtype)
-
-    def _check_axes(self) -> None:
-        """Raises ValueError for an encoding of other coordinates than tokens have."""
-        expect_line(self.stack.position)
-
-    def _positions(self, index: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Returns positions of tokens with indices (n,), (1, n, l); None without an encoding."""
-        return positions_of(index, self.stack, self.position_scale, dtype)
+        x = self._with_places(embed(ids) * self.dim**0.5, index)
+        return self.embedding_dropout(x), self._positions(index, self.stack)

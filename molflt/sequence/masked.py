@@ -96,9 +96,6 @@ class MaskedLanguageModel(nn.Module):
 
         Returns:
             (gaps,), float32 at least, in the order of rows and places.
-
-        Raises:
-            ValueError: targets of another shape, or out of range.
         """
         gaps = expect_targets(hidden, targets, self.vocabulary, "no gap")
         return self.head.score(hidden[gaps], targets[gaps])

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from molflt.attention import Attention, Stack
+from molflt.attention import Attention, Position, Stack
 from molflt.attention.checks import at_least_one, beside_weights, known_names, tensors, whole
 from molflt.attention.stack import MIXER_OPTIONS
 from molflt.sequence.language_model import LanguageModel
@@ -72,12 +72,7 @@ class PixelModel(LanguageModel):
         return self.channels * self.image_size**2
 
     def bytes_of(self, images: Tensor) -> Tensor:
-        """Images (batch, channels, image_size, image_size) as bytes (batch, `longest`).
-
-        Raises:
-            TypeError: something else than a tensor.
-            ValueError: another shape, type or device.
-        """
+        """Images (batch, channels, image_size, image_size) as bytes (batch, `longest`)."""
         tensors(images=images)
         beside_weights("images", images, next(self.parameters()))
         shape = (self.channels, self.image_size, self.image_size)
@@ -104,19 +99,16 @@ class PixelModel(LanguageModel):
         before = torch.cat((torch.full_like(values[:, :1], START), values[:, :-1]), dim=1)
         return self.log_likelihood(before, values)
 
-    def _check_axes(self) -> None:
-        position = self.stack.position
+    def _check_axes(self, position: Position | None) -> None:
         if position is not None and position.dim not in (1, 3):
             raise ValueError(
                 "bytes of an image have 3 coordinates (row, column, channel), or 1 along the "
                 f"sequence; got position_options dim={position.dim}; choose 1 or 3"
             )
 
-    def _positions(self, index: Tensor, dtype: torch.dtype) -> Tensor | None:
-        position = self.stack.position
-        if position is None or position.dim == 1:
-            return super()._positions(index, dtype)
+    def _coordinates(self, index: Tensor) -> Tensor:
+        if self.stack.position is None or self.stack.position.dim == 1:
+            return super()._coordinates(index)
         pixel = index // self.channels
         axes = (pixel // self.image_size, pixel % self.image_size, index % self.channels)
-        places = torch.stack(axes, dim=-1).to(torch.promote_types(dtype, torch.float32))
-        return places[None] * self.position_scale
+        return torch.stack(axes, dim=-1)

@@ -1,13 +1,154 @@
-"""Shared by models of token sequences: checks of ids, places of tokens."""
+"""Base class of models of token sequences: places of tokens, checks of ids, and embeddings."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from molflt.attention import Position, Stack
-from molflt.attention.checks import one_of, tensors, whole
+from molflt.attention.checks import (
+    at_least_one,
+    beside_weights,
+    no_effect,
+    one_of,
+    tensors,
+    whole,
+)
+from molflt.attention.positions import known_options
 from molflt.attention.positions.absolute import ABSOLUTE, sinusoids
+
+
+class TokenModel(nn.Module):
+    """Base class of models of token sequences.
+
+    Subclasses build the stack, the embeddings, and `places` with `_set_places`, in this order.
+
+    Args:
+        vocabulary: number of token ids.
+        dim: width of tokens.
+        heads: attention heads.
+        absolute: encoding of places, added to embeddings.
+        max_length: maximum number of tokens; None for no limit.
+        position: name of the relative encoding.
+        position_scale: distance of neighboring tokens, in the unit of length of the encoding.
+    """
+
+    stack: Stack
+    places: nn.Embedding | None
+
+    def __init__(
+        self,
+        vocabulary: int | None,
+        dim: int,
+        heads: int,
+        absolute: str,
+        max_length: int | None,
+        position: str,
+        position_scale: float | None,
+    ) -> None:
+        super().__init__()
+        at_least_one(dim=dim, heads=heads)
+        if vocabulary is None or vocabulary < 1:
+            raise ValueError(
+                f"vocabulary must be the number of token ids, at least 1; got {vocabulary}; take "
+                "it from the data"
+            )
+        one_of("absolute", absolute, ABSOLUTE)
+        if max_length is not None and max_length < 1:
+            raise ValueError(f"max_length must be at least 1; got {max_length}")
+        if absolute == "learned" and max_length is None:
+            raise ValueError("absolute='learned' needs max_length, the longest sequence; set it")
+        if absolute == "sinusoidal" and dim % 2:
+            raise ValueError(f"absolute='sinusoidal' needs an even dim; got {dim}")
+        if position_scale is not None and not position_scale > 0:
+            raise ValueError(f"position_scale must be positive; got {position_scale}")
+        if position == "none":
+            no_effect("with position='none'", position_scale=position_scale)
+        self.vocabulary = vocabulary
+        self.dim = dim
+        self.absolute = absolute
+        self.max_length = max_length
+        self.position_scale = 1.0 if position_scale is None else position_scale
+
+    def _position_options(self, position: str, given: dict[str, Any] | None) -> dict[str, Any]:
+        """Returns the arguments of the relative encoding."""
+        limit = {} if self.max_length is None else {"max_tokens": self.max_length}
+        return {**known_options(position, dim=1, **limit), **(given or {})}
+
+    def _set_places(self, std: float, dropout: float) -> None:
+        """Checks the relative encoding; makes the learned places and the dropout."""
+        self._check_axes(self._relative)
+        self.places = None
+        if self.absolute == "learned" and self.max_length is not None:
+            self.places = embedding(self.max_length, self.dim, std)
+        self.embedding_dropout = nn.Dropout(dropout)
+
+    @property
+    def _relative(self) -> Position | None:
+        return self.stack.position
+
+    def _check_axes(self, position: Position | None) -> None:
+        """Raises ValueError for an encoding of other coordinates than tokens have."""
+        if position is not None and position.dim != 1:
+            raise ValueError(
+                f"tokens have one coordinate; got position_options dim={position.dim}; leave it out"
+            )
+
+    @property
+    def longest(self) -> int | None:
+        """Most tokens that the model can be given at once; None without a limit."""
+        return self._table if self._table is not None else self.max_length
+
+    @property
+    def _table(self) -> int | None:
+        """Most tokens of learned places and of the table of the relative encoding."""
+        table = None if self._relative is None else self._relative.longest
+        limits = [] if table is None else [math.ceil(table / self.position_scale)]
+        if self.places is not None:
+            limits.append(self.places.num_embeddings)
+        return min(limits, default=None)
+
+    def redraw_(self, generator: torch.Generator | None = None) -> None:
+        """Draws new random features in place; use the same seed on every rank."""
+        self.stack.redraw_(generator)
+
+    def _ids(self, name: str, tokens: Tensor, start: int = 0) -> tuple[Tensor, Tensor]:
+        """Checks ids (batch, n), and returns them with their indices (n,) from `start` on."""
+        tensors(**{name: tokens})
+        if tokens.ndim != 2:
+            raise ValueError(
+                f"{name} must be ids of shape (batch, length); got shape {tuple(tokens.shape)}"
+            )
+        beside_weights(name, tokens, next(self.parameters()))
+        whole(name, tokens, 0, self.vocabulary - 1, "ids of the vocabulary")
+        end, longest = start + tokens.shape[1], self.longest
+        if longest is not None and end > longest:
+            raise ValueError(
+                f"the model takes at most {longest} tokens; got {end}; cut the sequence, or train "
+                "with a larger max_length (or max_tokens of the position)"
+            )
+        return tokens.long(), torch.arange(start, end, device=tokens.device)
+
+    def _with_places(self, x: Tensor, index: Tensor) -> Tensor:
+        """Adds the absolute encoding of places with index (n,) to embeddings (batch, n, dim)."""
+        if self.places is not None:
+            return x + self.places(index)
+        if self.absolute == "sinusoidal":
+            return x + sinusoids(index, self.dim).to(x.dtype)
+        return x
+
+    def _positions(self, index: Tensor, stack: Stack) -> Tensor | None:
+        """Returns positions (1, n, l) of index (n,); None without a relative encoding."""
+        if stack.position is None:
+            return None
+        # Half precision does not represent odd numbers above 2048, nor bfloat16 above 256
+        dtype = torch.promote_types(next(self.parameters()).dtype, torch.float32)
+        return self._coordinates(index).to(dtype)[None] * self.position_scale
+
+    def _coordinates(self, index: Tensor) -> Tensor:
+        """Returns the coordinates (n, l) of index (n,)."""
+        return index[:, None]
 
 
 def embedding(count: int, dim: int, std: float) -> nn.Embedding:
@@ -15,27 +156,6 @@ def embedding(count: int, dim: int, std: float) -> nn.Embedding:
     made = nn.Embedding(count, dim)
     nn.init.normal_(made.weight, std=std)
     return made
-
-
-def longest_of(
-    position: Position | None,
-    position_scale: float,
-    places: nn.Embedding | None,
-    max_length: int | None = None,
-) -> int | None:
-    """Most tokens that a model takes; None without a limit.
-
-    Args:
-        position: the encoding.
-        position_scale: distance of neighboring tokens, in its unit of length.
-        places: one vector per place.
-        max_length: the limit of models without a table and learned places.
-    """
-    table = None if position is None else position.longest
-    limits = [] if table is None else [math.ceil(table / position_scale)]
-    if places is not None:
-        limits.append(places.num_embeddings)
-    return min(limits, default=max_length)
 
 
 def expect_targets(hidden: Tensor, targets: Tensor, vocabulary: int, none: str) -> Tensor:
@@ -46,10 +166,6 @@ def expect_targets(hidden: Tensor, targets: Tensor, vocabulary: int, none: str) 
         targets: ids (batch, length), -1 for none.
         vocabulary: number of ids.
         none: what -1 means, for messages.
-
-    Raises:
-        TypeError: something else than tensors.
-        ValueError: targets of another shape, or out of range.
     """
     tensors(hidden=hidden, targets=targets)
     if targets.shape != hidden.shape[:2]:
@@ -59,63 +175,3 @@ def expect_targets(hidden: Tensor, targets: Tensor, vocabulary: int, none: str) 
         )
     whole("targets", targets.clamp(min=-1), -1, vocabulary - 1, "ids, or none")
     return targets >= 0
-
-
-def expected_vocabulary(vocabulary: int | None) -> int:
-    """The number of token ids; ValueError unless there is one."""
-    if vocabulary is None or vocabulary < 1:
-        raise ValueError(
-            f"vocabulary must be the number of token ids, at least 1; got {vocabulary}; take it "
-            "from the data"
-        )
-    return vocabulary
-
-
-def expect_line(position: Position | None) -> None:
-    """Raises ValueError for an encoding of more than one dimension."""
-    if position is not None and position.dim != 1:
-        raise ValueError(
-            f"tokens have one coordinate; got position_options dim={position.dim}; leave it out"
-        )
-
-
-def check_places(
-    absolute: str, max_length: int | None, position_scale: float | None, dim: int
-) -> None:
-    """Raises ValueError for options of places that do not go together."""
-    one_of("absolute", absolute, ABSOLUTE)
-    if max_length is not None and max_length < 1:
-        raise ValueError(f"max_length must be at least 1; got {max_length}")
-    if absolute == "learned" and max_length is None:
-        raise ValueError("absolute='learned' needs max_length, the longest sequence; set it")
-    if absolute == "sinusoidal" and dim % 2:
-        raise ValueError(f"absolute='sinusoidal' needs an even dim; got {dim}")
-    if position_scale is not None and not position_scale > 0:
-        raise ValueError(f"position_scale must be positive; got {position_scale}")
-
-
-def expect_length(length: int, longest: int | None) -> None:
-    """Raises ValueError for more tokens than a model can be given at once."""
-    if longest is not None and length > longest:
-        raise ValueError(
-            f"the model takes at most {longest} tokens; got {length}; cut the sequence, or train "
-            "with a larger max_length (or max_tokens of the position)"
-        )
-
-
-def with_places(x: Tensor, index: Tensor, absolute: str, places: nn.Embedding | None) -> Tensor:
-    """Embeddings (batch, n, dim) with what tells their places, of index (n,), apart."""
-    if places is not None:
-        return x + places(index)
-    return x + sinusoids(index, x.shape[-1]).to(x.dtype) if absolute == "sinusoidal" else x
-
-
-def positions_of(index: Tensor, stack: Stack, scale: float, dtype: torch.dtype) -> Tensor | None:
-    """Index (n,) as positions (1, n, 1) in the encoding's unit; None without an encoding.
-
-    At least float32: half precision cannot represent odd numbers beyond 2048, nor bfloat16 beyond
-        256.
-    """
-    if stack.position is None:
-        return None
-    return (index.to(torch.promote_types(dtype, torch.float32)) * scale)[None, :, None]

@@ -238,39 +238,6 @@ def test_every_position_is_built() -> None:
         assert net(images()).shape == (3, 5)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"patch_size": 5}, "image_size=12 must be a multiple of patch_size=5; .* 3, 4, 6"),
-        ({"classes": None, "image_size": None}, "got classes=None, image_size=None"),
-        ({"patch_size": 0}, "got patch_size=0"),
-        ({"pool": "max"}, "pool='max' is unknown; expected one of mean, token"),
-        ({"absolute": "rotary"}, "absolute='rotary' is unknown"),
-        ({"absolute": "sinusoidal", "dim": 18}, "dim that 4 divides"),
-        ({"position": "toeplitz", "pool": "token"}, "not a patch"),
-        ({"position": "toeplitz", "position_scale": 0.5}, "position_scale=0.5; leave it at 1"),
-        ({"position": "cosine", "position_scale": 0.5}, "position_scale=0.5 has no effect in one"),
-        ({"position": "spectral", "position_options": {"dim": 3}}, "expected 2, row and column"),
-        ({"position": "spectrol"}, "spectrol"),
-        ({"position": "toeplitz", "position_options": {"sides": 3}}, "sides"),
-        ({"dim": 15}, "multiple of heads"),
-    ],
-)
-def test_refuses(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        model(**options)
-
-
-def test_refuses_other_images_and_normalizers() -> None:
-    net = model()
-    for wrong in (images(size=16), images(channels=1), images()[0]):
-        with pytest.raises(ValueError, match=r"images must be \(batch, 2, 12, 12\); got"):
-            net(wrong)
-    for mean, std in (([0.5], [0.5]), ([0.5, 0.5], [0.5, 0.0])):
-        with pytest.raises(ValueError, match="for each of 2 channels"):
-            net.set_normalizer(mean, std)
-
-
 def merged(*names: str) -> dict[str, dict[str, Any]]:
     found: dict[str, Any] = {}
     for name in names:
@@ -328,3 +295,11 @@ def test_readme_names_every_config() -> None:
         config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
         assert config.pop("recipe") == "images" and set(config) == {"model"}
     assert all(f"`{name}.yaml`" in text for name in COMMON + MECHANISMS)
+
+
+def test_bytes_and_shares_are_one_image() -> None:
+    model = ImageClassifier(3, 1, 8, 4, dim=16, heads=2, layers=1, ffn_dim=16)
+    whole = torch.randint(256, (2, 1, 8, 8), generator=torch.Generator().manual_seed(0))
+    expected = model(whole.to(torch.uint8))
+    for same in (whole, whole / 255, whole.double() / 255):
+        torch.testing.assert_close(model(same), expected, rtol=0, atol=1e-5)

@@ -78,28 +78,8 @@ def test_tokens_come_one_by_one():
     assert list(generate(model, ids(1, 3), 0)) == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"prompt": torch.zeros(1, 0, dtype=torch.long)}, r"shape \(1, n\)"),
-        ({"prompt": torch.zeros(2, 3, dtype=torch.long)}, r"shape \(1, n\)"),
-        ({"prompt": torch.full((1, 2), VOCABULARY)}, "expected 0 to 22"),
-        ({"count": -1}, "count must be at least 0"),
-        ({"temperature": -0.1}, "temperature must be at least 0"),
-        ({"temperature": math.nan}, "temperature must be at least 0"),
-        ({"top_k": 0}, "top_k must be at least 1"),
-    ],
-)
-def test_bad_arguments_at_once(arguments, words):
-    """Before the first token is asked for."""
-    with pytest.raises(ValueError, match=words):
-        generate(tiny("performer"), **{"prompt": ids(1, 2), "count": 3, **arguments})
-
-
-def test_lengths_and_training_mode():
+def test_lengths():
     model = tiny("log-linear")
     assert len(list(generate(model, ids(1, 30), 11))) == 11  # reads 40 tokens
     with pytest.raises(ValueError, match="takes 41; it takes 40|takes 40; ask"):
         generate(model, ids(1, 30), 12)
-    with pytest.raises(ValueError, match="eval"):
-        generate(model.train(), ids(1, 2), 1)

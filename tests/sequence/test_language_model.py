@@ -289,31 +289,6 @@ def test_command_line_finds_all_options():
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"vocabulary": None}, "vocabulary must be the number of token ids"),
-        ({"absolute": "both"}, "absolute='both'.*none, sinusoidal, learned"),
-        ({"absolute": "learned"}, "needs max_length"),
-        ({"absolute": "sinusoidal", "dim": 15, "heads": 1}, "even dim"),
-        ({"max_length": 0}, "max_length must be at least 1"),
-        ({"position_scale": 0.0}, "position_scale must be positive"),
-        ({"position": "polar"}, "position='polar'"),
-        ({"position": "cosine", "mixing": "softmax"}, "does not go with mixing='softmax'"),
-        ({"position": "toeplitz", "gate": True}, "needs a running state"),
-        ({"position": "spectral", "position_options": {"dim": 2}}, "tokens have one coordinate"),
-        ({"position": "spectral", "position_options": {"nods": 2}}, "nods"),
-        ({"adaptive_cutoffs": [9, 9]}, "adaptive_cutoffs must rise"),
-        ({"adaptive_cutoffs": [9, 23]}, "below vocabulary=23"),
-        ({"adaptive_cutoffs": []}, "adaptive_cutoffs must rise"),
-        ({"adaptive_cutoffs": [2, 4, 6]}, "need dim of at least 64; got 16"),
-    ],
-)
-def test_bad_options(options, words):
-    with pytest.raises(ValueError, match=words):
-        LanguageModel(**{"vocabulary": VOCABULARY, "dim": 16, "heads": 2, **options})
-
-
-@pytest.mark.parametrize(
     ("mechanism", "changes", "longest"),
     [
         ("performer", {"max_length": None}, None),
@@ -334,5 +309,14 @@ def test_lengths_beyond_the_mechanism(mechanism, changes, longest):
     model(ids(1, longest))
     with pytest.raises(ValueError, match=f"at most {longest} tokens; got {longest + 1}"):
         model(ids(1, longest + 1))
-    with pytest.raises(ValueError, match="shape"):
-        model(torch.zeros(3, dtype=torch.long))
+
+
+@pytest.mark.parametrize("cutoffs", [None, [3, 6]])
+def test_tokens_of_any_whole_numbers_and_empty_batches(cutoffs):
+    model = LanguageModel(10, dim=16, heads=2, layers=1, ffn_dim=16, adaptive_cutoffs=cutoffs)
+    none = torch.zeros(2, 4, dtype=torch.long)
+    tokens = torch.tensor([[1, 9, 0, 4]])
+    for same in (tokens.int(), tokens.to(torch.uint8)):
+        torch.testing.assert_close(model(same), model(tokens), rtol=0, atol=0)
+    assert model(none[:0]).shape == (0, 4, 16) and model(none[:, :0]).shape == (2, 0, 16)
+    assert (model.log_likelihood(none, none - 1) == 0).all()

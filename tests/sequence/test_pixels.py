@@ -1,4 +1,4 @@
-"""The model of pixels: positions in one and three dimensions, decoding, what it refuses."""
+"""The model of pixels: positions in one and three dimensions, and decoding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 from torch import Tensor
 
 from molflt.attention import Attention
-from molflt.sequence import LanguageModel, PixelModel
+from molflt.sequence import PixelModel
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "pixels"
 MECHANISMS = ("softmax", "prf", "nprf", "nprf-rpe", "flt", "flt-3d")
@@ -102,7 +102,7 @@ def test_three_dimensions_are_the_quadratic_form_with_the_mask(mixing, position)
     layer = model.stack.blocks[0].attention
     torch.manual_seed(2)
     x = torch.randn(2, model.longest, 16, dtype=torch.float64, requires_grad=True)
-    at = model._positions(torch.arange(model.longest), torch.float64)
+    at = model._positions(torch.arange(model.longest), model.stack)
     torch.testing.assert_close(at[0], places())
     weight = torch.randn(2, model.longest, 16, dtype=torch.float64)
     encoding = model.stack.position(mixing, at, at)
@@ -152,7 +152,7 @@ def test_places_of_large_images_in_half_precision() -> None:
     small: dict[str, Any] = {"dim": 8, "heads": 1, "layers": 1, "absolute": "none"}
     where: dict[str, Any] = {"position": "multiplicative", "position_options": {"dim": 3}}
     model = PixelModel(1, 258, **small, **where).bfloat16()
-    found = model._positions(torch.tensor([258 * 257 + 255, 258 * 257 + 257]), torch.bfloat16)
+    found = model._positions(torch.tensor([258 * 257 + 255, 258 * 257 + 257]), model.stack)
     assert found is not None and found[0].tolist() == [[257, 255, 0], [257, 257, 0]]
 
 
@@ -166,31 +166,3 @@ def test_the_size_of_the_paper() -> None:
         layer = model.stack.blocks[0].attention
         assert (model.longest, model.dim, len(model.stack.blocks), layer.heads) == (3072, 512, 6, 8)
         assert layer.feature_map.width == 32
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"position": "spectral", "position_options": {"dim": 2}}, "3 coordinates .* got .* dim=2"),
-        ({"position": "toeplitz", "position_options": {"shape": [3, 3]}}, "3 coordinates"),
-        ({"vocabulary": 9}, "'vocabulary'"),
-        ({"adaptive_cutoffs": [9]}, "'adaptive_cutoffs'"),
-    ],
-)
-def test_refused_options(options, words) -> None:
-    with pytest.raises((ValueError, TypeError), match=words):
-        tiny(**options)
-
-
-def test_refused_images() -> None:
-    model = tiny()
-    for wrong in (images(channels=1), images()[:, :, :2], images()[0]):
-        with pytest.raises(ValueError, match=r"images must be \(batch, 3, 3, 3\); got"):
-            model.image_log_likelihood(wrong)
-    with pytest.raises(ValueError, match="images must be whole numbers, bytes"):
-        model.image_log_likelihood(images().double())
-    with pytest.raises(ValueError, match="channels and image_size must be numbers; got None, 3"):
-        PixelModel(image_size=3)
-    with pytest.raises(ValueError, match="takes at most 27 tokens; got 28"):
-        model(torch.zeros(1, 28, dtype=torch.long))
-    assert isinstance(model, LanguageModel) and model.decodes

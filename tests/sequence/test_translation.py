@@ -1,4 +1,4 @@
-"""Encoder-decoders: against transformers and torch, decoding, beam search, padding, refusals."""
+"""Encoder-decoders: against transformers and torch, decoding, beam search, padding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load, save
 from torch import nn
 
-from molflt.attention import CrossAttention, Decoder
+from molflt.attention import CrossAttention
 from molflt.attention.mixing.causal import KeyValues
 from molflt.sequence.beam import beam_search
 from molflt.sequence.encoder_decoder import EncoderDecoder
@@ -332,31 +332,6 @@ def test_decoder_memory_equals_full_attention(options):
     alone = layer.recall(x, layer.remember(context[:, :0]))
     assert torch.equal(alone, layer.to_out.bias.expand_as(x))
     assert layer.recall(x[:0], layer.remember(context[:0])).shape == (0, 4, 16)
-
-
-# --- what is refused ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda m: beam_search(m.train(), ids(1, 3), begin=2, end=3), "call model.eval"),
-        (lambda m: beam_search(m, ids(1, 3), begin=2, end=3, beam=0), "beam must be at least 1"),
-        (lambda m: beam_search(m, ids(1, 3), begin=2, end=99), "end must be an id of 0 to 22"),
-        (lambda m: m(ids(1, 41), ids(1, 3)), "takes at most 40 tokens; got 41"),
-        (lambda m: m(ids(1, 3) + 30, ids(1, 3)), "source must be 0 to 22"),
-        (lambda m: m(ids(1, 3), ids(1, 3)[0]), "target must be ids of shape"),
-        (lambda m: m(ids(1, 3), ids(1, 3), torch.ones(1, 4) > 0), "key_mask is wrong"),
-        (lambda m: tiny("prf", decoder={"positon": "none"}), "'positon'"),
-        (lambda m: tiny("prf", decoder={"heads": 4}), "'heads'"),
-        (lambda m: tiny("prf", gate=True), "'gate'"),
-        (lambda m: CrossAttention(16, 2, causal=True), "causal=True has no effect in attention"),
-        (lambda m: Decoder(16, 2, 1, refinements=2), "'refinements'"),
-    ],
-)
-def test_refusals(call, words):
-    with pytest.raises((ValueError, TypeError), match=words):
-        call(tiny("nprf-rpe"))
 
 
 def test_a_model_that_has_diverged_is_refused():
